@@ -1,0 +1,1 @@
+"""Parts that several kernels share: one file per idea."""

@@ -1,0 +1,92 @@
+"""The order in which a persistent kernel visits the tiles of its output.
+
+Tiles that run at the same time should share rows of A and columns of B in L2. The output is cut
+along its shorter side into bands; a band is visited lengthwise, `width` clusters at a time, and
+every second band backwards, so that a band begins with the operand that the last one ended on.
+
+          long side →
+    0  2  4  6  8  10      band 0 (width 2)
+    1  3  5  7  9  11
+    22 20 18 16 14 12      band 1, backwards
+    23 21 19 17 15 13
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+Divisor = cute.FastDivmodDivisorV2
+
+
+@dataclass
+class TileOrder:
+    """Run-time facts, made on the host and passed to the kernel; unit: one cluster of tiles."""
+
+    total: Int32  # clusters in all batches
+    per_batch: Divisor
+    per_band: Divisor
+    width: Divisor  # of a band
+    last_width: Divisor  # of the last band, which may be narrower
+    whole_bands: Int32
+    length: Int32  # the long side
+    bands_cut_m: Int32  # 1: M is the short side, 0: N is
+
+    @cute.jit
+    def coordinates(self, index: Int32) -> tuple:
+        """Cluster coordinates (m, n) and batch l of the index-th cluster."""
+        batch, in_batch = divmod(index, self.per_batch)
+        band, in_band = divmod(in_batch, self.per_band)
+        along, across = Int32(0), Int32(0)
+        if band < self.whole_bands:
+            quotient, remainder = divmod(in_band, self.width)
+            along, across = Int32(quotient), Int32(remainder)
+        else:
+            quotient, remainder = divmod(in_band, self.last_width)
+            along, across = Int32(quotient), Int32(remainder)
+        across += Int32(band) * Int32(self.width.divisor)
+        if band % 2 == 1:
+            along = self.length - 1 - along
+        m, n = along, across
+        if self.bands_cut_m == 1:
+            m, n = across, along
+        return m, n, Int32(batch)
+
+
+@cute.jit
+def make_tile_order(
+    clusters_m: Int32, clusters_n: Int32, batches: Int32, band_widths: tuple
+) -> TileOrder:
+    """band_widths: the preferred width, in clusters, of a band cut along M and along N."""
+    length, short, preferred = clusters_m, clusters_n, Int32(band_widths[1])
+    bands_cut_m = Int32(0)
+    if clusters_m < clusters_n:
+        length, short, preferred = clusters_n, clusters_m, Int32(band_widths[0])
+        bands_cut_m = Int32(1)
+    width = cutlass.min(preferred, short)
+    whole_bands = short // width
+    last_width = short - whole_bands * width
+    if last_width == 0:
+        last_width = width
+    return TileOrder(
+        total=clusters_m * clusters_n * batches,
+        per_batch=Divisor(clusters_m * clusters_n),
+        per_band=Divisor(width * length),
+        width=Divisor(width),
+        last_width=Divisor(last_width),
+        whole_bands=whole_bands,
+        length=length,
+        bands_cut_m=bands_cut_m,
+    )
+
+
+def preferred_band_widths(
+    tile_shape: tuple[int, ...], cluster_shape: tuple[int, int], concurrent_tiles: int
+) -> tuple[int, int]:
+    """Widths that make the footprint of the tiles running at once about square in elements."""
+    side = (concurrent_tiles * tile_shape[0] * tile_shape[1]) ** 0.5
+    return tuple(
+        max(1, round(side / (tile * cluster)))
+        for tile, cluster in zip(tile_shape[:2], cluster_shape)
+    )

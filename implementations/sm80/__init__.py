@@ -1,0 +1,1 @@
+"""Kernels for every GPU from Ampere on: cp.async, ldmatrix, mma.sync."""

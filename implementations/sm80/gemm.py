@@ -1,0 +1,361 @@
+"""Dense matrix product for every GPU from Ampere on."""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import CopyUniversalOp, warp
+from cutlass.memory import SmemAllocator
+
+from implementations.common.modes import gemm_modes
+from implementations.common.operand_tiles import OperandTiles, TileSource
+from implementations.common.output_tile import OutputTile
+
+WARP = 32
+MMA_M, MMA_N = 16, 16  # of a warp: one mma.sync along M, two along N, one ldmatrix.x4 each
+MMA_K_BYTES = 32
+MINIMUM_K_BLOCKS = 2  # one to multiply while the next one is read
+
+
+class Gemm:
+    """D = A · B with cp.async, ldmatrix and mma.sync.
+
+    All warps do the same, `warps` (M × N) of them on one tile of D:
+
+    role      does                                                         waits on
+    --------  -----------------------------------------------------------  -----------------------
+    produce   cp.async of a tile of A and of B, `stages` - 1 ahead         stage read by all warps
+    read      ldmatrix of one block of K (32 bytes), one block ahead       stage written by all
+    multiply  mma.sync, tf32 operands rounded before                       own registers
+    epilogue  accumulators → shared memory → whole vectors of D            last stage read by all
+
+    There is one barrier per tile along K: it says that the next stage is written and the last
+    one read. Loads of less than 4 bytes go through registers instead, see OperandTiles.
+
+    Shared memory: `stages` × A, `stages` × B, swizzled; the epilogue reuses it, slice by slice.
+    Registers: tile M · N / threads accumulators, two blocks of fragments, and addresses.
+
+    A (M,K), B (K,N), D (M,N), or the same with a leading batch mode; every mode of a size known
+    at run time only, one mode of each operand with a static stride of 1. Base addresses and the
+    other strides are multiples of `vector_bytes`, sizes need not be: the edges are predicated.
+
+    Operands   f16, bf16 (A and B alike)   tf32 (A, B and D f32)
+    D          f16, bf16, f32              f32
+    """
+
+    def __init__(
+        self,
+        tile_shape: tuple[int, int, int],
+        warps: tuple[int, int],
+        stages: int,
+        accumulator_type: type[cutlass.Numeric] = Float32,
+        *,
+        vector_bytes: int = 16,
+        raster: int = 8,
+    ):
+        self.tile_shape = tile_shape
+        self.warps = warps
+        self.stages = stages
+        self.accumulator_type = accumulator_type
+        self.vector_bytes = vector_bytes
+        self.raster = raster  # rows of tiles that are visited together, to share B in L2
+        self.threads = WARP * warps[0] * warps[1]
+        self._check()
+
+    def _check(self) -> None:
+        tile_m, tile_n, _ = self.tile_shape
+        if any(extent & (extent - 1) or extent < 1 for extent in (*self.tile_shape, *self.warps)):
+            raise ValueError(
+                f"tile {self.tile_shape} and warps {self.warps} must be powers of two"
+            )
+        if tile_m % (MMA_M * self.warps[0]) or tile_n % (MMA_N * self.warps[1]):
+            raise ValueError(
+                f"tile {self.tile_shape} is not a multiple of {MMA_M} × {MMA_N} for each of "
+                f"{self.warps} warps"
+            )
+        if self.accumulator_type is not Float32:
+            raise ValueError(f"the accumulator is Float32, not {self.accumulator_type}")
+        if self.vector_bytes not in (2, 4, 8, 16):
+            raise ValueError(f"vectors have 2, 4, 8 or 16 bytes, not {self.vector_bytes}")
+        minimum_stages = 2 if self.vector_bytes >= 4 else 3
+        if self.stages < minimum_stages:
+            raise ValueError(
+                f"{self.stages} stages, but vectors of {self.vector_bytes} bytes need "
+                f"{minimum_stages}"
+            )
+
+    @cute.jit
+    def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor, stream: cuda.CUstream):
+        mA, mB, mD = gemm_modes(mA, mB, mD)
+        self._plan(
+            mA.element_type, mD.element_type, tuple(_unit_mode(mX) for mX in (mA, mB, mD))
+        )
+        tiles_m, tiles_n = self._tiles(mD)
+        self.kernel(mA, mB, mD).launch(
+            grid=(tiles_m * tiles_n * mD.shape[2], 1, 1),
+            block=(self.threads, 1, 1),
+            stream=stream,
+        )
+
+    def shared_memory_bytes(
+        self,
+        operand_type: type[cutlass.Numeric],
+        output_type: type[cutlass.Numeric],
+        output_unit_mode: int = 1,
+    ) -> int:
+        """Of one block; the output's unit-stride mode is 0 (M) or 1 (N)."""
+        self._plan(operand_type, output_type, (1, 1, output_unit_mode))
+        return max(self._operand_bytes(), self.D.bytes)
+
+    def _operand_bytes(self) -> int:
+        return (self.A.elements + self.B.elements) * self.operand_type.width // 8
+
+    def _plan(self, operand_type, output_type, unit_modes: tuple[int, int, int]) -> None:
+        """Decides all that depends on types and majors."""
+        if operand_type not in (Float16, BFloat16, Float32):
+            raise ValueError(f"operands are Float16, BFloat16 or Float32, not {operand_type}")
+        if self.vector_bytes * 8 < operand_type.width:
+            raise ValueError(f"vectors of {self.vector_bytes} bytes are less than a {operand_type}")
+        tile_m, tile_n, tile_k = self.tile_shape
+        self.operand_type = operand_type
+        self.mma_k = MMA_K_BYTES * 8 // operand_type.width
+        self.k_blocks = tile_k // self.mma_k
+        if self.k_blocks < MINIMUM_K_BLOCKS:
+            raise ValueError(
+                f"tile K {tile_k} of {operand_type} must be {MINIMUM_K_BLOCKS * self.mma_k} or more"
+            )
+        self.A = self._operand(tile_m, unit_modes[0])
+        self.B = self._operand(tile_n, unit_modes[1])
+        self.D = OutputTile(
+            output_type,
+            (tile_m, tile_n),
+            unit_modes[2],
+            granule=(MMA_N * self.warps[1], MMA_M * self.warps[0])[unit_modes[2]],
+            budget_bytes=self._operand_bytes(),
+            threads=self.threads,
+            vector_bytes=self.vector_bytes,
+        )
+
+    def _operand(self, rows: int, unit_mode: int) -> OperandTiles:
+        # ldmatrix reads pieces of 16 bytes. It cannot transpose 32-bit elements; they are read one
+        # by one where K is not the unit-stride mode, 8 neighbours along and 4 across at once.
+        by_element = self.operand_type.width == 32 and unit_mode == 0
+        return OperandTiles(
+            self.operand_type,
+            (rows, self.tile_shape[2]),
+            unit_mode,
+            stages=self.stages,
+            k_blocks=self.k_blocks,
+            threads=self.threads,
+            vector_bytes=self.vector_bytes,
+            piece_bytes=32 if by_element else 16,
+        )
+
+    @cute.kernel
+    def kernel(self, mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        first_m, first_n, batch = self._first_of_tile(mD)
+        sA, sB, sD = self._shared_memory()
+        tiled_mma = self._tiled_mma()
+        sources = (
+            self.A.source(mA, first_m, batch, sA, thread),
+            self.B.source(mB, first_n, batch, sB, thread),
+        )
+        fragments = self._fragments(tiled_mma, sA, sB, thread)
+        accumulators = cute.make_rmem_tensor(
+            tiled_mma.partition_shape_C(self.tile_shape[:2]), self.accumulator_type
+        )
+        accumulators.fill(0.0)
+        self._main_loop(tiled_mma, accumulators, sources, fragments, mA.shape[1])
+        self._epilogue(tiled_mma, accumulators, sD, mD, (first_m, first_n), batch, thread)
+
+    def _tiles(self, mD: cute.Tensor) -> tuple:
+        return tuple(cute.ceil_div(mD.shape[mode], self.tile_shape[mode]) for mode in (0, 1))
+
+    @cute.jit
+    def _first_of_tile(self, mD: cute.Tensor) -> tuple:
+        """First row and column of this block's tile, and its batch.
+
+        Tiles are visited in bands of `raster` rows, column by column within a band.
+        """
+        tiles_m, tiles_n = self._tiles(mD)
+        index, _, _ = cute.arch.block_idx()
+        batch = index // (tiles_m * tiles_n)
+        in_batch = index % (tiles_m * tiles_n)
+        band_m = in_batch // (self.raster * tiles_n) * self.raster
+        in_band = in_batch % (self.raster * tiles_n)
+        band_rows = min(tiles_m - band_m, self.raster)
+        tile_m, tile_n = band_m + in_band % band_rows, in_band // band_rows
+        return tile_m * self.tile_shape[0], tile_n * self.tile_shape[1], batch
+
+    def _shared_memory(self) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """A and B of all stages; a slice of D in the same place."""
+        size = max(self._operand_bytes(), self.D.bytes)
+        memory = SmemAllocator().allocate(size, byte_alignment=128)
+        pointer = cute.recast_ptr(memory, dtype=self.operand_type)
+        return (
+            cute.make_tensor(pointer, self.A.layout()),
+            cute.make_tensor(pointer + self.A.elements, self.B.layout()),
+            cute.make_tensor(cute.recast_ptr(memory, dtype=self.D.element_type), self.D.layout()),
+        )
+
+    def _tiled_mma(self) -> cute.TiledMma:
+        shape = (16, 8, self.mma_k)
+        if const_expr(self.operand_type is Float32):
+            operation = warp.MmaTF32Op(shape)
+        else:
+            operation = warp.MmaF16BF16Op(self.operand_type, self.accumulator_type, shape)
+        warps_m, warps_n = self.warps
+        return cute.make_tiled_mma(
+            operation, (warps_m, warps_n, 1), (warps_m * MMA_M, warps_n * MMA_N, self.mma_k)
+        )
+
+    def _fragments(self, tiled_mma, sA, sB, thread) -> tuple["Fragments", "Fragments"]:
+        """The way of each operand from shared memory to the registers that mma.sync reads."""
+        thr_mma = tiled_mma.get_slice(thread)
+        tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA)[None, None, None, 0])
+        tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB)[None, None, None, 0])
+        copy_A = cute.make_tiled_copy_A(self._fragment_copy(self.A), tiled_mma)
+        copy_B = cute.make_tiled_copy_B(self._fragment_copy(self.B), tiled_mma)
+        return (
+            Fragments(copy_A, copy_A.get_slice(thread).partition_S(sA), tCrA),
+            Fragments(copy_B, copy_B.get_slice(thread).partition_S(sB), tCrB),
+        )
+
+    def _fragment_copy(self, tiles: OperandTiles) -> cute.CopyAtom:
+        if const_expr(tiles.piece_bytes == 16):
+            operation = warp.LdMatrix8x8x16bOp(transpose=tiles.unit_mode == 0, num_matrices=4)
+            return cute.make_copy_atom(operation, tiles.element_type)
+        return cute.make_copy_atom(
+            CopyUniversalOp(), tiles.element_type, num_bits_per_copy=tiles.element_type.width
+        )
+
+    @cute.jit
+    def _main_loop(
+        self,
+        tiled_mma: cute.TiledMma,
+        accumulators: cute.Tensor,
+        sources: tuple[TileSource, TileSource],
+        fragments: tuple["Fragments", "Fragments"],
+        size_k: Int32,
+    ):
+        ahead, parts = self.stages - 1, self.A.parts
+        for stage in cutlass.range_constexpr(ahead):
+            self._produce(sources, Int32(stage))
+        self._await_next_stage()
+        self._read(fragments, 0, Int32(0))
+
+        reading, writing = Int32(0), Int32(ahead)
+        for k_tile in cutlass.range(cute.ceil_div(size_k, self.tile_shape[2]), unroll=1):
+            for k in cutlass.range_constexpr(self.k_blocks):
+                if const_expr(k == self.k_blocks - 1):
+                    self._await_next_stage()
+                    reading = reading + 1 if reading < ahead else 0
+                self._read(fragments, (k + 1) % self.k_blocks, reading)
+                if const_expr(k < parts):
+                    pending = self._start(sources, k_tile + ahead, writing, k)
+                if const_expr(k == self.k_blocks - 2):
+                    self._commit()
+                self._multiply(tiled_mma, accumulators, fragments, k)
+                if const_expr(k < parts):
+                    self._finish(sources, writing, k, pending)
+            writing = writing + 1 if writing < ahead else 0
+
+    @cute.jit
+    def _produce(self, sources, stage: Int32):
+        """Fills a stage for the first time."""
+        for part in cutlass.range_constexpr(self.A.parts):
+            pending = self._start(sources, stage, stage, part)
+            self._finish(sources, stage, part, pending)
+        self._commit()
+
+    @cute.jit
+    def _start(self, sources, k_tile: Int32, stage: Int32, part: int) -> tuple:
+        return tuple(source.start(k_tile, stage, part) for source in sources)
+
+    @cute.jit
+    def _finish(self, sources, stage: Int32, part: int, pending: tuple) -> None:
+        for source, values in zip(sources, pending):
+            source.finish(stage, part, values)
+
+    def _commit(self) -> None:
+        if self.A.asynchronous:
+            cute.arch.cp_async_commit_group()
+
+    def _await_next_stage(self) -> None:
+        """The next stage is written, and all warps have read the last one."""
+        if self.A.asynchronous:
+            cute.arch.cp_async_wait_group(self.stages - 2)
+        cute.arch.sync_threads()
+
+    def _read(self, fragments, k: int, stage: Int32) -> None:
+        for fragment in fragments:
+            fragment.read(k, stage)
+
+    def _multiply(self, tiled_mma, accumulators, fragments, k: int) -> None:
+        if self.operand_type is Float32:
+            for fragment in fragments:
+                fragment.round_to_tf32(k)
+        tCrA, tCrB = (fragment.registers[None, None, k] for fragment in fragments)
+        cute.gemm(tiled_mma, accumulators, tCrA, tCrB, accumulators)
+
+    @cute.jit
+    def _epilogue(
+        self,
+        tiled_mma: cute.TiledMma,
+        accumulators: cute.Tensor,
+        sD: cute.Tensor,
+        mD: cute.Tensor,
+        first: tuple[Int32, Int32],
+        batch: Int32,
+        thread: Int32,
+    ):
+        """Accumulators → shared memory → D, a slice at a time."""
+        tCsD = tiled_mma.get_slice(thread).partition_C(sD)
+        # Neighbours in a thread are neighbours along N.
+        neighbours = 2 if const_expr(self.D.unit_mode == 1) else 1
+        copy = cute.make_copy_atom(
+            CopyUniversalOp(),
+            self.D.element_type,
+            num_bits_per_copy=neighbours * self.D.element_type.width,
+        )
+        if const_expr(self.A.asynchronous):
+            cute.arch.cp_async_wait_group(0)
+        for index in cutlass.range_constexpr(self.D.slices):
+            values = self.D.slice_of(accumulators, index).load()
+            tCrD = cute.make_rmem_tensor_like(tCsD, self.D.element_type)
+            tCrD.store(values.to(self.D.element_type))
+            cute.arch.sync_threads()  # operands or the last slice have been read
+            cute.copy(copy, tCrD, tCsD)
+            cute.arch.sync_threads()
+            self.D.store(sD, mD, first, batch, index, thread)
+
+
+@dataclass
+class Fragments:
+    """One operand of mma.sync, a tile of it in registers; only two blocks of K are ever alive."""
+
+    tiled_copy: cute.TiledCopy
+    shared: cute.Tensor  # (values, rows, K blocks, stages), as the copy sees it
+    registers: cute.Tensor  # (values, rows, K blocks), as mma.sync sees it
+
+    def read(self, k: int, stage: Int32) -> None:
+        target = self.tiled_copy.retile(self.registers)
+        cute.copy(self.tiled_copy, self.shared[None, None, k, stage], target[None, None, k])
+
+    def round_to_tf32(self, k: int) -> None:
+        """To nearest; mma.sync would truncate."""
+        bits = self.registers[None, None, k]
+        values = cute.recast_tensor(bits, Float32)
+        for i in range(cute.size(bits)):
+            bits[i] = Int32(cute.arch.cvt_f32_tf32(values[i]))
+
+
+def _unit_mode(mX: cute.Tensor) -> int:
+    """The mode with a static stride of 1 out of the first two."""
+    for mode in (1, 0):
+        if isinstance(mX.stride[mode], int) and mX.stride[mode] == 1:
+            return mode
+    raise ValueError(f"one of the strides {mX.stride[:2]} must be a static 1")

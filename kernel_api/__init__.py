@@ -1,0 +1,90 @@
+"""Find, understand, compile, verify and run GPU kernels written in CuTe DSL.
+
+>>> import kernel_api as ka
+>>> args = ka.GemmArguments(A, B, out)
+>>> kernels = ka.get_kernels(args)      # those that can compile and run it, best first
+>>> kernels[0].run(args)
+>>> print(ka.explain(args))             # every kernel family: accepted, or why not
+
+Everything here is loaded on first use: importing the package loads neither torch nor the DSL.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kernel_api.arguments import (
+        EpilogueArguments,
+        GemmArguments,
+        ScaledOperand,
+        ScaleMode,
+    )
+    from kernel_api.artifact import CompiledArtifact
+    from kernel_api.discovery import explain, get_kernels
+    from kernel_api.kernel import Kernel
+    from kernel_api.provider import Provider
+    from kernel_api.status import Status
+    from kernel_api.verify import verify
+
+__version__ = "0.1.0"
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+_HOME_OF = {
+    "CompiledArtifact": "artifact",
+    "EpilogueArguments": "arguments",
+    "GemmArguments": "arguments",
+    "Kernel": "kernel",
+    "Provider": "provider",
+    "ScaleMode": "arguments",
+    "ScaledOperand": "arguments",
+    "Status": "status",
+    "explain": "discovery",
+    "get_kernels": "discovery",
+    "verify": "verify",
+}
+_MODULES = (
+    "arguments",
+    "artifact",
+    "errors",
+    "metadata",
+    "ops",
+    "providers",
+    "space",
+    "status",
+    "targets",
+    "utils",
+)
+
+__all__ = [
+    "CompiledArtifact",
+    "EpilogueArguments",
+    "GemmArguments",
+    "Kernel",
+    "Provider",
+    "ScaleMode",
+    "ScaledOperand",
+    "Status",
+    "__version__",
+    "explain",
+    "get_kernels",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    elif name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_MODULES})

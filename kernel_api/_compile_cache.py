@@ -1,0 +1,85 @@
+"""Artifacts in memory: one per kernel, signature and target, compiled once even by many threads.
+
+Also knows which compilation the current thread is in, so that helpers called from a kernel's
+``compile`` (``cute_compile``) can take the arguments and the target from it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kernel_api.arguments import Arguments
+    from kernel_api.artifact import CompiledArtifact
+    from kernel_api.kernel import Kernel
+    from kernel_api.targets import Target
+
+_Key = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """The compilation that runs in this context."""
+
+    kernel: Any
+    args: Any
+    target: Target | None
+
+
+_running: contextvars.ContextVar[Compilation | None] = contextvars.ContextVar(
+    "kernel_api_compilation", default=None
+)
+_artifacts: dict[_Key, CompiledArtifact] = {}
+_flights: dict[_Key, threading.Lock] = {}
+_lock = threading.Lock()
+
+
+def running() -> Compilation | None:
+    """The compilation of this context, if one runs."""
+    return _running.get()
+
+
+def compiling(kernel: Kernel) -> bool:
+    """Whether this context is inside a compilation of the kernel."""
+    current = _running.get()
+    return current is not None and current.kernel is kernel
+
+
+def get(
+    kernel: Kernel, signature: tuple[Hashable, ...], target: Target | None
+) -> CompiledArtifact | None:
+    return _artifacts.get((kernel, signature, target))
+
+
+def get_or_build(
+    kernel: Kernel,
+    args: Arguments,
+    target: Target | None,
+    build: Callable[[], CompiledArtifact],
+) -> CompiledArtifact:
+    """The cached artifact; else ``build()``, by one thread while the others wait."""
+    key = (kernel, args.signature, target)
+    found = _artifacts.get(key)
+    if found is not None:
+        return found
+    with _lock:
+        flight = _flights.setdefault(key, threading.Lock())
+    with flight:
+        if key not in _artifacts:
+            token = _running.set(Compilation(kernel, args, target))
+            try:
+                _artifacts[key] = build()
+            finally:
+                _running.reset(token)
+    return _artifacts[key]
+
+
+def clear() -> None:
+    """Forget every artifact."""
+    with _lock:
+        _artifacts.clear()
+        _flights.clear()

@@ -1,0 +1,125 @@
+"""What every arguments class shares: its operands by name, its signature, its cache key."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, ClassVar
+
+from kernel_api.arguments.epilogue import EpilogueArguments
+from kernel_api.arguments.scaled import ScaledOperand
+from kernel_api.dtypes import DType
+from kernel_api.errors import ArgumentError
+from kernel_api.operands import Operand, overlap, self_overlapping
+
+
+class Arguments:
+    """Base of the argument classes.
+
+    A subclass names its operand fields in ``operand_names`` (in the order of its constructor),
+    the modes of each in ``modes``, and the ones written in ``output_names``.
+    """
+
+    kind: ClassVar[str]
+    operand_names: ClassVar[tuple[str, ...]]
+    output_names: ClassVar[tuple[str, ...]]
+    #: Letters of the last modes of each operand, as messages name them.
+    modes: ClassVar[dict[str, str]]
+
+    __slots__ = (
+        "_accepted",
+        "_key",
+        "_signature",
+        "accumulator_type",
+        "device",
+        "epilogue",
+        "operands",
+    )
+
+    accumulator_type: DType
+    epilogue: EpilogueArguments | None
+    device: Any
+    _signature: tuple[Hashable, ...] | None
+    _key: tuple[Hashable, ...] | None
+    _accepted: dict[Any, Any]
+    #: The operands in the order of the fields.
+    operands: tuple[Operand, ...]
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The torch tensors in the order of the fields."""
+        return tuple(operand.tensor for operand in self.operands)
+
+    def _options(self) -> tuple[Hashable, ...]:
+        """What beside the operands tells two problems apart."""
+        return ()
+
+    @property
+    def signature(self) -> tuple[Hashable, ...]:
+        """What one compiled artifact is for: element types, ranks, majors, epilogue; no sizes."""
+        if self._signature is None:
+            operands = tuple(
+                (o.dtype.name, len(o.shape), o.unit_mode, getattr(o, "mode", None))
+                for o in self.operands
+            )
+            epilogue = self.epilogue.identity if self.epilogue else None
+            self._signature = (
+                self.kind,
+                operands,
+                self.accumulator_type.name,
+                epilogue,
+                *self._options(),
+            )
+        return self._signature
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """All that a query may depend on: the signature with sizes, strides, alignment, device."""
+        if self._key is None:
+            self._key = (
+                self.signature,
+                self.device,
+                tuple((o.shape, o.stride, o.alignment) for o in self.operands),
+            )
+        return self._key
+
+    def _check_devices(self) -> None:
+        first, *rest = self.operands
+        self.device = device = first.device
+        for operand in rest:
+            if operand.device != device:
+                raise ArgumentError(
+                    f"{self._name_of(operand)} is on {operand.device} but "
+                    f"{self.operand_names[0]} is on {device}; all operands must be on one device"
+                )
+
+    def _check_outputs(self) -> None:
+        operands = self.operands
+        for name in self.output_names:
+            out = getattr(self, name)
+            if self_overlapping(out):
+                raise ArgumentError(
+                    f"{name} has shape {out.shape} and stride {out.stride}: several of its "
+                    f"elements are one in memory, so it cannot be written"
+                )
+            for other in operands:
+                if other is not out and overlap(out, other):
+                    raise ArgumentError(
+                        f"{name} shares memory with {self._name_of(other)}; "
+                        f"the kernel would read what it has overwritten"
+                    )
+
+    def _name_of(self, operand: Operand) -> str:
+        return self.operand_names[[o is operand for o in self.operands].index(True)]
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        """Names of the operands that carry a scale."""
+        return tuple(
+            name
+            for name, operand in zip(self.operand_names, self.operands, strict=True)
+            if type(operand) is not Operand and isinstance(operand, ScaledOperand)
+        )
+
+    def __repr__(self) -> str:
+        named = zip(self.operand_names, self.operands, strict=True)
+        return f"{type(self).__name__}({', '.join(f'{n}={o!r}' for n, o in named)})"

@@ -1,0 +1,146 @@
+"""Arguments of a dense matrix product."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from typing import Any, ClassVar
+
+from kernel_api.arguments.base import Arguments
+from kernel_api.arguments.epilogue import EpilogueArguments
+from kernel_api.dtypes import DType, dtype
+from kernel_api.errors import ArgumentError
+from kernel_api.operands import Operand
+
+_FLOAT32, _FLOAT64, _INT32 = dtype("float32"), dtype("float64"), dtype("int32")
+_PRECISIONS = ("ieee", "tf32")
+
+
+class GemmArguments(Arguments):
+    """out = A · B, accumulated in ``accumulator_type``.
+
+    Args:
+        A: (M, K), or (L, M, K) batched.
+        B: (K, N), or (L, K, N).
+        out: (M, N), or (L, M, N); written, never read. May not share memory with A or B.
+        accumulator_type: float32 by default; int32 for integers, float64 for float64.
+        epilogue: A function of the accumulator that replaces the plain store.
+        fp32_precision: For float32 operands, ``"ieee"``, or ``"tf32"`` to allow multiplication
+            with 10 mantissa bits. By default what torch's own setting for matmul says.
+
+    All operands are on one device. Any strides are taken; a batch is broadcast by a stride of 0
+    (``tensor.expand``). Kernels may ask for more: ``explain`` tells.
+
+    Raises:
+        ArgumentError: shapes, ranks, devices or memory contradict each other.
+    """
+
+    kind = "gemm"
+    operand_names: ClassVar[tuple[str, ...]] = ("A", "B", "out")
+    output_names: ClassVar[tuple[str, ...]] = ("out",)
+    modes: ClassVar[dict[str, str]] = {"A": "MK", "B": "KN", "out": "MN"}
+
+    __slots__ = ("A", "B", "fp32_precision", "out")
+
+    def __init__(
+        self,
+        A: Any,
+        B: Any,
+        out: Any,
+        accumulator_type: Any = None,
+        *,
+        epilogue: EpilogueArguments | None = None,
+        fp32_precision: str | None = None,
+    ) -> None:
+        self.A = A if isinstance(A, Operand) else Operand(A, "A")
+        self.B = B if isinstance(B, Operand) else Operand(B, "B")
+        self.out = out if isinstance(out, Operand) else Operand(out, "out")
+        self.operands = (self.A, self.B, self.out)
+        if epilogue is not None and not isinstance(epilogue, EpilogueArguments):
+            raise ArgumentError(
+                f"epilogue is a {type(epilogue).__name__}; expected EpilogueArguments(fn, ...)"
+            )
+        self.epilogue = epilogue
+        a_type = self.A.dtype
+        self.accumulator_type = (
+            _default_accumulator(a_type) if accumulator_type is None else dtype(accumulator_type)
+        )
+        self.fp32_precision = _precision(a_type, fp32_precision)
+        self._signature = self._key = None
+        self._accepted = {}
+        self._check_shapes()
+        self._check_devices()
+        self._check_outputs()
+
+    @property
+    def M(self) -> int:
+        return self.out.shape[-2]
+
+    @property
+    def N(self) -> int:
+        return self.out.shape[-1]
+
+    @property
+    def K(self) -> int:
+        return self.A.shape[-1]
+
+    @property
+    def L(self) -> int:
+        """Batch count; 1 for two-dimensional operands."""
+        return self.out.shape[0] if len(self.out.shape) == 3 else 1
+
+    def _options(self) -> tuple[Hashable, ...]:
+        return (self.fp32_precision,)
+
+    def _check_shapes(self) -> None:
+        a, b, out = self.A.shape, self.B.shape, self.out.shape
+        if not (len(a) == len(b) == len(out)) or len(a) not in (2, 3):
+            raise ArgumentError(
+                f"A has rank {len(a)}, B rank {len(b)}, out rank {len(out)}; expected all 2, "
+                f"(M, K) (K, N) (M, N), or all 3 with a batch in front (broadcast one by expand)"
+            )
+        if a[-1] != b[-2]:
+            raise ArgumentError(
+                f"A has K = {a[-1]} but B has K = {b[-2]} "
+                f"(A {self._letters('A')} = {a}, B {self._letters('B')} = {b})"
+            )
+        if out[-2:] != (a[-2], b[-1]):
+            raise ArgumentError(
+                f"out has (M, N) = {out[-2:]} but A and B give ({a[-2]}, {b[-1]}) "
+                f"(A {self._letters('A')} = {a}, B {self._letters('B')} = {b})"
+            )
+        if len(a) == 3 and not (a[0] == b[0] == out[0]):
+            raise ArgumentError(
+                f"batch of A is {a[0]}, of B {b[0]}, of out {out[0]}; they must be equal "
+                f"(broadcast A or B with expand, a stride of 0)"
+            )
+
+    def _letters(self, name: str) -> str:
+        letters = ("L" if len(self.A.shape) == 3 else "") + self.modes[name]
+        return f"({', '.join(letters)})"
+
+    def __repr__(self) -> str:
+        batch = f"{self.L}x" if len(self.out.shape) == 3 else ""
+        types = f"{self.A.dtype.short} x {self.B.dtype.short} -> {self.out.dtype.short}"
+        return (
+            f"GemmArguments({batch}{self.M}x{self.N}x{self.K} (M x N x K), {types}, "
+            f"accumulated in {self.accumulator_type.short}, on {self.device})"
+        )
+
+
+def _default_accumulator(operand_type: DType) -> DType:
+    if operand_type is _FLOAT64:
+        return _FLOAT64
+    return _INT32 if operand_type.kind in ("int", "uint", "bool") else _FLOAT32
+
+
+def _precision(operand_type: DType, asked: str | None) -> str | None:
+    """What float32 multiplication may do; None for other element types."""
+    if asked is not None and asked not in _PRECISIONS:
+        raise ArgumentError(f"fp32_precision is {asked!r}; expected one of {_PRECISIONS}")
+    if operand_type is not _FLOAT32:
+        return None
+    if asked is not None:
+        return asked
+    highest = sys.modules["torch"].get_float32_matmul_precision() == "highest"
+    return "ieee" if highest else "tf32"

@@ -1,0 +1,102 @@
+"""The compiled form of a kernel for one argument signature and one GPU architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kernel_api.errors import ForeignArtifactError, SignatureError, TargetError
+from kernel_api.targets import Target
+
+if TYPE_CHECKING:
+    from kernel_api.arguments import Arguments
+    from kernel_api.kernel import Kernel
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes of a multiprocessor, read from its machine code.
+
+    Attributes:
+        registers: Per thread at launch.
+        shared_memory_bytes: Per CTA, static and dynamic together.
+        spill_bytes: Local memory per thread that registers were spilled to.
+        threads: Per CTA.
+    """
+
+    registers: int
+    shared_memory_bytes: int
+    spill_bytes: int
+    threads: int
+
+
+class CompiledArtifact:
+    """A compiled kernel. Made by :meth:`Kernel.compile`, which adds signature and target.
+
+    Attributes:
+        compiled_obj: What the provider's compiler returned; called by the kernel's ``_run``.
+        kernel: The kernel that it was compiled from.
+        signature: The argument signature that it serves; every size of it.
+        target: The architecture that it was compiled for; None if it is not machine code.
+    """
+
+    __slots__ = ("_resources", "compiled_obj", "kernel", "signature", "target")
+
+    def __init__(
+        self,
+        compiled_obj: Any,
+        kernel: Kernel,
+        signature: tuple[Hashable, ...] | None = None,
+        target: Target | None = None,
+    ) -> None:
+        self.compiled_obj = compiled_obj
+        self.kernel = kernel
+        self.signature = signature
+        self.target = target
+        self._resources: Resources | None = None
+
+    def sealed(self, signature: tuple[Hashable, ...], target: Target | None) -> CompiledArtifact:
+        """The same artifact, knowing what it serves."""
+        if self.signature is None:
+            self.signature = signature
+        if self.target is None:
+            self.target = target
+        return self
+
+    @property
+    def resources(self) -> Resources | None:
+        """Registers, shared memory, spills and threads; None where there is no machine code."""
+        if self._resources is None:
+            self._resources = self.kernel.read_resources(self)
+        return self._resources
+
+    def check(self, kernel: Kernel, args: Arguments, device: Target | None) -> None:
+        """Raise unless this artifact is the kernel's, for the arguments, on the device."""
+        if self.kernel is not kernel and self.kernel != kernel:
+            raise ForeignArtifactError(
+                f"the artifact was compiled by {self.kernel.metadata.kernel_name}, "
+                f"not by {kernel.metadata.kernel_name}"
+            )
+        if self.signature is not args.signature and self.signature != args.signature:
+            raise SignatureError(
+                f"the artifact was compiled for {self.signature}, "
+                f"the arguments have {args.signature}; compile for them"
+            )
+        if self.target is None or device is None:
+            return
+        if not self.runs_on(device):
+            raise TargetError(
+                f"the artifact was compiled for {self.target}, the device is {device}; "
+                f"compile with cc={device.cc}"
+            )
+
+    def runs_on(self, device: Target) -> bool:
+        """Machine code runs on its own compute capability and newer ones of the same major."""
+        assert self.target is not None
+        if self.target.suffix == "a":
+            return self.target.cc == device.cc
+        return self.target.major == device.major and self.target.minor <= device.minor
+
+    def __repr__(self) -> str:
+        return f"<CompiledArtifact of {self.kernel.metadata.kernel_name} for {self.target}>"

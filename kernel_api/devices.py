@@ -1,0 +1,63 @@
+"""What GPU is here, asked once and only when needed."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import Any
+
+from kernel_api.targets import CcLike, Target, target
+
+
+@lru_cache(maxsize=64)
+def device_target(index: int) -> Target:
+    """Architecture of one CUDA device."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(index)
+    return Target(major, minor)
+
+
+@lru_cache(maxsize=64)
+def sm_count(index: int) -> int:
+    """Streaming multiprocessors of one CUDA device."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+@lru_cache(maxsize=1)
+def cuda_available() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def target_of(device: Any) -> Target | None:
+    """Architecture of a tensor's device; None for the CPU, meta, and fake CUDA devices."""
+    if device.type != "cuda" or not cuda_available():
+        return None
+    if device.index is None:
+        import torch
+
+        return device_target(torch.cuda.current_device())
+    return device_target(device.index)
+
+
+def query_target(device: Any, cc: CcLike) -> Target | None:
+    """The architecture that a query is about; None means all of them.
+
+    In this order: ``cc``, the device of the operands, ``KERNEL_API_ARCH``, the current device.
+    """
+    if cc is not None:
+        return target(cc)
+    found = target_of(device) if device is not None else None
+    if found is not None:
+        return found
+    if arch := os.environ.get("KERNEL_API_ARCH"):
+        return target(arch)
+    if cuda_available():
+        import torch
+
+        return device_target(torch.cuda.current_device())
+    return None

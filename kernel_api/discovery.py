@@ -1,0 +1,341 @@
+"""Which kernels can: one survey of all families answers ``get_kernels`` and ``explain`` alike.
+
+The way of a query: providers -> families -> operand variants that fit -> kernels behind them
+whose rules agree -> ranked. A survey is remembered by everything it may depend on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kernel_api.arguments import Arguments
+from kernel_api.devices import query_target
+from kernel_api.errors import FilterError, KernelApiError, PluginWarning
+from kernel_api.explanation import Acceptance, Explanation, Rejection
+from kernel_api.kernel import Kernel, require_arguments
+from kernel_api.matching import match_operands
+from kernel_api.metadata import KernelMetadata, OperandsMetadata
+from kernel_api.provider import Provider, generation, providers
+from kernel_api.status import Status
+from kernel_api.targets import CcLike, Target, fitting
+
+logger = logging.getLogger(__name__)
+
+MetadataFilter = Callable[[KernelMetadata], bool]
+ProviderChoice = Iterable["str | type[Provider]"]
+
+_SURVEYS_KEPT = 4096
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one family answers: the kernels that can, or the status of the nearest miss."""
+
+    family: type[Kernel]
+    kernels: tuple[Kernel, ...]
+    status: Status
+
+
+def get_kernels(
+    args: Arguments | None = None,
+    metadata_filter: MetadataFilter | None = None,
+    cc: CcLike = None,
+    providers: ProviderChoice | None = None,
+) -> list[Kernel]:
+    """The kernels that can compile and run the arguments, best first.
+
+    Args:
+        args: What to compute; None lists every kernel.
+        metadata_filter: Keeps the kernels for whose metadata it is true.
+        cc: Architecture asked about (90, "9.0", "sm_90a", ...). By default that of the operands'
+            device, else of the current device, else all.
+        providers: Names or classes of the providers asked; all by default.
+
+    Kernels with a performance model come first, by predicted time, then those without one in
+    the order of registration, then what the ``torch`` and ``reference`` providers offer.
+
+    Raises:
+        ArgumentError: a provider or ``cc`` that does not exist.
+        FilterError: the filter raised.
+    """
+    if args is None:
+        return _filtered(_enumerate(query_target(None, cc) if cc else None, providers), metadata_filter)
+    require_arguments(args)
+    ranked, _ = _survey(args, cc, providers)
+    return _filtered(ranked, metadata_filter)
+
+
+def explain(
+    args: Arguments,
+    metadata_filter: MetadataFilter | None = None,
+    cc: CcLike = None,
+    providers: ProviderChoice | None = None,
+) -> Explanation:
+    """Every kernel family: accepted with how many designs, or the rule that failed and why.
+
+    Takes what :func:`get_kernels` takes.
+    """
+    require_arguments(args)
+    _, verdicts = _survey(args, cc, providers)
+    accepted, rejected = [], []
+    for verdict in verdicts:
+        family, provider = verdict.family.family_name(), verdict.family.provider_name()
+        kept = _filtered(verdict.kernels, metadata_filter)
+        if kept:
+            accepted.append(Acceptance(family, provider, tuple(kept)))
+            continue
+        status = verdict.status
+        if verdict.kernels:
+            status = Status.fail(
+                f"metadata_filter refused all {len(verdict.kernels)} designs",
+                rule="metadata_filter",
+            )
+        reason = status.error or "no design"
+        rejected.append(Rejection(family, provider, status.rule or reason, reason, status.nearest))
+    return Explanation(repr(args), tuple(accepted), tuple(rejected))
+
+
+def _filtered(kernels: Iterable[Kernel], metadata_filter: MetadataFilter | None) -> list[Kernel]:
+    if metadata_filter is None:
+        return list(kernels)
+    kept = []
+    for kernel in kernels:
+        try:
+            keep = metadata_filter(kernel.metadata)
+        except Exception as error:
+            raise FilterError(
+                f"metadata_filter raised on {kernel.metadata.kernel_name}: {error!r}"
+            ) from error
+        if keep:
+            kept.append(kernel)
+    return kept
+
+
+# One family ------------------------------------------------------------------------------
+
+
+class Catalogue:
+    """The kernels of one family, by the operands they ask for; built as they are needed."""
+
+    def __init__(self, family: type[Kernel]) -> None:
+        self.family = family
+        self._declared = family.space is not None and bool(family.operands)
+        self._variants: dict[Any, dict[OperandsMetadata, tuple[Kernel, ...]]] = {}
+        self._operands: tuple[OperandsMetadata, ...] | None = None
+        self._built: dict[OperandsMetadata, tuple[Kernel, ...]] = {}
+
+    def operands(self, args: Arguments | None, target: Target | None) -> Iterable[OperandsMetadata]:
+        if not self._declared:
+            return self._generated(args, target)
+        if self._operands is None:
+            self._operands = tuple(self.family.operand_variants())
+        return self._operands
+
+    def kernels(
+        self, operands: OperandsMetadata, args: Arguments | None, target: Target | None
+    ) -> tuple[Kernel, ...]:
+        if not self._declared:
+            return self._generated(args, target)[operands]
+        if operands not in self._built:
+            self._built[operands] = tuple(self.family.kernels_for(operands))
+        return self._built[operands]
+
+    def _generated(
+        self, args: Arguments | None, target: Target | None
+    ) -> dict[OperandsMetadata, tuple[Kernel, ...]]:
+        epilogue = args.epilogue if args is not None else None
+        key = (target, epilogue.identity if epilogue else None)
+        if key not in self._variants:
+            cc = target.cc if target is not None else None
+            made = self.family.generate_kernels(_everything, epilogue_args=epilogue, cc=cc)
+            self._variants[key] = _grouped(self.family, made)
+        return self._variants[key]
+
+
+def _everything(metadata: KernelMetadata) -> bool:
+    return True
+
+
+def _grouped(family: type[Kernel], made: Any) -> dict[OperandsMetadata, tuple[Kernel, ...]]:
+    """Check what ``generate_kernels`` returned, and order it by operands."""
+    if not isinstance(made, (list, tuple)):
+        raise TypeError(f"generate_kernels returned {type(made).__name__}; expected a list")
+    groups: dict[OperandsMetadata, list[Kernel]] = {}
+    names: dict[str, KernelMetadata] = {}
+    for kernel in made:
+        metadata = getattr(kernel, "metadata", None)
+        if not isinstance(kernel, Kernel) or not isinstance(metadata, KernelMetadata):
+            raise TypeError(f"generate_kernels gave {kernel!r}, which is no kernel with metadata")
+        if names.setdefault(metadata.kernel_name, metadata) != metadata:
+            raise TypeError(f"two different kernels share the name {metadata.kernel_name}")
+        groups.setdefault(metadata.operands, []).append(kernel)
+    return {operands: tuple(dict.fromkeys(kernels)) for operands, kernels in groups.items()}
+
+
+def _judge(catalogue: Catalogue, args: Arguments, target: Target | None) -> Verdict:
+    """One family's answer. A family that raises is a warning and a reason, not an error."""
+    family = catalogue.family
+    try:
+        status = family.class_status(args)
+        if not status:
+            return Verdict(family, (), status)
+        return _judge_kernels(catalogue, args, target)
+    except Exception as error:
+        return Verdict(family, (), _plugin_fault(family, error))
+
+
+def _judge_kernels(catalogue: Catalogue, args: Arguments, target: Target | None) -> Verdict:
+    family = catalogue.family
+    accepted: list[Kernel] = []
+    misses: list[Status] = []
+    for operands in catalogue.operands(args, target):
+        status = match_operands(operands, args, _why_aligned(family))
+        if not status:
+            misses.append(status)
+            continue
+        for kernel in catalogue.kernels(operands, args, target):
+            status = kernel.status_behind_operands(args, target)
+            if status:
+                accepted.append(kernel)
+            else:
+                misses.append(status)
+    return Verdict(family, tuple(accepted), _nearest_miss(misses))
+
+
+def _why_aligned(family: type[Kernel]) -> str | None:
+    return family.operands[0].why_aligned if family.operands else None
+
+
+def _nearest_miss(misses: list[Status]) -> Status:
+    """The refusal that came last in the order of checks; alternatives are joined."""
+    if not misses:
+        return Status.fail("the family has no kernels", rule="empty family")
+    nearest = max(misses, key=lambda s: s.progress)
+    level = [s for s in misses if s.progress == nearest.progress and s.expected is not None]
+    alternatives = list(dict.fromkeys(s.expected or "" for s in level))
+    if nearest.expected is None or len(alternatives) < 2:
+        return nearest
+    expected = " or ".join(alternatives)
+    return Status.fail(
+        f"{nearest.operand} is {nearest.actual}; expected {expected}",
+        rule=nearest.rule,
+        operand=nearest.operand,
+        expected=expected,
+        actual=nearest.actual,
+        nearest=nearest.nearest,
+        progress=nearest.progress,
+    )
+
+
+_faults_told: set[tuple[type, str]] = set()
+
+
+def _plugin_fault(family: type[Kernel], error: Exception) -> Status:
+    text = f"{type(error).__name__}: {error}"
+    where = f"{family.__module__}.{family.__qualname__}"
+    if (family, text) not in _faults_told:
+        _faults_told.add((family, text))
+        logger.debug("kernel class %s raised", where, exc_info=error)
+        warnings.warn(
+            f"kernel class {where} (provider {family.provider_name()!r}) raised and is left out: "
+            f"{text}",
+            PluginWarning,
+            stacklevel=2,
+        )
+    return Status.fail(f"the kernel class raised {text}", rule="plug-in fault")
+
+
+# All families ----------------------------------------------------------------------------
+
+_Survey = tuple[tuple[Kernel, ...], tuple[Verdict, ...]]
+_lock = threading.RLock()
+_surveys: OrderedDict[Any, _Survey] = OrderedDict()
+_catalogues: dict[type[Kernel], Catalogue] = {}
+_valid_for = -1
+
+
+def _survey(args: Arguments, cc: CcLike, chosen: ProviderChoice | None) -> _Survey:
+    target = query_target(args.device, cc)
+    asked = providers(chosen)
+    key = (args.key, target, tuple(asked))
+    with _lock:
+        _forget_if_changed()
+        found = _surveys.get(key)
+        if found is not None:
+            return found
+        verdicts = tuple(
+            _judge(_catalogue(family), args, target)
+            for provider in asked
+            for family in provider.families()
+        )
+        survey = (_ranked(verdicts, args), verdicts)
+        # A catalogue built during the survey may have registered something: then do not keep it.
+        if _valid_for == generation():
+            _surveys[key] = survey
+            if len(_surveys) > _SURVEYS_KEPT:
+                _surveys.popitem(last=False)
+        return survey
+
+
+def _forget_if_changed() -> None:
+    global _valid_for
+    if _valid_for != generation():
+        _surveys.clear()
+        _catalogues.clear()
+        _valid_for = generation()
+
+
+def _catalogue(family: type[Kernel]) -> Catalogue:
+    if family not in _catalogues:
+        _catalogues[family] = Catalogue(family)
+    return _catalogues[family]
+
+
+def _ranked(verdicts: Iterable[Verdict], args: Arguments) -> tuple[Kernel, ...]:
+    """By provider rank; within it the predicted ones by time, then the rest as registered."""
+    order = []
+    for verdict in verdicts:
+        provider = verdict.family._provider
+        rank = provider.rank if provider is not None else 0
+        for kernel in verdict.kernels:
+            seconds = _predicted(kernel, args)
+            order.append((rank, seconds is None, seconds or 0.0, len(order), kernel))
+    return tuple(entry[-1] for entry in sorted(order, key=lambda entry: entry[:-1]))
+
+
+def _predicted(kernel: Kernel, args: Arguments) -> float | None:
+    try:
+        return kernel.predict(args)
+    except Exception as error:
+        _plugin_fault(type(kernel), error)
+        return None
+
+
+def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Kernel]:
+    """Every kernel of every family, those without arguments to judge included."""
+    found: list[Kernel] = []
+    asked = providers(chosen)
+    with _lock:
+        _forget_if_changed()
+        for provider in asked:
+            for family in provider.families():
+                catalogue = _catalogue(family)
+                try:
+                    found += [
+                        kernel
+                        for operands in catalogue.operands(None, target)
+                        for kernel in catalogue.kernels(operands, None, target)
+                    ]
+                except KernelApiError:
+                    raise
+                except Exception as error:
+                    _plugin_fault(family, error)
+    if target is None:
+        return found
+    return [k for k in found if fitting(k.metadata.parsed_targets, target) is not None]

@@ -1,0 +1,97 @@
+"""Everything that this library raises of its own.
+
+KernelApiError
+ ├── ArgumentError (ValueError)        the arguments contradict each other; raised when they are built
+ ├── RegistrationError (TypeError)     a kernel class or provider lacks what the contract asks
+ ├── FilterError                       the caller's metadata_filter raised
+ ├── NoKernelError (LookupError)       nothing offers the arguments; carries the explanation
+ ├── UnsupportedError (ValueError)     this kernel cannot take these arguments; carries the status
+ ├── CompileError (RuntimeError)       the code generator failed
+ ├── ArtifactError (ValueError)        the artifact does not belong to this call
+ │    ├── ForeignArtifactError         it was compiled by another kernel
+ │    ├── SignatureError               it was compiled for other dtypes, majors or ranks
+ │    └── TargetError                  it was compiled for another GPU architecture
+ ├── DeviceError (RuntimeError)        no GPU where one is needed, or a tensor on the wrong one
+ ├── CaptureError (RuntimeError)       a CUDA graph is being captured and something must compile first
+ └── WorkspaceError (ValueError)       the workspace is too small, misplaced or not of bytes
+
+PluginWarning (UserWarning)            a third-party provider or kernel class misbehaved and was left out
+
+All but warnings are raised before anything is launched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kernel_api.explanation import Explanation
+    from kernel_api.status import Status
+
+
+class KernelApiError(Exception):
+    """Base of every error that this library raises."""
+
+
+class ArgumentError(KernelApiError, ValueError):
+    """The arguments contradict each other; the text names both values."""
+
+
+class RegistrationError(KernelApiError, TypeError):
+    """A kernel class or provider lacks what the contract asks; the text names what."""
+
+
+class FilterError(KernelApiError):
+    """The caller's ``metadata_filter`` raised; the cause is chained."""
+
+
+class NoKernelError(KernelApiError, LookupError):
+    """No kernel offers the arguments; ``explanation`` says why, family by family."""
+
+    def __init__(self, explanation: Explanation) -> None:
+        super().__init__(f"no kernel takes these arguments\n{explanation}")
+        self.explanation = explanation
+
+
+class UnsupportedError(KernelApiError, ValueError):
+    """This kernel cannot take these arguments; ``status`` says which rule failed."""
+
+    def __init__(self, kernel_name: str, status: Status) -> None:
+        super().__init__(f"{kernel_name} does not support these arguments: {status.error}")
+        self.status = status
+
+
+class CompileError(KernelApiError, RuntimeError):
+    """The code generator failed; its own error is chained."""
+
+
+class ArtifactError(KernelApiError, ValueError):
+    """The artifact does not belong to this call."""
+
+
+class ForeignArtifactError(ArtifactError):
+    """The artifact was compiled by another kernel."""
+
+
+class SignatureError(ArtifactError):
+    """The artifact was compiled for other dtypes, majors or ranks."""
+
+
+class TargetError(ArtifactError):
+    """The artifact was compiled for another GPU architecture."""
+
+
+class DeviceError(KernelApiError, RuntimeError):
+    """There is no GPU where one is needed, or a tensor lies on the wrong one."""
+
+
+class CaptureError(KernelApiError, RuntimeError):
+    """A CUDA graph is being captured and something would have to be compiled first."""
+
+
+class WorkspaceError(KernelApiError, ValueError):
+    """The workspace is too small, lies on another device, or is not made of bytes."""
+
+
+class PluginWarning(UserWarning):
+    """A third-party provider or kernel class misbehaved and was left out of the answer."""

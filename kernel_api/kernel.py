@@ -1,0 +1,505 @@
+"""The kernel: one configuration that can be asked ``supports``, ``compile`` and ``run``.
+
+Public methods do the checks, once and here. Implementers write the hooks behind them:
+``compile``, ``_run``, ``_supports``, ``generate_kernels`` and ``get_workspace_size``; or they
+declare ``operands``, ``space`` and rules, and get ``generate_kernels`` for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kernel_api import _compile_cache
+from kernel_api.arguments import Arguments, EpilogueArguments
+from kernel_api.artifact import CompiledArtifact, Resources
+from kernel_api.devices import query_target, target_of
+from kernel_api.errors import (
+    ArgumentError,
+    CaptureError,
+    DeviceError,
+    UnsupportedError,
+    WorkspaceError,
+)
+from kernel_api.matching import BEHIND_OPERANDS, match_operands
+from kernel_api.metadata import (
+    DesignMetadata,
+    GemmOperandsMetadata,
+    KernelMetadata,
+    OperandsMetadata,
+)
+from kernel_api.space import Operands, Rule, Space
+from kernel_api.status import Status
+from kernel_api.targets import CcLike, Target, fitting
+from kernel_api.utils import strides_to_layout_string
+
+if TYPE_CHECKING:
+    from kernel_api.provider import Provider
+
+
+class _Namespace(dict[str, Any]):
+    """Collects the rules of a class body, which may all be called ``_``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rules: list[Rule] = []
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, Rule):
+            self.rules.append(value)
+        super().__setitem__(name, value)
+
+
+class KernelType(type):
+    """Metaclass: keeps the rules of a class body, and stands in front of every ``compile``.
+
+    Whoever overrides ``compile`` writes only the compilation; the checks, the cache and the
+    sealing of the artifact come from :func:`Kernel._compiled`, also for methods assigned later.
+    """
+
+    _own_rules: tuple[Rule, ...]
+
+    @classmethod
+    def __prepare__(mcs, name: str, bases: tuple[type, ...], **kwargs: Any) -> _Namespace:  # noqa: N804
+        return _Namespace()
+
+    def __new__(
+        mcs, name: str, bases: tuple[type, ...], namespace: _Namespace, **kwargs: Any
+    ) -> KernelType:
+        if bases and "compile" in namespace:
+            namespace["compile"] = _guarded(namespace["compile"])
+        cls = super().__new__(mcs, name, bases, dict(namespace), **kwargs)
+        cls._own_rules = tuple(getattr(namespace, "rules", ()))
+        return cls
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "compile":
+            value = _guarded(value)
+        super().__setattr__(name, value)
+        if not name.startswith("_provider"):
+            from kernel_api.provider import registry_changed
+
+            registry_changed()
+
+    @property
+    def rules(cls) -> tuple[Rule, ...]:
+        """The rules of the class and its bases, base first."""
+        found: dict[int, Rule] = {}
+        for base in reversed(cls.__mro__):
+            for one in getattr(base, "_own_rules", ()):
+                found.setdefault(id(one), one)
+        return tuple(found.values())
+
+
+def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
+    if getattr(hook, "_is_guarded", False):
+        return hook
+
+    @functools.wraps(hook)
+    def compile(self: Kernel, args: Arguments, cc: CcLike = None) -> CompiledArtifact:
+        if _compile_cache.compiling(self):
+            result: CompiledArtifact = hook(self, args, cc)
+            return result
+        return self._compiled(args, cc, hook)
+
+    compile._is_guarded = True  # type: ignore[attr-defined]
+    return compile
+
+
+class Kernel(metaclass=KernelType):
+    """One configuration of a kernel family.
+
+    Class attributes that describe a family:
+        family: Its name in ``explain``; the class name by default.
+        targets: Architectures with suffix, for families that declare a space.
+        devices: Types of device that it runs on.
+        operands, space, design: The declarative design space (see :mod:`kernel_api.space`).
+        operands_metadata: The class of ``metadata.operands``.
+        arguments: The arguments class that a declared family computes.
+        reorders_accumulation: Whether sums are formed in another order than one pass over K;
+            ``verify`` then allows three times the error of torch instead of twice.
+    """
+
+    family: ClassVar[str] = ""
+    targets: ClassVar[tuple[str, ...]] = ()
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    operands: ClassVar[tuple[Operands, ...]] = ()
+    space: ClassVar[Space | None] = None
+    design: ClassVar[Callable[..., DesignMetadata]]
+    operands_metadata: ClassVar[type[OperandsMetadata]] = GemmOperandsMetadata
+    arguments: ClassVar[type[Arguments] | None] = None
+    reorders_accumulation: ClassVar[bool] = False
+
+    _provider: ClassVar[type[Provider] | None] = None
+
+    def __init__(self, metadata: KernelMetadata) -> None:
+        self.metadata = metadata
+
+    # What implementers write -------------------------------------------------------------
+
+    @classmethod
+    def generate_kernels(
+        cls,
+        metadata_filter: Callable[[KernelMetadata], bool],
+        epilogue_args: EpilogueArguments | None = None,
+        cc: int | None = None,
+    ) -> list[Kernel]:
+        """Every configuration that the filter passes; declared families need not write it."""
+        if epilogue_args is not None:
+            return []
+        return [
+            kernel
+            for operands in cls.operand_variants()
+            for kernel in cls.kernels_for(operands)
+            if metadata_filter(kernel.metadata)
+        ]
+
+    def _supports(self, args: Any) -> Status:
+        """Checks beyond what the metadata and the rules say."""
+        return Status.success()
+
+    def _compile(self, args: Any, cc: CcLike = None) -> CompiledArtifact:
+        """Compile for the signature of the arguments; pure, and never asks the device."""
+        return CompiledArtifact(None, self)
+
+    def _run(
+        self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
+    ) -> None:
+        """Launch on a stream (None: torch's current one). The arguments are checked."""
+        raise TypeError(f"{type(self).__name__} does not implement _run")
+
+    def get_workspace_size(self, args: Any) -> int:
+        """Bytes of device memory that ``run`` needs beside the operands."""
+        return 0
+
+    def predict(self, args: Any) -> float | None:
+        """Seconds that the kernel is expected to take; None without a performance model."""
+        return None
+
+    def read_resources(self, artifact: CompiledArtifact) -> Resources | None:
+        """Registers, shared memory and spills of the compiled code, where there is any."""
+        return None
+
+    def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
+        """A callable on new tensors of the same signature, as cheap as the provider can."""
+        kind = type(args)
+
+        def launch(*tensors: Any, stream: Any = None) -> None:
+            self.run(kind(*tensors), artifact, stream)
+
+        return launch
+
+    # What users call ---------------------------------------------------------------------
+
+    def supports(self, args: Arguments) -> Status:
+        """Whether this kernel can take the arguments; falsy with the reason if not."""
+        return self.status(args, query_target(getattr(args, "device", None), None))
+
+    def compile(self, args: Arguments, cc: CcLike = None) -> CompiledArtifact:
+        """The artifact for the signature of the arguments, from the cache if it is there.
+
+        Args:
+            args: Sizes do not matter, types, ranks and majors do. Meta tensors will do.
+            cc: Architecture to compile for; that of the operands' device by default.
+
+        Raises:
+            UnsupportedError: ``supports`` says no.
+            DeviceError: there is neither a ``cc`` nor a GPU to take it from.
+            CompileError: the code generator failed.
+        """
+        return self._compiled(args, cc, type(self)._compile)
+
+    def run(
+        self,
+        args: Arguments,
+        artifact: CompiledArtifact | None = None,
+        stream: Any = None,
+        workspace: Any = None,
+        assume_supported_args: bool = False,
+    ) -> None:
+        """Check, compile if need be, and launch; returns before the GPU is done.
+
+        Args:
+            args: What to compute.
+            artifact: From :meth:`compile`; compiled (cached) if absent.
+            stream: A torch stream, an int, a CUstream or ``__cuda_stream__`` object; torch's
+                current stream if absent.
+            workspace: A uint8 tensor of at least ``get_workspace_size``; allocated if absent.
+            assume_supported_args: Skip ``supports``; for arguments that passed it before.
+
+        Raises:
+            UnsupportedError, ArtifactError, DeviceError, CaptureError, WorkspaceError: before
+                anything is launched.
+        """
+        if not assume_supported_args and self not in args._accepted:
+            self._require(args, query_target(args.device, None))
+            self._require_data(args)
+            args._accepted[self] = True
+        if artifact is None:
+            artifact = self._artifact_to_run(args)
+        elif args._accepted.get(artifact) is not self:
+            artifact.check(self, args, target_of(args.device))
+            args._accepted[artifact] = self
+        workspace = self._workspace(args, workspace)
+        self._run(args, artifact, stream, workspace)
+
+    def prepare(self, args: Arguments) -> Callable[..., None]:
+        """Check and compile once; returns ``launch(*tensors, stream=None)`` for hot loops.
+
+        The tensors come in the order of the arguments' fields and must have the same types,
+        ranks, majors and alignment as those prepared for; sizes may differ.
+        """
+        self._require(args, query_target(args.device, None))
+        self._require_data(args)
+        return self._launcher(args, self._artifact_to_run(args))
+
+    # How they work -----------------------------------------------------------------------
+
+    def status(self, args: Any, target: Target | None) -> Status:
+        """``supports`` for a device of the given architecture; None: for any."""
+        status = self.class_status(args)
+        if not status:
+            return status
+        status = match_operands(self.metadata.operands, args, self.why_aligned())
+        if not status:
+            return status
+        return self.status_behind_operands(args, target)
+
+    @classmethod
+    def class_status(cls, args: Any) -> Status:
+        """The checks that are the same for all kernels of the class."""
+        if not isinstance(args, Arguments):
+            return Status.fail(
+                f"expected an arguments object such as GemmArguments, got {type(args).__name__}",
+                rule="the kind of operation",
+            )
+        if cls.arguments is not None and not isinstance(args, cls.arguments):
+            return Status.fail(
+                f"the kernel computes {cls.arguments.__name__}, these are {type(args).__name__}",
+                rule="the kind of operation",
+            )
+        available = cls.provider_status()
+        if not available:
+            return available
+        device = args.device.type
+        if device not in cls.devices and device != "meta":
+            return Status.fail(
+                f"the operands are on {args.device}; the kernel runs on {' or '.join(cls.devices)}",
+                rule="device",
+                nearest=f"would match with operands on {cls.devices[0]}",
+                progress=1,
+            )
+        if args.scaled:
+            return Status.fail(
+                f"{', '.join(args.scaled)} carries a scale; the kernel takes plain operands",
+                rule="scaled operands",
+                operand=args.scaled[0],
+                progress=2,
+            )
+        return Status.success()
+
+    def status_behind_operands(self, args: Arguments, target: Target | None) -> Status:
+        """Target, epilogue, rules and the kernel's own checks."""
+        metadata = self.metadata
+        if target is not None and fitting(metadata.parsed_targets, target) is None:
+            return Status.fail(
+                f"the kernel is for {_names(metadata.parsed_targets)}, the device is {target}",
+                rule="target",
+                progress=BEHIND_OPERANDS,
+            )
+        if metadata.epilogue is None and args.epilogue is not None:
+            return Status.fail(
+                "an epilogue is asked for; the kernel stores the accumulator as it is",
+                rule="epilogue",
+                progress=BEHIND_OPERANDS + 1,
+            )
+        for step, one in enumerate(self._argument_rules()):
+            verdict = one.check(design=metadata.design, operands=metadata.operands, args=args)
+            if not verdict:
+                return _advanced(verdict, BEHIND_OPERANDS + 2 + step)
+        verdict = self._supports(args)
+        if not isinstance(verdict, Status):
+            name = type(self).__name__
+            raise TypeError(f"{name}._supports returned {verdict!r}; expected a Status")
+        return verdict if verdict else _advanced(verdict, 1000)
+
+    @classmethod
+    def operand_variants(cls) -> Iterator[OperandsMetadata]:
+        """Every combination of operands that the declared rows give."""
+        modes = (cls.arguments or _gemm_arguments()).modes
+        for row in cls.operands:
+            yield from row.variants(cls.operands_metadata, modes)
+
+    @classmethod
+    def kernels_for(cls, operands: OperandsMetadata) -> list[Kernel]:
+        """The declared designs that the rules allow for these operands."""
+        assert cls.space is not None
+        shaping = [r for r in cls.rules if not r.needs_args]
+        return [
+            cls(cls.describe(operands, design))
+            for design in cls.space.designs(cls.design)
+            if all(r.check(design=design, operands=operands) for r in shaping)
+        ]
+
+    @classmethod
+    def describe(cls, operands: OperandsMetadata, design: DesignMetadata) -> KernelMetadata:
+        """The metadata of one design for one combination of operands, with a name of its own."""
+        return KernelMetadata(
+            kernel_name=_kernel_name(cls.family_name(), operands, design),
+            kernel_class=cls,
+            operands=operands,
+            design=design,
+            targets=cls.targets,
+        )
+
+    @classmethod
+    def family_name(cls) -> str:
+        return cls.family or cls.__name__
+
+    @classmethod
+    def provider_name(cls) -> str:
+        return cls._provider.name if cls._provider is not None else ""
+
+    @classmethod
+    def provider_status(cls) -> Status:
+        return cls._provider.available() if cls._provider is not None else Status.success()
+
+    def why_aligned(self) -> str | None:
+        """The reason for asking alignment, from the row that the operands came from."""
+        rows = type(self).operands
+        return rows[0].why_aligned if rows else None
+
+    def _argument_rules(self) -> Iterable[Rule]:
+        return (r for r in type(self).rules if r.needs_args)
+
+    def _require(self, args: Arguments, target: Target | None) -> None:
+        status = self.status(args, target)
+        if not status:
+            raise UnsupportedError(self.metadata.kernel_name, status)
+
+    def _require_data(self, args: Arguments) -> None:
+        for name, operand in zip(args.operand_names, args.operands, strict=True):
+            if not operand.has_data:
+                raise DeviceError(
+                    f"{name} is a meta or fake tensor: it can be compiled for, not run on"
+                )
+
+    def _compiled(
+        self, args: Arguments, cc: CcLike, hook: Callable[..., CompiledArtifact]
+    ) -> CompiledArtifact:
+        asked = query_target(getattr(args, "device", None), cc)
+        self._require(args, asked)
+        target = self._compile_target(asked)
+
+        def build() -> CompiledArtifact:
+            artifact = hook(self, args, cc)
+            if not isinstance(artifact, CompiledArtifact):
+                raise TypeError(
+                    f"{type(self).__name__}.compile returned {type(artifact).__name__}; "
+                    f"expected a CompiledArtifact"
+                )
+            return artifact.sealed(args.signature, target)
+
+        return _compile_cache.get_or_build(self, args, target, build)
+
+    def _compile_target(self, asked: Target | None) -> Target | None:
+        if "cuda" not in self.devices or "cpu" in self.devices:
+            return None
+        targets = self.metadata.parsed_targets
+        if asked is not None:
+            fit = fitting(targets, asked)
+            assert fit is not None
+            return fit.compiled_for(asked)
+        if len(targets) == 1 and targets[0].suffix == "a":
+            return targets[0]
+        raise DeviceError(
+            f"{self.metadata.kernel_name} can be compiled for several architectures and there is "
+            f"no GPU to take one from; pass cc= or set KERNEL_API_ARCH"
+        )
+
+    def _artifact_to_run(self, args: Arguments) -> CompiledArtifact:
+        target = self._compile_target(target_of(args.device))
+        found = _compile_cache.get(self, args.signature, target)
+        if found is not None:
+            return found
+        if args.device.type == "cuda" and _capturing():
+            raise CaptureError(
+                f"a CUDA graph is being captured and {self.metadata.kernel_name} is not compiled "
+                f"for these arguments; call compile(args) before the capture"
+            )
+        return self.compile(args)
+
+    def _workspace(self, args: Arguments, given: Any) -> Any:
+        size = self.get_workspace_size(args) or 0
+        if given is None:
+            if not size:
+                return None
+            import torch
+
+            return torch.zeros(size, dtype=torch.uint8, device=args.device)
+        if str(given.dtype) != "torch.uint8" or given.device != args.device:
+            raise WorkspaceError(
+                f"the workspace is {given.dtype} on {given.device}; "
+                f"expected torch.uint8 on {args.device}"
+            )
+        if given.numel() < size:
+            raise WorkspaceError(f"the workspace has {given.numel()} bytes; {size} are needed")
+        return given
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return type(self) is type(other) and self.metadata == other.metadata  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self.metadata)
+
+    def __repr__(self) -> str:
+        return f"<{self.metadata.kernel_name}>"
+
+
+def _names(targets: Iterable[Target]) -> str:
+    return " or ".join(map(str, targets))
+
+
+def _advanced(status: Status, progress: int) -> Status:
+    from dataclasses import replace
+
+    return replace(status, progress=progress)
+
+
+def _gemm_arguments() -> type[Arguments]:
+    from kernel_api.arguments import GemmArguments
+
+    return GemmArguments
+
+
+def _kernel_name(family: str, operands: OperandsMetadata, design: DesignMetadata) -> str:
+    tensors = operands.tensors.values()
+    types = [t.dtype.short for t in tensors if t.dtype is not None]
+    for field in ("accumulator_type", "multiplication_type"):
+        if getattr(operands, field, None) is not None:
+            types.append(getattr(operands, field).short)
+    strides = [t.stride for t in tensors if t.stride is not None]
+    parts = [family, *types, strides_to_layout_string(*strides), design.label()]
+    if strides:
+        alignments = [str(t.divisibility * (t.dtype.itemsize if t.dtype else 1)) for t in tensors]
+        parts.append("align" + "x".join(alignments))
+    return re.sub(r"\W+", "_", "_".join(filter(None, parts)))
+
+
+def _capturing() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+def require_arguments(args: object) -> Arguments:
+    """The arguments, or an ArgumentError that says what was passed instead."""
+    if not isinstance(args, Arguments):
+        raise ArgumentError(
+            f"expected an arguments object such as GemmArguments, got {type(args).__name__}"
+        )
+    return args

@@ -1,0 +1,150 @@
+"""Do the operands of the arguments fit what a kernel's metadata asks?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kernel_api.dtypes import TF32
+from kernel_api.metadata import OperandsMetadata, TensorAttributes
+from kernel_api.operands import Operand
+from kernel_api.status import Status
+
+if TYPE_CHECKING:
+    from kernel_api.arguments import Arguments
+
+# How far a check got, so that the nearest of many refusals can be told.
+_TYPES, _MAJORS, _ALIGNMENT, _FITS = 10, 20, 30, 40
+
+#: Progress of everything that is checked after the operands.
+BEHIND_OPERANDS = _FITS
+
+
+def match_operands(
+    operands: OperandsMetadata, args: Arguments, why_aligned: str | None = None
+) -> Status:
+    """Types first, then majors, then alignment; the first mismatch is the status."""
+    names = operands.tensor_names()
+    if names != args.operand_names:
+        return Status.fail(
+            f"the kernel takes operands {names}, these are {type(args).__name__}",
+            rule="the kind of operation",
+        )
+    asked = operands.tensors
+    for step, (name, attributes) in enumerate(asked.items()):
+        operand = getattr(args, name)
+        if attributes.dtype is not None and operand.dtype is not attributes.dtype:
+            return Status.fail(
+                f"{name} is {operand.dtype}; expected {attributes.dtype}",
+                rule="element types",
+                operand=name,
+                expected=str(attributes.dtype),
+                actual=str(operand.dtype),
+                progress=_TYPES + step,
+            )
+    status = _match_arithmetic(operands, args)
+    if not status:
+        return status
+    for step, (name, attributes) in enumerate(asked.items()):
+        status = _match_major(name, getattr(args, name), attributes, args, _MAJORS + step)
+        if not status:
+            return status
+    for step, (name, attributes) in enumerate(asked.items()):
+        status = _match_alignment(name, getattr(args, name), attributes, args, why_aligned, step)
+        if not status:
+            return status
+    return Status.success()
+
+
+def _match_arithmetic(operands: OperandsMetadata, args: Arguments) -> Status:
+    accumulator = getattr(operands, "accumulator_type", None)
+    if accumulator is not None and accumulator is not args.accumulator_type:
+        return Status.fail(
+            f"the accumulator is {args.accumulator_type}; expected {accumulator}",
+            rule="accumulator type",
+            operand="accumulator_type",
+            expected=str(accumulator),
+            actual=str(args.accumulator_type),
+            progress=_MAJORS - 2,
+        )
+    multiplication = getattr(operands, "multiplication_type", None)
+    if multiplication is TF32 and getattr(args, "fp32_precision", None) != "tf32":
+        return Status.fail(
+            "the kernel multiplies in tfloat32, 10 mantissa bits, and full float32 is asked",
+            rule="tfloat32 has to be allowed",
+            nearest="would match with fp32_precision='tf32', or "
+            "torch.set_float32_matmul_precision('high')",
+            progress=_MAJORS - 1,
+        )
+    return Status.success()
+
+
+def _match_major(
+    name: str, operand: Operand, asked: TensorAttributes, args: Arguments, progress: int
+) -> Status:
+    if asked.stride is None or operand.unit_mode == asked.unit_mode:
+        return Status.success()
+    letters = args.modes[name]
+    wanted = f"{letters[asked.unit_mode]}-major"
+    if operand.unit_mode is None:
+        return Status.fail(
+            f"{name} has strides {operand.stride}; one of its last two modes must have stride 1",
+            rule="a mode of stride 1",
+            operand=name,
+            nearest=f"would match with {name}.contiguous()",
+            progress=progress,
+        )
+    return Status.fail(
+        f"{name} is {letters[operand.unit_mode]}-major; expected {wanted}",
+        rule="majors",
+        operand=name,
+        expected=wanted,
+        actual=f"{letters[operand.unit_mode]}-major",
+        nearest=f"would match if {name} were {wanted}",
+        progress=progress,
+    )
+
+
+def _match_alignment(
+    name: str,
+    operand: Operand,
+    asked: TensorAttributes,
+    args: Arguments,
+    why_aligned: str | None,
+    step: int,
+) -> Status:
+    if asked.divisibility == 1:
+        return Status.success()
+    needed = asked.divisibility * operand.dtype.itemsize
+    if operand.alignment % needed == 0:
+        return Status.success()
+    reason = why_aligned or f"address and strides must be multiples of {needed} bytes"
+    actual, nearest = _misalignment(name, operand, needed, args.modes[name])
+    return Status.fail(
+        f"{reason}; {actual}",
+        rule=reason,
+        operand=name,
+        expected=f"{needed} bytes",
+        actual=actual,
+        nearest=nearest,
+        progress=_ALIGNMENT + step,
+    )
+
+
+def _misalignment(name: str, operand: Operand, needed: int, letters: str) -> tuple[str, str]:
+    """Which of the address and the strides is off, and what would mend it."""
+    itemsize = operand.dtype.itemsize
+    unit = operand.unit_mode or -1
+    for mode in reversed(range(operand.rank)):
+        stride = operand.stride[mode] * itemsize
+        if mode - operand.rank == unit or stride % needed == 0:
+            continue
+        padded = -(-stride // needed) * needed // itemsize
+        if mode >= operand.rank - 2:
+            letter = letters[unit]
+            return f"{name}'s is {stride}", f"would match with {letter} padded to {padded}"
+        return f"{name}'s batch stride is {stride}", f"would match with batches {padded} apart"
+    offset = operand.address or operand.tensor.storage_offset() * itemsize
+    return (
+        f"{name}'s address is {offset % needed} bytes off",
+        f"would match if {name} started at a multiple of {needed} bytes",
+    )

@@ -1,0 +1,243 @@
+"""What one kernel is: frozen, hashable, round-trippable through JSON, enough to rebuild it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from kernel_api.dtypes import DType, dtype
+from kernel_api.errors import ArgumentError
+from kernel_api.targets import Target, targets_of
+
+if TYPE_CHECKING:
+    from kernel_api.kernel import Kernel
+
+
+@dataclass(frozen=True)
+class TensorAttributes:
+    """What a kernel asks of one operand.
+
+    Attributes:
+        dtype: Element type; given in any spelling, kept as the canonical one. None: any.
+        stride: A 1 for the mode of stride 1 and 0 for the others: ``(0, 0, 1)`` is row-major.
+            Only the last two modes are compared, so one pattern serves with and without batch.
+            None: any strides, also without a 1.
+        divisibility: Elements that divide the address and every other stride.
+    """
+
+    dtype: DType | None
+    stride: tuple[int, ...] | None
+    divisibility: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", dtype(self.dtype))
+        if self.stride is not None:
+            object.__setattr__(self, "stride", tuple(self.stride))
+            if self.stride[-2:].count(1) != 1:
+                raise ArgumentError(
+                    f"stride pattern {self.stride} must mark one of the last two modes with 1"
+                )
+        if self.divisibility < 1:
+            raise ArgumentError(f"divisibility is {self.divisibility}; expected at least 1")
+
+    @property
+    def unit_mode(self) -> int | None:
+        """Which of the last two modes has stride 1: -1 or -2; None: any or none."""
+        if self.stride is None:
+            return None
+        return -1 if self.stride[-1] == 1 else -2
+
+
+@dataclass(frozen=True)
+class OperandsMetadata:
+    """Base of the per-operation operand descriptions; the tensor fields carry operand names."""
+
+    @classmethod
+    def tensor_names(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(cls) if "TensorAttributes" in str(f.type))
+
+    @property
+    def tensors(self) -> dict[str, TensorAttributes]:
+        return {name: getattr(self, name) for name in self.tensor_names()}
+
+
+@dataclass(frozen=True)
+class GemmOperandsMetadata(OperandsMetadata):
+    """Operands of a GEMM kernel.
+
+    ``multiplication_type`` is set where the products are formed in another type than the
+    operands are stored in (tfloat32 for float32 operands).
+    """
+
+    A: TensorAttributes
+    B: TensorAttributes
+    out: TensorAttributes
+    accumulator_type: DType | None
+    multiplication_type: DType | None = None
+
+    def __post_init__(self) -> None:
+        if self.accumulator_type is not None:
+            object.__setattr__(self, "accumulator_type", dtype(self.accumulator_type))
+        if self.multiplication_type is not None:
+            object.__setattr__(self, "multiplication_type", dtype(self.multiplication_type))
+
+
+@dataclass(frozen=True)
+class DesignMetadata:
+    """Base of the design descriptions: how a kernel is built."""
+
+    def label(self) -> str:
+        """The design's part of a kernel name."""
+        return "_".join(str(getattr(self, f.name)) for f in fields(self))
+
+
+@dataclass(frozen=True)
+class BLASDesignMetadata(DesignMetadata):
+    """Tiling of a matrix kernel.
+
+    Attributes:
+        tile_shape: (M, N, K) that one CTA computes at a time.
+        cluster_shape: (M, N, 1) CTAs that share operands.
+    """
+
+    tile_shape: tuple[int, int, int]
+    cluster_shape: tuple[int, int, int] = (1, 1, 1)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tile_shape", tuple(self.tile_shape))
+        object.__setattr__(self, "cluster_shape", tuple(self.cluster_shape))
+
+    def label(self) -> str:
+        tile = "x".join(map(str, self.tile_shape))
+        return f"tile{tile}_cluster{self.cluster_shape[0]}x{self.cluster_shape[1]}"
+
+
+@dataclass(frozen=True)
+class KernelMetadata:
+    """One configuration of one kernel class.
+
+    Attributes:
+        kernel_name: Unique among the registered kernels.
+        kernel_class: The class that ``rebuild`` constructs.
+        operands: What is asked of each operand.
+        design: How it is built (tile shape, cluster shape, stages, ...).
+        min_cc: The lowest compute capability, as one number.
+        epilogue: Identity of the fused epilogue, None for a plain store.
+        targets: Architectures with suffix; without any, ``min_cc`` and everything newer.
+    """
+
+    kernel_name: str
+    kernel_class: type[Kernel]
+    operands: OperandsMetadata
+    design: DesignMetadata | None = None
+    min_cc: int = 0
+    epilogue: str | None = None
+    targets: tuple[str, ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", tuple(str(t) for t in self.targets))
+        if self.targets and not self.min_cc:
+            lowest = min(t.cc for t in self.parsed_targets)
+            object.__setattr__(self, "min_cc", lowest)
+        identity = tuple(getattr(self, f.name) for f in fields(self) if f.compare)
+        object.__setattr__(self, "_hash", hash(identity))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def parsed_targets(self) -> tuple[Target, ...]:
+        return targets_of(self.targets, self.min_cc)
+
+    @property
+    def provider(self) -> str:
+        """Name of the provider that the kernel class is registered with."""
+        return self.kernel_class.provider_name()
+
+    def rebuild(self) -> Kernel:
+        """The kernel that this describes."""
+        return self.kernel_class(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        encoded = {f.name: _encode(getattr(self, f.name)) for f in fields(self) if f.compare}
+        return {**encoded, "provider": self.provider}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> KernelMetadata:
+        """Inverse of ``to_dict``; raises ArgumentError for what does not describe a kernel."""
+        try:
+            names = [f.name for f in fields(cls) if f.compare]
+            return cls(**{name: _decode(data[name]) for name in names})
+        except (KeyError, TypeError, AttributeError, ImportError, ValueError) as error:
+            raise ArgumentError(f"this does not describe a kernel: {error!r}") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> KernelMetadata:
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ArgumentError(f"this is not JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise ArgumentError(f"expected a JSON object, got a {type(data).__name__}")
+        return cls.from_dict(data)
+
+
+def _path_of(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, DType):
+        return {"dtype": value.name}
+    if isinstance(value, type):
+        return {"class": _path_of(value)}
+    if dataclasses.is_dataclass(value):
+        encoded = {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
+        return {"type": _path_of(type(value)), "fields": encoded}
+    if isinstance(value, (tuple, list)):
+        return [_encode(v) for v in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ArgumentError(f"{value!r} in a kernel's metadata cannot be written as JSON")
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_decode(v) for v in value)
+    if not isinstance(value, dict):
+        return value
+    if "dtype" in value:
+        return dtype(value["dtype"])
+    if "class" in value:
+        return _class_at(value["class"], _kernel_base())
+    cls = _class_at(value["type"], (TensorAttributes, OperandsMetadata, DesignMetadata))
+    return cls(**{name: _decode(v) for name, v in value["fields"].items()})
+
+
+def _kernel_base() -> type:
+    from kernel_api.kernel import Kernel
+
+    return Kernel
+
+
+def _class_at(path: str, allowed: Any) -> type:
+    """The class at ``module:qualname``, which must be one of the metadata's own kinds."""
+    from kernel_api.provider import registered_class
+
+    found: Any = registered_class(path)
+    if found is None:
+        module, _, qualname = path.partition(":")
+        found = importlib.import_module(module)
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    if not (isinstance(found, type) and issubclass(found, allowed)):
+        raise ArgumentError(f"{path} is no kernel, operands or design class")
+    return found

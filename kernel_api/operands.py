@@ -1,0 +1,171 @@
+"""Operands: tensors as the registry sees them, whatever library made them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kernel_api.dtypes import DType, dtype
+from kernel_api.errors import ArgumentError
+
+#: Alignment is counted up to this many bytes; no kernel asks for more.
+MAX_ALIGNMENT = 128
+
+
+class Operand:
+    """A tensor with its shape, strides, element type and device read once.
+
+    Attributes:
+        tensor: The torch tensor (other DLPack tensors are viewed as one, without a copy).
+        shape: Extents in elements.
+        stride: Strides in elements.
+        dtype: The canonical :class:`~kernel_api.dtypes.DType`.
+        device: The torch device.
+    """
+
+    __slots__ = ("_address", "_alignment", "device", "dtype", "shape", "stride", "tensor")
+
+    def __init__(self, tensor: Any, name: str = "operand") -> None:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(tensor, torch.Tensor):
+            tensor = _as_torch(tensor, name)
+        self.tensor = tensor
+        self.shape: tuple[int, ...] = tuple(tensor.shape)
+        self.stride: tuple[int, ...] = tensor.stride()
+        self.dtype: DType = dtype(tensor.dtype)
+        self.device = tensor.device
+        self._alignment: int | None = None
+        self._address: int | None = None
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def unit_mode(self) -> int | None:
+        """Which of the last two modes has stride 1: -1, -2, or None if neither has."""
+        if self.stride[-1] == 1:
+            return -1
+        return -2 if len(self.stride) > 1 and self.stride[-2] == 1 else None
+
+    @property
+    def has_data(self) -> bool:
+        """False for meta and fake tensors: they can be compiled for, not run on."""
+        return self.device.type != "meta" and not _is_fake(self.tensor)
+
+    @property
+    def alignment(self) -> int:
+        """Bytes, a power of two, that divide the address and every stride but the unit one.
+
+        Meta and fake tensors have no address: their storage offset stands for it.
+        """
+        if self._alignment is None:
+            bits = MAX_ALIGNMENT
+            itemsize = self.dtype.itemsize
+            unit = self.unit_mode
+            for mode, stride in enumerate(self.stride):
+                if unit is None or mode != len(self.stride) + unit:
+                    bits |= stride * itemsize
+            bits |= self.address or self.tensor.storage_offset() * itemsize
+            self._alignment = bits & -bits
+        return self._alignment
+
+    @property
+    def address(self) -> int:
+        """Of the first element; 0 for what has no memory (meta, fake and empty tensors)."""
+        if self._address is None:
+            self._address = 0 if _is_fake(self.tensor) else self.tensor.data_ptr()
+        return self._address
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element to behind the last."""
+        shape, stride = self.shape, self.stride
+        if 0 in shape:
+            return 0
+        reach = (shape[-1] - 1) * stride[-1] + (shape[-2] - 1) * stride[-2] + 1
+        for mode in range(len(shape) - 2):
+            reach += (shape[mode] - 1) * stride[mode]
+        return reach * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"{self.dtype.name}{list(self.shape)}:{list(self.stride)} on {self.device}"
+
+
+def _as_torch(value: Any, name: str) -> Any:
+    if isinstance(value, Operand):
+        return value.tensor
+    if not hasattr(value, "__dlpack__"):
+        raise ArgumentError(
+            f"{name} is a {type(value).__name__}; expected a torch tensor or one with __dlpack__"
+        )
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        return torch.from_dlpack(value)
+    except Exception as error:
+        raise ArgumentError(f"{name} could not be viewed through DLPack: {error}") from error
+
+
+def _is_fake(tensor: Any) -> bool:
+    return hasattr(tensor, "fake_mode")
+
+
+def overlap(a: Operand, b: Operand) -> bool:
+    """Whether two operands share memory. Never False for those that do.
+
+    Slices of one buffer side by side (columns of a packed projection) are told apart when all
+    their strides but the unit one are multiples of one row pitch.
+    """
+    start_a, start_b = a.address, b.address
+    if start_a < start_b:
+        if start_a + a.span <= start_b:
+            return False
+    elif start_b + b.span <= start_a:
+        return False
+    if not start_a or not start_b or a.device != b.device:
+        return False
+    pitch = _common_pitch(a, b)
+    if pitch is None:
+        return True
+    offset = (start_b - start_a) % pitch
+    return offset < _row_bytes(a) or offset + _row_bytes(b) > pitch
+
+
+def _common_pitch(a: Operand, b: Operand) -> int | None:
+    from math import gcd
+
+    pitch = 0
+    for operand in (a, b):
+        unit = operand.unit_mode
+        if unit is None:
+            return None
+        for mode, (extent, stride) in enumerate(zip(operand.shape, operand.stride, strict=True)):
+            if mode != operand.rank + unit and extent > 1:
+                pitch = gcd(pitch, stride * operand.dtype.itemsize)
+    return pitch or None
+
+
+def _row_bytes(operand: Operand) -> int:
+    assert operand.unit_mode is not None
+    return operand.shape[operand.unit_mode] * operand.dtype.itemsize
+
+
+def self_overlapping(operand: Operand) -> bool:
+    """Whether two indices of the operand are the same element (a broadcast, a window)."""
+    shape, stride = operand.shape, operand.stride
+    if len(shape) == 2 and stride[1] == 1 and stride[0] >= shape[1]:
+        return False
+    reach = 0
+    modes = sorted(
+        (stride, extent)
+        for extent, stride in zip(shape, stride, strict=True)
+        if extent > 1
+    )
+    for step, extent in modes:
+        if step <= reach:
+            return True
+        reach += (extent - 1) * step
+    return False

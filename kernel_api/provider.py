@@ -1,0 +1,223 @@
+"""Providers: sources of kernels. Registration checks everything before it changes anything."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeVar
+
+from kernel_api.errors import ArgumentError, PluginWarning, RegistrationError
+from kernel_api.status import Status
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "kernel_api.providers"
+_BUILT_IN = {
+    "cutedsl": "kernel_api.providers.cutedsl",
+    "torch": "kernel_api.providers.torch",
+    "reference": "kernel_api.providers.reference",
+}
+
+K = TypeVar("K", bound=type)
+
+_lock = threading.RLock()
+_providers: dict[str, type[Provider]] = {}
+_scanned = False
+_generation = 0
+
+
+class Provider:
+    """A source of kernels. A subclass gives ``name`` and is registered by being subclassed.
+
+    Kernel classes join with the decorator::
+
+        @MyProvider.register
+        class MyGemm(ka.Kernel): ...
+
+    Attributes:
+        name: How ``get_kernels(providers=[...])`` and metadata call it.
+        rank: Place among the providers; kernels of a lower rank are listed first.
+    """
+
+    name: ClassVar[str] = ""
+    rank: ClassVar[int] = 0
+    _families: ClassVar[dict[str, type]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not cls.name or not isinstance(cls.name, str):
+            raise RegistrationError(f"provider {cls.__qualname__} needs a name")
+        cls._families = {}
+        with _lock:
+            previous = _providers.get(cls.name)
+            if previous is not None and _path(previous) != _path(cls):
+                raise RegistrationError(
+                    f"provider name {cls.name!r} is taken by {_path(previous)}; {_path(cls)} "
+                    f"needs another"
+                )
+            _providers[cls.name] = cls
+            registry_changed()
+
+    @classmethod
+    def register(cls, kernel_class: K) -> K:
+        """Offer a kernel class to discovery; registering it again replaces it.
+
+        Raises RegistrationError naming everything that the class lacks.
+        """
+        missing = list(cls.missing_from(kernel_class))
+        if missing:
+            name = getattr(kernel_class, "__qualname__", repr(kernel_class))
+            raise RegistrationError(f"{name} cannot be registered: {'; '.join(missing)}")
+        with _lock:
+            kernel_class._provider = cls  # type: ignore[attr-defined]
+            cls._families[_path(kernel_class)] = kernel_class
+            registry_changed()
+        return kernel_class
+
+    @classmethod
+    def unregister(cls, kernel_class: type) -> None:
+        """Withdraw a kernel class; raises ArgumentError if it was not registered."""
+        with _lock:
+            if cls._families.pop(_path(kernel_class), None) is None:
+                raise ArgumentError(f"{kernel_class.__qualname__} is not registered with {cls.name}")
+            registry_changed()
+
+    @classmethod
+    def families(cls) -> list[type]:
+        """The registered kernel classes, in the order of registration."""
+        with _lock:
+            return list(cls._families.values())
+
+    @classmethod
+    def available(cls) -> Status:
+        """Whether the provider's compiler or library is here."""
+        return Status.success()
+
+    @classmethod
+    def missing_from(cls, kernel_class: Any) -> Iterable[str]:
+        """What a class lacks to be registered with this provider."""
+        from kernel_api.kernel import Kernel
+
+        if not (isinstance(kernel_class, type) and issubclass(kernel_class, Kernel)):
+            yield "it must be a class derived from kernel_api.Kernel"
+            return
+        declared = kernel_class.space is not None
+        if declared and not kernel_class.operands:
+            yield "it declares a space but no operands"
+        if declared and not hasattr(kernel_class, "design"):
+            yield "it declares a space but no design class"
+        if not declared and not _overrides(kernel_class, "generate_kernels", Kernel):
+            yield "it needs generate_kernels, or a declared space and operands"
+        if not _overrides(kernel_class, "_run", Kernel):
+            yield "it needs _run"
+
+
+def _overrides(cls: type, name: str, base: type) -> bool:
+    return getattr(cls, name, None) is not None and (
+        getattr(getattr(cls, name), "__func__", getattr(cls, name))
+        is not getattr(getattr(base, name), "__func__", getattr(base, name))
+    )
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def registered_class(path: str) -> type | None:
+    """The registered kernel class at ``module:qualname``."""
+    with _lock:
+        for provider in _providers.values():
+            if path in provider._families:
+                return provider._families[path]
+    return None
+
+
+def registry_changed() -> None:
+    """Make every memoised query forget its answer."""
+    global _generation
+    _generation += 1
+
+
+def generation() -> int:
+    """A number that changes whenever a provider or kernel class does."""
+    return _generation
+
+
+def providers(chosen: Iterable[str | type[Provider]] | None = None) -> list[type[Provider]]:
+    """The providers asked for by name or class, or all, in the order that kernels are listed.
+
+    ``KERNEL_API_PROVIDERS`` (names separated by commas) narrows what "all" means.
+    """
+    _scan()
+    if chosen is None:
+        named = os.environ.get("KERNEL_API_PROVIDERS")
+        chosen = [n.strip() for n in named.split(",") if n.strip()] if named else None
+    with _lock:
+        known = dict(_providers)
+    if chosen is None:
+        found = list(known.values())
+    else:
+        if isinstance(chosen, (str, type)):
+            chosen = [chosen]
+        found = [_resolve(one, known) for one in chosen]
+    return sorted(found, key=lambda p: p.rank)
+
+
+def _resolve(one: Any, known: dict[str, type[Provider]]) -> type[Provider]:
+    if isinstance(one, type) and issubclass(one, Provider):
+        return one
+    if one in known:
+        return known[one]
+    raise ArgumentError(f"no provider is called {one!r}; there are {', '.join(sorted(known))}")
+
+
+def _scan() -> None:
+    """Load the built-in providers and the installed plug-ins, once."""
+    global _scanned
+    if _scanned:
+        return
+    with _lock:
+        if _scanned:
+            return
+        _scanned = True
+        for name, module in _BUILT_IN.items():
+            _load(name, lambda module=module: importlib.import_module(module))
+        for entry in sorted(_entry_points(), key=lambda e: e.name):
+            _load(entry.name, entry.load)
+
+
+def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
+    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _load(name: str, load: Callable[[], Any]) -> None:
+    """A provider that cannot be loaded is a warning: the others still answer."""
+    try:
+        loaded = load()
+    except Exception as error:
+        logger.debug("provider %s failed to load", name, exc_info=True)
+        warnings.warn(
+            f"provider {name!r} could not be loaded and is left out: {error!r}",
+            PluginWarning,
+            stacklevel=2,
+        )
+        return
+    if isinstance(loaded, type) and not issubclass(loaded, Provider):
+        warnings.warn(
+            f"entry point {name!r} gives {loaded!r}, which is no Provider; it is left out",
+            PluginWarning,
+            stacklevel=2,
+        )
+
+
+def rescan() -> None:
+    """Look for installed plug-ins again on the next query."""
+    global _scanned
+    with _lock:
+        _scanned = False
+        registry_changed()

@@ -1,0 +1,203 @@
+"""The declarative design space: the one source for what a kernel family offers.
+
+A family declares three things and writes no loops::
+
+    operands = (Operands(A="f16 | bf16", B="like A", out="f16 | bf16 | f32", accumulator="f32"),)
+    space = Space(tile_shape=((128, 128, 32), (64, 64, 32)), stages=(3, 4))
+
+    @rule("a pingpong group holds at most 128 rows of the tile")
+    def _(design):
+        return design.schedule != "pingpong" or design.tile_shape[0] <= 128
+
+Enumeration, queries, ``supports``, ``explain`` and tuning all read these declarations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kernel_api.dtypes import DType, dtype
+from kernel_api.errors import RegistrationError
+from kernel_api.metadata import OperandsMetadata, TensorAttributes
+from kernel_api.status import Status
+
+_RULE_PARAMETERS = ("design", "operands", "args")
+
+Design = TypeVar("Design")
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A rule's "no" with the value that it saw and the nearest one that it would accept."""
+
+    actual: str
+    nearest: str | None = None
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class Rule:
+    """A named predicate over ``design``, ``operands`` (metadata) and ``args``, as it needs.
+
+    It returns a truthy value to agree; a falsy one, or a :class:`Miss` with details, to refuse.
+    A rule without ``args`` shapes the family; one with ``args`` decides a query.
+    """
+
+    def __init__(self, text: str, predicate: Callable[..., Any]) -> None:
+        unknown = set(inspect.signature(predicate).parameters) - set(_RULE_PARAMETERS)
+        if unknown:
+            raise RegistrationError(
+                f"rule {text!r} takes {sorted(unknown)}; rules may take {_RULE_PARAMETERS}"
+            )
+        self.text = text
+        self._predicate = predicate
+        self._names = tuple(inspect.signature(predicate).parameters)
+
+    @property
+    def needs_args(self) -> bool:
+        return "args" in self._names
+
+    def check(self, **values: Any) -> Status:
+        verdict = self._predicate(*(values[name] for name in self._names))
+        if verdict:
+            return Status.success()
+        if isinstance(verdict, Miss):
+            return Status.fail(
+                f"{self.text}; {verdict.actual}",
+                rule=self.text,
+                actual=verdict.actual,
+                nearest=verdict.nearest,
+            )
+        return Status.fail(self.text)
+
+    def __repr__(self) -> str:
+        return f"<rule: {self.text}>"
+
+
+def rule(text: str) -> Callable[[Callable[..., Any]], Rule]:
+    """Make a predicate a named rule; ``text`` is the sentence that ``explain`` prints."""
+    return lambda predicate: Rule(text, predicate)
+
+
+@dataclass(frozen=True)
+class Space:
+    """The design points of a family: a list of designs times the product of further axes.
+
+    Args:
+        points: Groups of fields that vary together, as mappings; one empty group by default.
+        axes: Values of each further field.
+    """
+
+    points: tuple[Mapping[str, Any], ...] = ({},)
+    axes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def __init__(self, *points: Mapping[str, Any], **axes: tuple[Any, ...]) -> None:
+        object.__setattr__(self, "points", points or ({},))
+        object.__setattr__(self, "axes", dict(axes))
+
+    def designs(self, design: Callable[..., Design]) -> Iterator[Design]:
+        """Every point, constructed."""
+        for point in self.points:
+            for values in itertools.product(*self.axes.values()):
+                yield design(**point, **dict(zip(self.axes, values, strict=True)))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One row of operand types that the hardware has.
+
+    Args:
+        types: Element types of each operand, alternatives separated by ``|``; ``like A`` repeats
+            the type of another operand; ``any`` takes all.
+        accumulator: The accumulator's type, or ``any``.
+        multiplication: The type that products are formed in, where it is not the operands'.
+        majors: ``any`` for one variant per mode of stride 1, or that mode for some operands:
+            ``"A:k B:k"``; ``strided`` for one variant that takes any strides.
+        alignments: Variants of byte alignment per operand; what one leaves out is only
+            element-aligned. The aligned ones come first.
+        why_aligned: The reason for asking, as ``explain`` prints it.
+    """
+
+    accumulator: str
+    types: Mapping[str, str]
+    multiplication: str | None
+    majors: str
+    alignments: tuple[Mapping[str, int], ...]
+    why_aligned: str
+
+    def __init__(
+        self,
+        *,
+        accumulator: str,
+        multiplication: str | None = None,
+        majors: str = "any",
+        alignments: tuple[Mapping[str, int], ...] = ({},),
+        why_aligned: str = "the kernel reads whole vectors",
+        **types: str,
+    ) -> None:
+        object.__setattr__(self, "accumulator", accumulator)
+        object.__setattr__(self, "types", dict(types))
+        object.__setattr__(self, "multiplication", multiplication)
+        object.__setattr__(self, "majors", majors)
+        object.__setattr__(self, "alignments", alignments)
+        object.__setattr__(self, "why_aligned", why_aligned)
+
+    def variants(
+        self, metadata: Callable[..., OperandsMetadata], modes: Mapping[str, str]
+    ) -> Iterator[OperandsMetadata]:
+        """Every combination of types, majors and alignments."""
+        majors = self._unit_modes(modes)
+        for types in self._type_combinations():
+            for alignment in self.alignments:
+                for units in itertools.product(*majors.values()):
+                    tensors = {
+                        name: _attributes(types[name], unit, alignment.get(name))
+                        for name, unit in zip(majors, units, strict=True)
+                    }
+                    extra = {"accumulator_type": _type(self.accumulator)}
+                    if self.multiplication:
+                        extra["multiplication_type"] = dtype(self.multiplication)
+                    yield metadata(**tensors, **extra)
+
+    def _type_combinations(self) -> Iterator[dict[str, DType | None]]:
+        names = list(self.types)
+        free = [n for n in names if not self.types[n].startswith("like ")]
+        for chosen in itertools.product(*(self.types[n].split("|") for n in free)):
+            types = {n: _type(text.strip()) for n, text in zip(free, chosen, strict=True)}
+            for name in names:
+                if name not in types:
+                    types[name] = types[self.types[name].removeprefix("like ").strip()]
+            yield types
+
+    def _unit_modes(self, modes: Mapping[str, str]) -> dict[str, tuple[int | None, ...]]:
+        if self.majors == "strided":
+            return dict.fromkeys(modes, (None,))
+        fixed: dict[str, str] = {}
+        if self.majors != "any":
+            fixed = dict(part.split(":") for part in self.majors.split())
+        units: dict[str, tuple[int | None, ...]] = {}
+        for name, letters in modes.items():
+            if name in fixed:
+                units[name] = (letters.lower().index(fixed[name].lower()) - len(letters),)
+            else:
+                units[name] = (-1, -2)
+        return units
+
+
+def _type(text: str) -> DType | None:
+    return None if text == "any" else dtype(text)
+
+
+_STRIDES = {-1: (0, 0, 1), -2: (0, 1, 0), None: None}
+
+
+def _attributes(
+    element: DType | None, unit: int | None, alignment: int | None
+) -> TensorAttributes:
+    itemsize = element.itemsize if element is not None else 1
+    return TensorAttributes(element, _STRIDES[unit], max((alignment or 0) // itemsize, 1))

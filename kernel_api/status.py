@@ -1,0 +1,60 @@
+"""The answer to "can this kernel take these arguments?"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Status:
+    """Truthy if supported; else ``error`` is a sentence with operand, expected and actual value.
+
+    Attributes:
+        error: The reason, or None on success.
+        rule: The name of the rule that failed, the same for every kernel that shares it.
+        operand: The operand that the rule is about, where it is about one.
+        expected: What the rule asks, where that is one value among a family's several.
+        actual: What the arguments have instead.
+        nearest: What change would satisfy the rule ("would match with K padded to 1008").
+        progress: How many checks had passed before; the family's nearest miss has the most.
+    """
+
+    error: str | None = None
+    rule: str | None = None
+    operand: str | None = None
+    expected: str | None = None
+    actual: str | None = None
+    nearest: str | None = None
+    progress: int = 0
+
+    @classmethod
+    def success(cls) -> Status:
+        return _SUCCESS
+
+    @classmethod
+    def fail(
+        cls,
+        error: str,
+        *,
+        rule: str | None = None,
+        operand: str | None = None,
+        expected: str | None = None,
+        actual: str | None = None,
+        nearest: str | None = None,
+        progress: int = 0,
+    ) -> Status:
+        if not error:
+            raise ValueError("Status.fail needs a reason")
+        reason = str(error)
+        return cls(reason, rule or reason, operand, expected, actual, nearest, progress)
+
+    def __bool__(self) -> bool:
+        return self.error is None
+
+    def __str__(self) -> str:
+        if self.error is None:
+            return "supported"
+        return f"{self.error} ({self.nearest})" if self.nearest else self.error
+
+
+_SUCCESS = Status()

@@ -1,0 +1,48 @@
+"""Small helpers for those who bring kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def to_cuda_stream(stream: Any = None) -> Any:
+    """The ``cuda.bindings.driver.CUstream`` of a stream; None is torch's current stream.
+
+    Takes a torch stream, an int handle, a CUstream, or an object with ``__cuda_stream__``.
+    """
+    from cuda.bindings import driver
+
+    if isinstance(stream, driver.CUstream):
+        return stream
+    return driver.CUstream(stream_handle(stream))
+
+
+def stream_handle(stream: Any = None) -> int:
+    """The address of a CUDA stream, as an int; None is torch's current stream."""
+    if stream is None:
+        import torch
+
+        return int(torch.cuda.current_stream().cuda_stream)
+    if isinstance(stream, int):
+        return stream
+    if hasattr(stream, "cuda_stream"):
+        return int(stream.cuda_stream)
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    try:
+        return int(stream)
+    except TypeError:
+        raise TypeError(
+            f"stream is a {type(stream).__name__}; expected None, a torch stream, an int, "
+            f"a CUstream or an object with __cuda_stream__"
+        ) from None
+
+
+def strides_to_layout_string(*strides: Sequence[int]) -> str:
+    """One letter per operand: ``t`` if its last mode has stride 1 (row-major), else ``n``.
+
+    >>> strides_to_layout_string((0, 0, 1), (0, 1, 0), (0, 0, 1))
+    'tnt'
+    """
+    return "".join("t" if stride[-1] == 1 else "n" for stride in strides)

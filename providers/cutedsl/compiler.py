@@ -1,0 +1,88 @@
+"""The only place that calls ``cute.compile``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kernel_api.errors import CompileError
+from kernel_api.metadata import TensorAttributes
+from kernel_api.operands import Operand
+from kernel_api.targets import Target
+
+logger = logging.getLogger(__name__)
+
+# The compiler aborts the process when two threads are in it.
+_lock = threading.Lock()
+
+OPTIONS = "--enable-tvm-ffi --opt-level 3"
+
+
+def compile(
+    implementation: Callable[..., None], args: Sequence[Any], target: Target, options: str = ""
+) -> Any:
+    """Compile a ``cute.jit`` callable for a target; a GPU is not needed.
+
+    Raises CompileError from whatever the DSL raised.
+    """
+    import cutlass.cute as cute
+
+    started = time.perf_counter()
+    wanted = f"--gpu-arch {target} {OPTIONS} {options}".strip()
+    try:
+        with _lock:
+            compiled = cute.compile(implementation, *args, options=wanted)
+    except Exception as error:
+        name = type(implementation).__name__
+        raise CompileError(f"{name} does not compile for {target}: {error}") from error
+    logger.info(
+        "compiled %s for %s in %.2f s",
+        type(implementation).__name__,
+        target,
+        time.perf_counter() - started,
+    )
+    return compiled
+
+
+def fake_tensor(operand: Operand, attributes: TensorAttributes | None) -> Any:
+    """A placeholder of the operand's type, rank and major, with symbolic sizes and strides."""
+    import cutlass.cute as cute
+
+    divisibility = attributes.divisibility if attributes is not None else 1
+    rank = operand.rank
+    unit = operand.unit_mode
+    shape = tuple(cute.sym_int() for _ in range(rank))
+    stride = tuple(
+        1 if unit is not None and mode == rank + unit else cute.sym_int64(divisibility=divisibility)
+        for mode in range(rank)
+    )
+    element = operand.dtype.cutlass
+    return cute.runtime.make_fake_tensor(
+        element, shape, stride, assumed_align=divisibility * operand.dtype.itemsize
+    )
+
+
+def current_stream_placeholder() -> Any:
+    """A stream argument that TVM-FFI fills with torch's current stream at each call."""
+    from cutlass.cute.runtime import make_fake_stream
+
+    return make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def int32_placeholders(count: int) -> list[Any]:
+    """Run-time 32-bit integers."""
+    if not count:
+        return []
+    import cutlass
+
+    return [cutlass.Int32(1)] * count
+
+
+def raw_function(compiled: Any) -> Callable[..., None]:
+    """The TVM-FFI function behind a compiled object, without its keyword wrapper."""
+    function = getattr(compiled, "_tvm_ffi_function", None)
+    found: Callable[..., None] = function if function is not None else compiled
+    return found

@@ -1,0 +1,104 @@
+"""Base class of the CuTe DSL kernels: compile through fake tensors, run through TVM-FFI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kernel_api import _compile_cache
+from kernel_api.artifact import CompiledArtifact, Resources
+from kernel_api.devices import sm_count
+from kernel_api.kernel import Kernel
+from kernel_api.metadata import TensorAttributes
+from kernel_api.operands import Operand
+from kernel_api.providers.cutedsl import compiler, machine_code
+from kernel_api.providers.streams import on_stream
+from kernel_api.targets import CcLike, target
+
+
+class CuteDslKernel(Kernel):
+    """A kernel whose implementation is a ``cute.jit`` callable.
+
+    The short way is to return it from :meth:`implementation`; it is called with the operands in
+    the order of the arguments' fields, then :meth:`scalars`, then the stream. The long way is to
+    write ``compile`` with :meth:`cute_compile` and ``_run`` with :meth:`cute_run`.
+    """
+
+    def implementation(self) -> Callable[..., None]:
+        """The ``cute.jit`` callable for this kernel's metadata."""
+        raise TypeError(f"{type(self).__name__} implements neither implementation nor compile")
+
+    def scalars(self, multiprocessors: int) -> tuple[int, ...]:
+        """32-bit integers that the implementation takes behind the operands."""
+        return ()
+
+    def cute_compile(
+        self, implementation: Callable[..., None], *args: Any, target: CcLike = None, options: str = ""
+    ) -> Any:
+        """``cute.compile`` with TVM-FFI on, operands as fake tensors with symbolic sizes.
+
+        Operands keep element type, rank, the mode of stride 1, and the divisibility that the
+        kernel's metadata asks of them. Anything else is passed on as it is.
+
+        Args:
+            target: Architecture; that of the running ``compile(args, cc)`` by default.
+            options: Further options of ``cute.compile``.
+        """
+        compilation = _compile_cache.running()
+        asked = _target(target, compilation)
+        placeholders = [
+            compiler.fake_tensor(arg, self._attributes_of(arg, compilation))
+            if isinstance(arg, Operand)
+            else arg
+            for arg in args
+        ]
+        return compiler.compile(implementation, placeholders, asked, options)
+
+    def cute_run(self, compiled: Callable[..., None], *args: Any) -> None:
+        """Call what ``cute_compile`` returned; operands are passed as their tensors."""
+        compiled(*(arg.tensor if isinstance(arg, Operand) else arg for arg in args))
+
+    def read_resources(self, artifact: CompiledArtifact) -> Resources | None:
+        return machine_code.resources(artifact.compiled_obj)
+
+    def _compile(self, args: Any, cc: CcLike = None) -> CompiledArtifact:
+        scalars = compiler.int32_placeholders(len(self.scalars(1)))
+        stream = compiler.current_stream_placeholder()
+        compiled = self.cute_compile(self.implementation(), *args.operands, *scalars, stream)
+        return CompiledArtifact(compiled, self)
+
+    def _run(self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None) -> None:
+        scalars = self.scalars(sm_count(args.device.index or 0))
+        with on_stream(stream):
+            artifact.compiled_obj(*args.tensors, *scalars)
+
+    def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
+        function = compiler.raw_function(artifact.compiled_obj)
+        scalars = self.scalars(sm_count(args.device.index or 0))
+
+        def launch(*tensors: Any, stream: Any = None) -> None:
+            if stream is None:
+                function(*tensors, *scalars)
+            else:
+                with on_stream(stream):
+                    function(*tensors, *scalars)
+
+        return launch
+
+    def _attributes_of(self, operand: Operand, compilation: Any) -> TensorAttributes | None:
+        if compilation is None:
+            return None
+        names = compilation.args.operand_names
+        for name, own in zip(names, compilation.args.operands, strict=True):
+            if own is operand:
+                return self.metadata.operands.tensors.get(name)
+        return None
+
+
+def _target(given: CcLike, compilation: Any) -> Any:
+    if given is not None:
+        return target(given)
+    if compilation is None or compilation.target is None:
+        raise RuntimeError("cute_compile needs target= outside of a kernel's compile")
+    return compilation.target
+

@@ -1,0 +1,19 @@
+"""Plain torch in higher precision: the oracle, and what runs where there is no GPU."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kernel_api.provider import Provider
+
+
+class ReferenceProvider(Provider):
+    """Every argument type in float64 (integers in int64), on the CPU or a GPU; slow and right."""
+
+    name: ClassVar[str] = "reference"
+    rank: ClassVar[int] = 200
+
+
+from kernel_api.providers.reference import gemm  # noqa: E402  (registers with the class above)
+
+__all__ = ["ReferenceProvider", "gemm"]

@@ -1,0 +1,19 @@
+"""The vendor libraries through torch: what the user already has, as candidates."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kernel_api.provider import Provider
+
+
+class TorchProvider(Provider):
+    """cuBLAS on a GPU, oneDNN or BLAS on the CPU."""
+
+    name: ClassVar[str] = "torch"
+    rank: ClassVar[int] = 100
+
+
+from kernel_api.providers.torch import gemm  # noqa: E402  (registers with the class above)
+
+__all__ = ["TorchProvider", "gemm"]
