@@ -65,7 +65,9 @@ def get_kernels(
         FilterError: the filter raised.
     """
     if args is None:
-        return _filtered(_enumerate(query_target(None, cc) if cc else None, providers), metadata_filter)
+        return _filtered(
+            _enumerate(query_target(None, cc) if cc else None, providers), metadata_filter
+        )
     require_arguments(args)
     ranked, _ = _survey(args, cc, providers)
     return _filtered(ranked, metadata_filter)
@@ -299,7 +301,7 @@ def _catalogue(family: type[Kernel]) -> Catalogue:
 
 def _ranked(verdicts: Iterable[Verdict], args: Arguments) -> tuple[Kernel, ...]:
     """By provider rank; within it the predicted ones by time, then the rest as registered."""
-    order = []
+    order: list[tuple[int, bool, float, int, Kernel]] = []
     for verdict in verdicts:
         provider = verdict.family._provider
         rank = provider.rank if provider is not None else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -115,15 +116,12 @@ def dtype(value: Any) -> DType:
     try:
         return _FOUND[value]
     except (KeyError, TypeError):
-        pass
-    found = _find(value)
+        found = _find(value)
     if found is None:
         known = ", ".join(row[0] for row in _TABLE)
         raise ArgumentError(f"{value!r} names no element type; known are {known}")
-    try:
+    with contextlib.suppress(TypeError):
         _FOUND[value] = found
-    except TypeError:
-        pass
     return found
 
 

@@ -1,7 +1,7 @@
 """Everything that this library raises of its own.
 
 KernelApiError
- ├── ArgumentError (ValueError)        the arguments contradict each other; raised when they are built
+ ├── ArgumentError (ValueError)        the arguments contradict each other
  ├── RegistrationError (TypeError)     a kernel class or provider lacks what the contract asks
  ├── FilterError                       the caller's metadata_filter raised
  ├── NoKernelError (LookupError)       nothing offers the arguments; carries the explanation
@@ -12,10 +12,10 @@ KernelApiError
  │    ├── SignatureError               it was compiled for other dtypes, majors or ranks
  │    └── TargetError                  it was compiled for another GPU architecture
  ├── DeviceError (RuntimeError)        no GPU where one is needed, or a tensor on the wrong one
- ├── CaptureError (RuntimeError)       a CUDA graph is being captured and something must compile first
+ ├── CaptureError (RuntimeError)       something would compile while a graph is captured
  └── WorkspaceError (ValueError)       the workspace is too small, misplaced or not of bytes
 
-PluginWarning (UserWarning)            a third-party provider or kernel class misbehaved and was left out
+PluginWarning (UserWarning)            a provider or kernel class misbehaved and was left out
 
 All but warnings are raised before anything is launched.
 """

@@ -25,6 +25,7 @@ from kernel_api.errors import (
 )
 from kernel_api.matching import BEHIND_OPERANDS, match_operands
 from kernel_api.metadata import (
+    BLASDesignMetadata,
     DesignMetadata,
     GemmOperandsMetadata,
     KernelMetadata,
@@ -62,7 +63,7 @@ class KernelType(type):
     _own_rules: tuple[Rule, ...]
 
     @classmethod
-    def __prepare__(mcs, name: str, bases: tuple[type, ...], **kwargs: Any) -> _Namespace:  # noqa: N804
+    def __prepare__(cls, name: str, bases: tuple[type, ...], /, **kwargs: Any) -> _Namespace:
         return _Namespace()
 
     def __new__(
@@ -127,7 +128,7 @@ class Kernel(metaclass=KernelType):
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
     operands: ClassVar[tuple[Operands, ...]] = ()
     space: ClassVar[Space | None] = None
-    design: ClassVar[Callable[..., DesignMetadata]]
+    design: ClassVar[Callable[..., DesignMetadata]] = BLASDesignMetadata
     operands_metadata: ClassVar[type[OperandsMetadata]] = GemmOperandsMetadata
     arguments: ClassVar[type[Arguments] | None] = None
     reorders_accumulation: ClassVar[bool] = False
@@ -451,7 +452,7 @@ class Kernel(metaclass=KernelType):
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return type(self) is type(other) and self.metadata == other.metadata  # type: ignore[attr-defined]
+        return type(self) is type(other) and self.metadata == other.metadata
 
     def __hash__(self) -> int:
         return hash(self.metadata)

@@ -160,9 +160,7 @@ def self_overlapping(operand: Operand) -> bool:
         return False
     reach = 0
     modes = sorted(
-        (stride, extent)
-        for extent, stride in zip(shape, stride, strict=True)
-        if extent > 1
+        (stride, extent) for extent, stride in zip(shape, stride, strict=True) if extent > 1
     )
     for step, extent in modes:
         if step <= reach:

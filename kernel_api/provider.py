@@ -84,7 +84,9 @@ class Provider:
         """Withdraw a kernel class; raises ArgumentError if it was not registered."""
         with _lock:
             if cls._families.pop(_path(kernel_class), None) is None:
-                raise ArgumentError(f"{kernel_class.__qualname__} is not registered with {cls.name}")
+                raise ArgumentError(
+                    f"{kernel_class.__qualname__} is not registered with {cls.name}"
+                )
             registry_changed()
 
     @classmethod
@@ -109,8 +111,6 @@ class Provider:
         declared = kernel_class.space is not None
         if declared and not kernel_class.operands:
             yield "it declares a space but no operands"
-        if declared and not hasattr(kernel_class, "design"):
-            yield "it declares a space but no design class"
         if not declared and not _overrides(kernel_class, "generate_kernels", Kernel):
             yield "it needs generate_kernels, or a declared space and operands"
         if not _overrides(kernel_class, "_run", Kernel):

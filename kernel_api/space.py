@@ -196,8 +196,6 @@ def _type(text: str) -> DType | None:
 _STRIDES = {-1: (0, 0, 1), -2: (0, 1, 0), None: None}
 
 
-def _attributes(
-    element: DType | None, unit: int | None, alignment: int | None
-) -> TensorAttributes:
+def _attributes(element: DType | None, unit: int | None, alignment: int | None) -> TensorAttributes:
     itemsize = element.itemsize if element is not None else 1
     return TensorAttributes(element, _STRIDES[unit], max((alignment or 0) // itemsize, 1))

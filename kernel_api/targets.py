@@ -69,7 +69,9 @@ def target(value: int | str | Target) -> Target:
     digits, minor, suffix = match.groups()
     if minor is None:
         if len(digits) < 2:
-            raise ArgumentError(f"{value!r} names no GPU architecture; write {value}0 or '{value}.0'")
+            raise ArgumentError(
+                f"{value!r} names no GPU architecture; write {value}0 or '{value}.0'"
+            )
         digits, minor = digits[:-1], digits[-1]
     return Target(int(digits), int(minor), suffix.lower())
 

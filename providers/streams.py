@@ -15,5 +15,5 @@ def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
     import torch
 
     if not isinstance(stream, torch.cuda.Stream):
-        stream = torch.cuda.ExternalStream(stream_handle(stream))
+        stream = torch.cuda.ExternalStream(stream_handle(stream))  # type: ignore[no-untyped-call]
     return torch.cuda.stream(stream)

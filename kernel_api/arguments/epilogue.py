@@ -20,7 +20,9 @@ class EpilogueArguments:
 
     def __init__(self, fn: Callable[..., Any], **operands: Any) -> None:
         if not callable(fn):
-            raise ArgumentError(f"fn is a {type(fn).__name__}; expected a function of the accumulator")
+            raise ArgumentError(
+                f"fn is a {type(fn).__name__}; expected a function of the accumulator"
+            )
         self.fn = fn
         self.operands = operands
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kernel_api.providers.cutedsl import compiler, machine_code
+from kernel_api.providers.streams import on_stream
+
 from kernel_api import _compile_cache
 from kernel_api.artifact import CompiledArtifact, Resources
 from kernel_api.devices import sm_count
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import TensorAttributes
 from kernel_api.operands import Operand
-from kernel_api.providers.cutedsl import compiler, machine_code
-from kernel_api.providers.streams import on_stream
 from kernel_api.targets import CcLike, target
 
 
@@ -33,7 +34,11 @@ class CuteDslKernel(Kernel):
         return ()
 
     def cute_compile(
-        self, implementation: Callable[..., None], *args: Any, target: CcLike = None, options: str = ""
+        self,
+        implementation: Callable[..., None],
+        *args: Any,
+        target: CcLike = None,
+        options: str = "",
     ) -> Any:
         """``cute.compile`` with TVM-FFI on, operands as fake tensors with symbolic sizes.
 
@@ -67,7 +72,9 @@ class CuteDslKernel(Kernel):
         compiled = self.cute_compile(self.implementation(), *args.operands, *scalars, stream)
         return CompiledArtifact(compiled, self)
 
-    def _run(self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None) -> None:
+    def _run(
+        self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
+    ) -> None:
         scalars = self.scalars(sm_count(args.device.index or 0))
         with on_stream(stream):
             artifact.compiled_obj(*args.tensors, *scalars)
@@ -101,4 +108,3 @@ def _target(given: CcLike, compilation: Any) -> Any:
     if compilation is None or compilation.target is None:
         raise RuntimeError("cute_compile needs target= outside of a kernel's compile")
     return compilation.target
-

@@ -109,6 +109,7 @@ def _attributes(sections: dict[str, bytes]) -> dict[int, list[int]]:
 
 def _dynamic_shared_memory(ir: str) -> int:
     constants = dict(re.findall(r"(%\d+) = llvm\.mlir\.constant\((\d+) : i64\)", ir))
-    pattern = rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : .*?{_LAUNCH_STRUCT}\s+llvm\.store (%\d+), \1 :"
+    field = rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : .*?{_LAUNCH_STRUCT}"
+    pattern = rf"{field}\s+llvm\.store (%\d+), \1 :"
     sizes = [int(constants.get(value, 0)) for _, value in re.findall(pattern, ir)]
     return max(sizes, default=0)

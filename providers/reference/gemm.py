@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from kernel_api.providers.reference import ReferenceProvider
+from kernel_api.providers.streams import on_stream
+
 from kernel_api.arguments import GemmArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata
-from kernel_api.providers.reference import ReferenceProvider
-from kernel_api.providers.streams import on_stream
 from kernel_api.space import Operands, Space
 from kernel_api.status import Status
 
@@ -24,9 +25,7 @@ class ReferenceGemm(Kernel):
     family: ClassVar[str] = "reference.gemm"
     arguments = GemmArguments
     devices = ("cpu", "cuda")
-    operands = (
-        Operands(A="any", B="any", out="any", accumulator="any", majors="strided"),
-    )
+    operands = (Operands(A="any", B="any", out="any", accumulator="any", majors="strided"),)
     space = Space()
     design = DesignMetadata
 
@@ -40,7 +39,9 @@ class ReferenceGemm(Kernel):
                 )
         return Status.success()
 
-    def _run(self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None) -> None:
+    def _run(
+        self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
+    ) -> None:
         with on_stream(stream):
             multiply_into(args.A.tensor, args.B.tensor, args.out.tensor)
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from kernel_api.providers.streams import on_stream
+from kernel_api.providers.torch import TorchProvider
 
 from kernel_api.arguments import GemmArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata
-from kernel_api.providers.streams import on_stream
-from kernel_api.providers.torch import TorchProvider
 from kernel_api.space import Operands, Space, rule
 
 
@@ -25,7 +25,9 @@ class TorchGemm(Kernel):
     arguments = GemmArguments
     devices = ("cpu", "cuda")
     operands = (
-        Operands(A="f16 | bf16 | f32", B="like A", out="like A", accumulator="f32", majors="strided"),
+        Operands(
+            A="f16 | bf16 | f32", B="like A", out="like A", accumulator="f32", majors="strided"
+        ),
         Operands(A="f16 | bf16", B="like A", out="f32", accumulator="f32", majors="strided"),
         Operands(A="f64", B="f64", out="f64", accumulator="f64", majors="strided"),
     )
@@ -37,9 +39,11 @@ class TorchGemm(Kernel):
         widens = operands.out.dtype is not operands.A.dtype
         return not widens or args.device.type != "cpu"
 
-    def _run(self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None) -> None:
+    def _run(
+        self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
+    ) -> None:
         with on_stream(stream):
-            multiply_into(*args.tensors, args.fp32_precision)
+            multiply_into(args.A.tensor, args.B.tensor, args.out.tensor, args.fp32_precision)
 
 
 def multiply_into(A: Any, B: Any, out: Any, fp32_precision: str | None = None) -> None:
@@ -54,7 +58,7 @@ def multiply_into(A: Any, B: Any, out: Any, fp32_precision: str | None = None) -
 
 @contextlib.contextmanager
 def float32_multiplication(precision: str | None) -> Iterator[None]:
-    """Within it, torch multiplies float32 as ``"ieee"`` or ``"tf32"`` says; None changes nothing."""
+    """Within it, torch multiplies float32 as ``"ieee"`` or ``"tf32"`` says; None: as set."""
     before = torch.get_float32_matmul_precision()
     if precision is None or (precision == "ieee") == (before == "highest"):
         yield
