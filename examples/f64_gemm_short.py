@@ -1,5 +1,4 @@
-"""The FP64 example in the short form: the kernel, and a declaration of what it takes."""
-
+# The FP64 example in the short form: the kernel, and a declaration of what it takes.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute

@@ -41,7 +41,7 @@ class CompiledArtifact:
         target: The architecture that it was compiled for; None if it is not machine code.
     """
 
-    __slots__ = ("_resources", "compiled_obj", "kernel", "signature", "target")
+    __slots__ = ("_resources", "compiled_obj", "kernel", "launchers", "signature", "target")
 
     def __init__(
         self,
@@ -55,6 +55,8 @@ class CompiledArtifact:
         self.signature = signature
         self.target = target
         self._resources: Resources | None = None
+        #: Prepared launches by device, for kernels that keep them.
+        self.launchers: dict[Any, Any] = {}
 
     def sealed(self, signature: tuple[Hashable, ...], target: Target | None) -> CompiledArtifact:
         """The same artifact, knowing what it serves."""

@@ -19,7 +19,7 @@ from kernel_api.devices import query_target
 from kernel_api.errors import FilterError, KernelApiError, PluginWarning
 from kernel_api.explanation import Acceptance, Explanation, Rejection
 from kernel_api.kernel import Kernel, require_arguments
-from kernel_api.matching import match_operands
+from kernel_api.matching import match_layouts, match_types, types_of
 from kernel_api.metadata import KernelMetadata, OperandsMetadata
 from kernel_api.provider import Provider, generation, providers
 from kernel_api.status import Status
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 MetadataFilter = Callable[[KernelMetadata], bool]
 ProviderChoice = Iterable["str | type[Provider]"]
+
+#: Operands that differ in majors and alignment only.
+_Variants = tuple[OperandsMetadata, ...]
 
 _SURVEYS_KEPT = 4096
 
@@ -129,14 +132,15 @@ class Catalogue:
         self.family = family
         self._declared = family.space is not None and bool(family.operands)
         self._variants: dict[Any, dict[OperandsMetadata, tuple[Kernel, ...]]] = {}
-        self._operands: tuple[OperandsMetadata, ...] | None = None
+        self._operands: tuple[_Variants, ...] | None = None
         self._built: dict[OperandsMetadata, tuple[Kernel, ...]] = {}
 
-    def operands(self, args: Arguments | None, target: Target | None) -> Iterable[OperandsMetadata]:
+    def operands(self, args: Arguments | None, target: Target | None) -> Iterable[_Variants]:
+        """What the kernels ask of operands; variants of the same element types together."""
         if not self._declared:
-            return self._generated(args, target)
+            return _by_types(self._generated(args, target))
         if self._operands is None:
-            self._operands = tuple(self.family.operand_variants())
+            self._operands = _by_types(self.family.operand_variants())
         return self._operands
 
     def kernels(
@@ -158,6 +162,13 @@ class Catalogue:
             made = self.family.generate_kernels(_everything, epilogue_args=epilogue, cc=cc)
             self._variants[key] = _grouped(self.family, made)
         return self._variants[key]
+
+
+def _by_types(operands: Iterable[OperandsMetadata]) -> tuple[_Variants, ...]:
+    groups: dict[Any, list[OperandsMetadata]] = {}
+    for one in operands:
+        groups.setdefault(types_of(one), []).append(one)
+    return tuple(map(tuple, groups.values()))
 
 
 def _everything(metadata: KernelMetadata) -> bool:
@@ -196,17 +207,22 @@ def _judge_kernels(catalogue: Catalogue, args: Arguments, target: Target | None)
     family = catalogue.family
     accepted: list[Kernel] = []
     misses: list[Status] = []
-    for operands in catalogue.operands(args, target):
-        status = match_operands(operands, args, _why_aligned(family))
+    for variants in catalogue.operands(args, target):
+        status = match_types(variants[0], args)
         if not status:
             misses.append(status)
             continue
-        for kernel in catalogue.kernels(operands, args, target):
-            status = kernel.status_behind_operands(args, target)
-            if status:
-                accepted.append(kernel)
-            else:
+        for operands in variants:
+            status = match_layouts(operands, args, _why_aligned(family))
+            if not status:
                 misses.append(status)
+                continue
+            for kernel in catalogue.kernels(operands, args, target):
+                status = kernel.status_behind_operands(args, target)
+                if status:
+                    accepted.append(kernel)
+                else:
+                    misses.append(status)
     return Verdict(family, tuple(accepted), _nearest_miss(misses))
 
 
@@ -331,7 +347,8 @@ def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Ker
                 try:
                     found += [
                         kernel
-                        for operands in catalogue.operands(None, target)
+                        for variants in catalogue.operands(None, target)
+                        for operands in variants
                         for kernel in catalogue.kernels(operands, None, target)
                     ]
                 except KernelApiError:

@@ -244,7 +244,8 @@ class Kernel(metaclass=KernelType):
             artifact.check(self, args, target_of(args.device))
             args._accepted[artifact] = self
         workspace = self._workspace(args, workspace)
-        self._run(args, artifact, stream, workspace)
+        if args.writes_anything:
+            self._run(args, artifact, stream, workspace)
 
     def prepare(self, args: Arguments) -> Callable[..., None]:
         """Check and compile once; returns ``launch(*tensors, stream=None)`` for hot loops.
@@ -486,8 +487,7 @@ def _kernel_name(family: str, operands: OperandsMetadata, design: DesignMetadata
     strides = [t.stride for t in tensors if t.stride is not None]
     parts = [family, *types, strides_to_layout_string(*strides), design.label()]
     if strides:
-        alignments = [str(t.divisibility * (t.dtype.itemsize if t.dtype else 1)) for t in tensors]
-        parts.append("align" + "x".join(alignments))
+        parts.append("align" + "x".join(str(t.alignment) for t in tensors))
     return re.sub(r"\W+", "_", "_".join(filter(None, parts)))
 
 

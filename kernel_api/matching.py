@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from kernel_api.dtypes import TF32
@@ -23,14 +24,25 @@ def match_operands(
     operands: OperandsMetadata, args: Arguments, why_aligned: str | None = None
 ) -> Status:
     """Types first, then majors, then alignment; the first mismatch is the status."""
-    names = operands.tensor_names()
-    if names != args.operand_names:
+    status = match_types(operands, args)
+    return match_layouts(operands, args, why_aligned) if status else status
+
+
+def types_of(operands: OperandsMetadata) -> tuple[Hashable, ...]:
+    """All that :func:`match_types` looks at."""
+    types = tuple(attributes.dtype for attributes in operands.tensors.values())
+    accumulator = getattr(operands, "accumulator_type", None)
+    return (operands.names, types, accumulator, getattr(operands, "multiplication_type", None))
+
+
+def match_types(operands: OperandsMetadata, args: Arguments) -> Status:
+    """The kind of operation, element types, and how products and sums are formed."""
+    if operands.names != args.operand_names:
         return Status.fail(
-            f"the kernel takes operands {names}, these are {type(args).__name__}",
+            f"the kernel takes operands {operands.names}, these are {type(args).__name__}",
             rule="the kind of operation",
         )
-    asked = operands.tensors
-    for step, (name, attributes) in enumerate(asked.items()):
+    for step, (name, attributes) in enumerate(operands.tensors.items()):
         operand = getattr(args, name)
         if attributes.dtype is not None and operand.dtype is not attributes.dtype:
             return Status.fail(
@@ -41,9 +53,14 @@ def match_operands(
                 actual=str(operand.dtype),
                 progress=_TYPES + step,
             )
-    status = _match_arithmetic(operands, args)
-    if not status:
-        return status
+    return _match_arithmetic(operands, args)
+
+
+def match_layouts(
+    operands: OperandsMetadata, args: Arguments, why_aligned: str | None = None
+) -> Status:
+    """The modes of stride 1, then addresses and strides."""
+    asked = operands.tensors
     for step, (name, attributes) in enumerate(asked.items()):
         status = _match_major(name, getattr(args, name), attributes, args, _MAJORS + step)
         if not status:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kernel_api.dtypes import DType, dtype
@@ -51,18 +52,25 @@ class TensorAttributes:
             return None
         return -1 if self.stride[-1] == 1 else -2
 
+    @property
+    def alignment(self) -> int:
+        """Bytes that divide the address and every stride but the unit one."""
+        return self.divisibility * (self.dtype.itemsize if self.dtype is not None else 1)
+
 
 @dataclass(frozen=True)
 class OperandsMetadata:
     """Base of the per-operation operand descriptions; the tensor fields carry operand names."""
 
-    @classmethod
-    def tensor_names(cls) -> tuple[str, ...]:
-        return tuple(f.name for f in fields(cls) if "TensorAttributes" in str(f.type))
-
-    @property
+    @cached_property
     def tensors(self) -> dict[str, TensorAttributes]:
-        return {name: getattr(self, name) for name in self.tensor_names()}
+        """The tensor fields by name, in the order of the arguments' operands."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {name: value for name, value in values if isinstance(value, TensorAttributes)}
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.tensors)
 
 
 @dataclass(frozen=True)

@@ -88,5 +88,5 @@ def preferred_band_widths(
     side = (concurrent_tiles * tile_shape[0] * tile_shape[1]) ** 0.5
     return tuple(
         max(1, round(side / (tile * cluster)))
-        for tile, cluster in zip(tile_shape[:2], cluster_shape)
+        for tile, cluster in zip(tile_shape[:2], cluster_shape, strict=True)
     )

@@ -1,5 +1,6 @@
 """Dense matrix product for every GPU from Ampere on."""
 
+from copy import copy
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -13,36 +14,47 @@ from implementations.common.modes import gemm_modes
 from implementations.common.operand_tiles import OperandTiles, TileSource
 from implementations.common.output_tile import OutputTile
 
+OUTPUTS = {  # types of D for each type of A and B
+    Float16: (Float16, BFloat16, Float32),
+    BFloat16: (Float16, BFloat16, Float32),
+    Float32: (Float32,),
+}
 WARP = 32
 MMA_M, MMA_N = 16, 16  # of a warp: one mma.sync along M, two along N, one ldmatrix.x4 each
 MMA_K_BYTES = 32
+MAXIMUM_ACCUMULATORS = 128  # per thread, so that nothing spills
+MAXIMUM_ACCUMULATORS_BY_REGISTERS = 64  # beside operands on their way through registers
 MINIMUM_K_BLOCKS = 2  # one to multiply while the next one is read
 
 
 class Gemm:
     """D = A · B with cp.async, ldmatrix and mma.sync.
 
-    All warps do the same, `warps` (M × N) of them on one tile of D:
+    All warps, `warps` (along M, along N) of them on one tile of D, play the same four roles:
 
     role      does                                                         waits on
     --------  -----------------------------------------------------------  -----------------------
-    produce   cp.async of a tile of A and of B, `stages` - 1 ahead         stage read by all warps
-    read      ldmatrix of one block of K (32 bytes), one block ahead       stage written by all
-    multiply  mma.sync, tf32 operands rounded before                       own registers
+    produce   cp.async of a tile of A and one of B, `stages` - 1 ahead     stage read by all warps
+    read      ldmatrix of a block of K (32 bytes), one block ahead         stage written by all
+    multiply  mma.sync; rounds tf32 operands, which it would truncate      own registers
     epilogue  accumulators → shared memory → whole vectors of D            last stage read by all
 
-    There is one barrier per tile along K: it says that the next stage is written and the last
-    one read. Loads of less than 4 bytes go through registers instead, see OperandTiles.
+    One barrier per tile along K says both that the next stage is written and that the last one
+    is read. Vectors of 2 bytes are too short for cp.async and go through registers instead.
 
-    Shared memory: `stages` × A, `stages` × B, swizzled; the epilogue reuses it, slice by slice.
-    Registers: tile M · N / threads accumulators, two blocks of fragments, and addresses.
+    Shared memory: `stages` × A, then `stages` × B, swizzled; the epilogue reuses it for slices of
+    D, see `shared_memory_bytes`. Registers per thread: tile M · N / threads accumulators, two
+    blocks of fragments, addresses; 128 accumulators are the most that never spills.
 
     A (M,K), B (K,N), D (M,N), or the same with a leading batch mode; every mode of a size known
     at run time only, one mode of each operand with a static stride of 1. Base addresses and the
-    other strides are multiples of `vector_bytes`, sizes need not be: the edges are predicated.
+    other strides are multiples of `vector_bytes`. Sizes need not be: edges are predicated, parts
+    of vectors included, and nothing outside of an operand is touched. K may be 0.
 
-    Operands   f16, bf16 (A and B alike)   tf32 (A, B and D f32)
-    D          f16, bf16, f32              f32
+    A, B                   D
+    -----------------      --------------
+    f16 or bf16, alike     f16, bf16, f32
+    f32 (as tf32)          f32
     """
 
     def __init__(
@@ -67,9 +79,7 @@ class Gemm:
     def _check(self) -> None:
         tile_m, tile_n, _ = self.tile_shape
         if any(extent & (extent - 1) or extent < 1 for extent in (*self.tile_shape, *self.warps)):
-            raise ValueError(
-                f"tile {self.tile_shape} and warps {self.warps} must be powers of two"
-            )
+            raise ValueError(f"tile {self.tile_shape} and warps {self.warps} must be powers of two")
         if tile_m % (MMA_M * self.warps[0]) or tile_n % (MMA_N * self.warps[1]):
             raise ValueError(
                 f"tile {self.tile_shape} is not a multiple of {MMA_M} × {MMA_N} for each of "
@@ -79,19 +89,34 @@ class Gemm:
             raise ValueError(f"the accumulator is Float32, not {self.accumulator_type}")
         if self.vector_bytes not in (2, 4, 8, 16):
             raise ValueError(f"vectors have 2, 4, 8 or 16 bytes, not {self.vector_bytes}")
-        minimum_stages = 2 if self.vector_bytes >= 4 else 3
+        vectors = max(tile_m, tile_n) // max(1, self.vector_bytes // 4)
+        if vectors > self.threads:
+            raise ValueError(
+                f"a side of tile {self.tile_shape} may have {vectors} vectors of "
+                f"{self.vector_bytes} bytes, more than {self.threads} threads"
+            )
+        by_registers = self.vector_bytes < 4
+        minimum_stages = 3 if by_registers else 2
         if self.stages < minimum_stages:
             raise ValueError(
-                f"{self.stages} stages, but vectors of {self.vector_bytes} bytes need "
-                f"{minimum_stages}"
+                f"vectors of {self.vector_bytes} bytes need {minimum_stages} stages or more, "
+                f"not {self.stages}"
+            )
+        accumulators = tile_m * tile_n // self.threads
+        maximum = MAXIMUM_ACCUMULATORS_BY_REGISTERS if by_registers else MAXIMUM_ACCUMULATORS
+        if accumulators > maximum:
+            raise ValueError(
+                f"tile {self.tile_shape} with {self.threads} threads has {accumulators} "
+                f"accumulators per thread; vectors of {self.vector_bytes} bytes leave room for "
+                f"{maximum}"
             )
 
     @cute.jit
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor, stream: cuda.CUstream):
+        if const_expr(mA.element_type is not mB.element_type):
+            raise ValueError(f"A is {mA.element_type} but B is {mB.element_type}")
         mA, mB, mD = gemm_modes(mA, mB, mD)
-        self._plan(
-            mA.element_type, mD.element_type, tuple(_unit_mode(mX) for mX in (mA, mB, mD))
-        )
+        self._plan(mA.element_type, mD.element_type, tuple(_unit_mode(mX) for mX in (mA, mB, mD)))
         tiles_m, tiles_n = self._tiles(mD)
         self.kernel(mA, mB, mD).launch(
             grid=(tiles_m * tiles_n * mD.shape[2], 1, 1),
@@ -106,7 +131,11 @@ class Gemm:
         output_unit_mode: int = 1,
     ) -> int:
         """Of one block; the output's unit-stride mode is 0 (M) or 1 (N)."""
-        self._plan(operand_type, output_type, (1, 1, output_unit_mode))
+        planned = copy(self)
+        planned._plan(operand_type, output_type, (1, 1, output_unit_mode))
+        return planned._shared_bytes()
+
+    def _shared_bytes(self) -> int:
         return max(self._operand_bytes(), self.D.bytes)
 
     def _operand_bytes(self) -> int:
@@ -114,8 +143,9 @@ class Gemm:
 
     def _plan(self, operand_type, output_type, unit_modes: tuple[int, int, int]) -> None:
         """Decides all that depends on types and majors."""
-        if operand_type not in (Float16, BFloat16, Float32):
-            raise ValueError(f"operands are Float16, BFloat16 or Float32, not {operand_type}")
+        outputs = OUTPUTS.get(operand_type)
+        if outputs is None or output_type not in outputs:
+            raise ValueError(f"no product of {operand_type} operands gives {output_type}")
         if self.vector_bytes * 8 < operand_type.width:
             raise ValueError(f"vectors of {self.vector_bytes} bytes are less than a {operand_type}")
         tile_m, tile_n, tile_k = self.tile_shape
@@ -169,7 +199,7 @@ class Gemm:
         )
         accumulators.fill(0.0)
         self._main_loop(tiled_mma, accumulators, sources, fragments, mA.shape[1])
-        self._epilogue(tiled_mma, accumulators, sD, mD, (first_m, first_n), batch, thread)
+        self._epilogue(tiled_mma, accumulators, sD, mD, thread)
 
     def _tiles(self, mD: cute.Tensor) -> tuple:
         return tuple(cute.ceil_div(mD.shape[mode], self.tile_shape[mode]) for mode in (0, 1))
@@ -181,7 +211,7 @@ class Gemm:
         Tiles are visited in bands of `raster` rows, column by column within a band.
         """
         tiles_m, tiles_n = self._tiles(mD)
-        index, _, _ = cute.arch.block_idx()
+        index = self._block_index()
         batch = index // (tiles_m * tiles_n)
         in_batch = index % (tiles_m * tiles_n)
         band_m = in_batch // (self.raster * tiles_n) * self.raster
@@ -190,10 +220,14 @@ class Gemm:
         tile_m, tile_n = band_m + in_band % band_rows, in_band // band_rows
         return tile_m * self.tile_shape[0], tile_n * self.tile_shape[1], batch
 
+    def _block_index(self) -> Int32:
+        """Reads it anew at every call: a compiler that knew that it stays the same would keep what
+        follows from it in registers across the main loop, which has none to spare."""
+        return cute.arch.inline_ptx("mov.u32 {$w0}, %%ctaid.x;", write_only_types=[Int32])
+
     def _shared_memory(self) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """A and B of all stages; a slice of D in the same place."""
-        size = max(self._operand_bytes(), self.D.bytes)
-        memory = SmemAllocator().allocate(size, byte_alignment=128)
+        memory = SmemAllocator().allocate(self._shared_bytes(), byte_alignment=128)
         pointer = cute.recast_ptr(memory, dtype=self.operand_type)
         return (
             cute.make_tensor(pointer, self.A.layout()),
@@ -242,8 +276,8 @@ class Gemm:
         size_k: Int32,
     ):
         ahead, parts = self.stages - 1, self.A.parts
-        for stage in cutlass.range_constexpr(ahead):
-            self._produce(sources, Int32(stage))
+        for stage in cutlass.range(ahead, unroll=1):
+            self._produce(sources, stage)
         self._await_next_stage()
         self._read(fragments, 0, Int32(0))
 
@@ -253,11 +287,11 @@ class Gemm:
                 if const_expr(k == self.k_blocks - 1):
                     self._await_next_stage()
                     reading = reading + 1 if reading < ahead else 0
-                self._read(fragments, (k + 1) % self.k_blocks, reading)
                 if const_expr(k < parts):
                     pending = self._start(sources, k_tile + ahead, writing, k)
                 if const_expr(k == self.k_blocks - 2):
                     self._commit()
+                self._read(fragments, (k + 1) % self.k_blocks, reading)
                 self._multiply(tiled_mma, accumulators, fragments, k)
                 if const_expr(k < parts):
                     self._finish(sources, writing, k, pending)
@@ -277,7 +311,7 @@ class Gemm:
 
     @cute.jit
     def _finish(self, sources, stage: Int32, part: int, pending: tuple) -> None:
-        for source, values in zip(sources, pending):
+        for source, values in zip(sources, pending, strict=True):
             source.finish(stage, part, values)
 
     def _commit(self) -> None:
@@ -308,29 +342,39 @@ class Gemm:
         accumulators: cute.Tensor,
         sD: cute.Tensor,
         mD: cute.Tensor,
-        first: tuple[Int32, Int32],
-        batch: Int32,
         thread: Int32,
     ):
         """Accumulators → shared memory → D, a slice at a time."""
-        tCsD = tiled_mma.get_slice(thread).partition_C(sD)
+        first_m, first_n, batch = self._first_of_tile(mD)
+        first = (first_m, first_n)
+        thr_mma = tiled_mma.get_slice(thread)
+        cD = cute.domain_offset(first, cute.make_identity_tensor(self.tile_shape[:2]))
+        tCcD = thr_mma.partition_C(cD)
+        tCsD = thr_mma.partition_C(sD)
         # Neighbours in a thread are neighbours along N.
         neighbours = 2 if const_expr(self.D.unit_mode == 1) else 1
-        copy = cute.make_copy_atom(
+        copy_atom = cute.make_copy_atom(
             CopyUniversalOp(),
             self.D.element_type,
             num_bits_per_copy=neighbours * self.D.element_type.width,
         )
         if const_expr(self.A.asynchronous):
-            cute.arch.cp_async_wait_group(0)
+            cute.arch.cp_async_wait_group(0)  # the stages become memory for D
         for index in cutlass.range_constexpr(self.D.slices):
-            values = self.D.slice_of(accumulators, index).load()
             tCrD = cute.make_rmem_tensor_like(tCsD, self.D.element_type)
-            tCrD.store(values.to(self.D.element_type))
+            tCrD.store(
+                self._output(
+                    self.D.slice_of(accumulators, index), self.D.slice_of(tCcD, index), batch
+                )
+            )
             cute.arch.sync_threads()  # operands or the last slice have been read
-            cute.copy(copy, tCrD, tCsD)
+            cute.copy(copy_atom, tCrD, tCsD)
             cute.arch.sync_threads()
             self.D.store(sD, mD, first, batch, index, thread)
+
+    def _output(self, tCrC: cute.Tensor, tCcD: cute.Tensor, batch: Int32) -> cute.TensorSSA:
+        """Elements of D out of accumulators; tCcD holds their (m, n) in D."""
+        return tCrC.load().to(self.D.element_type)
 
 
 @dataclass

@@ -10,8 +10,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from implementations.common.modes import gemm_modes
-from implementations.common.tile_order import (
+from ..common.modes import gemm_modes
+from ..common.tile_order import (
     TileOrder,
     make_tile_order,
     preferred_band_widths,
@@ -42,14 +42,16 @@ class Gemm:
                  loop, so that one writes D while the other multiplies. Tile M 64 or 128.
 
     Pipelines: the main loop (`stages` × [A | B]); the turns (pingpong only); per consumer a ring
-    of `store_buffers` subtiles of D in shared memory, drained by TMA (tma_store only).
+    of `store_buffers` subtiles of D in shared memory, drained by TMA, or by the consumer's own
+    threads element by element (tma_store=False, for a D that is not aligned).
     Clusters: blocks side by side share rows of A or columns of B, each loads a part for all.
     Registers: producer 40, consumers 232 (24 and 240 if the accumulators need them); one
     consumer alone finds enough at launch. Shared memory: see `_plan_shared_memory`.
 
     A (M,K), B (K,N), D (M,N), or the same with a leading batch mode; every mode of a size known
     at run time only, one mode of each operand with a static stride of 1. A and B: base address
-    and the other strides are multiples of 16 bytes; of D too if tma_store.
+    and the other strides are multiples of 16 bytes; of D too if tma_store. K is at least 1.
+    An operand without the batch mode serves every batch.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Gemm:
                 f"tile {tile_m}x{tile_n}, {schedule}, needs {accumulators} accumulators per "
                 "thread; at most 208 leave room for the rest"
             )
-        # Two consumers and the producer share 504 registers per lane of the multiprocessor.
+        # Three warp groups start with 168 registers per thread each, 504 to share out again.
         self.registers = (24, 240) if accumulators >= 192 else (40, 232)
         self.stages, self.store_buffers, self.shared_memory_bytes = self._plan_shared_memory(stages)
 
@@ -119,7 +121,6 @@ class Gemm:
         tile_m, tile_n, tile_k = self.tile_shape
         stage = (tile_m + tile_n) * tile_k * self.operand_type.width // 8
         store = self.consumers * SUBTILE[0] * SUBTILE[1] * self.output_type.width // 8
-        store = store if self.tma_store else 0
         turns = 2 * 8
 
         def size(stages, buffers):
@@ -128,11 +129,14 @@ class Gemm:
         most = (SHARED_MEMORY - size(0, 2)) // (stage + 2 * 8)
         stages = most if stages is None else stages
         if not 2 <= stages <= most:
-            raise ValueError(f"tile {self.tile_shape} has room for 2 to {most} stages, not {stages}")
-        buffers = 2 if self.tma_store else 0
+            raise ValueError(
+                f"tile {self.tile_shape} has room for 2 to {most} stages, not {stages}"
+            )
+        buffers = 2
         while self.tma_store and buffers < 4 and size(stages, buffers + 1) <= SHARED_MEMORY:
             buffers += 1
-        return stages, buffers, size(stages, buffers)
+        bytes_needed = size(stages, buffers)
+        return stages, buffers, -(-bytes_needed // 1024) * 1024  # the swizzles' alignment
 
     @cute.jit
     def __call__(
@@ -154,20 +158,16 @@ class Gemm:
         tile_m, tile_n, tile_k = self.tile_shape
         cluster_m, cluster_n = self.cluster_shape
 
-        a_layout = sm90.make_smem_layout_a(
-            a_major, self.tile_shape, self.operand_type, self.stages
-        )
-        b_layout = sm90.make_smem_layout_b(
-            b_major, self.tile_shape, self.operand_type, self.stages
-        )
+        a_layout = sm90.make_smem_layout_a(a_major, self.tile_shape, self.operand_type, self.stages)
+        b_layout = sm90.make_smem_layout_b(b_major, self.tile_shape, self.operand_type, self.stages)
         # Blocks side by side along N work on the same rows of A: its tile is shared by cluster_n.
         tma_a, mA = self._tma_load(mA, a_layout, (tile_m, tile_k), cluster_n)
         tma_b, mB = self._tma_load(mB, b_layout, (tile_n, tile_k), cluster_m)
-        tma_d, d_layout = None, None
+        d_layout = sm90.make_smem_layout_epi(
+            self.output_type, d_major, SUBTILE, self.consumers * self.store_buffers
+        )
+        tma_d = None
         if const_expr(self.tma_store):
-            d_layout = sm90.make_smem_layout_epi(
-                self.output_type, d_major, SUBTILE, self.consumers * self.store_buffers
-            )
             tma_d, mD = cpasync.make_tiled_tma_atom(
                 cpasync.CopyBulkTensorTileS2GOp(),
                 mD,
@@ -184,10 +184,7 @@ class Gemm:
                 cute.struct.MemRange[self.operand_type, cute.cosize(b_layout)], 1024
             ]
             D: cute.struct.Align[
-                cute.struct.MemRange[
-                    self.output_type, cute.cosize(d_layout) if self.tma_store else 0
-                ],
-                1024 if self.tma_store else 16,
+                cute.struct.MemRange[self.output_type, cute.cosize(d_layout)], 1024
             ]
             stages: cute.struct.MemRange[Int64, 2 * self.stages]
             turns: cute.struct.MemRange[Int64, 2]
@@ -258,7 +255,7 @@ class Gemm:
         b_layout: cute.ComposedLayout,
         tma_d: cute.CopyAtom | None,
         mD: cute.Tensor,
-        d_layout: cute.ComposedLayout | None,
+        d_layout: cute.ComposedLayout,
         d_major: cutlass.Constexpr,
         order: TileOrder,
     ):
@@ -273,9 +270,7 @@ class Gemm:
         storage = SmemAllocator().allocate(self.shared_storage)
         sA = storage.A.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sB = storage.B.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-        sD = None
-        if const_expr(self.tma_store):
-            sD = storage.D.get_tensor(d_layout.outer, swizzle=d_layout.inner)
+        sD = storage.D.get_tensor(d_layout.outer, swizzle=d_layout.inner)
 
         cluster_layout = cute.make_layout((1, *self.cluster_shape, 1))
         mainloop = self._make_mainloop(storage, cluster_layout)
@@ -471,78 +466,42 @@ class Gemm:
 
     @cute.jit
     def _epilogue(
-        self,
-        consumer,
-        accumulators,
-        tma_d,
-        mD,
-        sD,
-        d_major: cutlass.Constexpr,
-        row,
-        column,
-        batch,
+        self, consumer, accumulators, tma_d, mD, sD, d_major: cutlass.Constexpr, row, column, batch
     ):
-        """This consumer's part of a tile, subtile by subtile; row, column: its first subtile."""
+        """This consumer's part of a tile, subtile by subtile; row, column: of the first, counted
+        in subtiles. Each goes through a ring of buffers in shared memory."""
         tid = cute.arch.thread_idx()[0] % GROUP
-        subtile_mma = self._subtile_mma()
-        thr_mma = subtile_mma.get_slice(tid)
-        fragment = cute.make_rmem_tensor(
-            subtile_mma.partition_shape_C(SUBTILE), self.accumulator_type
-        )
+        fragment_shape = self._subtile_mma().partition_shape_C(SUBTILE)
+        fragment = cute.make_layout(fragment_shape)
         # In the accumulators a subtile is a run of registers: its columns vary faster than rows.
         subtiles = cute.make_tensor(
             accumulators.iterator,
-            cute.append(
-                fragment.layout, cute.make_layout(self.subtiles, stride=cute.size(fragment))
-            ),
+            cute.append(fragment, cute.make_layout(self.subtiles, stride=cute.size(fragment))),
         )
+        to_shared = cute.make_tiled_copy_C(self._store_atom(d_major), self._subtile_mma())
+        tRS_sD = to_shared.get_slice(tid).partition_D(sD)
+
         columns = self.tile_shape[1] // SUBTILE[1]
-        if const_expr(self.tma_store):
-            self._await_stores(consumer, 0)
+        self._await_ring(consumer, in_flight=0)
         for i in cutlass.range_constexpr(self.subtiles):
             at = (row + i // columns * self.groups_per_tile, column + i % columns, batch)
-            tDrD = self._finish(subtiles[None, None, None, i])
+            buffer = consumer * self.store_buffers + i % self.store_buffers
+            tCrD = self._finish(subtiles[None, None, None, i])
+            cute.copy(to_shared, to_shared.retile(tCrD), tRS_sD[None, None, None, buffer])
+            # Behind this barrier the subtile is complete and the next buffer is free.
+            self._await_ring(consumer, in_flight=self.store_buffers - 2)
+            sD_i, gD_i = sD[None, None, buffer], cute.local_tile(mD, SUBTILE, at)
             if const_expr(self.tma_store):
-                buffer = consumer * self.store_buffers + i % self.store_buffers
-                self._store_by_tma(consumer, tDrD, tma_d, mD, sD, d_major, buffer, at)
+                if tid // 32 == 0:
+                    self._store_by_tma(tma_d, sD_i, gD_i)
             else:
-                self._store_directly(thr_mma, tDrD, mD, at)
+                self._store_by_threads(tid, sD_i, gD_i, mD.shape, d_major, at)
 
     def _finish(self, tCrD):
         """Accumulators of a subtile → elements of D."""
-        tDrD = cute.make_rmem_tensor(tCrD.layout.shape, self.output_type)
-        tDrD.store(tCrD.load().to(self.output_type))
-        return tDrD
-
-    @cute.jit
-    def _store_by_tma(
-        self, consumer, tDrD, tma_d, mD, sD, d_major: cutlass.Constexpr, buffer, at
-    ):
-        """Registers → shared memory by all threads, shared → global memory by one warp."""
-        tid = cute.arch.thread_idx()[0] % GROUP
-        to_shared = cute.make_tiled_copy_C(self._store_atom(d_major), self._subtile_mma())
-        tRS_sD = to_shared.get_slice(tid).partition_D(sD)[None, None, None, buffer]
-        cute.copy(to_shared, to_shared.retile(tDrD), tRS_sD)
-        cute.arch.fence_view_async_shared()
-        # Behind this barrier the subtile is complete, and the buffer of the next one is free.
-        self._await_stores(consumer, self.store_buffers - 2)
-        if tid // 32 == 0:
-            gD = cute.local_tile(mD, SUBTILE, at)
-            source, destination = cpasync.tma_partition(
-                tma_d,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(sD, 0, 2),
-                cute.group_modes(gD, 0, 2),
-            )
-            cute.copy(tma_d, source[None, buffer], destination)
-            cute.arch.cp_async_bulk_commit_group()
-
-    def _await_stores(self, consumer, in_flight):
-        """All threads of the consumer wait until at most `in_flight` of its stores still read
-        shared memory. Only the storing thread has any to wait for, the barrier tells the rest."""
-        cute.arch.cp_async_bulk_wait_group(in_flight, read=True)
-        cute.arch.barrier(barrier_id=STORE_BARRIERS + consumer, number_of_threads=GROUP)
+        finished = cute.make_rmem_tensor(tCrD.shape, self.output_type)
+        finished.store(tCrD.load().to(self.output_type))
+        return finished
 
     def _store_atom(self, d_major):
         if self.output_type.width == 16:
@@ -554,12 +513,36 @@ class Gemm:
             cute.nvgpu.CopyUniversalOp(), self.output_type, num_bits_per_copy=bits
         )
 
+    def _await_ring(self, consumer, in_flight):
+        """All threads of the consumer wait for each other, and until at most `in_flight` TMA
+        stores still read the ring. Only the storing thread has any, the barrier tells the rest.
+
+        Stores by threads have read their buffer when the thread arrives here again.
+        """
+        if self.tma_store:
+            cute.arch.fence_view_async_shared()
+            cute.arch.cp_async_bulk_wait_group(in_flight, read=True)
+        cute.arch.barrier(barrier_id=STORE_BARRIERS + consumer, number_of_threads=GROUP)
+
+    def _store_by_tma(self, tma_d, sD, gD):
+        source, destination = cpasync.tma_partition(
+            tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
+        )
+        cute.copy(tma_d, source, destination)
+        cute.arch.cp_async_bulk_commit_group()
+
     @cute.jit
-    def _store_directly(self, thr_mma, tDrD, mD, at):
-        """Registers → global memory, element by element, within the bounds of D."""
-        gD = cute.local_tile(mD, SUBTILE, at)
-        cD = cute.local_tile(cute.make_identity_tensor(mD.shape[:2]), SUBTILE, at[:2])
-        tDgD, tDcD = thr_mma.partition_C(gD), thr_mma.partition_C(cD)
-        for i in cutlass.range_constexpr(cute.size(tDrD)):
-            if cute.elem_less(tDcD[i], mD.shape[:2]):
-                tDgD[i] = tDrD[i]
+    def _store_by_threads(self, tid, sD, gD, shape, d_major: cutlass.Constexpr, at):
+        """Element by element within the bounds of D, a warp along the side that is contiguous."""
+        threads = cute.make_ordered_layout(
+            (4, 32) if d_major.is_n_major_c() else (32, 4),
+            order=(1, 0) if d_major.is_n_major_c() else (0, 1),
+        )
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.output_type)
+        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, 1))).get_slice(tid)
+        cD = cute.local_tile(cute.make_identity_tensor(shape[:2]), SUBTILE, at[:2])
+        tDsD, tDgD, tDcD = copy.partition_S(sD), copy.partition_D(gD), copy.partition_S(cD)
+        # Not unrolled in full: the addresses would crowd out accumulators still to be stored.
+        for i in cutlass.range(cute.size(tDsD), unroll=4):
+            if cute.elem_less(tDcD[i], shape[:2]):
+                tDgD[i] = tDsD[i]

@@ -49,6 +49,11 @@ class Arguments:
         """The torch tensors in the order of the fields."""
         return tuple(operand.tensor for operand in self.operands)
 
+    @property
+    def writes_anything(self) -> bool:
+        """False where every output has no elements: then there is nothing to launch."""
+        return any(0 not in getattr(self, name).shape for name in self.output_names)
+
     def _options(self) -> tuple[Hashable, ...]:
         """What beside the operands tells two problems apart."""
         return ()

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from kernel_api.providers.cutedsl import kernel
-from kernel_api.providers.cutedsl.kernel import CuteDslKernel
-
 from kernel_api.kernel import Kernel
 from kernel_api.provider import Provider
+from kernel_api.providers.cutedsl import kernel
+from kernel_api.providers.cutedsl.kernel import CuteDslKernel
 from kernel_api.status import Status
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kernel_api.providers.cutedsl import compiler, machine_code
-from kernel_api.providers.streams import on_stream
-
 from kernel_api import _compile_cache
 from kernel_api.artifact import CompiledArtifact, Resources
 from kernel_api.devices import sm_count
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import TensorAttributes
 from kernel_api.operands import Operand
+from kernel_api.providers.cutedsl import compiler, machine_code
+from kernel_api.providers.streams import on_stream
 from kernel_api.targets import CcLike, target
 
 
@@ -75,9 +74,10 @@ class CuteDslKernel(Kernel):
     def _run(
         self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
     ) -> None:
-        scalars = self.scalars(sm_count(args.device.index or 0))
-        with on_stream(stream):
-            artifact.compiled_obj(*args.tensors, *scalars)
+        launch = artifact.launchers.get(args.device)
+        if launch is None:
+            launch = artifact.launchers[args.device] = self._launcher(args, artifact)
+        launch(*args.tensors, stream=stream)
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
         function = compiler.raw_function(artifact.compiled_obj)

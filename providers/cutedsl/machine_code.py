@@ -22,6 +22,8 @@ _MACHINE_CUDA = 190
 # Attributes of .nv.info, as "value with size" records: format 4, code, 16-bit size, payload.
 _REGISTER_COUNT, _FRAME_SIZE, _REQUIRED_THREADS, _MAX_THREADS = 0x2F, 0x11, 0x10, 0x05
 
+_SYSTEM_SHARED_MEMORY = 1024
+
 # The launch configuration in the host IR: field 2 holds the bytes of dynamic shared memory.
 _LAUNCH_STRUCT = r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
 
@@ -33,10 +35,9 @@ def resources(compiled: Any) -> Resources | None:
         return None
     sections = dict(_sections(code))
     attributes = _attributes(sections)
-    static = max((size for name, (_, size) in _sized(code, ".nv.shared.kernel")), default=0)
     return Resources(
         registers=max(attributes.get(_REGISTER_COUNT, [0])),
-        shared_memory_bytes=static + _dynamic_shared_memory(str(compiled.ir_module)),
+        shared_memory_bytes=_static_shared_memory(code) + _dynamic_shared_memory(str(compiled.ir_module)),
         spill_bytes=max(attributes.get(_FRAME_SIZE, [0])),
         threads=max(attributes.get(_REQUIRED_THREADS, attributes.get(_MAX_THREADS, [0]))),
     )
@@ -70,10 +71,12 @@ def _sections(code: bytes) -> Iterator[tuple[str, bytes]]:
             yield name, code[offset : offset + size]
 
 
-def _sized(code: bytes, prefix: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    for name, kind, _, size in _section_table(code):
-        if name.startswith(prefix):
-            yield name, (kind, size)
+def _static_shared_memory(code: bytes) -> int:
+    """Without the kilobyte that newer architectures keep for the system, and list with it."""
+    sizes = {name: size for name, _, _, size in _section_table(code)}
+    reserved = _SYSTEM_SHARED_MEMORY if ".nv.shared.reserved.0" in sizes else 0
+    own = [size for name, size in sizes.items() if name.startswith(".nv.shared.kernel")]
+    return max(max(own, default=0) - reserved, 0)
 
 
 def _section_table(code: bytes) -> Iterator[tuple[str, int, int, int]]:

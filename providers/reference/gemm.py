@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kernel_api.providers.reference import ReferenceProvider
-from kernel_api.providers.streams import on_stream
-
 from kernel_api.arguments import GemmArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata
+from kernel_api.providers.reference import ReferenceProvider
+from kernel_api.providers.streams import on_stream
 from kernel_api.space import Operands, Space
 from kernel_api.status import Status
 

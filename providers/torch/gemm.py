@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from kernel_api.providers.streams import on_stream
-from kernel_api.providers.torch import TorchProvider
 
 from kernel_api.arguments import GemmArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata
+from kernel_api.providers.streams import on_stream
+from kernel_api.providers.torch import TorchProvider
 from kernel_api.space import Operands, Space, rule
 
 

@@ -1,0 +1,154 @@
+"""Options that describe a matrix product, and the operands made from them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from kernel_api.cli._query import at_least
+from kernel_api.dtypes import dtype
+from kernel_api.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from kernel_api.arguments import GemmArguments
+
+_LAYOUT_HELP = (
+    "one letter each for A, B and out: t row-major, n column-major; as in BLAS, two letters "
+    "(tn, nt, nn, tt) name A and B only, and out is row-major (default: ttt; a torch.nn.Linear "
+    "weight, used as weight.t(), makes it tn)"
+)
+
+
+def add_problem_options(
+    parser: argparse.ArgumentParser, devices: tuple[str, ...], device: str | None
+) -> None:
+    """Sizes, types, layout and placement of a GEMM; ``device`` is the default one."""
+    sizes = parser.add_argument_group("problem: out (M, N) = A (M, K) · B (K, N)")
+    for name in ("m", "n", "k"):
+        sizes.add_argument(f"--{name}", type=at_least(0), default=1024, help="(default: 1024)")
+    sizes.add_argument("--batch", type=at_least(0), metavar="L", help="(default: no batch mode)")
+    sizes.add_argument("--dtype", default="bfloat16", help="of A and B (default: bfloat16)")
+    sizes.add_argument("--out-dtype", metavar="DTYPE", help="(default: that of A)")
+    sizes.add_argument("--accumulator", metavar="DTYPE", help="(default: float32, int32, float64)")
+    sizes.add_argument("--layout", default="ttt", help=_LAYOUT_HELP)
+    sizes.add_argument(
+        "--fp32-precision", choices=("ieee", "tf32"), help="how float32 operands are multiplied"
+    )
+    sizes.add_argument(
+        "--pad",
+        type=at_least(0),
+        default=0,
+        metavar="COUNT",
+        help="elements between the rows (columns) of every operand",
+    )
+    sizes.add_argument(
+        "--offset",
+        type=at_least(0),
+        default=0,
+        metavar="COUNT",
+        help="elements in front of every operand, which then starts misaligned",
+    )
+    sizes.add_argument(
+        "--device", choices=devices, default=device, help=f"(default: {device or 'cuda, else cpu'})"
+    )
+    sizes.add_argument("--seed", type=int, default=0, help="of the random operands (default: 0)")
+    parser.add_argument_group("kernels").add_argument(
+        "--cc", help="architecture asked about, such as 90 or sm_90a (default: the device's)"
+    )
+
+
+def gemm_arguments(
+    options: argparse.Namespace, sizes: tuple[int, int, int] | None = None
+) -> GemmArguments:
+    """The operands that the options describe; ``sizes`` replaces their M, N and K.
+
+    Raises:
+        ArgumentError: the options contradict each other, or the device is not here.
+    """
+    import kernel_api as ka
+
+    m, n, k = sizes or (options.m, options.n, options.k)
+    element = dtype(options.dtype)
+    out_element = dtype(options.out_dtype) if options.out_dtype else element
+    layout = _layout(options.layout)
+    maker = _Maker(options)
+    return ka.GemmArguments(
+        maker.tensor((m, k), element, layout[0], fill=True),
+        maker.tensor((k, n), element, layout[1], fill=True),
+        maker.tensor((m, n), out_element, layout[2], fill=False),
+        options.accumulator,
+        fp32_precision=options.fp32_precision,
+    )
+
+
+def _layout(text: str) -> str:
+    letters = text.lower()
+    if len(letters) == 2:
+        letters += "t"
+    if len(letters) != 3 or set(letters) - set("nt"):
+        raise ArgumentError(
+            f"--layout is {text!r}; expected t or n for A, B and out, such as ttt, tnt or tn"
+        )
+    return letters
+
+
+class _Maker:
+    """Makes the operands of one problem, all on one device from one stream of random numbers."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+
+        self.options = options
+        here = torch.cuda.is_available()
+        self.device = options.device or ("cuda" if here else "cpu")
+        if self.device == "cuda" and not here:
+            raise ArgumentError("--device cuda: torch sees no GPU here")
+        self.random = None
+        if self.device != "meta":
+            self.random = torch.Generator(self.device).manual_seed(options.seed)
+
+    def tensor(self, shape: tuple[int, int], element: Any, letter: str, *, fill: bool) -> Any:
+        """A matrix, or a batch of them; what lies between and before its rows is poison."""
+        import torch
+
+        pad, offset, batch = self.options.pad, self.options.offset, self.options.batch
+        rows, columns = shape
+        leading = (columns if letter == "t" else rows) + pad
+        stride = (leading, 1) if letter == "t" else (1, leading)
+        matrix = leading * (rows if letter == "t" else columns)
+        memory = torch.empty(
+            offset + matrix * (1 if batch is None else batch),
+            dtype=element.torch,
+            device=self.device,
+        )
+        if batch is None:
+            view = memory.as_strided(shape, stride, offset)
+        else:
+            view = memory.as_strided((batch, *shape), (matrix, *stride), offset)
+        if self.random is not None:
+            memory.fill_(_poison(memory))
+            if fill:
+                view.copy_(self._values(view.shape, element))
+        return view
+
+    def _values(self, shape: Any, element: Any) -> Any:
+        """Normal numbers; small integers for integers, so that sums do not wrap."""
+        import torch
+
+        random, device = self.random, self.device
+        if element.kind == "float":
+            wide = torch.float64 if element.bits == 64 else torch.float32
+            return torch.randn(shape, dtype=wide, generator=random, device=device)
+        if element.kind == "other":
+            return torch.randn(shape, dtype=element.torch, generator=random, device=device)
+        lowest, end = {"int": (-4, 5), "uint": (0, 9), "bool": (0, 2)}[element.kind]
+        return torch.randint(lowest, end, shape, generator=random, device=device)
+
+
+def _poison(tensor: Any) -> Any:
+    """What must not be read: not a number, or the largest integer."""
+    import torch
+
+    if tensor.is_floating_point() or tensor.is_complex():
+        return float("nan")
+    return True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max

@@ -1,0 +1,129 @@
+"""Run kernels on random operands and compare with the reference, by the error-ratio rule."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kernel_api.cli._problem import add_problem_options, gemm_arguments
+from kernel_api.cli._query import add_limit_option, add_provider_options, query
+from kernel_api.cli._render import Output, Table
+
+if TYPE_CHECKING:
+    from kernel_api.arguments import GemmArguments
+    from kernel_api.kernel import Kernel
+
+HELP = "run kernels and compare with the reference"
+
+#: Sizes (M, N, K) that are no multiples of any tile: smaller than one, and just beside several.
+SHAPES = {
+    "odd": (
+        (1, 1, 1),
+        (1, 8, 7),
+        (3, 5, 257),
+        (17, 33, 65),
+        (127, 129, 31),
+        (129, 255, 64),
+        (257, 120, 1000),
+        (512, 8, 96),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one kernel on one problem."""
+
+    problem: str
+    kernel: str
+    verdict: str
+    error_ratio: float | None
+    max_abs_error: float | None
+    seconds: float
+    reason: str | None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_problem_options(parser, devices=("cpu", "cuda"), device=None)
+    parser.add_argument(
+        "--shapes", choices=tuple(SHAPES), help="a set of sizes in place of --m, --n and --k"
+    )
+    add_provider_options(parser)
+    add_limit_option(parser)
+
+
+def run(options: argparse.Namespace, output: Output) -> int:
+    """0 if every kernel passed, 1 if one did not or a problem has no kernel."""
+    sizes = SHAPES[options.shapes] if options.shapes else ((options.m, options.n, options.k),)
+    outcomes: list[Outcome] = []
+    unserved: list[str] = []
+    for one in sizes:
+        found = list(_outcomes(options, one, output))
+        outcomes += found
+        if not found:
+            unserved.append(_label(one))
+    failed = [o for o in outcomes if o.verdict != "passed"]
+    data = {
+        "passed": not failed and not unserved,
+        "outcomes": [dataclasses.asdict(o) for o in outcomes],
+        "without_kernel": unserved,
+    }
+    blocks = [_table(outcomes)] if outcomes else []
+    reasons = [f"{o.kernel} on {o.problem}: {o.reason}" for o in failed]
+    nothing = [f"{label}: no kernel; kernel-api explain says why" for label in unserved]
+    summary = f"{len(outcomes) - len(failed)} of {len(outcomes)} passed"
+    output.show(data, *blocks, *reasons, *nothing, summary)
+    return 0 if data["passed"] else 1
+
+
+def _outcomes(
+    options: argparse.Namespace, sizes: tuple[int, int, int], output: Output
+) -> Iterator[Outcome]:
+    import kernel_api as ka
+
+    args = gemm_arguments(options, sizes)
+    kernels = ka.get_kernels(args, **query(options))[: options.limit]
+    for kernel in output.track(kernels, f"verifying {_label(sizes)}"):
+        yield _verified(kernel, args, _label(sizes))
+
+
+def _verified(kernel: Kernel, args: GemmArguments, problem: str) -> Outcome:
+    import kernel_api as ka
+
+    name = kernel.metadata.kernel_name
+    started = time.perf_counter()
+    try:
+        found = ka.verify(kernel, args)
+    except Exception as error:
+        spent = time.perf_counter() - started
+        return Outcome(
+            problem, name, "error", None, None, spent, f"{type(error).__name__}: {error}"
+        )
+    spent = time.perf_counter() - started
+    verdict = "passed" if found else "failed"
+    ratio, largest = found.error_ratio, found.max_abs_error
+    return Outcome(problem, name, verdict, ratio, largest, spent, found.reason)
+
+
+def _label(sizes: tuple[int, int, int]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def _table(outcomes: list[Outcome]) -> Table:
+    columns = ("problem", "kernel", "verdict", "error ratio", "max error", "seconds")
+    rows = [
+        (
+            o.problem,
+            o.kernel,
+            o.verdict,
+            "-" if o.error_ratio is None else f"{o.error_ratio:.2f}",
+            "-" if o.max_abs_error is None else f"{o.max_abs_error:.3g}",
+            f"{o.seconds:.2f}",
+        )
+        for o in outcomes
+    ]
+    return Table(columns, rows)

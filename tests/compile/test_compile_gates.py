@@ -1,0 +1,167 @@
+"""What queries offer compiles for its targets without a GPU, and the machine code is as meant.
+
+Every registered CuTe DSL family is sampled, and an example family so that there always is one.
+"""
+
+import random
+
+import pytest
+import torch
+from support.data import arguments_for
+from support.example_gemm import ExampleGemm
+from support.registry import restored_registry
+from support.sass import sass
+
+import kernel_api as ka
+from kernel_api.targets import target
+
+pytestmark = pytest.mark.compile
+
+PAIRS = 100  # (kernel, signature), over all families together
+REGISTERS = 64 * 1024  # of a multiprocessor
+SHARED_MEMORY = {8: 163 * 1024, 9: 227 * 1024, 10: 227 * 1024, 12: 99 * 1024}  # by major
+
+
+def families():
+    found = [f for p in ("cutedsl",) for f in _provider(p).families()]
+    return [*found, ExampleGemm]
+
+
+def _provider(name):
+    from kernel_api import provider
+
+    (found,) = provider.providers([name])
+    return found
+
+
+def kernels_of(family):
+    return family.generate_kernels(lambda metadata: True)
+
+
+def sampled_pairs():
+    """(kernel, sizes, target), the same in every run; small and unaligned sizes among them."""
+    chosen = random.Random(2025)
+    listed = families()
+    for family in listed:
+        kernels = kernels_of(family)
+        for kernel in chosen.sample(kernels, min(len(kernels), -(-PAIRS // len(listed)))):
+            M, N, K = (chosen.choice((1, 7, 64, 129, 1000, 4096)) for _ in range(3))
+            batch = chosen.choice((None, None, 1, 3))
+            for compiled_for in _devices_of(kernel, chosen):
+                yield pytest.param(
+                    kernel,
+                    (M, N, K, batch),
+                    compiled_for,
+                    id=f"{kernel.metadata.kernel_name}-{M}x{N}x{K}x{batch}-{compiled_for}",
+                )
+
+
+def _devices_of(kernel, chosen):
+    """Each target itself; a newer architecture as well for one in five of those that it runs on."""
+    for one in kernel.metadata.parsed_targets:
+        yield str(one)
+        if not one.suffix and one.cc < 90 and chosen.random() < 0.2:
+            yield "sm_90"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def example():
+    with restored_registry():
+        _provider("cutedsl").register(ExampleGemm)
+        yield
+
+
+@pytest.mark.parametrize(("kernel", "sizes", "compiled_for"), sampled_pairs())
+def test_what_is_offered_compiles_without_spills_and_fits_the_multiprocessor(
+    kernel, sizes, compiled_for
+):
+    args = arguments_for(kernel, *sizes, device="meta")
+    assert kernel in ka.get_kernels(args, cc=compiled_for, providers=["cutedsl"])
+
+    artifact = kernel.compile(args, cc=compiled_for)
+    assert artifact.target == target(compiled_for)
+    assert artifact.signature == args.signature
+
+    used = artifact.resources
+    implementation = kernel.implementation()
+    assert used.spill_bytes == 0
+    assert used.threads == implementation.threads
+    assert used.threads % 32 == 0
+    assert 0 < used.threads <= 1024
+    assert used.registers * used.threads <= REGISTERS
+    assert used.shared_memory_bytes <= SHARED_MEMORY[artifact.target.major]
+
+
+def one_of_each(condition):
+    """The first kernel of each family and operand types for which the condition holds."""
+    found = {}
+    for family in families():
+        for kernel in kernels_of(family):
+            if condition(kernel.metadata):
+                types = tuple(t.dtype for t in kernel.metadata.operands.tensors.values())
+                found.setdefault((family, types), kernel)
+    return [pytest.param(k, id=k.metadata.kernel_name) for k in found.values()]
+
+
+def multiplies_16_bits(metadata):
+    return metadata.operands.A.dtype in (torch.float16, torch.bfloat16)
+
+
+def is_for(metadata, name):
+    return metadata.targets == (name,) and metadata.kernel_class is not ExampleGemm
+
+
+def instructions(kernel, compiled_for):
+    return sass(kernel.compile(arguments_for(kernel, 256, 256, 256, device="meta"), cc=compiled_for))
+
+
+AMPERE = one_of_each(lambda m: is_for(m, "sm_80") and multiplies_16_bits(m))
+HOPPER = one_of_each(lambda m: is_for(m, "sm_90a") and multiplies_16_bits(m))
+
+if AMPERE:
+
+    @pytest.mark.parametrize("kernel", AMPERE)
+    def test_16_bit_ampere_kernels_multiply_by_tensor_cores_fed_by_ldmatrix(kernel):
+        code = instructions(kernel, "sm_80")
+        assert "HMMA" in code
+        assert "LDSM" in code
+
+
+if HOPPER:
+
+    @pytest.mark.parametrize("kernel", HOPPER)
+    def test_16_bit_hopper_kernels_multiply_by_wgmma_fed_by_tma(kernel):
+        code = instructions(kernel, "sm_90a")
+        assert "HGMMA" in code
+        assert "UTMALDG" in code
+
+
+def test_the_example_multiplies_without_tensor_cores():
+    (kernel, *_) = kernels_of(ExampleGemm)
+    code = instructions(kernel, "sm_80")
+    assert "FFMA" in code
+    assert "HMMA" not in code
+
+
+def test_one_artifact_serves_every_size_of_a_signature():
+    (kernel, *_) = kernels_of(ExampleGemm)
+    small = kernel.compile(arguments_for(kernel, 8, 8, 8, device="meta"), cc=80)
+    large = kernel.compile(arguments_for(kernel, 4096, 1000, 72, device="meta"), cc=80)
+    assert large is small
+
+
+def test_a_kernel_that_does_not_compile_is_a_named_error():
+    class Broken(ExampleGemm):
+        def implementation(self):
+            from cutlass import cute
+
+            @cute.jit
+            def broken(a, b, out, stream):
+                a.no_such_method()
+
+            return broken
+
+    described = kernels_of(ExampleGemm)[0].metadata
+    kernel = Broken(described)
+    with pytest.raises(ka.errors.CompileError, match="does not compile for sm_80"):
+        kernel.compile(arguments_for(kernel, 8, 8, 8, device="meta"), cc=80)

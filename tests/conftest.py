@@ -1,0 +1,41 @@
+"""What every test shares: which tests can run here, and how Hypothesis draws."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# Tests say themselves what architecture and which providers they are about.
+for _name in ("KERNEL_API_ARCH", "KERNEL_API_PROVIDERS"):
+    os.environ.pop(_name, None)
+
+from support.registry import Registry, restored_registry  # noqa: E402
+
+try:
+    from hypothesis import settings
+except ImportError:  # the tests in tests/gpu do without
+    settings = None
+
+if settings is not None:
+    settings.register_profile("repeatable", derandomize=True, deadline=None)
+    settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked gpu are deselected where there is no GPU."""
+    if torch.cuda.is_available():
+        return
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if needs_gpu:
+        config.hook.pytest_deselected(items=needs_gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    """Throwaway providers and kernel classes; the registry is as before when the test ends."""
+    with restored_registry() as registry:
+        yield registry

@@ -1,0 +1,1 @@
+"""What the tests share: data, throwaway kernels, Hypothesis strategies, machine code."""

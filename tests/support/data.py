@@ -1,0 +1,154 @@
+"""Operands of matrix products: any element type, layout, padding and offset; real or meta.
+
+Layout letters are those of ``kernel_api.utils.strides_to_layout_string``: ``t`` is row-major,
+``n`` column-major; ``ttn`` is A and B row-major, out column-major.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import kernel_api as ka
+from kernel_api.dtypes import dtype
+
+#: Element types that torch can fill, copy and convert on the CPU.
+FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+
+
+def strided_empty(
+    shape: Sequence[int],
+    element: torch.dtype,
+    layout: str = "t",
+    *,
+    pad: int = 0,
+    offset: int = 0,
+    device: Any = "cpu",
+) -> torch.Tensor:
+    """Uninitialised; rows ``pad`` elements longer than needed, ``offset`` elements into storage.
+
+    Padded batches have a spare row between them as well.
+    """
+    *batch, rows, columns = shape
+    major, minor = (rows, columns) if layout == "t" else (columns, rows)
+    leading = max(minor + pad, 1)
+    strides = [leading, 1] if layout == "t" else [1, leading]
+    distance = max(major + (pad > 0), 1) * leading
+    if batch:
+        strides.insert(0, distance)
+    size = offset + max((batch[0] if batch else 1) * distance, 1)
+    storage = torch.empty(size, dtype=element, device=device)
+    return storage.as_strided(tuple(shape), tuple(strides), offset)
+
+
+def fill(tensor: torch.Tensor, seed: int, values: str = "random") -> torch.Tensor:
+    """Fill in place with ``random`` values around one, or small ``integers``; returns it.
+
+    Integers are -3..3, so that sums of a few thousand products are exact in float32; -1..1 for
+    8-bit floats, and never negative for unsigned types.
+    """
+    generator = torch.Generator(device=tensor.device).manual_seed(seed)
+    floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    if floating and values == "random":
+        kind = tensor.dtype if tensor.dtype.is_complex else torch.float32
+        drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=kind)
+    else:
+        bound = 1 if floating and tensor.element_size() == 1 else 3
+        low = 0 if tensor.dtype in (torch.uint8, torch.bool) else -bound
+        drawn = torch.randint(
+            low, bound + 1, tensor.shape, generator=generator, device=tensor.device
+        )
+    return tensor.copy_(drawn.to(tensor.dtype))
+
+
+def gemm_tensors(
+    M: int,
+    N: int,
+    K: int,
+    L: int | None = None,
+    *,
+    types: Sequence[Any] = ("float32", "float32", "float32"),
+    layouts: str = "ttt",
+    pads: Sequence[int] = (0, 0, 0),
+    offsets: Sequence[int] = (0, 0, 0),
+    device: Any = "cpu",
+    values: str = "random",
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A, B and out of (M, K) · (K, N); batched if L is given. A and B are filled."""
+    batch = () if L is None else (L,)
+    shapes = ((*batch, M, K), (*batch, K, N), (*batch, M, N))
+    tensors = [
+        strided_empty(
+            shape, dtype(kind).torch, layout, pad=pad, offset=offset, device=device
+        )
+        for shape, kind, layout, pad, offset in zip(
+            shapes, types, layouts, pads, offsets, strict=True
+        )
+    ]
+    if torch.device(device).type != "meta":
+        fill(tensors[0], 2 * seed, values)
+        fill(tensors[1], 2 * seed + 1, values)
+    A, B, out = tensors
+    return A, B, out
+
+
+def gemm_arguments(
+    M: int,
+    N: int,
+    K: int,
+    L: int | None = None,
+    *,
+    accumulator_type: Any = None,
+    fp32_precision: str | None = None,
+    **how: Any,
+) -> ka.GemmArguments:
+    """Arguments on :func:`gemm_tensors`."""
+    tensors = gemm_tensors(M, N, K, L, **how)
+    return ka.GemmArguments(*tensors, accumulator_type, fp32_precision=fp32_precision)
+
+
+def arguments_for(
+    kernel: ka.Kernel,
+    M: int,
+    N: int,
+    K: int,
+    L: int | None = None,
+    *,
+    device: Any = "cpu",
+    values: str = "random",
+    seed: int = 0,
+) -> ka.GemmArguments:
+    """Arguments that a GEMM kernel's metadata asks for, whatever the sizes.
+
+    Rows are padded to the divisibility that the kernel asks, and by no more, so that a kernel
+    without alignment gets odd strides.
+    """
+    operands = kernel.metadata.operands
+    letters = {"M": M, "N": N, "K": K}
+    types, layouts, pads = [], "", []
+    for name, asked in operands.tensors.items():
+        layout = "n" if asked.unit_mode == -2 else "t"
+        modes = ka.GemmArguments.modes[name]
+        extent = letters[modes[asked.unit_mode or -1]]
+        types.append(asked.dtype or "float32")
+        layouts += layout
+        pads.append(-extent % asked.divisibility)
+    tf32 = operands.multiplication_type is not None
+    return gemm_arguments(
+        M,
+        N,
+        K,
+        L,
+        types=types,
+        layouts=layouts,
+        pads=pads,
+        device=device,
+        values=values,
+        seed=seed,
+        accumulator_type=operands.accumulator_type,
+        fp32_precision="tf32" if tf32 else None,
+    )

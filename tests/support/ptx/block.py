@@ -1,0 +1,207 @@
+"""One block of threads that executes a program, all threads at once in numpy arrays.
+
+Every thread has a program counter of its own. What runs next is always the smallest one, for all
+threads that have it: after a branch the threads behind catch up with those ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from support.ptx.arithmetic import BITS, PREDICATE, U32
+from support.ptx.errors import EmulationError, Fault
+from support.ptx.memory import POISON, WARP, GlobalMemory, SharedMemory
+from support.ptx.program import (
+    Address,
+    Immediate,
+    Instruction,
+    Operand,
+    Program,
+    Register,
+    Special,
+    Symbol,
+    Vector,
+)
+
+#: Which threads execute an instruction; None for all.
+Mask = np.ndarray | None
+#: Where those threads go on that do not go on behind the instruction.
+Targets = int | None
+Handler = Callable[["Block", Instruction, Mask], Targets]
+
+#: A program that branches more often than this is taken to be caught in a loop.
+MOST_BRANCHES = 1_000_000
+
+
+class Block:
+    """A block of a grid that extends along x only.
+
+    Args:
+        handlers: What executes each instruction of the program.
+        parameters: What each parameter of the program holds.
+        shared_bytes: Of static and dynamic shared memory.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        handlers: list[Handler],
+        memory: GlobalMemory,
+        *,
+        threads: int,
+        index: int,
+        blocks: int,
+        parameters: dict[str, bytes],
+        shared_bytes: int,
+    ) -> None:
+        self.program = program
+        self.handlers = handlers
+        self.memory = memory
+        self.shared = SharedMemory(shared_bytes, threads)
+        self.threads = np.arange(threads)
+        self.index = index
+        self.parameters = parameters
+        self.registers: dict[str, np.ndarray] = {}
+        self.program_counters = np.zeros(threads, np.int64)
+        self.counter = 0  # of the instruction that is being executed
+        self.waiting = np.zeros(threads, bool)  # at a barrier
+        self.specials = {
+            "%tid.x": self.threads,
+            "%ntid.x": threads,
+            "%ctaid.x": index,
+            "%nctaid.x": blocks,
+            "%laneid": self.threads % WARP,
+            **dict.fromkeys(("%tid.y", "%tid.z", "%ctaid.y", "%ctaid.z"), 0),
+            **dict.fromkeys(("%ntid.y", "%ntid.z", "%nctaid.y", "%nctaid.z"), 1),
+        }
+
+    # Control flow ----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until all threads have returned."""
+        end = len(self.program.instructions)
+        counters = self.program_counters
+        for _ in range(MOST_BRANCHES):
+            running = counters < end
+            if not running.any():
+                return
+            ready = running & ~self.waiting
+            if not ready.any():
+                if not running.all():
+                    raise EmulationError(
+                        f"threads of block {self.index} wait at a barrier, others have returned"
+                    )
+                self.waiting[:] = False
+                self.shared.barrier()
+                continue
+            begin = counters[ready].min()
+            active = ready & (counters == begin)
+            others = counters[ready & ~active]
+            self._run_together(int(begin), int(others.min()) if others.size else end, active)
+        raise EmulationError(f"block {self.index} does not come to an end")
+
+    def _run_together(self, counter: int, meeting: int, active: np.ndarray) -> None:
+        """Until the active threads branch, wait, or meet others."""
+        everyone = bool(active.all())
+        for self.counter in range(counter, meeting):
+            instruction = self.program.instructions[self.counter]
+            guard, mask = instruction.guard, active
+            if guard is not None:
+                mask = active & (self.read(guard, PREDICATE) ^ instruction.guard_negated)
+            elif everyone:
+                mask = None
+            try:
+                targets = self.handlers[self.counter](self, instruction, mask)
+            except (Fault, EmulationError) as error:
+                raise self._explained(error, instruction) from error
+            if targets is not None:
+                self.program_counters[active] = self.counter + 1
+                self.program_counters[self.active(mask)] = targets
+                return
+        self.program_counters[active] = meeting
+
+    def _explained(self, error: Fault | EmulationError, instruction: Instruction) -> EmulationError:
+        where = f"block {self.index}"
+        if isinstance(error, Fault):
+            where = f"thread {error.thread % self.threads.size} of {where}"
+        return EmulationError(f"{instruction.text!r} {error} ({where})")
+
+    def require_whole_warps(self, mask: Mask) -> None:
+        if mask is not None:
+            warps = mask.reshape(-1, WARP)
+            if (warps.any(axis=1) != warps.all(axis=1)).any():
+                raise EmulationError("is executed by a part of a warp")
+
+    # Registers -------------------------------------------------------------------------------
+
+    def read(self, operand: Operand, dtype: np.dtype) -> np.ndarray:
+        """The value for each thread; of one element if it is the same for all."""
+        if isinstance(operand, Immediate):
+            return operand.array(dtype)
+        if isinstance(operand, Vector):
+            return self._packed(operand, dtype)
+        bits = self._bits(operand)
+        if bits.dtype.itemsize != dtype.itemsize:
+            bits = bits.astype(f"u{dtype.itemsize}")
+        return bits.view(dtype)
+
+    def _bits(self, operand: Operand) -> np.ndarray:
+        if isinstance(operand, Register):
+            if operand.name not in self.registers:
+                raise EmulationError(f"reads {operand.name}, which has no value")
+            return self.registers[operand.name]
+        if isinstance(operand, Special) and operand.name in self.specials:
+            return np.atleast_1d(self.specials[operand.name]).astype(U32)
+        if isinstance(operand, Symbol) and operand.name in self.program.shared:
+            return np.array([self.program.shared[operand.name]], BITS["b64"])
+        raise EmulationError(f"reads {operand}, which the emulator does not know")
+
+    def _packed(self, operand: Vector, dtype: np.dtype) -> np.ndarray:
+        """The elements side by side, the first one lowest."""
+        part = np.dtype(f"u{dtype.itemsize // len(operand.elements)}")
+        parts = [self.everywhere(self.read(e, part)) for e in operand.elements]
+        return np.stack(parts, axis=-1).view(dtype)[:, 0]
+
+    def write(self, operand: Operand, value: np.ndarray, mask: Mask) -> None:
+        if isinstance(operand, Vector):
+            part = np.dtype(f"u{value.dtype.itemsize // len(operand.elements)}")
+            parts = self.everywhere(value)[:, None].view(part)
+            for i, element in enumerate(operand.elements):
+                self.write(element, np.ascontiguousarray(parts[:, i]), mask)
+            return
+        if isinstance(operand, Symbol) and operand.name == "_":
+            return
+        if not isinstance(operand, Register):
+            raise EmulationError(f"writes {operand}, which is no register")
+        if operand.width > value.dtype.itemsize:  # signed values keep their sign
+            value = value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{operand.width}")
+        container = np.dtype(f"u{operand.width}") if operand.width else PREDICATE
+        bits = value.view(container)
+        if mask is None:
+            self.registers[operand.name] = self.everywhere(bits)
+            return
+        old = self.registers.get(operand.name)
+        if old is None:
+            old = np.full(self.threads.size * container.itemsize, POISON, np.uint8).view(container)
+        self.registers[operand.name] = np.where(mask, bits, old)
+
+    def everywhere(self, value: np.ndarray) -> np.ndarray:
+        """One contiguous element for each thread."""
+        if value.size == self.threads.size:
+            return value
+        return np.full(self.threads.size, value[0], value.dtype)
+
+    def addresses(self, operand: Operand, dtype: np.dtype, mask: Mask) -> np.ndarray:
+        """Those of the active threads."""
+        assert isinstance(operand, Address)
+        base = self.everywhere(self.read(operand.base, dtype)).astype(np.int64)
+        return (base if mask is None else base[mask]) + operand.offset
+
+    def active(self, mask: Mask) -> np.ndarray:
+        return self.threads if mask is None else self.threads[mask]
+
+    def global_threads(self, mask: Mask) -> np.ndarray:
+        """The active threads, numbered through all blocks."""
+        return self.active(mask) + self.index * self.threads.size

@@ -1,0 +1,225 @@
+"""What instructions do to a block, beside computing registers from registers."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import numpy as np
+
+from support.ptx.arithmetic import OPERATIONS, TYPES, U32, Operation
+from support.ptx.block import Block, Handler, Mask, Targets
+from support.ptx.errors import EmulationError
+from support.ptx.matrix import MULTIPLIES, MatrixMultiply, load_fragments
+from support.ptx.memory import WARP
+from support.ptx.program import Address, Immediate, Instruction, Operand, Program, Symbol, Vector
+
+U64 = TYPES["u64"]
+
+
+def handlers(program: Program) -> list[Handler]:
+    """What executes each instruction; EmulationError if one is unknown, executed or not."""
+    return [_handler(instruction) for instruction in program.instructions]
+
+
+def _handler(instruction: Instruction) -> Handler:
+    name = instruction.name
+    if name in OPERATIONS:
+        operation = OPERATIONS[name]
+        if len(instruction.operands) == 1 + len(operation.inputs):
+            return partial(_compute, operation)
+    elif name in MULTIPLIES:
+        return partial(_multiply, MULTIPLIES[name])
+    for pattern, handler in _PATTERNS:
+        if match := pattern.fullmatch(name):
+            return partial(handler, match)
+    raise EmulationError(f"the emulator does not know the instruction {instruction.text!r}")
+
+
+# Registers ----------------------------------------------------------------------------------
+
+
+def _compute(operation: Operation, block: Block, instruction: Instruction, mask: Mask) -> None:
+    target, *sources = instruction.operands
+    values = [block.read(s, dtype) for s, dtype in zip(sources, operation.inputs, strict=True)]
+    result = operation.function(*values)
+    block.write(target, result.astype(operation.result, copy=False), mask)
+
+
+def _multiply(
+    operation: MatrixMultiply, block: Block, instruction: Instruction, mask: Mask
+) -> None:
+    block.require_whole_warps(mask)
+    target, *sources = map(_elements, instruction.operands)
+    registers = [[block.everywhere(block.read(e, U32)) for e in source] for source in sources]
+    for element, value in zip(target, operation(*registers), strict=True):
+        block.write(element, value, mask)
+
+
+def _shuffle(
+    match: re.Match[str], block: Block, instruction: Instruction, mask: Mask
+) -> None:
+    """shfl.sync of all lanes, as the PTX ISA's pseudocode has it."""
+    block.require_whole_warps(mask)
+    target, *sources = instruction.operands
+    value, lane_or_offset, clamp, members = (
+        block.everywhere(block.read(source, U32)) for source in sources
+    )
+    if (members != 0xFFFFFFFF).any():
+        raise EmulationError("leaves lanes out, which the emulator does not know")
+    lane = block.threads % WARP
+    offset, segment, last = (
+        x.astype(np.int64) for x in (lane_or_offset & 31, clamp >> 8 & 31, clamp & 31)
+    )
+    highest = (lane & segment) | (last & ~segment)
+    source = {
+        "idx": (lane & segment) | (offset & ~segment),
+        "bfly": lane ^ offset,
+        "up": lane - offset,
+        "down": lane + offset,
+    }[match["mode"]]
+    inside = source >= highest if match["mode"] == "up" else source <= highest
+    source = np.where(inside, source, lane)
+    block.write(target, value[block.threads - lane + source], mask)
+
+
+# Memory -------------------------------------------------------------------------------------
+
+
+def _load(match: re.Match[str], block: Block, instruction: Instruction, mask: Mask) -> None:
+    target, address = instruction.operands
+    dtype, count = TYPES[match["type"]], int(match["count"] or 1)
+    size, threads = dtype.itemsize * count, block.active(mask)
+    if match["space"] == "param":
+        data = _parameter(block, address, size)
+    elif match["space"] == "global":
+        data = block.memory.load(
+            block.addresses(address, U64, mask), size, block.global_threads(mask)
+        )
+    else:
+        data = block.shared.load(block.addresses(address, U32, mask), size, threads)
+    loaded = np.zeros((block.threads.size, count), dtype)
+    loaded[threads] = data.view(dtype)
+    for element, values in zip(_elements(target), loaded.T, strict=True):
+        block.write(element, np.ascontiguousarray(values), mask)
+
+
+def _parameter(block: Block, address: Operand, size: int) -> np.ndarray:
+    assert isinstance(address, Address) and isinstance(address.base, Symbol)
+    data = block.parameters[address.base.name][address.offset :][:size]
+    return np.frombuffer(data, np.uint8)[None]
+
+
+def _store(match: re.Match[str], block: Block, instruction: Instruction, mask: Mask) -> None:
+    address, source = instruction.operands
+    dtype, elements = TYPES[match["type"]], _elements(source)
+    if len(elements) != int(match["count"] or 1):
+        raise EmulationError("stores another number of registers than it says")
+    columns = [block.everywhere(block.read(element, dtype)) for element in elements]
+    threads = block.active(mask)
+    data = np.stack(columns, axis=-1)[threads].view(np.uint8)
+    if match["space"] == "global":
+        addresses = block.addresses(address, U64, mask)
+        block.memory.store(addresses, data, block.global_threads(mask))
+    else:
+        block.shared.store(block.addresses(address, U32, mask), data, threads)
+
+
+def _load_matrix(
+    match: re.Match[str], block: Block, instruction: Instruction, mask: Mask
+) -> None:
+    """Lanes 8 · i to 8 · i + 7 hold the addresses of the rows of matrix i."""
+    block.require_whole_warps(mask)
+    target, address = instruction.operands
+    count, threads = int(match["count"]), block.active(mask)
+    pointing = threads % WARP < 8 * count
+    addresses = block.addresses(address, U32, mask)[pointing]
+    rows = block.shared.load(addresses, 16, threads[pointing]).reshape(-1, count, 8, 16)
+    words = load_fragments(rows, transposed=match["trans"] is not None)
+    for i, element in enumerate(_elements(target)):
+        loaded = np.zeros(block.threads.size, U32)
+        loaded[threads] = words[:, i].reshape(-1)
+        block.write(element, loaded, mask)
+
+
+def _copy_async(
+    match: re.Match[str], block: Block, instruction: Instruction, mask: Mask
+) -> None:
+    """Copies the first `inside` bytes and fills with zeros up to `size`."""
+    del match
+    target, source, size_operand, *rest = instruction.operands
+    assert isinstance(size_operand, Immediate)
+    size = size_operand.value
+    inside = block.everywhere(block.read(rest[0] if rest else size_operand, U32))
+    threads = block.active(mask)
+    if (inside[threads] > size).any():
+        raise EmulationError("reads more bytes than it copies")
+    data = block.memory.load(
+        block.addresses(source, U64, mask), size, block.global_threads(mask), inside[threads]
+    )
+    block.shared.start_copy(block.addresses(target, U32, mask), data, threads)
+
+
+def _commit(match: re.Match[str], block: Block, instruction: Instruction, mask: Mask) -> None:
+    block.shared.commit_copies(block.active(mask))
+
+
+def _wait(match: re.Match[str], block: Block, instruction: Instruction, mask: Mask) -> None:
+    pending = None
+    if match["group"]:
+        (operand,) = instruction.operands
+        assert isinstance(operand, Immediate)
+        pending = operand.value
+    block.shared.await_copies(block.active(mask), pending)
+
+
+# Control flow -------------------------------------------------------------------------------
+
+
+def _branch(match: re.Match[str], block: Block, instruction: Instruction, mask: Mask) -> Targets:
+    (target,) = instruction.operands
+    assert isinstance(target, Symbol)
+    return block.program.labels[target.name]
+
+
+def _return(match: re.Match[str], block: Block, instruction: Instruction, mask: Mask) -> Targets:
+    return len(block.program.instructions)
+
+
+def _barrier(match: re.Match[str], block: Block, instruction: Instruction, mask: Mask) -> Targets:
+    if instruction.operands != (Immediate(0),):
+        raise EmulationError("is a barrier other than 0 of all threads")
+    block.require_whole_warps(mask)
+    block.waiting[block.active(mask)] = True
+    return block.counter + 1
+
+
+def _warp_barrier(
+    match: re.Match[str], block: Block, instruction: Instruction, mask: Mask
+) -> None:
+    block.require_whole_warps(mask)
+
+
+def _elements(operand: Operand) -> tuple[Operand, ...]:
+    return operand.elements if isinstance(operand, Vector) else (operand,)
+
+
+_PATTERNS = [
+    (re.compile(pattern), handler)
+    for pattern, handler in (
+        (r"ld\.(?P<space>param|global|shared)(\.nc)?(\.v(?P<count>[24]))?\.(?P<type>[busf]\d+)", _load),
+        (r"st\.(?P<space>global|shared)(\.v(?P<count>[24]))?\.(?P<type>[busf]\d+)", _store),
+        (
+            r"ldmatrix\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<trans>\.trans)?\.shared\.b16",
+            _load_matrix,
+        ),
+        (r"cp\.async\.(ca|cg)\.shared\.global", _copy_async),
+        (r"cp\.async\.commit_group", _commit),
+        (r"cp\.async\.wait_((?P<group>group)|all)", _wait),
+        (r"shfl\.sync\.(?P<mode>idx|bfly|up|down)\.b32", _shuffle),
+        (r"bra(\.uni)?", _branch),
+        (r"ret|exit", _return),
+        (r"bar\.sync|barrier\.sync(\.aligned)?", _barrier),
+        (r"bar\.warp\.sync", _warp_barrier),
+    )
+]

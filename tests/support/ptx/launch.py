@@ -1,0 +1,57 @@
+"""Launches a kernel on emulated memory."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from support.ptx.block import Block
+from support.ptx.errors import EmulationError
+from support.ptx.instructions import handlers
+from support.ptx.memory import GlobalMemory
+from support.ptx.program import Program
+
+
+def launch(
+    program: Program,
+    memory: GlobalMemory,
+    parameters: Sequence[bytes],
+    *,
+    blocks: int,
+    threads: int,
+    shared_bytes: int = 0,
+) -> None:
+    """Run all blocks, one after the other.
+
+    Args:
+        shared_bytes: Of dynamic shared memory.
+
+    Raises:
+        EmulationError: with the instruction, block and thread that did wrong.
+    """
+    if program.threads not in (None, threads):
+        raise EmulationError(f"the kernel is for {program.threads} threads, not {threads}")
+    sizes = list(program.parameters.values())
+    if [len(parameter) for parameter in parameters] != sizes:
+        given = [len(parameter) for parameter in parameters]
+        raise EmulationError(f"the parameters have {given} bytes; the kernel takes {sizes}")
+    executing = handlers(program)
+    with np.errstate(all="ignore"):  # of threads that are not active
+        for index in range(blocks):
+            Block(
+                program,
+                executing,
+                memory,
+                threads=threads,
+                index=index,
+                blocks=blocks,
+                parameters=dict(zip(program.parameters, parameters, strict=True)),
+                shared_bytes=program.static_shared_bytes + shared_bytes,
+            ).run()
+
+
+def tensor_parameter(pointer: int, shape: Sequence[int], strides: Sequence[int]) -> bytes:
+    """A CuTe tensor as a kernel takes it: what of shape and strides is known at run time only."""
+    return struct.pack(f"@Q{len(shape)}i{len(strides)}q", pointer, *shape, *strides)

@@ -1,0 +1,229 @@
+"""PTX text, parsed into the instructions of its kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from support.ptx.errors import EmulationError
+
+
+@dataclass(frozen=True)
+class Register:
+    name: str
+    width: int  # bytes; 0 for a predicate
+
+
+@dataclass(frozen=True)
+class Special:
+    """A register that the hardware sets, such as %tid.x."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Immediate:
+    """A constant; of floating-point ones, the bits."""
+
+    value: int
+
+    def array(self, dtype: np.dtype) -> np.ndarray:
+        """As an array of one element, which broadcasts."""
+        if dtype.kind == "b":
+            return np.array([self.value != 0])
+        bits = self.value & ((1 << 8 * dtype.itemsize) - 1)
+        return np.array([bits], f"u{dtype.itemsize}").view(dtype)
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """The name of a label, a parameter or a variable."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Vector:
+    elements: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Address:
+    base: Operand
+    offset: int
+
+
+Operand = Register | Special | Immediate | Symbol | Vector | Address
+
+
+@dataclass(frozen=True)
+class Instruction:
+    name: str  # with all modifiers
+    operands: tuple[Operand, ...]
+    text: str
+    guard: Register | None = None
+    guard_negated: bool = False
+
+    @cached_property
+    def modifiers(self) -> tuple[str, ...]:
+        return tuple(self.name.split(".")[1:])
+
+    def unknown(self) -> EmulationError:
+        return EmulationError(f"the emulator does not know the instruction {self.text!r}")
+
+
+@dataclass
+class Program:
+    """One kernel.
+
+    Attributes:
+        instructions: In order.
+        labels: The index of the instruction behind each.
+        parameters: The bytes of each, in order.
+        shared: Address of each variable in shared memory.
+        static_shared_bytes: Where dynamic shared memory begins.
+        threads: Of a block, as the kernel requires; None if it does not.
+    """
+
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, int] = field(default_factory=dict)
+    static_shared_bytes: int = 0
+    threads: int | None = None
+
+
+def parse(text: str) -> Program:
+    """The program in PTX text that holds exactly one kernel."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
+    kernels = list(re.finditer(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", text, re.DOTALL))
+    if len(kernels) != 1:
+        raise EmulationError(f"the text has {len(kernels)} kernels; expected one")
+    (kernel,) = kernels
+    program = Program()
+    for kind, size, name, count in re.findall(
+        r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z])(\d+)\s+([\w$]+)(?:\[(\d+)\])?", kernel[2]
+    ):
+        del kind
+        program.parameters[name] = int(size) // 8 * int(count or 1)
+    if threads := re.search(r"\.reqntid\s+(\d+)", kernel[3]):
+        program.threads = int(threads[1])
+    _Body(program).read(text[: kernel.start()], text[kernel.end() :])
+    return program
+
+
+_STATEMENT = re.compile(
+    r"\s*(?:(?P<open>\{)|(?P<close>\})|(?P<label>[\w$]+):|(?P<statement>[^;]+);)", re.DOTALL
+)
+_REGISTERS = re.compile(r"\.reg\s+\.([a-z]+)(\d*)\s+(.*)", re.DOTALL)
+_SHARED = re.compile(
+    r"(?P<extern>\.extern\s+)?\.shared\s+(?:\.align\s+(?P<align>\d+)\s+)?"
+    r"\.[a-z](?P<bits>\d+)\s+(?P<name>[\w$]+)(?:\[(?P<count>\d*)\])?"
+)
+
+
+class _Body:
+    """Reads the statements of a kernel; registers belong to the braces they are declared in."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.scopes: list[dict[str, Register]] = [{}]
+        self.scopes_opened = 0
+        self.dynamic: list[str] = []
+
+    def read(self, before: str, body: str) -> None:
+        for shared in _SHARED.finditer(before):
+            self._declare_shared(shared)
+        position = 0
+        while self.scopes:
+            match = _STATEMENT.match(body, position)
+            if match is None:
+                raise EmulationError(f"this is no statement: {body[position:][:60]!r}")
+            position = match.end()
+            if match["open"]:
+                self.scopes_opened += 1
+                self.scopes.append({})
+            elif match["close"]:
+                self.scopes.pop()
+            elif match["label"]:
+                self.program.labels[match["label"]] = len(self.program.instructions)
+            else:
+                self._statement(" ".join(match["statement"].split()))
+        for name in self.dynamic:
+            self.program.shared[name] = self.program.static_shared_bytes
+
+    def _statement(self, text: str) -> None:
+        if text.startswith(".pragma"):
+            return
+        if declared := _REGISTERS.fullmatch(text):
+            self._declare_registers(*declared.groups())
+        elif shared := _SHARED.fullmatch(text):
+            self._declare_shared(shared)
+        else:
+            self.program.instructions.append(self._instruction(text))
+
+    def _declare_registers(self, kind: str, bits: str, names: str) -> None:
+        width = 0 if kind == "pred" else int(bits) // 8
+        # Braces within braces may declare a name again; it is another register.
+        suffix = f"#{self.scopes_opened}" if len(self.scopes) > 1 else ""
+        for name in re.split(r"\s*,\s*", names):
+            if numbered := re.fullmatch(r"(.+)<(\d+)>", name):
+                declared = [f"{numbered[1]}{i}" for i in range(int(numbered[2]))]
+            else:
+                declared = [name]
+            for one in declared:
+                self.scopes[-1][one] = Register(one + suffix, width)
+
+    def _declare_shared(self, declared: re.Match[str]) -> None:
+        if declared["extern"]:
+            self.dynamic.append(declared["name"])
+            return
+        align = int(declared["align"] or 1)
+        address = -(-self.program.static_shared_bytes // align) * align
+        self.program.shared[declared["name"]] = address
+        size = int(declared["bits"]) // 8 * int(declared["count"] or 1)
+        self.program.static_shared_bytes = address + size
+
+    def _instruction(self, text: str) -> Instruction:
+        match = re.fullmatch(r"(?:@(?P<negated>!?)(?P<guard>\S+) )?(?P<name>\S+) ?(?P<rest>.*)", text)
+        assert match is not None
+        guard = self._operand(match["guard"]) if match["guard"] else None
+        if guard is not None and not isinstance(guard, Register):
+            raise EmulationError(f"{match['guard']} is no register in {text!r}")
+        try:
+            operands = tuple(map(self._operand, _split(match["rest"])))
+        except ValueError as error:
+            raise EmulationError(f"{error} in {text!r}") from None
+        return Instruction(match["name"], operands, text, guard, match["negated"] == "!")
+
+    def _operand(self, text: str) -> Operand:
+        if text[0] == "{":
+            return Vector(tuple(map(self._operand, _split(text[1:-1]))))
+        if text[0] == "[":
+            match = re.fullmatch(r"\[\s*([^\s+]+)\s*(?:\+\s*(-?\d+))?\s*\]", text)
+            if match is None:
+                raise ValueError(f"{text} is no address")
+            return Address(self._operand(match[1]), int(match[2] or 0))
+        for scope in reversed(self.scopes):
+            if text in scope:
+                return scope[text]
+        if re.fullmatch(r"%\w+(\.[xyz])?", text):
+            return Special(text)
+        if re.fullmatch(r"[A-Za-z_$][\w$]*", text):
+            return Symbol(text)
+        return Immediate(_constant(text))
+
+
+def _split(text: str) -> Iterator[str]:
+    """The operands between commas; braces and brackets hold theirs together."""
+    return (part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{\[])+", text))
+
+
+def _constant(text: str) -> int:
+    if match := re.fullmatch(r"0[fFdD]([0-9A-Fa-f]+)", text):
+        return int(match[1], 16)
+    return int(text.removesuffix("U"), 0)

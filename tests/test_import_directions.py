@@ -1,0 +1,81 @@
+"""Who imports whom: implementations nothing of ours, kernel_api only itself, providers both."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ("kernel_api", "providers", "implementations", "tests", "support", "examples", "benchmarks")
+DEFERRED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def files(folder):
+    found = sorted((ROOT / folder).rglob("*.py"))
+    assert found
+    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in found]
+
+
+def imports(path):
+    """Every module that a file imports, with whether that waits for a function to be called."""
+
+    def visit(node, deferred):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, deferred) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"line {child.lineno}: imports name the whole path"
+                yield child.module, deferred
+                yield from ((f"{child.module}.{alias.name}", deferred) for alias in child.names)
+            yield from visit(child, deferred or isinstance(child, DEFERRED))
+
+    return list(visit(ast.parse(path.read_text()), False))
+
+
+def inside(module, package):
+    return module == package or module.startswith(f"{package}.")
+
+
+def is_ours(module):
+    return any(inside(module, package) for package in OURS)
+
+
+@pytest.mark.parametrize("path", files("implementations"))
+def test_implementations_import_nothing_of_ours_but_each_other(path):
+    foreign = [
+        module
+        for module, _ in imports(path)
+        if is_ours(module)
+        and module != "kernel_api"
+        and not inside(module, "kernel_api.implementations")
+    ]
+    assert foreign == []
+
+
+@pytest.mark.parametrize("path", files("kernel_api"))
+def test_the_api_imports_providers_and_implementations_only_when_a_function_is_called(path):
+    foreign = [
+        module
+        for module, deferred in imports(path)
+        if inside(module, "kernel_api.implementations")
+        or (inside(module, "kernel_api.providers") and not deferred)
+        or (is_ours(module) and not inside(module, "kernel_api"))
+    ]
+    assert foreign == []
+
+
+@pytest.mark.parametrize("path", files("providers"))
+def test_providers_import_the_api_and_implementations_under_the_one_name(path):
+    foreign = [m for m, _ in imports(path) if is_ours(m) and not inside(m, "kernel_api")]
+    assert foreign == []
+
+
+@pytest.mark.parametrize("path", files("providers"))
+def test_providers_import_the_dsl_and_implementations_only_when_a_function_is_called(path):
+    early = [
+        module
+        for module, deferred in imports(path)
+        if not deferred
+        and any(inside(module, p) for p in ("cutlass", "cuda", "kernel_api.implementations"))
+    ]
+    assert early == []

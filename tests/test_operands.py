@@ -1,0 +1,234 @@
+"""Operands and whether they share memory: kernel_api.operands."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.data import strided_empty
+
+from kernel_api.dtypes import dtype
+from kernel_api.errors import ArgumentError
+from kernel_api.operands import MAX_ALIGNMENT, Operand, overlap, self_overlapping
+
+BF16 = torch.bfloat16
+
+
+def test_an_operand_reads_the_tensor_once():
+    tensor = torch.empty(3, 4, 5, dtype=BF16)
+    operand = Operand(tensor)
+    assert operand.tensor is tensor
+    assert operand.shape == (3, 4, 5)
+    assert operand.stride == (20, 5, 1)
+    assert operand.dtype is dtype("bf16")
+    assert operand.device == torch.device("cpu")
+    assert operand.rank == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "unit"),
+    [
+        ((4, 5), (5, 1), -1),
+        ((4, 5), (1, 4), -2),
+        ((4, 5), (10, 2), None),
+        ((4, 5), (0, 0), None),
+        ((4, 5), (0, 1), -1),
+        ((1, 1), (1, 1), -1),
+        ((3, 4, 5), (1, 15, 3), None),
+    ],
+)
+def test_the_unit_mode_is_the_one_of_stride_one_among_the_last_two(shape, stride, unit):
+    storage = torch.empty(1000)
+    assert Operand(storage.as_strided(shape, stride)).unit_mode == unit
+
+
+@pytest.mark.parametrize(
+    ("pad", "offset", "alignment"),
+    [(0, 0, MAX_ALIGNMENT), (8, 0, 16), (4, 0, 8), (1, 0, 2), (0, 8, 16), (0, 1, 2), (8, 4, 8)],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("layout", "tn")
+def test_alignment_divides_address_and_leading_stride(layout, device, pad, offset, alignment):
+    tensor = strided_empty((64, 64), BF16, layout, pad=pad, offset=offset, device=device)
+    found = Operand(tensor).alignment
+    if device == "cpu":  # the address of the storage itself is whatever the allocator gave
+        base = tensor.untyped_storage().data_ptr()
+        alignment = min(alignment, base & -base)
+    assert found == alignment
+
+
+def test_alignment_counts_the_batch_stride_but_not_that_of_a_broadcast():
+    storage = torch.empty(100_000, dtype=BF16, device="meta")
+    assert Operand(storage.as_strided((2, 64, 64), (64 * 64 + 1, 64, 1))).alignment == 2
+    assert Operand(storage.as_strided((2, 64, 64), (0, 64, 1))).alignment == MAX_ALIGNMENT
+
+
+def test_alignment_of_an_operand_without_unit_mode_counts_every_stride():
+    storage = torch.empty(1000, device="meta")
+    assert Operand(storage.as_strided((4, 4), (32, 2))).alignment == 8
+
+
+def test_meta_tensors_have_no_data_and_no_address():
+    for tensor in (torch.empty(4, 4, device="meta"), torch.empty(8, 4, device="meta")[3:]):
+        operand = Operand(tensor)
+        assert not operand.has_data
+        assert operand.address == 0
+
+
+def test_fake_tensors_are_operands_without_data():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        on_gpu = Operand(torch.empty(64, 64, dtype=BF16, device="cuda"))
+        shifted = Operand(torch.empty(64, 64, dtype=BF16)[:, 1:])
+    assert not on_gpu.has_data
+    assert on_gpu.device.type == "cuda"
+    assert on_gpu.address == 0
+    assert on_gpu.alignment == MAX_ALIGNMENT
+    assert shifted.alignment == 2
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16, np.int8, np.float64])
+def test_numpy_arrays_are_viewed_without_a_copy(kind):
+    array = np.zeros((3, 4), dtype=kind)
+    operand = Operand(array)
+    assert operand.dtype is dtype(kind)
+    assert operand.address == array.ctypes.data
+    operand.tensor[1, 2] = 5
+    assert array[1, 2] == 5
+
+
+def test_a_strided_numpy_array_keeps_its_strides():
+    array = np.zeros((6, 8), dtype=np.float32)[::2].T
+    assert Operand(array).shape == (8, 3)
+    assert Operand(array).stride == (1, 16)
+
+
+def test_an_operand_of_an_operand_is_a_view_of_the_same_tensor():
+    tensor = torch.empty(3, 4)
+    assert Operand(Operand(tensor)).tensor is tensor
+
+
+@pytest.mark.parametrize("value", [None, 3, "A", [[1.0]], object()])
+def test_what_is_no_tensor_is_refused_by_operand_name_and_type(value):
+    with pytest.raises(ArgumentError, match=f"B is a {type(value).__name__}; expected a torch"):
+        Operand(value, "B")
+
+
+def test_what_dlpack_cannot_express_is_refused_with_its_reason():
+    with pytest.raises(ArgumentError, match="A could not be viewed through DLPack"):
+        Operand(np.zeros((2, 2), dtype=ml_dtypes.float8_e4m3b11fnuz), "A")
+
+
+def test_a_sparse_tensor_is_refused_because_it_has_no_strides():
+    with pytest.raises(ArgumentError, match="A "):
+        Operand(torch.eye(4).to_sparse(), "A")
+
+
+def test_repr_shows_type_shape_strides_and_device():
+    assert repr(Operand(torch.empty(3, 4))) == "float32[3, 4]:[4, 1] on cpu"
+
+
+# Shared memory ---------------------------------------------------------------------------
+
+
+def overlapping(a, b):
+    forth, back = overlap(Operand(a), Operand(b)), overlap(Operand(b), Operand(a))
+    assert forth == back
+    return forth
+
+
+def test_separate_tensors_do_not_overlap():
+    assert not overlapping(torch.empty(4, 4), torch.empty(4, 4))
+
+
+def test_a_tensor_overlaps_itself_its_transpose_and_its_slices():
+    tensor = torch.empty(8, 8)
+    assert overlapping(tensor, tensor)
+    assert overlapping(tensor, tensor.T)
+    assert overlapping(tensor, tensor[2:4, 3:5])
+
+
+def test_rows_behind_each_other_do_not_overlap():
+    tensor = torch.empty(8, 8)
+    assert not overlapping(tensor[:4], tensor[4:])
+    assert overlapping(tensor[:5], tensor[4:])
+
+
+def test_columns_of_a_packed_projection_side_by_side_do_not_overlap():
+    packed = torch.empty(16, 3 * 8)
+    q, k, v = packed[:, :8], packed[:, 8:16], packed[:, 16:]
+    assert not overlapping(q, k)
+    assert not overlapping(k, v)
+    assert not overlapping(q, v)
+    assert overlapping(packed[:, :9], k)
+    assert overlapping(packed[:, 15:], k)
+
+
+def test_columns_side_by_side_in_a_batch_do_not_overlap():
+    packed = torch.empty(2, 16, 3 * 8)
+    assert not overlapping(packed[..., :8], packed[..., 8:16])
+    assert overlapping(packed[..., :9], packed[..., 8:16])
+
+
+def test_columns_that_wrap_around_the_row_pitch_overlap():
+    storage = torch.empty(1000)
+    one = storage.as_strided((4, 8), (16, 1), 12)  # reaches into the next row of the other
+    other = storage.as_strided((4, 8), (16, 1), 0)
+    assert overlapping(one, other)
+
+
+def test_empty_and_meta_operands_overlap_nothing():
+    tensor = torch.empty(8, 8)
+    meta = torch.empty(8, 8, device="meta")
+    assert not overlapping(tensor[:0], tensor)
+    assert not overlapping(meta, meta)
+    assert not overlapping(meta[1:], meta[2:])
+
+
+@st.composite
+def views_of_one_buffer(draw):
+    rank = draw(st.sampled_from((2, 3)))
+    shape = draw(st.tuples(*[st.integers(0, 4)] * rank))
+    stride = draw(st.tuples(*[st.integers(0, 9)] * rank))
+    return shape, stride, draw(st.integers(0, 12))
+
+
+def elements(shape, stride, offset):
+    indices = np.ndindex(*shape)
+    return {offset + sum(i * s for i, s in zip(index, stride, strict=True)) for index in indices}
+
+
+@settings(max_examples=500)
+@given(views_of_one_buffer(), views_of_one_buffer())
+def test_overlap_is_never_denied_to_views_that_share_an_element(one, other):
+    storage = torch.empty(256)
+    if elements(*one) & elements(*other):
+        assert overlapping(storage.as_strided(*one), storage.as_strided(*other))
+
+
+@settings(max_examples=500)
+@given(views_of_one_buffer())
+def test_self_overlap_is_never_denied_to_a_view_with_a_doubled_element(view):
+    shape, stride, offset = view
+    tensor = torch.empty(256).as_strided(shape, stride, offset)
+    if len(elements(*view)) < tensor.numel():
+        assert self_overlapping(Operand(tensor))
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (3, 4, 5), (1, 1), (0, 5), (4, 0)])
+def test_a_contiguous_tensor_and_its_transpose_do_not_overlap_themselves(shape):
+    tensor = torch.empty(shape)
+    assert not self_overlapping(Operand(tensor))
+    assert not self_overlapping(Operand(tensor.mT))
+
+
+def test_a_view_without_elements_does_not_overlap_itself():
+    assert not self_overlapping(Operand(torch.empty(10).as_strided((3, 0, 4), (0, 4, 1))))
+
+
+def test_a_broadcast_and_a_sliding_window_overlap_themselves():
+    assert self_overlapping(Operand(torch.empty(1, 4).expand(3, 4)))
+    assert self_overlapping(Operand(torch.empty(10).unfold(0, 4, 1)))
+    assert not self_overlapping(Operand(torch.empty(12).unfold(0, 4, 4)))

@@ -1,0 +1,86 @@
+"""A query finds exactly the kernels of the enumeration that support the arguments."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from support.data import arguments_for, gemm_arguments
+from support.kernels import CpuGemm, CudaGemm, LoopGemm
+from support.registry import restored_registry
+from support.strategies import gemm_signatures
+
+import kernel_api as ka
+from kernel_api.space import Miss, rule
+
+#: Kernels asked one by one in each of the 500 examples; those offered are always among them.
+ASKED = 1000
+
+
+class EvenSizes(CudaGemm):
+    """A rule that reads the arguments."""
+
+    @rule("M and N are even")
+    def _(args):
+        return (args.M % 2 == 0 and args.N % 2 == 0) or Miss(f"they are {args.M} and {args.N}")
+
+    def predict(self, args):
+        return 1.0 / self.metadata.design.tile_shape[0]
+
+
+class FlatLoop(LoopGemm):
+    """A check that reads the rank."""
+
+    def _supports(self, args):
+        return ka.Status.success() if args.A.rank == 2 else ka.Status.fail("rank 2 only")
+
+
+@pytest.fixture(scope="module")
+def enumeration():
+    """All that is registered, and families of every kind beside it."""
+    with restored_registry() as registry:
+        registry.register(CudaGemm, EvenSizes, CpuGemm, LoopGemm, FlatLoop)
+        yield ka.get_kernels()
+
+
+def test_query_equals_enumeration_filtered_by_supports(enumeration):
+    chosen = random.Random(0)
+    supported = 0
+
+    @settings(max_examples=500, suppress_health_check=list(HealthCheck))
+    @given(gemm_signatures())
+    def check(args):
+        nonlocal supported
+        offered = ka.get_kernels(args)
+        assert len(offered) == len(set(offered))
+        asked = {*offered, *chosen.sample(enumeration, min(ASKED, len(enumeration)))}
+        assert set(offered) == {kernel for kernel in asked if kernel.supports(args)}
+        assert set(offered) <= set(enumeration)
+        supported += bool(offered)
+
+    check()
+    assert supported > 250
+
+
+@pytest.mark.parametrize("layouts", ["ttt", "tnt", "nnn"])
+@pytest.mark.parametrize(
+    "types",
+    [("bf16", "bf16", "bf16"), ("f16", "f16", "f32"), ("f32", "f32", "f32"), ("i8", "i8", "i32")],
+    ids="-".join,
+)
+@pytest.mark.parametrize("sizes", [(256, 256, 256), (255, 257, 129)], ids=["aligned", "odd"])
+def test_query_equals_the_whole_enumeration_for_common_signatures(
+    enumeration, layouts, types, sizes
+):
+    args = gemm_arguments(*sizes, types=types, layouts=layouts, device="meta")
+    assert set(ka.get_kernels(args)) == {k for k in enumeration if k.supports(args)}
+
+
+def test_every_registered_kernel_is_offered_for_some_arguments(enumeration):
+    """No kernel that can never match: 15 % of a registry elsewhere could not."""
+    never = []
+    for kernel in enumeration:
+        batched = arguments_for(kernel, 256, 256, 256, 1, device="meta")
+        flat = arguments_for(kernel, 256, 256, 256, device="meta")
+        if not (kernel.supports(batched) or kernel.supports(flat)):
+            never.append(kernel)
+    assert never == []

@@ -1,0 +1,210 @@
+"""The declarative design space: kernel_api.space."""
+
+from dataclasses import dataclass
+
+import pytest
+from support.kernels import CudaGemm
+
+import kernel_api as ka
+from kernel_api.dtypes import dtype
+from kernel_api.errors import RegistrationError
+from kernel_api.metadata import DesignMetadata, GemmOperandsMetadata
+from kernel_api.space import Miss, Operands, Rule, Space, rule
+
+MODES = ka.GemmArguments.modes
+
+
+@dataclass(frozen=True)
+class Design(DesignMetadata):
+    tile: int = 0
+    stages: int = 0
+    schedule: str = "plain"
+
+
+# Space -----------------------------------------------------------------------------------
+
+
+def test_axes_are_multiplied():
+    space = Space(tile=(16, 32), stages=(2, 3, 4))
+    assert [(d.tile, d.stages) for d in space.designs(Design)] == [
+        (16, 2), (16, 3), (16, 4), (32, 2), (32, 3), (32, 4),
+    ]  # fmt: skip
+
+
+def test_points_are_multiplied_with_axes():
+    space = Space({"tile": 16, "stages": 4}, {"tile": 32, "stages": 2}, schedule=("a", "b"))
+    assert list(space.designs(Design)) == [
+        Design(16, 4, "a"), Design(16, 4, "b"), Design(32, 2, "a"), Design(32, 2, "b"),
+    ]  # fmt: skip
+
+
+def test_an_empty_space_has_the_default_design():
+    assert list(Space().designs(Design)) == [Design()]
+
+
+def test_an_axis_without_values_has_no_designs():
+    assert list(Space(tile=()).designs(Design)) == []
+
+
+# Operands --------------------------------------------------------------------------------
+
+
+def variants(**row):
+    return list(Operands(**row).variants(GemmOperandsMetadata, MODES))
+
+
+def types_of(found):
+    return [tuple(t.dtype and t.dtype.short for t in v.tensors.values()) for v in found]
+
+
+def test_alternatives_are_multiplied_and_like_repeats_a_type():
+    found = variants(
+        A="f16 | bf16", B="like A", out="f16 | f32", accumulator="f32", majors="strided"
+    )
+    assert types_of(found) == [
+        ("f16", "f16", "f16"),
+        ("f16", "f16", "f32"),
+        ("bf16", "bf16", "f16"),
+        ("bf16", "bf16", "f32"),
+    ]
+    assert {v.accumulator_type for v in found} == {dtype("f32")}
+
+
+def test_any_type_is_none():
+    found = variants(A="any", B="any", out="any", accumulator="any", majors="strided")
+    assert types_of(found) == [(None, None, None)]
+    assert found[0].accumulator_type is None
+
+
+def units_of(found):
+    return ["".join("t" if t.unit_mode == -1 else "n" for t in v.tensors.values()) for v in found]
+
+
+def test_any_majors_are_one_variant_for_each_combination():
+    found = variants(A="f16", B="f16", out="f16", accumulator="f32")
+    assert units_of(found) == ["ttt", "ttn", "tnt", "tnn", "ntt", "ntn", "nnt", "nnn"]
+
+
+def test_majors_can_be_fixed_by_the_letter_of_the_mode():
+    found = variants(A="e4m3", B="e4m3", out="f16", accumulator="f32", majors="A:k B:k")
+    assert units_of(found) == ["tnt", "tnn"]
+
+
+def test_strided_is_one_variant_without_a_unit_mode():
+    (found,) = variants(A="f16", B="f16", out="f16", accumulator="f32", majors="strided")
+    assert [t.stride for t in found.tensors.values()] == [None, None, None]
+
+
+def test_alignments_are_bytes_and_become_elements_aligned_ones_first():
+    found = variants(
+        A="f16", B="f16", out="f32", accumulator="f32", majors="A:k B:k out:n",
+        alignments=({"A": 16, "B": 16, "out": 16}, {"A": 4}, {}),
+    )  # fmt: skip
+    assert [tuple(t.divisibility for t in v.tensors.values()) for v in found] == [
+        (8, 8, 4),
+        (2, 1, 1),
+        (1, 1, 1),
+    ]
+
+
+def test_the_type_of_products_is_kept_beside_that_of_the_operands():
+    (found,) = variants(
+        A="f32", B="f32", out="f32", accumulator="f32", multiplication="tf32", majors="strided"
+    )
+    assert found.multiplication_type is dtype("tf32")
+
+
+# Rules -----------------------------------------------------------------------------------
+
+
+def test_a_rule_that_agrees_is_a_success():
+    assert rule("tiles are even")(lambda design: design % 2 == 0).check(design=4)
+
+
+def test_a_rule_that_refuses_gives_its_sentence():
+    status = rule("tiles are even")(lambda design: design % 2 == 0).check(design=3)
+    assert not status
+    assert status.error == "tiles are even"
+    assert status.rule == "tiles are even"
+
+
+def test_a_miss_adds_the_value_it_saw_and_the_nearest_one_it_takes():
+    even = rule("tiles are even")(lambda design: Miss(f"this is {design}", "would match with 4"))
+    status = even.check(design=3)
+    assert status.error == "tiles are even; this is 3"
+    assert status.rule == "tiles are even"
+    assert status.nearest == "would match with 4"
+    assert str(status) == "tiles are even; this is 3 (would match with 4)"
+
+
+def test_a_miss_is_falsy_even_without_a_nearest_value():
+    assert not Miss("too odd")
+
+
+def test_a_rule_gets_only_the_values_it_names():
+    both = rule("sums agree")(lambda args, design: args + design == 5)
+    assert both.check(design=2, operands=None, args=3)
+    assert both.needs_args
+    assert not rule("constant")(lambda: True).needs_args
+
+
+def test_a_rule_with_an_unknown_parameter_is_refused_by_its_sentence_and_the_parameter():
+    with pytest.raises(RegistrationError, match=r"'tiles are even' takes \['shape'\]"):
+        rule("tiles are even")(lambda shape: True)
+
+
+def test_repr_of_a_rule_is_its_sentence():
+    assert repr(Rule("tiles are even", lambda: True)) == "<rule: tiles are even>"
+
+
+# A declared family -----------------------------------------------------------------------
+
+
+def test_a_family_has_the_product_of_its_operands_and_designs_that_its_rules_allow(registry):
+    registry.register(CudaGemm)
+    found = ka.get_kernels(metadata_filter=lambda m: m.kernel_class is CudaGemm)
+    tiles = [(k.metadata.operands.A.divisibility, k.metadata.design.tile_shape[0]) for k in found]
+    out_types, majors = 2, 8
+    assert tiles.count((8, 128)) == tiles.count((8, 64)) == out_types * majors
+    assert tiles.count((1, 64)) == out_types * majors
+    assert tiles.count((1, 128)) == 0
+    assert len(found) == 3 * out_types * majors
+
+
+def test_rules_may_all_have_the_same_name_and_are_inherited_base_first():
+    class Base(ka.Kernel):
+        @rule("first")
+        def _(design):
+            return True
+
+        @rule("second")
+        def _(design):
+            return True
+
+    class Derived(Base):
+        @rule("third")
+        def _(design):
+            return True
+
+    assert [r.text for r in Base.rules] == ["first", "second"]
+    assert [r.text for r in Derived.rules] == ["first", "second", "third"]
+
+
+def test_a_rule_on_arguments_decides_queries_and_not_the_enumeration(registry):
+    from support.data import gemm_arguments
+
+    class Small(CudaGemm):
+        @rule("M is at most 64")
+        def _(args):
+            return args.M <= 64 or Miss(f"M is {args.M}")
+
+    provider = registry.register(Small)
+    everything = ka.get_kernels(providers=[provider])
+    types = ("bf16", "bf16", "f32")
+    small = gemm_arguments(64, 64, 64, types=types, device="meta")
+    large = gemm_arguments(65, 64, 64, types=types, device="meta")
+    assert len(everything) == 48
+    assert ka.get_kernels(small, providers=[provider])
+    assert ka.get_kernels(large, providers=[provider]) == []
+    (kernel, *_) = ka.get_kernels(small, providers=[provider])
+    assert kernel.supports(large).error == "M is at most 64; M is 65"

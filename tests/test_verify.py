@@ -1,0 +1,315 @@
+"""A wrong result is detected, a right one passes: ka.verify."""
+
+import pytest
+import torch
+from support.data import gemm_arguments, gemm_tensors
+from support.kernels import CpuGemm, exact_product
+
+import kernel_api as ka
+from kernel_api import verify
+from kernel_api.errors import ArgumentError, UnsupportedError
+from kernel_api.verify import compare
+
+TYPES = {
+    "f64": ("f64", "f64", "f64"),
+    "f32": ("f32", "f32", "f32"),
+    "f16": ("f16", "f16", "f16"),
+    "bf16": ("bf16", "bf16", "bf16"),
+    "bf16 to f32": ("bf16", "bf16", "f32"),
+    "f32 to bf16": ("f32", "f32", "bf16"),
+    "e4m3": ("e4m3", "e4m3", "bf16"),
+    "e5m2": ("e5m2", "e4m3", "f32"),
+    "i8": ("i8", "i8", "i32"),
+    "i32": ("i32", "i32", "i32"),
+    "u8": ("u8", "u8", "i32"),
+}
+every_type = pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+
+
+def kernel_that(spoil=None, run=None):
+    """A right kernel, whose result ``spoil(args)`` then changes; or one that does ``run``."""
+
+    class Spoiled(CpuGemm):
+        def _run(self, args, artifact, stream, workspace=None):
+            if run is not None:
+                run(args)
+                return
+            args.out.tensor.copy_(exact_product(args))
+            if spoil is not None:
+                spoil(args)
+
+    (kernel,) = (
+        kernel
+        for operands in Spoiled.operand_variants()
+        for kernel in Spoiled.kernels_for(operands)
+    )
+    return kernel
+
+
+def verdict(kernel, args):
+    found = verify(kernel, args)
+    assert bool(found) is found.passed
+    return found
+
+
+# A right result passes -------------------------------------------------------------------
+
+
+@every_type
+@pytest.mark.parametrize("L", [None, 3])
+def test_a_right_result_passes(types, L):
+    found = verdict(kernel_that(), gemm_arguments(33, 47, 65, L, types=types))
+    assert found.passed, found
+    assert found.reason is None
+    assert found.error_ratio <= 1
+    assert str(found).startswith("passed")
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(0, 4, 4), (4, 0, 4), (4, 4, 0), (0, 0, 0), (1, 1, 1), (1, 4, 4), (4, 1, 4)]
+)
+@every_type
+def test_empty_and_single_extents_pass(types, M, N, K):
+    assert verdict(kernel_that(), gemm_arguments(M, N, K, types=types))
+
+
+@pytest.mark.parametrize("layouts", ["ttt", "tnt", "nnn", "ttn"])
+def test_padded_operands_of_every_layout_pass(layouts):
+    args = gemm_arguments(9, 10, 11, 2, layouts=layouts, pads=(1, 2, 3), offsets=(4, 5, 6))
+    assert verdict(kernel_that(), args)
+
+
+def test_inputs_with_infinities_and_nans_pass_where_the_result_has_them():
+    A, B, out = gemm_tensors(8, 8, 8)
+    A[1, 2], A[3, 4], A[5] = float("nan"), float("inf"), 0
+    assert verdict(kernel_that(), ka.GemmArguments(A, B, out))
+
+
+def test_sums_formed_in_another_order_pass():
+    def in_pieces(args):
+        A, B, out = args.tensors
+        total = torch.zeros_like(out)
+        for piece in range(0, args.K, 8):
+            total += A[:, piece : piece + 8] @ B[piece : piece + 8]
+        out.copy_(total)
+
+    assert verdict(kernel_that(run=in_pieces), gemm_arguments(64, 64, 512))
+
+
+def test_an_out_that_is_a_slice_of_a_buffer_passes():
+    buffer = torch.zeros(8, 64)
+    A, B, _ = gemm_tensors(8, 8, 8)
+    assert verdict(kernel_that(), ka.GemmArguments(A, B, buffer[:, 8:16]))
+
+
+# A wrong one does not --------------------------------------------------------------------
+
+
+@every_type
+@pytest.mark.parametrize("L", [None, 3])
+def test_one_wrong_element_is_detected(types, L):
+    def wrong(args):
+        element = args.out.tensor.select(-1, 5).select(-1, 7)
+        element.copy_((element.double() * 2 + 8).to(args.out.tensor.dtype))
+
+    found = verdict(kernel_that(wrong), gemm_arguments(33, 47, 65, L, types=types))
+    assert not found
+    assert found.error_ratio > 1
+    assert found.max_abs_error > 0
+    assert str(found).startswith("failed: ")
+
+
+@pytest.mark.parametrize("kind", ["i8", "i32", "u8"])
+def test_an_integer_that_is_off_by_one_is_detected(kind):
+    def wrong(args):
+        args.out.tensor[3, 4] += 1
+
+    found = verdict(kernel_that(wrong), gemm_arguments(33, 47, 65, types=(kind, kind, "i32")))
+    assert found.reason == "1 of 1551 integers differ"
+    assert found.max_abs_error == 1
+
+
+@every_type
+def test_an_unwritten_last_row_is_detected(types):
+    def partial(args):
+        args.out.tensor[:-1].copy_(exact_product(args)[:-1])
+
+    assert not verdict(kernel_that(run=partial), gemm_arguments(33, 47, 65, types=types))
+
+
+@every_type
+def test_a_kernel_that_writes_nothing_is_detected_even_if_the_right_result_is_there(types):
+    args = gemm_arguments(33, 47, 65, types=types)
+    args.out.tensor.copy_(exact_product(args))
+    assert not verdict(kernel_that(run=lambda args: None), args)
+
+
+@pytest.mark.parametrize("kind", ["i32", "u8", "bool"])
+def test_a_kernel_that_writes_nothing_is_detected_where_zeros_are_right(kind):
+    args = gemm_arguments(4, 4, 0, types=(kind, kind, kind))
+    args.out.tensor.zero_()
+    assert not verdict(kernel_that(run=lambda args: None), args)
+
+
+def test_a_missing_contribution_of_the_last_k_is_detected():
+    def short(args):
+        A, B, out = args.tensors
+        out.copy_(A[:, :-1].double() @ B[:-1].double())
+
+    for types in (TYPES["bf16"], TYPES["f32"], TYPES["e4m3"]):
+        assert not verdict(kernel_that(run=short), gemm_arguments(33, 47, 65, types=types))
+
+
+def test_only_the_first_batch_computed_is_detected():
+    def first(args):
+        args.out.tensor.copy_(exact_product(args)[:1].expand(args.out.shape))
+
+    assert not verdict(kernel_that(run=first), gemm_arguments(9, 10, 11, 3))
+
+
+def test_operands_taken_for_transposed_are_detected():
+    def transposed(args):
+        A, B, out = args.tensors
+        out.copy_(A.T @ B)
+
+    assert not verdict(kernel_that(run=transposed), gemm_arguments(16, 16, 16))
+
+
+def test_a_wrong_small_row_is_detected_beside_large_ones():
+    """Its error is far below one unit in the last place of the largest element."""
+    A, B, out = gemm_tensors(16, 32, 32, types=("bf16", "bf16", "f32"))
+    A[:8] *= 2**12
+    A[8:] *= 2**-12
+
+    def wrong(args):
+        args.out.tensor[12] *= 1.5
+
+    assert not verdict(kernel_that(wrong), ka.GemmArguments(A, B, out))
+
+
+def test_writing_into_the_padding_between_rows_is_detected():
+    args = gemm_arguments(8, 8, 8, pads=(0, 0, 4))
+
+    def wide(args):
+        whole = args.out.tensor.as_strided((8, 9), args.out.stride)
+        whole[3, 8] = 1.0
+
+    args.out.tensor.as_strided((8, 12), args.out.stride).zero_()
+    found = verdict(kernel_that(wide), args)
+    assert found.reason == "the kernel wrote outside of out, into memory between its rows"
+
+
+def test_writing_before_and_behind_the_output_is_detected():
+    for shift in (-1, 8 * 8):
+        buffer = torch.zeros(100)
+        A, B, _ = gemm_tensors(8, 8, 8)
+        out = buffer[10:74].view(8, 8)
+
+        def stray(args, buffer=buffer, shift=shift):
+            buffer[10 + shift] = 5.0
+
+        assert not verdict(kernel_that(stray), ka.GemmArguments(A, B, out))
+
+
+@pytest.mark.parametrize("name", ["A", "B"])
+@pytest.mark.parametrize("value", [0.0, -0.0, float("nan")])
+def test_a_changed_input_is_detected_by_its_bits(name, value):
+    args = gemm_arguments(8, 8, 8)
+    getattr(args, name).tensor[2, 3] = 0.0 if value != 0 or str(value) == "-0.0" else 1.0
+
+    def change(args):
+        getattr(args, name).tensor[2, 3] = value
+
+    found = verdict(kernel_that(change), args)
+    assert found.reason == f"the kernel changed its input {name}"
+
+
+def test_a_lost_nan_is_detected():
+    A, B, out = gemm_tensors(8, 8, 8)
+    A[1, 2] = float("nan")
+
+    def lose(args):
+        args.out.tensor.nan_to_num_(0.0)
+
+    found = verdict(kernel_that(lose), ka.GemmArguments(A, B, out))
+    assert found.reason == "a NaN of the inputs is lost"
+
+
+@pytest.mark.parametrize("instead", [0.0, float("-inf"), float("nan")])
+def test_a_lost_infinity_is_detected(instead):
+    A, B, out = gemm_tensors(8, 8, 8)
+    A[1, 2] = float("inf")
+
+    def lose(args):
+        args.out.tensor[1] = instead
+
+    assert not verdict(kernel_that(lose), ka.GemmArguments(A, B, out))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_element_that_is_not_finite_is_detected(value):
+    def spoil(args):
+        args.out.tensor[2, 3] = value
+
+    found = verdict(kernel_that(spoil), gemm_arguments(8, 8, 8))
+    assert found.reason == "1 of 64 elements are not finite"
+
+
+def test_rounding_to_a_narrower_type_on_the_way_is_detected():
+    def narrow(args):
+        args.out.tensor.copy_(exact_product(args).to(torch.bfloat16))
+
+    assert not verdict(kernel_that(narrow), gemm_arguments(33, 47, 65))
+
+
+def test_accumulating_in_a_narrower_type_is_detected():
+    def narrow(args):
+        A, B, out = args.tensors
+        total = torch.zeros(out.shape, dtype=torch.bfloat16)
+        for k in range(args.K):
+            total += A[:, k : k + 1] * B[k]
+        out.copy_(total)
+
+    args = gemm_arguments(33, 47, 512, types=("bf16", "bf16", "bf16"))
+    assert not verdict(kernel_that(run=narrow), args)
+
+
+def test_multiplying_float32_in_tfloat32_is_detected_unless_it_was_allowed():
+    def tf32(args):
+        A, B, out = args.tensors
+        a, b = (((t.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) for t in (A, B))
+        out.copy_(a.double() @ b.double())
+
+    kernel = kernel_that(run=tf32)
+    assert not verdict(kernel, gemm_arguments(33, 47, 65, fp32_precision="ieee"))
+    assert verdict(kernel, gemm_arguments(33, 47, 65, fp32_precision="tf32"))
+
+
+# What is not about the result ------------------------------------------------------------
+
+
+def test_what_run_refuses_is_raised():
+    A, B, out = gemm_tensors(4, 4, 4)
+    scaled = ka.ScaledOperand(A, torch.tensor(2.0), ka.ScaleMode.PER_TENSOR)
+    with pytest.raises(UnsupportedError, match="A carries a scale"):
+        verify(kernel_that(), ka.GemmArguments(scaled, B, out))
+
+
+def test_arguments_without_a_reference_are_refused_by_type():
+    with pytest.raises(ArgumentError, match="verify has no reference for int"):
+        verify(kernel_that(), 3)
+
+
+def test_a_reordering_kernel_may_be_off_three_times_as_much_as_torch():
+    ref = torch.full((4, 4), 1000.0, dtype=torch.float64)
+    base = ref + 1.0
+    out = (ref + 2.5).to(torch.float32)
+    assert not compare(out, ref, base, factor=2.0, floor=0.0)
+    assert compare(out, ref, base, factor=3.0, floor=0.0)
+
+
+def test_one_unit_in_the_last_place_is_allowed_where_torch_is_exact():
+    ref = torch.full((4, 4), 1.0, dtype=torch.float64)
+    one_up = torch.full((4, 4), 1.0 + torch.finfo(torch.float32).eps)
+    assert compare(one_up, ref, ref)
+    assert not compare(one_up + 3 * torch.finfo(torch.float32).eps, ref, ref)
