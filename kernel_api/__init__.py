@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kernel_api.kernel import Kernel
     from kernel_api.provider import Provider
     from kernel_api.status import Status
-    from kernel_api.verify import verify
+    from kernel_api.verification import verify
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ _HOME_OF = {
     "Status": "status",
     "explain": "discovery",
     "get_kernels": "discovery",
-    "verify": "verify",
+    "verify": "verification",
 }
 _MODULES = (
     "arguments",

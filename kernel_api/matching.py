@@ -98,10 +98,11 @@ def _match_arithmetic(operands: OperandsMetadata, args: Arguments) -> Status:
 def _match_major(
     name: str, operand: Operand, asked: TensorAttributes, args: Arguments, progress: int
 ) -> Status:
-    if asked.stride is None or operand.unit_mode == asked.unit_mode:
+    unit = asked.unit_mode
+    if unit is None or operand.unit_mode == unit:
         return Status.success()
     letters = args.modes[name]
-    wanted = f"{letters[asked.unit_mode]}-major"
+    wanted = f"{letters[unit]}-major"
     if operand.unit_mode is None:
         return Status.fail(
             f"{name} has strides {operand.stride}; one of its last two modes must have stride 1",

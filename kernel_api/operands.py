@@ -104,7 +104,7 @@ def _as_torch(value: Any, name: str) -> Any:
     if isinstance(value, torch.Tensor):
         return value
     try:
-        return torch.from_dlpack(value)
+        return torch.utils.dlpack.from_dlpack(value)
     except Exception as error:
         raise ArgumentError(f"{name} could not be viewed through DLPack: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import logging
@@ -9,10 +10,13 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kernel_api.errors import ArgumentError, PluginWarning, RegistrationError
 from kernel_api.status import Status
+
+if TYPE_CHECKING:
+    from kernel_api.kernel import Kernel
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +32,7 @@ K = TypeVar("K", bound=type)
 _lock = threading.RLock()
 _providers: dict[str, type[Provider]] = {}
 _scanned = False
+_scanning = False
 _generation = 0
 
 
@@ -46,7 +51,7 @@ class Provider:
 
     name: ClassVar[str] = ""
     rank: ClassVar[int] = 0
-    _families: ClassVar[dict[str, type]]
+    _families: ClassVar[dict[str, type[Kernel]]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -90,7 +95,7 @@ class Provider:
             registry_changed()
 
     @classmethod
-    def families(cls) -> list[type]:
+    def families(cls) -> list[type[Kernel]]:
         """The registered kernel classes, in the order of registration."""
         with _lock:
             return list(cls._families.values())
@@ -178,17 +183,22 @@ def _resolve(one: Any, known: dict[str, type[Provider]]) -> type[Provider]:
 
 def _scan() -> None:
     """Load the built-in providers and the installed plug-ins, once."""
-    global _scanned
+    global _scanned, _scanning
     if _scanned:
         return
     with _lock:
-        if _scanned:
+        # Other threads wait for the lock; a provider that asks while it is loaded does not.
+        if _scanned or _scanning:
             return
-        _scanned = True
-        for name, module in _BUILT_IN.items():
-            _load(name, lambda module=module: importlib.import_module(module))
-        for entry in sorted(_entry_points(), key=lambda e: e.name):
-            _load(entry.name, entry.load)
+        _scanning = True
+        try:
+            for name, module in _BUILT_IN.items():
+                _load(name, functools.partial(importlib.import_module, module))
+            for entry in sorted(_entry_points(), key=lambda e: e.name):
+                _load(entry.name, entry.load)
+            _scanned = True
+        finally:
+            _scanning = False
 
 
 def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:

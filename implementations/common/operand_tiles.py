@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint16, const_expr
 
-from implementations.common.thread_grid import ThreadGrid
+from .thread_grid import ThreadGrid
 
 WAVEFRONT_BYTES = 128  # what shared memory delivers at once
 

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint16, Uint32, const_expr
 from cutlass.cute import AddressSpace
 
-from implementations.common.thread_grid import ThreadGrid
+from .thread_grid import ThreadGrid
 
 
 class OutputTile:

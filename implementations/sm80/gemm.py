@@ -20,6 +20,7 @@ OUTPUTS = {  # types of D for each type of A and B
     Float32: (Float32,),
 }
 WARP = 32
+PLACE = 4  # integers that say where a block's tile is
 MMA_M, MMA_N = 16, 16  # of a warp: one mma.sync along M, two along N, one ldmatrix.x4 each
 MMA_K_BYTES = 32
 MAXIMUM_ACCUMULATORS = 128  # per thread, so that nothing spills
@@ -133,9 +134,9 @@ class Gemm:
         """Of one block; the output's unit-stride mode is 0 (M) or 1 (N)."""
         planned = copy(self)
         planned._plan(operand_type, output_type, (1, 1, output_unit_mode))
-        return planned._shared_bytes()
+        return planned._tile_bytes() + PLACE * Int32.width // 8
 
-    def _shared_bytes(self) -> int:
+    def _tile_bytes(self) -> int:
         return max(self._operand_bytes(), self.D.bytes)
 
     def _operand_bytes(self) -> int:
@@ -187,7 +188,9 @@ class Gemm:
     def kernel(self, mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor):
         thread, _, _ = cute.arch.thread_idx()
         first_m, first_n, batch = self._first_of_tile(mD)
-        sA, sB, sD = self._shared_memory()
+        sA, sB, sD, s_tile = self._shared_memory()
+        if thread == 0:
+            s_tile[0], s_tile[1], s_tile[2] = first_m, first_n, batch
         tiled_mma = self._tiled_mma()
         sources = (
             self.A.source(mA, first_m, batch, sA, thread),
@@ -199,7 +202,9 @@ class Gemm:
         )
         accumulators.fill(0.0)
         self._main_loop(tiled_mma, accumulators, sources, fragments, mA.shape[1])
-        self._epilogue(tiled_mma, accumulators, sD, mD, thread)
+        # From shared memory, since registers are needed for other things across the main loop.
+        first_m, first_n, batch = s_tile[0], s_tile[1], s_tile[2]
+        self._epilogue(tiled_mma, accumulators, sD, mD, (first_m, first_n), batch, thread)
 
     def _tiles(self, mD: cute.Tensor) -> tuple:
         return tuple(cute.ceil_div(mD.shape[mode], self.tile_shape[mode]) for mode in (0, 1))
@@ -211,7 +216,7 @@ class Gemm:
         Tiles are visited in bands of `raster` rows, column by column within a band.
         """
         tiles_m, tiles_n = self._tiles(mD)
-        index = self._block_index()
+        index, _, _ = cute.arch.block_idx()
         batch = index // (tiles_m * tiles_n)
         in_batch = index % (tiles_m * tiles_n)
         band_m = in_batch // (self.raster * tiles_n) * self.raster
@@ -220,19 +225,16 @@ class Gemm:
         tile_m, tile_n = band_m + in_band % band_rows, in_band // band_rows
         return tile_m * self.tile_shape[0], tile_n * self.tile_shape[1], batch
 
-    def _block_index(self) -> Int32:
-        """Reads it anew at every call: a compiler that knew that it stays the same would keep what
-        follows from it in registers across the main loop, which has none to spare."""
-        return cute.arch.inline_ptx("mov.u32 {$w0}, %%ctaid.x;", write_only_types=[Int32])
-
-    def _shared_memory(self) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """A and B of all stages; a slice of D in the same place."""
-        memory = SmemAllocator().allocate(self._shared_bytes(), byte_alignment=128)
+    def _shared_memory(self) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor]:
+        """A and B of all stages; a slice of D in the same place; where this block's tile is."""
+        allocator = SmemAllocator()
+        memory = allocator.allocate(self._tile_bytes(), byte_alignment=128)
         pointer = cute.recast_ptr(memory, dtype=self.operand_type)
         return (
             cute.make_tensor(pointer, self.A.layout()),
             cute.make_tensor(pointer + self.A.elements, self.B.layout()),
             cute.make_tensor(cute.recast_ptr(memory, dtype=self.D.element_type), self.D.layout()),
+            allocator.allocate_tensor(Int32, cute.make_layout(PLACE), byte_alignment=16),
         )
 
     def _tiled_mma(self) -> cute.TiledMma:
@@ -342,11 +344,11 @@ class Gemm:
         accumulators: cute.Tensor,
         sD: cute.Tensor,
         mD: cute.Tensor,
+        first: tuple[Int32, Int32],
+        batch: Int32,
         thread: Int32,
     ):
         """Accumulators → shared memory → D, a slice at a time."""
-        first_m, first_n, batch = self._first_of_tile(mD)
-        first = (first_m, first_n)
         thr_mma = tiled_mma.get_slice(thread)
         cD = cute.domain_offset(first, cute.make_identity_tensor(self.tile_shape[:2]))
         tCcD = thr_mma.partition_C(cD)

@@ -37,7 +37,8 @@ def resources(compiled: Any) -> Resources | None:
     attributes = _attributes(sections)
     return Resources(
         registers=max(attributes.get(_REGISTER_COUNT, [0])),
-        shared_memory_bytes=_static_shared_memory(code) + _dynamic_shared_memory(str(compiled.ir_module)),
+        shared_memory_bytes=_static_shared_memory(code)
+        + _dynamic_shared_memory(str(compiled.ir_module)),
         spill_bytes=max(attributes.get(_FRAME_SIZE, [0])),
         threads=max(attributes.get(_REQUIRED_THREADS, attributes.get(_MAX_THREADS, [0]))),
     )

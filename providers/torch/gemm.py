@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +10,7 @@ from kernel_api.arguments import GemmArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata
+from kernel_api.providers.precision import float32_multiplication
 from kernel_api.providers.streams import on_stream
 from kernel_api.providers.torch import TorchProvider
 from kernel_api.space import Operands, Space, rule
@@ -54,17 +53,3 @@ def multiply_into(A: Any, B: Any, out: Any, fp32_precision: str | None = None) -
             multiply(A, B, out=out)
         else:
             multiply(A, B, out_dtype=out.dtype, out=out)
-
-
-@contextlib.contextmanager
-def float32_multiplication(precision: str | None) -> Iterator[None]:
-    """Within it, torch multiplies float32 as ``"ieee"`` or ``"tf32"`` says; None: as set."""
-    before = torch.get_float32_matmul_precision()
-    if precision is None or (precision == "ieee") == (before == "highest"):
-        yield
-        return
-    torch.set_float32_matmul_precision("highest" if precision == "ieee" else "high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

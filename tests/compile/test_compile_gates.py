@@ -13,6 +13,7 @@ from support.registry import restored_registry
 from support.sass import sass
 
 import kernel_api as ka
+from kernel_api import provider
 from kernel_api.targets import target
 
 pytestmark = pytest.mark.compile
@@ -22,16 +23,11 @@ REGISTERS = 64 * 1024  # of a multiprocessor
 SHARED_MEMORY = {8: 163 * 1024, 9: 227 * 1024, 10: 227 * 1024, 12: 99 * 1024}  # by major
 
 
+(CUTEDSL,) = provider.providers(["cutedsl"])
+
+
 def families():
-    found = [f for p in ("cutedsl",) for f in _provider(p).families()]
-    return [*found, ExampleGemm]
-
-
-def _provider(name):
-    from kernel_api import provider
-
-    (found,) = provider.providers([name])
-    return found
+    return [*CUTEDSL.families(), ExampleGemm]
 
 
 def kernels_of(family):
@@ -41,6 +37,7 @@ def kernels_of(family):
 def sampled_pairs():
     """(kernel, sizes, target), the same in every run; small and unaligned sizes among them."""
     chosen = random.Random(2025)
+    pairs = []
     listed = families()
     for family in listed:
         kernels = kernels_of(family)
@@ -48,12 +45,9 @@ def sampled_pairs():
             M, N, K = (chosen.choice((1, 7, 64, 129, 1000, 4096)) for _ in range(3))
             batch = chosen.choice((None, None, 1, 3))
             for compiled_for in _devices_of(kernel, chosen):
-                yield pytest.param(
-                    kernel,
-                    (M, N, K, batch),
-                    compiled_for,
-                    id=f"{kernel.metadata.kernel_name}-{M}x{N}x{K}x{batch}-{compiled_for}",
-                )
+                name = f"{kernel.metadata.kernel_name}-{M}x{N}x{K}x{batch}-{compiled_for}"
+                pairs.append(pytest.param(kernel, (M, N, K, batch), compiled_for, id=name))
+    return pairs
 
 
 def _devices_of(kernel, chosen):
@@ -67,7 +61,7 @@ def _devices_of(kernel, chosen):
 @pytest.fixture(scope="module", autouse=True)
 def example():
     with restored_registry():
-        _provider("cutedsl").register(ExampleGemm)
+        CUTEDSL.register(ExampleGemm)
         yield
 
 

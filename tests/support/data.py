@@ -125,7 +125,8 @@ def arguments_for(
     """Arguments that a GEMM kernel's metadata asks for, whatever the sizes.
 
     Rows are padded to the divisibility that the kernel asks, and by no more, so that a kernel
-    without alignment gets odd strides.
+    without alignment gets odd strides; a row of one element has a pitch of at least two, because
+    with two strides of 1 the major could not be told.
     """
     operands = kernel.metadata.operands
     letters = {"M": M, "N": N, "K": K}
@@ -136,7 +137,8 @@ def arguments_for(
         extent = letters[modes[asked.unit_mode or -1]]
         types.append(asked.dtype or "float32")
         layouts += layout
-        pads.append(-extent % asked.divisibility)
+        pitch = -(-max(extent, 2) // asked.divisibility) * asked.divisibility
+        pads.append(pitch - extent)
     tf32 = operands.multiplication_type is not None
     return gemm_arguments(
         M,

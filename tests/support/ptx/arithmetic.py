@@ -93,9 +93,7 @@ for _name, _t in _INTEGERS.items():
     if _t.itemsize < 8:
         _w = _wider(_t)
         _define(f"mul.hi.{_name}", _t, (_t, _t), _high)
-        _define(
-            f"mul.wide.{_name}", _w, (_t, _t), lambda a, b, w=_w: a.astype(w) * b.astype(w)
-        )
+        _define(f"mul.wide.{_name}", _w, (_t, _t), lambda a, b, w=_w: a.astype(w) * b.astype(w))
         _define(
             f"mad.wide.{_name}",
             _w,
@@ -177,7 +175,10 @@ _define("bfi.b32", U32, (U32, U32, U32, U32), _bfi)
 for _side in "lr":
     for _mode in ("wrap", "clamp"):
         _define(
-            f"shf.{_side}.{_mode}.b32", U32, (U32, U32, U32), _funnel(_side == "l", _mode == "clamp")
+            f"shf.{_side}.{_mode}.b32",
+            U32,
+            (U32, U32, U32),
+            _funnel(_side == "l", _mode == "clamp"),
         )
 
 # Floating point -----------------------------------------------------------------------------

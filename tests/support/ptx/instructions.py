@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from support.ptx.arithmetic import OPERATIONS, TYPES, U32, Operation
-from support.ptx.block import Block, Handler, Mask, Targets
+from support.ptx.grid import Grid, Handler, Mask, Targets
 from support.ptx.errors import EmulationError
 from support.ptx.matrix import MULTIPLIES, MatrixMultiply, load_fragments
 from support.ptx.memory import WARP
@@ -39,35 +39,31 @@ def _handler(instruction: Instruction) -> Handler:
 # Registers ----------------------------------------------------------------------------------
 
 
-def _compute(operation: Operation, block: Block, instruction: Instruction, mask: Mask) -> None:
+def _compute(operation: Operation, grid: Grid, instruction: Instruction, mask: Mask) -> None:
     target, *sources = instruction.operands
-    values = [block.read(s, dtype) for s, dtype in zip(sources, operation.inputs, strict=True)]
+    values = [grid.read(s, dtype) for s, dtype in zip(sources, operation.inputs, strict=True)]
     result = operation.function(*values)
-    block.write(target, result.astype(operation.result, copy=False), mask)
+    grid.write(target, result.astype(operation.result, copy=False), mask)
 
 
-def _multiply(
-    operation: MatrixMultiply, block: Block, instruction: Instruction, mask: Mask
-) -> None:
-    block.require_whole_warps(mask)
+def _multiply(operation: MatrixMultiply, grid: Grid, instruction: Instruction, mask: Mask) -> None:
+    grid.require_whole_warps(mask)
     target, *sources = map(_elements, instruction.operands)
-    registers = [[block.everywhere(block.read(e, U32)) for e in source] for source in sources]
+    registers = [[grid.everywhere(grid.read(e, U32)) for e in source] for source in sources]
     for element, value in zip(target, operation(*registers), strict=True):
-        block.write(element, value, mask)
+        grid.write(element, value, mask)
 
 
-def _shuffle(
-    match: re.Match[str], block: Block, instruction: Instruction, mask: Mask
-) -> None:
+def _shuffle(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask) -> None:
     """shfl.sync of all lanes, as the PTX ISA's pseudocode has it."""
-    block.require_whole_warps(mask)
+    grid.require_whole_warps(mask)
     target, *sources = instruction.operands
     value, lane_or_offset, clamp, members = (
-        block.everywhere(block.read(source, U32)) for source in sources
+        grid.everywhere(grid.read(source, U32)) for source in sources
     )
     if (members != 0xFFFFFFFF).any():
         raise EmulationError("leaves lanes out, which the emulator does not know")
-    lane = block.threads % WARP
+    lane = grid.threads % WARP
     offset, segment, last = (
         x.astype(np.int64) for x in (lane_or_offset & 31, clamp >> 8 & 31, clamp & 31)
     )
@@ -80,124 +76,114 @@ def _shuffle(
     }[match["mode"]]
     inside = source >= highest if match["mode"] == "up" else source <= highest
     source = np.where(inside, source, lane)
-    block.write(target, value[block.threads - lane + source], mask)
+    grid.write(target, value[grid.threads - lane + source], mask)
 
 
 # Memory -------------------------------------------------------------------------------------
 
 
-def _load(match: re.Match[str], block: Block, instruction: Instruction, mask: Mask) -> None:
+def _load(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask) -> None:
     target, address = instruction.operands
     dtype, count = TYPES[match["type"]], int(match["count"] or 1)
-    size, threads = dtype.itemsize * count, block.active(mask)
+    size, threads = dtype.itemsize * count, grid.active(mask)
     if match["space"] == "param":
-        data = _parameter(block, address, size)
+        data = _parameter(grid, address, size)
     elif match["space"] == "global":
-        data = block.memory.load(
-            block.addresses(address, U64, mask), size, block.global_threads(mask)
-        )
+        data = grid.memory.load(grid.addresses(address, U64, mask), size, threads)
     else:
-        data = block.shared.load(block.addresses(address, U32, mask), size, threads)
-    loaded = np.zeros((block.threads.size, count), dtype)
+        data = grid.shared.load(grid.addresses(address, U32, mask), size, threads)
+    loaded = np.zeros((grid.threads.size, count), dtype)
     loaded[threads] = data.view(dtype)
     for element, values in zip(_elements(target), loaded.T, strict=True):
-        block.write(element, np.ascontiguousarray(values), mask)
+        grid.write(element, np.ascontiguousarray(values), mask)
 
 
-def _parameter(block: Block, address: Operand, size: int) -> np.ndarray:
+def _parameter(grid: Grid, address: Operand, size: int) -> np.ndarray:
     assert isinstance(address, Address) and isinstance(address.base, Symbol)
-    data = block.parameters[address.base.name][address.offset :][:size]
+    data = grid.parameters[address.base.name][address.offset :][:size]
     return np.frombuffer(data, np.uint8)[None]
 
 
-def _store(match: re.Match[str], block: Block, instruction: Instruction, mask: Mask) -> None:
+def _store(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask) -> None:
     address, source = instruction.operands
     dtype, elements = TYPES[match["type"]], _elements(source)
     if len(elements) != int(match["count"] or 1):
         raise EmulationError("stores another number of registers than it says")
-    columns = [block.everywhere(block.read(element, dtype)) for element in elements]
-    threads = block.active(mask)
+    columns = [grid.everywhere(grid.read(element, dtype)) for element in elements]
+    threads = grid.active(mask)
     data = np.stack(columns, axis=-1)[threads].view(np.uint8)
     if match["space"] == "global":
-        addresses = block.addresses(address, U64, mask)
-        block.memory.store(addresses, data, block.global_threads(mask))
+        addresses = grid.addresses(address, U64, mask)
+        grid.memory.store(addresses, data, threads)
     else:
-        block.shared.store(block.addresses(address, U32, mask), data, threads)
+        grid.shared.store(grid.addresses(address, U32, mask), data, threads)
 
 
-def _load_matrix(
-    match: re.Match[str], block: Block, instruction: Instruction, mask: Mask
-) -> None:
+def _load_matrix(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask) -> None:
     """Lanes 8 · i to 8 · i + 7 hold the addresses of the rows of matrix i."""
-    block.require_whole_warps(mask)
+    grid.require_whole_warps(mask)
     target, address = instruction.operands
-    count, threads = int(match["count"]), block.active(mask)
+    count, threads = int(match["count"]), grid.active(mask)
     pointing = threads % WARP < 8 * count
-    addresses = block.addresses(address, U32, mask)[pointing]
-    rows = block.shared.load(addresses, 16, threads[pointing]).reshape(-1, count, 8, 16)
+    addresses = grid.addresses(address, U32, mask)[pointing]
+    rows = grid.shared.load(addresses, 16, threads[pointing]).reshape(-1, count, 8, 16)
     words = load_fragments(rows, transposed=match["trans"] is not None)
     for i, element in enumerate(_elements(target)):
-        loaded = np.zeros(block.threads.size, U32)
+        loaded = np.zeros(grid.threads.size, U32)
         loaded[threads] = words[:, i].reshape(-1)
-        block.write(element, loaded, mask)
+        grid.write(element, loaded, mask)
 
 
-def _copy_async(
-    match: re.Match[str], block: Block, instruction: Instruction, mask: Mask
-) -> None:
+def _copy_async(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask) -> None:
     """Copies the first `inside` bytes and fills with zeros up to `size`."""
     del match
     target, source, size_operand, *rest = instruction.operands
     assert isinstance(size_operand, Immediate)
     size = size_operand.value
-    inside = block.everywhere(block.read(rest[0] if rest else size_operand, U32))
-    threads = block.active(mask)
+    inside = grid.everywhere(grid.read(rest[0] if rest else size_operand, U32))
+    threads = grid.active(mask)
     if (inside[threads] > size).any():
         raise EmulationError("reads more bytes than it copies")
-    data = block.memory.load(
-        block.addresses(source, U64, mask), size, block.global_threads(mask), inside[threads]
-    )
-    block.shared.start_copy(block.addresses(target, U32, mask), data, threads)
+    data = grid.memory.load(grid.addresses(source, U64, mask), size, threads, inside[threads])
+    grid.shared.start_copy(grid.addresses(target, U32, mask), data, threads)
 
 
-def _commit(match: re.Match[str], block: Block, instruction: Instruction, mask: Mask) -> None:
-    block.shared.commit_copies(block.active(mask))
+def _commit(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask) -> None:
+    grid.shared.commit_copies(grid.active(mask))
 
 
-def _wait(match: re.Match[str], block: Block, instruction: Instruction, mask: Mask) -> None:
+def _wait(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask) -> None:
     pending = None
     if match["group"]:
         (operand,) = instruction.operands
         assert isinstance(operand, Immediate)
         pending = operand.value
-    block.shared.await_copies(block.active(mask), pending)
+    grid.shared.await_copies(grid.active(mask), pending)
 
 
 # Control flow -------------------------------------------------------------------------------
 
 
-def _branch(match: re.Match[str], block: Block, instruction: Instruction, mask: Mask) -> Targets:
+def _branch(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask) -> Targets:
     (target,) = instruction.operands
     assert isinstance(target, Symbol)
-    return block.program.labels[target.name]
+    return grid.program.labels[target.name]
 
 
-def _return(match: re.Match[str], block: Block, instruction: Instruction, mask: Mask) -> Targets:
-    return len(block.program.instructions)
+def _return(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask) -> Targets:
+    return len(grid.program.instructions)
 
 
-def _barrier(match: re.Match[str], block: Block, instruction: Instruction, mask: Mask) -> Targets:
+def _barrier(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask) -> Targets:
     if instruction.operands != (Immediate(0),):
         raise EmulationError("is a barrier other than 0 of all threads")
-    block.require_whole_warps(mask)
-    block.waiting[block.active(mask)] = True
-    return block.counter + 1
+    grid.require_whole_warps(mask)
+    grid.waiting[grid.active(mask)] = True
+    return grid.counter + 1
 
 
-def _warp_barrier(
-    match: re.Match[str], block: Block, instruction: Instruction, mask: Mask
-) -> None:
-    block.require_whole_warps(mask)
+def _warp_barrier(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask) -> None:
+    grid.require_whole_warps(mask)
 
 
 def _elements(operand: Operand) -> tuple[Operand, ...]:
@@ -207,7 +193,10 @@ def _elements(operand: Operand) -> tuple[Operand, ...]:
 _PATTERNS = [
     (re.compile(pattern), handler)
     for pattern, handler in (
-        (r"ld\.(?P<space>param|global|shared)(\.nc)?(\.v(?P<count>[24]))?\.(?P<type>[busf]\d+)", _load),
+        (
+            r"ld\.(?P<space>param|global|shared)(\.nc)?(\.v(?P<count>[24]))?\.(?P<type>[busf]\d+)",
+            _load,
+        ),
         (r"st\.(?P<space>global|shared)(\.v(?P<count>[24]))?\.(?P<type>[busf]\d+)", _store),
         (
             r"ldmatrix\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<trans>\.trans)?\.shared\.b16",

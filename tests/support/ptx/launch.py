@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from support.ptx.block import Block
+from support.ptx.grid import Grid
 from support.ptx.errors import EmulationError
 from support.ptx.instructions import handlers
 from support.ptx.memory import GlobalMemory
@@ -23,13 +23,13 @@ def launch(
     threads: int,
     shared_bytes: int = 0,
 ) -> None:
-    """Run all blocks, one after the other.
+    """Run all blocks.
 
     Args:
         shared_bytes: Of dynamic shared memory.
 
     Raises:
-        EmulationError: with the instruction, block and thread that did wrong.
+        EmulationError: with the instruction, and the block and thread, that did wrong.
     """
     if program.threads not in (None, threads):
         raise EmulationError(f"the kernel is for {program.threads} threads, not {threads}")
@@ -37,19 +37,17 @@ def launch(
     if [len(parameter) for parameter in parameters] != sizes:
         given = [len(parameter) for parameter in parameters]
         raise EmulationError(f"the parameters have {given} bytes; the kernel takes {sizes}")
-    executing = handlers(program)
+    grid = Grid(
+        program,
+        handlers(program),
+        memory,
+        dict(zip(program.parameters, parameters, strict=True)),
+        blocks=blocks,
+        threads_per_block=threads,
+        shared_bytes=program.static_shared_bytes + shared_bytes,
+    )
     with np.errstate(all="ignore"):  # of threads that are not active
-        for index in range(blocks):
-            Block(
-                program,
-                executing,
-                memory,
-                threads=threads,
-                index=index,
-                blocks=blocks,
-                parameters=dict(zip(program.parameters, parameters, strict=True)),
-                shared_bytes=program.static_shared_bytes + shared_bytes,
-            ).run()
+        grid.run()
 
 
 def tensor_parameter(pointer: int, shape: Sequence[int], strides: Sequence[int]) -> bytes:

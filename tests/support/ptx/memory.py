@@ -1,13 +1,14 @@
 """Global and shared memory, which check every access.
 
-Both work on many accesses at once: `addresses` holds one each, `threads` who makes it. A thread is
-numbered through all blocks in global memory and within its block in shared memory.
+Both work on many accesses at once: `addresses` holds one each, `threads` who makes it, numbered
+through all blocks. Accesses are aligned to their size, so that memory is a table whose rows are as
+long as one access.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,33 +16,49 @@ from support.ptx.errors import Fault
 
 POISON = 0xFF  # all ones are a NaN in every floating-point type
 WARP = 32
+WARPS = 64  # more than a block has
 
 _NOBODY = -1
+_LONGEST = 16  # bytes of an access
 
 
 @dataclass(frozen=True)
 class _Accesses:
-    """Made at once by `threads`, each to some bytes in a row, `offsets` (accesses, bytes)."""
+    """Made at once by `threads`, to `size` bytes each, which are a row of memory."""
 
     threads: np.ndarray
-    offsets: np.ndarray
+    addresses: np.ndarray
+    rows: np.ndarray
+    size: int
 
     @classmethod
-    def to(cls, addresses: np.ndarray, size: int, threads: np.ndarray) -> _Accesses:
+    def to(
+        cls, addresses: np.ndarray, size: int, threads: np.ndarray, origin: int | np.ndarray
+    ) -> _Accesses:
+        """`origin` is the address of the first row."""
         wrong = addresses % size != 0
         if wrong.any():
             at = int(wrong.argmax())
-            raise Fault(
-                int(threads[at]), f"has address {addresses[at]:#x}, no multiple of {size} bytes"
-            )
-        return cls(threads, addresses[:, None] + np.arange(size))
+            reason = f"has address {addresses[at]:#x}, no multiple of {size} bytes"
+            raise Fault(int(threads[at]), reason)
+        return cls(threads, addresses, (addresses - origin) // size, size)
+
+    def part(self, chosen: np.ndarray) -> _Accesses:
+        return _Accesses(self.threads[chosen], self.addresses[chosen], self.rows[chosen], self.size)
+
+    def read(self, table: np.ndarray) -> np.ndarray:
+        """(accesses, bytes) out of a table with one entry per byte of memory."""
+        return table.reshape(-1, self.size)[self.rows]
+
+    def write(self, table: np.ndarray, values: np.ndarray | bool) -> None:
+        table.reshape(-1, self.size)[self.rows] = values
 
     def require(self, fine: np.ndarray, reason: str) -> None:
-        """Fault at the first byte that is not fine."""
+        """Fault at the first of (accesses, bytes) that is not fine."""
         if not fine.all():
             access, byte = np.argwhere(~fine)[0]
-            offset = int(self.offsets[access, byte])
-            raise Fault(int(self.threads[access]), f"{reason}, at {offset:#x}")
+            address = int(self.addresses[access] + byte)
+            raise Fault(int(self.threads[access]), f"{reason}, at {address:#x}")
 
 
 @dataclass(frozen=True)
@@ -90,21 +107,22 @@ class GlobalMemory:
             strides: In bytes.
         """
         elements = np.zeros(storage.size, bool)
-        first = np.lib.stride_tricks.as_strided(elements[offset:], shape, strides)
-        for byte in range(itemsize if first.size else 0):
+        for byte in range(itemsize if 0 not in shape else 0):
             np.lib.stride_tricks.as_strided(elements[offset + byte :], shape, strides)[...] = True
         begin = self.GAP * ((len(self.bytes) + offset) // self.GAP + 2) + alignment - offset
-        grow = begin + storage.size + self.GAP - len(self.bytes)
-        self.bytes = np.concatenate([self.bytes, np.full(grow, POISON, np.uint8)])
-        self._readable, self._writable = (
-            np.concatenate([known, np.zeros(grow, bool)])
-            for known in (self._readable, self._writable)
-        )
-        self._writer = np.concatenate([self._writer, np.full(grow, _NOBODY, np.int64)])
+        size = self.GAP * ((begin + storage.size) // self.GAP + 2)
+        self.bytes = self._grown(self.bytes, size, POISON)
+        self._readable = self._grown(self._readable, size, False)
+        self._writable = self._grown(self._writable, size, False)
+        self._writer = self._grown(self._writer, size, _NOBODY)
         inside = slice(begin, begin + storage.size)
         self.bytes[inside] = storage
         (self._writable if output else self._readable)[inside] = elements
         return Placed(name, self.BASE + begin + offset, inside, elements)
+
+    @staticmethod
+    def _grown(table: np.ndarray, size: int, entry: int) -> np.ndarray:
+        return np.append(table, np.full(size - len(table), entry, table.dtype))
 
     def storage(self, placed: Placed) -> np.ndarray:
         """The bytes of the tensor's storage as they are now."""
@@ -123,100 +141,94 @@ class GlobalMemory:
         inside: np.ndarray | None = None,
     ) -> np.ndarray:
         """(accesses, size) bytes, of which `inside` says how many are read; zero behind them."""
-        accesses = _Accesses.to(addresses, size, threads)
-        wanted = np.full(accesses.offsets.shape, True)
-        if inside is not None:
-            wanted = np.arange(size) < inside[:, None]
-        places, allowed = self._look_up(accesses, self._readable)
+        accesses = self._accesses(addresses, size, threads)
+        allowed = accesses.read(self._readable)
+        if inside is None:
+            accesses.require(allowed, "reads what is no element of an input")
+            return accesses.read(self.bytes)
+        wanted = np.arange(size) < inside[:, None]
         accesses.require(allowed | ~wanted, "reads what is no element of an input")
-        return np.where(wanted, self.bytes[places], np.uint8(0))
+        return np.where(wanted, accesses.read(self.bytes), np.uint8(0))
 
     def store(self, addresses: np.ndarray, data: np.ndarray, threads: np.ndarray) -> None:
-        accesses = _Accesses.to(addresses, data.shape[1], threads)
-        places, allowed = self._look_up(accesses, self._writable)
-        accesses.require(allowed, "writes what is no element of an output")
-        before, threads = self._writer[places], threads[:, None]
+        accesses = self._accesses(addresses, data.shape[1], threads)
+        accesses.require(accesses.read(self._writable), "writes what is no element of an output")
+        before, threads = accesses.read(self._writer), threads[:, None]
         accesses.require((before == _NOBODY) | (before == threads), "writes what another wrote")
-        self._writer[places] = threads
-        accesses.require(self._writer[places] == threads, "writes what another writes")
-        self.bytes[places] = data
+        accesses.write(self._writer, threads)
+        accesses.require(accesses.read(self._writer) == threads, "writes what another writes")
+        accesses.write(self.bytes, data)
 
-    def _look_up(self, accesses: _Accesses, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where in the buffer the bytes are, and what the table says of them: no if outside."""
-        places = accesses.offsets - self.BASE
-        within = (places >= 0) & (places < len(table))
-        places = np.where(within, places, 0)
-        return places, within & table[places]
+    def _accesses(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> _Accesses:
+        """What is outside of the buffer becomes an access to its first gap."""
+        accesses = _Accesses.to(addresses, size, threads, self.BASE)
+        within = (accesses.rows >= 0) & (accesses.rows < len(self.bytes) // size)
+        return replace(accesses, rows=np.where(within, accesses.rows, 0))
 
 
 @dataclass
 class _Copies:
     """What one cp.async instruction of several threads has on its way."""
 
-    threads: np.ndarray
+    accesses: _Accesses
     groups: np.ndarray  # of each thread, counted from its first
-    offsets: np.ndarray
     data: np.ndarray
 
     def part(self, chosen: np.ndarray) -> _Copies:
-        return _Copies(
-            self.threads[chosen], self.groups[chosen], self.offsets[chosen], self.data[chosen]
-        )
+        return _Copies(self.accesses.part(chosen), self.groups[chosen], self.data[chosen])
 
 
 class SharedMemory:
-    """Of one block.
+    """Of all blocks, `size` bytes each.
 
     Faults are accesses outside of it, reads of bytes that were never written or that a copy is on
-    its way to, and races: of two accesses to a byte by different warps with no barrier in between,
-    one a write. (Lanes of one warp are taken to be in step.)
+    its way to, and races: two accesses to a byte by different warps with no barrier in between,
+    one of them a write. Lanes of one warp are taken to be in step.
 
     What cp.async copies becomes visible when the copying thread waits for its group.
     """
 
-    def __init__(self, size: int, threads: int) -> None:
-        self.bytes = np.full(size, POISON, np.uint8)
-        self._written = np.zeros(size, bool)
-        self._on_its_way = np.zeros(size, bool)
+    def __init__(self, size: int, blocks: int, threads_per_block: int) -> None:
+        self.size = size
+        self._pitch = -(-size // _LONGEST) * _LONGEST
+        self._threads_per_block = threads_per_block
+        bytes_ = self._pitch * blocks
+        self.bytes = np.full(bytes_, POISON, np.uint8)
+        self._written = np.zeros(bytes_, bool)
+        self._on_its_way = np.zeros(bytes_, bool)
         self._epoch = 0
-        # The last access of each kind: epoch · _WARPS + warp for reads, the last number standing
+        # The last access of each kind: epoch · WARPS + warp for reads, the last number standing
         # for several warps; for writes the same with threads, which are 32 to a warp.
-        self._write_mark = np.full(size, _NOBODY, np.int32)
-        self._read_mark = np.full(size, _NOBODY, np.int32)
-        self._groups = np.zeros(threads, np.int64)  # begun by each thread
+        self._write_mark = np.full(bytes_, _NOBODY, np.int32)
+        self._read_mark = np.full(bytes_, _NOBODY, np.int32)
+        self._groups = np.zeros(blocks * threads_per_block, np.int64)  # begun by each thread
         self._copies: list[_Copies] = []
 
-    _WARPS = 64
-
     def barrier(self) -> None:
-        """All threads of the block have come together."""
+        """All threads of every block have come together."""
         self._epoch += 1
 
     def load(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> np.ndarray:
         """(accesses, size) bytes."""
         accesses = self._accesses(addresses, size, threads)
-        offsets, warps = accesses.offsets, self._marks(threads // WARP, self._WARPS)
-        accesses.require(~self._on_its_way[offsets], "reads what a copy is on its way to")
-        accesses.require(self._written[offsets], "reads what was never written")
-        self._require_no_race(accesses, self._write_mark[offsets] // WARP, "reads", "writes")
-        before, several = self._read_mark[offsets], self._now(self._WARPS) + self._WARPS - 1
-        others = (before >= self._now(self._WARPS)) & (before != warps)
-        self._read_mark[offsets] = np.where(others, several, warps)
-        clashes = self._read_mark[offsets] != warps
-        self._read_mark[offsets[clashes]] = several
-        return self.bytes[offsets]
+        accesses.require(~accesses.read(self._on_its_way), "reads what a copy is on its way to")
+        accesses.require(accesses.read(self._written), "reads what was never written")
+        writer = accesses.read(self._write_mark) // WARP
+        self._require_no_race(accesses, writer, "reads what another warp writes")
+        self._mark_read(accesses)
+        return accesses.read(self.bytes)
 
     def store(self, addresses: np.ndarray, data: np.ndarray, threads: np.ndarray) -> None:
         accesses = self._accesses(addresses, data.shape[1], threads)
-        self._claim(accesses)
-        self._write(accesses.offsets, data)
+        self._mark_written(accesses)
+        self._write(accesses, data)
 
     def start_copy(self, addresses: np.ndarray, data: np.ndarray, threads: np.ndarray) -> None:
         """cp.async: the bytes may arrive at any time from now on."""
         accesses = self._accesses(addresses, data.shape[1], threads)
-        self._claim(accesses)
-        self._on_its_way[accesses.offsets] = True
-        self._copies.append(_Copies(threads, self._groups[threads], accesses.offsets, data))
+        self._mark_written(accesses)
+        accesses.write(self._on_its_way, True)
+        self._copies.append(_Copies(accesses, self._groups[threads], data))
 
     def commit_copies(self, threads: np.ndarray) -> None:
         self._groups[threads] += 1
@@ -227,48 +239,57 @@ class SharedMemory:
         waiting[threads] = True
         left = []
         for copies in self._copies:
-            arrived = waiting[copies.threads]
+            copying = copies.accesses.threads
+            arrived = waiting[copying]
             if pending is not None:
-                arrived &= copies.groups < self._groups[copies.threads] - pending
+                arrived &= copies.groups < self._groups[copying] - pending
             now, later = copies.part(arrived), copies.part(~arrived)
-            self._on_its_way[now.offsets] = False
-            self._write_mark[now.offsets] = self._marks(now.threads, self._WARPS * WARP)
-            self._write(now.offsets, now.data)
-            if later.threads.size:
+            now.accesses.write(self._on_its_way, False)
+            self._mark_written(now.accesses)
+            self._write(now.accesses, now.data)
+            if later.groups.size:
                 left.append(later)
         self._copies = left
 
     def _accesses(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> _Accesses:
-        accesses = _Accesses.to(addresses, size, threads)
-        inside = (accesses.offsets >= 0) & (accesses.offsets < len(self.bytes))
-        accesses.require(inside, f"is outside of {len(self.bytes)} bytes of shared memory")
+        block = threads // self._threads_per_block
+        accesses = _Accesses.to(addresses, size, threads, -block * self._pitch)
+        inside = (addresses >= 0) & (addresses + size <= self.size)
+        accesses.require(inside[:, None], f"is outside of {self.size} bytes of shared memory")
         return accesses
 
-    def _now(self, marks: int) -> int:
-        return self._epoch * marks
+    def _write(self, accesses: _Accesses, data: np.ndarray) -> None:
+        accesses.write(self._written, True)
+        accesses.write(self.bytes, data)
 
-    def _marks(self, who: np.ndarray, marks: int) -> np.ndarray:
-        return (self._now(marks) + who).astype(np.int32)[:, None]
+    # Races -----------------------------------------------------------------------------------
 
-    def _claim(self, accesses: _Accesses) -> None:
-        """For writing."""
-        offsets = accesses.offsets
-        accesses.require(~self._on_its_way[offsets], "writes what a copy is on its way to")
-        self._require_no_race(accesses, self._write_mark[offsets] // WARP, "writes", "writes")
-        self._require_no_race(accesses, self._read_mark[offsets], "writes", "reads")
-        mine = self._marks(accesses.threads, self._WARPS * WARP)
-        self._write_mark[offsets] = mine
-        accesses.require(self._write_mark[offsets] == mine, "writes what another thread writes")
+    def _thread_marks(self, accesses: _Accesses) -> np.ndarray:
+        in_block = accesses.threads % self._threads_per_block
+        return (self._epoch * WARPS * WARP + in_block).astype(np.int32)[:, None]
 
-    def _require_no_race(
-        self, accesses: _Accesses, marks: np.ndarray, does: str, other_does: str
-    ) -> None:
-        mine = self._marks(accesses.threads // WARP, self._WARPS)
-        fine = (marks < self._now(self._WARPS)) | (marks == mine)
+    def _require_no_race(self, accesses: _Accesses, marks: np.ndarray, reason: str) -> None:
+        mine = self._thread_marks(accesses) // WARP
+        fine = (marks < self._epoch * WARPS) | (marks == mine)
+        accesses.require(fine, f"{reason}, with no barrier in between")
+
+    def _mark_read(self, accesses: _Accesses) -> None:
+        mine = self._thread_marks(accesses) // WARP
+        several = (self._epoch + 1) * WARPS - 1
+        before = accesses.read(self._read_mark)
+        others = (before >= self._epoch * WARPS) & (before != mine)
+        accesses.write(self._read_mark, np.where(others, several, mine))
+        clash = (accesses.read(self._read_mark) != mine).any(axis=1)  # within these accesses
+        accesses.part(clash).write(self._read_mark, several)
+
+    def _mark_written(self, accesses: _Accesses) -> None:
+        on_its_way = accesses.read(self._on_its_way)
+        accesses.require(~on_its_way, "writes what a copy is on its way to")
+        writer, reader = accesses.read(self._write_mark) // WARP, accesses.read(self._read_mark)
+        self._require_no_race(accesses, writer, "writes what another warp writes")
+        self._require_no_race(accesses, reader, "writes what another warp reads")
+        mine = self._thread_marks(accesses)
+        accesses.write(self._write_mark, mine)
         accesses.require(
-            fine, f"{does} what another warp {other_does}, with no barrier in between"
+            accesses.read(self._write_mark) == mine, "writes what another thread writes"
         )
-
-    def _write(self, offsets: np.ndarray, data: np.ndarray) -> None:
-        self._written[offsets] = True
-        self.bytes[offsets] = data

@@ -189,7 +189,9 @@ class _Body:
         self.program.static_shared_bytes = address + size
 
     def _instruction(self, text: str) -> Instruction:
-        match = re.fullmatch(r"(?:@(?P<negated>!?)(?P<guard>\S+) )?(?P<name>\S+) ?(?P<rest>.*)", text)
+        match = re.fullmatch(
+            r"(?:@(?P<negated>!?)(?P<guard>\S+) )?(?P<name>\S+) ?(?P<rest>.*)", text
+        )
         assert match is not None
         guard = self._operand(match["guard"]) if match["guard"] else None
         if guard is not None and not isinstance(guard, Register):

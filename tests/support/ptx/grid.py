@@ -1,4 +1,4 @@
-"""One block of threads that executes a program, all threads at once in numpy arrays.
+"""All threads of all blocks, which execute a program at once in numpy arrays.
 
 Every thread has a program counter of its own. What runs next is always the smallest one, for all
 threads that have it: after a branch the threads behind catch up with those ahead.
@@ -29,19 +29,19 @@ from support.ptx.program import (
 Mask = np.ndarray | None
 #: Where those threads go on that do not go on behind the instruction.
 Targets = int | None
-Handler = Callable[["Block", Instruction, Mask], Targets]
+Handler = Callable[["Grid", Instruction, Mask], Targets]
 
 #: A program that branches more often than this is taken to be caught in a loop.
 MOST_BRANCHES = 1_000_000
 
 
-class Block:
-    """A block of a grid that extends along x only.
+class Grid:
+    """Blocks along x only; threads are numbered through all of them.
 
     Args:
         handlers: What executes each instruction of the program.
         parameters: What each parameter of the program holds.
-        shared_bytes: Of static and dynamic shared memory.
+        shared_bytes: Of a block, static and dynamic.
     """
 
     def __init__(
@@ -49,30 +49,29 @@ class Block:
         program: Program,
         handlers: list[Handler],
         memory: GlobalMemory,
-        *,
-        threads: int,
-        index: int,
-        blocks: int,
         parameters: dict[str, bytes],
+        *,
+        blocks: int,
+        threads_per_block: int,
         shared_bytes: int,
     ) -> None:
         self.program = program
         self.handlers = handlers
         self.memory = memory
-        self.shared = SharedMemory(shared_bytes, threads)
-        self.threads = np.arange(threads)
-        self.index = index
+        self.shared = SharedMemory(shared_bytes, blocks, threads_per_block)
         self.parameters = parameters
+        self.threads_per_block = threads_per_block
+        self.threads = np.arange(blocks * threads_per_block)
         self.registers: dict[str, np.ndarray] = {}
-        self.program_counters = np.zeros(threads, np.int64)
+        self.program_counters = np.zeros(self.threads.size, np.int64)
         self.counter = 0  # of the instruction that is being executed
-        self.waiting = np.zeros(threads, bool)  # at a barrier
+        self.waiting = np.zeros(self.threads.size, bool)  # at a barrier
         self.specials = {
-            "%tid.x": self.threads,
-            "%ntid.x": threads,
-            "%ctaid.x": index,
-            "%nctaid.x": blocks,
+            "%tid.x": self.threads % threads_per_block,
+            "%ctaid.x": self.threads // threads_per_block,
             "%laneid": self.threads % WARP,
+            "%ntid.x": threads_per_block,
+            "%nctaid.x": blocks,
             **dict.fromkeys(("%tid.y", "%tid.z", "%ctaid.y", "%ctaid.z"), 0),
             **dict.fromkeys(("%ntid.y", "%ntid.z", "%nctaid.y", "%nctaid.z"), 1),
         }
@@ -84,23 +83,17 @@ class Block:
         end = len(self.program.instructions)
         counters = self.program_counters
         for _ in range(MOST_BRANCHES):
-            running = counters < end
-            if not running.any():
+            ready = (counters < end) & ~self.waiting
+            if ready.any():
+                begin = counters[ready].min()
+                active = ready & (counters == begin)
+                others = counters[ready & ~active]
+                self._run_together(int(begin), int(others.min()) if others.size else end, active)
+            elif self.waiting.any():
+                self._pass_barrier()
+            else:
                 return
-            ready = running & ~self.waiting
-            if not ready.any():
-                if not running.all():
-                    raise EmulationError(
-                        f"threads of block {self.index} wait at a barrier, others have returned"
-                    )
-                self.waiting[:] = False
-                self.shared.barrier()
-                continue
-            begin = counters[ready].min()
-            active = ready & (counters == begin)
-            others = counters[ready & ~active]
-            self._run_together(int(begin), int(others.min()) if others.size else end, active)
-        raise EmulationError(f"block {self.index} does not come to an end")
+        raise EmulationError("the program does not come to an end")
 
     def _run_together(self, counter: int, meeting: int, active: np.ndarray) -> None:
         """Until the active threads branch, wait, or meet others."""
@@ -122,11 +115,23 @@ class Block:
                 return
         self.program_counters[active] = meeting
 
+    def _pass_barrier(self) -> None:
+        """Every block is at one, or has returned."""
+        blocks = self.waiting.reshape(-1, self.threads_per_block)
+        incomplete = blocks.any(axis=1) & ~blocks.all(axis=1)
+        if incomplete.any():
+            raise EmulationError(
+                f"threads of block {incomplete.argmax()} wait at a barrier, others have returned"
+            )
+        self.waiting[:] = False
+        self.shared.barrier()
+
     def _explained(self, error: Fault | EmulationError, instruction: Instruction) -> EmulationError:
-        where = f"block {self.index}"
+        where = ""
         if isinstance(error, Fault):
-            where = f"thread {error.thread % self.threads.size} of {where}"
-        return EmulationError(f"{instruction.text!r} {error} ({where})")
+            block, thread = divmod(error.thread, self.threads_per_block)
+            where = f" (block {block}, thread {thread})"
+        return EmulationError(f"{instruction.text!r} {error}{where}")
 
     def require_whole_warps(self, mask: Mask) -> None:
         if mask is not None:
@@ -201,7 +206,3 @@ class Block:
 
     def active(self, mask: Mask) -> np.ndarray:
         return self.threads if mask is None else self.threads[mask]
-
-    def global_threads(self, mask: Mask) -> np.ndarray:
-        """The active threads, numbered through all blocks."""
-        return self.active(mask) + self.index * self.threads.size

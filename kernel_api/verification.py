@@ -1,0 +1,302 @@
+"""Is a kernel's result right? The error-ratio rule, poisoned outputs, untouched inputs.
+
+The reference is computed in float64 (exactly for integers). A kernel may be off by at most
+
+    max|out − ref| ≤ factor · max|same-dtype torch − ref| + one unit in the last place of max|ref|
+
+with factor 2, or 3 where it accumulates in another order. The same holds per row, relative to the
+row's norm, so that a few wrong rows cannot hide behind a large maximum. Integers must be equal.
+What the reference cannot compute wider, float64 itself, comes with an error bound instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from kernel_api.errors import ArgumentError
+from kernel_api.provider import providers
+
+if TYPE_CHECKING:
+    from kernel_api.arguments import Arguments
+    from kernel_api.kernel import Kernel
+
+FACTOR, FACTOR_REORDERED = 2.0, 3.0
+
+#: Elements of float64 temporaries that a comparison holds at a time.
+_BLOCK_ELEMENTS = 1 << 25
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Truthy if the result is right.
+
+    Attributes:
+        passed: The verdict.
+        error_ratio: Largest error in units of the allowed one; at most 1 if passed.
+        max_abs_error: Largest absolute error.
+        reason: What was wrong; None if nothing.
+    """
+
+    passed: bool
+    error_ratio: float
+    max_abs_error: float
+    reason: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        verdict = "passed" if self.passed else f"failed: {self.reason}"
+        return f"{verdict} (error {self.error_ratio:.2f} of the allowed)"
+
+
+class Oracle(Protocol):
+    """What the ``reference`` provider's kernel classes offer beside running."""
+
+    def exact(self, args: Any) -> dict[str, Any]:
+        """Every output in float64, complex128 or int64."""
+
+    def same_dtype(self, args: Any) -> dict[str, Any]:
+        """Every output as torch computes it in the operands' own types."""
+
+    def bounds(self, args: Any) -> dict[str, float]:
+        """Absolute error bounds of outputs for which no wider type exists."""
+
+
+def verify(kernel: Kernel, args: Arguments, *, stream: Any = None) -> Verification:
+    """Run the kernel on poisoned outputs and compare with the reference.
+
+    Overwrites the outputs. Raises what ``kernel.run`` raises; a wrong result is a falsy
+    Verification, not an error.
+    """
+    oracle = _oracle(args)
+    inputs = [(n, getattr(args, n)) for n in args.operand_names if n not in args.output_names]
+    before = [operand.tensor.clone() for _, operand in inputs]
+    guards = {name: _Guard(getattr(args, name).tensor) for name in args.output_names}
+    kernel.run(args, stream=stream)
+    _synchronize(args)
+    for (name, operand), copy in zip(inputs, before, strict=True):
+        if not _same_bits(operand.tensor, copy):
+            return _failed(f"the kernel changed its input {name}")
+    for name, guard in guards.items():
+        if guard.broken():
+            return _failed(f"the kernel wrote outside of {name}, into memory between its rows")
+    return _judge_outputs(
+        oracle, args, FACTOR_REORDERED if kernel.reorders_accumulation else FACTOR
+    )
+
+
+def _oracle(args: Arguments) -> Oracle:
+    for provider in providers(["reference"]):
+        for family in provider.families():
+            if family.arguments is not None and isinstance(args, family.arguments):
+                return cast(Oracle, family)
+    raise ArgumentError(f"there is no reference for {type(args).__name__}")
+
+
+def _judge_outputs(oracle: Oracle, args: Arguments, factor: float) -> Verification:
+    worst = Verification(True, 0.0, 0.0)
+    exact = oracle.exact(args)
+    bounds = oracle.bounds(args)
+    base = oracle.same_dtype(args)
+    for name, ref in exact.items():
+        out = getattr(args, name).tensor
+        found = compare(out, ref, base[name], factor=factor, bound=bounds.get(name))
+        if not found:
+            return found
+        worst = max(worst, found, key=lambda v: v.error_ratio)
+    return worst
+
+
+def _failed(reason: str, error: float = float("inf"), ratio: float = float("inf")) -> Verification:
+    return Verification(False, ratio, error, reason)
+
+
+def _synchronize(args: Arguments) -> None:
+    if args.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(args.device)
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    import torch
+
+    return bool(torch.equal(_bits(a), _bits(b)))
+
+
+def _bits(tensor: Any) -> Any:
+    import torch
+
+    packed = tensor.contiguous()
+    if packed.dtype.is_complex:
+        packed = torch.view_as_real(packed.resolve_conj())
+    if packed.dtype is torch.bool:
+        return packed
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return packed.view(sizes[packed.element_size()])
+
+
+class _Guard:
+    """Poisons an output, and remembers the memory between its rows."""
+
+    #: Storage far larger than the output (a slice of a big buffer) is not copied.
+    LARGEST_SHARE = 16
+
+    def __init__(self, out: Any) -> None:
+        import torch
+
+        self._out = out
+        storage = out.untyped_storage()
+        own = out.numel() * out.element_size()
+        self._watch = own < storage.nbytes() <= self.LARGEST_SHARE * max(own, 1 << 20)
+        poison(out)
+        if self._watch:
+            self._bytes = torch.empty(0, dtype=torch.uint8, device=out.device).set_(storage)
+            self._before = self._bytes.clone()
+
+    def broken(self) -> bool:
+        import torch
+
+        if not self._watch:
+            return False
+        view = torch.empty(0, dtype=self._out.dtype, device=self._out.device).set_(
+            self._before.untyped_storage(),
+            self._out.storage_offset(),
+            self._out.shape,
+            self._out.stride(),
+        )
+        view.copy_(self._out)
+        return not torch.equal(self._bytes, self._before)
+
+
+def poison(out: Any) -> None:
+    """Fill with what no right result contains: NaN, or the lowest integer."""
+    import torch
+
+    if out.dtype.is_floating_point or out.dtype.is_complex:
+        out.fill_(float("nan"))
+    elif out.dtype is not torch.bool:
+        out.fill_(torch.iinfo(out.dtype).min)
+
+
+def compare(
+    out: Any, ref: Any, base: Any, *, factor: float = FACTOR, bound: float | None = None
+) -> Verification:
+    """The error-ratio rule on tensors.
+
+    Args:
+        out: What is judged.
+        ref: The exact result, in float64, complex128 or int64.
+        base: What the same dtype gives in torch.
+        factor: How often its error is allowed.
+        bound: An absolute bound that replaces the rule.
+    """
+    if out.numel() == 0:
+        return Verification(True, 0.0, 0.0)
+    if not (out.dtype.is_floating_point or out.dtype.is_complex):
+        return _compare_exactly(out, ref)
+    limits = _Limits(out, ref, base, factor, bound)
+    return limits.judge()
+
+
+def _compare_exactly(out: Any, ref: Any) -> Verification:
+    import torch
+
+    expected = ref.to(out.dtype)
+    if torch.equal(out, expected):
+        return Verification(True, 0.0, 0.0)
+    wrong = int((out != expected).sum())
+    error = float((out.double() - expected.double()).abs().max())
+    return _failed(f"{wrong} of {out.numel()} integers differ", error)
+
+
+class _Limits:
+    """What is allowed, from one pass over the baseline; then one pass over the result."""
+
+    def __init__(self, out: Any, ref: Any, base: Any, factor: float, bound: float | None) -> None:
+        import torch
+
+        self._out, self._ref, self._base = (_as_rows(t) for t in (out, ref, base))
+        self._eps = torch.finfo(out.dtype).eps
+        largest_ref = largest_error = worst_row = 0.0
+        for _, ref_rows, base_rows, finite in self._blocks():
+            base_error = torch.where(finite, base_rows - ref_rows, 0.0)
+            ref_rows = torch.where(finite, ref_rows, 0.0)
+            largest_ref = max(largest_ref, float(ref_rows.abs().max()))
+            largest_error = max(largest_error, float(base_error.abs().max()))
+            relative = _norm(base_error) / _norm(ref_rows).clamp_min(_TINY)
+            worst_row = max(worst_row, float(relative.max()))
+        if bound is not None:
+            self._allowed, self._floor, self._row = bound, bound, 0.0
+        else:
+            self._floor = self._eps * largest_ref
+            self._allowed = factor * largest_error + self._floor
+            # Rows differ in rounding: any row may have what the baseline's worst row has.
+            self._row = factor * worst_row + self._eps
+
+    def judge(self) -> Verification:
+        import torch
+
+        largest = worst_row = 0.0
+        for out_rows, ref_rows, _, finite in self._blocks():
+            if not bool(torch.isfinite(out_rows)[finite].all()):
+                return _failed("elements are not finite where the reference is")
+            if not bool(torch.isnan(out_rows)[torch.isnan(ref_rows)].all()):
+                return _failed("a NaN of the inputs is lost")
+            error = torch.where(finite, out_rows - ref_rows, 0.0)
+            ref_rows = torch.where(finite, ref_rows, 0.0)
+            largest = max(largest, float(error.abs().max()))
+            worst_row = max(worst_row, float(self._row_ratio(error, ref_rows).max()))
+        ratio = _ratio(largest, self._allowed)
+        if ratio > 1:
+            return _failed(
+                f"largest error {largest:.3g}, allowed {self._allowed:.3g}", largest, ratio
+            )
+        if worst_row > 1:
+            text = f"a row is off by {worst_row:.2f} of what is allowed relative to its norm"
+            return _failed(text, largest, worst_row)
+        return Verification(True, max(ratio, worst_row), largest)
+
+    def _row_ratio(self, error: Any, ref: Any) -> Any:
+        import torch
+
+        allowed = self._row * _norm(ref) + self._floor * ref.shape[-1] ** 0.5
+        found = _norm(error)
+        return torch.where(found > 0, found / allowed.clamp_min(_TINY), found)
+
+    def _blocks(self) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """Rows of out, reference and baseline in float64, and where the latter are finite."""
+        import torch
+
+        rows = max(_BLOCK_ELEMENTS // self._out.shape[-1], 1)
+        for start in range(0, self._out.shape[0], rows):
+            part = slice(start, start + rows)
+            out, ref, base = (t[part].double() for t in (self._out, self._ref, self._base))
+            yield out, ref, base, torch.isfinite(ref) & torch.isfinite(base)
+
+
+_TINY = 1e-300
+
+
+def _norm(rows: Any) -> Any:
+    import torch
+
+    return torch.linalg.vector_norm(rows, dim=-1)
+
+
+def _ratio(found: float, allowed: float) -> float:
+    if found == 0:
+        return 0.0
+    return found / allowed if allowed else float("inf")
+
+
+def _as_rows(tensor: Any) -> Any:
+    """Two-dimensional, real: complex numbers are two neighbours."""
+    import torch
+
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor.resolve_conj()).flatten(-2)
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor
