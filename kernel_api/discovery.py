@@ -241,7 +241,7 @@ def _nearest_miss(misses: list[Status]) -> Status:
         return nearest
     expected = " or ".join(alternatives)
     return Status.fail(
-        f"{nearest.operand} is {nearest.actual}; expected {expected}",
+        f"{nearest.operand} {_verb(nearest)} {nearest.actual}; expected {expected}",
         rule=nearest.rule,
         operand=nearest.operand,
         expected=expected,
@@ -249,6 +249,10 @@ def _nearest_miss(misses: list[Status]) -> Status:
         nearest=nearest.nearest,
         progress=nearest.progress,
     )
+
+
+def _verb(status: Status) -> str:
+    return "carries" if status.rule == "scales" else "is"
 
 
 _faults_told: set[tuple[type, str]] = set()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernel_api import _compile_cache
-from kernel_api.arguments import Arguments, EpilogueArguments
+from kernel_api.arguments import Arguments, EpilogueArguments, ScaleMode
 from kernel_api.artifact import CompiledArtifact, Resources
 from kernel_api.devices import query_target, target_of
 from kernel_api.errors import (
@@ -30,6 +30,7 @@ from kernel_api.metadata import (
     GemmOperandsMetadata,
     KernelMetadata,
     OperandsMetadata,
+    TensorAttributes,
 )
 from kernel_api.space import Operands, Rule, Space
 from kernel_api.status import Status
@@ -293,13 +294,6 @@ class Kernel(metaclass=KernelType):
                 nearest=f"would match with operands on {cls.devices[0]}",
                 progress=1,
             )
-        if args.scaled:
-            return Status.fail(
-                f"{', '.join(args.scaled)} carries a scale; the kernel takes plain operands",
-                rule="scaled operands",
-                operand=args.scaled[0],
-                progress=2,
-            )
         return Status.success()
 
     def status_behind_operands(self, args: Arguments, target: Target | None) -> Status:
@@ -480,7 +474,7 @@ def _gemm_arguments() -> type[Arguments]:
 
 def _kernel_name(family: str, operands: OperandsMetadata, design: DesignMetadata) -> str:
     tensors = operands.tensors.values()
-    types = [t.dtype.short for t in tensors if t.dtype is not None]
+    types = [_type_label(t) for t in tensors if t.dtype is not None]
     for field in ("accumulator_type", "multiplication_type"):
         if getattr(operands, field, None) is not None:
             types.append(getattr(operands, field).short)
@@ -489,6 +483,13 @@ def _kernel_name(family: str, operands: OperandsMetadata, design: DesignMetadata
     if strides:
         parts.append("align" + "x".join(str(t.alignment) for t in tensors))
     return re.sub(r"\W+", "_", "_".join(filter(None, parts)))
+
+
+def _type_label(tensor: TensorAttributes) -> str:
+    assert tensor.dtype is not None
+    if isinstance(tensor.scale, ScaleMode):
+        return f"{tensor.dtype.short}_{tensor.scale.value}"
+    return tensor.dtype.short
 
 
 def _capturing() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
+from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import TF32
 from kernel_api.metadata import OperandsMetadata, TensorAttributes
 from kernel_api.operands import Operand
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from kernel_api.arguments import Arguments
 
 # How far a check got, so that the nearest of many refusals can be told.
-_TYPES, _MAJORS, _ALIGNMENT, _FITS = 10, 20, 30, 40
+_TYPES, _SCALES, _MAJORS, _ALIGNMENT, _FITS = 10, 14, 20, 30, 40
 
 #: Progress of everything that is checked after the operands.
 BEHIND_OPERANDS = _FITS
@@ -30,7 +31,7 @@ def match_operands(
 
 def types_of(operands: OperandsMetadata) -> tuple[Hashable, ...]:
     """All that :func:`match_types` looks at."""
-    types = tuple(attributes.dtype for attributes in operands.tensors.values())
+    types = tuple((tensor.dtype, tensor.scale) for tensor in operands.tensors.values())
     accumulator = getattr(operands, "accumulator_type", None)
     return (operands.names, types, accumulator, getattr(operands, "multiplication_type", None))
 
@@ -53,7 +54,26 @@ def match_types(operands: OperandsMetadata, args: Arguments) -> Status:
                 actual=str(operand.dtype),
                 progress=_TYPES + step,
             )
+    for step, (name, attributes) in enumerate(operands.tensors.items()):
+        mode = getattr(getattr(args, name), "mode", None)
+        if attributes.scale != "any" and mode is not attributes.scale:
+            return _scale_mismatch(name, mode, attributes, _SCALES + step)
     return _match_arithmetic(operands, args)
+
+
+def _scale_mismatch(
+    name: str, mode: ScaleMode | None, asked: TensorAttributes, progress: int
+) -> Status:
+    carried = f"a {mode.value} scale" if mode is not None else "no scale"
+    expected = f"a {asked.scale.value} scale" if isinstance(asked.scale, ScaleMode) else "none"
+    return Status.fail(
+        f"{name} carries {carried}; expected {expected}",
+        rule="scales",
+        operand=name,
+        expected=expected,
+        actual=carried,
+        progress=progress,
+    )
 
 
 def match_layouts(

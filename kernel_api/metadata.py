@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import DType, dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.targets import Target, targets_of
@@ -27,11 +28,13 @@ class TensorAttributes:
             Only the last two modes are compared, so one pattern serves with and without batch.
             None: any strides, also without a 1.
         divisibility: Elements that divide the address and every other stride.
+        scale: Which elements share a scale; None: the operand carries none; ``"any"``: either.
     """
 
     dtype: DType | None
     stride: tuple[int, ...] | None
     divisibility: int = 1
+    scale: ScaleMode | str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -42,6 +45,8 @@ class TensorAttributes:
                 raise ArgumentError(
                     f"stride pattern {self.stride} must mark one of the last two modes with 1"
                 )
+        if isinstance(self.scale, str) and self.scale != "any":
+            object.__setattr__(self, "scale", ScaleMode(self.scale))
         if self.divisibility < 1:
             raise ArgumentError(f"divisibility is {self.divisibility}; expected at least 1")
 
@@ -205,6 +210,8 @@ def _path_of(cls: type) -> str:
 def _encode(value: Any) -> Any:
     if isinstance(value, DType):
         return {"dtype": value.name}
+    if isinstance(value, ScaleMode):
+        return {"scale": value.value}
     if isinstance(value, type):
         return {"class": _path_of(value)}
     if dataclasses.is_dataclass(value):
@@ -224,6 +231,8 @@ def _decode(value: Any) -> Any:
         return value
     if "dtype" in value:
         return dtype(value["dtype"])
+    if "scale" in value:
+        return ScaleMode(value["scale"])
     if "class" in value:
         return _class_at(value["class"], _kernel_base())
     cls = _class_at(value["type"], (TensorAttributes, OperandsMetadata, DesignMetadata))

@@ -118,6 +118,8 @@ class Operands:
         multiplication: The type that products are formed in, where it is not the operands'.
         majors: ``any`` for one variant per mode of stride 1, or that mode for some operands:
             ``"A:k B:k"``; ``strided`` for one variant that takes any strides.
+        scales: The scale mode of operands that carry one: ``{"A": "per_tensor"}``; ``any`` takes
+            all, and none.
         alignments: Variants of byte alignment per operand; what one leaves out is only
             element-aligned. The aligned ones come first.
         why_aligned: The reason for asking, as ``explain`` prints it.
@@ -127,6 +129,7 @@ class Operands:
     types: Mapping[str, str]
     multiplication: str | None
     majors: str
+    scales: Mapping[str, str]
     alignments: tuple[Mapping[str, int], ...]
     why_aligned: str
 
@@ -136,6 +139,7 @@ class Operands:
         accumulator: str,
         multiplication: str | None = None,
         majors: str = "any",
+        scales: Mapping[str, str] | None = None,
         alignments: tuple[Mapping[str, int], ...] = ({},),
         why_aligned: str = "the kernel reads whole vectors",
         **types: str,
@@ -144,6 +148,7 @@ class Operands:
         object.__setattr__(self, "types", dict(types))
         object.__setattr__(self, "multiplication", multiplication)
         object.__setattr__(self, "majors", majors)
+        object.__setattr__(self, "scales", dict(scales or {}))
         object.__setattr__(self, "alignments", alignments)
         object.__setattr__(self, "why_aligned", why_aligned)
 
@@ -156,7 +161,9 @@ class Operands:
             for alignment in self.alignments:
                 for units in itertools.product(*majors.values()):
                     tensors = {
-                        name: _attributes(types[name], unit, alignment.get(name))
+                        name: _attributes(
+                            types[name], unit, alignment.get(name), self.scales.get(name)
+                        )
                         for name, unit in zip(majors, units, strict=True)
                     }
                     extra = {"accumulator_type": _type(self.accumulator)}
@@ -196,6 +203,9 @@ def _type(text: str) -> DType | None:
 _STRIDES = {-1: (0, 0, 1), -2: (0, 1, 0), None: None}
 
 
-def _attributes(element: DType | None, unit: int | None, alignment: int | None) -> TensorAttributes:
+def _attributes(
+    element: DType | None, unit: int | None, alignment: int | None, scale: str | None
+) -> TensorAttributes:
     itemsize = element.itemsize if element is not None else 1
-    return TensorAttributes(element, _STRIDES[unit], max((alignment or 0) // itemsize, 1))
+    divisibility = max((alignment or 0) // itemsize, 1)
+    return TensorAttributes(element, _STRIDES[unit], divisibility, scale)

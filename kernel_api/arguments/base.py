@@ -84,6 +84,7 @@ class Arguments:
                 self.signature,
                 self.device,
                 tuple((o.shape, o.stride, o.alignment) for o in self.operands),
+                tuple(getattr(self, name).scale.stride for name in self.scaled),
             )
         return self._key
 
@@ -119,11 +120,10 @@ class Arguments:
     @property
     def scaled(self) -> tuple[str, ...]:
         """Names of the operands that carry a scale."""
-        return tuple(
-            name
-            for name, operand in zip(self.operand_names, self.operands, strict=True)
-            if type(operand) is not Operand and isinstance(operand, ScaledOperand)
-        )
+        if all(type(operand) is Operand for operand in self.operands):
+            return ()
+        named = zip(self.operand_names, self.operands, strict=True)
+        return tuple(name for name, operand in named if isinstance(operand, ScaledOperand))
 
     def __repr__(self) -> str:
         named = zip(self.operand_names, self.operands, strict=True)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from kernel_api.arguments.base import Arguments
 from kernel_api.arguments.epilogue import EpilogueArguments
+from kernel_api.arguments.scaled import check_scale
 from kernel_api.dtypes import DType, dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
@@ -20,9 +21,11 @@ class GemmArguments(Arguments):
     """out = A · B, accumulated in ``accumulator_type``.
 
     Args:
-        A: (M, K), or (L, M, K) batched.
+        A: (M, K), or (L, M, K) batched. Any of the three may be a
+            :class:`~kernel_api.arguments.ScaledOperand`.
         B: (K, N), or (L, K, N).
         out: (M, N), or (L, M, N); written, never read. May not share memory with A or B.
+            With a scale, real = stored × scale: what is stored is the product over the scale.
         accumulator_type: float32 by default; int32 for integers, float64 for float64.
         epilogue: A function of the accumulator that replaces the plain store.
         fp32_precision: For float32 operands, ``"ieee"``, or ``"tf32"`` to allow multiplication
@@ -39,8 +42,14 @@ class GemmArguments(Arguments):
     operand_names: ClassVar[tuple[str, ...]] = ("A", "B", "out")
     output_names: ClassVar[tuple[str, ...]] = ("out",)
     modes: ClassVar[dict[str, str]] = {"A": "MK", "B": "KN", "out": "MN"}
+    contracted: ClassVar[str] = "K"
 
     __slots__ = ("A", "B", "fp32_precision", "out")
+
+    A: Operand
+    B: Operand
+    out: Operand
+    fp32_precision: str | None
 
     def __init__(
         self,
@@ -70,6 +79,8 @@ class GemmArguments(Arguments):
         self._accepted = {}
         self._check_shapes()
         self._check_devices()
+        if self.scaled:
+            self._check_scales()
         self._check_outputs()
 
     @property
@@ -115,17 +126,33 @@ class GemmArguments(Arguments):
                 f"(broadcast A or B with expand, a stride of 0)"
             )
 
+    def _check_scales(self) -> None:
+        for name in self.scaled:
+            operand = getattr(self, name)
+            check_scale(name, operand, self.modes[name], self.contracted)
+            if operand.scale.device != self.device:
+                raise ArgumentError(
+                    f"{name}'s scale is on {operand.scale.device} but the operands are on "
+                    f"{self.device}"
+                )
+
     def _letters(self, name: str) -> str:
         letters = ("L" if len(self.A.shape) == 3 else "") + self.modes[name]
         return f"({', '.join(letters)})"
 
     def __repr__(self) -> str:
         batch = f"{self.L}x" if len(self.out.shape) == 3 else ""
-        types = f"{self.A.dtype.short} x {self.B.dtype.short} -> {self.out.dtype.short}"
+        a, b, out = (_described(operand) for operand in self.operands)
+        types = f"{a} x {b} -> {out}"
         return (
             f"GemmArguments({batch}{self.M}x{self.N}x{self.K} (M x N x K), {types}, "
             f"accumulated in {self.accumulator_type.short}, on {self.device})"
         )
+
+
+def _described(operand: Operand) -> str:
+    mode = getattr(operand, "mode", None)
+    return operand.dtype.short if mode is None else f"{operand.dtype.short}*{mode.value}"
 
 
 def _default_accumulator(operand_type: DType) -> DType:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
 
+BLOCK = 128
+
 
 class ScaleMode(enum.Enum):
-    """Which stored elements share a scale.
+    """Which stored elements share a scale. Scales are float32.
 
     PER_TENSOR    scale (): all of them
-    PER_ROW       one per index that is not contracted: A (M,), B (N,)
+    PER_ROW       one per index that is not contracted: A and out (M,), B (N,)
     BLOCK_1x128   A (M, ceil(K/128))
     BLOCK_128x128 B (ceil(K/128), ceil(N/128))
 
-    Batched operands put L in front.
+    Batched operands put L in front; () serves all batches too.
     """
 
     PER_TENSOR = "per_tensor"
@@ -27,13 +30,79 @@ class ScaleMode(enum.Enum):
 
 
 class ScaledOperand(Operand):
-    """A tensor stored in units of a scale: real value = ``tensor`` × ``scale``."""
+    """A tensor stored in units of a scale: real value = ``tensor`` × ``scale``.
+
+    Args:
+        tensor: The stored values, usually of an 8-bit type.
+        scale: float32, of the shape that ``mode`` says; checked by the arguments that it joins.
+        mode: Which elements share a scale.
+
+    Raises:
+        ArgumentError: ``mode`` or the scale's type is not one of those.
+    """
 
     __slots__ = ("mode", "scale")
 
     def __init__(self, tensor: Any, scale: Any, mode: ScaleMode) -> None:
         super().__init__(tensor)
         if not isinstance(mode, ScaleMode):
-            raise ArgumentError(f"mode is {mode!r}; expected one of {[str(m) for m in ScaleMode]}")
+            names = ", ".join(str(m) for m in ScaleMode)
+            raise ArgumentError(f"mode is {mode!r}; expected one of {names}")
         self.scale = Operand(scale, "scale")
+        if self.scale.dtype is not dtype("float32"):
+            raise ArgumentError(f"scale is {self.scale.dtype}; expected float32")
         self.mode = mode
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()} x {self.mode.value} scale"
+
+
+def check_scale(name: str, operand: ScaledOperand, modes: str, contracted: str) -> None:
+    """Raise ArgumentError unless the scale has the shape that its mode asks.
+
+    Args:
+        modes: Letters of the operand's last two modes, ``"MK"``.
+        contracted: The letter that is summed over.
+    """
+    shape = expected_scale_shape(name, operand, modes, contracted)
+    batch = operand.shape[:-2]
+    found = operand.scale.shape
+    if found == (*batch, *shape) or (found == () and operand.mode is ScaleMode.PER_TENSOR):
+        return
+    letters = f"({', '.join(('L' if batch else '') + modes)})"
+    raise ArgumentError(
+        f"{name}'s {operand.mode.value} scale has shape {found}; expected {(*batch, *shape)} "
+        f"for {name} {letters} = {operand.shape}"
+    )
+
+
+def expected_scale_shape(
+    name: str, operand: ScaledOperand, modes: str, contracted: str
+) -> tuple[int, ...]:
+    """Shape of the scale of one matrix."""
+    extents = dict(zip(modes, operand.shape[-2:], strict=True))
+    if operand.mode is ScaleMode.PER_TENSOR:
+        return ()
+    if operand.mode is ScaleMode.PER_ROW:
+        return (extents[modes.replace(contracted, "")[0]],)
+    blocked = {ScaleMode.BLOCK_1x128: "MK", ScaleMode.BLOCK_128x128: "KN"}[operand.mode]
+    if modes != blocked:
+        raise ArgumentError(
+            f"{name} carries a {operand.mode.value} scale; that is for ({', '.join(blocked)}) "
+            f"operands, {name} is ({', '.join(modes)})"
+        )
+    blocks = {letter: -(-extent // BLOCK) for letter, extent in extents.items()}
+    return (extents["M"], blocks["K"]) if blocked == "MK" else (blocks["K"], blocks["N"])
+
+
+def expanded_scale(operand: ScaledOperand, modes: str, contracted: str) -> Any:
+    """The scale as a tensor that broadcasts against the operand's."""
+    scale = operand.scale.tensor
+    if operand.mode is ScaleMode.PER_TENSOR:
+        return scale.reshape(*scale.shape, 1, 1)
+    if operand.mode is ScaleMode.PER_ROW:
+        return scale.unsqueeze(-1 if modes[1] == contracted or contracted not in modes else -2)
+    rows, columns = operand.shape[-2:]
+    if operand.mode is ScaleMode.BLOCK_128x128:
+        scale = scale.repeat_interleave(BLOCK, dim=-2)[..., :rows, :]
+    return scale.repeat_interleave(BLOCK, dim=-1)[..., :columns]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from kernel_api.arguments import GemmArguments
+from kernel_api.arguments.scaled import expanded_scale
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata
@@ -14,18 +15,27 @@ from kernel_api.providers.streams import on_stream
 from kernel_api.space import Operands, Space
 from kernel_api.status import Status
 
-#: Elements of the float64 copies that are held at a time.
-_BLOCK_ELEMENTS = 1 << 27
-
 
 @ReferenceProvider.register
 class ReferenceGemm(Kernel):
-    """out = A · B, computed in float64 (int64 for integers) and rounded once."""
+    """out = A · B, computed in float64 (int64 for integers) and rounded once.
+
+    Operands and out may carry any scale.
+    """
 
     family: ClassVar[str] = "reference.gemm"
     arguments = GemmArguments
     devices = ("cpu", "cuda")
-    operands = (Operands(A="any", B="any", out="any", accumulator="any", majors="strided"),)
+    operands = (
+        Operands(
+            A="any",
+            B="any",
+            out="any",
+            accumulator="any",
+            majors="strided",
+            scales={"A": "any", "B": "any", "out": "any"},
+        ),
+    )
     space = Space()
     design = DesignMetadata
 
@@ -43,16 +53,21 @@ class ReferenceGemm(Kernel):
         self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
     ) -> None:
         with on_stream(stream):
-            multiply_into(args.A.tensor, args.B.tensor, args.out.tensor)
+            out = args.out.tensor
+            out.copy_(self.exact(args)["out"].to(out.dtype))
 
     @staticmethod
     def exact(args: GemmArguments) -> dict[str, Any]:
-        """The oracle of ``verify``: out in float64, complex128 or int64."""
-        return {"out": product(args.A.tensor, args.B.tensor)}
+        """The oracle of ``verify``: out as stored, in float64, complex128 or int64."""
+        wide = _wide_type(args.A.tensor, args.B.tensor, scaled=bool(args.scaled))
+        result = product(_real(args, "A", wide), _real(args, "B", wide))
+        return {"out": result / _scale(args, "out", wide) if "out" in args.scaled else result}
 
     @staticmethod
     def same_dtype(args: GemmArguments) -> dict[str, Any]:
         """Out as torch computes it from the operands' own types, accumulated and rounded once."""
+        if args.accumulator_type.bits == 64 or not _floating(args):
+            return ReferenceGemm.exact(args)
         return {"out": _same_dtype(args)}
 
     @staticmethod
@@ -60,22 +75,10 @@ class ReferenceGemm(Kernel):
         """K · u · max(|A|·|B|) for double precision: Higham, Accuracy and Stability of Numerical
         Algorithms, section 3.5."""
         A, B, out = args.tensors
-        if out.dtype.itemsize < 8 or args.accumulator_type.bits < 64 or not out.numel():
+        if args.accumulator_type.bits < 64 or not out.numel():
             return {}
         magnitude = float(product(A.abs(), B.abs()).abs().max())
         return {"out": 2 * max(args.K, 1) * 2.0**-53 * magnitude}
-
-
-def multiply_into(A: Any, B: Any, out: Any) -> None:
-    """Write the exact product, rounded once to the type of ``out``; block by block of rows."""
-    wide = B.to(_wide_type(A, B))
-    rows = max(_BLOCK_ELEMENTS // max(A.shape[-1] + B.shape[-1], 1), 1)
-    batches = range(A.shape[0]) if A.dim() == 3 else (None,)
-    for batch in batches:
-        a, b, d = (A, wide, out) if batch is None else (A[batch], wide[batch], out[batch])
-        for start in range(0, a.shape[0], rows):
-            block = product(a[start : start + rows], b)
-            d[start : start + rows] = block.to(d.dtype)
 
 
 def product(A: Any, B: Any) -> Any:
@@ -92,22 +95,40 @@ def product(A: Any, B: Any) -> Any:
     return A.to(wide) @ B.to(wide)
 
 
+def _floating(args: GemmArguments) -> bool:
+    return all(t.dtype.is_floating_point for t in (args.A.tensor, args.B.tensor))
+
+
 def _same_dtype(args: GemmArguments) -> Any:
     import torch
 
     A, B, out = args.tensors
     multiply = torch.bmm if A.dim() == 3 else torch.mm
-    if not (A.dtype.is_floating_point and B.dtype.is_floating_point):
-        return product(A, B)
-    if args.accumulator_type.bits == 64:
-        return product(A, B)
     with torch.no_grad(), float32_multiplication(args.fp32_precision):
-        if A.is_cuda and A.dtype is B.dtype and A.dtype in (torch.float16, torch.bfloat16):
-            return multiply(A, B, out_dtype=torch.float32).to(out.dtype)
-        a, b = A.float(), B.float()
-        if args.fp32_precision == "tf32" and not A.is_cuda:
-            a, b = _rounded_to_tf32(a), _rounded_to_tf32(b)
-        return multiply(a, b).to(out.dtype)
+        sixteen_bits = A.dtype is B.dtype and A.dtype in (torch.float16, torch.bfloat16)
+        if A.is_cuda and sixteen_bits and not args.scaled:
+            result = multiply(A, B, out_dtype=torch.float32)
+        else:
+            a, b = _real(args, "A", torch.float32), _real(args, "B", torch.float32)
+            if args.fp32_precision == "tf32" and not A.is_cuda:
+                a, b = _rounded_to_tf32(a), _rounded_to_tf32(b)
+            result = multiply(a, b)
+    if "out" in args.scaled:
+        result = result / _scale(args, "out", torch.float32)
+    return result.to(out.dtype)
+
+
+def _real(args: GemmArguments, name: str, wide: Any) -> Any:
+    """What the stored values of an operand mean."""
+    stored = getattr(args, name).tensor
+    if name not in args.scaled:
+        return stored if wide is stored.dtype else stored.to(wide)
+    return stored.to(wide) * _scale(args, name, wide)
+
+
+def _scale(args: GemmArguments, name: str, wide: Any) -> Any:
+    operand = getattr(args, name)
+    return expanded_scale(operand, args.modes[name], args.contracted).to(wide)
 
 
 def _rounded_to_tf32(x: Any) -> Any:
@@ -118,13 +139,13 @@ def _rounded_to_tf32(x: Any) -> Any:
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-def _wide_type(A: Any, B: Any) -> Any:
+def _wide_type(A: Any, B: Any, scaled: bool = False) -> Any:
     import torch
 
     if A.dtype.is_complex or B.dtype.is_complex:
         return torch.complex128
     floating = A.dtype.is_floating_point or B.dtype.is_floating_point
-    return torch.float64 if floating else torch.int64
+    return torch.float64 if floating or scaled else torch.int64
 
 
 def _magnitude(tensor: Any) -> int:

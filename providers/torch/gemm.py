@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from kernel_api.arguments import GemmArguments
+from kernel_api.arguments import GemmArguments, ScaleMode
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata
@@ -53,3 +53,81 @@ def multiply_into(A: Any, B: Any, out: Any, fp32_precision: str | None = None) -
             multiply(A, B, out=out)
         else:
             multiply(A, B, out_dtype=out.dtype, out=out)
+
+
+@TorchProvider.register
+class TorchIntegerGemm(Kernel):
+    """out = A · B of 8-bit integers by torch._int_mm."""
+
+    family: ClassVar[str] = "torch.int_mm"
+    arguments = GemmArguments
+    devices = ("cpu", "cuda")
+    operands = (Operands(A="i8", B="i8", out="i32", accumulator="i32", majors="strided"),)
+    space = Space()
+    design = DesignMetadata
+
+    @rule("torch._int_mm takes matrices, not batches")
+    def _(args: GemmArguments) -> bool:
+        return args.out.rank == 2
+
+    @rule("cuBLAS multiplies integers with more than 16 rows, N and K multiples of 8")
+    def _(args: Any) -> bool:
+        fits = args.M > 16 and args.N % 8 == 0 and args.K % 8 == 0
+        return args.device.type == "cpu" or fits
+
+    def _run(
+        self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
+    ) -> None:
+        with on_stream(stream):
+            torch._int_mm(args.A.tensor, args.B.tensor, out=args.out.tensor)
+
+
+@TorchProvider.register
+class TorchScaledGemm(Kernel):
+    """out = (A · scale) · (B · scale) of 8-bit floats by torch._scaled_mm."""
+
+    family: ClassVar[str] = "torch.scaled_mm"
+    arguments = GemmArguments
+    devices = ("cpu", "cuda")
+    operands = tuple(
+        Operands(
+            A=a,
+            B=b,
+            out=out,
+            accumulator="f32",
+            majors="A:k B:k out:n",
+            scales={"A": mode, "B": mode},
+            alignments=({"A": 16, "B": 16, "out": 16},),
+            why_aligned="cuBLAS needs 8-bit floats in multiples of 16 bytes",
+        )
+        # cuBLAS has no product of two e5m2, and scales rows for bfloat16 results only.
+        for a, b in (("e4m3", "e4m3 | e5m2"), ("e5m2", "e4m3"))
+        for mode, out in (("per_tensor", "f16 | bf16 | f32"), ("per_row", "bf16"))
+    )
+    space = Space()
+    design = DesignMetadata
+
+    @rule("torch._scaled_mm takes matrices, not batches")
+    def _(args: GemmArguments) -> bool:
+        return args.out.rank == 2
+
+    @rule("torch._scaled_mm takes one scale for all")
+    def _(args: Any) -> bool:
+        return all(
+            operand.mode is not ScaleMode.PER_TENSOR or operand.scale.rank == 0
+            for operand in (args.A, args.B)
+        )
+
+    @rule("cuBLAS multiplies 8-bit floats with N and K multiples of 16")
+    def _(args: Any) -> bool:
+        return args.device.type == "cpu" or (args.N % 16 == 0 and args.K % 16 == 0)
+
+    def _run(
+        self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
+    ) -> None:
+        A, B, out = args.tensors
+        scale_a, scale_b = args.A.scale.tensor, args.B.scale.tensor
+        if args.A.mode is ScaleMode.PER_ROW:
+            scale_a, scale_b = scale_a.unsqueeze(1), scale_b.unsqueeze(0)
+        with on_stream(stream):
+            torch._scaled_mm(A, B, scale_a, scale_b, out_dtype=out.dtype, out=out)

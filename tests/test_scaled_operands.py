@@ -1,0 +1,174 @@
+"""Operands with scales: their checks, their reference, and who takes them."""
+
+import pytest
+import torch
+
+import kernel_api as ka
+from kernel_api import GemmArguments, ScaledOperand, ScaleMode
+from kernel_api.errors import ArgumentError
+
+M, N, K = 48, 64, 256
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def operand(rows, columns, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.int8:
+        return torch.randint(-99, 100, (rows, columns), generator=generator).to(dtype)
+    return torch.randn(rows, columns, generator=generator).to(dtype)
+
+
+def scale(*shape, seed=7):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.25
+
+
+SCALES = {
+    "A": {
+        ScaleMode.PER_TENSOR: scale(),
+        ScaleMode.PER_ROW: scale(M),
+        ScaleMode.BLOCK_1x128: scale(M, 2),
+    },
+    "B": {
+        ScaleMode.PER_TENSOR: scale(),
+        ScaleMode.PER_ROW: scale(N),
+        ScaleMode.BLOCK_128x128: scale(2, 1),
+    },
+}
+
+
+def real_values(name, stored, mode, values):
+    """From the definition: the scale that belongs to element (i, j)."""
+    i, j = torch.meshgrid(*map(torch.arange, stored.shape), indexing="ij")
+    index = {
+        ScaleMode.PER_TENSOR: (),
+        ScaleMode.PER_ROW: (i if name == "A" else j,),
+        ScaleMode.BLOCK_1x128: (i, j // 128),
+        ScaleMode.BLOCK_128x128: (i // 128, j // 128),
+    }[mode]
+    return stored.double() * values.double()[index]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode_b", SCALES["B"], ids=lambda m: m.value)
+@pytest.mark.parametrize("mode_a", SCALES["A"], ids=lambda m: m.value)
+def test_the_reference_multiplies_stored_values_by_their_scales(mode_a, mode_b, dtype):
+    a, b = operand(M, K, dtype, 1), operand(K, N, dtype, 2)
+    out = torch.empty(M, N)
+    args = GemmArguments(
+        ScaledOperand(a, SCALES["A"][mode_a], mode_a),
+        ScaledOperand(b, SCALES["B"][mode_b], mode_b),
+        out,
+    )
+    kernel = ka.get_kernels(args, providers=["reference"])[0]
+    kernel.run(args)
+    real_a = real_values("A", a, mode_a, SCALES["A"][mode_a])
+    real_b = real_values("B", b, mode_b, SCALES["B"][mode_b])
+    assert torch.equal(out, (real_a @ real_b).float())
+
+
+def test_a_scaled_output_stores_the_product_over_the_scale():
+    a, b = operand(M, K, torch.bfloat16, 1), operand(K, N, torch.bfloat16, 2)
+    stored, unit = torch.empty(M, N, dtype=E4M3), torch.tensor(0.37)
+    args = GemmArguments(a, b, ScaledOperand(stored, unit, ScaleMode.PER_TENSOR))
+    ka.get_kernels(args, providers=["reference"])[0].run(args)
+    assert torch.equal(stored.float(), ((a.double() @ b.double()) / unit.double()).to(E4M3).float())
+
+
+def test_a_batch_may_share_one_scale_or_have_one_each():
+    a, b = torch.randn(3, 5, 8), torch.randn(3, 8, 7)
+    for values in (torch.tensor(1.7), torch.tensor([0.5, 2.0, 3.0])):
+        out = torch.empty(3, 5, 7)
+        args = GemmArguments(ScaledOperand(a, values, ScaleMode.PER_TENSOR), b, out)
+        ka.get_kernels(args, providers=["reference"])[0].run(args)
+        expected = a.double() * values.double().reshape(-1, 1, 1) @ b.double()
+        assert torch.equal(out, expected.float())
+
+
+@pytest.mark.parametrize("mode", [ScaleMode.PER_TENSOR, ScaleMode.PER_ROW], ids=lambda m: m.value)
+def test_torch_scaled_mm_is_offered_and_right(mode):
+    a, b = operand(M, K, E4M3, 1), operand(N, K, E4M3, 2).t()
+    args = GemmArguments(
+        ScaledOperand(a, SCALES["A"][mode], mode),
+        ScaledOperand(b, SCALES["B"][mode], mode),
+        torch.empty(M, N, dtype=torch.bfloat16),
+    )
+    kernel = ka.get_kernels(args, providers=["torch"])[0]
+    assert kernel.family_name() == "torch.scaled_mm"
+    assert ka.verify(kernel, args)
+
+
+def test_torch_int_mm_is_offered_and_exact():
+    a, b = operand(M, K, torch.int8, 1), operand(K, N, torch.int8, 2)
+    args = GemmArguments(a, b, torch.empty(M, N, dtype=torch.int32))
+    kernel = ka.get_kernels(args, providers=["torch"])[0]
+    assert kernel.family_name() == "torch.int_mm"
+    assert ka.verify(kernel, args)
+
+
+def test_kernels_for_plain_operands_refuse_scaled_ones_by_name():
+    a, b = (operand(64, 64, torch.bfloat16, seed) for seed in (1, 2))
+    args = GemmArguments(ScaledOperand(a, scale(), ScaleMode.PER_TENSOR), b, torch.empty_like(a))
+    kernel = ka.get_kernels(GemmArguments(a, b, torch.empty_like(a)), providers=["torch"])[0]
+    assert kernel.supports(args).error == "A carries a per_tensor scale; expected none"
+
+
+def test_kernels_for_scaled_operands_refuse_plain_ones_by_name():
+    a, b = operand(M, K, E4M3, 1), operand(N, K, E4M3, 2).t()
+    args = GemmArguments(a, b, torch.empty(M, N, dtype=torch.bfloat16))
+    reasons = {r.family: r.reason for r in ka.explain(args).rejected}
+    assert "A carries no scale" in reasons["torch.scaled_mm"]
+
+
+def test_two_modes_give_two_signatures():
+    a, b, out = operand(M, K, E4M3, 1), operand(K, N, E4M3, 2), torch.empty(M, N)
+    signatures = {
+        GemmArguments(ScaledOperand(a, SCALES["A"][mode], mode), b, out).signature
+        for mode in SCALES["A"]
+    }
+    assert len(signatures) == len(SCALES["A"])
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda a, b: GemmArguments(ScaledOperand(a, scale(M - 1), ScaleMode.PER_ROW), b, None),
+            "out is a NoneType",
+        ),
+        (lambda a, b: ScaledOperand(a, scale().double(), ScaleMode.PER_TENSOR), "float64"),
+        (lambda a, b: ScaledOperand(a, scale(), "per_tensor"), "expected one of"),
+    ],
+)
+def test_what_is_no_scaled_operand_is_refused(build, message):
+    with pytest.raises(ArgumentError, match=message):
+        build(operand(M, K, E4M3, 1), operand(K, N, E4M3, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "shape", "message"),
+    [
+        (
+            "A",
+            ScaleMode.PER_ROW,
+            (M - 1,),
+            r"A's per_row scale has shape \(47,\); expected \(48,\)",
+        ),
+        ("B", ScaleMode.PER_ROW, (K,), r"B's per_row scale has shape \(256,\); expected \(64,\)"),
+        ("A", ScaleMode.PER_TENSOR, (1,), r"expected \(\)"),
+        ("A", ScaleMode.BLOCK_1x128, (M, 3), r"expected \(48, 2\)"),
+        ("B", ScaleMode.BLOCK_128x128, (1, 2), r"expected \(2, 1\)"),
+        ("B", ScaleMode.BLOCK_1x128, (M, 2), r"that is for \(M, K\) operands, B is \(K, N\)"),
+        ("A", ScaleMode.BLOCK_128x128, (2, 1), r"that is for \(K, N\) operands, A is \(M, K\)"),
+    ],
+)
+def test_a_scale_of_the_wrong_shape_is_refused_with_both_shapes(name, mode, shape, message):
+    operands = {"A": operand(M, K, E4M3, 1), "B": operand(K, N, E4M3, 2)}
+    operands[name] = ScaledOperand(operands[name], scale(*shape), mode)
+    with pytest.raises(ArgumentError, match=message):
+        GemmArguments(**operands, out=torch.empty(M, N))
+
+
+def test_a_scale_on_another_device_is_refused():
+    a = ScaledOperand(operand(M, K, E4M3, 1), scale().to("meta"), ScaleMode.PER_TENSOR)
+    with pytest.raises(ArgumentError, match="A's scale is on meta"):
+        GemmArguments(a, operand(K, N, E4M3, 2), torch.empty(M, N))
