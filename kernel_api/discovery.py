@@ -7,6 +7,7 @@ whose rules agree -> ranked. A survey is remembered by everything it may depend 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import warnings
 from collections import OrderedDict
@@ -16,7 +17,7 @@ from typing import Any
 
 from kernel_api.arguments import Arguments
 from kernel_api.devices import query_target
-from kernel_api.errors import FilterError, KernelApiError, PluginWarning
+from kernel_api.errors import FilterError, PluginWarning
 from kernel_api.explanation import Acceptance, Explanation, Rejection
 from kernel_api.kernel import Kernel, require_arguments
 from kernel_api.matching import match_layouts, match_types, types_of
@@ -69,7 +70,8 @@ def get_kernels(
     """
     if args is None:
         return _filtered(
-            _enumerate(query_target(None, cc) if cc else None, providers), metadata_filter
+            _enumerate(query_target(None, cc) if cc is not None else None, providers),
+            metadata_filter,
         )
     require_arguments(args)
     ranked, _ = _survey(args, cc, providers)
@@ -230,14 +232,18 @@ def _why_aligned(family: type[Kernel]) -> str | None:
     return family.operands[0].why_aligned if family.operands else None
 
 
+#: Rules of which one value out of several would do.
+_RULES_WITH_ALTERNATIVES = ("element types", "scales", "accumulator type", "majors")
+
+
 def _nearest_miss(misses: list[Status]) -> Status:
     """The refusal that came last in the order of checks; alternatives are joined."""
     if not misses:
         return Status.fail("the family has no kernels", rule="empty family")
     nearest = max(misses, key=lambda s: s.progress)
-    level = [s for s in misses if s.progress == nearest.progress and s.expected is not None]
+    level = [s for s in misses if s.progress == nearest.progress and s.rule == nearest.rule]
     alternatives = list(dict.fromkeys(s.expected or "" for s in level))
-    if nearest.expected is None or len(alternatives) < 2:
+    if nearest.rule not in _RULES_WITH_ALTERNATIVES or len(alternatives) < 2:
         return nearest
     expected = " or ".join(alternatives)
     return Status.fail(
@@ -333,7 +339,10 @@ def _ranked(verdicts: Iterable[Verdict], args: Arguments) -> tuple[Kernel, ...]:
 
 def _predicted(kernel: Kernel, args: Arguments) -> float | None:
     try:
-        return kernel.predict(args)
+        seconds = kernel.predict(args)
+        if seconds is None or (isinstance(seconds, (int, float)) and math.isfinite(seconds)):
+            return seconds
+        raise TypeError(f"predict returned {seconds!r}; expected seconds or None")
     except Exception as error:
         _plugin_fault(type(kernel), error)
         return None
@@ -355,8 +364,6 @@ def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Ker
                         for operands in variants
                         for kernel in catalogue.kernels(operands, None, target)
                     ]
-                except KernelApiError:
-                    raise
                 except Exception as error:
                     _plugin_fault(family, error)
     if target is None:

@@ -98,10 +98,13 @@ _TABLE = (
 )
 
 _BY_NAME: dict[str, DType] = {}
+_BY_EXACT_NAME: dict[str, DType] = {}
 for _name, _short, _kind, _bits, _cutlass, _aliases in _TABLE:
     _entry = DType(_name, _short, _kind, _bits, _cutlass)
     for _alias in (_name, _short, *((_cutlass.lower(),) if _cutlass else ()), *_aliases):
         _BY_NAME[_alias] = _entry
+    for _exact in (_name, *((_cutlass.lower(),) if _cutlass else ())):
+        _BY_EXACT_NAME[_exact] = _entry
 
 TF32 = _BY_NAME["tfloat32"]
 
@@ -134,10 +137,9 @@ def _find(value: Any) -> DType | None:
     if torch is not None and isinstance(value, torch.dtype):
         return _from_torch(value)
     # numpy scalar types, ml_dtypes and cutlass numeric types are classes; numpy.dtype has .name.
+    # Their names are exact: Python's float is no float32, and float8_e4m3 no float8_e4m3fn.
     name = getattr(value, "name", None) if not isinstance(value, type) else value.__name__
-    if not isinstance(name, str):
-        return None
-    return _BY_NAME.get(name.rstrip("_").lower())
+    return _BY_EXACT_NAME.get(name.rstrip("_").lower()) if isinstance(name, str) else None
 
 
 def _from_torch(value: Any) -> DType:

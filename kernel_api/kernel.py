@@ -186,10 +186,9 @@ class Kernel(metaclass=KernelType):
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
         """A callable on new tensors of the same signature, as cheap as the provider can."""
-        kind = type(args)
 
         def launch(*tensors: Any, stream: Any = None) -> None:
-            self.run(kind(*tensors), artifact, stream)
+            self.run(args.rebuilt(*tensors), artifact, stream)
 
         return launch
 
@@ -211,6 +210,8 @@ class Kernel(metaclass=KernelType):
             DeviceError: there is neither a ``cc`` nor a GPU to take it from.
             CompileError: the code generator failed.
         """
+        if _compile_cache.compiling(self):
+            return self._compile(args, cc)
         return self._compiled(args, cc, type(self)._compile)
 
     def run(
@@ -235,6 +236,7 @@ class Kernel(metaclass=KernelType):
             UnsupportedError, ArtifactError, DeviceError, CaptureError, WorkspaceError: before
                 anything is launched.
         """
+        require_arguments(args)
         if not assume_supported_args and self not in args._accepted:
             self._require(args, query_target(args.device, None))
             self._require_data(args)
@@ -435,6 +437,10 @@ class Kernel(metaclass=KernelType):
             import torch
 
             return torch.zeros(size, dtype=torch.uint8, device=args.device)
+        if not hasattr(given, "numel"):
+            raise WorkspaceError(
+                f"the workspace is a {type(given).__name__}; expected a torch.uint8 tensor"
+            )
         if str(given.dtype) != "torch.uint8" or given.device != args.device:
             raise WorkspaceError(
                 f"the workspace is {given.dtype} on {given.device}; "

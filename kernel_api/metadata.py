@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import DType, dtype
 from kernel_api.errors import ArgumentError
-from kernel_api.targets import Target, targets_of
+from kernel_api.targets import Target, target, targets_of
 
 if TYPE_CHECKING:
     from kernel_api.kernel import Kernel
@@ -153,10 +153,14 @@ class KernelMetadata:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "targets", tuple(str(t) for t in self.targets))
+        object.__setattr__(self, "targets", tuple(str(target(t)) for t in self.targets))
         if self.targets and not self.min_cc:
             lowest = min(t.cc for t in self.parsed_targets)
             object.__setattr__(self, "min_cc", lowest)
+        if not isinstance(self.operands, OperandsMetadata):
+            raise ArgumentError(f"operands is {self.operands!r}; expected operands metadata")
+        if not isinstance(self.kernel_class, type):
+            raise ArgumentError(f"kernel_class is {self.kernel_class!r}; expected a class")
         identity = tuple(getattr(self, f.name) for f in fields(self) if f.compare)
         object.__setattr__(self, "_hash", hash(identity))
 

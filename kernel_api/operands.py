@@ -29,6 +29,9 @@ class Operand:
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(tensor, torch.Tensor):
             tensor = _as_torch(tensor, name)
+            torch = sys.modules["torch"]
+        if tensor.layout is not torch.strided:
+            raise ArgumentError(f"{name} is a {tensor.layout} tensor; expected a strided one")
         self.tensor = tensor
         self.shape: tuple[int, ...] = tuple(tensor.shape)
         self.stride: tuple[int, ...] = tensor.stride()
@@ -74,7 +77,7 @@ class Operand:
     def address(self) -> int:
         """Of the first element; 0 for what has no memory (meta, fake and empty tensors)."""
         if self._address is None:
-            self._address = 0 if _is_fake(self.tensor) else self.tensor.data_ptr()
+            self._address = self.tensor.data_ptr() if self.has_data else 0
         return self._address
 
     @property
@@ -156,6 +159,8 @@ def _row_bytes(operand: Operand) -> int:
 def self_overlapping(operand: Operand) -> bool:
     """Whether two indices of the operand are the same element (a broadcast, a window)."""
     shape, stride = operand.shape, operand.stride
+    if 0 in shape:
+        return False
     if len(shape) == 2 and stride[1] == 1 and stride[0] >= shape[1]:
         return False
     reach = 0

@@ -9,8 +9,9 @@ from typing import Any
 
 from kernel_api.arguments import GemmArguments
 from kernel_api.discovery import explain, get_kernels
-from kernel_api.dtypes import dtype
-from kernel_api.errors import NoKernelError
+from kernel_api.dtypes import DType, dtype
+from kernel_api.errors import ArgumentError, NoKernelError
+from kernel_api.operands import Operand
 from kernel_api.provider import generation
 
 _LAUNCHES_KEPT = 1024
@@ -30,14 +31,25 @@ def gemm(A: Any, B: Any, *, out: Any = None, out_dtype: Any = None) -> Any:
         NoKernelError: no kernel takes the operands; says why.
     """
     if out is None:
-        import torch
-
-        element = dtype(out_dtype).torch if out_dtype is not None else A.dtype
-        shape = (*A.shape[:-1], B.shape[-1])
-        out = torch.empty(shape, dtype=element, device=A.device)
+        A, B = _operand(A, "A"), _operand(B, "B")
+        out = _allocated(A, B, dtype(out_dtype) if out_dtype is not None else A.dtype)
     args = GemmArguments(A, B, out)
     _launch(args)(*args.tensors)
     return out
+
+
+def _operand(value: Any, name: str) -> Operand:
+    operand = value if isinstance(value, Operand) else Operand(value, name)
+    if operand.rank not in (2, 3):
+        raise ArgumentError(f"{name} has rank {operand.rank}; expected 2, or 3 with a batch")
+    return operand
+
+
+def _allocated(A: Operand, B: Operand, element: DType) -> Any:
+    import torch
+
+    shape = (*A.shape[:-1], B.shape[-1])
+    return torch.empty(shape, dtype=element.torch, device=A.device)
 
 
 def _launch(args: GemmArguments) -> Callable[..., None]:

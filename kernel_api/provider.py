@@ -169,7 +169,7 @@ def providers(chosen: Iterable[str | type[Provider]] | None = None) -> list[type
     else:
         if isinstance(chosen, (str, type)):
             chosen = [chosen]
-        found = [_resolve(one, known) for one in chosen]
+        found = list(dict.fromkeys(_resolve(one, known) for one in chosen))
     return sorted(found, key=lambda p: p.rank)
 
 

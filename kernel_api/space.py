@@ -17,17 +17,15 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from kernel_api.dtypes import DType, dtype
 from kernel_api.errors import RegistrationError
-from kernel_api.metadata import OperandsMetadata, TensorAttributes
+from kernel_api.metadata import DesignMetadata, OperandsMetadata, TensorAttributes
 from kernel_api.status import Status
 
 _RULE_PARAMETERS = ("design", "operands", "args")
-
-Design = TypeVar("Design")
 
 
 @dataclass(frozen=True)
@@ -84,25 +82,26 @@ def rule(text: str) -> Callable[[Callable[..., Any]], Rule]:
     return lambda predicate: Rule(text, predicate)
 
 
-@dataclass(frozen=True)
 class Space:
-    """The design points of a family: a list of designs times the product of further axes.
+    """The design points of a family: designs listed one by one, or a product of axes.
 
     Args:
-        points: Groups of fields that vary together, as mappings; one empty group by default.
-        axes: Values of each further field.
+        points: Designs; or groups of fields that vary together, as mappings.
+        axes: Values of each further field, multiplied with every group.
     """
 
-    points: tuple[Mapping[str, Any], ...] = ({},)
-    axes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    def __init__(self, *points: DesignMetadata | Mapping[str, Any], **axes: tuple[Any, ...]):
+        if axes and any(isinstance(point, DesignMetadata) for point in points):
+            raise RegistrationError("whole designs leave no axes to multiply with")
+        self.points = points or ({},)
+        self.axes = axes
 
-    def __init__(self, *points: Mapping[str, Any], **axes: tuple[Any, ...]) -> None:
-        object.__setattr__(self, "points", points or ({},))
-        object.__setattr__(self, "axes", dict(axes))
-
-    def designs(self, design: Callable[..., Design]) -> Iterator[Design]:
+    def designs(self, design: Callable[..., DesignMetadata]) -> Iterator[DesignMetadata]:
         """Every point, constructed."""
         for point in self.points:
+            if isinstance(point, DesignMetadata):
+                yield point
+                continue
             for values in itertools.product(*self.axes.values()):
                 yield design(**point, **dict(zip(self.axes, values, strict=True)))
 

@@ -53,7 +53,6 @@ class Target:
         return f"sm_{self.cc}{self.suffix}"
 
 
-@lru_cache(maxsize=256)
 def target(value: int | str | Target) -> Target:
     """The target that ``90``, ``"90"``, ``"9.0"``, ``"90a"`` or ``"sm_90a"`` names.
 
@@ -61,8 +60,17 @@ def target(value: int | str | Target) -> Target:
     """
     if isinstance(value, Target):
         return value
-    match = _PATTERN.fullmatch(str(value).strip()) if isinstance(value, (int, str)) else None
-    if match is None or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ArgumentError(
+            f"{value!r} names no GPU architecture; write 90, '9.0', '90a' or 'sm_90a'"
+        )
+    return _parsed(str(value).strip())
+
+
+@lru_cache(maxsize=256)
+def _parsed(value: str) -> Target:
+    match = _PATTERN.fullmatch(value)
+    if match is None:
         raise ArgumentError(
             f"{value!r} names no GPU architecture; write 90, '9.0', '90a' or 'sm_90a'"
         )

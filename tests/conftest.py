@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+# "python -m pytest" puts the repository first on the path, where kernel_api is a folder without its
+# providers: the package is what pyproject.toml's package-dir, or a tree of links, makes of it.
+_ROOT = Path(__file__).parents[1]
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _ROOT]
 
 # Tests say themselves what architecture and which providers they are about.
 for _name in ("KERNEL_API_ARCH", "KERNEL_API_PROVIDERS"):

@@ -177,7 +177,7 @@ def test_no_provider_has_no_kernels():
 
 @pytest.mark.parametrize("unknown", ["cublas", "", int, None, 3], ids=str)
 def test_an_unknown_provider_is_refused_with_the_known_ones(unknown):
-    with pytest.raises(ArgumentError, match="no provider is called .*cutedsl, reference, torch"):
+    with pytest.raises(ArgumentError, match=r"no provider is called .*cutedsl, reference, torch"):
         ka.get_kernels(CPU_ARGS, providers=[unknown])
 
 
@@ -246,9 +246,7 @@ def test_a_device_of_10_0_is_not_offered_a_hopper_kernel(architectures):
     assert all("sm_90a" not in k.metadata.targets for k in kernels)
 
 
-def test_the_environment_says_what_to_compile_for_where_there_is_no_gpu(
-    architectures, monkeypatch
-):
+def test_the_environment_says_what_to_compile_for_where_there_is_no_gpu(architectures, monkeypatch):
     monkeypatch.setenv("KERNEL_API_ARCH", "sm_90a")
     found = ka.get_kernels(META_ARGS, providers=architectures)
     if not torch.cuda.is_available():

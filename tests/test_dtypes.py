@@ -68,7 +68,7 @@ def test_the_torch_type_comes_back(name):
 def test_tfloat32_is_stored_as_float32_but_is_another_type():
     assert TF32.torch is torch.float32
     assert TF32 is not dtype("float32")
-    assert TF32 != torch.float32
+    assert torch.float32 != TF32
 
 
 def test_a_dtype_equals_what_names_the_same_type_and_nothing_else():

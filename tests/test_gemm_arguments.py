@@ -21,9 +21,7 @@ def refusal(A, B, out, *rest, **options):
 
 def test_two_different_k_are_refused_with_both_values_and_shapes():
     text = refusal(torch.empty(256, 128), torch.empty(64, 512), torch.empty(256, 512))
-    assert text == (
-        "A has K = 128 but B has K = 64 (A (M, K) = (256, 128), B (K, N) = (64, 512))"
-    )
+    assert text == ("A has K = 128 but B has K = 64 (A (M, K) = (256, 128), B (K, N) = (64, 512))")
 
 
 def test_two_different_k_of_a_batch_are_refused_with_batched_letters():
@@ -94,7 +92,7 @@ def test_an_out_with_one_element_for_several_indices_is_refused():
 def test_what_is_no_tensor_is_refused_by_the_name_of_its_field(position, value):
     tensors = [torch.empty(8, 8), torch.empty(8, 8), torch.empty(8, 8)]
     tensors[position] = value
-    assert refusal(*tensors).startswith(f"{'A B out'.split()[position]} is a ")
+    assert refusal(*tensors).startswith(f"{['A', 'B', 'out'][position]} is a ")
 
 
 def test_an_accumulator_that_names_no_type_is_refused():

@@ -24,12 +24,21 @@ def imports(path):
             if isinstance(child, ast.Import):
                 yield from ((alias.name, deferred) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
-                assert child.level == 0, f"line {child.lineno}: imports name the whole path"
-                yield child.module, deferred
-                yield from ((f"{child.module}.{alias.name}", deferred) for alias in child.names)
+                module = absolute(path, child.level, child.module)
+                yield module, deferred
+                yield from ((f"{module}.{alias.name}", deferred) for alias in child.names)
             yield from visit(child, deferred or isinstance(child, DEFERRED))
 
     return list(visit(ast.parse(path.read_text()), False))
+
+
+def absolute(path, level, module):
+    """The full name of what ``from ..module import`` names in this file."""
+    if not level:
+        return module
+    folders = path.relative_to(ROOT).parts[:-1]
+    package = folders if folders[0] == "kernel_api" else ("kernel_api", *folders)
+    return ".".join((*package[: len(package) - level + 1], *filter(None, [module])))
 
 
 def inside(module, package):

@@ -152,9 +152,7 @@ def test_unsupported_arguments_are_refused_before_anything_is_written():
     out.fill_(7)
 
     class FloatOnly(CpuGemm):
-        operands = (
-            Operands(A="f32", B="f32", out="f32", accumulator="f32", majors="strided"),
-        )
+        operands = (Operands(A="f32", B="f32", out="f32", accumulator="f32", majors="strided"),)
 
     with pytest.raises(UnsupportedError, match="A is int16; expected float32"):
         cpu_kernel(FloatOnly).run(ka.GemmArguments(A, B, out))
@@ -547,9 +545,9 @@ def test_a_workspace_that_is_too_small_is_refused_with_both_sizes(size):
 def test_a_workspace_of_another_type_or_device_is_refused():
     kernel = cpu_kernel(Scratch)
     args = gemm_arguments(4, 4, 4)
-    with pytest.raises(WorkspaceError, match="float32 on cpu; expected torch.uint8 on cpu"):
+    with pytest.raises(WorkspaceError, match=r"float32 on cpu; expected torch\.uint8 on cpu"):
         kernel.run(args, workspace=torch.empty(64))
-    with pytest.raises(WorkspaceError, match="uint8 on meta; expected torch.uint8 on cpu"):
+    with pytest.raises(WorkspaceError, match=r"uint8 on meta; expected torch\.uint8 on cpu"):
         kernel.run(args, workspace=torch.empty(64, dtype=torch.uint8, device="meta"))
 
 

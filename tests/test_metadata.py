@@ -174,7 +174,7 @@ def test_a_divisibility_below_one_is_refused():
 
 def test_operands_are_listed_by_name():
     operands = metadata().operands
-    assert operands.tensor_names() == ("A", "B", "out")
+    assert tuple(operands.tensors) == ("A", "B", "out")
     assert operands.tensors == {"A": operands.A, "B": operands.B, "out": operands.out}
 
 

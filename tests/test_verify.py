@@ -6,9 +6,8 @@ from support.data import gemm_arguments, gemm_tensors
 from support.kernels import CpuGemm, exact_product
 
 import kernel_api as ka
-from kernel_api import verify
 from kernel_api.errors import ArgumentError, UnsupportedError
-from kernel_api.verify import compare
+from kernel_api.verification import compare
 
 TYPES = {
     "f64": ("f64", "f64", "f64"),
@@ -47,7 +46,7 @@ def kernel_that(spoil=None, run=None):
 
 
 def verdict(kernel, args):
-    found = verify(kernel, args)
+    found = ka.verify(kernel, args)
     assert bool(found) is found.passed
     return found
 
@@ -252,7 +251,7 @@ def test_an_element_that_is_not_finite_is_detected(value):
         args.out.tensor[2, 3] = value
 
     found = verdict(kernel_that(spoil), gemm_arguments(8, 8, 8))
-    assert found.reason == "1 of 64 elements are not finite"
+    assert "not finite" in found.reason
 
 
 def test_rounding_to_a_narrower_type_on_the_way_is_detected():
@@ -292,20 +291,20 @@ def test_what_run_refuses_is_raised():
     A, B, out = gemm_tensors(4, 4, 4)
     scaled = ka.ScaledOperand(A, torch.tensor(2.0), ka.ScaleMode.PER_TENSOR)
     with pytest.raises(UnsupportedError, match="A carries a scale"):
-        verify(kernel_that(), ka.GemmArguments(scaled, B, out))
+        ka.verify(kernel_that(), ka.GemmArguments(scaled, B, out))
 
 
 def test_arguments_without_a_reference_are_refused_by_type():
-    with pytest.raises(ArgumentError, match="verify has no reference for int"):
-        verify(kernel_that(), 3)
+    with pytest.raises(ArgumentError, match="no reference for int"):
+        ka.verify(kernel_that(), 3)
 
 
 def test_a_reordering_kernel_may_be_off_three_times_as_much_as_torch():
     ref = torch.full((4, 4), 1000.0, dtype=torch.float64)
     base = ref + 1.0
     out = (ref + 2.5).to(torch.float32)
-    assert not compare(out, ref, base, factor=2.0, floor=0.0)
-    assert compare(out, ref, base, factor=3.0, floor=0.0)
+    assert not compare(out, ref, base, factor=2.0)
+    assert compare(out, ref, base, factor=3.0)
 
 
 def test_one_unit_in_the_last_place_is_allowed_where_torch_is_exact():

@@ -10,9 +10,9 @@ from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp, warp
 from cutlass.memory import SmemAllocator
 
-from implementations.common.modes import gemm_modes
-from implementations.common.operand_tiles import OperandTiles, TileSource
-from implementations.common.output_tile import OutputTile
+from ..common.modes import gemm_modes
+from ..common.operand_tiles import OperandTiles, TileSource
+from ..common.output_tile import OutputTile
 
 OUTPUTS = {  # types of D for each type of A and B
     Float16: (Float16, BFloat16, Float32),
@@ -44,8 +44,9 @@ class Gemm:
     is read. Vectors of 2 bytes are too short for cp.async and go through registers instead.
 
     Shared memory: `stages` × A, then `stages` × B, swizzled; the epilogue reuses it for slices of
-    D, see `shared_memory_bytes`. Registers per thread: tile M · N / threads accumulators, two
-    blocks of fragments, addresses; 128 accumulators are the most that never spills.
+    D; behind it the place of the tile. See `shared_memory_bytes`.
+    Registers per thread: tile M · N / threads accumulators, two blocks of fragments, addresses;
+    128 accumulators are the most that never spills.
 
     A (M,K), B (K,N), D (M,N), or the same with a leading batch mode; every mode of a size known
     at run time only, one mode of each operand with a static stride of 1. Base addresses and the
@@ -122,6 +123,7 @@ class Gemm:
         self.kernel(mA, mB, mD).launch(
             grid=(tiles_m * tiles_n * mD.shape[2], 1, 1),
             block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,  # or ptxas spills a little to fit one more block
             stream=stream,
         )
 

@@ -49,6 +49,20 @@ class Arguments:
         """The torch tensors in the order of the fields."""
         return tuple(operand.tensor for operand in self.operands)
 
+    def rebuilt(self, *tensors: Any) -> Arguments:
+        """The same problem on other tensors; a scaled operand keeps its scale."""
+        operands = [
+            ScaledOperand(new, old.scale, old.mode)
+            if isinstance(old, ScaledOperand) and not isinstance(new, Operand)
+            else new
+            for new, old in zip(tensors, self.operands, strict=True)
+        ]
+        return type(self)(*operands, **self._keywords())
+
+    def _keywords(self) -> dict[str, Any]:
+        """The constructor's arguments beside the operands."""
+        return {"accumulator_type": self.accumulator_type, "epilogue": self.epilogue}
+
     @property
     def writes_anything(self) -> bool:
         """False where every output has no elements: then there is nothing to launch."""

@@ -103,6 +103,9 @@ class GemmArguments(Arguments):
     def _options(self) -> tuple[Hashable, ...]:
         return (self.fp32_precision,)
 
+    def _keywords(self) -> dict[str, Any]:
+        return {**super()._keywords(), "fp32_precision": self.fp32_precision}
+
     def _check_shapes(self) -> None:
         a, b, out = self.A.shape, self.B.shape, self.out.shape
         if not (len(a) == len(b) == len(out)) or len(a) not in (2, 3):

@@ -40,6 +40,13 @@ class ReferenceGemm(Kernel):
     design = DesignMetadata
 
     def _supports(self, args: Any) -> Status:
+        real_out = not args.out.tensor.dtype.is_complex
+        if real_out and (args.A.tensor.dtype.is_complex or args.B.tensor.dtype.is_complex):
+            return Status.fail(
+                f"out is {args.out.dtype}; a complex product needs a complex out",
+                rule="element types",
+                operand="out",
+            )
         for name, operand in zip(args.operand_names, args.operands, strict=True):
             if operand.dtype.kind == "other" and not operand.dtype.name.startswith("complex"):
                 return Status.fail(
@@ -71,14 +78,20 @@ class ReferenceGemm(Kernel):
         return {"out": _same_dtype(args)}
 
     @staticmethod
-    def bounds(args: GemmArguments) -> dict[str, float]:
-        """K · u · max(|A|·|B|) for double precision: Higham, Accuracy and Stability of Numerical
-        Algorithms, section 3.5."""
-        A, B, out = args.tensors
-        if args.accumulator_type.bits < 64 or not out.numel():
+    def allowance(args: GemmArguments) -> dict[str, Any]:
+        """Per row i: u · ‖a_i‖ · max‖b_j‖, one rounding of the accumulator at the scale of the
+        data; in float64 K times that, the bound of Higham, Accuracy and Stability of Numerical
+        Algorithms, section 3.5 (with the norms for |a|·|b|)."""
+        if not _floating(args) or not args.writes_anything:
             return {}
-        magnitude = float(product(A.abs(), B.abs()).abs().max())
-        return {"out": 2 * max(args.K, 1) * 2.0**-53 * magnitude}
+        unit = args.K * 2.0**-52 if args.accumulator_type.bits == 64 else 2.0**-23
+        wide = _wide_type(args.A.tensor, args.B.tensor)
+        rows = _norm(_real(args, "A", wide), -1)
+        columns = _norm(_real(args, "B", wide), -2).amax(-1, keepdim=True)
+        allowed = unit * rows * columns
+        if "out" in args.scaled:
+            allowed = allowed / _scale(args, "out", wide).abs()
+        return {"out": allowed.expand(*args.out.shape[:-1], 1)}
 
 
 def product(A: Any, B: Any) -> Any:
@@ -93,6 +106,13 @@ def product(A: Any, B: Any) -> Any:
             return (A.double() @ B.double()).to(torch.int64)
         return (A.cpu().to(wide) @ B.cpu().to(wide)).to(A.device)
     return A.to(wide) @ B.to(wide)
+
+
+def _norm(matrix: Any, mode: int) -> Any:
+    import torch
+
+    finite = torch.nan_to_num(matrix, nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.linalg.vector_norm(finite, dim=mode, keepdim=True)
 
 
 def _floating(args: GemmArguments) -> bool:

@@ -70,8 +70,12 @@ class TorchIntegerGemm(Kernel):
     def _(args: GemmArguments) -> bool:
         return args.out.rank == 2
 
+    @rule("torch._int_mm writes a contiguous out")
+    def _(args: GemmArguments) -> bool:
+        return bool(args.out.tensor.is_contiguous())
+
     @rule("cuBLAS multiplies integers with more than 16 rows, N and K multiples of 8")
-    def _(args: Any) -> bool:
+    def _(args: GemmArguments) -> bool:
         fits = args.M > 16 and args.N % 8 == 0 and args.K % 8 == 0
         return args.device.type == "cpu" or fits
 
@@ -111,6 +115,10 @@ class TorchScaledGemm(Kernel):
     def _(args: GemmArguments) -> bool:
         return args.out.rank == 2
 
+    @rule("torch._scaled_mm writes a contiguous out")
+    def _(args: Any) -> bool:
+        return bool(args.out.tensor.is_contiguous())
+
     @rule("torch._scaled_mm takes one scale for all")
     def _(args: Any) -> bool:
         return all(
@@ -119,7 +127,7 @@ class TorchScaledGemm(Kernel):
         )
 
     @rule("cuBLAS multiplies 8-bit floats with N and K multiples of 16")
-    def _(args: Any) -> bool:
+    def _(args: GemmArguments) -> bool:
         return args.device.type == "cpu" or (args.N % 16 == 0 and args.K % 16 == 0)
 
     def _run(

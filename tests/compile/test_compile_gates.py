@@ -4,6 +4,7 @@ Every registered CuTe DSL family is sampled, and an example family so that there
 """
 
 import random
+from math import prod
 
 import pytest
 import torch
@@ -87,13 +88,13 @@ def test_what_is_offered_compiles_without_spills_and_fits_the_multiprocessor(
 
 
 def one_of_each(condition):
-    """The first kernel of each family and operand types for which the condition holds."""
+    """The smallest kernel of each family and operand types for which the condition holds."""
     found = {}
     for family in families():
-        for kernel in kernels_of(family):
-            if condition(kernel.metadata):
-                types = tuple(t.dtype for t in kernel.metadata.operands.tensors.values())
-                found.setdefault((family, types), kernel)
+        kernels = [k for k in kernels_of(family) if condition(k.metadata)]
+        for kernel in sorted(kernels, key=lambda k: prod(k.metadata.design.tile_shape)):
+            types = tuple(t.dtype for t in kernel.metadata.operands.tensors.values())
+            found.setdefault((family, types), kernel)
     return [pytest.param(k, id=k.metadata.kernel_name) for k in found.values()]
 
 
@@ -106,7 +107,9 @@ def is_for(metadata, name):
 
 
 def instructions(kernel, compiled_for):
-    return sass(kernel.compile(arguments_for(kernel, 256, 256, 256, device="meta"), cc=compiled_for))
+    return sass(
+        kernel.compile(arguments_for(kernel, 256, 256, 256, device="meta"), cc=compiled_for)
+    )
 
 
 AMPERE = one_of_each(lambda m: is_for(m, "sm_80") and multiplies_16_bits(m))

@@ -82,9 +82,7 @@ def gemm_tensors(
     batch = () if L is None else (L,)
     shapes = ((*batch, M, K), (*batch, K, N), (*batch, M, N))
     tensors = [
-        strided_empty(
-            shape, dtype(kind).torch, layout, pad=pad, offset=offset, device=device
-        )
+        strided_empty(shape, dtype(kind).torch, layout, pad=pad, offset=offset, device=device)
         for shape, kind, layout, pad, offset in zip(
             shapes, types, layouts, pads, offsets, strict=True
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,6 +18,9 @@ from kernel_api.space import Operands, Space, rule
 SHARED_MEMORY_BYTES = 99 * 1024
 _SHARED_MEMORY_PER_SM = 164 * 1024
 _REGISTERS_PER_SM = 64 * 1024
+
+#: Accumulators that a thread has registers for; operands that pass through them take half.
+_ACCUMULATORS, _ACCUMULATORS_BESIDE_OPERANDS = 128, 64
 
 
 @dataclass(frozen=True)
@@ -39,18 +43,49 @@ class Sm80GemmDesign(BLASDesignMetadata):
         """Registers of a thread that hold the tile of out."""
         return self.tile_shape[0] * self.tile_shape[1] // self.threads
 
-    def stage_bytes(self, itemsize: int) -> int:
+    def shared_memory_bytes(self, itemsize: int) -> int:
+        """Of all stages, and the coordinates of the tile."""
         tile_m, tile_n, tile_k = self.tile_shape
-        return (tile_m + tile_n) * tile_k * itemsize
+        return self.stages * (tile_m + tile_n) * tile_k * itemsize + 16
 
     def label(self) -> str:
         tile = "x".join(map(str, self.tile_shape))
         return f"tile{tile}_warps{self.warps[0]}x{self.warps[1]}_stages{self.stages}"
 
 
-def _loads_by_registers(operands: GemmOperandsMetadata) -> bool:
-    """cp.async moves at least 4 bytes; narrower elements without alignment take another way."""
-    return operands.A.alignment < 4
+def _design(tile: str, warps: str, stages: int) -> Sm80GemmDesign:
+    m, n, k = map(int, tile.split("x"))
+    warps_m, warps_n = map(int, warps.split("x"))
+    return Sm80GemmDesign((m, n, k), warps=(warps_m, warps_n), stages=stages)
+
+
+#: By bytes of an operand element: tiles are 64 or 128 bytes deep along K.
+_DESIGNS = {
+    2: (
+        _design("128x128x32", "2x2", 4),
+        _design("128x128x32", "2x4", 4),
+        _design("128x256x32", "2x4", 4),
+        _design("256x128x32", "4x2", 4),
+        _design("128x64x32", "2x2", 4),
+        _design("64x128x32", "2x2", 4),
+        _design("64x64x64", "2x2", 4),
+        _design("32x64x64", "2x2", 4),
+        _design("16x128x64", "1x4", 4),
+        _design("16x64x64", "1x4", 6),
+    ),
+    4: (
+        _design("128x128x16", "2x2", 4),
+        _design("128x128x32", "2x4", 3),
+        _design("128x256x16", "2x4", 4),
+        _design("256x128x16", "4x2", 4),
+        _design("128x64x32", "2x2", 4),
+        _design("64x128x32", "2x2", 4),
+        _design("64x64x32", "2x2", 4),
+        _design("32x64x32", "2x2", 4),
+        _design("16x128x32", "1x4", 4),
+        _design("16x64x32", "1x4", 6),
+    ),
+}
 
 
 _ALIGNED = {"A": 16, "B": 16, "out": 16}
@@ -83,26 +118,19 @@ class Sm80Gemm(CuteDslGemm):
             why_aligned=_WHY_ALIGNED,
         ),
     )
-    space = Space(
-        {"tile_shape": (128, 128, 32), "warps": (2, 2), "stages": 4},
-        {"tile_shape": (128, 256, 32), "warps": (2, 4), "stages": 3},
-        {"tile_shape": (256, 128, 32), "warps": (4, 2), "stages": 3},
-        {"tile_shape": (128, 64, 32), "warps": (2, 2), "stages": 4},
-        {"tile_shape": (64, 128, 32), "warps": (2, 2), "stages": 4},
-        {"tile_shape": (64, 64, 64), "warps": (2, 2), "stages": 4},
-        {"tile_shape": (32, 64, 64), "warps": (1, 4), "stages": 4},
-        {"tile_shape": (16, 64, 64), "warps": (1, 4), "stages": 5},
-    )
+    space = Space(*dict.fromkeys(itertools.chain(*_DESIGNS.values())))
 
-    @rule("operands on their way through registers leave room for 64 accumulators a thread")
-    def _(design: Sm80GemmDesign, operands: GemmOperandsMetadata) -> bool:
-        return not _loads_by_registers(operands) or design.accumulators <= 64
-
-    @rule("the stages fit in the shared memory of every target")
+    @rule("the tile is one of those for operands of this width")
     def _(design: Sm80GemmDesign, operands: GemmOperandsMetadata) -> bool:
         assert operands.A.dtype is not None
-        stages = design.stages * design.stage_bytes(operands.A.dtype.itemsize)
-        return stages <= SHARED_MEMORY_BYTES
+        return design in _DESIGNS[operands.A.dtype.itemsize]
+
+    @rule("the accumulators fit in registers, beside operands that pass through them")
+    def _(design: Sm80GemmDesign, operands: GemmOperandsMetadata) -> bool:
+        # cp.async moves at least 4 bytes; what is narrower and not aligned takes another way.
+        through_registers = operands.A.alignment < 4
+        most = _ACCUMULATORS_BESIDE_OPERANDS if through_registers else _ACCUMULATORS
+        return design.accumulators <= most
 
     def implementation(self) -> Callable[..., None]:
         from kernel_api.implementations.sm80.gemm import Gemm
@@ -118,9 +146,9 @@ class Sm80Gemm(CuteDslGemm):
 
     def predict(self, args: GemmArguments) -> float:
         design: Any = self.metadata.design
-        stage = design.stages * design.stage_bytes(args.A.dtype.itemsize)
+        shared = design.shared_memory_bytes(args.A.dtype.itemsize)
         registers = design.threads * (design.accumulators + 100)
-        resident = max(min(_SHARED_MEMORY_PER_SM // stage, _REGISTERS_PER_SM // registers), 1)
+        resident = max(min(_SHARED_MEMORY_PER_SM // shared, _REGISTERS_PER_SM // registers), 1)
         seconds = model.predict(args, design.tile_shape, resident, model.constants(self.family))
         aligned = self.metadata.operands.tensors["A"].alignment >= 16
         return seconds if aligned else seconds * 2

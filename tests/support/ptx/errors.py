@@ -10,7 +10,7 @@ class EmulationError(Exception):
     """
 
 
-class Fault(Exception):
+class FaultError(Exception):
     """A memory access by ``thread`` is wrong.
 
     Raised by memory, which knows no instructions; the block makes an EmulationError of it.

@@ -22,6 +22,7 @@ class EmulatedGemm:
     """A kernel compiled for the types, ranks and majors of some arguments."""
 
     kernel: ka.Kernel
+    text: str
     program: Program
     shared_bytes: int
 
@@ -36,10 +37,13 @@ class EmulatedGemm:
             compiled = compiler.compile(
                 kernel.implementation(), placeholders, target(cc), f"--keep-ptx --dump-dir {folder}"
             )
-            program = parse(compiled.artifacts.PTX)
+            text = compiled.artifacts.PTX
+        program = parse(text)
         resources = machine_code.resources(compiled)
         assert resources is not None
-        return cls(kernel, program, resources.shared_memory_bytes - program.static_shared_bytes)
+        return cls(
+            kernel, text, program, resources.shared_memory_bytes - program.static_shared_bytes
+        )
 
     def run(self, args: ka.GemmArguments) -> None:
         """Overwrites ``args.out``; EmulationError if the kernel does what it must not."""

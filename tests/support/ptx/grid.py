@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from support.ptx.arithmetic import BITS, PREDICATE, U32
-from support.ptx.errors import EmulationError, Fault
+from support.ptx.errors import EmulationError, FaultError
 from support.ptx.memory import POISON, WARP, GlobalMemory, SharedMemory
 from support.ptx.program import (
     Address,
@@ -107,7 +107,7 @@ class Grid:
                 mask = None
             try:
                 targets = self.handlers[self.counter](self, instruction, mask)
-            except (Fault, EmulationError) as error:
+            except (FaultError, EmulationError) as error:
                 raise self._explained(error, instruction) from error
             if targets is not None:
                 self.program_counters[active] = self.counter + 1
@@ -126,9 +126,11 @@ class Grid:
         self.waiting[:] = False
         self.shared.barrier()
 
-    def _explained(self, error: Fault | EmulationError, instruction: Instruction) -> EmulationError:
+    def _explained(
+        self, error: FaultError | EmulationError, instruction: Instruction
+    ) -> EmulationError:
         where = ""
-        if isinstance(error, Fault):
+        if isinstance(error, FaultError):
             block, thread = divmod(error.thread, self.threads_per_block)
             where = f" (block {block}, thread {thread})"
         return EmulationError(f"{instruction.text!r} {error}{where}")
@@ -201,8 +203,9 @@ class Grid:
     def addresses(self, operand: Operand, dtype: np.dtype, mask: Mask) -> np.ndarray:
         """Those of the active threads."""
         assert isinstance(operand, Address)
-        base = self.everywhere(self.read(operand.base, dtype)).astype(np.int64)
-        return (base if mask is None else base[mask]) + operand.offset
+        base = self.everywhere(self.read(operand.base, dtype))
+        addresses = base + Immediate(operand.offset).array(dtype)  # wraps around
+        return (addresses if mask is None else addresses[mask]).astype(np.int64)
 
     def active(self, mask: Mask) -> np.ndarray:
         return self.threads if mask is None else self.threads[mask]

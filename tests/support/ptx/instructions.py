@@ -1,4 +1,4 @@
-"""What instructions do to a block, beside computing registers from registers."""
+"""What executes each instruction."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 
 from support.ptx.arithmetic import OPERATIONS, TYPES, U32, Operation
-from support.ptx.grid import Grid, Handler, Mask, Targets
 from support.ptx.errors import EmulationError
+from support.ptx.grid import Grid, Handler, Mask, Targets
 from support.ptx.matrix import MULTIPLIES, MatrixMultiply, load_fragments
 from support.ptx.memory import WARP
 from support.ptx.program import Address, Immediate, Instruction, Operand, Program, Symbol, Vector
@@ -91,7 +91,10 @@ def _load(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask
     elif match["space"] == "global":
         data = grid.memory.load(grid.addresses(address, U64, mask), size, threads)
     else:
-        data = grid.shared.load(grid.addresses(address, U32, mask), size, threads)
+        # The compiler joins loads to vectors, with gaps in registers that nobody reads.
+        unread = [e.name not in grid.program.registers_read for e in _elements(target)]
+        unused = np.repeat(unread, dtype.itemsize)
+        data = grid.shared.load(grid.addresses(address, U32, mask), size, threads, unused)
     loaded = np.zeros((grid.threads.size, count), dtype)
     loaded[threads] = data.view(dtype)
     for element, values in zip(_elements(target), loaded.T, strict=True):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from support.ptx.grid import Grid
 from support.ptx.errors import EmulationError
+from support.ptx.grid import Grid
 from support.ptx.instructions import handlers
 from support.ptx.memory import GlobalMemory
 from support.ptx.program import Program

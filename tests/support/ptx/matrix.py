@@ -1,6 +1,5 @@
 """Fragments of ldmatrix and mma.sync, as the PTX ISA lays them out over the lanes of a warp.
 
-Section and figure names are those of the PTX ISA, chapter "Warp Level Matrix Instructions".
 With groupID = lane / 4 and threadID_in_group = lane % 4, element i of a lane lies at
 
                 A (M × K)                     B (K × N)                    C, D (M × N)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from support.ptx.errors import Fault
+from support.ptx.errors import FaultError
 
 POISON = 0xFF  # all ones are a NaN in every floating-point type
 WARP = 32
@@ -40,7 +40,7 @@ class _Accesses:
         if wrong.any():
             at = int(wrong.argmax())
             reason = f"has address {addresses[at]:#x}, no multiple of {size} bytes"
-            raise Fault(int(threads[at]), reason)
+            raise FaultError(int(threads[at]), reason)
         return cls(threads, addresses, (addresses - origin) // size, size)
 
     def part(self, chosen: np.ndarray) -> _Accesses:
@@ -48,17 +48,21 @@ class _Accesses:
 
     def read(self, table: np.ndarray) -> np.ndarray:
         """(accesses, bytes) out of a table with one entry per byte of memory."""
-        return table.reshape(-1, self.size)[self.rows]
+        return table.reshape(-1, self.size).take(self.rows, axis=0)
 
     def write(self, table: np.ndarray, values: np.ndarray | bool) -> None:
-        table.reshape(-1, self.size)[self.rows] = values
+        rows = np.empty((len(self.rows), self.size), table.dtype)
+        rows[...] = values
+        # As one value per row, which numpy assigns many times faster than rows of values.
+        whole = f"V{self.size * table.itemsize}"
+        table.view(whole)[self.rows] = rows.view(whole)[:, 0]
 
     def require(self, fine: np.ndarray, reason: str) -> None:
         """Fault at the first of (accesses, bytes) that is not fine."""
         if not fine.all():
             access, byte = np.argwhere(~fine)[0]
             address = int(self.addresses[access] + byte)
-            raise Fault(int(self.threads[access]), f"{reason}, at {address:#x}")
+            raise FaultError(int(self.threads[access]), f"{reason}, at {address:#x}")
 
 
 @dataclass(frozen=True)
@@ -201,19 +205,27 @@ class SharedMemory:
         # for several warps; for writes the same with threads, which are 32 to a warp.
         self._write_mark = np.full(bytes_, _NOBODY, np.int32)
         self._read_mark = np.full(bytes_, _NOBODY, np.int32)
-        self._groups = np.zeros(blocks * threads_per_block, np.int64)  # begun by each thread
+        self._groups = np.zeros(blocks * threads_per_block, np.int64)  # committed by each thread
         self._copies: list[_Copies] = []
 
     def barrier(self) -> None:
         """All threads of every block have come together."""
         self._epoch += 1
 
-    def load(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> np.ndarray:
-        """(accesses, size) bytes."""
+    def load(
+        self,
+        addresses: np.ndarray,
+        size: int,
+        threads: np.ndarray,
+        unused: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """(accesses, size) bytes; those that are unused need not be there."""
         accesses = self._accesses(addresses, size, threads)
-        accesses.require(~accesses.read(self._on_its_way), "reads what a copy is on its way to")
-        accesses.require(accesses.read(self._written), "reads what was never written")
-        writer = accesses.read(self._write_mark) // WARP
+        unused = np.zeros(size, bool) if unused is None else unused
+        arrived, written = ~accesses.read(self._on_its_way), accesses.read(self._written)
+        accesses.require(arrived | unused, "reads what a copy is on its way to")
+        accesses.require(written | unused, "reads what was never written")
+        writer = np.where(unused, _NOBODY, accesses.read(self._write_mark) // WARP)
         self._require_no_race(accesses, writer, "reads what another warp writes")
         self._mark_read(accesses)
         return accesses.read(self.bytes)

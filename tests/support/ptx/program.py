@@ -68,12 +68,22 @@ class Instruction:
     guard: Register | None = None
     guard_negated: bool = False
 
-    @cached_property
-    def modifiers(self) -> tuple[str, ...]:
-        return tuple(self.name.split(".")[1:])
+    def registers_read(self) -> set[str]:
+        target, *sources = self.operands or (None,)
+        read = [*sources, self.guard]
+        if isinstance(target, Address):
+            read.append(target)
+        return set().union(*map(_registers, read))
 
-    def unknown(self) -> EmulationError:
-        return EmulationError(f"the emulator does not know the instruction {self.text!r}")
+
+def _registers(operand: Operand | None) -> set[str]:
+    if isinstance(operand, Register):
+        return {operand.name}
+    if isinstance(operand, Address):
+        return _registers(operand.base)
+    if isinstance(operand, Vector):
+        return set().union(*map(_registers, operand.elements))
+    return set()
 
 
 @dataclass
@@ -96,6 +106,11 @@ class Program:
     static_shared_bytes: int = 0
     threads: int | None = None
 
+    @cached_property
+    def registers_read(self) -> set[str]:
+        """By any instruction."""
+        return set().union(*(one.registers_read() for one in self.instructions))
+
 
 def parse(text: str) -> Program:
     """The program in PTX text that holds exactly one kernel."""
@@ -105,11 +120,10 @@ def parse(text: str) -> Program:
         raise EmulationError(f"the text has {len(kernels)} kernels; expected one")
     (kernel,) = kernels
     program = Program()
-    for kind, size, name, count in re.findall(
-        r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z])(\d+)\s+([\w$]+)(?:\[(\d+)\])?", kernel[2]
+    for bits, name, count in re.findall(
+        r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\s+([\w$]+)(?:\[(\d+)\])?", kernel[2]
     ):
-        del kind
-        program.parameters[name] = int(size) // 8 * int(count or 1)
+        program.parameters[name] = int(bits) // 8 * int(count or 1)
     if threads := re.search(r"\.reqntid\s+(\d+)", kernel[3]):
         program.threads = int(threads[1])
     _Body(program).read(text[: kernel.start()], text[kernel.end() :])

@@ -1,0 +1,241 @@
+"""The sm80 GEMM family computes the right products: its PTX runs in the emulator, without a GPU.
+
+bf16, f16 and tf32 operands are run with every design that they have, with and without alignment,
+and with all majors. Which ranks and sizes meet which design changes from case to case; with
+KERNEL_API_EMULATE=all in the environment, every kernel is run with both ranks (an hour).
+
+Outputs are poisoned, padding is NaN, and the emulator refuses every access outside of an operand,
+be it in the padding between its rows, and every race between warps.
+"""
+
+import itertools
+import os
+import re
+
+import pytest
+import torch
+from support.data import fill, strided_empty
+from support.ptx import EmulationError, parse
+from support.ptx.gemm import EmulatedGemm, storage_bytes
+
+import kernel_api as ka
+from kernel_api import provider
+from kernel_api.verification import compare
+
+pytestmark = pytest.mark.compile
+
+EVERYTHING = os.environ.get("KERNEL_API_EMULATE") == "all"
+TYPES = (("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32"))  # A and B; out
+
+(CUTEDSL,) = provider.providers(["cutedsl"])
+(FAMILY,) = (family for family in CUTEDSL.families() if family.family == "sm80.gemm")
+KERNELS = FAMILY.generate_kernels(lambda metadata: True)
+
+
+def types_of(kernel):
+    operands = kernel.metadata.operands
+    return operands.A.dtype.name, operands.out.dtype.name
+
+
+def layouts_of(kernel):
+    return tuple(tensor.unit_mode for tensor in kernel.metadata.operands.tensors.values())
+
+
+def is_aligned(kernel):
+    return kernel.metadata.operands.A.alignment == 16
+
+
+def sample():
+    """(kernel, rank): of each type, all majors, and all designs with and without alignment."""
+    if EVERYTHING:
+        return list(itertools.product(KERNELS, (2, 3)))
+    chosen = []
+    for start, types in enumerate(TYPES):
+        layout = 3 * start  # so that types differ in which majors come without alignment
+        for aligned in (True, False):
+            designs = {}
+            for kernel in KERNELS:
+                if types_of(kernel) == types and is_aligned(kernel) == aligned:
+                    designs.setdefault(kernel.metadata.design, []).append(kernel)
+            for kernels, _ in zip(
+                itertools.cycle(designs.values()), range(max(len(designs), 4)), strict=False
+            ):
+                kernels.sort(key=layouts_of)
+                chosen.append((kernels[layout % 8], 2 + (layout + layout // 8) % 2))
+                layout += 1
+    return chosen
+
+
+def name(case):
+    kernel, rank = case
+    return f"{kernel.metadata.kernel_name.removeprefix('sm80_gemm_')}-rank{rank}"
+
+
+def leading_stride(extent, divisibility):
+    """Longer than needed, and no more divisible than asked."""
+    padded = extent + 1
+    return padded + (divisibility - padded) % (2 * divisibility)
+
+
+def arguments(kernel, M, N, K, rank, *, values, seed=0, broadcast=None):
+    """A batch of two for rank 3, of which `broadcast` has but one."""
+    extents = {"M": M, "N": N, "K": K}
+    tensors = []
+    for index, (operand, asked) in enumerate(kernel.metadata.operands.tensors.items()):
+        shape = [extents[letter] for letter in ka.GemmArguments.modes[operand]]
+        if rank == 3:
+            shape.insert(0, 1 if operand == broadcast else 2)
+        unit = shape[asked.unit_mode]
+        tensor = strided_empty(
+            shape,
+            asked.dtype.torch,
+            "t" if asked.unit_mode == -1 else "n",
+            pad=leading_stride(unit, asked.divisibility) - unit,
+        )
+        storage_bytes(tensor)[:] = 0xFF  # NaN
+        if operand != "out":
+            fill(tensor, 2 * seed + index, values)
+        if operand == broadcast:
+            tensor = tensor.expand(2, *shape[1:])
+        tensors.append(tensor)
+    operands = kernel.metadata.operands
+    return ka.GemmArguments(
+        *tensors,
+        operands.accumulator_type,
+        fp32_precision="tf32" if operands.multiplication_type is not None else None,
+    )
+
+
+def exact_product(args):
+    return args.A.tensor.double() @ args.B.tensor.double()
+
+
+def plain_product(args):
+    """With the types of the operands and one rounding at the end."""
+    a, b = args.A.tensor.float(), args.B.tensor.float()
+    if args.fp32_precision == "tf32":
+        a, b = rounded_to_tf32(a), rounded_to_tf32(b)
+    return (a @ b).to(args.out.tensor.dtype)
+
+
+def rounded_to_tf32(x):
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def problems(index, tile):
+    """((M, N, K), values): on, behind and in front of edges of tiles and vectors; few blocks."""
+    tile_m, tile_n, tile_k = tile
+    small = (
+        (63, 65, 129),
+        (130, 7, 65),
+        (1, 129, 63),
+        (65, 130, 1),
+        (7, 1, 130),
+        (129, 63, 7),
+        (65, 1, 0),
+        (64, 96, 48),
+        (48, 16, 80),
+        (32, 128, 32),
+    )
+    return (
+        ((tile_m + 1, tile_n + index % 9, tile_k + index % 5), "integers"),
+        (small[index % len(small)], "integers"),
+        (small[(index // 2 + 3) % len(small)], "random"),
+    )
+
+
+@pytest.mark.parametrize("case", list(enumerate(sample())), ids=lambda case: name(case[1]))
+def test_products_are_right(case):
+    index, (kernel, rank) = case
+    compiled = EmulatedGemm.compile(kernel, arguments(kernel, 8, 8, 8, rank, values="integers"))
+    broadcast = (None, "A", "B")[index % 3] if rank == 3 else None
+    for (M, N, K), values in problems(index, kernel.metadata.design.tile_shape):
+        args = arguments(kernel, M, N, K, rank, values=values, seed=index, broadcast=broadcast)
+        compiled.run(args)
+        out, exact = args.out.tensor, exact_product(args)
+        if values == "integers":
+            assert torch.equal(out, exact.to(out.dtype)), f"{M} x {N} x {K}"
+        else:
+            verdict = compare(out, exact, plain_product(args))
+            assert verdict, f"{M} x {N} x {K}: {verdict}"
+
+
+def test_the_sample_covers_the_family():
+    kernels = [kernel for kernel, _ in sample()]
+    offered = [kernel for kernel in KERNELS if types_of(kernel) in TYPES]
+
+    def seen(among, *keys):
+        return {tuple(key(kernel) for key in keys) for kernel in among}
+
+    for keys in (
+        (types_of, layouts_of),
+        (is_aligned, layouts_of),
+        (types_of, is_aligned, lambda kernel: kernel.metadata.design),
+    ):
+        assert seen(kernels, *keys) >= seen(offered, *keys)
+    assert {(is_aligned(kernel), rank) for kernel, rank in sample()} >= {
+        (True, 2),
+        (True, 3),
+        (False, 2),
+        (False, 3),
+    }
+
+
+# The emulator finds what these kernels could do wrong -------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pipelined():
+    """One kernel that copies asynchronously, and sizes that fill its pipeline."""
+    chosen = next(
+        kernel
+        for kernel in KERNELS
+        if types_of(kernel) == TYPES[0]
+        and is_aligned(kernel)
+        and kernel.metadata.design.tile_shape[0] == 32
+    )
+    args = arguments(chosen, 33, 65, 400, 2, values="integers")
+    return EmulatedGemm.compile(chosen, args), args
+
+
+def broken(compiled, pattern, replacement, occurrence):
+    """The kernel with one occurrence of a pattern replaced."""
+    found = list(re.finditer(pattern, compiled.text))[occurrence]
+    text = compiled.text[: found.start()] + found.expand(replacement) + compiled.text[found.end() :]
+    return EmulatedGemm(compiled.kernel, text, parse(text), compiled.shared_bytes)
+
+
+def occurrences(compiled, pattern):
+    return range(len(re.findall(pattern, compiled.text)))
+
+
+def test_no_barrier_can_be_left_out(pipelined):
+    compiled, args = pipelined
+    barrier = r"bar\.sync\s+0;"
+    assert len(occurrences(compiled, barrier)) >= 3
+    for i in occurrences(compiled, barrier):
+        with pytest.raises(EmulationError, match="with no barrier in between"):
+            broken(compiled, barrier, "", i).run(args)
+
+
+def test_no_wait_can_be_shorter(pipelined):
+    compiled, args = pipelined
+    wait = r"cp\.async\.wait_group\s+(\d+);"
+    assert len(occurrences(compiled, wait)) >= 2
+    for i in occurrences(compiled, wait):
+        pending = int(re.findall(wait, compiled.text)[i])
+        with pytest.raises(EmulationError, match="what a copy is on its way to"):
+            broken(compiled, wait, f"cp.async.wait_group {pending + 1};", i).run(args)
+
+
+def test_no_edge_can_be_forgotten(pipelined):
+    compiled, args = pipelined
+    for pattern, replacement in (
+        (r"(cp\.async\.cg[^;]*), %r\d+;", r"\1;"),  # whole vectors, whatever is inside
+        (r"@%p\d+ (st\.global)", r"\1"),
+    ):
+        assert len(occurrences(compiled, pattern)) >= 2
+        for i in occurrences(compiled, pattern):
+            with pytest.raises(EmulationError, match="what is no element of an"):
+                broken(compiled, pattern, replacement, i).run(args)

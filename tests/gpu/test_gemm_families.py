@@ -1,0 +1,94 @@
+"""Every configuration of every CuTe DSL family computes what it says, on odd shapes.
+
+The kernels are those that the registry offers for this GPU; a new family is tested by being
+registered. A configuration is a design with its element types and alignments; the majors rotate
+over the configurations. ``KERNEL_API_TEST_EVERY_KERNEL=1`` takes every configuration with every
+majors: compilation is most of the time, so add ``-n 8``.
+"""
+
+import os
+
+import pytest
+import torch
+from support.data import arguments_for
+from support.shapes import problems
+
+import kernel_api as ka
+from kernel_api.providers.reference.gemm import product
+from kernel_api.verification import poison
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+EVERY_KERNEL = os.environ.get("KERNEL_API_TEST_EVERY_KERNEL") == "1"
+
+
+def registered():
+    """(kernel, place of its configuration), for what this GPU runs."""
+    cc = None
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        cc = f"{major}.{minor}"
+    configurations = {}
+    for kernel in ka.get_kernels(cc=cc, providers=["cutedsl"]):
+        metadata = kernel.metadata
+        tensors = tuple((t.dtype, t.divisibility) for t in metadata.operands.tensors.values())
+        configurations.setdefault((type(kernel), metadata.design, tensors), []).append(kernel)
+    return [
+        pytest.param(kernel, place, id=kernel.metadata.kernel_name)
+        for place, kernels in enumerate(configurations.values())
+        for kernel in (kernels if EVERY_KERNEL else [kernels[3 * place % len(kernels)]])
+    ]
+
+
+every_kernel = pytest.mark.parametrize(("kernel", "place"), registered())
+
+
+def bits(tensor):
+    whole = tensor.contiguous()
+    return whole.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        whole.element_size()
+    ])  # fmt: skip
+
+
+@every_kernel
+def test_a_kernel_is_right_repeatable_and_exact_for_integers(kernel, place):
+    for seed, (M, N, K, L) in enumerate(problems(place)):
+        what = f"M={M} N={N} K={K} L={L}"
+        args = arguments_for(kernel, M, N, K, L, device="cuda", seed=seed)
+        assert kernel.supports(args), f"{what}: {kernel.supports(args)}"
+
+        found = ka.verify(kernel, args)
+        assert found, f"{what}: {found}"
+
+        first = args.out.tensor.clone()
+        poison(args.out.tensor)
+        kernel.run(args)
+        assert torch.equal(bits(args.out.tensor), bits(first)), f"{what}: differs when repeated"
+
+        whole = arguments_for(kernel, M, N, K, L, device="cuda", values="integers", seed=seed)
+        poison(whole.out.tensor)
+        kernel.run(whole)
+        A, B, out = whole.tensors
+        assert torch.equal(out, product(A, B).to(out.dtype)), f"{what}: integers are not exact"
+
+
+@every_kernel
+def test_a_kernel_that_supports_arguments_is_offered_for_them(kernel, place):
+    for M, N, K, L in problems(place):
+        args = arguments_for(kernel, M, N, K, L, device="cuda")
+        assert kernel in ka.get_kernels(args, providers=["cutedsl"])
+
+
+@every_kernel
+def test_an_empty_sum_is_zero_and_an_empty_out_is_nothing_to_do(kernel, place):
+    args = arguments_for(kernel, 65, 129, 0, 1, device="cuda")
+    if kernel.supports(args):
+        poison(args.out.tensor)
+        kernel.run(args)
+        assert (args.out.tensor == 0).all()
+    for M, N in ((0, 65), (65, 0)):
+        args = arguments_for(kernel, M, N, 64, 1, device="cuda")
+        if kernel.supports(args):
+            kernel.run(args)
+            torch.cuda.synchronize()
+            assert args.out.tensor.numel() == 0
