@@ -80,7 +80,7 @@ def test_supports_says_no_to_scales_that_the_kernel_would_ignore():
     A, B, out = gemm_tensors(4, 4, 4)
     scaled = ka.ScaledOperand(A, torch.tensor(2.0), ka.ScaleMode.PER_TENSOR)
     status = cpu_kernel().supports(ka.GemmArguments(scaled, B, out))
-    assert status.rule == "scaled operands"
+    assert status.rule == "scales"
     assert status.operand == "A"
 
 

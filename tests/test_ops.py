@@ -98,7 +98,8 @@ def test_what_no_kernel_takes_is_an_error_that_carries_the_explanation(monkeypat
     with pytest.raises(NoKernelError, match="A is int16; expected") as caught:
         ka.ops.gemm(A, B)
     assert isinstance(caught.value, LookupError)
-    assert [r.family for r in caught.value.explanation.rejected] == ["torch.mm"]
+    assert "torch.mm" in [r.family for r in caught.value.explanation.rejected]
+    assert not caught.value.explanation.accepted
 
 
 def test_operands_behind_a_and_b_are_keyword_only():

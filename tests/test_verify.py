@@ -290,7 +290,7 @@ def test_multiplying_float32_in_tfloat32_is_detected_unless_it_was_allowed():
 def test_what_run_refuses_is_raised():
     A, B, out = gemm_tensors(4, 4, 4)
     scaled = ka.ScaledOperand(A, torch.tensor(2.0), ka.ScaleMode.PER_TENSOR)
-    with pytest.raises(UnsupportedError, match="A carries a scale"):
+    with pytest.raises(UnsupportedError, match="A carries a per_tensor scale"):
         ka.verify(kernel_that(), ka.GemmArguments(scaled, B, out))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import kernel_api as ka
+from kernel_api.arguments.scaled import expected_scale_shape
 from kernel_api.dtypes import dtype
 
 #: Element types that torch can fill, copy and convert on the CPU.
@@ -138,7 +139,8 @@ def arguments_for(
         pitch = -(-max(extent, 2) // asked.divisibility) * asked.divisibility
         pads.append(pitch - extent)
     tf32 = operands.multiplication_type is not None
-    return gemm_arguments(
+    scales = {name: asked.scale for name, asked in operands.tensors.items()}
+    plain = gemm_arguments(
         M,
         N,
         K,
@@ -152,3 +154,22 @@ def arguments_for(
         accumulator_type=operands.accumulator_type,
         fp32_precision="tf32" if tf32 else None,
     )
+    return with_scales(plain, scales, seed)
+
+
+def with_scales(
+    args: ka.GemmArguments, modes: dict[str, ka.ScaleMode | str | None], seed: int = 0
+) -> ka.GemmArguments:
+    """The same arguments, their operands stored in units of random scales."""
+    generator = torch.Generator().manual_seed(seed)
+    operands = list(args.operands)
+    for index, name in enumerate(args.operand_names):
+        mode = modes.get(name)
+        if not isinstance(mode, ka.ScaleMode):
+            continue
+        scaled = ka.ScaledOperand(operands[index].tensor, torch.ones(()), mode)
+        shape = expected_scale_shape(name, scaled, args.modes[name], args.contracted)
+        batch = () if mode is ka.ScaleMode.PER_TENSOR else scaled.shape[:-2]
+        scale = torch.rand((*batch, *shape), generator=generator) + 0.25
+        operands[index] = ka.ScaledOperand(scaled.tensor, scale.to(args.device), mode)
+    return args.rebuilt(*operands)
