@@ -33,7 +33,10 @@ class Implementation:
         m, n = out.shape[-2], out.shape[-1]
         batches = out.shape[0] if cutlass.const_expr(cute.rank(out) == 3) else 1
         grid = ((m + rows - 1) // rows, (n + columns - 1) // columns, batches)
-        self.kernel(a, b, out).launch(grid=grid, block=[rows, columns, 1], stream=stream)
+        # Asked for one block per multiprocessor, the compiler does not spill to fit a second.
+        self.kernel(a, b, out).launch(
+            grid=grid, block=[rows, columns, 1], stream=stream, min_blocks_per_mp=1
+        )
 
     @cute.kernel
     def kernel(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor):

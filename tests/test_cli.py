@@ -1,0 +1,170 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.kernels import CpuGemm
+
+from kernel_api.cli import main
+
+SMALL = ["--m", "33", "--n", "17", "--k", "65"]
+
+
+def run(capsys, *arguments):
+    code = main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def run_json(capsys, *arguments):
+    code, out, _ = run(capsys, *arguments, "--json")
+    return code, json.loads(out)
+
+
+def test_help_loads_neither_torch_nor_the_dsl():
+    script = (
+        "import sys; from kernel_api.cli import main; code = main(['--help']); "
+        "sys.exit(code or int(bool({'torch', 'cutlass'} & set(sys.modules))))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "kernel_api", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("kernel-api ")
+
+
+def test_list_counts_what_it_shows_and_hides(capsys):
+    code, out, _ = run(capsys, "list", "--provider", "torch", "--limit", 2)
+    assert code == 0
+    assert out.count("torch_") == 2
+    assert "more are not shown" in out
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "field"),
+    [
+        ("--family", "sm90.gemm", lambda k: k["family"] == "sm90.gemm"),
+        ("--provider", "torch", lambda k: k["provider"] == "torch"),
+        (
+            "--dtype",
+            "int8",
+            lambda k: k["provider"] == "reference" or '"int8"' in json.dumps(k["operands"]),
+        ),
+        ("--target", "sm_80", lambda k: "sm_90a" not in k["targets"]),
+    ],
+)
+def test_list_filters(capsys, option, value, field):
+    code, listed = run_json(capsys, "list", option, value)
+    assert code == 0
+    assert listed["kernels"]
+    assert all(field(kernel) for kernel in listed["kernels"])
+
+
+def test_explain_prints_what_the_library_says(capsys):
+    code, out, _ = run(capsys, "explain", "--cc", 90, "--layout", "tn", "--k", 1001)
+    assert code == 0
+    assert "no:  sm90.gemm" in out
+    assert "would match with K padded to 1008" in out
+
+
+def test_explain_answers_no_by_its_exit_code(capsys):
+    code, told = run_json(capsys, "explain", "--dtype", "int16", "--provider", "torch")
+    assert code == 1
+    assert not told["accepted"]
+    assert "A is int16" in told["rejected"][0]["reason"]
+
+
+def test_verify_passes_what_is_right(capsys):
+    code, out, _ = run(capsys, "verify", *SMALL, "--device", "cpu", "--dtype", "float32")
+    assert code == 0
+    assert "torch_mm_f32" in out
+    assert "reference_gemm" in out
+
+
+def test_verify_fails_what_is_wrong(capsys, registry):
+    class Wrong(CpuGemm):
+        family = "wrong"
+
+        def _run(self, args, artifact, stream, workspace=None):
+            args.out.tensor.copy_(args.A.tensor @ args.B.tensor)
+            args.out.tensor[0, 0] += 1
+
+    registry.register(Wrong)
+    code, told = run_json(
+        capsys, "verify", *SMALL, "--device", "cpu", "--dtype", "float32", "--filter", "wrong"
+    )
+    assert code == 1
+    assert "wrong" in json.dumps(told)
+
+
+@pytest.mark.compile
+def test_compile_prints_what_the_machine_code_takes(capsys):
+    code, told = run_json(capsys, "compile", "--target", "sm_80", "--limit", 1, "--layout", "tn")
+    assert code == 0
+    text = json.dumps(told)
+    assert all(word in text for word in ("registers", "shared_memory_bytes", "spill_bytes"))
+
+
+@pytest.mark.compile
+def test_doctor_says_what_is_here_and_what_works(capsys):
+    code, told = run_json(capsys, "doctor")
+    assert code == 0
+    text = json.dumps(told)
+    assert torch.__version__ in text
+    assert "nvidia-cutlass-dsl" in text
+    assert "sm_90a" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "--dtype", "float17"], "names no element type"),
+        (["explain", "--cc", "hopper"], "names no GPU architecture"),
+        (["explain", "--layout", "xyz"], "--layout is 'xyz'"),
+        (["explain", "--provider", "nobody"], "no provider is called 'nobody'"),
+        (["explain", "--m", "-1"], "--m"),
+        (["frobnicate"], "invalid choice"),
+        ([], "required"),
+    ],
+)
+def test_a_question_without_sense_is_exit_code_2_and_one_line(capsys, arguments, message):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_json_is_all_that_stdout_has(capsys):
+    for command in (["list", "--limit", "1"], ["explain"], ["verify", *SMALL, "--device", "cpu"]):
+        _, out, _ = run(capsys, *command, "--json")
+        json.loads(out)
+
+
+def test_the_log_is_shown_where_it_is_asked_for(capsys, monkeypatch):
+    monkeypatch.setenv("KERNEL_API_LOG", "loud")
+    code, _, err = run(capsys, "explain")
+    assert code == 2
+    assert "KERNEL_API_LOG is 'loud'" in err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m kernel_api list --all | head -n 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_COLOR": "1"},
+    )
+    assert done.returncode == 0
+    assert done.stderr == ""
