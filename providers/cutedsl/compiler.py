@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +34,9 @@ def compile(
     started = time.perf_counter()
     wanted = f"--gpu-arch {target} {OPTIONS} {options}".strip()
     try:
-        with _lock:
+        with _lock, warnings.catch_warnings():
+            # What the DSL advises about a kernel's loops is for its author, not for its user.
+            warnings.filterwarnings("ignore", message="This static loop has")
             compiled = cute.compile(implementation, *args, options=wanted)
     except Exception as error:
         name = type(implementation).__name__
