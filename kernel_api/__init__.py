@@ -12,7 +12,6 @@ Everything here is loaded on first use: importing the package loads neither torc
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from kernel_api.verification import verify
 
 __version__ = "0.1.0"
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOME_OF = {
     "CompiledArtifact": "artifact",

@@ -6,7 +6,6 @@ whose rules agree -> ranked. A survey is remembered by everything it may depend 
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import warnings
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kernel_api import _log
 from kernel_api.arguments import Arguments
 from kernel_api.devices import query_target
 from kernel_api.errors import FilterError, PluginWarning
@@ -26,7 +26,7 @@ from kernel_api.provider import Provider, generation, providers
 from kernel_api.status import Status
 from kernel_api.targets import CcLike, Target, fitting
 
-logger = logging.getLogger(__name__)
+logger = _log.logger(__name__)
 
 MetadataFilter = Callable[[KernelMetadata], bool]
 ProviderChoice = Iterable["str | type[Provider]"]

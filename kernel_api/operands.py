@@ -54,7 +54,7 @@ class Operand:
     @property
     def has_data(self) -> bool:
         """False for meta and fake tensors: they can be compiled for, not run on."""
-        return self.device.type != "meta" and not _is_fake(self.tensor)
+        return not (self.tensor.is_meta or _is_fake(self.tensor))
 
     @property
     def alignment(self) -> int:
@@ -113,7 +113,9 @@ def _as_torch(value: Any, name: str) -> Any:
 
 
 def _is_fake(tensor: Any) -> bool:
-    return hasattr(tensor, "fake_mode")
+    # A failed hasattr costs more than all else that is asked of a tensor.
+    torch = sys.modules["torch"]
+    return type(tensor) is not torch.Tensor and hasattr(tensor, "fake_mode")
 
 
 def overlap(a: Operand, b: Operand) -> bool:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-import logging
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from kernel_api import _log
 from kernel_api.errors import ArgumentError, PluginWarning, RegistrationError
 from kernel_api.status import Status
 
 if TYPE_CHECKING:
     from kernel_api.kernel import Kernel
 
-logger = logging.getLogger(__name__)
+logger = _log.logger(__name__)
 
 ENTRY_POINT_GROUP = "kernel_api.providers"
 _BUILT_IN = {

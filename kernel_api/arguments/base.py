@@ -103,9 +103,8 @@ class Arguments:
         return self._key
 
     def _check_devices(self) -> None:
-        first, *rest = self.operands
-        self.device = device = first.device
-        for operand in rest:
+        self.device = device = self.operands[0].device
+        for operand in self.operands:
             if operand.device != device:
                 raise ArgumentError(
                     f"{self._name_of(operand)} is on {operand.device} but "

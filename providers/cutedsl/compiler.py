@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kernel_api import _log
 from kernel_api.errors import CompileError
 from kernel_api.metadata import TensorAttributes
 from kernel_api.operands import Operand
 from kernel_api.targets import Target
 
-logger = logging.getLogger(__name__)
+logger = _log.logger(__name__)
 
 # The compiler aborts the process when two threads are in it.
 _lock = threading.Lock()
