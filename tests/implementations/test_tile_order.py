@@ -1,0 +1,166 @@
+"""The orders in which kernels visit the tiles of their output: all of them, each of them once."""
+
+from functools import cache
+from itertools import pairwise
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+import numpy as np
+import pytest
+from cutlass import Int32
+from on_the_cpu import operand
+
+from kernel_api.implementations.common.tile_order import make_tile_order, preferred_band_widths
+from kernel_api.implementations.sm80.gemm import Gemm
+from kernel_api.implementations.sm90.gemm import CONCURRENT_TILES
+from kernel_api.providers.cutedsl.gemm.sm90 import _TILES
+
+COUNTS = [(1, 1), (1, 7), (9, 1), (2, 3), (8, 8), (16, 17), (23, 11), (5, 40), (64, 33)]
+
+
+def all_tiles(count_m, count_n, batches):
+    """(m, n, batch) of every tile, sorted."""
+    return sorted(np.ndindex(count_m, count_n, batches))
+
+
+# Persistent kernels: TileOrder -------------------------------------------------------------------
+
+
+@cute.jit
+def write_order(
+    visited: cute.Tensor,
+    clusters_m: Int32,
+    clusters_n: Int32,
+    batches: Int32,
+    width_m: Int32,
+    width_n: Int32,
+):
+    order = make_tile_order(clusters_m, clusters_n, batches, (width_m, width_n))
+    for i in cutlass.range(order.total):
+        visited[i, 0], visited[i, 1], visited[i, 2] = order.coordinates(i)
+
+
+@cache
+def compiled_order():
+    return cute.compile(write_order, operand(np.empty((1, 3), np.int32), 1), *[Int32(1)] * 5)
+
+
+def visits(count_m, count_n, batches, widths):
+    """(m, n, batch) in the order of visits."""
+    visited = np.full((count_m * count_n * batches, 3), -1, np.int32)
+    arguments = (Int32(value) for value in (count_m, count_n, batches, *widths))
+    compiled_order()(operand(visited, 1), *arguments)
+    return [tuple(tile) for tile in visited.tolist()]
+
+
+def widths_offered():
+    """Band widths of every tile that the Hopper family offers."""
+    pairs = {
+        preferred_band_widths(tile["tile_shape"], tile["cluster_shape"][:2], CONCURRENT_TILES)
+        for tile in _TILES
+    }
+    return sorted(pairs)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("widths", [*widths_offered(), (1, 1), (3, 5), (100, 100)])
+@pytest.mark.parametrize("batches", [1, 3])
+def test_every_tile_is_visited_once(counts, widths, batches):
+    visited = visits(*counts, batches, widths)
+    assert sorted(visited) == all_tiles(*counts, batches)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_batches_are_visited_one_after_the_other_in_the_same_order(counts):
+    one = visits(*counts, 1, (2, 3))
+    assert visits(*counts, 3, (2, 3)) == [(m, n, batch) for batch in range(3) for m, n, _ in one]
+
+
+def test_bands_are_visited_there_and_back():
+    order = np.zeros((4, 6), int)
+    for index, (m, n, _) in enumerate(visits(4, 6, 1, (2, 2))):
+        order[m, n] = index
+    assert order.tolist() == [
+        [0, 2, 4, 6, 8, 10],
+        [1, 3, 5, 7, 9, 11],
+        [22, 20, 18, 16, 14, 12],
+        [23, 21, 19, 17, 15, 13],
+    ]
+
+
+def test_bands_cut_the_shorter_side_and_the_last_one_may_be_narrower():
+    by_rows = visits(3, 5, 1, (2, 4))
+    assert [m for m, _, _ in by_rows] == [0, 1] * 5 + [2] * 5
+    by_columns = visits(5, 3, 1, (4, 2))
+    assert [n for _, n, _ in by_columns] == [0, 1] * 5 + [2] * 5
+
+
+@pytest.mark.parametrize("widths", [*widths_offered(), (1, 1), (3, 5)])
+@pytest.mark.parametrize("counts", [(23, 11), (5, 40), (64, 33)])
+def test_a_band_begins_with_the_operand_that_the_last_one_ended_on(counts, widths):
+    visited = visits(*counts, 1, widths)
+    for (m, n, _), (next_m, next_n, _) in pairwise(visited):
+        assert m == next_m or n == next_n or abs(m - next_m) == 1 or abs(n - next_n) == 1
+
+
+@pytest.mark.parametrize("tile", _TILES, ids=str)
+def test_preferred_widths_make_the_footprint_about_square(tile):
+    tile_shape, cluster_shape = tile["tile_shape"], tile["cluster_shape"][:2]
+    side = (CONCURRENT_TILES * tile_shape[0] * tile_shape[1]) ** 0.5
+    widths = preferred_band_widths(tile_shape, cluster_shape, CONCURRENT_TILES)
+    for width, extent, cluster in zip(widths, tile_shape, cluster_shape, strict=False):
+        assert width >= 1
+        assert abs(width * extent * cluster - side) <= extent * cluster / 2
+
+
+def test_a_band_is_never_narrower_than_one_cluster():
+    assert preferred_band_widths((256, 16, 64), (2, 1), concurrent_tiles=1) == (1, 4)
+
+
+# Ampere: one block per tile, in bands of `raster` rows --------------------------------------------
+
+
+TILE_M, TILE_N = 64, 32
+
+
+@cache
+def compiled_raster(raster):
+    gemm = Gemm((TILE_M, TILE_N, 64), (2, 2), 3, raster=raster)
+
+    @cute.jit
+    def first_of_tile(block: Int32, size_m: Int32, size_n: Int32):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cute.arch, "block_idx", lambda: (block, 0, 0))
+            return gemm._first_of_tile(SimpleNamespace(shape=(size_m, size_n)))
+
+    @cute.jit
+    def write_places(places: cute.Tensor, blocks: Int32, size_m: Int32, size_n: Int32):
+        for block in cutlass.range(blocks):
+            places[block, 0], places[block, 1], places[block, 2] = first_of_tile(
+                block, size_m, size_n
+            )
+
+    return cute.compile(write_places, operand(np.empty((1, 3), np.int32), 1), *[Int32(1)] * 3)
+
+
+def tiles_of_blocks(count_m, count_n, batches, raster):
+    """(m, n, batch) of every block; the last row and column of tiles are not whole."""
+    places = np.full((count_m * count_n * batches, 3), -1, np.int32)
+    sizes = Int32(count_m * TILE_M - 1), Int32((count_n - 1) * TILE_N + 1)
+    compiled_raster(raster)(operand(places, 1), Int32(len(places)), *sizes)
+    tiles, remainders = np.divmod(places, (TILE_M, TILE_N, 1))
+    assert not remainders.any()
+    return [tuple(tile) for tile in tiles.tolist()]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("raster", [1, 4, 8])
+def test_every_tile_has_one_block(counts, raster):
+    assert sorted(tiles_of_blocks(*counts, 2, raster)) == all_tiles(*counts, 2)
+
+
+def test_blocks_visit_a_band_column_by_column():
+    found = [(m, n) for m, n, _ in tiles_of_blocks(5, 3, 1, raster=4)]
+    first_band = [(m, n) for n in range(3) for m in range(4)]
+    assert found == [*first_band, (4, 0), (4, 1), (4, 2)]
