@@ -80,14 +80,19 @@ class CuteDslKernel(Kernel):
         launch(*args.tensors, stream=stream)
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
+        import torch
+
         function = compiler.raw_function(artifact.compiled_obj)
-        scalars = self.scalars(sm_count(args.device.index or 0))
+        index = args.device.index or 0
+        scalars = self.scalars(sm_count(index))
+        several_devices = torch.cuda.device_count() > 1
 
         def launch(*tensors: Any, stream: Any = None) -> None:
-            if stream is None:
+            if stream is None and not several_devices:
                 function(*tensors, *scalars)
             else:
-                with on_stream(stream):
+                # A launch goes to the current device, whatever its tensors and stream are on.
+                with torch.cuda.device(index), on_stream(stream):
                     function(*tensors, *scalars)
 
         return launch

@@ -104,3 +104,23 @@ class LoopGemm(ka.Kernel):
 
     def _run(self, args: Any, artifact: Any, stream: Any, workspace: Any = None) -> None:
         args.out.tensor.copy_(exact_product(args))
+
+
+def kernels_of(kernel_class):
+    return [
+        kernel
+        for operands in kernel_class.operand_variants()
+        for kernel in kernel_class.kernels_for(operands)
+    ]
+
+
+def cpu_kernel(kernel_class=CpuGemm):
+    """A kernel of a class made for this call, so that no other test has compiled it."""
+    fresh = type(kernel_class)(kernel_class.__name__, (kernel_class,), {})
+    (kernel,) = kernels_of(fresh)
+    return kernel
+
+
+def cuda_kernel(kernel_class=CudaGemm):
+    fresh = type(kernel_class)(kernel_class.__name__, (kernel_class,), {})
+    return kernels_of(fresh)[0]
