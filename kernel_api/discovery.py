@@ -215,7 +215,7 @@ def _judge_kernels(catalogue: Catalogue, args: Arguments, target: Target | None)
             misses.append(status)
             continue
         for operands in variants:
-            status = match_layouts(operands, args, _why_aligned(family))
+            status = match_layouts(operands, args, family.why_aligned())
             if not status:
                 misses.append(status)
                 continue
@@ -226,10 +226,6 @@ def _judge_kernels(catalogue: Catalogue, args: Arguments, target: Target | None)
                 else:
                     misses.append(status)
     return Verdict(family, tuple(accepted), _nearest_miss(misses))
-
-
-def _why_aligned(family: type[Kernel]) -> str | None:
-    return family.operands[0].why_aligned if family.operands else None
 
 
 #: Rules of which one value out of several would do.

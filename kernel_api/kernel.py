@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernel_api import _compile_cache
-from kernel_api.arguments import Arguments, EpilogueArguments, ScaleMode
+from kernel_api.arguments import Arguments, EpilogueArguments, GemmArguments, ScaleMode
 from kernel_api.artifact import CompiledArtifact, Resources
 from kernel_api.devices import query_target, target_of
 from kernel_api.errors import (
@@ -62,6 +62,10 @@ class KernelType(type):
     """
 
     _own_rules: tuple[Rule, ...]
+    #: Of the class and its bases: all, those that decide a query, those that shape the family.
+    rules: tuple[Rule, ...]
+    argument_rules: tuple[Rule, ...]
+    shaping_rules: tuple[Rule, ...]
 
     @classmethod
     def __prepare__(cls, name: str, bases: tuple[type, ...], /, **kwargs: Any) -> _Namespace:
@@ -74,6 +78,9 @@ class KernelType(type):
             namespace["compile"] = _guarded(namespace["compile"])
         cls = super().__new__(mcs, name, bases, dict(namespace), **kwargs)
         cls._own_rules = tuple(getattr(namespace, "rules", ()))
+        cls.rules = _inherited_rules(cls)
+        cls.argument_rules = tuple(r for r in cls.rules if r.needs_args)
+        cls.shaping_rules = tuple(r for r in cls.rules if not r.needs_args)
         return cls
 
     def __setattr__(cls, name: str, value: Any) -> None:
@@ -85,14 +92,11 @@ class KernelType(type):
 
             registry_changed()
 
-    @property
-    def rules(cls) -> tuple[Rule, ...]:
-        """The rules of the class and its bases, base first."""
-        found: dict[int, Rule] = {}
-        for base in reversed(cls.__mro__):
-            for one in getattr(base, "_own_rules", ()):
-                found.setdefault(id(one), one)
-        return tuple(found.values())
+
+def _inherited_rules(cls: type) -> tuple[Rule, ...]:
+    """The rules of a class and its bases, base first."""
+    bases = reversed(cls.__mro__)
+    return tuple(dict.fromkeys(r for base in bases for r in getattr(base, "_own_rules", ())))
 
 
 def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -307,13 +311,15 @@ class Kernel(metaclass=KernelType):
                 rule="target",
                 progress=BEHIND_OPERANDS,
             )
-        if metadata.epilogue is None and args.epilogue is not None:
+        if (metadata.epilogue is None) != (args.epilogue is None):
             return Status.fail(
-                "an epilogue is asked for; the kernel stores the accumulator as it is",
+                "an epilogue is asked for; the kernel stores the accumulator as it is"
+                if metadata.epilogue is None
+                else f"no epilogue is asked for; the kernel applies {metadata.epilogue}",
                 rule="epilogue",
                 progress=BEHIND_OPERANDS + 1,
             )
-        for step, one in enumerate(self._argument_rules()):
+        for step, one in enumerate(type(self).argument_rules):
             verdict = one.check(design=metadata.design, operands=metadata.operands, args=args)
             if not verdict:
                 return _advanced(verdict, BEHIND_OPERANDS + 2 + step)
@@ -326,7 +332,7 @@ class Kernel(metaclass=KernelType):
     @classmethod
     def operand_variants(cls) -> Iterator[OperandsMetadata]:
         """Every combination of operands that the declared rows give."""
-        modes = (cls.arguments or _gemm_arguments()).modes
+        modes = (cls.arguments or GemmArguments).modes
         for row in cls.operands:
             yield from row.variants(cls.operands_metadata, modes)
 
@@ -334,11 +340,10 @@ class Kernel(metaclass=KernelType):
     def kernels_for(cls, operands: OperandsMetadata) -> list[Kernel]:
         """The declared designs that the rules allow for these operands."""
         assert cls.space is not None
-        shaping = [r for r in cls.rules if not r.needs_args]
         return [
             cls(cls.describe(operands, design))
             for design in cls.space.designs(cls.design)
-            if all(r.check(design=design, operands=operands) for r in shaping)
+            if all(r.check(design=design, operands=operands) for r in cls.shaping_rules)
         ]
 
     @classmethod
@@ -364,13 +369,10 @@ class Kernel(metaclass=KernelType):
     def provider_status(cls) -> Status:
         return cls._provider.available() if cls._provider is not None else Status.success()
 
-    def why_aligned(self) -> str | None:
-        """The reason for asking alignment, from the row that the operands came from."""
-        rows = type(self).operands
-        return rows[0].why_aligned if rows else None
-
-    def _argument_rules(self) -> Iterable[Rule]:
-        return (r for r in type(self).rules if r.needs_args)
+    @classmethod
+    def why_aligned(cls) -> str | None:
+        """The reason for asking alignment, the same in all rows of a family."""
+        return cls.operands[0].why_aligned if cls.operands else None
 
     def _require(self, args: Arguments, target: Target | None) -> None:
         status = self.status(args, target)
@@ -470,12 +472,6 @@ def _advanced(status: Status, progress: int) -> Status:
     from dataclasses import replace
 
     return replace(status, progress=progress)
-
-
-def _gemm_arguments() -> type[Arguments]:
-    from kernel_api.arguments import GemmArguments
-
-    return GemmArguments
 
 
 def _kernel_name(family: str, operands: OperandsMetadata, design: DesignMetadata) -> str:

@@ -296,3 +296,16 @@ def test_kernels_of_equal_metadata_are_equal():
 def test_repr_is_the_name():
     kernel = LoopGemm(LoopGemm.metadata_of_tile(16))
     assert repr(kernel) == "<LoopGemm_tile16>"
+
+
+# Epilogues -------------------------------------------------------------------------------
+
+
+def test_a_kernel_with_an_epilogue_refuses_arguments_without_one():
+    from dataclasses import replace
+
+    plain = cpu_kernel()
+    fused = type(plain)(replace(plain.metadata, epilogue="relu"))
+    status = fused.supports(gemm_arguments(4, 4, 4))
+    assert status.rule == "epilogue"
+    assert "no epilogue is asked for" in status.error
