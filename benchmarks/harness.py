@@ -1,24 +1,39 @@
-"""Time several callables fairly, and keep what was measured.
+"""Time several callables fairly.
 
-One round calls each of them once, in turn, after writing a buffer larger than L2; medians over
-the rounds. The buffer's writing keeps the GPU busy while the host runs ahead, so that host cost
-is not in the times. Data must be random: zeros draw less power and run faster.
+One round calls each of them once, in turn, every round starting with another one; medians over
+the rounds. Before each call a buffer larger than L2 is read, so that caches are cold (and hold
+nothing that must be written back), and the host runs ahead, so that its cost is not in the times.
+
+Short calls are timed by CUDA graphs of several of them, each on operands of its own: either these
+are together several times as large as L2, or each is used once after the buffer was read. Data
+must be random: zeros draw less power and run faster.
 """
 
 from __future__ import annotations
 
-import datetime
+import faulthandler
+import functools
 import importlib.metadata
-import json
+import math
 import statistics
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-L2_FLUSH_BYTES = 256 << 20
-RESULTS = Path(__file__).parent / "results"
+DEVICE = "cuda"
+FLUSH_BYTES = 512 << 20
+#: Calls shorter than this (microseconds) are timed by CUDA graphs.
+SHORT_US = 50.0
+#: A graph of calls takes about this long (microseconds) where its operands allow it.
+GRAPH_US = 300.0
+
+#: A callable per set of operands; all sets have the same sizes.
+Calls = Sequence[Callable[[], Any]]
 
 
 class Timing:
@@ -30,27 +45,122 @@ class Timing:
         self.spread = (quarters[2] - quarters[0]) / self.median
 
 
+def operand_sets(set_bytes: int, most: int = 32) -> int:
+    """How many sets of operands make sure that none is in L2 when its turn comes again."""
+    return max(2, min(most, 1 + math.ceil(3 * l2_bytes() / max(set_bytes, 1))))
+
+
 def interleaved(
-    calls: Mapping[str, Callable[[], Any]], rounds: int = 20, warmup: int = 3
+    calls: Mapping[str, Calls], set_bytes: int, policy: str = "auto", rounds: int = 20
+) -> tuple[dict[str, Timing], str]:
+    """Time every callable in the same run, and say in words how it was done.
+
+    Args:
+        set_bytes: What one call reads and writes.
+        policy: ``graph``, ``eager``, or ``auto``: a graph if one call takes less than SHORT_US.
+    """
+    for one in calls.values():
+        for call in one:
+            call()
+    estimate = {n: t.median for n, t in _eager(calls, 3).items()} if policy != "eager" else {}
+    words = f"cold L2, interleaved, random data, median of {rounds}"
+    note = ""
+    if policy == "graph" or (policy == "auto" and min(estimate.values()) < SHORT_US):
+        sets = max(map(len, calls.values()))
+        copies = _copies(sets, set_bytes, min(estimate.values()))
+        try:
+            found = _graphs(calls, copies, rounds)
+            return found, f"CUDA graph of {copies} calls on {sets} operand sets, {words}"
+        except Exception as error:  # a library that cannot be captured
+            synchronize()
+            note = f" (no graph: {type(error).__name__})"
+    return _eager(calls, rounds), f"eager{note}, {words}"
+
+
+def _copies(sets: int, set_bytes: int, call_us: float) -> int:
+    """Calls in a graph: each set once, or several times where they do not fit in L2 together."""
+    if sets * set_bytes < 3 * l2_bytes():
+        return sets
+    return sets * max(1, math.ceil(GRAPH_US / max(call_us, 1.0) / sets))
+
+
+def _eager(calls: Mapping[str, Calls], rounds: int) -> dict[str, Timing]:
+    def launch(name: str, turn: int) -> None:
+        one = calls[name]
+        one[turn % len(one)]()
+
+    return _timed(list(calls), launch, rounds)
+
+
+def _graphs(calls: Mapping[str, Calls], copies: int, rounds: int) -> dict[str, Timing]:
+    graphs = {}
+    for name, one in calls.items():
+        graph = graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for copy in range(copies):
+                one[copy % len(one)]()
+    for graph in graphs.values():
+        graph.replay()
+    return _timed(list(calls), lambda name, _: graphs[name].replay(), rounds, copies)
+
+
+def _timed(
+    names: list[str], launch: Callable[[str, int], None], rounds: int, calls_each: int = 1
 ) -> dict[str, Timing]:
-    """Time every callable in the same run; see the module for how."""
-    flush = torch.empty(L2_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    for _ in range(warmup):
-        for call in calls.values():
-            call()
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
+    """Events around every launch; ``launch(name, turn)`` makes ``calls_each`` calls."""
+    flush = _flush_buffer()
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in names}
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
+            flush.sum()
             start.record()
-            call()
+            launch(name, turn)
             end.record()
             events[name].append((start, end))
-    torch.cuda.synchronize()
-    return {n: Timing([1e3 * s.elapsed_time(e) for s, e in pairs]) for n, pairs in events.items()}
+    synchronize()
+    return {
+        name: Timing([1e3 * start.elapsed_time(end) / calls_each for start, end in pairs])
+        for name, pairs in events.items()
+    }
 
 
+@functools.lru_cache(maxsize=1)
+def _flush_buffer() -> torch.Tensor:
+    return torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device=DEVICE)
+
+
+# The machine -----------------------------------------------------------------------------
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def alive() -> bool:
+    """Whether the GPU still answers; after some errors nothing in this process works any more."""
+    try:
+        synchronize()
+    except Exception:
+        return False
+    return True
+
+
+def l2_bytes() -> int:
+    """Of the GPU; where there is none, of an H200."""
+    if not torch.cuda.is_available():
+        return 60 << 20
+    return int(torch.cuda.get_device_properties(0).L2_cache_size)
+
+
+def gpu_folder() -> str:
+    """The GPU's name as results are filed under it."""
+    return torch.cuda.get_device_name().split()[-1].lower()
+
+
+@functools.lru_cache(maxsize=1)
 def environment() -> dict[str, Any]:
     """What a row depends on beside the code."""
     packages = [
@@ -59,6 +169,7 @@ def environment() -> dict[str, Any]:
         "nvidia-cutlass-dsl-libs-cu12",
         "nvidia-cutlass-dsl-libs-cu13",
         "apache-tvm-ffi",
+        "quack-kernels",
     ]
     versions = {}
     for name in packages:
@@ -74,36 +185,38 @@ def environment() -> dict[str, Any]:
     }
 
 
-def row(
-    suite: str,
-    problem: str,
-    subject: tuple[str, Timing],
-    peer: tuple[str, Timing],
-    verified: bool,
-    **extra: Any,
-) -> dict[str, Any]:
-    """One measured line."""
-    return {
-        "suite": suite,
-        "problem": problem,
-        "subject": subject[0],
-        "peer": peer[0],
-        "subject_us": round(subject[1].median, 2),
-        "peer_us": round(peer[1].median, 2),
-        "ratio": round(peer[1].median / subject[1].median, 4),
-        "spread": round(max(subject[1].spread, peer[1].spread), 4),
-        "verified": verified,
-        "policy": "eager, cold L2, interleaved, random data, median",
-        "env": environment(),
-        "date": datetime.date.today().isoformat(),
-        **extra,
-    }
+# Time that is left -----------------------------------------------------------------------
 
 
-def write(suite: str, rows: list[dict[str, Any]], folder: Path | None = None) -> Path:
-    """Keep the rows of a suite; the GPU's name is the folder."""
-    gpu = torch.cuda.get_device_name().split()[-1].lower()
-    path = (folder or RESULTS / gpu) / f"{suite}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rows, indent=1) + "\n")
-    return path
+class Budget:
+    """Seconds that a script may take, counted from its start; None: as long as it likes."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._until = None if seconds is None else time.monotonic() + seconds
+        self._recent: deque[float] = deque(maxlen=4)
+
+    def allows_another(self) -> bool:
+        """Whether another step fits, if it takes as long as the longest of the last ones."""
+        if self._until is None:
+            return True
+        return time.monotonic() + 1.2 * max(self._recent, default=0.0) < self._until
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self._recent.append(time.monotonic() - started)
+
+
+@contextmanager
+def watchdog(seconds: float) -> Iterator[None]:
+    """End the process, with a traceback, if the block takes longer.
+
+    A kernel that hangs cannot be stopped from within its process. What was written to disk stays.
+    """
+    if seconds > 0:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import rows
 import torch
 
 import kernel_api as ka
@@ -81,15 +82,15 @@ def main() -> None:
     times = {name: microseconds(call) for name, call in calls.items()}
     times["get_kernels(args), first"] = first_query()
     peer = ("raw TVM-FFI call", times["raw TVM-FFI call"])
-    rows = [
-        harness.row(SUITE, name, (kernel.metadata.kernel_name, timing), peer, verified)
+    policy = "host time per call, median of 7 x 2000 calls"
+    measured = [
+        rows.row(SUITE, name, (kernel.metadata.kernel_name, timing), peer, verified, policy)
         for name, timing in times.items()
     ]
-    for one in rows:
-        one["policy"] = "host time per call, median of 7 x 2000 calls"
+    for one in measured:
         over = one["subject_us"] - one["peer_us"]
         print(f"{one['problem']:52} {one['subject_us']:8.2f} us  ({over:+.2f} over raw)")
-    print(harness.write(SUITE, rows, options.out))
+    print(rows.write(rows.path_of(SUITE, options.out), measured))
 
 
 if __name__ == "__main__":

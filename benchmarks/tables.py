@@ -2,7 +2,8 @@
 
     python benchmarks/tables.py [--check]
 
-One table per GPU and suite: for every problem the fastest verified subject beside its peer.
+One table per GPU and suite: for every problem the fastest verified subject beside its peer, or
+the worst problems where there are many. ``benchmarks/plots.py`` draws what the tables refer to.
 ``--check`` changes nothing and fails if the README is not what the rows say.
 """
 
@@ -12,6 +13,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 NOTHING = "No rows are recorded yet; `benchmarks/` has the scripts."
+
+#: Suites of more problems show so many of them, those with the lowest ratio.
+MOST_PROBLEMS = 24
+#: What some suites say beside, and the columns' names.
+FURTHER = {"of_ceiling": "of the copy ceiling", "per_tensor_us": "us per tensor"}
 
 Row = dict[str, Any]
 
@@ -42,31 +49,58 @@ def geometric_mean(values: list[float]) -> float:
 def table(gpu: str, suite: str, rows: list[Row]) -> str:
     """Markdown; the environment stands under it, because times mean nothing without."""
     best = best_rows(rows)
-    lines = [
-        f"### {suite} on {gpu}",
-        "",
-        "| problem | kernel | time | peer | its time | peer / kernel |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r['problem']} | `{r['subject']}` | {r['subject_us']:.1f} us | {r['peer']} "
-        f"| {r['peer_us']:.1f} us | {r['ratio']:.3f} |"
-        for r in best
-    ]
+    shown, sentence = best, ""
+    if len(best) > MOST_PROBLEMS:
+        shown = sorted(best, key=lambda row: row["ratio"])[:MOST_PROBLEMS]
+        sentence = f"The {len(shown)} problems of {len(best)} with the lowest ratio. "
+    columns = ["problem", "kernel", "time", "peer", "its time", "peer / kernel"]
+    further = [name for name in FURTHER if any(name in row for row in best)]
+    columns += [FURTHER[name] for name in further]
+    lines = [f"### {suite} on {gpu}", ""]
+    if any("operations" in row for row in best):
+        lines += [f"![{suite} on {gpu}](docs/plots/{gpu}-{suite}.svg)", ""]
+    lines += [_cells(columns), f"|{'---|' * len(columns)}"]
+    for row in shown:
+        cells = [row["problem"], f"`{row['subject']}`", f"{row['subject_us']:.1f} us"]
+        cells += [row["peer"], f"{row['peer_us']:.1f} us", f"{row['ratio']:.3f}"]
+        cells += [f"{row[name]:.3f}" if name in row else "" for name in further]
+        lines.append(_cells(cells))
     mean = geometric_mean([r["ratio"] for r in best])
     versions = ", ".join(f"{name} {value}" for name, value in best[0]["env"].items())
-    lines += ["", f"Geometric mean {mean:.3f}. {best[0]['policy']}; {best[0]['date']}; {versions}."]
+    sentence += f"Geometric mean {mean:.3f}. "
+    lines += ["", f"{sentence}{_policy(best)}; {best[0]['date']}; {versions}."]
     return "\n".join(lines)
+
+
+def _policy(rows: list[Row]) -> str:
+    """How the rows were timed; short problems are timed by graphs, long ones call by call."""
+    ways = dict.fromkeys(row["policy"].partition(", ")[0].partition(" of ")[0] for row in rows)
+    _, _, rest = rows[0]["policy"].partition(", ")
+    return ", ".join(filter(None, [" or ".join(ways), rest]))
+
+
+def _cells(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def recorded(results: Path = RESULTS) -> dict[str, dict[str, list[Row]]]:
+    """The rows by GPU and suite, of suites that have a verified one."""
+    found: dict[str, dict[str, list[Row]]] = {}
+    for path in sorted(results.glob("*/*.json")):
+        rows = json.loads(path.read_text())
+        if isinstance(rows, list) and best_rows(rows):  # what a model is fitted to is no suite
+            found.setdefault(path.parent.name, {})[path.stem] = rows
+    return found
 
 
 def document(results: Path = RESULTS) -> str:
     """All tables, or a sentence where nothing is recorded."""
-    tables = []
-    for path in sorted(results.glob("*/*.json")):
-        rows = json.loads(path.read_text())
-        if best_rows(rows):
-            tables.append(table(path.parent.name, path.stem, rows))
-    return "\n\n".join(tables) or NOTHING
+    parts = []
+    for gpu, suites in recorded(results).items():
+        if any("operations" in row for rows in suites.values() for row in best_rows(rows)):
+            parts.append(f"![Roofline of {gpu}](docs/plots/{gpu}-roofline.svg)")
+        parts += [table(gpu, suite, rows) for suite, rows in suites.items()]
+    return "\n\n".join(parts) or NOTHING
 
 
 def updated(readme: str, text: str) -> str:
@@ -76,10 +110,10 @@ def updated(readme: str, text: str) -> str:
     return f"{before}{START}\n{text}\n{END}{after}"
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     found = README.read_text()
     wanted = updated(found, document())
     if options.check:

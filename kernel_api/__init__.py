@@ -22,8 +22,11 @@ if TYPE_CHECKING:
         ScaleMode,
     )
     from kernel_api.artifact import CompiledArtifact
+    from kernel_api.bundle import load_bundle
     from kernel_api.discovery import explain, get_kernels
     from kernel_api.kernel import Kernel
+    from kernel_api.library import load
+    from kernel_api.parallel import compile_all
     from kernel_api.provider import Provider
     from kernel_api.status import Status
     from kernel_api.verification import verify
@@ -39,13 +42,17 @@ _HOME_OF = {
     "ScaleMode": "arguments",
     "ScaledOperand": "arguments",
     "Status": "status",
+    "compile_all": "parallel",
     "explain": "discovery",
     "get_kernels": "discovery",
+    "load": "library",
+    "load_bundle": "bundle",
     "verify": "verification",
 }
 _MODULES = (
     "arguments",
     "artifact",
+    "epilogue",
     "errors",
     "metadata",
     "ops",
@@ -66,8 +73,11 @@ __all__ = [
     "ScaledOperand",
     "Status",
     "__version__",
+    "compile_all",
     "explain",
     "get_kernels",
+    "load",
+    "load_bundle",
     "verify",
 ]
 

@@ -1,6 +1,7 @@
 """Artifacts in memory: one per kernel, signature and target, compiled once even by many threads.
 
-Also knows which compilation the current thread is in, so that helpers called from a kernel's
+Behind the memory stands the cache on disk (:mod:`kernel_api._disk_cache`). This module also knows
+which compilation the current thread is in, so that helpers called from a kernel's
 ``compile`` (``cute_compile``) can take the arguments and the target from it.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from kernel_api.targets import Target
 
 _Key = tuple[Hashable, ...]
+
+#: Before any kernel class was imported. A source that changed later may not be what runs here.
+STARTED = time.time()
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ def get_or_build(
     target: Target | None,
     build: Callable[[], CompiledArtifact],
 ) -> CompiledArtifact:
-    """The cached artifact; else ``build()``, by one thread while the others wait."""
+    """The artifact in memory or on disk; else ``build()``, by one thread while the others wait."""
     key = (kernel, args.signature, target)
     found = _artifacts.get(key)
     if found is not None:
@@ -70,12 +75,21 @@ def get_or_build(
         flight = _flights.setdefault(key, threading.Lock())
     with flight:
         if key not in _artifacts:
+            from kernel_api import _disk_cache
+
             token = _running.set(Compilation(kernel, args, target))
             try:
-                _artifacts[key] = build()
+                _artifacts[key] = _disk_cache.artifact_for(kernel, args.signature, target, build)
             finally:
                 _running.reset(token)
     return _artifacts[key]
+
+
+def put(
+    kernel: Kernel, signature: tuple[Hashable, ...], artifact: CompiledArtifact
+) -> CompiledArtifact:
+    """Add an artifact that was made elsewhere; returns the one that is kept."""
+    return _artifacts.setdefault((kernel, signature, artifact.target), artifact)
 
 
 def clear() -> None:

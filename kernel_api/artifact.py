@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernel_api.errors import ForeignArtifactError, SignatureError, TargetError
@@ -39,9 +41,10 @@ class CompiledArtifact:
         kernel: The kernel that it was compiled from.
         signature: The argument signature that it serves; every size of it.
         target: The architecture that it was compiled for; None if it is not machine code.
+        file: The file that it was loaded from; None if it was compiled here.
     """
 
-    __slots__ = ("_resources", "compiled_obj", "kernel", "launchers", "signature", "target")
+    __slots__ = ("_resources", "compiled_obj", "file", "kernel", "launchers", "signature", "target")
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class CompiledArtifact:
         self.kernel = kernel
         self.signature = signature
         self.target = target
+        self.file: Path | None = None
         self._resources: Resources | None = None
         #: Prepared launches by device, for kernels that keep them.
         self.launchers: dict[Any, Any] = {}
@@ -72,6 +76,23 @@ class CompiledArtifact:
         if self._resources is None:
             self._resources = self.kernel.read_resources(self)
         return self._resources
+
+    @resources.setter
+    def resources(self, found: Resources | None) -> None:
+        self._resources = found
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write a shared library that :func:`kernel_api.load` gives back, without the compiler.
+
+        Its manifest is inside, and beside it in a file of the same name with ``.json`` behind.
+
+        Raises:
+            LinkError: there is no linker here, or there is no machine code.
+            ArgumentError: the file cannot be written, or the kernel's metadata not as JSON.
+        """
+        from kernel_api.library import export
+
+        return export(self, path)
 
     def check(self, kernel: Kernel, args: Arguments, device: Target | None) -> None:
         """Raise unless this artifact is the kernel's, for the arguments, on the device."""
@@ -94,11 +115,16 @@ class CompiledArtifact:
             )
 
     def runs_on(self, device: Target) -> bool:
-        """Machine code runs on its own compute capability and newer ones of the same major."""
+        """Whether the machine code runs on a device, see :func:`code_runs_on`."""
         assert self.target is not None
-        if self.target.suffix == "a":
-            return self.target.cc == device.cc
-        return self.target.major == device.major and self.target.minor <= device.minor
+        return code_runs_on(self.target, device)
 
     def __repr__(self) -> str:
         return f"<CompiledArtifact of {self.kernel.metadata.kernel_name} for {self.target}>"
+
+
+def code_runs_on(target: Target, device: Target) -> bool:
+    """Machine code runs on its own compute capability and newer ones of the same major."""
+    if target.suffix == "a":
+        return target.cc == device.cc
+    return target.major == device.major and target.minor <= device.minor

@@ -26,6 +26,17 @@ def sm_count(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
+#: Of the GPU that is assumed where there is none: an H200.
+_ASSUMED_MULTIPROCESSORS = 132
+
+
+def multiprocessors_of(device: Any) -> int:
+    """Streaming multiprocessors of a tensor's device; without a GPU, those of an H200."""
+    if device.type != "cuda" or not cuda_available():
+        return _ASSUMED_MULTIPROCESSORS
+    return sm_count(device.index or 0)
+
+
 @lru_cache(maxsize=1)
 def cuda_available() -> bool:
     import torch
@@ -42,6 +53,15 @@ def target_of(device: Any) -> Target | None:
 
         return device_target(torch.cuda.current_device())
     return device_target(device.index)
+
+
+def devices_here() -> list[Target]:
+    """Architectures of all CUDA devices; empty without a GPU."""
+    if not cuda_available():
+        return []
+    import torch
+
+    return [device_target(index) for index in range(torch.cuda.device_count())]
 
 
 def query_target(device: Any, cc: CcLike) -> Target | None:

@@ -127,6 +127,10 @@ def _filtered(kernels: Iterable[Kernel], metadata_filter: MetadataFilter | None)
 # One family ------------------------------------------------------------------------------
 
 
+#: Combinations of operands and epilogues whose kernels are remembered.
+_FUSED_KEPT = 4096
+
+
 class Catalogue:
     """The kernels of one family, by the operands they ask for; built as they are needed."""
 
@@ -135,7 +139,7 @@ class Catalogue:
         self._declared = family.space is not None and bool(family.operands)
         self._variants: dict[Any, dict[OperandsMetadata, tuple[Kernel, ...]]] = {}
         self._operands: tuple[_Variants, ...] | None = None
-        self._built: dict[OperandsMetadata, tuple[Kernel, ...]] = {}
+        self._built: dict[Any, tuple[Kernel, ...]] = {}
 
     def operands(self, args: Arguments | None, target: Target | None) -> Iterable[_Variants]:
         """What the kernels ask of operands; variants of the same element types together."""
@@ -150,15 +154,22 @@ class Catalogue:
     ) -> tuple[Kernel, ...]:
         if not self._declared:
             return self._generated(args, target)[operands]
-        if operands not in self._built:
-            self._built[operands] = tuple(self.family.kernels_for(operands))
-        return self._built[operands]
+        graph = None
+        if args is not None and args.epilogue is not None and self.family.fuses:
+            graph = args.epilogue.graph
+        key = (operands, graph)
+        built = self._built.get(key)
+        if built is None:
+            if graph is not None and len(self._built) > _FUSED_KEPT:
+                self._built.clear()
+            built = self._built[key] = tuple(self.family.kernels_for(operands, graph))
+        return built
 
     def _generated(
         self, args: Arguments | None, target: Target | None
     ) -> dict[OperandsMetadata, tuple[Kernel, ...]]:
         epilogue = args.epilogue if args is not None else None
-        key = (target, epilogue.identity if epilogue else None)
+        key = (target, epilogue.signature if epilogue is not None else None)
         if key not in self._variants:
             cc = target.cc if target is not None else None
             made = self.family.generate_kernels(_everything, epilogue_args=epilogue, cc=cc)

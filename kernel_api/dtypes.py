@@ -48,10 +48,10 @@ class DType:
 
     @property
     def torch(self) -> Any:
-        """The torch dtype; tfloat32 is stored as float32."""
+        """The torch dtype; what float32 may be multiplied as is stored as float32."""
         import torch
 
-        return getattr(torch, "float32" if self is TF32 else self.name)
+        return getattr(torch, "float32" if self in (TF32, TF32X3) else self.name)
 
     @property
     def cutlass(self) -> Any:
@@ -79,6 +79,7 @@ _TABLE = (
     ("float64", "f64", "float", 64, "Float64", ("double",)),
     ("float32", "f32", "float", 32, "Float32", ("float", "single")),
     ("tfloat32", "tf32", "float", 32, "TFloat32", ()),
+    ("tfloat32x3", "tf32x3", "float", 32, None, ()),
     ("float16", "f16", "float", 16, "Float16", ("half", "fp16")),
     ("bfloat16", "bf16", "float", 16, "BFloat16", ()),
     ("float8_e4m3fn", "e4m3", "float", 8, "Float8E4M3FN", ("float8_e4m3", "fp8_e4m3")),
@@ -107,6 +108,8 @@ for _name, _short, _kind, _bits, _cutlass, _aliases in _TABLE:
         _BY_EXACT_NAME[_exact] = _entry
 
 TF32 = _BY_NAME["tfloat32"]
+#: float32 as a sum of two tfloat32: three products, of which 21 bits are right.
+TF32X3 = _BY_NAME["tfloat32x3"]
 
 _FOUND: dict[Any, DType] = {}
 

@@ -2,6 +2,7 @@
 
 KernelApiError
  ├── ArgumentError (ValueError)        the arguments contradict each other
+ │    └── EpilogueError                an epilogue cannot be traced, or its operands do not fit
  ├── RegistrationError (TypeError)     a kernel class or provider lacks what the contract asks
  ├── FilterError                       the caller's metadata_filter raised
  ├── NoKernelError (LookupError)       nothing offers the arguments; carries the explanation
@@ -10,12 +11,15 @@ KernelApiError
  ├── ArtifactError (ValueError)        the artifact does not belong to this call
  │    ├── ForeignArtifactError         it was compiled by another kernel
  │    ├── SignatureError               it was compiled for other dtypes, majors or ranks
- │    └── TargetError                  it was compiled for another GPU architecture
+ │    ├── TargetError                  it was compiled for another GPU architecture
+ │    └── LibraryError                 a file is no kernel library or bundle, or is damaged
+ ├── LinkError (RuntimeError)          no shared library can be made of the compiled code here
  ├── DeviceError (RuntimeError)        no GPU where one is needed, or a tensor on the wrong one
  ├── CaptureError (RuntimeError)       something would compile while a graph is captured
  └── WorkspaceError (ValueError)       the workspace is too small, misplaced or not of bytes
 
 PluginWarning (UserWarning)            a provider or kernel class misbehaved and was left out
+CacheWarning (UserWarning)             the cache on disk is not used; kernels compile anyway
 
 All but warnings are raised before anything is launched.
 """
@@ -35,6 +39,10 @@ class KernelApiError(Exception):
 
 class ArgumentError(KernelApiError, ValueError):
     """The arguments contradict each other; the text names both values."""
+
+
+class EpilogueError(ArgumentError):
+    """An epilogue cannot be traced, or its operands do not fit; the text starts with the line."""
 
 
 class RegistrationError(KernelApiError, TypeError):
@@ -81,6 +89,14 @@ class TargetError(ArtifactError):
     """The artifact was compiled for another GPU architecture."""
 
 
+class LibraryError(ArtifactError):
+    """A file is no kernel library or bundle, is cut off, or was changed after it was made."""
+
+
+class LinkError(KernelApiError, RuntimeError):
+    """No shared library can be made of the compiled code: there is no linker, or it failed."""
+
+
 class DeviceError(KernelApiError, RuntimeError):
     """There is no GPU where one is needed, or a tensor lies on the wrong one."""
 
@@ -95,3 +111,7 @@ class WorkspaceError(KernelApiError, ValueError):
 
 class PluginWarning(UserWarning):
     """A third-party provider or kernel class misbehaved and was left out of the answer."""
+
+
+class CacheWarning(UserWarning):
+    """The cache on disk cannot be used, or may not: kernels compile in every process."""

@@ -38,6 +38,8 @@ from kernel_api.targets import CcLike, Target, fitting
 from kernel_api.utils import strides_to_layout_string
 
 if TYPE_CHECKING:
+    from kernel_api._code_files import CodeFiles
+    from kernel_api.epilogue import Graph
     from kernel_api.provider import Provider
 
 
@@ -126,6 +128,11 @@ class Kernel(metaclass=KernelType):
         arguments: The arguments class that a declared family computes.
         reorders_accumulation: Whether sums are formed in another order than one pass over K;
             ``verify`` then allows three times the error of torch instead of twice.
+        fuses: Whether the declared kernels exist with any epilogue as well; rules say with which.
+        any_epilogue: Whether it computes whatever epilogue the arguments carry; else the one
+            that its metadata names, or none.
+        code_files: How its compiled code becomes a file; None if it does not: then it is neither
+            kept on disk nor exported.
     """
 
     family: ClassVar[str] = ""
@@ -136,7 +143,10 @@ class Kernel(metaclass=KernelType):
     design: ClassVar[Callable[..., DesignMetadata]] = BLASDesignMetadata
     operands_metadata: ClassVar[type[OperandsMetadata]] = GemmOperandsMetadata
     arguments: ClassVar[type[Arguments] | None] = None
-    reorders_accumulation: ClassVar[bool] = False
+    reorders_accumulation: bool = False
+    fuses: ClassVar[bool] = False
+    any_epilogue: ClassVar[bool] = False
+    code_files: ClassVar[CodeFiles | None] = None
 
     _provider: ClassVar[type[Provider] | None] = None
 
@@ -153,12 +163,15 @@ class Kernel(metaclass=KernelType):
         cc: int | None = None,
     ) -> list[Kernel]:
         """Every configuration that the filter passes; declared families need not write it."""
+        graph = None
         if epilogue_args is not None:
-            return []
+            if not cls.fuses:
+                return []
+            graph = epilogue_args.graph
         return [
             kernel
             for operands in cls.operand_variants()
-            for kernel in cls.kernels_for(operands)
+            for kernel in cls.kernels_for(operands, graph)
             if metadata_filter(kernel.metadata)
         ]
 
@@ -191,8 +204,8 @@ class Kernel(metaclass=KernelType):
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
         """A callable on new tensors of the same signature, as cheap as the provider can."""
 
-        def launch(*tensors: Any, stream: Any = None) -> None:
-            self.run(args.rebuilt(*tensors), artifact, stream)
+        def launch(*tensors: Any, stream: Any = None, **epilogue_operands: Any) -> None:
+            self.run(args.rebuilt(*tensors, **epilogue_operands), artifact, stream)
 
         return launch
 
@@ -242,7 +255,7 @@ class Kernel(metaclass=KernelType):
         """
         require_arguments(args)
         if not assume_supported_args and self not in args._accepted:
-            self._require(args, query_target(args.device, None))
+            self._require(args, query_target(args.device, None), compiled=artifact is not None)
             self._require_data(args)
             args._accepted[self] = True
         if artifact is None:
@@ -254,21 +267,31 @@ class Kernel(metaclass=KernelType):
         if args.writes_anything:
             self._run(args, artifact, stream, workspace)
 
-    def prepare(self, args: Arguments) -> Callable[..., None]:
+    def prepare(
+        self, args: Arguments, artifact: CompiledArtifact | None = None
+    ) -> Callable[..., None]:
         """Check and compile once; returns ``launch(*tensors, stream=None)`` for hot loops.
 
         The tensors come in the order of the arguments' fields and must have the same types,
-        ranks, majors and alignment as those prepared for; sizes may differ.
+        ranks, majors and alignment as those prepared for; sizes may differ. Operands of an
+        epilogue are passed by name; those that are not are the ones prepared with.
         """
-        self._require(args, query_target(args.device, None))
+        self._require(args, query_target(args.device, None), compiled=artifact is not None)
         self._require_data(args)
-        return self._launcher(args, self._artifact_to_run(args))
+        if artifact is None:
+            artifact = self._artifact_to_run(args)
+        else:
+            artifact.check(self, args, target_of(args.device))
+        return self._launcher(args, artifact)
 
     # How they work -----------------------------------------------------------------------
 
-    def status(self, args: Any, target: Target | None) -> Status:
-        """``supports`` for a device of the given architecture; None: for any."""
-        status = self.class_status(args)
+    def status(self, args: Any, target: Target | None, *, compiled: bool = False) -> Status:
+        """``supports`` for a device of the given architecture; None: for any.
+
+        What is ``compiled`` does without the provider's compiler.
+        """
+        status = self.class_status(args, compiled=compiled)
         if not status:
             return status
         status = match_operands(self.metadata.operands, args, self.why_aligned())
@@ -277,8 +300,8 @@ class Kernel(metaclass=KernelType):
         return self.status_behind_operands(args, target)
 
     @classmethod
-    def class_status(cls, args: Any) -> Status:
-        """The checks that are the same for all kernels of the class."""
+    def class_status(cls, args: Any, *, compiled: bool = False) -> Status:
+        """The checks that are the same for all kernels of the class, see :meth:`status`."""
         if not isinstance(args, Arguments):
             return Status.fail(
                 f"expected an arguments object such as GemmArguments, got {type(args).__name__}",
@@ -290,7 +313,7 @@ class Kernel(metaclass=KernelType):
                 rule="the kind of operation",
             )
         available = cls.provider_status()
-        if not available:
+        if not available and not compiled:
             return available
         device = args.device.type
         if device not in cls.devices and device != "meta":
@@ -311,14 +334,10 @@ class Kernel(metaclass=KernelType):
                 rule="target",
                 progress=BEHIND_OPERANDS,
             )
-        if (metadata.epilogue is None) != (args.epilogue is None):
-            return Status.fail(
-                "an epilogue is asked for; the kernel stores the accumulator as it is"
-                if metadata.epilogue is None
-                else f"no epilogue is asked for; the kernel applies {metadata.epilogue}",
-                rule="epilogue",
-                progress=BEHIND_OPERANDS + 1,
-            )
+        if not self.any_epilogue:
+            refusal = _epilogue_mismatch(metadata.epilogue, args.epilogue)
+            if refusal is not None:
+                return Status.fail(refusal, rule="epilogue", progress=BEHIND_OPERANDS + 1)
         for step, one in enumerate(type(self).argument_rules):
             verdict = one.check(design=metadata.design, operands=metadata.operands, args=args)
             if not verdict:
@@ -337,23 +356,27 @@ class Kernel(metaclass=KernelType):
             yield from row.variants(cls.operands_metadata, modes)
 
     @classmethod
-    def kernels_for(cls, operands: OperandsMetadata) -> list[Kernel]:
+    def kernels_for(cls, operands: OperandsMetadata, epilogue: Graph | None = None) -> list[Kernel]:
         """The declared designs that the rules allow for these operands."""
         assert cls.space is not None
         return [
-            cls(cls.describe(operands, design))
+            cls(cls.describe(operands, design, epilogue))
             for design in cls.space.designs(cls.design)
             if all(r.check(design=design, operands=operands) for r in cls.shaping_rules)
         ]
 
     @classmethod
-    def describe(cls, operands: OperandsMetadata, design: DesignMetadata) -> KernelMetadata:
+    def describe(
+        cls, operands: OperandsMetadata, design: DesignMetadata, epilogue: Graph | None = None
+    ) -> KernelMetadata:
         """The metadata of one design for one combination of operands, with a name of its own."""
+        name = _kernel_name(cls.family_name(), operands, design)
         return KernelMetadata(
-            kernel_name=_kernel_name(cls.family_name(), operands, design),
+            kernel_name=name if epilogue is None else f"{name}_epilogue_{epilogue.identity[:12]}",
             kernel_class=cls,
             operands=operands,
             design=design,
+            epilogue=epilogue,
             targets=cls.targets,
         )
 
@@ -374,13 +397,15 @@ class Kernel(metaclass=KernelType):
         """The reason for asking alignment, the same in all rows of a family."""
         return cls.operands[0].why_aligned if cls.operands else None
 
-    def _require(self, args: Arguments, target: Target | None) -> None:
-        status = self.status(args, target)
+    def _require(
+        self, args: Arguments, target: Target | None, *, compiled: bool = False
+    ) -> None:
+        status = self.status(args, target, compiled=compiled)
         if not status:
             raise UnsupportedError(self.metadata.kernel_name, status)
 
     def _require_data(self, args: Arguments) -> None:
-        for name, operand in zip(args.operand_names, args.operands, strict=True):
+        for name, operand in args.named_operands.items():
             if not operand.has_data:
                 raise DeviceError(
                     f"{name} is a meta or fake tensor: it can be compiled for, not run on"
@@ -389,9 +414,7 @@ class Kernel(metaclass=KernelType):
     def _compiled(
         self, args: Arguments, cc: CcLike, hook: Callable[..., CompiledArtifact]
     ) -> CompiledArtifact:
-        asked = query_target(getattr(args, "device", None), cc)
-        self._require(args, asked)
-        target = self._compile_target(asked)
+        target = self.compile_target(args, cc)
 
         def build() -> CompiledArtifact:
             artifact = hook(self, args, cc)
@@ -404,7 +427,13 @@ class Kernel(metaclass=KernelType):
 
         return _compile_cache.get_or_build(self, args, target, build)
 
-    def _compile_target(self, asked: Target | None) -> Target | None:
+    def compile_target(self, args: Arguments, cc: CcLike) -> Target | None:
+        """What :meth:`compile` compiles for, and the errors that it raises before."""
+        asked = query_target(getattr(args, "device", None), cc)
+        self._require(args, asked)
+        return self._compile_target(args, asked)
+
+    def _compile_target(self, args: Arguments, asked: Target | None) -> Target | None:
         if "cuda" not in self.devices or "cpu" in self.devices:
             return None
         targets = self.metadata.parsed_targets
@@ -420,7 +449,7 @@ class Kernel(metaclass=KernelType):
         )
 
     def _artifact_to_run(self, args: Arguments) -> CompiledArtifact:
-        target = self._compile_target(target_of(args.device))
+        target = self._compile_target(args, target_of(args.device))
         found = _compile_cache.get(self, args.signature, target)
         if found is not None:
             return found
@@ -455,13 +484,24 @@ class Kernel(metaclass=KernelType):
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return type(self) is type(other) and self.metadata == other.metadata
+        return isinstance(other, Kernel) and self.metadata == other.metadata
 
     def __hash__(self) -> int:
         return hash(self.metadata)
 
     def __repr__(self) -> str:
         return f"<{self.metadata.kernel_name}>"
+
+
+def _epilogue_mismatch(own: Graph | str | None, asked: EpilogueArguments | None) -> str | None:
+    """Why a kernel with one epilogue does not compute another."""
+    if asked is None:
+        return None if own is None else f"no epilogue is asked for; the kernel applies {own}"
+    if own is None:
+        return "an epilogue is asked for; the kernel stores the accumulator as it is"
+    if asked.identity == (own if isinstance(own, str) else own.identity):
+        return None
+    return f"another epilogue is asked for, {asked.graph}; the kernel applies {own}"
 
 
 def _names(targets: Iterable[Target]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from kernel_api.arguments.scaled import ScaleMode
-from kernel_api.dtypes import TF32
+from kernel_api.dtypes import TF32, TF32X3
 from kernel_api.metadata import OperandsMetadata, TensorAttributes
 from kernel_api.operands import Operand
 from kernel_api.status import Status
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 # How far a check got, so that the nearest of many refusals can be told.
 _TYPES, _SCALES, _MAJORS, _ALIGNMENT, _FITS = 10, 14, 20, 30, 40
+
+#: What float32 is multiplied as, and the precisions of the arguments that allow it.
+_ALLOWED_BY = {TF32: ("tf32",), TF32X3: ("tf32x3", "tf32")}
+_MANTISSA_BITS = {TF32: 10, TF32X3: 21}
 
 #: Progress of everything that is checked after the operands.
 BEHIND_OPERANDS = _FITS
@@ -104,11 +108,13 @@ def _match_arithmetic(operands: OperandsMetadata, args: Arguments) -> Status:
             progress=_MAJORS - 2,
         )
     multiplication = getattr(operands, "multiplication_type", None)
-    if multiplication is TF32 and getattr(args, "fp32_precision", None) != "tf32":
+    allowed = getattr(args, "fp32_precision", None)
+    if multiplication in _ALLOWED_BY and allowed not in _ALLOWED_BY[multiplication]:
+        bits, names = _MANTISSA_BITS[multiplication], _ALLOWED_BY[multiplication]
         return Status.fail(
-            "the kernel multiplies in tfloat32, 10 mantissa bits, and full float32 is asked",
+            f"the kernel multiplies float32 with {bits} mantissa bits, and {allowed} is asked",
             rule="tfloat32 has to be allowed",
-            nearest="would match with fp32_precision='tf32', or "
+            nearest=f"would match with fp32_precision={names[0]!r}, or "
             "torch.set_float32_matmul_precision('high')",
             progress=_MAJORS - 1,
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import DType, dtype
+from kernel_api.epilogue.graph import Graph
 from kernel_api.errors import ArgumentError
 from kernel_api.targets import Target, target, targets_of
 
@@ -139,7 +140,7 @@ class KernelMetadata:
         operands: What is asked of each operand.
         design: How it is built (tile shape, cluster shape, stages, ...).
         min_cc: The lowest compute capability, as one number.
-        epilogue: Identity of the fused epilogue, None for a plain store.
+        epilogue: The graph of the fused epilogue, or the identity of one; None for a plain store.
         targets: Architectures with suffix; without any, ``min_cc`` and everything newer.
     """
 
@@ -148,7 +149,7 @@ class KernelMetadata:
     operands: OperandsMetadata
     design: DesignMetadata | None = None
     min_cc: int = 0
-    epilogue: str | None = None
+    epilogue: Graph | str | None = None
     targets: tuple[str, ...] = ()
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
@@ -216,6 +217,8 @@ def _encode(value: Any) -> Any:
         return {"dtype": value.name}
     if isinstance(value, ScaleMode):
         return {"scale": value.value}
+    if isinstance(value, Graph):
+        return {"epilogue": value.to_dict()}
     if isinstance(value, type):
         return {"class": _path_of(value)}
     if dataclasses.is_dataclass(value):
@@ -237,6 +240,8 @@ def _decode(value: Any) -> Any:
         return dtype(value["dtype"])
     if "scale" in value:
         return ScaleMode(value["scale"])
+    if "epilogue" in value:
+        return Graph.from_dict(value["epilogue"])
     if "class" in value:
         return _class_at(value["class"], _kernel_base())
     cls = _class_at(value["type"], (TensorAttributes, OperandsMetadata, DesignMetadata))

@@ -47,9 +47,12 @@ class Operand:
     @property
     def unit_mode(self) -> int | None:
         """Which of the last two modes has stride 1: -1, -2, or None if neither has."""
-        if self.stride[-1] == 1:
+        stride = self.stride
+        if not stride:
+            return None
+        if stride[-1] == 1:
             return -1
-        return -2 if len(self.stride) > 1 and self.stride[-2] == 1 else None
+        return -2 if len(stride) > 1 and stride[-2] == 1 else None
 
     @property
     def has_data(self) -> bool:
@@ -86,10 +89,13 @@ class Operand:
         shape, stride = self.shape, self.stride
         if 0 in shape:
             return 0
+        itemsize = self.dtype.itemsize
+        if len(shape) < 2:
+            return (sum((e - 1) * s for e, s in zip(shape, stride, strict=True)) + 1) * itemsize
         reach = (shape[-1] - 1) * stride[-1] + (shape[-2] - 1) * stride[-2] + 1
         for mode in range(len(shape) - 2):
             reach += (shape[mode] - 1) * stride[mode]
-        return reach * self.dtype.itemsize
+        return reach * itemsize
 
     def __repr__(self) -> str:
         return f"{self.dtype.name}{list(self.shape)}:{list(self.stride)} on {self.device}"

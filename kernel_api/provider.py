@@ -196,6 +196,8 @@ def _scan() -> None:
                 _load(name, functools.partial(importlib.import_module, module))
             for entry in sorted(_entry_points(), key=lambda e: e.name):
                 _load(entry.name, entry.load)
+            if os.environ.get("KERNEL_API_BUNDLE"):
+                _load("bundle", _load_bundles)
             _scanned = True
         finally:
             _scanning = False
@@ -223,6 +225,12 @@ def _load(name: str, load: Callable[[], Any]) -> None:
             PluginWarning,
             stacklevel=2,
         )
+
+
+def _load_bundles() -> None:
+    from kernel_api.bundle import load_named_bundles
+
+    load_named_bundles()
 
 
 def rescan() -> None:

@@ -6,15 +6,16 @@ The reference is computed in float64 (exactly for integers). A kernel may be off
 
 with factor 2, or 3 where it accumulates in another order. The same holds per row, relative to the
 row's norm, so that a few wrong rows cannot hide behind a large maximum. Integers and infinities
-must be equal. The reference may add an allowance per row: what one rounding of the accumulator
-costs there, because the baseline's error can be small by luck; or, for float64, an error bound,
-because there is nothing wider to compare with.
+must be equal. The reference may add an allowance: what one rounding of the accumulator costs,
+because the baseline's error can be small by luck; for float64 an error bound, because there is
+nothing wider to compare with; behind an epilogue what all that changes, and half a unit for the
+integers that it rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kernel_api.errors import ArgumentError
@@ -64,7 +65,7 @@ class Oracle(Protocol):
         """Every output as torch computes it in the operands' own types."""
 
     def allowance(self, args: Any) -> dict[str, Any]:
-        """Absolute error that is always allowed, for every row of an output."""
+        """Absolute error that is always allowed: of the output's shape, or one per row."""
 
 
 def verify(kernel: Kernel, args: Arguments, *, stream: Any = None) -> Verification:
@@ -74,9 +75,13 @@ def verify(kernel: Kernel, args: Arguments, *, stream: Any = None) -> Verificati
     Verification, not an error.
     """
     _oracle(args)  # before anything runs
-    inputs = [(n, getattr(args, n)) for n in args.operand_names if n not in args.output_names]
+    outputs = args.outputs
+    inputs = [(name, o) for name, o in args.named_operands.items() if name not in outputs]
     before = [operand.tensor.clone() for _, operand in inputs]
-    guards = {name: _Guard(getattr(args, name).tensor) for name in args.output_names}
+    for operand in outputs.values():
+        poison(operand.tensor)
+    written = [operand.tensor for operand in outputs.values()]
+    guards = {name: _Guard(o.tensor, written) for name, o in outputs.items()}
     kernel.run(args, stream=stream)
     _synchronize(args)
     for (name, operand), copy in zip(inputs, before, strict=True):
@@ -104,10 +109,11 @@ def judge(args: Arguments, factor: float = FACTOR) -> Verification:
     allowance = oracle.allowance(args)
     base = oracle.same_dtype(args)
     for name, ref in exact.items():
-        out = getattr(args, name).tensor
+        out = args.outputs[name].tensor
         found = compare(out, ref, base[name], factor=factor, allowance=allowance.get(name))
         if not found:
-            return found
+            several = len(exact) > 1
+            return replace(found, reason=f"{name}: {found.reason}") if several else found
         worst = max(worst, found, key=lambda v: v.error_ratio)
     return worst
 
@@ -142,20 +148,25 @@ def _bits(tensor: Any) -> Any:
 
 
 class _Guard:
-    """Poisons an output, and remembers the memory between its rows."""
+    """Remembers the memory around an output, between its rows.
+
+    Args:
+        out: The output.
+        written: Every output, which may be parts of one storage.
+    """
 
     #: Storage far larger than the output (a slice of a big buffer) is not copied.
     LARGEST_SHARE = 16
 
-    def __init__(self, out: Any) -> None:
+    def __init__(self, out: Any, written: Iterable[Any]) -> None:
         import torch
 
-        self._out = out
         storage = out.untyped_storage()
         own = out.numel() * out.element_size()
         self._watch = own < storage.nbytes() <= self.LARGEST_SHARE * max(own, 1 << 20)
-        poison(out)
         if self._watch:
+            here = storage.data_ptr()
+            self._written = [t for t in written if t.untyped_storage().data_ptr() == here]
             self._bytes = torch.empty(0, dtype=torch.uint8, device=out.device).set_(storage)
             self._before = self._bytes.clone()
 
@@ -164,13 +175,11 @@ class _Guard:
 
         if not self._watch:
             return False
-        view = torch.empty(0, dtype=self._out.dtype, device=self._out.device).set_(
-            self._before.untyped_storage(),
-            self._out.storage_offset(),
-            self._out.shape,
-            self._out.stride(),
-        )
-        view.copy_(self._out)
+        for out in self._written:
+            view = torch.empty(0, dtype=out.dtype, device=out.device).set_(
+                self._before.untyped_storage(), out.storage_offset(), out.shape, out.stride()
+            )
+            view.copy_(out)
         return not torch.equal(self._bytes, self._before)
 
 
@@ -194,11 +203,12 @@ def compare(
         ref: The exact result, in float64, complex128 or int64.
         base: What the same dtype gives in torch.
         factor: How often its error is allowed.
-        allowance: Absolute error that is always allowed, one per row: (..., M, 1).
+        allowance: Absolute error that is always allowed, of out's shape or one per row,
+            (..., M, 1). Integers without an allowance must be equal.
     """
     if out.numel() == 0:
         return Verification(True, 0.0, 0.0)
-    if not (out.dtype.is_floating_point or out.dtype.is_complex):
+    if allowance is None and not (out.dtype.is_floating_point or out.dtype.is_complex):
         return _compare_exactly(out, ref)
     return _Limits(out, ref, base, factor, allowance).judge()
 
@@ -221,8 +231,9 @@ class _Limits:
         import torch
 
         self._out, self._ref, self._base = (_as_rows(t) for t in (out, ref, base))
-        self._eps = torch.finfo(out.dtype).eps
-        self._allowance = None if allowance is None else allowance.reshape(-1, 1)
+        floating = out.dtype.is_floating_point or out.dtype.is_complex
+        self._eps = torch.finfo(out.dtype).eps if floating else 0.0
+        self._allowance = None if allowance is None else _as_rows(allowance)
         largest_ref = largest_error = worst_row = 0.0
         for _, ref_rows, base_rows, finite, _ in self._blocks():
             base_error = torch.where(finite, base_rows - ref_rows, 0.0)
@@ -251,7 +262,7 @@ class _Limits:
             ref_rows = torch.where(finite, ref_rows, 0.0)
             largest = max(largest, float(error.abs().max()))
             worst = max(worst, _worst(error.abs(), self._allowed + allowance))
-            row_allowed = self._row * _norm(ref_rows) + allowance[:, 0] * error.shape[-1] ** 0.5
+            row_allowed = self._row * _norm(ref_rows) + _norm(allowance.expand_as(error))
             worst_row = max(worst_row, _worst(_norm(error), row_allowed))
         if worst > 1:
             text = f"largest error {largest:.3g}, {worst:.2f} of what is allowed"
@@ -263,7 +274,7 @@ class _Limits:
 
     def _blocks(self) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
         """Rows of out, reference and baseline in float64; where the latter two are finite; and
-        the rows' allowance."""
+        what is always allowed, broadcastable to them."""
         import torch
 
         rows = max(_BLOCK_ELEMENTS // self._out.shape[-1], 1)
@@ -272,7 +283,8 @@ class _Limits:
             out, ref, base = (t[part].double() for t in (self._out, self._ref, self._base))
             allowance = ref.new_zeros(len(ref), 1)
             if self._allowance is not None:
-                allowance = self._allowance[part].double()
+                per_row = len(self._allowance) > 1  # else one row is all, or one value for all
+                allowance = (self._allowance[part] if per_row else self._allowance).double()
             yield out, ref, base, torch.isfinite(ref) & torch.isfinite(base), allowance
 
 
@@ -298,4 +310,6 @@ def _as_rows(tensor: Any) -> Any:
 
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor.resolve_conj()).flatten(-2)
+    if not tensor.dim():
+        return tensor.reshape(1, 1)
     return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor

@@ -10,12 +10,12 @@ import torch
 
 @contextlib.contextmanager
 def float32_multiplication(precision: str | None) -> Iterator[None]:
-    """Within it, torch multiplies float32 as ``"ieee"`` or ``"tf32"`` says; None: as set."""
+    """Within it, torch multiplies float32 at least as precisely as asked; None: as set."""
     before = torch.get_float32_matmul_precision()
-    if precision is None or (precision == "ieee") == (before == "highest"):
+    if precision is None or (precision != "tf32") == (before == "highest"):
         yield
         return
-    torch.set_float32_matmul_precision("highest" if precision == "ieee" else "high")
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +17,18 @@ _ROOT = Path(__file__).parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _ROOT]
 
 # Tests say themselves what architecture and which providers they are about.
-for _name in ("KERNEL_API_ARCH", "KERNEL_API_PROVIDERS"):
+for _name in (
+    "KERNEL_API_ARCH",
+    "KERNEL_API_BUNDLE",
+    "KERNEL_API_COMPILE_WORKERS",
+    "KERNEL_API_DISABLE_CACHE",
+    "KERNEL_API_PROVIDERS",
+):
     os.environ.pop(_name, None)
+
+# What is compiled is kept as long as the tests run, in a directory of each process's own.
+_CACHE = tempfile.TemporaryDirectory(prefix="kernel_api-tests-")
+os.environ["KERNEL_API_CACHE_DIR"] = os.path.join(_CACHE.name, "cache")
 
 from support.registry import Registry, restored_registry  # noqa: E402
 
@@ -39,6 +50,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if needs_gpu:
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture
+def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of compiled kernels; its directory is not made yet."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("KERNEL_API_CACHE_DIR", str(directory))
+    return directory
 
 
 @pytest.fixture

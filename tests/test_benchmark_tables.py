@@ -1,13 +1,10 @@
 """The README's benchmark tables come from the recorded rows."""
 
-import importlib.util
 import json
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
-tables = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tables)
+from support.benchmarks import script
+
+tables = script("tables")
 
 
 def row(problem, subject, subject_us, verified=True):
@@ -50,3 +47,37 @@ def test_only_what_stands_between_the_markers_changes():
     readme = f"before\n{tables.START}\nold\n{tables.END}\nafter\n"
     expected = f"before\n{tables.START}\nnew\n{tables.END}\nafter\n"
     assert tables.updated(readme, "new") == expected
+
+
+def written(tmp_path, rows, suite="gemm-bf16"):
+    """The document of one suite."""
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    (folder / f"{suite}.json").write_text(json.dumps(rows))
+    return tables.document(tmp_path)
+
+
+def test_of_many_problems_the_worst_are_shown(tmp_path):
+    rows = [row(f"p{i:03}", "kernel", 50.0 + i) for i in range(120)]
+    text = written(tmp_path, rows)
+    assert text.count("| `kernel` |") == tables.MOST_PROBLEMS
+    assert "| p119 |" in text
+    assert "| p000 |" not in text
+    assert "The 24 problems of 120 with the lowest ratio" in text
+
+
+def test_a_suite_with_a_ceiling_has_a_column_for_it(tmp_path):
+    text = written(tmp_path, [{**row("a", "x", 50.0), "of_ceiling": 0.87}, row("b", "x", 50.0)])
+    assert "| of the copy ceiling |" in text
+    assert "| 2.000 | 0.870 |" in text
+    assert "| 2.000 |  |" in text
+
+
+def test_graphs_and_single_calls_are_both_named(tmp_path):
+    short = {**row("a", "x", 5.0), "policy": "CUDA graph of 9 calls on 3 operand sets, cold L2"}
+    text = written(tmp_path, [short, {**row("b", "x", 50.0), "policy": "eager, cold L2"}])
+    assert "CUDA graph or eager, cold L2; 2026-01-01" in text
+
+
+def test_times_of_candidates_are_no_table(tmp_path):
+    assert written(tmp_path, {"kernels": {}, "problems": []}, "gemm-candidates") == tables.NOTHING

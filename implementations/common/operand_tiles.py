@@ -22,8 +22,8 @@ class OperandTiles:
     ------------   --------------------------------------------------------   ---------------
     4, 8, 16       cp.async; its source size fills with zeros what lies       `k_blocks` - 1
                    outside of the operand, be it half a vector
-    2              two predicated loads to registers, later one store of      `k_blocks`
-                   the pair
+    1, 2           predicated loads of elements to registers, later one       `k_blocks`
+                   store of the 4 bytes
 
     Parts let the copies of one tile spread over the multiplication of another, `k_blocks` long.
     cp.async leaves the last block free: there a block of threads waits for the next tile.
@@ -148,7 +148,7 @@ class TileSource:
                 self._copy_async(vector, self._slot(i, stage), inside)
             else:
                 inside = along_left if i * grid.step < across_left else 0
-                pending.append(_load_pair(vector, inside))
+                pending.append(_load_each(vector, inside, grid.vector))
             vector += self.copy_pitch
         return pending
 
@@ -156,9 +156,11 @@ class TileSource:
     def finish(self, stage: Int32, part: int, pending: list) -> None:
         """Stores what `start` left in registers."""
         first, _ = self._copies(part)
+        count, bits = self.tiles.grid.vector, 8 * self.tiles.element_bytes
+        elements = ", ".join(f"{{$r{i + 1}}}" for i in range(count))
         for i in cutlass.range_constexpr(len(pending)):
             cute.arch.inline_ptx(
-                "st.shared.v2.b16 [{$r0}], {{$r1}, {$r2}};",
+                f"st.shared.v{count}.b{bits} [{{$r0}}], {{{elements}}};",
                 read_only_args=[self._slot(first + i, stage).toint(), *pending[i]],
                 predicate=self.busy,
             )
@@ -185,14 +187,20 @@ class TileSource:
         )
 
 
-def _load_pair(source: cute.Pointer, inside: Int32) -> tuple[Uint16, Uint16]:
-    """Two neighbours of 16 bits, zero from the `inside`-th on."""
+def _load_each(source: cute.Pointer, inside: Int32, count: int) -> tuple[Uint16, ...]:
+    """Neighbours of 8 or 16 bits, zero from the `inside`-th on."""
+    bits = source.dtype.width
+    names = [f"inside{i}" for i in range(count)]
+    code = [f".reg .pred {', '.join(names)};"]
+    code += [f"setp.gt.s32 {name}, {{$r1}}, {i};" for i, name in enumerate(names)]
+    code += [f"mov.b16 {{$w{i}}}, 0;" for i in range(count)]
+    code += [
+        f"@{name} ld.global.b{bits} {{$w{i}}}, [{{$r0}} + {i * bits // 8}];"
+        for i, name in enumerate(names)
+    ]
     return cute.arch.inline_ptx(
-        "{ .reg .pred first, second; "
-        "setp.gt.s32 first, {$r1}, 0; setp.gt.s32 second, {$r1}, 1; "
-        "mov.b16 {$w0}, 0; mov.b16 {$w1}, 0; "
-        "@first ld.global.b16 {$w0}, [{$r0}]; @second ld.global.b16 {$w1}, [{$r0} + 2]; }",
-        write_only_types=[Uint16, Uint16],
+        f"{{ {' '.join(code)} }}",
+        write_only_types=[Uint16] * count,
         read_only_args=[source.toint(), inside],
     )
 

@@ -1,35 +1,34 @@
 """Dense matrix product for every GPU from Ampere on."""
 
+import itertools
 from copy import copy
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp, warp
 from cutlass.memory import SmemAllocator
 
+from ..common.epilogue import Epilogue, Finish, Full, Thread
 from ..common.modes import gemm_modes
 from ..common.operand_tiles import OperandTiles, TileSource
 from ..common.output_tile import OutputTile
+from ..common.work_split import EvenSplit, PartialSums
+from .mma import check_types, mma_k, mma_operation
 
-OUTPUTS = {  # types of D for each type of A and B
-    Float16: (Float16, BFloat16, Float32),
-    BFloat16: (Float16, BFloat16, Float32),
-    Float32: (Float32,),
-}
 WARP = 32
-PLACE = 4  # integers that say where a block's tile is
-MMA_M, MMA_N = 16, 16  # of a warp: one mma.sync along M, two along N, one ldmatrix.x4 each
-MMA_K_BYTES = 32
+WARP_M, WARP_N = 16, 16  # what a warp multiplies at once: one mma.sync along M, two along N
+PLACE = 4  # integers: where a block's tile is, and a flag
+WHOLE_BLOCK = 0  # the barrier of all threads
 MAXIMUM_ACCUMULATORS = 128  # per thread, so that nothing spills
-MAXIMUM_ACCUMULATORS_BY_REGISTERS = 64  # beside operands on their way through registers
+MAXIMUM_ACCUMULATORS_BESIDE = 64  # operands on their way through registers, or sums of others
 MINIMUM_K_BLOCKS = 2  # one to multiply while the next one is read
 
 
 class Gemm:
-    """D = A · B with cp.async, ldmatrix and mma.sync.
+    """D = epilogue(A · B) with cp.async, ldmatrix and mma.sync.
 
     All warps, `warps` (along M, along N) of them on one tile of D, play the same four roles:
 
@@ -38,25 +37,30 @@ class Gemm:
     produce   cp.async of a tile of A and one of B, `stages` - 1 ahead     stage read by all warps
     read      ldmatrix of a block of K (32 bytes), one block ahead         stage written by all
     multiply  mma.sync; rounds tf32 operands, which it would truncate      own registers
-    epilogue  accumulators → shared memory → whole vectors of D            last stage read by all
+    epilogue  accumulators → elements → shared memory → vectors of D       last stage read by all
 
     One barrier per tile along K says both that the next stage is written and that the last one
-    is read. Vectors of 2 bytes are too short for cp.async and go through registers instead.
+    is read. Vectors of 1 or 2 bytes are too short for cp.async and go through registers instead.
 
     Shared memory: `stages` × A, then `stages` × B, swizzled; the epilogue reuses it for slices of
-    D; behind it the place of the tile. See `shared_memory_bytes`.
+    D; behind it the place of the tile and a flag. See `shared_memory_bytes`.
     Registers per thread: tile M · N / threads accumulators, two blocks of fragments, addresses;
     128 accumulators are the most that never spills.
+
+    split_k: None, a block computes a tile of D. A number: K is cut into so many parts, a block
+             computes one of them for a tile. The last block to arrive adds up the parts in a
+             fixed order, through a workspace (`PartialSums`), and writes D.
 
     A (M,K), B (K,N), D (M,N), or the same with a leading batch mode; every mode of a size known
     at run time only, one mode of each operand with a static stride of 1. Base addresses and the
     other strides are multiples of `vector_bytes`. Sizes need not be: edges are predicated, parts
     of vectors included, and nothing outside of an operand is touched. K may be 0.
 
-    A, B                   D
-    -----------------      --------------
-    f16 or bf16, alike     f16, bf16, f32
-    f32 (as tf32)          f32
+    A, B                   accumulator    D
+    -----------------      -----------    -------------------
+    f16 or bf16, alike     f32            f16, bf16, f32
+    f32 (as tf32)          f32            f32
+    i8, along K            i32            i32, f16, bf16, f32
     """
 
     def __init__(
@@ -68,6 +72,8 @@ class Gemm:
         *,
         vector_bytes: int = 16,
         raster: int = 8,
+        split_k: int | None = None,
+        epilogue: Epilogue | None = None,
     ):
         self.tile_shape = tile_shape
         self.warps = warps
@@ -75,22 +81,35 @@ class Gemm:
         self.accumulator_type = accumulator_type
         self.vector_bytes = vector_bytes
         self.raster = raster  # rows of tiles that are visited together, to share B in L2
+        self.split_k = split_k
+        self.epilogue = epilogue or Finish()
         self.threads = WARP * warps[0] * warps[1]
         self._check()
+        self.partial_sums = PartialSums(
+            threads=self.threads, groups=1, values=self.accumulators, slots=1
+        )
+
+    @property
+    def accumulators(self) -> int:
+        """Per thread."""
+        return self.tile_shape[0] * self.tile_shape[1] // self.threads
 
     def _check(self) -> None:
         tile_m, tile_n, _ = self.tile_shape
         if any(extent & (extent - 1) or extent < 1 for extent in (*self.tile_shape, *self.warps)):
             raise ValueError(f"tile {self.tile_shape} and warps {self.warps} must be powers of two")
-        if tile_m % (MMA_M * self.warps[0]) or tile_n % (MMA_N * self.warps[1]):
+        if tile_m % (WARP_M * self.warps[0]) or tile_n % (WARP_N * self.warps[1]):
             raise ValueError(
-                f"tile {self.tile_shape} is not a multiple of {MMA_M} × {MMA_N} for each of "
+                f"tile {self.tile_shape} is not a multiple of {WARP_M} × {WARP_N} for each of "
                 f"{self.warps} warps"
             )
-        if self.accumulator_type is not Float32:
-            raise ValueError(f"the accumulator is Float32, not {self.accumulator_type}")
-        if self.vector_bytes not in (2, 4, 8, 16):
-            raise ValueError(f"vectors have 2, 4, 8 or 16 bytes, not {self.vector_bytes}")
+        if self.split_k is not None and self.split_k < 2:
+            raise ValueError(f"K is cut into two parts or more, not {self.split_k}")
+        one_output = self.epilogue.full == (Full(),) and not self.epilogue.reduced
+        if not one_output or WARP_N % self.epilogue.bundle:
+            raise ValueError(f"the epilogue has one output, of {WARP_N} columns or less at once")
+        if self.vector_bytes not in (1, 2, 4, 8, 16):
+            raise ValueError(f"vectors have 1, 2, 4, 8 or 16 bytes, not {self.vector_bytes}")
         vectors = max(tile_m, tile_n) // max(1, self.vector_bytes // 4)
         if vectors > self.threads:
             raise ValueError(
@@ -104,24 +123,48 @@ class Gemm:
                 f"vectors of {self.vector_bytes} bytes need {minimum_stages} stages or more, "
                 f"not {self.stages}"
             )
-        accumulators = tile_m * tile_n // self.threads
-        maximum = MAXIMUM_ACCUMULATORS_BY_REGISTERS if by_registers else MAXIMUM_ACCUMULATORS
-        if accumulators > maximum:
+        splits = self.split_k is not None
+        maximum = MAXIMUM_ACCUMULATORS_BESIDE if by_registers or splits else MAXIMUM_ACCUMULATORS
+        if self.accumulators > maximum:
             raise ValueError(
-                f"tile {self.tile_shape} with {self.threads} threads has {accumulators} "
-                f"accumulators per thread; vectors of {self.vector_bytes} bytes leave room for "
-                f"{maximum}"
+                f"tile {self.tile_shape} with {self.threads} threads has {self.accumulators} "
+                f"accumulators per thread; vectors of {self.vector_bytes} bytes"
+                f"{' and a split of K' if splits else ''} leave room for {maximum}"
             )
 
     @cute.jit
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor, stream: cuda.CUstream):
+        self.launch(mA, mB, mD, (), Int64(0), stream)
+
+    @cute.jit
+    def with_operands(
+        self,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        mD: cute.Tensor,
+        operands,
+        workspace: Int64,
+        stream: cuda.CUstream,
+    ):
+        """operands: a tuple of what the epilogue reads; workspace: an address, used if K is
+        split."""
+        self.launch(mA, mB, mD, operands, workspace, stream)
+
+    @cute.jit
+    def launch(self, mA, mB, mD, operands, workspace, stream):
         if const_expr(mA.element_type is not mB.element_type):
             raise ValueError(f"A is {mA.element_type} but B is {mB.element_type}")
         mA, mB, mD = gemm_modes(mA, mB, mD)
+        operands = self.epilogue.operand_modes(operands)
         self._plan(mA.element_type, mD.element_type, tuple(_unit_mode(mX) for mX in (mA, mB, mD)))
         tiles_m, tiles_n = self._tiles(mD)
-        self.kernel(mA, mB, mD).launch(
-            grid=(tiles_m * tiles_n * mD.shape[2], 1, 1),
+        blocks = tiles_m * tiles_n * mD.shape[2]
+        if const_expr(self.split_k is None):
+            workspace = None
+        else:
+            blocks = blocks * self.split_k
+        self.kernel(mA, mB, mD, operands, workspace).launch(
+            grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,  # or ptxas spills a little to fit one more block
             stream=stream,
@@ -146,14 +189,14 @@ class Gemm:
 
     def _plan(self, operand_type, output_type, unit_modes: tuple[int, int, int]) -> None:
         """Decides all that depends on types and majors."""
-        outputs = OUTPUTS.get(operand_type)
-        if outputs is None or output_type not in outputs:
-            raise ValueError(f"no product of {operand_type} operands gives {output_type}")
+        check_types(operand_type, self.accumulator_type, output_type)
+        if operand_type.width == 8 and unit_modes[:2] != (1, 1):
+            raise ValueError(f"ldmatrix cannot transpose {operand_type}; K is the unit-stride mode")
         if self.vector_bytes * 8 < operand_type.width:
             raise ValueError(f"vectors of {self.vector_bytes} bytes are less than a {operand_type}")
         tile_m, tile_n, tile_k = self.tile_shape
         self.operand_type = operand_type
-        self.mma_k = MMA_K_BYTES * 8 // operand_type.width
+        self.mma_k = mma_k(operand_type)
         self.k_blocks = tile_k // self.mma_k
         if self.k_blocks < MINIMUM_K_BLOCKS:
             raise ValueError(
@@ -165,7 +208,7 @@ class Gemm:
             output_type,
             (tile_m, tile_n),
             unit_modes[2],
-            granule=(MMA_N * self.warps[1], MMA_M * self.warps[0])[unit_modes[2]],
+            granule=(WARP_N * self.warps[1], WARP_M * self.warps[0])[unit_modes[2]],
             budget_bytes=self._operand_bytes(),
             threads=self.threads,
             vector_bytes=self.vector_bytes,
@@ -187,12 +230,24 @@ class Gemm:
         )
 
     @cute.kernel
-    def kernel(self, mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor):
+    def kernel(
+        self,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        mD: cute.Tensor,
+        operands,
+        workspace: Int64 | None,
+    ):
         thread, _, _ = cute.arch.thread_idx()
         first_m, first_n, batch = self._first_of_tile(mD)
         sA, sB, sD, s_tile = self._shared_memory()
         if thread == 0:
             s_tile[0], s_tile[1], s_tile[2] = first_m, first_n, batch
+        split = None
+        if const_expr(self.split_k is not None):
+            k_tiles = cute.ceil_div(mA.shape[1], self.tile_shape[2])
+            split = EvenSplit(self.split_k, k_tiles, workspace)
+            mA, mB = (self._part_of_k(mX, split) for mX in (mA, mB))
         tiled_mma = self._tiled_mma()
         sources = (
             self.A.source(mA, first_m, batch, sA, thread),
@@ -202,11 +257,39 @@ class Gemm:
         accumulators = cute.make_rmem_tensor(
             tiled_mma.partition_shape_C(self.tile_shape[:2]), self.accumulator_type
         )
-        accumulators.fill(0.0)
+        accumulators.fill(self.accumulator_type(0))
         self._main_loop(tiled_mma, accumulators, sources, fragments, mA.shape[1])
         # From shared memory, since registers are needed for other things across the main loop.
-        first_m, first_n, batch = s_tile[0], s_tile[1], s_tile[2]
-        self._epilogue(tiled_mma, accumulators, sD, mD, (first_m, first_n), batch, thread)
+        place = s_tile[0], s_tile[1], s_tile[2]
+        if const_expr(self.split_k is None):
+            self._write(tiled_mma, accumulators, sD, mD, operands, place, thread)
+        else:
+            if self._combine(accumulators, split, s_tile.iterator + 3, thread):
+                self._write(tiled_mma, accumulators, sD, mD, operands, place, thread)
+
+    def _part_of_k(self, mX: cute.Tensor, split: EvenSplit) -> cute.Tensor:
+        """What this block multiplies of an operand (rows, K, L)."""
+        block, _, _ = cute.arch.block_idx()
+        tile_k = self.tile_shape[2]
+        k_tile, count = split.k_range(block, block // self.split_k)
+        rows, size_k, batches = mX.shape
+        size_k = cutlass.min(size_k - k_tile * tile_k, count * tile_k)
+        layout = cute.make_layout((rows, size_k, batches), stride=mX.stride)
+        return cute.make_tensor(mX.iterator + Int64(k_tile * tile_k) * mX.stride[1], layout)
+
+    def _combine(self, accumulators, split, flag, thread):
+        """Adds up what several blocks computed of a tile; True for the block that has it all."""
+        block, _, _ = cute.arch.block_idx()
+        return self.partial_sums.combine(
+            accumulators,
+            split,
+            block,
+            block // self.split_k,
+            group=Int32(0),
+            thread=thread,
+            flag=flag,
+            barrier_id=Int32(WHOLE_BLOCK),
+        )
 
     def _tiles(self, mD: cute.Tensor) -> tuple:
         return tuple(cute.ceil_div(mD.shape[mode], self.tile_shape[mode]) for mode in (0, 1))
@@ -219,6 +302,8 @@ class Gemm:
         """
         tiles_m, tiles_n = self._tiles(mD)
         index, _, _ = cute.arch.block_idx()
+        if const_expr(self.split_k is not None):
+            index = index // self.split_k
         batch = index // (tiles_m * tiles_n)
         in_batch = index % (tiles_m * tiles_n)
         band_m = in_batch // (self.raster * tiles_n) * self.raster
@@ -240,14 +325,10 @@ class Gemm:
         )
 
     def _tiled_mma(self) -> cute.TiledMma:
-        shape = (16, 8, self.mma_k)
-        if const_expr(self.operand_type is Float32):
-            operation = warp.MmaTF32Op(shape)
-        else:
-            operation = warp.MmaF16BF16Op(self.operand_type, self.accumulator_type, shape)
         warps_m, warps_n = self.warps
+        operation = mma_operation(self.operand_type)
         return cute.make_tiled_mma(
-            operation, (warps_m, warps_n, 1), (warps_m * MMA_M, warps_n * MMA_N, self.mma_k)
+            operation, (warps_m, warps_n, 1), (warps_m * WARP_M, warps_n * WARP_N, self.mma_k)
         )
 
     def _fragments(self, tiled_mma, sA, sB, thread) -> tuple["Fragments", "Fragments"]:
@@ -340,21 +421,21 @@ class Gemm:
         cute.gemm(tiled_mma, accumulators, tCrA, tCrB, accumulators)
 
     @cute.jit
-    def _epilogue(
+    def _write(
         self,
         tiled_mma: cute.TiledMma,
         accumulators: cute.Tensor,
         sD: cute.Tensor,
         mD: cute.Tensor,
-        first: tuple[Int32, Int32],
-        batch: Int32,
+        operands: tuple,
+        place: tuple[Int32, Int32, Int32],
         thread: Int32,
     ):
-        """Accumulators → shared memory → D, a slice at a time."""
-        thr_mma = tiled_mma.get_slice(thread)
-        cD = cute.domain_offset(first, cute.make_identity_tensor(self.tile_shape[:2]))
-        tCcD = thr_mma.partition_C(cD)
-        tCsD = thr_mma.partition_C(sD)
+        """Accumulators → elements → shared memory → D, a slice at a time.
+
+        place: first row and column of the tile, and its batch.
+        """
+        tCsD = tiled_mma.get_slice(thread).partition_C(sD)
         # Neighbours in a thread are neighbours along N.
         neighbours = 2 if const_expr(self.D.unit_mode == 1) else 1
         copy_atom = cute.make_copy_atom(
@@ -365,20 +446,48 @@ class Gemm:
         if const_expr(self.A.asynchronous):
             cute.arch.cp_async_wait_group(0)  # the stages become memory for D
         for index in cutlass.range_constexpr(self.D.slices):
+            tCrC = self.D.slice_of(accumulators, index)
             tCrD = cute.make_rmem_tensor_like(tCsD, self.D.element_type)
-            tCrD.store(
-                self._output(
-                    self.D.slice_of(accumulators, index), self.D.slice_of(tCcD, index), batch
-                )
-            )
+            elements = self._elements(tCrC, index, tiled_mma, operands, place, mD.shape, thread)
+            tCrD.store(elements.to(self.D.element_type))
             cute.arch.sync_threads()  # operands or the last slice have been read
             cute.copy(copy_atom, tCrD, tCsD)
             cute.arch.sync_threads()
-            self.D.store(sD, mD, first, batch, index, thread)
+            self.D.store(sD, mD, place[:2], place[2], index, thread)
 
-    def _output(self, tCrC: cute.Tensor, tCcD: cute.Tensor, batch: Int32) -> cute.TensorSSA:
-        """Elements of D out of accumulators; tCcD holds their (m, n) in D."""
-        return tCrC.load().to(self.D.element_type)
+    def _elements(
+        self, tCrC, index: int, tiled_mma, operands, place, shape, thread
+    ) -> cute.TensorSSA:
+        """What the epilogue makes of the accumulators in a slice."""
+        if const_expr(self.epilogue.is_plain):
+            return tCrC.load()
+        tile = cute.make_identity_tensor(self.tile_shape[:2])
+        warp_m, warp_n = tiled_mma.get_slice(thread // WARP * WARP).partition_C(tile)[0]
+        lane = thread % WARP
+        # All threads have the same distances between their accumulators; those of thread 0 say.
+        distances = self.D.slice_of(tiled_mma.get_slice(0).partition_C(tile), index)
+        values, rows, columns = (cute.size(tCrC, mode=[mode]) for mode in range(3))
+        elements = {}
+        for m, n in itertools.product(range(rows), range(0, columns, 2)):
+            bundle = [v + values * (m + rows * (n + i)) for i in (0, 1) for v in range(values)]
+            row, column = distances[bundle[0]]
+            of_thread = Thread(
+                [tCrC[i] for i in bundle],
+                self.epilogue.kinds,
+                operands,
+                row=place[0] + warp_m + row + lane // 4,
+                first_column=place[1] + warp_n + column,
+                lane=lane % 4,
+                batch=place[2],
+                extents=shape[:2],
+            )
+            for i, at in enumerate(bundle):
+                half, column = i // 2 % 2, i // 4 * 8 + i % 2
+                elements[at] = self.epilogue.element(0, of_thread, half, column)
+        found = cute.make_rmem_tensor(tCrC.shape, type(elements[0]))
+        for at, element in elements.items():
+            found[at] = element
+        return found.load()
 
 
 @dataclass

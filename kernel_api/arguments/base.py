@@ -8,8 +8,12 @@ from typing import Any, ClassVar
 from kernel_api.arguments.epilogue import EpilogueArguments
 from kernel_api.arguments.scaled import ScaledOperand
 from kernel_api.dtypes import DType
-from kernel_api.errors import ArgumentError
+from kernel_api.epilogue.shape import Problem
+from kernel_api.errors import ArgumentError, EpilogueError
 from kernel_api.operands import Operand, overlap, self_overlapping
+
+#: Keywords of a prepared launch that are no operands.
+_LAUNCH_NAMES = ("stream",)
 
 
 class Arguments:
@@ -49,15 +53,37 @@ class Arguments:
         """The torch tensors in the order of the fields."""
         return tuple(operand.tensor for operand in self.operands)
 
-    def rebuilt(self, *tensors: Any) -> Arguments:
-        """The same problem on other tensors; a scaled operand keeps its scale."""
+    @property
+    def named_operands(self) -> dict[str, Operand]:
+        """Every tensor that is read or written, those of the epilogue too."""
+        named = dict(zip(self.operand_names, self.operands, strict=True))
+        return named if self.epilogue is None else {**named, **self.epilogue.tensors}
+
+    @property
+    def outputs(self) -> dict[str, Operand]:
+        """Every tensor that is written, those of the epilogue too."""
+        named = {name: getattr(self, name) for name in self.output_names}
+        return named if self.epilogue is None else {**named, **self.epilogue.outputs}
+
+    def rebuilt(self, *tensors: Any, **epilogue_operands: Any) -> Arguments:
+        """The same problem on other tensors; a scaled operand keeps its scale.
+
+        Operands of the epilogue are given by name; those that are not stay.
+        """
         operands = [
             ScaledOperand(new, old.scale, old.mode)
             if isinstance(old, ScaledOperand) and not isinstance(new, Operand)
             else new
             for new, old in zip(tensors, self.operands, strict=True)
         ]
-        return type(self)(*operands, **self._keywords())
+        keywords = self._keywords()
+        if self.epilogue is not None:
+            keywords["epilogue"] = self.epilogue.with_operands(**epilogue_operands)
+        elif epilogue_operands:
+            raise ArgumentError(
+                f"there is no epilogue, so it has no {', '.join(epilogue_operands)}"
+            )
+        return type(self)(*operands, **keywords)
 
     def _keywords(self) -> dict[str, Any]:
         """The constructor's arguments beside the operands."""
@@ -66,7 +92,7 @@ class Arguments:
     @property
     def writes_anything(self) -> bool:
         """False where every output has no elements: then there is nothing to launch."""
-        return any(0 not in getattr(self, name).shape for name in self.output_names)
+        return any(0 not in operand.shape for operand in self.outputs.values())
 
     def _options(self) -> tuple[Hashable, ...]:
         """What beside the operands tells two problems apart."""
@@ -80,7 +106,7 @@ class Arguments:
                 (o.dtype.name, len(o.shape), o.unit_mode, getattr(o, "mode", None))
                 for o in self.operands
             )
-            epilogue = self.epilogue.identity if self.epilogue else None
+            epilogue = self.epilogue.signature if self.epilogue is not None else None
             self._signature = (
                 self.kind,
                 operands,
@@ -99,12 +125,30 @@ class Arguments:
                 self.device,
                 tuple((o.shape, o.stride, o.alignment) for o in self.operands),
                 tuple(getattr(self, name).scale.stride for name in self.scaled),
+                self.epilogue.key if self.epilogue is not None else None,
             )
         return self._key
 
+    def _join_epilogue(self, epilogue: Any, problem: Problem, out: Operand) -> None:
+        """Trace the epilogue for a problem, and keep it."""
+        if not isinstance(epilogue, EpilogueArguments):
+            raise ArgumentError(
+                f"epilogue is a {type(epilogue).__name__}; expected EpilogueArguments(fn, ...)"
+            )
+        for name in (*self.operand_names, *_LAUNCH_NAMES):
+            if name in epilogue.operands:
+                raise EpilogueError(
+                    f"an operand of the epilogue is called {name}, which is taken by the "
+                    f"arguments; choose another name"
+                )
+        self.epilogue = epilogue.joined(problem, out)
+
     def _check_devices(self) -> None:
         self.device = device = self.operands[0].device
-        for operand in self.operands:
+        operands = self.operands
+        if self.epilogue is not None:
+            operands = (*operands, *self.epilogue.tensors.values())
+        for operand in operands:
             if operand.device != device:
                 raise ArgumentError(
                     f"{self._name_of(operand)} is on {operand.device} but "
@@ -113,8 +157,11 @@ class Arguments:
 
     def _check_outputs(self) -> None:
         operands = self.operands
-        for name in self.output_names:
-            out = getattr(self, name)
+        written = [(name, getattr(self, name)) for name in self.output_names]
+        if self.epilogue is not None:
+            operands = (*operands, *self.epilogue.tensors.values())
+            written += self.epilogue.outputs.items()
+        for name, out in written:
             if self_overlapping(out):
                 raise ArgumentError(
                     f"{name} has shape {out.shape} and stride {out.stride}: several of its "
@@ -128,7 +175,7 @@ class Arguments:
                     )
 
     def _name_of(self, operand: Operand) -> str:
-        return self.operand_names[[o is operand for o in self.operands].index(True)]
+        return next(name for name, one in self.named_operands.items() if one is operand)
 
     @property
     def scaled(self) -> tuple[str, ...]:

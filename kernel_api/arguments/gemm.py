@@ -10,11 +10,12 @@ from kernel_api.arguments.base import Arguments
 from kernel_api.arguments.epilogue import EpilogueArguments
 from kernel_api.arguments.scaled import check_scale
 from kernel_api.dtypes import DType, dtype
+from kernel_api.epilogue.shape import Problem
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
 
 _FLOAT32, _FLOAT64, _INT32 = dtype("float32"), dtype("float64"), dtype("int32")
-_PRECISIONS = ("ieee", "tf32")
+_PRECISIONS = ("ieee", "tf32x3", "tf32")
 
 
 class GemmArguments(Arguments):
@@ -27,15 +28,18 @@ class GemmArguments(Arguments):
         out: (M, N), or (L, M, N); written, never read. May not share memory with A or B.
             With a scale, real = stored × scale: what is stored is the product over the scale.
         accumulator_type: float32 by default; int32 for integers, float64 for float64.
-        epilogue: A function of the accumulator that replaces the plain store.
+        epilogue: A function of the accumulator that replaces the plain store; it decides the
+            number of columns of ``out``, and may read and write operands of its own.
         fp32_precision: For float32 operands, ``"ieee"``, or ``"tf32"`` to allow multiplication
-            with 10 mantissa bits. By default what torch's own setting for matmul says.
+            with 10 mantissa bits, or ``"tf32x3"`` with 21. By default what torch's own setting
+            for matmul says.
 
     All operands are on one device. Any strides are taken; a batch is broadcast by a stride of 0
     (``tensor.expand``). Kernels may ask for more: ``explain`` tells.
 
     Raises:
         ArgumentError: shapes, ranks, devices or memory contradict each other.
+        EpilogueError: the epilogue cannot be traced, or its operands do not fit.
     """
 
     kind = "gemm"
@@ -65,11 +69,7 @@ class GemmArguments(Arguments):
         self.B = B if isinstance(B, Operand) else Operand(B, "B")
         self.out = out if isinstance(out, Operand) else Operand(out, "out")
         self.operands = (self.A, self.B, self.out)
-        if epilogue is not None and not isinstance(epilogue, EpilogueArguments):
-            raise ArgumentError(
-                f"epilogue is a {type(epilogue).__name__}; expected EpilogueArguments(fn, ...)"
-            )
-        self.epilogue = epilogue
+        self.epilogue = None
         a_type = self.A.dtype
         self.accumulator_type = (
             _default_accumulator(a_type) if accumulator_type is None else dtype(accumulator_type)
@@ -77,7 +77,7 @@ class GemmArguments(Arguments):
         self.fp32_precision = _precision(a_type, fp32_precision)
         self._signature = self._key = None
         self._accepted = {}
-        self._check_shapes()
+        self._check_shapes(epilogue)
         self._check_devices()
         if self.scaled:
             self._check_scales()
@@ -85,11 +85,12 @@ class GemmArguments(Arguments):
 
     @property
     def M(self) -> int:
-        return self.out.shape[-2]
+        return self.A.shape[-2]
 
     @property
     def N(self) -> int:
-        return self.out.shape[-1]
+        """Columns of the product; an epilogue may give ``out`` more or fewer."""
+        return self.B.shape[-1]
 
     @property
     def K(self) -> int:
@@ -106,7 +107,7 @@ class GemmArguments(Arguments):
     def _keywords(self) -> dict[str, Any]:
         return {**super()._keywords(), "fp32_precision": self.fp32_precision}
 
-    def _check_shapes(self) -> None:
+    def _check_shapes(self, epilogue: EpilogueArguments | None) -> None:
         a, b, out = self.A.shape, self.B.shape, self.out.shape
         if not (len(a) == len(b) == len(out)) or len(a) not in (2, 3):
             raise ArgumentError(
@@ -118,15 +119,19 @@ class GemmArguments(Arguments):
                 f"A has K = {a[-1]} but B has K = {b[-2]} "
                 f"(A {self._letters('A')} = {a}, B {self._letters('B')} = {b})"
             )
-        if out[-2:] != (a[-2], b[-1]):
-            raise ArgumentError(
-                f"out has (M, N) = {out[-2:]} but A and B give ({a[-2]}, {b[-1]}) "
-                f"(A {self._letters('A')} = {a}, B {self._letters('B')} = {b})"
-            )
-        if len(a) == 3 and not (a[0] == b[0] == out[0]):
+        batched = len(a) == 3
+        if batched and not (a[0] == b[0] == out[0]):
             raise ArgumentError(
                 f"batch of A is {a[0]}, of B {b[0]}, of out {out[0]}; they must be equal "
                 f"(broadcast A or B with expand, a stride of 0)"
+            )
+        if epilogue is not None:
+            problem = Problem(a[0] if batched else None, a[-2], b[-1])
+            self._join_epilogue(epilogue, problem, self.out)
+        elif out[-2:] != (a[-2], b[-1]):
+            raise ArgumentError(
+                f"out has (M, N) = {out[-2:]} but A and B give ({a[-2]}, {b[-1]}) "
+                f"(A {self._letters('A')} = {a}, B {self._letters('B')} = {b})"
             )
 
     def _check_scales(self) -> None:
@@ -149,7 +154,8 @@ class GemmArguments(Arguments):
         types = f"{a} x {b} -> {out}"
         return (
             f"GemmArguments({batch}{self.M}x{self.N}x{self.K} (M x N x K), {types}, "
-            f"accumulated in {self.accumulator_type.short}, on {self.device})"
+            f"accumulated in {self.accumulator_type.short}, on {self.device}"
+            f"{'' if self.epilogue is None else f', {self.epilogue.graph}'})"
         )
 
 

@@ -1,21 +1,30 @@
-"""Compile the kernels offered for a problem, for any architecture; a GPU is not needed."""
+"""Compile the kernels offered for a problem, for any architecture; a GPU is not needed.
+
+With --out, each becomes a shared library that runs without the compiler. A file of signatures is a
+list of objects whose keys are the options that describe a problem: [{"dtype": "float16", "layout":
+"tn"}, {"m": 1}]. What an object does not say is as on the command line.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kernel_api.cli._problem import add_problem_options, gemm_arguments
-from kernel_api.cli._query import add_limit_option, add_provider_options, query
+from kernel_api.cli._query import add_limit_option, add_provider_options, at_least, query
 from kernel_api.cli._render import Output, Table
 
 if TYPE_CHECKING:
     from kernel_api.arguments import GemmArguments
-    from kernel_api.artifact import Resources
+    from kernel_api.artifact import CompiledArtifact, Resources
     from kernel_api.kernel import Kernel
+
+    Work = tuple[Kernel, GemmArguments, str]
 
 HELP = "compile kernels and read what they take of a multiprocessor"
 
@@ -30,6 +39,7 @@ class Outcome:
     resources: Resources | None
     seconds: float
     reason: str | None
+    file: str | None = None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +52,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_provider_options(parser)
     add_limit_option(parser)
+    parser.add_argument(
+        "--signatures", metavar="FILE", help="compile for the problems in a JSON or YAML file"
+    )
+    parser.add_argument("--out", metavar="DIR", help="write a shared library for each kernel")
+    parser.add_argument(
+        "--workers", type=at_least(1), metavar="COUNT", help="compile in that many processes"
+    )
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
@@ -51,20 +68,25 @@ def run(options: argparse.Namespace, output: Output) -> int:
     from kernel_api.errors import ArgumentError
     from kernel_api.targets import target
 
-    args = gemm_arguments(options)
+    problems = [gemm_arguments(one) for one in _problems(options)]
     here = query_target(None, options.cc)
     targets = [target(t) for t in options.target or []] or ([here] if here else [])
     if not targets:
         raise ArgumentError("there is no GPU here to compile for; name one, as --target sm_90a")
-    work: list[tuple[Kernel, str]] = []
+    work: list[Work] = []
     unserved: list[str] = []
-    for one in targets:
-        offered = ka.get_kernels(args, **query(options, cc=one))
-        kernels = [k for k in offered if "cpu" not in k.devices][: options.limit]
-        work += [(kernel, str(one)) for kernel in kernels]
-        if not kernels:
-            unserved.append(str(one))
-    outcomes = [_compiled(kernel, args, to) for kernel, to in output.track(work, "compiling")]
+    for args in problems:
+        for one in targets:
+            offered = ka.get_kernels(args, **query(options, cc=one))
+            kernels = [k for k in offered if "cpu" not in k.devices][: options.limit]
+            work += [(kernel, args, str(one)) for kernel in kernels]
+            if not kernels:
+                unserved.append(str(one) if options.signatures is None else f"{one}, {args}")
+    if options.out is not None:
+        _make_folder(options.out)
+    if options.workers is not None:
+        _compile_ahead(work, options.workers, progress=output.for_reader)
+    outcomes = [_compiled(*one, options.out) for one in output.track(work, "compiling")]
     bad = [o for o in outcomes if o.verdict != "ok"]
     data = {
         "passed": not bad and not unserved,
@@ -80,19 +102,87 @@ def run(options: argparse.Namespace, output: Output) -> int:
     return 0 if data["passed"] else 1
 
 
-def _compiled(kernel: Kernel, args: GemmArguments, to: str) -> Outcome:
+def _problems(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """The options once for each problem that is asked for."""
+    from kernel_api.errors import ArgumentError
+
+    if options.signatures is None:
+        return [options]
+    listed = _read(Path(options.signatures))
+    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+        raise ArgumentError(f"{options.signatures} is no list of objects")
+    problems = []
+    for one in listed:
+        given = {name.replace("-", "_"): value for name, value in one.items()}
+        unknown = [name for name in given if not hasattr(options, name)]
+        if unknown:
+            raise ArgumentError(
+                f"{options.signatures}: there is no option {', '.join(unknown)} of a problem"
+            )
+        problems.append(argparse.Namespace(**{**vars(options), **given}))
+    return problems
+
+
+def _read(path: Path) -> Any:
+    from kernel_api.errors import ArgumentError
+
+    try:
+        text = path.read_text()
+        if path.suffix not in (".yaml", ".yml"):
+            return json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path} cannot be read: {error}") from error
+    try:
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        raise ArgumentError(f"{path}: YAML needs pyyaml, which is not installed") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ArgumentError(f"{path} cannot be read: {error}") from error
+
+
+def _make_folder(path: str) -> None:
+    from kernel_api.errors import ArgumentError
+
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be made: {error.strerror}") from error
+
+
+def _compile_ahead(work: list[Work], workers: int, *, progress: bool) -> None:
+    """Fill the caches; what fails is met again, and told, when it is its turn."""
+    import kernel_api as ka
+
+    for one in dict.fromkeys(to for _, _, to in work):
+        chosen = [(kernel, args) for kernel, args, to in work if to == one]
+        kernels, problems = zip(*chosen, strict=True)
+        ka.compile_all(kernels, problems, cc=one, workers=workers, progress=progress)
+
+
+def _exported(artifact: CompiledArtifact, folder: str) -> str:
+    from kernel_api.bundle import name_of
+
+    return str(artifact.export(Path(folder) / name_of(artifact)))
+
+
+def _compiled(kernel: Kernel, args: GemmArguments, to: str, out: str | None) -> Outcome:
     name = kernel.metadata.kernel_name
     started = time.perf_counter()
+    file = None
     try:
         artifact = kernel.compile(args, cc=to)
         spent = time.perf_counter() - started
         resources = artifact.resources
+        if out is not None:
+            file = _exported(artifact, out)
     except Exception as error:
         spent = time.perf_counter() - started
         return Outcome(name, to, "failed", None, spent, f"{type(error).__name__}: {error}")
     spills = resources is not None and resources.spill_bytes > 0
     reason = "registers are spilled" if spills else None
-    return Outcome(name, to, "spills" if spills else "ok", resources, spent, reason)
+    return Outcome(name, to, "spills" if spills else "ok", resources, spent, reason, file)
 
 
 def _table(outcomes: list[Outcome]) -> Table:

@@ -44,6 +44,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         "code generator": _code_generator,
         "GPU": _gpu,
         "environment": _environment,
+        "cache": _cache,
         "providers": _providers,
         "what works here": _what_works,
     }
@@ -168,6 +169,35 @@ def _device(index: int) -> str:
 def _environment() -> Section:
     named = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     return dict(sorted(named.items())) or {f"{_VARIABLES}*": "none set"}
+
+
+def _cache() -> Section:
+    """Where compiled kernels are kept, and as what."""
+    return {"directory": _attempt(_cache_directory), "entries are": _attempt(_kind_of_entries)}
+
+
+def _cache_directory() -> str:
+    import warnings
+
+    from kernel_api._disk_cache import DiskCache, directory, is_disabled
+
+    if is_disabled():
+        return "none: KERNEL_API_DISABLE_CACHE is set"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # says why the directory cannot be used
+        cache = DiskCache.open()
+    count = sum(1 for _ in cache.entries_at.iterdir()) if cache is not None else 0
+    return f"{directory()}, {count} entries"
+
+
+def _kind_of_entries() -> str:
+    from kernel_api.errors import LinkError
+    from kernel_api.providers.cutedsl.linking import toolchain
+
+    try:
+        return f"shared libraries, linked by {toolchain()}"
+    except LinkError as error:
+        return f"object files, which need the DSL to be loaded: {error}"
 
 
 def _providers() -> Section:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from kernel_api import _log
+from kernel_api.dtypes import dtype
 from kernel_api.errors import CompileError
 from kernel_api.metadata import TensorAttributes
 from kernel_api.operands import Operand
@@ -37,6 +40,7 @@ def compile(
         with _lock, warnings.catch_warnings():
             # What the DSL advises about a kernel's loops is for its author, not for its user.
             warnings.filterwarnings("ignore", message="This static loop has")
+            warnings.filterwarnings("ignore", message="Argument .* cannot be converted")
             compiled = cute.compile(implementation, *args, options=wanted)
     except Exception as error:
         name = type(implementation).__name__
@@ -68,6 +72,31 @@ def fake_tensor(operand: Operand, attributes: TensorAttributes | None) -> Any:
     )
 
 
+def placeholder(value: Any) -> Any:
+    """For a torch tensor of any sizes and strides, or a Python number known at run time."""
+    import cutlass
+    import cutlass.cute as cute
+
+    if isinstance(value, int):
+        return cutlass.Int64(1)
+    if isinstance(value, float):
+        return cutlass.Float32(1.0)
+    tensor = value
+    element = dtype(tensor.dtype)
+    shape = tuple(cute.sym_int() for _ in range(tensor.dim()))
+    stride = tuple(cute.sym_int64() for _ in range(tensor.dim()))
+    return cute.runtime.make_fake_tensor(
+        element.cutlass, shape, stride, assumed_align=element.itemsize
+    )
+
+
+def address_placeholder() -> Any:
+    """A run-time address."""
+    import cutlass
+
+    return cutlass.Int64(0)
+
+
 def current_stream_placeholder() -> Any:
     """A stream argument that TVM-FFI fills with torch's current stream at each call."""
     from cutlass.cute.runtime import make_fake_stream
@@ -89,3 +118,26 @@ def raw_function(compiled: Any) -> Callable[..., None]:
     function = getattr(compiled, "_tvm_ffi_function", None)
     found: Callable[..., None] = function if function is not None else compiled
     return found
+
+
+def object_code(compiled: Any, function_name: str) -> bytes | None:
+    """A relocatable object file of what ``cute.compile`` returned, made once; None for others."""
+    if not hasattr(compiled, "export_to_c"):
+        return None
+    made: dict[str, bytes] = vars(compiled).setdefault("_kernel_api_object_code", {})
+    with _lock, tempfile.TemporaryDirectory() as folder:
+        if function_name not in made:
+            path = Path(folder) / "kernel.o"
+            compiled.export_to_c(object_file_path=str(path), function_name=function_name)
+            made[function_name] = path.read_bytes()
+    return made[function_name]
+
+
+def load_object(path: Path, function_name: str) -> Callable[..., None]:
+    """The function in an object file, through the DSL's run-time library."""
+    import cutlass.cute as cute
+
+    function: Callable[..., None] = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[
+        function_name
+    ]
+    return function

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kernel_api import _compile_cache
+from kernel_api import _compile_cache, _workspaces
 from kernel_api.artifact import CompiledArtifact, Resources
 from kernel_api.devices import sm_count
+from kernel_api.errors import WorkspaceError
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import TensorAttributes
 from kernel_api.operands import Operand
-from kernel_api.providers.cutedsl import compiler, machine_code
+from kernel_api.providers.cutedsl import compiler, linking, machine_code
 from kernel_api.providers.streams import on_stream
 from kernel_api.targets import CcLike, target
 
@@ -24,9 +25,15 @@ class CuteDslKernel(Kernel):
     write ``compile`` with :meth:`cute_compile` and ``_run`` with :meth:`cute_run`.
     """
 
+    code_files = linking.CODE_FILES
+
     def implementation(self) -> Callable[..., None]:
         """The ``cute.jit`` callable for this kernel's metadata."""
         raise TypeError(f"{type(self).__name__} implements neither implementation nor compile")
+
+    def implementation_for(self, args: Any) -> Callable[..., None]:
+        """The same, where it depends on the operands of an epilogue too."""
+        return self.implementation()
 
     def scalars(self, multiprocessors: int) -> tuple[int, ...]:
         """32-bit integers that the implementation takes behind the operands."""
@@ -65,19 +72,62 @@ class CuteDslKernel(Kernel):
     def read_resources(self, artifact: CompiledArtifact) -> Resources | None:
         return machine_code.resources(artifact.compiled_obj)
 
+    # What a kernel may take between operands and scalars, see the property.
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether the implementation is called by its method ``with_operands``, which takes a
+        tuple of further tensors and the address of a workspace behind the operands."""
+        return False
+
+    def more_values(self, args: Any) -> dict[str, Any]:
+        """What is in that tuple, by name: tensors of any strides, or Python numbers. A prepared
+        launch takes others by these names."""
+        return {}
+
+    def more_placeholders(self, args: Any) -> tuple[Any, ...]:
+        """What stands for those values while the kernel is compiled."""
+        return tuple(map(compiler.placeholder, self.more_values(args).values()))
+
+    def workspace_for(self, *tensors: Any) -> int:
+        """Bytes that a launch on these operands needs, see :meth:`get_workspace_size`; the first
+        ``_workspaces.ZEROED`` are zero at launch, and left so."""
+        return 0
+
     def _compile(self, args: Any, cc: CcLike = None) -> CompiledArtifact:
+        implementation: Any = self.implementation_for(args)
+        more: list[Any] = []
+        if self.takes_more:
+            implementation = implementation.with_operands
+            more = [self.more_placeholders(args), compiler.address_placeholder()]
         scalars = compiler.int32_placeholders(len(self.scalars(1)))
         stream = compiler.current_stream_placeholder()
-        compiled = self.cute_compile(self.implementation(), *args.operands, *scalars, stream)
+        compiled = self.cute_compile(implementation, *args.operands, *more, *scalars, stream)
         return CompiledArtifact(compiled, self)
 
     def _run(
         self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
     ) -> None:
+        if self.takes_more:  # the tensors belong to these arguments
+            launch = self._launcher(args, artifact)
+            launch(*args.tensors, stream=stream, workspace=workspace)
+            return
         launch = artifact.launchers.get(args.device)
         if launch is None:
             launch = artifact.launchers[args.device] = self._launcher(args, artifact)
         launch(*args.tensors, stream=stream)
+
+    def _workspace(self, args: Any, given: Any) -> Any:
+        """Checks one that is given; the launcher borrows one otherwise."""
+        if given is None:
+            return None
+        super()._workspace(args, given)
+        if not given.is_contiguous() or given.data_ptr() % _workspaces.ALIGNMENT:
+            raise WorkspaceError(
+                f"the workspace starts at {given.data_ptr():#x} with strides {given.stride()}; "
+                f"expected contiguous bytes from a multiple of {_workspaces.ALIGNMENT}"
+            )
+        return given
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
         import torch
@@ -86,16 +136,39 @@ class CuteDslKernel(Kernel):
         index = args.device.index or 0
         scalars = self.scalars(sm_count(index))
         several_devices = torch.cuda.device_count() > 1
+        call = function
+        if self.takes_more:
+            call = self._with_more(function, index, self.more_values(args))
 
-        def launch(*tensors: Any, stream: Any = None) -> None:
+        def launch(*tensors: Any, stream: Any = None, **others: Any) -> None:
             if stream is None and not several_devices:
-                function(*tensors, *scalars)
+                call(*tensors, *scalars, **others)
             else:
                 # A launch goes to the current device, whatever its tensors and stream are on.
                 with torch.cuda.device(index), on_stream(stream):
-                    function(*tensors, *scalars)
+                    call(*tensors, *scalars, **others)
 
         return launch
+
+    def _with_more(
+        self, function: Callable[..., None], index: int, prepared: dict[str, Any]
+    ) -> Callable[..., None]:
+        """The function of operands and scalars, which adds what it takes between them."""
+        operands = len(self.metadata.operands.tensors)
+        prepared_values = tuple(prepared.values())
+
+        def call(*values: Any, workspace: Any = None, **others: Any) -> None:
+            tensors, scalars = values[:operands], values[operands:]
+            more = tuple({**prepared, **others}.values()) if others else prepared_values
+            size = self.workspace_for(*tensors)
+            if workspace is not None:
+                workspace[: _workspaces.ZEROED].zero_()
+            elif size:
+                workspace = _workspaces.borrow(index, size)
+            address = 0 if workspace is None else workspace.data_ptr()
+            function(*tensors, more, address, *scalars)
+
+        return call
 
     def _attributes_of(self, operand: Operand, compilation: Any) -> TensorAttributes | None:
         if compilation is None:

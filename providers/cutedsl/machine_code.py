@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 import struct
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from kernel_api._code_files import FUNCTION
 from kernel_api.artifact import Resources
+from kernel_api.providers.cutedsl import compiler
 
 _ELF_MAGIC = b"\x7fELF"
 _MACHINE_CUDA = 190
@@ -46,12 +46,9 @@ def resources(compiled: Any) -> Resources | None:
 
 def cubin(compiled: Any) -> bytes | None:
     """The CUDA ELF inside what ``cute.compile`` returned."""
-    if not hasattr(compiled, "export_to_c"):
+    data = compiler.object_code(compiled, FUNCTION)
+    if data is None:
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.o"
-        compiled.export_to_c(object_file_path=str(path), function_name="kernel")
-        data = path.read_bytes()
     for match in re.finditer(re.escape(_ELF_MAGIC), data):
         start = match.start()
         if struct.unpack_from("<H", data, start + 18)[0] == _MACHINE_CUDA:
@@ -112,8 +109,14 @@ def _attributes(sections: dict[str, bytes]) -> dict[int, list[int]]:
 
 
 def _dynamic_shared_memory(ir: str) -> int:
-    constants = dict(re.findall(r"(%\d+) = llvm\.mlir\.constant\((\d+) : i64\)", ir))
     field = rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : .*?{_LAUNCH_STRUCT}"
     pattern = rf"{field}\s+llvm\.store (%\d+), \1 :"
-    sizes = [int(constants.get(value, 0)) for _, value in re.findall(pattern, ir)]
+    sizes = [_constant_before(ir, m.start(), m.group(2)) for m in re.finditer(pattern, ir)]
     return max(sizes, default=0)
+
+
+def _constant_before(ir: str, position: int, name: str) -> int:
+    """The value of a name that every function of the module may define anew."""
+    constant = rf"{name} = llvm\.mlir\.constant\((\d+) : i64\)"
+    values = re.findall(constant, ir[:position])
+    return int(values[-1]) if values else 0

@@ -9,29 +9,41 @@ def kernels_of(family):
     return [k for k in ka.get_kernels(providers=["cutedsl"]) if k.family_name() == family]
 
 
-@pytest.mark.parametrize("family", ["sm80.gemm", "sm90.gemm"])
+HOPPER = ["sm90.gemm", *(f"sm90.gemm_{kind}" for kind in ("tf32", "tf32x3", "fp8", "int8"))]
+
+
+@pytest.mark.parametrize("family", ["sm80.gemm", *HOPPER])
 def test_tile_threads_and_stages_are_those_of_the_implementation(family):
     for kernel in kernels_of(family):
         built, design = kernel.implementation(), kernel.metadata.design
-        assert tuple(built.tile_shape) == design.tile_shape
+        swapped = getattr(design, "swap_ab", False)
+        tile = (built.tile_shape[1], built.tile_shape[0], built.tile_shape[2])
+        assert (tile if swapped else built.tile_shape) == design.tile_shape
         assert (built.threads, built.stages) == (design.threads, design.stages)
 
 
-def test_hopper_kernels_use_as_many_stages_as_fit():
+@pytest.mark.parametrize("family", HOPPER)
+def test_hopper_kernels_use_as_many_stages_as_fit_and_are_built_as_described(family):
     from kernel_api.implementations.sm90.gemm import Gemm
 
-    for kernel in kernels_of("sm90.gemm"):
+    for kernel in kernels_of(family):
         design, operands = kernel.metadata.design, kernel.metadata.operands
-        types = {
-            "operand_type": operands.A.dtype.cutlass,
-            "output_type": operands.out.dtype.cutlass,
-        }
         built = kernel.implementation()
-        assert (tuple(built.cluster_shape), built.schedule) == (
-            design.cluster_shape[:2],
+        cluster = (design.cluster_shape[1], design.cluster_shape[0])
+        assert built.cluster_shape == (cluster if design.swap_ab else design.cluster_shape[:2])
+        assert (built.schedule, built.swap_ab) == (design.schedule, design.swap_ab)
+        expected = "stream" if design.stream_k else design.split_k if design.split_k > 1 else None
+        assert built.split_k == expected
+        most = Gemm(
+            built.tile_shape,
+            built.cluster_shape,
             design.schedule,
+            a_type=operands.A.dtype.cutlass,
+            b_type=operands.B.dtype.cutlass,
+            output_types=(operands.out.dtype.cutlass,),
+            accumulator_type=operands.accumulator_type.cutlass,
+            split_float32=built.split_float32,
         )
-        most = Gemm(design.tile_shape, design.cluster_shape[:2], design.schedule, **types)
         assert design.stages == most.stages
 
 

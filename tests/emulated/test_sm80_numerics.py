@@ -14,11 +14,10 @@ import re
 
 import pytest
 import torch
-from support.data import fill, strided_empty
 from support.ptx import EmulationError, parse
-from support.ptx.gemm import EmulatedGemm, storage_bytes
+from support.ptx.gemm import EmulatedGemm
+from support.ptx.problems import awkward_arguments
 
-import kernel_api as ka
 from kernel_api import provider
 from kernel_api.verification import compare
 
@@ -67,39 +66,10 @@ def name(case):
     return f"{kernel.metadata.kernel_name.removeprefix('sm80_gemm_')}-rank{rank}"
 
 
-def leading_stride(extent, divisibility):
-    """Longer than needed, and no more divisible than asked."""
-    padded = extent + 1
-    return padded + (divisibility - padded) % (2 * divisibility)
-
-
-def arguments(kernel, M, N, K, rank, *, values, seed=0, broadcast=None):
+def arguments(kernel, M, N, K, rank, *, broadcast=None, **how):
     """A batch of two for rank 3, of which `broadcast` has but one."""
-    extents = {"M": M, "N": N, "K": K}
-    tensors = []
-    for index, (operand, asked) in enumerate(kernel.metadata.operands.tensors.items()):
-        shape = [extents[letter] for letter in ka.GemmArguments.modes[operand]]
-        if rank == 3:
-            shape.insert(0, 1 if operand == broadcast else 2)
-        unit = shape[asked.unit_mode]
-        tensor = strided_empty(
-            shape,
-            asked.dtype.torch,
-            "t" if asked.unit_mode == -1 else "n",
-            pad=leading_stride(unit, asked.divisibility) - unit,
-        )
-        storage_bytes(tensor)[:] = 0xFF  # NaN
-        if operand != "out":
-            fill(tensor, 2 * seed + index, values)
-        if operand == broadcast:
-            tensor = tensor.expand(2, *shape[1:])
-        tensors.append(tensor)
-    operands = kernel.metadata.operands
-    return ka.GemmArguments(
-        *tensors,
-        operands.accumulator_type,
-        fp32_precision="tf32" if operands.multiplication_type is not None else None,
-    )
+    batch = 2 if rank == 3 else None
+    return awkward_arguments(kernel, M, N, K, batch, broadcast=broadcast, **how)
 
 
 def exact_product(args):

@@ -14,8 +14,12 @@ from on_the_cpu import operand
 from kernel_api.implementations.common.tile_order import make_tile_order, preferred_band_widths
 from kernel_api.implementations.sm80.gemm import Gemm
 from kernel_api.implementations.sm90.gemm import CONCURRENT_TILES
-from kernel_api.providers.cutedsl.gemm.sm90 import _TILES
+from kernel_api.providers.cutedsl.gemm.sm90 import Sm90Gemm
 
+#: (tile, cluster) that the Hopper family offers.
+TILES = sorted(
+    {(d.kernel_tile, d.kernel_cluster) for d in Sm90Gemm.space.designs(Sm90Gemm.design)}
+)
 COUNTS = [(1, 1), (1, 7), (9, 1), (2, 3), (8, 8), (16, 17), (23, 11), (5, 40), (64, 33)]
 
 
@@ -57,8 +61,8 @@ def visits(count_m, count_n, batches, widths):
 def widths_offered():
     """Band widths of every tile that the Hopper family offers."""
     pairs = {
-        preferred_band_widths(tile["tile_shape"], tile["cluster_shape"][:2], CONCURRENT_TILES)
-        for tile in _TILES
+        preferred_band_widths(tile_shape, cluster_shape, CONCURRENT_TILES)
+        for tile_shape, cluster_shape in TILES
     }
     return sorted(pairs)
 
@@ -104,9 +108,8 @@ def test_a_band_begins_with_the_operand_that_the_last_one_ended_on(counts, width
         assert m == next_m or n == next_n or abs(m - next_m) == 1 or abs(n - next_n) == 1
 
 
-@pytest.mark.parametrize("tile", _TILES, ids=str)
-def test_preferred_widths_make_the_footprint_about_square(tile):
-    tile_shape, cluster_shape = tile["tile_shape"], tile["cluster_shape"][:2]
+@pytest.mark.parametrize(("tile_shape", "cluster_shape"), TILES, ids=str)
+def test_preferred_widths_make_the_footprint_about_square(tile_shape, cluster_shape):
     side = (CONCURRENT_TILES * tile_shape[0] * tile_shape[1]) ** 0.5
     widths = preferred_band_widths(tile_shape, cluster_shape, CONCURRENT_TILES)
     for width, extent, cluster in zip(widths, tile_shape, cluster_shape, strict=False):

@@ -138,7 +138,7 @@ def arguments_for(
         layouts += layout
         pitch = -(-max(extent, 2) // asked.divisibility) * asked.divisibility
         pads.append(pitch - extent)
-    tf32 = operands.multiplication_type is not None
+    multiplied_as = operands.multiplication_type
     scales = {name: asked.scale for name, asked in operands.tensors.items()}
     plain = gemm_arguments(
         M,
@@ -152,7 +152,7 @@ def arguments_for(
         values=values,
         seed=seed,
         accumulator_type=operands.accumulator_type,
-        fp32_precision="tf32" if tf32 else None,
+        fp32_precision=multiplied_as.short if multiplied_as is not None else None,
     )
     return with_scales(plain, scales, seed)
 

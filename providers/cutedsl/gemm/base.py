@@ -19,9 +19,11 @@ class CuteDslGemm(CuteDslKernel):
     def _launcher(self, args: GemmArguments, artifact: CompiledArtifact) -> Callable[..., None]:
         launch = super()._launcher(args, artifact)
 
-        def launch_unless_empty(A: Any, B: Any, out: Any, *, stream: Any = None) -> None:
+        def launch_unless_empty(
+            A: Any, B: Any, out: Any, *, stream: Any = None, **others: Any
+        ) -> None:
             if A.numel() and B.numel():
-                launch(A, B, out, stream=stream)
+                launch(A, B, out, stream=stream, **others)
             elif out.numel():
                 with on_stream(stream):
                     out.zero_()

@@ -1,71 +1,291 @@
-"""How long a GEMM design is expected to take: waves of tiles against the bytes to move.
+"""How long a GEMM design is expected to take.
 
-    time = overhead + max(waves · tile time, compulsory bytes / bandwidth)
+A launch takes its overhead, the filling of the first pipeline, and then as long as its slowest
+part (the sum of n-th powers, so that parts of equal length slow each other down):
 
-A tile's time is its arithmetic over the rate that a multiprocessor reaches with that tile; small
-tiles reach less, because they read more operand bytes per product. Constants are per GPU and
-family in ``model.json``.
+    blocks   the multiprocessor with the most tiles: rounds of tiles, each as long as its steps
+             along K and its epilogue. A step takes the slowest of the arithmetic, the operands'
+             way from L2 and the tensor cores' reads of shared memory. What overlaps (blocks that
+             share a multiprocessor, the two tiles of ``pingpong``) hides the waits of one behind
+             the work of another.
+    DRAM     the operands once, and again where L2 forgets them between two visits
+    L2       A once per column of clusters, B once per row of clusters, partial sums
+    power    the arithmetic at the rate that the GPU sustains
+
+Constants are per GPU and family in ``model.json``; ``benchmarks/fit_model.py`` finds them. A
+query asks for tens of designs at once: what depends on the problem alone is computed once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from kernel_api.arguments import GemmArguments
 
+CONSTANTS = Path(__file__).with_name("model.json")
+
+#: Rows of out whose products one instruction forms; it reads the columns' operand once.
+_INSTRUCTION_ROWS = 64
+_PARTIAL_SUM_BYTES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """What of a design decides how long it takes; equal to itself alone, which is quick to find.
+
+    Attributes:
+        tile_shape: (M, N, K) that one CTA computes at a time, as the kernel sees the problem.
+        cluster_shape: CTAs along M and N that load operands for each other.
+        schedule: ``multistage``: one tile per CTA, whose warps load and multiply.
+            ``cooperative``: persistent, the consumers share a tile. ``pingpong``: persistent,
+            two consumers with a tile each, one writes out while the other multiplies.
+        stages: Steps along K that shared memory holds.
+        blocks_per_multiprocessor: CTAs that share one.
+        split_k: Parts that K is cut into, each a unit of work of its own.
+        stream_k: Whether the CTAs share all steps evenly, across the borders of tiles.
+        swap_ab: Whether the kernel computes the transposed product, its M being N of out.
+    """
+
+    tile_shape: tuple[int, int, int]
+    cluster_shape: tuple[int, ...] = (1, 1)
+    schedule: str = "multistage"
+    stages: int = 4
+    blocks_per_multiprocessor: int = 1
+    split_k: int = 1
+    stream_k: bool = False
+    swap_ab: bool = False
+
 
 @dataclass(frozen=True)
+class Problem:
+    """What of the arguments decides how long they take; sizes in elements, L matrices.
+
+    Attributes:
+        A_size, B_size, out_size: Bytes of an element.
+        A_bytes, B_bytes, out_bytes: Bytes in memory; a broadcast operand counts once.
+        kind: The element type of A as far as arithmetic goes: ``float16``, ``float8``, ``int8``,
+            ``float32``.
+    """
+
+    M: int
+    N: int
+    K: int
+    L: int
+    A_size: int
+    B_size: int
+    out_size: int
+    A_bytes: int
+    B_bytes: int
+    out_bytes: int
+    kind: str
+
+    @classmethod
+    def of(cls, args: GemmArguments) -> Problem:
+        A, B, out = args.operands
+        return cls(
+            *(args.M, args.N, args.K, args.L),
+            *(A.dtype.itemsize, B.dtype.itemsize, out.dtype.itemsize),
+            *(_bytes(A), _bytes(B), _bytes(out)),
+            kind=f"{'int' if A.dtype.is_integer else 'float'}{A.dtype.bits}",
+        )
+
+    @cached_property
+    def types(self) -> tuple[int, int, int, str]:
+        return self.A_size, self.B_size, self.out_size, self.kind
+
+    @cached_property
+    def facts(self) -> tuple[int, ...]:
+        """What an estimate starts from: sizes, bytes of each operand and of all, operations."""
+        amounts = (self.A_bytes, self.B_bytes, self.A_bytes + self.B_bytes + self.out_bytes)
+        operations = 2 * self.M * self.N * self.K * self.L
+        return self.M, self.N, self.K, self.L, self.A_size, self.B_size, *amounts, operations
+
+
+@dataclass(frozen=True, eq=False)
 class Constants:
-    """Of one kernel family on one GPU.
+    """Of one kernel family on one GPU; seconds, bytes, and operations (a product and sum are 2).
 
     Attributes:
         multiprocessors: Of the GPU.
         bandwidth: Bytes per second of device memory.
+        l2_bandwidth: Bytes per second that all multiprocessors together read from L2.
+        l2_bytes: What L2 keeps from one visit of the tiles around to the next.
+        sustained: Operations per second of the whole GPU that its power allows, by kind.
         overhead: Seconds of a launch that does nothing.
-        rate: Products and sums per second and multiprocessor with a very large tile, by bits of
-            an operand element.
-        half_tile: Tile extent at which the rate is half of that.
-        prologue: Elements along K that filling and draining the pipeline of a tile is worth.
+        latency: Seconds from the request of a stage to its arrival.
+        rate: Operations per second of one multiprocessor's tensor cores, by kind.
+        share: Of that rate, what a schedule reaches.
+        feed: Bytes per second of shared memory, of one multiprocessor.
+        load: Bytes per second that one multiprocessor takes from L2.
+        step: Seconds that a step along K waits beside its work.
+        store: Bytes per second at which one multiprocessor writes a tile of out.
+        epilogue: Seconds of an epilogue beside that.
+        handover: Seconds until the CTA that adds up partial sums knows that all are there.
+        sharpness: Power in which the times of parts that overlap are added up.
     """
 
     multiprocessors: int
     bandwidth: float
+    l2_bandwidth: float
+    l2_bytes: float
+    sustained: dict[str, float]
     overhead: float
-    rate: dict[int, float]
-    half_tile: float
-    prologue: float
+    latency: float
+    rate: dict[str, float]
+    share: dict[str, float]
+    feed: float
+    load: float
+    step: float
+    store: float
+    epilogue: float
+    handover: float
+    sharpness: float
+
+    @classmethod
+    def of(cls, table: dict[str, Any], family: str) -> Constants:
+        """From what the file says of one GPU.
+
+        A family that it does not name has the constants of the first one of its architecture.
+        """
+        families = table["families"]
+        architecture = family.partition(".")[0]
+        near = next((name for name in families if name.startswith(f"{architecture}.")), None)
+        own = families.get(family) or families[near or next(iter(families))]
+        values = {**table["machine"], **own}
+        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
 
 
-@lru_cache(maxsize=8)
-def constants(family: str) -> Constants:
-    """The constants of a kernel family."""
-    table = json.loads(Path(__file__).with_name("model.json").read_text())
-    values = {**table["gpu"], **table["families"][family]}
-    values["rate"] = {int(bits): rate for bits, rate in values["rate"].items()}
-    return Constants(**values)
+@lru_cache(maxsize=64)
+def constants(family: str, gpu: str | None = None) -> Constants:
+    """The constants of a kernel family on a GPU; by default on the first one of the file."""
+    table = json.loads(CONSTANTS.read_text())
+    return Constants.of(table.get(gpu) or next(iter(table.values())), family)
 
 
-def predict(
-    args: GemmArguments, tile_shape: tuple[int, int, int], blocks_per_sm: int, model: Constants
-) -> float:
-    """Seconds for one design, given how many of its CTAs share a multiprocessor."""
-    tile_m, tile_n, tile_k = tile_shape
-    tiles = -(-args.M // tile_m) * -(-args.N // tile_n) * args.L
-    steps = -(-args.K // tile_k) * tile_k + model.prologue
-    harmonic = 2 * tile_m * tile_n / (tile_m + tile_n)
-    rate = model.rate[args.A.dtype.bits] * harmonic / (harmonic + model.half_tile)
-    waves = -(-tiles // (model.multiprocessors * blocks_per_sm))
-    arithmetic = waves * blocks_per_sm * 2 * tile_m * tile_n * steps / rate
-    return model.overhead + max(arithmetic, _bytes(args) / model.bandwidth)
+#: The key of the last arguments asked about, and their problem: a query asks for many kernels.
+_last: tuple[Any, Problem | None] = (None, None)
 
 
-def _bytes(args: Any) -> int:
-    """What must move at least once: every operand that is not broadcast."""
-    return sum(
-        operand.span if 0 in operand.stride else operand.tensor.numel() * operand.dtype.itemsize
-        for operand in args.operands
+def predict(args: GemmArguments, candidate: Candidate, constants: Constants) -> float:
+    """Seconds for one design."""
+    global _last
+    key, problem = _last
+    if problem is None or key is not args.key:
+        problem = Problem.of(args)
+        _last = (args.key, problem)
+    return seconds(problem, candidate, constants)
+
+
+def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> float:
+    """Seconds for one design; see the module for how."""
+    rows, columns, slots, overlapping, step, alone, epilogue, partial, exposed = _plan(
+        candidate, constants, problem.types
     )
+    m, n, k, matrices, a_size, b_size, long_bytes, short_bytes, dram, operations = problem.facts
+    if candidate.swap_ab:
+        m, n, a_size, b_size = n, m, b_size, a_size
+        long_bytes, short_bytes = short_bytes, long_bytes
+    split, power = candidate.split_k, constants.sharpness
+
+    # The tiles: how many clusters of them, how many each multiprocessor has, how many overlap.
+    clusters_m, clusters_n = -(-m // rows), -(-n // columns)
+    clusters = clusters_m * clusters_n * matrices * split
+    each = -(-clusters // slots)
+    k_tiles: float = -(-k // (candidate.tile_shape[2] * split))
+    steps = k_tiles
+    if candidate.stream_k:
+        steps = max(k_tiles * clusters / (slots * max(each, 1)), 1.0)
+    tile = steps * alone + epilogue
+    if overlapping == 1:
+        blocks = each * tile
+    else:
+        rounds = -(-each // overlapping)
+        last = (each - (rounds - 1) * overlapping) * steps * step
+        full = overlapping * steps * step
+        blocks = (rounds - 1) * (full if full > tile else tile) + (last if last > tile else tile)
+
+    # What all of them move: through L2, and from device memory where L2 has forgotten it.
+    l2 = k * matrices * (m * a_size * clusters_n + n * b_size * clusters_m)
+    if split > 1:
+        blocks += each * (constants.handover + split * partial)
+        l2 += 2 * split * m * n * matrices * _PARTIAL_SUM_BYTES
+    elif candidate.stream_k and clusters % slots:
+        # Tiles are cut in two where one CTA ends and the next begins; a few tiles in more.
+        blocks += constants.handover + (1 + min(slots / clusters, k_tiles)) * partial
+        l2 += 2 * slots * rows * columns * _PARTIAL_SUM_BYTES
+    kept = constants.l2_bytes
+    if dram > kept:
+        # Tiles that run at once cover about a square; bands of that width cut the short side.
+        side = (slots * rows * columns) ** 0.5
+        short, long, short_size = n, m, b_size
+        if m < n:
+            short, long, short_size = m, n, a_size
+            long_bytes, short_bytes = short_bytes, long_bytes
+        if short > side and long_bytes > kept:
+            dram += (short / side - 1) * long_bytes
+        if long > side and min(short, side) * k * short_size > kept:
+            dram += (long / side - 1) * short_bytes
+
+    slowest: float = (
+        blocks**power
+        + (dram / constants.bandwidth) ** power
+        + (l2 / constants.l2_bandwidth) ** power
+        + (operations / constants.sustained[problem.kind]) ** power
+    ) ** (1 / power)
+    return constants.overhead + exposed + slowest
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    candidate: Candidate, constants: Constants, types: tuple[int, int, int, str]
+) -> tuple[int, int, int, int, float, float, float, float, float]:
+    """What a design takes whatever the size of the problem.
+
+    Rows and columns of a cluster's tiles; clusters that run at once; tiles of a multiprocessor
+    that overlap; and in seconds: the work of a step along K, a step of a CTA that has nothing
+    else to do, what its tile takes beside its steps, the writing or reading of a tile of partial
+    sums, and the filling of the first pipeline.
+    """
+    c = constants
+    a_size, b_size, out_size, kind = types
+    if candidate.swap_ab:
+        a_size, b_size = b_size, a_size
+    tile_m, tile_n, tile_k = candidate.tile_shape
+    cluster_m, cluster_n = candidate.cluster_shape[:2]
+    schedule, power = candidate.schedule, c.sharpness
+
+    arithmetic = 2 * tile_m * tile_n * tile_k / (c.rate[kind] * c.share.get(schedule, 1.0))
+    column_bytes = tile_n * tile_k * b_size
+    tile_bytes = tile_m * tile_k * a_size + column_bytes
+    groups = max(tile_m / _INSTRUCTION_ROWS, 1.0)
+    feed = (2 * tile_bytes + (groups - 1) * column_bytes) / c.feed
+    load = tile_bytes / c.load
+    step = (arithmetic**power + feed**power + load**power) ** (1 / power)
+    alone = max(step, c.latency / candidate.stages) + c.step
+
+    epilogue = c.epilogue + tile_m * tile_n * out_size / c.store
+    partial = tile_m * tile_n * _PARTIAL_SUM_BYTES / c.store
+    overlapping, exposed = candidate.blocks_per_multiprocessor, c.latency
+    if schedule == "multistage":
+        epilogue, exposed = epilogue + c.latency, 0.0
+    elif schedule == "pingpong":
+        # The two tiles take turns in the main loop, waits included; epilogues are hidden.
+        overlapping, step = 2 * overlapping, alone
+    slots = max(c.multiprocessors // (cluster_m * cluster_n), 1)
+    rows, columns = tile_m * cluster_m, tile_n * cluster_n
+    return rows, columns, slots, overlapping, step, alone, epilogue, partial, exposed
+
+
+def _bytes(operand: Any) -> int:
+    """What must move at least once: a broadcast matrix is one matrix."""
+    if 0 in operand.stride:
+        return int(operand.span)
+    count = operand.dtype.itemsize
+    for extent in operand.shape:
+        count *= extent
+    return int(count)

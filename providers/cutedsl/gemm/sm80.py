@@ -1,30 +1,33 @@
-"""What the Ampere GEMM family offers, and how it is compiled."""
+"""What the Ampere GEMM families offer, and how they are compiled."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from kernel_api.arguments import GemmArguments
-from kernel_api.metadata import BLASDesignMetadata, GemmOperandsMetadata
+from kernel_api.metadata import GemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.gemm import model
-from kernel_api.providers.cutedsl.gemm.base import CuteDslGemm
+from kernel_api.providers.cutedsl.gemm.scaling import scaling
+from kernel_api.providers.cutedsl.gemm.splitting import SplitDesign, SplitGemm
 from kernel_api.space import Operands, Space, rule
 
-#: Shared memory of a CTA on the smallest multiprocessor that the family runs on (8.6, 8.9).
+#: Shared memory of a CTA on the smallest multiprocessor that the families run on (8.6, 8.9).
 SHARED_MEMORY_BYTES = 99 * 1024
 _SHARED_MEMORY_PER_SM = 164 * 1024
 _REGISTERS_PER_SM = 64 * 1024
 
-#: Accumulators that a thread has registers for; operands that pass through them take half.
-_ACCUMULATORS, _ACCUMULATORS_BESIDE_OPERANDS = 128, 64
+#: Accumulators that a thread has registers for; beside operands that pass through them, or the
+#: sums of other CTAs, half of that.
+_ACCUMULATORS, _ACCUMULATORS_BESIDE = 128, 64
 
 
 @dataclass(frozen=True)
-class Sm80GemmDesign(BLASDesignMetadata):
+class Sm80GemmDesign(SplitDesign):
     """A tile shared by ``warps`` (M, N) warps, its operands ``stages`` deep in shared memory."""
 
     warps: tuple[int, int] = (2, 2)
@@ -50,59 +53,143 @@ class Sm80GemmDesign(BLASDesignMetadata):
 
     def label(self) -> str:
         tile = "x".join(map(str, self.tile_shape))
-        return f"tile{tile}_warps{self.warps[0]}x{self.warps[1]}_stages{self.stages}"
+        label = f"tile{tile}_warps{self.warps[0]}x{self.warps[1]}_stages{self.stages}"
+        return f"{label}_split{self.split_k}" if self.splits else label
 
 
-def _design(tile: str, warps: str, stages: int) -> Sm80GemmDesign:
-    m, n, k = map(int, tile.split("x"))
+def _designs(texts: Iterable[str], itemsize: int) -> tuple[Sm80GemmDesign, ...]:
+    return tuple(_design(*text.split(), itemsize=itemsize) for text in texts)
+
+
+def _design(
+    tile: str, warps: str, stages: str, split: str = "split1", *, itemsize: int
+) -> Sm80GemmDesign:
+    """``"64x64x128 2x2 4 split4"``: the tile, its K in bytes; warps; stages; parts of K."""
+    m, n, k_bytes = map(int, tile.split("x"))
     warps_m, warps_n = map(int, warps.split("x"))
-    return Sm80GemmDesign((m, n, k), warps=(warps_m, warps_n), stages=stages)
+    return Sm80GemmDesign(
+        (m, n, k_bytes // itemsize),
+        split_k=int(split.removeprefix("split")),
+        warps=(warps_m, warps_n),
+        stages=int(stages),
+    )
 
 
-#: By bytes of an operand element: tiles are 64 or 128 bytes deep along K.
+_COMMON = (
+    "128x128x64 2x2 4",
+    "128x256x64 2x4 4",
+    "256x128x64 4x2 4",
+    "64x64x128 2x2 4",
+    "32x64x128 2x2 4",
+    "16x128x128 1x4 4",
+    "16x64x128 1x4 6",
+)
+#: For few tiles.
+_SPLIT = (
+    "64x64x128 2x2 4 split4",
+    "16x64x128 1x4 6 split4",
+    "16x64x128 1x4 6 split8",
+)
+_NARROW_K = (
+    *_COMMON,
+    "128x128x64 2x4 4",
+    "128x64x64 2x2 4",
+    "64x128x64 2x2 4",
+    *_SPLIT,
+    "128x128x64 2x4 4 split2",
+)
+_WIDE_K = (
+    *_COMMON,
+    "128x128x128 2x4 3",
+    "128x64x128 2x2 4",
+    "64x128x128 2x2 4",
+    *_SPLIT,
+    "128x128x128 2x4 3 split2",
+)
+
+#: By bytes of an operand element.
 _DESIGNS = {
-    2: (
-        _design("128x128x32", "2x2", 4),
-        _design("128x128x32", "2x4", 4),
-        _design("128x256x32", "2x4", 4),
-        _design("256x128x32", "4x2", 4),
-        _design("128x64x32", "2x2", 4),
-        _design("64x128x32", "2x2", 4),
-        _design("64x64x64", "2x2", 4),
-        _design("32x64x64", "2x2", 4),
-        _design("16x128x64", "1x4", 4),
-        _design("16x64x64", "1x4", 6),
-    ),
-    4: (
-        _design("128x128x16", "2x2", 4),
-        _design("128x128x32", "2x4", 3),
-        _design("128x256x16", "2x4", 4),
-        _design("256x128x16", "4x2", 4),
-        _design("128x64x32", "2x2", 4),
-        _design("64x128x32", "2x2", 4),
-        _design("64x64x32", "2x2", 4),
-        _design("32x64x32", "2x2", 4),
-        _design("16x128x32", "1x4", 4),
-        _design("16x64x32", "1x4", 6),
-    ),
+    1: _designs(_NARROW_K, 1),
+    2: _designs(_NARROW_K, 2),
+    4: _designs(_WIDE_K, 4),
 }
-
 
 _ALIGNED = {"A": 16, "B": 16, "out": 16}
 _HALF_ALIGNED = {"A": 4, "B": 4, "out": 4}
 #: By bytes of a copy: narrow ones take more instructions, the narrowest a way through registers.
-_LOAD_COST = {16: 1.0, 4: 1.25, 2: 2.0}
+_LOAD_COST = {16: 1.0, 4: 1.25, 2: 2.0, 1: 4.0}
 
 _WHY_ALIGNED = "cp.async of 16 bytes needs addresses and leading strides in multiples of 16 bytes"
 
 
-@CuTeDSLProvider.register
-class Sm80Gemm(CuteDslGemm):
-    """Dense GEMM for every GPU from Ampere on: cp.async, ldmatrix, mma.sync."""
+class Sm80GemmFamily(SplitGemm):
+    """What the families share; they differ in element types, and so in designs."""
 
-    family: ClassVar[str] = "sm80.gemm"
     targets = ("sm_80",)
     design = Sm80GemmDesign
+
+    @rule("the tile is one of those for operands of this width")
+    def _(design: Sm80GemmDesign, operands: GemmOperandsMetadata) -> bool:
+        assert operands.A.dtype is not None
+        return design in _DESIGNS[operands.A.dtype.itemsize]
+
+    @rule("the accumulators fit in registers, beside what passes through them")
+    def _(design: Sm80GemmDesign, operands: GemmOperandsMetadata) -> bool:
+        # cp.async moves at least 4 bytes; what is narrower and not aligned takes another way.
+        beside = operands.A.alignment < 4 or design.splits
+        return design.accumulators <= (_ACCUMULATORS_BESIDE if beside else _ACCUMULATORS)
+
+    @property
+    def _design(self) -> Sm80GemmDesign:
+        design: Any = self.metadata.design
+        return design  # type: ignore[no-any-return]
+
+    def implementation(self) -> Callable[..., None]:
+        from kernel_api.implementations.sm80.gemm import Gemm
+
+        design, operands = self._design, self.metadata.operands
+        accumulator: Any = getattr(operands, "accumulator_type", None)
+        found: Callable[..., None] = Gemm(
+            design.tile_shape,
+            design.warps,
+            design.stages,
+            accumulator.cutlass,
+            vector_bytes=operands.tensors["A"].alignment,
+            split_k=design.split_k if design.splits else None,
+            epilogue=scaling(operands),
+        )
+        return found
+
+    @cached_property
+    def candidate(self) -> model.Candidate:
+        """The design as the performance model sees it."""
+        design = self._design
+        dtype = self.metadata.operands.tensors["A"].dtype
+        assert dtype is not None
+        shared = design.shared_memory_bytes(dtype.itemsize)
+        registers = design.threads * (design.accumulators + 100)
+        resident = max(min(_SHARED_MEMORY_PER_SM // shared, _REGISTERS_PER_SM // registers), 1)
+        return model.Candidate(
+            design.tile_shape,
+            stages=design.stages,
+            blocks_per_multiprocessor=resident,
+            split_k=design.split_k,
+        )
+
+    @cached_property
+    def _load_cost(self) -> float:
+        return _LOAD_COST[self.metadata.operands.tensors["A"].alignment]
+
+    def predict(self, args: GemmArguments) -> float:
+        seconds = model.predict(args, self.candidate, model.constants(self.family))
+        return seconds * self._load_cost
+
+
+@CuTeDSLProvider.register
+class Sm80Gemm(Sm80GemmFamily):
+    """Dense GEMM of floats for every GPU from Ampere on: cp.async, ldmatrix, mma.sync."""
+
+    family: ClassVar[str] = "sm80.gemm"
     operands = (
         Operands(
             A="f16 | bf16",
@@ -122,36 +209,30 @@ class Sm80Gemm(CuteDslGemm):
             why_aligned=_WHY_ALIGNED,
         ),
     )
-    space = Space(*dict.fromkeys(itertools.chain(*_DESIGNS.values())))
+    space = Space(*dict.fromkeys(itertools.chain(_DESIGNS[2], _DESIGNS[4])))
 
-    @rule("the tile is one of those for operands of this width")
-    def _(design: Sm80GemmDesign, operands: GemmOperandsMetadata) -> bool:
-        assert operands.A.dtype is not None
-        return design in _DESIGNS[operands.A.dtype.itemsize]
 
-    @rule("the accumulators fit in registers, beside operands that pass through them")
-    def _(design: Sm80GemmDesign, operands: GemmOperandsMetadata) -> bool:
-        # cp.async moves at least 4 bytes; what is narrower and not aligned takes another way.
-        through_registers = operands.A.alignment < 4
-        most = _ACCUMULATORS_BESIDE_OPERANDS if through_registers else _ACCUMULATORS
-        return design.accumulators <= most
+@CuTeDSLProvider.register
+class Sm80Int8Gemm(Sm80GemmFamily):
+    """Dense GEMM of 8-bit integers for every GPU from Ampere on, exact in int32, then scaled if
+    asked."""
 
-    def implementation(self) -> Callable[..., None]:
-        from kernel_api.implementations.sm80.gemm import Gemm
-
-        design: Any = self.metadata.design
-        found: Callable[..., None] = Gemm(
-            design.tile_shape,
-            design.warps,
-            design.stages,
-            vector_bytes=self.metadata.operands.tensors["A"].alignment,
+    family: ClassVar[str] = "sm80.gemm_int8"
+    operands = tuple(
+        Operands(
+            A="i8",
+            B="i8",
+            out=out,
+            accumulator="i32",
+            majors="A:k B:k",
+            scales=scales,
+            alignments=(_ALIGNED, _HALF_ALIGNED, {}),
+            why_aligned=_WHY_ALIGNED,
         )
-        return found
-
-    def predict(self, args: GemmArguments) -> float:
-        design: Any = self.metadata.design
-        shared = design.shared_memory_bytes(args.A.dtype.itemsize)
-        registers = design.threads * (design.accumulators + 100)
-        resident = max(min(_SHARED_MEMORY_PER_SM // shared, _REGISTERS_PER_SM // registers), 1)
-        seconds = model.predict(args, design.tile_shape, resident, model.constants(self.family))
-        return seconds * _LOAD_COST[self.metadata.operands.tensors["A"].alignment]
+        for scales, out in (
+            ({}, "i32"),
+            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
+            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32"),
+        )
+    )
+    space = Space(*_DESIGNS[1])

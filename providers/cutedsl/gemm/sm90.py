@@ -1,134 +1,335 @@
-"""What the Hopper GEMM family offers, and how it is compiled."""
+"""What the Hopper GEMM families offer, and how they are compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar
 
+from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import GemmArguments
-from kernel_api.metadata import BLASDesignMetadata, GemmOperandsMetadata
-from kernel_api.providers.cutedsl import CuTeDSLProvider
-from kernel_api.providers.cutedsl.gemm import model
-from kernel_api.providers.cutedsl.gemm.base import CuteDslGemm
-from kernel_api.space import Operands, Space, rule
-
-#: Shared memory of a CTA on every Hopper GPU.
-SHARED_MEMORY_BYTES = 227 * 1024
-
-#: Elements of out that a warp group stages in shared memory at a time, in each of two buffers.
-_SUBTILE = 64 * 32
-_BARRIER_BYTES = 16
-
-
-@dataclass(frozen=True)
-class Sm90GemmDesign(BLASDesignMetadata):
-    """A persistent, warp-specialised kernel.
-
-    Attributes:
-        schedule: ``cooperative``: the consumer warp groups share a tile; ``pingpong``: each has
-            its own, and one writes out while the other multiplies.
-        stages: Tiles of A and B that shared memory holds.
-    """
-
-    schedule: str = "cooperative"
-    stages: int = 4
-
-    @property
-    def consumers(self) -> int:
-        """Warp groups that multiply."""
-        return 2 if self.schedule == "pingpong" or self.tile_shape[0] > 64 else 1
-
-    @property
-    def threads(self) -> int:
-        return 128 * (1 + self.consumers)
-
-    @property
-    def cluster_size(self) -> int:
-        return self.cluster_shape[0] * self.cluster_shape[1]
-
-    def most_stages(self, operand_bytes: int, out_bytes: int) -> int:
-        """As many as shared memory holds beside the buffers of the epilogue, by element sizes."""
-        tile_m, tile_n, tile_k = self.tile_shape
-        stage = (tile_m + tile_n) * tile_k * operand_bytes + _BARRIER_BYTES
-        epilogue = 2 * self.consumers * _SUBTILE * out_bytes
-        return (SHARED_MEMORY_BYTES - epilogue - _BARRIER_BYTES) // stage
-
-    def label(self) -> str:
-        return f"{super().label()}_{self.schedule}_stages{self.stages}"
-
-
-_TILES: tuple[dict[str, Any], ...] = (
-    {"tile_shape": (128, 256, 64), "cluster_shape": (2, 1, 1)},
-    {"tile_shape": (128, 256, 64), "cluster_shape": (1, 2, 1)},
-    {"tile_shape": (256, 128, 64), "cluster_shape": (2, 1, 1)},
-    {"tile_shape": (128, 192, 64), "cluster_shape": (2, 1, 1), "schedule": "pingpong"},
-    {"tile_shape": (128, 128, 64), "cluster_shape": (2, 1, 1), "schedule": "pingpong"},
-    {"tile_shape": (64, 256, 64), "cluster_shape": (2, 1, 1), "schedule": "pingpong"},
-    {"tile_shape": (128, 128, 64), "cluster_shape": (1, 1, 1)},
-    {"tile_shape": (64, 256, 64), "cluster_shape": (1, 1, 1)},
-    {"tile_shape": (64, 128, 64), "cluster_shape": (1, 1, 1)},
-    {"tile_shape": (64, 64, 64), "cluster_shape": (1, 1, 1)},
+from kernel_api.dtypes import TF32X3
+from kernel_api.epilogue import Graph
+from kernel_api.metadata import GemmOperandsMetadata, TensorAttributes
+from kernel_api.operands import Operand
+from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
+from kernel_api.providers.cutedsl.epilogue.operands import (
+    epilogue_values,
+    fits_tile,
+    full_outputs,
+    outputs_fit,
+    reduction_sizes,
 )
+from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
+from kernel_api.providers.cutedsl.gemm import model, sm90_design
+from kernel_api.providers.cutedsl.gemm.scaling import scaled_by_blocks, scaling
+from kernel_api.providers.cutedsl.gemm.sm90_design import Sm90GemmDesign
+from kernel_api.providers.cutedsl.gemm.splitting import SplitGemm
+from kernel_api.space import Miss, Operands, Space, rule
+from kernel_api.status import Status
 
-
-def _with_stages(**point: Any) -> Iterator[dict[str, Any]]:
-    """The point with as many stages as fit, beside 16-bit and beside 32-bit outputs."""
-    design = Sm90GemmDesign(**point)
-    for stages in sorted({design.most_stages(2, out) for out in (2, 4)}):
-        yield {**point, "stages": stages}
-
-
+_WHY_ALIGNED = "TMA needs addresses and leading dimensions in multiples of 16 bytes"
 _LOADS_ALIGNED = {"A": 16, "B": 16}
-_ALL_ALIGNED = {**_LOADS_ALIGNED, "out": 16}
+_ALIGNMENTS: tuple[dict[str, int], ...] = ({**_LOADS_ALIGNED, "out": 16}, _LOADS_ALIGNED)
+
+
+class Sm90GemmFamily(SplitGemm):
+    """What the families share; they differ in element types, and so in designs."""
+
+    targets = ("sm_90a",)
+    design = Sm90GemmDesign
+    fuses = True
+    #: Whether products are added up outside of the tensor cores, see the implementation.
+    promoted: ClassVar[bool] = False
+
+    @rule("all of shared memory is used for stages")
+    def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata) -> bool:
+        assert operands.A.dtype is not None and operands.out.dtype is not None
+        itemsizes = operands.A.dtype.itemsize, operands.out.dtype.itemsize
+        return design.stages == design.most_stages(*itemsizes, _small_parts(operands))
+
+    @rule("an epilogue takes operands without scales, and K of at least 1")
+    def _(args: Any) -> bool | Miss:
+        if args.epilogue is None or not (args.scaled or args.K == 0):
+            return True
+        return Miss("K is 0" if args.K == 0 else f"{', '.join(args.scaled)} carry scales")
+
+    @rule("the epilogue is one that kernels compute as they write their tiles")
+    def _(args: Any) -> bool | Miss:
+        planned = plan(args.epilogue.graph) if args.epilogue is not None else None
+        return Miss(planned) if isinstance(planned, str) else True
+
+    @rule("outputs of the epilogue are as aligned as out")
+    def _(operands: GemmOperandsMetadata, args: Any) -> bool | Miss:
+        return args.epilogue is None or outputs_fit(args.epilogue, operands.out.alignment)
+
+    @rule("a tile holds whole bundles of the columns that the epilogue looks at together")
+    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
+        if args.epilogue is None:
+            return True
+        return fits_tile(args.epilogue.graph, design.kernel_tile[1], design.swap_ab)
+
+    def _supports(self, args: GemmArguments) -> Status:
+        """A workspace has room for so many counters, those of a split included."""
+        counters = self._reductions(args.M, args.N, args.L)[0]
+        if not counters:
+            return Status.success()
+        if self._design.splits:
+            tiles = self._design.clusters(args.M, args.N, args.L) * self._design.cluster_size
+            counters += tiles * self._design.summing_groups
+        if 4 * counters <= ZEROED:
+            return Status.success()
+        return Status.fail(f"the epilogue's reductions take {counters} counters of {ZEROED // 4}")
+
+    @property
+    def _design(self) -> Sm90GemmDesign:
+        design: Any = self.metadata.design
+        return design  # type: ignore[no-any-return]
+
+    def implementation(self) -> Callable[..., None]:
+        return self._implementation(())
+
+    def implementation_for(self, args: GemmArguments) -> Callable[..., None]:
+        if args.epilogue is None:
+            return self._implementation(())
+        written = full_outputs(args.epilogue).values()
+        return self._implementation(tuple(operand.dtype.cutlass for operand in written))
+
+    def _implementation(self, more_outputs: tuple[Any, ...]) -> Callable[..., None]:
+        """more_outputs: types of those beside out."""
+        from kernel_api.implementations.sm90.gemm import Gemm
+
+        design, operands = self._design, self.metadata.operands
+        types: Any = {name: tensor.dtype for name, tensor in operands.tensors.items()}
+        accumulator: Any = getattr(operands, "accumulator_type", None)
+        output_types = (types["out"].cutlass, *more_outputs)
+        found: Callable[..., None] = Gemm(
+            design.kernel_tile,
+            design.kernel_cluster,
+            design.schedule,
+            a_type=types["A"].cutlass,
+            b_type=types["B"].cutlass,
+            output_types=output_types,
+            accumulator_type=accumulator.cutlass,
+            stages=design.stages,
+            tma_stores=(operands.tensors["out"].alignment >= 16,) * len(output_types),
+            swap_ab=design.swap_ab,
+            split_k="stream" if design.stream_k else design.split_k if design.splits else None,
+            promoted=self.promoted,
+            block_scales=scaled_by_blocks(operands),
+            split_float32=_small_parts(operands),
+            epilogue=self._epilogue(output_types),
+        )
+        return found
+
+    def _epilogue(self, output_types: tuple[Any, ...]) -> Any:
+        """What the implementation makes of accumulators; None: it stores them."""
+        graph = self.metadata.epilogue
+        if isinstance(graph, Graph):
+            from kernel_api.providers.cutedsl.epilogue.lower import GraphEpilogue
+
+            planned = plan(graph)
+            assert isinstance(planned, Plan), planned
+            return GraphEpilogue(graph, planned, output_types)
+        return scaling(self.metadata.operands)
+
+    @cached_property
+    def takes_more(self) -> bool:
+        return super().takes_more or self.metadata.epilogue is not None
+
+    def more_values(self, args: Any) -> dict[str, Any]:
+        if args.epilogue is None:
+            return super().more_values(args)
+        return epilogue_values(args.epilogue)
+
+    def more_placeholders(self, args: Any) -> tuple[Any, ...]:
+        """Outputs are stored as out is: by what is known of its mode of stride 1 and alignment."""
+        values = self.more_values(args)
+        if args.epilogue is None:
+            return super().more_placeholders(args)
+        full = full_outputs(args.epilogue)
+        aligned = self.metadata.operands.tensors["out"].alignment >= 16
+        return tuple(
+            self._stored(full[name], aligned) if name in full else compiler.placeholder(value)
+            for name, value in values.items()
+        )
+
+    @staticmethod
+    def _stored(operand: Operand, aligned: bool) -> Any:
+        divisibility = 16 // operand.dtype.itemsize if aligned else 1
+        return compiler.fake_tensor(operand, TensorAttributes(operand.dtype, None, divisibility))
+
+    def workspace_for(self, *tensors: Any) -> int:
+        size = super().workspace_for(*tensors)
+        if not isinstance(self.metadata.epilogue, Graph):
+            return size
+        A, B, _ = (tensor.shape for tensor in tensors)
+        return self._with_reductions(size, A[-2], B[-1], A[0] if len(A) == 3 else 1)
+
+    def get_workspace_size(self, args: GemmArguments) -> int:
+        size = super().get_workspace_size(args)
+        return self._with_reductions(size, args.M, args.N, args.L)
+
+    def _with_reductions(self, size: int, M: int, N: int, L: int) -> int:
+        """Behind what a split takes: the parts of what an epilogue reduces."""
+        parts = self._reductions(M, N, L)[1]
+        return max(size, ZEROED) + 4 * parts if parts else size
+
+    def _reductions(self, M: int, N: int, L: int) -> tuple[int, int]:
+        """(counters, parts)"""
+        design, graph = self._design, self.metadata.epilogue
+        if not isinstance(graph, Graph):
+            return 0, 0
+        tile_m, tile_n, _ = design.kernel_tile
+        cluster_m, cluster_n = design.kernel_cluster
+        tiles = (
+            -(-M // (tile_m * cluster_m)) * cluster_m,
+            -(-N // (tile_n * cluster_n)) * cluster_n,
+        )
+        groups = 1 if design.schedule == "pingpong" else design.consumers
+        return reduction_sizes(graph, (tile_m, tile_n), groups, tiles, L)
+
+    def scalars(self, multiprocessors: int) -> tuple[int, ...]:
+        """The clusters that are resident at once: the persistent grid."""
+        return (multiprocessors // self._design.cluster_size,)
+
+    @cached_property
+    def candidate(self) -> model.Candidate:
+        """The design as the performance model sees it."""
+        design = self._design
+        return model.Candidate(
+            design.kernel_tile,
+            design.kernel_cluster,
+            design.schedule,
+            design.stages,
+            split_k=design.split_k,
+            stream_k=design.stream_k,
+            swap_ab=design.swap_ab,
+        )
+
+    def predict(self, args: GemmArguments) -> float:
+        return model.predict(args, self.candidate, model.constants(self.family))
+
+
+def _small_parts(operands: Any) -> bool:
+    """Whether float32 is split, which takes room beside the stages."""
+    return getattr(operands, "multiplication_type", None) is TF32X3
 
 
 @CuTeDSLProvider.register
-class Sm90Gemm(CuteDslGemm):
-    """Dense GEMM for Hopper: TMA loads, wgmma, persistent warp-specialised schedule."""
+class Sm90Gemm(Sm90GemmFamily):
+    """Dense GEMM of 16-bit floats for Hopper: TMA loads, wgmma, warp-specialised."""
 
     family: ClassVar[str] = "sm90.gemm"
-    targets = ("sm_90a",)
-    design = Sm90GemmDesign
     operands = (
         Operands(
             A="f16 | bf16",
             B="like A",
             out="f16 | bf16 | f32",
             accumulator="f32",
-            alignments=(_ALL_ALIGNED, _LOADS_ALIGNED),
-            why_aligned="TMA needs addresses and leading dimensions in multiples of 16 bytes",
+            alignments=_ALIGNMENTS,
+            why_aligned=_WHY_ALIGNED,
         ),
     )
-    space = Space(*(point for tile in _TILES for point in _with_stages(**tile)))
+    space = Space(*sm90_design.points(sm90_design.ALL, operand_bytes=2))
 
-    @rule("all of shared memory is used for stages")
-    def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata) -> bool:
-        assert operands.A.dtype is not None and operands.out.dtype is not None
-        itemsizes = operands.A.dtype.itemsize, operands.out.dtype.itemsize
-        return design.stages == design.most_stages(*itemsizes)
 
-    def implementation(self) -> Callable[..., None]:
-        from kernel_api.implementations.sm90.gemm import Gemm
+@CuTeDSLProvider.register
+class Sm90Tf32Gemm(Sm90GemmFamily):
+    """Dense GEMM of float32 for Hopper, multiplied as tfloat32."""
 
-        design: Any = self.metadata.design
-        operands: Any = self.metadata.operands
-        found: Callable[..., None] = Gemm(
-            design.tile_shape,
-            design.cluster_shape[:2],
-            design.schedule,
-            operand_type=operands.A.dtype.cutlass,
-            output_type=operands.out.dtype.cutlass,
-            stages=design.stages,
-            tma_store=operands.out.alignment >= 16,
+    family: ClassVar[str] = "sm90.gemm_tf32"
+    operands = (
+        Operands(
+            A="f32",
+            B="f32",
+            out="f32",
+            accumulator="f32",
+            multiplication="tf32",
+            majors="A:k B:k",
+            alignments=_ALIGNMENTS,
+            why_aligned=_WHY_ALIGNED,
+        ),
+    )
+    space = Space(*sm90_design.points(sm90_design.ALL, operand_bytes=4))
+
+
+@CuTeDSLProvider.register
+class Sm90SplitFloat32Gemm(Sm90GemmFamily):
+    """Dense GEMM of float32 for Hopper, multiplied as a sum of two tfloat32: nearly as precise as
+    float32 itself."""
+
+    family: ClassVar[str] = "sm90.gemm_tf32x3"
+    promoted = True
+    operands = (
+        Operands(
+            A="f32",
+            B="f32",
+            out="f32",
+            accumulator="f32",
+            multiplication="tf32x3",
+            majors="A:k B:k",
+            alignments=_ALIGNMENTS,
+            why_aligned=_WHY_ALIGNED,
+        ),
+    )
+    space = Space(*sm90_design.points(sm90_design.SPLIT_FLOAT32, operand_bytes=4, small_parts=True))
+
+
+@CuTeDSLProvider.register
+class Sm90Fp8Gemm(Sm90GemmFamily):
+    """Dense GEMM of 8-bit floats for Hopper, with scales per tensor, per row and column, or per
+    block of 128; accumulated in float32 outside of the tensor cores."""
+
+    family: ClassVar[str] = "sm90.gemm_fp8"
+    promoted = True
+    operands = tuple(
+        Operands(
+            A="e4m3 | e5m2",
+            B="e4m3 | e5m2",
+            out=out,
+            accumulator="f32",
+            majors="A:k B:k",
+            scales=scales,
+            alignments=_ALIGNMENTS,
+            why_aligned=_WHY_ALIGNED,
         )
-        return found
+        for scales, out in (
+            ({}, "f16 | bf16 | f32"),
+            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
+            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32"),
+            ({"A": "block_1x128", "B": "block_128x128"}, "f16 | bf16 | f32"),
+            ({"A": "per_tensor", "B": "per_tensor", "out": "per_tensor"}, "e4m3 | e5m2"),
+            ({"A": "per_row", "B": "per_row", "out": "per_tensor"}, "e4m3 | e5m2"),
+        )
+    )
+    space = Space(*sm90_design.points(sm90_design.PROMOTED, operand_bytes=1))
 
-    def scalars(self, multiprocessors: int) -> tuple[int, ...]:
-        """The clusters that are resident at once: the persistent grid."""
-        design: Any = self.metadata.design
-        return (multiprocessors // design.cluster_size,)
+    @rule("scales per block are applied to A's rows, as rows of the instruction")
+    def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata) -> bool:
+        return not (design.swap_ab and scaled_by_blocks(operands))
 
-    def predict(self, args: GemmArguments) -> float:
-        design: Any = self.metadata.design
-        return model.predict(args, design.tile_shape, 1, model.constants(self.family))
+
+@CuTeDSLProvider.register
+class Sm90Int8Gemm(Sm90GemmFamily):
+    """Dense GEMM of 8-bit integers for Hopper, exact in int32, then scaled if asked."""
+
+    family: ClassVar[str] = "sm90.gemm_int8"
+    operands = tuple(
+        Operands(
+            A="i8",
+            B="i8",
+            out=out,
+            accumulator="i32",
+            majors="A:k B:k",
+            scales=scales,
+            alignments=_ALIGNMENTS,
+            why_aligned=_WHY_ALIGNED,
+        )
+        for scales, out in (
+            ({}, "i32"),
+            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
+            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32"),
+        )
+    )
+    space = Space(*sm90_design.points(sm90_design.ALL, operand_bytes=1))

@@ -238,7 +238,7 @@ for _name, _t in {**_INTEGERS, **BITS, **FLOATS}.items():
 # Moves and conversions ----------------------------------------------------------------------
 
 
-def _to_tf32(a: Array) -> Array:
+def to_tf32(a: Array) -> Array:
     """10 mantissa bits, ties away from zero; infinities and NaN stay."""
     bits = a.view(np.uint32)
     rounded = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
@@ -267,4 +267,4 @@ for _name, _t in HALVES.items():
     _define(f"cvt.rn.{_name}x2.f32", U32, (F32, F32), _pack(_t))
 _define("cvt.f64.f32", F64, (F32,), lambda a: a.astype(F64))
 _define("cvt.rn.f32.f64", F32, (F64,), lambda a: a.astype(F32))
-_define("cvt.rna.tf32.f32", U32, (F32,), _to_tf32)
+_define("cvt.rna.tf32.f32", U32, (F32,), to_tf32)

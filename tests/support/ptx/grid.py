@@ -10,23 +10,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from support.ptx.arithmetic import BITS, PREDICATE, U32
+from support.ptx.arithmetic import PREDICATE
 from support.ptx.errors import EmulationError, FaultError
 from support.ptx.memory import POISON, WARP, GlobalMemory, SharedMemory
-from support.ptx.program import (
-    Address,
-    Immediate,
-    Instruction,
-    Operand,
-    Program,
-    Register,
-    Special,
-    Symbol,
-    Vector,
-)
+from support.ptx.program import Instruction, Program, Register
+from support.ptx.threads import Mask, Threads
 
-#: Which threads execute an instruction; None for all.
-Mask = np.ndarray | None
 #: Where those threads go on that do not go on behind the instruction.
 Targets = int | None
 Handler = Callable[["Grid", Instruction, Mask], Targets]
@@ -35,7 +24,7 @@ Handler = Callable[["Grid", Instruction, Mask], Targets]
 MOST_BRANCHES = 1_000_000
 
 
-class Grid:
+class Grid(Threads):
     """Blocks along x only; threads are numbered through all of them.
 
     Args:
@@ -135,77 +124,20 @@ class Grid:
             where = f" (block {block}, thread {thread})"
         return EmulationError(f"{instruction.text!r} {error}{where}")
 
-    def require_whole_warps(self, mask: Mask) -> None:
-        if mask is not None:
-            warps = mask.reshape(-1, WARP)
-            if (warps.any(axis=1) != warps.all(axis=1)).any():
-                raise EmulationError("is executed by a part of a warp")
-
     # Registers -------------------------------------------------------------------------------
 
-    def read(self, operand: Operand, dtype: np.dtype) -> np.ndarray:
-        """The value for each thread; of one element if it is the same for all."""
-        if isinstance(operand, Immediate):
-            return operand.array(dtype)
-        if isinstance(operand, Vector):
-            return self._packed(operand, dtype)
-        bits = self._bits(operand)
-        if bits.dtype.itemsize != dtype.itemsize:
-            bits = bits.astype(f"u{dtype.itemsize}")
-        return bits.view(dtype)
+    def bits_of(self, register: Register) -> np.ndarray:
+        return self.registers[register.name]
 
-    def _bits(self, operand: Operand) -> np.ndarray:
-        if isinstance(operand, Register):
-            if operand.name not in self.registers:
-                raise EmulationError(f"reads {operand.name}, which has no value")
-            return self.registers[operand.name]
-        if isinstance(operand, Special) and operand.name in self.specials:
-            return np.atleast_1d(self.specials[operand.name]).astype(U32)
-        if isinstance(operand, Symbol) and operand.name in self.program.shared:
-            return np.array([self.program.shared[operand.name]], BITS["b64"])
-        raise EmulationError(f"reads {operand}, which the emulator does not know")
-
-    def _packed(self, operand: Vector, dtype: np.dtype) -> np.ndarray:
-        """The elements side by side, the first one lowest."""
-        part = np.dtype(f"u{dtype.itemsize // len(operand.elements)}")
-        parts = [self.everywhere(self.read(e, part)) for e in operand.elements]
-        return np.stack(parts, axis=-1).view(dtype)[:, 0]
-
-    def write(self, operand: Operand, value: np.ndarray, mask: Mask) -> None:
-        if isinstance(operand, Vector):
-            part = np.dtype(f"u{value.dtype.itemsize // len(operand.elements)}")
-            parts = self.everywhere(value)[:, None].view(part)
-            for i, element in enumerate(operand.elements):
-                self.write(element, np.ascontiguousarray(parts[:, i]), mask)
-            return
-        if isinstance(operand, Symbol) and operand.name == "_":
-            return
-        if not isinstance(operand, Register):
-            raise EmulationError(f"writes {operand}, which is no register")
-        if operand.width > value.dtype.itemsize:  # signed values keep their sign
-            value = value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{operand.width}")
-        container = np.dtype(f"u{operand.width}") if operand.width else PREDICATE
-        bits = value.view(container)
+    def set_bits(self, register: Register, bits: np.ndarray, mask: Mask) -> None:
         if mask is None:
-            self.registers[operand.name] = self.everywhere(bits)
+            self.registers[register.name] = self.everywhere(bits)
             return
-        old = self.registers.get(operand.name)
+        old = self.registers.get(register.name)
         if old is None:
-            old = np.full(self.threads.size * container.itemsize, POISON, np.uint8).view(container)
-        self.registers[operand.name] = np.where(mask, bits, old)
+            size = self.threads.size * bits.dtype.itemsize
+            old = np.full(size, POISON, np.uint8).view(bits.dtype)
+        self.registers[register.name] = np.where(mask, bits, old)
 
-    def everywhere(self, value: np.ndarray) -> np.ndarray:
-        """One contiguous element for each thread."""
-        if value.size == self.threads.size:
-            return value
-        return np.full(self.threads.size, value[0], value.dtype)
-
-    def addresses(self, operand: Operand, dtype: np.dtype, mask: Mask) -> np.ndarray:
-        """Those of the active threads."""
-        assert isinstance(operand, Address)
-        base = self.everywhere(self.read(operand.base, dtype))
-        addresses = base + Immediate(operand.offset).array(dtype)  # wraps around
-        return (addresses if mask is None else addresses[mask]).astype(np.int64)
-
-    def active(self, mask: Mask) -> np.ndarray:
-        return self.threads if mask is None else self.threads[mask]
+    def special(self, name: str) -> np.ndarray | int:
+        return self.specials[name]

@@ -10,19 +10,33 @@ import numpy as np
 from support.ptx.arithmetic import OPERATIONS, TYPES, U32, Operation
 from support.ptx.errors import EmulationError
 from support.ptx.grid import Grid, Handler, Mask, Targets
-from support.ptx.matrix import MULTIPLIES, MatrixMultiply, load_fragments
+from support.ptx.matrix import (
+    MULTIPLIES,
+    MatrixMultiply,
+    load_fragments,
+    store_fragments,
+)
 from support.ptx.memory import WARP
-from support.ptx.program import Address, Immediate, Instruction, Operand, Program, Symbol, Vector
+from support.ptx.program import (
+    Address,
+    Immediate,
+    Instruction,
+    Operand,
+    Pair,
+    Program,
+    Symbol,
+    Vector,
+)
 
 U64 = TYPES["u64"]
 
 
 def handlers(program: Program) -> list[Handler]:
     """What executes each instruction; EmulationError if one is unknown, executed or not."""
-    return [_handler(instruction) for instruction in program.instructions]
+    return [handler_of(instruction) for instruction in program.instructions]
 
 
-def _handler(instruction: Instruction) -> Handler:
+def handler_of(instruction: Instruction) -> Handler:
     name = instruction.name
     if name in OPERATIONS:
         operation = OPERATIONS[name]
@@ -76,7 +90,10 @@ def _shuffle(match: re.Match[str], grid: Grid, instruction: Instruction, mask: M
     }[match["mode"]]
     inside = source >= highest if match["mode"] == "up" else source <= highest
     source = np.where(inside, source, lane)
-    grid.write(target, value[grid.threads - lane + source], mask)
+    if isinstance(target, Pair):
+        grid.write(target.predicate, inside, mask)
+        target = target.value
+    grid.write(target, value[np.arange(lane.size) - lane + source], mask)
 
 
 # Memory -------------------------------------------------------------------------------------
@@ -96,7 +113,7 @@ def _load(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask
         unused = np.repeat(unread, dtype.itemsize)
         data = grid.shared.load(grid.addresses(address, U32, mask), size, threads, unused)
     loaded = np.zeros((grid.threads.size, count), dtype)
-    loaded[threads] = data.view(dtype)
+    loaded[grid.chosen(mask)] = data.view(dtype)
     for element, values in zip(_elements(target), loaded.T, strict=True):
         grid.write(element, np.ascontiguousarray(values), mask)
 
@@ -114,7 +131,7 @@ def _store(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mas
         raise EmulationError("stores another number of registers than it says")
     columns = [grid.everywhere(grid.read(element, dtype)) for element in elements]
     threads = grid.active(mask)
-    data = np.stack(columns, axis=-1)[threads].view(np.uint8)
+    data = np.stack(columns, axis=-1)[grid.chosen(mask)].view(np.uint8)
     if match["space"] == "global":
         addresses = grid.addresses(address, U64, mask)
         grid.memory.store(addresses, data, threads)
@@ -133,8 +150,21 @@ def _load_matrix(match: re.Match[str], grid: Grid, instruction: Instruction, mas
     words = load_fragments(rows, transposed=match["trans"] is not None)
     for i, element in enumerate(_elements(target)):
         loaded = np.zeros(grid.threads.size, U32)
-        loaded[threads] = words[:, i].reshape(-1)
+        loaded[grid.chosen(mask)] = words[:, i].reshape(-1)
         grid.write(element, loaded, mask)
+
+
+def _store_matrix(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask) -> None:
+    """stmatrix, the reverse of ldmatrix."""
+    grid.require_whole_warps(mask)
+    address, source = instruction.operands
+    count, threads = int(match["count"]), grid.active(mask)
+    columns = [grid.everywhere(grid.read(e, U32))[grid.chosen(mask)] for e in _elements(source)]
+    words = np.stack(columns, axis=-1).reshape(-1, WARP, count)
+    rows = store_fragments(np.swapaxes(words, 1, 2), transposed=match["trans"] is not None)
+    pointing = threads % WARP < 8 * count
+    addresses = grid.addresses(address, U32, mask)[pointing]
+    grid.shared.store(addresses, rows.reshape(-1, 16), threads[pointing])
 
 
 def _copy_async(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask) -> None:
@@ -144,10 +174,10 @@ def _copy_async(match: re.Match[str], grid: Grid, instruction: Instruction, mask
     assert isinstance(size_operand, Immediate)
     size = size_operand.value
     inside = grid.everywhere(grid.read(rest[0] if rest else size_operand, U32))
-    threads = grid.active(mask)
-    if (inside[threads] > size).any():
+    threads, inside = grid.active(mask), inside[grid.chosen(mask)]
+    if (inside > size).any():
         raise EmulationError("reads more bytes than it copies")
-    data = grid.memory.load(grid.addresses(source, U64, mask), size, threads, inside[threads])
+    data = grid.memory.load(grid.addresses(source, U64, mask), size, threads, inside)
     grid.shared.start_copy(grid.addresses(target, U32, mask), data, threads)
 
 
@@ -197,13 +227,17 @@ _PATTERNS = [
     (re.compile(pattern), handler)
     for pattern, handler in (
         (
-            r"ld\.(?P<space>param|global|shared)(\.nc)?(\.v(?P<count>[24]))?\.(?P<type>[busf]\d+)",
+            r"ld\.(?P<space>param|global|shared)(\.nc)?(\.L[12]::\w+)*(\.v(?P<count>[24]))?\.(?P<type>[busf]\d+)",
             _load,
         ),
         (r"st\.(?P<space>global|shared)(\.v(?P<count>[24]))?\.(?P<type>[busf]\d+)", _store),
         (
             r"ldmatrix\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<trans>\.trans)?\.shared\.b16",
             _load_matrix,
+        ),
+        (
+            r"stmatrix\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<trans>\.trans)?\.shared\.b16",
+            _store_matrix,
         ),
         (r"cp\.async\.(ca|cg)\.shared\.global", _copy_async),
         (r"cp\.async\.commit_group", _commit),

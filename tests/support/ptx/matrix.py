@@ -8,6 +8,9 @@ k16, 16 bits    row  group (+ 8 if i & 2)     row  2 · tid + i % 2         row 
                      (+ 8 if i & 4)           col  group                   col  2 · tid + i % 2
 k8, tf32        row  group (+ 8 if i & 1)     row  tid (+ 4 if i & 1)      the same
                 col  tid (+ 4 if i & 2)       col  group
+k32, 8 bits     row  group (+ 8 if i & 4)     row  4 · tid + i % 4         the same
+                col  4 · tid + i % 4               (+ 16 if i & 4)
+                     (+ 16 if i & 8)          col  group
 """
 
 from __future__ import annotations
@@ -47,12 +50,14 @@ class Fragment:
         return matrix[:, self.rows, self.columns]
 
 
-_i4, _i8, _i2 = np.arange(4), np.arange(8), np.arange(2)
+_i4, _i8, _i2, _i16 = np.arange(4), np.arange(8), np.arange(2), np.arange(16)
 ACCUMULATOR_M16N8 = Fragment(_GROUP + 8 * _bit(_i4, 2), 2 * _TID + _i4 % 2)
 A_M16K16 = Fragment(_GROUP + 8 * _bit(_i8, 2), 2 * _TID + _i8 % 2 + 8 * _bit(_i8, 4))
 B_K16N8 = Fragment(2 * _TID + _i4 % 2 + 8 * _bit(_i4, 2), _GROUP + 0 * _i4)
 A_M16K8_TF32 = Fragment(_GROUP + 8 * _bit(_i4, 1), _TID + 4 * _bit(_i4, 2))
 B_K8N8_TF32 = Fragment(_TID + 4 * _bit(_i2, 1), _GROUP + 0 * _i2)
+A_M16K32 = Fragment(_GROUP + 8 * _bit(_i16, 4), 4 * _TID + _i16 % 4 + 16 * _bit(_i16, 8))
+B_K32N8 = Fragment(4 * _TID + _i8 % 4 + 16 * _bit(_i8, 4), _GROUP + 0 * _i8)
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,13 @@ class MatrixMultiply:
     """One shape and type of mma.sync with 32-bit accumulators.
 
     Products are summed in float64 and rounded once to float32: closer than any hardware. Of tf32
-    operands the 13 lowest bits are dropped, as hardware does.
+    operands the 13 lowest bits are dropped, as hardware does. Sums of integers are clamped.
     """
 
     A: Fragment
     B: Fragment
     element: np.dtype
+    accumulator: np.dtype = np.dtype(np.float32)
 
     def operand(self, fragment: Fragment, registers: list[np.ndarray]) -> np.ndarray:
         """32-bit registers of (threads,) → (warps, rows, columns) in float64."""
@@ -80,8 +86,11 @@ class MatrixMultiply:
         """D = A · B + C; all as lists of 32-bit registers, each (threads,)."""
         product = self.operand(self.A, A) @ self.operand(self.B, B)
         words = np.stack(C, axis=-1).reshape(-1, 32, len(C))
-        accumulator = ACCUMULATOR_M16N8.gather(words.view(np.float32)).astype(np.float64)
-        result = ACCUMULATOR_M16N8.scatter((product + accumulator).astype(np.float32))
+        accumulator = ACCUMULATOR_M16N8.gather(words.view(self.accumulator)).astype(np.float64)
+        total = product + accumulator
+        if self.accumulator.kind == "i":
+            total = total.clip(np.iinfo(self.accumulator).min, np.iinfo(self.accumulator).max)
+        result = ACCUMULATOR_M16N8.scatter(total.astype(self.accumulator))
         columns = np.moveaxis(result.reshape(-1, len(C)), -1, 0)
         return [np.ascontiguousarray(column).view(np.uint32) for column in columns]
 
@@ -94,6 +103,9 @@ MULTIPLIES = {
 }
 MULTIPLIES["mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"] = MatrixMultiply(
     A_M16K8_TF32, B_K8N8_TF32, np.dtype(np.float32)
+)
+MULTIPLIES["mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"] = MatrixMultiply(
+    A_M16K32, B_K32N8, np.dtype(np.int8), np.dtype(np.int32)
 )
 
 
@@ -114,3 +126,11 @@ def load_fragments(rows: np.ndarray, transposed: bool) -> np.ndarray:
         elements = np.swapaxes(elements, -1, -2)
     words = np.ascontiguousarray(elements).view(np.uint32)  # (..., 8, 4), lanes in this order
     return words.reshape(*words.shape[:-2], 32)
+
+
+def store_fragments(words: np.ndarray, transposed: bool) -> np.ndarray:
+    """stmatrix, the reverse: (..., 32) registers → (..., 8, 16) bytes of the rows."""
+    elements = np.ascontiguousarray(words).view(np.uint16).reshape(*words.shape[:-1], 8, 8)
+    if transposed:
+        elements = np.swapaxes(elements, -1, -2)
+    return np.ascontiguousarray(elements).view(np.uint8)

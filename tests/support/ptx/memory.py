@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +19,12 @@ POISON = 0xFF  # all ones are a NaN in every floating-point type
 WARP = 32
 WARPS = 64  # more than a block has
 
-_NOBODY = -1
+NOBODY = -1
 _LONGEST = 16  # bytes of an access
 
 
 @dataclass(frozen=True)
-class _Accesses:
+class Accesses:
     """Made at once by `threads`, to `size` bytes each, which are a row of memory."""
 
     threads: np.ndarray
@@ -34,7 +35,7 @@ class _Accesses:
     @classmethod
     def to(
         cls, addresses: np.ndarray, size: int, threads: np.ndarray, origin: int | np.ndarray
-    ) -> _Accesses:
+    ) -> Accesses:
         """`origin` is the address of the first row."""
         wrong = addresses % size != 0
         if wrong.any():
@@ -43,8 +44,8 @@ class _Accesses:
             raise FaultError(int(threads[at]), reason)
         return cls(threads, addresses, (addresses - origin) // size, size)
 
-    def part(self, chosen: np.ndarray) -> _Accesses:
-        return _Accesses(self.threads[chosen], self.addresses[chosen], self.rows[chosen], self.size)
+    def part(self, chosen: np.ndarray) -> Accesses:
+        return Accesses(self.threads[chosen], self.addresses[chosen], self.rows[chosen], self.size)
 
     def read(self, table: np.ndarray) -> np.ndarray:
         """(accesses, bytes) out of a table with one entry per byte of memory."""
@@ -89,7 +90,10 @@ class GlobalMemory:
         self.bytes = np.zeros(0, np.uint8)
         self._readable = np.zeros(0, bool)
         self._writable = np.zeros(0, bool)
+        self._scratch = np.zeros(0, bool)
         self._writer = np.zeros(0, np.int64)
+        #: What decides whether accesses to scratch are ordered; it is told of each.
+        self.order: Any = None
 
     def place(
         self,
@@ -102,6 +106,7 @@ class GlobalMemory:
         *,
         alignment: int,
         output: bool = False,
+        scratch: bool = False,
     ) -> Placed:
         """Copy a tensor in; its address is a multiple of `alignment` and of no more.
 
@@ -109,6 +114,8 @@ class GlobalMemory:
             storage: Bytes that hold its elements, and perhaps more.
             offset: Of the first element, in bytes.
             strides: In bytes.
+            output: It is written and not read.
+            scratch: It is read and written, by threads that order what they do.
         """
         elements = np.zeros(storage.size, bool)
         for byte in range(itemsize if 0 not in shape else 0):
@@ -118,10 +125,15 @@ class GlobalMemory:
         self.bytes = self._grown(self.bytes, size, POISON)
         self._readable = self._grown(self._readable, size, False)
         self._writable = self._grown(self._writable, size, False)
-        self._writer = self._grown(self._writer, size, _NOBODY)
+        self._scratch = self._grown(self._scratch, size, False)
+        self._writer = self._grown(self._writer, size, NOBODY)
         inside = slice(begin, begin + storage.size)
         self.bytes[inside] = storage
-        (self._writable if output else self._readable)[inside] = elements
+        if output or scratch:
+            self._writable[inside] = elements
+        if not output:
+            self._readable[inside] = elements
+        self._scratch[inside] = scratch
         return Placed(name, self.BASE + begin + offset, inside, elements)
 
     @staticmethod
@@ -135,7 +147,7 @@ class GlobalMemory:
     def unwritten(self, placed: Placed) -> int:
         """How many bytes of the tensor's elements nobody has written."""
         writer = self._writer[placed.storage]
-        return int((placed.elements & (writer == _NOBODY)).sum())
+        return int((placed.elements & (writer == NOBODY)).sum())
 
     def load(
         self,
@@ -149,6 +161,8 @@ class GlobalMemory:
         allowed = accesses.read(self._readable)
         if inside is None:
             accesses.require(allowed, "reads what is no element of an input")
+            if self._is_scratch(accesses):
+                self.order.note_load(accesses)
             return accesses.read(self.bytes)
         wanted = np.arange(size) < inside[:, None]
         accesses.require(allowed | ~wanted, "reads what is no element of an input")
@@ -157,29 +171,109 @@ class GlobalMemory:
     def store(self, addresses: np.ndarray, data: np.ndarray, threads: np.ndarray) -> None:
         accesses = self._accesses(addresses, data.shape[1], threads)
         accesses.require(accesses.read(self._writable), "writes what is no element of an output")
+        if self._is_scratch(accesses):
+            self.order.note_store(accesses)
+            accesses.write(self.bytes, data)
+            return
         before, threads = accesses.read(self._writer), threads[:, None]
-        accesses.require((before == _NOBODY) | (before == threads), "writes what another wrote")
+        accesses.require((before == NOBODY) | (before == threads), "writes what another wrote")
         accesses.write(self._writer, threads)
         accesses.require(accesses.read(self._writer) == threads, "writes what another writes")
         accesses.write(self.bytes, data)
 
-    def _accesses(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> _Accesses:
+    def _is_scratch(self, accesses: Accesses) -> bool:
+        return self.order is not None and bool(accesses.read(self._scratch).all())
+
+    # Atomics, and loads and stores that are not weak ----------------------------------------------
+
+    def load_strong(
+        self, addresses: np.ndarray, size: int, threads: np.ndarray, *, writes: bool
+    ) -> np.ndarray:
+        """`writes`: a store of the same bytes follows."""
+        accesses = self._accesses(addresses, size, threads)
+        allowed = accesses.read(self._writable if writes else self._readable)
+        what = "writes what is no element of an output"
+        accesses.require(allowed, what if writes else "reads what is no element of an input")
+        self.order.note_strong(accesses, writes=writes)
+        return accesses.read(self.bytes)
+
+    def store_strong(self, addresses: np.ndarray, data: np.ndarray, threads: np.ndarray) -> None:
+        accesses = self._accesses(addresses, data.shape[1], threads)
+        accesses.write(self._writer, threads[:, None])
+        accesses.write(self.bytes, data)
+
+    # Rows of any length, which bulk copies move ---------------------------------------------------
+
+    def load_rows(
+        self, addresses: np.ndarray, columns: slice, row_bytes: int, thread: int
+    ) -> np.ndarray:
+        """(rows, row_bytes): zero but for the columns, in rows whose address is not -1.
+
+        An address is that of column 0, which may be outside of the tensor.
+        """
+        rows = np.zeros((len(addresses), row_bytes), np.uint8)
+        inside = addresses != -1
+        if inside.any() and columns.stop > columns.start:
+            size = columns.stop - columns.start
+            index = self._index(addresses[inside] + columns.start, size)
+            self._require(self._readable, index, "reads what is no element of an input", thread)
+            rows[inside, columns] = self.bytes[index]
+        return rows
+
+    def store_rows(
+        self, addresses: np.ndarray, data: np.ndarray, thread: int, reduction: str | None = None
+    ) -> None:
+        if reduction is not None:
+            raise FaultError(thread, f"reduces by {reduction}, which the emulator does not know")
+        index = self._index(addresses, data.shape[1])
+        self._require(self._writable, index, "writes what is no element of an output", thread)
+        self._require(self._writer == NOBODY, index, "writes what another wrote", thread)
+        self._writer[index] = thread
+        self.bytes[index] = data
+
+    def _index(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """(rows, size); what is outside of the buffer is its first byte, a gap."""
+        index = (addresses - self.BASE)[:, None] + np.arange(size)
+        return np.where((index >= 0) & (index < len(self.bytes)), index, 0)
+
+    def _require(self, fine: np.ndarray, index: np.ndarray, reason: str, thread: int) -> None:
+        found = fine[index]
+        if not found.all():
+            raise FaultError(thread, f"{reason}, at {self.BASE + int(index[~found][0]):#x}")
+
+    def _accesses(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> Accesses:
         """What is outside of the buffer becomes an access to its first gap."""
-        accesses = _Accesses.to(addresses, size, threads, self.BASE)
+        accesses = Accesses.to(addresses, size, threads, self.BASE)
         within = (accesses.rows >= 0) & (accesses.rows < len(self.bytes) // size)
         return replace(accesses, rows=np.where(within, accesses.rows, 0))
 
 
 @dataclass
-class _Copies:
+class Copies:
     """What one cp.async instruction of several threads has on its way."""
 
-    accesses: _Accesses
+    accesses: Accesses
     groups: np.ndarray  # of each thread, counted from its first
     data: np.ndarray
 
-    def part(self, chosen: np.ndarray) -> _Copies:
-        return _Copies(self.accesses.part(chosen), self.groups[chosen], self.data[chosen])
+    def part(self, chosen: np.ndarray) -> Copies:
+        return Copies(self.accesses.part(chosen), self.groups[chosen], self.data[chosen])
+
+    def arriving(
+        self, waiting: np.ndarray, committed: np.ndarray, pending: int | None
+    ) -> tuple[Copies, Copies]:
+        """Those that arrive when threads wait for all but the last `pending` groups, and the rest.
+
+        Args:
+            waiting: Of all threads, which wait.
+            committed: The groups that each has committed.
+            pending: None to wait for what is not committed, too.
+        """
+        copying = self.accesses.threads
+        arrived = waiting[copying]
+        if pending is not None:
+            arrived &= self.groups < committed[copying] - pending
+        return self.part(arrived), self.part(~arrived)
 
 
 class SharedMemory:
@@ -203,10 +297,10 @@ class SharedMemory:
         self._epoch = 0
         # The last access of each kind: epoch · WARPS + warp for reads, the last number standing
         # for several warps; for writes the same with threads, which are 32 to a warp.
-        self._write_mark = np.full(bytes_, _NOBODY, np.int32)
-        self._read_mark = np.full(bytes_, _NOBODY, np.int32)
+        self._write_mark = np.full(bytes_, NOBODY, np.int32)
+        self._read_mark = np.full(bytes_, NOBODY, np.int32)
         self._groups = np.zeros(blocks * threads_per_block, np.int64)  # committed by each thread
-        self._copies: list[_Copies] = []
+        self._copies: list[Copies] = []
 
     def barrier(self) -> None:
         """All threads of every block have come together."""
@@ -225,7 +319,7 @@ class SharedMemory:
         arrived, written = ~accesses.read(self._on_its_way), accesses.read(self._written)
         accesses.require(arrived | unused, "reads what a copy is on its way to")
         accesses.require(written | unused, "reads what was never written")
-        writer = np.where(unused, _NOBODY, accesses.read(self._write_mark) // WARP)
+        writer = np.where(unused, NOBODY, accesses.read(self._write_mark) // WARP)
         self._require_no_race(accesses, writer, "reads what another warp writes")
         self._mark_read(accesses)
         return accesses.read(self.bytes)
@@ -240,7 +334,7 @@ class SharedMemory:
         accesses = self._accesses(addresses, data.shape[1], threads)
         self._mark_written(accesses)
         accesses.write(self._on_its_way, True)
-        self._copies.append(_Copies(accesses, self._groups[threads], data))
+        self._copies.append(Copies(accesses, self._groups[threads], data))
 
     def commit_copies(self, threads: np.ndarray) -> None:
         self._groups[threads] += 1
@@ -251,11 +345,7 @@ class SharedMemory:
         waiting[threads] = True
         left = []
         for copies in self._copies:
-            copying = copies.accesses.threads
-            arrived = waiting[copying]
-            if pending is not None:
-                arrived &= copies.groups < self._groups[copying] - pending
-            now, later = copies.part(arrived), copies.part(~arrived)
+            now, later = copies.arriving(waiting, self._groups, pending)
             now.accesses.write(self._on_its_way, False)
             self._mark_written(now.accesses)
             self._write(now.accesses, now.data)
@@ -263,29 +353,29 @@ class SharedMemory:
                 left.append(later)
         self._copies = left
 
-    def _accesses(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> _Accesses:
+    def _accesses(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> Accesses:
         block = threads // self._threads_per_block
-        accesses = _Accesses.to(addresses, size, threads, -block * self._pitch)
+        accesses = Accesses.to(addresses, size, threads, -block * self._pitch)
         inside = (addresses >= 0) & (addresses + size <= self.size)
         accesses.require(inside[:, None], f"is outside of {self.size} bytes of shared memory")
         return accesses
 
-    def _write(self, accesses: _Accesses, data: np.ndarray) -> None:
+    def _write(self, accesses: Accesses, data: np.ndarray) -> None:
         accesses.write(self._written, True)
         accesses.write(self.bytes, data)
 
     # Races -----------------------------------------------------------------------------------
 
-    def _thread_marks(self, accesses: _Accesses) -> np.ndarray:
+    def _thread_marks(self, accesses: Accesses) -> np.ndarray:
         in_block = accesses.threads % self._threads_per_block
         return (self._epoch * WARPS * WARP + in_block).astype(np.int32)[:, None]
 
-    def _require_no_race(self, accesses: _Accesses, marks: np.ndarray, reason: str) -> None:
+    def _require_no_race(self, accesses: Accesses, marks: np.ndarray, reason: str) -> None:
         mine = self._thread_marks(accesses) // WARP
         fine = (marks < self._epoch * WARPS) | (marks == mine)
         accesses.require(fine, f"{reason}, with no barrier in between")
 
-    def _mark_read(self, accesses: _Accesses) -> None:
+    def _mark_read(self, accesses: Accesses) -> None:
         mine = self._thread_marks(accesses) // WARP
         several = (self._epoch + 1) * WARPS - 1
         before = accesses.read(self._read_mark)
@@ -294,7 +384,7 @@ class SharedMemory:
         clash = (accesses.read(self._read_mark) != mine).any(axis=1)  # within these accesses
         accesses.part(clash).write(self._read_mark, several)
 
-    def _mark_written(self, accesses: _Accesses) -> None:
+    def _mark_written(self, accesses: Accesses) -> None:
         on_its_way = accesses.read(self._on_its_way)
         accesses.require(~on_its_way, "writes what a copy is on its way to")
         writer, reader = accesses.read(self._write_mark) // WARP, accesses.read(self._read_mark)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -57,7 +57,32 @@ class Address:
     offset: int
 
 
-Operand = Register | Special | Immediate | Symbol | Vector | Address
+@dataclass(frozen=True)
+class TensorAddress:
+    """Coordinates within a tensor map, the fastest one first."""
+
+    map: Operand
+    coordinates: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two results: a value and a predicate."""
+
+    value: Operand
+    predicate: Operand
+
+
+@dataclass(frozen=True)
+class Negated:
+    """A predicate that is read negated."""
+
+    predicate: Operand
+
+
+Operand = (
+    Register | Special | Immediate | Symbol | Vector | Address | TensorAddress | Pair | Negated
+)
 
 
 @dataclass(frozen=True)
@@ -71,9 +96,13 @@ class Instruction:
     def registers_read(self) -> set[str]:
         target, *sources = self.operands or (None,)
         read = [*sources, self.guard]
-        if isinstance(target, Address):
+        if isinstance(target, Address | TensorAddress):
             read.append(target)
         return set().union(*map(_registers, read))
+
+    def registers(self) -> set[str]:
+        """All that it reads or writes."""
+        return set().union(*map(_registers, (*self.operands, self.guard)))
 
 
 def _registers(operand: Operand | None) -> set[str]:
@@ -81,8 +110,14 @@ def _registers(operand: Operand | None) -> set[str]:
         return {operand.name}
     if isinstance(operand, Address):
         return _registers(operand.base)
+    if isinstance(operand, Negated):
+        return _registers(operand.predicate)
     if isinstance(operand, Vector):
         return set().union(*map(_registers, operand.elements))
+    if isinstance(operand, TensorAddress):
+        return set().union(*map(_registers, (operand.map, *operand.coordinates)))
+    if isinstance(operand, Pair):
+        return _registers(operand.value) | _registers(operand.predicate)
     return set()
 
 
@@ -91,6 +126,7 @@ class Program:
     """One kernel.
 
     Attributes:
+        name: Of the kernel.
         instructions: In order.
         labels: The index of the instruction behind each.
         parameters: The bytes of each, in order.
@@ -99,6 +135,7 @@ class Program:
         threads: Of a block, as the kernel requires; None if it does not.
     """
 
+    name: str = ""
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
@@ -112,21 +149,35 @@ class Program:
         return set().union(*(one.registers_read() for one in self.instructions))
 
 
+_KERNEL = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", re.DOTALL)
+
+
 def parse(text: str) -> Program:
     """The program in PTX text that holds exactly one kernel."""
+    programs = parse_all(text)
+    if len(programs) != 1:
+        raise EmulationError(f"the text has {len(programs)} kernels; expected one")
+    return programs[0]
+
+
+def parse_all(text: str) -> list[Program]:
+    """The kernels in PTX text, in order."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
-    kernels = list(re.finditer(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", text, re.DOTALL))
-    if len(kernels) != 1:
-        raise EmulationError(f"the text has {len(kernels)} kernels; expected one")
-    (kernel,) = kernels
-    program = Program()
+    kernels = list(_KERNEL.finditer(text))
+    return [
+        _program(text[: kernels[0].start()], kernel, text[kernel.end() :]) for kernel in kernels
+    ]
+
+
+def _program(before: str, kernel: re.Match[str], body: str) -> Program:
+    program = Program(kernel[1])
     for bits, name, count in re.findall(
         r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\s+([\w$]+)(?:\[(\d+)\])?", kernel[2]
     ):
         program.parameters[name] = int(bits) // 8 * int(count or 1)
     if threads := re.search(r"\.reqntid\s+(\d+)", kernel[3]):
         program.threads = int(threads[1])
-    _Body(program).read(text[: kernel.start()], text[kernel.end() :])
+    _Body(program).read(before, body)
     return program
 
 
@@ -141,12 +192,15 @@ _SHARED = re.compile(
 
 
 class _Body:
-    """Reads the statements of a kernel; registers belong to the braces they are declared in."""
+    """Reads the statements of a kernel; registers and labels belong to the braces they are in."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.scopes: list[dict[str, Register]] = [{}]
+        self.open: list[int] = [0]  # the numbers of the scopes
         self.scopes_opened = 0
+        self.label_scopes: dict[str, set[int]] = {}
+        self.branches: list[tuple[int, list[int]]] = []  # indices of instructions; open scopes
         self.dynamic: list[str] = []
 
     def read(self, before: str, body: str) -> None:
@@ -161,14 +215,34 @@ class _Body:
             if match["open"]:
                 self.scopes_opened += 1
                 self.scopes.append({})
+                self.open.append(self.scopes_opened)
             elif match["close"]:
                 self.scopes.pop()
+                self.open.pop()
             elif match["label"]:
-                self.program.labels[match["label"]] = len(self.program.instructions)
+                self._label(match["label"])
             else:
                 self._statement(" ".join(match["statement"].split()))
+        for index, scopes in self.branches:
+            self._resolve(index, scopes)
         for name in self.dynamic:
             self.program.shared[name] = self.program.static_shared_bytes
+
+    def _label(self, name: str) -> None:
+        self.label_scopes.setdefault(name, set()).add(self.open[-1])
+        self.program.labels[_label_of(name, self.open[-1])] = len(self.program.instructions)
+
+    def _resolve(self, index: int, scopes: list[int]) -> None:
+        """A branch goes to the label of the innermost braces around it."""
+        branch = self.program.instructions[index]
+        (target,) = branch.operands
+        assert isinstance(target, Symbol)
+        for scope in reversed(scopes):
+            if scope in self.label_scopes.get(target.name, ()):
+                resolved = (Symbol(_label_of(target.name, scope)),)
+                self.program.instructions[index] = replace(branch, operands=resolved)
+                return
+        raise EmulationError(f"{branch.text!r} goes to a label that is not there")
 
     def _statement(self, text: str) -> None:
         if text.startswith(".pragma"):
@@ -178,7 +252,10 @@ class _Body:
         elif shared := _SHARED.fullmatch(text):
             self._declare_shared(shared)
         else:
-            self.program.instructions.append(self._instruction(text))
+            instruction = self._instruction(text)
+            if re.fullmatch(r"bra(\.uni)?", instruction.name):
+                self.branches.append((len(self.program.instructions), list(self.open)))
+            self.program.instructions.append(instruction)
 
     def _declare_registers(self, kind: str, bits: str, names: str) -> None:
         width = 0 if kind == "pred" else int(bits) // 8
@@ -219,6 +296,14 @@ class _Body:
     def _operand(self, text: str) -> Operand:
         if text[0] == "{":
             return Vector(tuple(map(self._operand, _split(text[1:-1]))))
+        if text[0] == "!":
+            return Negated(self._operand(text[1:].strip()))
+        if "|" in text:
+            value, predicate = text.split("|")
+            return Pair(self._operand(value.strip()), self._operand(predicate.strip()))
+        if tensor := re.fullmatch(r"\[\s*([^,{]+?)\s*,\s*\{(.*)\}\s*\]", text):
+            coordinates = tuple(map(self._operand, _split(tensor[2])))
+            return TensorAddress(self._operand(tensor[1]), coordinates)
         if text[0] == "[":
             match = re.fullmatch(r"\[\s*([^\s+]+)\s*(?:\+\s*(-?\d+))?\s*\]", text)
             if match is None:
@@ -232,6 +317,10 @@ class _Body:
         if re.fullmatch(r"[A-Za-z_$][\w$]*", text):
             return Symbol(text)
         return Immediate(_constant(text))
+
+
+def _label_of(name: str, scope: int) -> str:
+    return f"{name}#{scope}" if scope else name
 
 
 def _split(text: str) -> Iterator[str]:

@@ -1,0 +1,136 @@
+"""How a consumer group multiplies the k tiles of an output tile."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from .output import GROUP
+from .promotion import load_factors, promote
+from .split_float32 import SMALL_BUFFERS, FloatSplitter
+
+
+@dataclass
+class Fragments:
+    """What a consumer group reads of shared memory.
+
+    A, B: wgmma's view of the stages, (MMA, M or N, K, stages).
+    If float32 is split: the same views of the small parts, (MMA, M or N, K, SMALL_BUFFERS), the
+    pointers that `FloatSplitter` takes, and its named barrier.
+    """
+
+    A: cute.Tensor
+    B: cute.Tensor
+    A_small: cute.Tensor | None = None
+    B_small: cute.Tensor | None = None
+    tiles: tuple = ()
+    barrier_id: Int32 | None = None
+
+
+@dataclass(frozen=True)
+class Mainloop:
+    """All k tiles of an output tile, from the stages of the pipeline to accumulators.
+
+    way        products of a k tile                        its stage is released
+    ---------  ------------------------------------------  ---------------------------------
+    plain      added to the accumulators by wgmma          when the next one has been issued
+    promoted   formed apart, added by float32 arithmetic   at once
+
+    promoted, with block_scales: each k tile has a factor per row.
+    promoted, with a splitter: three products of parts of float32; the groups that share a tile
+    make the small parts of every stage together.
+    """
+
+    block_scales: bool
+    splitter: FloatSplitter | None
+
+    @cute.jit
+    def multiply(self, tiled_mma, fragments, accumulators, k_tiles, pipeline, stage):
+        """The last wgmma group is left in flight, its stage not released.
+
+        One group is always in flight while the next is issued, so a stage is released one behind.
+        Returns the stage after the tile and the last one of it.
+        """
+        last = stage.clone()
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+        pipeline.consumer_wait(stage)
+        warpgroup.fence()
+        self._issue(tiled_mma, fragments.A, fragments.B, accumulators, stage.index, stage.index)
+        warpgroup.commit_group()
+        stage.advance()
+        for _ in cutlass.range(1, k_tiles, unroll=1):
+            pipeline.consumer_wait(stage)
+            warpgroup.fence()
+            self._issue(tiled_mma, fragments.A, fragments.B, accumulators, stage.index, stage.index)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            pipeline.consumer_release(last)
+            stage.advance()
+            last.advance()
+        return stage, last
+
+    @cute.jit
+    def multiply_promoted(
+        self, tiled_mma, fragments, accumulators, scales, place, first_k, k_tiles, pipeline, stage
+    ):
+        """Nothing is left in flight. scales: those of A and B per block, or (); place: (row,
+        column, batch) where this group's part of the tile begins. Returns the stage after it."""
+        row, column, batch = place
+        tid = cute.arch.thread_idx()[0] % GROUP
+        first = (row + tid // 32 * 16 + tid % 32 // 4, column, batch)
+        blocks = cute.size(fragments.B, mode=[1])
+        products = cute.make_rmem_tensor(
+            (*accumulators.shape[:2], accumulators.shape[2] // blocks), accumulators.element_type
+        )
+        factors, following = None, None
+        if const_expr(self.block_scales):
+            factors = cute.make_rmem_tensor((2, blocks), Float32)
+            following = cute.make_rmem_tensor((2, blocks), Float32)
+            load_factors(factors, scales, first, first_k)
+        accumulators.fill(0.0)
+        for k in cutlass.range(first_k, first_k + k_tiles, unroll=1):
+            pipeline.consumer_wait(stage)
+            if const_expr(self.splitter is not None):
+                buffer = stage.count % SMALL_BUFFERS
+                self.splitter.split(fragments.tiles, stage.index, buffer, fragments.barrier_id)
+            for block in cutlass.range_constexpr(blocks):
+                self._issue_block(tiled_mma, fragments, products, block, stage)
+                if const_expr(self.block_scales and block == 0):
+                    load_factors(following, scales, first, k + 1)
+                warpgroup.wait_group(0)
+                if const_expr(block == blocks - 1):
+                    pipeline.consumer_release(stage)
+                promote(accumulators, products, factors, block)
+            if const_expr(self.block_scales):
+                factors.store(following.load())
+            stage.advance()
+        return stage
+
+    @cute.jit
+    def _issue_block(self, tiled_mma, fragments, products, block: cutlass.Constexpr, stage):
+        """The products of one k tile with one block of columns, as one wgmma group."""
+        large_A, large_B = fragments.A, _columns(fragments.B, block)
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+        warpgroup.fence()
+        if const_expr(self.splitter is not None):
+            # The smallest products first: they are lost least beside each other.
+            buffer = stage.count % SMALL_BUFFERS
+            small_A, small_B = fragments.A_small, _columns(fragments.B_small, block)
+            self._issue(tiled_mma, small_A, large_B, products, buffer, stage.index)
+            self._issue(tiled_mma, large_A, small_B, products, stage.index, buffer)
+        self._issue(tiled_mma, large_A, large_B, products, stage.index, stage.index)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _issue(self, tiled_mma, tCrA, tCrB, accumulators, stage_a, stage_b):
+        for k in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+            a, b = tCrA[None, None, k, stage_a], tCrB[None, None, k, stage_b]
+            cute.gemm(tiled_mma, accumulators, a, b, accumulators)
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+
+
+def _columns(tCrB: cute.Tensor, block: int) -> cute.Tensor:
+    """One wgmma's columns of the tile."""
+    return cute.logical_divide(tCrB, (None, 1, None, None))[None, (None, block), None, None]

@@ -1,0 +1,334 @@
+"""Output tiles on their way from wgmma's accumulators to global memory, on Hopper."""
+
+from fractions import Fraction
+from math import lcm
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float16, Float32, Int32, const_expr
+from cutlass.cute import AddressSpace
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
+from cutlass.tensor_utils import LayoutEnum
+
+from ..common.epilogue import PAIR, Epilogue, Thread
+from .mma import WGMMA_M
+from .reduced_output import GROUP, WARPS, ReducedOutput
+
+WIDTH = 32  # columns that a group writes at once: 64 or 128 bytes, a swizzle
+
+
+class Output:
+    """How each consumer group writes what the epilogue makes of its accumulators.
+
+    A group goes through its 64-row blocks of the tile, `row_blocks` of them and `row_step` blocks
+    apart, bundle by bundle of columns; of every bundle it writes each full output in subtiles. A
+    subtile is made in registers and put into a ring of buffers in shared memory, which TMA drains,
+    or the group's own threads element by element, for an output that is not aligned.
+
+    Attributes:
+        slot_bytes: Of a buffer: up to 32 columns of D; of wider elements it takes fewer columns.
+    """
+
+    def __init__(
+        self,
+        element_types: tuple[type[cutlass.Numeric], ...],
+        epilogue: Epilogue,
+        *,
+        tile: tuple[int, int],
+        row_blocks: int,
+        row_step: int,
+        tma_stores: tuple[bool, ...],
+        first_barrier: int,
+    ):
+        self.element_types = element_types
+        self.epilogue = epilogue
+        tile_n = self.tile_n = tile[1]
+        self.tile_blocks = tile[0] // WGMMA_M
+        self.row_blocks = row_blocks
+        self.row_step = row_step
+        self.tma_stores = tma_stores
+        self.first_barrier = first_barrier  # named barriers: one per consumer from this one on
+        self.buffers = 2  # of each consumer; there may be more
+        self.bundle = lcm(epilogue.bundle, min(WIDTH, tile_n))
+        if tile_n % self.bundle:
+            raise ValueError(f"a tile N of {tile_n} is no multiple of a bundle of {self.bundle}")
+        if len(element_types) != len(epilogue.full) or len(tma_stores) != len(epilogue.full):
+            raise ValueError(f"{len(element_types)} outputs for {len(epilogue.full)} to write")
+        self.widths = tuple(self._width(full.columns) for full in epilogue.full)
+        self.slot_bytes = WGMMA_M * min(WIDTH, self.widths[0]) * element_types[0].width // 8
+        self.reduced = ReducedOutput(epilogue, tile, tile[0] // WGMMA_M // row_blocks)
+        if any(self._scratch_bytes(r.columns) > self.slot_bytes for r in epilogue.reduced):
+            raise ValueError(f"a bundle of {self.bundle} columns is too wide to be reduced")
+        self.subtiles = tuple(
+            (WGMMA_M, min(WIDTH, width, self.slot_bytes * 8 // element_type.width // WGMMA_M))
+            for width, element_type in zip(self.widths, element_types, strict=True)
+        )
+
+    def _scratch_bytes(self, per_column: Fraction) -> int:
+        return int(WARPS * self.bundle * per_column) * Float32.width // 8
+
+    def _width(self, per_column: Fraction) -> int:
+        """Columns of an output that a bundle gives."""
+        columns = self.bundle * per_column
+        if columns.denominator != 1 or columns % min(WIDTH, columns):
+            raise ValueError(f"a bundle of {self.bundle} columns gives {columns} of an output")
+        return int(columns)
+
+    def shared_layouts(self, majors: tuple[LayoutEnum, ...], consumers: int) -> tuple:
+        """(rows, columns, buffers of all consumers) of each output."""
+        return tuple(
+            self._shared_layout(*of, consumers * self.buffers)
+            for of in zip(self.element_types, majors, self.subtiles, strict=True)
+        )
+
+    def _shared_layout(self, element_type, major, subtile, buffers):
+        one = sm90.make_smem_layout_epi(element_type, major, subtile, 1)
+        slot = self.slot_bytes * 8 // element_type.width
+        ring = cute.append(
+            cute.select(one.outer, mode=[0, 1]), cute.make_layout(buffers, stride=slot)
+        )
+        return cute.make_composed_layout(one.inner, 0, ring)
+
+    def tma(self, mD: tuple, shared_layouts: tuple) -> tuple:
+        """(atoms, tensors): those of the outputs that TMA stores, None and the tensor itself of
+        the others."""
+        atoms, tensors = [], []
+        for tensor, layout, subtile, by_tma in zip(
+            mD, shared_layouts, self.subtiles, self.tma_stores, strict=True
+        ):
+            atom = None
+            if by_tma:
+                atom, tensor = cpasync.make_tiled_tma_atom(
+                    cpasync.CopyBulkTensorTileS2GOp(),
+                    tensor,
+                    cute.slice_(layout, (None, None, 0)),
+                    subtile,
+                )
+            atoms.append(atom)
+            tensors.append(tensor)
+        return tuple(atoms), tuple(tensors)
+
+    @cute.jit
+    def write(
+        self,
+        consumer: Int32,
+        accumulators: cute.Tensor,
+        tma_d: tuple,
+        mD: tuple,
+        sD: tuple,
+        operands: tuple,
+        majors: cutlass.Constexpr,
+        place: tuple,
+        extents: tuple,
+        mR: tuple,
+        space,
+        ring: cute.Pointer,
+        flag: cute.Pointer,
+    ):
+        """This consumer's part of a tile.
+
+        Args:
+            place: (row, column, batch): of its first 64 rows, counted in those; of the tile.
+            extents: (M, N) of the accumulators.
+            mR: The reduced outputs, and the space in memory that they need.
+            ring: The buffers of all consumers.
+            flag: An Int32 in shared memory, of this consumer.
+        """
+        row, column, batch = place
+        sums = self.reduced.start(self.row_blocks)
+        tid = cute.arch.thread_idx()[0] % GROUP
+        self._await_ring(consumer, in_flight=0)
+        slot = 0
+        for i in cutlass.range_constexpr(self.row_blocks * (self.tile_n // self.bundle)):
+            row_block, bundle = divmod(i, self.tile_n // self.bundle)
+            block = row + row_block * self.row_step
+            thread = self._thread(
+                accumulators, operands, row_block, bundle, block, column, batch, extents, tid
+            )
+            for j in cutlass.range_constexpr(len(self.subtiles)):
+                to_shared = self._tiled_store(j, majors[j])
+                for k in cutlass.range_constexpr(self.widths[j] // self.subtiles[j][1]):
+                    buffer = consumer * self.buffers + slot % self.buffers
+                    sD_j = sD[j][None, None, buffer]
+                    self._fill(j, k, thread, to_shared, sD_j, tid)
+                    # Behind this barrier the subtile is complete and the next buffer is free.
+                    self._await_ring(consumer, in_flight=self.buffers - 2)
+                    across = self.widths[j] // self.subtiles[j][1]
+                    first = column * (self.tile_n // self.bundle) + bundle
+                    at = (block, first * across + k, batch)
+                    gD_j = cute.local_tile(mD[j], self.subtiles[j], at)
+                    if const_expr(self.tma_stores[j]):
+                        if tid // 32 == 0:
+                            self._store_by_tma(tma_d[j], sD_j, gD_j)
+                    else:
+                        self._store_by_threads(j, tid, sD_j, gD_j, mD[j].shape, majors[j], at)
+                    slot += 1
+            for j in cutlass.range_constexpr(len(mR)):
+                elements = self.reduced.elements(j, thread, self.bundle)
+                if const_expr(self.epilogue.reduced[j].over == "rows"):
+                    buffer = consumer * self.buffers + slot % self.buffers
+                    scratch = self._scratch(ring, buffer, self.epilogue.reduced[j].columns)
+                    self.reduced.over_rows(j, thread, elements, scratch, tid)
+                    self._await_ring(consumer, in_flight=self.buffers - 2)
+                    first = scratch.shape[1] * bundle
+                    self.reduced.leave_rows(j, scratch, space, first, (block, column, batch), tid)
+                    if const_expr(any(self.tma_stores)):
+                        # An empty group: the ring counts one for every buffer.
+                        cute.arch.cp_async_bulk_commit_group()
+                    slot += 1
+                else:
+                    self.reduced.over_columns(j, sums[j], row_block, elements)
+        if const_expr(len(mR) > 0):
+            self._reduce(consumer, sums, place, extents, mR, space, ring, flag, tid)
+
+    @cute.jit
+    def _reduce(self, consumer, sums, place, extents, mR, space, ring, flag, tid):
+        """What is left to do for the reduced outputs behind the last bundle."""
+        row, column, batch = place
+        barrier_id = self.first_barrier + consumer
+        self._await_ring(consumer, in_flight=0)
+        scratch = self._scratch(ring, consumer * self.buffers, Fraction(1)).iterator
+        for j in cutlass.range_constexpr(len(mR)):
+            over = self.epilogue.reduced[j].over
+            if const_expr(over in ("matrix", "all")):
+                tile = (row // self.tile_blocks, column, batch)
+                group = row % self.tile_blocks % self.row_step
+                self.reduced.leave_matrix(j, sums[j], scratch, space, tile, group, tid, barrier_id)
+                self.reduced.complete(
+                    j, mR[j], scratch, space, place, extents, tid, flag, barrier_id
+                )
+            else:
+                for row_block in cutlass.range_constexpr(self.row_blocks):
+                    block = (row + row_block * self.row_step, column, batch)
+                    if const_expr(over == "columns"):
+                        self.reduced.leave_columns(j, sums[j], space, row_block, block, tid)
+                    self.reduced.complete(
+                        j, mR[j], scratch, space, block, extents, tid, flag, barrier_id
+                    )
+
+    def _scratch(self, ring, buffer, per_column):
+        """A buffer of the ring as (warps, columns of a bundle)."""
+        pointer = cute.make_ptr(
+            Float32, ring.toint() + buffer * self.slot_bytes, AddressSpace.smem, assumed_align=16
+        )
+        columns = int(self.bundle * per_column)
+        return cute.make_tensor(pointer, cute.make_ordered_layout((WARPS, columns), order=(1, 0)))
+
+    def drain(self):
+        """Shared memory must outlive the reads of the last stores."""
+        if any(self.tma_stores):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def _thread(
+        self, accumulators, operands, row_block, bundle, block, column, batch, extents, tid
+    ):
+        """The elements of this thread in a bundle."""
+        first = row_block * self.tile_n // 2 + bundle * self.bundle // 2
+        return Thread(
+            accumulators=cute.make_tensor(
+                accumulators.iterator + first, cute.make_layout(self.bundle // 2)
+            ),
+            kinds=self.epilogue.kinds,
+            operands=operands,
+            row=block * WGMMA_M + tid // 32 * 16 + tid % 32 // 4,
+            first_column=column * self.tile_n + bundle * self.bundle,
+            lane=tid % 4,
+            batch=batch,
+            extents=extents,
+        )
+
+    def _fill(self, j, k, thread, to_shared, sD, tid):
+        """Subtile k of output j in this bundle: the epilogue's elements, into shared memory."""
+        lane_columns = self.epilogue.full[j].lane_columns
+        columns = self.subtiles[j][1]
+        # The order of the registers that a tiled copy of accumulators takes, for pairs of columns.
+        places = [
+            (half, first + i)
+            for first in range(0, columns, 4 * lane_columns)
+            for half in (0, 1)
+            for i in range(lane_columns)
+        ]
+        elements = [
+            self.epilogue.element(j, thread, half, k * columns + column) for half, column in places
+        ]
+        values = cute.make_rmem_tensor(
+            (lane_columns, 2, len(elements) // (2 * lane_columns)), type(elements[0])
+        )
+        for i, element in enumerate(elements):
+            values[i] = element
+        tCrD = cute.make_rmem_tensor_like(values, self.element_types[j])
+        tCrD.store(values.load().to(self.element_types[j]))
+        if lane_columns == PAIR:
+            target = to_shared.get_slice(tid).partition_D(sD)
+            shaped = cute.make_tensor(
+                tCrD.iterator,
+                cute.make_layout(self._mma(columns).partition_shape_C(self.subtiles[j])),
+            )
+            cute.copy(to_shared, to_shared.retile(shaped), target)
+            return
+        row, lane = tid // 32 * 16 + tid % 32 // 4, tid % 4
+        for i, (half, column) in enumerate(places):
+            sD[row + 8 * half, column + lane * lane_columns] = tCrD[i]
+
+    def _tiled_store(self, j, major):
+        """Registers → shared memory; of no use for columns that are not in pairs."""
+        return cute.make_tiled_copy_C(
+            self._store_atom(self.element_types[j], major), self._mma(self.subtiles[j][1])
+        )
+
+    def _mma(self, columns):
+        """Never issued: the wgmma whose accumulators lie in registers as a subtile does."""
+        return sm90.make_trivial_tiled_mma(
+            *(Float16, Float16, OperandMajorMode.K, OperandMajorMode.K),
+            *(Float32, (1, 1, 1), (WGMMA_M, columns)),
+        )
+
+    def _store_atom(self, element_type, major):
+        if element_type.width == 16:
+            op = warp.StMatrix8x8x16bOp(major.is_m_major_c(), 4)
+            return cute.make_copy_atom(op, element_type)
+        # A thread holds two neighbours of a row.
+        bits = element_type.width * (2 if major.is_n_major_c() else 1)
+        return cute.make_copy_atom(
+            cute.nvgpu.CopyUniversalOp(), element_type, num_bits_per_copy=bits
+        )
+
+    def _await_ring(self, consumer, in_flight):
+        """All threads of the consumer wait for each other, and until at most `in_flight` TMA
+        stores still read the ring. Only the storing thread has any, the barrier tells the rest.
+
+        Stores by threads have read their buffer when the thread arrives here again.
+        """
+        if any(self.tma_stores):
+            cute.arch.fence_view_async_shared()
+            cute.arch.cp_async_bulk_wait_group(in_flight, read=True)
+        cute.arch.barrier(barrier_id=self.first_barrier + consumer, number_of_threads=GROUP)
+
+    def _store_by_tma(self, tma_d, sD, gD):
+        source, destination = cpasync.tma_partition(
+            tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2)
+        )
+        cute.copy(tma_d, source, destination)
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def _store_by_threads(
+        self, j: cutlass.Constexpr, tid, sD, gD, shape, major: cutlass.Constexpr, at
+    ):
+        """Element by element within the bounds of D, a warp along the side that is contiguous."""
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.element_types[j])
+        threads = self._store_threads(self.subtiles[j][1], major)
+        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, 1))).get_slice(tid)
+        cD = cute.local_tile(cute.make_identity_tensor(shape[:2]), self.subtiles[j], at[:2])
+        tDsD, tDgD, tDcD = copy.partition_S(sD), copy.partition_D(gD), copy.partition_S(cD)
+        # Not unrolled in full: the addresses would crowd out accumulators still to be stored.
+        for i in cutlass.range(cute.size(tDsD), unroll=4):
+            if cute.elem_less(tDcD[i], shape[:2]):
+                tDgD[i] = tDsD[i]
+
+    def _store_threads(self, columns, major):
+        if major.is_n_major_c():
+            along = min(32, columns)
+            return cute.make_ordered_layout((GROUP // along, along), order=(1, 0))
+        return cute.make_ordered_layout((32, GROUP // 32), order=(0, 1))

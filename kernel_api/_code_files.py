@@ -1,0 +1,56 @@
+"""How compiled code becomes a file and comes back."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from kernel_api._manifest import Manifest
+
+#: The name of the one function in a file of code.
+FUNCTION = "kernel"
+
+LIBRARY, OBJECT = ".so", ".o"
+
+
+class CodeFiles(Protocol):
+    """What a provider knows of files of its compiled code. A kernel class names it as
+    ``code_files``; its artifacts are then kept on disk and can be exported."""
+
+    def object_code(self, compiled_obj: Any) -> bytes | None:
+        """A relocatable object file with :data:`FUNCTION`; None for what cannot be one."""
+
+    def link(self, code: bytes, manifest: Manifest, path: Path) -> None:
+        """Make a shared library that carries the manifest; raises LinkError."""
+
+    def load_object(self, path: Path) -> Callable[..., Any]:
+        """The function in an object file; needs the compiler's run-time library."""
+
+
+def load_library(path: Path) -> Callable[..., Any]:
+    """The function in a shared library; needs TVM-FFI alone. The file has been checked."""
+    import tvm_ffi
+
+    function: Callable[..., Any] = tvm_ffi.load_module(str(path))[FUNCTION]
+    return function
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Make a new file whose content is on the disk when this returns."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_durably(path: Path, data: bytes) -> None:
+    """Make or replace a file; whoever reads it meanwhile has all of the old or of the new one."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        write_durably(temporary, data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,121 @@
+"""Arguments as JSON, without their data: enough to compile for them in another process.
+
+Every tensor comes back as a meta tensor of the same sizes, strides and alignment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+from kernel_api.arguments import Arguments, EpilogueArguments, ScaledOperand, ScaleMode
+from kernel_api.dtypes import DType, dtype
+from kernel_api.epilogue import Graph
+from kernel_api.epilogue.tracing import Trace
+from kernel_api.errors import ArgumentError
+from kernel_api.operands import MAX_ALIGNMENT, Operand
+
+
+def described(args: Arguments) -> dict[str, Any]:
+    """Raises ArgumentError for arguments that carry what cannot be described."""
+    return {
+        "class": [type(args).__module__, type(args).__qualname__],
+        "operands": [_encode(operand) for operand in args.operands],
+        "keywords": {name: _encode(value) for name, value in args._keywords().items()},
+    }
+
+
+def rebuilt(description: dict[str, Any]) -> Arguments:
+    """The arguments that :func:`described` was given, on meta tensors."""
+    module, name = description["class"]
+    cls = getattr(importlib.import_module(module), name)
+    if not (isinstance(cls, type) and issubclass(cls, Arguments)):
+        raise ArgumentError(f"{module}.{name} is no arguments class")
+    operands = [_decode(one) for one in description["operands"]]
+    made = cls(*operands, **{n: _decode(value) for n, value in description["keywords"].items()})
+    assert isinstance(made, Arguments)
+    return made
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, ScaledOperand):
+        return {
+            "tensor": _tensor(value),
+            "scale": _tensor(value.scale),
+            "mode": value.mode.value,
+        }
+    if isinstance(value, Operand):
+        return {"tensor": _tensor(value)}
+    if isinstance(value, DType):
+        return {"dtype": value.name}
+    if isinstance(value, EpilogueArguments):
+        operands = {name: _encode(one) for name, one in value.operands.items()}
+        return {"graph": value.graph.to_dict(), "operands": operands}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ArgumentError(f"{value!r} cannot be described to another process")
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "dtype" in value:
+        return dtype(value["dtype"])
+    if "graph" in value:
+        graph = Graph.from_dict(value["graph"])
+        operands = {name: _decode(one) for name, one in value["operands"].items()}
+        return _epilogue_of(graph, operands)
+    if "scale" in value:
+        scale = _empty(value["scale"])
+        return ScaledOperand(_empty(value["tensor"]), scale, ScaleMode(value["mode"]))
+    return _empty(value["tensor"])
+
+
+def _tensor(operand: Operand) -> dict[str, Any]:
+    return {
+        "dtype": operand.dtype.name,
+        "shape": operand.shape,
+        "stride": operand.stride,
+        "alignment": operand.alignment,
+    }
+
+
+def _empty(tensor: dict[str, Any]) -> Any:
+    """A meta tensor; its storage offset gives it the alignment."""
+    import torch
+
+    element = dtype(tensor["dtype"])
+    shape, stride, alignment = tensor["shape"], tensor["stride"], tensor["alignment"]
+    offset = alignment // element.itemsize if alignment < MAX_ALIGNMENT else 0
+    size = offset + 1 + sum(max(e - 1, 0) * s for e, s in zip(shape, stride, strict=True))
+    return torch.empty(size, dtype=element.torch, device="meta").as_strided(shape, stride, offset)
+
+
+class _GraphFunction:
+    """Stands for the function that a graph was traced from."""
+
+    def __init__(self, graph: Graph) -> None:
+        names = ("accum", *graph.leaves)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
+
+    def __call__(self, *operands: Any) -> Any:
+        raise TypeError("this epilogue is known by its graph alone and cannot be traced again")
+
+
+class _OneTrace(dict[Any, Trace]):
+    """The traces of an epilogue that is known by its graph: one, whatever it is asked for."""
+
+    def __init__(self, graph: Graph) -> None:
+        lines: Any = ("the graph",) * len(graph.nodes)
+        self.trace = Trace(graph, lines, "the graph")
+
+    def get(self, key: Any, default: Any = None) -> Trace:
+        return self.trace
+
+
+def _epilogue_of(graph: Graph, operands: dict[str, Any]) -> EpilogueArguments:
+    made = EpilogueArguments(_GraphFunction(graph), **operands)
+    made._traces = _OneTrace(graph)
+    return made

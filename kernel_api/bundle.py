@@ -1,0 +1,230 @@
+"""Bundles: folders of kernel libraries with an index, offered to discovery without a compiler.
+
+>>> ka.load_bundle("kernels")           # or KERNEL_API_BUNDLE=kernels
+>>> ka.get_kernels(args)[0].run(args)   # nothing is compiled
+
+A bundle is what ``kernel-api bundle`` makes of libraries that were exported. Its kernels come from
+the provider ``bundle``, before all others, for the signatures and targets that it has them for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kernel_api._code_files import LIBRARY, replace_durably
+from kernel_api._manifest import Identity, Manifest
+from kernel_api.arguments import Arguments, EpilogueArguments
+from kernel_api.artifact import CompiledArtifact, code_runs_on
+from kernel_api.errors import ArgumentError, LibraryError, PluginWarning
+from kernel_api.kernel import Kernel
+from kernel_api.library import artifact_of, identity_of, read_manifest
+from kernel_api.metadata import KernelMetadata
+from kernel_api.provider import Provider
+from kernel_api.status import Status
+from kernel_api.targets import CcLike, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+INDEX = "index.json"
+VARIABLE = "KERNEL_API_BUNDLE"
+
+_FORMAT = 1
+
+
+class BundleProvider(Provider):
+    """Kernels that were compiled ahead of time; first, because they cost no compilation."""
+
+    name: ClassVar[str] = "bundle"
+    rank: ClassVar[int] = -1
+
+
+@dataclass(frozen=True)
+class Bundled:
+    """One library of a bundle."""
+
+    path: Path
+    signature: tuple[Hashable, ...]
+    target: Target
+
+
+class BundledKernel(Kernel):
+    """What a kernel class becomes in a bundle: offered for what it is compiled for, and no more.
+
+    Mixed in before the class, whose metadata, rules and launch stay.
+    """
+
+    libraries: ClassVar[dict[KernelMetadata, list[Bundled]]]
+    space = None
+    code_files = None
+
+    @classmethod
+    def generate_kernels(
+        cls,
+        metadata_filter: Callable[[KernelMetadata], bool],
+        epilogue_args: EpilogueArguments | None = None,
+        cc: int | None = None,
+    ) -> list[Kernel]:
+        return [cls(metadata) for metadata in cls.libraries if metadata_filter(metadata)]
+
+    def status_behind_operands(self, args: Arguments, target: Target | None) -> Status:
+        status = super().status_behind_operands(args, target)
+        if status and self._library(args, target) is None:
+            held = sorted({str(one.target) for one in self._libraries()})
+            return Status.fail(
+                f"the bundle has it for other signatures or targets than these (for "
+                f"{', '.join(held)})",
+                rule="in the bundle",
+                progress=999,
+            )
+        return status
+
+    def _compile_target(self, args: Arguments, asked: Target | None) -> Target | None:
+        return self._held(args, asked).target
+
+    def compile(self, args: Arguments, cc: CcLike = None) -> CompiledArtifact:
+        found = self._held(args, self.compile_target(args, cc))
+        artifact = artifact_of(read_manifest(found.path), found.path)
+        if artifact.kernel != self or artifact.signature != args.signature:
+            raise LibraryError(f"{found.path} is another library than the bundle's index says")
+        return artifact
+
+    def _held(self, args: Arguments, device: Target | None) -> Bundled:
+        found = self._library(args, device)
+        assert found is not None  # status_behind_operands has looked
+        return found
+
+    def _libraries(self) -> list[Bundled]:
+        return type(self).libraries.get(self.metadata, [])
+
+    def _library(self, args: Arguments, device: Target | None) -> Bundled | None:
+        """The best one for a device; for any, if that is None."""
+        fitting = [
+            one
+            for one in self._libraries()
+            if one.signature == args.signature and (device is None or code_runs_on(one.target, device))
+        ]
+        return max(fitting, key=lambda one: (one.target.cc, one.target.suffix), default=None)
+
+
+def load_bundle(path: str | os.PathLike[str]) -> list[Kernel]:
+    """Offer a bundle's kernels in this process; returns them.
+
+    The libraries are read when they are first used. An entry whose kernel class is not here is left
+    out with a PluginWarning.
+
+    Raises LibraryError where there is no bundle.
+    """
+    folder = Path(path)
+    kernels = []
+    for file, manifest in _index(folder):
+        try:
+            library = Bundled(folder / file, manifest.signature, manifest.target)
+            family = _family(manifest.metadata.kernel_class)
+        except ArgumentError as error:
+            warnings.warn(
+                f"{manifest.kernel_name} of bundle {folder} is left out: {error}",
+                PluginWarning,
+                stacklevel=2,
+            )
+            continue
+        held = family.libraries.setdefault(manifest.metadata, [])
+        if library not in held:
+            held.append(library)
+        kernels.append(family(manifest.metadata))
+    for family in _families.values():
+        BundleProvider.register(family)
+    return list(dict.fromkeys(kernels))
+
+
+def load_named_bundles() -> None:
+    """Those of ``KERNEL_API_BUNDLE``, paths separated by colons."""
+    for path in os.environ.get(VARIABLE, "").split(os.pathsep):
+        if path:
+            load_bundle(path)
+
+
+def pack(sources: Iterable[str | os.PathLike[str]], folder: str | os.PathLike[str]) -> list[str]:
+    """Make a bundle, or add to one: copy libraries into a folder and write its index.
+
+    Args:
+        sources: Exported libraries, or folders of them.
+
+    Returns the names of the kernels in the bundle.
+
+    Raises:
+        LibraryError: one of the files is no library of ours, or there is none.
+        ArgumentError: the folder cannot be written.
+    """
+    folder = Path(folder)
+    libraries = [path for source in sources for path in _libraries_at(Path(source))]
+    manifests = [read_manifest(path) for path in libraries]  # all are checked before any is copied
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, manifest in zip(libraries, manifests, strict=True):
+            target = folder / _file_name(manifest.identity)
+            if not (target.exists() and path.samefile(target)):
+                replace_durably(target, path.read_bytes())
+        held = [(path, read_manifest(path)) for path in sorted(folder.glob(f"*{LIBRARY}"))]
+        if not held:
+            raise LibraryError(f"there is no library to pack in {', '.join(map(str, sources))}")
+        kernels = [{"file": path.name, "manifest": json.loads(m.text)} for path, m in held]
+        index = json.dumps({"format": _FORMAT, "kernels": kernels}, indent=1)
+        replace_durably(folder / INDEX, index.encode())
+    except OSError as error:
+        raise ArgumentError(f"{folder} cannot be written: {error.strerror}") from error
+    return [manifest.kernel_name for _, manifest in held]
+
+
+def name_of(artifact: CompiledArtifact) -> str:
+    """What an artifact's library is called among others."""
+    return _file_name(identity_of(artifact))
+
+
+def _file_name(identity: Identity) -> str:
+    name = identity.kernel["kernel_name"]
+    return f"{name}-{identity.target}-{identity.key[:8]}{LIBRARY}"
+
+
+def _libraries_at(source: Path) -> list[Path]:
+    return sorted(source.glob(f"*{LIBRARY}")) if source.is_dir() else [source]
+
+
+def _index(folder: Path) -> list[tuple[str, Manifest]]:
+    try:
+        index = json.loads((folder / INDEX).read_text())
+        if index["format"] != _FORMAT:
+            raise LibraryError(
+                f"{folder}: the index has format {index['format']!r}; expected {_FORMAT}"
+            )
+        return [(k["file"], Manifest.parsed(json.dumps(k["manifest"]))) for k in index["kernels"]]
+    except OSError as error:
+        raise LibraryError(f"{folder} is no bundle: {INDEX}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, LibraryError):
+            raise
+        raise LibraryError(f"{folder} is no bundle: {INDEX} cannot be read: {error!r}") from error
+
+
+_families: dict[type[Kernel], type[BundledKernel]] = {}
+
+
+def _family(kernel_class: type[Kernel]) -> type[BundledKernel]:
+    """The class of a kernel class's kernels in bundles."""
+    if kernel_class not in _families:
+        body: dict[str, Any] = {
+            "__module__": __name__,
+            "__qualname__": f"Bundled({kernel_class.__module__}:{kernel_class.__qualname__})",
+            "__doc__": kernel_class.__doc__,
+            "family": f"{kernel_class.family_name()} (bundle)",
+            "libraries": {},
+        }
+        name = f"Bundled{kernel_class.__name__}"
+        _families[kernel_class] = type(kernel_class)(name, (BundledKernel, kernel_class), body)  # type: ignore[assignment]
+    return _families[kernel_class]

@@ -1,0 +1,205 @@
+"""How a Hopper GEMM is built, and which designs are offered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kernel_api.providers.cutedsl.gemm.splitting import SplitDesign
+
+#: Shared memory of a CTA on every Hopper GPU.
+SHARED_MEMORY_BYTES = 227 * 1024
+
+#: Rows, and at most so many columns, that a warp group stages in each of two buffers.
+_SUBTILE = (64, 32)
+_BARRIER_BYTES = 16
+_FLAG_BYTES = 32
+
+#: Of every operand row that a tile holds: a swizzle of shared memory.
+ROW_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Sm90GemmDesign(SplitDesign):
+    """A persistent, warp-specialised kernel. Tile and cluster are those of out.
+
+    Attributes:
+        schedule: ``cooperative``: the consumer warp groups share a tile; ``pingpong``: each has
+            its own, and one writes out while the other multiplies.
+        stages: Tiles of A and B that shared memory holds.
+        swap_ab: The transposed product is computed: few rows of out are few columns there, of
+            which the instruction takes 16 at a time instead of 64.
+        stream_k: Whether all CTAs get the same number of k tiles, across the borders of tiles.
+    """
+
+    schedule: str = "cooperative"
+    stages: int = 4
+    swap_ab: bool = False
+    stream_k: bool = False
+
+    @property
+    def kernel_tile(self) -> tuple[int, int, int]:
+        """The tile of the product that is computed, which is the transposed one if swapped."""
+        m, n, k = self.tile_shape
+        return (n, m, k) if self.swap_ab else (m, n, k)
+
+    @property
+    def kernel_cluster(self) -> tuple[int, int]:
+        m, n, _ = self.cluster_shape
+        return (n, m) if self.swap_ab else (m, n)
+
+    @property
+    def consumers(self) -> int:
+        """Warp groups that multiply."""
+        rows = self.kernel_tile[0]
+        return 2 if self.schedule == "pingpong" or rows == 256 else rows // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+    @property
+    def summing_groups(self) -> int:
+        return self.consumers
+
+    @property
+    def splits(self) -> bool:
+        """Whether a tile may be the work of several CTAs."""
+        return self.stream_k or self.split_k > 1
+
+    def most_stages(self, operand_bytes: int, out_bytes: int, small_parts: bool = False) -> int:
+        """As many as shared memory holds beside the buffers of the epilogue, by element sizes;
+        small_parts: and beside two buffers of what is cut off float32."""
+        tile_m, tile_n, tile_k = self.kernel_tile
+        stage = (tile_m + tile_n) * tile_k * operand_bytes
+        beside = 2 * self.consumers * _SUBTILE[0] * min(_SUBTILE[1], tile_n) * out_bytes
+        if small_parts:
+            beside += 2 * stage
+        return (SHARED_MEMORY_BYTES - beside - _FLAG_BYTES) // (stage + _BARRIER_BYTES)
+
+    def partial_tiles(self, M: int, N: int, K: int, L: int, multiprocessors: int) -> int:
+        """Two of a cluster that may begin in the middle of one and end in the middle of another."""
+        if not self.stream_k:
+            return super().partial_tiles(M, N, K, L, multiprocessors)
+        resident = multiprocessors // self.cluster_size
+        return 2 * min(resident, self.clusters(M, N, L) * self.k_tiles(K))
+
+    def label(self) -> str:
+        parts = [super().label(), self.schedule, f"stages{self.stages}"]
+        if self.swap_ab:
+            parts.append("swap")
+        if self.split_k > 1:
+            parts.append(f"split{self.split_k}")
+        if self.stream_k:
+            parts.append("stream")
+        return "_".join(parts)
+
+
+def _point(text: str) -> dict[str, Any]:
+    """``"128x256 2x1 pingpong swap split4 stream"``: tile and cluster, then what else there is."""
+    tile, cluster, *rest = text.split()
+    point: dict[str, Any] = {
+        "tile_shape": tuple(map(int, tile.split("x"))),
+        "cluster_shape": (*map(int, cluster.split("x")), 1),
+    }
+    for word in rest:
+        if word == "pingpong":
+            point["schedule"] = word
+        elif word == "swap":
+            point["swap_ab"] = True
+        elif word == "stream":
+            point["stream_k"] = True
+        else:
+            point["split_k"] = int(word.removeprefix("split"))
+    return point
+
+
+def points(
+    texts: Iterable[str], operand_bytes: int, small_parts: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Design points, each with as many stages as fit beside outputs of every width."""
+    for text in texts:
+        point = _point(text)
+        point["tile_shape"] = (*point["tile_shape"], ROW_BYTES // operand_bytes)
+        design = Sm90GemmDesign(**point)
+        most = {design.most_stages(operand_bytes, out, small_parts) for out in (1, 2, 4)}
+        for stages in sorted(most):
+            yield {**point, "stages": stages}
+
+
+#: Tiles for much work: the more of them run at once, the better the wider ones.
+_WIDE = (
+    "128x256 2x1",
+    "128x256 1x2",
+    "256x128 2x1",
+    "192x128 2x1",
+    "128x192 2x1 pingpong",
+    "128x160 2x1 pingpong",
+    "128x128 2x1 pingpong",
+    "64x256 2x1 pingpong",
+)
+_NARROW = ("128x128 1x1", "64x256 1x1", "64x128 1x1", "64x64 1x1")
+#: For few tiles, or a last wave of few.
+_SPLIT = (
+    "128x256 2x1 stream",
+    "128x128 1x1 stream",
+    "64x128 1x1 stream",
+    "128x128 1x1 split2",
+    "128x128 1x1 split4",
+    "64x64 1x1 split4",
+)
+#: For few rows.
+_SWAPPED = (
+    "16x64 1x1 swap",
+    "32x64 1x1 swap",
+    "16x128 1x1 swap",
+    "32x128 1x1 swap",
+    "64x128 1x1 swap",
+    "16x64 1x1 swap stream",
+    "16x128 1x1 swap stream",
+    "16x128 1x2 swap stream",
+    "16x256 1x1 swap stream",
+    "32x128 1x1 swap stream",
+    "64x128 1x1 swap stream",
+    "64x256 1x1 swap stream",
+    "16x64 1x1 swap split4",
+)
+
+ALL = (*_WIDE, *_NARROW, *_SPLIT, *_SWAPPED)
+#: Of those, the ones whose accumulators leave room for the products to be promoted.
+PROMOTED = (
+    "128x256 2x1",
+    "128x256 1x2",
+    "192x128 2x1",
+    "128x128 2x1",
+    "64x256 2x1 pingpong",
+    "64x128 2x1 pingpong",
+    *_NARROW,
+    "128x128 1x1 stream",
+    "64x128 1x1 stream",
+    "128x128 1x1 split4",
+    "16x64 1x1 swap",
+    "32x64 1x1 swap",
+    "64x128 1x1 swap",
+    "16x64 1x1 swap stream",
+    "16x128 1x1 swap stream",
+    "16x128 1x2 swap stream",
+    "32x128 1x1 swap stream",
+    "64x128 1x1 swap stream",
+    "16x64 1x1 swap split4",
+)
+#: Of those, the ones that have two stages beside the small parts of float32.
+SPLIT_FLOAT32 = (
+    "128x128 2x1",
+    "128x128 1x1",
+    "64x128 2x1 pingpong",
+    "64x128 1x1",
+    "64x64 1x1",
+    "128x128 1x1 stream",
+    "64x64 1x1 split4",
+    "16x64 1x1 swap",
+    "32x64 1x1 swap",
+    "16x64 1x1 swap stream",
+    "64x128 1x1 swap stream",
+)

@@ -1,0 +1,119 @@
+"""What the GEMM families share that may cut their work along K as well, and scale what comes out.
+
+Parts of a tile go through a workspace: first a counter per tile and group of threads that sums it
+up, zero before and after every launch, then the partial sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from kernel_api._workspaces import ZEROED
+from kernel_api.arguments import GemmArguments
+from kernel_api.devices import multiprocessors_of
+from kernel_api.metadata import BLASDesignMetadata, KernelMetadata
+from kernel_api.providers.cutedsl.gemm.base import CuteDslGemm
+from kernel_api.providers.cutedsl.gemm.scaling import aligned_scales
+from kernel_api.space import Miss, rule
+
+_COUNTER_BYTES = _PARTIAL_SUM_BYTES = 4
+
+
+@dataclass(frozen=True)
+class SplitDesign(BLASDesignMetadata):
+    """A tile that several CTAs may share, each with a part of K.
+
+    Attributes:
+        split_k: Parts that K is cut into; CTAs compute one part of a tile each.
+    """
+
+    split_k: int = 1
+
+    @property
+    def splits(self) -> bool:
+        """Whether a tile may be the work of several CTAs."""
+        return self.split_k > 1
+
+    @property
+    def cluster_size(self) -> int:
+        return self.cluster_shape[0] * self.cluster_shape[1]
+
+    @property
+    def summing_groups(self) -> int:
+        """Groups of a CTA's threads that each sum up a share of a tile."""
+        return 1
+
+    def clusters(self, M: int, N: int, L: int) -> int:
+        """Tiles of out, in units of a cluster."""
+        rows = self.tile_shape[0] * self.cluster_shape[0]
+        columns = self.tile_shape[1] * self.cluster_shape[1]
+        return -(-M // rows) * -(-N // columns) * L
+
+    def k_tiles(self, K: int) -> int:
+        return -(-K // self.tile_shape[2])
+
+    def partial_tiles(self, M: int, N: int, K: int, L: int, multiprocessors: int) -> int:
+        """That a workspace has room for, in units of a cluster."""
+        return self.clusters(M, N, L) * self.split_k
+
+    def workspace_bytes(self, M: int, N: int, K: int, L: int, multiprocessors: int) -> int:
+        if not self.splits or not M * N * K * L:
+            return 0
+        tile_m, tile_n, _ = self.tile_shape
+        tiles = self.partial_tiles(M, N, K, L, multiprocessors) * self.cluster_size
+        return ZEROED + tiles * tile_m * tile_n * _PARTIAL_SUM_BYTES
+
+
+class SplitGemm(CuteDslGemm):
+    """A family whose designs are :class:`SplitDesign`, and whose operands may carry scales."""
+
+    def __init__(self, metadata: KernelMetadata) -> None:
+        super().__init__(metadata)
+        self.reorders_accumulation = self._split.splits
+
+    @rule("every part of K has a k tile")
+    def _(design: SplitDesign, args: GemmArguments) -> bool | Miss:
+        if design.split_k == 1 or design.split_k <= design.k_tiles(args.K):
+            return True
+        least = (design.split_k - 1) * design.tile_shape[2] + 1
+        return Miss(f"K is {args.K}", f"would match with K of {least} or more")
+
+    @rule("a workspace has room for 16384 counters, one per group of threads that sums up a tile")
+    def _(design: SplitDesign, args: GemmArguments) -> bool | Miss:
+        if not design.splits:
+            return True
+        groups = design.cluster_size * design.summing_groups
+        counters = design.clusters(args.M, args.N, args.L) * groups
+        return counters * _COUNTER_BYTES <= ZEROED or Miss(f"{counters} are needed")
+
+    @rule("a split along K is for less than 512 parts of tiles")
+    def _(design: SplitDesign, args: GemmArguments) -> bool | Miss:
+        parts = design.clusters(args.M, args.N, args.L) * design.split_k
+        return design.split_k == 1 or parts < 512 or Miss(f"there would be {parts}")
+
+    @property
+    def _split(self) -> SplitDesign:
+        design: Any = self.metadata.design
+        return design  # type: ignore[no-any-return]
+
+    @cached_property
+    def takes_more(self) -> bool:
+        scaled = any(tensor.scale is not None for tensor in self.metadata.operands.tensors.values())
+        return scaled or self._split.splits
+
+    def more_values(self, args: Any) -> dict[str, Any]:
+        return {f"{name}_scale": scale for name, scale in aligned_scales(args).items()}
+
+    def workspace_for(self, *tensors: Any) -> int:
+        if not self._split.splits:
+            return 0
+        A, B, _ = (tensor.shape for tensor in tensors)
+        L = A[0] if len(A) == 3 else 1
+        multiprocessors = multiprocessors_of(tensors[0].device)
+        return self._split.workspace_bytes(A[-2], B[-1], A[-1], L, multiprocessors)
+
+    def get_workspace_size(self, args: GemmArguments) -> int:
+        multiprocessors = multiprocessors_of(args.device)
+        return self._split.workspace_bytes(args.M, args.N, args.K, args.L, multiprocessors)

@@ -1,0 +1,15 @@
+"""The scripts in benchmarks/, which import each other by their bare names, as modules."""
+
+import importlib
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SUITES = ("gemm_bf16", "gemm_models", "gemm_decode", "gemm_fp8", "gemm_other")
+
+
+def script(name):
+    """The module of one script."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    return importlib.import_module(name)

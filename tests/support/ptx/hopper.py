@@ -1,0 +1,63 @@
+"""Launches a kernel for sm_90a on emulated memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from support.ptx import functions as _functions  # noqa: F401  it adds operations
+from support.ptx import instructions as common
+from support.ptx.atomics import ATOMICS
+from support.ptx.bulk import BULK
+from support.ptx.errors import EmulationError
+from support.ptx.host import Launch
+from support.ptx.machine import Handler, Machine
+from support.ptx.memory import GlobalMemory
+from support.ptx.program import Instruction, Program
+from support.ptx.synchronization import SYNCHRONIZATION
+from support.ptx.wgmma import WGMMA
+
+#: Of instructions, by theme; the first pattern that matches decides.
+TABLES: Sequence[Sequence[tuple[str, Any]]] = (SYNCHRONIZATION, BULK, WGMMA, ATOMICS)
+_PATTERNS = [(re.compile(pattern), handler) for table in TABLES for pattern, handler in table]
+
+
+def launch(program: Program, memory: GlobalMemory, asked: Launch, *, seed: int = 0) -> None:
+    """Run what the host code has launched.
+
+    Args:
+        seed: Of the interleaving of warps and asynchronous copies.
+
+    Raises:
+        EmulationError: with the instruction, and the block and warp or thread, that did wrong.
+    """
+    threads = int(np.prod(asked.block))
+    if program.threads not in (None, threads):
+        raise EmulationError(f"the kernel is for {program.threads} threads, not {threads}")
+    if any(extent % part for extent, part in zip(asked.grid, asked.cluster, strict=True)):
+        raise EmulationError(f"the grid {asked.grid} is no multiple of {asked.cluster}")
+    machine = Machine(
+        program,
+        [handler_of(instruction) for instruction in program.instructions],
+        memory,
+        dict(zip(program.parameters, asked.parameters, strict=True)),
+        grid=asked.grid,
+        block=asked.block,
+        cluster=asked.cluster,
+        shared_bytes=asked.shared_bytes,
+        seed=seed,
+    )
+    with np.errstate(all="ignore"):  # of threads that are not active
+        machine.run()
+
+
+def handler_of(instruction: Instruction) -> Handler:
+    """EmulationError if the instruction is not known."""
+    for pattern, handler in _PATTERNS:
+        if match := pattern.fullmatch(instruction.name):
+            return partial(handler, match)
+    return common.handler_of(instruction)  # type: ignore[return-value]

@@ -1,0 +1,196 @@
+"""Compiles a kernel of the library, and runs it on CPU tensors in the emulator, as on Hopper.
+
+It takes the way of a real call: the kernel's own code compiles it and makes the arguments of the
+launch; instead of the TVM-FFI function it finds one of ours.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+import kernel_api as ka
+from kernel_api import _compile_cache
+from kernel_api.providers.cutedsl import compiler
+from kernel_api.targets import target
+from support.ptx.gemm import storage_bytes
+from support.ptx.hopper import launch
+from support.ptx.host import HostFunction, HostTensor
+from support.ptx.memory import GlobalMemory, Placed
+from support.ptx.program import Program, parse_all
+
+_ALIGNMENT = 128  # of a workspace
+
+_DLPACK_CODES = {
+    torch.bool: 6,
+    torch.int8: 0,
+    torch.int16: 0,
+    torch.int32: 0,
+    torch.int64: 0,
+    torch.uint8: 1,
+    torch.float16: 2,
+    torch.float32: 2,
+    torch.float64: 2,
+    torch.bfloat16: 4,
+    torch.float8_e4m3fn: 10,
+    torch.float8_e5m2: 12,
+}
+
+
+@dataclass(frozen=True)
+class EmulatedKernel:
+    """A kernel compiled for the signature of some arguments.
+
+    Attributes:
+        text: The PTX.
+        programs: The kernels in it, by name.
+    """
+
+    kernel: Any
+    artifact: Any
+    text: str
+    programs: dict[str, Program]
+    host: HostFunction
+
+    @classmethod
+    def compile(cls, kernel: ka.Kernel, args: Any, cc: str = "sm_90a") -> EmulatedKernel:
+        asked = target(cc)
+        with tempfile.TemporaryDirectory() as folder:
+            options = f"{compiler.OPTIONS} --keep-ptx --dump-dir {folder}"
+            compilation = _compile_cache.Compilation(kernel, args, asked)
+            token = _compile_cache._running.set(compilation)
+            try:
+                with mock.patch.object(compiler, "OPTIONS", options):
+                    artifact = kernel._compile(args)
+            finally:
+                _compile_cache._running.reset(token)
+            compiled = artifact.compiled_obj
+            text = compiled.artifacts.PTX
+        programs = {program.name: program for program in parse_all(text)}
+        host = HostFunction(compiled, lambda name: list(programs[name].parameters.values()))
+        return cls(kernel, artifact, text, programs, host)
+
+    def with_text(self, text: str) -> EmulatedKernel:
+        """The same with other PTX."""
+        programs = {program.name: program for program in parse_all(text)}
+        return replace(self, text=text, programs=programs)
+
+    def run(self, args: Any, *, multiprocessors: int = 4, seed: int = 0) -> None:
+        """Overwrites the outputs of `args`; EmulationError if the kernel does what it must not.
+
+        Args:
+            multiprocessors: Of the GPU that the kernel believes to be on.
+            seed: Of the interleaving.
+        """
+        memory = _Tensors(args, self.kernel)
+        with _pretended(multiprocessors):
+            size = self.kernel.get_workspace_size(args)
+            workspace = torch.full((size,), 0xFF, dtype=torch.uint8)
+            if size:
+                memory.add_workspace(workspace)
+            asked = self._launch_arguments(args, workspace if size else None)
+        for one in self.host.launches(*map(memory.argument, asked)):
+            launch(self.programs[one.kernel], memory.memory, one, seed=seed)
+        memory.copy_back()
+
+    def _launch_arguments(self, args: Any, workspace: Any) -> tuple[Any, ...]:
+        """What the kernel would call the TVM-FFI function with."""
+        calls: list[tuple[Any, ...]] = []
+        self.artifact.launchers.clear()
+        with mock.patch.object(compiler, "raw_function", lambda _: lambda *a: calls.append(a)):
+            self.kernel._run(args, self.artifact, None, workspace)
+        self.artifact.launchers.clear()
+        (call,) = calls
+        return call
+
+
+class _Tensors:
+    """Of a call, in emulated memory."""
+
+    def __init__(self, args: Any, kernel: Any) -> None:
+        self.memory = GlobalMemory()
+        self._attributes = kernel.metadata.operands.tensors
+        self._placed: dict[int, tuple[torch.Tensor, Placed]] = {}  # by pointer
+        self._outputs: list[str] = list(args.outputs)
+        self._addresses: dict[int, int] = {}
+        for name, operand in args.named_operands.items():
+            self._add(name, operand.tensor, output=name in self._outputs)
+
+    def _add(self, name: str, tensor: torch.Tensor, *, output: bool = False) -> Placed:
+        itemsize = tensor.element_size()
+        asked = self._attributes.get(name)
+        placed = self.memory.place(
+            name,
+            storage_bytes(tensor),
+            tensor.storage_offset() * itemsize,
+            tensor.shape,
+            [stride * itemsize for stride in tensor.stride()],
+            itemsize,
+            alignment=asked.alignment if asked is not None else itemsize,
+            output=output,
+        )
+        self._placed[tensor.data_ptr()] = tensor, placed
+        return placed
+
+    def add_workspace(self, workspace: torch.Tensor) -> None:
+        placed = self.memory.place(
+            "workspace",
+            storage_bytes(workspace),
+            0,
+            workspace.shape,
+            (1,),
+            1,
+            alignment=_ALIGNMENT,
+            scratch=True,
+        )
+        self._addresses[workspace.data_ptr()] = placed.pointer
+        # The kernel fills its beginning with zeros, in the tensor, before it launches.
+        self._placed[workspace.data_ptr()] = workspace, placed
+
+    def argument(self, value: Any) -> Any:
+        """As the host code takes it."""
+        if isinstance(value, tuple):
+            return tuple(map(self.argument, value))
+        if not isinstance(value, torch.Tensor):
+            if value in self._addresses:
+                workspace, placed = self._placed[value]
+                self.memory.storage(placed)[:] = storage_bytes(workspace)
+            return self._addresses.get(value, value)
+        found = self._placed.get(value.data_ptr())
+        placed = found[1] if found else self._add(f"tensor {len(self._placed)}", value)
+        kind = (_DLPACK_CODES[value.dtype], 8 * value.element_size(), 1)
+        return HostTensor(placed.pointer, kind, tuple(value.shape), tuple(value.stride()))
+
+    def copy_back(self) -> None:
+        for tensor, placed in self._placed.values():
+            if placed.name in self._outputs:
+                missing = self.memory.unwritten(placed)
+                assert missing == 0, f"{missing} bytes of {placed.name} are not written"
+                storage_bytes(tensor)[:] = self.memory.storage(placed)
+
+
+@contextmanager
+def _pretended(multiprocessors: int) -> Iterator[None]:
+    """A GPU with so many multiprocessors, wherever the library asks for them."""
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("kernel_api"):
+                for function in ("sm_count", "multiprocessors_of"):
+                    if hasattr(module, function):
+                        stack.enter_context(
+                            mock.patch.object(module, function, lambda *_: multiprocessors)
+                        )
+        yield
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill the whole storage with NaN."""
+    storage_bytes(tensor)[:] = np.uint8(0xFF)

@@ -1,0 +1,489 @@
+"""The GEMM suites: what they measure, what they write, and what they do when something fails."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.benchmarks import FOLDER, SUITES, script
+
+import kernel_api as ka
+from kernel_api.artifact import CompiledArtifact
+from kernel_api.kernel import Kernel
+from kernel_api.metadata import BLASDesignMetadata
+from kernel_api.space import Operands, Space
+from kernel_api.verification import judge
+
+harness, rows, suite, problems, peers = map(
+    script, ("harness", "rows", "suite", "problems", "peers")
+)
+
+#: What every row has.
+FIELDS = {
+    *("suite", "problem", "subject", "peer", "subject_us", "peer_us", "ratio", "spread"),
+    *("verified", "policy", "env", "date"),
+}
+SMALL = tuple(problems.Problem(m, 32, 64) for m in (16, 32, 48))
+
+
+# Without timing --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_dry_run_lists_every_problem_with_its_peers(name, capsys):
+    module = script(name)
+    assert module.main(["--dry-run"]) == 0
+    text = capsys.readouterr().out
+    wanted = module.SUITE if hasattr(module, "SUITE") else module.suite_of("bfloat16")
+    for problem in wanted.problems:
+        assert problem.label in text
+    assert text.count("peers: torch.") == len(wanted.problems)
+
+
+def test_a_dry_run_lists_the_candidates_best_first(capsys):
+    script("gemm_bf16").main(["--dry-run", "--only", "8192x8192x8192", "--candidates", "3"])
+    expected = [line for line in capsys.readouterr().out.splitlines() if "us expected" in line]
+    times = [float(line.split()[-3]) for line in expected]
+    assert len(times) == 3
+    assert times == sorted(times)
+
+
+def test_where_nothing_but_torch_is_offered_it_says_so_and_why(capsys):
+    script("gemm_bf16").main(["--dry-run", "--filter", "no such kernel", "--limit", "1"])
+    assert "nothing but torch is offered" in capsys.readouterr().out
+
+
+def test_without_a_gpu_the_suites_say_what_can_be_done(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert script("gemm_bf16").main([]) == suite.FAILURES
+    assert "--dry-run" in capsys.readouterr().err
+
+
+def test_scripts_start_from_the_command_line():
+    found = subprocess.run(
+        [sys.executable, FOLDER / "gemm_decode.py", "--dry-run", "--limit", "1"],
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "16x8192x8192" in found.stdout
+
+
+def test_the_models_suite_has_120_different_shapes_of_every_size():
+    module = script("gemm_models")
+    shapes = [(p.M, p.N, p.K) for p in module.SUITE.problems]
+    assert len(set(shapes)) == len(shapes) == 120
+    assert {m for m, _, _ in shapes} >= set(module.TOKENS)
+    layers = {p.origin for p in module.SUITE.problems}
+    assert len(layers) == 1 + sum(map(len, module.LAYERS.values()))
+
+
+def test_labels_are_unique_in_every_suite():
+    for name in SUITES:
+        module = script(name)
+        wanted = module.SUITE if hasattr(module, "SUITE") else module.suite_of("float16")
+        labels = [p.label for p in wanted.problems]
+        assert len(set(labels)) == len(labels)
+
+
+def test_half_precision_has_a_file_of_its_own():
+    assert script("gemm_bf16").suite_of("float16").name == "gemm-f16"
+    assert script("gemm_bf16").suite_of("bfloat16").name == "gemm-bf16"
+
+
+@pytest.mark.parametrize(
+    ("problem", "label"),
+    [
+        (problems.Problem(1, 2, 3), "1x2x3 (M x N x K) TN bf16"),
+        (problems.Problem(1, 2, 3, "float32", "float32"), "1x2x3 (M x N x K) TN tf32"),
+        (problems.Problem(1, 2, 3, "int8", "int32"), "1x2x3 (M x N x K) TN i8 -> i32"),
+        (
+            problems.Problem(1, 2, 3, "float8_e4m3fn", "bfloat16", "per_row"),
+            "1x2x3 (M x N x K) TN e4m3 per row -> bf16",
+        ),
+    ],
+)
+def test_labels_say_sizes_and_types(problem, label):
+    assert problem.label == label
+
+
+def test_variants_for_operands_aligned_to_less_are_no_candidates():
+    args = problems.Problem(512, 512, 512).arguments("meta")
+    options = suite.options("gemm", "").parse_args(["--all"])
+    designs = [(type(k), k.metadata.design) for k in suite.candidates(args, options)]
+    assert len(set(designs)) == len(designs) > 10
+
+
+# Problems and peers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        problems.Problem(32, 48, 64),
+        problems.Problem(32, 48, 64, "float16"),
+        problems.Problem(32, 48, 64, "float32", "float32"),
+        problems.Problem(32, 48, 64, "int8", "int32"),
+        problems.Problem(32, 48, 64, "float8_e4m3fn", "bfloat16", "per_tensor"),
+        problems.Problem(32, 48, 64, "float8_e4m3fn", "bfloat16", "per_row"),
+    ],
+    ids=lambda p: p.label,
+)
+def test_peers_compute_the_product(problem):
+    before = torch.get_float32_matmul_precision()
+    try:
+        args = problem.arguments("cpu")
+        name, peer = next(iter(peers.peers_of(problem).items()))
+        peer(args)()
+        assert judge(args, factor=3.0), name
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_block_scales_have_the_shapes_that_arguments_ask():
+    problem = problems.Problem(130, 257, 300, "float8_e4m3fn", "bfloat16", "blocks")
+    args = problem.arguments("meta")
+    assert args.A.scale.shape == (130, 3)
+    assert args.B.scale.shape == (3, 3)
+    peers.peers_of(problem)["torch._scaled_mm"](args)
+
+
+def test_bytes_and_operations_are_what_must_be_done_at_least():
+    problem = problems.Problem(2, 3, 5, "int8", "int32")
+    assert problem.bytes == 2 * 5 + 5 * 3 + 2 * 3 * 4
+    assert problem.operations == 2 * 2 * 3 * 5
+
+
+# Runs on the CPU, with a clock that is made up ----------------------------------------------
+
+
+class CpuGemm(Kernel):
+    """A product that the CPU computes; the second design is wrong, the third raises."""
+
+    arguments = ka.GemmArguments
+    devices = ("cpu",)
+    operands = (Operands(A="bf16", B="bf16", out="bf16", accumulator="f32", majors="strided"),)
+    space = Space(tile_shape=((1, 1, 1), (2, 2, 2), (3, 3, 3)))
+    design = BLASDesignMetadata
+
+    def _compile(self, args, cc=None):
+        return CompiledArtifact(None, self)
+
+    def _run(self, args, artifact, stream, workspace=None):
+        A, B, out = args.tensors
+        tile = self.metadata.design.tile_shape[0]
+        if tile == 3:
+            raise ZeroDivisionError("this one raises")
+        torch.mm(A, B, out=out)
+        if tile == 2:
+            out[0, 0] += 100
+
+
+def timed(calls, set_bytes, policy="auto", rounds=20):
+    """Every call is made; ours take 10 us, all others 20."""
+    for one in calls.values():
+        for call in one:
+            call()
+    times = {name: 10.0 if "CpuGemm" in name else 20.0 for name in calls}
+    return {n: harness.Timing([t] * 4) for n, t in times.items()}, "made up"
+
+
+@pytest.fixture
+def lab(monkeypatch, registry, tmp_path):
+    """A registry with the kernel above, and a function that runs a suite of small problems."""
+    registry.register(CpuGemm)
+    monkeypatch.setattr(harness, "DEVICE", "cpu")
+    monkeypatch.setattr(harness, "interleaved", timed)
+    monkeypatch.setattr(harness, "environment", lambda: {"gpu": "made up"})
+
+    def run(*options, what=SMALL, **more):
+        parsed = suite.options("fake", "").parse_args(["--out", str(tmp_path), *options])
+        return suite.run(suite.Suite("fake", tuple(what), **more), parsed)
+
+    return SimpleNamespace(run=run, file=tmp_path / "fake.json", folder=tmp_path)
+
+
+def test_a_row_has_every_field_and_the_better_peer(lab, monkeypatch):
+    slow = {"torch.mm": peers._mm, "slower": peers._mm}
+    monkeypatch.setattr(suite, "peers_of", lambda problem: slow)
+    monkeypatch.setattr(
+        harness,
+        "interleaved",
+        lambda calls, *_: (
+            {
+                n: harness.Timing([{"torch.mm": 15.0, "slower": 30.0}.get(n, 10.0)] * 4)
+                for n in calls
+            },
+            "made up",
+        ),
+    )
+    assert lab.run("--limit", "1") == suite.DONE
+    (row,) = json.loads(lab.file.read_text())
+    assert set(row) >= FIELDS
+    assert (row["peer"], row["ratio"], row["verified"], row["rank"]) == ("torch.mm", 1.5, True, 0)
+    assert row["peers_us"] == {"torch.mm": 15.0, "slower": 30.0}
+    assert row["tflops"] == pytest.approx(1e-6 * row["operations"] / 10, abs=0.05)
+
+
+def test_a_kernel_that_is_wrong_or_raises_costs_its_own_row_only(lab, capsys):
+    assert lab.run("--candidates", "3") == suite.FAILURES
+    text = capsys.readouterr().out
+    assert "WRONG" in text
+    assert "this one raises" in text
+    found = json.loads(lab.file.read_text())
+    assert [row["problem"] for row in found] == [p.label for p in SMALL]
+    assert all("1x1x1" in row["subject"] for row in found)
+
+
+def test_a_peer_that_computes_something_else_is_left_out(lab, monkeypatch, capsys):
+    def zeros(args):
+        return lambda: args.out.tensor.zero_()
+
+    both = {"zeros": zeros, "torch.mm": peers._mm}
+    monkeypatch.setattr(suite, "peers_of", lambda problem: both)
+    lab.run("--limit", "1")
+    (row,) = json.loads(lab.file.read_text())
+    assert row["peer"] == "torch.mm"
+    assert "left out: " in capsys.readouterr().err
+
+
+def test_a_problem_that_nothing_of_ours_takes_is_named(lab, capsys):
+    half = problems.Problem(16, 32, 64, "float16")
+    assert lab.run(what=(half, *SMALL)) == suite.DONE
+    assert f"nothing but torch is offered: {half.label}" in capsys.readouterr().out
+    assert len(json.loads(lab.file.read_text())) == 3
+
+
+def test_a_run_that_resumes_measures_only_what_is_missing(lab, monkeypatch):
+    lab.run("--limit", "2")
+    before = json.loads(lab.file.read_text())
+    timed_now = []
+    monkeypatch.setattr(
+        harness, "interleaved", lambda calls, *a: timed_now.append(1) or timed(calls, *a)
+    )
+    assert lab.run("--resume") == suite.DONE
+    after = json.loads(lab.file.read_text())
+    assert after[:2] == before
+    assert [row["problem"] for row in after] == [p.label for p in SMALL]
+    assert len(timed_now) == 1
+
+
+def test_a_run_that_does_not_resume_starts_a_new_file(lab):
+    lab.run()
+    lab.run("--limit", "1")
+    assert len(json.loads(lab.file.read_text())) == 1
+
+
+def test_a_run_out_of_time_stops_and_says_what_it_skipped(lab, capsys):
+    assert lab.run("--seconds", "0") == suite.DONE
+    text = capsys.readouterr().out
+    assert "skipped 3" in text
+    assert SMALL[2].label in text
+
+
+def test_rows_are_on_disk_before_the_next_problem_begins(lab, monkeypatch):
+    seen = []
+
+    def note(calls, *more):
+        seen.append(len(json.loads(lab.file.read_text())) if lab.file.exists() else 0)
+        return timed(calls, *more)
+
+    monkeypatch.setattr(harness, "interleaved", note)
+    lab.run()
+    assert seen == [0, 1, 2]
+
+
+def test_what_never_returned_is_left_out_when_the_run_resumes(lab, capsys):
+    lab.run("--limit", "1")
+    name = json.loads(lab.file.read_text())[0]["subject"]
+    notes = lab.file.with_suffix(".unfinished")
+    notes.write_text(json.dumps([[SMALL[1].label, name]]))
+    lab.run("--resume")
+    found = [row["problem"] for row in json.loads(lab.file.read_text())]
+    assert found == [SMALL[0].label, SMALL[2].label]
+    assert f"never returned, left out: {name} on {SMALL[1].label}" in capsys.readouterr().out
+
+
+def test_a_lost_gpu_ends_the_run_and_keeps_the_rows(lab, monkeypatch, capsys):
+    answers = iter([True] * 4)  # the first problem: kernel, peer, timing
+    monkeypatch.setattr(harness, "alive", lambda: next(answers, False))
+
+    def lost(calls, *more):
+        if lab.file.exists():
+            raise RuntimeError("illegal memory access")
+        return timed(calls, *more)
+
+    monkeypatch.setattr(harness, "interleaved", lost)
+    assert lab.run() == suite.DIED
+    assert len(json.loads(lab.file.read_text())) == 1
+    assert "illegal memory access" in capsys.readouterr().out
+
+
+def test_a_hang_ends_the_process_and_is_remembered(tmp_path):
+    code = (
+        f"import sys, time; sys.path.insert(0, {str(FOLDER)!r})\n"
+        "import pathlib, rows\n"
+        f"journal = rows.Journal(pathlib.Path({str(tmp_path / 'x.json')!r}), False)\n"
+        "journal.add([{'problem': 'a'}])\n"
+        "with journal.attempt('b', 'kernel', 0.5): time.sleep(60)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert found.returncode == suite.DIED
+    journal = rows.Journal(tmp_path / "x.json", resume=True)
+    assert journal.has("a")
+    assert journal.lost("b", "kernel")
+
+
+def test_all_candidates_are_kept_for_the_fit(lab):
+    lab.run("--all", "--limit", "1")
+    lab.run("--all", "--limit", "2")
+    found = json.loads((lab.folder / "gemm-candidates.json").read_text())
+    assert [row["problem"] for row in found["problems"]] == [p.label for p in SMALL[:2]]
+    (times,) = {tuple(row["times_us"].values()) for row in found["problems"]}
+    assert times == (10.0,)
+    assert found["problems"][0]["sizes"]["K"] == 64
+
+
+def test_candidates_behind_the_best_are_verified_too(lab, capsys):
+    assert lab.run("--all", "--limit", "1") == suite.FAILURES
+    text = capsys.readouterr().out
+    assert "WRONG" in text
+    assert "this one raises" in text
+    found = json.loads((lab.folder / "gemm-candidates.json").read_text())
+    assert len(found["problems"][0]["times_us"]) == 1
+
+
+def test_what_a_suite_times_beside_is_in_its_rows(lab):
+    def beside(problem, args):
+        return {"other": [lambda: None]}
+
+    def extra(problem, microseconds, medians):
+        return {"beside_us": medians["other"], "own_us": microseconds}
+
+    lab.run("--limit", "1", beside=beside, extra=extra)
+    (row,) = json.loads(lab.file.read_text())
+    assert (row["beside_us"], row["own_us"]) == (20.0, 10.0)
+
+
+def test_decode_compares_with_the_copy():
+    module = script("gemm_decode")
+    problem = module.SUITE.problems[0]
+    copy_us = 2e-6 * module.COPIED_BYTES / 4.0  # 4 TB/s
+    found = module.extra(problem, 1e-6 * problem.bytes / 3.6, {module.COPY: copy_us})
+    assert found["ceiling_tb_s"] == pytest.approx(4.0)
+    assert found["of_ceiling"] == pytest.approx(0.9)
+
+
+# The clock -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A time in microseconds that calls move, and events that read it."""
+    now = SimpleNamespace(us=0.0, order=[])
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = 0.0
+
+        def record(self):
+            self.at = now.us
+
+        def elapsed_time(self, other):
+            return (other.at - self.at) / 1e3
+
+    def spend(name, microseconds):
+        now.order.append(name)
+        now.us += microseconds
+
+    now.spend = spend
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(harness, "_flush_buffer", lambda: torch.ones(1))
+    return now
+
+
+def test_every_round_begins_with_another_call(clock):
+    calls = {n: [lambda n=n: clock.spend(n, 100.0)] for n in "abc"}
+    times, policy = harness.interleaved(calls, 1 << 30, "eager", rounds=4)
+    assert "".join(clock.order[3:]) == "abc" + "bca" + "cab" + "abc"
+    assert {n: t.median for n, t in times.items()} == pytest.approx(dict.fromkeys("abc", 100.0))
+    assert policy.startswith("eager, cold L2")
+
+
+def test_operand_sets_take_turns(clock):
+    calls = {"a": [lambda i=i: clock.spend(i, 1.0) for i in range(3)]}
+    harness.interleaved(calls, 1 << 30, "eager", rounds=6)
+    assert clock.order == [0, 1, 2] + [0, 1, 2] * 2
+
+
+def test_short_calls_are_timed_by_graphs(clock, monkeypatch):
+    monkeypatch.setattr(
+        harness,
+        "_graphs",
+        lambda calls, copies, rounds: {n: harness.Timing([float(copies)] * 4) for n in calls},
+    )
+    short = {"a": [lambda: clock.spend("a", 20.0)] * 4}
+    long = {"a": [lambda: clock.spend("a", 70.0)] * 4}
+    times, policy = harness.interleaved(short, 64 << 20)
+    assert policy.startswith("CUDA graph of 16 calls on 4 operand sets")
+    assert times["a"].median == 16
+    assert harness.interleaved(long, 64 << 20)[1].startswith("eager")
+
+
+def test_a_graph_holds_calls_on_all_operand_sets(clock, monkeypatch):
+    captured = []
+
+    class Graph:
+        def replay(self):
+            clock.spend("replay", 40.0)
+
+    @contextlib.contextmanager
+    def capture(graph):
+        before = len(clock.order)
+        yield
+        captured.append(clock.order[before:])
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    calls = {n: [lambda n=n, i=i: clock.spend(f"{n}{i}", 0.0) for i in range(2)] for n in "ab"}
+    times = harness._graphs(calls, copies=4, rounds=5)
+    assert captured == [["a0", "a1"] * 2, ["b0", "b1"] * 2]
+    assert times["a"].median == pytest.approx(10.0)  # of one call
+
+
+def test_sets_that_fit_in_l2_together_are_used_once_in_a_graph():
+    assert harness._copies(32, 1 << 10, 5.0) == 32
+    assert harness._copies(4, 1 << 30, 100.0) == 4
+    assert harness._copies(4, 1 << 30, 30.0) == 12
+
+
+def test_what_cannot_be_captured_is_timed_call_by_call(clock, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("not permitted when stream is capturing")
+
+    monkeypatch.setattr(harness, "_graphs", refuse)
+    _, policy = harness.interleaved({"a": [lambda: clock.spend("a", 5.0)]}, 1 << 30)
+    assert policy.startswith("eager (no graph: RuntimeError)")
+
+
+def test_operand_sets_exceed_the_cache_three_times():
+    for size in (1, 1 << 20, 100 << 20, 1 << 30):
+        sets = harness.operand_sets(size)
+        assert 2 <= sets <= 32
+        assert sets == 32 or (sets - 1) * size >= 3 * harness.l2_bytes()
+
+
+def test_a_budget_leaves_room_for_another_step(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(harness.time, "monotonic", lambda: now[0])
+    budget = harness.Budget(100.0)
+    with budget.step():
+        now[0] = 40.0
+    assert budget.allows_another()
+    now[0] = 60.0
+    assert not budget.allows_another()
+    assert harness.Budget(None).allows_another()
