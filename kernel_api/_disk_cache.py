@@ -80,11 +80,16 @@ def identity_of(
     found = fingerprint(type(kernel))
     if found is None:
         return None
+    name = kernel.metadata.kernel_name
     try:
-        return Identity.of(kernel.metadata, signature, target, found)
+        identity = Identity.of(kernel.metadata, signature, target, found)
     except ArgumentError as error:
-        logger.debug("%s is not kept on disk: %s", kernel.metadata.kernel_name, error)
+        logger.debug("%s is not kept on disk: %s", name, error)
         return None
+    if "<locals>" in str(identity.kernel):
+        logger.debug("%s is not kept on disk: its metadata has a class of a function", name)
+        return None
+    return identity
 
 
 def directory() -> Path:

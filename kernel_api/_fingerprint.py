@@ -41,17 +41,17 @@ _SETTINGS = "CUTE_DSL_"
 _OWN = ("implementations", "providers.cutedsl", "epilogue")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def fingerprint(kernel_class: type) -> dict[str, str] | None:
     """Of the code that a kernel class compiles to in this process.
 
     None where it cannot be known: the class stands in no file, or a source is newer than this
     process, which may run what was there before.
     """
-    sources = list(dict.fromkeys((*_own_sources(), *_sources_of(kernel_class))))
-    if not is_importable(kernel_class):
-        logger.debug("%s is not kept on disk: it cannot be imported by name", kernel_class)
+    if not is_importable(kernel_class) or None in _files_of(kernel_class).values():
+        logger.debug("%s is not kept on disk: it has no name or no file", kernel_class)
         return None
+    sources = list(dict.fromkeys((*_own_sources(), *_sources_of(kernel_class))))
     newest = max(sources, key=lambda path: path.stat().st_mtime)
     if newest.stat().st_mtime > _compile_cache.STARTED:
         logger.info("%s changed after this process started: nothing is kept on disk", newest)
@@ -134,15 +134,25 @@ def _own_sources() -> Iterator[Path]:
             yield from sorted(Path(folder).rglob("*.py"))
 
 
+def _files_of(kernel_class: type) -> dict[str, Path | None]:
+    """The files of the modules that the class and its bases are defined in, but for our own.
+
+    None for a module without a source file, such as that of a notebook.
+    """
+    found: dict[str, Path | None] = {}
+    for cls in kernel_class.__mro__:
+        if _top(cls.__module__) not in ("kernel_api", "builtins"):
+            file = Path(getattr(sys.modules.get(cls.__module__), "__file__", None) or "")
+            found[cls.__module__] = file if file.suffix == ".py" and file.exists() else None
+    return found
+
+
 def _sources_of(kernel_class: type) -> Iterator[Path]:
     """The files of the class and its bases, and what these import of their own package or of
     what is not installed."""
     seen: set[Path] = set()
-    waiting: list[tuple[str, Path]] = []
-    for cls in kernel_class.__mro__:
-        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-        if file is not None and cls.__module__.partition(".")[0] not in ("kernel_api", "builtins"):
-            waiting.append((_package_of(cls.__module__), Path(file)))
+    files = _files_of(kernel_class).items()
+    waiting = [(_package_of(module), path) for module, path in files if path is not None]
     while waiting:
         package, path = waiting.pop(0)
         if path in seen or path.suffix != ".py":

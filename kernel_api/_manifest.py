@@ -16,7 +16,7 @@ from typing import Any
 
 from kernel_api import _elf
 from kernel_api.artifact import Resources
-from kernel_api.errors import LibraryError
+from kernel_api.errors import ArgumentError, LibraryError
 from kernel_api.metadata import KernelMetadata, _decode, _encode
 from kernel_api.targets import Target, target
 
@@ -98,8 +98,9 @@ class Manifest:
                     f"the manifest has format {fields['format']!r}; expected {FORMAT}"
                 )
             found = fields["resources"]
-            identity = Identity(*(fields[n] for n in ("kernel", "signature", "target")),
-                                fields["fingerprint"])  # fmt: skip
+            identity = Identity(
+                fields["kernel"], fields["signature"], fields["target"], fields["fingerprint"]
+            )
             resources = Resources(**found) if found is not None else None
             sha256 = fields["sha256"]
             if not (isinstance(identity.kernel, dict) and len(sha256) == len(_UNSEALED)):
@@ -144,7 +145,11 @@ class Manifest:
 
     @property
     def signature(self) -> tuple[Hashable, ...]:
-        found: tuple[Hashable, ...] = _decode(self.identity.signature)
+        """Raises ArgumentError for what is no signature."""
+        try:
+            found: tuple[Hashable, ...] = _decode(self.identity.signature)
+        except (KeyError, TypeError, AttributeError, ImportError, ValueError) as error:
+            raise ArgumentError(f"this is no signature: {error!r}") from error
         return found
 
     @property
@@ -158,11 +163,14 @@ class Manifest:
 
     def _swap(self, data: bytes, digest: str) -> bytes:
         """The file with another digest in its own manifest."""
-        at = data.find(self.text.encode())
-        if at < 0:
+        try:
+            place = _elf.section(data, SECTION)
+        except ValueError:
             return data
-        within = at + self.text.index(self.sha256)
-        return b"".join((data[:within], digest.encode(), data[within + len(digest) :]))
+        if place is None or not data.startswith(self.text.encode(), place[0]):
+            return data
+        at = place[0] + self.text.encode().index(self.sha256.encode())
+        return b"".join((data[:at], digest.encode(), data[at + len(digest) :]))
 
 
 def _epilogue(identity: Identity) -> str | None:

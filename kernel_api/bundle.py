@@ -108,7 +108,8 @@ class BundledKernel(Kernel):
         fitting = [
             one
             for one in self._libraries()
-            if one.signature == args.signature and (device is None or code_runs_on(one.target, device))
+            if one.signature == args.signature
+            and (device is None or code_runs_on(one.target, device))
         ]
         return max(fitting, key=lambda one: (one.target.cc, one.target.suffix), default=None)
 
@@ -225,6 +226,7 @@ def _family(kernel_class: type[Kernel]) -> type[BundledKernel]:
             "family": f"{kernel_class.family_name()} (bundle)",
             "libraries": {},
         }
+        metaclass: Any = type(kernel_class)
         name = f"Bundled{kernel_class.__name__}"
-        _families[kernel_class] = type(kernel_class)(name, (BundledKernel, kernel_class), body)  # type: ignore[assignment]
+        _families[kernel_class] = metaclass(name, (BundledKernel, kernel_class), body)
     return _families[kernel_class]

@@ -397,9 +397,7 @@ class Kernel(metaclass=KernelType):
         """The reason for asking alignment, the same in all rows of a family."""
         return cls.operands[0].why_aligned if cls.operands else None
 
-    def _require(
-        self, args: Arguments, target: Target | None, *, compiled: bool = False
-    ) -> None:
+    def _require(self, args: Arguments, target: Target | None, *, compiled: bool = False) -> None:
         status = self.status(args, target, compiled=compiled)
         if not status:
             raise UnsupportedError(self.metadata.kernel_name, status)

@@ -1,8 +1,8 @@
 """Many kernels compiled at once, by processes that see no GPU.
 
-A worker rebuilds a kernel from its metadata, compiles it into the cache on disk, and the artifact is
-loaded from there. Workers are started by their module's name, so a script needs no ``__main__``
-guard. What dies with a worker is one compilation, not the others.
+A worker rebuilds a kernel from its metadata and compiles it into the cache on disk, from where the
+artifact is loaded. Workers never import the script that runs, so it needs no ``__main__`` guard.
+What dies with a worker is one compilation, not the others.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ sys.path[:] = json.loads(sys.argv[1])
 from kernel_api._compile_worker import main
 main()
 """
+
 
 @dataclass(frozen=True)
 class _Job:
@@ -180,8 +181,8 @@ def _job(index: int, kernel: Kernel, args: Arguments, target: Target | None) -> 
     """None for what has to be compiled here."""
     name = kernel.metadata.kernel_name
     identity = _disk_cache.identity_of(kernel, args.signature, target)
-    if identity is None or kernel.code_files is None:
-        if target is not None:
+    if identity is None:
+        if kernel.code_files is not None:
             logger.info("%s cannot be rebuilt in another process: compiled in this one", name)
         return None
     line = json.dumps({"kernel": identity.kernel, "target": str(target)})
@@ -309,8 +310,10 @@ def _error(kind: str, text: str, name: str) -> KernelApiError:
     from kernel_api import errors
 
     cls = getattr(errors, kind, None)
-    if isinstance(cls, type) and issubclass(cls, KernelApiError) and cls.__init__ is (
-        KernelApiError.__init__
+    if (
+        isinstance(cls, type)
+        and issubclass(cls, KernelApiError)
+        and cls.__init__ is (KernelApiError.__init__)
     ):
         return cls(text)
     return CompileError(f"{name} does not compile: {kind}: {text}")
@@ -318,7 +321,7 @@ def _error(kind: str, text: str, name: str) -> KernelApiError:
 
 @contextlib.contextmanager
 def _bar(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """A function that moves a progress bar on; without rich, or if none is wanted, it does nothing."""
+    """A function that moves a progress bar on; without rich, or if none is wanted, a silent one."""
     if shown:
         try:
             from rich.console import Console

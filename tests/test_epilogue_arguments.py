@@ -233,6 +233,33 @@ def test_other_operands_of_other_sizes_are_not_traced_again(traces):
     assert other.epilogue.scalars == {"alpha": 3.0}
 
 
+def test_a_function_may_be_applied_to_other_operands_alone(traces):
+    def optional(accum, alpha=1.0, bias=None):
+        x = alpha * accum
+        return x if bias is None else x + bias
+
+    bare = ka.EpilogueArguments(optional)
+    tensors = gemm_tensors(M, N, K)
+    for _ in range(2):
+        found = [
+            ka.GemmArguments(*tensors, epilogue=bare.applied_to(**given)).epilogue
+            for given in ({}, {"bias": torch.ones(N)}, {"bias": torch.zeros(N), "alpha": 2.0})
+        ]
+        assert [set(one.operands) for one in found] == [set(), {"bias"}, {"bias", "alpha"}]
+    assert len(traces) == 3
+    assert not bare.operands
+    with pytest.raises(EpilogueError, match="fn takes bias"):
+        ka.EpilogueArguments(lambda accum, bias: accum + bias, bias=torch.ones(N)).applied_to()
+
+
+def test_traces_of_more_and_more_sizes_are_not_kept(traces):
+    bare = ka.EpilogueArguments(lambda accum, C=None: accum + C)
+    for columns in range(1, 100):
+        A, B, out = gemm_tensors(M, columns, K)
+        ka.GemmArguments(A, B, out, epilogue=bare.applied_to(C=torch.ones(M, columns)))
+    assert len(bare._traces) <= module._TRACES_KEPT
+
+
 def test_operands_that_broadcast_otherwise_are_traced_again(traces):
     args = arguments()
     other = args.rebuilt(*args.tensors, bias=torch.ones(M, 1))

@@ -1,11 +1,15 @@
 """One-call forms: ka.ops."""
 
+import gc
+import inspect
 import threading
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from support.data import gemm_tensors
+from support.fusions import ACTIVATIONS, GLU, close, pairs
 from support.kernels import CpuGemm
 
 import kernel_api as ka
@@ -122,3 +126,157 @@ def test_threads_may_call_at_the_same_time():
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+# Fusions ---------------------------------------------------------------------------------
+
+M, N, K = 7, 64, 5
+E8M0 = torch.float8_e8m0fnu
+
+
+def matrix(rows=M, columns=N, seed=0, batch=()):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*batch, rows, columns, generator=generator, dtype=torch.float64)
+
+
+A, B, C = matrix(M, K), matrix(K, N, 1), matrix(M, N, 2)
+ROW, COLUMN = matrix(1, M, 3)[0], matrix(1, N, 4)[0]
+
+
+def test_every_fusion_has_a_one_call_form():
+    for name in ka.fusions.__all__:
+        if name.startswith("gemm"):
+            fusion, form = getattr(ka.fusions, name), getattr(ka.ops, name)
+            taken = inspect.signature(form).parameters
+            assert set(taken) - {"out_dtype"} == set(inspect.signature(fusion).parameters)
+            assert taken["out"].default is None
+            assert (form.__module__, form.__name__) == ("kernel_api.ops", name)
+            assert form.__doc__ == fusion.__doc__
+
+
+def test_gemm_takes_the_terms_of_the_fusion():
+    out = ka.ops.gemm(A, B, alpha=0.5, C=C, beta=0.25, bias=COLUMN, activation="relu")
+    close(out, (0.5 * (A @ B) + 0.25 * C + COLUMN).relu())
+    epilogue = ka.EpilogueArguments(lambda accum, C: accum * C, C=C)
+    close(ka.ops.gemm(A, B, epilogue=epilogue), (A @ B) * C)
+
+
+def test_one_output_comes_back_as_a_tensor():
+    out = torch.empty(M, N, dtype=torch.float64)
+    assert ka.ops.gemm_bias_activation(A, B, out=out, bias=COLUMN) is out
+    close(out, ACTIVATIONS["gelu"](A @ B + COLUMN))
+    close(ka.ops.gemm_residual(A, B, C=C), A @ B + C)
+    close(ka.ops.gemm_srelu(A, B), (A @ B).relu() ** 2)
+
+
+def test_several_outputs_come_back_by_name():
+    found = ka.ops.gemm_amax(A, B, alpha=2)
+    assert type(found).__name__ == "GemmAmax"
+    assert found._fields == ("out", "amax")
+    close(found.out, 2 * (A @ B))
+    close(found.amax, 2 * (A @ B).abs().max())
+    assert found.amax.shape == ()
+
+
+@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+def test_what_is_true_is_allocated(batch):
+    a, b = matrix(M, K, batch=batch), matrix(K, N, 1, batch=batch)
+    out, pre = ka.ops.gemm_swiglu(a, b, preactivation=True)
+    assert out.shape == (*batch, M, N // 2)
+    close(pre, a @ b)
+    close(out, GLU["swiglu"](*pairs(a @ b, "up_gate", 32)))
+    found = ka.ops.gemm_dswiglu(out, matrix(32, N // 2, 2, batch), preactivation=pre, dbias=True)
+    assert found._fields == ("out", "dbias")
+    assert found.out.shape == (*batch, M, N)
+    close(found.dbias, found.out.sum(-2))
+    everything = ka.ops.gemm_dsrelu(a, b, preactivation=pre, prob=ROW, dprob=True, dbias=True)
+    assert [one.shape for one in everything] == [(*batch, M, N), (*batch, M), (*batch, N)]
+
+
+def test_what_is_given_is_written():
+    pre, out = torch.empty(M, N), torch.empty(M, N // 2, dtype=torch.bfloat16)
+    found = ka.ops.gemm_glu(A, B, out=out, kind="geglu", preactivation=pre)
+    assert found.out is out
+    assert found.preactivation is pre
+    close(pre, (A @ B).float(), 1e-6)
+
+
+def test_what_is_false_or_none_is_not_computed():
+    for absent in (False, None):
+        out = ka.ops.gemm_reglu(A, B, preactivation=absent)
+        assert torch.is_tensor(out)
+
+
+def test_types_of_what_is_allocated():
+    a, b = A.bfloat16(), B.bfloat16()
+    found = ka.ops.gemm_swiglu(a, b, preactivation=True)
+    assert {one.dtype for one in found} == {torch.bfloat16}
+    found = ka.ops.gemm_swiglu(a, b, preactivation=True, out_dtype="f32")
+    assert {one.dtype for one in found} == {torch.float32}
+    found = ka.ops.gemm_dsrelu(a, b, preactivation=C.bfloat16(), dprob=True, dbias=True)
+    assert [one.dtype for one in found] == [torch.bfloat16, torch.float32, torch.float32]
+    assert ka.ops.gemm_amax(A, B).amax.dtype is torch.float64
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "scale_shape", "scale_type"),
+    [
+        ({"scale": 0.01}, None, None, None),
+        ({"scale": 0.01, "amax": True}, ("out", "amax"), None, None),
+        ({"mode": "row"}, ("out", "scale"), (M,), torch.float32),
+        ({"mode": "mx"}, ("out", "scale"), (M, N // 32), E8M0),
+        ({"mode": "mx", "amax": True}, ("out", "scale", "amax"), (M, N // 32), E8M0),
+    ],
+    ids=str,
+)
+def test_scales_are_allocated_where_they_are_written(options, fields, scale_shape, scale_type):
+    found = ka.ops.gemm_quantize(A.float(), B.float(), **options)
+    assert getattr(found, "_fields", None) == fields
+    out = found if fields is None else found.out
+    assert out.dtype is torch.float8_e4m3fn
+    if scale_shape is not None:
+        assert (found.scale.shape, found.scale.dtype) == (scale_shape, scale_type)
+        blocks = found.scale.float().reshape(M, -1)
+        real = out.float() * blocks.repeat_interleave(N // blocks.shape[1], 1)
+        assert (real - A @ B).abs().max() < 0.05 * (A @ B).abs().max()
+
+
+def test_rope_and_dropout():
+    angle = matrix(M, 8, 5)
+    turned = ka.ops.gemm_rope(A, B, cos=angle.cos(), sin=angle.sin(), head_dim=16)
+    close(turned.square().sum(), (A @ B).square().sum())
+    dropped = ka.ops.gemm_dropout(A, B, p=0.5, seed=1, offset=2)
+    assert 0.3 < (dropped == 0).double().mean() < 0.7
+
+
+def test_a_repeated_call_takes_new_operands_and_factors():
+    for seed, alpha in enumerate((0.5, 2.0, 1, -3.0)):
+        a, c = matrix(M, K, seed), matrix(M, N, 10 + seed)
+        close(ka.ops.gemm_residual(a, B, C=c, alpha=alpha), alpha * (a @ B) + c)
+
+
+def test_operands_of_a_fusion_are_not_kept():
+    residual = C.clone()
+    kept = weakref.ref(residual)
+    ka.ops.gemm_residual(A, B, C=residual)
+    del residual
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_type_is_asked_for_once():
+    out = torch.empty(M, N)
+    ka.ops.gemm(A.float(), B.float(), out=out, out_dtype="f32")
+    with pytest.raises(ArgumentError, match="out is float32 and out_dtype float64"):
+        ka.ops.gemm(A, B, out=out, out_dtype="f64")
+
+
+def test_refusals_of_fusions_reach_the_caller():
+    with pytest.raises(ArgumentError, match=r"bias has shape \(7,\); expected \(64,\)"):
+        ka.ops.gemm_bias_activation(A, B, bias=ROW)
+    with pytest.raises(ArgumentError, match="pairs of 48 columns need a multiple of 96"):
+        ka.ops.gemm_swiglu(A, B, granularity=48, preactivation=True)
+    with pytest.raises(TypeError, match="prob"):
+        ka.ops.gemm_amax(A, B, prob=ROW)
+    with pytest.raises(ArgumentError, match="C is a bool"):
+        ka.ops.gemm_residual(A, B, C=True)

@@ -13,13 +13,14 @@ from fractions import Fraction
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Numeric
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Numeric, Uint16, Uint32
 
 from .modes import transposed_modes
 
 _SWAPPED = str.maketrans("mn", "nm")
 NUMBER = "number"  # an operand that is no tensor, but a number known at run time
 
+HALF = 32  # columns that halves take turns in
 PAIR = 2  # neighbouring columns of a thread in every 8 accumulators, so what lanes are apart
 
 
@@ -61,12 +62,16 @@ class Epilogue:
             `NUMBER`. Trailing modes of a tensor are L, M, N, as in a broadcast.
         full, reduced: The outputs.
         bundle: Columns of accumulators that a kernel has to hand out at once: a multiple.
+        halves: Matrices, by their columns per column of the accumulators, of which the columns
+            come in another order: 32 of the left half, 32 of the right half, and so on. What is
+            a half apart thus lies in one tile. Their columns are a multiple of 64.
     """
 
     kinds: tuple[str, ...] = ()
     full: tuple[Full, ...] = (Full(),)
     reduced: tuple[Reduced, ...] = ()
     bundle: int = 1
+    halves: frozenset[Fraction] = frozenset()
 
     @property
     def is_plain(self) -> bool:
@@ -136,6 +141,15 @@ def _modes(mX: cute.Tensor, kind: str) -> cute.Tensor:
     return cute.make_tensor(mX.iterator, layout)
 
 
+def halves_in_turn(mX: cute.Tensor, mode: int) -> cute.Tensor:
+    """(..., N, ...) with the columns in the order that `Epilogue.halves` says."""
+    shape, stride = list(mX.shape), list(mX.stride)
+    columns, pitch = shape[mode], stride[mode]
+    shape[mode] = (HALF, 2, columns // (2 * HALF))
+    stride[mode] = (pitch, columns // 2 * pitch, HALF * pitch)
+    return cute.make_tensor(mX.iterator, cute.make_layout(tuple(shape), stride=tuple(stride)))
+
+
 @dataclass
 class Thread:
     """The elements of one thread in one bundle.
@@ -152,6 +166,7 @@ class Thread:
         lane: 0 to 3, in its quad.
         batch: Mode L.
         extents: (M, N) of the accumulators.
+        halves: As in `Epilogue`.
         memory: For an epilogue to keep what it has computed of this bundle.
     """
 
@@ -163,8 +178,10 @@ class Thread:
     lane: Int32
     batch: Int32
     extents: tuple[Int32, Int32]
+    halves: frozenset = frozenset()
     memory: dict = field(default_factory=dict)
     _read: dict = field(default_factory=dict)
+    _first: dict = field(default_factory=dict)
 
     def accumulator(self, half: int, column: int) -> Numeric:
         return self.accumulators[column // 8 * 4 + half * 2 + column % 8]
@@ -175,6 +192,11 @@ class Thread:
     def column_of(self, column: int, lane_columns: int = PAIR, columns: Fraction = Fraction(1)):
         """The column in a matrix that has `columns` per column of the accumulators."""
         first = self.first_column * columns.numerator // columns.denominator
+        if columns in self.halves:
+            block, half, rest = column // (2 * HALF), column // HALF % 2, column % HALF
+            width = self.extents[1] * columns.numerator // columns.denominator
+            first = first // 2 + half * (width // 2)
+            column = block * HALF + rest
         return first + (column + self.lane * lane_columns)
 
     def operand(
@@ -183,7 +205,7 @@ class Thread:
         """The value that belongs to an element; columns None: `column` is counted from the
         operand's own first column, not from the bundle's.
 
-        An element beyond the operand gets its last row or column: nothing comes of it.
+        An element beyond the operand gets some value: nothing comes of it.
         """
         modes = self.kinds[index]
         if modes == NUMBER:
@@ -192,13 +214,67 @@ class Thread:
         key += (column, lane_columns, columns) if "n" in modes else ()
         if key not in self._read:
             operand = self.operands[index]
-            m = n = Int32(0)
+            if "n" in modes and _is_one(operand.stride[1]) and operand.element_type in _LOADED_AS:
+                value = self._neighbour(index, half, column, lane_columns, columns)
+            else:
+                value = self._element(index, half, column, lane_columns, columns)
+            self._read[key] = value
+        return self._read[key]
+
+    def _element(self, index, half, column, lane_columns, columns) -> Numeric:
+        operand, modes = self.operands[index], self.kinds[index]
+        m = n = Int32(0)
+        if "m" in modes:
+            m = cutlass.min(self.row_of(half), operand.shape[0] - 1)
+        if "n" in modes:
+            n = column + self.lane * lane_columns
+            if columns is not None:
+                n = self.column_of(column, lane_columns, columns)
+            n = cutlass.min(n, operand.shape[1] - 1)
+        return operand[m, n, self.batch]
+
+    def _neighbour(self, index, half, column, lane_columns, columns) -> Numeric:
+        """An element of a row that lies side by side: at a constant distance from the first one
+        of the thread, and zero beyond the end of the row."""
+        operand, modes = self.operands[index], self.kinds[index]
+        start, column = self._start(column, columns)
+        key = (index, half if "m" in modes else None, lane_columns, columns, start)
+        if key not in self._first:
+            m = Int32(0)
             if "m" in modes:
                 m = cutlass.min(self.row_of(half), operand.shape[0] - 1)
-            if "n" in modes:
-                n = column + self.lane * lane_columns
-                if columns is not None:
-                    n = self.column_of(column, lane_columns, columns)
-                n = cutlass.min(n, operand.shape[1] - 1)
-            self._read[key] = operand[m, n, self.batch]
-        return self._read[key]
+            n = self.lane * lane_columns
+            if columns is not None:
+                n = self.column_of(start, lane_columns, columns)
+            offset = Int64(m) * operand.stride[0] + n + Int64(self.batch) * operand.stride[2]
+            address = operand.iterator.toint() + offset * (operand.element_type.width // 8)
+            self._first[key] = (address, operand.shape[1] - n)
+        return _load_inside(*self._first[key], column, operand.element_type)
+
+    def _start(self, column, columns) -> tuple:
+        """(column that others are at a constant distance from, that distance)"""
+        if columns is None or columns not in self.halves:
+            return 0, column
+        half, block = column // HALF % 2, column // (2 * HALF)
+        return half * HALF, block * HALF + column % HALF
+
+
+_LOADED_AS = {Float32: Uint32, Float16: Uint16, BFloat16: Uint16}
+
+
+def _is_one(stride) -> bool:
+    """Known to be, while the kernel is traced."""
+    return isinstance(stride, int) and stride == 1
+
+
+def _load_inside(first: Int64, left: Int32, column: int, element_type) -> Numeric:
+    """Element `column` of a row, zero if fewer are left."""
+    word = _LOADED_AS[element_type]
+    kind = f"b{word.width}"
+    value = cute.arch.inline_ptx(
+        f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {column}; mov.{kind} {{$w0}}, 0; "
+        f"@inside ld.global.{kind} {{$w0}}, [{{$r0}} + {column * word.width // 8}]; }}",
+        write_only_types=[word],
+        read_only_args=[first, left],
+    )
+    return value.bitcast(element_type)

@@ -11,12 +11,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp, warp
 from cutlass.memory import SmemAllocator
 
-from ..common.epilogue import Epilogue, Finish, Full, Thread
+from ..common.epilogue import PAIR, Epilogue, Finish, Full, Thread
 from ..common.modes import gemm_modes
 from ..common.operand_tiles import OperandTiles, TileSource
 from ..common.output_tile import OutputTile
 from ..common.work_split import EvenSplit, PartialSums
-from .mma import check_types, mma_k, mma_operation
+from .mma import MMA_N, check_types, mma_k, mma_operation
 
 WARP = 32
 WARP_M, WARP_N = 16, 16  # what a warp multiplies at once: one mma.sync along M, two along N
@@ -106,8 +106,8 @@ class Gemm:
         if self.split_k is not None and self.split_k < 2:
             raise ValueError(f"K is cut into two parts or more, not {self.split_k}")
         one_output = self.epilogue.full == (Full(),) and not self.epilogue.reduced
-        if not one_output or WARP_N % self.epilogue.bundle:
-            raise ValueError(f"the epilogue has one output, of {WARP_N} columns or less at once")
+        if not one_output or MMA_N % self.epilogue.bundle or self.epilogue.halves:
+            raise ValueError(f"the epilogue has one output, of {MMA_N} columns or less at once")
         if self.vector_bytes not in (1, 2, 4, 8, 16):
             raise ValueError(f"vectors have 1, 2, 4, 8 or 16 bytes, not {self.vector_bytes}")
         vectors = max(tile_m, tile_n) // max(1, self.vector_bytes // 4)
@@ -466,13 +466,11 @@ class Gemm:
         lane = thread % WARP
         # All threads have the same distances between their accumulators; those of thread 0 say.
         distances = self.D.slice_of(tiled_mma.get_slice(0).partition_C(tile), index)
-        values, rows, columns = (cute.size(tCrC, mode=[mode]) for mode in range(3))
-        elements = {}
-        for m, n in itertools.product(range(rows), range(0, columns, 2)):
-            bundle = [v + values * (m + rows * (n + i)) for i in (0, 1) for v in range(values)]
-            row, column = distances[bundle[0]]
+        elements = []
+        for first in range(0, cute.size(tCrC), PAIR * 2):  # of an mma.sync: 2 rows, MMA_N columns
+            row, column = distances[first]
             of_thread = Thread(
-                [tCrC[i] for i in bundle],
+                cute.make_tensor(tCrC.iterator + tCrC.layout(first), cute.make_layout(PAIR * 2)),
                 self.epilogue.kinds,
                 operands,
                 row=place[0] + warp_m + row + lane // 4,
@@ -481,12 +479,13 @@ class Gemm:
                 batch=place[2],
                 extents=shape[:2],
             )
-            for i, at in enumerate(bundle):
-                half, column = i // 2 % 2, i // 4 * 8 + i % 2
-                elements[at] = self.epilogue.element(0, of_thread, half, column)
+            elements += [
+                self.epilogue.element(0, of_thread, half, pair)
+                for half, pair in itertools.product((0, 1), range(PAIR))
+            ]
         found = cute.make_rmem_tensor(tCrC.shape, type(elements[0]))
-        for at, element in elements.items():
-            found[at] = element
+        for i, element in enumerate(elements):
+            found[i] = element
         return found.load()
 
 

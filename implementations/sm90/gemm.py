@@ -1,5 +1,7 @@
 """Dense matrix product for Hopper."""
 
+from fractions import Fraction
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -20,7 +22,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from ..common.epilogue import Epilogue, Finish
+from ..common.epilogue import Epilogue, Finish, halves_in_turn
 from ..common.modes import gemm_modes, operand_batch_last, transposed_modes
 from ..common.reductions import ReductionSpace
 from ..common.tile_order import TileOrder, make_tile_order, preferred_band_widths
@@ -275,9 +277,15 @@ class Gemm:
 
         a_layout = sm90.make_smem_layout_a(a_major, self.tile_shape, a_type, self.stages)
         b_layout = sm90.make_smem_layout_b(b_major, self.tile_shape, b_type, self.stages)
+        if const_expr(Fraction(1) in self.epilogue.halves):
+            mB = halves_in_turn(mB, 0)
         # Blocks side by side along N work on the same rows of A: its tile is shared by cluster_n.
         tma_a, mA = self._tma_load(mA, a_layout, (tile_m, tile_k), cluster_n)
         tma_b, mB = self._tma_load(mB, b_layout, (tile_n, tile_k), cluster_m)
+        mD = tuple(
+            halves_in_turn(output, 1) if full.columns in self.epilogue.halves else output
+            for output, full in zip(mD, self.epilogue.full, strict=True)
+        )
         d_layouts = self.output.shared_layouts(d_majors, self.consumers)
         tma_d, mD = self.output.tma(mD, d_layouts)
         small_stages = SMALL_BUFFERS if self.split_float32 else 0
@@ -437,7 +445,7 @@ class Gemm:
                 group - 1,
                 *(tiled_mma, sA, sB, a_layout, b_layout, k_tiles),
                 *(tma_d, mD, sD, d_majors, operands, reduced, scales),
-                (mA.shape[0], mB.shape[0]),
+                (mA.shape[0], cute.size(mB, mode=[0])),
                 *(pipeline_ab, turns, order, split),
                 storage,
             )

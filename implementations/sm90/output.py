@@ -15,6 +15,7 @@ from ..common.epilogue import PAIR, Epilogue, Thread
 from .mma import WGMMA_M
 from .reduced_output import GROUP, WARPS, ReducedOutput
 
+CONVERTED = 4  # elements at a time: conversions to 8 bits take four
 WIDTH = 32  # columns that a group writes at once: 64 or 128 bytes, a swizzle
 
 
@@ -146,12 +147,14 @@ class Output:
             thread = self._thread(
                 accumulators, operands, row_block, bundle, block, column, batch, extents, tid
             )
+            # All of a bundle at once: what an element needs on the way is soon of no more use.
+            fragments = self._made(thread)
             for j in cutlass.range_constexpr(len(self.subtiles)):
                 to_shared = self._tiled_store(j, majors[j])
                 for k in cutlass.range_constexpr(self.widths[j] // self.subtiles[j][1]):
                     buffer = consumer * self.buffers + slot % self.buffers
                     sD_j = sD[j][None, None, buffer]
-                    self._fill(j, k, thread, to_shared, sD_j, tid)
+                    self._put(j, fragments[j][k], to_shared, sD_j, tid)
                     # Behind this barrier the subtile is complete and the next buffer is free.
                     self._await_ring(consumer, in_flight=self.buffers - 2)
                     across = self.widths[j] // self.subtiles[j][1]
@@ -236,40 +239,65 @@ class Output:
             lane=tid % 4,
             batch=batch,
             extents=extents,
+            halves=self.epilogue.halves,
         )
 
-    def _fill(self, j, k, thread, to_shared, sD, tid):
-        """Subtile k of output j in this bundle: the epilogue's elements, into shared memory."""
-        lane_columns = self.epilogue.full[j].lane_columns
-        columns = self.subtiles[j][1]
-        # The order of the registers that a tiled copy of accumulators takes, for pairs of columns.
-        places = [
-            (half, first + i)
-            for first in range(0, columns, 4 * lane_columns)
-            for half in (0, 1)
-            for i in range(lane_columns)
+    def _made(self, thread) -> list:
+        """The epilogue's elements of a bundle, in registers: for each output its subtiles."""
+        fragments = [
+            [
+                cute.make_rmem_tensor(WGMMA_M * columns // GROUP, element_type)
+                for _ in range(width // columns)
+            ]
+            for (_, columns), width, element_type in zip(
+                self.subtiles, self.widths, self.element_types, strict=True
+            )
         ]
+        most = max(cute.size(subtiles[0]) for subtiles in fragments)
+        for first in range(0, most, CONVERTED):
+            for j, subtiles in enumerate(fragments):
+                for k, fragment in enumerate(subtiles):
+                    if first < cute.size(fragment):
+                        self._make(j, k, first, fragment, thread)
+        return fragments
+
+    def _make(self, j, k, first, fragment, thread):
+        """Some elements of a subtile."""
+        columns = self.subtiles[j][1]
+        places = self._places(j)[first : first + CONVERTED]
         elements = [
             self.epilogue.element(j, thread, half, k * columns + column) for half, column in places
         ]
-        values = cute.make_rmem_tensor(
-            (lane_columns, 2, len(elements) // (2 * lane_columns)), type(elements[0])
-        )
+        values = cute.make_rmem_tensor(len(elements), type(elements[0]))
         for i, element in enumerate(elements):
             values[i] = element
-        tCrD = cute.make_rmem_tensor_like(values, self.element_types[j])
-        tCrD.store(values.load().to(self.element_types[j]))
-        if lane_columns == PAIR:
-            target = to_shared.get_slice(tid).partition_D(sD)
-            shaped = cute.make_tensor(
-                tCrD.iterator,
-                cute.make_layout(self._mma(columns).partition_shape_C(self.subtiles[j])),
-            )
-            cute.copy(to_shared, to_shared.retile(shaped), target)
+        converted = cute.make_rmem_tensor(len(elements), self.element_types[j])
+        converted.store(values.load().to(self.element_types[j]))
+        for i in range(len(elements)):
+            fragment[first + i] = converted[i]
+
+    def _places(self, j) -> list:
+        """(half, column) of a thread's elements in a subtile; for pairs of columns in the order of
+        registers that a tiled copy of accumulators takes."""
+        lane_columns = self.epilogue.full[j].lane_columns
+        return [
+            (half, first + i)
+            for first in range(0, self.subtiles[j][1], 4 * lane_columns)
+            for half in (0, 1)
+            for i in range(lane_columns)
+        ]
+
+    def _put(self, j, fragment, to_shared, sD, tid):
+        """A subtile into shared memory."""
+        if self.epilogue.full[j].lane_columns == PAIR:
+            shape = self._mma(self.subtiles[j][1]).partition_shape_C(self.subtiles[j])
+            tCrD = cute.make_tensor(fragment.iterator, cute.make_layout(shape))
+            tRS_sD = to_shared.get_slice(tid).partition_D(sD)
+            cute.copy(to_shared, to_shared.retile(tCrD), tRS_sD)
             return
         row, lane = tid // 32 * 16 + tid % 32 // 4, tid % 4
-        for i, (half, column) in enumerate(places):
-            sD[row + 8 * half, column + lane * lane_columns] = tCrD[i]
+        for i, (half, column) in enumerate(self._places(j)):
+            sD[row + 8 * half, column + lane * self.epilogue.full[j].lane_columns] = fragment[i]
 
     def _tiled_store(self, j, major):
         """Registers → shared memory; of no use for columns that are not in pairs."""

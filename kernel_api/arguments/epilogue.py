@@ -27,6 +27,8 @@ from kernel_api.operands import Operand
 
 _KINDS = {"float": "real", "int": "integer", "uint": "integer", "bool": "bool"}
 _BOOL = dtype("bool")
+#: Of one function, for operands of other shapes.
+_TRACES_KEPT = 64
 
 
 class EpilogueArguments:
@@ -165,8 +167,16 @@ class EpilogueArguments:
                 f"{place_of(self.fn)}: there is no operand {', '.join(unknown)}; there are "
                 f"{', '.join(self.operands) or 'none'}"
             )
+        return self.applied_to(**{**self.operands, **operands})
+
+    def applied_to(self, **operands: Any) -> EpilogueArguments:
+        """The same function on these operands alone; what was traced before is not again.
+
+        Raises EpilogueError as the constructor does.
+        """
+        self._check_names(operands)
         made = copy.copy(self)
-        made._take({**self.operands, **operands})
+        made._take(operands)
         return made
 
     # What it computes --------------------------------------------------------------------
@@ -194,6 +204,8 @@ class EpilogueArguments:
         if found is None:
             extents = {name: str(o.shape) for name, o in self._inputs.items()}
             found = trace(self.fn, self._parameters, inputs, outputs, extents, problem)
+            if len(self._traces) >= _TRACES_KEPT:
+                self._traces.clear()
             self._traces[key] = found
         written = {RESULT: out, **self._outputs}
         found.check(problem, {name: operand.shape for name, operand in written.items()})

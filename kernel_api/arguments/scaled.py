@@ -29,6 +29,10 @@ class ScaleMode(enum.Enum):
     BLOCK_128x128 = "block_128x128"
 
 
+#: Modes in which the scale varies along the contracted index.
+BLOCK_MODES = (ScaleMode.BLOCK_1x128, ScaleMode.BLOCK_128x128)
+
+
 class ScaledOperand(Operand):
     """A tensor stored in units of a scale: real value = ``tensor`` × ``scale``.
 

@@ -1,6 +1,6 @@
 """Pack exported kernels into a bundle, which discovery offers where there is no compiler.
 
-The libraries come from ``kernel-api compile --out`` or from ``artifact.export``. A process finds the
+The libraries come from "kernel-api compile --out" or from artifact.export. A process finds the
 bundle's kernels by KERNEL_API_BUNDLE, or after kernel_api.load_bundle(path).
 """
 

@@ -48,7 +48,11 @@ def _defined_above(cls: type, base: type) -> set[str]:
 
 @lru_cache(maxsize=1)
 def _dsl_is_here() -> Status:
-    if importlib.util.find_spec("cutlass") is None:
+    try:
+        found = importlib.util.find_spec("cutlass")
+    except (ImportError, ValueError):  # something on the import path refuses to look
+        found = None
+    if found is None:
         return Status.fail(
             "nvidia-cutlass-dsl is not installed",
             rule="the compiler is installed",

@@ -156,14 +156,17 @@ def _cuda_runtime() -> Path | None:
 def _cuda_places() -> Iterator[Path]:
     for place in _package_places("nvidia"):
         yield from sorted(place.glob("*/lib"))
-    homes = [Path(home) for n in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(n))]
-    for home in (*homes, *sorted(Path("/usr/local").glob("cuda*"), reverse=True)):
+    named = filter(None, map(os.environ.get, ("CUDA_HOME", "CUDA_PATH")))
+    for home in (*map(Path, named), *sorted(Path("/usr/local").glob("cuda*"), reverse=True)):
         yield from (home / "lib64", home / "lib", home / "targets" / "x86_64-linux" / "lib")
     yield Path("/usr/lib/x86_64-linux-gnu")
 
 
 def _package_places(name: str) -> list[Path]:
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # something on the import path refuses to look
+        return []
     return [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from kernel_api.arguments import GemmArguments
-from kernel_api.arguments.scaled import expanded_scale
+from kernel_api.arguments.scaled import BLOCK_MODES, expanded_scale
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.epilogue.tracing import RESULT
 from kernel_api.kernel import Kernel
@@ -16,6 +16,7 @@ from kernel_api.operands import Operand
 from kernel_api.providers.precision import float32_multiplication
 from kernel_api.providers.reference import ReferenceProvider
 from kernel_api.providers.reference.epilogue import evaluate, rounded, saturated
+from kernel_api.providers.reference.tensor_cores import EIGHT_BITS, tensor_core_product
 from kernel_api.providers.streams import on_stream
 from kernel_api.space import Operands, Space
 from kernel_api.status import Status
@@ -123,7 +124,15 @@ class ReferenceGemm(Kernel):
 
 
 def _exact_product(args: GemmArguments) -> Any:
-    wide = _wide_type(args.A.tensor, args.B.tensor, scaled=bool(args.scaled))
+    A, B, _ = args.tensors
+    wide = _wide_type(A, B, scaled=bool(args.scaled))
+    by_blocks = any(getattr(args, name).mode in BLOCK_MODES for name in args.scaled)
+    if args.scaled and not by_blocks and not _floating(args):
+        # Scales behind the sum, so that what cancels is exactly zero.
+        exact = product(A, B).to(wide)
+        for name in {"A", "B"} & set(args.scaled):
+            exact = exact * _scale(args, name, wide)
+        return exact
     return product(_real(args, "A", wide), _real(args, "B", wide))
 
 
@@ -209,15 +218,33 @@ def _same_dtype(args: GemmArguments) -> Any:
 def _float32_product(args: GemmArguments) -> Any:
     """The accumulator as torch computes it."""
     A, B, _ = args.tensors
-    multiply = torch.bmm if A.dim() == 3 else torch.mm
-    with torch.no_grad(), float32_multiplication(args.fp32_precision):
-        sixteen_bits = A.dtype is B.dtype and A.dtype in (torch.float16, torch.bfloat16)
-        if A.is_cuda and sixteen_bits and not args.scaled:
-            return multiply(A, B, out_dtype=torch.float32)
+    with torch.no_grad():
+        if A.is_cuda and _hardware_multiplies(A, B):
+            return tensor_core_product(args)
         a, b = _real(args, "A", torch.float32), _real(args, "B", torch.float32)
-        if args.fp32_precision == "tf32" and not A.is_cuda:
+        if args.fp32_precision == "tf32x3":
+            return _three_products(a, b)
+        if args.fp32_precision == "tf32":
             a, b = _rounded_to_tf32(a), _rounded_to_tf32(b)
-        return multiply(a, b)
+        with float32_multiplication("ieee"):
+            return torch.matmul(a, b)
+
+
+def _hardware_multiplies(A: Any, B: Any) -> bool:
+    """Whether tensor cores multiply these types, with an accumulator that is not IEEE float32."""
+    if A.dtype is B.dtype and A.dtype in (torch.float16, torch.bfloat16):
+        return True
+    eight_bits = all(t.dtype in EIGHT_BITS for t in (A, B))
+    return eight_bits and torch.cuda.get_device_capability(A.device) >= (8, 9)
+
+
+def _three_products(a: Any, b: Any) -> Any:
+    """float32 as the sum of two tfloat32, the product of the smaller parts left out."""
+    with float32_multiplication("ieee"):
+        large_a, large_b = _cut_to_tf32(a), _cut_to_tf32(b)
+        small_a, small_b = _rounded_to_tf32(a - large_a), _rounded_to_tf32(b - large_b)
+        small = torch.matmul(small_a, large_b) + torch.matmul(large_a, small_b)
+        return small + torch.matmul(large_a, large_b)
 
 
 def _real(args: GemmArguments, name: str, wide: Any) -> Any:
@@ -237,6 +264,10 @@ def _rounded_to_tf32(x: Any) -> Any:
     """To nearest with 10 explicit mantissa bits, as the hardware's conversion does."""
     bits = x.contiguous().view(torch.int32)
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def _cut_to_tf32(x: Any) -> Any:
+    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
 def _wide_type(A: Any, B: Any, scaled: bool = False) -> Any:

@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 import torch
-from support.data import arguments_for
+from support.data import TOO_MANY_PARTS, arguments_for, supported_sizes
 from support.example_gemm import ExampleGemm
 from support.registry import restored_registry
 from support.sass import sass
@@ -78,7 +78,10 @@ def example():
 def test_what_is_offered_compiles_without_spills_and_fits_the_multiprocessor(
     kernel, sizes, compiled_for
 ):
-    args = arguments_for(kernel, *sizes, device="meta")
+    M, N, K, batch = sizes
+    args = arguments_for(kernel, *supported_sizes(kernel, M, N, K), batch, device="meta")
+    if kernel.supports(args).rule in TOO_MANY_PARTS:
+        args = arguments_for(kernel, *supported_sizes(kernel, 64, 64, K), 1, device="meta")
     assert kernel in ka.get_kernels(args, cc=compiled_for, providers=["cutedsl"])
 
     artifact = kernel.compile(args, cc=compiled_for)
@@ -110,6 +113,10 @@ def multiplies_16_bits(metadata):
     return metadata.operands.A.dtype in (torch.float16, torch.bfloat16)
 
 
+def multiplies_8_bits(metadata):
+    return metadata.operands.A.dtype == torch.int8
+
+
 def is_for(metadata, name):
     return metadata.targets == (name,) and metadata.kernel_class is not ExampleGemm
 
@@ -121,6 +128,7 @@ def instructions(kernel, compiled_for):
 
 
 AMPERE = one_of_each(lambda m: is_for(m, "sm_80") and multiplies_16_bits(m))
+AMPERE_INT8 = one_of_each(lambda m: is_for(m, "sm_80") and multiplies_8_bits(m))
 HOPPER = one_of_each(lambda m: is_for(m, "sm_90a") and multiplies_16_bits(m))
 
 if AMPERE:
@@ -129,6 +137,15 @@ if AMPERE:
     def test_16_bit_ampere_kernels_multiply_by_tensor_cores_fed_by_ldmatrix(kernel):
         code = instructions(kernel, "sm_80")
         assert "HMMA" in code
+        assert "LDSM" in code
+
+
+if AMPERE_INT8:
+
+    @pytest.mark.parametrize("kernel", AMPERE_INT8)
+    def test_8_bit_ampere_kernels_multiply_by_tensor_cores_fed_by_ldmatrix(kernel):
+        code = instructions(kernel, "sm_80")
+        assert "IMMA" in code
         assert "LDSM" in code
 
 

@@ -9,10 +9,11 @@ def kernels_of(family):
     return [k for k in ka.get_kernels(providers=["cutedsl"]) if k.family_name() == family]
 
 
+AMPERE = ["sm80.gemm", "sm80.gemm_int8"]
 HOPPER = ["sm90.gemm", *(f"sm90.gemm_{kind}" for kind in ("tf32", "tf32x3", "fp8", "int8"))]
 
 
-@pytest.mark.parametrize("family", ["sm80.gemm", *HOPPER])
+@pytest.mark.parametrize("family", [*AMPERE, *HOPPER])
 def test_tile_threads_and_stages_are_those_of_the_implementation(family):
     for kernel in kernels_of(family):
         built, design = kernel.implementation(), kernel.metadata.design
@@ -47,10 +48,14 @@ def test_hopper_kernels_use_as_many_stages_as_fit_and_are_built_as_described(fam
         assert design.stages == most.stages
 
 
-def test_ampere_kernels_take_the_shared_memory_that_they_say():
-    for kernel in kernels_of("sm80.gemm"):
+@pytest.mark.parametrize("family", AMPERE)
+def test_ampere_kernels_are_built_as_described_and_take_the_shared_memory_that_they_say(family):
+    for kernel in kernels_of(family):
         design, operands = kernel.metadata.design, kernel.metadata.operands
-        built = kernel.implementation().shared_memory_bytes(
+        implementation = kernel.implementation()
+        assert implementation.warps == design.warps
+        assert implementation.split_k == (design.split_k if design.split_k > 1 else None)
+        built = implementation.shared_memory_bytes(
             operands.A.dtype.cutlass,
             operands.out.dtype.cutlass,
             1 if operands.out.unit_mode == -1 else 0,

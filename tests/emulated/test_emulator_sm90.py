@@ -88,6 +88,30 @@ def test_unknown_bits_of_tensor_maps_are_refused():
         TensorMap.decode(encoded)
 
 
+COPY = f"""
+    shl.b32 %r9, %r0, 2;
+    add.s32 %r9, %r9, %r1;
+    mad.wide.u32 %rd9, %r0, 4, %rd0;
+    cp.async.ca.shared.global [%r9], [%rd9], 4;
+    cp.async.mbarrier.arrive.noinc.shared.b64 [%r1+{BARRIER}];
+"""
+OTHERS_WORD = """
+    xor.b32 %r9, %r0, 127;
+    shl.b32 %r9, %r9, 2;
+    add.s32 %r9, %r9, %r1;
+    ld.shared.b32 %r10, [%r9];
+    st.global.b32 [%rd4], %r10;
+"""
+
+
+@pytest.mark.parametrize("seed", ANY_ORDER)
+def test_copies_of_threads_arrive_at_an_mbarrier(seed):
+    body = INITIALISE.replace("], 1;", "], 128;") + COPY + wait() + OTHERS_WORD
+    assert (run(body, words(128), seed=seed) == words(128)[::-1]).all()
+    with pytest.raises(EmulationError, match=r"on its way|without having waited|never written"):
+        run(body.replace(wait(), ""), words(128), seed=seed)
+
+
 # Clusters -----------------------------------------------------------------------------------
 
 MEET = "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"

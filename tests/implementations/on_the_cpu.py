@@ -3,6 +3,7 @@
 What they say in PTX is carried out here instead, by the code below.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,10 +11,10 @@ import cutlass
 import cutlass.cute as cute
 import numpy as np
 import pytest
-from cutlass import Boolean, Int64, Uint16
+from cutlass import Boolean, Int64, Uint8, Uint16
 from cutlass.cute.runtime import from_dlpack
 
-INTEGERS = {16: np.int16, 32: np.int32}  # elements that name where they come from, by bits
+INTEGERS = {8: np.int8, 16: np.int16, 32: np.int32}  # elements that name their place, by bits
 
 
 def fixed(array: np.ndarray) -> cute.Tensor:
@@ -40,10 +41,12 @@ def _carry_out(code, *, read_only_args, write_only_types=(), predicate=None):
     if code.startswith("cp.async"):
         vector_bytes = int(code.split(", ")[2])
         return _copy_or_zero(*read_only_args, predicate, vector_bytes)
-    if "ld.global.b16" in code:
-        return _load_pair(*read_only_args)
-    if code.startswith(("st.shared.v2.b16", "st.global")):
+    if loads := re.findall(r"ld\.global\.b(8|16) ", code):
+        return _load_each(*read_only_args, {"8": Uint8, "16": Uint16}[loads[0]], len(loads))
+    if stores := re.match(r"st\.(shared|global).*\.b(8|16|32) ", code):
         address, *values = read_only_args
+        if stores[2] == "8":  # in registers of 16 bits
+            values = [value.to(Uint8) for value in values]
         return _store(address, tuple(values), predicate)
     raise NotImplementedError(code)
 
@@ -52,20 +55,22 @@ def _carry_out(code, *, read_only_args, write_only_types=(), predicate=None):
 def _copy_or_zero(target, source, inside, predicate, vector_bytes: cutlass.Constexpr):
     """cp.async: `inside` bytes of the source, then zeros."""
     if predicate:
-        for i in cutlass.range_constexpr(vector_bytes // 2):
-            _pointer(Uint16, target, i).store(Uint16(0))
-            if 2 * i < inside:
-                _pointer(Uint16, target, i).store(_pointer(Uint16, source, i).load())
+        for i in cutlass.range_constexpr(vector_bytes):
+            _pointer(Uint8, target, i).store(Uint8(0))
+            if i < inside:
+                _pointer(Uint8, target, i).store(_pointer(Uint8, source, i).load())
+
+
+def _load_each(source, inside, element_type, count):
+    return tuple(_load_one(source, inside, element_type, i) for i in range(count))
 
 
 @cute.jit
-def _load_pair(source, inside):
-    first, second = Uint16(0), Uint16(0)
-    if inside > 0:
-        first = Uint16(_pointer(Uint16, source, 0).load())
-    if inside > 1:
-        second = Uint16(_pointer(Uint16, source, 1).load())
-    return first, second
+def _load_one(source, inside, element_type: cutlass.Constexpr, i: cutlass.Constexpr):
+    value = Uint16(0)
+    if inside > i:
+        value = Uint16(_pointer(element_type, source, i).load())
+    return value
 
 
 @cute.jit

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from cutlass import BFloat16, Float32
+from cutlass import BFloat16, Float32, Int8, Int32
 
 from kernel_api import provider
 from kernel_api.implementations.sm80.gemm import Gemm
@@ -18,7 +18,8 @@ def planned(
     output_type=Float32,
     unit_modes=(1, 1, 1),
 ):
-    gemm = Gemm(tile_shape, warps, stages, vector_bytes=vector_bytes)
+    accumulator_type = Int32 if operand_type is Int8 else Float32
+    gemm = Gemm(tile_shape, warps, stages, accumulator_type, vector_bytes=vector_bytes)
     gemm._plan(operand_type, output_type, unit_modes)
     return gemm
 
@@ -26,8 +27,12 @@ def planned(
 @cache
 def offered():
     (cutedsl,) = provider.providers(["cutedsl"])
-    (family,) = (family for family in cutedsl.families() if family.family == "sm80.gemm")
-    return [_as_offered(kernel) for kernel in family.generate_kernels(lambda metadata: True)]
+    families = [family for family in cutedsl.families() if family.family.startswith("sm80.gemm")]
+    return [
+        _as_offered(kernel)
+        for family in families
+        for kernel in family.generate_kernels(lambda metadata: True)
+    ]
 
 
 def _as_offered(kernel):

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 import numpy as np
 import pytest
-from cutlass import BFloat16, Float32, Int32
+from cutlass import BFloat16, Float32, Int8, Int32
 from on_the_cpu import INTEGERS, fixed, offsets, operand, ptx_on_the_cpu
 from sm80_gemms import distinct, offered
 
@@ -35,6 +35,8 @@ OTHERS = [
     tiles_of(BFloat16, (16, 32), 0, threads=512, vector_bytes=2),
     tiles_of(Float32, (128, 16), 1, threads=128, vector_bytes=8),
     tiles_of(Float32, (16, 64), 0, threads=512, vector_bytes=16),
+    tiles_of(Int8, (64, 256), 1, threads=64),
+    tiles_of(Int8, (32, 64), 1, threads=256, vector_bytes=1),
 ]
 
 
@@ -208,7 +210,8 @@ class Copies:
         order = (2, 0, 1) if self.tiles.unit_mode == 1 else (2, 1, 0)
         stored = np.full([shape[i] for i in order], SENTINEL, self.shared.dtype)
         padded = stored.transpose(np.argsort(order))
-        padded[:rows, :k] = 1 + np.arange(rows * k * 2).reshape(rows, k, 2) % 30011
+        prime = 113 if self.tiles.element_bytes == 1 else 30011
+        padded[:rows, :k] = 1 + np.arange(rows * k * 2).reshape(rows, k, 2) % prime
         return padded[:rows, :k]
 
     def run(self, array, first_row, batch, k_tile, stage):
@@ -242,6 +245,9 @@ COPIED = [
         (BFloat16, (16, 32), 512, 2),  # with idle threads
         (Float32, (64, 32), 128, 16),
         (Float32, (32, 16), 128, 4),
+        (Int8, (64, 64), 128, 16),
+        (Int8, (32, 64), 128, 4),
+        (Int8, (32, 64), 128, 1),
     )
     for unit_mode in (0, 1)
 ]

@@ -73,7 +73,9 @@ class LoggedGemm(Gemm):
 @cache
 def compiled(gemm):
     """The main loop with the stages of a GEMM, be they too few, and a log to run it with."""
-    logged = LoggedGemm(gemm.tile_shape, gemm.warps, 3, vector_bytes=gemm.vector_bytes)
+    logged = LoggedGemm(
+        gemm.tile_shape, gemm.warps, 3, gemm.accumulator_type, vector_bytes=gemm.vector_bytes
+    )
     logged.stages = gemm.stages
     logged._plan(gemm.operand_type, gemm.D.element_type, (1, 1, 1))
     log = np.zeros((2048, 4), np.int32)

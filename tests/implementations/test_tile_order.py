@@ -17,9 +17,7 @@ from kernel_api.implementations.sm90.gemm import CONCURRENT_TILES
 from kernel_api.providers.cutedsl.gemm.sm90 import Sm90Gemm
 
 #: (tile, cluster) that the Hopper family offers.
-TILES = sorted(
-    {(d.kernel_tile, d.kernel_cluster) for d in Sm90Gemm.space.designs(Sm90Gemm.design)}
-)
+TILES = sorted({(d.kernel_tile, d.kernel_cluster) for d in Sm90Gemm.space.designs(Sm90Gemm.design)})
 COUNTS = [(1, 1), (1, 7), (9, 1), (2, 3), (8, 8), (16, 17), (23, 11), (5, 40), (64, 33)]
 
 

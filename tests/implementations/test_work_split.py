@@ -9,7 +9,7 @@ import pytest
 from cutlass import Int32, Int64
 from on_the_cpu import operand
 
-from kernel_api.implementations.common.work_split import PartialSums, WorkSplit
+from kernel_api.implementations.common.work_split import EvenSplit, PartialSums, WorkSplit
 
 # (tiles, k tiles, workers); a worker has at least one unit.
 SPLITS = [
@@ -107,6 +107,34 @@ def test_as_many_workers_as_parts_of_tiles_have_one_equal_part_each(parts):
 def test_units_beyond_32_bits_times_workers_are_dealt_out_right():
     work, _ = computed(3, 40_000_000, 132)
     assert work[..., 1].sum(dtype=np.int64) == 3 * 40_000_000
+
+
+@cute.jit
+def write_parts(work: cute.Tensor, shared: cute.Tensor, k_tiles: Int32, parts: cutlass.Constexpr):
+    split = EvenSplit(parts, k_tiles, Int64(0))
+    for worker in cutlass.range(work.shape[0]):
+        work[worker, 0], work[worker, 1] = split.k_range(worker, worker // parts)
+    for tile in cutlass.range(shared.shape[0]):
+        shared[tile, 0], shared[tile, 1] = split.workers_on(tile)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+@pytest.mark.parametrize("k_tiles", [0, 1, 2, 7, 8, 9, 100])
+def test_even_parts_are_those_of_as_many_workers(k_tiles, parts):
+    tiles = 5
+    work = np.full((tiles * parts, 2), -1, np.int32)
+    shared = np.full((tiles, 2), -1, np.int32)
+    tensors = operand(work, 1), operand(shared, 1)
+    cute.compile(write_parts, *tensors, Int32(1), parts)(*tensors, Int32(k_tiles))
+    assert shared.tolist() == [[parts * tile, parts] for tile in range(tiles)]
+    of_tiles = work.reshape(tiles, parts, 2)
+    ends = of_tiles.sum(axis=2)
+    assert (of_tiles[:, 0, 0] == 0).all()
+    assert (of_tiles[:, 1:, 0] == ends[:, :-1]).all()
+    assert (ends[:, -1] == k_tiles).all()
+    if k_tiles >= parts:
+        as_workers, _ = computed(tiles, k_tiles, tiles * parts)
+        assert np.array_equal(as_workers.sum(axis=1), work)
 
 
 def test_partial_sums_are_moved_four_at_a_time():

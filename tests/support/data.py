@@ -20,6 +20,14 @@ FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
 
+#: Rules of kernels that are for small problems.
+TOO_MANY_PARTS = (
+    "a split along K is for less than 512 parts of tiles",
+    "tiles cut anywhere along K are for at most 2 tiles per resident cluster",
+    "a workspace has room for 16384 counters, one per group of threads that sums up a tile",
+)
+
+
 def strided_empty(
     shape: Sequence[int],
     element: torch.dtype,
@@ -155,6 +163,21 @@ def arguments_for(
         fp32_precision=multiplied_as.short if multiplied_as is not None else None,
     )
     return with_scales(plain, scales, seed)
+
+
+def supported_sizes(kernel: ka.Kernel, M: int, N: int, K: int) -> tuple[int, int, int]:
+    """The sizes, enlarged where the kernel asks: K for a split along it, M or N of an output that
+    is written 16 bytes at once."""
+    design, out = kernel.metadata.design, kernel.metadata.operands.out
+    split = getattr(design, "split_k", 1)
+    if split > 1:
+        K += (split - 1) * design.tile_shape[2]
+    if kernel.metadata.targets == ("sm_90a",) and out.alignment >= 16:
+        if out.unit_mode == -1:
+            N = -(-N // out.divisibility) * out.divisibility
+        else:
+            M = -(-M // out.divisibility) * out.divisibility
+    return M, N, K
 
 
 def with_scales(

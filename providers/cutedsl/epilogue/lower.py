@@ -19,7 +19,7 @@ from kernel_api.implementations.common.epilogue import (
     Reduced,
     Thread,
 )
-from kernel_api.providers.cutedsl.epilogue.plan import PAIR, Plan, kind_of
+from kernel_api.providers.cutedsl.epilogue.plan import PAIR, Plan, block_columns, kind_of
 
 _Value = Any  # Float32 or Boolean
 
@@ -29,8 +29,8 @@ class GraphEpilogue(Epilogue):
 
     Args:
         plan: Of the graph.
-        output_types: Of the outputs that have rows and columns: the narrower they are, the less
-            of a function's precision they show.
+        output_types: Of the outputs, first those with rows and columns: the narrower they are,
+            the less of a function's precision they show.
     """
 
     def __init__(self, graph: Graph, plan: Plan, output_types: tuple[Any, ...]) -> None:
@@ -44,8 +44,9 @@ class GraphEpilogue(Epilogue):
         )
         self.reduced = tuple(self._reduced(index) for _, index in plan.reduced)
         self.bundle = plan.bundle
+        self.halves = plan.halves
         self._functions = _functions(
-            short=all(t.width <= 16 for t in output_types),
+            short=all(t.width <= 16 for t in output_types[: len(plan.full)]),
             shortest=all(t is BFloat16 or t.width <= 8 for t in output_types),
         )
 
@@ -131,7 +132,7 @@ class GraphEpilogue(Epilogue):
     def _split(
         self, node: Node, index: int, thread: Thread, half: int, column: int, lane: int
     ) -> _Value:
-        part, granularity = int(node["part"]), int(node["granularity"])
+        part, granularity = int(node["part"]), block_columns(node)
         if granularity == 1:
             return self._value(node.inputs[0], thread, half, 2 * column + part, 2 * lane)
         block, rest = divmod(column, granularity)
@@ -141,7 +142,7 @@ class GraphEpilogue(Epilogue):
     def _interleave(
         self, node: Node, index: int, thread: Thread, half: int, column: int, lane: int
     ) -> _Value:
-        granularity = int(node["granularity"])
+        granularity = block_columns(node)
         block, rest = divmod(column, granularity)
         source, part = (block // 2) * granularity + rest, block % 2
         lane = lane // 2 if granularity == 1 else lane

@@ -8,11 +8,14 @@ from typing import Any
 from kernel_api.arguments import EpilogueArguments
 from kernel_api.epilogue import Graph
 from kernel_api.operands import Operand
-from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
+from kernel_api.providers.cutedsl.epilogue.plan import HALF, Plan, plan
 from kernel_api.space import Miss
 
 #: Columns that a kernel writes at once, and so the narrowest bundle.
 _WIDTH = 32
+
+#: Bytes that TMA writes at once.
+TMA_PIECE = 16
 
 #: That are reduced together.
 _ROWS = 64
@@ -75,6 +78,15 @@ def reduction_sizes(
     return counters, parts
 
 
+def halves_fit(graph: Graph, N: int) -> bool | Miss:
+    """Whether halves of columns can be dealt out to tiles."""
+    planned = plan(graph)
+    for columns in () if isinstance(planned, str) else planned.halves:
+        if N * columns % (2 * HALF):
+            return Miss(f"{N * columns} columns", f"would match with a multiple of {2 * HALF}")
+    return True
+
+
 def fits_tile(graph: Graph, tile_n: int, swapped: bool) -> bool | Miss:
     """Whether tiles of ``tile_n`` columns will do, and the transposed product if it is swapped."""
     planned = plan(graph)
@@ -90,11 +102,19 @@ def fits_tile(graph: Graph, tile_n: int, swapped: bool) -> bool | Miss:
     return True
 
 
+def whole_pieces(operand: Operand) -> bool:
+    """Whether its rows are multiples of what TMA writes at once, so that nothing else is hit."""
+    extent = operand.shape[operand.unit_mode] if operand.unit_mode is not None else 1
+    return extent * operand.dtype.itemsize % TMA_PIECE == 0
+
+
 def outputs_fit(epilogue: EpilogueArguments, alignment: int) -> bool | Miss:
     """Whether every output has a mode of stride 1 and the alignment in bytes."""
     for name, operand in full_outputs(epilogue).items():
         if operand.unit_mode is None:
             return Miss(f"{name} has strides {operand.stride}", "would match with one of 1")
-        if alignment >= 16 and operand.alignment % 16:
-            return Miss(f"{name} is aligned to {operand.alignment} bytes")
+        if alignment < TMA_PIECE:
+            continue
+        if operand.alignment % TMA_PIECE or not whole_pieces(operand):
+            return Miss(f"{name} has shape {operand.shape} and strides {operand.stride}")
     return True

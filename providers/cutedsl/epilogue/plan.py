@@ -18,6 +18,7 @@ from kernel_api.epilogue.shape import Shape
 
 PAIR = 2  # neighbouring columns of a thread
 QUAD = 8  # columns of a quad
+HALF = 32  # columns that halves take turns in, in a tile
 
 #: Operations that rows and columns mean different things to.
 _PLACED = ("split", "interleave", "rotate", "hadamard", "uniform", "reduce")
@@ -35,6 +36,7 @@ class Plan:
         bundle: Columns of accumulators that an element's inputs may lie in.
         full: Outputs that have rows and columns, D first: name and node.
         reduced: Outputs that are reduced: name and node.
+        halves: Columns, in units of N, of matrices whose halves are looked at together.
         alone: Whether every element stands alone, so that the transposed product serves as well.
     """
 
@@ -42,6 +44,7 @@ class Plan:
     bundle: int
     full: tuple[tuple[str, int], ...]
     reduced: tuple[tuple[str, int], ...]
+    halves: frozenset[Fraction]
     alone: bool
 
 
@@ -62,7 +65,12 @@ def _plan(graph: Graph) -> Plan | str:
     alone = all(node.op not in _PLACED for node in graph.nodes)
     reduced = tuple(o for o in graph.outputs if graph.nodes[o[1]].op == "reduce")
     full = tuple(o for o in graph.outputs if o not in reduced)
-    return Plan(tuple(lanes), lcm(*spans), full, reduced, alone)
+    halves = frozenset(
+        _paired(graph, node).columns for node in graph.nodes if _granularity(node) == "halves"
+    )
+    if any(_mixes_orders(graph, node, halves) for node in graph.nodes):
+        return "pairs of halves beside something else that looks at columns of the same matrix"
+    return Plan(tuple(lanes), lcm(*spans), full, reduced, halves, alone)
 
 
 def _refusals(graph: Graph) -> Iterator[str]:
@@ -75,8 +83,9 @@ def _refusals(graph: Graph) -> Iterator[str]:
     for node in graph.nodes:
         if node.op == "cast" and node["to"] not in _FLOATS:
             yield f"a cast to {node['to']}; casts are to {', '.join(_FLOATS)}"
-        if node.op in ("split", "interleave"):
-            yield from _refused_granularity(node["granularity"])
+        granularity = _granularity(node)
+        if granularity not in (None, "halves", 1) and int(granularity) % QUAD:
+            yield f"pairs of {granularity} columns; 1 and multiples of {QUAD} are with one thread"
         if node.op == "rotate":
             yield from _refused_rotation(node)
         if any(graph.nodes[i].op == "reduce" for i in node.inputs):
@@ -91,11 +100,30 @@ def _reducible(shape: Shape) -> bool:
     return shape.rows and shape.columns > 0
 
 
-def _refused_granularity(granularity: int | str) -> Iterator[str]:
-    if granularity == "halves":
-        yield "pairs of halves, which are too far apart for a tile; 32 columns are not"
-    elif granularity != 1 and int(granularity) % QUAD:
-        yield f"pairs of {granularity} columns; 1 and multiples of {QUAD} are with one thread"
+def _granularity(node: Node) -> int | str | None:
+    if node.op not in ("split", "interleave"):
+        return None
+    granularity: int | str = node["granularity"]
+    return granularity
+
+
+def block_columns(node: Node) -> int:
+    """Columns of one of a pair's blocks; halves are dealt out to tiles in blocks."""
+    return HALF if node["granularity"] == "halves" else int(node["granularity"])
+
+
+def _paired(graph: Graph, node: Node) -> Shape:
+    """Shape of the matrix that holds both of a pair."""
+    return graph.nodes[node.inputs[0]].shape if node.op == "split" else node.shape
+
+
+def _mixes_orders(graph: Graph, node: Node, halves: frozenset[Fraction]) -> bool:
+    """Whether a node takes columns of such a matrix for what they are not."""
+    if node.op in ("split", "interleave"):
+        return node["granularity"] != "halves" and _paired(graph, node).columns in halves
+    if node.op == "reduce":
+        return node["axis"] == "rows" and graph.nodes[node.inputs[0]].shape.columns in halves
+    return node.op in ("rotate", "hadamard", "uniform") and node.shape.columns in halves
 
 
 def _refused_rotation(node: Node) -> Iterator[str]:
@@ -123,16 +151,16 @@ def _lane_columns(node: Node, inputs: list[int]) -> int | None:
     if lane and node.op in ("split", "interleave"):
         if node["granularity"] == 1:
             return lane // 2 if node.op == "split" else lane * 2
-        return None if node["granularity"] % (4 * lane) else lane
+        return None if block_columns(node) % (4 * lane) else lane
     return lane
 
 
 def _span(graph: Graph, node: Node) -> int:
     """Columns of accumulators that hold a whole block of what the node looks at."""
     if node.op == "split":
-        return _accumulator_columns(2 * int(node["granularity"]), graph.nodes[node.inputs[0]].shape)
+        return _accumulator_columns(2 * block_columns(node), graph.nodes[node.inputs[0]].shape)
     if node.op == "interleave":
-        return _accumulator_columns(2 * int(node["granularity"]), node.shape)
+        return _accumulator_columns(2 * block_columns(node), node.shape)
     if node.op == "rotate":
         return _accumulator_columns(int(node["head_dim"]), node.shape)
     if node.op == "hadamard":

@@ -8,17 +8,21 @@ from typing import Any, ClassVar
 
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import GemmArguments
+from kernel_api.devices import multiprocessors_of
 from kernel_api.dtypes import TF32X3
 from kernel_api.epilogue import Graph
 from kernel_api.metadata import GemmOperandsMetadata, TensorAttributes
 from kernel_api.operands import Operand
 from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.epilogue.operands import (
+    TMA_PIECE,
     epilogue_values,
     fits_tile,
     full_outputs,
+    halves_fit,
     outputs_fit,
     reduction_sizes,
+    whole_pieces,
 )
 from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
 from kernel_api.providers.cutedsl.gemm import model, sm90_design
@@ -48,6 +52,20 @@ class Sm90GemmFamily(SplitGemm):
         itemsizes = operands.A.dtype.itemsize, operands.out.dtype.itemsize
         return design.stages == design.most_stages(*itemsizes, _small_parts(operands))
 
+    @rule("TMA writes 16 bytes at once: rows of out are multiples of that, or threads write them")
+    def _(operands: GemmOperandsMetadata, args: Any) -> bool | Miss:
+        if operands.out.alignment < TMA_PIECE or whole_pieces(args.out):
+            return True
+        return Miss(f"out has shape {args.out.shape}")
+
+    @rule("tiles cut anywhere along K are for at most 2 tiles per resident cluster")
+    def _(design: Sm90GemmDesign, args: GemmArguments) -> bool | Miss:
+        if not design.stream_k:
+            return True
+        clusters = design.clusters(args.M, args.N, args.L)
+        resident = multiprocessors_of(args.device) // design.cluster_size
+        return clusters <= 2 * resident or Miss(f"there are {clusters} for {resident}")
+
     @rule("an epilogue takes operands without scales, and K of at least 1")
     def _(args: Any) -> bool | Miss:
         if args.epilogue is None or not (args.scaled or args.K == 0):
@@ -58,6 +76,10 @@ class Sm90GemmFamily(SplitGemm):
     def _(args: Any) -> bool | Miss:
         planned = plan(args.epilogue.graph) if args.epilogue is not None else None
         return Miss(planned) if isinstance(planned, str) else True
+
+    @rule("halves of columns are dealt out to tiles 32 at a time")
+    def _(args: Any) -> bool | Miss:
+        return args.epilogue is None or halves_fit(args.epilogue.graph, args.N)
 
     @rule("outputs of the epilogue are as aligned as out")
     def _(operands: GemmOperandsMetadata, args: Any) -> bool | Miss:
@@ -81,22 +103,37 @@ class Sm90GemmFamily(SplitGemm):
             return Status.success()
         return Status.fail(f"the epilogue's reductions take {counters} counters of {ZEROED // 4}")
 
+    @rule("accumulators of up to 160 registers leave room for columns that are looked at together")
+    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
+        if args.epilogue is None or design.accumulators <= 160:
+            return True
+        planned = plan(args.epilogue.graph)
+        if isinstance(planned, str) or planned.bundle == 1:
+            return True
+        return Miss(f"they take {design.accumulators}")
+
     @property
     def _design(self) -> Sm90GemmDesign:
         design: Any = self.metadata.design
         return design  # type: ignore[no-any-return]
 
     def implementation(self) -> Callable[..., None]:
-        return self._implementation(())
+        return self._implementation()
 
     def implementation_for(self, args: GemmArguments) -> Callable[..., None]:
         if args.epilogue is None:
-            return self._implementation(())
-        written = full_outputs(args.epilogue).values()
-        return self._implementation(tuple(operand.dtype.cutlass for operand in written))
+            return self._implementation()
+        full = full_outputs(args.epilogue)
+        reduced = [args.epilogue.outputs[n] for n in args.epilogue.outputs if n not in full]
+        return self._implementation(
+            tuple(operand.dtype.cutlass for operand in full.values()),
+            tuple(operand.dtype.cutlass for operand in reduced),
+        )
 
-    def _implementation(self, more_outputs: tuple[Any, ...]) -> Callable[..., None]:
-        """more_outputs: types of those beside out."""
+    def _implementation(
+        self, more_outputs: tuple[Any, ...] = (), reduced: tuple[Any, ...] = ()
+    ) -> Callable[..., None]:
+        """Types of the outputs beside out: those with rows and columns, those that are reduced."""
         from kernel_api.implementations.sm90.gemm import Gemm
 
         design, operands = self._design, self.metadata.operands
@@ -118,7 +155,7 @@ class Sm90GemmFamily(SplitGemm):
             promoted=self.promoted,
             block_scales=scaled_by_blocks(operands),
             split_float32=_small_parts(operands),
-            epilogue=self._epilogue(output_types),
+            epilogue=self._epilogue((*output_types, *reduced)),
         )
         return found
 
@@ -149,8 +186,13 @@ class Sm90GemmFamily(SplitGemm):
             return super().more_placeholders(args)
         full = full_outputs(args.epilogue)
         aligned = self.metadata.operands.tensors["out"].alignment >= 16
+        inputs = args.epilogue.inputs
         return tuple(
-            self._stored(full[name], aligned) if name in full else compiler.placeholder(value)
+            self._stored(full[name], aligned)
+            if name in full
+            else compiler.fake_tensor(inputs[name], None)
+            if name in inputs and inputs[name].unit_mode is not None
+            else compiler.placeholder(value)
             for name, value in values.items()
         )
 

@@ -56,6 +56,13 @@ class Sm90GemmDesign(SplitDesign):
         return 2 if self.schedule == "pingpong" or rows == 256 else rows // 64
 
     @property
+    def accumulators(self) -> int:
+        """Registers of a thread that hold a tile, or its share of one."""
+        tile_m, tile_n, _ = self.kernel_tile
+        sharing = 1 if self.schedule == "pingpong" else self.consumers
+        return tile_m * tile_n // (128 * sharing)
+
+    @property
     def threads(self) -> int:
         return 128 * (1 + self.consumers)
 

@@ -11,7 +11,7 @@ import numpy as np
 from support.ptx.arithmetic import TYPES, U32, to_tf32
 from support.ptx.errors import EmulationError
 from support.ptx.mbarrier import Barrier
-from support.ptx.memory import WARP
+from support.ptx.memory import WARP, Copies
 from support.ptx.ordered_memory import GRANULE, AsyncRead
 from support.ptx.program import Address, Immediate, Instruction, TensorAddress
 from support.ptx.tensor_map import TensorMap
@@ -43,15 +43,16 @@ class _Load:
 
 @dataclass(eq=False)
 class _Arrival:
-    """cp.async.mbarrier.arrive: when the copies of a thread so far are there."""
+    """cp.async.mbarrier.arrive: when what a thread has copied so far is there."""
 
     barrier: Barrier
-    copies: list[tuple[np.ndarray, np.ndarray]]  # granules or bytes, data
-    view: Any
+    copies: list[Copies]
     block: int
 
     def advance(self, machine: Machine) -> bool:
-        self.barrier.arrive(1, self.view)
+        barrier = self.barrier
+        machine.shared.finish_copies(self.copies, barrier.agent, barrier.phase + 1)
+        barrier.arrive(1, None)
         return True
 
 
@@ -289,6 +290,22 @@ def _wait(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask
     return None
 
 
+def _arrive_behind_copies(
+    match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask
+) -> None:
+    """Without noinc, the arrival is one more than the barrier counts."""
+    (address,) = instruction.operands
+    machine = gang.machine
+    for at in np.arange(gang.threads.size)[gang.chosen(mask)].tolist():
+        where = _address(gang, address, at)
+        barrier = machine.barrier_at(gang.block, where, gang.warps[at // WARP])
+        if not match["noinc"]:
+            barrier.pending += 1
+        copies = machine.shared.take_copies(int(gang.threads[at]))
+        machine.bulk.pending.append(_Arrival(barrier, copies, gang.block.number))
+    machine.progress += 1
+
+
 def _prefetch(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask) -> None:
     (operand,) = instruction.operands
     assert isinstance(operand, Address)
@@ -320,5 +337,9 @@ BULK = (
     ),
     (r"cp\.async\.bulk\.commit_group", _commit),
     (r"cp\.async\.bulk\.wait_group(?P<read>\.read)?", _wait),
+    (
+        r"cp\.async\.mbarrier\.arrive(?P<noinc>\.noinc)?\.shared(::cta)?\.b64",
+        _arrive_behind_copies,
+    ),
     (r"prefetch\.(param\.)?tensormap", _prefetch),
 )

@@ -97,6 +97,36 @@ _define("fma.rn.ftz.f32", F32, (F32, F32, F32), _with_flush(_FMA))
 _define("fma.rn.sat.f32", F32, (F32, F32, F32), lambda *x: _FMA(*x).clip(0, 1))
 _define("copysign.f32", F32, (F32, F32), lambda a, b: np.copysign(b, a))
 
+
+def _directed(rounding: str) -> Callable[..., Array]:
+    """a · b + c, rounded down (rm), up (rp) or towards zero (rz)."""
+
+    def compute(a: Array, b: Array, c: Array) -> Array:
+        product, c = a.astype(F64) * b.astype(F64), c.astype(F64)  # the product is exact
+        total = product + c
+        added = total - product
+        lost = (product - (total - added)) + (c - added)
+        nearest = total.astype(F32)
+        beyond = np.where(total == nearest, lost, total - nearest)
+        down = np.asarray({"rm": True, "rp": False, "rz": total > 0}[rounding])
+        wrong = np.where(down, beyond < 0, beyond > 0)
+        limit = np.where(down, F32.type(-np.inf), F32.type(np.inf))
+        return np.where(wrong, np.nextafter(nearest, limit), nearest)
+
+    return compute
+
+
+for _rounding in ("rm", "rp", "rz"):
+    _directed_fma = _directed(_rounding)
+    for _name, _count, _function in (
+        ("fma", 3, _directed_fma),
+        ("add", 2, lambda a, b, f=_directed_fma: f(a, np.ones_like(b), b)),
+        ("sub", 2, lambda a, b, f=_directed_fma: f(a, np.ones_like(b), -b)),
+        ("mul", 2, lambda a, b, f=_directed_fma: f(a, b, np.zeros_like(a))),
+    ):
+        _define(f"{_name}.{_rounding}.f32", F32, (F32,) * _count, _function)
+        _define(f"{_name}.{_rounding}.ftz.f32", F32, (F32,) * _count, _with_flush(_function))
+
 # Comparisons --------------------------------------------------------------------------------------
 
 for _comparison in ("eq", "neu", "lt", "le", "gt", "ge"):
@@ -147,6 +177,8 @@ for _name, _t in HALVES.items():
             ("fma.rn", 3, lambda a, b, c: a * b + c),
             ("min", 2, np.fmin),
             ("max", 2, np.fmax),
+            ("min.NaN", 2, np.minimum),
+            ("max.NaN", 2, np.maximum),
             ("neg", 1, operator.neg),
             ("abs", 1, np.abs),
             ("ex2.approx", 1, np.exp2),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,12 @@ def launch(program: Program, memory: GlobalMemory, asked: Launch, *, seed: int =
 
 def handler_of(instruction: Instruction) -> Handler:
     """EmulationError if the instruction is not known."""
+    return _handler_of(instruction.name) or common.handler_of(instruction)  # type: ignore[return-value]
+
+
+@cache
+def _handler_of(name: str) -> Handler | None:
     for pattern, handler in _PATTERNS:
-        if match := pattern.fullmatch(instruction.name):
+        if match := pattern.fullmatch(name):
             return partial(handler, match)
-    return common.handler_of(instruction)  # type: ignore[return-value]
+    return None

@@ -6,6 +6,7 @@ launch; instead of the TVM-FFI function it finds one of ours.
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import torch
 
 import kernel_api as ka
 from kernel_api import _compile_cache
+from kernel_api._workspaces import ZEROED
 from kernel_api.providers.cutedsl import compiler
 from kernel_api.targets import target
 from support.ptx.gemm import storage_bytes
@@ -134,7 +136,7 @@ class _Tensors:
             tensor.shape,
             [stride * itemsize for stride in tensor.stride()],
             itemsize,
-            alignment=asked.alignment if asked is not None else itemsize,
+            alignment=asked.alignment if asked is not None else _alignment(tensor),
             output=output,
         )
         self._placed[tensor.data_ptr()] = tensor, placed
@@ -175,6 +177,9 @@ class _Tensors:
                 missing = self.memory.unwritten(placed)
                 assert missing == 0, f"{missing} bytes of {placed.name} are not written"
                 storage_bytes(tensor)[:] = self.memory.storage(placed)
+            if placed.name == "workspace":
+                left = self.memory.storage(placed)[:ZEROED]
+                assert not left.any(), "the beginning of the workspace is not left zero"
 
 
 @contextmanager
@@ -189,6 +194,13 @@ def _pretended(multiprocessors: int) -> Iterator[None]:
                             mock.patch.object(module, function, lambda *_: multiprocessors)
                         )
         yield
+
+
+def _alignment(tensor: torch.Tensor) -> int:
+    """Bytes that divide the address and all strides but the one of 1; 16 at most."""
+    itemsize = tensor.element_size()
+    strides = [stride for stride in tensor.stride() if stride != 1]
+    return math.gcd(16, *(stride * itemsize for stride in (tensor.storage_offset(), *strides)))
 
 
 def poison(tensor: torch.Tensor) -> None:

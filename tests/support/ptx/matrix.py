@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from support.ptx.arithmetic import F32
+
 _LANE = np.arange(32)[:, None]
 _GROUP, _TID = _LANE // 4, _LANE % 4
 
@@ -71,7 +73,7 @@ class MatrixMultiply:
     A: Fragment
     B: Fragment
     element: np.dtype
-    accumulator: np.dtype = np.dtype(np.float32)
+    accumulator: np.dtype = F32
 
     def operand(self, fragment: Fragment, registers: list[np.ndarray]) -> np.ndarray:
         """32-bit registers of (threads,) → (warps, rows, columns) in float64."""

@@ -217,6 +217,22 @@ class OrderedSharedMemory:
                 left.append(later)
         self._copies = left
 
+    def take_copies(self, thread: int) -> list[Copies]:
+        """Those of a thread that are on their way: the caller will finish them."""
+        taken, left = [], []
+        for copies in self._copies:
+            own = copies.accesses.threads == thread
+            taken.append(copies.part(own))
+            left.append(copies.part(~own))
+        self._copies = [copies for copies in left if copies.groups.size]
+        return [copies for copies in taken if copies.groups.size]
+
+    def finish_copies(self, taken: list[Copies], agent: int, count: int) -> None:
+        """They arrive; `count`: the agent's, once they may be read."""
+        for copies in taken:
+            copies.accesses.write(self._writes, mark(agent, count))
+            copies.accesses.write(self.bytes, copies.data)
+
     # Async proxy ---------------------------------------------------------------------------------
 
     def start_read(

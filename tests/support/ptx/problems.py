@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kernel_api as ka
-from support.data import fill, strided_empty, with_scales
+from support.data import fill, strided_empty, supported_sizes, with_scales
 from support.ptx.gemm import storage_bytes
 
 
@@ -32,6 +32,7 @@ def awkward_arguments(
         batch: None for operands without that mode.
         broadcast: The operand that has but one batch, or None.
     """
+    M, N, K = supported_sizes(kernel, M, N, K)
     extents = {"M": M, "N": N, "K": K}
     tensors = []
     for index, (operand, asked) in enumerate(kernel.metadata.operands.tensors.items()):
@@ -52,10 +53,11 @@ def awkward_arguments(
             tensor = tensor.expand(batch, *shape[1:])
         tensors.append(tensor)
     operands = kernel.metadata.operands
+    multiplied_as = operands.multiplication_type
     args = ka.GemmArguments(
         *tensors,
         operands.accumulator_type,
-        fp32_precision="tf32" if operands.multiplication_type is not None else None,
+        fp32_precision=multiplied_as.short if multiplied_as is not None else None,
     )
     scales = {name: asked.scale for name, asked in operands.tensors.items()}
     return with_scales(args, scales, seed) if any(scales.values()) else args

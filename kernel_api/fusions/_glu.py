@@ -1,0 +1,250 @@
+"""Gated linear units, forward and backward."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from kernel_api import epilogue as ep
+from kernel_api.arguments import GemmArguments
+from kernel_api.errors import ArgumentError
+from kernel_api.fusions._gates import KINDS, LIMITED, gated
+from kernel_api.fusions._shared import (
+    Function,
+    affine,
+    fused,
+    gradient_arguments,
+    matrices,
+    one_of,
+    per_column,
+    per_row,
+    point_and_gradient,
+    real,
+    required,
+    rows,
+    shaped,
+)
+
+ORDERS = ("up_gate", "gate_up")
+
+
+def gemm_glu(
+    A: Any,
+    B: Any,
+    *,
+    out: Any,
+    kind: str = "swiglu",
+    preactivation: Any = None,
+    bias: Any = None,
+    prob: Any = None,
+    alpha: Any = 1.0,
+    order: str = "up_gate",
+    granularity: int | str = 32,
+    limit: Any = None,
+    offset: Any = None,
+) -> GemmArguments:
+    """out = f(gate) · h(up) · prob, of the column pairs gate and up of alpha · acc + bias.
+
+    Args:
+        out: (M, N / 2).
+        kind: What f and h are; h(u) = u but for the last two:
+
+            ===================  ================================================================
+            ``"glu"``            f(g) = σ(g) (Dauphin et al., Language Modeling with Gated
+                                 Convolutional Networks)
+            ``"swiglu"``         f(g) = g · σ(g) (Shazeer, GLU Variants Improve Transformer; the
+                                 next three too)
+            ``"geglu"``          f(g) = g · Φ(g) by erf
+            ``"geglu_tanh"``     the same by tanh
+            ``"reglu"``          f(g) = max(g, 0)
+            ``"geglu_clamped"``  f(g) = g' · σ(1.702 · g') of g' = min(g, limit), h(u) = clamp(u,
+                                 −limit, limit) + offset (OpenAI, gpt-oss model card)
+            ``"situglu"``        f(g) = 4 · tanh(g / 4) · σ(g), h(u) = 25 · tanh(u / 25)
+            ===================  ================================================================
+
+        preactivation: (M, N), alpha · acc + bias, written for :func:`gemm_dglu`; ``out`` is
+            computed from what it is before it is rounded or clamped.
+        order: Which stands first in a pair.
+        granularity: Blocks of so many columns alternate; ``"halves"``: the first half of the
+            columns and the second.
+        limit, offset: Of ``"geglu_clamped"``, 7 and 1 by default.
+    """
+    A, B = matrices(A, B)
+    N = B.shape[-1]
+    _check_pairs(kind, order, granularity)
+    _check_halves("B has N", N, granularity)
+    reads = {
+        "alpha": real("alpha", alpha),
+        "bias": per_column("bias", bias, A, N),
+        "prob": per_row("prob", prob, A),
+        **_limits(kind, limit, offset),
+    }
+    writes = {"preactivation": shaped("preactivation", preactivation, (*rows(A), N))}
+    out = shaped("out", out, (*rows(A), N // 2))
+    return fused(_glu(kind, order, granularity), A, B, out, reads=reads, writes=writes)
+
+
+@functools.lru_cache
+def _glu(kind: str, order: str, granularity: int | str) -> Function:
+    def fn(
+        accum: Any,
+        alpha: Any = None,
+        bias: Any = None,
+        prob: Any = None,
+        limit: Any = None,
+        offset: Any = None,
+    ) -> dict[str, Any]:
+        x = affine(accum, alpha, bias)
+        gate, up = ep.glu_pair(x, order, granularity)
+        y = gated(kind, gate, up, limit, offset).result
+        return {"out": y if prob is None else y * prob, "preactivation": x}
+
+    return fn
+
+
+def gemm_dglu(
+    A: Any,
+    B: Any,
+    *,
+    out: Any,
+    preactivation: Any,
+    kind: str = "swiglu",
+    prob: Any = None,
+    dprob: Any = None,
+    dbias: Any = None,
+    alpha: Any = 1.0,
+    order: str = "up_gate",
+    granularity: int | str = 32,
+    limit: Any = None,
+    offset: Any = None,
+) -> GemmArguments:
+    """The gradient of :func:`gemm_glu` with respect to its pre-activation; the product is the
+    gradient of its result.
+
+    With dy = alpha · acc, and the names of :func:`gemm_glu`::
+
+        d_gate = dy · prob · f'(gate) · h(up)      dprob = Σ over columns of dy · f(gate) · h(up)
+        d_up   = dy · prob · f(gate) · h'(up)      dbias = Σ over rows of out
+
+    Args:
+        out: (M, 2N): d_gate and d_up, paired as gate and up in ``preactivation``.
+        preactivation: (M, 2N), what :func:`gemm_glu` wrote.
+    """
+    A, B = matrices(A, B)
+    wide = 2 * B.shape[-1]
+    _check_pairs(kind, order, granularity)
+    _check_halves("preactivation has columns", wide, granularity)
+    reads = {
+        "preactivation": required("preactivation", preactivation, (*rows(A), wide)),
+        **_limits(kind, limit, offset),
+    }
+    function = _dglu(kind, order, granularity)
+    return gradient_arguments(function, A, B, out, wide, reads, alpha, prob, dprob, dbias)
+
+
+def gemm_recompute_dglu(
+    A: Any,
+    B: Any,
+    *,
+    out: Any,
+    upstream: Any,
+    kind: str = "swiglu",
+    bias: Any = None,
+    prob: Any = None,
+    dprob: Any = None,
+    dbias: Any = None,
+    alpha: Any = 1.0,
+    order: str = "up_gate",
+    granularity: int | str = 32,
+    limit: Any = None,
+    offset: Any = None,
+) -> GemmArguments:
+    """As :func:`gemm_dglu`, but the product recomputes the pre-activation, alpha · acc + bias,
+    and ``upstream`` is the gradient of the result. Nothing of the forward pass need be kept.
+
+    Args:
+        out: (M, N), paired as the pre-activation is.
+        upstream: (M, N / 2).
+    """
+    A, B = matrices(A, B)
+    N = B.shape[-1]
+    _check_pairs(kind, order, granularity)
+    _check_halves("B has N", N, granularity)
+    reads = {
+        "upstream": required("upstream", upstream, (*rows(A), N // 2)),
+        "bias": per_column("bias", bias, A, N),
+        **_limits(kind, limit, offset),
+    }
+    function = _dglu(kind, order, granularity)
+    return gradient_arguments(function, A, B, out, N, reads, alpha, prob, dprob, dbias)
+
+
+@functools.lru_cache
+def _dglu(kind: str, order: str, granularity: int | str) -> Function:
+    def fn(
+        accum: Any,
+        preactivation: Any = None,
+        upstream: Any = None,
+        alpha: Any = None,
+        bias: Any = None,
+        prob: Any = None,
+        limit: Any = None,
+        offset: Any = None,
+    ) -> dict[str, Any]:
+        x, dy = point_and_gradient(accum, preactivation, upstream, alpha, bias)
+        gate, up = ep.glu_pair(x, order, granularity)
+        glu = gated(kind, gate, up, limit, offset)
+        gradients = glu.gradients(dy if prob is None else dy * prob)
+        D = ep.interleave(*gradients, order, granularity)
+        return {"out": D, "dprob": ep.sum(dy * glu.result, -1), "dbias": ep.sum(D, -2)}
+
+    return fn
+
+
+def gemm_swiglu(A: Any, B: Any, *, out: Any, **options: Any) -> GemmArguments:
+    """:func:`gemm_glu` of that kind."""
+    return gemm_glu(A, B, out=out, kind="swiglu", **options)
+
+
+def gemm_geglu(A: Any, B: Any, *, out: Any, **options: Any) -> GemmArguments:
+    """:func:`gemm_glu` of that kind."""
+    return gemm_glu(A, B, out=out, kind="geglu", **options)
+
+
+def gemm_reglu(A: Any, B: Any, *, out: Any, **options: Any) -> GemmArguments:
+    """:func:`gemm_glu` of that kind."""
+    return gemm_glu(A, B, out=out, kind="reglu", **options)
+
+
+def gemm_dswiglu(A: Any, B: Any, *, out: Any, preactivation: Any, **options: Any) -> GemmArguments:
+    """:func:`gemm_dglu` of that kind."""
+    return gemm_dglu(A, B, out=out, preactivation=preactivation, kind="swiglu", **options)
+
+
+def _check_pairs(kind: str, order: str, granularity: int | str) -> None:
+    one_of("kind", kind, KINDS)
+    one_of("order", order, ORDERS)
+    whole = isinstance(granularity, int) and not isinstance(granularity, bool) and granularity > 0
+    if granularity != "halves" and not whole:
+        raise ArgumentError(
+            f"granularity is {granularity!r}; expected a number of columns, or 'halves'"
+        )
+
+
+def _check_halves(what: str, N: int, granularity: int | str) -> None:
+    width = granularity if isinstance(granularity, int) else 1
+    of = "halves" if granularity == "halves" else f"pairs of {width} columns"
+    if N % (2 * width):
+        raise ArgumentError(f"{what} = {N}; {of} need a multiple of {2 * width}")
+
+
+def _limits(kind: str, limit: Any, offset: Any) -> dict[str, Any]:
+    if kind == LIMITED:
+        return {
+            "limit": real("limit", 7.0 if limit is None else limit),
+            "offset": real("offset", 1.0 if offset is None else offset),
+        }
+    for name, value in (("limit", limit), ("offset", offset)):
+        if value is not None:
+            raise ArgumentError(f"{name} is {value} and kind is {kind!r}; {LIMITED!r} has one")
+    return {}

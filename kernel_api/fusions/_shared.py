@@ -1,0 +1,172 @@
+"""What the fusions share: operands checked before anything is traced, functions traced once."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kernel_api.arguments import EpilogueArguments, GemmArguments
+from kernel_api.errors import ArgumentError
+from kernel_api.operands import Operand
+
+#: From the accumulator and operands to everything that may be written: ``out`` and others by name.
+#: Every operand has a default; one that is absent is None.
+Function = Callable[..., dict[str, Any]]
+
+Extents = tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=512)
+def _epilogue(function: Function, written: tuple[str, ...]) -> EpilogueArguments:
+    """The epilogue that writes those values; without operands, which it is applied to."""
+
+    @functools.wraps(function)
+    def fn(*args: Any, **operands: Any) -> tuple[Any, ...]:
+        values = function(*args, **operands)
+        return tuple(values[name] for name in ("out", *written))
+
+    return EpilogueArguments(fn)
+
+
+def fused(
+    function: Function,
+    A: Operand,
+    B: Operand,
+    out: Any,
+    *,
+    reads: dict[str, Any],
+    writes: dict[str, Any] | None = None,
+) -> GemmArguments:
+    """Arguments with the epilogue that a function computes; operands that are None are absent."""
+    written = {name: value for name, value in (writes or {}).items() if value is not None}
+    operands = {name: value for name, value in reads.items() if value is not None}
+    epilogue = _epilogue(function, tuple(written))
+    return GemmArguments(A, B, out, epilogue=epilogue.applied_to(**operands, **written))
+
+
+# Operands --------------------------------------------------------------------------------
+
+
+def matrices(A: Any, B: Any) -> tuple[Operand, Operand]:
+    return _matrix(A, "A"), _matrix(B, "B")
+
+
+def _matrix(value: Any, name: str) -> Operand:
+    operand = value if isinstance(value, Operand) else Operand(value, name)
+    if operand.rank not in (2, 3):
+        raise ArgumentError(f"{name} has rank {operand.rank}; expected 2, or 3 with a batch")
+    return operand
+
+
+def rows(A: Operand) -> Extents:
+    """Extents of what has one value per row: (M,) or (L, M)."""
+    return A.shape[:-1]
+
+
+def batches(A: Operand) -> Extents:
+    """Extents of what has one value per product: () or (L,)."""
+    return A.shape[:-2]
+
+
+def shaped(name: str, value: Any, shape: Extents, *others: Extents) -> Operand | None:
+    """An operand that must have one of these shapes; None stays None."""
+    if value is None:
+        return None
+    operand = value if isinstance(value, Operand) else Operand(value, name)
+    if operand.shape not in (shape, *others):
+        expected = " or ".join(map(str, dict.fromkeys((shape, *others))))
+        raise ArgumentError(f"{name} has shape {operand.shape}; expected {expected}")
+    return operand
+
+
+def per_row(name: str, value: Any, A: Operand) -> Operand | None:
+    """(M,) or (M, 1), or with a batch in front; as it broadcasts against the accumulator."""
+    of_rows = rows(A)
+    shapes = [of_rows, of_rows[-1:], (*of_rows, 1), (of_rows[-1], 1)]
+    operand = shaped(name, value, *shapes)
+    if operand is None or operand.shape not in shapes[:2]:
+        return operand
+    return Operand(operand.tensor.unsqueeze(-1))
+
+
+def per_column(name: str, value: Any, A: Operand, N: int) -> Operand | None:
+    """(N,), or (L, N); as it broadcasts against the accumulator."""
+    operand = shaped(name, value, (N,), (*batches(A), N))
+    if operand is None or operand.rank == 1:
+        return operand
+    return Operand(operand.tensor.unsqueeze(-2))
+
+
+def real(name: str, value: Any) -> Any:
+    """A factor: a number, passed at run time as a float, or a tensor that holds one."""
+    if value is None or not isinstance(value, numbers.Real):
+        return value
+    if isinstance(value, bool):
+        raise ArgumentError(f"{name} is {value}; expected a number")
+    return float(value)
+
+
+def one_of(name: str, value: Any, choices: Iterable[Any]) -> Any:
+    if value not in choices:
+        raise ArgumentError(f"{name} is {value!r}; expected one of {', '.join(map(str, choices))}")
+    return value
+
+
+def required(name: str, value: Any, shape: Extents) -> Operand:
+    operand = shaped(name, value, shape)
+    if operand is None:
+        raise ArgumentError(f"{name} is None; expected a tensor {shape}")
+    return operand
+
+
+def typed(name: str, operand: Operand, element: str) -> Operand:
+    if operand.dtype.name != element:
+        raise ArgumentError(f"{name} is {operand.dtype}; expected {element}")
+    return operand
+
+
+# What several of them do ----------------------------------------------------------------
+
+
+def times(factor: Any, x: Any) -> Any:
+    """factor · x, or x where there is no factor."""
+    return x if factor is None else factor * x
+
+
+def affine(accum: Any, alpha: Any, bias: Any) -> Any:
+    """alpha · acc + bias"""
+    x = times(alpha, accum)
+    return x if bias is None else x + bias
+
+
+def gradient_arguments(
+    function: Function,
+    A: Operand,
+    B: Operand,
+    out: Any,
+    wide: int,
+    reads: dict[str, Any],
+    alpha: Any,
+    prob: Any,
+    dprob: Any,
+    dbias: Any,
+) -> GemmArguments:
+    """Of a backward pass: ``out`` has ``wide`` columns."""
+    reads = {**reads, "alpha": real("alpha", alpha), "prob": per_row("prob", prob, A)}
+    writes = {
+        "dprob": shaped("dprob", dprob, rows(A)),
+        "dbias": shaped("dbias", dbias, (*batches(A), wide)),
+    }
+    out = shaped("out", out, (*rows(A), wide))
+    return fused(function, A, B, out, reads=reads, writes=writes)
+
+
+def point_and_gradient(
+    accum: Any, preactivation: Any, upstream: Any, alpha: Any, bias: Any
+) -> tuple[Any, Any]:
+    """Where the derivative is taken, and what it is multiplied with: the accumulator is one."""
+    if preactivation is None:
+        return affine(accum, alpha, bias), upstream
+    return preactivation, times(alpha, accum)

@@ -1,0 +1,167 @@
+"""What is done to a product as it is stored: rotation, quantisation, dropout."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from kernel_api import epilogue as ep
+from kernel_api.arguments import GemmArguments
+from kernel_api.errors import ArgumentError
+from kernel_api.fusions._shared import (
+    Function,
+    affine,
+    batches,
+    fused,
+    matrices,
+    one_of,
+    per_column,
+    real,
+    required,
+    rows,
+    shaped,
+    times,
+    typed,
+)
+
+#: Largest values of the types that are quantised to.
+_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+_MX_BLOCK = 32
+
+
+def gemm_rope(
+    A: Any,
+    B: Any,
+    *,
+    out: Any,
+    cos: Any,
+    sin: Any,
+    head_dim: int,
+    start: int = 0,
+    width: int | None = None,
+    style: str = "half",
+) -> GemmArguments:
+    """Rotary position embedding (Su et al., RoFormer) of the heads of acc: pairs (a, b) of
+    columns become (a · cos − b · sin, b · cos + a · sin).
+
+    Args:
+        cos, sin: (M, width / 2), or (L, M, width / 2): an angle per row and pair.
+        head_dim: Columns of a head; heads stand side by side.
+        start: First column of a head that is rotated; those that are not stay as they are.
+        width: How many are rotated; all from ``start`` on by default.
+        style: ``"half"``: columns i and i + width / 2 are a pair; ``"interleaved"``: 2i, 2i + 1.
+    """
+    A, B = matrices(A, B)
+    N = B.shape[-1]
+    if head_dim < 1 or N % head_dim:
+        raise ArgumentError(f"B has N = {N}; heads of {head_dim} columns need a multiple of it")
+    turned = head_dim - start if width is None else width
+    if turned < 2 or turned % 2 or start < 0 or start + turned > head_dim:
+        raise ArgumentError(
+            f"width is {turned} and start {start}; expected an even width that fits head_dim = "
+            f"{head_dim}"
+        )
+    one_of("style", style, ("half", "interleaved"))
+    tables = (*rows(A), turned // 2)
+    reads = {"cos": required("cos", cos, tables), "sin": required("sin", sin, tables)}
+    out = shaped("out", out, (*rows(A), N))
+    return fused(_rope(head_dim, start, turned, style), A, B, out, reads=reads)
+
+
+@functools.lru_cache
+def _rope(head_dim: int, start: int, width: int, style: str) -> Function:
+    def fn(accum: Any, cos: Any = None, sin: Any = None) -> dict[str, Any]:
+        return {"out": ep.rotate(accum, cos, sin, head_dim, start, width, style)}
+
+    return fn
+
+
+def gemm_quantize(
+    A: Any,
+    B: Any,
+    *,
+    out: Any,
+    scale: Any,
+    mode: str = "tensor",
+    amax: Any = None,
+    alpha: Any = 1.0,
+    bias: Any = None,
+) -> GemmArguments:
+    """out = round(x / scale) of x = alpha · acc + bias, so that x ≈ out × scale; it saturates.
+
+    Args:
+        out: (M, N) of float8_e4m3fn, float8_e5m2 or int8, whose largest value is called top.
+        mode: ``"tensor"``: ``scale`` is read, a number or a tensor (). ``"row"``: it is written,
+            (M,) float32: max |x| of the row / top, 1 where that is 0. ``"mx"``: it is written,
+            (M, N / 32) float8_e8m0fnu: max |x| of 32 columns / top, rounded up to a power of two
+            (OCP Microscaling Formats, whose scales are rounded down, so that the largest values
+            saturate).
+        amax: max |x|, whatever the mode.
+    """
+    A, B = matrices(A, B)
+    N = B.shape[-1]
+    one_of("mode", mode, ("tensor", "row", "mx"))
+    out = required("out", out, (*rows(A), N))
+    top = _LARGEST[one_of("out's type", out.dtype.name, _LARGEST)]
+    reads = {"alpha": real("alpha", alpha), "bias": per_column("bias", bias, A, N)}
+    writes = {"amax": shaped("amax", amax, (), batches(A))}
+    if mode == "tensor":
+        if scale is None:
+            raise ArgumentError("scale is None; it is read if mode is 'tensor'")
+        reads["scale"] = real("scale", scale)
+    elif mode == "row":
+        writes["scale"] = typed("scale", required("scale", scale, rows(A)), "float32")
+    else:
+        if N % _MX_BLOCK:
+            raise ArgumentError(f"B has N = {N}; blocks of {_MX_BLOCK} columns need a multiple")
+        blocks = required("scale", scale, (*rows(A), N // _MX_BLOCK))
+        writes["scale"] = typed("scale", blocks, "float8_e8m0fnu")
+    function = _quantize_by_tensor if mode == "tensor" else _quantize_by(mode, top)
+    return fused(function, A, B, out, reads=reads, writes=writes)
+
+
+def _quantize_by_tensor(
+    accum: Any, alpha: Any = None, bias: Any = None, scale: Any = None
+) -> dict[str, Any]:
+    x = affine(accum, alpha, bias)
+    return {"out": x / scale, "amax": ep.amax(x, None)}
+
+
+@functools.lru_cache
+def _quantize_by(mode: str, top: float) -> Function:
+    def fn(accum: Any, alpha: Any = None, bias: Any = None) -> dict[str, Any]:
+        x = affine(accum, alpha, bias)
+        if mode == "row":
+            largest = ep.amax(x, -1)
+            scale = divisor = ep.where(largest == 0.0, 1.0, largest / top)
+        else:
+            scale = ep.cast(ep.amax(x, -1, _MX_BLOCK) / top, "float8_e8m0fnu")
+            divisor = ep.repeat(scale, _MX_BLOCK)
+        return {"out": x / divisor, "scale": scale, "amax": ep.amax(x, None)}
+
+    return fn
+
+
+def gemm_dropout(
+    A: Any, B: Any, *, out: Any, p: Any, seed: Any, offset: Any, alpha: Any = 1.0
+) -> GemmArguments:
+    """out = alpha · acc / (1 − p) with probability 1 − p, else 0 (Srivastava et al., Dropout).
+
+    Args:
+        p: Probability of a zero, from 0 to 1.
+        seed, offset: Integers, or tensors () of one; which elements stay depends on them and the
+            place in ``out`` alone, see :func:`kernel_api.epilogue.dropout`.
+    """
+    A, B = matrices(A, B)
+    p = real("p", p)
+    if isinstance(p, float) and not 0 <= p <= 1:
+        raise ArgumentError(f"p is {p}; expected a probability from 0 to 1")
+    out = shaped("out", out, (*rows(A), B.shape[-1]))
+    reads = {"p": p, "seed": seed, "offset": offset, "alpha": real("alpha", alpha)}
+    return fused(_dropout, A, B, out, reads=reads)
+
+
+def _dropout(
+    accum: Any, p: Any = None, seed: Any = None, offset: Any = None, alpha: Any = None
+) -> dict[str, Any]:
+    return {"out": ep.dropout(times(alpha, accum), p, seed, offset)}

@@ -1,0 +1,383 @@
+"""Libraries: artifact.export, kernel_api.load, and bundles of them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from support.code_kernels import CodeGemm
+from support.data import arguments_for
+from support.kernels import cpu_kernel, kernels_of
+from support.registry import restored_registry
+
+import kernel_api as ka
+from kernel_api import _compile_cache, bundle
+from kernel_api.errors import (
+    ArgumentError,
+    ArtifactError,
+    DeviceError,
+    LibraryError,
+    LinkError,
+    PluginWarning,
+    SignatureError,
+    TargetError,
+    UnsupportedError,
+)
+from kernel_api.providers.cutedsl import linking
+from kernel_api.targets import target
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    """In the registry as long as these tests run; bundles need its provider."""
+    with restored_registry() as registry:
+        yield registry.register(CodeGemm)
+    bundle._families.clear()
+
+
+def kernels():
+    return kernels_of(CodeGemm)[:3]
+
+
+def arguments(device="meta", **other):
+    return arguments_for(kernels()[0], 64, 64, 64, device=device, **other)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two kernels, one of them for two targets."""
+    folder = tmp_path_factory.mktemp("libraries")
+    small, large = kernels()[:2]
+    small.compile(arguments(), cc=90).export(folder / "small.so")
+    large.compile(arguments(), cc=80).export(folder / "large80.so")
+    large.compile(arguments(), cc=90).export(folder / "large90.so")
+    return folder
+
+
+@pytest.fixture
+def library(folder, tmp_path):
+    return shutil.copy(folder / "small.so", tmp_path / "gemm.so")
+
+
+# Export and load --------------------------------------------------------------------------
+
+
+def test_what_was_exported_is_loaded_as_it_was(library):
+    kernel = kernels()[0]
+    compiled = kernel.compile(arguments(), cc=90)
+    loaded = ka.load(library)
+    assert loaded.kernel == kernel
+    assert (loaded.signature, loaded.target) == (compiled.signature, compiled.target)
+    assert loaded.resources == compiled.resources
+    assert loaded.compiled_obj(1, 2, 3) == 3
+    loaded.check(kernel, arguments(), target(90))
+
+
+def test_the_manifest_is_inside_and_beside(folder):
+    beside = (folder / "small.so.json").read_text()
+    assert beside.encode() in (folder / "small.so").read_bytes()
+    found = json.loads(beside)
+    assert found["kernel"]["kernel_name"] == kernels()[0].metadata.kernel_name
+    assert found["target"] == "sm_90"
+    assert found["signature"][0] == "gemm"
+    assert found["epilogue"] is None
+    assert found["fingerprint"]["kernel-api"] == ka.__version__
+    assert found["resources"]["registers"] == 32
+
+
+def test_a_library_can_be_renamed_and_exported_again(library, tmp_path):
+    again = ka.load(library).export(tmp_path / "again.so")
+    assert again.read_bytes() == Path(library).read_bytes()
+    assert ka.load(again).kernel == kernels()[0]
+
+
+def test_export_replaces_a_library_and_leaves_nothing_else(library, tmp_path):
+    kernels()[1].compile(arguments(), cc=90).export(library)
+    assert ka.load(library).kernel == kernels()[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gemm.so", "gemm.so.json"]
+
+
+def test_export_without_a_linker_says_what_is_missing(monkeypatch, tmp_path):
+    artifact = kernels()[2].compile(arguments(), cc=86)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    linking.toolchain.cache_clear()
+    artifact.file = None
+    artifact.compiled_obj = b"code"
+    with pytest.raises(LinkError, match="no linker here: none of cc, gcc, clang is on PATH"):
+        artifact.export(tmp_path / "gemm.so")
+    linking.toolchain.cache_clear()
+    assert not list(tmp_path.iterdir())
+
+
+def test_export_says_what_the_linker_said(tmp_path):
+    artifact = kernels()[2].compile(arguments(), cc=87)
+    artifact.file, artifact.compiled_obj = None, b"no object file"
+    with pytest.raises(LinkError, match=r"cc failed: .*(not recognized|format)"):
+        artifact.export(tmp_path / "gemm.so")
+
+
+def test_export_of_what_is_no_machine_code_is_refused(tmp_path):
+    kernel = cpu_kernel()
+    artifact = kernel.compile(arguments_for(kernel, 4, 4, 4))
+    with pytest.raises(LinkError, match="is not compiled to machine code"):
+        artifact.export(tmp_path / "gemm.so")
+
+
+def test_export_to_where_nothing_can_be_written_is_an_argument_error(tmp_path):
+    artifact = kernels()[0].compile(arguments(), cc=90)
+    with pytest.raises(ArgumentError, match="cannot be written: No such file or directory"):
+        artifact.export(tmp_path / "missing" / "gemm.so")
+
+
+# Files that are not good ------------------------------------------------------------------
+
+
+def damaged(library, change):
+    data = bytearray(Path(library).read_bytes())
+    change(data)
+    with open(library, "wb") as file:
+        file.write(data)
+
+
+def _flip(where):
+    def change(data):
+        data[int(where * (len(data) - 1))] ^= 0x20
+
+    return change
+
+
+def _cut(share):
+    return lambda data: data.__delitem__(slice(int(share * len(data)), None))
+
+
+@pytest.mark.parametrize("where", [0.001, 0.1, 0.4, 0.5, 0.6, 0.8, 0.95, 1.0])
+def test_a_flipped_byte_is_found(library, where):
+    damaged(library, _flip(where))
+    with pytest.raises(LibraryError, match=r"gemm\.so is "):
+        ka.load(library)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.3, 0.9, 0.999])
+def test_a_truncated_file_is_no_complete_library(library, share):
+    damaged(library, _cut(share))
+    with pytest.raises(LibraryError, match=r"gemm\.so is not a complete shared library: its? "):
+        ka.load(library)
+
+
+def test_something_behind_the_library_is_damage(library):
+    damaged(library, lambda data: data.extend(b"more"))
+    with pytest.raises(LibraryError, match="is damaged: its bytes are not those that the manifest"):
+        ka.load(library)
+
+
+def test_a_library_of_others_carries_no_manifest():
+    import math
+
+    with pytest.raises(LibraryError, match=r"is not made by kernel-api: .* carries no manifest"):
+        ka.load(math.__file__)
+
+
+def test_other_files_are_named_errors(tmp_path):
+    with pytest.raises(LibraryError, match=r"missing\.so cannot be read: No such file"):
+        ka.load(tmp_path / "missing.so")
+    (tmp_path / "text.so").write_text("text")
+    with pytest.raises(LibraryError, match="not a complete shared library: it is no ELF file"):
+        ka.load(tmp_path / "text.so")
+    assert issubclass(LibraryError, ArtifactError)
+
+
+# What an artifact refuses -----------------------------------------------------------------
+
+
+def test_a_library_for_other_devices_than_those_here_is_refused(library, monkeypatch):
+    monkeypatch.setattr("kernel_api.library.devices_here", lambda: [target(80), target(100)])
+    with pytest.raises(TargetError, match="compiled for sm_90; the devices here are sm_80, sm_100"):
+        ka.load(library)
+    monkeypatch.setattr("kernel_api.library.devices_here", lambda: [target(80), target(90)])
+    assert ka.load(library).target == target(90)
+
+
+def test_wrong_signatures_targets_and_devices_are_named_before_anything_runs(library):
+    artifact = ka.load(library)
+    kernel = artifact.kernel
+    with pytest.raises(UnsupportedError, match="the operands are on cpu; the kernel runs on cuda"):
+        kernel.run(arguments("cpu"), artifact)
+    with pytest.raises(DeviceError, match="A is a meta or fake tensor"):
+        kernel.run(arguments(), artifact)
+    with pytest.raises(DeviceError, match="A is a meta or fake tensor"):
+        kernel.prepare(arguments(), artifact)
+    batched = arguments_for(kernel, 64, 64, 64, 2, device="meta")
+    with pytest.raises(SignatureError, match="compile for them"):
+        artifact.check(kernel, batched, target(90))
+    with pytest.raises(TargetError, match="compiled for sm_90, the device is sm_80"):
+        artifact.check(kernel, arguments(), target(80))
+
+
+# Bundles ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packed(folder, tmp_path):
+    bundle._families.clear()
+    _compile_cache.clear()  # what is compiled in this process would be found first
+    return tmp_path / "bundle", bundle.pack([folder], tmp_path / "bundle")
+
+
+def from_bundle(args, **query):
+    return ka.get_kernels(args, providers=["bundle"], **query)
+
+
+def test_a_bundle_offers_its_kernels_for_the_targets_it_has(packed, registry):
+    path, names = packed
+    small, large = (k.metadata.kernel_name for k in kernels()[:2])
+    assert sorted(names) == sorted([small, large, large])
+    loaded = ka.load_bundle(path)
+    assert [k.metadata.kernel_name for k in loaded] == sorted({small, large}, key=names.index)
+    offered = {cc: {k.metadata.kernel_name for k in from_bundle(arguments(), cc=cc)}
+               for cc in (80, 90, 86, 100)}  # fmt: skip
+    assert offered == {80: {large}, 90: {small, large}, 86: {large}, 100: set()}
+    (kernel,) = from_bundle(arguments(), cc=86)
+    artifact = kernel.compile(arguments(), cc=86)
+    assert artifact.target == target(80)
+    assert artifact.compiled_obj(1, 2) == 2
+    assert artifact.kernel == kernel == kernels()[1]
+
+
+def test_a_bundle_comes_before_what_compiles_and_explains_itself(packed, registry):
+    ka.load_bundle(packed[0])
+    listed = ka.get_kernels(arguments(), cc=90)
+    assert [type(k).provider_name() for k in listed[:2]] == ["bundle", "bundle"]
+    batched = arguments_for(kernels()[0], 64, 64, 64, 2, device="meta")
+    assert from_bundle(batched, cc=90) == []
+    refusal = next(r for r in ka.explain(batched, cc=90).rejected if r.provider == "bundle")
+    assert refusal.family == "CodeGemm (bundle)"
+    assert refusal.reason.startswith(
+        "the bundle has it for other signatures or targets than these (for sm_"
+    )
+
+
+def test_a_bundle_can_be_added_to(packed, folder, tmp_path):
+    path, names = packed
+    kernels()[2].compile(arguments(), cc=90).export(tmp_path / "third.so")
+    assert len(bundle.pack([tmp_path / "third.so"], path)) == len(names) + 1
+    assert len(bundle.pack([folder], path)) == len(names) + 1
+
+
+def test_what_is_no_bundle_says_so(packed, tmp_path, folder):
+    path, _ = packed
+    with pytest.raises(LibraryError, match=r"is no bundle: index\.json: No such file"):
+        ka.load_bundle(tmp_path)
+    with pytest.raises(LibraryError, match="there is no library to pack"):
+        bundle.pack([tmp_path], tmp_path / "empty")
+    for text, match in [("[]", "cannot be read"), ('{"format": 7}', "has format 7; expected 1")]:
+        (path / "index.json").write_text(text)
+        with pytest.raises(LibraryError, match=match):
+            ka.load_bundle(path)
+
+
+def test_a_kernel_whose_class_is_gone_is_left_out_with_a_warning(packed, registry):
+    path, _ = packed
+    text = (path / "index.json").read_text()
+    name = kernels()[0].metadata.kernel_name
+    index = json.loads(text)
+    for one in index["kernels"]:
+        if one["manifest"]["kernel"]["kernel_name"] == name:
+            one["manifest"]["kernel"]["kernel_class"]["class"] = "support.code_kernels:Gone"
+    (path / "index.json").write_text(json.dumps(index))
+    with pytest.warns(PluginWarning, match=f"{name} of bundle .* is left out: .*Gone"):
+        assert kernels()[1] in ka.load_bundle(path)
+
+
+def test_a_damaged_library_of_a_bundle_is_named_when_it_is_used(packed, registry):
+    path, _ = packed
+    ka.load_bundle(path)
+    (kernel,) = from_bundle(arguments(), cc=80)
+    file = next(path.glob("*sm_80-*.so"))
+    damaged(file, _cut(0.5))
+    with pytest.raises(LibraryError, match="not a complete shared library"):
+        kernel.compile(arguments(), cc=80)
+
+
+# Without the compiler ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """A kernel of the DSL, and one that takes a workspace, exported and packed."""
+    folder = tmp_path_factory.mktemp("real")
+    args = ka.GemmArguments(
+        *(torch.empty(256, 256, dtype=torch.float16, device="meta") for _ in "ABC")
+    )
+    offered = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+    plain = next(k for k in offered if not k.takes_more and k.metadata.targets == ("sm_80",))
+    plain.compile(args, cc=90).export(folder / "plain.so")
+    more = next((k for k in offered if k.takes_more), None)
+    if more is not None:
+        more.compile(args, cc=90).export(folder / "more.so")
+    bundle.pack([folder], folder / "bundle")
+    return folder
+
+
+_BLOCKED = """
+    import importlib.abc, importlib.util, os, sys, time
+    sys.path[:] = {path!r}
+
+    class Blocked(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
+                raise ModuleNotFoundError(name)
+
+    sys.meta_path.insert(0, Blocked())
+    import torch, tvm_ffi
+    import kernel_api as ka
+
+    folder = {folder!r}
+    A, B, out = (torch.ones(256, 256, dtype=torch.float16) for _ in "ABC")
+    on_cpu = ka.GemmArguments(A, B, out)
+    args = ka.GemmArguments(*(t.to("meta") for t in (A, B, out)))
+    ka.load(folder + "/plain.so")
+    for name in sorted(n for n in os.listdir(folder) if n.endswith(".so")):
+        started = time.perf_counter()
+        artifact = ka.load(os.path.join(folder, name))
+        print("loaded", name, round(1e3 * (time.perf_counter() - started), 2), "ms",
+              artifact.resources.registers > 0)
+        for wrong in (on_cpu, args):
+            try:
+                artifact.kernel.run(wrong, artifact)
+            except ka.errors.KernelApiError as error:
+                print(type(error).__name__)
+        # The library checks its arguments itself, on any machine: rank, type, device.
+        kernel = artifact.kernel
+        scalars = kernel.scalars(132)
+        try:
+            artifact.compiled_obj(A[0], B, out, *([(), 0] if kernel.takes_more else []), *scalars)
+        except (ValueError, TypeError) as error:
+            print("expected ndim=2" in str(error), "Tensor([n0, n1], float16)" in str(error))
+    os.environ["KERNEL_API_BUNDLE"] = folder + "/bundle"
+    first = ka.get_kernels(args, cc=90)[0]
+    print(type(first).provider_name(), first.compile(args, cc=90).target)
+    print([a.family for a in ka.explain(args, cc=90).accepted if a.provider == "cutedsl"])
+    print(any(n.partition(".")[0] == "cutlass" for n in sys.modules))
+"""
+
+
+@pytest.mark.compile
+def test_libraries_and_bundles_do_without_the_compiler(real):
+    code = textwrap.dedent(_BLOCKED).format(path=sys.path, folder=str(real))
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    print(ran.stdout)
+    lines = ran.stdout.splitlines()
+    libraries = sorted(n for n in os.listdir(real) if n.endswith(".so"))
+    for name in libraries:
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"loaded {name} "))
+        assert lines[at].endswith("True")
+        assert lines[at + 1 : at + 4] == ["UnsupportedError", "DeviceError", "True True"]
+    assert lines[-3].startswith("bundle sm_90")
+    assert lines[-2:] == ["[]", "False"]

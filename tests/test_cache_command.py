@@ -1,0 +1,200 @@
+"""The commands that look after compiled kernels: cache, bundle, compile --out."""
+
+import json
+import os
+import tarfile
+
+import pytest
+from support.code_kernels import CodeGemm
+from support.data import arguments_for
+from support.kernels import kernels_of
+from support.registry import restored_registry
+
+import kernel_api as ka
+from kernel_api import _compile_cache, bundle
+from kernel_api.cli import main
+
+
+@pytest.fixture(autouse=True)
+def registered(cache_directory, monkeypatch):
+    with restored_registry() as registry:
+        registry.provider("codes").register(CodeGemm)
+        monkeypatch.setenv("KERNEL_API_PROVIDERS", "codes")
+        yield
+        monkeypatch.delenv("KERNEL_API_PROVIDERS")
+    bundle._families.clear()
+
+
+@pytest.fixture
+def filled(cache_directory):
+    """Two kernels in the cache."""
+    _compile_cache.clear()
+    kernels = kernels_of(CodeGemm)[:2]
+    for kernel in kernels:
+        kernel.compile(arguments_for(kernel, 64, 64, 64, device="meta"), cc=90)
+    return kernels
+
+
+def answer(capsys, *command):
+    """Exit code and JSON of a command."""
+    capsys.readouterr()
+    code = main([*map(str, command), "--json"])
+    out = capsys.readouterr().out
+    return code, json.loads(out) if out else None
+
+
+def test_path_is_where_the_cache_would_be(cache_directory, capsys):
+    assert answer(capsys, "cache", "path") == (0, {"path": str(cache_directory)})
+    assert not cache_directory.exists()
+
+
+def test_ls_lists_what_was_compiled(filled, capsys):
+    code, rows = answer(capsys, "cache", "ls")
+    assert code == 0
+    assert {row["kernel"] for row in rows} == {k.metadata.kernel_name for k in filled}
+    assert {(row["target"], row["kind"], row["state"]) for row in rows} == {
+        ("sm_90", "library", "ok")
+    }
+    name = filled[0].metadata.kernel_name
+    assert len(answer(capsys, "cache", "ls", "--filter", name)[1]) == 1
+    assert main(["cache", "ls"]) == 0
+    assert "2 entries" in capsys.readouterr().out
+
+
+def test_verify_moves_aside_what_is_damaged(filled, cache_directory, capsys):
+    assert answer(capsys, "cache", "verify") == (
+        0,
+        {"passed": True, "entries": 2, "moved_aside": {}},
+    )
+    entry = next((cache_directory / "kernels").iterdir())
+    os.truncate(entry / "kernel.so", 100)
+    code, found = answer(capsys, "cache", "verify")
+    assert code == 1
+    assert found["moved_aside"] == {
+        entry.name: "damaged: its bytes are not those that the manifest was made for"
+    }
+    assert answer(capsys, "cache", "verify")[1]["entries"] == 1
+
+
+def test_prune_removes_what_other_sources_made_and_what_was_not_used(
+    filled, cache_directory, capsys, monkeypatch
+):
+    assert answer(capsys, "cache", "prune")[1]["removed"] == []
+    old, other = (cache_directory / "kernels").iterdir()
+    os.utime(old, (0, 0))
+    assert answer(capsys, "cache", "prune", "--older-than", "7")[1]["removed"] == [old.name]
+    monkeypatch.setattr("kernel_api._fingerprint.fingerprint", lambda cls: {"sources": "others"})
+    assert answer(capsys, "cache", "prune")[1]["removed"] == [other.name]
+    assert not list((cache_directory / "kernels").iterdir())
+
+
+def test_prune_all_leaves_nothing(filled, cache_directory, capsys):
+    (cache_directory / "kernels" / "tmp-0123").mkdir()
+    code, found = answer(capsys, "cache", "prune", "--all")
+    assert (code, len(found["removed"])) == (0, 2)
+    assert not list((cache_directory / "kernels").iterdir())
+    assert not list((cache_directory / "locks").iterdir())
+
+
+def test_an_archive_moves_entries_to_another_cache(filled, tmp_path, capsys, monkeypatch):
+    archive = tmp_path / "kernels.tar"
+    assert answer(capsys, "cache", "export", archive)[1]["entries"] == 2
+    monkeypatch.setenv("KERNEL_API_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert answer(capsys, "cache", "import", archive) == (0, {"entries": 2, "refused": {}})
+    _compile_cache.clear()
+    monkeypatch.setattr(CodeGemm, "before_code", None)  # a compilation would raise
+    for kernel in filled:
+        kernel.compile(arguments_for(kernel, 64, 64, 64, device="meta"), cc=90)
+
+
+def test_an_archive_is_not_trusted(filled, cache_directory, tmp_path, capsys, monkeypatch):
+    entry = next((cache_directory / "kernels").iterdir())
+    (tmp_path / "evil").write_text("evil")
+    with tarfile.open(tmp_path / "bad.tar", "w") as archive:
+        archive.add(entry / "kernel.so", f"{'0' * 64}/kernel.so")
+        archive.add(entry / "manifest.json", f"{'0' * 64}/manifest.json")
+        archive.add(entry / "manifest.json", f"{entry.name}/manifest.json")
+        archive.add(tmp_path / "evil", "../../evil")
+        archive.add(tmp_path / "evil", "/evil")
+    monkeypatch.setenv("KERNEL_API_CACHE_DIR", str(tmp_path / "elsewhere"))
+    code, found = answer(capsys, "cache", "import", tmp_path / "bad.tar")
+    assert code == 1
+    assert found == {
+        "entries": 0,
+        "refused": {
+            "0" * 64: "it belongs to another key",
+            entry.name: "it is not one file of code and a manifest",
+        },
+    }
+    assert answer(capsys, "cache", "ls")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (["export"], "cache export takes a file"),
+        (["ls", "x.tar"], "cache ls takes no file"),
+        (["import", "missing.tar"], "missing.tar cannot be read"),
+        (["export", "/missing/x.tar"], "/missing/x.tar cannot be written"),
+    ],
+)
+def test_questions_without_sense_exit_with_2(command, text, capsys):
+    assert main(["cache", *command]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_disabled_cache_has_nothing_to_list(monkeypatch, capsys):
+    monkeypatch.setenv("KERNEL_API_DISABLE_CACHE", "1")
+    assert main(["cache", "ls"]) == 2
+    assert "it is disabled" in capsys.readouterr().err
+
+
+# compile --out, bundle --------------------------------------------------------------------
+
+
+def test_compile_writes_libraries_for_a_file_of_signatures_and_bundle_packs_them(tmp_path, capsys):
+    signatures = tmp_path / "signatures.json"
+    signatures.write_text('[{"layout": "tn"}, {"layout": "nt", "out-dtype": "float32"}]')
+    code, found = answer(
+        capsys,
+        *("compile", "--target", "sm_80", "--target", "sm_90", "--limit", 1),
+        *("--signatures", signatures, "--out", tmp_path / "out"),
+    )
+    assert code == 0
+    assert [one["target"] for one in found["outcomes"]] == ["sm_80", "sm_90"] * 2
+    for one in found["outcomes"]:
+        assert ka.load(one["file"]).kernel.metadata.kernel_name == one["kernel"]
+    code, packed = answer(capsys, "bundle", tmp_path / "out", "--out", tmp_path / "bundle")
+    assert code == 0
+    assert sorted(packed["kernels"]) == sorted(one["kernel"] for one in found["outcomes"])
+    assert len(ka.load_bundle(tmp_path / "bundle")) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("s.json", '{"m": 1}', "is no list of objects"),
+        ("s.json", "[", "cannot be read"),
+        ("s.json", '[{"size": 1}]', "there is no option size of a problem"),
+        ("s.json", None, "No such file"),
+    ],
+)
+def test_a_file_of_signatures_that_makes_no_sense_is_named(name, text, reason, tmp_path, capsys):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    code = main(["compile", "--target", "sm_90", "--signatures", str(tmp_path / name)])
+    assert code == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_yaml_is_read_where_pyyaml_is_installed(tmp_path, capsys):
+    (tmp_path / "s.yaml").write_text("- {m: 1, layout: tn}\n")
+    code = main(["compile", "--target", "sm_90", "--limit", "1",
+                 "--signatures", str(tmp_path / "s.yaml")])  # fmt: skip
+    try:
+        import yaml  # noqa: F401
+    except ImportError:
+        assert code == 2
+        assert "YAML needs pyyaml" in capsys.readouterr().err
+    else:
+        assert code == 0

@@ -1,0 +1,141 @@
+"""What compiled code is told apart by: kernel_api._fingerprint."""
+
+import importlib
+import os
+import sys
+import textwrap
+import time
+import types
+
+import pytest
+from support.code_kernels import CodeGemm
+
+from kernel_api import _compile_cache
+from kernel_api._fingerprint import _sources_of, code_generator, fingerprint, is_importable
+from kernel_api.providers.cutedsl import CuTeDSLProvider
+
+_KERNEL = """
+    import json
+    import kernel_api as ka
+
+    class Kernel(ka.Kernel):
+        def implementation(self):
+            from {package}.parts import tiles
+            return tiles
+"""
+
+
+@pytest.fixture
+def third_party(tmp_path, monkeypatch):
+    """Writes a package of a name of its own, and gives its kernel class; files by their names."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    number = iter(range(10))
+
+    def make(**files):
+        package = f"third_party_{next(number)}_{tmp_path.name}".replace("-", "_")
+        folder = tmp_path / package
+        (folder / "parts").mkdir(parents=True)
+        content = {
+            "__init__.py": "",
+            "kernel.py": textwrap.dedent(_KERNEL).format(package=package),
+            "parts/__init__.py": "",
+            "parts/tiles.py": "from . import sizes",
+            "parts/sizes.py": "TILE = 64",
+            "unrelated.py": "",
+        }
+        for name, text in {
+            **content,
+            **{n.replace("__", "/") + ".py": t for n, t in files.items()},
+        }.items():
+            (folder / name).write_text(text)
+            past = time.time() - 1000
+            os.utime(folder / name, (past, past))
+        importlib.invalidate_caches()
+        return importlib.import_module(f"{package}.kernel").Kernel
+
+    yield make
+    for name in [n for n in sys.modules if n.startswith("third_party_")]:
+        del sys.modules[name]
+
+
+def sources(found):
+    """Of the fingerprint, without what the package's name does to it."""
+    return {path.name: path.read_text() for path in _sources_of(found)}
+
+
+def test_it_names_the_versions_and_the_code_generator():
+    found = fingerprint(CodeGemm)
+    for name in ("kernel-api", "nvidia-cutlass-dsl", "apache-tvm-ffi", "code generator", "sources"):
+        assert found[name]
+    assert found["code generator"].startswith("cu1")
+    assert code_generator()["code generator"] == found["code generator"]
+
+
+def test_every_family_has_one_and_the_implementations_are_in_it():
+    for family in CuTeDSLProvider.families():
+        assert fingerprint(family)["sources"]
+
+
+def test_a_kernel_s_own_file_and_what_it_imports_are_in_it(third_party):
+    assert set(sources(third_party())) == {"kernel.py", "__init__.py", "tiles.py", "sizes.py"}
+
+
+@pytest.mark.parametrize("changed", ["kernel", "parts__tiles", "parts__sizes"])
+def test_it_changes_with_a_source(third_party, changed):
+    one = third_party()
+    path = next(p for p in _sources_of(one) if p.stem == changed.rpartition("__")[2])
+    before = fingerprint(one)["sources"]
+    stat = path.stat()
+    path.write_text(path.read_text() + "\n# changed\n")
+    os.utime(path, (stat.st_atime, stat.st_mtime))
+    fingerprint.cache_clear()
+    assert fingerprint(one)["sources"] != before
+
+
+def test_it_does_not_change_with_a_file_that_is_not_imported(third_party):
+    one = third_party()
+    before = fingerprint(one)
+    path = next(_sources_of(one)).with_name("unrelated.py")
+    path.write_text("# changed")
+    fingerprint.cache_clear()
+    assert fingerprint(one) == before
+
+
+def test_the_sources_of_a_base_class_elsewhere_are_in_it():
+    derived = type("Derived", (CodeGemm,), {"__module__": __name__})
+    assert {"test_cache_fingerprint.py", "code_kernels.py"} <= set(sources(derived))
+
+
+def test_settings_of_the_compiler_are_in_it(monkeypatch):
+    from kernel_api import _fingerprint
+
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    monkeypatch.setattr(_fingerprint, "_environment", _fingerprint._environment.__wrapped__)
+    fingerprint.cache_clear()
+    assert fingerprint(CodeGemm)["CUTE_DSL_LINEINFO"] == "1"
+    fingerprint.cache_clear()
+
+
+def test_a_source_that_is_newer_than_the_process_gives_none(monkeypatch):
+    monkeypatch.setattr(_compile_cache, "STARTED", 0.0)
+    fingerprint.cache_clear()
+    assert fingerprint(CodeGemm) is None
+    fingerprint.cache_clear()
+
+
+def test_a_class_without_a_file_gives_none(monkeypatch):
+    notebook = types.ModuleType("notebook_of_this_test")
+    monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
+    exec("class Own(CodeGemm): pass", {**vars(notebook), "CodeGemm": CodeGemm}, vars(notebook))
+    assert is_importable(notebook.Own)
+    assert fingerprint(notebook.Own) is None
+
+
+def test_a_class_that_its_name_does_not_find_gives_none():
+    class Local(CodeGemm):
+        pass
+
+    renamed = type("CodeGemm", (CodeGemm,), {"__module__": CodeGemm.__module__})
+    assert is_importable(CodeGemm)
+    assert fingerprint(Local) is None
+    assert fingerprint(renamed) is None

@@ -1,0 +1,182 @@
+"""Gated linear units and their gradients, against torch and its autograd."""
+
+import pytest
+import torch
+from support.fusions import GLU, SETTINGS, Draw, close, computed, gradient, pairs
+
+import kernel_api as ka
+
+ALPHA = 0.7
+LIMITS = {"geglu_clamped": {"limit": 0.8, "offset": 0.3}}
+
+#: Order and columns of a block.
+PAIRS = [("up_gate", 32), ("gate_up", 32), ("up_gate", 1), ("gate_up", 5), ("up_gate", "halves")]
+WIDTHS = {32: 192, 1: 26, 5: 30, "halves": 26}
+
+
+@pytest.fixture(params=SETTINGS.values(), ids=list(SETTINGS))
+def setting(request):
+    return request.param
+
+
+def forward(x, kind, order="up_gate", granularity=32, **limits):
+    return GLU[kind](*pairs(x, order, granularity), **limits)
+
+
+@pytest.mark.parametrize("kind", GLU)
+def test_every_kind_is_its_formula(kind, setting):
+    draw = Draw(7, 128, 5, *setting)
+    A, B, bias, prob = draw.A, draw.B, draw.columns(), draw.rows()
+    limits = LIMITS.get(kind, {})
+    args = ka.fusions.gemm_glu(
+        A,
+        B,
+        out=draw.written(64),
+        kind=kind,
+        preactivation=draw.written(),
+        bias=bias,
+        prob=prob,
+        alpha=ALPHA,
+        **limits,
+    )
+    x = ALPHA * (A @ B) + bias.unsqueeze(-2)
+    found = computed(args)
+    close(found["preactivation"], x)
+    close(found["out"], forward(x, kind, **limits) * prob.unsqueeze(-1))
+
+
+def test_columns_alternate_as_the_formula_says():
+    """C[:, 32j + i] = AB[:, 64j + i] · silu(AB[:, 64j + 32 + i])"""
+    draw = Draw(3, 192, 4)
+    A, B = draw.A, draw.B
+    found = computed(ka.fusions.gemm_swiglu(A, B, out=draw.written(96)))["out"]
+    x = A @ B
+    for column in range(96):
+        j, i = divmod(column, 32)
+        gate = x[:, 64 * j + 32 + i]
+        close(found[:, column], x[:, 64 * j + i] * gate / (1 + torch.exp(-gate)))
+
+
+@pytest.mark.parametrize(("order", "granularity"), PAIRS)
+def test_pairs_may_be_ordered_and_blocked_otherwise(order, granularity, setting):
+    N = WIDTHS[granularity]
+    draw = Draw(7, N, 5, *setting)
+    A, B = draw.A, draw.B
+    args = ka.fusions.gemm_glu(A, B, out=draw.written(N // 2), order=order, granularity=granularity)
+    close(computed(args)["out"], forward(A @ B, "swiglu", order, granularity))
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "reglu"])
+def test_a_kind_has_a_name_of_its_own(name):
+    draw = Draw(7, 128, 5)
+    A, B, prob = draw.A, draw.B, draw.rows()
+    fusion = getattr(ka.fusions, f"gemm_{name}")
+    found = computed(fusion(A, B, out=draw.written(64), prob=prob, alpha=ALPHA))["out"]
+    close(found, forward(ALPHA * (A @ B), name) * prob.unsqueeze(-1))
+
+
+def test_prob_may_be_a_column():
+    draw = Draw(7, 64, 5)
+    A, B, prob = draw.A, draw.B, draw.random(7, 1)
+    found = computed(ka.fusions.gemm_swiglu(A, B, out=draw.written(32), prob=prob))["out"]
+    close(found, forward(A @ B, "swiglu") * prob)
+
+
+def test_limit_and_offset_are_7_and_1_unless_said():
+    draw = Draw(7, 64, 5)
+    A, B = 20 * draw.A, draw.B
+    args = ka.fusions.gemm_glu(A, B, out=draw.written(32), kind="geglu_clamped")
+    x = A @ B
+    assert (x.abs() > 7).any()
+    close(computed(args)["out"], forward(x, "geglu_clamped", limit=7.0, offset=1.0))
+
+
+# Gradients -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", GLU)
+def test_dglu_is_what_autograd_gives(kind, setting):
+    draw = Draw(7, 64, 5, *setting)
+    A, B, pre, prob = draw.A, draw.B, draw.matrix(128), draw.rows()
+    limits = LIMITS.get(kind, {})
+    args = ka.fusions.gemm_dglu(
+        A,
+        B,
+        out=draw.written(128),
+        preactivation=pre,
+        kind=kind,
+        prob=prob,
+        dprob=draw.reduced(*prob.shape),
+        dbias=draw.reduced(*draw.batches, 128),
+        alpha=ALPHA,
+        **limits,
+    )
+    check_gradients(computed(args), kind, pre, prob, ALPHA * (A @ B), **limits)
+
+
+@pytest.mark.parametrize("kind", GLU)
+def test_recompute_dglu_is_what_autograd_gives(kind, setting):
+    draw = Draw(7, 128, 5, *setting)
+    A, B, bias, prob, dy = draw.A, draw.B, draw.columns(), draw.rows(), draw.matrix(64)
+    limits = LIMITS.get(kind, {})
+    args = ka.fusions.gemm_recompute_dglu(
+        A,
+        B,
+        out=draw.written(),
+        upstream=dy,
+        kind=kind,
+        bias=bias,
+        prob=prob,
+        dprob=draw.reduced(*prob.shape),
+        dbias=draw.reduced(*bias.shape),
+        alpha=ALPHA,
+        **limits,
+    )
+    x = ALPHA * (A @ B) + bias.unsqueeze(-2)
+    check_gradients(computed(args), kind, x, prob, dy, **limits)
+
+
+def check_gradients(found, kind, pre, prob, dy, **limits):
+    pre, prob = pre.clone().requires_grad_(), prob.clone().requires_grad_()
+    result = forward(pre, kind, **limits) * prob.unsqueeze(-1)
+    dpre = gradient(result, pre, dy)
+    close(found["out"], dpre)
+    close(found["dprob"], gradient(result, prob, dy))
+    close(found["dbias"], dpre.sum(-2))
+
+
+@pytest.mark.parametrize(("order", "granularity"), PAIRS)
+def test_gradients_are_paired_as_the_preactivation_is(order, granularity):
+    N = WIDTHS[granularity] // 2
+    draw = Draw(7, N, 5)
+    A, B, pre = draw.A, draw.B, draw.matrix(2 * N)
+    args = ka.fusions.gemm_dswiglu(
+        A,
+        B,
+        out=draw.written(2 * N),
+        preactivation=pre,
+        order=order,
+        granularity=granularity,
+    )
+    pre.requires_grad_()
+    result = forward(pre, "swiglu", order, granularity)
+    close(computed(args)["out"], gradient(result, pre, A @ B))
+
+
+def test_the_gradient_at_a_limit_is_that_of_torch():
+    pre = torch.tensor([[1.0, -1.0, 0.5, 1.0, 2.0, -2.0, -1.0, 0.25]], dtype=torch.float64)
+    A, B = torch.ones(1, 1).double(), torch.ones(1, 4).double()
+    args = ka.fusions.gemm_dglu(
+        A,
+        B,
+        out=torch.empty(1, 8).double(),
+        preactivation=pre,
+        kind="geglu_clamped",
+        granularity=1,
+        limit=1.0,
+        offset=0.5,
+    )
+    found = computed(args)["out"]
+    leaf = pre.requires_grad_()
+    result = forward(leaf, "geglu_clamped", "up_gate", 1, limit=1.0, offset=0.5)
+    close(found, gradient(result, leaf, A @ B))
