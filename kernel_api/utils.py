@@ -32,7 +32,7 @@ def stream_handle(stream: Any = None) -> int:
         return int(stream.__cuda_stream__()[1])
     try:
         return int(stream)
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(
             f"stream is a {type(stream).__name__}; expected None, a torch stream, an int, "
             f"a CUstream or an object with __cuda_stream__"

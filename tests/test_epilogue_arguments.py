@@ -163,7 +163,7 @@ def test_a_new_scalar_changes_neither_signature_nor_key():
             )
         },
     ],
-    ids=str,
+    ids="-".join,
 )
 def test_what_needs_other_code_changes_the_signature(changes):
     assert arguments(**changes).signature != arguments().signature

@@ -109,8 +109,7 @@ class CuteDslKernel(Kernel):
         self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
     ) -> None:
         if self.takes_more:  # the tensors belong to these arguments
-            launch = self._launcher(args, artifact)
-            launch(*args.tensors, stream=stream, workspace=workspace)
+            self._launcher(args, artifact)(*args.tensors, stream=stream, workspace=workspace)
             return
         launch = artifact.launchers.get(args.device)
         if launch is None:

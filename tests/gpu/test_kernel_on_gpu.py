@@ -7,6 +7,7 @@ import torch
 from support.data import arguments_for, gemm_arguments, gemm_tensors
 
 import kernel_api as ka
+from kernel_api import _compile_cache
 from kernel_api.errors import (
     ArgumentError,
     CaptureError,
@@ -47,10 +48,9 @@ def kernel():
 
 
 def uncompiled(metadata):
-    """The kernel as an instance of a class of its own, for which nothing is compiled yet."""
-    described = metadata.kernel_class
-    fresh = type(described)(described.__name__, (described,), {})
-    return fresh(metadata)
+    """The kernel, for which nothing is compiled in this process."""
+    _compile_cache.clear()
+    return metadata.rebuild()
 
 
 # Who is offered --------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_a_prepared_launch_is_captured(kernel):
 
 
 def test_a_kernel_that_is_not_compiled_is_refused_in_a_capture_and_nothing_breaks(kernel):
-    fresh = uncompiled(kernel.metadata)
+    fresh = uncompiled(offered()[1].metadata)
     args = problem()
     other = problem(seed=1)
     kernel.run(other)

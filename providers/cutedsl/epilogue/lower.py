@@ -24,7 +24,7 @@ from kernel_api.providers.cutedsl.epilogue.plan import PAIR, Plan, block_columns
 _Value = Any  # Float32 or Boolean
 
 
-class GraphEpilogue(Epilogue):
+class GraphEpilogue(Epilogue):  # type: ignore[misc]
     """What a graph says.
 
     Args:
@@ -52,7 +52,7 @@ class GraphEpilogue(Epilogue):
 
     def transposed(self) -> GraphEpilogue:
         if not self._plan.alone:
-            return super().transposed()  # type: ignore[return-value]
+            raise ValueError("the epilogue looks at rows and columns differently")
         swapped = object.__new__(GraphEpilogue)
         swapped.__dict__.update(self.__dict__)
         swap = str.maketrans("mn", "nm")
@@ -217,7 +217,7 @@ class GraphEpilogue(Epilogue):
 
 def _kind(leaf: Node) -> str:
     if leaf.op == "scalar":
-        return NUMBER
+        return str(NUMBER)
     return kind_of(leaf.shape) + ("n" if leaf.op == "table" else "")
 
 
