@@ -4,6 +4,7 @@ Every registered CuTe DSL family is sampled, and an example family so that there
 """
 
 import random
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -184,6 +185,6 @@ def test_a_kernel_that_does_not_compile_is_a_named_error():
             return broken
 
     described = kernels_of(ExampleGemm)[0].metadata
-    kernel = Broken(described)
+    kernel = Broken(replace(described, kernel_name="broken", kernel_class=Broken))
     with pytest.raises(ka.errors.CompileError, match="does not compile for sm_80"):
         kernel.compile(arguments_for(kernel, 8, 8, 8, device="meta"), cc=80)
