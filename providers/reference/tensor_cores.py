@@ -6,6 +6,7 @@ Their accumulators are not IEEE float32: additions are cut off, and those of 8-b
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ _WHOLE = 2048
 
 #: What torch._scaled_mm wants sizes to be multiples of.
 _MULTIPLE = 16
+
+_LARGEST_E4M3 = 448.0
 
 
 def tensor_core_product(args: Any) -> Any:
@@ -71,12 +74,12 @@ def _sixteen_bits(A: Any, B: Any) -> Any:
 
 
 def _eight_bits(A: Any, B: Any) -> Any:
-    """torch has no product of two e5m2: one of them is rounded to e4m3, which makes an error of
-    the same size, and the difference to the exact product is added to the one that is meant."""
+    """torch multiplies no two e5m2, so B goes as e4m3: times a power of two that changes no element
+    but tiny ones, whose part is added from the exact product."""
     if A.dtype is torch.float8_e5m2 and B.dtype is torch.float8_e5m2:
-        a, b = (x.float().clamp(-448, 448).to(torch.float8_e4m3fn) for x in (A, B))
-        off = max((_off(A, b), _off(a, B)), key=lambda error: float(error.abs().max()))
-        return (A.double() @ B.double() + off).float()
+        b, scale = as_e4m3(B)
+        rest = B.double() - b.double() / scale
+        return (_eight_bits(A, b).double() / scale + A.double() @ rest).float()
     M, K = A.shape
     N = B.shape[1]
     one = torch.ones((), device=A.device)
@@ -85,8 +88,16 @@ def _eight_bits(A: Any, B: Any) -> Any:
     return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32)[:M, :N]
 
 
-def _off(A: Any, B: Any) -> Any:
-    return _eight_bits(A, B).double() - A.double() @ B.double()
+def as_e4m3(matrix: Any) -> tuple[Any, float]:
+    """(matrix * scale in e4m3, scale), the scale the largest power of two that saturates nothing.
+
+    An element of e5m2 down to 2**-15 of the largest keeps its bits; smaller ones are rounded.
+    """
+    largest = float(matrix.float().abs().max())
+    if not 0 < largest < math.inf:
+        return matrix.to(torch.float8_e4m3fn), 1.0
+    scale = 2.0 ** math.floor(math.log2(_LARGEST_E4M3 / largest))
+    return (matrix.float() * scale).to(torch.float8_e4m3fn), scale
 
 
 def _padded(matrix: Any, rows: int, columns: int) -> Any:
