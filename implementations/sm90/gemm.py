@@ -25,16 +25,19 @@ from cutlass.tensor_utils import LayoutEnum
 from ..common.epilogue import Epilogue, Finish, halves_in_turn
 from ..common.modes import gemm_modes, operand_batch_last, transposed_modes
 from ..common.reductions import ReductionSpace
+from ..common.repack import Repack, copy_bytes
 from ..common.tile_order import TileOrder, make_tile_order, preferred_band_widths
 from ..common.work_split import COUNTER_BYTES, PartialSums, WorkSplit
 from .mainloop import Fragments, Mainloop
 from .mma import K_BYTES, WGMMA_M, check_types, make_tiled_mma, multiplied_as
 from .output import GROUP, Output
-from .promotion import COLUMNS, SCALE_BLOCK, scale_modes
+from .promotion import SCALE_BLOCK, promoted_columns, scale_modes
 from .split_float32 import SMALL_BUFFERS, FloatSplitter
 
 SHARED_MEMORY = 227 * 1024  # per block, on every Hopper GPU
 CONCURRENT_TILES = 132  # multiprocessors of the SXM parts; only the visiting order depends on it
+
+CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 
 CONSUMER_BARRIERS = 1  # named barriers 1, 2, 3: one per consumer group
 
@@ -68,13 +71,15 @@ class Gemm:
              added up in a fixed order, through a workspace (`WorkSplit`).
     swap_ab: computes Dᵀ = Bᵀ · Aᵀ, so that few rows of D become few columns of wgmma, which takes
              8 or 16 of them where it takes 64 rows. Tile and cluster are those of Dᵀ.
+    repacked: whether A and B are copied before, which then may have any address and strides, of
+             which one is 1. The copies are K-major where wgmma wants it.
     promoted, block_scales, split_float32: how products are formed and added up, see `Mainloop`.
 
     A (M,K), B (K,N), D (M,N), or the same with a leading batch mode; every mode of a size known
     at run time only, one mode of each operand with a static stride of 1: K for A and B unless
-    their elements have 16 bits. A and B: base address and the other strides are multiples of 16
-    bytes; of D too if tma_store. K is at least 1. An operand without the batch mode serves every
-    batch.
+    their elements have 16 bits. A and B, unless repacked: base address and the other strides are
+    multiples of 16 bytes; of D too if tma_store. K is at least 1. An operand without the batch
+    mode serves every batch.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class Gemm:
         promoted: bool = False,
         block_scales: bool = False,
         split_float32: bool = False,
+        repacked: tuple[bool, bool] = (False, False),
         epilogue: Epilogue | None = None,
     ):
         self.tile_shape = tuple(tile_shape)
@@ -108,6 +114,7 @@ class Gemm:
         self.promoted = promoted or block_scales or split_float32
         self.split_float32 = split_float32
         self.block_scales = block_scales
+        self.repacked = repacked
         self.epilogue = epilogue or Finish()
         self._check()
 
@@ -117,13 +124,15 @@ class Gemm:
         self.groups_per_tile = 1 if self.pingpong else self.consumers
         self.row_blocks = tile_m // WGMMA_M // self.groups_per_tile  # of a tile, per consumer
         self.threads = GROUP * (1 + self.consumers)
-        if self.row_blocks > 1 and (block_scales or (self.promoted and tile_n > COLUMNS)):
+        self.accumulators = self.row_blocks * tile_n // 2  # per thread
+        self.columns = tile_n  # of one wgmma
+        if self.promoted:
+            self.columns = promoted_columns(tile_n, block_scales)
+        if self.row_blocks > 1 and (block_scales or self.columns < tile_n):
             raise ValueError(
                 f"tile {tile_m}x{tile_n}, {schedule}: {self.row_blocks} blocks of rows "
                 "per consumer cannot be promoted"
             )
-        self.accumulators = self.row_blocks * tile_n // 2  # per thread
-        self.columns = min(tile_n, COLUMNS) if self.promoted else tile_n  # of one wgmma
         self.registers = self._plan_registers()
         self.output = Output(
             output_types,
@@ -157,14 +166,23 @@ class Gemm:
         rows = (64, 128) if self.schedule == "pingpong" else (64, 128, 192, 256)
         if tile_m not in rows:
             raise ValueError(f"{self.schedule} takes a tile M of {rows}, not {tile_m}")
-        if tile_n != 16 and tile_n not in range(32, 257, 32):
-            raise ValueError(f"tile N is 16, or a multiple of 32 up to 256, not {tile_n}")
+        if tile_n not in range(16, 257, 16):
+            raise ValueError(f"tile N is a multiple of 16 up to 256, not {tile_n}")
         check_types(*self.operand_types, self.accumulator_type)
         instruction_k = K_BYTES * 8 // self.operand_types[0].width
         if tile_k <= 0 or tile_k % instruction_k:
             raise ValueError(f"tile K is a multiple of wgmma's {instruction_k}, not {tile_k}")
-        if self.cluster_shape not in ((1, 1), (2, 1), (1, 2)):
-            raise ValueError(f"cluster is (1,1), (2,1) or (1,2), not {self.cluster_shape}")
+        if self.operand_types[0] is Float32 and tile_n != 16 and tile_n % 32:
+            # The DSL ends the process over others.
+            raise ValueError(f"tfloat32 takes a tile N of 16, or a multiple of 32, not {tile_n}")
+        cluster_m, cluster_n = self.cluster_shape
+        if self.cluster_shape not in CLUSTERS:
+            raise ValueError(f"cluster is one of {CLUSTERS}, not {self.cluster_shape}")
+        if tile_m % (8 * cluster_n) or tile_n % (8 * cluster_m):
+            raise ValueError(
+                f"blocks of a cluster of {self.cluster_shape} load shares of 8 rows or a multiple, "
+                f"which a tile of {tile_m}x{tile_n} has not"
+            )
         for output_type in self.output_types:
             if output_type not in OUTPUT_TYPES:
                 raise ValueError(f"an output is one of {OUTPUT_TYPES}, not {output_type}")
@@ -172,10 +190,10 @@ class Gemm:
             raise ValueError("consumers that take turns do not split tiles along K")
         if self.block_scales and (self.swap_ab or tile_k != SCALE_BLOCK):
             raise ValueError(f"block scales take a tile K of {SCALE_BLOCK}, and no swap_ab")
-        if self.block_scales and SCALE_BLOCK % min(tile_n, SCALE_BLOCK):
+        if self.block_scales and tile_n % SCALE_BLOCK and SCALE_BLOCK % tile_n:
             raise ValueError(f"a tile N of {tile_n} straddles blocks of scales")
-        if self.promoted and tile_n > COLUMNS and tile_n % COLUMNS:
-            raise ValueError(f"a tile N of {tile_n} is not promoted in blocks of {COLUMNS}")
+        if any(self.repacked) and (self.split_k is not None or self.epilogue.reduced):
+            raise ValueError("copies of operands leave no room for partial sums in the workspace")
         if self.split_float32 and self.operand_types != (Float32, Float32):
             raise ValueError(f"{self.operand_types} are not split, Float32 is")
 
@@ -251,12 +269,18 @@ class Gemm:
         stream: cuda.CUstream,
     ):
         """operands: a tuple of tensors: the block scales of A and B if there are, what the epilogue
-        reads, and its outputs beside D; workspace: an address, used if the work is split."""
+        reads, and its outputs beside D; workspace: an address, used if the work is split, operands
+        are repacked or the epilogue reduces."""
         self.launch(mA, mB, mD, operands, workspace, max_clusters, stream)
 
     @cute.jit
     def launch(self, mA, mB, mD, operands, workspace, max_clusters, stream):
         mA, mB, mD = gemm_modes(mA, mB, mD)
+        address = workspace + COUNTER_BYTES
+        if const_expr(self.repacked[0]):
+            mA, address = self._repack(mA, address, stream)
+        if const_expr(self.repacked[1]):
+            mB, address = self._repack(mB, address, stream)
         scales = ()
         if const_expr(self.block_scales):
             scales, operands = scale_modes(*operands[:2]), operands[2:]
@@ -339,6 +363,17 @@ class Gemm:
             min_blocks_per_mp=1,
             stream=stream,
         )
+
+    def _repack(self, tensor, address, stream):
+        """(a copy of (M or N, K, L), the address behind it). It is K-major, unless elements of 16
+        bits are not."""
+        k_major = LayoutEnum.from_tensor(tensor).is_k_major_a()
+        turned = not k_major and tensor.element_type.width == 16
+        if turned:
+            tensor = transposed_modes(tensor)
+        copy = Repack(tensor.element_type, transposes=not k_major and not turned)
+        copied, behind = copy(tensor, address, stream), address + copy_bytes(tensor)
+        return transposed_modes(copied) if turned else copied, behind
 
     def _check_operands(self, mA, mB, mD) -> None:
         expected = (*self.operand_types, *self.output_types)

@@ -1,7 +1,7 @@
 """Output tiles on their way from wgmma's accumulators to global memory, on Hopper."""
 
 from fractions import Fraction
-from math import lcm
+from math import gcd, lcm
 
 import cutlass
 import cutlass.cute as cute
@@ -16,7 +16,12 @@ from .mma import WGMMA_M
 from .reduced_output import GROUP, WARPS, ReducedOutput
 
 CONVERTED = 4  # elements at a time: conversions to 8 bits take four
-WIDTH = 32  # columns that a group writes at once: 64 or 128 bytes, a swizzle
+WIDTH = 32  # columns that a group writes at most at once: 64 or 128 bytes, a swizzle
+
+
+def subtile_width(tile_n: int) -> int:
+    """Columns that a group writes at once: they divide the tile."""
+    return gcd(WIDTH, tile_n)
 
 
 class Output:
@@ -51,7 +56,7 @@ class Output:
         self.tma_stores = tma_stores
         self.first_barrier = first_barrier  # named barriers: one per consumer from this one on
         self.buffers = 2  # of each consumer; there may be more
-        self.bundle = lcm(epilogue.bundle, min(WIDTH, tile_n))
+        self.bundle = lcm(epilogue.bundle, subtile_width(tile_n))
         if tile_n % self.bundle:
             raise ValueError(f"a tile N of {tile_n} is no multiple of a bundle of {self.bundle}")
         if len(element_types) != len(epilogue.full) or len(tma_stores) != len(epilogue.full):

@@ -11,8 +11,18 @@ from cutlass import Float32, Int32, const_expr
 
 from ..common.modes import operand_batch_last
 
-COLUMNS = 128  # multiplied at once, so that products and accumulators fit into registers
+COLUMNS = 192  # multiplied at once, so that products and accumulators fit into registers
 SCALE_BLOCK = 128  # elements along K, and along N for B
+
+
+def promoted_columns(tile_n: int, block_scales: bool) -> int:
+    """Columns that are multiplied at once: of the whole tile if they are few enough, because every
+    wgmma reads A again; with block scales those that share a scale of B."""
+    most = SCALE_BLOCK if block_scales else COLUMNS
+    blocks = -(-tile_n // most)
+    while tile_n % (blocks * 16):
+        blocks += 1
+    return tile_n // blocks
 
 
 def scale_modes(scale_a: cute.Tensor, scale_b: cute.Tensor) -> tuple:

@@ -137,6 +137,8 @@ def arguments_for(
     """
     operands = kernel.metadata.operands
     letters = {"M": M, "N": N, "K": K}
+    repacked = getattr(kernel, "repacked", (False, False))
+    copied = [name for name, is_copied in zip("AB", repacked, strict=True) if is_copied]
     types, layouts, pads = [], "", []
     for name, asked in operands.tensors.items():
         layout = "n" if asked.unit_mode == -2 else "t"
@@ -145,6 +147,8 @@ def arguments_for(
         types.append(asked.dtype or "float32")
         layouts += layout
         pitch = -(-max(extent, 2) // asked.divisibility) * asked.divisibility
+        if name in copied:
+            pitch |= 1  # or there would be nothing to copy
         pads.append(pitch - extent)
     multiplied_as = operands.multiplication_type
     scales = {name: asked.scale for name, asked in operands.tensors.items()}

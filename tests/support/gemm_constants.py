@@ -21,6 +21,7 @@ GPU = {
             "store": 6.0e10,
             "epilogue": 6.0e-7,
             "handover": 1.5e-6,
+            "seam": 3.0e-6,
             "sharpness": 8,
         },
         "sm80.gemm": {
@@ -34,6 +35,7 @@ GPU = {
             "store": 4.0e10,
             "epilogue": 5.0e-7,
             "handover": 1.5e-6,
+            "seam": 3.0e-6,
             "sharpness": 8,
         },
     },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import lcm
+from math import gcd, lcm
 from typing import Any
 
 from kernel_api.arguments import EpilogueArguments
@@ -94,7 +94,7 @@ def fits_tile(graph: Graph, tile_n: int, swapped: bool) -> bool | Miss:
         return False
     if swapped and not planned.alone:
         return Miss("it looks at other columns, which are rows of the transposed product")
-    bundle = lcm(planned.bundle, min(_WIDTH, tile_n))
+    bundle = lcm(planned.bundle, gcd(_WIDTH, tile_n))
     if tile_n % bundle:
         return Miss(f"they are {bundle}, the tile has {tile_n}")
     if planned.reduced and bundle > _WIDEST_REDUCED:

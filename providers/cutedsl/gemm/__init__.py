@@ -1,5 +1,5 @@
 """Dense GEMM families."""
 
-from kernel_api.providers.cutedsl.gemm import sm80, sm90
+from kernel_api.providers.cutedsl.gemm import sm80, sm90, sm90_repacked
 
-__all__ = ["sm80", "sm90"]
+__all__ = ["sm80", "sm90", "sm90_repacked"]

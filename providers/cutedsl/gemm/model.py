@@ -49,6 +49,7 @@ class Candidate:
         split_k: Parts that K is cut into, each a unit of work of its own.
         stream_k: Whether the CTAs share all steps evenly, across the borders of tiles.
         swap_ab: Whether the kernel computes the transposed product, its M being N of out.
+        column_blocks: Parts of the tile's columns that are multiplied one after the other.
     """
 
     tile_shape: tuple[int, int, int]
@@ -59,6 +60,7 @@ class Candidate:
     split_k: int = 1
     stream_k: bool = False
     swap_ab: bool = False
+    column_blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Constants:
         store: Bytes per second at which one multiprocessor writes a tile of out.
         epilogue: Seconds of an epilogue beside that.
         handover: Seconds until the CTA that adds up partial sums knows that all are there.
+        seam: The same of tiles that are cut anywhere, whose parts are not ready at one time.
         sharpness: Power in which the times of parts that overlap are added up.
     """
 
@@ -144,6 +147,7 @@ class Constants:
     store: float
     epilogue: float
     handover: float
+    seam: float
     sharpness: float
 
     @classmethod
@@ -158,6 +162,16 @@ class Constants:
         own = families.get(family) or families[near or next(iter(families))]
         values = {**table["machine"], **own}
         return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+
+
+def resident_clusters(multiprocessors: int, size: int) -> int:
+    """How many clusters of a size run at once.
+
+    A cluster lies in one GPC, and those have numbers of multiprocessors that are no multiples of
+    four: of an H200's 132, clusters of four find 120.
+    """
+    whole = multiprocessors // size
+    return max(whole if size <= 2 else whole * 10 // 11, 1)
 
 
 @lru_cache(maxsize=64)
@@ -216,7 +230,7 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
         l2 += 2 * split * m * n * matrices * _PARTIAL_SUM_BYTES
     elif candidate.stream_k and clusters % slots:
         # Tiles are cut in two where one CTA ends and the next begins; a few tiles in more.
-        blocks += constants.handover + (1 + min(slots / clusters, k_tiles)) * partial
+        blocks += constants.seam + (1 + min(slots / clusters, k_tiles)) * partial
         l2 += 2 * slots * rows * columns * _PARTIAL_SUM_BYTES
     kept = constants.l2_bytes
     if dram > kept:
@@ -263,7 +277,10 @@ def _plan(
     column_bytes = tile_n * tile_k * b_size
     tile_bytes = tile_m * tile_k * a_size + column_bytes
     groups = max(tile_m / _INSTRUCTION_ROWS, 1.0)
-    feed = (2 * tile_bytes + (groups - 1) * column_bytes) / c.feed
+    row_bytes = tile_bytes - column_bytes
+    feed = (
+        tile_bytes + row_bytes * candidate.column_blocks + groups * column_bytes
+    ) / c.feed  # written once, read by every group of instructions
     load = tile_bytes / c.load
     step = (arithmetic**power + feed**power + load**power) ** (1 / power)
     alone = max(step, c.latency / candidate.stages) + c.step
@@ -276,7 +293,7 @@ def _plan(
     elif schedule == "pingpong":
         # The two tiles take turns in the main loop, waits included; epilogues are hidden.
         overlapping, step = 2 * overlapping, alone
-    slots = max(c.multiprocessors // (cluster_m * cluster_n), 1)
+    slots = resident_clusters(c.multiprocessors, cluster_m * cluster_n)
     rows, columns = tile_m * cluster_m, tile_n * cluster_n
     return rows, columns, slots, overlapping, step, alone, epilogue, partial, exposed
 

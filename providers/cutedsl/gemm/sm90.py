@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import GemmArguments
+from kernel_api.arguments.scaled import BLOCK
 from kernel_api.devices import multiprocessors_of
 from kernel_api.dtypes import TF32X3
 from kernel_api.epilogue import Graph
@@ -31,6 +32,9 @@ from kernel_api.providers.cutedsl.gemm.sm90_design import Sm90GemmDesign
 from kernel_api.providers.cutedsl.gemm.splitting import SplitGemm
 from kernel_api.space import Miss, Operands, Space, rule
 from kernel_api.status import Status
+
+#: That are multiplied at once where products are promoted.
+_PROMOTED_COLUMNS = 192
 
 _WHY_ALIGNED = "TMA needs addresses and leading dimensions in multiples of 16 bytes"
 _LOADS_ALIGNED = {"A": 16, "B": 16}
@@ -63,7 +67,7 @@ class Sm90GemmFamily(SplitGemm):
         if not design.stream_k:
             return True
         clusters = design.clusters(args.M, args.N, args.L)
-        resident = multiprocessors_of(args.device) // design.cluster_size
+        resident = design.resident(multiprocessors_of(args.device))
         return clusters <= 2 * resident or Miss(f"there are {clusters} for {resident}")
 
     @rule("an epilogue takes operands without scales, and K of at least 1")
@@ -112,6 +116,11 @@ class Sm90GemmFamily(SplitGemm):
             return True
         return Miss(f"they take {design.accumulators}")
 
+    @cached_property
+    def repacked(self) -> tuple[bool, bool]:
+        """Whether A and B are copied to where TMA can read them."""
+        return False, False
+
     @property
     def _design(self) -> Sm90GemmDesign:
         design: Any = self.metadata.design
@@ -155,6 +164,7 @@ class Sm90GemmFamily(SplitGemm):
             promoted=self.promoted,
             block_scales=scaled_by_blocks(operands),
             split_float32=_small_parts(operands),
+            repacked=self.repacked,
             epilogue=self._epilogue((*output_types, *reduced)),
         )
         return found
@@ -233,7 +243,7 @@ class Sm90GemmFamily(SplitGemm):
 
     def scalars(self, multiprocessors: int) -> tuple[int, ...]:
         """The clusters that are resident at once: the persistent grid."""
-        return (multiprocessors // self._design.cluster_size,)
+        return (self._design.resident(multiprocessors),)
 
     @cached_property
     def candidate(self) -> model.Candidate:
@@ -247,7 +257,15 @@ class Sm90GemmFamily(SplitGemm):
             split_k=design.split_k,
             stream_k=design.stream_k,
             swap_ab=design.swap_ab,
+            column_blocks=self._column_blocks(),
         )
+
+    def _column_blocks(self) -> int:
+        """Of a promoted tile; see the implementation."""
+        if not self.promoted:
+            return 1
+        most = BLOCK if scaled_by_blocks(self.metadata.operands) else _PROMOTED_COLUMNS
+        return -(-self._design.kernel_tile[1] // most)
 
     def predict(self, args: GemmArguments) -> float:
         return model.predict(args, self.candidate, model.constants(self.family))
@@ -293,7 +311,7 @@ class Sm90Tf32Gemm(Sm90GemmFamily):
             why_aligned=_WHY_ALIGNED,
         ),
     )
-    space = Space(*sm90_design.points(sm90_design.ALL, operand_bytes=4))
+    space = Space(*sm90_design.points(sm90_design.TF32, operand_bytes=4))
 
 
 @CuTeDSLProvider.register
@@ -354,6 +372,11 @@ class Sm90Fp8Gemm(Sm90GemmFamily):
     @rule("scales per block are applied to A's rows, as rows of the instruction")
     def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata) -> bool:
         return not (design.swap_ab and scaled_by_blocks(operands))
+
+    @rule("columns of a tile do not straddle blocks of scales")
+    def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata) -> bool:
+        columns = design.tile_shape[1]
+        return not (scaled_by_blocks(operands) and columns % BLOCK and BLOCK % columns)
 
 
 @CuTeDSLProvider.register

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kernel_api.providers.cutedsl.gemm.model import resident_clusters
 from kernel_api.providers.cutedsl.gemm.splitting import SplitDesign
 
 #: Shared memory of a CTA on every Hopper GPU.
@@ -16,7 +17,7 @@ _SUBTILE = (64, 32)
 _BARRIER_BYTES = 16
 _FLAG_BYTES = 32
 
-#: Of every operand row that a tile holds: a swizzle of shared memory.
+#: Of every operand row that a tile holds, or half of them: a swizzle of shared memory.
 ROW_BYTES = 128
 
 
@@ -75,6 +76,10 @@ class Sm90GemmDesign(SplitDesign):
         """Whether a tile may be the work of several CTAs."""
         return self.stream_k or self.split_k > 1
 
+    def resident(self, multiprocessors: int) -> int:
+        """Clusters that run at once."""
+        return resident_clusters(multiprocessors, self.cluster_size)
+
     def most_stages(self, operand_bytes: int, out_bytes: int, small_parts: bool = False) -> int:
         """As many as shared memory holds beside the buffers of the epilogue, by element sizes;
         small_parts: and beside two buffers of what is cut off float32."""
@@ -89,7 +94,7 @@ class Sm90GemmDesign(SplitDesign):
         """Two of a cluster that may begin in the middle of one and end in the middle of another."""
         if not self.stream_k:
             return super().partial_tiles(M, N, K, L, multiprocessors)
-        resident = multiprocessors // self.cluster_size
+        resident = self.resident(multiprocessors)
         return 2 * min(resident, self.clusters(M, N, L) * self.k_tiles(K))
 
     def label(self) -> str:
@@ -103,11 +108,13 @@ class Sm90GemmDesign(SplitDesign):
         return "_".join(parts)
 
 
-def _point(text: str) -> dict[str, Any]:
-    """``"128x256 2x1 pingpong swap split4 stream"``: tile and cluster, then what else there is."""
+def _point(text: str, operand_bytes: int) -> dict[str, Any]:
+    """``"128x256 2x1 pingpong swap deep split4 stream"``: tile and cluster, then what else there
+    is. A deep tile has twice the K, for tiles so small that waiting for each takes longer."""
     tile, cluster, *rest = text.split()
+    k = ROW_BYTES // operand_bytes * (2 if "deep" in rest else 1)
     point: dict[str, Any] = {
-        "tile_shape": tuple(map(int, tile.split("x"))),
+        "tile_shape": (*map(int, tile.split("x")), k),
         "cluster_shape": (*map(int, cluster.split("x")), 1),
     }
     for word in rest:
@@ -117,7 +124,7 @@ def _point(text: str) -> dict[str, Any]:
             point["swap_ab"] = True
         elif word == "stream":
             point["stream_k"] = True
-        else:
+        elif word.startswith("split"):
             point["split_k"] = int(word.removeprefix("split"))
     return point
 
@@ -127,76 +134,128 @@ def points(
 ) -> Iterator[dict[str, Any]]:
     """Design points, each with as many stages as fit beside outputs of every width."""
     for text in texts:
-        point = _point(text)
-        point["tile_shape"] = (*point["tile_shape"], ROW_BYTES // operand_bytes)
+        point = _point(text, operand_bytes)
         design = Sm90GemmDesign(**point)
         most = {design.most_stages(operand_bytes, out, small_parts) for out in (1, 2, 4)}
         for stages in sorted(most):
             yield {**point, "stages": stages}
 
 
-#: Tiles for much work: the more of them run at once, the better the wider ones.
+#: Tiles for much work: the more of them run at once, the better the wider ones. They have many
+#: widths, so that the last wave of most problems is nearly full.
 _WIDE = (
     "128x256 2x1",
     "128x256 1x2",
     "256x128 2x1",
+    "256x128 1x2 swap",
+    "128x224 2x1",
+    "144x256 1x2 swap",
+    "160x256 1x2 swap",
+    "176x192 1x2 swap",
+    "192x192 2x1",
+    "192x160 2x1",
     "192x128 2x1",
+    "192x128 1x2 swap",
+    "192x112 2x1",
+    "256x112 2x1",
     "128x192 2x1 pingpong",
     "128x160 2x1 pingpong",
+    "144x128 1x2 pingpong swap",
     "128x128 2x1 pingpong",
+    "128x112 2x1 pingpong",
     "64x256 2x1 pingpong",
 )
-_NARROW = ("128x128 1x1", "64x256 1x1", "64x128 1x1", "64x64 1x1")
+#: For about as many tiles as there are multiprocessors.
+_NARROW = (
+    "128x128 1x1",
+    "64x256 1x1",
+    "64x224 2x1",
+    "128x112 2x1",
+    "128x96 2x1",
+    "128x96 4x1",
+    "96x128 2x1 swap",
+    "96x128 1x4 swap",
+    "160x64 1x4 swap",
+    "144x64 1x1 swap",
+    "128x64 2x1",
+    "64x128 2x2",
+    "64x128 1x1",
+    "64x112 2x1",
+    "64x64 2x2",
+    "64x64 1x1",
+    "64x48 2x1 deep",
+    "64x96 2x2 deep",
+    "48x128 1x1 swap",
+)
 #: For few tiles, or a last wave of few.
 _SPLIT = (
     "128x256 2x1 stream",
+    "192x128 1x2 swap stream",
     "128x128 1x1 stream",
-    "64x128 1x1 stream",
-    "128x128 1x1 split2",
+    "192x128 1x1 swap split3",
     "128x128 1x1 split4",
-    "64x64 1x1 split4",
+    "64x64 2x2 split4",
+    "64x96 2x1 split2",
+    "128x64 2x1 split3",
 )
-#: For few rows.
-_SWAPPED = (
-    "16x64 1x1 swap",
-    "32x64 1x1 swap",
-    "16x128 1x1 swap",
-    "32x128 1x1 swap",
+#: For few rows: a weight matrix is read as fast as it comes.
+_FEW_ROWS = (
+    "64x64 1x1 deep",
+    "64x64 1x2 deep",
+    "16x64 1x1 swap deep",
+    "16x64 1x2 swap deep",
+    "16x128 1x1 swap deep",
+    "32x64 1x1 swap deep",
+    "32x128 1x1 swap deep",
     "64x128 1x1 swap",
-    "16x64 1x1 swap stream",
-    "16x128 1x1 swap stream",
-    "16x128 1x2 swap stream",
-    "16x256 1x1 swap stream",
-    "32x128 1x1 swap stream",
+    "16x64 1x1 swap deep split4",
+    "16x64 1x1 swap deep stream",
     "64x128 1x1 swap stream",
-    "64x256 1x1 swap stream",
-    "16x64 1x1 swap split4",
 )
 
-ALL = (*_WIDE, *_NARROW, *_SPLIT, *_SWAPPED)
-#: Of those, the ones whose accumulators leave room for the products to be promoted.
+ALL = (*_WIDE, *_NARROW, *_SPLIT, *_FEW_ROWS)
+
+
+def _columns(text: str) -> int:
+    """Of the instruction."""
+    return Sm90GemmDesign(**_point(text, operand_bytes=4)).kernel_tile[1]
+
+
+#: Those whose instructions the DSL has for tfloat32.
+TF32 = tuple(text for text in ALL if _columns(text) == 16 or _columns(text) % 32 == 0)
+#: Those whose accumulators leave room for the products to be promoted.
 PROMOTED = (
     "128x256 2x1",
     "128x256 1x2",
+    "128x192 2x1",
+    "128x176 2x1",
+    "128x160 2x1",
     "192x128 2x1",
     "128x128 2x1",
-    "64x256 2x1 pingpong",
-    "64x128 2x1 pingpong",
-    *_NARROW,
+    "128x96 2x1",
+    "96x128 2x1 swap",
+    "144x64 1x1 swap",
+    "128x128 1x1",
+    "128x64 2x1",
+    "64x256 1x1",
+    "64x128 2x2",
+    "64x128 1x1",
+    "64x96 2x1",
+    "64x64 1x1",
     "128x128 1x1 stream",
     "64x128 1x1 stream",
     "128x128 1x1 split4",
+    "64x64 2x2 split4",
     "16x64 1x1 swap",
     "32x64 1x1 swap",
     "64x128 1x1 swap",
     "16x64 1x1 swap stream",
     "16x128 1x1 swap stream",
-    "16x128 1x2 swap stream",
     "32x128 1x1 swap stream",
     "64x128 1x1 swap stream",
     "16x64 1x1 swap split4",
 )
-#: Of those, the ones that have two stages beside the small parts of float32.
+#: Those that have two stages beside the small parts of float32.
 SPLIT_FLOAT32 = (
     "128x128 2x1",
     "128x128 1x1",
@@ -209,4 +268,24 @@ SPLIT_FLOAT32 = (
     "32x64 1x1 swap",
     "16x64 1x1 swap stream",
     "64x128 1x1 swap stream",
+)
+#: For operands that are copied before: every problem has one that is not far from its best.
+REPACKED = (
+    "128x256 2x1",
+    "128x192 2x1 pingpong",
+    "128x128 2x1 pingpong",
+    "64x256 2x1 pingpong",
+    "128x128 1x1",
+    "128x64 2x1",
+    "64x64 1x1",
+    "16x64 1x1 swap deep",
+    "64x128 1x1 swap",
+)
+REPACKED_PROMOTED = (
+    "128x192 2x1",
+    "128x128 2x1",
+    "128x128 1x1",
+    "64x64 1x1",
+    "16x64 1x1 swap",
+    "64x128 1x1 swap",
 )

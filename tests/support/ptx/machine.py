@@ -36,7 +36,8 @@ REGISTERS = 65536  # of a multiprocessor
 #: Generic addresses of shared memory and of parameters.
 SHARED_WINDOW, PARAMETER_WINDOW = 0x7E00_0000_0000, 0x7D00_0000_0000
 _LONGEST_TURN = 64  # instructions of a gang in a row
-_FRUITLESS = 2_000  # turns that change nothing: the program is caught in a loop
+_FRUITLESS = 2_000  # turns that change nothing, and some per warp: a program caught in a loop
+_FRUITLESS_OF_A_WARP = 50
 
 
 class Machine:
@@ -223,7 +224,7 @@ class Machine:
             if ready:
                 fruitless = 0 if self.progress != progress else fruitless + 1
                 progress = self.progress
-                if fruitless > _FRUITLESS:
+                if fruitless > _FRUITLESS + _FRUITLESS_OF_A_WARP * len(self.warps):
                     raise EmulationError(self._deadlock("the program is caught in a loop"))
                 self._turn(ready[int(self.random.integers(len(ready)))])
             elif self.bulk.pending:
