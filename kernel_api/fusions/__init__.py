@@ -1,10 +1,11 @@
-"""Matrix products with what is done to their results, in one kernel.
+"""Matrix products with what is done to their results, in one kernel; and norms of rows.
 
     args = ka.fusions.gemm_swiglu(x, w.t(), out=out, preactivation=preactivation)
     ka.get_kernels(args)[0].run(args)
 
-Every function returns :class:`~kernel_api.arguments.GemmArguments` for ``get_kernels``,
-``explain`` and ``verify``; :mod:`kernel_api.ops` has the same names, and runs them. ``acc`` is
+Every function returns arguments (:class:`~kernel_api.arguments.GemmArguments` but for norms) for
+``get_kernels``, ``explain`` and ``verify``; :mod:`kernel_api.ops` has the same names, and runs
+them. Of products: ``acc`` is
 the product A · B, (M, K) · (K, N), with a batch L in front of every operand if A has one; its
 arithmetic is that of :mod:`kernel_api.epilogue`: float32, or float64 where A is.
 
@@ -51,6 +52,13 @@ from kernel_api.fusions._linear import (
     gemm_bias_activation,
     gemm_residual,
 )
+from kernel_api.fusions._norm import (
+    layernorm,
+    layernorm_backward,
+    rmsnorm,
+    rmsnorm_backward,
+    rmsnorm_rht_amax,
+)
 from kernel_api.fusions._store import gemm_dropout, gemm_quantize, gemm_rope
 
 #: What ``kind`` of a gated linear unit may be, see :func:`gemm_glu`.
@@ -78,4 +86,9 @@ __all__ = [
     "gemm_rope",
     "gemm_srelu",
     "gemm_swiglu",
+    "layernorm",
+    "layernorm_backward",
+    "rmsnorm",
+    "rmsnorm_backward",
+    "rmsnorm_rht_amax",
 ]

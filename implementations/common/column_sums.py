@@ -1,0 +1,50 @@
+"""Sums over rows of a tall matrix of parts, always in the same order."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.memory import SmemAllocator
+
+from .rows import WARP, combined
+
+
+class ColumnSums:
+    """sums[j] = Σ over i of parts[i, j].
+
+    A block has 32 columns, one per lane. Warp g adds up the parts g, g + warps, ...; the first
+    warp adds up what the warps have, which is in shared memory.
+    """
+
+    warps = 8
+    threads = WARP * warps
+
+    def launch(self, mParts: cute.Tensor, sums: tuple, stream) -> None:
+        """mParts (parts, N, sums), N side by side; sums: as many of (N,), of any float."""
+        columns = cute.ceil_div(mParts.shape[1], WARP)
+        self.kernel(mParts, sums).launch(
+            grid=(columns, len(sums), 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, mParts: cute.Tensor, sums: tuple):
+        thread, _, _ = cute.arch.thread_idx()
+        block, index, _ = cute.arch.block_idx()
+        lane, warp = thread % WARP, thread // WARP
+        column = block * WARP + lane
+        inside = column < mParts.shape[1]
+        layout = cute.make_layout((self.warps, WARP), stride=(WARP, 1))
+        sWarps = SmemAllocator().allocate_tensor(Float32, layout, byte_alignment=16)
+        found = Float32(0)
+        if inside:
+            for part in cutlass.range(warp, mParts.shape[0], self.warps, unroll=8):
+                found += mParts[part, column, index]
+        sWarps[warp, lane] = found
+        cute.arch.sync_threads()
+        if warp == 0 and inside:
+            found = combined([sWarps[i, lane] for i in range(self.warps)])
+            for i in cutlass.range_constexpr(len(sums)):
+                if index == i:
+                    sums[i][column] = found.to(sums[i].element_type)

@@ -1,0 +1,276 @@
+"""Rows of a matrix spread over the threads of a block: vectors in and out, sums along a row."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Numeric, Uint16, Uint32, const_expr
+
+WARP = 32
+_WORD_BYTES = 4
+_PIECE_BYTES = 16  # that one instruction moves at most
+_VECTOR = {1: "", 2: ".v2", 4: ".v4"}  # by words
+
+#: How loads take what no kernel writes meanwhile, and what the thread itself has written.
+CONSTANT, WRITTEN = ".nc", ""
+
+
+@dataclass(frozen=True)
+class RowThreads:
+    """`per_row` threads lie along a row, a vector each, and step on along it.
+
+    Args:
+        threads: Of a block, whole warps; several rows at once if they are more than `per_row`.
+        per_row: A power of two.
+        vector: Elements side by side in a thread, a power of two. Rows are whole vectors.
+    """
+
+    threads: int
+    per_row: int
+    vector: int
+
+    def __post_init__(self):
+        for name in ("threads", "per_row", "vector"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} is {value}; expected a power of two")
+        if self.threads % WARP or self.threads % self.per_row:
+            raise ValueError(f"{self.threads} threads are no warps on rows of {self.per_row}")
+
+    @property
+    def rows(self) -> int:
+        """At once."""
+        return self.threads // self.per_row
+
+    @property
+    def step(self) -> int:
+        """Elements from one vector of a thread to its next."""
+        return self.per_row * self.vector
+
+    @property
+    def warps_per_row(self) -> int:
+        """1 if a row is the work of a part of a warp."""
+        return max(1, self.per_row // WARP)
+
+    def slot(self, thread: Int32) -> Int32:
+        """Which of the rows at once is the thread's."""
+        return thread // self.per_row
+
+    def column(self, thread: Int32) -> Int32:
+        """Of the thread's first element."""
+        return thread % self.per_row * self.vector
+
+    def partials(self, allocator, values: int) -> cute.Tensor | None:
+        """Shared memory for `across`, for so many values; (buffers, values, warps)."""
+        if self.warps_per_row == 1:
+            return None
+        layout = cute.make_layout((2, values, self.threads // WARP))
+        return allocator.allocate_tensor(Float32, layout, byte_alignment=16)
+
+    @cute.jit
+    def across(
+        self,
+        values: tuple,
+        thread: Int32,
+        sPartials: cute.Tensor | None,
+        buffer: Int32,
+    ) -> tuple:
+        """Sums over the row of what its threads have; all of them get the same.
+
+        buffer: 0 or 1, another one than the last time.
+        """
+        values = over_lanes(values, added, min(self.per_row, WARP))
+        if const_expr(self.warps_per_row > 1):
+            warp = thread // WARP
+            if thread % WARP == 0:
+                for i in cutlass.range_constexpr(len(values)):
+                    sPartials[buffer, i, warp] = values[i]
+            cute.arch.sync_threads()
+            mine = warp // self.warps_per_row * self.warps_per_row + thread % self.warps_per_row
+            of_warps = tuple(sPartials[buffer, i, mine] for i in range(len(values)))
+            values = over_lanes(of_warps, added, self.warps_per_row)
+        return values
+
+
+def over_lanes(values: tuple, combined: Callable, lanes: int) -> tuple:
+    """Over so many neighbours, a power of two; all of them get the same."""
+    offset = 1
+    while offset < lanes:
+        others = [cute.arch.shuffle_sync_bfly(value, offset=offset) for value in values]
+        values = tuple(map(combined, values, others))
+        offset *= 2
+    return values
+
+
+def added(a: Numeric, b: Numeric) -> Numeric:
+    return a + b
+
+
+def combined(values: list, of_two: Callable = added) -> Numeric:
+    """Neighbours first, so that rounding errors stay small and operations overlap."""
+    while len(values) > 1:
+        pairs = [of_two(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
+
+
+# Vectors -----------------------------------------------------------------------------------
+
+
+class Vector:
+    """Neighbours in a row, moved at once: `count` elements of a type, in words."""
+
+    def __init__(self, count: int, element_type: type[Numeric]):
+        self.count = count
+        self.element_type = element_type
+        self.element_bytes = element_type.width // 8
+        self.bytes = count * self.element_bytes
+        self.word = Uint16 if self.bytes == 2 else Uint32
+        self.words = self.bytes * 8 // self.word.width
+
+    def __extract_mlir_values__(self) -> list:
+        return []  # all is known while tracing: loops carry nothing of it
+
+    def __new_from_mlir_values__(self, values: list) -> "Vector":
+        return self
+
+    @property
+    def pieces(self) -> list:
+        """(first byte, words) of each instruction."""
+        most = _PIECE_BYTES // _WORD_BYTES
+        starts = range(0, self.words, most)
+        return [(start * _WORD_BYTES, min(most, self.words - start)) for start in starts]
+
+    def elements(self, words: list) -> list:
+        """As Float32."""
+        if self.element_type.width == 32:
+            return [word.bitcast(Float32) for word in words]
+        if self.count == 1:
+            return [words[0].bitcast(self.element_type).to(Float32)]
+        # The stride of one word has to be said: that of its elements is made of it.
+        packed = cute.make_rmem_tensor(cute.make_layout(self.words, stride=1), Uint32)
+        for i, word in enumerate(words):
+            packed[i] = word
+        values = cute.recast_tensor(packed, self.element_type).load().to(Float32)
+        return [values[i] for i in range(self.count)]
+
+    def packed(self, values: list) -> list:
+        """Words of Float32 values, rounded."""
+        if self.element_type.width == 32:
+            return [value.bitcast(Uint32) for value in values]
+        if self.count == 1:
+            return [values[0].to(self.element_type).bitcast(Uint16)]
+        wide = cute.make_rmem_tensor(self.count, Float32)
+        for i, value in enumerate(values):
+            wide[i] = value
+        rounded = cute.make_rmem_tensor(self.count, self.element_type)
+        rounded.store(wide.load().to(self.element_type))
+        packed = cute.recast_tensor(rounded, Uint32)
+        return [packed[i] for i in range(self.words)]
+
+
+@dataclass
+class GlobalRow:
+    """What one thread has of a row in global memory; vectors are named by their first element,
+    counted from the thread's first one.
+
+    Attributes:
+        address: Of its first element.
+        left: Elements from that one to the end of the row; 0 or less: there is nothing.
+    """
+
+    address: Int64
+    left: Int32
+    vector: Vector
+
+    def has(self, first: Int32) -> Boolean:
+        return self.left > first
+
+    def load(self, first: Int32, kind: str = CONSTANT) -> list:
+        """As Float32; zeros behind the end."""
+        vector, loaded = self.vector, []
+        for offset, count in vector.pieces:
+            names = [f"{{$w{i}}}" for i in range(count)]
+            zeros = " ".join(f"mov.b{vector.word.width} {name}, 0;" for name in names)
+            piece = cute.arch.inline_ptx(
+                f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {{$r2}}; {zeros} @inside "
+                f"ld.global{kind}{_VECTOR[count]}.b{vector.word.width} {_braced(names)}, "
+                f"[{{$r0}} + {offset}]; }}",
+                write_only_types=[vector.word] * count,
+                read_only_args=[self._at(first), self.left, Int32(first)],
+            )
+            loaded += [piece] if count == 1 else piece
+        return vector.elements(loaded)
+
+    def store(self, first: Int32, values: list) -> None:
+        """Float32 values, rounded; nothing behind the end."""
+        vector, words = self.vector, self.vector.packed(values)
+        for offset, count in vector.pieces:
+            names = [f"{{$r{i + 3}}}" for i in range(count)]
+            start = offset // _WORD_BYTES
+            cute.arch.inline_ptx(
+                f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {{$r2}}; @inside "
+                f"st.global{_VECTOR[count]}.b{vector.word.width} [{{$r0}} + {offset}], "
+                f"{_braced(names)}; }}",
+                read_only_args=[
+                    self._at(first), self.left, Int32(first), *words[start : start + count]
+                ],
+            )  # fmt: skip
+
+    def copy(self, first: Int32, target: "SharedRow") -> None:
+        """Starts to copy a vector to the same place of a row in shared memory; zeros behind the
+        end."""
+        size = self.vector.bytes
+        cache = "cg" if size == _PIECE_BYTES else "ca"
+        cute.arch.inline_ptx(
+            f"{{ .reg .pred inside; .reg .b32 size; setp.gt.s32 inside, {{$r1}}, {{$r2}}; "
+            f"selp.b32 size, {size}, 0, inside; "
+            f"cp.async.{cache}.shared.global [{{$r3}}], [{{$r0}}], {size}, size; }}",
+            read_only_args=[self._at(first), self.left, Int32(first), target.at(first)],
+        )
+
+    def _at(self, first: Int32) -> Int64:
+        return self.address + Int64(first) * self.vector.element_bytes
+
+
+@dataclass
+class SharedRow:
+    """The same in shared memory: a thread reads what it has copied itself."""
+
+    address: Int32
+    vector: Vector
+
+    def load(self, first: Int32) -> list:
+        """As Float32."""
+        count = self.vector.words
+        names = [f"{{$w{i}}}" for i in range(count)]
+        loaded = cute.arch.inline_ptx(
+            f"ld.shared{_VECTOR[count]}.b32 {_braced(names)}, [{{$r0}}];",
+            write_only_types=[Uint32] * count,
+            read_only_args=[self.at(first)],
+        )
+        return self.vector.elements([loaded] if count == 1 else list(loaded))
+
+    def at(self, first: Int32) -> Int32:
+        return self.address + first * self.vector.element_bytes
+
+
+def _braced(names: list[str]) -> str:
+    return f"{{{', '.join(names)}}}" if len(names) > 1 else names[0]
+
+
+def matrix_row(mX: cute.Tensor, row: Int32, column: Int32, end: Int32, count: int) -> GlobalRow:
+    """From a column of a row of (M, N) on, in vectors of `count`; of nothing if the row is not
+    before `end`."""
+    vector = Vector(count, mX.element_type)
+    left = (mX.shape[1] - column) * Int32(row < end)
+    offset = Int64(row) * mX.stride[0] + column
+    return GlobalRow(mX.iterator.toint() + offset * vector.element_bytes, left, vector)
+
+
+def single_row(mX: cute.Tensor, column: Int32, count: int) -> GlobalRow:
+    """From a column of (N,) on, in vectors of `count`."""
+    vector = Vector(count, mX.element_type)
+    address = mX.iterator.toint() + Int64(column) * vector.element_bytes
+    return GlobalRow(address, mX.shape[0] - column, vector)

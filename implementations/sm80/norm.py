@@ -1,0 +1,259 @@
+"""Rows of a matrix, each divided by its root mean square or its standard deviation."""
+
+import operator
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+
+from ..common.hadamard import BLOCK, hadamard
+from ..common.maxima import Maxima, bits_of_magnitude, larger, shares
+from ..common.rows import (
+    WARP,
+    GlobalRow,
+    RowThreads,
+    SharedRow,
+    combined,
+    single_row,
+)
+from ..common.staged_rows import StagedRows, Turns
+
+MOST_VECTORS = 4  # at a time, so that registers are left for other blocks
+
+
+class Norm:
+    """out = (x − mean) · rstd · weight + bias, per row; then blocks of 16 columns times H16 / 4.
+
+    rstd = 1 / √(mean of (x − mean)² + eps); without `centred`, mean is 0 all over.
+
+    All warps play the same roles, `rows.per_row` threads on a row, up to `turns` rows one after
+    the other:
+
+    role     does                                                            waits on
+    -------  --------------------------------------------------------------  -------------------
+    fetch    cp.async of a row, `stages` - 1 ahead                           nothing
+    measure  sums over the row: lanes by shuffles, warps through shared      own copies; warps of
+             memory, two buffers of it in turns                              the row
+    write    weight, bias and the Hadamard transform (a block of 16 is       lanes of a block
+             with one thread or a few neighbours); whole vectors
+    largest  the block's largest magnitude, once behind its last row         all warps
+
+    Shared memory: `stages` rows of `vectors` vectors per thread, of which every thread reads what
+    it has copied itself; a sum of each warp; a magnitude of each warp. So x is read once. Without
+    stages, a row of any length is read two or three times, mostly from L1 or L2.
+
+    x, out (M, N), N side by side, whole vectors; the rest is in a tuple, in the order of
+    `operands`, of those that are there:
+
+    operand                    is
+    -------------------------  -------------------------------------------------------------
+    weight, bias               (N,), side by side; any float
+    signs                      (16,); what the columns of a block are multiplied with before H16
+    rstd, mean                 (M,), written
+    amax                       (ceil(M / rows_per_block),), written
+    global_amax                (), written
+    eps                        Float32
+    rows_per_block             Int64, with amax or global_amax
+
+    Largest magnitudes are of values before they are rounded, NaN if there is one.
+    """
+
+    def __init__(
+        self,
+        rows: RowThreads,
+        *,
+        vectors: int = 0,
+        stages: int = 0,
+        turns: int = 1,
+        centred: bool = False,
+        hadamard: bool = False,
+        operands: tuple[str, ...] = ("eps",),
+    ):
+        self.rows = rows
+        self.vectors = vectors
+        self.stages = stages
+        self.turns = turns
+        self.centred = centred
+        self.hadamard = hadamard
+        self.operands = operands
+        if turns < 1 or stages < 0 or (stages > 0) != (vectors > 0):
+            raise ValueError(
+                f"{turns} turns, {stages} stages of {vectors} vectors; expected turns, and stages "
+                f"if there are vectors in them"
+            )
+        if hadamard and rows.step % BLOCK:
+            raise ValueError(f"{rows.step} columns at once are no multiple of {BLOCK}")
+
+    @property
+    def threads(self) -> int:
+        return self.rows.threads
+
+    @property
+    def most_rows(self) -> int:
+        """Of a block."""
+        return self.rows.rows * self.turns
+
+    @property
+    def unroll(self) -> int:
+        """Vectors that a thread works on at a time, as far as the compiler likes."""
+        return min(max(self.vectors, 1), MOST_VECTORS)
+
+    @property
+    def finds_maxima(self) -> bool:
+        return "amax" in self.operands or "global_amax" in self.operands
+
+    def operand(self, name: str, operands: tuple):
+        """None if it is not there."""
+        return operands[self.operands.index(name)] if name in self.operands else None
+
+    @cute.jit
+    def with_operands(
+        self,
+        mX: cute.Tensor,
+        mOut: cute.Tensor,
+        operands,
+        workspace: Int64,
+        stream: cuda.CUstream,
+    ):
+        self.x = StagedRows(self.rows, self.vectors, self.stages, mX.element_type)
+        size = mX.shape[0]
+        blocks = cute.ceil_div(size, self.most_rows)
+        maxima = None
+        if const_expr(self.finds_maxima):
+            rows_per_block = self.operand("rows_per_block", operands)
+            rows_per_block = Int32(cutlass.min(rows_per_block, Int64(size)))
+            shared = shares(size, rows_per_block, self.most_rows)
+            maxima = Maxima(size, rows_per_block, *shared, workspace)
+            blocks = maxima.blocks * maxima.parts
+        self.kernel(mX, mOut, operands, maxima).launch(
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mX: cute.Tensor, mOut: cute.Tensor, operands, maxima):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        allocator = SmemAllocator()
+        memory = self.x.allocated(allocator)
+        sSums = self.rows.partials(allocator, 1)
+        if const_expr(self.finds_maxima):
+            first, end = maxima.rows_of(block)
+            largest = self.rows_from(first, end, mX, mOut, operands, memory, sSums, thread)
+            sLargest = allocator.allocate_tensor(Int32, cute.make_layout(self.threads // WARP))
+            mAmax, mGlobal = (self.operand(n, operands) for n in ("amax", "global_amax"))
+            maxima.write(largest, mAmax, mGlobal, sLargest, block, thread)
+        else:
+            first = block * self.most_rows
+            end = cutlass.min(first + self.most_rows, mX.shape[0])
+            self.rows_from(first, end, mX, mOut, operands, memory, sSums, thread)
+
+    @cute.jit
+    def rows_from(self, first, end, mX, mOut, operands, memory, sSums, thread):
+        """The rows from `first` to `end`; the bits of the thread's largest magnitude in them."""
+        rows, column = self.rows, self.rows.column(thread)
+        signs = self._signs(operands, column)
+        turns = Turns(first + rows.slot(thread), Int32(rows.rows), end)
+        for early in cutlass.range_constexpr(self.stages - 1):
+            self.x.fetch(mX, turns, Int32(early), memory, thread)
+            self.x.commit()
+        largest = Int32(0)
+        count = cute.ceil_div(end - first, rows.rows)
+        if const_expr(self.turns == 1 and not self.finds_maxima):
+            count = 1
+        for turn in cutlass.range(count, unroll=1):
+            self.x.fetch(mX, turns, turn + (self.stages - 1), memory, thread)
+            self.x.commit()
+            self.x.arrived()
+            source = self.x.row(mX, turns, turn, memory, thread)
+            target = self.x.global_row(mOut, turns, turn, thread)
+            mean, rstd = self._measured(source, target, mX.shape[1], operands, sSums, turn, thread)
+            if column == 0 and turns.row(turn) < end:
+                self._write_statistics(mean, rstd, operands, turns.row(turn))
+            found = self._write(source, target, mX.shape[1], mean, rstd, operands, signs, column)
+            largest = larger(largest, found)
+        return largest
+
+    def _signs(self, operands: tuple, column: Int32) -> list | None:
+        """Of the thread's columns, which are the same ones of a block in each of its vectors."""
+        mS = self.operand("signs", operands)
+        if mS is None:
+            return None
+        return [mS[(column + i) % BLOCK].to(Float32) for i in range(self.rows.vector)]
+
+    def _vectors(self, N: Int32) -> int | Int32:
+        """Of a thread, of a row; those that are staged are known while tracing."""
+        return self.vectors if self.stages > 0 else cute.ceil_div(N, self.rows.step)
+
+    # One row -------------------------------------------------------------------------------
+
+    @cute.jit
+    def _measured(self, source, target, N, operands, sSums, turn, thread):
+        """(mean, rstd), the same in all threads of the row."""
+        mean = Float32(0)
+        buffer = turn % 2
+        if const_expr(self.centred):
+            part = self._sum(source, N)
+            (whole,) = self.rows.across((part,), thread, sSums, Int32(0))
+            mean = whole / Float32(N)
+            buffer = Int32(1)
+        part = self._sum_of_squares(source, target, N, mean)
+        (whole,) = self.rows.across((part,), thread, sSums, buffer)
+        return mean, cute.math.rsqrt(whole / Float32(N) + self.operand("eps", operands))
+
+    @cute.jit
+    def _sum(self, source, N) -> Float32:
+        """Of what the thread has."""
+        whole = Float32(0)
+        for v in cutlass.range(self._vectors(N), unroll=self.unroll):
+            whole += combined(source.load(v * self.rows.step))
+        return whole
+
+    @cute.jit
+    def _sum_of_squares(self, source, target, N, mean) -> Float32:
+        """The same of squared distances from the mean."""
+        whole = Float32(0)
+        for v in cutlass.range(self._vectors(N), unroll=self.unroll):
+            values = self._distances(source, v, mean)
+            found = combined([value * value for value in values])
+            if const_expr(self.centred):  # zeros behind the end are not where the mean is
+                found = found * Float32(target.has(v * self.rows.step))
+            whole += found
+        return whole
+
+    def _distances(self, source: GlobalRow | SharedRow, v: Int32, mean: Float32) -> list:
+        values = source.load(v * self.rows.step)
+        return [value - mean for value in values] if self.centred else values
+
+    @cute.jit
+    def _write(self, source, target, N, mean, rstd, operands, signs, column) -> Int32:
+        """Writes the thread's part of out; the bits of the largest magnitude in it."""
+        largest = Int32(0)
+        for v in cutlass.range(self._vectors(N), unroll=self.unroll):
+            values = [value * rstd for value in self._distances(source, v, mean)]
+            values = self._with_factors(values, operands, column + v * self.rows.step)
+            if const_expr(self.hadamard):
+                if const_expr(signs is not None):
+                    values = [a * b for a, b in zip(values, signs, strict=True)]
+                values = hadamard(values, column)
+            target.store(v * self.rows.step, values)
+            if const_expr(self.finds_maxima):
+                found = bits_of_magnitude(values)
+                largest = larger(largest, found * Int32(target.has(v * self.rows.step)))
+        return largest
+
+    def _with_factors(self, values: list, operands: tuple, column: Int32) -> list:
+        """Times weight, plus bias, as they are there."""
+        for name, operation in (("weight", operator.mul), ("bias", operator.add)):
+            mW = self.operand(name, operands)
+            if mW is not None:
+                given = single_row(mW, column, self.rows.vector).load(Int32(0))
+                values = list(map(operation, values, given))
+        return values
+
+    def _write_statistics(self, mean: Float32, rstd: Float32, operands: tuple, row: Int32) -> None:
+        for name, value in (("mean", mean), ("rstd", rstd)):
+            mS = self.operand(name, operands)
+            if mS is not None:
+                mS[row] = value.to(mS.element_type)

@@ -1,0 +1,290 @@
+"""Gradients of rows that were divided by their root mean square or their standard deviation."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute import AddressSpace
+from cutlass.memory import SmemAllocator
+
+from ..common.column_sums import ColumnSums
+from ..common.rows import (
+    WRITTEN,
+    GlobalRow,
+    RowThreads,
+    Vector,
+    added,
+    combined,
+    single_row,
+)
+from ..common.staged_rows import StagedRows, Turns
+
+SUMS = ("dweight", "dbias")
+COUNTERS_BYTES = 65536  # at the start of the workspace, which others need zero
+
+
+class NormBackward:
+    """With x̂ = (x − mean) · rstd and g = dy · weight::
+
+        dx      = rstd · (g − x̂ · mean of g · x̂ − mean of g)      the latter if `centred`
+        dweight = Σ over rows of dy · x̂,  dbias = Σ over rows of dy
+
+    As many blocks as are asked for stay and take every so many-th row. All warps play the same
+    roles, `rows.per_row` threads on a row:
+
+    role     does                                                            waits on
+    -------  --------------------------------------------------------------  -------------------
+    fetch    cp.async of a row of dy and of x, `stages` - 1 ahead; its       nothing
+             statistics, one ahead
+    measure  sums over the row: lanes by shuffles, warps through shared      own copies; warps of
+             memory, two buffers of it in turns                              the row
+    write    whole vectors of dx; adds to the thread's sums over rows        nothing
+    part     the thread's sums, behind its last row, to the workspace        nothing
+
+    A second kernel adds up the parts, in their order: the sums are the same in every run.
+
+    Shared memory: `stages` rows of dy and of x, `vectors` vectors per thread, of which every thread
+    reads what it has copied itself; two sums of each warp; sums over rows where a block has several
+    rows at once. Registers: sums over rows. Without stages, rows are read twice, mostly from L1 or
+    L2, and their length is any; the sums over rows are kept in the workspace.
+
+    dy, x, dx (M, N) of one type, N side by side, whole vectors; the rest is in a tuple, in the
+    order of `operands`, of those that are there:
+
+    operand          is
+    ---------------  ------------------------------------------------
+    rstd, mean       (M,); mean if `centred`
+    weight           (N,), side by side; any float
+    dweight, dbias   (N,), written
+
+    The workspace has a part per sum and block, or, without stages, per sum, block and row at once;
+    all are behind its first 65536 bytes.
+    """
+
+    def __init__(
+        self,
+        rows: RowThreads,
+        *,
+        vectors: int = 0,
+        stages: int = 0,
+        centred: bool = False,
+        operands: tuple[str, ...] = ("rstd",),
+    ):
+        self.rows = rows
+        self.vectors = vectors
+        self.stages = stages
+        self.centred = centred
+        self.operands = operands
+        if stages < 0 or (stages > 0) != (vectors > 0):
+            raise ValueError(
+                f"{stages} stages of {vectors} vectors; expected stages if there are vectors in "
+                f"them"
+            )
+
+    @property
+    def threads(self) -> int:
+        return self.rows.threads
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        return tuple(name for name in SUMS if name in self.operands)
+
+    @property
+    def parts_per_block(self) -> int:
+        """In the workspace."""
+        return 1 if self.vectors > 0 else self.rows.rows
+
+    def operand(self, name: str, operands: tuple):
+        """None if it is not there."""
+        return operands[self.operands.index(name)] if name in self.operands else None
+
+    @cute.jit
+    def with_operands(
+        self,
+        mDy: cute.Tensor,
+        mX: cute.Tensor,
+        mDx: cute.Tensor,
+        operands,
+        workspace: Int64,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.dy = StagedRows(self.rows, self.vectors, self.stages, mDy.element_type)
+        self.x = StagedRows(self.rows, self.vectors, self.stages, mX.element_type)
+        blocks = cutlass.min(blocks, cute.ceil_div(mX.shape[0], self.rows.rows))
+        mParts = None
+        if const_expr(self.sums):
+            mParts = self._parts(workspace, blocks, mX.shape[1])
+        self.kernel(mDy, mX, mDx, operands, mParts).launch(
+            grid=(blocks, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )
+        if const_expr(self.sums):
+            ColumnSums().launch(
+                mParts, tuple(self.operand(name, operands) for name in self.sums), stream
+            )
+
+    def _parts(self, workspace: Int64, blocks: Int32, N: Int32) -> cute.Tensor:
+        """(parts, N, sums) of float32; rows start at multiples of 16 bytes."""
+        pointer = cute.make_ptr(
+            Float32, workspace + COUNTERS_BYTES, AddressSpace.gmem, assumed_align=16
+        )
+        parts, pitch = blocks * self.parts_per_block, cute.ceil_div(N, 4) * 4
+        layout = cute.make_layout(
+            (parts, N, len(self.sums)), stride=(Int64(pitch), 1, Int64(parts) * pitch)
+        )
+        return cute.make_tensor(pointer, layout)
+
+    @cute.kernel
+    def kernel(self, mDy, mX, mDx, operands, mParts):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        allocator = SmemAllocator()
+        memories = self.dy.allocated(allocator), self.x.allocated(allocator)
+        sSums = self.rows.partials(allocator, 2 if self.centred else 1)
+        first, apart = block * self.rows.rows, blocks * self.rows.rows
+        turns = Turns(first + self.rows.slot(thread), apart, mX.shape[0])
+
+        for early in cutlass.range_constexpr(self.stages - 1):
+            self._fetch(mDy, mX, turns, Int32(early), memories, thread)
+        totals = self._zeros()
+        mean, rstd = self._statistics(operands, turns, Int32(0))
+        for turn in cutlass.range(cute.ceil_div(mX.shape[0] - first, apart), unroll=1):
+            self._fetch(mDy, mX, turns, turn + max(self.stages - 1, 0), memories, thread)
+            next_mean, next_rstd = self._statistics(operands, turns, turn + 1)
+            self.x.arrived()
+            dy = self.dy.row(mDy, turns, turn, memories[0], thread)
+            x = self.x.row(mX, turns, turn, memories[1], thread)
+            target = self.x.global_row(mDx, turns, turn, thread)
+            means = self._means(dy, x, mX.shape[1], mean, rstd, operands, sSums, turn, thread)
+            if const_expr(self.vectors > 0):
+                terms = mean, rstd, means
+                self._write(dy, x, target, terms, operands, totals, thread)
+            else:
+                part = block * self.rows.rows + self.rows.slot(thread)
+                rows = self._part_rows(mParts, part, thread)
+                terms = mean, rstd, means
+                self._write_any(dy, x, target, mX.shape[1], terms, operands, rows, turn, thread)
+            mean, rstd = next_mean, next_rstd
+        if const_expr(self.vectors > 0 and len(self.sums) > 0):
+            self._part(totals, mParts, allocator, block, thread)
+
+    @cute.jit
+    def _part(self, totals, mParts, allocator, block, thread):
+        """What the block has of the sums over rows; of several slots, one after the other."""
+        rows = self.rows
+        if const_expr(rows.rows == 1):
+            for i, part in enumerate(self._part_rows(mParts, block, thread)):
+                for v in cutlass.range_constexpr(self.vectors):
+                    part.store(v * rows.step, [totals[e, v, i] for e in range(rows.vector)])
+        else:
+            room = self.vectors * rows.step
+            layout = cute.make_layout((rows.rows, room), stride=(room, 1))
+            sSlots = allocator.allocate_tensor(Float32, layout, byte_alignment=16)
+            for i in cutlass.range_constexpr(len(self.sums)):
+                for v in cutlass.range_constexpr(self.vectors):
+                    for e in cutlass.range_constexpr(rows.vector):
+                        column = rows.column(thread) + v * rows.step + e
+                        sSlots[rows.slot(thread), column] = totals[e, v, i]
+                cute.arch.sync_threads()
+                for column in cutlass.range(thread, mParts.shape[1], self.threads, unroll=1):
+                    found = combined([sSlots[slot, column] for slot in range(rows.rows)])
+                    mParts[block, column, i] = found
+                cute.arch.sync_threads()
+
+    def _zeros(self) -> cute.Tensor | None:
+        """Sums over rows in registers, (elements, vectors, sums)."""
+        if not self.sums or not self.vectors:
+            return None
+        totals = cute.make_rmem_tensor((self.rows.vector, self.vectors, len(self.sums)), Float32)
+        totals.fill(Float32(0))
+        return totals
+
+    def _part_rows(self, mParts: cute.Tensor | None, part: Int32, thread: Int32) -> list[GlobalRow]:
+        """The thread's columns of its part, of each sum."""
+        column = self.rows.column(thread)
+        vector = Vector(self.rows.vector, Float32)
+        found = []
+        for i in range(len(self.sums)):
+            offset = Int64(part) * mParts.stride[0] + column + i * mParts.stride[2]
+            address = mParts.iterator.toint() + offset * vector.element_bytes
+            found.append(GlobalRow(address, mParts.shape[1] - column, vector))
+        return found
+
+    def _fetch(self, mDy, mX, turns: Turns, turn: Int32, memories: tuple, thread: Int32) -> None:
+        self.dy.fetch(mDy, turns, turn, memories[0], thread)
+        self.x.fetch(mX, turns, turn, memories[1], thread)
+        self.x.commit()
+
+    @cute.jit
+    def _statistics(self, operands, turns, turn):
+        """(mean, rstd) of a row; zeros where there is none."""
+        row = turns.row(turn)
+        mean = rstd = Float32(0)
+        if row < turns.end:
+            rstd = self.operand("rstd", operands)[row].to(Float32)
+            if const_expr(self.centred):
+                mean = self.operand("mean", operands)[row].to(Float32)
+        return mean, rstd
+
+    # One row -------------------------------------------------------------------------------
+
+    def _terms(self, dy, x, first: Int32, mean, rstd, operands, thread) -> tuple:
+        """(dy, g, x̂) of a vector."""
+        gradient = dy.load(first)
+        normal = [(value - mean if self.centred else value) * rstd for value in x.load(first)]
+        mW = self.operand("weight", operands)
+        if mW is None:
+            return gradient, gradient, normal
+        column = self.rows.column(thread) + first
+        weight = single_row(mW, column, self.rows.vector).load(Int32(0))
+        return gradient, [a * b for a, b in zip(gradient, weight, strict=True)], normal
+
+    @cute.jit
+    def _means(self, dy, x, N, mean, rstd, operands, sSums, turn, thread):
+        """(mean of g · x̂, mean of g), the same in all threads of the row."""
+        product = plain = Float32(0)
+        count = self.vectors if const_expr(self.vectors > 0) else cute.ceil_div(N, self.rows.step)
+        for v in cutlass.range(count, unroll=min(max(self.vectors, 1), 2)):
+            _, g, normal = self._terms(dy, x, v * self.rows.step, mean, rstd, operands, thread)
+            product += combined([a * b for a, b in zip(g, normal, strict=True)])
+            if const_expr(self.centred):
+                plain += combined(g)
+        values = (product, plain) if const_expr(self.centred) else (product,)
+        values = self.rows.across(values, thread, sSums, turn % 2)
+        values = tuple(value / Float32(N) for value in values)
+        return values if const_expr(self.centred) else (*values, Float32(0))
+
+    @cute.jit
+    def _write(self, dy, x, target, terms, operands, totals, thread):
+        mean, rstd, means = terms
+        for v in cutlass.range_constexpr(self.vectors):
+            first = v * self.rows.step
+            gradient, g, normal = self._terms(dy, x, first, mean, rstd, operands, thread)
+            target.store(first, self._gradient(g, normal, rstd, means))
+            for i, values in enumerate(self._addends(gradient, normal)):
+                for e in cutlass.range_constexpr(self.rows.vector):
+                    totals[e, v, i] += values[e]
+
+    @cute.jit
+    def _write_any(self, dy, x, target, N, terms, operands, rows, turn, thread):
+        """The same of a row of any length; its sums are in the thread's part of the workspace."""
+        mean, rstd, means = terms
+        for v in cutlass.range(cute.ceil_div(N, self.rows.step), unroll=1):
+            first = v * self.rows.step
+            gradient, g, normal = self._terms(dy, x, first, mean, rstd, operands, thread)
+            target.store(first, self._gradient(g, normal, rstd, means))
+            for row, values in zip(rows, self._addends(gradient, normal), strict=True):
+                before = GlobalRow(row.address, row.left * Int32(turn > 0), row.vector)
+                sums = map(added, before.load(first, WRITTEN), values)
+                row.store(first, list(sums))
+
+    def _gradient(self, g: list, normal: list, rstd: Float32, means: tuple) -> list:
+        product, plain = means
+        found = [a - b * product for a, b in zip(g, normal, strict=True)]
+        return [(a - plain if self.centred else a) * rstd for a in found]
+
+    def _addends(self, gradient: list, normal: list) -> list:
+        """What a vector adds to each of the sums over rows."""
+        products = [a * b for a, b in zip(gradient, normal, strict=True)]
+        return [{"dweight": products, "dbias": gradient}[name] for name in self.sums]

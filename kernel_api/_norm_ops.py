@@ -1,0 +1,192 @@
+"""The one-call forms of norms, see :mod:`kernel_api.ops`: outputs allocated if absent, the best
+kernel run."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+from kernel_api import fusions
+from kernel_api.arguments.norm import NormArguments, default_rows_per_block
+from kernel_api.discovery import explain, get_kernels
+from kernel_api.dtypes import dtype
+from kernel_api.errors import ArgumentError, NoKernelError
+from kernel_api.operands import Operand
+
+__all__ = [
+    "layernorm",
+    "layernorm_backward",
+    "rmsnorm",
+    "rmsnorm_backward",
+    "rmsnorm_rht_amax",
+]
+
+_STATISTICS = ("rstd", "mean")
+
+
+class NormForm:
+    """A fusion whose outputs may be absent.
+
+    Attributes:
+        name: The fusion's.
+        written: The output of x's shape, then the others.
+        always: Those that are allocated if they are None; the others if they are True.
+        matrices: Names of what is passed by place.
+        defaults: Of what is passed by name; None without one.
+    """
+
+    def __init__(
+        self,
+        fusion: Callable[..., NormArguments],
+        written: tuple[str, ...],
+        always: tuple[str, ...] = (),
+    ) -> None:
+        self.fusion = fusion
+        self.name: str = fusion.__name__
+        self.written = written
+        self.always = (written[0], *always)
+        self._types = _results_types(self.name, written)
+        parameters = inspect.signature(fusion).parameters.values()
+        self.matrices = tuple(
+            one.name for one in parameters if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        )
+        self.defaults = {
+            one.name: None if one.default is inspect.Parameter.empty else one.default
+            for one in parameters
+            if one.name not in self.matrices
+        }
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """Of the fusion, with outputs that may be absent and a type for the first one."""
+        found = inspect.signature(self.fusion)
+        parameters = []
+        for one in found.parameters.values():
+            absent = one.name in self.always
+            parameters.append(one.replace(default=None) if absent else one)
+            if one.name == self.written[0]:
+                parameters.append(one.replace(name=f"{one.name}_dtype", default=None))
+        return found.replace(parameters=parameters, return_annotation=Any)
+
+    def completed(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options with every output that is asked for."""
+        import torch
+
+        complete = dict(options)
+        x = options["x"]
+        if not isinstance(x, torch.Tensor):
+            x = Operand(x, "x").tensor
+        first = self.written[0]
+        asked = complete.pop(f"{first}_dtype", None)
+        given = complete.get(first)
+        if given is not None and asked is not None:
+            element = Operand(given, first).dtype
+            if element is not dtype(asked):
+                raise ArgumentError(
+                    f"{first} is {element} and {first}_dtype {dtype(asked)}; one of them is enough"
+                )
+        for name in self.written:
+            value = complete.get(name)
+            if value is True or (value is None and name in self.always):
+                complete[name] = _allocated(name, x, asked, options)
+            elif value is False:
+                complete[name] = None
+        return complete
+
+    def results(self, options: dict[str, Any]) -> Any:
+        """The first output, or all by name where there are several."""
+        names = [name for name in self.written if options.get(name) is not None]
+        if len(names) == 1:
+            return options[names[0]]
+        return self._types[tuple(names)](*[options[name] for name in names])
+
+
+def _results_types(
+    name: str, written: tuple[str, ...]
+) -> dict[tuple[str, ...], Callable[..., Any]]:
+    """Named tuples of the first output with others, whichever are asked for."""
+    title = "".join(word.capitalize() for word in name.split("_"))
+    found: dict[tuple[str, ...], Callable[..., Any]] = {}
+    for count in range(1, len(written)):
+        for others in itertools.combinations(written[1:], count):
+            fields = (written[0], *others)
+            found[fields] = namedtuple(title, fields)
+    return found
+
+
+def _allocated(name: str, x: Any, asked: Any, options: dict[str, Any]) -> Any:
+    import torch
+
+    element = torch.float64 if x.dtype is torch.float64 else torch.float32
+    if name in ("out", "dx"):
+        return torch.empty(x.shape, dtype=dtype(asked).torch if asked else x.dtype, device=x.device)
+    if name in _STATISTICS:
+        return torch.empty(x.shape[:-1], dtype=element, device=x.device)
+    if name in ("dweight", "dbias"):
+        return torch.empty(x.shape[-1:], dtype=element, device=x.device)
+    if name == "global_amax":
+        return torch.empty((), dtype=element, device=x.device)
+    assert name == "amax", name
+    rows = x.shape[:-1].numel()
+    per_block = options.get("rows_per_block") or default_rows_per_block(rows)
+    return torch.empty(-(-rows // per_block), dtype=element, device=x.device)
+
+
+def _one_call(
+    fusion: Callable[..., NormArguments], *written: str, always: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    form = NormForm(fusion, written, always)
+    signature = form.signature
+
+    @functools.wraps(fusion)
+    def call(*matrices: Any, **options: Any) -> Any:
+        given = signature.bind(*matrices, **options).arguments
+        complete = form.completed(given)
+        if _is_traced(complete["x"]):
+            from kernel_api import _norm_operators
+
+            _norm_operators.traced(form, complete)
+        else:
+            run(form, complete)
+        return form.results(complete)
+
+    call.__module__ = "kernel_api.ops"
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    FORMS.append(form)
+    return call
+
+
+def run(form: NormForm, complete: dict[str, Any]) -> None:
+    """The best kernel, on options with all outputs."""
+    args = form.fusion(**complete)
+    kernels = get_kernels(args)
+    if not kernels:
+        raise NoKernelError(explain(args))
+    kernels[0].run(args)
+
+
+def _is_traced(x: Any) -> bool:
+    """Whether the call becomes a node of a graph: torch.compile, torch.export."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        return True
+    from torch._subclasses.fake_tensor import is_fake
+
+    return type(x) is not torch.Tensor and bool(is_fake(x))
+
+
+#: Every form, as it is made.
+FORMS: list[NormForm] = []
+
+rmsnorm = _one_call(fusions.rmsnorm, "out", "rstd")
+layernorm = _one_call(fusions.layernorm, "out", "mean", "rstd")
+rmsnorm_backward = _one_call(fusions.rmsnorm_backward, "dx", "dweight", "dbias")
+layernorm_backward = _one_call(fusions.layernorm_backward, "dx", "dweight", "dbias")
+rmsnorm_rht_amax = _one_call(
+    fusions.rmsnorm_rht_amax, "out", "amax", "global_amax", always=("amax",)
+)

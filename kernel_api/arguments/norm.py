@@ -1,0 +1,541 @@
+"""Arguments of normalised rows, forward and backward.
+
+x (M, N) has M rows of N columns. Statistics, and the sums over rows, are computed in float32, or
+in float64 where x is.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, ClassVar
+
+from kernel_api.arguments.base import Arguments
+from kernel_api.arguments.epilogue import EpilogueArguments
+from kernel_api.arguments.scaled import ScaledOperand
+from kernel_api.dtypes import dtype
+from kernel_api.epilogue.graph import HADAMARD_BLOCK
+from kernel_api.epilogue.shape import Problem
+from kernel_api.errors import ArgumentError, EpilogueError
+from kernel_api.operands import Operand
+
+_FLOAT32, _FLOAT64 = dtype("float32"), dtype("float64")
+
+#: Blocks of rows that there should be, if ``rows_per_block`` is not given.
+_MANY_BLOCKS = 148
+
+
+class NormArguments(Arguments):
+    """What the norms share: matrices of rows, and operands beside them that may be absent.
+
+    Attributes:
+        further: Those of the latter that are there, by name, in the order of the fields.
+        eps: What the mean of squares is enlarged by; a run-time value. Backward has none.
+    """
+
+    #: Operands that may be absent, in the order of the constructor; each is an attribute.
+    further_names: ClassVar[tuple[str, ...]]
+    #: Modes of them.
+    further_modes: ClassVar[dict[str, str]] = {
+        "weight": "N",
+        "bias": "N",
+        "rstd": "M",
+        "mean": "M",
+        "dweight": "N",
+        "dbias": "N",
+    }
+    #: Operands that have the type of the arithmetic.
+    statistics: ClassVar[tuple[str, ...]] = ("rstd", "mean")
+
+    __slots__ = ("eps", "further")
+
+    x: Operand
+    further: dict[str, Operand]
+    eps: float | None
+
+    def _take(self, matrices: Mapping[str, Any], further: Mapping[str, Any]) -> None:
+        """Keep the operands; before all else."""
+        for name, value in matrices.items():
+            setattr(self, name, _operand(name, value))
+        self.operands = tuple(getattr(self, name) for name in self.operand_names)
+        for name, value in further.items():
+            setattr(self, name, None if value is None else _operand(name, value))
+        present = ((name, getattr(self, name)) for name in self.further_names)
+        self.further = {name: operand for name, operand in present if operand is not None}
+        self.accumulator_type = _FLOAT64 if self.x.dtype is _FLOAT64 else _FLOAT32
+        self.epilogue = None
+        self.eps = None
+        self._signature = self._key = None
+        self._accepted = {}
+
+    @property
+    def M(self) -> int:
+        """Rows."""
+        return self.x.shape[0]
+
+    @property
+    def N(self) -> int:
+        """Columns; an epilogue may give ``out`` more or fewer."""
+        return self.x.shape[1]
+
+    @property
+    def named_operands(self) -> dict[str, Operand]:
+        named = {**dict(zip(self.operand_names, self.operands, strict=True)), **self.further}
+        return named if self.epilogue is None else {**named, **self.epilogue.tensors}
+
+    @property
+    def outputs(self) -> dict[str, Operand]:
+        named = {**dict(zip(self.operand_names, self.operands, strict=True)), **self.further}
+        written = {name: named[name] for name in self.output_names if name in named}
+        return written if self.epilogue is None else {**written, **self.epilogue.outputs}
+
+    @property
+    def launch_values(self) -> dict[str, Any]:
+        """Tensors and numbers beside the matrices, by name: what a launch may be given anew."""
+        return {**{name: o.tensor for name, o in self.further.items()}, **self._numbers()}
+
+    def rebuilt(self, *tensors: Any, **others: Any) -> NormArguments:
+        """The same problem on other tensors: the matrices, then the further ones in the order of
+        the fields, or by name. Those that are not given stay, and so do numbers."""
+        own = {name: others.pop(name) for name in self._own_names() if name in others}
+        if self.epilogue is not None:
+            others = {**self.epilogue.with_operands(**others).operands}
+        placed = self.further_names[: max(len(tensors) - len(self.operands), 0)]
+        kept = {n: value for n, value in self.launch_values.items() if n not in placed}
+        made = self.blueprint()(*tensors, **{**kept, **own, **others})
+        assert isinstance(made, NormArguments)
+        return made
+
+    def blueprint(self) -> Callable[..., Arguments]:
+        kind, count, names = type(self), len(self.operands), self.further_names
+        own = self._own_names()
+        options = {**self._options_by_name(), **self._numbers()}
+        bare = self.epilogue.without_operands() if self.epilogue is not None else None
+
+        def make(*tensors: Any, **others: Any) -> Arguments:
+            given = {**options, **{n: others.pop(n) for n in own if n in others}}
+            given.update(zip(names, tensors[count:], strict=False))
+            if bare is not None:
+                given["epilogue"] = bare.applied_to(**others)
+            elif others:
+                raise ArgumentError(f"{kind.__name__} takes no {', '.join(others)}")
+            return kind(*tensors[:count], **given)
+
+        return make
+
+    def _keywords(self) -> dict[str, Any]:
+        further = {name: getattr(self, name) for name in self.further_names}
+        epilogue = {} if self.epilogue is None else {"epilogue": self.epilogue}
+        return {**further, **self._numbers(), **self._options_by_name(), **epilogue}
+
+    def _own_names(self) -> tuple[str, ...]:
+        """What the arguments take by name; operands of an epilogue have other ones."""
+        return (*self.further_names, *self._numbers())
+
+    def _numbers(self) -> dict[str, Any]:
+        """Run-time values by name."""
+        return {} if self.eps is None else {"eps": self.eps}
+
+    def _options_by_name(self) -> dict[str, Any]:
+        """What else the constructor takes and the compiled code depends on."""
+        return {}
+
+    def _options(self) -> tuple[Hashable, ...]:
+        further = tuple(
+            (name, o.dtype.name, o.rank, o.unit_mode) for name, o in self.further.items()
+        )
+        return (further, *self._options_by_name().values())
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        if self._key is None:
+            further = tuple((o.shape, o.stride, o.alignment) for o in self.further.values())
+            rows_per_block = self._numbers().get("rows_per_block")
+            self._key = None
+            self._key = (*super().key, further, rows_per_block)
+        return self._key
+
+    def _all_operands(self) -> tuple[Operand, ...]:
+        return (*super()._all_operands(), *self.further.values())
+
+    # Checks ------------------------------------------------------------------------------
+
+    def _check(self, *, out_columns: bool = True) -> None:
+        """All that is the same for all norms.
+
+        Args:
+            out_columns: Whether the matrix that is written has the columns of x.
+        """
+        for name, operand in self.named_operands.items():
+            if operand.dtype.kind != "float":
+                raise ArgumentError(f"{name} is {operand.dtype}; expected a floating type")
+        written = self.output_names[0]
+        for name in self.operand_names:
+            operand = getattr(self, name)
+            if operand.rank != 2:
+                raise ArgumentError(
+                    f"{name} has shape {operand.shape}; expected (M, N): see leading modes as "
+                    f"one, {name}.view(-1, N)"
+                )
+            compared = 2 if out_columns or name != written else 1
+            if operand.shape[:compared] != self.x.shape[:compared]:
+                raise ArgumentError(f"{name} has (M, N) = {operand.shape} but x has {self.x.shape}")
+        if not self.N:
+            raise ArgumentError(f"x has shape {self.x.shape}; the mean of no columns is undefined")
+        self._check_further({"M": self.M, "N": self.N})
+        self._check_devices()
+        self._check_outputs()
+
+    def _check_further(self, extents: Mapping[str, int]) -> None:
+        for name, operand in self.further.items():
+            modes = self.further_modes[name]
+            expected = tuple(extents[mode] for mode in modes)
+            if operand.shape != expected:
+                raise ArgumentError(
+                    f"{name} has shape {operand.shape}; expected ({', '.join(modes)}) = {expected}"
+                )
+            if name in self.statistics and operand.dtype is not self.accumulator_type:
+                raise ArgumentError(
+                    f"{name} is {operand.dtype}; expected {self.accumulator_type}, which it is "
+                    f"computed in for x of {self.x.dtype}"
+                )
+
+    def __repr__(self) -> str:
+        types = " -> ".join(getattr(self, name).dtype.short for name in ("x", self.output_names[0]))
+        beside = "".join(f", {name} {o.dtype.short}" for name, o in self.further.items())
+        options = "".join(f", {name}" for name, on in self._options_by_name().items() if on)
+        epilogue = "" if self.epilogue is None else f", {self.epilogue.graph}"
+        return (
+            f"{type(self).__name__}({self.M}x{self.N} (M x N), {types}{beside}{options}{epilogue}, "
+            f"on {self.device})"
+        )
+
+
+class _ForwardArguments(NormArguments):
+    """out = what is computed of the rows of x, or an epilogue of that."""
+
+    operand_names: ClassVar[tuple[str, ...]] = ("x", "out")
+    modes: ClassVar[dict[str, str]] = {"x": "MN", "out": "MN"}
+
+    __slots__ = ("bias", "out", "rstd", "weight", "x")
+
+    out: Operand
+    weight: Operand | None
+    bias: Operand | None
+    rstd: Operand | None
+
+    def _finish(self, eps: Any, epilogue: Any) -> None:
+        """Check everything, and join the epilogue."""
+        if isinstance(eps, bool) or not isinstance(eps, numbers.Real) or not float(eps) >= 0:
+            raise ArgumentError(f"eps is {eps!r}; expected a number that is not negative")
+        self.eps = float(eps)
+        if epilogue is not None:
+            operands = getattr(epilogue, "operands", {})
+            taken = [name for name in self._own_names() if name in operands]
+            if taken:
+                raise EpilogueError(
+                    f"an operand of the epilogue is called {taken[0]}, which is taken by the "
+                    f"arguments; choose another name"
+                )
+            if self.x.rank == 2:
+                self._join_epilogue(epilogue, Problem(None, *self.x.shape), self.out)
+        self._check(out_columns=epilogue is None)
+
+
+class RmsNormArguments(_ForwardArguments):
+    """out = x · rstd · weight + bias with rstd = 1 / √(mean of x² + eps), per row.
+
+    Args:
+        x: (M, N).
+        out: (M, N); written. May not share memory with an operand.
+        weight: (N,).
+        bias: (N,).
+        eps: What keeps a row of zeros finite.
+        rstd: (M,), written: what a backward pass needs.
+        mean: No operand of this norm; see :class:`LayerNormArguments`.
+        hadamard: Whether every 16 columns of the result are then multiplied with the Sylvester
+            matrix H16 / 4, which is orthonormal.
+        signs: (16,); the columns of a block are multiplied with them before H16: a randomised
+            Hadamard transform.
+        amax: (ceil(M / rows_per_block),), written: the largest magnitude in each block of rows,
+            before values are rounded; NaN if there is one.
+        global_amax: (), written: the same over all rows; 0 if there is none.
+        rows_per_block: By default 8, 4 or 2: the largest that gives 148 blocks, or 2.
+        epilogue: A function of the result, in place of ``hadamard``, ``amax``, ``global_amax``.
+
+    Any strides are taken. Kernels may ask for more: ``explain`` tells.
+
+    Raises:
+        ArgumentError: shapes, types, devices or memory contradict each other.
+        EpilogueError: the epilogue cannot be traced, or its operands do not fit.
+    """
+
+    kind = "rmsnorm"
+    further_names: ClassVar[tuple[str, ...]] = (
+        "weight",
+        "bias",
+        "rstd",
+        "signs",
+        "amax",
+        "global_amax",
+    )
+    further_modes: ClassVar[dict[str, str]] = {
+        **NormArguments.further_modes,
+        "signs": "H",
+        "amax": "B",
+        "global_amax": "",
+    }
+    statistics: ClassVar[tuple[str, ...]] = ("rstd", "amax", "global_amax")
+    output_names: ClassVar[tuple[str, ...]] = ("out", "rstd", "amax", "global_amax")
+
+    __slots__ = ("amax", "global_amax", "hadamard", "rows_per_block", "signs")
+
+    signs: Operand | None
+    amax: Operand | None
+    global_amax: Operand | None
+    hadamard: bool
+    rows_per_block: int
+
+    def __init__(
+        self,
+        x: Any,
+        out: Any,
+        weight: Any = None,
+        *,
+        bias: Any = None,
+        eps: float = 1e-6,
+        rstd: Any = None,
+        mean: Any = None,
+        hadamard: bool = False,
+        signs: Any = None,
+        amax: Any = None,
+        global_amax: Any = None,
+        rows_per_block: int | None = None,
+        epilogue: EpilogueArguments | None = None,
+    ) -> None:
+        if mean is not None:
+            raise ArgumentError(
+                "mean is given; an RMS norm subtracts none, LayerNormArguments writes it"
+            )
+        further = {"weight": weight, "bias": bias, "rstd": rstd}
+        maxima = {"amax": amax, "global_amax": global_amax}
+        self._take({"x": x, "out": out}, {**further, "signs": signs, **maxima})
+        self.hadamard = bool(hadamard)
+        self._check_transform(epilogue)
+        self.rows_per_block = self._rows_per_block(rows_per_block)
+        self._finish(eps, epilogue)
+
+    @property
+    def finds_maxima(self) -> bool:
+        return self.amax is not None or self.global_amax is not None
+
+    def _check_transform(self, epilogue: Any) -> None:
+        if self.signs is not None and not self.hadamard:
+            raise ArgumentError("signs are given and hadamard is False; they are a part of it")
+        if self.hadamard and self.x.rank == 2 and self.N % HADAMARD_BLOCK:
+            raise ArgumentError(
+                f"x has N = {self.N}; a Hadamard transform takes {HADAMARD_BLOCK} columns at a "
+                f"time, so N must be a multiple"
+            )
+        if epilogue is not None and (self.hadamard or self.finds_maxima):
+            raise ArgumentError(
+                "epilogue is given and so is one of hadamard, amax, global_amax; write them in "
+                "epilogue"
+            )
+
+    def _rows_per_block(self, given: Any) -> int:
+        if given is None:
+            rows = self.x.shape[0] if self.x.rank else 0
+            return default_rows_per_block(rows)
+        if isinstance(given, bool) or not isinstance(given, numbers.Integral) or given < 1:
+            raise ArgumentError(f"rows_per_block is {given!r}; expected a number of rows")
+        return int(given)
+
+    def _check_further(self, extents: Mapping[str, int]) -> None:
+        blocks = -(-self.M // self.rows_per_block)
+        super()._check_further({**extents, "H": HADAMARD_BLOCK, "B": blocks})
+
+    def _own_names(self) -> tuple[str, ...]:
+        # Without what an epilogue replaces, which may have these names.
+        names = super()._own_names()
+        replaced = ("signs", "amax", "global_amax")
+        used = self.hadamard or self.finds_maxima
+        return names if used else tuple(name for name in names if name not in replaced)
+
+    def _numbers(self) -> dict[str, Any]:
+        found = super()._numbers()
+        return {**found, "rows_per_block": self.rows_per_block} if self.finds_maxima else found
+
+    def _options_by_name(self) -> dict[str, Any]:
+        return {"hadamard": self.hadamard}
+
+
+def default_rows_per_block(M: int) -> int:
+    """The largest of 8, 4 and 2 that gives 148 blocks of M rows; 2 if none does."""
+    return next((rows for rows in (8, 4) if -(-M // rows) >= _MANY_BLOCKS), 2)
+
+
+class LayerNormArguments(_ForwardArguments):
+    """out = (x − mean) · rstd · weight + bias with rstd = 1 / √(variance + eps), per row; the
+    variance is the mean of (x − mean)².
+
+    Args:
+        x: (M, N).
+        out: (M, N); written. May not share memory with an operand.
+        weight: (N,).
+        bias: (N,).
+        eps: What keeps a row of equal values finite.
+        rstd: (M,), written: what a backward pass needs.
+        mean: (M,), written: the same.
+        epilogue: A function of the result.
+
+    Any strides are taken. Kernels may ask for more: ``explain`` tells.
+
+    Raises:
+        ArgumentError: shapes, types, devices or memory contradict each other.
+        EpilogueError: the epilogue cannot be traced, or its operands do not fit.
+    """
+
+    kind = "layernorm"
+    further_names: ClassVar[tuple[str, ...]] = ("weight", "bias", "rstd", "mean")
+    output_names: ClassVar[tuple[str, ...]] = ("out", "rstd", "mean")
+
+    __slots__ = ("mean",)
+
+    mean: Operand | None
+
+    def __init__(
+        self,
+        x: Any,
+        out: Any,
+        weight: Any = None,
+        *,
+        bias: Any = None,
+        eps: float = 1e-6,
+        rstd: Any = None,
+        mean: Any = None,
+        epilogue: EpilogueArguments | None = None,
+    ) -> None:
+        further = {"weight": weight, "bias": bias, "rstd": rstd, "mean": mean}
+        self._take({"x": x, "out": out}, further)
+        self._finish(eps, epilogue)
+
+
+class _BackwardArguments(NormArguments):
+    """The gradient dx of what a norm has computed of x; dy is that of its result."""
+
+    operand_names: ClassVar[tuple[str, ...]] = ("dy", "x", "dx")
+    output_names: ClassVar[tuple[str, ...]] = ("dx", "dweight", "dbias")
+    modes: ClassVar[dict[str, str]] = {"dy": "MN", "x": "MN", "dx": "MN"}
+
+    __slots__ = ("dbias", "dweight", "dx", "dy", "rstd", "weight", "x")
+
+    dy: Operand
+    dx: Operand
+    rstd: Operand
+    weight: Operand | None
+    dweight: Operand | None
+    dbias: Operand | None
+
+    def _require(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) is None:
+                raise ArgumentError(
+                    f"{name} is None; expected the (M,) that the forward pass wrote"
+                )
+
+
+class RmsNormBackwardArguments(_BackwardArguments):
+    """With x̂ = x · rstd and g = dy · weight::
+
+        dx      = rstd · (g − x̂ · mean of g · x̂)
+        dweight = Σ over rows of dy · x̂
+        dbias   = Σ over rows of dy
+
+    Args:
+        dy: (M, N), the gradient of the result.
+        x: (M, N).
+        dx: (M, N); written. May not share memory with an operand.
+        rstd: (M,), as the forward pass wrote it.
+        weight: (N,).
+        dweight: (N,), written.
+        dbias: (N,), written.
+
+    Any strides are taken. Kernels may ask for more: ``explain`` tells.
+
+    Raises ArgumentError: shapes, types, devices or memory contradict each other.
+    """
+
+    kind = "rmsnorm_backward"
+    further_names: ClassVar[tuple[str, ...]] = ("rstd", "weight", "dweight", "dbias")
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        dy: Any,
+        x: Any,
+        dx: Any,
+        rstd: Any,
+        weight: Any = None,
+        *,
+        dweight: Any = None,
+        dbias: Any = None,
+    ) -> None:
+        further = {"rstd": rstd, "weight": weight, "dweight": dweight, "dbias": dbias}
+        self._take({"dy": dy, "x": x, "dx": dx}, further)
+        self._require("rstd")
+        self._check()
+
+
+class LayerNormBackwardArguments(_BackwardArguments):
+    """With x̂ = (x − mean) · rstd and g = dy · weight::
+
+        dx      = rstd · (g − x̂ · mean of g · x̂ − mean of g)
+        dweight = Σ over rows of dy · x̂
+        dbias   = Σ over rows of dy
+
+    Args:
+        dy: (M, N), the gradient of the result.
+        x: (M, N).
+        dx: (M, N); written. May not share memory with an operand.
+        mean: (M,), as the forward pass wrote it.
+        rstd: (M,), as the forward pass wrote it.
+        weight: (N,).
+        dweight: (N,), written.
+        dbias: (N,), written.
+
+    Any strides are taken. Kernels may ask for more: ``explain`` tells.
+
+    Raises ArgumentError: shapes, types, devices or memory contradict each other.
+    """
+
+    kind = "layernorm_backward"
+    further_names: ClassVar[tuple[str, ...]] = ("mean", "rstd", "weight", "dweight", "dbias")
+
+    __slots__ = ("mean",)
+
+    mean: Operand
+
+    def __init__(
+        self,
+        dy: Any,
+        x: Any,
+        dx: Any,
+        mean: Any,
+        rstd: Any,
+        weight: Any = None,
+        *,
+        dweight: Any = None,
+        dbias: Any = None,
+    ) -> None:
+        further = {"mean": mean, "rstd": rstd, "weight": weight}
+        self._take({"dy": dy, "x": x, "dx": dx}, {**further, "dweight": dweight, "dbias": dbias})
+        self._require("mean", "rstd")
+        self._check()
+
+
+def _operand(name: str, value: Any) -> Operand:
+    if isinstance(value, ScaledOperand):
+        raise ArgumentError(f"{name} is a ScaledOperand; norms take plain tensors")
+    return value if isinstance(value, Operand) else Operand(value, name)

@@ -1,0 +1,122 @@
+"""Operands of norms, made from the options that describe a problem."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kernel_api.dtypes import dtype
+from kernel_api.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from kernel_api.arguments.norm import NormArguments
+    from kernel_api.cli._problem import Maker
+
+_FLOAT32, _FLOAT64 = dtype("float32"), dtype("float64")
+
+
+def norm_arguments(options: argparse.Namespace, maker: Maker, M: int, N: int) -> NormArguments:
+    """Of x (M, N), with every operand that the operation has.
+
+    Raises:
+        ArgumentError: the options contradict each other.
+    """
+    for name, plain in (("batch", None), ("layout", "ttt"), ("accumulator", None)):
+        if getattr(options, name) != plain:
+            raise ArgumentError(
+                f"--{name} is {getattr(options, name)!r}; it is an option of gemm, a norm is of "
+                f"row-major matrices and has no such thing"
+            )
+    return NORMS[options.operation](_Operands(options, maker, M, N))
+
+
+class _Operands:
+    """Random or poisoned ones, in the type of the problem or of the arithmetic."""
+
+    def __init__(self, options: argparse.Namespace, maker: Maker, M: int, N: int) -> None:
+        self.M, self.N, self._maker = M, N, maker
+        self.element = dtype(options.dtype)
+        self.out_element = dtype(options.out_dtype) if options.out_dtype else self.element
+        self.wide = _FLOAT64 if self.element is _FLOAT64 else _FLOAT32
+
+    def read(self) -> Any:
+        return self._maker.tensor((self.M, self.N), self.element, "t", fill=True)
+
+    def written(self) -> Any:
+        return self._maker.tensor((self.M, self.N), self.out_element, "t", fill=False)
+
+    def columns(self, *, fill: bool = True) -> Any:
+        """(N,)"""
+        return self._vector(self.N, self.element, fill)
+
+    def statistic(self, *, fill: bool = False, size: int | None = None) -> Any:
+        """(M,), or of another size."""
+        return self._vector(self.M if size is None else size, self.wide, fill)
+
+    def number(self) -> Any:
+        """(), written."""
+        return self.statistic(size=1).view(())
+
+    def _vector(self, size: int, element: Any, fill: bool) -> Any:
+        return self._maker.tensor((1, size), element, "t", fill=fill)[0]
+
+
+def _rmsnorm(made: _Operands) -> NormArguments:
+    import kernel_api as ka
+
+    x, out = made.read(), made.written()
+    return ka.RmsNormArguments(x, out, made.columns(), rstd=made.statistic())
+
+
+def _layernorm(made: _Operands) -> NormArguments:
+    import kernel_api as ka
+
+    statistics = {"rstd": made.statistic(), "mean": made.statistic()}
+    x, out = made.read(), made.written()
+    return ka.LayerNormArguments(x, out, made.columns(), bias=made.columns(), **statistics)
+
+
+def _rmsnorm_backward(made: _Operands) -> NormArguments:
+    import kernel_api as ka
+
+    matrices = made.read(), made.read(), made.written()
+    rstd = made.statistic(fill=True)
+    return ka.RmsNormBackwardArguments(
+        *matrices, rstd, made.columns(), dweight=made.columns(fill=False)
+    )
+
+
+def _layernorm_backward(made: _Operands) -> NormArguments:
+    import kernel_api as ka
+
+    matrices = made.read(), made.read(), made.written()
+    statistics = made.statistic(fill=True), made.statistic(fill=True)
+    sums = {name: made.columns(fill=False) for name in ("dweight", "dbias")}
+    return ka.LayerNormBackwardArguments(*matrices, *statistics, made.columns(), **sums)
+
+
+def _rmsnorm_rht_amax(made: _Operands) -> NormArguments:
+    import kernel_api as ka
+    from kernel_api.arguments.norm import default_rows_per_block
+
+    blocks = -(-made.M // default_rows_per_block(made.M))
+    return ka.RmsNormArguments(
+        made.read(),
+        made.written(),
+        made.columns(),
+        hadamard=True,
+        signs=made.statistic(fill=True, size=16),
+        amax=made.statistic(size=blocks),
+        global_amax=made.number(),
+    )
+
+
+#: By the name of the operation.
+NORMS: dict[str, Callable[[_Operands], NormArguments]] = {
+    "rmsnorm": _rmsnorm,
+    "layernorm": _layernorm,
+    "rmsnorm_backward": _rmsnorm_backward,
+    "layernorm_backward": _layernorm_backward,
+    "rmsnorm_rht_amax": _rmsnorm_rht_amax,
+}

@@ -1,0 +1,188 @@
+"""Norms of rows and their gradients.
+
+Modes in front of the last one are taken as one, M rows of N columns, which must be a view: the
+arguments are those of matrices (M, N), and of statistics (M,).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from kernel_api.arguments import (
+    LayerNormArguments,
+    LayerNormBackwardArguments,
+    RmsNormArguments,
+    RmsNormBackwardArguments,
+)
+from kernel_api.errors import ArgumentError
+from kernel_api.operands import Operand
+
+
+def rmsnorm(
+    x: Any, *, out: Any, weight: Any = None, bias: Any = None, eps: float = 1e-6, rstd: Any = None
+) -> RmsNormArguments:
+    """out = x · rstd · weight + bias with rstd = 1 / √(mean of x² + eps), per row.
+
+    Args:
+        x, out: (..., N).
+        weight, bias: (N,).
+        rstd: (...), written: what :func:`rmsnorm_backward` needs.
+    """
+    return RmsNormArguments(
+        _rows("x", x), _rows("out", out), weight, bias=bias, eps=eps, rstd=_flat("rstd", rstd)
+    )
+
+
+def layernorm(
+    x: Any,
+    *,
+    out: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    mean: Any = None,
+    rstd: Any = None,
+) -> LayerNormArguments:
+    """out = (x − mean) · rstd · weight + bias with rstd = 1 / √(variance + eps), per row.
+
+    Args:
+        x, out: (..., N).
+        weight, bias: (N,).
+        mean, rstd: (...), written: what :func:`layernorm_backward` needs.
+    """
+    return LayerNormArguments(
+        _rows("x", x),
+        _rows("out", out),
+        weight,
+        bias=bias,
+        eps=eps,
+        rstd=_flat("rstd", rstd),
+        mean=_flat("mean", mean),
+    )
+
+
+def rmsnorm_backward(
+    dy: Any,
+    x: Any,
+    *,
+    dx: Any,
+    rstd: Any,
+    weight: Any = None,
+    dweight: Any = None,
+    dbias: Any = None,
+) -> RmsNormBackwardArguments:
+    """With x̂ = x · rstd and g = dy · weight: dx = rstd · (g − x̂ · mean of g · x̂), dweight = Σ
+    over rows of dy · x̂, dbias = Σ over rows of dy.
+
+    Args:
+        dy, x, dx: (..., N).
+        rstd: (...), as :func:`rmsnorm` wrote it.
+        weight: (N,).
+        dweight, dbias: (N,), written.
+    """
+    return RmsNormBackwardArguments(
+        _rows("dy", dy),
+        _rows("x", x),
+        _rows("dx", dx),
+        _flat("rstd", rstd),
+        weight,
+        dweight=dweight,
+        dbias=dbias,
+    )
+
+
+def layernorm_backward(
+    dy: Any,
+    x: Any,
+    *,
+    dx: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any = None,
+    dweight: Any = None,
+    dbias: Any = None,
+) -> LayerNormBackwardArguments:
+    """With x̂ = (x − mean) · rstd and g = dy · weight: dx = rstd · (g − x̂ · mean of g · x̂ − mean
+    of g), dweight = Σ over rows of dy · x̂, dbias = Σ over rows of dy.
+
+    Args:
+        dy, x, dx: (..., N).
+        mean, rstd: (...), as :func:`layernorm` wrote them.
+        weight: (N,).
+        dweight, dbias: (N,), written.
+    """
+    return LayerNormBackwardArguments(
+        _rows("dy", dy),
+        _rows("x", x),
+        _rows("dx", dx),
+        _flat("mean", mean),
+        _flat("rstd", rstd),
+        weight,
+        dweight=dweight,
+        dbias=dbias,
+    )
+
+
+def rmsnorm_rht_amax(
+    x: Any,
+    *,
+    out: Any,
+    weight: Any,
+    amax: Any = None,
+    global_amax: Any = None,
+    rows_per_block: int | None = None,
+    eps: float = 1e-5,
+    signs: Any = None,
+) -> RmsNormArguments:
+    """out = blocks of 16 columns of (x · rstd · weight) times signs, then times H16 / 4: a
+    Hadamard transform, randomised by signs; rstd = 1 / √(mean of x² + eps).
+
+    Args:
+        x, out: (..., N), N a multiple of 16.
+        weight: (N,).
+        amax: (ceil(M / rows_per_block),), written: the largest magnitude in each block of rows,
+            before values are rounded.
+        global_amax: (), written: the same over all rows.
+        rows_per_block: By default 8, 4 or 2: the largest that gives 148 blocks, or 2.
+        signs: (16,); absent, they are all 1.
+    """
+    return RmsNormArguments(
+        _rows("x", x),
+        _rows("out", out),
+        weight,
+        eps=eps,
+        hadamard=True,
+        signs=signs,
+        amax=amax,
+        global_amax=global_amax,
+        rows_per_block=rows_per_block,
+    )
+
+
+def _rows(name: str, value: Any) -> Operand:
+    """(..., N) as (M, N)."""
+    operand = value if isinstance(value, Operand) else Operand(value, name)
+    if operand.rank == 2:
+        return operand
+    if not operand.rank:
+        raise ArgumentError(f"{name} has no modes; expected (..., N)")
+    return _viewed(name, operand, (prod(operand.shape[:-1]), operand.shape[-1]))
+
+
+def _flat(name: str, value: Any) -> Operand | None:
+    """(...) as (M,)."""
+    if value is None:
+        return None
+    operand = value if isinstance(value, Operand) else Operand(value, name)
+    return operand if operand.rank == 1 else _viewed(name, operand, (prod(operand.shape),))
+
+
+def _viewed(name: str, operand: Operand, shape: tuple[int, ...]) -> Operand:
+    try:
+        return Operand(operand.tensor.view(shape), name)
+    except RuntimeError:
+        raise ArgumentError(
+            f"{name} has shape {operand.shape} and strides {operand.stride}, and no view of it "
+            f"has shape {shape}; pass a contiguous one"
+        ) from None

@@ -1,0 +1,178 @@
+"""What the families of the norms' gradients offer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kernel_api._workspaces import ZEROED
+from kernel_api.arguments import LayerNormBackwardArguments, RmsNormBackwardArguments
+from kernel_api.devices import multiprocessors_of
+from kernel_api.metadata import NormBackwardOperandsMetadata
+from kernel_api.providers.cutedsl import CuTeDSLProvider
+from kernel_api.providers.cutedsl.norm import model
+from kernel_api.providers.cutedsl.norm.base import (
+    SHARED_MEMORY_BYTES,
+    WHY_ALIGNED,
+    NormKernel,
+    RowDesign,
+    staged_bytes,
+    vector_of,
+)
+from kernel_api.space import Miss, Operands, Space, rule
+
+_SUMS = ("dweight", "dbias")
+_SUM_BYTES = 4
+
+#: Sums over rows that all threads of a CTA together have registers for.
+_SUMS_HELD = 16 * 1024
+
+_MOST_STAGES = 3
+
+
+@dataclass(frozen=True)
+class NormBackwardDesign(RowDesign):
+    """Rows on threads that stay.
+
+    Attributes:
+        resident: CTAs per multiprocessor; each takes every so many-th row.
+    """
+
+    resident: int
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of shared memory, where the sums of several rows at once come together."""
+        return _SUM_BYTES * self.threads * self.elements if self.rows > 1 else 0
+
+    def label(self) -> str:
+        return f"{super().label()}_resident{self.resident}"
+
+
+#: (threads, threads per row, elements per thread), CTAs per multiprocessor
+_STAGED = (
+    ((256, 8, 8), 3),
+    ((256, 8, 16), 2),
+    ((256, 16, 16), 2),
+    ((256, 32, 16), 2),
+    ((256, 32, 32), 1),
+    ((256, 256, 8), 3),
+    ((256, 256, 16), 2),
+    ((512, 512, 16), 1),
+    ((1024, 1024, 8), 1),
+    ((256, 256, 32), 1),
+    ((512, 512, 32), 1),
+)
+_STREAMED = (((256, 32), 4), ((512, 512), 2))
+
+
+class NormBackward(NormKernel):
+    """What the families of gradients share."""
+
+    operands = tuple(
+        Operands(
+            dy=types,
+            x="like dy",
+            dx="like dy",
+            accumulator="f32",
+            majors="dy:n x:n dx:n",
+            alignments=(
+                *(dict.fromkeys(("dy", "x", "dx"), alignment) for alignment in alignments),
+                {},
+            ),
+            why_aligned=WHY_ALIGNED,
+        )
+        for types, alignments in (("f16 | bf16", (16, 4)), ("f32", (16,)))
+    )
+    operands_metadata = NormBackwardOperandsMetadata
+    design = NormBackwardDesign
+    space = Space(
+        *(
+            NormBackwardDesign(*threads, stages, resident)
+            for (threads, resident), stages in itertools.product(_STAGED, (3, 2, 1))
+        ),
+        *(NormBackwardDesign(*threads, 0, 0, resident) for threads, resident in _STREAMED),
+    )
+
+    @rule("there are as many stages as fit in shared memory, 3 at most")
+    def _(design: NormBackwardDesign, operands: NormBackwardOperandsMetadata) -> bool:
+        if not design.stages:
+            return True
+        room = SHARED_MEMORY_BYTES - design.sum_bytes
+        stage = staged_bytes(design, operands) // design.stages
+        return design.stages == min(room // stage, _MOST_STAGES)
+
+    @rule("a thread has 8 vectors of a row at most, each with sums of its own")
+    def _(design: NormBackwardDesign, operands: NormBackwardOperandsMetadata) -> bool:
+        return design.elements <= 8 * vector_of(operands)
+
+    @rule("threads have registers for the sums over rows that are asked for")
+    def _(design: NormBackwardDesign, args: Any) -> bool | Miss:
+        asked = sum(name in args.further for name in _SUMS)
+        held = design.threads * design.elements * asked
+        return held <= _SUMS_HELD or Miss(f"they are {held}, the registers hold {_SUMS_HELD}")
+
+    def implementation(self) -> Callable[..., None]:
+        return self._implementation(("rstd",))
+
+    def implementation_for(self, args: Any) -> Callable[..., None]:
+        return self._implementation(tuple(self.more_values(args)))
+
+    def _implementation(self, operands: tuple[str, ...]) -> Callable[..., None]:
+        from kernel_api.implementations.sm80.norm_backward import NormBackward
+
+        centred = self.arguments is LayerNormBackwardArguments
+        found: Callable[..., None] = NormBackward(
+            **self._threads(), centred=centred, operands=operands
+        )
+        return found
+
+    def scalars(self, multiprocessors: int) -> tuple[int, ...]:
+        return (self._design.resident * multiprocessors,)
+
+    def _workspace_bytes(self, N: int, sums: int, multiprocessors: int) -> int:
+        design = self._design
+        (blocks,) = self.scalars(multiprocessors)
+        parts = blocks * (1 if design.elements else design.rows)
+        return ZEROED + sums * parts * -(-N // 4) * 4 * _SUM_BYTES if sums else 0
+
+    #: Sums that launches are asked for; a launch has a kernel of its own, which knows.
+    _asked = len(_SUMS)
+
+    def _with_more(
+        self, function: Callable[..., None], index: int, names: tuple[str, ...]
+    ) -> Callable[..., None]:
+        launched = copy.copy(self)
+        launched._asked = sum(name in names for name in _SUMS)
+        return super(NormBackward, launched)._with_more(function, index, names)
+
+    def workspace_for(self, *tensors: Any) -> int:
+        multiprocessors = multiprocessors_of(tensors[0].device)
+        return self._workspace_bytes(tensors[0].shape[-1], self._asked, multiprocessors)
+
+    def get_workspace_size(self, args: Any) -> int:
+        sums = sum(name in args.further for name in _SUMS)
+        return self._workspace_bytes(args.N, sums, multiprocessors_of(args.device))
+
+    def predict(self, args: Any) -> float:
+        design = self._design
+        return model.backward(args, design, self.metadata.operands, design.resident)
+
+
+@CuTeDSLProvider.register
+class Sm80RmsNormBackward(NormBackward):
+    """The gradient of an RMS norm, for every GPU from Ampere on: cp.async and vectors."""
+
+    family: ClassVar[str] = "sm80.rmsnorm_backward"
+    arguments = RmsNormBackwardArguments
+
+
+@CuTeDSLProvider.register
+class Sm80LayerNormBackward(NormBackward):
+    """The gradient of a layer norm, for every GPU from Ampere on."""
+
+    family: ClassVar[str] = "sm80.layernorm_backward"
+    arguments = LayerNormBackwardArguments

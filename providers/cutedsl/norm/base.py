@@ -1,0 +1,209 @@
+"""What the norm families share: how rows lie on threads, and what comes beside the matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kernel_api.arguments.norm import NormArguments
+from kernel_api.artifact import CompiledArtifact
+from kernel_api.metadata import DesignMetadata, OperandsMetadata
+from kernel_api.providers.cutedsl import compiler
+from kernel_api.providers.cutedsl.kernel import CuteDslKernel
+from kernel_api.providers.streams import on_stream
+from kernel_api.space import Miss, rule
+
+#: Shared memory of a CTA on the smallest multiprocessor that the families run on (8.6, 8.9); what
+#: is left of it holds a few sums.
+SHARED_MEMORY_BYTES = 98 * 1024
+
+#: Bytes of the longest copies, and of the shortest that cp.async makes.
+PIECE, LEAST_PIECE = 16, 4
+
+#: Elements of the shortest row that there is a design for; those that are shorter are in it, too.
+SMALLEST_ROOM = 64
+
+FLOATS = ("float32", "float16", "bfloat16")
+WHY_ALIGNED = "rows are copied in vectors, whose addresses and row pitches are multiples of them"
+
+
+@dataclass(frozen=True)
+class RowDesign(DesignMetadata):
+    """How the rows of a matrix lie on the threads of a CTA.
+
+    Attributes:
+        threads: Of a CTA.
+        threads_per_row: That share a row; a CTA has several rows at once if it has more.
+        elements: Of a row that a thread has at most; 0: as many as there are, but the row is not
+            kept in shared memory between the times that it is looked at.
+        stages: Rows that each of the CTA's rows at once has in shared memory, one at least of them
+            in use; 0 without ``elements``.
+    """
+
+    threads: int
+    threads_per_row: int
+    elements: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        """At once."""
+        return self.threads // self.threads_per_row
+
+    @property
+    def room(self) -> int:
+        """Elements of a row that there is room for; 0: for any."""
+        return self.threads_per_row * self.elements
+
+    def label(self) -> str:
+        held = f"x{self.elements}_stages{self.stages}" if self.elements else "_streamed"
+        return f"threads{self.threads}_row{self.threads_per_row}{held}"
+
+
+def vector_of(operands: OperandsMetadata) -> int:
+    """Elements that a thread reads of a row at once: as many as the alignment of x allows."""
+    x = operands.tensors["x"]
+    assert x.dtype is not None
+    return max(1, min(x.alignment, PIECE) // x.dtype.itemsize)
+
+
+def staged_bytes(design: RowDesign, operands: OperandsMetadata) -> int:
+    """Of shared memory, for what is read of each matrix."""
+    read = [t for name, t in operands.tensors.items() if name in ("x", "dy")]
+    element_bytes = sum(t.dtype.itemsize for t in read if t.dtype is not None)
+    return design.stages * design.threads * design.elements * element_bytes
+
+
+class NormKernel(CuteDslKernel):
+    """A norm of rows: sums along rows, and over them, are formed in parts."""
+
+    targets: ClassVar[tuple[str, ...]] = ("sm_80",)
+    reorders_accumulation = True
+    takes_more = True
+
+    # How rows lie on threads -------------------------------------------------------------
+
+    @rule("a thread has whole vectors of a row")
+    def _(design: RowDesign, operands: OperandsMetadata) -> bool:
+        return design.elements % vector_of(operands) == 0
+
+    @rule("cp.async copies 4 bytes or more")
+    def _(design: RowDesign, operands: OperandsMetadata) -> bool:
+        return not design.elements or operands.tensors["x"].alignment >= LEAST_PIECE
+
+    @rule("rows and columns are counted in 32 bits, 2³⁰ at most")
+    def _(args: NormArguments) -> bool | Miss:
+        return max(args.M, args.N) <= 2**30 or Miss(f"they are {args.M} and {args.N}")
+
+    @rule("rows are whole vectors")
+    def _(operands: OperandsMetadata, args: NormArguments) -> bool | Miss:
+        vector = vector_of(operands)
+        padded = -(-args.N // vector) * vector
+        return padded == args.N or Miss(f"N is {args.N}", f"would match with N padded to {padded}")
+
+    @rule("a row has room in its threads")
+    def _(design: RowDesign, args: NormArguments) -> bool | Miss:
+        if not design.elements or design.room >= args.N:
+            return True
+        return Miss(f"N is {args.N}", f"would match with N of {design.room} or less")
+
+    @rule("a row takes more than half of the room")
+    def _(design: RowDesign, args: NormArguments) -> bool | Miss:
+        if not design.elements or design.room < 2 * args.N or design.room == SMALLEST_ROOM:
+            return True
+        return Miss(f"N is {args.N}", f"would match with N of {design.room // 2 + 1} or more")
+
+    # What comes beside the matrices ------------------------------------------------------
+
+    @rule("what is beside the matrices is float32, float16 or bfloat16")
+    def _(args: NormArguments) -> bool | Miss:
+        for name, operand in args.further.items():
+            if operand.dtype.name not in FLOATS:
+                return Miss(f"{name} is {operand.dtype}")
+        return True
+
+    @rule("weight and bias lie side by side")
+    def _(args: NormArguments) -> bool | Miss:
+        for name, operand in columns_of(args).items():
+            if operand.unit_mode is None:
+                return Miss(
+                    f"{name} has stride {operand.stride[0]}",
+                    f"would match with {name}.contiguous()",
+                )
+        return True
+
+    @rule("weight and bias start at a multiple of their vectors")
+    def _(operands: OperandsMetadata, args: NormArguments) -> bool | Miss:
+        for name, operand in columns_of(args).items():
+            needed = _vector_alignment(operand.dtype.itemsize, operands)
+            if operand.alignment % needed:
+                return Miss(
+                    f"{name} starts at a multiple of {operand.alignment} bytes",
+                    f"would match if it started at a multiple of {needed}",
+                )
+        return True
+
+    def more_values(self, args: Any) -> dict[str, Any]:
+        values: dict[str, Any] = args.launch_values
+        return values
+
+    def more_placeholders(self, args: Any) -> tuple[Any, ...]:
+        columns = columns_of(args)
+        return tuple(
+            self._vectors(columns[name]) if name in columns else compiler.placeholder(value)
+            for name, value in self.more_values(args).items()
+        )
+
+    def _vectors(self, operand: Any) -> Any:
+        """For an (N,) that is read in vectors."""
+        import cutlass.cute as cute
+
+        alignment = _vector_alignment(operand.dtype.itemsize, self.metadata.operands)
+        return cute.runtime.make_fake_tensor(
+            operand.dtype.cutlass, (cute.sym_int(),), (1,), assumed_align=alignment
+        )
+
+    # How it is built and launched --------------------------------------------------------
+
+    @property
+    def _design(self) -> Any:
+        return self.metadata.design
+
+    def _threads(self) -> dict[str, Any]:
+        """How the implementation's rows lie on threads, as its constructor takes it."""
+        from kernel_api.implementations.common.rows import RowThreads
+
+        design, vector = self._design, vector_of(self.metadata.operands)
+        return {
+            "rows": RowThreads(design.threads, design.threads_per_row, vector),
+            "vectors": design.elements // vector,
+            "stages": design.stages,
+        }
+
+    def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
+        launch = super()._launcher(args, artifact)
+        count, names = len(args.operands), tuple(args.further)
+        sums = tuple(n for n in ("dweight", "dbias", "global_amax") if n in args.further)
+
+        def launch_unless_empty(*tensors: Any, stream: Any = None, **others: Any) -> None:
+            matrices, further = tensors[:count], tensors[count:]
+            if further:
+                others.update(zip(names, further, strict=False))
+            if matrices[0].numel():
+                launch(*matrices, stream=stream, **others)
+                return
+            with on_stream(stream, matrices[0].device.index):
+                for name in sums:  # of no rows
+                    others[name].zero_()
+
+        return launch_unless_empty
+
+
+def columns_of(args: Any) -> dict[str, Any]:
+    """What is read in vectors beside the matrices."""
+    return {name: args.further[name] for name in ("weight", "bias") if name in args.further}
+
+
+def _vector_alignment(itemsize: int, operands: OperandsMetadata) -> int:
+    return min(PIECE, vector_of(operands) * itemsize)

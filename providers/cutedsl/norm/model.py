@@ -1,0 +1,97 @@
+"""How long a norm is expected to take: bytes over what the memory moves, in whole waves of CTAs.
+
+    bytes    each matrix once; what is not kept in shared memory once more for each time that it
+             is looked at again, from L2
+    memory   its bandwidth, or less where too few bytes are on their way at a time: those of all
+             CTAs that share a multiprocessor (Little's law)
+    waves    no less than one latency of the memory for each turn of each wave
+    parts    sums over rows that CTAs leave and another kernel adds up, through L2
+
+The constants are those of an H200.
+"""
+
+from __future__ import annotations
+
+from kernel_api.arguments.norm import NormArguments
+from kernel_api.devices import multiprocessors_of
+from kernel_api.metadata import OperandsMetadata
+from kernel_api.providers.cutedsl.norm.base import RowDesign, staged_bytes, vector_of
+
+#: Bytes per second that a copy reads and writes, and that are read from L2.
+_BANDWIDTH, _L2_BANDWIDTH = 4.3e12, 6e12
+#: Seconds from the request of a row to the end of what is done with it.
+_LATENCY = 1.5e-6
+#: Seconds of a launch.
+_OVERHEAD = 2.5e-6
+#: Bytes that a multiprocessor must have on their way to see all of its share of the memory.
+_IN_FLIGHT = 40 * 1024
+
+#: Rows on their way of each that is in use, where none is fetched ahead.
+_PART_OF_TIME = 0.7
+#: By bytes of a vector: narrow ones take more instructions.
+_VECTOR_COST = {16: 1.0, 8: 1.15, 4: 1.5, 2: 3.0}
+
+_THREADS, _REGISTERS, _SHARED_MEMORY = 2048, 64 * 1024, 220 * 1024
+_MOST_CTAS = 32
+_REGISTERS_OF_THREAD = 48
+
+
+def forward(
+    args: NormArguments, design: RowDesign, operands: OperandsMetadata, turns: int
+) -> float:
+    """Seconds; turns: times that a CTA takes new rows."""
+    multiprocessors = multiprocessors_of(args.device)
+    resident = _resident(design, operands)
+    waves = -(-args.M // (design.rows * turns * resident * multiprocessors))
+    return _seconds(args, design, operands, resident, waves * turns, waves)
+
+
+def backward(
+    args: NormArguments, design: RowDesign, operands: OperandsMetadata, resident: int
+) -> float:
+    """Seconds; resident: CTAs per multiprocessor."""
+    multiprocessors = multiprocessors_of(args.device)
+    blocks = min(resident * multiprocessors, -(-args.M // design.rows))
+    turns = -(-args.M // max(design.rows * blocks, 1))
+    seconds = _seconds(args, design, operands, resident, turns, 1)
+    sums = sum(name in args.further for name in ("dweight", "dbias"))
+    if not sums:
+        return seconds
+    part = 4 * args.N * sums
+    if not design.elements:  # read and written for every row
+        seconds += 2 * args.M * part / _L2_BANDWIDTH
+    seconds += _OVERHEAD + 2 * blocks * part / _L2_BANDWIDTH
+    return seconds
+
+
+def _resident(design: RowDesign, operands: OperandsMetadata) -> int:
+    """CTAs that share a multiprocessor."""
+    return min(
+        _THREADS // design.threads,
+        _REGISTERS // (design.threads * _REGISTERS_OF_THREAD),
+        _SHARED_MEMORY // (staged_bytes(design, operands) + 1024),
+        _MOST_CTAS,
+    )
+
+
+def _seconds(
+    args: NormArguments,
+    design: RowDesign,
+    operands: OperandsMetadata,
+    resident: int,
+    turns: int,
+    waves: int,
+) -> float:
+    sizes = {name: t.dtype.itemsize for name, t in operands.tensors.items() if t.dtype is not None}
+    read = sum(size for name, size in sizes.items() if name in ("x", "dy"))
+    row = args.N * read
+    ahead = max(design.stages - 1, _PART_OF_TIME)
+    in_flight = resident * design.rows * row * ahead
+    share = min(1.0, in_flight / _IN_FLIGHT)
+    seconds = args.M * args.N * sum(sizes.values()) / (_BANDWIDTH * share)
+    if not design.elements:
+        seconds += args.M * row / _L2_BANDWIDTH
+    x = operands.tensors["x"].dtype
+    assert x is not None
+    seconds *= _VECTOR_COST[vector_of(operands) * x.itemsize]
+    return _OVERHEAD + max(seconds, turns * _LATENCY) + waves * _LATENCY / 4
