@@ -1,88 +1,283 @@
-"""Suite host: what a call costs on the CPU, beside the raw TVM-FFI call and torch.
+"""Suite host: what a call costs on the CPU, and a process until its first result.
 
-python benchmarks/host.py [--out FOLDER]
+python benchmarks/host.py [--out FOLDER] [--tests]
+
+Prints a line per number that has a limit: its name, what was measured, the limit, and ok or NO.
+With --tests the tests that stand for the other promises are run, at their full sizes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 import rows
 import torch
 
 import kernel_api as ka
+from kernel_api.errors import LinkError
 from kernel_api.providers.cutedsl import compiler
 
 SUITE = "host"
+ROOT = Path(__file__).parents[1]
+
+NUMBER, ROUNDS, PAUSE_AFTER = 1000, 11, 200
+RAW, TORCH, OPS = "raw TVM-FFI call", "torch.mm(A, B, out=out)", "ops.gemm(A, B, out=out)"
+PREPARED, WHOLE_WAY = "prepared launch", "GemmArguments, get_kernels (repeated), run"
+ARGUMENTS, REPEATED = "GemmArguments(A, B, out)", "get_kernels(args), repeated"
+
+Calls = dict[str, Callable[[], Any]]
 
 
-def microseconds(call: Callable[[], Any], number: int = 2000, repeats: int = 7) -> harness.Timing:
-    """Host time of a call; the GPU drains between repeats, so the launch queue never fills."""
-    samples = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for index in range(number):
-            call()
-            if index % 200 == 199:
-                pause = time.perf_counter()
+class Limited(NamedTuple):
+    """A number that has a limit."""
+
+    name: str
+    value: float
+    limit: float
+    unit: str = "us"
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.value <= self.limit else "NO"
+        return f"{self.name:62} {self.value:10.2f} {self.limit:10.2f} {self.unit:3} {verdict}"
+
+
+# Calls ------------------------------------------------------------------------------------
+
+
+def microseconds(calls: Calls) -> dict[str, harness.Timing]:
+    """Host time of every call, in turns; the GPU drains now and then, so that the queue of
+    launches never fills."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            spent = 0.0
+            for _ in range(NUMBER // PAUSE_AFTER):
                 torch.cuda.synchronize()
-                started += time.perf_counter() - pause
-        samples.append((time.perf_counter() - started) / number * 1e6)
-    return harness.Timing(samples)
+                started = time.perf_counter()
+                for _ in range(PAUSE_AFTER):
+                    call()
+                spent += time.perf_counter() - started
+            samples[name].append(spent / NUMBER * 1e6)
+    torch.cuda.synchronize()
+    return {name: harness.Timing(found) for name, found in samples.items()}
+
+
+def matrices(*shape: int, count: int = 3) -> Iterator[torch.Tensor]:
+    return (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count))
+
+
+def plain_calls(kernel: ka.Kernel, args: ka.GemmArguments) -> Calls:
+    A, B, out = args.tensors
+    artifact = kernel.compile(args)
+    raw = compiler.raw_function(artifact.compiled_obj)
+    scalars = kernel.scalars(torch.cuda.get_device_properties(0).multi_processor_count)
+    launch = kernel.prepare(args)
+
+    def whole_way() -> None:
+        made = ka.GemmArguments(A, B, out)
+        ka.get_kernels(made)[0].run(made)
+
+    return {
+        RAW: lambda: raw(A, B, out, *scalars),
+        TORCH: lambda: torch.mm(A, B, out=out),
+        PREPARED: lambda: launch(A, B, out),
+        OPS: lambda: ka.ops.gemm(A, B, out=out),
+        "torch.mm(A, B)": lambda: torch.mm(A, B),
+        "ops.gemm(A, B)": lambda: ka.ops.gemm(A, B),
+        "run(args, artifact)": lambda: kernel.run(args, artifact),
+        "run(args)": lambda: kernel.run(args),
+        ARGUMENTS: lambda: ka.GemmArguments(A, B, out),
+        REPEATED: lambda: ka.get_kernels(args),
+        WHOLE_WAY: whole_way,
+        "supports(args)": lambda: kernel.supports(args),
+    }
+
+
+def fused_calls() -> Calls:
+    """What another operand or output adds, beside torch's own calls for the same."""
+    A, B, out, C = matrices(64, 64, count=4)
+    bias, amax = torch.randn(64, device="cuda"), torch.empty((), device="cuda")
+    half = out[:, :32].contiguous()
+    args = ka.fusions.gemm(A, B, out=out, bias=bias, alpha=0.5)
+    launch = ka.get_kernels(args, providers=["cutedsl"])[0].prepare(args)
+    typed = bias.bfloat16()
+    return {
+        "prepared launch with bias and alpha": lambda: launch(A, B, out, bias=bias, alpha=0.5),
+        "torch.addmm(bias, A, B, out=out)": lambda: torch.addmm(typed, A, B, out=out),
+        "ops.gemm(A, B, out=out, bias=bias)": lambda: ka.ops.gemm(A, B, out=out, bias=bias),
+        "ops.gemm_residual(A, B, out=out, C=C, beta=0.5)": lambda: ka.ops.gemm_residual(
+            A, B, out=out, C=C, beta=0.5
+        ),
+        "ops.gemm_swiglu(A, B, out=half)": lambda: ka.ops.gemm_swiglu(A, B, out=half),
+        "ops.gemm_amax(A, B, out=out, amax=amax)": lambda: ka.ops.gemm_amax(
+            A, B, out=out, amax=amax
+        ),
+    }
 
 
 def first_query() -> harness.Timing:
-    """get_kernels on signatures and sizes that were not asked before."""
+    """get_kernels on sizes that were not asked before."""
     samples = []
     for size in range(64, 64 + 8 * 20, 8):
-        x = torch.empty(size, size, device="cuda", dtype=torch.bfloat16)
-        args = ka.GemmArguments(x, torch.empty_like(x), torch.empty_like(x))
+        args = ka.GemmArguments(*matrices(size, size))
         started = time.perf_counter()
         ka.get_kernels(args)
         samples.append((time.perf_counter() - started) * 1e6)
     return harness.Timing(samples)
 
 
+# Processes --------------------------------------------------------------------------------
+
+_PROCESS = """
+import json, sys, time
+sys.path[:] = json.loads(sys.argv[1])
+import torch, tvm_ffi
+A, B, out = (torch.randn(512, 512, device="cuda").bfloat16() for _ in range(3))
+torch.cuda.synchronize()
+marks = [time.perf_counter()]
+import kernel_api as ka
+from kernel_api import provider
+provider.providers()
+marks.append(time.perf_counter())
+args = ka.GemmArguments(A, B, out)
+marks.append(time.perf_counter())
+kernel = ka.get_kernels(args, providers=["cutedsl"])[0]
+kernel.run(args)
+marks.append(time.perf_counter())
+torch.cuda.synchronize()
+compiled = any(name.partition(".")[0] == "cutlass" for name in sys.modules)
+loads = []
+for path in sys.argv[2:]:
+    started = time.perf_counter()
+    ka.load(path)
+    loads.append(1e3 * (time.perf_counter() - started))
+verified = bool(ka.verify(kernel, args))
+spent = [1e3 * (end - start) for start, end in zip(marks, marks[1:])]
+print(json.dumps({"ms": spent, "compiled": compiled, "loads": loads, "verified": verified}))
+"""
+
+
+def process_numbers() -> Iterator[Limited]:
+    """Of a second process on a cache that a first one filled."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o700)
+        environment = {**os.environ, "KERNEL_API_CACHE_DIR": f"{folder}/cache"}
+        environment.pop("KERNEL_API_DISABLE_CACHE", None)
+        copies = library_copies(Path(folder))
+        command = [sys.executable, "-c", _PROCESS, json.dumps(sys.path), *copies]
+        found: dict[str, Any] = {}
+        for _ in range(3):  # the first fills the cache, the second the system's
+            started = time.perf_counter()
+            ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+            seconds = time.perf_counter() - started
+            if ran.returncode:
+                raise RuntimeError(ran.stderr)
+            found = json.loads(ran.stdout.splitlines()[-1])
+    if not found["verified"]:
+        raise RuntimeError("the second process computed something else")
+    ours, arguments, launched = found["ms"]
+    yield Limited("second process: compilers started", float(found["compiled"]), 0, "")
+    yield Limited("second process: get_kernels to launch", launched, 50, "ms")
+    yield Limited("second process: all of it ours", ours + arguments + launched, 50, "ms")
+    yield Limited("second process: start to end, verified", seconds, 3, "s")
+    if found["loads"]:
+        typical = harness.Timing(found["loads"]).median
+        yield Limited("load of a library", typical, 5, "ms")
+
+
+def library_copies(folder: Path, count: int = 5) -> list[str]:
+    """The same library under several names, so that each is loaded anew."""
+    args = ka.GemmArguments(*matrices(512, 512))
+    kernel = ka.get_kernels(args, providers=["cutedsl"])[0]
+    try:
+        first = kernel.compile(args).export(folder / "0.so")
+    except LinkError as error:
+        print(f"no library is loaded: {error}")
+        return []
+    return [str(shutil.copy(first, folder / f"{number}.so")) for number in range(1, count + 1)]
+
+
+# Tests ------------------------------------------------------------------------------------
+
+_SIZES = {
+    "KERNEL_API_TEST_RACE": "16x50",
+    "KERNEL_API_TEST_KILLS": "40",
+    "KERNEL_API_TEST_SECONDS": "60",
+}
+_TESTS = {
+    "16 processes x 50 kernels compile each once; flips are found": "test_cache.py -k race",
+    "40 writers are killed and leave nothing unreadable": "test_cache.py -k killed",
+    "8 threads for 60 s": "gpu/test_stress_on_gpu.py -k threads",
+    "libraries made without a GPU, run without the compiler": "gpu/test_stress_on_gpu.py -k libr",
+    "the program in C++": "gpu/test_stress_on_gpu.py -k cpp",
+    "graphs of every family, streams, devices": "gpu/test_graphs_on_gpu.py",
+    "wrong device, target, signature, file: named errors": "test_aot.py",
+}
+
+
+def test_lines() -> Iterator[str]:
+    """Each ends like the line of a number; what pytest skipped is said."""
+    environment = {**os.environ, **_SIZES}
+    for name, what in _TESTS.items():
+        file, *chosen = what.split()
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        ran = subprocess.run(
+            [*command, f"tests/{file}", *chosen, "--timeout", "900"],
+            capture_output=True, text=True, cwd=ROOT, env=environment,
+        )  # fmt: skip
+        summary = ran.stdout.strip().splitlines()[-1] if ran.stdout.strip() else ran.stderr[-200:]
+        yield f"{name:62} {summary} {'ok' if ran.returncode == 0 else 'NO'}"
+
+
+# All --------------------------------------------------------------------------------------
+
+
+def limits(times: dict[str, harness.Timing]) -> list[Limited]:
+    """The calls' numbers that have limits."""
+    raw, mm = times[RAW].median, times[TORCH].median
+    return [
+        Limited(f"{PREPARED}, over the {RAW}", times[PREPARED].median - raw, 1.5),
+        Limited(OPS, times[OPS].median, 9),
+        Limited(f"{OPS}, beside {TORCH}", times[OPS].median, mm),
+        Limited(WHOLE_WAY, times[WHOLE_WAY].median, 20),
+        Limited(ARGUMENTS, times[ARGUMENTS].median, 10),
+        Limited(REPEATED, times[REPEATED].median, 50),
+    ]
+
+
+def show(lines: Iterable[object]) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--tests", action="store_true")
     options = parser.parse_args()
-    A, B, out = (torch.randn(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    args = ka.GemmArguments(A, B, out)
+    args = ka.GemmArguments(*matrices(64, 64))
     kernel = ka.get_kernels(args, providers=["cutedsl"])[0]
-    artifact = kernel.compile(args)
-    kernel.run(args, artifact)
-    raw = compiler.raw_function(artifact.compiled_obj)
-    scalars = kernel.scalars(132)
-    launch = kernel.prepare(args)
+    if kernel.takes_more:
+        raise SystemExit(f"{kernel} takes a workspace, which the raw call is not given")
+    kernel.run(args)
     verified = bool(ka.verify(kernel, args))
-    calls: dict[str, Callable[[], Any]] = {
-        "raw TVM-FFI call": lambda: raw(A, B, out, *scalars),
-        "torch.mm(A, B, out=out)": lambda: torch.mm(A, B, out=out),
-        "prepared launch": lambda: launch(A, B, out),
-        "run(args, artifact)": lambda: kernel.run(args, artifact),
-        "run(args, artifact, assume_supported_args=True)": lambda: kernel.run(
-            args, artifact, assume_supported_args=True
-        ),
-        "run(args)": lambda: kernel.run(args),
-        "ops.gemm(A, B, out=out)": lambda: ka.ops.gemm(A, B, out=out),
-        "GemmArguments(A, B, out)": lambda: ka.GemmArguments(A, B, out),
-        "get_kernels(args), repeated": lambda: ka.get_kernels(args),
-        "get_kernels(GemmArguments(A, B, out)), repeated": lambda: ka.get_kernels(
-            ka.GemmArguments(A, B, out)
-        ),
-        "supports(args)": lambda: kernel.supports(args),
-    }
-    times = {name: microseconds(call) for name, call in calls.items()}
+    times = microseconds({**plain_calls(kernel, args), **fused_calls()})
     times["get_kernels(args), first"] = first_query()
-    peer = ("raw TVM-FFI call", times["raw TVM-FFI call"])
-    policy = "host time per call, median of 7 x 2000 calls"
+    peer = (RAW, times[RAW])
+    policy = f"host time per call, in turns, median of {ROUNDS} x {NUMBER} calls"
     measured = [
         rows.row(SUITE, name, (kernel.metadata.kernel_name, timing), peer, verified, policy)
         for name, timing in times.items()
@@ -91,6 +286,11 @@ def main() -> None:
         over = one["subject_us"] - one["peer_us"]
         print(f"{one['problem']:52} {one['subject_us']:8.2f} us  ({over:+.2f} over raw)")
     print(rows.write(rows.path_of(SUITE, options.out), measured))
+    print(f"{'name':62} {'value':>10} {'limit':>10}")
+    show(limits(times))
+    show(process_numbers())
+    if options.tests:
+        show(test_lines())
 
 
 if __name__ == "__main__":

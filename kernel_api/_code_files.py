@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +24,11 @@ class CodeFiles(Protocol):
 
     def link(self, code: bytes, manifest: Manifest, path: Path) -> None:
         """Make a shared library that carries the manifest; raises LinkError."""
+
+    def cuda_version(self) -> int | None:
+        """The CUDA version that a driver must be made for to run a library that is linked here;
+        None: any. Raises LinkError where none can be linked."""
+        return None
 
     def load_object(self, path: Path) -> Callable[..., Any]:
         """The function in an object file; needs the compiler's run-time library."""
@@ -48,7 +52,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 def replace_durably(path: Path, data: bytes) -> None:
     """Make or replace a file; whoever reads it meanwhile has all of the old or of the new one."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         write_durably(temporary, data)
         os.replace(temporary, path)

@@ -11,8 +11,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from kernel_api.arguments import Arguments
@@ -26,8 +25,7 @@ _Key = tuple[Hashable, ...]
 STARTED = time.time()
 
 
-@dataclass(frozen=True)
-class Compilation:
+class Compilation(NamedTuple):
     """The compilation that runs in this context."""
 
     kernel: Any
@@ -41,6 +39,12 @@ _running: contextvars.ContextVar[Compilation | None] = contextvars.ContextVar(
 _artifacts: dict[_Key, CompiledArtifact] = {}
 _flights: dict[_Key, threading.Lock] = {}
 _lock = threading.Lock()
+_era = 0
+
+
+def era() -> int:
+    """A number that changes whenever the artifacts are forgotten."""
+    return _era
 
 
 def running() -> Compilation | None:
@@ -94,6 +98,8 @@ def put(
 
 def clear() -> None:
     """Forget every artifact."""
+    global _era
     with _lock:
+        _era += 1
         _artifacts.clear()
         _flights.clear()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import stat
 import time
@@ -216,7 +215,7 @@ class DiskCache:
 
     def add(self, key: str, files: dict[str, bytes]) -> None:
         """Add an entry, all of it at once; one that is there already stays."""
-        temporary = self.entries_at / f"{_TEMPORARY}{secrets.token_hex(8)}"
+        temporary = self.entries_at / f"{_TEMPORARY}{os.urandom(8).hex()}"
         temporary.mkdir(mode=0o700)
         try:
             for name, data in files.items():
@@ -232,7 +231,7 @@ class DiskCache:
         aside = self.root / "aside"
         with contextlib.suppress(OSError):
             aside.mkdir(mode=0o700, exist_ok=True)
-            entry.path.rename(aside / f"{entry.path.name}-{secrets.token_hex(4)}")
+            entry.path.rename(aside / f"{entry.path.name}-{os.urandom(4).hex()}")
 
     @contextlib.contextmanager
     def flight(self, key: str) -> Iterator[None]:
@@ -312,12 +311,11 @@ def _files_of(identity: Identity, artifact: CompiledArtifact) -> dict[str, bytes
     code = object_code(artifact)
     if code is None:
         return None
-    manifest = Manifest.unsealed(identity, artifact.resources)
     try:
-        manifest, data = link(artifact, manifest, code)
+        manifest, data = link(artifact, identity, code)
         name = f"kernel{LIBRARY}"
     except LinkError as error:
         logger.info("kept as an object file: %s", error)
-        manifest, data = manifest.sealed(code)
+        manifest, data = Manifest.unsealed(identity, artifact.resources).sealed(code)
         name = f"kernel{OBJECT}"
     return {name: data, _MANIFEST: manifest.text.encode()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -66,15 +66,22 @@ class Identity:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest and the text that it was read from, or will be written as."""
+    """A manifest and the text that it was read from, or will be written as.
+
+    Attributes:
+        cuda: The CUDA version of the runtime that is linked in; None where there is none.
+    """
 
     identity: Identity
     resources: Resources | None
     sha256: str
     text: str
+    cuda: int | None = None
 
     @classmethod
-    def unsealed(cls, identity: Identity, resources: Resources | None) -> Manifest:
+    def unsealed(
+        cls, identity: Identity, resources: Resources | None, cuda: int | None = None
+    ) -> Manifest:
         """A manifest for a file that is still to be made."""
         fields = {
             "format": FORMAT,
@@ -84,9 +91,11 @@ class Manifest:
             "epilogue": _epilogue(identity),
             "fingerprint": identity.fingerprint,
             "resources": asdict(resources) if resources is not None else None,
+            "cuda": cuda,
             "sha256": _UNSEALED,
         }
-        return cls(identity, resources, _UNSEALED, json.dumps(fields, indent=1, sort_keys=True))
+        text = json.dumps(fields, indent=1, sort_keys=True)
+        return cls(identity, resources, _UNSEALED, text, cuda)
 
     @classmethod
     def parsed(cls, text: str) -> Manifest:
@@ -102,14 +111,16 @@ class Manifest:
                 fields["kernel"], fields["signature"], fields["target"], fields["fingerprint"]
             )
             resources = Resources(**found) if found is not None else None
-            sha256 = fields["sha256"]
+            sha256, cuda = fields["sha256"], fields.get("cuda")
             if not (isinstance(identity.kernel, dict) and len(sha256) == len(_UNSEALED)):
                 raise TypeError("a field has another type")
+            if not (cuda is None or isinstance(cuda, int)):
+                raise TypeError(f"cuda is {cuda!r}")
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, LibraryError):
                 raise
             raise LibraryError(f"the manifest cannot be read: {error!r}") from error
-        return cls(identity, resources, sha256, text)
+        return cls(identity, resources, sha256, text, cuda)
 
     @classmethod
     def of_library(cls, data: bytes) -> Manifest:
@@ -127,7 +138,8 @@ class Manifest:
         """The manifest with the digest of it and the file, and the file that says the same."""
         digest = self._digest(data)
         text = self.text.replace(_UNSEALED, digest)
-        return Manifest(self.identity, self.resources, digest, text), self._swap(data, digest)
+        sealed = replace(self, sha256=digest, text=text)
+        return sealed, self._swap(data, digest)
 
     def check(self, data: bytes) -> None:
         """Raises LibraryError unless the file and this text are what was sealed."""

@@ -18,18 +18,20 @@ _buffers: dict[tuple[int, int], Any] = {}
 
 
 def borrow(index: int, size: int) -> Any:
-    """A uint8 tensor of at least ``size`` bytes on a CUDA device, for its current stream.
+    """A uint8 tensor of at least ``size`` bytes on a CUDA device, for its current stream; the
+    device is the current one.
 
-    While a CUDA graph is captured it gets one of its own: replays may run beside other launches.
+    While a CUDA graph is captured it gets one of its own, from the graph's memory: replays may run
+    beside other launches. The zeros are then written by every replay.
     """
     import torch
 
-    stream = torch.cuda.current_stream(index)
     if torch.cuda.is_current_stream_capturing():
         return _new(index, size)
-    key = (index, stream.cuda_stream)
+    key = (index, torch._C._cuda_getCurrentRawStream(index))
     buffer = _buffers.get(key)
     if buffer is None or buffer.numel() < size:
+        # The old one goes back to torch, which gives it to later work of the same stream only.
         buffer = _buffers[key] = _new(index, size)
     return buffer
 

@@ -81,3 +81,18 @@ def query_target(device: Any, cc: CcLike) -> Target | None:
 
         return device_target(torch.cuda.current_device())
     return None
+
+
+def capturing(index: int | None, stream: Any = None) -> bool:
+    """Whether a CUDA graph records what is launched on a stream of a device, or on the current
+    stream: loading code may break either capture."""
+    import torch
+
+    from kernel_api.providers.streams import on_stream
+
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    if stream is None:
+        return False
+    with on_stream(stream, index):
+        return bool(torch.cuda.is_current_stream_capturing())

@@ -11,34 +11,33 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernel_api import _log
+from kernel_api._offer import Offer
 from kernel_api.arguments import Arguments
 from kernel_api.devices import query_target
 from kernel_api.errors import FilterError, PluginWarning
-from kernel_api.explanation import Acceptance, Explanation, Rejection
 from kernel_api.kernel import Kernel, require_arguments
 from kernel_api.matching import match_layouts, match_types, types_of
 from kernel_api.metadata import KernelMetadata, OperandsMetadata
 from kernel_api.provider import Provider, generation, providers
+from kernel_api.space import Variants
 from kernel_api.status import Status
 from kernel_api.targets import CcLike, Target, fitting
+
+if TYPE_CHECKING:
+    from kernel_api.explanation import Explanation
 
 logger = _log.logger(__name__)
 
 MetadataFilter = Callable[[KernelMetadata], bool]
 ProviderChoice = Iterable["str | type[Provider]"]
 
-#: Operands that differ in majors and alignment only.
-_Variants = tuple[OperandsMetadata, ...]
-
 _SURVEYS_KEPT = 4096
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What one family answers: the kernels that can, or the status of the nearest miss."""
 
     family: type[Kernel]
@@ -74,8 +73,10 @@ def get_kernels(
             metadata_filter,
         )
     require_arguments(args)
-    ranked, _ = _survey(args, cc, providers)
-    return _filtered(ranked, metadata_filter)
+    survey = _survey(args, cc, providers)
+    if cc is None:
+        args._accepted[Offer] = survey.offer
+    return _filtered(survey.kernels, metadata_filter)
 
 
 def explain(
@@ -88,10 +89,11 @@ def explain(
 
     Takes what :func:`get_kernels` takes.
     """
+    from kernel_api.explanation import Acceptance, Explanation, Rejection
+
     require_arguments(args)
-    _, verdicts = _survey(args, cc, providers)
     accepted, rejected = [], []
-    for verdict in verdicts:
+    for verdict in _survey(args, cc, providers).verdicts:
         family, provider = verdict.family.family_name(), verdict.family.provider_name()
         kept = _filtered(verdict.kernels, metadata_filter)
         if kept:
@@ -138,15 +140,15 @@ class Catalogue:
         self.family = family
         self._declared = family.space is not None and bool(family.operands)
         self._variants: dict[Any, dict[OperandsMetadata, tuple[Kernel, ...]]] = {}
-        self._operands: tuple[_Variants, ...] | None = None
+        self._operands: tuple[Variants, ...] | None = None
         self._built: dict[Any, tuple[Kernel, ...]] = {}
 
-    def operands(self, args: Arguments | None, target: Target | None) -> Iterable[_Variants]:
+    def operands(self, args: Arguments | None, target: Target | None) -> Iterable[Variants]:
         """What the kernels ask of operands; variants of the same element types together."""
         if not self._declared:
             return _by_types(self._generated(args, target))
         if self._operands is None:
-            self._operands = _by_types(self.family.operand_variants())
+            self._operands = tuple(self.family.operand_groups())
         return self._operands
 
     def kernels(
@@ -177,11 +179,11 @@ class Catalogue:
         return self._variants[key]
 
 
-def _by_types(operands: Iterable[OperandsMetadata]) -> tuple[_Variants, ...]:
+def _by_types(operands: Iterable[OperandsMetadata]) -> tuple[Variants, ...]:
     groups: dict[Any, list[OperandsMetadata]] = {}
     for one in operands:
         groups.setdefault(types_of(one), []).append(one)
-    return tuple(map(tuple, groups.values()))
+    return tuple(map(Variants, groups.values()))
 
 
 def _everything(metadata: KernelMetadata) -> bool:
@@ -221,12 +223,14 @@ def _judge_kernels(catalogue: Catalogue, args: Arguments, target: Target | None)
     accepted: list[Kernel] = []
     misses: list[Status] = []
     for variants in catalogue.operands(args, target):
-        status = match_types(variants[0], args)
+        status = match_types(variants.first, args)
         if not status:
             misses.append(status)
             continue
         for operands in variants:
             status = match_layouts(operands, args, family.why_aligned())
+            if status:
+                status = family.status_of_operands(operands, args)
             if not status:
                 misses.append(status)
                 continue
@@ -288,7 +292,25 @@ def _plugin_fault(family: type[Kernel], error: Exception) -> Status:
 
 # All families ----------------------------------------------------------------------------
 
-_Survey = tuple[tuple[Kernel, ...], tuple[Verdict, ...]]
+
+class _Survey:
+    """The answer to one query.
+
+    Attributes:
+        kernels: All that can, best first.
+        verdicts: What each family answered.
+        offer: The kernels, for arguments to carry.
+    """
+
+    __slots__ = ("kernels", "offer", "verdicts")
+
+    def __init__(
+        self, kernels: tuple[Kernel, ...], verdicts: tuple[Verdict, ...], valid_for: int
+    ) -> None:
+        self.kernels, self.verdicts = kernels, verdicts
+        self.offer = Offer(kernels, valid_for)
+
+
 _lock = threading.RLock()
 _surveys: OrderedDict[Any, _Survey] = OrderedDict()
 _catalogues: dict[type[Kernel], Catalogue] = {}
@@ -298,20 +320,22 @@ _valid_for = -1
 def _survey(args: Arguments, cc: CcLike, chosen: ProviderChoice | None) -> _Survey:
     target = query_target(args.device, cc)
     asked = providers(chosen)
-    key = (args.key, target, tuple(asked))
+    key = (generation(), args.key, target, tuple(asked))
+    found = _surveys.get(key)
+    if found is not None:
+        return found
     with _lock:
         _forget_if_changed()
-        found = _surveys.get(key)
-        if found is not None:
-            return found
+        if key in _surveys:  # another thread was first
+            return _surveys[key]
         verdicts = tuple(
             _judge(_catalogue(family), args, target)
             for provider in asked
             for family in provider.families()
         )
-        survey = (_ranked(verdicts, args), verdicts)
+        survey = _Survey(_ranked(verdicts, args), verdicts, key[0])
         # A catalogue built during the survey may have registered something: then do not keep it.
-        if _valid_for == generation():
+        if key[0] == generation():
             _surveys[key] = survey
             if len(_surveys) > _SURVEYS_KEPT:
                 _surveys.popitem(last=False)

@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernel_api import _compile_cache
+from kernel_api._offer import Offer
 from kernel_api.arguments import Arguments, EpilogueArguments, GemmArguments, ScaleMode
 from kernel_api.artifact import CompiledArtifact, Resources
-from kernel_api.devices import query_target, target_of
+from kernel_api.devices import capturing, query_target, target_of
 from kernel_api.errors import (
     ArgumentError,
     CaptureError,
     DeviceError,
+    EpilogueError,
     UnsupportedError,
     WorkspaceError,
 )
@@ -32,7 +34,7 @@ from kernel_api.metadata import (
     OperandsMetadata,
     TensorAttributes,
 )
-from kernel_api.space import Operands, Rule, Space
+from kernel_api.space import Operands, Rule, Space, Variants
 from kernel_api.status import Status
 from kernel_api.targets import CcLike, Target, fitting
 from kernel_api.utils import strides_to_layout_string
@@ -66,7 +68,9 @@ class KernelType(type):
     _own_rules: tuple[Rule, ...]
     #: Of the class and its bases: all, those that decide a query, those that shape the family.
     rules: tuple[Rule, ...]
-    argument_rules: tuple[Rule, ...]
+    #: With their places among all, because explain prefers the refusal that came last.
+    operand_rules: tuple[tuple[int, Rule], ...]
+    design_rules: tuple[tuple[int, Rule], ...]
     shaping_rules: tuple[Rule, ...]
 
     @classmethod
@@ -81,7 +85,9 @@ class KernelType(type):
         cls = super().__new__(mcs, name, bases, dict(namespace), **kwargs)
         cls._own_rules = tuple(getattr(namespace, "rules", ()))
         cls.rules = _inherited_rules(cls)
-        cls.argument_rules = tuple(r for r in cls.rules if r.needs_args)
+        deciding = list(enumerate(r for r in cls.rules if r.needs_args))
+        cls.operand_rules = tuple(one for one in deciding if not one[1].needs_design)
+        cls.design_rules = tuple(one for one in deciding if one[1].needs_design)
         cls.shaping_rules = tuple(r for r in cls.rules if not r.needs_args)
         return cls
 
@@ -202,12 +208,21 @@ class Kernel(metaclass=KernelType):
         return None
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
-        """A callable on new tensors of the same signature, as cheap as the provider can."""
+        """A callable on new tensors of the same signature, as cheap as the provider can; with an
+        epilogue it takes all of its operands by name. It keeps no tensor of the arguments."""
+        blueprint = args.blueprint()
 
-        def launch(*tensors: Any, stream: Any = None, **epilogue_operands: Any) -> None:
-            self.run(args.rebuilt(*tensors, **epilogue_operands), artifact, stream)
+        def launch(*tensors: Any, stream: Any = None, **operands: Any) -> None:
+            self.run(blueprint(*tensors, **operands), artifact, stream)
 
         return launch
+
+    def _launch_operands(self, args: Any) -> dict[str, Any]:
+        """What a launcher takes by name, of the arguments: the operands of the epilogue."""
+        if args.epilogue is None:
+            return {}
+        operands: dict[str, Any] = args.epilogue.operands
+        return {name: getattr(value, "tensor", value) for name, value in operands.items()}
 
     # What users call ---------------------------------------------------------------------
 
@@ -255,11 +270,13 @@ class Kernel(metaclass=KernelType):
         """
         require_arguments(args)
         if not assume_supported_args and self not in args._accepted:
-            self._require(args, query_target(args.device, None), compiled=artifact is not None)
-            self._require_data(args)
+            offer = args._accepted.get(Offer)
+            if offer is None or not offer.holds(self):
+                self._require(args, query_target(args.device, None), compiled=artifact is not None)
+            require_data(args)
             args._accepted[self] = True
         if artifact is None:
-            artifact = self._artifact_to_run(args)
+            artifact = self._artifact_to_run(args, stream)
         elif args._accepted.get(artifact) is not self:
             artifact.check(self, args, target_of(args.device))
             args._accepted[artifact] = self
@@ -274,15 +291,23 @@ class Kernel(metaclass=KernelType):
 
         The tensors come in the order of the arguments' fields and must have the same types,
         ranks, majors and alignment as those prepared for; sizes may differ. Operands of an
-        epilogue are passed by name; those that are not are the ones prepared with.
+        epilogue, tensors and numbers, are passed by name; those that are not are the ones
+        prepared with::
+
+            launch = kernel.prepare(args)
+            launch(A, B, out, bias=bias, alpha=0.5)
+
+        Raises what :meth:`run` does. The launch checks no more than that the names exist
+        (EpilogueError) and what the compiled code checks of its tensors.
         """
         self._require(args, query_target(args.device, None), compiled=artifact is not None)
-        self._require_data(args)
+        require_data(args)
         if artifact is None:
             artifact = self._artifact_to_run(args)
         else:
             artifact.check(self, args, target_of(args.device))
-        return self._launcher(args, artifact)
+        launch, operands = self._launcher(args, artifact), self._launch_operands(args)
+        return launch if not operands else _with_operands(launch, operands)
 
     # How they work -----------------------------------------------------------------------
 
@@ -295,6 +320,8 @@ class Kernel(metaclass=KernelType):
         if not status:
             return status
         status = match_operands(self.metadata.operands, args, self.why_aligned())
+        if status:
+            status = self.status_of_operands(self.metadata.operands, args)
         if not status:
             return status
         return self.status_behind_operands(args, target)
@@ -325,8 +352,17 @@ class Kernel(metaclass=KernelType):
             )
         return Status.success()
 
+    @classmethod
+    def status_of_operands(cls, operands: OperandsMetadata, args: Arguments) -> Status:
+        """The rules that are the same for all designs."""
+        for step, one in cls.operand_rules:
+            verdict = one.check(operands=operands, args=args)
+            if not verdict:
+                return _advanced(verdict, BEHIND_OPERANDS + 2 + step)
+        return Status.success()
+
     def status_behind_operands(self, args: Arguments, target: Target | None) -> Status:
-        """Target, epilogue, rules and the kernel's own checks."""
+        """Target, epilogue, rules of the design and the kernel's own checks."""
         metadata = self.metadata
         if target is not None and fitting(metadata.parsed_targets, target) is None:
             return Status.fail(
@@ -338,7 +374,7 @@ class Kernel(metaclass=KernelType):
             refusal = _epilogue_mismatch(metadata.epilogue, args.epilogue)
             if refusal is not None:
                 return Status.fail(refusal, rule="epilogue", progress=BEHIND_OPERANDS + 1)
-        for step, one in enumerate(type(self).argument_rules):
+        for step, one in type(self).design_rules:
             verdict = one.check(design=metadata.design, operands=metadata.operands, args=args)
             if not verdict:
                 return _advanced(verdict, BEHIND_OPERANDS + 2 + step)
@@ -349,11 +385,17 @@ class Kernel(metaclass=KernelType):
         return verdict if verdict else _advanced(verdict, 1000)
 
     @classmethod
-    def operand_variants(cls) -> Iterator[OperandsMetadata]:
-        """Every combination of operands that the declared rows give."""
+    def operand_groups(cls) -> Iterator[Variants]:
+        """Every combination of element types that the declared rows give, with its variants."""
         modes = (cls.arguments or GemmArguments).modes
         for row in cls.operands:
-            yield from row.variants(cls.operands_metadata, modes)
+            yield from row.groups(cls.operands_metadata, modes)
+
+    @classmethod
+    def operand_variants(cls) -> Iterator[OperandsMetadata]:
+        """Every combination of operands that the declared rows give."""
+        for group in cls.operand_groups():
+            yield from group
 
     @classmethod
     def kernels_for(cls, operands: OperandsMetadata, epilogue: Graph | None = None) -> list[Kernel]:
@@ -402,13 +444,6 @@ class Kernel(metaclass=KernelType):
         if not status:
             raise UnsupportedError(self.metadata.kernel_name, status)
 
-    def _require_data(self, args: Arguments) -> None:
-        for name, operand in args.named_operands.items():
-            if not operand.has_data:
-                raise DeviceError(
-                    f"{name} is a meta or fake tensor: it can be compiled for, not run on"
-                )
-
     def _compiled(
         self, args: Arguments, cc: CcLike, hook: Callable[..., CompiledArtifact]
     ) -> CompiledArtifact:
@@ -446,12 +481,22 @@ class Kernel(metaclass=KernelType):
             f"no GPU to take one from; pass cc= or set KERNEL_API_ARCH"
         )
 
-    def _artifact_to_run(self, args: Arguments) -> CompiledArtifact:
+    def _artifact_to_run(self, args: Arguments, stream: Any = None) -> CompiledArtifact:
+        offer = args._accepted.get(Offer)
+        if offer is None:
+            return self._artifact_for(args, stream)
+        artifact: CompiledArtifact | None = offer.artifact(self)
+        if artifact is None:
+            artifact = self._artifact_for(args, stream)
+            offer.keep(self, artifact)
+        return artifact
+
+    def _artifact_for(self, args: Arguments, stream: Any) -> CompiledArtifact:
         target = self._compile_target(args, target_of(args.device))
         found = _compile_cache.get(self, args.signature, target)
         if found is not None:
             return found
-        if args.device.type == "cuda" and _capturing():
+        if args.device.type == "cuda" and capturing(args.device.index, stream):
             raise CaptureError(
                 f"a CUDA graph is being captured and {self.metadata.kernel_name} is not compiled "
                 f"for these arguments; call compile(args) before the capture"
@@ -489,6 +534,20 @@ class Kernel(metaclass=KernelType):
 
     def __repr__(self) -> str:
         return f"<{self.metadata.kernel_name}>"
+
+
+def _with_operands(launch: Callable[..., None], prepared: dict[str, Any]) -> Callable[..., None]:
+    """The launch, with operands that are taken where a call names no others."""
+
+    def launch_with(*tensors: Any, stream: Any = None, **operands: Any) -> None:
+        for name, value in operands.items():
+            if name not in prepared:
+                raise EpilogueError(f"there is no operand {name}; there are {', '.join(prepared)}")
+            if type(value) is int and type(prepared[name]) is float:
+                operands[name] = float(value)
+        launch(*tensors, stream=stream, **{**prepared, **operands})
+
+    return launch_with
 
 
 def _epilogue_mismatch(own: Graph | str | None, asked: EpilogueArguments | None) -> str | None:
@@ -532,12 +591,6 @@ def _type_label(tensor: TensorAttributes) -> str:
     return tensor.dtype.short
 
 
-def _capturing() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_current_stream_capturing())
-
-
 def require_arguments(args: object) -> Arguments:
     """The arguments, or an ArgumentError that says what was passed instead."""
     if not isinstance(args, Arguments):
@@ -545,3 +598,13 @@ def require_arguments(args: object) -> Arguments:
             f"expected an arguments object such as GemmArguments, got {type(args).__name__}"
         )
     return args
+
+
+def require_data(args: Arguments) -> None:
+    """Raise DeviceError for arguments that can be compiled for, but not run on."""
+    for operand in args._all_operands():
+        if not operand.address and not operand.has_data:
+            raise DeviceError(
+                f"{args._name_of(operand)} is a meta or fake tensor: it can be compiled for, not "
+                f"run on"
+            )

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from kernel_api._code_files import LIBRARY, OBJECT, load_library, replace_durably
-from kernel_api._fingerprint import versions
+from kernel_api._fingerprint import driver_major, versions
 from kernel_api._manifest import Identity, Manifest
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.devices import devices_here
@@ -58,9 +58,15 @@ def artifact_of(manifest: Manifest, path: Path) -> CompiledArtifact:
 
     Raises:
         ArgumentError: the kernel cannot be rebuilt.
-        LibraryError: the file cannot be loaded.
+        LibraryError: the file cannot be loaded, or not run by this driver.
     """
     kernel = manifest.metadata.rebuild()
+    driver = driver_major()
+    if manifest.cuda is not None and driver is not None and driver < manifest.cuda:
+        raise LibraryError(
+            f"{path} is linked with the runtime of CUDA {manifest.cuda}, and the driver here is "
+            f"made for CUDA {driver}; update it, or compile the kernel on this machine"
+        )
     try:
         if path.suffix == OBJECT:
             assert kernel.code_files is not None
@@ -104,7 +110,7 @@ def _linked(artifact: CompiledArtifact) -> tuple[Manifest, bytes]:
     identity, code = identity_of(artifact), object_code(artifact)
     if code is None:
         raise LinkError(f"{artifact.kernel.metadata.kernel_name} has no code that can be linked")
-    return link(artifact, Manifest.unsealed(identity, artifact.resources), code)
+    return link(artifact, identity, code)
 
 
 def identity_of(artifact: CompiledArtifact) -> Identity:
@@ -129,10 +135,12 @@ def object_code(artifact: CompiledArtifact) -> bytes | None:
     return files.object_code(artifact.compiled_obj) if files is not None else None
 
 
-def link(artifact: CompiledArtifact, manifest: Manifest, code: bytes) -> tuple[Manifest, bytes]:
+def link(artifact: CompiledArtifact, identity: Identity, code: bytes) -> tuple[Manifest, bytes]:
     """The library made of an object file, sealed; raises LinkError."""
-    assert artifact.kernel.code_files is not None
+    files = artifact.kernel.code_files
+    assert files is not None
+    manifest = Manifest.unsealed(identity, artifact.resources, files.cuda_version())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"kernel{LIBRARY}"
-        artifact.kernel.code_files.link(code, manifest, path)
+        files.link(code, manifest, path)
         return manifest.sealed(path.read_bytes())

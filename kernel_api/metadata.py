@@ -101,6 +101,26 @@ class GemmOperandsMetadata(OperandsMetadata):
 
 
 @dataclass(frozen=True)
+class NormOperandsMetadata(OperandsMetadata):
+    """Matrices of a norm of rows. What is beside them (weights, statistics, ...) may be absent and
+    is what rules are about; the accumulator is the type of the arithmetic."""
+
+    x: TensorAttributes
+    out: TensorAttributes
+    accumulator_type: DType | None
+
+
+@dataclass(frozen=True)
+class NormBackwardOperandsMetadata(OperandsMetadata):
+    """The same of its gradient."""
+
+    dy: TensorAttributes
+    x: TensorAttributes
+    dx: TensorAttributes
+    accumulator_type: DType | None
+
+
+@dataclass(frozen=True)
 class DesignMetadata:
     """Base of the design descriptions: how a kernel is built."""
 

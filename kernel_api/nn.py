@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_api import fusions, ops
+from kernel_api._norm_nn import layernorm, rmsnorm
 from kernel_api.errors import ArgumentError
 
-__all__ = ["linear_activation", "linear_glu", "linear_swiglu"]
+__all__ = ["layernorm", "linear_activation", "linear_glu", "linear_swiglu", "rmsnorm"]
 
 
 def linear_activation(

@@ -25,6 +25,10 @@ class Operand:
 
     __slots__ = ("_address", "_alignment", "device", "dtype", "shape", "stride", "tensor")
 
+    #: Which elements share a scale; of a ScaledOperand.
+    mode: Any = None
+    _address: int | None
+
     def __init__(self, tensor: Any, name: str = "operand") -> None:
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(tensor, torch.Tensor):
@@ -38,7 +42,9 @@ class Operand:
         self.dtype: DType = dtype(tensor.dtype)
         self.device = tensor.device
         self._alignment: int | None = None
-        self._address: int | None = None
+        # Others than plain tensors may be without memory; those on meta tell their offset.
+        plain = type(tensor) is torch.Tensor and not tensor.is_meta
+        self._address = tensor.data_ptr() if plain else None
 
     @property
     def rank(self) -> int:
@@ -66,13 +72,15 @@ class Operand:
         Meta and fake tensors have no address: their storage offset stands for it.
         """
         if self._alignment is None:
-            bits = MAX_ALIGNMENT
-            itemsize = self.dtype.itemsize
+            itemsize, stride = self.dtype.itemsize, self.stride
             unit = self.unit_mode
-            for mode, stride in enumerate(self.stride):
-                if unit is None or mode != len(self.stride) + unit:
-                    bits |= stride * itemsize
-            bits |= self.address or self.tensor.storage_offset() * itemsize
+            if unit == -1:
+                stride = stride[:-1]
+            elif unit == -2:
+                stride = (*stride[:-2], stride[-1])
+            bits = MAX_ALIGNMENT | (self.address or self.tensor.storage_offset() * itemsize)
+            for one in stride:
+                bits |= one * itemsize
             self._alignment = bits & -bits
         return self._alignment
 

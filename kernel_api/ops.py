@@ -11,157 +11,83 @@ where there are several.
 
 All raise what the fusions raise, and NoKernelError, which says why, where no kernel takes the
 operands.
+
+A call that looks like an earlier one (element types, sizes, strides, alignment, devices, options)
+goes straight to the kernel that was chosen then, with the operands and numbers of its own.
+``torch.compile`` and ``torch.export`` see the forms as operators, ``torch.ops.kernel_api.gemm``
+and so on; eager calls do not pass through torch's dispatcher. None of them has a gradient:
+:mod:`kernel_api.nn` has.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import threading
-from collections import OrderedDict, namedtuple
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 from kernel_api import fusions
-from kernel_api.arguments import GemmArguments
-from kernel_api.discovery import explain, get_kernels
-from kernel_api.dtypes import DType, dtype
-from kernel_api.errors import ArgumentError, NoKernelError
-from kernel_api.fusions._shared import batches, matrices, rows
-from kernel_api.operands import Operand
-from kernel_api.provider import generation
+from kernel_api._forms import Form, Fusion
+from kernel_api._norm_ops import *  # noqa: F403
 
-Fusion = Callable[..., GemmArguments]
-
-_LAUNCHES_KEPT = 1024
-_launches: OrderedDict[Any, Callable[[GemmArguments], None]] = OrderedDict()
-_lock = threading.Lock()
-
-_E8M0, _FLOAT32, _FLOAT64 = dtype("float8_e8m0fnu"), dtype("float32"), dtype("float64")
+#: Every form of a fusion, and the function that is it.
+FORMS: list[tuple[Form, Callable[..., Any]]] = []
 
 
-def _one_call(
-    fusion: Fusion,
-    *optional: str,
-    always: tuple[str, ...] = (),
-    width: Fraction | int = 1,
-    element: str | None = None,
-) -> Callable[..., Any]:
+def _one_call(fusion: Fusion, *optional: str, **how: Any) -> Callable[..., Any]:
     """The form of a fusion that allocates its outputs and runs.
 
     Args:
         optional: Outputs that are allocated if they are True.
-        always: Those that are allocated if they are None, too.
-        width: Columns of ``out`` in units of N.
-        element: Type of ``out``; that of A by default.
+        how: Further arguments of :class:`~kernel_api._forms.Form`.
     """
-    named = (*always, *optional)
+    form = Form(fusion, optional, **how)
 
     @functools.wraps(fusion)
     def call(A: Any, B: Any, *, out: Any = None, out_dtype: Any = None, **options: Any) -> Any:
-        if out is None:
-            A, B = matrices(A, B)
-            found = dtype(out_dtype or element) if out_dtype or element else A.dtype
-            out = _empty((*rows(A), int(width * B.shape[-1])), found, A)
-        elif out_dtype is not None:
-            _check_type(out, out_dtype)
-        for name in named:
-            given = options.get(name)
-            if given is True or (given is None and name in always):
-                A, B = matrices(A, B)
-                options[name] = _allocated(name, A, B, out, options)
-            elif given is False:
-                options[name] = None
-        args = fusion(A, B, out=out, **options)
-        _run(args)
-        if not named or args.epilogue is None or not args.epilogue.outputs:
-            return out
-        written = tuple(name for name in named if name in args.epilogue.outputs)
-        return _results(fusion.__name__, written)(out, *(options[name] for name in written))
+        launches = _launches or _loaded()
+        if launches.is_traced():
+            return _traced(form, A, B, out, out_dtype, options)
+        found = launches.repeated(form, A, B, out, out_dtype, options)
+        if found is not launches.NEW:
+            return found
+        return launches.first(form, launches.Call(A, B, out, out_dtype, options))
 
     call.__module__ = __name__
-    call.__signature__ = _signature(fusion, always)  # type: ignore[attr-defined]
+    call.__signature__ = form.signature  # type: ignore[attr-defined]
+    FORMS.append((form, call))
     return call
 
 
-@functools.lru_cache
-def _results(fusion: str, names: tuple[str, ...]) -> Callable[..., Any]:
-    title = "".join(word.capitalize() for word in fusion.split("_"))
-    return namedtuple(title, ("out", *names))
+def register_operators() -> None:
+    """Make every form an operator of torch, ``torch.ops.kernel_api.gemm`` and so on. Tracing one
+    does that too; a process that only loads what torch.export saved has to."""
+    from kernel_api import _norm_operators, _operators  # noqa: F401  (they register)
 
 
-def _signature(fusion: Fusion, always: tuple[str, ...]) -> inspect.Signature:
-    """Of the fusion, with outputs that may be absent and a type for ``out``."""
-    found = inspect.signature(fusion)
-    parameters = []
-    for one in found.parameters.values():
-        absent = one.name == "out" or one.name in always
-        parameters.append(one.replace(default=None) if absent else one)
-        if one.name == "out":
-            parameters.append(one.replace(name="out_dtype", default=None))
-    return found.replace(parameters=parameters, return_annotation=Any)
+# Modules that need torch -----------------------------------------------------------------
+
+_launches: Any = None
 
 
-# Outputs ---------------------------------------------------------------------------------
+def _loaded() -> Any:
+    """Launches need torch, which importing this module does not load."""
+    global _launches
+    from kernel_api import _launches as found
+
+    _launches = found
+    return found
 
 
-def _allocated(name: str, A: Operand, B: Operand, out: Any, options: dict[str, Any]) -> Any:
-    """An output beside ``out``; None where its operation only reads what has that name."""
-    N, element = B.shape[-1], _FLOAT64 if A.dtype is _FLOAT64 else _FLOAT32
-    if name == "preactivation":
-        return _empty((*rows(A), N), dtype(out.dtype), A)
-    if name == "amax":
-        return _empty((), element, A)
-    if name == "dprob":
-        return _empty(rows(A), element, A)
-    if name == "dbias":
-        return _empty((*batches(A), out.shape[-1]), element, A)
-    assert name == "scale", name
-    mode = options.get("mode")
-    if mode == "row":
-        return _empty(rows(A), _FLOAT32, A)
-    return _empty((*rows(A), N // 32), _E8M0, A) if mode == "mx" else None
+if "torch" in sys.modules:  # a tracer that came before the first call would see it change
+    _loaded()
 
 
-def _empty(shape: tuple[int, ...], element: DType, like: Operand) -> Any:
-    import torch
+def _traced(*call: Any) -> Any:
+    from kernel_api import _operators
 
-    return torch.empty(shape, dtype=element.torch, device=like.device)
-
-
-def _check_type(out: Any, out_dtype: Any) -> None:
-    given, asked = Operand(out, "out").dtype, dtype(out_dtype)
-    if given is not asked:
-        raise ArgumentError(f"out is {given} and out_dtype {asked}; one of them is enough")
-
-
-# Launches --------------------------------------------------------------------------------
-
-
-def _run(args: GemmArguments) -> None:
-    key = (args.key, generation())
-    launch = _launches.get(key)
-    if launch is None:
-        launch = _launch(args)
-        with _lock:
-            _launches[key] = launch
-            if len(_launches) > _LAUNCHES_KEPT:
-                _launches.popitem(last=False)
-    launch(args)
-
-
-def _launch(args: GemmArguments) -> Callable[[GemmArguments], None]:
-    """What runs the best kernel on arguments of the same key."""
-    kernels = get_kernels(args)
-    if not kernels:
-        raise NoKernelError(explain(args))
-    kernel = kernels[0]
-    if args.epilogue is not None:
-        # A prepared launch would keep the operands of this epilogue.
-        return functools.partial(kernel.run, assume_supported_args=True)
-    prepared = kernel.prepare(args)
-    return lambda args: prepared(*args.tensors)
+    return _operators.traced(*call)
 
 
 # The forms -------------------------------------------------------------------------------

@@ -160,8 +160,16 @@ def providers(chosen: Iterable[str | type[Provider]] | None = None) -> list[type
     """
     _scan()
     if chosen is None:
-        named = os.environ.get("KERNEL_API_PROVIDERS")
-        chosen = [n.strip() for n in named.split(",") if n.strip()] if named else None
+        return list(_by_default(os.environ.get("KERNEL_API_PROVIDERS"), generation()))
+    return _chosen(chosen)
+
+
+@functools.lru_cache(maxsize=16)
+def _by_default(named: str | None, valid_for: int) -> list[type[Provider]]:
+    return _chosen([n.strip() for n in named.split(",") if n.strip()] if named else None)
+
+
+def _chosen(chosen: Iterable[str | type[Provider]] | None) -> list[type[Provider]]:
     with _lock:
         known = dict(_providers)
     if chosen is None:

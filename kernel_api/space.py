@@ -14,9 +14,10 @@ Enumeration, queries, ``supports``, ``explain`` and tuning all read these declar
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +56,19 @@ class Rule:
         self.text = text
         self._predicate = predicate
         self._names = tuple(inspect.signature(predicate).parameters)
+        self._places = [_RULE_PARAMETERS.index(name) for name in self._names]
 
     @property
     def needs_args(self) -> bool:
         return "args" in self._names
 
-    def check(self, **values: Any) -> Status:
-        verdict = self._predicate(*(values[name] for name in self._names))
+    @property
+    def needs_design(self) -> bool:
+        return "design" in self._names
+
+    def check(self, *, design: Any = None, operands: Any = None, args: Any = None) -> Status:
+        given = (design, operands, args)
+        verdict = self._predicate(*[given[place] for place in self._places])
         if verdict:
             return Status.success()
         if isinstance(verdict, Miss):
@@ -151,24 +158,36 @@ class Operands:
         object.__setattr__(self, "alignments", alignments)
         object.__setattr__(self, "why_aligned", why_aligned)
 
+    def groups(
+        self, metadata: Callable[..., OperandsMetadata], modes: Mapping[str, str]
+    ) -> Iterator[Variants]:
+        """Every combination of types; the variants of each are made as they are asked for."""
+        majors = self._unit_modes(modes)
+        for types in self._type_combinations():
+            yield Variants(self._variants(types, majors, metadata))
+
     def variants(
         self, metadata: Callable[..., OperandsMetadata], modes: Mapping[str, str]
     ) -> Iterator[OperandsMetadata]:
         """Every combination of types, majors and alignments."""
-        majors = self._unit_modes(modes)
-        for types in self._type_combinations():
-            for alignment in self.alignments:
-                for units in itertools.product(*majors.values()):
-                    tensors = {
-                        name: _attributes(
-                            types[name], unit, alignment.get(name), self.scales.get(name)
-                        )
-                        for name, unit in zip(majors, units, strict=True)
-                    }
-                    extra = {"accumulator_type": _type(self.accumulator)}
-                    if self.multiplication:
-                        extra["multiplication_type"] = dtype(self.multiplication)
-                    yield metadata(**tensors, **extra)
+        return itertools.chain.from_iterable(self.groups(metadata, modes))
+
+    def _variants(
+        self,
+        types: Mapping[str, DType | None],
+        majors: Mapping[str, tuple[int | None, ...]],
+        metadata: Callable[..., OperandsMetadata],
+    ) -> Iterator[OperandsMetadata]:
+        extra = {"accumulator_type": _type(self.accumulator)}
+        if self.multiplication:
+            extra["multiplication_type"] = dtype(self.multiplication)
+        for alignment in self.alignments:
+            for units in itertools.product(*majors.values()):
+                tensors = {
+                    name: _attributes(types[name], unit, alignment.get(name), self.scales.get(name))
+                    for name, unit in zip(majors, units, strict=True)
+                }
+                yield metadata(**tensors, **extra)
 
     def _type_combinations(self) -> Iterator[dict[str, DType | None]]:
         names = list(self.types)
@@ -195,6 +214,30 @@ class Operands:
         return units
 
 
+class Variants:
+    """Operands that differ in majors and alignments only, made as they are asked for."""
+
+    def __init__(self, variants: Iterable[OperandsMetadata]) -> None:
+        self._made: list[OperandsMetadata] = []
+        self._waiting = iter(variants)
+
+    @property
+    def first(self) -> OperandsMetadata:
+        """One of them, which stands for all where types are compared."""
+        return next(iter(self))
+
+    def __iter__(self) -> Iterator[OperandsMetadata]:
+        place = 0
+        while True:  # another iteration may have made some in between
+            if place == len(self._made):
+                made = next(self._waiting, None)
+                if made is None:
+                    return
+                self._made.append(made)
+            yield self._made[place]
+            place += 1
+
+
 def _type(text: str) -> DType | None:
     return None if text == "any" else dtype(text)
 
@@ -202,6 +245,7 @@ def _type(text: str) -> DType | None:
 _STRIDES = {-1: (0, 0, 1), -2: (0, 1, 0), None: None}
 
 
+@functools.cache
 def _attributes(
     element: DType | None, unit: int | None, alignment: int | None, scale: str | None
 ) -> TensorAttributes:

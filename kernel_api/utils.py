@@ -24,13 +24,17 @@ def stream_handle(stream: Any = None) -> int:
         import torch
 
         return int(torch.cuda.current_stream().cuda_stream)
-    if isinstance(stream, int):
+    if isinstance(stream, int) and not isinstance(stream, bool):
         return stream
     if hasattr(stream, "cuda_stream"):
         return int(stream.cuda_stream)
     if hasattr(stream, "__cuda_stream__"):
         return int(stream.__cuda_stream__()[1])
+    if hasattr(stream, "native_handle"):  # torch.Stream, of whatever device
+        return int(stream.native_handle)
     try:
+        if isinstance(stream, (bool, str)):  # which int would take
+            raise TypeError
         return int(stream)
     except (TypeError, ValueError):
         raise TypeError(

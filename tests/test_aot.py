@@ -88,6 +88,7 @@ def test_the_manifest_is_inside_and_beside(folder):
     assert found["epilogue"] is None
     assert found["fingerprint"]["kernel-api"] == ka.__version__
     assert found["resources"]["registers"] == 32
+    assert found["cuda"] == linking.CODE_FILES.cuda_version() >= 12
 
 
 def test_a_library_can_be_renamed_and_exported_again(library, tmp_path):
@@ -217,6 +218,16 @@ def test_wrong_signatures_targets_and_devices_are_named_before_anything_runs(lib
         artifact.check(kernel, batched, target(90))
     with pytest.raises(TargetError, match="compiled for sm_90, the device is sm_80"):
         artifact.check(kernel, arguments(), target(80))
+
+
+def test_a_library_for_a_newer_driver_than_the_one_here_is_refused(library, monkeypatch):
+    needed = linking.CODE_FILES.cuda_version()
+    monkeypatch.setattr("kernel_api.library.driver_major", lambda: needed - 1)
+    text = f"linked with the runtime of CUDA {needed}, and the driver here is made for CUDA"
+    with pytest.raises(LibraryError, match=text):
+        ka.load(library)
+    monkeypatch.setattr("kernel_api.library.driver_major", lambda: needed)
+    assert ka.load(library).compiled_obj(1) == 1
 
 
 # Bundles ----------------------------------------------------------------------------------

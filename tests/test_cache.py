@@ -205,6 +205,19 @@ def test_a_damaged_or_foreign_entry_is_moved_aside_and_compiled_again(
     assert len(compilations()) == before + 1
 
 
+def test_a_library_for_a_newer_driver_is_compiled_again(monkeypatch, caplog):
+    """As it would be where several machines share a directory."""
+    compiled()
+    with (
+        monkeypatch.context() as patch,
+        caplog.at_level(logging.WARNING, logger="kernel_api"),
+    ):
+        patch.setattr("kernel_api.library.driver_major", lambda: 11)
+        assert compiled().compiled_obj == machine_code()
+    assert "and the driver here is made for CUDA 11" in caplog.text
+    assert compiled().compiled_obj(1) == 1
+
+
 # Directories that are not good ------------------------------------------------------------
 
 
@@ -266,10 +279,23 @@ _COMPILE = """
 def test_processes_that_race_compile_each_key_once(cache_directory):
     processes = [run_python(_COMPILE, str(RACED)) for _ in range(RACERS)]
     kernels = kernels_of(SlowGemm)[:RACED]
+    assert len(kernels) == RACED
     for process in processes:
         assert output_of(process).split() == ["32"] * len(kernels)
     names = [line.split()[0] for line in compilations()]
     assert sorted(names) == sorted(kernel.metadata.kernel_name for kernel in kernels)
+    every_entry_is_found_damaged_after_a_flip(DiskCache.at(cache_directory), RACED)
+
+
+def every_entry_is_found_damaged_after_a_flip(cache, count):
+    chosen = random.Random(5)
+    good = list(cache.entries())
+    assert [one.reason for one in good] == [None] * count
+    for one in good:
+        path = chosen.choice(list(one.path.iterdir()))
+        flip(path, chosen.randrange(path.stat().st_size))
+    assert [cache.load(one.path.name) for one in good] == [None] * count
+    assert len(list((cache.root / "aside").iterdir())) == count
 
 
 _WRITE_FOREVER = """
@@ -317,34 +343,49 @@ def test_threads_load_and_compile_different_kernels_at_once(cache_directory):
 # The compiler -----------------------------------------------------------------------------
 
 _WARM_START = """
-    import time, torch, tvm_ffi
+    import json, time, torch, tvm_ffi
     import kernel_api as ka
+    from kernel_api.metadata import GemmOperandsMetadata
+
+    made = []
+    check = GemmOperandsMetadata.__post_init__
+    GemmOperandsMetadata.__post_init__ = lambda self: made.append(1) or check(self)
 
     A, B, out = (torch.empty(256, 256, dtype=torch.float16, device="meta") for _ in range(3))
     args = ka.GemmArguments(A, B, out)
-    ka.get_kernels(args, cc=80, providers=["cutedsl"])
     started = time.perf_counter()
     kernel = ka.get_kernels(args, cc=80, providers=["cutedsl"])[0]
+    asked = time.perf_counter()
     artifact = kernel.compile(args, cc=80)
-    spent = time.perf_counter() - started
-    print(1e3 * spent, artifact.file, any(n.partition(".")[0] == "cutlass" for n in sys.modules))
+    done = time.perf_counter()
+    of_query = len(made)
+    families = ka.providers.cutedsl.CuTeDSLProvider.families()
+    every = [o for f in families if f.arguments is ka.GemmArguments for o in f.operand_variants()]
     try:
         artifact.compiled_obj(*(torch.empty_like(t, device="cpu") for t in (A, B, out)))
     except ValueError as error:
-        print(error)
+        refusal = str(error)
+    print(json.dumps({
+        "ms to kernels, to an artifact": [1e3 * (asked - started), 1e3 * (done - asked)],
+        "file": str(artifact.file),
+        "loaded": [n for n in ("cutlass", "kernel_api.explanation") if n in sys.modules],
+        "variants": [of_query, len(every)],
+        "refusal": refusal,
+    }))
 """
 
 
 @pytest.mark.compile
-def test_a_warm_start_does_not_load_the_compiler(cache_directory):
+def test_a_warm_start_loads_no_compiler_and_makes_only_the_variants_that_it_needs(cache_directory):
     kinds = {"dtype": torch.float16, "device": "meta"}
     args = ka.GemmArguments(*(torch.empty(256, 256, **kinds) for _ in range(3)))
     kernel = ka.get_kernels(args, cc=80, providers=["cutedsl"])[0]
     _compile_cache.clear()
     kernel.compile(args, cc=80)
-    numbers, refusal = output_of(run_python(_WARM_START)).splitlines()
-    milliseconds, file, compiler_loaded = numbers.split()
-    print(f"from get_kernels to an artifact: {milliseconds} ms")
-    assert file == str(entry(cache_directory) / "kernel.so")
-    assert compiler_loaded == "False"
-    assert "expected device_type=cuda" in refusal
+    found = json.loads(output_of(run_python(_WARM_START)))
+    print(found)
+    assert found["file"] == str(entry(cache_directory) / "kernel.so")
+    assert found["loaded"] == []
+    made, every = found["variants"]
+    assert made < every / 3
+    assert "expected device_type=cuda" in found["refusal"]

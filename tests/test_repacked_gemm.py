@@ -88,5 +88,3 @@ def test_partial_sums_and_copies_do_not_share_a_workspace():
             split_k=2,
             repacked=(True, False),
         )
-
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar
 
 from kernel_api.arguments.epilogue import EpilogueArguments
@@ -13,7 +13,15 @@ from kernel_api.errors import ArgumentError, EpilogueError
 from kernel_api.operands import Operand, overlap, self_overlapping
 
 #: Keywords of a prepared launch that are no operands.
-_LAUNCH_NAMES = ("stream",)
+_LAUNCH_NAMES = ("stream", "workspace")
+
+
+def _scaled_alike(tensors: Iterable[Any], scales: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Tensors with the scales that others have; an operand is taken as it is."""
+    return [
+        ScaledOperand(tensor, *scale) if scale and not isinstance(tensor, Operand) else tensor
+        for tensor, scale in zip(tensors, scales, strict=True)
+    ]
 
 
 class Arguments:
@@ -51,7 +59,7 @@ class Arguments:
     @property
     def tensors(self) -> tuple[Any, ...]:
         """The torch tensors in the order of the fields."""
-        return tuple(operand.tensor for operand in self.operands)
+        return tuple([operand.tensor for operand in self.operands])
 
     @property
     def named_operands(self) -> dict[str, Operand]:
@@ -70,20 +78,36 @@ class Arguments:
 
         Operands of the epilogue are given by name; those that are not stay.
         """
-        operands = [
-            ScaledOperand(new, old.scale, old.mode)
-            if isinstance(old, ScaledOperand) and not isinstance(new, Operand)
-            else new
-            for new, old in zip(tensors, self.operands, strict=True)
-        ]
-        keywords = self._keywords()
+        operands: dict[str, Any] = epilogue_operands
         if self.epilogue is not None:
-            keywords["epilogue"] = self.epilogue.with_operands(**epilogue_operands)
-        elif epilogue_operands:
-            raise ArgumentError(
-                f"there is no epilogue, so it has no {', '.join(epilogue_operands)}"
-            )
-        return type(self)(*operands, **keywords)
+            operands = self.epilogue.with_operands(**epilogue_operands).operands
+        return self.blueprint()(*tensors, **operands)
+
+    def blueprint(self) -> Callable[..., Arguments]:
+        """Makes the same problem on other tensors, and keeps none of these but scales.
+
+        Operands of the epilogue are given by name, all of them.
+        """
+        kind, scales, keywords = type(self), self._scales(), self._keywords()
+        epilogue = keywords.pop("epilogue", None)
+        bare = epilogue.without_operands() if epilogue is not None else None
+
+        def make(*tensors: Any, **operands: Any) -> Arguments:
+            if bare is not None:
+                joined = {"epilogue": bare.applied_to(**operands)}
+            elif not operands:
+                joined = {}
+            else:
+                raise ArgumentError(f"there is no epilogue, so it has no {', '.join(operands)}")
+            return kind(*_scaled_alike(tensors, scales), **keywords, **joined)
+
+        return make
+
+    def _scales(self) -> tuple[tuple[Any, ...], ...]:
+        """Scale and mode of each operand; nothing of one without."""
+        return tuple(
+            (o.scale, o.mode) if isinstance(o, ScaledOperand) else () for o in self.operands
+        )
 
     def _keywords(self) -> dict[str, Any]:
         """The constructor's arguments beside the operands."""
@@ -103,8 +127,7 @@ class Arguments:
         """What one compiled artifact is for: element types, ranks, majors, epilogue; no sizes."""
         if self._signature is None:
             operands = tuple(
-                (o.dtype.name, len(o.shape), o.unit_mode, getattr(o, "mode", None))
-                for o in self.operands
+                [(o.dtype.name, len(o.shape), o.unit_mode, o.mode) for o in self.operands]
             )
             epilogue = self.epilogue.signature if self.epilogue is not None else None
             self._signature = (
@@ -118,14 +141,18 @@ class Arguments:
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """All that a query may depend on: the signature with sizes, strides, alignment, device."""
+        """All that a query may depend on: what the signature says, with sizes, strides, alignment
+        and device."""
         if self._key is None:
+            epilogue = self.epilogue
             self._key = (
-                self.signature,
+                self.kind,
                 self.device,
-                tuple((o.shape, o.stride, o.alignment) for o in self.operands),
-                tuple(getattr(self, name).scale.stride for name in self.scaled),
-                self.epilogue.key if self.epilogue is not None else None,
+                tuple([(o.dtype.name, o.shape, o.stride, o.alignment) for o in self.operands]),
+                tuple([(name, o.mode, o.scale.stride) for name, o in self._scaled_operands()]),
+                self.accumulator_type.name,
+                None if epilogue is None else (epilogue.signature, epilogue.key),
+                *self._options(),
             )
         return self._key
 
@@ -143,12 +170,15 @@ class Arguments:
                 )
         self.epilogue = epilogue.joined(problem, out)
 
+    def _all_operands(self) -> tuple[Operand, ...]:
+        """Every tensor that is read or written, those of the epilogue too."""
+        if self.epilogue is None:
+            return self.operands
+        return (*self.operands, *self.epilogue.tensors.values())
+
     def _check_devices(self) -> None:
         self.device = device = self.operands[0].device
-        operands = self.operands
-        if self.epilogue is not None:
-            operands = (*operands, *self.epilogue.tensors.values())
-        for operand in operands:
+        for operand in self._all_operands()[1:]:
             if operand.device != device:
                 raise ArgumentError(
                     f"{self._name_of(operand)} is on {operand.device} but "
@@ -156,12 +186,8 @@ class Arguments:
                 )
 
     def _check_outputs(self) -> None:
-        operands = self.operands
-        written = [(name, getattr(self, name)) for name in self.output_names]
-        if self.epilogue is not None:
-            operands = (*operands, *self.epilogue.tensors.values())
-            written += self.epilogue.outputs.items()
-        for name, out in written:
+        operands = self._all_operands()
+        for name, out in self.outputs.items():
             if self_overlapping(out):
                 raise ArgumentError(
                     f"{name} has shape {out.shape} and stride {out.stride}: several of its "
@@ -180,10 +206,14 @@ class Arguments:
     @property
     def scaled(self) -> tuple[str, ...]:
         """Names of the operands that carry a scale."""
-        if all(type(operand) is Operand for operand in self.operands):
-            return ()
-        named = zip(self.operand_names, self.operands, strict=True)
-        return tuple(name for name, operand in named if isinstance(operand, ScaledOperand))
+        return tuple([name for name, _ in self._scaled_operands()])
+
+    def _scaled_operands(self) -> list[tuple[str, Any]]:
+        for operand in self.operands:
+            if operand.mode is not None:
+                named = zip(self.operand_names, self.operands, strict=True)
+                return [(name, one) for name, one in named if one.mode is not None]
+        return []
 
     def __repr__(self) -> str:
         named = zip(self.operand_names, self.operands, strict=True)

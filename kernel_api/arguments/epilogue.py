@@ -169,6 +169,12 @@ class EpilogueArguments:
             )
         return self.applied_to(**{**self.operands, **operands})
 
+    def without_operands(self) -> EpilogueArguments:
+        """The function alone with what was traced, to be :meth:`applied_to` others."""
+        made = copy.copy(self)
+        made._take({})
+        return made
+
     def applied_to(self, **operands: Any) -> EpilogueArguments:
         """The same function on these operands alone; what was traced before is not again.
 

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernel_api.cli._problem import add_problem_options, gemm_arguments
+from kernel_api.cli._problem import add_problem_options, problem_arguments
 from kernel_api.cli._query import add_limit_option, add_provider_options, at_least, query
 from kernel_api.cli._render import Output, Table
 
 if TYPE_CHECKING:
-    from kernel_api.arguments import GemmArguments
+    from kernel_api.arguments import Arguments
     from kernel_api.artifact import CompiledArtifact, Resources
     from kernel_api.kernel import Kernel
 
-    Work = tuple[Kernel, GemmArguments, str]
+    Work = tuple[Kernel, Arguments, str]
 
 HELP = "compile kernels and read what they take of a multiprocessor"
 
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     from kernel_api.errors import ArgumentError
     from kernel_api.targets import target
 
-    problems = [gemm_arguments(one) for one in _problems(options)]
+    problems = [problem_arguments(one) for one in _problems(options)]
     here = query_target(None, options.cc)
     targets = [target(t) for t in options.target or []] or ([here] if here else [])
     if not targets:
@@ -167,7 +167,7 @@ def _exported(artifact: CompiledArtifact, folder: str) -> str:
     return str(artifact.export(Path(folder) / name_of(artifact)))
 
 
-def _compiled(kernel: Kernel, args: GemmArguments, to: str, out: str | None) -> Outcome:
+def _compiled(kernel: Kernel, args: Arguments, to: str, out: str | None) -> Outcome:
     name = kernel.metadata.kernel_name
     started = time.perf_counter()
     file = None

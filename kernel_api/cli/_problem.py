@@ -1,16 +1,19 @@
-"""Options that describe a matrix product, and the operands made from them."""
+"""Options that describe a matrix product or a norm of rows, and the operands made from them."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from kernel_api.cli._norm_problem import NORMS, norm_arguments
 from kernel_api.cli._query import at_least
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from kernel_api.arguments import GemmArguments
+    from kernel_api.arguments import Arguments, GemmArguments
+
+OPERATIONS = ("gemm", *NORMS)
 
 _LAYOUT_HELP = (
     "one letter each for A, B and out: t row-major, n column-major; as in BLAS, two letters "
@@ -22,8 +25,11 @@ _LAYOUT_HELP = (
 def add_problem_options(
     parser: argparse.ArgumentParser, devices: tuple[str, ...], device: str | None
 ) -> None:
-    """Sizes, types, layout and placement of a GEMM; ``device`` is the default one."""
-    sizes = parser.add_argument_group("problem: out (M, N) = A (M, K) · B (K, N)")
+    """Operation, sizes, types, layout and placement; ``device`` is the default one."""
+    sizes = parser.add_argument_group("problem: out (M, N) = A (M, K) · B (K, N), or of x (M, N)")
+    sizes.add_argument(
+        "--operation", choices=OPERATIONS, default=OPERATIONS[0], help="(default: gemm)"
+    )
     for name in ("m", "n", "k"):
         sizes.add_argument(f"--{name}", type=at_least(0), default=1024, help="(default: 1024)")
     sizes.add_argument("--batch", type=at_least(0), metavar="L", help="(default: no batch mode)")
@@ -57,21 +63,29 @@ def add_problem_options(
     )
 
 
-def gemm_arguments(
+def problem_arguments(
     options: argparse.Namespace, sizes: tuple[int, int, int] | None = None
-) -> GemmArguments:
+) -> Arguments:
     """The operands that the options describe; ``sizes`` replaces their M, N and K.
 
     Raises:
         ArgumentError: the options contradict each other, or the device is not here.
     """
+    m, n, k = sizes or (options.m, options.n, options.k)
+    if options.operation == OPERATIONS[0]:
+        return gemm_arguments(options, (m, n, k))
+    return norm_arguments(options, Maker(options), m, n)
+
+
+def gemm_arguments(options: argparse.Namespace, sizes: tuple[int, int, int]) -> GemmArguments:
+    """Of a product with these M, N and K."""
     import kernel_api as ka
 
-    m, n, k = sizes or (options.m, options.n, options.k)
+    m, n, k = sizes
     element = dtype(options.dtype)
     out_element = dtype(options.out_dtype) if options.out_dtype else element
     layout = _layout(options.layout)
-    maker = _Maker(options)
+    maker = Maker(options)
     return ka.GemmArguments(
         maker.tensor((m, k), element, layout[0], fill=True),
         maker.tensor((k, n), element, layout[1], fill=True),
@@ -92,7 +106,7 @@ def _layout(text: str) -> str:
     return letters
 
 
-class _Maker:
+class Maker:
     """Makes the operands of one problem, all on one device from one stream of random numbers."""
 
     def __init__(self, options: argparse.Namespace) -> None:

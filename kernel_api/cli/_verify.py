@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kernel_api.cli._problem import add_problem_options, gemm_arguments
+from kernel_api.cli._problem import add_problem_options, problem_arguments
 from kernel_api.cli._query import add_limit_option, add_provider_options, query
 from kernel_api.cli._render import Output, Table
 
 if TYPE_CHECKING:
-    from kernel_api.arguments import GemmArguments
+    from kernel_api.arguments import Arguments
     from kernel_api.kernel import Kernel
 
 HELP = "run kernels and compare with the reference"
@@ -85,13 +85,13 @@ def _outcomes(
 ) -> Iterator[Outcome]:
     import kernel_api as ka
 
-    args = gemm_arguments(options, sizes)
+    args = problem_arguments(options, sizes)
     kernels = ka.get_kernels(args, **query(options))[: options.limit]
     for kernel in output.track(kernels, f"verifying {_label(sizes)}"):
         yield _verified(kernel, args, _label(sizes))
 
 
-def _verified(kernel: Kernel, args: GemmArguments, problem: str) -> Outcome:
+def _verified(kernel: Kernel, args: Arguments, problem: str) -> Outcome:
     import kernel_api as ka
 
     name = kernel.metadata.kernel_name

@@ -61,6 +61,6 @@ def _dsl_is_here() -> Status:
     return Status.success()
 
 
-from kernel_api.providers.cutedsl import gemm  # noqa: E402  (registers with the class above)
+from kernel_api.providers.cutedsl import gemm, norm  # noqa: E402  (they register)
 
-__all__ = ["CuTeDSLProvider", "CuteDslKernel", "gemm", "kernel"]
+__all__ = ["CuTeDSLProvider", "CuteDslKernel", "gemm", "kernel", "norm"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kernel_api import _compile_cache, _workspaces
@@ -108,13 +108,14 @@ class CuteDslKernel(Kernel):
     def _run(
         self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
     ) -> None:
-        if self.takes_more:  # the tensors belong to these arguments
-            self._launcher(args, artifact)(*args.tensors, stream=stream, workspace=workspace)
-            return
         launch = artifact.launchers.get(args.device)
         if launch is None:
             launch = artifact.launchers[args.device] = self._launcher(args, artifact)
-        launch(*args.tensors, stream=stream)
+        if self.takes_more:
+            operands = self._launch_operands(args)
+            launch(*args.tensors, stream=stream, workspace=workspace, **operands)
+        else:
+            launch(*args.tensors, stream=stream)
 
     def _workspace(self, args: Any, given: Any) -> Any:
         """Checks one that is given; the launcher borrows one otherwise."""
@@ -128,38 +129,42 @@ class CuteDslKernel(Kernel):
             )
         return given
 
+    def _launch_operands(self, args: Any) -> dict[str, Any]:
+        return self.more_values(args)
+
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
         import torch
 
         function = compiler.raw_function(artifact.compiled_obj)
         index = args.device.index or 0
         scalars = self.scalars(sm_count(index))
-        several_devices = torch.cuda.device_count() > 1
-        call = function
         if self.takes_more:
-            call = self._with_more(function, index, self.more_values(args))
+            function = self._with_more(function, index, tuple(self.more_values(args)))
+        current_device = torch.cuda.current_device if torch.cuda.device_count() > 1 else None
 
         def launch(*tensors: Any, stream: Any = None, **others: Any) -> None:
-            if stream is None and not several_devices:
-                call(*tensors, *scalars, **others)
-            else:
+            if stream is not None or (current_device is not None and current_device() != index):
                 # A launch goes to the current device, whatever its tensors and stream are on.
-                with torch.cuda.device(index), on_stream(stream):
-                    call(*tensors, *scalars, **others)
+                with torch.cuda.device(index), on_stream(stream, index):
+                    function(*tensors, *scalars, **others)
+            elif others:
+                function(*tensors, *scalars, **others)
+            else:  # without keywords, which take their time
+                function(*tensors, *scalars)
 
         return launch
 
     def _with_more(
-        self, function: Callable[..., None], index: int, prepared: dict[str, Any]
+        self, function: Callable[..., None], index: int, names: tuple[str, ...]
     ) -> Callable[..., None]:
         """The function of operands and scalars, which adds what it takes between them."""
         operands = len(self.metadata.operands.tensors)
-        prepared_values = tuple(prepared.values())
+        size_of = _remembered_by_shape(self.workspace_for)
 
         def call(*values: Any, workspace: Any = None, **others: Any) -> None:
             tensors, scalars = values[:operands], values[operands:]
-            more = tuple({**prepared, **others}.values()) if others else prepared_values
-            size = self.workspace_for(*tensors)
+            more = tuple([others[name] for name in names])
+            size = size_of(tensors)
             if workspace is not None:
                 workspace[: _workspaces.ZEROED].zero_()
             elif size:
@@ -177,6 +182,26 @@ class CuteDslKernel(Kernel):
             if own is operand:
                 return self.metadata.operands.tensors.get(name)
         return None
+
+
+#: Sets of sizes that a launch remembers the workspace of.
+_SIZES_KEPT = 256
+
+
+def _remembered_by_shape(workspace_for: Callable[..., int]) -> Callable[[Sequence[Any]], int]:
+    """The bytes that a launch on tensors of these shapes needs."""
+    sizes: dict[tuple[Any, ...], int] = {}
+
+    def size_of(tensors: Sequence[Any]) -> int:
+        key = tuple([tensor.shape for tensor in tensors])
+        size = sizes.get(key)
+        if size is None:
+            if len(sizes) >= _SIZES_KEPT:
+                sizes.clear()
+            size = sizes[key] = workspace_for(*tensors)
+        return size
+
+    return size_of
 
 
 def _target(given: CcLike, compilation: Any) -> Any:

@@ -86,6 +86,9 @@ class CuteCodeFiles(CodeFiles):
         if ran.returncode != 0:
             raise LinkError(f"{tools.compiler} failed: {ran.stderr.strip()[-2000:]}")
 
+    def cuda_version(self) -> int | None:
+        return _major(toolchain().cuda_runtime)
+
     def load_object(self, path: Path) -> Callable[..., Any]:
         return compiler.load_object(path, FUNCTION)
 

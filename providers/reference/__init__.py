@@ -14,6 +14,6 @@ class ReferenceProvider(Provider):
     rank: ClassVar[int] = 200
 
 
-from kernel_api.providers.reference import gemm  # noqa: E402  (registers with the class above)
+from kernel_api.providers.reference import gemm, norm  # noqa: E402  (they register)
 
-__all__ = ["ReferenceProvider", "gemm"]
+__all__ = ["ReferenceProvider", "gemm", "norm"]

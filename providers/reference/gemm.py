@@ -73,7 +73,7 @@ class ReferenceGemm(Kernel):
     def _run(
         self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
     ) -> None:
-        with on_stream(stream):
+        with torch.no_grad(), on_stream(stream, args.device.index):
             if args.epilogue is None:
                 out = args.out.tensor
                 out.copy_(self.exact(args)["out"].to(out.dtype))

@@ -41,7 +41,7 @@ class TorchGemm(Kernel):
     def _run(
         self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
     ) -> None:
-        with on_stream(stream):
+        with on_stream(stream, args.device.index):
             multiply_into(args.A.tensor, args.B.tensor, args.out.tensor, args.fp32_precision)
 
 
@@ -82,7 +82,7 @@ class TorchIntegerGemm(Kernel):
     def _run(
         self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
     ) -> None:
-        with on_stream(stream):
+        with on_stream(stream, args.device.index):
             torch._int_mm(args.A.tensor, args.B.tensor, out=args.out.tensor)
 
 
@@ -137,5 +137,5 @@ class TorchScaledGemm(Kernel):
         scale_a, scale_b = args.A.scale.tensor, args.B.scale.tensor
         if args.A.mode is ScaleMode.PER_ROW:
             scale_a, scale_b = scale_a.unsqueeze(1), scale_b.unsqueeze(0)
-        with on_stream(stream):
+        with on_stream(stream, args.device.index):
             torch._scaled_mm(A, B, scale_a, scale_b, out_dtype=out.dtype, out=out)

@@ -1,0 +1,126 @@
+"""How a fusion is called in one call: which outputs are allocated, and what comes back."""
+
+from __future__ import annotations
+
+import inspect
+from collections import namedtuple
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from kernel_api.arguments import GemmArguments
+from kernel_api.dtypes import dtype
+
+Fusion = Callable[..., GemmArguments]
+
+#: Options that are numbers, or tensors of one number: known at run time.
+FACTORS = frozenset(("alpha", "beta", "limit", "offset", "p", "scale", "seed"))
+
+
+class Form:
+    """A fusion whose outputs may be absent.
+
+    Attributes:
+        name: The fusion's.
+        always: Outputs beside ``out`` that are allocated if they are None or True.
+        outputs: All beside ``out``; the others are allocated if they are True.
+        width: Columns of ``out`` in units of N.
+        element: Type of ``out``; None: that of A.
+    """
+
+    def __init__(
+        self,
+        fusion: Fusion,
+        optional: tuple[str, ...] = (),
+        always: tuple[str, ...] = (),
+        width: Fraction | int = 1,
+        element: str | None = None,
+    ) -> None:
+        self.name: str = fusion.__name__
+        self.fusion = fusion
+        self.always, self.outputs = always, (*always, *optional)
+        self.width, self.element = width, element
+        self._types: dict[tuple[str, ...], Callable[..., Any]] = {}
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """Of the fusion, with outputs that may be absent and a type for ``out``."""
+        found = inspect.signature(self.fusion)
+        parameters = []
+        for one in found.parameters.values():
+            absent = one.name == "out" or one.name in self.always
+            parameters.append(one.replace(default=None) if absent else one)
+            if one.name == "out":
+                parameters.append(one.replace(name="out_dtype", default=None))
+        return found.replace(parameters=parameters, return_annotation=Any)
+
+    def completed(
+        self, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """``out`` and the options with every output that is asked for; A and B are tensors."""
+        complete = dict(options)
+        if out is None:
+            columns = B.shape[-1] * self.width.numerator // self.width.denominator
+            element = out_dtype or self.element or A.dtype
+            out = _empty((*A.shape[:-1], columns), _torch_type(element), A)
+        for name in self.outputs:
+            given = options.get(name)
+            if given is True or (given is None and name in self.always):
+                complete[name] = _allocated(name, A, B, out, options)
+            elif given is False:
+                complete[name] = None
+        return out, complete
+
+    def written(self, options: dict[str, Any]) -> tuple[str, ...]:
+        """The outputs beside ``out``, of options that are complete."""
+        reads = ("scale",) if options.get("mode", "tensor") == "tensor" else ()
+        names = [name for name in self.outputs if options.get(name) is not None]
+        return tuple([name for name in names if name not in reads])
+
+    def results(self, out: Any, options: dict[str, Any]) -> Any:
+        """``out``, or all outputs by name where there are several."""
+        written = self.written(options)
+        if not written:
+            return out
+        return self.results_type(written)(out, *[options[name] for name in written])
+
+    def results_type(self, written: tuple[str, ...]) -> Callable[..., Any]:
+        """The named tuple of ``out`` and these outputs."""
+        if written not in self._types:
+            title = "".join(word.capitalize() for word in self.name.split("_"))
+            self._types[written] = namedtuple(title, ("out", *written))
+        return self._types[written]
+
+
+def _allocated(name: str, A: Any, B: Any, out: Any, options: dict[str, Any]) -> Any:
+    """An output beside ``out``; None where its operation only reads what has that name."""
+    import torch
+
+    N = B.shape[-1]
+    element = torch.float64 if A.dtype is torch.float64 else torch.float32
+    if name == "preactivation":
+        return _empty((*A.shape[:-1], N), _torch_type(out.dtype), A)
+    if name == "amax":
+        return _empty((), element, A)
+    if name == "dprob":
+        return _empty(A.shape[:-1], element, A)
+    if name == "dbias":
+        return _empty((*A.shape[:-2], out.shape[-1]), element, A)
+    assert name == "scale", name
+    mode = options.get("mode")
+    if mode == "row":
+        return _empty(A.shape[:-1], torch.float32, A)
+    blocks = (*A.shape[:-1], N // 32)
+    return _empty(blocks, torch.float8_e8m0fnu, A) if mode == "mx" else None
+
+
+def _torch_type(element: Any) -> Any:
+    import torch
+
+    return element if isinstance(element, torch.dtype) else dtype(element).torch
+
+
+def _empty(shape: tuple[int, ...], element: Any, like: Any) -> Any:
+    import torch
+
+    return torch.empty(shape, dtype=element, device=like.device)

@@ -1,0 +1,342 @@
+"""Launches of one-call forms, found again by what a call looks like.
+
+What a call looks like is read straight from its tensors: element types, shapes, strides, devices
+and how their addresses are aligned. Options count by value; but factors, which kernels take at run
+time, by their type and by what fusions ask of their values. Of a call that looks like an earlier
+one only the addresses are new. So whether memory is shared is asked again; all else was checked
+then, and the call goes straight to the kernel's launcher: no arguments are made.
+
+What is remembered keeps no tensor alive. It is valid until a provider or kernel class changes, or
+the compiled kernels are forgotten; what was not used lately is forgotten first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from kernel_api._compile_cache import era
+from kernel_api._forms import FACTORS, Form
+from kernel_api.arguments import Arguments
+from kernel_api.artifact import CompiledArtifact
+from kernel_api.discovery import explain, get_kernels
+from kernel_api.dtypes import dtype
+from kernel_api.errors import ArgumentError, NoKernelError
+from kernel_api.fusions._shared import matrices
+from kernel_api.kernel import Kernel, require_data
+from kernel_api.operands import MAX_ALIGNMENT, Operand
+from kernel_api.provider import generation
+
+#: What :func:`repeated` returns where nothing is known of such a call.
+NEW = object()
+
+#: Whether torch.compile reads what is called, to make a graph of it.
+is_traced = torch.compiler.is_dynamo_compiling
+
+#: Subclasses may mean something else by what they hold: those of torch that trace do.
+TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_NUMBERS = frozenset((float, int))
+_VALUES = frozenset((str, bool, int, float, type(None)))
+
+_KEPT = 1024
+_LOW_BITS = MAX_ALIGNMENT - 1
+
+_Key = tuple[Any, ...]
+
+
+class Call(NamedTuple):
+    """A call as it was made."""
+
+    A: Any
+    B: Any
+    out: Any
+    out_dtype: Any
+    options: dict[str, Any]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What may be tensors, in the order that they are looked at."""
+        out = {} if self.out is None else {"out": self.out}
+        return {"A": self.A, "B": self.B, **out, **self.options}
+
+
+class Launch:
+    """What is done for a call.
+
+    Attributes:
+        launcher: Of the kernel, on tensors of these sizes; it takes operands by name.
+        absent: Makers of the outputs that the call does not give, with the alignment in bytes that
+            the launcher needs.
+        apart: Pairs of tensors that may not share memory: place and size in bytes of each.
+        operands: Names of what the launcher takes, each with what makes it of the option.
+        constants: Further ones.
+        results: From ``out`` and the options to what the call returns; None: it is ``out``.
+        plain: Whether there are none of all these but the launcher.
+        used: When it was last.
+    """
+
+    __slots__ = ("absent", "apart", "constants", "launcher", "operands", "plain", "results", "used")
+
+    def __init__(
+        self,
+        launcher: Callable[..., None],
+        absent: dict[str, tuple[Callable[[], Any], int]],
+        apart: list[tuple[int, int, int, int]],
+        operands: dict[str, Callable[[Any], Any]],
+        constants: dict[str, Any],
+        results: Callable[[Any, dict[str, Any]], Any] | None,
+    ) -> None:
+        self.launcher, self.absent, self.apart = launcher, absent, apart
+        self.operands, self.constants, self.results = operands, constants, results
+        self.plain = not (absent or operands or constants or results)
+        self.used = next(_clock)
+
+    def with_options(self, A: Any, B: Any, out: Any, options: dict[str, Any]) -> Any:
+        """Launch, and give what the call returns; NEW if memory is less aligned than it was."""
+        if self.absent:
+            options = dict(options)
+            for name, (make, alignment) in self.absent.items():
+                made = options[name] = make()
+                if made.data_ptr() % alignment:
+                    return NEW
+            out = options.pop("out", out)
+        operands = {name: of(options[name]) for name, of in self.operands.items()}
+        self.launcher(A, B, out, **operands, **self.constants)
+        return out if self.results is None else self.results(out, options)
+
+
+_launches: dict[_Key, Launch] = {}
+_clock = itertools.count()
+_lock = threading.Lock()
+
+
+def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]) -> Any:
+    """Run a call that looks like an earlier one, and return what it returns; else NEW."""
+    try:
+        key, addresses = _look(form, A, B, out, out_dtype, options)
+        launch = _launches.get(key)
+    except (RuntimeError, TypeError):  # a tensor without strides, an option without hash
+        return NEW
+    if launch is None:
+        return NEW
+    launch.used = next(_clock)
+    for one, one_size, other, other_size in launch.apart:
+        start, other_start = addresses[one], addresses[other]
+        if start < other_start + other_size and other_start < start + one_size:
+            return NEW  # arguments look closer
+    if launch.plain:
+        launch.launcher(A, B, out)
+        return out
+    return launch.with_options(A, B, out, options)
+
+
+def _look(
+    form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]
+) -> tuple[_Key, list[int]]:
+    """What the call looks like, and the addresses of its tensors in their order; raises TypeError
+    for what is not looked at."""
+    if type(A) not in TENSORS or type(B) not in TENSORS:
+        raise TypeError
+    element = A.dtype
+    addresses = [A.data_ptr(), B.data_ptr()]
+    # Written out: this is most of what a call costs.
+    key: _Key = (
+        generation(), era(), form, out_dtype,
+        element, A.shape, A.stride(), A.device,
+        B.dtype, B.shape, B.stride(), B.device,
+    )  # fmt: skip
+    if out is not None:
+        if type(out) not in TENSORS:
+            raise TypeError
+        addresses.append(out.data_ptr())
+        key += (out.dtype, out.shape, out.stride(), out.device)
+    for name, value in options.items():
+        key += (name, *_option(name, value, addresses))
+    if element is torch.float32:
+        key += (torch.get_float32_matmul_precision(),)
+    for address in addresses:
+        if address & _LOW_BITS:  # else all are as aligned as any kernel asks
+            key += (tuple([each & -each & _LOW_BITS for each in addresses]),)
+            break
+    return key, addresses
+
+
+def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
+    kind = type(value)
+    if kind in TENSORS:
+        addresses.append(value.data_ptr())
+        return value.dtype, value.shape, value.stride(), value.device
+    if kind in _NUMBERS and name in FACTORS:
+        return kind, value == 1, 0 <= value <= 1
+    if kind in _VALUES:
+        return kind, value
+    raise TypeError
+
+
+# Calls that look like none before ----------------------------------------------------------
+
+
+def first(form: Form, call: Call) -> Any:
+    """Run a call that looks like no earlier one, or that has to be looked at every time."""
+    A, B = matrices(call.A, call.B)
+    if type(A.tensor) not in TENSORS and _is_fake(A.tensor):
+        from kernel_api import _operators
+
+        return _operators.traced(form, *call)
+    if call.out is not None and call.out_dtype is not None:
+        _check_type(call.out, call.out_dtype)
+    out, complete = form.completed(A.tensor, B.tensor, call.out, call.out_dtype, call.options)
+    args = form.fusion(A, B, out=out, **complete)
+    kernel, artifact = chosen(args)
+    kernel.run(args, artifact, assume_supported_args=True)
+    _remember(form, call, out, complete, args, kernel, artifact)
+    return form.results(out, complete)
+
+
+def _is_fake(tensor: Any) -> bool:
+    """Whether the tensor stands for one in a graph: that of torch.export, for one."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    return bool(is_fake(tensor))
+
+
+def _check_type(out: Any, out_dtype: Any) -> None:
+    given, asked = Operand(out, "out").dtype, dtype(out_dtype)
+    if given is not asked:
+        raise ArgumentError(f"out is {given} and out_dtype {asked}; one of them is enough")
+
+
+_chosen: dict[_Key, tuple[Kernel, CompiledArtifact]] = {}
+
+
+def chosen(args: Arguments) -> tuple[Kernel, CompiledArtifact]:
+    """The best kernel for the arguments, and its artifact.
+
+    Raises NoKernelError, and what :meth:`Kernel.run` does before it launches.
+    """
+    require_data(args)
+    key = (generation(), era(), args.key)
+    found = _chosen.get(key)
+    if found is None:
+        kernels = get_kernels(args)
+        if not kernels:
+            raise NoKernelError(explain(args))
+        found = kernels[0], kernels[0]._artifact_to_run(args)
+        with _lock:
+            if len(_chosen) >= _KEPT:
+                _chosen.clear()
+            _chosen[key] = found
+    return found
+
+
+# What is remembered ----------------------------------------------------------------------
+
+
+def _remember(
+    form: Form,
+    call: Call,
+    out: Any,
+    complete: dict[str, Any],
+    args: Arguments,
+    kernel: Kernel,
+    artifact: CompiledArtifact,
+) -> None:
+    """Remember how a call was run, if such calls can be run without arguments.
+
+    Args:
+        call: The call as it was made.
+        out, complete: Its outputs and options when all outputs were there.
+        args: Its arguments, which the kernel ran.
+    """
+    try:
+        key, _ = _look(form, *call)
+    except (RuntimeError, TypeError):
+        return
+    tensors = {"A": call.A, "B": call.B, "out": out, **complete}
+    own = zip(args.operand_names, args.operands, strict=True)
+    if key in _launches or not args.writes_anything:
+        return
+    taken = _operands(args, call.options, complete)
+    if taken is None or any(operand.tensor is not tensors[name] for name, operand in own):
+        return
+    places = [name for name, value in call.given.items() if type(value) in TENSORS]
+    absent = {
+        name: (_maker(tensors[name]), operand.alignment)
+        for name, operand in args.outputs.items()
+        if name not in places
+    }
+    results = form.results if form.written(complete) else None
+    launch = Launch(kernel._launcher(args, artifact), absent, _apart(args, places), *taken, results)
+    with _lock:
+        if len(_launches) >= _KEPT:
+            _forget_some()
+        _launches[key] = launch
+
+
+def _forget_some() -> None:
+    """The quarter that was not used for the longest time."""
+    oldest = sorted(_launches, key=lambda key: _launches[key].used)
+    for key in oldest[: max(_KEPT // 4, 1)]:
+        del _launches[key]
+
+
+def _apart(args: Arguments, places: list[str]) -> list[tuple[int, int, int, int]]:
+    """Outputs that are made for the call share memory with nothing, and are left out."""
+    spans = {name: o.span for name, o in args.named_operands.items() if name in places}
+    written = [name for name in args.outputs if name in spans]
+    pairs = {frozenset((one, other)) for one in written for other in spans if one != other}
+    return [
+        (places.index(one), spans[one], places.index(other), spans[other])
+        for one, other in map(sorted, pairs)
+    ]
+
+
+def _maker(tensor: Any) -> Callable[[], Any]:
+    shape, element, device = tensor.shape, tensor.dtype, tensor.device
+    return lambda: torch.empty(shape, dtype=element, device=device)
+
+
+def _operands(
+    args: Arguments, options: dict[str, Any], complete: dict[str, Any]
+) -> tuple[dict[str, Callable[[Any], Any]], dict[str, Any]] | None:
+    """What the launcher takes by name, made of options; and constants. None: it cannot be told."""
+    made: dict[str, Callable[[Any], Any]] = {}
+    constants: dict[str, Any] = {}
+    operands = {} if args.epilogue is None else args.epilogue.operands
+    for name, value in operands.items():
+        if isinstance(value, (int, float)) and name not in options:
+            constants[name] = value
+            continue
+        of = _made_of(complete.get(name), value)
+        if of is None:
+            return None
+        made[name] = of
+    return made, constants
+
+
+def _made_of(option: Any, value: Any) -> Callable[[Any], Any] | None:
+    """What makes an operand of an option: a number's type, a mode of one element, or nothing."""
+    if isinstance(value, (int, float)):
+        return type(value) if type(option) in _NUMBERS else None
+    tensor = value.tensor
+    if option is tensor:
+        return _itself
+    if type(option) not in TENSORS or option.dim() + 1 != tensor.dim():
+        return None
+    for mode in range(tensor.dim()):
+        if _view(option.unsqueeze(mode)) == _view(tensor):
+            return operator.methodcaller("unsqueeze", mode)
+    return None
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _view(tensor: Any) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

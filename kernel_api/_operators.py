@@ -1,0 +1,110 @@
+"""The one-call forms as operators of torch, for the graphs of torch.compile and torch.export.
+
+``torch.ops.kernel_api.gemm_swiglu(A, B, out, written, read, floats, integers, names, options)``
+writes ``out`` and the tensors of ``written``. ``names`` are those of what stands in the four
+lists, one after the other; ``options`` are further ones as ``name=value``. Nobody comes here in
+eager mode.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernel_api._forms import FACTORS, Form
+from kernel_api._launches import Call, first
+from kernel_api.errors import ArgumentError
+from kernel_api.ops import FORMS
+
+_SCHEMA = (
+    "(Tensor A, Tensor B, Tensor(a!) out, Tensor(b!)[] written, Tensor[] read, float[] floats, "
+    "SymInt[] integers, str[] names, str[] options) -> ()"
+)
+
+_IN_GRAPHS = (torch.Tensor, torch.SymInt, torch.SymFloat, int, float, str, type(None))
+_WHY = "an epilogue, or an operand with a scale, is nothing that a graph of torch holds"
+
+_library: Any = torch.library.Library("kernel_api", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _register(form: Form, call: Callable[..., Any]) -> None:
+    """Make a form an operator, whose implementation calls it."""
+    name = f"kernel_api::{form.name}"
+    _library.define(f"{form.name}{_SCHEMA}")
+    _library.impl(form.name, functools.partial(_run, call), "CompositeExplicitAutograd")
+    torch.library.register_fake(name, functools.partial(_check, form), lib=_library)
+    for count in range(1, len(form.outputs) + 1):  # a tracer can read them, but make none
+        for names in itertools.combinations(form.outputs, count):
+            form.results_type(names)
+
+
+def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]) -> Any:
+    """The call in a graph: outputs are allocated in it, and the operator writes them."""
+    for value in (A, B, *options.values()):
+        if not isinstance(value, _IN_GRAPHS):
+            return _refused(form, A, B, out, out_dtype, options)
+    out, complete = form.completed(A, B, out, out_dtype, options)
+    given = {name: value for name, value in complete.items() if value is not None}
+    tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
+    numbers = [name for name in given if name in FACTORS and name not in tensors]
+    written = form.written(complete)
+    groups = (
+        written,
+        [name for name in tensors if name not in written],
+        [name for name in numbers if isinstance(given[name], float)],
+        [name for name in numbers if not isinstance(given[name], float)],
+    )
+    names = [name for group in groups for name in group]
+    getattr(torch.ops.kernel_api, form.name)(
+        *(A, B, out),
+        *([given[name] for name in group] for group in groups),
+        names,
+        [f"{name}={value!r}" for name, value in given.items() if name not in names],
+    )
+    return form.results(out, complete)
+
+
+def _refused(form: Form, *call: Any) -> Any:
+    """A call with what no graph holds breaks the graph where that may be."""
+    if torch.compiler.is_dynamo_compiling():
+        return _outside(form, *call)
+    raise ArgumentError(f"{form.name}: {_WHY}; call it outside of torch.export")
+
+
+def _untraced(form: Form, *call: Any) -> Any:
+    return first(form, Call(*call))
+
+
+_outside: Any = torch.compiler.disable(_untraced, reason=_WHY)  # type: ignore[no-untyped-call]
+
+
+def _options(*rest: Any) -> dict[str, Any]:
+    """The options of a form, of what an operator gets behind ``out``."""
+    *groups, names, texts = rest
+    found = dict(zip(names, itertools.chain(*groups), strict=True))
+    for text in texts:
+        name, _, value = text.partition("=")
+        found[name] = ast.literal_eval(value)
+    return found
+
+
+def _run(call: Callable[..., Any], A: Any, B: Any, out: Any, *rest: Any) -> None:
+    call(A, B, out=out, **_options(*rest))
+
+
+def _check(form: Form, A: Any, B: Any, out: Any, *rest: Any) -> None:
+    """Raises what the call would, where sizes and numbers are known."""
+    options = _options(*rest)
+    values = (A, B, out, *options.values())
+    sizes = [n for value in values if isinstance(value, torch.Tensor) for n in value.shape]
+    if not any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in (*sizes, *values)):
+        form.fusion(A, B, out=out, **options)
+
+
+for _form, _call in FORMS:
+    _register(_form, _call)

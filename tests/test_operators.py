@@ -1,0 +1,171 @@
+"""The forms of kernel_api.ops in graphs of torch: fake tensors, torch.compile, torch.export."""
+
+import io
+
+import pytest
+import torch
+from support.fusions import GLU, pairs
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import kernel_api as ka
+from kernel_api.errors import ArgumentError
+
+M, N, K = 6, 64, 5
+
+
+def matrix(rows, columns, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+
+
+A, B, BIAS, PROB = matrix(M, K), matrix(K, N, 1), matrix(1, N, 2)[0], matrix(1, M, 3)[0]
+FULL, WIDE = matrix(M, N, 4), matrix(M, 2 * N, 5)
+HALF = matrix(M, N // 2, 6)
+
+#: What each form needs beside A and B.
+NEEDED = {
+    "gemm_residual": {"C": FULL, "beta": 0.5},
+    "gemm_dglu": {"preactivation": WIDE},
+    "gemm_dswiglu": {"preactivation": WIDE, "dprob": True, "dbias": True},
+    "gemm_recompute_dglu": {"upstream": HALF, "dbias": True},
+    "gemm_dsrelu": {"preactivation": FULL, "dprob": True},
+    "gemm_dactivation": {"preactivation": FULL},
+    "gemm_recompute_dsrelu": {"upstream": FULL, "prob": PROB},
+    "gemm_recompute_dactivation": {"upstream": FULL, "activation": "tanh"},
+    "gemm_rope": {"cos": FULL[:, :8], "sin": FULL[:, 8:16], "head_dim": 16},
+    "gemm_quantize": {"mode": "row", "amax": True},
+    "gemm_dropout": {"p": 0.5, "seed": 1, "offset": 2},
+    "gemm_bias_activation": {"bias": BIAS, "preactivation": True},
+    "gemm_swiglu": {"granularity": "halves", "preactivation": True, "prob": PROB},
+    "gemm": {"bias": BIAS, "alpha": torch.tensor(0.5)},
+}
+
+
+def leaves(found):
+    return tuple(found) if isinstance(found, tuple) else (found,)
+
+
+def close(found, expected):
+    found, expected = leaves(found), leaves(expected)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is other.dtype
+        torch.testing.assert_close(one.double(), other.double())
+
+
+def operands_of(form):
+    """What torch cannot convert to 8-bit floats is in float32."""
+    tensors = (A, B)
+    return tuple(t.float() for t in tensors) if form.name == "gemm_quantize" else tensors
+
+
+@pytest.mark.parametrize(
+    ("form", "call"), ka.ops.FORMS, ids=[form.name for form, _ in ka.ops.FORMS]
+)
+def test_every_form_is_an_operator_that_computes_what_the_form_does(form, call):
+    needed = NEEDED.get(form.name, {})
+    tensors = operands_of(form)
+    graph = make_fx(lambda *given: leaves(call(*given, **needed)), tracing_mode="fake",
+                    _allow_non_fake_inputs=True)(*tensors)  # fmt: skip
+    targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert getattr(torch.ops.kernel_api, form.name).default in targets
+    expected = call(*tensors, **needed)
+    close(graph(*tensors), leaves(expected))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = call(*map(mode.from_tensor, tensors), **needed)
+    assert [(t.shape, t.dtype) for t in leaves(fake)] == [
+        (t.shape, t.dtype) for t in leaves(expected)
+    ]
+
+
+def test_the_library_checks_the_operators():
+    ka.ops.register_operators()
+    written = [torch.empty(M, N, dtype=torch.float64)]
+    out = torch.empty(M, N // 2, dtype=torch.float64)
+    torch.library.opcheck(
+        torch.ops.kernel_api.gemm_glu.default,
+        (A, B, out, written, [BIAS], [0.5], [], ["preactivation", "bias", "alpha"],
+         ["kind='geglu'", "granularity=32"]),
+    )  # fmt: skip
+
+
+# torch.compile ----------------------------------------------------------------------------
+
+
+def swiglu_layer(x, weight, prob, alpha):
+    """Outputs allocated and given, tensors and numbers, other operations around."""
+    y, z = ka.ops.gemm_swiglu(x, weight.t(), preactivation=True, prob=prob, alpha=alpha)
+    total = torch.empty_like(z)
+    ka.ops.gemm_residual(z, torch.eye(N, dtype=z.dtype), out=total, C=z, beta=-0.25)
+    return y + 1, total
+
+
+def swiglu_expected(x, weight, prob, alpha):
+    z = alpha * (x @ weight.t())
+    return GLU["swiglu"](*pairs(z, "up_gate", 32)) * prob[:, None] + 1, 0.75 * z
+
+
+def test_compile_takes_the_forms_without_a_break():
+    compiled = torch.compile(swiglu_layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, alpha in ((M, 0.5), (M + 3, 1.0), (M + 1, 2.5)):
+        given = matrix(rows, K, rows), B.t().contiguous(), matrix(1, rows)[0], alpha
+        close(compiled(*given), swiglu_expected(*given))
+
+
+def test_compile_keeps_what_is_written_to_an_argument():
+    def function(out):
+        found = ka.ops.gemm(A, B, out=out)
+        return found * 2
+
+    out = torch.full((M, N), torch.nan, dtype=torch.float64)
+    twice = torch.compile(function, fullgraph=True, backend="aot_eager")(out)
+    close(out, A @ B)
+    close(twice, 2 * (A @ B))
+
+
+def test_compile_says_what_is_wrong_with_the_operands():
+    compiled = torch.compile(lambda a, b: ka.ops.gemm(a, b), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="A has K = 5 but B has K = 64"):
+        compiled(A, B.t())
+
+
+def test_what_no_graph_holds_breaks_the_graph_and_is_computed_all_the_same():
+    epilogue = ka.EpilogueArguments(lambda accum: accum * 3)
+
+    def function(a, b):
+        return ka.ops.gemm(a + 1, b, epilogue=epilogue) + 1
+
+    close(torch.compile(function, backend="eager")(A, B), 3 * ((A + 1) @ B) + 1)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="an epilogue, or an operand with a scale, is nothing"):
+        torch.compile(function, fullgraph=True, backend="eager")(A, B)
+    with (
+        FakeTensorMode() as mode,
+        pytest.raises(ArgumentError, match=r"gemm: an epilogue, .* outside of torch\.export"),
+    ):
+        function(mode.from_tensor(A), mode.from_tensor(B))
+
+
+# torch.export -----------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(B.clone())
+
+    def forward(self, x, bias):
+        return tuple(ka.ops.gemm_bias_activation(x, self.weight, bias=bias, preactivation=True))
+
+
+def test_an_exported_program_is_saved_and_takes_other_sizes():
+    rows = torch.export.Dim("rows", min=2)
+    program = torch.export.export(Layer(), (A, BIAS), dynamic_shapes=({0: rows}, None))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for x in (A, matrix(M + 5, K, 9)):
+        z = x @ B + BIAS
+        close(loaded(x, BIAS), (torch.nn.functional.gelu(z), z))
