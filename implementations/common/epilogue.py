@@ -15,12 +15,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Numeric, Uint16, Uint32
 
+from .conversion import Conversions
 from .modes import transposed_modes
 
 _SWAPPED = str.maketrans("mn", "nm")
 NUMBER = "number"  # an operand that is no tensor, but a number known at run time
 
 HALF = 32  # columns that halves take turns in
+LANES = 4  # threads of a quad, which share their rows
 PAIR = 2  # neighbouring columns of a thread in every 8 accumulators, so what lanes are apart
 
 
@@ -35,6 +37,17 @@ class Full:
 
     columns: Fraction = Fraction(1)
     lane_columns: int = PAIR
+
+
+@dataclass(frozen=True)
+class PerBlock:
+    """An output with one value for every row and block of columns; all threads of a quad have it.
+
+    Attributes:
+        columns: Of it, per column of the accumulators; 0: it has one value for every row.
+    """
+
+    columns: Fraction
 
 
 @dataclass(frozen=True)
@@ -60,18 +73,24 @@ class Epilogue:
     Attributes:
         kinds: Of the operands that are read: which of the modes ``lmn`` each varies in, or
             `NUMBER`. Trailing modes of a tensor are L, M, N, as in a broadcast.
-        full, reduced: The outputs.
+        full, per_block, reduced: The outputs, in this order.
         bundle: Columns of accumulators that a kernel has to hand out at once: a multiple.
         halves: Matrices, by their columns per column of the accumulators, of which the columns
             come in another order: 32 of the left half, 32 of the right half, and so on. What is
             a half apart thus lies in one tile. Their columns are a multiple of 64.
+        spans_row: Whether elements depend on whole rows: then a bundle is as wide as a tile, and
+            a tile at least as wide as the matrix.
+        conversions: To the types of outputs.
     """
 
     kinds: tuple[str, ...] = ()
     full: tuple[Full, ...] = (Full(),)
+    per_block: tuple[PerBlock, ...] = ()
     reduced: tuple[Reduced, ...] = ()
     bundle: int = 1
     halves: frozenset[Fraction] = frozenset()
+    spans_row: bool = False
+    conversions: Conversions = Conversions()
 
     @property
     def is_plain(self) -> bool:
@@ -79,11 +98,26 @@ class Epilogue:
         return False
 
     def element(self, output: int, thread: "Thread", half: int, column: int) -> Numeric:
-        """An element of a full output, or, behind those, of what is reduced.
+        """An element of an output; of one that is reduced, an element of what is reduced.
 
         half, column: which of the thread's elements in the bundle, see `Thread`.
         """
         raise NotImplementedError
+
+    def factors(self, output: int, thread: "Thread", half: int, column: int) -> tuple | None:
+        """Two numbers whose product an element is, if there are such."""
+        return None
+
+    def fetch(self, thread: "Thread", bundle: int) -> None:
+        """Starts to read what the elements of a bundle of so many columns need."""
+
+    def places(self, output: int, bundle: int) -> list[tuple[int, int]]:
+        """(half, column) of the elements that a thread has of an output in a bundle."""
+        one = (*self.full, *self.per_block, *self.reduced)[output]
+        columns = int(bundle * one.columns)
+        if isinstance(one, PerBlock):
+            return [(half, block) for block in range(max(1, columns)) for half in (0, 1)]
+        return places(columns, one.lane_columns)
 
     def finished(self, output: int, value: Numeric, extents: tuple) -> Numeric:
         """What is stored of a value that is reduced over all of (M, N, L)."""
@@ -150,13 +184,47 @@ def halves_in_turn(mX: cute.Tensor, mode: int) -> cute.Tensor:
     return cute.make_tensor(mX.iterator, cute.make_layout(tuple(shape), stride=tuple(stride)))
 
 
+def places(columns: int, lane_columns: int = PAIR) -> list[tuple[int, int]]:
+    """(half, column) of a thread's elements in so many columns, see `Thread`; of pairs in the
+    order of the registers that tensor cores leave accumulators in."""
+    return [
+        (half, first + i)
+        for first in range(0, columns, LANES * lane_columns)
+        for half in (0, 1)
+        for i in range(lane_columns)
+    ]
+
+
+def store_per_block(epilogue: Epilogue, thread: "Thread", tensors: tuple, bundle: int) -> None:
+    """Writes what a thread's quad has of the outputs per block of columns; its threads take turns.
+
+    tensors: (M, blocks, L) of each.
+    """
+    for i, (mX, of) in enumerate(zip(tensors, epilogue.per_block, strict=True)):
+        output = len(epilogue.full) + i
+        for half, block in epilogue.places(output, bundle):
+            value = epilogue.element(output, thread, half, block)
+            value = epilogue.conversions.converted(value, mX.element_type)
+            column = thread.column_of(block, 0, of.columns) if of.columns else Int32(0)
+            mine = thread.lane == block % LANES
+            if not of.columns:
+                mine = mine & (thread.first_column == 0)
+            _store_inside(mX, value, thread.row_of(half), column, thread.batch, mine)
+
+
+@cute.jit
+def _store_inside(mX, value, row, column, batch, mine):
+    if mine & (row < mX.shape[0]) & (column < mX.shape[1]):
+        mX[row, column, batch] = value
+
+
 @dataclass
 class Thread:
     """The elements of one thread in one bundle.
 
     They are named, while the kernel is traced, by `half` (0, or 1 for the row 8 below) and by
     `column`: that of the quad's first thread, counted from the start of the bundle. The columns of
-    its neighbours are `lane_columns` apart.
+    its neighbours are `lane_columns` apart; 0 if all of the quad have the same.
 
     Attributes:
         accumulators: Of the bundle, in registers: (column pair, half, 8 columns).
@@ -167,6 +235,10 @@ class Thread:
         batch: Mode L.
         extents: (M, N) of the accumulators.
         halves: As in `Epilogue`.
+        vector_bytes: What divides addresses, strides and rows of all operands with columns side
+            by side, in bytes; 1 if nothing is known of them.
+        of_columns, of_rows: What is read that all rows, or all columns, share; so may threads of
+            one bundle, or of the same rows.
         memory: For an epilogue to keep what it has computed of this bundle.
     """
 
@@ -179,9 +251,17 @@ class Thread:
     batch: Int32
     extents: tuple[Int32, Int32]
     halves: frozenset = frozenset()
+    vector_bytes: int = 1
+    of_columns: dict = field(default_factory=dict)
+    of_rows: dict = field(default_factory=dict)
     memory: dict = field(default_factory=dict)
     _read: dict = field(default_factory=dict)
     _first: dict = field(default_factory=dict)
+
+    @property
+    def bundle(self) -> int:
+        """Columns of it."""
+        return 2 * cute.size(self.accumulators)
 
     def accumulator(self, half: int, column: int) -> Numeric:
         return self.accumulators[column // 8 * 4 + half * 2 + column % 8]
@@ -199,6 +279,15 @@ class Thread:
             column = block * HALF + rest
         return first + (column + self.lane * lane_columns)
 
+    def is_inside(self, column: int, lane_columns: int, columns: Fraction):
+        """Whether a column lies in the matrix that has `columns` per column of accumulators."""
+        start, distance = self._start(column, columns)
+        key = ("left", start, lane_columns, columns)
+        if key not in self.memory:
+            width = self.extents[1] * columns.numerator // columns.denominator
+            self.memory[key] = width - self.column_of(start, lane_columns, columns)
+        return self.memory[key] > distance
+
     def operand(
         self, index: int, half: int, column: int, lane_columns: int = PAIR, columns=Fraction(1)
     ) -> Numeric:
@@ -210,21 +299,26 @@ class Thread:
         modes = self.kinds[index]
         if modes == NUMBER:
             return self.operands[index]
-        key = (index, half if "m" in modes else None)
-        key += (column, lane_columns, columns) if "n" in modes else ()
-        if key not in self._read:
-            operand = self.operands[index]
-            if "n" in modes and _is_one(operand.stride[1]) and operand.element_type in _LOADED_AS:
-                value = self._neighbour(index, half, column, lane_columns, columns)
+        read = self.of_rows if "n" not in modes else self._read
+        if "m" not in modes:
+            half, read = None, self.of_columns
+        key = (index, half, *((column, lane_columns, columns) if "n" in modes else ()))
+        if key not in read:
+            if "n" in modes and self._side_by_side(index):
+                read.update(self._neighbours(index, half, column, lane_columns, columns))
             else:
-                value = self._element(index, half, column, lane_columns, columns)
-            self._read[key] = value
-        return self._read[key]
+                read[key] = self._element(index, half, column, lane_columns, columns)
+        return read[key]
+
+    def _side_by_side(self, index: int) -> bool:
+        """Whether the columns of an operand are, and are loaded without a type of their own."""
+        operand = self.operands[index]
+        return _is_one(operand.stride[1]) and operand.element_type in _LOADED
 
     def _element(self, index, half, column, lane_columns, columns) -> Numeric:
         operand, modes = self.operands[index], self.kinds[index]
         m = n = Int32(0)
-        if "m" in modes:
+        if half is not None:
             m = cutlass.min(self.row_of(half), operand.shape[0] - 1)
         if "n" in modes:
             n = column + self.lane * lane_columns
@@ -233,23 +327,34 @@ class Thread:
             n = cutlass.min(n, operand.shape[1] - 1)
         return operand[m, n, self.batch]
 
-    def _neighbour(self, index, half, column, lane_columns, columns) -> Numeric:
-        """An element of a row that lies side by side: at a constant distance from the first one
-        of the thread, and zero beyond the end of the row."""
-        operand, modes = self.operands[index], self.kinds[index]
-        start, column = self._start(column, columns)
-        key = (index, half if "m" in modes else None, lane_columns, columns, start)
+    def _neighbours(self, index, half, column, lane_columns, columns) -> dict:
+        """What one load gives: an element of a row, with its neighbours as far as they are this
+        thread's and a vector reaches; by their keys. Zeros beyond the end of the row."""
+        element_type = self.operands[index].element_type
+        count = min(lane_columns, max(1, self.vector_bytes * 8 // element_type.width))
+        column -= column % (LANES * lane_columns) % count
+        start, distance = self._start(column, columns)
+        key = (index, half, lane_columns, columns, start)
         if key not in self._first:
-            m = Int32(0)
-            if "m" in modes:
-                m = cutlass.min(self.row_of(half), operand.shape[0] - 1)
-            n = self.lane * lane_columns
-            if columns is not None:
-                n = self.column_of(start, lane_columns, columns)
-            offset = Int64(m) * operand.stride[0] + n + Int64(self.batch) * operand.stride[2]
-            address = operand.iterator.toint() + offset * (operand.element_type.width // 8)
-            self._first[key] = (address, operand.shape[1] - n)
-        return _load_inside(*self._first[key], column, operand.element_type)
+            self._first[key] = self._first_of_row(index, half, start, lane_columns, columns)
+        values = _load_inside(*self._first[key], distance, count, element_type)
+        return {
+            (index, half, column + i, lane_columns, columns): value
+            for i, value in enumerate(values)
+        }
+
+    def _first_of_row(self, index, half, start, lane_columns, columns) -> tuple:
+        """(address of a thread's element, elements from there to the end of the row)"""
+        operand = self.operands[index]
+        m = Int32(0)
+        if half is not None:
+            m = cutlass.min(self.row_of(half), operand.shape[0] - 1)
+        n = self.lane * lane_columns
+        if columns is not None:
+            n = self.column_of(start, lane_columns, columns)
+        offset = Int64(m) * operand.stride[0] + n + Int64(self.batch) * operand.stride[2]
+        address = operand.iterator.toint() + offset * (operand.element_type.width // 8)
+        return address, operand.shape[1] - n
 
     def _start(self, column, columns) -> tuple:
         """(column that others are at a constant distance from, that distance)"""
@@ -259,7 +364,7 @@ class Thread:
         return half * HALF, block * HALF + column % HALF
 
 
-_LOADED_AS = {Float32: Uint32, Float16: Uint16, BFloat16: Uint16}
+_LOADED = (Float32, Float16, BFloat16)
 
 
 def _is_one(stride) -> bool:
@@ -267,14 +372,31 @@ def _is_one(stride) -> bool:
     return isinstance(stride, int) and stride == 1
 
 
-def _load_inside(first: Int64, left: Int32, column: int, element_type) -> Numeric:
-    """Element `column` of a row, zero if fewer are left."""
-    word = _LOADED_AS[element_type]
-    kind = f"b{word.width}"
-    value = cute.arch.inline_ptx(
-        f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {column}; mov.{kind} {{$w0}}, 0; "
-        f"@inside ld.global.{kind} {{$w0}}, [{{$r0}} + {column * word.width // 8}]; }}",
-        write_only_types=[word],
+def _load_inside(first: Int64, left: Int32, column: int, count: int, element_type) -> list:
+    """`count` elements of a row from `column` on, in one load; zeros if fewer are left."""
+    bits = count * element_type.width
+    word = Uint16 if bits == 16 else Uint32
+    words = max(1, bits // 32)
+    names = [f"{{$w{i}}}" for i in range(words)]
+    vector = f".v{words}" if words > 1 else ""
+    target = f"{{{', '.join(names)}}}" if words > 1 else names[0]
+    zeros = " ".join(f"mov.b{word.width} {name}, 0;" for name in names)
+    loaded = cute.arch.inline_ptx(
+        f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {column + count - 1}; {zeros} "
+        f"@inside ld.global{vector}.b{word.width} {target}, "
+        f"[{{$r0}} + {column * element_type.width // 8}]; }}",
+        write_only_types=[word] * words,
         read_only_args=[first, left],
     )
-    return value.bitcast(element_type)
+    loaded = loaded if words > 1 else (loaded,)
+    if word is Uint16 or element_type is Float32:
+        return [value.bitcast(element_type) for value in loaded]
+    return [value for pair in loaded for value in _two_of(pair, element_type)]
+
+
+def _two_of(pair: Uint32, element_type) -> tuple:
+    """Two neighbours of 16 bits; a bfloat16 is the upper half of a float32."""
+    if element_type is BFloat16:
+        upper = pair & Uint32(0xFFFF0000)
+        return (pair << Uint32(16)).bitcast(Float32), upper.bitcast(Float32)
+    return tuple(Uint16(half).bitcast(element_type) for half in (pair, pair >> Uint32(16)))

@@ -5,8 +5,8 @@ last for a value reduces its parts in their order. The result does not depend on
 
 reduced over   parts of a value                 a group that is the last one reduces
 ------------   ------------------------------   ------------------------------------
-columns        one per tile column              64 rows
-rows           one per 64 rows                  the columns of a tile
+columns        one per tile column              a block of rows
+rows           one per block of rows            the columns of a tile
 matrix, all    one per group and tile           everything
 """
 
@@ -14,12 +14,14 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute import AddressSpace
 
-from .epilogue import Reduced
+from .epilogue import HALF, Epilogue, PerBlock, Reduced, Thread
+from .modes import operand_batch_last
 
-ROWS = 64  # of a group at a time
+WARP = 32
+QUAD, COLUMN_OF_QUADS, WHOLE_WARP = 0b00011, 0b11100, 0b11111  # lanes: bits in which they differ
 _BYTES = 4  # of a counter, and of a part
 
 
@@ -44,21 +46,27 @@ class Reductions:
 
     Args:
         tile: (rows, columns) of accumulators.
+        rows: Of a block, which a group has parts of at a time.
         groups: That share a tile.
         threads: Of a group.
     """
 
-    outputs: tuple[Reduced, ...]
+    epilogue: Epilogue
     tile: tuple[int, int]
+    rows: int
     groups: int
     threads: int
+
+    @property
+    def outputs(self) -> tuple:
+        return self.epilogue.reduced
 
     def sizes(self, index: int, tiles_m, tiles_n, batches) -> tuple:
         """(counters, parts) of one output."""
         over, columns = self.outputs[index].over, self.columns(index)
-        row_blocks = tiles_m * (self.tile[0] // ROWS)
+        row_blocks = tiles_m * (self.tile[0] // self.rows)
         if over == "columns":
-            return batches * row_blocks, batches * tiles_n * row_blocks * ROWS
+            return batches * row_blocks, batches * tiles_n * row_blocks * self.rows
         if over == "rows":
             return batches * tiles_n, batches * row_blocks * tiles_n * columns
         return (batches if over == "matrix" else 1), batches * tiles_m * tiles_n * self.groups
@@ -76,18 +84,25 @@ class Reductions:
         return counters, parts
 
     def output_modes(self, tensors: tuple) -> tuple:
-        """Outputs as (values, L)."""
-        return tuple(map(_value_modes, tensors, (reduced.over for reduced in self.outputs)))
+        """Outputs with one value per row and block as (M, blocks, L), then those that are reduced
+        as (values, L)."""
+        blocks = self.epilogue.per_block
+        return (
+            *map(_block_modes, tensors[: len(blocks)], blocks),
+            *map(_value_modes, tensors[len(blocks) :], self.outputs),
+        )
+
+    # Parts -------------------------------------------------------------------------------
 
     def part_of_rows(self, index: int, space: ReductionSpace, block, tile_n, batch) -> Int64:
-        """Address of the part of ROWS rows from 64-row block `block`, in a tile column."""
+        """Address of the part of block `block` of rows, in a tile column."""
         rows = space.tiles_m * self.tile[0]
-        first = (batch * space.tiles_n + tile_n) * rows + block * ROWS
+        first = (batch * space.tiles_n + tile_n) * rows + block * self.rows
         return self._address(index, space, first)
 
     def part_of_columns(self, index: int, space: ReductionSpace, block, tile_n, batch) -> Int64:
-        """Address of the part of a tile's columns, in 64-row block `block`."""
-        blocks = space.tiles_m * (self.tile[0] // ROWS)
+        """Address of the part of a tile's columns, in block `block` of rows."""
+        blocks = space.tiles_m * (self.tile[0] // self.rows)
         columns = self.columns(index)
         first = (batch * blocks + block) * (space.tiles_n * columns) + tile_n * columns
         return self._address(index, space, first)
@@ -103,7 +118,7 @@ class Reductions:
     def counter(self, index: int, space: ReductionSpace, block, tile_n, batch) -> tuple:
         """(pointer, arrivals that make it complete) for what a group has a part of."""
         over = self.outputs[index].over
-        blocks = space.tiles_m * (self.tile[0] // ROWS)
+        blocks = space.tiles_m * (self.tile[0] // self.rows)
         if over == "columns":
             place, arrivals = batch * blocks + block, space.tiles_n
         elif over == "rows":
@@ -116,9 +131,182 @@ class Reductions:
         address = space.counters + (self._offsets(index, space)[0] + place) * _BYTES
         return cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4), arrivals
 
+    # Sums of parts -----------------------------------------------------------------------
 
-def _value_modes(tensor: cute.Tensor, over: str) -> cute.Tensor:
-    modes = "v" if over in ("columns", "rows") else ""
+    @cute.jit
+    def complete(
+        self,
+        index: cutlass.Constexpr,
+        mR: cute.Tensor,
+        scratch: cute.Pointer,
+        space: ReductionSpace,
+        place: tuple,
+        extents: tuple,
+        thread: Int32,
+        flag: cute.Pointer,
+        barrier_id: Int32,
+    ):
+        """Counts the group's part; the last one reduces all parts and writes the output.
+
+        Args:
+            scratch: Floats in shared memory, one per warp of the group.
+            place: (block of rows, tile column, batch) that the part belongs to.
+            flag: An Int32 in shared memory, of this group alone, as the barrier is.
+        """
+        block, tile_n, batch = place
+        over = self.outputs[index].over
+        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=self.threads)
+        if thread == 0:
+            counter, arrivals = self.counter(index, space, block, tile_n, batch)
+            flag.store(Int32(is_last(counter, arrivals)))
+        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=self.threads)
+        if flag.load() != 0:
+            if const_expr(over == "columns"):
+                self._complete_rows(index, mR, space, place, extents, thread)
+            elif const_expr(over == "rows"):
+                self._complete_columns(index, mR, space, place, extents, thread)
+            else:
+                self._complete_matrix(index, mR, scratch, space, batch, extents, thread, barrier_id)
+
+    @cute.jit
+    def _complete_rows(self, index: cutlass.Constexpr, mR, space, place, extents, thread):
+        block, _, batch = place
+        first = floats_at(self.part_of_rows(index, space, block, 0, batch))
+        pitch = space.tiles_m * self.tile[0]
+        for row in cutlass.range(thread, self.rows, self.threads, unroll=1):
+            at = block * self.rows + row
+            if at < extents[0]:
+                self._reduce(
+                    index, mR, first + row, pitch, space.tiles_n, at, batch, extents, space
+                )
+
+    @cute.jit
+    def _complete_columns(self, index: cutlass.Constexpr, mR, space, place, extents, thread):
+        _, tile_n, batch = place
+        columns = self.columns(index)
+        first = floats_at(self.part_of_columns(index, space, 0, tile_n, batch))
+        pitch = space.tiles_n * columns
+        parts = space.tiles_m * (self.tile[0] // self.rows)
+        for column in cutlass.range(thread, columns, self.threads, unroll=1):
+            at = self._column(index, tile_n * columns + column, mR.shape[0])
+            if at < mR.shape[0]:
+                self._reduce(index, mR, first + column, pitch, parts, at, batch, extents, space)
+
+    def _column(self, index: int, place: Int32, columns: Int32) -> Int32:
+        """Of what tiles have at a place; those of halves take turns."""
+        if self.outputs[index].columns not in self.epilogue.halves:
+            return place
+        block, half, rest = place // (2 * HALF), place // HALF % 2, place % HALF
+        beyond = Int32(place >= columns) * columns
+        return half * (columns // 2) + block * HALF + rest + beyond
+
+    @cute.jit
+    def _reduce(self, index: cutlass.Constexpr, mR, first, pitch, parts, at, batch, extents, space):
+        """One value out of its parts, which are `pitch` apart."""
+        kind = self.outputs[index].kind
+        value = Float32(identity(kind))
+        for part in cutlass.range(parts, unroll=8):
+            value = combined(kind, value, (first + part * pitch).load())
+        self._store(index, mR, value, at, batch, extents, space)
+
+    @cute.jit
+    def _complete_matrix(
+        self, index: cutlass.Constexpr, mR, scratch, space, batch, extents, thread, barrier_id
+    ):
+        output = self.outputs[index]
+        parts = space.tiles_m * space.tiles_n * self.groups
+        if const_expr(output.over == "all"):
+            parts, batch = parts * space.batches, Int32(0)
+        first = floats_at(self.part_of_matrix(index, space, 0, 0, batch, 0))
+        value = Float32(identity(output.kind))
+        for part in cutlass.range(thread, parts, self.threads, unroll=8):
+            value = combined(output.kind, value, (first + part).load())
+        value = self.over_group(output.kind, value, scratch, thread, barrier_id)
+        if thread == 0:
+            self._store(index, mR, value, Int32(0), batch, extents, space)
+
+    def _store(self, index, mR, value, at, batch, extents, space):
+        value = self.epilogue.finished(index, value, (*extents, space.batches))
+        mR[at, batch] = self.epilogue.conversions.converted(value, mR.element_type)
+
+    @cute.jit
+    def over_group(
+        self,
+        kind: cutlass.Constexpr,
+        value,
+        scratch,
+        thread,
+        barrier_id,
+        lanes: cutlass.Constexpr = WHOLE_WARP,
+    ):
+        """Of a group's threads, in the order of its warps; thread 0 gets it.
+
+        lanes: of a warp, in which values may still differ.
+        """
+        value = reduced_over_lanes(kind, value, lanes)
+        if thread % WARP == 0:
+            (scratch + thread // WARP).store(value)
+        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=self.threads)
+        for warp in cutlass.range_constexpr(1, self.threads // WARP):
+            if thread == 0:
+                value = combined(kind, value, (scratch + warp).load())
+        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=self.threads)
+        return value
+
+    # Elements ----------------------------------------------------------------------------
+
+    def gather(self, thread: Thread, bundle: list[dict], first: int, count: int) -> None:
+        """Adds some elements of a thread to what it has of its bundle: of each output by the half
+        of its row, or by its column."""
+        for index, output in enumerate(self.outputs):
+            for half, column in self._places(index, thread)[first : first + count]:
+                key = column if output.over == "rows" else half
+                found = bundle[index].get(key, Float32(identity(output.kind)))
+                bundle[index][key] = self._gathered(index, thread, half, column, found)
+
+    def most(self, thread: Thread) -> int:
+        """Elements that a thread has of an output in a bundle, of the one with the most."""
+        return max((len(self._places(i, thread)) for i in range(len(self.outputs))), default=0)
+
+    def _places(self, index: int, thread: Thread) -> list[tuple[int, int]]:
+        return self.epilogue.places(self._number(index), thread.bundle)
+
+    def _number(self, index: int) -> int:
+        """Among all outputs."""
+        return len(self.epilogue.full) + len(self.epilogue.per_block) + index
+
+    def _gathered(
+        self, index: int, thread: Thread, half: int, column: int, found: Float32
+    ) -> Float32:
+        """`found` with an element of what is reduced, if that lies in the matrix.
+
+        Rows and columns of which nothing is kept may gather anything.
+        """
+        output, epilogue, number = self.outputs[index], self.epilogue, self._number(index)
+        inside = self._inside(output, thread, half, column)
+        factors = epilogue.factors(number, thread, half, column)
+        if factors is not None and output.kind == "sum":
+            return _product_added_if(inside, found, *factors)
+        value = Float32(epilogue.element(number, thread, half, column))
+        return _combined_if(inside, output.kind, found, value)
+
+    def _inside(self, output, thread: Thread, half: int, column: int) -> Boolean:
+        in_rows = thread.row_of(half) < thread.extents[0]
+        if output.over == "rows":
+            return in_rows
+        in_columns = thread.is_inside(column, output.lane_columns, output.columns)
+        return in_columns if output.over == "columns" else in_rows & in_columns
+
+
+def _block_modes(tensor: cute.Tensor, output: PerBlock) -> cute.Tensor:
+    if output.columns:
+        return operand_batch_last(tensor)
+    layout = cute.make_layout((*tensor.shape, 1), stride=(*tensor.stride, 0))
+    return operand_batch_last(cute.make_tensor(tensor.iterator, layout))
+
+
+def _value_modes(tensor: cute.Tensor, output: Reduced) -> cute.Tensor:
+    modes = "v" if output.over in ("columns", "rows") else ""
     rank = len(tensor.shape)
     batched = rank > len(modes)
     value = (tensor.shape[-1], tensor.stride[-1]) if modes else (1, 0)
@@ -139,11 +327,31 @@ def combined(kind: str, a: Float32, b: Float32) -> Float32:
     return (cute.arch.fmax if kind == "max" else cute.arch.fmin)(a, b, nan=True)
 
 
-@cute.jit
-def reduced_over_lanes(kind: cutlass.Constexpr, value: Float32, bits: cutlass.Constexpr) -> Float32:
+_COMBINED = {"sum": "add.f32", "max": "max.NaN.f32", "min": "min.NaN.f32"}
+
+
+def _combined_if(inside: Boolean, kind: str, found: Float32, value: Float32) -> Float32:
+    return _changed_if(inside, f"{_COMBINED[kind]} {{$w0}}, {{$r0}}, {{$r2}};", found, value)
+
+
+def _product_added_if(inside: Boolean, found: Float32, a: Float32, b: Float32) -> Float32:
+    return _changed_if(inside, "fma.rn.f32 {$w0}, {$r2}, {$r3}, {$r0};", found, a, b)
+
+
+def _changed_if(inside: Boolean, instruction: str, found: Float32, *values: Float32) -> Float32:
+    """`found`, or what one instruction makes of it: choosing between the two takes a second one."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred inside; setp.ne.s32 inside, {$r1}, 0; mov.f32 {$w0}, {$r0}; "
+        f"@inside {instruction} }}",
+        write_only_types=[Float32],
+        read_only_args=[found, Int32(inside), *values],
+    )
+
+
+def reduced_over_lanes(kind: str, value: Float32, bits: int) -> Float32:
     """Of the lanes that differ in the given bits; all of them get it."""
-    for bit in cutlass.range_constexpr(5):
-        if cutlass.const_expr(bits & (1 << bit)):
+    for bit in range(5):
+        if bits & (1 << bit):
             other = cute.arch.shuffle_sync_bfly(value, offset=1 << bit)
             value = combined(kind, value, other)
     return value

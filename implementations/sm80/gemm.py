@@ -1,8 +1,8 @@
 """Dense matrix product for every GPU from Ampere on."""
 
-import itertools
 from copy import copy
 from dataclasses import dataclass
+from fractions import Fraction
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -11,12 +11,15 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp, warp
 from cutlass.memory import SmemAllocator
 
-from ..common.epilogue import PAIR, Epilogue, Finish, Full, Thread
-from ..common.modes import gemm_modes
+from ..common.epilogue import HALF, Epilogue, Finish
+from ..common.modes import gemm_modes, operand_batch_last
 from ..common.operand_tiles import OperandTiles, TileSource
 from ..common.output_tile import OutputTile
-from ..common.work_split import EvenSplit, PartialSums
+from ..common.reductions import ReductionSpace
+from ..common.work_split import COUNTER_BYTES, EvenSplit, PartialSums
 from .mma import MMA_N, check_types, mma_k, mma_operation
+from .output import WarpOutput
+from .sliced_output import SlicedOutput
 
 WARP = 32
 WARP_M, WARP_N = 16, 16  # what a warp multiplies at once: one mma.sync along M, two along N
@@ -37,12 +40,15 @@ class Gemm:
     produce   cp.async of a tile of A and one of B, `stages` - 1 ahead     stage read by all warps
     read      ldmatrix of a block of K (32 bytes), one block ahead         stage written by all
     multiply  mma.sync; rounds tf32 operands, which it would truncate      own registers
-    epilogue  accumulators → elements → shared memory → vectors of D       last stage read by all
+    epilogue  accumulators → elements → shared memory → vectors of D:      last stage read by all
+              all warps a slice of the tile at a time; or, if it is more
+              than one number for every accumulator, each warp what it
+              has of the tile (`WarpOutput`)
 
     One barrier per tile along K says both that the next stage is written and that the last one
     is read. Vectors of 1 or 2 bytes are too short for cp.async and go through registers instead.
 
-    Shared memory: `stages` × A, then `stages` × B, swizzled; the epilogue reuses it for slices of
+    Shared memory: `stages` × A, then `stages` × B, swizzled; the epilogue reuses it for parts of
     D; behind it the place of the tile and a flag. See `shared_memory_bytes`.
     Registers per thread: tile M · N / threads accumulators, two blocks of fragments, addresses;
     128 accumulators are the most that never spills.
@@ -54,7 +60,8 @@ class Gemm:
     A (M,K), B (K,N), D (M,N), or the same with a leading batch mode; every mode of a size known
     at run time only, one mode of each operand with a static stride of 1. Base addresses and the
     other strides are multiples of `vector_bytes`. Sizes need not be: edges are predicated, parts
-    of vectors included, and nothing outside of an operand is touched. K may be 0.
+    of vectors included, and nothing outside of an operand is touched. K may be 0. Of a fused
+    epilogue all that has columns is a multiple of `output_bytes`: rows, too, that are read.
 
     A, B                   accumulator    D
     -----------------      -----------    -------------------
@@ -71,6 +78,7 @@ class Gemm:
         accumulator_type: type[cutlass.Numeric] = Float32,
         *,
         vector_bytes: int = 16,
+        output_bytes: int = 1,
         raster: int = 8,
         split_k: int | None = None,
         epilogue: Epilogue | None = None,
@@ -80,6 +88,7 @@ class Gemm:
         self.stages = stages
         self.accumulator_type = accumulator_type
         self.vector_bytes = vector_bytes
+        self.output_bytes = output_bytes
         self.raster = raster  # rows of tiles that are visited together, to share B in L2
         self.split_k = split_k
         self.epilogue = epilogue or Finish()
@@ -94,6 +103,21 @@ class Gemm:
         """Per thread."""
         return self.tile_shape[0] * self.tile_shape[1] // self.threads
 
+    @property
+    def parts(self) -> int:
+        """That K is cut into."""
+        return self.split_k or 1
+
+    @property
+    def fused(self) -> bool:
+        """Whether the epilogue is more than one number for every accumulator."""
+        return not isinstance(self.epilogue, Finish)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the halves of B's columns do, 32 at a time."""
+        return Fraction(1) in self.epilogue.halves
+
     def _check(self) -> None:
         tile_m, tile_n, _ = self.tile_shape
         if any(extent & (extent - 1) or extent < 1 for extent in (*self.tile_shape, *self.warps)):
@@ -105,9 +129,6 @@ class Gemm:
             )
         if self.split_k is not None and self.split_k < 2:
             raise ValueError(f"K is cut into two parts or more, not {self.split_k}")
-        one_output = self.epilogue.full == (Full(),) and not self.epilogue.reduced
-        if not one_output or MMA_N % self.epilogue.bundle or self.epilogue.halves:
-            raise ValueError(f"the epilogue has one output, of {MMA_N} columns or less at once")
         if self.vector_bytes not in (1, 2, 4, 8, 16):
             raise ValueError(f"vectors have 1, 2, 4, 8 or 16 bytes, not {self.vector_bytes}")
         vectors = max(tile_m, tile_n) // max(1, self.vector_bytes // 4)
@@ -146,8 +167,8 @@ class Gemm:
         workspace: Int64,
         stream: cuda.CUstream,
     ):
-        """operands: a tuple of what the epilogue reads; workspace: an address, used if K is
-        split."""
+        """operands: a tuple of what the epilogue reads, and its outputs beside D; workspace: an
+        address, used if K is split or anything is reduced."""
         self.launch(mA, mB, mD, operands, workspace, stream)
 
     @cute.jit
@@ -155,15 +176,31 @@ class Gemm:
         if const_expr(mA.element_type is not mB.element_type):
             raise ValueError(f"A is {mA.element_type} but B is {mB.element_type}")
         mA, mB, mD = gemm_modes(mA, mB, mD)
-        operands = self.epilogue.operand_modes(operands)
-        self._plan(mA.element_type, mD.element_type, tuple(_unit_mode(mX) for mX in (mA, mB, mD)))
-        tiles_m, tiles_n = self._tiles(mD)
-        blocks = tiles_m * tiles_n * mD.shape[2]
+        read = len(self.epilogue.kinds)
+        written = read + len(self.epilogue.full) - 1
+        mD = (mD, *(operand_batch_last(operand) for operand in operands[read:written]))
+        more, operands = operands[written:], self.epilogue.operand_modes(operands[:read])
+        self._plan(
+            mA.element_type,
+            mD[0].element_type,
+            tuple(_unit_mode(mX) for mX in (mA, mB, *mD)),
+            tuple(output.element_type for output in mD[1:]),
+        )
+        extents, batches = (mA.shape[0], mB.shape[0]), mD[0].shape[2]
+        tiles_m, tiles_n = self._tiles(extents)
+        tiles = tiles_m * tiles_n * batches
+        blocks = tiles * self.parts
+        mR, space = (), None
+        if const_expr(self.fused):
+            mD = self.output.parts_of(mD)
+            mR = self.output.reduced.reductions.output_modes(more)
+        else:
+            extents = None  # those of D
+        if const_expr(len(self.epilogue.reduced) > 0):
+            space = self._reduction_space(tiles_m, tiles_n, batches, tiles, workspace)
         if const_expr(self.split_k is None):
             workspace = None
-        else:
-            blocks = blocks * self.split_k
-        self.kernel(mA, mB, mD, operands, workspace).launch(
+        self.kernel(mA, mB, mD, operands, mR, space, extents, workspace).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,  # or ptxas spills a little to fit one more block
@@ -182,14 +219,27 @@ class Gemm:
         return planned._tile_bytes() + PLACE * Int32.width // 8
 
     def _tile_bytes(self) -> int:
-        return max(self._operand_bytes(), self.D.bytes)
+        return max(self._operand_bytes(), self.output.bytes)
+
+    def _reduction_space(self, tiles_m, tiles_n, batches, tiles, workspace) -> ReductionSpace:
+        """Behind what a split needs of the workspace."""
+        counters, parts = workspace, workspace + COUNTER_BYTES
+        if const_expr(self.split_k is not None):
+            counters += Int64(tiles) * (Int32.width // 8)
+            parts += Int64(tiles) * (self.split_k * self.partial_sums.bytes_per_worker)
+        return ReductionSpace(tiles_m, tiles_n, batches, counters, parts)
 
     def _operand_bytes(self) -> int:
-        return (self.A.elements + self.B.elements) * self.operand_type.width // 8
+        parts_of_b = 2 if self.takes_turns else 1
+        elements = self.A.elements + parts_of_b * self.B.elements
+        return elements * self.operand_type.width // 8
 
-    def _plan(self, operand_type, output_type, unit_modes: tuple[int, int, int]) -> None:
-        """Decides all that depends on types and majors."""
-        check_types(operand_type, self.accumulator_type, output_type)
+    def _plan(
+        self, operand_type, output_type, unit_modes: tuple[int, ...], more_types: tuple = ()
+    ) -> None:
+        """Decides all that depends on types and majors: of A, B, D, further outputs."""
+        output_types = (output_type, *more_types)
+        check_types(operand_type, self.accumulator_type, output_types, fused=self.fused)
         if operand_type.width == 8 and unit_modes[:2] != (1, 1):
             raise ValueError(f"ldmatrix cannot transpose {operand_type}; K is the unit-stride mode")
         if self.vector_bytes * 8 < operand_type.width:
@@ -203,7 +253,17 @@ class Gemm:
                 f"tile K {tile_k} of {operand_type} must be {MINIMUM_K_BLOCKS * self.mma_k} or more"
             )
         self.A = self._operand(tile_m, unit_modes[0])
-        self.B = self._operand(tile_n, unit_modes[1])
+        self.B = self._operand(tile_n // 2 if self.takes_turns else tile_n, unit_modes[1])
+        if self.fused:
+            self.output = WarpOutput(
+                output_types,
+                unit_modes[2:],
+                self.epilogue,
+                tile=(tile_m, tile_n),
+                warps=self.warps,
+                vector_bytes=self.output_bytes,
+            )
+            return
         self.D = OutputTile(
             output_type,
             (tile_m, tile_n),
@@ -213,6 +273,7 @@ class Gemm:
             threads=self.threads,
             vector_bytes=self.vector_bytes,
         )
+        self.output = SlicedOutput(self.D, self.epilogue, (tile_m, tile_n))
 
     def _operand(self, rows: int, unit_mode: int) -> OperandTiles:
         # ldmatrix reads pieces of 16 bytes. It cannot transpose 32-bit elements; they are read one
@@ -234,13 +295,18 @@ class Gemm:
         self,
         mA: cute.Tensor,
         mB: cute.Tensor,
-        mD: cute.Tensor,
+        mD,
         operands,
+        mR,
+        space,
+        extents,
         workspace: Int64 | None,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        first_m, first_n, batch = self._first_of_tile(mD)
-        sA, sB, sD, s_tile = self._shared_memory()
+        if const_expr(extents is None):
+            extents = mD[0].shape[:2]
+        first_m, first_n, batch = self._first_of_tile(extents)
+        memory, sA, sB, s_tile = self._shared_memory()
         if thread == 0:
             s_tile[0], s_tile[1], s_tile[2] = first_m, first_n, batch
         split = None
@@ -251,7 +317,7 @@ class Gemm:
         tiled_mma = self._tiled_mma()
         sources = (
             self.A.source(mA, first_m, batch, sA, thread),
-            self.B.source(mB, first_n, batch, sB, thread),
+            *self._sources_of_b(mB, first_n, batch, sB, thread),
         )
         fragments = self._fragments(tiled_mma, sA, sB, thread)
         accumulators = cute.make_rmem_tensor(
@@ -260,12 +326,13 @@ class Gemm:
         accumulators.fill(self.accumulator_type(0))
         self._main_loop(tiled_mma, accumulators, sources, fragments, mA.shape[1])
         # From shared memory, since registers are needed for other things across the main loop.
-        place = s_tile[0], s_tile[1], s_tile[2]
+        place, flag = (s_tile[0], s_tile[1], s_tile[2]), s_tile.iterator + 3
+        destination = memory, mD, operands, mR, space, place, extents, thread, flag
         if const_expr(self.split_k is None):
-            self._write(tiled_mma, accumulators, sD, mD, operands, place, thread)
+            self._write(tiled_mma, accumulators, destination)
         else:
-            if self._combine(accumulators, split, s_tile.iterator + 3, thread):
-                self._write(tiled_mma, accumulators, sD, mD, operands, place, thread)
+            if self._combine(accumulators, split, flag, thread):
+                self._write(tiled_mma, accumulators, destination)
 
     def _part_of_k(self, mX: cute.Tensor, split: EvenSplit) -> cute.Tensor:
         """What this block multiplies of an operand (rows, K, L)."""
@@ -291,16 +358,30 @@ class Gemm:
             barrier_id=Int32(WHOLE_BLOCK),
         )
 
-    def _tiles(self, mD: cute.Tensor) -> tuple:
-        return tuple(cute.ceil_div(mD.shape[mode], self.tile_shape[mode]) for mode in (0, 1))
+    def _sources_of_b(self, mB, first_n, batch, sB, thread) -> tuple:
+        """One, or those of the left and the right half of its columns."""
+        if not self.takes_turns:
+            return (self.B.source(mB, first_n, batch, sB, thread),)
+        sources = []
+        rows = mB.shape[0] // 2
+        layout = cute.make_layout((rows, *mB.shape[1:]), stride=mB.stride)
+        for half in range(2):
+            first = mB.iterator + Int64(half * rows) * mB.stride[0]
+            part = cute.make_tensor(sB.iterator + half * self.B.elements, self.B.layout())
+            mB_half = cute.make_tensor(first, layout)
+            sources.append(self.B.source(mB_half, first_n // 2, batch, part, thread))
+        return tuple(sources)
+
+    def _tiles(self, extents: tuple) -> tuple:
+        return tuple(cute.ceil_div(extents[mode], self.tile_shape[mode]) for mode in (0, 1))
 
     @cute.jit
-    def _first_of_tile(self, mD: cute.Tensor) -> tuple:
+    def _first_of_tile(self, extents: tuple) -> tuple:
         """First row and column of this block's tile, and its batch.
 
         Tiles are visited in bands of `raster` rows, column by column within a band.
         """
-        tiles_m, tiles_n = self._tiles(mD)
+        tiles_m, tiles_n = self._tiles(extents)
         index, _, _ = cute.arch.block_idx()
         if const_expr(self.split_k is not None):
             index = index // self.split_k
@@ -313,22 +394,47 @@ class Gemm:
         return tile_m * self.tile_shape[0], tile_n * self.tile_shape[1], batch
 
     def _shared_memory(self) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor]:
-        """A and B of all stages; a slice of D in the same place; where this block's tile is."""
+        """All of it, which D gets later; A and B of all stages in it; this block's place."""
         allocator = SmemAllocator()
         memory = allocator.allocate(self._tile_bytes(), byte_alignment=128)
         pointer = cute.recast_ptr(memory, dtype=self.operand_type)
         return (
+            memory,
             cute.make_tensor(pointer, self.A.layout()),
-            cute.make_tensor(pointer + self.A.elements, self.B.layout()),
-            cute.make_tensor(cute.recast_ptr(memory, dtype=self.D.element_type), self.D.layout()),
+            cute.make_tensor(pointer + self.A.elements, self._layout_of_b()),
             allocator.allocate_tensor(Int32, cute.make_layout(PLACE), byte_alignment=16),
         )
 
+    def _layout_of_b(self) -> cute.ComposedLayout:
+        """As (N, K, stages); of halves that take turns the left one, then the right one."""
+        layout = self.B.layout()
+        if not self.takes_turns:
+            return layout
+        (rows, k, stages), (along, across, stage) = layout.outer.shape, layout.outer.stride
+        outer = cute.make_layout(
+            ((rows, 2), k, stages), stride=((along, self.B.elements), across, stage)
+        )
+        return cute.make_composed_layout(layout.inner, 0, outer)
+
     def _tiled_mma(self) -> cute.TiledMma:
         warps_m, warps_n = self.warps
-        operation = mma_operation(self.operand_type)
+        columns = self._columns_of_warps() if self.fused else warps_n * WARP_N
         return cute.make_tiled_mma(
-            operation, (warps_m, warps_n, 1), (warps_m * WARP_M, warps_n * WARP_N, self.mma_k)
+            mma_operation(self.operand_type),
+            (warps_m, warps_n, 1),
+            (warps_m * WARP_M, columns, self.mma_k),
+        )
+
+    def _columns_of_warps(self) -> cute.Layout:
+        """(8 columns of an instruction, warps, instructions) → column of B in shared memory, such
+        that those of a warp lie side by side, or those of halves in turn."""
+        tile_n, warps_n = self.tile_shape[1], self.warps[1]
+        columns = tile_n // warps_n
+        if not self.takes_turns:
+            return cute.make_layout((MMA_N, warps_n, columns // MMA_N), stride=(1, columns, MMA_N))
+        return cute.make_layout(
+            (MMA_N, warps_n, (HALF // MMA_N, 2, columns // (2 * HALF))),
+            stride=(1, columns // 2, (MMA_N, tile_n // 2, HALF)),
         )
 
     def _fragments(self, tiled_mma, sA, sB, thread) -> tuple["Fragments", "Fragments"]:
@@ -420,73 +526,15 @@ class Gemm:
         tCrA, tCrB = (fragment.registers[None, None, k] for fragment in fragments)
         cute.gemm(tiled_mma, accumulators, tCrA, tCrB, accumulators)
 
-    @cute.jit
-    def _write(
-        self,
-        tiled_mma: cute.TiledMma,
-        accumulators: cute.Tensor,
-        sD: cute.Tensor,
-        mD: cute.Tensor,
-        operands: tuple,
-        place: tuple[Int32, Int32, Int32],
-        thread: Int32,
-    ):
-        """Accumulators → elements → shared memory → D, a slice at a time.
+    def _write(self, tiled_mma: cute.TiledMma, accumulators: cute.Tensor, destination: tuple):
+        """Accumulators → elements → shared memory → D.
 
-        place: first row and column of the tile, and its batch.
+        destination: memory, outputs, what the epilogue reads, its reduced outputs and their space,
+            the tile's first row, column and batch, extents, thread, flag.
         """
-        tCsD = tiled_mma.get_slice(thread).partition_C(sD)
-        # Neighbours in a thread are neighbours along N.
-        neighbours = 2 if const_expr(self.D.unit_mode == 1) else 1
-        copy_atom = cute.make_copy_atom(
-            CopyUniversalOp(),
-            self.D.element_type,
-            num_bits_per_copy=neighbours * self.D.element_type.width,
-        )
-        if const_expr(self.A.asynchronous):
+        if self.A.asynchronous:
             cute.arch.cp_async_wait_group(0)  # the stages become memory for D
-        for index in cutlass.range_constexpr(self.D.slices):
-            tCrC = self.D.slice_of(accumulators, index)
-            tCrD = cute.make_rmem_tensor_like(tCsD, self.D.element_type)
-            elements = self._elements(tCrC, index, tiled_mma, operands, place, mD.shape, thread)
-            tCrD.store(elements.to(self.D.element_type))
-            cute.arch.sync_threads()  # operands or the last slice have been read
-            cute.copy(copy_atom, tCrD, tCsD)
-            cute.arch.sync_threads()
-            self.D.store(sD, mD, place[:2], place[2], index, thread)
-
-    def _elements(
-        self, tCrC, index: int, tiled_mma, operands, place, shape, thread
-    ) -> cute.TensorSSA:
-        """What the epilogue makes of the accumulators in a slice."""
-        if const_expr(self.epilogue.is_plain):
-            return tCrC.load()
-        tile = cute.make_identity_tensor(self.tile_shape[:2])
-        warp_m, warp_n = tiled_mma.get_slice(thread // WARP * WARP).partition_C(tile)[0]
-        lane = thread % WARP
-        # All threads have the same distances between their accumulators; those of thread 0 say.
-        distances = self.D.slice_of(tiled_mma.get_slice(0).partition_C(tile), index)
-        elements = []
-        for first in range(0, cute.size(tCrC), PAIR * 2):  # of an mma.sync: 2 rows, MMA_N columns
-            row, column = distances[first]
-            of_thread = Thread(
-                cute.make_tensor(tCrC.iterator + tCrC.layout(first), cute.make_layout(PAIR * 2)),
-                self.epilogue.kinds,
-                operands,
-                row=place[0] + warp_m + row + lane // 4,
-                first_column=place[1] + warp_n + column,
-                lane=lane % 4,
-                batch=place[2],
-                extents=shape[:2],
-            )
-            elements += [
-                self.epilogue.element(0, of_thread, half, pair)
-                for half, pair in itertools.product((0, 1), range(PAIR))
-            ]
-        found = cute.make_rmem_tensor(tCrC.shape, type(elements[0]))
-        for i, element in enumerate(elements):
-            found[i] = element
-        return found.load()
+        self.output.write(tiled_mma, accumulators, *destination)
 
 
 @dataclass

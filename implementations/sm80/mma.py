@@ -10,6 +10,8 @@ from cutlass.cute.atom import MmaOp, Trait, make_atom
 from cutlass.cute.core import _pack_shape
 from cutlass.cute.nvgpu import warp
 
+from ..common.conversion import STORED
+
 MMA_M, MMA_N = 16, 8  # of every instruction
 K_BYTES = 32  # of an operand's row that every instruction takes
 
@@ -48,11 +50,16 @@ class MmaI8Op(MmaOp):
 def check_types(
     operand_type: type[cutlass.Numeric],
     accumulator_type: type[cutlass.Numeric],
-    output_type: type[cutlass.Numeric],
+    output_types: tuple[type[cutlass.Numeric], ...],
+    *,
+    fused: bool = False,
 ) -> None:
-    """Raises ValueError unless there is such a product. Float32 is multiplied as tfloat32."""
-    if output_type not in OUTPUTS.get(operand_type, ()):
-        raise ValueError(f"no product of {operand_type} operands gives {output_type}")
+    """Raises ValueError unless there is such a product; a fused one gives anything that is stored.
+    Float32 is multiplied as tfloat32."""
+    for output_type in output_types:
+        known = STORED if fused else OUTPUTS.get(operand_type, ())
+        if operand_type not in OUTPUTS or output_type not in known:
+            raise ValueError(f"no product of {operand_type} operands gives {output_type}")
     expected = Int32 if operand_type is Int8 else Float32
     if accumulator_type is not expected:
         raise ValueError(

@@ -623,6 +623,8 @@ class Gemm:
             turn = turns.state
             if consumer == 1:
                 stage.advance(k_tiles)
+        if const_expr(self.promoted and self.groups_per_tile > 1 and self.split_k is None):
+            self._fall_behind(consumer, k_tiles, pipeline_ab, stage)
         for tile in cutlass.range(first, end, step, unroll=1):
             m, n, batch = order.coordinates(tile)
             first_k, count = self._k_range(k_tiles, split, tile)
@@ -659,6 +661,15 @@ class Gemm:
                 if self._combine(consumer, accumulators, split, tile, storage):
                     self.output.write(consumer, accumulators, *destination)
         self.output.drain()
+
+    @cute.jit
+    def _fall_behind(self, consumer, k_tiles, pipeline_ab, stage):
+        """Consumers that share a tile stay a k tile apart: while one promotes its products, or
+        writes its part, another has the tensor cores."""
+        if consumer > 0 and k_tiles > 1:
+            following = stage.clone()
+            following.advance()
+            pipeline_ab.consumer_wait(following)
 
     def _fragments(self, consumer, tiled_mma, sA, sB, a_layout, b_layout, storage):
         """What this group reads of shared memory."""

@@ -11,11 +11,12 @@ from cutlass.cute import AddressSpace
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
 from cutlass.tensor_utils import LayoutEnum
 
-from ..common.epilogue import PAIR, Epilogue, Thread
+from ..common.conversion import CONVERTED
+from ..common.epilogue import PAIR, Epilogue, Thread, places, store_per_block
 from .mma import WGMMA_M
 from .reduced_output import GROUP, WARPS, ReducedOutput
 
-CONVERTED = 4  # elements at a time: conversions to 8 bits take four
+VECTOR_BYTES = 16  # that TMA asks of addresses, strides and rows, and so all operands have
 WIDTH = 32  # columns that a group writes at most at once: 64 or 128 bytes, a swizzle
 
 
@@ -56,7 +57,13 @@ class Output:
         self.tma_stores = tma_stores
         self.first_barrier = first_barrier  # named barriers: one per consumer from this one on
         self.buffers = 2  # of each consumer; there may be more
+        # Whether a bundle's operands are on their way while the last one is stored: where there
+        # are registers beside the accumulators, that is not for two blocks of rows and not for
+        # three consumers.
+        self.fetches_ahead = row_blocks == 1 and self.tile_blocks < 3
         self.bundle = lcm(epilogue.bundle, subtile_width(tile_n))
+        if epilogue.spans_row:
+            self.bundle = tile_n
         if tile_n % self.bundle:
             raise ValueError(f"a tile N of {tile_n} is no multiple of a bundle of {self.bundle}")
         if len(element_types) != len(epilogue.full) or len(tma_stores) != len(epilogue.full):
@@ -64,7 +71,8 @@ class Output:
         self.widths = tuple(self._width(full.columns) for full in epilogue.full)
         self.slot_bytes = WGMMA_M * min(WIDTH, self.widths[0]) * element_types[0].width // 8
         self.reduced = ReducedOutput(epilogue, tile, tile[0] // WGMMA_M // row_blocks)
-        if any(self._scratch_bytes(r.columns) > self.slot_bytes for r in epilogue.reduced):
+        by_column = [reduced for reduced in epilogue.reduced if reduced.over == "rows"]
+        if any(self._scratch_bytes(r.columns) > self.slot_bytes for r in by_column):
             raise ValueError(f"a bundle of {self.bundle} columns is too wide to be reduced")
         self.subtiles = tuple(
             (WGMMA_M, min(WIDTH, width, self.slot_bytes * 8 // element_type.width // WGMMA_M))
@@ -137,23 +145,31 @@ class Output:
         Args:
             place: (row, column, batch): of its first 64 rows, counted in those; of the tile.
             extents: (M, N) of the accumulators.
-            mR: The reduced outputs, and the space in memory that they need.
+            mR: The outputs per block of columns and the reduced ones; space: in memory, for these.
             ring: The buffers of all consumers.
             flag: An Int32 in shared memory, of this consumer.
         """
         row, column, batch = place
+        blocks = mR[: len(self.epilogue.per_block)]
+        mR = mR[len(self.epilogue.per_block) :]
         sums = self.reduced.start(self.row_blocks)
         tid = cute.arch.thread_idx()[0] % GROUP
+        threads = self._threads(accumulators, operands, row, column, batch, extents, tid)
         self._await_ring(consumer, in_flight=0)
         slot = 0
-        for i in cutlass.range_constexpr(self.row_blocks * (self.tile_n // self.bundle)):
-            row_block, bundle = divmod(i, self.tile_n // self.bundle)
+        for i in cutlass.range_constexpr(len(threads)):
+            bundle, row_block = divmod(i, self.row_blocks)
             block = row + row_block * self.row_step
-            thread = self._thread(
-                accumulators, operands, row_block, bundle, block, column, batch, extents, tid
-            )
+            thread = threads[i]
+            self.epilogue.fetch(thread, self.bundle)
             # All of a bundle at once: what an element needs on the way is soon of no more use.
-            fragments = self._made(thread)
+            fragments, gathered = self._made(thread)
+            store_per_block(self.epilogue, thread, blocks, self.bundle)
+            for j in cutlass.range_constexpr(len(mR)):
+                if const_expr(self.epilogue.reduced[j].over != "rows"):
+                    self.reduced.over_columns(j, gathered[j], sums[j], row_block)
+            if const_expr(self.fetches_ahead and i + 1 < len(threads)):
+                self.epilogue.fetch(threads[i + 1], self.bundle)
             for j in cutlass.range_constexpr(len(self.subtiles)):
                 to_shared = self._tiled_store(j, majors[j])
                 for k in cutlass.range_constexpr(self.widths[j] // self.subtiles[j][1]):
@@ -173,11 +189,10 @@ class Output:
                         self._store_by_threads(j, tid, sD_j, gD_j, mD[j].shape, majors[j], at)
                     slot += 1
             for j in cutlass.range_constexpr(len(mR)):
-                elements = self.reduced.elements(j, thread, self.bundle)
                 if const_expr(self.epilogue.reduced[j].over == "rows"):
                     buffer = consumer * self.buffers + slot % self.buffers
                     scratch = self._scratch(ring, buffer, self.epilogue.reduced[j].columns)
-                    self.reduced.over_rows(j, thread, elements, scratch, tid)
+                    self.reduced.over_rows(j, thread, gathered[j], scratch, tid)
                     self._await_ring(consumer, in_flight=self.buffers - 2)
                     first = scratch.shape[1] * bundle
                     self.reduced.leave_rows(j, scratch, space, first, (block, column, batch), tid)
@@ -185,8 +200,6 @@ class Output:
                         # An empty group: the ring counts one for every buffer.
                         cute.arch.cp_async_bulk_commit_group()
                     slot += 1
-                else:
-                    self.reduced.over_columns(j, sums[j], row_block, elements)
         if const_expr(len(mR) > 0):
             self._reduce(consumer, sums, place, extents, mR, space, ring, flag, tid)
 
@@ -203,7 +216,7 @@ class Output:
                 tile = (row // self.tile_blocks, column, batch)
                 group = row % self.tile_blocks % self.row_step
                 self.reduced.leave_matrix(j, sums[j], scratch, space, tile, group, tid, barrier_id)
-                self.reduced.complete(
+                self.reduced.reductions.complete(
                     j, mR[j], scratch, space, place, extents, tid, flag, barrier_id
                 )
             else:
@@ -211,7 +224,7 @@ class Output:
                     block = (row + row_block * self.row_step, column, batch)
                     if const_expr(over == "columns"):
                         self.reduced.leave_columns(j, sums[j], space, row_block, block, tid)
-                    self.reduced.complete(
+                    self.reduced.reductions.complete(
                         j, mR[j], scratch, space, block, extents, tid, flag, barrier_id
                     )
 
@@ -228,27 +241,38 @@ class Output:
         if any(self.tma_stores):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def _thread(
-        self, accumulators, operands, row_block, bundle, block, column, batch, extents, tid
-    ):
-        """The elements of this thread in a bundle."""
-        first = row_block * self.tile_n // 2 + bundle * self.bundle // 2
-        return Thread(
-            accumulators=cute.make_tensor(
-                accumulators.iterator + first, cute.make_layout(self.bundle // 2)
-            ),
-            kinds=self.epilogue.kinds,
-            operands=operands,
-            row=block * WGMMA_M + tid // 32 * 16 + tid % 32 // 4,
-            first_column=column * self.tile_n + bundle * self.bundle,
-            lane=tid % 4,
-            batch=batch,
-            extents=extents,
-            halves=self.epilogue.halves,
-        )
+    def _threads(self, accumulators, operands, row, column, batch, extents, tid) -> list:
+        """The elements of this thread by bundle, those of one bundle's row blocks in turn."""
+        found = []
+        of_rows: list = [{} for _ in range(self.row_blocks)]
+        for bundle in range(self.tile_n // self.bundle):
+            of_columns: dict = {}
+            for row_block in range(self.row_blocks):
+                first = row_block * self.tile_n // 2 + bundle * self.bundle // 2
+                own = cute.make_tensor(
+                    accumulators.iterator + first, cute.make_layout(self.bundle // 2)
+                )
+                block = row + row_block * self.row_step
+                thread = Thread(
+                    accumulators=own,
+                    kinds=self.epilogue.kinds,
+                    operands=operands,
+                    row=block * WGMMA_M + tid // 32 * 16 + tid % 32 // 4,
+                    first_column=column * self.tile_n + bundle * self.bundle,
+                    lane=tid % 4,
+                    batch=batch,
+                    extents=extents,
+                    halves=self.epilogue.halves,
+                    vector_bytes=VECTOR_BYTES if all(self.tma_stores) else 1,
+                    of_columns=of_columns,
+                    of_rows=of_rows[row_block],
+                )
+                found.append(thread)
+        return found
 
-    def _made(self, thread) -> list:
-        """The epilogue's elements of a bundle, in registers: for each output its subtiles."""
+    def _made(self, thread) -> tuple[list, list]:
+        """The epilogue's elements of a bundle, in registers: for each output its subtiles, and for
+        each that is reduced what `Reductions.gather` has of it."""
         fragments = [
             [
                 cute.make_rmem_tensor(WGMMA_M * columns // GROUP, element_type)
@@ -258,39 +282,27 @@ class Output:
                 self.subtiles, self.widths, self.element_types, strict=True
             )
         ]
-        most = max(cute.size(subtiles[0]) for subtiles in fragments)
-        for first in range(0, most, CONVERTED):
+        gathered: list = [{} for _ in self.epilogue.reduced]
+        sizes = [cute.size(subtiles[0]) for subtiles in fragments]
+        reductions = self.reduced.reductions
+        for first in range(0, max(*sizes, reductions.most(thread)), CONVERTED):
             for j, subtiles in enumerate(fragments):
                 for k, fragment in enumerate(subtiles):
                     if first < cute.size(fragment):
                         self._make(j, k, first, fragment, thread)
-        return fragments
+            reductions.gather(thread, gathered, first, CONVERTED)
+        return fragments, gathered
 
     def _make(self, j, k, first, fragment, thread):
         """Some elements of a subtile."""
         columns = self.subtiles[j][1]
-        places = self._places(j)[first : first + CONVERTED]
-        elements = [
-            self.epilogue.element(j, thread, half, k * columns + column) for half, column in places
-        ]
-        values = cute.make_rmem_tensor(len(elements), type(elements[0]))
-        for i, element in enumerate(elements):
-            values[i] = element
-        converted = cute.make_rmem_tensor(len(elements), self.element_types[j])
-        converted.store(values.load().to(self.element_types[j]))
-        for i in range(len(elements)):
-            fragment[first + i] = converted[i]
-
-    def _places(self, j) -> list:
-        """(half, column) of a thread's elements in a subtile; for pairs of columns in the order of
-        registers that a tiled copy of accumulators takes."""
         lane_columns = self.epilogue.full[j].lane_columns
-        return [
-            (half, first + i)
-            for first in range(0, self.subtiles[j][1], 4 * lane_columns)
-            for half in (0, 1)
-            for i in range(lane_columns)
+        elements = [
+            self.epilogue.element(j, thread, half, k * columns + column)
+            for half, column in places(columns, lane_columns)[first : first + CONVERTED]
         ]
+        target = cute.make_tensor(fragment.iterator + first, cute.make_layout(len(elements)))
+        self.epilogue.conversions.put(elements, target)
 
     def _put(self, j, fragment, to_shared, sD, tid):
         """A subtile into shared memory."""
@@ -301,8 +313,9 @@ class Output:
             cute.copy(to_shared, to_shared.retile(tCrD), tRS_sD)
             return
         row, lane = tid // 32 * 16 + tid % 32 // 4, tid % 4
-        for i, (half, column) in enumerate(self._places(j)):
-            sD[row + 8 * half, column + lane * self.epilogue.full[j].lane_columns] = fragment[i]
+        lane_columns = self.epilogue.full[j].lane_columns
+        for i, (half, column) in enumerate(places(self.subtiles[j][1], lane_columns)):
+            sD[row + 8 * half, column + lane * lane_columns] = fragment[i]
 
     def _tiled_store(self, j, major):
         """Registers → shared memory; of no use for columns that are not in pairs."""

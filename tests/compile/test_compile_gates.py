@@ -103,6 +103,8 @@ def one_of_each(condition):
     """The smallest kernel of each family and operand types for which the condition holds."""
     found = {}
     for family in families():
+        if family.arguments is not ka.GemmArguments:
+            continue
         kernels = [k for k in kernels_of(family) if condition(k.metadata)]
         for kernel in sorted(kernels, key=lambda k: prod(k.metadata.design.tile_shape)):
             types = tuple(t.dtype for t in kernel.metadata.operands.tensors.values())

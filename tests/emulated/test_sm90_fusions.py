@@ -7,16 +7,14 @@ swapped operands, layouts, batches and element types; sizes are no multiples of 
 import os
 
 import pytest
-import torch
-from support.fusions import Draw
+from support import fusion_cases as make
+from support.fusion_cases import E5M2, F16, F32, Case, on_meta
 from support.ptx.kernel import EmulatedKernel
 
 import kernel_api as ka
 from kernel_api.verification import FACTOR, FACTOR_REORDERED, judge
 
 pytestmark = pytest.mark.compile
-
-F16, BF16, F32, I64 = torch.float16, torch.bfloat16, torch.float32, torch.int64
 
 DESIGNS = {
     "cooperative": lambda d: d.schedule == "cooperative" and not d.splits and not d.swap_ab,
@@ -27,187 +25,64 @@ DESIGNS = {
     "swapped split": lambda d: d.swap_ab and d.splits,
 }
 
+GELU, DSILU = make.a_bias_activation("gelu"), make.a_recomputed_dactivation("silu")
+DSRELU = make.a_dactivation("squared_relu")
+PART_OF_HEADS = {"head_dim": 64, "start": 16, "width": 32, "style": "interleaved"}
 
-def a_gemm(draw):
-    given = {"alpha": 0.7, "C": draw.matrix(), "beta": -1.3, "bias": draw.columns()}
-    return ka.fusions.gemm(draw.A, draw.B, out=draw.written(), activation="leaky_relu", **given)
-
-
-def a_bias_activation(activation):
-    def make(draw):
-        return ka.fusions.gemm_bias_activation(
-            draw.A,
-            draw.B,
-            out=draw.written(),
-            bias=draw.columns().float(),
-            activation=activation,
-            preactivation=draw.written(element=F32),
-            alpha=0.7,
-        )
-
-    return make
-
-
-def a_residual(draw):
-    given = {"alpha": torch.tensor(0.7), "C": draw.matrix(), "beta": -1.3}
-    return ka.fusions.gemm_residual(draw.A, draw.B, out=draw.written(), activation="relu", **given)
-
-
-def an_amax(draw):
-    amax = draw.reduced(element=F32)
-    return ka.fusions.gemm_amax(draw.A, draw.B, out=draw.written(), amax=amax, alpha=-0.7)
-
-
-def a_glu(kind, element=None, **options):
-    def make(draw):
-        return ka.fusions.gemm_glu(
-            draw.A,
-            draw.B,
-            out=draw.written(draw.N // 2, element),
-            kind=kind,
-            preactivation=draw.written(),
-            bias=draw.columns(),
-            prob=draw.rows().float(),
-            alpha=0.7,
-            **options,
-        )
-
-    return make
-
-
-def a_dglu(kind, **options):
-    def make(draw):
-        wide = 2 * draw.N
-        return ka.fusions.gemm_dglu(
-            draw.A,
-            draw.B,
-            out=draw.written(wide),
-            preactivation=draw.matrix(wide),
-            kind=kind,
-            prob=draw.rows().float(),
-            dprob=draw.reduced(*draw.batches, draw.M, element=F32),
-            dbias=draw.reduced(*draw.batches, wide, element=F32),
-            alpha=0.7,
-            **options,
-        )
-
-    return make
-
-
-def a_recomputed_dglu(draw):
-    return ka.fusions.gemm_recompute_dglu(
-        draw.A,
-        draw.B,
-        out=draw.written(),
-        upstream=draw.matrix(draw.N // 2),
-        bias=draw.columns(),
-        dbias=draw.reduced(*draw.batches, draw.N, element=F32),
-        alpha=0.7,
-    )
-
-
-def an_srelu(draw):
-    return ka.fusions.gemm_srelu(
-        draw.A,
-        draw.B,
-        out=draw.written(),
-        preactivation=draw.written(),
-        prob=draw.rows().float(),
-        alpha=0.7,
-    )
-
-
-def a_dactivation(activation):
-    def make(draw):
-        return ka.fusions.gemm_dactivation(
-            draw.A,
-            draw.B,
-            out=draw.written(),
-            preactivation=draw.matrix(),
-            activation=activation,
-            prob=draw.rows(),
-            dprob=draw.reduced(*draw.batches, draw.M, element=F32),
-            dbias=draw.reduced(*draw.batches, draw.N, element=F32),
-            alpha=0.7,
-        )
-
-    return make
-
-
-def a_recomputed_dactivation(activation):
-    def make(draw):
-        return ka.fusions.gemm_recompute_dactivation(
-            draw.A,
-            draw.B,
-            out=draw.written(),
-            upstream=draw.matrix(),
-            activation=activation,
-            bias=draw.columns(),
-            prob=draw.rows().float(),
-            dprob=draw.reduced(*draw.batches, draw.M, element=F32),
-            dbias=draw.reduced(*draw.batches, draw.N, element=F32),
-            alpha=0.7,
-        )
-
-    return make
-
-
-def a_rope(**how):
-    def make(draw):
-        width = how.get("width", how["head_dim"] - how.get("start", 0))
-        angle = draw.random(*draw.batches, draw.M, width // 2, element=F32)
-        tables = {"cos": angle.cos(), "sin": angle.sin()}
-        return ka.fusions.gemm_rope(draw.A, draw.B, out=draw.written(), **tables, **how)
-
-    return make
-
-
-def a_dropout(draw):
-    state = {"p": 0.3, "seed": torch.tensor(2**40 + 17), "offset": 2**33 + 5}
-    return ka.fusions.gemm_dropout(draw.A, draw.B, out=draw.written(), alpha=0.7, **state)
-
-
-#: (name, arguments of a draw, design, how it is drawn)
 CASES = [
-    ("gemm", a_gemm, "cooperative", {"M": 70, "N": 72}),
-    ("bias gelu", a_bias_activation("gelu"), "pingpong", {"M": 13, "N": 136, "element": F16}),
-    ("residual", a_residual, "swapped", {"M": 13, "N": 136}),
-    ("amax", an_amax, "split", {"M": 70, "N": 72, "K": 264}),
-    ("swiglu", a_glu("swiglu"), "pingpong", {"M": 70, "N": 192}),
-    ("geglu", a_glu("geglu", F32), "cooperative", {"M": 70, "N": 192, "element": F16}),
-    ("reglu", a_glu("reglu", granularity=1), "split", {"M": 13, "N": 72, "K": 264}),
-    ("geglu_clamped", a_glu("geglu_clamped", limit=0.8), "cooperative", {"M": 70, "N": 64}),
-    ("situglu", a_glu("situglu", order="gate_up"), "stream", {"M": 13, "N": 192, "K": 264}),
-    ("dswiglu", a_dglu("swiglu"), "cooperative", {"M": 13, "N": 96}),
-    ("dglu", a_dglu("geglu_clamped", limit=0.8, granularity=8), "cooperative", {"M": 70, "N": 40}),
-    ("recompute_dswiglu", a_recomputed_dglu, "split", {"M": 13, "N": 192, "K": 264}),
-    ("srelu", an_srelu, "swapped split", {"M": 13, "N": 136, "K": 264}),
-    ("dsrelu", a_dactivation("squared_relu"), "cooperative", {"M": 13, "N": 72, "batch": 2}),
-    ("dsilu", a_recomputed_dactivation("silu"), "cooperative", {"M": 70, "N": 72}),
-    ("rope", a_rope(head_dim=64), "cooperative", {"M": 13, "N": 192, "batch": 2}),
-    (
+    Case("gemm", make.a_gemm, "cooperative", {"M": 70, "N": 72}),
+    Case("bias gelu", GELU, "pingpong", {"M": 13, "N": 136, "element": F16}),
+    Case("residual", make.a_residual, "swapped", {"M": 13, "N": 136}),
+    Case("amax", make.an_amax, "split", {"M": 70, "N": 72, "K": 264}),
+    Case("swiglu", make.a_glu("swiglu"), "pingpong", {"M": 70, "N": 192}),
+    Case("geglu", make.a_glu("geglu", F32), "cooperative", {"M": 70, "N": 192, "element": F16}),
+    Case("reglu", make.a_glu("reglu", granularity=1), "split", {"M": 13, "N": 72, "K": 264}),
+    Case(
+        "geglu_clamped", make.a_glu("geglu_clamped", limit=0.8), "cooperative", {"M": 70, "N": 64}
+    ),
+    Case(
+        "situglu", make.a_glu("situglu", order="gate_up"), "stream", {"M": 13, "N": 192, "K": 264}
+    ),
+    Case("dswiglu", make.a_dglu("swiglu"), "cooperative", {"M": 13, "N": 96}),
+    Case(
+        "dglu",
+        make.a_dglu("geglu_clamped", limit=0.8, granularity=8),
+        "cooperative",
+        {"M": 70, "N": 40},
+    ),
+    Case("recompute_dswiglu", make.a_recomputed_dglu, "split", {"M": 13, "N": 192, "K": 264}),
+    Case("srelu", make.an_srelu, "swapped split", {"M": 13, "N": 136, "K": 264}),
+    Case("dsrelu", DSRELU, "cooperative", {"M": 13, "N": 72, "batch": 2}),
+    Case("dsilu", DSILU, "cooperative", {"M": 70, "N": 72}),
+    Case("rope", make.a_rope(head_dim=64), "cooperative", {"M": 13, "N": 192, "batch": 2}),
+    Case(
         "rope, part",
-        a_rope(head_dim=64, start=16, width=32, style="interleaved"),
+        make.a_rope(**PART_OF_HEADS),
         "pingpong",
         {"M": 70, "N": 192, "layout": "n"},
     ),
-    ("dropout", a_dropout, "cooperative", {"M": 13, "N": 72}),
+    Case("dropout", make.a_dropout, "cooperative", {"M": 13, "N": 72}),
+    Case("halves", make.a_glu("swiglu", granularity="halves"), "pingpong", {"M": 70, "N": 192}),
+    Case(
+        "dswiglu, halves",
+        make.a_dglu("swiglu", granularity="halves"),
+        "split",
+        {"M": 13, "N": 96, "K": 264},
+    ),
+    Case("many", make.many_outputs(), "stream", {"M": 70, "N": 72, "batch": 2, "K": 264}),
+    Case("hadamard", make.a_hadamard, "cooperative", {"M": 13, "N": 80}),
+    Case("quantize", make.a_quantize("tensor"), "pingpong", {"M": 70, "N": 80}),
+    Case("quantize, mx", make.a_quantize("mx", E5M2), "split", {"M": 13, "N": 160, "K": 264}),
+    Case("quantize, row", make.a_quantize("row"), "cooperative", {"M": 70, "N": 48, "pad": 16}),
+    Case("norm", make.a_norm, "cooperative", {"M": 13, "N": 120, "batch": 2}),
+    Case("blocks", make.repeated_blocks, "cooperative", {"M": 13, "N": 80}),
 ]
-
-
-def on_meta(args):
-    """The same for any device: a query asks tensors of a GPU or of none."""
-
-    def meta(tensor):
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-    epilogue = {name: meta(one.tensor) for name, one in args.epilogue.tensors.items()}
-    return args.rebuilt(*map(meta, args.tensors), **epilogue)
 
 
 def smallest(kernels, design):
     """Of the kernels with such a design, the one with the smallest tiles."""
-    fitting = [k for k in kernels if DESIGNS[design](k.metadata.design)]
+    hopper = [k for k in kernels if k.metadata.targets == ("sm_90a",)]
+    fitting = [k for k in hopper if DESIGNS[design](k.metadata.design)]
     assert fitting, f"{design} is not among {len(kernels)} kernels"
 
     def size(kernel):
@@ -218,21 +93,15 @@ def smallest(kernels, design):
     return min(fitting, key=size)
 
 
-def drawn(turn, how):
-    """Every other output is not aligned to 16 bytes."""
-    how = {"K": 72, "element": BF16, "pad": 8 if turn % 2 else 3, "seed": turn, **how}
-    return Draw(**how)
+#: With KERNEL_API_EMULATE in the environment all of them, else one of four.
+TURNS = range(0, len(CASES), 1 if os.environ.get("KERNEL_API_EMULATE") else 4)
 
 
-#: With KERNEL_API_EMULATE in the environment all of them, else one of two.
-TURNS = range(0, len(CASES), 1 if os.environ.get("KERNEL_API_EMULATE") else 2)
-
-
-@pytest.mark.parametrize("turn", TURNS, ids=[CASES[turn][0] for turn in TURNS])
+@pytest.mark.parametrize("turn", TURNS, ids=[CASES[turn].name for turn in TURNS])
 def test_a_fusion_is_right(turn):
-    _, make, design, how = CASES[turn]
-    args = make(drawn(turn, how))
-    kernel = smallest(ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"]), design)
+    args = CASES[turn].drawn(turn)
+    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
+    kernel = smallest(kernels, CASES[turn].design)
     compiled = EmulatedKernel.compile(kernel, args)
     assert not compiled.artifact.resources.spill_bytes
     compiled.run(args, multiprocessors=2, seed=turn)
@@ -242,7 +111,7 @@ def test_a_fusion_is_right(turn):
 
 
 def test_a_new_factor_compiles_nothing():
-    draw = drawn(0, {"M": 70, "N": 72})
+    draw = make.Draw(M=70, N=72, K=72, element=make.BF16)
     operands = draw.A, draw.B, draw.written(), draw.reduced(element=F32)
 
     def arguments(alpha):

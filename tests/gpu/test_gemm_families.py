@@ -30,6 +30,8 @@ def registered():
         cc = f"{major}.{minor}"
     configurations = {}
     for kernel in ka.get_kernels(cc=cc, providers=["cutedsl"]):
+        if kernel.arguments is not ka.GemmArguments:
+            continue
         metadata = kernel.metadata
         tensors = tuple((t.dtype, t.divisibility) for t in metadata.operands.tensors.values())
         configurations.setdefault((type(kernel), metadata.design, tensors), []).append(kernel)

@@ -4,27 +4,28 @@ import pytest
 from cutlass import BFloat16, Float16, Float32, Int8, Int32
 from sm80_gemms import planned
 
-from kernel_api.implementations.common.epilogue import Finish, Full, Reduced
+from kernel_api.implementations.common.epilogue import Epilogue, Full
 from kernel_api.implementations.sm80.gemm import Gemm
-from kernel_api.implementations.sm80.mma import MMA_N
 
 
-class Wide(Finish):
-    bundle = 2 * MMA_N
+class Wide(Epilogue):
+    bundle = 64
 
 
-class TwoOutputs(Finish):
+class TwoOutputs(Epilogue):
     full = (Full(), Full())
 
 
-class WithMaximum(Finish):
-    reduced = (Reduced("max", "columns"),)
+def test_columns_looked_at_together_that_are_more_than_a_warp_has():
+    gemm = Gemm((64, 64, 64), (2, 2), 3, epilogue=Wide())
+    with pytest.raises(ValueError, match="32 columns of a warp are no multiple of a bundle of 64"):
+        gemm._plan(BFloat16, BFloat16, (1, 1, 1))
 
 
-@pytest.mark.parametrize("epilogue", [Wide(), TwoOutputs(), WithMaximum()])
-def test_epilogues_that_look_at_more_than_an_instruction_has(epilogue):
-    with pytest.raises(ValueError, match="one output, of 8 columns or less at once"):
-        Gemm((64, 64, 64), (2, 2), 3, epilogue=epilogue)
+def test_fewer_outputs_than_the_epilogue_gives():
+    gemm = Gemm((64, 64, 64), (2, 2), 3, epilogue=TwoOutputs())
+    with pytest.raises(ValueError, match="1 outputs for 2 to write"):
+        gemm._plan(BFloat16, BFloat16, (1, 1, 1))
 
 
 def test_a_split_into_fewer_than_two_parts():

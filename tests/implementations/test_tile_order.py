@@ -2,7 +2,6 @@
 
 from functools import cache
 from itertools import pairwise
-from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
@@ -133,7 +132,7 @@ def compiled_raster(raster):
     def first_of_tile(block: Int32, size_m: Int32, size_n: Int32):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cute.arch, "block_idx", lambda: (block, 0, 0))
-            return gemm._first_of_tile(SimpleNamespace(shape=(size_m, size_n)))
+            return gemm._first_of_tile((size_m, size_n))
 
     @cute.jit
     def write_places(places: cute.Tensor, blocks: Int32, size_m: Int32, size_n: Int32):

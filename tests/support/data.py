@@ -128,13 +128,17 @@ def arguments_for(
     device: Any = "cpu",
     values: str = "random",
     seed: int = 0,
-) -> ka.GemmArguments:
-    """Arguments that a GEMM kernel's metadata asks for, whatever the sizes.
+) -> Any:
+    """Arguments that a kernel's metadata asks for, whatever the sizes; a norm has rows of N.
 
     Rows are padded to the divisibility that the kernel asks, and by no more, so that a kernel
     without alignment gets odd strides; a row of one element has a pitch of at least two, because
     with two strides of 1 the major could not be told.
     """
+    if is_norm(kernel):
+        from support import norms
+
+        return norms.arguments_for(kernel, M, N, device=device, seed=seed)
     operands = kernel.metadata.operands
     letters = {"M": M, "N": N, "K": K}
     repacked = getattr(kernel, "repacked", (False, False))
@@ -169,9 +173,17 @@ def arguments_for(
     return with_scales(plain, scales, seed)
 
 
+def is_norm(kernel: ka.Kernel) -> bool:
+    from kernel_api.arguments.norm import NormArguments
+
+    return issubclass(kernel.arguments or ka.GemmArguments, NormArguments)
+
+
 def supported_sizes(kernel: ka.Kernel, M: int, N: int, K: int) -> tuple[int, int, int]:
     """The sizes, enlarged where the kernel asks: K for a split along it, M or N of an output that
-    is written 16 bytes at once."""
+    is written 16 bytes at once. Those of a norm stay."""
+    if is_norm(kernel):
+        return M, N, K
     design, out = kernel.metadata.design, kernel.metadata.operands.out
     split = getattr(design, "split_k", 1)
     if split > 1:

@@ -111,6 +111,12 @@ def _hadamard(x, normalised=True, signs=None):
     return y / 4 if normalised else y
 
 
+def _amax(x, axis, block=None):
+    if block is None:
+        return _reduction(lambda y, modes: y.abs().amax(modes, keepdim=True))(x, axis)
+    return x.abs().unflatten(-1, (-1, block)).amax(-1)
+
+
 def _reduction(reduce):
     def reduction(x, axis):
         if axis is not None:
@@ -159,7 +165,8 @@ torch_functions = SimpleNamespace(
     sum=_reduction(lambda x, axis: x.sum(axis, keepdim=True)),
     max=_reduction(lambda x, axis: x.amax(axis, keepdim=True)),
     min=_reduction(lambda x, axis: x.amin(axis, keepdim=True)),
-    amax=_reduction(lambda x, axis: x.abs().amax(axis, keepdim=True)),
+    amax=_amax,
+    repeat=lambda x, times: x.repeat_interleave(times, -1),
     mean_square=_reduction(lambda x, axis: (x**2).mean(axis, keepdim=True)),
     glu_pair=_glu_pair,
     interleave=_interleave,

@@ -4,24 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Uint32, Uint64
+from cutlass import Boolean, Float32
 
 from kernel_api.dtypes import dtype
-from kernel_api.epilogue.graph import Graph, Node
+from kernel_api.epilogue.graph import HADAMARD_BLOCK, Graph, Node
+from kernel_api.implementations.common.conversion import (
+    Conversions,
+    reciprocal_of_power,
+    select,
+)
 from kernel_api.implementations.common.epilogue import (
     NUMBER,
     Epilogue,
     Full,
+    PerBlock,
     Reduced,
     Thread,
+    places,
 )
+from kernel_api.implementations.common.reductions import (
+    QUAD,
+    combined,
+    identity,
+    reduced_over_lanes,
+)
+from kernel_api.providers.cutedsl.epilogue.functions import exact_functions, functions_for
+from kernel_api.providers.cutedsl.epilogue.philox import uniform_of_pairs
 from kernel_api.providers.cutedsl.epilogue.plan import PAIR, Plan, block_columns, kind_of
 
 _Value = Any  # Float32 or Boolean
+
+_POWERS_OF_TWO = "float8_e8m0fnu"
+
+
+class Place(NamedTuple):
+    """Which of a thread's elements, see `Thread`; 0 for modes that a node does not have."""
+
+    half: int
+    column: int
+    lane: int
 
 
 class GraphEpilogue(Epilogue):  # type: ignore[misc]
@@ -29,25 +53,49 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
 
     Args:
         plan: Of the graph.
-        output_types: Of the outputs, first those with rows and columns: the narrower they are,
-            the less of a function's precision they show.
+        output_types: Of the outputs in the order of the plan: the narrower they are, the less of
+            a function's precision they show.
+        conversions: To and from the types of operands and outputs.
     """
 
-    def __init__(self, graph: Graph, plan: Plan, output_types: tuple[Any, ...]) -> None:
-        self._graph = graph
-        self._plan = plan
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        output_types: tuple[Any, ...],
+        conversions: Conversions | None = None,
+    ) -> None:
+        self._graph, self._plan, self._nodes = graph, plan, graph.nodes
         self._names = tuple(graph.leaves)
+        self._uses = _uses(graph)
+        #: Whether the values of a node differ between rows, and between columns.
+        self._varies = [
+            (node.shape.rows, node.shape.columns > 0 or node.op == "table") for node in graph.nodes
+        ]
+        self.conversions = conversions or Conversions()
         self.kinds = tuple(_kind(leaf) for leaf in graph.leaves.values())
         self.full = tuple(
-            Full(graph.nodes[index].shape.columns, plan.lanes[index] or PAIR)
-            for _, index in plan.full
+            Full(self._columns(index), plan.lanes[index] or PAIR) for _, index in plan.full
         )
+        self.per_block = tuple(PerBlock(self._columns(index)) for _, index in plan.per_block)
         self.reduced = tuple(self._reduced(index) for _, index in plan.reduced)
         self.bundle = plan.bundle
         self.halves = plan.halves
-        self._functions = _functions(
-            short=all(t.width <= 16 for t in output_types[: len(plan.full)]),
-            shortest=all(t is BFloat16 or t.width <= 8 for t in output_types),
+        self.spans_row = plan.spans_row
+        self._functions, self._short = functions_for(output_types[: len(plan.full)], output_types)
+        self._exact = exact_functions()
+        self._reads: dict[int, list[tuple[Any, ...]]] = {}
+
+    def _columns(self, index: int) -> Fraction:
+        return self._nodes[index].shape.columns
+
+    def _reduced(self, index: int) -> Reduced:
+        node = self._nodes[index]
+        return Reduced(
+            _kind_of_parts(node),
+            node["axis"],
+            self._columns(node.inputs[0]),
+            self._plan.lanes[index],
         )
 
     def transposed(self) -> GraphEpilogue:
@@ -57,162 +105,330 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
         swapped.__dict__.update(self.__dict__)
         swap = str.maketrans("mn", "nm")
         swapped.kinds = tuple(k if k == NUMBER else k.translate(swap) for k in self.kinds)
+        swapped._varies = [varies[::-1] for varies in self._varies]
+        swapped._reads = {}
         return swapped
 
+    # What kernels ask --------------------------------------------------------------------
+
     def element(self, output: int, thread: Thread, half: int, column: int) -> _Value:
-        if output < len(self.full):
-            index = self._plan.full[output][1]
-            return self._value(index, thread, half, column, self.full[output].lane_columns)
-        output -= len(self.full)
-        node = self._graph.nodes[self._plan.reduced[output][1]]
-        lane = self.reduced[output].lane_columns
-        value = self._value(node.inputs[0], thread, half, column, lane)
-        return cute.math.abs(value) if node["kind"] == "amax" else value
+        index, lane = self._written(output)
+        value = self._value(index, thread, Place(half, column, lane))
+        return cute.math.abs(value) if self._kind_of_output(output) == "amax" else value
+
+    def factors(
+        self, output: int, thread: Thread, half: int, column: int
+    ) -> tuple[_Value, ...] | None:
+        index, lane = self._written(output)
+        if self._nodes[index].op != "mul" or self._kind_of_output(output) == "amax":
+            return None
+        return tuple(self._inputs(index, thread, self._place(index, Place(half, column, lane))))
+
+    def fetch(self, thread: Thread, bundle: int) -> None:
+        if bundle not in self._reads:
+            self._reads[bundle] = list(self._operands_of(bundle))
+        for read in self._reads[bundle]:
+            thread.operand(*read)
 
     def finished(self, output: int, value: _Value, extents: tuple[_Value, ...]) -> _Value:
-        node = self._graph.nodes[self._plan.reduced[output][1]]
+        node = self._nodes[self._plan.reduced[output][1]]
         if node["kind"] != "mean":
             return value
         M, N, L = extents
-        columns = self.reduced[output].columns
-        count = Float32(N) * Float32(float(columns))
+        count = self._row_length(node, N)
         if node["axis"] != "columns":
             count = Float32(M) if node["axis"] == "rows" else count * Float32(M)
         if node["axis"] == "all":
             count = count * Float32(L)
         return value / count
 
-    def _reduced(self, index: int) -> Reduced:
-        node = self._graph.nodes[index]
-        kind = {"amax": "max", "mean": "sum"}.get(node["kind"], node["kind"])
-        columns = self._graph.nodes[node.inputs[0]].shape.columns
-        return Reduced(kind, node["axis"], columns, self._plan.lanes[index])
+    def _row_length(self, node: Node, N: _Value) -> _Value:
+        return Float32(N) * Float32(float(self._columns(node.inputs[0])))
 
-    def _value(self, index: int, thread: Thread, half: int, column: int, lane: int) -> _Value:
+    def _written(self, output: int) -> tuple[int, int]:
+        """(node, columns from one lane to the next) of an output, or of what is reduced."""
+        outputs = (*self._plan.full, *self._plan.per_block, *self._plan.reduced)
+        index = outputs[output][1]
+        if output < len(self.full):
+            return index, self.full[output].lane_columns
+        output -= len(self.full)
+        if output < len(self.per_block):
+            return index, 0
+        return self._nodes[index].inputs[0], self.reduced[output - len(self.per_block)].lane_columns
+
+    def _kind_of_output(self, output: int) -> str | None:
+        output -= len(self.full) + len(self.per_block)
+        if output < 0:
+            return None
+        kind: str = self._nodes[self._plan.reduced[output][1]]["kind"]
+        return kind
+
+    # Where values come from --------------------------------------------------------------
+
+    def _place(self, index: int, place: Place) -> Place:
+        """Without the modes that a node does not have."""
+        by_row, by_column = self._varies[index]
+        half = place.half if by_row else 0
+        if not by_column:
+            return Place(half, 0, 0)
+        return Place(half, place.column, 0 if index in self._plan.blocks else place.lane)
+
+    def _sources(self, index: int, place: Place, bundle: int) -> list[tuple[int, Place]]:
+        """The elements that one is computed from: of which nodes, and where."""
+        node = self._nodes[index]
+        if node.op in _SOURCES:
+            return _SOURCES[node.op](self, node, place, bundle)
+        return [(i, place) for i in node.inputs]
+
+    def _of_split(self, node: Node, place: Place, bundle: int) -> list[tuple[int, Place]]:
+        part, granularity = int(node["part"]), block_columns(node)
+        lane = place.lane
+        if granularity == 1:
+            column, lane = 2 * place.column + part, 2 * lane
+        else:
+            block, rest = divmod(place.column, granularity)
+            column = (2 * block + part) * granularity + rest
+        return [(node.inputs[0], Place(place.half, column, lane))]
+
+    def _of_interleave(self, node: Node, place: Place, bundle: int) -> list[tuple[int, Place]]:
+        granularity = block_columns(node)
+        block, rest = divmod(place.column, granularity)
+        column, part = (block // 2) * granularity + rest, block % 2
+        lane = place.lane // 2 if granularity == 1 else place.lane
+        return [(node.inputs[part], Place(place.half, column, lane))]
+
+    def _of_repeat(self, node: Node, place: Place, bundle: int) -> list[tuple[int, Place]]:
+        times = int(node["times"])
+        return [(node.inputs[0], Place(place.half, place.column // times, place.lane // times))]
+
+    def _of_rotate(self, node: Node, place: Place, bundle: int) -> list[tuple[int, Place]]:
+        """Itself; and if it is turned, the other of its pair, cos and sin of the pair."""
+        x, cos, sin = node.inputs
+        width, column = int(node["width"]), place.column
+        at = column % int(node["head_dim"]) - int(node["start"])
+        if not 0 <= at < width:
+            return [(x, place)]
+        if node["style"] == "half":
+            apart, pair, lane = width // 2, at % (width // 2), place.lane
+        else:
+            apart, pair, lane = 1, at // 2, place.lane // 2
+        other = column - apart if self._is_second(node, column) else column + apart
+        angle = Place(place.half, pair, lane)
+        return [(x, place), (x, place._replace(column=other)), (cos, angle), (sin, angle)]
+
+    @staticmethod
+    def _is_second(node: Node, column: int) -> bool:
+        """Whether an element that is turned is the second of its pair."""
+        at = column % int(node["head_dim"]) - int(node["start"])
+        return at >= int(node["width"]) // 2 if node["style"] == "half" else at % 2 == 1
+
+    def _of_hadamard(self, node: Node, place: Place, bundle: int) -> list[tuple[int, Place]]:
+        """A thread's 4 of 16 columns, then their signs."""
+        own = [high + low for high in (0, 8) for low in (0, 1)]
+        first = place.column - place.column % HADAMARD_BLOCK
+        found = [(node.inputs[0], place._replace(column=first + column)) for column in own]
+        signs = node.inputs[1:]
+        return found + [(i, place._replace(column=column)) for i in signs for column in own]
+
+    def _of_reduce(self, node: Node, place: Place, bundle: int) -> list[tuple[int, Place]]:
+        """A thread's elements of a block of columns, or of a row of the tile."""
+        x = node.inputs[0]
+        if node["axis"] == "block":
+            columns = int(node["block"])
+            first = place.column * columns
+        else:
+            columns, first = int(bundle * self._columns(x)), 0
+        lane = self._plan.lanes[x] or PAIR
+        return [
+            (x, Place(place.half, first + column, lane))
+            for half, column in places(columns, lane)
+            if half == 0
+        ]
+
+    def _operands_of(self, bundle: int) -> list[tuple[Any, ...]]:
+        """What `Thread.operand` is asked for in a bundle, each once."""
+        found: dict[tuple[int, Place], None] = {}
+        outputs = range(len(self.full) + len(self.per_block) + len(self.reduced))
+        for output in outputs:
+            index, lane = self._written(output)
+            for half, column in self.places(output, bundle):
+                self._visit(index, Place(half, column, lane), bundle, found)
+        read = ("operand", "table")
+        return [self._read(*one) for one in found if self._nodes[one[0]].op in read]
+
+    def _visit(
+        self, index: int, place: Place, bundle: int, found: dict[tuple[int, Place], None]
+    ) -> None:
+        place = self._place(index, place)
+        if (index, place) not in found:
+            found[index, place] = None
+            for source in self._sources(index, place, bundle):
+                self._visit(*source, bundle, found)
+
+    def _read(self, index: int, place: Place) -> tuple[Any, ...]:
+        """As arguments of `Thread.operand`; the columns of a table are its own."""
+        node = self._nodes[index]
+        columns = None if node.op == "table" else node.shape.columns or Fraction(1)
+        return (self._names.index(node["name"]), *place, columns)
+
+    # Values ------------------------------------------------------------------------------
+
+    def _value(self, index: int, thread: Thread, place: Place) -> _Value:
         """Of a node, for one element; each is computed once per bundle."""
-        key = (index, half, column, lane)
+        place = self._place(index, place)
+        key = (index, place)
         if key not in thread.memory:
-            node = self._graph.nodes[index]
-            special = _SPECIAL.get(node.op)
-            if special is not None:
-                value = special(self, node, index, thread, half, column, lane)
-            else:
-                inputs = [self._value(i, thread, half, column, lane) for i in node.inputs]
-                value = self._functions[node.op](*inputs)
-            thread.memory[key] = value
+            computed = _VALUES.get(self._nodes[index].op)
+            if computed is None:
+                computed = GraphEpilogue._elementwise
+            thread.memory[key] = computed(self, index, thread, place)
         return thread.memory[key]
 
-    # Leaves ------------------------------------------------------------------------------
+    def _inputs(self, index: int, thread: Thread, place: Place) -> list[_Value]:
+        sources = self._sources(index, place, thread.bundle)
+        return [self._value(source, thread, at) for source, at in sources]
 
-    def _accumulator(self, node: Node, index: int, thread: Thread, *place: int) -> _Value:
-        half, column, _ = place
-        return thread.accumulator(half, column).to(Float32)
+    def _accumulator(self, index: int, thread: Thread, place: Place) -> _Value:
+        return thread.accumulator(place.half, place.column).to(Float32)
 
-    def _constant(self, node: Node, *_: Any) -> _Value:
-        return Float32(float.fromhex(node["value"]))
+    def _constant(self, index: int, thread: Thread, place: Place) -> _Value:
+        return Float32(float.fromhex(self._nodes[index]["value"]))
 
-    def _operand(
-        self, node: Node, index: int, thread: Thread, half: int, column: int, lane: int
-    ) -> _Value:
-        position = self._names.index(node["name"])
-        value = thread.operand(position, half, column, lane, node.shape.columns or Fraction(1))
-        if node["type"] == "real":
-            return value.to(Float32)
+    def _operand(self, index: int, thread: Thread, place: Place) -> _Value:
+        node = self._nodes[index]
+        if node.op == "scalar":
+            value = thread.operand(self._names.index(node["name"]), 0, 0)
+        else:
+            value = thread.operand(*self._read(index, place))
+        if node.op == "table" or node["type"] == "real":
+            return self.conversions.widened(value)
         return value != type(value)(0) if node["type"] == "bool" else value
 
-    # Of one element, with attributes -----------------------------------------------------
+    def _elementwise(self, index: int, thread: Thread, place: Place) -> _Value:
+        node = self._nodes[index]
+        if node.op in ("add", "sub"):
+            return self._sum(index, thread, place)
+        if node.op == "div":
+            return self._quotient(index, thread, place)
+        functions = self._exact if self._is_shared(index) else self._functions
+        return functions[node.op](*self._inputs(index, thread, place))
 
-    def _cast(self, node: Node, index: int, thread: Thread, *place: int) -> _Value:
-        value = self._value(node.inputs[0], thread, *place)
+    def _is_shared(self, index: int) -> bool:
+        """Whether a value serves many elements, so that it may take its time."""
+        return index in self._plan.blocks or not self._varies[index][1]
+
+    def _sum(self, index: int, thread: Thread, place: Place) -> _Value:
+        """With a product that nothing else needs in one instruction."""
+        node = self._nodes[index]
+        signs = (1, -1 if node.op == "sub" else 1)
+        for i, other in ((1, 0), (0, 1)):
+            product = self._nodes[node.inputs[i]]
+            if product.op == "mul" and self._uses[node.inputs[i]] == 1:
+                a, b = self._inputs(node.inputs[i], thread, place)
+                c = self._value(node.inputs[other], thread, place)
+                a, c = (-a if signs[i] < 0 else a), (-c if signs[other] < 0 else c)
+                return cute.math.fma(a, b, c)
+        return self._functions[node.op](*self._inputs(index, thread, place))
+
+    def _quotient(self, index: int, thread: Thread, place: Place) -> _Value:
+        """Short ones as a multiplication with a reciprocal, which is found once."""
+        a, b = self._nodes[index].inputs
+        dividend = self._value(a, thread, place)
+        source, at = self._shared_source(b, self._place(b, place))
+        power = self._nodes[source].op == "cast" and self._nodes[source]["to"] == _POWERS_OF_TWO
+        if not power and (not self._short or self._is_shared(index)):
+            return dividend / self._value(b, thread, place)
+        key = ("reciprocal", source, at)
+        if key not in thread.memory:
+            thread.memory[key] = self._reciprocal(source, thread, at, power)
+        return dividend * thread.memory[key]
+
+    def _shared_source(self, index: int, place: Place) -> tuple[int, Place]:
+        """Of a value that is repeated, the one that is."""
+        while self._nodes[index].op == "repeat":
+            ((index, place),) = self._sources(index, place, 0)
+            place = self._place(index, place)
+        return index, place
+
+    def _reciprocal(self, index: int, thread: Thread, place: Place, power: bool) -> _Value:
+        value = self._value(index, thread, place)
+        if power:
+            return reciprocal_of_power(value)
+        return 1.0 / value if self._is_shared(index) else cute.math.rcp(value, approx=True)
+
+    def _cast(self, index: int, thread: Thread, place: Place) -> _Value:
+        (value,) = self._inputs(index, thread, place)
         value = Float32(value) if isinstance(value, Boolean) else value
-        return _rounded(value, dtype(node["to"]).cutlass)
+        return self.conversions.rounded(value, dtype(self._nodes[index]["to"]).cutlass)
 
     # Of other columns --------------------------------------------------------------------
 
-    def _split(
-        self, node: Node, index: int, thread: Thread, half: int, column: int, lane: int
-    ) -> _Value:
-        part, granularity = int(node["part"]), block_columns(node)
-        if granularity == 1:
-            return self._value(node.inputs[0], thread, half, 2 * column + part, 2 * lane)
-        block, rest = divmod(column, granularity)
-        source = (2 * block + part) * granularity + rest
-        return self._value(node.inputs[0], thread, half, source, lane)
+    def _moved(self, index: int, thread: Thread, place: Place) -> _Value:
+        (value,) = self._inputs(index, thread, place)
+        return value
 
-    def _interleave(
-        self, node: Node, index: int, thread: Thread, half: int, column: int, lane: int
-    ) -> _Value:
-        granularity = block_columns(node)
-        block, rest = divmod(column, granularity)
-        source, part = (block // 2) * granularity + rest, block % 2
-        lane = lane // 2 if granularity == 1 else lane
-        return self._value(node.inputs[part], thread, half, source, lane)
-
-    def _rotate(
-        self, node: Node, index: int, thread: Thread, half: int, column: int, lane: int
-    ) -> _Value:
-        x, cos, sin = node.inputs
-        own = self._value(x, thread, half, column, lane)
-        width, place = int(node["width"]), column % int(node["head_dim"]) - int(node["start"])
-        if not 0 <= place < width:
+    def _rotate(self, index: int, thread: Thread, place: Place) -> _Value:
+        own, *turned = self._inputs(index, thread, place)
+        if not turned:
             return own
-        if node["style"] == "half":
-            apart, pair, second = width // 2, place % (width // 2), place >= width // 2
-            pair_lane = lane
-        else:
-            apart, pair, second = 1, place // 2, place % 2 == 1
-            pair_lane = lane // 2
-        other = self._value(x, thread, half, column - apart if second else column + apart, lane)
-        angle = [
-            thread.operand(
-                self._names.index(self._graph.nodes[table]["name"]), half, pair, pair_lane, None
-            ).to(Float32)
-            for table in (cos, sin)
-        ]
-        return own * angle[0] + other * angle[1] if second else own * angle[0] - other * angle[1]
+        other, cos, sin = turned
+        second = self._is_second(self._nodes[index], place.column)
+        return cute.math.fma(other, sin if second else -sin, own * cos)
 
-    def _hadamard(
-        self, node: Node, index: int, thread: Thread, half: int, column: int, lane: int
-    ) -> _Value:
+    def _hadamard(self, index: int, thread: Thread, place: Place) -> _Value:
         """Bits of a column: 0 in the thread, 1 and 2 in the quad, 3 in the thread again."""
-        first = column // 16 * 16
-        places = [first + high + low for high in (0, 8) for low in (0, 1)]
-        values = [self._value(node.inputs[0], thread, half, place, lane) for place in places]
-        if len(node.inputs) > 1:
-            name = self._graph.nodes[node.inputs[1]]["name"]
-            signs = [
-                thread.operand(self._names.index(name), half, place - first, lane, None)
-                for place in places
-            ]
-            values = [value * sign.to(Float32) for value, sign in zip(values, signs, strict=True)]
+        values = self._inputs(index, thread, place)
+        if len(values) > 4:
+            values = [value * sign for value, sign in zip(values[:4], values[4:], strict=True)]
         a, b, c, d = values
         a, b, c, d = a + b, a - b, c + d, c - d
         values = [a + c, b + d, a - c, b - d]
         for bit in (1, 2):
-            negative = thread.lane & bit
+            sign = select((thread.lane & bit) != 0, Float32(-1.0), Float32(1.0))
             others = [cute.arch.shuffle_sync_bfly(value, offset=bit) for value in values]
             values = [
-                other + _select(negative != 0, -value, value)
+                cute.math.fma(value, sign, other)
                 for value, other in zip(values, others, strict=True)
             ]
-        for place, value in zip(places, values, strict=True):
-            thread.memory[(index, half, place, lane)] = value
-        return thread.memory[(index, half, column, lane)]
+        columns = [at.column for _, at in self._of_hadamard(self._nodes[index], place, 0)[:4]]
+        for column, value in zip(columns, values, strict=True):
+            thread.memory[index, place._replace(column=column)] = value
+        return thread.memory[index, place]
 
-    def _uniform(
-        self, node: Node, index: int, thread: Thread, half: int, column: int, lane: int
-    ) -> _Value:
-        """Philox4x32-10; a call gives the words of 4 columns, of which a thread has 2."""
-        seed, offset = (self._value(i, thread, half, 0, lane) for i in node.inputs)
-        n = thread.column_of(column - column % 2, lane)
-        row = thread.batch * thread.extents[0] + thread.row_of(half)
-        words = _philox(n // 4, row, Uint64(offset), Uint64(seed))
-        upper = n % 4 >= 2
-        for i in range(2):
-            word = _select(upper, words[2 + i], words[i])
-            value = Float32(Int32(word >> 8)) * Float32(2.0**-24)
-            thread.memory[(index, half, column - column % 2 + i, lane)] = value
-        return thread.memory[(index, half, column, lane)]
+    def _uniform(self, index: int, thread: Thread, place: Place) -> _Value:
+        """Of a pair of columns, in both rows."""
+        seed, offset = self._inputs(index, thread, place)
+        first = place.column - place.column % PAIR
+        n = thread.column_of(first, place.lane)
+        rows = tuple(thread.batch * thread.extents[0] + thread.row_of(half) for half in (0, 1))
+        for half, pair in enumerate(uniform_of_pairs(n, rows, offset, seed, thread.lane)):
+            for i, value in enumerate(pair):
+                thread.memory[index, Place(half, first + i, place.lane)] = value
+        return thread.memory[index, place]
+
+    def _reduce(self, index: int, thread: Thread, place: Place) -> _Value:
+        """Within the quad, which has a block of columns, or all of a row, between its threads."""
+        node = self._nodes[index]
+        kind = _kind_of_parts(node)
+        found = Float32(identity(kind))
+        for (source, at), value in zip(
+            self._sources(index, place, thread.bundle),
+            self._inputs(index, thread, place),
+            strict=True,
+        ):
+            value = cute.math.abs(value) if node["kind"] == "amax" else value
+            if node["axis"] == "columns":
+                value = self._inside(source, thread, at, value, kind)
+            found = combined(kind, found, value)
+        found = reduced_over_lanes(kind, found, QUAD)
+        return (
+            found / self._row_length(node, thread.extents[1]) if node["kind"] == "mean" else found
+        )
+
+    def _inside(self, index: int, thread: Thread, place: Place, value: _Value, kind: str) -> _Value:
+        """What changes nothing, for a column behind the last one."""
+        inside = thread.is_inside(place.column, place.lane, self._columns(index))
+        return select(inside, value, Float32(identity(kind)))
 
 
 def _kind(leaf: Node) -> str:
@@ -221,102 +437,39 @@ def _kind(leaf: Node) -> str:
     return kind_of(leaf.shape) + ("n" if leaf.op == "table" else "")
 
 
-_SPECIAL: dict[str, Callable[..., _Value]] = {
+def _kind_of_parts(node: Node) -> str:
+    """What is done to the parts of a reduction."""
+    kind: str = node["kind"]
+    return {"amax": "max", "mean": "sum"}.get(kind, kind)
+
+
+def _uses(graph: Graph) -> list[int]:
+    """How often each node is used, by others and as an output."""
+    used = [i for node in graph.nodes for i in node.inputs] + [i for _, i in graph.outputs]
+    return [used.count(index) for index in range(len(graph.nodes))]
+
+
+_SOURCES: dict[str, Callable[..., list[tuple[int, Place]]]] = {
+    "split": GraphEpilogue._of_split,
+    "interleave": GraphEpilogue._of_interleave,
+    "repeat": GraphEpilogue._of_repeat,
+    "rotate": GraphEpilogue._of_rotate,
+    "hadamard": GraphEpilogue._of_hadamard,
+    "reduce": GraphEpilogue._of_reduce,
+}
+
+_VALUES: dict[str, Callable[..., _Value]] = {
     "accumulator": GraphEpilogue._accumulator,
     "constant": GraphEpilogue._constant,
     "operand": GraphEpilogue._operand,
     "scalar": GraphEpilogue._operand,
+    "table": GraphEpilogue._operand,
     "cast": GraphEpilogue._cast,
-    "split": GraphEpilogue._split,
-    "interleave": GraphEpilogue._interleave,
+    "split": GraphEpilogue._moved,
+    "interleave": GraphEpilogue._moved,
+    "repeat": GraphEpilogue._moved,
     "rotate": GraphEpilogue._rotate,
     "hadamard": GraphEpilogue._hadamard,
     "uniform": GraphEpilogue._uniform,
+    "reduce": GraphEpilogue._reduce,
 }
-
-
-def _functions(short: bool, shortest: bool) -> dict[str, Callable[..., _Value]]:
-    """Of numbers. short: 16 bits are enough for all that comes of them; shortest: 8 are."""
-    math = cute.math
-
-    def exp(x: _Value) -> _Value:
-        return math.exp(x, fastmath=short)
-
-    def tanh(x: _Value) -> _Value:
-        if shortest:
-            return math.tanh(x, approx=True)
-        return math.tanh(x) if not short else 1.0 - 2.0 * math.rcp(1.0 + exp(2.0 * x), approx=True)
-
-    def sigmoid(x: _Value) -> _Value:
-        if shortest:
-            return 0.5 * tanh(0.5 * x) + 0.5
-        below = 1.0 + exp(-x)
-        return math.rcp(below, approx=True) if short else 1.0 / below
-
-    return {
-        "neg": lambda x: -x,
-        "abs": math.abs,
-        "exp": exp,
-        "expm1": math.expm1,
-        "log": lambda x: math.log(x, fastmath=short),
-        "log1p": math.log1p,
-        "sqrt": math.sqrt,
-        "rsqrt": math.rsqrt,
-        "tanh": tanh,
-        "sigmoid": sigmoid,
-        "erf": math.erf,
-        "add": lambda a, b: a + b,
-        "sub": lambda a, b: a - b,
-        "mul": lambda a, b: a * b,
-        "div": lambda a, b: a * math.rcp(b, approx=True) if short else a / b,
-        "minimum": lambda a, b: cute.arch.fmin(a, b, nan=True),
-        "maximum": lambda a, b: cute.arch.fmax(a, b, nan=True),
-        "lt": lambda a, b: a < b,
-        "le": lambda a, b: a <= b,
-        "gt": lambda a, b: a > b,
-        "ge": lambda a, b: a >= b,
-        "eq": lambda a, b: a == b,
-        "ne": lambda a, b: a != b,
-        "and": lambda a, b: a & b,
-        "or": lambda a, b: a | b,
-        "not": lambda a: a == Boolean(False),
-        "where": _select,
-    }
-
-
-def _select(condition: _Value, a: _Value, b: _Value) -> _Value:
-    return type(a)(cutlass.select_(condition, a.ir_value(), b.ir_value()))
-
-
-def _rounded(value: _Value, element_type: Any) -> _Value:
-    """As a value of a narrower type, and back."""
-    if element_type is Float32:
-        return value
-    one = cute.make_rmem_tensor(4, Float32)  # conversions to 8 bits come in vectors
-    one.fill(0.0)
-    one[0] = value
-    return one.load().to(element_type).to(Float32)[0]
-
-
-_PHILOX_FACTORS = (0xD2511F53, 0xCD9E8D57)
-_PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)
-
-
-def _philox(n: _Value, row: _Value, offset: _Value, seed: _Value) -> list[_Value]:
-    """Ten rounds; Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011."""
-    counter = [Uint32(n), Uint32(row), *_halves(offset)]
-    key = _halves(seed)
-    for _ in range(10):
-        products = [
-            Uint64(counter[i]) * Uint64(factor)
-            for i, factor in zip((0, 2), _PHILOX_FACTORS, strict=True)
-        ]
-        (low0, high0), (low1, high1) = map(_halves, products)
-        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
-        key = [k + Uint32(step) for k, step in zip(key, _PHILOX_KEYS, strict=True)]
-    return counter
-
-
-def _halves(value: _Value) -> list[_Value]:
-    """Of 64 bits, the lower one first."""
-    return [Uint32(value), Uint32(value >> Uint64(32))]

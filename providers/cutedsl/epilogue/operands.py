@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Any
 
 from kernel_api.arguments import EpilogueArguments
-from kernel_api.epilogue import Graph
+from kernel_api.epilogue import Graph, Node
 from kernel_api.operands import Operand
 from kernel_api.providers.cutedsl.epilogue.plan import HALF, Plan, plan
 from kernel_api.space import Miss
@@ -17,28 +19,29 @@ _WIDTH = 32
 #: Bytes that TMA writes at once.
 TMA_PIECE = 16
 
-#: That are reduced together.
-_ROWS = 64
-
-#: Columns of the widest bundle that is reduced over rows.
-_WIDEST_REDUCED = 128
-
 
 def epilogue_values(epilogue: EpilogueArguments) -> dict[str, Any]:
     """What a kernel takes, by name: what is read, in the order of the graph's leaves; then the
     outputs beside out, first those with rows and columns."""
     values = {
-        name: epilogue.scalars[name] if name in epilogue.scalars else epilogue.inputs[name].tensor
-        for name in epilogue.graph.leaves
+        name: _number(leaf, epilogue.scalars[name])
+        if leaf.op == "scalar"
+        else epilogue.inputs[name].tensor
+        for name, leaf in epilogue.graph.leaves.items()
     }
     return {**values, **{name: epilogue.outputs[name].tensor for name in written(epilogue.graph)}}
 
 
+def _number(leaf: Node, value: float) -> float:
+    """As the type that kernels take it in: 2 is as good a factor as 2.0."""
+    return float(value) if leaf["type"] == "real" else int(value)
+
+
 def written(graph: Graph) -> tuple[str, ...]:
-    """Outputs beside out: first those with rows and columns, then those that are reduced."""
+    """Outputs beside out: those with rows and columns, those per block, those that are reduced."""
     planned = plan(graph)
     assert isinstance(planned, Plan), planned
-    return tuple(name for name, _ in (*planned.full[1:], *planned.reduced))
+    return planned.names[1:]
 
 
 def full_outputs(epilogue: EpilogueArguments) -> dict[str, Operand]:
@@ -49,32 +52,42 @@ def full_outputs(epilogue: EpilogueArguments) -> dict[str, Operand]:
     return {name: epilogue.outputs[name] for name, _ in planned.full[1:]}
 
 
-def reduction_sizes(
-    graph: Graph, tile: tuple[int, int], groups: int, tiles: tuple[int, int], L: int
-) -> tuple[int, int]:
-    """(counters, parts) in a workspace.
+@dataclass(frozen=True)
+class Tiling:
+    """How accumulators are dealt out.
 
-    Args:
+    Attributes:
         tile: Rows and columns.
-        groups: That share a tile.
+        rows: Of a block, which is reduced together.
+        groups: Of threads that share a tile and are reduced each for itself.
         tiles: Along M and N, whole clusters of them.
     """
+
+    tile: tuple[int, int]
+    rows: int
+    groups: int
+    tiles: tuple[int, int]
+
+
+def reduction_sizes(graph: Graph, tiling: Tiling, L: int) -> tuple[int, int]:
+    """(counters, parts) in a workspace."""
     planned = plan(graph)
     assert isinstance(planned, Plan), planned
     counters = parts = 0
-    row_blocks = tiles[0] * tile[0] // _ROWS
+    tiles_m, tiles_n = tiling.tiles
+    row_blocks = tiles_m * tiling.tile[0] // tiling.rows
     for _, index in planned.reduced:
         node = graph.nodes[index]
-        columns = int(tile[1] * graph.nodes[node.inputs[0]].shape.columns)
+        columns = int(tiling.tile[1] * graph.nodes[node.inputs[0]].shape.columns)
         if node["axis"] == "columns":
             counters += L * row_blocks
-            parts += L * tiles[1] * row_blocks * _ROWS
+            parts += L * tiles_n * row_blocks * tiling.rows
         elif node["axis"] == "rows":
-            counters += L * tiles[1]
-            parts += L * row_blocks * tiles[1] * columns
+            counters += L * tiles_n
+            parts += L * row_blocks * tiles_n * columns
         else:
             counters += L if node["axis"] == "matrix" else 1
-            parts += L * tiles[0] * tiles[1] * groups
+            parts += L * tiles_m * tiles_n * tiling.groups
     return counters, parts
 
 
@@ -87,34 +100,82 @@ def halves_fit(graph: Graph, N: int) -> bool | Miss:
     return True
 
 
-def fits_tile(graph: Graph, tile_n: int, swapped: bool) -> bool | Miss:
-    """Whether tiles of ``tile_n`` columns will do, and the transposed product if it is swapped."""
+def spans_rows(graph: Graph, N: int, columns: int) -> bool | Miss:
+    """Whether tiles of so many columns hold whole rows, if anything is computed from those."""
+    planned = plan(graph)
+    if isinstance(planned, str) or not planned.spans_row or columns >= N:
+        return True
+    return Miss(
+        f"N is {N}, and {columns} columns are together",
+        f"would match with N of {columns} or less; or let a second kernel do what needs the row, "
+        f"or reduce blocks of columns, as gemm_quantize does with mode='mx'",
+    )
+
+
+def fits_tile(
+    graph: Graph, columns: int, swapped: bool = False, buffered: int | None = None
+) -> bool | Miss:
+    """Whether so many columns together will do, and the transposed product if it is swapped.
+
+    Args:
+        buffered: Columns of a bundle that can be reduced over rows at once; None: any.
+    """
     planned = plan(graph)
     if isinstance(planned, str):
         return False
     if swapped and not planned.alone:
         return Miss("it looks at other columns, which are rows of the transposed product")
-    bundle = lcm(planned.bundle, gcd(_WIDTH, tile_n))
-    if tile_n % bundle:
-        return Miss(f"they are {bundle}, the tile has {tile_n}")
-    if planned.reduced and bundle > _WIDEST_REDUCED:
-        return Miss(f"they are {bundle}, too many to be reduced")
+    bundle = columns if planned.spans_row else lcm(planned.bundle, gcd(_WIDTH, columns))
+    if columns % bundle:
+        return Miss(f"they are {bundle}, and there are {columns}")
+    for _, index in planned.reduced:
+        node = graph.nodes[index]
+        reduced = bundle * graph.nodes[node.inputs[0]].shape.columns
+        if buffered is not None and node["axis"] == "rows" and reduced > buffered:
+            return Miss(f"they are {bundle}, too many to be reduced")
     return True
 
 
-def whole_pieces(operand: Operand) -> bool:
-    """Whether its rows are multiples of what TMA writes at once, so that nothing else is hit."""
+def whole_pieces(operand: Operand, piece: int = TMA_PIECE) -> bool:
+    """Whether its rows are multiples of what is moved at once, so that nothing else is hit."""
     extent = operand.shape[operand.unit_mode] if operand.unit_mode is not None else 1
-    return extent * operand.dtype.itemsize % TMA_PIECE == 0
+    return extent * operand.dtype.itemsize % piece == 0
 
 
-def outputs_fit(epilogue: EpilogueArguments, alignment: int) -> bool | Miss:
-    """Whether every output has a mode of stride 1 and the alignment in bytes."""
-    for name, operand in full_outputs(epilogue).items():
+def operands_fit(epilogue: EpilogueArguments, alignment: int, piece: int = 1) -> bool | Miss:
+    """Whether every matrix that is written has a mode of stride 1, and all that has columns side
+    by side is aligned.
+
+    Args:
+        alignment: In bytes, of addresses, strides and rows that are read; 1: none.
+        piece: Bytes that rows that are written are multiples of.
+    """
+    full = full_outputs(epilogue)
+    for name, operand in full.items():
         if operand.unit_mode is None:
             return Miss(f"{name} has strides {operand.stride}", "would match with one of 1")
-        if alignment < TMA_PIECE:
-            continue
-        if operand.alignment % TMA_PIECE or not whole_pieces(operand):
-            return Miss(f"{name} has shape {operand.shape} and strides {operand.stride}")
+    if alignment == 1:
+        return True
+    leaves = epilogue.graph.leaves
+    read = {
+        name: operand
+        for name, operand in epilogue.inputs.items()
+        if operand.unit_mode == -1 and (leaves[name].shape.columns or leaves[name].op == "table")
+    }
+    for operands, multiple in ((full, piece), (read, alignment)):
+        for name, operand in operands.items():
+            if operand.alignment % alignment or not whole_pieces(operand, multiple):
+                return Miss(f"{name} has shape {operand.shape} and strides {operand.stride}")
+    return True
+
+
+def types_fit(epilogue: EpilogueArguments, matrices: Collection[str]) -> bool | Miss:
+    """Whether matrices have one of these types, and what else is written one of 8 to 32 bits."""
+    full = full_outputs(epilogue)
+    for name, operand in epilogue.outputs.items():
+        element = operand.dtype
+        if name in full and element.name not in matrices:
+            return Miss(f"{name} is {element}")
+        if element.kind not in ("float", "int", "uint") or not 8 <= element.bits <= 32:
+            return Miss(f"{name} is {element}")
     return True

@@ -2,7 +2,8 @@
 
 Tensor cores leave every 8 columns of a row with the four threads of a quad, two neighbours each.
 What an element needs of other columns is in the same thread if those are a multiple of 8 away, or
-its neighbour.
+its neighbour. A value per block of columns, or per row of a tile that spans the matrix, is reduced
+within the quad; all of its threads have it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from kernel_api.epilogue.graph import HADAMARD_BLOCK, Graph, Node
 from kernel_api.epilogue.shape import Shape
 
 PAIR = 2  # neighbouring columns of a thread
-QUAD = 8  # columns of a quad
+LANES = 4  # threads of a quad
+QUAD = PAIR * LANES  # columns of a quad
 HALF = 32  # columns that halves take turns in, in a tile
 
 #: Operations that rows and columns mean different things to.
-_PLACED = ("split", "interleave", "rotate", "hadamard", "uniform", "reduce")
-
-#: Types that a cast, or an output, may have.
-_FLOATS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_PLACED = ("split", "interleave", "repeat", "rotate", "hadamard", "uniform", "reduce")
+#: Of those, the ones that deal with columns one by one.
+_BY_COLUMN = ("split", "interleave", "rotate", "hadamard", "uniform")
 
 
 @dataclass(frozen=True)
@@ -32,72 +33,136 @@ class Plan:
     """How a graph is computed.
 
     Attributes:
-        lanes: Per node, columns from those of a thread to those of the next one in its quad.
+        lanes: Per node, columns from those of a thread to those of the next one in its quad; of
+            what all threads of a quad have, those of what it was reduced from.
+        blocks: Nodes with one value per block of columns.
         bundle: Columns of accumulators that an element's inputs may lie in.
         full: Outputs that have rows and columns, D first: name and node.
+        per_block: Outputs that have one value per row, or per row and block of columns.
         reduced: Outputs that are reduced: name and node.
         halves: Columns, in units of N, of matrices whose halves are looked at together.
         alone: Whether every element stands alone, so that the transposed product serves as well.
+        spans_row: Whether elements depend on whole rows, which a tile has to hold then.
     """
 
     lanes: tuple[int, ...]
+    blocks: frozenset[int]
     bundle: int
     full: tuple[tuple[str, int], ...]
+    per_block: tuple[tuple[str, int], ...]
     reduced: tuple[tuple[str, int], ...]
     halves: frozenset[Fraction]
     alone: bool
+    spans_row: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the outputs, in the order in which kernels take them; D is the first."""
+        return tuple(name for name, _ in (*self.full, *self.per_block, *self.reduced))
 
 
 @lru_cache(maxsize=256)
 def plan(graph: Graph) -> Plan | str:
     """The plan, or the reason why there is none."""
-    return next(_refusals(graph), None) or _plan(graph)
+    blocks = _blocks(graph)
+    return next(_refusals(graph, blocks), None) or _plan(graph, blocks)
 
 
-def _plan(graph: Graph) -> Plan | str:
+def _plan(graph: Graph, blocks: frozenset[int]) -> Plan | str:
     lanes: list[int] = []
     for node in graph.nodes:
-        found = _lane_columns(node, [lanes[i] for i in node.inputs if graph.nodes[i].shape.columns])
+        found = _lane_columns(graph, node, blocks, lanes)
         if found is None:
             return f"{node.op} meets columns that lie with other threads"
         lanes.append(found)
-    spans = [_span(graph, node) for node in graph.nodes]
-    alone = all(node.op not in _PLACED for node in graph.nodes)
-    reduced = tuple(o for o in graph.outputs if graph.nodes[o[1]].op == "reduce")
-    full = tuple(o for o in graph.outputs if o not in reduced)
     halves = frozenset(
         _paired(graph, node).columns for node in graph.nodes if _granularity(node) == "halves"
     )
     if any(_mixes_orders(graph, node, halves) for node in graph.nodes):
         return "pairs of halves beside something else that looks at columns of the same matrix"
-    return Plan(tuple(lanes), lcm(*spans), full, reduced, halves, alone)
+    reduced = tuple(o for o in graph.outputs if _is_reduction(graph.nodes[o[1]]))
+    others = [o for o in graph.outputs if o not in reduced]
+    per_block = tuple(o for o in others if o[1] in blocks or not graph.nodes[o[1]].shape.columns)
+    return Plan(
+        lanes=tuple(lanes),
+        blocks=blocks,
+        bundle=lcm(*(_span(graph, node) for node in graph.nodes)),
+        full=tuple(o for o in others if o not in per_block),
+        per_block=per_block,
+        reduced=reduced,
+        halves=halves,
+        alone=all(node.op not in _PLACED for node in graph.nodes),
+        spans_row=any(_is_reduction(graph.nodes[i]) for node in graph.nodes for i in node.inputs),
+    )
 
 
-def _refusals(graph: Graph) -> Iterator[str]:
+# What there is no plan for ---------------------------------------------------------------
+
+
+def _refusals(graph: Graph, blocks: frozenset[int]) -> Iterator[str]:
     for name, index in graph.outputs:
-        node = graph.nodes[index]
-        if node.op != "reduce" and not (node.shape.rows and node.shape.columns):
-            yield f"{name} is {node.shape}, and neither a matrix nor a reduction of one"
-        if node.is_boolean:
-            yield f"{name} is bool; numbers are written"
+        yield from _refused_output(name, graph.nodes[index], index in blocks)
     for node in graph.nodes:
-        if node.op == "cast" and node["to"] not in _FLOATS:
-            yield f"a cast to {node['to']}; casts are to {', '.join(_FLOATS)}"
         granularity = _granularity(node)
         if granularity not in (None, "halves", 1) and int(granularity) % QUAD:
             yield f"pairs of {granularity} columns; 1 and multiples of {QUAD} are with one thread"
         if node.op == "rotate":
             yield from _refused_rotation(node)
-        if any(graph.nodes[i].op == "reduce" for i in node.inputs):
-            yield f"{node.op} of a {graph.nodes[node.inputs[0]]['kind']}, known when all tiles are"
-        if node.op == "repeat" or (node.op == "reduce" and node["axis"] == "block"):
-            yield f"{node.op} of blocks of columns"
-        elif node.op == "reduce" and not _reducible(graph.nodes[node.inputs[0]].shape):
-            yield f"a {node['kind']} of {graph.nodes[node.inputs[0]].shape}, which is no matrix"
+        if node.op == "reduce":
+            yield from _refused_reduction(node, graph.nodes[node.inputs[0]], blocks)
+        if node.op in _BY_COLUMN and any(i in blocks for i in node.inputs):
+            yield f"{node.op} of one value per block of columns"
+        for i in node.inputs:
+            given = graph.nodes[i]
+            if _is_reduction(given) and given["axis"] != "columns":
+                yield f"{node.op} of a {given['kind']}, known when all tiles are"
+            if node.op == "reduce" and i in blocks:
+                yield f"a {node['kind']} of one value per block of columns"
 
 
-def _reducible(shape: Shape) -> bool:
-    return shape.rows and shape.columns > 0
+def _refused_output(name: str, node: Node, per_block: bool) -> Iterator[str]:
+    if node.is_boolean:
+        yield f"{name} is bool; numbers are written"
+    if name == "D" and per_block:
+        yield "D is one value per block of columns; return that behind D"
+    if not _is_reduction(node) and not node.shape.rows:
+        yield f"{name} is {node.shape}, and neither a matrix nor a reduction of one"
+
+
+def _refused_rotation(node: Node) -> Iterator[str]:
+    start, width = int(node["start"]), int(node["width"])
+    apart = width // 2 if node["style"] == "half" else width
+    if start % QUAD or apart % QUAD:
+        yield (
+            f"a rotation of {width} columns from {start}; a pair is with one thread if they are "
+            f"multiples of {QUAD}"
+        )
+
+
+def _refused_reduction(node: Node, given: Node, blocks: frozenset[int]) -> Iterator[str]:
+    if not (given.shape.rows and given.shape.columns):
+        yield f"a {node['kind']} of {given.shape}, which is no matrix"
+    elif not _is_reduction(node) and int(node["block"]) % QUAD:
+        yield f"blocks of {node['block']} columns; multiples of {QUAD} are with one quad"
+
+
+def _is_reduction(node: Node) -> bool:
+    """To one value per row, column or matrix."""
+    return node.op == "reduce" and node["axis"] != "block"
+
+
+# Columns ---------------------------------------------------------------------------------
+
+
+def _blocks(graph: Graph) -> frozenset[int]:
+    """Nodes with one value per block of columns: such reductions, and what is made of them."""
+    found: set[int] = set()
+    for index, node in enumerate(graph.nodes):
+        by_block = node.op == "reduce" and node["axis"] == "block"
+        made_of_them = node.op not in _PLACED and any(i in found for i in node.inputs)
+        if by_block or made_of_them:
+            found.add(index)
+    return frozenset(found)
 
 
 def _granularity(node: Node) -> int | str | None:
@@ -122,37 +187,46 @@ def _mixes_orders(graph: Graph, node: Node, halves: frozenset[Fraction]) -> bool
     if node.op in ("split", "interleave"):
         return node["granularity"] != "halves" and _paired(graph, node).columns in halves
     if node.op == "reduce":
-        return node["axis"] == "rows" and graph.nodes[node.inputs[0]].shape.columns in halves
-    return node.op in ("rotate", "hadamard", "uniform") and node.shape.columns in halves
+        by_block = node["axis"] == "block"
+        return by_block and graph.nodes[node.inputs[0]].shape.columns in halves
+    return node.op in ("repeat", "rotate", "hadamard", "uniform") and node.shape.columns in halves
 
 
-def _refused_rotation(node: Node) -> Iterator[str]:
-    start, width = int(node["start"]), int(node["width"])
-    apart = width // 2 if node["style"] == "half" else width
-    if start % QUAD or apart % QUAD:
-        yield (
-            f"a rotation of {width} columns from {start}; a pair is with one thread if they are "
-            f"multiples of {QUAD}"
-        )
-
-
-def _lane_columns(node: Node, inputs: list[int]) -> int | None:
+def _lane_columns(graph: Graph, node: Node, blocks: frozenset[int], lanes: list[int]) -> int | None:
     """Of a node, from those of its inputs with columns; 0 if any will do."""
-    known = {lane for lane in inputs if lane}
-    if node.op == "reduce":
-        return (known or {PAIR}).pop()
+    known = {lanes[i] for i in node.inputs if graph.nodes[i].shape.columns and lanes[i]}
     if node.op in ("accumulator", "uniform"):
         return PAIR
     if len(known) > 1:
         return None
     lane = known.pop() if known else 0
+    if node.op == "reduce":
+        return _of_reduction(node, lane or PAIR)
+    if node.op == "repeat":
+        times = int(node["times"])
+        if node.inputs[0] not in blocks:
+            return (lane or PAIR) * times
+        return None if times % (LANES * lane) else lane
     if node.op in ("rotate", "hadamard"):
-        return lane if lane in (0, PAIR) else None
-    if lane and node.op in ("split", "interleave"):
-        if node["granularity"] == 1:
-            return lane // 2 if node.op == "split" else lane * 2
-        return None if block_columns(node) % (4 * lane) else lane
+        return PAIR if lane in (0, PAIR) else None
+    if node.op in ("split", "interleave"):
+        return _of_pairs(node, lane)
     return lane
+
+
+def _of_pairs(node: Node, lane: int) -> int | None:
+    if node["granularity"] != 1:
+        lane = lane or PAIR
+        return None if block_columns(node) % (LANES * lane) else lane
+    if node.op == "interleave":
+        return 2 * lane or PAIR
+    return None if lane % 2 else lane // 2
+
+
+def _of_reduction(node: Node, lane: int) -> int | None:
+    if _is_reduction(node):
+        return lane
+    return None if int(node["block"]) % (LANES * lane) else lane
 
 
 def _span(graph: Graph, node: Node) -> int:
@@ -165,8 +239,11 @@ def _span(graph: Graph, node: Node) -> int:
         return _accumulator_columns(int(node["head_dim"]), node.shape)
     if node.op == "hadamard":
         return _accumulator_columns(HADAMARD_BLOCK, node.shape)
+    if node.op == "repeat":
+        return _accumulator_columns(int(node["times"]), node.shape)
     if node.op == "reduce":
-        return _accumulator_columns(1, graph.nodes[node.inputs[0]].shape)
+        block = 1 if _is_reduction(node) else int(node["block"])
+        return _accumulator_columns(block, graph.nodes[node.inputs[0]].shape)
     return _accumulator_columns(1, node.shape)
 
 

@@ -11,10 +11,17 @@ from typing import Any, ClassVar
 from kernel_api.arguments import GemmArguments
 from kernel_api.metadata import GemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
+from kernel_api.providers.cutedsl.epilogue.operands import Tiling, fits_tile, spans_rows
 from kernel_api.providers.cutedsl.gemm import model
+from kernel_api.providers.cutedsl.gemm.fusing import (
+    FusedGemm,
+    lowered,
+    operands_rule,
+    types_rule,
+)
 from kernel_api.providers.cutedsl.gemm.scaling import scaling
-from kernel_api.providers.cutedsl.gemm.splitting import SplitDesign, SplitGemm
-from kernel_api.space import Operands, Space, rule
+from kernel_api.providers.cutedsl.gemm.splitting import SplitDesign
+from kernel_api.space import Miss, Operands, Space, rule
 
 #: Shared memory of a CTA on the smallest multiprocessor that the families run on (8.6, 8.9).
 SHARED_MEMORY_BYTES = 99 * 1024
@@ -45,6 +52,11 @@ class Sm80GemmDesign(SplitDesign):
     def accumulators(self) -> int:
         """Registers of a thread that hold the tile of out."""
         return self.tile_shape[0] * self.tile_shape[1] // self.threads
+
+    @property
+    def warp_columns(self) -> int:
+        """Of the tile, that a warp has."""
+        return self.tile_shape[1] // self.warps[1]
 
     def shared_memory_bytes(self, itemsize: int) -> int:
         """Of all stages, and the coordinates of the tile."""
@@ -90,6 +102,12 @@ _SPLIT = (
     "16x64x128 1x4 6 split4",
     "16x64x128 1x4 6 split8",
 )
+#: For epilogues that look at 128 columns, or at 64 in few rows.
+_WIDE_WARPS = (
+    "64x128x64 4x1 4",
+    "32x128x128 2x2 4",
+    "32x128x128 2x2 4 split4",
+)
 _NARROW_K = (
     *_COMMON,
     "128x128x64 2x4 4",
@@ -97,6 +115,7 @@ _NARROW_K = (
     "64x128x64 2x2 4",
     *_SPLIT,
     "128x128x64 2x4 4 split2",
+    *_WIDE_WARPS,
 )
 _WIDE_K = (
     *_COMMON,
@@ -105,6 +124,7 @@ _WIDE_K = (
     "64x128x128 2x2 4",
     *_SPLIT,
     "128x128x128 2x4 3 split2",
+    *_WIDE_WARPS,
 )
 
 #: By bytes of an operand element.
@@ -119,10 +139,16 @@ _HALF_ALIGNED = {"A": 4, "B": 4, "out": 4}
 #: By bytes of a copy: narrow ones take more instructions, the narrowest a way through registers.
 _LOAD_COST = {16: 1.0, 4: 1.25, 2: 2.0, 1: 4.0}
 
+#: What an epilogue may write matrices of.
+_STORED = (
+    "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+    "int32", "int16", "int8", "uint8",
+)  # fmt: skip
+
 _WHY_ALIGNED = "cp.async of 16 bytes needs addresses and leading strides in multiples of 16 bytes"
 
 
-class Sm80GemmFamily(SplitGemm):
+class Sm80GemmFamily(FusedGemm):
     """What the families share; they differ in element types, and so in designs."""
 
     targets = ("sm_80",)
@@ -139,26 +165,51 @@ class Sm80GemmFamily(SplitGemm):
         beside = operands.A.alignment < 4 or design.splits
         return design.accumulators <= (_ACCUMULATORS_BESIDE if beside else _ACCUMULATORS)
 
+    aligned_operands = operands_rule()
+    stored_types = types_rule(_STORED)
+
+    @rule("a warp has whole bundles of the columns that the epilogue looks at together")
+    def _(design: Sm80GemmDesign, args: Any) -> bool | Miss:
+        return args.epilogue is None or fits_tile(args.epilogue.graph, design.warp_columns)
+
+    @rule("what is computed from whole rows needs a warp that holds them")
+    def _(design: Sm80GemmDesign, args: Any) -> bool | Miss:
+        if args.epilogue is None:
+            return True
+        return spans_rows(args.epilogue.graph, args.N, design.warp_columns)
+
     @property
     def _design(self) -> Sm80GemmDesign:
         design: Any = self.metadata.design
         return design  # type: ignore[no-any-return]
 
-    def implementation(self) -> Callable[..., None]:
+    def _implementation(
+        self, more_outputs: tuple[Any, ...] = (), others: tuple[Any, ...] = ()
+    ) -> Callable[..., None]:
         from kernel_api.implementations.sm80.gemm import Gemm
 
         design, operands = self._design, self.metadata.operands
+        out: Any = operands.tensors["out"].dtype
         accumulator: Any = getattr(operands, "accumulator_type", None)
+        # On the oldest of these GPUs nothing converts 8-bit floats.
+        epilogue = lowered(
+            self.metadata.epilogue, (out.cutlass, *more_outputs, *others), float8=False
+        )
         found: Callable[..., None] = Gemm(
             design.tile_shape,
             design.warps,
             design.stages,
             accumulator.cutlass,
             vector_bytes=operands.tensors["A"].alignment,
+            output_bytes=self.alignment_asked,
             split_k=design.split_k if design.splits else None,
-            epilogue=scaling(operands),
+            epilogue=epilogue or scaling(operands),
         )
         return found
+
+    def tiling(self, M: int, N: int) -> Tiling:
+        tile_m, tile_n, _ = self._design.tile_shape
+        return Tiling((tile_m, tile_n), tile_m, 1, (-(-M // tile_m), -(-N // tile_n)))
 
     @cached_property
     def candidate(self) -> model.Candidate:
@@ -191,13 +242,16 @@ class Sm80Gemm(Sm80GemmFamily):
 
     family: ClassVar[str] = "sm80.gemm"
     operands = (
-        Operands(
-            A="f16 | bf16",
-            B="like A",
-            out="f16 | bf16 | f32",
-            accumulator="f32",
-            alignments=(_ALIGNED, _HALF_ALIGNED, {}),
-            why_aligned=_WHY_ALIGNED,
+        *(
+            Operands(
+                A="f16 | bf16",
+                B="like A",
+                out=out,
+                accumulator="f32",
+                alignments=(_ALIGNED, _HALF_ALIGNED, {}),
+                why_aligned=_WHY_ALIGNED,
+            )
+            for out in ("f16 | bf16 | f32", "e4m3 | e5m2 | i8")
         ),
         Operands(
             A="f32",
@@ -230,7 +284,7 @@ class Sm80Int8Gemm(Sm80GemmFamily):
             why_aligned=_WHY_ALIGNED,
         )
         for scales, out in (
-            ({}, "i32"),
+            ({}, "i32 | i8"),
             ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
             ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32"),
         )

@@ -6,32 +6,30 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar
 
-from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import GemmArguments
 from kernel_api.arguments.scaled import BLOCK
 from kernel_api.devices import multiprocessors_of
 from kernel_api.dtypes import TF32X3
-from kernel_api.epilogue import Graph
-from kernel_api.metadata import GemmOperandsMetadata, TensorAttributes
-from kernel_api.operands import Operand
-from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
+from kernel_api.metadata import GemmOperandsMetadata
+from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import (
     TMA_PIECE,
-    epilogue_values,
+    Tiling,
     fits_tile,
-    full_outputs,
-    halves_fit,
-    outputs_fit,
-    reduction_sizes,
+    spans_rows,
     whole_pieces,
 )
-from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
+from kernel_api.providers.cutedsl.epilogue.plan import plan
 from kernel_api.providers.cutedsl.gemm import model, sm90_design
+from kernel_api.providers.cutedsl.gemm.fusing import (
+    FusedGemm,
+    lowered,
+    operands_rule,
+    types_rule,
+)
 from kernel_api.providers.cutedsl.gemm.scaling import scaled_by_blocks, scaling
 from kernel_api.providers.cutedsl.gemm.sm90_design import Sm90GemmDesign
-from kernel_api.providers.cutedsl.gemm.splitting import SplitGemm
 from kernel_api.space import Miss, Operands, Space, rule
-from kernel_api.status import Status
 
 #: That are multiplied at once where products are promoted.
 _PROMOTED_COLUMNS = 192
@@ -41,12 +39,17 @@ _LOADS_ALIGNED = {"A": 16, "B": 16}
 _ALIGNMENTS: tuple[dict[str, int], ...] = ({**_LOADS_ALIGNED, "out": 16}, _LOADS_ALIGNED)
 
 
-class Sm90GemmFamily(SplitGemm):
+#: What an epilogue may write matrices of.
+_STORED = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32")
+#: Columns, per byte of an element of out, of which a buffer holds what is reduced.
+_BUFFERED_PER_BYTE = 128
+
+
+class Sm90GemmFamily(FusedGemm):
     """What the families share; they differ in element types, and so in designs."""
 
     targets = ("sm_90a",)
     design = Sm90GemmDesign
-    fuses = True
     #: Whether products are added up outside of the tensor cores, see the implementation.
     promoted: ClassVar[bool] = False
 
@@ -70,42 +73,22 @@ class Sm90GemmFamily(SplitGemm):
         resident = design.resident(multiprocessors_of(args.device))
         return clusters <= 2 * resident or Miss(f"there are {clusters} for {resident}")
 
-    @rule("an epilogue takes operands without scales, and K of at least 1")
-    def _(args: Any) -> bool | Miss:
-        if args.epilogue is None or not (args.scaled or args.K == 0):
-            return True
-        return Miss("K is 0" if args.K == 0 else f"{', '.join(args.scaled)} carry scales")
-
-    @rule("the epilogue is one that kernels compute as they write their tiles")
-    def _(args: Any) -> bool | Miss:
-        planned = plan(args.epilogue.graph) if args.epilogue is not None else None
-        return Miss(planned) if isinstance(planned, str) else True
-
-    @rule("halves of columns are dealt out to tiles 32 at a time")
-    def _(args: Any) -> bool | Miss:
-        return args.epilogue is None or halves_fit(args.epilogue.graph, args.N)
-
-    @rule("outputs of the epilogue are as aligned as out")
-    def _(operands: GemmOperandsMetadata, args: Any) -> bool | Miss:
-        return args.epilogue is None or outputs_fit(args.epilogue, operands.out.alignment)
+    aligned_operands = operands_rule(TMA_PIECE)
+    stored_types = types_rule(_STORED)
 
     @rule("a tile holds whole bundles of the columns that the epilogue looks at together")
+    def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata, args: Any) -> bool | Miss:
+        if args.epilogue is None:
+            return True
+        assert operands.out.dtype is not None
+        buffered = _BUFFERED_PER_BYTE * operands.out.dtype.itemsize
+        return fits_tile(args.epilogue.graph, design.kernel_tile[1], design.swap_ab, buffered)
+
+    @rule("what is computed from whole rows needs a tile that holds them")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
         if args.epilogue is None:
             return True
-        return fits_tile(args.epilogue.graph, design.kernel_tile[1], design.swap_ab)
-
-    def _supports(self, args: GemmArguments) -> Status:
-        """A workspace has room for so many counters, those of a split included."""
-        counters = self._reductions(args.M, args.N, args.L)[0]
-        if not counters:
-            return Status.success()
-        if self._design.splits:
-            tiles = self._design.clusters(args.M, args.N, args.L) * self._design.cluster_size
-            counters += tiles * self._design.summing_groups
-        if 4 * counters <= ZEROED:
-            return Status.success()
-        return Status.fail(f"the epilogue's reductions take {counters} counters of {ZEROED // 4}")
+        return spans_rows(args.epilogue.graph, args.N, design.kernel_tile[1])
 
     @rule("accumulators of up to 160 registers leave room for columns that are looked at together")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
@@ -126,23 +109,9 @@ class Sm90GemmFamily(SplitGemm):
         design: Any = self.metadata.design
         return design  # type: ignore[no-any-return]
 
-    def implementation(self) -> Callable[..., None]:
-        return self._implementation()
-
-    def implementation_for(self, args: GemmArguments) -> Callable[..., None]:
-        if args.epilogue is None:
-            return self._implementation()
-        full = full_outputs(args.epilogue)
-        reduced = [args.epilogue.outputs[n] for n in args.epilogue.outputs if n not in full]
-        return self._implementation(
-            tuple(operand.dtype.cutlass for operand in full.values()),
-            tuple(operand.dtype.cutlass for operand in reduced),
-        )
-
     def _implementation(
-        self, more_outputs: tuple[Any, ...] = (), reduced: tuple[Any, ...] = ()
+        self, more_outputs: tuple[Any, ...] = (), others: tuple[Any, ...] = ()
     ) -> Callable[..., None]:
-        """Types of the outputs beside out: those with rows and columns, those that are reduced."""
         from kernel_api.implementations.sm90.gemm import Gemm
 
         design, operands = self._design, self.metadata.operands
@@ -165,73 +134,12 @@ class Sm90GemmFamily(SplitGemm):
             block_scales=scaled_by_blocks(operands),
             split_float32=_small_parts(operands),
             repacked=self.repacked,
-            epilogue=self._epilogue((*output_types, *reduced)),
+            epilogue=lowered(self.metadata.epilogue, (*output_types, *others)) or scaling(operands),
         )
         return found
 
-    def _epilogue(self, output_types: tuple[Any, ...]) -> Any:
-        """What the implementation makes of accumulators; None: it stores them."""
-        graph = self.metadata.epilogue
-        if isinstance(graph, Graph):
-            from kernel_api.providers.cutedsl.epilogue.lower import GraphEpilogue
-
-            planned = plan(graph)
-            assert isinstance(planned, Plan), planned
-            return GraphEpilogue(graph, planned, output_types)
-        return scaling(self.metadata.operands)
-
-    @cached_property
-    def takes_more(self) -> bool:
-        return super().takes_more or self.metadata.epilogue is not None
-
-    def more_values(self, args: Any) -> dict[str, Any]:
-        if args.epilogue is None:
-            return super().more_values(args)
-        return epilogue_values(args.epilogue)
-
-    def more_placeholders(self, args: Any) -> tuple[Any, ...]:
-        """Outputs are stored as out is: by what is known of its mode of stride 1 and alignment."""
-        values = self.more_values(args)
-        if args.epilogue is None:
-            return super().more_placeholders(args)
-        full = full_outputs(args.epilogue)
-        aligned = self.metadata.operands.tensors["out"].alignment >= 16
-        inputs = args.epilogue.inputs
-        return tuple(
-            self._stored(full[name], aligned)
-            if name in full
-            else compiler.fake_tensor(inputs[name], None)
-            if name in inputs and inputs[name].unit_mode is not None
-            else compiler.placeholder(value)
-            for name, value in values.items()
-        )
-
-    @staticmethod
-    def _stored(operand: Operand, aligned: bool) -> Any:
-        divisibility = 16 // operand.dtype.itemsize if aligned else 1
-        return compiler.fake_tensor(operand, TensorAttributes(operand.dtype, None, divisibility))
-
-    def workspace_for(self, *tensors: Any) -> int:
-        size = super().workspace_for(*tensors)
-        if not isinstance(self.metadata.epilogue, Graph):
-            return size
-        A, B, _ = (tensor.shape for tensor in tensors)
-        return self._with_reductions(size, A[-2], B[-1], A[0] if len(A) == 3 else 1)
-
-    def get_workspace_size(self, args: GemmArguments) -> int:
-        size = super().get_workspace_size(args)
-        return self._with_reductions(size, args.M, args.N, args.L)
-
-    def _with_reductions(self, size: int, M: int, N: int, L: int) -> int:
-        """Behind what a split takes: the parts of what an epilogue reduces."""
-        parts = self._reductions(M, N, L)[1]
-        return max(size, ZEROED) + 4 * parts if parts else size
-
-    def _reductions(self, M: int, N: int, L: int) -> tuple[int, int]:
-        """(counters, parts)"""
-        design, graph = self._design, self.metadata.epilogue
-        if not isinstance(graph, Graph):
-            return 0, 0
+    def tiling(self, M: int, N: int) -> Tiling:
+        design = self._design
         tile_m, tile_n, _ = design.kernel_tile
         cluster_m, cluster_n = design.kernel_cluster
         tiles = (
@@ -239,7 +147,7 @@ class Sm90GemmFamily(SplitGemm):
             -(-N // (tile_n * cluster_n)) * cluster_n,
         )
         groups = 1 if design.schedule == "pingpong" else design.consumers
-        return reduction_sizes(graph, (tile_m, tile_n), groups, tiles, L)
+        return Tiling((tile_m, tile_n), 64, groups, tiles)
 
     def scalars(self, multiprocessors: int) -> tuple[int, ...]:
         """The clusters that are resident at once: the persistent grid."""
@@ -281,15 +189,16 @@ class Sm90Gemm(Sm90GemmFamily):
     """Dense GEMM of 16-bit floats for Hopper: TMA loads, wgmma, warp-specialised."""
 
     family: ClassVar[str] = "sm90.gemm"
-    operands = (
+    operands = tuple(
         Operands(
             A="f16 | bf16",
             B="like A",
-            out="f16 | bf16 | f32",
+            out=out,
             accumulator="f32",
             alignments=_ALIGNMENTS,
             why_aligned=_WHY_ALIGNED,
-        ),
+        )
+        for out in ("f16 | bf16 | f32", "e4m3 | e5m2")
     )
     space = Space(*sm90_design.points(sm90_design.ALL, operand_bytes=2))
 
@@ -359,7 +268,7 @@ class Sm90Fp8Gemm(Sm90GemmFamily):
             why_aligned=_WHY_ALIGNED,
         )
         for scales, out in (
-            ({}, "f16 | bf16 | f32"),
+            ({}, "f16 | bf16 | f32 | e4m3 | e5m2"),
             ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
             ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32"),
             ({"A": "block_1x128", "B": "block_128x128"}, "f16 | bf16 | f32"),

@@ -1,0 +1,97 @@
+"""Functions of each element, as precise as what comes of them can show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32
+
+from kernel_api.implementations.common.conversion import select
+
+_Value = Any  # Float32 or Boolean
+Functions = dict[str, Callable[..., _Value]]
+
+_LOG2_E = 1.0 / math.log(2.0)
+
+
+def functions_for(full: tuple[Any, ...], all_: tuple[Any, ...]) -> tuple[Functions, bool]:
+    """By operation, and whether they are approximations.
+
+    Args:
+        full: Element types of the outputs with rows and columns; what is reduced of more digits
+            than they have averages out.
+        all_: Of all outputs.
+    """
+    if any(t.width > 16 for t in full):
+        return exact_functions(), False
+    shortest = all(t is BFloat16 or t.width <= 8 for t in all_)
+    return {**exact_functions(), **_approximations(shortest)}, True
+
+
+def exact_functions() -> Functions:
+    """Within a few units in the last place of float32."""
+    return {
+        "neg": lambda x: -x,
+        "abs": cute.math.abs,
+        "exp": cute.math.exp,
+        "expm1": cute.math.expm1,
+        "log": cute.math.log,
+        "log1p": cute.math.log1p,
+        "sqrt": cute.math.sqrt,
+        "rsqrt": cute.math.rsqrt,
+        "tanh": cute.math.tanh,
+        "sigmoid": lambda x: 1.0 / (1.0 + cute.math.exp(-x)),
+        "erf": cute.math.erf,
+        "add": lambda a, b: a + b,
+        "sub": lambda a, b: a - b,
+        "mul": lambda a, b: a * b,
+        "div": lambda a, b: a / b,
+        "minimum": lambda a, b: cute.arch.fmin(a, b, nan=True),
+        "maximum": lambda a, b: cute.arch.fmax(a, b, nan=True),
+        "lt": lambda a, b: a < b,
+        "le": lambda a, b: a <= b,
+        "gt": lambda a, b: a > b,
+        "ge": lambda a, b: a >= b,
+        "eq": lambda a, b: a == b,
+        "ne": lambda a, b: a != b,
+        "and": lambda a, b: a & b,
+        "or": lambda a, b: a | b,
+        "not": lambda a: a == Boolean(False),
+        "where": select,
+    }
+
+
+def _approximations(shortest: bool) -> Functions:
+    """Of 16 bits; shortest: of 8. Results below the normal range become 0."""
+
+    def exp(x: _Value) -> _Value:
+        return _power_of_two(x * _LOG2_E)
+
+    def tanh(x: _Value) -> _Value:
+        if shortest:
+            return cute.math.tanh(x, approx=True)
+        return 1.0 - 2.0 * _reciprocal(1.0 + _power_of_two(x * (2.0 * _LOG2_E)))
+
+    def sigmoid(x: _Value) -> _Value:
+        if shortest:
+            return cute.math.fma(cute.math.tanh(0.5 * x, approx=True), Float32(0.5), Float32(0.5))
+        return _reciprocal(1.0 + _power_of_two(x * -_LOG2_E))
+
+    return {
+        "exp": exp,
+        "log": lambda x: cute.math.log(x, fastmath=True),
+        "tanh": tanh,
+        "sigmoid": sigmoid,
+    }
+
+
+def _power_of_two(x: _Value) -> _Value:
+    return cute.math.exp2(x, approx=True, ftz=True)
+
+
+def _reciprocal(x: _Value) -> _Value:
+    """Of numbers that are 1 or more."""
+    return cute.math.rcp(x, approx=True, ftz=True)

@@ -1,0 +1,219 @@
+"""What the GEMM families share that compute an epilogue as they write their tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from kernel_api._workspaces import ZEROED
+from kernel_api.arguments import GemmArguments
+from kernel_api.dtypes import DType, dtype
+from kernel_api.epilogue import Graph
+from kernel_api.kernel import Kernel
+from kernel_api.matching import BEHIND_OPERANDS
+from kernel_api.metadata import GemmOperandsMetadata, OperandsMetadata, TensorAttributes
+from kernel_api.operands import Operand
+from kernel_api.providers.cutedsl import compiler
+from kernel_api.providers.cutedsl.epilogue.operands import (
+    Tiling,
+    epilogue_values,
+    full_outputs,
+    halves_fit,
+    operands_fit,
+    reduction_sizes,
+    types_fit,
+    written,
+)
+from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
+from kernel_api.providers.cutedsl.gemm.splitting import SplitGemm
+from kernel_api.space import Miss, Rule, rule
+from kernel_api.status import Status
+
+_COUNTER_BYTES = _PART_BYTES = 4
+
+_EIGHT_BITS = "8 bits are written in units of a scale, or as an epilogue says"
+
+
+class FusedGemm(SplitGemm):
+    """A family whose kernels exist with an epilogue as well; the rules say with which."""
+
+    fuses = True
+
+    @rule("an epilogue takes operands without scales, and at least one row, column and product")
+    def _(args: Any) -> bool | Miss:
+        if args.epilogue is None:
+            return True
+        if args.scaled:
+            return Miss(f"{', '.join(args.scaled)} carry scales")
+        empty = [name for name in ("M", "N", "K") if getattr(args, name) == 0]
+        return Miss(f"{empty[0]} is 0") if empty else True
+
+    @rule("the epilogue is one that kernels compute as they write their tiles")
+    def _(args: Any) -> bool | Miss:
+        planned = plan(args.epilogue.graph) if args.epilogue is not None else None
+        return Miss(planned) if isinstance(planned, str) else True
+
+    @rule("halves of columns are dealt out to tiles 32 at a time")
+    def _(args: Any) -> bool | Miss:
+        return args.epilogue is None or halves_fit(args.epilogue.graph, args.N)
+
+    @classmethod
+    def class_status(cls, args: Any, *, compiled: bool = False) -> Status:
+        status = super().class_status(args, compiled=compiled)
+        if not status or args.epilogue is not None or "out" in args.scaled:
+            return status
+        if args.out.dtype.bits > 8 or not cls._multiplies(args.A.dtype):
+            return status
+        return Status.fail(
+            f"{_EIGHT_BITS}; out is {args.out.dtype}, and there is neither",
+            rule=_EIGHT_BITS,
+            operand="out",
+            nearest="would match with the epilogue of gemm_quantize",
+            progress=BEHIND_OPERANDS,
+        )
+
+    @classmethod
+    def _multiplies(cls, element: DType) -> bool:
+        types = (row.types["A"].split("|") for row in cls.operands)
+        return any(element is dtype(one.strip()) for row in types for one in row)
+
+    @classmethod
+    def kernels_for(cls, operands: OperandsMetadata, epilogue: Graph | None = None) -> list[Kernel]:
+        out = operands.tensors["out"]
+        if epilogue is None and out.scale is None and out.dtype is not None and out.dtype.bits == 8:
+            return []
+        return super().kernels_for(operands, epilogue)
+
+    def _supports(self, args: GemmArguments) -> Status:
+        """A workspace has room for so many counters, those of a split included."""
+        counters = self._reductions(args.M, args.N, args.L)[0]
+        if not counters:
+            return Status.success()
+        if self._split.splits:
+            tiles = self._split.clusters(args.M, args.N, args.L) * self._split.cluster_size
+            counters += tiles * self._split.summing_groups
+        if _COUNTER_BYTES * counters <= ZEROED:
+            return Status.success()
+        most = ZEROED // _COUNTER_BYTES
+        return Status.fail(f"the epilogue's reductions take {counters} counters of {most}")
+
+    # Built with an epilogue --------------------------------------------------------------
+
+    def implementation(self) -> Callable[..., None]:
+        return self._implementation()
+
+    def implementation_for(self, args: GemmArguments) -> Callable[..., None]:
+        if args.epilogue is None:
+            return self._implementation()
+        outputs = args.epilogue.outputs
+        types = {name: outputs[name].dtype.cutlass for name in written(args.epilogue.graph)}
+        full = tuple(types.pop(name) for name in full_outputs(args.epilogue))
+        return self._implementation(full, tuple(types.values()))
+
+    def _implementation(
+        self, more_outputs: tuple[Any, ...] = (), others: tuple[Any, ...] = ()
+    ) -> Callable[..., None]:
+        """Types of the outputs beside out: those with rows and columns, and the others."""
+        raise NotImplementedError
+
+    @property
+    def alignment_asked(self) -> int:
+        """Bytes that addresses and strides of what an epilogue reads and writes by columns are
+        multiples of, as out's; 1: of nothing."""
+        return alignment_of(self.metadata.operands)
+
+    @cached_property
+    def takes_more(self) -> bool:
+        return super().takes_more or self.metadata.epilogue is not None
+
+    def more_values(self, args: Any) -> dict[str, Any]:
+        if args.epilogue is None:
+            return super().more_values(args)
+        return epilogue_values(args.epilogue)
+
+    def more_placeholders(self, args: Any) -> tuple[Any, ...]:
+        """Outputs are stored as out is: by what is known of its mode of stride 1 and alignment."""
+        if args.epilogue is None:
+            return super().more_placeholders(args)
+        full, inputs = full_outputs(args.epilogue), args.epilogue.inputs
+        return tuple(
+            self._stored(full[name])
+            if name in full
+            else compiler.fake_tensor(inputs[name], None)
+            if name in inputs and inputs[name].unit_mode is not None
+            else compiler.placeholder(value)
+            for name, value in self.more_values(args).items()
+        )
+
+    def _stored(self, operand: Operand) -> Any:
+        divisibility = max(1, self.alignment_asked // operand.dtype.itemsize)
+        return compiler.fake_tensor(operand, TensorAttributes(operand.dtype, None, divisibility))
+
+    # Workspace ---------------------------------------------------------------------------
+
+    def tiling(self, M: int, N: int) -> Tiling:
+        """How the accumulators are dealt out, where they are reduced."""
+        raise NotImplementedError
+
+    def workspace_for(self, *tensors: Any) -> int:
+        size = super().workspace_for(*tensors)
+        if not isinstance(self.metadata.epilogue, Graph):
+            return size
+        A, B, _ = (tensor.shape for tensor in tensors)
+        return self._with_reductions(size, A[-2], B[-1], A[0] if len(A) == 3 else 1)
+
+    def get_workspace_size(self, args: GemmArguments) -> int:
+        size = super().get_workspace_size(args)
+        return self._with_reductions(size, args.M, args.N, args.L)
+
+    def _with_reductions(self, size: int, M: int, N: int, L: int) -> int:
+        """Behind what a split takes: the parts of what an epilogue reduces."""
+        parts = self._reductions(M, N, L)[1]
+        return max(size, ZEROED) + _PART_BYTES * parts if parts else size
+
+    def _reductions(self, M: int, N: int, L: int) -> tuple[int, int]:
+        """(counters, parts)"""
+        graph = self.metadata.epilogue
+        return reduction_sizes(graph, self.tiling(M, N), L) if isinstance(graph, Graph) else (0, 0)
+
+
+def alignment_of(operands: OperandsMetadata) -> int:
+    """In bytes, of what is written; 1 if nothing is asked."""
+    out = operands.tensors["out"]
+    return out.alignment if out.divisibility > 1 else 1
+
+
+def operands_rule(piece: int = 1) -> Rule:
+    """Rows that are written are whole pieces of so many bytes."""
+
+    def fits(operands: GemmOperandsMetadata, args: Any) -> bool | Miss:
+        return args.epilogue is None or operands_fit(args.epilogue, alignment_of(operands), piece)
+
+    return Rule("what an epilogue reads and writes by columns is as aligned as out", fits)
+
+
+def types_rule(matrices: tuple[str, ...]) -> Rule:
+    """An epilogue may write matrices of these types."""
+    shown = ", ".join(matrices)
+
+    def fits(args: Any) -> bool | Miss:
+        return args.epilogue is None or types_fit(args.epilogue, matrices)
+
+    return Rule(f"an epilogue writes matrices of {shown}, and else numbers of 8 to 32 bits", fits)
+
+
+def lowered(graph: Any, output_types: tuple[Any, ...], *, float8: bool = True) -> Any:
+    """The epilogue that is traced with a kernel; None for no graph.
+
+    Args:
+        float8: Whether the hardware converts 8-bit floats.
+    """
+    if not isinstance(graph, Graph):
+        return None
+    from kernel_api.implementations.common.conversion import Conversions
+    from kernel_api.providers.cutedsl.epilogue.lower import GraphEpilogue
+
+    planned = plan(graph)
+    assert isinstance(planned, Plan), planned
+    return GraphEpilogue(graph, planned, output_types, Conversions(float8))

@@ -1,0 +1,244 @@
+"""What of epilogues the GEMM families take, and with which words they refuse the rest."""
+
+import pytest
+import torch
+
+import kernel_api as ka
+from kernel_api import epilogue as ep
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+AMPERE, HOPPER = "sm80.gemm", "sm90.gemm"
+BOTH = (AMPERE, HOPPER)
+
+
+def empty(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def arguments(fn, M=128, N=256, K=64, *, columns=1, out=BF16, **operands):
+    """columns: of out, in units of N."""
+    D = empty(M, int(columns * N), dtype=out)
+    epilogue = ka.EpilogueArguments(fn, **operands)
+    return ka.GemmArguments(empty(M, K), empty(N, K).t(), D, epilogue=epilogue)
+
+
+def refusals(args):
+    explanation = ka.explain(args, cc=90, providers=["cutedsl"])
+    return {one.family: one for one in explanation.rejected}
+
+
+def offered(args, family):
+    kernels = ka.get_kernels(args, cc=90, providers=["cutedsl"])
+    return [kernel for kernel in kernels if kernel.family_name() == family]
+
+
+# Refused by every family -----------------------------------------------------------------
+
+COMPUTED = "the epilogue is one that kernels compute as they write their tiles"
+
+
+def pairs_of(granularity):
+    def fn(accum):
+        gate, up = ep.glu_pair(accum, granularity=granularity)
+        return gate * up
+
+    return fn
+
+
+def other_threads(accum):
+    return ep.glu_pair(accum, granularity=32)[0] + ep.glu_pair(accum, granularity=1)[0]
+
+
+REFUSED = {
+    "pairs": (pairs_of(2), {"columns": 0.5}, "pairs of 2 columns; 1 and multiples of 8 are with"),
+    "threads": (other_threads, {"columns": 0.5}, "add meets columns that lie with other threads"),
+    "truth": (
+        lambda accum: (accum, accum > 0),
+        {"positive": empty(128, 256, dtype=torch.bool)},
+        "positive is bool; numbers are written",
+    ),
+    "rotation": (
+        lambda accum, cos, sin: ep.rotate(accum, cos, sin, 16, 4, 8),
+        {"cos": empty(128, 4), "sin": empty(128, 4)},
+        "a rotation of 8 columns from 4; a pair is with one thread if they are multiples of 8",
+    ),
+    "maximum": (
+        lambda accum: accum / ep.amax(accum, None),
+        {},
+        "div of a amax, known when all tiles are",
+    ),
+    "columns": (
+        lambda accum: accum - ep.sum(accum, -2),
+        {},
+        "sub of a sum, known when all tiles are",
+    ),
+    "blocks": (
+        lambda accum: accum / ep.repeat(ep.amax(accum, -1, 4), 4),
+        {},
+        "blocks of 4 columns; multiples of 8 are with one quad",
+    ),
+    "blocks of blocks": (
+        lambda accum: (accum, ep.max(ep.amax(accum, -1, 8), None)),
+        {"largest": empty(dtype=F32)},
+        "a max of one value per block of columns",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_kernel_computes_is_refused_with_the_reason(name):
+    fn, how, reason = REFUSED[name]
+    told = refusals(arguments(fn, **how))
+    for family in BOTH:
+        assert told[family].rule == COMPUTED
+        assert reason in told[family].reason
+
+
+def swiglu(accum):
+    gate, up = ep.glu_pair(accum, granularity="halves")
+    return ep.silu(gate) * up
+
+
+def identity(accum):
+    return accum * 2.0
+
+
+def row_sum(accum):
+    return accum, ep.sum(accum, -1)
+
+
+def by_rule(args, rule, reason, families=BOTH):
+    told = refusals(args)
+    for family in families:
+        assert told[family].rule == rule
+        assert reason in told[family].reason
+    return told
+
+
+def test_halves_are_dealt_out_in_blocks_of_32():
+    args = arguments(swiglu, N=96, columns=0.5)
+    by_rule(args, "halves of columns are dealt out to tiles 32 at a time", "96 columns")
+
+
+@pytest.mark.parametrize(("empty_mode", "sizes"), [("M", (0, 8, 8)), ("K", (8, 8, 0))])
+def test_a_product_of_nothing_has_no_epilogue(empty_mode, sizes):
+    rule = "an epilogue takes operands without scales, and at least one row, column and product"
+    by_rule(arguments(identity, *sizes), rule, f"{empty_mode} is 0", [AMPERE])
+
+
+def test_scaled_operands_have_no_epilogue():
+    A, B = (empty(64, 64, dtype=torch.float8_e4m3fn) for _ in range(2))
+    scaled = [ka.ScaledOperand(x, empty(dtype=F32), ka.ScaleMode.PER_TENSOR) for x in (A, B.t())]
+    epilogue = ka.EpilogueArguments(identity)
+    args = ka.GemmArguments(*scaled, empty(64, 64), epilogue=epilogue)
+    rule = "an epilogue takes operands without scales, and at least one row, column and product"
+    by_rule(args, rule, "A, B carry scales", ["sm90.gemm_fp8"])
+
+
+def test_an_output_of_64_bits_is_refused():
+    args = arguments(lambda accum: (accum, accum * 2.0), more=empty(128, 256, dtype=F64))
+    told = refusals(args)
+    for family in BOTH:
+        assert told[family].rule.startswith("an epilogue writes matrices of float32, float16,")
+        assert "more is float64" in told[family].reason
+    args = arguments(row_sum, total=empty(128, dtype=F64))
+    for family in BOTH:
+        assert "total is float64" in refusals(args)[family].reason
+
+
+def test_matrices_of_small_integers_are_for_ampere_kernels():
+    args = arguments(lambda accum: (accum, accum * 2.0), more=empty(128, 256, dtype=torch.int8))
+    assert "more is int8" in refusals(args)[HOPPER].reason
+    assert offered(args, AMPERE)
+
+
+def test_rows_beyond_a_tile_are_refused_with_what_to_do_instead():
+    def normalised(accum):
+        return accum * ep.rsqrt(ep.mean_square(accum, -1))
+
+    rules = {
+        AMPERE: "what is computed from whole rows needs a warp that holds them",
+        HOPPER: "what is computed from whole rows needs a tile that holds them",
+    }
+    for family, rule in rules.items():
+        told = by_rule(arguments(normalised, N=512), rule, "N is 512, and", [family])
+        assert "or let a second kernel do what needs the row" in told[family].nearest
+        assert offered(arguments(normalised, N=128), family)
+
+
+def test_more_counters_than_a_workspace_has_are_refused():
+    args = arguments(row_sum, M=64 << 15, total=empty(64 << 15, dtype=F32))
+    assert "the epilogue's reductions take 32768 counters of 16384" in refusals(args)[HOPPER].reason
+
+
+# Designs that fit ------------------------------------------------------------------------
+
+
+def test_a_view_of_many_columns_chooses_designs_whose_warps_have_them():
+    def turned(accum, cos, sin):
+        return ep.rotate(accum, cos, sin, 128)
+
+    args = arguments(turned, cos=empty(128, 64), sin=empty(128, 64))
+    kernels = offered(args, AMPERE)
+    assert kernels
+    assert {kernel.metadata.design.warp_columns for kernel in kernels} == {128}
+    wide = arguments(lambda accum, cos, sin: ep.rotate(accum, cos, sin, 256), **WIDE)
+    rule = "a warp has whole bundles of the columns that the epilogue looks at together"
+    by_rule(wide, rule, "they are 256, and there are", [AMPERE])
+
+
+WIDE = {"cos": empty(128, 128), "sin": empty(128, 128)}
+
+
+def test_an_operand_that_is_not_aligned_is_for_kernels_that_ask_for_no_alignment():
+    def biased(accum, C):
+        return accum + C
+
+    aligned, padded = empty(128, 256), empty(128, 257)[:, :256]
+    for family in BOTH:
+        divisible = [
+            k.metadata.operands.out.divisibility
+            for k in offered(arguments(biased, C=aligned), family)
+        ]
+        assert max(divisible) > 1
+        kernels = offered(arguments(biased, C=padded), family)
+        assert kernels
+        assert all(kernel.metadata.operands.out.divisibility == 1 for kernel in kernels)
+
+
+def test_8_bits_are_written_with_an_epilogue_and_not_without():
+    out = empty(128, 256, dtype=torch.float8_e4m3fn)
+    A, B = empty(128, 64), empty(256, 64).t()
+    plain = ka.GemmArguments(A, B, out)
+    quantised = ka.fusions.gemm_quantize(A, B, out=out, scale=0.5)
+    rule = "8 bits are written in units of a scale, or as an epilogue says"
+    for family in BOTH:
+        assert offered(quantised, family)
+        assert not offered(plain, family)
+        assert refusals(plain)[family].rule == rule
+        assert "out is float8_e4m3fn, and there is neither" in refusals(plain)[family].reason
+
+
+def test_a_whole_number_is_the_same_factor_as_a_fraction():
+    def scaled(accum, alpha):
+        return accum * alpha
+
+    whole, fraction = arguments(scaled, alpha=2), arguments(scaled, alpha=0.5)
+    assert whole.signature == fraction.signature
+    for family in BOTH:
+        kernel = offered(whole, family)[0]
+        assert kernel in offered(fraction, family)
+        for args in (whole, fraction):
+            assert [type(value) for value in kernel.more_values(args).values()] == [float]
+
+
+def test_a_seed_stays_a_whole_number():
+    def thinned(accum, p, seed, offset):
+        return ep.dropout(accum, p, seed, offset)
+
+    args = arguments(thinned, p=1, seed=2**40 + 17, offset=5)
+    (kernel, *_) = offered(args, AMPERE)
+    values = kernel.more_values(args)
+    assert {name: type(value) for name, value in values.items()} == {
+        "p": float, "seed": int, "offset": int,
+    }  # fmt: skip
