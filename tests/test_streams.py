@@ -79,7 +79,9 @@ def test_torchs_streams_are_taken_as_they_are_and_generic_ones_as_cudas(entered)
     assert entered[1].given["stream_id"] == generic.stream_id
 
 
-@pytest.mark.parametrize("stream", ["default", "0", True, 1.5j, [], object()], ids=repr)
+@pytest.mark.parametrize(
+    "stream", ["default", "0", True, 1.5j, [], object()], ids=lambda stream: type(stream).__name__
+)
 def test_what_is_no_stream_is_refused_by_name(stream, entered):
     for take in (on_stream, stream_handle, to_cuda_stream):
         with pytest.raises(TypeError, match=rf"stream is a {type(stream).__name__}; expected"):
