@@ -25,14 +25,14 @@ from kernel_api.implementations.common.epilogue import (
     Thread,
     places,
 )
+from kernel_api.implementations.common.functions import exact_functions, functions_for
+from kernel_api.implementations.common.philox import uniform_of_pairs
 from kernel_api.implementations.common.reductions import (
     QUAD,
     combined,
     identity,
     reduced_over_lanes,
 )
-from kernel_api.providers.cutedsl.epilogue.functions import exact_functions, functions_for
-from kernel_api.providers.cutedsl.epilogue.philox import uniform_of_pairs
 from kernel_api.providers.cutedsl.epilogue.plan import PAIR, Plan, block_columns, kind_of
 
 _Value = Any  # Float32 or Boolean

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from kernel_api.providers.cutedsl.gemm.model import resident_clusters
@@ -85,7 +86,7 @@ class Sm90GemmDesign(SplitDesign):
         small_parts: and beside two buffers of what is cut off float32."""
         tile_m, tile_n, tile_k = self.kernel_tile
         stage = (tile_m + tile_n) * tile_k * operand_bytes
-        beside = 2 * self.consumers * _SUBTILE[0] * min(_SUBTILE[1], tile_n) * out_bytes
+        beside = 2 * self.consumers * _SUBTILE[0] * gcd(_SUBTILE[1], tile_n) * out_bytes
         if small_parts:
             beside += 2 * stage
         return (SHARED_MEMORY_BYTES - beside - _FLAG_BYTES) // (stage + _BARRIER_BYTES)

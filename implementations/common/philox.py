@@ -10,7 +10,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, Uint64
 
-from kernel_api.implementations.common.conversion import select
+from .conversion import select
 
 _Value = Any
 

@@ -9,7 +9,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32
 
-from kernel_api.implementations.common.conversion import select
+from .conversion import select
 
 _Value = Any  # Float32 or Boolean
 Functions = dict[str, Callable[..., _Value]]
