@@ -445,8 +445,8 @@ class Gemm:
         copy_A = cute.make_tiled_copy_A(self._fragment_copy(self.A), tiled_mma)
         copy_B = cute.make_tiled_copy_B(self._fragment_copy(self.B), tiled_mma)
         return (
-            Fragments(copy_A, copy_A.get_slice(thread).partition_S(sA), tCrA),
-            Fragments(copy_B, copy_B.get_slice(thread).partition_S(sB), tCrB),
+            Fragments.of(copy_A, copy_A.get_slice(thread).partition_S(sA), tCrA),
+            Fragments.of(copy_B, copy_B.get_slice(thread).partition_S(sB), tCrB),
         )
 
     def _fragment_copy(self, tiles: OperandTiles) -> cute.CopyAtom:
@@ -544,10 +544,22 @@ class Fragments:
     tiled_copy: cute.TiledCopy
     shared: cute.Tensor  # (values, rows, K blocks, stages), as the copy sees it
     registers: cute.Tensor  # (values, rows, K blocks), as mma.sync sees it
+    copied: cute.Tensor  # the same as the copy sees it
+
+    @classmethod
+    def of(cls, tiled_copy: cute.TiledCopy, shared: cute.Tensor, like: cute.Tensor) -> "Fragments":
+        """like: a fragment of the tiled MMA's; of what type and shape registers are.
+
+        Both visit rows in the order of the tiled MMA, which may be another one than theirs in the
+        tile; `retile` would expect that.
+        """
+        registers = cute.make_rmem_tensor(like.shape, like.element_type)
+        layout = cute.make_layout(shared.shape[:3])
+        return cls(tiled_copy, shared, registers, cute.make_tensor(registers.iterator, layout))
 
     def read(self, k: int, stage: Int32) -> None:
-        target = self.tiled_copy.retile(self.registers)
-        cute.copy(self.tiled_copy, self.shared[None, None, k, stage], target[None, None, k])
+        source = self.shared[None, None, k, stage]
+        cute.copy(self.tiled_copy, source, self.copied[None, None, k])
 
     def round_to_tf32(self, k: int) -> None:
         """To nearest; mma.sync would truncate."""
