@@ -44,6 +44,15 @@ DONE, DIED, FAILURES = 0, 1, 2
 Beside = Callable[[Problem, Sequence[ka.GemmArguments]], Mapping[str, harness.Calls]]
 #: What a row says beyond time and ratio, from the problem and all medians in microseconds.
 Extra = Callable[[Problem, float, Mapping[str, float]], Mapping[str, Any]]
+Peers = Callable[[Problem], Mapping[str, Peer]]
+#: What is wrong with what a peer computed, if anything.
+Wrong = Callable[[ka.GemmArguments], str | None]
+
+
+def not_this_product(args: ka.GemmArguments) -> str | None:
+    """By the rule of our own kernels, with more room."""
+    verdict = judge(args, factor=3.0)
+    return None if verdict else verdict.reason
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,8 @@ class Suite:
     Attributes:
         name: Of the file of rows.
         problems: In the order in which they are measured.
+        peers: What each is timed beside.
+        wrong: Says whether a peer computes something else.
         beside: What else is timed in the same run.
         extra: What a row says beside.
         report: Lines that are printed at the end, from all rows.
@@ -60,6 +71,8 @@ class Suite:
 
     name: str
     problems: tuple[Problem, ...]
+    peers: Peers = lambda problem: peers_of(problem)
+    wrong: Wrong = lambda args: not_this_product(args)
     beside: Beside = lambda problem, args: {}
     extra: Extra = lambda problem, microseconds, medians: {}
     report: Callable[[list[rows.Row]], list[str]] = lambda all_rows: []
@@ -121,7 +134,7 @@ def run(suite: Suite, options: argparse.Namespace) -> int:
     ][: options.limit]
     if options.dry_run:
         for problem in problems:
-            print("\n".join(described(problem, options)))
+            print("\n".join(described(problem, options, suite.peers)))
         print(f"{suite.name}: {len(problems)} problems")
         return DONE
     if harness.DEVICE == "cuda" and not torch.cuda.is_available():
@@ -219,7 +232,7 @@ class Measurement:
         if not subjects:
             return []
         peers = {}
-        for name, peer in peers_of(problem).items():
+        for name, peer in self.suite.peers(problem).items():
             calls = self._guarded(name, functools.partial(self._peer, peer), essential=False)
             if calls is not None:
                 peers[name] = calls
@@ -314,9 +327,9 @@ class Measurement:
         calls = [peer(args) for args in self.sets]
         poison(self.sets[0].out.tensor)
         calls[0]()
-        verdict = judge(self.sets[0], factor=3.0)
-        if not verdict:
-            raise RuntimeError(f"its result is not this product: {verdict.reason}")
+        wrong = self.suite.wrong(self.sets[0])
+        if wrong is not None:
+            raise RuntimeError(f"its result is not this product: {wrong}")
         return calls
 
     def _keep_candidates(
@@ -382,7 +395,9 @@ def known_of(kernel: Any, args: ka.GemmArguments, sizes: model.Problem) -> rows.
     return known
 
 
-def described(problem: Problem, options: argparse.Namespace) -> Iterator[str]:
+def described(
+    problem: Problem, options: argparse.Namespace, peers_of: Peers = peers_of
+) -> Iterator[str]:
     """What a dry run says of a problem."""
     args = problem.arguments("meta")
     offered = candidates(args, options)

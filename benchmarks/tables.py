@@ -26,7 +26,11 @@ NOTHING = "No rows are recorded yet; `benchmarks/` has the scripts."
 #: Suites of more problems show so many of them, those with the lowest ratio.
 MOST_PROBLEMS = 24
 #: What some suites say beside, and the columns' names.
-FURTHER = {"of_ceiling": "of the copy ceiling", "per_tensor_us": "us per tensor"}
+FURTHER = {
+    "of_ceiling": "of the copy ceiling",
+    "per_tensor_us": "us per tensor",
+    "of_plain": "of the plain product's time",
+}
 
 Row = dict[str, Any]
 

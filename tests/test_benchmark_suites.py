@@ -487,3 +487,37 @@ def test_a_budget_leaves_room_for_another_step(monkeypatch):
     now[0] = 60.0
     assert not budget.allows_another()
     assert harness.Budget(None).allows_another()
+
+
+# Fused epilogues -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", script("gemm_fused").FUSIONS)
+def test_formulas_beside_fusions_compute_the_same(name):
+    fused = script("gemm_fused")
+    problem = fused.Problem(24, 256, 64, fusion=name)
+    args = problem.arguments("cpu")
+    fused.bound(fused.writer(fused.FUSIONS[name]), args)()
+    assert fused.wrong(args) is None
+    args.out.tensor.add_(0.1 * args.out.tensor.abs().max())
+    assert fused.wrong(args).startswith("out: ")
+
+
+def test_what_fusions_move_beyond_the_plain_product():
+    fused = script("gemm_fused")
+    M, N, K = 24, 256, 64
+    moved = {name: fused.Problem(M, N, K, fusion=name).extra_bytes for name in fused.FUSIONS}
+    assert moved["swiglu"] == 0  # it writes half as much
+    assert moved["swiglu, preactivation stored"] == M * N // 2 * 2
+    assert moved["residual"] == M * N * 2
+    assert moved["dswiglu, dprob"] == M * N * 2 * 3 + 2 * M * 4
+
+
+def test_the_limit_of_a_fusion_counts_the_plain_product_and_the_bytes_beyond():
+    fused = script("gemm_fused")
+    problem = fused.Problem(24, 256, 64, fusion="swiglu, preactivation stored")
+    medians = {fused.PLAIN: 100.0, fused.COPY: 500.0}
+    found = fused.extra(problem, 110.0, medians)
+    copied = problem.extra_bytes * 500.0 / (2 * fused.COPIED_BYTES)
+    assert found["of_plain"] == 1.1
+    assert found["of_limit"] == pytest.approx(110.0 / (103.0 + copied), rel=1e-3)
