@@ -110,6 +110,34 @@ def test_a_fusion_is_right(turn):
     assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
 
 
+HALVES = Case("halves", make.a_glu("swiglu", granularity="halves"), how={"M": 70, "N": 448})
+
+
+def designs_for_halves():
+    """One kernel of each design that is offered, those with clusters first."""
+    args = on_meta(HALVES.drawn(1))
+    kernels = ka.get_kernels(args, cc=90, providers=["cutedsl"])
+    hopper = {k.metadata.design: k for k in kernels if k.metadata.targets == ("sm_90a",)}
+    return sorted(hopper.values(), key=lambda k: -k.metadata.design.cluster_size)
+
+
+def test_blocks_of_a_cluster_cut_no_pair_of_halves_but_in_the_middle():
+    shares = {
+        k.metadata.design.kernel_tile[1] // k.metadata.design.kernel_cluster[0]
+        for k in designs_for_halves()
+    }
+    assert all(share % 64 == 0 or 64 % share == 0 for share in shares), shares
+    assert max(shares) > 64 > min(shares)
+
+
+def test_halves_are_right_in_every_design():
+    args = HALVES.drawn(1)
+    most = None if os.environ.get("KERNEL_API_EMULATE") else 1
+    for kernel in designs_for_halves()[:most]:
+        EmulatedKernel.compile(kernel, args).run(args, multiprocessors=2, seed=1)
+        assert judge(args, FACTOR_REORDERED), kernel.metadata.kernel_name
+
+
 def test_a_new_factor_compiles_nothing():
     draw = make.Draw(M=70, N=72, K=72, element=make.BF16)
     operands = draw.A, draw.B, draw.written(), draw.reduced(element=F32)

@@ -100,6 +100,15 @@ def halves_fit(graph: Graph, N: int) -> bool | Miss:
     return True
 
 
+def halves_fit_shares(graph: Graph, columns: int) -> bool | Miss:
+    """Whether blocks that load so many columns of B each for all of a cluster cut pairs of 32
+    columns nowhere but in the middle."""
+    planned, pair = plan(graph), 2 * HALF
+    if isinstance(planned, str) or 1 not in planned.halves or pair % columns == 0:
+        return True
+    return columns % pair == 0 or Miss(f"each loads {columns} columns")
+
+
 def spans_rows(graph: Graph, N: int, columns: int) -> bool | Miss:
     """Whether tiles of so many columns hold whole rows, if anything is computed from those."""
     planned = plan(graph)

@@ -16,6 +16,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     TMA_PIECE,
     Tiling,
     fits_tile,
+    halves_fit_shares,
     spans_rows,
     whole_pieces,
 )
@@ -98,6 +99,13 @@ class Sm90GemmFamily(FusedGemm):
         if isinstance(planned, str) or planned.bundle == 1:
             return True
         return Miss(f"they take {design.accumulators}")
+
+    @rule("blocks that share B each load whole pairs of what lies in its halves, or one of a pair")
+    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
+        if args.epilogue is None:
+            return True
+        columns = design.kernel_tile[1] // design.kernel_cluster[0]
+        return halves_fit_shares(args.epilogue.graph, columns)
 
     @cached_property
     def repacked(self) -> tuple[bool, bool]:
