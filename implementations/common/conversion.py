@@ -182,3 +182,9 @@ def _from_float8(code: Uint32, of: Float8) -> Float32:
     )
     number = select(magnitude > Uint32(of.largest), special, number)
     return (number | ((code & Uint32(0x80)) << Uint32(24))).bitcast(Float32)
+
+
+def bfloat16_pair(word: Uint32) -> tuple[Float32, Float32]:
+    """A bfloat16 is the upper half of a Float32: one instruction each."""
+    upper = word & Uint32(0xFFFF0000)
+    return (word << Uint32(16)).bitcast(Float32), upper.bitcast(Float32)

@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Numeric, Uint16, Uint32
 
-from .conversion import Conversions
+from .conversion import Conversions, bfloat16_pair
 from .modes import transposed_modes
 
 _SWAPPED = str.maketrans("mn", "nm")
@@ -395,8 +395,7 @@ def _load_inside(first: Int64, left: Int32, column: int, count: int, element_typ
 
 
 def _two_of(pair: Uint32, element_type) -> tuple:
-    """Two neighbours of 16 bits; a bfloat16 is the upper half of a float32."""
+    """Two neighbours of 16 bits."""
     if element_type is BFloat16:
-        upper = pair & Uint32(0xFFFF0000)
-        return (pair << Uint32(16)).bitcast(Float32), upper.bitcast(Float32)
+        return bfloat16_pair(pair)
     return tuple(Uint16(half).bitcast(element_type) for half in (pair, pair >> Uint32(16)))

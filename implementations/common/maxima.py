@@ -24,7 +24,18 @@ _MAGNITUDE = 0x7FFFFFFF
 
 def bits_of_magnitude(values: list) -> Int32:
     """Of the largest one."""
-    return combined([value.bitcast(Int32) & _MAGNITUDE for value in values], larger)
+    if len(values) == 1:
+        return values[0].bitcast(Int32) & _MAGNITUDE
+    return combined(values, _larger_magnitude).bitcast(Int32)
+
+
+def _larger_magnitude(a: Float32, b: Float32) -> Float32:
+    """NaN if one is; not negative."""
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 a, b; abs.f32 a, {$r0}; abs.f32 b, {$r1}; max.NaN.f32 {$w0}, a, b; }",
+        write_only_types=[Float32],
+        read_only_args=[a, b],
+    )
 
 
 def larger(a: Int32, b: Int32) -> Int32:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Numeric, Uint16, Uint32, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Numeric, Uint16, Uint32, const_expr
+
+from .conversion import bfloat16_pair
 
 WARP = 32
 _WORD_BYTES = 4
@@ -148,6 +150,8 @@ class Vector:
             return [word.bitcast(Float32) for word in words]
         if self.count == 1:
             return [words[0].bitcast(self.element_type).to(Float32)]
+        if self.element_type is BFloat16:
+            return [value for word in words for value in bfloat16_pair(word)]
         # The stride of one word has to be said: that of its elements is made of it.
         packed = cute.make_rmem_tensor(cute.make_layout(self.words, stride=1), Uint32)
         for i, word in enumerate(words):

@@ -21,6 +21,7 @@ from ..common.rows import (
 from ..common.staged_rows import StagedRows, Turns
 
 MOST_VECTORS = 4  # at a time, so that registers are left for other blocks
+MOST_FACTORS = 32  # of a thread, kept across rows
 
 
 class Norm:
@@ -104,6 +105,13 @@ class Norm:
     def finds_maxima(self) -> bool:
         return "amax" in self.operands or "global_amax" in self.operands
 
+    @property
+    def keeps_factors(self) -> bool:
+        """Whether a thread has registers for what all rows are multiplied by before they are
+        transformed."""
+        room = 0 < self.vectors * self.rows.vector <= MOST_FACTORS
+        return self.hadamard and "bias" not in self.operands and room
+
     def operand(self, name: str, operands: tuple):
         """None if it is not there."""
         return operands[self.operands.index(name)] if name in self.operands else None
@@ -153,7 +161,12 @@ class Norm:
     def rows_from(self, first, end, mX, mOut, operands, memory, sSums, thread):
         """The rows from `first` to `end`; the bits of the thread's largest magnitude in them."""
         rows, column = self.rows, self.rows.column(thread)
-        signs = self._signs(operands, column)
+        factors = self._signs(operands, column)
+        if const_expr(self.keeps_factors):
+            factors = [
+                self._factors(operands, column + v * rows.step, factors)
+                for v in range(self.vectors)
+            ]
         turns = Turns(first + rows.slot(thread), Int32(rows.rows), end)
         for early in cutlass.range_constexpr(self.stages - 1):
             self.x.fetch(mX, turns, Int32(early), memory, thread)
@@ -171,7 +184,7 @@ class Norm:
             mean, rstd = self._measured(source, target, mX.shape[1], operands, sSums, turn, thread)
             if column == 0 and turns.row(turn) < end:
                 self._write_statistics(mean, rstd, operands, turns.row(turn))
-            found = self._write(source, target, mX.shape[1], mean, rstd, operands, signs, column)
+            found = self._write(source, target, mX.shape[1], mean, rstd, operands, factors, column)
             largest = larger(largest, found)
         return largest
 
@@ -227,21 +240,42 @@ class Norm:
         return [value - mean for value in values] if self.centred else values
 
     @cute.jit
-    def _write(self, source, target, N, mean, rstd, operands, signs, column) -> Int32:
+    def _write(self, source, target, N, mean, rstd, operands, factors, column) -> Int32:
         """Writes the thread's part of out; the bits of the largest magnitude in it."""
         largest = Int32(0)
-        for v in cutlass.range(self._vectors(N), unroll=self.unroll):
-            values = [value * rstd for value in self._distances(source, v, mean)]
-            values = self._with_factors(values, operands, column + v * self.rows.step)
-            if const_expr(self.hadamard):
-                if const_expr(signs is not None):
-                    values = [a * b for a, b in zip(values, signs, strict=True)]
-                values = hadamard(values, column)
-            target.store(v * self.rows.step, values)
-            if const_expr(self.finds_maxima):
-                found = bits_of_magnitude(values)
-                largest = larger(largest, found * Int32(target.has(v * self.rows.step)))
+        if const_expr(self.keeps_factors):
+            for v in cutlass.range_constexpr(self.vectors):
+                values = self._distances(source, v, mean)
+                values = hadamard(values, column, factors[v], rstd)
+                largest = larger(largest, self._stored(target, v, values))
+        else:
+            for v in cutlass.range(self._vectors(N), unroll=self.unroll):
+                values = self._distances(source, v, mean)
+                first = column + v * self.rows.step
+                if const_expr(self.hadamard and "bias" not in self.operands):
+                    values = hadamard(values, column, self._factors(operands, first, factors), rstd)
+                else:
+                    values = [value * rstd for value in values]
+                    values = self._with_factors(values, operands, first)
+                    if const_expr(self.hadamard):
+                        values = hadamard(values, column, factors)
+                largest = larger(largest, self._stored(target, v, values))
         return largest
+
+    def _stored(self, target: GlobalRow, v: Int32 | int, values: list) -> Int32:
+        """The bits of the largest magnitude, if it is asked for."""
+        target.store(v * self.rows.step, values)
+        if not self.finds_maxima:
+            return Int32(0)
+        return bits_of_magnitude(values) * Int32(target.has(v * self.rows.step))
+
+    def _factors(self, operands: tuple, column: Int32, signs: list | None) -> list | None:
+        """Of what is transformed: weight and signs, as they are there."""
+        mW = self.operand("weight", operands)
+        if mW is None:
+            return signs
+        given = single_row(mW, column, self.rows.vector).load(Int32(0))
+        return given if signs is None else list(map(operator.mul, given, signs))
 
     def _with_factors(self, values: list, operands: tuple, column: Int32) -> list:
         """Times weight, plus bias, as they are there."""
