@@ -5,6 +5,8 @@
     memory   its bandwidth, or less where too few bytes are on their way at a time: those of all
              CTAs that share a multiprocessor (Little's law)
     waves    no less than one latency of the memory for each turn of each wave
+    turns    what a CTA that takes several rows waits for between them
+    maxima   an atomic of every CTA, which holds its place until it has returned
     parts    sums over rows that CTAs leave and another kernel adds up, through L2
 
 The constants are those of an H200.
@@ -12,7 +14,7 @@ The constants are those of an H200.
 
 from __future__ import annotations
 
-from kernel_api.arguments.norm import NormArguments
+from kernel_api.arguments.norm import LayerNormArguments, NormArguments
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import OperandsMetadata
 from kernel_api.providers.cutedsl.norm.base import RowDesign, staged_bytes, vector_of
@@ -27,13 +29,19 @@ _OVERHEAD = 2.5e-6
 _IN_FLIGHT = 40 * 1024
 
 #: Rows on their way of each that is in use, where none is fetched ahead.
-_PART_OF_TIME = 0.7
+_PART_OF_TIME = 0.9
+#: Of the time, where a CTA takes several rows after each other.
+_TURNS_COST = 1.07
+#: Seconds from the last row of a CTA until the largest value is with the others'.
+_MAXIMA_LATENCY = 2.5e-6
 #: By bytes of a vector: narrow ones take more instructions.
 _VECTOR_COST = {16: 1.0, 8: 1.15, 4: 1.5, 2: 3.0}
 
 _THREADS, _REGISTERS, _SHARED_MEMORY = 2048, 64 * 1024, 220 * 1024
 _MOST_CTAS = 32
-_REGISTERS_OF_THREAD = 48
+#: Of a thread: a number, and one per element that it has of a row.
+_REGISTERS_OF_ROW, _REGISTERS_OF_TURNS = (24, 0.6), (48, 0.4)
+_REGISTERS_OF_MEAN, _REGISTERS_OF_TRANSFORM, _MOST_FACTORS = 8, 12, 32
 
 
 def forward(
@@ -41,9 +49,26 @@ def forward(
 ) -> float:
     """Seconds; turns: times that a CTA takes new rows."""
     multiprocessors = multiprocessors_of(args.device)
-    resident = _resident(design, operands)
+    transformed = getattr(args, "hadamard", False)
+    registers = _registers(design, turns, isinstance(args, LayerNormArguments), transformed)
+    resident = _resident(design, operands, registers)
     waves = -(-args.M // (design.rows * turns * resident * multiprocessors))
-    return _seconds(args, design, operands, resident, waves * turns, waves)
+    seconds = _seconds(args, design, operands, resident, waves * turns, waves)
+    if turns > 1:
+        seconds *= _TURNS_COST
+    if args.further.keys() & {"amax", "global_amax"}:
+        seconds += waves * _MAXIMA_LATENCY
+    return seconds
+
+
+def _registers(design: RowDesign, turns: int, centred: bool, transformed: bool) -> int:
+    """About so many a thread has."""
+    fixed, per_element = _REGISTERS_OF_TURNS if turns > 1 else _REGISTERS_OF_ROW
+    registers = fixed + per_element * design.elements + centred * _REGISTERS_OF_MEAN
+    if transformed:
+        kept = design.elements if design.elements <= _MOST_FACTORS else 0
+        registers += _REGISTERS_OF_TRANSFORM + kept
+    return -(-int(registers) // 8) * 8
 
 
 def backward(
@@ -64,11 +89,11 @@ def backward(
     return seconds
 
 
-def _resident(design: RowDesign, operands: OperandsMetadata) -> int:
-    """CTAs that share a multiprocessor."""
+def _resident(design: RowDesign, operands: OperandsMetadata, registers: int) -> int:
+    """CTAs that share a multiprocessor, if threads have so many registers."""
     return min(
         _THREADS // design.threads,
-        _REGISTERS // (design.threads * _REGISTERS_OF_THREAD),
+        max(1, _REGISTERS // (design.threads * registers)),
         _SHARED_MEMORY // (staged_bytes(design, operands) + 1024),
         _MOST_CTAS,
     )
