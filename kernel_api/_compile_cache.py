@@ -39,12 +39,8 @@ _running: contextvars.ContextVar[Compilation | None] = contextvars.ContextVar(
 _artifacts: dict[_Key, CompiledArtifact] = {}
 _flights: dict[_Key, threading.Lock] = {}
 _lock = threading.Lock()
+#: Changes whenever the artifacts are forgotten; launches that remember some read it each time.
 _era = 0
-
-
-def era() -> int:
-    """A number that changes whenever the artifacts are forgotten."""
-    return _era
 
 
 def running() -> Compilation | None:

@@ -12,6 +12,7 @@ the compiled kernels are forgotten; what was not used lately is forgotten first.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import threading
@@ -20,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_api._compile_cache import era
+from kernel_api import _compile_cache, provider
 from kernel_api._forms import FACTORS, Form
-from kernel_api.arguments import Arguments
+from kernel_api.arguments import Arguments, GemmArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.discovery import explain, get_kernels
 from kernel_api.dtypes import dtype
@@ -30,7 +31,6 @@ from kernel_api.errors import ArgumentError, NoKernelError
 from kernel_api.fusions._shared import matrices
 from kernel_api.kernel import Kernel, require_data
 from kernel_api.operands import MAX_ALIGNMENT, Operand
-from kernel_api.provider import generation
 
 #: What :func:`repeated` returns where nothing is known of such a call.
 NEW = object()
@@ -45,6 +45,7 @@ _VALUES = frozenset((str, bool, int, float, type(None)))
 
 _KEPT = 1024
 _LOW_BITS = MAX_ALIGNMENT - 1
+_FLOAT32 = torch.float32
 
 _Key = tuple[Any, ...]
 
@@ -76,7 +77,8 @@ class Launch:
         operands: Names of what the launcher takes, each with what makes it of the option.
         constants: Further ones.
         results: From ``out`` and the options to what the call returns; None: it is ``out``.
-        plain: Whether there are none of all these but the launcher.
+        plain: Sizes in bytes of A, B and out where the call gives these and nothing else has to be
+            done; else None.
         used: When it was last.
     """
 
@@ -90,10 +92,11 @@ class Launch:
         operands: dict[str, Callable[[Any], Any]],
         constants: dict[str, Any],
         results: Callable[[Any, dict[str, Any]], Any] | None,
+        plain: tuple[int, int, int] | None,
     ) -> None:
         self.launcher, self.absent, self.apart = launcher, absent, apart
         self.operands, self.constants, self.results = operands, constants, results
-        self.plain = not (absent or operands or constants or results)
+        self.plain = None if absent or operands or constants or results else plain
         self.used = next(_clock)
 
     def with_options(self, A: Any, B: Any, out: Any, options: dict[str, Any]) -> Any:
@@ -105,8 +108,11 @@ class Launch:
                 if made.data_ptr() % alignment:
                     return NEW
             out = options.pop("out", out)
-        operands = {name: of(options[name]) for name, of in self.operands.items()}
-        self.launcher(A, B, out, **operands, **self.constants)
+        if self.operands or self.constants:
+            operands = {name: of(options[name]) for name, of in self.operands.items()}
+            self.launcher(A, B, out, **operands, **self.constants)
+        else:
+            self.launcher(A, B, out)
         return out if self.results is None else self.results(out, options)
 
 
@@ -125,13 +131,17 @@ def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict
     if launch is None:
         return NEW
     launch.used = next(_clock)
+    if launch.plain is not None:
+        (a, b, start), (a_size, b_size, size) = addresses, launch.plain
+        end = start + size
+        if (a < end and start < a + a_size) or (b < end and start < b + b_size):
+            return NEW  # arguments look closer
+        launch.launcher(A, B, out)
+        return out
     for one, one_size, other, other_size in launch.apart:
         start, other_start = addresses[one], addresses[other]
         if start < other_start + other_size and other_start < start + one_size:
-            return NEW  # arguments look closer
-    if launch.plain:
-        launch.launcher(A, B, out)
-        return out
+            return NEW
     return launch.with_options(A, B, out, options)
 
 
@@ -142,27 +152,29 @@ def _look(
     for what is not looked at."""
     if type(A) not in TENSORS or type(B) not in TENSORS:
         raise TypeError
-    element = A.dtype
-    addresses = [A.data_ptr(), B.data_ptr()]
     # Written out: this is most of what a call costs.
+    element, start, other_start = A.dtype, A.data_ptr(), B.data_ptr()
+    addresses, joined = [start, other_start], start | other_start
     key: _Key = (
-        generation(), era(), form, out_dtype,
+        provider._generation, _compile_cache._era, form, out_dtype,
         element, A.shape, A.stride(), A.device,
         B.dtype, B.shape, B.stride(), B.device,
     )  # fmt: skip
     if out is not None:
         if type(out) not in TENSORS:
             raise TypeError
-        addresses.append(out.data_ptr())
+        start = out.data_ptr()
+        addresses.append(start)
+        joined |= start
         key += (out.dtype, out.shape, out.stride(), out.device)
-    for name, value in options.items():
-        key += (name, *_option(name, value, addresses))
-    if element is torch.float32:
+    if options:
+        for name, value in options.items():
+            key += (name, *_option(name, value, addresses))
+        joined = functools.reduce(operator.or_, addresses)
+    if element is _FLOAT32:
         key += (torch.get_float32_matmul_precision(),)
-    for address in addresses:
-        if address & _LOW_BITS:  # else all are as aligned as any kernel asks
-            key += (tuple([each & -each & _LOW_BITS for each in addresses]),)
-            break
+    if joined & _LOW_BITS:  # else all are as aligned as any kernel asks
+        key += (tuple([each & -each & _LOW_BITS for each in addresses]),)
     return key, addresses
 
 
@@ -220,7 +232,7 @@ def chosen(args: Arguments) -> tuple[Kernel, CompiledArtifact]:
     Raises NoKernelError, and what :meth:`Kernel.run` does before it launches.
     """
     require_data(args)
-    key = (generation(), era(), args.key)
+    key = (provider._generation, _compile_cache._era, args.key)
     found = _chosen.get(key)
     if found is None:
         kernels = get_kernels(args)
@@ -242,7 +254,7 @@ def _remember(
     call: Call,
     out: Any,
     complete: dict[str, Any],
-    args: Arguments,
+    args: GemmArguments,
     kernel: Kernel,
     artifact: CompiledArtifact,
 ) -> None:
@@ -271,7 +283,9 @@ def _remember(
         if name not in places
     }
     results = form.results if form.written(complete) else None
-    launch = Launch(kernel._launcher(args, artifact), absent, _apart(args, places), *taken, results)
+    launcher, apart = kernel._launcher_for_sizes(args, artifact), _apart(args, places)
+    plain = (args.A.span, args.B.span, args.out.span) if places == ["A", "B", "out"] else None
+    launch = Launch(launcher, absent, apart, *taken, results, plain)
     with _lock:
         if len(_launches) >= _KEPT:
             _forget_some()
@@ -297,7 +311,8 @@ def _apart(args: Arguments, places: list[str]) -> list[tuple[int, int, int, int]
 
 
 def _maker(tensor: Any) -> Callable[[], Any]:
-    shape, element, device = tensor.shape, tensor.dtype, tensor.device
+    # torch reads a plain tuple faster than its own Size.
+    shape, element, device = tuple(tensor.shape), tensor.dtype, tensor.device
     return lambda: torch.empty(shape, dtype=element, device=device)
 
 

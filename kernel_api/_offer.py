@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kernel_api import _compile_cache
-from kernel_api.provider import generation
+from kernel_api import _compile_cache, provider
 
 if TYPE_CHECKING:
     from kernel_api.artifact import CompiledArtifact
@@ -23,13 +22,13 @@ class Offer:
         valid_for: The registry's generation when the kernels were asked.
     """
 
-    __slots__ = ("_artifacts", "_kernels", "_valid_for")
+    __slots__ = ("_artifacts", "_era", "_generation", "_kernels")
 
     def __init__(self, kernels: Iterable[Kernel], valid_for: int) -> None:
         # They are alive as long as this is, so their ids stand for them: kernels hash slowly.
         self._kernels = {id(kernel): kernel for kernel in kernels}
         self._artifacts: dict[int, CompiledArtifact] = {}
-        self._valid_for = (valid_for, _compile_cache.era())
+        self._generation, self._era = valid_for, _compile_cache._era
 
     def holds(self, kernel: Kernel) -> bool:
         return id(kernel) in self._kernels and self._is_valid()
@@ -43,4 +42,4 @@ class Offer:
             self._artifacts[id(kernel)] = artifact
 
     def _is_valid(self) -> bool:
-        return self._valid_for == (generation(), _compile_cache.era())
+        return self._generation == provider._generation and self._era == _compile_cache._era

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kernel_api import _log
 from kernel_api._offer import Offer
 from kernel_api.arguments import Arguments
-from kernel_api.devices import query_target
+from kernel_api.devices import query_target, target_of
 from kernel_api.errors import FilterError, PluginWarning
 from kernel_api.kernel import Kernel, require_arguments
 from kernel_api.matching import match_layouts, match_types, types_of
@@ -315,15 +315,31 @@ _lock = threading.RLock()
 _surveys: OrderedDict[Any, _Survey] = OrderedDict()
 _catalogues: dict[type[Kernel], Catalogue] = {}
 _valid_for = -1
+_devices_with_target: set[Any] = set()
 
 
 def _survey(args: Arguments, cc: CcLike, chosen: ProviderChoice | None) -> _Survey:
-    target = query_target(args.device, cc)
-    asked = providers(chosen)
-    key = (generation(), args.key, target, tuple(asked))
+    own = cc is None and _has_target(args.device)
+    asked = tuple(providers(chosen))
+    key = (generation(), args.key, own or query_target(args.device, cc), asked)
     found = _surveys.get(key)
-    if found is not None:
-        return found
+    return _surveyed(args, query_target(args.device, cc), key) if found is None else found
+
+
+def _has_target(device: Any) -> bool:
+    """Whether a device has one architecture whatever the settings: then the arguments' key, which
+    names the device, says it."""
+    if device in _devices_with_target:
+        return True
+    if device.index is None or target_of(device) is None:
+        return False
+    _devices_with_target.add(device)
+    return True
+
+
+def _surveyed(args: Arguments, target: Target | None, key: tuple[Any, ...]) -> _Survey:
+    """Ask every family, for a query that is not remembered."""
+    asked = key[-1]
     with _lock:
         _forget_if_changed()
         if key in _surveys:  # another thread was first

@@ -217,6 +217,11 @@ class Kernel(metaclass=KernelType):
 
         return launch
 
+    def _launcher_for_sizes(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
+        """The same for tensors of just these sizes, always on the current stream: then there may
+        be less to ask at a launch."""
+        return self._launcher(args, artifact)
+
     def _launch_operands(self, args: Any) -> dict[str, Any]:
         """What a launcher takes by name, of the arguments: the operands of the epilogue."""
         if args.epilogue is None:
@@ -269,17 +274,19 @@ class Kernel(metaclass=KernelType):
                 anything is launched.
         """
         require_arguments(args)
-        if not assume_supported_args and self not in args._accepted:
-            offer = args._accepted.get(Offer)
-            if offer is None or not offer.holds(self):
+        accepted = args._accepted
+        offer = accepted.get(Offer)
+        offered = offer.artifact(self) if offer is not None and artifact is None else None
+        if not assume_supported_args and accepted.get(id(self)) is not self:
+            if offered is None and (offer is None or not offer.holds(self)):
                 self._require(args, query_target(args.device, None), compiled=artifact is not None)
             require_data(args)
-            args._accepted[self] = True
+            accepted[id(self)] = self  # by id: kernels hash slowly
         if artifact is None:
-            artifact = self._artifact_to_run(args, stream)
-        elif args._accepted.get(artifact) is not self:
+            artifact = offered or self._artifact_to_run(args, stream)
+        elif accepted.get(artifact) is not self:
             artifact.check(self, args, target_of(args.device))
-            args._accepted[artifact] = self
+            accepted[artifact] = self
         workspace = self._workspace(args, workspace)
         if args.writes_anything:
             self._run(args, artifact, stream, workspace)
@@ -603,7 +610,7 @@ def require_arguments(args: object) -> Arguments:
 def require_data(args: Arguments) -> None:
     """Raise DeviceError for arguments that can be compiled for, but not run on."""
     for operand in args._all_operands():
-        if not operand.address and not operand.has_data:
+        if not (operand._address or operand.address or operand.has_data):
             raise DeviceError(
                 f"{args._name_of(operand)} is a meta or fake tensor: it can be compiled for, not "
                 f"run on"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -174,16 +176,16 @@ class KernelMetadata:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "targets", tuple(str(target(t)) for t in self.targets))
-        if self.targets and not self.min_cc:
-            lowest = min(t.cc for t in self.parsed_targets)
-            object.__setattr__(self, "min_cc", lowest)
+        targets = [target(one) for one in self.targets]
+        object.__setattr__(self, "targets", tuple(map(str, targets)))
+        if targets and not self.min_cc:
+            object.__setattr__(self, "min_cc", min(one.cc for one in targets))
         if not isinstance(self.operands, OperandsMetadata):
             raise ArgumentError(f"operands is {self.operands!r}; expected operands metadata")
         if not isinstance(self.kernel_class, type):
             raise ArgumentError(f"kernel_class is {self.kernel_class!r}; expected a class")
-        identity = tuple(getattr(self, f.name) for f in fields(self) if f.compare)
-        object.__setattr__(self, "_hash", hash(identity))
+        identity = [getattr(self, name) for name in _compared_fields(type(self))]
+        object.__setattr__(self, "_hash", hash(tuple(identity)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -202,7 +204,7 @@ class KernelMetadata:
         return self.kernel_class(self)
 
     def to_dict(self) -> dict[str, Any]:
-        encoded = {f.name: _encode(getattr(self, f.name)) for f in fields(self) if f.compare}
+        encoded = {name: _encode(getattr(self, name)) for name in _compared_fields(type(self))}
         return {**encoded, "provider": self.provider}
 
     def to_json(self) -> str:
@@ -212,8 +214,7 @@ class KernelMetadata:
     def from_dict(cls, data: dict[str, Any]) -> KernelMetadata:
         """Inverse of ``to_dict``; raises ArgumentError for what does not describe a kernel."""
         try:
-            names = [f.name for f in fields(cls) if f.compare]
-            return cls(**{name: _decode(data[name]) for name in names})
+            return cls(**{name: _decode(data[name]) for name in _compared_fields(cls)})
         except (KeyError, TypeError, AttributeError, ImportError, ValueError) as error:
             raise ArgumentError(f"this does not describe a kernel: {error!r}") from error
 
@@ -228,11 +229,25 @@ class KernelMetadata:
         return cls.from_dict(data)
 
 
+#: Names of a class's fields: all, and those that make up the identity.
+_all_fields: Callable[[Any], tuple[str, ...]] = functools.cache(
+    lambda cls: tuple(f.name for f in fields(cls))
+)
+_compared_fields: Callable[[Any], tuple[str, ...]] = functools.cache(
+    lambda cls: tuple(f.name for f in fields(cls) if f.compare)
+)
+
+#: What is the same in JSON.
+_JSON_SCALARS = frozenset((type(None), bool, int, float, str))
+
+
 def _path_of(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _encode(value: Any) -> Any:
+    if type(value) in _JSON_SCALARS:
+        return value
     if isinstance(value, DType):
         return {"dtype": value.name}
     if isinstance(value, ScaleMode):
@@ -242,18 +257,20 @@ def _encode(value: Any) -> Any:
     if isinstance(value, type):
         return {"class": _path_of(value)}
     if dataclasses.is_dataclass(value):
-        encoded = {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
+        encoded = {name: _encode(getattr(value, name)) for name in _all_fields(type(value))}
         return {"type": _path_of(type(value)), "fields": encoded}
     if isinstance(value, (tuple, list)):
         return [_encode(v) for v in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (int, float, str)):
         return value
     raise ArgumentError(f"{value!r} in a kernel's metadata cannot be written as JSON")
 
 
 def _decode(value: Any) -> Any:
+    if type(value) in _JSON_SCALARS:
+        return value
     if isinstance(value, list):
-        return tuple(_decode(v) for v in value)
+        return tuple([_decode(v) for v in value])
     if not isinstance(value, dict):
         return value
     if "dtype" in value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cached_property
 from typing import Any
 
 from kernel_api.dtypes import DType, dtype
@@ -12,45 +13,27 @@ from kernel_api.errors import ArgumentError
 MAX_ALIGNMENT = 128
 
 
-class Operand:
-    """A tensor with its shape, strides, element type and device read once.
+class Layout:
+    """What there is to know of a tensor without its address, and what follows from that.
+
+    Tensors that are alike share one (see :func:`_layout_of`): it stands for all of this in keys,
+    by identity.
 
     Attributes:
-        tensor: The torch tensor (other DLPack tensors are viewed as one, without a copy).
         shape: Extents in elements.
         stride: Strides in elements.
         dtype: The canonical :class:`~kernel_api.dtypes.DType`.
         device: The torch device.
+        on_meta: Whether that is ``meta``.
     """
 
-    __slots__ = ("_address", "_alignment", "device", "dtype", "shape", "stride", "tensor")
+    def __init__(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], element: DType, device: Any
+    ) -> None:
+        self.shape, self.stride, self.dtype, self.device = shape, stride, element, device
+        self.on_meta: bool = device.type == "meta"
 
-    #: Which elements share a scale; of a ScaledOperand.
-    mode: Any = None
-    _address: int | None
-
-    def __init__(self, tensor: Any, name: str = "operand") -> None:
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(tensor, torch.Tensor):
-            tensor = _as_torch(tensor, name)
-            torch = sys.modules["torch"]
-        if tensor.layout is not torch.strided:
-            raise ArgumentError(f"{name} is a {tensor.layout} tensor; expected a strided one")
-        self.tensor = tensor
-        self.shape: tuple[int, ...] = tuple(tensor.shape)
-        self.stride: tuple[int, ...] = tensor.stride()
-        self.dtype: DType = dtype(tensor.dtype)
-        self.device = tensor.device
-        self._alignment: int | None = None
-        # Others than plain tensors may be without memory; those on meta tell their offset.
-        plain = type(tensor) is torch.Tensor and not tensor.is_meta
-        self._address = tensor.data_ptr() if plain else None
-
-    @property
-    def rank(self) -> int:
-        return len(self.shape)
-
-    @property
+    @cached_property
     def unit_mode(self) -> int | None:
         """Which of the last two modes has stride 1: -1, -2, or None if neither has."""
         stride = self.stride
@@ -59,6 +42,97 @@ class Operand:
         if stride[-1] == 1:
             return -1
         return -2 if len(stride) > 1 and stride[-2] == 1 else None
+
+    @cached_property
+    def stride_bits(self) -> int:
+        """Every stride but the unit one in bytes, joined by or: its lowest bit divides them."""
+        itemsize, stride, unit = self.dtype.itemsize, self.stride, self.unit_mode
+        if unit == -1:
+            stride = stride[:-1]
+        elif unit == -2:
+            stride = (*stride[:-2], stride[-1])
+        bits = MAX_ALIGNMENT
+        for one in stride:
+            bits |= one * itemsize
+        return bits
+
+    @cached_property
+    def span(self) -> int:
+        """Bytes from the first element to behind the last."""
+        if 0 in self.shape:
+            return 0
+        reach = sum((e - 1) * s for e, s in zip(self.shape, self.stride, strict=True))
+        return (reach + 1) * self.dtype.itemsize
+
+
+_layouts: dict[tuple[Any, ...], Layout] = {}
+_LAYOUTS_KEPT = 16384
+
+
+def _layout_of(tensor: Any) -> Layout:
+    """The one layout of tensors like this."""
+    shape = tensor.shape
+    look = (tensor.dtype, shape, tensor.stride(), tensor.device)
+    try:
+        found = _layouts.get(look)
+    except TypeError:  # sizes of a graph, which are symbols
+        return _new_layout(*look)
+    if found is None:
+        if len(_layouts) >= _LAYOUTS_KEPT:
+            _layouts.clear()  # those in use stay; others like them are asked about anew
+        found = _layouts.setdefault(look, _new_layout(*look))
+    return found
+
+
+def _new_layout(element: Any, shape: Any, stride: tuple[int, ...], device: Any) -> Layout:
+    return Layout(tuple(shape), stride, dtype(element), device)
+
+
+class Operand:
+    """A tensor with its shape, strides, element type and device read once.
+
+    Attributes:
+        tensor: The torch tensor (other DLPack tensors are viewed as one, without a copy).
+        layout: All that is known of it but the address; the following come from there.
+        shape: Extents in elements.
+        stride: Strides in elements.
+        dtype: The canonical :class:`~kernel_api.dtypes.DType`.
+        device: The torch device.
+    """
+
+    __slots__ = ("_address", "_alignment", "device", "dtype", "layout", "shape", "stride", "tensor")
+
+    #: Which elements share a scale; of a ScaledOperand.
+    mode: Any = None
+    _address: int | None
+
+    def __init__(self, tensor: Any, name: str = "operand") -> None:
+        torch: Any = sys.modules.get("torch")
+        plain = torch is not None and type(tensor) is torch.Tensor
+        if not plain and (torch is None or not isinstance(tensor, torch.Tensor)):
+            tensor = _as_torch(tensor, name)
+            torch = sys.modules["torch"]
+            plain = type(tensor) is torch.Tensor
+        if tensor.layout is not torch.strided:
+            raise ArgumentError(f"{name} is a {tensor.layout} tensor; expected a strided one")
+        self.tensor = tensor
+        self.layout = layout = _layout_of(tensor)
+        self.shape: tuple[int, ...] = layout.shape
+        self.stride: tuple[int, ...] = layout.stride
+        self.dtype: DType = layout.dtype
+        self.device = layout.device
+        self._alignment: int | None = None
+        # Others than plain tensors may be without memory; those on meta tell their offset.
+        self._address = tensor.data_ptr() if plain and not layout.on_meta else None
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def unit_mode(self) -> int | None:
+        """Which of the last two modes has stride 1: -1, -2, or None if neither has."""
+        return self.layout.unit_mode
 
     @property
     def has_data(self) -> bool:
@@ -72,15 +146,10 @@ class Operand:
         Meta and fake tensors have no address: their storage offset stands for it.
         """
         if self._alignment is None:
-            itemsize, stride = self.dtype.itemsize, self.stride
-            unit = self.unit_mode
-            if unit == -1:
-                stride = stride[:-1]
-            elif unit == -2:
-                stride = (*stride[:-2], stride[-1])
-            bits = MAX_ALIGNMENT | (self.address or self.tensor.storage_offset() * itemsize)
-            for one in stride:
-                bits |= one * itemsize
+            start = self._address or self.address
+            if not start:
+                start = self.tensor.storage_offset() * self.dtype.itemsize
+            bits = self.layout.stride_bits | start
             self._alignment = bits & -bits
         return self._alignment
 
@@ -94,16 +163,7 @@ class Operand:
     @property
     def span(self) -> int:
         """Bytes from the first element to behind the last."""
-        shape, stride = self.shape, self.stride
-        if 0 in shape:
-            return 0
-        itemsize = self.dtype.itemsize
-        if len(shape) < 2:
-            return (sum((e - 1) * s for e, s in zip(shape, stride, strict=True)) + 1) * itemsize
-        reach = (shape[-1] - 1) * stride[-1] + (shape[-2] - 1) * stride[-2] + 1
-        for mode in range(len(shape) - 2):
-            reach += (shape[mode] - 1) * stride[mode]
-        return reach * itemsize
+        return self.layout.span
 
     def __repr__(self) -> str:
         return f"{self.dtype.name}{list(self.shape)}:{list(self.stride)} on {self.device}"
@@ -138,11 +198,11 @@ def overlap(a: Operand, b: Operand) -> bool:
     Slices of one buffer side by side (columns of a packed projection) are told apart when all
     their strides but the unit one are multiples of one row pitch.
     """
-    start_a, start_b = a.address, b.address
+    start_a, start_b = a._address or a.address, b._address or b.address
     if start_a < start_b:
-        if start_a + a.span <= start_b:
+        if start_a + a.layout.span <= start_b:
             return False
-    elif start_b + b.span <= start_a:
+    elif start_b + b.layout.span <= start_a:
         return False
     if not start_a or not start_b or a.device != b.device:
         return False

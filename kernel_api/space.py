@@ -102,9 +102,15 @@ class Space:
             raise RegistrationError("whole designs leave no axes to multiply with")
         self.points = points or ({},)
         self.axes = axes
+        self._designs: dict[Callable[..., DesignMetadata], tuple[DesignMetadata, ...]] = {}
 
     def designs(self, design: Callable[..., DesignMetadata]) -> Iterator[DesignMetadata]:
-        """Every point, constructed."""
+        """Every point, constructed; all operands share the same designs."""
+        if design not in self._designs:
+            self._designs[design] = tuple(self._constructed(design))
+        return iter(self._designs[design])
+
+    def _constructed(self, design: Callable[..., DesignMetadata]) -> Iterator[DesignMetadata]:
         for point in self.points:
             if isinstance(point, DesignMetadata):
                 yield point

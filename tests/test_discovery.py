@@ -7,11 +7,14 @@ import pytest
 import torch
 from support.data import gemm_arguments
 from support.kernels import CpuGemm, CudaGemm, LoopGemm
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_api as ka
+from kernel_api import discovery
 from kernel_api.errors import ArgumentError, FilterError
 from kernel_api.providers.reference import ReferenceProvider
 from kernel_api.providers.torch import TorchProvider
+from kernel_api.targets import Target
 
 CPU_ARGS = gemm_arguments(8, 8, 8)
 META_ARGS = gemm_arguments(64, 64, 64, types=("bf16", "bf16", "f32"), device="meta")
@@ -213,6 +216,9 @@ class BlackwellFamily(CudaGemm):
     targets = ("sm_100f",)
 
 
+HOPPER = Target(9, 0)
+
+
 @pytest.fixture
 def architectures(registry):
     return [registry.register(CudaGemm, Hopper, BlackwellFamily)]
@@ -252,6 +258,21 @@ def test_the_environment_says_what_to_compile_for_where_there_is_no_gpu(architec
     if not torch.cuda.is_available():
         assert classes(found) == ["CudaGemm", "Hopper"]
     assert "BlackwellFamily" not in classes(found)
+
+
+def test_a_numbered_device_is_asked_once_what_it_is(architectures, monkeypatch):
+    asked = []
+    monkeypatch.setattr(discovery, "_devices_with_target", set())
+    monkeypatch.setattr(discovery, "target_of", lambda device: asked.append(device) or HOPPER)
+    monkeypatch.setattr(discovery, "query_target", lambda device, cc: HOPPER if cc is None else cc)
+    with FakeTensorMode():
+        tensors = [torch.empty(64, 64, dtype=torch.bfloat16, device="cuda:0") for _ in range(3)]
+    args = ka.GemmArguments(*tensors)
+    for _ in range(3):
+        assert classes(ka.get_kernels(args, providers=architectures)) == ["CudaGemm", "Hopper"]
+    assert asked == [torch.device("cuda", 0)]
+    other = ka.get_kernels(args, cc=Target(10, 0), providers=architectures)
+    assert classes(other) == ["CudaGemm", "BlackwellFamily"]
 
 
 @pytest.mark.parametrize("cc", ["hopper", 9, "9", 3.5, True, "", 0])

@@ -6,6 +6,7 @@ import torch
 from support.data import gemm_arguments, gemm_tensors
 
 import kernel_api as ka
+from kernel_api.arguments import gemm
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 
@@ -85,6 +86,35 @@ def test_an_out_with_one_element_for_several_indices_is_refused():
     text = refusal(torch.empty(8, 5), torch.empty(5, 9), torch.empty(1, 9).expand(8, 9))
     assert "out has shape (8, 9) and stride (0, 1)" in text
     assert "cannot be written" in text
+
+
+def test_what_layouts_do_not_tell_is_checked_though_they_were_seen_before():
+    A, B, out = (torch.empty(8, 8) for _ in range(3))
+    ka.GemmArguments(A, B, out)
+    assert "out shares memory with A" in refusal(out, B, out)
+    assert "out shares memory with B" in refusal(A, out, out)
+    assert "scale has shape (3,)" in refusal(
+        ka.ScaledOperand(A, torch.rand(3), ka.ScaleMode.PER_ROW), B, out
+    )
+    assert "epilogue is a function" in refusal(A, B, out, epilogue=lambda accum: accum)
+    assert "fp32_precision is 'half'" in refusal(A, B, out, fp32_precision="half")
+    fused = ka.EpilogueArguments(lambda accum, bias: accum + bias, bias=out[0])
+    assert "out shares memory with bias" in refusal(A, B, out, epilogue=fused)
+
+
+def test_what_was_refused_is_refused_again():
+    for _ in range(2):
+        assert "out has (M, N) = (8, 4)" in refusal(*map(torch.empty, ((8, 8), (8, 8), (8, 4))))
+        assert "cannot be written" in refusal(
+            torch.empty(8, 8), torch.empty(8, 8), torch.empty(1, 8).expand(8, 8)
+        )
+
+
+def test_layouts_that_fit_are_not_kept_without_end(monkeypatch):
+    monkeypatch.setattr(gemm, "_FITTING_KEPT", 4)
+    for rows in range(1, 20):
+        gemm_arguments(rows, 3, 2)
+        assert len(gemm._fitting) <= 4
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])

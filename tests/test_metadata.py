@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from support.kernels import COLUMN_MAJOR, ROW_MAJOR, CpuGemm, CudaGemm, LoopGemm
+from support.kernels import COLUMN_MAJOR, ROW_MAJOR, CpuGemm, CudaGemm, LoopGemm, sample_of
 
 import kernel_api as ka
 from kernel_api.dtypes import dtype
@@ -45,19 +45,24 @@ def registered():
     return ka.get_kernels()
 
 
+@pytest.fixture(scope="module")
+def sampled(registered):
+    return sample_of(registered)
+
+
 def test_some_kernels_are_registered(registered):
     assert {"torch", "reference"} <= {k.metadata.provider for k in registered}
 
 
-def test_every_registered_kernel_comes_back_from_json(registered):
-    for kernel in registered:
+def test_registered_kernels_come_back_from_json(sampled):
+    for kernel in sampled:
         again = KernelMetadata.from_json(kernel.metadata.to_json())
         assert again == kernel.metadata
         assert hash(again) == hash(kernel.metadata)
 
 
-def test_every_registered_kernel_is_rebuilt_from_its_metadata(registered):
-    for kernel in registered:
+def test_registered_kernels_are_rebuilt_from_their_metadata(sampled):
+    for kernel in sampled:
         rebuilt = KernelMetadata.from_json(kernel.metadata.to_json()).rebuild()
         assert type(rebuilt) is type(kernel)
         assert rebuilt == kernel
@@ -79,8 +84,8 @@ def test_every_registered_kernel_names_its_targets_and_min_cc(registered):
         assert kernel.metadata.min_cc == lowest
 
 
-def test_the_json_says_which_provider_a_kernel_is_from(registered):
-    for kernel in registered:
+def test_the_json_says_which_provider_a_kernel_is_from(sampled):
+    for kernel in sampled:
         assert json.loads(kernel.metadata.to_json())["provider"] == kernel.metadata.provider
 
 
@@ -252,8 +257,8 @@ def test_json_without_one_of_the_fields_is_refused():
 def test_a_rebuilt_kernel_supports_and_compiles_like_the_original(registry):
     from support.data import arguments_for
 
-    registry.register(CudaGemm)
-    for kernel in ka.get_kernels(metadata_filter=lambda m: m.kernel_class is CudaGemm):
+    provider = registry.register(CudaGemm)
+    for kernel in ka.get_kernels(providers=[provider]):
         args = arguments_for(kernel, 64, 64, 64, device="meta")
         rebuilt = kernel.metadata.rebuild()
         assert rebuilt.supports(args)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data import strided_empty
 
+from kernel_api import operands
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import MAX_ALIGNMENT, Operand, overlap, self_overlapping
@@ -128,6 +129,41 @@ def test_a_sparse_tensor_is_refused_because_it_has_no_strides():
 
 def test_repr_shows_type_shape_strides_and_device():
     assert repr(Operand(torch.empty(3, 4))) == "float32[3, 4]:[4, 1] on cpu"
+
+
+# Layouts ---------------------------------------------------------------------------------
+
+
+def test_tensors_that_are_alike_share_a_layout():
+    tensor, alike = torch.empty(3, 4), torch.empty(9, 4)[2:5]
+    others = [
+        torch.empty(3, 5),
+        torch.empty(4, 3).T,
+        torch.empty(3, 4, dtype=BF16),
+        torch.empty(3, 4, device="meta"),
+    ]
+    assert Operand(tensor).layout is Operand(alike).layout
+    assert len({Operand(one).layout for one in (tensor, *others)}) == 5
+
+
+def test_layouts_are_forgotten_and_stay_right_where_they_are_used(monkeypatch):
+    monkeypatch.setattr(operands, "_LAYOUTS_KEPT", 4)
+    found = [Operand(torch.empty(rows, 4)) for rows in range(1, 20)]
+    assert len(operands._layouts) <= 4
+    assert [one.layout.shape for one in found] == [(rows, 4) for rows in range(1, 20)]
+    assert [one.span for one in found] == [rows * 16 for rows in range(1, 20)]
+
+
+def test_sizes_that_are_symbols_are_taken_as_they_are():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment)
+    operand = Operand(mode.from_tensor(torch.empty(6, 5), static_shapes=False))
+    assert operand.rank == 2
+    assert not environment.guards
+    assert operand.span == 6 * 5 * 4
 
 
 # Shared memory ---------------------------------------------------------------------------

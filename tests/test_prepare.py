@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import kernel_api as ka
 from kernel_api.errors import ArgumentError, EpilogueError
 from kernel_api.operands import Operand
 from kernel_api.providers.cutedsl import kernel as cutedsl_kernel
+from kernel_api.providers.cutedsl.gemm import base as cutedsl_gemm
 
 ALPHA = 0.75
 
@@ -225,6 +228,21 @@ def test_kernels_of_the_dsl_get_from_a_launcher_what_they_get_from_run(make, mon
     assert by_launcher == by_run
     kernel._run(first, artifact, None, workspace)
     assert seen(calls[-1])[3] != by_run[3]  # the values beside the operands
+
+
+def test_what_is_done_without_a_launch_is_done_on_the_operands_device(cute_on_cpu, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        cutedsl_gemm, "on_stream", lambda *given: asked.append(given) or nullcontext()
+    )
+    args = ka.GemmArguments(*operands()[:3])
+    kernel = best(args)
+    launcher = kernel._launcher(args, kernel.compile(args))
+    there = SimpleNamespace(device=torch.device("cuda", 1), numel=lambda: 0)
+    out = torch.ones(5, 6)
+    launcher(there, there, out, stream=7)
+    assert asked == [(7, 1)]
+    assert (out == 0).all()
 
 
 # What is kept -----------------------------------------------------------------------------

@@ -161,8 +161,7 @@ def test_repr_of_a_rule_is_its_sentence():
 
 
 def test_a_family_has_the_product_of_its_operands_and_designs_that_its_rules_allow(registry):
-    registry.register(CudaGemm)
-    found = ka.get_kernels(metadata_filter=lambda m: m.kernel_class is CudaGemm)
+    found = ka.get_kernels(providers=[registry.register(CudaGemm)])
     tiles = [(k.metadata.operands.A.divisibility, k.metadata.design.tile_shape[0]) for k in found]
     out_types, majors = 2, 8
     assert tiles.count((8, 128)) == tiles.count((8, 64)) == out_types * majors

@@ -147,9 +147,8 @@ class Arguments:
             epilogue = self.epilogue
             self._key = (
                 self.kind,
-                self.device,
-                tuple([(o.dtype.name, o.shape, o.stride, o.alignment) for o in self.operands]),
-                tuple([(name, o.mode, o.scale.stride) for name, o in self._scaled_operands()]),
+                tuple([(o.layout, o.alignment, o.mode) for o in self.operands]),
+                tuple([o.scale.stride for _, o in self._scaled_operands()]),
                 self.accumulator_type.name,
                 None if epilogue is None else (epilogue.signature, epilogue.key),
                 *self._options(),
@@ -193,12 +192,15 @@ class Arguments:
                     f"{name} has shape {out.shape} and stride {out.stride}: several of its "
                     f"elements are one in memory, so it cannot be written"
                 )
-            for other in operands:
-                if other is not out and overlap(out, other):
-                    raise ArgumentError(
-                        f"{name} shares memory with {self._name_of(other)}; "
-                        f"the kernel would read what it has overwritten"
-                    )
+            self._check_apart(out, operands)
+
+    def _check_apart(self, out: Operand, operands: Iterable[Operand]) -> None:
+        for other in operands:
+            if other is not out and overlap(out, other):
+                raise ArgumentError(
+                    f"{self._name_of(out)} shares memory with {self._name_of(other)}; "
+                    f"the kernel would read what it has overwritten"
+                )
 
     def _name_of(self, operand: Operand) -> str:
         return next(name for name, one in self.named_operands.items() if one is operand)

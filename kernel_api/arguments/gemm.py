@@ -12,10 +12,14 @@ from kernel_api.arguments.scaled import check_scale
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue.shape import Problem
 from kernel_api.errors import ArgumentError
-from kernel_api.operands import Operand
+from kernel_api.operands import Layout, Operand
 
 _FLOAT32, _FLOAT64, _INT32 = dtype("float32"), dtype("float64"), dtype("int32")
 _PRECISIONS = ("ieee", "tf32x3", "tf32")
+
+#: Layouts of A, B and out that passed all checks but the one that asks for addresses.
+_fitting: set[tuple[Layout, Layout, Layout]] = set()
+_FITTING_KEPT = 4096
 
 
 class GemmArguments(Arguments):
@@ -65,23 +69,39 @@ class GemmArguments(Arguments):
         epilogue: EpilogueArguments | None = None,
         fp32_precision: str | None = None,
     ) -> None:
-        self.A = A if isinstance(A, Operand) else Operand(A, "A")
-        self.B = B if isinstance(B, Operand) else Operand(B, "B")
-        self.out = out if isinstance(out, Operand) else Operand(out, "out")
-        self.operands = (self.A, self.B, self.out)
+        self.A = A = A if isinstance(A, Operand) else Operand(A, "A")
+        self.B = B = B if isinstance(B, Operand) else Operand(B, "B")
+        self.out = out = out if isinstance(out, Operand) else Operand(out, "out")
+        self.operands = (A, B, out)
         self.epilogue = None
-        a_type = self.A.dtype
+        a_type = A.dtype
         self.accumulator_type = (
             _default_accumulator(a_type) if accumulator_type is None else dtype(accumulator_type)
         )
         self.fp32_precision = _precision(a_type, fp32_precision)
         self._signature = self._key = None
         self._accepted = {}
+        plain = epilogue is None and A.mode is B.mode is out.mode is None
+        layouts = (A.layout, B.layout, out.layout)
+        if plain and layouts in _fitting:
+            self.device = A.device
+            self._check_apart(out, (A, B))
+            return
         self._check_shapes(epilogue)
         self._check_devices()
         if self.scaled:
             self._check_scales()
         self._check_outputs()
+        if plain:
+            _remember_fitting(layouts)
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        return self.A.tensor, self.B.tensor, self.out.tensor
+
+    @property
+    def writes_anything(self) -> bool:
+        return 0 not in self.out.shape if self.epilogue is None else super().writes_anything
 
     @property
     def M(self) -> int:
@@ -157,6 +177,12 @@ class GemmArguments(Arguments):
             f"accumulated in {self.accumulator_type.short}, on {self.device}"
             f"{'' if self.epilogue is None else f', {self.epilogue.graph}'})"
         )
+
+
+def _remember_fitting(layouts: tuple[Layout, Layout, Layout]) -> None:
+    if len(_fitting) >= _FITTING_KEPT:
+        _fitting.clear()
+    _fitting.add(layouts)
 
 
 def _described(operand: Operand) -> str:

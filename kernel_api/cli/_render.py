@@ -49,8 +49,9 @@ class Output:
     def show(self, data: Any, *blocks: str | Table) -> None:
         """Write the answer: ``data`` as JSON if that is asked for, else the blocks."""
         if self.as_json:
-            json.dump(_json_value(data), sys.stdout, indent=2)
-            sys.stdout.write("\n")
+            # Indented for a person; for a program, json's encoder in C, which cannot indent, does.
+            indent = 2 if sys.stdout.isatty() else None
+            sys.stdout.write(f"{json.dumps(_json_value(data), indent=indent)}\n")
             return
         for block in blocks:
             if isinstance(block, str):
@@ -135,7 +136,7 @@ def _json_value(value: Any) -> Any:
         return None
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Mapping):
+    if type(value) is dict or isinstance(value, Mapping):  # an abstract class takes longer to ask
         return {str(key): _json_value(one) for key, one in value.items()}
     if isinstance(value, Iterable):
         return [_json_value(one) for one in value]

@@ -108,12 +108,16 @@ class CuteDslKernel(Kernel):
     def _run(
         self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
     ) -> None:
-        launch = artifact.launchers.get(args.device)
-        if launch is None:
-            launch = artifact.launchers[args.device] = self._launcher(args, artifact)
-        if self.takes_more:
+        known = artifact.launchers.get(args.device)
+        if known is None:
+            known = self._launcher(args, artifact), self.takes_more
+            artifact.launchers[args.device] = known
+        launch, takes_more = known
+        if takes_more:
             operands = self._launch_operands(args)
             launch(*args.tensors, stream=stream, workspace=workspace, **operands)
+        elif stream is None:
+            launch(*args.tensors)
         else:
             launch(*args.tensors, stream=stream)
 
@@ -140,7 +144,8 @@ class CuteDslKernel(Kernel):
         scalars = self.scalars(sm_count(index))
         if self.takes_more:
             function = self._with_more(function, index, tuple(self.more_values(args)))
-        current_device = torch.cuda.current_device if torch.cuda.device_count() > 1 else None
+        # torch.cuda.current_device asks this, and whether CUDA is there.
+        current_device = torch._C._cuda_getDevice if torch.cuda.device_count() > 1 else None
 
         def launch(*tensors: Any, stream: Any = None, **others: Any) -> None:
             if stream is not None or (current_device is not None and current_device() != index):
@@ -153,6 +158,17 @@ class CuteDslKernel(Kernel):
                 function(*tensors, *scalars)
 
         return launch
+
+    def _bare_launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None] | None:
+        """Of a kernel that takes no more, on the current stream; None where there are several
+        devices, so that the current one may be another."""
+        import torch
+
+        if torch.cuda.device_count() > 1:
+            return None
+        function = compiler.raw_function(artifact.compiled_obj)
+        scalars = self.scalars(sm_count(args.device.index or 0))
+        return lambda *tensors: function(*tensors, *scalars)
 
     def _with_more(
         self, function: Callable[..., None], index: int, names: tuple[str, ...]

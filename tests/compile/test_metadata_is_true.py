@@ -1,12 +1,15 @@
 """What the metadata of a kernel says is what its implementation builds."""
 
 import pytest
+from support.kernels import generated_by
 
-import kernel_api as ka
+from kernel_api import provider
+
+(CUTEDSL,) = provider.providers(["cutedsl"])
 
 
-def kernels_of(family):
-    return [k for k in ka.get_kernels(providers=["cutedsl"]) if k.family_name() == family]
+def kernels_of(name):
+    return [k for one in CUTEDSL.families() if one.family == name for k in generated_by(one)]
 
 
 AMPERE = ["sm80.gemm", "sm80.gemm_int8"]

@@ -6,7 +6,10 @@ and compiles to a placeholder; ``LoopGemm`` writes ``generate_kernels`` as a loo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import os
+import random
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +25,29 @@ from kernel_api.metadata import (
 from kernel_api.space import Operands, Space, rule
 
 ROW_MAJOR, COLUMN_MAJOR = (0, 0, 1), (0, 1, 0)
+
+#: Whether tests that sample the registry run on all of it.
+EVERY_KERNEL = os.environ.get("KERNEL_API_TEST_EVERY_KERNEL") == "1"
+
+
+@functools.cache
+def generated_by(kernel_class: type[ka.Kernel]) -> tuple[ka.Kernel, ...]:
+    """All kernels of a class without an epilogue, made once for all tests of a process."""
+    return tuple(kernel_class.generate_kernels(lambda metadata: True))
+
+
+def sample_of(kernels: Sequence[ka.Kernel], seed: int = 0) -> list[ka.Kernel]:
+    """Kernels drawn such that each class has all of its operands and all of its designs among them.
+
+    ``KERNEL_API_TEST_EVERY_KERNEL=1`` takes them all.
+    """
+    if EVERY_KERNEL:
+        return list(kernels)
+    kept: dict[Any, ka.Kernel] = {}
+    for kernel in random.Random(seed).sample(kernels, len(kernels)):
+        kept.setdefault((type(kernel), kernel.metadata.operands), kernel)
+        kept.setdefault((type(kernel), kernel.metadata.design), kernel)
+    return list(dict.fromkeys(kept.values()))
 
 
 class CpuGemm(ka.Kernel):

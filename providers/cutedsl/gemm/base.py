@@ -22,10 +22,20 @@ class CuteDslGemm(CuteDslKernel):
         def launch_unless_empty(
             A: Any, B: Any, out: Any, *, stream: Any = None, **others: Any
         ) -> None:
-            if A.numel() and B.numel():
+            if not (A.numel() and B.numel()):
+                if out.numel():
+                    with on_stream(stream, A.device.index):
+                        out.zero_()
+            elif stream is None and not others:
+                launch(A, B, out)  # without keywords, which take their time
+            else:
                 launch(A, B, out, stream=stream, **others)
-            elif out.numel():
-                with on_stream(stream):
-                    out.zero_()
 
         return launch_unless_empty
+
+    def _launcher_for_sizes(
+        self, args: GemmArguments, artifact: CompiledArtifact
+    ) -> Callable[..., None]:
+        if self.takes_more or 0 in args.A.shape or 0 in args.B.shape:
+            return self._launcher(args, artifact)
+        return self._bare_launcher(args, artifact) or self._launcher(args, artifact)

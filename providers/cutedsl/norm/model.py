@@ -32,6 +32,8 @@ _IN_FLIGHT = 40 * 1024
 _PART_OF_TIME = 0.9
 #: Of the time, where a CTA takes several rows after each other.
 _TURNS_COST = 1.07
+#: Of the time, where what rows are multiplied by is read again for every one of them.
+_FACTORS_COST = 1.1
 #: Seconds from the last row of a CTA until the largest value is with the others'.
 _MAXIMA_LATENCY = 2.5e-6
 #: By bytes of a vector: narrow ones take more instructions.
@@ -56,6 +58,8 @@ def forward(
     seconds = _seconds(args, design, operands, resident, waves * turns, waves)
     if turns > 1:
         seconds *= _TURNS_COST
+        if transformed and not _factors_kept(design):
+            seconds *= _FACTORS_COST
     if args.further.keys() & {"amax", "global_amax"}:
         seconds += waves * _MAXIMA_LATENCY
     return seconds
@@ -66,8 +70,7 @@ def _registers(design: RowDesign, turns: int, centred: bool, transformed: bool) 
     fixed, per_element = _REGISTERS_OF_TURNS if turns > 1 else _REGISTERS_OF_ROW
     registers = fixed + per_element * design.elements + centred * _REGISTERS_OF_MEAN
     if transformed:
-        kept = design.elements if design.elements <= _MOST_FACTORS else 0
-        registers += _REGISTERS_OF_TRANSFORM + kept
+        registers += _REGISTERS_OF_TRANSFORM + _factors_kept(design)
     return -(-int(registers) // 8) * 8
 
 
@@ -87,6 +90,11 @@ def backward(
         seconds += 2 * args.M * part / _L2_BANDWIDTH
     seconds += _OVERHEAD + 2 * blocks * part / _L2_BANDWIDTH
     return seconds
+
+
+def _factors_kept(design: RowDesign) -> int:
+    """Of a row that is transformed, the factors that a thread has in registers."""
+    return design.elements if design.elements <= _MOST_FACTORS else 0
 
 
 def _resident(design: RowDesign, operands: OperandsMetadata, registers: int) -> int:
