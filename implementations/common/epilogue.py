@@ -97,6 +97,11 @@ class Epilogue:
         """Whether D is the accumulators as they are."""
         return False
 
+    @property
+    def reads_little(self) -> bool:
+        """Whether a thread has registers for all that it reads of a tile."""
+        return False
+
     def element(self, output: int, thread: "Thread", half: int, column: int) -> Numeric:
         """An element of an output; of one that is reduced, an element of what is reduced.
 
@@ -160,6 +165,15 @@ class Finish(Epilogue):
     def element(self, output: int, thread: "Thread", half: int, column: int) -> Numeric:
         values = (thread.operand(i, half, column) for i in range(len(self.kinds)))
         return self.function(thread.accumulator(half, column), *values)
+
+    def fetch(self, thread: "Thread", bundle: int) -> None:
+        for half, column in places(bundle):
+            for i in range(len(self.kinds)):
+                thread.operand(i, half, column)
+
+    @property
+    def reads_little(self) -> bool:
+        return not any({"m", "n"} <= set(kind) for kind in self.kinds if kind != NUMBER)
 
     def transposed(self) -> "Finish":
         return Finish(tuple(k.translate(_SWAPPED) for k in self.kinds), self.function)

@@ -57,15 +57,12 @@ class Output:
         self.tma_stores = tma_stores
         self.first_barrier = first_barrier  # named barriers: one per consumer from this one on
         self.buffers = 2  # of each consumer; there may be more
-        # Whether a bundle's operands are on their way while the last one is stored: where there
-        # are registers beside the accumulators, that is not for two blocks of rows and not for
-        # three consumers.
-        self.fetches_ahead = row_blocks == 1 and self.tile_blocks < 3
         self.bundle = lcm(epilogue.bundle, subtile_width(tile_n))
         if epilogue.spans_row:
             self.bundle = tile_n
         if tile_n % self.bundle:
             raise ValueError(f"a tile N of {tile_n} is no multiple of a bundle of {self.bundle}")
+        self.ahead = self._bundles_ahead()
         if len(element_types) != len(epilogue.full) or len(tma_stores) != len(epilogue.full):
             raise ValueError(f"{len(element_types)} outputs for {len(epilogue.full)} to write")
         self.widths = tuple(self._width(full.columns) for full in epilogue.full)
@@ -78,6 +75,14 @@ class Output:
             (WGMMA_M, min(WIDTH, width, self.slot_bytes * 8 // element_type.width // WGMMA_M))
             for width, element_type in zip(self.widths, element_types, strict=True)
         )
+
+    def _bundles_ahead(self) -> int:
+        """Bundles whose operands are on their way while another one is written: if there are
+        registers beside the accumulators, that is not for two blocks of rows and not for three
+        consumers."""
+        if self.row_blocks > 1 or self.tile_blocks > 2:
+            return 0
+        return 2 if self.epilogue.reads_little else 1
 
     def _scratch_bytes(self, per_column: Fraction) -> int:
         return int(WARPS * self.bundle * per_column) * Float32.width // 8
@@ -155,6 +160,8 @@ class Output:
         sums = self.reduced.start(self.row_blocks)
         tid = cute.arch.thread_idx()[0] % GROUP
         threads = self._threads(accumulators, operands, row, column, batch, extents, tid)
+        for thread in threads[: self.ahead]:
+            self.epilogue.fetch(thread, self.bundle)
         self._await_ring(consumer, in_flight=0)
         slot = 0
         for i in cutlass.range_constexpr(len(threads)):
@@ -168,8 +175,8 @@ class Output:
             for j in cutlass.range_constexpr(len(mR)):
                 if const_expr(self.epilogue.reduced[j].over != "rows"):
                     self.reduced.over_columns(j, gathered[j], sums[j], row_block)
-            if const_expr(self.fetches_ahead and i + 1 < len(threads)):
-                self.epilogue.fetch(threads[i + 1], self.bundle)
+            if const_expr(0 < self.ahead < len(threads) - i):
+                self.epilogue.fetch(threads[i + self.ahead], self.bundle)
             for j in cutlass.range_constexpr(len(self.subtiles)):
                 to_shared = self._tiled_store(j, majors[j])
                 for k in cutlass.range_constexpr(self.widths[j] // self.subtiles[j][1]):

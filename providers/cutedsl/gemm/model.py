@@ -26,12 +26,27 @@ from pathlib import Path
 from typing import Any
 
 from kernel_api.arguments import GemmArguments
+from kernel_api.epilogue.graph import Graph
 
 CONSTANTS = Path(__file__).with_name("model.json")
 
 #: Rows of out whose products one instruction forms; it reads the columns' operand once.
 _INSTRUCTION_ROWS = 64
 _PARTIAL_SUM_BYTES = 4
+#: Operations of an epilogue per second of one multiprocessor; what it waits for beside is as much
+#: as so many of them.
+_ELEMENTWISE, _WAITS = 8e10, 13
+#: Operations that take as long as several others; those that only name elements take nothing.
+_COSTS = {"reduce": 5, "rotate": 5, "erf": 8, "sigmoid": 2, "tanh": 2, "exp": 2, "log": 2}
+_NAMING = ("split", "interleave", "repeat", "store")
+
+#: What is read by an epilogue of a consumer with two blocks of rows, which has no registers to read
+#: ahead: times that it would be written meanwhile.
+_LATE_READS = 2
+
+#: Bytes of an element of A and of B; of an element of the product, bytes that its epilogue moves,
+#: bytes of them that it reads, and operations; the kind of arithmetic.
+Types = tuple[int, int, float, float, int, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +85,9 @@ class Problem:
     Attributes:
         A_size, B_size, out_size: Bytes of an element.
         A_bytes, B_bytes, out_bytes: Bytes in memory; a broadcast operand counts once.
+        epilogue_bytes: Read and written beside these by a fused epilogue.
+        epilogue_reads: Bytes of them that are read.
+        epilogue_operations: Of a fused epilogue, per element of the product.
         kind: The element type of A as far as arithmetic goes: ``float16``, ``float8``, ``int8``,
             ``float32``.
     """
@@ -85,25 +103,39 @@ class Problem:
     B_bytes: int
     out_bytes: int
     kind: str
+    epilogue_bytes: int = 0
+    epilogue_reads: int = 0
+    epilogue_operations: int = 0
 
     @classmethod
     def of(cls, args: GemmArguments) -> Problem:
         A, B, out = args.operands
+        fused = args.epilogue
         return cls(
             *(args.M, args.N, args.K, args.L),
             *(A.dtype.itemsize, B.dtype.itemsize, out.dtype.itemsize),
             *(_bytes(A), _bytes(B), _bytes(out)),
             kind=f"{'int' if A.dtype.is_integer else 'float'}{A.dtype.bits}",
+            epilogue_bytes=sum(map(_bytes, fused.tensors.values())) if fused else 0,
+            epilogue_reads=sum(map(_bytes, fused.inputs.values())) if fused else 0,
+            epilogue_operations=_operations(fused.graph) if fused else 0,
         )
 
     @cached_property
-    def types(self) -> tuple[int, int, int, str]:
-        return self.A_size, self.B_size, self.out_size, self.kind
+    def types(self) -> Types:
+        """Bytes of elements of A and B, what a tile takes per element, and the kind."""
+        if not self.epilogue_operations:
+            return self.A_size, self.B_size, self.out_size, 0.0, 0, self.kind
+        elements = max(self.M * self.N * self.L, 1)
+        moved = (self.out_bytes + self.epilogue_bytes) / elements
+        read = self.epilogue_reads / elements
+        return self.A_size, self.B_size, moved, read, self.epilogue_operations, self.kind
 
     @cached_property
     def facts(self) -> tuple[int, ...]:
         """What an estimate starts from: sizes, bytes of each operand and of all, operations."""
-        amounts = (self.A_bytes, self.B_bytes, self.A_bytes + self.B_bytes + self.out_bytes)
+        all_bytes = self.A_bytes + self.B_bytes + self.out_bytes + self.epilogue_bytes
+        amounts = (self.A_bytes, self.B_bytes, all_bytes)
         operations = 2 * self.M * self.N * self.K * self.L
         return self.M, self.N, self.K, self.L, self.A_size, self.B_size, *amounts, operations
 
@@ -197,7 +229,7 @@ def predict(args: GemmArguments, candidate: Candidate, constants: Constants) -> 
 
 def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> float:
     """Seconds for one design; see the module for how."""
-    rows, columns, slots, overlapping, step, alone, epilogue, partial, exposed = _plan(
+    rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed = _plan(
         candidate, constants, problem.types
     )
     m, n, k, matrices, a_size, b_size, long_bytes, short_bytes, dram, operations = problem.facts
@@ -219,8 +251,8 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
         blocks = each * tile
     else:
         rounds = -(-each // overlapping)
-        last = (each - (rounds - 1) * overlapping) * steps * step
-        full = overlapping * steps * step
+        last = (each - (rounds - 1) * overlapping) * (steps * step + late)
+        full = overlapping * (steps * step + late)
         blocks = (rounds - 1) * (full if full > tile else tile) + (last if last > tile else tile)
 
     # What all of them move: through L2, and from device memory where L2 has forgotten it.
@@ -256,17 +288,17 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
 
 @lru_cache(maxsize=4096)
 def _plan(
-    candidate: Candidate, constants: Constants, types: tuple[int, int, int, str]
-) -> tuple[int, int, int, int, float, float, float, float, float]:
+    candidate: Candidate, constants: Constants, types: Types
+) -> tuple[int, int, int, int, float, float, float, float, float, float]:
     """What a design takes whatever the size of the problem.
 
     Rows and columns of a cluster's tiles; clusters that run at once; tiles of a multiprocessor
     that overlap; and in seconds: the work of a step along K, a step of a CTA that has nothing
-    else to do, what its tile takes beside its steps, the writing or reading of a tile of partial
-    sums, and the filling of the first pipeline.
+    else to do, what its tile takes beside its steps, what of that others do not hide, the writing
+    or reading of a tile of partial sums, and the filling of the first pipeline.
     """
     c = constants
-    a_size, b_size, out_size, kind = types
+    a_size, b_size, moved, read, operations, kind = types
     if candidate.swap_ab:
         a_size, b_size = b_size, a_size
     tile_m, tile_n, tile_k = candidate.tile_shape
@@ -285,7 +317,12 @@ def _plan(
     step = (arithmetic**power + feed**power + load**power) ** (1 / power)
     alone = max(step, c.latency / candidate.stages) + c.step
 
-    epilogue = c.epilogue + tile_m * tile_n * out_size / c.store
+    epilogue = c.epilogue + tile_m * tile_n * (moved / c.store + operations / _ELEMENTWISE)
+    consumers = 1 if schedule == "pingpong" else 2
+    late = 0.0
+    if schedule != "multistage" and tile_m > _INSTRUCTION_ROWS * consumers:
+        late = _LATE_READS * tile_m * tile_n * read / c.store
+    epilogue += late
     partial = tile_m * tile_n * _PARTIAL_SUM_BYTES / c.store
     overlapping, exposed = candidate.blocks_per_multiprocessor, c.latency
     if schedule == "multistage":
@@ -295,7 +332,17 @@ def _plan(
         overlapping, step = 2 * overlapping, alone
     slots = resident_clusters(c.multiprocessors, cluster_m * cluster_n)
     rows, columns = tile_m * cluster_m, tile_n * cluster_n
-    return rows, columns, slots, overlapping, step, alone, epilogue, partial, exposed
+    return rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed
+
+
+def _operations(graph: Graph) -> int:
+    """Of an epilogue, per element of the product: of a matrix half as wide, half as many."""
+    each = (
+        _COSTS.get(node.op, 1) * float(node.shape.columns or 1)
+        for node in graph.nodes
+        if node.inputs and node.op not in _NAMING
+    )
+    return _WAITS + round(sum(each))
 
 
 def _bytes(operand: Any) -> int:

@@ -193,10 +193,11 @@ _SPLIT = (
     "128x256 2x1 stream",
     "192x128 1x2 swap stream",
     "128x128 1x1 stream",
-    "192x128 1x1 swap split3",
+    "128x256 1x2 split4",
+    "192x128 1x2 swap split3",
     "128x128 1x1 split4",
     "64x64 2x2 split4",
-    "64x96 2x1 split2",
+    "64x112 2x1 split3 deep",
     "128x64 2x1 split3",
 )
 #: For few rows: a weight matrix is read as fast as it comes.
