@@ -214,6 +214,7 @@ def bound(written: Callable[..., None], args: ka.GemmArguments) -> Callable[[], 
 
 
 def peers_of(problem: problems.Problem) -> dict[str, Peer]:
+    torch.compiler.reset()  # sizes of the problem before would make this one's dynamic
     # Compiled as one, it writes into the outputs from the kernel that it makes.
     written = torch.compile(writer(FUSIONS[cast(Problem, problem).fusion]), fullgraph=True)
     return {"torch.compile": functools.partial(bound, written)}
