@@ -165,6 +165,31 @@ def _of_halves(function: Callable[..., Array], element: np.dtype) -> Callable[..
     return compute
 
 
+def _compared_halves(
+    function: Callable[..., Array], element: np.dtype, unordered: bool
+) -> Callable[..., Array]:
+    """As float32; unordered: true as well if one is NaN."""
+
+    def compute(a: Array, b: Array) -> Array:
+        a, b = (np.ascontiguousarray(x).view(element).astype(F32) for x in (a, b))
+        found = function(a, b)
+        return found | np.isnan(a) | np.isnan(b) if unordered else found
+
+    return compute
+
+
+_ORDERED = {"eq": operator.eq, "lt": operator.lt, "le": operator.le}
+_ORDERED |= {"gt": operator.gt, "ge": operator.ge}
+for _name, _t in HALVES.items():
+    _both = (BITS["b16"], BITS["b16"])
+    for _comparison, _function in _ORDERED.items():
+        _plain = _compared_halves(_function, _t, unordered=False)
+        _define(f"setp.{_comparison}.{_name}", PREDICATE, _both, _plain)
+        _or_nan = _compared_halves(_function, _t, unordered=True)
+        _define(f"setp.{_comparison}u.{_name}", PREDICATE, _both, _or_nan)
+    _unlike = _compared_halves(operator.ne, _t, unordered=True)
+    _define(f"setp.neu.{_name}", PREDICATE, _both, _unlike)
+
 for _name, _t in HALVES.items():
     for _packed, _container in (("", BITS["b16"]), ("x2", BITS["b32"])):
         for _operation_name, _count, _function in (
