@@ -291,3 +291,51 @@ def repeated_blocks(draw):
     column, largest = draw.random(draw.N), draw.written(draw.N // 16)
     epilogue = ka.EpilogueArguments(fn, column=column, largest=largest)
     return ka.GemmArguments(draw.A, draw.B, draw.written(), epilogue=epilogue)
+
+
+#: What the catalogue has, and what can be written beside it: with more than one tile of 64 columns.
+CATALOGUE = {
+    "gemm": a_gemm,
+    "bias gelu": a_bias_activation("gelu"),
+    "bias gelu_tanh": a_bias_activation("gelu_tanh"),
+    "residual": a_residual,
+    "amax": an_amax,
+    "swiglu": a_glu("swiglu"),
+    "geglu": a_glu("geglu", F32),
+    "reglu, pairs": a_glu("reglu", granularity=1),
+    "geglu_clamped": a_glu("geglu_clamped", limit=0.8),
+    "situglu": a_glu("situglu", order="gate_up"),
+    "halves": a_glu("swiglu", granularity="halves"),
+    "dswiglu": a_dglu("swiglu"),
+    "dglu, clamped": a_dglu("geglu_clamped", limit=0.8, granularity=8),
+    "dswiglu, halves": a_dglu("swiglu", granularity="halves"),
+    "recompute_dswiglu": a_recomputed_dglu,
+    "srelu": an_srelu,
+    "dsrelu": a_dactivation("squared_relu"),
+    "dgelu": a_dactivation("gelu"),
+    "recompute_dsilu": a_recomputed_dactivation("silu"),
+    "rope": a_rope(head_dim=64),
+    "rope, part": a_rope(head_dim=64, start=16, width=32, style="interleaved"),
+    "dropout": a_dropout,
+    "hadamard": a_hadamard,
+    "quantize": a_quantize("tensor"),
+    "quantize to e5m2": a_quantize("tensor", E5M2),
+    "quantize to integers": a_quantize("tensor", torch.int8),
+    "quantize, mx": a_quantize("mx"),
+    "quantize, row": a_quantize("row"),
+    "norm": a_norm,
+    "blocks": repeated_blocks,
+}
+
+
+def on_gpu(args: ka.GemmArguments) -> ka.GemmArguments:
+    """The same values and strides, on the current GPU."""
+
+    def copied(tensor):
+        found = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda"
+        )
+        return found.copy_(tensor)
+
+    epilogue = {name: copied(one.tensor) for name, one in args.epilogue.tensors.items()}
+    return args.rebuilt(*map(copied, args.tensors), **epilogue)
