@@ -7,44 +7,28 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import (
-    BFloat16,
-    Float8E4M3FN,
-    Float8E5M2,
-    Float16,
-    Float32,
-    Int32,
-    Int64,
-    Uint8,
-    const_expr,
-)
+from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from ..common.epilogue import Epilogue, Finish, halves_in_turn
+from ..common.epilogue import halves_in_turn
 from ..common.modes import gemm_modes, operand_batch_last, transposed_modes
 from ..common.reductions import ReductionSpace
 from ..common.repack import Repack, copy_bytes
 from ..common.tile_order import TileOrder, make_tile_order, preferred_band_widths
-from ..common.work_split import COUNTER_BYTES, PartialSums, WorkSplit
-from .mainloop import Fragments, Mainloop
-from .mma import K_BYTES, WGMMA_M, check_types, make_tiled_mma, multiplied_as
-from .output import GROUP, Output
-from .promotion import SCALE_BLOCK, promoted_columns, scale_modes
-from .split_float32 import SMALL_BUFFERS, FloatSplitter
+from ..common.work_split import COUNTER_BYTES, WorkSplit
+from .mainloop import Fragments
+from .mma import WGMMA_M, make_tiled_mma, multiplied_as
+from .output import GROUP
+from .plan import CONSUMER_BARRIERS, GemmPlan
+from .promotion import scale_modes
+from .split_float32 import SMALL_BUFFERS
 
-SHARED_MEMORY = 227 * 1024  # per block, on every Hopper GPU
 CONCURRENT_TILES = 132  # multiprocessors of the SXM parts; only the visiting order depends on it
 
-CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 
-CONSUMER_BARRIERS = 1  # named barriers 1, 2, 3: one per consumer group
-
-OUTPUT_TYPES = (Float16, BFloat16, Float32, Int32, Float8E4M3FN, Float8E5M2)
-
-
-class Gemm:
+class Gemm(GemmPlan):
     """D = epilogue(A · B) on Hopper: TMA, wgmma, persistent and warp-specialised.
 
     warp group  role      does                                      waits on      signals
@@ -63,7 +47,7 @@ class Gemm:
     ring of `Output`, which writes D.
     Clusters: blocks side by side share rows of A or columns of B, each loads a part for all.
     Registers: producer 40, two consumers 232 (24 and 240 if the accumulators need them), three
-    160; one consumer alone finds enough at launch. Shared memory: see `_plan_shared_memory`.
+    160; one consumer alone finds enough at launch. Shared memory: see `GemmPlan`.
 
     split_k: None, a block computes whole tiles. A number: every tile is cut along K into so many
              parts, a block computes one. "stream": the k tiles of all tiles are dealt out evenly
@@ -81,170 +65,6 @@ class Gemm:
     multiples of 16 bytes; of D too if tma_store. K is at least 1. An operand without the batch
     mode serves every batch.
     """
-
-    def __init__(
-        self,
-        tile_shape: tuple[int, int, int],
-        cluster_shape: tuple[int, int] = (1, 1),
-        schedule: str = "cooperative",
-        *,
-        a_type: type[cutlass.Numeric],
-        b_type: type[cutlass.Numeric],
-        output_types: tuple[type[cutlass.Numeric], ...],
-        accumulator_type: type[cutlass.Numeric] = Float32,
-        stages: int | None = None,
-        tma_stores: tuple[bool, ...] = (True,),
-        swap_ab: bool = False,
-        split_k: int | str | None = None,
-        promoted: bool = False,
-        block_scales: bool = False,
-        split_float32: bool = False,
-        repacked: tuple[bool, bool] = (False, False),
-        epilogue: Epilogue | None = None,
-    ):
-        self.tile_shape = tuple(tile_shape)
-        self.cluster_shape = tuple(cluster_shape)
-        self.schedule = schedule
-        self.operand_types = (b_type, a_type) if swap_ab else (a_type, b_type)
-        self.output_types = output_types
-        self.accumulator_type = accumulator_type
-        self.tma_stores = tma_stores
-        self.swap_ab = swap_ab
-        self.split_k = split_k
-        self.promoted = promoted or block_scales or split_float32
-        self.split_float32 = split_float32
-        self.block_scales = block_scales
-        self.repacked = repacked
-        self.epilogue = epilogue or Finish()
-        self._check()
-
-        tile_m, tile_n, tile_k = self.tile_shape
-        self.pingpong = schedule == "pingpong"
-        self.consumers = 2 if self.pingpong else consumers_of(tile_m)
-        self.groups_per_tile = 1 if self.pingpong else self.consumers
-        self.row_blocks = tile_m // WGMMA_M // self.groups_per_tile  # of a tile, per consumer
-        self.threads = GROUP * (1 + self.consumers)
-        self.accumulators = self.row_blocks * tile_n // 2  # per thread
-        self.columns = tile_n  # of one wgmma
-        if self.promoted:
-            self.columns = promoted_columns(tile_n, block_scales)
-        if self.row_blocks > 1 and (block_scales or self.columns < tile_n):
-            raise ValueError(
-                f"tile {tile_m}x{tile_n}, {schedule}: {self.row_blocks} blocks of rows "
-                "per consumer cannot be promoted"
-            )
-        self.registers = self._plan_registers()
-        self.output = Output(
-            output_types,
-            self.epilogue.transposed() if swap_ab else self.epilogue,
-            tile=(tile_m, tile_n),
-            row_blocks=self.row_blocks,
-            row_step=self.groups_per_tile,
-            tma_stores=tma_stores,
-            first_barrier=CONSUMER_BARRIERS,
-        )
-        self.stages, self.output.buffers, self.shared_memory_bytes = self._plan_shared_memory(
-            stages
-        )
-        splitter = None
-        if split_float32:
-            splitter = FloatSplitter(
-                (tile_m * tile_k, tile_n * tile_k), GROUP * self.groups_per_tile
-            )
-        self.mainloop = Mainloop(block_scales, splitter)
-        self.partial_sums = PartialSums(
-            threads=GROUP,
-            groups=self.consumers * self.cluster_shape[0] * self.cluster_shape[1],
-            values=self.accumulators,
-            slots=2 if split_k == "stream" else 1,
-        )
-
-    def _check(self) -> None:
-        tile_m, tile_n, tile_k = self.tile_shape
-        if self.schedule not in ("cooperative", "pingpong"):
-            raise ValueError(f"schedule is cooperative or pingpong, not {self.schedule!r}")
-        rows = (64, 128) if self.schedule == "pingpong" else (64, 128, 192, 256)
-        if tile_m not in rows:
-            raise ValueError(f"{self.schedule} takes a tile M of {rows}, not {tile_m}")
-        if tile_n not in range(16, 257, 16):
-            raise ValueError(f"tile N is a multiple of 16 up to 256, not {tile_n}")
-        check_types(*self.operand_types, self.accumulator_type)
-        instruction_k = K_BYTES * 8 // self.operand_types[0].width
-        if tile_k <= 0 or tile_k % instruction_k:
-            raise ValueError(f"tile K is a multiple of wgmma's {instruction_k}, not {tile_k}")
-        if self.operand_types[0] is Float32 and tile_n != 16 and tile_n % 32:
-            # The DSL ends the process over others.
-            raise ValueError(f"tfloat32 takes a tile N of 16, or a multiple of 32, not {tile_n}")
-        cluster_m, cluster_n = self.cluster_shape
-        if self.cluster_shape not in CLUSTERS:
-            raise ValueError(f"cluster is one of {CLUSTERS}, not {self.cluster_shape}")
-        if tile_m % (8 * cluster_n) or tile_n % (8 * cluster_m):
-            raise ValueError(
-                f"blocks of a cluster of {self.cluster_shape} load shares of 8 rows or a multiple, "
-                f"which a tile of {tile_m}x{tile_n} has not"
-            )
-        for output_type in self.output_types:
-            if output_type not in OUTPUT_TYPES:
-                raise ValueError(f"an output is one of {OUTPUT_TYPES}, not {output_type}")
-        if self.split_k is not None and self.schedule == "pingpong":
-            raise ValueError("consumers that take turns do not split tiles along K")
-        if self.block_scales and (self.swap_ab or tile_k != SCALE_BLOCK):
-            raise ValueError(f"block scales take a tile K of {SCALE_BLOCK}, and no swap_ab")
-        if self.block_scales and tile_n % SCALE_BLOCK and SCALE_BLOCK % tile_n:
-            raise ValueError(f"a tile N of {tile_n} straddles blocks of scales")
-        if any(self.repacked) and (self.split_k is not None or self.epilogue.reduced):
-            raise ValueError("copies of operands leave no room for partial sums in the workspace")
-        if self.split_float32 and self.operand_types != (Float32, Float32):
-            raise ValueError(f"{self.operand_types} are not split, Float32 is")
-
-    def _plan_registers(self) -> tuple[int, int] | None:
-        """(producer, each consumer) of the 65536 there are; None: as launched."""
-        if self.consumers == 1:
-            return None
-        tile_m, tile_n, _ = self.tile_shape
-        limit, producer, consumer = {2: (208, 40, 232), 3: (128, 32, 160)}[self.consumers]
-        products = self.row_blocks * self.columns // 2 if self.promoted else 0
-        if self.accumulators + products > limit:
-            raise ValueError(
-                f"tile {tile_m}x{tile_n}, {self.schedule}, needs {self.accumulators + products} "
-                f"accumulators per thread; at most {limit} leave room for the rest"
-            )
-        if self.consumers == 2 and self.accumulators + products >= 192:
-            producer, consumer = 24, 240
-        return producer, consumer
-
-    def _plan_shared_memory(self, stages: int | None) -> tuple[int, int, int]:
-        """(stages, store buffers, bytes). In this order: A stages, B stages, D buffers, small parts
-        of A and B if float32 is split, barriers.
-
-        The main loop gets all stages that fit beside two buffers of D per consumer; what is left
-        becomes more buffers, up to four.
-        """
-        stage = self._stage_bytes()
-        store = self.consumers * self.output.slot_bytes
-        fixed = 2 * 8 + 4 * 4  # turns and flags
-        if self.split_float32:
-            fixed += SMALL_BUFFERS * stage
-
-        def size(stages, buffers):
-            return stages * (stage + 2 * 8) + buffers * store + fixed
-
-        most = (SHARED_MEMORY - size(0, 2)) // (stage + 2 * 8)
-        stages = most if stages is None else stages
-        if not 2 <= stages <= most:
-            raise ValueError(
-                f"tile {self.tile_shape} has room for 2 to {most} stages, not {stages}"
-            )
-        buffers = 2
-        while any(self.tma_stores) and buffers < 4 and size(stages, buffers + 1) <= SHARED_MEMORY:
-            buffers += 1
-        bytes_needed = size(stages, buffers)
-        return stages, buffers, -(-bytes_needed // 1024) * 1024  # the swizzles' alignment
-
-    def _stage_bytes(self) -> int:
-        tile_m, tile_n, tile_k = self.tile_shape
-        a_type, b_type = self.operand_types
-        return (tile_m * a_type.width + tile_n * b_type.width) * tile_k // 8
 
     @cute.jit
     def __call__(
@@ -705,11 +525,6 @@ class Gemm:
             flag=storage.flags.data_ptr() + consumer,
             barrier_id=CONSUMER_BARRIERS + consumer,
         )
-
-
-def consumers_of(tile_m: int) -> int:
-    """Consumers that share a tile; two of them hold up to 256 rows."""
-    return 2 if tile_m == 256 else tile_m // WGMMA_M
 
 
 def _buffers(layout):
