@@ -6,6 +6,8 @@ import html
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kernel_api.status import KIND_OF_OPERATION
+
 if TYPE_CHECKING:
     from kernel_api.kernel import Kernel
 
@@ -39,7 +41,10 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Printable, and an object: ``accepted`` and ``rejected``, family by family."""
+    """Printable, and an object: ``accepted`` and ``rejected``, family by family.
+
+    What is printed names the families of other operations in one line at the end.
+    """
 
     problem: str
     accepted: tuple[Acceptance, ...]
@@ -47,7 +52,15 @@ class Explanation:
 
     def _rows(self) -> list[tuple[str, str, str]]:
         yes = [("yes", a.family, str(a)) for a in self.accepted]
-        return yes + [("no", r.family, str(r)) for r in self.rejected]
+        no = [("no", r.family, str(r)) for r in self.rejected if r.rule != KIND_OF_OPERATION]
+        others = [r.family for r in self.rejected if r.rule == KIND_OF_OPERATION]
+        if len(others) == 1 or not yes + no:
+            return yes + [("no", r.family, str(r)) for r in self.rejected]
+        if others:
+            no.append(
+                ("no", f"{len(others)} others", f"compute something else: {', '.join(others)}")
+            )
+        return yes + no
 
     def __str__(self) -> str:
         rows = self._rows()

@@ -35,7 +35,7 @@ from kernel_api.metadata import (
     TensorAttributes,
 )
 from kernel_api.space import Operands, Rule, Space, Variants
-from kernel_api.status import Status
+from kernel_api.status import KIND_OF_OPERATION, Status
 from kernel_api.targets import CcLike, Target, fitting
 from kernel_api.utils import strides_to_layout_string
 
@@ -339,12 +339,12 @@ class Kernel(metaclass=KernelType):
         if not isinstance(args, Arguments):
             return Status.fail(
                 f"expected an arguments object such as GemmArguments, got {type(args).__name__}",
-                rule="the kind of operation",
+                rule=KIND_OF_OPERATION,
             )
         if cls.arguments is not None and not isinstance(args, cls.arguments):
             return Status.fail(
                 f"the kernel computes {cls.arguments.__name__}, these are {type(args).__name__}",
-                rule="the kind of operation",
+                rule=KIND_OF_OPERATION,
             )
         available = cls.provider_status()
         if not available and not compiled:

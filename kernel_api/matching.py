@@ -9,7 +9,7 @@ from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import TF32, TF32X3
 from kernel_api.metadata import OperandsMetadata, TensorAttributes
 from kernel_api.operands import Operand
-from kernel_api.status import Status
+from kernel_api.status import KIND_OF_OPERATION, Status
 
 if TYPE_CHECKING:
     from kernel_api.arguments import Arguments
@@ -45,7 +45,7 @@ def match_types(operands: OperandsMetadata, args: Arguments) -> Status:
     if operands.names != args.operand_names:
         return Status.fail(
             f"the kernel takes operands {operands.names}, these are {type(args).__name__}",
-            rule="the kind of operation",
+            rule=KIND_OF_OPERATION,
         )
     for step, (name, attributes) in enumerate(operands.tensors.items()):
         operand = getattr(args, name)

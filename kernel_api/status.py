@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: The rule that arguments of another operation fail.
+KIND_OF_OPERATION = "the kind of operation"
+
 
 @dataclass(frozen=True)
 class Status:

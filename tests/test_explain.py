@@ -294,6 +294,16 @@ def test_text_has_the_problem_and_a_line_for_each_family(explanation):
     ]
 
 
+def test_families_of_other_operations_share_a_line_of_the_text():
+    told = ka.explain(gemm_arguments(4, 4, 4))
+    others = [r.family for r in told.rejected if r.rule == "the kind of operation"]
+    assert len(others) > 2
+    *_, last = str(told).splitlines()
+    assert last.startswith(f"no:  {len(others)} others")
+    assert all(family in last for family in others)
+    assert sum(family in str(told) for family in others) == len(others)
+
+
 def test_one_design_is_singular(registry):
     provider = registry.register(CpuGemm)
     assert "1 design" in str(ka.explain(gemm_arguments(4, 4, 4), providers=[provider]))
