@@ -1,0 +1,170 @@
+"""Measurements on disk, each in a file of its own.
+
+``<folder>/<environment>/<likeness of the problem>/<problem>/<kernel>.json``, all of these hashes.
+A file is made under another name and renamed, so that it is there as a whole or not at all, and
+processes that write at once are not in each other's way. It says in full what its name says in
+short: whatever does not agree is not there, which a line in the log says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kernel_api import _log
+from kernel_api._code_files import replace_durably
+from kernel_api.errors import ArgumentError
+from kernel_api.tuning._canonical import as_object, taken
+from kernel_api.tuning._environment import Environment
+from kernel_api.tuning._row import FORMAT, Row, parsed
+
+logger = _log.logger(__name__)
+
+#: Files of writers that are at it, or were killed; replace_durably names them so.
+_TEMPORARY = "."
+_ABANDONED_AFTER = 3600.0
+
+#: A folder may be removed, because it is empty, before a file is made in it: so often in a row.
+_ATTEMPTS = 8
+
+
+class RowFiles:
+    """The rows below one folder, of whatever environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def rows(self) -> Iterator[Row]:
+        """Every row that can be read, of whatever environment, also of kernels that changed."""
+        return filter(None, map(self._read, self._all_files()))
+
+    def export(self, path: Path) -> int:
+        """Write every row into one JSON file; returns their number."""
+        rows = [row.to_dict() for row in self.rows()]
+        text = json.dumps({"format": FORMAT, "rows": rows}, sort_keys=True, indent=1)
+        replace_durably(path, text.encode())
+        return len(rows)
+
+    def import_(self, path: Path) -> int:
+        """Take the rows of an exported file, but for those that are here and not older.
+
+        Returns the number that was taken. What is no row is left out and logged.
+
+        Raises:
+            ArgumentError: the file is none that ``export`` wrote.
+            OSError: it cannot be read, or a row cannot be written.
+        """
+        try:
+            fields = as_object(parsed(path), "the content")
+            if taken(fields, "format", int) != FORMAT:
+                raise ArgumentError(f"format is {fields['format']}; expected {FORMAT}")
+            rows = taken(fields, "rows", list)
+        except ArgumentError as error:
+            raise ArgumentError(f"{path} is no export of measurements: {error}") from error
+        count = 0
+        for number, data in enumerate(rows):
+            try:
+                row = Row.from_dict(data)
+            except ArgumentError as error:
+                logger.warning("row %d of %s is left out: %s", number, path, error)
+                continue
+            mine = self._read(row.place)
+            if mine is None or mine.measurement.date < row.measurement.date:
+                self._write(row)
+                count += 1
+        return count
+
+    def prune(self, *, older_than: float | None = None, keep: Environment | None = None) -> int:
+        """Remove files; without arguments only what killed writers left an hour ago.
+
+        Args:
+            older_than: Remove rows that were measured this many seconds ago, and files of that
+                age that are no rows.
+            keep: Remove all of other environments than this one.
+
+        Returns the number of files removed. One that cannot be is left, and logged.
+        """
+        now, count = time.time(), 0
+        for place in self._all_files(temporary=True):
+            is_temporary = place.name.startswith(_TEMPORARY)
+            limit = _ABANDONED_AFTER if is_temporary else older_than
+            is_other = keep is not None and place.parts[0] != keep.digest
+            try:
+                if is_other or (limit is not None and now - self._made(place) >= limit):
+                    (self.folder / place).unlink()
+                    count += 1
+            except FileNotFoundError:
+                continue  # renamed, or removed by another process
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s", self.folder / place, error)
+        self._remove_empty_folders()
+        return count
+
+    def verify(self) -> list[tuple[Path, str]]:
+        """Every file that is no row at its place, with the reason. Nothing is changed."""
+        found = []
+        for place in self._all_files():
+            try:
+                Row.read(self.folder, place)
+            except FileNotFoundError:
+                continue
+            except (ArgumentError, OSError) as error:
+                found.append((self.folder / place, str(error)))
+        return found
+
+    # Files -------------------------------------------------------------------------------
+
+    def _write(self, row: Row) -> None:
+        path = self.folder / row.place
+        for attempt in range(_ATTEMPTS):
+            try:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                replace_durably(path, row.data)
+                return
+            except FileNotFoundError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+
+    def _read(self, place: Path) -> Row | None:
+        """The row in a file; None, and a line in the log, for what is none."""
+        try:
+            return Row.read(self.folder, place)
+        except FileNotFoundError:
+            return None
+        except (ArgumentError, OSError) as error:
+            logger.warning("%s is not used: %s", self.folder / place, error)
+            return None
+
+    def _made(self, place: Path) -> float:
+        """When a row was measured, or what is no row was written, in seconds of the epoch."""
+        with contextlib.suppress(ArgumentError):
+            return Row.read(self.folder, place).measurement.date.timestamp()
+        return (self.folder / place).stat().st_mtime
+
+    def _names(self, folder: Path) -> list[str]:
+        try:
+            return sorted(os.listdir(self.folder / folder))
+        except OSError as error:
+            if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                logger.warning("%s cannot be read: %s", self.folder / folder, error)
+            return []
+
+    def _files(self, folder: Path) -> list[Path]:
+        """Those below a problem's folder that are not being written."""
+        return [folder / n for n in self._names(folder) if not n.startswith(_TEMPORARY)]
+
+    def _all_files(self, temporary: bool = False) -> Iterator[Path]:
+        for path in sorted(self.folder.rglob("*")):
+            hidden = path.name.startswith(_TEMPORARY)
+            if not path.is_dir() and (temporary or not hidden):
+                yield path.relative_to(self.folder)
+
+    def _remove_empty_folders(self) -> None:
+        for path in sorted(self.folder.rglob("*"), reverse=True):
+            if path.is_dir():
+                with contextlib.suppress(OSError):  # not empty
+                    path.rmdir()

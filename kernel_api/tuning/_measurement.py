@@ -1,0 +1,179 @@
+"""What came of one kernel on one problem."""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from kernel_api.errors import ArgumentError
+from kernel_api.tuning._canonical import as_object, taken
+from kernel_api.tuning._kernel import KernelIdentity
+from kernel_api.tuning._problem import Problem
+
+
+class Status(str, enum.Enum):
+    """What came of a candidate.
+
+    PASSED: right, and timed. WRONG: its result is not, or it wrote where it must not.
+    COMPILE_ERROR, RUNTIME_ERROR: it raised, or its process died. TIMEOUT: it did not come to an
+    end. OOM: memory did not suffice.
+    """
+
+    PASSED = "PASSED"
+    WRONG = "WRONG"
+    COMPILE_ERROR = "COMPILE_ERROR"
+    RUNTIME_ERROR = "RUNTIME_ERROR"
+    TIMEOUT = "TIMEOUT"
+    OOM = "OOM"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What came of one kernel on one problem.
+
+    Attributes:
+        kernel: Which kernel, and the state of its sources.
+        problem: What it computed.
+        environment: The hash of the environment.
+        status: What came of it.
+        message: Why it did not pass; empty if it did.
+        times_us: Microseconds per launch, one of each round, in their order; of a kernel that
+            passed at least one, of others none.
+        error_ratio: The largest error over the one that is allowed; None if it was not compared.
+        sm_mhz: Clock of the multiprocessors while it was timed, if known.
+        memory_mhz: Clock of the memory, if known.
+        date: When; with a time zone.
+
+    Raises:
+        ArgumentError: fields contradict each other.
+    """
+
+    kernel: KernelIdentity
+    problem: Problem
+    environment: str
+    status: Status
+    message: str = ""
+    times_us: tuple[float, ...] = ()
+    error_ratio: float | None = None
+    sm_mhz: int | None = None
+    memory_mhz: int | None = None
+    date: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "status", _status(self.status))
+        object.__setattr__(self, "times_us", tuple(map(_microseconds, self.times_us)))
+        name = self.kernel.name
+        if self.passed and not self.times_us:
+            raise ArgumentError(f"{name} is PASSED without a time; pass times_us, one of a round")
+        if not self.passed and self.times_us:
+            raise ArgumentError(
+                f"{name} is {self.status} with {len(self.times_us)} times; only a kernel that "
+                f"passed has times, leave times_us out"
+            )
+        if not self.passed and not self.message:
+            raise ArgumentError(f"{name} is {self.status} without a message; say why")
+        if self.date.tzinfo is None:
+            raise ArgumentError(
+                f"date is {self.date} without a time zone; pass datetime.now(timezone.utc)"
+            )
+
+    @property
+    def passed(self) -> bool:
+        return self.status is Status.PASSED
+
+    @property
+    def median_us(self) -> float:
+        """Microseconds per launch, the median of the rounds; infinite if it did not pass."""
+        return statistics.median(self.times_us) if self.times_us else math.inf
+
+    @property
+    def spread_us(self) -> float:
+        """Microseconds that the middle half of the rounds spans; 0 for less than two."""
+        if len(self.times_us) < 2:
+            return 0.0
+        quarters = statistics.quantiles(self.times_us, n=4, method="inclusive")
+        return quarters[2] - quarters[0]
+
+    @property
+    def rounds(self) -> int:
+        return len(self.times_us)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Valid JSON throughout: an error ratio that is not finite is a text."""
+        ratio = self.error_ratio
+        return {
+            "kernel": self.kernel.to_dict(),
+            "problem": self.problem.to_dict(),
+            "environment": self.environment,
+            "status": self.status.value,
+            "message": self.message,
+            "times_us": list(self.times_us),
+            "error_ratio": ratio if ratio is None or math.isfinite(ratio) else str(ratio),
+            "sm_mhz": self.sm_mhz,
+            "memory_mhz": self.memory_mhz,
+            "date": self.date.isoformat(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Measurement:
+        """Inverse of ``to_dict``; raises ArgumentError for what is no measurement."""
+        fields = as_object(data, "measurement")
+        nothing = type(None)
+        return cls(
+            kernel=KernelIdentity.from_dict(taken(fields, "kernel", dict)),
+            problem=Problem.from_dict(taken(fields, "problem", dict)),
+            environment=taken(fields, "environment", str),
+            status=_status(taken(fields, "status", str)),
+            message=taken(fields, "message", str),
+            times_us=tuple(taken(fields, "times_us", list)),
+            error_ratio=_ratio(fields),
+            sm_mhz=taken(fields, "sm_mhz", int, nothing),
+            memory_mhz=taken(fields, "memory_mhz", int, nothing),
+            date=_date(taken(fields, "date", str)),
+        )
+
+    def __str__(self) -> str:
+        if not self.passed:
+            return f"{self.kernel.name}: {self.status}: {self.message}"
+        return f"{self.kernel.name}: {self.median_us:.2f} us (spread {self.spread_us:.2f} us)"
+
+
+def _status(value: Any) -> Status:
+    try:
+        return Status(value)
+    except ValueError:
+        names = ", ".join(map(str, Status))
+        raise ArgumentError(f"status is {value!r}; expected one of {names}") from None
+
+
+def _microseconds(value: Any) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:
+        raise ArgumentError(f"times_us has {value!r}; expected microseconds, more than 0")
+    return float(value)
+
+
+def _ratio(fields: Mapping[str, Any]) -> float | None:
+    found = taken(fields, "error_ratio", int, float, str, type(None))
+    try:
+        return None if found is None else float(found)
+    except (ValueError, OverflowError):
+        raise ArgumentError(f"error_ratio is {found!r}; expected a number") from None
+
+
+def _date(text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise ArgumentError(
+            f"date is {text!r}; expected one as 2026-01-31T12:00:00+00:00"
+        ) from None

@@ -1,0 +1,88 @@
+"""How something is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from kernel_api.errors import ArgumentError
+from kernel_api.tuning._canonical import canonical, digest, taken
+
+_LAUNCHES = ("eager", "graph")
+_L2 = ("cold", "warm")
+
+#: Of the numbers: the smallest that makes sense.
+_LEAST = {"rounds": 1, "operand_sets": 1, "launches_per_graph": 1, "seed": 0}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How something is measured; times of two policies are not compared.
+
+    Attributes:
+        launches: ``"graph"``: replays of a CUDA graph, without the host's part; ``"eager"``:
+            launches one by one, as a program without graphs makes them.
+        l2: What a launch finds in the L2 cache: nothing of its operands (``"cold"``), or what
+            the one before left there (``"warm"``).
+        rounds: In each round every candidate is timed once.
+        operand_sets: Sets of operands that launches use in turn; None: as many as the sizes of
+            the problem and of the L2 cache ask.
+        launches_per_graph: None: as many as the problem asks; eager launches have none.
+        seed: Of the random data.
+
+    Raises:
+        ArgumentError: a value is none of those, or two contradict each other.
+    """
+
+    launches: str = "graph"
+    l2: str = "cold"
+    rounds: int = 20
+    operand_sets: int | None = None
+    launches_per_graph: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_choice("launches", self.launches, _LAUNCHES)
+        _check_choice("l2", self.l2, _L2)
+        for name, least in _LEAST.items():
+            _check_number(name, getattr(self, name), least, name not in ("rounds", "seed"))
+        if self.launches == "eager" and self.launches_per_graph is not None:
+            raise ArgumentError(
+                f"launches_per_graph is {self.launches_per_graph} but launches is 'eager', which "
+                f"makes no graph; leave it out, or pass launches='graph'"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Policy:
+        """Inverse of ``to_dict``; raises ArgumentError for what is no policy."""
+        return cls(**{one.name: taken(data, one.name, object, bool) for one in fields(cls)})
+
+    def to_json(self) -> str:
+        """The canonical text, the same for equal policies."""
+        return canonical(self.to_dict())
+
+    @cached_property
+    def digest(self) -> str:
+        """A short hash of the canonical text."""
+        return digest(self.to_json())
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        shown = " or ".join(map(repr, choices))
+        raise ArgumentError(f"{name} is {value!r}; expected {shown}: pass one of these")
+
+
+def _check_number(name: str, value: Any, least: int, optional: bool) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        unless = ", or leave it out to have it chosen" if optional else ""
+        raise ArgumentError(
+            f"{name} is {value!r}; expected a whole number of {least} or more: pass one{unless}"
+        )

@@ -1,0 +1,158 @@
+"""What is computed, as text: the arguments without their data, and how near two of them are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from kernel_api._description import described
+from kernel_api.arguments import Arguments
+from kernel_api.errors import ArgumentError
+from kernel_api.metadata import _encode
+from kernel_api.tuning._canonical import as_object, canonical, digest, taken
+
+#: Sizes by the names that arguments give them, those that they have.
+_SIZES = ("M", "N", "K", "L")
+
+#: Bytes that alignment is counted to: allocators differ beyond that, also from call to call.
+_ALIGNMENT = 64
+
+#: The same where problems are alike: the widest access that asks for it.
+_ALIGNMENT_CLASS = 16
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Arguments without their data and device, and without numbers given at run time.
+
+    Equal for arguments of the same class, element types, shapes, strides, alignment (up to 64
+    bytes), scale modes, accumulator, float32 precision, options and epilogue (by its hash).
+
+    Attributes:
+        text: The canonical JSON: ``signature`` (:attr:`Arguments.signature`), ``arguments`` (each
+            tensor's dtype, shape, stride, alignment) and ``sizes`` (of M, N, K, L those that the
+            arguments have).
+    """
+
+    text: str
+
+    @classmethod
+    def of(cls, args: Arguments) -> Problem:
+        """Raises ArgumentError for arguments that carry what cannot be described."""
+        found = described(args)
+        keywords = {name: _plain(value) for name, value in found["keywords"].items()}
+        data = {
+            "signature": _encode(args.signature),
+            "arguments": {
+                "class": found["class"],
+                "operands": [_plain(one) for one in found["operands"]],
+                "keywords": {n: v for n, v in keywords.items() if not isinstance(v, float)},
+            },
+            "sizes": {n: int(getattr(args, n)) for n in _SIZES if hasattr(args, n)},
+        }
+        return cls(canonical(data))
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Problem:
+        """Inverse of ``to_dict``; raises ArgumentError for what is no problem."""
+        fields = as_object(data, "problem")
+        taken(fields, "signature", list)
+        sizes = as_object(taken(fields, "sizes", dict), "sizes")
+        for name in sizes:
+            if not 0 <= taken(sizes, name, int) < 1 << 63:
+                raise ArgumentError(f"{name} is {sizes[name]}; expected a size")
+        try:
+            found = cls(canonical(data))
+            _ = found.likeness, str(found)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ArgumentError(f"this does not describe a problem: {error!r}") from error
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._data)
+
+    @cached_property
+    def digest(self) -> str:
+        """A short hash of the text."""
+        return digest(self.text)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self._data["sizes"])
+
+    @cached_property
+    def likeness(self) -> str:
+        """A short hash of all but the sizes: the same for problems that one kernel may suit.
+
+        Of strides it has which are 0 and which are 1; of alignment whether 16 bytes are reached,
+        or how many. Whole numbers beside the operands, such as rows per block, have no part.
+        """
+        arguments = self._data["arguments"]
+        keywords = arguments["keywords"].items()
+        alike = {
+            "signature": self._data["signature"],
+            "class": arguments["class"],
+            "operands": [_alike(one) for one in arguments["operands"]],
+            "keywords": {n: _alike(one) for n, one in keywords if not _is_number(one)},
+        }
+        return digest(canonical(alike))
+
+    def distance(self, other: Problem) -> tuple[float, float] | None:
+        """How many times as large sizes are: the largest |log2| of the ratios, then their sum.
+
+        A size of 0 is infinitely far from any other. None for problems that are not alike.
+        """
+        mine, its = self.sizes, other.sizes
+        if self.likeness != other.likeness or mine.keys() != its.keys():
+            return None
+        steps = [_step(mine[name], its[name]) for name in sorted(mine)]
+        return max(steps, default=0.0), sum(steps)
+
+    @cached_property
+    def _data(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = json.loads(self.text)
+        return found
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} = {size}" for name, size in self.sizes.items())
+        return f"{self._data['arguments']['class'][1]} with {sizes} ({self.digest})"
+
+
+def _step(one: int, other: int) -> float:
+    if one == other:
+        return 0.0
+    return abs(math.log2(one / other)) if one and other else math.inf
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    """What :func:`described` says of a value: alignment up to what counts, an epilogue by its
+    operands (the signature has its hash) with None in place of a number."""
+    if not isinstance(value, dict):
+        return value
+    if "graph" in value:
+        named = value["operands"].items()
+        return {"operands": {n: None if _is_number(one) else _plain(one) for n, one in named}}
+    if "alignment" in value:
+        return {**value, "alignment": min(value["alignment"], _ALIGNMENT)}
+    return {name: _plain(one) for name, one in value.items()}
+
+
+def _alike(value: Any) -> Any:
+    """The same without sizes."""
+    if not isinstance(value, dict):
+        return value
+    if "alignment" in value:
+        return {
+            "dtype": value["dtype"],
+            "strides": [one if one in (0, 1) else "any" for one in value["stride"]],
+            "alignment": min(value["alignment"], _ALIGNMENT_CLASS),
+        }
+    return {name: _alike(one) for name, one in value.items()}

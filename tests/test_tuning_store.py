@@ -1,0 +1,625 @@
+"""What was measured and where it is kept: kernel_api.tuning.Problem, Measurement, Store."""
+
+import copy
+import dataclasses
+import functools
+import json
+import logging
+import math
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import datetime, timedelta, timezone
+
+import pytest
+import torch
+
+import kernel_api as ka
+from kernel_api.errors import ArgumentError, CacheWarning
+from kernel_api.tuning import (
+    Environment,
+    KernelIdentity,
+    Measurement,
+    Policy,
+    Problem,
+    Status,
+    Store,
+)
+from kernel_api.tuning._canonical import canonical, digest
+
+ENVIRONMENT = Environment.of("cpu", Policy())
+OTHER = Environment.of("cpu", Policy(l2="warm"))
+
+
+def tensor(*shape, dtype=torch.bfloat16, offset=0):
+    """A meta tensor; an offset in elements misaligns it."""
+    storage = torch.empty(math.prod(shape) + offset, dtype=dtype, device="meta")
+    return storage[offset:].view(shape)
+
+
+def arguments(M=256, N=512, K=128, L=None, *, dtype=torch.bfloat16, offset=0, **options):
+    batch = () if L is None else (L,)
+    return ka.GemmArguments(
+        tensor(*batch, M, K, dtype=dtype, offset=offset),
+        tensor(*batch, K, N, dtype=dtype),
+        tensor(*batch, M, N, dtype=dtype),
+        **options,
+    )
+
+
+def problem(*sizes, **options):
+    return Problem.of(arguments(*sizes, **options))
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    found = ka.get_kernels(arguments(), cc=90, providers=["cutedsl"])[:3]
+    assert len(found) == 3
+    return found
+
+
+def measured(kernel, what, *times, environment=ENVIRONMENT, **fields):
+    """PASSED with times, else with the status and message that are given."""
+    fields.setdefault("status", Status.PASSED)
+    if fields["status"] is not Status.PASSED:
+        fields.setdefault("message", "it is said why")
+    return Measurement(
+        KernelIdentity.of(kernel), what, environment.digest, times_us=times, **fields
+    )
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "tuning", ENVIRONMENT)
+
+
+def files(store):
+    return sorted(path for path in store.folder.rglob("*") if path.is_file())
+
+
+# Problems --------------------------------------------------------------------------------
+
+
+def test_problems_of_equal_arguments_are_equal():
+    assert problem() == problem()
+    assert problem().digest == problem().digest
+    assert problem().sizes == {"M": 256, "N": 512, "K": 128, "L": 1}
+
+
+def scaled(args, value):
+    return ka.GemmArguments(
+        *args.tensors, epilogue=ka.EpilogueArguments(lambda accum, s: accum * s, s=value)
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: arguments(512),
+        lambda: arguments(dtype=torch.float16),
+        lambda: arguments(offset=1),
+        lambda: arguments(L=1),
+        lambda: arguments(accumulator_type="float64"),
+        lambda: scaled(arguments(), 2.0),
+        lambda: ka.GemmArguments(tensor(128, 256).mT, tensor(128, 512), tensor(256, 512)),
+        lambda: ka.GemmArguments(tensor(256, 256)[:, :128], tensor(128, 512), tensor(256, 512)),
+    ],
+    ids=["size", "type", "alignment", "batch", "accumulator", "epilogue", "major", "pitch"],
+)
+def test_problems_differ_with_what_a_kernel_may_depend_on(other):
+    assert Problem.of(other()) != problem()
+
+
+def test_the_float32_precision_is_in_it():
+    found = {problem(dtype=torch.float32, fp32_precision=p) for p in ("ieee", "tf32", "tf32x3")}
+    assert len(found) == 3
+
+
+def test_scale_modes_are_in_it():
+    def with_scale(shape, mode):
+        scale = torch.empty(shape, device="meta")
+        a, b, out = arguments(dtype=torch.float8_e4m3fn).tensors
+        return Problem.of(ka.GemmArguments(ka.ScaledOperand(a, scale, mode), b, out))
+
+    assert with_scale((), ka.ScaleMode.PER_TENSOR) != with_scale((256,), ka.ScaleMode.PER_ROW)
+
+
+def test_numbers_given_at_run_time_have_no_part():
+    assert Problem.of(scaled(arguments(), 2.0)) == Problem.of(scaled(arguments(), 3.0))
+    one, other = (
+        Problem.of(ka.RmsNormArguments(tensor(64, 128), tensor(64, 128), eps=eps))
+        for eps in (1e-6, 1e-5)
+    )
+    assert one == other
+    assert one.sizes == {"M": 64, "N": 128}
+
+
+def test_memory_that_is_more_aligned_than_counts_makes_no_other_problem():
+    memory, B, out = (torch.empty(size, dtype=torch.bfloat16) for size in (4096, 1024, 1024))
+    start = -memory.data_ptr() // 2 % 64
+    for step, equal in ((64, True), (32, False)):  # bytes that the second is aligned to
+        A = [memory[at : at + 1024].view(32, 32) for at in (start, start + step // 2)]
+        found = [Problem.of(ka.GemmArguments(a, B.view(32, 32), out.view(32, 32))) for a in A]
+        assert (found[0] == found[1]) is equal
+
+
+def test_a_problem_comes_back_from_its_json_form():
+    for one in (problem(), Problem.of(scaled(arguments(), 2.0))):
+        again = Problem.from_dict(json.loads(json.dumps(one.to_dict())))
+        assert again == one
+        assert again.likeness == one.likeness
+
+
+@pytest.mark.parametrize(
+    "wrong", [[], {}, {"signature": [], "sizes": {"M": -1}}, {"signature": [], "sizes": {}}]
+)
+def test_what_is_no_problem_is_an_error(wrong):
+    with pytest.raises(ArgumentError):
+        Problem.from_dict(wrong)
+
+
+def test_likeness_has_all_but_the_sizes():
+    one = problem()
+    assert one.likeness == problem(257, 1024, 64).likeness
+    assert one.likeness == problem(256, 520, 128).likeness  # 16 bytes divide both pitches
+    others = [problem(256, 513, 128), problem(dtype=torch.float16), problem(L=1), problem(offset=1)]
+    assert one.likeness not in [other.likeness for other in others]
+
+
+def test_the_distance_is_the_largest_ratio_and_then_their_sum():
+    assert problem().distance(problem()) == (0, 0)
+    assert problem().distance(problem(512, 256, 128)) == (1, 2)
+    assert problem().distance(problem(dtype=torch.float16)) is None
+    assert problem(0).distance(problem(0)) == (0, 0)
+    assert problem(0).distance(problem(1))[0] == math.inf
+
+
+# Measurements ----------------------------------------------------------------------------
+
+
+def test_median_and_spread_are_of_the_rounds(kernels):
+    found = measured(kernels[0], problem(), 4, 1.0, 2.0, 3.0, 5.0)
+    assert (found.median_us, found.spread_us, found.rounds) == (3.0, 2.0, 5)
+    assert measured(kernels[0], problem(), 4.0).spread_us == 0
+
+
+def test_a_measurement_comes_back_from_its_json_form(kernels):
+    for one in (
+        measured(kernels[0], problem(), 1.5, 2.5, error_ratio=0.3, sm_mhz=1980, memory_mhz=3201),
+        measured(kernels[1], problem(), status=Status.WRONG, error_ratio=math.inf),
+    ):
+        text = json.dumps(one.to_dict(), allow_nan=False)
+        assert Measurement.from_dict(json.loads(text)) == one
+
+
+def test_the_kernel_of_a_measurement_can_be_rebuilt(kernels):
+    found = Measurement.from_dict(measured(kernels[0], problem(), 1.0).to_dict())
+    assert found.kernel.rebuild().metadata == kernels[0].metadata
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "PASSED without a time"),
+        ({"times_us": (1.0, 0.0)}, "times_us has 0.0; expected microseconds, more than 0"),
+        ({"times_us": (math.nan,)}, "times_us has nan"),
+        ({"times_us": (10**400,)}, "times_us has 1000"),
+        ({"status": Status.TIMEOUT, "message": "m", "times_us": (1.0,)}, "TIMEOUT with 1 times"),
+        ({"status": Status.OOM}, "OOM without a message; say why"),
+        ({"status": "FINE"}, "status is 'FINE'; expected one of PASSED, WRONG, COMPILE_ERROR"),
+        ({"times_us": (1.0,), "date": datetime(2026, 1, 1)}, "without a time zone"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(kernels, fields, text):
+    kernel = KernelIdentity.of(kernels[0])
+    with pytest.raises(ArgumentError, match=text):
+        Measurement(kernel, problem(), ENVIRONMENT.digest, **{"status": Status.PASSED, **fields})
+
+
+# Lookups ---------------------------------------------------------------------------------
+
+
+def test_what_is_recorded_is_found_as_it_was(store, kernels):
+    row = measured(kernels[0], problem(), 2.0, 3.0, error_ratio=0.5)
+    assert store.record(row)
+    assert store.find(problem(), kernels[0]) == row
+    assert store.find(problem(), kernels[1]) is None
+    assert store.find(problem(512), kernels[0]) is None
+    assert Store(store.folder, OTHER).find(problem(), kernels[0]) is None
+
+
+def test_the_best_is_the_fastest_that_passed(store, kernels):
+    assert store.best(problem()) is None
+    store.record(measured(kernels[0], problem(), status=Status.WRONG))
+    assert store.best(problem()) is None
+    slow, fast = measured(kernels[1], problem(), 5.0), measured(kernels[2], problem(), 4.0)
+    store.record(slow)
+    store.record(fast)
+    assert store.best(problem()) == fast
+    found = store.measurements(problem())
+    assert found[:2] == [fast, slow]
+    assert [one.status for one in found] == [Status.PASSED, Status.PASSED, Status.WRONG]
+
+
+def test_a_later_measurement_takes_the_place_of_an_earlier_one(store, kernels):
+    store.record(measured(kernels[0], problem(), 2.0))
+    store.record(measured(kernels[0], problem(), status=Status.TIMEOUT))
+    (found,) = store.measurements(problem())
+    assert found.status is Status.TIMEOUT
+    assert len(files(store)) == 1
+
+
+def test_a_measurement_of_another_environment_is_refused(store, kernels):
+    with pytest.raises(ArgumentError, match="open a store for the environment it was made in"):
+        store.record(measured(kernels[0], problem(), 1.0, environment=OTHER))
+
+
+def without_fingerprint(row):
+    return dataclasses.replace(row, kernel=KernelIdentity(row.kernel.metadata, None))
+
+
+def test_a_kernel_whose_code_has_no_fingerprint_is_not_kept(store, kernels):
+    assert not store.record(without_fingerprint(measured(kernels[0], problem(), 1.0)))
+    assert files(store) == []
+
+
+def test_a_kernel_whose_sources_changed_is_a_miss_and_does_not_hide_others(store, kernels):
+    row = measured(kernels[0], problem(), 1.0)
+    changed = KernelIdentity(row.kernel.metadata, {**row.kernel.fingerprint, "sources": "older"})
+    store.record(dataclasses.replace(row, kernel=changed))
+    assert store.best(problem()) is None
+    assert store.nearest(problem()) is None
+    assert store.find(problem(), kernels[0]) is None
+    store.record(row)
+    assert store.measurements(problem()) == [row]
+    assert len(files(store)) == 2
+
+
+def test_a_kernel_whose_class_is_not_registered_is_a_miss(store, kernels):
+    row = measured(kernels[0], problem(), 1.0)
+    metadata = {**row.kernel.metadata, "kernel_class": {"class": "this:Antigravity"}}
+    unknown = KernelIdentity(metadata, row.kernel.fingerprint)
+    store.record(dataclasses.replace(row, kernel=unknown))
+    assert store.measurements(problem()) == []
+    assert "this" not in sys.modules
+
+
+def test_the_nearest_problem_is_the_one_with_the_smallest_largest_ratio(store, kernels):
+    for sizes in ((512, 512, 128), (320, 640, 128), (256, 512, 520), (2048, 512, 128)):
+        store.record(measured(kernels[0], problem(*sizes), 1.0))
+    assert store.nearest(problem()).sizes == {"M": 320, "N": 640, "K": 128, "L": 1}
+    assert store.nearest(problem(320, 640, 128)) == problem(320, 640, 128)
+    assert store.nearest(problem(8, 512, 128)) is None
+    assert store.nearest(problem(dtype=torch.float16)) is None
+
+
+def test_a_problem_twice_as_large_is_near_and_a_larger_one_is_not(store, kernels):
+    store.record(measured(kernels[0], problem(512, 512, 128), 1.0))
+    assert store.nearest(problem(256)) == problem(512)
+    assert store.nearest(problem(1024)) == problem(512)
+    assert store.nearest(problem(255)) is None
+    assert store.nearest(problem(1025)) is None
+
+
+def test_ties_of_distance_go_the_same_way_always(store, kernels):
+    for sizes in ((512, 512, 128), (128, 512, 128)):
+        store.record(measured(kernels[0], problem(*sizes), 1.0))
+    expected = min(problem(512), problem(128), key=lambda one: one.text)
+    assert store.nearest(problem(256)) == expected
+
+
+def test_the_nearest_problem_has_a_kernel_that_passed(store, kernels):
+    store.record(measured(kernels[0], problem(), status=Status.OOM))
+    assert store.nearest(problem()) is None
+    store.record(measured(kernels[0], problem(200), 1.0))
+    assert store.nearest(problem()) == problem(200)
+
+
+def test_a_store_beneath_another_is_asked_for_what_that_lacks(store, tmp_path, kernels):
+    shipped = Store(tmp_path / "shipped", ENVIRONMENT)
+    shipped.record(measured(kernels[0], problem(), 1.0))
+    shipped.record(measured(kernels[1], problem(), 2.0))
+    before = {path: path.read_bytes() for path in files(shipped)}
+    both = Store(store.folder, ENVIRONMENT, beneath=shipped)
+    assert both.best(problem()).kernel.name == kernels[0].metadata.kernel_name
+    assert both.find(problem(), kernels[1]).median_us == 2.0
+    assert both.nearest(problem(300)) == problem()
+    own = measured(kernels[0], problem(), 3.0)
+    both.record(own)
+    assert both.find(problem(), kernels[0]) == own
+    assert [one.median_us for one in both.measurements(problem())] == [2.0, 3.0]
+    assert {path: path.read_bytes() for path in files(shipped)} == before
+
+
+# Where it is -----------------------------------------------------------------------------
+
+
+def test_it_is_in_the_cache_directory_and_for_its_user_alone(cache_directory, kernels):
+    store = Store.open(ENVIRONMENT)
+    store.record(measured(kernels[0], problem(), 1.0))
+    (path,) = files(store)
+    one = problem()
+    kernel = KernelIdentity.of(kernels[0])
+    place = f"{ENVIRONMENT.digest}/{one.likeness}/{one.digest}/{kernel.digest}.json"
+    assert path == cache_directory / "tuning" / place
+    for folder in (cache_directory, store.folder):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert Store.open(ENVIRONMENT).best(problem()) is not None
+
+
+def test_there_is_none_where_the_cache_is_disabled(cache_directory, monkeypatch):
+    monkeypatch.setenv("KERNEL_API_DISABLE_CACHE", "1")
+    assert Store.open(ENVIRONMENT) is None
+
+
+def test_a_folder_that_others_may_write_to_is_refused(cache_directory):
+    folder = Store.open(ENVIRONMENT).folder
+    folder.chmod(0o777)
+    with pytest.warns(CacheWarning, match="can be written by others"):
+        assert Store.open(ENVIRONMENT) is None
+
+
+def test_a_folder_of_another_user_is_refused(cache_directory, monkeypatch):
+    Store.open(ENVIRONMENT)
+    stranger = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: stranger)
+    with pytest.warns(CacheWarning, match="is owned by user"):
+        assert Store.open(ENVIRONMENT) is None
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(cache_directory):
+    cache_directory.mkdir(mode=0o700)
+    (cache_directory / "tuning").write_text("a file")
+    with pytest.warns(CacheWarning, match="the tuning store .* cannot be used"):
+        assert Store.open(ENVIRONMENT) is None
+
+
+# Files that are not what they should be --------------------------------------------------
+
+
+@pytest.fixture
+def one_file(store, kernels):
+    store.record(measured(kernels[0], problem(), 2.0, 3.0))
+    (path,) = files(store)
+    return path
+
+
+def assert_missed(store, kernel, caplog, reason):
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "kernel_api"):
+        assert store.measurements(problem()) == []
+    assert reason in caplog.text
+    assert store.best(problem()) is None
+    assert store.find(problem(), kernel) is None
+    assert store.nearest(problem()) is None
+    assert list(store.rows()) == []
+    assert len(store.verify()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "this is not JSON"),
+        (b"\xff\xfe", "this is not JSON"),
+        (b"[" * 100_000, "this is not JSON"),
+        (b"null", "expected an object"),
+        (b"{}", "there is no format"),
+        (b'{"format": 2}', "format is 2; expected 1"),
+        (b'{"format": 1, "digest": "0", "x": NaN}', "a number that is none"),
+        (b'{"format": 1, "digest": "0"}', "its digest is another one"),
+    ],
+)
+def test_a_foreign_file_is_a_miss_and_logged(store, one_file, kernels, caplog, content, reason):
+    one_file.write_bytes(content)
+    assert_missed(store, kernels[0], caplog, reason)
+
+
+def test_a_file_that_is_cut_off_anywhere_or_has_a_wrong_byte_is_a_miss(store, one_file, kernels):
+    whole, chosen = one_file.read_bytes(), random.Random(3)
+    for _ in range(100):
+        at = chosen.randrange(len(whole))
+        swapped = whole[:at] + bytes([whole[at] ^ 1 << chosen.randrange(8)]) + whole[at + 1 :]
+        for content in (whole[:at], swapped):
+            one_file.write_bytes(content)
+            assert store.find(problem(), kernels[0]) is None
+            assert store.measurements(problem()) == []
+    one_file.write_bytes(whole)
+    assert store.verify() == []
+
+
+def places_in(value, place=()):
+    """Where a value can be swapped for another one."""
+    yield place
+    if isinstance(value, (dict, list)):
+        for one in value if isinstance(value, dict) else range(len(value)):
+            yield from places_in(value[one], (*place, one))
+
+
+def test_a_row_with_a_value_of_another_type_and_a_right_digest_raises_nothing(store, one_file):
+    row, chosen = json.loads(one_file.read_bytes()), random.Random(7)
+    places = [place for place in places_in(row) if place]
+    for _ in range(100):
+        *path, last = chosen.choice(places)
+        changed = copy.deepcopy(row)
+        functools.reduce(lambda value, one: value[one], path, changed)[last] = chosen.choice(
+            [None, True, -1, 1.5, 10**400, "", "\ud800", [], {}, [1], {"alignment": "x"}]
+        )
+        changed.pop("digest", None)
+        changed["digest"] = digest(canonical(changed))
+        one_file.write_text(json.dumps(changed))
+        for found in store.measurements(problem()):
+            assert found.problem == problem()
+        assert store.nearest(problem()) in (None, problem())
+        assert len(store.verify()) + len(list(store.rows())) == 1
+
+
+def test_a_good_row_at_another_place_is_a_miss(store, one_file, kernels, caplog):
+    elsewhere = Store(store.folder.with_name("elsewhere"), ENVIRONMENT)
+    elsewhere.record(measured(kernels[0], problem(512), 1.0))
+    one_file.write_bytes(files(elsewhere)[0].read_bytes())
+    assert_missed(store, kernels[0], caplog, "it belongs to")
+
+
+def test_problems_with_one_hash_are_told_apart(store, one_file, kernels, monkeypatch, caplog):
+    other = problem(512)
+    monkeypatch.setitem(vars(other), "digest", problem().digest)
+    assert store.find(other, kernels[0]) is None
+    assert store.measurements(other) == []
+    assert "of another problem or environment" in caplog.text
+
+
+def test_a_folder_or_a_link_to_nothing_in_place_of_a_file_is_a_miss(store, one_file, kernels):
+    one_file.unlink()
+    one_file.mkdir()
+    assert store.measurements(problem()) == []
+    one_file.rmdir()
+    one_file.symlink_to("nowhere")
+    assert store.measurements(problem()) == []
+    stray = one_file.parents[1] / "stray"
+    stray.write_text("a file among the problems")
+    assert store.nearest(problem()) is None
+    assert (stray, "this is not JSON") in [(p, r.partition(":")[0]) for p, r in store.verify()]
+
+
+def test_a_store_without_a_folder_is_empty(store, kernels):
+    assert store.measurements(problem()) == []
+    assert store.nearest(problem()) is None
+    assert (list(store.rows()), store.verify(), store.prune()) == ([], [], 0)
+
+
+# Looking after the files -----------------------------------------------------------------
+
+
+def test_an_export_is_imported_elsewhere_with_what_is_newer_kept(store, tmp_path, kernels):
+    first = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    for index, kernel in enumerate(kernels):
+        store.record(measured(kernel, problem(), 2.0, date=first + timedelta(days=index)))
+    Store(store.folder, OTHER).record(measured(kernels[0], problem(), 9.0, environment=OTHER))
+    path = tmp_path / "export.json"
+    assert store.export(path) == 4
+    other = Store(tmp_path / "other", ENVIRONMENT)
+    older = measured(kernels[0], problem(), 5.0, date=first - timedelta(days=1))
+    newer = measured(kernels[1], problem(), 5.0, date=first + timedelta(days=9))
+    other.record(older)
+    other.record(newer)
+    assert other.import_(path) == 3
+    assert other.find(problem(), kernels[0]).median_us == 2.0
+    assert other.find(problem(), kernels[1]) == newer
+    assert other.find(problem(), kernels[2]) == store.find(problem(), kernels[2])
+    assert Store(other.folder, OTHER).best(problem()).median_us == 9.0
+    assert other.import_(path) == 0
+
+
+def test_a_bad_row_of_an_export_is_left_out(store, tmp_path, one_file, kernels, caplog):
+    path = tmp_path / "export.json"
+    store.export(path)
+    content = json.loads(path.read_text())
+    unkept = without_fingerprint(measured(kernels[0], problem(), 1.0))
+    content["rows"] += [3, {}, {**content["rows"][0], "measurement": unkept.to_dict()}]
+    path.write_text(json.dumps(content))
+    other = Store(tmp_path / "other", ENVIRONMENT)
+    assert other.import_(path) == 1
+    assert caplog.text.count("is left out") == 3
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 9}', '{"format": 1, "rows": 1}'])
+def test_what_is_no_export_is_an_error_that_names_the_file(store, tmp_path, content):
+    path = tmp_path / "export.json"
+    path.write_text(content)
+    with pytest.raises(ArgumentError, match=r"export\.json is no export of measurements"):
+        store.import_(path)
+
+
+def test_prune_removes_what_is_old(store, kernels):
+    now = datetime.now(timezone.utc)
+    store.record(measured(kernels[0], problem(), 1.0, date=now - timedelta(days=30)))
+    store.record(measured(kernels[1], problem(), 1.0))
+    garbage = files(store)[0].with_name("garbage.json")
+    garbage.write_text("garbage")
+    assert store.prune() == 0
+    assert store.prune(older_than=86400.0) == 1
+    os.utime(garbage, (0, 0))
+    assert store.prune(older_than=86400.0) == 1
+    assert [one.kernel.name for one in store.measurements(problem())] == [
+        kernels[1].metadata.kernel_name
+    ]
+
+
+def test_prune_removes_other_environments_and_their_folders(store, kernels):
+    store.record(measured(kernels[0], problem(), 1.0))
+    Store(store.folder, OTHER).record(measured(kernels[0], problem(), 9.0, environment=OTHER))
+    assert store.prune(keep=ENVIRONMENT) == 1
+    assert [path.name for path in store.folder.iterdir()] == [ENVIRONMENT.digest]
+    assert store.prune(older_than=0.0) == 1
+    assert list(store.folder.iterdir()) == []
+
+
+def test_a_temporary_file_is_no_row_and_is_pruned_when_it_is_old(store, one_file):
+    left = one_file.with_name(f".{one_file.name}.0123")
+    left.write_text("half a row")
+    assert len(store.measurements(problem())) == 1
+    assert (len(list(store.rows())), store.verify(), store.prune()) == (1, [], 0)
+    os.utime(left, (time.time() - 7200,) * 2)
+    assert store.prune() == 1
+    assert files(store) == [one_file]
+
+
+# Several processes -----------------------------------------------------------------------
+
+_WRITE = """
+    import dataclasses, itertools, json, sys
+    from pathlib import Path
+    from kernel_api.tuning import KernelIdentity, Problem, Store
+    from kernel_api.tuning._row import Row
+
+    row = Row.from_dict(json.loads(Path(sys.argv[1]).read_text())["rows"][0])
+    store = Store(Path(sys.argv[2]), row.environment)
+    name, count = sys.argv[3], int(sys.argv[4])
+    kernel = row.measurement.kernel
+    kernel = KernelIdentity({**kernel.metadata, "kernel_name": name}, kernel.fingerprint)
+    print("writing", flush=True)
+    for index in range(count):
+        data = row.measurement.problem.to_dict()
+        data["sizes"]["M"] = 1 + index % 500
+        one = Problem.from_dict(data)
+        store.record(dataclasses.replace(row.measurement, problem=one, kernel=kernel))
+"""
+
+
+def writer(template, folder, name, count):
+    code = f"import sys; sys.path[:] = {sys.path!r}\n{textwrap.dedent(_WRITE)}"
+    command = [sys.executable, "-c", code, str(template), str(folder), name, str(count)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def template(store, one_file, tmp_path):
+    store.export(tmp_path / "template.json")
+    one_file.unlink()
+    return tmp_path / "template.json"
+
+
+def test_processes_that_write_at_once_lose_no_row(store, template):
+    names = ("one", "two", "three")
+    writers = [writer(template, store.folder, name, 60) for name in names]
+    while any(process.poll() is None for process in writers):
+        store.prune()  # removes empty folders, in which a file may be about to be made
+    assert [process.wait() for process in writers] == [0, 0, 0]
+    found = {(r.measurement.kernel.name, r.measurement.problem.sizes["M"]) for r in store.rows()}
+    assert found == {(name, 1 + index) for name in names for index in range(60)}
+    assert store.verify() == []
+
+
+def test_a_writer_that_is_killed_leaves_nothing_that_cannot_be_read(store, template):
+    chosen = random.Random(5)
+    for _ in range(5):
+        process = writer(template, store.folder, "killed", 10**6)
+        assert process.stdout.readline() == "writing\n"
+        time.sleep(chosen.uniform(0.05, 0.2))
+        process.kill()
+        process.communicate()
+    assert list(store.rows())
+    assert store.verify() == []
