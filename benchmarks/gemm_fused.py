@@ -80,10 +80,6 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return torch.stack([left * cos - right * sin, right * cos + left * sin], -2).flatten(1)
 
 
-def _plain(A: Any, B: Any, drawn: Drawn, out: Drawn) -> ka.GemmArguments:
-    return ka.GemmArguments(A, B, out(A.shape[0], B.shape[1]))
-
-
 def _glu(A: Any, B: Any, drawn: Drawn, out: Drawn, stored: bool, **how: Any) -> ka.GemmArguments:
     M, N = A.shape[0], B.shape[1]
     preactivation = out(M, N) if stored else None
@@ -166,7 +162,7 @@ class Problem(problems.Problem):
         return f"{super().label} {self.fusion}"
 
     @functools.cached_property
-    def moved(self) -> int:
+    def bytes(self) -> int:
         """Bytes of all operands; what is no matrix may be counted twice."""
         args = self.arguments("meta")
         of_epilogue = args.epilogue.tensors.values() if args.epilogue else ()
@@ -174,13 +170,9 @@ class Problem(problems.Problem):
         return sum(t.numel() * t.element_size() for t in tensors)
 
     @property
-    def bytes(self) -> int:
-        return self.moved
-
-    @property
     def extra_bytes(self) -> int:
         """Moved beyond the plain product."""
-        return max(0, self.moved - super().bytes)
+        return max(0, self.bytes - super().bytes)
 
     def arguments(self, device: str) -> ka.GemmArguments:
         plain = super().arguments(device)
@@ -234,14 +226,11 @@ def beside(
     problem: problems.Problem, args: Sequence[ka.GemmArguments]
 ) -> Mapping[str, harness.Calls]:
     """The plain product on the same A and B, and a copy."""
-    products = [_plain(a.A.tensor, a.B.tensor, torch.empty, _like(a)) for a in args]
+    M, N = problem.M, problem.N
+    products = [ka.GemmArguments(*a.tensors[:2], a.A.tensor.new_empty(M, N)) for a in args]
     kernel = suite.candidates(products[0], suite.options("", None).parse_args([]))[0]
     calls = [functools.partial(kernel.prepare(a), *a.tensors) for a in products]
     return {PLAIN: calls, COPY: _copy()}
-
-
-def _like(args: ka.GemmArguments) -> Callable[..., torch.Tensor]:
-    return functools.partial(torch.empty, dtype=args.A.tensor.dtype, device=args.device)
 
 
 def extra(

@@ -8,8 +8,7 @@ setting.
 import os
 
 import pytest
-import torch
-from support.fusion_cases import BF16, CATALOGUE, F16, F32, Case, on_gpu
+from support.fusion_cases import BF16, CATALOGUE, F16, F32, Case, on_gpu, same_bits
 
 import kernel_api as ka
 
@@ -66,6 +65,5 @@ def test_a_fusion_is_what_the_reference_computes(case, turn):
             first = {name: one.tensor.clone() for name, one in args.outputs.items()}
             kernel.run(args)
             for name, one in args.outputs.items():
-                again = one.tensor.clone()
-                same = torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (again, first[name])))
+                same = same_bits(one.tensor, first[name])
                 assert same, f"{kernel.metadata.kernel_name}: {name} differs when repeated"

@@ -339,3 +339,8 @@ def on_gpu(args: ka.GemmArguments) -> ka.GemmArguments:
 
     epilogue = {name: copied(one.tensor) for name, one in args.epilogue.tensors.items()}
     return args.rebuilt(*map(copied, args.tensors), **epilogue)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Also of tensors without modes, which have no view as bytes, and of NaN."""
+    return torch.equal(*(t.clone().reshape(-1).view(torch.uint8) for t in (a, b)))
