@@ -142,6 +142,14 @@ def test_a_random_epilogue_is_offered_or_refused_with_the_reason(turn):
             assert family not in told
 
 
+#: The 269th gives twice as many columns as it takes, to tiles that 32 columns do not divide.
+@pytest.mark.parametrize("turn", range(COUNT) if EVERYTHING else (*range(5, COUNT, 25), 269))
+def test_every_kernel_that_is_offered_for_a_random_epilogue_can_be_built(turn):
+    args = on_meta(arguments_for_kernels(example(turn), ELEMENTS[turn % 2]))
+    for kernel in ka.get_kernels(args, cc=90, providers=["cutedsl"]):
+        kernel.implementation_for(args)
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("family", TARGETS)
 @pytest.mark.parametrize("turn", range(COUNT) if EVERYTHING else (21, 43))

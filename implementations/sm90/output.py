@@ -34,7 +34,8 @@ class Output:
     or the group's own threads element by element, for an output that is not aligned.
 
     Attributes:
-        slot_bytes: Of a buffer: up to 32 columns of D; of wider elements it takes fewer columns.
+        slot_bytes: Of a buffer: up to 32 columns of D, that divide the tile; of wider elements it
+            takes fewer columns.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class Output:
         if len(element_types) != len(epilogue.full) or len(tma_stores) != len(epilogue.full):
             raise ValueError(f"{len(element_types)} outputs for {len(epilogue.full)} to write")
         self.widths = tuple(self._width(full.columns) for full in epilogue.full)
-        self.slot_bytes = WGMMA_M * min(WIDTH, self.widths[0]) * element_types[0].width // 8
+        slot = min(subtile_width(tile_n), self.widths[0])
+        self.slot_bytes = WGMMA_M * slot * element_types[0].width // 8
         self.reduced = ReducedOutput(epilogue, tile, tile[0] // WGMMA_M // row_blocks)
         by_column = [reduced for reduced in epilogue.reduced if reduced.over == "rows"]
         if any(self._scratch_bytes(r.columns) > self.slot_bytes for r in by_column):
