@@ -1,27 +1,23 @@
 """A process that compiles kernels for :func:`kernel_api.compile_all`, into the cache on disk.
 
-One job per line of standard input, one answer per line of standard output; both are JSON. The
-process ends with its input. It sees no GPU.
+It is sent one job after another, and answers each. It sees no GPU.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+import socket
 from typing import Any
 
-
-def main() -> None:
-    # What a compiler prints must not get between the answers.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    for line in sys.stdin:
-        answers.write(json.dumps(_answer(json.loads(line))) + "\n")
-        answers.flush()
+from kernel_api._fork_server import answer, messages
 
 
-def _answer(job: dict[str, Any]) -> dict[str, str | None]:
+def work(channel: socket.socket) -> None:
+    """Until the channel ends."""
+    for job in messages(channel):
+        answer(channel, _done(job))
+
+
+def _done(job: dict[str, Any]) -> dict[str, str | None]:
     """The error's kind and text, if there was one."""
     try:
         from kernel_api import _description
@@ -32,7 +28,3 @@ def _answer(job: dict[str, Any]) -> dict[str, str | None]:
     except Exception as error:
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": None, "text": None}
-
-
-if __name__ == "__main__":
-    main()

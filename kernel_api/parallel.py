@@ -14,9 +14,6 @@ import json
 import os
 import queue
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernel_api import _compile_cache, _disk_cache, _log
+from kernel_api import _compile_cache, _disk_cache, _fork_server, _log
 from kernel_api._description import described
 from kernel_api._disk_cache import DiskCache
 from kernel_api._manifest import Identity
@@ -41,13 +38,14 @@ logger = _log.logger(__name__)
 _WORKERS = "KERNEL_API_COMPILE_WORKERS"
 _MOST_WORKERS = 16
 
-# The worker imports what this process could, from the same places.
-_BOOT = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from kernel_api._compile_worker import main
-main()
-"""
+#: What workers have imported when they start.
+_IMPORTED = (
+    "kernel_api._compile_worker",
+    "kernel_api._description",
+    "kernel_api.providers.cutedsl",
+    "kernel_api.implementations.sm80.gemm",
+    "kernel_api.implementations.sm90.gemm",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class _Job:
     index: int
     kernel: Kernel
     identity: Identity
-    line: str
+    message: dict[str, Any]
 
 
 def compile_all(
@@ -91,23 +89,55 @@ def compile_all(
     count = _worker_count(workers)
     pairs = list(zip(kernels, each, strict=True))
     results: dict[int, CompiledArtifact | KernelApiError] = {}
-    cache = DiskCache.open() or _cache_of_this_process()
-    with _bar(len(pairs), shown=progress) as advance:
-        jobs, here = _planned(pairs, cc, cache, results)
-        for _ in results:
+    with progress_bar("compiling", len(pairs), shown=progress) as advance:
+        for index, found in Compilations(pairs, cc, count):
+            results[index] = found
             advance()
-        pool = _Pool(jobs, min(count, len(jobs)), cache, advance)
-        for index in here:
-            results[index] = _attempt(*pairs[index], cc)
-            advance()
-        failures = pool.finished()
-        for job in jobs:
-            results[job.index] = (
-                failures.get(job.index)
-                or _fetched(job, each[job.index], cache)
-                or _not_kept(job, each[job.index], cc)
-            )
     return [results[index] for index in range(len(pairs))]
+
+
+class Compilations:
+    """Compiles kernels, each for arguments of its own, and gives each as soon as it is done.
+
+    Iterating yields (index, artifact or error). Whoever stops before the end calls ``close``.
+
+    Args:
+        timeout_s: No compilation in a worker takes longer, else it is a CompileError.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[Kernel, Arguments]],
+        cc: CcLike,
+        workers: int | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._pairs, self._cc = pairs, cc
+        self._cache = DiskCache.open() or _cache_of_this_process()
+        self._known: dict[int, CompiledArtifact | KernelApiError] = {}
+        jobs, self._here = _planned(pairs, cc, self._cache, self._known)
+        self._pool = _Pool(jobs, min(_worker_count(workers), len(jobs)), self._cache, timeout_s)
+
+    def __iter__(self) -> Iterator[tuple[int, CompiledArtifact | KernelApiError]]:
+        try:
+            yield from self._known.items()
+            for index in self._here:
+                yield index, _attempt(*self._pairs[index], self._cc)
+            for job, failure in self._pool.done():
+                args = self._pairs[job.index][1]
+                yield (
+                    job.index,
+                    failure
+                    or _fetched(job, args, self._cache)
+                    or _not_kept(job, args, self._cc),
+                )
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        self._pool.close()
 
 
 def _worker_count(given: int | None) -> int:
@@ -185,16 +215,16 @@ def _job(index: int, kernel: Kernel, args: Arguments, target: Target | None) -> 
         if kernel.code_files is not None:
             logger.info("%s cannot be rebuilt in another process: compiled in this one", name)
         return None
-    line = json.dumps({"kernel": identity.kernel, "target": str(target)})
-    if '"__main__:' in line:
+    message = {"kernel": identity.kernel, "target": str(target)}
+    if '"__main__:' in json.dumps(message):
         logger.info("%s is defined in __main__: compiled in this process", name)
         return None
     try:
-        whole = {**json.loads(line), "arguments": described(args)}
+        message["arguments"] = described(args)
     except ArgumentError as error:
         logger.info("%s is compiled in this process: %s", name, error)
         return None
-    return _Job(index, kernel, identity, json.dumps(whole))
+    return _Job(index, kernel, identity, message)
 
 
 def _fetched(job: _Job, args: Arguments, cache: DiskCache) -> CompiledArtifact | None:
@@ -218,91 +248,77 @@ class _Pool:
     """Threads that each feed one worker process at a time until there is no job left."""
 
     def __init__(
-        self, jobs: Sequence[_Job], workers: int, cache: DiskCache, advance: Callable[[], None]
+        self, jobs: Sequence[_Job], workers: int, cache: DiskCache, timeout_s: float | None
     ) -> None:
+        self._count = len(jobs)
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         for job in jobs:
             self._jobs.put(job)
-        self._failures: dict[int, KernelApiError] = {}
-        self._cache = cache
-        self._advance = advance
-        self._processes: set[subprocess.Popen[str]] = set()
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
-        for thread in self._threads:
-            thread.start()
+        self._done: queue.SimpleQueue[tuple[_Job, KernelApiError | None]] = queue.SimpleQueue()
+        self._cache, self._timeout_s = cache, timeout_s
+        self._is_closed = False
+        self._children: set[_fork_server.Child] = set()
+        for _ in range(workers):
+            threading.Thread(target=self._work, daemon=True).start()
 
-    def finished(self) -> dict[int, KernelApiError]:
-        """The failures by the index of the job; waits for all."""
-        try:
-            for thread in self._threads:
-                thread.join()
-        finally:  # interrupted: leave no process behind
-            for process in list(self._processes):
-                process.kill()
-        return self._failures
+    def done(self) -> Iterator[tuple[_Job, KernelApiError | None]]:
+        """Every job as it comes to its end, with its failure if it failed."""
+        for _ in range(self._count):
+            yield self._done.get()
+
+    def close(self) -> None:
+        """Let what runs die, and what waits wait."""
+        self._is_closed = True
+        for child in list(self._children):
+            child.kill()
 
     def _work(self) -> None:
-        process: subprocess.Popen[str] | None = None
-        while True:
+        child: _fork_server.Child | None = None
+        while not self._is_closed:
             try:
                 job = self._jobs.get_nowait()
             except queue.Empty:
                 break
-            if process is None:
-                process = self._started()
-            failure = self._asked(process, job)
-            if failure is not None:
-                self._failures[job.index] = failure
-            if process.poll() is not None:
-                self._processes.discard(process)
-                process = None
-            self._advance()
-        if process is not None:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
-            self._processes.discard(process)
+            try:
+                if child is None:
+                    child = self._started()
+                failure, is_alive = self._asked(child, job)
+            except Exception as error:  # no process can be started
+                failure, is_alive = _as_ours(job.kernel, error), False
+            self._done.put((job, failure))
+            if child is not None and not is_alive:
+                self._children.discard(child)
+                child = None
+        if child is not None:
+            self._children.discard(child)
+            child.close()
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _started(self) -> _fork_server.Child:
         environment = {
             **os.environ,
             "CUDA_VISIBLE_DEVICES": "",
             "KERNEL_API_CACHE_DIR": str(self._cache.root),
             "KERNEL_API_DISABLE_CACHE": "0",
         }
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        self._processes.add(process)
-        return process
+        child = _fork_server.start(_IMPORTED, "kernel_api._compile_worker:work", environment)
+        self._children.add(child)
+        return child
 
-    def _asked(self, process: subprocess.Popen[str], job: _Job) -> KernelApiError | None:
-        """Let a worker do one job; None if it did."""
-        assert process.stdin is not None and process.stdout is not None
+    def _asked(self, child: _fork_server.Child, job: _Job) -> tuple[KernelApiError | None, bool]:
+        """Let a worker do one job: (what went wrong, whether the worker lives)."""
         name = job.kernel.metadata.kernel_name
-        answer = ""
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(f"{job.line}\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        if not answer.endswith("\n"):
-            return CompileError(f"{name}: the compiler's process died ({_cause(process)})")
-        found: dict[str, Any] = json.loads(answer)
+        try:
+            child.send(job.message)
+            found = child.receive(self._timeout_s)
+        except TimeoutError:
+            child.kill()
+            return CompileError(f"{name}: compiled for more than {self._timeout_s:g} s"), False
+        except (EOFError, OSError):
+            cause = child.cause_of_death()
+            return CompileError(f"{name}: the compiler's process died ({cause})"), False
         if found["error"] is None:
-            return None
-        return _error(found["error"], f"{found['text']}", name)
-
-
-def _cause(process: subprocess.Popen[str]) -> str:
-    code = process.wait()
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"by {signal.Signals(-code).name}"
-    return f"with exit code {code}"
+            return None, True
+        return _error(found["error"], f"{found['text']}", name), True
 
 
 def _error(kind: str, text: str, name: str) -> KernelApiError:
@@ -320,7 +336,7 @@ def _error(kind: str, text: str, name: str) -> KernelApiError:
 
 
 @contextlib.contextmanager
-def _bar(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
+def progress_bar(what: str, total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
     """A function that moves a progress bar on; without rich, or if none is wanted, a silent one."""
     if shown:
         try:
@@ -332,7 +348,7 @@ def _bar(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
             console = Console(stderr=True)
             columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
             with Progress(*columns, console=console) as drawn:
-                task = drawn.add_task("compiling", total=total)
+                task = drawn.add_task(what, total=total)
                 yield lambda: drawn.advance(task)
             return
     yield lambda: None

@@ -20,7 +20,7 @@ from support.data import arguments_for
 from support.kernels import kernels_of
 
 import kernel_api as ka
-from kernel_api import _compile_cache, _description
+from kernel_api import _compile_cache, _description, _fork_server
 from kernel_api.arguments import EpilogueArguments, ScaledOperand, ScaleMode
 from kernel_api.errors import ArgumentError, CompileError, UnsupportedError
 
@@ -64,7 +64,7 @@ def test_what_is_in_a_cache_starts_no_process(monkeypatch):
     kernels = of_one_layout(CodeGemm)
     args = arguments(kernels[0])
     before = [kernel.compile(args, cc=90) for kernel in kernels[:2]]
-    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr(_fork_server, "start", None)
     assert ka.compile_all(kernels[:2], args, cc=90) == before
     _compile_cache.clear()
     again = ka.compile_all(kernels[:2], args, cc=90)

@@ -1,0 +1,304 @@
+"""A process that has imported what workers need, and makes them by forking.
+
+Importing torch and a compiler takes seconds, forking milliseconds. The server never touches a GPU,
+so that what it forks may: to start from it is as clean as to start anew. It dies with the process
+that uses it, its children with it; after some minutes of idleness it ends by itself.
+
+A child runs one function, ``target(channel)``, on a socket whose other end is a
+:class:`Child` of the process that asked for it. Messages are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kernel_api import _log
+
+logger = _log.logger(__name__)
+
+_IDLE_SECONDS = 300.0
+_LARGEST_REQUEST = 1 << 20
+
+#: What is read while modules are imported: a server serves one state of these.
+_READ_AT_IMPORT = ("CUTE_DSL_", "PYTHON", "LD_")
+
+# The server imports what this process could, from the same places.
+_BOOT = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from kernel_api._fork_server import _serve
+_serve(int(sys.argv[2]), json.loads(sys.argv[3]))
+"""
+
+
+class Child:
+    """A process that a server forked, seen from the process that asked for it."""
+
+    def __init__(self, server: ForkServer, number: int, channel: socket.socket, end: int) -> None:
+        self._server, self._number, self._channel, self._end = server, number, channel, end
+        self._received = b""
+        self._exit_code: int | None = None
+
+    def send(self, message: Any) -> None:
+        """Raises OSError if it is dead."""
+        self._channel.settimeout(None)
+        self._channel.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """The next message.
+
+        Raises:
+            EOFError: it died.
+            TimeoutError: there was none for so long.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while b"\n" not in self._received:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError
+            self._channel.settimeout(left)
+            try:
+                data = self._channel.recv(1 << 16)
+            except ConnectionError:
+                data = b""
+            if not data:
+                raise EOFError
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
+
+    def kill(self) -> None:
+        """It is gone when this returns, unless the system cannot stop it within a minute."""
+        with contextlib.suppress(OSError):
+            self._server.request({"kill": self._number})
+        self.exit_code(timeout_s=60.0)
+        self.close()
+
+    def close(self) -> None:
+        """Let it end: it reads the end of its channel."""
+        self._channel.close()
+
+    def exit_code(self, timeout_s: float | None = None) -> int | None:
+        """As :attr:`subprocess.Popen.returncode`; None if it still runs after so many seconds, or
+        its server died before it could tell."""
+        if self._end >= 0 and select.select([self._end], [], [], timeout_s)[0]:
+            told = os.read(self._end, 64)
+            os.close(self._end)
+            self._end = -1
+            self._exit_code = int(told) if told else None
+        return self._exit_code
+
+    def cause_of_death(self) -> str:
+        """In words; of a child whose channel has ended."""
+        code = self.exit_code(timeout_s=10.0)
+        if code is None:
+            return "for a reason that nobody saw"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"by {signal.Signals(-code).name}"
+        return f"with exit code {code}"
+
+    def __del__(self) -> None:
+        if self._end >= 0:
+            os.close(self._end)
+            self._end = -1
+
+
+class ForkServer:
+    """Starts children that have the modules imported already, as far as these can be."""
+
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())]
+                + [json.dumps(modules)],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__ and sys.__stderr__.fileno(),
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._control = ours
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+
+    def start(self, target: str, environment: Mapping[str, str]) -> Child:
+        """A child that runs ``"module:function"`` with these environment variables.
+
+        Raises OSError if the server is dead.
+        """
+        ours, theirs = socket.socketpair()
+        end, told = os.pipe()
+        number = next(self._numbers)
+        try:
+            request = {"start": number, "target": target, "environment": dict(environment)}
+            self.request(request, theirs.fileno(), told)
+        except OSError:
+            ours.close()
+            os.close(end)
+            raise
+        finally:
+            theirs.close()
+            os.close(told)
+        return Child(self, number, ours, end)
+
+    def request(self, message: Mapping[str, Any], *files: int) -> None:
+        with self._lock:
+            socket.send_fds(self._control, [json.dumps(message).encode()], files)
+
+    def close(self) -> None:
+        """Kill what it has started, and end."""
+        self._control.close()
+        self._process.wait()
+
+
+_servers: dict[tuple[Any, ...], ForkServer] = {}
+_lock = threading.Lock()
+
+
+def start(modules: tuple[str, ...], target: str, environment: Mapping[str, str]) -> Child:
+    """A child of a server that has imported these modules, which is started if there is none."""
+    read = {n: v for n, v in sorted(os.environ.items()) if n.startswith(_READ_AT_IMPORT)}
+    key = (modules, tuple(sys.path), *read.items())
+    with _lock:
+        for is_last in (False, True):
+            server = _servers.get(key)
+            if server is None:
+                server = _servers[key] = ForkServer(modules)
+            try:
+                return server.start(target, environment)
+            except OSError:  # it was idle for long, or killed
+                del _servers[key]
+                server.close()
+                if is_last:
+                    raise
+    raise AssertionError
+
+
+@atexit.register
+def _close_all() -> None:
+    while _servers:
+        _servers.popitem()[1].close()
+
+
+def _forget_in_child() -> None:
+    """The servers of the process that was forked are not this one's."""
+    global _lock
+    _lock = threading.Lock()
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# The server ----------------------------------------------------------------------------------
+
+
+def _serve(control_file: int, modules: list[str]) -> None:
+    control = socket.socket(fileno=control_file)
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # then children cannot import it either, and say so
+            logger.info("%s is not imported ahead: %r", name, error)
+    gc.freeze()  # what is never collected is never copied
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: dict[int, tuple[int, int]] = {}  # by pid: its number, and where its end is told
+    while ready := _ready(control, woken, is_idle=not children):
+        if woken in ready:
+            os.read(woken, 4096)
+            for pid, code in _ended():
+                _, told = children.pop(pid, (0, -1))
+                if told >= 0:
+                    with contextlib.suppress(BrokenPipeError):  # nobody wants to know
+                        os.write(told, str(code).encode())
+                    os.close(told)
+        if control.fileno() not in ready:
+            continue
+        data, files, *_ = socket.recv_fds(control, _LARGEST_REQUEST, 2)
+        if not data:
+            break
+        message = json.loads(data)
+        if "kill" in message:
+            for pid in [p for p, (number, _) in children.items() if number == message["kill"]]:
+                os.kill(pid, signal.SIGKILL)
+            continue
+        channel, told = files
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for file in (woken, wake, told, *(told for _, told in children.values())):
+                os.close(file)
+            control.close()
+            _run(message, channel)
+        os.close(channel)
+        children[pid] = (message["start"], told)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def _ready(control: socket.socket, woken: int, is_idle: bool) -> list[int]:
+    """Empty after long idleness."""
+    waiting = [control.fileno(), woken]
+    return select.select(waiting, [], [], _IDLE_SECONDS if is_idle else None)[0]
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found[0], os.waitstatus_to_exitcode(found[1])
+
+
+def _run(message: Mapping[str, Any], channel: int) -> None:
+    """In the child; does not return."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: dies with the server
+        os.environ.clear()
+        os.environ.update(message["environment"])
+        module, _, name = message["target"].partition(":")
+        with socket.socket(fileno=channel) as one:
+            getattr(importlib.import_module(module), name)(one)
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def messages(channel: socket.socket) -> Iterator[Any]:
+    """What a child is sent, until its channel ends."""
+    with channel.makefile("rb") as lines:
+        yield from map(json.loads, lines)
+
+
+def answer(channel: socket.socket, message: Any) -> None:
+    """Of a child to the process that asked for it."""
+    channel.sendall(json.dumps(message).encode() + b"\n")
