@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kernel_api.parallel import compile_all
     from kernel_api.provider import Provider
     from kernel_api.status import Status
+    from kernel_api.tuning import autotune, tuned
     from kernel_api.verification import verify
 
 __version__ = "0.1.0"
@@ -50,11 +51,13 @@ _HOME_OF = {
     "ScaleMode": "arguments",
     "ScaledOperand": "arguments",
     "Status": "status",
+    "autotune": "tuning",
     "compile_all": "parallel",
     "explain": "discovery",
     "get_kernels": "discovery",
     "load": "library",
     "load_bundle": "bundle",
+    "tuned": "tuning",
     "verify": "verification",
 }
 _MODULES = (
@@ -70,6 +73,7 @@ _MODULES = (
     "space",
     "status",
     "targets",
+    "tuning",
     "utils",
 )
 
@@ -87,11 +91,13 @@ __all__ = [
     "ScaledOperand",
     "Status",
     "__version__",
+    "autotune",
     "compile_all",
     "explain",
     "get_kernels",
     "load",
     "load_bundle",
+    "tuned",
     "verify",
 ]
 

@@ -26,14 +26,15 @@ def described(args: Arguments) -> dict[str, Any]:
     }
 
 
-def rebuilt(description: dict[str, Any]) -> Arguments:
-    """The arguments that :func:`described` was given, on meta tensors."""
+def rebuilt(description: dict[str, Any], device: str = "meta") -> Arguments:
+    """The arguments that :func:`described` was given, on meta tensors or uninitialised ones."""
     module, name = description["class"]
     cls = getattr(importlib.import_module(module), name)
     if not (isinstance(cls, type) and issubclass(cls, Arguments)):
         raise ArgumentError(f"{module}.{name} is no arguments class")
-    operands = [_decode(one) for one in description["operands"]]
-    made = cls(*operands, **{n: _decode(value) for n, value in description["keywords"].items()})
+    operands = [_decode(one, device) for one in description["operands"]]
+    keywords = {n: _decode(value, device) for n, value in description["keywords"].items()}
+    made = cls(*operands, **keywords)
     assert isinstance(made, Arguments)
     return made
 
@@ -57,19 +58,19 @@ def _encode(value: Any) -> Any:
     raise ArgumentError(f"{value!r} cannot be described to another process")
 
 
-def _decode(value: Any) -> Any:
+def _decode(value: Any, device: str) -> Any:
     if not isinstance(value, dict):
         return value
     if "dtype" in value:
         return dtype(value["dtype"])
     if "graph" in value:
         graph = Graph.from_dict(value["graph"])
-        operands = {name: _decode(one) for name, one in value["operands"].items()}
+        operands = {name: _decode(one, device) for name, one in value["operands"].items()}
         return _epilogue_of(graph, operands)
     if "scale" in value:
-        scale = _empty(value["scale"])
-        return ScaledOperand(_empty(value["tensor"]), scale, ScaleMode(value["mode"]))
-    return _empty(value["tensor"])
+        tensor, scale = (_empty(value[name], device) for name in ("tensor", "scale"))
+        return ScaledOperand(tensor, scale, ScaleMode(value["mode"]))
+    return _empty(value["tensor"], device)
 
 
 def _tensor(operand: Operand) -> dict[str, Any]:
@@ -81,15 +82,15 @@ def _tensor(operand: Operand) -> dict[str, Any]:
     }
 
 
-def _empty(tensor: dict[str, Any]) -> Any:
-    """A meta tensor; its storage offset gives it the alignment."""
+def _empty(tensor: dict[str, Any], device: str) -> Any:
+    """Its storage offset gives it the alignment."""
     import torch
 
     element = dtype(tensor["dtype"])
     shape, stride, alignment = tensor["shape"], tensor["stride"], tensor["alignment"]
     offset = alignment // element.itemsize if alignment < MAX_ALIGNMENT else 0
     size = offset + 1 + sum(max(e - 1, 0) * s for e, s in zip(shape, stride, strict=True))
-    return torch.empty(size, dtype=element.torch, device="meta").as_strided(shape, stride, offset)
+    return torch.empty(size, dtype=element.torch, device=device).as_strided(shape, stride, offset)
 
 
 class _GraphFunction:

@@ -189,6 +189,10 @@ class DiskCache:
         logger.info("loaded %s from %s", entry.manifest.kernel_name, folder)
         return artifact
 
+    def has(self, key: str) -> bool:
+        """Whether there is an entry, good or not."""
+        return (self.entries_at / key).exists()
+
     def read(self, folder: Path) -> Entry:
         """What is in a folder, checked in full."""
         manifest = file = None

@@ -126,9 +126,9 @@ class ForkServer:
     def __init__(self, modules: tuple[str, ...]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
+            texts = (json.dumps(sys.path), str(theirs.fileno()), json.dumps(modules))
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())]
-                + [json.dumps(modules)],
+                [sys.executable, "-c", _BOOT, *texts],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__ and sys.__stderr__.fileno(),
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},

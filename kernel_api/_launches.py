@@ -227,7 +227,7 @@ _chosen: dict[_Key, tuple[Kernel, CompiledArtifact]] = {}
 
 
 def chosen(args: Arguments) -> tuple[Kernel, CompiledArtifact]:
-    """The best kernel for the arguments, and its artifact.
+    """The best kernel for the arguments, as far as is known, and its artifact.
 
     Raises NoKernelError, and what :meth:`Kernel.run` does before it launches.
     """
@@ -235,15 +235,26 @@ def chosen(args: Arguments) -> tuple[Kernel, CompiledArtifact]:
     key = (provider._generation, _compile_cache._era, args.key)
     found = _chosen.get(key)
     if found is None:
-        kernels = get_kernels(args)
-        if not kernels:
-            raise NoKernelError(explain(args))
-        found = kernels[0], kernels[0]._artifact_to_run(args)
+        kernel = _best(args)
+        found = kernel, kernel._artifact_to_run(args)
         with _lock:
             if len(_chosen) >= _KEPT:
                 _chosen.clear()
             _chosen[key] = found
     return found
+
+
+def _best(args: Arguments) -> Kernel:
+    """What was tuned; else the first of the performance model."""
+    from kernel_api.tuning import tuned
+
+    kernel = tuned(args)
+    if kernel is not None:
+        return kernel
+    kernels = get_kernels(args)
+    if not kernels:
+        raise NoKernelError(explain(args))
+    return kernels[0]
 
 
 # What is remembered ----------------------------------------------------------------------

@@ -1,9 +1,15 @@
-"""What GPU is here, asked once and only when needed."""
+"""What GPU and driver are here, asked once and only when needed."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from kernel_api.targets import CcLike, Target, target
@@ -62,6 +68,53 @@ def devices_here() -> list[Target]:
     import torch
 
     return [device_target(index) for index in range(torch.cuda.device_count())]
+
+
+@lru_cache(maxsize=1)
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver, such as ``580.65.06``; None without one."""
+    ways: tuple[Callable[[], str], ...] = (_said_by_the_kernel, _said_by_nvml, _said_by_nvidia_smi)
+    for way in ways:  # from cheap to dear
+        try:
+            found = _VERSION.search(way())
+        except (OSError, AttributeError, subprocess.SubprocessError):
+            continue
+        if found is not None:
+            return found[0]
+    return None
+
+
+def driver_major() -> int | None:
+    """Its first number, such as 580; None without a driver."""
+    version = driver_version()
+    return int(version.partition(".")[0]) if version is not None else None
+
+
+_VERSION = re.compile(r"\b\d{3,}(\.\d+)+\b")
+_KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+
+
+def _said_by_the_kernel() -> str:
+    return _KERNEL_MODULE.read_text()
+
+
+def _said_by_nvml() -> str:
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    if library.nvmlInit_v2() != 0:
+        return ""
+    try:
+        text = ctypes.create_string_buffer(80)
+        said = library.nvmlSystemGetDriverVersion(text, len(text)) == 0
+        return text.value.decode(errors="replace") if said else ""
+    finally:
+        library.nvmlShutdown()
+
+
+def _said_by_nvidia_smi() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        return ""
+    return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
 
 
 def query_target(device: Any, cc: CcLike) -> Target | None:

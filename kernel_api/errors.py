@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kernel_api.explanation import Explanation
     from kernel_api.status import Status
+    from kernel_api.tuning import Measurement
 
 
 class KernelApiError(Exception):
@@ -54,10 +55,17 @@ class FilterError(KernelApiError):
 
 
 class NoKernelError(KernelApiError, LookupError):
-    """No kernel offers the arguments; ``explanation`` says why, family by family."""
+    """No kernel offers the arguments, or none that does is right; ``explanation`` says why, family
+    by family, and ``rows`` what was measured of each that was tried."""
 
-    def __init__(self, explanation: Explanation) -> None:
-        super().__init__(f"no kernel takes these arguments\n{explanation}")
+    def __init__(
+        self,
+        explanation: Explanation,
+        text: str | None = None,
+        rows: tuple[Measurement, ...] = (),
+    ) -> None:
+        super().__init__(text or f"no kernel takes these arguments\n{explanation}")
+        self.rows = rows
         self.explanation = explanation
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kernel_api import _compile_cache
+from kernel_api import _compile_cache, _recording
 from kernel_api._offer import Offer
 from kernel_api.arguments import Arguments, EpilogueArguments, GemmArguments, ScaleMode
 from kernel_api.artifact import CompiledArtifact, Resources
@@ -289,6 +289,7 @@ class Kernel(metaclass=KernelType):
             accepted[artifact] = self
         workspace = self._workspace(args, workspace)
         if args.writes_anything:
+            _recording.record(args)
             self._run(args, artifact, stream, workspace)
 
     def prepare(
@@ -313,6 +314,7 @@ class Kernel(metaclass=KernelType):
             artifact = self._artifact_to_run(args)
         else:
             artifact.check(self, args, target_of(args.device))
+        _recording.record(args)
         launch, operands = self._launcher(args, artifact), self._launch_operands(args)
         return launch if not operands else _with_operands(launch, operands)
 

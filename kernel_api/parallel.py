@@ -40,9 +40,16 @@ _MOST_WORKERS = 16
 
 #: What workers have imported when they start.
 _IMPORTED = (
+    "torch",
+    "cutlass.cute",
+    "cutlass.cutlass_dsl.tvm_ffi_provider",
     "kernel_api._compile_worker",
     "kernel_api._description",
+    "kernel_api.discovery",
+    "kernel_api.library",
     "kernel_api.providers.cutedsl",
+    "kernel_api.providers.reference",
+    "kernel_api.providers.torch",
     "kernel_api.implementations.sm80.gemm",
     "kernel_api.implementations.sm90.gemm",
 )
@@ -88,7 +95,7 @@ def compile_all(
         raise ArgumentError(f"there are {len(kernels)} kernels but {len(each)} arguments")
     count = _worker_count(workers)
     pairs = list(zip(kernels, each, strict=True))
-    results: dict[int, CompiledArtifact | KernelApiError] = {}
+    results: dict[int, Any] = {}
     with progress_bar("compiling", len(pairs), shown=progress) as advance:
         for index, found in Compilations(pairs, cc, count):
             results[index] = found
@@ -103,6 +110,8 @@ class Compilations:
 
     Args:
         timeout_s: No compilation in a worker takes longer, else it is a CompileError.
+        load: Whether this process wants the artifacts; else None stands for what a worker made
+            and :func:`cache_to_share` has.
     """
 
     def __init__(
@@ -112,32 +121,31 @@ class Compilations:
         workers: int | None = None,
         *,
         timeout_s: float | None = None,
+        load: bool = True,
     ) -> None:
-        self._pairs, self._cc = pairs, cc
-        self._cache = DiskCache.open() or _cache_of_this_process()
-        self._known: dict[int, CompiledArtifact | KernelApiError] = {}
-        jobs, self._here = _planned(pairs, cc, self._cache, self._known)
+        self._pairs, self._cc, self._load = pairs, cc, load
+        self._cache = cache_to_share()
+        self._known: dict[int, CompiledArtifact | KernelApiError | None] = {}
+        jobs, self._here = _planned(pairs, cc, self._cache, self._known, load)
         self._pool = _Pool(jobs, min(_worker_count(workers), len(jobs)), self._cache, timeout_s)
 
-    def __iter__(self) -> Iterator[tuple[int, CompiledArtifact | KernelApiError]]:
+    def __iter__(self) -> Iterator[tuple[int, CompiledArtifact | KernelApiError | None]]:
         try:
             yield from self._known.items()
             for index in self._here:
                 yield index, _attempt(*self._pairs[index], self._cc)
             for job, failure in self._pool.done():
-                args = self._pairs[job.index][1]
-                yield (
-                    job.index,
-                    failure
-                    or _fetched(job, args, self._cache)
-                    or _not_kept(job, args, self._cc),
-                )
+                yield job.index, failure or (self._loaded(job) if self._load else None)
         finally:
             self.close()
 
     def close(self) -> None:
         """Leave no process behind."""
         self._pool.close()
+
+    def _loaded(self, job: _Job) -> CompiledArtifact | KernelApiError:
+        args = self._pairs[job.index][1]
+        return _fetched(job, args, self._cache) or _not_kept(job, args, self._cc)
 
 
 def _worker_count(given: int | None) -> int:
@@ -171,6 +179,11 @@ def _as_ours(kernel: Kernel, error: Exception) -> KernelApiError:
 # What a worker can do ----------------------------------------------------------------------
 
 
+def cache_to_share() -> DiskCache:
+    """Where workers put what they compile."""
+    return DiskCache.open() or _cache_of_this_process()
+
+
 @functools.lru_cache(maxsize=1)
 def _cache_of_this_process() -> DiskCache:
     """Where there is no cache on disk: one in a folder that is removed when the process ends."""
@@ -183,7 +196,8 @@ def _planned(
     pairs: Sequence[tuple[Kernel, Arguments]],
     cc: CcLike,
     cache: DiskCache,
-    results: dict[int, CompiledArtifact | KernelApiError],
+    results: dict[int, CompiledArtifact | KernelApiError | None],
+    load: bool,
 ) -> tuple[list[_Job], list[int]]:
     """Jobs for the workers, and what stays here; what is known already goes to the results."""
     jobs: list[_Job] = []
@@ -191,12 +205,15 @@ def _planned(
     for index, (kernel, args) in enumerate(pairs):
         try:
             target = kernel.compile_target(args, cc)
-            known = _compile_cache.get(kernel, args.signature, target)
+            known = _compile_cache.get(kernel, args.signature, target) if load else None
             job = _job(index, kernel, args, target) if known is None else None
+            if job is not None and not load and cache.has(job.identity.key):
+                results[index] = None
+                continue
         except Exception as error:
             results[index] = _as_ours(kernel, error)
             continue
-        if known is None and job is not None:
+        if known is None and job is not None and load:
             known = _fetched(job, args, cache)
         if known is not None:
             results[index] = known

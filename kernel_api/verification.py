@@ -14,7 +14,7 @@ integers that it rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -75,6 +75,20 @@ def verify(kernel: Kernel, args: Arguments, *, stream: Any = None) -> Verificati
     Verification, not an error.
     """
     _oracle(args)  # before anything runs
+    broken = conduct(args, lambda: kernel.run(args, stream=stream))
+    if broken is not None:
+        return _failed(broken)
+    return judge(args, factor_of(kernel))
+
+
+def factor_of(kernel: Kernel) -> float:
+    """How often the error of the same-dtype baseline is allowed."""
+    return FACTOR_REORDERED if kernel.reorders_accumulation else FACTOR
+
+
+def conduct(args: Arguments, run: Callable[[], Any]) -> str | None:
+    """Run what computes the outputs, which are poisoned before, and see that it touches nothing
+    else; what it did, if it did."""
     outputs = args.outputs
     inputs = [(name, o) for name, o in args.named_operands.items() if name not in outputs]
     before = [operand.tensor.clone() for _, operand in inputs]
@@ -82,15 +96,15 @@ def verify(kernel: Kernel, args: Arguments, *, stream: Any = None) -> Verificati
         poison(operand.tensor)
     written = [operand.tensor for operand in outputs.values()]
     guards = {name: _Guard(o.tensor, written) for name, o in outputs.items()}
-    kernel.run(args, stream=stream)
+    run()
     _synchronize(args)
     for (name, operand), copy in zip(inputs, before, strict=True):
         if not _same_bits(operand.tensor, copy):
-            return _failed(f"the kernel changed its input {name}")
+            return f"the kernel changed its input {name}"
     for name, guard in guards.items():
         if guard.broken():
-            return _failed(f"the kernel wrote outside of {name}, into memory between its rows")
-    return judge(args, FACTOR_REORDERED if kernel.reorders_accumulation else FACTOR)
+            return f"the kernel wrote outside of {name}, into memory between its rows"
+    return None
 
 
 def _oracle(args: Arguments) -> Oracle:
@@ -103,19 +117,32 @@ def _oracle(args: Arguments) -> Oracle:
 
 def judge(args: Arguments, factor: float = FACTOR) -> Verification:
     """Compare what stands in the outputs with the reference, by the error-ratio rule."""
-    oracle = _oracle(args)
-    worst = Verification(True, 0.0, 0.0)
-    exact = oracle.exact(args)
-    allowance = oracle.allowance(args)
-    base = oracle.same_dtype(args)
-    for name, ref in exact.items():
-        out = args.outputs[name].tensor
-        found = compare(out, ref, base[name], factor=factor, allowance=allowance.get(name))
-        if not found:
-            several = len(exact) > 1
-            return replace(found, reason=f"{name}: {found.reason}") if several else found
-        worst = max(worst, found, key=lambda v: v.error_ratio)
-    return worst
+    return Expected(args).judge(args, factor)
+
+
+class Expected:
+    """What the reference computes from the inputs of some arguments, to judge outputs by.
+
+    Raises ArgumentError where there is no reference.
+    """
+
+    def __init__(self, args: Arguments) -> None:
+        oracle = _oracle(args)
+        self._exact = oracle.exact(args)
+        self._allowance = oracle.allowance(args)
+        self._base = oracle.same_dtype(args)
+
+    def judge(self, args: Arguments, factor: float = FACTOR) -> Verification:
+        """Of outputs that were computed from the same inputs."""
+        worst = Verification(True, 0.0, 0.0)
+        for name, ref in self._exact.items():
+            out, base = args.outputs[name].tensor, self._base[name]
+            found = compare(out, ref, base, factor=factor, allowance=self._allowance.get(name))
+            if not found:
+                several = len(self._exact) > 1
+                return replace(found, reason=f"{name}: {found.reason}") if several else found
+            worst = max(worst, found, key=lambda v: v.error_ratio)
+        return worst
 
 
 def _failed(reason: str, error: float = float("inf"), ratio: float = float("inf")) -> Verification:

@@ -23,6 +23,7 @@ for _name in (
     "KERNEL_API_COMPILE_WORKERS",
     "KERNEL_API_DISABLE_CACHE",
     "KERNEL_API_PROVIDERS",
+    "KERNEL_API_RECORD",
 ):
     os.environ.pop(_name, None)
 

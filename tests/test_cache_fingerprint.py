@@ -6,12 +6,13 @@ import sys
 import textwrap
 import time
 import types
+from pathlib import Path
 
 import pytest
 from support.code_kernels import CodeGemm
 
-from kernel_api import _compile_cache
-from kernel_api._fingerprint import _sources_of, code_generator, fingerprint, is_importable
+from kernel_api import _compile_cache, _sources
+from kernel_api._fingerprint import code_generator, fingerprint, is_importable
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 
 _KERNEL = """
@@ -58,9 +59,12 @@ def third_party(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def sources(found):
-    """Of the fingerprint, without what the package's name does to it."""
-    return {path.name: path.read_text() for path in _sources_of(found)}
+def paths(found):
+    return [Path(one.path) for one in _sources.sources(found)]
+
+
+def names(found):
+    return {path.name for path in paths(found)}
 
 
 def test_it_names_the_versions_and_the_code_generator():
@@ -77,13 +81,13 @@ def test_every_family_has_one_and_the_implementations_are_in_it():
 
 
 def test_a_kernel_s_own_file_and_what_it_imports_are_in_it(third_party):
-    assert set(sources(third_party())) == {"kernel.py", "__init__.py", "tiles.py", "sizes.py"}
+    assert names(third_party()) == {"kernel.py", "__init__.py", "tiles.py", "sizes.py"}
 
 
 @pytest.mark.parametrize("changed", ["kernel", "parts__tiles", "parts__sizes"])
 def test_it_changes_with_a_source(third_party, changed):
     one = third_party()
-    path = next(p for p in _sources_of(one) if p.stem == changed.rpartition("__")[2])
+    path = next(p for p in paths(one) if p.stem == changed.rpartition("__")[2])
     before = fingerprint(one)["sources"]
     stat = path.stat()
     path.write_text(path.read_text() + "\n# changed\n")
@@ -95,7 +99,7 @@ def test_it_changes_with_a_source(third_party, changed):
 def test_it_does_not_change_with_a_file_that_is_not_imported(third_party):
     one = third_party()
     before = fingerprint(one)
-    path = next(_sources_of(one)).with_name("unrelated.py")
+    path = paths(one)[0].with_name("unrelated.py")
     path.write_text("# changed")
     fingerprint.cache_clear()
     assert fingerprint(one) == before
@@ -103,7 +107,7 @@ def test_it_does_not_change_with_a_file_that_is_not_imported(third_party):
 
 def test_the_sources_of_a_base_class_elsewhere_are_in_it():
     derived = type("Derived", (CodeGemm,), {"__module__": __name__})
-    assert {"test_cache_fingerprint.py", "code_kernels.py"} <= set(sources(derived))
+    assert {"test_cache_fingerprint.py", "code_kernels.py"} <= names(derived)
 
 
 def test_settings_of_the_compiler_are_in_it(monkeypatch):

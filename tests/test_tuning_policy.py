@@ -10,7 +10,7 @@ import torch
 from kernel_api import devices
 from kernel_api.errors import ArgumentError, DeviceError
 from kernel_api.targets import Target
-from kernel_api.tuning import Environment, Policy, _environment
+from kernel_api.tuning import Environment, Policy
 
 # Policy ----------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(_environment, "driver_major", lambda: 580)
+    monkeypatch.setattr(devices, "driver_version", lambda: "580.65.06")
 
 
 def test_the_cpu_is_an_environment_without_a_gpu():
@@ -166,11 +166,3 @@ def test_the_cpu_s_environment_loads_neither_torch_nor_the_dsl():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_the_driver_s_major_version_is_a_number_or_unknown(monkeypatch):
-    from kernel_api.cli import _doctor
-
-    for version, major in (("580.65.06", 580), (None, None)):
-        monkeypatch.setattr(_doctor, "_driver", lambda version=version: version)
-        assert _environment.driver_major.__wrapped__() == major

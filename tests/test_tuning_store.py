@@ -24,6 +24,7 @@ from kernel_api.tuning import (
     Store,
 )
 from kernel_api.tuning._canonical import canonical, digest
+from kernel_api.tuning._row import RowText
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +156,55 @@ def test_a_store_beneath_another_is_asked_for_what_that_lacks(store, tmp_path, k
     assert {path: path.read_bytes() for path in files(shipped)} == before
 
 
+def test_a_stamp_is_the_same_until_a_row_is_added_replaced_or_removed(store, kernels):
+    def settled():
+        stamp = store.stamp(problem())
+        assert stamp != store.stamp(problem())  # it may change again at the same tick
+        time.sleep(0.15)
+        assert store.stamp(problem()) == store.stamp(problem())
+        return store.stamp(problem())
+
+    nothing = store.stamp(problem())
+    assert store.stamp(problem()) == nothing
+    store.record(measured(kernels[0], problem(), 2.0))
+    first = settled()
+    store.record(measured(kernels[1], problem(), 1.0))
+    added = settled()
+    store.record(measured(kernels[1], problem(), 3.0))
+    replaced = settled()
+    next(path for path in files(store)).unlink()
+    removed = settled()
+    assert len({nothing, first, added, replaced, removed}) == 5
+    assert store.prune(older_than=0.0) == 1
+    assert store.stamp(problem()) == nothing
+
+
+def test_a_stamp_changes_with_problems_that_are_like_it_and_with_the_store_beneath(
+    store, tmp_path, kernels
+):
+    shipped = Store(tmp_path / "shipped", ENVIRONMENT)
+    both = Store(store.folder, ENVIRONMENT, beneath=shipped)
+    nothing = both.stamp(problem())
+    store.record(measured(kernels[0], problem(512), 2.0))
+    like = both.stamp(problem())
+    assert like != nothing
+    time.sleep(0.15)
+    one = both.stamp(problem())
+    shipped.record(measured(kernels[0], problem(), 2.0))
+    assert both.stamp(problem()) != one
+    time.sleep(0.15)
+    one = both.stamp(problem())
+    store.record(measured(kernels[0], problem(64, dtype=torch.float16), 2.0))
+    assert both.stamp(problem()) == one
+
+
+def test_rows_in_place_change_the_stamp_as_another_process_writes_them(store, template):
+    before = store.stamp(problem())
+    process = writer(template, store.folder, "other", 500)
+    assert process.wait() == 0
+    assert store.stamp(problem()) != before
+
+
 # Where it is -----------------------------------------------------------------------------
 
 
@@ -208,6 +258,13 @@ def one_file(store, kernels):
     return path
 
 
+def row_of(**parts):
+    """A row without content, but for parts as JSON."""
+    names = ("environment", "kernel", "problem", "result")
+    body = ", ".join(f'"{name}": {parts.get(name, "{}")}' for name in names)
+    return f'{{"format": 2, "digest": "0", {body}}}'.encode()
+
+
 def assert_missed(store, kernel, caplog, reason):
     caplog.clear()
     with caplog.at_level(logging.WARNING, "kernel_api"):
@@ -228,9 +285,11 @@ def assert_missed(store, kernel, caplog, reason):
         (b"[" * 100_000, "this is not JSON"),
         (b"null", "expected an object"),
         (b"{}", "there is no format"),
-        (b'{"format": 2}', "format is 2; expected 1"),
-        (b'{"format": 1, "digest": "0", "x": NaN}', "a number that is none"),
-        (b'{"format": 1, "digest": "0"}', "its digest is another one"),
+        (b'{"format": 1}', "format is 1; expected 2"),
+        (row_of(result='{"error_ratio": NaN}'), "a number that is none"),
+        (row_of(), "its digest is another one"),
+        (row_of(kernel="[]"), "kernel is []; expected dict"),
+        (b'{"format": 2, "digest": "0"}', "there is no environment"),
     ],
 )
 def test_a_foreign_file_is_a_miss_and_logged(store, one_file, kernels, caplog, content, reason):
@@ -268,13 +327,38 @@ def test_a_row_with_a_value_of_another_type_and_a_right_digest_raises_nothing(st
         functools.reduce(lambda value, one: value[one], path, changed)[last] = chosen.choice(
             [None, True, -1, 1.5, 10**400, "", "\ud800", [], {}, [1], {"alignment": "x"}]
         )
-        changed.pop("digest", None)
-        changed["digest"] = digest(canonical(changed))
-        one_file.write_text(json.dumps(changed))
+        parts = (canonical(changed.get(name)) for name in RowText._fields)
+        text = RowText(*parts)
+        if chosen.random() < 0.5:
+            one_file.write_bytes(text.data)
+        else:
+            one_file.write_text(json.dumps({**changed, "digest": text.digest}))
         for found in store.measurements(problem()):
             assert found.problem == problem()
         assert store.nearest(problem()) in (None, problem())
         assert len(store.verify()) + len(list(store.rows())) == 1
+
+
+def test_a_row_that_was_laid_out_in_another_way_is_found(store, one_file, kernels):
+    before = store.measurements(problem())
+    one_file.write_text(json.dumps(json.loads(one_file.read_bytes()), indent=4))
+    assert store.measurements(problem()) == before
+    assert store.best(problem()) == store.find(problem(), kernels[0]) == before[0]
+    assert store.nearest(problem()) == problem()
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kernel": "[]"}, {"kernel": "{}"}, {"result": "{}"}, {"result": "0"}]
+)
+def test_a_row_in_its_layout_with_a_part_that_is_none_is_a_miss(store, one_file, changes):
+    text = RowText.parsed(one_file.read_bytes())._replace(**changes)
+    path = one_file.with_name(f"{digest(text.kernel)}.json")
+    one_file.unlink()
+    path.write_bytes(text.data)
+    assert store.measurements(problem()) == []
+    assert store.best(problem()) is None
+    assert len(store.verify()) == 1
 
 
 def test_a_good_row_at_another_place_is_a_miss(store, one_file, kernels, caplog):
@@ -339,14 +423,14 @@ def test_a_bad_row_of_an_export_is_left_out(store, tmp_path, one_file, kernels, 
     store.export(path)
     content = json.loads(path.read_text())
     unkept = without_fingerprint(measured(kernels[0], problem(), 1.0))
-    content["rows"] += [3, {}, {**content["rows"][0], "measurement": unkept.to_dict()}]
+    content["rows"] += [3, {}, {**content["rows"][0], "kernel": unkept.kernel.to_dict()}]
     path.write_text(json.dumps(content))
     other = Store(tmp_path / "other", ENVIRONMENT)
     assert other.import_(path) == 1
     assert caplog.text.count("is left out") == 3
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 9}', '{"format": 1, "rows": 1}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 9}', '{"format": 2, "rows": 1}'])
 def test_what_is_no_export_is_an_error_that_names_the_file(store, tmp_path, content):
     path = tmp_path / "export.json"
     path.write_text(content)

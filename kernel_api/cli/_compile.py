@@ -2,20 +2,21 @@
 
 With --out, each becomes a shared library that runs without the compiler. A file of signatures is a
 list of objects whose keys are the options that describe a problem: [{"dtype": "float16", "layout":
-"tn"}, {"m": 1}]. What an object does not say is as on the command line.
+"tn"}, {"m": 1}]; or a CSV file with such columns, or what KERNEL_API_RECORD wrote. What an entry
+does not say is as on the command line.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kernel_api.cli._problem import add_problem_options, problem_arguments
+from kernel_api.cli._problem_list import problems
 from kernel_api.cli._query import add_limit_option, add_provider_options, at_least, query
 from kernel_api.cli._render import Output, Table
 
@@ -53,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_provider_options(parser)
     add_limit_option(parser)
     parser.add_argument(
-        "--signatures", metavar="FILE", help="compile for the problems in a JSON or YAML file"
+        "--signatures", metavar="FILE", help="compile for the problems in a JSON, YAML or CSV file"
     )
     parser.add_argument("--out", metavar="DIR", help="write a shared library for each kernel")
     parser.add_argument(
@@ -68,14 +69,17 @@ def run(options: argparse.Namespace, output: Output) -> int:
     from kernel_api.errors import ArgumentError
     from kernel_api.targets import target
 
-    problems = [problem_arguments(one) for one in _problems(options)]
+    if options.signatures is None:
+        listed = [problem_arguments(options)]
+    else:
+        listed = problems(Path(options.signatures), options, with_sizes=False)
     here = query_target(None, options.cc)
     targets = [target(t) for t in options.target or []] or ([here] if here else [])
     if not targets:
         raise ArgumentError("there is no GPU here to compile for; name one, as --target sm_90a")
     work: list[Work] = []
     unserved: list[str] = []
-    for args in problems:
+    for args in listed:
         for one in targets:
             offered = ka.get_kernels(args, **query(options, cc=one))
             kernels = [k for k in offered if "cpu" not in k.devices][: options.limit]
@@ -100,46 +104,6 @@ def run(options: argparse.Namespace, output: Output) -> int:
         data, *blocks, *reasons, *nothing, f"{len(outcomes) - len(bad)} of {len(outcomes)} ok"
     )
     return 0 if data["passed"] else 1
-
-
-def _problems(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """The options once for each problem that is asked for."""
-    from kernel_api.errors import ArgumentError
-
-    if options.signatures is None:
-        return [options]
-    listed = _read(Path(options.signatures))
-    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
-        raise ArgumentError(f"{options.signatures} is no list of objects")
-    problems = []
-    for one in listed:
-        given = {name.replace("-", "_"): value for name, value in one.items()}
-        unknown = [name for name in given if not hasattr(options, name)]
-        if unknown:
-            raise ArgumentError(
-                f"{options.signatures}: there is no option {', '.join(unknown)} of a problem"
-            )
-        problems.append(argparse.Namespace(**{**vars(options), **given}))
-    return problems
-
-
-def _read(path: Path) -> Any:
-    from kernel_api.errors import ArgumentError
-
-    try:
-        text = path.read_text()
-        if path.suffix not in (".yaml", ".yml"):
-            return json.loads(text)
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"{path} cannot be read: {error}") from error
-    try:
-        import yaml  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:
-        raise ArgumentError(f"{path}: YAML needs pyyaml, which is not installed") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ArgumentError(f"{path} cannot be read: {error}") from error
 
 
 def _make_folder(path: str) -> None:

@@ -6,15 +6,13 @@ import argparse
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kernel_api import devices
 from kernel_api.cli import _describe
 from kernel_api.cli._render import Output, Table
 
@@ -106,7 +104,7 @@ def _code_generator() -> Section:
         if name.startswith("nvidia-cutlass-dsl-libs-"):
             section[name] = distribution.version
     installed = [int(found[1]) for n in section if (found := re.search(r"libs-cu(\d+)$", n))]
-    driver = _driver()
+    driver = devices.driver_version()
     allowed = [cuda for cuda in installed if cuda < 13 or _takes_cuda_13(driver)]
     used = max(allowed or installed, default=None)
     section["in use"] = f"CUDA {used}" if used else "none installed"
@@ -123,25 +121,8 @@ def _takes_cuda_13(driver: str | None) -> bool:
     return driver is None or int(driver.partition(".")[0]) >= DRIVER_FOR_CUDA_13
 
 
-def _driver() -> str | None:
-    """Version of the NVIDIA driver, such as ``580.65.06``; None without one."""
-    if shutil.which("nvidia-smi"):
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            said = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            said = ""
-        if found := re.match(r"\d+(\.\d+)+", said):
-            return found[0]
-    kernel_module = Path("/proc/driver/nvidia/version")
-    if kernel_module.exists():
-        found = re.search(r"\b(\d{3}(\.\d+)+)\b", kernel_module.read_text())
-        return found[1] if found else None
-    return None
-
-
 def _gpu() -> Section:
-    section = {"driver": _driver() or "none"}
+    section = {"driver": devices.driver_version() or "none"}
     section["devices"] = _attempt(_device_count)
     if section["devices"].isdigit():
         for index in range(int(section["devices"])):

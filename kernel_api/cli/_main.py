@@ -11,7 +11,17 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from kernel_api import __version__
-from kernel_api.cli import _bundle, _cache, _compile, _doctor, _explain, _list, _verify
+from kernel_api.cli import (
+    _bundle,
+    _cache,
+    _compile,
+    _doctor,
+    _explain,
+    _list,
+    _report,
+    _tune,
+    _verify,
+)
 from kernel_api.cli._render import Output
 from kernel_api.errors import ArgumentError, KernelApiError
 
@@ -20,6 +30,8 @@ _COMMANDS = {
     "explain": _explain,
     "verify": _verify,
     "compile": _compile,
+    "tune": _tune,
+    "report": _report,
     "cache": _cache,
     "bundle": _bundle,
     "doctor": _doctor,

@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from kernel_api.arguments.norm import NormArguments
     from kernel_api.cli._problem import Maker
 
+#: With what they are if they are not given.
+_OPTIONS_OF_GEMM = {
+    "batch": None,
+    "layout": "ttt",
+    "accumulator": None,
+    "scales": None,
+    "fp32_precision": None,
+}
+
 _FLOAT32, _FLOAT64 = dtype("float32"), dtype("float64")
 
 
@@ -22,12 +31,17 @@ def norm_arguments(options: argparse.Namespace, maker: Maker, M: int, N: int) ->
     Raises:
         ArgumentError: the options contradict each other.
     """
-    for name, plain in (("batch", None), ("layout", "ttt"), ("accumulator", None)):
+    for name, plain in _OPTIONS_OF_GEMM.items():
         if getattr(options, name) != plain:
             raise ArgumentError(
-                f"--{name} is {getattr(options, name)!r}; it is an option of gemm, a norm is of "
-                f"row-major matrices and has no such thing"
+                f"--{name.replace('_', '-')} is {getattr(options, name)!r}; it is an option of "
+                f"gemm, a norm is of row-major matrices and has no such thing"
             )
+    if options.beside:
+        raise ArgumentError(
+            f"--with {options.beside[0][0]}: a norm has every operand that it may have; leave this "
+            f"out"
+        )
     return NORMS[options.operation](_Operands(options, maker, M, N))
 
 

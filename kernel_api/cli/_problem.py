@@ -1,10 +1,12 @@
-"""Options that describe a matrix product or a norm of rows, and the operands made from them."""
+"""Options that describe a matrix product, fused or not, or a norm of rows; and the operands made
+from them. The entries of problem lists have the same names (see :mod:`._problem_list`)."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from kernel_api.cli._fused_problem import FUSED, beside, fused_arguments
 from kernel_api.cli._norm_problem import NORMS, norm_arguments
 from kernel_api.cli._query import at_least
 from kernel_api.dtypes import dtype
@@ -13,7 +15,11 @@ from kernel_api.errors import ArgumentError
 if TYPE_CHECKING:
     from kernel_api.arguments import Arguments, GemmArguments
 
-OPERATIONS = ("gemm", *NORMS)
+OPERATIONS = ("gemm", *FUSED, *NORMS)
+
+#: What ``--scales`` may be.
+SCALES = ("per_tensor", "per_row", "blocks")
+_BLOCK = 128
 
 _LAYOUT_HELP = (
     "one letter each for A, B and out: t row-major, n column-major; as in BLAS, two letters "
@@ -28,7 +34,20 @@ def add_problem_options(
     """Operation, sizes, types, layout and placement; ``device`` is the default one."""
     sizes = parser.add_argument_group("problem: out (M, N) = A (M, K) · B (K, N), or of x (M, N)")
     sizes.add_argument(
-        "--operation", choices=OPERATIONS, default=OPERATIONS[0], help="(default: gemm)"
+        "--operation",
+        choices=OPERATIONS,
+        default=OPERATIONS[0],
+        metavar="NAME",
+        help="a name of kernel_api.fusions, such as gemm_swiglu or rmsnorm (default: gemm)",
+    )
+    sizes.add_argument(
+        "--with",
+        dest="beside",
+        action="append",
+        type=beside,
+        metavar="NAME[=VALUE]",
+        help="what a product takes beside A, B and out: an operand that may be absent, as bias, or "
+        "an option, as kind=geglu; may be repeated",
     )
     for name in ("m", "n", "k"):
         sizes.add_argument(f"--{name}", type=at_least(0), default=1024, help="(default: 1024)")
@@ -36,6 +55,9 @@ def add_problem_options(
     sizes.add_argument("--dtype", default="bfloat16", help="of A and B (default: bfloat16)")
     sizes.add_argument("--out-dtype", metavar="DTYPE", help="(default: that of A)")
     sizes.add_argument("--accumulator", metavar="DTYPE", help="(default: float32, int32, float64)")
+    sizes.add_argument(
+        "--scales", choices=SCALES, help="of A and B; blocks: 1x128 of A, 128x128 of B"
+    )
     sizes.add_argument("--layout", default="ttt", help=_LAYOUT_HELP)
     sizes.add_argument(
         "--fp32-precision", choices=("ieee", "tf32"), help="how float32 operands are multiplied"
@@ -72,27 +94,57 @@ def problem_arguments(
         ArgumentError: the options contradict each other, or the device is not here.
     """
     m, n, k = sizes or (options.m, options.n, options.k)
-    if options.operation == OPERATIONS[0]:
-        return gemm_arguments(options, (m, n, k))
-    return norm_arguments(options, Maker(options), m, n)
+    if options.operation in NORMS:
+        return norm_arguments(options, Maker(options), m, n)
+    return gemm_arguments(options, (m, n, k))
 
 
 def gemm_arguments(options: argparse.Namespace, sizes: tuple[int, int, int]) -> GemmArguments:
-    """Of a product with these M, N and K."""
+    """Of a product with these M, N and K, fused or not."""
     import kernel_api as ka
 
     m, n, k = sizes
     element = dtype(options.dtype)
-    out_element = dtype(options.out_dtype) if options.out_dtype else element
     layout = _layout(options.layout)
     maker = Maker(options)
+    A = maker.tensor((m, k), element, layout[0], fill=True)
+    B = maker.tensor((k, n), element, layout[1], fill=True)
+    operands = _scaled(options.scales, maker, A, B)
+    if options.operation in FUSED or options.beside:
+        return fused_arguments(options, maker, operands, layout[2])
+    out_element = dtype(options.out_dtype) if options.out_dtype else element
     return ka.GemmArguments(
-        maker.tensor((m, k), element, layout[0], fill=True),
-        maker.tensor((k, n), element, layout[1], fill=True),
+        *operands,
         maker.tensor((m, n), out_element, layout[2], fill=False),
         options.accumulator,
         fp32_precision=options.fp32_precision,
     )
+
+
+def _scaled(scales: str | None, maker: Maker, A: Any, B: Any) -> tuple[Any, Any]:
+    """A and B with scales, where these are asked for."""
+    if scales is None:
+        return A, B
+    from kernel_api.arguments import ScaledOperand, ScaleMode
+
+    def scale(rows: int, columns: int) -> Any:
+        return maker.tensor((rows, columns), dtype("float32"), "t", fill=True)
+
+    (m, k), n = A.shape[-2:], B.shape[-1]
+    if scales == "blocks":
+        blocks_k, blocks_n = -(-k // _BLOCK), -(-n // _BLOCK)
+        of_A = scale(m, blocks_k), ScaleMode.BLOCK_1x128
+        of_B = scale(blocks_k, blocks_n), ScaleMode.BLOCK_128x128
+    else:
+        mode = ScaleMode(scales)
+        one = mode is ScaleMode.PER_TENSOR
+        of_A, of_B = ((_one_each(scale(1, 1 if one else size), one), mode) for size in (m, n))
+    return ScaledOperand(A, *of_A), ScaledOperand(B, *of_B)
+
+
+def _one_each(scale: Any, one: bool) -> Any:
+    """(L, 1, size) as (L, size), or as (L,)."""
+    return scale[..., 0, 0] if one else scale[..., 0, :]
 
 
 def _layout(text: str) -> str:

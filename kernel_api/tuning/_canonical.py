@@ -23,6 +23,14 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
+def parsed(data: bytes | str) -> Any:
+    """The values of a JSON text; raises ArgumentError for what is none."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:  # text that is no UTF-8 is a ValueError as well
+        raise ArgumentError(f"this is not JSON: {error}") from error
+
+
 def taken(data: Mapping[str, Any], name: str, *kinds: type) -> Any:
     """A field of what was read; raises ArgumentError if it is not there, or of no such type."""
     if name not in data:

@@ -70,7 +70,7 @@ class Environment:
             torch.cuda.get_device_properties(number).name,
             f"{target.major}.{target.minor}",
             devices.sm_count(number),
-            driver_major(),
+            devices.driver_major(),
             packages(),
             policy,
         )
@@ -119,15 +119,6 @@ class Environment:
 @functools.lru_cache(maxsize=1)
 def packages() -> Mapping[str, str]:
     """Versions of what compiles, runs and competes."""
-    names = (*_fingerprint._DISTRIBUTIONS, "torch")
-    found = {name: version for name in names if (version := _fingerprint._version(name))}
+    names = (*_fingerprint.DISTRIBUTIONS, "torch")
+    found = {name: version for name in names if (version := _fingerprint.version_of(name))}
     return {**found, **_fingerprint.code_generator()}
-
-
-@functools.lru_cache(maxsize=1)
-def driver_major() -> int | None:
-    """The driver's major version, such as 580; None where it cannot be found."""
-    from kernel_api.cli._doctor import _driver
-
-    version = _driver()
-    return int(version.partition(".")[0]) if version is not None else None

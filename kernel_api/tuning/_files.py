@@ -18,9 +18,9 @@ from pathlib import Path
 from kernel_api import _log
 from kernel_api._code_files import replace_durably
 from kernel_api.errors import ArgumentError
-from kernel_api.tuning._canonical import as_object, taken
+from kernel_api.tuning._canonical import as_object, parsed, taken
 from kernel_api.tuning._environment import Environment
-from kernel_api.tuning._row import FORMAT, Row, parsed
+from kernel_api.tuning._row import FORMAT, Row
 
 logger = _log.logger(__name__)
 
@@ -30,6 +30,11 @@ _ABANDONED_AFTER = 3600.0
 
 #: A folder may be removed, because it is empty, before a file is made in it: so often in a row.
 _ATTEMPTS = 8
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file is being written, or was when its writer died."""
+    return name.startswith(_TEMPORARY)
 
 
 class RowFiles:
@@ -59,7 +64,7 @@ class RowFiles:
             OSError: it cannot be read, or a row cannot be written.
         """
         try:
-            fields = as_object(parsed(path), "the content")
+            fields = as_object(parsed(path.read_bytes()), "the content")
             if taken(fields, "format", int) != FORMAT:
                 raise ArgumentError(f"format is {fields['format']}; expected {FORMAT}")
             rows = taken(fields, "rows", list)
@@ -72,11 +77,19 @@ class RowFiles:
             except ArgumentError as error:
                 logger.warning("row %d of %s is left out: %s", number, path, error)
                 continue
-            mine = self._read(row.place)
-            if mine is None or mine.measurement.date < row.measurement.date:
-                self._write(row)
-                count += 1
+            count += self.add(row)
         return count
+
+    def add(self, row: Row) -> bool:
+        """Keep a row from elsewhere, unless one is here that is not older; whether it was kept.
+
+        Raises OSError if it cannot be written.
+        """
+        mine = self._read(row.place)
+        is_newer = mine is None or mine.measurement.date < row.measurement.date
+        if is_newer:
+            self._write(row)
+        return is_newer
 
     def prune(self, *, older_than: float | None = None, keep: Environment | None = None) -> int:
         """Remove files; without arguments only what killed writers left an hour ago.
@@ -90,8 +103,7 @@ class RowFiles:
         """
         now, count = time.time(), 0
         for place in self._all_files(temporary=True):
-            is_temporary = place.name.startswith(_TEMPORARY)
-            limit = _ABANDONED_AFTER if is_temporary else older_than
+            limit = _ABANDONED_AFTER if is_temporary(place.name) else older_than
             is_other = keep is not None and place.parts[0] != keep.digest
             try:
                 if is_other or (limit is not None and now - self._made(place) >= limit):
@@ -123,7 +135,7 @@ class RowFiles:
         for attempt in range(_ATTEMPTS):
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                replace_durably(path, row.data)
+                replace_durably(path, row.text.data)
                 return
             except FileNotFoundError:
                 if attempt == _ATTEMPTS - 1:
@@ -155,11 +167,11 @@ class RowFiles:
 
     def _files(self, folder: Path) -> list[Path]:
         """Those below a problem's folder that are not being written."""
-        return [folder / n for n in self._names(folder) if not n.startswith(_TEMPORARY)]
+        return [folder / n for n in self._names(folder) if not is_temporary(n)]
 
     def _all_files(self, temporary: bool = False) -> Iterator[Path]:
         for path in sorted(self.folder.rglob("*")):
-            hidden = path.name.startswith(_TEMPORARY)
+            hidden = is_temporary(path.name)
             if not path.is_dir() and (temporary or not hidden):
                 yield path.relative_to(self.folder)
 

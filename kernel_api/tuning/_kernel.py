@@ -11,7 +11,7 @@ from kernel_api._fingerprint import fingerprint
 from kernel_api.errors import ArgumentError
 from kernel_api.metadata import KernelMetadata
 from kernel_api.provider import providers, registered_class
-from kernel_api.tuning._canonical import as_object, as_texts, canonical, digest, taken
+from kernel_api.tuning._canonical import as_object, as_texts, canonical, digest, parsed, taken
 
 if TYPE_CHECKING:
     from kernel_api.kernel import Kernel
@@ -66,6 +66,13 @@ class KernelIdentity:
         taken(metadata, "kernel_class", dict)
         known = taken(fields, "fingerprint", dict, type(None))
         return cls(metadata, None if known is None else as_texts(known, "fingerprint"))
+
+    @classmethod
+    def from_json(cls, text: str) -> KernelIdentity:
+        """Of the canonical text; raises ArgumentError for what describes no kernel."""
+        found = cls.from_dict(parsed(text))
+        vars(found)["text"] = text
+        return found
 
     @cached_property
     def text(self) -> str:

@@ -47,7 +47,8 @@ class Measurement:
         status: What came of it.
         message: Why it did not pass; empty if it did.
         times_us: Microseconds per launch, one of each round, in their order; of a kernel that
-            passed at least one, of others none.
+            passed at least one, of others none. One that fell behind early has fewer rounds than
+            the policy says.
         error_ratio: The largest error over the one that is allowed; None if it was not compared.
         sm_mhz: Clock of the multiprocessors while it was timed, if known.
         memory_mhz: Clock of the memory, if known.
@@ -107,13 +108,24 @@ class Measurement:
     def rounds(self) -> int:
         return len(self.times_us)
 
+    def place(self, rounds: int) -> tuple[Any, ...]:
+        """To sort by: those that were timed in so many rounds or more, from fast to slow, then
+        those that fell behind before, then those that did not pass."""
+        return not self.passed, self.rounds < rounds, self.median_us, self.kernel.name
+
     def to_dict(self) -> dict[str, Any]:
-        """Valid JSON throughout: an error ratio that is not finite is a text."""
-        ratio = self.error_ratio
+        """Valid JSON throughout."""
         return {
             "kernel": self.kernel.to_dict(),
             "problem": self.problem.to_dict(),
             "environment": self.environment,
+            **self.result(),
+        }
+
+    def result(self) -> dict[str, Any]:
+        """What came of it, as JSON values: an error ratio that is not finite is a text."""
+        ratio = self.error_ratio
+        return {
             "status": self.status.value,
             "message": self.message,
             "times_us": list(self.times_us),
@@ -127,11 +139,23 @@ class Measurement:
     def from_dict(cls, data: Any) -> Measurement:
         """Inverse of ``to_dict``; raises ArgumentError for what is no measurement."""
         fields = as_object(data, "measurement")
-        nothing = type(None)
+        return cls.of(
+            KernelIdentity.from_dict(taken(fields, "kernel", dict)),
+            Problem.from_dict(taken(fields, "problem", dict)),
+            taken(fields, "environment", str),
+            fields,
+        )
+
+    @classmethod
+    def of(
+        cls, kernel: KernelIdentity, problem: Problem, environment: str, result: Any
+    ) -> Measurement:
+        """With what ``result`` gives; raises ArgumentError for what is no result."""
+        fields, nothing = as_object(result, "result"), type(None)
         return cls(
-            kernel=KernelIdentity.from_dict(taken(fields, "kernel", dict)),
-            problem=Problem.from_dict(taken(fields, "problem", dict)),
-            environment=taken(fields, "environment", str),
+            kernel=kernel,
+            problem=problem,
+            environment=environment,
             status=_status(taken(fields, "status", str)),
             message=taken(fields, "message", str),
             times_us=tuple(taken(fields, "times_us", list)),

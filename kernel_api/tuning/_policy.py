@@ -26,7 +26,8 @@ class Policy:
             launches one by one, as a program without graphs makes them.
         l2: What a launch finds in the L2 cache: nothing of its operands (``"cold"``), or what
             the one before left there (``"warm"``).
-        rounds: In each round every candidate is timed once.
+        rounds: In each round every candidate is timed once; those that fall behind take part in
+            fewer.
         operand_sets: Sets of operands that launches use in turn; None: as many as the sizes of
             the problem and of the L2 cache ask.
         launches_per_graph: None: as many as the problem asks; eager launches have none.

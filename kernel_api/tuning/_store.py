@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Hashable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kernel_api import _log
 from kernel_api._disk_cache import DiskCache, _check_owner, _warn
 from kernel_api.errors import ArgumentError
+from kernel_api.tuning._canonical import digest, parsed
 from kernel_api.tuning._environment import Environment
-from kernel_api.tuning._files import RowFiles
+from kernel_api.tuning._files import RowFiles, is_temporary
 from kernel_api.tuning._kernel import KernelIdentity
 from kernel_api.tuning._measurement import Measurement
 from kernel_api.tuning._problem import Problem
-from kernel_api.tuning._row import Row
+from kernel_api.tuning._row import Row, RowText, content
 
 if TYPE_CHECKING:
     from kernel_api.kernel import Kernel
 
 logger = _log.logger(__name__)
+
+#: Longer than what file systems round the time of a change to.
+_TICK_NS = 100_000_000
 
 
 class Store(RowFiles):
@@ -80,17 +87,47 @@ class Store(RowFiles):
         return True
 
     def measurements(self, problem: Problem) -> list[Measurement]:
-        """What is known of a problem: those that passed first, from fast to slow."""
-        found = [] if self.beneath is None else self.beneath.measurements(problem)
-        mine = list(self._measurements(self._folder_of(problem), problem))
-        known = {one.kernel for one in mine}
-        mine += [one for one in found if one.kernel not in known]
-        return sorted(mine, key=lambda one: (one.median_us, one.kernel.name))
+        """What is known of a problem, in the order of :meth:`Measurement.place`."""
+        rounds = self.environment.policy.rounds
+        rows = self._rows(problem).values()
+        found = filter(None, (self._current(row, problem) for row in rows))
+        return sorted(found, key=lambda one: one.place(rounds))
 
     def best(self, problem: Problem) -> Measurement | None:
-        """The fastest of those that passed; None if none did."""
-        found = self.measurements(problem)
-        return found[0] if found and found[0].passed else None
+        """The fastest of those that passed, the first of ``measurements``; None if none did."""
+        rounds = self.environment.policy.rounds
+        best: Measurement | None = None
+        placed = [(row.place(rounds), row) for row in self._rows(problem).values()]
+        for place, row in sorted(placed):
+            if place[0] or (best is not None and place > best.place(rounds)[:3]):
+                break
+            one = self._current(row, problem)
+            if one is not None and (best is None or one.kernel.name < best.kernel.name):
+                best = one
+        return best
+
+    def stamp(self, problem: Problem) -> Hashable:
+        """Changes whenever any process adds, replaces or removes a row of a problem, and when a
+        problem that is like it comes or goes. So what was looked up holds for as long as the
+        stamp from before the lookup is the present one. It costs microseconds.
+
+        What :meth:`nearest` leads to has a stamp of its own.
+        """
+        folder = self._folder_of(problem)
+        times = [self._changed(folder), self._changed(folder.parent)]
+        # A clock ticks; a folder may change twice at one tick. Before that is over, no two stamps
+        # are the same.
+        now = time.time_ns()
+        unsettled = now if max(times) > now - _TICK_NS else 0
+        beneath = None if self.beneath is None else self.beneath.stamp(problem)
+        return (*times, unsettled, beneath)
+
+    def _changed(self, folder: Path) -> int:
+        """When names in a folder last changed, in nanoseconds of the epoch; 0 without one."""
+        try:
+            return os.stat(os.path.join(self.folder, folder)).st_mtime_ns
+        except OSError:
+            return 0
 
     def find(self, problem: Problem, kernel: Kernel) -> Measurement | None:
         """What is known of a kernel, with its present sources, on a problem."""
@@ -99,14 +136,14 @@ class Store(RowFiles):
         except ArgumentError as error:
             logger.info("nothing is known of %s: %s", kernel, error)
             return None
-        return None if identity.fingerprint is None else self._find(problem, identity)
+        return self._find(problem, identity) if identity.fingerprint is not None else None
 
     def _find(self, problem: Problem, kernel: KernelIdentity) -> Measurement | None:
-        place = self._folder_of(problem) / f"{kernel.digest}.json"
-        row = self._read(place)
-        if row is not None and row.measurement.kernel == kernel and self._is_of(row, problem):
-            return row.measurement
-        return None if self.beneath is None else self.beneath._find(problem, kernel)
+        folder = self._folder_of(problem)
+        row = self._row(folder, f"{kernel.digest}.json", problem)
+        if row is None or row.kernel != kernel.text:
+            return None if self.beneath is None else self.beneath._find(problem, kernel)
+        return self._measurement(row, problem)
 
     def nearest(self, problem: Problem) -> Problem | None:
         """The problem with a kernel that passed whose sizes are nearest, of those that are alike.
@@ -126,23 +163,67 @@ class Store(RowFiles):
         found = set() if self.beneath is None else self.beneath._problems_like(problem)
         folder = Path(self.environment.digest, problem.likeness)
         for name in self._names(folder):
-            rows = filter(None, map(self._read, self._files(folder / name)))
-            if (row := next(rows, None)) is not None:
-                found.add(row.measurement.problem)
+            texts = (self._text(folder / name, place.name) for place in self._files(folder / name))
+            ours = (one for one in texts if one and one.environment == self._environment_text)
+            like = next(filter(None, map(_problem_of, ours)), None)
+            if like is not None and self._folder_of(like) == folder / name:
+                found.add(like)
         return found
 
-    def _measurements(self, folder: Path, problem: Problem) -> Iterator[Measurement]:
-        for place in self._files(folder):
-            row = self._read(place)
-            if row is not None and self._is_of(row, problem) and row.measurement.kernel.is_current:
-                yield row.measurement
+    def _rows(self, problem: Problem) -> dict[str, RowText]:
+        """Those of a problem, by the names of their files; our own hide those beneath."""
+        found = {} if self.beneath is None else self.beneath._rows(problem)
+        folder = self._folder_of(problem)
+        for name in self._names(folder):
+            row = None if is_temporary(name) else self._row(folder, name, problem)
+            if row is not None:
+                found[name] = row
+        return found
 
-    def _is_of(self, row: Row, problem: Problem) -> bool:
-        """Whether the texts agree, not only the hashes."""
-        same = row.environment == self.environment and row.measurement.problem == problem
-        if not same:
-            logger.warning("%s is of another problem or environment", self.folder / row.place)
-        return same
+    def _row(self, folder: Path, name: str, problem: Problem) -> RowText | None:
+        """The row in a file of a problem's folder; None, and a line in the log, if it is none, or
+        belongs elsewhere: texts are compared, not only hashes."""
+        text, wanted = self._text(folder, name), (self._environment_text, problem.text)
+        if text is None or (text.environment, text.problem) == wanted:
+            return text
+        if self._read(folder / name) is not None:  # else it has said why
+            logger.warning("%s is of another problem or environment", self.folder / folder / name)
+        return None
+
+    def _text(self, folder: Path, name: str) -> RowText | None:
+        """The row in a file, which may be of another problem than the folder is."""
+        try:
+            text = RowText.parsed(content(os.path.join(self.folder, folder, name)))
+        except (ArgumentError, OSError):
+            text = None
+        if text is not None and name == f"{digest(text.kernel)}.json":
+            return text
+        row = self._read(folder / name)  # slowly; says what is wrong with it
+        return row.text if row is not None else None
+
+    def _current(self, row: RowText, problem: Problem) -> Measurement | None:
+        """What a row has, if its kernel is what it was."""
+        found = self._measurement(row, problem)
+        return found if found is not None and found.kernel.is_current else None
+
+    def _measurement(self, row: RowText, problem: Problem) -> Measurement | None:
+        try:
+            return row.measurement(problem)
+        except ArgumentError as error:
+            logger.warning("a row of %s is not used: %s", problem, error)
+            return None
+
+    @cached_property
+    def _environment_text(self) -> str:
+        return self.environment.to_json()
 
     def _folder_of(self, problem: Problem) -> Path:
         return Path(self.environment.digest, problem.likeness, problem.digest)
+
+
+def _problem_of(row: RowText) -> Problem | None:
+    try:
+        return Problem.from_dict(parsed(row.problem))
+    except ArgumentError as error:
+        logger.warning("a row is not used: %s", error)
+        return None

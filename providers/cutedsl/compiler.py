@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import time
@@ -24,6 +25,9 @@ _lock = threading.Lock()
 
 OPTIONS = "--enable-tvm-ffi --opt-level 3"
 
+#: The architecture that the DSL assumes where there is no GPU.
+_WITHOUT_GPU = "sm_100a"
+
 
 def compile(
     implementation: Callable[..., None], args: Sequence[Any], target: Target, options: str = ""
@@ -34,6 +38,7 @@ def compile(
     """
     import cutlass.cute as cute
 
+    _look_for_no_gpu()
     started = time.perf_counter()
     wanted = f"--gpu-arch {target} {OPTIONS} {options}".strip()
     try:
@@ -52,6 +57,21 @@ def compile(
         time.perf_counter() - started,
     )
     return compiled
+
+
+def _look_for_no_gpu() -> None:
+    """Where none is visible, spare the DSL the search: what it takes instead is what it would find.
+
+    It asks the driver dozens of times, because it asks for each message that it makes of the
+    driver's answer; processes that do so at once wait for each other for a minute.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        return
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    settings: Any = CuTeDSL._get_dsl().envar
+    if getattr(settings, "_arch", "") is None:
+        settings.arch = _WITHOUT_GPU
 
 
 def fake_tensor(operand: Operand, attributes: TensorAttributes | None) -> Any:

@@ -1,0 +1,119 @@
+"""The problems that a program runs, appended to the file that ``KERNEL_API_RECORD`` names.
+
+Each stands there once, as a line of JSON that :func:`kernel_api._description.rebuilt` reads. A line
+is appended by one write, so that processes that record into one file are not in each other's way.
+Recording never raises: what cannot be kept is a line in the log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kernel_api import _log
+
+if TYPE_CHECKING:
+    from kernel_api.arguments import Arguments
+
+logger = _log.logger(__name__)
+
+VARIABLE = "KERNEL_API_RECORD"
+
+#: Arguments that were looked at; when there are so many, they are looked at again.
+_KEPT = 4096
+
+
+def record(args: Arguments) -> None:
+    """Keep a problem that is about to run; nothing if nobody asked for that."""
+    if _recorder is not None:
+        _recorder.record(args)
+
+
+class _Recorder:
+    """Appends to a file what is not there yet."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._known = _digests(path)
+        self._seen: set[Any] = set()
+        self._lock = threading.Lock()
+
+    def record(self, args: Arguments) -> None:
+        try:
+            key = type(args), args.key
+            if key not in self._seen:
+                with self._lock:
+                    self._add(key, args)
+        except OSError as error:
+            _stop(f"{self._path} cannot be written, nothing more is recorded: {error}")
+        except Exception as error:  # the program that runs comes first
+            logger.warning("%r is not recorded in %s: %s", args, self._path, error)
+
+    def _add(self, key: Any, args: Arguments) -> None:
+        from kernel_api._description import described
+        from kernel_api.tuning import Problem
+
+        if len(self._seen) >= _KEPT:
+            self._seen.clear()
+        self._seen.add(key)  # also if it cannot be kept: that is said once
+        digest = Problem.of(args).digest
+        if digest in self._known:
+            return
+        self._known.add(digest)
+        line = json.dumps({"problem": digest, **described(args)}, allow_nan=False)
+        _append(self._path, f"{line}\n".encode())
+
+
+class _FirstUse:
+    """Stands for the recorder until something runs: the variable may be set until then."""
+
+    def record(self, args: Arguments) -> None:
+        global _recorder
+        with _lock:
+            if _recorder is self:
+                path = os.environ.get(VARIABLE)
+                _recorder = _Recorder(path) if path else None
+        record(args)
+
+
+_recorder: _FirstUse | _Recorder | None = _FirstUse()
+_lock = threading.Lock()
+
+
+def _stop(why: str) -> None:
+    global _recorder
+    if _recorder is not None:
+        logger.warning(why)
+    _recorder = None
+
+
+def _digests(path: str) -> set[str]:
+    """Of the problems in a file. Whatever else is there stays."""
+    found: set[str] = set()
+    try:
+        text = Path(path).read_bytes() if Path(path).is_file() else b""
+        if text and not text.endswith(b"\n"):
+            _append(path, b"\n")  # a writer was killed; what follows is a line of its own
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", path, error)
+        return found
+    for line in text.splitlines():
+        try:
+            found.add(str(json.loads(line)["problem"]))
+        except (ValueError, LookupError, TypeError):
+            continue
+    return found
+
+
+def _append(path: str, data: bytes) -> None:
+    """At the end of the file, whoever else writes to it; raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        written = os.write(file, data)
+    finally:
+        os.close(file)
+    if written != len(data):
+        raise OSError(f"only {written} of {len(data)} bytes could be written")

@@ -1,0 +1,161 @@
+"""Measure the kernels for problems, and keep what was measured.
+
+``tune FILE...`` tunes the problems of lists in YAML, JSON or CSV, or of what a program recorded
+with KERNEL_API_RECORD; without a file, the one that the options describe. What an entry of a list
+does not say is as on the command line, but for the sizes.
+
+``tune show [FILE...]`` tells what is known, ``tune export FILE`` and ``tune import FILE`` move it,
+``tune prune`` removes what is old or of elsewhere, ``tune verify`` looks for damaged files.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kernel_api.cli._measured import COLUMNS, cells, label, summary
+from kernel_api.cli._metadata_filter import MetadataFilter, condition
+from kernel_api.cli._problem import add_problem_options, problem_arguments
+from kernel_api.cli._problem_list import problems
+from kernel_api.cli._query import at_least
+from kernel_api.cli._render import Output, Table
+from kernel_api.cli._tuned import (
+    ACTIONS,
+    add_policy_options,
+    add_store_options,
+    policy,
+)
+from kernel_api.errors import KernelApiError
+
+if TYPE_CHECKING:
+    from kernel_api.arguments import Arguments
+    from kernel_api.tuning import Problem
+
+HELP = "find the fastest kernels by measuring them; show and move what was measured"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what",
+        nargs="*",
+        metavar="FILE",
+        help=f"lists of problems; or {', '.join(ACTIONS)}, and its file",
+    )
+    add_problem_options(parser, devices=("cuda", "cpu"), device=None)
+    group = parser.add_argument_group("candidates")
+    group.add_argument(
+        "--filter",
+        action="append",
+        type=condition,
+        metavar="AXIS=VALUE",
+        help="only kernels of that design, as tile=128x128x64 or family=sm90.gemm: what kernel-api "
+        "list prints; values may be separated by commas; may be repeated",
+    )
+    group.add_argument(
+        "--providers",
+        type=_names,
+        metavar="NAME,NAME",
+        help="only these; without torch, nothing is compared with it",
+    )
+    group.add_argument(
+        "--limit",
+        type=at_least(1),
+        metavar="COUNT",
+        help="the first COUNT of the performance model's order, and the first of every provider "
+        "(default: 24; --all: all of them)",
+    )
+    group.add_argument(
+        "--budget",
+        type=_seconds,
+        metavar="SECONDS",
+        help="for a problem; then no more candidates are begun (default: none)",
+    )
+    group.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="for each step of a candidate (default: 10)",
+    )
+    add_policy_options(parser)
+    add_store_options(parser)
+
+
+def run(options: argparse.Namespace, output: Output) -> int:
+    """0, or 1 if a problem has no kernel that passed, nothing is known, or a file is damaged."""
+    action, *others = options.what or [""]
+    if action in ACTIONS:
+        return ACTIONS[action](others, options, output)
+    return _tune(list(map(Path, options.what)), options, output)
+
+
+def _tune(files: Sequence[Path], options: argparse.Namespace, output: Output) -> int:
+    from kernel_api import tuning
+    from kernel_api._description import described, rebuilt
+
+    listed = _listed(files, options)
+    asked = list(listed.values())
+    if options.device == "cpu":  # what lies nowhere is for the GPUs, if there are any
+        asked = [rebuilt(described(args), "cpu") for args in asked]
+    limit = {"max_candidates": options.limit} if options.limit is not None else {}
+    found = tuning.autotune(
+        asked,
+        MetadataFilter(options.filter) if options.filter else None,
+        cc=options.cc,
+        providers=options.providers,
+        budget_s=options.budget,
+        timeout_s=options.timeout,
+        policy=policy(options),
+        progress=output.for_reader,
+        **({"max_candidates": None} if options.all else limit),
+    )
+    rows = [_row(problem, one) for problem, one in zip(listed, found, strict=True)]
+    failed = [row for row in rows if row["reason"] is not None]
+    output.show(
+        {"passed": not failed, "problems": rows},
+        Table(COLUMNS, [cells(row) for row in rows]),
+        *(f"{row['problem']}: {row['reason']}" for row in failed),
+        f"{len(rows) - len(failed)} of {len(rows)} tuned, "
+        f"{sum(row['measured'] for row in rows)} candidates measured now",
+    )
+    return 1 if failed else 0
+
+
+def _listed(files: Sequence[Path], options: argparse.Namespace) -> dict[Problem, Arguments]:
+    """The problems of the files, or of the options, without data: the tuner makes its own."""
+    from kernel_api.tuning import Problem
+
+    on_meta = argparse.Namespace(**{**vars(options), "device": "meta"})
+    if not files:
+        args = problem_arguments(on_meta)
+        return {Problem.of(args): args}
+    listed = [args for path in files for args in problems(path, on_meta)]
+    return {Problem.of(args): args for args in listed}
+
+
+def _row(problem: Problem, found: Any) -> dict[str, Any]:
+    """What came of a problem, as JSON."""
+    known = {"problem": label(problem), "digest": problem.digest, "sizes": problem.sizes}
+    if isinstance(found, KernelApiError):
+        reason = f"{type(found).__name__}: {found}"
+        return {**known, **summary(()), "measured": 0, "reason": reason}
+    return {**known, **summary(found.rows), "measured": found.measured, "reason": None}
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names none; expected such as cutedsl,torch")
+    return names
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} is no number of seconds that is more than 0")
+    return value

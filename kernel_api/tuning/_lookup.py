@@ -1,0 +1,92 @@
+"""What was tuned, for whoever runs it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from typing import Any
+
+from kernel_api import _log, provider
+from kernel_api.arguments import Arguments
+from kernel_api.errors import KernelApiError
+from kernel_api.kernel import Kernel
+from kernel_api.tuning._environment import Environment
+from kernel_api.tuning._measurement import Measurement
+from kernel_api.tuning._policy import Policy
+from kernel_api.tuning._problem import Problem
+from kernel_api.tuning._store import Store
+
+logger = _log.logger(__name__)
+
+_KEPT = 4096
+
+_found: dict[Hashable, Kernel | None] = {}
+_lock = threading.Lock()
+
+
+def tuned(args: Arguments) -> Kernel | None:
+    """The fastest kernel for the arguments, as far as anything was measured.
+
+    That is the fastest of those measured on this very problem; else on the nearest one: alike in
+    all but sizes, none of which is more than twice or less than half of its own (see
+    :meth:`Store.nearest`). It takes the arguments. None where nothing was measured in this
+    environment, with these versions and sources, by the usual policy.
+
+    What other processes measure meanwhile is seen after :func:`changed`.
+    """
+    key = (provider.generation(), args.device, args.key)
+    try:
+        return _found[key]
+    except KeyError:
+        pass
+    kernel = _looked_up(args)
+    with _lock:
+        if len(_found) >= _KEPT:
+            _found.clear()
+        _found[key] = kernel
+    return kernel
+
+
+def changed() -> None:
+    """Rows were added: look everything up again."""
+    with _lock:
+        _found.clear()
+    provider.registry_changed()
+
+
+def _looked_up(args: Arguments) -> Kernel | None:
+    try:
+        store = _store(args)
+        if store is None:
+            return None
+        problem = Problem.of(args)
+        for one in (problem, store.nearest(problem)):
+            if one is None:
+                break
+            for row in store.measurements(one):
+                kernel = _kernel_of(row, args)
+                if kernel is not None:
+                    return kernel
+    except (KernelApiError, OSError) as error:
+        logger.info("nothing that was tuned is used: %s", error)
+    return None
+
+
+def _store(args: Arguments) -> Store | None:
+    device: Any = args.device
+    if device.type not in ("cpu", "cuda"):
+        return None
+    policy = Policy(launches="eager", l2="warm") if device.type == "cpu" else Policy()
+    store = Store.open(Environment.of(device, policy))
+    return store if store is not None and store.folder.is_dir() else None
+
+
+def _kernel_of(row: Measurement, args: Arguments) -> Kernel | None:
+    if not row.passed:
+        return None
+    try:
+        kernel = row.kernel.rebuild()
+    except KernelApiError as error:
+        logger.info("%s is not here any more: %s", row.kernel.name, error)
+        return None
+    return kernel if kernel.supports(args) else None

@@ -1,0 +1,230 @@
+"""Which of many candidates is the fastest: all are checked, then timed in heats.
+
+Every heat times its field in turn, round by round, and the better half goes on, until a few
+finalists are left; they are timed in as many rounds as the policy says, and as many again if the
+first two are too close. A candidate keeps the times of its last heat. The first of the order,
+which is chosen without tuning, and the first of every other provider always come to the final.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kernel_api import _log
+from kernel_api.errors import KernelApiError
+from kernel_api.kernel import Kernel
+from kernel_api.tuning._bench import Bench
+from kernel_api.tuning._measurement import Status
+from kernel_api.tuning._worker import Outcome
+
+logger = _log.logger(__name__)
+
+_FINALISTS = 5
+
+#: Rounds of a heat before the final, of those of the policy.
+_HEAT_SHARE = 0.25
+_FEWEST_ROUNDS = 3
+
+#: How often finalists are timed again as long as the first two are closer than they spread.
+_EXTENSIONS = 2
+
+#: A winner so much faster than the next is timed again alone, and believed if it agrees so well.
+_AHEAD, _AGREES = 0.9, 0.05
+
+#: What every batch is assumed to take beside its launches, in seconds.
+_BATCH_SECONDS = 1e-3
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A kernel and what came of it.
+
+    Attributes:
+        index: Its place in the order of the performance model.
+        is_seeded: Whether it comes to the final however slow it is.
+    """
+
+    index: int
+    kernel: Kernel
+    is_seeded: bool = False
+    status: Status = Status.PASSED
+    message: str = ""
+    error_ratio: float | None = None
+    times_us: list[float] = field(default_factory=list)
+    mhz: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.times_us) if self.times_us else math.inf
+
+    def fail(self, found: Outcome) -> None:
+        self.status, self.message, self.times_us = found.status, found.message, []
+        logger.info("%s: %s: %s", self.kernel.metadata.kernel_name, self.status, self.message)
+
+
+def search(
+    bench: Bench,
+    candidates: Sequence[Candidate],
+    rounds: int,
+    *,
+    ready: Callable[[Candidate], KernelApiError | None],
+    budget_s: float | None = None,
+    least_us: float = 0.0,
+    done: Callable[[Candidate], Any],
+) -> None:
+    """Check and time candidates.
+
+    Args:
+        ready: Waits until a candidate is compiled; the error if it cannot be.
+        budget_s: Seconds after which no more candidates are begun; the first always is.
+        least_us: What is faster than the hardware can be is timed again.
+        done: Is called with each candidate when all is known of it.
+
+    Raises BenchError.
+    """
+    field: list[Candidate] = []
+    until = math.inf if budget_s is None else time.monotonic() + budget_s
+    for one in candidates:
+        if field and time.monotonic() > until:
+            logger.info("no time is left for %s and those after it", one.kernel)
+            break
+        _check(bench, one, ready(one))
+        if one.status is Status.PASSED:
+            field.append(one)
+        else:
+            done(one)
+    heats = _Heats(bench, rounds, done)
+    heats.run(field)
+    heats.suspect(least_us)
+    heats.finish()
+
+
+def _check(bench: Bench, one: Candidate, error: KernelApiError | None) -> None:
+    if error is not None:
+        one.fail(Outcome(Status.COMPILE_ERROR, f"{type(error).__name__}: {error}"))
+        return
+    found = bench.check(one.index, one.kernel)
+    one.error_ratio = found.error_ratio
+    if found.status is not Status.PASSED:
+        one.fail(found)
+
+
+class _Heats:
+    """The heats of one problem."""
+
+    def __init__(self, bench: Bench, rounds: int, done: Callable[[Candidate], Any]) -> None:
+        self._bench, self._rounds, self._done = bench, rounds, done
+        self._field: list[Candidate] = []
+
+    def run(self, field: Sequence[Candidate]) -> None:
+        self._field = list(field)
+        rounds = min(self._rounds, max(_FEWEST_ROUNDS, int(self._rounds * _HEAT_SHARE)))
+        while len(self._field) > _FINALISTS + sum(one.is_seeded for one in self._field):
+            self._time(rounds)
+            self._keep(max(_FINALISTS, math.ceil(len(self._field) / 2)))
+        self._time(self._rounds)
+        for _ in range(_EXTENSIONS):
+            if not self._is_close():
+                break
+            self._time(self._rounds, again=True)
+
+    def suspect(self, least_us: float) -> None:
+        """Time a winner again, alone, that is faster than it should be: in a new process if it is
+        faster than the hardware."""
+        ranked = self._ranked()
+        if not ranked:
+            return
+        winner = ranked[0]
+        ahead = len(ranked) > 1 and winner.median_us < _AHEAD * ranked[1].median_us
+        if not ahead and winner.median_us >= least_us:
+            return
+        before = winner.median_us
+        if before < least_us:
+            self._bench.restart()
+        self._time_alone(winner, self._rounds)
+        if winner.times_us and abs(winner.median_us / before - 1) > _AGREES:
+            name = winner.kernel.metadata.kernel_name
+            logger.warning("%s: %.2f us, alone %.2f us", name, before, winner.median_us)
+        if winner.median_us < least_us:
+            logger.warning("%s is faster than its GPU can be", winner.kernel.metadata.kernel_name)
+
+    def finish(self) -> None:
+        """Whoever is left is run on poisoned outputs once more: it may have worked once only."""
+        for one in self._field:
+            found = self._bench.check(one.index, one.kernel)
+            if found.status is not Status.PASSED:
+                one.fail(found)
+            self._done(one)
+        self._field = []
+
+    def _ranked(self) -> list[Candidate]:
+        return sorted(self._field, key=lambda one: one.median_us)
+
+    def _keep(self, count: int) -> None:
+        """The fastest, and those that are seeded."""
+        ranked = self._ranked()
+        kept = [one for place, one in enumerate(ranked) if place < count or one.is_seeded]
+        dropped = [one for one in ranked if one not in kept]
+        self._bench.forget([one.index for one in dropped])
+        for one in dropped:
+            self._done(one)
+        self._field = kept
+
+    def _is_close(self) -> bool:
+        ranked = self._ranked()
+        if len(ranked) < 2 or len(ranked[0].times_us) < 4:
+            return False
+        first, second = ranked[:2]
+        quarters = statistics.quantiles(first.times_us, n=4)
+        error = (quarters[2] - quarters[0]) / math.sqrt(len(first.times_us))
+        return second.median_us - first.median_us < error
+
+    def _time(self, rounds: int, again: bool = False) -> None:
+        """Time the field in turn; one that breaks off loses its place, not the others theirs."""
+        expected_s = sum(_batch_seconds(one) for one in self._field) * rounds
+        found = self._bench.time([one.index for one in self._field], rounds, expected_s)
+        if found.times_us is not None and found.status is Status.PASSED:
+            for one, times in zip(self._field, found.times_us, strict=True):
+                one.times_us = one.times_us + times if again else times
+                one.mhz = found.mhz
+            return
+        if len(self._field) == 1:
+            self._failed(self._field[0], found)
+            return
+        for one in list(self._field):
+            self._time_alone(one, _FEWEST_ROUNDS)
+        if self._field:
+            self._time(rounds)
+
+    def _time_alone(self, one: Candidate, rounds: int) -> None:
+        found = self._bench.time([one.index], rounds, _batch_seconds(one) * rounds)
+        if found.times_us is None or found.status is not Status.PASSED:
+            self._failed(one, found)
+        else:
+            (one.times_us,) = found.times_us
+            one.mhz = found.mhz
+
+    def _failed(self, one: Candidate, found: Outcome) -> None:
+        self._field.remove(one)
+        self._bench.forget([one.index])
+        one.fail(found)
+        self._done(one)
+
+
+def _batch_seconds(one: Candidate) -> float:
+    known = one.median_us if one.times_us else 0.0
+    return _BATCH_SECONDS + 1e-6 * known
+
+
+def seeded(kernels: Sequence[Kernel]) -> Iterator[Candidate]:
+    """Candidates in their order; the first, and the first of every provider, are seeded."""
+    met: set[str] = set()
+    for index, kernel in enumerate(kernels):
+        provider = type(kernel).provider_name()
+        yield Candidate(index, kernel, is_seeded=provider not in met)
+        met.add(provider)

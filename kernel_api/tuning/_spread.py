@@ -1,0 +1,98 @@
+"""Problems over the GPUs of a machine, or over whatever an executor reaches."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from kernel_api import _log
+from kernel_api.arguments import Arguments
+from kernel_api.errors import KernelApiError
+from kernel_api.parallel import progress_bar
+from kernel_api.tuning._autotune import Builder, Choice, Task, TuningResult, devices_here, tune
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+logger = _log.logger(__name__)
+
+
+def spread(
+    problems: Sequence[Arguments], choice: Choice, executor: Executor | None, progress: bool
+) -> list[Any]:
+    """The result or the error of each problem, in their order."""
+    if executor is not None:
+        from kernel_api.tuning._remote import tune_elsewhere
+
+        return tune_elsewhere(problems, choice, executor, progress)
+    return _here(problems, choice, progress)
+
+
+def _here(problems: Sequence[Arguments], choice: Choice, progress: bool) -> list[Any]:
+    """A thread for each device, which takes one problem after another: those that lie on the
+    device, and those that lie on none."""
+    results: dict[int, Any] = {}
+    anywhere = devices_here()
+    tasks: dict[int, Task] = {}
+    for index, args in enumerate(problems):
+        try:
+            device = _device_of(args) or anywhere[0]
+            tasks[index] = Task.of(args, choice, device)
+        except KernelApiError as error:
+            results[index] = error
+    waiting: dict[str, queue.SimpleQueue[int]] = {}
+    for index, task in tasks.items():
+        is_free = problems[index].device.type == "meta"
+        name = "" if is_free else task.device
+        waiting.setdefault(name, queue.SimpleQueue()).put(index)
+    builder = Builder(list(tasks.values()), choice.cc)
+    total = sum(len(task.kernels) for task in tasks.values())
+    try:
+        with progress_bar("measuring", total, shown=progress) as advance:
+            _run(waiting, anywhere, tasks, builder, advance, results)
+    finally:
+        builder.close()
+    return [results[index] for index in range(len(problems))]
+
+
+def _run(
+    waiting: dict[str, queue.SimpleQueue[int]],
+    anywhere: Sequence[str],
+    tasks: dict[int, Task],
+    builder: Builder,
+    advance: Callable[[], None],
+    results: dict[int, Any],
+) -> None:
+    def work(device: str) -> None:
+        for name in (device, ""):
+            while name in waiting:
+                try:
+                    index = waiting[name].get_nowait()
+                except queue.Empty:
+                    break
+                results[index] = attempted(tasks[index].on(device), builder, advance)
+
+    named = [name for name in waiting if name]
+    devices = [*named, *(one for one in anywhere if one not in named and "" in waiting)]
+    if len(devices) <= 1:  # in this thread: it can be interrupted
+        for one in devices:
+            work(one)
+        return
+    with ThreadPoolExecutor(len(devices)) as pool:
+        for done in [pool.submit(work, one) for one in devices]:
+            done.result()
+
+
+def attempted(
+    task: Task, builder: Builder, advance: Callable[[], None]
+) -> TuningResult | KernelApiError:
+    try:
+        return tune(task, builder, advance)
+    except KernelApiError as error:
+        return error
+
+
+def _device_of(args: Arguments) -> str | None:
+    return None if args.device.type == "meta" else str(args.device)
