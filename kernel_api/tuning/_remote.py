@@ -31,6 +31,7 @@ from kernel_api.tuning._autotune import (
     tune,
 )
 from kernel_api.tuning._bench import BenchError
+from kernel_api.tuning._measurement import Measurement
 from kernel_api.tuning._policy import Policy
 from kernel_api.tuning._problem import Problem
 from kernel_api.tuning._row import Row
@@ -114,7 +115,8 @@ def tune_there(message: str) -> str:
     """In whatever process the executor chose: tune, and give the rows."""
     fields = json.loads(message)
     kernels = [KernelMetadata.from_dict(one).rebuild() for one in fields["kernels"]]
-    error, rows = None, ()
+    error: str | None = None
+    rows: tuple[Measurement, ...] = ()
     device = _free_device(fields["device"])
     task = Task.made(
         fields["arguments"],
