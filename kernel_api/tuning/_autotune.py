@@ -103,15 +103,19 @@ class Choice:
 
 
 def _first(kernels: Sequence[Kernel], count: int | None) -> list[Kernel]:
-    """The first so many, and the first of every provider."""
-    met: set[str] = set()
-    kept = []
-    for place, kernel in enumerate(kernels):
-        provider = type(kernel).provider_name()
-        if count is None or place < count or provider not in met:
-            kept.append(kernel)
-        met.add(provider)
-    return kept
+    """The first so many, and the first of every provider.
+
+    Of kernels of one design, which ask different things of operands, the first comes before all
+    second ones.
+    """
+    if count is None or len(kernels) <= count:
+        return list(kernels)
+    designs = {(type(kernel), kernel.metadata.design): kernel for kernel in reversed(kernels)}
+    firsts = [k for k in kernels if designs[type(k), k.metadata.design] is k]
+    wanted = {id(k) for k in [*firsts, *(k for k in kernels if k not in firsts)][:count]}
+    providers = {type(kernel).provider_name(): kernel for kernel in reversed(kernels)}
+    wanted |= {id(kernel) for kernel in providers.values()}
+    return [kernel for kernel in kernels if id(kernel) in wanted]
 
 
 @overload

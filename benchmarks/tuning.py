@@ -1,0 +1,182 @@
+"""Suite tuning: the 120 shapes of gemm-models tuned twice, from nothing, and how far that agrees.
+
+    python benchmarks/tuning.py [--only TEXT] [--limit N] [--candidates N] [--out DIR]
+
+Writes a row per problem: the tuned kernel beside the best of ``torch`` in the same heats, and the
+times of all candidates in both runs. Prints: the ratio to the peer; the model's regret (its first
+choice over the best) and top-1 rate; how often the second run chose another kernel, and what the
+first run's choice costs by the second's times; and for every fourth problem the choice measured
+again, in graphs and eagerly, over the stored time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gemm_models
+import harness
+import rows
+from problems import Problem
+from tables import geometric_mean
+
+import kernel_api as ka
+from kernel_api._disk_cache import directory
+from kernel_api.tuning import Policy, TuningResult
+
+SUITE = "tuning"
+#: Problems of which the choice is measured again.
+REPLAYED = 4
+#: Other numbers of rounds than those stored: other policies, so that nothing is looked up.
+REPLAYS = {"graph": Policy(rounds=21), "eager": Policy(launches="eager", rounds=21)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options().parse_args(arguments)
+    problems = [p for p in gemm_models.SUITE.problems if options.only in f"{p.origin} {p.label}"]
+    problems = problems[: options.limit]
+    first, second = (_tuned(problems, run, options) for run in (1, 2))
+    found = [
+        _row(problem, one, again, options.candidates)
+        for problem, one, again in zip(problems, first, second, strict=True)
+    ]
+    for number, (problem, one) in enumerate(zip(problems, first, strict=True)):
+        if number % REPLAYED == 0:
+            found[number]["replays"] = _replays(problem, one)
+            print(problem.label, found[number]["replays"], flush=True)
+    rows.write(rows.path_of(SUITE, options.out), found)
+    print("\n".join(figures(found)))
+    return 0
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="problems whose origin or label has this text")
+    parser.add_argument("--limit", type=int, help="so many problems")
+    parser.add_argument("--candidates", type=int, default=24)
+    parser.add_argument("--out", type=Path, help="a folder for the rows, the exports beside them")
+    return parser
+
+
+def _tuned(
+    problems: Sequence[Problem], run: int, options: argparse.Namespace
+) -> list[TuningResult]:
+    """From an empty store, which is left aside."""
+    started = time.monotonic()
+    args = [problem.arguments("meta") for problem in problems]
+    found = ka.autotune(args, max_candidates=options.candidates, progress=sys.stderr.isatty())
+    for problem, one in zip(problems, found, strict=True):
+        if isinstance(one, Exception):
+            raise SystemExit(f"{problem.label}: {one}")
+    store = directory() / "tuning"
+    store.rename(store.with_name(f"tuning-run{run}-{time.time_ns()}"))
+    spent = time.monotonic() - started
+    print(f"run {run}: {len(problems)} problems in {spent:.1f} s", flush=True)
+    return found
+
+
+def _row(problem: Problem, one: TuningResult, again: TuningResult, candidates: int) -> rows.Row:
+    peer = min((row for row in one.rows if _is_torch(row)), key=lambda row: row.median_us)
+    best, policy = one.rows[0], one.environment.policy
+    return {
+        "suite": SUITE,
+        "problem": problem.label,
+        "subject": best.kernel.name,
+        "peer": peer.kernel.name,
+        "subject_us": round(best.median_us, 2),
+        "peer_us": round(peer.median_us, 2),
+        "ratio": round(peer.median_us / best.median_us, 4),
+        "spread": round(max(row.spread_us / row.median_us for row in (best, peer)), 4),
+        "verified": best.passed,
+        "policy": f"{policy.launches}, {policy.l2} L2, heats of {candidates} candidates, "
+        f"median of {policy.rounds} rounds",
+        "env": harness.environment(),
+        "date": rows.today(),
+        "first": _first_of_model(problem, one),
+        "runs": [_candidates(result) for result in (one, again)],
+    }
+
+
+def _is_torch(row: Any) -> bool:
+    return row.passed and row.kernel.name.startswith("torch")
+
+
+def _first_of_model(problem: Problem, result: TuningResult) -> str:
+    """The name of what is chosen without tuning."""
+    first = ka.get_kernels(problem.arguments("meta"))[0].metadata.kernel_name
+    assert any(row.kernel.name == first for row in result.rows)
+    return first
+
+
+def _candidates(result: TuningResult) -> dict[str, Any]:
+    """Of every candidate: median in us and rounds, or status; the choice first."""
+    return {
+        row.kernel.name: [round(row.median_us, 3), row.rounds] if row.passed else row.status.value
+        for row in result.rows
+    }
+
+
+def _replays(problem: Problem, result: TuningResult) -> dict[str, float]:
+    """The choice measured again, over the stored time."""
+    wanted = result.kernel.metadata
+    args = problem.arguments("meta")
+    found = {}
+    for name, policy in REPLAYS.items():
+        again = ka.autotune(
+            args, lambda metadata: metadata == wanted, policy=policy, max_candidates=None
+        )
+        found[name] = round(again.rows[0].median_us / result.rows[0].median_us, 4)
+    return found
+
+
+# Figures -------------------------------------------------------------------------------------
+
+
+def figures(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """In words, from rows."""
+    ratios = [row["ratio"] for row in found]
+    regrets, costs = [], []
+    for row in found:
+        one, again = row["runs"]
+        regrets.append(_time(one, row["first"]) / min(times(one)))
+        costs.append(_time(again, row["subject"]) / min(times(again)))
+    chosen = [[next(iter(run)) for run in row["runs"]] for row in found]
+    top = sum(row["first"] == next(iter(row["runs"][0])) for row in found)
+    flips = sum(one != again for one, again in chosen)
+    lines = [
+        f"{len(found)} problems: peer / tuned {geometric_mean(ratios):.3f}, worst {min(ratios):.3f}",
+        f"the model's first choice: regret {geometric_mean(regrets) - 1:.2%} (geometric mean), "
+        f"{max(regrets) - 1:.2%} (worst); the best in {top / len(found):.0%}",
+        f"the second run chose another in {flips / len(found):.1%}; the first one's choice by its "
+        f"times: {geometric_mean(costs) - 1:.2%} (geometric mean), {max(costs) - 1:.2%} (worst)",
+    ]
+    for name in REPLAYS:
+        again = [row["replays"][name] for row in found if "replays" in row]
+        if again:
+            away = max(abs(ratio - 1) for ratio in again)
+            lines.append(
+                f"measured again in {name} mode, over the stored time: "
+                f"median {statistics.median(again):.3f}, farthest {away:.2%}"
+            )
+    return lines
+
+
+def times(run: Mapping[str, Any]) -> list[float]:
+    """Of candidates that were timed as long as any."""
+    timed = [one for one in run.values() if not isinstance(one, str)]
+    most = max(rounds for _, rounds in timed)
+    return [median for median, rounds in timed if rounds == most]
+
+
+def _time(run: Mapping[str, Any], name: str) -> float:
+    found: float = run[name][0]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
