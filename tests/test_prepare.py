@@ -278,3 +278,14 @@ def test_a_blueprint_makes_the_same_problem_on_other_tensors():
     fused = fused_arguments()
     with pytest.raises(EpilogueError, match="fn takes bias"):
         fused.blueprint()(*fused.tensors, alpha=1.0)
+
+
+@pytest.mark.parametrize("element", [torch.bfloat16, torch.float32, torch.int8])
+def test_a_launch_of_torch_makes_no_arguments(element, monkeypatch):
+    A, B = torch.ones(32, 16).to(element), torch.ones(16, 24).to(element)
+    out = torch.zeros(32, 24, dtype=torch.int32 if element is torch.int8 else element)
+    (kernel,) = ka.get_kernels(ka.GemmArguments(A, B, out), providers=["torch"])
+    launch = kernel.prepare(ka.GemmArguments(A, B, out))
+    monkeypatch.setattr(ka.GemmArguments, "__init__", None)
+    launch(A, B, out)
+    assert (out == 16).all()

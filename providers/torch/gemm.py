@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from kernel_api.arguments import GemmArguments, ScaleMode
 from kernel_api.artifact import CompiledArtifact
+from kernel_api.dtypes import dtype
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata
 from kernel_api.providers.precision import float32_multiplication
@@ -16,13 +19,44 @@ from kernel_api.providers.torch import TorchProvider
 from kernel_api.space import Operands, Space, rule
 
 
+class TorchProduct(Kernel):
+    """One of torch's functions."""
+
+    arguments = GemmArguments
+    devices = ("cpu", "cuda")
+
+    def product(self, args: Any) -> Callable[[Any, Any, Any], None]:
+        """Computes A, B into out, for tensors like those of the arguments. It keeps none but
+        scales."""
+        raise NotImplementedError
+
+    def _run(
+        self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
+    ) -> None:
+        with on_stream(stream, args.device.index):
+            self.product(args)(*args.tensors)
+
+    def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
+        multiply, index = self.product(args), args.device.index
+
+        def launch(A: Any, B: Any, out: Any, *, stream: Any = None) -> None:
+            if stream is None:
+                multiply(A, B, out)
+            else:
+                with on_stream(stream, index):
+                    multiply(A, B, out)
+
+        return launch
+
+
+_FLOAT32 = dtype("float32")
+
+
 @TorchProvider.register
-class TorchGemm(Kernel):
+class TorchGemm(TorchProduct):
     """out = A · B by torch.mm, or torch.bmm for a batch."""
 
     family: ClassVar[str] = "torch.mm"
-    arguments = GemmArguments
-    devices = ("cpu", "cuda")
     operands = (
         Operands(
             A="f16 | bf16 | f32", B="like A", out="like A", accumulator="f32", majors="strided"
@@ -38,11 +72,22 @@ class TorchGemm(Kernel):
         widens = operands.out.dtype is not operands.A.dtype
         return not widens or args.device.type != "cpu"
 
-    def _run(
-        self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
-    ) -> None:
-        with on_stream(stream, args.device.index):
-            multiply_into(args.A.tensor, args.B.tensor, args.out.tensor, args.fp32_precision)
+    def product(self, args: Any) -> Callable[[Any, Any, Any], None]:
+        if args.A.dtype is _FLOAT32:
+            return functools.partial(multiply_into, fp32_precision=args.fp32_precision)
+        multiply = torch.bmm if args.out.rank == 3 else torch.mm
+        if args.A.dtype is not args.out.dtype:
+            multiply = functools.partial(multiply, out_dtype=args.out.dtype.torch)
+        return functools.partial(_without_gradient, multiply)
+
+
+def _without_gradient(multiply: Any, A: Any, B: Any, out: Any) -> None:
+    """torch writes into nothing that is to be differentiated; to ask costs less than to forbid."""
+    if A.requires_grad or B.requires_grad or out.requires_grad:
+        with torch.no_grad():
+            multiply(A, B, out=out)
+    else:
+        multiply(A, B, out=out)
 
 
 def multiply_into(A: Any, B: Any, out: Any, fp32_precision: str | None = None) -> None:
@@ -56,12 +101,10 @@ def multiply_into(A: Any, B: Any, out: Any, fp32_precision: str | None = None) -
 
 
 @TorchProvider.register
-class TorchIntegerGemm(Kernel):
+class TorchIntegerGemm(TorchProduct):
     """out = A · B of 8-bit integers by torch._int_mm."""
 
     family: ClassVar[str] = "torch.int_mm"
-    arguments = GemmArguments
-    devices = ("cpu", "cuda")
     operands = (Operands(A="i8", B="i8", out="i32", accumulator="i32", majors="strided"),)
     space = Space()
     design = DesignMetadata
@@ -79,20 +122,19 @@ class TorchIntegerGemm(Kernel):
         fits = args.M > 16 and args.N % 8 == 0 and args.K % 8 == 0
         return args.device.type == "cpu" or fits
 
-    def _run(
-        self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
-    ) -> None:
-        with on_stream(stream, args.device.index):
-            torch._int_mm(args.A.tensor, args.B.tensor, out=args.out.tensor)
+    def product(self, args: Any) -> Callable[[Any, Any, Any], None]:
+        return _integers
+
+
+def _integers(A: Any, B: Any, out: Any) -> None:
+    torch._int_mm(A, B, out=out)
 
 
 @TorchProvider.register
-class TorchScaledGemm(Kernel):
+class TorchScaledGemm(TorchProduct):
     """out = (A · scale) · (B · scale) of 8-bit floats by torch._scaled_mm."""
 
     family: ClassVar[str] = "torch.scaled_mm"
-    arguments = GemmArguments
-    devices = ("cpu", "cuda")
     operands = tuple(
         Operands(
             A=a,
@@ -130,12 +172,12 @@ class TorchScaledGemm(Kernel):
     def _(args: GemmArguments) -> bool:
         return args.device.type == "cpu" or (args.N % 16 == 0 and args.K % 16 == 0)
 
-    def _run(
-        self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
-    ) -> None:
-        A, B, out = args.tensors
+    def product(self, args: Any) -> Callable[[Any, Any, Any], None]:
         scale_a, scale_b = args.A.scale.tensor, args.B.scale.tensor
         if args.A.mode is ScaleMode.PER_ROW:
             scale_a, scale_b = scale_a.unsqueeze(1), scale_b.unsqueeze(0)
-        with on_stream(stream, args.device.index):
+
+        def multiply(A: Any, B: Any, out: Any) -> None:
             torch._scaled_mm(A, B, scale_a, scale_b, out_dtype=out.dtype, out=out)
+
+        return multiply
