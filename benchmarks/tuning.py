@@ -149,7 +149,8 @@ def figures(found: Sequence[Mapping[str, Any]]) -> list[str]:
     top = sum(row["first"] == next(iter(row["runs"][0])) for row in found)
     flips = sum(one != again for one, again in chosen)
     lines = [
-        f"{len(found)} problems: peer / tuned {geometric_mean(ratios):.3f}, worst {min(ratios):.3f}",
+        f"{len(found)} problems: peer / tuned {geometric_mean(ratios):.3f}, "
+        f"worst {min(ratios):.3f}",
         f"the model's first choice: regret {geometric_mean(regrets) - 1:.2%} (geometric mean), "
         f"{max(regrets) - 1:.2%} (worst); the best in {top / len(found):.0%}",
         f"the second run chose another in {flips / len(found):.1%}; the first one's choice by its "

@@ -2,7 +2,8 @@
 
 Importing torch and a compiler takes seconds, forking milliseconds. The server never touches a GPU,
 so that what it forks may: to start from it is as clean as to start anew. It dies with the process
-that uses it, its children with it; after some minutes of idleness it ends by itself.
+that uses it, its children with it, and what these have started; after some minutes of idleness it
+ends by itself.
 
 A child runs one function, ``target(channel)``, on a socket whose other end is a
 :class:`Child` of the process that asked for it. Messages are lines of JSON.
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kernel_api import _log
@@ -35,6 +36,12 @@ logger = _log.logger(__name__)
 _IDLE_SECONDS = 300.0
 _LARGEST_REQUEST = 1 << 20
 
+#: How long after its channel ended a child may take to be gone.
+_DEATH_SECONDS = 10.0
+
+#: What nobody does to himself by mistake.
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 #: What is read while modules are imported: a server serves one state of these.
 _READ_AT_IMPORT = ("CUTE_DSL_", "PYTHON", "LD_")
 
@@ -43,7 +50,7 @@ _BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from kernel_api._fork_server import _serve
-_serve(int(sys.argv[2]), json.loads(sys.argv[3]))
+_serve(int(sys.argv[2]), json.loads(sys.argv[3]), float(sys.argv[4]))
 """
 
 
@@ -54,6 +61,7 @@ class Child:
         self._server, self._number, self._channel, self._end = server, number, channel, end
         self._received = b""
         self._exit_code: int | None = None
+        self._reaping = threading.Lock()
 
     def send(self, message: Any) -> None:
         """Raises OSError if it is dead."""
@@ -85,10 +93,14 @@ class Child:
 
     def kill(self) -> None:
         """It is gone when this returns, unless the system cannot stop it within a minute."""
-        with contextlib.suppress(OSError):
-            self._server.request({"kill": self._number})
+        self.kill_soon()
         self.exit_code(timeout_s=60.0)
         self.close()
+
+    def kill_soon(self) -> None:
+        """While another thread uses it: that one meets the end of the channel."""
+        with contextlib.suppress(OSError):
+            self._server.request({"kill": self._number})
 
     def close(self) -> None:
         """Let it end: it reads the end of its channel."""
@@ -97,16 +109,28 @@ class Child:
     def exit_code(self, timeout_s: float | None = None) -> int | None:
         """As :attr:`subprocess.Popen.returncode`; None if it still runs after so many seconds, or
         its server died before it could tell."""
-        if self._end >= 0 and select.select([self._end], [], [], timeout_s)[0]:
-            told = os.read(self._end, 64)
-            os.close(self._end)
-            self._end = -1
-            self._exit_code = int(told) if told else None
-        return self._exit_code
+        with self._reaping:
+            if self._end >= 0 and select.select([self._end], [], [], timeout_s)[0]:
+                told = os.read(self._end, 64)
+                os.close(self._end)
+                self._end = -1
+                self._exit_code = int(told) if told else None
+            return self._exit_code
+
+    def is_alive(self) -> bool:
+        """As far as its server has told, or would have: it lives no longer than its server."""
+        self.exit_code(timeout_s=0.0)
+        return self._end >= 0
+
+    def was_killed(self) -> bool:
+        """Whether it was stopped by somebody else: what it was at need not be to blame. Of a child
+        whose channel has ended."""
+        code = self.exit_code(timeout_s=_DEATH_SECONDS)
+        return code is None or -code in _FROM_OUTSIDE
 
     def cause_of_death(self) -> str:
         """In words; of a child whose channel has ended."""
-        code = self.exit_code(timeout_s=10.0)
+        code = self.exit_code(timeout_s=_DEATH_SECONDS)
         if code is None:
             return "for a reason that nobody saw"
         if code < 0:
@@ -126,7 +150,12 @@ class ForkServer:
     def __init__(self, modules: tuple[str, ...]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            texts = (json.dumps(sys.path), str(theirs.fileno()), json.dumps(modules))
+            texts = (
+                json.dumps(sys.path),
+                str(theirs.fileno()),
+                json.dumps(modules),
+                str(_IDLE_SECONDS),
+            )
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, *texts],
                 stdin=subprocess.DEVNULL,
@@ -211,7 +240,9 @@ os.register_at_fork(after_in_child=_forget_in_child)
 # The server ----------------------------------------------------------------------------------
 
 
-def _serve(control_file: int, modules: list[str]) -> None:
+def _serve(control_file: int, modules: list[str], idle_s: float) -> None:
+    global _IDLE_SECONDS
+    _IDLE_SECONDS = idle_s  # of the process that started this one; children have it too
     control = socket.socket(fileno=control_file)
     for name in modules:
         try:
@@ -223,6 +254,7 @@ def _serve(control_file: int, modules: list[str]) -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    server = os.getpid()
     children: dict[int, tuple[int, int]] = {}  # by pid: its number, and where its end is told
     while ready := _ready(control, woken, is_idle=not children):
         if woken in ready:
@@ -241,11 +273,13 @@ def _serve(control_file: int, modules: list[str]) -> None:
         message = json.loads(data)
         if "kill" in message:
             for pid in [p for p, (number, _) in children.items() if number == message["kill"]]:
-                os.kill(pid, signal.SIGKILL)
+                _kill_group(pid)
             continue
         channel, told = files
         pid = os.fork()
+        _lead_group(pid)
         if pid == 0:
+            _die_with(server)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for file in (woken, wake, told, *(told for _, told in children.values())):
@@ -255,7 +289,7 @@ def _serve(control_file: int, modules: list[str]) -> None:
         os.close(channel)
         children[pid] = (message["start"], told)
     for pid in children:
-        os.kill(pid, signal.SIGKILL)
+        _kill_group(pid)
     os._exit(0)
 
 
@@ -265,17 +299,37 @@ def _ready(control: socket.socket, woken: int, is_idle: bool) -> list[int]:
     return select.select(waiting, [], [], _IDLE_SECONDS if is_idle else None)[0]
 
 
+def _lead_group(pid: int) -> None:
+    """What a child starts is in its group. Both say so, as either may be the first."""
+    with contextlib.suppress(OSError):  # it has ended, or said so itself
+        os.setpgid(pid, pid)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 def _ended() -> Iterator[tuple[int, int]]:
+    flags = os.WEXITED | os.WNOHANG
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            yield found[0], os.waitstatus_to_exitcode(found[1])
+        while found := os.waitid(os.P_ALL, 0, flags | os.WNOWAIT):
+            _kill_group(found.si_pid)  # what it has left; until it is waited for, the number is its
+            _, status = os.waitpid(found.si_pid, 0)
+            yield found.si_pid, os.waitstatus_to_exitcode(status)
+
+
+def _die_with(server: int) -> None:
+    """Of the process that calls it, a child of the server."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != server:  # it died before that
+        os._exit(1)
 
 
 def _run(message: Mapping[str, Any], channel: int) -> None:
     """In the child; does not return."""
     code = 1
     try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: dies with the server
         os.environ.clear()
         os.environ.update(message["environment"])
         module, _, name = message["target"].partition(":")
@@ -293,10 +347,21 @@ def _run(message: Mapping[str, Any], channel: int) -> None:
         os._exit(code)
 
 
-def messages(channel: socket.socket) -> Iterator[Any]:
-    """What a child is sent, until its channel ends."""
-    with channel.makefile("rb") as lines:
-        yield from map(json.loads, lines)
+def messages(channel: socket.socket, is_idle: Callable[[], bool] | None = None) -> Iterator[Any]:
+    """What a child is sent, until its channel ends.
+
+    Args:
+        is_idle: Whether it has nothing to lose: then it ends as well after some minutes without
+            a message.
+    """
+    with channel.makefile("rb") as lines, contextlib.suppress(TimeoutError):
+        while True:
+            channel.settimeout(_IDLE_SECONDS if is_idle is not None and is_idle() else None)
+            line = lines.readline()
+            if not line:
+                break
+            channel.settimeout(None)
+            yield json.loads(line)
 
 
 def answer(channel: socket.socket, message: Any) -> None:

@@ -18,7 +18,7 @@ from kernel_api.kernel import Kernel
 from kernel_api.parallel import Compilations, cache_to_share
 from kernel_api.targets import CcLike
 from kernel_api.tuning import _lookup
-from kernel_api.tuning._bench import Bench
+from kernel_api.tuning._bench import Bench, Halt
 from kernel_api.tuning._environment import Environment
 from kernel_api.tuning._kernel import KernelIdentity
 from kernel_api.tuning._measurement import Measurement, Status
@@ -37,6 +37,9 @@ logger = _log.logger(__name__)
 
 #: A compilation that takes longer has failed, in seconds.
 _COMPILE_SECONDS = 300.0
+
+#: How often whoever waits for a GPU looks whether it is to go on, in seconds.
+_LOCK_SECONDS = 1.0
 
 #: The oracle competes only where it is asked for, or alone.
 _ORACLE = "reference"
@@ -293,7 +296,7 @@ def tune(task: Task, builder: Builder, advance: Callable[[], None] = lambda: Non
     Args:
         advance: Is called for every candidate.
 
-    Raises NoKernelError, BenchError.
+    Raises NoKernelError, BenchError; HaltedError once the builder is closed.
     """
     rows = dict(task.known)
 
@@ -309,13 +312,14 @@ def tune(task: Task, builder: Builder, advance: Callable[[], None] = lambda: Non
     if candidates:
         meta = task.meta()
         with (
-            _alone_on(task.device),
+            _alone_on(task.device, builder.halt),
             Bench(
                 task.description,
                 task.device,
                 task.environment.policy,
                 task.timeout_s,
                 builder.environment,
+                builder.halt,
             ) as bench,
         ):
             search(
@@ -366,7 +370,7 @@ def _result(rows: Mapping[Kernel, Measurement], task: Task) -> TuningResult:
 
 
 @contextlib.contextmanager
-def _alone_on(device: str) -> Iterator[None]:
+def _alone_on(device: str, halt: Halt) -> Iterator[None]:
     """While another process measures on a GPU, wait: both would measure each other."""
     lock = _lock_of(device)
     if lock is None:
@@ -378,7 +382,10 @@ def _alone_on(device: str) -> Iterator[None]:
         lock.acquire(timeout=0)
     except filelock.Timeout:
         logger.info("another process measures on %s: waiting", device)
-        lock.acquire()
+        while not lock.is_locked:
+            halt.check()
+            with contextlib.suppress(filelock.Timeout):
+                lock.acquire(timeout=_LOCK_SECONDS)
     except OSError as error:
         logger.warning("%s may be used by others while it is measured on: %s", device, error)
     try:
@@ -433,6 +440,7 @@ class Builder:
 
     Attributes:
         environment: Variables by which other processes find what was compiled.
+        halt: Is set when this is closed: what waits for a kernel, or measures one, ends as well.
     """
 
     def __init__(self, tasks: Sequence[Task], cc: CcLike) -> None:
@@ -440,6 +448,7 @@ class Builder:
             "KERNEL_API_CACHE_DIR": str(cache_to_share().root),
             "KERNEL_API_DISABLE_CACHE": "0",
         }
+        self.halt = Halt()
         self._pairs: dict[tuple[Kernel, Any], Arguments] = {}
         for task in tasks:
             meta = task.meta()
@@ -460,9 +469,13 @@ class Builder:
         key = (kernel, meta.signature)
         if key in self._done:
             self._done[key].wait()
+            self.halt.check()
         return self._errors.get(key)
 
     def close(self) -> None:
+        self.halt.set()
+        for done in self._done.values():
+            done.set()
         if self._compilations is not None:
             self._compilations.close()
 

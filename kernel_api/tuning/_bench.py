@@ -21,12 +21,50 @@ logger = _log.logger(__name__)
 #: What workers have imported when they start: neither a compiler, nor what looks for a GPU.
 _IMPORTED = ("torch", "kernel_api.verification", "kernel_api.tuning._worker")
 
+#: Workers that are lost before they have shown anything, in a row, until it is an error.
+_STARTS = 3
+
 #: Data and reference may take so many times as long as a candidate may, and a process to start.
 _OPEN_TIMES, _START_SECONDS = 6.0, 60.0
 
 
 class BenchError(KernelApiError):
     """Nothing can be measured: the data or the reference cannot be made."""
+
+
+class HaltedError(Exception):
+    """Another thread has ended the measurement."""
+
+
+class Halt:
+    """Ends what other threads measure."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_set = False
+        self._children: set[_fork_server.Child] = set()
+
+    def set(self) -> None:
+        """Whoever measures, or waits to, raises HaltedError soon; its process dies."""
+        with self._lock:
+            self._is_set = True
+            children = list(self._children)
+        for child in children:
+            child.kill_soon()
+
+    def check(self) -> None:
+        """Raises HaltedError if it is set."""
+        if self._is_set:
+            raise HaltedError("the measurement was ended by another thread")
+
+    def watch(self, child: _fork_server.Child) -> None:
+        with self._lock:
+            self.check()
+            self._children.add(child)
+
+    def leave(self, child: _fork_server.Child) -> None:
+        with self._lock:
+            self._children.discard(child)
 
 
 class Bench:
@@ -37,9 +75,10 @@ class Bench:
         device: ``"cpu"``, or ``"cuda:0"`` and so on, as this process counts.
         timeout_s: No step of a candidate takes longer.
         environment: Variables that the worker has beside those of this process.
+        halt: By which another thread may end it.
 
     A worker that died, or that a candidate made useless, is replaced when it is asked again, and
-    told anew what it has to know.
+    told anew what it has to know. Of one that somebody else killed, what it was at is asked again.
     """
 
     def __init__(
@@ -49,6 +88,7 @@ class Bench:
         policy: Policy,
         timeout_s: float,
         environment: dict[str, str],
+        halt: Halt | None = None,
     ) -> None:
         kind, _, index = device.partition(":")
         visible = "" if kind == "cpu" else _visible(int(index or 0))
@@ -62,6 +102,9 @@ class Bench:
         }
         self._timeout_s = timeout_s
         self._known: dict[int, Kernel] = {}
+        self._broken: dict[int, Outcome] = {}  # were right once, and not again
+        self._killed: set[int] = set()  # when they were checked anew, once
+        self._halt = halt or Halt()
         self._child: _fork_server.Child | None = None
 
     def __enter__(self) -> Bench:
@@ -69,7 +112,7 @@ class Bench:
 
     def __exit__(self, *exception: Any) -> None:
         """The worker stays, for the next problem, if all went well."""
-        child, self._child = self._child, None
+        child = self._left()
         if child is None:
             return
         if exception[0] is None:
@@ -85,39 +128,72 @@ class Bench:
 
         Raises BenchError.
         """
-        message = {"do": "check", "index": index, "kernel": kernel.metadata.to_dict()}
-        found = self._asked(message, self._timeout_s)
+        self._broken.pop(index, None)
+        found = self._asked(_check(index, kernel), self._timeout_s)
         if found.status is Status.PASSED:
             self._known[index] = kernel
         return found
 
-    def time(self, indices: Sequence[int], rounds: int, expected_s: float = 0.0) -> Outcome:
+    def time(
+        self,
+        indices: Sequence[int],
+        rounds: int,
+        *,
+        warm_s: float = 0.0,
+        least_s: float = 0.0,
+        expected_s: float = 0.0,
+    ) -> Outcome:
         """Time candidates in turn.
 
         Args:
+            warm_s: Before, they run so long without being timed.
+            least_s: They are timed at least so long, up to five times as many rounds.
             expected_s: How long all of it should take; more than three times that, and the
                 timeout of a candidate, is too long.
 
         Raises BenchError.
         """
-        limit = self._timeout_s + 3 * expected_s
-        return self._asked({"do": "time", "indices": list(indices), "rounds": rounds}, limit)
+        limit = self._timeout_s + warm_s + least_s + 3 * expected_s
+        message = {"do": "time", "indices": list(indices), "rounds": rounds}
+        return self._asked({**message, "warm_s": warm_s, "least_s": least_s}, limit)
 
     def forget(self, indices: Sequence[int]) -> None:
         """What is known of candidates that are timed no more."""
         for index in indices:
             self._known.pop(index, None)
+            self._broken.pop(index, None)
         if self._child is not None:
             self._asked({"do": "forget", "indices": list(indices)}, self._timeout_s)
 
     def restart(self) -> None:
         """Go on in another process."""
-        if self._child is not None:
-            self._child.kill()
-            self._child = None
+        child = self._left()
+        if child is not None:
+            child.kill()
+
+    def _left(self) -> _fork_server.Child | None:
+        """The worker, which is this one's no more."""
+        child, self._child = self._child, None
+        if child is not None:
+            self._halt.leave(child)
+        return child
 
     def _asked(self, message: dict[str, Any], timeout_s: float) -> Outcome:
-        child = self._opened()
+        """What a worker answers, or what became of it."""
+        for _ in range(2):  # if it is killed again, that may well be the candidate's doing
+            child = self._opened()
+            for index in message.get("indices", ()):
+                if index in self._broken:
+                    return self._broken[index]
+            found = self._answer(child, message, timeout_s)
+            if found is not None:
+                return found
+        return _death_of(child)
+
+    def _answer(
+        self, child: _fork_server.Child, message: dict[str, Any], timeout_s: float
+    ) -> Outcome | None:
+        """None if somebody killed the worker."""
         try:
             child.send(message)
             found = _outcome(child.receive(timeout_s))
@@ -125,41 +201,73 @@ class Bench:
             self.restart()
             return Outcome(Status.TIMEOUT, f"it took more than {timeout_s:g} s", is_over=True)
         except (EOFError, OSError):
-            self._child = None
-            cause = f"its process died ({child.cause_of_death()})"
-            return Outcome(Status.RUNTIME_ERROR, cause, is_over=True)
+            self._left()
+            self._halt.check()
+            if not child.was_killed():
+                return _death_of(child)
+            logger.warning("the process that measures died %s", child.cause_of_death())
+            return None
         if found.is_over:
             self.restart()
         return found
 
     def _opened(self) -> _fork_server.Child:
         """A worker that knows the problem and its candidates."""
-        if self._child is not None:
-            return self._child
-        child = _workers.take(self._seat)
+        starts = 0
+        while self._child is None:
+            starts += 1
+            child = self._child = _workers.take(self._seat)
+            try:
+                self._halt.watch(child)
+                self._open(child)
+                starts = 0
+                self._repeat_checks(child)
+            except BaseException as error:
+                self._left()
+                child.kill()
+                if not isinstance(error, (EOFError, OSError)):
+                    raise
+                self._halt.check()
+                if starts == _STARTS:
+                    cause = child.cause_of_death()
+                    text = f"the process that measures died ({cause}) before any candidate"
+                    raise BenchError(text) from None
+        return self._child
+
+    def _open(self, child: _fork_server.Child) -> None:
+        """Raises BenchError; EOFError or OSError if the worker is dead."""
         try:
             child.send(self._opening)
             found = _outcome(child.receive(_START_SECONDS + _OPEN_TIMES * self._timeout_s))
-            if found.status is not Status.PASSED:
-                raise BenchError(f"the data or the reference cannot be made: {found.message}")
-            for index, kernel in self._known.items():
-                metadata = kernel.metadata.to_dict()
-                child.send({"do": "check", "index": index, "kernel": metadata})
-                found = _outcome(child.receive(self._timeout_s))
-                if found.status is not Status.PASSED:
-                    raise BenchError(f"{kernel} passed once, then not: {found.message}")
-        except BenchError:
-            child.kill()
-            raise
         except TimeoutError:
-            child.kill()
             raise BenchError("making the data and the reference takes too long") from None
-        except (EOFError, OSError):
-            raise BenchError(
-                f"the process that measures died ({child.cause_of_death()}) before any candidate"
-            ) from None
-        self._child = child
-        return child
+        if found.status is not Status.PASSED:
+            raise BenchError(f"the data or the reference cannot be made: {found.message}")
+
+    def _repeat_checks(self, child: _fork_server.Child) -> None:
+        """Tell a new worker what the last one knew. One that is not right again, or takes the
+        worker with it, is broken, and known no more."""
+        for index, kernel in list(self._known.items()):
+            found = self._answer(child, _check(index, kernel), self._timeout_s)
+            if found is None and index not in self._killed:
+                self._killed.add(index)
+                return
+            found = found or _death_of(child)
+            if found.status is not Status.PASSED:
+                logger.warning("%s passed once, then not: %s", kernel, found.message)
+                self._broken[index] = found
+                del self._known[index]
+            if found.is_over:
+                return
+
+
+def _check(index: int, kernel: Kernel) -> dict[str, Any]:
+    return {"do": "check", "index": index, "kernel": kernel.metadata.to_dict()}
+
+
+def _death_of(child: _fork_server.Child) -> Outcome:
+    cause = f"its process died ({child.cause_of_death()})"
+    return Outcome(Status.RUNTIME_ERROR, cause, is_over=True)
 
 
 def _outcome(answer: dict[str, Any]) -> Outcome:
@@ -183,7 +291,7 @@ class _Workers:
     def take(self, environment: dict[str, str]) -> _fork_server.Child:
         with self._lock:
             child = self._idle.pop(_key(environment), None)
-        if child is not None and child.exit_code(timeout_s=0.0) is None:
+        if child is not None and child.is_alive():
             return child
         logger.info("a process to measure in is started")
         return _fork_server.start(_IMPORTED, "kernel_api.tuning._worker:work", environment)

@@ -20,7 +20,7 @@ from kernel_api._code_files import replace_durably
 from kernel_api.errors import ArgumentError
 from kernel_api.tuning._canonical import as_object, parsed, taken
 from kernel_api.tuning._environment import Environment
-from kernel_api.tuning._row import FORMAT, Row
+from kernel_api.tuning._row import FORMAT, Row, content
 
 logger = _log.logger(__name__)
 
@@ -121,7 +121,7 @@ class RowFiles:
         found = []
         for place in self._all_files():
             try:
-                Row.read(self.folder, place)
+                Row.read(place, self._content(place))
             except FileNotFoundError:
                 continue
             except (ArgumentError, OSError) as error:
@@ -144,7 +144,7 @@ class RowFiles:
     def _read(self, place: Path) -> Row | None:
         """The row in a file; None, and a line in the log, for what is none."""
         try:
-            return Row.read(self.folder, place)
+            return Row.read(place, self._content(place))
         except FileNotFoundError:
             return None
         except (ArgumentError, OSError) as error:
@@ -154,8 +154,12 @@ class RowFiles:
     def _made(self, place: Path) -> float:
         """When a row was measured, or what is no row was written, in seconds of the epoch."""
         with contextlib.suppress(ArgumentError):
-            return Row.read(self.folder, place).measurement.date.timestamp()
+            return Row.read(place, self._content(place)).measurement.date.timestamp()
         return (self.folder / place).stat().st_mtime
+
+    def _content(self, place: str | Path) -> bytes:
+        """Of a file; raises ArgumentError for one that is too large, and OSError."""
+        return content(os.path.join(self.folder, place))
 
     def _names(self, folder: Path) -> list[str]:
         try:

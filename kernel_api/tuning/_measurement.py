@@ -47,8 +47,9 @@ class Measurement:
         status: What came of it.
         message: Why it did not pass; empty if it did.
         times_us: Microseconds per launch, one of each round, in their order; of a kernel that
-            passed at least one, of others none. One that fell behind early has fewer rounds than
-            the policy says.
+            passed at least one, of others none. What all candidates that were timed together have
+            in common from round to round, which are clocks that change, is taken off. One that
+            fell behind early has fewer rounds than the policy says.
         error_ratio: The largest error over the one that is allowed; None if it was not compared.
         sm_mhz: Clock of the multiprocessors while it was timed, if known.
         memory_mhz: Clock of the memory, if known.

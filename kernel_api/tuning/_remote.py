@@ -2,23 +2,25 @@
 
 What goes there and comes back is JSON: a problem with its candidates, and rows. Each process
 keeps the rows in its own store as well. A process that dies takes with it only the problems that
-it was at; these are tuned again.
+it was at; these are tuned again, in the end by this machine itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, as_completed
+from pathlib import Path
 from typing import Any
 
 from kernel_api import _log
 from kernel_api._description import described
+from kernel_api._disk_cache import DiskCache
 from kernel_api.arguments import Arguments
 from kernel_api.discovery import explain
-from kernel_api.errors import KernelApiError, NoKernelError
-from kernel_api.kernel import Kernel
+from kernel_api.errors import DeviceError, KernelApiError, NoKernelError
 from kernel_api.metadata import KernelMetadata
 from kernel_api.parallel import progress_bar
 from kernel_api.tuning._autotune import (
@@ -31,10 +33,13 @@ from kernel_api.tuning._autotune import (
     tune,
 )
 from kernel_api.tuning._bench import BenchError
+from kernel_api.tuning._environment import Environment
+from kernel_api.tuning._kernel import KernelIdentity
 from kernel_api.tuning._measurement import Measurement
 from kernel_api.tuning._policy import Policy
 from kernel_api.tuning._problem import Problem
 from kernel_api.tuning._row import Row
+from kernel_api.tuning._spread import run_here
 from kernel_api.tuning._store import Store
 
 logger = _log.logger(__name__)
@@ -60,40 +65,62 @@ def tune_elsewhere(
         for _ in results:
             advance()
         for attempt in range(_ATTEMPTS):
-            lost = {}
             for index, future in _submitted(executor, sent):
                 try:
                     answer = json.loads(future.result())
                 except Exception as error:  # each kind of executor has its own for a death
                     logger.warning("problem %d is lost (attempt %d): %r", index, attempt, error)
-                    lost[index] = sent[index]
                     continue
                 results[index] = _result(answer, problems[index], choice)
                 advance()
-            sent = lost
+            sent = {index: one for index, one in sent.items() if index not in results}
             if not sent:
                 break
-        for index, message in sent.items():
-            logger.warning("problem %d is tuned in this process", index)
-            answer = json.loads(tune_there(json.dumps(message)))
-            results[index] = _result(answer, problems[index], choice)
-            advance()
+        if sent:
+            logger.warning("problems %s are tuned without the executor", [*sent])
+            for index, found in _tuned_here(problems, sent, choice).items():
+                results[index] = found
+                advance()
     return [results[index] for index in range(len(problems))]
 
 
 def _submitted(
     executor: Executor, sent: dict[int, dict[str, Any]]
-) -> list[tuple[int, Future[str]]]:
+) -> Iterator[tuple[int, Future[str]]]:
     """As they are done. An executor that takes nothing any more has lost everything."""
     futures: dict[Future[str], int] = {}
-    for index, message in sent.items():
-        try:
-            futures[executor.submit(tune_there, json.dumps(message))] = index
-        except Exception as error:
-            failed: Future[str] = Future()
-            failed.set_exception(error)
-            futures[failed] = index
-    return [(index, future) for future, index in futures.items()]
+    try:
+        for index, message in sent.items():
+            try:
+                future = executor.submit(tune_there, json.dumps(message))
+            except Exception as error:
+                future = Future()
+                future.set_exception(error)
+            futures[future] = index
+        for future in as_completed(futures):
+            yield futures[future], future
+    finally:
+        for future in futures:  # whoever is interrupted wants no more of them
+            future.cancel()
+
+
+def _tuned_here(
+    problems: Sequence[Arguments], sent: dict[int, dict[str, Any]], choice: Choice
+) -> dict[int, Any]:
+    """What no executor brought to an end."""
+    able = {index for index, one in sent.items() if one["device"] in _kinds_here()}
+    found: dict[int, Any] = {
+        index: BenchError(
+            f"the executor lost the problem {_ATTEMPTS} times, and there is no GPU here to tune it "
+            f"on; look at what its workers say, or why they die"
+        )
+        for index in sent.keys() - able
+    }
+    here = sorted(able)
+    if here:
+        results = run_here([problems[index] for index in here], choice, progress=False)
+        found.update(zip(here, results, strict=True))
+    return found
 
 
 def _message(args: Arguments, choice: Choice) -> dict[str, Any]:
@@ -113,63 +140,126 @@ def _message(args: Arguments, choice: Choice) -> dict[str, Any]:
 
 def tune_there(message: str) -> str:
     """In whatever process the executor chose: tune, and give the rows."""
-    fields = json.loads(message)
-    kernels = [KernelMetadata.from_dict(one).rebuild() for one in fields["kernels"]]
-    error: str | None = None
-    rows: tuple[Measurement, ...] = ()
-    device = _free_device(fields["device"])
+    found: dict[str, Any] = {"environment": None, "rows": [], "known": 0, "error": None}
+    try:
+        with _free_device(json.loads(message)["device"]) as device:
+            _tune_on(device, json.loads(message), found)
+    except KernelApiError as error:
+        found["error"] = str(error)
+    return json.dumps(found)
+
+
+def _tune_on(device: str, message: dict[str, Any], found: dict[str, Any]) -> None:
+    """Fills in what was found; raises KernelApiError."""
     task = Task.made(
-        fields["arguments"],
-        kernels,
+        message["arguments"],
+        [KernelMetadata.from_dict(one).rebuild() for one in message["kernels"]],
         device,
-        Policy.from_dict(fields["policy"]),
-        fields["budget_s"],
-        fields["timeout_s"],
+        Policy.from_dict(message["policy"]),
+        message["budget_s"],
+        message["timeout_s"],
     )
+    found["environment"] = task.environment.to_dict()
+    found["known"] = len(task.known)
     builder = Builder([task], None)
+    rows: tuple[Measurement, ...] = ()
     try:
         rows = tune(task, builder).rows
-    except NoKernelError as none:
-        rows, error = none.rows, str(none)
-    except KernelApiError as other:
-        error = str(other)
+    except NoKernelError as error:
+        rows = error.rows
+        raise
     finally:
         builder.close()
-    return json.dumps(
-        {
-            "rows": [Row(task.environment, row).to_dict() for row in rows],
-            "known": len(task.known),
-            "error": error,
-        }
-    )
+        found["rows"] = [{"kernel": row.kernel.to_dict(), "result": row.result()} for row in rows]
 
 
-def _free_device(kind: str) -> str:
-    """One that nobody measures on; the first to become free."""
-    if kind == "cpu":
-        return kind
-    devices = devices_here()
+def _kinds_here() -> set[str]:
+    return {"cpu", *(one.partition(":")[0] for one in devices_here())}
+
+
+@contextlib.contextmanager
+def _free_device(kind: str) -> Iterator[str]:
+    """One that no other call of this has, and nobody measures on; the first to become free.
+
+    Raises DeviceError where there is none at all.
+    """
+    devices = [kind] if kind == "cpu" else [d for d in devices_here() if d.startswith(kind)]
+    if not devices:
+        raise DeviceError(
+            f"a problem for {kind} came to a process that sees none; let the executor's workers "
+            f"see a GPU each"
+        )
     while len(devices) > 1:
-        for one in devices:
-            if not is_measured_on(one):
-                return one
+        for device in devices:
+            with _seat_on(device) as is_ours:
+                if is_ours and not is_measured_on(device):
+                    yield device
+                    return
         time.sleep(_POLL_SECONDS)
-    return devices[0]
+    yield devices[0]
+
+
+@contextlib.contextmanager
+def _seat_on(device: str) -> Iterator[bool]:
+    """Whether no other call of this process or another has the device; then this one has it."""
+    path = _seat_file(device)
+    if path is None:
+        yield True
+        return
+    import filelock
+
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        yield False
+        return
+    except OSError as error:
+        logger.warning("%s may be chosen by others at the same time: %s", device, error)
+        yield True
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def _seat_file(device: str) -> Path | None:
+    """None where there is nowhere to keep it."""
+    cache = DiskCache.open()
+    if cache is None:
+        return None
+    import torch
+
+    return cache.root / "locks" / f"seat-{torch.cuda.get_device_properties(device).uuid}.lock"
 
 
 def _result(answer: dict[str, Any], args: Arguments, choice: Choice) -> Any:
     """The result or the error; the rows are kept here as well."""
-    rows = [Row.from_dict(one) for one in answer["rows"]]
+    if not answer["rows"]:
+        return BenchError(answer["error"])
+    problem, environment = Problem.of(args), Environment.from_dict(answer["environment"])
+    rows = tuple(
+        Measurement.of(
+            KernelIdentity.from_dict(one["kernel"]), problem, environment.digest, one["result"]
+        )
+        for one in answer["rows"]
+    )
     for row in rows:
-        store = Store.open(row.environment)
-        if store is not None:
-            store.add(row)
-    measurements = tuple(row.measurement for row in rows)
+        _keep(Row(environment, row))
     if answer["error"] is not None:
-        if not rows:
-            return BenchError(answer["error"])
         report = explain(args, choice.metadata_filter, choice.cc, choice.providers)
-        return NoKernelError(report, answer["error"], measurements)
-    kernel: Kernel = measurements[0].kernel.rebuild()
+        return NoKernelError(report, answer["error"], rows)
     new = len(rows) - int(answer["known"])
-    return TuningResult(kernel, measurements, Problem.of(args), rows[0].environment, new)
+    return TuningResult(rows[0].kernel.rebuild(), rows, problem, environment, new)
+
+
+def _keep(row: Row) -> None:
+    """Unless the code of its kernel has no fingerprint."""
+    store = Store.open(row.environment)
+    if store is None or row.measurement.kernel.fingerprint is None:
+        return
+    try:
+        store.add(row)
+    except OSError as error:
+        logger.warning("%s is not kept: %s", row.measurement, error)

@@ -133,18 +133,17 @@ class Row:
         return row
 
     @classmethod
-    def read(cls, root: Path, place: Path) -> Row:
+    def read(cls, place: Path, data: bytes) -> Row:
         """The row in a file.
 
         Args:
-            root: The store's folder.
-            place: The file below it.
+            place: The file, below the store's folder.
+            data: What it has.
 
         Raises:
             ArgumentError: it is no row, or the row belongs elsewhere.
-            OSError: it cannot be read, or is not there.
         """
-        row = cls.from_dict(parsed(content(str(root / place))))
+        row = cls.from_dict(parsed(data))
         if row.place != place:
             raise ArgumentError(f"it belongs to {row.place}")
         return row

@@ -26,6 +26,10 @@ logger = _log.logger(__name__)
 
 _FINALISTS = 5
 
+#: Seconds of work after which a GPU that is limited by power runs at the clocks that it keeps;
+#: before that it is up to a fifth faster. They go up and down, so finalists are timed a while.
+_WARM_SECONDS, _FINAL_SECONDS = 0.15, 0.25
+
 #: Rounds of a heat before the final, of those of the policy.
 _HEAT_SHARE = 0.25
 _FEWEST_ROUNDS = 3
@@ -47,6 +51,9 @@ class Candidate:
     Attributes:
         index: Its place in the order of the performance model.
         is_seeded: Whether it comes to the final however slow it is.
+        measured_us: Microseconds per launch of every round of its last heat.
+        times_us: The same without what the whole field has in common from round to round, which
+            are clocks that change.
     """
 
     index: int
@@ -55,6 +62,7 @@ class Candidate:
     status: Status = Status.PASSED
     message: str = ""
     error_ratio: float | None = None
+    measured_us: list[float] = field(default_factory=list)
     times_us: list[float] = field(default_factory=list)
     mhz: tuple[int | None, int | None] = (None, None)
 
@@ -63,7 +71,8 @@ class Candidate:
         return statistics.median(self.times_us) if self.times_us else math.inf
 
     def fail(self, found: Outcome) -> None:
-        self.status, self.message, self.times_us = found.status, found.message, []
+        self.status, self.message = found.status, found.message
+        self.measured_us, self.times_us = [], []
         logger.info("%s: %s: %s", self.kernel.metadata.kernel_name, self.status, self.message)
 
 
@@ -123,15 +132,16 @@ class _Heats:
 
     def run(self, field: Sequence[Candidate]) -> None:
         self._field = list(field)
+        self._warm_s = _WARM_SECONDS
         rounds = min(self._rounds, max(_FEWEST_ROUNDS, int(self._rounds * _HEAT_SHARE)))
         while len(self._field) > _FINALISTS + sum(one.is_seeded for one in self._field):
             self._time(rounds)
             self._keep(max(_FINALISTS, math.ceil(len(self._field) / 2)))
-        self._time(self._rounds)
+        self._time(self._rounds, least_s=_FINAL_SECONDS)
         for _ in range(_EXTENSIONS):
             if not self._is_close():
                 break
-            self._time(self._rounds, again=True)
+            self._time(self._rounds, least_s=_FINAL_SECONDS, again=True)
 
     def suspect(self, least_us: float) -> None:
         """Time a winner again, alone, that is faster than it should be: in a new process if it is
@@ -184,14 +194,22 @@ class _Heats:
         error = (quarters[2] - quarters[0]) / math.sqrt(len(first.times_us))
         return second.median_us - first.median_us < error
 
-    def _time(self, rounds: int, again: bool = False) -> None:
+    def _time(self, rounds: int, *, least_s: float = 0.0, again: bool = False) -> None:
         """Time the field in turn; one that breaks off loses its place, not the others theirs."""
         expected_s = sum(_batch_seconds(one) for one in self._field) * rounds
-        found = self._bench.time([one.index for one in self._field], rounds, expected_s)
+        found = self._bench.time(
+            [one.index for one in self._field],
+            rounds,
+            warm_s=self._warm_s,
+            least_s=least_s,
+            expected_s=expected_s,
+        )
         if found.times_us is not None and found.status is Status.PASSED:
+            self._warm_s = 0.0
             for one, times in zip(self._field, found.times_us, strict=True):
-                one.times_us = one.times_us + times if again else times
+                one.measured_us = one.measured_us + times if again else times
                 one.mhz = found.mhz
+            self._correct()
             return
         if len(self._field) == 1:
             self._failed(self._field[0], found)
@@ -199,15 +217,32 @@ class _Heats:
         for one in list(self._field):
             self._time_alone(one, _FEWEST_ROUNDS)
         if self._field:
-            self._time(rounds)
+            self._time(rounds, least_s=least_s)
+
+    def _correct(self) -> None:
+        """Take the same share off all times of a round, or add it, so that all rounds are alike."""
+        rounds = zip(*(one.measured_us for one in self._field), strict=True)
+        means = [statistics.geometric_mean(times) for times in rounds]
+        shares = [statistics.median(means) / mean for mean in means]
+        for one in self._field:
+            one.times_us = one.measured_us
+            if len(self._field) > 1:
+                pairs = zip(one.measured_us, shares, strict=True)
+                one.times_us = [us * share for us, share in pairs]
 
     def _time_alone(self, one: Candidate, rounds: int) -> None:
-        found = self._bench.time([one.index], rounds, _batch_seconds(one) * rounds)
+        found = self._bench.time(
+            [one.index],
+            rounds,
+            warm_s=_WARM_SECONDS,
+            least_s=_FINAL_SECONDS,
+            expected_s=_batch_seconds(one) * rounds,
+        )
         if found.times_us is None or found.status is not Status.PASSED:
             self._failed(one, found)
         else:
-            (one.times_us,) = found.times_us
-            one.mhz = found.mhz
+            (one.measured_us,) = found.times_us
+            one.times_us, one.mhz = one.measured_us, found.mhz
 
     def _failed(self, one: Candidate, found: Outcome) -> None:
         self._field.remove(one)

@@ -27,10 +27,10 @@ def spread(
         from kernel_api.tuning._remote import tune_elsewhere
 
         return tune_elsewhere(problems, choice, executor, progress)
-    return _here(problems, choice, progress)
+    return run_here(problems, choice, progress)
 
 
-def _here(problems: Sequence[Arguments], choice: Choice, progress: bool) -> list[Any]:
+def run_here(problems: Sequence[Arguments], choice: Choice, progress: bool) -> list[Any]:
     """A thread for each device, which takes one problem after another: those that lie on the
     device, and those that lie on none."""
     results: dict[int, Any] = {}
@@ -81,8 +81,12 @@ def _run(
             work(one)
         return
     with ThreadPoolExecutor(len(devices)) as pool:
-        for done in [pool.submit(work, one) for one in devices]:
-            done.result()
+        try:
+            for done in [pool.submit(work, one) for one in devices]:
+                done.result()
+        except BaseException:  # such as Ctrl-C: the pool waits for its threads
+            builder.close()
+            raise
 
 
 def attempted(

@@ -18,7 +18,7 @@ from kernel_api.tuning._files import RowFiles, is_temporary
 from kernel_api.tuning._kernel import KernelIdentity
 from kernel_api.tuning._measurement import Measurement
 from kernel_api.tuning._problem import Problem
-from kernel_api.tuning._row import Row, RowText, content
+from kernel_api.tuning._row import Row, RowText
 
 if TYPE_CHECKING:
     from kernel_api.kernel import Kernel
@@ -193,7 +193,7 @@ class Store(RowFiles):
     def _text(self, folder: Path, name: str) -> RowText | None:
         """The row in a file, which may be of another problem than the folder is."""
         try:
-            text = RowText.parsed(content(os.path.join(self.folder, folder, name)))
+            text = RowText.parsed(self._content(os.path.join(folder, name)))
         except (ArgumentError, OSError):
             text = None
         if text is not None and name == f"{digest(text.kernel)}.json":

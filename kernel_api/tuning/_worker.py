@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -32,9 +33,9 @@ from kernel_api.verification import Expected, conduct, factor_of
 
 
 def work(channel: socket.socket) -> None:
-    """Until the channel ends."""
+    """Until the channel ends, or nothing is asked for minutes: the context of a GPU is large."""
     seat = _Seat()
-    for message in messages(channel):
+    for message in messages(channel, lambda: seat.is_free):
         answer(channel, _attempted(functools.partial(seat.do, **message)))
 
 
@@ -43,6 +44,11 @@ class _Seat:
 
     def __init__(self) -> None:
         self._session: _Session | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it is at no problem."""
+        return self._session is None
 
     def do(self, do: str, **message: Any) -> Outcome:
         if do in ("open", "close"):
@@ -88,6 +94,9 @@ def _attempted(request: Callable[[], Outcome]) -> dict[str, Any]:
         found = replace(found, status=status, message=message, is_over=True)
     return asdict(found)
 
+
+#: Of the rounds that are asked for, at most so many times as many where these are soon over.
+_MOST_TIMES = 5
 
 #: In the texts of errors that say so and no more.
 _NO_MEMORY = ("out of memory", "allocate memory", "can't allocate")
@@ -168,12 +177,20 @@ class _Session:
             return Outcome(Status.WRONG, f"{found.reason}", found.error_ratio)
         return Outcome(Status.PASSED, error_ratio=found.error_ratio)
 
-    def time(self, indices: list[int], rounds: int) -> Outcome:
-        """Time candidates that were checked, in turn."""
+    def time(self, indices: list[int], rounds: int, warm_s: float, least_s: float) -> Outcome:
+        """Time candidates that were checked, in turn: see :meth:`Bench.time`."""
         for index in indices:
             if index not in self._batches:
                 self._batches[index] = self._timer.batch(self._launches(self._kernels[index]))
-        times = self._timer.rounds([self._batches[index] for index in indices], rounds)
+        batches = [self._batches[index] for index in indices]
+        until = time.monotonic() + warm_s
+        while time.monotonic() < until:
+            self._timer.rounds(batches, 1)
+        until = time.monotonic() + least_s
+        times = self._timer.rounds(batches, rounds)
+        while time.monotonic() < until and len(times[0]) < _MOST_TIMES * rounds:
+            for one, more in zip(times, self._timer.rounds(batches, rounds), strict=True):
+                one += more
         mhz = (None, None) if self._device == "cpu" else clocks()
         return Outcome(Status.PASSED, times_us=times, mhz=mhz)
 

@@ -1,0 +1,97 @@
+"""Measurements that come with the library, of GPUs that problems were tuned on beforehand.
+
+There is a file for each environment, ``tables/<its digest>.json``: the files of a store as texts,
+by likeness of the problem, problem and name. Like those of a store, rows of kernels that have
+changed since are not used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kernel_api import _log
+from kernel_api._code_files import replace_durably
+from kernel_api.tuning._canonical import as_object, parsed
+from kernel_api.tuning._environment import Environment
+from kernel_api.tuning._row import Row
+from kernel_api.tuning._store import Store
+
+logger = _log.logger(__name__)
+
+FOLDER = Path(__file__).with_name("tables")
+
+#: Rows of a problem that a table has: the first in their order.
+_ROWS = 3
+
+
+class Table(Store):
+    """What comes with the library for one environment. It is never written to."""
+
+    @classmethod
+    def of(cls, environment: Environment, folder: Path = FOLDER) -> Table | None:
+        """None for an environment without one."""
+        path = folder / f"{environment.digest}.json"
+        return cls(path, environment) if path.exists() else None
+
+    @cached_property
+    def _texts(self) -> dict[str, Any]:
+        """By likeness, problem and name."""
+        try:
+            return dict(as_object(parsed(self.folder.read_bytes()), "the table"))
+        except (OSError, ValueError) as error:
+            logger.warning("%s is not used: %s", self.folder, error)
+            return {}
+
+    def _below(self, folder: str | Path) -> Any:
+        """What the table has at a place below its environment; an empty object for nothing."""
+        found: Any = {}
+        for depth, part in enumerate(Path(folder).parts):
+            if depth == 0:
+                found = self._texts if part == self.environment.digest else {}
+            else:
+                found = found.get(part, {}) if isinstance(found, dict) else {}
+        return found
+
+    def _names(self, folder: Path) -> list[str]:
+        found = self._below(folder)
+        return sorted(found) if isinstance(found, dict) else []
+
+    def _content(self, place: str | Path) -> bytes:
+        found = self._below(place)
+        if not isinstance(found, str):
+            raise FileNotFoundError(f"{self.folder} has nothing at {place}")
+        return found.encode()
+
+    def _changed(self, folder: Path) -> int:
+        return 0
+
+    def _all_files(self, temporary: bool = False) -> Iterator[Path]:
+        for likeness in self._names(root := Path(self.environment.digest)):
+            for problem in self._names(root / likeness):
+                for name in self._names(root / likeness / problem):
+                    yield root / likeness / problem / name
+
+
+def write(rows: Iterable[Row], folder: Path = FOLDER) -> list[Path]:
+    """Make the tables of the environments that rows are from, in place of earlier ones."""
+    problems: defaultdict[tuple[Environment, Path], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.measurement.passed:
+            problems[row.environment, row.place.parent].append(row)
+    tables: defaultdict[Environment, Any] = defaultdict(lambda: defaultdict(dict))
+    for (environment, place), found in problems.items():
+        rounds = environment.policy.rounds
+        best = sorted(found, key=lambda row: row.measurement.place(rounds))[:_ROWS]
+        texts = {row.place.name: row.text.data.decode() for row in best}
+        tables[environment][place.parent.name][place.name] = texts
+    folder.mkdir(exist_ok=True)
+    paths = []
+    for environment, table in tables.items():
+        paths.append(folder / f"{environment.digest}.json")
+        replace_durably(paths[-1], f"{json.dumps(table, indent=0, sort_keys=True)}\n".encode())
+    return paths

@@ -1,0 +1,79 @@
+"""Measurements that come with the library."""
+
+import json
+
+import pytest
+from support.tuning import ENVIRONMENT, OTHER, measured, problem, some_kernels
+
+from kernel_api.tuning import Status, Store
+from kernel_api.tuning._row import Row
+from kernel_api.tuning._table import FOLDER, Table, write
+
+
+@pytest.fixture
+def rows():
+    first, second, third = some_kernels()
+    times = [1.0] * ENVIRONMENT.policy.rounds
+    one, other = problem(256), problem(300)
+    found = [
+        measured(first, one, *[3.0, *times[1:]]),
+        measured(second, one, *[0.5 * us for us in times]),
+        measured(third, one, status=Status.WRONG),
+        measured(third, other, *times),
+    ]
+    return [Row(ENVIRONMENT, row) for row in found]
+
+
+def test_a_table_is_looked_up_like_a_store(rows, tmp_path):
+    (path,) = write(rows, tmp_path)
+    assert path.name == f"{ENVIRONMENT.digest}.json"
+    table = Table.of(ENVIRONMENT, tmp_path)
+    first, _, third = some_kernels()
+    assert table.best(problem(256)) == rows[1].measurement
+    assert table.measurements(problem(256)) == [rows[1].measurement, rows[0].measurement]
+    assert table.find(problem(300), third) == rows[3].measurement
+    assert table.find(problem(300), first) is None and table.best(problem(999)) is None
+    assert table.nearest(problem(310)) == problem(300)
+    assert table.verify() == [] and len(list(table.rows())) == 3
+    assert Table.of(OTHER, tmp_path) is None
+
+
+def test_what_was_measured_here_hides_what_came_with_the_library(rows, tmp_path):
+    write(rows, tmp_path / "tables")
+    table = Table.of(ENVIRONMENT, tmp_path / "tables")
+    store = Store(tmp_path / "store", ENVIRONMENT, beneath=table)
+    assert store.best(problem(256)) == rows[1].measurement
+    slower = measured(some_kernels()[1], problem(256), *[7.0] * ENVIRONMENT.policy.rounds)
+    store.record(slower)
+    assert store.best(problem(256)) == rows[0].measurement
+    assert store.find(problem(256), some_kernels()[1]) == slower
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 3}', "\xff"])
+def test_a_damaged_table_has_nothing(text, tmp_path):
+    (tmp_path / f"{ENVIRONMENT.digest}.json").write_text(text)
+    table = Table.of(ENVIRONMENT, tmp_path)
+    assert table.best(problem(256)) is None and table.nearest(problem(256)) is None
+    assert list(table.rows()) == []
+
+
+def test_a_row_that_was_changed_is_not_served(rows, tmp_path):
+    (path,) = write(rows, tmp_path)
+    path.write_text(path.read_text().replace("0.5", "0.1"))
+    assert Table.of(ENVIRONMENT, tmp_path).best(problem(256)) == rows[0].measurement
+
+
+def test_the_tables_that_are_shipped_can_be_read():
+    for path in FOLDER.glob("*.json"):
+        likenesses = json.loads(path.read_text())
+        files = [
+            (name, text)
+            for problems in likenesses.values()
+            for texts in problems.values()
+            for name, text in texts.items()
+        ]
+        assert files
+        for name, text in files:
+            row = Row.from_dict(json.loads(text))
+            assert (row.environment.digest, row.place.name) == (path.stem, name)
+            assert row.measurement.passed
