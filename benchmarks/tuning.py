@@ -6,7 +6,8 @@ Writes a row per problem: the tuned kernel beside the best of ``torch`` in the s
 times of all candidates in both runs. Prints: the ratio to the peer; the model's regret (its first
 choice over the best) and top-1 rate; how often the second run chose another kernel, and what the
 first run's choice costs by the second's times; and for every fourth problem the choice measured
-again, in graphs and eagerly, over the stored time.
+again, in graphs and eagerly, over the stored time. The table of the first run, beside the rows
+in ``--out``, is what goes into ``kernel_api/tuning/tables``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from tables import geometric_mean
 import kernel_api as ka
 from kernel_api._disk_cache import directory
 from kernel_api.tuning import Policy, TuningResult
+from kernel_api.tuning._files import RowFiles
+from kernel_api.tuning._table import write as write_tables
 
 SUITE = "tuning"
 #: Problems of which the choice is measured again.
@@ -59,7 +62,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help="problems whose origin or label has this text")
     parser.add_argument("--limit", type=int, help="so many problems")
     parser.add_argument("--candidates", type=int, default=24)
-    parser.add_argument("--out", type=Path, help="a folder for the rows, the exports beside them")
+    parser.add_argument("--out", type=Path, help="a folder for the rows and the table to ship")
     return parser
 
 
@@ -74,6 +77,8 @@ def _tuned(
         if isinstance(one, Exception):
             raise SystemExit(f"{problem.label}: {one}")
     store = directory() / "tuning"
+    if options.out is not None and run == 1:
+        write_tables(RowFiles(store).rows(), options.out)
     store.rename(store.with_name(f"tuning-run{run}-{time.time_ns()}"))
     spent = time.monotonic() - started
     print(f"run {run}: {len(problems)} problems in {spent:.1f} s", flush=True)

@@ -8,13 +8,13 @@ declare ``operands``, ``space`` and rules, and get ``generate_kernels`` for it.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernel_api import _compile_cache, _recording
+from kernel_api._naming import name_of
 from kernel_api._offer import Offer
-from kernel_api.arguments import Arguments, EpilogueArguments, GemmArguments, ScaleMode
+from kernel_api.arguments import Arguments, EpilogueArguments, GemmArguments
 from kernel_api.artifact import CompiledArtifact, Resources
 from kernel_api.devices import capturing, query_target, target_of
 from kernel_api.errors import (
@@ -32,12 +32,10 @@ from kernel_api.metadata import (
     GemmOperandsMetadata,
     KernelMetadata,
     OperandsMetadata,
-    TensorAttributes,
 )
 from kernel_api.space import Operands, Rule, Space, Variants
 from kernel_api.status import KIND_OF_OPERATION, Status
 from kernel_api.targets import CcLike, Target, fitting
-from kernel_api.utils import strides_to_layout_string
 
 if TYPE_CHECKING:
     from kernel_api._code_files import CodeFiles
@@ -421,7 +419,7 @@ class Kernel(metaclass=KernelType):
         cls, operands: OperandsMetadata, design: DesignMetadata, epilogue: Graph | None = None
     ) -> KernelMetadata:
         """The metadata of one design for one combination of operands, with a name of its own."""
-        name = _kernel_name(cls.family_name(), operands, design)
+        name = name_of(cls.family_name(), operands, design)
         return KernelMetadata(
             kernel_name=name if epilogue is None else f"{name}_epilogue_{epilogue.identity[:12]}",
             kernel_class=cls,
@@ -578,26 +576,6 @@ def _advanced(status: Status, progress: int) -> Status:
     from dataclasses import replace
 
     return replace(status, progress=progress)
-
-
-def _kernel_name(family: str, operands: OperandsMetadata, design: DesignMetadata) -> str:
-    tensors = operands.tensors.values()
-    types = [_type_label(t) for t in tensors if t.dtype is not None]
-    for field in ("accumulator_type", "multiplication_type"):
-        if getattr(operands, field, None) is not None:
-            types.append(getattr(operands, field).short)
-    strides = [t.stride for t in tensors if t.stride is not None]
-    parts = [family, *types, strides_to_layout_string(*strides), design.label()]
-    if strides:
-        parts.append("align" + "x".join(str(t.alignment) for t in tensors))
-    return re.sub(r"\W+", "_", "_".join(filter(None, parts)))
-
-
-def _type_label(tensor: TensorAttributes) -> str:
-    assert tensor.dtype is not None
-    if isinstance(tensor.scale, ScaleMode):
-        return f"{tensor.dtype.short}_{tensor.scale.value}"
-    return tensor.dtype.short
 
 
 def require_arguments(args: object) -> Arguments:

@@ -1,0 +1,30 @@
+"""Names of kernels, which say all that their metadata does."""
+
+from __future__ import annotations
+
+import re
+
+from kernel_api.arguments import ScaleMode
+from kernel_api.metadata import DesignMetadata, OperandsMetadata, TensorAttributes
+from kernel_api.utils import strides_to_layout_string
+
+
+def name_of(family: str, operands: OperandsMetadata, design: DesignMetadata) -> str:
+    """Of one design of a family for one combination of operands."""
+    tensors = operands.tensors.values()
+    types = [_type_label(t) for t in tensors if t.dtype is not None]
+    for field in ("accumulator_type", "multiplication_type"):
+        if getattr(operands, field, None) is not None:
+            types.append(getattr(operands, field).short)
+    strides = [t.stride for t in tensors if t.stride is not None]
+    parts = [family, *types, strides_to_layout_string(*strides), design.label()]
+    if strides:
+        parts.append("align" + "x".join(str(t.alignment) for t in tensors))
+    return re.sub(r"\W+", "_", "_".join(filter(None, parts)))
+
+
+def _type_label(tensor: TensorAttributes) -> str:
+    assert tensor.dtype is not None
+    if isinstance(tensor.scale, ScaleMode):
+        return f"{tensor.dtype.short}_{tensor.scale.value}"
+    return tensor.dtype.short
