@@ -204,8 +204,7 @@ _lock = threading.Lock()
 
 def start(modules: tuple[str, ...], target: str, environment: Mapping[str, str]) -> Child:
     """A child of a server that has imported these modules, which is started if there is none."""
-    read = {n: v for n, v in sorted(os.environ.items()) if n.startswith(_READ_AT_IMPORT)}
-    key = (modules, tuple(sys.path), *read.items())
+    key = _key(modules)
     with _lock:
         for is_last in (False, True):
             server = _servers.get(key)
@@ -219,6 +218,12 @@ def start(modules: tuple[str, ...], target: str, environment: Mapping[str, str])
                 if is_last:
                     raise
     raise AssertionError
+
+
+def _key(modules: tuple[str, ...]) -> tuple[Any, ...]:
+    """Of the server that has imported what this process would."""
+    read = {n: v for n, v in sorted(os.environ.items()) if n.startswith(_READ_AT_IMPORT)}
+    return (modules, tuple(sys.path), *read.items())
 
 
 @atexit.register
