@@ -128,6 +128,7 @@ class _Heats:
 
     def __init__(self, bench: Bench, rounds: int, done: Callable[[Candidate], Any]) -> None:
         self._bench, self._rounds, self._done = bench, rounds, done
+        self._warm_s = 0.0
         self._field: list[Candidate] = []
 
     def run(self, field: Sequence[Candidate]) -> None:
