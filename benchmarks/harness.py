@@ -3,6 +3,7 @@
 One round calls each of them once, in turn, every round starting with another one; medians over
 the rounds. Before each call a buffer larger than L2 is read, so that caches are cold (and hold
 nothing that must be written back), and the host runs ahead, so that its cost is not in the times.
+Before the first round all run for a while: a GPU that was idle is faster than it stays.
 
 Short calls are timed by CUDA graphs of several of them, each on operands of its own: either these
 are together several times as large as L2, or each is used once after the buffer was read. Data
@@ -29,6 +30,8 @@ DEVICE = "cuda"
 FLUSH_BYTES = 512 << 20
 #: Calls shorter than this (microseconds) are timed by CUDA graphs.
 SHORT_US = 50.0
+#: So long everything runs in turn before it is timed.
+WARM_SECONDS = 0.15
 #: A graph of calls takes about this long (microseconds) where its operands allow it.
 GRAPH_US = 300.0
 
@@ -109,6 +112,7 @@ def _timed(
 ) -> dict[str, Timing]:
     """Events around every launch; ``launch(name, turn)`` makes ``calls_each`` calls."""
     flush = _flush_buffer()
+    _warm_up(names, launch, flush)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in names}
     for turn in range(rounds):
         first = turn % len(names)
@@ -124,6 +128,16 @@ def _timed(
         name: Timing([1e3 * start.elapsed_time(end) / calls_each for start, end in pairs])
         for name, pairs in events.items()
     }
+
+
+def _warm_up(names: list[str], launch: Callable[[str, int], None], flush: torch.Tensor) -> None:
+    """Until a GPU that is limited by power runs at the clocks that it keeps."""
+    until = time.monotonic() + WARM_SECONDS
+    while time.monotonic() < until:
+        for name in names:
+            flush.sum()
+            launch(name, 0)
+        synchronize()
 
 
 @functools.lru_cache(maxsize=1)

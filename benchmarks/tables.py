@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tuning_figures import figures
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
@@ -72,6 +74,8 @@ def table(gpu: str, suite: str, rows: list[Row]) -> str:
     mean = geometric_mean([r["ratio"] for r in best])
     versions = ", ".join(f"{name} {value}" for name, value in best[0]["env"].items())
     sentence += f"Geometric mean {mean:.3f}. "
+    if all("runs" in row for row in best):
+        sentence += "".join(f"{line[:1].upper()}{line[1:]}. " for line in figures(best))
     lines += ["", f"{sentence}{_policy(best)}; {best[0]['date']}; {versions}."]
     return "\n".join(lines)
 
