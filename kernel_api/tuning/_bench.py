@@ -123,6 +123,13 @@ class Bench:
                 return
         child.kill()
 
+    def open(self) -> None:
+        """Start the worker and have it make the data, so that it is there when it is asked.
+
+        Raises BenchError.
+        """
+        self._opened()
+
     def check(self, index: int, kernel: Kernel) -> Outcome:
         """Whether a candidate computes what it should; it is known by the index from then on.
 
