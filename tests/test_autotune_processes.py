@@ -18,6 +18,7 @@ from support import mortal_kernels as mortal
 from support import processes
 from support.processes import MARK, QUICK, marked, until
 
+import kernel_api as ka
 from kernel_api import _fingerprint, _fork_server, devices
 from kernel_api.targets import Target
 from kernel_api.tuning import (
@@ -287,14 +288,16 @@ def test_what_a_candidate_starts_ends_with_it(monkeypatch, mark):
 def test_threads_tune_at_once():
     found = {}
 
-    def tune(number):
-        found[number] = processes.tune([hostile.FastGemm], [1, number])
+    def tune(number, provider):
+        problems = [processes.arguments(M) for M in (1, number)]
+        found[number] = ka.autotune(problems, providers=[provider], policy=processes.QUICK)
 
-    threads = [threading.Thread(target=tune, args=(number,)) for number in range(2, 6)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    with processes.registered([hostile.FastGemm]) as provider:
+        threads = [threading.Thread(target=tune, args=(n, provider)) for n in range(2, 6)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
     assert sorted(found) == [2, 3, 4, 5]
     assert all(row.passed for results in found.values() for one in results for row in one.rows)
     assert rows() == {("FastGemm", M) for M in range(1, 6)}

@@ -23,7 +23,7 @@ from kernel_api.report import _charts, _problem
 from kernel_api.tuning import Environment, KernelIdentity, Policy, Problem, Status, Store
 from kernel_api.tuning._roofs import roofs_of
 from kernel_api.tuning._row import Row
-from kernel_api.tuning._work import work_of
+from kernel_api.tuning._work import Work, work_of
 
 
 @pytest.fixture(scope="module")
@@ -370,10 +370,10 @@ def test_types_are_said_in_short():
 
 def test_roofs_are_the_slower_of_memory_and_arithmetic():
     roofs = roofs_of("NVIDIA H200")
-    assert roofs.seconds(_problem.Work(None, 4_800_000, None)) == pytest.approx(1e-6)
-    assert roofs.seconds(_problem.Work(10**12, 1, "float16")) == pytest.approx(1 / 989.4)
-    assert roofs.seconds(_problem.Work(1, 4_800_000, "float16")) == pytest.approx(1e-6)
-    assert roofs.seconds(_problem.Work(1, 1, "float4")) is None
+    assert roofs.seconds(Work(None, 4_800_000, None)) == pytest.approx(1e-6)
+    assert roofs.seconds(Work(10**12, 1, "float16")) == pytest.approx(1 / 989.4)
+    assert roofs.seconds(Work(1, 4_800_000, "float16")) == pytest.approx(1e-6)
+    assert roofs.seconds(Work(1, 1, "float4")) is None
     assert roofs_of("Voodoo 2") is None
 
 

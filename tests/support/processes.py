@@ -6,13 +6,14 @@ there at once. (Tests that tune in their own process have a server that is start
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,15 +40,22 @@ def arguments(M: int, K: int = 24, N: int = 16) -> ka.GemmArguments:
     )
 
 
-def tune(kernel_classes: Sequence[type[ka.Kernel]], sizes: Sequence[int], **options: Any) -> Any:
-    """In this process, with a provider that has the same name in all of them."""
+@contextlib.contextmanager
+def registered(kernel_classes: Sequence[type[ka.Kernel]]) -> Iterator[type[ka.Provider]]:
+    """A provider that has the same name in all processes."""
     from support.registry import restored_registry
 
     with restored_registry() as registry:
         provider = registry.provider("mortal")
         for one in kernel_classes:
             provider.register(one)
-        options.setdefault("policy", QUICK)
+        yield provider
+
+
+def tune(kernel_classes: Sequence[type[ka.Kernel]], sizes: Sequence[int], **options: Any) -> Any:
+    """In this process; in one thread of it at a time."""
+    options.setdefault("policy", QUICK)
+    with registered(kernel_classes) as provider:
         return ka.autotune([arguments(M) for M in sizes], providers=[provider], **options)
 
 
