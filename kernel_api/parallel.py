@@ -271,7 +271,8 @@ class _Pool:
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         for job in jobs:
             self._jobs.put(job)
-        self._done: queue.SimpleQueue[tuple[_Job, KernelApiError | None]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[_Job, KernelApiError | None] | None]
+        self._done = queue.SimpleQueue()
         self._cache, self._timeout_s = cache, timeout_s
         self._is_closed = False
         self._children: set[_fork_server.Child] = set()
@@ -279,13 +280,17 @@ class _Pool:
             threading.Thread(target=self._work, daemon=True).start()
 
     def done(self) -> Iterator[tuple[_Job, KernelApiError | None]]:
-        """Every job as it comes to its end, with its failure if it failed."""
+        """Every job as it comes to its end, with its failure if it failed; until it is closed."""
         for _ in range(self._count):
-            yield self._done.get()
+            one = self._done.get()
+            if one is None:
+                return
+            yield one
 
     def close(self) -> None:
         """Let what runs die, and what waits wait."""
         self._is_closed = True
+        self._done.put(None)
         for child in list(self._children):
             child.kill()
 
@@ -296,19 +301,25 @@ class _Pool:
                 job = self._jobs.get_nowait()
             except queue.Empty:
                 break
-            try:
-                if child is None:
-                    child = self._started()
-                failure, is_alive = self._asked(child, job)
-            except Exception as error:  # no process can be started
-                failure, is_alive = _as_ours(job.kernel, error), False
+            failure, child, was_killed = self._compiled(child, job)
+            if was_killed and not self._is_closed:  # by somebody else: once more
+                failure, child, _ = self._compiled(None, job)
             self._done.put((job, failure))
-            if child is not None and not is_alive:
-                self._children.discard(child)
-                child = None
         if child is not None:
             self._children.discard(child)
             child.close()
+
+    def _compiled(
+        self, child: _fork_server.Child | None, job: _Job
+    ) -> tuple[KernelApiError | None, _fork_server.Child | None, bool]:
+        """What went wrong with a job, if anything did; the worker, if it lives; and whether
+        somebody killed it."""
+        try:
+            if child is None:
+                child = self._started()
+            return self._asked(child, job)
+        except Exception as error:  # no process can be started
+            return _as_ours(job.kernel, error), None, False
 
     def _started(self) -> _fork_server.Child:
         environment = {
@@ -321,21 +332,26 @@ class _Pool:
         self._children.add(child)
         return child
 
-    def _asked(self, child: _fork_server.Child, job: _Job) -> tuple[KernelApiError | None, bool]:
-        """Let a worker do one job: (what went wrong, whether the worker lives)."""
+    def _asked(
+        self, child: _fork_server.Child, job: _Job
+    ) -> tuple[KernelApiError | None, _fork_server.Child | None, bool]:
+        """Let a worker do one job, see :meth:`_compiled`."""
         name = job.kernel.metadata.kernel_name
         try:
             child.send(job.message)
             found = child.receive(self._timeout_s)
         except TimeoutError:
+            self._children.discard(child)
             child.kill()
-            return CompileError(f"{name}: compiled for more than {self._timeout_s:g} s"), False
+            late = f"{name}: compiled for more than {self._timeout_s:g} s"
+            return CompileError(late), None, False
         except (EOFError, OSError):
-            cause = child.cause_of_death()
-            return CompileError(f"{name}: the compiler's process died ({cause})"), False
+            self._children.discard(child)
+            died = f"{name}: the compiler's process died ({child.cause_of_death()})"
+            return CompileError(died), None, child.was_killed()
         if found["error"] is None:
-            return None, True
-        return _error(found["error"], f"{found['text']}", name), True
+            return None, child, False
+        return _error(found["error"], f"{found['text']}", name), child, False
 
 
 def _error(kind: str, text: str, name: str) -> KernelApiError:

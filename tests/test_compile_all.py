@@ -11,16 +11,18 @@ import torch
 from support.code_kernels import (
     LOG,
     CodeGemm,
+    EndlessGemm,
     ExitingGemm,
     RaisingGemm,
     SegfaultingGemm,
+    SlowGemm,
     compilations,
 )
 from support.data import arguments_for
 from support.kernels import kernels_of
 
 import kernel_api as ka
-from kernel_api import _compile_cache, _description, _fork_server
+from kernel_api import _compile_cache, _description, _fork_server, parallel
 from kernel_api.arguments import EpilogueArguments, ScaledOperand, ScaleMode
 from kernel_api.errors import ArgumentError, CompileError, UnsupportedError
 
@@ -192,3 +194,36 @@ def test_arguments_come_back_with_their_signature_sizes_and_alignment(make):
         other = again.named_operands[name]
         assert (other.shape, other.stride) == (operand.shape, operand.stride)
         assert other.alignment == operand.alignment
+
+
+def test_a_worker_that_somebody_kills_costs_nothing(monkeypatch):
+    start, killed = _fork_server.start, []
+
+    def doomed(*how):
+        child = start(*how)
+        if not killed:
+            killed.append(child)
+            child._server.request({"kill": child._number})
+        return child
+
+    monkeypatch.setattr(_fork_server, "start", doomed)
+    kernel = of_one_layout(CodeGemm)[0]
+    (artifact,) = ka.compile_all([kernel], arguments(kernel), cc=90, workers=1)
+    assert killed and artifact.compiled_obj(1, 2) == 2
+
+
+def test_a_compilation_that_takes_too_long_fails_alone():
+    kernels = [*of_one_layout(EndlessGemm)[:1], *of_one_layout(CodeGemm)[:1]]
+    pairs = [(kernel, arguments(kernel)) for kernel in kernels]
+    found = dict(parallel.Compilations(pairs, 90, 1, timeout_s=2.0))
+    assert str(found[0]).endswith("compiled for more than 2 s")
+    assert type(found[1]) is ka.CompiledArtifact
+
+
+def test_whoever_stops_before_the_end_is_not_waited_for():
+    kernels = of_one_layout(SlowGemm)
+    pairs = [(kernel, arguments(kernel)) for kernel in kernels]
+    several = parallel.Compilations(pairs, 90, 1)
+    for _ in several:
+        several.close()
+    assert len(compilations()) < len(kernels)

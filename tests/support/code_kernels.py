@@ -94,6 +94,10 @@ class SegfaultingGemm(CodeGemm):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
+class EndlessGemm(CodeGemm):
+    seconds = 1000.0
+
+
 class RaisingGemm(CodeGemm):
     def before_code(self) -> None:
         raise ValueError("no registers are left")
