@@ -6,7 +6,7 @@ from support import hostile_kernels as hostile
 
 import kernel_api as ka
 from kernel_api.errors import ArgumentError, FilterError, NoKernelError
-from kernel_api.tuning import Policy, Status
+from kernel_api.tuning import Policy, Status, Store
 
 QUICK = Policy(launches="eager", l2="warm", rounds=8)
 
@@ -81,6 +81,12 @@ def test_what_was_tuned_is_looked_up_by_problem_and_by_the_nearest_size(registry
     assert type(ka.tuned(arguments())) is hostile.FastGemm
     assert type(ka.tuned(arguments(M=90))) is hostile.FastGemm
     assert ka.tuned(arguments(M=97)) is None  # more than twice
+
+
+def test_the_nearest_problem_is_looked_for_only_if_the_very_one_is_unknown(registry, monkeypatch):
+    tune(arguments(), registry.register(hostile.FastGemm), policy=None)
+    monkeypatch.setattr(Store, "nearest", None)
+    assert type(ka.tuned(arguments())) is hostile.FastGemm
 
 
 def test_one_call_forms_take_what_was_tuned(registry, monkeypatch):

@@ -19,7 +19,7 @@ from support.processes import QUICK, until
 import kernel_api as ka
 from kernel_api import _fingerprint
 from kernel_api.errors import DeviceError, NoKernelError
-from kernel_api.tuning import BenchError, Environment, Store, _files, _remote, _search
+from kernel_api.tuning import BenchError, Environment, Store, _files, _lookup, _remote, _search
 
 CLASSES = (hostile.FastGemm, hostile.SlowGemm, hostile.WrongGemm)
 SIZES = (8, 9, 10)
@@ -238,3 +238,22 @@ def test_a_cluster_finds_what_is_found_without_it(locally, monkeypatch, tmp_path
 
 def cpu_tensors():
     return (torch.empty(one.shape) for one in example().problem(16).tensors)
+
+
+class Elsewhere(Executor):
+    """As in another process: what happens there is not noticed here."""
+
+    def submit(self, call, /, *args, **options):
+        future = Future()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_lookup, "changed", lambda: None)
+            future.set_result(call(*args, **options))
+        return future
+
+
+def test_what_was_measured_elsewhere_is_looked_up_at_once():
+    args = ka.GemmArguments(torch.randn(8, 24), torch.randn(24, 16), torch.zeros(8, 16))
+    with processes.registered([hostile.FastGemm]) as provider:
+        assert ka.tuned(args) is None
+        result = ka.autotune(args, providers=[provider], executor=Elsewhere())
+        assert result.measured == 1 and ka.tuned(args) == result.kernel

@@ -88,10 +88,7 @@ class Choice:
                 raise ArgumentError(f"{name} is {value!r}; expected more than 0")
 
     def policy_on(self, device: str) -> Policy:
-        """On the CPU there is neither a graph nor a cache to empty."""
-        if self.policy is not None:
-            return self.policy
-        return Policy(launches="eager", l2="warm") if device == "cpu" else Policy()
+        return self.policy or Policy.usual(device)
 
     def kernels(self, args: Arguments, device: str) -> list[Kernel]:
         """The candidates, in the order of the performance model; raises NoKernelError."""
@@ -114,8 +111,9 @@ def _first(kernels: Sequence[Kernel], count: int | None) -> list[Kernel]:
     if count is None or len(kernels) <= count:
         return list(kernels)
     designs = {(type(kernel), kernel.metadata.design): kernel for kernel in reversed(kernels)}
-    firsts = [k for k in kernels if designs[type(k), k.metadata.design] is k]
-    wanted = {id(k) for k in [*firsts, *(k for k in kernels if k not in firsts)][:count]}
+    is_first = {id(kernel) for kernel in designs.values()}
+    ordered = sorted(kernels, key=lambda kernel: id(kernel) not in is_first)
+    wanted = {id(kernel) for kernel in ordered[:count]}
     providers = {type(kernel).provider_name(): kernel for kernel in reversed(kernels)}
     wanted |= {id(kernel) for kernel in providers.values()}
     return [kernel for kernel in kernels if id(kernel) in wanted]
@@ -449,12 +447,15 @@ class Builder:
             "KERNEL_API_DISABLE_CACHE": "0",
         }
         self.halt = Halt()
-        self._pairs: dict[tuple[Kernel, Any], Arguments] = {}
+        wanted: dict[tuple[Kernel, Any], Arguments] = {}
         for task in tasks:
             meta = task.meta()
             for kernel in task.kernels:
-                if kernel not in task.known and _is_built_before(kernel, meta, cc):
-                    self._pairs.setdefault((kernel, meta.signature), meta)
+                if kernel not in task.known:
+                    wanted.setdefault((kernel, meta.signature), meta)
+        self._pairs = {
+            key: meta for key, meta in wanted.items() if _is_built_before(key[0], meta, cc)
+        }
         self._done = {key: threading.Event() for key in self._pairs}
         self._errors: dict[tuple[Kernel, Any], KernelApiError] = {}
         self._compilations: Compilations | None = None

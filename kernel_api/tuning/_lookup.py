@@ -62,16 +62,19 @@ def _looked_up(args: Arguments) -> Kernel | None:
         if store is None:
             return None
         problem = Problem.of(args)
-        for one in (problem, store.nearest(problem)):
-            if one is None:
-                break
-            for row in _fastest_first(store, one):
-                kernel = _kernel_of(row, args)
-                if kernel is not None:
-                    return kernel
+        kernel = _fastest(store, problem, args)
+        if kernel is None and (nearest := store.nearest(problem)) is not None:
+            kernel = _fastest(store, nearest, args)
+        return kernel
     except (KernelApiError, OSError) as error:
         logger.info("nothing that was tuned is used: %s", error)
     return None
+
+
+def _fastest(store: Store, problem: Problem, args: Arguments) -> Kernel | None:
+    """Of those measured on a problem that take the arguments."""
+    kernels = (_kernel_of(row, args) for row in _fastest_first(store, problem))
+    return next(filter(None, kernels), None)
 
 
 def _fastest_first(store: Store, problem: Problem) -> Iterator[Measurement]:
@@ -86,8 +89,7 @@ def _store(args: Arguments) -> Store | None:
     device: Any = args.device
     if device.type not in ("cpu", "cuda"):
         return None
-    policy = Policy(launches="eager", l2="warm") if device.type == "cpu" else Policy()
-    environment = Environment.of(device, policy)
+    environment = Environment.of(device, Policy.usual(device.type))
     table = Table.of(environment)
     return Store.open(environment, beneath=table) or table
 

@@ -55,6 +55,12 @@ class Policy:
                 f"makes no graph; leave it out, or pass launches='graph'"
             )
 
+    @classmethod
+    def usual(cls, device: str) -> Policy:
+        """How a device is measured on unless it is said: on the CPU there is neither a graph nor a
+        cache to empty."""
+        return cls(launches="eager", l2="warm") if device == "cpu" else cls()
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -23,6 +23,7 @@ from kernel_api.discovery import explain
 from kernel_api.errors import DeviceError, KernelApiError, NoKernelError
 from kernel_api.metadata import KernelMetadata
 from kernel_api.parallel import progress_bar
+from kernel_api.tuning import _lookup
 from kernel_api.tuning._autotune import (
     Builder,
     Choice,
@@ -247,6 +248,7 @@ def _result(answer: dict[str, Any], args: Arguments, choice: Choice) -> Any:
     )
     for row in rows:
         _keep(Row(environment, row))
+    _lookup.changed()
     if answer["error"] is not None:
         report = explain(args, choice.metadata_filter, choice.cc, choice.providers)
         return NoKernelError(report, answer["error"], rows)

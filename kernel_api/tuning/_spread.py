@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from kernel_api import _log
 from kernel_api.arguments import Arguments
 from kernel_api.errors import KernelApiError
 from kernel_api.parallel import progress_bar
@@ -15,8 +14,6 @@ from kernel_api.tuning._autotune import Builder, Choice, Task, TuningResult, dev
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
-
-logger = _log.logger(__name__)
 
 
 def spread(
