@@ -57,6 +57,8 @@ class Gemm(GemmPlan):
              8 or 16 of them where it takes 64 rows. Tile and cluster are those of Dᵀ.
     repacked: whether A and B are copied before, which then may have any address and strides, of
              which one is 1. The copies are K-major where wgmma wants it.
+    dependent_launch: blocks may start while the kernel before still runs, and let the next one do
+             so: setting up overlaps its end. They wait for it before they read or write anything.
     promoted, block_scales, split_float32: how products are formed and added up, see `Mainloop`.
 
     A (M,K), B (K,N), D (M,N), or the same with a leading batch mode; every mode of a size known
@@ -182,6 +184,7 @@ class Gemm(GemmPlan):
             cluster=(cluster_m, cluster_n, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=self.dependent_launch,
         )
 
     def _repack(self, tensor, address, stream):
@@ -283,6 +286,9 @@ class Gemm(GemmPlan):
         # No block may signal or write into another of its cluster that is not set up yet.
         pipeline.pipeline_init_arrive(cluster_layout, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_layout)
+        if const_expr(self.dependent_launch):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
         k_tiles = cute.ceil_div(mA.shape[1], self.tile_shape[2])
         if group == 0:

@@ -54,6 +54,7 @@ class GemmPlan:
         block_scales: bool = False,
         split_float32: bool = False,
         repacked: tuple[bool, bool] = (False, False),
+        dependent_launch: bool = True,
         epilogue: Epilogue | None = None,
     ):
         self.tile_shape = tuple(tile_shape)
@@ -69,6 +70,7 @@ class GemmPlan:
         self.split_float32 = split_float32
         self.block_scales = block_scales
         self.repacked = repacked
+        self.dependent_launch = dependent_launch
         self.epilogue = epilogue or Finish()
         self._check()
 

@@ -4,6 +4,7 @@ Every registered CuTe DSL family is sampled, and an example family so that there
 """
 
 import random
+import re
 from dataclasses import replace
 from math import prod
 
@@ -160,6 +161,16 @@ if HOPPER:
         code = instructions(kernel, "sm_90a")
         assert "HGMMA" in code
         assert "UTMALDG" in code
+
+    @pytest.mark.parametrize("dependent", [True, False])
+    def test_a_dependent_launch_waits_for_the_kernel_before_it_touches_memory(dependent):
+        metadata = HOPPER[0].values[0].metadata
+        design = replace(metadata.design, dependent_launch=dependent)
+        code = instructions(replace(metadata, kernel_name="one", design=design).rebuild(), "sm_90a")
+        waits, touches = code.find("ACQBULK"), re.search(r"UTMALDG|LDG|STG|UTMASTG", code)
+        assert touches
+        assert ("PREEXIT" in code) == (waits >= 0) == dependent
+        assert waits < touches.start()
 
 
 def test_the_example_multiplies_without_tensor_cores():

@@ -142,6 +142,7 @@ class Sm90GemmFamily(FusedGemm):
             block_scales=scaled_by_blocks(operands),
             split_float32=_small_parts(operands),
             repacked=self.repacked,
+            dependent_launch=design.dependent_launch,
             epilogue=lowered(self.metadata.epilogue, (*output_types, *others)) or scaling(operands),
         )
         return found

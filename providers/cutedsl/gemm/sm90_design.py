@@ -33,12 +33,15 @@ class Sm90GemmDesign(SplitDesign):
         swap_ab: The transposed product is computed: few rows of out are few columns there, of
             which the instruction takes 16 at a time instead of 64.
         stream_k: Whether all CTAs get the same number of k tiles, across the borders of tiles.
+        dependent_launch: Whether CTAs may start while the kernel before still ends, and let those
+            of the next one do so (programmatic dependent launch).
     """
 
     schedule: str = "cooperative"
     stages: int = 4
     swap_ab: bool = False
     stream_k: bool = False
+    dependent_launch: bool = True
 
     @property
     def kernel_tile(self) -> tuple[int, int, int]:
@@ -106,6 +109,8 @@ class Sm90GemmDesign(SplitDesign):
             parts.append(f"split{self.split_k}")
         if self.stream_k:
             parts.append("stream")
+        if not self.dependent_launch:
+            parts.append("independent")
         return "_".join(parts)
 
 
