@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kernel_api.arguments import (
         EpilogueArguments,
+        ExpertPointers,
         GemmArguments,
+        GroupedGemmArguments,
         LayerNormArguments,
         LayerNormBackwardArguments,
         RmsNormArguments,
@@ -30,6 +32,12 @@ if TYPE_CHECKING:
     from kernel_api.discovery import explain, get_kernels
     from kernel_api.kernel import Kernel
     from kernel_api.library import load
+    from kernel_api.offsets import (
+        check_offsets,
+        offsets_from_boundaries,
+        offsets_from_counts,
+        offsets_from_starts,
+    )
     from kernel_api.parallel import compile_all
     from kernel_api.provider import Provider
     from kernel_api.status import Status
@@ -41,7 +49,9 @@ __version__ = "0.1.0"
 _HOME_OF = {
     "CompiledArtifact": "artifact",
     "EpilogueArguments": "arguments",
+    "ExpertPointers": "arguments",
     "GemmArguments": "arguments",
+    "GroupedGemmArguments": "arguments",
     "Kernel": "kernel",
     "LayerNormArguments": "arguments",
     "LayerNormBackwardArguments": "arguments",
@@ -52,11 +62,15 @@ _HOME_OF = {
     "ScaledOperand": "arguments",
     "Status": "status",
     "autotune": "tuning",
+    "check_offsets": "offsets",
     "compile_all": "parallel",
     "explain": "discovery",
     "get_kernels": "discovery",
     "load": "library",
     "load_bundle": "bundle",
+    "offsets_from_boundaries": "offsets",
+    "offsets_from_counts": "offsets",
+    "offsets_from_starts": "offsets",
     "tuned": "tuning",
     "verify": "verification",
 }
@@ -80,7 +94,9 @@ _MODULES = (
 __all__ = [
     "CompiledArtifact",
     "EpilogueArguments",
+    "ExpertPointers",
     "GemmArguments",
+    "GroupedGemmArguments",
     "Kernel",
     "LayerNormArguments",
     "LayerNormBackwardArguments",
@@ -92,11 +108,15 @@ __all__ = [
     "Status",
     "__version__",
     "autotune",
+    "check_offsets",
     "compile_all",
     "explain",
     "get_kernels",
     "load",
     "load_bundle",
+    "offsets_from_boundaries",
+    "offsets_from_counts",
+    "offsets_from_starts",
     "tuned",
     "verify",
 ]

@@ -10,6 +10,7 @@ import inspect
 from typing import Any
 
 from kernel_api.arguments import Arguments, EpilogueArguments, ScaledOperand, ScaleMode
+from kernel_api.arguments.experts import Experts, ExpertTensors
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue import Graph
 from kernel_api.epilogue.tracing import Trace
@@ -46,6 +47,8 @@ def _encode(value: Any) -> Any:
             "scale": _tensor(value.scale),
             "mode": value.mode.value,
         }
+    if isinstance(value, Experts):
+        return {"experts": _tensor(value)}
     if isinstance(value, Operand):
         return {"tensor": _tensor(value)}
     if isinstance(value, DType):
@@ -70,6 +73,11 @@ def _decode(value: Any, device: str) -> Any:
     if "scale" in value:
         tensor, scale = (_empty(value[name], device) for name in ("tensor", "scale"))
         return ScaledOperand(tensor, scale, ScaleMode(value["mode"]))
+    if "experts" in value:
+        experts = value["experts"]
+        count, *shape = experts["shape"]
+        one = {**experts, "shape": shape, "stride": experts["stride"][1:]}
+        return ExpertTensors([_empty(one, device) for _ in range(count)])
     return _empty(value["tensor"], device)
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from kernel_api.arguments import GemmArguments
 from kernel_api.dtypes import dtype
+from kernel_api.fusions._shared import matrices
+from kernel_api.operands import Operand
 
-Fusion = Callable[..., GemmArguments]
+Fusion = Callable[..., Any]
 
 #: Options that are numbers, or tensors of one number: known at run time.
 FACTORS = frozenset(("alpha", "beta", "limit", "offset", "p", "scale", "seed"))
@@ -27,6 +28,9 @@ class Form:
         width: Columns of ``out`` in units of N.
         element: Type of ``out``; None: that of A.
     """
+
+    #: Tensors that arguments have behind A, B and out; they stand among the options.
+    further: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -54,22 +58,57 @@ class Form:
                 parameters.append(one.replace(name="out_dtype", default=None))
         return found.replace(parameters=parameters, return_annotation=Any)
 
+    def option_of(self, operand: str) -> str:
+        """The option that an operand of the epilogue is made of."""
+        return operand
+
+    def operands(self, A: Any, B: Any) -> tuple[Operand, Operand]:
+        """A and B as the fusion takes them; raises ArgumentError as that does."""
+        return matrices(A, B)
+
     def completed(
         self, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """``out`` and the options with every output that is asked for; A and B are tensors."""
-        complete = dict(options)
+        """``out`` and the options with every output that is asked for. A is a tensor, B has a
+        shape."""
+        complete, N = dict(options), B.shape[-1]
         if out is None:
-            columns = B.shape[-1] * self.width.numerator // self.width.denominator
             element = out_dtype or self.element or A.dtype
-            out = _empty((*A.shape[:-1], columns), _torch_type(element), A)
+            out = empty(self.out_shape(A, N, options), torch_type(element), A)
         for name in self.outputs:
             given = options.get(name)
             if given is True or (given is None and name in self.always):
-                complete[name] = _allocated(name, A, B, out, options)
+                complete[name] = self.allocated(name, A, N, out, options)
             elif given is False:
                 complete[name] = None
         return out, complete
+
+    def columns(self, N: int) -> int:
+        """Of ``out``."""
+        return N * self.width.numerator // self.width.denominator
+
+    def out_shape(self, A: Any, N: int, options: dict[str, Any]) -> tuple[int, ...]:
+        return (*A.shape[:-1], self.columns(N))
+
+    def allocated(self, name: str, A: Any, N: int, out: Any, options: dict[str, Any]) -> Any:
+        """An output beside ``out``; None where its operation only reads what has that name."""
+        import torch
+
+        element = torch.float64 if A.dtype is torch.float64 else torch.float32
+        if name == "preactivation":
+            return empty((*A.shape[:-1], N), torch_type(out.dtype), A)
+        if name == "amax":
+            return empty((), element, A)
+        if name == "dprob":
+            return empty(A.shape[:-1], element, A)
+        if name == "dbias":
+            return empty((*A.shape[:-2], out.shape[-1]), element, A)
+        assert name == "scale", name
+        mode = options.get("mode")
+        if mode == "row":
+            return empty(A.shape[:-1], torch.float32, A)
+        blocks = (*A.shape[:-1], N // 32)
+        return empty(blocks, torch.float8_e8m0fnu, A) if mode == "mx" else None
 
     def written(self, options: dict[str, Any]) -> tuple[str, ...]:
         """The outputs beside ``out``, of options that are complete."""
@@ -92,35 +131,13 @@ class Form:
         return self._types[written]
 
 
-def _allocated(name: str, A: Any, B: Any, out: Any, options: dict[str, Any]) -> Any:
-    """An output beside ``out``; None where its operation only reads what has that name."""
-    import torch
-
-    N = B.shape[-1]
-    element = torch.float64 if A.dtype is torch.float64 else torch.float32
-    if name == "preactivation":
-        return _empty((*A.shape[:-1], N), _torch_type(out.dtype), A)
-    if name == "amax":
-        return _empty((), element, A)
-    if name == "dprob":
-        return _empty(A.shape[:-1], element, A)
-    if name == "dbias":
-        return _empty((*A.shape[:-2], out.shape[-1]), element, A)
-    assert name == "scale", name
-    mode = options.get("mode")
-    if mode == "row":
-        return _empty(A.shape[:-1], torch.float32, A)
-    blocks = (*A.shape[:-1], N // 32)
-    return _empty(blocks, torch.float8_e8m0fnu, A) if mode == "mx" else None
-
-
-def _torch_type(element: Any) -> Any:
+def torch_type(element: Any) -> Any:
     import torch
 
     return element if isinstance(element, torch.dtype) else dtype(element).torch
 
 
-def _empty(shape: tuple[int, ...], element: Any, like: Any) -> Any:
+def empty(shape: tuple[int, ...], element: Any, like: Any) -> Any:
     import torch
 
     return torch.empty(shape, dtype=element, device=like.device)

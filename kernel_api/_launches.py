@@ -16,20 +16,21 @@ import functools
 import itertools
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from kernel_api import _compile_cache, provider
 from kernel_api._forms import FACTORS, Form
-from kernel_api.arguments import Arguments, GemmArguments
+from kernel_api.arguments import Arguments
+from kernel_api.arguments.gemm import ProductArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.discovery import explain, get_kernels
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError, NoKernelError
-from kernel_api.fusions._shared import matrices
 from kernel_api.kernel import Kernel, require_data
+from kernel_api.offsets import check_is_asked
 from kernel_api.operands import MAX_ALIGNMENT, Operand
 
 #: What :func:`repeated` returns where nothing is known of such a call.
@@ -74,7 +75,7 @@ class Launch:
         absent: Makers of the outputs that the call does not give, with the alignment in bytes that
             the launcher needs.
         apart: Pairs of tensors that may not share memory: place and size in bytes of each.
-        operands: Names of what the launcher takes, each with what makes it of the option.
+        operands: Names of what the launcher takes, each with an option and what makes it of that.
         constants: Further ones.
         results: From ``out`` and the options to what the call returns; None: it is ``out``.
         plain: Sizes in bytes of A, B and out where the call gives these and nothing else has to be
@@ -89,7 +90,7 @@ class Launch:
         launcher: Callable[..., None],
         absent: dict[str, tuple[Callable[[], Any], int]],
         apart: list[tuple[int, int, int, int]],
-        operands: dict[str, Callable[[Any], Any]],
+        operands: dict[str, tuple[str, Callable[[Any], Any]]],
         constants: dict[str, Any],
         results: Callable[[Any, dict[str, Any]], Any] | None,
         plain: tuple[int, int, int] | None,
@@ -109,7 +110,7 @@ class Launch:
                     return NEW
             out = options.pop("out", out)
         if self.operands or self.constants:
-            operands = {name: of(options[name]) for name, of in self.operands.items()}
+            operands = {name: of(options[own]) for name, (own, of) in self.operands.items()}
             self.launcher(A, B, out, **operands, **self.constants)
         else:
             self.launcher(A, B, out)
@@ -195,14 +196,14 @@ def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
 
 def first(form: Form, call: Call) -> Any:
     """Run a call that looks like no earlier one, or that has to be looked at every time."""
-    A, B = matrices(call.A, call.B)
+    A, B = form.operands(call.A, call.B)
     if type(A.tensor) not in TENSORS and _is_fake(A.tensor):
         from kernel_api import _operators
 
         return _operators.traced(form, *call)
     if call.out is not None and call.out_dtype is not None:
         _check_type(call.out, call.out_dtype)
-    out, complete = form.completed(A.tensor, B.tensor, call.out, call.out_dtype, call.options)
+    out, complete = form.completed(A.tensor, B, call.out, call.out_dtype, call.options)
     args = form.fusion(A, B, out=out, **complete)
     kernel, artifact = chosen(args)
     kernel.run(args, artifact, assume_supported_args=True)
@@ -265,7 +266,7 @@ def _remember(
     call: Call,
     out: Any,
     complete: dict[str, Any],
-    args: GemmArguments,
+    args: ProductArguments,
     kernel: Kernel,
     artifact: CompiledArtifact,
 ) -> None:
@@ -284,23 +285,40 @@ def _remember(
     own = zip(args.operand_names, args.operands, strict=True)
     if key in _launches or not args.writes_anything:
         return
-    taken = _operands(args, call.options, complete)
+    taken = _operands(form, args, call.options, complete)
     if taken is None or any(operand.tensor is not tensors[name] for name, operand in own):
         return
+    if form.further and check_is_asked():
+        return
     places = [name for name, value in call.given.items() if type(value) in TENSORS]
+    written = {form.option_of(name): operand for name, operand in args.outputs.items()}
     absent = {
         name: (_maker(tensors[name]), operand.alignment)
-        for name, operand in args.outputs.items()
+        for name, operand in written.items()
         if name not in places
     }
     results = form.results if form.written(complete) else None
-    launcher, apart = kernel._launcher_for_sizes(args, artifact), _apart(args, places)
+    launcher = kernel._launcher_for_sizes(args, artifact)
+    apart = _apart({name: Operand(call.given[name]).span for name in places}, written)
+    if form.further:
+        launcher = _with_further(launcher, form.further)
+        for name in (*form.further, *args.launch_values):
+            taken[0][name] = name, _itself
     plain = (args.A.span, args.B.span, args.out.span) if places == ["A", "B", "out"] else None
     launch = Launch(launcher, absent, apart, *taken, results, plain)
     with _lock:
         if len(_launches) >= _KEPT:
             _forget_some()
         _launches[key] = launch
+
+
+def _with_further(launcher: Callable[..., None], names: tuple[str, ...]) -> Callable[..., None]:
+    """Takes by name what the launcher takes behind A, B and out."""
+
+    def launch(A: Any, B: Any, out: Any, **others: Any) -> None:
+        launcher(A, B, out, *[others.pop(name) for name in names], **others)
+
+    return launch
 
 
 def _forget_some() -> None:
@@ -310,11 +328,11 @@ def _forget_some() -> None:
         del _launches[key]
 
 
-def _apart(args: Arguments, places: list[str]) -> list[tuple[int, int, int, int]]:
+def _apart(spans: dict[str, int], written: Iterable[str]) -> list[tuple[int, int, int, int]]:
     """Outputs that are made for the call share memory with nothing, and are left out."""
-    spans = {name: o.span for name, o in args.named_operands.items() if name in places}
-    written = [name for name in args.outputs if name in spans]
-    pairs = {frozenset((one, other)) for one in written for other in spans if one != other}
+    places = list(spans)
+    outputs = [name for name in written if name in spans]
+    pairs = {frozenset((one, other)) for one in outputs for other in spans if one != other}
     return [
         (places.index(one), spans[one], places.index(other), spans[other])
         for one, other in map(sorted, pairs)
@@ -328,31 +346,41 @@ def _maker(tensor: Any) -> Callable[[], Any]:
 
 
 def _operands(
-    args: Arguments, options: dict[str, Any], complete: dict[str, Any]
-) -> tuple[dict[str, Callable[[Any], Any]], dict[str, Any]] | None:
+    form: Form, args: Arguments, options: dict[str, Any], complete: dict[str, Any]
+) -> tuple[dict[str, tuple[str, Callable[[Any], Any]]], dict[str, Any]] | None:
     """What the launcher takes by name, made of options; and constants. None: it cannot be told."""
-    made: dict[str, Callable[[Any], Any]] = {}
+    made: dict[str, tuple[str, Callable[[Any], Any]]] = {}
     constants: dict[str, Any] = {}
     operands = {} if args.epilogue is None else args.epilogue.operands
     for name, value in operands.items():
         if isinstance(value, (int, float)) and name not in options:
             constants[name] = value
             continue
-        of = _made_of(complete.get(name), value)
+        option = form.option_of(name)
+        of = _made_of(complete.get(option), value)
         if of is None:
             return None
-        made[name] = of
+        made[name] = option, of
     return made, constants
 
 
 def _made_of(option: Any, value: Any) -> Callable[[Any], Any] | None:
-    """What makes an operand of an option: a number's type, a mode of one element, or nothing."""
+    """What makes an operand of an option: a number's type, modes of one element, one of several
+    columns, or nothing."""
     if isinstance(value, (int, float)):
         return type(value) if type(option) in _NUMBERS else None
     tensor = value.tensor
     if option is tensor:
         return _itself
-    if type(option) not in TENSORS or option.dim() + 1 != tensor.dim():
+    if type(option) not in TENSORS:
+        return None
+    if option.dim() == 1 and tensor.dim() == 3 and _view(option.view(-1, 1, 1)) == _view(tensor):
+        return operator.methodcaller("view", -1, 1, 1)
+    if option.dim() == 2 and tensor.dim() == 1:
+        for place in range(option.shape[1]):
+            if _view(option[:, place]) == _view(tensor):
+                return operator.methodcaller("select", 1, place)
+    if option.dim() + 1 != tensor.dim():
         return None
     for mode in range(tensor.dim()):
         if _view(option.unsqueeze(mode)) == _view(tensor):

@@ -8,16 +8,22 @@ from kernel_api.arguments import ScaleMode
 from kernel_api.metadata import DesignMetadata, OperandsMetadata, TensorAttributes
 from kernel_api.utils import strides_to_layout_string
 
+#: An operand that all kernels ask the same of.
+_SAME_FOR_ALL = "offsets"
+
 
 def name_of(family: str, operands: OperandsMetadata, design: DesignMetadata) -> str:
     """Of one design of a family for one combination of operands."""
-    tensors = operands.tensors.values()
+    tensors = [one for name, one in operands.tensors.items() if name != _SAME_FOR_ALL]
     types = [_type_label(t) for t in tensors if t.dtype is not None]
     for field in ("accumulator_type", "multiplication_type"):
         if getattr(operands, field, None) is not None:
             types.append(getattr(operands, field).short)
     strides = [t.stride for t in tensors if t.stride is not None]
-    parts = [family, *types, strides_to_layout_string(*strides), design.label()]
+    ragged = getattr(operands, "ragged", "any")
+    form = "" if ragged == "any" else f"ragged_{ragged.lower()}"
+    experts = "pointers" if getattr(operands, "experts", "") == "pointers" else ""
+    parts = [family, form, experts, *types, strides_to_layout_string(*strides), design.label()]
     if strides:
         parts.append("align" + "x".join(str(t.alignment) for t in tensors))
     return re.sub(r"\W+", "_", "_".join(filter(None, parts)))

@@ -19,7 +19,7 @@ import torch
 from kernel_api._forms import FACTORS, Form
 from kernel_api._launches import Call, first
 from kernel_api.errors import ArgumentError
-from kernel_api.ops import FORMS
+from kernel_api.ops import FORMS, GROUPED_FORMS
 
 _SCHEMA = (
     "(Tensor A, Tensor B, Tensor(a!) out, Tensor(b!)[] written, Tensor[] read, float[] floats, "
@@ -106,5 +106,5 @@ def _check(form: Form, A: Any, B: Any, out: Any, *rest: Any) -> None:
         form.fusion(A, B, out=out, **options)
 
 
-for _form, _call in FORMS:
+for _form, _call in (*FORMS, *GROUPED_FORMS):
     _register(_form, _call)

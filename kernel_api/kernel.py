@@ -130,6 +130,8 @@ class Kernel(metaclass=KernelType):
         operands, space, design: The declarative design space (see :mod:`kernel_api.space`).
         operands_metadata: The class of ``metadata.operands``.
         arguments: The arguments class that a declared family computes.
+        ragged, experts: The form of grouped products that a declared family computes, see
+            :class:`~kernel_api.metadata.GroupedGemmOperandsMetadata`; None for other operations.
         reorders_accumulation: Whether sums are formed in another order than one pass over K;
             ``verify`` then allows three times the error of torch instead of twice.
         fuses: Whether the declared kernels exist with any epilogue as well; rules say with which.
@@ -147,6 +149,8 @@ class Kernel(metaclass=KernelType):
     design: ClassVar[Callable[..., DesignMetadata]] = BLASDesignMetadata
     operands_metadata: ClassVar[type[OperandsMetadata]] = GemmOperandsMetadata
     arguments: ClassVar[type[Arguments] | None] = None
+    ragged: ClassVar[str | None] = None
+    experts: ClassVar[str | None] = None
     reorders_accumulation: bool = False
     fuses: ClassVar[bool] = False
     any_epilogue: ClassVar[bool] = False
@@ -221,11 +225,11 @@ class Kernel(metaclass=KernelType):
         return self._launcher(args, artifact)
 
     def _launch_operands(self, args: Any) -> dict[str, Any]:
-        """What a launcher takes by name, of the arguments: the operands of the epilogue."""
-        if args.epilogue is None:
-            return {}
-        operands: dict[str, Any] = args.epilogue.operands
-        return {name: getattr(value, "tensor", value) for name, value in operands.items()}
+        """What a launcher takes by name, of the arguments: values beside the operands, and the
+        operands of the epilogue."""
+        operands = {} if args.epilogue is None else args.epilogue.operands
+        tensors = {name: getattr(value, "tensor", value) for name, value in operands.items()}
+        return {**args.launch_values, **tensors}
 
     # What users call ---------------------------------------------------------------------
 
@@ -287,6 +291,7 @@ class Kernel(metaclass=KernelType):
             accepted[artifact] = self
         workspace = self._workspace(args, workspace)
         if args.writes_anything:
+            args.check_values()
             _recording.record(args)
             self._run(args, artifact, stream, workspace)
 
@@ -395,8 +400,11 @@ class Kernel(metaclass=KernelType):
     def operand_groups(cls) -> Iterator[Variants]:
         """Every combination of element types that the declared rows give, with its variants."""
         modes = (cls.arguments or GemmArguments).modes
+        form = {"ragged": cls.ragged, "experts": cls.experts}
+        given = {name: value for name, value in form.items() if value is not None}
+        metadata = functools.partial(cls.operands_metadata, **given)
         for row in cls.operands:
-            yield from row.groups(cls.operands_metadata, modes)
+            yield from row.groups(metadata, modes)
 
     @classmethod
     def operand_variants(cls) -> Iterator[OperandsMetadata]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import TF32, TF32X3
@@ -21,6 +21,15 @@ _TYPES, _SCALES, _MAJORS, _ALIGNMENT, _FITS = 10, 14, 20, 30, 40
 _ALLOWED_BY = {TF32: ("tf32",), TF32X3: ("tf32x3", "tf32")}
 _MANTISSA_BITS = {TF32: 10, TF32X3: 21}
 
+#: What metadata may say beside its tensors.
+_FURTHER = ("accumulator_type", "multiplication_type", "ragged", "experts")
+
+#: Forms of a grouped product by the mode that is cut into groups.
+_FORMS = {
+    "M": "the groups are rows of A (ragged M)",
+    "K": "the groups are what is summed over (ragged K)",
+}
+
 #: Progress of everything that is checked after the operands.
 BEHIND_OPERANDS = _FITS
 
@@ -36,8 +45,8 @@ def match_operands(
 def types_of(operands: OperandsMetadata) -> tuple[Hashable, ...]:
     """All that :func:`match_types` looks at."""
     types = tuple((tensor.dtype, tensor.scale) for tensor in operands.tensors.values())
-    accumulator = getattr(operands, "accumulator_type", None)
-    return (operands.names, types, accumulator, getattr(operands, "multiplication_type", None))
+    further = (getattr(operands, name, None) for name in _FURTHER)
+    return (operands.names, types, *further)
 
 
 def match_types(operands: OperandsMetadata, args: Arguments) -> Status:
@@ -47,6 +56,9 @@ def match_types(operands: OperandsMetadata, args: Arguments) -> Status:
             f"the kernel takes operands {operands.names}, these are {type(args).__name__}",
             rule=KIND_OF_OPERATION,
         )
+    refusal = _form_mismatch(operands, args)
+    if refusal is not None:
+        return Status.fail(refusal, rule=KIND_OF_OPERATION)
     for step, (name, attributes) in enumerate(operands.tensors.items()):
         operand = getattr(args, name)
         if attributes.dtype is not None and operand.dtype is not attributes.dtype:
@@ -63,6 +75,21 @@ def match_types(operands: OperandsMetadata, args: Arguments) -> Status:
         if attributes.scale != "any" and mode is not attributes.scale:
             return _scale_mismatch(name, mode, attributes, _SCALES + step)
     return _match_arithmetic(operands, args)
+
+
+def _form_mismatch(operands: OperandsMetadata, args: Any) -> str | None:
+    """Why a kernel of one form of grouped products does not compute another."""
+    ragged, experts = (getattr(operands, name, "any") for name in ("ragged", "experts"))
+    if ragged not in ("any", getattr(args, "ragged", "any")):
+        return f"{_FORMS[args.ragged]}; the kernel is for ragged {ragged}"
+    if experts == "any":
+        return None
+    given = [name for name in ("B", "out") if getattr(args, name).discrete]
+    if given and experts == "dense":
+        return f"{given[0]} is given as matrices that lie anywhere; the kernel takes one tensor"
+    if not given and experts == "pointers":
+        return "the experts are one tensor; the kernel takes the addresses of matrices"
+    return None
 
 
 def _scale_mismatch(

@@ -82,7 +82,18 @@ class OperandsMetadata:
 
 
 @dataclass(frozen=True)
-class GemmOperandsMetadata(OperandsMetadata):
+class ProductOperandsMetadata(OperandsMetadata):
+    """What matrix products have beside their tensors: two types, kept as the canonical ones."""
+
+    def __post_init__(self) -> None:
+        for name in ("accumulator_type", "multiplication_type"):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, dtype(given))
+
+
+@dataclass(frozen=True)
+class GemmOperandsMetadata(ProductOperandsMetadata):
     """Operands of a GEMM kernel.
 
     ``multiplication_type`` is set where the products are formed in another type than the
@@ -95,11 +106,36 @@ class GemmOperandsMetadata(OperandsMetadata):
     accumulator_type: DType | None
     multiplication_type: DType | None = None
 
+
+#: How what has a matrix per expert may be given.
+EXPERTS = ("dense", "pointers", "any")
+
+
+@dataclass(frozen=True)
+class GroupedGemmOperandsMetadata(ProductOperandsMetadata):
+    """Operands of a grouped GEMM kernel, see :class:`GemmOperandsMetadata`.
+
+    Attributes:
+        ragged: The mode that is cut into groups: ``"M"``, rows of A and out; ``"K"``, what is
+            summed over; ``"any"``: either.
+        experts: ``"dense"``: what has a matrix per expert, B or the out of ragged K, is one
+            tensor; ``"pointers"``: the addresses of matrices; ``"any"``: either.
+    """
+
+    A: TensorAttributes
+    B: TensorAttributes
+    out: TensorAttributes
+    offsets: TensorAttributes
+    accumulator_type: DType | None
+    ragged: str = "M"
+    multiplication_type: DType | None = None
+    experts: str = "dense"
+
     def __post_init__(self) -> None:
-        if self.accumulator_type is not None:
-            object.__setattr__(self, "accumulator_type", dtype(self.accumulator_type))
-        if self.multiplication_type is not None:
-            object.__setattr__(self, "multiplication_type", dtype(self.multiplication_type))
+        super().__post_init__()
+        for name, choices in (("ragged", ("M", "K", "any")), ("experts", EXPERTS)):
+            if getattr(self, name) not in choices:
+                raise ArgumentError(f"{name} is {getattr(self, name)!r}; expected one of {choices}")
 
 
 @dataclass(frozen=True)

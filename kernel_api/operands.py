@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -104,6 +105,8 @@ class Operand:
 
     #: Which elements share a scale; of a ScaledOperand.
     mode: Any = None
+    #: Whether ``tensor`` has the addresses of matrices that lie anywhere.
+    discrete: bool = False
     _address: int | None
 
     def __init__(self, tensor: Any, name: str = "operand") -> None:
@@ -124,6 +127,11 @@ class Operand:
         self._alignment: int | None = None
         # Others than plain tensors may be without memory; those on meta tell their offset.
         self._address = tensor.data_ptr() if plain and not layout.on_meta else None
+
+    def maker(self) -> Callable[[Any], Any] | None:
+        """Makes an operand like this of another tensor, and keeps none but a scale; None where
+        that is the tensor itself."""
+        return None
 
     @property
     def rank(self) -> int:
@@ -195,8 +203,8 @@ def _is_fake(tensor: Any) -> bool:
 def overlap(a: Operand, b: Operand) -> bool:
     """Whether two operands share memory. Never False for those that do.
 
-    Slices of one buffer side by side (columns of a packed projection) are told apart when all
-    their strides but the unit one are multiples of one row pitch.
+    Slices of one buffer side by side (columns of a packed projection, every other element) are
+    told apart when all their strides but the unit one are multiples of one row pitch.
     """
     start_a, start_b = a._address or a.address, b._address or b.address
     if start_a < start_b:
@@ -218,18 +226,16 @@ def _common_pitch(a: Operand, b: Operand) -> int | None:
 
     pitch = 0
     for operand in (a, b):
-        unit = operand.unit_mode
-        if unit is None:
-            return None
+        unit = None if operand.unit_mode is None else operand.rank + operand.unit_mode
         for mode, (extent, stride) in enumerate(zip(operand.shape, operand.stride, strict=True)):
-            if mode != operand.rank + unit and extent > 1:
+            if mode != unit and extent > 1:
                 pitch = gcd(pitch, stride * operand.dtype.itemsize)
     return pitch or None
 
 
 def _row_bytes(operand: Operand) -> int:
-    assert operand.unit_mode is not None
-    return operand.shape[operand.unit_mode] * operand.dtype.itemsize
+    unit = operand.unit_mode
+    return (1 if unit is None else operand.shape[unit]) * operand.dtype.itemsize
 
 
 def self_overlapping(operand: Operand) -> bool:

@@ -9,6 +9,9 @@ is allocated if it is True; those that the operation is for (``amax`` of ``gemm_
 of ``gemm_quantize``) always are. What comes back is ``out``, or a named tuple of all outputs
 where there are several.
 
+Products of groups take ``offsets`` behind A and B. Where they allocate ``out``, rows of tokens that
+belong to no group are not initialised.
+
 All raise what the fusions raise, and NoKernelError, which says why, where no kernel takes the
 operands.
 
@@ -29,10 +32,14 @@ from typing import Any
 
 from kernel_api import fusions
 from kernel_api._forms import Form, Fusion
+from kernel_api._grouped_forms import GroupedForm
 from kernel_api._norm_ops import *  # noqa: F403
 
 #: Every form of a fusion, and the function that is it.
 FORMS: list[tuple[Form, Callable[..., Any]]] = []
+
+#: The same of products of groups.
+GROUPED_FORMS: list[tuple[Form, Callable[..., Any]]] = []
 
 
 def _one_call(fusion: Fusion, *optional: str, **how: Any) -> Callable[..., Any]:
@@ -43,8 +50,25 @@ def _one_call(fusion: Fusion, *optional: str, **how: Any) -> Callable[..., Any]:
         how: Further arguments of :class:`~kernel_api._forms.Form`.
     """
     form = Form(fusion, optional, **how)
+    call = _named(form, _caller(form))
+    FORMS.append((form, call))
+    return call
 
-    @functools.wraps(fusion)
+
+def _one_call_of_groups(fusion: Fusion, *optional: str, **how: Any) -> Callable[..., Any]:
+    """The same of a fusion of products of groups."""
+    form = GroupedForm(fusion, optional, **how)
+    run = _caller(form)
+
+    def call(A: Any, B: Any, offsets: Any, **options: Any) -> Any:
+        return run(A, B, offsets=offsets, **options)
+
+    call = _named(form, call)
+    GROUPED_FORMS.append((form, call))
+    return call
+
+
+def _caller(form: Form) -> Callable[..., Any]:
     def call(A: Any, B: Any, *, out: Any = None, out_dtype: Any = None, **options: Any) -> Any:
         launches = _launches or _loaded()
         if launches.is_traced():
@@ -54,9 +78,14 @@ def _one_call(fusion: Fusion, *optional: str, **how: Any) -> Callable[..., Any]:
             return found
         return launches.first(form, launches.Call(A, B, out, out_dtype, options))
 
+    return call
+
+
+def _named(form: Form, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, which looks like the fusion."""
+    functools.update_wrapper(call, form.fusion)
     call.__module__ = __name__
     call.__signature__ = form.signature  # type: ignore[attr-defined]
-    FORMS.append((form, call))
     return call
 
 
@@ -114,3 +143,18 @@ gemm_recompute_dactivation = _one_call(fusions.gemm_recompute_dactivation, *_GRA
 gemm_rope = _one_call(fusions.gemm_rope)
 gemm_quantize = _one_call(fusions.gemm_quantize, "amax", always=("scale",), element="float8_e4m3fn")
 gemm_dropout = _one_call(fusions.gemm_dropout)
+
+_TOKENS = ("preactivation", "amax")
+
+grouped_gemm = _one_call_of_groups(fusions.grouped_gemm)
+grouped_gemm_glu = _one_call_of_groups(fusions.grouped_gemm_glu, *_TOKENS, width=_HALF)
+grouped_gemm_dglu = _one_call_of_groups(fusions.grouped_gemm_dglu, *_GRADIENT, "amax", width=2)
+grouped_gemm_srelu = _one_call_of_groups(fusions.grouped_gemm_srelu, *_TOKENS)
+grouped_gemm_dsrelu = _one_call_of_groups(fusions.grouped_gemm_dsrelu, *_GRADIENT, "amax")
+grouped_gemm_glu_hadamard = _one_call_of_groups(
+    fusions.grouped_gemm_glu_hadamard, *_TOKENS, width=_HALF
+)
+grouped_gemm_quantize = _one_call_of_groups(
+    fusions.grouped_gemm_quantize, "amax", always=("scale",), element="float8_e4m3fn"
+)
+grouped_gemm_wgrad = _one_call_of_groups(fusions.grouped_gemm_wgrad)

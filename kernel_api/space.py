@@ -216,7 +216,7 @@ class Operands:
             if name in fixed:
                 units[name] = (letters.lower().index(fixed[name].lower()) - len(letters),)
             else:
-                units[name] = (-1, -2)
+                units[name] = (-1, -2)[: len(letters)]
         return units
 
 

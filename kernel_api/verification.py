@@ -10,20 +10,26 @@ must be equal. The reference may add an allowance: what one rounding of the accu
 because the baseline's error can be small by luck; for float64 an error bound, because there is
 nothing wider to compare with; behind an epilogue what all that changes, and half a unit for the
 integers that it rounds.
+
+Rows of an output that are not written have to stay. An output that is added to begins with numbers
+that are the same every time.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from kernel_api.arguments.experts import ExpertPointers, memory_of
 from kernel_api.errors import ArgumentError
 from kernel_api.provider import providers
 
 if TYPE_CHECKING:
     from kernel_api.arguments import Arguments
     from kernel_api.kernel import Kernel
+    from kernel_api.operands import Operand
 
 FACTOR, FACTOR_REORDERED = 2.0, 3.0
 
@@ -91,20 +97,62 @@ def conduct(args: Arguments, run: Callable[[], Any]) -> str | None:
     else; what it did, if it did."""
     outputs = args.outputs
     inputs = [(name, o) for name, o in args.named_operands.items() if name not in outputs]
-    before = [operand.tensor.clone() for _, operand in inputs]
-    for operand in outputs.values():
-        poison(operand.tensor)
-    written = [operand.tensor for operand in outputs.values()]
-    guards = {name: _Guard(o.tensor, written) for name, o in outputs.items()}
+    before = [[part.tensor.clone() for part in memory_of(operand)] for _, operand in inputs]
+    prepare(args)
+    written = [(name, one) for name, o in outputs.items() for one in _written(o)]
+    guards = [(name, _Guard(one, [other for _, other in written])) for name, one in written]
+    rest = {n: _Rest(outputs[n].tensor, rows) for n, rows in args.rows_written().items()}
     run()
     _synchronize(args)
-    for (name, operand), copy in zip(inputs, before, strict=True):
-        if not _same_bits(operand.tensor, copy):
+    for (name, operand), copies in zip(inputs, before, strict=True):
+        parts = zip(memory_of(operand), copies, strict=True)
+        if not all(_same_bits(part.tensor, copy) for part, copy in parts):
             return f"the kernel changed its input {name}"
-    for name, guard in guards.items():
+    for name, guard in guards:
         if guard.broken():
             return f"the kernel wrote outside of {name}, into memory between its rows"
+    for name, others in rest.items():
+        if others.broken():
+            return f"the kernel wrote rows of {name} that are none of the result's"
     return None
+
+
+def prepare(args: Arguments) -> None:
+    """Poison the outputs; those that are added to get the numbers that they begin with."""
+    for name, operand in args.outputs.items():
+        for tensor in _written(operand):
+            if name in args.accumulated:
+                _begin(tensor)
+            else:
+                poison(tensor)
+
+
+def _written(operand: Operand) -> list[Any]:
+    """The tensors that an output is written to."""
+    if isinstance(operand, ExpertPointers):
+        raise ArgumentError(
+            "an output is given by addresses, and verify looks at tensors; pass a list of them"
+        )
+    return [part.tensor for part in memory_of(operand)]
+
+
+def _whole(operand: Operand) -> Any:
+    """What is in an output."""
+    import torch
+
+    return torch.stack(_written(operand)) if operand.discrete else operand.tensor
+
+
+def _begin(out: Any) -> None:
+    """Fill with numbers that depend on its shape alone."""
+    import torch
+
+    random = torch.Generator(out.device).manual_seed(0)
+    if out.dtype.is_floating_point:
+        drawn = torch.randn(out.shape, generator=random, device=out.device)
+    else:
+        drawn = torch.randint(0, 9, out.shape, generator=random, device=out.device)
+    out.copy_(drawn)
 
 
 def _oracle(args: Arguments) -> Oracle:
@@ -128,21 +176,35 @@ class Expected:
 
     def __init__(self, args: Arguments) -> None:
         oracle = _oracle(args)
-        self._exact = oracle.exact(args)
-        self._allowance = oracle.allowance(args)
-        self._base = oracle.same_dtype(args)
+        with _beginnings(args):
+            self._exact = oracle.exact(args)
+            self._allowance = oracle.allowance(args)
+            self._base = oracle.same_dtype(args)
 
     def judge(self, args: Arguments, factor: float = FACTOR) -> Verification:
         """Of outputs that were computed from the same inputs."""
         worst = Verification(True, 0.0, 0.0)
+        rows = args.rows_written()
         for name, ref in self._exact.items():
-            out, base = args.outputs[name].tensor, self._base[name]
+            out, base = _whole(args.outputs[name])[rows.get(name, ...)], self._base[name]
             found = compare(out, ref, base, factor=factor, allowance=self._allowance.get(name))
             if not found:
                 several = len(self._exact) > 1
                 return replace(found, reason=f"{name}: {found.reason}") if several else found
             worst = max(worst, found, key=lambda v: v.error_ratio)
         return worst
+
+
+@contextlib.contextmanager
+def _beginnings(args: Arguments) -> Iterator[None]:
+    """Within it, outputs that are added to hold what they begin with."""
+    tensors = [one for name in args.accumulated for one in _written(args.outputs[name])]
+    kept = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        _begin(tensor)
+    yield
+    for tensor, before in zip(tensors, kept, strict=True):
+        tensor.copy_(before)
 
 
 def _failed(reason: str, error: float = float("inf"), ratio: float = float("inf")) -> Verification:
@@ -208,6 +270,27 @@ class _Guard:
             )
             view.copy_(out)
         return not torch.equal(self._bytes, self._before)
+
+
+class _Rest:
+    """Remembers the rows of an output that are not to be written.
+
+    Args:
+        written: Indexes those that are.
+    """
+
+    def __init__(self, out: Any, written: Any) -> None:
+        import torch
+
+        self._out = out
+        self._rows = torch.ones(len(out), dtype=torch.bool, device=out.device)
+        self._rows[written] = False
+        self._before = _bits(out)[self._rows]
+
+    def broken(self) -> bool:
+        import torch
+
+        return not torch.equal(_bits(self._out)[self._rows], self._before)
 
 
 def poison(out: Any) -> None:

@@ -60,7 +60,7 @@ def executed(call):
 #: every family.
 SAMPLE = ("Sm80Gemm", "Sm90Fp8Gemm", "Sm90RepackedGemm", "Sm80RmsNorm", "Sm80LayerNormBackward")
 #: That run on a GPU only.
-NOT_HERE = ("TorchRmsNormBackward", "TorchLayerNormBackward")
+NOT_HERE = ("TorchRmsNormBackward", "TorchLayerNormBackward", "TorchScaledGroupedGemm")
 
 
 @pytest.mark.compile

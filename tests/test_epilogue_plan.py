@@ -120,6 +120,16 @@ def test_halves_are_dealt_out_in_blocks_of_32():
     by_rule(args, "halves of columns are dealt out to tiles 32 at a time", "96 columns")
 
 
+def test_hopper_kernels_take_halves_of_a_k_major_matrix_only():
+    def args(B):
+        A, out = empty(128, 64), empty(128, 128)
+        return ka.GemmArguments(A, B, out, epilogue=ka.EpilogueArguments(swiglu))
+
+    rule = "B is K-major where its halves are taken in turns: a swizzle is wider than 32 columns"
+    by_rule(args(empty(64, 256)), rule, "", [HOPPER])
+    assert HOPPER not in refusals(args(empty(256, 64).t()))
+
+
 @pytest.mark.parametrize(("empty_mode", "sizes"), [("M", (0, 8, 8)), ("K", (8, 8, 0))])
 def test_a_product_of_nothing_has_no_epilogue(empty_mode, sizes):
     rule = "an epilogue takes operands without scales, and at least one row, column and product"

@@ -98,58 +98,88 @@ class OperandTiles:
         row, k = _as_modes(self.unit_mode, along, across)
         row += first_row
         offset = Int64(row) * mX.stride[0] + Int64(k) * mX.stride[1] + Int64(batch) * mX.stride[2]
+        return TileSource(
+            pointer=mX.iterator + offset,
+            copy_pitch=Int64(self.grid.step) * mX.stride[1 - self.unit_mode],
+            **self._share(mX, row, k, sX, along, across),
+        )
+
+    @cute.jit
+    def gathered_source(
+        self, mX: cute.Tensor, rows: cute.Tensor, first_row: Int32, sX: cute.Tensor, thread: Int32
+    ) -> "GatheredTileSource":
+        """The same where row i is row rows[i] of mX, which lies along K; as many rows as the shape
+        of mX says."""
+        if const_expr(self.unit_mode == 0):
+            raise ValueError("rows that are gathered lie along K")
+        along, across = self.grid.first(thread)
+        row, k = first_row + across, along
+        return GatheredTileSource(
+            pointers=[
+                mX.iterator
+                + (Int64(_row_of(rows, row + i * self.grid.step, mX)) * mX.stride[0] + k)
+                for i in range(self.grid.copies)
+            ],
+            **self._share(mX, row, k, sX, along, across),
+        )
+
+    def _share(self, mX, row, k, sX, along, across) -> dict:
+        """What does not depend on where rows lie."""
         left = (mX.shape[0] - row, mX.shape[1] - k)
         slots = [
             (*_as_modes(self.unit_mode, along, across + phase * self.grid.step), 0)
             for phase in range(self.phases)
         ]
-        return TileSource(
-            tiles=self,
-            pointer=mX.iterator + offset,
-            along_left=left[self.unit_mode],
-            across_left=left[1 - self.unit_mode],
-            copy_pitch=Int64(self.grid.step) * mX.stride[1 - self.unit_mode],
-            tile_pitch=Int64(self.shape[1]) * mX.stride[1],
-            slots=[sX.iterator + sX.layout(slot) for slot in slots],
-            busy=across < self.grid.across if const_expr(self.grid.idle_threads) else None,
-        )
+        return {
+            "tiles": self,
+            "along_left": left[self.unit_mode],
+            "across_left": left[1 - self.unit_mode],
+            "tile_pitch": Int64(self.shape[1]) * mX.stride[1],
+            "slots": [sX.iterator + sX.layout(slot) for slot in slots],
+            "busy": across < self.grid.across if const_expr(self.grid.idle_threads) else None,
+        }
+
+
+@cute.jit
+def _row_of(rows: cute.Tensor, row: Int32, mX: cute.Tensor) -> Int32:
+    """rows[row]; of rows behind the last one of mX, which are not read, any."""
+    found = Int32(0)
+    if row < mX.shape[0]:
+        found = rows[row]
+    return found
 
 
 @dataclass
-class TileSource:
-    """What one thread copies of the tiles along K; made by `OperandTiles.source`."""
+class AnySource:
+    """What one thread copies of the tiles along K, wherever its rows lie."""
 
     tiles: OperandTiles
-    pointer: cute.Pointer  # its first element at K = 0
-    along_left: Int32  # elements from there to the end of the operand
+    along_left: Int32  # elements from its first one at K = 0 to the end of the operand
     across_left: Int32
-    copy_pitch: Int64  # elements from one of its copies to the next
     tile_pitch: Int64  # elements from one tile to the next
     slots: list  # where its first copies go in the first stage, one per phase of the swizzle
     busy: Boolean | None  # None: no thread is idle
 
-    @cute.jit
-    def start(self, k_tile: Int32, stage: Int32, part: int) -> list:
-        """Starts to copy part of a tile to a stage; what it returns has to go to `finish`.
+    def _limits(self, k_tile: Int32) -> tuple:
+        """Elements from its first one in a tile to the end of the operand: along, across."""
+        first_k = k_tile * self.tiles.shape[1]
+        if self.tiles.unit_mode == 1:
+            return self.along_left - first_k, self.across_left
+        return self.along_left, self.across_left - first_k
 
-        A tile beyond the end of K reads nothing and becomes zero.
-        """
+    @cute.jit
+    def _copy(self, i: int, vector: cute.Pointer, limits: tuple, stage: Int32) -> list:
+        """Starts the i-th copy; what has to go to `finish`."""
         tiles, grid = self.tiles, self.tiles.grid
-        first_k = k_tile * tiles.shape[1]
-        along_left = self.along_left - (first_k if const_expr(tiles.unit_mode == 1) else 0)
-        across_left = self.across_left - (first_k if const_expr(tiles.unit_mode == 0) else 0)
-        vector_bytes = min(max(along_left, 0), grid.vector) * tiles.element_bytes
-        first, end = self._copies(part)
-        vector = self.pointer + (Int64(k_tile) * self.tile_pitch + Int64(first) * self.copy_pitch)
+        along_left, across_left = limits
         pending = []
-        for i in cutlass.range_constexpr(first, end):
-            if const_expr(tiles.asynchronous):
-                inside = vector_bytes if i * grid.step < across_left else 0
-                self._copy_async(vector, self._slot(i, stage), inside)
-            else:
-                inside = along_left if i * grid.step < across_left else 0
-                pending.append(_load_each(vector, inside, grid.vector))
-            vector += self.copy_pitch
+        if const_expr(tiles.asynchronous):
+            vector_bytes = min(max(along_left, 0), grid.vector) * tiles.element_bytes
+            inside = vector_bytes if i * grid.step < across_left else 0
+            self._copy_async(vector, self._slot(i, stage), inside)
+        else:
+            inside = along_left if i * grid.step < across_left else 0
+            pending.append(_load_each(vector, inside, grid.vector))
         return pending
 
     @cute.jit
@@ -185,6 +215,47 @@ class TileSource:
             read_only_args=[target.toint(), source.toint(), inside],
             predicate=self.busy,
         )
+
+
+@dataclass
+class TileSource(AnySource):
+    """Of rows that are a constant apart; made by `OperandTiles.source`."""
+
+    pointer: cute.Pointer  # its first element at K = 0
+    copy_pitch: Int64  # elements from one of its copies to the next
+
+    @cute.jit
+    def start(self, k_tile: Int32, stage: Int32, part: int) -> list:
+        """Starts to copy part of a tile to a stage; what it returns has to go to `finish`.
+
+        A tile beyond the end of K reads nothing and becomes zero.
+        """
+        limits = self._limits(k_tile)
+        first, end = self._copies(part)
+        vector = self.pointer + (Int64(k_tile) * self.tile_pitch + Int64(first) * self.copy_pitch)
+        pending = []
+        for i in cutlass.range_constexpr(first, end):
+            pending += self._copy(i, vector, limits, stage)
+            vector += self.copy_pitch
+        return pending
+
+
+@dataclass
+class GatheredTileSource(AnySource):
+    """Of rows that lie anywhere; made by `OperandTiles.gathered_source`."""
+
+    pointers: list  # the first element of each of its copies at K = 0
+
+    @cute.jit
+    def start(self, k_tile: Int32, stage: Int32, part: int) -> list:
+        """See `TileSource.start`."""
+        limits = self._limits(k_tile)
+        first, end = self._copies(part)
+        pending = []
+        for i in cutlass.range_constexpr(first, end):
+            vector = self.pointers[i] + Int64(k_tile) * self.tile_pitch
+            pending += self._copy(i, vector, limits, stage)
+        return pending
 
 
 def _load_each(source: cute.Pointer, inside: Int32, count: int) -> tuple[Uint16, ...]:

@@ -3,12 +3,42 @@
 `along` is the unit-stride mode of the output and `across` the other one, as in operand_tiles.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint16, Uint32, const_expr
 from cutlass.cute import AddressSpace
 
 from .thread_grid import ThreadGrid
+
+
+@dataclass
+class ScatteredRows:
+    """A matrix (M, N, L) to be written, of which row i is row rows[i] of another one."""
+
+    matrix: cute.Tensor
+    rows: cute.Tensor
+
+    @property
+    def iterator(self) -> cute.Pointer:
+        return self.matrix.iterator
+
+    @property
+    def shape(self) -> tuple:
+        return self.matrix.shape
+
+    @property
+    def stride(self) -> tuple:
+        return self.matrix.stride
+
+    @cute.jit
+    def row(self, row: Int32) -> Int32:
+        """Where it is; of rows behind the last one, which are not written, any."""
+        found = Int32(0)
+        if row < self.matrix.shape[0]:
+            found = self.rows[row]
+        return found
 
 
 class OutputTile:
@@ -68,7 +98,7 @@ class OutputTile:
     def store(
         self,
         sD: cute.Tensor,
-        mD: cute.Tensor,
+        mD: cute.Tensor | ScatteredRows,
         first: tuple[Int32, Int32],
         batch: Int32,
         index: int,
@@ -80,30 +110,37 @@ class OutputTile:
         tile_along_left = mD.shape[mode] - first_along
         tile_across_left = mD.shape[1 - mode] - first_across
         along_pitch, across_pitch = mD.stride[mode], mD.stride[1 - mode]
-        origin = mD.iterator + (
-            Int64(batch) * mD.stride[2]
-            + Int64(first_along) * along_pitch
-            + Int64(first_across) * across_pitch
-        )
+        scattered = isinstance(mD, ScatteredRows)
+        origin = mD.iterator + (Int64(batch) * mD.stride[2] + Int64(first_along) * along_pitch)
+        if const_expr(not scattered):
+            origin += Int64(first_across) * across_pitch
         along, across = grid.first(thread)
         across_left = min(tile_across_left, grid.across) - across
         if along + grid.vector > tile_along_left:
             across_left = Int32(0)
         source = sD.iterator + (across * self.pitch + along)
-        target = origin + (Int64(across) * across_pitch + along)
+        target = origin + along
+        if const_expr(not scattered):
+            target += Int64(across) * across_pitch
         for i in cutlass.range_constexpr(grid.copies):
             step = i * grid.step
             values = self._load_vector(source + step * self.pitch)
-            self._store_vector(values, target + Int64(step) * across_pitch, step < across_left)
+            row = Int64(step)
+            if const_expr(scattered):
+                row = Int64(mD.row(first_across + across + step))
+            self._store_vector(values, target + row * across_pitch, step < across_left)
         if const_expr(grid.vector > 1):
             ragged = tile_along_left % grid.vector
             if tile_along_left < grid.along and ragged > 0:
                 along = tile_along_left - ragged
                 end = min(tile_across_left, grid.across)
                 for across in cutlass.range(thread, end, grid.threads, unroll=1):
+                    row = Int64(across)
+                    if const_expr(scattered):
+                        row = Int64(mD.row(first_across + across))
                     for i in cutlass.range_constexpr(grid.vector - 1):
                         if i < ragged:
-                            target = origin + (Int64(across) * across_pitch + (along + i))
+                            target = origin + (row * across_pitch + (along + i))
                             target.store((sD.iterator + (across * self.pitch + along + i)).load())
 
     def _load_vector(self, source: cute.Pointer) -> list:

@@ -19,11 +19,12 @@ from ..common.reductions import ReductionSpace
 from ..common.work_split import COUNTER_BYTES, EvenSplit, PartialSums
 from .mma import MMA_N, check_types, mma_k, mma_operation
 from .output import WarpOutput
+from .reduced_output import ReducedOutput
 from .sliced_output import SlicedOutput
 
 WARP = 32
 WARP_M, WARP_N = 16, 16  # what a warp multiplies at once: one mma.sync along M, two along N
-PLACE = 4  # integers: where a block's tile is, and a flag
+PLACE = 4  # integers: where a block's tile is, then a flag
 WHOLE_BLOCK = 0  # the barrier of all threads
 MAXIMUM_ACCUMULATORS = 128  # per thread, so that nothing spills
 MAXIMUM_ACCUMULATORS_BESIDE = 64  # operands on their way through registers, or sums of others
@@ -69,6 +70,9 @@ class Gemm:
     f32 (as tf32)          f32            f32
     i8, along K            i32            i32, f16, bf16, f32
     """
+
+    place = PLACE
+    reduced_output = ReducedOutput
 
     def __init__(
         self,
@@ -173,19 +177,12 @@ class Gemm:
 
     @cute.jit
     def launch(self, mA, mB, mD, operands, workspace, stream):
-        if const_expr(mA.element_type is not mB.element_type):
-            raise ValueError(f"A is {mA.element_type} but B is {mB.element_type}")
         mA, mB, mD = gemm_modes(mA, mB, mD)
         read = len(self.epilogue.kinds)
         written = read + len(self.epilogue.full) - 1
         mD = (mD, *(operand_batch_last(operand) for operand in operands[read:written]))
         more, operands = operands[written:], self.epilogue.operand_modes(operands[:read])
-        self._plan(
-            mA.element_type,
-            mD[0].element_type,
-            tuple(_unit_mode(mX) for mX in (mA, mB, *mD)),
-            tuple(output.element_type for output in mD[1:]),
-        )
+        self._plan_for(mA, mB, mD)
         extents, batches = (mA.shape[0], mB.shape[0]), mD[0].shape[2]
         tiles_m, tiles_n = self._tiles(extents)
         tiles = tiles_m * tiles_n * batches
@@ -216,7 +213,7 @@ class Gemm:
         """Of one block; the output's unit-stride mode is 0 (M) or 1 (N)."""
         planned = copy(self)
         planned._plan(operand_type, output_type, (1, 1, output_unit_mode))
-        return planned._tile_bytes() + PLACE * Int32.width // 8
+        return planned._tile_bytes() + self.place * Int32.width // 8
 
     def _tile_bytes(self) -> int:
         return max(self._operand_bytes(), self.output.bytes)
@@ -233,6 +230,16 @@ class Gemm:
         parts_of_b = 2 if self.takes_turns else 1
         elements = self.A.elements + parts_of_b * self.B.elements
         return elements * self.operand_type.width // 8
+
+    def _plan_for(self, mA: cute.Tensor, mB: cute.Tensor, mD: tuple) -> None:
+        if mA.element_type is not mB.element_type:
+            raise ValueError(f"A is {mA.element_type} but B is {mB.element_type}")
+        self._plan(
+            mA.element_type,
+            mD[0].element_type,
+            tuple(_unit_mode(mX) for mX in (mA, mB, *mD)),
+            tuple(output.element_type for output in mD[1:]),
+        )
 
     def _plan(
         self, operand_type, output_type, unit_modes: tuple[int, ...], more_types: tuple = ()
@@ -262,6 +269,7 @@ class Gemm:
                 tile=(tile_m, tile_n),
                 warps=self.warps,
                 vector_bytes=self.output_bytes,
+                reduced=self.reduced_output,
             )
             return
         self.D = OutputTile(
@@ -314,17 +322,11 @@ class Gemm:
             k_tiles = cute.ceil_div(mA.shape[1], self.tile_shape[2])
             split = EvenSplit(self.split_k, k_tiles, workspace)
             mA, mB = (self._part_of_k(mX, split) for mX in (mA, mB))
-        tiled_mma = self._tiled_mma()
         sources = (
             self.A.source(mA, first_m, batch, sA, thread),
             *self._sources_of_b(mB, first_n, batch, sB, thread),
         )
-        fragments = self._fragments(tiled_mma, sA, sB, thread)
-        accumulators = cute.make_rmem_tensor(
-            tiled_mma.partition_shape_C(self.tile_shape[:2]), self.accumulator_type
-        )
-        accumulators.fill(self.accumulator_type(0))
-        self._main_loop(tiled_mma, accumulators, sources, fragments, mA.shape[1])
+        tiled_mma, accumulators = self._product(sources, sA, sB, mA.shape[1], thread)
         # From shared memory, since registers are needed for other things across the main loop.
         place, flag = (s_tile[0], s_tile[1], s_tile[2]), s_tile.iterator + 3
         destination = memory, mD, operands, mR, space, place, extents, thread, flag
@@ -333,6 +335,17 @@ class Gemm:
         else:
             if self._combine(accumulators, split, flag, thread):
                 self._write(tiled_mma, accumulators, destination)
+
+    def _product(self, sources, sA, sB, size_k, thread, leading=None) -> tuple:
+        """(tiled MMA, accumulators) of a tile; leading: see `_main_loop`."""
+        tiled_mma = self._tiled_mma()
+        fragments = self._fragments(tiled_mma, sA, sB, thread)
+        accumulators = cute.make_rmem_tensor(
+            tiled_mma.partition_shape_C(self.tile_shape[:2]), self.accumulator_type
+        )
+        accumulators.fill(self.accumulator_type(0))
+        self._main_loop(tiled_mma, accumulators, sources, fragments, size_k, leading)
+        return tiled_mma, accumulators
 
     def _part_of_k(self, mX: cute.Tensor, split: EvenSplit) -> cute.Tensor:
         """What this block multiplies of an operand (rows, K, L)."""
@@ -402,7 +415,7 @@ class Gemm:
             memory,
             cute.make_tensor(pointer, self.A.layout()),
             cute.make_tensor(pointer + self.A.elements, self._layout_of_b()),
-            allocator.allocate_tensor(Int32, cute.make_layout(PLACE), byte_alignment=16),
+            allocator.allocate_tensor(Int32, cute.make_layout(self.place), byte_alignment=16),
         )
 
     def _layout_of_b(self) -> cute.ComposedLayout:
@@ -465,11 +478,15 @@ class Gemm:
         sources: tuple[TileSource, TileSource],
         fragments: tuple["Fragments", "Fragments"],
         size_k: Int32,
+        leading=None,
     ):
+        """leading: What of the first tile is no part of the product; it is cleared there."""
         ahead, parts = self.stages - 1, self.A.parts
         for stage in cutlass.range(ahead, unroll=1):
             self._produce(sources, stage)
         self._await_next_stage()
+        if const_expr(leading is not None):
+            leading.clear()
         self._read(fragments, 0, Int32(0))
 
         reading, writing = Int32(0), Int32(ahead)

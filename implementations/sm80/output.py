@@ -76,6 +76,7 @@ class WarpOutput:
         tile: tuple[int, int],
         warps: tuple[int, int],
         vector_bytes: int,
+        reduced: type[ReducedOutput] = ReducedOutput,
     ):
         self.element_types = element_types
         self.epilogue = epilogue
@@ -102,7 +103,7 @@ class WarpOutput:
         )
         self.warp_bytes = -(-max(subtile.bytes for subtile in self.subtiles) // 16) * 16
         staged = self.warp_bytes * warps[0] * warps[1]
-        self.reduced = ReducedOutput(epilogue, tile, warps, first_byte=staged)
+        self.reduced = reduced(epilogue, tile, warps, first_byte=staged)
         self.bytes = staged + self.reduced.bytes
 
     @cute.jit

@@ -16,7 +16,7 @@ from ..common.epilogue import halves_in_turn
 from ..common.modes import gemm_modes, operand_batch_last, transposed_modes
 from ..common.reductions import ReductionSpace
 from ..common.repack import Repack, copy_bytes
-from ..common.tile_order import TileOrder, make_tile_order, preferred_band_widths
+from ..common.tile_order import make_tile_order, preferred_band_widths
 from ..common.work_split import COUNTER_BYTES, WorkSplit
 from .mainloop import Fragments
 from .mma import WGMMA_M, make_tiled_mma, multiplied_as
@@ -68,6 +68,9 @@ class Gemm(GemmPlan):
     mode serves every batch.
     """
 
+    producer_warps = 1
+    gathered = False  # whether threads copy A
+
     @cute.jit
     def __call__(
         self,
@@ -106,17 +109,60 @@ class Gemm(GemmPlan):
         scales = ()
         if const_expr(self.block_scales):
             scales, operands = scale_modes(*operands[:2]), operands[2:]
+        mA, mB, mD, mR, operands = self._modes(mA, mB, mD, operands)
+        extents, batches = (mA.shape[0], mB.shape[0]), mD[0].shape[2]
+        order = self._order(extents, batches)
+        k_tiles = cute.ceil_div(mA.shape[1], self.tile_shape[2])
+        clusters, split = self._workers(order.total, k_tiles, max_clusters, workspace)
+        space = self._reduction_space(extents, batches, order, clusters, workspace)
+        self._launch(mA, mB, mD, operands, (mR, space), scales, order, split, clusters, stream)
+
+    def _modes(self, mA, mB, mD, operands) -> tuple:
+        """(A, B, outputs, reduced outputs, what the epilogue reads) as they are multiplied; from
+        (M,K,L), (N,K,L), (M,N,L) and what `with_operands` takes beside."""
         read = len(self.epilogue.kinds)
         written = read + len(self.output_types) - 1
         mD = (mD, *(operand_batch_last(operand) for operand in operands[read:written]))
         mR = self.output.reduced.reductions.output_modes(operands[written:])
         operands = self.epilogue.operand_modes(operands[:read])
-        if const_expr(self.swap_ab):
+        if self.swap_ab:
             mA, mB, mD = mB, mA, tuple(transposed_modes(output) for output in mD)
             operands = self.epilogue.transposed_modes(operands)
         self._check_operands(mA, mB, mD)
+        return mA, mB, mD, mR, operands
+
+    def _order(self, extents, batches):
+        tiles = (
+            cute.ceil_div(extent, tile * cluster)
+            for extent, tile, cluster in zip(
+                extents, self.tile_shape[:2], self.cluster_shape, strict=True
+            )
+        )
+        return make_tile_order(*tiles, batches, self._band_widths())
+
+    def _band_widths(self):
+        return preferred_band_widths(self.tile_shape, self.cluster_shape, CONCURRENT_TILES)
+
+    @cute.jit
+    def _launch(
+        self,
+        mA,
+        mB,
+        mD,
+        operands,
+        reduced,
+        scales,
+        order,
+        split,
+        clusters: Int32,
+        stream,
+        described=(),
+    ):
+        """Operands are as the kernel multiplies them: (M,K,L), (N,K,L), (M,N,L).
+
+        described: What `_describe` takes, if further descriptors are to be made.
+        """
         a_major, b_major, *d_majors = (LayoutEnum.from_tensor(t) for t in (mA, mB, *mD))
-        extents = (mA.shape[0], mB.shape[0])
         tile_m, tile_n, tile_k = self.tile_shape
         cluster_m, cluster_n = self.cluster_shape
         a_type, b_type = (multiplied_as(element_type) for element_type in self.operand_types)
@@ -126,7 +172,9 @@ class Gemm(GemmPlan):
         if const_expr(Fraction(1) in self.epilogue.halves):
             mB = halves_in_turn(mB, 0)
         # Blocks side by side along N work on the same rows of A: its tile is shared by cluster_n.
-        tma_a, mA = self._tma_load(mA, a_layout, (tile_m, tile_k), cluster_n)
+        tma_a = None
+        if const_expr(not self.gathered):
+            tma_a, mA = self._tma_load(mA, a_layout, (tile_m, tile_k), cluster_n)
         tma_b, mB = self._tma_load(mB, b_layout, (tile_n, tile_k), cluster_m)
         mD = tuple(
             halves_in_turn(output, 1) if full.columns in self.epilogue.halves else output
@@ -153,16 +201,8 @@ class Gemm(GemmPlan):
             flags: cute.struct.MemRange[Int32, 4]
 
         self.shared_storage = SharedStorage
-
-        order = make_tile_order(
-            cute.ceil_div(extents[0], tile_m * cluster_m),
-            cute.ceil_div(extents[1], tile_n * cluster_n),
-            mD[0].shape[2],
-            preferred_band_widths(self.tile_shape, self.cluster_shape, CONCURRENT_TILES),
-        )
-        k_tiles = cute.ceil_div(mA.shape[1], tile_k)
-        clusters, split = self._workers(order.total, k_tiles, max_clusters, workspace)
-        space = self._reduction_space(extents, mD[0].shape[2], order, clusters, workspace)
+        if const_expr(len(described) > 0):
+            self._describe(tma_a, tma_b, *described, stream)
         self.kernel(
             make_tiled_mma(
                 *(a_type, b_type, self.accumulator_type),
@@ -174,7 +214,7 @@ class Gemm(GemmPlan):
             *(tma_d, mD, d_layouts),
             tuple(d_majors),
             operands,
-            (mR, space),
+            reduced,
             scales,
             order,
             split,
@@ -245,7 +285,7 @@ class Gemm(GemmPlan):
     def kernel(
         self,
         tiled_mma: cute.TiledMma,
-        tma_a: cute.CopyAtom,
+        tma_a: cute.CopyAtom | None,
         mA: cute.Tensor,
         a_layout: cute.ComposedLayout,
         tma_b: cute.CopyAtom,
@@ -258,15 +298,13 @@ class Gemm(GemmPlan):
         operands,
         reduced,
         scales,
-        order: TileOrder,
-        split: WorkSplit | None,
+        order,
+        split,
     ):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp_index // 4
         if warp_index == 0:
-            cpasync.prefetch_descriptor(tma_a)
-            cpasync.prefetch_descriptor(tma_b)
-            for atom in tma_d:
+            for atom in (tma_a, tma_b, *tma_d):
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
 
@@ -294,7 +332,7 @@ class Gemm(GemmPlan):
         if group == 0:
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_decrease(self.registers[0])
-            if warp_index == 0:
+            if warp_index < self.producer_warps:
                 self._produce(
                     *(tma_a, mA, sA, tma_b, mB, sB),
                     *(cluster_layout, pipeline_ab, k_tiles, order, split),
@@ -317,13 +355,21 @@ class Gemm(GemmPlan):
         readers = self.groups_per_tile * 4 * (sum(self.cluster_shape) - 1)
         return pipeline.PipelineTmaAsync.create(
             num_stages=self.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self._arrivals()),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, readers),
-            tx_count=self._stage_bytes(),
+            tx_count=self._bytes_by_tma(),
             barrier_storage=storage.stages.data_ptr(),
             cta_layout_vmnk=cluster_layout,
             defer_sync=True,
         )
+
+    def _arrivals(self) -> int:
+        """That fill a stage, beside the bytes: of who announces those that TMA copies."""
+        return 1
+
+    def _bytes_by_tma(self) -> int:
+        """Of a stage."""
+        return self._stage_bytes()
 
     def _make_turns(self, storage, consumer):
         """Who may run the main loop: consumer 0 first, then each after the other."""
@@ -345,7 +391,7 @@ class Gemm(GemmPlan):
         first, end = split.tiles_of(cluster)
         return first, end, 1
 
-    def _k_range(self, k_tiles, split, tile):
+    def _k_range(self, k_tiles, split, tile, batch):
         """(first k tile, number of them) that this cluster computes of a tile."""
         if self.split_k is None:
             return Int32(0), k_tiles
@@ -364,40 +410,61 @@ class Gemm(GemmPlan):
         # Blocks of the cluster that load parts of one tile are told apart by their coordinate.
         tAsA, tAgA = self._partition_load(tma_a, sA, gA, block_n, self.cluster_shape[1])
         tBsB, tBgB = self._partition_load(tma_b, sB, gB, block_m, self.cluster_shape[0])
-        a_mask, b_mask = None, None
-        coordinate = (0, block_m, block_n, 0)
-        if const_expr(self.cluster_shape[1] > 1):
-            a_mask = cpasync.create_tma_multicast_mask(cluster_layout, coordinate, mcast_mode=2)
-        if const_expr(self.cluster_shape[0] > 1):
-            b_mask = cpasync.create_tma_multicast_mask(cluster_layout, coordinate, mcast_mode=1)
-
+        masks = self._multicast_masks(cluster_layout)
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         first, end, step = self._tiles(order, split)
         for tile in cutlass.range(first, end, step, unroll=1):
             m, n, batch = order.coordinates(tile)
-            first_k, count = self._k_range(k_tiles, split, tile)
+            first_k, count = self._k_range(k_tiles, split, tile, batch)
             tAgA_k = tAgA[None, m * self.cluster_shape[0] + block_m, None, batch]
             tBgB_k = tBgB[None, n * self.cluster_shape[1] + block_n, None, batch]
-            for k in cutlass.range(first_k, first_k + count, unroll=1):
-                pipeline_ab.producer_acquire(stage)
-                full = pipeline_ab.producer_get_barrier(stage)
-                cute.copy(
-                    tma_a,
-                    tAgA_k[None, k],
-                    tAsA[None, stage.index],
-                    tma_bar_ptr=full,
-                    mcast_mask=a_mask,
-                )
-                cute.copy(
-                    tma_b,
-                    tBgB_k[None, k],
-                    tBsB[None, stage.index],
-                    tma_bar_ptr=full,
-                    mcast_mask=b_mask,
-                )
-                stage.advance()
+            stage = self._load_tile(
+                *(tma_a, tAgA_k, tAsA, tma_b, tBgB_k, tBsB),
+                *(masks, first_k, count, pipeline_ab, stage),
+            )
         # The other block of the cluster still signals this one's barriers: stay until it is done.
         pipeline_ab.producer_tail(stage)
+
+    def _multicast_masks(self, cluster_layout) -> tuple:
+        """Of the loads of A and B: the blocks that each goes to; None for this one alone."""
+        block_m, block_n, _ = cute.arch.block_idx()
+        coordinate = (0, block_m, block_n, 0)
+        a_mask, b_mask = None, None
+        if self.cluster_shape[1] > 1:
+            a_mask = cpasync.create_tma_multicast_mask(cluster_layout, coordinate, mcast_mode=2)
+        if self.cluster_shape[0] > 1:
+            b_mask = cpasync.create_tma_multicast_mask(cluster_layout, coordinate, mcast_mode=1)
+        return a_mask, b_mask
+
+    @cute.jit
+    def _load_tile(
+        self,
+        tma_a,
+        tAgA,
+        tAsA,
+        tma_b,
+        tBgB,
+        tBsB,
+        masks,
+        first_k,
+        count,
+        pipeline_ab,
+        stage,
+        descriptors=(None, None),
+    ):
+        """The k tiles of an output tile, one stage each; returns the stage behind them.
+
+        descriptors: Of A and B, in place of those of the tensors as a whole.
+        """
+        for k in cutlass.range(first_k, first_k + count, unroll=1):
+            pipeline_ab.producer_acquire(stage)
+            full = pipeline_ab.producer_get_barrier(stage)
+            a = tAgA[None, k], tAsA[None, stage.index]
+            b = tBgB[None, k], tBsB[None, stage.index]
+            cute.copy(tma_a, *a, **tma_copy_options(full, masks[0], descriptors[0]))
+            cute.copy(tma_b, *b, **tma_copy_options(full, masks[1], descriptors[1]))
+            stage.advance()
+        return stage
 
     def _partition_load(self, tma, shared, tiles, coordinate, sharers):
         return cpasync.tma_partition(
@@ -453,22 +520,16 @@ class Gemm(GemmPlan):
             self._fall_behind(consumer, k_tiles, pipeline_ab, stage)
         for tile in cutlass.range(first, end, step, unroll=1):
             m, n, batch = order.coordinates(tile)
-            first_k, count = self._k_range(k_tiles, split, tile)
+            first_k, count = self._k_range(k_tiles, split, tile, batch)
             row = (m * self.cluster_shape[0] + block_m) * (tile_m // WGMMA_M) + share
             column = n * self.cluster_shape[1] + block_n
             if const_expr(self.pingpong):
                 turns.wait(turn)
-            last = stage.clone()
-            if const_expr(self.promoted):
-                place = (row * WGMMA_M, column * tile_n, batch)
-                stage = self.mainloop.multiply_promoted(
-                    *(tiled_mma, fragments, accumulators, scales, place, first_k, count),
-                    *(pipeline_ab, stage),
-                )
-            else:
-                stage, last = self.mainloop.multiply(
-                    tiled_mma, fragments, accumulators, count, pipeline_ab, stage
-                )
+            start = (row * WGMMA_M, column * tile_n, batch)
+            stage, last = self._multiply(
+                *(tiled_mma, fragments, accumulators, scales, start, first_k, count),
+                *(pipeline_ab, stage),
+            )
             if const_expr(self.pingpong):
                 turn = turns.arrive(turn)
                 stage.advance(k_tiles)
@@ -487,6 +548,21 @@ class Gemm(GemmPlan):
                 if self._combine(consumer, accumulators, split, tile, storage):
                     self.output.write(consumer, accumulators, *destination)
         self.output.drain()
+
+    def _multiply(
+        self, tiled_mma, fragments, accumulators, scales, place, first_k, count, pipeline_ab, stage
+    ):
+        """The products of a tile. (stage behind it, last one of it: its products are in flight, and
+        it is not released, unless they are promoted)"""
+        if not self.promoted:
+            return self.mainloop.multiply(
+                tiled_mma, fragments, accumulators, count, pipeline_ab, stage
+            )
+        stage = self.mainloop.multiply_promoted(
+            *(tiled_mma, fragments, accumulators, scales, place, first_k, count),
+            *(pipeline_ab, stage),
+        )
+        return stage, stage
 
     @cute.jit
     def _fall_behind(self, consumer, k_tiles, pipeline_ab, stage):
@@ -531,6 +607,12 @@ class Gemm(GemmPlan):
             flag=storage.flags.data_ptr() + consumer,
             barrier_id=CONSUMER_BARRIERS + consumer,
         )
+
+
+def tma_copy_options(full, mask, descriptor) -> dict:
+    """Of a load: its barrier, the blocks that it goes to, a descriptor in place of the atom's."""
+    options = {"tma_bar_ptr": full, "mcast_mask": mask}
+    return options if descriptor is None else {**options, "tma_desc_ptr": descriptor}
 
 
 def _buffers(layout):

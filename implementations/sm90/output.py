@@ -6,7 +6,7 @@ from math import gcd, lcm
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float16, Float32, Int32, const_expr
+from cutlass import Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute import AddressSpace
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
 from cutlass.tensor_utils import LayoutEnum
@@ -14,6 +14,7 @@ from cutlass.tensor_utils import LayoutEnum
 from ..common.conversion import CONVERTED
 from ..common.epilogue import PAIR, Epilogue, Thread, places, store_per_block
 from .mma import WGMMA_M
+from .ragged import of_group, stored_by_groups
 from .reduced_output import GROUP, WARPS, ReducedOutput
 
 VECTOR_BYTES = 16  # that TMA asks of addresses, strides and rows, and so all operands have
@@ -36,7 +37,12 @@ class Output:
     Attributes:
         slot_bytes: Of a buffer: up to 32 columns of D, that divide the tile; of wider elements it
             takes fewer columns.
+        ragged: The mode of outputs that groups cut, 0 or 1; None: there is one matrix per batch.
+        scattered: Whether rows of D, the first output, lie anywhere: `write` gets their numbers.
     """
+
+    ragged: int | None = None
+    scattered: bool = False
 
     def __init__(
         self,
@@ -119,7 +125,9 @@ class Output:
             mD, shared_layouts, self.subtiles, self.tma_stores, strict=True
         ):
             atom = None
-            if by_tma:
+            if by_tma and not (self.scattered and not atoms):
+                if self.ragged is not None:
+                    tensor = stored_by_groups(tensor, self.ragged)
                 atom, tensor = cpasync.make_tiled_tma_atom(
                     cpasync.CopyBulkTensorTileS2GOp(),
                     tensor,
@@ -129,6 +137,15 @@ class Output:
             atoms.append(atom)
             tensors.append(tensor)
         return tuple(atoms), tuple(tensors)
+
+    def of_group(self, mD: tuple, first: Int32, end: Int32) -> tuple:
+        """The outputs, as `tma` returned them, that a group alone has; a scattered one is whole."""
+        return tuple(
+            tensor
+            if self.scattered and j == 0
+            else of_group(tensor, self.ragged, first, end, by_tma)
+            for j, (tensor, by_tma) in enumerate(zip(mD, self.tma_stores, strict=True))
+        )
 
     @cute.jit
     def write(
@@ -146,22 +163,28 @@ class Output:
         space,
         ring: cute.Pointer,
         flag: cute.Pointer,
+        origin: tuple = (0, 0),
+        rows: cute.Tensor | None = None,
     ):
         """This consumer's part of a tile.
 
         Args:
             place: (row, column, batch): of its first 64 rows, counted in those; of the tile.
             extents: (M, N) of the accumulators.
+            origin: Of a group: row and column, in what the epilogue reads, of its first element.
+                Outputs, place and extents are as the group alone has them; batch is its number.
+            rows: Of a scattered D, where those of all groups go.
             mR: The outputs per block of columns and the reduced ones; space: in memory, for these.
             ring: The buffers of all consumers.
             flag: An Int32 in shared memory, of this consumer.
         """
         row, column, batch = place
+        stored_batch = batch if const_expr(self.ragged is None) else Int32(0)
         blocks = mR[: len(self.epilogue.per_block)]
         mR = mR[len(self.epilogue.per_block) :]
         sums = self.reduced.start(self.row_blocks)
         tid = cute.arch.thread_idx()[0] % GROUP
-        threads = self._threads(accumulators, operands, row, column, batch, extents, tid)
+        threads = self._threads(accumulators, operands, place, extents, origin, tid)
         for thread in threads[: self.ahead]:
             self.epilogue.fetch(thread, self.bundle)
         self._await_ring(consumer, in_flight=0)
@@ -189,13 +212,16 @@ class Output:
                     self._await_ring(consumer, in_flight=self.buffers - 2)
                     across = self.widths[j] // self.subtiles[j][1]
                     first = column * (self.tile_n // self.bundle) + bundle
-                    at = (block, first * across + k, batch)
-                    gD_j = cute.local_tile(mD[j], self.subtiles[j], at)
-                    if const_expr(self.tma_stores[j]):
-                        if tid // 32 == 0:
-                            self._store_by_tma(tma_d[j], sD_j, gD_j)
+                    at = (block, first * across + k, stored_batch)
+                    if const_expr(self.scattered and j == 0):
+                        self._scatter(tid, sD_j, mD[0], rows, at, (origin[0], *extents))
                     else:
-                        self._store_by_threads(j, tid, sD_j, gD_j, mD[j].shape, majors[j], at)
+                        gD_j = cute.local_tile(mD[j], self.subtiles[j], at)
+                        if const_expr(self.tma_stores[j]):
+                            if tid // 32 == 0:
+                                self._store_by_tma(tma_d[j], sD_j, gD_j)
+                        else:
+                            self._store_by_threads(j, tid, sD_j, gD_j, mD[j].shape, majors[j], at)
                     slot += 1
             for j in cutlass.range_constexpr(len(mR)):
                 if const_expr(self.epilogue.reduced[j].over == "rows"):
@@ -204,12 +230,14 @@ class Output:
                     self.reduced.over_rows(j, thread, gathered[j], scratch, tid)
                     self._await_ring(consumer, in_flight=self.buffers - 2)
                     first = scratch.shape[1] * bundle
-                    self.reduced.leave_rows(j, scratch, space, first, (block, column, batch), tid)
+                    place_of_part = (block, column, stored_batch)
+                    self.reduced.leave_rows(j, scratch, space, first, place_of_part, tid)
                     if const_expr(any(self.tma_stores)):
                         # An empty group: the ring counts one for every buffer.
                         cute.arch.cp_async_bulk_commit_group()
                     slot += 1
         if const_expr(len(mR) > 0):
+            place = (row, column, stored_batch)
             self._reduce(consumer, sums, place, extents, mR, space, ring, flag, tid)
 
     @cute.jit
@@ -250,8 +278,11 @@ class Output:
         if any(self.tma_stores):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def _threads(self, accumulators, operands, row, column, batch, extents, tid) -> list:
+    def _threads(self, accumulators, operands, place, extents, origin, tid) -> list:
         """The elements of this thread by bundle, those of one bundle's row blocks in turn."""
+        row, column, batch = place
+        extents = (origin[0] + extents[0], origin[1] + extents[1])
+        aligned = all(self.tma_stores) and self.ragged != 1
         found = []
         of_rows: list = [{} for _ in range(self.row_blocks)]
         for bundle in range(self.tile_n // self.bundle):
@@ -266,13 +297,13 @@ class Output:
                     accumulators=own,
                     kinds=self.epilogue.kinds,
                     operands=operands,
-                    row=block * WGMMA_M + tid // 32 * 16 + tid % 32 // 4,
-                    first_column=column * self.tile_n + bundle * self.bundle,
+                    row=origin[0] + block * WGMMA_M + tid // 32 * 16 + tid % 32 // 4,
+                    first_column=origin[1] + column * self.tile_n + bundle * self.bundle,
                     lane=tid % 4,
                     batch=batch,
                     extents=extents,
                     halves=self.epilogue.halves,
-                    vector_bytes=VECTOR_BYTES if all(self.tma_stores) else 1,
+                    vector_bytes=VECTOR_BYTES if aligned else 1,
                     of_columns=of_columns,
                     of_rows=of_rows[row_block],
                 )
@@ -366,6 +397,39 @@ class Output:
         )
         cute.copy(tma_d, source, destination)
         cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def _scatter(self, tid, sD, mD, rows, at, group):
+        """In whole vectors, each row of a subtile to where it belongs.
+
+        rows: Numbers of the rows of all groups; group: (first row among those, M, N) of this one.
+        """
+        first, extent, columns = group
+        vector = VECTOR_BYTES * 8 // self.element_types[0].width
+        across = self.subtiles[0][1] // vector
+        atom = cute.make_copy_atom(
+            cute.nvgpu.CopyUniversalOp(), self.element_types[0], num_bits_per_copy=8 * VECTOR_BYTES
+        )
+        threads = cute.make_ordered_layout((GROUP // across, across), order=(1, 0))
+        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vector))).get_slice(tid)
+        tDsD = copy.partition_S(sD)
+        column = at[1] * self.subtiles[0][1] + tid % across * vector
+        for i in cutlass.range_constexpr(WGMMA_M * across // GROUP):
+            row = at[0] * WGMMA_M + tid // across + i * (GROUP // across)
+            if (row < extent) & (column < columns):
+                fragment = cute.make_rmem_tensor(vector, self.element_types[0])
+                cute.copy(atom, tDsD[None, i, 0], fragment)
+                place = Int64(rows[first + row]) * mD.stride[0] + column
+                target = cute.make_ptr(
+                    self.element_types[0],
+                    mD.iterator.toint() + place * (self.element_types[0].width // 8),
+                    AddressSpace.gmem,
+                    assumed_align=VECTOR_BYTES,
+                )
+                cute.copy(atom, fragment, cute.make_tensor(target, cute.make_layout(vector)))
+        if const_expr(any(self.tma_stores[1:])):
+            # An empty group: the ring counts one for every buffer.
+            cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def _store_by_threads(

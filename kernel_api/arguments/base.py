@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar
 
 from kernel_api.arguments.epilogue import EpilogueArguments
-from kernel_api.arguments.scaled import ScaledOperand
 from kernel_api.dtypes import DType
 from kernel_api.epilogue.shape import Problem
 from kernel_api.errors import ArgumentError, EpilogueError
@@ -16,11 +15,11 @@ from kernel_api.operands import Operand, overlap, self_overlapping
 _LAUNCH_NAMES = ("stream", "workspace")
 
 
-def _scaled_alike(tensors: Iterable[Any], scales: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Tensors with the scales that others have; an operand is taken as it is."""
+def _alike(tensors: Iterable[Any], makers: Iterable[Callable[[Any], Any] | None]) -> list[Any]:
+    """Tensors as the operands that others are; an operand is taken as it is."""
     return [
-        ScaledOperand(tensor, *scale) if scale and not isinstance(tensor, Operand) else tensor
-        for tensor, scale in zip(tensors, scales, strict=True)
+        tensor if make is None or isinstance(tensor, Operand) else make(tensor)
+        for tensor, make in zip(tensors, makers, strict=True)
     ]
 
 
@@ -73,41 +72,68 @@ class Arguments:
         named = {name: getattr(self, name) for name in self.output_names}
         return named if self.epilogue is None else {**named, **self.epilogue.outputs}
 
-    def rebuilt(self, *tensors: Any, **epilogue_operands: Any) -> Arguments:
+    @property
+    def launch_values(self) -> dict[str, Any]:
+        """Tensors and numbers beside the operands and those of an epilogue, by name: what a
+        launch may be given anew."""
+        return {}
+
+    def rows_written(self) -> dict[str, Any]:
+        """Of outputs that are written in part, which rows are: what indexes their first mode.
+
+        It may depend on what is in the operands; then it waits for the device.
+        """
+        return {}
+
+    def draw_indices(self, random: Any) -> None:
+        """Fill operands that are no data but places in others, with what makes sense.
+
+        Args:
+            random: A generator on their device.
+        """
+
+    def check_values(self) -> None:
+        """What a run checks of what is in the operands; by default nothing."""
+
+    @property
+    def accumulated(self) -> tuple[str, ...]:
+        """Names of outputs that are added to: read, and written."""
+        return ()
+
+    def rebuilt(self, *tensors: Any, **others: Any) -> Arguments:
         """The same problem on other tensors; a scaled operand keeps its scale.
 
-        Operands of the epilogue are given by name; those that are not stay.
+        What is beside the operands, and operands of the epilogue, are given by name; those that
+        are not stay.
         """
-        operands: dict[str, Any] = epilogue_operands
+        values = {name: others.pop(name, value) for name, value in self.launch_values.items()}
         if self.epilogue is not None:
-            operands = self.epilogue.with_operands(**epilogue_operands).operands
-        return self.blueprint()(*tensors, **operands)
+            others = {**self.epilogue.with_operands(**others).operands}
+        return self.blueprint()(*tensors, **values, **others)
 
     def blueprint(self) -> Callable[..., Arguments]:
         """Makes the same problem on other tensors, and keeps none of these but scales.
 
-        Operands of the epilogue are given by name, all of them.
+        What is beside the operands, and operands of the epilogue, are given by name, all of them.
         """
-        kind, scales, keywords = type(self), self._scales(), self._keywords()
+        kind, own = type(self), tuple(self.launch_values)
+        makers = [operand.maker() for operand in self.operands]
+        keywords = {name: value for name, value in self._keywords().items() if name not in own}
         epilogue = keywords.pop("epilogue", None)
         bare = epilogue.without_operands() if epilogue is not None else None
 
-        def make(*tensors: Any, **operands: Any) -> Arguments:
+        def make(*tensors: Any, **others: Any) -> Arguments:
+            missing = [name for name in own if name not in others]
+            if missing:
+                raise ArgumentError(f"{' and '.join(missing)} must be given by name")
+            given = {name: others.pop(name) for name in own}
             if bare is not None:
-                joined = {"epilogue": bare.applied_to(**operands)}
-            elif not operands:
-                joined = {}
-            else:
-                raise ArgumentError(f"there is no epilogue, so it has no {', '.join(operands)}")
-            return kind(*_scaled_alike(tensors, scales), **keywords, **joined)
+                given["epilogue"] = bare.applied_to(**others)
+            elif others:
+                raise ArgumentError(f"there is no epilogue, so it has no {', '.join(others)}")
+            return kind(*_alike(tensors, makers), **keywords, **given)
 
         return make
-
-    def _scales(self) -> tuple[tuple[Any, ...], ...]:
-        """Scale and mode of each operand; nothing of one without."""
-        return tuple(
-            (o.scale, o.mode) if isinstance(o, ScaledOperand) else () for o in self.operands
-        )
 
     def _keywords(self) -> dict[str, Any]:
         """The constructor's arguments beside the operands."""
@@ -187,12 +213,15 @@ class Arguments:
     def _check_outputs(self) -> None:
         operands = self._all_operands()
         for name, out in self.outputs.items():
-            if self_overlapping(out):
-                raise ArgumentError(
-                    f"{name} has shape {out.shape} and stride {out.stride}: several of its "
-                    f"elements are one in memory, so it cannot be written"
-                )
-            self._check_apart(out, operands)
+            self._check_written(name, out, operands)
+
+    def _check_written(self, name: str, out: Operand, operands: Iterable[Operand]) -> None:
+        if self_overlapping(out):
+            raise ArgumentError(
+                f"{name} has shape {out.shape} and stride {out.stride}: several of its "
+                f"elements are one in memory, so it cannot be written"
+            )
+        self._check_apart(out, operands)
 
     def _check_apart(self, out: Operand, operands: Iterable[Operand]) -> None:
         for other in operands:

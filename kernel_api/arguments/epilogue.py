@@ -49,7 +49,8 @@ class EpilogueArguments:
     column, (M, 1) one per row, () one for all, (L, 1, 1) one per batch. A mode of the problem's
     own extent is there even if that is 1, so that (1, N) is one row of a problem with M = 1, and
     one value per column of any other; (N,) always is the latter. Tensors that are written have the
-    modes that a value has: a sum over the columns is (M,), or (L, M).
+    modes that a value has: a sum over the columns is (M,), or (L, M). Where groups of rows are
+    batches, what has rows has no batch mode, see :class:`GroupedGemmArguments`.
 
     Raises:
         ArgumentError: ``fn`` is not callable.

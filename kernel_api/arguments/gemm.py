@@ -22,7 +22,47 @@ _fitting: set[tuple[Layout, Layout, Layout]] = set()
 _FITTING_KEPT = 4096
 
 
-class GemmArguments(Arguments):
+class ProductArguments(Arguments):
+    """What matrix products share: A and B are read, ``out`` is written; any may carry a scale."""
+
+    modes: ClassVar[dict[str, str]] = {"A": "MK", "B": "KN", "out": "MN"}
+    contracted: ClassVar[str] = "K"
+    output_names: ClassVar[tuple[str, ...]] = ("out",)
+
+    __slots__ = ("A", "B", "fp32_precision", "out")
+
+    A: Operand
+    B: Operand
+    out: Operand
+    fp32_precision: str | None
+
+    @property
+    def writes_anything(self) -> bool:
+        return 0 not in self.out.shape if self.epilogue is None else super().writes_anything
+
+    @property
+    def N(self) -> int:
+        """Columns of the product; an epilogue may give ``out`` more or fewer."""
+        return self.B.shape[-1]
+
+    def _options(self) -> tuple[Hashable, ...]:
+        return (self.fp32_precision,)
+
+    def _keywords(self) -> dict[str, Any]:
+        return {**super()._keywords(), "fp32_precision": self.fp32_precision}
+
+    def _check_scales(self) -> None:
+        for name in self.scaled:
+            operand = getattr(self, name)
+            check_scale(name, operand, self.modes[name], self.contracted)
+            if operand.scale.device != self.device:
+                raise ArgumentError(
+                    f"{name}'s scale is on {operand.scale.device} but the operands are on "
+                    f"{self.device}"
+                )
+
+
+class GemmArguments(ProductArguments):
     """out = A · B, accumulated in ``accumulator_type``.
 
     Args:
@@ -48,16 +88,8 @@ class GemmArguments(Arguments):
 
     kind = "gemm"
     operand_names: ClassVar[tuple[str, ...]] = ("A", "B", "out")
-    output_names: ClassVar[tuple[str, ...]] = ("out",)
-    modes: ClassVar[dict[str, str]] = {"A": "MK", "B": "KN", "out": "MN"}
-    contracted: ClassVar[str] = "K"
 
-    __slots__ = ("A", "B", "fp32_precision", "out")
-
-    A: Operand
-    B: Operand
-    out: Operand
-    fp32_precision: str | None
+    __slots__ = ()
 
     def __init__(
         self,
@@ -76,9 +108,9 @@ class GemmArguments(Arguments):
         self.epilogue = None
         a_type = A.dtype
         self.accumulator_type = (
-            _default_accumulator(a_type) if accumulator_type is None else dtype(accumulator_type)
+            default_accumulator(a_type) if accumulator_type is None else dtype(accumulator_type)
         )
-        self.fp32_precision = _precision(a_type, fp32_precision)
+        self.fp32_precision = precision_of(a_type, fp32_precision)
         self._signature = self._key = None
         self._accepted = {}
         plain = epilogue is None and A.mode is B.mode is out.mode is None
@@ -100,17 +132,8 @@ class GemmArguments(Arguments):
         return self.A.tensor, self.B.tensor, self.out.tensor
 
     @property
-    def writes_anything(self) -> bool:
-        return 0 not in self.out.shape if self.epilogue is None else super().writes_anything
-
-    @property
     def M(self) -> int:
         return self.A.shape[-2]
-
-    @property
-    def N(self) -> int:
-        """Columns of the product; an epilogue may give ``out`` more or fewer."""
-        return self.B.shape[-1]
 
     @property
     def K(self) -> int:
@@ -120,12 +143,6 @@ class GemmArguments(Arguments):
     def L(self) -> int:
         """Batch count; 1 for two-dimensional operands."""
         return self.out.shape[0] if len(self.out.shape) == 3 else 1
-
-    def _options(self) -> tuple[Hashable, ...]:
-        return (self.fp32_precision,)
-
-    def _keywords(self) -> dict[str, Any]:
-        return {**super()._keywords(), "fp32_precision": self.fp32_precision}
 
     def _check_shapes(self, epilogue: EpilogueArguments | None) -> None:
         a, b, out = self.A.shape, self.B.shape, self.out.shape
@@ -154,23 +171,13 @@ class GemmArguments(Arguments):
                 f"(A {self._letters('A')} = {a}, B {self._letters('B')} = {b})"
             )
 
-    def _check_scales(self) -> None:
-        for name in self.scaled:
-            operand = getattr(self, name)
-            check_scale(name, operand, self.modes[name], self.contracted)
-            if operand.scale.device != self.device:
-                raise ArgumentError(
-                    f"{name}'s scale is on {operand.scale.device} but the operands are on "
-                    f"{self.device}"
-                )
-
     def _letters(self, name: str) -> str:
         letters = ("L" if len(self.A.shape) == 3 else "") + self.modes[name]
         return f"({', '.join(letters)})"
 
     def __repr__(self) -> str:
         batch = f"{self.L}x" if len(self.out.shape) == 3 else ""
-        a, b, out = (_described(operand) for operand in self.operands)
+        a, b, out = (described(operand) for operand in self.operands)
         types = f"{a} x {b} -> {out}"
         return (
             f"GemmArguments({batch}{self.M}x{self.N}x{self.K} (M x N x K), {types}, "
@@ -185,18 +192,20 @@ def _remember_fitting(layouts: tuple[Layout, Layout, Layout]) -> None:
     _fitting.add(layouts)
 
 
-def _described(operand: Operand) -> str:
+def described(operand: Operand) -> str:
+    """Its element type, and that of its scale."""
     mode = getattr(operand, "mode", None)
     return operand.dtype.short if mode is None else f"{operand.dtype.short}*{mode.value}"
 
 
-def _default_accumulator(operand_type: DType) -> DType:
+def default_accumulator(operand_type: DType) -> DType:
+    """float32; int32 for integers, float64 for float64."""
     if operand_type is _FLOAT64:
         return _FLOAT64
     return _INT32 if operand_type.kind in ("int", "uint", "bool") else _FLOAT32
 
 
-def _precision(operand_type: DType, asked: str | None) -> str | None:
+def precision_of(operand_type: DType, asked: str | None) -> str | None:
     """What float32 multiplication may do; None for other element types."""
     if asked is not None and asked not in _PRECISIONS:
         raise ArgumentError(f"fp32_precision is {asked!r}; expected one of {_PRECISIONS}")

@@ -238,7 +238,7 @@ class _ForwardArguments(NormArguments):
                     f"arguments; choose another name"
                 )
             if self.x.rank == 2:
-                self._join_epilogue(epilogue, Problem(None, *self.x.shape), self.out)
+                self._join_epilogue(epilogue, Problem(None, self.M, self.N), self.out)
         self._check(out_columns=epilogue is None)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from kernel_api.dtypes import dtype
@@ -56,6 +58,9 @@ class ScaledOperand(Operand):
         if self.scale.dtype is not dtype("float32"):
             raise ArgumentError(f"scale is {self.scale.dtype}; expected float32")
         self.mode = mode
+
+    def maker(self) -> Callable[[Any], Any] | None:
+        return functools.partial(ScaledOperand, scale=self.scale, mode=self.mode)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()} x {self.mode.value} scale"

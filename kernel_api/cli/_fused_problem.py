@@ -80,7 +80,8 @@ def fused_arguments(
     A, B = (getattr(one, "tensor", one) for one in matrices)
     try:
         out, complete = form.completed(A, B, made.out(letter), None, made.read())
-        return form.fusion(*matrices, out=out, **complete)
+        args: GemmArguments = form.fusion(*matrices, out=out, **complete)
+        return args
     except TypeError as error:  # a name that the fusion does not have, or one that it needs
         raise ArgumentError(f"{options.operation}, --with: {error}") from error
 

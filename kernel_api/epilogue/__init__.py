@@ -16,7 +16,8 @@ with the line. Plain numbers in ``fn`` are constants; those passed as operands a
 The graph is a tuple of nodes in topological order. Arithmetic is in float32 (float64 where the
 accumulator is); operands are converted when they are read, outputs when they are written, as
 ``cast`` does. A value has a shape: which of the modes batch, rows and columns it has, and how
-many columns in units of N; missing modes are broadcast. The nodes are
+many columns in units of N; missing modes are broadcast. Where groups of rows are batches, what has
+rows has the batch mode in the graph and none in memory. The nodes are
 
 ==================================  ============================================================
 ``accumulator``                     the matrix product, (L, M, N)

@@ -10,13 +10,30 @@ _WIDTHS = (Fraction(1), Fraction(2), Fraction(1, 2))
 
 
 class Problem(NamedTuple):
-    """Extents of the accumulator; ``L`` is None where it has no batch mode."""
+    """Extents of the accumulator.
+
+    Attributes:
+        L: None where it has no batch mode.
+        M: Rows; of a ragged problem those of all batches.
+        ragged: Whether every row belongs to one batch, in one mode of rows. What has rows then
+            has no batch mode in memory: (M, N); what has none is as without: (L, 1, N).
+        out_rows: Rows of the arguments' ``out``, where these are not those of the result.
+    """
 
     L: int | None
     M: int
     N: int
+    ragged: bool = False
+    out_rows: int | None = None
+
+    @property
+    def of_out(self) -> Problem:
+        """The same with the rows that ``out`` has."""
+        return self if self.out_rows is None else self._replace(M=self.out_rows)
 
     def __str__(self) -> str:
+        if self.ragged:
+            return f"({self.M}, {self.N}) in {self.L} groups of rows"
         batch = () if self.L is None else (self.L,)
         return f"({', '.join(map(str, (*batch, self.M, self.N)))})"
 
@@ -41,16 +58,25 @@ class Shape(NamedTuple):
 
     def extents(self, problem: Problem) -> tuple[int, int, int]:
         """(L, M, N) of a tensor that broadcasts; 1 for the modes that are not there."""
-        batches = 1 if problem.L is None or not self.batch else problem.L
+        batches = problem.L if problem.L is not None and self._has_batch_in(problem) else 1
         columns = int(self.columns * problem.N) if self.columns else 1
         return batches, problem.M if self.rows else 1, columns
 
     def stored(self, problem: Problem) -> tuple[int, ...]:
         """The extents of the modes that are there, as an output operand has them."""
         batch, rows, columns = self.extents(problem)
-        found: tuple[int, ...] = (batch,) if self.batch and problem.L is not None else ()
+        found: tuple[int, ...] = (batch,) if self._has_batch_in(problem) else ()
         found += (rows,) if self.rows else ()
         return found + ((columns,) if self.columns else ())
+
+    def kept(self, problem: Problem) -> tuple[int, ...]:
+        """The same with modes of extent 1 in place of those that are not there."""
+        alone = problem.L is None or (problem.ragged and self.rows)
+        return self.extents(problem)[1 if alone else 0 :]
+
+    def _has_batch_in(self, problem: Problem) -> bool:
+        """Whether a tensor has its batch mode."""
+        return self.batch and problem.L is not None and not (problem.ragged and self.rows)
 
     def to_list(self) -> list[Any]:
         return [self.batch, self.rows, str(self.columns)]
@@ -84,7 +110,8 @@ def shape_of(extents: tuple[int, ...], problem: Problem) -> Shape | None:
 
     Trailing modes are compared. A mode of the problem's own extent is there, also where that is
     1; any other mode of extent 1 is broadcast. A tensor (N,) is one value per column, (M, 1) one
-    per row, (L, 1, 1) one per batch. None for what does not broadcast.
+    per row, (L, 1, 1) one per batch. In a ragged problem, where (M, 1) is one per row of any
+    batch, three modes are for what has no rows. None for what does not broadcast.
     """
     rank = len(extents)
     if rank > (2 if problem.L is None else 3):
@@ -94,10 +121,16 @@ def shape_of(extents: tuple[int, ...], problem: Problem) -> Shape | None:
         return None
     if rank >= 2 and rows not in (1, problem.M):
         return None
+    has_rows = rank >= 2 and rows == problem.M
+    if problem.ragged and rank == 3:
+        if rows != 1:
+            return None
+        has_rows = False
     width = Fraction(0)
     if rank >= 1 and (columns == problem.N or columns != 1):
         found = [w for w in _WIDTHS if w * problem.N == columns]
         if not found:
             return None
         width = found[0]
-    return Shape(rank == 3 and batch == problem.L, rank >= 2 and rows == problem.M, width)
+    has_batch = rank == 3 and batch == problem.L
+    return Shape(has_batch or (problem.ragged and has_rows), has_rows, width)

@@ -61,9 +61,9 @@ class Trace(NamedTuple):
             raise EpilogueError(f"{self.lines[index]}: {self.graph.nodes[index].op} {why}")
         for name, index in self.graph.outputs:
             shape = self.graph.nodes[index].shape
-            expected = shape.stored(problem)
-            kept = shape.extents(problem)[0 if problem.L is not None else 1 :]
-            if shapes[name] not in (expected, kept):
+            asked = problem.of_out if name == RESULT else problem
+            expected = shape.stored(asked)
+            if shapes[name] not in (expected, shape.kept(asked)):
                 shown = "out" if name == RESULT else name
                 raise EpilogueError(
                     f"{self.lines[index]}: {shown} has shape {shapes[name]}; fn gives it "

@@ -24,6 +24,25 @@ largest values are taken before that, and overwritten, not accumulated. Shapes:
 ``dbias``            one per column of out: (N,), (2N,) of ``gemm_dglu``; L in front
 ===================  ==============================================================
 
+Products of groups (:class:`~kernel_api.arguments.GroupedGemmArguments`) take tokens A (T, K) in
+groups, experts B (E, K, N), or a list of them, and the ``offsets`` where groups end, int32 (E,).
+Of these,
+
+==============================  ===================================================
+``bias``                        (E, N), or (N,)
+``prob``, ``row_scale``         (T,), or (T, 1)
+``alpha``, ``beta``             a number, or (E,)
+``preactivation``               (T, N); (T, 2N) where it is read by
+                                ``grouped_gemm_dglu``
+``amax``                        (E,), 0 without tokens; (E, 2) of
+                                ``grouped_gemm_dglu``
+``dprob``                       (T,)
+``dbias``                       (E, N); (E, 2N) of ``grouped_gemm_dglu``; 0 without
+                                tokens
+==============================  ===================================================
+
+What has a row per token is written for those that belong to a group.
+
 All raise ArgumentError for operands and options that contradict each other, with both values;
 EpilogueError for what only the epilogue knows to be wrong; and what GemmArguments raises.
 """
@@ -44,6 +63,16 @@ from kernel_api.fusions._glu import (
     gemm_recompute_dglu,
     gemm_reglu,
     gemm_swiglu,
+)
+from kernel_api.fusions._grouped import (
+    grouped_gemm,
+    grouped_gemm_dglu,
+    grouped_gemm_dsrelu,
+    grouped_gemm_glu,
+    grouped_gemm_glu_hadamard,
+    grouped_gemm_quantize,
+    grouped_gemm_srelu,
+    grouped_gemm_wgrad,
 )
 from kernel_api.fusions._linear import (
     ACTIVATIONS,
@@ -86,6 +115,14 @@ __all__ = [
     "gemm_rope",
     "gemm_srelu",
     "gemm_swiglu",
+    "grouped_gemm",
+    "grouped_gemm_dglu",
+    "grouped_gemm_dsrelu",
+    "grouped_gemm_glu",
+    "grouped_gemm_glu_hadamard",
+    "grouped_gemm_quantize",
+    "grouped_gemm_srelu",
+    "grouped_gemm_wgrad",
     "layernorm",
     "layernorm_backward",
     "rmsnorm",

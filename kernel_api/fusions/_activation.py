@@ -10,6 +10,7 @@ from kernel_api.arguments import GemmArguments
 from kernel_api.fusions._linear import ACTIVATIONS
 from kernel_api.fusions._shared import (
     Function,
+    affine,
     fused,
     gradient_arguments,
     matrices,
@@ -39,13 +40,23 @@ def gemm_srelu(
     full = (*rows(A), B.shape[-1])
     reads = {"alpha": real("alpha", alpha), "prob": per_row("prob", prob, A)}
     writes = {"preactivation": shaped("preactivation", preactivation, full)}
-    return fused(_srelu, A, B, shaped("out", out, full), reads=reads, writes=writes)
+    return fused(srelu, A, B, shaped("out", out, full), reads=reads, writes=writes)
 
 
-def _srelu(accum: Any, alpha: Any = None, prob: Any = None) -> dict[str, Any]:
-    x = times(alpha, accum)
-    y = ep.squared_relu(x)
-    return {"out": y if prob is None else y * prob, "preactivation": x}
+def srelu(
+    accum: Any, alpha: Any = None, bias: Any = None, prob: Any = None, limit: Any = None
+) -> dict[str, Any]:
+    x = affine(accum, alpha, bias)
+    y = ep.squared_relu(x) if limit is None else _bent_squared_relu(x, limit)[0]
+    y = y if prob is None else y * prob
+    return {"out": y, "preactivation": x, "amax": ep.amax(y, None)}
+
+
+def _bent_squared_relu(x: Any, limit: Any) -> tuple[Any, Any]:
+    """(limit · tanh(max(x, 0) / limit))², and its derivative."""
+    bent = ep.tanh(ep.maximum(x, 0.0) / limit)
+    below = limit * bent
+    return below * below, 2.0 * below * (1.0 - bent * bent)
 
 
 def gemm_dactivation(
@@ -74,7 +85,7 @@ def gemm_dactivation(
     full = (*rows(A), B.shape[-1])
     one_of("activation", activation, ACTIVATIONS)
     reads = {"preactivation": required("preactivation", preactivation, full)}
-    function = _dactivation(activation)
+    function = dactivation_of(activation)
     return gradient_arguments(function, A, B, out, full[-1], reads, alpha, prob, dprob, dbias)
 
 
@@ -100,12 +111,12 @@ def gemm_recompute_dactivation(
         "upstream": required("upstream", upstream, (*rows(A), N)),
         "bias": per_column("bias", bias, A, N),
     }
-    function = _dactivation(activation)
+    function = dactivation_of(activation)
     return gradient_arguments(function, A, B, out, N, reads, alpha, prob, dprob, dbias)
 
 
 @functools.lru_cache
-def _dactivation(activation: str) -> Function:
+def dactivation_of(activation: str) -> Function:
     def fn(
         accum: Any,
         preactivation: Any = None,
@@ -115,11 +126,26 @@ def _dactivation(activation: str) -> Function:
         prob: Any = None,
     ) -> dict[str, Any]:
         x, dy = point_and_gradient(accum, preactivation, upstream, alpha, bias)
-        D = (dy if prob is None else dy * prob) * ep.derivative(activation)(x)
-        dprob = ep.sum(dy * getattr(ep, activation)(x), -1)
-        return {"out": D, "dprob": dprob, "dbias": ep.sum(D, -2)}
+        return _gradients(dy, prob, getattr(ep, activation)(x), ep.derivative(activation)(x))
 
     return fn
+
+
+def _gradients(dy: Any, prob: Any, y: Any, slope: Any) -> dict[str, Any]:
+    """Of a result y · prob, from its gradient dy."""
+    D = (dy if prob is None else dy * prob) * slope
+    return {
+        "out": D,
+        "dprob": ep.sum(dy * y, -1),
+        "dbias": ep.sum(D, -2),
+        "amax": ep.amax(D, None),
+    }
+
+
+def bent_dsrelu(
+    accum: Any, preactivation: Any = None, alpha: Any = None, prob: Any = None, limit: Any = None
+) -> dict[str, Any]:
+    return _gradients(times(alpha, accum), prob, *_bent_squared_relu(preactivation, limit))
 
 
 def gemm_dsrelu(A: Any, B: Any, *, out: Any, preactivation: Any, **options: Any) -> GemmArguments:

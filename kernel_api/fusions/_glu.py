@@ -71,21 +71,21 @@ def gemm_glu(
     """
     A, B = matrices(A, B)
     N = B.shape[-1]
-    _check_pairs(kind, order, granularity)
-    _check_halves("B has N", N, granularity)
+    check_pairs(kind, order, granularity)
+    check_halves("B has N", N, granularity)
     reads = {
         "alpha": real("alpha", alpha),
         "bias": per_column("bias", bias, A, N),
         "prob": per_row("prob", prob, A),
-        **_limits(kind, limit, offset),
+        **limits_of(kind, limit, offset),
     }
     writes = {"preactivation": shaped("preactivation", preactivation, (*rows(A), N))}
     out = shaped("out", out, (*rows(A), N // 2))
-    return fused(_glu(kind, order, granularity), A, B, out, reads=reads, writes=writes)
+    return fused(glu_of(kind, order, granularity), A, B, out, reads=reads, writes=writes)
 
 
 @functools.lru_cache
-def _glu(kind: str, order: str, granularity: int | str) -> Function:
+def glu_of(kind: str, order: str, granularity: int | str) -> Function:
     def fn(
         accum: Any,
         alpha: Any = None,
@@ -97,7 +97,8 @@ def _glu(kind: str, order: str, granularity: int | str) -> Function:
         x = affine(accum, alpha, bias)
         gate, up = ep.glu_pair(x, order, granularity)
         y = gated(kind, gate, up, limit, offset).result
-        return {"out": y if prob is None else y * prob, "preactivation": x}
+        y = y if prob is None else y * prob
+        return {"out": y, "preactivation": x, "amax": ep.amax(y, None)}
 
     return fn
 
@@ -132,13 +133,13 @@ def gemm_dglu(
     """
     A, B = matrices(A, B)
     wide = 2 * B.shape[-1]
-    _check_pairs(kind, order, granularity)
-    _check_halves("preactivation has columns", wide, granularity)
+    check_pairs(kind, order, granularity)
+    check_halves("preactivation has columns", wide, granularity)
     reads = {
         "preactivation": required("preactivation", preactivation, (*rows(A), wide)),
-        **_limits(kind, limit, offset),
+        **limits_of(kind, limit, offset),
     }
-    function = _dglu(kind, order, granularity)
+    function = dglu_of(kind, order, granularity)
     return gradient_arguments(function, A, B, out, wide, reads, alpha, prob, dprob, dbias)
 
 
@@ -168,19 +169,19 @@ def gemm_recompute_dglu(
     """
     A, B = matrices(A, B)
     N = B.shape[-1]
-    _check_pairs(kind, order, granularity)
-    _check_halves("B has N", N, granularity)
+    check_pairs(kind, order, granularity)
+    check_halves("B has N", N, granularity)
     reads = {
         "upstream": required("upstream", upstream, (*rows(A), N // 2)),
         "bias": per_column("bias", bias, A, N),
-        **_limits(kind, limit, offset),
+        **limits_of(kind, limit, offset),
     }
-    function = _dglu(kind, order, granularity)
+    function = dglu_of(kind, order, granularity)
     return gradient_arguments(function, A, B, out, N, reads, alpha, prob, dprob, dbias)
 
 
 @functools.lru_cache
-def _dglu(kind: str, order: str, granularity: int | str) -> Function:
+def dglu_of(kind: str, order: str, granularity: int | str, alpha_power: int = 1) -> Function:
     def fn(
         accum: Any,
         preactivation: Any = None,
@@ -190,13 +191,22 @@ def _dglu(kind: str, order: str, granularity: int | str) -> Function:
         prob: Any = None,
         limit: Any = None,
         offset: Any = None,
+        beta: Any = None,
     ) -> dict[str, Any]:
-        x, dy = point_and_gradient(accum, preactivation, upstream, alpha, bias)
+        if alpha_power == 2 and alpha is not None:
+            alpha = alpha * alpha
+        x, dy = point_and_gradient(accum, preactivation, upstream, alpha, bias, beta)
         gate, up = ep.glu_pair(x, order, granularity)
         glu = gated(kind, gate, up, limit, offset)
-        gradients = glu.gradients(dy if prob is None else dy * prob)
-        D = ep.interleave(*gradients, order, granularity)
-        return {"out": D, "dprob": ep.sum(dy * glu.result, -1), "dbias": ep.sum(D, -2)}
+        d_gate, d_up = glu.gradients(dy if prob is None else dy * prob)
+        D = ep.interleave(d_gate, d_up, order, granularity)
+        return {
+            "out": D,
+            "dprob": ep.sum(dy * glu.result, -1),
+            "dbias": ep.sum(D, -2),
+            "amax_gate": ep.amax(d_gate, None),
+            "amax_up": ep.amax(d_up, None),
+        }
 
     return fn
 
@@ -221,7 +231,7 @@ def gemm_dswiglu(A: Any, B: Any, *, out: Any, preactivation: Any, **options: Any
     return gemm_dglu(A, B, out=out, preactivation=preactivation, kind="swiglu", **options)
 
 
-def _check_pairs(kind: str, order: str, granularity: int | str) -> None:
+def check_pairs(kind: str, order: str, granularity: int | str) -> None:
     one_of("kind", kind, KINDS)
     one_of("order", order, ORDERS)
     whole = isinstance(granularity, int) and not isinstance(granularity, bool) and granularity > 0
@@ -231,14 +241,14 @@ def _check_pairs(kind: str, order: str, granularity: int | str) -> None:
         )
 
 
-def _check_halves(what: str, N: int, granularity: int | str) -> None:
+def check_halves(what: str, N: int, granularity: int | str) -> None:
     width = granularity if isinstance(granularity, int) else 1
     of = "halves" if granularity == "halves" else f"pairs of {width} columns"
     if N % (2 * width):
         raise ArgumentError(f"{what} = {N}; {of} need a multiple of {2 * width}")
 
 
-def _limits(kind: str, limit: Any, offset: Any) -> dict[str, Any]:
+def limits_of(kind: str, limit: Any, offset: Any) -> dict[str, Any]:
     if kind == LIMITED:
         return {
             "limit": real("limit", 7.0 if limit is None else limit),

@@ -40,10 +40,16 @@ def fused(
     writes: dict[str, Any] | None = None,
 ) -> GemmArguments:
     """Arguments with the epilogue that a function computes; operands that are None are absent."""
-    written = {name: value for name, value in (writes or {}).items() if value is not None}
+    return GemmArguments(A, B, out, epilogue=epilogue_of(function, reads, writes or {}))
+
+
+def epilogue_of(
+    function: Function, reads: dict[str, Any], writes: dict[str, Any]
+) -> EpilogueArguments:
+    """What a function computes of what is there, on operands that are there."""
+    written = {name: value for name, value in writes.items() if value is not None}
     operands = {name: value for name, value in reads.items() if value is not None}
-    epilogue = _epilogue(function, tuple(written))
-    return GemmArguments(A, B, out, epilogue=epilogue.applied_to(**operands, **written))
+    return _epilogue(function, tuple(written)).applied_to(**operands, **written)
 
 
 # Operands --------------------------------------------------------------------------------
@@ -141,6 +147,14 @@ def affine(accum: Any, alpha: Any, bias: Any) -> Any:
     return x if bias is None else x + bias
 
 
+def weighted(accum: Any, alpha: Any, bias: Any, prob: Any = None, row_scale: Any = None) -> Any:
+    """alpha · row_scale · acc · prob, or with a bias alpha · row_scale · acc + bias · prob"""
+    x = times(row_scale, times(alpha, accum))
+    if bias is None:
+        return x if prob is None else x * prob
+    return x + (bias if prob is None else bias * prob)
+
+
 def gradient_arguments(
     function: Function,
     A: Operand,
@@ -164,9 +178,9 @@ def gradient_arguments(
 
 
 def point_and_gradient(
-    accum: Any, preactivation: Any, upstream: Any, alpha: Any, bias: Any
+    accum: Any, preactivation: Any, upstream: Any, alpha: Any, bias: Any, beta: Any = None
 ) -> tuple[Any, Any]:
     """Where the derivative is taken, and what it is multiplied with: the accumulator is one."""
     if preactivation is None:
         return affine(accum, alpha, bias), upstream
-    return preactivation, times(alpha, accum)
+    return times(beta, preactivation), times(alpha, accum)

@@ -9,8 +9,8 @@ from kernel_api import epilogue as ep
 from kernel_api.arguments import GemmArguments
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._shared import (
+    Extents,
     Function,
-    affine,
     batches,
     fused,
     matrices,
@@ -22,11 +22,14 @@ from kernel_api.fusions._shared import (
     shaped,
     times,
     typed,
+    weighted,
 )
+from kernel_api.operands import Operand
 
 #: Largest values of the types that are quantised to.
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 _MX_BLOCK = 32
+MODES = ("tensor", "row", "mx")
 
 
 def gemm_rope(
@@ -100,37 +103,52 @@ def gemm_quantize(
     """
     A, B = matrices(A, B)
     N = B.shape[-1]
-    one_of("mode", mode, ("tensor", "row", "mx"))
+    one_of("mode", mode, MODES)
     out = required("out", out, (*rows(A), N))
-    top = _LARGEST[one_of("out's type", out.dtype.name, _LARGEST)]
     reads = {"alpha": real("alpha", alpha), "bias": per_column("bias", bias, A, N)}
     writes = {"amax": shaped("amax", amax, (), batches(A))}
     if mode == "tensor":
         if scale is None:
             raise ArgumentError("scale is None; it is read if mode is 'tensor'")
         reads["scale"] = real("scale", scale)
-    elif mode == "row":
-        writes["scale"] = typed("scale", required("scale", scale, rows(A)), "float32")
     else:
-        if N % _MX_BLOCK:
-            raise ArgumentError(f"B has N = {N}; blocks of {_MX_BLOCK} columns need a multiple")
-        blocks = required("scale", scale, (*rows(A), N // _MX_BLOCK))
-        writes["scale"] = typed("scale", blocks, "float8_e8m0fnu")
-    function = _quantize_by_tensor if mode == "tensor" else _quantize_by(mode, top)
-    return fused(function, A, B, out, reads=reads, writes=writes)
+        writes["scale"] = written_scale(mode, scale, rows(A), N)
+    return fused(quantized(mode, out), A, B, out, reads=reads, writes=writes)
+
+
+def written_scale(mode: str, scale: Any, of_rows: Extents, N: int) -> Operand:
+    """The scales that a quantisation by rows or by blocks writes."""
+    if mode == "row":
+        return typed("scale", required("scale", scale, of_rows), "float32")
+    if N % _MX_BLOCK:
+        raise ArgumentError(f"B has N = {N}; blocks of {_MX_BLOCK} columns need a multiple")
+    return typed("scale", required("scale", scale, (*of_rows, N // _MX_BLOCK)), "float8_e8m0fnu")
+
+
+def quantized(mode: str, out: Operand) -> Function:
+    """What a quantisation computes for an ``out`` of this type."""
+    top = _LARGEST[one_of("out's type", out.dtype.name, _LARGEST)]
+    return _quantize_by_tensor if mode == "tensor" else _quantize_by(mode, top)
 
 
 def _quantize_by_tensor(
-    accum: Any, alpha: Any = None, bias: Any = None, scale: Any = None
+    accum: Any,
+    alpha: Any = None,
+    bias: Any = None,
+    scale: Any = None,
+    prob: Any = None,
+    row_scale: Any = None,
 ) -> dict[str, Any]:
-    x = affine(accum, alpha, bias)
-    return {"out": x / scale, "amax": ep.amax(x, None)}
+    x = weighted(accum, alpha, bias, prob, row_scale)
+    return {"out": x if scale is None else x / scale, "amax": ep.amax(x, None)}
 
 
 @functools.lru_cache
 def _quantize_by(mode: str, top: float) -> Function:
-    def fn(accum: Any, alpha: Any = None, bias: Any = None) -> dict[str, Any]:
-        x = affine(accum, alpha, bias)
+    def fn(
+        accum: Any, alpha: Any = None, bias: Any = None, prob: Any = None, row_scale: Any = None
+    ) -> dict[str, Any]:
+        x = weighted(accum, alpha, bias, prob, row_scale)
         if mode == "row":
             largest = ep.amax(x, -1)
             scale = divisor = ep.where(largest == 0.0, 1.0, largest / top)

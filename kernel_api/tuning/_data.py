@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernel_api._description import rebuilt
 from kernel_api.arguments import Arguments, ScaledOperand
+from kernel_api.arguments.experts import memory_of
 
 if TYPE_CHECKING:
     from kernel_api.operands import Operand
@@ -19,7 +20,7 @@ def random_arguments(description: dict[str, Any], device: str, seed: int) -> Arg
 
     Strides and alignment are those described. Floats are normal, scales and what is a reciprocal
     root lie between 0.5 and 1.5, integers are of their full range if they have 8 bits, else -9
-    to 9.
+    to 9; what is a place in other operands is one.
     """
     import torch
 
@@ -28,9 +29,11 @@ def random_arguments(description: dict[str, Any], device: str, seed: int) -> Arg
     outputs = args.outputs
     for name, operand in args.named_operands.items():
         if name not in outputs:
-            _fill(operand, random, positive=name in _POSITIVE)
+            for part in memory_of(operand):
+                _fill(part, random, positive=name in _POSITIVE)
         if isinstance(operand, ScaledOperand):
             _fill(operand.scale, random, positive=True)
+    args.draw_indices(random)
     return args
 
 

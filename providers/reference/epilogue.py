@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ def evaluate(
     *,
     wide: bool,
     double: bool = False,
+    groups: Sequence[slice] | None = None,
 ) -> dict[str, Any]:
     """The outputs of a graph, by name and with the modes that they have; not yet rounded.
 
@@ -61,10 +62,18 @@ def evaluate(
         wide: Compute in float64 (the oracle), else in the type of the arithmetic.
         double: Whether that type is float64, not float32. Constants and operands are rounded to
             it in any case, because what is computed from them depends on it.
+        groups: Of a ragged problem, whose accumulator is (M, N): the rows of each batch, which
+            follow each other without gaps.
     """
-    values = _Evaluation(graph, accumulator, operands, wide, double).values()
-    L = accumulator.shape[0] if accumulator.dim() == 3 else None
-    problem = Problem(L, *accumulator.shape[-2:])
+    given = (graph, accumulator, operands, wide, double)
+    if groups is None:
+        L = accumulator.shape[0] if accumulator.dim() == 3 else None
+        problem = Problem(L, *accumulator.shape[-2:])
+        values = _Evaluation(*given).values()
+    else:
+        M, N = accumulator.shape
+        problem = Problem(len(groups), M, N, ragged=True)
+        values = _RaggedEvaluation(groups, *given).values()
     outputs = {}
     for name, index in graph.outputs:
         shape = graph.nodes[index].shape
@@ -95,7 +104,7 @@ class _Evaluation:
         last = {i: index for index, node in enumerate(self._graph.nodes) for i in node.inputs}
         kept = {index for _, index in self._graph.outputs}
         for index, node in enumerate(self._graph.nodes):
-            inputs = [found[i] for i in node.inputs]
+            inputs = [self._aligned(node, i, found[i]) for i in node.inputs]
             for i in node.inputs:
                 if last[i] == index and i not in kept:
                     found[i] = None  # a matrix in float64 is large
@@ -104,6 +113,10 @@ class _Evaluation:
             else:
                 found.append(getattr(self, f"_op_{node.op}")(node, *inputs))
         return found
+
+    def _aligned(self, node: Node, index: int, value: Any) -> Any:
+        """The value of an earlier node, as it broadcasts against those beside it."""
+        return value
 
     # Leaves ------------------------------------------------------------------------------
 
@@ -185,6 +198,32 @@ class _Evaluation:
             return _REDUCTIONS[node["kind"]](x.unflatten(2, (-1, node["block"])), (3,)).squeeze(3)
         modes = {"columns": (2,), "rows": (1,), "matrix": (1, 2), "all": (0, 1, 2)}[node["axis"]]
         return _REDUCTIONS[node["kind"]](x, modes)
+
+
+class _RaggedEvaluation(_Evaluation):
+    """The same where every row belongs to one batch: what has rows is (1, M, ...) for all batches
+    together, what has none (L, 1, ...)."""
+
+    def __init__(self, groups: Sequence[slice], *given: Any) -> None:
+        super().__init__(*given)
+        self._groups = groups
+        self._sizes = torch.tensor([rows.stop - rows.start for rows in groups])
+
+    def _aligned(self, node: Node, index: int, value: Any) -> Any:
+        shape = self._graph.nodes[index].shape
+        if not (node.shape.rows and shape.batch) or shape.rows:
+            return value
+        return value.repeat_interleave(self._sizes.to(value.device), dim=0).transpose(0, 1)
+
+    def _tensor(self, node: Node) -> Any:
+        tensor = super()._tensor(node)
+        return tensor[:, : self._matrices.shape[1]] if node.shape.rows else tensor
+
+    def _op_reduce(self, node: Node, x: Any) -> Any:
+        reduced, own = super()._op_reduce, self._graph.nodes[node.inputs[0]].shape
+        if node["axis"] not in ("rows", "matrix") or not own.rows:
+            return reduced(node, x)
+        return torch.cat([reduced(node, x[:, rows]) for rows in self._groups])
 
 
 def _blocks(x: Any, granularity: int | str, parts: int) -> Any:

@@ -37,9 +37,6 @@ class ReferenceNorm(Kernel):
     space = Space()
     design = DesignMetadata
 
-    def _launch_operands(self, args: Any) -> Values:
-        return {**args.launch_values, **super()._launch_operands(args)}
-
     def _run(
         self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
     ) -> None:

@@ -14,6 +14,6 @@ class TorchProvider(Provider):
     rank: ClassVar[int] = 100
 
 
-from kernel_api.providers.torch import gemm, norm  # noqa: E402  (they register)
+from kernel_api.providers.torch import gemm, grouped, norm  # noqa: E402  (they register)
 
-__all__ = ["TorchProvider", "gemm", "norm"]
+__all__ = ["TorchProvider", "gemm", "grouped", "norm"]

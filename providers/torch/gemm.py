@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from kernel_api.arguments import GemmArguments, ScaleMode
+from kernel_api.arguments import Arguments, GemmArguments, ScaleMode
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.dtypes import dtype
 from kernel_api.kernel import Kernel
@@ -22,12 +22,12 @@ from kernel_api.space import Operands, Space, rule
 class TorchProduct(Kernel):
     """One of torch's functions."""
 
-    arguments = GemmArguments
-    devices = ("cpu", "cuda")
+    arguments: ClassVar[type[Arguments] | None] = GemmArguments
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
-    def product(self, args: Any) -> Callable[[Any, Any, Any], None]:
-        """Computes A, B into out, for tensors like those of the arguments. It keeps none but
-        scales."""
+    def product(self, args: Any) -> Callable[..., None]:
+        """Computes the operands' tensors, those like them of other arguments too. It keeps none
+        but scales."""
         raise NotImplementedError
 
     def _run(
@@ -39,12 +39,12 @@ class TorchProduct(Kernel):
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
         multiply, index = self.product(args), args.device.index
 
-        def launch(A: Any, B: Any, out: Any, *, stream: Any = None) -> None:
+        def launch(*tensors: Any, stream: Any = None) -> None:
             if stream is None:
-                multiply(A, B, out)
+                multiply(*tensors)
             else:
                 with on_stream(stream, index):
-                    multiply(A, B, out)
+                    multiply(*tensors)
 
         return launch
 
@@ -72,7 +72,7 @@ class TorchGemm(TorchProduct):
         widens = operands.out.dtype is not operands.A.dtype
         return not widens or args.device.type != "cpu"
 
-    def product(self, args: Any) -> Callable[[Any, Any, Any], None]:
+    def product(self, args: Any) -> Callable[..., None]:
         if args.A.dtype is _FLOAT32:
             return functools.partial(multiply_into, fp32_precision=args.fp32_precision)
         multiply = torch.bmm if args.out.rank == 3 else torch.mm
@@ -122,7 +122,7 @@ class TorchIntegerGemm(TorchProduct):
         fits = args.M > 16 and args.N % 8 == 0 and args.K % 8 == 0
         return args.device.type == "cpu" or fits
 
-    def product(self, args: Any) -> Callable[[Any, Any, Any], None]:
+    def product(self, args: Any) -> Callable[..., None]:
         return _integers
 
 
@@ -172,7 +172,7 @@ class TorchScaledGemm(TorchProduct):
     def _(args: GemmArguments) -> bool:
         return args.device.type == "cpu" or (args.N % 16 == 0 and args.K % 16 == 0)
 
-    def product(self, args: Any) -> Callable[[Any, Any, Any], None]:
+    def product(self, args: Any) -> Callable[..., None]:
         scale_a, scale_b = args.A.scale.tensor, args.B.scale.tensor
         if args.A.mode is ScaleMode.PER_ROW:
             scale_a, scale_b = scale_a.unsqueeze(1), scale_b.unsqueeze(0)

@@ -42,9 +42,6 @@ class TorchNorm(Kernel):
                 )
         return True
 
-    def _launch_operands(self, args: Any) -> dict[str, Any]:
-        return {**args.launch_values, **super()._launch_operands(args)}
-
     def _run(
         self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
     ) -> None:

@@ -139,6 +139,11 @@ def arguments_for(
         from support import norms
 
         return norms.arguments_for(kernel, M, N, device=device, seed=seed)
+    if is_grouped(kernel):
+        from support import grouped_kernels
+
+        how = {"device": device, "values": values, "seed": seed}
+        return grouped_kernels.arguments_for(kernel, M, N, K, L, **how)
     operands = kernel.metadata.operands
     letters = {"M": M, "N": N, "K": K}
     repacked = getattr(kernel, "repacked", (False, False))
@@ -177,6 +182,12 @@ def is_norm(kernel: ka.Kernel) -> bool:
     from kernel_api.arguments.norm import NormArguments
 
     return issubclass(kernel.arguments or ka.GemmArguments, NormArguments)
+
+
+def is_grouped(kernel: ka.Kernel) -> bool:
+    from kernel_api.arguments.grouped import GroupedGemmArguments
+
+    return issubclass(kernel.arguments or ka.GemmArguments, GroupedGemmArguments)
 
 
 def supported_sizes(kernel: ka.Kernel, M: int, N: int, K: int) -> tuple[int, int, int]:

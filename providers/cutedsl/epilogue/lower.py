@@ -132,6 +132,8 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
 
     def finished(self, output: int, value: _Value, extents: tuple[_Value, ...]) -> _Value:
         node = self._nodes[self._plan.reduced[output][1]]
+        if node["kind"] == "amax":
+            return combined("max", value, Float32(0.0))  # the largest magnitude of nothing
         if node["kind"] != "mean":
             return value
         M, N, L = extents

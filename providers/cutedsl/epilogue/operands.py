@@ -100,6 +100,13 @@ def halves_fit(graph: Graph, N: int) -> bool | Miss:
     return True
 
 
+def in_halves(epilogue: EpilogueArguments) -> bool:
+    """Whether columns of the product are computed in turns, some of the left half, some of the
+    right one."""
+    planned = plan(epilogue.graph)
+    return not isinstance(planned, str) and 1 in planned.halves
+
+
 def halves_fit_shares(graph: Graph, columns: int) -> bool | Miss:
     """Whether blocks that load so many columns of B each for all of a cluster cut pairs of 32
     columns nowhere but in the middle."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from kernel_api.arguments import GemmArguments
+from kernel_api.arguments import Arguments, GemmArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
 from kernel_api.providers.streams import on_stream
@@ -14,7 +14,7 @@ from kernel_api.providers.streams import on_stream
 class CuteDslGemm(CuteDslKernel):
     """A dense GEMM. Kernels see at least one row, column and product; the rest is done here."""
 
-    arguments = GemmArguments
+    arguments: ClassVar[type[Arguments] | None] = GemmArguments
 
     def _launcher(self, args: GemmArguments, artifact: CompiledArtifact) -> Callable[..., None]:
         launch = super()._launcher(args, artifact)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from kernel_api._workspaces import ZEROED
-from kernel_api.arguments import GemmArguments
+from kernel_api.arguments import EpilogueArguments, GemmArguments
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue import Graph
 from kernel_api.kernel import Kernel
@@ -103,13 +103,8 @@ class FusedGemm(SplitGemm):
     def implementation(self) -> Callable[..., None]:
         return self._implementation()
 
-    def implementation_for(self, args: GemmArguments) -> Callable[..., None]:
-        if args.epilogue is None:
-            return self._implementation()
-        outputs = args.epilogue.outputs
-        types = {name: outputs[name].dtype.cutlass for name in written(args.epilogue.graph)}
-        full = tuple(types.pop(name) for name in full_outputs(args.epilogue))
-        return self._implementation(full, tuple(types.values()))
+    def implementation_for(self, args: Any) -> Callable[..., None]:
+        return self._implementation(*output_types(args.epilogue))
 
     def _implementation(
         self, more_outputs: tuple[Any, ...] = (), others: tuple[Any, ...] = ()
@@ -163,7 +158,7 @@ class FusedGemm(SplitGemm):
         A, B, _ = (tensor.shape for tensor in tensors)
         return self._with_reductions(size, A[-2], B[-1], A[0] if len(A) == 3 else 1)
 
-    def get_workspace_size(self, args: GemmArguments) -> int:
+    def get_workspace_size(self, args: Any) -> int:
         size = super().get_workspace_size(args)
         return self._with_reductions(size, args.M, args.N, args.L)
 
@@ -176,6 +171,16 @@ class FusedGemm(SplitGemm):
         """(counters, parts)"""
         graph = self.metadata.epilogue
         return reduction_sizes(graph, self.tiling(M, N), L) if isinstance(graph, Graph) else (0, 0)
+
+
+def output_types(epilogue: EpilogueArguments | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Of the outputs beside out, as the DSL has them: those with rows and columns, the others."""
+    if epilogue is None:
+        return (), ()
+    outputs = epilogue.outputs
+    types = {name: outputs[name].dtype.cutlass for name in written(epilogue.graph)}
+    full = tuple(types.pop(name) for name in full_outputs(epilogue))
+    return full, tuple(types.values())
 
 
 def alignment_of(operands: OperandsMetadata) -> int:

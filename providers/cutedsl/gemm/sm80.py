@@ -128,7 +128,7 @@ _WIDE_K = (
 )
 
 #: By bytes of an operand element.
-_DESIGNS = {
+DESIGNS = {
     1: _designs(_NARROW_K, 1),
     2: _designs(_NARROW_K, 2),
     4: _designs(_WIDE_K, 4),
@@ -157,7 +157,7 @@ class Sm80GemmFamily(FusedGemm):
     @rule("the tile is one of those for operands of this width")
     def _(design: Sm80GemmDesign, operands: GemmOperandsMetadata) -> bool:
         assert operands.A.dtype is not None
-        return design in _DESIGNS[operands.A.dtype.itemsize]
+        return design in DESIGNS[operands.A.dtype.itemsize]
 
     @rule("the accumulators fit in registers, beside what passes through them")
     def _(design: Sm80GemmDesign, operands: GemmOperandsMetadata) -> bool:
@@ -188,6 +188,13 @@ class Sm80GemmFamily(FusedGemm):
     ) -> Callable[..., None]:
         from kernel_api.implementations.sm80.gemm import Gemm
 
+        split_k = self._design.split_k if self._design.splits else None
+        return self._built(Gemm, more_outputs, others, split_k=split_k)
+
+    def _built(
+        self, gemm: Any, more_outputs: tuple[Any, ...], others: tuple[Any, ...], **options: Any
+    ) -> Callable[..., None]:
+        """An implementation of that class, with options beside those that all take."""
         design, operands = self._design, self.metadata.operands
         out: Any = operands.tensors["out"].dtype
         accumulator: Any = getattr(operands, "accumulator_type", None)
@@ -195,15 +202,15 @@ class Sm80GemmFamily(FusedGemm):
         epilogue = lowered(
             self.metadata.epilogue, (out.cutlass, *more_outputs, *others), float8=False
         )
-        found: Callable[..., None] = Gemm(
+        found: Callable[..., None] = gemm(
             design.tile_shape,
             design.warps,
             design.stages,
             accumulator.cutlass,
             vector_bytes=operands.tensors["A"].alignment,
             output_bytes=self.alignment_asked,
-            split_k=design.split_k if design.splits else None,
             epilogue=epilogue or scaling(operands),
+            **options,
         )
         return found
 
@@ -263,7 +270,7 @@ class Sm80Gemm(Sm80GemmFamily):
             why_aligned=_WHY_ALIGNED,
         ),
     )
-    space = Space(*dict.fromkeys(itertools.chain(_DESIGNS[2], _DESIGNS[4])))
+    space = Space(*dict.fromkeys(itertools.chain(DESIGNS[2], DESIGNS[4])))
 
 
 @CuTeDSLProvider.register
@@ -289,4 +296,4 @@ class Sm80Int8Gemm(Sm80GemmFamily):
             ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32"),
         )
     )
-    space = Space(*_DESIGNS[1])
+    space = Space(*DESIGNS[1])

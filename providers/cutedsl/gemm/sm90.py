@@ -17,6 +17,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     Tiling,
     fits_tile,
     halves_fit_shares,
+    in_halves,
     spans_rows,
     whole_pieces,
 )
@@ -30,14 +31,14 @@ from kernel_api.providers.cutedsl.gemm.fusing import (
 )
 from kernel_api.providers.cutedsl.gemm.scaling import scaled_by_blocks, scaling
 from kernel_api.providers.cutedsl.gemm.sm90_design import Sm90GemmDesign
-from kernel_api.space import Miss, Operands, Space, rule
+from kernel_api.space import Miss, Operands, Rule, Space, rule
 
 #: That are multiplied at once where products are promoted.
 _PROMOTED_COLUMNS = 192
 
-_WHY_ALIGNED = "TMA needs addresses and leading dimensions in multiples of 16 bytes"
-_LOADS_ALIGNED = {"A": 16, "B": 16}
-_ALIGNMENTS: tuple[dict[str, int], ...] = ({**_LOADS_ALIGNED, "out": 16}, _LOADS_ALIGNED)
+WHY_ALIGNED = "TMA needs addresses and leading dimensions in multiples of 16 bytes"
+LOADS_ALIGNED = {"A": 16, "B": 16}
+ALIGNMENTS: tuple[dict[str, int], ...] = ({**LOADS_ALIGNED, "out": 16}, LOADS_ALIGNED)
 
 
 #: What an epilogue may write matrices of.
@@ -107,6 +108,10 @@ class Sm90GemmFamily(FusedGemm):
         columns = design.kernel_tile[1] // design.kernel_cluster[0]
         return halves_fit_shares(args.epilogue.graph, columns)
 
+    @rule("B is K-major where its halves are taken in turns: a swizzle is wider than 32 columns")
+    def _(operands: GemmOperandsMetadata, args: Any) -> bool:
+        return args.epilogue is None or operands.B.unit_mode == -2 or not in_halves(args.epilogue)
+
     @cached_property
     def repacked(self) -> tuple[bool, bool]:
         """Whether A and B are copied to where TMA can read them."""
@@ -123,10 +128,25 @@ class Sm90GemmFamily(FusedGemm):
         from kernel_api.implementations.sm90.gemm import Gemm
 
         design, operands = self._design, self.metadata.operands
+        return self._built(
+            Gemm,
+            more_outputs,
+            others,
+            split_k="stream" if design.stream_k else design.split_k if design.splits else None,
+            block_scales=scaled_by_blocks(operands),
+            split_float32=_small_parts(operands),
+            repacked=self.repacked,
+        )
+
+    def _built(
+        self, gemm: Any, more_outputs: tuple[Any, ...], others: tuple[Any, ...], **options: Any
+    ) -> Callable[..., None]:
+        """An implementation of that class, with options beside those that all take."""
+        design, operands = self._design, self.metadata.operands
         types: Any = {name: tensor.dtype for name, tensor in operands.tensors.items()}
         accumulator: Any = getattr(operands, "accumulator_type", None)
         output_types = (types["out"].cutlass, *more_outputs)
-        found: Callable[..., None] = Gemm(
+        found: Callable[..., None] = gemm(
             design.kernel_tile,
             design.kernel_cluster,
             design.schedule,
@@ -137,13 +157,10 @@ class Sm90GemmFamily(FusedGemm):
             stages=design.stages,
             tma_stores=(operands.tensors["out"].alignment >= 16,) * len(output_types),
             swap_ab=design.swap_ab,
-            split_k="stream" if design.stream_k else design.split_k if design.splits else None,
             promoted=self.promoted,
-            block_scales=scaled_by_blocks(operands),
-            split_float32=_small_parts(operands),
-            repacked=self.repacked,
             dependent_launch=design.dependent_launch,
             epilogue=lowered(self.metadata.epilogue, (*output_types, *others)) or scaling(operands),
+            **options,
         )
         return found
 
@@ -204,8 +221,8 @@ class Sm90Gemm(Sm90GemmFamily):
             B="like A",
             out=out,
             accumulator="f32",
-            alignments=_ALIGNMENTS,
-            why_aligned=_WHY_ALIGNED,
+            alignments=ALIGNMENTS,
+            why_aligned=WHY_ALIGNED,
         )
         for out in ("f16 | bf16 | f32", "e4m3 | e5m2")
     )
@@ -225,8 +242,8 @@ class Sm90Tf32Gemm(Sm90GemmFamily):
             accumulator="f32",
             multiplication="tf32",
             majors="A:k B:k",
-            alignments=_ALIGNMENTS,
-            why_aligned=_WHY_ALIGNED,
+            alignments=ALIGNMENTS,
+            why_aligned=WHY_ALIGNED,
         ),
     )
     space = Space(*sm90_design.points(sm90_design.TF32, operand_bytes=4))
@@ -247,8 +264,8 @@ class Sm90SplitFloat32Gemm(Sm90GemmFamily):
             accumulator="f32",
             multiplication="tf32x3",
             majors="A:k B:k",
-            alignments=_ALIGNMENTS,
-            why_aligned=_WHY_ALIGNED,
+            alignments=ALIGNMENTS,
+            why_aligned=WHY_ALIGNED,
         ),
     )
     space = Space(*sm90_design.points(sm90_design.SPLIT_FLOAT32, operand_bytes=4, small_parts=True))
@@ -273,8 +290,8 @@ class Sm90Fp8Gemm(Sm90GemmFamily):
             accumulator="f32",
             majors="A:k B:k",
             scales=scales,
-            alignments=_ALIGNMENTS,
-            why_aligned=_WHY_ALIGNED,
+            alignments=ALIGNMENTS,
+            why_aligned=WHY_ALIGNED,
         )
         for scales, out in (
             ({}, "f16 | bf16 | f32 | e4m3 | e5m2"),
@@ -287,14 +304,18 @@ class Sm90Fp8Gemm(Sm90GemmFamily):
     )
     space = Space(*sm90_design.points(sm90_design.PROMOTED, operand_bytes=1))
 
-    @rule("scales per block are applied to A's rows, as rows of the instruction")
-    def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata) -> bool:
-        return not (design.swap_ab and scaled_by_blocks(operands))
-
-    @rule("columns of a tile do not straddle blocks of scales")
-    def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata) -> bool:
-        columns = design.tile_shape[1]
-        return not (scaled_by_blocks(operands) and columns % BLOCK and BLOCK % columns)
+    scales_of_rows = Rule(
+        "scales per block are applied to A's rows, as rows of the instruction",
+        lambda design, operands: not (design.swap_ab and scaled_by_blocks(operands)),
+    )
+    columns_of_blocks = Rule(
+        "columns of a tile do not straddle blocks of scales",
+        lambda design, operands: (
+            not scaled_by_blocks(operands)
+            or not design.tile_shape[1] % BLOCK
+            or not BLOCK % design.tile_shape[1]
+        ),
+    )
 
 
 @CuTeDSLProvider.register
@@ -310,8 +331,8 @@ class Sm90Int8Gemm(Sm90GemmFamily):
             accumulator="i32",
             majors="A:k B:k",
             scales=scales,
-            alignments=_ALIGNMENTS,
-            why_aligned=_WHY_ALIGNED,
+            alignments=ALIGNMENTS,
+            why_aligned=WHY_ALIGNED,
         )
         for scales, out in (
             ({}, "i32"),

@@ -114,6 +114,6 @@ class SplitGemm(CuteDslGemm):
         multiprocessors = multiprocessors_of(tensors[0].device)
         return self._split.workspace_bytes(A[-2], B[-1], A[-1], L, multiprocessors)
 
-    def get_workspace_size(self, args: GemmArguments) -> int:
+    def get_workspace_size(self, args: Any) -> int:
         multiprocessors = multiprocessors_of(args.device)
         return self._split.workspace_bytes(args.M, args.N, args.K, args.L, multiprocessors)

@@ -1,0 +1,447 @@
+"""Grouped matrix products for Hopper."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from ..common.expert_matrices import ExpertMatrices
+from ..common.grouped_reductions import GroupedReductions
+from ..common.grouped_tiles import GroupedTiles, GroupTile
+from ..common.modes import gemm_modes, operand_batch_last
+from ..common.work_split import COUNTER_BYTES
+from .descriptors import BYTES as DESCRIPTOR_BYTES
+from .descriptors import Descriptors, descriptor_of
+from .gathered import LAG, ROW_BYTES, STAGES, RowGather, tell
+from .gemm import Gemm, tma_copy_options
+from .mma import WGMMA_M
+from .output import GROUP
+from .promotion import scale_modes
+from .ragged import ending_at
+
+
+class GroupedGemm(Gemm):
+    """D = epilogue(A · B[group]) for groups of rows: each has a matrix B of its own.
+
+    Roles, pipelines, schedules and shared memory are those of `Gemm`. Tiles are numbered group by
+    group; every warp that needs to know finds its own tiles from the offsets (`GroupedTiles`), so
+    nothing is known on the host and nothing is prepared on the device.
+
+    A's rows are loaded from wherever a group begins; those of the next group come along and are
+    dropped. Outputs end with the group: TMA clips them (`ragged`), or threads do.
+
+    A (T,K), B (E,K,N), D (T,N), offsets (E,) Int32: group e has the rows from offsets[e - 1] (0 for
+    the first) to offsets[e]. Rows behind the last group are left alone. Alignment and majors as in
+    `Gemm`, but D's rows have stride 1 along N. K is not split.
+
+    gathered: the first further operand is (T,) Int32; row t of the product is that row of A, which
+               has any number of rows. All four warps of the producer copy A then (`gathered`), and
+               the first of them lets TMA copy B; a stage is full when all have said so.
+    scattered: the next one is, too; row t of the result becomes that row of D, which is written by
+               threads then. What else an epilogue reads and writes by rows has row t.
+
+    experts: B is (E,) Int64, addresses of matrices that lie anywhere; the next further operands are
+             the columns of one and its stride that is not 1. A small kernel makes a descriptor of
+             each before (`descriptors`), in the workspace.
+
+    Values with rows have no batch mode, others have one of E: what is reduced over rows is (E,N),
+    over rows and columns (E,). Groups without rows have the latter two as well.
+    """
+
+    def __init__(
+        self,
+        *args,
+        gathered: bool = False,
+        scattered: bool = False,
+        experts: ExpertMatrices | None = None,
+        **keywords,
+    ):
+        super().__init__(*args, **keywords)
+        self.experts = experts
+        if self.split_k is not None or any(self.repacked):
+            raise ValueError("grouped products neither split K nor copy operands")
+        if scattered and (self.swap_ab or not self.tma_stores[0]):
+            raise ValueError("rows are scattered in whole vectors, as rows of the instruction")
+        if gathered:
+            self._plan_gather()
+        self.ragged = 1 if self.swap_ab else 0
+        self.output.ragged = self.ragged
+        self.output.scattered = scattered
+        self.rows_per_tile = self.tile_shape[self.ragged] * self.cluster_shape[self.ragged]
+
+    def _plan_gather(self):
+        width = self.operand_types[0].width
+        if self.swap_ab or self.cluster_shape[1] > 1 or self.stages < STAGES:
+            raise ValueError(
+                f"rows are gathered as rows of the instruction, by each block, in {STAGES} stages"
+            )
+        if self.tile_shape[2] * width != 8 * ROW_BYTES:
+            raise ValueError(f"rows are gathered {ROW_BYTES} bytes of K at a time")
+        self.gathered = True
+        self.producer_warps = 4
+        self._row_gather = RowGather(self.tile_shape[0], width // 8)
+        if self.consumers == 2:
+            self.registers = (56, 224)
+
+    def _arrivals(self) -> int:
+        return 1 + (self.producer_warps if self.gathered else 0)
+
+    def _bytes_by_tma(self) -> int:
+        copied = self._row_gather.rows * ROW_BYTES if self.gathered else 0
+        return self._stage_bytes() - copied
+
+    @cute.jit
+    def __call__(
+        self,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        mD: cute.Tensor,
+        offsets: cute.Tensor,
+        max_clusters: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.with_operands(mA, mB, mD, offsets, (), Int64(0), max_clusters, stream)
+
+    @cute.jit
+    def with_operands(
+        self,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        mD: cute.Tensor,
+        offsets: cute.Tensor,
+        operands,
+        workspace: Int64,
+        max_clusters: Int32,
+        stream: cuda.CUstream,
+    ):
+        """operands: a tuple of the block scales of A and B if there are, what the epilogue reads,
+        and its outputs beside D; workspace: an address, used if anything is reduced or described.
+        """
+        rows, groups = mA.shape[0], offsets.shape[0]
+        picked, places = None, None
+        if const_expr(self.gathered):
+            picked, operands = operands[0], operands[1:]
+            rows = picked.shape[0]
+        if const_expr(self.output.scattered):
+            places, operands = operands[0], operands[1:]
+        scales = ()
+        if const_expr(self.block_scales):
+            scales, operands = scale_modes(*operands[:2]), operands[2:]
+        descriptors, described, parts = None, (), workspace + COUNTER_BYTES
+        if const_expr(self.experts is not None):
+            (columns, pitch), operands = operands[:2], operands[2:]
+            shape = (Int32(columns), mA.shape[1])
+            descriptors, described = parts, (mB, shape, pitch, parts)
+            parts += Int64(groups) * DESCRIPTOR_BYTES
+            mA, mD = operand_batch_last(mA), operand_batch_last(mD)
+            # Of some address: what the kernel reads is described apart.
+            mB = self.experts.at(mA.iterator.toint(), shape, pitch)
+        else:
+            mA, mB, mD = gemm_modes(mA, mB, mD)
+        mA, mB, mD, mR, operands = self._modes(mA, mB, mD, operands)
+        row_tiles = cutlass.min(
+            rows, (rows + groups * (self.rows_per_tile - 1)) // self.rows_per_tile
+        )
+        tiles = row_tiles * self._tiles_across((mA.shape[0], mB.shape[0]))
+        clusters = cutlass.min(cutlass.max(tiles, 1), max_clusters)
+        space = None
+        if const_expr(len(self.epilogue.reduced) > 0):
+            space = (workspace, parts)
+        self._launch(
+            *(mA, mB, mD, operands, (mR, space), scales),
+            *(offsets, (picked, places, descriptors), clusters, stream, described),
+        )
+
+    def _describe(self, tma_a, tma_b, addresses, shape, pitch, first, stream):
+        tma = tma_a if self.swap_ab else tma_b
+        Descriptors(self.experts)(tma, addresses, shape, pitch, first, stream)
+
+    def _tiles_across(self, extents) -> Int32:
+        """Clusters of tiles along the mode that groups do not cut."""
+        across = 1 - self.ragged
+        width = self.tile_shape[across] * self.cluster_shape[across]
+        return Int32(cute.ceil_div(extents[across], width))
+
+    def _grouped_tiles(self, offsets, extents) -> GroupedTiles:
+        widths = self._band_widths()
+        if self.swap_ab:
+            widths = widths[::-1]
+        return GroupedTiles(offsets, self._tiles_across(extents), self.rows_per_tile, widths)
+
+    @cute.jit
+    def _produce(
+        self, tma_a, mA, sA, tma_b, mB, sB, cluster_layout, pipeline_ab, k_tiles, offsets, indices
+    ):
+        """One warp, or four that gather rows: every stage of every tile of this block, in order."""
+        if const_expr(self.gathered):
+            self._gather(
+                *(mA, sA, tma_b, mB, sB),
+                *(cluster_layout, pipeline_ab, k_tiles, offsets, indices[0], indices[2]),
+            )
+        else:
+            self._load(
+                *(tma_a, mA, sA, tma_b, mB, sB),
+                *(cluster_layout, pipeline_ab, k_tiles, offsets, indices[2]),
+            )
+
+    @cute.jit
+    def _load(
+        self,
+        tma_a,
+        mA,
+        sA,
+        tma_b,
+        mB,
+        sB,
+        cluster_layout,
+        pipeline_ab,
+        k_tiles,
+        offsets,
+        descriptors,
+    ):
+        _, _, cluster = cute.arch.block_idx()
+        _, _, clusters = cute.arch.grid_dim()
+        masks = self._multicast_masks(cluster_layout)
+        weights = self._weights((tma_a, mA, sA), (tma_b, mB, sB))
+        stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        tiles = self._grouped_tiles(offsets, (mA.shape[0], cute.size(mB, mode=[0])))
+        index = Int32(cluster)
+        is_tile, tile, state = tiles.find(tiles.start_at(index), index)
+        while is_tile:
+            rows = self._rows((tma_a, mA, sA), (tma_b, mB, sB), tile)
+            of_group = self._weights_of(weights, tile)
+            own = (None, self._descriptor(descriptors, tile))
+            a, b = rows, of_group
+            if const_expr(self.swap_ab):
+                a, b, own = b, a, own[::-1]
+            stage = self._load_tile(*a, *b, masks, Int32(0), k_tiles, pipeline_ab, stage, own)
+            index += clusters
+            is_tile, tile, state = tiles.find(state, index)
+        # The other block of the cluster still signals this one's barriers: stay until it is done.
+        pipeline_ab.producer_tail(stage)
+
+    @cute.jit
+    def _gather(
+        self,
+        mA,
+        sA,
+        tma_b,
+        mB,
+        sB,
+        cluster_layout,
+        pipeline_ab,
+        k_tiles,
+        offsets,
+        row_index,
+        descriptors,
+    ):
+        thread = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        block_m, _, cluster = cute.arch.block_idx()
+        _, _, clusters = cute.arch.grid_dim()
+        rows = self._row_gather
+        b_mask = self._multicast_masks(cluster_layout)[1]
+        weights = self._weights((None, None, None), (tma_b, mB, sB))
+        stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        tiles = self._grouped_tiles(offsets, (mA.shape[0], cute.size(mB, mode=[0])))
+        index, begun = Int32(cluster), Int32(0)
+        is_tile, tile, state = tiles.find(tiles.start_at(index), index)
+        while is_tile:
+            first = tile.first_row + tile.m * self.rows_per_tile + block_m * self.tile_shape[0]
+            sources = rows.sources(mA, row_index, first, tile.end_row, thread)
+            _, tBgB, tBsB = self._weights_of(weights, tile)
+            descriptor = self._descriptor(descriptors, tile)
+            for k in cutlass.range(k_tiles, unroll=1):
+                if warp == 0:
+                    pipeline_ab.producer_acquire(stage)
+                    full = pipeline_ab.producer_get_barrier(stage)
+                    b = tBgB[None, k], tBsB[None, stage.index]
+                    cute.copy(tma_b, *b, **tma_copy_options(full, b_mask, descriptor))
+                else:
+                    pipeline_ab.sync_object_empty.wait(stage.index, stage.phase)
+                target = sA.iterator.toint() + stage.index * (rows.rows * ROW_BYTES)
+                rows.copy(sources, k, mA.shape[1], target, thread)
+                if begun >= LAG:
+                    tell(self._full_before(pipeline_ab, stage, LAG), LAG)
+                begun += 1
+                stage.advance()
+            index += clusters
+            is_tile, tile, state = tiles.find(state, index)
+        for before in cutlass.range_constexpr(LAG, 0, -1):
+            if begun >= before:
+                tell(self._full_before(pipeline_ab, stage, before), before - 1)
+        if warp == 0:
+            # The other block of the cluster still signals this one's barriers.
+            pipeline_ab.producer_tail(stage)
+
+    def _full_before(self, pipeline_ab, stage, count: int) -> cute.Pointer:
+        """The barrier of the stage so many before this one."""
+        index = (stage.index + (self.stages - count)) % self.stages
+        return pipeline_ab.sync_object_full.get_barrier(index)
+
+    def _weights(self, a, b) -> tuple:
+        """(TMA, all tiles, where they go in shared memory) of the operand that every group has."""
+        across = 1 - self.ragged
+        tma, mX, sX = (a, b)[across]
+        tile = (self.tile_shape[across], self.tile_shape[2])
+        gX = cute.local_tile(mX, tile, (None, None, None))
+        shared, tiles = self._share(tma, sX, gX, across)
+        return tma, tiles, shared
+
+    def _weights_of(self, weights, tile: GroupTile) -> tuple:
+        """The same of a tile: (TMA, k tiles, where they go)."""
+        tma, tiles, shared = weights
+        across = 1 - self.ragged
+        place = tile.n * self.cluster_shape[across] + cute.arch.block_idx()[across]
+        batch = tile.group if self.experts is None else 0
+        return tma, tiles[None, place, None, batch], shared
+
+    def _descriptor(self, descriptors, tile: GroupTile):
+        """Of the group's matrix, which another kernel has written; None: that of the atom."""
+        if descriptors is None:
+            return None
+        descriptor = descriptor_of(descriptors, tile.group)
+        cpasync.fence_tma_desc_acquire(descriptor)
+        return descriptor
+
+    def _rows(self, a, b, tile: GroupTile) -> tuple:
+        """(TMA, k tiles, where they go) of a tile's rows, which begin anywhere."""
+        tma, mX, sX = (a, b)[self.ragged]
+        first = tile.first_row + tile.m * self.rows_per_tile
+        gX = cute.local_tile(
+            cute.domain_offset((first, 0, 0), mX),
+            (self.tile_shape[self.ragged], self.tile_shape[2]),
+            (cute.arch.block_idx()[self.ragged], None, 0),
+        )
+        shared, tiles = self._share(tma, sX, gX, self.ragged)
+        return tma, tiles, shared
+
+    def _share(self, tma, sX, gX, mode: int) -> tuple:
+        """This block's part of tiles of A (mode 0) or B (1), which blocks side by side share."""
+        other = 1 - mode
+        sharers = self.cluster_shape[other]
+        return self._partition_load(tma, sX, gX, cute.arch.block_idx()[other], sharers)
+
+    @cute.jit
+    def _consume(
+        self,
+        consumer,
+        tiled_mma,
+        sA,
+        sB,
+        a_layout,
+        b_layout,
+        k_tiles,
+        tma_d,
+        mD,
+        sD,
+        d_majors: cutlass.Constexpr,
+        operands,
+        reduced,
+        scales,
+        extents,
+        pipeline_ab,
+        turns,
+        offsets,
+        indices,
+        storage,
+    ):
+        """One group of threads: its rows of all tiles, or all of every other tile (pingpong)."""
+        tile_m, tile_n, _ = self.tile_shape
+        block_m, block_n, cluster = cute.arch.block_idx()
+        _, _, clusters = cute.arch.grid_dim()
+
+        share = 0 if const_expr(self.pingpong) else consumer
+        fragments = self._fragments(consumer, tiled_mma, sA, sB, a_layout, b_layout, storage)
+        accumulators = cute.make_rmem_tensor(
+            tiled_mma.partition_shape_C((tile_m, tile_n)), self.accumulator_type
+        )
+        stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        index, step = Int32(cluster), Int32(clusters)
+        turn = None
+        if const_expr(self.pingpong):
+            index, step = index + consumer * step, 2 * step
+            turn = turns.state
+            if consumer == 1:
+                stage.advance(k_tiles)
+        self._write_empty(consumer, offsets, extents, reduced)
+        tiles = self._grouped_tiles(offsets, extents)
+        is_tile, tile, state = tiles.find(tiles.start_at(index), index)
+        if const_expr(self.promoted and self.groups_per_tile > 1):
+            self._fall_behind(consumer, Int32(is_tile) * k_tiles, pipeline_ab, stage)
+        while is_tile:
+            m, n = tile.m, tile.n
+            if const_expr(self.swap_ab):
+                m, n = n, m
+            row = (m * self.cluster_shape[0] + block_m) * (tile_m // WGMMA_M) + share
+            column = n * self.cluster_shape[1] + block_n
+            if const_expr(self.pingpong):
+                turns.wait(turn)
+            start = (tile.first_row + row * WGMMA_M, column * tile_n, tile.group)
+            stage, last = self._multiply(
+                *(tiled_mma, fragments, accumulators, scales, start, Int32(0), k_tiles),
+                *(pipeline_ab, stage),
+            )
+            if const_expr(self.pingpong):
+                turn = turns.arrive(turn)
+                stage.advance(k_tiles)
+            if const_expr(not self.promoted):
+                warpgroup.wait_group(0)
+                pipeline_ab.consumer_release(last)
+
+            self.output.write(
+                *(consumer, accumulators, tma_d),
+                *(self.output.of_group(mD, tile.first_row, tile.end_row), sD, operands, d_majors),
+                *((row, column, tile.group), self._extents_of(tile, extents)),
+                *self._reduced_of(tile, extents, reduced),
+                *(storage.D.data_ptr(), storage.flags.data_ptr() + consumer),
+                origin=(0, tile.first_row) if self.swap_ab else (tile.first_row, 0),
+                rows=indices[1],
+            )
+            index += step
+            is_tile, tile, state = tiles.find(state, index)
+        self.output.drain()
+
+    def _extents_of(self, tile: GroupTile, extents) -> tuple:
+        """(M, N) of a group's accumulators."""
+        rows = tile.end_row - tile.first_row
+        return (extents[0], rows) if self.swap_ab else (rows, extents[1])
+
+    # What is reduced ---------------------------------------------------------------------
+
+    @property
+    def _grouped(self) -> GroupedReductions:
+        return GroupedReductions(self.output.reduced.reductions)
+
+    def _reduced_of(self, tile: GroupTile, extents, reduced) -> tuple:
+        """(outputs, space) of a group: those per block, then those that are reduced."""
+        mR, space = reduced
+        blocks = len(self.epilogue.per_block)
+        outputs = tuple(ending_at(output, tile.end_row) for output in mR[:blocks])
+        if space is None:
+            return outputs, None
+        counters, parts = space
+        clusters = self.cluster_shape[0]
+        of_tiles = GroupTile(
+            *(tile.group, tile.first_row, tile.end_row, tile.m, tile.n),
+            *(tile.first_tile * clusters, tile.tiles * clusters),
+        )
+        across = self._tiles_across(extents) * self.cluster_shape[1]
+        space = self._grouped.space(of_tiles, across, counters, parts)
+        return (
+            *outputs,
+            *self._grouped.outputs_of(tile.group, tile.first_row, mR[blocks:]),
+        ), space
+
+    @cute.jit
+    def _write_empty(self, consumer, offsets, extents, reduced):
+        """Groups without rows are reduced by no tile."""
+        mR = reduced[0][len(self.epilogue.per_block) :]
+        if const_expr(len(mR) > 0):
+            block_m, block_n, cluster = cute.arch.block_idx()
+            _, _, clusters = cute.arch.grid_dim()
+            if (consumer == 0) & (block_m == 0) & (block_n == 0):
+                thread = cute.arch.thread_idx()[0] % GROUP
+                self._grouped.write_empty(offsets, mR, extents[1], cluster, clusters, thread)

@@ -1,0 +1,117 @@
+"""Grouped matrix products for Hopper, summed over each group: gradients of weights."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32, Int64, const_expr
+
+from ..common.accumulated import Accumulated
+from ..common.modes import gemm_modes
+from .gemm import Gemm
+from .ragged import loaded_by_groups, loads_of_group
+
+
+class GroupedSumGemm(Gemm):
+    """D[group] = epilogue(A · B) summed over the group: gradients of weights.
+
+    Roles, pipelines and shared memory are those of `Gemm`, a group is a batch. The k tiles of a
+    group begin where it begins; TMA fills the last one with zeros behind its end (`ragged`).
+
+    A (M,T), B (T,N), D (E,M,N), offsets (E,) Int32: group e has the columns of A and rows of B
+    from offsets[e - 1] (0 for the first) to offsets[e]; without any, the product is 0. A and B
+    have 16 bits and stride 1 along M and N; alignment as in `Gemm`. The schedule is cooperative,
+    because groups have different numbers of k tiles; K is not split.
+
+    accumulate: D is added to, see `Accumulated`.
+    """
+
+    def __init__(self, *args, accumulate: bool = False, **keywords):
+        if accumulate:
+            keywords["epilogue"] = Accumulated(keywords.get("epilogue"))
+        super().__init__(*args, **keywords)
+        self.accumulate = accumulate
+        if self.pingpong or self.split_k is not None or any(self.repacked) or self.promoted:
+            raise ValueError("sums over groups are cooperative, not split, copied or promoted")
+
+    @cute.jit
+    def __call__(
+        self,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        mD: cute.Tensor,
+        offsets: cute.Tensor,
+        max_clusters: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.with_operands(mA, mB, mD, offsets, (), Int64(0), max_clusters, stream)
+
+    @cute.jit
+    def with_operands(
+        self,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        mD: cute.Tensor,
+        offsets: cute.Tensor,
+        operands,
+        workspace: Int64,
+        max_clusters: Int32,
+        stream: cuda.CUstream,
+    ):
+        """operands: a tuple of what the epilogue reads, and its outputs beside D; workspace: an
+        address, used if anything is reduced."""
+        if const_expr(self.accumulate):
+            read = len(self.epilogue.kinds) - 1
+            operands = (*operands[:read], mD, *operands[read:])
+        mA, mB, mD, mR, operands = self._modes(*gemm_modes(mA, mB, mD), operands)
+        extents, batches = (mA.shape[0], mB.shape[0]), mD[0].shape[2]
+        order = self._order(extents, batches)
+        clusters = cutlass.min(order.total, max_clusters)
+        space = self._reduction_space(extents, batches, order, clusters, workspace)
+        self._launch(
+            *(loaded_by_groups(mA), loaded_by_groups(mB), mD, operands, (mR, space), ()),
+            *(order, offsets, clusters, stream),
+        )
+
+    @cute.jit
+    def _produce(
+        self, tma_a, mA, sA, tma_b, mB, sB, cluster_layout, pipeline_ab, k_tiles, order, offsets
+    ):
+        """One warp: every stage of every tile of this block, in order."""
+        tile_m, tile_n, tile_k = self.tile_shape
+        block_m, block_n, cluster = cute.arch.block_idx()
+        _, _, clusters = cute.arch.grid_dim()
+        masks = self._multicast_masks(cluster_layout)
+        stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        for tile in cutlass.range(cluster, order.total, clusters, unroll=1):
+            m, n, group = order.coordinates(tile)
+            first, end = _range_of_group(offsets, group)
+            m, n = m * self.cluster_shape[0] + block_m, n * self.cluster_shape[1] + block_n
+            mA_group, mB_group = (loads_of_group(mX, first, end) for mX in (mA, mB))
+            gA = cute.local_tile(mA_group, (tile_m, tile_k), (m, None, 0, 0))
+            gB = cute.local_tile(mB_group, (tile_n, tile_k), (n, None, 0, 0))
+            tAsA, tAgA = self._partition_load(tma_a, sA, gA, block_n, self.cluster_shape[1])
+            tBsB, tBgB = self._partition_load(tma_b, sB, gB, block_m, self.cluster_shape[0])
+            stage = self._load_tile(
+                *(tma_a, tAgA, tAsA, tma_b, tBgB, tBsB),
+                *(masks, Int32(0), self._k_tiles(first, end), pipeline_ab, stage),
+            )
+        # The other block of the cluster still signals this one's barriers: stay until it is done.
+        pipeline_ab.producer_tail(stage)
+
+    def _k_range(self, k_tiles, offsets, tile, group):
+        """(first k tile, number of them) of a group."""
+        return Int32(0), self._k_tiles(*_range_of_group(offsets, group))
+
+    def _k_tiles(self, first, end):
+        """An empty group has one, of zeros."""
+        return cutlass.max(cute.ceil_div(end - first, self.tile_shape[2]), 1)
+
+
+@cute.jit
+def _range_of_group(offsets: cute.Tensor, group: Int32) -> tuple:
+    """(first, behind the last)"""
+    first = Int32(0)
+    if group > 0:
+        first = offsets[group - 1]
+    return first, cutlass.max(offsets[group], first)

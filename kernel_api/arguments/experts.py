@@ -1,0 +1,168 @@
+"""One matrix for each group, wherever they lie in memory: what stands for a tensor (E, K, N)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+from kernel_api.dtypes import dtype
+from kernel_api.errors import ArgumentError
+from kernel_api.operands import MAX_ALIGNMENT, Layout, Operand
+
+_INT64 = dtype("int64")
+
+#: Bytes that addresses on a device are multiples of if nothing else is said.
+_ALIGNMENT = 16
+
+_layouts: dict[tuple[Any, ...], Layout] = {}
+_LAYOUTS_KEPT = 4096
+
+
+class Experts(Operand):
+    """Matrices of one layout that lie anywhere. Kernels take ``tensor``, the addresses of all.
+
+    Attributes:
+        shape: (E, K, N); of an ``out`` (E, M, N).
+        stride: Of one matrix, behind a 0 for the mode of groups.
+    """
+
+    __slots__ = ()
+
+    discrete = True
+
+    def _describe(self, count: int, shape: Any, stride: Any, element: Any, device: Any) -> None:
+        look = (count, tuple(shape), tuple(stride), element, device)
+        if look not in _layouts:
+            if len(_layouts) >= _LAYOUTS_KEPT:
+                _layouts.clear()
+            count, shape, stride, element, device = look
+            _layouts[look] = Layout((count, *shape), (0, *stride), element, device)
+        self.layout = layout = _layouts[look]
+        self.shape, self.stride = layout.shape, layout.stride
+        self.dtype, self.device = layout.dtype, layout.device
+
+    def maker(self) -> Callable[[Any], Any]:
+        """Of the addresses of other matrices; anything else is taken as it is."""
+        layout: dict[str, Any] = {"shape": self.shape[1:], "stride": self.stride[1:]}
+        element, alignment = self.dtype, self.alignment
+
+        def make(value: Any) -> Any:
+            if getattr(value, "ndim", None) != 1:
+                return value
+            return ExpertPointers(value, **layout, dtype=element, alignment=alignment)
+
+        return make
+
+    def _align(self, addresses: int) -> None:
+        """Of addresses that were joined by or."""
+        bits = self.layout.stride_bits | addresses
+        self._alignment = min(bits & -bits, MAX_ALIGNMENT)
+
+
+class ExpertTensors(Experts):
+    """A tensor for each group.
+
+    Args:
+        tensors: Matrices of one element type, one layout and on one device.
+        name: What errors call them.
+
+    Raises:
+        ArgumentError: there are none, or one is unlike the first.
+    """
+
+    __slots__ = ("__dict__", "memory")
+
+    memory: tuple[Operand, ...]
+
+    def __init__(self, tensors: Sequence[Any], name: str = "B") -> None:
+        if not tensors:
+            raise ArgumentError(f"{name} is an empty list; expected a tensor for each group")
+        self.memory = parts = tuple(
+            one if isinstance(one, Operand) else Operand(one, f"{name}[{place}]")
+            for place, one in enumerate(tensors)
+        )
+        first = parts[0]
+        for place, part in enumerate(parts):
+            if part.rank != 2:
+                raise ArgumentError(f"{name}[{place}] has shape {part.shape}; expected a matrix")
+            if part.layout is not first.layout:
+                raise ArgumentError(
+                    f"{name}[{place}] is {part!r}, unlike {name}[0], {first!r}; expected one "
+                    f"element type, shape, strides and device for all"
+                )
+        self._describe(len(parts), first.shape, first.stride, first.dtype, first.device)
+        self._address = first.address
+        joined = 0
+        for part in parts:
+            joined |= part.alignment
+        self._align(joined)
+
+    @cached_property
+    def tensor(self) -> Any:
+        """int64 (E,): where each of them begins. It is copied to the device once."""
+        import torch
+
+        addresses = [part.address for part in self.memory]
+        return torch.tensor(addresses, dtype=torch.int64).to(self.device)
+
+    @property
+    def has_data(self) -> bool:
+        return self.memory[0].has_data
+
+
+class ExpertPointers(Experts):
+    """The addresses of a matrix for each group.
+
+    Args:
+        pointers: int64 (E,), contiguous, on the device of the matrices: so they may change
+            between replays of a CUDA graph.
+        shape: Of every matrix.
+        stride: Of every matrix, in elements.
+        dtype: Element type, in any spelling.
+        alignment: Bytes that divide every address; a promise, as the addresses are not read.
+
+    Raises:
+        ArgumentError: pointers, shape or stride are no such thing.
+    """
+
+    __slots__ = ("memory",)
+
+    def __init__(
+        self,
+        pointers: Any,
+        *,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: Any,
+        alignment: int = _ALIGNMENT,
+    ) -> None:
+        given = pointers if isinstance(pointers, Operand) else Operand(pointers, "pointers")
+        if given.dtype is not _INT64 or given.rank != 1 or given.stride != (1,):
+            raise ArgumentError(f"pointers are {given!r}; expected int64 (E,), contiguous")
+        for name, extents in (("shape", shape), ("stride", stride)):
+            if len(extents) != 2:
+                raise ArgumentError(f"{name} is {tuple(extents)}; expected that of one matrix")
+        if alignment < 1 or alignment & (alignment - 1):
+            raise ArgumentError(f"alignment is {alignment}; expected a power of two, in bytes")
+        self.memory = (given,)
+        self.tensor = given.tensor
+        self._address = None
+        self._describe(given.shape[0], shape, stride, _canonical(dtype), given.device)
+        self._align(alignment)
+
+
+def _canonical(element: Any) -> Any:
+    return dtype(element)
+
+
+def experts(value: Any, name: str = "B") -> Operand:
+    """A tensor as it is; a list or tuple of tensors as one operand."""
+    if isinstance(value, Operand):
+        return value
+    return ExpertTensors(value, name) if isinstance(value, (list, tuple)) else Operand(value, name)
+
+
+def memory_of(operand: Operand) -> tuple[Operand, ...]:
+    """Every tensor that is known to be behind an operand."""
+    return operand.memory if isinstance(operand, (ExpertTensors, ExpertPointers)) else (operand,)

@@ -1,0 +1,218 @@
+"""What the grouped GEMM families share: how they are launched, and when groups of rows fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar
+
+from kernel_api.arguments import ScaleMode
+from kernel_api.arguments.experts import Experts
+from kernel_api.arguments.grouped import GroupedGemmArguments
+from kernel_api.artifact import CompiledArtifact
+from kernel_api.epilogue import Graph
+from kernel_api.metadata import GroupedGemmOperandsMetadata
+from kernel_api.operands import Operand
+from kernel_api.providers.cutedsl.epilogue.operands import (
+    full_outputs,
+    reduction_sizes,
+)
+from kernel_api.providers.cutedsl.gemm import model
+from kernel_api.providers.cutedsl.gemm.fusing import FusedGemm
+from kernel_api.providers.cutedsl.kernel import CuteDslKernel
+from kernel_api.space import Miss, rule
+
+
+def most_row_tiles(rows: int, groups: int, rows_per_tile: int) -> int:
+    """That any offsets can cut so many rows into; each group begins with a tile of its own."""
+    return min(rows, (rows + groups * (rows_per_tile - 1)) // rows_per_tile)
+
+
+class CuteDslGroupedGemm(FusedGemm):
+    """A grouped GEMM. Its kernels always take more than operands: row indices as there are, then
+    the values of an epilogue. They serve groups, K and T of any size, 0 included."""
+
+    arguments = GroupedGemmArguments
+    operands_metadata = GroupedGemmOperandsMetadata
+
+    @cached_property
+    def takes_more(self) -> bool:
+        return True
+
+    def more_values(self, args: GroupedGemmArguments) -> dict[str, Any]:
+        return {**args.launch_values, **super().more_values(args)}
+
+    def workspace_for(self, *tensors: Any) -> int:
+        A, B, out, offsets = (tensor.shape for tensor in tensors)
+        if self.ragged == "K":
+            return self._with_reductions(0, A[0], B[-1], offsets[0])
+        return self._with_reductions(0, out[0], self._columns(out[-1]), offsets[0])
+
+    def _columns(self, of_out: int) -> int:
+        """Of the product, which an epilogue may make more or less of."""
+        graph = self.metadata.epilogue
+        if not isinstance(graph, Graph):
+            return of_out
+        return int(of_out / graph.output_shape("D").columns)
+
+    def get_workspace_size(self, args: Any) -> int:
+        return self._with_reductions(0, args.M, args.N, args.L)
+
+    def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
+        return CuteDslKernel._launcher(self, args, artifact)
+
+    def _launcher_for_sizes(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
+        return self._launcher(args, artifact)
+
+
+class RaggedRowsGemm(CuteDslGroupedGemm):
+    """Groups of rows, each with a matrix B of its own."""
+
+    ragged: ClassVar[str | None] = "M"
+
+    @rule("vectors lie along K in A and along N in out, because groups begin at any row")
+    def _(operands: GroupedGemmOperandsMetadata) -> bool:
+        found = (operands.A, operands.out)
+        return all(one.unit_mode == -1 or one.divisibility == 1 for one in found)
+
+    @rule("what an epilogue writes lies along N, where out is written in vectors")
+    def _(operands: GroupedGemmOperandsMetadata, args: GroupedGemmArguments) -> bool | Miss:
+        if args.epilogue is None or operands.out.divisibility == 1:
+            return True
+        for name, operand in full_outputs(args.epilogue).items():
+            if operand.unit_mode != -1:
+                return Miss(f"{name} has strides {operand.stride}")
+        return True
+
+    @rule("rows that are gathered lie along K, those that are scattered along N")
+    def _(args: GroupedGemmArguments) -> bool | Miss:
+        for index, name in (("row_index", "A"), ("out_row_index", "out")):
+            operand = getattr(args, name)
+            if index in args.indices and operand.unit_mode != -1:
+                return Miss(f"{index} is given and {name} has strides {operand.stride}")
+        return True
+
+    @rule("rows that are gathered carry no scales of their own")
+    def _(args: GroupedGemmArguments) -> bool | Miss:
+        alone = args.row_index is None or args.A.mode is not ScaleMode.PER_ROW
+        return alone or Miss("A carries one per row")
+
+    @rule("an epilogue reduces rows, columns of a group or groups, and draws no random numbers")
+    def _(args: GroupedGemmArguments) -> bool | Miss:
+        for node in () if args.epilogue is None else args.epilogue.graph.nodes:
+            if node.op == "uniform":
+                return Miss("it draws some")
+            if node.op == "reduce" and node["axis"] == "all":
+                return Miss("it reduces all groups to one value")
+        return True
+
+    def _reductions(self, M: int, N: int, L: int) -> tuple[int, int]:
+        """Counters of rows, and parts, are as many as row tiles; other counters as groups."""
+        graph = self.metadata.epilogue
+        if not isinstance(graph, Graph):
+            return 0, 0
+        stay, _ = reduction_sizes(graph, self.tiling(0, N), 1)
+        least = self.tiling(1, N)  # rows of a group are cut into whole clusters of tiles
+        rows = least.tiles[0] * least.tile[0]
+        most = self.tiling(most_row_tiles(M, L, rows) * rows, N)
+        counters, parts = reduction_sizes(graph, most, 1)
+        return counters + (L - 1) * stay, parts
+
+
+class ExpertPointersGemm(CuteDslGroupedGemm):
+    """Matrices that lie anywhere, one per group: kernels take their addresses, and before what an
+    epilogue has the columns of one and its stride that is not 1.
+
+    Attributes:
+        anywhere: Which operand they are.
+    """
+
+    experts: ClassVar[str | None] = "pointers"
+    anywhere: ClassVar[str] = "B"
+
+    @rule("B or out lies anywhere, and not both")
+    def _(args: GroupedGemmArguments) -> bool:
+        return args.B.discrete != args.out.discrete
+
+    def more_values(self, args: GroupedGemmArguments) -> dict[str, Any]:
+        one, found = getattr(args, self.anywhere), super().more_values(args)
+        pitch = one.stride[-2 if one.unit_mode == -1 else -1]
+        columns = {f"{self.anywhere}_columns": one.shape[-1], f"{self.anywhere}_pitch": pitch}
+        described = {**args.launch_values, **columns}
+        return {**described, **{n: value for n, value in found.items() if n not in described}}
+
+    def cute_compile(self, implementation: Callable[..., None], *args: Any, **how: Any) -> Any:
+        given = (_addresses() if isinstance(arg, Experts) else arg for arg in args)
+        return super().cute_compile(implementation, *given, **how)
+
+
+def _addresses() -> Any:
+    """What stands for those of all matrices."""
+    import cutlass
+    import cutlass.cute as cute
+
+    return cute.runtime.make_fake_tensor(cutlass.Int64, (cute.sym_int(),), (1,), assumed_align=8)
+
+
+class RaggedSumGemm(CuteDslGroupedGemm):
+    """Groups of what is summed over, each with a matrix out of its own."""
+
+    ragged: ClassVar[str | None] = "K"
+
+    @rule("what is added to is made of floats of 16 or 32 bits")
+    def _(args: GroupedGemmArguments) -> bool | Miss:
+        fits = args.out.dtype.is_float and args.out.dtype.bits in (16, 32)
+        return not args.accumulate or fits or Miss(f"out is {args.out.dtype}")
+
+
+# What the performance model is asked -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """A dense product that moves and computes about what a grouped one does."""
+
+    M: int
+    N: int
+    K: int
+    L: int
+    operands: tuple[Operand, ...]
+    epilogue: Any
+
+
+def dense_problem(args: GroupedGemmArguments, rows_per_tile: int) -> model.Problem:
+    """As the performance model takes it. Groups that fill a tile leave half of one empty, small
+    ones have one each, and are as many products of few rows."""
+    asked: Any
+    operands = args.operands[:3]
+    if args.ragged == "K":
+        asked = _Dense(args.M, args.N, -(-args.T // args.L), args.L, operands, args.epilogue)
+    else:
+        groups = max(1, min(args.T, args.L))
+        rows, products = args.T + groups * rows_per_tile // 2, 1
+        if are_small(args, rows_per_tile):
+            rows, products = -(-args.T // groups), groups
+        asked = _Dense(rows, args.N, args.K, products, operands, args.epilogue)
+    return model.Problem.of(asked)
+
+
+def are_small(args: GroupedGemmArguments, rows_per_tile: int) -> bool:
+    """Whether most groups of rows have half a tile at most."""
+    return max(1, min(args.T, args.L)) * rows_per_tile >= 2 * args.T
+
+
+@lru_cache(maxsize=1)
+def _problems(key: Any) -> dict[int, model.Problem]:
+    """By rows of a tile, those of the last arguments asked about."""
+    return {}
+
+
+def predict(
+    args: GroupedGemmArguments, candidate: model.Candidate, constants: model.Constants
+) -> float:
+    """Seconds for one design."""
+    known, rows_per_tile = _problems(args.key), candidate.tile_shape[0]
+    if rows_per_tile not in known:
+        known[rows_per_tile] = dense_problem(args, rows_per_tile)
+    return model.seconds(known[rows_per_tile], candidate, constants)

@@ -1,0 +1,251 @@
+"""What the Hopper grouped GEMM families offer, and how they are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from kernel_api._workspaces import ZEROED
+from kernel_api.arguments.grouped import GroupedGemmArguments
+from kernel_api.metadata import GroupedGemmOperandsMetadata
+from kernel_api.providers.cutedsl import CuTeDSLProvider
+from kernel_api.providers.cutedsl.epilogue.operands import TMA_PIECE
+from kernel_api.providers.cutedsl.gemm import model, sm90_design
+from kernel_api.providers.cutedsl.gemm.fusing import output_types
+from kernel_api.providers.cutedsl.gemm.scaling import scaled_by_blocks
+from kernel_api.providers.cutedsl.gemm.sm90 import (
+    ALIGNMENTS,
+    WHY_ALIGNED,
+    Sm90Fp8Gemm,
+    Sm90GemmFamily,
+)
+from kernel_api.providers.cutedsl.gemm.sm90_design import Sm90GemmDesign
+from kernel_api.providers.cutedsl.grouped_gemm.base import (
+    ExpertPointersGemm,
+    RaggedRowsGemm,
+    RaggedSumGemm,
+    are_small,
+    dense_problem,
+)
+from kernel_api.space import Miss, Operands, Space, rule
+
+#: Wide tiles for large groups, few rows for small ones. Clusters along N share rows of one group,
+#: whatever its size; those along M lie idle in part where a group ends.
+_OF_ROWS = (
+    "128x128 1x2 pingpong",
+    "128x192 2x1 pingpong",
+    "128x256 1x2",
+    "256x128 1x2",
+    "128x256 1x1",
+    "64x256 1x1 pingpong",
+    "64x128 1x1 pingpong",
+    "128x128 1x1",
+    "64x128 1x1",
+    "16x128 1x1 swap deep",
+    "32x128 1x1 swap",
+    "64x128 1x1 swap",
+)
+#: Those whose accumulators leave room for the products to be promoted.
+_PROMOTED_OF_ROWS = (
+    "128x256 1x2",
+    "128x256 1x1",
+    "128x192 1x2",
+    "128x128 1x2",
+    "128x128 1x1",
+    "64x256 1x1",
+    "64x128 1x1",
+    "64x64 1x1",
+    "16x128 1x1 swap",
+    "32x128 1x1 swap",
+)
+_OF_SUMS = (
+    "128x256 2x1",
+    "256x128 1x2",
+    "128x256 1x2",
+    "128x192 2x1",
+    "128x128 2x1",
+    "128x128 1x1",
+    "64x128 1x1",
+)
+_DESCRIPTOR_BYTES = 128
+#: Rows that are gathered are complete two stages after they were begun.
+_GATHER_STAGES = 4
+#: Of the time that the model of dense products has, where consumers take turns and no cluster
+#: waits for a block behind the end of a group: turns also hide the search for a group, and what the
+#: last tile of a group writes. Measured on an H200.
+_HIDDEN = 0.94
+
+
+class Sm90GroupedGemmFamily(Sm90GemmFamily):
+    """What the families share; they differ in which mode is cut into groups, and element types."""
+
+    #: The dense family, whose constants the performance model takes.
+    dense: ClassVar[str] = "sm90.gemm"
+
+    @rule(
+        "rows of A are gathered 128 bytes of K at a time, by each CTA, as rows of the instruction"
+    )
+    def _(design: Sm90GemmDesign, args: GroupedGemmArguments) -> bool | Miss:
+        if "row_index" not in args.indices:
+            return True
+        row_bytes = design.tile_shape[2] * args.A.dtype.itemsize
+        alone = design.cluster_shape[1] == 1 and not design.swap_ab
+        return alone and row_bytes == sm90_design.ROW_BYTES and design.stages >= _GATHER_STAGES
+
+    @rule("rows of out are scattered in whole vectors, as rows of the instruction")
+    def _(
+        design: Sm90GemmDesign, operands: GroupedGemmOperandsMetadata, args: GroupedGemmArguments
+    ) -> bool:
+        fits = operands.out.alignment >= TMA_PIECE and not design.swap_ab
+        return fits or "out_row_index" not in args.indices
+
+    @rule("no mode is empty: TMA describes none that is")
+    def _(args: GroupedGemmArguments) -> bool | Miss:
+        empty = [name for name in ("T", "M", "N", "K") if getattr(args, name) == 0]
+        return Miss(f"{empty[0]} is 0") if empty else True
+
+    @property
+    def _rows_per_tile(self) -> int:
+        """Of a cluster's tiles."""
+        return self._design.tile_shape[0] * self._design.cluster_shape[0]
+
+    def predict(self, args: Any) -> float:
+        rows = self._rows_per_tile
+        seconds = model.seconds(
+            dense_problem(args, rows), self.candidate, model.constants(self.dense)
+        )
+        design = self._design
+        alone = design.schedule == "pingpong" and design.cluster_shape[0] == 1
+        hides = alone and not are_small(args, rows)
+        return _HIDDEN * seconds if hides else seconds
+
+
+@CuTeDSLProvider.register
+class Sm90GroupedGemm(RaggedRowsGemm, Sm90GroupedGemmFamily):
+    """Grouped GEMM of 16-bit floats for Hopper: TMA loads, wgmma, tiles that end with their group
+    of rows."""
+
+    family: ClassVar[str] = "sm90.grouped_gemm"
+    operands = tuple(
+        Operands(
+            A="f16 | bf16",
+            B="like A",
+            out=out,
+            offsets="i32",
+            accumulator="f32",
+            majors="A:k out:n",
+            alignments=ALIGNMENTS,
+            why_aligned=WHY_ALIGNED,
+        )
+        for out in ("f16 | bf16 | f32", "e4m3 | e5m2")
+    )
+    space = Space(*sm90_design.points(_OF_ROWS, operand_bytes=2))
+
+    def _implementation(
+        self, more_outputs: tuple[Any, ...] = (), others: tuple[Any, ...] = (), **options: Any
+    ) -> Callable[..., None]:
+        from kernel_api.implementations.sm90.grouped_gemm import GroupedGemm
+
+        blocks = scaled_by_blocks(self.metadata.operands)
+        return self._built(GroupedGemm, more_outputs, others, block_scales=blocks, **options)
+
+    def implementation_for(self, args: GroupedGemmArguments) -> Callable[..., None]:
+        return self._implementation(
+            *output_types(args.epilogue),
+            gathered=args.row_index is not None,
+            scattered=args.out_row_index is not None,
+        )
+
+
+@CuTeDSLProvider.register
+class Sm90GroupedPointerGemm(ExpertPointersGemm, Sm90GroupedGemm):
+    """The same of matrices B that lie anywhere: a small kernel describes them to TMA before."""
+
+    family: ClassVar[str] = "sm90.grouped_gemm_pointers"
+
+    def workspace_for(self, *tensors: Any) -> int:
+        return self._described(super().workspace_for(*tensors), tensors[-1].shape[0])
+
+    def get_workspace_size(self, args: GroupedGemmArguments) -> int:
+        return self._described(super().get_workspace_size(args), args.L)
+
+    def _described(self, size: int, experts: int) -> int:
+        """With a descriptor of each matrix."""
+        return max(size, ZEROED) + _DESCRIPTOR_BYTES * experts
+
+    def _built(
+        self, gemm: Any, more_outputs: tuple[Any, ...], others: tuple[Any, ...], **options: Any
+    ) -> Callable[..., None]:
+        from kernel_api.implementations.common.expert_matrices import ExpertMatrices
+
+        B = self.metadata.operands.tensors["B"]
+        assert B.dtype is not None
+        experts = ExpertMatrices(B.dtype.cutlass, 1 if B.unit_mode == -2 else 0, B.alignment)
+        return super()._built(gemm, more_outputs, others, experts=experts, **options)
+
+
+@CuTeDSLProvider.register
+class Sm90Fp8GroupedGemm(Sm90GroupedGemm):
+    """Grouped GEMM of 8-bit floats for Hopper, with scales per tensor, per token and column of an
+    expert, or per block of 128; accumulated in float32 outside of the tensor cores."""
+
+    family: ClassVar[str] = "sm90.grouped_gemm_fp8"
+    dense = "sm90.gemm_fp8"
+    promoted = True
+    operands = tuple(
+        Operands(
+            A="e4m3 | e5m2",
+            B="e4m3 | e5m2",
+            out=out,
+            offsets="i32",
+            accumulator="f32",
+            majors="A:k B:k out:n",
+            scales=scales,
+            alignments=ALIGNMENTS,
+            why_aligned=WHY_ALIGNED,
+        )
+        for scales, out in (
+            ({}, "f16 | bf16 | f32 | e4m3 | e5m2"),
+            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
+            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32"),
+            ({"A": "block_1x128", "B": "block_128x128"}, "f16 | bf16 | f32"),
+        )
+    )
+    space = Space(*sm90_design.points(_PROMOTED_OF_ROWS, operand_bytes=1))
+
+    scales_of_rows = Sm90Fp8Gemm.scales_of_rows
+    columns_of_blocks = Sm90Fp8Gemm.columns_of_blocks
+
+
+@CuTeDSLProvider.register
+class Sm90GroupedSumGemm(RaggedSumGemm, Sm90GroupedGemmFamily):
+    """Grouped GEMM of 16-bit floats for Hopper that sums over the groups."""
+
+    family: ClassVar[str] = "sm90.grouped_gemm_sum"
+    operands = (
+        Operands(
+            A="f16 | bf16",
+            B="like A",
+            out="f16 | bf16 | f32",
+            offsets="i32",
+            accumulator="f32",
+            majors="A:m B:n",
+            alignments=ALIGNMENTS,
+            why_aligned=WHY_ALIGNED,
+        ),
+    )
+    space = Space(*sm90_design.points(_OF_SUMS, operand_bytes=2))
+
+    def _implementation(
+        self,
+        more_outputs: tuple[Any, ...] = (),
+        others: tuple[Any, ...] = (),
+        *,
+        accumulate: bool = False,
+    ) -> Callable[..., None]:
+        from kernel_api.implementations.sm90.grouped_sum_gemm import GroupedSumGemm
+
+        return self._built(GroupedSumGemm, more_outputs, others, accumulate=accumulate)
+
+    def implementation_for(self, args: GroupedGemmArguments) -> Callable[..., None]:
+        return self._implementation(*output_types(args.epilogue), accumulate=args.accumulate)
