@@ -43,6 +43,13 @@ def test_a_dry_run_lists_every_problem_with_its_peers(name, capsys):
     assert text.count("peers: torch.") == len(wanted.problems)
 
 
+def test_layers_of_experts_are_listed_where_there_is_no_gpu(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert script("moe_layer").main(["--only", "Mixtral"]) == suite.FAILURES
+    assert "Mixtral-8x7B, 4096 tokens" in capsys.readouterr().out
+
+
 def test_a_dry_run_lists_the_candidates_best_first(capsys):
     script("gemm_bf16").main(["--dry-run", "--only", "8192x8192x8192", "--candidates", "3"])
     expected = [line for line in capsys.readouterr().out.splitlines() if "us expected" in line]

@@ -1,7 +1,7 @@
 """Rows of A that lie anywhere: TMA copies neighbours only, so a group of threads gathers them.
 
 Each row of a tile is 128 bytes of K, eight vectors; eight threads copy one row by cp.async. What
-they copied is told to the consumers `LAG` stages later, when it is there: whoever writes shared
+they copied is told to the consumers some stages later, when it is there: whoever writes shared
 memory for wgmma makes it visible to the asynchronous proxy itself.
 """
 
@@ -15,8 +15,13 @@ ROW_BYTES = 128  # of a tile: a swizzle, whose 16-byte vectors change places by 
 VECTOR_BYTES = 16
 ACROSS = ROW_BYTES // VECTOR_BYTES  # threads of a row
 THREADS = 128
-LAG = 2  # stages whose copies are under way, while another is begun
-STAGES = LAG + 2  # that this takes at least: consumers keep one, and release another behind it
+STAGES = 4  # of the pipeline, at least
+
+
+def stages_behind(stages: int) -> int:
+    """Whose copies are under way, while another is begun; of so many, consumers keep one, and
+    release another behind it."""
+    return stages - 2
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ..common.modes import gemm_modes, operand_batch_last
 from ..common.work_split import COUNTER_BYTES
 from .descriptors import BYTES as DESCRIPTOR_BYTES
 from .descriptors import Descriptors, descriptor_of
-from .gathered import LAG, ROW_BYTES, STAGES, RowGather, tell
+from .gathered import ROW_BYTES, STAGES, RowGather, stages_behind, tell
 from .gemm import Gemm, tma_copy_options
 from .mma import WGMMA_M
 from .output import GROUP
@@ -241,7 +241,7 @@ class GroupedGemm(Gemm):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block_m, _, cluster = cute.arch.block_idx()
         _, _, clusters = cute.arch.grid_dim()
-        rows = self._row_gather
+        rows, behind = self._row_gather, stages_behind(self.stages)
         b_mask = self._multicast_masks(cluster_layout)[1]
         weights = self._weights((None, None, None), (tma_b, mB, sB))
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
@@ -263,13 +263,13 @@ class GroupedGemm(Gemm):
                     pipeline_ab.sync_object_empty.wait(stage.index, stage.phase)
                 target = sA.iterator.toint() + stage.index * (rows.rows * ROW_BYTES)
                 rows.copy(sources, k, mA.shape[1], target, thread)
-                if begun >= LAG:
-                    tell(self._full_before(pipeline_ab, stage, LAG), LAG)
+                if begun >= behind:
+                    tell(self._full_before(pipeline_ab, stage, behind), behind)
                 begun += 1
                 stage.advance()
             index += clusters
             is_tile, tile, state = tiles.find(state, index)
-        for before in cutlass.range_constexpr(LAG, 0, -1):
+        for before in cutlass.range_constexpr(behind, 0, -1):
             if begun >= before:
                 tell(self._full_before(pipeline_ab, stage, before), before - 1)
         if warp == 0:

@@ -1,0 +1,126 @@
+"""Suite moe-layer: whole layers of experts forward, beside the same layer of torch, compiled.
+
+    python benchmarks/moe_layer.py [--only TEXT] [--rounds N] [--seconds S] [--out FOLDER]
+
+The layers and what they are timed beside are those of ``examples/mixture_of_experts.py``: sorting,
+both products, and the sum over each token's experts. Results are compared with a loop in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+import rows
+import suite
+import torch
+
+import kernel_api as ka
+
+NAME, SUBJECT, PEER = "moe-layer", "kernel_api.nn.moe", "torch.compile of torch._grouped_mm"
+TOKENS = (16, 256, 4096, 16384)
+
+
+@functools.cache
+def example() -> Any:
+    path = Path(__file__).parents[1] / "examples" / "mixture_of_experts.py"
+    spec = importlib.util.spec_from_file_location("mixture_of_experts", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A layer of the example, for some tokens."""
+
+    layer: str
+    tokens: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.layer}, {self.tokens} tokens"
+
+    @property
+    def operations(self) -> int:
+        layer = example().LAYERS[self.layer]
+        return int(6 * self.tokens * layer.chosen * layer.hidden * layer.inner)
+
+
+def problems() -> list[Problem]:
+    return [Problem(layer, tokens) for layer in example().LAYERS for tokens in TOKENS]
+
+
+@torch.no_grad()
+def measure(problem: Problem, rounds: int) -> rows.Row:
+    layer = example().LAYERS[problem.layer]
+    weights = layer.weights(harness.DEVICE)
+    operands = (*layer.tokens(problem.tokens, harness.DEVICE), *weights)
+    torch.compiler.reset()  # or sizes that differ from the last ones would become symbols
+    compiled = torch.compile(example().layer_of_torch)
+    calls = {
+        SUBJECT: [functools.partial(ka.nn.moe, *operands)],
+        PEER: [functools.partial(compiled, *operands)],
+    }
+    exact = example().layer_by_expert(*operands)
+    for name, (call,) in calls.items():
+        error = example().error(call(), exact)
+        if not error <= example().ERROR_ALLOWED:
+            raise RuntimeError(f"{name} is off by {error:.3g} of the norm")
+    found, policy = harness.interleaved(calls, 2 * layer.weight_bytes, "eager", rounds)
+    tflops = 1e-6 * problem.operations / found[SUBJECT].median
+    return rows.row(
+        *(NAME, problem.label, (SUBJECT, found[SUBJECT]), (PEER, found[PEER]), True, policy),
+        rank=0,
+        operations=problem.operations,
+        bytes=layer.weight_bytes,
+        tflops=round(tflops, 1),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options().parse_args(arguments)
+    chosen = [problem for problem in problems() if options.only in problem.label]
+    if not torch.cuda.is_available():
+        print("there is no GPU here; these would be timed:", file=sys.stderr)
+        print("\n".join(problem.label for problem in chosen))
+        return suite.FAILURES
+    torch.manual_seed(0)
+    found: list[rows.Row] = []
+    for problem in _within(chosen, options.seconds):
+        found.append(measure(problem, options.rounds))
+        rows.write(rows.path_of(NAME, options.out), found)
+        print(suite.line(found[-1]), flush=True)
+    print("\n".join(suite.mean_ratio(found)))
+    return suite.DONE
+
+
+def _within(chosen: Sequence[Problem], seconds: float | None) -> Iterator[Problem]:
+    budget = harness.Budget(seconds)
+    for problem in suite.progress(chosen, NAME):  # type: ignore[arg-type]
+        if budget.allows_another():
+            with budget.step():
+                yield problem
+        else:
+            print(f"skipped {problem.label}", file=sys.stderr)
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", metavar="TEXT", help="problems whose label has TEXT")
+    parser.add_argument("--rounds", type=int, default=12, metavar="N", help="(default: 12)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="stop before S seconds are over")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the rows")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

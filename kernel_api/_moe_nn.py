@@ -1,0 +1,234 @@
+"""The layer of experts with gradients, see :func:`kernel_api.nn.moe`.
+
+Pairs of a token and one of its k choices are sorted by expert: a stable sort on the device, whose
+sizes nobody waits for. Then a layer is a copy of rows, two products of groups and a sum. The first
+product multiplies its results with the weights of the pairs; the second puts the result of each
+pair where the sum over k finds it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from kernel_api import ops
+from kernel_api.errors import ArgumentError
+from kernel_api.fusions import GLU_KINDS
+
+__all__ = ["moe"]
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def moe(
+    x: torch.Tensor,
+    expert_index: torch.Tensor,
+    expert_weight: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    *,
+    kind: str = "swiglu",
+    order: str = "gate_up",
+    granularity: int | str = "halves",
+) -> torch.Tensor:
+    """Σ over k of expert_weight · (glu(x · w_up[e]) · w_down[e]) with e = expert_index, (T, K), of
+    x's element type.
+
+    Args:
+        x: Tokens (T, K).
+        expert_index: Integers (T, k), from 0 to E - 1; their values are not checked.
+        expert_weight: (T, k).
+        w_up: (E, K, 2I), gate and up paired along 2I as ``order`` and ``granularity`` say.
+        w_down: (E, I, K). Weights may have any strides; stored as torch.nn.Linear does, (E, 2I, K)
+            and (E, K, I), they are passed as ``w_up.mT`` and ``w_down.mT``.
+        kind, order, granularity: See :func:`kernel_api.fusions.gemm_glu`.
+
+    Nothing waits for the device, so a CUDA graph can hold the layer, and equal inputs give equal
+    results. All gradients but that of ``expert_index`` are there, as far as they are asked for.
+
+    Raises:
+        ArgumentError: operands or options contradict each other.
+        NoKernelError: no kernel takes the operands; says why.
+    """
+    if kind not in GLU_KINDS:
+        raise ArgumentError(f"kind is {kind!r}; expected one of {', '.join(GLU_KINDS)}")
+    _check_tokens(x, expert_index, expert_weight)
+    _check_weights(x, w_up, w_down)
+    function = Function(kind, order, granularity)
+    learns = any(one.requires_grad for one in (x, expert_weight, w_up, w_down))
+    if learns and torch.is_grad_enabled():
+        y: torch.Tensor = _Moe.apply(  # type: ignore[no-untyped-call]
+            x, expert_index, expert_weight, w_up, w_down, function
+        )
+        return y
+    routing = Routing.of(expert_index, w_up.shape[0])
+    weight = routing.sorted(expert_weight)
+    hidden = _hidden(x, routing, weight, w_up, function)
+    return routing.summed(hidden, w_down)
+
+
+def _check_tokens(x: Any, expert_index: Any, expert_weight: Any) -> None:
+    if x.dim() != 2 or expert_index.dim() != 2 or x.shape[0] != expert_index.shape[0]:
+        raise ArgumentError(
+            f"x has shape {tuple(x.shape)} and expert_index {tuple(expert_index.shape)}; expected "
+            f"(T, K) and (T, k)"
+        )
+    if expert_index.dtype not in _INTEGERS:
+        raise ArgumentError(f"expert_index is {expert_index.dtype}; expected integers")
+    if not expert_index.shape[1]:
+        raise ArgumentError(
+            f"expert_index has shape {tuple(expert_index.shape)}; expected at least one expert per "
+            f"token"
+        )
+    if expert_weight.shape != expert_index.shape:
+        raise ArgumentError(
+            f"expert_weight has shape {tuple(expert_weight.shape)}; expected "
+            f"{tuple(expert_index.shape)}, that of expert_index"
+        )
+
+
+def _check_weights(x: Any, w_up: Any, w_down: Any) -> None:
+    if w_up.dim() != 3 or w_up.shape[1] != x.shape[1] or w_up.shape[2] % 2:
+        raise ArgumentError(
+            f"w_up has shape {tuple(w_up.shape)}; expected (E, {x.shape[1]}, 2I), the columns of x "
+            f"by pairs"
+        )
+    expected = (w_up.shape[0], w_up.shape[2] // 2, x.shape[1])
+    if w_down.shape != expected:
+        raise ArgumentError(
+            f"w_down has shape {tuple(w_down.shape)}; expected {expected}, because w_up has shape "
+            f"{tuple(w_up.shape)}"
+        )
+
+
+class Function(NamedTuple):
+    """What is done to pairs of columns, see :func:`kernel_api.fusions.gemm_glu`."""
+
+    kind: str
+    order: str
+    granularity: int | str
+
+
+class Routing(NamedTuple):
+    """Pairs of a token and one of its choices, sorted by expert.
+
+    Attributes:
+        offsets: int32 (E,): where the pairs of each expert end.
+        token: int32 (T · k,): of each pair.
+        place: int32 (T · k,): of each pair, token · k + choice.
+        choices: k.
+    """
+
+    offsets: torch.Tensor
+    token: torch.Tensor
+    place: torch.Tensor
+    choices: int
+
+    @classmethod
+    def of(cls, expert_index: torch.Tensor, E: int) -> Routing:
+        choices = expert_index.shape[1]
+        expert, place = expert_index.flatten().int().sort(stable=True)
+        every = torch.arange(E, dtype=torch.int32, device=expert.device)
+        offsets = torch.searchsorted(expert, every, right=True, out_int32=True)
+        place = place.int()
+        return cls(offsets, place // choices, place, choices)
+
+    def sorted(self, values: torch.Tensor) -> torch.Tensor:
+        """(T, k), one after the other as the pairs are."""
+        return values.flatten().index_select(0, self.place)
+
+    def unsorted(self, values: torch.Tensor) -> torch.Tensor:
+        """(T, k), of one per pair."""
+        found = torch.empty_like(values).index_copy_(0, self.place.long(), values)
+        return found.view(-1, self.choices)
+
+    def summed(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        """Per token, the sum of what A, which has a row per pair, gives with the experts' B."""
+        rows = A.new_empty(A.shape[0], B.shape[-1])
+        ops.grouped_gemm(A, B, self.offsets, out=rows, out_row_index=self.place)
+        if self.choices == 1:
+            return rows
+        return rows.view(-1, self.choices, rows.shape[-1]).sum(1)
+
+    def gradient_of(self, weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        """Aᵀ · B of the pairs of each expert, laid out as its weight is."""
+        found: torch.Tensor
+        if weight.stride(-1) == 1:
+            found = ops.grouped_gemm_wgrad(A.t(), B, self.offsets, out_dtype=weight.dtype)
+            return found
+        found = ops.grouped_gemm_wgrad(B.t(), A, self.offsets, out_dtype=weight.dtype)
+        return found.mT
+
+
+def _hidden(
+    x: torch.Tensor,
+    routing: Routing,
+    weight: torch.Tensor,
+    w_up: torch.Tensor,
+    function: Function,
+    **outputs: bool,
+) -> Any:
+    """Per pair, its weight times the gated linear unit; and further outputs.
+
+    Rows that lie side by side are multiplied so much faster that they are worth the copy.
+    """
+    return ops.grouped_gemm_glu(
+        x.index_select(0, routing.token),
+        w_up,
+        routing.offsets,
+        prob=weight,
+        **function._asdict(),
+        **outputs,
+    )
+
+
+class _Moe(torch.autograd.Function):
+    """It keeps its operands, and of each pair the pre-activation and what it became."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Any,
+        expert_index: Any,
+        expert_weight: Any,
+        w_up: Any,
+        w_down: Any,
+        function: Function,
+    ) -> Any:
+        routing = Routing.of(expert_index, w_up.shape[0])
+        weight = routing.sorted(expert_weight)
+        hidden, preactivation = _hidden(x, routing, weight, w_up, function, preactivation=True)
+        kept = hidden if ctx.needs_input_grad[4] else None
+        ctx.save_for_backward(x, weight, w_up, w_down, preactivation, kept, *routing[:3])
+        ctx.choices, ctx.function = routing.choices, function
+        return routing.summed(hidden, w_down)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Any) -> Any:
+        x, weight, w_up, w_down, preactivation, hidden, offsets, token, place = ctx.saved_tensors
+        routing = Routing(offsets, token, place, ctx.choices)
+        wants_x, _, wants_weight, wants_up, wants_down = ctx.needs_input_grad[:5]
+        dy = dy.index_select(0, token)
+        dx = dweight = dw_up = dw_down = None
+        if wants_down:
+            dw_down = routing.gradient_of(w_down, hidden, dy)
+        if wants_x or wants_weight or wants_up:
+            found = ops.grouped_gemm_dglu(
+                dy,
+                w_down.mT,
+                routing.offsets,
+                preactivation=preactivation,
+                prob=weight,
+                dprob=wants_weight,
+                **ctx.function._asdict(),
+            )
+            dz = found.out if wants_weight else found
+        if wants_x:
+            dx = routing.summed(dz, w_up.mT)
+        if wants_weight:
+            dweight = routing.unsorted(found.dprob).to(weight.dtype)
+        if wants_up:
+            dw_up = routing.gradient_of(w_up, x.index_select(0, token), dz)
+        return dx, None, dweight, dw_up, dw_down, None

@@ -1,0 +1,327 @@
+"""The layer of experts: against a loop over tokens, in eager mode and compiled."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.fusions import GLU, close, pairs
+
+import kernel_api as ka
+from kernel_api.errors import ArgumentError
+
+K, INNER, E = 6, 32, 4
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "mixture_of_experts.py"
+DOCUMENT = ROOT / "docs" / "mixture_of_experts.md"
+
+#: Experts of each token.
+ROUTINGS = {
+    "one choice": torch.tensor([[1], [3], [1], [0], [0], [1], [3]]),
+    "two choices": torch.tensor([[1, 0], [0, 3], [3, 1], [0, 1], [1, 3], [0, 3], [1, 0]]),
+    "every expert": torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]]),
+    "all on the last expert": torch.full((5, 2), 3),
+    "one token": torch.tensor([[2, 0]]),
+    "no tokens": torch.zeros(0, 2, dtype=torch.long),
+}
+TWO = ROUTINGS["two choices"]
+
+
+def leaves(routing=TWO, major="k", element=torch.float64):
+    """x, expert_weight, w_up and w_down; expert_index stands between the first two."""
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape, scale=1.0):
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+        return drawn.to(element)
+
+    up, down = leaf(E, K, 2 * INNER, scale=K**-0.5), leaf(E, INNER, K, scale=INNER**-0.5)
+    if major == "k":
+        up, down = up.mT.contiguous().mT, down.mT.contiguous().mT
+    found = (leaf(len(routing), K), leaf(*routing.shape), up, down)
+    return [one.requires_grad_() for one in found]
+
+
+def by_token(
+    x, expert_index, expert_weight, w_up, w_down, kind="swiglu", order="gate_up",
+    granularity="halves",
+):  # fmt: skip
+    rows = []
+    for token, chosen in enumerate(expert_index.tolist()):
+        parts = []
+        for choice, expert in enumerate(chosen):
+            hidden = GLU[kind](*pairs(x[token] @ w_up[expert], order, granularity))
+            parts.append(expert_weight[token, choice] * (hidden @ w_down[expert]))
+        rows.append(sum(parts))
+    return torch.stack(rows) if rows else x * expert_weight.sum() * w_up.sum() * w_down.sum()
+
+
+def results(layer, operands, routing=TWO, **options):
+    """The layer's result, and the gradients of what asks for one."""
+    x, *others = operands
+    y = layer(x, routing, *others, **options)
+    generator = torch.Generator().manual_seed(1)
+    dy = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+    learning = [one for one in operands if one.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y, learning, dy)]
+
+
+def check(operands, routing=TWO, layer=ka.nn.moe, tolerance=1e-12, **options):
+    expected = results(by_token, operands, routing, **options)
+    for one, other in zip(results(layer, operands, routing, **options), expected, strict=True):
+        close(one, other, tolerance)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("major", ["k", "n"])
+def test_the_layer_and_its_gradients_are_those_of_a_loop_over_tokens(routing, major):
+    check(leaves(routing, major), routing)
+
+
+@pytest.mark.parametrize("kind", GLU)
+def test_every_gated_linear_unit_is_there(kind):
+    check(leaves(), kind=kind)
+
+
+@pytest.mark.parametrize("order", ["gate_up", "up_gate"])
+@pytest.mark.parametrize("granularity", [8, 32, "halves"])
+def test_pairs_are_ordered_and_blocked_as_asked(order, granularity):
+    check(leaves(), order=order, granularity=granularity)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.uint8])
+def test_indices_may_be_any_integers_and_lie_anywhere(index):
+    routing = TWO.to(index).t().contiguous().t()
+    check(leaves(), routing)
+
+
+def test_gradients_are_those_of_finite_differences():
+    routing = TWO[:3]
+    operands = leaves(routing)
+
+    def layer(x, *others):
+        return ka.nn.moe(x, routing, *others)
+
+    assert torch.autograd.gradcheck(layer, operands, fast_mode=True)
+
+
+@pytest.mark.parametrize("element", [torch.float32, torch.bfloat16])
+def test_other_types_are_rounded_a_few_times(element):
+    operands = leaves(element=element)
+    wide = [one.detach().double().requires_grad_() for one in operands]
+    found, expected = results(ka.nn.moe, operands), results(by_token, wide)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is element
+        norm = torch.linalg.vector_norm
+        assert norm(one.double() - other) < 4 * torch.finfo(element).eps * norm(other)
+
+
+def test_the_weights_of_a_router_may_be_of_a_wider_type():
+    x, weight, up, down = leaves(element=torch.bfloat16)
+    wide = weight.detach().float().requires_grad_()
+    y, _, dweight, *_ = results(ka.nn.moe, [x, wide, up, down])
+    assert (y.dtype, dweight.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("major", ["k", "n"])
+def test_gradients_of_weights_lie_as_the_weights_do(major):
+    *_, up, down = leaves(major=major)
+    *_, dup, ddown = results(ka.nn.moe, leaves(major=major))
+    assert (dup.stride(), ddown.stride()) == (up.stride(), down.stride())
+
+
+PRODUCTS_OF_GRADIENTS = [{"dglu", ""}, {"dglu"}, {"dglu", "wgrad"}, {"wgrad"}]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_only_the_gradients_that_are_asked_for_are_computed(which, monkeypatch):
+    operands = [one.detach() for one in leaves()]
+    operands[which].requires_grad_()
+    x, *others = operands
+    y = ka.nn.moe(x, TWO, *others)
+    called = set()
+    for kind in ("", "dglu", "wgrad"):
+        name = f"grouped_gemm_{kind}".rstrip("_")
+        form = getattr(ka.ops, name)
+        monkeypatch.setattr(
+            ka.ops, name, lambda *a, k=kind, f=form, **o: called.add(k) or f(*a, **o)
+        )
+    y.sum().backward()
+    assert [one.grad is not None for one in operands] == [i == which for i in range(4)]
+    assert called == PRODUCTS_OF_GRADIENTS[which]
+
+
+def test_nothing_is_kept_where_nothing_learns(monkeypatch):
+    asked = []
+    form = ka.ops.grouped_gemm_glu
+    monkeypatch.setattr(
+        ka.ops, "grouped_gemm_glu", lambda *a, **o: asked.append(o) or form(*a, **o)
+    )
+    x, *others = leaves()
+    with torch.no_grad():
+        found = ka.nn.moe(x, TWO, *others)
+    assert "preactivation" not in asked[0]
+    close(found, ka.nn.moe(x, TWO, *others), 0)
+    assert asked[1]["preactivation"] is True
+
+
+def test_a_gradient_may_be_one_number_for_all():
+    found, expected = (
+        torch.autograd.grad(layer(operands[0], TWO, *operands[1:]).sum(), operands)
+        for layer, operands in ((ka.nn.moe, leaves()), (by_token, leaves()))
+    )
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)
+
+
+def test_equal_operands_give_equal_results():
+    for one, other in zip(*(results(ka.nn.moe, leaves()) for _ in range(2)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_gradients_of_gradients_are_refused():
+    x, *others = leaves()
+    y = ka.nn.moe(x, TWO, *others).square().sum()
+    (dx,) = torch.autograd.grad(y, [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+# Compiled --------------------------------------------------------------------------------
+
+
+def test_torch_compile_takes_it_whole_so_nothing_waits_for_the_routing():
+    torch._dynamo.reset()
+    compiled = torch.compile(ka.nn.moe, fullgraph=True, backend="aot_eager")
+    for name in ("two choices", "all on the last expert"):  # the second: for any number of tokens
+        routing = ROUTINGS[name]
+        eager = results(ka.nn.moe, leaves(routing), routing)
+        found = results(compiled, leaves(routing), routing)
+        for one, other in zip(found, eager, strict=True):
+            close(one, other, 0)
+
+
+def test_torch_compile_takes_the_layer_without_gradients():
+    torch._dynamo.reset()
+    operands = [one.detach() for one in leaves()]
+    x, *others = operands
+    compiled = torch.compile(ka.nn.moe, fullgraph=True, backend="aot_eager")
+    close(compiled(x, TWO, *others), ka.nn.moe(x, TWO, *others), 0)
+
+
+# Refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "mish"}, "kind is 'mish'; expected one of glu, swiglu"),
+        ({"order": "both"}, "order is 'both'"),
+        ({"granularity": 48}, "pairs of 48 columns need a multiple of 96"),
+        ({"x": torch.ones(2, 7, K)}, r"x has shape \(2, 7, 6\) and expert_index \(7, 2\)"),
+        ({"x": torch.ones(6, K)}, r"expert_index \(7, 2\); expected \(T, K\) and \(T, k\)"),
+        ({"expert_index": TWO.float()}, "expert_index is torch.float32; expected integers"),
+        ({"expert_index": TWO > 0}, "expert_index is torch.bool; expected integers"),
+        ({"expert_index": TWO[:, :0]}, r"expert_index has shape \(7, 0\); expected at least one"),
+        ({"expert_weight": torch.ones(7, 3)}, r"expert_weight has shape \(7, 3\); expected \(7, 2"),
+        (
+            {"w_up": torch.ones(E, 5, 2 * INNER)},
+            r"w_up has shape \(4, 5, 64\); expected \(E, 6, 2I\)",
+        ),
+        ({"w_up": torch.ones(E, K, 63)}, r"w_up has shape \(4, 6, 63\); expected \(E, 6, 2I\)"),
+        ({"w_up": torch.ones(K, 2 * INNER)}, r"w_up has shape \(6, 64\); expected \(E, 6, 2I\)"),
+        (
+            {"w_down": torch.ones(3, INNER, K)},
+            r"w_down has shape \(3, 32, 6\); expected \(4, 32, 6\)",
+        ),
+        (
+            {"w_down": torch.ones(E, K, INNER)},
+            r"w_down has shape \(4, 6, 32\); expected \(4, 32, 6\)",
+        ),
+    ],
+    ids=str,
+)
+def test_what_contradicts_itself_is_refused_with_both_values(changes, message):
+    x, weight, up, down = (one.detach() for one in leaves(element=torch.float32))
+    given = {"x": x, "expert_index": TWO, "expert_weight": weight, "w_up": up, "w_down": down}
+    with pytest.raises(ArgumentError, match=message):
+        ka.nn.moe(**{**given, **changes})
+
+
+# The example -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("mixture_of_experts", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up their types
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_the_same_layer_of_torch_is_the_same(example):
+    operands = [one.detach() for one in leaves(element=torch.bfloat16)]
+    wide = [torch.nn.functional.pad(one, (0, 2)) for one in (operands[0], operands[3])]
+    up = torch.nn.functional.pad(operands[2].mT, (0, 2)).mT
+    ours = ka.nn.moe(wide[0], TWO, operands[1], up, wide[1])
+    theirs = example.layer_of_torch(wide[0], TWO, operands[1], up, wide[1])
+    close(theirs, ours, 0.05)
+    close(example.layer_by_expert(wide[0], TWO, operands[1], up, wide[1]), ours, 0.05)
+
+
+def test_the_example_runs_without_a_gpu(example, capsys):
+    assert example.main("cpu") == 0
+    shown = capsys.readouterr().out
+    for name in example.LAYERS:
+        assert name in shown
+
+
+# The document ----------------------------------------------------------------------------
+
+
+def test_the_code_of_the_document_runs():
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == 4
+    assert names["y"].shape == names["x"].shape
+
+
+def test_the_functions_that_the_document_names_are_there():
+    names = set(re.findall(r"`(grouped_gemm[a-z_]*)(?![a-z_0-9])", DOCUMENT.read_text()))
+    functions = {name for name in dir(ka.ops) if name.startswith("grouped_gemm")}
+    assert names == functions
+
+
+# On a GPU --------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 40, 1000])
+def test_layers_and_their_gradients_are_right_on_a_gpu(example, tokens):
+    for layer in example.LAYERS.values():
+        errors = example.errors_of(layer.small(), tokens, "cuda")
+        assert max(errors.values()) <= example.ERROR_ALLOWED, errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [40, 3000])
+def test_a_graph_holds_the_layer_while_tokens_and_routing_change(example, tokens):
+    layer = example.LAYERS["Mixtral-8x7B"].small()
+    held = layer.tokens(tokens, "cuda")
+    weights = layer.weights("cuda")
+    ka.nn.moe(*held, *weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ka.nn.moe(*held, *weights)
+    for _ in range(2):
+        for one, other in zip(held, layer.tokens(tokens, "cuda"), strict=True):
+            one.copy_(other)
+        graph.replay()
+        expected = example.layer_by_expert(*held, *weights)
+        assert example.error(y, expected) <= example.ERROR_ALLOWED
