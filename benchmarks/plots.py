@@ -225,7 +225,9 @@ def sizes_of(row: Row) -> tuple[int, ...]:
 
 
 def element(row: Row) -> str:
-    return str(row["problem"].split(" TN ")[-1].split()[0])
+    """Of a product; labels of grouped ones do not say it."""
+    _, said, types = row["problem"].partition(" TN ")
+    return str(types.split()[0]) if said else "bf16"
 
 
 def origin(row: Row) -> str:
