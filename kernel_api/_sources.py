@@ -192,7 +192,9 @@ class _Walk:
                 continue
             elif name in file.bound:
                 for target in file.bound[name]:
-                    self._reach(f"{target}.{rest}" if rest else target, module)
+                    # Of `from .name import name` there is no end otherwise.
+                    inside = target.startswith(f"{module}.{name}.")
+                    self._reach(f"{target}.{rest}" if rest and not inside else target, module)
             elif file.makes_up_names and self._place(f"{module}.{name}") is None:
                 self._take_all(module, importer)
 

@@ -286,6 +286,17 @@ def test_what_an_init_uses_itself_is_in(package):
     assert others(package(init=init, base="X = 1", unused="y = 1")) == {"others", "kernel", "base"}
 
 
+def test_a_package_may_call_what_it_has_from_a_module_as_the_module(package):
+    parts = {
+        "parts/__init__": "from .one import one\nfrom PACKAGE.parts import two\ntwo = two.two",
+        "parts/one": "class one:\n    made = 1",
+        "parts/two": "class two:\n    made = 2",
+    }
+    body = "made = parts.one.made, parts.two.made"
+    found = package("from PACKAGE import parts", body, **parts)
+    assert others(found) == {"others", "kernel", "parts", "one", "two"}
+
+
 def test_what_is_asked_of_an_init_is_in_from_where_it_has_it(package):
     parts = {
         "parts/__init__": "from .one import x\nfrom .two import y\n__all__ = ['x', 'y']",

@@ -70,8 +70,9 @@ def check(kernel, args):
 def refill(args, seed):
     """New values in the matrices that are read."""
     outputs = [operand.tensor for operand in args.outputs.values()]
-    for place, operand in enumerate(args.operands):
-        if not any(operand.tensor is one for one in outputs):
+    for place, (name, operand) in enumerate(zip(args.operand_names, args.operands, strict=True)):
+        where = name == "offsets" or getattr(operand, "discrete", False)  # sizes and addresses stay
+        if not where and not any(operand.tensor is one for one in outputs):
             fill(operand.tensor, 10 * seed + place)
 
 
