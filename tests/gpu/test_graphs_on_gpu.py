@@ -6,6 +6,7 @@ from support.data import arguments_for, fill, supported_sizes
 
 import kernel_api as ka
 from kernel_api import _compile_cache
+from kernel_api.arguments.experts import memory_of
 from kernel_api.errors import CaptureError, DeviceError
 from kernel_api.verification import FACTOR, FACTOR_REORDERED, judge, poison
 
@@ -58,7 +59,8 @@ def fused_problem(name, seed=0, M=256, N=256, K=320):
 
 def poison_outputs(args):
     for operand in args.outputs.values():
-        poison(operand.tensor)
+        for one in memory_of(operand):
+            poison(one.tensor)
 
 
 def check(kernel, args):
