@@ -22,7 +22,7 @@ from kernel_api.targets import target
 
 pytestmark = pytest.mark.compile
 
-PAIRS = 60  # (kernel, signature), over all families together
+PAIRS = 26  # (kernel, signature), over all families together
 REGISTERS = 64 * 1024  # of a multiprocessor
 SHARED_MEMORY = {8: 163 * 1024, 9: 227 * 1024, 10: 227 * 1024, 12: 99 * 1024}  # by major
 

@@ -51,7 +51,7 @@ def named(cases, first):
     return {"argvalues": chosen, "ids": [case.name for _, case in chosen]}
 
 
-@pytest.mark.parametrize(("design", "case"), **named(OF_ROWS, 2))
+@pytest.mark.parametrize(("design", "case"), **named(OF_ROWS, 1))
 def test_groups_of_rows_are_multiplied_with_their_own_matrix(design, case):
     checked(design, case.of_rows())
 
