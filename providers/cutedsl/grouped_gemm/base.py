@@ -209,10 +209,13 @@ def _problems(key: Any) -> dict[int, model.Problem]:
 
 
 def predict(
-    args: GroupedGemmArguments, candidate: model.Candidate, constants: model.Constants
+    args: GroupedGemmArguments,
+    rows_per_tile: int,
+    candidate: model.Candidate,
+    constants: model.Constants,
 ) -> float:
-    """Seconds for one design."""
-    known, rows_per_tile = _problems(args.key), candidate.tile_shape[0]
+    """Seconds for one design; rows_per_tile: of what a group is cut into."""
+    known = _problems(args.key)
     if rows_per_tile not in known:
         known[rows_per_tile] = dense_problem(args, rows_per_tile)
     return model.seconds(known[rows_per_tile], candidate, constants)

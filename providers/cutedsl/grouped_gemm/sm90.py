@@ -25,7 +25,7 @@ from kernel_api.providers.cutedsl.grouped_gemm.base import (
     RaggedRowsGemm,
     RaggedSumGemm,
     are_small,
-    dense_problem,
+    predict,
 )
 from kernel_api.space import Miss, Operands, Space, rule
 
@@ -117,9 +117,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
 
     def predict(self, args: Any) -> float:
         rows = self._rows_per_tile
-        seconds = model.seconds(
-            dense_problem(args, rows), self.candidate, model.constants(self.dense)
-        )
+        seconds = predict(args, rows, self.candidate, model.constants(self.dense))
         design = self._design
         alone = design.schedule == "pingpong" and design.cluster_shape[0] == 1
         hides = alone and not are_small(args, rows) and _is_reused(args)
