@@ -1,0 +1,250 @@
+"""What becomes of a product of a query and a key before the softmax, and after it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float16, Float32, Int32, Int64
+
+from ..conversion import select
+from ..functions import functions_for
+from ..philox import _philox, _unit, uniform_of_pairs
+from .sequences import Sequence
+from .values import Values
+
+#: What changes scores beside the scale.
+_CHANGES = ("softcap", "bias", "alibi")
+
+
+class Place(NamedTuple):
+    """Of a score. query, key: Within their sequences."""
+
+    batch: Int32
+    head: Int32
+    query: Int32
+    key: Int32
+
+
+@dataclass(frozen=True)
+class ScoreFunctions:
+    """What graphs say, as functions of (score, place, operands by name).
+
+    score: The score that takes its place; None: as it is.
+    slope: Its derivative by the score.
+    visible: Without the score: whether the query sees the key; None: all that it else does.
+    """
+
+    score: Callable | None = None
+    slope: Callable | None = None
+    visible: Callable | None = None
+
+
+class Tile(NamedTuple):
+    """Scores that a thread has, and where they stand.
+
+    values: (rows, columns); of one accumulator.
+    local: The same of coordinates: (query, key) from the first of the tile, (key, query) if
+        transposed.
+    first_query, first_key: Of the tile.
+    """
+
+    values: cute.Tensor
+    local: cute.Tensor
+    first_query: Int32
+    first_key: Int32
+    batch: Int32
+    head: Int32
+    transposed: bool = False
+
+    @property
+    def extents(self) -> tuple[int, int]:
+        return cute.size(self.values, mode=[0]), cute.size(self.values, mode=[1])
+
+    def place(self, row: int, column: int) -> Place:
+        (query, key), (queries, keys) = self.first, self._queries_and_keys(self.offset(row, column))
+        return Place(self.batch, self.head, query + queries, key + keys)
+
+    @property
+    def first(self) -> tuple[Int32, Int32]:
+        """(query, key) of the first score of this thread."""
+        query, key = self._queries_and_keys(self.local[0, 0])
+        return self.first_query + query, self.first_key + key
+
+    def offset(self, row: int, column: int) -> tuple[int, int]:
+        """How far a score stands from the first one of this thread, known as it is traced: the
+        compiler would keep sums with what is not in registers."""
+        along, across = cute.crd2idx((row, column), self.local.layout)
+        return int(along), int(across)
+
+    def _queries_and_keys(self, pair: tuple) -> tuple:
+        return pair[:: -1 if self.transposed else 1]
+
+    def of(self, values: cute.Tensor) -> "Tile":
+        """Other numbers at the same places."""
+        return self._replace(values=values)
+
+
+def rows_and_columns(accumulators: cute.Tensor) -> cute.Tensor:
+    """(rows, columns) of ((2, 2, ...), M, N), as mma.sync and wgmma leave them to a thread."""
+    (pair, half, *blocks), m, n = accumulators.layout.shape
+    (pair_step, half_step, *steps), m_step, n_step = accumulators.layout.stride
+    layout = cute.make_layout(
+        ((half, m), (pair, *blocks, n)), stride=((half_step, m_step), (pair_step, *steps, n_step))
+    )
+    return cute.make_tensor(accumulators.iterator, layout)
+
+
+class Scores:
+    """softmax's argument: s = scale · product -> softcap -> score function -> + bias -> + alibi,
+    of those that are there, and -inf where a query does not see a key.
+
+    names: Of `Values`.
+    block_shape: (queries, keys) of an entry of the table "blocks".
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        functions: ScoreFunctions | None = None,
+        block_shape: tuple[int, int] | None = None,
+    ):
+        self.names = names
+        self.functions = functions or ScoreFunctions()
+        self.block_shape = block_shape
+        #: Whether scores are products times a scale, which may be applied later.
+        self.plain = self.functions.score is None and not set(_CHANGES) & set(names)
+        #: Whether any key may be hidden, wherever it stands.
+        self.hides_anywhere = self.functions.visible is not None or "blocks" in names
+        self.drops = "dropout_p" in names
+        self._tanh = functions_for((Float16,), (Float16,))[0]["tanh"]
+
+    def change(self, tile: Tile, values: Values) -> None:
+        """Products into scores; unless they are plain."""
+        rows, columns = tile.extents
+        for row in range(rows):
+            for column in range(columns):
+                place = tile.place(row, column)
+                tile.values[row, column] = self._score(tile.values[row, column], place, values)
+
+    def hide(self, tile: Tile, sequence: Sequence, values: Values) -> None:
+        """-inf where a query does not see a key."""
+        rows, columns = tile.extents
+        for row in range(rows):
+            first, last = self._seen_in_row(tile, row, sequence)
+            for column in range(columns):
+                _, other = tile.offset(row, column)
+                hidden = last < other
+                if first is not None:
+                    hidden = hidden | (first > other)
+                if self.hides_anywhere:
+                    visible = self._visible(tile.place(row, column), values)
+                    hidden = hidden | (visible == Boolean(False))
+                score = tile.values[row, column]
+                tile.values[row, column] = select(hidden, Float32(-math.inf), score)
+
+    def multiply_by_slopes(self, tile: Tile, products: cute.Tensor, values: Values) -> None:
+        """Derivatives by scores into those by scale · product; products: as before `change`."""
+        rows, columns = tile.extents
+        for row in range(rows):
+            for column in range(columns):
+                slope = self._slope(products[row, column], tile.place(row, column), values)
+                tile.values[row, column] = tile.values[row, column] * slope
+
+    def drop(self, tile: Tile, heads: Int32, values: Values) -> None:
+        """What is dropped becomes 0, what is kept is divided by the probability that it is."""
+        p = values.number("dropout_p")
+        factor = 1.0 / (1.0 - p)
+        rows, columns = tile.extents
+        for row in range(0, rows, 2):
+            for column in range(0, columns, 2):
+                drawn = self._drawn(tile, row, column, heads, values)
+                for half in range(2):
+                    for lane in range(2):
+                        at = row + half, column + lane
+                        kept = tile.values[at] * factor
+                        tile.values[at] = select(drawn[half][lane] >= p, kept, Float32(0.0))
+
+    # Elements ----------------------------------------------------------------------------
+
+    def _score(self, product: Float32, place: Place, values: Values) -> Float32:
+        score = self._capped(product * values.number("scale"), values)
+        if self.functions.score is not None:
+            score = self.functions.score(score, place, values.with_prefix("score_"))
+        if "bias" in values:
+            score = score + Float32(values.element("bias", *place))
+        if "alibi" in values:
+            distance = Float32(place.key - place.query)
+            score = score + Float32(values.element("alibi", place.head)) * distance
+        return score
+
+    def _capped(self, score: Float32, values: Values) -> Float32:
+        if "softcap" not in values:
+            return score
+        cap = values.number("softcap")
+        return cap * self._tanh(score * (1.0 / cap))
+
+    def _slope(self, product: Float32, place: Place, values: Values) -> Float32:
+        score = product * values.number("scale")
+        slope = Float32(1.0)
+        if "softcap" in values:
+            capped = self._capped(score, values)
+            part = capped * (1.0 / values.number("softcap"))
+            score, slope = capped, 1.0 - part * part
+        if self.functions.score is not None:
+            slope = slope * self.functions.slope(score, place, values.with_prefix("score_"))
+        return slope
+
+    def _visible(self, place: Place, values: Values) -> Boolean:
+        visible = Boolean(True)
+        if "blocks" in values:
+            queries, keys = self.block_shape
+            indices = place.batch, place.head, place.query // queries, place.key // keys
+            visible = values.element("blocks", *indices) != 0
+        if self.functions.visible is not None:
+            visible = visible & self.functions.visible(place, values.with_prefix("mask_"))
+        return visible
+
+    def _seen_in_row(self, tile: Tile, row: int, sequence: Sequence) -> tuple:
+        """(first, last) that are seen in a row, counted from its first score of this thread; first
+        may be None: all."""
+        low, high = sequence.low, sequence.high
+        (query, key), (own, _) = tile.first, tile.offset(row, 0)
+        if not tile.transposed:
+            query = query + own
+            last = sequence.keys - 1
+            if high is not None:
+                last = _least(last, query + high)
+            return None if low is None else query + low - key, last - key
+        key = key + own
+        last = sequence.queries - 1
+        if low is not None:
+            last = _least(last, key - low)
+        last = select(key < sequence.keys, last - query, Int32(-1))
+        return None if high is None else key - high - query, last
+
+    def _drawn(self, tile: Tile, row: int, column: int, heads: Int32, values: Values) -> tuple:
+        """Random numbers of two columns of two rows."""
+        place = tile.place(row, column)
+        seed = Int64(values.integer("dropout_seed"))
+        offset = Int64(values.integer("dropout_offset")) + Int64(place.batch * heads + place.head)
+        if not tile.transposed:
+            queries = place.query, tile.place(row + 1, column).query
+            lane = cute.arch.lane_idx()
+            return uniform_of_pairs(place.key, queries, offset, seed, lane)
+        places = [[tile.place(row + half, column + lane) for lane in (0, 1)] for half in (0, 1)]
+        return tuple([_uniform(place, offset, seed) for place in pair] for pair in places)
+
+
+def _uniform(place: Place, offset: Int64, seed: Int64) -> Float32:
+    """Of one element, without its neighbours."""
+    words = _philox(place.key // 4, place.query, offset, seed)
+    word = words[3]
+    for i in range(3):
+        word = select(place.key % 4 == i, words[i], word)
+    return _unit(word)
+
+
+def _least(a: Int32, b: Int32) -> Int32:
+    return select(a < b, a, b)

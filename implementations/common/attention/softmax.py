@@ -1,0 +1,113 @@
+"""Softmax of rows that arrive block by block.
+
+Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
+"""
+
+import math
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from ..conversion import select
+
+LOG2_E = 1.0 / math.log(2.0)
+LN_2 = math.log(2.0)
+
+_CHAINS = 4  # independent maxima or sums of a row, so that they do not wait for each other
+_QUAD = 4  # threads that share a row
+
+
+class OnlineSoftmax(NamedTuple):
+    """Of the rows of a thread; four threads side by side share each.
+
+    maxima: The largest score so far of each row, before it is multiplied.
+    sums: Of the powers of each row, of this thread's columns.
+    multiplier: Of scores: what makes them exponents of 2. Positive.
+    """
+
+    maxima: cute.Tensor
+    sums: cute.Tensor
+    multiplier: Float32
+
+
+def softmax_of(rows: int, multiplier: Float32) -> OnlineSoftmax:
+    """Nothing has arrived."""
+    maxima = cute.make_rmem_tensor((rows,), Float32)
+    sums = cute.make_rmem_tensor((rows,), Float32)
+    maxima.fill(Float32(-math.inf))
+    sums.fill(0.0)
+    return OnlineSoftmax(maxima, sums, multiplier)
+
+
+def update(softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor | None) -> None:
+    """Scores (rows, columns) into powers, of which the largest of a row so far is 1.
+
+    factors: Written, per row: what older powers are to be multiplied with. None: there are none.
+    """
+    columns = cute.size(scores, mode=[1])
+    for row in range(cute.size(scores, mode=[0])):
+        largest = _of_quad(_largest([scores[row, c] for c in range(columns)]), cute.arch.fmax)
+        before = softmax.maxima[row]
+        if factors is not None:
+            largest = cute.arch.fmax(largest, before)
+        softmax.maxima[row] = largest
+        subtrahend = finite(largest) * softmax.multiplier
+        sums = [Float32(0.0)] * _CHAINS
+        for column in range(columns):
+            exponent = cute.math.fma(scores[row, column], softmax.multiplier, -subtrahend)
+            power = power_of_two(exponent)
+            scores[row, column] = power
+            sums[column % _CHAINS] = sums[column % _CHAINS] + power
+        total = (sums[0] + sums[1]) + (sums[2] + sums[3])
+        if factors is not None:
+            factors[row] = power_of_two(before * softmax.multiplier - subtrahend)
+            total = cute.math.fma(softmax.sums[row], factors[row], total)
+        softmax.sums[row] = total
+
+
+def finished(
+    softmax: OnlineSoftmax, row: int, sink: Float32 | None = None
+) -> tuple[Float32, Float32]:
+    """(what the sum of powers times values is to be multiplied with, the natural log of the sum of
+    exponentials). 0 and -inf of a row that sees nothing.
+
+    sink: Of a further score whose value is 0.
+    """
+    total = _of_quad(softmax.sums[row], lambda a, b: a + b)
+    largest = softmax.maxima[row] * softmax.multiplier  # -inf stays
+    factor = Float32(1.0)
+    if sink is not None:
+        further = sink * LOG2_E
+        most = cute.arch.fmax(largest, further)
+        base = finite(most)
+        factor = power_of_two(largest - base)
+        total = cute.math.fma(total, factor, power_of_two(further - base))
+        largest = most
+    scale = select(total == 0.0, Float32(0.0), factor / total)
+    lse = (largest + cute.math.log2(total)) * LN_2
+    return scale, select(total == 0.0, Float32(-math.inf), lse)
+
+
+def power_of_two(x: Float32) -> Float32:
+    return cute.math.exp2(x, approx=True, ftz=True)
+
+
+def finite(x: Float32) -> Float32:
+    """0 in place of -inf: a row that sees nothing has powers of 0, not of NaN."""
+    return select(x == Float32(-math.inf), Float32(0.0), x)
+
+
+def _largest(values: list) -> Float32:
+    chains = values[:_CHAINS]
+    for i, value in enumerate(values[_CHAINS:]):
+        chains[i % _CHAINS] = cute.arch.fmax(chains[i % _CHAINS], value)
+    while len(chains) > 1:
+        chains = [cute.arch.fmax(*chains[:2]), *chains[2:]]
+    return chains[0]
+
+
+def _of_quad(value: Float32, combine) -> Float32:
+    for offset in (1, _QUAD // 2):
+        value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
+    return value

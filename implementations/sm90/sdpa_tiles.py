@@ -1,0 +1,81 @@
+"""Which tiles of attention a block computes: whichever is next, until there are no more."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute import AddressSpace
+
+from ..common.attention.scores import Place
+from ..common.attention.sequences import Range, Sequence, keys_seen, sequence_of
+from ..common.attention.values import Values
+from ..common.conversion import select
+
+
+@dataclass
+class Tiles:
+    """All of a launch: blocks of queries of each head of each sequence, in this order; made on the
+    host and passed to the kernel.
+
+    counters: An address: tiles that were fetched, and blocks that found none any more. Both are
+        zero before and after every launch.
+    """
+
+    blocks: Int32
+    heads: Int32
+    total: Int32
+    counters: Int64
+
+    def place(self, tile: Int32, rows: int, last_first: bool) -> Place:
+        """Of the first query of a tile."""
+        block, others = tile % self.blocks, tile // self.blocks
+        if last_first:
+            block = self.blocks - 1 - block
+        return Place(others // self.heads, others % self.heads, block * rows, Int32(0))
+
+    @cute.jit
+    def fetch(self) -> Int32:
+        """By a whole warp: a tile that nobody else has. The first of each block is its own number
+        and needs no fetching."""
+        found = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            found = cute.arch.atomic_add(self._counter(0).llvm_ptr, Int32(1))
+        return cute.arch.shuffle_sync(found, 0) + cute.arch.grid_dim()[0]
+
+    @cute.jit
+    def leave(self):
+        """By a whole warp of each block, behind its last fetch."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.fence_acq_rel_gpu()
+            left = cute.arch.atomic_add(self._counter(1).llvm_ptr, Int32(1))
+            cute.arch.fence_acq_rel_gpu()
+            if left == cute.arch.grid_dim()[0] - 1:
+                for i in cutlass.range_constexpr(2):
+                    self._counter(i).store(Int32(0))
+
+    def _counter(self, index: int) -> cute.Pointer:
+        address = self.counters + index * Int32.width // 8
+        return cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4)
+
+
+class Work(NamedTuple):
+    """Of a tile.
+
+    blocks: Of keys that its queries see.
+    """
+
+    place: Place
+    sequence: Sequence
+    blocks: Range
+
+
+def work_of(place: Place, values: Values, extents: tuple, tile_shape: tuple[int, int]) -> Work:
+    """extents: Rows of Q and of K."""
+    sequence = sequence_of(values, place.batch, *extents)
+    seen = keys_seen(sequence, place.query, *tile_shape)
+    # Behind the last query there is nothing to see.
+    end = select(place.query < sequence.queries, seen.end, seen.begin)
+    full_end = cutlass.min(seen.full_end, end)
+    return Work(place, sequence, seen._replace(end=end, full_end=full_end))
