@@ -15,12 +15,13 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Place, Scores, Tile, rows_and_columns
+from ..common.attention.sequences import sequence_of
 from ..common.attention.softmax import LOG2_E, finished, softmax_of, update
 from ..common.attention.values import Values
 from ..common.conversion import select
 from .mma import WGMMA_M
 from .plan import SHARED_MEMORY
-from .sdpa_tiles import Tiles, Work, work_of
+from .sdpa_tiles import Tiles, Work, blocks_of
 
 GROUP = 128  # threads of a warp group
 TURNS = 1  # named barriers: one per consumer from this one on
@@ -118,20 +119,45 @@ class SdpaForward:
         # (S,D,H,B) seen as (D,S,H,B): columns of the second product.
         mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[1, 0, 2, 3]))
 
-        tile = (self.tile_m, self.tile_n, self.head_dim)
-        q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.element_type, 1)
-        k_layout = sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, tile, self.element_type, self.stages
-        )
-        tile = (self.tile_m, self.head_dim_v, self.tile_n)
-        v_layout = sm90.make_smem_layout_b(
-            LayoutEnum.COL_MAJOR, tile, self.element_type, self.stages
-        )
-        tile = (self.tile_m, self.tile_n, self.head_dim_v)
-        o_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.element_type, 1)
+        q_layout, k_layout, v_layout, _ = layouts = self._shared_layouts()
         tma_q, tQ = _tma_load(mQ, q_layout, (self.tile_m, self.head_dim))
         tma_k, tK = _tma_load(mK, k_layout, (self.tile_n, self.head_dim))
         tma_v, tV = _tma_load(mVt, v_layout, (self.head_dim_v, self.tile_n))
+        blocks, heads = cute.ceil_div(queries, self.tile_m), mQ.shape[2]
+        tiles = Tiles(blocks, heads, blocks * heads * batches, workspace)
+        self._launch(
+            *(tma_q, tQ, tma_k, tK, tma_v, tV, mO),
+            *(layouts, operands, tiles, multiprocessors, stream),
+        )
+
+    def _shared_layouts(self) -> tuple:
+        """Of Q, K, V as columns of the second product, and O; the stages are behind."""
+        element_type, m, n = self.element_type, self.tile_m, self.tile_n
+        rows, columns = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        return (
+            sm90.make_smem_layout_a(rows, (m, n, self.head_dim), element_type, 1),
+            sm90.make_smem_layout_b(rows, (m, n, self.head_dim), element_type, self.stages),
+            sm90.make_smem_layout_b(columns, (m, self.head_dim_v, n), element_type, self.stages),
+            sm90.make_smem_layout_a(rows, (m, n, self.head_dim_v), element_type, 1),
+        )
+
+    def _launch(
+        self,
+        tma_q,
+        mQ,
+        tma_k,
+        mK,
+        tma_v,
+        mV,
+        mO,
+        layouts,
+        operands,
+        tiles: Tiles,
+        multiprocessors,
+        stream,
+    ) -> None:
+        q_layout, k_layout, v_layout, o_layout = layouts
+        staged = cute.cosize(o_layout) if self.output_apart else 0
 
         @cute.struct
         class SharedStorage:
@@ -144,12 +170,8 @@ class SdpaForward:
             V: cute.struct.Align[
                 cute.struct.MemRange[self.element_type, cute.cosize(v_layout)], 1024
             ]
-            output: cute.struct.Align[
-                cute.struct.MemRange[
-                    self.element_type, cute.cosize(o_layout) if self.output_apart else 0
-                ],
-                1024,
-            ]
+            output: cute.struct.Align[cute.struct.MemRange[self.element_type, staged], 1024]
+            flag: cute.struct.MemRange[Int32, 1]
             tiles: cute.struct.MemRange[Int32, AHEAD]
             tile_stages: cute.struct.MemRange[Int64, 2 * AHEAD]
             q_full: cute.struct.MemRange[Int64, 2]
@@ -157,12 +179,10 @@ class SdpaForward:
             v_stages: cute.struct.MemRange[Int64, 2 * self.stages]
 
         self.shared_storage = SharedStorage
-        blocks, heads = cute.ceil_div(queries, self.tile_m), mQ.shape[2]
-        tiles = Tiles(blocks, heads, blocks * heads * batches, workspace)
         self.kernel(
-            *(tma_q, tQ, q_layout),
-            *(tma_k, tK, k_layout),
-            *(tma_v, tV, v_layout),
+            *(tma_q, mQ, q_layout),
+            *(tma_k, mK, k_layout),
+            *(tma_v, mV, v_layout),
             *(mO, o_layout),
             operands,
             tiles,
@@ -177,7 +197,7 @@ class SdpaForward:
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
+        tma_q: cute.CopyAtom | None,
         mQ: cute.Tensor,
         q_layout: cute.ComposedLayout,
         tma_k: cute.CopyAtom,
@@ -195,13 +215,13 @@ class SdpaForward:
         group = warp_index // 4
         if warp_index == 0:
             for atom in (tma_q, tma_k, tma_v):
-                cpasync.prefetch_descriptor(atom)
+                if const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
         storage = SmemAllocator().allocate(self.shared_storage)
         sQ = storage.Q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sK = storage.K.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         sV = storage.V.get_tensor(v_layout.outer, swizzle=v_layout.inner)
-        output = storage.output if self.output_apart else storage.Q
-        sO = output.get_tensor(o_layout.outer, swizzle=o_layout.inner)
+        sO = self._staged_output(storage, o_layout)
         sTiles = storage.tiles.get_tensor(cute.make_layout(AHEAD))
         pipelines = (
             self._pipeline(storage.q_full, q_layout, 1),
@@ -232,9 +252,14 @@ class SdpaForward:
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_increase(self.registers[1])
             self._consume(
-                *(group - 1, sQ, sK, sV, sO, mO, (mQ.shape[0], mK.shape[0])),
+                *(group - 1, mQ, sQ, mK, sK, sV, sO, mO),
                 *(pipelines, queue, sTiles, tiles, operands),
             )
+
+    def _staged_output(self, storage, layout):
+        """Where O is, on its way out."""
+        memory = storage.output if self.output_apart else storage.Q
+        return memory.get_tensor(layout.outer, swizzle=layout.inner)
 
     # An atom has a state, which a loop would have to carry: so each product has one of its own.
 
@@ -264,9 +289,10 @@ class SdpaForward:
             defer_sync=True,
         )
 
-    def _work(self, tiles: Tiles, tile: Int32, values: Values, extents: tuple) -> Work:
+    def _work(self, tiles: Tiles, tile: Int32, values: Values, mQ, mK) -> Work:
         place = tiles.place(tile, self.tile_m, self.longest_first)
-        return work_of(place, values, extents, (self.tile_m, self.tile_n))
+        sequence = sequence_of(values, place.batch, mQ.shape[0], mK.shape[0])
+        return Work(tile, place, sequence, blocks_of(sequence, place, self.tile_m, self.tile_n))
 
     # Producer ----------------------------------------------------------------------------
 
@@ -300,9 +326,10 @@ class SdpaForward:
             _send(queue, sTiles, sent, tile)
             sent.advance()
             following = tiles.fetch()
-            work = self._work(tiles, tile, values, (mQ.shape[0], mK.shape[0]))
+            work = self._work(tiles, tile, values, mQ, mK)
             states = self._load_tile(
-                *(tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipelines, states, work)
+                *(tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV),
+                *(pipelines, states, work, values),
             )
             tile = following
         _send(queue, sTiles, sent, tile)
@@ -310,11 +337,24 @@ class SdpaForward:
 
     @cute.jit
     def _load_tile(
-        self, tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV, pipelines, states, work: Work
+        self,
+        tma_q,
+        mQ,
+        sQ,
+        tma_k,
+        mK,
+        sK,
+        tma_v,
+        mV,
+        sV,
+        pipelines,
+        states,
+        work: Work,
+        values,
     ):
         """Q, and the blocks of K and V from the last to the first. V is a block behind, as it is
         used. Returns the states of the pipelines behind them."""
-        place, sequence, blocks = work
+        _, place, sequence, blocks = work
         pipeline_q, pipeline_k, pipeline_v = pipelines
         q_state, k_state, v_state = states
         key_head = place.head // (mQ.shape[2] // mK.shape[2])
@@ -364,12 +404,13 @@ class SdpaForward:
     def _consume(
         self,
         consumer: Int32,
+        mQ,
         sQ,
+        mK,
         sK,
         sV,
         sO,
         mO,
-        extents,
         pipelines,
         queue,
         sTiles,
@@ -400,10 +441,10 @@ class SdpaForward:
         tile = _receive(queue, sTiles, received)
         received.advance()
         while tile < tiles.total:
-            work = self._work(tiles, tile, values, extents)
+            work = self._work(tiles, tile, values, mQ, mK)
             states = self._attend(
                 *(consumer, thread, (tCrQ, tCrK, tCrV), (tSrS, tOrP, tOrO), local),
-                *(sV, sO, mO, pipelines, states, work, values, tiles.heads),
+                *(mQ, sQ, sV, sO, mO, pipelines, states, work, values, tiles),
             )
             tile = _receive(queue, sTiles, received)
             received.advance()
@@ -416,6 +457,8 @@ class SdpaForward:
         fragments,
         registers,
         local,
+        mQ,
+        sQ,
         sV,
         sO,
         mO,
@@ -423,11 +466,11 @@ class SdpaForward:
         states,
         work: Work,
         values,
-        heads,
+        tiles: Tiles,
     ):
         """A tile. Returns the states of the pipelines behind it."""
         (tCrQ, tCrK, tCrV), (tSrS, tOrP, tOrO) = fragments, registers
-        place, sequence, blocks = work
+        _, place, sequence, blocks = work
         pipeline_q, pipeline_k, pipeline_v = pipelines
         q_state, k_state, v_state = states
         scores = rows_and_columns(tSrS)
@@ -439,21 +482,21 @@ class SdpaForward:
         tOrO.fill(0.0)
         if blocks.end > blocks.begin:
             last = blocks.end - 1
-            pipeline_q.consumer_wait(q_state)
+            self._await_queries(thread, mQ, sQ, pipeline_q, q_state, work, tiles)
             pipeline_k.consumer_wait(k_state)
             _multiply(self._mma_qk(), tSrS, tCrQ, tCrK[None, None, None, k_state.index], fresh=True)
             warpgroup.wait_group(0)
             pipeline_k.consumer_release(k_state)
             k_state.advance()
-            self._score(tile, last, sequence, values, hidden=True)
+            self._score(tile, last, sequence, values, tiles, hidden=True)
             update(softmax, scores, None)
-            self._store_powers(tOrP, tSrS, tile, heads, values)
+            self._store_powers(tOrP, tSrS, tile, tiles, values)
             if const_expr(self.keys_end_early):
                 self._clear_behind(thread, sV, last, sequence, pipeline_v, v_state)
 
             of_tile = (
                 *(consumer, fragments, registers, tile, softmax),
-                *(sequence, values, heads, pipelines),
+                *(sequence, values, tiles, pipelines),
             )
             inner = (k_state, v_state)
             if const_expr(self.scores.hides_anywhere):
@@ -468,7 +511,7 @@ class SdpaForward:
                     inner = self._pass(*of_tile, inner, full_begin, blocks.begin, True)
             k_state, v_state = inner
             if const_expr(self.output_apart):
-                pipeline_q.consumer_release(q_state)
+                self._release_queries(pipeline_q, q_state)
             pipeline_v.consumer_wait(v_state)
             _multiply(
                 self._mma_pv(),
@@ -480,15 +523,20 @@ class SdpaForward:
             warpgroup.wait_group(0)
             pipeline_v.consumer_release(v_state)
             v_state.advance()
-        if place.query < sequence.query_rows:
-            self._write(consumer, thread, tOrO, sO, mO, softmax, place, sequence, values)
+        self._write(consumer, thread, tOrO, sO, mO, softmax, work, values, tiles)
         if blocks.end > blocks.begin:
             if const_expr(not self.output_apart):
                 # What was written there, or read, comes before what TMA writes.
                 cute.arch.fence_view_async_shared()
-                pipeline_q.consumer_release(q_state)
+                self._release_queries(pipeline_q, q_state)
             q_state.advance()
         return q_state, k_state, v_state
+
+    def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles) -> None:
+        pipeline_q.consumer_wait(state)
+
+    def _release_queries(self, pipeline_q, state) -> None:
+        pipeline_q.consumer_release(state)
 
     @cute.jit
     def _pass(
@@ -500,7 +548,7 @@ class SdpaForward:
         softmax,
         sequence,
         values,
-        heads,
+        tiles: Tiles,
         pipelines,
         states,
         begin,
@@ -531,11 +579,11 @@ class SdpaForward:
             self._pass_turn(consumer)
             warpgroup.wait_group(1)
             pipeline_k.consumer_release(k_state)
-            self._score(tile, begin - 1 - i, sequence, values, hidden)
+            self._score(tile, begin - 1 - i, sequence, values, tiles, hidden)
             update(softmax, tile.values, factors)
             warpgroup.wait_group(0)
             pipeline_v.consumer_release(v_state)
-            self._store_powers(tOrP, tSrS, tile, heads, values)
+            self._store_powers(tOrP, tSrS, tile, tiles, values)
             for row in cutlass.range_constexpr(2):
                 for column in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
                     outputs[row, column] = outputs[row, column] * factors[row]
@@ -543,7 +591,7 @@ class SdpaForward:
             v_state.advance()
         return k_state, v_state
 
-    def _score(self, tile: Tile, block, sequence, values: Values, hidden: bool) -> None:
+    def _score(self, tile: Tile, block, sequence, values: Values, tiles, hidden: bool) -> None:
         """Products with a block of keys into scores."""
         tile = tile._replace(first_key=block * self.tile_n)
         if not self.scores.plain:
@@ -551,10 +599,10 @@ class SdpaForward:
         if hidden:
             self.scores.hide(tile, sequence, values)
 
-    def _store_powers(self, tOrP, tSrS, tile: Tile, heads, values: Values) -> None:
+    def _store_powers(self, tOrP, tSrS, tile: Tile, tiles: Tiles, values: Values) -> None:
         """The numerators of probabilities, as the second product reads them."""
         if self.scores.drops:
-            self.scores.drop(tile, heads, values)
+            self.scores.drop(tile, tiles.heads, values)
         # In pieces of registers that the second product takes: others would be put together anew.
         for first in range(0, cute.size(tSrS), _PIECE):
             powers = cute.make_tensor(tSrS.iterator + first, cute.make_layout(_PIECE))
@@ -595,8 +643,14 @@ class SdpaForward:
     # What is written ---------------------------------------------------------------------
 
     @cute.jit
-    def _write(self, consumer, thread, tOrO, sO, mO, softmax, place: Place, sequence, values):
+    def _write(self, consumer, thread, tOrO, sO, mO, softmax, work: Work, values, tiles: Tiles):
         """O and the log-sum-exp of this consumer's queries."""
+        if work.place.query < work.sequence.query_rows:
+            self._write_rows(consumer, thread, tOrO, sO, mO, softmax, work, values)
+
+    @cute.jit
+    def _write_rows(self, consumer, thread, tOrO, sO, mO, softmax, work: Work, values):
+        _, place, sequence, _ = work
         lane = thread % GROUP
         own_row = place.query + consumer * WGMMA_M + lane // 32 * 16 + lane % 32 // 4
         sink = None

@@ -9,8 +9,7 @@ from cutlass import Int32, Int64
 from cutlass.cute import AddressSpace
 
 from ..common.attention.scores import Place
-from ..common.attention.sequences import Range, Sequence, keys_seen, sequence_of
-from ..common.attention.values import Values
+from ..common.attention.sequences import Range, Sequence, keys_seen
 from ..common.conversion import select
 
 
@@ -61,21 +60,17 @@ class Tiles:
 
 
 class Work(NamedTuple):
-    """Of a tile.
+    """A tile: its number, what it is, and the blocks of keys that its queries see."""
 
-    blocks: Of keys that its queries see.
-    """
-
+    tile: Int32
     place: Place
     sequence: Sequence
     blocks: Range
 
 
-def work_of(place: Place, values: Values, extents: tuple, tile_shape: tuple[int, int]) -> Work:
-    """extents: Rows of Q and of K."""
-    sequence = sequence_of(values, place.batch, *extents)
-    seen = keys_seen(sequence, place.query, *tile_shape)
+def blocks_of(sequence: Sequence, place: Place, rows: int, keys: int) -> Range:
+    """Of so many keys, seen by the queries from a place on."""
+    seen = keys_seen(sequence, place.query, rows, keys)
     # Behind the last query there is nothing to see.
     end = select(place.query < sequence.queries, seen.end, seen.begin)
-    full_end = cutlass.min(seen.full_end, end)
-    return Work(place, sequence, seen._replace(end=end, full_end=full_end))
+    return seen._replace(end=end, full_end=cutlass.min(seen.full_end, end))

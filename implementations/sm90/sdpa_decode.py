@@ -1,0 +1,473 @@
+"""Attention of few queries to many keys, for Hopper: keys are cut into parts."""
+
+import math
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute import AddressSpace
+from cutlass.cute.nvgpu import cpasync
+from cutlass.tensor_utils import LayoutEnum
+
+from ..common.attention.modes import attention_modes
+from ..common.attention.scores import Place, Scores, Tile, rows_and_columns
+from ..common.attention.sequences import keys_seen, sequence_of
+from ..common.attention.softmax import LN_2, LOG2_E, finished, finite, power_of_two
+from ..common.attention.values import Values
+from ..common.conversion import select
+from ..common.work_split import COUNTER_BYTES
+from .mma import WGMMA_M
+from .sdpa_forward import GROUP, OWN, SdpaForward
+from .sdpa_tiles import Tiles, Work
+
+SLAB = 64  # columns of K and V that TMA copies at once: 128 bytes, the span of a swizzle
+MOST_PARTS = 640  # of all tiles together, where there are several of a tile
+_OVERHEAD = 2  # of a part, in blocks of keys
+_WAVES = 4  # of blocks, at most, that parts are made for
+
+_COUNTERS = 2  # of `Tiles`; those of the tiles follow
+
+
+@dataclass
+class DecodeTiles(Tiles):
+    """Parts of blocks of rows of each head of keys of each sequence, in this order. The rows of a
+    head of keys are those of its `group` heads of queries, query by query.
+
+    partial: An address: of each part 64 rows of float32, then their log-sum-exps.
+    """
+
+    parts: Int32
+    group: Int32
+    rows: Int32
+    partial: Int64
+
+    def place(self, tile: Int32, rows: int, last_first: bool) -> Place:
+        """Of the first row; its head is that of the keys, its key is the number of the part."""
+        others, part = tile // self.parts, tile % self.parts
+        place = super().place(others, rows, last_first)
+        return place._replace(key=part)
+
+
+def arrivals(tiles: DecodeTiles, tile: Int32) -> cute.Pointer:
+    """Counts the parts of a tile that are there; zero before and after every launch."""
+    address = tiles.counters + Int64(_COUNTERS + tile // tiles.parts) * (Int32.width // 8)
+    return cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4)
+
+
+def results(tiles: DecodeTiles, tile: Int32, columns: int) -> tuple[cute.Tensor, cute.Tensor]:
+    """((rows, columns), (rows,)) of a part."""
+    address = tiles.partial + Int64(tile) * part_bytes(columns)
+    values = cute.make_tensor(
+        cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=16),
+        cute.make_ordered_layout((WGMMA_M, columns), order=(1, 0)),
+    )
+    behind = address + WGMMA_M * columns * Float32.width // 8
+    sums = cute.make_ptr(Float32, behind, AddressSpace.gmem, assumed_align=16)
+    return values, cute.make_tensor(sums, cute.make_layout(WGMMA_M))
+
+
+def part_bytes(columns: int) -> int:
+    return WGMMA_M * (columns + 1) * Float32.width // 8
+
+
+class SdpaDecode(SdpaForward):
+    """The same for few queries: a tile has 64 rows, which are the queries of all heads that share a
+    head of keys, and its keys are cut into parts, so that all multiprocessors read some. Who comes
+    last of a tile adds its parts up, in their order.
+
+    K and V may be pages: (pages, H_kv, page_size, D), page `page_table[b, i]` has keys
+    i · page_size and following of sequence b.
+
+    page_size: None, or a divisor or multiple of `tile[1]` and a multiple of 8.
+    """
+
+    def __init__(
+        self,
+        head_dims: tuple[int, int],
+        tile: tuple[int, int],
+        stages: int,
+        element_type: type[cutlass.Numeric],
+        scores: Scores,
+        *,
+        page_size: int | None,
+    ):
+        super().__init__(head_dims, tile, stages, element_type, scores, longest_first=False)
+        self.output_apart = False  # it is not staged
+        self.page_size = page_size
+        self.rows_at_once = min(self.tile_n, page_size or self.tile_n)
+        self.keys_end_early = self.keys_end_early or page_size is not None
+
+    @cute.jit
+    def with_operands(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        operands,
+        workspace: Int64,
+        multiprocessors: Int32,
+        stream: cuda.CUstream,
+    ):
+        """operands: a tuple of what the scores are called by; workspace: an address, of counters
+        that are zero, then of room for parts."""
+        values = Values(self.scores.names, operands)
+        mQ, mK, mV, mO = (attention_modes(tensor) for tensor in (mQ, mK, mV, mO))
+        queries, _, heads, batches = mQ.shape
+        tma_k, tK = self._tma_rows(mK)
+        tma_v, tV = self._tma_rows(mV)
+
+        group = heads // mK.shape[2]
+        rows = queries * group
+        blocks, key_heads = cute.ceil_div(rows, self.tile_m), mK.shape[2]
+        tiles = blocks * key_heads * batches
+        keys = cute.ceil_div(self._keys(mK, values), self.tile_n)
+        parts = _parts(tiles, keys, multiprocessors)
+        total = tiles * parts
+        partial = workspace + COUNTER_BYTES
+        tiles = DecodeTiles(blocks, key_heads, total, workspace, parts, group, rows, partial)
+        self._launch(
+            *(None, mQ, tma_k, tK, tma_v, tV, mO),
+            *(self._shared_layouts(), operands, tiles, multiprocessors, stream),
+        )
+
+    def _tma_rows(self, tensor: cute.Tensor) -> tuple:
+        layout = sm90.make_smem_layout_a(
+            LayoutEnum.ROW_MAJOR, (self.rows_at_once, self.tile_n, SLAB), self.element_type, 1
+        )
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(),
+            tensor,
+            cute.slice_(layout, (None, None, 0)),
+            (self.rows_at_once, SLAB),
+        )
+
+    def _keys(self, mK: cute.Tensor, values: Values) -> Int32:
+        """Of a sequence, at most."""
+        if self.page_size is None:
+            return Int32(mK.shape[0])
+        return Int32(values["page_table"].shape[1]) * self.page_size
+
+    def _work(self, tiles: DecodeTiles, tile: Int32, values: Values, mQ, mK) -> Work:
+        place = tiles.place(tile, self.tile_m, self.longest_first)
+        sequence = sequence_of(values, place.batch, mQ.shape[0], self._keys(mK, values))
+        first = place.query // tiles.group
+        last = cutlass.min(place.query + self.tile_m, tiles.rows) - 1
+        blocks = keys_seen(sequence, first, last // tiles.group - first + 1, self.tile_n)
+        blocks = blocks._replace(end=select(first < sequence.queries, blocks.end, blocks.begin))
+        count, part = blocks.end - blocks.begin, place.key
+        begin = blocks.begin + Int32(Int64(count) * part // tiles.parts)
+        end = blocks.begin + Int32(Int64(count) * (part + 1) // tiles.parts)
+        full_begin = cutlass.min(cutlass.max(blocks.full_begin, begin), end)
+        full_end = cutlass.min(cutlass.max(blocks.full_end, full_begin), end)
+        return Work(tile, place, sequence, type(blocks)(begin, end, full_begin, full_end))
+
+    # Loads -------------------------------------------------------------------------------
+
+    @cute.jit
+    def _load_tile(
+        self,
+        tma_q,
+        mQ,
+        sQ,
+        tma_k,
+        mK,
+        sK,
+        tma_v,
+        mV,
+        sV,
+        pipelines,
+        states,
+        work: Work,
+        values,
+    ):
+        _, place, sequence, blocks = work
+        _, pipeline_k, pipeline_v = pipelines
+        q_state, k_state, v_state = states
+        # Both lie in shared memory as rows of 64 columns, slab by slab.
+        tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head)
+        tVsV, tVgV = self._partitioned(tma_v, mV, sV, self.head_dim_v, place.head)
+        if blocks.end > blocks.begin:
+            last = blocks.end - 1
+            of_batch = (place.batch, sequence, values)
+            self._load_block(tma_k, tKgK, tKsK, last, pipeline_k, k_state, *of_batch)
+            k_state.advance()
+            for i in cutlass.range(last - blocks.begin, unroll=1):
+                self._load_block(tma_k, tKgK, tKsK, last - 1 - i, pipeline_k, k_state, *of_batch)
+                self._load_block(tma_v, tVgV, tVsV, last - i, pipeline_v, v_state, *of_batch)
+                k_state.advance()
+                v_state.advance()
+            self._load_block(tma_v, tVgV, tVsV, blocks.begin, pipeline_v, v_state, *of_batch)
+            v_state.advance()
+            q_state.advance()
+        return q_state, k_state, v_state
+
+    def _partitioned(self, tma, tensor, shared, columns, head) -> tuple:
+        """((TMA, pieces of rows, slabs, stages), (TMA, pieces of rows, slabs, batches))"""
+        tile = (self.tile_m, self.tile_n, columns)
+        layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.element_type, self.stages)
+        rows = cute.make_tensor(shared.iterator, layout.outer)
+        piece = (self.rows_at_once, SLAB)
+        pieces = cute.local_tile(rows, piece, (None, None, None))
+        source = cute.local_tile(tensor[None, None, head, None], piece, (None, None, None))
+        return cpasync.tma_partition(
+            tma,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(pieces, 0, 2),
+            cute.group_modes(source, 0, 2),
+        )
+
+    @cute.jit
+    def _load_block(self, tma, source, shared, block, stages, state, batch, sequence, values):
+        stages.producer_acquire(state)
+        for piece in cutlass.range_constexpr(self.tile_n // self.rows_at_once):
+            first = block * self.tile_n + piece * self.rows_at_once
+            row, at = first // self.rows_at_once, batch
+            if const_expr(self.page_size is not None):
+                # Behind the last key there may be no page: what is read there is not used.
+                first = cutlass.min(first, sequence.keys - 1)
+                at = values["page_table"][batch, first // self.page_size]
+                row = first % self.page_size // self.rows_at_once
+            for slab in cutlass.range_constexpr(cute.size(shared, mode=[2])):
+                cute.copy(
+                    tma,
+                    source[None, row, slab, at],
+                    shared[None, piece, slab, state.index],
+                    tma_bar_ptr=stages.producer_get_barrier(state),
+                )
+
+    def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles) -> None:
+        """The consumer loads them: heads of queries have rows in turns."""
+        self._load_queries(thread, mQ, sQ, work, tiles)
+
+    def _release_queries(self, pipeline_q, state) -> None:
+        """Nobody waits."""
+
+    @cute.jit
+    def _load_queries(self, thread, mQ, sQ, work: Work, tiles: DecodeTiles):
+        atom, copy, columns = self._vectors(thread)
+        across = columns // _vector(self.element_type)
+        place = work.place
+        for part in cutlass.range_constexpr(self.head_dim // columns):
+            tQsQ = copy.partition_D(
+                cute.local_tile(sQ, (WGMMA_M, columns, 1), (0, part, 0))[None, None, 0]
+            )
+            column = part * columns + thread % across * _vector(self.element_type)
+            for i in cutlass.range_constexpr(cute.size(tQsQ, mode=[1])):
+                row = place.query + thread // across + i * (GROUP // across)
+                fragment = cute.make_rmem_tensor(_vector(self.element_type), self.element_type)
+                fragment.fill(0.0)
+                if (row < tiles.rows) & (column < mQ.shape[1]):
+                    head = place.head * tiles.group + row % tiles.group
+                    _load(mQ[row // tiles.group, None, head, place.batch], column, fragment)
+                cute.copy(atom, fragment, tQsQ[None, i, 0])
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=OWN, number_of_threads=GROUP)
+
+    def _vectors(self, thread) -> tuple:
+        """(copy of a vector, of all threads of a group, columns that they copy at once)"""
+        columns = math.gcd(self.head_dim, SLAB)
+        across = columns // _vector(self.element_type)
+        atom = cute.make_copy_atom(
+            cute.nvgpu.CopyUniversalOp(), self.element_type, num_bits_per_copy=128
+        )
+        threads = cute.make_ordered_layout((GROUP // across, across), order=(1, 0))
+        layout = cute.make_layout((1, _vector(self.element_type)))
+        return atom, cute.make_tiled_copy_tv(atom, threads, layout).get_slice(thread), columns
+
+    # Scores and results ------------------------------------------------------------------
+
+    def _score(self, tile: Tile, block, sequence, values: Values, tiles, hidden: bool) -> None:
+        tile = tile._replace(first_key=block * self.tile_n)
+        if not self.scores.plain:
+            self.scores.change(tile, values)
+        if hidden:
+            self._hide(tile, sequence, tiles.group)
+
+    def _hide(self, tile: Tile, sequence, group: Int32) -> None:
+        """-inf where a query does not see a key."""
+        rows, columns = tile.extents
+        row_of_thread, key = tile.first
+        for row in range(rows):
+            query = (row_of_thread + tile.offset(row, 0)[0]) // group
+            last = sequence.keys - 1
+            if sequence.high is not None:
+                last = cutlass.min(last, query + sequence.high)
+            for column in range(columns):
+                _, other = tile.offset(row, column)
+                hidden = last - key < other
+                if sequence.low is not None:
+                    hidden = hidden | (query + sequence.low - key > other)
+                score = tile.values[row, column]
+                tile.values[row, column] = select(hidden, Float32(-math.inf), score)
+
+    def _staged_output(self, storage, layout):
+        """Instead: whether this block completes a tile."""
+        return storage.flag.data_ptr()
+
+    @cute.jit
+    def _write(self, consumer, thread, tOrO, flag, mO, softmax, work: Work, values, tiles):
+        """The rows of a tile, or of a part of it."""
+        own = thread // 32 * 16 + thread % 32 // 4
+        outputs = rows_and_columns(tOrO)
+        mLSE = values["lse"]
+        parts, sums = results(tiles, work.tile, self.head_dim_v)
+        for i in cutlass.range_constexpr(2):
+            local = own + 8 * i
+            query, head = _query_and_head(work.place, local, tiles)
+            sink = self._sink(values, head, tiles)
+            factor, lse = finished(softmax, i, sink)
+            exists = query < work.sequence.queries
+            if const_expr(sink is not None):
+                alone = tiles.parts == 1
+                factor_of_part, lse_of_part = finished(softmax, i, None)
+                factor = select(alone, factor, factor_of_part)
+                lse = select(alone, lse, lse_of_part)
+            lse = select(exists, lse, Float32(-math.inf))
+            if work.place.query + local < tiles.rows:
+                scale = select(exists, factor, Float32(0.0))
+                if tiles.parts > 1:
+                    _store_row(outputs, i, scale, exists, parts[local, None], thread)
+                    if thread % 4 == 0:
+                        sums[local] = lse
+                else:
+                    row = mO[query, None, head, work.place.batch]
+                    _store_row(outputs, i, scale, exists, row, thread)
+                    if const_expr(mLSE is not None) and thread % 4 == 0:
+                        mLSE[work.place.batch, head, query] = lse
+        complete = Boolean(False)
+        if tiles.parts > 1:
+            complete = self._completes(thread, flag, work.tile, tiles)
+        if complete:
+            self._add_up(thread, mO, mLSE, work, values, tiles)
+
+    def _sink(self, values: Values, head, tiles):
+        if "sink" not in self.scores.names:
+            return None
+        return Float32(values["sink"][head])
+
+    @cute.jit
+    def _completes(self, thread, flag, tile, tiles) -> Boolean:
+        """Whether all parts of a tile are there, for the block that wrote the last one."""
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.barrier(barrier_id=OWN, number_of_threads=GROUP)
+        if thread == 0:
+            counter = arrivals(tiles, tile)
+            cute.arch.fence_acq_rel_gpu()
+            arrived = cute.arch.atomic_add(counter.llvm_ptr, Int32(1))
+            cute.arch.fence_acq_rel_gpu()
+            if arrived == tiles.parts - 1:
+                counter.store(Int32(0))  # for the next launch
+            flag.store(arrived)
+        cute.arch.barrier(barrier_id=OWN, number_of_threads=GROUP)
+        return flag.load() == tiles.parts - 1
+
+    @cute.jit
+    def _add_up(self, thread, mO, mLSE, work: Work, values, tiles):
+        """The parts of a tile, in their order."""
+        first = work.tile - work.place.key
+        across = self.head_dim_v // _AT_ONCE
+        rows = cutlass.min(tiles.rows - work.place.query, self.tile_m)
+        for vector in cutlass.range(thread, rows * across, GROUP, unroll=1):
+            local, column = vector // across, vector % across * _AT_ONCE
+            query, head = _query_and_head(work.place, local, tiles)
+            largest = Float32(-math.inf)
+            for part in cutlass.range(tiles.parts, unroll=4):
+                _, sums = results(tiles, first + part, self.head_dim_v)
+                largest = cute.arch.fmax(largest, sums[local])
+            total = Float32(0.0)
+            if const_expr("sink" in self.scores.names):
+                sink = Float32(values["sink"][head])
+                largest = cute.arch.fmax(largest, sink)
+                total = power_of_two((sink - finite(largest)) * LOG2_E)
+            base = finite(largest)
+            added = cute.make_rmem_tensor(_AT_ONCE, Float32)
+            added.fill(0.0)
+            for part in cutlass.range(tiles.parts, unroll=4):
+                values_there, sums = results(tiles, first + part, self.head_dim_v)
+                weight = power_of_two((sums[local] - base) * LOG2_E)
+                total += weight
+                values_of_part = cute.make_rmem_tensor(_AT_ONCE, Float32)
+                _load(values_there[local, None], column, values_of_part)
+                for i in cutlass.range_constexpr(_AT_ONCE):
+                    added[i] = cute.math.fma(values_of_part[i], weight, added[i])
+            scale = select(total == 0.0, Float32(0.0), 1.0 / total)
+            exists = query < work.sequence.queries
+            if column < mO.shape[1]:
+                rounded = cute.make_rmem_tensor(_AT_ONCE, self.element_type)
+                rounded.store((added.load() * scale).to(self.element_type))
+                if not exists:
+                    rounded.fill(0.0)
+                _store(rounded, mO[query, None, head, work.place.batch], column)
+            if const_expr(mLSE is not None):
+                lse = base + cute.math.log2(total) * LN_2
+                nothing = (total == 0.0) | (query >= work.sequence.queries)
+                if column == 0:
+                    mLSE[work.place.batch, head, query] = select(nothing, Float32(-math.inf), lse)
+
+
+_AT_ONCE = 4  # columns of parts
+
+
+@cute.jit
+def _store_row(outputs, i: cutlass.Constexpr, scale, exists, row, thread):
+    """Of accumulators, in pairs of columns; 0 where the query does not exist."""
+    for j in cutlass.range_constexpr(0, cute.size(outputs, mode=[1]), 2):
+        column = 4 * j + thread % 4 * 2
+        if column < row.shape[0]:
+            pair = cute.make_rmem_tensor(2, Float32)
+            for lane in cutlass.range_constexpr(2):
+                pair[lane] = select(exists, outputs[i, j + lane] * scale, Float32(0.0))
+            rounded = cute.make_rmem_tensor(2, row.element_type)
+            rounded.store(pair.load().to(row.element_type))
+            _store(rounded, row, column)
+
+
+def _query_and_head(place: Place, local: Int32, tiles: DecodeTiles) -> tuple[Int32, Int32]:
+    """Of a row of a tile."""
+    row = place.query + local
+    return row // tiles.group, place.head * tiles.group + row % tiles.group
+
+
+def _parts(tiles: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
+    """That each tile is cut into: what takes the fewest rounds of blocks of keys."""
+
+    def rounds(parts):
+        waves = (tiles * parts + multiprocessors - 1) // multiprocessors
+        return waves * ((blocks + parts - 1) // parts + _OVERHEAD)
+
+    best = Int32(1)
+    for waves in range(1, _WAVES + 1):
+        most = cutlass.min(waves * multiprocessors, Int32(MOST_PARTS)) // tiles
+        parts = cutlass.max(cutlass.min(most, blocks), Int32(1))
+        best = select(rounds(parts) < rounds(best), parts, best)
+    return best
+
+
+def _vector(element_type) -> int:
+    return 128 // element_type.width
+
+
+def _at(row: cute.Tensor, column, count: int) -> cute.Tensor:
+    """Elements side by side, that begin at a multiple of their size."""
+    element_type = row.element_type
+    size = element_type.width // 8
+    pointer = cute.make_ptr(
+        element_type,
+        row.iterator.toint() + column * size,
+        AddressSpace.gmem,
+        assumed_align=count * size,
+    )
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+def _store(fragment: cute.Tensor, row: cute.Tensor, column) -> None:
+    cute.autovec_copy(fragment, _at(row, column, cute.size(fragment)))
+
+
+def _load(row: cute.Tensor, column, fragment: cute.Tensor) -> None:
+    cute.autovec_copy(_at(row, column, cute.size(fragment)), fragment)

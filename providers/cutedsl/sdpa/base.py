@@ -1,0 +1,95 @@
+"""What the attention families share: their designs, and what they take beside matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kernel_api.artifact import CompiledArtifact
+from kernel_api.metadata import DesignMetadata
+from kernel_api.providers.cutedsl.kernel import CuteDslKernel
+from kernel_api.space import Miss, rule
+
+WHY_ALIGNED = "rows are copied in vectors of 16 bytes, whose addresses and pitches are multiples"
+
+#: Extents that are counted in 32 bits, with room for a tile behind them.
+_MOST = 2**30
+
+
+@dataclass(frozen=True)
+class AttentionDesign(DesignMetadata):
+    """How a block computes attention.
+
+    Attributes:
+        tile_shape: (queries, keys) of a block at once.
+        head_dim: Of queries and keys that there is room for: (of Q and K, of V).
+        stages: Blocks of keys that are in shared memory at once.
+    """
+
+    tile_shape: tuple[int, int]
+    head_dim: tuple[int, int]
+    stages: int
+
+    def label(self) -> str:
+        queries, keys = self.tile_shape
+        wide, wide_v = self.head_dim
+        dims = f"d{wide}" if wide == wide_v else f"d{wide}x{wide_v}"
+        return f"{dims}_tile{queries}x{keys}_stages{self.stages}"
+
+
+class AttentionKernel(CuteDslKernel):
+    """Attention: its kernels take what `launch_values` has of the arguments between the matrices
+    and the stream."""
+
+    takes_more = True
+    reorders_accumulation = True
+
+    @rule("scale is positive: then the largest product has the largest score")
+    def _(args: Any) -> bool | Miss:
+        return args.scale > 0 or Miss(f"scale is {args.scale}")
+
+    @rule("rows are counted in 32 bits, 2³⁰ at most")
+    def _(args: Any) -> bool | Miss:
+        most = max(max(operand.shape) for operand in args.operands)
+        return most <= _MOST or Miss(f"one mode has {most}")
+
+    @rule("the head dimensions have room")
+    def _(design: AttentionDesign, args: Any) -> bool | Miss:
+        asked, room = head_dims(args), design.head_dim
+        fits = asked[0] <= room[0] and asked[1] <= room[1]
+        return fits or Miss(f"they are {asked} of {room}")
+
+    def more_values(self, args: Any) -> dict[str, Any]:
+        values: dict[str, Any] = args.launch_values
+        return values
+
+    def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
+        """Takes ``lse`` of a forward pass by name, or behind the operands."""
+        launch, count = super()._launcher(args, artifact), len(args.operands)
+        placed = tuple(name for name in ("lse",) if name in args.further)
+
+        def launch_placed(*tensors: Any, stream: Any = None, **others: Any) -> None:
+            if len(tensors) > count:
+                others.update(zip(placed, tensors[count:], strict=False))
+            launch(*tensors[:count], stream=stream, **others)
+
+        return launch_placed
+
+    def scores(self, args: Any) -> Any:
+        """What the implementation makes of products."""
+        from kernel_api.implementations.common.attention.scores import Scores
+        from kernel_api.providers.cutedsl.sdpa.scores import functions_of
+
+        return Scores(tuple(self.more_values(args)), functions_of(args), block_shape_of(args))
+
+
+def head_dims(args: Any) -> tuple[int, int]:
+    """(of Q and K, of V)"""
+    return args.Q.shape[-1], args.V.shape[-1]
+
+
+def block_shape_of(args: Any) -> tuple[int, int] | None:
+    """(queries, keys) of an entry of a block mask."""
+    found: tuple[int, int] | None = getattr(args, "block_shape", None)
+    return found

@@ -1,0 +1,59 @@
+"""How long attention takes, to rank designs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernel_api.providers.cutedsl.sdpa.base import AttentionDesign
+
+#: Multiprocessors of an H200, and products that one of them adds per second while others wait.
+_MULTIPROCESSORS, _RATE = 132, 3.2e12
+#: Seconds of a tile beside its products: loads that nothing hides, and what it writes.
+_TILE = 2.0e-6
+#: Of the rate, by (columns of Q and K, tile): what designs reached on an H200.
+_REACHED = {
+    (64, (192, 128)): 0.62,
+    (64, (128, 128)): 0.52,
+    (96, (128, 128)): 0.7,
+    (96, (192, 96)): 0.65,
+    (128, (128, 128)): 0.87,
+    (128, (128, 160)): 0.85,
+    (128, (128, 176)): 0.84,
+    (256, (128, 80)): 0.92,
+    (256, (128, 64)): 0.91,
+}
+_OTHERS = 0.85
+
+
+def seconds(args: Any, design: AttentionDesign) -> float:
+    """Of the tiles of all heads, one after the other on each multiprocessor."""
+    (queries, keys), (wide, wide_v) = design.tile_shape, design.head_dim
+    rows = -(-args.S_q // queries)
+    blocks = -(-args.S_kv // keys) * seen(args)
+    products = queries * keys * (wide + wide_v)
+    rate = _RATE * _REACHED.get((wide, design.tile_shape), _OTHERS)
+    tile = max(blocks, 1) * products / rate + _TILE
+    rounds = max(1.0, rows * args.H * args.B / _MULTIPROCESSORS)
+    return rounds * tile
+
+
+#: Bytes per second that keys and values are read with, and seconds that nothing hides.
+_READ, _ALONE = 3.7e12, 5.0e-6
+
+
+def decode_seconds(args: Any, design: AttentionDesign) -> float:
+    """Of few queries: keys and values are read once per tile of rows."""
+    rows, heads = args.S_q * args.H // max(args.H_kv, 1), args.H_kv * args.B
+    tiles = -(-rows // design.tile_shape[0])
+    bytes_read = args.S_kv * seen(args) * (args.D + args.D_v) * args.K.dtype.itemsize
+    products = args.S_kv * seen(args) * design.tile_shape[0] * sum(design.head_dim)
+    multiplied = products / (0.4 * _RATE * _MULTIPROCESSORS)
+    return float(tiles * heads * max(bytes_read / _READ, multiplied) + _ALONE)
+
+
+def seen(args: Any) -> float:
+    """Of the keys, about what a query sees."""
+    bounds, keys = args.bounds, max(args.S_kv, 1)
+    share = 0.5 if "right" in bounds or "right_end" in bounds else 1.0
+    left = [bounds[name] for name in ("left", "left_end") if name in bounds]
+    return min([share, *((width + 1) / keys for width in left)])

@@ -1,0 +1,70 @@
+"""Attention for Hopper is right: its PTX runs in the emulator, without a GPU.
+
+With KERNEL_API_EMULATE in the environment every case runs, else those in front.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from support.ptx.kernel import EmulatedKernel
+from support.sdpa_cases import FORWARD, Case, on_meta
+
+import kernel_api as ka
+from kernel_api import masks
+from kernel_api.verification import FACTOR_REORDERED, conduct, judge
+
+pytestmark = pytest.mark.compile
+
+FAMILY = "sm90.sdpa_forward"
+EVERY = bool(os.environ.get("KERNEL_API_EMULATE"))
+
+#: TMA wants whole vectors, and extents.
+CASES = [c for c in FORWARD if c.aligned and c.page_size is None and c.sizes[4]]
+
+
+BAND = masks.SlidingWindow(70, 3, "bottom_right")
+#: The rows of 8 or more heads are one tile; with few tiles there are parts.
+FEW_QUERIES = [
+    Case("decode", sizes=(2, 8, 1, 3, 400, 64, 64), options=lambda d: {"sink": d.wides(d.H)}),
+    Case(
+        "pages",
+        sizes=(2, 8, 2, 1, 300, 64, 64),
+        page_size=16,
+        lengths=((1, 1), (299, 20)),
+        keywords={"softcap": 3.0},
+    ),
+    Case(
+        "large pages",
+        sizes=(3, 4, 2, 40, 300, 64, 64),
+        page_size=256,
+        lengths=((40, 0, 5), (300, 30, 0)),
+        keywords={"mask": BAND},
+    ),
+    Case("128 columns", sizes=(1, 16, 2, 5, 150, 128, 120), keywords={"mask": BAND}),
+    Case("256 columns", sizes=(1, 2, 1, 1, 150, 256, 256)),
+]
+
+
+def check(args, family):
+    offered = ka.get_kernels(on_meta(args), cc="sm_90a", providers=["cutedsl"])
+    kernels = [kernel for kernel in offered if kernel.family == family]
+    assert kernels, ka.explain(on_meta(args), cc="sm_90a")
+    compiled = EmulatedKernel.compile(kernels[0], args)
+    broken = conduct(args, lambda: compiled.run(args))
+    assert broken is None, broken
+    verdict = judge(args, FACTOR_REORDERED)
+    assert verdict, f"{kernels[0].metadata.kernel_name}: {verdict}"
+
+
+@pytest.mark.parametrize("case", CASES if EVERY else CASES[:3], ids=lambda case: case.name)
+def test_attention_is_right(case):
+    check(case.arguments(), FAMILY)
+
+
+@pytest.mark.parametrize(
+    "case", FEW_QUERIES if EVERY else FEW_QUERIES[:2], ids=lambda case: case.name
+)
+def test_few_queries_are_right(case):
+    check(case.arguments(), "sm90.sdpa_decode")
