@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         RmsNormBackwardArguments,
         ScaledOperand,
         ScaleMode,
+        SdpaArguments,
+        SdpaBackwardArguments,
     )
     from kernel_api.artifact import CompiledArtifact
     from kernel_api.bundle import load_bundle
@@ -60,6 +62,8 @@ _HOME_OF = {
     "RmsNormBackwardArguments": "arguments",
     "ScaleMode": "arguments",
     "ScaledOperand": "arguments",
+    "SdpaArguments": "arguments",
+    "SdpaBackwardArguments": "arguments",
     "Status": "status",
     "autotune": "tuning",
     "check_offsets": "offsets",
@@ -80,6 +84,7 @@ _MODULES = (
     "epilogue",
     "errors",
     "fusions",
+    "masks",
     "metadata",
     "nn",
     "ops",
@@ -105,6 +110,8 @@ __all__ = [
     "RmsNormBackwardArguments",
     "ScaleMode",
     "ScaledOperand",
+    "SdpaArguments",
+    "SdpaBackwardArguments",
     "Status",
     "__version__",
     "autotune",

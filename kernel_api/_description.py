@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
+from kernel_api._described import Described
 from kernel_api.arguments import Arguments, EpilogueArguments, ScaledOperand, ScaleMode
 from kernel_api.arguments.experts import Experts, ExpertTensors
 from kernel_api.dtypes import DType, dtype
@@ -29,15 +31,21 @@ def described(args: Arguments) -> dict[str, Any]:
 
 def rebuilt(description: dict[str, Any], device: str = "meta") -> Arguments:
     """The arguments that :func:`described` was given, on meta tensors or uninitialised ones."""
-    module, name = description["class"]
-    cls = getattr(importlib.import_module(module), name)
-    if not (isinstance(cls, type) and issubclass(cls, Arguments)):
-        raise ArgumentError(f"{module}.{name} is no arguments class")
+    cls = _class_at(description["class"], Arguments, "arguments class")
     operands = [_decode(one, device) for one in description["operands"]]
     keywords = {n: _decode(value, device) for n, value in description["keywords"].items()}
     made = cls(*operands, **keywords)
     assert isinstance(made, Arguments)
     return made
+
+
+def _class_at(place: Sequence[str], base: type, what: str) -> Any:
+    """The class of a module and a name, which must be one of a base."""
+    module, name = place
+    cls = getattr(importlib.import_module(module), name)
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise ArgumentError(f"{module}.{name} is no {what}")
+    return cls
 
 
 def _encode(value: Any) -> Any:
@@ -56,14 +64,33 @@ def _encode(value: Any) -> Any:
     if isinstance(value, EpilogueArguments):
         operands = {name: _encode(one) for name, one in value.operands.items()}
         return {"graph": value.graph.to_dict(), "operands": operands}
+    if isinstance(value, Described):
+        kind = type(value)
+        fields = {name: _encode(one) for name, one in value.description().items()}
+        return {"object": [kind.__module__, kind.__qualname__], "fields": fields}
+    if isinstance(value, Graph):
+        return {"nodes": value.to_json()}
+    if isinstance(value, list):
+        return [_encode(one) for one in value]
+    if isinstance(value, dict):
+        return {"named": {name: _encode(one) for name, one in value.items()}}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise ArgumentError(f"{value!r} cannot be described to another process")
 
 
 def _decode(value: Any, device: str) -> Any:
+    if isinstance(value, list):
+        return [_decode(one, device) for one in value]
     if not isinstance(value, dict):
         return value
+    if "object" in value:
+        fields = {name: _decode(one, device) for name, one in value["fields"].items()}
+        return _class_at(value["object"], Described, "such object").from_description(fields)
+    if "nodes" in value:
+        return Graph.from_json(value["nodes"])
+    if "named" in value:
+        return {name: _decode(one, device) for name, one in value["named"].items()}
     if "dtype" in value:
         return dtype(value["dtype"])
     if "graph" in value:

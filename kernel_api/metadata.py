@@ -159,6 +159,34 @@ class NormBackwardOperandsMetadata(OperandsMetadata):
 
 
 @dataclass(frozen=True)
+class SdpaOperandsMetadata(OperandsMetadata):
+    """Operands of attention. What is beside them (lse, bias, lengths, ...) may be absent and is
+    what rules are about; the accumulator is the type of scores and sums."""
+
+    Q: TensorAttributes
+    K: TensorAttributes
+    V: TensorAttributes
+    out: TensorAttributes
+    accumulator_type: DType | None
+
+
+@dataclass(frozen=True)
+class SdpaBackwardOperandsMetadata(OperandsMetadata):
+    """The same of its gradient."""
+
+    Q: TensorAttributes
+    K: TensorAttributes
+    V: TensorAttributes
+    out: TensorAttributes
+    dO: TensorAttributes
+    lse: TensorAttributes
+    dQ: TensorAttributes
+    dK: TensorAttributes
+    dV: TensorAttributes
+    accumulator_type: DType | None
+
+
+@dataclass(frozen=True)
 class DesignMetadata:
     """Base of the design descriptions: how a kernel is built."""
 

@@ -8,7 +8,7 @@ operands and nothing else. The backward pass computes the product again; the sam
 the gradient with the activation's derivative and sums it up for the bias. Two more products give
 the gradients of x and weight, as far as they are asked for. So a training step takes four products
 in place of three, and the memory of no intermediate. A layer of experts (:func:`moe`) keeps its
-intermediates.
+intermediates, and :func:`attention` one number per row.
 
 ``torch.compile`` sees the operators ``torch.ops.kernel_api.linear`` and ``linear_backward``;
 in eager mode the functions call the same code without them. Gradients of gradients are refused.
@@ -21,11 +21,20 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_api import fusions, ops
+from kernel_api._attention_nn import attention
 from kernel_api._moe_nn import moe
 from kernel_api._norm_nn import layernorm, rmsnorm
 from kernel_api.errors import ArgumentError
 
-__all__ = ["layernorm", "linear_activation", "linear_glu", "linear_swiglu", "moe", "rmsnorm"]
+__all__ = [
+    "attention",
+    "layernorm",
+    "linear_activation",
+    "linear_glu",
+    "linear_swiglu",
+    "moe",
+    "rmsnorm",
+]
 
 
 def linear_activation(

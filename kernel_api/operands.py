@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 from kernel_api.dtypes import DType, dtype
@@ -204,7 +205,8 @@ def overlap(a: Operand, b: Operand) -> bool:
     """Whether two operands share memory. Never False for those that do.
 
     Slices of one buffer side by side (columns of a packed projection, every other element) are
-    told apart when all their strides but the unit one are multiples of one row pitch.
+    told apart when what lies side by side in each is one row, and all other strides are multiples
+    of one row pitch.
     """
     start_a, start_b = a._address or a.address, b._address or b.address
     if start_a < start_b:
@@ -214,28 +216,27 @@ def overlap(a: Operand, b: Operand) -> bool:
         return False
     if not start_a or not start_b or a.device != b.device:
         return False
-    pitch = _common_pitch(a, b)
-    if pitch is None:
+    (row_a, pitch_a), (row_b, pitch_b) = _rows(a), _rows(b)
+    pitch = gcd(pitch_a, pitch_b)
+    if not pitch:
         return True
     offset = (start_b - start_a) % pitch
-    return offset < _row_bytes(a) or offset + _row_bytes(b) > pitch
+    return offset < row_a or offset + row_b > pitch
 
 
-def _common_pitch(a: Operand, b: Operand) -> int | None:
-    from math import gcd
-
-    pitch = 0
-    for operand in (a, b):
-        unit = None if operand.unit_mode is None else operand.rank + operand.unit_mode
-        for mode, (extent, stride) in enumerate(zip(operand.shape, operand.stride, strict=True)):
-            if mode != unit and extent > 1:
-                pitch = gcd(pitch, stride * operand.dtype.itemsize)
-    return pitch or None
-
-
-def _row_bytes(operand: Operand) -> int:
-    unit = operand.unit_mode
-    return (1 if unit is None else operand.shape[unit]) * operand.dtype.itemsize
+def _rows(operand: Operand) -> tuple[int, int]:
+    """Bytes that lie side by side from the first element on, and what all that is beside them is
+    a multiple of bytes away; 0 if there is nothing else."""
+    length = 1
+    rest = sorted(
+        (stride, extent)
+        for extent, stride in zip(operand.shape, operand.stride, strict=True)
+        if extent > 1
+    )
+    while rest and rest[0][0] == length:
+        length *= rest.pop(0)[1]
+    itemsize = operand.dtype.itemsize
+    return length * itemsize, gcd(*(stride * itemsize for stride, _ in rest))
 
 
 def self_overlapping(operand: Operand) -> bool:

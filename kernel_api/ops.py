@@ -18,8 +18,8 @@ operands.
 A call that looks like an earlier one (element types, sizes, strides, alignment, devices, options)
 goes straight to the kernel that was chosen then, with the operands and numbers of its own.
 ``torch.compile`` and ``torch.export`` see the forms as operators, ``torch.ops.kernel_api.gemm``
-and so on; eager calls do not pass through torch's dispatcher. None of them has a gradient:
-:mod:`kernel_api.nn` has.
+and so on; eager calls do not pass through torch's dispatcher. Of them ``sdpa`` has a gradient;
+:mod:`kernel_api.nn` has others.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from fractions import Fraction
 from typing import Any
 
 from kernel_api import fusions
+from kernel_api._attention_ops import *  # noqa: F403
 from kernel_api._forms import Form, Fusion
 from kernel_api._grouped_forms import GroupedForm
 from kernel_api._norm_ops import *  # noqa: F403
@@ -92,7 +93,11 @@ def _named(form: Form, call: Callable[..., Any]) -> Callable[..., Any]:
 def register_operators() -> None:
     """Make every form an operator of torch, ``torch.ops.kernel_api.gemm`` and so on. Tracing one
     does that too; a process that only loads what torch.export saved has to."""
-    from kernel_api import _norm_operators, _operators  # noqa: F401  (they register)
+    from kernel_api import (  # noqa: F401  (they register)
+        _attention_operators,
+        _norm_operators,
+        _operators,
+    )
 
 
 # Modules that need torch -----------------------------------------------------------------

@@ -4,12 +4,12 @@ The reference is computed in float64 (exactly for integers). A kernel may be off
 
     max|out − ref| ≤ factor · max|same-dtype torch − ref| + one unit in the last place of max|ref|
 
-with factor 2, or 3 where it accumulates in another order. The same holds per row, relative to the
-row's norm, so that a few wrong rows cannot hide behind a large maximum. Integers and infinities
-must be equal. The reference may add an allowance: what one rounding of the accumulator costs,
-because the baseline's error can be small by luck; for float64 an error bound, because there is
-nothing wider to compare with; behind an epilogue what all that changes, and half a unit for the
-integers that it rounds.
+with factor 2, or 3 where it accumulates in another order or the arguments ask for what is less
+precise. The same holds per row, relative to the row's norm, so that a few wrong rows cannot hide
+behind a large maximum. Integers and infinities must be equal. The reference may add an allowance:
+what one rounding of the accumulator costs, because the baseline's error can be small by luck; for
+float64 an error bound, because there is nothing wider to compare with; behind an epilogue what all
+that changes, and half a unit for the integers that it rounds.
 
 Rows of an output that are not written have to stay. An output that is added to begins with numbers
 that are the same every time.
@@ -183,6 +183,7 @@ class Expected:
 
     def judge(self, args: Arguments, factor: float = FACTOR) -> Verification:
         """Of outputs that were computed from the same inputs."""
+        factor = max(factor, args.least_factor)
         worst = Verification(True, 0.0, 0.0)
         rows = args.rows_written()
         for name, ref in self._exact.items():

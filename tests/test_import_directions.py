@@ -80,7 +80,10 @@ def test_providers_import_the_api_and_implementations_under_the_one_name(path):
 
 
 #: Modules that are code for kernels themselves, imported where implementations are.
-LOWERING = ("kernel_api.providers.cutedsl.epilogue.lower",)
+LOWERING = (
+    "kernel_api.providers.cutedsl.epilogue.lower",
+    "kernel_api.providers.cutedsl.sdpa.scores",
+)
 
 
 @pytest.mark.parametrize("path", files("providers"))
@@ -96,3 +99,14 @@ def test_providers_import_the_dsl_and_implementations_only_when_a_function_is_ca
         )
     ]
     assert early == []
+
+
+def test_a_wheel_has_every_package():
+    project = (ROOT / "pyproject.toml").read_text().split("packages = [")[1].split("]")[0]
+    listed = {line.strip().strip('",') for line in project.splitlines() if line.strip()}
+    found = {
+        ".".join(("kernel_api",) * (folder != "kernel_api") + path.parent.relative_to(ROOT).parts)
+        for folder in ("kernel_api", "providers", "implementations")
+        for path in (ROOT / folder).rglob("__init__.py")
+    }
+    assert found == listed

@@ -20,7 +20,7 @@ from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.work_split import COUNTER_BYTES
 from .mma import WGMMA_M
-from .sdpa_forward import GROUP, OWN, SdpaForward
+from .sdpa_forward import GROUP, OWN, TOGETHER, SdpaForward
 from .sdpa_tiles import Tiles, Work
 
 SLAB = 64  # columns of K and V that TMA copies at once: 128 bytes, the span of a swizzle
@@ -36,7 +36,7 @@ class DecodeTiles(Tiles):
     """Parts of blocks of rows of each head of keys of each sequence, in this order. The rows of a
     head of keys are those of its `group` heads of queries, query by query.
 
-    partial: An address: of each part 64 rows of float32, then their log-sum-exps.
+    partial: An address: of each part the rows in float32, then their log-sum-exps.
     """
 
     parts: Int32
@@ -57,24 +57,26 @@ def arrivals(tiles: DecodeTiles, tile: Int32) -> cute.Pointer:
     return cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4)
 
 
-def results(tiles: DecodeTiles, tile: Int32, columns: int) -> tuple[cute.Tensor, cute.Tensor]:
+def results(
+    tiles: DecodeTiles, tile: Int32, rows: int, columns: int
+) -> tuple[cute.Tensor, cute.Tensor]:
     """((rows, columns), (rows,)) of a part."""
-    address = tiles.partial + Int64(tile) * part_bytes(columns)
+    address = tiles.partial + Int64(tile) * part_bytes(rows, columns)
     values = cute.make_tensor(
         cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=16),
-        cute.make_ordered_layout((WGMMA_M, columns), order=(1, 0)),
+        cute.make_ordered_layout((rows, columns), order=(1, 0)),
     )
-    behind = address + WGMMA_M * columns * Float32.width // 8
+    behind = address + rows * columns * Float32.width // 8
     sums = cute.make_ptr(Float32, behind, AddressSpace.gmem, assumed_align=16)
-    return values, cute.make_tensor(sums, cute.make_layout(WGMMA_M))
+    return values, cute.make_tensor(sums, cute.make_layout(rows))
 
 
-def part_bytes(columns: int) -> int:
-    return WGMMA_M * (columns + 1) * Float32.width // 8
+def part_bytes(rows: int, columns: int) -> int:
+    return rows * (columns + 1) * Float32.width // 8
 
 
 class SdpaDecode(SdpaForward):
-    """The same for few queries: a tile has 64 rows, which are the queries of all heads that share a
+    """The same for few queries: the rows of a tile are the queries of all heads that share a
     head of keys, and its keys are cut into parts, so that all multiprocessors read some. Who comes
     last of a tile adds its parts up, in their order.
 
@@ -241,7 +243,7 @@ class SdpaDecode(SdpaForward):
                 )
 
     def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles) -> None:
-        """The consumer loads them: heads of queries have rows in turns."""
+        """The consumers load them: heads of queries have rows in turns."""
         self._load_queries(thread, mQ, sQ, work, tiles)
 
     def _release_queries(self, pipeline_q, state) -> None:
@@ -249,35 +251,41 @@ class SdpaDecode(SdpaForward):
 
     @cute.jit
     def _load_queries(self, thread, mQ, sQ, work: Work, tiles: DecodeTiles):
-        atom, copy, columns = self._vectors(thread)
-        across = columns // _vector(self.element_type)
-        place = work.place
-        for part in cutlass.range_constexpr(self.head_dim // columns):
-            tQsQ = copy.partition_D(
-                cute.local_tile(sQ, (WGMMA_M, columns, 1), (0, part, 0))[None, None, 0]
-            )
-            column = part * columns + thread % across * _vector(self.element_type)
-            for i in cutlass.range_constexpr(cute.size(tQsQ, mode=[1])):
-                row = place.query + thread // across + i * (GROUP // across)
-                fragment = cute.make_rmem_tensor(_vector(self.element_type), self.element_type)
-                fragment.fill(0.0)
-                if (row < tiles.rows) & (column < mQ.shape[1]):
-                    head = place.head * tiles.group + row % tiles.group
-                    _load(mQ[row // tiles.group, None, head, place.batch], column, fragment)
-                cute.copy(atom, fragment, tQsQ[None, i, 0])
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=OWN, number_of_threads=GROUP)
-
-    def _vectors(self, thread) -> tuple:
-        """(copy of a vector, of all threads of a group, columns that they copy at once)"""
-        columns = math.gcd(self.head_dim, SLAB)
-        across = columns // _vector(self.element_type)
+        """64 rows of a tile by each group. Rows behind the last are that one again."""
+        lane, consumer = thread % GROUP, thread // GROUP
+        vector = 128 // self.element_type.width
+        across = SLAB // vector
         atom = cute.make_copy_atom(
             cute.nvgpu.CopyUniversalOp(), self.element_type, num_bits_per_copy=128
         )
         threads = cute.make_ordered_layout((GROUP // across, across), order=(1, 0))
-        layout = cute.make_layout((1, _vector(self.element_type)))
-        return atom, cute.make_tiled_copy_tv(atom, threads, layout).get_slice(thread), columns
+        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vector)))
+        copy = copy.get_slice(lane)
+        place, slabs = work.place, self.head_dim // SLAB
+        at_once = WGMMA_M * across // GROUP
+        # All loads before the first of them is waited for.
+        loaded = cute.make_rmem_tensor((vector, at_once, slabs), self.element_type)
+        first = place.query + consumer * WGMMA_M + lane // across
+        for i in cutlass.range_constexpr(at_once):
+            row = cutlass.min(first + i * (GROUP // across), tiles.rows - 1)
+            head = place.head * tiles.group + row % tiles.group
+            source = mQ[row // tiles.group, None, head, place.batch]
+            for slab in cutlass.range_constexpr(slabs):
+                column = slab * SLAB + lane % across * vector
+                column = cutlass.min(column, mQ.shape[1] - vector)
+                _load(source, column, loaded[None, i, slab])
+        for slab in cutlass.range_constexpr(slabs):
+            target = cute.local_tile(sQ, (WGMMA_M, SLAB, 1), (consumer, slab, 0))
+            tQsQ = copy.partition_D(target[None, None, 0])
+            exists = slab * SLAB + lane % across * vector < mQ.shape[1]
+            for i in cutlass.range_constexpr(at_once):
+                fragment = cute.make_rmem_tensor(vector, self.element_type)
+                for j in cutlass.range_constexpr(vector):
+                    value = loaded[j, i, slab]
+                    fragment[j] = select(exists, value, self.element_type(0.0))
+                cute.copy(atom, fragment, tQsQ[None, i, 0])
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=OWN + consumer, number_of_threads=GROUP)
 
     # Scores and results ------------------------------------------------------------------
 
@@ -312,10 +320,10 @@ class SdpaDecode(SdpaForward):
     @cute.jit
     def _write(self, consumer, thread, tOrO, flag, mO, softmax, work: Work, values, tiles):
         """The rows of a tile, or of a part of it."""
-        own = thread // 32 * 16 + thread % 32 // 4
+        own = thread // 32 * 16 + thread % 32 // 4  # over all consumers
         outputs = rows_and_columns(tOrO)
         mLSE = values["lse"]
-        parts, sums = results(tiles, work.tile, self.head_dim_v)
+        parts, sums = results(tiles, work.tile, self.tile_m, self.head_dim_v)
         for i in cutlass.range_constexpr(2):
             local = own + 8 * i
             query, head = _query_and_head(work.place, local, tiles)
@@ -354,7 +362,8 @@ class SdpaDecode(SdpaForward):
     def _completes(self, thread, flag, tile, tiles) -> Boolean:
         """Whether all parts of a tile are there, for the block that wrote the last one."""
         cute.arch.fence_acq_rel_gpu()
-        cute.arch.barrier(barrier_id=OWN, number_of_threads=GROUP)
+        threads = GROUP * self.consumers
+        cute.arch.barrier(barrier_id=TOGETHER, number_of_threads=threads)
         if thread == 0:
             counter = arrivals(tiles, tile)
             cute.arch.fence_acq_rel_gpu()
@@ -363,7 +372,7 @@ class SdpaDecode(SdpaForward):
             if arrived == tiles.parts - 1:
                 counter.store(Int32(0))  # for the next launch
             flag.store(arrived)
-        cute.arch.barrier(barrier_id=OWN, number_of_threads=GROUP)
+        cute.arch.barrier(barrier_id=TOGETHER, number_of_threads=threads)
         return flag.load() == tiles.parts - 1
 
     @cute.jit
@@ -372,45 +381,58 @@ class SdpaDecode(SdpaForward):
         first = work.tile - work.place.key
         across = self.head_dim_v // _AT_ONCE
         rows = cutlass.min(tiles.rows - work.place.query, self.tile_m)
-        for vector in cutlass.range(thread, rows * across, GROUP, unroll=1):
+        for vector in cutlass.range(thread, rows * across, GROUP * self.consumers, unroll=1):
             local, column = vector // across, vector % across * _AT_ONCE
             query, head = _query_and_head(work.place, local, tiles)
-            largest = Float32(-math.inf)
-            for part in cutlass.range(tiles.parts, unroll=4):
-                _, sums = results(tiles, first + part, self.head_dim_v)
-                largest = cute.arch.fmax(largest, sums[local])
-            total = Float32(0.0)
+            largest, total = Float32(-math.inf), Float32(0.0)
             if const_expr("sink" in self.scores.names):
-                sink = Float32(values["sink"][head])
-                largest = cute.arch.fmax(largest, sink)
-                total = power_of_two((sink - finite(largest)) * LOG2_E)
-            base = finite(largest)
+                largest, total = Float32(values["sink"][head]), Float32(1.0)
             added = cute.make_rmem_tensor(_AT_ONCE, Float32)
             added.fill(0.0)
-            for part in cutlass.range(tiles.parts, unroll=4):
-                values_there, sums = results(tiles, first + part, self.head_dim_v)
-                weight = power_of_two((sums[local] - base) * LOG2_E)
-                total += weight
-                values_of_part = cute.make_rmem_tensor(_AT_ONCE, Float32)
-                _load(values_there[local, None], column, values_of_part)
-                for i in cutlass.range_constexpr(_AT_ONCE):
-                    added[i] = cute.math.fma(values_of_part[i], weight, added[i])
-            scale = select(total == 0.0, Float32(0.0), 1.0 / total)
-            exists = query < work.sequence.queries
+            for part in cutlass.range(0, tiles.parts, _PARTS_AT_ONCE, unroll=1):
+                largest, total = self._add_parts(
+                    *(added, largest, total, first, part, local, column, tiles)
+                )
+            exists = (total > 0.0) & (query < work.sequence.queries)
+            scale = select(exists, 1.0 / total, Float32(0.0))
             if column < mO.shape[1]:
                 rounded = cute.make_rmem_tensor(_AT_ONCE, self.element_type)
                 rounded.store((added.load() * scale).to(self.element_type))
-                if not exists:
-                    rounded.fill(0.0)
                 _store(rounded, mO[query, None, head, work.place.batch], column)
-            if const_expr(mLSE is not None):
-                lse = base + cute.math.log2(total) * LN_2
-                nothing = (total == 0.0) | (query >= work.sequence.queries)
-                if column == 0:
-                    mLSE[work.place.batch, head, query] = select(nothing, Float32(-math.inf), lse)
+            if const_expr(mLSE is not None) and column == 0:
+                lse = largest + cute.math.log2(total) * LN_2
+                mLSE[work.place.batch, head, query] = select(exists, lse, Float32(-math.inf))
+
+    @cute.jit
+    def _add_parts(self, added, largest, total, first, part, local, column, tiles):
+        """Some parts of a vector. All are loaded before the first of them is waited for. Returns
+        the largest log-sum-exp so far, and the sum of exponentials relative to it."""
+        logs = cute.make_rmem_tensor(_PARTS_AT_ONCE, Float32)
+        loaded = cute.make_rmem_tensor((_AT_ONCE, _PARTS_AT_ONCE), Float32)
+        for i in cutlass.range_constexpr(_PARTS_AT_ONCE):
+            one = cutlass.min(part + i, tiles.parts - 1)
+            there, sums = results(tiles, first + one, self.tile_m, self.head_dim_v)
+            logs[i] = sums[local]
+            _load(there[local, None], column, loaded[None, i])
+        most = largest
+        for i in cutlass.range_constexpr(_PARTS_AT_ONCE):
+            logs[i] = select(part + i < tiles.parts, logs[i], Float32(-math.inf))
+            most = cute.arch.fmax(most, logs[i])
+        base = finite(most) * LOG2_E
+        factor = power_of_two(cute.math.fma(largest, Float32(LOG2_E), -base))
+        total = total * factor
+        for j in cutlass.range_constexpr(_AT_ONCE):
+            added[j] = added[j] * factor
+        for i in cutlass.range_constexpr(_PARTS_AT_ONCE):
+            weight = power_of_two(cute.math.fma(logs[i], Float32(LOG2_E), -base))
+            total = total + weight
+            for j in cutlass.range_constexpr(_AT_ONCE):
+                added[j] = cute.math.fma(loaded[j, i], weight, added[j])
+        return most, total
 
 
-_AT_ONCE = 4  # columns of parts
+_AT_ONCE = 8  # columns of parts, by a thread
+_PARTS_AT_ONCE = 8
 
 
 @cute.jit
@@ -446,10 +468,6 @@ def _parts(tiles: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
         parts = cutlass.max(cutlass.min(most, blocks), Int32(1))
         best = select(rounds(parts) < rounds(best), parts, best)
     return best
-
-
-def _vector(element_type) -> int:
-    return 128 // element_type.width
 
 
 def _at(row: cute.Tensor, column, count: int) -> cute.Tensor:

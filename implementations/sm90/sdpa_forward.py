@@ -21,7 +21,7 @@ from ..common.attention.values import Values
 from ..common.conversion import select
 from .mma import WGMMA_M
 from .plan import SHARED_MEMORY
-from .sdpa_tiles import Tiles, Work, blocks_of
+from .sdpa_tiles import Tiles, Work, blocks_of, fetched
 
 GROUP = 128  # threads of a warp group
 TURNS = 1  # named barriers: one per consumer from this one on
@@ -325,13 +325,13 @@ class SdpaForward:
         while tile < tiles.total:
             _send(queue, sTiles, sent, tile)
             sent.advance()
-            following = tiles.fetch()
+            found = tiles.fetch()
             work = self._work(tiles, tile, values, mQ, mK)
             states = self._load_tile(
                 *(tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV),
                 *(pipelines, states, work, values),
             )
-            tile = following
+            tile = fetched(found)
         _send(queue, sTiles, sent, tile)
         tiles.leave()
 

@@ -36,12 +36,12 @@ class Tiles:
 
     @cute.jit
     def fetch(self) -> Int32:
-        """By a whole warp: a tile that nobody else has. The first of each block is its own number
-        and needs no fetching."""
+        """By a whole warp: a tile that nobody else has, in the first lane, see `fetched`. The first
+        of each block is its own number and needs no fetching."""
         found = Int32(0)
         if cute.arch.lane_idx() == 0:
             found = cute.arch.atomic_add(self._counter(0).llvm_ptr, Int32(1))
-        return cute.arch.shuffle_sync(found, 0) + cute.arch.grid_dim()[0]
+        return found
 
     @cute.jit
     def leave(self):
@@ -57,6 +57,11 @@ class Tiles:
     def _counter(self, index: int) -> cute.Pointer:
         address = self.counters + index * Int32.width // 8
         return cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4)
+
+
+def fetched(found: Int32) -> Int32:
+    """The tile, in all lanes; here it is waited for."""
+    return cute.arch.shuffle_sync(found, 0) + cute.arch.grid_dim()[0]
 
 
 class Work(NamedTuple):

@@ -1,6 +1,7 @@
 """What to compute, on which operands."""
 
 from kernel_api.arguments.base import Arguments
+from kernel_api.arguments.dropout import Dropout
 from kernel_api.arguments.epilogue import EpilogueArguments
 from kernel_api.arguments.experts import ExpertPointers
 from kernel_api.arguments.gemm import GemmArguments
@@ -12,9 +13,12 @@ from kernel_api.arguments.norm import (
     RmsNormBackwardArguments,
 )
 from kernel_api.arguments.scaled import ScaledOperand, ScaleMode
+from kernel_api.arguments.sdpa import SdpaArguments
+from kernel_api.arguments.sdpa_backward import SdpaBackwardArguments
 
 __all__ = [
     "Arguments",
+    "Dropout",
     "EpilogueArguments",
     "ExpertPointers",
     "GemmArguments",
@@ -25,4 +29,6 @@ __all__ = [
     "RmsNormBackwardArguments",
     "ScaleMode",
     "ScaledOperand",
+    "SdpaArguments",
+    "SdpaBackwardArguments",
 ]

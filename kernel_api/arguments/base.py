@@ -96,6 +96,16 @@ class Arguments:
         """What a run checks of what is in the operands; by default nothing."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """What a problem's cost depends on, by name."""
+        return {name: int(getattr(self, name)) for name in "MNKL" if hasattr(self, name)}
+
+    @property
+    def least_factor(self) -> float:
+        """How often ``verify`` allows the error of the same-dtype baseline at least."""
+        return 0.0
+
+    @property
     def accumulated(self) -> tuple[str, ...]:
         """Names of outputs that are added to: read, and written."""
         return ()

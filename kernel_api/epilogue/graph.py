@@ -19,6 +19,10 @@ COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 LOGICAL = ("and", "or", "not")
 STRUCTURAL = ("split", "interleave", "repeat", "rotate", "hadamard", "reduce")
 
+#: What functions of attention scores have besides, see :mod:`kernel_api._score`.
+SCORE_LEAVES = ("score", "index")
+WHOLE = ("floordiv", "remainder")
+
 #: Every operation with how many inputs it takes.
 ARITY: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(LEAVES, (0,)),
@@ -26,6 +30,9 @@ ARITY: dict[str, tuple[int, ...]] = {
     **dict.fromkeys((*BINARY, *COMPARISONS, "and", "or", "uniform", "interleave"), (2,)),
     **dict.fromkeys(("where", "rotate"), (3,)),
     "hadamard": (1, 2),
+    **dict.fromkeys(SCORE_LEAVES, (0,)),
+    **dict.fromkeys(WHOLE, (1,)),
+    "lookup": tuple(range(1, 9)),
 }
 
 HADAMARD_BLOCK = 16
@@ -53,7 +60,7 @@ class Node:
     @property
     def is_boolean(self) -> bool:
         """Whether its value is a truth value; all others are numbers."""
-        if self.op in ("operand", "scalar"):
+        if self.op in ("operand", "scalar", "lookup"):
             return bool(self["type"] == "bool")
         return self.op in COMPARISONS or self.op in LOGICAL
 
@@ -87,7 +94,7 @@ class Graph:
     @cached_property
     def leaves(self) -> dict[str, Node]:
         """The operands, tables and scalars that are read, by name, in the order of the nodes."""
-        named = ("operand", "scalar", "table")
+        named = ("operand", "scalar", "table", "lookup")
         return {node["name"]: node for node in self.nodes if node.op in named}
 
     def output_shape(self, name: str) -> Shape:

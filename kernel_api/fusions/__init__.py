@@ -1,13 +1,13 @@
-"""Matrix products with what is done to their results, in one kernel; and norms of rows.
+"""Matrix products with what is done to their results, in one kernel; norms of rows; attention.
 
     args = ka.fusions.gemm_swiglu(x, w.t(), out=out, preactivation=preactivation)
     ka.get_kernels(args)[0].run(args)
 
-Every function returns arguments (:class:`~kernel_api.arguments.GemmArguments` but for norms) for
+Every function returns arguments (:class:`~kernel_api.arguments.GemmArguments` for products) for
 ``get_kernels``, ``explain`` and ``verify``; :mod:`kernel_api.ops` has the same names, and runs
-them. Of products: ``acc`` is
-the product A · B, (M, K) · (K, N), with a batch L in front of every operand if A has one; its
-arithmetic is that of :mod:`kernel_api.epilogue`: float32, or float64 where A is.
+them. Of products: ``acc`` is the product A · B, (M, K) · (K, N), with a batch L in front of every
+operand if A has one; its arithmetic is that of :mod:`kernel_api.epilogue`: float32, or float64
+where A is.
 
 What is None is not computed. Factors (``alpha``, ``beta``, ``limit``, ``p``, ...) are numbers or
 tensors of one number; they are run-time values, also where they are 1: a new number compiles
@@ -54,6 +54,7 @@ from kernel_api.fusions._activation import (
     gemm_recompute_dsrelu,
     gemm_srelu,
 )
+from kernel_api.fusions._attention import sdpa, sdpa_backward
 from kernel_api.fusions._gates import KINDS
 from kernel_api.fusions._glu import (
     gemm_dglu,
@@ -128,4 +129,6 @@ __all__ = [
     "rmsnorm",
     "rmsnorm_backward",
     "rmsnorm_rht_amax",
+    "sdpa",
+    "sdpa_backward",
 ]

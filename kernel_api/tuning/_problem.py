@@ -15,9 +15,6 @@ from kernel_api.errors import ArgumentError
 from kernel_api.metadata import _encode
 from kernel_api.tuning._canonical import as_object, canonical, digest, taken
 
-#: Sizes by the names that arguments give them, those that they have.
-_SIZES = ("M", "N", "K", "L")
-
 #: Bytes that alignment is counted to: allocators differ beyond that, also from call to call.
 _ALIGNMENT = 64
 
@@ -34,8 +31,7 @@ class Problem:
 
     Attributes:
         text: The canonical JSON: ``signature`` (:attr:`Arguments.signature`), ``arguments`` (each
-            tensor's dtype, shape, stride, alignment) and ``sizes`` (of M, N, K, L those that the
-            arguments have).
+            tensor's dtype, shape, stride, alignment) and ``sizes`` (:attr:`Arguments.sizes`).
     """
 
     text: str
@@ -52,7 +48,7 @@ class Problem:
                 "operands": [_plain(one) for one in found["operands"]],
                 "keywords": {n: v for n, v in keywords.items() if not isinstance(v, float)},
             },
-            "sizes": {n: int(getattr(args, n)) for n in _SIZES if hasattr(args, n)},
+            "sizes": args.sizes,
         }
         return cls(canonical(data))
 
@@ -134,22 +130,27 @@ def _is_number(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """What :func:`described` says of a value: alignment up to what counts, an epilogue by its
-    operands (the signature has its hash) with None in place of a number."""
+    operands (the signature has its hash) with None in place of a number, as of every object."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
     if not isinstance(value, dict):
         return value
     if "graph" in value:
         named = value["operands"].items()
         return {"operands": {n: None if _is_number(one) else _plain(one) for n, one in named}}
-    if "alignment" in value:
+    if "shape" in value:
         return {**value, "alignment": min(value["alignment"], _ALIGNMENT)}
-    return {name: _plain(one) for name, one in value.items()}
+    named = value.items()
+    return {n: None if isinstance(one, float) else _plain(one) for n, one in named}
 
 
 def _alike(value: Any) -> Any:
     """The same without sizes."""
+    if isinstance(value, list):
+        return [_alike(one) for one in value]
     if not isinstance(value, dict):
         return value
-    if "alignment" in value:
+    if "shape" in value:
         return {
             "dtype": value["dtype"],
             "strides": [one if one in (0, 1) else "any" for one in value["stride"]],

@@ -14,6 +14,6 @@ class ReferenceProvider(Provider):
     rank: ClassVar[int] = 200
 
 
-from kernel_api.providers.reference import gemm, grouped, norm  # noqa: E402  (they register)
+from kernel_api.providers.reference import gemm, grouped, norm, sdpa  # noqa: E402  (they register)
 
-__all__ = ["ReferenceProvider", "gemm", "grouped", "norm"]
+__all__ = ["ReferenceProvider", "gemm", "grouped", "norm", "sdpa"]

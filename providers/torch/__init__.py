@@ -14,6 +14,12 @@ class TorchProvider(Provider):
     rank: ClassVar[int] = 100
 
 
-from kernel_api.providers.torch import gemm, grouped, norm  # noqa: E402  (they register)
+from kernel_api.providers.torch import (  # noqa: E402  (they register)
+    gemm,
+    grouped,
+    norm,
+    sdpa,
+    sdpa_flex,
+)
 
-__all__ = ["TorchProvider", "gemm", "grouped", "norm"]
+__all__ = ["TorchProvider", "gemm", "grouped", "norm", "sdpa", "sdpa_flex"]

@@ -126,14 +126,8 @@ def test_mn_major_operands(swizzle):
     assert (matrix_of(out, columns, "f32") == wide[:, :64].T @ wide[:, 64:]).all()
 
 
-@pytest.mark.parametrize("kind", ["f16", "tf32", "e4m3", "s8"])
-def test_a_from_registers(kind):
-    """Every register holds 4 bytes of a row: rows 8 apart, then 16 bytes further along K."""
-    dtype, accumulator, code = TYPES[kind]
-    k = K_BYTES // np.dtype(dtype).itemsize
-    both = random_integers((64 + N, k), dtype)
-    body = INITIALISE + load((64 + N) * K_BYTES) + wait()
-    body += """
+A_REGISTERS = "%r30, %r31, %r32, %r33"
+LOAD_A = """
     shl.b32 %r9, %r2, 4;
     and.b32 %r10, %r0, 31;
     shr.u32 %r11, %r10, 2;
@@ -147,10 +141,19 @@ def test_a_from_registers(kind):
     ld.global.b32 %r31, [%rd9+256];
     ld.global.b32 %r32, [%rd9+16];
     ld.global.b32 %r33, [%rd9+272];
-    """
+"""
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "tf32", "e4m3", "e5m2", "s8", "u8"])
+def test_a_from_registers(kind):
+    """Every register holds 4 bytes of a row: rows 8 apart, then 16 bytes further along K."""
+    dtype, accumulator, code = TYPES[kind]
+    k = K_BYTES // np.dtype(dtype).itemsize
+    both = random_integers((64 + N, k), dtype)
+    body = INITIALISE + load((64 + N) * K_BYTES) + wait() + LOAD_A
     body += OPEN + descriptor(11, 64 * K_BYTES, 16, 256, 1)
     immediates = immediates_of(kind)[: 9 if kind == "f16" else None]
-    body += multiply(kind, accumulator, N, k, "{%r30, %r31, %r32, %r33}, %rd11", immediates)
+    body += multiply(kind, accumulator, N, k, f"{{{A_REGISTERS}}}, %rd11", immediates)
     body += CLOSE + store_accumulators(N)
     box = Box((k, 64 + N), 1, code)
     out = run(body, both, np.zeros(128 * N // 2, np.uint32), load_box=box)
@@ -215,6 +218,34 @@ def test_what_wgmma_needs_is_not_left_out(part, replacement, message):
         run_whole(WHOLE.replace(part, replacement))
 
 
+FROM_REGISTERS = (
+    INITIALISE
+    + load((64 + N) * 32)
+    + wait()
+    + LOAD_A
+    + OPEN
+    + descriptor(11, 64 * 32, 16, 256, 1)
+    + multiply("f16", "f32", N, 16, f"{{{A_REGISTERS}}}, %rd11", ", 1, 1, 0")
+    + CLOSE
+    + store_accumulators(N)
+)
+
+
+@pytest.mark.parametrize(
+    ("part", "replacement", "message"),
+    [
+        (OPEN, OPEN + "mov.b32 %r31, 0;", "uses %r31, written since the last wgmma.fence"),
+        (CLOSE, "mov.b32 %r31, 0;" + CLOSE, "uses %r31, which belongs to an unfinished"),
+        (CLOSE, "mov.b32 %r9, %r31;" + CLOSE, "uses %r31, which belongs to an unfinished"),
+    ],
+)
+def test_registers_of_a_are_left_alone_while_wgmma_reads_them(part, replacement, message):
+    run_whole(FROM_REGISTERS)
+    run_whole(FROM_REGISTERS.replace(CLOSE, CLOSE + "mov.b32 %r31, 0;"))
+    with pytest.raises(EmulationError, match=message):
+        run_whole(FROM_REGISTERS.replace(part, replacement))
+
+
 def test_operands_written_by_threads_need_a_fence():
     body = INITIALISE + "mul.lo.u32 %r9, %r0, 16; add.u32 %r9, %r9, %r1;"
     for i in range(2):
@@ -223,3 +254,73 @@ def test_operands_written_by_threads_need_a_fence():
     run_whole(body)
     with pytest.raises(EmulationError, match=r"without fence\.proxy\.async"):
         run_whole(body.replace(FENCE, ""))
+
+
+# Sums by bulk copies ------------------------------------------------------------------------------
+
+ADD = """
+    mul.lo.u32 %r9, %r0, 4;
+    add.u32 %r9, %r9, %r1;
+    cvt.rn.f32.u32 %f0, %r6;
+    st.shared.f32 [%r9], %f0;
+    fence.proxy.async.shared::cta;
+    bar.sync 0;
+    @%p0 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd1], [%r1], 512;
+    @%p0 cp.async.bulk.commit_group;
+    @%p0 cp.async.bulk.wait_group 0;
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_add_rows_of_float32(seed):
+    start = 1000 - np.arange(128, dtype=np.float32)
+    out = run(ADD, output=start, blocks=4, seed=seed, scratch=True)
+    assert (out == start + 4 * np.arange(128) + 6 * 128).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_threads_add_vectors_of_float32(seed):
+    start = np.arange(512, dtype=np.float32)
+    body = """
+    mul.lo.u32 %r9, %r0, 16;
+    cvt.u64.u32 %rd9, %r9;
+    add.u64 %rd9, %rd9, %rd1;
+    cvt.rn.f32.u32 %f0, %r6;
+    mov.f32 %f1, 0f3F800000;
+    red.global.add.v4.f32 [%rd9], {%f0, %f1, %f1, %f0};
+    """
+    out = run(body, output=start, blocks=3, seed=seed, scratch=True).reshape(-1, 4)
+    thread = 3 * np.arange(128) + 3 * 128
+    added = np.stack([thread, thread * 0 + 3, thread * 0 + 3, thread], -1)
+    assert (out == start.reshape(-1, 4) + added).all()
+
+
+def test_bytes_are_stored():
+    body = ADD.replace("cp.reduce.", "cp.").replace(".bulk_group.add.f32", ".bulk_group")
+    assert (run(body, output=np.zeros(128, np.float32)) == np.arange(128)).all()
+
+
+@pytest.mark.parametrize(
+    ("part", "replacement", "message"),
+    [
+        ("fence.proxy.async.shared::cta;", "", r"without fence\.proxy\.async"),
+        ("bar.sync 0;", "", "what another warp writes|never written"),
+        ("@%p0 cp.async.bulk.wait_group 0;", "", "exits while a bulk store reads"),
+        ("wait_group 0;", "wait_group 0; @%p0 st.shared.f32 [%r1], %f0;", ""),
+        ("wait_group 0;", "wait_group 1; @%p0 st.shared.f32 [%r1], %f0;", "still reads"),
+        ("[%rd1], [%r1], 512", "[%rd1], [%r1], 500", "not by 16"),
+        ("[%rd1], [%r1], 512", "[%rd1], [%r1], 528", "no element of an output|never written"),
+    ],
+)
+def test_what_a_sum_needs_is_not_left_out(part, replacement, message):
+    def runs():
+        for seed in range(4):
+            output = np.zeros(128, np.float32)
+            run(ADD.replace(part, replacement), output=output, blocks=2, seed=seed, scratch=True)
+
+    assert part in ADD
+    if not message:
+        runs()
+        return
+    with pytest.raises(EmulationError, match=message):
+        runs()

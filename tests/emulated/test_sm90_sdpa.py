@@ -43,6 +43,7 @@ FEW_QUERIES = [
         keywords={"mask": BAND},
     ),
     Case("128 columns", sizes=(1, 16, 2, 5, 150, 128, 120), keywords={"mask": BAND}),
+    Case("two groups", sizes=(2, 8, 1, 12, 300, 64, 64), keywords={"mask": BAND}),
     Case("256 columns", sizes=(1, 2, 1, 1, 150, 256, 256)),
 ]
 

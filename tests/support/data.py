@@ -129,7 +129,8 @@ def arguments_for(
     values: str = "random",
     seed: int = 0,
 ) -> Any:
-    """Arguments that a kernel's metadata asks for, whatever the sizes; a norm has rows of N.
+    """Arguments that a kernel's metadata asks for, whatever the sizes; a norm has rows of N,
+    attention M queries and N keys.
 
     Rows are padded to the divisibility that the kernel asks, and by no more, so that a kernel
     without alignment gets odd strides; a row of one element has a pitch of at least two, because
@@ -139,6 +140,10 @@ def arguments_for(
         from support import norms
 
         return norms.arguments_for(kernel, M, N, device=device, seed=seed)
+    if is_attention(kernel):
+        from support import sdpa
+
+        return sdpa.arguments_for(kernel, M, N, L, device=device, seed=seed)
     if is_grouped(kernel):
         from support import grouped_kernels
 
@@ -184,6 +189,12 @@ def is_norm(kernel: ka.Kernel) -> bool:
     return issubclass(kernel.arguments or ka.GemmArguments, NormArguments)
 
 
+def is_attention(kernel: ka.Kernel) -> bool:
+    from kernel_api.arguments.attention import AttentionArguments
+
+    return issubclass(kernel.arguments or ka.GemmArguments, AttentionArguments)
+
+
 def is_grouped(kernel: ka.Kernel) -> bool:
     from kernel_api.arguments.grouped import GroupedGemmArguments
 
@@ -192,8 +203,8 @@ def is_grouped(kernel: ka.Kernel) -> bool:
 
 def supported_sizes(kernel: ka.Kernel, M: int, N: int, K: int) -> tuple[int, int, int]:
     """The sizes, enlarged where the kernel asks: K for a split along it, M or N of an output that
-    is written 16 bytes at once. Those of a norm stay."""
-    if is_norm(kernel):
+    is written 16 bytes at once. Those of a norm and of attention stay."""
+    if is_norm(kernel) or is_attention(kernel):
         return M, N, K
     design, out = kernel.metadata.design, kernel.metadata.operands.out
     split = getattr(design, "split_k", 1)

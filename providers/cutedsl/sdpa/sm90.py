@@ -141,6 +141,9 @@ _FEW_QUERIES = (
     AttentionDesign((64, 64), (192, 128), 4),
     AttentionDesign((64, 64), (192, 192), 3),
     AttentionDesign((64, 64), (256, 256), 3),
+    AttentionDesign((128, 128), (64, 64), 5),
+    AttentionDesign((128, 128), (128, 128), 2),
+    AttentionDesign((128, 64), (256, 256), 2),
 )
 _MOST_ROWS = 256
 #: What scores may be made with, of launch values.

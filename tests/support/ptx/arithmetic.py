@@ -88,6 +88,9 @@ for _name, _t in _INTEGERS.items():
     _define(f"div.{_name}", _t, (_t, _t), lambda a, b: _divide(a, b)[0])
     _define(f"rem.{_name}", _t, (_t, _t), lambda a, b: _divide(a, b)[1])
     _define(f"min.{_name}", _t, (_t, _t), np.minimum)
+    if np.issubdtype(_t, np.signedinteger):
+        _define(f"min.relu.{_name}", _t, (_t, _t), lambda a, b: np.maximum(np.minimum(a, b), 0))
+        _define(f"max.relu.{_name}", _t, (_t, _t), lambda a, b: np.maximum(np.maximum(a, b), 0))
     _define(f"max.{_name}", _t, (_t, _t), np.maximum)
     _define(f"shr.{_name}", _t, (_t, U32), _shift_right)
     if _t.itemsize < 8:

@@ -149,6 +149,22 @@ def _atomic(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Ma
     gang.write(target, old, mask)
 
 
+def _add_vectors(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask) -> None:
+    """Numbers side by side, each by an atomic of its own; threads do not share any."""
+    address, vector = instruction.operands
+    assert isinstance(vector, Vector) and len(vector.elements) == int(match["count"])
+    dtype, threads = TYPES["f32"], gang.active(mask)
+    chosen = gang.chosen(mask)
+    values = np.stack([gang.everywhere(gang.read(e, dtype)) for e in vector.elements], -1)[chosen]
+    addresses, memory = gang.addresses(address, U64, mask), gang.memory
+    if len(np.unique(addresses)) < len(addresses):
+        raise EmulationError("adds to one address in several threads, which the emulator does not")
+    before = memory.load_strong(addresses, values.shape[1] * 4, threads, writes=True)
+    sums = (before.view(dtype) + values).astype(dtype)
+    memory.store_strong(addresses, sums.view(np.uint8), threads)
+    gang.machine.progress += 1
+
+
 def _load_strong(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask) -> None:
     target, address = instruction.operands
     dtype, count = TYPES[match["type"]], int(match["count"] or 1)
@@ -196,6 +212,7 @@ ATOMICS = (
         + _TYPE,
         _atomic,
     ),
+    (r"red(\.relaxed)?" + _SCOPE + r"\.global\.add\.v(?P<count>[24])\.f32", _add_vectors),
     (
         r"ld\.(?P<semantics>relaxed|acquire|volatile)"
         + _SCOPE

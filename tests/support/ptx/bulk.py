@@ -88,11 +88,39 @@ class _Store:
 
 
 @dataclass(eq=False)
+class _StoreBytes:
+    """The same, of bytes in a row; as float32 they may be added to what is there."""
+
+    address: int
+    granules: np.ndarray
+    thread: int
+    adds: bool
+    reading: AsyncRead
+    data: np.ndarray | None = None
+    complete: bool = False
+
+    def advance(self, machine: Machine) -> bool:
+        if self.data is None:
+            self.data = machine.shared.read(self.granules).reshape(1, -1)
+            return False
+        if self.adds:
+            machine.memory.add_floats(self.address, self.data[0], self.thread)
+        else:
+            machine.memory.store_rows(np.array([self.address]), self.data, self.thread)
+        self.complete = True
+        return True
+
+    @property
+    def block(self) -> None:
+        return None
+
+
+@dataclass(eq=False)
 class _Groups:
     """Bulk groups of a thread."""
 
-    open: list[_Store] = field(default_factory=list)
-    committed: list[list[_Store]] = field(default_factory=list)
+    open: list[_Store | _StoreBytes] = field(default_factory=list)
+    committed: list[list[_Store | _StoreBytes]] = field(default_factory=list)
 
 
 class BulkCopies:
@@ -100,7 +128,7 @@ class BulkCopies:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.pending: list[_Load | _Store | _Arrival] = []
+        self.pending: list[_Load | _Store | _StoreBytes | _Arrival] = []
         self.groups: dict[int, _Groups] = {}  # by thread
 
     def advance(self) -> None:
@@ -255,6 +283,27 @@ def _load_bytes(match: re.Match[str], gang: Gang, instruction: Instruction, mask
     machine.progress += 1
 
 
+def _store_bytes(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask) -> None:
+    """cp.async.bulk, cp.reduce.async.bulk: every thread that executes it makes one."""
+    machine = gang.machine
+    target, source, size_operand, *_ = instruction.operands
+    for at in np.arange(gang.threads.size)[gang.chosen(mask)].tolist():
+        thread = int(gang.threads[at])
+        size, start = _value(gang, size_operand, U32, at), _address(gang, source, at)
+        assert isinstance(target, Address)
+        address = _value(gang, target.base, U64, at) + target.offset
+        if size % 16 or start % 16 or address % 16:
+            raise EmulationError(f"copies {size} bytes from {start:#x} to {address:#x}, not by 16")
+        begin = machine.shared_position(gang.block, start, size)
+        granules = np.arange(begin, begin + size, GRANULE) // GRANULE
+        reading = machine.shared.start_read("a bulk store", granules, [thread // WARP], thread)
+        adds = match.groupdict().get("adds") is not None
+        store = _StoreBytes(address, granules, thread, adds, reading)
+        machine.bulk.pending.append(store)
+        machine.bulk.group(thread).open.append(store)
+    machine.progress += 1
+
+
 def _commit(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask) -> None:
     for thread in gang.active(mask).tolist():
         if thread in gang.machine.bulk.groups:
@@ -268,7 +317,7 @@ def _wait(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask
     assert isinstance(operand, Immediate)
     machine, only_read = gang.machine, match["read"] is not None
     waiting = [t for t in gang.active(mask).tolist() if t in machine.bulk.groups]
-    waited: set[tuple[int, _Store]] = set()  # with the warps
+    waited: set[tuple[int, _Store | _StoreBytes]] = set()  # with the warps
     for thread in waiting:
         groups = machine.bulk.group(thread).committed
         for group in groups[: max(len(groups) - operand.value, 0)]:
@@ -334,6 +383,13 @@ BULK = (
     (
         r"cp\.async\.bulk\.shared::(cluster|cta)\.global\.mbarrier::complete_tx::bytes" + _HINT,
         _load_bytes,
+    ),
+    (r"cp\.async\.bulk\.global\.shared::cta\.bulk_group" + _HINT, _store_bytes),
+    (
+        r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group"
+        + _HINT
+        + r"(?P<adds>\.add)\.f32",
+        _store_bytes,
     ),
     (r"cp\.async\.bulk\.commit_group", _commit),
     (r"cp\.async\.bulk\.wait_group(?P<read>\.read)?", _wait),

@@ -231,6 +231,14 @@ class GlobalMemory:
         self._writer[index] = thread
         self.bytes[index] = data
 
+    def add_floats(self, address: int, data: np.ndarray, thread: int) -> None:
+        """float32 numbers to those that are there, each by an atomic of its own."""
+        addresses = address + np.arange(0, data.size, 4)
+        threads = np.full(len(addresses), thread)
+        before = self.load_strong(addresses, 4, threads, writes=True)
+        sums = before.view(np.float32) + data.view(np.float32)[:, None]
+        self.store_strong(addresses, sums.view(np.uint8), threads)
+
     def _index(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """(rows, size); what is outside of the buffer is its first byte, a gap."""
         index = (addresses - self.BASE)[:, None] + np.arange(size)

@@ -1,0 +1,268 @@
+"""Launches of attention, found again by what a call looks like, as those of products are (see
+:mod:`kernel_api._launches`).
+
+Scale, softcap and dropout may be new in every call; bounds of masks are part of how it looks. Masks
+of tables or functions, and functions of scores, are looked at anew every time.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from kernel_api import _compile_cache, provider
+from kernel_api._launches import TENSORS, chosen
+from kernel_api.arguments import SdpaArguments
+from kernel_api.arguments.dropout import Dropout
+from kernel_api.errors import ArgumentError
+from kernel_api.masks import Mask
+from kernel_api.operands import MAX_ALIGNMENT, Operand
+
+_KEPT = 1024
+_LOW_BITS = MAX_ALIGNMENT - 1
+_LSE_KINDS = {torch.float64: torch.float64}
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_NUMBERS = ("scale", "softcap")
+_COUNTS = ("max_seqlen_q", "max_seqlen_kv")
+
+_Key = tuple[Any, ...]
+
+
+class _Launch(NamedTuple):
+    """What is done for a call.
+
+    Attributes:
+        launcher: Of the kernel, on tensors of these sizes; it takes values by name.
+        constants: Values that are the same in all such calls.
+        given: Names of values that are options of the call.
+        out, lse: Makers of the outputs.
+        spans: Bytes of Q, K, V and what follows them in the call's look.
+    """
+
+    launcher: Callable[..., None]
+    constants: dict[str, Any]
+    given: tuple[str, ...]
+    out: Callable[[], Any]
+    lse: Callable[[], Any]
+    spans: tuple[int, ...]
+
+
+_launches: dict[_Key, _Launch] = {}
+_lock = threading.Lock()
+
+
+def forward(
+    Q: Any, K: Any, V: Any, out: Any, lse: Any, with_lse: bool, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """(out, lse), written; lse is None where it is neither given nor wanted."""
+    try:
+        key, addresses = _look(Q, K, V, out, lse, with_lse, options)
+        launch = _launches.get(key)
+    except (AttributeError, RuntimeError, TypeError):  # what is not looked at, or has no hash
+        key, launch = None, None
+    if launch is not None and (out is lse is None or _are_apart(out, lse, addresses, launch.spans)):
+        values = {name: options[name] for name in launch.given}
+        for name in _NUMBERS:
+            if name in values:
+                values[name] = float(values[name])
+        values.update(launch.constants)
+        if options.get("dropout") is not None:
+            values.update(options["dropout"].values)
+        out = launch.out() if out is None else out
+        if with_lse or lse is not None:
+            values["lse"] = lse = launch.lse() if lse is None else lse
+        launch.launcher(Q, K, V, out, **values)
+        return out, lse
+    return _first(Q, K, V, out, lse, with_lse, options, key)
+
+
+def _look(
+    Q: Any, K: Any, V: Any, out: Any, lse: Any, with_lse: bool, options: dict[str, Any]
+) -> tuple[_Key, list[int]]:
+    """What the call looks like, and the addresses of its tensors in their order; raises TypeError
+    for what is not looked at."""
+    if type(Q) not in TENSORS or type(K) not in TENSORS or type(V) not in TENSORS:
+        raise TypeError
+    # Written out: this is most of what a call costs.
+    addresses = [Q.data_ptr(), K.data_ptr(), V.data_ptr()]
+    key: _Key = (
+        provider._generation, _compile_cache._era, with_lse,
+        Q.dtype, Q.shape, Q.stride(), Q.device,
+        K.dtype, K.shape, K.stride(), K.device,
+        V.dtype, V.shape, V.stride(), V.device,
+    )  # fmt: skip
+    for one in (out, lse):
+        if one is not None:
+            key += _tensor(one, addresses)
+        else:
+            key += (None,)
+    for name, value in options.items():
+        key += (name, *_option(name, value, addresses))
+    joined = 0
+    for address in addresses:
+        joined |= address
+    if joined & _LOW_BITS:  # else all are as aligned as any kernel asks
+        key += (tuple([each & -each & _LOW_BITS for each in addresses]),)
+    return key, addresses
+
+
+def _tensor(value: Any, addresses: list[int]) -> tuple[Any, ...]:
+    if type(value) not in TENSORS:
+        raise TypeError
+    addresses.append(value.data_ptr())
+    return value.dtype, value.shape, value.stride(), value.device
+
+
+def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
+    if value is None:
+        return (None,)
+    if name == "scale":
+        return float(value).__class__, math.isfinite(value)
+    if name == "softcap":
+        return float(value).__class__, math.isfinite(value), value > 0
+    if name == "mask":
+        if not isinstance(value, Mask):
+            raise TypeError
+        return (value,)
+    if name == "dropout":
+        if type(value) is not Dropout:
+            raise TypeError
+        return tuple(
+            None if not isinstance(one, Operand) else (one.shape, one.device)
+            for one in (value.seed, value.offset)
+        )
+    if name in _COUNTS:
+        return type(value), value
+    return _tensor(value, addresses)
+
+
+def _are_apart(out: Any, lse: Any, addresses: list[int], spans: tuple[int, ...]) -> bool:
+    """Whether what is written lies clear of all else; arguments look closer where it does not."""
+    for one in range(3, 3 + (out is not None) + (lse is not None)):
+        start, end = addresses[one], addresses[one] + spans[one]
+        for other, other_start in enumerate(addresses):
+            if other != one and start < other_start + spans[other] and other_start < end:
+                return False
+    return True
+
+
+# Calls that look like none before ----------------------------------------------------------
+
+
+def _first(
+    Q: Any,
+    K: Any,
+    V: Any,
+    out: Any,
+    lse: Any,
+    with_lse: bool,
+    options: dict[str, Any],
+    key: _Key | None,
+) -> tuple[Any, Any]:
+    q, k, v = (Operand(one, name).tensor for one, name in ((Q, "Q"), (K, "K"), (V, "V")))
+    made_out = empty_out(q, v) if out is None else out
+    made_lse = empty_lse(q, options) if lse is None and with_lse else lse
+    args = SdpaArguments(q, k, v, made_out, made_lse, **options)
+    kernel, artifact = chosen(args)
+    kernel.run(args, artifact, assume_supported_args=True)
+    simple = args.score is None and (args.mask is None or args.mask.is_simple)
+    if key is not None and simple and args.writes_anything:
+        taken = kernel._launch_operands(args)
+        found = _sources(args, taken, options)
+        if found is not None:
+            launcher = kernel._launcher_for_sizes(args, artifact)
+            _remember(key, args, launcher, found, made_out, (Q, K, V, out, lse), options)
+    return made_out, made_lse
+
+
+def _sources(
+    args: SdpaArguments, taken: dict[str, Any], options: dict[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...]] | None:
+    """Of what the launcher takes by name: what is constant, and what is an option; None where it
+    cannot be told."""
+    state = {} if args.dropout is None else args.dropout.values
+    constants: dict[str, Any] = {}
+    given: list[str] = []
+    known = args.launch_values
+    for name, value in taken.items():
+        if name not in known:
+            return None
+        if options.get(name) is not None:
+            given.append(name)
+        elif name != "lse" and name not in state:
+            if not isinstance(value, (int, float)):
+                return None
+            constants[name] = value
+    needed = (*state, *(["lse"] if "lse" in known else []))
+    if any(name not in taken for name in needed):
+        return None
+    return constants, tuple(given)
+
+
+def _remember(
+    key: _Key,
+    args: SdpaArguments,
+    launcher: Callable[..., None],
+    sources: tuple[dict[str, Any], tuple[str, ...]],
+    out: Any,
+    call: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    tensors = [one for one in call if one is not None]
+    tensors += [
+        value for name, value in options.items() if type(value) in TENSORS and name not in _NUMBERS
+    ]
+    spans = tuple([Operand(one).span for one in tensors])
+    Q, V = call[0], call[2]
+    launch = _Launch(launcher, *sources, _out_maker(Q, V), _lse_maker(Q, args), spans)
+    with _lock:
+        if len(_launches) >= _KEPT:
+            _launches.clear()
+        _launches[key] = launch
+
+
+def _out_maker(Q: Any, V: Any) -> Callable[[], Any]:
+    like = empty_out(Q, V)
+    # torch reads plain tuples faster than its own Size.
+    shape, stride, element, device = tuple(like.shape), like.stride(), like.dtype, like.device
+    return lambda: torch.empty_strided(shape, stride, dtype=element, device=device)
+
+
+def _lse_maker(Q: Any, args: SdpaArguments) -> Callable[[], Any]:
+    packed = {"cu_seqlens_q": True} if args.is_packed else {}
+    like = empty_lse(Q, packed)
+    shape, element, device = tuple(like.shape), like.dtype, like.device
+    return lambda: torch.empty(shape, dtype=element, device=device)
+
+
+# Outputs ---------------------------------------------------------------------------------
+
+
+def empty_out(Q: Any, V: Any) -> Any:
+    """In the type of Q, with the modes in memory in the order of those of Q."""
+    element = torch.bfloat16 if Q.dtype in _EIGHT_BITS else Q.dtype
+    shape = (*Q.shape[:-1], *V.shape[-1:])
+    return empty_like(Q, shape, element)
+
+
+def empty_like(tensor: Any, shape: tuple[int, ...], element: Any = None) -> Any:
+    """Of a shape, without gaps, with the modes in memory in the order of those of a tensor, the
+    last one side by side."""
+    stride = tensor.stride()
+    order = sorted(range(len(shape) - 1), key=lambda mode: -stride[mode])
+    places = [*order, len(shape) - 1]
+    whole = tensor.new_empty([shape[mode] for mode in places], dtype=element)
+    return whole.permute([places.index(mode) for mode in range(len(shape))])
+
+
+def empty_lse(Q: Any, options: dict[str, Any]) -> Any:
+    """(B, H, S_q), or packed (H, T)."""
+    if Q.dim() not in (3, 4):
+        raise ArgumentError(f"Q has shape {tuple(Q.shape)}; expected (B, H, S_q, D), or (T, H, D)")
+    packed = options.get("cu_seqlens_q") is not None
+    shape = (Q.shape[1], Q.shape[0]) if packed else Q.shape[:3]
+    return Q.new_empty(shape, dtype=_LSE_KINDS.get(Q.dtype, torch.float32))

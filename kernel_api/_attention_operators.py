@@ -1,0 +1,378 @@
+"""Attention with gradients: in eager mode, and as operators of torch for the graphs of
+torch.compile and torch.export, ``torch.ops.kernel_api.sdpa`` and ``sdpa_backward``.
+
+The operators take bounds of masks as numbers, and blocks as a table. Functions of scores and
+indices are nothing that a graph of torch holds: they break it.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from kernel_api import masks
+from kernel_api._attention_launches import empty_like, empty_lse, empty_out, forward
+from kernel_api._launches import chosen
+from kernel_api.arguments import SdpaBackwardArguments
+from kernel_api.arguments.dropout import Dropout
+from kernel_api.errors import ArgumentError
+from kernel_api.operands import Operand
+
+_Options = dict[str, Any]
+
+_Sdpa = namedtuple("_Sdpa", ("out", "lse"))
+_GRADIENTS = ("dQ", "dK", "dV", "dBias", "dSink")
+_RESULTS: dict[tuple[str, ...], Any] = {
+    names: namedtuple("_SdpaBackward", names)
+    for names in (_GRADIENTS[:3], _GRADIENTS[:4], (*_GRADIENTS[:3], "dSink"), _GRADIENTS)
+}
+
+
+def sdpa(Q: Any, K: Any, V: Any, out: Any, lse: Any, return_lse: bool, options: _Options) -> Any:
+    """See :func:`kernel_api.ops.sdpa`."""
+    wants_lse = return_lse or lse is True
+    lse = None if isinstance(lse, bool) else lse
+    if torch.is_grad_enabled() and _need_gradient(Q, K, V, options):
+        _check_gradients(out, lse, options)
+        found = _learned(Q, K, V, options)
+    elif _is_traced(Q):
+        found = _written(_traced(Q, K, V, options), out, lse)
+    else:
+        found = forward(Q, K, V, out, lse, wants_lse, options)
+    return _Sdpa(*found) if return_lse else found[0]
+
+
+def _need_gradient(Q: Any, K: Any, V: Any, options: _Options) -> bool:
+    for one in (Q, K, V, options.get("bias"), options.get("sink")):
+        if one is not None and getattr(one, "requires_grad", False):
+            return True
+    return False
+
+
+def _check_gradients(out: Any, lse: Any, options: _Options) -> None:
+    """Raise where a gradient would be lost."""
+    for name, one in (("out", out), ("lse", lse)):
+        if one is not None:
+            raise ArgumentError(
+                f"{name} is given and an operand needs a gradient; leave it to be allocated, or "
+                f"call within torch.no_grad()"
+            )
+    given = {name: options.get(name) for name in ("alibi", "page_table", "descale_q")}
+    for name, one in (options.get("score_operands") or {}).items():
+        given[f"the operand {name} of score_mod"] = one
+    for name, one in given.items():
+        if isinstance(one, torch.Tensor) and one.requires_grad:
+            raise ArgumentError(f"{name} needs a gradient, and there is none; pass it detached")
+
+
+def _learned(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:
+    if _is_traced(Q):
+        return _traced(Q, K, V, options)
+    rest = dict(options)
+    tensors = (Q, K, V, rest.pop("bias", None), rest.pop("sink", None))
+    return _Attention.apply(*tensors, rest)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _written(found: tuple[Any, Any], out: Any, lse: Any) -> tuple[Any, Any]:
+    """With the outputs that are given, in a graph."""
+    given = zip(found, (out, lse), strict=True)
+    one, other = (value if target is None else target.copy_(value) for value, target in given)
+    return one, other
+
+
+class _Attention(torch.autograd.Function):
+    """In eager mode."""
+
+    @staticmethod
+    def forward(ctx: Any, Q: Any, K: Any, V: Any, bias: Any, sink: Any, options: _Options) -> Any:
+        given = _present(bias=bias, sink=sink)
+        out, lse = forward(Q, K, V, None, None, True, {**options, **given})
+        ctx.save_for_backward(Q, K, V, out, lse, bias, sink)
+        ctx.options = _kept(options)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dO: Any, _: Any) -> Any:
+        Q, K, V, out, lse, bias, sink = ctx.saved_tensors
+        given = _present(bias=bias, sink=sink)
+        wanted = dict(zip(("dBias", "dSink"), ctx.needs_input_grad[3:5], strict=True))
+        found = _gradients(Q, K, V, out, lse, dO, {**ctx.options, **given}, wanted)
+        return *found, None
+
+
+def _present(**values: Any) -> _Options:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _kept(options: _Options) -> _Options:
+    """The options of the backward pass, whose dropout is that of now."""
+    dropout = options.get("dropout")
+    if dropout is None or not dropout.tensors:
+        return options
+    state = [
+        one.tensor.clone() if isinstance(one, Operand) else one
+        for one in (dropout.seed, dropout.offset)
+    ]
+    return {**options, "dropout": Dropout(dropout.p, *state)}
+
+
+def _gradients(
+    Q: Any,
+    K: Any,
+    V: Any,
+    out: Any,
+    lse: Any,
+    dO: Any,
+    options: _Options,
+    wanted: Mapping[str, bool],
+) -> tuple[Any, ...]:
+    """Those of Q, K, V, bias and sink; None of the latter two where they are not wanted."""
+    options = dict(options)
+    options.setdefault("deterministic", torch.are_deterministic_algorithms_enabled())
+    # A gradient may be one number for all.
+    dO = dO if dO.stride(-1) == 1 and 0 not in dO.stride() else dO.contiguous()
+    written = {"dQ": None, "dK": None, "dV": None, **wanted}
+    found = _backward((Q, K, V, out, dO, lse), written, options)
+    return tuple(found[name] for name in _GRADIENTS)
+
+
+# Backward --------------------------------------------------------------------------------
+
+
+def sdpa_backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> Any:
+    """See :func:`kernel_api.ops.sdpa_backward`."""
+    if _is_traced(operands[0]):
+        found = _traced_backward(operands, written, options)
+    else:
+        found = _backward(operands, written, options)
+    names = tuple(name for name in _GRADIENTS if found[name] is not None)
+    return _RESULTS[names](*[found[name] for name in names])
+
+
+def _backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> _Options:
+    """Every gradient by name, None where it is not wanted."""
+    names = ("Q", "K", "V", "out", "dO", "lse")
+    given = zip(operands, names, strict=True)
+    tensors: _Options = {n: None if one is None else Operand(one, n).tensor for one, n in given}
+    sources = {**tensors, "Bias": options.get("bias"), "Sink": options.get("sink")}
+    found: _Options = {n: _target(n, written, sources[n[1:]]) for n in _GRADIENTS}
+    args = SdpaBackwardArguments(**tensors, **found, **options)
+    kernel, artifact = chosen(args)
+    kernel.run(args, artifact, assume_supported_args=True)
+    return found
+
+
+def _target(name: str, written: Mapping[str, Any], source: Any) -> Any:
+    """What a gradient is written to."""
+    given = written[name]
+    if isinstance(given, bool) or given is None:
+        if given is False or (given is None and name in ("dBias", "dSink")):
+            return None
+        if source is None:
+            raise ArgumentError(f"{name} is asked for and {name[1:].lower()} is None")
+        if name in ("dBias", "dSink"):
+            return torch.empty(source.shape, dtype=source.dtype, device=source.device)
+        return empty_like(source, source.shape)
+    return given
+
+
+# Operators of torch ----------------------------------------------------------------------
+
+_TENSORS = (
+    "bias", "sink", "alibi", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv",
+    "page_table", "descale_q", "descale_k", "descale_v", "blocks", "seed_tensor", "offset_tensor",
+)  # fmt: skip
+_FLOATS = ("scale", "softcap", "dropout_p")
+_INTEGERS = (
+    "dropout_seed", "dropout_offset", "left", "right", "left_end", "right_end", "block_rows",
+    "block_columns", "max_seqlen_q", "max_seqlen_kv",
+)  # fmt: skip
+_NAMES = (*_TENSORS, *_FLOATS, *_INTEGERS, "padding")
+_WHY = "a function of scores or indices is nothing that a graph of torch holds"
+
+_OPTIONS = ", ".join(
+    [f"Tensor? {name}" for name in _TENSORS]
+    + [f"float? {name}" for name in _FLOATS]
+    + [f"SymInt? {name}" for name in _INTEGERS]
+    + ["bool padding"]
+)
+_FORWARD = f"(Tensor Q, Tensor K, Tensor V, {_OPTIONS}) -> (Tensor, Tensor)"
+_BACKWARD = (
+    f"(Tensor Q, Tensor K, Tensor V, Tensor out, Tensor dO, Tensor lse, bool deterministic, "
+    f"bool dBias, bool dSink, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _is_traced(Q: Any) -> bool:
+    """Whether the call becomes a node of a graph."""
+    if torch.compiler.is_compiling():
+        return True
+    if type(Q) is torch.Tensor or type(Q) is torch.nn.Parameter:
+        return False
+    from torch._subclasses.fake_tensor import is_fake
+
+    return bool(is_fake(Q))
+
+
+def _traced(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:
+    """(out, lse) in a graph."""
+    if _has_functions(options):
+        found = _outside(Q, K, V, options)
+    else:
+        found = _operator(Q, K, V, *_packed(options))
+    return found  # type: ignore[no-any-return]
+
+
+def _traced_backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> _Options:
+    options = dict(options)
+    deterministic = bool(options.pop("deterministic", False))
+    wanted = [written[name] not in (None, False) for name in ("dBias", "dSink")]
+    given = _backward_operator(*operands, deterministic, *wanted, *_packed(options))
+    found: _Options = {}
+    for name, value in zip(_GRADIENTS, given, strict=True):
+        target = written[name]
+        if name in _GRADIENTS[3:] and target in (None, False):
+            found[name] = None
+        else:
+            found[name] = target.copy_(value) if isinstance(target, torch.Tensor) else value
+    return found
+
+
+def _has_functions(options: _Options) -> bool:
+    mask = options.get("mask")
+    return options.get("score_mod") is not None or (mask is not None and len(mask.functions) > 0)
+
+
+def _untraced(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:
+    if torch.is_grad_enabled() and _need_gradient(Q, K, V, options):
+        return _learned(Q, K, V, options)
+    return forward(Q, K, V, None, None, True, options)
+
+
+_outside: Callable[..., Any] = torch.compiler.disable(_untraced, reason=_WHY)  # type: ignore[no-untyped-call]
+
+
+def _packed(options: _Options) -> list[Any]:
+    """Options in the order of the operators' parameters."""
+    known = {name: options[name] for name in _NAMES if name in options}
+    unknown = [name for name in options if name not in (*_NAMES, "mask", "dropout", "score_mod")]
+    if unknown and unknown != ["score_operands"]:
+        raise TypeError(f"sdpa got an unexpected keyword argument {unknown[0]!r}")
+    mask, dropout = options.get("mask"), options.get("dropout")
+    known["padding"] = False
+    if mask is not None:
+        known.update(mask.bounds)
+        known["padding"] = mask.is_padding
+        if mask.blocks is not None:
+            known["blocks"] = mask.blocks.table.tensor
+            known["block_rows"], known["block_columns"] = mask.blocks.block_shape
+    if dropout is not None:
+        known["dropout_p"] = dropout.p
+        for name, one in (("seed", dropout.seed), ("offset", dropout.offset)):
+            if isinstance(one, Operand):
+                known[f"{name}_tensor"] = one.tensor
+            else:
+                known[f"dropout_{name}"] = one
+    for name in _FLOATS:
+        if isinstance(known.get(name), int):
+            known[name] = float(known[name])
+    return [known.get(name) for name in _NAMES]
+
+
+def _unpacked(values: tuple[Any, ...]) -> _Options:
+    """Inverse of :func:`_packed`."""
+    known = {n: one for n, one in zip(_NAMES, values, strict=True) if one is not None}
+    parts: list[masks.Mask] = []
+    for alignment, names in masks.BOUNDS.items():
+        left, right = (known.pop(name, None) for name in names)
+        if left is not None or right is not None:
+            parts.append(masks.SlidingWindow(left, right, alignment))
+    if known.pop("padding"):
+        parts.append(masks.Padding())
+    shape = known.pop("block_rows", 0), known.pop("block_columns", 0)
+    if "blocks" in known:
+        parts.append(masks.BlockSparse(known.pop("blocks"), shape))
+    if parts:
+        known["mask"] = masks.all_of(parts)
+    p = known.pop("dropout_p", None)
+    state = [
+        known.pop(f"{name}_tensor", known.pop(f"dropout_{name}", 0)) for name in ("seed", "offset")
+    ]
+    if p is not None:
+        known["dropout"] = Dropout(p, *state)
+    return known
+
+
+@torch.library.custom_op("kernel_api::sdpa", mutates_args=(), schema=_FORWARD)
+def _operator(Q: Any, K: Any, V: Any, *values: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return forward(Q, K, V, None, None, True, _unpacked(values))
+
+
+@_operator.register_fake
+def _(Q: Any, K: Any, V: Any, *values: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    packed = {"cu_seqlens_q": values[_NAMES.index("cu_seqlens_q")]}
+    return empty_out(Q, V), empty_lse(Q, packed)
+
+
+@torch.library.custom_op("kernel_api::sdpa_backward", mutates_args=(), schema=_BACKWARD)
+def _backward_operator(
+    Q: Any,
+    K: Any,
+    V: Any,
+    out: Any,
+    dO: Any,
+    lse: Any,
+    deterministic: bool,
+    dBias: bool,
+    dSink: bool,
+    *values: Any,
+) -> tuple[torch.Tensor, ...]:
+    options = {**_unpacked(values), "deterministic": deterministic}
+    wanted = {"dBias": dBias, "dSink": dSink}
+    found = _gradients(Q, K, V, out, lse, dO, options, wanted)
+    return tuple(Q.new_empty(0) if one is None else one for one in found)
+
+
+@_backward_operator.register_fake
+def _(
+    Q: Any,
+    K: Any,
+    V: Any,
+    out: Any,
+    dO: Any,
+    lse: Any,
+    deterministic: bool,
+    dBias: bool,
+    dSink: bool,
+    *values: Any,
+) -> tuple[torch.Tensor, ...]:
+    found = [empty_like(one, one.shape) for one in (Q, K, V)]
+    for wanted, one in ((dBias, values[0]), (dSink, values[1])):
+        found.append(one.new_empty(one.shape) if wanted and one is not None else Q.new_empty(0))
+    return tuple(found)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+    tensors = inputs[: 3 + len(_TENSORS)]
+    ctx.save_for_backward(*output, *tensors)
+    ctx.numbers = inputs[3 + len(_TENSORS) :]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _operator_backward(ctx: Any, dO: Any, _: Any) -> Any:
+    out, lse, Q, K, V, *others = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[3:5]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    values = (*others, *ctx.numbers)
+    found = _backward_operator(Q, K, V, out, dO, lse, deterministic, *wanted, *values)
+    asked = ctx.needs_input_grad[:5]
+    gradients = [one if needed else None for one, needed in zip(found, asked, strict=True)]
+    return *gradients, *(None for _ in range(len(_NAMES) - 2))
+
+
+_operator.register_autograd(_operator_backward, setup_context=_keep)

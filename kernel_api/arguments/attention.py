@@ -1,0 +1,427 @@
+"""What the arguments of attention share, forward and backward."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, ClassVar
+
+from kernel_api._score import ScoreFunction
+from kernel_api.arguments import _attention_checks as checks
+from kernel_api.arguments.base import Arguments, _alike
+from kernel_api.arguments.dropout import Dropout
+from kernel_api.dtypes import dtype
+from kernel_api.epilogue.graph import Graph
+from kernel_api.errors import ArgumentError
+from kernel_api.masks import Mask
+from kernel_api.operands import Operand
+
+_FLOAT32, _FLOAT64 = dtype("float32"), dtype("float64")
+
+#: Tensors beside the operands, in the order of launch values, those of functions follow.
+TENSORS = (
+    "lse", "bias", "alibi", "sink", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv",
+    "page_table", "descale_q", "descale_k", "descale_v", "blocks", "dBias", "dSink",
+)  # fmt: skip
+
+#: Launch values that no keyword of the constructor has the name of.
+_BOUNDS = ("left", "right", "left_end", "right_end")
+_STATE = ("dropout_p", "dropout_seed", "dropout_offset")
+
+_Fitting = tuple[Any, ...]
+
+#: Layouts of plain operands, with their mask, that passed all checks but the one for addresses.
+_fitting: set[_Fitting] = set()
+_FITTING_KEPT = 4096
+
+
+class AttentionArguments(Arguments):
+    """Attention of queries to keys and values, or the gradient of it.
+
+    Attributes:
+        further: Tensors beside the operands that are there, by the names of launch values.
+        scale: What products of queries and keys are multiplied with.
+        softcap: None without one.
+        mask, score, dropout: None without one.
+        max_seqlen_q, max_seqlen_kv: Of packed sequences; else None.
+    """
+
+    __slots__ = (
+        "K",
+        "Q",
+        "V",
+        "dropout",
+        "further",
+        "mask",
+        "max_seqlen_kv",
+        "max_seqlen_q",
+        "out",
+        "scale",
+        "score",
+        "softcap",
+    )
+
+    Q: Operand
+    K: Operand
+    V: Operand
+    out: Operand
+    further: dict[str, Operand]
+    scale: float
+    softcap: float | None
+    mask: Mask | None
+    score: ScoreFunction | None
+    dropout: Dropout | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+
+    #: Keywords of tensors that the constructor takes, of those in ``TENSORS``.
+    tensor_names: ClassVar[tuple[str, ...]]
+
+    def _begin(self, operands: tuple[Operand, ...]) -> None:
+        """Keep the operands; before all else."""
+        self.operands = operands
+        self.Q, self.K, self.V, self.out = operands[:4]
+        self.accumulator_type = _FLOAT64 if operands[0].dtype is _FLOAT64 else _FLOAT32
+        self.epilogue = self.softcap = self.mask = self.score = self.dropout = None
+        self.max_seqlen_q = self.max_seqlen_kv = None
+        self._signature = self._key = None
+        self._accepted = {}
+
+    def _known(
+        self, look: _Fitting, written: Iterable[Operand], every: tuple[Operand, ...]
+    ) -> bool:
+        """Whether plain operands like these passed before; what asks for addresses is checked."""
+        if look not in _fitting:
+            return False
+        self.device = every[0].device
+        if not checks.all_apart(every):
+            for out in written:
+                self._check_apart(out, every)
+        return True
+
+    @staticmethod
+    def _remember(look: _Fitting) -> None:
+        if len(_fitting) >= _FITTING_KEPT:
+            _fitting.clear()
+        _fitting.add(look)
+
+    def _take(self, options: Mapping[str, Any]) -> None:
+        """Keep what is beside the operands, by the constructor's keywords, and check everything."""
+        self.softcap = checks.softcap_of(options["softcap"])
+        self.mask = checks.instance_of("mask", options["mask"], Mask)
+        self.dropout = checks.instance_of("dropout", options["dropout"], Dropout)
+        self.score = _score_of(options["score_mod"], options["score_operands"])
+        given = {name: options.get(name) for name in TENSORS}
+        if self.mask is not None and self.mask.blocks is not None:
+            given["blocks"] = self.mask.blocks.table
+        self.further = {n: operand_of(one, n) for n, one in given.items() if one is not None}
+        for name, one in self._function_operands.items():
+            if isinstance(one, Operand):
+                self.further[name] = one
+        for name in ("max_seqlen_q", "max_seqlen_kv"):
+            setattr(self, name, options[name])
+        checks.check(self)
+        self._check_devices()
+        self._check_outputs()
+
+    # What there is -----------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """What is beside the operands: an Operand, or None."""
+        if name in TENSORS:
+            return self.further.get(name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether sequences of different lengths stand one behind the other: Q (T, H, D)."""
+        return "cu_seqlens_q" in self.further
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether K and V are pages: (pages, H_kv, page_size, D)."""
+        return "page_table" in self.further
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether sequences have lengths of their own within the modes of the operands."""
+        return "seq_lens_q" in self.further or "seq_lens_kv" in self.further
+
+    @property
+    def B(self) -> int:
+        """Sequences."""
+        return self.further["cu_seqlens_q"].shape[0] - 1 if self.is_packed else self.Q.shape[0]
+
+    @property
+    def H(self) -> int:
+        """Heads of queries."""
+        return self.Q.shape[1]
+
+    @property
+    def H_kv(self) -> int:
+        """Heads of keys and values; each is for H / H_kv neighbouring heads of queries."""
+        return self.K.shape[1]
+
+    @property
+    def S_q(self) -> int:
+        """Queries of a sequence, at most."""
+        return self.Q.shape[2] if self.max_seqlen_q is None else self.max_seqlen_q
+
+    @property
+    def S_kv(self) -> int:
+        """Keys of a sequence, at most."""
+        if self.is_paged:
+            return self.further["page_table"].shape[1] * self.K.shape[2]
+        return self.K.shape[2] if self.max_seqlen_kv is None else self.max_seqlen_kv
+
+    @property
+    def D(self) -> int:
+        """Elements of a query and of a key."""
+        return self.Q.shape[-1]
+
+    @property
+    def D_v(self) -> int:
+        """Elements of a value."""
+        return self.V.shape[-1]
+
+    @property
+    def page_size(self) -> int | None:
+        return self.K.shape[2] if self.is_paged else None
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """Of the band that is visible, see :attr:`kernel_api.masks.Mask.bounds`."""
+        return {} if self.mask is None else self.mask.bounds
+
+    @property
+    def block_shape(self) -> tuple[int, int] | None:
+        """Queries and keys of a block of the table ``blocks``."""
+        blocks = None if self.mask is None else self.mask.blocks
+        return None if blocks is None else blocks.block_shape
+
+    @property
+    def mask_graph(self) -> Graph | None:
+        """Of all mask functions together; its operand x is the launch value ``mask_x``."""
+        return None if self.mask is None else self.mask.graph
+
+    @property
+    def score_graph(self) -> Graph | None:
+        """Of the score function; its operand x is the launch value ``score_x``."""
+        return None if self.score is None else self.score.graph
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        names = ("B", "H", "H_kv", "S_q", "S_kv", "D", "D_v")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def least_factor(self) -> float:
+        """A tanh of scores adds to their error."""
+        return 0.0 if self.softcap is None else 3.0
+
+    @property
+    def named_operands(self) -> dict[str, Operand]:
+        named = dict(zip(self.operand_names, self.operands, strict=True))
+        state = {} if self.dropout is None else self.dropout.tensors
+        return {**named, **self.further, **state}
+
+    @property
+    def outputs(self) -> dict[str, Operand]:
+        named = {**dict(zip(self.operand_names, self.operands, strict=True)), **self.further}
+        return {name: named[name] for name in self.output_names if name in named}
+
+    @property
+    def launch_values(self) -> dict[str, Any]:
+        """Tensors and numbers beside the operands, by name: what a launch may be given anew. Those
+        that are not there have no name here; the order is always the same."""
+        further, functions = self.further, self._function_operands
+        found = {name: further[name].tensor for name in TENSORS if name in further}
+        found.update((name, getattr(one, "tensor", one)) for name, one in functions.items())
+        return {**found, **self._numbers()}
+
+    @property
+    def _function_operands(self) -> dict[str, Operand | float]:
+        found: dict[str, Operand | float] = {}
+        for prefix, one in (("mask", self.mask), ("score", self.score)):
+            if one is not None:
+                found.update((f"{prefix}_{name}", value) for name, value in one.operands.items())
+        return found
+
+    def _numbers(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"scale": self.scale}
+        if self.softcap is not None:
+            found["softcap"] = self.softcap
+        found.update(self.bounds)
+        if self.dropout is not None:
+            found.update(self.dropout.values)
+        for name in ("max_seqlen_q", "max_seqlen_kv"):
+            if getattr(self, name) is not None:
+                found[name] = getattr(self, name)
+        return found
+
+    def draw_indices(self, random: Any) -> None:
+        """Sequences of equal length that fill what there is, pages in order, and a log-sum-exp
+        that the scores of a row may have."""
+        from kernel_api.arguments._attention_data import draw
+
+        draw(self)
+
+    # Made again --------------------------------------------------------------------------
+
+    def rebuilt(self, *tensors: Any, **others: Any) -> AttentionArguments:
+        """The same problem on other tensors: the operands, then ``lse`` of the forward pass, or by
+        the names of launch values. Those that are not given stay."""
+        placed = ("lse",) if len(tensors) > len(self.operands) else ()
+        kept = {name: value for name, value in self.launch_values.items() if name not in placed}
+        made = self.blueprint()(*tensors, **{**kept, **others})
+        assert isinstance(made, AttentionArguments)
+        return made
+
+    def blueprint(self) -> Callable[..., Arguments]:
+        kind, count = type(self), len(self.operands)
+        makers = [operand.maker() for operand in self.operands]
+        mask, score = self.mask, self.score
+        names, known = self.tensor_names, (*self.launch_values, "lse")
+        options = self._own_options()
+
+        def make(*tensors: Any, **values: Any) -> Arguments:
+            unknown = [name for name in values if name not in known]
+            if unknown:
+                raise ArgumentError(
+                    f"these {kind.__name__} take no {unknown[0]}; they take {', '.join(known)}"
+                )
+            given = {**options, **{n: values[n] for n in names if n in values}}
+            given.update((n, values[n]) for n in _SCALARS if n in values)
+            given.update(zip(("lse",), tensors[count:], strict=False))
+            if mask is not None:
+                bounds = {name: values[name] for name in _BOUNDS if name in values}
+                operands = _stripped(values, "mask_")
+                given["mask"] = mask.rebuilt(bounds, values.get("blocks"), operands)
+            if score is not None:
+                given["score_mod"] = score.with_operands(_stripped(values, "score_"))
+            if "dropout_p" in values:
+                given["dropout"] = Dropout(*(values[name] for name in _STATE))
+            return kind(*_alike(tensors[:count], makers), **given)
+
+        return make
+
+    def _own_options(self) -> dict[str, Any]:
+        """What the constructor takes beside launch values."""
+        return {}
+
+    def _keywords(self) -> dict[str, Any]:
+        names = self.tensor_names
+        tensors = {n: self.further[n] for n in TENSORS if n in self.further and n in names}
+        objects = {"mask": self.mask, "score_mod": self.score, "dropout": self.dropout}
+        present = {name: one for name, one in objects.items() if one is not None}
+        numbers = {n: one for n, one in self._numbers().items() if n in _SCALARS}
+        return {**tensors, **present, **numbers, **self._own_options()}
+
+    # What tells two problems apart -------------------------------------------------------
+
+    def _options(self) -> tuple[Hashable, ...]:
+        further = self.further
+        if not further and nothing(self.mask, self.score, self.dropout, self.softcap):
+            return (*self._own_options().values(),)
+        tensors = tuple([(n, o.dtype.name, o.rank, o.unit_mode) for n, o in further.items()])
+        numbers = tuple([(n, type(one).__name__) for n, one in self._function_numbers()])
+        state: tuple[Hashable, ...] = ()
+        if self.dropout is not None:
+            state = tuple([(n, getattr(one, "shape", None) is None) for n, one in self._state()])
+        values = tuple(self._numbers())
+        graphs = tuple([g.identity if g else None for g in (self.mask_graph, self.score_graph)])
+        pages = (self.page_size, self.block_shape)
+        return (tensors, numbers, state, values, *pages, *graphs, *self._own_options().values())
+
+    def _function_numbers(self) -> list[tuple[str, Any]]:
+        given = self._function_operands.items()
+        return [(name, one) for name, one in given if not isinstance(one, Operand)]
+
+    def _state(self) -> list[tuple[str, Any]]:
+        assert self.dropout is not None
+        return [("seed", self.dropout.seed), ("offset", self.dropout.offset)]
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        if self._key is None:
+            further = tuple([(o.layout, o.alignment) for o in self.further.values()])
+            bounds = tuple(self.bounds.values())
+            self._key = (*super().key, further, bounds, self.max_seqlen_q, self.max_seqlen_kv)
+        return self._key
+
+    def _all_operands(self) -> tuple[Operand, ...]:
+        return tuple(self.named_operands.values())
+
+    def __repr__(self) -> str:
+        q, out = self.Q.dtype.short, self.operands[3].dtype.short
+        form = "packed " if self.is_packed else "paged " if self.is_paged else ""
+        heads, dims = (
+            one if one == other else f"{one}/{other}"
+            for one, other in ((self.H, self.H_kv), (self.D, self.D_v))
+        )
+        beside = [name for name in self.further if name != "lse"]
+        parts = [repr(self.mask)] if self.mask is not None else []
+        parts += ["softcap"] * (self.softcap is not None) + ["score_mod"] * (self.score is not None)
+        parts += ["dropout"] * (self.dropout is not None)
+        parts += [name for name in beside if not name.startswith(("mask_", "blocks"))]
+        parts += [name for name, on in self._own_options().items() if on]
+        return (
+            f"{type(self).__name__}({form}{self.B}x{heads}x{self.S_q}x{self.S_kv} (B x H x S_q x "
+            f"S_kv), D = {dims}, {q} -> {out}"
+            f"{''.join(f', {part}' for part in parts)}, on {self.device})"
+        )
+
+
+def nothing(*values: Any) -> bool:
+    """Whether all are None."""
+    for value in values:  # noqa: SIM110 (a generator costs more)
+        if value is not None:
+            return False
+    return True
+
+
+_SCALARS = ("scale", "softcap", "max_seqlen_q", "max_seqlen_kv")
+
+
+def _stripped(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found = values.items()
+    return {name[len(prefix) :]: value for name, value in found if name.startswith(prefix)}
+
+
+def _score_of(fn: Any, operands: Any) -> ScoreFunction | None:
+    if fn is None:
+        if operands:
+            raise ArgumentError("score_operands are given and score_mod is not; they are its own")
+        return None
+    if isinstance(fn, ScoreFunction):
+        return fn.with_operands(operands) if operands else fn
+    if operands is not None and not isinstance(operands, Mapping):
+        raise ArgumentError(
+            f"score_operands is a {type(operands).__name__}; expected a dict of operands by name"
+        )
+    return ScoreFunction(fn, True, operands or {})
+
+
+def operand_of(value: Any, name: str) -> Operand:
+    if not isinstance(value, Operand):
+        return Operand(value, name)
+    if value.mode is not None:
+        raise ArgumentError(
+            f"{name} is a ScaledOperand; attention takes plain tensors, and descale_q, descale_k, "
+            f"descale_v"
+        )
+    return value
+
+
+def scale_of(scale: Any, D: int) -> float:
+    """The given one, or 1 / √D."""
+    if scale is None:
+        return 1.0 / math.sqrt(D) if D else 1.0
+    if type(scale) is float and math.isfinite(scale):
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise ArgumentError(f"scale is {scale!r}; expected a finite number, or None for 1/√D")
+    if not math.isfinite(float(scale)):
+        raise ArgumentError(f"scale is {scale!r}; expected a finite number")
+    return float(scale)

@@ -1,0 +1,134 @@
+"""Arguments of scaled-dot-product attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from kernel_api.arguments.attention import (
+    TENSORS,
+    AttentionArguments,
+    nothing,
+    operand_of,
+    scale_of,
+)
+from kernel_api.arguments.dropout import Dropout
+from kernel_api.masks import Mask
+from kernel_api.operands import Operand
+
+
+class SdpaArguments(AttentionArguments):
+    """out = P · V, with P the softmax of each query's scores over the keys.
+
+    A score is, in this order: ``scale`` · q·k; c · tanh(score / c) with c the ``softcap``; what
+    ``score_mod`` makes of it; plus ``bias``; plus ``alibi`` · (j − i); −∞ where the mask does not
+    let query i see key j. With a ``sink``, exp(sink) is added to the sum that the softmax divides
+    by. Then ``dropout``. Head h of the queries uses head h // (H / H_kv) of K and V.
+
+    A row that sees no key gives zeros, and −∞ as ``lse``, or the sink.
+
+    ========  =========================  ================================  =====================
+    form      Q, out                     K, V                              told by
+    ========  =========================  ================================  =====================
+    dense     (B, H, S_q, D)             (B, H_kv, S_kv, D)
+    packed    (T, H, D)                  (T_kv, H_kv, D)                   cu_seqlens_q, _kv
+    paged     (B, H, S_q, D)             (pages, H_kv, page_size, D)       page_table
+    ========  =========================  ================================  =====================
+
+    Any strides are taken whose last is 1. V and out may have another last mode, D_v, than Q and K.
+
+    Args:
+        Q, K, V: Of one floating type; 8-bit ones with ``descale_*`` give an ``out`` of 16 bits or
+            more.
+        out: Written. May not share memory with what is read.
+        lse: float32 (float64 where Q is) (B, H, S_q), or packed (H, T), written: the natural
+            logarithm of the sum that the softmax divides by.
+        scale: 1 / √D by default; a run-time value, as ``softcap`` is.
+        mask: One of :mod:`kernel_api.masks`, or several combined with ``&``.
+        bias: Broadcastable to (B, H, S_q, S_kv), any floating type.
+        alibi: float32 (H,), slopes.
+        softcap: A positive number.
+        sink: float32 (H,).
+        score_mod: A function of (score, b, h, q, kv, **operands); see :mod:`kernel_api._score`.
+        score_operands: What its further parameters are, by name.
+        dropout: A :class:`~kernel_api.arguments.Dropout`.
+        seq_lens_q, seq_lens_kv: int32 (B,). Keys behind a length are not visible, and may hold
+            anything; queries behind theirs give zeros, and −∞ as ``lse``.
+        cu_seqlens_q, cu_seqlens_kv: int32 (B + 1,), from 0: where packed sequences begin and end.
+        max_seqlen_q, max_seqlen_kv: Of packed sequences, the longest, or more.
+        page_table: int32 (B, max_pages): the pages of each sequence, which ``seq_lens_kv`` ends.
+        descale_q, descale_k, descale_v: float32 () or (B, H_kv): what 8-bit operands are
+            multiplied with.
+
+    Lengths are read by kernels alone, so they may change between replays of a CUDA graph.
+
+    Raises:
+        ArgumentError: shapes, types, devices, options or memory contradict each other.
+        EpilogueError: a function cannot be traced, or its operands do not fit.
+    """
+
+    kind = "sdpa"
+    operand_names: ClassVar[tuple[str, ...]] = ("Q", "K", "V", "out")
+    output_names: ClassVar[tuple[str, ...]] = ("out", "lse")
+    modes: ClassVar[dict[str, str]] = {"Q": "BHSD", "K": "BHTD", "V": "BHTE", "out": "BHSE"}
+    tensor_names: ClassVar[tuple[str, ...]] = tuple(
+        name for name in TENSORS if name not in ("blocks", "dBias", "dSink")
+    )
+
+    __slots__ = ("lse",)
+
+    lse: Operand | None
+
+    def __init__(
+        self,
+        Q: Any,
+        K: Any,
+        V: Any,
+        out: Any,
+        lse: Any = None,
+        *,
+        scale: float | None = None,
+        mask: Mask | None = None,
+        bias: Any = None,
+        alibi: Any = None,
+        softcap: float | None = None,
+        sink: Any = None,
+        score_mod: Callable[..., Any] | None = None,
+        score_operands: Mapping[str, Any] | None = None,
+        dropout: Dropout | None = None,
+        seq_lens_q: Any = None,
+        seq_lens_kv: Any = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_kv: Any = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        page_table: Any = None,
+        descale_q: Any = None,
+        descale_k: Any = None,
+        descale_v: Any = None,
+    ) -> None:
+        lse = None if lse is None else operand_of(lse, "lse")
+        operands = (
+            operand_of(Q, "Q"),
+            operand_of(K, "K"),
+            operand_of(V, "V"),
+            operand_of(out, "out"),
+        )
+        self.lse = lse
+        self._begin(operands)
+        self.scale = scale_of(scale, operands[0].shape[-1] if operands[0].shape else 0)
+        plain = nothing(
+            bias, alibi, softcap, sink, score_mod, score_operands, dropout, seq_lens_q, seq_lens_kv,
+            cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv,
+            page_table, descale_q, descale_k, descale_v,
+        )  # fmt: skip
+        look: tuple[Any, ...] = ()
+        if plain and (mask is None or (isinstance(mask, Mask) and mask.is_band)):
+            every = operands if lse is None else (*operands, lse)
+            look = tuple([one.layout for one in every])
+            self.further, self.mask = ({} if lse is None else {"lse": lse}), mask
+            if self._known(look, every[3:], every):
+                return
+        self._take(locals())
+        if look:
+            self._remember(look)

@@ -1,0 +1,303 @@
+"""Masks of attention: which keys a query sees. They are combined with ``&``.
+
+    mask = masks.Causal("bottom_right") & masks.Padding()
+
+Query i sees key j by their indices within a sequence. A window that is aligned ``"top_left"``
+counts from the first key, one aligned ``"bottom_right"`` from the last: its diagonal ends at the
+last query and the last key, of each sequence by its actual lengths. A row that sees nothing gives
+zeros, and −∞ as its log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kernel_api._described import Described
+from kernel_api._score import ScoreFunction, conjunction
+from kernel_api.dtypes import dtype
+from kernel_api.epilogue.graph import Graph
+from kernel_api.errors import ArgumentError
+from kernel_api.operands import Operand
+
+__all__ = ["BlockSparse", "Causal", "Mask", "MaskMod", "Padding", "SlidingWindow"]
+
+#: Names of the left and the right bound of a band, by what it is aligned to.
+BOUNDS = {"top_left": ("left", "right"), "bottom_right": ("left_end", "right_end")}
+
+
+class Mask(Described):
+    """Base of the masks."""
+
+    #: Whether it is all said by :attr:`bounds`.
+    is_band = False
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        """What it is combined of."""
+        return (self,)
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """Those of all bands together: with d the keys that there are more than queries,
+        −left ≤ j − i ≤ right, and d − left_end ≤ j − i ≤ d + right_end; only those that exist."""
+        found: dict[str, int] = {}
+        for part in self.parts:
+            for name, bound in part._bounds():
+                found[name] = min(bound, found.get(name, bound))
+        return {name: found[name] for names in BOUNDS.values() for name in names if name in found}
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether it has neither tables nor functions."""
+        return self.blocks is None and not self.functions
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether sequences have lengths of their own."""
+        return any(isinstance(part, Padding) for part in self.parts)
+
+    @property
+    def blocks(self) -> BlockSparse | None:
+        return next((part for part in self.parts if isinstance(part, BlockSparse)), None)
+
+    @property
+    def functions(self) -> tuple[MaskMod, ...]:
+        return tuple(part for part in self.parts if isinstance(part, MaskMod))
+
+    @property
+    def graph(self) -> Graph | None:
+        """Of all functions together."""
+        functions = self.functions
+        if len(functions) < 2:
+            return functions[0].function.graph if functions else None
+        return conjunction(one.function.graph for one in functions)
+
+    @property
+    def operands(self) -> dict[str, Operand | float]:
+        """Of all functions, by name."""
+        return {n: one for f in self.functions for n, one in f.function.operands.items()}
+
+    def rebuilt(
+        self, bounds: dict[str, int], table: Any = None, operands: dict[str, Any] | None = None
+    ) -> Mask:
+        """The same kind of mask with these bounds, and this table and these operands where they
+        are given."""
+        parts: list[Mask] = []
+        for alignment, names in BOUNDS.items():
+            left, right = (bounds.get(name) for name in names)
+            if left is not None or right is not None:
+                parts.append(SlidingWindow(left, right, alignment))
+        for part in self.parts:
+            if isinstance(part, BlockSparse):
+                parts.append(part if table is None else BlockSparse(table, part.block_shape))
+            elif isinstance(part, MaskMod):
+                parts.append(part.with_operands(operands or {}))
+            elif isinstance(part, Padding):
+                parts.append(part)
+        return all_of(parts) if parts else SlidingWindow(None, None)
+
+    def __and__(self, other: Any) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return _Combined((*self.parts, *other.parts))
+
+    def _bounds(self) -> Iterator[tuple[str, int]]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """Key j is visible to query i iff j ≤ i, or j ≤ i + d with d the keys that there are more than
+    queries.
+
+    Args:
+        alignment: ``"top_left"``, the former, or ``"bottom_right"``.
+    """
+
+    alignment: str = "top_left"
+    is_band = True
+
+    def __post_init__(self) -> None:
+        _check_alignment(self.alignment)
+
+    def _bounds(self) -> Iterator[tuple[str, int]]:
+        yield BOUNDS[self.alignment][1], 0
+
+    def description(self) -> dict[str, Any]:
+        return {"alignment": self.alignment}
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Mask):
+    """Key j is visible to query i iff i + δ − left ≤ j ≤ i + δ + right.
+
+    Args:
+        left, right: Whole numbers from 0; None: no bound on that side.
+        alignment: ``"top_left"``: δ is 0; ``"bottom_right"``: the keys that there are more than
+            queries.
+    """
+
+    left: int | None
+    right: int | None
+    alignment: str = "top_left"
+    is_band = True
+
+    def __post_init__(self) -> None:
+        _check_alignment(self.alignment)
+        for name in ("left", "right"):
+            bound = getattr(self, name)
+            if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
+                raise ArgumentError(f"{name} is {bound!r}; expected a whole number, or None")
+            if bound is not None and bound < 0:
+                raise ArgumentError(
+                    f"{name} is {bound}; expected how far a query sees to that side, at least 0, "
+                    f"or None where there is no bound"
+                )
+
+    def _bounds(self) -> Iterator[tuple[str, int]]:
+        for name, bound in zip(BOUNDS[self.alignment], (self.left, self.right), strict=True):
+            if bound is not None:
+                yield name, bound
+
+    def description(self) -> dict[str, Any]:
+        return {"left": self.left, "right": self.right, "alignment": self.alignment}
+
+
+@dataclass(frozen=True)
+class Padding(Mask):
+    """Sequences have the lengths ``seq_lens_q`` and ``seq_lens_kv`` of the arguments: keys behind
+    them are not visible, and queries behind them give zeros."""
+
+    def description(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSparse(Mask):
+    """Blocks of queries see blocks of keys.
+
+    Args:
+        table: bool (B or 1, H or 1, ceil(S_q / bq), ceil(S_kv / bkv)); True: they do.
+        block_shape: (bq, bkv).
+    """
+
+    table: Any
+    block_shape: tuple[int, int] = (128, 128)
+
+    def __post_init__(self) -> None:
+        table = self.table if isinstance(self.table, Operand) else Operand(self.table, "table")
+        object.__setattr__(self, "table", table)
+        if table.dtype is not dtype("bool"):
+            raise ArgumentError(f"table of BlockSparse is {table.dtype}; expected bool")
+        if table.rank != 4:
+            raise ArgumentError(
+                f"table of BlockSparse has shape {table.shape}; expected (B or 1, H or 1, blocks "
+                f"of queries, blocks of keys)"
+            )
+        shape = tuple(self.block_shape)
+        if len(shape) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in shape):
+            raise ArgumentError(f"block_shape is {self.block_shape!r}; expected (queries, keys)")
+        if min(shape) < 1:
+            raise ArgumentError(f"block_shape is {shape}; expected at least 1 of each")
+        object.__setattr__(self, "block_shape", shape)
+
+    def description(self) -> dict[str, Any]:
+        return {"table": self.table, "block_shape": list(self.block_shape)}
+
+    def __repr__(self) -> str:
+        return f"BlockSparse({self.table!r}, {self.block_shape})"
+
+
+class MaskMod(Mask):
+    """A traced function of indices: ``fn(b, h, q, kv, **operands)`` returns a comparison, true
+    where query q sees key kv.
+
+        masks.MaskMod(lambda b, h, q, kv, document: document[b, q] == document[b, kv], document=ids)
+
+    Args:
+        fn: Called once, with symbolic values; see :mod:`kernel_api._score`.
+        operands: What its further parameters are: tensors, and Python numbers.
+
+    Raises:
+        ArgumentError: ``fn`` is no function.
+        EpilogueError: it cannot be traced, or its operands do not fit; starts with the line.
+    """
+
+    function: ScoreFunction
+
+    def __init__(self, fn: Callable[..., Any], /, **operands: Any) -> None:
+        self.function = ScoreFunction(fn, False, operands)
+
+    def with_operands(self, operands: dict[str, Any]) -> MaskMod:
+        """The same function on others of its own operands, as far as they are given."""
+        own = {n: operands[n] for n in self.function.operands if n in operands}
+        return self._of(self.function.with_operands(own))
+
+    @classmethod
+    def _of(cls, function: ScoreFunction) -> MaskMod:
+        made = cls.__new__(cls)
+        made.function = function
+        return made
+
+    def description(self) -> dict[str, Any]:
+        return {"function": self.function}
+
+    @classmethod
+    def from_description(cls, fields: dict[str, Any]) -> MaskMod:
+        return cls._of(fields["function"])
+
+    def __repr__(self) -> str:
+        names = "".join(f", {name}" for name in self.function.operands)
+        return f"MaskMod({self.function.graph.identity[:8]}{names})"
+
+
+class _Combined(Mask):
+    """What all of several masks let a query see."""
+
+    def __init__(self, parts: tuple[Mask, ...]) -> None:
+        self._parts = parts
+        self.is_band = all(part.is_band for part in parts)
+        if sum(isinstance(part, BlockSparse) for part in parts) > 1:
+            raise ArgumentError(
+                "two BlockSparse masks are combined; pass one, with a table that holds where both "
+                "do"
+            )
+        names = [name for one in self.functions for name in one.function.operands]
+        for name in names:
+            if names.count(name) > 1:
+                raise ArgumentError(
+                    f"two mask functions that are combined have an operand {name}; choose another "
+                    f"name in one of them"
+                )
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self._parts
+
+    def description(self) -> dict[str, Any]:
+        return {"parts": list(self._parts)}
+
+    @classmethod
+    def from_description(cls, fields: dict[str, Any]) -> _Combined:
+        return cls(tuple(fields["parts"]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Combined) and self._parts == other._parts
+
+    def __hash__(self) -> int:
+        return hash(self._parts)
+
+    def __repr__(self) -> str:
+        return " & ".join(map(repr, self._parts))
+
+
+def all_of(parts: Sequence[Mask]) -> Mask:
+    """Several masks combined, one at least."""
+    return _Combined(tuple(parts)) if len(parts) > 1 else parts[0]
+
+
+def _check_alignment(alignment: Any) -> None:
+    if alignment not in BOUNDS:
+        raise ArgumentError(f"alignment is {alignment!r}; expected one of {tuple(BOUNDS)}")

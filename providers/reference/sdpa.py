@@ -1,0 +1,265 @@
+"""Attention and its gradient in float64."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from kernel_api.arguments import SdpaArguments, SdpaBackwardArguments
+from kernel_api.artifact import CompiledArtifact
+from kernel_api.kernel import Kernel
+from kernel_api.metadata import (
+    DesignMetadata,
+    SdpaBackwardOperandsMetadata,
+    SdpaOperandsMetadata,
+)
+from kernel_api.providers.precision import float32_multiplication
+from kernel_api.providers.reference import ReferenceProvider
+from kernel_api.providers.reference.epilogue import rounded
+from kernel_api.providers.reference.sdpa_scores import Attention, Rows
+from kernel_api.providers.streams import on_stream
+from kernel_api.space import Operands, Space
+
+Values = dict[str, Any]
+
+_INFINITY = float("inf")
+
+
+class ReferenceAttention(Kernel):
+    """Computed in float64 and rounded once; every option, any floating types, any strides."""
+
+    devices = ("cpu", "cuda")
+    space = Space()
+    design = DesignMetadata
+    computation: ClassVar[type[_Computation]]
+
+    def _run(
+        self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
+    ) -> None:
+        with torch.no_grad(), on_stream(stream, args.device.index):
+            for name, values in self.exact(args).items():
+                written = args.outputs[name]
+                written.tensor.copy_(rounded(values, written.dtype))
+
+    @classmethod
+    def exact(cls, args: Any) -> Values:
+        """The oracle of ``verify``: what is stored, before it is rounded, in float64."""
+        return cls.computation(args, torch.float64).values()
+
+    @classmethod
+    def same_dtype(cls, args: Any) -> Values:
+        """Outputs as torch computes them in the type of the arithmetic, where what is multiplied
+        is rounded to the operands' type."""
+        with float32_multiplication("ieee"):
+            found = cls.computation(args, args.accumulator_type.torch, rounds=True).values()
+        return {name: rounded(one, args.outputs[name].dtype) for name, one in found.items()}
+
+    @classmethod
+    def allowance(cls, args: Any) -> Values:
+        """What one rounding of each factor costs, if they are independent, and some of the
+        arithmetic at the scale of the data."""
+        found = cls.computation(args, torch.float64, bounds=True).values()
+        return {name: torch.nan_to_num(one, posinf=0.0) for name, one in found.items()}
+
+
+class _Computation:
+    """One pass over all scores.
+
+    Args:
+        rounds: Whether probabilities, and their gradients, are rounded to the type of the operands
+            before they are multiplied.
+        bounds: Whether values are the errors that are allowed.
+    """
+
+    def __init__(
+        self, args: Any, wide: torch.dtype, *, rounds: bool = False, bounds: bool = False
+    ) -> None:
+        self.args, self.attention, self._wide = args, Attention(args, wide), wide
+        self._rounds, self._bounds = rounds, bounds
+        #: Half a unit in the last place of what is multiplied, and what arithmetic is off by.
+        self._unit: float = torch.finfo(args.Q.dtype.torch).eps / 2
+        self._small = 2.0**-22
+        if args.accumulator_type.bits == 64:
+            self._small = (args.S_kv + args.S_q + args.D) * 2.0**-50
+
+    def values(self) -> Values:
+        """Every output."""
+        raise NotImplementedError
+
+    def factor(self, values: Any) -> Any:
+        """As it is multiplied."""
+        return rounded(values, self.args.Q.dtype).to(self._wide) if self._rounds else values
+
+    def new(self, name: str, fill: float = 0.0) -> Any:
+        """Of an output's shape."""
+        shape = self.args.outputs[name].shape
+        return torch.full(shape, fill, dtype=self._wide, device=self.args.device)
+
+    def products(self, rows: Rows) -> tuple[Any, Any, Any, Any]:
+        """(q, k, v, q·k) of some queries, with the heads of queries."""
+        attention, b = self.attention, rows.b
+        q, k, v = self.operands(b)
+        q = q[:, rows.start : rows.stop]
+        descale = attention.descale("descale_q", b) * attention.descale("descale_k", b)
+        v = v * attention.descale("descale_v", b)
+        return q, k, v, q @ k.transpose(1, 2) * descale
+
+    def operands(self, b: int) -> tuple[Any, Any, Any]:
+        """q, k and v of a sequence, with the heads of queries."""
+        attention, args = self.attention, self.args
+        q = attention.converted(attention.of_queries(args.Q.tensor, b))
+        k, v = (attention.of_keys(one.tensor, b) for one in (args.K, args.V))
+        return q, *(attention.for_each_query_head(attention.converted(one)) for one in (k, v))
+
+
+class _Forward(_Computation):
+    def values(self) -> Values:
+        out = self.new("out")
+        lse = None
+        if "lse" in self.args.outputs:
+            lse = self.new("lse", 0.0 if self._bounds else -_INFINITY)
+        for rows in self.attention.rows():
+            part = slice(rows.start, rows.stop)
+            computed, logarithm = self._rows(rows)
+            self.attention.of_queries(out, rows.b)[:, part] = computed
+            if lse is not None:
+                self.attention.of_lse(lse, rows.b)[:, part] = logarithm
+        return {"out": out} if lse is None else {"out": out, "lse": lse}
+
+    def _rows(self, rows: Rows) -> tuple[Any, Any]:
+        q, _, v, products = self.products(rows)
+        scores, _, keep = self.attention.scores(rows, products)
+        shape = q.shape[:2]
+        largest = scores.amax(-1) if rows.keys else scores.new_full(shape, -_INFINITY)
+        if "sink" in self.args.further:
+            sink = self.attention.per_head("sink").squeeze(-1).expand(shape)
+            largest = torch.maximum(largest, sink)
+        shift = torch.where(largest == -_INFINITY, 0.0, largest)
+        p = torch.exp(scores - shift.unsqueeze(-1))
+        total = p.sum(-1)
+        if "sink" in self.args.further:
+            total = total + torch.exp(sink - shift)
+        inverse = torch.where(total == 0, 0.0, 1 / total).unsqueeze(-1)
+        kept = p if keep is None else p * keep
+        if not self._bounds:
+            return self.factor(kept) @ v * inverse, torch.log(total) + shift
+        kept = kept * inverse
+        magnitude = 1 + _largest(scores).unsqueeze(-1)
+        random = (kept.square() @ v.square()).sqrt()
+        allowed = self._unit * random + self._small * magnitude * (kept @ v.abs())
+        return allowed, (self._small * magnitude).squeeze(-1)
+
+
+class _Backward(_Computation):
+    def values(self) -> Values:
+        args, attention = self.args, self.attention
+        found = {name: self.new(name) for name in args.outputs}
+        for rows in attention.rows():
+            self._add(rows, found)
+        return found
+
+    def _add(self, rows: Rows, found: Values) -> None:
+        args, attention, b = self.args, self.attention, rows.b
+        part = slice(rows.start, rows.stop)
+        q, k, v, products = self.products(rows)
+        scores = attention.scores(rows, products)
+        lse = attention.converted(attention.of_lse(args.lse.tensor, b)[:, part]).unsqueeze(-1)
+        out, dO = (
+            attention.converted(attention.of_queries(one.tensor, b)[:, part])
+            for one in (args.out, args.dO)
+        )
+        p = torch.where(lse == -_INFINITY, 0.0, torch.exp(scores.values - lse))
+        delta = (out * dO).sum(-1, keepdim=True)
+        keep = 1.0 if scores.keep is None else scores.keep
+        dP = dO @ v.transpose(1, 2) * keep
+        dS = p * (dP - delta)
+        error = None
+        if self._bounds:
+            largest = dO.norm(dim=-1, keepdim=True) * v.norm(dim=-1).unsqueeze(1)
+            error = p * (largest * keep + (out * dO).abs().sum(-1, keepdim=True))
+            error = error * self._relative(scores.values)
+        self._beside(rows, found, dS if error is None else error, lse, delta)
+        slope = attention.slope(rows, scores)
+        if slope is not None:
+            dS = torch.where(dS == 0, 0.0, dS * slope)
+            error = None if error is None else error * torch.nan_to_num(slope).abs()
+        scale = attention.number(args.scale)
+        scale = abs(scale) if self._bounds else scale
+        kept = p * keep
+        of_keys = self._product(dS.mT, q, None if error is None else error.mT) * scale
+        of_values = self._product(kept.mT, dO, (kept * self._relative(scores.values)).mT)
+        own = attention.of_queries(found["dQ"], b)[:, part]
+        own += self._product(dS, k, error) * scale
+        for name, gradient in (("dK", of_keys), ("dV", of_values)):
+            own = attention.of_keys(found[name], b)
+            own += attention.summed_over_groups(gradient)
+
+    def _product(self, left: Any, right: Any, error: Any) -> Any:
+        """left · right with left as it is multiplied; or what that may be off by, if left is by
+        an error."""
+        if not self._bounds:
+            return self.factor(left) @ right
+        random = (left.square() @ right.square()).sqrt()
+        return self._unit * random + error @ right.abs()
+
+    def _relative(self, scores: Any) -> Any:
+        """What the exponential of scores is off by, of itself."""
+        return self._small * (1 + _largest(scores).unsqueeze(-1))
+
+    def _beside(self, rows: Rows, found: Values, dS: Any, lse: Any, delta: Any) -> None:
+        """Gradients of bias and sink."""
+        attention = self.attention
+        if "dBias" in found:
+            own = attention.of_bias(found["dBias"], rows)
+            summed = [mode for mode in range(3) if own.shape[mode] == 1]
+            own += dS.sum(summed, keepdim=True) if summed else dS
+        if "dSink" in found:
+            share = torch.exp(attention.per_head("sink") - lse)
+            share = torch.where(lse == -_INFINITY, 0.0, share)
+            terms = (share * delta).squeeze(-1)
+            found["dSink"] += self._small * terms.abs().sum(-1) if self._bounds else -terms.sum(-1)
+
+
+def _largest(scores: Any) -> Any:
+    """The largest finite magnitude of each row."""
+    finite = torch.where(torch.isfinite(scores), scores, 0.0).abs()
+    return finite.amax(-1) if scores.shape[-1] else finite.sum(-1)
+
+
+@ReferenceProvider.register
+class ReferenceSdpa(ReferenceAttention):
+    """Attention, with every mask and option."""
+
+    family: ClassVar[str] = "reference.sdpa"
+    arguments = SdpaArguments
+    operands = (
+        Operands(Q="any", K="any", V="any", out="any", accumulator="any", majors="strided"),
+    )
+    operands_metadata = SdpaOperandsMetadata
+    computation = _Forward
+
+
+@ReferenceProvider.register
+class ReferenceSdpaBackward(ReferenceAttention):
+    """The gradient of attention, with every mask and option."""
+
+    family: ClassVar[str] = "reference.sdpa_backward"
+    arguments = SdpaBackwardArguments
+    operands = (
+        Operands(
+            Q="any",
+            K="any",
+            V="any",
+            out="any",
+            dO="any",
+            lse="any",
+            dQ="any",
+            dK="any",
+            dV="any",
+            accumulator="any",
+            majors="strided",
+        ),
+    )
+    operands_metadata = SdpaBackwardOperandsMetadata
+    computation = _Backward

@@ -1,0 +1,311 @@
+"""Scores of attention, one sequence and some of its queries at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from kernel_api.arguments.attention import AttentionArguments
+from kernel_api.dtypes import dtype
+from kernel_api.epilogue.graph import Graph, Node
+from kernel_api.operands import Operand
+from kernel_api.providers.reference.epilogue import _ELEMENTWISE, rounded
+from kernel_api.providers.reference.philox import philox
+
+#: Scores that are held at a time.
+_ELEMENTS = 1 << 24
+
+_WORD = 0xFFFFFFFF
+
+
+class Rows(NamedTuple):
+    """Some queries of one sequence.
+
+    Attributes:
+        b: Number of the sequence.
+        start, stop: Of the queries, within the sequence.
+        queries, keys: That the sequence has.
+    """
+
+    b: int
+    start: int
+    stop: int
+    queries: int
+    keys: int
+
+
+class Scores(NamedTuple):
+    """Of some queries with all keys of their sequence, (H, queries, keys).
+
+    Attributes:
+        values: −∞ where a query does not see a key.
+        capped: Before the score function.
+        keep: What probabilities are multiplied with; None without dropout.
+    """
+
+    values: Any
+    capped: Any
+    keep: Any
+
+
+class Attention:
+    """What some arguments read, in a type.
+
+    Args:
+        wide: The type of all arithmetic.
+    """
+
+    def __init__(self, args: AttentionArguments, wide: torch.dtype) -> None:
+        self.args, self.wide = args, wide
+        self._arithmetic = args.accumulator_type.torch
+        self.groups = args.H // args.H_kv if args.H_kv else 1
+
+    # Sequences ---------------------------------------------------------------------------
+
+    def rows(self) -> Iterator[Rows]:
+        """All queries, as many at a time as there is room for."""
+        args = self.args
+        for b in range(args.B):
+            queries, keys = self.length("q", b), self.length("kv", b)
+            step = max(_ELEMENTS // max(args.H * keys, 1), 1)
+            for start in range(0, queries, step):
+                yield Rows(b, start, min(start + step, queries), queries, keys)
+
+    def length(self, which: str, b: int) -> int:
+        """Of a sequence's queries or keys."""
+        args = self.args
+        if args.is_packed:
+            ends = args.further[f"cu_seqlens_{which}"].tensor
+            return int(ends[b + 1]) - int(ends[b])
+        most = args.S_q if which == "q" else args.S_kv
+        lengths = args.further.get(f"seq_lens_{which}")
+        return most if lengths is None else min(max(int(lengths.tensor[b]), 0), most)
+
+    def of_queries(self, tensor: Any, b: int) -> Any:
+        """(H, queries, ...) of a tensor like Q."""
+        if self.args.is_packed:
+            return tensor[self._packed("q", b)].transpose(0, 1)
+        return tensor[b, :, : self.length("q", b)]
+
+    def of_keys(self, tensor: Any, b: int) -> Any:
+        """(H_kv, keys, ...) of a tensor like K."""
+        args, keys = self.args, self.length("kv", b)
+        if args.is_packed:
+            return tensor[self._packed("kv", b)].transpose(0, 1)
+        if not args.is_paged:
+            return tensor[b, :, :keys]
+        assert args.page_size is not None
+        pages = args.further["page_table"].tensor[b, : -(-keys // args.page_size)].long()
+        picked = _picked(tensor, pages).transpose(0, 1)
+        return picked.flatten(1, 2)[:, :keys]
+
+    def of_lse(self, tensor: Any, b: int) -> Any:
+        """(H, queries) of a tensor like lse."""
+        if self.args.is_packed:
+            return tensor[:, self._packed("q", b)]
+        return tensor[b, :, : self.length("q", b)]
+
+    def _packed(self, which: str, b: int) -> slice:
+        ends = self.args.further[f"cu_seqlens_{which}"].tensor
+        return slice(int(ends[b]), int(ends[b + 1]))
+
+    def converted(self, tensor: Any) -> Any:
+        """As it is read: in the type of the arithmetic, which may then be wider."""
+        return tensor.to(self._arithmetic).to(self.wide)
+
+    def number(self, value: float) -> float:
+        """As it is read."""
+        return float(torch.tensor(value, dtype=torch.float64).to(self._arithmetic))
+
+    def per_head(self, name: str) -> Any:
+        """(H, 1, 1) of ``alibi`` or ``sink``."""
+        return self.converted(self.args.further[name].tensor).view(-1, 1, 1)
+
+    def descale(self, name: str, b: int) -> Any:
+        """(H, 1, 1), or 1."""
+        operand = self.args.further.get(name)
+        if operand is None:
+            return 1.0
+        tensor = self.converted(operand.tensor)
+        if tensor.dim():
+            return tensor[b].repeat_interleave(self.groups).view(-1, 1, 1)
+        return tensor
+
+    def for_each_query_head(self, tensor: Any) -> Any:
+        """(H, ...) of (H_kv, ...)."""
+        return tensor.repeat_interleave(self.groups, dim=0)
+
+    def summed_over_groups(self, tensor: Any) -> Any:
+        """(H_kv, ...) of (H, ...)."""
+        return tensor.unflatten(0, (-1, self.groups)).sum(1)
+
+    # Scores ------------------------------------------------------------------------------
+
+    def scores(self, rows: Rows, products: Any) -> Scores:
+        """What becomes of q·k, (H, queries, keys), which are descaled and not yet scaled."""
+        args = self.args
+        values = products * self.number(args.scale)
+        if args.softcap is not None:
+            cap = self.number(args.softcap)
+            values = cap * torch.tanh(values / cap)
+        capped = values
+        if args.score is not None:
+            values = self.function(args.score.graph, "score", rows, values)
+        if "bias" in args.further:
+            values = values + self.converted(self.of_bias(args.further["bias"].tensor, rows))
+        i, j = self._places(rows)
+        if "alibi" in args.further:
+            values = values + self.per_head("alibi") * (j - i).to(self.wide)
+        visible = self._visible(rows)
+        if visible is not None:
+            values = values.masked_fill(~visible, float("-inf"))
+        return Scores(values, capped, self._keep(rows))
+
+    def of_bias(self, tensor: Any, rows: Rows) -> Any:
+        """(H or 1, queries or 1, keys or 1) of a tensor like bias."""
+        own = tensor[rows.b if tensor.shape[0] > 1 else 0]
+        if own.shape[1] > 1:
+            own = own[:, rows.start : rows.stop]
+        return own[:, :, : rows.keys] if own.shape[2] > 1 else own
+
+    def slope(self, rows: Rows, scores: Scores) -> Any:
+        """Derivative of the scores by the scaled products; None where it is 1."""
+        args, found = self.args, None
+        if args.score is not None:
+            found = self.function(args.score.derivative, "score", rows, scores.capped)
+        if args.softcap is None:
+            return found
+        capped = 1 - (scores.capped / self.number(args.softcap)) ** 2
+        if args.score is None:
+            return capped
+        # The score function's operand was capped already.
+        return found * capped
+
+    def _places(self, rows: Rows) -> tuple[Any, Any]:
+        device = self.args.device
+        i = torch.arange(rows.start, rows.stop, device=device).view(1, -1, 1)
+        return i, torch.arange(rows.keys, device=device).view(1, 1, -1)
+
+    def _visible(self, rows: Rows) -> Any:
+        args = self.args
+        i, j = self._places(rows)
+        beyond = rows.keys - rows.queries
+        bounds = args.bounds
+        found = []
+        if "left" in bounds:
+            found.append(j - i >= -bounds["left"])
+        if "right" in bounds:
+            found.append(j - i <= bounds["right"])
+        if "left_end" in bounds:
+            found.append(j - i >= beyond - bounds["left_end"])
+        if "right_end" in bounds:
+            found.append(j - i <= beyond + bounds["right_end"])
+        if args.block_shape is not None:
+            table = args.further["blocks"].tensor
+            own = table[rows.b if table.shape[0] > 1 else 0]
+            blocks = (i.flatten() // args.block_shape[0], j.flatten() // args.block_shape[1])
+            found.append(own[:, blocks[0]][:, :, blocks[1]])
+        if args.mask_graph is not None:
+            found.append(self.function(args.mask_graph, "mask", rows, None))
+        if not found:
+            return None
+        visible = found[0]
+        for one in found[1:]:
+            visible = visible & one
+        return visible
+
+    def function(self, graph: Graph, prefix: str, rows: Rows, score: Any) -> Any:
+        """What a function of scores or indices gives."""
+        i, j = self._places(rows)
+        heads = torch.arange(self.args.H, device=self.args.device).view(-1, 1, 1)
+        indices = {"b": torch.full_like(heads[:1], rows.b), "h": heads, "q": i, "kv": j}
+        part = self.args.mask if prefix == "mask" else self.args.score
+        assert part is not None
+        found = _evaluated(graph, score, indices, part.operands, self)
+        return found.expand(self.args.H, rows.stop - rows.start, rows.keys)
+
+    def _keep(self, rows: Rows) -> Any:
+        dropout = self.args.dropout
+        if dropout is None:
+            return None
+        seed, offset = (_integer(one) for one in (dropout.seed, dropout.offset))
+        i, _ = self._places(rows)
+        heads = torch.arange(self.args.H, device=self.args.device).view(-1, 1, 1)
+        low = (offset & _WORD) + rows.b * self.args.H + heads
+        high = ((offset >> 32) + (low >> 32)) & _WORD
+        groups = torch.arange(-(-rows.keys // 4), device=self.args.device).view(1, 1, -1)
+        counter = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
+            groups, i, low & _WORD, high
+        )
+        key = tuple(torch.tensor((seed >> bits) & _WORD, device=low.device) for bits in (0, 32))
+        words = torch.stack(philox(tuple(counter), (key[0], key[1])), dim=-1).flatten(-2)
+        uniform = (words[..., : rows.keys] >> 8).double() * 2.0**-24
+        p = self.number(dropout.p)
+        return (uniform >= p).to(self.wide) / (1.0 - p)
+
+
+def _integer(state: Any) -> int:
+    return int(state.tensor) if isinstance(state, Operand) else int(state)
+
+
+def _picked(tensor: Any, pages: Any) -> Any:
+    """Some pages; torch does not pick 8-bit floats everywhere."""
+    if tensor.element_size() > 1:
+        return tensor[pages]
+    return tensor.view(torch.uint8)[pages].view(tensor.dtype)
+
+
+# Functions -------------------------------------------------------------------------------
+
+
+def _evaluated(
+    graph: Graph,
+    score: Any,
+    indices: Mapping[str, Any],
+    operands: Mapping[str, Operand | float],
+    attention: Attention,
+) -> Any:
+    found: list[Any] = []
+    for node in graph.nodes:
+        inputs = [found[i] for i in node.inputs]
+        if node.op in _ELEMENTWISE:
+            found.append(_ELEMENTWISE[node.op](*inputs))
+        else:
+            found.append(_leaf(node, inputs, score, indices, operands, attention))
+    return found[graph.outputs[0][1]]
+
+
+def _leaf(
+    node: Node,
+    inputs: list[Any],
+    score: Any,
+    indices: Mapping[str, Any],
+    operands: Mapping[str, Operand | float],
+    attention: Attention,
+) -> Any:
+    if node.op == "score":
+        return score
+    if node.op == "index":
+        return indices[node["name"]].to(attention.wide)
+    if node.op == "constant":
+        return _number(float.fromhex(node["value"]), attention)
+    if node.op == "cast":
+        return rounded(inputs[0], dtype(node["to"])).to(attention.wide)
+    if node.op in ("floordiv", "remainder"):
+        divide = torch.floor_divide if node.op == "floordiv" else torch.remainder
+        return divide(inputs[0], node["divisor"])
+    operand = operands[node["name"]]
+    if not isinstance(operand, Operand):
+        return _number(operand, attention)
+    tensor = operand.tensor
+    if node.op == "lookup":
+        extents = zip(inputs, operand.shape, strict=True)
+        tensor = tensor[tuple(i.long().clamp(0, max(e - 1, 0)) for i, e in extents)]
+    return tensor if node["type"] == "bool" else attention.converted(tensor)
+
+
+def _number(value: float, attention: Attention) -> Any:
+    device = attention.args.device
+    return torch.tensor(attention.number(value), dtype=attention.wide, device=device)

@@ -1,0 +1,501 @@
+"""Attention and its gradient by the operators behind torch's scaled_dot_product_attention.
+
+torch aligns a causal mask to the top left. Its operators allocate what they return, which is copied
+to where it belongs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from kernel_api.arguments import SdpaArguments, SdpaBackwardArguments
+from kernel_api.arguments.attention import AttentionArguments
+from kernel_api.artifact import CompiledArtifact
+from kernel_api.devices import target_of
+from kernel_api.kernel import Kernel
+from kernel_api.metadata import (
+    DesignMetadata,
+    SdpaBackwardOperandsMetadata,
+    SdpaOperandsMetadata,
+)
+from kernel_api.providers.streams import on_stream
+from kernel_api.providers.torch import TorchProvider
+from kernel_api.space import Miss, Operands, Space, rule
+
+_aten: Any = torch.ops.aten
+
+#: Queries that the efficient kernels keep statistics of at a time.
+_EFFICIENT_ROWS = 32
+
+
+class TorchAttention(Kernel):
+    """One of torch's operators, on dense sequences without options that torch does not have."""
+
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    space = Space()
+    design = DesignMetadata
+
+    @rule("torch's operators take dense sequences of one length")
+    def _(args: AttentionArguments) -> bool | Miss:
+        for name, on in (("packed", args.is_packed), ("paged", args.is_paged)):
+            if on:
+                return Miss(f"they are {name}")
+        return Miss("they have seq_lens") if args.is_padded else True
+
+    @rule("torch's operators have no softcap, score_mod, alibi or sink")
+    def _(args: AttentionArguments) -> bool | Miss:
+        further = args.further
+        given = {
+            "softcap": args.softcap,
+            "score_mod": args.score,
+            "alibi": further.get("alibi"),
+            "sink": further.get("sink"),
+        }
+        found = [name for name, one in given.items() if one is not None]
+        return Miss(f"{found[0]} is given") if found else True
+
+    @rule("torch draws the zeros of dropout in a way of its own")
+    def _(args: AttentionArguments) -> bool:
+        return args.dropout is None
+
+    @rule("torch's operators mask nothing, or what is causal from the top left")
+    def _(args: AttentionArguments) -> bool | Miss:
+        mask = args.mask
+        if mask is None:
+            return True
+        known = args.bounds in ({}, {"right": 0}) or _is_square_causal(args)
+        return (mask.is_band and known) or Miss(f"the mask is {mask!r}")
+
+    @rule("torch's operators need a key")
+    def _(args: AttentionArguments) -> bool:
+        return args.S_kv > 0
+
+    def _run(
+        self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
+    ) -> None:
+        with torch.no_grad(), on_stream(stream, args.device.index):
+            for name, values in self._computed(args).items():
+                if name in args.outputs:
+                    args.outputs[name].tensor.copy_(values)
+
+    def _computed(self, args: Any) -> dict[str, Any]:
+        """Outputs by name; others are left out later."""
+        raise NotImplementedError
+
+
+def is_causal(args: AttentionArguments) -> bool:
+    return bool(args.bounds)
+
+
+def _is_square_causal(args: AttentionArguments) -> bool:
+    """Whether the mask is causal, and it makes no difference to where it is aligned."""
+    return args.S_q == args.S_kv and set(args.bounds.items()) <= {("right", 0), ("right_end", 0)}
+
+
+def bias_of(args: AttentionArguments) -> Any:
+    """(B, H, S_q, S_kv), or None."""
+    bias = args.further.get("bias")
+    return None if bias is None else bias.tensor.expand(args.B, args.H, args.S_q, args.S_kv)
+
+
+# Rules that some of the operators share --------------------------------------------------
+
+no_bias = rule("torch's flash attention takes no bias")
+same_bias = rule("torch takes a bias of the type of the operands")
+either = rule("torch takes a bias or a causal mask, not both")
+same_heads = rule("the operator has as many heads of keys as of queries")
+same_dims = rule("the operator has values as long as keys")
+square = rule("the operator is causal where there are as many keys as queries")
+whole_vectors = rule("the operator reads vectors of 16 bytes")
+in_any_order = rule("the operator adds gradients up in any order")
+no_sums = rule("the operator gives no gradient of a bias")
+
+
+def _takes_no_bias(args: AttentionArguments) -> bool:
+    return "bias" not in args.further
+
+
+def _has_same_bias(args: AttentionArguments) -> bool | Miss:
+    bias = args.further.get("bias")
+    if bias is None or bias.dtype is args.Q.dtype:
+        return True
+    return Miss(f"bias is {bias.dtype}", f"would match with bias of {args.Q.dtype}")
+
+
+def _has_either(args: AttentionArguments) -> bool:
+    return "bias" not in args.further or not args.bounds
+
+
+def _has_same_heads(args: AttentionArguments) -> bool | Miss:
+    return args.H_kv == args.H or Miss(f"they are {args.H_kv} and {args.H}")
+
+
+def _has_same_dims(args: AttentionArguments) -> bool | Miss:
+    return args.D_v == args.D or Miss(f"they have {args.D_v} and {args.D} elements")
+
+
+def _is_square(args: AttentionArguments) -> bool | Miss:
+    return (
+        not args.bounds or _is_square_causal(args) or Miss(f"they are {args.S_kv} and {args.S_q}")
+    )
+
+
+def _has_whole_vectors(args: AttentionArguments) -> bool | Miss:
+    for name in ("Q", "K", "V", "dO"):
+        operand = getattr(args, name) if name in args.operand_names else args.Q
+        if operand.alignment % 16:
+            return Miss(f"{name}'s address and strides are multiples of {operand.alignment} bytes")
+    return True
+
+
+def _sums_in_any_order(args: SdpaBackwardArguments) -> bool:
+    return not args.deterministic
+
+
+def _has_no_sums(args: SdpaBackwardArguments) -> bool:
+    return "dBias" not in args.further
+
+
+def _largest_head(args: AttentionArguments) -> int:
+    """That cuDNN takes."""
+    target = target_of(args.device)
+    return 256 if target is None or target.cc >= 90 else 128
+
+
+class _Forward(TorchAttention):
+    arguments = SdpaArguments
+    operands: ClassVar[tuple[Operands, ...]] = (
+        Operands(
+            Q="f16 | bf16",
+            K="like Q",
+            V="like Q",
+            out="like Q",
+            accumulator="f32",
+            majors="strided",
+        ),
+    )
+    operands_metadata = SdpaOperandsMetadata
+
+
+class _Backward(TorchAttention):
+    arguments = SdpaBackwardArguments
+    operands: ClassVar[tuple[Operands, ...]] = (
+        Operands(
+            Q="f16 | bf16",
+            K="like Q",
+            V="like Q",
+            out="like Q",
+            dO="like Q",
+            lse="f32",
+            dQ="like Q",
+            dK="like Q",
+            dV="like Q",
+            accumulator="f32",
+            majors="strided",
+        ),
+    )
+    operands_metadata = SdpaBackwardOperandsMetadata
+
+
+def _with_wider(operands: tuple[Operands, ...], wide: str = "f32") -> tuple[Operands, ...]:
+    """Rows for a wider type, too."""
+    types = {n: wide if n in ("Q", "lse") else t for n, t in operands[0].types.items()}
+    more = Operands(accumulator=wide, majors="strided", **types)  # type: ignore[arg-type]
+    return (*operands, more)
+
+
+def _state(device: Any) -> tuple[Any, Any]:
+    """Of dropout, which is not looked at."""
+    nothing = torch.zeros((), dtype=torch.int64, device=device)
+    return nothing, nothing
+
+
+# cuDNN -----------------------------------------------------------------------------------
+
+
+class _Cudnn(TorchAttention):
+    targets: ClassVar[tuple[str, ...]] = ("sm_80",)
+
+    @same_bias
+    def _(args: AttentionArguments) -> bool | Miss:
+        return _has_same_bias(args)
+
+    @either
+    def _(args: AttentionArguments) -> bool:
+        return _has_either(args)
+
+    @whole_vectors
+    def _(args: AttentionArguments) -> bool | Miss:
+        return _has_whole_vectors(args)
+
+    @rule("cuDNN's attention has heads of 128 elements at most, 256 on Hopper and newer")
+    def _(args: AttentionArguments) -> bool | Miss:
+        return max(args.D, args.D_v) <= _largest_head(args) or Miss(f"D is {args.D}, {args.D_v}")
+
+    @rule("cuDNN's attention has more than one query and one key")
+    def _(args: AttentionArguments) -> bool | Miss:
+        return min(args.S_q, args.S_kv) > 1 or Miss(f"they are {args.S_q} and {args.S_kv}")
+
+
+@TorchProvider.register
+class TorchCudnnSdpa(_Forward, _Cudnn):
+    """Attention by cuDNN."""
+
+    family: ClassVar[str] = "torch.sdpa_cudnn"
+
+    def _computed(self, args: Any) -> dict[str, Any]:
+        q, k, v, _ = args.tensors
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            q, k, v, bias_of(args), "lse" in args.further, 0.0, is_causal(args), scale=args.scale
+        )
+        return {"out": out} if lse is None else {"out": out, "lse": lse.view(lse.shape[:3])}
+
+
+@TorchProvider.register
+class TorchCudnnSdpaBackward(_Backward, _Cudnn):
+    """The gradient of attention by cuDNN."""
+
+    family: ClassVar[str] = "torch.sdpa_cudnn_backward"
+
+    @in_any_order
+    def _(args: SdpaBackwardArguments) -> bool:
+        return _sums_in_any_order(args)
+
+    @no_sums
+    def _(args: SdpaBackwardArguments) -> bool:
+        return _has_no_sums(args)
+
+    def _computed(self, args: Any) -> dict[str, Any]:
+        q, k, v, out, dO, lse, *_ = args.tensors
+        found = _aten._scaled_dot_product_cudnn_attention_backward(
+            dO, q, k, v, out, lse.contiguous().unsqueeze(-1), *_state(args.device), bias_of(args),
+            None, None, args.S_q, args.S_kv, 0.0, is_causal(args), scale=args.scale,
+        )  # fmt: skip
+        return dict(zip(("dQ", "dK", "dV"), found, strict=True))
+
+
+# Flash attention -------------------------------------------------------------------------
+
+
+class _Flash(TorchAttention):
+    targets: ClassVar[tuple[str, ...]] = ("sm_80",)
+
+    @no_bias
+    def _(args: AttentionArguments) -> bool:
+        return _takes_no_bias(args)
+
+    @same_dims
+    def _(args: AttentionArguments) -> bool | Miss:
+        return _has_same_dims(args)
+
+    @square
+    def _(args: AttentionArguments) -> bool | Miss:
+        return _is_square(args)
+
+    @rule("torch's flash attention has heads of 256 elements at most")
+    def _(args: AttentionArguments) -> bool | Miss:
+        return args.D <= 256 or Miss(f"D is {args.D}")
+
+
+@TorchProvider.register
+class TorchFlashSdpa(_Forward, _Flash):
+    """Attention by the flash attention in torch."""
+
+    family: ClassVar[str] = "torch.sdpa_flash"
+
+    def _computed(self, args: Any) -> dict[str, Any]:
+        q, k, v, _ = args.tensors
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, is_causal(args), scale=args.scale
+        )
+        return {"out": out, "lse": lse}
+
+
+@TorchProvider.register
+class TorchFlashSdpaBackward(_Backward, _Flash):
+    """The gradient of attention by the flash attention in torch."""
+
+    family: ClassVar[str] = "torch.sdpa_flash_backward"
+
+    @in_any_order
+    def _(args: SdpaBackwardArguments) -> bool:
+        return _sums_in_any_order(args)
+
+    def _computed(self, args: Any) -> dict[str, Any]:
+        q, k, v, out, dO, lse, *_ = args.tensors
+        found = _aten._scaled_dot_product_flash_attention_backward(
+            dO, q, k, v, out, lse.contiguous(), None, None, args.S_q, args.S_kv, 0.0,
+            is_causal(args), *_state(args.device), scale=args.scale,
+        )  # fmt: skip
+        return dict(zip(("dQ", "dK", "dV"), found, strict=True))
+
+
+# Memory-efficient attention --------------------------------------------------------------
+
+
+class _Efficient(TorchAttention):
+    @same_bias
+    def _(args: AttentionArguments) -> bool | Miss:
+        return _has_same_bias(args)
+
+    @same_heads
+    def _(args: AttentionArguments) -> bool | Miss:
+        return _has_same_heads(args)
+
+    @whole_vectors
+    def _(args: AttentionArguments) -> bool | Miss:
+        return _has_whole_vectors(args)
+
+    @rule("the operator reads a bias in vectors of 16 elements along the keys")
+    def _(args: AttentionArguments) -> bool | Miss:
+        bias = args.further.get("bias")
+        if bias is None:
+            return True
+        aligned = bias.alignment % (16 * bias.dtype.itemsize) == 0 and args.S_kv % 16 == 0
+        return (aligned and bias.shape[3] == args.S_kv) or Miss(f"bias is {bias!r}")
+
+
+@TorchProvider.register
+class TorchEfficientSdpa(_Forward, _Efficient):
+    """Attention by the memory-efficient kernels in torch."""
+
+    family: ClassVar[str] = "torch.sdpa_efficient"
+    operands = _with_wider(_Forward.operands)
+
+    def _computed(self, args: Any) -> dict[str, Any]:
+        q, k, v, _ = args.tensors
+        wanted = "lse" in args.further
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias_of(args), wanted, 0.0, is_causal(args), scale=args.scale
+        )
+        return {"out": out, "lse": lse[..., : args.S_q]} if wanted else {"out": out}
+
+
+@TorchProvider.register
+class TorchEfficientSdpaBackward(_Backward, _Efficient):
+    """The gradient of attention by the memory-efficient kernels in torch."""
+
+    family: ClassVar[str] = "torch.sdpa_efficient_backward"
+    operands = _with_wider(_Backward.operands)
+
+    @in_any_order
+    def _(args: SdpaBackwardArguments) -> bool:
+        return _sums_in_any_order(args)
+
+    @rule("the operator gives the gradient of a bias that is not broadcast")
+    def _(args: SdpaBackwardArguments) -> bool | Miss:
+        gradient = args.further.get("dBias")
+        full = (args.B, args.H, args.S_q, args.S_kv)
+        return gradient is None or gradient.shape == full or Miss(f"its shape is {gradient.shape}")
+
+    def _computed(self, args: Any) -> dict[str, Any]:
+        q, k, v, out, dO, lse, *_ = args.tensors
+        rows = -(-args.S_q // _EFFICIENT_ROWS) * _EFFICIENT_ROWS
+        padded = lse.new_full((*lse.shape[:2], rows), float("inf"))
+        padded[..., : args.S_q] = lse
+        wanted = [True, True, True, "dBias" in args.further]
+        found = _aten._scaled_dot_product_efficient_attention_backward(
+            dO, q, k, v, bias_of(args), out, padded, *_state(args.device), 0.0, wanted,
+            is_causal(args), scale=args.scale,
+        )  # fmt: skip
+        names = ("dQ", "dK", "dV", "dBias")
+        return {n: one for n, one in zip(names, found, strict=True) if one is not None}
+
+
+# On the CPU ------------------------------------------------------------------------------
+
+
+class _OnCpu(TorchAttention):
+    devices = ("cpu",)
+
+    @same_bias
+    def _(args: AttentionArguments) -> bool | Miss:
+        return _has_same_bias(args)
+
+    @either
+    def _(args: AttentionArguments) -> bool:
+        return _has_either(args)
+
+    @same_dims
+    def _(args: AttentionArguments) -> bool | Miss:
+        return _has_same_dims(args)
+
+    @same_heads
+    def _(args: AttentionArguments) -> bool | Miss:
+        return _has_same_heads(args)
+
+
+@TorchProvider.register
+class TorchCpuSdpa(_Forward, _OnCpu):
+    """Attention by torch's flash attention for the CPU."""
+
+    family: ClassVar[str] = "torch.sdpa_flash_cpu"
+    operands = _with_wider(_with_wider(_Forward.operands), "f64")
+
+    @rule("torch's exponentials of 16-bit operands are too coarse for lse on the CPU")
+    def _(args: SdpaArguments) -> bool:
+        return args.Q.dtype.bits > 16 or "lse" not in args.further
+
+    def _computed(self, args: Any) -> dict[str, Any]:
+        q, k, v, _ = args.tensors
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal(args), attn_mask=bias_of(args), scale=args.scale
+        )
+        return {"out": out, "lse": lse}
+
+
+@TorchProvider.register
+class TorchCpuSdpaBackward(_Backward, _OnCpu):
+    """The gradient of attention by torch's flash attention for the CPU."""
+
+    family: ClassVar[str] = "torch.sdpa_flash_cpu_backward"
+    operands = _with_wider(_with_wider(_Backward.operands), "f64")
+
+    @in_any_order
+    def _(args: SdpaBackwardArguments) -> bool:
+        return _sums_in_any_order(args)
+
+    @no_sums
+    def _(args: SdpaBackwardArguments) -> bool:
+        return _has_no_sums(args)
+
+    def _computed(self, args: Any) -> dict[str, Any]:
+        q, k, v, out, dO, lse, *_ = args.tensors
+        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dO, q, k, v, out, lse, 0.0, is_causal(args), attn_mask=bias_of(args), scale=args.scale
+        )
+        return dict(zip(("dQ", "dK", "dV"), found, strict=True))
+
+
+# Everywhere ------------------------------------------------------------------------------
+
+
+@TorchProvider.register
+class TorchMathSdpa(_Forward):
+    """Attention by products of matrices and a softmax in torch; holds all probabilities."""
+
+    family: ClassVar[str] = "torch.sdpa_math"
+    operands = _with_wider(_with_wider(_Forward.operands), "f64")
+    devices = ("cpu", "cuda")
+
+    @same_bias
+    def _(args: AttentionArguments) -> bool | Miss:
+        return _has_same_bias(args)
+
+    @either
+    def _(args: AttentionArguments) -> bool:
+        return _has_either(args)
+
+    @rule("torch's attention by matrices gives no log-sum-exp")
+    def _(args: AttentionArguments) -> bool:
+        return "lse" not in args.further
+
+    def _computed(self, args: Any) -> dict[str, Any]:
+        q, k, v, _ = args.tensors
+        grouped = args.H_kv != args.H
+        out, _ = _aten._scaled_dot_product_attention_math(
+            q, k, v, bias_of(args), 0.0, is_causal(args), scale=args.scale, enable_gqa=grouped
+        )
+        return {"out": out}

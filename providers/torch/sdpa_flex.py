@@ -1,0 +1,229 @@
+"""Attention with functions of scores by torch's flex_attention, which compiles them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from kernel_api.arguments import SdpaArguments
+from kernel_api.artifact import CompiledArtifact
+from kernel_api.epilogue.graph import Graph, Node
+from kernel_api.kernel import Kernel
+from kernel_api.metadata import DesignMetadata, SdpaOperandsMetadata
+from kernel_api.operands import Operand
+from kernel_api.providers.streams import on_stream
+from kernel_api.providers.torch import TorchProvider
+from kernel_api.space import Miss, Operands, Space, rule
+
+_SYMBOLS = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+    "eq": "==", "ne": "!=", "and": "&", "or": "|",
+}  # fmt: skip
+_PREFIXES = {"neg": "-", "not": "~"}
+
+
+@TorchProvider.register
+class TorchFlexAttention(Kernel):
+    """Attention with masks and functions of scores by torch's flex_attention, compiled."""
+
+    family: ClassVar[str] = "torch.flex_attention"
+    arguments = SdpaArguments
+    operands = (
+        Operands(
+            Q="f16 | bf16 | f32",
+            K="like Q",
+            V="like Q",
+            out="like Q",
+            accumulator="f32",
+            majors="strided",
+        ),
+    )
+    operands_metadata = SdpaOperandsMetadata
+    targets: ClassVar[tuple[str, ...]] = ("sm_80",)
+    space = Space()
+    design = DesignMetadata
+
+    @rule("flex_attention is compiled by Triton, which is not installed")
+    def _(args: SdpaArguments) -> bool:
+        return args.device.type == "meta" or importlib.util.find_spec("triton") is not None
+
+    @rule("flex_attention is given dense sequences of one length")
+    def _(args: SdpaArguments) -> bool:
+        return not (args.is_packed or args.is_paged or args.is_padded)
+
+    @rule("flex_attention has no dropout and no sink")
+    def _(args: SdpaArguments) -> bool:
+        return args.dropout is None and "sink" not in args.further
+
+    @rule("flex_attention's heads have 16 elements or more")
+    def _(args: SdpaArguments) -> bool | Miss:
+        return min(args.D, args.D_v) >= 16 or Miss(f"they have {args.D} and {args.D_v}")
+
+    @rule("flex_attention is given no function that casts")
+    def _(args: SdpaArguments) -> bool:
+        graphs = [graph for graph in (args.mask_graph, args.score_graph) if graph is not None]
+        return all(node.op != "cast" for graph in graphs for node in graph.nodes)
+
+    @rule("flex_attention needs a key")
+    def _(args: SdpaArguments) -> bool:
+        return args.S_kv > 0
+
+    def _run(
+        self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
+    ) -> None:
+        with torch.no_grad(), on_stream(stream, args.device.index):
+            for name, values in computed(args, compiled=True).items():
+                if name in args.outputs:
+                    args.outputs[name].tensor.copy_(values)
+
+
+def computed(args: SdpaArguments, *, compiled: bool) -> dict[str, Any]:
+    """out and lse; or the same by torch's own evaluation of it."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    attend, block_mask_of = _functions(compiled)
+    score_mod, mask_mod = _modifications(args)
+    block_mask = None
+    if mask_mod is not None:
+        block_mask = block_mask_of(mask_mod, args.B, args.H, args.S_q, args.S_kv, args.device)
+    q, k, v, _ = args.tensors
+    out, aux = attend(
+        q,
+        k,
+        v,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=args.scale,
+        enable_gqa=args.H_kv != args.H,
+        return_aux=AuxRequest(lse=True),
+    )
+    return {"out": out, "lse": aux.lse}
+
+
+@functools.cache
+def _functions(compiled: bool) -> tuple[Any, Any]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if not compiled:
+        return flex_attention, create_block_mask
+    return torch.compile(flex_attention), torch.compile(create_block_mask)
+
+
+# Functions for torch ---------------------------------------------------------------------
+
+
+def _modifications(args: SdpaArguments) -> tuple[Any, Any]:
+    """score_mod and mask_mod; None where there is nothing to do."""
+    values = {n: _tensor(one, args) for n, one in args.launch_values.items() if n != "lse"}
+    values["beyond"] = _tensor(args.S_kv - args.S_q, args)
+    score, mask = _score_text(args), _mask_text(args)
+    return tuple(  # type: ignore[return-value]
+        None if text is None else _made(text, tuple(values))(**values) for text in (score, mask)
+    )
+
+
+def _tensor(value: Any, args: SdpaArguments) -> Any:
+    """What a function captures: numbers as tensors, because others would be compiled in."""
+    if not isinstance(value, torch.Tensor):
+        element = torch.int32 if isinstance(value, int) else torch.float32
+        return torch.tensor(value, dtype=element, device=args.device)
+    return value.float() if value.dtype.is_floating_point else value
+
+
+@functools.lru_cache(maxsize=256)
+def _made(text: str, names: tuple[str, ...]) -> Callable[..., Any]:
+    """Makes the function of a text of the values that it captures. Functions of one text share
+    their code, by which torch knows them again."""
+    lines = [f"def make({', '.join(names)}):", *(f"    {line}" for line in text.splitlines())]
+    namespace: dict[str, Any] = {"torch": torch}
+    exec("\n".join([*lines, "    return fn"]), namespace)
+    made: Callable[..., Any] = namespace["make"]
+    return made
+
+
+def _score_text(args: SdpaArguments) -> str | None:
+    lines: list[str] = []
+    if args.softcap is not None:
+        lines.append("score = softcap * torch.tanh(score / softcap)")
+    if args.score is not None:
+        lines += [*_lines("score", args.score.graph, args.score.operands)]
+    if "bias" in args.further:
+        modes = zip(("b", "h", "q", "kv"), args.further["bias"].shape, strict=True)
+        lines.append(f"score = score + bias[{', '.join(n if e > 1 else '0' for n, e in modes)}]")
+    if "alibi" in args.further:
+        lines.append("score = score + alibi[h] * (kv - q)")
+    return _text("def fn(score, b, h, q, kv):", lines, "score") if lines else None
+
+
+def _mask_text(args: SdpaArguments) -> str | None:
+    tests = {
+        "left": "kv - q >= -left",
+        "right": "kv - q <= right",
+        "left_end": "kv - q >= beyond - left_end",
+        "right_end": "kv - q <= beyond + right_end",
+    }
+    lines = [f"seen = seen & ({tests[name]})" for name in args.bounds]
+    if args.block_shape is not None:
+        B, H = args.further["blocks"].shape[:2]
+        places = ("b" if B > 1 else "0", "h" if H > 1 else "0")
+        rows, columns = args.block_shape
+        lines.append(f"seen = seen & blocks[{', '.join(places)}, q // {rows}, kv // {columns}]")
+    if args.mask is not None and args.mask_graph is not None:
+        lines += [*_lines("mask", args.mask_graph, args.mask.operands), "seen = seen & mask"]
+    return _text("def fn(b, h, q, kv):", ["seen = q >= 0", *lines], "seen") if lines else None
+
+
+def _text(head: str, lines: list[str], result: str) -> str:
+    return "\n".join([head, *(f"    {line}" for line in [*lines, f"return {result}"])])
+
+
+def _lines(prefix: str, graph: Graph, operands: dict[str, Operand | float]) -> list[str]:
+    """A graph as statements; what it gives is called as the prefix is."""
+    texts: list[str] = []
+    lines = []
+    for index, node in enumerate(graph.nodes):
+        inputs = [texts[i] for i in node.inputs]
+        constants = [graph.nodes[i].op == "constant" for i in node.inputs]
+        text = _expression(prefix, node, inputs, operands)
+        if node.inputs and not all(constants):
+            lines.append(f"{prefix}_v{index} = {text}")
+            text = f"{prefix}_v{index}"
+        texts.append(text)
+    return [*lines, f"{prefix} = {texts[graph.outputs[0][1]]}"]
+
+
+def _expression(
+    prefix: str, node: Node, inputs: list[str], operands: dict[str, Operand | float]
+) -> str:
+    op = node.op
+    if op == "score":
+        return "score"
+    if op == "index":
+        return str(node["name"])
+    if op == "constant":
+        number = float.fromhex(node["value"])
+        return f"({int(number) if number.is_integer() else number!r})"
+    if op in ("operand", "scalar"):
+        return f"{prefix}_{node['name']}"
+    if op == "lookup":
+        operand = operands[node["name"]]
+        assert isinstance(operand, Operand)
+        extents = zip(inputs, operand.shape, strict=True)
+        places = [f"torch.clamp({i}, 0, {e - 1})" if i[0] != "(" else i for i, e in extents]
+        return f"{prefix}_{node['name']}[{', '.join(places)}]"
+    if op in _SYMBOLS:
+        return f"({inputs[0]} {_SYMBOLS[op]} {inputs[1]})"
+    if op in _PREFIXES:
+        return f"({_PREFIXES[op]}{inputs[0]})"
+    if op in ("floordiv", "remainder"):
+        return f"({inputs[0]} {'//' if op == 'floordiv' else '%'} {node['divisor']})"
+    if op in ("minimum", "maximum"):
+        a, b = inputs
+        return f"torch.where({a} {'<' if op == 'minimum' else '>'} {b}, {a}, {b})"
+    if inputs[0][0] == "(" and op != "where":  # of a constant, which is no tensor
+        return f"torch.{op}(torch.tensor({inputs[0]}))"
+    return f"torch.{op}({', '.join(inputs)})"

@@ -1,0 +1,409 @@
+"""Attention in one call, and with gradients: ka.fusions, ka.ops and ka.nn."""
+
+import inspect
+
+import pytest
+import torch
+from support.sdpa import NAN, Draw, attention, kept
+from torch.testing import assert_close
+
+import kernel_api as ka
+from kernel_api import _attention_launches, masks
+from kernel_api.arguments import Dropout, SdpaArguments, SdpaBackwardArguments
+from kernel_api.errors import ArgumentError, NoKernelError
+
+DRAW = Draw(S_q=5, S_kv=6, seed=2)
+Q, K, V, DO = DRAW.queries(), DRAW.keys(), DRAW.values(), DRAW.results()
+BIAS, SINK, ALIBI = DRAW.random(1, 4, 5, 6), DRAW.wides(4), DRAW.wides(4)
+
+
+@pytest.fixture(params=["reference", "all"])
+def provided(request, monkeypatch):
+    if request.param == "reference":
+        monkeypatch.setenv("KERNEL_API_PROVIDERS", "reference")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """How many calls were looked at anew, and not repeated."""
+    first, found = _attention_launches._first, []
+
+    def counted(*call):
+        found.append(call)
+        return first(*call)
+
+    monkeypatch.setattr(_attention_launches, "_first", counted)
+    _attention_launches._launches.clear()
+    return found
+
+
+def leaves(*tensors):
+    return [tensor.detach().clone().requires_grad_() for tensor in tensors]
+
+
+# fusions ---------------------------------------------------------------------------------
+
+
+def test_fusions_give_the_arguments():
+    out, lse = torch.empty_like(DO), DRAW.lse()
+    args = ka.fusions.sdpa(Q, K, V, out=out, lse=lse, softcap=2.0)
+    assert type(args) is SdpaArguments
+    assert args.softcap == 2.0
+    written = {f"d{n}": torch.empty_like(t) for n, t in (("Q", Q), ("K", K), ("V", V))}
+    args = ka.fusions.sdpa_backward(Q, K, V, out, DO, lse, deterministic=True, **written)
+    assert type(args) is SdpaBackwardArguments
+    assert args.deterministic
+    for name in ("sdpa", "sdpa_backward"):
+        form = getattr(ka.ops, name)
+        own = inspect.signature(getattr(ka.fusions, name)).parameters
+        assert set(inspect.signature(form).parameters) - {"return_lse"} == set(own)
+        assert form.__name__ in ka.fusions.__all__
+
+
+# ops -------------------------------------------------------------------------------------
+
+
+def test_out_is_allocated_and_lse_comes_back_where_it_is_asked_for(provided):
+    expected, expected_lse = attention(Q, K, V, visible=lambda b, h, i, j: j <= i)
+    out = ka.ops.sdpa(Q, K, V, mask=masks.Causal())
+    assert_close(out, expected)
+    found = ka.ops.sdpa(Q, K, V, mask=masks.Causal(), return_lse=True)
+    assert found._fields == ("out", "lse")
+    assert_close(found.out, expected)
+    assert_close(found.lse, expected_lse)
+    given, lse = torch.full_like(DO, NAN), DRAW.lse()
+    assert ka.ops.sdpa(Q, K, V, out=given, lse=lse, mask=masks.Causal()) is given
+    assert_close(given, expected)
+    assert_close(lse, expected_lse)
+
+
+def test_results_lie_in_memory_as_queries_do():
+    assert Q.transpose(1, 2).is_contiguous()
+    assert ka.ops.sdpa(Q, K, V).transpose(1, 2).is_contiguous()
+    assert ka.ops.sdpa(Q.contiguous(), K, V).is_contiguous()
+    rows = DRAW.random(2, 5, 3, 4, 8)
+    q, k, v = (rows[:, :, part].transpose(1, 2) for part in range(3))
+    assert ka.ops.sdpa(q, k, v).transpose(1, 2).is_contiguous()
+    e4m3 = Draw(D=16, element="float8_e4m3fn")
+    out = ka.ops.sdpa(e4m3.queries(), e4m3.keys(), e4m3.values(), descale_q=torch.tensor(0.5))
+    assert out.dtype is torch.bfloat16
+
+
+def test_gradients_come_back_with_those_that_are_asked_for(provided):
+    options = {"bias": BIAS, "sink": SINK, "mask": masks.Causal()}
+    out, lse = ka.ops.sdpa(Q, K, V, return_lse=True, **options)
+    q, k, v, bias, sink = leaves(Q, K, V, BIAS, SINK)
+    loops = {"bias": bias, "sink": sink, "visible": lambda b, h, i, j: j <= i}
+    attention(q, k, v, **loops)[0].backward(DO)
+    found = ka.ops.sdpa_backward(Q, K, V, out, DO, lse, **options)
+    assert found._fields == ("dQ", "dK", "dV")
+    assert_close(found.dQ, q.grad)
+    found = ka.ops.sdpa_backward(Q, K, V, out, DO, lse, dBias=True, dSink=True, **options)
+    assert found._fields == ("dQ", "dK", "dV", "dBias", "dSink")
+    for one, leaf in zip(found, (q, k, v, bias, sink), strict=True):
+        assert_close(one, leaf.grad)
+    dK = torch.full_like(K, NAN)
+    found = ka.ops.sdpa_backward(Q, K, V, out, DO, lse, dK=dK, dSink=True, **options)
+    assert found._fields == ("dQ", "dK", "dV", "dSink")
+    assert found.dK is dK
+    assert_close(dK, k.grad)
+
+
+def test_other_operands_are_taken():
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    q, k = DRAW.random(5, 4, 8), DRAW.random(5, 2, 8)
+    more = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 3, "max_seqlen_kv": 3}
+    out, lse = ka.ops.sdpa(q, k, k, return_lse=True, **more)
+    assert out.shape == (5, 4, 8)
+    assert lse.shape == (4, 5)
+    assert_close(ka.ops.sdpa(Q.numpy(), K.numpy(), V.numpy()), ka.ops.sdpa(Q, K, V))
+
+
+# Calls that look like earlier ones ---------------------------------------------------------
+
+
+def test_a_call_that_looks_like_an_earlier_one_goes_straight_to_the_kernel(launched, monkeypatch):
+    monkeypatch.setenv("KERNEL_API_PROVIDERS", "reference")
+    lens = torch.tensor([3, 5], dtype=torch.int32)
+
+    def call(scale, p, seed, lens_q, mask):
+        dropout = Dropout(p, seed, 3)
+        more = {"dropout": dropout, "seq_lens_q": lens_q, "mask": mask, "alibi": ALIBI}
+        return ka.ops.sdpa(Q, K, V, scale=scale, softcap=4, return_lse=True, **more)
+
+    call(0.5, 0.25, 1, lens, masks.Causal())
+    launched.clear()
+    for scale, p, seed in ((0.5, 0.25, 1), (2, 0.5, 7)):
+        for lengths in ([3, 5], [4, 0]):
+            lens_q = lens.copy_(torch.tensor(lengths))
+            out, lse = call(scale, p, seed, lens_q, masks.Causal())
+            loops = {"scale": scale, "softcap": 4, "alibi": ALIBI, "lens_q": lengths}
+            loops |= {"keep": kept(2, 4, 5, 6, p, seed, 3), "visible": lambda b, h, i, j: j <= i}
+            for found, expected in zip((out, lse), attention(Q, K, V, **loops), strict=True):
+                assert_close(found, expected)
+    assert launched == []
+    call(0.5, 0.25, 1, lens, masks.SlidingWindow(1, 0))
+    call(0.5, 0.25, torch.tensor(1), lens, masks.Causal())
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"Q": Q.contiguous()},
+        {"K": DRAW.random(2, 2, 3, 8), "V": DRAW.random(2, 2, 3, 16)},
+        {"return_lse": True},
+        {"out": torch.empty_like(DO)},
+        {"bias": BIAS},
+        {"mask": masks.Causal("bottom_right")},
+        {"mask": masks.Causal() & masks.SlidingWindow(2, 0)},
+        {"softcap": 3.0},
+        {"sink": SINK},
+    ],
+)
+def test_a_call_that_looks_otherwise_is_looked_at(launched, change):
+    given = {"Q": Q, "K": K, "V": V, "mask": masks.Causal()}
+    ka.ops.sdpa(**given)
+    ka.ops.sdpa(**given)  # providers are loaded by now
+    launched.clear()
+    ka.ops.sdpa(**given)
+    assert launched == []
+    ka.ops.sdpa(**{**given, **change})
+    assert len(launched) == 1
+
+
+def test_functions_are_traced_at_every_call(launched):
+    gain = 1.0
+
+    def scaled(score, b, h, q, kv):
+        return gain * score
+
+    found = []
+    for gain in (1.0, 0.5):  # noqa: B007 (the function reads it)
+        found.append(ka.ops.sdpa(Q, K, V, score_mod=scaled))
+    assert_close(found[1], ka.ops.sdpa(Q, K, V, scale=0.5 * 8**-0.5))
+    assert not torch.equal(*found)
+
+
+def test_memory_is_told_apart_in_every_call(launched):
+    buffer = DRAW.random(2 * 4 * 5 * 8 * 2)
+    q, apart = (buffer[n * 320 :][:320].view(2, 4, 5, 8) for n in range(2))
+    for _ in range(2):
+        ka.ops.sdpa(q, K, V[..., :8], out=apart)
+    with pytest.raises(ArgumentError, match="out shares memory with Q"):
+        ka.ops.sdpa(q, K, V[..., :8], out=buffer[8:][:320].view(2, 4, 5, 8))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: ka.ops.sdpa(Q, K, V[:, :, :4]), ArgumentError, "K has S_kv = 6 but V has S_kv ="),
+        (lambda: ka.ops.sdpa(Q[0], K[0], V[0]), ArgumentError, r"expected \(B, H, S_q, D\)"),
+        (lambda: ka.ops.sdpa(Q[0, 0], K, V, return_lse=True), ArgumentError, r"Q has shape \(5,"),
+        (lambda: ka.ops.sdpa("q", K, V), ArgumentError, "Q is a str; expected a torch tensor"),
+        (lambda: ka.ops.sdpa(Q, K, V, colour=3), TypeError, "unexpected keyword argument 'colour'"),
+        (lambda: ka.ops.sdpa(Q, K, V, scale=float("inf")), ArgumentError, "scale is inf"),
+        (lambda: ka.ops.sdpa_backward(Q, K, V, DO, DO, None), ArgumentError, "lse is None; the"),
+        (lambda: ka.ops.sdpa_backward(Q, K, V, DO, DO, DRAW.lse(), dSink=True), ArgumentError,
+         "dSink is asked for and sink is None"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(call, error, words):
+    for _ in range(2):
+        with pytest.raises(error, match=words):
+            call()
+
+
+def test_where_no_kernel_takes_the_operands_the_reasons_are_told(monkeypatch):
+    monkeypatch.setenv("KERNEL_API_PROVIDERS", "torch")
+    with pytest.raises(NoKernelError, match=r"no softcap, score_mod, alibi or sink; softcap is"):
+        ka.ops.sdpa(Q, K, V, softcap=3.0)
+
+
+# Gradients -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["plain", "bias", "sink", "all"])
+def test_gradients_are_those_that_differences_say(name, provided):
+    call = ka.ops.sdpa if name in ("plain", "all") else ka.nn.attention
+    q, k, v = leaves(Q[:1, :2, :2], K[:1, :1, :3], V[:1, :1, :3, :8])
+    more = leaves(BIAS[:, :2, :2, :1], SINK[:2])
+    names = {"plain": (), "bias": ("bias",), "sink": ("sink",), "all": ("bias", "sink")}[name]
+    given = [one for one, n in zip(more, ("bias", "sink"), strict=True) if n in names]
+    options = {"mask": masks.Causal()}
+    if name == "all":
+        options = {"softcap": 2.0, "dropout": Dropout(0.3, 4, 5), "alibi": ALIBI[:2]}
+        options["score_mod"] = lambda score, b, h, q, kv: score * (1.0 + 0.1 * q) - 0.2 * kv
+
+    def function(q, k, v, *others):
+        return call(q, k, v, **dict(zip(names, others, strict=True)), **options)
+
+    assert torch.autograd.gradcheck(function, [q, k, v, *given])
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    q, k, v = Q.bfloat16(), K.bfloat16().requires_grad_(), V.bfloat16()
+    out, lse = ka.ops.sdpa(q, k, v, return_lse=True)
+    assert out.requires_grad
+    assert not lse.requires_grad
+    out.sum().backward()  # one number for all
+    assert k.grad.dtype is torch.bfloat16
+    assert q.grad is None
+    assert not ka.ops.sdpa(q, k.detach(), v).requires_grad
+    with torch.no_grad():
+        assert not ka.ops.sdpa(q, k, v, out=torch.empty_like(out)).requires_grad
+
+
+def test_slices_of_a_projection_are_taken_and_have_gradients():
+    rows = DRAW.random(2, 5, 3, 4, 8).requires_grad_()
+    plain = rows.detach().clone().requires_grad_()
+    for one, call in ((rows, ka.nn.attention), (plain, attention)):
+        q, k, v = (one[:, :, part].transpose(1, 2) for part in range(3))
+        found = call(q, k, v)
+        found = found if torch.is_tensor(found) else found[0]
+        found.square().sum().backward()
+    assert_close(rows.grad, plain.grad)
+    turned = DRAW.random(2, 4, 8, 5).mT.requires_grad_()
+    assert ka.nn.attention(turned, K, V).shape == (2, 4, 5, 16)
+
+
+def test_zeros_of_dropout_stay_those_of_the_forward_pass():
+    seed = torch.tensor(3)
+    q, k, v = leaves(Q, K, V)
+    dropout = Dropout(0.4, seed, 1)
+    out = ka.ops.sdpa(q, k, v, dropout=dropout)
+    seed.add_(1)  # for the next step
+    out.backward(DO)
+    other = leaves(Q, K, V)
+    attention(*other, keep=kept(2, 4, 5, 6, 0.4, 3, 1))[0].backward(DO)
+    for one, leaf in zip((q, k, v), other, strict=True):
+        assert_close(one.grad, leaf.grad)
+
+
+def test_a_sink_of_16_bits_is_taken_and_learns():
+    q, k, v = (t.bfloat16() for t in (Q, K, V))
+    sink = SINK.bfloat16().requires_grad_()
+    ka.nn.attention(q, k, v, sink=sink).sum().backward()
+    assert sink.grad.dtype is torch.bfloat16
+    assert sink.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"out": torch.empty_like(DO)}, "out is given and an operand needs a gradient"),
+        ({"lse": DRAW.lse()}, "lse is given and an operand needs a gradient"),
+        ({"alibi": ALIBI.clone().requires_grad_()}, "alibi needs a gradient, and there is none"),
+        (
+            {
+                "score_mod": lambda s, b, h, q, kv, t: s * t[h],
+                "score_operands": {"t": ALIBI.clone().requires_grad_()},
+            },
+            "the operand t of score_mod needs a gradient, and there is none; pass it detached",
+        ),
+    ],
+)
+def test_a_gradient_that_would_be_lost_is_refused(options, words):
+    q, k, v = leaves(Q, K, V)
+    with pytest.raises(ArgumentError, match=words):
+        ka.ops.sdpa(q, k, v, **options)
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    q, k, v = leaves(Q, K, V)
+    (dq,) = torch.autograd.grad(ka.nn.attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        dq.sum().backward()
+
+
+# Graphs of torch -------------------------------------------------------------------------
+
+BLOCKS = masks.BlockSparse(torch.tensor([[[[True, False, True], [True, True, False]]]]), (3, 2))
+
+
+@pytest.mark.parametrize("name", ["plain", "options", "blocks"])
+def test_torch_compiles_functions_with_gradients_in_one_graph(name):
+    lens = torch.tensor([3, 5], dtype=torch.int32)
+
+    def function(q, k, v, bias, sink):
+        if name == "plain":
+            return ka.nn.attention(q, k, v, mask=masks.Causal())
+        mask = masks.SlidingWindow(3, 1) & masks.Causal("bottom_right")
+        if name == "blocks":
+            return ka.ops.sdpa(q, k, v, mask=BLOCKS & mask, alibi=ALIBI)
+        mask = mask & masks.Padding()
+        more = {"seq_lens_q": lens, "seq_lens_kv": lens, "dropout": Dropout(0.25, 3, 4)}
+        return ka.nn.attention(q, k, v, mask=mask, bias=bias, sink=sink, softcap=3, **more)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    results = []
+    for one in (function, compiled):
+        given = leaves(Q, K, V, BIAS, SINK)
+        y = one(*given)
+        y.square().sum().backward()
+        results.append([y.detach(), *(leaf.grad for leaf in given if leaf.grad is not None)])
+    assert len(results[1]) == (6 if name == "options" else 4)
+    for eager, found in zip(*results, strict=True):
+        assert_close(found, eager)
+
+
+def test_torch_compiles_calls_without_gradients_and_with_outputs():
+    def function(q, k, v, out):
+        lse = ka.ops.sdpa(q, k, v, return_lse=True).lse
+        return ka.ops.sdpa(q, k, v, out=out), lse
+
+    out = torch.empty_like(DO)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    found, lse = compiled(Q, K, V, out)
+    assert_close(out, ka.ops.sdpa(Q, K, V))
+    assert_close(found, out)
+
+    def backward(q, k, v, out, lse):
+        return ka.ops.sdpa_backward(q, k, v, out, DO, lse, sink=SINK, dSink=True)
+
+    compiled = torch.compile(backward, backend="aot_eager", fullgraph=True)
+    found, expected = compiled(Q, K, V, out, lse), backward(Q, K, V, out, lse)
+    assert type(found) is type(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other)
+
+
+def test_a_function_of_scores_breaks_the_graph_where_that_may_be():
+    def function(q, k, v):
+        return ka.ops.sdpa(q * 2, k, v, score_mod=lambda s, b, h, q, kv: s - 0.5 * kv) + 1
+
+    given, again = leaves(Q, K, V), leaves(Q, K, V)
+    eager = function(*given)
+    found = torch.compile(function, backend="aot_eager")(*again)
+    assert_close(found, eager)
+    eager.backward(DO)
+    found.backward(DO)
+    for one, other in zip(given, again, strict=True):
+        assert_close(one.grad, other.grad)
+
+
+def test_torch_exports_a_module():
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return ka.ops.sdpa(q, k, v, mask=masks.Causal())
+
+    exported = torch.export.export(Module(), (Q, K, V))
+    assert "kernel_api.sdpa" in str(exported.graph)
+    assert_close(exported.module()(Q, K, V), ka.ops.sdpa(Q, K, V, mask=masks.Causal()))
+
+
+def test_operators_pass_the_checks_of_torch():
+    from kernel_api import _attention_operators as operators
+
+    options = {"mask": masks.Causal() & masks.Padding(), "scale": 2, "bias": BIAS}
+    options["seq_lens_q"] = options["seq_lens_kv"] = torch.tensor([3, 5], dtype=torch.int32)
+    packed = operators._packed(options)
+    again = operators._unpacked(tuple(packed))
+    assert again["mask"].bounds == {"right": 0}
+    assert again["mask"].is_padding
+    given = leaves(Q, K, V)
+    torch.library.opcheck(operators._operator, (*given, *packed))
+    out, lse = ka.ops.sdpa(Q, K, V, return_lse=True, **options)
+    checks = ("test_schema", "test_faketensor")
+    call = (Q, K, V, out, DO, lse, False, True, False, *packed)
+    torch.library.opcheck(operators._backward_operator, call, test_utils=checks)
