@@ -66,6 +66,8 @@ class SdpaForward:
     time, that of D is 1; addresses and the other strides are multiples of 16 bytes.
     """
 
+    largest_power = 0.0  # exponent of 2
+
     def __init__(
         self,
         head_dims: tuple[int, int],
@@ -75,22 +77,23 @@ class SdpaForward:
         scores: Scores,
         *,
         longest_first: bool,
+        output_type: type[cutlass.Numeric] | None = None,
     ):
         self.head_dim, self.head_dim_v = head_dims
         self.tile_m, self.tile_n = tile
         self.stages = stages
         self.element_type = element_type
+        self.output_type = output_type or element_type
         self.scores = scores
         self.longest_first = longest_first
         self.consumers = self.tile_m // WGMMA_M
         self.threads = GROUP * (1 + self.consumers)
         self.registers = _REGISTERS[self.consumers]
         self.turns = self.consumers > 2  # two find theirs: measured
-        element_bytes = element_type.width // 8
-        per_key = stages * sum(head_dims)
-        elements = self.tile_m * self.head_dim + self.tile_n * per_key
-        with_output = (elements + self.tile_m * self.head_dim_v) * element_bytes
-        self.output_apart = with_output <= SHARED_MEMORY - _SMALL
+        element_bytes, output_bytes = element_type.width // 8, self.output_type.width // 8
+        read = self.tile_m * self.head_dim + self.tile_n * stages * sum(head_dims)
+        written = self.tile_m * self.head_dim_v * output_bytes
+        self.output_apart = read * element_bytes + written <= SHARED_MEMORY - _SMALL
         # Rows of V behind the last key of a sequence may hold anything, but not behind the tensor.
         self.keys_end_early = any(n in scores.names for n in ("cu_seqlens_kv", "seq_lens_kv"))
 
@@ -120,9 +123,9 @@ class SdpaForward:
         mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[1, 0, 2, 3]))
 
         q_layout, k_layout, v_layout, _ = layouts = self._shared_layouts()
-        tma_q, tQ = _tma_load(mQ, q_layout, (self.tile_m, self.head_dim))
-        tma_k, tK = _tma_load(mK, k_layout, (self.tile_n, self.head_dim))
-        tma_v, tV = _tma_load(mVt, v_layout, (self.head_dim_v, self.tile_n))
+        tma_q, tQ = tma_load(mQ, q_layout, (self.tile_m, self.head_dim))
+        tma_k, tK = tma_load(mK, k_layout, (self.tile_n, self.head_dim))
+        tma_v, tV = tma_load(mVt, v_layout, (self.head_dim_v, self.tile_n))
         blocks, heads = cute.ceil_div(queries, self.tile_m), mQ.shape[2]
         tiles = Tiles(blocks, heads, blocks * heads * batches, workspace)
         self._launch(
@@ -138,7 +141,7 @@ class SdpaForward:
             sm90.make_smem_layout_a(rows, (m, n, self.head_dim), element_type, 1),
             sm90.make_smem_layout_b(rows, (m, n, self.head_dim), element_type, self.stages),
             sm90.make_smem_layout_b(columns, (m, self.head_dim_v, n), element_type, self.stages),
-            sm90.make_smem_layout_a(rows, (m, n, self.head_dim_v), element_type, 1),
+            sm90.make_smem_layout_a(rows, (m, n, self.head_dim_v), self.output_type, 1),
         )
 
     def _launch(
@@ -170,7 +173,7 @@ class SdpaForward:
             V: cute.struct.Align[
                 cute.struct.MemRange[self.element_type, cute.cosize(v_layout)], 1024
             ]
-            output: cute.struct.Align[cute.struct.MemRange[self.element_type, staged], 1024]
+            output: cute.struct.Align[cute.struct.MemRange[self.output_type, staged], 1024]
             flag: cute.struct.MemRange[Int32, 1]
             tiles: cute.struct.MemRange[Int32, AHEAD]
             tile_stages: cute.struct.MemRange[Int64, 2 * AHEAD]
@@ -475,10 +478,7 @@ class SdpaForward:
         q_state, k_state, v_state = states
         scores = rows_and_columns(tSrS)
         tile = Tile(scores, local, place.query, Int32(0), place.batch, place.head)
-        multiplier = Float32(LOG2_E)
-        if const_expr(self.scores.plain):
-            multiplier = values.number("scale") * LOG2_E
-        softmax = softmax_of(2, multiplier)
+        softmax = softmax_of(2, self._multiplier(values, place, tiles), self.largest_power)
         tOrO.fill(0.0)
         if blocks.end > blocks.begin:
             last = blocks.end - 1
@@ -516,7 +516,7 @@ class SdpaForward:
             _multiply(
                 self._mma_pv(),
                 tOrO,
-                _operand(tOrP, tSrS),
+                self._operand(tOrP, tSrS),
                 tCrV[None, None, None, v_state.index],
                 fresh=False,
             )
@@ -531,6 +531,10 @@ class SdpaForward:
                 self._release_queries(pipeline_q, q_state)
             q_state.advance()
         return q_state, k_state, v_state
+
+    def _multiplier(self, values: Values, place: Place, tiles: Tiles) -> Float32:
+        """Of scores, to exponents of 2."""
+        return values.number("scale") * LOG2_E if self.scores.plain else Float32(LOG2_E)
 
     def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles) -> None:
         pipeline_q.consumer_wait(state)
@@ -572,7 +576,7 @@ class SdpaForward:
             _multiply(
                 self._mma_pv(),
                 tOrO,
-                _operand(tOrP, tSrS),
+                self._operand(tOrP, tSrS),
                 tCrV[None, None, None, v_state.index],
                 fresh=False,
             )
@@ -608,6 +612,13 @@ class SdpaForward:
             powers = cute.make_tensor(tSrS.iterator + first, cute.make_layout(_PIECE))
             rounded = cute.make_tensor(tOrP.iterator + first, cute.make_layout(_PIECE))
             rounded.store(powers.load().to(self.element_type))
+
+    def _operand(self, tOrP: cute.Tensor, tSrS: cute.Tensor) -> cute.Tensor:
+        """Accumulators, rounded, as the first operand of the next product: 16 of their columns are
+        a k block of it."""
+        blocks = cute.size(tSrS) // _PIECE
+        layout = cute.make_layout(((2, 2, 2), 1, blocks), stride=((1, 2, 4), 0, _PIECE))
+        return cute.make_tensor(tOrP.iterator, layout)
 
     @cute.jit
     def _clear_behind(self, thread, sV, block, sequence, pipeline_v, v_state):
@@ -646,10 +657,10 @@ class SdpaForward:
     def _write(self, consumer, thread, tOrO, sO, mO, softmax, work: Work, values, tiles: Tiles):
         """O and the log-sum-exp of this consumer's queries."""
         if work.place.query < work.sequence.query_rows:
-            self._write_rows(consumer, thread, tOrO, sO, mO, softmax, work, values)
+            self._write_rows(consumer, thread, tOrO, sO, mO, softmax, work, values, tiles)
 
     @cute.jit
-    def _write_rows(self, consumer, thread, tOrO, sO, mO, softmax, work: Work, values):
+    def _write_rows(self, consumer, thread, tOrO, sO, mO, softmax, work: Work, values, tiles):
         _, place, sequence, _ = work
         lane = thread % GROUP
         own_row = place.query + consumer * WGMMA_M + lane // 32 * 16 + lane % 32 // 4
@@ -661,6 +672,7 @@ class SdpaForward:
         for row in cutlass.range_constexpr(2):
             query = own_row + 8 * row
             factor, lse = finished(softmax, row, sink)
+            factor = self._factor(factor, values, place, tiles)
             exists = query < sequence.queries
             for column in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
                 value = outputs[row, column] * factor
@@ -670,10 +682,10 @@ class SdpaForward:
                 lse_rows[query] = select(exists, lse, Float32(-math.inf))
 
         to_shared = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element_type), self._mma_pv()
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.output_type), self._mma_pv()
         )
-        rounded = cute.make_rmem_tensor_like(tOrO, self.element_type)
-        rounded.store(tOrO.load().to(self.element_type))
+        rounded = cute.make_rmem_tensor_like(tOrO, self.output_type)
+        rounded.store(tOrO.load().to(self.output_type))
         shared = to_shared.get_slice(thread).partition_D(sO[None, None, 0])
         # Nobody in the group reads what lay there any more.
         cute.arch.barrier(barrier_id=OWN + consumer, number_of_threads=GROUP)
@@ -684,6 +696,10 @@ class SdpaForward:
             batch = Int32(0)
         mO = cute.domain_offset((sequence.first_query, 0), mO[None, None, place.head, batch])
         self._copy_out(consumer, lane, sO, mO, place.query, sequence.query_rows)
+
+    def _factor(self, factor: Float32, values: Values, place: Place, tiles: Tiles) -> Float32:
+        """Of a row of O."""
+        return factor
 
     def _rows_of_lse(self, values: Values, place: Place, sequence):
         """Of the sequence; None if they are not asked for."""
@@ -696,11 +712,11 @@ class SdpaForward:
     @cute.jit
     def _copy_out(self, consumer, lane, sO, mO, first, rows):
         """In vectors, as far as there are rows and columns."""
-        vector = 128 // self.element_type.width
+        vector = 128 // self.output_type.width
         columns = math.gcd(self.head_dim_v, 64)
         across = columns // vector
         atom = cute.make_copy_atom(
-            cute.nvgpu.CopyUniversalOp(), self.element_type, num_bits_per_copy=128
+            cute.nvgpu.CopyUniversalOp(), self.output_type, num_bits_per_copy=128
         )
         threads = cute.make_ordered_layout((GROUP // across, across), order=(1, 0))
         copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vector)))
@@ -712,11 +728,11 @@ class SdpaForward:
             for i in cutlass.range_constexpr(cute.size(tOsO, mode=[1])):
                 row = first + consumer * WGMMA_M + lane // across + i * (GROUP // across)
                 if (row < rows) & (column < mO.shape[1]):
-                    fragment = cute.make_rmem_tensor(vector, self.element_type)
+                    fragment = cute.make_rmem_tensor(vector, self.output_type)
                     cute.copy(atom, tOsO[None, i, 0], fragment)
                     target = cute.make_ptr(
-                        self.element_type,
-                        mO[row, None].iterator.toint() + column * (self.element_type.width // 8),
+                        self.output_type,
+                        mO[row, None].iterator.toint() + column * (self.output_type.width // 8),
                         cute.AddressSpace.gmem,
                         assumed_align=16,
                     )
@@ -741,14 +757,6 @@ def _receive(queue, sTiles, state):
     return tile
 
 
-def _operand(tOrP: cute.Tensor, tSrS: cute.Tensor) -> cute.Tensor:
-    """Accumulators, rounded, as the first operand of the next product: 16 of their columns are a
-    k block of it."""
-    blocks = cute.size(tSrS) // _PIECE
-    layout = cute.make_layout(((2, 2, 2), 1, blocks), stride=((1, 2, 4), 0, _PIECE))
-    return cute.make_tensor(tOrP.iterator, layout)
-
-
 def _multiply(tiled_mma, accumulators, tCrA, tCrB, fresh: bool) -> None:
     """One wgmma group. fresh: the accumulators are overwritten."""
     warpgroup.fence()
@@ -758,7 +766,7 @@ def _multiply(tiled_mma, accumulators, tCrA, tCrB, fresh: bool) -> None:
     warpgroup.commit_group()
 
 
-def _tma_load(tensor, shared_layout, tiler):
+def tma_load(tensor, shared_layout, tiler):
     return cpasync.make_tiled_tma_atom(
         cpasync.CopyBulkTensorTileG2SOp(),
         tensor,

@@ -25,6 +25,10 @@ Values = dict[str, Any]
 
 _INFINITY = float("inf")
 
+#: Tensor cores add products of 8-bit floats to accumulators of some 14 bits, and cut off what is
+#: behind: after so many keys, half of which go the same way, it is off by twice as much.
+_EIGHT_BITS, _CUT_OFF = 2.0**-12, 256.0
+
 
 class ReferenceAttention(Kernel):
     """Computed in float64 and rounded once; every option, any floating types, any strides."""
@@ -80,6 +84,8 @@ class _Computation:
         #: Half a unit in the last place of what is multiplied, and what arithmetic is off by.
         self._unit: float = torch.finfo(args.Q.dtype.torch).eps / 2
         self._small = 2.0**-22
+        if args.Q.dtype.bits == 8 and args.device.type == "cuda":
+            self._small = _EIGHT_BITS * max(1.0, args.S_kv / _CUT_OFF)
         if args.accumulator_type.bits == 64:
             self._small = (args.S_kv + args.S_q + args.D) * 2.0**-50
 

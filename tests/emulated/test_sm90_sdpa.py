@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from support.ptx.kernel import EmulatedKernel
 from support.sdpa_cases import FORWARD, Case, on_meta
 
@@ -69,3 +70,37 @@ def test_attention_is_right(case):
 )
 def test_few_queries_are_right(case):
     check(case.arguments(), "sm90.sdpa_decode")
+
+
+def fp8_arguments(sizes, lengths=None, **options):
+    """Of e4m3, with what they are multiplied with."""
+    B, H, H_kv, S_q, S_kv, D = sizes
+    random = torch.Generator().manual_seed(3)
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=random).to(torch.float8_e4m3fn)
+
+    Q, K, V = drawn(B, H, S_q, D), drawn(B, H_kv, S_kv, D), drawn(B, H_kv, S_kv, D)
+    if lengths is not None:
+        for b, keys in enumerate(lengths):
+            V[b, :, keys:] = float("nan")
+        options["seq_lens_kv"] = torch.tensor(lengths, dtype=torch.int32)
+    scales = {
+        "descale_q": torch.tensor(0.7),
+        "descale_k": 0.5 + torch.rand((B, H_kv), generator=random),
+        "descale_v": 0.5 + torch.rand((B, H_kv), generator=random),
+    }
+    out = torch.empty(B, H, S_q, D, dtype=torch.bfloat16)
+    return ka.SdpaArguments(Q, K, V, out, torch.empty(B, H, S_q), **scales, **options)
+
+
+FP8 = [
+    {"sizes": (2, 4, 2, 70, 150, 64), "lengths": (130, 7), "mask": masks.Causal("bottom_right")},
+    {"sizes": (1, 2, 1, 200, 300, 128)},
+    {"sizes": (1, 2, 2, 40, 100, 256), "mask": masks.Causal(), "softcap": 5.0},
+]
+
+
+@pytest.mark.parametrize("given", FP8 if EVERY else FP8[:1], ids=lambda given: str(given["sizes"]))
+def test_8_bit_floats_are_right(given):
+    check(fp8_arguments(**given), "sm90.sdpa_forward_fp8")

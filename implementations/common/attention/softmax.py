@@ -24,24 +24,27 @@ class OnlineSoftmax(NamedTuple):
     maxima: The largest score so far of each row, before it is multiplied.
     sums: Of the powers of each row, of this thread's columns.
     multiplier: Of scores: what makes them exponents of 2. Positive.
+    largest: The exponent of the largest power of a row so far, where 1 would leave no room for
+        small ones in the type that they are rounded to.
     """
 
     maxima: cute.Tensor
     sums: cute.Tensor
     multiplier: Float32
+    largest: float = 0.0
 
 
-def softmax_of(rows: int, multiplier: Float32) -> OnlineSoftmax:
+def softmax_of(rows: int, multiplier: Float32, largest: float = 0.0) -> OnlineSoftmax:
     """Nothing has arrived."""
     maxima = cute.make_rmem_tensor((rows,), Float32)
     sums = cute.make_rmem_tensor((rows,), Float32)
     maxima.fill(Float32(-math.inf))
     sums.fill(0.0)
-    return OnlineSoftmax(maxima, sums, multiplier)
+    return OnlineSoftmax(maxima, sums, multiplier, largest)
 
 
 def update(softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor | None) -> None:
-    """Scores (rows, columns) into powers, of which the largest of a row so far is 1.
+    """Scores (rows, columns) into powers, of which the largest of a row so far is 2 ** largest.
 
     factors: Written, per row: what older powers are to be multiplied with. None: there are none.
     """
@@ -52,7 +55,7 @@ def update(softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor | N
         if factors is not None:
             largest = cute.arch.fmax(largest, before)
         softmax.maxima[row] = largest
-        subtrahend = finite(largest) * softmax.multiplier
+        subtrahend = finite(largest) * softmax.multiplier - softmax.largest
         sums = [Float32(0.0)] * _CHAINS
         for column in range(columns):
             exponent = cute.math.fma(scores[row, column], softmax.multiplier, -subtrahend)
@@ -61,7 +64,8 @@ def update(softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor | N
             sums[column % _CHAINS] = sums[column % _CHAINS] + power
         total = (sums[0] + sums[1]) + (sums[2] + sums[3])
         if factors is not None:
-            factors[row] = power_of_two(before * softmax.multiplier - subtrahend)
+            rest = before * softmax.multiplier - subtrahend - softmax.largest
+            factors[row] = power_of_two(rest)
             total = cute.math.fma(softmax.sums[row], factors[row], total)
         softmax.sums[row] = total
 
@@ -82,10 +86,10 @@ def finished(
         most = cute.arch.fmax(largest, further)
         base = finite(most)
         factor = power_of_two(largest - base)
-        total = cute.math.fma(total, factor, power_of_two(further - base))
+        total = cute.math.fma(total, factor, power_of_two(further - base + softmax.largest))
         largest = most
     scale = select(total == 0.0, Float32(0.0), factor / total)
-    lse = (largest + cute.math.log2(total)) * LN_2
+    lse = (largest + cute.math.log2(total) - softmax.largest) * LN_2
     return scale, select(total == 0.0, Float32(-math.inf), lse)
 
 

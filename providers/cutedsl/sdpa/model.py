@@ -34,7 +34,7 @@ def seconds(args: Any, design: AttentionDesign) -> float:
     rate = _RATE * _REACHED.get((wide, design.tile_shape), _OTHERS)
     tile = max(blocks, 1) * products / rate + _TILE
     rounds = max(1.0, rows * args.H * args.B / _MULTIPROCESSORS)
-    return rounds * tile
+    return float(rounds * tile)
 
 
 #: Bytes per second that keys and values are read with, and seconds that nothing hides.
@@ -56,4 +56,4 @@ def seen(args: Any) -> float:
     bounds, keys = args.bounds, max(args.S_kv, 1)
     share = 0.5 if "right" in bounds or "right_end" in bounds else 1.0
     left = [bounds[name] for name in ("left", "left_end") if name in bounds]
-    return min([share, *((width + 1) / keys for width in left)])
+    return float(min([share, *((width + 1) / keys for width in left)]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from kernel_api._workspaces import ZEROED
@@ -16,7 +16,7 @@ from kernel_api.providers.cutedsl.sdpa.base import (
     AttentionKernel,
     head_dims,
 )
-from kernel_api.space import Miss, Operands, Space, rule
+from kernel_api.space import Miss, Operands, Rule, Space, rule
 
 #: (queries, keys) of tiles, for (columns of Q and K, columns of V) that there is room for.
 _TILES = {
@@ -28,6 +28,8 @@ _TILES = {
     (256, 256): ((128, 80), (128, 64)),
 }
 _STAGES = 2
+#: Keys that Vᵀ has room for a multiple of.
+_PERMUTED = 16
 #: Of the keys of all tiles together, where tiles have several.
 _MOST_PARTS = 640
 _ALIGNED = {"Q": 16, "K": 16, "V": 16, "out": 16}
@@ -47,10 +49,21 @@ _OPERANDS = (
 )
 
 
-def least_room(args: SdpaArguments) -> tuple[int, int] | None:
-    """Of those that there are designs for."""
-    asked, asked_v = head_dims(args)
-    return next((r for r in _TILES if asked <= r[0] and asked_v <= r[1]), None)
+def least_room(rooms: Iterable[tuple[int, int]]) -> Rule:
+    """Of a family that has these, ascending."""
+    ordered = tuple(dict.fromkeys(rooms))
+
+    def is_least(design: AttentionDesign, args: SdpaArguments) -> bool | Miss:
+        asked, asked_v = head_dims(args)
+        least = next((r for r in ordered if asked <= r[0] and asked_v <= r[1]), None)
+        return design.head_dim == least or Miss(f"that is {least}")
+
+    return rule("the head dimensions take the least room that they fit in")(is_least)
+
+
+def hides_later(args: SdpaArguments) -> bool:
+    """Whether the last queries see the most keys."""
+    return "right" in args.bounds or "right_end" in args.bounds
 
 
 class Sm90Sdpa(AttentionKernel):
@@ -64,11 +77,7 @@ class Sm90Sdpa(AttentionKernel):
     space = Space(
         *(AttentionDesign(tile, room, _STAGES) for room, tiles in _TILES.items() for tile in tiles)
     )
-
-    @rule("the head dimensions take the least room that they fit in")
-    def _(design: AttentionDesign, args: SdpaArguments) -> bool | Miss:
-        least = least_room(args)
-        return design.head_dim == least or Miss(f"that is {least}")
+    takes_least = least_room(_TILES)
 
     @rule("no mode is empty: TMA describes none that is")
     def _(args: SdpaArguments) -> bool | Miss:
@@ -107,6 +116,7 @@ class Sm90SdpaForward(Sm90Sdpa):
     space = Space(
         *(AttentionDesign(tile, room, _STAGES) for room, tiles in _TILES.items() for tile in tiles)
     )
+    takes_least = least_room(_TILES)
 
     @rule("K and V are not in pages")
     def _(args: SdpaArguments) -> bool:
@@ -118,9 +128,7 @@ class Sm90SdpaForward(Sm90Sdpa):
         return self._built(Scores(("scale",)), longest_first=False)
 
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
-        bounds = args.bounds
-        hides_later = "right" in bounds or "right_end" in bounds
-        return self._built(self.scores(args), longest_first=hides_later)
+        return self._built(self.scores(args), longest_first=hides_later(args))
 
     def _built(self, scores: Any, *, longest_first: bool) -> Callable[..., None]:
         from kernel_api.implementations.sm90.sdpa_forward import SdpaForward
@@ -132,6 +140,74 @@ class Sm90SdpaForward(Sm90Sdpa):
 
     def predict(self, args: SdpaArguments) -> float:
         return model.seconds(args, self._design)
+
+
+_FP8_TILES = {
+    (64, 64): ((192, 128), (128, 128)),
+    (128, 128): ((128, 128), (128, 160), (128, 192), (128, 224)),
+    (256, 256): ((128, 128), (128, 96)),
+}
+
+
+@CuTeDSLProvider.register
+class Sm90SdpaForwardFp8(Sm90Sdpa):
+    """Attention of 8-bit floats for Hopper: a kernel before turns V over."""
+
+    family: ClassVar[str] = "sm90.sdpa_forward_fp8"
+    operands = (
+        Operands(
+            Q="e4m3",
+            K="e4m3",
+            V="e4m3",
+            out="f16 | bf16",
+            accumulator="f32",
+            majors="Q:d K:d V:e out:e",
+            alignments=(_ALIGNED,),
+            why_aligned=WHY_ALIGNED,
+        ),
+    )
+    space = Space(
+        *(
+            AttentionDesign(tile, room, _STAGES)
+            for room, tiles in _FP8_TILES.items()
+            for tile in tiles
+        )
+    )
+    takes_least = least_room(_FP8_TILES)
+
+    @rule("sequences are neither packed nor in pages")
+    def _(args: SdpaArguments) -> bool:
+        return not (args.is_packed or args.is_paged)
+
+    def workspace_for(self, *tensors: Any) -> int:
+        batches, heads, keys, columns = tensors[2].shape
+        return ZEROED + batches * heads * columns * (-(-keys // _PERMUTED) * _PERMUTED)
+
+    def get_workspace_size(self, args: SdpaArguments) -> int:
+        return self.workspace_for(*args.tensors)
+
+    def implementation(self) -> Callable[..., None]:
+        from kernel_api.implementations.common.attention.scores import Scores
+
+        return self._built(Scores(("scale",)), longest_first=False)
+
+    def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
+        return self._built(self.scores(args), longest_first=hides_later(args))
+
+    def _built(self, scores: Any, *, longest_first: bool) -> Callable[..., None]:
+        from kernel_api.implementations.sm90.sdpa_fp8 import SdpaForwardFp8
+
+        out = self.metadata.operands.tensors["out"]
+        assert out.dtype is not None
+        found: Callable[..., None] = SdpaForwardFp8(
+            *self._design_values(scores),
+            longest_first=longest_first,
+            output_type=out.dtype.cutlass,
+        )
+        return found
+
+    def predict(self, args: SdpaArguments) -> float:
+        return 0.6 * model.seconds(args, self._design)
 
 
 #: Of decoding, where all rows of a head of keys are one tile: stages are what is on its way.
@@ -158,6 +234,7 @@ class Sm90SdpaDecode(Sm90Sdpa):
 
     family: ClassVar[str] = "sm90.sdpa_decode"
     space = Space(*_FEW_QUERIES)
+    takes_least = least_room(design.head_dim for design in _FEW_QUERIES)
 
     @rule("queries of all heads that share one of keys are 256 at most")
     def _(args: SdpaArguments) -> bool | Miss:

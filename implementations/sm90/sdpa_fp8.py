@@ -1,0 +1,221 @@
+"""Attention of 8-bit floats for Hopper, forward."""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int8, Int32, Int64
+from cutlass.cute import AddressSpace
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.cute.nvgpu.warpgroup import OperandSource
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from ..common.attention.modes import attention_modes
+from ..common.attention.scores import Place, Tile
+from ..common.attention.sequences import sequence_of
+from ..common.attention.values import Values
+from ..common.work_split import COUNTER_BYTES
+from .sdpa_forward import SdpaForward, tma_load
+from .sdpa_tiles import Tiles
+
+_PIECE = 16  # accumulators of 32 columns that a thread has: a k block of the second product
+PERMUTED = 16  # keys that change places, see `ValuesAcross`
+
+_KEYS, _COLUMNS, _THREADS = 128, 64, 128  # of a block of `ValuesAcross`
+_VECTOR = 16  # bytes
+
+
+@dataclass
+class Fp8Tiles(Tiles):
+    """group: Heads of queries that share a head of keys."""
+
+    group: Int32
+
+
+def _descale_of_products(values: Values, place: Place | Tile, tiles: Fp8Tiles) -> Float32:
+    return _descale(values, "descale_q", place, tiles) * _descale(values, "descale_k", place, tiles)
+
+
+def _descale(values: Values, name: str, place: Place | Tile, tiles: Fp8Tiles) -> Float32:
+    tensor = values[name]
+    if tensor is None:
+        return Float32(1.0)
+    if not tensor.shape:
+        return Float32(tensor[()])
+    return Float32(tensor[place.batch, place.head // tiles.group])
+
+
+class SdpaForwardFp8(SdpaForward):
+    """The same of 8-bit floats: wgmma reads V along its keys, so a kernel before writes Vᵀ to the
+    workspace. P is as large as its type takes: the largest of a row is 256.
+
+    "descale_q", "descale_k", "descale_v" of the scores' names: what Q, K and V are multiplied with,
+    one number, or one per sequence and head of keys.
+    """
+
+    largest_power = 8.0
+
+    @cute.jit
+    def with_operands(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        operands,
+        workspace: Int64,
+        multiprocessors: Int32,
+        stream: cuda.CUstream,
+    ):
+        """operands: a tuple of what the scores are called by; workspace: an address, of two
+        counters that are zero, then of room for Vᵀ."""
+        mQ, mK, mV, mO = (attention_modes(tensor) for tensor in (mQ, mK, mV, mO))
+        across = ValuesAcross(self.element_type, self.scores.names)
+        mVt = across(mV, operands, workspace + COUNTER_BYTES, stream)
+        q_layout, k_layout, v_layout, _ = layouts = self._shared_layouts()
+        tma_q, tQ = tma_load(mQ, q_layout, (self.tile_m, self.head_dim))
+        tma_k, tK = tma_load(mK, k_layout, (self.tile_n, self.head_dim))
+        tma_v, tV = tma_load(mVt, v_layout, (self.head_dim_v, self.tile_n))
+        blocks, heads = cute.ceil_div(mQ.shape[0], self.tile_m), mQ.shape[2]
+        group = heads // mK.shape[2]
+        tiles = Fp8Tiles(blocks, heads, blocks * heads * mQ.shape[3], workspace, group)
+        self._launch(
+            *(tma_q, tQ, tma_k, tK, tma_v, tV, mO),
+            *(layouts, operands, tiles, multiprocessors, stream),
+        )
+
+    def _shared_layouts(self) -> tuple:
+        q_layout, k_layout, _, o_layout = super()._shared_layouts()
+        tile = (self.tile_m, self.head_dim_v, self.tile_n)
+        v_layout = sm90.make_smem_layout_b(
+            LayoutEnum.ROW_MAJOR, tile, self.element_type, self.stages
+        )
+        return q_layout, k_layout, v_layout, o_layout
+
+    def _mma_pv(self) -> cute.TiledMma:
+        return self._mma(self.head_dim_v, OperandMajorMode.K, OperandSource.RMEM)
+
+    def _store_powers(self, tOrP, tSrS, tile: Tile, tiles: Tiles, values: Values) -> None:
+        """A thread has 2 neighbours of every 8 columns, and is to have 4 of every 16: it takes its
+        pairs of two as if they were one, which the keys of V were moved for."""
+        if self.scores.drops:
+            self.scores.drop(tile, tiles.heads, values)
+        for first in range(0, cute.size(tSrS), _PIECE):
+            # (pair, of two blocks of 8 columns; row; half of 32 columns)
+            order = cute.make_layout((2, 2, 2, 2), stride=(1, 4, 2, 8))
+            powers = cute.make_tensor(tSrS.iterator + first, order)
+            rounded = cute.make_tensor(tOrP.iterator + first, cute.make_layout(_PIECE))
+            in_order = cute.make_rmem_tensor(_PIECE, Float32)
+            for i in range(_PIECE):
+                in_order[i] = powers[i]
+            rounded.store(in_order.load().to(self.element_type))
+
+    def _operand(self, tOrP: cute.Tensor, tSrS: cute.Tensor) -> cute.Tensor:
+        blocks = cute.size(tSrS) // _PIECE
+        layout = cute.make_layout(((4, 2, 2), 1, blocks), stride=((1, 4, 8), 0, _PIECE))
+        return cute.make_tensor(tOrP.iterator, layout)
+
+    def _clear_behind(self, thread, sV, block, sequence, pipeline_v, v_state) -> None:
+        """Vᵀ is clear there."""
+
+    def _score(self, tile: Tile, block, sequence, values: Values, tiles, hidden: bool) -> None:
+        if not self.scores.plain:
+            descale = _descale_of_products(values, tile, tiles)
+            rows, columns = tile.extents
+            for row in range(rows):
+                for column in range(columns):
+                    tile.values[row, column] = tile.values[row, column] * descale
+        super()._score(tile, block, sequence, values, tiles, hidden)
+
+    def _multiplier(self, values: Values, place: Place, tiles: Tiles) -> Float32:
+        found = super()._multiplier(values, place, tiles)
+        return found * _descale_of_products(values, place, tiles) if self.scores.plain else found
+
+    def _factor(self, factor: Float32, values: Values, place: Place, tiles: Tiles) -> Float32:
+        return factor * _descale(values, "descale_v", place, tiles)
+
+
+class ValuesAcross:
+    """Writes V (S,D,H,B) as Vᵀ (D,S,H,B) with keys side by side, zeros behind the last one.
+
+    Of every 16 keys, those that one thread has of the accumulators of Q · Kᵀ are neighbours: key k
+    is at 4 · (k % 8 // 2) + 2 · (k // 8) + k % 2.
+
+    A block turns 128 keys of 64 columns over in shared memory.
+    """
+
+    def __init__(self, element_type: type[cutlass.Numeric], names: tuple[str, ...]):
+        self.element_type = element_type
+        self.names = names
+
+    @cute.jit
+    def __call__(self, mV: cute.Tensor, operands, address: Int64, stream: cuda.CUstream):
+        """Launches the copy to the address; returns it as a tensor."""
+        keys, columns, heads, batches = mV.shape
+        pitch = cute.assume(Int64(keys_with_room(keys)), divby=PERMUTED)
+        layout = cute.make_layout(
+            (columns, keys_with_room(keys), heads, batches),
+            stride=(pitch, 1, pitch * columns, pitch * columns * heads),
+        )
+        pointer = cute.make_ptr(self.element_type, address, AddressSpace.gmem, assumed_align=128)
+        mVt = cute.make_tensor(pointer, layout)
+        self.kernel(mV, mVt, operands).launch(
+            grid=(
+                cute.ceil_div(keys, _KEYS),
+                cute.ceil_div(columns, _COLUMNS) * heads,
+                batches,
+            ),
+            block=(_THREADS, 1, 1),
+            stream=stream,
+        )
+        return mVt
+
+    @cute.kernel
+    def kernel(self, mV: cute.Tensor, mVt: cute.Tensor, operands):
+        thread, _, _ = cute.arch.thread_idx()
+        block, other, batch = cute.arch.block_idx()
+        keys, columns, heads, _ = mV.shape
+        head, part = other % heads, other // heads
+        sequence = sequence_of(Values(self.names, operands), batch, Int32(0), keys)
+        first_key, first_column = block * _KEYS, part * _COLUMNS
+        # One vector more per row, so that a column of rows does not hit one bank.
+        shared = cute.make_layout((_COLUMNS, _KEYS), stride=(_KEYS + _VECTOR, 1))
+        sV = SmemAllocator().allocate_tensor(Int8, shared, byte_alignment=_VECTOR)
+        across = _COLUMNS // _VECTOR
+        for i in cutlass.range_constexpr(_KEYS * across // _THREADS):
+            place = thread + i * _THREADS
+            row, column = place // across, place % across * _VECTOR
+            key = first_key + row
+            fragment = cute.make_rmem_tensor(_VECTOR, Int8)
+            fragment.fill(0)
+            if (key < sequence.keys) & (first_column + column < columns):
+                source = mV[key, None, head, batch].iterator + (first_column + column)
+                cute.autovec_copy(_vector(source, AddressSpace.gmem), fragment)
+            inner = row % PERMUTED
+            moved = row - inner + 4 * (inner % 8 // 2) + 2 * (inner // 8) + inner % 2
+            for j in cutlass.range_constexpr(_VECTOR):
+                sV[column + j, moved] = fragment[j]
+        cute.arch.barrier()
+        along = _KEYS // _VECTOR
+        for i in cutlass.range_constexpr(_COLUMNS * along // _THREADS):
+            place = thread + i * _THREADS
+            row, key = place // along, place % along * _VECTOR
+            if (first_column + row < columns) & (first_key + key < mVt.shape[1]):
+                target = mVt[first_column + row, None, head, batch].iterator + (first_key + key)
+                cute.autovec_copy(
+                    _vector(sV[row, None].iterator + key, AddressSpace.smem),
+                    _vector(target, AddressSpace.gmem),
+                )
+
+
+def keys_with_room(keys):
+    """Of a row of Vᵀ: whole vectors."""
+    return (keys + PERMUTED - 1) // PERMUTED * PERMUTED
+
+
+def _vector(pointer, space):
+    address = cute.make_ptr(Int8, pointer.toint(), space, assumed_align=_VECTOR)
+    return cute.make_tensor(address, cute.make_layout(_VECTOR))
