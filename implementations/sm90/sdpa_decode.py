@@ -20,7 +20,8 @@ from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.work_split import COUNTER_BYTES
 from .mma import WGMMA_M
-from .sdpa_forward import GROUP, OWN, TOGETHER, SdpaForward
+from .sdpa_forward import TOGETHER, SdpaForward
+from .sdpa_output import GROUP, OWN
 from .sdpa_tiles import Tiles, Work
 
 SLAB = 64  # columns of K and V that TMA copies at once: 128 bytes, the span of a swizzle

@@ -1,14 +1,12 @@
 """Attention for Hopper, forward."""
 
-import math
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -16,16 +14,14 @@ from cutlass.tensor_utils import LayoutEnum
 from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Place, Scores, Tile, rows_and_columns
 from ..common.attention.sequences import sequence_of
-from ..common.attention.softmax import LOG2_E, finished, softmax_of, update
+from ..common.attention.softmax import LOG2_E, softmax_of, update
 from ..common.attention.values import Values
-from ..common.conversion import select
 from .mma import WGMMA_M
 from .plan import SHARED_MEMORY
+from .sdpa_output import GROUP, OWN, SdpaOutput
 from .sdpa_tiles import Tiles, Work, blocks_of, fetched
 
-GROUP = 128  # threads of a warp group
 TURNS = 1  # named barriers: one per consumer from this one on
-OWN = TURNS + 3  # the same
 TOGETHER = OWN + 3  # of all consumers
 
 _PIECE = 8  # accumulators of 16 columns that a thread has
@@ -37,7 +33,7 @@ _SMALL = 2048  # bytes of shared memory for barriers, and to align what is large
 _REGISTERS = {1: None, 2: (24, 240), 3: (32, 160)}  # (producer, each consumer)
 
 
-class SdpaForward:
+class SdpaForward(SdpaOutput):
     """O = softmax(scale · Q · Kᵀ) · V on Hopper: TMA, wgmma, warp-specialised.
 
     warp group  role      does                                       waits on       signals
@@ -650,93 +646,6 @@ class SdpaForward:
         if self.turns:
             following = (consumer + 1) % self.consumers
             cute.arch.barrier_arrive(barrier_id=TURNS + following, number_of_threads=2 * GROUP)
-
-    # What is written ---------------------------------------------------------------------
-
-    @cute.jit
-    def _write(self, consumer, thread, tOrO, sO, mO, softmax, work: Work, values, tiles: Tiles):
-        """O and the log-sum-exp of this consumer's queries."""
-        if work.place.query < work.sequence.query_rows:
-            self._write_rows(consumer, thread, tOrO, sO, mO, softmax, work, values, tiles)
-
-    @cute.jit
-    def _write_rows(self, consumer, thread, tOrO, sO, mO, softmax, work: Work, values, tiles):
-        _, place, sequence, _ = work
-        lane = thread % GROUP
-        own_row = place.query + consumer * WGMMA_M + lane // 32 * 16 + lane % 32 // 4
-        sink = None
-        if const_expr("sink" in self.scores.names):
-            sink = Float32(values["sink"][place.head])
-        outputs = rows_and_columns(tOrO)
-        lse_rows = self._rows_of_lse(values, place, sequence)
-        for row in cutlass.range_constexpr(2):
-            query = own_row + 8 * row
-            factor, lse = finished(softmax, row, sink)
-            factor = self._factor(factor, values, place, tiles)
-            exists = query < sequence.queries
-            for column in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
-                value = outputs[row, column] * factor
-                outputs[row, column] = select(exists, value, Float32(0.0))
-            writes = (lane % 4 == 0) & (query < sequence.query_rows)
-            if const_expr(lse_rows is not None) and writes:
-                lse_rows[query] = select(exists, lse, Float32(-math.inf))
-
-        to_shared = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.output_type), self._mma_pv()
-        )
-        rounded = cute.make_rmem_tensor_like(tOrO, self.output_type)
-        rounded.store(tOrO.load().to(self.output_type))
-        shared = to_shared.get_slice(thread).partition_D(sO[None, None, 0])
-        # Nobody in the group reads what lay there any more.
-        cute.arch.barrier(barrier_id=OWN + consumer, number_of_threads=GROUP)
-        cute.copy(to_shared, to_shared.retile(rounded), shared)
-        cute.arch.barrier(barrier_id=OWN + consumer, number_of_threads=GROUP)
-        batch = place.batch
-        if const_expr("cu_seqlens_q" in self.scores.names):
-            batch = Int32(0)
-        mO = cute.domain_offset((sequence.first_query, 0), mO[None, None, place.head, batch])
-        self._copy_out(consumer, lane, sO, mO, place.query, sequence.query_rows)
-
-    def _factor(self, factor: Float32, values: Values, place: Place, tiles: Tiles) -> Float32:
-        """Of a row of O."""
-        return factor
-
-    def _rows_of_lse(self, values: Values, place: Place, sequence):
-        """Of the sequence; None if they are not asked for."""
-        if "lse" not in self.scores.names:
-            return None
-        if "cu_seqlens_q" in self.scores.names:
-            return cute.domain_offset((sequence.first_query,), values["lse"][place.head, None])
-        return values["lse"][place.batch, place.head, None]
-
-    @cute.jit
-    def _copy_out(self, consumer, lane, sO, mO, first, rows):
-        """In vectors, as far as there are rows and columns."""
-        vector = 128 // self.output_type.width
-        columns = math.gcd(self.head_dim_v, 64)
-        across = columns // vector
-        atom = cute.make_copy_atom(
-            cute.nvgpu.CopyUniversalOp(), self.output_type, num_bits_per_copy=128
-        )
-        threads = cute.make_ordered_layout((GROUP // across, across), order=(1, 0))
-        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vector)))
-        copy = copy.get_slice(lane)
-        for part in cutlass.range_constexpr(self.head_dim_v // columns):
-            sO_part = cute.local_tile(sO, (WGMMA_M, columns, 1), (consumer, part, 0))
-            tOsO = copy.partition_S(sO_part[None, None, 0])
-            column = part * columns + lane % across * vector
-            for i in cutlass.range_constexpr(cute.size(tOsO, mode=[1])):
-                row = first + consumer * WGMMA_M + lane // across + i * (GROUP // across)
-                if (row < rows) & (column < mO.shape[1]):
-                    fragment = cute.make_rmem_tensor(vector, self.output_type)
-                    cute.copy(atom, tOsO[None, i, 0], fragment)
-                    target = cute.make_ptr(
-                        self.output_type,
-                        mO[row, None].iterator.toint() + column * (self.output_type.width // 8),
-                        cute.AddressSpace.gmem,
-                        assumed_align=16,
-                    )
-                    cute.copy(atom, fragment, cute.make_tensor(target, cute.make_layout(vector)))
 
 
 @cute.jit
