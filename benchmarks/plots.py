@@ -134,7 +134,7 @@ def ratio_lines(title: str, rows: Sequence[Row]) -> str:
 
 
 def ratio_cloud(title: str, rows: Sequence[Row]) -> str:
-    """A point per problem over its number of rows, coloured by where it comes from."""
+    """A point per problem over its size, coloured by where it comes from."""
     left, right, top, bottom = 60, WIDTH - 24, 96, 400
     drawing = Drawing(bottom + 48, title, subtitle(rows))
     origins = list(dict.fromkeys(origin(row) for row in rows))
@@ -142,7 +142,7 @@ def ratio_cloud(title: str, rows: Sequence[Row]) -> str:
     drawing.legend(72, [(name, colours[name], False) for name in origins])
     low, high, ticks = ratio_range([row["ratio"] for row in rows])
     up = logarithmic(low, high, bottom, top)
-    sizes = [sizes_of(row)[0] for row in rows]
+    sizes = [size_of(row) for row in rows]
     along = logarithmic(min(sizes), max(*sizes, 2 * min(sizes)), left + 12, right - 12)
     for tick in ticks:
         drawing.line(left, up(tick), right, up(tick))
@@ -151,7 +151,8 @@ def ratio_cloud(title: str, rows: Sequence[Row]) -> str:
     while power <= max(sizes):
         drawing.text(along(power), bottom + 18, f"{power}", "muted", "middle")
         power *= 4 if max(sizes) / min(sizes) > 256 else 2
-    drawing.text((left + right) / 2, bottom + 38, "M, rows of A", "muted", "middle")
+    axis = "S, keys of a sequence" if "S" in rows[0] else "M, rows of A"
+    drawing.text((left + right) / 2, bottom + 38, axis, "muted", "middle")
     for row, size in zip(rows, sizes, strict=True):
         hint = f"{row['problem']}: {row['ratio']:.3f}, {row['subject']}"
         drawing.dot(along(size), up(row["ratio"]), colours[origin(row)], hint)
@@ -217,15 +218,16 @@ def _powers(low: float, high: float) -> list[float]:
 
 def short(problem: str) -> str:
     """The label without what all of them say."""
-    return problem.replace(" (M x N x K) TN", "")
+    return problem.replace(" (M x N x K) TN", "").replace(" (B x H x S x D)", "")
 
 
-def sizes_of(row: Row) -> tuple[int, ...]:
-    return tuple(map(int, row["problem"].split()[0].split("x")))
+def size_of(row: Row) -> int:
+    """What a cloud lies along: keys of a sequence, or rows of a product."""
+    return int(row["S"] if "S" in row else row["problem"].split("x")[0])
 
 
 def element(row: Row) -> str:
-    """Of a product; labels of grouped ones do not say it."""
+    """Of a product; labels of grouped ones and of attention do not say it."""
     _, said, types = row["problem"].partition(" TN ")
     return str(types.split()[0]) if said else "bf16"
 

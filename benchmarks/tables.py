@@ -1,10 +1,11 @@
-"""Write the README's benchmark tables from the recorded rows.
+"""Write the benchmark tables of the README and of docs/attention.md from the recorded rows.
 
     python benchmarks/tables.py [--check]
 
 One table per GPU and suite: for every problem the fastest verified subject beside its peer, or
-the worst problems where there are many. ``benchmarks/plots.py`` draws what the tables refer to.
-``--check`` changes nothing and fails if the README is not what the rows say.
+the worst problems where there are many; in docs/attention.md a line per kind of problem.
+``benchmarks/plots.py`` draws what the tables refer to. ``--check`` changes nothing and fails if a
+document is not what the rows say.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tuning_figures import figures
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+ATTENTION = ROOT / "docs" / "attention.md"
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 NOTHING = "No rows are recorded yet; `benchmarks/` has the scripts."
 
@@ -32,7 +34,10 @@ FURTHER = {
     "of_ceiling": "of the copy ceiling",
     "per_tensor_us": "us per tensor",
     "of_plain": "of the plain product's time",
+    "peer_tflops": "TFLOP/s, the peer's",
 }
+
+SUITES_OF_ATTENTION = "sdpa-"
 
 Row = dict[str, Any]
 
@@ -69,7 +74,7 @@ def table(gpu: str, suite: str, rows: list[Row]) -> str:
     for row in shown:
         cells = [row["problem"], f"`{row['subject']}`", f"{row['subject_us']:.1f} us"]
         cells += [row["peer"], f"{row['peer_us']:.1f} us", f"{row['ratio']:.3f}"]
-        cells += [f"{row[name]:.3f}" if name in row else "" for name in further]
+        cells += [_further(row, name) for name in further]
         lines.append(_cells(cells))
     mean = geometric_mean([r["ratio"] for r in best])
     versions = ", ".join(f"{name} {value}" for name, value in best[0]["env"].items())
@@ -78,6 +83,48 @@ def table(gpu: str, suite: str, rows: list[Row]) -> str:
         sentence += "".join(f"{line[:1].upper()}{line[1:]}. " for line in figures(best))
     lines += ["", f"{sentence}{_policy(best)}; {best[0]['date']}; {versions}."]
     return "\n".join(lines)
+
+
+def _further(row: Row, name: str) -> str:
+    if name == "peer_tflops" and name in row:
+        return f"{row['tflops']:.0f}, {row[name]:.0f}"
+    return f"{row[name]:.3f}" if name in row else ""
+
+
+def summary(results: Path = RESULTS) -> str:
+    """Of the suites of attention: a line per kind of problem."""
+    parts = []
+    for gpu, suites in recorded(results).items():
+        for suite, rows in suites.items():
+            if suite.startswith(SUITES_OF_ATTENTION):
+                parts.append(_summary(gpu, suite, best_rows(rows)))
+    return "\n\n".join(parts) or NOTHING
+
+
+def _summary(gpu: str, suite: str, best: list[Row]) -> str:
+    of_ceiling = all("of_ceiling" in row for row in best)
+    own, other = ("TB/s", "of the copy") if of_ceiling else ("TFLOP/s", "the peer's")
+    columns = ["problems", "number", own, other, "peer / kernel, geometric mean", "worst"]
+    lines = [f"### {suite} on {gpu}", "", _cells(columns), f"|{'---|' * len(columns)}"]
+    for origin in dict.fromkeys(row["origin"] for row in best):
+        kind = [row for row in best if row["origin"] == origin]
+        ratios = [row["ratio"] for row in kind]
+        if of_ceiling:
+            rates = _range(kind, "tb_s", ".2f"), _range(kind, "of_ceiling", ".3f")
+        else:
+            rates = _range(kind, "tflops", ".0f"), _range(kind, "peer_tflops", ".0f")
+        means = f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}"
+        lines.append(_cells([origin.replace(",", ", "), str(len(kind)), *rates, *means]))
+    peers = ", ".join(dict.fromkeys(row["peer"] for row in best))
+    versions = ", ".join(f"{name} {value}" for name, value in best[0]["env"].items())
+    return "\n".join(
+        [*lines, "", f"Peers: {peers}. {_policy(best)}; {best[0]['date']}; {versions}."]
+    )
+
+
+def _range(rows: list[Row], name: str, digits: str) -> str:
+    values = [row[name] for row in rows]
+    return f"{min(values):{digits}} to {max(values):{digits}}"
 
 
 def _policy(rows: list[Row]) -> str:
@@ -122,11 +169,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(arguments)
-    found = README.read_text()
-    wanted = updated(found, document())
+    found = {path: path.read_text() for path in (README, ATTENTION)}
+    texts = document(), summary()
+    wanted = {p: updated(found[p], text) for p, text in zip(found, texts, strict=True)}
     if options.check:
         return int(found != wanted)
-    README.write_text(wanted)
+    for path, text in wanted.items():
+        path.write_text(text)
     return 0
 
 

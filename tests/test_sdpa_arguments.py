@@ -488,3 +488,14 @@ def test_gradients_take_the_options_of_the_forward_pass():
     args = Draw().arguments(mask=masks.Causal(), softcap=3.0, dropout=Dropout(0.1, 2, 3))
     found = backward_of(args, Draw().results())
     assert found.launch_values.items() >= {"right": 0, "softcap": 3.0, "dropout_seed": 2}.items()
+
+
+def test_a_query_tells_scales_that_kernels_do_not_take_from_others():
+    def queried(scale):
+        q = torch.empty(1, 2, 77, 64, dtype=torch.bfloat16, device="meta")
+        args = ka.SdpaArguments(q, q, q, torch.empty_like(q), scale=scale)
+        return ka.get_kernels(args, cc=90, providers=["cutedsl"])
+
+    assert queried(0.3)
+    assert queried(-0.3) == []
+    assert queried(0.3)

@@ -21,7 +21,7 @@ from ..common.conversion import select
 from ..common.work_split import COUNTER_BYTES
 from .mma import WGMMA_M
 from .sdpa_forward import TOGETHER, SdpaForward
-from .sdpa_output import GROUP, OWN
+from .sdpa_output import GROUP, OWN, store_where
 from .sdpa_tiles import Tiles, Work
 
 SLAB = 64  # columns of K and V that TMA copies at once: 128 bytes, the span of a swizzle
@@ -98,7 +98,7 @@ class SdpaDecode(SdpaForward):
         page_size: int | None,
     ):
         super().__init__(head_dims, tile, stages, element_type, scores, longest_first=False)
-        self.output_apart = False  # it is not staged
+        self.output_memory = "none"  # it is not staged
         self.page_size = page_size
         self.rows_at_once = min(self.tile_n, page_size or self.tile_n)
         self.keys_end_early = self.keys_end_early or page_size is not None
@@ -290,8 +290,7 @@ class SdpaDecode(SdpaForward):
 
     # Scores and results ------------------------------------------------------------------
 
-    def _score(self, tile: Tile, block, sequence, values: Values, tiles, hidden: bool) -> None:
-        tile = tile._replace(first_key=block * self.tile_n)
+    def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool) -> None:
         if not self.scores.plain:
             self.scores.change(tile, values)
         if hidden:
@@ -346,8 +345,8 @@ class SdpaDecode(SdpaForward):
                 else:
                     row = mO[query, None, head, work.place.batch]
                     _store_row(outputs, i, scale, exists, row, thread)
-                    if const_expr(mLSE is not None) and thread % 4 == 0:
-                        mLSE[work.place.batch, head, query] = lse
+                    if const_expr(mLSE is not None):
+                        store_where(thread % 4 == 0, mLSE[work.place.batch, head, None], query, lse)
         complete = Boolean(False)
         if tiles.parts > 1:
             complete = self._completes(thread, flag, work.tile, tiles)
@@ -400,9 +399,9 @@ class SdpaDecode(SdpaForward):
                 rounded = cute.make_rmem_tensor(_AT_ONCE, self.element_type)
                 rounded.store((added.load() * scale).to(self.element_type))
                 _store(rounded, mO[query, None, head, work.place.batch], column)
-            if const_expr(mLSE is not None) and column == 0:
-                lse = largest + cute.math.log2(total) * LN_2
-                mLSE[work.place.batch, head, query] = select(exists, lse, Float32(-math.inf))
+            if const_expr(mLSE is not None):
+                lse = select(exists, largest + cute.math.log2(total) * LN_2, Float32(-math.inf))
+                store_where(column == 0, mLSE[work.place.batch, head, None], query, lse)
 
     @cute.jit
     def _add_parts(self, added, largest, total, first, part, local, column, tiles):

@@ -5,7 +5,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource
 from cutlass.memory import SmemAllocator
@@ -13,7 +13,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Place, Scores, Tile, rows_and_columns
-from ..common.attention.sequences import sequence_of
+from ..common.attention.sequences import Range, sequence_of
 from ..common.attention.softmax import LOG2_E, softmax_of, update
 from ..common.attention.values import Values
 from .mma import WGMMA_M
@@ -89,7 +89,10 @@ class SdpaForward(SdpaOutput):
         element_bytes, output_bytes = element_type.width // 8, self.output_type.width // 8
         read = self.tile_m * self.head_dim + self.tile_n * stages * sum(head_dims)
         written = self.tile_m * self.head_dim_v * output_bytes
-        self.output_apart = read * element_bytes + written <= SHARED_MEMORY - _SMALL
+        fits = read * element_bytes + written <= SHARED_MEMORY - _SMALL
+        #: Where O is on its way out: ``"apart"``, or ``"queries"``: it has the memory of Q, which
+        #: tiles without keys need as well.
+        self.output_memory = "apart" if fits else "queries"
         # Rows of V behind the last key of a sequence may hold anything, but not behind the tensor.
         self.keys_end_early = any(n in scores.names for n in ("cu_seqlens_kv", "seq_lens_kv"))
 
@@ -156,7 +159,7 @@ class SdpaForward(SdpaOutput):
         stream,
     ) -> None:
         q_layout, k_layout, v_layout, o_layout = layouts
-        staged = cute.cosize(o_layout) if self.output_apart else 0
+        staged = cute.cosize(o_layout) if self.output_memory == "apart" else 0
 
         @cute.struct
         class SharedStorage:
@@ -257,7 +260,7 @@ class SdpaForward(SdpaOutput):
 
     def _staged_output(self, storage, layout):
         """Where O is, on its way out."""
-        memory = storage.output if self.output_apart else storage.Q
+        memory = storage.output if self.output_memory == "apart" else storage.Q
         return memory.get_tensor(layout.outer, swizzle=layout.inner)
 
     # An atom has a state, which a loop would have to carry: so each product has one of its own.
@@ -366,11 +369,12 @@ class SdpaForward(SdpaOutput):
         gQ = cute.local_tile(mQ, (self.tile_m, self.head_dim), (None, 0))
         gK = cute.local_tile(mK, (self.tile_n, self.head_dim), (None, 0))
         gV = cute.local_tile(mV, (self.head_dim_v, self.tile_n), (0, None))
+        if self._takes_queries(blocks):
+            self._load(tma_q, gQ, sQ, place.query // self.tile_m, pipeline_q, q_state)
+            q_state.advance()
         if blocks.end > blocks.begin:
             last = blocks.end - 1
-            self._load(tma_q, gQ, sQ, place.query // self.tile_m, pipeline_q, q_state)
             self._load(tma_k, gK, sK, last, pipeline_k, k_state)
-            q_state.advance()
             k_state.advance()
             for i in cutlass.range(last - blocks.begin, unroll=1):
                 self._load(tma_k, gK, sK, last - 1 - i, pipeline_k, k_state)
@@ -436,7 +440,8 @@ class SdpaForward(SdpaOutput):
             for stages in (1, self.stages, self.stages)
         )
         received = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, AHEAD)
-        self._first_turn(consumer)
+        if const_expr(self.turns):
+            self._first_turn(consumer)
         tile = _receive(queue, sTiles, received)
         received.advance()
         while tile < tiles.total:
@@ -476,17 +481,18 @@ class SdpaForward(SdpaOutput):
         tile = Tile(scores, local, place.query, Int32(0), place.batch, place.head)
         softmax = softmax_of(2, self._multiplier(values, place, tiles), self.largest_power)
         tOrO.fill(0.0)
+        if self._takes_queries(blocks):
+            self._await_queries(thread, mQ, sQ, pipeline_q, q_state, work, tiles)
         if blocks.end > blocks.begin:
             last = blocks.end - 1
-            self._await_queries(thread, mQ, sQ, pipeline_q, q_state, work, tiles)
             pipeline_k.consumer_wait(k_state)
             _multiply(self._mma_qk(), tSrS, tCrQ, tCrK[None, None, None, k_state.index], fresh=True)
             warpgroup.wait_group(0)
             pipeline_k.consumer_release(k_state)
             k_state.advance()
-            self._score(tile, last, sequence, values, tiles, hidden=True)
+            self._score(self._of_block(tile, last), sequence, values, tiles, hidden=True)
             update(softmax, scores, None)
-            self._store_powers(tOrP, tSrS, tile, tiles, values)
+            self._store_powers(tOrP, tSrS, self._of_block(tile, last), tiles, values)
             if const_expr(self.keys_end_early):
                 self._clear_behind(thread, sV, last, sequence, pipeline_v, v_state)
 
@@ -506,7 +512,7 @@ class SdpaForward(SdpaOutput):
                 if const_expr(sequence.low is not None):
                     inner = self._pass(*of_tile, inner, full_begin, blocks.begin, True)
             k_state, v_state = inner
-            if const_expr(self.output_apart):
+            if const_expr(self.output_memory != "queries"):
                 self._release_queries(pipeline_q, q_state)
             pipeline_v.consumer_wait(v_state)
             _multiply(
@@ -520,11 +526,12 @@ class SdpaForward(SdpaOutput):
             pipeline_v.consumer_release(v_state)
             v_state.advance()
         self._write(consumer, thread, tOrO, sO, mO, softmax, work, values, tiles)
-        if blocks.end > blocks.begin:
-            if const_expr(not self.output_apart):
-                # What was written there, or read, comes before what TMA writes.
-                cute.arch.fence_view_async_shared()
-                self._release_queries(pipeline_q, q_state)
+        if const_expr(self.output_memory == "queries"):
+            # What was written there, or read, comes before what TMA writes.
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            self._release_queries(pipeline_q, q_state)
+        if self._takes_queries(blocks):
             q_state.advance()
         return q_state, k_state, v_state
 
@@ -534,6 +541,12 @@ class SdpaForward(SdpaOutput):
 
     def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles) -> None:
         pipeline_q.consumer_wait(state)
+
+    def _takes_queries(self, blocks: Range) -> Boolean:
+        """Whether a tile has the memory of Q for a while."""
+        if self.output_memory == "queries":
+            return Boolean(True)
+        return blocks.end > blocks.begin
 
     def _release_queries(self, pipeline_q, state) -> None:
         pipeline_q.consumer_release(state)
@@ -579,11 +592,12 @@ class SdpaForward(SdpaOutput):
             self._pass_turn(consumer)
             warpgroup.wait_group(1)
             pipeline_k.consumer_release(k_state)
-            self._score(tile, begin - 1 - i, sequence, values, tiles, hidden)
+            block = begin - 1 - i
+            self._score(self._of_block(tile, block), sequence, values, tiles, hidden)
             update(softmax, tile.values, factors)
             warpgroup.wait_group(0)
             pipeline_v.consumer_release(v_state)
-            self._store_powers(tOrP, tSrS, tile, tiles, values)
+            self._store_powers(tOrP, tSrS, self._of_block(tile, block), tiles, values)
             for row in cutlass.range_constexpr(2):
                 for column in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
                     outputs[row, column] = outputs[row, column] * factors[row]
@@ -591,9 +605,12 @@ class SdpaForward(SdpaOutput):
             v_state.advance()
         return k_state, v_state
 
-    def _score(self, tile: Tile, block, sequence, values: Values, tiles, hidden: bool) -> None:
+    def _of_block(self, tile: Tile, block: Int32) -> Tile:
+        """Of keys."""
+        return tile._replace(first_key=block * self.tile_n)
+
+    def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool) -> None:
         """Products with a block of keys into scores."""
-        tile = tile._replace(first_key=block * self.tile_n)
         if not self.scores.plain:
             self.scores.change(tile, values)
         if hidden:
@@ -635,7 +652,7 @@ class SdpaForward(SdpaOutput):
 
     @cute.jit
     def _first_turn(self, consumer):
-        if const_expr(self.turns) and consumer == self.consumers - 1:
+        if consumer == self.consumers - 1:
             cute.arch.barrier_arrive(barrier_id=TURNS, number_of_threads=2 * GROUP)
 
     def _await_turn(self, consumer) -> None:

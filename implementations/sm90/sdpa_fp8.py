@@ -121,14 +121,14 @@ class SdpaForwardFp8(SdpaForward):
     def _clear_behind(self, thread, sV, block, sequence, pipeline_v, v_state) -> None:
         """Vᵀ is clear there."""
 
-    def _score(self, tile: Tile, block, sequence, values: Values, tiles, hidden: bool) -> None:
+    def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool) -> None:
         if not self.scores.plain:
             descale = _descale_of_products(values, tile, tiles)
             rows, columns = tile.extents
             for row in range(rows):
                 for column in range(columns):
                     tile.values[row, column] = tile.values[row, column] * descale
-        super()._score(tile, block, sequence, values, tiles, hidden)
+        super()._score(tile, sequence, values, tiles, hidden)
 
     def _multiplier(self, values: Values, place: Place, tiles: Tiles) -> Float32:
         found = super()._multiplier(values, place, tiles)

@@ -49,8 +49,9 @@ class SdpaOutput:
                 value = outputs[row, column] * factor
                 outputs[row, column] = select(exists, value, Float32(0.0))
             writes = (lane % 4 == 0) & (query < sequence.query_rows)
-            if const_expr(lse_rows is not None) and writes:
-                lse_rows[query] = select(exists, lse, Float32(-math.inf))
+            if const_expr(lse_rows is not None):
+                lse = select(exists, lse, Float32(-math.inf))
+                store_where(writes, lse_rows, query, lse)
 
         to_shared = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.output_type), self._mma_pv()
@@ -108,3 +109,10 @@ class SdpaOutput:
                         assumed_align=16,
                     )
                     cute.copy(atom, fragment, cute.make_tensor(target, cute.make_layout(vector)))
+
+
+@cute.jit
+def store_where(condition, row: cute.Tensor, place, value):
+    """A number."""
+    if condition:
+        row[place] = value

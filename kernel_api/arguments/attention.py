@@ -347,7 +347,8 @@ class AttentionArguments(Arguments):
         if self._key is None:
             further = tuple([(o.layout, o.alignment) for o in self.further.values()])
             bounds = tuple(self.bounds.values())
-            self._key = (*super().key, further, bounds, self.max_seqlen_q, self.max_seqlen_kv)
+            numbers = (self.scale > 0, self.max_seqlen_q, self.max_seqlen_kv)
+            self._key = (*super().key, further, bounds, *numbers)
         return self._key
 
     def _all_operands(self) -> tuple[Operand, ...]:

@@ -61,6 +61,6 @@ def _dsl_is_here() -> Status:
     return Status.success()
 
 
-from kernel_api.providers.cutedsl import gemm, grouped_gemm, norm  # noqa: E402  (they register)
+from kernel_api.providers.cutedsl import gemm, grouped_gemm, norm, sdpa  # noqa: E402  (they register)
 
-__all__ = ["CuTeDSLProvider", "CuteDslKernel", "gemm", "grouped_gemm", "kernel", "norm"]
+__all__ = ["CuTeDSLProvider", "CuteDslKernel", "gemm", "grouped_gemm", "kernel", "norm", "sdpa"]

@@ -26,8 +26,8 @@ Values = dict[str, Any]
 _INFINITY = float("inf")
 
 #: Tensor cores add products of 8-bit floats to accumulators of some 14 bits, and cut off what is
-#: behind: after so many keys, half of which go the same way, it is off by twice as much.
-_EIGHT_BITS, _CUT_OFF = 2.0**-12, 256.0
+#: behind; sums on the way to a score are larger than it is. Of values more keys are cut off.
+_EIGHT_BITS, _CUT_OFF = 2.0**-10, 1024.0
 
 
 class ReferenceAttention(Kernel):

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 from support.ptx.kernel import EmulatedKernel
-from support.sdpa_cases import FORWARD, Case, on_meta
+from support.sdpa_cases import FORWARD, Case, dropped, on_meta
 
 import kernel_api as ka
 from kernel_api import masks
@@ -22,7 +22,15 @@ FAMILY = "sm90.sdpa_forward"
 EVERY = bool(os.environ.get("KERNEL_API_EMULATE"))
 
 #: TMA wants whole vectors, and extents.
-CASES = [c for c in FORWARD if c.aligned and c.page_size is None and c.sizes[4]]
+CASES = [
+    Case("dropout, several blocks", sizes=(1, 2, 1, 70, 300, 64, 64), options=dropped),
+    Case(
+        "tiles without keys, O where Q was",
+        sizes=(1, 3, 1, 500, 1, 256, 256),
+        keywords={"mask": masks.SlidingWindow(200, 100)},
+    ),
+    *(c for c in FORWARD if c.aligned and c.page_size is None and c.sizes[4]),
+]
 
 
 BAND = masks.SlidingWindow(70, 3, "bottom_right")

@@ -13,6 +13,8 @@ from ..conversion import select
 
 LOG2_E = 1.0 / math.log(2.0)
 LN_2 = math.log(2.0)
+_LN_2_FLOAT = 0.693147182464599609375  # as float32 has it
+_LN_2_REST = LN_2 - _LN_2_FLOAT
 
 _CHAINS = 4  # independent maxima or sums of a row, so that they do not wait for each other
 _QUAD = 4  # threads that share a row
@@ -21,7 +23,8 @@ _QUAD = 4  # threads that share a row
 class OnlineSoftmax(NamedTuple):
     """Of the rows of a thread; four threads side by side share each.
 
-    maxima: The largest score so far of each row, before it is multiplied.
+    maxima: The largest score so far of each row.
+    bases: What is taken from the exponents of each row: its maximum as an exponent of 2, rounded.
     sums: Of the powers of each row, of this thread's columns.
     multiplier: Of scores: what makes them exponents of 2. Positive.
     largest: The exponent of the largest power of a row so far, where 1 would leave no room for
@@ -29,6 +32,7 @@ class OnlineSoftmax(NamedTuple):
     """
 
     maxima: cute.Tensor
+    bases: cute.Tensor
     sums: cute.Tensor
     multiplier: Float32
     largest: float = 0.0
@@ -36,11 +40,11 @@ class OnlineSoftmax(NamedTuple):
 
 def softmax_of(rows: int, multiplier: Float32, largest: float = 0.0) -> OnlineSoftmax:
     """Nothing has arrived."""
-    maxima = cute.make_rmem_tensor((rows,), Float32)
-    sums = cute.make_rmem_tensor((rows,), Float32)
-    maxima.fill(Float32(-math.inf))
+    maxima, bases, sums = (cute.make_rmem_tensor((rows,), Float32) for _ in range(3))
+    maxima.fill(-math.inf)
+    bases.fill(0.0)
     sums.fill(0.0)
-    return OnlineSoftmax(maxima, sums, multiplier, largest)
+    return OnlineSoftmax(maxima, bases, sums, multiplier, largest)
 
 
 def update(softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor | None) -> None:
@@ -51,11 +55,12 @@ def update(softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor | N
     columns = cute.size(scores, mode=[1])
     for row in range(cute.size(scores, mode=[0])):
         largest = _of_quad(_largest([scores[row, c] for c in range(columns)]), cute.arch.fmax)
-        before = softmax.maxima[row]
+        before, base_before = softmax.maxima[row], softmax.bases[row]
         if factors is not None:
             largest = cute.arch.fmax(largest, before)
-        softmax.maxima[row] = largest
-        subtrahend = finite(largest) * softmax.multiplier - softmax.largest
+        base = finite(largest) * softmax.multiplier
+        softmax.maxima[row], softmax.bases[row] = largest, base
+        subtrahend = base - softmax.largest
         sums = [Float32(0.0)] * _CHAINS
         for column in range(columns):
             exponent = cute.math.fma(scores[row, column], softmax.multiplier, -subtrahend)
@@ -64,8 +69,9 @@ def update(softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor | N
             sums[column % _CHAINS] = sums[column % _CHAINS] + power
         total = (sums[0] + sums[1]) + (sums[2] + sums[3])
         if factors is not None:
-            rest = before * softmax.multiplier - subtrahend - softmax.largest
-            factors[row] = power_of_two(rest)
+            # Of two bases as they were taken: where the maximum stays, it is 1.
+            factor = power_of_two(base_before - base)
+            factors[row] = select(before == Float32(-math.inf), Float32(0.0), factor)
             total = cute.math.fma(softmax.sums[row], factors[row], total)
         softmax.sums[row] = total
 
@@ -79,18 +85,24 @@ def finished(
     sink: Of a further score whose value is 0.
     """
     total = _of_quad(softmax.sums[row], lambda a, b: a + b)
-    largest = softmax.maxima[row] * softmax.multiplier  # -inf stays
-    factor = Float32(1.0)
+    base, factor = softmax.bases[row], Float32(1.0)
     if sink is not None:
         further = sink * LOG2_E
-        most = cute.arch.fmax(largest, further)
+        nothing = softmax.maxima[row] == Float32(-math.inf)
+        most = cute.arch.fmax(select(nothing, Float32(-math.inf), base), further)
+        factor = power_of_two(base - finite(most))
         base = finite(most)
-        factor = power_of_two(largest - base)
         total = cute.math.fma(total, factor, power_of_two(further - base + softmax.largest))
-        largest = most
     scale = select(total == 0.0, Float32(0.0), factor / total)
-    lse = (largest + cute.math.log2(total) - softmax.largest) * LN_2
+    lse = natural(base, cute.math.log2(total) - softmax.largest)
     return scale, select(total == 0.0, Float32(-math.inf), lse)
+
+
+def natural(large: Float32, small: Float32) -> Float32:
+    """The sum of two logarithms to base 2, as a natural one: exact to half a unit but for what is
+    lost of the small one."""
+    rest = cute.math.fma(large, Float32(_LN_2_REST), small * LN_2)
+    return cute.math.fma(large, Float32(_LN_2_FLOAT), rest)
 
 
 def power_of_two(x: Float32) -> Float32:

@@ -1,0 +1,401 @@
+"""What the suites of attention share: problems, what results are compared with, the way through.
+
+Operands are random bf16, (B, H, S, D) in memory (B, S, H, D). Of every problem the first choice of
+``get_kernels``, or several kernels, and the first peer that takes it are timed in one run. A result
+is ``verified`` where it is right by the rule of ``kernel_api.verify``, in one head of the first
+sequence and one of the last, computed in float64; and where no row, of all heads, is farther from
+the peer's than SHARE of its norm. A reference of all heads would not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import harness
+import rows
+import suite
+import torch
+from tables import geometric_mean
+
+import kernel_api as ka
+from kernel_api.kernel import Kernel
+from kernel_api.verification import FACTOR_REORDERED, judge, poison
+
+BF16 = torch.bfloat16
+#: Of the norm of a row: both results are rounded, and so are probabilities.
+SHARE = 4 * torch.finfo(BF16).eps
+
+#: Computes on the operands of some arguments, and returns its results, in the order of theirs.
+Peer = Callable[[Any], Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention of S queries to S keys.
+
+    Attributes:
+        H_kv: Heads of keys and values; each is for H / H_kv heads of queries.
+        D: Elements of a row of a head.
+    """
+
+    B: int
+    H: int
+    H_kv: int
+    S: int
+    D: int
+    causal: bool = False
+
+    @property
+    def label(self) -> str:
+        """What rows call it."""
+        heads = f"{self.H}" if self.H_kv == self.H else f"{self.H}/{self.H_kv}"
+        return f"{self.B}x{heads}x{self.S}x{self.D} (B x H x S x D) {self.masked}"
+
+    @property
+    def masked(self) -> str:
+        return "causal" if self.causal else "full"
+
+    @property
+    def origin(self) -> str:
+        """What plots colour alike."""
+        return f"D{self.D},{self.masked}"
+
+    @property
+    def operations(self) -> int:
+        """Of both products, as far as scores are seen."""
+        return 4 * self.B * self.H * self.S**2 * self.D // (2 if self.causal else 1)
+
+    @property
+    def bytes(self) -> int:
+        """What must move at least: each element of Q, K, V and out once."""
+        return 4 * self.B * self.S * self.D * (self.H + self.H_kv)
+
+    @property
+    def sets(self) -> int:
+        """Of operands, so that none of them is in L2 when its turn comes again."""
+        return harness.operand_sets(self.bytes)
+
+    def arguments(self, device: str) -> Any:
+        """The problem on new random operands."""
+        raise NotImplementedError
+
+    def peers(self) -> dict[str, Peer]:
+        """By name; the first that takes the problem is timed."""
+        raise NotImplementedError
+
+    def compared(self, args: Any) -> list[torch.Tensor]:
+        """What a peer's results are compared with."""
+        raise NotImplementedError
+
+    def parts(self, args: Any) -> Iterator[Any]:
+        """Arguments of the heads that are computed in float64, on the same memory."""
+        raise NotImplementedError
+
+    def beside(self, sets: Sequence[Any]) -> Mapping[str, harness.Calls]:
+        """What else is timed in the same run."""
+        return {}
+
+    def extra(self, microseconds: float, medians: Mapping[str, float]) -> Mapping[str, Any]:
+        """What a row says beside."""
+        return {}
+
+    # Parts -------------------------------------------------------------------------------
+
+    def queries(self, device: str) -> torch.Tensor:
+        return self.heads(self.H, device)
+
+    def keys(self, device: str) -> torch.Tensor:
+        return self.heads(self.H_kv, device)
+
+    def heads(self, count: int, device: str) -> torch.Tensor:
+        drawn = torch.randn(self.B, self.S, count, self.D, device=device, dtype=BF16)
+        return drawn.transpose(1, 2)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"mask": ka.masks.Causal()} if self.causal else {}
+
+    def ends(self, heads: int) -> list[tuple[slice, int]]:
+        """The first sequence with the first of some heads, and the last with the last."""
+        found = [(slice(0, 1), 0), (slice(self.B - 1, self.B), heads - 1)]
+        return found[: self.B * heads]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A list of problems.
+
+    Attributes:
+        name: Of the file of rows.
+        problems: In the order in which they are measured.
+        quick: Those that ``--quick`` measures.
+        report: Lines that are printed at the end, from all rows.
+        policy: How they are timed unless the options say.
+    """
+
+    name: str
+    problems: tuple[Any, ...]
+    quick: tuple[Any, ...]
+    report: Callable[[list[rows.Row]], list[str]] = field(default=lambda found: means(found))
+    policy: str = "auto"
+
+
+# One problem -----------------------------------------------------------------------------
+
+
+class Measurement:
+    """One problem: its kernels verified, then timed together with a peer."""
+
+    def __init__(
+        self,
+        of: Suite,
+        problem: Problem,
+        options: argparse.Namespace,
+        journal: rows.Journal,
+        outcome: suite.Outcome,
+    ) -> None:
+        self.suite, self.problem, self.options = of, problem, options
+        self.journal, self.outcome = journal, outcome
+        self.sets = [problem.arguments(harness.DEVICE) for _ in range(problem.sets)]
+
+    def rows(self) -> list[rows.Row]:
+        problem = self.problem
+        offered = suite.candidates(self.sets[0], self.options)
+        if not offered:
+            why = "; ".join(suite.refusals(self.sets[0], None))
+            self.outcome.unserved.append(f"{problem.label} ({why or 'filtered out'})")
+            return []
+        peers, expected = self._peer()
+        subjects: dict[Kernel, harness.Calls] = {}
+        for kernel in offered:
+            own = functools.partial(self._own, kernel, expected)
+            calls = self._guarded(kernel.metadata.kernel_name, own)
+            if calls is not None:
+                subjects[kernel] = calls
+        return self._timed(offered, subjects, peers) if subjects else []
+
+    def _timed(
+        self, offered: list[Kernel], subjects: dict[Kernel, harness.Calls], peers: Any
+    ) -> list[rows.Row]:
+        problem, options = self.problem, self.options
+        named = {kernel.metadata.kernel_name: calls for kernel, calls in subjects.items()}
+        beside = dict(problem.beside(self.sets))
+        if not peers and not beside:
+            raise RuntimeError("no peer takes the problem")
+        if self.journal.lost(problem.label, "timing"):
+            raise RuntimeError("timing ended a process before")
+        policy = self.suite.policy if options.policy == "auto" else options.policy
+        with self.journal.attempt(problem.label, "timing", options.patience):
+            calls = {**peers, **named, **beside}
+            found, how = harness.interleaved(calls, problem.bytes, policy, options.rounds)
+            if policy == "graph" and peers and beside and how.startswith("eager"):
+                peers, calls = {}, {**named, **beside}  # a peer that cannot be captured
+                found, how = harness.interleaved(calls, problem.bytes, policy, options.rounds)
+        medians = {name: timing.median for name, timing in found.items()}
+        peer = min(peers or beside, key=lambda name: medians[name])
+        measured = []
+        for rank, kernel in enumerate(offered):
+            name = kernel.metadata.kernel_name
+            if kernel not in subjects:
+                continue
+            extra = {
+                "family": kernel.family_name(),
+                "rank": rank,
+                "operations": problem.operations,
+                "bytes": problem.bytes,
+                "S": problem.S,
+                "origin": problem.origin,
+                "tflops": round(1e-6 * problem.operations / medians[name], 1),
+                "predicted_us": round(1e6 * (kernel.predict(self.sets[0]) or 0.0), 2),
+                **problem.extra(medians[name], medians),
+            }
+            if not beside:
+                extra["peer_tflops"] = round(1e-6 * problem.operations / medians[peer], 1)
+            subject, best = (name, found[name]), (peer, found[peer])
+            measured.append(
+                rows.row(self.suite.name, problem.label, subject, best, True, how, **extra)
+            )
+        return measured
+
+    def _guarded(self, what: str, prepare: Callable[[], Any], essential: bool = True) -> Any:
+        """What it gives, or None if it cannot be had; a lost GPU raises."""
+        label = self.problem.label
+        if self.journal.lost(label, what):
+            return None
+        try:
+            with self.journal.attempt(label, what, self.options.patience):
+                return prepare()
+        except Exception as error:
+            reason = f"{label}: {what}: {suite._reason(error)}"
+            if not harness.alive():
+                raise suite.GpuLostError(reason) from error
+            if essential:
+                self.outcome.failures.append(reason)
+            else:
+                print(f"left out: {reason}", file=sys.stderr, flush=True)
+            return None
+
+    def _peer(self) -> tuple[dict[str, harness.Calls], list[torch.Tensor] | None]:
+        """The first that takes the problem, by its name, and what it computes."""
+        for name, peer in self.problem.peers().items():
+            found = self._guarded(name, functools.partial(self._called, peer), essential=False)
+            if found is not None:
+                return {name: found[0]}, found[1]
+        return {}, None
+
+    def _called(self, peer: Peer) -> tuple[harness.Calls, list[torch.Tensor] | None]:
+        calls = [peer(args) for args in self.sets]
+        returned = calls[0]()
+        harness.synchronize()
+        results = [returned] if isinstance(returned, torch.Tensor) else list(returned)
+        comparable = getattr(peer, "comparable", True)
+        return calls, results if comparable else None
+
+    def _own(self, kernel: Kernel, expected: list[torch.Tensor] | None) -> harness.Calls:
+        """Compared, and a launch for each set."""
+        args = self.sets[0]
+        calls = [functools.partial(kernel.prepare(one), *one.tensors) for one in self.sets]
+        for output in args.outputs.values():
+            poison(output.tensor)
+        calls[0]()
+        harness.synchronize()
+        for part in self.problem.parts(args):
+            verdict = judge(part, FACTOR_REORDERED)
+            if not verdict:
+                raise RuntimeError(f"WRONG: {verdict.reason} in {part}")
+        names = list(args.outputs)
+        for name, found, other in zip(
+            names, self.problem.compared(args), expected or (), strict=False
+        ):
+            apart = distance(found, other)
+            if not apart <= 1:
+                raise RuntimeError(f"WRONG: {name} is {apart:.3g} of what is allowed off the peer")
+        return calls
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest of a row to what is allowed: SHARE of its norm, or of that of most rows."""
+    norm = functools.partial(torch.linalg.vector_norm, dim=-1)
+    size = norm(expected.float())
+    allowed = SHARE * torch.maximum(size, size.median())
+    return float((norm(found.float() - expected.float()) / allowed).max())
+
+
+# All of them -----------------------------------------------------------------------------
+
+
+def run(of: Suite, description: str | None, arguments: Sequence[str] | None) -> int:
+    """Measure, or list, the suite; returns the exit code."""
+    parser = suite.options(of.name, description)
+    parser.set_defaults(rounds=11)
+    parser.add_argument("--quick", action="store_true", help="a few problems")
+    options = parser.parse_args(arguments)
+    problems = [
+        problem
+        for problem in (of.quick if options.quick else of.problems)
+        if not options.only or options.only in problem.label
+    ][: options.limit]
+    if options.dry_run:
+        for problem in problems:
+            print("\n".join(described(problem, options)))
+        print(f"{of.name}: {len(problems)} problems")
+        return suite.DONE
+    if harness.DEVICE == "cuda" and not torch.cuda.is_available():
+        print("there is no GPU here; --dry-run lists what would be timed", file=sys.stderr)
+        return suite.FAILURES
+    torch.manual_seed(options.seed)
+    gc.freeze()
+    compile_ahead(problems, options)
+    journal = rows.Journal(rows.path_of(of.name, options.out), options.resume)
+    outcome = measure_all(of, problems, options, journal)
+    shown = suite.Suite(of.name, (), report=of.report)
+    return suite.summarise(shown, journal, outcome)
+
+
+def measure_all(
+    of: Suite, problems: list[Problem], options: argparse.Namespace, journal: rows.Journal
+) -> suite.Outcome:
+    """Problem by problem, as long as the budget and the GPU last."""
+    outcome, budget = suite.Outcome(), harness.Budget(options.seconds)
+    for problem in suite.progress(problems, of.name):  # type: ignore[type-var]
+        if journal.has(problem.label):
+            continue
+        if outcome.died or not budget.allows_another():
+            outcome.skipped.append(problem.label)
+            continue
+        try:
+            with budget.step():
+                found = Measurement(of, problem, options, journal, outcome).rows()
+        except Exception as error:
+            outcome.failures.append(f"{problem.label}: {suite._reason(error)}")
+            outcome.died = isinstance(error, suite.GpuLostError) or not harness.alive()
+            continue
+        if found:
+            journal.add(found)
+        for row in found:
+            print(line(row), flush=True)
+    return outcome
+
+
+def compile_ahead(problems: Sequence[Problem], options: argparse.Namespace) -> None:
+    """All kernels at once, by several processes; what fails, fails again where it is used."""
+    needed: dict[Any, tuple[Kernel, Any]] = {}
+    for problem in problems:
+        args = problem.arguments("meta")
+        for kernel in suite.candidates(args, _for_this_gpu(options)):
+            needed.setdefault((kernel, args.signature), (kernel, args))
+    if needed and harness.DEVICE == "cuda":
+        kernels, each = zip(*needed.values(), strict=True)
+        ka.compile_all(kernels, each)
+
+
+def _for_this_gpu(options: argparse.Namespace) -> argparse.Namespace:
+    if not torch.cuda.is_available():
+        return options
+    major, minor = torch.cuda.get_device_capability()
+    return argparse.Namespace(**{**vars(options), "cc": f"{major}.{minor}"})
+
+
+def described(problem: Problem, options: argparse.Namespace) -> Iterator[str]:
+    """What a dry run says of a problem."""
+    args = problem.arguments("meta")
+    offered = suite.candidates(args, options)
+    yield f"{problem.label}  peers: {', '.join(problem.peers())}"
+    if not offered:
+        yield "    nothing but torch is offered"
+        yield from (f"       {reason}" for reason in suite.refusals(args, options.cc))
+    for rank, kernel in enumerate(offered):
+        seconds = kernel.predict(args)
+        expected = "" if seconds is None else f"  {1e6 * seconds:9.1f} us expected"
+        yield f"    {rank:2} {kernel.metadata.kernel_name}{expected}"
+
+
+# What is written -------------------------------------------------------------------------
+
+
+def line(row: rows.Row) -> str:
+    """A row for the reader."""
+    if "of_ceiling" in row:
+        rate = f"{row['tb_s']:5.2f} TB/s, {100 * row['of_ceiling']:5.1f} % of the copy"
+    else:
+        rate = f"{row['tflops']:6.1f} TFLOP/s, the peer's {row['peer_tflops']:6.1f}"
+    return (
+        f"{row['problem']:54} {row['ratio']:6.3f} of {row['peer']:14} {row['subject_us']:9.2f} us "
+        f"{rate} +-{100 * row['spread']:.1f} % {row['subject']}"
+    )
+
+
+def means(measured: list[rows.Row]) -> list[str]:
+    """Geometric means of the best ranked kernels, by what plots colour alike, and of all."""
+    first = [row for row in measured if not row["rank"]]
+    found = []
+    for origin in dict.fromkeys(row["origin"] for row in first):
+        ratios = [row["ratio"] for row in first if row["origin"] == origin]
+        found.append(f"{origin}: {geometric_mean(ratios):.3f} of {len(ratios)} problems")
+    return found + suite.mean_ratio(measured)

@@ -1,0 +1,322 @@
+"""Gradient of attention for Hopper."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from ..common.attention.modes import attention_modes
+from ..common.attention.sequences import queries_seeing, sequence_of
+from ..common.attention.values import Values
+from ..common.work_split import COUNTER_BYTES
+from .sdpa_backward_consumer import BackwardConsumer, Work
+from .sdpa_backward_plan import CONSUMERS, GROUP, tile_layout
+from .sdpa_backward_rows import QueryGradients, RowSums, SinkGradients
+
+_REGISTERS = (24, 240)  # producer, each consumer
+
+
+class SdpaBackward(BackwardConsumer):
+    """dQ, dK, dV of attention on Hopper: TMA, wgmma, warp-specialised, in three launches.
+
+    Before, `RowSums` makes what is needed of every row of queries; behind, `QueryGradients` rounds
+    dQ, which blocks add up in float32, and `SinkGradients` has a launch of its own.
+
+    warp group  role      does                                      waits on       signals
+    ----------  --------  ----------------------------------------  -------------  -------------
+    0           producer  warp 0: loads of K and V, then, tile of   stage empty    stage full
+                          queries by tile, of Q and dO with the                    (by TMA)
+                          log-sum-exps and sums of their rows
+    1, 2        consumer  S, dP = dO · Vᵀ, dS; adds dQ; keeps dK    stage full     stage empty
+                          and dV of its keys or columns
+
+    A block has `tile[1]` keys of a head of keys, and all tiles of `tile[0]` queries that see them,
+    of all heads of queries that share the keys: dK and dV need no atomics.
+
+    Pipelines: Q with log-sum-exps, dO with the row sums (`stages` each). dS lies in shared memory
+    for dQ = dS · K, `stages[2]` times; dK and dV where K and V were, when all is done.
+    Registers: producer 24, consumers 240.
+
+    head_dims: Of Q and K, of V: there is room for as many columns; TMA fills up with zeros.
+    early: What is issued before its turn, so that tensor cores are busy while threads compute:
+        "values": dV, before dS is formed; "scores": S of the next queries, behind dK of these.
+    staged: Whether dQ goes through shared memory and a bulk copy adds it, or threads do.
+    deterministic: Whether blocks add dQ in a fixed order: each waits for those before it, which
+        have started before it.
+
+    Q, out, dO, dQ (B,H,S,D), K, V, dK, dV (B,H_kv,S_kv,D), or packed (T,H,D): sizes and strides
+    known at run time, that of D is 1; addresses and the other strides are multiples of 16 bytes.
+    """
+
+    @cute.jit
+    def with_operands(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        operands,
+        workspace: Int64,
+        stream: cuda.CUstream,
+    ):
+        """operands: a tuple of what the scores are called by."""
+        values = Values(self.scores.names, operands)
+        batches, queries, keys = mQ.shape[0], mQ.shape[2], mK.shape[2]
+        if const_expr(self.packed):
+            batches = values["cu_seqlens_q"].shape[0] - 1
+            queries, keys = (Int32(values[f"max_seqlen_{x}"]) for x in ("q", "kv"))
+        mQ, mK, mV, mO, mdO, mdQ, mdK, mdV = (
+            attention_modes(tensor) for tensor in (mQ, mK, mV, mO, mdO, mdQ, mdK, mdV)
+        )
+        workspace = workspace + COUNTER_BYTES
+        RowSums(self)(mO, mdO, mLSE, operands, workspace, queries, batches, stream)
+        self._launch(
+            *(mQ, mK, mV, mdO, mdK, mdV),
+            *(operands, workspace, keys, batches, stream),
+        )
+        if const_expr("dSink" in self.scores.names):
+            SinkGradients(self)(mdO, operands, workspace, stream)
+        QueryGradients(self)(mdQ, operands, workspace, queries, batches, stream)
+
+    @cute.jit
+    def _launch(self, mQ, mK, mV, mdO, mdK, mdV, operands, workspace, keys, batches, stream):
+        m, n, d, e = self.tile_m, self.tile_n, self.head_dim, self.head_dim_v
+        one = self.element_type
+        layouts = {
+            "Q": tile_layout(one, m, d, self.q_stages, self.span(d)),
+            "dO": tile_layout(one, m, e, self.do_stages, self.span(e)),
+            "K": tile_layout(one, n, d, 1, self.span(d)),
+            "V": tile_layout(one, n, e, 1, self.span(e)),
+        }
+        (tma_q, tQ), (tma_k, tK), (tma_v, tV), (tma_do, tdO) = (
+            _tma_load(tensor, layouts[name], tiler)
+            for name, tensor, tiler in (
+                ("Q", mQ, (m, d)), ("K", mK, (n, d)), ("V", mV, (n, e)), ("dO", mdO, (m, e)),
+            )
+        )  # fmt: skip
+        scores = self.ds_stages * m * n
+
+        @cute.struct
+        class SharedStorage:
+            K: cute.struct.Align[cute.struct.MemRange[one, n * d], 1024]
+            V: cute.struct.Align[cute.struct.MemRange[one, n * e], 1024]
+            Q: cute.struct.Align[cute.struct.MemRange[one, m * d * self.q_stages], 1024]
+            do: cute.struct.Align[cute.struct.MemRange[one, m * e * self.do_stages], 1024]
+            P: cute.struct.Align[cute.struct.MemRange[one, 0 if self.transposed else scores], 1024]
+            ds: cute.struct.Align[cute.struct.MemRange[one, scores], 1024]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, m * d * self.staged], 128]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, m * self.q_stages], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, m * self.do_stages], 128]
+            k_full: cute.struct.MemRange[Int64, 2]
+            v_full: cute.struct.MemRange[Int64, 2]
+            q_full: cute.struct.MemRange[Int64, 2 * self.q_stages]
+            do_full: cute.struct.MemRange[Int64, 2 * self.do_stages]
+
+        self.shared_storage = SharedStorage
+        self.kernel(
+            *(tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO),
+            *(mdK, mdV, operands, workspace),
+        ).launch(
+            grid=(cute.ceil_div(keys, n), mK.shape[2], batches),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        mK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        mV: cute.Tensor,
+        tma_do: cute.CopyAtom,
+        mdO: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        operands,
+        workspace,
+    ):
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = warp_index // 4
+        if warp_index == 0:
+            for atom in (tma_q, tma_k, tma_v, tma_do):
+                cpasync.prefetch_descriptor(atom)
+        storage = SmemAllocator().allocate(self.shared_storage)
+        element_bytes = self.element_type.width // 8
+        m, n, d, e = self.tile_m, self.tile_n, self.head_dim, self.head_dim_v
+        pipelines = (
+            _pipeline(storage.k_full, 1, n * d * element_bytes),
+            _pipeline(storage.v_full, 1, n * e * element_bytes),
+            _pipeline(storage.q_full, self.q_stages, m * (d * element_bytes + 4)),
+            _pipeline(storage.do_full, self.do_stages, m * (e * element_bytes + 4)),
+        )
+        pipeline.pipeline_init_arrive((1, 1), is_relaxed=True)
+        pipeline.pipeline_init_wait((1, 1))
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        values = Values(self.scores.names, operands)
+        block, key_head, batch = cute.arch.block_idx()
+        if const_expr(self.last_first):
+            block = cute.arch.grid_dim()[0] - 1 - block
+        first_key = block * n
+        sequence = sequence_of(values, batch, mQ.shape[0], mK.shape[0])
+        key_rows = Int32(mK.shape[0])
+        if const_expr(self.packed):
+            starts = values["cu_seqlens_kv"]
+            key_rows = starts[batch + 1] - starts[batch]
+        blocks = queries_seeing(sequence, first_key, n, m)
+        heads = mQ.shape[2] // mK.shape[2]
+        total = Int32(0)
+        if first_key < sequence.keys:
+            total = heads * (blocks.end - blocks.begin)
+        work = Work(batch, key_head, key_head * heads, first_key, key_rows, total, blocks)
+
+        if group == 0:
+            cute.arch.setmaxregister_decrease(_REGISTERS[0])
+            if warp_index == 0 and total > 0:
+                self._produce(
+                    *(tma_q, mQ, tma_k, mK, tma_v, mV, tma_do, mdO),
+                    *(storage, pipelines, work, sequence, operands, workspace),
+                )
+        else:
+            cute.arch.setmaxregister_increase(_REGISTERS[1])
+            if first_key < key_rows:
+                space = self.space(workspace, mQ, values)
+                self._consume(
+                    *(group - 1, storage, pipelines, mdK, mdV),
+                    *(work, sequence, operands, space),
+                )
+
+    @cute.jit
+    def _produce(
+        self,
+        tma_q,
+        mQ,
+        tma_k,
+        mK,
+        tma_v,
+        mV,
+        tma_do,
+        mdO,
+        storage,
+        pipelines,
+        work: Work,
+        sequence,
+        operands,
+        workspace,
+    ):
+        """One warp: K and V, then what the consumers need of each tile of queries."""
+        values = Values(self.scores.names, operands)
+        space = self.space(workspace, mQ, values)
+        pipeline_k, pipeline_v, pipeline_q, pipeline_do = pipelines
+        m, n, d, e = self.tile_m, self.tile_n, self.head_dim, self.head_dim_v
+        batch = Int32(0) if const_expr(self.packed) else work.batch
+        one = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        gK, gV = (
+            cute.local_tile(
+                cute.domain_offset(
+                    (sequence.first_key + work.first_key, 0),
+                    tensor[None, None, work.key_head, batch],
+                ),
+                (n, columns),
+                (0, 0),
+            )
+            for tensor, columns in ((mK, d), (mV, e))
+        )
+        sK, sV = self._tile(storage.K, n, d), self._tile(storage.V, n, e)
+        sQ = self._tile(storage.Q, m, d, self.q_stages)
+        sdO = self._tile(storage.do, m, e, self.do_stages)
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
+        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.do_stages)
+        _load(tma_k, gK, sK, pipeline_k, one)
+        head, block = work.first_head, work.blocks.begin
+        for i in cutlass.range(work.total, unroll=1):
+            tile = self.tile_index(space, work.batch, head, sequence.first_query, block)
+            row = sequence.first_query + block * m
+            gQ, gdO = (
+                cute.local_tile(
+                    cute.domain_offset((row, 0), tensor[None, None, head, batch]),
+                    (m, columns),
+                    (0, 0),
+                )
+                for tensor, columns in ((mQ, d), (mdO, e))
+            )
+            _load(tma_q, gQ, sQ, pipeline_q, q_state)
+            full = pipeline_q.producer_get_barrier(q_state)
+            _load_floats(self.lse_address(space, tile), storage.lse, m, q_state.index, full)
+            if i == 0:
+                _load(tma_v, gV, sV, pipeline_v, one)
+            _load(tma_do, gdO, sdO, pipeline_do, do_state)
+            full = pipeline_do.producer_get_barrier(do_state)
+            _load_floats(self.delta_address(space, tile), storage.delta, m, do_state.index, full)
+            q_state.advance()
+            do_state.advance()
+            block += 1
+            if block == work.blocks.end:
+                block = work.blocks.begin
+                head += 1
+
+
+def _pipeline(barriers, stages: int, tx_count: int):
+    """A stage is full when its bytes have landed, empty when every consumer has released it."""
+    return pipeline.PipelineTmaAsync.create(
+        num_stages=stages,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMERS * GROUP // 32),
+        tx_count=tx_count,
+        barrier_storage=barriers.data_ptr(),
+        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        defer_sync=True,
+    )
+
+
+def _load(tma, tile, shared, stages, state) -> None:
+    """A tile into its stage."""
+    stages.producer_acquire(state)
+    destination, source = cpasync.tma_partition(
+        tma,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(shared, 0, 2),
+        cute.group_modes(tile, 0, 2),
+    )
+    cute.copy(
+        tma,
+        source,
+        destination[None, state.index],
+        tma_bar_ptr=stages.producer_get_barrier(state),
+    )
+
+
+@cute.jit
+def _load_floats(address, memory, count: cutlass.Constexpr, stage, full):
+    """Numbers of a stage, by a bulk copy that arrives at the same barrier."""
+    target = memory.data_ptr().toint() + stage * (count * 4)
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[Int32(target), address, Int32(count * 4), Int32(full.toint())],
+        )
+
+
+def _tma_load(tensor, shared_layout, tiler):
+    return cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileG2SOp(),
+        tensor,
+        cute.slice_(shared_layout, (None, None, 0)),
+        tiler,
+    )

@@ -1,0 +1,527 @@
+"""What a consumer of the Hopper attention gradient does with each tile of queries."""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from ..common.attention.scores import Tile, rows_and_columns
+from ..common.attention.sequences import Range
+from ..common.attention.softmax import LOG2_E, power_of_two
+from ..common.attention.values import Values
+from ..common.conversion import select
+from .sdpa_backward_plan import CONSUMERS, GROUP, BackwardPlan, tile_layout, transposed_layout
+from .sdpa_backward_rows import (
+    RowTile,
+    add_accumulators,
+    add_by_copy,
+    await_copy,
+    await_turn,
+    pass_turn,
+    store_matrices,
+)
+
+TOGETHER = 1  # the named barrier of all consumers
+OWN = 2  # one for each, from this one on
+
+
+class Work(NamedTuple):
+    """Of a block.
+
+    first_head: Of queries.
+    first_key: Within the sequence.
+    key_rows: Of the sequence, `keys` of them in use.
+    total: Tiles of queries, of all heads.
+    blocks: Of queries, of every head.
+    """
+
+    batch: Int32
+    key_head: Int32
+    first_head: Int32
+    first_key: Int32
+    key_rows: Int32
+    total: Int32
+    blocks: Range
+
+
+class Fragments(NamedTuple):
+    """What wgmma reads of shared memory: A and B of each product, (MMA, M or N, K, stages). A is
+    None where it is in registers."""
+
+    scores: tuple
+    dp: tuple
+    dv: tuple
+    dk: tuple
+    dq: tuple
+
+
+class Sums(NamedTuple):
+    """A thread's accumulators, and what is rounded of P and dS."""
+
+    S: cute.Tensor
+    dp: cute.Tensor
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    P: cute.Tensor
+    ds: cute.Tensor
+
+
+class Turn(NamedTuple):
+    """A tile of queries: the stages of Q, of dO and of dS, its head and its block."""
+
+    q: pipeline.PipelineState
+    do: pipeline.PipelineState
+    ds: Int32
+    head: Int32
+    block: Int32
+
+
+class Context(NamedTuple):
+    """What does not change from one tile of queries to the next.
+
+    local: Coordinates of a thread's scores, (query, key) or (key, query).
+    p_tile, ds_tile: Where P and dS go, of the shape of scores, with stages.
+    """
+
+    consumer: Int32
+    thread: Int32
+    storage: object
+    pipelines: tuple
+    work: Work
+    sequence: object
+    values: Values
+    space: object
+    local: cute.Tensor
+    p_tile: cute.Tensor | None
+    ds_tile: cute.Tensor
+
+
+class BackwardConsumer(BackwardPlan):
+    """The consumers' part of `SdpaBackward`."""
+
+    @cute.jit
+    def _consume(
+        self, consumer, storage, pipelines, mdK, mdV, work: Work, sequence, operands, space
+    ):
+        """One of two groups: dK and dV of a block of keys."""
+        values = Values(self.scores.names, operands)
+        thread = cute.arch.thread_idx()[0] - GROUP
+        fragments = self._fragments(storage, consumer)
+        sums = self._sums()
+        _clear(sums.dk)
+        _clear(sums.dv)
+        local = self.score_product.own_part(
+            cute.make_identity_tensor(self.score_product.shape), thread
+        )
+        sP = None if self.transposed else self._score_tile_transposed(storage.P)
+        context = Context(
+            *(consumer, thread, storage, pipelines, work, sequence, values, space),
+            *(rows_and_columns(local), sP, self._score_tile_transposed(storage.ds)),
+        )
+        if work.total > 0:
+            self._await_keys(context)
+            turn = self._first_turn(work)
+            if const_expr("scores" in self.early):
+                self._begin_scores(turn, fragments, sums, context)
+                warpgroup.wait_group(0)
+                for _ in cutlass.range(work.total - 1, unroll=1):
+                    self._form(turn, fragments, sums, context)
+                    following = self._next_turn(turn, work)
+                    self._apply(turn, following, fragments, sums, context)
+                    turn = following
+                self._form(turn, fragments, sums, context)
+                self._apply(turn, None, fragments, sums, context)
+            else:
+                for _ in cutlass.range(work.total, unroll=1):
+                    self._begin_scores(turn, fragments, sums, context)
+                    self._form(turn, fragments, sums, context)
+                    self._apply(turn, None, fragments, sums, context)
+                    turn = self._next_turn(turn, work)
+        self._write(sums, storage, mdK, mdV, work, sequence, values, thread)
+
+    def _first_turn(self, work: Work) -> Turn:
+        consumer = pipeline.PipelineUserType.Consumer
+        q = pipeline.make_pipeline_state(consumer, self.q_stages)
+        do = pipeline.make_pipeline_state(consumer, self.do_stages)
+        return Turn(q, do, Int32(0), work.first_head, work.blocks.begin)
+
+    def _next_turn(self, turn: Turn, work: Work) -> Turn:
+        q, do = turn.q.clone(), turn.do.clone()
+        q.advance()
+        do.advance()
+        wraps = turn.block + 1 == work.blocks.end
+        block = select(wraps, work.blocks.begin, turn.block + 1)
+        head = select(wraps, turn.head + 1, turn.head)
+        return Turn(q, do, (turn.ds + 1) % self.ds_stages, head, block)
+
+    def _form(self, turn: Turn, fragments, sums, context) -> None:
+        """P and dS of a tile; dS, and P if it has to be, go to shared memory.
+
+        S is there, or in flight. dV is left in flight if it starts early.
+        """
+        work = context.work
+        pipeline_do = context.pipelines[3]
+        pipeline_do.consumer_wait(turn.do)
+        memory = context.storage.do
+        self._clear_queries(context, memory, self.head_dim_v, self.do_stages, turn.do, turn.block)
+        self._issue(self.score_product, sums.dp, fragments.dp, turn.do.index, True)
+        if "scores" not in self.early:
+            warpgroup.wait_group(1)
+
+        products = None
+        if self.has_slopes:
+            products = cute.make_rmem_tensor_like(sums.S)
+            products.store(sums.S.load())
+        tile = Tile(
+            *(rows_and_columns(sums.S), context.local, turn.block * self.tile_m, work.first_key),
+            *(work.batch, turn.head, self.transposed),
+        )
+        self._powers(tile, self._numbers(context, context.storage.lse, turn.q), context)
+        self._round_powers(tile, sums, context)
+        if self.ds_stages == 1:
+            self._meet()
+        if not self.transposed:
+            self._store(sums.P, context.p_tile, turn, context)
+        if "values" in self.early:
+            self._issue_values(turn, fragments, sums)
+            warpgroup.wait_group(1)
+        else:
+            warpgroup.wait_group(0)
+        deltas = self._numbers(context, context.storage.delta, turn.do)
+        self._gradients(tile, sums, deltas, products, context)
+        self._store(sums.ds, context.ds_tile, turn, context)
+        cute.arch.fence_view_async_shared()
+        if self.staged:
+            await_copy()
+        self._meet()
+
+    def _store(self, rounded, tiles, turn: Turn, context) -> None:
+        tile = tiles[None, None, turn.ds]
+        store_matrices(self.score_product, rounded, tile, context.thread, True)
+
+    def _apply(self, turn: Turn, following: Turn | None, fragments, sums, context) -> None:
+        """What a tile adds to dV, dQ and dK. following: Whose S is formed meanwhile."""
+        _, _, pipeline_q, pipeline_do = context.pipelines
+        if "values" not in self.early:
+            self._issue_values(turn, fragments, sums)
+        self._issue_dq(0, turn, fragments, sums)
+        stages = (turn.ds, turn.q.index)
+        self._issue_key_product(self.dk_product, sums.dk, sums.ds, fragments.dk, *stages)
+        warpgroup.wait_group(1)
+        pipeline_do.consumer_release(turn.do)
+        self._add_dq(0, turn, sums, context)
+        if following is not None:
+            self._begin_scores(following, fragments, sums, context)
+        for part in range(1, self.dq_product.parts):
+            self._issue_dq(part, turn, fragments, sums)
+            warpgroup.wait_group(0)
+            self._add_dq(part, turn, sums, context)
+        warpgroup.wait_group(0)
+        pipeline_q.consumer_release(turn.q)
+
+    def _add_dq(self, part: int, turn: Turn, sums, context) -> None:
+        first = context.sequence.first_query
+        tile = self.tile_index(context.space, context.work.batch, turn.head, first, turn.block)
+        address = self.dq_address(context.space, tile)
+        barrier_id = OWN + context.consumer
+        counter = self.counter_address(context.space, tile, context.consumer)
+        if self.deterministic and part == 0:
+            await_turn(counter, self._blocks_before(turn, context), barrier_id)
+        if self.staged:
+            add_by_copy(sums.dq, address, context.storage.dq, context.thread, barrier_id)
+        else:
+            add_accumulators(sums.dq, address, context.thread, self.dq_product.parts, part)
+        if self.deterministic and part == self.dq_product.parts - 1:
+            pass_turn(counter, barrier_id)
+
+    def _blocks_before(self, turn: Turn, context) -> Int32:
+        """Of keys that add to the same queries."""
+        sequence, n = context.sequence, self.tile_n
+        own = context.work.first_key // n
+        first = turn.block * self.tile_m
+        if self.last_first:
+            last_seen = first + (self.tile_m - 1) + sequence.high
+            return cutlass.min(last_seen, sequence.keys - 1) // n - own
+        if sequence.low is None:
+            return own
+        return own - cutlass.max(first + sequence.low, 0) // n
+
+    # Products ----------------------------------------------------------------------------
+
+    def _sums(self) -> Sums:
+        S = self.score_product.accumulators()
+        return Sums(
+            *(S, self.score_product.accumulators(), self.dq_product.accumulators()),
+            *(self.dk_product.accumulators(), self.dv_product.accumulators()),
+            *(cute.make_rmem_tensor_like(S, self.element_type) for _ in range(2)),
+        )
+
+    def _tile(self, memory, rows: int, columns: int, stages: int = 1) -> cute.Tensor:
+        """(rows, columns, stages) of Q, K, V or dO."""
+        layout = tile_layout(self.element_type, rows, columns, stages, self.span(columns))
+        return memory.get_tensor(layout.outer, swizzle=layout.inner)
+
+    def _transposed(self, memory, rows: int, columns: int, stages: int = 1) -> cute.Tensor:
+        """(columns, rows, stages) of the same."""
+        layout = transposed_layout(self.element_type, rows, columns, stages, self.span(columns))
+        return memory.get_tensor(layout.outer, swizzle=layout.inner)
+
+    def _score_tile(self, memory) -> cute.Tensor:
+        """P or dS: (columns, rows, stages) of scores, rows side by side."""
+        rows, columns = self.score_product.shape
+        layout = tile_layout(self.element_type, columns, rows, self.ds_stages)
+        return memory.get_tensor(layout.outer, swizzle=layout.inner)
+
+    def _score_tile_transposed(self, memory) -> cute.Tensor:
+        """The same of the shape of scores."""
+        rows, columns = self.score_product.shape
+        layout = transposed_layout(self.element_type, columns, rows, self.ds_stages)
+        return memory.get_tensor(layout.outer, swizzle=layout.inner)
+
+    def _fragments(self, storage, consumer) -> Fragments:
+        m, n, d, e = self.tile_m, self.tile_n, self.head_dim, self.head_dim_v
+        sK, sV = self._tile(storage.K, n, d), self._tile(storage.V, n, e)
+        sQ = self._tile(storage.Q, m, d, self.q_stages)
+        sdO = self._tile(storage.do, m, e, self.do_stages)
+        sKt = self._transposed(storage.K, n, d)
+        sQt = self._transposed(storage.Q, m, d, self.q_stages)
+        sdOt = self._transposed(storage.do, m, e, self.do_stages)
+        dS = self._score_tile(storage.ds)
+
+        def operands(product, a, b):
+            a = None if product.from_registers else product.operand_a(a, consumer)
+            return a, product.operand_b(b, consumer)
+
+        if self.transposed:
+            return Fragments(
+                operands(self.score_product, sK, sQ),
+                operands(self.score_product, sV, sdO),
+                operands(self.dv_product, None, sdOt),
+                operands(self.dk_product, None, sQt),
+                operands(self.dq_product, *((sKt, dS) if self.swaps_dq else (dS, sKt))),
+            )
+        P = self._score_tile(storage.P)
+        dSt = self._score_tile_transposed(storage.ds)
+        return Fragments(
+            operands(self.score_product, sQ, sK),
+            operands(self.score_product, sdO, sV),
+            operands(self.dv_product, *((sdOt, P) if self.swaps_dkv else (P, sdOt))),
+            operands(self.dk_product, *((sQt, dS) if self.swaps_dkv else (dS, sQt))),
+            operands(self.dq_product, dSt, sKt),
+        )
+
+    def _begin_scores(self, turn: Turn, fragments, sums, context) -> None:
+        _, _, pipeline_q, _ = context.pipelines
+        pipeline_q.consumer_wait(turn.q)
+        memory = context.storage.Q
+        self._clear_queries(context, memory, self.head_dim, self.q_stages, turn.q, turn.block)
+        self._issue(self.score_product, sums.S, fragments.scores, turn.q.index, True)
+
+    def _issue_values(self, turn: Turn, fragments, sums) -> None:
+        stages = (turn.ds, turn.do.index)
+        self._issue_key_product(self.dv_product, sums.dv, sums.P, fragments.dv, *stages)
+
+    def _issue(self, product, result, operands, stage, fresh: bool) -> None:
+        """Of keys, which have one stage, and queries."""
+        stages = (0, stage) if self.transposed else (stage, 0)
+        a, b = (_at(operand, i) for operand, i in zip(operands, stages, strict=True))
+        product.issue(result, a, b, fresh)
+
+    def _issue_key_product(self, product, result, factors, operands, ds, stage) -> None:
+        """Of P or dS, and rows of queries."""
+        a, b = operands
+        if self.transposed:
+            product.issue(result, _operand(factors), _at(b, stage), fresh=False)
+        else:
+            stages = (stage, ds) if self.swaps_dkv else (ds, stage)
+            product.issue(result, _at(a, stages[0]), _at(b, stages[1]), fresh=False)
+
+    def _issue_dq(self, part: int, turn: Turn, fragments, sums) -> None:
+        a, b = fragments.dq
+        stages = (0, turn.ds) if self.swaps_dq else (turn.ds, 0)
+        self.dq_product.issue(sums.dq, _at(a, stages[0]), _at(b, stages[1]), True, part)
+
+    def _meet(self) -> None:
+        cute.arch.barrier(barrier_id=TOGETHER, number_of_threads=CONSUMERS * GROUP)
+
+    # Elements ----------------------------------------------------------------------------
+
+    def _numbers(self, context, memory, state) -> "_RowNumbers":
+        start = memory.data_ptr().toint() + state.index * (self.tile_m * 4)
+        return _RowNumbers(Int32(start), context.thread, self.transposed)
+
+    def _powers(self, tile: Tile, lses: "_RowNumbers", context) -> None:
+        """Products into probabilities."""
+        values = context.values
+        multiplier = Float32(LOG2_E)
+        if self.scores.plain:
+            multiplier = values.number("scale") * LOG2_E
+        else:
+            self.scores.change(tile, values)
+        self._hide(tile, context)
+        for row, column, lse in lses.of(tile):
+            exponent = cute.math.fma(tile.values[row, column], multiplier, -lse)
+            tile.values[row, column] = power_of_two(exponent)
+
+    def _hide(self, tile: Tile, context) -> None:
+        if self.scores.hides_anywhere:
+            self.scores.hide(tile, context.sequence, context.values)
+        else:
+            self._hide_in_part(tile.values, tile.local, tile.first_query, tile.head, context)
+
+    @cute.jit
+    def _hide_in_part(self, scores, local, first_query, head, context: Context):
+        """Unless the queries see all keys."""
+        work = context.work
+        block = first_query // self.tile_m
+        if (block < work.blocks.full_begin) | (block >= work.blocks.full_end):
+            tile = Tile(
+                *(scores, local, first_query, work.first_key, work.batch, head, self.transposed)
+            )
+            self.scores.hide(tile, context.sequence, context.values)
+
+    def _round_powers(self, tile: Tile, sums: Sums, context) -> None:
+        """What values are multiplied with."""
+        if not self.scores.drops:
+            _round(sums.S, sums.P)
+            return
+        kept = cute.make_rmem_tensor_like(sums.S)
+        kept.store(sums.S.load())
+        self.scores.drop(tile.of(rows_and_columns(kept)), context.space.heads, context.values)
+        _round(kept, sums.P)
+
+    def _gradients(self, tile: Tile, sums: Sums, deltas: "_RowNumbers", products, context) -> None:
+        """dS of scale · products, in place of dP, and rounded."""
+        powers, gradients = tile.values, rows_and_columns(sums.dp)
+        if self.scores.drops:
+            self.scores.drop(tile.of(gradients), context.space.heads, context.values)
+        for row, column, delta in deltas.of(tile):
+            gradients[row, column] = powers[row, column] * (gradients[row, column] - delta)
+        if products is not None:
+            products = rows_and_columns(products)
+            self.scores.multiply_by_slopes(tile.of(gradients), products, context.values)
+        _round(sums.dp, sums.ds)
+
+    # What is behind the end --------------------------------------------------------------
+
+    def _await_keys(self, context) -> None:
+        one = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        for i in range(2):
+            context.pipelines[i].consumer_wait(one)
+        if self.keys_end_early:
+            left = context.sequence.keys - context.work.first_key
+            storage = context.storage
+            self._clear(context.thread, self._tile(storage.K, self.tile_n, self.head_dim), 0, left)
+            self._clear(
+                context.thread, self._tile(storage.V, self.tile_n, self.head_dim_v), 0, left
+            )
+
+    def _clear_queries(self, context, memory, columns: int, stages: int, state, block) -> None:
+        if self.queries_end_early:
+            tile = self._tile(memory, self.tile_m, columns, stages)
+            left = context.sequence.queries - block * self.tile_m
+            self._clear(context.thread, tile, state.index, left)
+
+    @cute.jit
+    def _clear(self, thread, tiles, stage, first):
+        """Rows from `first` on become 0: they may hold what is not a number."""
+        rows, columns = tiles.shape[:2]
+        tile = tiles[None, None, stage]
+        if first < cute.size(rows):
+            for i in cutlass.range(
+                thread + first * cute.size(columns),
+                cute.size(rows) * cute.size(columns),
+                CONSUMERS * GROUP,
+                unroll=1,
+            ):
+                tile[i // cute.size(columns), i % cute.size(columns)] = self.element_type(0.0)
+            cute.arch.fence_view_async_shared()
+            self._meet()
+
+    # What is written ---------------------------------------------------------------------
+
+    @cute.jit
+    def _write(self, sums: Sums, storage, mdK, mdV, work: Work, sequence, values, thread):
+        """dK and dV, by way of where K and V were."""
+        batch = Int32(0) if const_expr(self.packed) else work.batch
+        dK = RowTile(self, self.tile_n, self.head_dim)
+        dV = RowTile(self, self.tile_n, self.head_dim_v)
+        swapped = self.swaps_dkv
+        if const_expr(self.staged):
+            await_copy()
+        self._meet()
+        dK.put(storage.K, self.dk_product, sums.dk, values.number("scale"), thread, swapped)
+        dV.put(storage.V, self.dv_product, sums.dv, Float32(1.0), thread, swapped)
+        self._meet()
+        mdK, mdV = (
+            cute.domain_offset((sequence.first_key, 0), m[None, None, work.key_head, batch])
+            for m in (mdK, mdV)
+        )
+        dK.copy_out(storage.K, mdK, work.first_key, work.key_rows, thread)
+        dV.copy_out(storage.V, mdV, work.first_key, work.key_rows, thread)
+
+
+def _at(fragment: cute.Tensor, stage) -> cute.Tensor:
+    return fragment[None, None, None, stage]
+
+
+def _operand(rounded: cute.Tensor) -> cute.Tensor:
+    """Accumulators, rounded, as A of the next product: 16 of their columns are a k block of it."""
+    blocks = cute.size(rounded) // 8
+    layout = cute.make_layout(((2, 2, 2), 1, blocks), stride=((1, 2, 4), 0, 8))
+    return cute.make_tensor(rounded.iterator, layout)
+
+
+def _clear(accumulators: cute.Tensor) -> None:
+    """Here, and not where they are first added to."""
+    flat = cute.make_tensor(accumulators.iterator, cute.make_layout(cute.size(accumulators)))
+    for i in range(cute.size(flat)):
+        flat[i] = cute.arch.inline_ptx("mov.f32 {$w0}, 0f00000000;", write_only_types=[Float32])
+
+
+def _round(numbers: cute.Tensor, rounded: cute.Tensor) -> None:
+    """Here, and not behind the fence before the wgmma that reads them from registers."""
+    rounded.store(numbers.load().to(rounded.element_type))
+    words = cute.recast_tensor(rounded, Uint32)
+    for i in range(cute.size(words)):
+        words[i] = cute.arch.inline_ptx(
+            "mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[words[i]]
+        )
+
+
+class _RowNumbers:
+    """One of every row of queries, in shared memory from an address on."""
+
+    def __init__(self, address: Int32, thread: Int32, transposed: bool):
+        lane = thread % 32
+        own = lane % 4 * 2 if transposed else thread % GROUP // 32 * 16 + lane // 4
+        self.address = address + own * 4
+        self.transposed = transposed
+
+    def of(self, tile: Tile) -> Iterator:
+        """(row, column, number) of the scores of a thread."""
+        rows, columns = tile.extents
+        if self.transposed:
+            for first in range(0, columns, 2):
+                pair = self._load(first * 4 * 4, ".v2", 2)
+                for i, row in itertools.product(range(2), range(rows)):
+                    yield row, first + i, pair[i]
+        else:
+            for row in range(rows):
+                number = self._load(row * 8 * 4, "", 1)
+                for column in range(columns):
+                    yield row, column, number
+
+    def _load(self, offset: int, vector: str, count: int):
+        names = ", ".join(f"{{$w{i}}}" for i in range(count))
+        return cute.arch.inline_ptx(
+            f"ld.shared{vector}.f32 {f'{{{names}}}' if vector else names}, [{{$r0}} + {offset}];",
+            write_only_types=[Float32] * count,
+            read_only_args=[self.address],
+        )

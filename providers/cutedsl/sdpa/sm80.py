@@ -1,0 +1,238 @@
+"""What the attention families for every GPU from Ampere on offer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from kernel_api._workspaces import ZEROED
+from kernel_api.arguments import SdpaArguments, SdpaBackwardArguments
+from kernel_api.devices import multiprocessors_of
+from kernel_api.metadata import SdpaBackwardOperandsMetadata, SdpaOperandsMetadata
+from kernel_api.providers.cutedsl import CuTeDSLProvider
+from kernel_api.providers.cutedsl.sdpa import model
+from kernel_api.providers.cutedsl.sdpa.base import (
+    WHY_ALIGNED,
+    AttentionDesign,
+    AttentionKernel,
+    head_dims,
+)
+from kernel_api.space import Miss, Operands, Space, rule
+
+_ALIGNED = 16
+
+#: Tiles and stages, for (columns of Q and K, columns of V) that there is room for.
+_FORWARD = {
+    (64, 64): (((128, 64), 2), ((64, 64), 2), ((64, 32), 2)),
+    (128, 128): (((64, 64), 2), ((64, 32), 2)),
+    (192, 128): (((64, 32), 2),),
+    (192, 192): (((64, 32), 2), ((64, 16), 2)),
+    (256, 256): (((64, 32), 2), ((64, 16), 2)),
+}
+#: The same of the gradient; a tile is 64 rows of a block's own, by those that it visits at once.
+_BACKWARD = {
+    (64, 64): (((64, 64), 2), ((64, 32), 2), ((64, 16), 2)),
+    (128, 128): (((64, 32), 2), ((64, 16), 2)),
+    (192, 128): (((64, 32), 2), ((64, 16), 2)),
+    (192, 192): (((64, 32), 1), ((64, 16), 2)),
+    (256, 256): (((64, 32), 1), ((64, 16), 2)),
+}
+_ROOMS = tuple(_FORWARD)
+
+#: Products that a multiprocessor of an A100 adds per second, and the share that tiles get to.
+_RATE = 1.4e12
+_REACHED = {(128, 64): 0.6, (64, 64): 0.5, (64, 32): 0.4, (64, 16): 0.25}
+#: Of the time, where elements are copied one by one.
+_ONE_BY_ONE = 4.0
+#: Seconds of a launch.
+_LAUNCH = 4e-6
+
+
+def _space(designs: dict[tuple[int, int], Any]) -> Space:
+    return Space(
+        *(
+            AttentionDesign(tile, room, stages)
+            for room, tiles in designs.items()
+            for tile, stages in tiles
+        )
+    )
+
+
+class Sm80Sdpa(AttentionKernel):
+    """What forward and backward share."""
+
+    targets: ClassVar[tuple[str, ...]] = ("sm_80",)
+    design = AttentionDesign
+
+    @rule("the head dimensions take the least room that they fit in")
+    def _(design: AttentionDesign, args: Any) -> bool | Miss:
+        asked, asked_v = head_dims(args)
+        least = next((r for r in _ROOMS if asked <= r[0] and asked_v <= r[1]), None)
+        return design.head_dim == least or Miss(f"that is {least}")
+
+    def implementation(self) -> Callable[..., None]:
+        from kernel_api.implementations.common.attention.scores import Scores
+
+        return self._built(Scores(("scale",)))
+
+    def _built(self, scores: Any, **options: Any) -> Callable[..., None]:
+        raise NotImplementedError
+
+    @property
+    def _design(self) -> AttentionDesign:
+        design: Any = self.metadata.design
+        return design  # type: ignore[no-any-return]
+
+    @property
+    def _aligned(self) -> bool:
+        return self.metadata.operands.tensors["Q"].alignment >= _ALIGNED
+
+    @property
+    def _element(self) -> Any:
+        element: Any = self.metadata.operands.tensors["Q"].dtype
+        return element.cutlass
+
+    def _seconds(self, args: Any, own: int, visited: int, columns: int) -> float:
+        """Of blocks that have a tile's rows of ``own``, each of a head of queries.
+
+        visited: Rows of the other kind.
+        columns: That products are formed of.
+        """
+        rows, at_once = self._design.tile_shape
+        blocks = args.B * args.H * -(-own // rows)
+        steps = max(math.ceil(-(-visited // at_once) * model.seen(args)), 1)
+        rate = _RATE * _REACHED[self._design.tile_shape]
+        rounds = max(1.0, blocks / multiprocessors_of(args.device))
+        seconds: float = rounds * rows * at_once * columns * steps / rate
+        return _LAUNCH + (seconds if self._aligned else _ONE_BY_ONE * seconds)
+
+
+@CuTeDSLProvider.register
+class Sm80SdpaForward(Sm80Sdpa):
+    """Attention for every GPU from Ampere on: cp.async, ldmatrix, mma.sync; every option."""
+
+    family: ClassVar[str] = "sm80.sdpa_forward"
+    arguments = SdpaArguments
+    operands_metadata = SdpaOperandsMetadata
+    operands = (
+        Operands(
+            Q="f16 | bf16",
+            K="like Q",
+            V="like Q",
+            out="like Q",
+            accumulator="f32",
+            majors="Q:d K:d V:e out:e",
+            alignments=(dict.fromkeys(("Q", "K", "V", "out"), _ALIGNED), {}),
+            why_aligned=WHY_ALIGNED,
+        ),
+    )
+    space = _space(_FORWARD)
+
+    @rule("what becomes of scores beside a band leaves registers for fewer of them at once")
+    def _(design: AttentionDesign, args: Any) -> bool | Miss:
+        most = 128 * 64
+        if _changes(args) or _looks_closely(args):
+            most = 64 * 32
+        if _looks_closely(args) and design.head_dim[1] > 128:
+            most = 64 * 16
+        return math.prod(design.tile_shape) <= most or Miss(f"there are {most} at most")
+
+    def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
+        return self._built(self.scores(args), packed=args.is_packed, page_size=args.page_size)
+
+    def _built(self, scores: Any, **options: Any) -> Callable[..., None]:
+        from kernel_api.implementations.sm80.sdpa_forward import SdpaForward
+
+        design = self._design
+        found: Callable[..., None] = SdpaForward(
+            *(design.head_dim, design.tile_shape, design.stages),
+            *(self._element, scores),
+            aligned=self._aligned,
+            **options,
+        )
+        return found
+
+    def predict(self, args: SdpaArguments) -> float:
+        return self._seconds(args, args.S_q, args.S_kv, sum(self._design.head_dim))
+
+
+@CuTeDSLProvider.register
+class Sm80SdpaBackward(Sm80Sdpa):
+    """The gradient of attention; every option, and the same bits in every run."""
+
+    family: ClassVar[str] = "sm80.sdpa_backward"
+    arguments = SdpaBackwardArguments
+    operands_metadata = SdpaBackwardOperandsMetadata
+    operands = (
+        Operands(
+            Q="f16 | bf16",
+            K="like Q",
+            V="like Q",
+            out="like Q",
+            dO="like Q",
+            lse="f32",
+            dQ="like Q",
+            dK="like Q",
+            dV="like Q",
+            accumulator="f32",
+            majors="Q:d K:d V:e out:e dO:e lse:s dQ:d dK:d dV:e",
+            alignments=(
+                dict.fromkeys(("Q", "K", "V", "out", "dO", "dQ", "dK", "dV"), _ALIGNED),
+                {},
+            ),
+            why_aligned=WHY_ALIGNED,
+        ),
+    )
+    space = _space(_BACKWARD)
+
+    @rule("what becomes of scores beside a band leaves registers for fewer of them at once")
+    def _(design: AttentionDesign, args: Any) -> bool | Miss:
+        most = 64
+        if _changes(args):
+            most = 32 if design.head_dim != (256, 256) else 16
+        if _looks_closely(args):
+            most = 16
+        return design.tile_shape[1] <= most or Miss(f"there are {64 * most} at most")
+
+    def implementation_for(self, args: SdpaBackwardArguments) -> Callable[..., None]:
+        return self._built(self.scores(args), packed=args.is_packed)
+
+    def _built(self, scores: Any, **options: Any) -> Callable[..., None]:
+        from kernel_api.implementations.sm80.sdpa_backward import SdpaBackward
+
+        design = self._design
+        found: Callable[..., None] = SdpaBackward(
+            *(design.head_dim, design.tile_shape[1], design.stages),
+            *(self._element, scores),
+            aligned=self._aligned,
+            **options,
+        )
+        return found
+
+    def workspace_for(self, *tensors: Any) -> int:
+        return _workspace_bytes(tensors[self.arguments.operand_names.index("lse")].shape)
+
+    def get_workspace_size(self, args: SdpaBackwardArguments) -> int:
+        return _workspace_bytes(args.lse.shape)
+
+    def predict(self, args: SdpaBackwardArguments) -> float:
+        # Scores and their derivatives twice, and a sum for each of the three.
+        columns = 7 * sum(self._design.head_dim) // 2
+        return 3 * _LAUNCH + self._seconds(args, args.S_q, args.S_kv, columns)
+
+
+def _changes(args: Any) -> bool:
+    """Whether scores are more than multiples of products."""
+    return args.softcap is not None or bool({"bias", "alibi"} & set(args.further))
+
+
+def _looks_closely(args: Any) -> bool:
+    """Whether each score has functions, a random number or an entry of a table."""
+    closely = (args.score, args.mask_graph, args.dropout, args.block_shape)
+    return any(one is not None for one in closely)
+
+
+def _workspace_bytes(rows: Any) -> int:
+    """Two numbers of each query, behind what others need zero."""
+    return ZEROED + 2 * 4 * int(math.prod(rows))

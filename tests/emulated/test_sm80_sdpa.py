@@ -1,0 +1,74 @@
+"""Attention for Ampere is right: its PTX runs in the emulator, without a GPU.
+
+Outputs are poisoned, and what lies between rows, behind lengths and in unused pages is NaN. With
+KERNEL_API_EMULATE in the environment every case runs, else those in front.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+from support.ptx import EmulationError
+from support.ptx.kernel import poison
+from support.sdpa_cases import BACKWARD, FORWARD, Case, bias_gradient, biased, check
+
+from kernel_api import masks
+
+pytestmark = pytest.mark.compile
+
+EVERY = bool(os.environ.get("KERNEL_API_EMULATE"))
+
+
+def named(cases, first):
+    chosen = cases if EVERY else cases[:first]
+    return {"argvalues": chosen, "ids": [case.name for case in chosen]}
+
+
+@pytest.mark.parametrize("case", **named(FORWARD, 2))
+def test_attention_is_right(case):
+    check(case, case.arguments(), "sm80.sdpa_forward")
+
+
+@pytest.mark.parametrize("case", **named(BACKWARD, 2))
+def test_gradients_are_right(case):
+    check(case, case.backward(), "sm80.sdpa_backward")
+
+
+if EVERY:
+    ORDERED = Case(
+        "order",
+        tile=(64, 64),
+        sizes=(1, 2, 1, 130, 200, 64, 64),
+        keywords={"mask": masks.SlidingWindow(90, 60)},
+    )
+    DISORDER = "with no barrier in between|reads what an asynchronous copy is on its way to"
+    BARRIER = re.compile(r"(cp\.async\.wait_group\s+\d;\s*(?://.*\n\s*)*)bar\.sync\s+0;")
+
+    # The last one of a kernel is for rows that visit nothing.
+    @pytest.mark.parametrize(
+        ("family", "chosen"),
+        [("sm80.sdpa_forward", slice(2)), ("sm80.sdpa_backward", slice(0, 4, 2))],
+    )
+    def test_no_barrier_of_a_loop_can_be_left_out(family, chosen):
+        args = ORDERED.backward() if "backward" in family else ORDERED.arguments()
+        compiled = check(ORDERED, args, family)
+        barriers = list(BARRIER.finditer(compiled.text))
+        assert len(barriers) == (4 if "backward" in family else 3)
+        for one in barriers[chosen]:
+            text = compiled.text[: one.start()] + one[1] + compiled.text[one.end() :]
+            with pytest.raises(EmulationError, match=DISORDER):
+                compiled.with_text(text).run(args)
+
+    def test_gradients_have_the_same_bits_in_every_run():
+        case = Case("again", options=biased(3), gradient=bias_gradient(3))
+        args = case.backward()
+        compiled, results = check(case, args, "sm80.sdpa_backward"), []
+        for seed in range(2):
+            for output in args.outputs.values():
+                poison(output.tensor)
+            compiled.run(args, seed=seed)
+            results.append([output.tensor.clone() for output in args.outputs.values()])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,0 +1,214 @@
+"""The gradient of attention for Hopper is right: its PTX runs in the emulator, without a GPU.
+
+Outputs are poisoned, and what lies between rows and behind lengths is NaN; the emulator refuses
+every race, of threads, of bulk copies, of wgmma, and accumulators that are touched in flight. With
+KERNEL_API_EMULATE in the environment every case and every design runs, else those in front.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from support.ptx import EmulationError
+from support.ptx.kernel import EmulatedKernel
+from support.sdpa import NAN, Draw, backward_of, run
+from support.sdpa_cases import F16, Case, biased, blocks, dropped, everything, on_meta
+
+from kernel_api import masks
+from kernel_api.providers.cutedsl.sdpa.sm90_backward import Sm90SdpaBackward
+from kernel_api.verification import FACTOR_REORDERED, conduct, judge
+
+pytestmark = pytest.mark.compile
+
+EVERY = bool(os.environ.get("KERNEL_API_EMULATE"))
+CAUSAL = {"mask": masks.Causal()}
+ENDING = {"mask": masks.Causal("bottom_right")}
+
+
+def kernels(element: str = "bfloat16") -> list[Any]:
+    found = Sm90SdpaBackward.generate_kernels(lambda metadata: True)
+    return [kernel for kernel in found if kernel.metadata.operands.Q.dtype.name == element]
+
+
+def compiled(kernel: Any, args: Any) -> EmulatedKernel:
+    status = kernel.supports(on_meta(args))
+    assert status, status.error
+    return EmulatedKernel.compile(kernel, args, "sm_90a")
+
+
+def check(case: Case, kernel: Any | None) -> tuple[Any, Any]:
+    """By the kernel, or the first that serves the case with its tile."""
+    args = case.backward()
+    if kernel is None:
+        served = [k for k in kernels(case.element) if k.supports(on_meta(args))]
+        kernel = next(k for k in served if k.metadata.design.tile_shape == case.tile)
+    found = compiled(kernel, args)
+    broken = conduct(args, lambda: found.run(args))
+    assert broken is None, broken
+    verdict = judge(args, FACTOR_REORDERED)
+    assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+    return found, args
+
+
+def capped(draw: Draw) -> dict[str, Any]:
+    return {"softcap": 3.0}
+
+
+def sloped(draw: Draw) -> dict[str, Any]:
+    return {"alibi": draw.wides(draw.H) / 8}
+
+
+def with_sink(draw: Draw) -> dict[str, Any]:
+    return {"sink": draw.wides(draw.H)}
+
+
+def of_sink(draw: Draw) -> dict[str, Any]:
+    return {"dSink": torch.full((draw.H,), NAN)}
+
+
+def in_order(draw: Draw) -> dict[str, Any]:
+    return {"deterministic": True}
+
+
+def modified(draw: Draw) -> dict[str, Any]:
+    def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any, w: Any) -> Any:
+        return score * w[h] + 0.1 * (q - kv)
+
+    return {"score_mod": score_mod, "score_operands": {"w": draw.wides(draw.H)}}
+
+
+#: Those in front are run every time.
+CASES = [
+    Case("causal", (1, 2, 1, 130, 200, 128, 128), (64, 128), keywords=CAUSAL),
+    Case(
+        "packed",
+        (3, 2, 1, 1, 1, 64, 64),
+        (128, 128),
+        packed=True,
+        lengths=((65, 0, 90), (140, 9, 70)),
+        keywords=ENDING,
+        options=with_sink,
+        gradient=of_sink,
+    ),
+    Case("padded", (2, 1, 1, 62, 90, 256, 248), (64, 80), lengths=((60, 3), (85, 20))),
+    Case("whole tiles of 80", (1, 2, 1, 160, 256, 128, 128), (80, 128)),
+    Case("padded, 128", (2, 2, 1, 150, 200, 128, 128), (64, 128), lengths=((70, 150), (30, 170))),
+    Case("no queries", (2, 1, 1, 70, 150, 64, 64), (128, 128), lengths=((0, 70), (150, 0))),
+    Case("a window", (1, 2, 1, 170, 140, 64, 64), (128, 128),
+         keywords={"mask": masks.SlidingWindow(50, 9)}),
+    Case("more queries than keys", (1, 1, 1, 200, 70, 128, 128), (64, 128), keywords=ENDING),
+    Case("packed, 128", (2, 2, 2, 1, 1, 128, 128), (80, 128), packed=True,
+         lengths=((90, 70), (10, 150))),
+    Case("one query", (2, 2, 1, 1, 140, 128, 128), (64, 128)),
+    Case("few columns", (1, 2, 1, 70, 140, 40, 24), (128, 128), element=F16),
+    Case("values wider than queries", (1, 2, 1, 70, 140, 64, 128), (64, 128)),
+    Case("192, 128", (1, 1, 1, 70, 100, 192, 128), (64, 64), keywords=CAUSAL),
+    Case("192", (1, 1, 1, 70, 140, 136, 192), (64, 64), element=F16),
+    Case("a scale", (1, 1, 1, 70, 140, 128, 128), (64, 128), keywords={"scale": 0.7}, factor=4.0),
+    Case("softcap", (1, 2, 1, 70, 140, 128, 128), (64, 128), options=capped),
+    Case("alibi", (1, 2, 1, 70, 140, 128, 128), (64, 128), options=sloped),
+    Case("a sink", (1, 2, 1, 70, 140, 64, 64), (128, 128), options=with_sink),
+    Case("in order", (1, 2, 1, 200, 300, 64, 64), (64, 128), gradient=in_order),
+    Case("in order, causal", (1, 2, 1, 300, 300, 64, 64), (64, 128), gradient=in_order,
+         keywords=CAUSAL),
+    Case("in order, a window", (1, 2, 1, 300, 260, 128, 128), (64, 128), gradient=in_order,
+         keywords={"mask": masks.SlidingWindow(50, 9)}),
+    Case("in order, packed", (2, 2, 1, 1, 1, 256, 256), (64, 80), packed=True, gradient=in_order,
+         lengths=((100, 70), (90, 200)), keywords={"mask": masks.SlidingWindow(50, None)}),
+    Case("a bias", (1, 2, 1, 70, 140, 64, 64), (64, 128), options=biased(1, 2, 3)),
+    Case("a score function", (1, 2, 1, 70, 140, 64, 64), (64, 128), options=modified),
+    Case("dropout", (1, 2, 1, 70, 140, 64, 64), (64, 128), options=dropped),
+    Case("dropout, 256", (1, 1, 1, 70, 140, 256, 256), (64, 64), options=dropped),
+    Case("blocks", (1, 2, 1, 70, 140, 128, 128), (64, 128), options=blocks),
+    Case("everything, padded", (2, 4, 2, 70, 80, 192, 72), (64, 64),
+         lengths=((66, 3), (77, 20)), options=everything),
+]  # fmt: skip
+
+
+def designs() -> list[tuple[Case, Any]]:
+    found = []
+    for kernel in (*kernels(), *kernels(F16)):
+        sizes = (1, 2, 1, 150, 140, *kernel.metadata.design.head_dim)
+        name, element = kernel.metadata.design.label(), kernel.metadata.operands.Q.dtype.name
+        found.append((Case(f"{name}, {element}", sizes, element=element, keywords=CAUSAL), kernel))
+    return found
+
+
+EVERYTHING = [*((case, None) for case in CASES), *designs()]
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    EVERYTHING if EVERY else EVERYTHING[:3],
+    ids=lambda one: one.name if isinstance(one, Case) else "",
+)
+def test_gradients_are_right(case, kernel):
+    found, args = check(case, kernel)
+    assert kernel is None or not found.artifact.resources.spill_bytes
+    if args.deterministic:
+        before = {name: output.tensor.clone() for name, output in args.outputs.items()}
+        found.run(args, seed=1)
+        assert all(torch.equal(before[n], one.tensor) for n, one in args.outputs.items())
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A kernel without a mask."""
+    case = Case("", (1, 1, 1, 300, 128, 64, 64), (64, 128))
+    args = case.backward()
+    chosen = next(k for k in kernels() if k.metadata.design.tile_shape == case.tile)
+    return compiled(chosen, args), args
+
+
+def test_very_negative_scores_of_half_a_tile_are_finite(plain):
+    """Where keys end within a tile, what is behind them must not become exp(0 - lse)."""
+    args = Case("", (1, 1, 1, 64, 192, 64, 64)).arguments()
+    for tensor, value in ((args.Q.tensor, 6.0), (args.K.tensor, -6.0)):
+        tensor.copy_(value + tensor / 8)
+    run(args)
+    assert args.lse.tensor.max() < -88.7
+    backward = backward_of(args, Draw(element="bfloat16").random(*args.out.shape))
+    plain[0].run(backward)
+    verdict = judge(backward, FACTOR_REORDERED)
+    assert verdict, verdict
+
+
+def test_no_barrier_of_the_consumers_can_be_left_out(plain):
+    found, args = plain
+    parts = found.text.split("bar.sync \t1, 256;")
+    assert len(parts) > 3
+    for i in range(1, len(parts)):
+        text = "bar.sync \t1, 256;".join(parts[:i]) + "bar.sync \t1, 256;".join(parts[i:])
+        with pytest.raises(EmulationError):
+            for seed in range(3):
+                found.with_text(text).run(args, seed=seed)
+
+
+def test_what_is_not_served_is_refused_by_a_named_rule():
+    draw = Draw(1, 2, 1, 70, 140, 64, 64, element="bfloat16")
+    args = draw.arguments(**biased(1, 2, 3)(draw))
+    run(args)
+    dO, dBias = draw.random(*args.out.shape), torch.full_like(args.further["bias"].tensor, NAN)
+    status = kernels()[0].supports(on_meta(backward_of(args, dO, dBias=dBias)))
+    assert not status and "no gradient of the bias" in str(status.error)
+    staged = next(k for k in kernels() if k.metadata.design.staged)
+    args = draw.arguments()
+    run(args)
+    status = staged.supports(on_meta(backward_of(args, dO, deterministic=True)))
+    assert not status and "in any order" in str(status.error)
+
+
+def test_the_least_room_serves():
+    def rooms(D: int, D_v: int) -> set[tuple[int, int]]:
+        args = Draw(1, 1, 1, 8, 8, D, D_v, element="bfloat16").arguments()
+        backward = on_meta(backward_of(args, torch.zeros_like(args.out.tensor)))
+        return {k.metadata.design.head_dim for k in kernels() if k.supports(backward)}
+
+    assert rooms(64, 64) == {(64, 64)}
+    assert rooms(72, 64) == {(128, 128)}
+    assert rooms(192, 128) == {(192, 128)}
+    assert rooms(200, 8) == {(256, 256)}
+    assert rooms(264, 8) == set()

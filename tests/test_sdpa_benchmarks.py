@@ -1,0 +1,367 @@
+"""The suites of attention: their problems, their peers, and the rows that they write."""
+
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+from support.benchmarks import script
+
+import kernel_api as ka
+from kernel_api.kernel import Kernel
+from kernel_api.metadata import (
+    DesignMetadata,
+    SdpaBackwardOperandsMetadata,
+    SdpaOperandsMetadata,
+)
+from kernel_api.providers.reference.sdpa import ReferenceSdpa, ReferenceSdpaBackward
+from kernel_api.space import Operands, Space
+
+harness, suite, attention, plots, tables = map(
+    script, ("harness", "suite", "attention", "plots", "tables")
+)
+forward, backward, decode = map(script, ("sdpa_forward", "sdpa_backward", "sdpa_decode"))
+SUITES = {"sdpa-forward": forward, "sdpa-backward": backward, "sdpa-decode": decode}
+
+SMALL = {
+    "sdpa-forward": (
+        forward.Problem(2, 2, 2, 40, 16),
+        forward.Problem(1, 4, 1, 33, 16, causal=True),
+    ),
+    "sdpa-backward": (
+        backward.Problem(2, 2, 2, 24, 16),
+        backward.Problem(1, 4, 2, 33, 16, causal=True),
+    ),
+    "sdpa-decode": (
+        decode.Problem(2, 4, 2, 64, 16),
+        decode.Problem(2, 4, 2, 64, 16, page_size=16),
+    ),
+}
+
+
+# Without timing --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_dry_run_lists_every_problem_with_its_peers_and_the_best_kernel(name, capsys):
+    module = SUITES[name]
+    assert module.SUITE.name == name
+    assert module.main(["--dry-run"]) == 0
+    text = capsys.readouterr().out
+    for problem in module.SUITE.problems:
+        assert f"{problem.label}  peers: " in text
+    assert text.count("us expected") == len(module.SUITE.problems)
+    assert text.endswith(f"{name}: {len(module.SUITE.problems)} problems\n")
+    assert set(module.SUITE.quick) <= {*module.SUITE.problems}
+    labels = {problem.label for problem in module.SUITE.problems}
+    assert len(labels) == len(module.SUITE.problems)
+
+
+def test_a_quick_run_has_a_few_problems(capsys):
+    forward.main(["--dry-run", "--quick"])
+    text = capsys.readouterr().out
+    assert f"sdpa-forward: {len(forward.SUITE.quick)} problems" in text
+    assert "2x32x8192x128 (B x H x S x D) causal" in text
+
+
+def test_forward_problems_are_all_combinations_of_16384_tokens():
+    found = {(p.B * p.S, p.S, p.D, p.H // p.H_kv, p.causal) for p in forward.SUITE.problems}
+    for S in (512, 1024, 2048, 4096, 8192, 16384):
+        for D in (64, 128, 256):
+            for group in (1, 4):
+                assert {(16384, S, D, group, False), (16384, S, D, group, True)} <= found
+
+
+def test_decoding_is_of_every_length_that_there_is_room_for():
+    problems = decode.SUITE.problems
+    assert {p.S for p in problems} == {1024, 4096, 16384, 65536, 131072}
+    assert {p.B for p in problems} == {1, 4, 16, 64}
+    assert max(2 * p.bytes * p.sets for p in problems) <= 40 << 30
+    assert {p.page_size for p in problems} == {0, 64}
+
+
+def test_operations_and_bytes_are_counted_as_published():
+    one = forward.Problem(2, 32, 32, 8192, 128)
+    assert one.operations == 4 * 2 * 32 * 8192**2 * 128
+    assert forward.Problem(2, 32, 32, 8192, 128, True).operations == one.operations // 2
+    assert backward.Problem(2, 32, 32, 8192, 128).operations == one.operations * 5 // 2
+    for problem, read in ((forward.Problem(2, 4, 2, 32, 16), 2), (SMALL["sdpa-decode"][0], 0)):
+        args = problem.arguments("meta")
+        moved = [args.K, args.V] + [args.Q, args.out] * (read > 0)
+        assert problem.bytes == sum(2 * math.prod(one.shape) for one in moved)
+    args = (problem := backward.Problem(2, 4, 2, 32, 16)).arguments("meta")
+    size = sum(one.tensor.numel() * one.tensor.element_size() for one in args.operands)
+    assert problem.bytes == size
+
+
+def test_tensors_lie_in_memory_as_projections_leave_them():
+    args = forward.Problem(2, 4, 2, 32, 16).arguments("meta")
+    for operand in args.operands:
+        assert operand.tensor.transpose(1, 2).is_contiguous()
+
+
+# Peers and comparisons -------------------------------------------------------------------
+
+
+def every_problem():
+    return [pytest.param(p, id=p.label) for problems in SMALL.values() for p in problems]
+
+
+@pytest.mark.parametrize("problem", every_problem())
+def test_peers_compute_the_problem(problem):
+    args = problem.arguments("cpu")
+    (kernel,) = ka.get_kernels(args, providers=["reference"])
+    kernel.run(args)
+    for peer in problem.peers().values():
+        if peer in (forward.by_operator, backward.cudnn, backward.flash):
+            continue  # operators of a GPU
+        returned = peer(args)()
+        if not getattr(peer, "comparable", True):
+            assert returned.shape == args.out.shape
+            continue
+        results = [returned] if torch.is_tensor(returned) else returned
+        for found, expected in zip(results, problem.compared(args), strict=True):
+            assert attention.distance(found, expected) < 1
+
+
+@pytest.mark.parametrize("problem", every_problem())
+def test_parts_are_the_first_and_the_last_head_on_the_same_memory(problem):
+    args = problem.arguments("cpu")
+    (kernel,) = ka.get_kernels(args, providers=["reference"])
+    kernel.run(args)
+    for part in problem.parts(args):
+        assert part.B == part.H_kv == 1
+        assert attention.judge(part)
+    for name in args.outputs:
+        assert name in part.outputs
+    last = list(args.outputs.values())[-1].tensor
+    last[-1, -1] += 1
+    assert not attention.judge(part)
+
+
+def test_a_wrong_row_is_far_from_the_peers():
+    expected = torch.randn(2, 3, 40, 16)
+    assert attention.distance(expected.bfloat16(), expected) < 1
+    found = expected.clone()
+    found[1, 2, 17] *= 1.1
+    assert attention.distance(found, expected) > 1
+    found[0, 0, 0, 0] = float("nan")
+    assert not attention.distance(found, expected) <= 1
+
+
+# Runs on the CPU, with a clock that is made up ----------------------------------------------
+
+
+class CpuSdpa(Kernel):
+    """Attention that the CPU computes."""
+
+    arguments = ka.SdpaArguments
+    devices = ("cpu",)
+    operands = (Operands(Q="bf16", K="bf16", V="bf16", out="bf16", accumulator="f32",
+                         majors="strided"),)  # fmt: skip
+    operands_metadata = SdpaOperandsMetadata
+    space = Space()
+    design = DesignMetadata
+    reference = ReferenceSdpa
+    wrong = 0.0
+
+    def _run(self, args, artifact, stream, workspace=None):
+        for name, values in self.reference.exact(args).items():
+            args.outputs[name].tensor.copy_(values * (1 + self.wrong))
+
+
+class CpuSdpaBackward(CpuSdpa):
+    arguments = ka.SdpaBackwardArguments
+    operands = (Operands(
+        **dict.fromkeys(("Q", "K", "V", "out", "dO", "dQ", "dK", "dV"), "bf16"), lse="f32",
+        accumulator="f32", majors="strided",
+    ),)  # fmt: skip
+    operands_metadata = SdpaBackwardOperandsMetadata
+    reference = ReferenceSdpaBackward
+
+
+@pytest.fixture
+def lab(monkeypatch, registry, tmp_path):
+    """Runs a suite on the CPU: ours take 10 us, others 20."""
+
+    def timed(calls, set_bytes, policy="auto", rounds=20):
+        for one in calls.values():
+            for call in one:
+                call()
+        times = {name: 10.0 if "CpuSdpa" in name else 20.0 for name in calls}
+        return {n: harness.Timing([t] * 4) for n, t in times.items()}, f"made up, {policy}"
+
+    registry.register(CpuSdpa, CpuSdpaBackward)
+    monkeypatch.setattr(harness, "DEVICE", "cpu")
+    monkeypatch.setattr(harness, "interleaved", timed)
+    monkeypatch.setattr(harness, "environment", lambda: {"gpu": "made up"})
+    monkeypatch.setattr(harness, "operand_sets", lambda size: 2)
+
+    def run(name, *options):
+        module = SUITES[name]
+        small = attention.Suite(name, SMALL[name], SMALL[name], module.SUITE.report,
+                                module.SUITE.policy)  # fmt: skip
+        monkeypatch.setattr(module, "SUITE", small)
+        file = tmp_path / f"{name}.json"
+        code = module.main(["--out", str(tmp_path), *options])
+        return code, json.loads(file.read_text()) if file.exists() else []
+
+    return run
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_rows_say_what_was_timed_and_how_fast(name, lab, capsys):
+    code, found = lab(name)
+    assert code == suite.DONE, capsys.readouterr().out
+    assert [row["problem"] for row in found] == [p.label for p in SMALL[name]]
+    for row, problem in zip(found, SMALL[name], strict=True):
+        assert (row["suite"], row["verified"], row["ratio"], row["rank"]) == (name, True, 2.0, 0)
+        assert row["tflops"] == pytest.approx(1e-6 * problem.operations / 10, abs=0.05)
+        assert (row["S"], row["origin"]) == (problem.S, problem.origin)
+        if name == "sdpa-decode":
+            assert row["of_ceiling"] == 2.0
+            assert row["policy"] == "made up, graph"
+        else:
+            assert row["peer_tflops"] == pytest.approx(row["tflops"] / 2, abs=0.1)
+            assert row["policy"] == "made up, auto"
+    text = capsys.readouterr().out
+    assert "geometric mean 2.000 of 2 problems" in text
+    assert found[0]["origin"] in text
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_kernel_that_is_wrong_has_no_row(name, lab, monkeypatch, capsys):
+    monkeypatch.setattr(CpuSdpa, "wrong", 0.1)
+    code, found = lab(name)
+    assert code == suite.FAILURES
+    assert "WRONG" in capsys.readouterr().out
+    assert found == []
+
+
+def test_heads_that_are_not_computed_in_float64_are_compared_with_the_peer(
+    lab, monkeypatch, capsys
+):
+    monkeypatch.setattr(CpuSdpa, "wrong", 0.1)
+    monkeypatch.setattr(forward.Problem, "parts", lambda self, args: ())
+    code, _ = lab("sdpa-forward")
+    assert code == suite.FAILURES
+    assert "of what is allowed off the peer" in capsys.readouterr().out
+
+
+def test_the_first_peer_that_takes_the_problem_is_timed(lab, monkeypatch, capsys):
+    def refuses(args):
+        raise RuntimeError("no such kernel")
+
+    peers = {"refuses": refuses, "takes": forward.Problem.peers(None)["cuDNN"]}
+    monkeypatch.setattr(forward.Problem, "peers", lambda self: peers)
+    code, found = lab("sdpa-forward")
+    assert code == suite.DONE
+    assert {row["peer"] for row in found} == {"takes"}
+    assert "refuses: RuntimeError: no such kernel" in capsys.readouterr().err
+
+
+def test_without_a_peer_decoding_is_timed_beside_the_copy(lab, monkeypatch):
+    def refused(*_):
+        raise RuntimeError("no backend")
+
+    monkeypatch.setattr(decode, "by_torch", refused)
+    code, found = lab("sdpa-decode")
+    assert code == suite.DONE
+    assert {row["peer"] for row in found} == {decode.COPIES[0]}
+
+
+def test_a_peer_that_cannot_be_captured_is_left_out_of_decoding(lab, monkeypatch):
+    timed = []
+
+    def interleaved(calls, set_bytes, policy="auto", rounds=20):
+        timed.append(set(calls))
+        how = "eager (no graph: RuntimeError)" if "torch" in calls else "CUDA graph"
+        return {name: harness.Timing([10.0] * 4) for name in calls}, how
+
+    monkeypatch.setattr(harness, "interleaved", interleaved)
+    _, found = lab("sdpa-decode", "--limit", "1")
+    assert [("torch" in names) for names in timed] == [True, False]
+    assert found[0]["policy"] == "CUDA graph"
+
+
+def test_a_run_that_resumes_measures_only_what_is_missing(lab, capsys):
+    _, before = lab("sdpa-forward", "--limit", "1")
+    capsys.readouterr()
+    _, after = lab("sdpa-forward", "--resume")
+    assert after[:1] == before
+    assert len(after) == 2
+    assert capsys.readouterr().out.count("+-") == 1
+
+
+def test_without_a_gpu_the_suites_say_what_can_be_done(capsys):
+    if not torch.cuda.is_available():
+        assert decode.main([]) == suite.FAILURES
+        assert "--dry-run" in capsys.readouterr().err
+
+
+# Tables and pictures ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Rows of all problems of the suites, as they are written."""
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    for name, module in SUITES.items():
+        found = []
+        for number, problem in enumerate(module.SUITE.problems):
+            ratio = 0.9 + 0.004 * number
+            row = {
+                "problem": problem.label, "subject": "ours", "subject_us": 100.0,
+                "peer": "cuDNN", "peer_us": 100.0 * ratio, "ratio": ratio, "verified": True,
+                "policy": "eager, cold L2", "env": {"gpu": "NVIDIA H200"}, "date": "2026-01-01",
+                "operations": problem.operations, "bytes": problem.bytes, "S": problem.S,
+                "origin": problem.origin, "tflops": 600.0 + number,
+            }  # fmt: skip
+            if name == "sdpa-decode":
+                row |= {"of_ceiling": 0.5 + 0.01 * number, "tb_s": 2.0 + 0.01 * number}
+            else:
+                row["peer_tflops"] = 601.4
+            found.append(row)
+        (folder / f"{name}.json").write_text(json.dumps(found))
+    return tmp_path
+
+
+def test_a_cloud_lies_along_the_keys_of_a_sequence(results):
+    pictures = plots.drawn(results)
+    assert {f"h200-{name}.svg" for name in SUITES} <= set(pictures)
+    for name, module in SUITES.items():
+        root = ElementTree.fromstring(picture := pictures[f"h200-{name}.svg"])
+        assert "S, keys of a sequence" in picture
+        origins = {problem.origin for problem in module.SUITE.problems}
+        assert picture.count("<circle") == len(module.SUITE.problems) + len(origins)
+        places = [float(dot.get("cx")) for dot in root.iter() if dot.tag.endswith("circle")]
+        assert all(0 < place < plots.WIDTH for place in places)
+    ElementTree.fromstring(pictures["h200-roofline.svg"])
+
+
+def test_tables_have_both_rates(results):
+    text = tables.document(results)
+    assert "| TFLOP/s, the peer's |" in text
+    assert "| 600, 601 |" in text
+    assert "| of the copy ceiling |" in text
+
+
+def test_the_summary_has_a_line_per_kind_of_problem(results):
+    text = tables.summary(results)
+    for module in SUITES.values():
+        for problem in module.SUITE.problems:
+            assert f"| {problem.origin.replace(',', ', ')} | " in text
+    assert "| contiguous | 19 | 2.00 to 2.18 | 0.500 to 0.680 | 0.936 | 0.900 |" in text
+    assert "| D64, causal | " in text
+    assert "Peers: cuDNN. eager, cold L2; 2026-01-01; gpu NVIDIA H200." in text
+
+
+def test_without_rows_the_summary_is_a_sentence(tmp_path):
+    assert tables.summary(tmp_path) == tables.NOTHING
+
+
+def test_the_document_says_what_the_rows_say():
+    found = tables.ATTENTION.read_text()
+    assert found == tables.updated(found, tables.summary())
