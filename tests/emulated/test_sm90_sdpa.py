@@ -23,10 +23,10 @@ EVERY = bool(os.environ.get("KERNEL_API_EMULATE"))
 
 #: TMA wants whole vectors, and extents.
 CASES = [
-    Case("dropout, several blocks", sizes=(1, 2, 1, 70, 300, 64, 64), options=dropped),
+    Case("dropout, two blocks", sizes=(1, 1, 1, 40, 150, 64, 64), options=dropped),
     Case(
         "tiles without keys, O where Q was",
-        sizes=(1, 3, 1, 500, 1, 256, 256),
+        sizes=(1, 1, 1, 500, 1, 256, 256),
         keywords={"mask": masks.SlidingWindow(200, 100)},
     ),
     *(c for c in FORWARD if c.aligned and c.page_size is None and c.sizes[4]),
@@ -39,7 +39,7 @@ FEW_QUERIES = [
     Case("decode", sizes=(2, 8, 1, 3, 400, 64, 64), options=lambda d: {"sink": d.wides(d.H)}),
     Case(
         "pages",
-        sizes=(2, 8, 2, 1, 300, 64, 64),
+        sizes=(2, 4, 1, 1, 300, 64, 64),
         page_size=16,
         lengths=((1, 1), (299, 20)),
         keywords={"softcap": 3.0},
@@ -68,13 +68,16 @@ def check(args, family):
     assert verdict, f"{kernels[0].metadata.kernel_name}: {verdict}"
 
 
-@pytest.mark.parametrize("case", CASES if EVERY else CASES[:3], ids=lambda case: case.name)
+CHOSEN = CASES if EVERY else [*CASES[:2], CASES[3]]
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
 def test_attention_is_right(case):
     check(case.arguments(), FAMILY)
 
 
 @pytest.mark.parametrize(
-    "case", FEW_QUERIES if EVERY else FEW_QUERIES[:2], ids=lambda case: case.name
+    "case", FEW_QUERIES if EVERY else FEW_QUERIES[1:2], ids=lambda case: case.name
 )
 def test_few_queries_are_right(case):
     check(case.arguments(), "sm90.sdpa_decode")
@@ -103,7 +106,7 @@ def fp8_arguments(sizes, lengths=None, **options):
 
 
 FP8 = [
-    {"sizes": (2, 4, 2, 70, 150, 64), "lengths": (130, 7), "mask": masks.Causal("bottom_right")},
+    {"sizes": (2, 2, 1, 40, 150, 64), "lengths": (130, 7), "mask": masks.Causal("bottom_right")},
     {"sizes": (1, 2, 1, 200, 300, 128)},
     {"sizes": (1, 2, 2, 40, 100, 256), "mask": masks.Causal(), "softcap": 5.0},
 ]

@@ -181,7 +181,8 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
 
     def workspace_for(self, *tensors: Any) -> int:
         batches, heads, keys, columns = tensors[2].shape
-        return ZEROED + batches * heads * columns * (-(-keys // _PERMUTED) * _PERMUTED)
+        workspace: int = ZEROED + batches * heads * columns * (-(-keys // _PERMUTED) * _PERMUTED)
+        return workspace
 
     def get_workspace_size(self, args: SdpaArguments) -> int:
         return self.workspace_for(*args.tensors)
