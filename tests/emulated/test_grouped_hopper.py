@@ -30,7 +30,7 @@ OF_ROWS = [
 ]
 ADDED = {"accumulate": True}
 OF_SUMS = [
-    ("128x128x64_cluster2x1", Case("of floats", layouts="ntt", N=136, other=264)),
+    ("128x128x64_cluster2x1", Case("of floats", layouts="ntt", N=72, other=136)),
     ("128x256x64_cluster1x2", Case("added to", layouts="ntt", N=264, out=F32, options=ADDED)),
     ("64x128x64", Case("scaled", layouts="ntt", N=136, epilogue=scaled)),
     ("128x128x64_cluster1x1", Case("none", layouts="ntt", sizes=(0, 0), options=ADDED)),

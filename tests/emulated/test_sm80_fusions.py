@@ -92,7 +92,7 @@ def smallest(kernels, design):
     return min(fitting, key=size)
 
 
-TURNS = range(len(CASES) if os.environ.get("KERNEL_API_EMULATE") else 5)
+TURNS = range(len(CASES) if os.environ.get("KERNEL_API_EMULATE") else 4)
 
 
 @pytest.mark.parametrize("turn", TURNS, ids=[CASES[turn].name for turn in TURNS])

@@ -93,8 +93,8 @@ def smallest(kernels, design):
     return min(fitting, key=size)
 
 
-#: With KERNEL_API_EMULATE in the environment all of them, else one of four.
-TURNS = range(0, len(CASES), 1 if os.environ.get("KERNEL_API_EMULATE") else 4)
+#: With KERNEL_API_EMULATE in the environment all of them, else one of seven.
+TURNS = range(0, len(CASES), 1 if os.environ.get("KERNEL_API_EMULATE") else 7)
 
 
 @pytest.mark.parametrize("turn", TURNS, ids=[CASES[turn].name for turn in TURNS])

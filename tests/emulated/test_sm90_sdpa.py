@@ -39,9 +39,9 @@ FEW_QUERIES = [
     Case("decode", sizes=(2, 8, 1, 3, 400, 64, 64), options=lambda d: {"sink": d.wides(d.H)}),
     Case(
         "pages",
-        sizes=(2, 4, 1, 1, 300, 64, 64),
+        sizes=(1, 4, 1, 1, 150, 64, 64),
         page_size=16,
-        lengths=((1, 1), (299, 20)),
+        lengths=((1,), (139,)),
         keywords={"softcap": 3.0},
     ),
     Case(
