@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kernel_api.arguments import (
+        ElementwiseArguments,
         EpilogueArguments,
         ExpertPointers,
         GemmArguments,
@@ -50,6 +51,7 @@ __version__ = "0.1.0"
 
 _HOME_OF = {
     "CompiledArtifact": "artifact",
+    "ElementwiseArguments": "arguments",
     "EpilogueArguments": "arguments",
     "ExpertPointers": "arguments",
     "GemmArguments": "arguments",
@@ -98,6 +100,7 @@ _MODULES = (
 
 __all__ = [
     "CompiledArtifact",
+    "ElementwiseArguments",
     "EpilogueArguments",
     "ExpertPointers",
     "GemmArguments",

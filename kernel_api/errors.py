@@ -16,7 +16,12 @@ KernelApiError
  ├── LinkError (RuntimeError)          no shared library can be made of the compiled code here
  ├── DeviceError (RuntimeError)        no GPU where one is needed, or a tensor on the wrong one
  ├── CaptureError (RuntimeError)       something would compile while a graph is captured
- └── WorkspaceError (ValueError)       the workspace is too small, misplaced or not of bytes
+ ├── WorkspaceError (ValueError)       the workspace is too small, misplaced or not of bytes
+ ├── GraphError (ValueError)           a graph contradicts itself; the text names node or tensor
+ │    ├── GraphStateError (RuntimeError)  it is used before it is built, or changed after
+ │    ├── VariantPackError             a tensor is missing, or is not as the graph describes it
+ │    └── SerializedGraphError         the data is no graph of this library, or is damaged
+ └── GraphNotSupportedError (RuntimeError)  no plan can serve the graph; says why for each
 
 PluginWarning (UserWarning)            a provider or kernel class misbehaved and was left out
 CacheWarning (UserWarning)             the cache on disk is not used; kernels compile anyway
@@ -115,6 +120,31 @@ class CaptureError(KernelApiError, RuntimeError):
 
 class WorkspaceError(KernelApiError, ValueError):
     """The workspace is too small, lies on another device, or is not made of bytes."""
+
+
+class GraphError(KernelApiError, ValueError):
+    """A graph contradicts itself; the text names the node or tensor."""
+
+
+class GraphStateError(GraphError, RuntimeError):
+    """A graph is used before it is built, or changed after; the text says what to call first."""
+
+
+class VariantPackError(GraphError):
+    """A tensor that a graph reads or writes is missing, or is not as the graph describes it."""
+
+
+class SerializedGraphError(GraphError):
+    """The data is no graph of this library, is of another version, or is damaged."""
+
+
+class GraphNotSupportedError(KernelApiError, RuntimeError):
+    """No plan can serve the graph; ``reasons`` says why, for each plan by its name."""
+
+    def __init__(self, text: str, reasons: dict[str, str] | None = None) -> None:
+        self.reasons = dict(reasons or {})
+        lines = [f"[{i}] {name}: {why}" for i, (name, why) in enumerate(self.reasons.items())]
+        super().__init__("\n".join([text, *lines]))
 
 
 class PluginWarning(UserWarning):

@@ -34,13 +34,12 @@ class SdpaBackward:
 
     Operands (B, H, S, D), or packed (T, H, D), in the order of the forward pass, then dO like out,
     lse (B, H, S), or (H, T), dQ, dK, dV. The rest is in a tuple, in the order of `scores.names`;
-    dBias and dSink among it are written. The workspace has `sdpa_rows.workspace_bytes`.
+    dBias and dSink among it are written. The workspace has room for `RowStatistics`.
 
     Args:
         head_dims: That there is room for, of Q and K, of V; multiples of 64.
         columns: Keys, or queries, that a block visits at once.
         stages: Of them in shared memory.
-        packed: Whether sequences lie one after the other.
         aligned: Whether all rows begin at multiples of 16 bytes.
     """
 
@@ -54,20 +53,16 @@ class SdpaBackward:
         element_type: type[Numeric],
         scores: Scores,
         *,
-        packed: bool = False,
         aligned: bool = True,
     ):
         self.scores = scores
-        self.packed = packed
         self.rows = RowSums(head_dims[1], element_type, aligned)
         simple = scores.plain and not (scores.drops or scores.hides_anywhere)
         fused = sum(head_dims) <= (MOST_COLUMNS if simple else MOST_COLUMNS_BESIDE)
         together = (("dQ",), ("dK", "dV")) if fused else (("dQ",), ("dK",), ("dV",))
         tiles = head_dims, columns, stages, element_type, scores
-        self.passes = [
-            GradientPass(names, *tiles, packed=packed, aligned=aligned) for names in together
-        ]
-        self.bias = BiasGradient(head_dims, columns, element_type, scores, packed, aligned)
+        self.passes = [GradientPass(names, *tiles, aligned=aligned) for names in together]
+        self.bias = BiasGradient(head_dims, columns, element_type, scores, aligned)
 
     @cute.jit
     def with_operands(
@@ -87,7 +82,7 @@ class SdpaBackward:
     ):
         values = Values(self.scores.names, operands)
         read = mQ, mK, mV, mDo, mLse
-        extents = extents_of(mQ, mK, values, self.packed)
+        extents = extents_of(mQ, mK, values)
         blocks = cute.ceil_div(extents.queries, self.rows.rows) * extents.heads * extents.batches
         self.rows_kernel(*read, mO, operands, workspace).launch(
             grid=(cutlass.max(blocks, 1), 1, 1), block=(THREADS, 1, 1), stream=stream
@@ -108,7 +103,7 @@ class SdpaBackward:
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
         values = Values(self.scores.names, operands)
-        extents = extents_of(mQ, mK, values, self.packed)
+        extents = extents_of(mQ, mK, values)
         blocks = cute.ceil_div(extents.queries, self.rows.rows)
         if index < blocks * extents.heads * extents.batches:
             batch, head = index // blocks // extents.heads, index // blocks % extents.heads
@@ -121,6 +116,6 @@ class SdpaBackward:
     def sink_kernel(self, mQ, mK, mV, mDo, mLse, operands, workspace: Int64):
         thread, _, _ = cute.arch.thread_idx()
         values = Values(self.scores.names, operands)
-        extents = extents_of(mQ, mK, values, self.packed)
+        extents = extents_of(mQ, mK, values)
         statistics = row_statistics(workspace, mLse)
         SinkGradient().write(statistics, values, Int32(extents.batches), thread)

@@ -39,13 +39,11 @@ class BiasGradient:
         columns: int,
         element_type: type[Numeric],
         scores: Scores,
-        packed: bool,
         aligned: bool,
     ):
         self.columns = columns
         self.element_type = element_type
         self.scores = scores
-        self.packed = packed
         of_queries, of_keys = (
             tuple(Tiles(rows, wide, element_type, aligned) for wide in head_dims)
             for rows in (BLOCK_M, columns)
@@ -89,7 +87,7 @@ class BiasGradient:
     @cute.jit
     def _sum(self, read, mLse, values, workspace, own, thread):
         mQ, _, mK, _ = read
-        extents = extents_of(mQ, mK, values, self.packed)
+        extents = extents_of(mQ, mK, values)
         blocks = (
             extents.batches,
             extents.heads,

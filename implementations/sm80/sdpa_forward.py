@@ -51,7 +51,6 @@ class SdpaForward:
         head_dims: That there is room for, of Q and K, of V; multiples of 64.
         tile: (queries, keys) of a block: multiples of 64, of 16.
         stages: Blocks of keys in shared memory.
-        packed: Whether sequences lie one after the other.
         page_size: Rows of a page of K and V; None: they have no pages.
         aligned: Whether all rows begin at multiples of 16 bytes.
     """
@@ -66,7 +65,6 @@ class SdpaForward:
         element_type: type[Numeric],
         scores: Scores,
         *,
-        packed: bool = False,
         page_size: int | None = None,
         aligned: bool = True,
     ):
@@ -74,7 +72,6 @@ class SdpaForward:
         self.stages = stages
         self.element_type = element_type
         self.scores = scores
-        self.packed = packed
         self.page_size = page_size
         queries, keys = tile
         wide, wide_v = head_dims
@@ -109,7 +106,7 @@ class SdpaForward:
         )
 
     def _extents(self, mQ, mK, values: Values) -> Extents:
-        return extents_of(mQ, mK, values, self.packed, self.page_size)
+        return extents_of(mQ, mK, values, self.page_size)
 
     @cute.kernel
     def kernel(self, mQ, mK, mV, mO, operands):
@@ -230,7 +227,7 @@ class SdpaForward:
                 lse = select(query < sequence.queries, lse, Float32(-math.inf))
                 if (column == 0) & (query < sequence.query_rows):
                     mLse = values["lse"]
-                    if const_expr(self.packed):
+                    if const_expr("cu_seqlens_q" in self.scores.names):
                         mLse[head, sequence.first_query + query] = lse
                     else:
                         mLse[batch, head, query] = lse

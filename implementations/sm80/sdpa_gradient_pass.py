@@ -88,7 +88,6 @@ class GradientPass:
         element_type: type[Numeric],
         scores: Scores,
         *,
-        packed: bool,
         aligned: bool,
     ):
         self.names = names
@@ -96,7 +95,6 @@ class GradientPass:
         self.stages = stages
         self.element_type = element_type
         self.scores = scores
-        self.packed = packed
         self.of_keys = names != ("dQ",)
         self.scores_differ = names != ("dV",)  # derivatives by scores are needed
         tiles = element_type, aligned
@@ -120,7 +118,7 @@ class GradientPass:
     @cute.jit
     def launch(self, mQ, mK, mV, mDo, mLse, outputs, operands, workspace, stream: cuda.CUstream):
         values = Values(self.scores.names, operands)
-        extents = extents_of(mQ, mK, values, self.packed)
+        extents = extents_of(mQ, mK, values)
         blocks = self._blocks(extents) * self._heads(extents) * extents.batches
         self.kernel(mQ, mK, mV, mDo, mLse, outputs, operands, workspace).launch(
             grid=(cutlass.max(blocks, 1), 1, 1),
@@ -140,7 +138,7 @@ class GradientPass:
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
         values = Values(self.scores.names, operands)
-        extents = extents_of(mQ, mK, values, self.packed)
+        extents = extents_of(mQ, mK, values)
         blocks, heads = self._blocks(extents), self._heads(extents)
         if index < blocks * heads * extents.batches:
             batch, head = index // blocks // heads, index // blocks % heads
@@ -164,7 +162,8 @@ class GradientPass:
         """Of the sequence: that are written, that are used."""
         if not self.of_keys:
             return sequence.query_rows, sequence.queries
-        return sequence.keys if self.packed else extents.keys, sequence.keys
+        packed = "cu_seqlens_q" in self.scores.names
+        return sequence.keys if packed else extents.keys, sequence.keys
 
     @cute.jit
     def _differentiate(self, work: Work, outputs):

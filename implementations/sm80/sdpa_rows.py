@@ -14,9 +14,8 @@ from ..common.attention.softmax import LOG2_E, power_of_two
 from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.rows import GlobalRow, Vector, added, combined, over_lanes
+from ..common.work_split import COUNTER_BYTES
 from .sdpa_tiles import THREADS, VECTOR, matrix_of
-
-COUNTERS_BYTES = 65536  # at the start of the workspace, which others need zero
 
 _WARP = 32
 _LANES = 8  # that share a row
@@ -62,13 +61,8 @@ def row_statistics(workspace: Int64, mLse: cute.Tensor) -> RowStatistics:
     rows = Int64(pitch)
     for extent in outer:
         rows = rows * extent
-    lse = workspace + COUNTERS_BYTES
+    lse = workspace + COUNTER_BYTES
     return RowStatistics(lse, lse + rows * _BYTES, outer[-1], pitch, len(outer) == 1)
-
-
-def workspace_bytes(rows: int) -> int:
-    """rows: Elements of lse."""
-    return COUNTERS_BYTES + 2 * rows * _BYTES
 
 
 class RowSums:

@@ -39,11 +39,10 @@ def extents_of(
     mQ: cute.Tensor,
     mK: cute.Tensor,
     values: Values,
-    packed: bool,
     page_size: int | None = None,
 ) -> Extents:
     heads = mQ.shape[1], mK.shape[1]
-    if packed:
+    if "cu_seqlens_q" in values:
         longest = (Int32(values[name]) for name in ("max_seqlen_q", "max_seqlen_kv"))
         return Extents(values["cu_seqlens_q"].shape[0] - 1, *heads, *longest)
     keys = mK.shape[2]

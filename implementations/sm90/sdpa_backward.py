@@ -15,6 +15,7 @@ from ..common.work_split import COUNTER_BYTES
 from .sdpa_backward_consumer import BackwardConsumer, Work
 from .sdpa_backward_plan import CONSUMERS, GROUP, tile_layout
 from .sdpa_backward_rows import QueryGradients, RowSums, SinkGradients
+from .sdpa_loads import load, tma_load, tma_pipeline
 
 _REGISTERS = (24, 240)  # producer, each consumer
 
@@ -97,7 +98,7 @@ class SdpaBackward(BackwardConsumer):
             "V": tile_layout(one, n, e, 1, self.span(e)),
         }
         (tma_q, tQ), (tma_k, tK), (tma_v, tV), (tma_do, tdO) = (
-            _tma_load(tensor, layouts[name], tiler)
+            tma_load(tensor, layouts[name], tiler)
             for name, tensor, tiler in (
                 ("Q", mQ, (m, d)), ("K", mK, (n, d)), ("V", mV, (n, e)), ("dO", mdO, (m, e)),
             )
@@ -156,11 +157,12 @@ class SdpaBackward(BackwardConsumer):
         storage = SmemAllocator().allocate(self.shared_storage)
         element_bytes = self.element_type.width // 8
         m, n, d, e = self.tile_m, self.tile_n, self.head_dim, self.head_dim_v
+        readers = CONSUMERS * GROUP // 32
         pipelines = (
-            _pipeline(storage.k_full, 1, n * d * element_bytes),
-            _pipeline(storage.v_full, 1, n * e * element_bytes),
-            _pipeline(storage.q_full, self.q_stages, m * (d * element_bytes + 4)),
-            _pipeline(storage.do_full, self.do_stages, m * (e * element_bytes + 4)),
+            tma_pipeline(storage.k_full, 1, n * d * element_bytes, readers),
+            tma_pipeline(storage.v_full, 1, n * e * element_bytes, readers),
+            tma_pipeline(storage.q_full, self.q_stages, m * (d * element_bytes + 4), readers),
+            tma_pipeline(storage.do_full, self.do_stages, m * (e * element_bytes + 4), readers),
         )
         pipeline.pipeline_init_arrive((1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait((1, 1))
@@ -232,7 +234,7 @@ class SdpaBackward(BackwardConsumer):
                     tensor[None, None, work.key_head, batch],
                 ),
                 (n, columns),
-                (0, 0),
+                (None, 0),
             )
             for tensor, columns in ((mK, d), (mV, e))
         )
@@ -241,7 +243,7 @@ class SdpaBackward(BackwardConsumer):
         sdO = self._tile(storage.do, m, e, self.do_stages)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.do_stages)
-        _load(tma_k, gK, sK, pipeline_k, one)
+        load(tma_k, gK, 0, sK, pipeline_k, one)
         head, block = work.first_head, work.blocks.begin
         for i in cutlass.range(work.total, unroll=1):
             tile = self.tile_index(space, work.batch, head, sequence.first_query, block)
@@ -250,16 +252,16 @@ class SdpaBackward(BackwardConsumer):
                 cute.local_tile(
                     cute.domain_offset((row, 0), tensor[None, None, head, batch]),
                     (m, columns),
-                    (0, 0),
+                    (None, 0),
                 )
                 for tensor, columns in ((mQ, d), (mdO, e))
             )
-            _load(tma_q, gQ, sQ, pipeline_q, q_state)
+            load(tma_q, gQ, 0, sQ, pipeline_q, q_state)
             full = pipeline_q.producer_get_barrier(q_state)
             _load_floats(self.lse_address(space, tile), storage.lse, m, q_state.index, full)
             if i == 0:
-                _load(tma_v, gV, sV, pipeline_v, one)
-            _load(tma_do, gdO, sdO, pipeline_do, do_state)
+                load(tma_v, gV, 0, sV, pipeline_v, one)
+            load(tma_do, gdO, 0, sdO, pipeline_do, do_state)
             full = pipeline_do.producer_get_barrier(do_state)
             _load_floats(self.delta_address(space, tile), storage.delta, m, do_state.index, full)
             q_state.advance()
@@ -268,37 +270,6 @@ class SdpaBackward(BackwardConsumer):
             if block == work.blocks.end:
                 block = work.blocks.begin
                 head += 1
-
-
-def _pipeline(barriers, stages: int, tx_count: int):
-    """A stage is full when its bytes have landed, empty when every consumer has released it."""
-    return pipeline.PipelineTmaAsync.create(
-        num_stages=stages,
-        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMERS * GROUP // 32),
-        tx_count=tx_count,
-        barrier_storage=barriers.data_ptr(),
-        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-        defer_sync=True,
-    )
-
-
-def _load(tma, tile, shared, stages, state) -> None:
-    """A tile into its stage."""
-    stages.producer_acquire(state)
-    destination, source = cpasync.tma_partition(
-        tma,
-        0,
-        cute.make_layout(1),
-        cute.group_modes(shared, 0, 2),
-        cute.group_modes(tile, 0, 2),
-    )
-    cute.copy(
-        tma,
-        source,
-        destination[None, state.index],
-        tma_bar_ptr=stages.producer_get_barrier(state),
-    )
 
 
 @cute.jit
@@ -311,12 +282,3 @@ def _load_floats(address, memory, count: cutlass.Constexpr, stage, full):
             "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
             read_only_args=[Int32(target), address, Int32(count * 4), Int32(full.toint())],
         )
-
-
-def _tma_load(tensor, shared_layout, tiler):
-    return cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileG2SOp(),
-        tensor,
-        cute.slice_(shared_layout, (None, None, 0)),
-        tiler,
-    )

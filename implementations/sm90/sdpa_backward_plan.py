@@ -14,11 +14,11 @@ from cutlass.cute.nvgpu.warpgroup import OperandSource, SmemLayoutAtomKind
 from ..common.attention.scores import Scores
 from ..common.attention.values import Values
 from .mma import WGMMA_M
+from .plan import SHARED_MEMORY
+from .reduced_output import GROUP
 
-GROUP = 128  # threads of a warp group
 CONSUMERS = 2  # warp groups that multiply
 
-SHARED_MEMORY = 227 * 1024  # per block, on every Hopper GPU
 _BARRIER_BYTES = 256
 
 _FLOAT_BYTES = 4

@@ -20,12 +20,15 @@ from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.work_split import COUNTER_BYTES
 from .mma import WGMMA_M
-from .sdpa_forward import TOGETHER, SdpaForward
-from .sdpa_output import GROUP, OWN, store_where
+from .reduced_output import GROUP
+from .sdpa_forward import SdpaForward
+from .sdpa_forward_consumer import TOGETHER
+from .sdpa_loads import tma_load
+from .sdpa_output import OWN, store_where
 from .sdpa_tiles import Tiles, Work
+from .sdpa_workspace import MOST_PARTS, part_bytes
 
 SLAB = 64  # columns of K and V that TMA copies at once: 128 bytes, the span of a swizzle
-MOST_PARTS = 640  # of all tiles together, where there are several of a tile
 _OVERHEAD = 2  # of a part, in blocks of keys
 _WAVES = 4  # of blocks, at most, that parts are made for
 
@@ -70,10 +73,6 @@ def results(
     behind = address + rows * columns * Float32.width // 8
     sums = cute.make_ptr(Float32, behind, AddressSpace.gmem, assumed_align=16)
     return values, cute.make_tensor(sums, cute.make_layout(rows))
-
-
-def part_bytes(rows: int, columns: int) -> int:
-    return rows * (columns + 1) * Float32.width // 8
 
 
 class SdpaDecode(SdpaForward):
@@ -141,12 +140,7 @@ class SdpaDecode(SdpaForward):
         layout = sm90.make_smem_layout_a(
             LayoutEnum.ROW_MAJOR, (self.rows_at_once, self.tile_n, SLAB), self.element_type, 1
         )
-        return cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            tensor,
-            cute.slice_(layout, (None, None, 0)),
-            (self.rows_at_once, SLAB),
-        )
+        return tma_load(tensor, layout, (self.rows_at_once, SLAB))
 
     def _keys(self, mK: cute.Tensor, values: Values) -> Int32:
         """Of a sequence, at most."""

@@ -18,11 +18,12 @@ from ..common.attention.scores import Place, Tile
 from ..common.attention.sequences import sequence_of
 from ..common.attention.values import Values
 from ..common.work_split import COUNTER_BYTES
-from .sdpa_forward import SdpaForward, tma_load
+from .sdpa_forward import SdpaForward
+from .sdpa_loads import tma_load
 from .sdpa_tiles import Tiles
+from .sdpa_workspace import PERMUTED, keys_with_room
 
 _PIECE = 16  # accumulators of 32 columns that a thread has: a k block of the second product
-PERMUTED = 16  # keys that change places, see `ValuesAcross`
 
 _KEYS, _COLUMNS, _THREADS = 128, 64, 128  # of a block of `ValuesAcross`
 _VECTOR = 16  # bytes
@@ -209,11 +210,6 @@ class ValuesAcross:
                     _vector(sV[row, None].iterator + key, AddressSpace.smem),
                     _vector(target, AddressSpace.gmem),
                 )
-
-
-def keys_with_room(keys):
-    """Of a row of Vᵀ: whole vectors."""
-    return (keys + PERMUTED - 1) // PERMUTED * PERMUTED
 
 
 def _vector(pointer, space):

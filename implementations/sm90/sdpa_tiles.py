@@ -64,6 +64,27 @@ def fetched(found: Int32) -> Int32:
     return cute.arch.shuffle_sync(found, 0) + cute.arch.grid_dim()[0]
 
 
+AHEAD = 2  # tiles that the producer is, at most
+
+
+@cute.jit
+def send(queue, sTiles, state, tile):
+    """To the consumers, by a whole warp."""
+    queue.producer_acquire(state)
+    if cute.arch.lane_idx() == 0:
+        sTiles[state.index] = tile
+    cute.arch.sync_warp()
+    queue.producer_commit(state)
+
+
+@cute.jit
+def receive(queue, sTiles, state):
+    queue.consumer_wait(state)
+    tile = sTiles[state.index]
+    queue.consumer_release(state)
+    return tile
+
+
 class Work(NamedTuple):
     """A tile: its number, what it is, and the blocks of keys that its queries see."""
 

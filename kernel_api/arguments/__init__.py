@@ -2,6 +2,7 @@
 
 from kernel_api.arguments.base import Arguments
 from kernel_api.arguments.dropout import Dropout
+from kernel_api.arguments.elementwise import ElementwiseArguments
 from kernel_api.arguments.epilogue import EpilogueArguments
 from kernel_api.arguments.experts import ExpertPointers
 from kernel_api.arguments.gemm import GemmArguments
@@ -19,6 +20,7 @@ from kernel_api.arguments.sdpa_backward import SdpaBackwardArguments
 __all__ = [
     "Arguments",
     "Dropout",
+    "ElementwiseArguments",
     "EpilogueArguments",
     "ExpertPointers",
     "GemmArguments",

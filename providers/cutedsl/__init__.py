@@ -61,6 +61,21 @@ def _dsl_is_here() -> Status:
     return Status.success()
 
 
-from kernel_api.providers.cutedsl import gemm, grouped_gemm, norm, sdpa  # noqa: E402  (they register)
+from kernel_api.providers.cutedsl import (  # noqa: E402  (they register)
+    elementwise,
+    gemm,
+    grouped_gemm,
+    norm,
+    sdpa,
+)
 
-__all__ = ["CuTeDSLProvider", "CuteDslKernel", "gemm", "grouped_gemm", "kernel", "norm", "sdpa"]
+__all__ = [
+    "CuTeDSLProvider",
+    "CuteDslKernel",
+    "elementwise",
+    "gemm",
+    "grouped_gemm",
+    "kernel",
+    "norm",
+    "sdpa",
+]

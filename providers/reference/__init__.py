@@ -14,6 +14,12 @@ class ReferenceProvider(Provider):
     rank: ClassVar[int] = 200
 
 
-from kernel_api.providers.reference import gemm, grouped, norm, sdpa  # noqa: E402  (they register)
+from kernel_api.providers.reference import (  # noqa: E402  (they register)
+    elementwise,
+    gemm,
+    grouped,
+    norm,
+    sdpa,
+)
 
-__all__ = ["ReferenceProvider", "gemm", "grouped", "norm", "sdpa"]
+__all__ = ["ReferenceProvider", "elementwise", "gemm", "grouped", "norm", "sdpa"]

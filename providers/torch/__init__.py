@@ -15,6 +15,7 @@ class TorchProvider(Provider):
 
 
 from kernel_api.providers.torch import (  # noqa: E402  (they register)
+    elementwise,
     gemm,
     grouped,
     norm,
@@ -22,4 +23,4 @@ from kernel_api.providers.torch import (  # noqa: E402  (they register)
     sdpa_flex,
 )
 
-__all__ = ["TorchProvider", "gemm", "grouped", "norm", "sdpa", "sdpa_flex"]
+__all__ = ["TorchProvider", "elementwise", "gemm", "grouped", "norm", "sdpa", "sdpa_flex"]

@@ -102,47 +102,44 @@ def bias_of(args: AttentionArguments) -> Any:
 
 # Rules that some of the operators share --------------------------------------------------
 
-no_bias = rule("torch's flash attention takes no bias")
-same_bias = rule("torch takes a bias of the type of the operands")
-either = rule("torch takes a bias or a causal mask, not both")
-same_heads = rule("the operator has as many heads of keys as of queries")
-same_dims = rule("the operator has values as long as keys")
-square = rule("the operator is causal where there are as many keys as queries")
-whole_vectors = rule("the operator reads vectors of 16 bytes")
-in_any_order = rule("the operator adds gradients up in any order")
-no_sums = rule("the operator gives no gradient of a bias")
 
-
-def _takes_no_bias(args: AttentionArguments) -> bool:
+@rule("torch's flash attention takes no bias")
+def no_bias(args: AttentionArguments) -> bool:
     return "bias" not in args.further
 
 
-def _has_same_bias(args: AttentionArguments) -> bool | Miss:
+@rule("torch takes a bias of the type of the operands")
+def same_bias(args: AttentionArguments) -> bool | Miss:
     bias = args.further.get("bias")
     if bias is None or bias.dtype is args.Q.dtype:
         return True
     return Miss(f"bias is {bias.dtype}", f"would match with bias of {args.Q.dtype}")
 
 
-def _has_either(args: AttentionArguments) -> bool:
+@rule("torch takes a bias or a causal mask, not both")
+def either(args: AttentionArguments) -> bool:
     return "bias" not in args.further or not args.bounds
 
 
-def _has_same_heads(args: AttentionArguments) -> bool | Miss:
+@rule("the operator has as many heads of keys as of queries")
+def same_heads(args: AttentionArguments) -> bool | Miss:
     return args.H_kv == args.H or Miss(f"they are {args.H_kv} and {args.H}")
 
 
-def _has_same_dims(args: AttentionArguments) -> bool | Miss:
+@rule("the operator has values as long as keys")
+def same_dims(args: AttentionArguments) -> bool | Miss:
     return args.D_v == args.D or Miss(f"they have {args.D_v} and {args.D} elements")
 
 
-def _is_square(args: AttentionArguments) -> bool | Miss:
+@rule("the operator is causal where there are as many keys as queries")
+def square(args: AttentionArguments) -> bool | Miss:
     return (
         not args.bounds or _is_square_causal(args) or Miss(f"they are {args.S_kv} and {args.S_q}")
     )
 
 
-def _has_whole_vectors(args: AttentionArguments) -> bool | Miss:
+@rule("the operator reads vectors of 16 bytes")
+def whole_vectors(args: AttentionArguments) -> bool | Miss:
     for name in ("Q", "K", "V", "dO"):
         operand = getattr(args, name) if name in args.operand_names else args.Q
         if operand.alignment % 16:
@@ -150,11 +147,13 @@ def _has_whole_vectors(args: AttentionArguments) -> bool | Miss:
     return True
 
 
-def _sums_in_any_order(args: SdpaBackwardArguments) -> bool:
+@rule("the operator adds gradients up in any order")
+def in_any_order(args: SdpaBackwardArguments) -> bool:
     return not args.deterministic
 
 
-def _has_no_sums(args: SdpaBackwardArguments) -> bool:
+@rule("the operator gives no gradient of a bias")
+def no_sums(args: SdpaBackwardArguments) -> bool:
     return "dBias" not in args.further
 
 
@@ -218,17 +217,9 @@ def _state(device: Any) -> tuple[Any, Any]:
 class _Cudnn(TorchAttention):
     targets: ClassVar[tuple[str, ...]] = ("sm_80",)
 
-    @same_bias
-    def _(args: AttentionArguments) -> bool | Miss:
-        return _has_same_bias(args)
-
-    @either
-    def _(args: AttentionArguments) -> bool:
-        return _has_either(args)
-
-    @whole_vectors
-    def _(args: AttentionArguments) -> bool | Miss:
-        return _has_whole_vectors(args)
+    takes_same_bias = same_bias
+    takes_either = either
+    reads_whole_vectors = whole_vectors
 
     @rule("cuDNN's attention has heads of 128 elements at most, 256 on Hopper and newer")
     def _(args: AttentionArguments) -> bool | Miss:
@@ -259,13 +250,8 @@ class TorchCudnnSdpaBackward(_Backward, _Cudnn):
 
     family: ClassVar[str] = "torch.sdpa_cudnn_backward"
 
-    @in_any_order
-    def _(args: SdpaBackwardArguments) -> bool:
-        return _sums_in_any_order(args)
-
-    @no_sums
-    def _(args: SdpaBackwardArguments) -> bool:
-        return _has_no_sums(args)
+    adds_in_any_order = in_any_order
+    gives_no_sums = no_sums
 
     def _computed(self, args: Any) -> dict[str, Any]:
         q, k, v, out, dO, lse, *_ = args.tensors
@@ -282,17 +268,9 @@ class TorchCudnnSdpaBackward(_Backward, _Cudnn):
 class _Flash(TorchAttention):
     targets: ClassVar[tuple[str, ...]] = ("sm_80",)
 
-    @no_bias
-    def _(args: AttentionArguments) -> bool:
-        return _takes_no_bias(args)
-
-    @same_dims
-    def _(args: AttentionArguments) -> bool | Miss:
-        return _has_same_dims(args)
-
-    @square
-    def _(args: AttentionArguments) -> bool | Miss:
-        return _is_square(args)
+    takes_no_bias = no_bias
+    has_same_dims = same_dims
+    is_square = square
 
     @rule("torch's flash attention has heads of 256 elements at most")
     def _(args: AttentionArguments) -> bool | Miss:
@@ -319,9 +297,7 @@ class TorchFlashSdpaBackward(_Backward, _Flash):
 
     family: ClassVar[str] = "torch.sdpa_flash_backward"
 
-    @in_any_order
-    def _(args: SdpaBackwardArguments) -> bool:
-        return _sums_in_any_order(args)
+    adds_in_any_order = in_any_order
 
     def _computed(self, args: Any) -> dict[str, Any]:
         q, k, v, out, dO, lse, *_ = args.tensors
@@ -336,17 +312,9 @@ class TorchFlashSdpaBackward(_Backward, _Flash):
 
 
 class _Efficient(TorchAttention):
-    @same_bias
-    def _(args: AttentionArguments) -> bool | Miss:
-        return _has_same_bias(args)
-
-    @same_heads
-    def _(args: AttentionArguments) -> bool | Miss:
-        return _has_same_heads(args)
-
-    @whole_vectors
-    def _(args: AttentionArguments) -> bool | Miss:
-        return _has_whole_vectors(args)
+    takes_same_bias = same_bias
+    has_same_heads = same_heads
+    reads_whole_vectors = whole_vectors
 
     @rule("the operator reads a bias in vectors of 16 elements along the keys")
     def _(args: AttentionArguments) -> bool | Miss:
@@ -380,9 +348,7 @@ class TorchEfficientSdpaBackward(_Backward, _Efficient):
     family: ClassVar[str] = "torch.sdpa_efficient_backward"
     operands = _with_wider(_Backward.operands)
 
-    @in_any_order
-    def _(args: SdpaBackwardArguments) -> bool:
-        return _sums_in_any_order(args)
+    adds_in_any_order = in_any_order
 
     @rule("the operator gives the gradient of a bias that is not broadcast")
     def _(args: SdpaBackwardArguments) -> bool | Miss:
@@ -410,21 +376,10 @@ class TorchEfficientSdpaBackward(_Backward, _Efficient):
 class _OnCpu(TorchAttention):
     devices = ("cpu",)
 
-    @same_bias
-    def _(args: AttentionArguments) -> bool | Miss:
-        return _has_same_bias(args)
-
-    @either
-    def _(args: AttentionArguments) -> bool:
-        return _has_either(args)
-
-    @same_dims
-    def _(args: AttentionArguments) -> bool | Miss:
-        return _has_same_dims(args)
-
-    @same_heads
-    def _(args: AttentionArguments) -> bool | Miss:
-        return _has_same_heads(args)
+    takes_same_bias = same_bias
+    takes_either = either
+    has_same_dims = same_dims
+    has_same_heads = same_heads
 
 
 @TorchProvider.register
@@ -453,13 +408,8 @@ class TorchCpuSdpaBackward(_Backward, _OnCpu):
     family: ClassVar[str] = "torch.sdpa_flash_cpu_backward"
     operands = _with_wider(_with_wider(_Backward.operands), "f64")
 
-    @in_any_order
-    def _(args: SdpaBackwardArguments) -> bool:
-        return _sums_in_any_order(args)
-
-    @no_sums
-    def _(args: SdpaBackwardArguments) -> bool:
-        return _has_no_sums(args)
+    adds_in_any_order = in_any_order
+    gives_no_sums = no_sums
 
     def _computed(self, args: Any) -> dict[str, Any]:
         q, k, v, out, dO, lse, *_ = args.tensors
@@ -480,13 +430,8 @@ class TorchMathSdpa(_Forward):
     operands = _with_wider(_with_wider(_Forward.operands), "f64")
     devices = ("cpu", "cuda")
 
-    @same_bias
-    def _(args: AttentionArguments) -> bool | Miss:
-        return _has_same_bias(args)
-
-    @either
-    def _(args: AttentionArguments) -> bool:
-        return _has_either(args)
+    takes_same_bias = same_bias
+    takes_either = either
 
     @rule("torch's attention by matrices gives no log-sum-exp")
     def _(args: AttentionArguments) -> bool:

@@ -9,8 +9,6 @@ from cutlass import Int32, const_expr
 from ..conversion import select
 from .values import Values
 
-BOUNDS = ("left", "right", "left_end", "right_end")
-
 
 class Sequence(NamedTuple):
     """One of a batch.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
-from kernel_api.space import Miss, rule
+from kernel_api.space import Miss, Rule, rule
 
 WHY_ALIGNED = "rows are copied in vectors of 16 bytes, whose addresses and pitches are multiples"
 
@@ -76,12 +76,46 @@ class AttentionKernel(CuteDslKernel):
 
         return launch_placed
 
+    @property
+    def _design(self) -> Any:
+        return self.metadata.design
+
+    def implementation(self) -> Callable[..., None]:
+        """Of scores that are products times a scale."""
+        from kernel_api.implementations.common.attention.scores import Scores
+
+        return self._built(Scores(("scale",)))
+
+    def _built(self, scores: Any) -> Callable[..., None]:
+        """Subclasses take what else depends on arguments by name."""
+        raise NotImplementedError
+
     def scores(self, args: Any) -> Any:
         """What the implementation makes of products."""
         from kernel_api.implementations.common.attention.scores import Scores
         from kernel_api.providers.cutedsl.sdpa.scores import functions_of
 
         return Scores(tuple(self.more_values(args)), functions_of(args), block_shape_of(args))
+
+
+def least_room(rooms: Iterable[tuple[int, int]]) -> Rule:
+    """Of a family that has these, ascending."""
+    ordered = tuple(dict.fromkeys(rooms))
+
+    def is_least(design: AttentionDesign, args: Any) -> bool | Miss:
+        asked, asked_v = head_dims(args)
+        least = next((r for r in ordered if asked <= r[0] and asked_v <= r[1]), None)
+        return design.head_dim == least or Miss(f"that is {least}")
+
+    return rule("the head dimensions take the least room that they fit in")(is_least)
+
+
+@rule("no mode is empty: TMA describes none that is")
+def nothing_empty(args: Any) -> bool | Miss:
+    for operand, name in zip(args.operands, args.operand_names, strict=True):
+        if 0 in operand.shape:
+            return Miss(f"{name} has shape {operand.shape}")
+    return True
 
 
 def head_dims(args: Any) -> tuple[int, int]:

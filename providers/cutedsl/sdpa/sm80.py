@@ -16,7 +16,7 @@ from kernel_api.providers.cutedsl.sdpa.base import (
     WHY_ALIGNED,
     AttentionDesign,
     AttentionKernel,
-    head_dims,
+    least_room,
 )
 from kernel_api.space import Miss, Operands, Space, rule
 
@@ -38,7 +38,6 @@ _BACKWARD = {
     (192, 192): (((64, 32), 1), ((64, 16), 2)),
     (256, 256): (((64, 32), 1), ((64, 16), 2)),
 }
-_ROOMS = tuple(_FORWARD)
 
 #: Products that a multiprocessor of an A100 adds per second, and the share that tiles get to.
 _RATE = 1.4e12
@@ -64,25 +63,7 @@ class Sm80Sdpa(AttentionKernel):
 
     targets: ClassVar[tuple[str, ...]] = ("sm_80",)
     design = AttentionDesign
-
-    @rule("the head dimensions take the least room that they fit in")
-    def _(design: AttentionDesign, args: Any) -> bool | Miss:
-        asked, asked_v = head_dims(args)
-        least = next((r for r in _ROOMS if asked <= r[0] and asked_v <= r[1]), None)
-        return design.head_dim == least or Miss(f"that is {least}")
-
-    def implementation(self) -> Callable[..., None]:
-        from kernel_api.implementations.common.attention.scores import Scores
-
-        return self._built(Scores(("scale",)))
-
-    def _built(self, scores: Any, **options: Any) -> Callable[..., None]:
-        raise NotImplementedError
-
-    @property
-    def _design(self) -> AttentionDesign:
-        design: Any = self.metadata.design
-        return design  # type: ignore[no-any-return]
+    takes_least = least_room(_FORWARD)
 
     @property
     def _aligned(self) -> bool:
@@ -139,17 +120,17 @@ class Sm80SdpaForward(Sm80Sdpa):
         return math.prod(design.tile_shape) <= most or Miss(f"there are {most} at most")
 
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
-        return self._built(self.scores(args), packed=args.is_packed, page_size=args.page_size)
+        return self._built(self.scores(args), page_size=args.page_size)
 
-    def _built(self, scores: Any, **options: Any) -> Callable[..., None]:
+    def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
         from kernel_api.implementations.sm80.sdpa_forward import SdpaForward
 
         design = self._design
         found: Callable[..., None] = SdpaForward(
             *(design.head_dim, design.tile_shape, design.stages),
             *(self._element, scores),
+            page_size=page_size,
             aligned=self._aligned,
-            **options,
         )
         return found
 
@@ -196,9 +177,9 @@ class Sm80SdpaBackward(Sm80Sdpa):
         return design.tile_shape[1] <= most or Miss(f"there are {64 * most} at most")
 
     def implementation_for(self, args: SdpaBackwardArguments) -> Callable[..., None]:
-        return self._built(self.scores(args), packed=args.is_packed)
+        return self._built(self.scores(args))
 
-    def _built(self, scores: Any, **options: Any) -> Callable[..., None]:
+    def _built(self, scores: Any) -> Callable[..., None]:
         from kernel_api.implementations.sm80.sdpa_backward import SdpaBackward
 
         design = self._design
@@ -206,7 +187,6 @@ class Sm80SdpaBackward(Sm80Sdpa):
             *(design.head_dim, design.tile_shape[1], design.stages),
             *(self._element, scores),
             aligned=self._aligned,
-            **options,
         )
         return found
 

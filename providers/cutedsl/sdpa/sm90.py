@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import SdpaArguments
+from kernel_api.masks import BOUNDS
 from kernel_api.metadata import SdpaOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.sdpa import model
@@ -14,7 +17,8 @@ from kernel_api.providers.cutedsl.sdpa.base import (
     WHY_ALIGNED,
     AttentionDesign,
     AttentionKernel,
-    head_dims,
+    least_room,
+    nothing_empty,
 )
 from kernel_api.space import Miss, Operands, Rule, Space, rule
 
@@ -28,10 +32,16 @@ _TILES = {
     (256, 256): ((128, 80), (128, 64)),
 }
 _STAGES = 2
-#: Keys that Vᵀ has room for a multiple of.
-_PERMUTED = 16
-#: Of the keys of all tiles together, where tiles have several.
-_MOST_PARTS = 640
+#: Scores of a tile, at most, where dropout draws a number for each. With a causal mask, kernels for
+#: sm_90a with more of them spill 24 to 192 bytes; those that are left spill nothing, but for 72 of
+#: (128, 128), which has no smaller tile.
+_MOST_DROPPED = {
+    (64, 64): 128 * 128,
+    (96, 96): 128 * 128,
+    (128, 128): 128 * 128,
+    (192, 128): 128 * 112,
+    (256, 256): 128 * 64,
+}
 _ALIGNED = {"Q": 16, "K": 16, "V": 16, "out": 16}
 
 
@@ -49,16 +59,16 @@ _OPERANDS = (
 )
 
 
-def least_room(rooms: Iterable[tuple[int, int]]) -> Rule:
-    """Of a family that has these, ascending."""
-    ordered = tuple(dict.fromkeys(rooms))
+def few_dropped(most: Mapping[tuple[int, int], int]) -> Rule:
+    """Of a family where a tile has so many scores at most, for some of the head dimensions."""
 
-    def is_least(design: AttentionDesign, args: SdpaArguments) -> bool | Miss:
-        asked, asked_v = head_dims(args)
-        least = next((r for r in ordered if asked <= r[0] and asked_v <= r[1]), None)
-        return design.head_dim == least or Miss(f"that is {least}")
+    def are_few(design: AttentionDesign, args: SdpaArguments) -> bool | Miss:
+        limit = most.get(design.head_dim)
+        if args.dropout is None or limit is None:
+            return True
+        return math.prod(design.tile_shape) <= limit or Miss(f"there are {limit} at most")
 
-    return rule("the head dimensions take the least room that they fit in")(is_least)
+    return rule("random numbers of dropout leave registers for fewer scores at once")(are_few)
 
 
 def hides_later(args: SdpaArguments) -> bool:
@@ -78,13 +88,7 @@ class Sm90Sdpa(AttentionKernel):
         *(AttentionDesign(tile, room, _STAGES) for room, tiles in _TILES.items() for tile in tiles)
     )
     takes_least = least_room(_TILES)
-
-    @rule("no mode is empty: TMA describes none that is")
-    def _(args: SdpaArguments) -> bool | Miss:
-        for operand, name in zip(args.operands, args.operand_names, strict=True):
-            if 0 in operand.shape:
-                return Miss(f"{name} has shape {operand.shape}")
-        return True
+    is_full = nothing_empty
 
     def scalars(self, multiprocessors: int) -> tuple[int, ...]:
         return (multiprocessors,)
@@ -94,12 +98,6 @@ class Sm90Sdpa(AttentionKernel):
 
     def get_workspace_size(self, args: SdpaArguments) -> int:
         return ZEROED
-
-    @property
-    def _design(self) -> AttentionDesign:
-        design = self.metadata.design
-        assert isinstance(design, AttentionDesign)
-        return design
 
     def _design_values(self, scores: Any) -> tuple[Any, ...]:
         """As the implementation takes them."""
@@ -113,24 +111,16 @@ class Sm90SdpaForward(Sm90Sdpa):
     """Attention of 16-bit floats for Hopper: TMA loads, wgmma, softmax while others multiply."""
 
     family: ClassVar[str] = "sm90.sdpa_forward"
-    space = Space(
-        *(AttentionDesign(tile, room, _STAGES) for room, tiles in _TILES.items() for tile in tiles)
-    )
-    takes_least = least_room(_TILES)
+    drops_few = few_dropped(_MOST_DROPPED)
 
     @rule("K and V are not in pages")
     def _(args: SdpaArguments) -> bool:
         return not args.is_paged
 
-    def implementation(self) -> Callable[..., None]:
-        from kernel_api.implementations.common.attention.scores import Scores
-
-        return self._built(Scores(("scale",)), longest_first=False)
-
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
         return self._built(self.scores(args), longest_first=hides_later(args))
 
-    def _built(self, scores: Any, *, longest_first: bool) -> Callable[..., None]:
+    def _built(self, scores: Any, *, longest_first: bool = False) -> Callable[..., None]:
         from kernel_api.implementations.sm90.sdpa_forward import SdpaForward
 
         found: Callable[..., None] = SdpaForward(
@@ -147,6 +137,9 @@ _FP8_TILES = {
     (128, 128): ((128, 128), (128, 160), (128, 192), (128, 224)),
     (256, 256): ((128, 128), (128, 96)),
 }
+#: The same of 8 bits: more of them spill 56 to 248 bytes, and 64 of (128, 128) are left. Of
+#: (256, 256) either tile spills something.
+_MOST_DROPPED_FP8 = {(64, 64): 128 * 128, (128, 128): 128 * 128}
 
 
 @CuTeDSLProvider.register
@@ -174,28 +167,26 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
         )
     )
     takes_least = least_room(_FP8_TILES)
+    drops_few = few_dropped(_MOST_DROPPED_FP8)
 
     @rule("sequences are neither packed nor in pages")
     def _(args: SdpaArguments) -> bool:
         return not (args.is_packed or args.is_paged)
 
     def workspace_for(self, *tensors: Any) -> int:
+        from kernel_api.implementations.sm90.sdpa_workspace import keys_with_room
+
         batches, heads, keys, columns = tensors[2].shape
-        workspace: int = ZEROED + batches * heads * columns * (-(-keys // _PERMUTED) * _PERMUTED)
+        workspace: int = ZEROED + batches * heads * columns * keys_with_room(keys)
         return workspace
 
     def get_workspace_size(self, args: SdpaArguments) -> int:
         return self.workspace_for(*args.tensors)
 
-    def implementation(self) -> Callable[..., None]:
-        from kernel_api.implementations.common.attention.scores import Scores
-
-        return self._built(Scores(("scale",)), longest_first=False)
-
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
         return self._built(self.scores(args), longest_first=hides_later(args))
 
-    def _built(self, scores: Any, *, longest_first: bool) -> Callable[..., None]:
+    def _built(self, scores: Any, *, longest_first: bool = False) -> Callable[..., None]:
         from kernel_api.implementations.sm90.sdpa_fp8 import SdpaForwardFp8
 
         out = self.metadata.operands.tensors["out"]
@@ -225,7 +216,7 @@ _FEW_QUERIES = (
 _MOST_ROWS = 256
 #: What scores may be made with, of launch values.
 _SERVED = frozenset(("lse", "scale", "softcap", "sink", "seq_lens_q", "seq_lens_kv", "page_table"))
-_BOUNDS = ("left", "right", "left_end", "right_end")
+_BOUNDS = frozenset(itertools.chain(*BOUNDS.values()))
 
 
 @CuTeDSLProvider.register
@@ -265,19 +256,16 @@ class Sm90SdpaDecode(Sm90Sdpa):
         return self._with_parts()
 
     def _with_parts(self) -> int:
-        """Of each, float32 rows and the logarithms of their sums."""
-        queries, columns = self._design.tile_shape[0], self._design.head_dim[1]
-        return ZEROED + _MOST_PARTS * queries * (columns + 1) * 4
+        from kernel_api.implementations.sm90.sdpa_workspace import MOST_PARTS, part_bytes
 
-    def implementation(self) -> Callable[..., None]:
-        from kernel_api.implementations.common.attention.scores import Scores
-
-        return self._built(Scores(("scale",)), None)
+        design = self._design
+        workspace: int = ZEROED + MOST_PARTS * part_bytes(design.tile_shape[0], design.head_dim[1])
+        return workspace
 
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
-        return self._built(self.scores(args), args.page_size)
+        return self._built(self.scores(args), page_size=args.page_size)
 
-    def _built(self, scores: Any, page_size: int | None) -> Callable[..., None]:
+    def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
         from kernel_api.implementations.sm90.sdpa_decode import SdpaDecode
 
         found: Callable[..., None] = SdpaDecode(*self._design_values(scores), page_size=page_size)

@@ -17,6 +17,8 @@ from kernel_api.providers.cutedsl.sdpa.base import (
     AttentionDesign,
     AttentionKernel,
     head_dims,
+    least_room,
+    nothing_empty,
 )
 from kernel_api.providers.cutedsl.sdpa.model import seen
 from kernel_api.space import Miss, Operands, Space, rule
@@ -74,7 +76,6 @@ _DESIGNS = (
     *_designs((256, 256), (64, 80), (2, 1, 2), _SCORES, _NOTHING, staged=(False,)),
     *_designs((256, 256), (64, 64), (2, 2, 1), _SCORES, _NOTHING, staged=(False,)),
 )
-ROOMS = tuple(dict.fromkeys(design.head_dim for design in _DESIGNS))
 
 _NAMES = ("Q", "K", "V", "out", "dO", "dQ", "dK", "dV")
 
@@ -116,22 +117,14 @@ class Sm90SdpaBackward(AttentionKernel):
     design = AttentionGradientDesign
     space = Space(*_DESIGNS)
 
-    @rule("the head dimensions take the least room that they fit in")
-    def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool | Miss:
-        least = least_room(args)
-        return design.head_dim == least or Miss(f"that is {least}")
+    takes_least = least_room(design.head_dim for design in _DESIGNS)
 
     @rule("the head dimensions are multiples of 8")
     def _(args: SdpaBackwardArguments) -> bool | Miss:
         found = head_dims(args)
         return not any(one % 8 for one in found) or Miss(f"they are {found}")
 
-    @rule("no mode is empty: TMA describes none that is")
-    def _(args: SdpaBackwardArguments) -> bool | Miss:
-        for operand, name in zip(args.operands, args.operand_names, strict=True):
-            if 0 in operand.shape:
-                return Miss(f"{name} has shape {operand.shape}")
-        return True
+    is_full = nothing_empty
 
     @rule(
         "scores that are more than products of which a band is seen leave registers for 64 "
@@ -149,11 +142,6 @@ class Sm90SdpaBackward(AttentionKernel):
     @rule("there is no gradient of the bias")
     def _(args: SdpaBackwardArguments) -> bool:
         return "dBias" not in args.further
-
-    def implementation(self) -> Callable[..., None]:
-        from kernel_api.implementations.common.attention.scores import Scores
-
-        return self._built(Scores(("scale",)))
 
     def implementation_for(self, args: Any) -> Callable[..., None]:
         return self._built(self.scores(args), deterministic=args.deterministic)
@@ -223,12 +211,6 @@ class Sm90SdpaBackward(AttentionKernel):
         moved = rows * (12 * wide + 4 * wide_v)
         rounds = max(1.0, blocks / multiprocessors_of(args.device))
         return float(_OVERHEAD + moved / _BANDWIDTH + rounds * block)
-
-
-def least_room(args: SdpaBackwardArguments) -> tuple[int, int] | None:
-    """Of those that there are designs for."""
-    asked, asked_v = head_dims(args)
-    return next((r for r in ROOMS if asked <= r[0] and asked_v <= r[1]), None)
 
 
 def _changes(args: SdpaBackwardArguments) -> bool:

@@ -1,0 +1,316 @@
+"""What a consumer of Hopper's attention does with each tile of queries."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import OperandSource
+
+from ..common.attention.scores import Place, Tile, rows_and_columns
+from ..common.attention.sequences import Range, sequence_of
+from ..common.attention.softmax import LOG2_E, softmax_of, update
+from ..common.attention.values import Values
+from .mma import WGMMA_M
+from .reduced_output import GROUP
+from .sdpa_output import OWN, SdpaOutput
+from .sdpa_tiles import AHEAD, Tiles, Work, blocks_of, receive
+
+TURNS = 1  # named barriers: one per consumer from this one on
+TOGETHER = OWN + 3  # of all consumers
+
+_PIECE = 8  # accumulators of 16 columns that a thread has
+
+
+class ForwardConsumer(SdpaOutput):
+    """The consumers' part of `SdpaForward`, which has the design."""
+
+    @cute.jit
+    def _consume(
+        self,
+        consumer: Int32,
+        mQ,
+        sQ,
+        mK,
+        sK,
+        sV,
+        sO,
+        mO,
+        pipelines,
+        queue,
+        sTiles,
+        tiles: Tiles,
+        operands,
+    ):
+        """One group: 64 queries of every tile of this block."""
+        values = Values(self.scores.names, operands)
+        thread = cute.arch.thread_idx()[0] - GROUP
+        mma_qk, mma_pv = self._mma_qk(), self._mma_pv()
+        group_qk, group_pv = (mma.get_slice(consumer * GROUP) for mma in (mma_qk, mma_pv))
+        tCrQ = mma_qk.make_fragment_A(group_qk.partition_A(sQ))[None, None, None, 0]
+        tCrK = mma_qk.make_fragment_B(group_qk.partition_B(sK))
+        tCrV = mma_pv.make_fragment_B(group_pv.partition_B(sV))
+        tSrS = cute.make_rmem_tensor(mma_qk.partition_shape_C((self.tile_m, self.tile_n)), Float32)
+        tOrO = cute.make_rmem_tensor(
+            mma_pv.partition_shape_C((self.tile_m, self.head_dim_v)), Float32
+        )
+        tOrP = cute.make_rmem_tensor(cute.size(tSrS), self.element_type)
+        identity = cute.make_identity_tensor((self.tile_m, self.tile_n))
+        local = rows_and_columns(mma_qk.get_slice(thread).partition_C(identity))
+        states = tuple(
+            pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
+            for stages in (1, self.stages, self.stages)
+        )
+        received = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, AHEAD)
+        if const_expr(self.turns):
+            self._first_turn(consumer)
+        tile = receive(queue, sTiles, received)
+        received.advance()
+        while tile < tiles.total:
+            work = self._work(tiles, tile, values, mQ, mK)
+            states = self._attend(
+                *(consumer, thread, (tCrQ, tCrK, tCrV), (tSrS, tOrP, tOrO), local),
+                *(mQ, sQ, sV, sO, mO, pipelines, states, work, values, tiles),
+            )
+            tile = receive(queue, sTiles, received)
+            received.advance()
+
+    @cute.jit
+    def _attend(
+        self,
+        consumer,
+        thread,
+        fragments,
+        registers,
+        local,
+        mQ,
+        sQ,
+        sV,
+        sO,
+        mO,
+        pipelines,
+        states,
+        work: Work,
+        values,
+        tiles: Tiles,
+    ):
+        """A tile. Returns the states of the pipelines behind it."""
+        (tCrQ, tCrK, tCrV), (tSrS, tOrP, tOrO) = fragments, registers
+        _, place, sequence, blocks = work
+        pipeline_q, pipeline_k, pipeline_v = pipelines
+        q_state, k_state, v_state = states
+        scores = rows_and_columns(tSrS)
+        tile = Tile(scores, local, place.query, Int32(0), place.batch, place.head)
+        softmax = softmax_of(2, self._multiplier(values, place, tiles), self.largest_power)
+        tOrO.fill(0.0)
+        if self._takes_queries(blocks):
+            self._await_queries(thread, mQ, sQ, pipeline_q, q_state, work, tiles)
+        if blocks.end > blocks.begin:
+            last = blocks.end - 1
+            pipeline_k.consumer_wait(k_state)
+            _multiply(self._mma_qk(), tSrS, tCrQ, tCrK[None, None, None, k_state.index], fresh=True)
+            warpgroup.wait_group(0)
+            pipeline_k.consumer_release(k_state)
+            k_state.advance()
+            self._score(self._of_block(tile, last), sequence, values, tiles, hidden=True)
+            update(softmax, scores, None)
+            self._store_powers(tOrP, tSrS, self._of_block(tile, last), tiles, values)
+            if const_expr(self.keys_end_early):
+                self._clear_behind(thread, sV, last, sequence, pipeline_v, v_state)
+
+            of_tile = (
+                *(consumer, fragments, registers, tile, softmax),
+                *(sequence, values, tiles, pipelines),
+            )
+            inner = (k_state, v_state)
+            if const_expr(self.scores.hides_anywhere):
+                inner = self._pass(*of_tile, inner, last, blocks.begin, True)
+            else:
+                full_begin = cutlass.min(last, blocks.full_begin)
+                full_end = cutlass.min(last, blocks.full_end)
+                if const_expr(sequence.high is not None):
+                    inner = self._pass(*of_tile, inner, last, full_end, True)
+                inner = self._pass(*of_tile, inner, full_end, full_begin, False)
+                if const_expr(sequence.low is not None):
+                    inner = self._pass(*of_tile, inner, full_begin, blocks.begin, True)
+            k_state, v_state = inner
+            if const_expr(self.output_memory != "queries"):
+                self._release_queries(pipeline_q, q_state)
+            pipeline_v.consumer_wait(v_state)
+            _multiply(
+                self._mma_pv(),
+                tOrO,
+                self._operand(tOrP, tSrS),
+                tCrV[None, None, None, v_state.index],
+                fresh=False,
+            )
+            warpgroup.wait_group(0)
+            pipeline_v.consumer_release(v_state)
+            v_state.advance()
+        self._write(consumer, thread, tOrO, sO, mO, softmax, work, values, tiles)
+        if const_expr(self.output_memory == "queries"):
+            # What was written there, or read, comes before what TMA writes.
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            self._release_queries(pipeline_q, q_state)
+        if self._takes_queries(blocks):
+            q_state.advance()
+        return q_state, k_state, v_state
+
+    def _multiplier(self, values: Values, place: Place, tiles: Tiles) -> Float32:
+        """Of scores, to exponents of 2."""
+        return values.number("scale") * LOG2_E if self.scores.plain else Float32(LOG2_E)
+
+    def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles) -> None:
+        pipeline_q.consumer_wait(state)
+
+    def _takes_queries(self, blocks: Range) -> Boolean:
+        """Whether a tile has the memory of Q for a while."""
+        if self.output_memory == "queries":
+            return Boolean(True)
+        return blocks.end > blocks.begin
+
+    def _release_queries(self, pipeline_q, state) -> None:
+        pipeline_q.consumer_release(state)
+
+    @cute.jit
+    def _pass(
+        self,
+        consumer,
+        fragments,
+        registers,
+        tile,
+        softmax,
+        sequence,
+        values,
+        tiles: Tiles,
+        pipelines,
+        states,
+        begin,
+        end,
+        hidden: cutlass.Constexpr,
+    ):
+        """Blocks of keys begin - 1, ... end; returns the states of the pipelines behind them.
+
+        hidden: Whether queries may not see all their keys.
+        """
+        (tCrQ, tCrK, tCrV), (tSrS, tOrP, tOrO) = fragments, registers
+        _, pipeline_k, pipeline_v = pipelines
+        k_state, v_state = states
+        factors = cute.make_rmem_tensor(2, Float32)
+        outputs = rows_and_columns(tOrO)
+        for i in cutlass.range(begin - end, unroll=1):
+            pipeline_k.consumer_wait(k_state)
+            self._await_turn(consumer)
+            _multiply(self._mma_qk(), tSrS, tCrQ, tCrK[None, None, None, k_state.index], fresh=True)
+            pipeline_v.consumer_wait(v_state)
+            _multiply(
+                self._mma_pv(),
+                tOrO,
+                self._operand(tOrP, tSrS),
+                tCrV[None, None, None, v_state.index],
+                fresh=False,
+            )
+            self._pass_turn(consumer)
+            warpgroup.wait_group(1)
+            pipeline_k.consumer_release(k_state)
+            block = begin - 1 - i
+            self._score(self._of_block(tile, block), sequence, values, tiles, hidden)
+            update(softmax, tile.values, factors)
+            warpgroup.wait_group(0)
+            pipeline_v.consumer_release(v_state)
+            self._store_powers(tOrP, tSrS, self._of_block(tile, block), tiles, values)
+            for row in cutlass.range_constexpr(2):
+                for column in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
+                    outputs[row, column] = outputs[row, column] * factors[row]
+            k_state.advance()
+            v_state.advance()
+        return k_state, v_state
+
+    def _of_block(self, tile: Tile, block: Int32) -> Tile:
+        """Of keys."""
+        return tile._replace(first_key=block * self.tile_n)
+
+    def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool) -> None:
+        """Products with a block of keys into scores."""
+        if not self.scores.plain:
+            self.scores.change(tile, values)
+        if hidden:
+            self.scores.hide(tile, sequence, values)
+
+    def _store_powers(self, tOrP, tSrS, tile: Tile, tiles: Tiles, values: Values) -> None:
+        """The numerators of probabilities, as the second product reads them."""
+        if self.scores.drops:
+            self.scores.drop(tile, tiles.heads, values)
+        # In pieces of registers that the second product takes: others would be put together anew.
+        for first in range(0, cute.size(tSrS), _PIECE):
+            powers = cute.make_tensor(tSrS.iterator + first, cute.make_layout(_PIECE))
+            rounded = cute.make_tensor(tOrP.iterator + first, cute.make_layout(_PIECE))
+            rounded.store(powers.load().to(self.element_type))
+
+    def _operand(self, tOrP: cute.Tensor, tSrS: cute.Tensor) -> cute.Tensor:
+        """Accumulators, rounded, as the first operand of the next product: 16 of their columns are
+        a k block of it."""
+        blocks = cute.size(tSrS) // _PIECE
+        layout = cute.make_layout(((2, 2, 2), 1, blocks), stride=((1, 2, 4), 0, _PIECE))
+        return cute.make_tensor(tOrP.iterator, layout)
+
+    @cute.jit
+    def _clear_behind(self, thread, sV, block, sequence, pipeline_v, v_state):
+        """Rows of V behind the last key become 0: their probabilities are 0, but they may hold
+        what is not a number."""
+        first_behind = sequence.keys - block * self.tile_n
+        if first_behind < self.tile_n:
+            pipeline_v.consumer_wait(v_state)
+            stage = sV[None, None, v_state.index]
+            behind = (self.tile_n - first_behind) * self.head_dim_v
+            for i in cutlass.range(thread, behind, GROUP * self.consumers, unroll=1):
+                row, column = i // self.head_dim_v, i % self.head_dim_v
+                stage[column, first_behind + row] = self.element_type(0.0)
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=TOGETHER, number_of_threads=GROUP * self.consumers)
+
+    # Turns: a consumer issues its products while the others have their softmax.
+
+    @cute.jit
+    def _first_turn(self, consumer):
+        if consumer == self.consumers - 1:
+            cute.arch.barrier_arrive(barrier_id=TURNS, number_of_threads=2 * GROUP)
+
+    def _await_turn(self, consumer) -> None:
+        if self.turns:
+            cute.arch.barrier(barrier_id=TURNS + consumer, number_of_threads=2 * GROUP)
+
+    def _pass_turn(self, consumer) -> None:
+        if self.turns:
+            following = (consumer + 1) % self.consumers
+            cute.arch.barrier_arrive(barrier_id=TURNS + following, number_of_threads=2 * GROUP)
+
+    def _work(self, tiles: Tiles, tile: Int32, values: Values, mQ, mK) -> Work:
+        place = tiles.place(tile, self.tile_m, self.longest_first)
+        sequence = sequence_of(values, place.batch, mQ.shape[0], mK.shape[0])
+        return Work(tile, place, sequence, blocks_of(sequence, place, self.tile_m, self.tile_n))
+
+    # An atom has a state, which a loop would have to carry: so each product has one of its own.
+
+    def _mma_qk(self) -> cute.TiledMma:
+        return self._mma(self.tile_n, OperandMajorMode.K, OperandSource.SMEM)
+
+    def _mma_pv(self) -> cute.TiledMma:
+        return self._mma(self.head_dim_v, OperandMajorMode.MN, OperandSource.RMEM)
+
+    def _mma(self, columns, b_major, a_source) -> cute.TiledMma:
+        return sm90.make_trivial_tiled_mma(
+            *(self.element_type, self.element_type, OperandMajorMode.K, b_major),
+            *(Float32, (self.consumers, 1, 1), (WGMMA_M, columns), a_source),
+        )
+
+
+def _multiply(tiled_mma, accumulators, tCrA, tCrB, fresh: bool) -> None:
+    """One wgmma group. fresh: the accumulators are overwritten."""
+    warpgroup.fence()
+    for k in range(cute.size(tCrA, mode=[2])):
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, not (fresh and k == 0))
+        cute.gemm(tiled_mma, accumulators, tCrA[None, None, k], tCrB[None, None, k], accumulators)
+    warpgroup.commit_group()

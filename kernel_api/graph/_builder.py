@@ -1,0 +1,139 @@
+"""What all operations of a graph are added with."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kernel_api.errors import GraphError
+from kernel_api.graph._enums import as_data_type, data_type
+from kernel_api.graph._node import Body, Node, operation
+from kernel_api.graph._tensor import Tensor
+
+
+class Builder:
+    """Base of the classes that have a graph's operations as methods.
+
+    Attributes:
+        nodes: In the order that they were added.
+        tensors: Every tensor, those that are numbers too.
+    """
+
+    nodes: list[Node]
+    tensors: list[Tensor]
+
+    def check_open(self, what: str) -> None:
+        """Raise GraphStateError if the graph may not be changed any more."""
+        raise NotImplementedError
+
+    def _add(
+        self,
+        op: str,
+        inputs: Mapping[str, Any],
+        *,
+        name: str | None = None,
+        compute: Any = None,
+        results: Iterable[str] | None = None,
+        given_results: Mapping[str, Tensor | None] | None = None,
+        body: Body | None = None,
+        **attributes: Any,
+    ) -> Any:
+        """A node with tensors for what it writes.
+
+        Args:
+            op: Name of the operation.
+            inputs: By argument name: tensors, numbers, tuples of tensors, or None.
+            name: Of the node; made of the operation otherwise.
+            compute: Type of the arithmetic; the graph's by default.
+            results: Those of the operation's results that are wanted; all by default.
+            given_results: Results that are written to tensors which the user made before.
+            attributes: As JSON can hold them.
+
+        Returns:
+            The one result, or a tuple with a place for every result of the operation; None in the
+            places of those that are not wanted.
+        """
+        self.check_open(f"{op} cannot be added")
+        label = self._node_name(op, name)
+        node = Node(
+            op,
+            label,
+            {key: self._given(value, label, key) for key, value in inputs.items()},
+            attributes,
+            as_data_type(compute),
+            body,
+        )
+        names = operation(op).result
+        wanted = names if results is None else tuple(results)
+        for result in names:
+            given = (given_results or {}).get(result)
+            if given is not None:
+                node.outputs[result] = self._written_by(node, given)
+            elif result in wanted:
+                made = self._new_tensor(name=f"{label}::{result}", is_virtual=True, producer=node)
+                node.outputs[result] = made
+        self.nodes.append(node)
+        found = tuple(node.outputs.get(result) for result in names)
+        return found[0] if len(found) == 1 else found
+
+    def _new_tensor(self, **fields: Any) -> Tensor:
+        tensor = Tensor(self, **fields)
+        self.tensors.append(tensor)
+        return tensor
+
+    def _node_name(self, op: str, name: str | None) -> str:
+        taken = {node.name for node in self.nodes}
+        if name:
+            if name in taken:
+                raise GraphError(f"Node name {name} already used; nodes of a graph have names "
+                                 f"of their own")
+            return str(name)
+        return next(
+            label
+            for label in (f"{op}.{i}" for i in range(len(self.nodes) + 1))
+            if label not in taken
+        )
+
+    def _given(self, value: Any, node: str, argument: str) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, (tuple, list)):
+            return tuple(self._tensor_of(one, f"{node}::{argument}::{i}")
+                         for i, one in enumerate(value))
+        return self._tensor_of(value, f"{node}::{argument}")
+
+    def _tensor_of(self, value: Any, name: str) -> Tensor:
+        """The tensor of this graph that a value stands for."""
+        if isinstance(value, Tensor):
+            if value._owner is not self:
+                raise GraphError(f"{name} is {value}, a tensor of another graph")
+            return value
+        if isinstance(value, numbers.Real):
+            return self._constant(value, name)
+        raise GraphError(
+            f"{name} is a {type(value).__name__}; expected a tensor of this graph or a number"
+        )
+
+    def _constant(self, value: Any, name: str, element: Any = None) -> Tensor:
+        """A number that is known now."""
+        if element is None:
+            whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            boolean = isinstance(value, bool)
+            element = (
+                data_type.BOOLEAN if boolean else data_type.INT32 if whole else data_type.FLOAT
+            )
+        made = self._new_tensor(
+            name=name, dim=(1,), stride=(1,), element=as_data_type(element)
+        )
+        made.is_pass_by_value = True
+        made.value = value if isinstance(value, (bool, int)) else float(value)
+        return made
+
+    def _written_by(self, node: Node, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, Tensor) or tensor._owner is not self:
+            raise GraphError(f"{node} can write to tensors of its own graph only")
+        if tensor.producer is not None:
+            raise GraphError(f"{tensor} is written by {tensor.producer} and by {node}")
+        tensor.producer = node
+        return tensor

@@ -1,0 +1,454 @@
+"""Executing a plan: tensors to their places, then one launch after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from kernel_api.errors import DeviceError, GraphError, VariantPackError, WorkspaceError
+from kernel_api.graph._enums import element_type
+from kernel_api.graph._handle import Handle
+from kernel_api.graph._planning.frame import Layout
+from kernel_api.graph._planning.plan import Plan, size_of
+from kernel_api.graph._planning.steps import KernelStep, TorchStep, ViewStep, origin_of
+from kernel_api.graph._tensor import Tensor
+
+#: What kernels may ask of addresses; other addresses get a program of their own.
+_LOW_BITS = 15
+
+_Program = list[Callable[[list[Any]], None]]
+
+
+class Ref(NamedTuple):
+    """Where a tensor is found: in a slot, or as a view of what is there.
+
+    Attributes:
+        layout: Shape and strides of the view; None for what is in the slot, as it is.
+        offset: Elements in front of its first.
+    """
+
+    slot: int
+    layout: Layout | None = None
+    offset: int = 0
+
+    def read(self, slots: list[Any]) -> Any:
+        found = slots[self.slot]
+        if self.layout is None:
+            return found
+        return found.as_strided(*self.layout, found.storage_offset() + self.offset)
+
+
+class Slot(NamedTuple):
+    """What the caller has to give.
+
+    Attributes:
+        element, device: Of torch.
+    """
+
+    tensor: Tensor
+    element: Any
+    device: Any
+    dim: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Execution:
+    """One plan of a graph with its tensors in order. Safe to be used by several threads."""
+
+    def __init__(self, graph: Any, plan: Plan) -> None:
+        import torch
+
+        self._graph, self._plan = graph, plan
+        self.device = torch.device(graph._planned_device())
+        if self.device.type == "cuda" and self.device.index is None and torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        read = {id(t) for node in graph.nodes for t in _all_reads(node)}
+        given = [t for t in graph.inputs if id(t) in read] + list(graph.outputs)
+        self._slots = [self._slot(tensor) for tensor in given]
+        self._index: dict[Any, int] = {}
+        for number, tensor in enumerate(given):
+            for key in (tensor.name, tensor.uid, tensor):
+                if key not in (None, ""):
+                    self._index[key] = number
+        self._unread = {k for t in graph.inputs if id(t) not in read for k in (t, t.uid, t.name)}
+        self._places = list(plan.places.values())
+        self._number = {id(t): i for i, t in enumerate([*given, *(t for t, _ in self._places)])}
+        self._programs: dict[int, _Program] = {}
+        self._overridden: dict[Any, Execution] = {}
+        self._workspace_views: tuple[int, list[Any]] = (0, [])
+        self._lock = threading.Lock()
+
+    def _slot(self, tensor: Tensor) -> Slot:
+        element = element_type(tensor.data_type).torch
+        return Slot(tensor, element, self.device, tensor.dim, tensor.stride)
+
+    # One execution -----------------------------------------------------------------------
+
+    def execute(
+        self, variant_pack: Mapping[Any, Any], workspace: Any, handle: Handle | None
+    ) -> None:
+        """See :meth:`pygraph.execute`."""
+        slots = self._taken(variant_pack)
+        if self._places:
+            slots += self._temporaries(workspace)
+        misaligned = 0
+        for number, slot in enumerate(self._slots):
+            if not slot.tensor.is_pass_by_value and slots[number].data_ptr() & _LOW_BITS:
+                misaligned |= 1 << number
+        if handle is not None:
+            handle.check()
+            if handle.stream is not None:
+                from kernel_api.providers.streams import on_stream
+
+                with on_stream(handle.stream, self.device.index):
+                    self._launch(slots, misaligned)
+                return
+        self._launch(slots, misaligned)
+
+    def _launch(self, slots: list[Any], misaligned: int) -> None:
+        program = self._programs.get(misaligned)
+        if program is None:
+            program = self._bound(slots, misaligned)
+        for run in program:
+            run(slots)
+
+    def _taken(self, pack: Mapping[Any, Any]) -> list[Any]:
+        """The caller's tensors in their slots; raises VariantPackError."""
+        if not isinstance(pack, Mapping):
+            raise VariantPackError(
+                f"the variant pack is a {type(pack).__name__}; expected a dict from tensors, uids "
+                f"or names to torch tensors"
+            )
+        index, slots = self._index, [None] * len(self._slots)
+        for key, value in pack.items():
+            number = index.get(key)
+            if number is None:
+                self._refuse_key(key)
+                continue
+            slot = self._slots[number]
+            try:
+                fits = (
+                    value.shape == slot.dim
+                    and value.stride() == slot.stride
+                    and value.dtype is slot.element
+                    and value.device == slot.device
+                    and not slot.tensor.is_pass_by_value
+                )
+            except (AttributeError, TypeError):
+                fits = False
+            slots[number] = value if fits else self._fitted(value, slot)
+        if None in [None if slot is None else 0 for slot in slots]:
+            missing = [s.tensor for s, value in zip(self._slots, slots, strict=True) if value is None]
+            raise VariantPackError(
+                f"Non-virtual input tensors not found in variant pack: "
+                f"{[str(t) for t in missing]} (uids {[t.uid for t in missing]}); every tensor that "
+                f"is read or written for the caller is needed"
+            )
+        return slots
+
+    def _refuse_key(self, key: Any) -> None:
+        if key in self._unread:
+            return
+        known = [f"{s.tensor} (uid {s.tensor.uid})" for s in self._slots]
+        if isinstance(key, Tensor):
+            own = any(key is tensor for tensor in self._graph.tensors)
+            what = f"{key}, a virtual tensor" if own else f"{key}, a tensor of another graph"
+            raise VariantPackError(
+                f"the variant pack has {what}; expected {', '.join(known)}. Graphs that were "
+                f"deserialised take uids"
+            )
+        raise VariantPackError(
+            f"the variant pack has {key!r}, which is no tensor, uid or name of the graph; "
+            f"expected {', '.join(known)}"
+        )
+
+    def _fitted(self, value: Any, slot: Slot) -> Any:
+        """What was given in another form, or with other strides in modes of extent 1."""
+        tensor = slot.tensor
+        if tensor.is_pass_by_value:
+            if hasattr(value, "item"):
+                value = value.item()
+            if not isinstance(value, (int, float, bool)):
+                raise VariantPackError(
+                    f"{tensor} is a number of the host's; a {type(value).__name__} was given"
+                )
+            return value
+        if isinstance(value, int) and not isinstance(value, bool):
+            return _at_address(value, slot)
+        import torch
+
+        if not isinstance(value, torch.Tensor):
+            if not hasattr(value, "__dlpack__"):
+                raise VariantPackError(
+                    f"{tensor} was given as a {type(value).__name__}; expected a torch tensor, "
+                    f"another DLPack tensor, or an address"
+                )
+            value = torch.from_dlpack(value)
+        found = (tuple(value.shape), value.dtype, value.device)
+        if found != (slot.dim, slot.element, slot.device):
+            raise VariantPackError(
+                f"{tensor} (uid {tensor.uid}) is {_shown(*found)}; the graph says "
+                f"{_shown(slot.dim, slot.element, slot.device)}. Other extents can be given by "
+                f"override_uids, override_shapes and override_strides"
+            )
+        strides = zip(slot.dim, value.stride(), slot.stride, strict=True)
+        if 0 not in slot.dim and any(n != 1 and own != said for n, own, said in strides):
+            raise VariantPackError(
+                f"{tensor} (uid {tensor.uid}) has stride {list(value.stride())}; the graph says "
+                f"{list(slot.stride)}"
+            )
+        return value.detach().as_strided(slot.dim, slot.stride, value.storage_offset())
+
+    # The workspace -----------------------------------------------------------------------
+
+    def _temporaries(self, workspace: Any) -> list[Any]:
+        """Tensors in the workspace, for what one kernel writes and another reads."""
+        import torch
+
+        size = self._plan.workspace_size
+        if workspace is None:
+            workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+            return self._views_of(workspace)
+        start = workspace.data_ptr() if isinstance(workspace, torch.Tensor) else 0
+        known, views = self._workspace_views
+        if start and start == known and workspace.numel() * workspace.element_size() >= size:
+            return views
+        self._check_workspace(workspace, size)
+        views = self._views_of(workspace.reshape(-1).view(torch.uint8))
+        self._workspace_views = start, views
+        return views
+
+    def _check_workspace(self, workspace: Any, size: int) -> None:
+        if not hasattr(workspace, "data_ptr"):
+            raise WorkspaceError(
+                f"the workspace is a {type(workspace).__name__}; expected a torch.uint8 tensor"
+            )
+        if workspace.device != self.device or not workspace.is_contiguous():
+            raise WorkspaceError(
+                f"the workspace is on {workspace.device}; expected contiguous memory on "
+                f"{self.device}"
+            )
+        bytes_given = workspace.numel() * workspace.element_size()
+        if bytes_given < size:
+            raise WorkspaceError(f"the workspace has {bytes_given} bytes; {size} are needed")
+        if workspace.data_ptr() & _LOW_BITS:
+            raise WorkspaceError("the workspace starts at no multiple of 16 bytes")
+
+    def _views_of(self, workspace: Any) -> list[Any]:
+        return [
+            workspace[offset : offset + size_of(tensor)]
+            .view(element_type(tensor.data_type).torch)
+            .as_strided(
+                tensor.dim,
+                tensor.stride,
+                (workspace.storage_offset() + offset) // element_type(tensor.data_type).itemsize,
+            )
+            for tensor, offset in self._places
+        ]
+
+    # From steps to launches --------------------------------------------------------------
+
+    def _bound(self, slots: list[Any], misaligned: int) -> _Program:
+        """The launches for tensors that lie like these."""
+        program: _Program = []
+        for step in self._plan.steps:
+            if isinstance(step, KernelStep):
+                program.append(self._kernel_launch(step, slots))
+            elif isinstance(step, TorchStep):
+                program.append(self._torch_launch(step))
+            else:
+                assert isinstance(step, ViewStep)
+        with self._lock:
+            return self._programs.setdefault(misaligned, program)
+
+    def ref(self, tensor: Tensor, layout: Layout | None = None) -> Ref:
+        """Where a tensor is found."""
+        source, offset = origin_of(tensor)
+        number = self._number.get(id(source))
+        if number is None:
+            raise GraphError(f"{tensor} has no memory in plan {self._plan.name}")
+        if layout is None and source is not tensor:
+            layout = tensor.dim, tensor.stride
+        if layout == (source.dim, source.stride) and not offset:
+            layout = None
+        return Ref(number, layout, offset)
+
+    def _kernel_launch(self, step: KernelStep, slots: list[Any]) -> Callable[[list[Any]], None]:
+        named: dict[str, Ref] = {}
+        by_id: dict[int, Ref] = {}
+        alive = []
+
+        def take(tensor: Tensor, layout: Layout | None = None, name: str = "") -> Any:
+            if tensor.is_constant:
+                return tensor.value
+            ref = self.ref(tensor, None if tensor.is_pass_by_value else layout)
+            value = ref.read(slots)
+            alive.append(value)  # so that ids stay their own
+            by_id[id(value)] = ref
+            if name:
+                named[name] = ref
+            return value
+
+        args = step.build(take)
+        if not args.writes_anything:
+            return _nothing
+        kernel = self._kernel_for(step, args)
+        launch = kernel._launcher_for_sizes(args, kernel._artifact_to_run(args))
+        fields = [by_id.get(id(t)) or _derived(t, alive, by_id) for t in args.tensors]
+        keywords: dict[str, Ref] = {}
+        constants: dict[str, Any] = {}
+        for name, value in kernel._launch_operands(args).items():
+            ref = named.get(name) or by_id.get(id(value)) or _derived(value, alive, by_id)
+            if ref is not None:
+                keywords[name] = ref
+            else:
+                constants[name] = value
+        if None in fields or any(hasattr(value, "data_ptr") for value in constants.values()):
+            return self._rebuilding(step, kernel)
+        return _launching(launch, fields, keywords, constants)
+
+    def _kernel_for(self, step: KernelStep, args: Any) -> Any:
+        """The planned kernel, or the best one for tensors that it does not take."""
+        from kernel_api.discovery import explain, get_kernels
+        from kernel_api.errors import NoKernelError
+
+        if step.kernel.supports(args):
+            return step.kernel
+        kernels = get_kernels(args)
+        if not kernels:
+            raise NoKernelError(explain(args))
+        return kernels[0]
+
+    def _rebuilding(self, step: KernelStep, kernel: Any) -> Callable[[list[Any]], None]:
+        """A launch whose arguments are made anew, because they derive tensors of their own."""
+
+        def run(slots: list[Any]) -> None:
+            def take(tensor: Tensor, layout: Layout | None = None, name: str = "") -> Any:
+                if tensor.is_constant:
+                    return tensor.value
+                by_value = tensor.is_pass_by_value
+                return self.ref(tensor, None if by_value else layout).read(slots)
+
+            kernel.run(step.build(take))
+
+        return run
+
+    def _torch_launch(self, step: TorchStep) -> Callable[[list[Any]], None]:
+        own = {id(node) for node in step.nodes}
+        refs: dict[int, Ref] = {}
+        for node in step.nodes:
+            for tensor in (*_all_reads(node), *node.writes):
+                producer = tensor.producer
+                inside = producer is not None and id(producer) in own
+                if tensor.is_constant or (inside and id(tensor) not in self._number):
+                    continue
+                refs[id(tensor)] = self.ref(tensor)
+
+        def run(slots: list[Any]) -> None:
+            step.run({key: ref.read(slots) for key, ref in refs.items()})
+
+        return run
+
+    # Other extents -----------------------------------------------------------------------
+
+    def overridden(
+        self,
+        uids: Iterable[int],
+        shapes: Iterable[Iterable[int]],
+        strides: Iterable[Iterable[int]] | None,
+    ) -> Execution:
+        """The execution of the same graph on tensors of other extents."""
+        given = tuple(uids), tuple(map(tuple, shapes)), strides and tuple(map(tuple, strides))
+        found = self._overridden.get(given)
+        if found is None:
+            from kernel_api.graph._overriding import overridden
+
+            found = overridden(self._graph, self._plan, *given)
+            with self._lock:
+                self._overridden[given] = found
+        return found
+
+
+def _all_reads(node: Any) -> Iterable[Tensor]:
+    yield from node.reads
+    if node.body is not None:
+        for inner in node.body.nodes:
+            yield from (t for t in inner.reads if t.is_input)
+
+
+def _derived(value: Any, taken: list[Any], refs: dict[int, Ref]) -> Ref | None:
+    """What arguments made by seeing a tensor with other modes, as a view of what that is."""
+    if not hasattr(value, "data_ptr") or not value.numel():
+        return None
+    for one in taken:
+        if hasattr(one, "data_ptr") and one.data_ptr() == value.data_ptr():
+            if one.dtype is value.dtype:
+                layout = tuple(value.shape), tuple(value.stride())
+                return refs[id(one)]._replace(layout=layout)
+    return None
+
+
+def _nothing(slots: list[Any]) -> None:
+    pass
+
+
+def _launching(
+    launch: Callable[..., None],
+    fields: list[Any],
+    keywords: dict[str, Ref],
+    constants: dict[str, Any],
+) -> Callable[[list[Any]], None]:
+    if all(ref.layout is None for ref in (*fields, *keywords.values())):
+        numbers = [ref.slot for ref in fields]
+        named = [(name, ref.slot) for name, ref in keywords.items()]
+        if not named and not constants and len(numbers) == 3:
+            first, second, third = numbers
+            return lambda slots: launch(slots[first], slots[second], slots[third])
+
+        def run_whole(slots: list[Any]) -> None:
+            launch(
+                *[slots[number] for number in numbers],
+                **{name: slots[number] for name, number in named},
+                **constants,
+            )
+
+        return run_whole
+
+    def run(slots: list[Any]) -> None:
+        launch(
+            *[ref.read(slots) for ref in fields],
+            **{name: ref.read(slots) for name, ref in keywords.items()},
+            **constants,
+        )
+
+    return run
+
+
+def _at_address(address: int, slot: Slot) -> Any:
+    """Memory that the caller gives by its address, as a torch tensor."""
+    import torch
+
+    size = size_of(slot.tensor)
+    if not address or not size:
+        return torch.empty(slot.dim, dtype=slot.element, device=slot.device)
+
+    class Memory:
+        def __init__(self) -> None:
+            field = "__cuda_array_interface__" if slot.device.type == "cuda" else None
+            described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+            setattr(self, field or "__array_interface__", described)
+
+    if slot.device.type == "cuda":
+        memory = torch.as_tensor(Memory(), device=slot.device)
+    elif slot.device.type == "cpu":
+        import numpy
+
+        memory = torch.from_numpy(numpy.asarray(Memory()))
+    else:
+        raise DeviceError(f"an address was given for {slot.tensor}, which is on {slot.device}")
+    return memory.view(slot.element).as_strided(slot.dim, slot.stride)
+
+
+def _shown(dim: Any, element: Any, device: Any) -> str:
+    return f"{str(element).removeprefix('torch.')}{list(dim)} on {device}"

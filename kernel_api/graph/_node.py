@@ -1,0 +1,218 @@
+"""Nodes of a graph, and what the library knows of each operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from kernel_api.errors import GraphError
+from kernel_api.graph._enums import data_type
+from kernel_api.graph._tensor import Tensor, packed_strides
+
+#: What an operation is given: a tensor, several, or none.
+Given = Tensor | tuple[Tensor, ...] | None
+
+_OPERATIONS: dict[str, Operation] = {}
+
+
+class Operation:
+    """What there is to know of one kind of node. Subclasses register themselves by ``name``.
+
+    Attributes:
+        name: As the method of the graph is called.
+        result: Names of what it writes, in order: suffixes of default tensor names.
+    """
+
+    name: ClassVar[str] = ""
+    result: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.name:
+            _OPERATIONS[cls.name] = cls()
+
+    def infer(self, node: Node) -> None:
+        """Give the outputs the dim, stride and data type that they do not have yet.
+
+        Inputs have all three. What the user set stays, if it fits.
+
+        Raises:
+            GraphError: the inputs contradict each other or the outputs, or nothing can be inferred.
+        """
+        raise NotImplementedError
+
+    def needs_dim(self, node: Node) -> bool:
+        """Whether the extents of the outputs say what is computed, and cannot be inferred."""
+        return False
+
+    def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs by name, computed by torch on any device.
+
+        Args:
+            given: For each input that is there, a torch tensor of its dim (a number for what is
+                passed by value, a tuple for several). Floating ones come in ``node.arithmetic``,
+                the type of the computation; others as they are.
+
+        Results are converted to the data types of the outputs, and copied to their strides, by the
+        caller.
+        """
+        raise NotImplementedError
+
+
+class Body(NamedTuple):
+    """Pointwise nodes that are a function of one tensor: those of a modified attention score.
+
+    They stand in no list of the graph's nodes. What they read beside ``argument``, and constants,
+    is in the inputs of the node that they belong to.
+    """
+
+    nodes: tuple[Node, ...]
+    argument: Tensor
+    result: Tensor
+
+
+class Node:
+    """One operation of a graph on its tensors.
+
+    Attributes:
+        op: Name of the operation.
+        name: Of this node, its own within the graph.
+        inputs: Tensors by argument name, those that are given; several in a tuple.
+        outputs: Tensors by result name, those that are asked for.
+        attributes: Everything else, as JSON can hold it.
+        compute: Type of the arithmetic.
+        body: What a function among its arguments is made of; see :class:`Body`.
+    """
+
+    __slots__ = ("attributes", "body", "compute", "inputs", "name", "op", "outputs")
+
+    def __init__(
+        self,
+        op: str,
+        name: str,
+        inputs: Mapping[str, Given],
+        attributes: Mapping[str, Any],
+        compute: data_type = data_type.NOT_SET,
+        body: Body | None = None,
+    ) -> None:
+        self.op = op
+        self.name = name
+        self.inputs: dict[str, Tensor | tuple[Tensor, ...]] = {
+            key: value for key, value in inputs.items() if value is not None
+        }
+        self.attributes = dict(attributes)
+        self.compute = compute
+        self.body = body
+        self.outputs: dict[str, Tensor] = {}
+
+    @property
+    def operation(self) -> Operation:
+        return operation(self.op)
+
+    @property
+    def arithmetic(self) -> Any:
+        """The torch type that floating inputs are computed in: float32, or float64 if the type of
+        the arithmetic or an input is."""
+        import torch
+
+        kinds = {self.compute, *(tensor.data_type for tensor in self.reads)}
+        return torch.float64 if data_type.DOUBLE in kinds else torch.float32
+
+    def __getitem__(self, name: str) -> Any:
+        """An attribute; None if it is not there."""
+        return self.attributes.get(name)
+
+    def input(self, name: str) -> Tensor:
+        """An input that must be there."""
+        found = self.inputs.get(name)
+        if not isinstance(found, Tensor):
+            raise GraphError(f"{self} needs {name}, which is not given")
+        return found
+
+    def optional(self, name: str) -> Tensor | None:
+        found = self.inputs.get(name)
+        return found if isinstance(found, Tensor) else None
+
+    @property
+    def reads(self) -> Iterator[Tensor]:
+        """Every tensor that it reads, offsets of ragged ones too."""
+        for given in self.inputs.values():
+            for tensor in given if isinstance(given, tuple) else (given,):
+                yield tensor
+                if tensor.ragged_offset is not None:
+                    yield tensor.ragged_offset
+        for tensor in self.outputs.values():
+            if tensor.ragged_offset is not None:
+                yield tensor.ragged_offset
+
+    @property
+    def writes(self) -> Iterator[Tensor]:
+        yield from self.outputs.values()
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.name!r}"
+
+    def __repr__(self) -> str:
+        reads = ", ".join(f"{name}={value}" for name, value in self.inputs.items())
+        writes = ", ".join(map(str, self.outputs.values()))
+        return f"<{writes} = {self.op}({reads}) {self.name!r}>"
+
+
+def operation(name: str) -> Operation:
+    """Raises GraphError for what is no operation."""
+    import kernel_api.graph._operations  # noqa: F401  (fills the table)
+
+    if name not in _OPERATIONS:
+        raise GraphError(f"there is no operation {name!r}; there are {', '.join(_OPERATIONS)}")
+    return _OPERATIONS[name]
+
+
+# What operations need to infer ---------------------------------------------------------------
+
+
+def settle(
+    node: Node,
+    tensor: Tensor | None,
+    dim: tuple[int, ...],
+    stride: tuple[int, ...] | None = None,
+    element: data_type = data_type.NOT_SET,
+) -> None:
+    """Give an output what it lacks; raise GraphError where the user's dim is another.
+
+    Args:
+        tensor: Of ``node.outputs``; None is passed over.
+        dim: What it has to be.
+        stride: Row-major by default.
+        element: What it is unless the user, or the graph's default, says otherwise.
+    """
+    if tensor is None:
+        return
+    if tensor.dim and tensor.dim != tuple(dim):
+        raise GraphError(
+            f"{tensor}, which {node} writes, has dim {list(tensor.dim)}; its inputs give it "
+            f"{list(dim)}"
+        )
+    tensor.dim = tuple(dim)
+    if not tensor.stride:
+        tensor.stride = tuple(stride) if stride is not None else packed_strides(dim)
+    elif len(tensor.stride) != len(tensor.dim):
+        raise GraphError(
+            f"{tensor} has dim {list(tensor.dim)} and stride {list(tensor.stride)}; they need one "
+            f"number for each mode"
+        )
+    if tensor.data_type is data_type.NOT_SET:
+        tensor.data_type = element
+
+
+def broadcast_dim(node: Node, *dims: tuple[int, ...]) -> tuple[int, ...]:
+    """What extents become together, as NumPy broadcasts; raises GraphError if they do not."""
+    rank = max(map(len, dims), default=0)
+    padded = [(1,) * (rank - len(dim)) + tuple(dim) for dim in dims]
+    result = []
+    for extents in zip(*padded, strict=True):
+        other = {extent for extent in extents if extent != 1}
+        if len(other) > 1:
+            shown = " and ".join(str(list(dim)) for dim in dims)
+            raise GraphError(f"the inputs of {node} have dims {shown}, which do not broadcast")
+        result.append(other.pop() if other else 1)
+    return tuple(result)

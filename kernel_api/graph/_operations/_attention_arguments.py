@@ -1,0 +1,265 @@
+"""From a node of attention to the arguments that kernels take."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import kernel_api as ka
+from kernel_api import epilogue as ep
+from kernel_api.errors import GraphNotSupportedError
+from kernel_api.graph._node import Body, Node
+from kernel_api.graph._operations.pointwise import POINTWISE
+from kernel_api.graph._tensor import Tensor
+
+_INDICES = ("b", "h", "q", "kv")
+
+#: Queries and keys of a block of ``block_mask``.
+BLOCK_SHAPE = (128, 128)
+
+
+def attention_arguments(
+    node: Node, tensors: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> ka.SdpaArguments | ka.SdpaBackwardArguments:
+    """The arguments of a node ``sdpa`` or ``sdpa_backward``. Looks at no data.
+
+    Args:
+        tensors: Meta or real ones by input name, in the dims of the graph; numbers for what is
+            passed by value. Inputs that are not there are left out, whatever the node has. Beside
+            them ``block_table``, bool (B or 1, H or 1, blocks of queries, blocks of keys), stands
+            for ``block_mask``, whose bits kernels do not read, and ``alibi``, (H,), for the slopes.
+        outputs: By result name. Stats are of the type of the arithmetic.
+
+    Raises:
+        ArgumentError: no kernel takes such operands.
+        GraphNotSupportedError: the options cannot be said to kernels: ragged offsets, tables of
+            pages that differ, bits of blocks, operations on scores that kernels do not have.
+    """
+    q, k, v = (tensors[name] for name in ("q", "k", "v"))
+    _decline_ragged(node)
+    options = _options(node, tensors)
+    if node.op == "sdpa_backward":
+        return ka.SdpaBackwardArguments(
+            q,
+            k,
+            v,
+            tensors["o"],
+            tensors["dO"],
+            _rows(tensors["stats"]),
+            *(outputs[name] for name in ("dQ", "dK", "dV")),
+            dBias=outputs.get("dBias"),
+            dSink=_vector(outputs.get("dSink")),
+            deterministic=bool(node["deterministic"]),
+            **options,
+        )
+    return ka.SdpaArguments(
+        q,
+        k,
+        v,
+        outputs["O"],
+        _rows(outputs.get("Stats")),
+        page_table=_pages(tensors),
+        **options,
+    )
+
+
+def _decline_ragged(node: Node) -> None:
+    for tensor in (*node.reads, *node.writes):
+        if tensor.ragged_offset is not None:
+            raise GraphNotSupportedError(
+                f"{tensor} of {node} is ragged; its offsets count elements, and those of kernels "
+                f"rows"
+            )
+
+
+def _options(node: Node, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    scale = tensors.get("attn_scale", node["scale"])
+    found: dict[str, Any] = {
+        "scale": float(scale) if isinstance(scale, numbers.Real) else 1.0,
+        "mask": _mask(node, tensors),
+        "bias": tensors.get("bias"),
+        "sink": _vector(tensors.get("sink_token")),
+        "seq_lens_q": _vector(tensors.get("seq_len_q")),
+        "seq_lens_kv": _vector(tensors.get("seq_len_kv")),
+    }
+    if node["alibi"]:
+        found["alibi"] = tensors.get("alibi")
+        if found["alibi"] is None:
+            q = tensors["q"]
+            found["alibi"] = slopes_on(q.shape[1], q.device)
+    if node["dropout"]:
+        found["dropout"] = ka.arguments.Dropout(
+            node["dropout"],
+            _single(tensors["dropout_seed"]),
+            _single(tensors["dropout_offset"]),
+        )
+    found.update(_score(node, tensors, None if isinstance(scale, numbers.Real) else scale))
+    return found
+
+
+def _mask(node: Node, tensors: Mapping[str, Any]) -> Any:
+    parts: list[Any] = []
+    band = node["band"]
+    if band is not None:
+        left, right, alignment = band["left"], band["right"], band["alignment"]
+        if left is None and right == 0:
+            parts.append(ka.masks.Causal(alignment))
+        else:
+            parts.append(ka.masks.SlidingWindow(left, right, alignment))
+    if "block_table" in tensors:
+        parts.append(ka.masks.BlockSparse(tensors["block_table"], BLOCK_SHAPE))
+    elif "block_mask" in tensors:
+        raise GraphNotSupportedError(f"{node} has a block_mask, whose bits kernels do not read")
+    return functools.reduce(lambda one, other: one & other, parts) if parts else None
+
+
+def _pages(tensors: Mapping[str, Any]) -> Any:
+    tables = [tensors.get(f"paged_attention_{one}_table") for one in "kv"]
+    if tables[0] is None and tables[1] is None:
+        return None
+    if tables[0] is not tables[1]:
+        raise GraphNotSupportedError(
+            "k and v have tables of pages that are not the same tensor; kernels read one"
+        )
+    table = tables[0]
+    return table.view(table.shape[0], table.shape[2])
+
+
+# Shapes ----------------------------------------------------------------------------------
+
+
+def _rows(tensor: Any) -> Any:
+    """(B, H, S) of (B, H, S, 1)."""
+    return None if tensor is None else tensor.squeeze(-1)
+
+
+def _vector(tensor: Any) -> Any:
+    """One mode of a tensor that has others of extent 1 only."""
+    return None if tensor is None else tensor.view(tensor.numel())
+
+
+def _single(state: Any) -> Any:
+    return state if isinstance(state, numbers.Integral) else state.view(())
+
+
+# ALiBi -----------------------------------------------------------------------------------
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """One for each head: 2^(−8i/n) for i = 1 ... n, with n the largest power of two up to the
+    number of heads, then 2^(−4(2i − 1)/n) (Press, Smith and Lewis, Train Short, Test Long,
+    2022)."""
+    n = 1 << (max(heads, 1).bit_length() - 1)
+    found = [2.0 ** (-8.0 * i / n) for i in range(1, n + 1)]
+    found += [2.0 ** (-4.0 * (2 * i - 1) / n) for i in range(1, heads - n + 1)]
+    return found[:heads]
+
+
+@functools.lru_cache(maxsize=64)
+def slopes_on(heads: int, device: Any, wide: bool = False) -> Any:
+    """The slopes as a tensor (H,), float32 or float64; made once for a device."""
+    import torch
+
+    kind = torch.float64 if wide else torch.float32
+    return torch.tensor(alibi_slopes(heads), dtype=torch.float64).to(kind).to(device)
+
+
+# Functions of scores ---------------------------------------------------------------------
+
+
+def _score(node: Node, tensors: Mapping[str, Any], scale: Any) -> dict[str, Any]:
+    """``score_mod`` and its operands; a scale that is a tensor is one of them."""
+    body = node.body
+    if body is None and scale is None:
+        return {}
+    operands: dict[str, Any] = {} if scale is None else {"attn_scale": scale.view(())}
+    names: dict[int, str] = {}
+    given = node.inputs.get("score_operands", ())
+    for place, one in enumerate(given if isinstance(given, tuple) else ()):
+        name = names[id(one)] = f"operand{place}"
+        operands[name] = _squeezed(tensors["score_operands"][place])
+    if body is not None:
+        _check_expressible(body)
+    return {"score_mod": _traced(body, names, operands), "score_operands": operands}
+
+
+def _squeezed(operand: Any) -> Any:
+    """Without the modes that it broadcasts; numbers as they are."""
+    if isinstance(operand, numbers.Real):
+        return int(operand) if isinstance(operand, bool) else operand
+    return operand.view([extent for extent in operand.shape if extent != 1])
+
+
+def _check_expressible(body: Body) -> None:
+    for node in body.nodes:
+        if node.op not in _OF_INDICES and POINTWISE[node.op].epilogue is None:
+            raise GraphNotSupportedError(
+                f"score_mod has {node}, which kernels have no function for"
+            )
+
+
+def _traced(
+    body: Body | None, names: Mapping[int, str], operands: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """A function of (score, b, h, q, kv, **operands) for :class:`kernel_api.SdpaArguments`."""
+
+    def changed(score: Any, *indices: Any, **given: Any) -> Any:
+        if "attn_scale" in given:
+            score = score * given["attn_scale"]
+        if body is None:
+            return score
+        values: dict[int, Any] = {id(body.argument): score}
+
+        def value(tensor: Tensor) -> Any:
+            if tensor.is_constant:
+                return tensor.value
+            if id(tensor) not in values:
+                values[id(tensor)] = _element(given[names[id(tensor)]], tensor, indices)
+            return values[id(tensor)]
+
+        for node in body.nodes:
+            made = _of_scores(node, value, indices)
+            for tensor in node.writes:
+                values[id(tensor)] = made
+        return values[id(body.result)]
+
+    parameters = ("score", *_INDICES, *operands)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    changed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind) for name in parameters]
+    )
+    return changed
+
+
+def _element(operand: Any, tensor: Tensor, indices: tuple[Any, ...]) -> Any:
+    """What a score reads of an operand that broadcasts to (B, H, S_q, S_kv)."""
+    dim = (1,) * (4 - tensor.rank) + tensor.dim
+    read = tuple(index for index, extent in zip(indices, dim, strict=True) if extent != 1)
+    return operand[read] if read else operand
+
+
+def _of_scores(node: Node, value: Callable[[Tensor], Any], indices: tuple[Any, ...]) -> Any:
+    if node.op == "gen_index":
+        # The input is (B, H, S_q, S_kv), or has the last modes of it.
+        rank = max(node.input("input").rank, 1)
+        return indices[len(indices) - rank + node["axis"] % rank]
+    entry = POINTWISE[node.op]
+    values = [value(node.input(name)) for name in entry.arguments]
+    if node.op == "mod":
+        return _remainder(*values)
+    assert entry.epilogue is not None
+    attributes = {name: node[name] for name in entry.attributes if node[name] is not None}
+    return entry.epilogue(*values, **attributes)
+
+
+def _remainder(a: Any, b: Any) -> Any:
+    """With the sign of a, as C's fmod has."""
+    divisor = abs(int(b)) if isinstance(b, numbers.Real) and float(b).is_integer() else b
+    return ep.where(a < 0, -((-a) % divisor), a % divisor)
+
+
+#: Operations that are said in indices of scores, not by the table.
+_OF_INDICES = ("gen_index", "mod")

@@ -1,0 +1,463 @@
+"""Attention: what its nodes give, and how it is computed without a fused kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kernel_api.errors import GraphError
+from kernel_api.graph._enums import data_type, element_type
+from kernel_api.graph._node import Node, Operation, settle
+from kernel_api.graph._operations._attention_arguments import (
+    BLOCK_SHAPE,
+    attention_arguments,
+    slopes_on,
+)
+from kernel_api.graph._tensor import Tensor, memory_order, packed_strides
+
+_TABLES = {"k": "paged_attention_k_table", "v": "paged_attention_v_table"}
+
+#: Inputs whose batches may start at ragged offsets, and results like them.
+_RAGGED = ("q", "k", "v", "o", "dO", "stats", "O", "Stats", "dQ", "dK", "dV")
+
+_Dims = tuple[int, int, int, int, int, int]
+
+
+class Attention(Operation):
+    """What forward and backward share."""
+
+    def infer(self, node: Node) -> None:
+        dims = sizes(node)
+        _check_beside(node, dims)
+        _check_ragged(node)
+        if node.body is not None:
+            _infer_body(node, dims)
+        self._settle(node, dims)
+
+    def _settle(self, node: Node, dims: _Dims) -> None:
+        raise NotImplementedError
+
+
+class Sdpa(Attention):
+    """O and Stats; the other results are written where they are asked for."""
+
+    name = "sdpa"
+    result = ("O", "Stats", "Max", "Sum_exp", "Rng_dump")
+
+    def _settle(self, node: Node, dims: _Dims) -> None:
+        B, H, S_q, S_kv, _, D_v = dims
+        q, wide = node.input("q"), _wide(node)
+        dim = (B, H, S_q, D_v)
+        settle(node, node.outputs.get("O"), dim, packed_strides(dim, memory_order(q.dim, q.stride)))
+        for name in ("Stats", "Max", "Sum_exp"):
+            settle(node, node.outputs.get(name), (B, H, S_q, 1), element=wide)
+        settle(node, node.outputs.get("Rng_dump"), (B, H, S_q, S_kv), element=data_type.FLOAT)
+
+    def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        tensors = _plain(node, given)
+        found = _run(node, tensors, ("O", "Stats"))
+        if {"Max", "Sum_exp", "Rng_dump"} & node.outputs.keys():
+            found.update(_beside(node, tensors))
+        return _ragged_again(node, given, found)
+
+
+class SdpaBackward(Attention):
+    """Gradients of q, k and v, and of bias and sink where they are asked for."""
+
+    name = "sdpa_backward"
+    result = ("dQ", "dK", "dV", "dBias", "dSink")
+
+    def infer(self, node: Node) -> None:
+        super().infer(node)
+        q, v = node.input("q").dim, node.input("v").dim
+        for name, dim in (
+            ("o", (*q[:3], v[3])),
+            ("dO", (*q[:3], v[3])),
+            ("stats", (*q[:3], 1)),
+        ):
+            if node.input(name).dim != dim:
+                raise GraphError(
+                    f"{node} has {name} of dim {list(node.input(name).dim)}; expected {list(dim)}"
+                )
+
+    def _settle(self, node: Node, dims: _Dims) -> None:
+        for name, of in (("dQ", "q"), ("dK", "k"), ("dV", "v")):
+            one = node.input(of)
+            stride = packed_strides(one.dim, memory_order(one.dim, one.stride))
+            settle(node, node.outputs.get(name), one.dim, stride)
+        for name, of in (("dBias", "bias"), ("dSink", "sink_token")):
+            if name in node.outputs:
+                settle(node, node.outputs[name], node.input(of).dim, element=_wide(node))
+
+    def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        tensors = _plain(node, given)
+        found = _run(node, tensors, ("dQ", "dK", "dV", "dBias", "dSink"))
+        return _ragged_again(node, given, found)
+
+
+class SdpaFp8(Attention):
+    """Probabilities are rounded to the type of q, times scale_s, before they meet v."""
+
+    name = "sdpa_fp8"
+    result = ("O", "Stats", "Amax_S", "Amax_O")
+
+    def _settle(self, node: Node, dims: _Dims) -> None:
+        B, H, S_q, _, _, D_v = dims
+        q, dim = node.input("q"), (B, H, S_q, D_v)
+        settle(node, node.outputs.get("O"), dim, packed_strides(dim, memory_order(q.dim, q.stride)))
+        settle(node, node.outputs.get("Stats"), (B, H, S_q, 1), element=data_type.FLOAT)
+        for name in ("Amax_S", "Amax_O"):
+            settle(node, node.outputs.get(name), (1, 1, 1, 1), element=data_type.FLOAT)
+
+    def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        import torch
+
+        from kernel_api.providers.reference.epilogue import rounded
+
+        scales = {name: float(one) for name, one in given.items() if "scale" in name}
+        tensors = _plain(node, given)
+        tensors["q"] = tensors["q"] * (scales["descale_q"] * scales["descale_k"])
+        element = element_type(node.input("q").data_type)
+        rows = _Rows(node, tensors)
+        out, stats = rows.new(tensors["v"].shape[-1]), rows.new(1, -math.inf)
+        amax_S = out.new_zeros(())
+        for place, scores, keep, values in rows:
+            largest, total, p = rows.softmax(scores)
+            p = p / total.where(total != 0, 1.0)
+            p = p if keep is None else p * keep
+            if p.numel():
+                amax_S = torch.maximum(amax_S, p.amax())
+            p = rounded(p * scales["scale_s"], element).to(out.dtype)
+            out[place] = p @ values * (scales["descale_v"] * scales["descale_s"])
+            stats[place] = total.log() + largest
+        amax_O = out.abs().amax() if out.numel() else out.new_zeros(())
+        shape = (1, 1, 1, 1)
+        found = {
+            "O": out * scales["scale_o"],
+            "Stats": stats,
+            "Amax_S": amax_S.reshape(shape),
+            "Amax_O": amax_O.reshape(shape),
+        }
+        return _ragged_again(node, given, found)
+
+
+# Dims ------------------------------------------------------------------------------------
+
+
+def sizes(node: Node) -> _Dims:
+    """(B, H_q, S_q, S_kv, D, D_v); raises GraphError if q, k and v contradict each other."""
+    q, k, v = (node.input(name).dim for name in ("q", "k", "v"))
+    for name, dim in (("q", q), ("k", k), ("v", v)):
+        if len(dim) != 4:
+            raise GraphError(
+                f"{node} has {name} of dim {list(dim)}; expected (B, H, S, D), whatever the strides"
+            )
+    if q[3] != k[3]:
+        raise GraphError(f"{node} has q with D = {q[3]} but k with D = {k[3]}")
+    if k[1] != v[1]:
+        raise GraphError(f"{node} has k with {k[1]} heads but v with {v[1]}")
+    if not k[1] or q[1] % k[1]:
+        raise GraphError(
+            f"{node} has q with {q[1]} heads and k with {k[1]}; for grouped-query attention the "
+            f"former must be a multiple of the latter"
+        )
+    lengths = {name: _keys_of(node, name, q[0]) for name in ("k", "v")}
+    if lengths["k"] != lengths["v"]:
+        raise GraphError(
+            f"{node} has k with S_kv = {lengths['k']} but v with S_kv = {lengths['v']}"
+        )
+    return (q[0], q[1], q[2], lengths["k"], q[3], v[3])
+
+
+def _keys_of(node: Node, name: str, B: int) -> int:
+    """S_kv as k or v has it."""
+    dim, table = node.input(name).dim, node.optional(_TABLES[name])
+    if table is None:
+        if dim[0] != B:
+            raise GraphError(f"{node} has q with B = {B} but {name} with B = {dim[0]}")
+        return dim[2] if node["max_seq_len_kv"] is None else min(dim[2], node["max_seq_len_kv"])
+    if table.rank != 4 or table.dim[0] != B or table.dim[1] != 1 or table.dim[3] != 1:
+        raise GraphError(
+            f"{node} has a table of pages of dim {list(table.dim)}; expected (B, 1, pages, 1) with "
+            f"B = {B}"
+        )
+    held = table.dim[2] * dim[2]
+    return held if node["max_seq_len_kv"] is None else min(held, int(node["max_seq_len_kv"]))
+
+
+def _check_beside(node: Node, dims: _Dims) -> None:
+    B, H, S_q, S_kv = dims[:4]
+    blocks = (math.ceil(S_q / BLOCK_SHAPE[0]), math.ceil(math.ceil(S_kv / BLOCK_SHAPE[1]) / 8))
+    for name, full in (("bias", (B, H, S_q, S_kv)), ("block_mask", (B, H, *blocks))):
+        one = node.optional(name)
+        if one is None:
+            continue
+        # Blocks are not broadcast.
+        free = 4 if name == "bias" else 2
+        fits = one.rank == 4 and all(
+            own == extent or (own == 1 and mode < free)
+            for mode, (own, extent) in enumerate(zip(one.dim, full, strict=True))
+        )
+        if not fits:
+            raise GraphError(
+                f"{node} has {name} of dim {list(one.dim)}, which does not broadcast to "
+                f"{list(full)}"
+            )
+    for name, count in (
+        ("seq_len_q", B), ("seq_len_kv", B), ("sink_token", H), ("dropout_seed", 1),
+        ("dropout_offset", 1), ("attn_scale", 1), ("descale_q", 1), ("descale_k", 1),
+        ("descale_v", 1), ("descale_s", 1), ("scale_s", 1), ("scale_o", 1),
+    ):  # fmt: skip
+        one = node.optional(name)
+        if one is not None and math.prod(one.dim) != count:
+            raise GraphError(
+                f"{node} has {name} of dim {list(one.dim)}; expected {count} element"
+                f"{'' if count == 1 else 's'}"
+            )
+
+
+def _check_ragged(node: Node) -> None:
+    """Raise GraphError where ragged batches cannot be; else make their offsets inputs."""
+    ragged = [name for name in _RAGGED if _ragged(node, name) is not None]
+    if not ragged:
+        return
+    if not node["padding"]:
+        raise GraphError(
+            f"{node} has ragged {ragged[0]} and no padding mask; ragged batches have lengths, "
+            f"seq_len_q and seq_len_kv"
+        )
+    if any(table in node.inputs for table in _TABLES.values()):
+        raise GraphError(f"{node} has ragged {ragged[0]} and pages; expected one of them")
+    for name in ragged:
+        offset = _ragged(node, name)
+        assert offset is not None
+        node.inputs[f"{name}.ragged_offset"] = offset
+
+
+def _infer_body(node: Node, dims: _Dims) -> None:
+    assert node.body is not None
+    score = node.body.argument
+    score.dim = dims[:4]
+    score.stride = packed_strides(score.dim)
+    for inner in node.body.nodes:
+        inner.operation.infer(inner)
+        for tensor in inner.writes:
+            if tensor.data_type is data_type.NOT_SET:
+                tensor.data_type = data_type.FLOAT
+    fits = node.body.result.dim == score.dim
+    if not fits:
+        raise GraphError(
+            f"score_mod of {node} makes {list(node.body.result.dim)} of scores of dim "
+            f"{list(score.dim)}; expected one for each"
+        )
+
+
+def _wide(node: Node) -> data_type:
+    kinds = {node.compute, node.input("q").data_type}
+    return data_type.DOUBLE if data_type.DOUBLE in kinds else data_type.FLOAT
+
+
+# Computing -------------------------------------------------------------------------------
+
+
+def _run(node: Node, tensors: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Those of the results by the reference kernel."""
+    import kernel_api as ka
+
+    q = tensors["q"]
+    asked = [name for name in names if name in node.outputs or name in ("O", "dQ", "dK", "dV")]
+    outputs = {name: q.new_empty(_dim_of(node, name)) for name in asked}
+    arguments = attention_arguments(_Unragged(node), tensors, outputs)
+    ka.get_kernels(arguments, providers=("reference",))[0].run(arguments)
+    return outputs
+
+
+class _Unragged(Node):
+    """The same node, its sequences laid out with gaps."""
+
+    __slots__ = ()
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node.op, node.name, node.inputs, node.attributes, node.compute, node.body)
+
+    @property
+    def reads(self) -> Any:
+        return iter(())
+
+
+def _dim_of(node: Node, name: str) -> tuple[int, ...]:
+    if name in node.outputs:
+        return node.outputs[name].dim
+    if name == "O":
+        return (*node.input("q").dim[:3], node.input("v").dim[3])
+    return node.input(name[1:].lower()).dim
+
+
+def _plain(node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Operands as the reference kernel takes them: no pages, no bits, no ragged batches."""
+    import torch
+
+    found = dict(given)
+    wide = node.arithmetic
+    for name in ("q", "k", "v", "o", "dO", "stats"):
+        if name in found:
+            found[name] = _even(node, name, given, wide).contiguous()
+    for name in ("seq_len_q", "seq_len_kv"):
+        if name in found:
+            found[name] = found[name].to(torch.int32).contiguous()
+    for name in ("dropout_seed", "dropout_offset"):
+        if hasattr(found.get(name), "dtype"):
+            found[name] = found[name].to(torch.int64)
+    for name in ("sink_token", "bias"):
+        if name in found:
+            found[name] = found[name].to(wide).contiguous()
+    if "attn_scale" in found:
+        found["attn_scale"] = float(found["attn_scale"])
+    if node["alibi"]:
+        found["alibi"] = slopes_on(found["q"].shape[1], found["q"].device, wide is torch.float64)
+    for name, table in _TABLES.items():
+        if table in found:
+            found[name] = _gathered(found[name], found.pop(table), sizes(node)[3])
+        elif node["max_seq_len_kv"] is not None:
+            found[name] = found[name][:, :, : node["max_seq_len_kv"]].contiguous()
+    if "block_mask" in found:
+        found["block_table"] = block_table(found.pop("block_mask"), sizes(node)[3])
+    return found
+
+
+def _gathered(container: Any, table: Any, keys: int) -> Any:
+    """(B, H, S_kv, D) of pages."""
+    pages = table.flatten(1).long().clamp(0, max(container.shape[0] - 1, 0))
+    dense = container[pages].transpose(1, 2).flatten(2, 3)
+    return dense[:, :, :keys].contiguous()
+
+
+def block_table(bits: Any, keys: int) -> Any:
+    """The truth values of a block mask, one for each block of queries and of keys."""
+    import torch
+
+    places = torch.arange(8, device=bits.device, dtype=torch.int32)
+    each = (bits.to(torch.int32).unsqueeze(-1) >> places) & 1
+    return each.flatten(3)[..., : -(-keys // BLOCK_SHAPE[1])].bool().contiguous()
+
+
+class _Rows:
+    """The scores of some queries at a time, in float64.
+
+    Args:
+        tensors: As :func:`_plain` gives them.
+    """
+
+    def __init__(self, node: Node, tensors: Mapping[str, Any]) -> None:
+        import torch
+
+        from kernel_api.providers.reference.sdpa import ReferenceSdpa
+
+        q, v = tensors["q"], tensors["v"]
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        forward = _Unragged(node)
+        forward.op = "sdpa"
+        self._args = attention_arguments(forward, tensors, {"O": out})
+        self._computation = ReferenceSdpa.computation(self._args, torch.float64)
+        self._shape = tuple(q.shape[:3])
+
+    def new(self, columns: int, fill: float = 0.0) -> Any:
+        import torch
+
+        shape = (*self._shape, columns)
+        return torch.full(shape, fill, dtype=torch.float64, device=self._args.device)
+
+    def __iter__(self) -> Any:
+        """(Index of the rows, scores, what dropout multiplies with or None, values)."""
+        computation = self._computation
+        for rows in computation.attention.rows():
+            _, _, values, products = computation.products(rows)
+            scores, _, keep = computation.attention.scores(rows, products)
+            yield (rows.b, slice(None), slice(rows.start, rows.stop)), scores, keep, values
+
+    def softmax(self, scores: Any) -> tuple[Any, Any, Any]:
+        """(Largest score or sink, sum, exponentials) of rows; 0 as the largest where a row sees
+        nothing."""
+        import torch
+
+        shape = (*scores.shape[:-1], 1)
+        largest = scores.new_full(shape, -math.inf)
+        if scores.shape[-1]:
+            largest = scores.amax(-1, keepdim=True)
+        sink = None
+        if self._args.sink is not None:
+            sink = self._computation.attention.per_head("sink").expand(shape)
+            largest = torch.maximum(largest, sink)
+        largest = largest.where(largest != -math.inf, 0.0)
+        p = (scores - largest).exp()
+        total = p.sum(-1, keepdim=True)
+        return largest, total if sink is None else total + (sink - largest).exp(), p
+
+
+def _beside(node: Node, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The largest score of each row, the sum of exponentials, and what dropout keeps."""
+    import torch
+
+    rows, S_kv = _Rows(node, tensors), sizes(node)[3]
+    found = {"Max": rows.new(1, -math.inf), "Sum_exp": rows.new(1), "Rng_dump": rows.new(S_kv)}
+    for place, scores, keep, _ in rows:
+        largest, total, _ = rows.softmax(scores)
+        found["Max"][place] = largest.where(total != 0, -math.inf)
+        found["Sum_exp"][place] = total
+        if keep is not None:
+            padded = torch.nn.functional.pad(keep, (0, S_kv - keep.shape[-1]))
+            found["Rng_dump"][place] = (padded != 0).double()
+    return {name: one for name, one in found.items() if name in node.outputs}
+
+
+# Ragged batches --------------------------------------------------------------------------
+
+
+def _ragged(node: Node, name: str) -> Tensor | None:
+    one = node.inputs.get(name) or node.outputs.get(name)
+    return one.ragged_offset if isinstance(one, Tensor) else None
+
+
+def _offsets(name: str, given: Mapping[str, Any]) -> list[int]:
+    found: list[int] = given[f"{name}.ragged_offset"].flatten().tolist()
+    return found
+
+
+def _even(node: Node, name: str, given: Mapping[str, Any], wide: Any) -> Any:
+    """An input with batches at equal distances; rows behind a sequence's length are 0."""
+    one = given[name].to(wide)
+    if _ragged(node, name) is None:
+        return one
+    tensor, starts = node.input(name), _offsets(name, given)
+    lengths = given["seq_len_kv" if name in ("k", "v") else "seq_len_q"].flatten().tolist()
+    memory = one.new_zeros(_span(tensor))
+    memory.as_strided(tensor.dim, tensor.stride).copy_(one)
+    found = one.new_zeros(tensor.dim)
+    for b, length in enumerate(lengths):
+        shape = (tensor.dim[1], length, tensor.dim[3])
+        found[b, :, :length] = memory.as_strided(shape, tensor.stride[1:], starts[b])
+    return found
+
+
+def _ragged_again(node: Node, given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Results with their batches where the offsets say."""
+    for name, one in found.items():
+        tensor = node.outputs.get(name)
+        if tensor is None or tensor.ragged_offset is None:
+            continue
+        starts = _offsets(name, given)
+        lengths = given["seq_len_kv" if name in ("dK", "dV") else "seq_len_q"].flatten().tolist()
+        memory = one.new_zeros(_span(tensor))
+        for b, length in enumerate(lengths):
+            shape = (tensor.dim[1], length, tensor.dim[3])
+            memory.as_strided(shape, tensor.stride[1:], starts[b]).copy_(one[b, :, :length])
+        found[name] = memory.as_strided(tensor.dim, tensor.stride)
+    return found
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements from the first to the last that its dim and stride reach."""
+    return 1 + sum(
+        (extent - 1) * step for extent, step in zip(tensor.dim, tensor.stride, strict=True)
+    )

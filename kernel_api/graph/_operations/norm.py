@@ -1,0 +1,248 @@
+"""Norms and their gradients.
+
+With m the mean and v the biased variance over the normalised modes, and r = 1 / √(v + ε)::
+
+    Y = (x − m) · r · scale + bias
+    dX = r · (g − mean(g) − x̂ · mean(g · x̂))   g = dY · scale, x̂ = (x − m) · r
+    dscale = Σ dY · x̂,  dbias = Σ dY           over the modes that scale does not have
+
+Of rmsnorm m = 0, v = mean(x²), and there is no mean(g).
+
+==============  =========================================  =============================
+norm            normalised modes                           scale and bias
+==============  =========================================  =============================
+layernorm       those in which scale has not extent 1      (1, C, H, W), or (D,)
+rmsnorm         the same                                   the same
+adalayernorm    the same, but the first                    (N, 1, D)
+instancenorm    all but the first two                      (1, C, 1, 1), or (C,)
+batchnorm       all but the second                         (1, C, 1, 1), or (C,)
+==============  =========================================  =============================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kernel_api.errors import GraphError
+from kernel_api.graph._enums import data_type
+from kernel_api.graph._node import Node, Operation, settle
+from kernel_api.graph._tensor import Tensor
+
+#: Norms whose parameters are one per channel.
+_CHANNEL_NORMS = ("batchnorm", "instancenorm")
+
+
+def normalised_modes(node: Node) -> tuple[int, ...]:
+    """The modes of the input that the norm of a node goes over."""
+    rank, kind = node.input("input").rank, _kind(node)
+    if kind == "batchnorm":
+        return tuple(mode for mode in range(rank) if mode != 1)
+    if kind == "instancenorm":
+        return tuple(range(2, rank))
+    scale = scale_dim(node)
+    first = 1 if kind == "adalayernorm" else 0
+    found = tuple(mode for mode in range(first, rank) if scale[mode] != 1)
+    return found or (rank - 1,)
+
+
+def scale_dim(node: Node) -> tuple[int, ...]:
+    """The dim of scale, with as many modes as the input has."""
+    return aligned_dim(node, node.input("scale"))
+
+
+def statistics_dim(node: Node) -> tuple[int, ...]:
+    """The dim of mean and inverse deviation."""
+    modes = normalised_modes(node)
+    return tuple(1 if mode in modes else n for mode, n in enumerate(node.input("input").dim))
+
+
+def aligned_dim(node: Node, tensor: Tensor) -> tuple[int, ...]:
+    """The dim of a parameter, with as many modes as the input has; raises GraphError if it does
+    not broadcast to the input."""
+    x = node.input("input")
+    rank, dim = x.rank, tensor.dim
+    if _kind(node) in _CHANNEL_NORMS and len(dim) == 1 and rank > 1:
+        dim = (1, *dim, *(1 for _ in range(rank - 2)))
+    dim = (1,) * (rank - len(dim)) + dim
+    if len(dim) != rank or any(own not in (1, n) for own, n in zip(dim, x.dim, strict=True)):
+        raise GraphError(
+            f"{node} has {tensor} of dim {list(tensor.dim)}, which does not broadcast to its input "
+            f"of dim {list(x.dim)}"
+        )
+    return dim
+
+
+def _kind(node: Node) -> str:
+    return node.op.partition("_")[0]
+
+
+def _statistic(node: Node) -> data_type:
+    """Statistics are as precise as the arithmetic."""
+    kinds = {node.compute, node.input("input").data_type}
+    return data_type.DOUBLE if data_type.DOUBLE in kinds else data_type.FLOAT
+
+
+class _Norm(Operation):
+    """Y, with what the backward pass needs."""
+
+    result = ("Y", "mean", "inv_var")
+    has_mean = True
+
+    def infer(self, node: Node) -> None:
+        x = node.input("input")
+        for name in ("scale", "bias"):
+            if name in node.inputs:
+                aligned_dim(node, node.input(name))
+        settle(node, node.outputs.get("Y"), x.dim, x.stride)
+        for name in ("mean", "inv_var"):
+            settle(node, node.outputs.get(name), statistics_dim(node), element=_statistic(node))
+
+    def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        x, modes = given["input"], normalised_modes(node)
+        mean = x.mean(modes, keepdim=True) if self.has_mean else None
+        centred = x if mean is None else x - mean
+        inverse = (centred.square().mean(modes, keepdim=True) + given["epsilon"]).rsqrt()
+        found = {"Y": _scaled(node, given, centred * inverse), "inv_var": inverse}
+        return found if mean is None else {**found, "mean": mean}
+
+
+class Layernorm(_Norm):
+    name = "layernorm"
+
+
+class AdaLayernorm(_Norm):
+    name = "adalayernorm"
+
+
+class Instancenorm(_Norm):
+    name = "instancenorm"
+
+
+class Rmsnorm(_Norm):
+    name = "rmsnorm"
+    result = ("Y", "inv_var")
+    has_mean = False
+
+
+class Batchnorm(_Norm):
+    """With running statistics, whose variance is that of a sample."""
+
+    name = "batchnorm"
+    result = ("Y", "mean", "inv_var", "next_running_mean", "next_running_var")
+
+    def infer(self, node: Node) -> None:
+        super().infer(node)
+        for name in self.result[3:]:
+            running = node.optional(f"in_{name.removeprefix('next_')}")
+            if running is not None:
+                aligned_dim(node, running)
+                settle(node, node.outputs.get(name), running.dim, running.stride, _statistic(node))
+
+    def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().evaluate(node, given)
+        x, modes = given["input"], normalised_modes(node)
+        count = x.numel() // max(x.shape[1], 1)
+        variance = (x - found["mean"]).square().mean(modes, keepdim=True)
+        sample = variance * (count / max(count - 1, 1))
+        for name, new in (("running_mean", found["mean"]), ("running_var", sample)):
+            old = given.get(f"in_{name}")
+            if old is not None:
+                momentum = given["momentum"]
+                found[f"next_{name}"] = old * (1 - momentum) + new.reshape(old.shape) * momentum
+        return found
+
+
+class BatchnormInference(Operation):
+    """Y = (x − mean) · inv_variance · scale + bias."""
+
+    name = "batchnorm_inference"
+    result = ("Y",)
+
+    def infer(self, node: Node) -> None:
+        x = node.input("input")
+        for name in ("mean", "inv_variance", "scale", "bias"):
+            aligned_dim(node, node.input(name))
+        settle(node, node.outputs.get("Y"), x.dim, x.stride)
+
+    def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        mean, inverse = (_aligned(node, given, name) for name in ("mean", "inv_variance"))
+        return {"Y": _scaled(node, given, (given["input"] - mean) * inverse)}
+
+
+class _NormBackward(Operation):
+    """Gradients of the input, of scale and of bias."""
+
+    result = ("dx", "dscale", "dbias")
+    has_mean = True
+
+    def infer(self, node: Node) -> None:
+        x, grad = node.input("input"), node.input("grad")
+        if grad.dim != x.dim:
+            raise GraphError(
+                f"{node} has grad of dim {list(grad.dim)} but an input of dim {list(x.dim)}"
+            )
+        scale = node.input("scale")
+        for name in ("scale", "mean", "inv_variance"):
+            if name in node.inputs:
+                aligned_dim(node, node.input(name))
+        settle(node, node.outputs.get("dx"), x.dim, x.stride)
+        for name in ("dscale", "dbias"):
+            settle(node, node.outputs.get(name), scale.dim, scale.stride)
+
+    def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        x, grad, modes = given["input"], given["grad"], normalised_modes(node)
+        centred = x
+        if self.has_mean:
+            known = "mean" in given
+            centred = x - (_aligned(node, given, "mean") if known else x.mean(modes, keepdim=True))
+        if "inv_variance" in given:
+            inverse = _aligned(node, given, "inv_variance")
+        else:
+            inverse = (centred.square().mean(modes, keepdim=True) + given["epsilon"]).rsqrt()
+        normal = centred * inverse
+        g = grad * _gain(node, given)
+        dx = g - normal * (g * normal).mean(modes, keepdim=True)
+        if self.has_mean:
+            dx = dx - g.mean(modes, keepdim=True)
+        kept, shape = scale_dim(node), given["scale"].shape
+        summed = [mode for mode in range(x.dim()) if kept[mode] == 1 != x.shape[mode]]
+        parts = {"dscale": grad * normal, "dbias": grad}
+        if summed:
+            parts = {name: one.sum(summed, keepdim=True) for name, one in parts.items()}
+        return {"dx": dx * inverse, **{name: one.reshape(shape) for name, one in parts.items()}}
+
+
+class LayernormBackward(_NormBackward):
+    name = "layernorm_backward"
+
+
+class AdaLayernormBackward(_NormBackward):
+    name = "adalayernorm_backward"
+
+
+class InstancenormBackward(_NormBackward):
+    name = "instancenorm_backward"
+
+
+class BatchnormBackward(_NormBackward):
+    name = "batchnorm_backward"
+
+
+class RmsnormBackward(_NormBackward):
+    name = "rmsnorm_backward"
+    has_mean = False
+
+
+def _aligned(node: Node, given: Mapping[str, Any], name: str) -> Any:
+    return given[name].reshape(aligned_dim(node, node.input(name)))
+
+
+def _gain(node: Node, given: Mapping[str, Any]) -> Any:
+    scale = _aligned(node, given, "scale")
+    return 1 + scale if node["zero_centered_gamma"] else scale
+
+
+def _scaled(node: Node, given: Mapping[str, Any], normal: Any) -> Any:
+    value = normal * _gain(node, given)
+    return value + _aligned(node, given, "bias") if "bias" in given else value

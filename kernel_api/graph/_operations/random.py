@@ -1,0 +1,121 @@
+"""Random numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kernel_api.errors import GraphError
+from kernel_api.graph._builder import Builder
+from kernel_api.graph._enums import data_type, member_of, rng_distribution
+from kernel_api.graph._node import Node, Operation, settle
+from kernel_api.graph._tensor import Tensor, packed_strides
+
+
+class RandomMethods(Builder):
+    """Random numbers that seed, offset and index decide, whatever the device."""
+
+    def rng(
+        self,
+        dim: Iterable[int],
+        stride: Iterable[int] | None = None,
+        distribution: Any = "BERNOULLI",
+        seed: Any = 0,
+        offset: Any = 0,
+        bernoulli_probability: float | None = None,
+        name: str | None = None,
+        *,
+        uniform_min: float = 0.0,
+        uniform_max: float = 1.0,
+        normal_mean: float = 0.0,
+        normal_std: float = 1.0,
+        compute_data_type: Any = None,
+    ) -> Any:
+        """Y of the given dim and stride (row-major by default); FLOAT unless a type is set.
+
+        Of u in [0, 1), which :func:`kernel_api.epilogue.dropout` draws for the same seed and offset
+        of matrices that the last two modes are:
+
+        BERNOULLI
+            1 where u < ``bernoulli_probability``, else 0.
+        UNIFORM
+            min + (max − min) · u.
+        NORMAL
+            mean + std · √2 · erf⁻¹(2u − 1), at most 5.3 standard deviations off.
+
+        Args:
+            seed, offset: Whole numbers, or tensors of one.
+
+        Raises:
+            GraphError: the probability is none.
+        """
+        kind = member_of(rng_distribution, distribution).name
+        p = bernoulli_probability
+        if kind == "BERNOULLI" and (p is None or not 0 <= float(p) <= 1):
+            raise GraphError(f"rng has bernoulli_probability = {p}; expected a number from 0 to 1")
+        shape = [int(one) for one in dim]
+        state = {}
+        for key, value in (("seed", seed), ("offset", offset)):
+            number = value if isinstance(value, Tensor) else None
+            state[key] = number or self._constant(int(value), key, data_type.INT64)
+        return self._add(
+            "rng",
+            state,
+            name=name,
+            compute=compute_data_type,
+            dim=shape,
+            stride=list(packed_strides(shape) if stride is None else map(int, stride)),
+            distribution=kind,
+            probability=None if p is None else float(p),
+            uniform=[float(uniform_min), float(uniform_max)],
+            normal=[float(normal_mean), float(normal_std)],
+        )
+
+
+class Rng(Operation):
+    """Random numbers by Philox4x32-10."""
+
+    name = "rng"
+    result = ("Y",)
+
+    def infer(self, node: Node) -> None:
+        for name in ("seed", "offset"):
+            one = node.input(name)
+            if math.prod(one.dim) != 1:
+                raise GraphError(f"{node} has {name} of dim {list(one.dim)}; expected one number")
+        settle(
+            node, node.outputs.get("Y"), tuple(node["dim"]), tuple(node["stride"]), data_type.FLOAT
+        )
+
+    def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        import torch
+
+        from kernel_api.providers.reference.philox import uniform
+
+        state = [given[name] for name in ("seed", "offset")]
+        device = next((one.device for one in state if hasattr(one, "device")), None)
+        device = _device(node) if device is None else device
+        dim = tuple(node["dim"])
+        matrix = (1,) * (2 - len(dim)) + dim
+        extents = (math.prod(matrix[:-2]), *matrix[-2:])
+        u = uniform(*(_whole(one) for one in state), extents, device).reshape(dim)
+        if node["distribution"] == "BERNOULLI":
+            return {"Y": (u < node["probability"]).to(torch.float32)}
+        if node["distribution"] == "UNIFORM":
+            low, high = node["uniform"]
+            return {"Y": low + (high - low) * u}
+        mean, deviation = node["normal"]
+        # u is a multiple of 2⁻²⁴; half a step keeps it from 0.
+        inverse = torch.erfinv(2 * (u + 2.0**-25) - 1)
+        return {"Y": mean + deviation * math.sqrt(2) * inverse}
+
+
+def _whole(state: Any) -> Any:
+    return int(state) if not hasattr(state, "device") else state
+
+
+def _device(node: Node) -> Any:
+    """Where the numbers are drawn: what the graph is for, else the CPU."""
+    planned = getattr(node.outputs["Y"]._owner, "_planned_device", None)
+    return "cpu" if planned is None else planned()

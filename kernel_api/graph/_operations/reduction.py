@@ -1,0 +1,157 @@
+"""Reductions: many elements become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kernel_api.errors import GraphError
+from kernel_api.graph._builder import Builder
+from kernel_api.graph._enums import data_type, member_of, reduction_mode
+from kernel_api.graph._node import Node, Operation, settle
+
+
+class ReductionMethods(Builder):
+    """Reductions."""
+
+    def reduction(
+        self,
+        input: Any,
+        mode: Any,
+        compute_data_type: Any = None,
+        name: str | None = None,
+        *,
+        axis: int | Iterable[int] | None = None,
+    ) -> Any:
+        """Reduces modes of the input to extent 1.
+
+        Args:
+            input: Of any dim.
+            mode: A ``reduction_mode``: the sum, the product, the smallest, the largest, the largest
+                magnitude, the mean, the sum of magnitudes (NORM1), the root of the sum of squares
+                (NORM2), or the product of what is not 0.
+            axis: The modes that are reduced. Without it ``set_dim`` of the result says so: 1 where
+                it is reduced.
+
+        Returns:
+            Y, of as many modes as the input.
+        """
+        kind = member_of(reduction_mode, mode).name
+        axes = None if axis is None else [axis] if isinstance(axis, int) else list(axis)
+        return self._add(
+            "reduction", {"input": input}, name=name, compute=compute_data_type, mode=kind,
+            axes=axes,
+        )  # fmt: skip
+
+    def genstats(self, input: Any, compute_data_type: Any = None, name: str | None = None) -> Any:
+        """Sums per channel, for batch normalisation.
+
+        Args:
+            input: (N, C, ...).
+
+        Returns:
+            (SUM, SQ_SUM), FLOAT (1, C, 1, ...): of the elements, and of their squares.
+        """
+        return self._add("genstats", {"input": input}, name=name, compute=compute_data_type)
+
+
+class Reduction(Operation):
+    """Modes of extent 1 in the result are reduced."""
+
+    name = "reduction"
+    result = ("Y",)
+
+    def infer(self, node: Node) -> None:
+        dim, Y = node.input("input").dim, node.outputs["Y"]
+        if node["axes"] is None and not Y.dim:
+            raise GraphError(
+                f"{Y}, which {node} writes, has no dim; set_dim says which of {list(dim)} are "
+                f"reduced, to 1 (or give axis= to reduction)"
+            )
+        if node["axes"] is not None:
+            rank = len(dim)
+            wrong = [axis for axis in node["axes"] if not -rank <= axis < rank]
+            if wrong:
+                raise GraphError(f"{node} has axis {wrong[0]}; its input has dim {list(dim)}")
+            reduced = {axis % rank for axis in node["axes"]}
+            found = tuple(1 if mode in reduced else one for mode, one in enumerate(dim))
+        else:
+            found = Y.dim
+            fits = len(found) == len(dim) and all(
+                own in (1, extent) for own, extent in zip(found, dim, strict=True)
+            )
+            if not fits:
+                raise GraphError(
+                    f"{Y}, which {node} writes, has dim {list(found)}; expected 1, or what the "
+                    f"input has, of each of {list(dim)}"
+                )
+        settle(node, Y, found)
+
+    def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        x, dim = given["input"], node.outputs["Y"].dim
+        modes = reduced_modes(tuple(x.shape), dim)
+        if not x.is_floating_point() and node["mode"] in ("AVG", "NORM2"):
+            x = x.to(node.arithmetic)
+        return {"Y": _REDUCTIONS[node["mode"]](x, modes) if modes else _of_one(node["mode"], x)}
+
+
+def reduced_modes(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
+    """Modes that a reduction from one dim to the other goes over."""
+    return tuple(
+        mode
+        for mode, (one, other) in enumerate(zip(before, after, strict=True))
+        if other == 1 and one != 1
+    )
+
+
+def _product(x: Any, modes: tuple[int, ...]) -> Any:
+    for mode in modes:
+        x = x.prod(mode, keepdim=True)
+    return x
+
+
+def _without_zeros(x: Any) -> Any:
+    return x.where(x != 0, x.new_ones(()))
+
+
+def _of_one(mode: str, x: Any) -> Any:
+    """A reduction over nothing."""
+    if mode == "MUL_NO_ZEROS":
+        return _without_zeros(x)
+    return x.abs() if mode in ("AMAX", "NORM1", "NORM2") else x
+
+
+_REDUCTIONS: dict[str, Callable[[Any, tuple[int, ...]], Any]] = {
+    "ADD": lambda x, modes: x.sum(modes, keepdim=True),
+    "MUL": _product,
+    "MIN": lambda x, modes: x.amin(modes, keepdim=True),
+    "MAX": lambda x, modes: x.amax(modes, keepdim=True),
+    "AMAX": lambda x, modes: x.abs().amax(modes, keepdim=True),
+    "AVG": lambda x, modes: x.mean(modes, keepdim=True),
+    "NORM1": lambda x, modes: x.abs().sum(modes, keepdim=True),
+    "NORM2": lambda x, modes: x.square().sum(modes, keepdim=True).sqrt(),
+    "MUL_NO_ZEROS": lambda x, modes: _product(_without_zeros(x), modes),
+}
+
+
+class Genstats(Operation):
+    """Sums and sums of squares of channels."""
+
+    name = "genstats"
+    result = ("SUM", "SQ_SUM")
+
+    def infer(self, node: Node) -> None:
+        dim = node.input("input").dim
+        if len(dim) < 2:
+            raise GraphError(f"{node} has an input of dim {list(dim)}; expected (N, C, ...)")
+        sums = (1, dim[1], *(1 for _ in dim[2:]))
+        for name in self.result:
+            settle(node, node.outputs.get(name), sums, element=data_type.FLOAT)
+
+    def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        x = given["input"].to(node.arithmetic)
+        modes = [mode for mode in range(x.dim()) if mode != 1]
+        return {
+            "SUM": x.sum(modes, keepdim=True),
+            "SQ_SUM": x.square().sum(modes, keepdim=True),
+        }

@@ -1,0 +1,98 @@
+"""The same graph on tensors of other extents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernel_api.errors import GraphError
+from kernel_api.graph._execution import Execution
+from kernel_api.graph._planning.listing import PlanList
+from kernel_api.graph._planning.plan import Plan
+from kernel_api.graph._planning.steps import KernelStep, Step
+from kernel_api.graph._serialization import graph_from_dict, graph_to_dict
+from kernel_api.graph._tensor import Tensor, memory_order, packed_strides
+
+
+def overridden(
+    graph: Any,
+    plan: Plan,
+    uids: tuple[int, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[tuple[int, ...], ...] | None,
+) -> Execution:
+    """An execution of the plan's kernels for other extents.
+
+    What is not named follows from the rest: results get what their operations give them, in the
+    order in memory that they have in the graph. A result whose extents decide what is computed, a
+    reduction's, must be named.
+
+    Raises GraphError where the extents contradict each other.
+    """
+    if len(uids) != len(shapes) or (strides is not None and len(uids) != len(strides)):
+        raise GraphError(
+            f"override_uids has {len(uids)} entries, override_shapes {len(shapes)} and "
+            f"override_strides {'none' if strides is None else len(strides)}; expected as many"
+        )
+    made = type(graph)(
+        name=graph.name,
+        io_data_type=graph.io_data_type,
+        intermediate_data_type=graph.intermediate_data_type,
+        compute_data_type=graph.compute_data_type,
+        handle=graph.handle,
+        sm_version=graph.sm_version,
+    )
+    graph_from_dict(made, graph_to_dict(graph))
+    for copy, tensor in zip(made.tensors, graph.tensors, strict=True):
+        copy.device = tensor.device
+    by_uid = {tensor.uid: tensor for tensor in made.tensors}
+    named: set[int] = set()
+    for index, uid in enumerate(uids):
+        if uid not in by_uid:
+            raise GraphError(f"override_uids has {uid}, which is no uid of the graph")
+        given = strides[index] if strides is not None else None
+        _override(by_uid[uid], shapes[index], given)
+        named.add(id(by_uid[uid]))
+    _forget_inferred(made, named)
+    made.validate()
+    device = graph._planned_device()
+    found = PlanList.of(made, made._validated(), [plan.mode], device)
+    chosen = Plan(plan.mode, _same_kernels(found.plans[0].steps, plan.steps))
+    chosen.build(found.cc, device)
+    return Execution(made, chosen)
+
+
+def _override(tensor: Tensor, dim: tuple[int, ...], stride: tuple[int, ...] | None) -> None:
+    if len(dim) != tensor.rank:
+        raise GraphError(
+            f"{tensor} has {tensor.rank} modes; override_shapes gives it {list(dim)}"
+        )
+    order = memory_order(tensor.dim, tensor.stride)
+    tensor.dim = tuple(map(int, dim))
+    tensor.stride = tuple(map(int, stride)) if stride else packed_strides(tensor.dim, order)
+
+
+def _forget_inferred(graph: Any, named: set[int]) -> None:
+    """Let the graph infer again what follows from the extents that were given."""
+    for node in graph.nodes:
+        for tensor in node.writes:
+            if id(tensor) in named or node.operation.needs_dim(node):
+                continue
+            order = memory_order(tensor.dim, tensor.stride)
+            tensor.dim, tensor.stride = (), ()
+            graph._orders[id(tensor)] = order
+
+
+def _same_kernels(steps: tuple[Step, ...], planned: tuple[Step, ...]) -> list[Step]:
+    """The steps, launching what was planned for the same nodes wherever it takes them."""
+    before = {
+        tuple(n.name for n in step.nodes): step.kernel
+        for step in planned
+        if isinstance(step, KernelStep)
+    }
+    kept: list[Step] = []
+    for step in steps:
+        kernel = before.get(tuple(node.name for node in step.nodes))
+        if isinstance(step, KernelStep) and kernel is not None and kernel in step.kernels:
+            step = step.with_kernel(kernel)
+        kept.append(step)
+    return kept

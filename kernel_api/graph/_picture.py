@@ -1,0 +1,445 @@
+"""Graphs as pictures: operations, tensors, and the kernels around what they fuse.
+
+``draw`` uses graphviz where it is installed. Else operations stand below each other in the order in
+which they run, inputs to their left and outputs to their right; what is not read by the next
+operation goes down on the right.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, NamedTuple
+
+from kernel_api.errors import KernelApiError
+from kernel_api.graph._enums import data_type, element_type
+from kernel_api.graph._node import Node
+from kernel_api.graph._tensor import Tensor
+
+_FONT = "Helvetica, Arial, sans-serif"
+_INK, _PALE = "#1f2933", "#7b8794"
+#: Colours of boxes, by kind of step: fill and line.
+_COLOURS = {
+    "kernel": ("#e8f1fb", "#2f6fb2"),
+    "torch": ("#fdf3e1", "#c98a1b"),
+    "view": ("#f1f3f5", "#9aa5b1"),
+}
+_SECONDS_FOR_GRAPHVIZ = 20
+
+# XML has no place for most control characters.
+_NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def draw(graph: Any, plan: Any = None) -> str:
+    """SVG of a graph; with a plan, boxes around the nodes of each of its steps."""
+    boxes = _boxes(graph, plan)
+    if shutil.which("dot") is not None:
+        found = _by_graphviz(_dot_text(graph.name, boxes))
+        if found is not None:
+            return found
+    return _Picture(graph.name, boxes).svg()
+
+
+# What is drawn -------------------------------------------------------------------------------
+
+
+class _Box(NamedTuple):
+    """Nodes that run together; without a title, no box is drawn around them."""
+
+    title: str
+    kind: str
+    nodes: list[Node]
+
+
+def _boxes(graph: Any, plan: Any) -> list[_Box]:
+    boxes = []
+    left = {id(node): node for node in graph.nodes}
+    for step in () if plan is None else plan.steps:
+        # What several kernels compute is drawn in the first of them.
+        nodes = [left.pop(id(node)) for node in _sorted(step.nodes) if id(node) in left]
+        boxes.append(_Box(_clean(step.title), step.kind, nodes))
+    if left:
+        boxes.append(_Box("", "view", _sorted(left.values())))
+    return boxes
+
+
+def _sorted(nodes: Iterable[Node]) -> list[Node]:
+    """The nodes behind those that they read of; circles, as they came."""
+    waiting = list(nodes)
+    written = {id(tensor) for node in waiting for tensor in node.writes}
+    found: list[Node] = []
+    while waiting:
+        ready = (n for n in waiting if not any(id(tensor) in written for tensor in n.reads))
+        node = next(ready, waiting[0])
+        waiting.remove(node)
+        written -= {id(tensor) for tensor in node.writes}
+        found.append(node)
+    return found
+
+
+def _lines(node: Node) -> list[str]:
+    """What stands in a node: its name, its operation, and numbers among its arguments."""
+    lines = [_clean(node.name)]
+    if node.op != node.name.split(".")[0]:
+        lines.append(_clean(node.op))
+    for key, given in node.inputs.items():
+        for tensor in given if isinstance(given, tuple) else (given,):
+            if tensor.is_constant:
+                lines.append(f"{_clean(key)} = {tensor.value:.6g}")
+    if node.body is not None:
+        inner = ", ".join(one.op for one in node.body.nodes)
+        lines.append(f"with {_clean(inner)}")
+    return lines
+
+
+def _inputs(node: Node) -> list[Tensor]:
+    """The caller's tensors that it reads, each once."""
+    found = {id(t): t for t in node.reads if t.producer is None and not t.is_constant}
+    return list(found.values())
+
+
+def _described(tensor: Tensor) -> str:
+    """Element type and dims."""
+    try:
+        kind = element_type(tensor.data_type).short
+    except KernelApiError:
+        kind = "" if tensor.data_type is data_type.NOT_SET else tensor.data_type.name
+    return f"{kind} {'×'.join(map(str, tensor.dim))}".strip()
+
+
+def _clean(text: str) -> str:
+    return _NO_XML.sub("\N{REPLACEMENT CHARACTER}", str(text))
+
+
+# With graphviz -------------------------------------------------------------------------------
+
+
+def _by_graphviz(text: str) -> str | None:
+    """SVG that ``dot`` makes of its text; None if it does not."""
+    try:
+        done = subprocess.run(
+            ["dot", "-Tsvg"],
+            input=text.encode(),
+            capture_output=True,
+            check=True,
+            timeout=_SECONDS_FOR_GRAPHVIZ,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    svg = done.stdout.decode(errors="replace")
+    # The prologue names a document type, which pages that the picture is put into must not have.
+    return svg[svg.index("<svg") :] if "<svg" in svg else None
+
+
+def _dot_text(name: str, boxes: list[_Box]) -> str:
+    lines = [
+        f"digraph {_quoted(_clean(name) or 'graph')} {{",
+        f'node [shape=box style="filled,rounded" fillcolor=white fontname={_quoted(_FONT)} '
+        "fontsize=12];",
+        f"edge [fontname={_quoted(_FONT)} fontsize=10 color={_quoted(_PALE)}];",
+    ]
+    for i, box in enumerate(boxes):
+        if box.title:
+            fill, line = _COLOURS[box.kind]
+            lines += [
+                f"subgraph cluster_{i} {{",
+                f'label={_quoted(box.title)}; style="filled,rounded"; fontsize=11;',
+                f"fillcolor={_quoted(fill)}; color={_quoted(line)}; fontname={_quoted(_FONT)};",
+            ]
+        lines += [f"n{id(node)} [label={_quoted(*_lines(node))}];" for node in box.nodes]
+        lines += ["}"] * bool(box.title)
+    nodes = [node for box in boxes for node in box.nodes]
+    shown: set[int] = set()
+    for node in nodes:
+        for tensor in _inputs(node):
+            if id(tensor) not in shown:
+                shown.add(id(tensor))
+                lines.append(_dot_pill(tensor))
+            lines.append(f"t{id(tensor)} -> n{id(node)};")
+        for tensor in node.writes:
+            if not tensor.is_virtual:
+                lines += [_dot_pill(tensor), f"n{id(node)} -> t{id(tensor)};"]
+    writers = {id(tensor): node for node in nodes for tensor in node.writes}
+    for node in nodes:
+        for tensor in {id(tensor): tensor for tensor in node.reads}.values():
+            if id(tensor) in writers:
+                lines.append(
+                    f"n{id(writers[id(tensor)])} -> n{id(node)} "
+                    f"[label={_quoted(_described(tensor))}];"
+                )
+    return "\n".join([*lines, "}"])
+
+
+def _dot_pill(tensor: Tensor) -> str:
+    label = _quoted(_clean(str(tensor)), _described(tensor))
+    return f"t{id(tensor)} [shape=ellipse style=filled label={label}];"
+
+
+def _quoted(*lines: str) -> str:
+    # dot reads entities in labels, and backslashes as escapes.
+    escaped = (
+        line.replace("\\", "\\\\").replace('"', '\\"').replace("&", "&amp;").replace("\n", " ")
+        for line in lines
+    )
+    return '"' + "\\n".join(escaped) + '"'
+
+
+# Without graphviz ----------------------------------------------------------------------------
+
+#: Pixels.
+_CHARACTER, _LINE = 6.7, 16
+_PILL, _GAP, _MARGIN = 38, 34, 16
+_SLOT, _BRANCH = 20, 20
+
+
+@dataclass
+class _Row:
+    """A node and what is beside it.
+
+    Attributes:
+        exits: Tensors that leave to the right: outputs, and those that later rows read.
+        entries: Tensors of earlier rows than the last that come in from the right.
+        straight: Tensors that go down to the next row.
+    """
+
+    node: Node
+    lines: list[str]
+    inputs: list[Tensor]
+    exits: list[Tensor] = field(default_factory=list)
+    entries: list[Tensor] = field(default_factory=list)
+    straight: list[Tensor] = field(default_factory=list)
+    top: float = 0.0
+
+    @property
+    def height(self) -> float:
+        right = sum(map(_slot, self.exits)) + len(self.entries) * _SLOT
+        return max(len(self.lines) * _LINE + 14, len(self.inputs) * (_PILL + 6), right)
+
+    @property
+    def middle(self) -> float:
+        return self.top + self.height / 2
+
+    def rights(self) -> Iterator[tuple[Tensor, float]]:
+        """Heights of what leaves to the right, and then of what comes in."""
+        y = self.top
+        for tensor in self.exits:
+            yield tensor, y + _slot(tensor) / 2
+            y += _slot(tensor)
+        for tensor in self.entries:
+            yield tensor, y + _SLOT / 2
+            y += _SLOT
+
+
+def _slot(tensor: Tensor) -> float:
+    return _SLOT if tensor.is_virtual else _PILL + 6
+
+
+class _Picture:
+    """Columns from left to right: inputs, nodes within boxes, lines that go down, outputs."""
+
+    def __init__(self, name: str, boxes: list[_Box]) -> None:
+        self._name = _clean(name) or "graph"
+        self._boxes = boxes
+        self._rows = [
+            _Row(node, _lines(node), _inputs(node)) for box in boxes for node in box.nodes
+        ]
+        self._row_of = {id(t): i for i, r in enumerate(self._rows) for t in r.node.writes}
+        self._connect()
+        self._lanes = self._laid()
+        self._place()
+        self._parts: list[str] = []
+
+    def _connect(self) -> None:
+        for i, row in enumerate(self._rows):
+            row.exits = [tensor for tensor in row.node.writes if not tensor.is_virtual]
+            read = {id(t): t for t in row.node.reads if id(t) in self._row_of}
+            for tensor in read.values():
+                source = self._rows[self._row_of[id(tensor)]]
+                if self._row_of[id(tensor)] == i - 1 and len(source.straight) < 2:
+                    source.straight.append(tensor)
+                else:
+                    row.entries.append(tensor)
+        for row in self._rows:
+            for tensor in row.entries:
+                source = self._rows[self._row_of[id(tensor)]]
+                if not any(tensor is one for one in source.exits):
+                    source.exits.append(tensor)
+
+    def _laid(self) -> dict[int, int]:
+        """For tensors that go down on the right, in which lane they do."""
+        spans: dict[int, tuple[int, int]] = {}
+        for i, row in enumerate(self._rows):
+            for tensor in row.entries:
+                start, end = spans.get(id(tensor), (self._row_of[id(tensor)],) * 2)
+                spans[id(tensor)] = min(start, i), max(end, i)
+        lanes: dict[int, int] = {}
+        for key, (start, end) in sorted(spans.items(), key=lambda one: one[1][1] - one[1][0]):
+            taken = {
+                lanes[other]
+                for other in lanes
+                if spans[other][0] <= end and start <= spans[other][1]
+            }
+            lanes[key] = next(lane for lane in range(len(spans)) if lane not in taken)
+        return lanes
+
+    def _place(self) -> None:
+        rows, y = self._rows, float(_MARGIN)
+        self._box_places: list[tuple[_Box, float, float]] = []
+        index = 0
+        for box in self._boxes:
+            start, y = y, y + (24 if box.title else 0)
+            for row in rows[index : index + len(box.nodes)]:
+                row.top = y
+                y += row.height + _GAP
+            index += len(box.nodes)
+            y -= _GAP if box.nodes else 0
+            self._box_places.append((box, start, y + 10 - start))
+            y += _GAP + 12
+        self._height = y - _GAP + _MARGIN
+        pills = [_pill_width(t) for row in rows for t in row.inputs]
+        self._node_left = _MARGIN + max(pills, default=0.0) + 40 + 12
+        self._node_width = max([70.0, *(_width(one) + 20 for row in rows for one in row.lines)])
+        title = max([0.0, *(_width(box.title) for box in self._boxes)])
+        self._box_width = max(self._node_width + 24, title + 24)
+        # Nodes stand in the middle of boxes that are wider because of their titles.
+        self._box_left = self._node_left - 12
+        self._node_left = self._box_left + (self._box_width - self._node_width) / 2
+        labels = [_width(_described(t)) for row in rows for t in row.exits if id(t) in self._lanes]
+        right = self._box_left + self._box_width
+        self._lane_left = right + (max(labels) + 16 if labels else 0)
+        self._pill_left = (
+            self._lane_left + (max(self._lanes.values(), default=-1) + 1) * _BRANCH + 24
+        )
+        ends = [_pill_width(t) for row in rows for t in row.exits if not t.is_virtual]
+        beside = max([0.0, *(_width(_described(t)) / 2 for row in rows for t in row.straight)])
+        self._width = max(self._pill_left + max(ends, default=0.0), right + 8 + beside) + _MARGIN
+
+    def svg(self) -> str:
+        self._parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self._width:.0f}" '
+            f'height="{self._height:.0f}" viewBox="0 0 {self._width:.0f} {self._height:.0f}" '
+            f'font-family="{_FONT}" font-size="12" role="img">',
+            f"<title>{escape(self._name)}</title>",
+            '<rect width="100%" height="100%" fill="white"/>',
+            '<defs><marker id="end" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="8" '
+            f'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8Z" fill="{_PALE}"/>'
+            "</marker></defs>",
+        ]
+        for box, top, height in self._box_places:
+            self._draw_box(box, top, height)
+        for i, row in enumerate(self._rows):
+            self._draw_straight(row, self._rows[i + 1] if i + 1 < len(self._rows) else row)
+            self._draw_right(row)
+        for row in self._rows:
+            self._draw_node(row)
+            self._draw_inputs(row)
+        return "".join([*self._parts, "</svg>"])
+
+    def _draw_box(self, box: _Box, top: float, height: float) -> None:
+        if not box.title:
+            return
+        fill, line = _COLOURS[box.kind]
+        dashes = "" if box.kind == "kernel" else ' stroke-dasharray="5 3"'
+        self._rectangle(
+            self._box_left, top, self._box_width, height, f'fill="{fill}" stroke="{line}"{dashes}'
+        )
+        self._text(self._box_left + 10, top + 16, box.title, f'fill="{line}" font-size="11"')
+
+    def _draw_node(self, row: _Row) -> None:
+        self._rectangle(
+            self._node_left, row.top, self._node_width, row.height, f'fill="white" stroke="{_INK}"'
+        )
+        y = row.middle - (len(row.lines) - 1) * _LINE / 2 + 4
+        for i, line in enumerate(row.lines):
+            look = 'font-weight="bold"' if i == 0 else f'font-size="11" fill="{_PALE}"'
+            middle = self._node_left + self._node_width / 2
+            self._text(middle, y + i * _LINE, line, f'text-anchor="middle" {look}')
+
+    def _draw_inputs(self, row: _Row) -> None:
+        y = row.middle - len(row.inputs) * (_PILL + 6) / 2 + 3
+        for tensor in row.inputs:
+            width = _pill_width(tensor)
+            left = self._box_left - 40 - width
+            self._pill(tensor, left, y, width)
+            self._arrow((left + width, y + _PILL / 2), (self._node_left, y + _PILL / 2))
+            y += _PILL + 6
+
+    def _draw_straight(self, row: _Row, below: _Row) -> None:
+        count = len(row.straight)
+        for k, tensor in enumerate(row.straight):
+            x = self._node_left + self._node_width / 2 + (k - (count - 1) / 2) * 24
+            self._arrow((x, row.top + row.height), (x, below.top))
+            # Below the border of a box, if there is one in between.
+            y = row.top + row.height + 14
+            anchor, away = ("end", -6) if k < count - 1 else ("start", 6)
+            self._label(x + away, y, tensor, anchor)
+
+    def _draw_right(self, row: _Row) -> None:
+        right = self._node_left + self._node_width
+        for place, (tensor, y) in enumerate(row.rights()):
+            lane = self._lane_left + self._lanes.get(id(tensor), 0) * _BRANCH
+            if place >= len(row.exits):
+                self._arrow((lane, y), (right, y))
+                continue
+            if id(tensor) in self._lanes:
+                ends = [
+                    there
+                    for other in self._rows
+                    for one, there in list(other.rights())[len(other.exits) :]
+                    if one is tensor
+                ]
+                self._path((right, y), (lane, y))
+                self._path((lane, min([y, *ends])), (lane, max([y, *ends])))
+                if tensor.is_virtual:
+                    self._label(self._box_left + self._box_width + 6, y - 4, tensor, "start")
+            if not tensor.is_virtual:
+                self._arrow((right, y), (self._pill_left, y))
+                self._pill(tensor, self._pill_left, y - _PILL / 2, _pill_width(tensor))
+
+    # Shapes ------------------------------------------------------------------------------
+
+    def _pill(self, tensor: Tensor, left: float, top: float, width: float) -> None:
+        self._rectangle(left, top, width, _PILL, f'fill="white" stroke="{_PALE}"', _PILL / 2)
+        middle = left + width / 2
+        self._text(middle, top + 16, _clean(str(tensor)), 'text-anchor="middle"')
+        self._text(
+            middle,
+            top + 30,
+            _described(tensor),
+            f'text-anchor="middle" font-size="11" fill="{_PALE}"',
+        )
+
+    def _label(self, x: float, y: float, tensor: Tensor, anchor: str) -> None:
+        self._text(
+            x, y, _described(tensor), f'text-anchor="{anchor}" font-size="11" fill="{_PALE}"'
+        )
+
+    def _rectangle(
+        self, left: float, top: float, width: float, height: float, look: str, round_: float = 6
+    ) -> None:
+        self._parts.append(
+            f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" '
+            f'rx="{round_:.0f}" {look}/>'
+        )
+
+    def _text(self, x: float, y: float, words: str, look: str = "") -> None:
+        self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(words)}</text>')
+
+    def _arrow(self, *places: tuple[float, float]) -> None:
+        self._path(*places, look=' marker-end="url(#end)"')
+
+    def _path(self, *places: tuple[float, float], look: str = "") -> None:
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        self._parts.append(f'<path d="M{path}" fill="none" stroke="{_PALE}"{look}/>')
+
+
+def _width(text: str) -> float:
+    return len(text) * _CHARACTER
+
+
+def _pill_width(tensor: Tensor) -> float:
+    return max(_width(str(tensor)), _width(_described(tensor))) + 28

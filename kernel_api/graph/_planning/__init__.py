@@ -1,0 +1,1 @@
+"""From a graph to plans: which kernels compute which nodes."""

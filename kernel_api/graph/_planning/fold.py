@@ -1,0 +1,170 @@
+"""What a node computes as part of an epilogue: in the terms of the traced expression graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kernel_api import epilogue as ep
+from kernel_api.graph._enums import data_type, element_type, reduction_mode
+from kernel_api.graph._node import Node
+from kernel_api.graph._operations.pointwise import POINTWISE
+from kernel_api.graph._planning.frame import Frame
+from kernel_api.graph._tensor import Tensor
+
+#: From the inputs of a node, by name, to its outputs, by name.
+Folded = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+_AXES: dict[tuple[bool, bool], int | None] = {(False, True): -1, (True, False): -2}
+
+#: Numbers here decide what is computed, not only with what; they are no run-time values.
+STATIC_INPUTS = {"pow": ("b",)}
+#: Inputs that are read as tables, not broadcast.
+TABLES = {"rope": ("cos", "sin")}
+
+
+def why_not(node: Node) -> str | None:
+    """Why an operation can be part of no epilogue; None if it may be."""
+    if node.op in POINTWISE:
+        if POINTWISE[node.op].epilogue is None:
+            return f"{node.op} has no form in epilogues"
+        return None
+    if node.op == "reduction":
+        mode = node["mode"]
+        if mode in _REDUCTIONS:
+            return None
+        return f"epilogues have no reduction {mode}"
+    if node.op in ("glu_pair", "rope", "slice"):
+        return None
+    return f"{node.op} is no operation of epilogues"
+
+
+def folded(node: Node, frame: Frame) -> Folded | str:
+    """What the node does in an epilogue over the frame, or why it cannot be there."""
+    refusal = why_not(node)
+    if refusal is not None:
+        return refusal
+    if node.op == "reduction":
+        return _reduction(node, frame)
+    if node.op == "slice":
+        return _half(node, frame)
+    if node.op == "glu_pair":
+        return _glu_pair(node)
+    if node.op == "rope":
+        return _rope(node)
+    return _pointwise(node)
+
+
+def rounded(value: Any, tensor: Tensor) -> Any:
+    """A value as a tensor of its type holds it."""
+    kind = tensor.data_type
+    if kind is data_type.BOOLEAN:
+        return value if value.is_boolean else value != 0
+    name = element_type(kind).name
+    if name in ("float32", "float64", "int64") or value.is_boolean:
+        return value
+    return ep.cast(value, name)
+
+
+def _pointwise(node: Node) -> Folded:
+    entry = POINTWISE[node.op]
+    of = entry.epilogue
+    assert of is not None
+
+    def fold(given: Mapping[str, Any]) -> dict[str, Any]:
+        operands = [given[name] for name in entry.arguments if name in given]
+        return {result: of(*operands, **node.attributes) for result in node.outputs}
+
+    return fold
+
+
+def _reduction(node: Node, frame: Frame) -> Folded | str:
+    tensor = next(node.writes)
+    given = next(t for t in node.inputs.values() if isinstance(t, Tensor))
+    if not frame.has_all(given.dim):
+        return "it reduces what is already reduced"
+    lost = frame.reduced(tensor.dim)
+    if lost is None:
+        return "it reduces some of the modes that are rows, or columns, here"
+    *batch, rows, columns = lost
+    if any(batch) and not (rows and columns):
+        return "it reduces batches, and not rows and columns as well"
+    if rows and columns and batch and not all(batch):
+        axis = None
+    elif rows and columns:
+        axis = None
+    elif (rows, columns) in _AXES:
+        axis = _AXES[(rows, columns)]
+    else:
+        return "it reduces nothing"
+    of = _REDUCTIONS[node["mode"]]
+    count = 1
+    for own, full in zip(_padded(tensor.dim, frame), frame.dim, strict=True):
+        count *= full if own == 1 else 1
+
+    def fold(values: Mapping[str, Any]) -> dict[str, Any]:
+        (value,) = values.values()
+        return {result: of(value, axis, count) for result in node.outputs}
+
+    return fold
+
+
+def _padded(dim: tuple[int, ...], frame: Frame) -> tuple[int, ...]:
+    return (1,) * (len(frame.dim) - len(dim)) + tuple(dim)
+
+
+_REDUCTIONS: dict[str, Callable[[Any, Any, int], Any]] = {
+    reduction_mode.ADD.name: lambda x, axis, count: ep.sum(x, axis),
+    reduction_mode.MAX.name: lambda x, axis, count: ep.max(x, axis),
+    reduction_mode.MIN.name: lambda x, axis, count: ep.min(x, axis),
+    reduction_mode.AMAX.name: lambda x, axis, count: ep.amax(x, axis),
+    reduction_mode.NORM1.name: lambda x, axis, count: ep.sum(ep.abs(x), axis),
+}
+
+
+def _half(node: Node, frame: Frame) -> Folded | str:
+    """A slice that is the left or the right half of the columns."""
+    (given,) = node.inputs.values()
+    tensor = next(node.writes)
+    assert isinstance(given, Tensor)
+    (view,) = node.operation.views(node).values()  # type: ignore[attr-defined]
+    columns = frame.groups[-1]
+    if len(columns) != 1 or not frame.has_all(given.dim):
+        return "it is no half of the columns"
+    mode = columns[0] - len(frame.dim)
+    full, own = given.dim[mode], tensor.dim[mode]
+    rest = [(a, b) for i, (a, b) in enumerate(zip(given.dim, tensor.dim, strict=True))
+            if i != len(given.dim) + mode]
+    step = given.stride[mode]
+    if any(a != b for a, b in rest) or 2 * own != full or view.stride[mode] != step:
+        return "it is no half of the columns"
+    if view.offset not in (0, own * step):
+        return "it is no half of the columns"
+    part = 1 if view.offset else 0
+
+    def fold(values: Mapping[str, Any]) -> dict[str, Any]:
+        (value,) = values.values()
+        pair = ep.glu_pair(value, order="gate_up", granularity="halves")
+        return {result: pair[part] for result in node.outputs}
+
+    return fold
+
+
+def _glu_pair(node: Node) -> Folded:
+    def fold(values: Mapping[str, Any]) -> dict[str, Any]:
+        (value,) = values.values()
+        pair = ep.glu_pair(value, order=node["order"], granularity=node["granularity"])
+        return dict(zip(node.operation.result, pair, strict=True))
+
+    return fold
+
+
+def _rope(node: Node) -> Folded:
+    names = ("head_dim", "start", "width", "style")
+    options = {name: node[name] for name in names if node[name] is not None}
+
+    def fold(values: Mapping[str, Any]) -> dict[str, Any]:
+        value = ep.rotate(values["input"], values["cos"], values["sin"], **options)
+        return {result: value for result in node.outputs}
+
+    return fold

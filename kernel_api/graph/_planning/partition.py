@@ -1,0 +1,295 @@
+"""The fewest kernels that a graph becomes: regions grown from their anchors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kernel_api.graph._node import Node
+from kernel_api.graph._planning.anchors import ANCHORS
+from kernel_api.graph._planning.builds import FusedBuilds, PlainBuilds
+from kernel_api.graph._planning.fold import folded, why_not
+from kernel_api.graph._planning.frame import Frame, memory_frames
+from kernel_api.graph._planning.products import elementwise
+from kernel_api.graph._planning.region import Region, Units
+from kernel_api.graph._planning.rewriting import rewritten
+from kernel_api.graph._planning.steps import (
+    KernelStep,
+    Prober,
+    Step,
+    TorchStep,
+    ViewStep,
+    view_of,
+)
+from kernel_api.graph._tensor import Tensor, memory_order
+
+
+class Refusal(NamedTuple):
+    """Why a node was not fused into the kernel of another, or has no kernel."""
+
+    node: Node
+    into: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.node} {self.into}: {self.why}"
+
+
+class Partition(NamedTuple):
+    """The steps of a graph in the order that they run, and what could not be fused."""
+
+    steps: tuple[Step, ...]
+    refusals: tuple[Refusal, ...]
+
+
+def partition(nodes: list[Node], prober: Prober) -> Partition:
+    """Deal the nodes out to kernels; what no kernel takes is left to torch.
+
+    Args:
+        nodes: In order, all known.
+        prober: Finds the kernels for arguments on the device that is planned for.
+    """
+    made = _Partitioner(rewritten(nodes), prober)
+    made.take_anchors()
+    made.take_views()
+    made.take_chains()
+    made.take_rest()
+    return Partition(tuple(made.in_order()), tuple(made.refusals))
+
+
+class _Partitioner:
+    def __init__(self, nodes: list[Node], prober: Prober) -> None:
+        self.nodes, self.prober = nodes, prober
+        self.units = Units(nodes)
+        self.steps: list[Step] = []
+        self.refusals: list[Refusal] = []
+
+    # The passes --------------------------------------------------------------------------
+
+    def take_anchors(self) -> None:
+        for node in self.nodes:
+            anchor = ANCHORS.get(node.op)
+            if anchor is None or not self.units.is_free(node):
+                continue
+            builds = anchor(node, lambda t, node=node: self.units.leaves(t, {id(node)}))
+            if isinstance(builds, str):
+                self.refusals.append(Refusal(node, "has no kernel", builds))
+                continue
+            self._take(node, list(builds))
+
+    def take_views(self) -> None:
+        for node in self.nodes:
+            if self.units.is_free(node) and all(view_of(t) is not None for t in node.writes):
+                self.units.merge([node])
+                self.steps.append(ViewStep(node))
+
+    def take_chains(self) -> None:
+        for node in self.nodes:
+            if self.units.is_free(node) and why_not(node) is None:
+                self._take_chain(node)
+
+    def take_rest(self) -> None:
+        for node in self.nodes:
+            if self.units.is_free(node):
+                self.units.merge([node])
+                self.steps.append(TorchStep((node,)))
+                if node.op not in ANCHORS and why_not(node) is not None:
+                    self.refusals.append(Refusal(node, "has no kernel", "it is left to torch"))
+
+    def in_order(self) -> list[Step]:
+        """The steps, each behind those whose results it reads."""
+        pending, ordered = list(self.steps), []
+        written = {id(t): step for step in pending for node in step.nodes for t in node.writes}
+        done: set[int] = set()
+        position = {id(node): i for i, node in enumerate(self.nodes)}
+        pending.sort(key=lambda step: min(position[id(node)] for node in step.nodes))
+        while pending:
+            step = next(
+                s
+                for s in pending
+                if all(
+                    id(t) not in written or written[id(t)] is s or id(written[id(t)]) in done
+                    for node in s.nodes
+                    for t in node.reads
+                )
+            )
+            pending.remove(step)
+            ordered.append(step)
+            done.add(id(step))
+        return ordered
+
+    # One kernel --------------------------------------------------------------------------
+
+    def _take(self, node: Node, builds: list[PlainBuilds | FusedBuilds]) -> None:
+        """The step of an anchor, with all that folds into it; the build that covers most."""
+        best: KernelStep | None = None
+        refusals: list[Refusal] = []
+        for build in builds:
+            found: list[Refusal] = []
+            step = self._step_of(node, build, found)
+            if step is not None and (best is None or len(step.nodes) > len(best.nodes)):
+                best, refusals = step, found
+            elif best is None:
+                refusals += found
+        self.refusals += refusals
+        if best is not None:
+            self.units.merge(best.nodes)
+            self.steps.append(best)
+
+    def _step_of(self, node: Node, build: PlainBuilds | FusedBuilds, refusals: list[Refusal]) -> KernelStep | None:
+        if not isinstance(build, FusedBuilds):
+            step = self.prober.step((node,), build)
+            if isinstance(step, str):
+                refusals.append(Refusal(node, "has no kernel", step))
+                return None
+            return step
+        region = Region(node, build.accumulator, build.frame)
+        return self._grown(region, build, refusals)
+
+    def _take_chain(self, first: Node) -> None:
+        """A kernel of element-wise nodes alone."""
+        for region, build in self._chains(first):
+            found: list[Refusal] = []
+            step = self._grown(region, build, found)
+            self.refusals += found
+            if step is not None:
+                self.units.merge(step.nodes)
+                self.steps.append(step)
+                return
+
+    def _chains(self, first: Node) -> Iterator[tuple[Region, FusedBuilds]]:
+        tensors = [t for t in first.inputs.values() if isinstance(t, Tensor)]
+        longest = max((_size(t) for t in tensors), default=0)
+        for main in tensors:
+            if _size(main) != longest or main.is_pass_by_value:
+                continue
+            order = memory_order(main.dim, main.stride)
+            for frame in memory_frames([main, *tensors, *first.writes], order):
+                yield Region(None, main, frame), elementwise(main, frame)
+
+    def _grown(
+        self, region: Region, build: FusedBuilds, refusals: list[Refusal]
+    ) -> KernelStep | None:
+        """The step of the largest region that a kernel takes."""
+        self._grow(region, refusals)
+        while True:
+            if region.anchor is None and not region.nodes:
+                return None
+            region.stored = self._stored(region)
+            step = self.prober.step(region.covered, build.with_region(region))
+            if not isinstance(step, str):
+                return step
+            if not region.nodes:
+                node = region.anchor
+                assert node is not None
+                refusals.append(Refusal(node, "has no kernel", step))
+                return None
+            dropped = region.nodes[-1]
+            refusals.append(Refusal(dropped, f"is not part of {_title(region)}", step))
+            self._drop(region, dropped)
+
+    def _drop(self, region: Region, node: Node) -> None:
+        """Take a node out, and what only it needed."""
+        region.nodes.remove(node)
+        self._prune(region)
+
+    def _prune(self, region: Region) -> None:
+        """Leave no node in that does not depend on the accumulator and feeds nothing in."""
+        changed = True
+        while changed:
+            changed = False
+            needed = {id(t) for n in region.nodes for t in n.reads}
+            live = self._depending(region)
+            for node in list(region.nodes):
+                if id(node) not in live and not any(id(t) in needed for t in node.writes):
+                    region.nodes.remove(node)
+                    changed = True
+
+    def _depending(self, region: Region) -> set[int]:
+        values, nodes = {id(region.accumulator)}, set()
+        for node in region.nodes:
+            if any(id(t) in values for t in node.reads):
+                nodes.add(id(node))
+                values |= {id(t) for t in node.writes}
+        return nodes
+
+    # Growing -----------------------------------------------------------------------------
+
+    def _grow(self, region: Region, refusals: list[Refusal]) -> None:
+        for node in self.nodes:
+            inner = region.inner
+            if not self.units.is_free(node) or node in region.covered:
+                continue
+            if not any(id(t) in inner for t in node.reads):
+                continue
+            pulled = self._joining(region, node)
+            if isinstance(pulled, str):
+                if node.op in ANCHORS:
+                    continue
+                refusals.append(Refusal(node, f"is not part of {_title(region)}", pulled))
+                continue
+            region.nodes += pulled
+        position = {id(node): i for i, node in enumerate(self.nodes)}
+        region.nodes.sort(key=lambda node: position[id(node)])
+
+    def _joining(self, region: Region, node: Node) -> list[Node] | str:
+        """The node, behind those that can only serve it; or why it cannot join."""
+        fold = folded(node, region.frame)
+        if isinstance(fold, str):
+            return fold
+        behind = self.units.behind(region.covered or [node])
+        joined = [node]
+        pending = [node]
+        inner = region.inner
+        while pending:
+            for tensor in pending.pop().reads:
+                producer = self.units.producer.get(id(tensor))
+                if id(tensor) in inner or producer is None or producer in joined:
+                    continue
+                if id(producer) in behind:
+                    return f"it needs {tensor}, which is computed from what the kernel writes"
+                if self._serves_only(producer, [*region.covered, *joined], region.frame):
+                    joined.insert(0, producer)
+                    pending.append(producer)
+        trial = Region(region.anchor, region.accumulator, region.frame, [*region.nodes, *joined])
+        for operand in trial.operands().values():
+            if operand.layout is None:
+                return f"{operand.tensor} is no matrix in the modes of the kernel"
+        for one in joined:
+            for tensor in one.writes:
+                if region.frame.of(tensor) is None:
+                    return f"{tensor} is no matrix in the modes of the kernel"
+        return joined
+
+    def _serves_only(self, producer: Node, members: list[Node], frame: Frame) -> bool:
+        """Whether a node is needed by these alone, and can be computed with them."""
+        if not self.units.is_free(producer) or isinstance(folded(producer, frame), str):
+            return False
+        if producer.op in ("glu_pair", "slice", "rope", "reduction"):
+            return False
+        ids = {id(node) for node in members}
+        return not any(self.units.leaves(t, ids) for t in producer.writes)
+
+    def _stored(self, region: Region) -> list[Tensor]:
+        members = {id(node) for node in region.nodes}
+        found = [] if region.anchor is None else [region.accumulator]
+        found += [t for node in region.nodes for t in node.writes]
+        live = self._depending(region)
+        own = {id(t) for n in region.nodes if id(n) in live for t in n.writes}
+        own.add(id(region.accumulator))
+        if region.anchor is not None:
+            members.add(id(region.anchor))
+        return [t for t in found if id(t) in own and self.units.leaves(t, members)]
+
+
+def _size(tensor: Tensor) -> int:
+    size = 1
+    for extent in tensor.dim:
+        size *= extent
+    return size
+
+
+def _title(region: Region) -> str:
+    anchor = region.anchor
+    return f"the kernel of {anchor}" if anchor is not None else "an element-wise kernel"
+

@@ -1,0 +1,63 @@
+"""Graphs in the terms of the kernels: nodes that none computes as they are, in several."""
+
+from __future__ import annotations
+
+from kernel_api.graph._enums import data_type
+from kernel_api.graph._node import Node
+from kernel_api.graph._tensor import Tensor, packed_strides
+
+_NORMS = ("layernorm", "rmsnorm", "layernorm_backward", "rmsnorm_backward")
+
+
+def rewritten(nodes: list[Node]) -> list[Node]:
+    """The same computation in nodes that kernels take; the given ones stay as they are."""
+    found: list[Node] = []
+    for node in nodes:
+        if node.op == "sdpa":
+            found += _with_float_statistics(node)
+        elif node.op in _NORMS and node["zero_centered_gamma"]:
+            found += _with_gain(node)
+        else:
+            found.append(node)
+    return found
+
+
+def _with_float_statistics(node: Node) -> list[Node]:
+    """Attention whose log-sum-exp is FLOAT, and what converts it."""
+    stats = node.outputs.get("Stats")
+    if stats is None or stats.data_type is data_type.FLOAT:
+        return [node]
+    exact = _virtual(f"{stats}::float", stats.dim, data_type.FLOAT)
+    changed = _copy(node)
+    changed.outputs["Stats"] = exact
+    exact.producer = changed
+    converted = Node("identity", f"{node.name}::stats", {"input": exact}, {}, data_type.FLOAT)
+    converted.outputs["OUT_0"] = stats
+    return [changed, converted]
+
+
+def _with_gain(node: Node) -> list[Node]:
+    """A norm whose gain is computed before: 1 + scale."""
+    scale = node.input("scale")
+    gain = _virtual(f"{node.name}::gain", scale.dim, data_type.FLOAT)
+    one = Tensor(None, name=f"{node.name}::one", dim=(1,), stride=(1,), element=data_type.FLOAT)
+    one.is_pass_by_value, one.value = True, 1.0
+    added = Node("add", f"{node.name}::gain", {"a": scale, "b": one}, {}, data_type.FLOAT)
+    added.outputs["OUT_0"] = gain
+    gain.producer = added
+    changed = _copy(node)
+    changed.inputs["scale"] = gain
+    changed.attributes["zero_centered_gamma"] = False
+    return [added, changed]
+
+
+def _virtual(name: str, dim: tuple[int, ...], element: data_type) -> Tensor:
+    return Tensor(
+        None, name=name, dim=dim, stride=packed_strides(dim), element=element, is_virtual=True
+    )
+
+
+def _copy(node: Node) -> Node:
+    made = Node(node.op, node.name, node.inputs, node.attributes, node.compute, node.body)
+    made.outputs = dict(node.outputs)
+    return made

@@ -1,0 +1,373 @@
+"""What the element-wise family offers, and how it is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from kernel_api import _compile_cache
+from kernel_api._workspaces import ZEROED
+from kernel_api.arguments import ElementwiseArguments
+from kernel_api.artifact import CompiledArtifact
+from kernel_api.epilogue import Graph
+from kernel_api.metadata import (
+    DesignMetadata,
+    KernelMetadata,
+    NormOperandsMetadata,
+    TensorAttributes,
+)
+from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
+from kernel_api.providers.cutedsl.elementwise import model
+from kernel_api.providers.cutedsl.elementwise.columns import bundles, merged_groups
+from kernel_api.providers.cutedsl.epilogue.operands import (
+    Tiling,
+    epilogue_values,
+    fits_tile,
+    full_outputs,
+    halves_fit,
+    operands_fit,
+    reduction_sizes,
+    spans_rows,
+    types_fit,
+    whole_pieces,
+)
+from kernel_api.providers.cutedsl.epilogue.plan import LANES, plan
+from kernel_api.providers.cutedsl.gemm.fusing import alignment_of, lowered, output_types
+from kernel_api.providers.cutedsl.kernel import CuteDslKernel
+from kernel_api.space import Miss, Operands, Space, rule
+from kernel_api.status import Status
+
+_COUNTER_BYTES = _PART_BYTES = 4
+
+#: Elements of a thread at a time, and quads of a warp.
+_MOST_ELEMENTS, _QUADS = 64, 8
+
+#: Rows of a thread at a time.
+_HALVES = 2
+
+#: What x may be, and what is written.
+_READ = (
+    "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+    "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
+_STORED = (
+    "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu",
+    "int32", "int16", "int8", "uint8",
+)  # fmt: skip
+
+#: The first compute capability that converts 8-bit floats.
+_CONVERTS_8_BITS = 89
+
+_WHY_ALIGNED = "rows are moved in vectors, whose addresses and row pitches are multiples of them"
+
+
+@dataclass(frozen=True)
+class ElementwiseDesign(DesignMetadata):
+    """How the elements of a matrix lie on the threads of a CTA.
+
+    Attributes:
+        threads: Of a CTA.
+        columns: Of x, that a tile has.
+        turns: Pairs of rows that a thread has on their way at a time.
+        steps: Times that a CTA takes new rows.
+    """
+
+    threads: int
+    columns: int
+    turns: int
+    steps: int
+
+    def rows(self, bundle: int) -> int:
+        """Of a tile, if a quad has so many columns together."""
+        quads = self.threads // LANES // (self.columns // bundle)
+        return quads * _HALVES * self.turns * self.steps
+
+    def elements(self, bundle: int) -> int:
+        """Of a thread at a time."""
+        return bundle // LANES * _HALVES * self.turns
+
+    def label(self) -> str:
+        return f"threads{self.threads}_columns{self.columns}_turns{self.turns}_steps{self.steps}"
+
+
+#: Whole rows of a warp; the same with fewer registers; for reductions over many rows; for few
+#: columns, and for epilogues that look at many together.
+DESIGNS = (
+    ElementwiseDesign(128, 256, 2, 1),
+    ElementwiseDesign(128, 256, 1, 1),
+    ElementwiseDesign(256, 256, 2, 16),
+    ElementwiseDesign(128, 128, 1, 1),
+    ElementwiseDesign(128, 64, 2, 1),
+    ElementwiseDesign(256, 64, 1, 16),
+)
+
+
+def _vectors(x: str, out: str, *alignments: int) -> Operands:
+    """Rows side by side, moved at so many bytes at once."""
+    return Operands(
+        x=x,
+        out=out,
+        accumulator="f32",
+        majors="x:n out:n",
+        alignments=tuple({"x": a, "out": a} for a in alignments),
+        why_aligned=_WHY_ALIGNED,
+    )
+
+
+@CuTeDSLProvider.register
+class Sm80Elementwise(CuteDslKernel):
+    """An epilogue of a matrix in memory, for every GPU from Ampere on, moved in vectors."""
+
+    family: ClassVar[str] = "sm80.elementwise"
+    arguments = ElementwiseArguments
+    targets: ClassVar[tuple[str, ...]] = ("sm_80",)
+    fuses = True
+    operands = (
+        _vectors("f16 | bf16", "f16 | bf16", 16, 4),
+        _vectors("f16 | bf16", "f32", 16),
+        _vectors("f32", "f32 | f16 | bf16", 16),
+        _vectors("f32 | f16 | bf16", "e4m3 | e5m2 | i8", 16),
+        _vectors("e4m3 | e5m2 | i8", "f32 | f16 | bf16", 16),
+        _vectors("e4m3 | e5m2 | i8 | u8 | i32", "like x", 16),
+        Operands(
+            x="any",
+            out="any",
+            accumulator="f32",
+            majors="strided",
+            why_aligned=_WHY_ALIGNED,
+        ),
+    )
+    operands_metadata = NormOperandsMetadata
+    design = ElementwiseDesign
+    space = Space(*DESIGNS)
+
+    def __init__(self, metadata: KernelMetadata) -> None:
+        super().__init__(metadata)
+        graph = metadata.epilogue
+        nodes = graph.nodes if isinstance(graph, Graph) else ()
+        self.reorders_accumulation = any(node.op == "reduce" for node in nodes)
+
+    # What it takes -----------------------------------------------------------------------
+
+    @rule(f"x is one of {', '.join(_READ)}")
+    def _(args: ElementwiseArguments) -> bool | Miss:
+        return args.x.dtype.name in _READ or Miss(f"it is {args.x.dtype}")
+
+    @rule(f"out is one of {', '.join(_STORED)}, or has the type of x and is x as it is")
+    def _(args: ElementwiseArguments) -> bool | Miss:
+        copied = args.epilogue is None and args.x.dtype is args.out.dtype
+        return copied or args.out.dtype.name in _STORED or Miss(f"it is {args.out.dtype}")
+
+    @rule("rows and columns are counted in 32 bits, 2³⁰ at most")
+    def _(args: ElementwiseArguments) -> bool | Miss:
+        return max(args.M, args.N) <= 2**30 or Miss(f"they are {args.M} and {args.N}")
+
+    @rule("rows of x and out are whole vectors")
+    def _(operands: NormOperandsMetadata, args: ElementwiseArguments) -> bool | Miss:
+        for name, operand in zip(args.operand_names, args.operands, strict=True):
+            piece = _vector_bytes(operands)
+            if piece > 1 and not whole_pieces(operand, piece):
+                columns = operand.shape[-1]
+                vector = piece // operand.dtype.itemsize
+                padded = -(-columns // vector) * vector
+                return Miss(f"{name} has {columns} columns", f"would match with {padded}")
+        return True
+
+    @rule("an epilogue takes at least one row, column and batch")
+    def _(args: ElementwiseArguments) -> bool | Miss:
+        empty = [name for name in ("M", "N", "L") if getattr(args, name) == 0]
+        return args.epilogue is None or not empty or Miss(f"{empty[0]} is 0")
+
+    @rule("the epilogue is one that kernels compute as they write their tiles")
+    def _(args: ElementwiseArguments) -> bool | Miss:
+        planned = plan(args.epilogue.graph) if args.epilogue is not None else None
+        return Miss(planned) if isinstance(planned, str) else True
+
+    @rule("halves of columns are dealt out to tiles 32 at a time")
+    def _(args: ElementwiseArguments) -> bool | Miss:
+        return args.epilogue is None or halves_fit(args.epilogue.graph, args.N)
+
+    @rule("what an epilogue reads and writes by columns is as aligned as out")
+    def _(operands: NormOperandsMetadata, args: ElementwiseArguments) -> bool | Miss:
+        alignment = _vector_bytes(operands)
+        if args.epilogue is None or alignment == 1:
+            return True
+        return operands_fit(args.epilogue, alignment, alignment)
+
+    @rule(f"an epilogue writes matrices of {', '.join(_STORED)}, and else numbers of 8 to 32 bits")
+    def _(args: ElementwiseArguments) -> bool | Miss:
+        return args.epilogue is None or types_fit(args.epilogue, _STORED)
+
+    @rule("a tile has whole bundles of the columns that the epilogue looks at together")
+    def _(design: ElementwiseDesign, args: ElementwiseArguments) -> bool | Miss:
+        return args.epilogue is None or fits_tile(args.epilogue.graph, design.columns)
+
+    @rule("a warp has 1, 2, 4 or 8 bundles of columns, and threads registers for theirs")
+    def _(design: ElementwiseDesign, args: ElementwiseArguments) -> bool | Miss:
+        bundle = _bundle(design, args.epilogue.graph if args.epilogue is not None else None)
+        count, elements = design.columns // bundle, design.elements(bundle)
+        if count not in (1, 2, 4, _QUADS):
+            return Miss(f"{design.columns} columns are {count} bundles")
+        return elements <= _MOST_ELEMENTS or Miss(f"a thread would have {elements} elements")
+
+    @rule("what is computed from whole rows needs a tile that holds them")
+    def _(design: ElementwiseDesign, args: ElementwiseArguments) -> bool | Miss:
+        if args.epilogue is None:
+            return True
+        return spans_rows(args.epilogue.graph, args.N, design.columns)
+
+    @rule("a launch has less than 2³¹ tiles")
+    def _(design: ElementwiseDesign, args: ElementwiseArguments) -> bool | Miss:
+        rows = design.rows(_bundle(design, None))
+        tiles = -(-args.M // rows) * -(-args.N // design.columns) * args.L
+        return tiles < 2**31 or Miss(f"there would be {tiles}")
+
+    def _supports(self, args: ElementwiseArguments) -> Status:
+        """A workspace has room for so many counters."""
+        counters = self._reductions(args.M, args.N, args.L)[0]
+        most = ZEROED // _COUNTER_BYTES
+        if counters <= most:
+            return Status.success()
+        return Status.fail(
+            f"the epilogue's reductions take {counters} counters of {most}",
+            rule="a workspace has room for the counters of reductions",
+        )
+
+    # How it is built ---------------------------------------------------------------------
+
+    @property
+    def _design(self) -> ElementwiseDesign:
+        design: Any = self.metadata.design
+        return design  # type: ignore[no-any-return]
+
+    @property
+    def _graph(self) -> Graph | None:
+        graph = self.metadata.epilogue
+        return graph if isinstance(graph, Graph) else None
+
+    def implementation(self) -> Callable[..., None]:
+        operands = self.metadata.operands.tensors
+        types = [t.dtype.itemsize for t in operands.values() if t.dtype is not None]
+        return self._implementation(max(types, default=1), ())
+
+    def implementation_for(self, args: ElementwiseArguments) -> Callable[..., None]:
+        full, others = output_types(args.epilogue)
+        widest = max(operand.dtype.itemsize for operand in args.operands)
+        types = () if args.epilogue is None else (args.out.dtype.cutlass, *full, *others)
+        return self._implementation(widest, types)
+
+    def _implementation(self, widest: int, types: tuple[Any, ...]) -> Callable[..., None]:
+        """widest: bytes of an element; types: of the outputs."""
+        from kernel_api.implementations.common.conversion import Conversions
+        from kernel_api.implementations.sm80.elementwise import AsItIs, Elementwise
+
+        design, float8 = self._design, _converts_8_bits()
+        vector_bytes = _vector_bytes(self.metadata.operands)
+        epilogue = lowered(self._graph, types, float8=float8) or AsItIs(Conversions(float8))
+        found: Callable[..., None] = Elementwise(
+            design.threads,
+            design.columns,
+            design.turns,
+            design.steps,
+            merged=merged_groups(self._graph, 2 * widest, vector_bytes),
+            vector_bytes=vector_bytes,
+            epilogue=epilogue,
+        )
+        return found
+
+    @cached_property
+    def takes_more(self) -> bool:
+        return self.metadata.epilogue is not None
+
+    def more_values(self, args: ElementwiseArguments) -> dict[str, Any]:
+        return {} if args.epilogue is None else epilogue_values(args.epilogue)
+
+    def more_placeholders(self, args: ElementwiseArguments) -> tuple[Any, ...]:
+        """By what is known of the modes of stride 1; matrices that are written are aligned."""
+        epilogue = args.epilogue
+        if epilogue is None:
+            return ()
+        full, inputs = full_outputs(epilogue), epilogue.inputs
+        return tuple(
+            self._stored(full[name])
+            if name in full
+            else compiler.fake_tensor(inputs[name], None)
+            if name in inputs and inputs[name].unit_mode is not None
+            else compiler.placeholder(value)
+            for name, value in self.more_values(args).items()
+        )
+
+    def _stored(self, operand: Any) -> Any:
+        divisibility = max(1, _vector_bytes(self.metadata.operands) // operand.dtype.itemsize)
+        return compiler.fake_tensor(operand, TensorAttributes(operand.dtype, None, divisibility))
+
+    # How it is launched ------------------------------------------------------------------
+
+    def tiling(self, M: int, N: int) -> Tiling:
+        """How the elements are dealt out, where they are reduced."""
+        design = self._design
+        rows = design.rows(_bundle(design, self._graph))
+        return Tiling((rows, design.columns), rows, 1, (-(-M // rows), -(-N // design.columns)))
+
+    def workspace_for(self, *tensors: Any) -> int:
+        *batch, M, N = tensors[0].shape
+        return self._workspace_bytes(M, N, batch[0] if batch else 1)
+
+    def get_workspace_size(self, args: ElementwiseArguments) -> int:
+        return self._workspace_bytes(args.M, args.N, args.L)
+
+    def _workspace_bytes(self, M: int, N: int, L: int) -> int:
+        counters, parts = self._reductions(M, N, L)
+        return ZEROED + _PART_BYTES * parts if counters else 0
+
+    def _reductions(self, M: int, N: int, L: int) -> tuple[int, int]:
+        """(counters, parts)"""
+        graph = self._graph
+        return (0, 0) if graph is None else reduction_sizes(graph, self.tiling(M, N), L)
+
+    def _launcher(
+        self, args: ElementwiseArguments, artifact: CompiledArtifact
+    ) -> Callable[..., None]:
+        launch = super()._launcher(args, artifact)
+
+        def launch_unless_empty(x: Any, out: Any, **others: Any) -> None:
+            if x.numel():
+                launch(x, out, **others)
+
+        return launch_unless_empty
+
+    def predict(self, args: ElementwiseArguments) -> float:
+        design, vector = self._design, _vector_bytes(self.metadata.operands)
+        bundle = _bundle(design, self._graph)
+        widest = max(operand.dtype.itemsize for operand in args.operands)
+        merged = merged_groups(self._graph, 2 * widest, vector)
+        shape = model.Shape(
+            design.threads,
+            (design.rows(bundle), design.columns),
+            design.elements(bundle),
+            design.steps,
+            max(1, min(vector, 2 * merged * widest)),
+            _PART_BYTES * self._reductions(args.M, args.N, args.L)[1],
+        )
+        return model.seconds(args, shape)
+
+
+def _vector_bytes(operands: Any) -> int:
+    """Of what is moved at once; 1: an element."""
+    return alignment_of(operands)
+
+
+def _bundle(design: ElementwiseDesign, graph: Graph | None) -> int:
+    return bundles(graph).of_tile(design.columns)
+
+
+def _converts_8_bits() -> bool:
+    """Whether the GPU that is compiled for does."""
+    running = _compile_cache.running()
+    return (
+        running is not None
+        and running.target is not None
+        and (running.target.cc >= _CONVERTS_8_BITS)
+    )

@@ -1,0 +1,115 @@
+"""What the attention families for Hopper offer: which tiles, what is refused, compiled code."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.kernels import EVERY_KERNEL
+from support.sdpa import Draw
+
+import kernel_api as ka
+from kernel_api import masks
+from kernel_api.arguments import Dropout
+
+FORWARD, FP8 = "sm90.sdpa_forward", "sm90.sdpa_forward_fp8"
+ROOMS = {
+    FORWARD: ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
+    FP8: ((64, 64), (128, 128), (256, 256)),
+}
+EVERY_ROOM = [(name, room) for name, rooms in ROOMS.items() for room in rooms]
+BANDS = {
+    "": None,
+    "causal": masks.Causal(),
+    "window": masks.SlidingWindow(70, 3, "bottom_right"),
+}
+DROPOUT = Dropout(0.1, 1, 2)
+WHY = "random numbers of dropout leave registers for fewer scores at once"
+
+
+def meta(name, room, **options):
+    """Arguments of a family."""
+    element = "float8_e4m3fn" if name == FP8 else "bfloat16"
+    draw = Draw(2, 4, 2, 512, 512, *room, element=element, device="meta")
+    return draw.arguments(out=draw.results(read=False).bfloat16(), **options)
+
+
+def offered(name, room, **options):
+    kernels = ka.get_kernels(meta(name, room, **options), cc="sm_90a", providers=["cutedsl"])
+    return [kernel for kernel in kernels if kernel.family == name]
+
+
+def tiles(name, room, **options):
+    return {kernel.metadata.design.tile_shape for kernel in offered(name, room, **options)}
+
+
+@pytest.mark.parametrize(("name", "room"), EVERY_ROOM)
+def test_dropout_is_served_by_tiles_with_registers_left(name, room):
+    every, found = tiles(name, room), tiles(name, room, dropout=DROPOUT)
+    assert found
+    taken = {math.prod(tile) for tile in every - found}
+    assert all(math.prod(tile) < scores for tile in found for scores in taken)
+
+
+def test_dropout_takes_wide_tiles_away_and_it_is_told():
+    every, found = tiles(FORWARD, (128, 128)), tiles(FORWARD, (128, 128), dropout=DROPOUT)
+    assert every - found == {(128, 160), (128, 176)}
+    args = meta(FORWARD, (128, 128), dropout=DROPOUT)
+    (wide, *_) = [
+        kernel
+        for kernel in offered(FORWARD, (128, 128))
+        if kernel.metadata.design.tile_shape == (128, 176)
+    ]
+    status = wide.supports(args)
+    assert not status
+    assert str(status.error).endswith(f"{WHY}; there are 16384 at most")
+    assert wide.supports(meta(FORWARD, (128, 128), mask=masks.Causal()))
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_what_is_empty_is_refused(name):
+    element = "float8_e4m3fn" if name == FP8 else "bfloat16"
+    draw = Draw(2, 4, 2, 0, 512, 64, 64, element=element, device="meta")
+    args = draw.arguments(out=draw.results(read=False).bfloat16())
+    (told,) = [r for r in ka.explain(args, cc="sm_90a").rejected if r.family == name]
+    assert "no mode is empty" in told.reason
+
+
+def test_the_size_of_a_workspace_loads_no_compiler():
+    code = (
+        "import sys\n"
+        "from kernel_api.implementations.sm90.sdpa_workspace import keys_with_room, part_bytes\n"
+        "assert (keys_with_room(17), part_bytes(64, 128)) == (32, 64 * 129 * 4)\n"
+        "assert 'cutlass' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Compiled --------------------------------------------------------------------------------
+
+
+def dropping():
+    """Every tile that serves dropout with a band, or without; else the first of some rooms."""
+    if not EVERY_KERNEL:
+        return [(FORWARD, (64, 64), "causal", offered(FORWARD, (64, 64), dropout=DROPOUT)[0])]
+    return [
+        (name, room, band, kernel)
+        for name, room in EVERY_ROOM
+        for band, mask in BANDS.items()
+        for kernel in offered(name, room, dropout=DROPOUT, mask=mask)
+        # There is no smaller tile.
+        if (name, room) != (FP8, (256, 256)) and not (room == (128, 128) and band == "causal")
+        if kernel.metadata.operands.Q.dtype != torch.float16
+    ]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("name", "room", "band", "kernel"),
+    dropping(),
+    ids=lambda one: one.metadata.kernel_name if isinstance(one, ka.Kernel) else str(one),
+)
+def test_dropout_spills_nothing(name, room, band, kernel):
+    args = meta(name, room, dropout=DROPOUT, mask=BANDS[band])
+    assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
