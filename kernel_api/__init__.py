@@ -86,6 +86,7 @@ _MODULES = (
     "epilogue",
     "errors",
     "fusions",
+    "graph",
     "masks",
     "metadata",
     "nn",

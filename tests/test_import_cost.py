@@ -30,7 +30,7 @@ def test_importing_the_package_loads_neither_torch_nor_the_dsl_nor_a_driver():
 @pytest.mark.parametrize(
     "module",
     ["errors", "status", "dtypes", "targets", "metadata", "space", "utils", "artifact",
-     "arguments", "kernel", "provider", "discovery", "ops", "providers"],
+     "arguments", "kernel", "provider", "discovery", "ops", "providers", "graph"],
 )  # fmt: skip
 def test_importing_a_module_loads_neither_torch_nor_the_dsl_nor_a_driver(module):
     assert loaded_by(f"import kernel_api.{module}") == []

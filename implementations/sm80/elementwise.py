@@ -620,8 +620,8 @@ def _words_of(fragment: cute.Tensor, first: int, count: int) -> list:
     """Elements in registers as the words that are stored."""
     width = fragment.element_type.width
     if count * width >= 32:
-        words, each = cute.recast_tensor(fragment, Uint32), 32 // width
-        return [words[first // each + i] for i in range(count * width // 32)]
+        words = cute.recast_tensor(fragment, Uint32)
+        return [words[first * width // 32 + i] for i in range(count * width // 32)]
     if count > 1:
         pair = [Uint16(fragment[first + i].bitcast(Uint8)) for i in range(count)]
         return [pair[0] | (pair[1] << Uint16(8))]

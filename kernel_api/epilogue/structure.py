@@ -170,6 +170,11 @@ def repeat(x: Any, times: int) -> Value:
     return running().node("repeat", value, shape=after, times=times)
 
 
+def mean(x: Any, axis: int | None) -> Value:
+    """The mean, over the axis as in :func:`sum`."""
+    return _reduced("mean", x, axis)
+
+
 def mean_square(x: Any, axis: int | None) -> Value:
     """The mean of the squares, over the axis as in :func:`sum`."""
     value = numeric(x)

@@ -147,7 +147,7 @@ def _dot_text(name: str, boxes: list[_Box]) -> str:
             fill, line = _COLOURS[box.kind]
             lines += [
                 f"subgraph cluster_{i} {{",
-                f'label={_quoted(box.title)}; style="filled,rounded"; fontsize=11;',
+                f'label={_quoted(box.title)}; labeljust=l; style="filled,rounded"; fontsize=11;',
                 f"fillcolor={_quoted(fill)}; color={_quoted(line)}; fontname={_quoted(_FONT)};",
             ]
         lines += [f"n{id(node)} [label={_quoted(*_lines(node))}];" for node in box.nodes]
@@ -303,9 +303,10 @@ class _Picture:
         pills = [_pill_width(t) for row in rows for t in row.inputs]
         self._node_left = _MARGIN + max(pills, default=0.0) + 40 + 12
         self._node_width = max([70.0, *(_width(one) + 20 for row in rows for one in row.lines)])
-        title = max([0.0, *(_width(box.title) for box in self._boxes)])
-        self._box_width = max(self._node_width + 24, title + 24)
-        # Nodes stand in the middle of boxes that are wider because of their titles.
+        # Boxes hold their titles, and what is written beside lines from node to node.
+        wide = [_width(box.title) for box in self._boxes]
+        wide += [2 * _width(_described(t)) + 36 for row in rows for t in row.straight]
+        self._box_width = max([self._node_width, *wide]) + 24
         self._box_left = self._node_left - 12
         self._node_left = self._box_left + (self._box_width - self._node_width) / 2
         labels = [_width(_described(t)) for row in rows for t in row.exits if id(t) in self._lanes]
@@ -315,8 +316,7 @@ class _Picture:
             self._lane_left + (max(self._lanes.values(), default=-1) + 1) * _BRANCH + 24
         )
         ends = [_pill_width(t) for row in rows for t in row.exits if not t.is_virtual]
-        beside = max([0.0, *(_width(_described(t)) / 2 for row in rows for t in row.straight)])
-        self._width = max(self._pill_left + max(ends, default=0.0), right + 8 + beside) + _MARGIN
+        self._width = max(self._pill_left + max(ends, default=0.0), right) + _MARGIN
 
     def svg(self) -> str:
         self._parts = [
@@ -373,8 +373,9 @@ class _Picture:
         for k, tensor in enumerate(row.straight):
             x = self._node_left + self._node_width / 2 + (k - (count - 1) / 2) * 24
             self._arrow((x, row.top + row.height), (x, below.top))
-            # Below the border of a box, if there is one in between.
-            y = row.top + row.height + 14
+            # Behind the border of a box, if there is one in between.
+            bottom = row.top + row.height
+            y = bottom + (20 if below.top - bottom <= _GAP else 28)
             anchor, away = ("end", -6) if k < count - 1 else ("start", 6)
             self._label(x + away, y, tensor, anchor)
 

@@ -30,7 +30,7 @@ _DEFAULTS = ("io_data_type", "intermediate_data_type", "compute_data_type")
 
 
 def pack(content: Mapping[str, Any]) -> bytes:
-    """The file of a content that JSON can hold.
+    """The file of a content that JSON can hold, with a ``"graph"`` and a ``"plan"``.
 
     Raises GraphError for what it cannot hold.
     """
@@ -80,6 +80,8 @@ def unpack(data: Any) -> dict[str, Any]:
         raise SerializedGraphError(
             "the serialised graph is damaged: its checksum is not that of its content"
         )
+    for part in ("graph", "plan"):
+        _expect(isinstance(content.get(part), dict), f"a {part} in it", content.get(part))
     return content
 
 

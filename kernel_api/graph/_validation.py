@@ -143,12 +143,14 @@ def _default_type(
 ) -> data_type:
     """The type of a result that has none set.
 
-    What is only seen with other modes keeps its type. A virtual tensor that is multiplied has the
+    What is only seen with other modes keeps its type, and attention that of its queries. A virtual tensor that is multiplied has the
     type of the caller's tensors, as cuDNN's fused attention rounds probabilities, for that is what
     tensor cores multiply; other ones have that of intermediate tensors.
     """
     if hasattr(node.operation, "views"):
         return _type_of_inputs(node)
+    if node.op in ("sdpa", "sdpa_backward"):
+        return node.input("q").data_type
     default: data_type = graph.io_data_type
     if tensor.is_virtual and not (default in _FLOATING and _is_multiplied(tensor, readers)):
         default = graph.intermediate_data_type

@@ -134,6 +134,8 @@ class Graph:
         self._calls: _Calls | None = None
         self._not_callable = "You should not invoke the graph before the context exits"
         self._is_closed = False
+        #: In how many functions among arguments it is being written.
+        self._depth = 0
 
     # The block ---------------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class Graph:
         }
         result = method(*given, **given_named)
         made = graph.nodes[before:]
-        if made:
+        if made and not self._depth:
             self._name_tensors(made, places)
         return result
 
@@ -241,10 +243,14 @@ class Graph:
             if not tensor.name:
                 tensor.name = f"{node}::{labels[0]}"
         for one in made:
-            # Arguments as the operation calls them, if its method has other names for them.
-            for key, tensor in one.inputs.items():
-                if isinstance(tensor, Tensor):
-                    aliases.setdefault(f"{one.name}::{key}", tensor)
+            # Arguments as the operation calls them, if its method has other names for them, and
+            # what only functions among them use.
+            for key, given in one.inputs.items():
+                several = isinstance(given, tuple)
+                for j, tensor in enumerate(given if isinstance(given, tuple) else (given,)):
+                    name = f"{one.name}::{key}::{j}" if several else f"{one.name}::{key}"
+                    aliases.setdefault(name, tensor)
+                    tensor.name = tensor.name or name
             for key, tensor in one.outputs.items():
                 aliases.setdefault(f"{one.name}::{key}", tensor)
 
@@ -269,11 +275,18 @@ class Graph:
         return value
 
     def _callback(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that adds to the graph, as that of a score: it may use torch tensors too."""
+        """A function that adds to the graph, as that of a score: it may use torch tensors too.
+
+        Its operations become part of the one that it is given to, so they name no tensors.
+        """
 
         @functools.wraps(function)
         def call(graph: Any, *args: Any, **named: Any) -> Any:
-            return function(self if graph is self._graph else graph, *args, **named)
+            self._depth += 1
+            try:
+                return function(self if graph is self._graph else graph, *args, **named)
+            finally:
+                self._depth -= 1
 
         return call
 

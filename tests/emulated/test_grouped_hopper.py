@@ -17,7 +17,10 @@ AWAY = (0, 65, 1, 130, 0, 3)
 
 #: (design, problem); those in front are run every time.
 OF_ROWS = [
-    ("128x128x64_cluster1x2_pingpong", Case("swiglu", epilogue=swiglu, N=192, layouts=WEIGHTS)),
+    (
+        "128x128x64_cluster1x2_pingpong",
+        Case("swiglu", sizes=(0, 65, 1, 0, 7), epilogue=swiglu, N=192, layouts=WEIGHTS),
+    ),
     ("16x128x128", Case("few rows", sizes=(1, 0, 3, 17), N=136, layouts=WEIGHTS)),
     ("128x192x64_cluster2x1", Case("picked", indices=BOTH, N=200, other=136, layouts=WEIGHTS)),
     ("128x256x64_cluster1x2", Case("gradient", epilogue=gradient, N=264, sizes=AWAY)),

@@ -28,8 +28,10 @@ def matrix(
     offset: int = 0,
     device: Any = "cpu",
 ) -> torch.Tensor:
-    """Of NaN, also between its rows."""
-    found = strided_empty(shape, dtype(element).torch, layout, pad=pad, offset=offset)
+    """Of NaN, also between its rows; or a vector."""
+    rows = shape if len(shape) > 1 else (1, *shape)
+    found = strided_empty(rows, dtype(element).torch, layout, pad=pad, offset=offset)
+    found = found if len(shape) > 1 else found.reshape(shape)
     storage_bytes(found)[:] = 0xFF
     if torch.device(device).type == "cpu":
         return found
@@ -126,5 +128,6 @@ def for_types_of(args: ka.ElementwiseArguments, kernel: ka.Kernel) -> ka.Kernel:
     metadata = kernel.metadata
     if metadata.operands.x.dtype is not None:
         return kernel
-    named = {n: replace(getattr(metadata.operands, n), dtype=getattr(args, n).dtype) for n in ("x", "out")}
+    asked = metadata.operands.tensors
+    named = {n: replace(asked[n], dtype=getattr(args, n).dtype) for n in ("x", "out")}
     return replace(metadata, operands=replace(metadata.operands, **named)).rebuild()

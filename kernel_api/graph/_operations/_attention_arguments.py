@@ -10,6 +10,7 @@ from typing import Any
 
 import kernel_api as ka
 from kernel_api import epilogue as ep
+from kernel_api._score import ScoreFunction
 from kernel_api.errors import GraphNotSupportedError
 from kernel_api.graph._node import Body, Node
 from kernel_api.graph._operations.pointwise import POINTWISE
@@ -61,7 +62,7 @@ def attention_arguments(
         v,
         outputs["O"],
         _rows(outputs.get("Stats")),
-        page_table=_pages(tensors),
+        page_table=_pages(node, tensors),
         **options,
     )
 
@@ -96,7 +97,7 @@ def _options(node: Node, tensors: Mapping[str, Any]) -> dict[str, Any]:
             _single(tensors["dropout_seed"]),
             _single(tensors["dropout_offset"]),
         )
-    found.update(_score(node, tensors, None if isinstance(scale, numbers.Real) else scale))
+    found["score_mod"] = score_function(node, tensors)
     return found
 
 
@@ -116,15 +117,15 @@ def _mask(node: Node, tensors: Mapping[str, Any]) -> Any:
     return functools.reduce(lambda one, other: one & other, parts) if parts else None
 
 
-def _pages(tensors: Mapping[str, Any]) -> Any:
-    tables = [tensors.get(f"paged_attention_{one}_table") for one in "kv"]
-    if tables[0] is None and tables[1] is None:
+def _pages(node: Node, tensors: Mapping[str, Any]) -> Any:
+    names = ("paged_attention_k_table", "paged_attention_v_table")
+    table: Any = tensors.get(names[0])
+    if table is None and names[1] not in tensors:
         return None
-    if tables[0] is not tables[1]:
+    if node.inputs.get(names[0]) is not node.inputs.get(names[1]):
         raise GraphNotSupportedError(
             "k and v have tables of pages that are not the same tensor; kernels read one"
         )
-    table = tables[0]
     return table.view(table.shape[0], table.shape[2])
 
 
@@ -170,20 +171,24 @@ def slopes_on(heads: int, device: Any, wide: bool = False) -> Any:
 # Functions of scores ---------------------------------------------------------------------
 
 
-def _score(node: Node, tensors: Mapping[str, Any], scale: Any) -> dict[str, Any]:
-    """``score_mod`` and its operands; a scale that is a tensor is one of them."""
-    body = node.body
-    if body is None and scale is None:
-        return {}
-    operands: dict[str, Any] = {} if scale is None else {"attn_scale": scale.view(())}
+def score_function(node: Node, tensors: Mapping[str, Any]) -> ScoreFunction | None:
+    """``score_mod`` with its operands, traced; a scale that is a tensor is one of them.
+
+    Raises GraphNotSupportedError or EpilogueError for what kernels have no functions for.
+    """
+    body, scale = node.body, tensors.get("attn_scale")
+    by_tensor = scale is not None and not isinstance(scale, numbers.Real)
+    if body is None and not by_tensor:
+        return None
+    operands: dict[str, Any] = {"attn_scale": _single(scale)} if by_tensor else {}
     names: dict[int, str] = {}
-    given = node.inputs.get("score_operands", ())
-    for place, one in enumerate(given if isinstance(given, tuple) else ()):
-        name = names[id(one)] = f"operand{place}"
-        operands[name] = _squeezed(tensors["score_operands"][place])
     if body is not None:
         _check_expressible(body)
-    return {"score_mod": _traced(body, names, operands), "score_operands": operands}
+        given = node.inputs.get("score_operands", ())
+        for place, one in enumerate(given if isinstance(given, tuple) else ()):
+            name = names[id(one)] = f"operand{place}"
+            operands[name] = _squeezed(tensors["score_operands"][place])
+    return ScoreFunction(_traced(body, names, operands), True, operands)
 
 
 def _squeezed(operand: Any) -> Any:
@@ -257,7 +262,7 @@ def _of_scores(node: Node, value: Callable[[Tensor], Any], indices: tuple[Any, .
 
 def _remainder(a: Any, b: Any) -> Any:
     """With the sign of a, as C's fmod has."""
-    divisor = abs(int(b)) if isinstance(b, numbers.Real) and float(b).is_integer() else b
+    divisor = abs(int(b)) if isinstance(b, (int, float)) and float(b).is_integer() else b
     return ep.where(a < 0, -((-a) % divisor), a % divisor)
 
 

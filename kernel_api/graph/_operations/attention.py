@@ -14,6 +14,7 @@ from kernel_api.graph._operations._attention_arguments import (
     attention_arguments,
     slopes_on,
 )
+from kernel_api.graph._operations._attention_scores import without_body
 from kernel_api.graph._tensor import Tensor, memory_order, packed_strides
 
 _TABLES = {"k": "paged_attention_k_table", "v": "paged_attention_v_table"}
@@ -55,10 +56,10 @@ class Sdpa(Attention):
         settle(node, node.outputs.get("Rng_dump"), (B, H, S_q, S_kv), element=data_type.FLOAT)
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        tensors = _plain(node, given)
-        found = _run(node, tensors, ("O", "Stats"))
+        plain, tensors, _ = without_body(_Unragged(node), _plain(node, given))
+        found = _run(plain, tensors, ("O", "Stats"))
         if {"Max", "Sum_exp", "Rng_dump"} & node.outputs.keys():
-            found.update(_beside(node, tensors))
+            found.update(_beside(plain, tensors))
         return _ragged_again(node, given, found)
 
 
@@ -91,8 +92,10 @@ class SdpaBackward(Attention):
                 settle(node, node.outputs[name], node.input(of).dim, element=_wide(node))
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        tensors = _plain(node, given)
-        found = _run(node, tensors, ("dQ", "dK", "dV", "dBias", "dSink"))
+        plain, tensors, scores = without_body(_Unragged(node), _plain(node, given))
+        found = _run(plain, tensors, ("dQ", "dK", "dV", "dBias", "dSink"))
+        if scores is not None:
+            found.update(scores.gradients(found["dBias"], node))
         return _ragged_again(node, given, found)
 
 
@@ -119,7 +122,8 @@ class SdpaFp8(Attention):
         tensors = _plain(node, given)
         tensors["q"] = tensors["q"] * (scales["descale_q"] * scales["descale_k"])
         element = element_type(node.input("q").data_type)
-        rows = _Rows(node, tensors)
+        plain, tensors, _ = without_body(_Unragged(node), tensors)
+        rows = _Rows(plain, tensors)
         out, stats = rows.new(tensors["v"].shape[-1]), rows.new(1, -math.inf)
         amax_S = out.new_zeros(())
         for place, scores, keep, values in rows:
@@ -263,26 +267,38 @@ def _wide(node: Node) -> data_type:
 
 def _run(node: Node, tensors: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """Those of the results by the reference kernel."""
+    import torch
+
     import kernel_api as ka
 
     q = tensors["q"]
-    asked = [name for name in names if name in node.outputs or name in ("O", "dQ", "dK", "dV")]
+    always = ("O", "dQ", "dK", "dV")
+    asked = [name for name in names if name in node.outputs or name in always]
     outputs = {name: q.new_empty(_dim_of(node, name)) for name in asked}
-    arguments = attention_arguments(_Unragged(node), tensors, outputs)
+    if "dBias" in names and ("dBias" in outputs or node["gradient_of_scores"]):
+        outputs["dBias"] = torch.empty_like(tensors["bias"])
+    arguments = attention_arguments(node, tensors, outputs)
     ka.get_kernels(arguments, providers=("reference",))[0].run(arguments)
     return outputs
 
 
 class _Unragged(Node):
-    """The same node, its sequences laid out with gaps."""
+    """The same node, its sequences at equal distances."""
 
     __slots__ = ()
 
     def __init__(self, node: Node) -> None:
         super().__init__(node.op, node.name, node.inputs, node.attributes, node.compute, node.body)
+        self.outputs = dict(node.outputs)
+
+    # Neither has ragged offsets any more.
 
     @property
     def reads(self) -> Any:
+        return iter(())
+
+    @property
+    def writes(self) -> Any:
         return iter(())
 
 
@@ -357,7 +373,7 @@ class _Rows:
         q, v = tensors["q"], tensors["v"]
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         forward = _Unragged(node)
-        forward.op = "sdpa"
+        forward.op = "sdpa"  # which sdpa_fp8 is, but for what is rounded
         self._args = attention_arguments(forward, tensors, {"O": out})
         self._computation = ReferenceSdpa.computation(self._args, torch.float64)
         self._shape = tuple(q.shape[:3])

@@ -352,5 +352,5 @@ def _full_precision() -> Iterator[None]:
     """float32 is not rounded to TF32 on the way."""
     import torch
 
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # type: ignore[no-untyped-call]
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield

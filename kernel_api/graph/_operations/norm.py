@@ -22,7 +22,7 @@ batchnorm       all but the second                         (1, C, 1, 1), or (C,)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from kernel_api.errors import GraphError
 from kernel_api.graph._enums import data_type
@@ -86,7 +86,7 @@ def _statistic(node: Node) -> data_type:
 class _Norm(Operation):
     """Y, with what the backward pass needs."""
 
-    result = ("Y", "mean", "inv_var")
+    result: ClassVar[tuple[str, ...]] = ("Y", "mean", "inv_var")
     has_mean = True
 
     def infer(self, node: Node) -> None:

@@ -55,6 +55,11 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return torch.where(condition, a, b)
 
 
+def _softplus(x: Any) -> Any:
+    # torch's own is x above a threshold, or overflows above 88 without one.
+    return x.clamp_min(0.0) + (-x.abs()).exp().log1p()
+
+
 def _relu(x: Any, slope: float = 0.0, lower: float = 0.0, upper: float | None = None) -> Any:
     value = _where(x > lower, x, lower + slope * (x - lower)) if slope else x.clamp_min(lower)
     return value if upper is None else value.clamp_max(upper)
@@ -219,7 +224,7 @@ POINTWISE: dict[str, Pointwise] = {
     "swish": _activation(lambda x, beta=1.0: x * (beta * x).sigmoid(), ep.silu, "beta"),
     "silu": _activation(_functional("silu"), ep.silu),
     "elu": _activation(_elu, ep.elu, "alpha"),
-    "softplus": _activation(_functional("softplus", threshold=1e9), ep.softplus),
+    "softplus": _activation(_softplus, ep.softplus),
     "hardswish": _activation(_functional("hardswish"), ep.hardswish),
     "squared_relu": _activation(lambda x: x.clamp_min(0).square(), ep.squared_relu),
     # Their gradients.
@@ -287,7 +292,9 @@ def _tensors(node: Node, values: list[Any]) -> list[Any]:
             found.append(one)
         else:
             whole = isinstance(one, (bool, int))
-            found.append(torch.tensor(one, dtype=None if whole else node.arithmetic, device=device))
+            # Filled on the device: nothing is copied there, so it can be captured.
+            kind = None if whole else node.arithmetic
+            found.append(torch.full((), one, dtype=kind, device=device))
     return found
 
 

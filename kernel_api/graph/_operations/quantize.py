@@ -40,7 +40,7 @@ class QuantizeMethods(Builder):
             (Y, scale): Y FP8_E4M3, or FP8_E5M2 if that is set, in the dim of the input; scale in
             this dim with ⌈extent / block_size⌉ along the axis, FP8_E8M0, or FLOAT if that is set.
             The scale of a block is its largest magnitude / the largest finite one of Y, of FP8_E8M0
-            rounded up to a power of two. input ≈ Y · scale.
+            rounded up to a power of two, of zeros the smallest there is. input ≈ Y · scale.
 
         Raises:
             GraphError: ``block_size`` is less than 1, or ``transpose`` is set.
@@ -127,11 +127,9 @@ class BlockScaleQuantize(Operation):
         axis, size = _axis(node, tuple(x.shape)), node["block_size"]
         data, kind = (element_type(node.outputs[name].data_type) for name in ("Y", "scale"))
         extent = x.shape[axis]
-        padded = torch.nn.functional.pad(x.transpose(axis, -1), (0, -extent % size))
+        padded: Any = torch.nn.functional.pad(x.transpose(axis, -1), (0, -extent % size))
         largest = padded.unflatten(-1, (-1, size)).abs().amax(-1)
         scale = rounded(largest / torch.finfo(data.torch).max, kind).to(x.dtype)
-        # A block of zeros has any scale.
-        scale = scale.where(largest > 0, torch.ones_like(scale))
         spread = scale.repeat_interleave(size, dim=-1)[..., :extent].transpose(axis, -1)
         return {"Y": rounded(x / spread, data), "scale": scale.transpose(axis, -1)}
 

@@ -98,8 +98,9 @@ class Rng(Operation):
         device = _device(node) if device is None else device
         dim = tuple(node["dim"])
         matrix = (1,) * (2 - len(dim)) + dim
-        extents = (math.prod(matrix[:-2]), *matrix[-2:])
-        u = uniform(*(_whole(one) for one in state), extents, device).reshape(dim)
+        extents = (math.prod(matrix[:-2]), matrix[-2], matrix[-1])
+        seed, offset = (_whole(one) for one in state)
+        u = uniform(seed, offset, extents, device).reshape(dim)
         if node["distribution"] == "BERNOULLI":
             return {"Y": (u < node["probability"]).to(torch.float32)}
         if node["distribution"] == "UNIFORM":

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kernel_api import epilogue as ep
+from kernel_api.epilogue.structure import mean
 from kernel_api.graph._enums import data_type, element_type, reduction_mode
 from kernel_api.graph._node import Node
 from kernel_api.graph._operations.pointwise import POINTWISE
@@ -87,38 +88,32 @@ def _reduction(node: Node, frame: Frame) -> Folded | str:
     if lost is None:
         return "it reduces some of the modes that are rows, or columns, here"
     *batch, rows, columns = lost
+    if frame.ragged and rows:
+        return "rows of groups are reduced group by group"
     if any(batch) and not (rows and columns):
         return "it reduces batches, and not rows and columns as well"
-    if rows and columns and batch and not all(batch):
-        axis = None
-    elif rows and columns:
+    axis: int | None
+    if rows and columns:
         axis = None
     elif (rows, columns) in _AXES:
         axis = _AXES[(rows, columns)]
     else:
         return "it reduces nothing"
     of = _REDUCTIONS[node["mode"]]
-    count = 1
-    for own, full in zip(_padded(tensor.dim, frame), frame.dim, strict=True):
-        count *= full if own == 1 else 1
-
     def fold(values: Mapping[str, Any]) -> dict[str, Any]:
         (value,) = values.values()
-        return {result: of(value, axis, count) for result in node.outputs}
+        return {result: of(value, axis) for result in node.outputs}
 
     return fold
 
 
-def _padded(dim: tuple[int, ...], frame: Frame) -> tuple[int, ...]:
-    return (1,) * (len(frame.dim) - len(dim)) + tuple(dim)
-
-
-_REDUCTIONS: dict[str, Callable[[Any, Any, int], Any]] = {
-    reduction_mode.ADD.name: lambda x, axis, count: ep.sum(x, axis),
-    reduction_mode.MAX.name: lambda x, axis, count: ep.max(x, axis),
-    reduction_mode.MIN.name: lambda x, axis, count: ep.min(x, axis),
-    reduction_mode.AMAX.name: lambda x, axis, count: ep.amax(x, axis),
-    reduction_mode.NORM1.name: lambda x, axis, count: ep.sum(ep.abs(x), axis),
+_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    reduction_mode.ADD.name: lambda x, axis: ep.sum(x, axis),
+    reduction_mode.MAX.name: lambda x, axis: ep.max(x, axis),
+    reduction_mode.MIN.name: lambda x, axis: ep.min(x, axis),
+    reduction_mode.AMAX.name: lambda x, axis: ep.amax(x, axis),
+    reduction_mode.AVG.name: lambda x, axis: mean(x, axis),
+    reduction_mode.NORM1.name: lambda x, axis: ep.sum(ep.abs(x), axis),
 }
 
 

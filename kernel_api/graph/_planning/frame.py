@@ -16,10 +16,12 @@ class Frame(NamedTuple):
         dim: Extents of a tensor that has every mode.
         groups: The modes that become one, in the order (rows, columns) or (batches, rows,
             columns). Every mode is in one of them; modes of a group go from slow to fast.
+        ragged: Whether rows are those of many products: then reductions over them are many.
     """
 
     dim: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
+    ragged: bool = False
 
     @property
     def extents(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from kernel_api.errors import (
 from kernel_api.graph._enums import heur_mode
 from kernel_api.graph._node import Node
 from kernel_api.graph._planning.explanation import Explanation
-from kernel_api.graph._planning.partition import Partition, partition
+from kernel_api.graph._planning.partition import Partition, needed, partition
 from kernel_api.graph._planning.plan import Plan, reason
 from kernel_api.graph._planning.steps import KernelStep, Prober, Step, TorchStep
 
@@ -47,7 +47,7 @@ class PlanList:
         plans: list[Plan] = []
         for mode in modes:
             if mode is heur_mode.FALLBACK:
-                plans.append(Plan(mode, [TorchStep(tuple(nodes))] if nodes else []))
+                plans.append(Plan(mode, _by_torch(nodes)))
                 continue
             if found is None:
                 found = partition(nodes, prober)
@@ -72,7 +72,7 @@ class PlanList:
             raise SerializedGraphError(f"the plan is damaged: {error!r}") from error
         prober = Prober(device, graph.sm_version)
         if mode is heur_mode.FALLBACK:
-            plan = Plan(mode, [TorchStep(tuple(nodes))])
+            plan = Plan(mode, _by_torch(nodes))
         else:
             found = partition(nodes, prober)
             plan = Plan(mode, _matched(found.steps, kinds), found.refusals)
@@ -152,6 +152,11 @@ class PlanList:
         self.build_at(index)
         self.selected = selected if selected is not None else self.selected
         return self.at(index)
+
+
+def _by_torch(nodes: list[Node]) -> list[Step]:
+    live = needed(nodes)
+    return [TorchStep(tuple(live))] if live else []
 
 
 def _plans_of(mode: heur_mode, found: Partition, device: Any) -> Iterator[Plan]:

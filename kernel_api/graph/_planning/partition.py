@@ -49,12 +49,23 @@ def partition(nodes: list[Node], prober: Prober) -> Partition:
         nodes: In order, all known.
         prober: Finds the kernels for arguments on the device that is planned for.
     """
-    made = _Partitioner(rewritten(nodes), prober)
+    made = _Partitioner(rewritten(needed(nodes)), prober)
     made.take_anchors()
     made.take_views()
     made.take_chains()
     made.take_rest()
     return Partition(tuple(made.in_order()), tuple(made.refusals))
+
+
+def needed(nodes: list[Node]) -> list[Node]:
+    """The nodes without those that nothing comes of."""
+    read: set[int] = set()
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        if any(not t.is_virtual or id(t) in read for t in node.writes):
+            kept.append(node)
+            read |= {id(t) for t in node.reads}
+    return kept[::-1]
 
 
 class _Partitioner:
@@ -178,7 +189,7 @@ class _Partitioner:
             region.stored = self._stored(region)
             step = self.prober.step(region.covered, build.with_region(region))
             if not isinstance(step, str):
-                return step
+                return self._cheaper(step, region, build, refusals)
             if not region.nodes:
                 node = region.anchor
                 assert node is not None
@@ -187,6 +198,39 @@ class _Partitioner:
             dropped = region.nodes[-1]
             refusals.append(Refusal(dropped, f"is not part of {_title(region)}", step))
             self._drop(region, dropped)
+
+    def _cheaper(
+        self, step: KernelStep, region: Region, build: FusedBuilds, refusals: list[Refusal]
+    ) -> KernelStep:
+        """The step; or the anchor alone, where its best kernels take no such epilogue and are so
+        much faster that another pass over the result costs less."""
+        if region.anchor is None or not region.nodes or step.predicted is None:
+            return step
+        bare = Region(region.anchor, region.accumulator, region.frame)
+        bare.stored = [region.accumulator]
+        alone = self.prober.step(bare.covered, build.with_region(bare))
+        if isinstance(alone, str) or alone.predicted is None:
+            return step
+        if type(alone.kernel) is type(step.kernel):
+            return step
+        another = self._pass_over(region)
+        if another is None or alone.predicted + another >= step.predicted:
+            return step
+        why = (
+            f"{step.title} would take {step.predicted * 1e6:.0f} us, {alone.title} "
+            f"{alone.predicted * 1e6:.0f} us and another pass {another * 1e6:.0f} us"
+        )
+        refusals += [Refusal(node, f"is not part of {_title(region)}", why) for node in region.nodes]
+        return alone
+
+    def _pass_over(self, region: Region) -> float | None:
+        """Seconds that a kernel takes to read the result of the anchor and write as much."""
+        tensor = region.accumulator
+        frame = region.frame
+        chain = Region(None, tensor, frame)
+        chain.stored = [tensor]
+        step = self.prober.step((), elementwise(tensor, frame).with_region(chain))
+        return None if isinstance(step, str) else step.predicted
 
     def _drop(self, region: Region, node: Node) -> None:
         """Take a node out, and what only it needed."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kernel_api.graph._enums import data_type
+from kernel_api.graph._enums import data_type, reduction_mode
 from kernel_api.graph._node import Node
+from kernel_api.graph._planning.grouped import with_ends
 from kernel_api.graph._tensor import Tensor, packed_strides
 
 _NORMS = ("layernorm", "rmsnorm", "layernorm_backward", "rmsnorm_backward")
@@ -17,6 +18,10 @@ def rewritten(nodes: list[Node]) -> list[Node]:
             found += _with_float_statistics(node)
         elif node.op in _NORMS and node["zero_centered_gamma"]:
             found += _with_gain(node)
+        elif node.op == "reduction" and node["mode"] == reduction_mode.NORM2.name:
+            found += _with_root(node)
+        elif node.op == "moe_grouped_matmul":
+            found += with_ends(node)
         else:
             found.append(node)
     return found
@@ -49,6 +54,26 @@ def _with_gain(node: Node) -> list[Node]:
     changed.inputs["scale"] = gain
     changed.attributes["zero_centered_gamma"] = False
     return [added, changed]
+
+
+def _with_root(node: Node) -> list[Node]:
+    """The root of a sum of squares: roots are taken when all of a sum is there."""
+    x, Y = node.input("input"), next(node.writes)
+    element = data_type.DOUBLE if x.data_type is data_type.DOUBLE else data_type.FLOAT
+    square, total = _virtual(f"{Y}::square", x.dim, element), _virtual(f"{Y}::sum", Y.dim, element)
+    mode = reduction_mode.ADD.name
+    steps = [
+        Node("mul", f"{node.name}::square", {"a": x, "b": x}, {}, element),
+        Node("reduction", f"{node.name}::sum", {"input": square}, {"mode": mode}, element),
+        Node("sqrt", f"{node.name}::root", {"input": total}, {}, element),
+    ]
+    for step, result, tensor in zip(
+        steps, ("OUT_0", "Y", "OUT_0"), (square, total, Y), strict=True
+    ):
+        step.outputs[result] = tensor
+        if tensor is not Y:
+            tensor.producer = step
+    return steps
 
 
 def _virtual(name: str, dim: tuple[int, ...], element: data_type) -> Tensor:

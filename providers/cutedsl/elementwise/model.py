@@ -3,11 +3,12 @@
     bytes    everything that is read and written, each element once, a broadcast one as often as it
              stands in memory; parts of reductions through L2
     memory   its bandwidth, or less where too few bytes are on their way at a time: those of all
-             CTAs that share a multiprocessor (Little's law)
+             CTAs that share a multiprocessor (Little's law), or where multiprocessors have
+             different numbers of tiles
     waves    no less than one latency of the memory for each step of each wave
     edges    threads of tiles that lie behind the last row or column take their time as well
 
-The constants are those of an H200.
+The constants are those of an H200, measured with copies and norms of rows.
 """
 
 from __future__ import annotations
@@ -33,12 +34,17 @@ _COUNT = 1.5e-6
 _VECTOR_COST = {16: 1.0, 8: 1.03, 4: 1.3, 2: 2.0, 1: 4.0}
 #: Of the time, where neighbours in memory are not those of a row.
 _STRIDED_COST = 3.0
+#: Of the time, where a CTA waits for one lot of rows after the other.
+_STEPS_COST = 1.05
+#: Bytes of a row that a tile has side by side, so that no more would help; the cost of half.
+_ROW_BYTES, _HALF_ROW_COST = 512, 0.01
 #: Elements a second that a multiprocessor computes.
 _ELEMENTS = 60e9
 
 _THREADS, _REGISTERS, _MOST_CTAS = 2048, 64 * 1024, 32
-#: Of a thread: a number, and for each element that it has at a time.
-_FIXED, _PER_ELEMENT = 28, 1.2
+_REGISTER_BYTES = 4
+#: Registers of a thread beside what it has loaded: a number, and for each element.
+_FIXED, _PER_ELEMENT = 26, 0.3
 
 
 class Shape(NamedTuple):
@@ -64,17 +70,21 @@ class Shape(NamedTuple):
 def seconds(args: ElementwiseArguments, shape: Shape) -> float:
     """Expected of a launch."""
     multiprocessors = multiprocessors_of(args.device)
-    tiles = -(-args.M // shape.tile[0]) * -(-args.N // shape.tile[1]) * args.L
-    resident = _resident(shape)
+    tiles = max(1, -(-args.M // shape.tile[0]) * -(-args.N // shape.tile[1]) * args.L)
+    loaded = shape.elements * _read_per_element(args)
+    resident = _resident(shape, loaded)
     waves = -(-tiles // (resident * multiprocessors))
     steps = min(shape.steps, -(-args.M * shape.steps // shape.tile[0]))
-    in_flight = min(resident, -(-tiles // multiprocessors)) * shape.threads * shape.elements
-    share = min(1.0, in_flight * args.x.dtype.itemsize / _IN_FLIGHT)
+    of_one = -(-tiles // multiprocessors)
+    share = min(1.0, min(resident, of_one) * shape.threads * loaded / _IN_FLIGHT)
     moved = sum(map(moved_bytes, args.named_operands.values()))
     memory = moved / (_BANDWIDTH * share) * _VECTOR_COST[shape.vector_bytes]
+    memory *= of_one * multiprocessors / tiles * _row_cost(args, shape)
     if any(_is_strided(one) for one in (args.x, args.out)):
         memory *= _STRIDED_COST
-    computed = tiles * math.prod(shape.tile) / (_ELEMENTS * min(tiles, multiprocessors))
+    if steps > 1:
+        memory *= _STEPS_COST
+    computed = of_one * math.prod(shape.tile) * steps / (shape.steps * _ELEMENTS)
     found = max(memory, computed, waves * steps * _LATENCY) + waves * _LATENCY / 4
     if shape.part_bytes:
         found += 2 * shape.part_bytes / _L2_BANDWIDTH + waves * _COUNT
@@ -88,14 +98,27 @@ def moved_bytes(operand: Operand) -> int:
     return elements * operand.dtype.itemsize
 
 
+def _read_per_element(args: ElementwiseArguments) -> float:
+    """Bytes that are on their way for each element of the accumulator."""
+    inputs = () if args.epilogue is None else args.epilogue.inputs.values()
+    more = sum(map(moved_bytes, inputs)) / max(args.M * args.N * args.L, 1)
+    return args.x.dtype.itemsize + more
+
+
+def _row_cost(args: ElementwiseArguments, shape: Shape) -> float:
+    """Rows of the memory are wide."""
+    columns = min(shape.tile[1], args.N)
+    halved = math.log2(max(1.0, _ROW_BYTES / max(columns * args.x.dtype.itemsize, 1)))
+    return 1.0 + _HALF_ROW_COST * halved
+
+
 def _is_strided(operand: Operand) -> bool:
     return operand.stride[-1] not in (0, 1) and operand.shape[-1] > 1
 
 
-def _resident(shape: Shape) -> int:
+def _resident(shape: Shape, loaded: float) -> int:
     """CTAs that share a multiprocessor, if threads have so many registers."""
-    registers = -(-int(_FIXED + _PER_ELEMENT * shape.elements) // 8) * 8
-    return max(
-        1,
-        min(_THREADS // shape.threads, _REGISTERS // (shape.threads * registers), _MOST_CTAS),
-    )
+    needed = _FIXED + loaded / _REGISTER_BYTES + _PER_ELEMENT * shape.elements
+    registers = min(-(-int(needed) // 8) * 8, 255)
+    fitting = _REGISTERS // (shape.threads * registers)
+    return max(1, min(_THREADS // shape.threads, fitting, _MOST_CTAS))

@@ -1,0 +1,304 @@
+"""What the element-wise family offers: queries, rules, metadata, compiled code."""
+
+import re
+
+import pytest
+import torch
+from support.benchmarks import script
+from support.elementwise import arguments_for, arguments_on, of_fusion, offered
+from support.fusion_cases import CATALOGUE, a_glu
+from support.kernels import generated_by, sample_of
+from support.sass import sass
+
+import kernel_api as ka
+from kernel_api import epilogue as ep
+from kernel_api import provider
+from kernel_api.metadata import KernelMetadata
+
+FAMILY = "sm80.elementwise"
+BENCHMARK = script("elementwise")
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+E4M3 = torch.float8_e4m3fn
+
+(CUTEDSL,) = provider.providers(["cutedsl"])
+(SM80,) = (family for family in CUTEDSL.families() if family.family == FAMILY)
+DESIGNS = list(dict.fromkeys(kernel.metadata.design for kernel in generated_by(SM80)))
+
+
+def meta(*shape, element=BF16):
+    return torch.empty(shape, dtype=element, device="meta")
+
+
+def plain(M=512, N=1024, element=BF16, written=None):
+    return ka.ElementwiseArguments(
+        meta(M, N, element=element), meta(M, N, element=written or element)
+    )
+
+
+def fused(fn, M=512, N=1024, element=BF16, out=None, **operands):
+    epilogue = ka.EpilogueArguments(fn, **operands)
+    written = meta(M, N, element=element) if out is None else out
+    return ka.ElementwiseArguments(meta(M, N, element=element), written, epilogue=epilogue)
+
+
+def refusal(args):
+    (told,) = [r for r in ka.explain(args, cc=90).rejected if r.family == FAMILY]
+    return told
+
+
+def swiglu(accum):
+    up, gate = ep.glu_pair(accum, granularity="halves")
+    return ep.silu(gate) * up
+
+
+# The query -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cc", [80, 86, 89, 90, 100, 120])
+def test_every_gpu_from_ampere_on_is_served(cc):
+    assert offered(plain(), cc)
+
+
+def test_an_older_gpu_is_not():
+    assert offered(plain(), 75) == []
+
+
+@pytest.mark.parametrize("strides", [(1024, 1), (1025, 1), (1, 512), (0, 1), (1, 0), (0, 0)])
+@pytest.mark.parametrize("element", [BF16, F32, E4M3, torch.int32, torch.int64, torch.bool])
+def test_any_strides_and_real_types_are_served(element, strides):
+    x = meta(1 << 20, element=element).as_strided((512, 1024), strides)
+    for out in (meta(512, 1024), meta(1024, 512).t(), meta(512, 2048)[:, ::2]):
+        assert offered(ka.ElementwiseArguments(x, out))
+
+
+def test_whole_vectors_are_best_and_then_wide_rows():
+    for args in (plain(8192, 4096), plain(8192, 4096, F32), plain(8192, 4096, F32, BF16)):
+        kernels = offered(args)
+        seconds = [kernel.predict(args) for kernel in kernels]
+        assert seconds == sorted(seconds)
+        best = kernels[0].metadata
+        assert best.operands.x.alignment == best.operands.out.alignment == 16
+        assert best.design.columns == 256
+        size = 8192 * 4096 * (args.x.dtype.itemsize + args.out.dtype.itemsize)
+        assert size / 4.8e12 < seconds[0] < 1.3 * size / 4.8e12  # what an H200 moves at most
+
+
+def test_few_columns_are_for_narrow_tiles_and_sums_over_rows_for_tall_ones():
+    assert offered(plain(1 << 18, 64))[0].metadata.design.columns == 64
+    sums = fused(lambda accum: (accum, ep.sum(accum, -2)), 8192, 4096, sums=meta(4096, element=F32))
+    assert offered(sums)[0].metadata.design.steps > 1
+
+
+def test_a_broadcast_x_costs_what_is_in_memory():
+    x = meta(1, 4096).expand(8192, 4096)
+    args = ka.ElementwiseArguments(x, meta(8192, 4096))
+    whole = plain(8192, 4096)
+    kernel = offered(args)[0]
+    assert kernel.predict(args) < 0.7 * kernel.predict(whole)
+
+
+# Rules -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (plain(element=F64), "x is one of float32, .*; it is float64|accumulator is float64"),
+        (plain(element=torch.int16, written=torch.bool), "out is one of .*; it is bool"),
+        (plain(element=BF16, written=F64), "out is one of .*; it is float64"),
+        (fused(lambda accum: accum * 2, 0), "at least one row, column and batch; M is 0"),
+        (
+            fused(swiglu, 512, 96, out=meta(512, 48)),
+            "halves of columns are dealt out to tiles 32 at a time; 96 columns",
+        ),
+        (
+            fused(lambda accum: accum > 0, out=meta(512, 1024, element=torch.bool)),
+            "out is one of float32, .*; it is bool",
+        ),
+        (
+            fused(lambda accum: accum - ep.amax(accum, None)),
+            "known when all tiles are",
+        ),
+        (
+            fused(lambda accum: accum * ep.rsqrt(ep.mean_square(accum, -1))),
+            "needs a tile that holds them; N is 1024, and 128 columns are together",
+        ),
+        (
+            fused(lambda accum: (accum, accum), copy=meta(512, 1024, element=F64)),
+            "and else numbers of 8 to 32 bits; copy is float64",
+        ),
+        (
+            fused(lambda a: (a, ep.sum(a, -1)), 1 << 25, 64, sums=meta(1 << 25, element=F32)),
+            r"the epilogue's reductions take \d+ counters of 16384",
+        ),
+    ],
+)
+def test_what_is_refused_is_told(args, words):
+    told = refusal(args)
+    assert re.search(words, told.reason), told.reason
+    assert offered(args) == []
+
+
+def test_operands_that_are_not_aligned_are_read_in_smaller_vectors():
+    def alignments(b):
+        args = fused(lambda accum, b: accum + b, b=b)
+        return {kernel.metadata.operands.out.alignment for kernel in offered(args)}
+
+    assert alignments(meta(512, 1024)) == {16, 4, 1}
+    assert alignments(meta(512, 1026)[:, :1024]) == {4, 1}
+    assert alignments(meta(512, 1025)[:, :1024]) == {1}
+    assert alignments(meta(1024, 512).t()) == {16, 4, 1}  # read one by one
+    assert {k.metadata.operands.x.alignment for k in offered(plain(512, 1020))} == {4, 1}
+
+
+def test_the_query_is_the_enumeration_that_supports_the_arguments():
+    for args in (plain(300, 48), plain(77, 1040, F32), fused(swiglu, out=meta(512, 512))):
+        everything = SM80.generate_kernels(lambda metadata: True, args.epilogue)
+        assert set(offered(args)) == {kernel for kernel in everything if kernel.supports(args)}
+        assert offered(args)
+
+
+def test_arguments_of_another_operation_are_refused_as_such():
+    A = meta(16, 16)
+    told = refusal(ka.GemmArguments(A, A.clone(), A.clone()))
+    assert told.reason == "the kernel computes ElementwiseArguments, these are GemmArguments"
+
+
+# Metadata --------------------------------------------------------------------------------
+
+
+def test_names_are_unique_and_metadata_comes_back_from_json():
+    kernels = generated_by(SM80)
+    assert len({kernel.metadata.kernel_name for kernel in kernels}) == len(kernels)
+    for kernel in (*kernels[::17], *offered(fused(swiglu, out=meta(512, 512)))[:2]):
+        again = KernelMetadata.from_json(kernel.metadata.to_json())
+        assert again == kernel.metadata
+        assert again.rebuild() == kernel
+
+
+def test_the_implementation_is_what_the_metadata_says():
+    for kernel in sample_of(generated_by(SM80)):
+        built, design = kernel.implementation(), kernel.metadata.design
+        assert (built.threads, built.columns) == (design.threads, design.columns)
+        assert (built.turns, built.steps) == (design.turns, design.steps)
+        assert built.tile == kernel.tiling(1, 1).tile == (design.rows(32), design.columns)
+        widest = max(
+            t.dtype.itemsize if t.dtype else 1 for t in kernel.metadata.operands.tensors.values()
+        )
+        assert 2 * built.merged * widest <= max(16, 2 * widest)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_tiles_are_those_that_workspaces_are_made_for(name):
+    args = arguments_on(of_fusion(CATALOGUE[name], M=64, N=128, pad=0))
+    for kernel in offered(args):
+        built = kernel.implementation_for(args)
+        assert built.tile == kernel.tiling(64, 128).tile
+        assert (kernel.get_workspace_size(args) > 0) == bool(built.epilogue.reduced)
+
+
+# Compiled --------------------------------------------------------------------------------
+
+#: What is compiled for each design, in turns: types, and an epilogue.
+COMPILED = [
+    lambda: plain(64, 256),
+    lambda: plain(64, 256, F32, BF16),
+    lambda: plain(64, 256, BF16, E4M3),
+    lambda: arguments_on(of_fusion(a_glu("swiglu", granularity="halves"), M=64, N=256, pad=8)),
+    lambda: arguments_on(of_fusion(CATALOGUE["dgelu"], M=64, N=256, pad=8)),
+    lambda: arguments_on(of_fusion(CATALOGUE["rope"], M=64, N=256, pad=8, element=F32)),
+    lambda: arguments_on(of_fusion(CATALOGUE["norm"], M=64, N=64, pad=8)),
+]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("cc", ["sm_80", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda design: design.label())
+def test_every_design_compiles_without_spills(design, cc):
+    compiled = 0
+    for make in COMPILED[cc == "sm_90a" :: 2]:
+        args = make()
+        kernels = offered(args, cc, metadata_filter=lambda metadata: metadata.design == design)
+        for kernel in kernels[:: max(1, len(kernels) - 1)]:  # whole vectors, and elements
+            used = kernel.compile(args, cc=cc).resources
+            compiled += 1
+            assert used.spill_bytes == 0, kernel
+            assert used.threads == kernel.implementation_for(args).threads == design.threads
+            assert used.registers * used.threads <= 64 * 1024
+            assert used.shared_memory_bytes <= 48 * 1024
+    assert compiled >= 2
+
+
+@pytest.mark.compile
+def test_a_sample_of_types_and_alignments_compiles():
+    variants = list({k.metadata.operands: k for k in generated_by(SM80)}.values())
+    for kernel in variants[:: 1 if len(variants) < 8 else 5]:
+        args = arguments_for(kernel, 7, 33, 2, device="meta")
+        assert kernel in ka.get_kernels(args, cc=80, providers=["cutedsl"])
+        assert kernel.compile(args, cc=80).resources.spill_bytes == 0
+
+
+def moves(args, cc=90):
+    """Loads from and stores to global memory of the best kernel."""
+    code = sass(offered(args, cc)[0].compile(arguments_on(args), cc=cc))
+    return (re.findall(rf"\b{name}\.E(\.\d+)?", code) for name in ("LDG", "STG"))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("element", [BF16, F16, F32])
+def test_everything_is_moved_16_bytes_at_once(element):
+    full = meta(512, 1024, element=element)
+    for args in (
+        plain(element=element),
+        fused(lambda accum, full: accum + full, element=element, full=full),
+        fused(swiglu, element=element, out=meta(512, 512, element=element)),
+    ):
+        loads, stores = moves(args)
+        assert set(loads) == set(stores) == {".128"}
+        assert len(loads) >= 4  # on their way at a time
+
+
+@pytest.mark.compile
+def test_an_artifact_serves_every_size_of_its_signature_and_no_other(cache_directory):
+    args = fused(lambda accum, bias: ep.gelu(accum + bias), bias=meta(1024))
+    kernel = offered(args)[0]
+    artifact = kernel.compile(args, cc=90)
+    wider = fused(args.epilogue.fn, 100, 4096, bias=meta(4096))
+    assert kernel.compile(wider, cc=90) is artifact
+    other = fused(args.epilogue.fn, 100, 4096, bias=meta(4096, element=F32))
+    assert kernel.compile(other, cc=90) is not artifact
+    assert list(cache_directory.rglob("*.json"))
+
+
+@pytest.mark.compile
+def test_a_compiled_epilogue_is_exported_and_read_back(tmp_path):
+    args = fused(lambda accum: (accum, ep.sum(accum, -2)), sums=meta(1024, element=F32))
+    kernel = offered(args)[0]
+    found = ka.load(kernel.compile(args, cc=90).export(tmp_path / "sums.so"))
+    assert found.kernel == kernel
+    assert found.signature == args.signature
+
+
+# The benchmark ---------------------------------------------------------------------------
+
+
+def test_a_dry_run_lists_every_problem_with_the_best_kernels(capsys):
+    assert BENCHMARK.main(["--dry-run", "--candidates", "2"]) == 0
+    text = capsys.readouterr().out
+    for problem in BENCHMARK.PROBLEMS:
+        assert f"{problem.label}  peers: torch, torch.compile" in text
+    assert text.count("us expected") == 2 * len(BENCHMARK.PROBLEMS)
+
+
+@pytest.mark.parametrize("operation", BENCHMARK.EPILOGUES)
+def test_peers_compute_the_same_chain(operation):
+    problem = BENCHMARK.Problem(operation, 16, 64)
+    args = problem.arguments("cpu")
+    found = BENCHMARK.peers_of(problem, args)["torch"]()
+    (kernel,) = ka.get_kernels(args, providers=["reference"])
+    exact = kernel.exact(args)
+    found = found if isinstance(found, tuple) else (found,)
+    for values, expected in zip(found, exact.values(), strict=True):
+        torch.testing.assert_close(values.double(), expected, rtol=0.02, atol=0.02)
+    moved = sum(o.tensor.numel() * o.tensor.element_size() for o in args.named_operands.values())
+    assert 0.8 * moved < problem.bytes <= moved

@@ -1,0 +1,138 @@
+"""Pictures of graphs: valid SVG in which every operation, tensor and kernel is."""
+
+import shutil
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+
+import kernel_api.graph as cudnn
+from kernel_api.graph import _picture
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(params=["own", "graphviz"])
+def drawn_by(request, monkeypatch):
+    """Both ways to draw; what has no graphviz here is drawn by the other."""
+    if request.param == "own":
+        monkeypatch.setattr(_picture.shutil, "which", lambda name: None)
+    elif shutil.which("dot") is None:
+        pytest.skip("graphviz is not installed")
+    return request.param
+
+
+def words(svg):
+    """All texts of a picture; raises if it is no XML."""
+    root = ElementTree.fromstring(svg)
+    assert root.tag == f"{SVG}svg"
+    return " | ".join(text.text or "" for text in root.iter(f"{SVG}text"))
+
+
+def layer():
+    """A graph with branches, two results of one operation, a residual and numbers."""
+    x, gamma = torch.randn(33, 48), torch.randn(48)
+    up, down = torch.randn(48, 64), torch.randn(32, 48)
+    with cudnn.Graph(name="a layer") as graph:
+        norm, inv_rms = graph.rmsnorm(x, gamma, epsilon=3e-4, name="norm")
+        gate, linear = graph.glu_pair(graph.matmul(norm, up, name="up"), name="split")
+        hidden = graph.mul(graph.swish(gate, name="act"), linear, name="gated")
+        product = graph.matmul(hidden, down, name="down")
+        out = graph.add(graph.mul(product, 0.625, name="damped"), x, name="residual")
+        out.set_output(True).set_name("result")
+        inv_rms.set_output(True)
+    return graph
+
+
+def test_every_operation_tensor_and_kernel_is_in_the_picture(drawn_by):
+    graph = layer()
+    found = words(graph.to_svg())
+    for node in graph.nodes:
+        assert node.name in found
+        assert node.op in found
+    for tensor in [*graph.inputs, *graph.outputs]:
+        assert str(tensor) in found
+    for step in graph.selected.steps:
+        assert step.title in found
+    assert "f32 33×48" in found
+    assert "epsilon = 0.0003" in found
+    assert "b = 0.625" in found
+
+
+def test_a_graph_without_plans_is_drawn_without_kernels(drawn_by):
+    graph = cudnn.pygraph(name="two")
+    a = graph.tensor(dim=(3, 5), data_type=cudnn.data_type.FLOAT, name="a")
+    graph.relu(graph.neg(a, name="minus"), name="zero or more")
+    found = words(graph.to_svg())
+    assert "minus" in found
+    assert "zero or more" in found
+    assert "f32 3×5" in found
+
+
+@pytest.mark.parametrize("name", ['<&>"', "a\\nb\\", "&amp;", "\x00\x1b\ud800", "été 漢"])
+def test_names_are_text_whatever_is_in_them(drawn_by, name):
+    graph = cudnn.pygraph(name=name)
+    a = graph.tensor(dim=(3, 5), data_type=cudnn.data_type.FLOAT, name=f"in {name}")
+    graph.relu(a, name=name).set_output(True)
+    graph.build()
+    shown = _picture._clean(name)
+    assert shown in words(graph.to_svg())
+
+
+def test_an_empty_graph_has_a_picture(drawn_by):
+    assert words(cudnn.pygraph().to_svg()) == ""
+
+
+def test_a_notebook_shows_the_picture():
+    graph = layer()
+    assert graph._repr_svg_() == graph.to_svg()
+    assert words(graph._repr_svg_())
+
+
+def test_it_is_drawn_without_graphviz_where_that_fails(monkeypatch):
+    graph = layer()
+    monkeypatch.setattr(_picture.shutil, "which", lambda name: "dot")
+    monkeypatch.setattr(_picture, "_by_graphviz", lambda text: None)
+    assert "residual" in words(graph.to_svg())
+    monkeypatch.undo()
+
+    def fails(*args, **options):
+        raise FileNotFoundError("dot")
+
+    monkeypatch.setattr(_picture.subprocess, "run", fails)
+    assert _picture._by_graphviz("digraph {}") is None
+
+
+def rectangles(svg):
+    for one in ElementTree.fromstring(svg).iter(f"{SVG}rect"):
+        if "x" in one.attrib:
+            x, y, width, height = (float(one.attrib[k]) for k in ("x", "y", "width", "height"))
+            yield x, y, x + width, y + height
+
+
+def test_what_is_drawn_lies_within_the_picture_and_nothing_covers_another(monkeypatch):
+    monkeypatch.setattr(_picture.shutil, "which", lambda name: None)
+    svg = layer().to_svg()
+    root = ElementTree.fromstring(svg)
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    found = list(rectangles(svg))
+    assert len(found) > 15
+    for i, (left, top, right, bottom) in enumerate(found):
+        assert 0 <= left < right <= width
+        assert 0 <= top < bottom <= height
+        for other in found[:i]:
+            apart = right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top
+            # The nodes of a kernel are in its box, which is drawn before.
+            inside = other[0] <= left and right <= other[2] and other[1] <= top
+            assert apart or (inside and bottom <= other[3])
+
+
+def test_a_score_modification_is_named_in_its_node(drawn_by):
+    q = torch.randn(1, 2, 9, 16)
+    with cudnn.Graph() as graph:
+        out, _ = graph.sdpa(
+            q=q, k=q, v=q, score_mod=lambda g, score: g.tanh(g.mul(score, 0.3)), name="attn"
+        )
+        out.set_output(True)
+    found = words(graph.to_svg())
+    assert "with mul, tanh" in found
