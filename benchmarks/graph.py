@@ -223,7 +223,11 @@ def host() -> Iterator[str]:
         spent.append(1e3 * (time.perf_counter() - started))
     built = harness.Timing(spent)
     yield f"build a graph of ten nodes: {built.median:.2f} ms (limit 5)"
-    small = bias_gelu(64, 64, 64)[0][0], scale_amax(64, 64, 64)[0][0], softcapped(1, 1, 64, 64)[0][0]
+    small = (
+        bias_gelu(64, 64, 64)[0][0],
+        scale_amax(64, 64, 64)[0][0],
+        softcapped(1, 1, 64, 64)[0][0],
+    )
     for name, call in zip(("bias + gelu", "scale + amax", "sdpa"), small, strict=True):
         yield f"execute {name}: {_microseconds(call):.2f} us (limit 10)"
 

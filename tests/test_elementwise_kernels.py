@@ -103,9 +103,9 @@ def test_a_broadcast_x_costs_what_is_in_memory():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (plain(element=F64), "x is one of float32, .*; it is float64|accumulator is float64"),
-        (plain(element=torch.int16, written=torch.bool), "out is one of .*; it is bool"),
-        (plain(element=BF16, written=F64), "out is one of .*; it is float64"),
+        (plain(element=F64), "x is float64; expected"),
+        (plain(element=torch.int16, written=torch.bool), "out is bool; expected"),
+        (plain(element=BF16, written=F64), "out is float64; expected"),
         (fused(lambda accum: accum * 2, 0), "at least one row, column and batch; M is 0"),
         (
             fused(swiglu, 512, 96, out=meta(512, 48)),
@@ -113,7 +113,7 @@ def test_a_broadcast_x_costs_what_is_in_memory():
         ),
         (
             fused(lambda accum: accum > 0, out=meta(512, 1024, element=torch.bool)),
-            "out is one of float32, .*; it is bool",
+            "out is bool; expected",
         ),
         (
             fused(lambda accum: accum - ep.amax(accum, None)),
@@ -144,11 +144,11 @@ def test_operands_that_are_not_aligned_are_read_in_smaller_vectors():
         args = fused(lambda accum, b: accum + b, b=b)
         return {kernel.metadata.operands.out.alignment for kernel in offered(args)}
 
-    assert alignments(meta(512, 1024)) == {16, 4, 1}
-    assert alignments(meta(512, 1026)[:, :1024]) == {4, 1}
-    assert alignments(meta(512, 1025)[:, :1024]) == {1}
-    assert alignments(meta(1024, 512).t()) == {16, 4, 1}  # read one by one
-    assert {k.metadata.operands.x.alignment for k in offered(plain(512, 1020))} == {4, 1}
+    assert alignments(meta(512, 1024)) == {16, 4, 2}
+    assert alignments(meta(512, 1026)[:, :1024]) == {4, 2}
+    assert alignments(meta(512, 1025)[:, :1024]) == {2}
+    assert alignments(meta(1024, 512).t()) == {16, 4, 2}  # read one by one
+    assert {k.metadata.operands.x.alignment for k in offered(plain(512, 1020))} == {4, 2}
 
 
 def test_the_query_is_the_enumeration_that_supports_the_arguments():
@@ -182,9 +182,7 @@ def test_the_implementation_is_what_the_metadata_says():
         assert (built.threads, built.columns) == (design.threads, design.columns)
         assert (built.turns, built.steps) == (design.turns, design.steps)
         assert built.tile == kernel.tiling(1, 1).tile == (design.rows(32), design.columns)
-        widest = max(
-            t.dtype.itemsize if t.dtype else 1 for t in kernel.metadata.operands.tensors.values()
-        )
+        widest = max(t.dtype.itemsize for t in kernel.metadata.operands.tensors.values())
         assert 2 * built.merged * widest <= max(16, 2 * widest)
 
 

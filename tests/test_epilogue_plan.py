@@ -252,3 +252,12 @@ def test_a_seed_stays_a_whole_number():
     assert {name: type(value) for name, value in values.items()} == {
         "p": float, "seed": int, "offset": int,
     }  # fmt: skip
+
+
+def test_a_hopper_tile_that_spans_rows_is_written_in_whole_subtiles():
+    def fn(accum):
+        return accum, ep.sqrt(ep.sum(accum * accum, -1))
+
+    args = arguments(fn, M=64, N=40, norm=empty(64, dtype=F32))
+    columns = {kernel.metadata.design.kernel_tile[1] for kernel in offered(args, HOPPER)}
+    assert columns and all(n % min(32, n) == 0 for n in columns)

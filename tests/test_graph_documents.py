@@ -3,7 +3,9 @@
 import ast
 import inspect
 import math
+import re
 import typing
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from support.graph_documents import DEVICE, DOCUMENTS
 import kernel_api.graph as cudnn
 from kernel_api.verification import compare
 
+GUIDE = Path(__file__).parents[1] / "docs" / "graph.md"
 LOW, REFERENCE = DOCUMENTS
 BLOCKS = {block.name: block for block in graph_documents.blocks(REFERENCE)}
 
@@ -371,3 +374,38 @@ def test_operations_have_the_documented_parameters_in_the_documented_order(name)
 def test_the_wrapper_has_the_documented_parameters():
     wanted = parameters(documented("cudnn.Graph | 1").__init__)
     assert parameters(cudnn.Graph.__init__)[: len(wanted)] == wanted
+
+
+# This library's own guide ---------------------------------------------------------------------
+
+
+def test_the_code_of_the_guide_runs(capsys):
+    names = {}
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == 7
+    printed = capsys.readouterr().out
+    assert "plan A: " in printed
+    assert "plan FALLBACK: " in printed
+    x, gamma, up, down = (names[key] for key in ("x", "gamma", "w_up", "w_down"))
+
+    def torch_s(kind):
+        norm = torch.nn.functional.rms_norm(x.to(kind), (128,), gamma.to(kind), 1e-5)
+        gate, linear = (norm @ up.to(kind)).chunk(2, dim=-1)
+        hidden = torch.nn.functional.silu(gate) * linear
+        return hidden @ down.to(kind) + x.to(kind)
+
+    as_is_compared(names["y"], torch_s(torch.float64), torch_s(x.dtype))
+    exact, same = (a.double() @ b.double() for a, b in ((names["A"][0], names["B"]),) * 2)
+    as_is_compared(names["out"], exact, same.half())
+
+
+def test_the_guide_names_what_there_is():
+    text = GUIDE.read_text()
+    for mode in ("A", "B", "CUDNN_FIND", "FALLBACK"):
+        assert f"| `{mode}` |" in text
+        assert mode in cudnn.heur_mode.__members__
+    for name in ("deselect_engines", "select_plan", "autotune", "explain", "to_svg", "key"):
+        assert f"`{name}" in text or f".{name}(" in text
+        assert hasattr(cudnn.pygraph, name)

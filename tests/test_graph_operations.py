@@ -259,6 +259,14 @@ def test_integers_stay_exact():
     assert g.compute(g.exp(g.given(torch.tensor([0, 1])))).tolist() == pytest.approx([1, math.e])
 
 
+def test_truth_values_count_as_one_and_zero():
+    g, truths = Nodes(), torch.tensor([True, False, True])
+    x = g.given(truths)
+    found = g.compute(g.add(x, x), g.sub(x, True), g.mul(x, 0.5), g.logical_not(x), g.neg(x))
+    expected = ([2, 0, 2], [0, -1, 0], [0.5, 0, 0.5], [False, True, False], [-1, 0, -1])
+    assert [one.tolist() for one in found] == list(expected)
+
+
 def test_numbers_of_the_host_are_operands():
     g, x = Nodes(), random(3, 5)
     found = g.compute(g.scale(g.given(x), g.passed(0.3)))
@@ -303,6 +311,17 @@ def test_reductions_go_over_modes_of_extent_one(mode, modes):
     else:
         plain = x.abs() if mode in ("AMAX", "NORM1", "NORM2") else x
         assert torch.equal(found, torch.where(x == 0, 1.0, x) if "ZEROS" in mode else plain)
+
+
+def test_reductions_of_nothing():
+    g = Nodes()
+    x = g.given(torch.empty(3, 0))
+    found = {
+        mode: g.reduction(x, mode, axis=1) for mode in ("ADD", "MUL", "MIN", "MAX", "AMAX", "NORM2")
+    }
+    g.run()
+    values = [g.value(y)[2].item() for y in found.values()]
+    assert values == [0.0, 1.0, math.inf, -math.inf, 0.0, 0.0]
 
 
 def test_reductions_take_an_axis():

@@ -2,12 +2,16 @@
 
 import shutil
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from support.random_graphs import cases, graph_of
 
 import kernel_api.graph as cudnn
 from kernel_api.graph import _picture
+from kernel_api.graph._node import Node
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -110,13 +114,11 @@ def rectangles(svg):
             yield x, y, x + width, y + height
 
 
-def test_what_is_drawn_lies_within_the_picture_and_nothing_covers_another(monkeypatch):
-    monkeypatch.setattr(_picture.shutil, "which", lambda name: None)
-    svg = layer().to_svg()
+def check_places(svg):
+    """Everything is within the picture, and nothing covers another."""
     root = ElementTree.fromstring(svg)
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     found = list(rectangles(svg))
-    assert len(found) > 15
     for i, (left, top, right, bottom) in enumerate(found):
         assert 0 <= left < right <= width
         assert 0 <= top < bottom <= height
@@ -125,6 +127,42 @@ def test_what_is_drawn_lies_within_the_picture_and_nothing_covers_another(monkey
             # The nodes of a kernel are in its box, which is drawn before.
             inside = other[0] <= left and right <= other[2] and other[1] <= top
             assert apart or (inside and bottom <= other[3])
+    return found
+
+
+def test_nothing_covers_another(monkeypatch):
+    monkeypatch.setattr(_picture.shutil, "which", lambda name: None)
+    assert len(check_places(layer().to_svg())) > 15
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cases())
+def test_random_graphs_have_pictures(monkeypatch, case):
+    monkeypatch.setattr(_picture.shutil, "which", lambda name: None)
+    graph, _ = graph_of(case, sm_version=90)
+    graph.validate()
+    assert check_places(graph.to_svg())
+    graph.create_execution_plans([cudnn.heur_mode.A])
+    svg = _picture.draw(graph, graph.plans[0])
+    assert check_places(svg)
+    for node in graph.nodes:
+        assert node.name in words(svg)
+
+
+def test_what_a_plan_computes_as_part_of_another_operation_is_named_there(drawn_by):
+    graph = cudnn.pygraph()
+    a, b = (graph.tensor(dim=(8, 8), data_type="float32", name=name) for name in "ab")
+    scores = graph.exp(graph.matmul(a, b, name="first"), name="softmax")
+    graph.matmul(scores, b, name="second").set_output(True).set_name("out")
+    graph.relu(scores, name="unused")
+    merged = Node("sdpa", "pattern", {"q": a, "k": b}, {})
+    merged.outputs["O"] = graph.nodes[2].outputs["C"]
+    step = SimpleNamespace(title="a_kernel", kind="kernel", nodes=(merged,))
+    found = words(_picture.draw(graph, SimpleNamespace(steps=[step])))
+    assert "a_kernel" in found
+    assert "of first, softmax, second" in found
+    # What nothing comes of is drawn, in no kernel.
+    assert "unused" in found
 
 
 def test_a_score_modification_is_named_in_its_node(drawn_by):

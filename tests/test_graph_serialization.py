@@ -5,8 +5,9 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_graphs import cases, data_of, graph_of
 
 import kernel_api.graph as cudnn
 from kernel_api.errors import GraphError, GraphStateError, SerializedGraphError
@@ -69,6 +70,22 @@ def test_bytes_lists_and_text_come_back_as_the_same_graph(built, data):
 
 def test_a_graph_that_came_back_is_serialised_to_the_same_bytes(data):
     assert cudnn.pygraph().deserialize(data).serialize(as_bytes=True) == data
+
+
+@settings(max_examples=15)
+@given(cases())
+def test_random_graphs_come_back_and_compute_the_same_bits(case):
+    results = []
+    graph, _ = graph_of(case)
+    graph.build()
+    again = cudnn.pygraph().deserialize(graph.serialize())
+    assert as_dict(again) == as_dict(graph)
+    for one in (graph, again):
+        data = data_of(case)
+        one.execute({uid: data[name] for uid, name in enumerate([*case.inputs, *case.outputs])})
+        results.append([data[name] for name in case.outputs])
+    for own, other in zip(*results, strict=True):
+        assert torch.equal(own.double().nan_to_num(3), other.double().nan_to_num(3))
 
 
 def test_a_handle_may_be_given_first(data):

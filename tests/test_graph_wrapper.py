@@ -1,5 +1,6 @@
 """``Graph``: written with torch tensors in a block, called with tensors like them."""
 
+import contextlib
 import gc
 import inspect
 import re
@@ -87,6 +88,19 @@ def test_objects_are_not_kept_when_the_block_has_ended():
     assert graph(torch.randn(5)).shape == (5,)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_objects_are_not_kept_where_there_is_nothing_to_call(fails):
+    x = torch.randn(5)
+    gone = weakref.ref(x)
+    graph = cudnn.Graph()
+    with contextlib.suppress(ZeroDivisionError), graph:
+        graph.relu(x)
+        _ = 1 / (0 if fails else 1)
+    del x
+    gc.collect()
+    assert gone() is None
+
+
 def test_tensors_with_gradients_are_taken_without():
     w = torch.nn.Parameter(torch.randn(5, 3))
     x = torch.randn(4, 5, requires_grad=True)
@@ -117,7 +131,7 @@ def test_tensors_in_tuples_are_taken():
         graph.concatenate([a, b, c], axis=0, name="cat").set_output(True)
     assert torch.equal(graph(a, b, c), torch.cat([a, b, c]))
     found = graph({"cat::inputs::0": a, "cat::inputs::1": b, "cat::0::2": c})
-    assert torch.equal(found["cat::OUT_0"], torch.cat([a, b, c]))
+    assert torch.equal(found["cat::Y"], torch.cat([a, b, c]))
 
 
 def test_dropout_takes_a_tuple_with_tensors():
@@ -456,6 +470,67 @@ def test_a_workspace_is_made_or_has_to_be_brought():
     assert torch.equal(own(*tensors, workspace=workspace), out)
     # Where none is needed, none is asked for.
     product(workspace_alloc=False)(X, W, B)
+
+
+def attention_block(**options):
+    """Attention and a product behind it, with an output in the middle."""
+    q, w = torch.randn(2, 17, 3, 16).transpose(1, 2), torch.randn(16, 9)
+    with cudnn.Graph(**options) as graph:
+        out, _ = graph.sdpa(q=q, k=q, v=q, attn_scale=0.3, name="attn")
+        out.set_output(True)
+        graph.relu(graph.matmul(out, w), name="act").set_output(True)
+    return graph
+
+
+def test_other_extents_are_taken_where_they_are_enabled():
+    graph = attention_block(is_dynamic_shape_enabled=True)
+    w = torch.randn(16, 9)
+    for batch, rows in ((2, 17), (3, 5), (1, 40), (3, 5)):
+        q = torch.randn(batch, rows, 3, 16).transpose(1, 2)
+        out, act = graph(q, w)
+        exact = (q.double() @ q.double().mT * 0.3).softmax(-1) @ q.double()
+        same = torch.nn.functional.scaled_dot_product_attention(q, q, q, scale=0.3)
+        as_is_compared(out, exact, same)
+        assert out.stride() == q.stride()
+        as_is_compared(act, torch.relu(exact @ w.double()), torch.relu(same @ w))
+        # By name, with an output of the caller's and other strides.
+        given = torch.empty(batch, 3, rows, 9)
+        found = graph({"attn::q": q.contiguous(), "matmul.0::B": w, "act::OUT_0": given})
+        assert found["act::OUT_0"] is given
+        as_is_compared(given, torch.relu(exact @ w.double()), torch.relu(same @ w))
+
+
+def test_other_extents_are_taken_after_deserialisation_and_of_other_libraries():
+    graph = cudnn.Graph.deserialize(attention_block(is_dynamic_shape_enabled=True).serialize())
+    q, w = torch.randn(4, 3, 7, 16), torch.randn(16, 9)
+    out, act = graph(q.numpy(), w)
+    assert (out.shape, act.shape) == ((4, 3, 7, 16), (4, 3, 7, 9))
+    for own, other in zip((out, act), graph(q, w), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_other_extents_follow_the_plan_that_is_selected():
+    graph = attention_block(is_dynamic_shape_enabled=True)
+    q, w = torch.randn(4, 3, 7, 16), torch.randn(16, 9)
+    first = graph(q, w)
+    graph.select_plan(graph.get_execution_plan_count() - 1)
+    assert graph.selected.mode is cudnn.heur_mode.FALLBACK
+    for own, other in zip(first, graph(q, w), strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_other_extents_are_an_error_where_they_are_not_enabled():
+    graph = attention_block()
+    with pytest.raises(cudnn.VariantPackError, match=r"attn::q .*\[4, 3, 7, 16\]"):
+        graph(torch.randn(4, 3, 7, 16), torch.randn(16, 9))
+
+
+def test_other_extents_that_do_not_fit_are_an_error():
+    graph = attention_block(is_dynamic_shape_enabled=True)
+    with pytest.raises(cudnn.GraphError, match="A with K = 16 but B with K = 15"):
+        graph(torch.randn(4, 3, 7, 16), torch.randn(15, 9))
+    with pytest.raises(cudnn.GraphError, match="attn::q has 4 modes"):
+        graph(torch.randn(3, 7, 16), torch.randn(16, 9))
 
 
 def test_it_is_tuned_with_the_forms_of_a_call():

@@ -41,6 +41,12 @@ def test_naming_the_public_functions_loads_neither_torch_nor_the_dsl():
     assert loaded_by(f"import kernel_api as ka; {names}") == []
 
 
+def test_naming_the_classes_of_the_graph_front_end_loads_neither_torch_nor_the_dsl():
+    assert (
+        loaded_by("import kernel_api.graph as cudnn; cudnn.Graph, cudnn.pygraph, cudnn.jit") == []
+    )
+
+
 def test_registering_with_cutedsl_loads_no_dsl():
     found = loaded_by("import kernel_api as ka; ka.providers.cutedsl.CuTeDSLProvider.families()")
     assert "cutlass" not in found

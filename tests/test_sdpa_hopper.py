@@ -76,6 +76,20 @@ def test_what_is_empty_is_refused(name):
     assert "no mode is empty" in told.reason
 
 
+@pytest.mark.parametrize("dim", (72, 80, 96))
+def test_decode_takes_a_head_dimension_by_its_own_tiles(dim):
+    draw = Draw(2, 8, 1, 1, 4096, dim, dim, element="bfloat16", device="meta")
+    args = draw.arguments(out=draw.results(read=False).bfloat16())
+    kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+    own = [kernel for kernel in kernels if kernel.family == "sm90.sdpa_decode"]
+    assert {kernel.metadata.design.head_dim for kernel in own} == {(128, 128)}
+
+
+def test_fp8_takes_a_head_dimension_by_its_own_tiles():
+    own = offered(FP8, (80, 80))
+    assert {kernel.metadata.design.head_dim for kernel in own} == {(128, 128)}
+
+
 def test_the_size_of_a_workspace_loads_no_compiler():
     code = (
         "import sys\n"

@@ -299,6 +299,8 @@ class Thread:
         key = ("left", start, lane_columns, columns)
         if key not in self.memory:
             width = self.extents[1] * columns.numerator // columns.denominator
+            if columns in self.halves and start // HALF % 2 == 0:
+                width = width // 2  # behind it the other half begins
             self.memory[key] = width - self.column_of(start, lane_columns, columns)
         return self.memory[key] > distance
 

@@ -86,8 +86,9 @@ class Builder:
         taken = {node.name for node in self.nodes}
         if name:
             if name in taken:
-                raise GraphError(f"Node name {name} already used; nodes of a graph have names "
-                                 f"of their own")
+                raise GraphError(
+                    f"Node name {name} already used; nodes of a graph have names of their own"
+                )
             return str(name)
         return next(
             label
@@ -99,8 +100,9 @@ class Builder:
         if value is None:
             return None
         if isinstance(value, (tuple, list)):
-            return tuple(self._tensor_of(one, f"{node}::{argument}::{i}")
-                         for i, one in enumerate(value))
+            return tuple(
+                self._tensor_of(one, f"{node}::{argument}::{i}") for i, one in enumerate(value)
+            )
         return self._tensor_of(value, f"{node}::{argument}")
 
     def _tensor_of(self, value: Any, name: str) -> Tensor:
@@ -123,9 +125,7 @@ class Builder:
             element = (
                 data_type.BOOLEAN if boolean else data_type.INT32 if whole else data_type.FLOAT
             )
-        made = self._new_tensor(
-            name=name, dim=(1,), stride=(1,), element=as_data_type(element)
-        )
+        made = self._new_tensor(name=name, dim=(1,), stride=(1,), element=as_data_type(element))
         made.is_pass_by_value = True
         made.value = value if isinstance(value, (bool, int)) else float(value)
         return made

@@ -226,7 +226,7 @@ def _shape_of(made: Any) -> str:
     return f"a {type(made).__name__}"
 
 
-def _wrapped(function: Callable[..., Any], call: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+def _wrapped(function: Callable[..., Any], call: Callable[[Any, Any], Any]) -> Any:
     @functools.wraps(function)
     def wrapper(*given: Any, **named: Any) -> Any:
         return call(given, named)

@@ -139,7 +139,9 @@ class Execution:
                 fits = False
             slots[number] = value if fits else self._fitted(value, slot)
         if None in [None if slot is None else 0 for slot in slots]:
-            missing = [s.tensor for s, value in zip(self._slots, slots, strict=True) if value is None]
+            missing = [
+                s.tensor for s, value in zip(self._slots, slots, strict=True) if value is None
+            ]
             raise VariantPackError(
                 f"Non-virtual input tensors not found in variant pack: "
                 f"{[str(t) for t in missing]} (uids {[t.uid for t in missing]}); every tensor that "
@@ -304,7 +306,11 @@ class Execution:
                 keywords[name] = ref
             else:
                 constants[name] = value
-        if None in fields or any(hasattr(value, "data_ptr") for value in constants.values()):
+        made = {name: value for name, value in constants.items() if hasattr(value, "data_ptr")}
+        if made:  # by the arguments: what is another tensor every time is of the operands
+            again = kernel._launch_operands(step.build(take))
+            made = {name: value for name, value in made.items() if again[name] is not value}
+        if made or None in fields:
             return self._rebuilding(step, kernel)
         return _launching(launch, fields, keywords, constants)
 
@@ -373,8 +379,9 @@ class Execution:
 def _all_reads(node: Any) -> Iterable[Tensor]:
     yield from node.reads
     if node.body is not None:
+        own = node.body.argument
         for inner in node.body.nodes:
-            yield from (t for t in inner.reads if t.is_input)
+            yield from (t for t in inner.reads if t.is_input and t is not own)
 
 
 def _derived(value: Any, taken: list[Any], refs: dict[int, Ref]) -> Ref | None:

@@ -11,7 +11,6 @@ from kernel_api.graph._enums import (
     as_data_type,
     behavior_note,
     build_plan_policy,
-    data_type,
     heur_mode,
     member_of,
     numerical_note,
@@ -162,9 +161,7 @@ class pygraph(Operations):
     @property
     def inputs(self) -> list[Tensor]:
         """What an execution has to be given to read, in the order that it was made."""
-        return [
-            t for t in self.tensors if t.is_input and not t.is_constant and not t.is_virtual
-        ]
+        return [t for t in self.tensors if t.is_input and not t.is_constant and not t.is_virtual]
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -457,5 +454,3 @@ class pygraph(Operations):
     def __repr__(self) -> str:
         state = "built" if self.selected else "planned" if self._plans else "open"
         return f"<graph {self.name!r} of {len(self.nodes)} operations, {state}>"
-
-

@@ -63,9 +63,7 @@ def overridden(
 
 def _override(tensor: Tensor, dim: tuple[int, ...], stride: tuple[int, ...] | None) -> None:
     if len(dim) != tensor.rank:
-        raise GraphError(
-            f"{tensor} has {tensor.rank} modes; override_shapes gives it {list(dim)}"
-        )
+        raise GraphError(f"{tensor} has {tensor.rank} modes; override_shapes gives it {list(dim)}")
     order = memory_order(tensor.dim, tensor.stride)
     tensor.dim = tuple(map(int, dim))
     tensor.stride = tuple(map(int, stride)) if stride else packed_strides(tensor.dim, order)

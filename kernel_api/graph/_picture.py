@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
@@ -36,12 +37,12 @@ _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 def draw(graph: Any, plan: Any = None) -> str:
     """SVG of a graph; with a plan, boxes around the nodes of each of its steps."""
-    boxes = _boxes(graph, plan)
+    drawn = _drawn(graph, plan)
     if shutil.which("dot") is not None:
-        found = _by_graphviz(_dot_text(graph.name, boxes))
+        found = _by_graphviz(_dot_text(graph.name, drawn))
         if found is not None:
             return found
-    return _Picture(graph.name, boxes).svg()
+    return _Picture(graph.name, drawn).svg()
 
 
 # What is drawn -------------------------------------------------------------------------------
@@ -55,16 +56,56 @@ class _Box(NamedTuple):
     nodes: list[Node]
 
 
-def _boxes(graph: Any, plan: Any) -> list[_Box]:
-    boxes = []
-    left = {id(node): node for node in graph.nodes}
-    for step in () if plan is None else plan.steps:
+class _Drawn(NamedTuple):
+    """What there is to draw.
+
+    Attributes:
+        boxes: In the order that they run.
+        merged: By id of a node, names of the user's nodes that it was made of, if it has another.
+    """
+
+    boxes: list[_Box]
+    merged: dict[int, list[str]]
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [node for box in self.boxes for node in box.nodes]
+
+
+def _drawn(graph: Any, plan: Any) -> _Drawn:
+    if plan is None:
+        return _Drawn([_Box("", "view", _sorted(graph.nodes))], {})
+    boxes, shown = [], dict[int, Node]()
+    for step in plan.steps:
         # What several kernels compute is drawn in the first of them.
-        nodes = [left.pop(id(node)) for node in _sorted(step.nodes) if id(node) in left]
+        nodes = [node for node in _sorted(step.nodes) if id(node) not in shown]
+        shown.update((id(node), node) for node in nodes)
         boxes.append(_Box(_clean(step.title), step.kind, nodes))
-    if left:
-        boxes.append(_Box("", "view", _sorted(left.values())))
-    return boxes
+    merged, left = _merged(graph.nodes, list(shown.values()))
+    return _Drawn([*boxes, _Box("", "view", left)], merged)
+
+
+def _merged(nodes: Iterable[Node], shown: list[Node]) -> tuple[dict[int, list[str]], list[Node]]:
+    """Nodes that a plan computes as part of others, by id of that; and those that it leaves out,
+    because nothing comes of them."""
+    writer = {id(tensor): node for node in shown for tensor in node.writes}
+    into: dict[int, Node] = {}  # what a node of the graph is part of, by the id of what it writes
+    merged: dict[int, list[str]] = {}
+    left: list[Node] = []
+    ids, names = {id(node) for node in shown}, {node.name for node in shown}
+    for node in reversed(_sorted(nodes)):
+        found = [writer.get(id(t)) or into.get(id(t)) for t in node.writes]
+        target = next((one for one in found if one is not None), None)
+        if id(node) in ids:
+            target = node
+        elif target is None:
+            left.insert(0, node)
+            continue
+        elif node.name not in names:
+            merged.setdefault(id(target), []).insert(0, node.name)
+        for tensor in node.reads:
+            into.setdefault(id(tensor), target)
+    return merged, left
 
 
 def _sorted(nodes: Iterable[Node]) -> list[Node]:
@@ -81,7 +122,7 @@ def _sorted(nodes: Iterable[Node]) -> list[Node]:
     return found
 
 
-def _lines(node: Node) -> list[str]:
+def _lines(node: Node, merged: dict[int, list[str]]) -> list[str]:
     """What stands in a node: its name, its operation, and numbers among its arguments."""
     lines = [_clean(node.name)]
     if node.op != node.name.split(".")[0]:
@@ -91,9 +132,13 @@ def _lines(node: Node) -> list[str]:
             if tensor.is_constant:
                 lines.append(f"{_clean(key)} = {tensor.value:.6g}")
     if node.body is not None:
-        inner = ", ".join(one.op for one in node.body.nodes)
-        lines.append(f"with {_clean(inner)}")
-    return lines
+        lines += _wrapped("with ", (one.op for one in node.body.nodes))
+    return lines + _wrapped("of ", merged.get(id(node), ()))
+
+
+def _wrapped(first: str, names: Iterable[str]) -> list[str]:
+    joined = ", ".join(map(_clean, names))
+    return textwrap.wrap(first + joined, 44) if joined else []
 
 
 def _inputs(node: Node) -> list[Tensor]:
@@ -135,14 +180,14 @@ def _by_graphviz(text: str) -> str | None:
     return svg[svg.index("<svg") :] if "<svg" in svg else None
 
 
-def _dot_text(name: str, boxes: list[_Box]) -> str:
+def _dot_text(name: str, drawn: _Drawn) -> str:
     lines = [
         f"digraph {_quoted(_clean(name) or 'graph')} {{",
         f'node [shape=box style="filled,rounded" fillcolor=white fontname={_quoted(_FONT)} '
         "fontsize=12];",
         f"edge [fontname={_quoted(_FONT)} fontsize=10 color={_quoted(_PALE)}];",
     ]
-    for i, box in enumerate(boxes):
+    for i, box in enumerate(drawn.boxes):
         if box.title:
             fill, line = _COLOURS[box.kind]
             lines += [
@@ -150,9 +195,10 @@ def _dot_text(name: str, boxes: list[_Box]) -> str:
                 f'label={_quoted(box.title)}; labeljust=l; style="filled,rounded"; fontsize=11;',
                 f"fillcolor={_quoted(fill)}; color={_quoted(line)}; fontname={_quoted(_FONT)};",
             ]
-        lines += [f"n{id(node)} [label={_quoted(*_lines(node))}];" for node in box.nodes]
+        for node in box.nodes:
+            lines.append(f"n{id(node)} [label={_quoted(*_lines(node, drawn.merged))}];")
         lines += ["}"] * bool(box.title)
-    nodes = [node for box in boxes for node in box.nodes]
+    nodes = drawn.nodes
     shown: set[int] = set()
     for node in nodes:
         for tensor in _inputs(node):
@@ -241,15 +287,13 @@ def _slot(tensor: Tensor) -> float:
 class _Picture:
     """Columns from left to right: inputs, nodes within boxes, lines that go down, outputs."""
 
-    def __init__(self, name: str, boxes: list[_Box]) -> None:
+    def __init__(self, name: str, drawn: _Drawn) -> None:
         self._name = _clean(name) or "graph"
-        self._boxes = boxes
-        self._rows = [
-            _Row(node, _lines(node), _inputs(node)) for box in boxes for node in box.nodes
-        ]
+        self._boxes = drawn.boxes
+        self._rows = [_Row(node, _lines(node, drawn.merged), _inputs(node)) for node in drawn.nodes]
         self._row_of = {id(t): i for i, r in enumerate(self._rows) for t in r.node.writes}
         self._connect()
-        self._lanes = self._laid()
+        self._lay()
         self._place()
         self._parts: list[str] = []
 
@@ -269,29 +313,34 @@ class _Picture:
                 if not any(tensor is one for one in source.exits):
                     source.exits.append(tensor)
 
-    def _laid(self) -> dict[int, int]:
-        """For tensors that go down on the right, in which lane they do."""
+    def _lay(self) -> None:
+        """Give what goes down on the right a lane: within its box if it does not leave that."""
         spans: dict[int, tuple[int, int]] = {}
         for i, row in enumerate(self._rows):
             for tensor in row.entries:
                 start, end = spans.get(id(tensor), (self._row_of[id(tensor)],) * 2)
                 spans[id(tensor)] = min(start, i), max(end, i)
-        lanes: dict[int, int] = {}
+        boxes = [i for i, box in enumerate(self._boxes) for _ in box.nodes]
+        self._inner = {key for key, (start, end) in spans.items() if boxes[start] == boxes[end]}
+        self._lanes: dict[int, int] = {}
         for key, (start, end) in sorted(spans.items(), key=lambda one: one[1][1] - one[1][0]):
             taken = {
-                lanes[other]
-                for other in lanes
-                if spans[other][0] <= end and start <= spans[other][1]
+                lane
+                for other, lane in self._lanes.items()
+                if spans[other][0] <= end
+                and start <= spans[other][1]
+                and (other in self._inner) is (key in self._inner)
             }
-            lanes[key] = next(lane for lane in range(len(spans)) if lane not in taken)
-        return lanes
+            self._lanes[key] = next(lane for lane in range(len(spans)) if lane not in taken)
 
     def _place(self) -> None:
         rows, y = self._rows, float(_MARGIN)
         self._box_places: list[tuple[_Box, float, float]] = []
         index = 0
         for box in self._boxes:
-            start, y = y, y + (24 if box.title else 0)
+            if not box.nodes and not box.title:
+                continue
+            start, y = y, y + (32 if box.title else 0)
             for row in rows[index : index + len(box.nodes)]:
                 row.top = y
                 y += row.height + _GAP
@@ -299,24 +348,35 @@ class _Picture:
             y -= _GAP if box.nodes else 0
             self._box_places.append((box, start, y + 10 - start))
             y += _GAP + 12
-        self._height = y - _GAP + _MARGIN
+        self._height = max(y - _GAP, _MARGIN) + _MARGIN
         pills = [_pill_width(t) for row in rows for t in row.inputs]
-        self._node_left = _MARGIN + max(pills, default=0.0) + 40 + 12
+        self._box_left = _MARGIN + max(pills, default=0.0) + 30
+        self._node_left = self._box_left + 24
         self._node_width = max([70.0, *(_width(one) + 20 for row in rows for one in row.lines)])
-        # Boxes hold their titles, and what is written beside lines from node to node.
-        wide = [_width(box.title) for box in self._boxes]
-        wide += [2 * _width(_described(t)) + 36 for row in rows for t in row.straight]
-        self._box_width = max([self._node_width, *wide]) + 24
-        self._box_left = self._node_left - 12
-        self._node_left = self._box_left + (self._box_width - self._node_width) / 2
-        labels = [_width(_described(t)) for row in rows for t in row.exits if id(t) in self._lanes]
-        right = self._box_left + self._box_width
-        self._lane_left = right + (max(labels) + 16 if labels else 0)
-        self._pill_left = (
-            self._lane_left + (max(self._lanes.values(), default=-1) + 1) * _BRANCH + 24
+        self._inner_left, inner_end = self._lanes_from(
+            self._node_left + self._node_width, inner=True
         )
-        ends = [_pill_width(t) for row in rows for t in row.exits if not t.is_virtual]
-        self._width = max(self._pill_left + max(ends, default=0.0), right) + _MARGIN
+        # Boxes hold their titles, and what is written beside lines from node to node.
+        middle = self._node_left + self._node_width / 2
+        ends = [self._box_left + 20 + _width(box.title) for box in self._boxes if box.title]
+        ends += [middle + 40 + _width(_described(t)) for row in rows for t in row.straight]
+        self._box_width = max([inner_end, *ends]) + 12 - self._box_left
+        right = self._box_left + self._box_width
+        self._outer_left, outer_end = self._lanes_from(right, inner=False)
+        self._pill_left = outer_end + 24
+        outputs = [_pill_width(t) for row in rows for t in row.exits if not t.is_virtual]
+        self._width = max(self._pill_left + max(outputs, default=0.0), right) + _MARGIN
+
+    def _lanes_from(self, left: float, *, inner: bool) -> tuple[float, float]:
+        """Where the first lane is, behind the labels of what goes there; and where the last is."""
+        own = {k: lane for k, lane in self._lanes.items() if (k in self._inner) is inner}
+        labels = [_described(t) for row in self._rows for t in row.exits if id(t) in own]
+        start = left + max([0.0, *(_width(label) + 16 for label in labels)])
+        return start, start + max(own.values(), default=0) * _BRANCH
+
+    def _lane(self, tensor: Tensor) -> float:
+        start = self._inner_left if id(tensor) in self._inner else self._outer_left
+        return start + self._lanes.get(id(tensor), 0) * _BRANCH
 
     def svg(self) -> str:
         self._parts = [
@@ -337,6 +397,8 @@ class _Picture:
         for row in self._rows:
             self._draw_node(row)
             self._draw_inputs(row)
+        for box, top, _ in self._box_places:
+            self._draw_title(box, top)
         return "".join([*self._parts, "</svg>"])
 
     def _draw_box(self, box: _Box, top: float, height: float) -> None:
@@ -347,7 +409,13 @@ class _Picture:
         self._rectangle(
             self._box_left, top, self._box_width, height, f'fill="{fill}" stroke="{line}"{dashes}'
         )
-        self._text(self._box_left + 10, top + 16, box.title, f'fill="{line}" font-size="11"')
+
+    def _draw_title(self, box: _Box, top: float) -> None:
+        """Over lines, which end where the letters are."""
+        if box.title:
+            fill, line = _COLOURS[box.kind]
+            look = f'fill="{line}" font-size="11" paint-order="stroke" stroke="{fill}"'
+            self._text(self._box_left + 10, top + 16, box.title, look + ' stroke-width="4"')
 
     def _draw_node(self, row: _Row) -> None:
         self._rectangle(
@@ -363,7 +431,7 @@ class _Picture:
         y = row.middle - len(row.inputs) * (_PILL + 6) / 2 + 3
         for tensor in row.inputs:
             width = _pill_width(tensor)
-            left = self._box_left - 40 - width
+            left = self._box_left - 30 - width
             self._pill(tensor, left, y, width)
             self._arrow((left + width, y + _PILL / 2), (self._node_left, y + _PILL / 2))
             y += _PILL + 6
@@ -382,7 +450,7 @@ class _Picture:
     def _draw_right(self, row: _Row) -> None:
         right = self._node_left + self._node_width
         for place, (tensor, y) in enumerate(row.rights()):
-            lane = self._lane_left + self._lanes.get(id(tensor), 0) * _BRANCH
+            lane = self._lane(tensor)
             if place >= len(row.exits):
                 self._arrow((lane, y), (right, y))
                 continue
@@ -396,7 +464,9 @@ class _Picture:
                 self._path((right, y), (lane, y))
                 self._path((lane, min([y, *ends])), (lane, max([y, *ends])))
                 if tensor.is_virtual:
-                    self._label(self._box_left + self._box_width + 6, y - 4, tensor, "start")
+                    box = self._box_left + self._box_width
+                    left = right if id(tensor) in self._inner else box
+                    self._label(left + 6, y - 4, tensor, "start")
             if not tensor.is_virtual:
                 self._arrow((right, y), (self._pill_left, y))
                 self._pill(tensor, self._pill_left, y - _PILL / 2, _pill_width(tensor))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -13,9 +13,9 @@ from kernel_api.errors import (
     GraphError,
     GraphStateError,
     SerializedGraphError,
-    VariantPackError,
 )
-from kernel_api.graph._enums import element_type, heur_mode
+from kernel_api.graph._calls import Calls, Objects, is_data, ordered
+from kernel_api.graph._enums import heur_mode
 from kernel_api.graph._graph import pygraph
 from kernel_api.graph._handle import Handle
 from kernel_api.graph._operations import Operations
@@ -94,6 +94,9 @@ class Graph:
         outputs: Names of all outputs, in the order of results of positional calls; by default in
             the order of the operations.
         workspace_alloc: False: calls have to bring ``workspace=``, if the plan needs one.
+        is_dynamic_shape_enabled: Calls may have other extents than the tensors of the block, as
+            many modes each; outputs follow from them. The graph is then planned for them, with
+            the kernels that are compiled already wherever they serve.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Graph:
         outputs: Iterable[str] | None = None,
         *,
         workspace_alloc: bool = True,
+        is_dynamic_shape_enabled: bool = False,
         **options: Any,
     ) -> None:
         if not (handle is None or handle == "auto" or isinstance(handle, Handle)):
@@ -120,18 +124,20 @@ class Graph:
             intermediate_data_type=intermediate_data_type,
             compute_data_type=compute_data_type,
             handle=handle if isinstance(handle, Handle) else None,
+            is_dynamic_shape_enabled=is_dynamic_shape_enabled,
             **options,
         )
-        self._heuristics = heuristics
+        self._heuristics: Any = heuristics
         self._given_names = {
             "inputs": None if inputs is None else list(inputs),
             "outputs": None if outputs is None else list(outputs),
         }
         self._workspace_alloc = workspace_alloc
+        self._is_dynamic = bool(is_dynamic_shape_enabled)
         self._aliases: dict[str, Tensor] = {}
         #: By identity: objects that the block was written with. Weak when it has ended.
-        self._objects: dict[int, tuple[Callable[[], Any], Tensor]] = {}
-        self._calls: _Calls | None = None
+        self._objects: Objects = {}
+        self._calls: Calls | None = None
         self._not_callable = "You should not invoke the graph before the context exits"
         self._is_closed = False
         #: In how many functions among arguments it is being written.
@@ -151,14 +157,17 @@ class Graph:
         trace: TracebackType | None,
     ) -> None:
         self._is_closed = True
-        if error is not None:
-            self._not_callable = f"the graph is not there: its block raised {error!r}"
-            return
-        self._not_callable = "the graph is not there: it could not be built when its block ended"
-        self._finish()
-        self._objects = {
-            key: (_weak(known()), tensor) for key, (known, tensor) in self._objects.items()
-        }
+        try:
+            if error is not None:
+                self._not_callable = f"the graph is not there: its block raised {error!r}"
+            else:
+                self._not_callable = (
+                    "the graph is not there: it could not be built when its block ended"
+                )
+                self._finish()
+        finally:
+            if self._calls is None:
+                self._objects.clear()
 
     def _finish(self) -> None:
         graph = self._graph
@@ -170,10 +179,26 @@ class Graph:
             )
             return
         names = self._names()
-        inputs = _ordered("input", graph.inputs, self._given_names["inputs"], names)
-        outputs = _ordered("output", graph.outputs, self._given_names["outputs"], names)
+        inputs = ordered("input", graph.inputs, self._given_names["inputs"], names)
+        outputs = ordered("output", graph.outputs, self._given_names["outputs"], names)
         graph.build(self._heuristics)
-        self._calls = _Calls(self, inputs, outputs, names)
+        self._make_callable(inputs, outputs, names)
+
+    def _make_callable(
+        self, inputs: list[Tensor], outputs: list[Tensor], names: dict[str, Tensor]
+    ) -> None:
+        self._objects = {
+            key: (_weak(known()), tensor) for key, (known, tensor) in self._objects.items()
+        }
+        self._calls = Calls(
+            self._graph,
+            self._objects,
+            inputs,
+            outputs,
+            names,
+            is_dynamic=self._is_dynamic,
+            is_allocating=self._workspace_alloc,
+        )
 
     def _names(self) -> dict[str, Tensor]:
         """Canonical names, and those that were set, which come first."""
@@ -261,7 +286,7 @@ class Graph:
         if isinstance(value, Tensor):
             places.append((labels, value))
             return value
-        if _is_data(value):
+        if is_data(value):
             tensor = self._tensor_like(value)
             places.append((labels, tensor))
             return tensor
@@ -328,25 +353,7 @@ class Graph:
         calls = self._calls
         if calls is None:
             raise GraphStateError(self._not_callable)
-        handle = _with_stream(handle or self._graph.handle, stream)
-        if len(tensors) == 1 and isinstance(tensors[0], Mapping):
-            given = tensors[0]
-            variant_pack = calls.pack_of_names(given, handle)
-            self._execute(variant_pack, workspace, handle)
-            return calls.named_results(given, variant_pack)
-        variant_pack = calls.pack_of_places(tensors, handle)
-        self._execute(variant_pack, workspace, handle)
-        return calls.results(variant_pack)
-
-    def _execute(self, variant_pack: dict[Any, Any], workspace: Any, handle: Handle | None) -> None:
-        if workspace is None and not self._workspace_alloc:
-            size = self._graph.get_workspace_size()
-            if size:
-                raise GraphStateError(
-                    f"the graph has workspace_alloc=False and needs {size} bytes; call it with "
-                    f"workspace="
-                )
-        self._graph.execute(variant_pack, workspace, handle)
+        return calls.run(tensors, workspace, self._handle(handle, stream))
 
     def autotune(
         self,
@@ -362,12 +369,16 @@ class Graph:
         calls = self._calls
         if calls is None:
             raise GraphStateError(self._not_callable)
-        handle = _with_stream(handle or self._graph.handle, stream)
-        if len(tensors) == 1 and isinstance(tensors[0], Mapping):
-            variant_pack = calls.pack_of_names(tensors[0], handle)
-        else:
-            variant_pack = calls.pack_of_places(tensors, handle)
-        return self._graph.autotune(variant_pack, workspace, handle)
+        handle = self._handle(handle, stream)
+        return self._graph.autotune(calls.variant_pack(tensors, handle), workspace, handle)
+
+    def _handle(self, handle: Handle | None, stream: Any) -> Handle | None:
+        handle = handle or self._graph.handle
+        if stream is None:
+            return handle
+        made = Handle(self._graph._planned_device() if handle is None else handle.device)
+        made.stream = stream
+        return made
 
     # Serialisation -----------------------------------------------------------------------
 
@@ -381,6 +392,7 @@ class Graph:
             "inputs": [tensor.uid for tensor in calls.inputs],
             "outputs": [tensor.uid for tensor in calls.outputs],
             "names": {name: tensor.uid for name, tensor in calls.names.items()},
+            "is_dynamic": calls.is_dynamic,
         }
         data = pack(content)
         return data if as_bytes else list(data)
@@ -411,6 +423,7 @@ class Graph:
                 places = [known[uid] for uid in interface["inputs"]]
                 results = [known[uid] for uid in interface["outputs"]]
                 names = {str(name): known[uid] for name, uid in interface["names"].items()}
+                self._is_dynamic = bool(interface["is_dynamic"])
             except (AttributeError, KeyError, TypeError) as error:
                 raise SerializedGraphError(
                     f"the serialised graph is damaged: names of tensors are missing ({error!r})"
@@ -421,7 +434,7 @@ class Graph:
                     "it lists"
                 )
             inputs, outputs = places, results
-        self._calls = _Calls(self, inputs, outputs, names)
+        self._make_callable(inputs, outputs, names)
 
     def to_svg(self) -> str:
         """A picture: nodes, tensors, and the kernels of the selected plan around them."""
@@ -432,143 +445,6 @@ class Graph:
     def __repr__(self) -> str:
         state = "ready" if self._calls else "closed" if self._is_closed else "open"
         return f"<Graph {self._graph.name!r} of {len(self._graph.nodes)} operations, {state}>"
-
-
-class _Calls:
-    """What calls need, worked out once."""
-
-    def __init__(
-        self, owner: Graph, inputs: list[Tensor], outputs: list[Tensor], names: dict[str, Tensor]
-    ) -> None:
-        import torch
-
-        self._owner = owner
-        self.inputs, self.outputs, self.names = inputs, outputs, names
-        device = owner._graph._planned_device()
-        self._makers = [
-            (
-                tensor,
-                functools.partial(
-                    torch.empty_strided,
-                    tensor.dim,
-                    tensor.stride,
-                    dtype=element_type(tensor.data_type).torch,
-                    device=device,
-                ),
-            )
-            for tensor in outputs
-        ]
-        called: dict[int, list[str]] = {id(tensor): [tensor.name] for tensor in outputs}
-        for name, tensor in names.items():
-            if id(tensor) in called and name != tensor.name and _is_result(name, tensor):
-                called[id(tensor)].append(name)
-        self._called = [(tensor, tuple(called[id(tensor)])) for tensor in outputs]
-        self._of_key: dict[Any, Tensor] = {
-            **{tensor.uid: tensor for tensor in owner._graph.tensors},
-            **names,
-            **{tensor: tensor for tensor in owner._graph.tensors},
-        }
-
-    def pack_of_places(self, tensors: tuple[Any, ...], handle: Handle | None) -> dict[Any, Any]:
-        if len(tensors) != len(self.inputs):
-            names = ", ".join(map(str, self.inputs))
-            raise VariantPackError(
-                f"the graph was called with {len(tensors)} tensors; expected {len(self.inputs)}: "
-                f"{names}"
-            )
-        pack = dict(zip(self.inputs, tensors, strict=True))
-        self._add_outputs(pack, handle)
-        return pack
-
-    def pack_of_names(self, given: Mapping[Any, Any], handle: Handle | None) -> dict[Any, Any]:
-        pack: dict[Any, Any] = {}
-        for key, value in given.items():
-            tensor = self._tensor_of(key)
-            if tensor in pack and pack[tensor] is not value:
-                raise VariantPackError(f"{tensor} is given twice, once as {_shown(key)}")
-            pack[tensor] = value
-        missing = [str(tensor) for tensor in self.inputs if tensor not in pack]
-        if missing:
-            raise VariantPackError(
-                f"Non-virtual input tensors not found in variant pack: {missing}"
-            )
-        self._add_outputs(pack, handle)
-        return pack
-
-    def results(self, pack: Mapping[Any, Any]) -> Any:
-        outputs = self.outputs
-        if len(outputs) == 1:
-            return pack[outputs[0]]
-        return tuple(pack[tensor] for tensor in outputs)
-
-    def named_results(self, given: Mapping[Any, Any], pack: Mapping[Any, Any]) -> dict[Any, Any]:
-        found = dict(given)
-        for tensor, names in self._called:
-            value = pack[tensor]
-            for name in names:
-                found[name] = value
-        return found
-
-    def _add_outputs(self, pack: dict[Any, Any], handle: Handle | None) -> None:
-        if handle is not None and handle.stream is not None and handle.device.type == "cuda":
-            import torch
-
-            from kernel_api.utils import stream_handle
-
-            # Memory is of the stream that it was allocated on.
-            stream = torch.cuda.ExternalStream(stream_handle(handle.stream), handle.device)
-            with torch.cuda.stream(stream):
-                self._allocate(pack)
-        else:
-            self._allocate(pack)
-
-    def _allocate(self, pack: dict[Any, Any]) -> None:
-        for tensor, make in self._makers:
-            if tensor not in pack:
-                pack[tensor] = make()
-
-    def _tensor_of(self, key: Any) -> Tensor:
-        if isinstance(key, (str, int, Tensor)):
-            found = self._of_key.get(key)
-        else:
-            known = self._owner._objects.get(id(key))
-            found = known[1] if known is not None and known[0]() is key else None
-        if found is None:
-            names = ", ".join(map(str, [*self.inputs, *self.outputs]))
-            raise VariantPackError(f"{_shown(key)} is no tensor of the graph; there are {names}")
-        if found.is_virtual:
-            raise VariantPackError(
-                f"{_shown(key)} is virtual: it has no memory of the caller's; set_output(True) in "
-                f"the block makes it an output"
-            )
-        return found
-
-
-def _ordered(
-    what: str, tensors: list[Tensor], wanted: list[str] | None, names: Mapping[str, Tensor]
-) -> list[Tensor]:
-    """Inputs or outputs in the order that was asked for.
-
-    Raises GraphError for names that are none, twice there, or not all.
-    """
-    if wanted is None:
-        return tensors
-    found: list[Tensor] = []
-    for name in wanted:
-        tensor = names.get(name)
-        if tensor is None:
-            there = ", ".join(map(str, tensors))
-            raise GraphError(f"{what}s= names {name!r}, which is no tensor; there are {there}")
-        if not any(tensor is one for one in tensors):
-            why = "virtual" if tensor.is_virtual else f"no {what}"
-            raise GraphError(f"{what}s= names {name!r}, which is {why}")
-        if any(tensor is one for one in found):
-            raise GraphError(f"{what}s= names {name!r}, which is there already: {wanted}")
-        found.append(tensor)
-    left = [str(one) for one in tensors if not any(one is other for other in found)]
-    if left:
-        raise GraphError(f"{what}s= has to name every non-virtual {what}; {left} are not there")
-    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -584,18 +460,6 @@ def _labels(parameters: tuple[str, ...], place: int | str) -> tuple[str, ...]:
     return (place, str(parameters.index(place))) if place in parameters else (place,)
 
 
-def _is_data(value: Any) -> bool:
-    return hasattr(type(value), "__dlpack__")
-
-
-def _is_result(name: str, tensor: Tensor) -> bool:
-    """Whether it is the name of a tensor as the result of its node, not as another's input."""
-    node = tensor.producer
-    return node is not None and any(
-        name == f"{node.name}::{key}" for key, one in node.outputs.items() if one is tensor
-    )
-
-
 def _weak(value: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(value)
@@ -603,19 +467,5 @@ def _weak(value: Any) -> Callable[[], Any]:
         return lambda: value
 
 
-def _with_stream(handle: Handle | None, stream: Any) -> Handle | None:
-    if stream is None:
-        return handle
-    made = Handle(None if handle is None else handle.device)
-    made.stream = stream
-    return made
-
-
 def _ids(tensors: Iterable[Tensor]) -> list[int]:
     return sorted(map(id, tensors))
-
-
-def _shown(key: Any) -> str:
-    if _is_data(key):
-        return f"a {type(key).__name__} that the block was not written with"
-    return repr(str(key)) if isinstance(key, Tensor) else repr(key)

@@ -62,12 +62,15 @@ def _dsl_is_here() -> Status:
 
 
 from kernel_api.providers.cutedsl import (  # noqa: E402  (they register)
-    elementwise,
     gemm,
     grouped_gemm,
     norm,
     sdpa,
 )
+
+# isort: split
+# Behind products, which are what most questions are about.
+from kernel_api.providers.cutedsl import elementwise  # noqa: E402
 
 __all__ = [
     "CuTeDSLProvider",

@@ -15,12 +15,15 @@ class TorchProvider(Provider):
 
 
 from kernel_api.providers.torch import (  # noqa: E402  (they register)
-    elementwise,
     gemm,
     grouped,
     norm,
     sdpa,
     sdpa_flex,
 )
+
+# isort: split
+# Behind products, which are what most questions are about.
+from kernel_api.providers.torch import elementwise  # noqa: E402
 
 __all__ = ["TorchProvider", "elementwise", "gemm", "grouped", "norm", "sdpa", "sdpa_flex"]

@@ -12,7 +12,12 @@ from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata
 from kernel_api.providers.streams import on_stream
 from kernel_api.providers.torch import TorchProvider
-from kernel_api.space import Miss, Operands, Space, rule
+from kernel_api.space import Operands, Space
+
+#: What is converted through float32. torch rounds to nearest where out is a float of 16 bits or
+#: more; integers it cuts off, and of 8-bit floats it makes NaN what is too large.
+_FLOATS = "f32 | f16 | bf16"
+_OTHERS = "e4m3 | e5m2 | e8m0 | i64 | i32 | i16 | i8 | u64 | u32 | u16 | u8 | bool"
 
 
 @TorchProvider.register
@@ -22,17 +27,14 @@ class TorchElementwise(Kernel):
     family: ClassVar[str] = "torch.copy"
     arguments = ElementwiseArguments
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-    operands = (Operands(x="any", out="any", accumulator="any", majors="strided"),)
+    operands = (
+        Operands(x=f"{_OTHERS} | {_FLOATS}", out=_FLOATS, accumulator="f32", majors="strided"),
+        Operands(x=_OTHERS, out="like x", accumulator="f32", majors="strided"),
+        Operands(x="f64", out="f64 | f32 | f16 | bf16", accumulator="f64", majors="strided"),
+    )
     operands_metadata = NormOperandsMetadata
     space = Space()
     design = DesignMetadata
-
-    @rule("torch rounds to nearest where out is a float of 16 bits or more, or has x's type")
-    def _(args: ElementwiseArguments) -> bool | Miss:
-        x, out = args.x.dtype, args.out.dtype
-        # Through the accumulator, as other kernels do: out has no digits that it lacks.
-        rounds = out.is_float and 16 <= out.bits <= args.accumulator_type.bits
-        return x is out or rounds or Miss(f"x is {x}, out is {out}")
 
     def _run(
         self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None

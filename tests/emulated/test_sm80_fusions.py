@@ -10,9 +10,11 @@ import pytest
 import torch
 from support import fusion_cases as make
 from support.fusion_cases import E4M3, E5M2, F16, F32, Case, on_meta
+from support.fusions import Draw
 from support.ptx.kernel import EmulatedKernel
 
 import kernel_api as ka
+from kernel_api import epilogue as ep
 from kernel_api.verification import FACTOR, FACTOR_REORDERED, judge
 
 pytestmark = pytest.mark.compile
@@ -107,3 +109,19 @@ def test_a_fusion_is_right(turn):
     factor = FACTOR_REORDERED if kernel.reorders_accumulation else FACTOR
     verdict = judge(args, factor)
     assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+
+
+def test_a_sum_ends_where_each_half_of_the_columns_does():
+    def fn(accum):
+        shifted = accum + 1.0  # so that columns behind the end would count
+        gate, up = ep.glu_pair(shifted, granularity="halves")
+        return gate * up, ep.sum(shifted, -1)
+
+    draw = Draw(M=13, N=192, K=40, element=torch.bfloat16)
+    epilogue = ka.EpilogueArguments(fn, total=draw.reduced(13, element=torch.float32))
+    args = ka.GemmArguments(draw.A, draw.B, draw.written(96), epilogue=epilogue)
+    kernels = ka.get_kernels(on_meta(args), cc=80, providers=["cutedsl"])
+    kernel = next(k for k in kernels if k.metadata.design.tile_shape[1] == 128)
+    EmulatedKernel.compile(kernel, args, "sm_80").run(args)
+    verdict = judge(args, FACTOR_REORDERED)
+    assert verdict, verdict.reason

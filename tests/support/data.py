@@ -144,6 +144,10 @@ def arguments_for(
         from support import sdpa
 
         return sdpa.arguments_for(kernel, M, N, L, device=device, seed=seed)
+    if is_elementwise(kernel):
+        from support import elementwise
+
+        return elementwise.arguments_for(kernel, M, N, L, device=device, seed=seed)
     if is_grouped(kernel):
         from support import grouped_kernels
 
@@ -189,6 +193,10 @@ def is_norm(kernel: ka.Kernel) -> bool:
     return issubclass(kernel.arguments or ka.GemmArguments, NormArguments)
 
 
+def is_elementwise(kernel: ka.Kernel) -> bool:
+    return issubclass(kernel.arguments or ka.GemmArguments, ka.ElementwiseArguments)
+
+
 def is_attention(kernel: ka.Kernel) -> bool:
     from kernel_api.arguments.attention import AttentionArguments
 
@@ -204,7 +212,7 @@ def is_grouped(kernel: ka.Kernel) -> bool:
 def supported_sizes(kernel: ka.Kernel, M: int, N: int, K: int) -> tuple[int, int, int]:
     """The sizes, enlarged where the kernel asks: K for a split along it, M or N of an output that
     is written 16 bytes at once. Those of a norm and of attention stay."""
-    if is_norm(kernel) or is_attention(kernel):
+    if is_norm(kernel) or is_attention(kernel) or is_elementwise(kernel):
         return M, N, K
     design, out = kernel.metadata.design, kernel.metadata.operands.out
     split = getattr(design, "split_k", 1)

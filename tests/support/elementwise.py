@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,7 +108,7 @@ def arguments_for(
     vector = max(asked.divisibility for asked in operands.tensors.values())
     N = -(-N // vector) * vector
     batch = () if L is None else (L,)
-    x_type, out_type = (operands.tensors[n].dtype or dtype("float32") for n in ("x", "out"))
+    x_type, out_type = (one.dtype or "float32" for one in operands.tensors.values())
     x = drawn((*batch, M, N), x_type, pad=vector, seed=seed)
     return ka.ElementwiseArguments(
         on(x, device), matrix((*batch, M, N), out_type, pad=vector, device=device)
@@ -120,14 +119,3 @@ def offered(args: ka.ElementwiseArguments, cc: Any = 90, **how: Any) -> list[ka.
     """Kernels of ours, best first."""
     on_meta = arguments_on(args)
     return ka.get_kernels(on_meta, cc=cc, **{"providers": ["cutedsl"], **how})
-
-
-def for_types_of(args: ka.ElementwiseArguments, kernel: ka.Kernel) -> ka.Kernel:
-    """A kernel that takes any types as one that says which: the emulator places operands by
-    what metadata asks."""
-    metadata = kernel.metadata
-    if metadata.operands.x.dtype is not None:
-        return kernel
-    asked = metadata.operands.tensors
-    named = {n: replace(asked[n], dtype=getattr(args, n).dtype) for n in ("x", "out")}
-    return replace(metadata, operands=replace(metadata.operands, **named)).rebuild()

@@ -152,7 +152,9 @@ def _tail(choose: Choose, made: Case, names: list[str], shape: tuple[int, ...]) 
 def _reduction(choose: Choose, made: Case, value: str, shape: tuple[int, ...]) -> None:
     rank, name = len(shape), f"r{len(made.steps)}"
     axes = choose(((rank - 1,), (rank - 2,), (rank - 2, rank - 1), tuple(range(rank))))
-    made.steps.append((name, "reduction", (value,), {"mode": choose(tuple(REDUCTIONS)), "axes": axes}))
+    made.steps.append(
+        (name, "reduction", (value,), {"mode": choose(tuple(REDUCTIONS)), "axes": axes})
+    )
     made.outputs[name] = "float32"
 
 

@@ -24,8 +24,8 @@ class GroupedMethods(Builder):
         token_index: Any = None,
         token_ks: Any = None,
         mode: Any = "NONE",
-        compute_data_type: Any = None,
         top_k: int | None = None,
+        compute_data_type: Any = None,
         name: str | None = None,
     ) -> Any:
         """OUT: each row of tokens times the weight of its expert.

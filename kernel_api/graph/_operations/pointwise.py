@@ -273,8 +273,20 @@ class PointwiseOperation(Operation):
         values = _tensors(node, [given[name] for name in entry.arguments])
         if not entry.is_exact:
             values = [one if one.is_floating_point() else one.to(node.arithmetic) for one in values]
+        elif self.name not in _OF_TRUTHS:
+            values = [_counted(one) for one in values]
         attributes = {name: node[name] for name in entry.attributes if node[name] is not None}
         return {"OUT_0": entry.torch(*values, **attributes)}
+
+
+#: Operations that take truth values as they are; to others they are 1 and 0, as in epilogues.
+_OF_TRUTHS = ("logical_and", "logical_or", "logical_not", "identity")
+
+
+def _counted(value: Any) -> Any:
+    import torch
+
+    return value.to(torch.int32) if value.dtype is torch.bool else value
 
 
 def _tensor(node: Node, name: str) -> Tensor:

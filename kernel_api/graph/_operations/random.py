@@ -42,7 +42,7 @@ class RandomMethods(Builder):
         UNIFORM
             min + (max − min) · u.
         NORMAL
-            mean + std · √2 · erf⁻¹(2u − 1), at most 5.3 standard deviations off.
+            mean + std · √2 · erf⁻¹(2u − 1), less than 5.5 standard deviations off.
 
         Args:
             seed, offset: Whole numbers, or tensors of one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -121,12 +122,20 @@ def _of_one(mode: str, x: Any) -> Any:
     return x.abs() if mode in ("AMAX", "NORM1", "NORM2") else x
 
 
+def _extreme(x: Any, name: str, of_nothing: float, modes: tuple[int, ...]) -> Any:
+    """A maximum or minimum that is also defined over no elements."""
+    if x.numel():
+        return getattr(x, name)(modes, keepdim=True)
+    dim = [1 if mode in modes else extent for mode, extent in enumerate(x.shape)]
+    return x.new_full(dim, of_nothing if x.is_floating_point() else 0)
+
+
 _REDUCTIONS: dict[str, Callable[[Any, tuple[int, ...]], Any]] = {
     "ADD": lambda x, modes: x.sum(modes, keepdim=True),
     "MUL": _product,
-    "MIN": lambda x, modes: x.amin(modes, keepdim=True),
-    "MAX": lambda x, modes: x.amax(modes, keepdim=True),
-    "AMAX": lambda x, modes: x.abs().amax(modes, keepdim=True),
+    "MIN": lambda x, modes: _extreme(x, "amin", math.inf, modes),
+    "MAX": lambda x, modes: _extreme(x, "amax", -math.inf, modes),
+    "AMAX": lambda x, modes: _extreme(x.abs(), "amax", 0.0, modes),
     "AVG": lambda x, modes: x.mean(modes, keepdim=True),
     "NORM1": lambda x, modes: x.abs().sum(modes, keepdim=True),
     "NORM2": lambda x, modes: x.square().sum(modes, keepdim=True).sqrt(),

@@ -8,7 +8,6 @@ from typing import Any
 
 from kernel_api.arguments import EpilogueArguments
 from kernel_api.arguments.base import Arguments
-from kernel_api.graph._node import Node
 from kernel_api.graph._planning.frame import Frame, Layout
 from kernel_api.graph._planning.region import Region
 from kernel_api.graph._planning.steps import Build, Decline, Take
@@ -38,9 +37,7 @@ class FusedBuilds:
 
     def with_region(self, region: Region) -> FusedBuilds:
         """For the nodes and results that a region has now."""
-        kept = replace(
-            region, nodes=list(region.nodes), stored=list(region.stored)
-        )
+        kept = replace(region, nodes=list(region.nodes), stored=list(region.stored))
         mains = [t for t in kept.stored if self.frame.is_main(t.dim)]
         scratch: tuple[Tensor, ...] = ()
         if not mains:

@@ -54,8 +54,6 @@ def _described(plan: Plan) -> dict[str, Any]:
         "name": plan.name,
         "workspace_bytes": plan.workspace_size,
         "steps": steps,
-        "not_fused": [
-            {"node": r.node.name, "into": r.into, "why": r.why} for r in plan.refusals
-        ],
+        "not_fused": [{"node": r.node.name, "into": r.into, "why": r.why} for r in plan.refusals],
         "excluded": plan.barred or None,
     }

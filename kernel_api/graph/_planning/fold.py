@@ -100,6 +100,7 @@ def _reduction(node: Node, frame: Frame) -> Folded | str:
     else:
         return "it reduces nothing"
     of = _REDUCTIONS[node["mode"]]
+
     def fold(values: Mapping[str, Any]) -> dict[str, Any]:
         (value,) = values.values()
         return {result: of(value, axis) for result in node.outputs}
@@ -128,8 +129,11 @@ def _half(node: Node, frame: Frame) -> Folded | str:
         return "it is no half of the columns"
     mode = columns[0] - len(frame.dim)
     full, own = given.dim[mode], tensor.dim[mode]
-    rest = [(a, b) for i, (a, b) in enumerate(zip(given.dim, tensor.dim, strict=True))
-            if i != len(given.dim) + mode]
+    rest = [
+        (a, b)
+        for i, (a, b) in enumerate(zip(given.dim, tensor.dim, strict=True))
+        if i != len(given.dim) + mode
+    ]
     step = given.stride[mode]
     if any(a != b for a, b in rest) or 2 * own != full or view.stride[mode] != step:
         return "it is no half of the columns"
@@ -140,7 +144,7 @@ def _half(node: Node, frame: Frame) -> Folded | str:
     def fold(values: Mapping[str, Any]) -> dict[str, Any]:
         (value,) = values.values()
         pair = ep.glu_pair(value, order="gate_up", granularity="halves")
-        return {result: pair[part] for result in node.outputs}
+        return dict.fromkeys(node.outputs, pair[part])
 
     return fold
 
@@ -160,6 +164,6 @@ def _rope(node: Node) -> Folded:
 
     def fold(values: Mapping[str, Any]) -> dict[str, Any]:
         value = ep.rotate(values["input"], values["cos"], values["sin"], **options)
-        return {result: value for result in node.outputs}
+        return dict.fromkeys(node.outputs, value)
 
     return fold

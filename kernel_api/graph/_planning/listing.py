@@ -57,9 +57,7 @@ class PlanList:
         return cls(_without_twins(plans), device, prober._cc())
 
     @classmethod
-    def restored(
-        cls, graph: Any, nodes: list[Node], data: dict[str, Any], device: Any
-    ) -> PlanList:
+    def restored(cls, graph: Any, nodes: list[Node], data: dict[str, Any], device: Any) -> PlanList:
         """The plan that ``Plan.to_dict`` described, of the same kernels.
 
         Raises SerializedGraphError if a step is no step of the graph, and GraphNotSupportedError

@@ -147,7 +147,9 @@ class _Partitioner:
             self.units.merge(best.nodes)
             self.steps.append(best)
 
-    def _step_of(self, node: Node, build: PlainBuilds | FusedBuilds, refusals: list[Refusal]) -> KernelStep | None:
+    def _step_of(
+        self, node: Node, build: PlainBuilds | FusedBuilds, refusals: list[Refusal]
+    ) -> KernelStep | None:
         if not isinstance(build, FusedBuilds):
             step = self.prober.step((node,), build)
             if isinstance(step, str):
@@ -220,7 +222,9 @@ class _Partitioner:
             f"{step.title} would take {step.predicted * 1e6:.0f} us, {alone.title} "
             f"{alone.predicted * 1e6:.0f} us and another pass {another * 1e6:.0f} us"
         )
-        refusals += [Refusal(node, f"is not part of {_title(region)}", why) for node in region.nodes]
+        refusals += [
+            Refusal(node, f"is not part of {_title(region)}", why) for node in region.nodes
+        ]
         return alone
 
     def _pass_over(self, region: Region) -> float | None:
@@ -336,4 +340,3 @@ def _size(tensor: Tensor) -> int:
 def _title(region: Region) -> str:
     anchor = region.anchor
     return f"the kernel of {anchor}" if anchor is not None else "an element-wise kernel"
-

@@ -7,7 +7,6 @@ from typing import Any
 
 from kernel_api.errors import KernelApiError
 from kernel_api.graph._enums import behavior_note, element_type, heur_mode, numerical_note
-from kernel_api.graph._node import Node
 from kernel_api.graph._planning.partition import Refusal
 from kernel_api.graph._planning.steps import KernelStep, Step, ViewStep
 from kernel_api.graph._tensor import Tensor
@@ -156,5 +155,3 @@ def reason(error: BaseException) -> str:
     """The first line of why a plan cannot be."""
     kind = "" if isinstance(error, KernelApiError) else f"{type(error).__name__}: "
     return kind + (str(error).strip().splitlines() or ["no reason given"])[0]
-
-

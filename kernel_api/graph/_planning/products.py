@@ -30,8 +30,7 @@ def gemm(node: Node, needed: Needed) -> Anchored:
     A, B, C = node.input("A"), node.input("B"), node.outputs["C"]
     flat = all(extent == 1 for extent in B.dim[:-2])
     return [
-        FusedBuilds(C, frame, _gemm_maker(A, B, frame))
-        for frame in matrix_frames(C.dim, flat=flat)
+        FusedBuilds(C, frame, _gemm_maker(A, B, frame)) for frame in matrix_frames(C.dim, flat=flat)
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kernel_api.graph._enums import data_type, reduction_mode
 from kernel_api.graph._node import Node
+from kernel_api.graph._planning.composite import composite_attention
 from kernel_api.graph._planning.grouped import with_ends
 from kernel_api.graph._tensor import Tensor, packed_strides
 
@@ -13,7 +14,7 @@ _NORMS = ("layernorm", "rmsnorm", "layernorm_backward", "rmsnorm_backward")
 def rewritten(nodes: list[Node]) -> list[Node]:
     """The same computation in nodes that kernels take; the given ones stay as they are."""
     found: list[Node] = []
-    for node in nodes:
+    for node in composite_attention(nodes):
         if node.op == "sdpa":
             found += _with_float_statistics(node)
         elif node.op in _NORMS and node["zero_centered_gamma"]:

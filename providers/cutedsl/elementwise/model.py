@@ -8,7 +8,8 @@
     waves    no less than one latency of the memory for each step of each wave
     edges    threads of tiles that lie behind the last row or column take their time as well
 
-The constants are those of an H200, measured with copies and norms of rows.
+Bandwidths, latency and launch are those of the norms' model, an H200's; the other constants are
+estimates, which no measurement has confirmed.
 """
 
 from __future__ import annotations

@@ -47,11 +47,8 @@ _MOST_ELEMENTS, _QUADS = 64, 8
 #: Rows of a thread at a time.
 _HALVES = 2
 
-#: What x may be, and what is written.
-_READ = (
-    "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
-    "int64", "int32", "int16", "int8", "uint8", "bool",
-)  # fmt: skip
+#: Types of x and out; what epilogues write.
+_FLOATS, _OTHERS = "f32 | f16 | bf16", "e4m3 | e5m2 | i32 | i16 | i8 | u8"
 _STORED = (
     "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu",
     "int32", "int16", "int8", "uint8",
@@ -103,6 +100,9 @@ DESIGNS = (
     ElementwiseDesign(256, 64, 1, 16),
 )
 
+#: Those that do without vectors: one for each width, and for sums over rows.
+_BY_ELEMENT = (DESIGNS[1], DESIGNS[3], DESIGNS[5])
+
 
 def _vectors(x: str, out: str, *alignments: int) -> Operands:
     """Rows side by side, moved at so many bytes at once."""
@@ -114,6 +114,11 @@ def _vectors(x: str, out: str, *alignments: int) -> Operands:
         alignments=tuple({"x": a, "out": a} for a in alignments),
         why_aligned=_WHY_ALIGNED,
     )
+
+
+def _elements(x: str, out: str) -> Operands:
+    """Any strides, one by one."""
+    return Operands(x=x, out=out, accumulator="f32", majors="strided", why_aligned=_WHY_ALIGNED)
 
 
 @CuTeDSLProvider.register
@@ -131,13 +136,8 @@ class Sm80Elementwise(CuteDslKernel):
         _vectors("f32 | f16 | bf16", "e4m3 | e5m2 | i8", 16),
         _vectors("e4m3 | e5m2 | i8", "f32 | f16 | bf16", 16),
         _vectors("e4m3 | e5m2 | i8 | u8 | i32", "like x", 16),
-        Operands(
-            x="any",
-            out="any",
-            accumulator="f32",
-            majors="strided",
-            why_aligned=_WHY_ALIGNED,
-        ),
+        _elements(f"{_FLOATS} | {_OTHERS} | i64 | bool", f"{_FLOATS} | {_OTHERS} | e8m0"),
+        _elements("i64 | bool", "like x"),
     )
     operands_metadata = NormOperandsMetadata
     design = ElementwiseDesign
@@ -151,9 +151,9 @@ class Sm80Elementwise(CuteDslKernel):
 
     # What it takes -----------------------------------------------------------------------
 
-    @rule(f"x is one of {', '.join(_READ)}")
-    def _(args: ElementwiseArguments) -> bool | Miss:
-        return args.x.dtype.name in _READ or Miss(f"it is {args.x.dtype}")
+    @rule("elements are moved one by one by half of the designs")
+    def _(design: ElementwiseDesign, operands: NormOperandsMetadata) -> bool:
+        return _vector_bytes(operands) > 1 or design in _BY_ELEMENT
 
     @rule(f"out is one of {', '.join(_STORED)}, or has the type of x and is x as it is")
     def _(args: ElementwiseArguments) -> bool | Miss:

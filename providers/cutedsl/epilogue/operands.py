@@ -14,7 +14,7 @@ from kernel_api.providers.cutedsl.epilogue.plan import HALF, Plan, plan
 from kernel_api.space import Miss
 
 #: Columns that a kernel writes at once, and so the narrowest bundle.
-_WIDTH = 32
+SUBTILE = 32
 
 #: Bytes that TMA writes at once.
 TMA_PIECE = 16
@@ -141,7 +141,7 @@ def fits_tile(
         return False
     if swapped and not planned.alone:
         return Miss("it looks at other columns, which are rows of the transposed product")
-    bundle = columns if planned.spans_row else lcm(planned.bundle, gcd(_WIDTH, columns))
+    bundle = columns if planned.spans_row else lcm(planned.bundle, gcd(SUBTILE, columns))
     if columns % bundle:
         return Miss(f"they are {bundle}, and there are {columns}")
     for _, index in planned.reduced:

@@ -13,6 +13,7 @@ from kernel_api.dtypes import TF32X3
 from kernel_api.metadata import GemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import (
+    SUBTILE,
     TMA_PIECE,
     Tiling,
     fits_tile,
@@ -21,7 +22,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     spans_rows,
     whole_pieces,
 )
-from kernel_api.providers.cutedsl.epilogue.plan import plan
+from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
 from kernel_api.providers.cutedsl.gemm import model, sm90_design
 from kernel_api.providers.cutedsl.gemm.fusing import (
     FusedGemm,
@@ -91,6 +92,14 @@ class Sm90GemmFamily(FusedGemm):
         if args.epilogue is None:
             return True
         return spans_rows(args.epilogue.graph, args.N, design.kernel_tile[1])
+
+    @rule("whole rows are written in subtiles of 32 columns")
+    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
+        planned = plan(args.epilogue.graph) if args.epilogue is not None else None
+        if not isinstance(planned, Plan) or not planned.spans_row:
+            return True
+        columns = design.kernel_tile[1]
+        return columns % min(SUBTILE, columns) == 0 or Miss(f"a tile has {columns}")
 
     @rule("accumulators of up to 160 registers leave room for columns that are looked at together")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:

@@ -87,7 +87,6 @@ class Sm90Sdpa(AttentionKernel):
     space = Space(
         *(AttentionDesign(tile, room, _STAGES) for room, tiles in _TILES.items() for tile in tiles)
     )
-    takes_least = least_room(_TILES)
     is_full = nothing_empty
 
     def scalars(self, multiprocessors: int) -> tuple[int, ...]:
@@ -111,6 +110,7 @@ class Sm90SdpaForward(Sm90Sdpa):
     """Attention of 16-bit floats for Hopper: TMA loads, wgmma, softmax while others multiply."""
 
     family: ClassVar[str] = "sm90.sdpa_forward"
+    takes_least = least_room(_TILES)
     drops_few = few_dropped(_MOST_DROPPED)
 
     @rule("K and V are not in pages")

@@ -1,0 +1,497 @@
+"""Finding attention, and its gradient, among products, masks and a softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from kernel_api._log import logger
+from kernel_api.graph._enums import data_type, element_type
+from kernel_api.graph._node import Node
+from kernel_api.graph._planning._patterns import (
+    AS_IT_IS,
+    EXCHANGED,
+    KEPT_AS,
+    Factor,
+    Flow,
+    Linear,
+    Miss,
+    conditions,
+    operands,
+    scaled,
+)
+from kernel_api.graph._tensor import Tensor
+
+_log = logger(__name__)
+
+#: Scores that are selected to be this or less count as hidden: behind the softmax they are 0 next
+#: to any score that is not of this size itself.
+_HIDDEN = -1e4
+
+
+def left_as_it_is(name: str, why: object) -> None:
+    _log.debug("%s is left as it is: %s", name, why)
+
+
+def attentions(flow: Flow) -> Iterator[Forward | Backward]:
+    """All that may be attention, or its gradient; the logger says what is nearly that."""
+    for softmax in _softmaxes(flow):
+        yield from _around(flow, softmax)
+
+
+# What is looked for ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scores:
+    """mask(scale · Q · Kᵀ + bias).
+
+    Attributes:
+        q, k: As (B, H, S, D), without their factors.
+        number, scale: The factors, of both and of the product.
+        bias: Added; None without.
+        conditions: What is ≥ 0 where a query sees a key.
+        fill: The largest of what is selected elsewhere; −∞ without masks.
+        dim: (B, H, S_q, S_kv).
+        unmasked: The tensor that masks are put on.
+        inner: Nodes that are no use but for the scores.
+    """
+
+    q: Factor
+    k: Factor
+    number: float
+    scale: Tensor | None
+    bias: Tensor | None
+    conditions: tuple[Linear, ...]
+    fill: float
+    dim: tuple[int, ...]
+    unmasked: Tensor
+    inner: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """exp(x − max x) / Σ exp(x − max x) over keys.
+
+    Attributes:
+        out: The probabilities, which ``node`` writes.
+        inner: Nodes between the scores and it, with it.
+    """
+
+    scores: Scores
+    node: Node
+    out: Tensor
+    inner: tuple[Node, ...]
+
+
+@dataclass(eq=False)
+class Forward:
+    """O = softmax · V."""
+
+    softmax: Softmax
+    product: Node
+    v: Factor
+    inner: tuple[Node, ...]
+    keeps: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"attention of {self.product}"
+
+
+@dataclass(eq=False)
+class Backward:
+    """The gradients of one attention.
+
+    Attributes:
+        o: That the gradient is computed of; None: what attention gives.
+        gradients: Tensors by result of ``sdpa_backward``.
+        replaced: Nodes that write them.
+        inner: Nodes that are no use but for the gradients.
+    """
+
+    softmax: Softmax
+    v: Factor
+    o: Tensor | None
+    dO: Factor
+    gradients: dict[str, Tensor]
+    replaced: tuple[Node, ...]
+    inner: tuple[Node, ...]
+
+    @property
+    def name(self) -> str:
+        return f"the gradient of attention around {self.softmax.node}"
+
+
+# From the softmax back to Q and K --------------------------------------------------------
+
+
+def _softmaxes(flow: Flow) -> Iterator[Softmax]:
+    """Those of scores."""
+    for node in flow.nodes:
+        try:
+            found = _softmax(flow, node)
+        except Miss as miss:
+            left_as_it_is(f"the softmax of {node}", miss)
+        else:
+            if found is not None:
+                yield found
+
+
+def _softmax(flow: Flow, node: Node) -> Softmax | None:
+    """None for what is no quotient of exponentials; raises Miss for one of no scores."""
+    if node.op not in ("div", "mul"):
+        return None
+    for one, other in (operands(node), operands(node)[::-1]):
+        inner = [node]
+        exponential = flow.made_by(flow.value(one, inner), "exp")
+        divisor = flow.value(other, inner)
+        if node.op == "mul":
+            inverse = flow.made_by(divisor, "reciprocal")
+            if inverse is None:
+                continue
+            inner.append(inverse)
+            divisor = flow.value(inverse.input("input"), inner)
+        total = flow.made_by(divisor, "reduction")
+        if exponential is None or total is None:
+            if node.op == "div":
+                return None
+            continue
+        inner += [exponential, total]
+        if flow.value(total.input("input"), inner) is not next(exponential.writes):
+            return None
+        _check_of_rows(total, "ADD")
+        shifted = flow.value(exponential.input("input"), inner)
+        scores = _scores(flow, _unshifted(flow, shifted, inner))
+        (out,) = node.writes
+        _check_values(inner)
+        return Softmax(scores, node, out, tuple(inner))
+    return None
+
+
+def _unshifted(flow: Flow, shifted: Tensor, inner: list[Node]) -> Tensor:
+    """x of x − max x; what is no such difference is x itself."""
+    difference = flow.made_by(shifted, "sub")
+    if difference is None:
+        return shifted
+    tensor, other = operands(difference)
+    passed: list[Node] = []
+    largest = flow.made_by(flow.value(other, passed), "reduction")
+    if largest is None:
+        return shifted
+    tensor = flow.value(tensor, passed)
+    if flow.value(largest.input("input"), passed) is not tensor:
+        raise Miss(f"{largest} is not of what it is subtracted from")
+    _check_of_rows(largest, "MAX")
+    inner += [difference, largest, *passed]
+    return tensor
+
+
+def _check_of_rows(node: Node, mode: str) -> None:
+    given, (result,) = node.input("input").dim, node.writes
+    if node["mode"] != mode:
+        raise Miss(f"{node} has mode {node['mode']}; a softmax has {mode}")
+    if len(given) != 4 or result.dim != (*given[:3], 1):
+        raise Miss(
+            f"{node} makes {list(result.dim)} of {list(given)}; attention reduces (B, H, S_q, S_kv)"
+            f" over keys"
+        )
+
+
+def _scores(flow: Flow, tensor: Tensor) -> Scores:
+    inner: list[Node] = []
+    found: list[Linear] = []
+    fill, dim = -math.inf, tensor.dim
+    tensor = flow.value(tensor, inner)
+    while (node := flow.made_by(tensor, "binary_select")) is not None:
+        inner.append(node)
+        one, other, mask = operands(node)
+        score, hidden = (one, other.value) if one.value is None else (other, one.value)
+        if hidden is None:
+            raise Miss(f"{node} selects between two tensors; expected a number where it hides")
+        fill = max(fill, _as_kept(float(hidden), tensor))
+        found += conditions(flow, mask, dim, score is one)
+        tensor = flow.value(score, inner)
+    if fill > _HIDDEN:
+        raise Miss(f"a mask puts {fill} where it hides; expected {_HIDDEN:.0e} or less, or −∞")
+    unmasked = tensor
+    miss: Miss | None = None
+    for product, bias in _sums(flow, tensor):
+        beside = [*inner] if bias is None else [*inner, flow.writer[tensor]]
+        try:
+            q, k, number, scale = _product(flow, product, beside)
+        except Miss as other_miss:
+            miss = miss or other_miss
+            continue
+        _check_bias(bias)
+        _check_values(beside)
+        return Scores(
+            q, k, number, scale, bias, tuple(found), fill, dim, unmasked, tuple(beside)
+        )  # fmt: skip
+    assert miss is not None
+    raise miss
+
+
+def _as_kept(value: float, tensor: Tensor) -> float:
+    """A number as a tensor's type holds it: float16 has no −1e9, but −∞."""
+    import torch
+
+    if tensor.data_type not in KEPT_AS:
+        return value
+    return float(torch.tensor(value, dtype=element_type(tensor.data_type).torch))
+
+
+def _sums(flow: Flow, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """What may be (product, bias)."""
+    node = flow.made_by(tensor, "add", "bias")
+    if node is None:
+        yield tensor, None
+        return
+    one, other = operands(node)
+    yield one, other
+    yield other, one
+
+
+def _product(
+    flow: Flow, tensor: Tensor, inner: list[Node]
+) -> tuple[Factor, Factor, float, Tensor | None]:
+    """(Q, K, number, scale) of a product's multiple."""
+    whole = flow.factor(tensor, converted=True)
+    node = flow.made_by(whole.root, "matmul")
+    if node is None or whole.order != AS_IT_IS:
+        writer = flow.writer.get(whole.root)
+        what = "an input" if writer is None else f"computed by {writer}"
+        raise Miss(
+            f"{whole.root} is {what}; expected scale · Q · Kᵀ, then a bias, then masks, then the "
+            f"softmax"
+        )
+    inner += [*whole.passed, node]
+    q = flow.factor(node.input("A"))
+    k = flow.factor(node.input("B")).exchanged()
+    if len(q.order) != 4 or len(k.order) != 4:
+        raise Miss(f"{node} multiplies what has not four modes")
+    scales = [one for one in (whole.scale, q.scale, k.scale) if one is not None]
+    number = whole.number * q.number * k.number
+    if len(scales) > 1 or (scales and number != 1):
+        raise Miss("the product is scaled by a tensor and by something else; expected one scale")
+    return q, k, number, scales[0] if scales else None
+
+
+def _check_bias(bias: Tensor | None) -> None:
+    if bias is None:
+        return
+    if bias.rank != 4 or bias.data_type not in KEPT_AS:
+        raise Miss(
+            f"the bias {bias} is {bias.data_type.name} of dim {list(bias.dim)}; expected floating "
+            f"numbers that broadcast to (B, H, S_q, S_kv)"
+        )
+
+
+def _check_values(nodes: Iterable[Node]) -> None:
+    """Raise Miss where something between is not kept as floating numbers of 32 bits or less."""
+    for node in nodes:
+        for tensor in node.writes:
+            if tensor.data_type not in KEPT_AS:
+                raise Miss(f"{tensor} is kept as {tensor.data_type.name}")
+        if node.compute is data_type.DOUBLE:
+            raise Miss(f"{node} computes in DOUBLE")
+
+
+# From the softmax on ---------------------------------------------------------------------
+
+
+def _around(flow: Flow, softmax: Softmax) -> Iterator[Forward | Backward]:
+    """What is attention, and its gradient, around a softmax."""
+    products = _products(flow, softmax.out)
+    forwards = []
+    for product, left in products:
+        if left.order == AS_IT_IS and left.is_plain:
+            v = flow.factor(product.input("B"))
+            inner = (*softmax.scores.inner, *softmax.inner, product, *left.passed)
+            if v.is_plain:
+                forwards.append(Forward(softmax, product, v, inner))
+            else:
+                left_as_it_is(f"attention of {product}", "V is scaled")
+        elif not left.is_plain:
+            left_as_it_is(
+                f"attention of {product}", Miss("what it multiplies is scaled after the softmax")
+            )
+    backwards = []
+    for node in flow.readers.get(softmax.out, ()):
+        try:
+            found = _backward(flow, softmax, node, products)
+        except Miss as miss:
+            left_as_it_is(f"the gradient of {node}", miss)
+        else:
+            backwards += [] if found is None else [found]
+    if not forwards and not backwards:
+        readers = ", ".join(map(str, flow.readers.get(softmax.out, ()))) or "nothing"
+        why = f"it is read by {readers}; expected a product with V, or the gradient"
+        drawn = _drawn(flow, softmax.out)
+        if drawn is not None:
+            why = f"{drawn} draws other numbers than attention's dropout would"
+        left_as_it_is(f"the softmax of {softmax.node}", why)
+    yield from forwards
+    yield from backwards
+
+
+def _drawn(flow: Flow, tensor: Tensor) -> Node | None:
+    """What draws random numbers that a tensor is multiplied with."""
+    for reader in flow.readers.get(tensor, ()):
+        if reader.op in ("mul", "scale"):
+            for one in operands(reader):
+                found = flow.made_by(flow.factor(one, converted=True).root, "rng")
+                if found is not None:
+                    return found
+    return None
+
+
+def _products(flow: Flow, tensor: Tensor) -> list[tuple[Node, Factor]]:
+    """Products whose left factor is a tensor, apart from scalars and an exchange of modes."""
+    found = []
+    for node in flow.nodes:
+        if node.op != "matmul":
+            continue
+        try:
+            left = flow.factor(node.input("A"), converted=True)
+        except Miss:
+            continue
+        if left.root is tensor and left.order in (AS_IT_IS, EXCHANGED):
+            found.append((node, left))
+    return found
+
+
+def _backward(
+    flow: Flow, softmax: Softmax, node: Node, products: list[tuple[Node, Factor]]
+) -> Backward | None:
+    """The gradient if a node computes dS = P · (dP − rowsum); None if it computes something else.
+
+    Raises Miss for what is nearly it.
+    """
+    if node.op not in ("mul", "scale"):
+        return None
+    inner = [node]
+    values = [flow.value(one, inner) for one in operands(node)]
+    others = [one for one in values if one is not softmax.out]
+    difference = flow.made_by(others[0], "sub") if len(others) == 1 else None
+    if difference is None:
+        return None
+    dP, sums = (flow.value(one, inner) for one in operands(difference))
+    of_values, total = flow.made_by(dP, "matmul"), flow.made_by(sums, "reduction")
+    if of_values is None or total is None:
+        return None
+    inner += [difference, total, of_values]
+    dO, v = flow.factor(of_values.input("A")), flow.factor(of_values.input("B")).exchanged()
+    if not (dO.is_plain and v.is_plain):
+        raise Miss("dO or V is scaled")
+    o = _of_sums(flow, softmax, dP, dO, total, inner)
+    found = _Gradients(flow, softmax, dO, node)
+    found.of_scores()
+    found.of_values(products)
+    if not {"dQ", "dK"} & found.tensors.keys():
+        raise Miss("there is no product of it with K or Q")
+    inner += [*softmax.scores.inner, *softmax.inner, *found.inner]
+    _check_values(inner)
+    return Backward(softmax, v, o, dO, found.tensors, tuple(found.replaced), tuple(inner))
+
+
+def _of_sums(
+    flow: Flow, softmax: Softmax, dP: Tensor, dO: Factor, total: Node, inner: list[Node]
+) -> Tensor | None:
+    """O where the sums are those of dO · O, None where they are of dP · P; else raises Miss."""
+    summed = flow.value(total.input("input"), inner)
+    product = flow.made_by(summed, "mul", "scale")
+    if product is None:
+        raise Miss(f"{total} is not of dP · P or dO · O")
+    _check_of_rows(total, "ADD")
+    inner.append(product)
+    pair = [flow.value(one, inner) for one in operands(product)]
+    if {*pair} == {dP, softmax.out}:
+        return None
+    for one, other in (pair, pair[::-1]):
+        if flow.factor(one).is_same(dO) and flow.factor(one).is_plain:
+            return other
+    raise Miss(f"{total} is not of dP · P or dO · O")
+
+
+@dataclass
+class _Gradients:
+    """The products that gradients are.
+
+    Attributes:
+        node: Writes dS.
+        tensors, replaced, inner: As of :class:`Backward`.
+    """
+
+    flow: Flow
+    softmax: Softmax
+    dO: Factor
+    node: Node
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    replaced: list[Node] = field(default_factory=list)
+    inner: list[Node] = field(default_factory=list)
+
+    def of_scores(self) -> None:
+        """dQ, dK and dBias."""
+        scores = self.softmax.scores
+        (dS,) = self.node.writes
+        for product, left in _products(self.flow, dS):
+            name, other = ("dQ", scores.k) if left.order == AS_IT_IS else ("dK", scores.q)
+            right = self.flow.factor(product.input("B"))
+            if not right.is_same(other):
+                raise Miss(f"{product} is with {right.root}, not with {other.root}")
+            number, scale = left.number * right.number, [left.scale, right.scale]
+            self.inner += left.passed
+            self._take(name, *self._multiplied(product, number, scale))
+        bias = scores.bias
+        if bias is None:
+            return
+        for reader in self.flow.readers.get(dS, ()):
+            (result, *_) = reader.writes
+            if reader.op == "reduction" and reader["mode"] == "ADD" and result.dim == bias.dim:
+                self._take("dBias", result, reader)
+        used = {self.node, *self.inner, *self.replaced}
+        read = any(
+            reader not in used and reader.op != "matmul" for reader in self.flow.readers.get(dS, ())
+        )
+        if "dBias" not in self.tensors and bias.dim == dS.dim and (read or not dS.is_virtual):
+            self._take("dBias", dS, self.node)
+
+    def of_values(self, products: list[tuple[Node, Factor]]) -> None:
+        """dV."""
+        for product, left in products:
+            right = self.flow.factor(product.input("B"))
+            if left.order == EXCHANGED and right.is_same(self.dO):
+                if not (left.is_plain and right.is_plain):
+                    raise Miss(f"{product} is scaled")
+                self.inner += left.passed
+                self._take("dV", next(product.writes), product)
+
+    def _multiplied(
+        self, product: Node, number: float, scale: list[Tensor | None]
+    ) -> tuple[Tensor, Node]:
+        """The gradient and the node that writes it: a product, or a multiple of it."""
+        scores, (result,) = self.softmax.scores, product.writes
+        writer, given = product, [one for one in scale if one is not None]
+        readers = self.flow.readers.get(result, [])
+        following = scaled(readers[0]) if len(readers) == 1 and result.is_virtual else None
+        expected = [] if scores.scale is None else [scores.scale]
+        is_whole = math.isclose(number, scores.number, rel_tol=1e-6) and given == expected
+        if not is_whole and following is not None and following.tensor is result:
+            self.inner.append(product)
+            writer = readers[0]
+            (result,) = writer.writes
+            if isinstance(following.by, Tensor):
+                given.append(following.by)
+            else:
+                number *= following.by
+        if not math.isclose(number, scores.number, rel_tol=1e-6) or given != expected:
+            raise Miss(f"{product} is scaled by another number than the scores")
+        return result, writer
+
+    def _take(self, name: str, tensor: Tensor, writer: Node) -> None:
+        if name in self.tensors:
+            raise Miss(f"there are two candidates for {name}: {self.tensors[name]} and {tensor}")
+        self.tensors[name] = tensor
+        self.replaced.append(writer)

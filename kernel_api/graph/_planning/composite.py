@@ -1,0 +1,323 @@
+"""Attention that is written as products, a softmax and masks, as nodes of attention.
+
+    O = matmul(softmax(mask(scale · matmul(Q, Kᵀ) + bias)), V)
+
+becomes ``sdpa``; and with what differentiates it,
+
+    dV = matmul(Pᵀ, dO)         dP = matmul(dO, Vᵀ)         dS = P · (dP − rowsum(dP · P))
+    dQ = scale · matmul(dS, K)  dK = scale · matmul(dSᵀ, Q)  dBias = dS, or its sum
+
+``sdpa`` with its log-sum-exp, and ``sdpa_backward``. What is not exactly this stays as it is, and
+the logger says why. In two things the result is another, and a better one: a softmax without the
+largest score does not overflow, and a query whose scores are all −∞ gives zeros, not NaN.
+
+Where P is read or given to the caller as well, only O is taken from attention, and P is computed
+as exp(score − log-sum-exp), which the epilogue of one product does; under a mask of indices the
+nodes that P needs stay.
+
+Dropout is left as it is. ``rng`` gives 1 where u < p and counts (column // 4, batch · rows + row,
+offset); attention keeps what has u ≥ p and counts (key // 4, query, offset + head), so that it
+would drop others (see :class:`kernel_api.arguments.Dropout`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from kernel_api.errors import GraphError
+from kernel_api.graph._enums import data_type
+from kernel_api.graph._node import Node
+from kernel_api.graph._planning._attention_patterns import (
+    Backward,
+    Forward,
+    Scores,
+    Softmax,
+    attentions,
+    left_as_it_is,
+)
+from kernel_api.graph._planning._patterns import (
+    Factor,
+    Flow,
+    Miss,
+    Order,
+    Visible,
+    visible,
+    without_dead,
+)
+from kernel_api.graph._planning.attention import attention
+from kernel_api.graph._planning.builds import PlainBuilds
+from kernel_api.graph._planning.steps import Prober
+from kernel_api.graph._tensor import Tensor, packed_strides
+from kernel_api.graph._validation import in_order
+
+#: Elements of a head that kernels of attention take.
+_WIDEST = 256
+
+
+def composite_attention(nodes: list[Node], prober: Prober | None = None) -> list[Node]:
+    """The same computation with attention in the place of the nodes that it is written as.
+
+    Args:
+        nodes: In order, all known. They and their tensors stay as they are.
+        prober: With it attention takes the place where it has a kernel, without it where kernels
+            are expected: for 16-bit operands.
+    """
+    flow = Flow(nodes)
+    found = list(attentions(flow))
+    while found:
+        made, unfit = _Replacement(flow, prober), None
+        for match in found:
+            try:
+                made.add(match)
+            except Miss as miss:
+                unfit = match, str(miss)
+                break
+        if unfit is None:
+            replaced = made.nodes()
+            unfit = _unfit(found, set(replaced))
+            if unfit is None:
+                return replaced
+        match, why = unfit
+        if isinstance(match, Forward) and why == _KEPT:
+            match.keeps = True
+            continue
+        left_as_it_is(match.name, why)
+        found = [one for one in found if one is not match]
+    return nodes
+
+
+#: Why a match is to be replaced in the other way.
+_KEPT = "its probabilities are needed"
+
+
+def _unfit(
+    found: list[Forward | Backward], alive: set[Node]
+) -> tuple[Forward | Backward, str] | None:
+    """The first match of which something is needed that attention does not give, and what."""
+    for match in found:
+        node = _needed(match, alive)
+        if node is None:
+            continue
+        if isinstance(match, Forward) and not match.keeps and match.softmax.node in alive:
+            return match, _KEPT
+        return match, f"the result of {node} is needed besides"
+    return None
+
+
+# Replacing -------------------------------------------------------------------------------
+
+
+class _Replacement:
+    """Attention in the place of what was found.
+
+    Attributes:
+        made: New nodes.
+        replaced: Nodes whose results they write.
+    """
+
+    def __init__(self, flow: Flow, prober: Prober | None) -> None:
+        self.flow, self.prober = flow, prober
+        self.made: list[Node] = []
+        self.replaced: set[Node] = set()
+        self._attention: dict[tuple[Tensor, Tensor, Order], Node] = {}
+        self._views: dict[tuple[Tensor, Order], Tensor] = {}
+        self._kept: set[Tensor] = set()
+
+    def nodes(self) -> list[Node]:
+        """All of them in order, without those that only served what is replaced."""
+        left = [node for node in self.flow.nodes if node not in self.replaced]
+        return without_dead(in_order([*left, *self.made]), self.flow)
+
+    def add(self, match: Forward | Backward) -> None:
+        """Raises Miss where attention is not the same, or has no kernel."""
+        if isinstance(match, Forward):
+            self._add_forward(match)
+        else:
+            self._add_backward(match)
+
+    def _add_forward(self, match: Forward) -> None:
+        node, (out,) = self._attention_of(match.softmax, match.v), match.product.writes
+        if not node.outputs["O"].is_virtual or node.outputs["O"].producer is not node:
+            raise Miss("the same is computed twice")
+        self._check_types(node, out)
+        node.outputs["O"] = out
+        self.replaced.add(match.product)
+        if match.keeps and not match.softmax.scores.conditions:
+            self._keep(match.softmax, node)
+        self._check(node)
+
+    def _add_backward(self, match: Backward) -> None:
+        forward = self._attention_of(match.softmax, match.v)
+        stats = self._statistics(forward)
+        self._check(forward)
+        inputs = {**forward.inputs, "dO": self._tensor(match.dO, forward.input("q").name)}
+        inputs["o"] = forward.outputs["O"] if match.o is None else match.o
+        inputs["stats"] = stats
+        unset = {"deterministic": False, "max_total_seq_len_q": None, "max_total_seq_len_kv": None}
+        name = f"{match.softmax.node.name}::gradient"
+        node = Node("sdpa_backward", name, inputs, {**forward.attributes, **unset}, data_type.FLOAT)
+        for result, like in (("dQ", "q"), ("dK", "k"), ("dV", "v")):
+            found = match.gradients.get(result)
+            node.outputs[result] = found or self._virtual(node, result, forward.input(like))
+        if "dBias" in match.gradients:
+            node.outputs["dBias"] = match.gradients["dBias"]
+        self._check_types(node, *(node.outputs[one] for one in ("dQ", "dK", "dV")))
+        self._check_types(node, node.input("o"), node.input("dO"))
+        self._check(node)
+        self.made.append(node)
+        self.replaced.update(match.replaced)
+
+    def _keep(self, softmax: Softmax, attention: Node) -> None:
+        """Probabilities of the log-sum-exp: exp(score − log-sum-exp)."""
+        if softmax.out in self._kept:
+            return
+        self._kept.add(softmax.out)
+        unmasked, name = softmax.scores.unmasked, softmax.node.name
+        inputs = {"a": unmasked, "b": self._statistics(attention)}
+        difference = Node("sub", f"{name}::difference", inputs, {}, data_type.FLOAT)
+        difference.outputs["OUT_0"] = self._virtual(difference, "OUT_0", unmasked)
+        difference.outputs["OUT_0"].data_type = data_type.FLOAT
+        made = Node("exp", name, {"input": difference.outputs["OUT_0"]}, {}, data_type.FLOAT)
+        made.outputs["OUT_0"] = softmax.out
+        self.made += [difference, made]
+        self.replaced.add(softmax.node)
+
+    # Nodes of attention ------------------------------------------------------------------
+
+    def _attention_of(self, softmax: Softmax, v: Factor) -> Node:
+        """``sdpa`` of scores and values: one for all that need it."""
+        key = softmax.out, v.root, v.order
+        if key not in self._attention:
+            self._attention[key] = made = self._made_attention(softmax, v)
+            self.made.append(made)
+        return self._attention[key]
+
+    def _made_attention(self, softmax: Softmax, v: Factor) -> Node:
+        scores, name = softmax.scores, f"{softmax.node.name}::attention"
+        seen = _visible(scores)
+        inputs = {
+            "q": self._tensor(scores.q, f"{name}::q"),
+            "k": self._tensor(scores.k, f"{name}::k"),
+            "v": self._tensor(v, f"{name}::v"),
+            "attn_scale": scores.scale,
+            "bias": scores.bias,
+            **seen.lengths,
+        }
+        attributes = {
+            "scale": scores.number if scores.scale is None else None,
+            "band": seen.band,
+            "alibi": False,
+            "padding": bool(seen.lengths),
+            "dropout": None,
+            "max_seq_len_kv": None,
+        }
+        node = Node("sdpa", name, inputs, attributes, data_type.FLOAT)
+        q = node.input("q")
+        allowed = [data_type.HALF, data_type.BFLOAT16]
+        if self.prober is not None:
+            allowed.append(data_type.FLOAT)
+        if q.data_type not in allowed:
+            raise Miss(
+                f"Q is {q.data_type.name}; expected {' or '.join(one.name for one in allowed)}"
+            )
+        self._check_types(node, node.input("k"), node.input("v"))
+        node.outputs["O"] = self._virtual(node, "O", q)
+        node.outputs["O"].dim, node.outputs["O"].stride = (), ()
+        self._check(node)
+        return node
+
+    def _statistics(self, node: Node) -> Tensor:
+        if "Stats" not in node.outputs:
+            node.outputs["Stats"] = made = Tensor(
+                None, name=f"{node.name}::Stats", is_virtual=True, producer=node,
+                element=data_type.FLOAT,
+            )  # fmt: skip
+            node.operation.infer(node)
+            assert made.dim
+        return node.outputs["Stats"]
+
+    def _tensor(self, factor: Factor, name: str) -> Tensor:
+        """What attention reads: a tensor of the graph, or a view of one."""
+        found = factor.tensor
+        if found is not None:
+            return found
+        key = factor.root, factor.order
+        if key not in self._views:
+            node = Node(
+                "transpose", name, {"input": factor.root}, {"permutation": list(factor.order)}
+            )
+            made = Tensor(None, name=f"{name}::Y", is_virtual=True, producer=node)
+            made.data_type = factor.root.data_type
+            node.outputs["Y"] = made
+            view = node.operation.views(node)["Y"]  # type: ignore[attr-defined]
+            made.dim, made.stride = view.dim, view.stride
+            self._views[key] = made
+            self.made.append(node)
+        return self._views[key]
+
+    def _virtual(self, node: Node, result: str, like: Tensor) -> Tensor:
+        return Tensor(
+            None, name=f"{node.name}::{result}", dim=like.dim, stride=packed_strides(like.dim),
+            element=like.data_type, is_virtual=True, producer=node,
+        )  # fmt: skip
+
+    # What attention asks for -------------------------------------------------------------
+
+    def _check_types(self, node: Node, *tensors: Tensor) -> None:
+        kind = node.input("q").data_type
+        for tensor in tensors:
+            if tensor.data_type is not kind:
+                raise Miss(f"{tensor} is {tensor.data_type.name} and Q {kind.name}; expected one")
+
+    def _check(self, node: Node) -> None:
+        """Raise Miss where the node contradicts itself or has no kernel."""
+        try:
+            node.operation.infer(node)
+        except GraphError as error:
+            raise Miss(str(error)) from error
+        names = ("q", "k", "v", "o", "dO", "O", "dQ", "dK", "dV")
+        for tensor in (node.inputs.get(name) or node.outputs.get(name) for name in names):
+            if not isinstance(tensor, Tensor):
+                continue
+            if 0 in tensor.dim:
+                raise Miss(f"{tensor} has no elements")
+            if tensor.dim[-1] != 1 and tensor.stride[-1] != 1:
+                raise Miss(f"{tensor} has stride {list(tensor.stride)}; the last must be 1")
+            if self.prober is None and (tensor.dim[-1] % 8 or tensor.dim[-1] > _WIDEST):
+                raise Miss(
+                    f"{tensor} has {tensor.dim[-1]} elements a head; expected a multiple of 8 up "
+                    f"to {_WIDEST}"
+                )
+        if self.prober is None:
+            return
+        builds = attention(node, lambda tensor: True)
+        if isinstance(builds, str):
+            raise Miss(builds)
+        (build,) = builds
+        assert isinstance(build, PlainBuilds)
+        step = self.prober.step((node,), build)
+        if isinstance(step, str):
+            raise Miss(step)
+
+
+def _visible(scores: Scores) -> Visible:
+    if len(scores.dim) != 4:
+        raise Miss(f"scores have dim {list(scores.dim)}; expected four modes")
+    seen = visible(scores.conditions, scores.dim)
+    if seen.can_hide_all and scores.conditions and scores.fill != -math.inf:
+        # A query that sees nothing has equal probabilities for all keys if what hides them is a
+        # number, and zeros in attention. A causal mask from the first key hides no query's own.
+        raise Miss(
+            f"a mask that may hide all keys of a query puts {scores.fill} there; attention gives "
+            f"zeros, as −∞ says"
+        )
+    return seen
+
+
+def _needed(match: Forward | Backward, alive: set[Node]) -> Node | None:
+    """A node that a match replaces and that is needed all the same."""
+    nodes: Iterable[Node] = match.inner
+    if isinstance(match, Forward) and match.keeps:
+        nodes = () if match.softmax.scores.conditions else match.softmax.inner
+    return next((node for node in nodes if node in alive), None)

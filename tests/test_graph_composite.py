@@ -1,0 +1,706 @@
+"""Attention that is written as products, masks and a softmax becomes kernels of attention."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import kernel_api.graph as cudnn
+from kernel_api.verification import compare
+
+HALF, BF16, FLOAT = cudnn.data_type.HALF, cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT
+INT32 = cudnn.data_type.INT32
+ADD, MAX = cudnn.reduction_mode.ADD, cudnn.reduction_mode.MAX
+INFINITY = float("inf")
+
+B, H, H_KV, S, T, D, D_V = 2, 4, 2, 37, 53, 40, 24
+SCALE = 0.2137
+
+
+@dataclass
+class Written:
+    """A graph, what to give it, and what it should compute.
+
+    Attributes:
+        data: By name of the tensor.
+        heads: What of it is q, k and v as (B, H, S, D), where tensors have other modes.
+        outputs: Names and tensors.
+    """
+
+    graph: cudnn.pygraph
+    element: torch.dtype = torch.bfloat16
+    data: dict = field(default_factory=dict)
+    heads: dict = field(default_factory=dict)
+    outputs: list = field(default_factory=list)
+
+    def given(self, name, *shape, kind=None, like=None, stride=None, values=None):
+        """An input with random numbers, or these."""
+        if values is None:
+            generator = torch.Generator().manual_seed(len(self.data) + 7)
+            values = torch.randn(shape, generator=generator).to(kind or self.element)
+        if stride is not None:
+            size = 1 + sum((n - 1) * s for n, s in zip(values.shape, stride, strict=True))
+            memory = torch.zeros(size, dtype=values.dtype)
+            values = memory.as_strided(values.shape, stride).copy_(values)
+        self.data[name] = values
+        return self.graph.tensor(values.shape, values.stride(), values.dtype, name=name)
+
+    def output(self, name, tensor, kind=None):
+        tensor.set_output(True).set_name(name)
+        tensor.set_data_type(self.element if kind is None else kind)
+        self.outputs.append((name, tensor))
+
+    def planned(self):
+        self.graph.validate()
+        self.graph.create_execution_plans([cudnn.heur_mode.A])
+        return [step.title for step in self.graph.plans[0].steps if step.kind != "view"]
+
+    def run(self):
+        """What the outputs hold, by name."""
+        self.graph.build([cudnn.heur_mode.A])
+        found = {
+            name: torch.full(t.dim, float("nan"), dtype=getattr(torch, t.data_type.value))
+            for name, t in self.outputs
+        }
+        self.graph.execute({**self.data, **found})
+        return found
+
+    def nodes(self):
+        """Operations of the plan's nodes."""
+        return [node.op for step in self.graph.plans[0].steps for node in step.nodes]
+
+
+def new(sm_version=90, element=torch.bfloat16, **options):
+    types = {"io_data_type": element, "intermediate_data_type": FLOAT, "compute_data_type": FLOAT}
+    graph = cudnn.pygraph(sm_version=sm_version, **{**types, **options})
+    return Written(graph, element)
+
+
+# Writing it, as users do -----------------------------------------------------------------
+
+
+def keys(w, form="transpose", heads=H_KV):
+    """(B, H_kv, D, T)."""
+    if form == "transpose":
+        return w.graph.transpose(w.given("k", B, heads, T, D), [0, 1, 3, 2])
+    values = torch.randn((B, heads, T, D), generator=torch.Generator().manual_seed(3))
+    w.heads["k"] = values.to(w.element)
+    return w.given("kt", values=w.heads["k"].mT)
+
+
+def softmax(g, p, form="quotient"):
+    dim = [*p.dim[:3], 1] if p.dim else [B, H, S, 1]
+    if form != "no maximum":
+        largest = g.reduction(p, MAX).set_dim(dim)
+        p = g.sub(p, largest)
+    e = g.exp(p)
+    total = g.reduction(e, ADD).set_dim(dim)
+    return g.mul(g.reciprocal(total), e) if form == "reciprocal" else g.div(e, total)
+
+
+def scale_of(w, form):
+    """What multiplies, as a number or a tensor."""
+    if form == "tensor":
+        return w.given("scale", values=torch.full((1, 1, 1, 1), SCALE))
+    if form == "by value":
+        w.data["scale"] = SCALE
+        return w.graph.tensor((1, 1, 1, 1), data_type=FLOAT, is_pass_by_value=True, name="scale")
+    return SCALE
+
+
+def scores(w, form="number", at="product", k="transpose", heads=H, kv_heads=H_KV):
+    g = w.graph
+    q, kt, scale = w.given("q", B, heads, S, D), keys(w, k, kv_heads), scale_of(w, form)
+    q = g.mul(q, scale) if at == "q" else q
+    kt = g.scale(kt, scale) if at == "k" else kt
+    p = g.matmul(q, kt)
+    return g.scale(p, scale) if at == "product" else p
+
+
+def attend(w, p, v=None):
+    w.output("o", w.graph.matmul(p, v or w.given("v", B, H_KV, T, D_V)))
+
+
+def indices(g, p):
+    return g.gen_index(p, axis=2), g.gen_index(p, axis=3)
+
+
+# In torch --------------------------------------------------------------------------------
+
+
+def exact(w, **options):
+    return in_torch(w, torch.float64, **options)
+
+
+def baseline(w, **options):
+    """In the type of the tensors, as eager torch computes it."""
+    return in_torch(w, w.element, **options)
+
+
+def in_torch(w, kind, bias=None, seen=None):
+    """Outputs by name."""
+    q, k, v = ({**w.data, **w.heads}[name].to(kind) for name in "qkv")
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    x = q @ k.mT * SCALE
+    if bias is not None:
+        x = x + w.data[bias].to(kind)
+    if seen is not None:
+        x = x.masked_fill(~seen, -INFINITY)
+    p = x.softmax(-1).nan_to_num(0.0)
+    return {"p": p, "o": p @ v}
+
+
+def agrees(w, found, **options):
+    ref, base = exact(w, **options), baseline(w, **options)
+    for name, values in found.items():
+        verdict = compare(values, ref[name], base[name].to(values.dtype), factor=3.0)
+        assert verdict, f"{name}: {verdict}"
+
+
+def band(above=None, below=None, diagonal=0):
+    """Where j − i − diagonal is at most, and at least, these."""
+    i, j = torch.arange(S)[:, None] + diagonal, torch.arange(T)
+    seen = torch.ones(S, T, dtype=torch.bool)
+    seen = seen if above is None else seen & (j - i <= above)
+    return seen if below is None else seen & (j - i >= below)
+
+
+LENGTHS_Q, LENGTHS_KV = torch.tensor([S, 20]), torch.tensor([31, T])
+
+
+def padded(q=False):
+    """(B, 1, S, T)."""
+    seen = torch.arange(T) < LENGTHS_KV.view(B, 1, 1, 1)
+    seen = seen.expand(B, 1, S, T)
+    return seen & (torch.arange(S)[:, None] < LENGTHS_Q.view(B, 1, 1, 1)) if q else seen
+
+
+def lengths(w, name):
+    values = LENGTHS_Q if name == "lens_q" else LENGTHS_KV
+    return w.given(name, values=values.to(torch.int32).view(B, 1, 1, 1))
+
+
+# What becomes one kernel -----------------------------------------------------------------
+
+
+def plain(w, **options):
+    attend(w, softmax(w.graph, scores(w, **options)))
+    return {}
+
+
+def reciprocal(w):
+    attend(w, softmax(w.graph, scores(w), "reciprocal"))
+    return {}
+
+
+def no_maximum(w):
+    attend(w, softmax(w.graph, scores(w), "no maximum"))
+    return {}
+
+
+def converted(w):
+    """Probabilities are converted by an operation of their own."""
+    p = softmax(w.graph, scores(w))
+    attend(w, w.graph.identity(p).set_data_type(w.element))
+    return {}
+
+
+def divided(w):
+    g = w.graph
+    attend(w, softmax(g, g.div(scores(w, at="none"), 1 / SCALE)))
+    return {}
+
+
+def scaled_twice(w):
+    g = w.graph
+    p = scores(w, at="none")
+    attend(w, softmax(g, g.mul(g.mul(4.0, p), SCALE / 4)))
+    return {}
+
+
+def rows_of_tokens(w):
+    """Tensors (B, S, H, D), seen with other modes."""
+    g = w.graph
+    q, k = (
+        g.transpose(w.given(name, B, n, h, D), order)
+        for name, n, h, order in (("q", S, H, [0, 2, 1, 3]), ("k", T, H_KV, [0, 2, 3, 1]))
+    )
+    v = g.transpose(w.given("v", B, T, H_KV, D_V), [0, 2, 1, 3])
+    attend(w, softmax(g, g.scale(g.matmul(q, k), SCALE)), v)
+    w.heads = {name: w.data[name].transpose(1, 2) for name in "qkv"}
+    return {}
+
+
+def with_bias(dim, kind=None, first=False):
+    def write(w):
+        p, bias = scores(w), w.given("bias", *dim, kind=kind)
+        attend(w, softmax(w.graph, w.graph.add(bias, p) if first else w.graph.bias(p, bias)))
+        return {"bias": "bias"}
+
+    return write
+
+
+def select(w, p, mask, fill=-INFINITY):
+    return w.graph.binary_select(p, fill, mask)
+
+
+def masked(mask, seen, fill=-INFINITY, inverse=False, bias=False):
+    """Scores where ``mask(w, i, j)`` holds; or where it does not, if inverse."""
+
+    def write(w):
+        g = w.graph
+        p = scores(w)
+        if bias:
+            p = g.add(p, w.given("bias", 1, H, S, T))
+        hidden = mask(w, *indices(g, p))
+        p = g.binary_select(fill, p, hidden) if inverse else g.binary_select(p, fill, hidden)
+        attend(w, softmax(g, p))
+        return {"seen": seen, **({"bias": "bias"} if bias else {})}
+
+    return write
+
+
+def window(w, i, j):
+    g = w.graph
+    return g.logical_and(g.cmp_ge(i, j), g.cmp_lt(g.sub(i, j), 9))
+
+
+def window_and_lengths(w, i, j):
+    return w.graph.logical_and(window(w, i, j), w.graph.cmp_lt(j, lengths(w, "lens_kv")))
+
+
+def outside(w, i, j):
+    """Hidden: a key behind, or one too far in front."""
+    g = w.graph
+    return g.logical_or(g.cmp_gt(j, g.add(i, 5)), g.logical_not(g.cmp_le(i, g.add(j, 8))))
+
+
+def both_lengths(w, i, j):
+    g = w.graph
+    rows = g.cmp_gt(lengths(w, "lens_q"), i)
+    return g.logical_and(g.cmp_lt(j, lengths(w, "lens_kv")), rows)
+
+
+def causal_at_the_ends(w, i, j):
+    """Of each sequence."""
+    g = w.graph
+    rows, columns = lengths(w, "lens_q"), lengths(w, "lens_kv")
+    inside = g.logical_and(g.cmp_lt(j, columns), g.cmp_lt(i, rows))
+    diagonal = g.cmp_le(g.add(j, rows), g.add(i, columns))
+    return g.logical_and(inside, diagonal)
+
+
+def seen_at_the_ends():
+    i, j = torch.arange(S)[:, None], torch.arange(T)
+    rows, columns = LENGTHS_Q.view(B, 1, 1, 1), LENGTHS_KV.view(B, 1, 1, 1)
+    return padded(q=True) & (j + rows <= i + columns)
+
+
+def two_masks(w):
+    """One behind the other, and a bias before."""
+    g = w.graph
+    p = g.add(scores(w), w.given("bias", B, 1, 1, T))
+    i, j = indices(g, p)
+    p = select(w, p, g.cmp_lt(j, lengths(w, "lens_kv")))
+    attend(w, softmax(g, select(w, p, g.cmp_ge(i, j))))
+    return {"bias": "bias", "seen": padded() & band(0)}
+
+
+CAUSAL = {
+    "i ≥ j": lambda w, i, j: w.graph.cmp_ge(i, j),
+    "j ≤ i": lambda w, i, j: w.graph.cmp_le(j, i),
+    "j < i + 1": lambda w, i, j: w.graph.cmp_lt(j, w.graph.add(i, 1)),
+    "i + 1 > j": lambda w, i, j: w.graph.cmp_gt(w.graph.add(1, i), j),
+    "i − j ≥ 0": lambda w, i, j: w.graph.cmp_ge(w.graph.sub(i, j), 0),
+}
+
+ONE_KERNEL = {
+    "plain": plain,
+    "reciprocal": reciprocal,
+    "no maximum": no_maximum,
+    "converted": converted,
+    "divided": divided,
+    "scaled twice": scaled_twice,
+    "rows of tokens": rows_of_tokens,
+    "strides of k": lambda w: plain(w, k="strides"),
+    "scale of q": lambda w: plain(w, at="q"),
+    "scale of k": lambda w: plain(w, at="k"),
+    "scale by value": lambda w: plain(w, form="by value"),
+    "scale of q by value": lambda w: plain(w, form="by value", at="q"),
+    "scale is a tensor": lambda w: plain(w, form="tensor"),
+    "scale of k is a tensor": lambda w: plain(w, form="tensor", at="k"),
+    "bias": with_bias((B, H, S, T)),
+    "bias of heads": with_bias((1, H, S, T), first=True),
+    "bias of keys": with_bias((B, 1, 1, T), torch.float32),
+    **{name: masked(mask, band(0)) for name, mask in CAUSAL.items()},
+    "causal, finite": masked(CAUSAL["i ≥ j"], band(0), fill=-1e9),
+    "causal with bias": masked(CAUSAL["i ≥ j"], band(0), bias=True),
+    "causal, inverse": masked(lambda w, i, j: w.graph.cmp_gt(j, i), band(0), inverse=True),
+    "causal at the end": masked(
+        lambda w, i, j: w.graph.cmp_ge(w.graph.add(i, T - S), j), band(0, diagonal=T - S), -1e30
+    ),
+    "causal from another key": masked(
+        lambda w, i, j: w.graph.cmp_ge(w.graph.add(i, 5), j), band(5), -65504.0
+    ),
+    "window": masked(window, band(0, -8)),
+    "window, inverse": masked(outside, band(5, -8), inverse=True),
+    "lengths of keys": masked(lambda w, i, j: w.graph.cmp_lt(j, lengths(w, "lens_kv")), padded()),
+    "both lengths": masked(both_lengths, padded(q=True)),
+    "window and lengths": masked(window_and_lengths, padded() & band(0, -8), bias=True),
+    "causal at the ends": masked(causal_at_the_ends, seen_at_the_ends()),
+    "two masks": two_masks,
+}
+
+
+@pytest.mark.parametrize("name", ONE_KERNEL)
+def test_one_kernel_on_hopper(name):
+    w = new()
+    ONE_KERNEL[name](w)
+    (kernel,) = w.planned()
+    assert kernel.startswith("sm90_sdpa_forward")
+    assert w.graph.plans[0].workspace_size == 0
+
+
+@pytest.mark.parametrize("element", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ONE_KERNEL)
+def test_the_kernel_computes_what_is_written(name, element):
+    w = new(None, element)
+    options = ONE_KERNEL[name](w)
+    found = w.run()
+    assert w.nodes().count("sdpa") == 1
+    agrees(w, found, **options)
+
+
+def test_a_number_of_the_host_may_change():
+    w = new(None)
+    plain(w, form="by value")
+    w.run()
+    out = torch.empty(B, H, S, D_V, dtype=w.element)
+    w.graph.execute({**w.data, "scale": 2, "o": out})
+    w.heads["q"] = w.data["q"].double() * (2 / SCALE)
+    assert compare(out, exact(w)["o"], baseline(w)["o"].to(w.element), factor=3.0)
+
+
+# What is kept beside ---------------------------------------------------------------------
+
+
+def kept(w, bias=None, mask=None, fill=-INFINITY, heads=H):
+    g = w.graph
+    p = scores(w, kv_heads=heads)
+    if bias:
+        p = g.add(p, w.given("bias", *bias))
+    if mask is not None:
+        p = select(w, p, mask(w, *indices(g, p)), fill)
+    p = softmax(g, p)
+    w.output("p", p)
+    attend(w, p, w.given("v", B, heads, T, D_V))
+
+
+def test_probabilities_that_are_kept_are_one_more_kernel():
+    w = new()
+    kept(w, (B, H, S, T))
+    kernels = w.planned()
+    assert [name.split("_bf16")[0] for name in kernels] == ["sm90_sdpa_forward", "sm90_gemm"]
+
+
+@pytest.mark.parametrize("bias", [None, (1, 1, 1, T), (B, H, S, T)])
+def test_probabilities_that_are_kept_are_right(bias):
+    w = new(None)
+    kept(w, bias)
+    found = w.run()
+    assert "sdpa" in w.nodes() and "reduction" not in w.nodes()
+    agrees(w, found, bias="bias" if bias else None)
+
+
+@pytest.mark.parametrize("fill", [-INFINITY, -1e9])
+def test_masked_probabilities_that_are_kept_are_computed_as_written(fill):
+    w = new(None)
+    kept(w, mask=CAUSAL["i ≥ j"], fill=fill)
+    found = w.run()
+    assert "sdpa" in w.nodes() and "reduction" in w.nodes()
+    agrees(w, found, seen=band(0))
+
+
+def test_two_products_share_probabilities():
+    w = new(None)
+    p = softmax(w.graph, scores(w))
+    attend(w, p)
+    w.heads["v"] = other = torch.randn(B, H_KV, T, D).to(w.element)
+    w.output("second", w.graph.matmul(p, w.given("other", values=other)))
+    found = w.run()
+    assert w.nodes().count("sdpa") == 2 and "exp" not in w.nodes()
+    ref, base = exact(w)["o"], baseline(w)["o"]
+    assert compare(found["second"], ref, base, factor=3.0)
+
+
+def test_two_layers_share_a_mask():
+    w = new()
+    g = w.graph
+    first = scores(w)
+    mask = g.cmp_ge(*indices(g, first))
+    q = g.matmul(softmax(g, select(w, first, mask)), w.given("v", B, H_KV, T, D))
+    second = g.scale(g.matmul(q, g.transpose(w.given("k2", B, H_KV, T, D), [0, 1, 3, 2])), 0.3)
+    p = softmax(g, select(w, second, mask))
+    w.output("o", g.matmul(p, w.given("v2", B, H_KV, T, D_V)))
+    assert all(name.startswith("sm90_sdpa_forward") for name in w.planned())
+    assert len(w.graph.plans[0].steps) == len(w.graph.plans[0].kernel_steps) + 2  # views of keys
+
+
+# What is not replaced --------------------------------------------------------------------
+
+
+def mask_after_the_softmax(w):
+    g = w.graph
+    p = softmax(g, scores(w))
+    attend(w, g.binary_select(p, 0.0, g.cmp_ge(*indices(g, p))))
+    return "binary_select", lambda x: x.softmax(-1).where(band(0), 0.0)
+
+
+def softmax_over_queries(w):
+    g = w.graph
+    p = scores(w)
+    p = g.sub(p, g.reduction(p, MAX).set_dim([B, H, 1, T]))
+    e = g.exp(p)
+    attend(w, g.div(e, g.reduction(e, ADD).set_dim([B, H, 1, T])))
+    return "expected", lambda x: x.softmax(-2)
+
+
+def softmax_over_queries_in(dim):
+    def write(w):
+        g = w.graph
+        e = g.exp(scores(w))
+        attend(w, g.div(e, g.reduction(e, ADD).set_dim(dim)))
+        modes = [mode for mode, one in enumerate(dim) if one == 1]
+        return "over keys", lambda x: x.exp() / x.exp().sum(modes, keepdim=True)
+
+    return write
+
+
+def largest_of_something_else(w):
+    g = w.graph
+    p = scores(w)
+    largest = g.reduction(g.neg(p), MAX).set_dim([B, H, S, 1])
+    e = g.exp(g.sub(p, largest))
+    attend(w, g.div(e, g.reduction(e, ADD).set_dim([B, H, S, 1])))
+    return "subtracted from", lambda x: x.softmax(-1)
+
+
+def sum_of_something_else(w):
+    g = w.graph
+    p = scores(w)
+    e = g.exp(p)
+    attend(w, g.div(e, g.reduction(g.exp(g.neg(p)), ADD).set_dim([B, H, S, 1])))
+    return "", lambda x: x.exp() / (-x).exp().sum(-1, keepdim=True)
+
+
+def scores_that_are_needed(w):
+    p = scores(w)
+    w.output("x", p, FLOAT)
+    attend(w, softmax(w.graph, p))
+    return "needed besides", lambda x: x.softmax(-1)
+
+
+def scores_that_are_read(w):
+    p = scores(w)
+    w.output("x", w.graph.mul(p, 1.0), FLOAT)
+    attend(w, softmax(w.graph, p))
+    return "needed besides", lambda x: x.softmax(-1)
+
+
+def exponentials_that_are_needed(w):
+    g = w.graph
+    p = scores(w)
+    e = g.exp(p)
+    w.output("e", e, FLOAT)
+    attend(w, g.div(e, g.reduction(e, ADD).set_dim([B, H, S, 1])))
+    return "needed besides", lambda x: x.softmax(-1)
+
+
+def scaled_after_the_softmax(w):
+    g = w.graph
+    attend(w, g.mul(softmax(g, scores(w)), 1.7))
+    return "after the softmax", lambda x: x.softmax(-1) * 1.7
+
+
+def bias_before_the_scale(w):
+    g = w.graph
+    p = g.add(scores(w, at="none"), w.given("bias", B, H, S, T))
+    attend(w, softmax(g, g.mul(p, SCALE)))
+    return "expected scale", lambda x: (x + w.data["bias"].to(x.dtype) * SCALE).softmax(-1)
+
+
+def bias_behind_the_mask(w):
+    g = w.graph
+    p = select(w, scores(w), CAUSAL["i ≥ j"](w, *indices(g, scores_of(w))), -1e9)
+    attend(w, softmax(g, g.add(p, w.given("bias", B, H, S, T))))
+    hidden = ~band(0)
+    return "expected scale", lambda x: (
+        (x + w.data["bias"].to(x.dtype)).masked_fill(hidden, -INFINITY).softmax(-1)
+    )
+
+
+def scores_of(w):
+    """What indices can be those of."""
+    return w.graph.tensor((1, 1, S, T), data_type=FLOAT, name="like scores")
+
+
+def hidden_rows(w):
+    """Each query sees keys behind it only: the last ones see none."""
+    g = w.graph
+    p = scores(w)
+    i, j = indices(g, p)
+    attend(w, softmax(g, select(w, p, g.cmp_gt(j, g.add(i, 20)), -1e9)))
+    return "zeros", lambda x: x.masked_fill(~band(None, 21), -1e9).softmax(-1)
+
+
+def finite_padding(w):
+    g = w.graph
+    p = scores(w)
+    p = select(w, p, g.cmp_lt(g.gen_index(p, 3), lengths(w, "lens_kv")), -1e9)
+    attend(w, softmax(g, p))
+    return "zeros", lambda x: x.masked_fill(~padded(), -1e9).softmax(-1)
+
+
+def small_fill(w):
+    g = w.graph
+    p = scores(w)
+    attend(w, softmax(g, select(w, p, g.cmp_ge(*indices(g, p)), -3.0)))
+    return "where it hides", lambda x: x.masked_fill(~band(0), -3.0).softmax(-1)
+
+
+def strictly_below(w):
+    g = w.graph
+    p = scores(w)
+    i, j = indices(g, p)
+    attend(w, softmax(g, select(w, p, g.cmp_gt(g.add(i, 1), g.add(j, 2)), -1e9)))
+    return "diagonal", lambda x: x.masked_fill(~band(-2), -1e9).softmax(-1)
+
+
+def every_other_key(w):
+    g = w.graph
+    p = scores(w)
+    i, j = indices(g, p)
+    attend(w, softmax(g, select(w, p, g.cmp_ge(g.add(i, i), j))))
+    even = torch.arange(T) <= 2 * torch.arange(S)[:, None]
+    return "no diagonal", lambda x: x.masked_fill(~even, -INFINITY).softmax(-1)
+
+
+def either_mask(w):
+    g = w.graph
+    p = scores(w)
+    i, j = indices(g, p)
+    seen = g.logical_or(g.cmp_ge(i, j), g.cmp_lt(j, 7))
+    attend(w, softmax(g, select(w, p, seen)))
+    full = band(0) | (torch.arange(T) < 7)
+    return "all of which hold", lambda x: x.masked_fill(~full, -INFINITY).softmax(-1)
+
+
+def mask_of_the_caller(w):
+    g = w.graph
+    mask = torch.rand(B, 1, S, T, generator=torch.Generator().manual_seed(5)) < 0.7
+    p = select(w, scores(w), w.given("mask", values=mask.to(torch.uint8)))
+    attend(w, softmax(g, p))
+    return "bias of 0", lambda x: x.masked_fill(~mask, -INFINITY).softmax(-1)
+
+
+def rounded_indices(w):
+    """Indices in bfloat16 are whole numbers up to 256 only."""
+    g = w.graph
+    p = scores(w)
+    i, j = (g.identity(one).set_data_type(BF16) for one in indices(g, p))
+    far = g.add(j, 300).set_data_type(BF16)
+    attend(w, softmax(g, select(w, p, g.cmp_ge(g.add(i, 330).set_data_type(BF16), far), -1e9)))
+    i, j = (torch.arange(n).bfloat16() for n in (S, T))
+    seen = (i + 330)[:, None] >= j + 300
+    return "exactly", lambda x: x.masked_fill(~seen, -1e9).softmax(-1)
+
+
+def values_are_scaled(w):
+    v = w.graph.mul(w.given("v", B, H_KV, T, D_V), 1.3)
+    attend(w, softmax(w.graph, scores(w)), v)
+    return "V is scaled", lambda x: x.softmax(-1) * 1.3
+
+
+def no_softmax(w):
+    attend(w, scores(w))
+    return "", lambda x: x
+
+
+def dropped(scale):
+    def write(w):
+        g = w.graph
+        kept = g.rng((B, H, S, T), seed=3, offset=5, bernoulli_probability=0.8)
+        p = g.mul(softmax(g, scores(w)), kept)
+        attend(w, g.mul(p, scale))
+        from kernel_api.providers.reference.philox import uniform
+
+        mask = (uniform(3, 5, (B * H, S, T), "cpu") < 0.8).reshape(B, H, S, T)
+        return "draws other numbers", lambda x: x.softmax(-1) * mask * scale
+
+    return write
+
+
+LEFT = [
+    mask_after_the_softmax,
+    softmax_over_queries,
+    softmax_over_queries_in((B, H, 1, T)),
+    softmax_over_queries_in((B, 1, S, 1)),
+    largest_of_something_else,
+    sum_of_something_else,
+    scores_that_are_needed,
+    scores_that_are_read,
+    exponentials_that_are_needed,
+    scaled_after_the_softmax,
+    bias_before_the_scale,
+    bias_behind_the_mask,
+    hidden_rows,
+    finite_padding,
+    small_fill,
+    strictly_below,
+    every_other_key,
+    either_mask,
+    mask_of_the_caller,
+    rounded_indices,
+    values_are_scaled,
+    no_softmax,
+    dropped(1 / 0.8),
+    dropped(1.5),
+]
+
+
+@pytest.mark.parametrize("write", LEFT, ids=lambda write: write.__qualname__)
+def test_what_is_nearly_attention_stays_as_it_is(write, caplog):
+    w = new(None)
+    with caplog.at_level(logging.DEBUG, "kernel_api.graph"):
+        why, probabilities = write(w)
+        found = w.run()["o"]
+    assert "sdpa" not in w.nodes()
+    assert why in caplog.text
+    results = []
+    for kind in (torch.float64, w.element):
+        q, k, v = (w.data[name].to(kind) for name in "qkv")
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        p = probabilities(q @ k.mT * SCALE)
+        results.append(p.to(kind) @ v)
+    assert compare(found, *results, factor=3.0)
+
+
+def test_float32_waits_for_a_kernel():
+    from kernel_api.graph._planning.composite import composite_attention
+    from kernel_api.graph._planning.steps import Prober
+
+    w = new(None, torch.float32)
+    plain(w)
+    w.graph.validate()
+    nodes = w.graph._validated()
+    assert composite_attention(nodes) == nodes
+    for device, cc, count in (("cpu", None, 1), ("cuda", 90, 1)):
+        found = composite_attention(nodes, Prober(torch.device(device), cc))
+        assert [node.op for node in found].count("sdpa") == count
+
+
+# The gradient ----------------------------------------------------------------------------
