@@ -202,6 +202,13 @@ def measure(problem: Problem, rounds: int) -> rows.Row:
     )
 
 
+def line(row: rows.Row) -> str:
+    return (
+        f"{row['problem']:34} {row['subject_us']:9.2f} us, {row['peer']} {row['peer_us']:9.2f} us, "
+        f"ratio {row['ratio']:.3f} +-{100 * row['spread']:.1f} %"
+    )
+
+
 def ten_nodes() -> Any:
     graph = new_graph()
     x = graph.tensor((512, 512))
@@ -261,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with budget.step():
             found.append(measure(problem, options.rounds))
         rows.write(rows.path_of(NAME, options.out), found)
-        print(suite.line(found[-1]), flush=True)
+        print(line(found[-1]), flush=True)
     print("\n".join(host()))
     return suite.DONE
 

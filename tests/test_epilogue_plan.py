@@ -261,3 +261,14 @@ def test_a_hopper_tile_that_spans_rows_is_written_in_whole_subtiles():
     args = arguments(fn, M=64, N=40, norm=empty(64, dtype=F32))
     columns = {kernel.metadata.design.kernel_tile[1] for kernel in offered(args, HOPPER)}
     assert columns and all(n % min(32, n) == 0 for n in columns)
+
+
+@pytest.mark.parametrize("family", BOTH)
+def test_a_reduction_is_written_without_the_modes_it_lost(family):
+    def fn(accum):
+        return accum, ep.sum(accum, -1)
+
+    assert offered(arguments(fn, total=empty(128, dtype=F32)), family)
+    refusal = refusals(arguments(fn, total=empty(128, 1, dtype=F32)))[family]
+    assert "total has shape (128, 1)" in refusal.reason
+    assert "total.view(...)" in refusal.nearest

@@ -1,4 +1,4 @@
-"""How graphs are planned: what is one kernel, what is not and why, and that it computes the same."""
+"""How graphs are planned: what is one kernel, what is not and why; and what they compute."""
 
 from __future__ import annotations
 

@@ -66,6 +66,7 @@ class EpilogueArguments:
         "_trace",
         "_traces",
         "fn",
+        "kept",
         "operands",
         "scalars",
     )
@@ -74,6 +75,8 @@ class EpilogueArguments:
     operands: dict[str, Operand | float]
     #: The Python numbers by name.
     scalars: dict[str, float]
+    #: Once joined: outputs that have modes of extent 1 in place of those that are not there.
+    kept: tuple[str, ...]
 
     def __init__(self, fn: Callable[..., Any], /, **operands: Any) -> None:
         if not callable(fn):
@@ -107,6 +110,7 @@ class EpilogueArguments:
         self._outputs = {n: o for n, o in tensors.items() if n not in self._inputs}
         self._trace: Trace | None = None
         self._joined: dict[Any, EpilogueArguments] = {}
+        self.kept = ()
         self._signature: tuple[Hashable, ...] | None = None
         for name in self.scalars:
             if name not in self._parameters.names:
@@ -219,6 +223,11 @@ class EpilogueArguments:
         _check_types(found, written)
         made = copy.copy(self)
         made._trace = found
+        made.kept = tuple(
+            name
+            for name, operand in self._outputs.items()
+            if operand.shape != found.graph.output_shape(name).stored(problem)
+        )
         made._joined = {}  # its own: a dict that holds itself would keep the tensors alive
         # Epilogues of one graph take their operands in one order, whatever fn looks like.
         made._inputs = {n: self._inputs[n] for n in found.graph.leaves if n in self._inputs}

@@ -209,8 +209,10 @@ def member_of(kind: type[Enum], value: Any) -> Any:
     """The member of an enumeration that a member or its name says."""
     if isinstance(value, kind):
         return value
-    if isinstance(value, str) and value.upper() in kind.__members__:
-        return kind[value.upper()]
+    if isinstance(value, str):
+        for name, member in kind.__members__.items():
+            if name.upper() == value.upper():
+                return member
     raise ArgumentError(
         f"{value!r} is no {kind.__name__}; expected one of {', '.join(kind.__members__)}"
     )

@@ -56,7 +56,8 @@ class Slot(NamedTuple):
 class Execution:
     """One plan of a graph with its tensors in order. Safe to be used by several threads."""
 
-    def __init__(self, graph: Any, plan: Plan) -> None:
+    def __init__(self, graph: Any, plan: Plan, also: Mapping[Tensor, Tensor] | None = None) -> None:
+        """``also``: other tensors by which the caller may name those of the graph."""
         import torch
 
         self._graph, self._plan = graph, plan
@@ -71,6 +72,9 @@ class Execution:
             for key in (tensor.name, tensor.uid, tensor):
                 if key not in (None, ""):
                     self._index[key] = number
+        for other, tensor in (also or {}).items():
+            if tensor in self._index:
+                self._index[other] = self._index[tensor]
         self._unread = {k for t in graph.inputs if id(t) not in read for k in (t, t.uid, t.name)}
         self._places = list(plan.places.values())
         self._number = {id(t): i for i, t in enumerate([*given, *(t for t, _ in self._places)])}
@@ -389,10 +393,10 @@ def _derived(value: Any, taken: list[Any], refs: dict[int, Ref]) -> Ref | None:
     if not hasattr(value, "data_ptr") or not value.numel():
         return None
     for one in taken:
-        if hasattr(one, "data_ptr") and one.data_ptr() == value.data_ptr():
-            if one.dtype is value.dtype:
-                layout = tuple(value.shape), tuple(value.stride())
-                return refs[id(one)]._replace(layout=layout)
+        same = hasattr(one, "data_ptr") and one.data_ptr() == value.data_ptr()
+        if same and one.dtype is value.dtype:
+            layout = tuple(value.shape), tuple(value.stride())
+            return refs[id(one)]._replace(layout=layout)
     return None
 
 

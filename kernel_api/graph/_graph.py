@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kernel_api.errors import GraphError, GraphStateError
+from kernel_api.errors import GraphError, GraphStateError, SerializedGraphError
 from kernel_api.graph._enums import (
     as_data_type,
     behavior_note,
@@ -398,21 +398,34 @@ class pygraph(Operations):
             SerializedGraphError: the data is damaged or of another library.
             GraphStateError: this graph is not empty.
         """
-        from kernel_api.graph._serialization import graph_from_dict, unpack
-
         *handles, data = given
         if self.nodes or self.tensors:
             raise GraphStateError("deserialize() needs a graph that is empty: pygraph()")
         if handles:
             self.handle = handles[0]
-        content = unpack(data)
-        graph_from_dict(self, content["graph"])
         with self._lock:
-            nodes = self._validated()
-            self._plans = PlanList.restored(self, nodes, content["plan"], self._planned_device())
-            self._plans.build(every=False)
-            self._select()
+            try:
+                self._restore(data)
+            except BaseException:  # a graph that cannot be restored is as empty as it was
+                self.nodes, self.tensors, self._uids = [], [], {}
+                self._ordered = self._plans = self._execution = None
+                raise
         return self
+
+    def _restore(self, data: Any) -> None:
+        from kernel_api.graph._serialization import graph_from_dict, unpack
+
+        content = unpack(data)
+        graph_from_dict(self, content.get("graph"))
+        try:
+            nodes = self._validated()
+        except SerializedGraphError:
+            raise
+        except GraphError as error:
+            raise SerializedGraphError(f"the serialised graph is damaged: {error}") from error
+        self._plans = PlanList.restored(self, nodes, content.get("plan"), self._planned_device())
+        self._plans.build(every=False)
+        self._select()
 
     # Inside ------------------------------------------------------------------------------
 

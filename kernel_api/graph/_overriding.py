@@ -58,7 +58,7 @@ def overridden(
     found = PlanList.of(made, made._validated(), [plan.mode], device)
     chosen = Plan(plan.mode, _same_kernels(found.plans[0].steps, plan.steps))
     chosen.build(found.cc, device)
-    return Execution(made, chosen)
+    return Execution(made, chosen, also=dict(zip(graph.tensors, made.tensors, strict=True)))
 
 
 def _override(tensor: Tensor, dim: tuple[int, ...], stride: tuple[int, ...] | None) -> None:

@@ -143,9 +143,10 @@ def _default_type(
 ) -> data_type:
     """The type of a result that has none set.
 
-    What is only seen with other modes keeps its type, and attention that of its queries. A virtual tensor that is multiplied has the
-    type of the caller's tensors, as cuDNN's fused attention rounds probabilities, for that is what
-    tensor cores multiply; other ones have that of intermediate tensors.
+    What is only seen with other modes keeps its type, and attention that of its queries. A virtual
+    tensor that is multiplied has the type of the caller's tensors, as cuDNN's fused attention
+    rounds probabilities, for that is what tensor cores multiply; other ones have that of
+    intermediate tensors.
     """
     if hasattr(node.operation, "views"):
         return _type_of_inputs(node)
@@ -161,9 +162,10 @@ def _is_multiplied(tensor: Tensor, readers: dict[int, list[Node]]) -> bool:
     for node in readers.get(id(tensor), ()):
         if any(node.inputs.get(name) is tensor for name in _MULTIPLIED.get(node.op, ())):
             return True
-        if hasattr(node.operation, "views"):
-            if any(t.is_virtual and _is_multiplied(t, readers) for t in node.writes):
-                return True
+        if hasattr(node.operation, "views") and any(
+            t.is_virtual and _is_multiplied(t, readers) for t in node.writes
+        ):
+            return True
     return False
 
 

@@ -1,4 +1,4 @@
-"""Graphs on a GPU: what their kernels compute, in graphs of CUDA, in threads, and after a restart."""
+"""Graphs on a GPU: what they compute, in graphs of CUDA, in threads, and after a restart."""
 
 from __future__ import annotations
 

@@ -17,10 +17,13 @@ from kernel_api.graph._planning._patterns import (
     Flow,
     Linear,
     Miss,
+    Visible,
     conditions,
     operands,
     scaled,
+    visible,
 )
+from kernel_api.graph._planning._score_bodies import Function, function_of_scores
 from kernel_api.graph._tensor import Tensor
 
 _log = logger(__name__)
@@ -45,16 +48,16 @@ def attentions(flow: Flow) -> Iterator[Forward | Backward]:
 
 @dataclass(frozen=True)
 class Scores:
-    """mask(scale · Q · Kᵀ + bias).
+    """mask(scale · Q · Kᵀ + bias), or another function of scale · Q · Kᵀ.
 
     Attributes:
         q, k: As (B, H, S, D), without their factors.
         number, scale: The factors, of both and of the product.
         bias: Added; None without.
-        conditions: What is ≥ 0 where a query sees a key.
-        fill: The largest of what is selected elsewhere; −∞ without masks.
-        dim: (B, H, S_q, S_kv).
-        unmasked: The tensor that masks are put on.
+        seen: The mask.
+        function: None, or what is instead of bias and mask.
+        is_indexed: Whether they depend on indices.
+        values: Without the mask.
         inner: Nodes that are no use but for the scores.
     """
 
@@ -63,10 +66,10 @@ class Scores:
     number: float
     scale: Tensor | None
     bias: Tensor | None
-    conditions: tuple[Linear, ...]
-    fill: float
-    dim: tuple[int, ...]
-    unmasked: Tensor
+    seen: Visible
+    function: Function | None
+    is_indexed: bool
+    values: Tensor
     inner: tuple[Node, ...]
 
 
@@ -163,7 +166,7 @@ def _softmax(flow: Flow, node: Node) -> Softmax | None:
             return None
         _check_of_rows(total, "ADD")
         shifted = flow.value(exponential.input("input"), inner)
-        scores = _scores(flow, _unshifted(flow, shifted, inner))
+        scores = _said_or_computed(flow, _unshifted(flow, shifted, inner))
         (out,) = node.writes
         _check_values(inner)
         return Softmax(scores, node, out, tuple(inner))
@@ -199,6 +202,27 @@ def _check_of_rows(node: Node, mode: str) -> None:
         )
 
 
+def _said_or_computed(flow: Flow, tensor: Tensor) -> Scores:
+    """By what attention has options for; else by a function of scores, which skips no blocks."""
+    try:
+        return _scores(flow, tensor)
+    except Miss as miss:
+        try:
+            return _computed(flow, tensor)
+        except Miss as other:
+            raise Miss(f"{miss}; and for a function of scores {other}") from miss
+
+
+def _computed(flow: Flow, tensor: Tensor) -> Scores:
+    found = function_of_scores(flow, tensor)
+    q, k = flow.factor(found.product.input("A")), flow.factor(found.product.input("B")).exchanged()
+    number, scale = _scale((q, k))
+    return Scores(
+        q, k, number, scale, None, Visible(None, {}, False), found, found.is_indexed, tensor,
+        found.inner,
+    )  # fmt: skip
+
+
 def _scores(flow: Flow, tensor: Tensor) -> Scores:
     inner: list[Node] = []
     found: list[Linear] = []
@@ -215,7 +239,17 @@ def _scores(flow: Flow, tensor: Tensor) -> Scores:
         tensor = flow.value(score, inner)
     if fill > _HIDDEN:
         raise Miss(f"a mask puts {fill} where it hides; expected {_HIDDEN:.0e} or less, or −∞")
-    unmasked = tensor
+    if len(dim) != 4:
+        raise Miss(f"scores have dim {list(dim)}; expected four modes")
+    seen = visible(found, dim)
+    if found and seen.can_hide_all and fill != -math.inf:
+        # A query that sees nothing has equal probabilities for all keys if what hides them is a
+        # number, and zeros in attention. A causal mask from the first key hides no query's own.
+        raise Miss(
+            f"a mask that may hide all keys of a query puts {fill} there; attention gives zeros, "
+            f"as −∞ says"
+        )
+    values = tensor
     miss: Miss | None = None
     for product, bias in _sums(flow, tensor):
         beside = [*inner] if bias is None else [*inner, flow.writer[tensor]]
@@ -225,9 +259,11 @@ def _scores(flow: Flow, tensor: Tensor) -> Scores:
             miss = miss or other_miss
             continue
         _check_bias(bias)
+        if bias is not None and flow.comes_of(bias, beside):
+            raise Miss(f"the bias {bias} is computed of the scores")
         _check_values(beside)
         return Scores(
-            q, k, number, scale, bias, tuple(found), fill, dim, unmasked, tuple(beside)
+            q, k, number, scale, bias, seen, None, bool(found), values, tuple(beside)
         )  # fmt: skip
     assert miss is not None
     raise miss
@@ -271,11 +307,18 @@ def _product(
     k = flow.factor(node.input("B")).exchanged()
     if len(q.order) != 4 or len(k.order) != 4:
         raise Miss(f"{node} multiplies what has not four modes")
-    scales = [one for one in (whole.scale, q.scale, k.scale) if one is not None]
-    number = whole.number * q.number * k.number
+    return q, k, *_scale((whole, q, k))
+
+
+def _scale(factors: tuple[Factor, ...]) -> tuple[float, Tensor | None]:
+    """The scale that factors have together; one of them may be a tensor, and then no other."""
+    scales = [one.scale for one in factors if one.scale is not None]
+    number = math.prod(one.number for one in factors)
     if len(scales) > 1 or (scales and number != 1):
         raise Miss("the product is scaled by a tensor and by something else; expected one scale")
-    return q, k, number, scales[0] if scales else None
+    if number <= 0:
+        raise Miss(f"the product is scaled by {number}; kernels of attention take positive scales")
+    return number, scales[0] if scales else None
 
 
 def _check_bias(bias: Tensor | None) -> None:
@@ -381,6 +424,8 @@ def _backward(
     of_values, total = flow.made_by(dP, "matmul"), flow.made_by(sums, "reduction")
     if of_values is None or total is None:
         return None
+    if softmax.scores.function is not None:
+        raise Miss("gradients are derived of a function of scores otherwise than they are written")
     inner += [difference, total, of_values]
     dO, v = flow.factor(of_values.input("A")), flow.factor(of_values.input("B")).exchanged()
     if not (dO.is_plain and v.is_plain):

@@ -43,6 +43,20 @@ class Flow:
         node = self.writer.get(tensor)
         return node if node is not None and node.op in ops else None
 
+    def comes_of(self, tensor: Tensor, sources: Iterable[Node]) -> bool:
+        """Whether one of some nodes has to run before a tensor is known."""
+        wanted, seen = set(sources), set()
+        pending = [self.writer.get(tensor)]
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            if node in wanted:
+                return True
+            seen.add(node)
+            pending += [self.writer.get(one) for one in node.reads]
+        return False
+
     def value(self, tensor: Tensor, passed: list[Node]) -> Tensor:
         """What a tensor is a conversion of; the conversions are added to ``passed``."""
         while (node := self.made_by(tensor, "identity")) is not None:
@@ -312,7 +326,7 @@ def _band(
 ) -> dict[str, object] | None:
     if not left and not right:
         return None
-    bands = []
+    bands: list[dict[str, object]] = []
     for alignment, diagonal in _diagonals(lengths, dim):
         above = [one.plus(diagonal, -1) for one in right]
         below = [diagonal.plus(one, -1) for one in left]

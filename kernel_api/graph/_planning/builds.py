@@ -10,7 +10,7 @@ from kernel_api.arguments import EpilogueArguments
 from kernel_api.arguments.base import Arguments
 from kernel_api.graph._planning.frame import Frame, Layout
 from kernel_api.graph._planning.region import Region
-from kernel_api.graph._planning.steps import Build, Decline, Take
+from kernel_api.graph._planning.steps import Build, DeclineError, Take
 from kernel_api.graph._tensor import Tensor
 
 #: Makes arguments of what stands for tensors, the out and the epilogue.
@@ -59,7 +59,7 @@ class FusedBuilds:
             name: take(o.tensor, o.layout, name=name) for name, o in region.operands().items()
         }
         outputs = {
-            f"o{i}": take(tensor, self._layout(tensor), name=f"o{i}")
+            f"o{i}": take(tensor, self._stored_layout(tensor), name=f"o{i}")
             for i, tensor in enumerate(others)
         }
         function = region.function(self.accumulator if self.scratch else main, others)
@@ -71,10 +71,17 @@ class FusedBuilds:
             return self.scratch[0]
         return [t for t in region.stored if self.frame.is_main(t.dim)][-1]
 
+    def _stored_layout(self, tensor: Tensor) -> Layout:
+        """Of what is stored beside D: without the modes that it was reduced over."""
+        shape, stride = self._layout(tensor)
+        lost = self.frame.reduced(tensor.dim) or (False,) * len(shape)
+        kept = [mode for mode, is_lost in enumerate(lost) if not is_lost]
+        return tuple(shape[mode] for mode in kept), tuple(stride[mode] for mode in kept)
+
     def _layout(self, tensor: Tensor) -> Layout:
         layout = self.frame.of(tensor)
         if layout is None:
-            raise Decline(f"{tensor} is no matrix in the modes of the kernel")
+            raise DeclineError(f"{tensor} is no matrix in the modes of the kernel")
         return layout
 
 

@@ -7,13 +7,15 @@ becomes ``sdpa``; and with what differentiates it,
     dV = matmul(Pᵀ, dO)         dP = matmul(dO, Vᵀ)         dS = P · (dP − rowsum(dP · P))
     dQ = scale · matmul(dS, K)  dK = scale · matmul(dSᵀ, Q)  dBias = dS, or its sum
 
-``sdpa`` with its log-sum-exp, and ``sdpa_backward``. What is not exactly this stays as it is, and
-the logger says why. In two things the result is another, and a better one: a softmax without the
-largest score does not overflow, and a query whose scores are all −∞ gives zeros, not NaN.
+``sdpa`` with its log-sum-exp, and ``sdpa_backward``. Masks are diagonals and lengths; what else is
+pointwise between the product and the softmax is a function of scores, in the forward pass. What is
+not exactly this stays as it is, and the logger says why. In two things the result is another, and
+a better one: a softmax without the largest score stays within the range of float32, and a query
+whose scores are all −∞ gives zeros, not NaN.
 
 Where P is read or given to the caller as well, only O is taken from attention, and P is computed
-as exp(score − log-sum-exp), which the epilogue of one product does; under a mask of indices the
-nodes that P needs stay.
+as exp(score − log-sum-exp), which the epilogue of one product does; where scores depend on indices
+the nodes that P needs stay.
 
 Dropout is left as it is. ``rng`` gives 1 where u < p and counts (column // 4, batch · rows + row,
 offset); attention keeps what has u ≥ p and counts (key // 4, query, offset + head), so that it
@@ -22,29 +24,19 @@ would drop others (see :class:`kernel_api.arguments.Dropout`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
-from kernel_api.errors import GraphError
+from kernel_api.errors import GraphError, KernelApiError
 from kernel_api.graph._enums import data_type
 from kernel_api.graph._node import Node
 from kernel_api.graph._planning._attention_patterns import (
     Backward,
     Forward,
-    Scores,
     Softmax,
     attentions,
     left_as_it_is,
 )
-from kernel_api.graph._planning._patterns import (
-    Factor,
-    Flow,
-    Miss,
-    Order,
-    Visible,
-    visible,
-    without_dead,
-)
+from kernel_api.graph._planning._patterns import Factor, Flow, Miss, Order, without_dead
 from kernel_api.graph._planning.attention import attention
 from kernel_api.graph._planning.builds import PlainBuilds
 from kernel_api.graph._planning.steps import Prober
@@ -74,13 +66,19 @@ def composite_attention(nodes: list[Node], prober: Prober | None = None) -> list
                 unfit = match, str(miss)
                 break
         if unfit is None:
-            replaced = made.nodes()
-            unfit = _unfit(found, set(replaced))
-            if unfit is None:
-                return replaced
+            try:
+                replaced = made.nodes()
+            except GraphError as circle:
+                unfit = found[-1], str(circle)
+            else:
+                unfit = _unfit(found, set(replaced))
+                if unfit is None:
+                    return replaced
         match, why = unfit
         if isinstance(match, Forward) and why == _KEPT:
-            match.keeps = True
+            for one in found:
+                if isinstance(one, Forward) and one.softmax is match.softmax:
+                    one.keeps = True
             continue
         left_as_it_is(match.name, why)
         found = [one for one in found if one is not match]
@@ -106,6 +104,12 @@ def _unfit(
 
 
 # Replacing -------------------------------------------------------------------------------
+
+
+class _Nowhere:
+    """A device whose tensors hold nothing."""
+
+    type = "meta"
 
 
 class _Replacement:
@@ -137,25 +141,28 @@ class _Replacement:
             self._add_backward(match)
 
     def _add_forward(self, match: Forward) -> None:
-        node, (out,) = self._attention_of(match.softmax, match.v), match.product.writes
+        node = self._attention_of(match.softmax, match.v, match.product.name)
+        (out,) = match.product.writes
         if not node.outputs["O"].is_virtual or node.outputs["O"].producer is not node:
             raise Miss("the same is computed twice")
         self._check_types(node, out)
         node.outputs["O"] = out
         self.replaced.add(match.product)
-        if match.keeps and not match.softmax.scores.conditions:
+        if match.keeps and not match.softmax.scores.is_indexed:
             self._keep(match.softmax, node)
         self._check(node)
 
     def _add_backward(self, match: Backward) -> None:
-        forward = self._attention_of(match.softmax, match.v)
+        forward = self._attention_of(
+            match.softmax, match.v, f"{match.softmax.node.name}::attention"
+        )
+        name = match.replaced[0].name
         stats = self._statistics(forward)
         self._check(forward)
-        inputs = {**forward.inputs, "dO": self._tensor(match.dO, forward.input("q").name)}
+        inputs = {**forward.inputs, "dO": self._tensor(match.dO, f"{name}::dO")}
         inputs["o"] = forward.outputs["O"] if match.o is None else match.o
         inputs["stats"] = stats
         unset = {"deterministic": False, "max_total_seq_len_q": None, "max_total_seq_len_kv": None}
-        name = f"{match.softmax.node.name}::gradient"
         node = Node("sdpa_backward", name, inputs, {**forward.attributes, **unset}, data_type.FLOAT)
         for result, like in (("dQ", "q"), ("dK", "k"), ("dV", "v")):
             found = match.gradients.get(result)
@@ -173,10 +180,10 @@ class _Replacement:
         if softmax.out in self._kept:
             return
         self._kept.add(softmax.out)
-        unmasked, name = softmax.scores.unmasked, softmax.node.name
-        inputs = {"a": unmasked, "b": self._statistics(attention)}
+        values, name = softmax.scores.values, softmax.node.name
+        inputs = {"a": values, "b": self._statistics(attention)}
         difference = Node("sub", f"{name}::difference", inputs, {}, data_type.FLOAT)
-        difference.outputs["OUT_0"] = self._virtual(difference, "OUT_0", unmasked)
+        difference.outputs["OUT_0"] = self._virtual(difference, "OUT_0", values)
         difference.outputs["OUT_0"].data_type = data_type.FLOAT
         made = Node("exp", name, {"input": difference.outputs["OUT_0"]}, {}, data_type.FLOAT)
         made.outputs["OUT_0"] = softmax.out
@@ -185,23 +192,24 @@ class _Replacement:
 
     # Nodes of attention ------------------------------------------------------------------
 
-    def _attention_of(self, softmax: Softmax, v: Factor) -> Node:
-        """``sdpa`` of scores and values: one for all that need it."""
+    def _attention_of(self, softmax: Softmax, v: Factor, name: str) -> Node:
+        """``sdpa`` of scores and values: one for all that need it; named if it is new."""
         key = softmax.out, v.root, v.order
         if key not in self._attention:
-            self._attention[key] = made = self._made_attention(softmax, v)
+            self._attention[key] = made = self._made_attention(softmax, v, name)
             self.made.append(made)
         return self._attention[key]
 
-    def _made_attention(self, softmax: Softmax, v: Factor) -> Node:
-        scores, name = softmax.scores, f"{softmax.node.name}::attention"
-        seen = _visible(scores)
+    def _made_attention(self, softmax: Softmax, v: Factor, name: str) -> Node:
+        scores = softmax.scores
+        seen, function = scores.seen, scores.function
         inputs = {
             "q": self._tensor(scores.q, f"{name}::q"),
             "k": self._tensor(scores.k, f"{name}::k"),
             "v": self._tensor(v, f"{name}::v"),
             "attn_scale": scores.scale,
             "bias": scores.bias,
+            "score_operands": None if function is None else function.operands or None,
             **seen.lengths,
         }
         attributes = {
@@ -212,7 +220,8 @@ class _Replacement:
             "dropout": None,
             "max_seq_len_kv": None,
         }
-        node = Node("sdpa", name, inputs, attributes, data_type.FLOAT)
+        body = None if function is None else function.body
+        node = Node("sdpa", name, inputs, attributes, data_type.FLOAT, body)
         q = node.input("q")
         allowed = [data_type.HALF, data_type.BFLOAT16]
         if self.prober is not None:
@@ -282,42 +291,28 @@ class _Replacement:
                 continue
             if 0 in tensor.dim:
                 raise Miss(f"{tensor} has no elements")
-            if tensor.dim[-1] != 1 and tensor.stride[-1] != 1:
-                raise Miss(f"{tensor} has stride {list(tensor.stride)}; the last must be 1")
-            if self.prober is None and (tensor.dim[-1] % 8 or tensor.dim[-1] > _WIDEST):
-                raise Miss(
-                    f"{tensor} has {tensor.dim[-1]} elements a head; expected a multiple of 8 up "
-                    f"to {_WIDEST}"
-                )
-        if self.prober is None:
-            return
+            if tensor.dim[-1] > _WIDEST:
+                raise Miss(f"{tensor} has {tensor.dim[-1]} elements a head; expected {_WIDEST}")
+        for tensor in (*node.reads, *node.writes):
+            if tensor.ragged_offset is not None:
+                raise Miss(f"{tensor} is ragged, which products do not see")
         builds = attention(node, lambda tensor: True)
         if isinstance(builds, str):
             raise Miss(builds)
         (build,) = builds
         assert isinstance(build, PlainBuilds)
-        step = self.prober.step((node,), build)
-        if isinstance(step, str):
-            raise Miss(step)
-
-
-def _visible(scores: Scores) -> Visible:
-    if len(scores.dim) != 4:
-        raise Miss(f"scores have dim {list(scores.dim)}; expected four modes")
-    seen = visible(scores.conditions, scores.dim)
-    if seen.can_hide_all and scores.conditions and scores.fill != -math.inf:
-        # A query that sees nothing has equal probabilities for all keys if what hides them is a
-        # number, and zeros in attention. A causal mask from the first key hides no query's own.
-        raise Miss(
-            f"a mask that may hide all keys of a query puts {scores.fill} there; attention gives "
-            f"zeros, as −∞ says"
-        )
-    return seen
+        try:
+            if self.prober is None:
+                build(Prober(_Nowhere).take)
+            elif isinstance(step := self.prober.step((node,), build), str):
+                raise Miss(step)
+        except KernelApiError as error:
+            raise Miss(str(error)) from error
 
 
 def _needed(match: Forward | Backward, alive: set[Node]) -> Node | None:
     """A node that a match replaces and that is needed all the same."""
     nodes: Iterable[Node] = match.inner
     if isinstance(match, Forward) and match.keeps:
-        nodes = () if match.softmax.scores.conditions else match.softmax.inner
+        nodes = () if match.softmax.scores.is_indexed else match.softmax.inner
     return next((node for node in nodes if node in alive), None)

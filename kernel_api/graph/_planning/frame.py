@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from kernel_api.graph._tensor import Tensor
@@ -90,7 +91,7 @@ class Frame(NamedTuple):
         if any(dim[mode] != self.dim[mode] for mode in group):
             return None
         long = [mode for mode in group if dim[mode] != 1]
-        for slow, fast in zip(long, long[1:], strict=False):
+        for slow, fast in itertools.pairwise(long):
             if stride[slow] != stride[fast] * dim[fast]:
                 return None
         return _product(dim[mode] for mode in long), stride[long[-1]]
@@ -115,24 +116,36 @@ def matrix_frames(dim: tuple[int, ...], *, flat: bool) -> list[Frame]:
 
 
 def memory_frames(tensors: list[Tensor], order: tuple[int, ...]) -> list[Frame]:
-    """Frames for what is computed element by element, with the fewest modes that fit all tensors.
+    """Frames for what is computed element by element: that with the fewest modes that fit all
+    tensors, and those with more, which what follows may need.
 
     Args:
         tensors: All that is read or written; the first has every mode.
         order: Modes from the slowest to the fastest in memory.
     """
-    dim = tensors[0].dim
+    dim, last = tensors[0].dim, len(order) - 1
+    cuts = [(), (last,), *((cut,) for cut in range(1, last))]
+    cuts += [(cut, last) for cut in range(1, last)]
+    found: dict[tuple[tuple[int, ...], ...], Frame] = {}
+    for cut in cuts:
+        groups = _groups(tensors, order, set(cut))
+        if len(groups) == 1:
+            groups.insert(0, ())
+        if len(groups) <= 3:
+            found.setdefault(tuple(groups), Frame(dim, tuple(groups)))
+    return list(found.values())
+
+
+def _groups(tensors: list[Tensor], order: tuple[int, ...], cuts: set[int]) -> list[tuple[int, ...]]:
+    """Modes put together wherever all tensors allow it, but for the places that are cut."""
     groups: list[tuple[int, ...]] = []
-    for mode in order:
-        if groups and all(_joins(t, dim, groups[-1], mode) for t in tensors):
+    for place, mode in enumerate(order):
+        joins = groups and place not in cuts
+        if joins and all(_joins(t, tensors[0].dim, groups[-1], mode) for t in tensors):
             groups[-1] = (*groups[-1], mode)
         else:
             groups.append((mode,))
-    if len(groups) > 3:
-        return []
-    if len(groups) == 1:
-        groups.insert(0, ())
-    return [Frame(dim, tuple(groups))]
+    return groups
 
 
 def _joins(tensor: Tensor, dim: tuple[int, ...], group: tuple[int, ...], mode: int) -> bool:

@@ -11,7 +11,7 @@ from kernel_api.graph._enums import data_type
 from kernel_api.graph._node import Node, Operation, settle
 from kernel_api.graph._planning.builds import Anchored, FusedBuilds, Needed, PlainBuilds
 from kernel_api.graph._planning.frame import Frame, Layout
-from kernel_api.graph._planning.steps import Decline, Take
+from kernel_api.graph._planning.steps import DeclineError, Take
 from kernel_api.graph._tensor import Tensor
 
 
@@ -101,7 +101,7 @@ def grouped(node: Node, needed: Needed) -> Anchored:
 def _vector(tensor: Tensor) -> Layout:
     long = [(n, s) for n, s in zip(tensor.dim, tensor.stride, strict=True) if n != 1]
     if len(long) > 1:
-        raise Decline(f"{tensor} has dim {list(tensor.dim)}; expected one mode that is not 1")
+        raise DeclineError(f"{tensor} has dim {list(tensor.dim)}; expected one mode that is not 1")
     extent, stride = long[0] if long else (1, 1)
     return (extent,), (stride,)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from kernel_api import _log
 from kernel_api.errors import (
     CompileError,
     GraphError,
@@ -19,6 +20,8 @@ from kernel_api.graph._planning.explanation import Explanation
 from kernel_api.graph._planning.partition import Partition, needed, partition
 from kernel_api.graph._planning.plan import Plan, reason
 from kernel_api.graph._planning.steps import KernelStep, Prober, Step, TorchStep
+
+logger = _log.logger(__name__)
 
 #: Other kernels for the step that takes longest, each of which makes a plan of its own.
 _ALTERNATIVES = 4
@@ -124,6 +127,7 @@ class PlanList:
                 plan.build(self.cc, self.device)
             except DECLINES as error:
                 failures[plan.name] = reason(error)
+                logger.warning("plan %s cannot be built: %s", plan.name, reason(error))
                 continue
             if self.selected is None or self.selected.barred:
                 self.selected = plan

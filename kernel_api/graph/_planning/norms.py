@@ -13,7 +13,7 @@ from kernel_api.graph._node import Node
 from kernel_api.graph._operations.norm import normalised_modes
 from kernel_api.graph._planning.builds import Anchored, Needed, PlainBuilds
 from kernel_api.graph._planning.frame import Frame, Layout
-from kernel_api.graph._planning.steps import Decline, Take
+from kernel_api.graph._planning.steps import DeclineError, Take
 from kernel_api.graph._tensor import Tensor
 
 
@@ -28,7 +28,7 @@ class _Rows:
     def matrix(self, tensor: Tensor) -> Layout:
         layout = self.frame.of(tensor)
         if layout is None or layout[0] != self.frame.extents:
-            raise Decline(f"{tensor} has no rows of one stride that hold what is normalised")
+            raise DeclineError(f"{tensor} has no rows of one stride that hold what is normalised")
         return layout
 
     def per_column(self, tensor: Tensor) -> Layout:
@@ -41,7 +41,7 @@ class _Rows:
         layout = self.frame.of(tensor)
         expected = self.frame.extents[which]
         if layout is None or layout[0][which] != expected or layout[0][1 - which] != 1:
-            raise Decline(f"{tensor} has not one number for each {('row', 'column')[which]}")
+            raise DeclineError(f"{tensor} has not one number for each {('row', 'column')[which]}")
         return (expected,), (layout[1][which],)
 
 

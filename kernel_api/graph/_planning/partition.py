@@ -24,6 +24,10 @@ from kernel_api.graph._planning.steps import (
 from kernel_api.graph._tensor import Tensor, memory_order
 
 
+#: Seconds that two kernels have to save over one that computes the same.
+_WORTH_A_LAUNCH = 10e-6
+
+
 class Refusal(NamedTuple):
     """Why a node was not fused into the kernel of another, or has no kernel."""
 
@@ -160,15 +164,20 @@ class _Partitioner:
         return self._grown(region, build, refusals)
 
     def _take_chain(self, first: Node) -> None:
-        """A kernel of element-wise nodes alone."""
+        """A kernel of element-wise nodes alone: that of the modes which take most of them."""
+        best: KernelStep | None = None
+        refusals: list[Refusal] = []
         for region, build in self._chains(first):
             found: list[Refusal] = []
             step = self._grown(region, build, found)
-            self.refusals += found
-            if step is not None:
-                self.units.merge(step.nodes)
-                self.steps.append(step)
-                return
+            if step is not None and (best is None or len(step.nodes) > len(best.nodes)):
+                best, refusals = step, found
+            elif best is None:
+                refusals = found
+        self.refusals += refusals
+        if best is not None:
+            self.units.merge(best.nodes)
+            self.steps.append(best)
 
     def _chains(self, first: Node) -> Iterator[tuple[Region, FusedBuilds]]:
         tensors = [t for t in first.inputs.values() if isinstance(t, Tensor)]
@@ -216,7 +225,7 @@ class _Partitioner:
         if type(alone.kernel) is type(step.kernel):
             return step
         another = self._pass_over(region)
-        if another is None or alone.predicted + another >= step.predicted:
+        if another is None or step.predicted - (alone.predicted + another) < _WORTH_A_LAUNCH:
             return step
         why = (
             f"{step.title} would take {step.predicted * 1e6:.0f} us, {alone.title} "

@@ -9,7 +9,7 @@ from kernel_api.arguments.base import Arguments
 from kernel_api.graph._node import Node
 from kernel_api.graph._planning.builds import Anchored, FusedBuilds, Make, Needed
 from kernel_api.graph._planning.frame import Frame, Layout, matrix_frames
-from kernel_api.graph._planning.steps import Decline, Take
+from kernel_api.graph._planning.steps import DeclineError, Take
 from kernel_api.graph._tensor import Tensor
 
 
@@ -19,7 +19,7 @@ def elementwise(main: Tensor, frame: Frame) -> FusedBuilds:
     def make(take: Take, out: Any, epilogue: EpilogueArguments | None) -> Arguments:
         layout = frame.of(main)
         if layout is None:
-            raise Decline(f"{main} is no matrix in the modes of the kernel")
+            raise DeclineError(f"{main} is no matrix in the modes of the kernel")
         return ElementwiseArguments(take(main, layout), out, epilogue=epilogue)
 
     return FusedBuilds(main, frame, make)
@@ -52,12 +52,12 @@ def _matrix(tensor: Tensor, dim: tuple[int, ...], groups: tuple[tuple[int, ...],
     own = Frame(dim, groups)
     layout = own.of(tensor)
     if layout is None:
-        raise Decline(
+        raise DeclineError(
             f"{tensor}, dim {list(tensor.dim)} and stride {list(tensor.stride)}, is no batch of "
             f"matrices with one stride from each to the next"
         )
     shape, stride = layout
     for extent, found, index in zip(own.extents, shape, range(len(shape)), strict=True):
         if found != extent and (index or len(shape) == 2):
-            raise Decline(f"{tensor} has {found} of {extent} in a mode that is not broadcast")
+            raise DeclineError(f"{tensor} has {found} of {extent} in a mode that is not broadcast")
     return own.extents, stride

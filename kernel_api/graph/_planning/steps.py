@@ -22,7 +22,7 @@ Take = Callable[..., Any]
 Build = Callable[[Take], Arguments]
 
 
-class Decline(ArgumentError):
+class DeclineError(ArgumentError):
     """A node, or nodes together, cannot be put as arguments of a kernel."""
 
 

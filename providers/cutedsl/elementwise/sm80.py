@@ -25,6 +25,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     Tiling,
     epilogue_values,
     fits_tile,
+    flat_reductions,
     full_outputs,
     halves_fit,
     operands_fit,
@@ -195,6 +196,8 @@ class Sm80Elementwise(CuteDslKernel):
         if args.epilogue is None or alignment == 1:
             return True
         return operands_fit(args.epilogue, alignment, alignment)
+
+    has_flat_reductions = flat_reductions
 
     @rule(f"an epilogue writes matrices of {', '.join(_STORED)}, and else numbers of 8 to 32 bits")
     def _(args: ElementwiseArguments) -> bool | Miss:

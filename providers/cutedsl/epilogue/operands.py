@@ -11,7 +11,7 @@ from kernel_api.arguments import EpilogueArguments
 from kernel_api.epilogue import Graph, Node
 from kernel_api.operands import Operand
 from kernel_api.providers.cutedsl.epilogue.plan import HALF, Plan, plan
-from kernel_api.space import Miss
+from kernel_api.space import Miss, rule
 
 #: Columns that a kernel writes at once, and so the narrowest bundle.
 SUBTILE = 32
@@ -126,6 +126,22 @@ def spans_rows(graph: Graph, N: int, columns: int) -> bool | Miss:
         f"would match with N of {columns} or less; or let a second kernel do what needs the row, "
         f"or reduce blocks of columns, as gemm_quantize does with mode='mx'",
     )
+
+
+def _reductions_are_flat(args: Any) -> bool | Miss:
+    kept = args.epilogue.kept if args.epilogue is not None else ()
+    names = [name for name in kept if name not in full_outputs(args.epilogue)]
+    if not names:
+        return True
+    operand = args.epilogue.outputs[names[0]]
+    shown = f"{names[0]} has shape {operand.shape}"
+    return Miss(shown, f"would match with {names[0]}.view(...) without them")
+
+
+#: Of every family that computes epilogues.
+flat_reductions = rule("a reduction has no modes of extent 1 in place of those that it has lost")(
+    _reductions_are_flat
+)
 
 
 def fits_tile(

@@ -18,6 +18,7 @@ from kernel_api.providers.cutedsl import compiler
 from kernel_api.providers.cutedsl.epilogue.operands import (
     Tiling,
     epilogue_values,
+    flat_reductions,
     full_outputs,
     halves_fit,
     operands_fit,
@@ -53,6 +54,8 @@ class FusedGemm(SplitGemm):
     def _(args: Any) -> bool | Miss:
         planned = plan(args.epilogue.graph) if args.epilogue is not None else None
         return Miss(planned) if isinstance(planned, str) else True
+
+    has_flat_reductions = flat_reductions
 
     @rule("halves of columns are dealt out to tiles 32 at a time")
     def _(args: Any) -> bool | Miss:

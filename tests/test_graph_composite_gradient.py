@@ -1,0 +1,240 @@
+"""The gradient of attention, written as products, becomes kernels of attention."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from support.composite_attention import (
+    ADD,
+    CAUSAL,
+    D_V,
+    FLOAT,
+    SCALE,
+    B,
+    D,
+    H,
+    S,
+    T,
+    band,
+    both_lengths,
+    in_torch,
+    indices,
+    new,
+    padded,
+    scale_of,
+    select,
+    softmax,
+    window,
+)
+
+from kernel_api.verification import compare
+
+
+def gradient(
+    w,
+    bias=None,
+    mask=None,
+    o=None,
+    scaled="dS",
+    form="number",
+    dBias=None,
+    only=None,
+    keeps=False,
+    kv_heads=H,
+):
+    """Of attention whose probabilities are computed again.
+
+    Args:
+        o: Whether Σ dO · O is taken of O as it is "given", or as it is "computed" here; else
+            Σ dP · P.
+        scaled: What the scale multiplies: dS, dQ and dK, or K and Q; or nothing.
+        dBias: Extents of it.
+        only: Which gradients; all by default.
+        keeps: Whether the caller gets probabilities as well.
+    """
+    g = w.graph
+    q, k, v, dO = (
+        w.given(name, B, heads, n, d)
+        for name, heads, n, d in (
+            ("q", H, S, D),
+            ("k", kv_heads, T, D),
+            ("v", kv_heads, T, D_V),
+            ("dO", H, S, D_V),
+        )
+    )
+    scale, turn = scale_of(w, form), [0, 1, 3, 2]
+    p = g.scale(g.matmul(q, g.transpose(k, turn)), scale)
+    if bias:
+        p = g.add(p, w.given("bias", *bias))
+    if mask is not None:
+        p = select(w, p, mask(w, *indices(g, p)))
+    p = softmax(g, p)
+    if keeps:
+        w.output("p", p)
+    dP = g.matmul(dO, g.transpose(v, turn))
+    if o == "computed":
+        out = g.matmul(p, v)
+        w.output("o", out)
+        product = g.mul(dO, out)
+    elif o == "given":
+        product = g.mul(w.given("o", values=in_torch(w, torch.float32)["o"].to(w.element)), dO)
+    else:
+        product = g.mul(dP, p)
+    dS = g.mul(p, g.sub(dP, g.reduction(product, ADD, axis=3)))
+    if dBias == (B, H, S, T):
+        w.output("dBias", dS, FLOAT)
+    elif dBias:
+        w.output("dBias", g.reduction(dS, ADD).set_dim(dBias), FLOAT)
+    ds = g.scale(dS, scale) if scaled == "dS" else dS
+    if scaled == "operands":
+        q, k = g.mul(q, scale), g.mul(k, scale)
+    dQ, dK = g.matmul(ds, k), g.matmul(g.transpose(ds, turn), q)
+    if scaled == "results":
+        dQ, dK = g.mul(dQ, scale), g.mul(dK, scale)
+    found = {"dQ": dQ, "dK": dK, "dV": g.matmul(g.transpose(p, turn), dO)}
+    for name in only or found:
+        w.output(name, found[name])
+
+
+def gradients_in_torch(w, kind, bias=None, seen=None, dBias=None):
+    q, k, v, dO = (w.data[name].to(kind) for name in ("q", "k", "v", "dO"))
+    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    found = in_torch(w, kind, bias, seen)
+    p = found["p"]
+    dP = dO @ v.mT
+    dS = p * (dP - (dP * p).sum(-1, keepdim=True))
+    modes = [] if dBias is None else [i for i, n in enumerate(dBias) if n == 1 and dS.shape[i] != 1]
+    return {
+        **found,
+        "dQ": dS @ k * SCALE,
+        "dK": dS.mT @ q * SCALE,
+        "dV": p.mT @ dO,
+        "dBias": dS.sum(modes, keepdim=True) if modes else dS,
+    }
+
+
+GRADIENTS = {
+    "plain": {},
+    "of a given O": {"o": "given"},
+    "with the forward pass": {"o": "computed"},
+    "results are scaled": {"scaled": "results"},
+    "operands are scaled": {"scaled": "operands"},
+    "scale is a tensor": {"form": "tensor"},
+    "causal": {"mask": CAUSAL["i ≥ j"]},
+    "lengths": {"mask": both_lengths},
+    "bias": {"bias": (1, H, S, T)},
+    "dBias": {"bias": (B, H, S, T), "dBias": (B, H, S, T)},
+    "dBias of heads": {"bias": (1, H, S, T), "dBias": (1, H, S, T), "mask": window},
+    "dQ and dV": {"only": ("dQ", "dV")},
+    "dK and O": {"only": ("dK",), "o": "computed"},
+}
+
+
+def every_second(w, i, j):
+    return w.graph.cmp_ge(w.graph.add(i, i), j)
+
+
+SEEN = {
+    both_lengths: padded(q=True),
+    window: band(0, -8),
+    CAUSAL["i ≥ j"]: band(0),
+    every_second: torch.arange(T) <= 2 * torch.arange(S)[:, None],
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_gradient_is_two_kernels_on_hopper(name):
+    w = new()
+    gradient(w, **GRADIENTS[name])
+    first, second = w.planned()
+    assert first.startswith("sm90_sdpa_forward")
+    assert second.startswith(("sm90_sdpa_backward", "sm80_sdpa_backward"))
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_gradient_is_right(name):
+    w, options = new(None), GRADIENTS[name]
+    gradient(w, **options)
+    found = w.run()
+    assert sorted(op for op in w.nodes() if op != "transpose") == ["sdpa", "sdpa_backward"]
+    assert_gradients(w, found, options)
+
+
+def assert_gradients(w, found, options):
+    given = {
+        "bias": "bias" if options.get("bias") else None,
+        "seen": SEEN.get(options.get("mask")),
+        "dBias": options.get("dBias"),
+    }
+    ref, base = (gradients_in_torch(w, kind, **given) for kind in (torch.float64, w.element))
+    for name, values in found.items():
+        unscaled = options.get("scaled") == "nothing" and name in ("dQ", "dK")
+        exactly, nearly = (one[name] / SCALE if unscaled else one[name] for one in (ref, base))
+        verdict = compare(values, exactly, nearly.to(values.dtype), factor=3.0)
+        assert verdict, f"{name}: {verdict}"
+
+
+OTHER_GRADIENTS = {
+    "not scaled": ({"scaled": "nothing"}, "another number than the scores"),
+    "dS is given out": ({"dBias": (B, H, S, T)}, "needed besides"),
+    "P is given out": ({"keeps": True}, "needed besides"),
+    "of heads that share keys": ({"kv_heads": 2}, "give it [2, 2, 53, 40]"),
+    "of a function of scores": ({"mask": every_second}, "otherwise than they are written"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_GRADIENTS)
+def test_what_is_nearly_the_gradient_stays_as_it_is(name, caplog):
+    options, why = OTHER_GRADIENTS[name]
+    w = new(None)
+    with caplog.at_level(logging.DEBUG, "kernel_api.graph"):
+        gradient(w, **options)
+        found = w.run()
+    assert "sdpa_backward" not in w.nodes()
+    assert why in caplog.text
+    assert_gradients(w, found, options)
+
+
+def stored(w, queries, keys):
+    """The gradient of probabilities that an earlier graph stored."""
+    g, turn = w.graph, [0, 1, 3, 2]
+    q, k, v, dO = (
+        w.given(name, B, H, n, d)
+        for name, n, d in (
+            ("q", queries, 64),
+            ("k", keys, 64),
+            ("v", keys, 64),
+            ("dO", queries, 64),
+        )
+    )
+    values = torch.randn(B, H, queries, keys, generator=torch.Generator().manual_seed(1))
+    p = w.given("p", values=values.softmax(-1).to(w.element))
+    dP = g.matmul(dO, g.transpose(v, turn))
+    dS = g.mul(p, g.sub(dP, g.reduction(g.mul(dP, p), ADD, axis=3)))
+    dS = g.scale(dS, SCALE)
+    w.output("dQ", g.matmul(dS, k))
+    w.output("dK", g.matmul(g.transpose(dS, turn), q))
+    w.output("dV", g.matmul(g.transpose(p, turn), dO))
+
+
+def test_the_gradient_of_stored_probabilities_is_products_with_epilogues():
+    w = new()
+    stored(w, 256, 256)
+    kernels = w.planned()
+    assert len(kernels) == 4 and all(name.startswith("sm90_gemm") for name in kernels)
+
+
+def test_the_gradient_of_stored_probabilities_is_right():
+    w = new(None)
+    stored(w, S, T)
+    found = w.run()
+    results = []
+    for kind in (torch.float64, w.element):
+        p, q, k, v, dO = (w.data[name].to(kind) for name in ("p", "q", "k", "v", "dO"))
+        dP = dO @ v.mT
+        dS = p * (dP - (dP * p).sum(-1, keepdim=True)) * SCALE
+        results.append({"dQ": dS @ k, "dK": dS.mT @ q, "dV": p.mT @ dO})
+    for name, values in found.items():
+        assert compare(values, results[0][name], results[1][name], factor=3.0), name
