@@ -272,3 +272,13 @@ def test_a_reduction_is_written_without_the_modes_it_lost(family):
     refusal = refusals(arguments(fn, total=empty(128, 1, dtype=F32)))[family]
     assert "total has shape (128, 1)" in refusal.reason
     assert "total.view(...)" in refusal.nearest
+
+
+@pytest.mark.parametrize("family", BOTH)
+def test_unsigned_integers_are_not_taken_for_signed_ones(family):
+    def fn(accum, other):
+        return accum + other
+
+    assert offered(arguments(fn, other=empty(128, 256, dtype=torch.int8)), family)
+    refusal = refusals(arguments(fn, other=empty(128, 256, dtype=torch.uint8)))[family]
+    assert "other is uint8" in refusal.reason

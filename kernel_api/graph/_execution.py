@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kernel_api.errors import DeviceError, GraphError, VariantPackError, WorkspaceError
+from kernel_api._launches import TENSORS
 from kernel_api.graph._enums import element_type
 from kernel_api.graph._handle import Handle
 from kernel_api.graph._planning.frame import Layout
@@ -16,6 +17,9 @@ from kernel_api.graph._tensor import Tensor
 
 #: What kernels may ask of addresses; other addresses get a program of their own.
 _LOW_BITS = 15
+
+#: Index of a device that no tensor is on.
+_NOWHERE = -2
 
 _Program = list[Callable[[list[Any]], None]]
 
@@ -44,11 +48,13 @@ class Slot(NamedTuple):
 
     Attributes:
         element, device: Of torch.
+        place: Index of the GPU, -1 for the CPU, as tensors give it; numbers of the host's have none.
     """
 
     tensor: Tensor
     element: Any
     device: Any
+    place: int
     dim: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -85,7 +91,10 @@ class Execution:
 
     def _slot(self, tensor: Tensor) -> Slot:
         element = element_type(tensor.data_type).torch
-        return Slot(tensor, element, self.device, tensor.dim, tensor.stride)
+        place = self.device.index if self.device.type == "cuda" else -1
+        if tensor.is_pass_by_value:
+            place = _NOWHERE
+        return Slot(tensor, element, self.device, place, tensor.dim, tensor.stride)
 
     # One execution -----------------------------------------------------------------------
 
@@ -93,13 +102,9 @@ class Execution:
         self, variant_pack: Mapping[Any, Any], workspace: Any, handle: Handle | None
     ) -> None:
         """See :meth:`pygraph.execute`."""
-        slots = self._taken(variant_pack)
+        slots, misaligned = self._taken(variant_pack)
         if self._places:
             slots += self._temporaries(workspace)
-        misaligned = 0
-        for number, slot in enumerate(self._slots):
-            if not slot.tensor.is_pass_by_value and slots[number].data_ptr() & _LOW_BITS:
-                misaligned |= 1 << number
         if handle is not None:
             handle.check()
             if handle.stream is not None:
@@ -117,32 +122,37 @@ class Execution:
         for run in program:
             run(slots)
 
-    def _taken(self, pack: Mapping[Any, Any]) -> list[Any]:
-        """The caller's tensors in their slots; raises VariantPackError."""
-        if not isinstance(pack, Mapping):
+    def _taken(self, pack: Mapping[Any, Any]) -> tuple[list[Any], int]:
+        """The caller's tensors in their slots, and a bit for each that starts at no multiple of 16
+        bytes; raises VariantPackError."""
+        if type(pack) is not dict and not isinstance(pack, Mapping):
             raise VariantPackError(
                 f"the variant pack is a {type(pack).__name__}; expected a dict from tensors, uids "
                 f"or names to torch tensors"
             )
-        index, slots = self._index, [None] * len(self._slots)
+        index, slots, misaligned = self._index, [None] * len(self._slots), 0
         for key, value in pack.items():
             number = index.get(key)
             if number is None:
                 self._refuse_key(key)
                 continue
             slot = self._slots[number]
-            try:
-                fits = (
-                    value.shape == slot.dim
-                    and value.stride() == slot.stride
-                    and value.dtype is slot.element
-                    and value.device == slot.device
-                    and not slot.tensor.is_pass_by_value
-                )
-            except (AttributeError, TypeError):
-                fits = False
-            slots[number] = value if fits else self._fitted(value, slot)
-        if None in [None if slot is None else 0 for slot in slots]:
+            # Written out: this is most of what an execution costs beside its launches.
+            if (
+                type(value) in TENSORS
+                and value.shape == slot.dim
+                and value.stride() == slot.stride
+                and value.dtype is slot.element
+                and value.get_device() == slot.place
+            ):
+                slots[number] = value
+                if value.data_ptr() & _LOW_BITS:
+                    misaligned |= 1 << number
+            else:
+                slots[number] = value = self._fitted(value, slot)
+                if not slot.tensor.is_pass_by_value and value.data_ptr() & _LOW_BITS:
+                    misaligned |= 1 << number
+        if len(pack) < len(slots) or any(slot is None for slot in slots):
             missing = [
                 s.tensor for s, value in zip(self._slots, slots, strict=True) if value is None
             ]
@@ -151,7 +161,7 @@ class Execution:
                 f"{[str(t) for t in missing]} (uids {[t.uid for t in missing]}); every tensor that "
                 f"is read or written for the caller is needed"
             )
-        return slots
+        return slots, misaligned
 
     def _refuse_key(self, key: Any) -> None:
         if key in self._unread:

@@ -25,7 +25,7 @@ _found: dict[Hashable, Kernel | None] = {}
 _lock = threading.Lock()
 
 
-def tuned(args: Arguments) -> Kernel | None:
+def tuned(args: Arguments, device: Any = None) -> Kernel | None:
     """The fastest kernel for the arguments, as far as anything was measured.
 
     That is the fastest of those measured on this very problem; else on the nearest one: alike in
@@ -35,13 +35,18 @@ def tuned(args: Arguments) -> Kernel | None:
     library was released, for the GPUs that it has tables of.
 
     What other processes measure meanwhile is seen after :func:`changed`.
+
+    Args:
+        args: What to compute; meta tensors will do.
+        device: That it is to be computed on; by default what the operands are on.
     """
-    key = (provider.generation(), args.device, args.key)
+    place = args.device if device is None else device
+    key = (provider.generation(), place, args.key)
     try:
         return _found[key]
     except KeyError:
         pass
-    kernel = _looked_up(args)
+    kernel = _looked_up(args, place)
     with _lock:
         if len(_found) >= _KEPT:
             _found.clear()
@@ -56,9 +61,9 @@ def changed() -> None:
     provider.registry_changed()
 
 
-def _looked_up(args: Arguments) -> Kernel | None:
+def _looked_up(args: Arguments, device: Any) -> Kernel | None:
     try:
-        store = _store(args)
+        store = _store(device)
         if store is None:
             return None
         problem = Problem.of(args)
@@ -85,8 +90,7 @@ def _fastest_first(store: Store, problem: Problem) -> Iterator[Measurement]:
         yield from (row for row in store.measurements(problem) if row != best)
 
 
-def _store(args: Arguments) -> Store | None:
-    device: Any = args.device
+def _store(device: Any) -> Store | None:
     if device.type not in ("cpu", "cuda"):
         return None
     environment = Environment.of(device, Policy.usual(device.type))

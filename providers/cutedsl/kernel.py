@@ -160,15 +160,25 @@ class CuteDslKernel(Kernel):
         return launch
 
     def _bare_launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None] | None:
-        """Of a kernel that takes no more, on the current stream; None where there are several
-        devices, so that the current one may be another."""
+        """On the current stream, for tensors of these sizes; None where there are several devices,
+        so that the current one may be another."""
         import torch
 
         if torch.cuda.device_count() > 1:
             return None
         function = compiler.raw_function(artifact.compiled_obj)
-        scalars = self.scalars(sm_count(args.device.index or 0))
-        return lambda *tensors: function(*tensors, *scalars)
+        index = args.device.index or 0
+        scalars = self.scalars(sm_count(index))
+        if not self.takes_more:
+            return lambda *tensors: function(*tensors, *scalars)
+        names, size = tuple(self.more_values(args)), self.workspace_for(*args.tensors)
+
+        def launch(*tensors: Any, **others: Any) -> None:
+            address = _workspaces.borrow(index, size).data_ptr() if size else 0
+            more = tuple([others[name] for name in names])
+            function(*tensors, more, address, *scalars)
+
+        return launch
 
     def _with_more(
         self, function: Callable[..., None], index: int, names: tuple[str, ...]

@@ -7,6 +7,7 @@ swapped operands, layouts, batches and element types; sizes are no multiples of 
 import os
 
 import pytest
+import torch
 from support import fusion_cases as make
 from support.fusion_cases import E5M2, F16, F32, Case, on_meta
 from support.ptx.kernel import EmulatedKernel
@@ -136,6 +137,18 @@ def test_halves_are_right_in_every_design():
     for kernel in designs_for_halves()[:most]:
         EmulatedKernel.compile(kernel, args).run(args, multiprocessors=2, seed=1)
         assert judge(args, FACTOR_REORDERED), kernel.metadata.kernel_name
+
+
+def test_rows_side_by_side_need_not_be_whole_vectors_where_they_become_columns():
+    draw = make.Draw(M=17, N=40, K=64, element=make.BF16)
+    row = torch.randn(17).bfloat16().as_strided((17, 1), (1, 19))
+    C = torch.randn(40, 17).bfloat16().t()
+    epilogue = ka.EpilogueArguments(lambda accum, row, C: accum * row + C, row=row, C=C)
+    args = ka.GemmArguments(draw.A, draw.B, draw.written(), epilogue=epilogue)
+    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
+    kernel = smallest(kernels, "swapped")
+    EmulatedKernel.compile(kernel, args).run(args, multiprocessors=2, seed=1)
+    assert judge(args, FACTOR_REORDERED)
 
 
 def test_a_new_factor_compiles_nothing():

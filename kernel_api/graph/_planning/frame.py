@@ -87,7 +87,7 @@ class Frame(NamedTuple):
         if group == self.groups[-1] and len(group) == 1 and 2 * dim[group[0]] == self.extents[-1]:
             return dim[group[0]], stride[group[0]]
         if all(dim[mode] == 1 for mode in group):
-            return 1, 0
+            return 1, stride[group[-1]] if group else 0
         if any(dim[mode] != self.dim[mode] for mode in group):
             return None
         long = [mode for mode in group if dim[mode] != 1]

@@ -57,7 +57,8 @@ def _matrix(tensor: Tensor, dim: tuple[int, ...], groups: tuple[tuple[int, ...],
             f"matrices with one stride from each to the next"
         )
     shape, stride = layout
-    for extent, found, index in zip(own.extents, shape, range(len(shape)), strict=True):
-        if found != extent and (index or len(shape) == 2):
-            raise DeclineError(f"{tensor} has {found} of {extent} in a mode that is not broadcast")
-    return own.extents, stride
+    extents = own.extents
+    if any(n != 1 and n != extent for n, extent in zip(shape[1:], extents[1:], strict=True)):
+        raise DeclineError(f"{tensor} has dim {list(tensor.dim)}; expected {list(dim)}")
+    found = zip(shape, stride, extents, strict=True)
+    return extents, tuple(step if n == extent else 0 for n, step, extent in found)

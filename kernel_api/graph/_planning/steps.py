@@ -252,7 +252,18 @@ class Prober:
         found = get_kernels(args, cc=self._cc())
         if self.device.type == "cpu":
             return found
-        return [k for k in found if type(k).provider_name() != "reference"]
+        found = [k for k in found if type(k).provider_name() != "reference"]
+        best = self._measured(args)
+        return found if best is None else [best, *(k for k in found if k != best)]
+
+    def _measured(self, args: Arguments) -> Kernel | None:
+        """What the tuner knows to be fastest on the device, if it is here."""
+        from kernel_api.devices import cuda_available
+        from kernel_api.tuning import tuned
+
+        if self.cc is not None or not cuda_available():
+            return None
+        return tuned(args, self.device)
 
     def _why_none(self, args: Arguments) -> str:
         from kernel_api.discovery import explain

@@ -30,6 +30,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     halves_fit,
     operands_fit,
     reduction_sizes,
+    signed_operands,
     spans_rows,
     types_fit,
     whole_pieces,
@@ -49,10 +50,10 @@ _MOST_ELEMENTS, _QUADS = 64, 8
 _HALVES = 2
 
 #: Types of x and out; what epilogues write.
-_FLOATS, _OTHERS = "f32 | f16 | bf16", "e4m3 | e5m2 | i32 | i16 | i8 | u8"
+_FLOATS, _OTHERS = "f32 | f16 | bf16", "e4m3 | e5m2 | i32 | i16 | i8"
 _STORED = (
     "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu",
-    "int32", "int16", "int8", "uint8",
+    "int32", "int16", "int8",
 )  # fmt: skip
 
 #: The first compute capability that converts 8-bit floats.
@@ -198,6 +199,7 @@ class Sm80Elementwise(CuteDslKernel):
         return operands_fit(args.epilogue, alignment, alignment)
 
     has_flat_reductions = flat_reductions
+    reads_signed = signed_operands
 
     @rule(f"an epilogue writes matrices of {', '.join(_STORED)}, and else numbers of 8 to 32 bits")
     def _(args: ElementwiseArguments) -> bool | Miss:

@@ -144,6 +144,20 @@ flat_reductions = rule("a reduction has no modes of extent 1 in place of those t
 )
 
 
+def _operands_are_signed(args: Any) -> bool | Miss:
+    if args.epilogue is None:
+        return True
+    leaves = args.epilogue.graph.leaves
+    for name, operand in args.epilogue.inputs.items():
+        if operand.dtype.kind == "uint" and leaves[name]["type"] == "real":
+            return Miss(f"{name} is {operand.dtype}", f"would match with {name} of a signed type")
+    return True
+
+
+#: Compiled code knows the width of integers, and takes them for signed ones.
+signed_operands = rule("an epilogue reads no unsigned integers as numbers")(_operands_are_signed)
+
+
 def fits_tile(
     graph: Graph, columns: int, swapped: bool = False, buffered: int | None = None
 ) -> bool | Miss:

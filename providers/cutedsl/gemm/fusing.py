@@ -23,6 +23,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     halves_fit,
     operands_fit,
     reduction_sizes,
+    signed_operands,
     types_fit,
     written,
 )
@@ -56,6 +57,7 @@ class FusedGemm(SplitGemm):
         return Miss(planned) if isinstance(planned, str) else True
 
     has_flat_reductions = flat_reductions
+    reads_signed = signed_operands
 
     @rule("halves of columns are dealt out to tiles 32 at a time")
     def _(args: Any) -> bool | Miss:
@@ -131,7 +133,11 @@ class FusedGemm(SplitGemm):
         return epilogue_values(args.epilogue)
 
     def more_placeholders(self, args: Any) -> tuple[Any, ...]:
-        """Outputs are stored as out is: by what is known of its mode of stride 1 and alignment."""
+        """Outputs are stored as out is: by what is known of its mode of stride 1 and alignment.
+
+        Of what is read, only columns are known to lie side by side. Rows are columns of a product
+        that is transposed, and nothing has asked how they are aligned.
+        """
         if args.epilogue is None:
             return super().more_placeholders(args)
         full, inputs = full_outputs(args.epilogue), args.epilogue.inputs
@@ -139,7 +145,7 @@ class FusedGemm(SplitGemm):
             self._stored(full[name])
             if name in full
             else compiler.fake_tensor(inputs[name], None)
-            if name in inputs and inputs[name].unit_mode is not None
+            if name in inputs and inputs[name].unit_mode == -1
             else compiler.placeholder(value)
             for name, value in self.more_values(args).items()
         )
