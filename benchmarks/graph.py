@@ -4,8 +4,9 @@
 
 A graph that is one kernel is timed beside the one call of ``kernel_api.ops`` that says the same:
 the GPU must not tell them apart. The block of ``examples/transformer_graph.py`` is timed beside
-torch.compile of the same. Host times are of the CPU: building a graph of ten nodes without
-compilation, and executing one that is built.
+torch.compile of the same, with kernels by the model and with those that the tuner finds. Host
+times are of the CPU: building a graph of ten nodes without compilation, and executing one that is
+built.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kernel_api.verification import compare
 
 NAME = "graph"
 BF16, FLOAT = cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT
-A = cudnn.heur_mode.A
+A, FIND = cudnn.heur_mode.A, cudnn.heur_mode.CUDNN_FIND
 
 Calls = tuple[Callable[[], Any], Callable[[], Any]]
 
@@ -59,8 +60,8 @@ def new_graph() -> Any:
     return cudnn.pygraph("", BF16, FLOAT, FLOAT, handle=cudnn.create_handle())
 
 
-def executed(graph: Any, pack: dict[Any, torch.Tensor]) -> Callable[[], None]:
-    graph.build([A])
+def executed(graph: Any, pack: dict[Any, torch.Tensor], mode: Any = A) -> Callable[[], None]:
+    graph.build([mode])
     size = graph.get_workspace_size()
     workspace = torch.empty(size, dtype=torch.uint8, device=harness.DEVICE)
     return functools.partial(graph.execute, pack, workspace)
@@ -150,12 +151,12 @@ def example() -> Any:
     return module
 
 
-def block(tokens: int) -> tuple[Calls, Callable[[], None]]:
+def block(tokens: int, mode: Any = A) -> tuple[Calls, Callable[[], None]]:
     sizes = example().Sizes()
     given = example().operands(sizes, tokens, harness.DEVICE)
     graph, tensors = example().graph_of(sizes, given)
     y = torch.full_like(given["x"], float("nan"))
-    call = executed(graph, {**example().pack(tensors, given), tensors["y"]: y})
+    call = executed(graph, {**example().pack(tensors, given), tensors["y"]: y}, mode)
     compiled = torch.compile(functools.partial(example().block_of_torch, sizes))
     peer: Callable[[], Any] = functools.partial(compiled, given)
 
@@ -176,6 +177,9 @@ PROBLEMS = (
     Problem("SwiGLU 4096x8192x4096", lambda: swiglu(4096, 8192, 4096), "ops", 4 * 2**25),
     Problem("softcap sdpa 4x32x2048x128", lambda: softcapped(4, 32, 2048, 128), "ops", 4 * 2**26),
     Problem("Llama-3-8B block, 4096 tokens", lambda: block(4096), "torch.compile", 2**29),
+    Problem(
+        "Llama-3-8B block, 4096 tokens, tuned", lambda: block(4096, FIND), "torch.compile", 2**29
+    ),
     Problem("Llama-3-8B block, 1024 tokens", lambda: block(1024), "torch.compile", 2**29),
 )
 

@@ -82,7 +82,8 @@ def _timed(run: Any, device: Any) -> float:
         return time.perf_counter() - start
     import torch
 
-    events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    cuda: Any = torch.cuda
+    events: list[Any] = [cuda.Event(enable_timing=True) for _ in range(2)]
     events[0].record()
     run()
     events[1].record()

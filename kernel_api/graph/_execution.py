@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kernel_api.errors import DeviceError, GraphError, VariantPackError, WorkspaceError
-from kernel_api._launches import TENSORS
 from kernel_api.graph._enums import element_type
 from kernel_api.graph._handle import Handle
 from kernel_api.graph._planning.frame import Layout
@@ -48,7 +47,7 @@ class Slot(NamedTuple):
 
     Attributes:
         element, device: Of torch.
-        place: Index of the GPU, -1 for the CPU, as tensors give it; numbers of the host's have none.
+        place: Index of the GPU, -1 for the CPU, as tensors give it; for numbers, another one.
     """
 
     tensor: Tensor
@@ -66,13 +65,16 @@ class Execution:
         """``also``: other tensors by which the caller may name those of the graph."""
         import torch
 
-        self._graph, self._plan = graph, plan
+        from kernel_api._launches import TENSORS
+
+        self._graph, self._plan, self._plain = graph, plan, TENSORS
         self.device = torch.device(graph._planned_device())
         if self.device.type == "cuda" and self.device.index is None and torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         read = {id(t) for node in graph.nodes for t in _all_reads(node)}
         given = [t for t in graph.inputs if id(t) in read] + list(graph.outputs)
         self._slots = [self._slot(tensor) for tensor in given]
+        self._checks = [(s.dim, s.stride, s.element, s.place) for s in self._slots]
         self._index: dict[Any, int] = {}
         for number, tensor in enumerate(given):
             for key in (tensor.name, tensor.uid, tensor):
@@ -130,28 +132,27 @@ class Execution:
                 f"the variant pack is a {type(pack).__name__}; expected a dict from tensors, uids "
                 f"or names to torch tensors"
             )
-        index, slots, misaligned = self._index, [None] * len(self._slots), 0
+        index, checks, plain, misaligned = self._index, self._checks, self._plain, 0
+        slots: list[Any] = [None] * len(checks)
         for key, value in pack.items():
             number = index.get(key)
             if number is None:
                 self._refuse_key(key)
                 continue
-            slot = self._slots[number]
             # Written out: this is most of what an execution costs beside its launches.
+            dim, stride, element, place = checks[number]
             if (
-                type(value) in TENSORS
-                and value.shape == slot.dim
-                and value.stride() == slot.stride
-                and value.dtype is slot.element
-                and value.get_device() == slot.place
+                type(value) not in plain
+                or value.shape != dim
+                or value.stride() != stride
+                or value.dtype is not element
+                or value.get_device() != place
+                or (place < 0 and not value.is_cpu)
             ):
-                slots[number] = value
-                if value.data_ptr() & _LOW_BITS:
-                    misaligned |= 1 << number
-            else:
-                slots[number] = value = self._fitted(value, slot)
-                if not slot.tensor.is_pass_by_value and value.data_ptr() & _LOW_BITS:
-                    misaligned |= 1 << number
+                value = self._fitted(value, self._slots[number])
+            slots[number] = value
+            if place != _NOWHERE and value.data_ptr() & _LOW_BITS:
+                misaligned |= 1 << number
         if len(pack) < len(slots) or any(slot is None for slot in slots):
             missing = [
                 s.tensor for s, value in zip(self._slots, slots, strict=True) if value is None
@@ -200,7 +201,7 @@ class Execution:
                     f"{tensor} was given as a {type(value).__name__}; expected a torch tensor, "
                     f"another DLPack tensor, or an address"
                 )
-            value = torch.from_dlpack(value)
+            value = torch.utils.dlpack.from_dlpack(value)
         found = (tuple(value.shape), value.dtype, value.device)
         if found != (slot.dim, slot.element, slot.device):
             raise VariantPackError(
@@ -379,7 +380,8 @@ class Execution:
         strides: Iterable[Iterable[int]] | None,
     ) -> Execution:
         """The execution of the same graph on tensors of other extents."""
-        given = tuple(uids), tuple(map(tuple, shapes)), strides and tuple(map(tuple, strides))
+        steps = None if strides is None else tuple(map(tuple, strides))
+        given = tuple(uids), tuple(map(tuple, shapes)), steps
         found = self._overridden.get(given)
         if found is None:
             from kernel_api.graph._overriding import overridden
@@ -420,30 +422,30 @@ def _launching(
     keywords: dict[str, Ref],
     constants: dict[str, Any],
 ) -> Callable[[list[Any]], None]:
-    if all(ref.layout is None for ref in (*fields, *keywords.values())):
-        numbers = [ref.slot for ref in fields]
-        named = [(name, ref.slot) for name, ref in keywords.items()]
-        if not named and not constants and len(numbers) == 3:
-            first, second, third = numbers
-            return lambda slots: launch(slots[first], slots[second], slots[third])
+    numbers = [ref.slot for ref in fields if ref.layout is None]
+    named = [(name, ref.slot) for name, ref in keywords.items() if ref.layout is None]
+    seen = [(name, ref) for name, ref in keywords.items() if ref.layout is not None]
+    if len(numbers) < len(fields):
 
-        def run_whole(slots: list[Any]) -> None:
+        def run(slots: list[Any]) -> None:
             launch(
-                *[slots[number] for number in numbers],
-                **{name: slots[number] for name, number in named},
+                *[ref.read(slots) for ref in fields],
+                **{name: ref.read(slots) for name, ref in keywords.items()},
                 **constants,
             )
 
-        return run_whole
+        return run
+    if not keywords and not constants and len(numbers) == 3:
+        first, second, third = numbers
+        return lambda slots: launch(slots[first], slots[second], slots[third])
 
-    def run(slots: list[Any]) -> None:
-        launch(
-            *[ref.read(slots) for ref in fields],
-            **{name: ref.read(slots) for name, ref in keywords.items()},
-            **constants,
-        )
+    def run_whole(slots: list[Any]) -> None:
+        operands = {name: slots[number] for name, number in named}
+        for name, ref in seen:
+            operands[name] = ref.read(slots)
+        launch(*[slots[number] for number in numbers], **operands, **constants)
 
-    return run
+    return run_whole
 
 
 def _at_address(address: int, slot: Slot) -> Any:

@@ -238,7 +238,8 @@ class pygraph(Operations):
 
     def get_plan_name(self) -> str:
         """Of the plan that is selected."""
-        return self._selected().name
+        name: str = self._selected().name
+        return name
 
     def build_plan_at_index(self, index: int) -> None:
         """Compile a plan and select it. Raises GraphNotSupportedError if it cannot be."""
@@ -416,14 +417,15 @@ class pygraph(Operations):
         from kernel_api.graph._serialization import graph_from_dict, unpack
 
         content = unpack(data)
-        graph_from_dict(self, content.get("graph"))
+        graph_from_dict(self, content.get("graph", {}))
         try:
             nodes = self._validated()
         except SerializedGraphError:
             raise
         except GraphError as error:
             raise SerializedGraphError(f"the serialised graph is damaged: {error}") from error
-        self._plans = PlanList.restored(self, nodes, content.get("plan"), self._planned_device())
+        plan, device = content.get("plan", {}), self._planned_device()
+        self._plans = PlanList.restored(self, nodes, plan, device)
         self._plans.build(every=False)
         self._select()
 

@@ -276,7 +276,9 @@ def disagreement(made: Case, data: dict[str, torch.Tensor]) -> str | None:
     plain = _walk(made, {n: t.float() for n, t in inputs.items()}, rounded)
     for name in made.outputs:
         base, spread = plain[name].to(data[name].dtype), _spread(made, name, exact, plain)
-        verdict = compare(data[name], exact[name], base, factor=3.0, allowance=spread)
+        # In float32 the baseline rounds no more often than we do, only otherwise.
+        factor = 6.0 if narrow is torch.float32 else 3.0
+        verdict = compare(data[name], exact[name], base, factor=factor, allowance=spread)
         if not verdict:
             return f"{name}: {verdict.reason}"
     return None

@@ -93,15 +93,15 @@ def norm_backward(node: Node, needed: Needed) -> Anchored:
             for keyword, name in (("dweight", "dscale"), ("dbias", "dbias"))
             if name in node.outputs and needed(node.outputs[name])
         }
-        names = ("mean", "inv_variance") if centred else ("inv_variance",)
-        statistics = [take(node.input(n), rows.per_row(node.input(n))) for n in names]
+        for keyword, name in (("mean", "mean"), ("rstd", "inv_variance")):
+            if keyword == "rstd" or centred:
+                further[keyword] = take(node.input(name), rows.per_row(node.input(name)))
         kind = LayerNormBackwardArguments if centred else RmsNormBackwardArguments
         return kind(
             take(dy, rows.matrix(dy)),
             take(x, rows.matrix(x)),
             take(dx, rows.matrix(dx)),
-            *statistics,
-            take(scale, rows.per_column(scale)),
+            weight=take(scale, rows.per_column(scale)),
             **further,
         )
 

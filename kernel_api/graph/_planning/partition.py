@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -22,7 +23,6 @@ from kernel_api.graph._planning.steps import (
     view_of,
 )
 from kernel_api.graph._tensor import Tensor, memory_order
-
 
 #: Seconds that two kernels have to save over one that computes the same.
 _WORTH_A_LAUNCH = 10e-6
@@ -86,7 +86,7 @@ class _Partitioner:
             anchor = ANCHORS.get(node.op)
             if anchor is None or not self.units.is_free(node):
                 continue
-            builds = anchor(node, lambda t, node=node: self.units.leaves(t, {id(node)}))
+            builds = anchor(node, functools.partial(self.units.leaves, members={id(node)}))
             if isinstance(builds, str):
                 self.refusals.append(Refusal(node, "has no kernel", builds))
                 continue

@@ -49,7 +49,8 @@ class Region:
     def operands(self) -> dict[str, Operand]:
         """What the epilogue reads beside the accumulator, by name."""
         found: dict[str, Operand] = {}
-        inner, names = self.inner, {}
+        inner = self.inner
+        names: dict[tuple[int, bool], str] = {}
         for node in self.nodes:
             for argument, given in node.inputs.items():
                 if not isinstance(given, Tensor) or id(given) in inner:

@@ -120,7 +120,7 @@ class TorchStep(Step):
 
 def _arguments(node: Node, values: Mapping[int, Any]) -> dict[str, Any]:
     def given(tensor: Tensor) -> Any:
-        value = tensor.value if tensor.is_constant else values[id(tensor)]
+        value: Any = tensor.value if tensor.is_constant else values[id(tensor)]
         if not hasattr(value, "is_floating_point"):
             return value
         return value.to(node.arithmetic) if value.is_floating_point() else value
