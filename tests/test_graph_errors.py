@@ -19,9 +19,14 @@ HALF, FLOAT = cudnn.data_type.HALF, cudnn.data_type.FLOAT
 A = cudnn.heur_mode.A
 
 
+def on_cpu():
+    """A handle of what the tensors here are on, wherever there is a GPU as well."""
+    return cudnn.create_handle("cpu")
+
+
 def new_graph(**options):
     types = {"io_data_type": HALF, "intermediate_data_type": FLOAT, "compute_data_type": FLOAT}
-    return cudnn.pygraph(**{**types, **options})
+    return cudnn.pygraph(**{**types, "handle": on_cpu(), **options})
 
 
 def product(M=8, N=16, K=24, **options):
@@ -271,10 +276,10 @@ def test_foreign_and_damaged_data():
     data = graph.serialize(as_bytes=True)
     for foreign in (b"", b"\x80\x04\x95", b"{}", [1, 2, 3], "graph", data[:-9]):
         with pytest.raises(SerializedGraphError):
-            cudnn.pygraph().deserialize(foreign)
+            cudnn.pygraph(handle=on_cpu()).deserialize(foreign)
     damaged = bytearray(data)
     damaged[len(data) // 2] ^= 1
-    empty = cudnn.pygraph()
+    empty = cudnn.pygraph(handle=on_cpu())
     with pytest.raises(SerializedGraphError):
         empty.deserialize(bytes(damaged))
     assert not empty.nodes and not empty.tensors
@@ -285,7 +290,7 @@ def test_foreign_and_damaged_data():
 
 def test_what_is_deserialised_takes_uids():
     graph, pack = product()
-    again = cudnn.pygraph().deserialize(graph.serialize())
+    again = cudnn.pygraph(handle=on_cpu()).deserialize(graph.serialize())
     with pytest.raises(VariantPackError, match="a tensor of another graph"):
         again.execute(pack)
     again.execute({tensor.uid: data for tensor, data in pack.items()})

@@ -12,7 +12,7 @@ A, FALLBACK = cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK
 
 
 def run(made, mode, seed=0):
-    graph, _ = graph_of(made)
+    graph, _ = graph_of(made, handle=cudnn.create_handle("cpu"))
     graph.build([mode])
     data = data_of(made, seed=seed)
     pack = {uid: data[name] for uid, name in enumerate([*made.inputs, *made.outputs])}

@@ -73,6 +73,7 @@ class Written:
 
 def new(sm_version=90, element=torch.bfloat16, **options):
     types = {"io_data_type": element, "intermediate_data_type": FLOAT, "compute_data_type": FLOAT}
+    options.setdefault("handle", cudnn.create_handle("cpu"))
     graph = cudnn.pygraph(sm_version=sm_version, **{**types, **options})
     return Written(graph, element)
 
