@@ -83,6 +83,16 @@ def test_a_bias_is_added(shape):
     assert ka.verify(kernel, backward)
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_causal_mask_with_a_scale_that_is_not_positive_is_refused_or_right(scale):
+    draw = Draw(H_kv=4, S_q=37, S_kv=37, D=16, D_v=16, element="float32")
+    args = draw.arguments(mask=masks.Causal(), scale=scale)
+    kernels = ka.get_kernels(args, providers=["torch"])
+    assert all(ka.verify(kernel, args) for kernel in kernels)
+    assert f"unless the scale is positive; scale is {scale}" in refusal(args, "sdpa_flash_cpu")
+    assert "torch.sdpa_flash_cpu" in families(draw.arguments(scale=scale))
+
+
 # On a GPU --------------------------------------------------------------------------------
 
 

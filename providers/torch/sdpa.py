@@ -376,6 +376,10 @@ class TorchEfficientSdpaBackward(_Backward, _Efficient):
 class _OnCpu(TorchAttention):
     devices = ("cpu",)
 
+    @rule("a causal mask is scaled as the scores are, to no −∞ unless the scale is positive")
+    def _(args: AttentionArguments) -> bool | Miss:
+        return not is_causal(args) or args.scale > 0 or Miss(f"scale is {args.scale}")
+
     takes_same_bias = same_bias
     takes_either = either
     has_same_dims = same_dims
