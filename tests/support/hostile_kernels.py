@@ -56,23 +56,22 @@ class FastGemm(TorchGemm):
     """The best of the right ones."""
 
 
-# Apart by more than what a machine with too much to do adds.
 class SlowGemm(TorchGemm):
-    seconds = 0.01
+    seconds = 0.002
 
 
 class SlowerGemm(TorchGemm):
-    seconds = 0.02
+    seconds = 0.004
 
 
 class SleepingGemm(TorchGemm):
-    """Ten designs: the first takes 36 milliseconds longer than it has to, the last none."""
+    """Ten designs: the first takes 9 milliseconds longer than it has to, the last none."""
 
     space = Space(tile_shape=tuple((milliseconds, 1, 1) for milliseconds in range(9, -1, -1)))
     design = BLASDesignMetadata
 
     def compute(self, A: Any, B: Any, out: Any) -> None:
-        time.sleep(4e-3 * self.metadata.design.tile_shape[0])  # type: ignore[union-attr]
+        time.sleep(1e-3 * self.metadata.design.tile_shape[0])  # type: ignore[union-attr]
         torch.mm(A, B, out=out)
 
 
