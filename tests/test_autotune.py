@@ -163,7 +163,7 @@ def test_limits_are_checked(name):
 
 
 def test_more_candidates_than_finalists_are_timed_in_heats(registry):
-    result = tune(arguments(), registry.register(hostile.SleepingGemm))
+    result = tune(arguments(), registry.register(hostile.DawdlingGemm))
     rounds = {row.kernel.rebuild().metadata.design.tile_shape[0]: row.rounds for row in result.rows}
     assert result.kernel.metadata.design.tile_shape[0] == 0
     finalists = {extra for extra, count in rounds.items() if count >= QUICK.rounds}

@@ -36,7 +36,7 @@ from kernel_api.tuning import (
 KILLS = int(os.environ.get("KERNEL_API_TEST_KILLS", "3"))
 TUNERS = 8
 
-PAIR = (hostile.SlowGemm, hostile.RaisingGemm)
+PAIR = (mortal.ImpatientGemm, hostile.RaisingGemm)
 
 
 @pytest.fixture(autouse=True)

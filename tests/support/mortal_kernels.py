@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ class PatientGemm(TorchGemm):
     """Long enough at it that somebody else can do something."""
 
     seconds = 0.05
+
+    def compute(self, A: Any, B: Any, out: Any) -> None:
+        time.sleep(self.seconds)
+        super().compute(A, B, out)
+
+
+class ImpatientGemm(PatientGemm):
+    """Some of many problems are done when somebody else does something."""
+
+    seconds = 0.002
 
 
 class KilledGemm(TorchGemm):

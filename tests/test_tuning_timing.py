@@ -1,0 +1,50 @@
+"""How launches are timed on the CPU: by the wall's clock, and in turn."""
+
+import subprocess
+import sys
+
+import pytest
+
+from kernel_api.tuning._timing import CpuTimer
+
+SLEEPS = """
+import time
+from kernel_api.tuning._timing import CpuTimer
+
+timer = CpuTimer()
+batch = timer.batch([lambda: time.sleep(0.002)])
+(found,) = timer.rounds([batch], 3)
+assert batch.launches == 1 and len(found) == 3
+assert all(us >= 2000 for us in found), found
+"""
+
+
+def test_what_takes_its_time_is_seen_to_take_it():
+    """In a process of its own: kernels of other tests bring their own clock."""
+    subprocess.run([sys.executable, "-c", SLEEPS], check=True)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    seconds = [0.0]
+    monkeypatch.setattr(CpuTimer, "now", staticmethod(lambda: seconds[0]))
+    return seconds
+
+
+def test_short_launches_are_timed_together_and_every_round_begins_with_another(clock):
+    calls = []
+
+    def launch(name, us):
+        def run():
+            calls.append(name)
+            clock[0] += 1e-6 * us
+
+        return run
+
+    timer = CpuTimer()
+    short, long = timer.batch([launch("short", 120)]), timer.batch([launch("long", 5000)])
+    assert (short.launches, long.launches) == (3, 1)  # about 300 us
+    calls.clear()
+    found = timer.rounds([short, long], 2)
+    assert found[0] == pytest.approx([120] * 2) and found[1] == pytest.approx([5000] * 2)
+    assert calls == ["short"] * 3 + ["long"] * 2 + ["short"] * 3
