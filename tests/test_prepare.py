@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import sdpa_cases
 from support.cute_on_cpu import MULTIPROCESSORS, formula, operands, registered
 from support.epilogues import reference_kernel
 
 import kernel_api as ka
+from kernel_api import _workspaces
 from kernel_api.errors import ArgumentError, EpilogueError
 from kernel_api.operands import Operand
 from kernel_api.providers.cutedsl import kernel as cutedsl_kernel
@@ -228,6 +230,50 @@ def test_kernels_of_the_dsl_get_from_a_launcher_what_they_get_from_run(make, mon
     assert by_launcher == by_run
     kernel._run(first, artifact, None, workspace)
     assert seen(calls[-1])[3] != by_run[3]  # the values beside the operands
+
+
+def _attention(seed, with_lse=True):
+    q, k, v = (bf16(1, 2, 33, 64, seed=3 * seed + place) for place in range(3))
+    lse = torch.empty(1, 2, 33) if with_lse else None
+    return ka.SdpaArguments(q, k, v, torch.empty_like(q), lse, softcap=1.5 + seed)
+
+
+def _attention_without_lse(seed):
+    return _attention(seed, with_lse=False)
+
+
+def _packed_gradient(seed):
+    q, k, v, out, dO = (bf16(33, 2, 64, seed=5 * seed + place) for place in range(5))
+    ends = torch.tensor([0, 5, 33], dtype=torch.int32)
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 28, "max_seqlen_kv": 28}
+    written = [torch.empty_like(one) for one in (q, k, v)]
+    lse = torch.rand(2, 33)
+    return ka.SdpaBackwardArguments(
+        q, k, v, out, dO, lse, *written, scale=0.5 + seed, **packed
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [_attention, _attention_without_lse, _packed_gradient])
+def test_attention_of_one_size_gets_from_its_launcher_what_it_gets_from_run(make, monkeypatch):
+    memory = torch.zeros(1 << 24, dtype=torch.uint8)
+    borrowed = []
+    monkeypatch.setattr(_workspaces, "borrow", lambda index, size: borrowed.append(size) or memory)
+    monkeypatch.setattr(cutedsl_kernel, "sm_count", lambda index: MULTIPROCESSORS)
+    calls = []
+    first, other = make(1), make(2)
+    for kernel in ka.get_kernels(sdpa_cases.on_meta(first), cc=90, providers=["cutedsl"]):
+        artifact = ka.CompiledArtifact(lambda *call: calls.append(call), kernel, first.signature)
+        launcher = kernel._launcher_for_sizes(first, artifact)
+        launcher(*other.tensors, **kernel._launch_operands(other))
+        kernel._run(other, artifact, None)
+        by_launcher, by_run = map(seen, calls[-2:])
+        assert by_launcher == by_run
+        if kernel.get_workspace_size(other):
+            assert borrowed[-2:] == [kernel.get_workspace_size(other)] * 2
+        if getattr(other, "lse", None) is not None and other.kind == "sdpa":
+            values = dict(kernel._launch_operands(other))
+            launcher(*other.tensors, values.pop("lse"), **values)
+            assert seen(calls[-1]) == by_run
 
 
 def test_what_is_done_without_a_launch_is_done_on_the_operands_device(cute_on_cpu, monkeypatch):

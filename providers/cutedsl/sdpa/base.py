@@ -66,15 +66,13 @@ class AttentionKernel(CuteDslKernel):
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
         """Takes ``lse`` of a forward pass by name, or behind the operands."""
-        launch, count = super()._launcher(args, artifact), len(args.operands)
-        placed = tuple(name for name in ("lse",) if name in args.further)
+        return _with_lse(super()._launcher(args, artifact), args)
 
-        def launch_placed(*tensors: Any, stream: Any = None, **others: Any) -> None:
-            if len(tensors) > count:
-                others.update(zip(placed, tensors[count:], strict=False))
-            launch(*tensors[:count], stream=stream, **others)
-
-        return launch_placed
+    def _launcher_for_sizes(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
+        bare = None
+        if self.get_workspace_size(args) == self.workspace_for(*args.tensors):
+            bare = self._bare_launcher(args, artifact)
+        return self._launcher(args, artifact) if bare is None else _with_lse(bare, args)
 
     @property
     def _design(self) -> Any:
@@ -96,6 +94,20 @@ class AttentionKernel(CuteDslKernel):
         from kernel_api.providers.cutedsl.sdpa.scores import functions_of
 
         return Scores(tuple(self.more_values(args)), functions_of(args), block_shape_of(args))
+
+
+def _with_lse(launch: Callable[..., None], args: Any) -> Callable[..., None]:
+    """The launch, which takes ``lse`` also behind the operands where the arguments have one."""
+    if "lse" not in args.further:
+        return launch
+    count = len(args.operands)
+
+    def launch_placed(*tensors: Any, **others: Any) -> None:
+        if len(tensors) > count:
+            others["lse"] = tensors[count]
+        launch(*tensors[:count], **others)
+
+    return launch_placed
 
 
 def least_room(rooms: Iterable[tuple[int, int]]) -> Rule:
