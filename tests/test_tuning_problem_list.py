@@ -15,6 +15,7 @@ from support.strategies import gemm_signatures
 import kernel_api as ka
 from kernel_api._description import described
 from kernel_api.cli._fused_problem import FUSED
+from kernel_api.cli._grouped_problem import GROUPED
 from kernel_api.cli._norm_problem import NORMS
 from kernel_api.cli._problem import add_problem_options, problem_arguments
 from kernel_api.cli._problem_list import problems
@@ -133,7 +134,8 @@ def test_operands_may_carry_scales(tmp_path, scales):
 
 def test_every_operation_of_the_catalogue_has_a_name():
     assert ["gemm", *FUSED] == [form.name for form, _ in ka.ops.FORMS]
-    assert set(FUSED) | set(NORMS) | {"gemm"} <= set(ka.fusions.__all__)
+    assert set(GROUPED) == {form.name for form, _ in ka.ops.GROUPED_FORMS}
+    assert set(FUSED) | set(NORMS) | set(GROUPED) | {"gemm"} <= set(ka.fusions.__all__)
 
 
 @pytest.mark.parametrize("operation", [*FUSED, *NORMS])

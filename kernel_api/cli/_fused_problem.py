@@ -48,10 +48,11 @@ def option_names() -> tuple[str, ...]:
     """Everything that a fusion of the catalogue takes beside A, B and out."""
     import inspect
 
-    from kernel_api.ops import FORMS
+    from kernel_api.ops import FORMS, GROUPED_FORMS
 
-    parameters = [one for form, _ in FORMS for one in inspect.signature(form.fusion).parameters]
-    return tuple(sorted({*parameters} - {"A", "B", "out", "epilogue", "options"}))
+    forms = [form for form, _ in (*FORMS, *GROUPED_FORMS)]
+    parameters = [one for form in forms for one in inspect.signature(form.fusion).parameters]
+    return tuple(sorted({*parameters} - {"A", "B", "out", "offsets", "epilogue", "options"}))
 
 
 def fused_arguments(
@@ -66,28 +67,19 @@ def fused_arguments(
     Raises:
         ArgumentError: the options contradict each other, or name what the operation does not take.
     """
-    for name in ("accumulator", "fp32_precision"):
-        if getattr(options, name) is not None:
-            raise ArgumentError(
-                f"--{name.replace('_', '-')} is {getattr(options, name)!r}; only a gemm without an "
-                f"epilogue takes it, leave it out"
-            )
     from kernel_api.ops import FORMS
 
     form = next(form for form, _ in FORMS if form.name == options.operation)
-    given = {name: value for name, value in options.beside or () if value is not False}
-    made = _Operands(form, options, maker, matrices, given)
-    A, B = (getattr(one, "tensor", one) for one in matrices)
-    try:
-        out, complete = form.completed(A, B, made.out(letter), None, made.read())
-        args: GemmArguments = form.fusion(*matrices, out=out, **complete)
-        return args
-    except TypeError as error:  # a name that the fusion does not have, or one that it needs
-        raise ArgumentError(f"{options.operation}, --with: {error}") from error
+    args: GemmArguments = Operands(form, options, maker, matrices).arguments(letter)
+    return args
 
 
-class _Operands:
-    """Those beside A and B, random or poisoned, by name."""
+class Operands:
+    """Those beside A and B, random or poisoned, by name.
+
+    Raises:
+        ArgumentError: there are options that only a product without an epilogue takes.
+    """
 
     def __init__(
         self,
@@ -95,9 +87,16 @@ class _Operands:
         options: argparse.Namespace,
         maker: Maker,
         matrices: tuple[Any, Any],
-        given: dict[str, Any],
     ) -> None:
-        self.form, self.options, self.maker, self.given = form, options, maker, given
+        for name in ("accumulator", "fp32_precision"):
+            if getattr(options, name) is not None:
+                raise ArgumentError(
+                    f"--{name.replace('_', '-')} is {getattr(options, name)!r}; only a gemm "
+                    f"without an epilogue takes it, leave it out"
+                )
+        self.form, self.options, self.maker, self.matrices = form, options, maker, matrices
+        given = {name: value for name, value in options.beside or () if value is not False}
+        self.given: dict[str, Any] = given
         A, B = matrices
         self.M, self.N = A.shape[-2], B.shape[-1]
         element = dtype(options.dtype)
@@ -106,6 +105,17 @@ class _Operands:
         # Nobody keeps a bias in 8 bits.
         fine = (one for one in (element, self.out_element) if one.bits >= 16)
         self.element = next(fine, _BFLOAT16)
+
+    def arguments(self, letter: str) -> Any:
+        """Of the operation, with out in this layout; raises ArgumentError for options that it does
+        not take."""
+        form = self.form
+        A, B = (getattr(one, "tensor", one) for one in self.matrices)
+        try:
+            out, complete = form.completed(A, B, self.out(letter), None, self.read())
+            return form.fusion(*self.matrices, out=out, **complete)
+        except TypeError as error:  # a name that the fusion does not have, or one that it needs
+            raise ArgumentError(f"{form.name}, --with: {error}") from error
 
     @property
     def columns(self) -> int:

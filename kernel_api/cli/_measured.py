@@ -23,23 +23,33 @@ def operands(problem: Problem) -> list[list[Any]]:
 
 
 def sizes(problem: Problem) -> list[int]:
-    """M, N and K, those that it has."""
-    return [problem.sizes[name] for name in "MNK" if name in problem.sizes]
+    """M, N and K, those that it has; of attention queries, keys and head dimension."""
+    names = ("S_q", "S_kv", "D") if "S_q" in problem.sizes else "MNK"
+    return [problem.sizes[name] for name in names if name in problem.sizes]
+
+
+#: Of operations that have one, where out stands among the operands.
+_OUT = {"grouped_gemm": 2, "sdpa": 3, "sdpa_backward": 3}
+
+#: What is counted in front of the sizes.
+_COUNTS = {"grouped_gemm": ("L",), "sdpa": ("B", "H"), "sdpa_backward": ("B", "H")}
 
 
 def label(problem: Problem) -> str:
     """Such as ``gemm 4096x4096x1024 bf16 x bf16 -> bf16 tnt``; its hash where it is odd."""
+    operation = kind(problem)
     try:
         _, tensors, _, epilogue, *_ = problem.to_dict()["signature"]
+        tensors = tensors[: 1 + _OUT.get(operation, len(tensors))]
         *read, written = [dtype(one[0]).short + _scale(one[3]) for one in tensors]
         letters = "".join({-1: "t", -2: "n"}.get(one[2], "-") for one in tensors)
         fused = "" if epilogue is None else f" epilogue {epilogue[0][:8]}"
     except (LookupError, TypeError, ValueError):
         return str(problem)
-    batch = problem.sizes.get("L", 1)
     shape = "x".join(map(str, sizes(problem)))
-    count = f"{batch} x " if batch != 1 else ""
-    return f"{kind(problem)} {count}{shape} {' x '.join(read)} -> {written} {letters}{fused}"
+    counts = [problem.sizes.get(name, 1) for name in _COUNTS.get(operation, ("L",))]
+    count = "" if counts == [1] else "".join(f"{one} x " for one in counts)
+    return f"{operation} {count}{shape} {' x '.join(read)} -> {written} {letters}{fused}"
 
 
 def _scale(mode: Any) -> str:

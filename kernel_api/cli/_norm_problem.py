@@ -31,18 +31,25 @@ def norm_arguments(options: argparse.Namespace, maker: Maker, M: int, N: int) ->
     Raises:
         ArgumentError: the options contradict each other.
     """
-    for name, plain in _OPTIONS_OF_GEMM.items():
-        if getattr(options, name) != plain:
-            raise ArgumentError(
-                f"--{name.replace('_', '-')} is {getattr(options, name)!r}; it is an option of "
-                f"gemm, a norm is of row-major matrices and has no such thing"
-            )
+    check_options_of_gemm(options, "a norm is of row-major matrices and")
     if options.beside:
         raise ArgumentError(
             f"--with {options.beside[0][0]}: a norm has every operand that it may have; leave this "
             f"out"
         )
     return NORMS[options.operation](_Operands(options, maker, M, N))
+
+
+def check_options_of_gemm(
+    options: argparse.Namespace, what: str, *, but: tuple[str, ...] = ()
+) -> None:
+    """Raises ArgumentError where one of them, but these, is given to an operation that has none."""
+    for name, plain in _OPTIONS_OF_GEMM.items():
+        if name not in but and getattr(options, name) != plain:
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} is {getattr(options, name)!r}; it is an option of "
+                f"gemm, {what} has no such thing"
+            )
 
 
 class _Operands:

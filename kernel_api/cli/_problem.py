@@ -1,12 +1,14 @@
-"""Options that describe a matrix product, fused or not, or a norm of rows; and the operands made
-from them. The entries of problem lists have the same names (see :mod:`._problem_list`)."""
+"""Options that describe a problem, and the operands made from them. The entries of problem lists
+have the same names (see :mod:`._problem_list`)."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from kernel_api.cli._attention_problem import ATTENTION, attention_arguments
 from kernel_api.cli._fused_problem import FUSED, beside, fused_arguments
+from kernel_api.cli._grouped_problem import GROUPED, grouped_arguments
 from kernel_api.cli._norm_problem import NORMS, norm_arguments
 from kernel_api.cli._query import at_least
 from kernel_api.dtypes import dtype
@@ -15,7 +17,10 @@ from kernel_api.errors import ArgumentError
 if TYPE_CHECKING:
     from kernel_api.arguments import Arguments, GemmArguments
 
-OPERATIONS = ("gemm", *FUSED, *NORMS)
+OPERATIONS = ("gemm", *FUSED, *NORMS, *GROUPED, *ATTENTION)
+
+#: Operations that have an option, of those that not all have.
+_OPERATIONS_WITH = {"groups": GROUPED, "heads": ATTENTION, "heads_kv": ATTENTION}
 
 #: What ``--scales`` may be.
 SCALES = ("per_tensor", "per_row", "blocks")
@@ -32,13 +37,17 @@ def add_problem_options(
     parser: argparse.ArgumentParser, devices: tuple[str, ...], device: str | None
 ) -> None:
     """Operation, sizes, types, layout and placement; ``device`` is the default one."""
-    sizes = parser.add_argument_group("problem: out (M, N) = A (M, K) · B (K, N), or of x (M, N)")
+    sizes = parser.add_argument_group(
+        "problem: out (M, N) = A (M, K) · B (K, N), or of x (M, N); attention of M queries and N "
+        "keys with head dimension K; M tokens of groups, or K that are summed over"
+    )
     sizes.add_argument(
         "--operation",
         choices=OPERATIONS,
         default=OPERATIONS[0],
         metavar="NAME",
-        help="a name of kernel_api.fusions, such as gemm_swiglu or rmsnorm (default: gemm)",
+        help="a name of kernel_api.fusions, such as gemm_swiglu, rmsnorm or grouped_gemm; sdpa or "
+        "sdpa_backward (default: gemm)",
     )
     sizes.add_argument(
         "--with",
@@ -46,12 +55,19 @@ def add_problem_options(
         action="append",
         type=beside,
         metavar="NAME[=VALUE]",
-        help="what a product takes beside A, B and out: an operand that may be absent, as bias, or "
-        "an option, as kind=geglu; may be repeated",
+        help="what an operation may take beside its matrices: an operand that may be absent, as "
+        "bias, or an option, as kind=geglu or causal; may be repeated",
     )
     for name in ("m", "n", "k"):
         sizes.add_argument(f"--{name}", type=at_least(0), default=1024, help="(default: 1024)")
     sizes.add_argument("--batch", type=at_least(0), metavar="L", help="(default: no batch mode)")
+    sizes.add_argument(
+        "--groups", type=at_least(1), metavar="E", help="of grouped products (default: 8)"
+    )
+    sizes.add_argument("--heads", type=at_least(1), help="of attention (default: 1)")
+    sizes.add_argument(
+        "--heads-kv", type=at_least(1), metavar="HEADS", help="of K and V (default: as many)"
+    )
     sizes.add_argument("--dtype", default="bfloat16", help="of A and B (default: bfloat16)")
     sizes.add_argument("--out-dtype", metavar="DTYPE", help="(default: that of A)")
     sizes.add_argument("--accumulator", metavar="DTYPE", help="(default: float32, int32, float64)")
@@ -94,9 +110,26 @@ def problem_arguments(
         ArgumentError: the options contradict each other, or the device is not here.
     """
     m, n, k = sizes or (options.m, options.n, options.k)
+    _check_options(options)
     if options.operation in NORMS:
         return norm_arguments(options, Maker(options), m, n)
+    if options.operation in ATTENTION:
+        return attention_arguments(options, Maker(options), (m, n, k))
+    if options.operation in GROUPED:
+        layout = _layout(options.layout)
+        return grouped_arguments(options, Maker(options), (m, n, k), layout, _scaled)
     return gemm_arguments(options, (m, n, k))
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raises ArgumentError for one that the operation has not."""
+    for name, operations in _OPERATIONS_WITH.items():
+        given = getattr(options, name)
+        if given is not None and options.operation not in operations:
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} is {given}; {options.operation} has no such thing, "
+                f"{' and '.join(operations)} have"
+            )
 
 
 def gemm_arguments(options: argparse.Namespace, sizes: tuple[int, int, int]) -> GemmArguments:
@@ -127,18 +160,20 @@ def _scaled(scales: str | None, maker: Maker, A: Any, B: Any) -> tuple[Any, Any]
         return A, B
     from kernel_api.arguments import ScaledOperand, ScaleMode
 
-    def scale(rows: int, columns: int) -> Any:
-        return maker.tensor((rows, columns), dtype("float32"), "t", fill=True)
+    def scale(of: Any, rows: int, columns: int) -> Any:
+        batch = of.shape[0] if of.ndim == 3 else None
+        return maker.matrices((rows, columns), dtype("float32"), "t", batch, fill=True)
 
     (m, k), n = A.shape[-2:], B.shape[-1]
     if scales == "blocks":
         blocks_k, blocks_n = -(-k // _BLOCK), -(-n // _BLOCK)
-        of_A = scale(m, blocks_k), ScaleMode.BLOCK_1x128
-        of_B = scale(blocks_k, blocks_n), ScaleMode.BLOCK_128x128
+        of_A = scale(A, m, blocks_k), ScaleMode.BLOCK_1x128
+        of_B = scale(B, blocks_k, blocks_n), ScaleMode.BLOCK_128x128
     else:
         mode = ScaleMode(scales)
         one = mode is ScaleMode.PER_TENSOR
-        of_A, of_B = ((_one_each(scale(1, 1 if one else size), one), mode) for size in (m, n))
+        each = ((A, m), (B, n))
+        of_A, of_B = ((_one_each(scale(X, 1, 1 if one else n), one), mode) for X, n in each)
     return ScaledOperand(A, *of_A), ScaledOperand(B, *of_B)
 
 
@@ -174,10 +209,16 @@ class Maker:
             self.random = torch.Generator(self.device).manual_seed(options.seed)
 
     def tensor(self, shape: tuple[int, int], element: Any, letter: str, *, fill: bool) -> Any:
-        """A matrix, or a batch of them; what lies between and before its rows is poison."""
+        """A matrix, or a batch of them, as the options say."""
+        return self.matrices(shape, element, letter, self.options.batch, fill=fill)
+
+    def matrices(
+        self, shape: tuple[int, int], element: Any, letter: str, batch: int | None, *, fill: bool
+    ) -> Any:
+        """A batch of matrices, or one; what lies between and before their rows is poison."""
         import torch
 
-        pad, offset, batch = self.options.pad, self.options.offset, self.options.batch
+        pad, offset = self.options.pad, self.options.offset
         rows, columns = shape
         leading = (columns if letter == "t" else rows) + pad
         stride = (leading, 1) if letter == "t" else (1, leading)

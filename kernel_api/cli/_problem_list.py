@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kernel_api.cli._attention_problem import ATTENTION_OPTIONS
 from kernel_api.cli._fused_problem import option_names
 from kernel_api.cli._norm_problem import NORMS
 from kernel_api.cli._problem import add_problem_options, problem_arguments
@@ -108,10 +109,11 @@ class _Parser(argparse.ArgumentParser):
         small = _SHORT.get(name.lower(), name.lower())
         if small in self.names:
             return small
-        if name not in (others := option_names()):
+        if name not in (others := option_names()) and name not in ATTENTION_OPTIONS:
             raise ArgumentError(
                 f"there is no option {title.strip()} of a problem; there are op, L, "
-                f"{', '.join(self.names)}, and of fused products {', '.join(others)}"
+                f"{', '.join(self.names)}, of fused products {', '.join(others)}, and of attention "
+                f"{', '.join(ATTENTION_OPTIONS)}"
             )
         return name
 

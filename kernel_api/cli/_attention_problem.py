@@ -1,0 +1,197 @@
+"""Operands of attention, made from the options that describe a problem."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from kernel_api.cli._norm_problem import check_options_of_gemm
+from kernel_api.dtypes import dtype
+from kernel_api.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from kernel_api.arguments import Arguments
+    from kernel_api.cli._problem import Maker
+
+ATTENTION = ("sdpa", "sdpa_backward")
+
+#: What ``--with`` may name.
+ATTENTION_OPTIONS = (
+    "alibi", "alignment", "bias", "bshd", "causal", "d_v", "deterministic", "dropout", "lse",
+    "padding", "page_size", "scale", "sink", "softcap", "window", "window_right",
+)  # fmt: skip
+
+_BFLOAT16, _FLOAT32, _FLOAT64 = dtype("bfloat16"), dtype("float32"), dtype("float64")
+
+
+def attention_arguments(
+    options: argparse.Namespace, maker: Maker, sizes: tuple[int, int, int]
+) -> Arguments:
+    """Of M queries and N keys with K columns, for each head of each sequence of a batch.
+
+    Raises:
+        ArgumentError: the options contradict each other, or name what there is not.
+    """
+    check_options_of_gemm(options, "attention is of Q, K and V and", but=("batch",))
+    given = {name: value for name, value in options.beside or () if value is not False}
+    for name in given:
+        if name not in ATTENTION_OPTIONS:
+            raise ArgumentError(
+                f"{options.operation}, --with: there is no {name}; there are "
+                f"{', '.join(ATTENTION_OPTIONS)}"
+            )
+    made = _Operands(options, maker, sizes, given)
+    args: Arguments = made.forward() if options.operation == "sdpa" else made.backward()
+    if maker.random is not None:
+        args.draw_indices(maker.random)
+    return args
+
+
+class _Operands:
+    """Random or poisoned ones.
+
+    Attributes:
+        element: Of Q, K and V.
+        wide: Of what has a number for each row.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        maker: Maker,
+        sizes: tuple[int, int, int],
+        given: dict[str, Any],
+    ) -> None:
+        self.S_q, self.S_kv, self.D = sizes
+        self.B, self.H = options.batch or 1, options.heads or 1
+        self.H_kv = options.heads_kv or self.H
+        self.D_v = int(given.get("d_v", self.D))
+        self.element = dtype(options.dtype)
+        small = self.element.bits < 16
+        self.out_element = dtype(options.out_dtype) if options.out_dtype else self.element
+        if small and not options.out_dtype:
+            self.out_element = _BFLOAT16
+        self.wide = _FLOAT64 if self.element is _FLOAT64 else _FLOAT32
+        self._maker, self._given = maker, given
+
+    def forward(self) -> Any:
+        import kernel_api as ka
+
+        if "deterministic" in self._given:
+            raise ArgumentError("sdpa, --with deterministic: sdpa_backward takes it")
+        lse = self.row_sums(fill=False) if "lse" in self._given else None
+        q, k, v = self._inputs()
+        out = self.queries(self.D_v, self.out_element, fill=False)
+        return ka.SdpaArguments(q, k, v, out, lse, **self._options(), **self._pages())
+
+    def backward(self) -> Any:
+        import kernel_api as ka
+
+        for name in ("page_size", "lse"):
+            if name in self._given:
+                raise ArgumentError(f"sdpa_backward, --with {name}: sdpa takes it")
+        q, k, v = self._inputs()
+        out, dO = (self.queries(self.D_v, self.element, fill=True) for _ in range(2))
+        dQ = self.queries(self.D, self.element, fill=False)
+        dK, dV = (self.keys(columns, fill=False) for columns in (self.D, self.D_v))
+        further = self._options()
+        if "bias" in further:
+            further["dBias"] = self._scores(fill=False)
+        if "sink" in further:
+            further["dSink"] = self._heads(fill=False)
+        deterministic = bool(self._given.get("deterministic", False))
+        return ka.SdpaBackwardArguments(
+            q, k, v, out, dO, self.row_sums(fill=True), dQ, dK, dV,
+            deterministic=deterministic, **further,
+        )  # fmt: skip
+
+    # Tensors -----------------------------------------------------------------------------
+
+    def _inputs(self) -> tuple[Any, Any, Any]:
+        q = self.queries(self.D, self.element, fill=True)
+        return q, self.keys(self.D, fill=True), self.keys(self.D_v, fill=True)
+
+    def queries(self, columns: int, element: Any, *, fill: bool) -> Any:
+        """(B, H, S_q, columns)"""
+        return self._tensor((self.B, self.H, self.S_q, columns), element, fill)
+
+    def keys(self, columns: int, *, fill: bool) -> Any:
+        """(B, H_kv, S_kv, columns), or as many pages as that is."""
+        B, S = self.B, self.S_kv
+        if "page_size" in self._given:
+            size = int(self._given["page_size"])
+            B, S = B * -(-S // size), size
+        return self._tensor((B, self.H_kv, S, columns), self.element, fill)
+
+    def row_sums(self, *, fill: bool) -> Any:
+        """(B, H, S_q)"""
+        return self._tensor((1, self.B, self.H, self.S_q), self.wide, fill)[0]
+
+    def _heads(self, *, fill: bool) -> Any:
+        """(H,)"""
+        return self._tensor((1, 1, 1, self.H), _FLOAT32, fill)[0, 0, 0]
+
+    def _scores(self, *, fill: bool) -> Any:
+        """(1, H, S_q, S_kv)"""
+        return self._tensor((1, self.H, self.S_q, self.S_kv), self.out_element, fill)
+
+    def _tensor(self, shape: tuple[int, int, int, int], element: Any, fill: bool) -> Any:
+        batch, heads, rows, columns = shape
+        if "bshd" in self._given:
+            heads, rows = rows, heads
+        matrices = self._maker.matrices((rows, columns), element, "t", batch * heads, fill=fill)
+        found = matrices.unflatten(0, (batch, heads))
+        return found.transpose(1, 2) if "bshd" in self._given else found
+
+    # Options -----------------------------------------------------------------------------
+
+    def _options(self) -> dict[str, Any]:
+        from kernel_api.arguments import Dropout
+
+        given = self._given
+        found: dict[str, Any] = {n: given[n] for n in ("scale", "softcap") if n in given}
+        found["mask"] = self._mask()
+        if "bias" in given:
+            found["bias"] = self._scores(fill=True)
+        for name in ("alibi", "sink"):
+            if name in given:
+                found[name] = self._heads(fill=True)
+        if "dropout" in given:
+            found["dropout"] = Dropout(given["dropout"], self._maker.options.seed, 0)
+        if "padding" in given:
+            found.update(seq_lens_q=self._lengths(), seq_lens_kv=self._lengths())
+        if self.element.bits < 16:
+            names = ("descale_q", "descale_k", "descale_v")
+            found.update((name, self._descale()) for name in names)
+        return found
+
+    def _mask(self) -> Any:
+        from kernel_api import masks
+
+        given = self._given
+        alignment = given.get("alignment", "top_left")
+        if not {"window", "window_right", "causal"} & given.keys():
+            if "alignment" in given:
+                raise ArgumentError("--with alignment: it is of causal or window; name one of them")
+            return None
+        if not {"window", "window_right"} & given.keys():
+            return masks.Causal(alignment)
+        right = 0 if "causal" in given else given.get("window_right")
+        return masks.SlidingWindow(given.get("window"), right, alignment)
+
+    def _pages(self) -> dict[str, Any]:
+        import torch
+
+        if "page_size" not in self._given:
+            return {}
+        shape = self.B, -(-self.S_kv // int(self._given["page_size"]))
+        table = torch.empty(shape, dtype=torch.int32, device=self._maker.device)
+        return {"page_table": table, "seq_lens_kv": self._lengths()}
+
+    def _lengths(self) -> Any:
+        import torch
+
+        return torch.empty(self.B, dtype=torch.int32, device=self._maker.device)
+
+    def _descale(self) -> Any:
+        return self._tensor((1, 1, self.B, self.H_kv), _FLOAT32, True)[0, 0].abs()
