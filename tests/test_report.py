@@ -343,6 +343,26 @@ def test_a_broadcast_operand_has_the_bytes_that_it_has_in_memory():
     assert work_of(Problem.of(args)).bytes == 2 * (4 * 256 * 128 + 128 * 512 + 4 * 256 * 512)
 
 
+def test_groups_and_attention_have_their_sizes_and_types(torch_kernel):
+    ends = torch.empty(3, dtype=torch.int32, device="meta")
+    groups = ka.GroupedGemmArguments(
+        tensor(64, 32), tensor(3, 32, 48), tensor(64, 48).float(), ends
+    )  # fmt: skip
+    heads = tensor(2, 6, 40, 64), tensor(2, 3, 50, 64)
+    attention = ka.SdpaArguments(heads[0], heads[1], heads[1], heads[0].clone())
+    found = [_problem.describe(Problem.of(args)) for args in (groups, attention)]
+    assert [one.types for one in found] == ["bf16 × bf16 → f32", "bf16"]
+    assert [one.layout for one in found] == ["ttt", ""]
+    assert found[0].sizes == {"M": 64, "N": 48, "K": 32, "L": 3}
+    assert list(found[1].sizes.items()) == [
+        *(("B", 2), ("H", 6), ("H_kv", 3), ("S_q", 40), ("S_kv", 50), ("D", 64), ("D_v", 64))
+    ]
+    rows = [row(torch_kernel, Problem.of(args), 1.0) for args in (groups, attention)]
+    first, second = Page(report.page(rows)).tables["summary"]
+    assert (first["size-M"], first["size-S_kv"], second["size-S_kv"]) == ("64", "", "50")
+    assert first["tflops"] == f"{2 * 64 * 32 * 48 / 1e6:.1f}"
+
+
 def test_norms_have_bytes_and_no_operations(torch_kernel):
     args = RmsNormArguments(tensor(64, 128), tensor(64, 128), weight=tensor(128))
     work = work_of(Problem.of(args))

@@ -28,9 +28,6 @@ def sizes(problem: Problem) -> list[int]:
     return [problem.sizes[name] for name in names if name in problem.sizes]
 
 
-#: Of operations that have one, where out stands among the operands.
-_OUT = {"grouped_gemm": 2, "sdpa": 3, "sdpa_backward": 3}
-
 #: What is counted in front of the sizes.
 _COUNTS = {"grouped_gemm": ("L",), "sdpa": ("B", "H"), "sdpa_backward": ("B", "H")}
 
@@ -39,8 +36,7 @@ def label(problem: Problem) -> str:
     """Such as ``gemm 4096x4096x1024 bf16 x bf16 -> bf16 tnt``; its hash where it is odd."""
     operation = kind(problem)
     try:
-        _, tensors, _, epilogue, *_ = problem.to_dict()["signature"]
-        tensors = tensors[: 1 + _OUT.get(operation, len(tensors))]
+        tensors, epilogue = problem.matrices, problem.to_dict()["signature"][3]
         *read, written = [dtype(one[0]).short + _scale(one[3]) for one in tensors]
         letters = "".join({-1: "t", -2: "n"}.get(one[2], "-") for one in tensors)
         fused = "" if epilogue is None else f" epilogue {epilogue[0][:8]}"

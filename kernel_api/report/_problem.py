@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,12 @@ from kernel_api.tuning import Problem
 #: What damaged or unknown text of a problem may raise; the report names such a problem by its
 #: hash instead.
 _UNKNOWN = (LookupError, TypeError, ValueError, AttributeError, ArgumentError, OverflowError)
+
+
+#: Operations of which all operands but the last are multiplied.
+_PRODUCTS = ("gemm", "grouped_gemm", "sdpa", "sdpa_backward")
+
+_SIZES = ("M", "N", "K", "L", "B", "H", "H_kv", "S_q", "S_kv", "D", "D_v")
 
 
 @dataclass(frozen=True)
@@ -41,17 +47,18 @@ class Description:
 
 def describe(problem: Problem) -> Description:
     try:
-        return _described(problem.to_dict())
+        return _described(problem)
     except _UNKNOWN:
         return Description(str(problem), sizes=problem.sizes)
 
 
-def _described(data: Mapping[str, Any]) -> Description:
-    operation, operands, accumulator = data["signature"][:3]
+def _described(problem: Problem) -> Description:
+    data, operands = problem.to_dict(), problem.matrices
+    operation, _, accumulator = data["signature"][:3]
     names = [dtype(one[0]).short for one in operands]
     if len(set(names)) == 1:
         types = names[0]
-    elif operation == "gemm":
+    elif operation in _PRODUCTS:
         types = f"{' × '.join(names[:-1])} → {names[-1]}"
     else:
         types = " → ".join(names)
@@ -59,11 +66,17 @@ def _described(data: Mapping[str, Any]) -> Description:
         types += f", {dtype(accumulator).short} sums"
     layout = "".join({-1: "t", -2: "n", None: "s"}[one[2]] for one in operands)
     scales = [f"{one[3]['scale']} scales" for one in operands if one[3]]
-    sizes = {name: data["sizes"][name] for name in "MNKL" if name in data["sizes"]}
+    sizes = {name: data["sizes"][name] for name in in_order(data["sizes"])}
     options = [*dict.fromkeys(scales), *_options(data)]
-    if operation != "gemm":
+    if operation not in ("gemm", "grouped_gemm"):
         layout = ""
     return Description(str(operation), types, layout, sizes, "; ".join(options))
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of sizes as a reader expects them; others behind those."""
+    found = set(names)
+    return [name for name in _SIZES if name in found] + sorted(found.difference(_SIZES))
 
 
 def _options(data: Mapping[str, Any]) -> Iterator[str]:

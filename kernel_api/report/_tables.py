@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kernel_api.report._problem import in_order
 from kernel_api.report._results import Result
 from kernel_api.tuning import Status
 
@@ -96,7 +97,7 @@ def summary(found: Sequence[Result], environments: Mapping[str, str]) -> Table:
         found: The problems.
         environments: Short names by digest; a column says them if there are several.
     """
-    sizes = [n for n in "MNKL" if any(n in one.description.sizes for one in found)]
+    sizes = in_order({name for one in found for name in one.description.sizes})
     columns = [
         Column("problem", "problem", "operation and element types", False),
         Column("environment", "env", "see the table of environments", False),

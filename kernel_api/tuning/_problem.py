@@ -21,6 +21,9 @@ _ALIGNMENT = 64
 #: The same where problems are alike: the widest access that asks for it.
 _ALIGNMENT_CLASS = 16
 
+#: Where ``out`` stands among the operands of operations that have others behind it.
+_OUT = {"grouped_gemm": 2, "sdpa": 3, "sdpa_backward": 3}
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -79,6 +82,14 @@ class Problem:
     @property
     def sizes(self) -> dict[str, int]:
         return dict(self._data["sizes"])
+
+    @property
+    def matrices(self) -> list[Any]:
+        """Of the signature's operands (element type, rank, mode with stride 1, scale mode), what is
+        read and then ``out``."""
+        operation, operands = self._data["signature"][:2]
+        found: list[Any] = operands[: 1 + _OUT.get(operation, len(operands))]
+        return found
 
     @cached_property
     def likeness(self) -> str:
