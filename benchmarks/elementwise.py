@@ -3,32 +3,24 @@ same run.
 
     python benchmarks/elementwise.py [--only swiglu] [--candidates N | --all] [--seconds S]
 
-A chain can only be as fast as its matrices are moved. The ceiling is what an element-wise kernel
-moves that copies a large tensor, bytes read and written; ``of_ceiling`` is the kernel's share of
-it. Peers are the same chain by torch, operator by operator and by torch.compile; ``peer`` is the
-faster one. ``--all`` gives rows of all designs for the problem's alignment, best ranked first.
+A chain can only be as fast as its matrices are moved, see streams.py. Peers are the same chain by
+torch, operator by operator and by torch.compile. ``--all`` gives rows of all designs for the
+problem's alignment, best ranked first.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import harness
-import rows
-import suite
+import streams
 import torch
-from gemm_decode import COPIED_BYTES, COPY, _copy
-from tables import geometric_mean
 
 import kernel_api as ka
 from kernel_api import epilogue as ep
-from kernel_api.kernel import Kernel
 
 NAME = "elementwise"
 ALPHA = 0.7
@@ -143,154 +135,11 @@ def _compiled(operation: str) -> Chain:
     return compiled
 
 
-# Measured --------------------------------------------------------------------------------
-
-
-def measure(
-    problem: Problem, options: argparse.Namespace, journal: rows.Journal, outcome: suite.Outcome
-) -> list[rows.Row]:
-    """The rows of a problem: of its best ranked kernels, or of all."""
-    count = min(harness.operand_sets(problem.bytes), max(2, suite.MOST_BYTES // problem.bytes))
-    sets = [problem.arguments(harness.DEVICE) for _ in range(count)]
-    subjects: dict[Kernel, harness.Calls] = {}
-    offered = suite.candidates(sets[0], options)
-    if not offered:
-        outcome.unserved.append(f"{problem.label} ({'; '.join(suite.refusals(sets[0], None))})")
-        return []
-    for kernel in offered:
-        name = kernel.metadata.kernel_name
-        if journal.lost(problem.label, name):
-            continue
-        try:
-            with journal.attempt(problem.label, name, options.patience):
-                subjects[kernel] = _prepared(kernel, sets)
-        except Exception as error:
-            outcome.failures.append(f"{problem.label}: {name}: {error}")
-            if not harness.alive():
-                raise suite.GpuLostError(name) from error
-    if not subjects:
-        return []
-    beside = [peers_of(problem, args) for args in sets]
-    peers = {name: [one[name] for one in beside] for name in beside[0]}
-    calls = {
-        **peers,
-        **{kernel.metadata.kernel_name: own for kernel, own in subjects.items()},
-        COPY: _copy(),
-    }
-    with journal.attempt(problem.label, "timing", options.patience):
-        found, policy = harness.interleaved(calls, problem.bytes, options.policy, options.rounds)
-    ranks = {kernel: rank for rank, kernel in enumerate(offered)}
-    return [
-        _row(problem, kernel, ranks[kernel], sets[0], list(peers), found, policy)
-        for kernel in subjects
-    ]
-
-
-def _row(
-    problem: Problem,
-    kernel: Kernel,
-    rank: int,
-    args: Any,
-    peers: Sequence[str],
-    found: Any,
-    policy: str,
-) -> rows.Row:
-    name = kernel.metadata.kernel_name
-    peer = min(peers, key=lambda one: found[one].median)
-    ceiling = 2 * COPIED_BYTES / found[COPY].median
-    reached = problem.bytes / found[name].median
-    extra = {
-        "family": kernel.family_name(),
-        "rank": rank,
-        "bytes": problem.bytes,
-        "peers_us": {one: round(found[one].median, 2) for one in peers},
-        "ceiling_tb_s": round(1e-6 * ceiling, 3),
-        "tb_s": round(1e-6 * reached, 3),
-        "of_ceiling": round(reached / ceiling, 4),
-        "predicted_us": round(1e6 * (kernel.predict(args) or 0.0), 2),
-    }
-    subject, beside = (name, found[name]), (peer, found[peer])
-    return rows.row(NAME, problem.label, subject, beside, True, policy, **extra)
-
-
-def _prepared(kernel: Kernel, sets: Sequence[Any]) -> harness.Calls:
-    """Verified, and a launch for each set."""
-    verdict = ka.verify(kernel, sets[0])
-    if not verdict:
-        raise RuntimeError(f"WRONG: {verdict.reason}")
-    return [functools.partial(kernel.prepare(args), *args.tensors) for args in sets]
-
-
-def line(row: rows.Row) -> str:
-    """A row for the reader."""
-    return (
-        f"{row['problem']:44} {row['ratio']:6.3f} of {row['peer']:14} {row['subject_us']:9.2f} us "
-        f"{row['tb_s']:5.2f} TB/s {100 * row['of_ceiling']:5.1f} % of the copy's "
-        f"{row['ceiling_tb_s']:.2f} +-{100 * row['spread']:.1f} % {row['subject']}"
-    )
-
-
-def report(measured: list[rows.Row]) -> list[str]:
-    """Of the best ranked kernels, by operation."""
-    found = []
-    for operation in EPILOGUES:
-        labels = {problem.label for problem in PROBLEMS if problem.operation == operation}
-        chosen = [r for r in measured if r["problem"] in labels and not r["rank"]]
-        if chosen:
-            ratio = geometric_mean([row["ratio"] for row in chosen])
-            share = [row["of_ceiling"] for row in chosen]
-            found.append(
-                f"{operation}: {ratio:.2f} of torch (geometric mean), {100 * min(share):.1f} to "
-                f"{100 * max(share):.1f} % of the copy, {len(chosen)} problems"
-            )
-    return found
-
-
-SUITE = suite.Suite(NAME, PROBLEMS, report=report)  # type: ignore[arg-type]
-
-
-def described(problem: Problem, options: argparse.Namespace) -> Iterator[str]:
-    """What a dry run says of a problem."""
-    args = problem.arguments("meta")
-    yield f"{problem.label}  peers: torch, torch.compile"
-    for rank, kernel in enumerate(suite.candidates(args, options)):
-        seconds = kernel.predict(args) or 0.0
-        yield f"    {rank:2} {kernel.metadata.kernel_name}  {1e6 * seconds:9.1f} us expected"
+SUITE = streams.Suite(NAME, PROBLEMS, peers_of)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = suite.options(NAME, __doc__).parse_args(arguments)
-    problems = [p for p in PROBLEMS if not options.only or options.only in p.label][: options.limit]
-    if options.dry_run:
-        for problem in problems:
-            print("\n".join(described(problem, options)))
-        print(f"{NAME}: {len(problems)} problems")
-        return suite.DONE
-    if harness.DEVICE == "cuda" and not torch.cuda.is_available():
-        print("there is no GPU here; --dry-run lists what would be timed", file=sys.stderr)
-        return suite.FAILURES
-    torch.manual_seed(options.seed)
-    gc.freeze()
-    journal = rows.Journal(rows.path_of(NAME, options.out), options.resume)
-    outcome, budget = suite.Outcome(), harness.Budget(options.seconds)
-    for problem in suite.progress(problems, NAME):  # type: ignore[arg-type]
-        if journal.has(problem.label):
-            continue
-        if outcome.died or not budget.allows_another():
-            outcome.skipped.append(problem.label)
-            continue
-        try:
-            with budget.step():
-                found = measure(problem, options, journal, outcome)
-        except Exception as error:
-            outcome.failures.append(f"{problem.label}: {type(error).__name__}: {error}")
-            outcome.died = not harness.alive()
-            continue
-        if found:
-            journal.add(found)
-        for row in found:
-            print(line(row), flush=True)
-    return suite.summarise(SUITE, journal, outcome)
+    return streams.main(SUITE, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The suite norm: its problems, its peers, and the rows that it writes."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,14 +12,14 @@ from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata
 from kernel_api.space import Operands, Space
 
-harness, norm = script("harness"), script("norm")
+harness, norm, streams = script("harness"), script("norm"), script("streams")
 
 
 def test_a_dry_run_lists_every_problem_with_its_peer_and_the_best_kernels(capsys):
     assert norm.main(["--dry-run", "--candidates", "2"]) == 0
     text = capsys.readouterr().out
     for problem in norm.PROBLEMS:
-        assert f"{problem.label}  peer: torch" in text
+        assert f"{problem.label}  peers: torch" in text
     assert len({problem.label for problem in norm.PROBLEMS}) == len(norm.PROBLEMS)
     assert text.count("us expected") > len(norm.PROBLEMS)
 
@@ -85,8 +86,9 @@ def lab(monkeypatch, registry, tmp_path):
     monkeypatch.setattr(harness, "DEVICE", "cpu")
     monkeypatch.setattr(harness, "interleaved", timed)
     monkeypatch.setattr(harness, "environment", lambda: {"gpu": "made up"})
-    monkeypatch.setattr(norm, "PROBLEMS", (norm.Problem("rmsnorm", 48, 64),))
-    monkeypatch.setattr(norm, "_copy", lambda: [lambda: None])
+    small = dataclasses.replace(norm.SUITE, problems=(norm.Problem("rmsnorm", 48, 64),))
+    monkeypatch.setattr(norm, "SUITE", small)
+    monkeypatch.setattr(streams, "_copy", lambda: [lambda: None])
     return lambda *options: (
         norm.main(["--out", str(tmp_path), *options]),
         tmp_path / "norm.json",
@@ -106,7 +108,7 @@ def test_a_row_says_what_was_moved_beside_a_copy(lab):
     )
     assert row["bytes"] == 2 * 48 * 64 * 2
     moved = row["bytes"] / 10.0
-    ceiling = 2 * norm.COPIED_BYTES / 20.0
+    ceiling = 2 * streams.COPIED_BYTES / 20.0
     assert row["of_ceiling"] == round(moved / ceiling, 4)
     assert {"subject", "subject_us", "peer_us", "spread", "policy", "env", "date"} <= set(row)
 
