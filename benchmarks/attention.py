@@ -1,10 +1,11 @@
 """What the suites of attention share: problems, what results are compared with, the way through.
 
 Operands are random bf16, (B, H, S, D) in memory (B, S, H, D). Of every problem the first choice of
-``get_kernels``, or several kernels, and the first peer that takes it are timed in one run. A result
-is ``verified`` where it is right by the rule of ``kernel_api.verify``, in one head of the first
-sequence and one of the last, computed in float64; and where no row, of all heads, is farther from
-the peer's than SHARE of its norm. A reference of all heads would not fit.
+``get_kernels``, or several kernels, and the first peer that takes it are timed in one run, beside
+other libraries where they are installed (``peers_us``). A result is ``verified`` where it is right
+by the rule of ``kernel_api.verify``, in one head of the first sequence and one of the last,
+computed in float64; and where no row, of all heads, is farther from the peer's than SHARE of its
+norm. A reference of all heads would not fit.
 """
 
 from __future__ import annotations
@@ -89,6 +90,10 @@ class Problem:
         """By name; the first that takes the problem is timed."""
         raise NotImplementedError
 
+    def libraries(self) -> dict[str, Peer]:
+        """Further peers by name, of packages that are here; all that take the problem are timed."""
+        return {}
+
     def compared(self, args: Any) -> list[torch.Tensor]:
         """What a peer's results are compared with."""
         raise NotImplementedError
@@ -172,16 +177,21 @@ class Measurement:
             self.outcome.unserved.append(f"{problem.label} ({why or 'filtered out'})")
             return []
         peers, expected = self._peer()
+        libraries = self._libraries(expected)
         subjects: dict[Kernel, harness.Calls] = {}
         for kernel in offered:
             own = functools.partial(self._own, kernel, expected)
             calls = self._guarded(kernel.metadata.kernel_name, own)
             if calls is not None:
                 subjects[kernel] = calls
-        return self._timed(offered, subjects, peers) if subjects else []
+        return self._timed(offered, subjects, peers, libraries) if subjects else []
 
     def _timed(
-        self, offered: list[Kernel], subjects: dict[Kernel, harness.Calls], peers: Any
+        self,
+        offered: list[Kernel],
+        subjects: dict[Kernel, harness.Calls],
+        peers: dict[str, harness.Calls],
+        libraries: dict[str, harness.Calls],
     ) -> list[rows.Row]:
         problem, options = self.problem, self.options
         named = {kernel.metadata.kernel_name: calls for kernel, calls in subjects.items()}
@@ -192,7 +202,7 @@ class Measurement:
             raise RuntimeError("timing ended a process before")
         policy = self.suite.policy if options.policy == "auto" else options.policy
         with self.journal.attempt(problem.label, "timing", options.patience):
-            calls = {**peers, **named, **beside}
+            calls = {**peers, **libraries, **named, **beside}
             found, how = harness.interleaved(calls, problem.bytes, policy, options.rounds)
             if policy == "graph" and peers and beside and how.startswith("eager"):
                 peers, calls = {}, {**named, **beside}  # a peer that cannot be captured
@@ -215,6 +225,8 @@ class Measurement:
                 "predicted_us": round(1e6 * (kernel.predict(self.sets[0]) or 0.0), 2),
                 **problem.extra(medians[name], medians),
             }
+            if libraries:
+                extra["peers_us"] = {n: round(medians[n], 2) for n in (*peers, *libraries)}
             if not beside:
                 extra["peer_tflops"] = round(1e-6 * problem.operations / medians[peer], 1)
             subject, best = (name, found[name]), (peer, found[peer])
@@ -248,6 +260,25 @@ class Measurement:
             if found is not None:
                 return {name: found[0]}, found[1]
         return {}, None
+
+    def _libraries(self, expected: list[torch.Tensor] | None) -> dict[str, harness.Calls]:
+        """Those that take the problem, and are as near to the peer as ours have to be."""
+        found = {}
+        for name, peer in self.problem.libraries().items():
+            prepare = functools.partial(self._compared, name, peer, expected)
+            calls = self._guarded(name, prepare, essential=False)
+            if calls is not None:
+                found[name] = calls
+        return found
+
+    def _compared(
+        self, name: str, peer: Peer, expected: list[torch.Tensor] | None
+    ) -> harness.Calls:
+        calls, results = self._called(peer)
+        for found, other in zip(results or (), expected or (), strict=False):
+            if not (apart := distance(found, other)) <= 1:
+                raise RuntimeError(f"{name} is {apart:.3g} of what is allowed off the peer")
+        return calls
 
     def _called(self, peer: Peer) -> tuple[harness.Calls, list[torch.Tensor] | None]:
         calls = [peer(args) for args in self.sets]

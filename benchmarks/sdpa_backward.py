@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import attention
+import flash
 import sdpa_forward
 import torch
 
@@ -52,7 +53,10 @@ class Problem(attention.Problem):
         return ka.SdpaBackwardArguments(*operands, **self.options)
 
     def peers(self) -> dict[str, attention.Peer]:
-        return {"cuDNN": cudnn, "torch's flash": flash, "torch.autograd": by_autograd}
+        return {"cuDNN": cudnn, "torch's flash": torchs_flash, "torch.autograd": by_autograd}
+
+    def libraries(self) -> dict[str, attention.Peer]:
+        return {flash.NAME: flash.backward} if flash.is_here() else {}
 
     def compared(self, args: Any) -> list[torch.Tensor]:
         return [one.tensor for one in args.outputs.values()]
@@ -80,7 +84,7 @@ def cudnn(args: Any) -> Callable[[], Any]:
     )
 
 
-def flash(args: Any) -> Callable[[], Any]:
+def torchs_flash(args: Any) -> Callable[[], Any]:
     Q, K, V, out, dO, lse, *_ = args.tensors
     state = torch.zeros((), dtype=torch.int64, device=Q.device)
     return functools.partial(

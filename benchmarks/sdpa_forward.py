@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import attention
+import flash
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -42,6 +43,9 @@ class Problem(attention.Problem):
             "cuDNN, its operator": by_operator,
             "torch's flash": functools.partial(by_torch, backends=(flash,)),
         }
+
+    def libraries(self) -> dict[str, attention.Peer]:
+        return {flash.NAME: flash.forward} if flash.is_here() else {}
 
     def compared(self, args: Any) -> list[torch.Tensor]:
         return [args.out.tensor]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -114,7 +115,7 @@ def test_peers_compute_the_problem(problem):
     (kernel,) = ka.get_kernels(args, providers=["reference"])
     kernel.run(args)
     for peer in problem.peers().values():
-        if peer in (forward.by_operator, backward.cudnn, backward.flash):
+        if peer in (forward.by_operator, backward.cudnn, backward.torchs_flash):
             continue  # operators of a GPU
         returned = peer(args)()
         if not getattr(peer, "comparable", True):
@@ -259,6 +260,40 @@ def test_the_first_peer_that_takes_the_problem_is_timed(lab, monkeypatch, capsys
     assert code == suite.DONE
     assert {row["peer"] for row in found} == {"takes"}
     assert "refuses: RuntimeError: no such kernel" in capsys.readouterr().err
+
+
+FLASH = """
+import torch
+
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
+    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, enable_gqa=True, scale=softmax_scale)
+    return {} * out.transpose(1, 2), None
+"""
+
+
+@pytest.mark.parametrize("name", ["sdpa-forward", "sdpa-backward"])
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_an_installed_library_is_timed_beside_the_peer_if_it_is_right(
+    lab, monkeypatch, tmp_path, capsys, name, factor
+):
+    package = tmp_path / "site" / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(FLASH.format(factor))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    try:
+        code, found = lab(name)
+    finally:
+        for module in [one for one in sys.modules if one.partition(".")[0] == "flash_attn"]:
+            del sys.modules[module]
+    assert code == suite.DONE
+    flash = script("flash").NAME
+    for row in found:
+        assert row["peer"] != flash and row["ratio"] == 2.0
+        assert row.get("peers_us") == ({row["peer"]: 20.0, flash: 20.0} if factor == 1 else None)
+    told = f"left out: {SMALL[name][0].label}: {flash}: RuntimeError: {flash} is"
+    assert (told in capsys.readouterr().err) == (factor != 1)
 
 
 def test_without_a_peer_decoding_is_timed_beside_the_copy(lab, monkeypatch):
