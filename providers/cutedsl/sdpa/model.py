@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
+from kernel_api.masks import BOUNDS
 from kernel_api.providers.cutedsl.sdpa.base import AttentionDesign
 
 #: Multiprocessors of an H200, and products that one of them adds per second while others wait.
 _MULTIPROCESSORS, _RATE = 132, 3.2e12
-#: Seconds of a tile beside its products: loads that nothing hides, and what it writes.
-_TILE = 2.0e-6
+#: Seconds of a tile beside its products, by columns of Q and K: loads that nothing hides, and what
+#: it writes. Fitted to the rows of an H200.
+_TILE, _WIDE_TILE = 2.0e-6, {256: 4.3e-6}
 #: Of the rate, by (columns of Q and K, tile): what designs reached on an H200.
 _REACHED = {
     (64, (192, 128)): 0.62,
@@ -27,17 +31,27 @@ _REACHED = {
 }
 _OTHERS = 0.85
 
+_BOUNDS = frozenset(itertools.chain(*BOUNDS.values()))
+
 
 def seconds(args: Any, design: AttentionDesign) -> float:
     """Of the tiles of all heads, one after the other on each multiprocessor."""
     (queries, keys), (wide, wide_v) = design.tile_shape, design.head_dim
     rows = -(-args.S_q // queries)
-    blocks = -(-args.S_kv // keys) * seen(args)
     products = queries * keys * (wide + wide_v)
     rate = _RATE * _REACHED.get((wide, design.tile_shape), _OTHERS)
-    tile = max(blocks, 1) * products / rate + _TILE
+    tile = blocks_seen(args, queries, keys) * products / rate + _WIDE_TILE.get(wide, _TILE)
     rounds = max(1.0, rows * args.H * args.B / _MULTIPROCESSORS)
     return float(rounds * tile)
+
+
+def blocks_seen(args: Any, queries: int, keys: int) -> float:
+    """Blocks of keys that a tile of queries meets, on average: where a bound runs through it, half
+    a tile's more than its queries see, and half of what is rounded up to whole blocks."""
+    blocks = -(-args.S_kv // keys)
+    edges = sum(name in args.bounds for name in _BOUNDS)
+    further = edges * (queries / keys + 1 - math.gcd(queries, keys) / keys) / 2
+    return float(max(1.0, min(blocks, blocks * seen(args) + further)))
 
 
 #: Bytes per second that keys and values are read with, and seconds that nothing hides.

@@ -1,0 +1,59 @@
+"""How many blocks of keys the performance model of attention counts, and how near rows it is."""
+
+import json
+import math
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernel_api as ka
+from kernel_api import masks
+from kernel_api.providers.cutedsl.sdpa.model import blocks_seen
+
+ROWS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200" / "sdpa-forward.json"
+TILES = [(192, 128), (128, 128), (128, 80), (128, 64), (64, 128)]
+
+
+def attention(B, H, H_kv, S, D, mask=None):
+    def heads(count):
+        return torch.empty(B, S, count, D, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+
+    return ka.SdpaArguments(heads(H), heads(H_kv), heads(H_kv), heads(H), mask=mask)
+
+
+def met(S, queries, keys):
+    """Blocks that tiles of queries meet under a causal mask, on average, counted one by one."""
+    lasts = [min(first + queries, S) - 1 for first in range(0, S, queries)]
+    return statistics.mean(last // keys + 1 for last in lasts)
+
+
+@pytest.mark.parametrize("S", [256, 512, 1024, 2048, 16384])
+@pytest.mark.parametrize("tile", TILES)
+def test_blocks_that_a_causal_mask_cuts_are_counted_whole(S, tile):
+    found = blocks_seen(attention(1, 1, 1, S, 64, masks.Causal()), *tile)
+    assert found == pytest.approx(met(S, *tile), rel=0.08)
+    assert blocks_seen(attention(1, 1, 1, S, 64), *tile) == math.ceil(S / tile[1])
+
+
+def test_a_window_is_as_wide_as_it_is_and_half_a_tile_more_on_both_sides():
+    args = attention(1, 1, 1, 4096, 64, masks.SlidingWindow(1023, 0))
+    assert blocks_seen(args, 128, 128) == pytest.approx(9, rel=0.01)
+
+
+def test_the_model_is_near_what_was_measured():
+    ratios = {}
+    for row in json.loads(ROWS.read_text()):
+        B, heads, S, D = re.match(r"(\d+)x([\d/]+)x(\d+)x(\d+) ", row["problem"]).groups()
+        H, _, H_kv = heads.partition("/")
+        mask = masks.Causal() if "causal" in row["problem"] else None
+        args = attention(int(B), int(H), int(H_kv or H), int(S), int(D), mask)
+        named = {k.metadata.kernel_name: k for k in ka.get_kernels(args, cc=90)}
+        if row["subject"] in named:
+            seconds = named[row["subject"]].predict(args)
+            ratios[row["problem"]] = 1e6 * seconds / row["subject_us"]
+    assert len(ratios) > 60
+    assert 0.9 < statistics.geometric_mean(ratios.values()) < 1.05
+    assert all(0.75 < one < 1.15 for one in ratios.values()), ratios
