@@ -93,6 +93,64 @@ def test_an_epilogue_takes_no_name_of_the_arguments_and_decides_the_columns():
         ka.ElementwiseArguments(empty(4, 6), empty(4, 6), epilogue=epilogue)
 
 
+# Without out -----------------------------------------------------------------------------
+
+
+def summed(element=F32, scale=2.0, x=None, **more):
+    """Sums of a matrix that is not stored."""
+    x = drawn((5, 7), element) if x is None else x
+    epilogue = ka.EpilogueArguments(
+        lambda accum, scale: (accum, ep.sum(accum * scale, -1)), scale=scale, sums=empty(5)
+    )
+    return ka.ElementwiseArguments(x, epilogue=epilogue, **more)
+
+
+@pytest.mark.parametrize("element", [F32, BF16, F64, torch.int8])
+def test_without_out_the_other_outputs_are_all_that_is_written(element):
+    args = summed(element)
+    before = args.x.tensor.clone()
+    assert list(args.outputs) == ["sums"] and list(args.named_operands) == ["x", "sums"]
+    assert torch.equal(args.x.tensor, before)
+    found = computed(args)["sums"]
+    torch.testing.assert_close(found, 2 * args.x.tensor.double().sum(1).float())
+    assert torch.equal(args.x.tensor, before)
+    assert "-> nothing" in repr(args)
+
+
+def test_without_out_there_is_a_kernel_of_its_own():
+    args = summed()
+    stored = ka.ElementwiseArguments(args.x.tensor, empty(5, 7), epilogue=args.epilogue)
+    assert args.signature != stored.signature and args.key != stored.key
+
+
+def test_without_out_they_are_rebuilt_on_other_tensors_and_in_another_process():
+    args = summed()
+    x = torch.ones(5, 7)
+    other = args.rebuilt(x, x, scale=3.0, sums=empty(5))
+    assert not other.stores_out and other.signature == args.signature
+    assert computed(other)["sums"].tolist() == [21.0] * 5
+    again = rebuilt(described(args))
+    assert again.signature == args.signature and again.x.device.type == "meta"
+
+
+def test_without_out_something_else_is_written_and_x_has_a_type_that_is():
+    with pytest.raises(
+        ka.errors.ArgumentError, match="out is None and the epilogue writes nothing"
+    ):
+        ka.ElementwiseArguments(empty(2, 3))
+    with pytest.raises(
+        ka.errors.ArgumentError, match="out is None and the epilogue writes nothing"
+    ):
+        ka.ElementwiseArguments(empty(2, 3), epilogue=ka.EpilogueArguments(lambda accum: accum))
+    for element, name in ((torch.bool, "bool"), (torch.int64, "int64")):
+        with pytest.raises(ka.errors.ArgumentError, match=f"out is None and x is {name}; without"):
+            summed(x=drawn((5, 7), element))
+    with pytest.raises(ka.errors.ArgumentError, match="sums shares memory with x"):
+        x = empty(5, 7)
+        epilogue = ka.EpilogueArguments(lambda accum: (accum, ep.sum(accum, -1)), sums=x[:, 0])
+        ka.ElementwiseArguments(x, epilogue=epilogue)
+
+
 # What they say ---------------------------------------------------------------------------
 
 

@@ -89,6 +89,17 @@ def test_few_columns_are_for_narrow_tiles_and_sums_over_rows_for_tall_ones():
     assert offered(sums)[0].metadata.design.steps > 1
 
 
+def test_sums_that_are_all_that_is_written_cost_what_is_read():
+    sums = ka.EpilogueArguments(
+        lambda accum: (accum, ep.sum(accum, -1)), sums=meta(8192, element=F32)
+    )
+    args = ka.ElementwiseArguments(meta(8192, 4096), epilogue=sums)
+    stored = ka.ElementwiseArguments(meta(8192, 4096), meta(8192, 4096), epilogue=sums)
+    best, other = offered(args)[0], offered(stored)[0]
+    assert best.metadata.operands.x.alignment == 16
+    assert best.predict(args) < 0.65 * other.predict(stored)
+
+
 def test_a_broadcast_x_costs_what_is_in_memory():
     x = meta(1, 4096).expand(8192, 4096)
     args = ka.ElementwiseArguments(x, meta(8192, 4096))

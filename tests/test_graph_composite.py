@@ -464,6 +464,13 @@ def dropped(scale):
     return write
 
 
+def dropped_by_a_mask(w):
+    g, kept = w.graph, torch.rand(B, H, S, T, generator=torch.Generator().manual_seed(2)) < 0.8
+    mask = w.given("kept", values=kept.to(w.element))
+    attend(w, g.mul(g.mul(softmax(g, scores(w)), mask), 1 / 0.8))
+    return "but no mask", lambda x: x.softmax(-1) * kept / 0.8
+
+
 LEFT = [
     mask_after_the_softmax,
     softmax_over_queries,
@@ -484,6 +491,7 @@ LEFT = [
     no_softmax,
     dropped(1 / 0.8),
     dropped(1.5),
+    dropped_by_a_mask,
 ]
 
 
@@ -494,19 +502,25 @@ def test_what_is_nearly_attention_stays_as_it_is(write, caplog):
         why, probabilities = write(w)
         found = w.run()["o"]
     assert "sdpa" not in w.nodes()
-    assert why in caplog.text
+    assert why in caplog.text and why in str(w.graph.explain())
     assert_product(w, found, probabilities)
 
 
-def test_float32_waits_for_a_kernel():
+@pytest.mark.parametrize("element", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_takes_the_place_where_a_kernel_takes_it(element):
     from kernel_api.graph._planning.composite import composite_attention
     from kernel_api.graph._planning.steps import Prober
 
-    w = new(None, torch.float32)
+    class Nothing(Prober):
+        def kernels(self, args):
+            return []
+
+    w = new(None, element)
     plain(w)
     w.graph.validate()
     nodes = w.graph._validated()
-    assert composite_attention(nodes) == nodes
-    for device, cc, count in (("cpu", None, 1), ("cuda", 90, 1)):
+    for device, cc in (("cpu", None), ("cuda", 90)):
         found = composite_attention(nodes, Prober(torch.device(device), cc))
-        assert [node.op for node in found].count("sdpa") == count
+        assert [node.op for node in found.nodes].count("sdpa") == 1 and not found.refusals
+        left = composite_attention(nodes, Nothing(torch.device(device), cc))
+        assert left.nodes == nodes and len(left.refusals) == 1

@@ -29,6 +29,7 @@ from support.composite_attention import (
     window,
 )
 
+import kernel_api.graph as cudnn
 from kernel_api.verification import compare
 
 
@@ -43,6 +44,7 @@ def gradient(
     only=None,
     keeps=False,
     kv_heads=H,
+    sums=None,
 ):
     """Of attention whose probabilities are computed again.
 
@@ -53,6 +55,7 @@ def gradient(
         dBias: Extents of it.
         only: Which gradients; all by default.
         keeps: Whether the caller gets probabilities as well.
+        sums: How gradients of heads that share keys are summed, see :data:`SUMS`.
     """
     g = w.graph
     q, k, v, dO = (
@@ -91,14 +94,41 @@ def gradient(
     if scaled == "operands":
         q, k = g.mul(q, scale), g.mul(k, scale)
     dQ, dK = g.matmul(ds, k), g.matmul(g.transpose(ds, turn), q)
+    dV = g.matmul(g.transpose(p, turn), dO)
+    if sums:
+        dK, dV = (SUMS[sums](g, one, kv_heads, d) for one, d in ((dK, D), (dV, D_V)))
     if scaled == "results":
         dQ, dK = g.mul(dQ, scale), g.mul(dK, scale)
-    found = {"dQ": dQ, "dK": dK, "dV": g.matmul(g.transpose(p, turn), dO)}
+    found = {"dQ": dQ, "dK": dK, "dV": dV}
     for name in only or found:
         w.output(name, found[name])
 
 
-def gradients_in_torch(w, kind, bias=None, seen=None, dBias=None):
+def of_groups(g, x, heads, d):
+    x = g.reduction(g.reshape(x, shape=(B, heads, H // heads, T, d)), ADD, axis=2)
+    return g.reshape(x, shape=(B, heads, T, d))
+
+
+def of_copied_groups(g, x, heads, d):
+    x = g.reshape(x, cudnn.reshape_mode.LOGICAL, shape=(B, heads, H // heads, T, d))
+    x = g.reduction(g.identity(x), ADD, axis=2)
+    return g.reshape(x, cudnn.reshape_mode.LOGICAL, shape=(B, heads, T, d))
+
+
+def of_all(g, x, heads, d):
+    return g.identity(g.reduction(g.identity(x), ADD, axis=1))
+
+
+def of_others(g, x, heads, d):
+    """Every second head, not neighbours."""
+    x = g.reduction(g.reshape(x, shape=(B, H // heads, heads, T, d)), ADD, axis=1)
+    return g.reshape(x, shape=(B, heads, T, d))
+
+
+SUMS = {one.__name__: one for one in (of_groups, of_copied_groups, of_all, of_others)}
+
+
+def gradients_in_torch(w, kind, bias=None, seen=None, dBias=None, sums=None):
     q, k, v, dO = (w.data[name].to(kind) for name in ("q", "k", "v", "dO"))
     k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     found = in_torch(w, kind, bias, seen)
@@ -106,11 +136,20 @@ def gradients_in_torch(w, kind, bias=None, seen=None, dBias=None):
     dP = dO @ v.mT
     dS = p * (dP - (dP * p).sum(-1, keepdim=True))
     modes = [] if dBias is None else [i for i, n in enumerate(dBias) if n == 1 and dS.shape[i] != 1]
+
+    def summed(gradient):
+        if not sums:
+            return gradient
+        heads = w.data["k"].shape[1]
+        if sums == "of_others":
+            return gradient.unflatten(1, (H // heads, heads)).sum(1)
+        return gradient.unflatten(1, (heads, H // heads)).sum(2)
+
     return {
         **found,
         "dQ": dS @ k * SCALE,
-        "dK": dS.mT @ q * SCALE,
-        "dV": p.mT @ dO,
+        "dK": summed(dS.mT @ q * SCALE),
+        "dV": summed(p.mT @ dO),
         "dBias": dS.sum(modes, keepdim=True) if modes else dS,
     }
 
@@ -129,6 +168,11 @@ GRADIENTS = {
     "dBias of heads": {"bias": (1, H, S, T), "dBias": (1, H, S, T), "mask": window},
     "dQ and dV": {"only": ("dQ", "dV")},
     "dK and O": {"only": ("dK",), "o": "computed"},
+    "groups": {"kv_heads": 2, "sums": "of_groups", "mask": CAUSAL["i ≥ j"], "o": "computed"},
+    "groups, results are scaled": {"kv_heads": 2, "sums": "of_groups", "scaled": "results"},
+    "copied groups": {"kv_heads": 2, "sums": "of_copied_groups"},
+    "one group": {"kv_heads": 1, "sums": "of_all", "bias": (1, H, S, T)},
+    "one group of many modes": {"kv_heads": 1, "sums": "of_groups", "form": "tensor"},
 }
 
 
@@ -167,6 +211,7 @@ def assert_gradients(w, found, options):
         "bias": "bias" if options.get("bias") else None,
         "seen": SEEN.get(options.get("mask")),
         "dBias": options.get("dBias"),
+        "sums": options.get("sums"),
     }
     ref, base = (gradients_in_torch(w, kind, **given) for kind in (torch.float64, w.element))
     for name, values in found.items():
@@ -180,7 +225,11 @@ OTHER_GRADIENTS = {
     "not scaled": ({"scaled": "nothing"}, "another number than the scores"),
     "dS is given out": ({"dBias": (B, H, S, T)}, "needed besides"),
     "P is given out": ({"keeps": True}, "needed besides"),
-    "of heads that share keys": ({"kv_heads": 2}, "give it [2, 2, 53, 40]"),
+    "of heads that share keys": ({"kv_heads": 2}, "heads that share one of 2"),
+    "of sums over other heads": (
+        {"kv_heads": 2, "sums": "of_others"},
+        "heads that share one of 2",
+    ),
     "of a function of scores": ({"mask": every_second}, "otherwise than they are written"),
 }
 
@@ -193,7 +242,7 @@ def test_what_is_nearly_the_gradient_stays_as_it_is(name, caplog):
         gradient(w, **options)
         found = w.run()
     assert "sdpa_backward" not in w.nodes()
-    assert why in caplog.text
+    assert why in caplog.text and why in str(w.graph.explain())
     assert_gradients(w, found, options)
 
 

@@ -165,6 +165,42 @@ def test_what_a_plan_computes_as_part_of_another_operation_is_named_there(drawn_
     assert "unused" in found
 
 
+def rewritten():
+    """Attention that is written out and whose probabilities are kept, and a norm of its result."""
+    g = cudnn.pygraph("written out", "bfloat16", "float32", "float32", sm_version=90)
+    q, k, v = (
+        g.tensor((2, 4, n, 64), name=name) for name, n in zip("qkv", (70, 90, 90), strict=True)
+    )
+    p = g.matmul(q, g.transpose(k, [0, 1, 3, 2]), name="scores")
+    p = g.exp(g.sub(p, g.reduction(p, "MAX", axis=-1, name="largest"), name="shifted"), name="e")
+    p = g.div(p, g.reduction(p, "ADD", axis=-1, name="total"), name="p").set_output(True)
+    o = g.matmul(p.set_data_type("bfloat16"), v, name="values").set_output(True)
+    g.relu(g.reduction(o, "NORM2", axis=-1, name="norm"), name="relu").set_output(True)
+    g.validate()
+    g.create_execution_plans([cudnn.heur_mode.A])
+    return g
+
+
+def test_what_planning_made_has_a_box_that_says_of_what(drawn_by):
+    graph = rewritten()
+    svg = _picture.draw(graph, graph.plans[0])
+    found = words(svg)
+    assert "made of norm" in found and found.count("norm::") == 3
+    assert "made of values" in found
+    assert "made of largest, shifted, e, total, p" in found
+    assert found.count("made of") == 3
+    boxes = (
+        "stroke-dasharray" if drawn_by == "graphviz" else 'fill="none" stroke="#7b8794" stroke-d'
+    )
+    assert svg.count(boxes) == 3
+
+
+def test_boxes_of_what_planning_made_cover_nothing(monkeypatch):
+    monkeypatch.setattr(_picture.shutil, "which", lambda name: None)
+    graph = rewritten()
+    assert check_places(_picture.draw(graph, graph.plans[0]))
+
+
 def test_a_score_modification_is_named_in_its_node(drawn_by):
     q = torch.randn(1, 2, 9, 16)
     with cudnn.Graph() as graph:

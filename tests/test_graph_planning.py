@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import kernel_api as ka
 import kernel_api.graph as cudnn
 from kernel_api.verification import compare
 
+INFINITY = float("inf")
 HALF, BF16, FLOAT = cudnn.data_type.HALF, cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT
 
 
@@ -110,6 +112,14 @@ def attention(graph):
     return out
 
 
+def sums_alone(graph):
+    """What is reduced is read, and not written."""
+    x = graph.tensor((512, 384))
+    smallest = graph.reduction(x, cudnn.reduction_mode.MIN, axis=0)
+    smallest.set_output(True).set_data_type(FLOAT)
+    return graph.reduction(graph.relu(x), cudnn.reduction_mode.ADD, axis=-1).set_data_type(FLOAT)
+
+
 ONE_KERNEL = {
     bias_gelu: "sm90_gemm",
     scale_amax: "sm90_gemm",
@@ -119,6 +129,7 @@ ONE_KERNEL = {
     residual: "sm90_gemm",
     row_sums: "sm90_gemm",
     channels_last: "sm80_elementwise",
+    sums_alone: "sm80_elementwise",
     attention: "sm90_sdpa_forward",
 }
 
@@ -155,3 +166,125 @@ def test_a_transformer_block_computes_what_torch_does():
     exact = block.block_of_torch(block.SMALL, given, torch.float64)
     verdict = compare(y, exact, block.block_of_torch(block.SMALL, given), factor=3.0)
     assert verdict, verdict.reason
+
+
+# What torch computes ----------------------------------------------------------------------
+
+
+UNFUSED = {
+    "MUL": (lambda g, x, y: g.reduction(x, "MUL", axis=-1), "epilogues have no reduction MUL"),
+    "MUL_NO_ZEROS": (
+        lambda g, x, y: g.reduction(x, "MUL_NO_ZEROS", axis=-1),
+        "epilogues have no reduction MUL_NO_ZEROS",
+    ),
+    "pow by a tensor": (lambda g, x, y: g.pow(x, y), "epilogues have powers by numbers that are"),
+    "pow by 1.5": (lambda g, x, y: g.pow(x, 1.5), "epilogues have no power 1.5"),
+    "mod": (lambda g, x, y: g.mod(x, y), "mod has no form"),
+    **{
+        op: (lambda g, x, y, op=op: getattr(g, op)(x), f"{op} has no form")
+        for op in ("sin", "cos", "tan", "ceil", "floor")
+    },
+}
+IN_TORCH = {
+    "MUL": lambda x, y: x.prod(-1, keepdim=True),
+    "MUL_NO_ZEROS": lambda x, y: x.where(x != 0, 1.0).prod(-1, keepdim=True),
+    "pow by a tensor": torch.pow,
+    "pow by 1.5": lambda x, y: x.pow(1.5),
+    "mod": torch.fmod,
+    **{op: lambda x, y, op=op: getattr(x, op)() for op in ("sin", "cos", "tan", "ceil", "floor")},
+}
+
+
+def with_torch(make, behind, sm_version=None):
+    """relu(x), or a product, then what is made of it and y; uids 1, 2 and 3."""
+    g = cudnn.pygraph(
+        "", FLOAT, FLOAT, FLOAT, handle=cudnn.create_handle("cpu"), sm_version=sm_version
+    )
+    x, y = (g.tensor((3, 5, 7), name=name) for name in "xy")
+    before = g.matmul(x, g.tensor((7, 7), name="w"), name="mm") if behind else g.relu(x)
+    g.relu(make(g, before, y)).set_output(True).set_name("out")
+    return g
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["elements", "product"])
+@pytest.mark.parametrize("name", UNFUSED)
+def test_what_epilogues_have_not_is_left_to_torch_and_explained(name, behind):
+    make, why = UNFUSED[name]
+    said = str(planned(with_torch(make, behind, sm_version=90)))
+    assert f"is left to torch: {why}" in said
+    assert f"is not part of {'the' if behind else 'an element-wise'} kernel" in said
+    graph = with_torch(make, behind)
+    graph.build([cudnn.heur_mode.A])
+    assert [step.kind for step in graph.selected.steps] == ["kernel", "torch", "kernel"]
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.rand((3, 5, 7), generator=generator) * 3 for _ in "xy")
+    x[0, 0, 0] = 0.0
+    out = torch.full(graph.outputs[0].dim, float("nan"))
+    given = {"x": x, "y": y, "out": out, **({"w": torch.eye(7)} if behind else {})}
+    graph.execute(given)
+    exact, same = (IN_TORCH[name](x.to(kind), y.to(kind)).relu() for kind in (torch.float64, None))
+    assert compare(out, exact, same, factor=3.0)
+
+
+@pytest.mark.parametrize("exponent", [0, 0.5, -0.5, 1, 3, -2, 16.0])
+def test_powers_by_numbers_are_part_of_a_kernel(exponent):
+    graph = with_torch(lambda g, x, y: g.mul(g.pow(x, exponent), y), behind=False)
+    graph.build([cudnn.heur_mode.A])
+    assert len(launches(graph.selected)) == 1
+    x, y = (torch.rand(3, 5, 7) + 0.5 for _ in "xy")
+    x[0, 0, :2] = torch.tensor([INFINITY, 2.0])
+    out = torch.empty(3, 5, 7)
+    graph.execute({"x": x, "y": y, "out": out})
+    exact, same = (x.to(kind).pow(exponent) * y.to(kind) for kind in (torch.float64, None))
+    assert compare(out, exact, same, factor=3.0)
+
+
+def test_the_powers_that_are_planned_are_those_of_epilogues():
+    from kernel_api.errors import EpilogueError
+    from kernel_api.graph._operations.pointwise import POINTWISE, POWERS
+
+    def traced(exponent):
+        def fn(accum):
+            return POINTWISE["pow"].epilogue(accum, exponent)
+
+        x = torch.empty(2, 3)
+        ka.ElementwiseArguments(x, torch.empty(2, 3), epilogue=ka.EpilogueArguments(fn))
+
+    for exponent in POWERS:
+        traced(exponent)
+    for exponent in (1.5, 17.0, -17.0, 0.25):
+        assert exponent not in POWERS
+        with pytest.raises(EpilogueError, match="the exponent is"):
+            traced(exponent)
+
+
+def test_what_planning_rewrote_may_be_left_to_torch_with_results_that_nobody_needs():
+    g = cudnn.pygraph("", FLOAT, FLOAT, FLOAT, handle=cudnn.create_handle("cpu"))
+    x, scale = g.tensor((2, 3, 5, 7), name="x"), g.tensor((1, 3, 1, 1), name="scale")
+    y, _, _ = g.layernorm(
+        x, scale, None, 1e-3, True, norm_forward_phase=cudnn.norm_forward_phase.TRAINING
+    )
+    y.set_output(True).set_name("y")
+    g.build([cudnn.heur_mode.A])
+    assert g.selected.steps[-1].kind == "torch" and len(g.selected.steps) == 2
+    given, gamma, found = torch.randn(2, 3, 5, 7), torch.randn(1, 3, 1, 1), torch.empty(2, 3, 5, 7)
+    g.execute({"x": given, "scale": gamma, "y": found})
+    results = []
+    for kind in (torch.float64, torch.float32):
+        z = given.to(kind) - given.to(kind).mean(1, keepdim=True)
+        deviation = (z.square().mean(1, keepdim=True) + 1e-3).sqrt()
+        results.append(z / deviation * (1 + gamma.to(kind)))
+    assert compare(found, *results, factor=3.0)
+
+
+def test_what_stands_for_a_tensor_is_not_taken_for_another_that_lies_where_it_lay():
+    from kernel_api.graph._planning.steps import Prober
+    from kernel_api.graph._tensor import Tensor
+
+    prober = Prober(torch.device("cpu"))
+    for extent in range(1, 50):
+        kind = HALF if extent % 2 else FLOAT
+        tensor = Tensor(None, dim=(extent,), stride=(1,), element=kind)
+        taken = prober.take(tensor)
+        assert taken.numel() == extent and taken.element_size() == (2 if extent % 2 else 4)
+        del tensor

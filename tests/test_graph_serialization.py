@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.graph_restarts import main, restarted, stored
 from support.random_graphs import cases, data_of, graph_of
 
 import kernel_api.graph as cudnn
@@ -19,6 +20,8 @@ from kernel_api.graph._serialization import (
     pack,
     unpack,
 )
+
+A, FALLBACK = cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK
 
 X, W, B = (torch.randn(*shape) for shape in ((5, 17), (17, 9), (9,)))
 
@@ -87,6 +90,27 @@ def test_random_graphs_come_back_and_compute_the_same_bits(case):
         results.append([data[name] for name in case.outputs])
     for own, other in zip(*results, strict=True):
         assert torch.equal(own.double().nan_to_num(3), other.double().nan_to_num(3))
+
+
+def test_another_process_computes_the_same_bits_without_the_compiler(tmp_path):
+    modes = {number: [FALLBACK if number % 8 else A] for number in range(0, 200, 4)}
+    titles = stored(modes, "cpu", tmp_path / "graphs.pt")
+    by_torch = [one for names in titles for one in names if one.startswith("torch: ")]
+    assert len(by_torch) >= 25 and sum(map(len, titles)) > len(titles)
+    found = restarted(tmp_path / "graphs.pt")
+    assert found == {"executed": len(modes), "wrong": [], "compiler": False}
+
+
+def test_a_graph_that_gives_other_bits_in_another_process_is_found(tmp_path, capsys):
+    stored({3: [A], 4: [A]}, "cpu", tmp_path / "graphs.pt")
+    held = torch.load(tmp_path / "graphs.pt")
+    next(iter(held["graphs"][0]["expected"].values())).view(torch.uint8)[0] += 1
+    held["graphs"][1]["graph"] = b"{}"
+    torch.save(held, tmp_path / "graphs.pt")
+    main(tmp_path / "graphs.pt")
+    (one, why), (other, failure) = json.loads(capsys.readouterr().out)["wrong"]
+    assert one == 3 and "bytes of tensor" in why
+    assert other == 4 and "SerializedGraphError" in failure
 
 
 def test_a_handle_may_be_given_first(data):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kernel_api as ka
+from kernel_api import epilogue as ep
 from kernel_api import masks
 from kernel_api.tuning import Policy, Problem
 from kernel_api.tuning._roofs import roofs_of
@@ -71,6 +72,13 @@ def test_nothing_is_known_where_rows_are_picked_or_experts_may_have_no_tokens():
     assert work(groups(3, row_index=empty(64, element=torch.int32))) is None
     assert work(groups(65)) is None
     assert work(groups(64)) is not None
+
+
+def test_an_out_that_is_not_stored_is_not_counted():
+    x, sums = empty(64, 32), empty(64, element=torch.float32)
+    epilogue = ka.EpilogueArguments(lambda accum: (accum, ep.sum(accum, -1)), sums=sums)
+    args = ka.ElementwiseArguments(x, None, epilogue=epilogue)
+    assert work(args).bytes == 64 * 32 * 2 + 64 * 4
 
 
 def test_attention_counts_the_products_of_all_heads():

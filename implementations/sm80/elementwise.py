@@ -319,7 +319,8 @@ class Elementwise:
     there: see `Epilogue`. Where it does not ask which column is where within 8 · `merged` columns,
     those of a thread are neighbours.
 
-    No shared memory, but for reductions over rows and of the whole matrix.
+    No shared memory, but for reductions over rows and of the whole matrix. Without `stores_out`
+    the first output is neither computed nor written.
 
     x (M, N), out and whatever else: any strides, modes of x of stride 0, or the same with a leading
     batch mode; sizes known at run time. What has a static stride of 1 along columns is moved in
@@ -337,6 +338,7 @@ class Elementwise:
         merged: int = 1,
         vector_bytes: int = 1,
         epilogue: Epilogue | None = None,
+        stores_out: bool = True,
     ):
         self.threads = threads
         self.columns = columns
@@ -345,6 +347,7 @@ class Elementwise:
         self.merged = merged
         self.vector_bytes = vector_bytes
         self.epilogue = epilogue or AsItIs(Conversions())
+        self.stores_out = stores_out
         self.plain = isinstance(self.epilogue, AsItIs)
         self.bundle = bundle_columns(self.epilogue.bundle, self.epilogue.spans_row, columns)
         self._check()
@@ -458,7 +461,8 @@ class Elementwise:
         for turn in turns:
             fragments = self._made(turn, gathered)
             for j, fragment in enumerate(fragments):
-                self._write(j, fragment, mD[j], turn)
+                if fragment is not None:
+                    self._write(j, fragment, mD[j], turn)
             store_per_block(self.epilogue, turn, mR[: len(self.epilogue.per_block)], self.bundle)
             row = turn.row - place[0] * self.tile[0], self.rows_apart
             self.sums.after_turn(gathered, space, place, row, thread % WARP)
@@ -498,9 +502,15 @@ class Elementwise:
         )
 
     def _made(self, turn: RowThread, gathered: list) -> list:
-        """The elements of each output in registers, some of all at a time."""
-        places, fragments = [], []
+        """The elements of each output in registers, some of all at a time; None of an out that is
+        not stored."""
+        places: list = []
+        fragments: list = []
         for full, element_type in zip(self.epilogue.full, self.output_types, strict=True):
+            if not (self.stores_out or places):
+                places.append([])
+                fragments.append(None)
+                continue
             places.append(self.epilogue_places(full.lane_columns, full.columns))
             fragments.append(cute.make_rmem_tensor(len(places[-1]), element_type))
         reductions = self.sums.reductions

@@ -356,13 +356,14 @@ class Execution:
         return run
 
     def _torch_launch(self, step: TorchStep) -> Callable[[list[Any]], None]:
-        own = {id(node) for node in step.nodes}
+        # By what they write: the producer of a tensor may be the user's node, not that which
+        # planning put in its place.
+        own = {id(tensor) for node in step.nodes for tensor in node.writes}
         refs: dict[int, Ref] = {}
         for node in step.nodes:
             for tensor in (*_all_reads(node), *node.writes):
-                producer = tensor.producer
-                inside = producer is not None and id(producer) in own
-                if tensor.is_constant or (inside and id(tensor) not in self._number):
+                inside = id(tensor) in own and id(tensor) not in self._number
+                if tensor.is_constant or inside:
                     continue
                 refs[id(tensor)] = self.ref(tensor)
 

@@ -1,5 +1,7 @@
 """Graphs as pictures: operations, tensors, and the kernels around what they fuse.
 
+Within a kernel, what planning made of the user's operations has a box of its own.
+
 ``draw`` uses graphviz where it is installed. Else operations stand below each other in the order in
 which they run, inputs to their left and outputs to their right; what is not read by the next
 operation goes down on the right.
@@ -7,6 +9,7 @@ operation goes down on the right.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -62,19 +65,27 @@ class _Drawn(NamedTuple):
     Attributes:
         boxes: In the order that they run.
         merged: By id of a node, names of the user's nodes that it was made of, if it has another.
+        made: By id of a node that planning put in the place of the user's, what it is made of.
     """
 
     boxes: list[_Box]
     merged: dict[int, list[str]]
+    made: dict[int, list[str]]
 
     @property
     def nodes(self) -> list[Node]:
         return [node for box in self.boxes for node in box.nodes]
 
+    def runs(self, nodes: Iterable[Node]) -> Iterator[tuple[list[str], list[Node]]]:
+        """Neighbours that are made of the same, with the title of the box around them; the others,
+        which have none, with an empty one."""
+        for title, run in itertools.groupby(nodes, lambda node: self.made.get(id(node), [])):
+            yield title, list(run)
+
 
 def _drawn(graph: Any, plan: Any) -> _Drawn:
     if plan is None:
-        return _Drawn([_Box("", "view", _sorted(graph.nodes))], {})
+        return _Drawn([_Box("", "view", _sorted(graph.nodes))], {}, {})
     boxes, shown = [], dict[int, Node]()
     for step in plan.steps:
         # What several kernels compute is drawn in the first of them.
@@ -82,7 +93,20 @@ def _drawn(graph: Any, plan: Any) -> _Drawn:
         shown.update((id(node), node) for node in nodes)
         boxes.append(_Box(_clean(step.title), step.kind, nodes))
     merged, left = _merged(graph.nodes, list(shown.values()))
-    return _Drawn([*boxes, _Box("", "view", left)], merged)
+    own = {(node.name, node.op) for node in graph.nodes}
+    planned = [node for node in shown.values() if (node.name, node.op) not in own]
+    return _Drawn([*boxes, _Box("", "view", left)], merged, _made(planned, merged))
+
+
+def _made(nodes: list[Node], merged: dict[int, list[str]]) -> dict[int, list[str]]:
+    """What planning made of which nodes of the user's, as lines; these are not in ``merged``
+    any more. What serves another of them, ``name::...``, is made of the same."""
+    of = {node.name: merged.pop(id(node), []) or [_base(node)] for node in nodes}
+    return {id(node): _wrapped("made of ", of.get(_base(node), of[node.name])) for node in nodes}
+
+
+def _base(node: Node) -> str:
+    return node.name.rsplit("::", 1)[0]
 
 
 def _merged(nodes: Iterable[Node], shown: list[Node]) -> tuple[dict[int, list[str]], list[Node]]:
@@ -92,7 +116,7 @@ def _merged(nodes: Iterable[Node], shown: list[Node]) -> tuple[dict[int, list[st
     into: dict[int, Node] = {}  # what a node of the graph is part of, by the id of what it writes
     merged: dict[int, list[str]] = {}
     left: list[Node] = []
-    ids, names = {id(node) for node in shown}, {node.name for node in shown}
+    ids, names = {id(node) for node in shown}, {(node.name, node.op) for node in shown}
     for node in reversed(_sorted(nodes)):
         found = [writer.get(id(t)) or into.get(id(t)) for t in node.writes]
         target = next((one for one in found if one is not None), None)
@@ -101,7 +125,7 @@ def _merged(nodes: Iterable[Node], shown: list[Node]) -> tuple[dict[int, list[st
         elif target is None:
             left.insert(0, node)
             continue
-        elif node.name not in names:
+        elif (node.name, node.op) not in names:
             merged.setdefault(id(target), []).insert(0, node.name)
         for tensor in node.reads:
             into.setdefault(id(tensor), target)
@@ -195,8 +219,15 @@ def _dot_text(name: str, drawn: _Drawn) -> str:
                 f'label={_quoted(box.title)}; labeljust=l; style="filled,rounded"; fontsize=11;',
                 f"fillcolor={_quoted(fill)}; color={_quoted(line)}; fontname={_quoted(_FONT)};",
             ]
-        for node in box.nodes:
-            lines.append(f"n{id(node)} [label={_quoted(*_lines(node, drawn.merged))}];")
+        for j, (title, run) in enumerate(drawn.runs(box.nodes)):
+            lines += [
+                f"subgraph cluster_{i}_{j} {{",
+                f'label={_quoted(*title)}; labeljust=l; style="dashed,rounded"; fontsize=11;',
+                f"color={_quoted(_PALE)}; fontname={_quoted(_FONT)};",
+            ] * bool(title)
+            for node in run:
+                lines.append(f"n{id(node)} [label={_quoted(*_lines(node, drawn.merged))}];")
+            lines += ["}"] * bool(title)
         lines += ["}"] * bool(box.title)
     nodes = drawn.nodes
     shown: set[int] = set()
@@ -239,7 +270,7 @@ def _quoted(*lines: str) -> str:
 #: Pixels.
 _CHARACTER, _LINE = 6.7, 16
 _PILL, _GAP, _MARGIN = 38, 34, 16
-_SLOT, _BRANCH = 20, 20
+_SLOT, _BRANCH, _PADDING = 20, 20, 8
 
 
 @dataclass
@@ -250,6 +281,8 @@ class _Row:
         exits: Tensors that leave to the right: outputs, and those that later rows read.
         entries: Tensors of earlier rows than the last that come in from the right.
         straight: Tensors that go down to the next row.
+        title: Of the box around what planning made, if the first row of that.
+        ends: Whether it is the last row of that.
     """
 
     node: Node
@@ -258,12 +291,18 @@ class _Row:
     exits: list[Tensor] = field(default_factory=list)
     entries: list[Tensor] = field(default_factory=list)
     straight: list[Tensor] = field(default_factory=list)
+    title: list[str] = field(default_factory=list)
+    ends: bool = False
     top: float = 0.0
 
     @property
     def height(self) -> float:
         right = sum(map(_slot, self.exits)) + len(self.entries) * _SLOT
         return max(len(self.lines) * _LINE + 14, len(self.inputs) * (_PILL + 6), right)
+
+    @property
+    def title_height(self) -> float:
+        return len(self.title) * _LINE + 6 if self.title else 0.0
 
     @property
     def middle(self) -> float:
@@ -292,10 +331,18 @@ class _Picture:
         self._boxes = drawn.boxes
         self._rows = [_Row(node, _lines(node, drawn.merged), _inputs(node)) for node in drawn.nodes]
         self._row_of = {id(t): i for i, r in enumerate(self._rows) for t in r.node.writes}
+        self._entitle(drawn)
         self._connect()
         self._lay()
         self._place()
         self._parts: list[str] = []
+
+    def _entitle(self, drawn: _Drawn) -> None:
+        rows = iter(self._rows)
+        for box in self._boxes:
+            for title, run in drawn.runs(box.nodes):
+                of_run = [next(rows) for _ in run]
+                of_run[0].title, of_run[-1].ends = title, bool(title)
 
     def _connect(self) -> None:
         for i, row in enumerate(self._rows):
@@ -342,8 +389,8 @@ class _Picture:
                 continue
             start, y = y, y + (32 if box.title else 0)
             for row in rows[index : index + len(box.nodes)]:
-                row.top = y
-                y += row.height + _GAP
+                row.top = y + row.title_height
+                y = row.top + row.height + _PADDING * row.ends + _GAP
             index += len(box.nodes)
             y -= _GAP if box.nodes else 0
             self._box_places.append((box, start, y + 10 - start))
@@ -352,7 +399,8 @@ class _Picture:
         pills = [_pill_width(t) for row in rows for t in row.inputs]
         self._box_left = _MARGIN + max(pills, default=0.0) + 30
         self._node_left = self._box_left + 24
-        self._node_width = max([70.0, *(_width(one) + 20 for row in rows for one in row.lines)])
+        widths = [_width(one) + 20 for row in rows for one in (*row.lines, *row.title)]
+        self._node_width = max([70.0, *widths])
         self._inner_left, inner_end = self._lanes_from(
             self._node_left + self._node_width, inner=True
         )
@@ -391,6 +439,7 @@ class _Picture:
         ]
         for box, top, height in self._box_places:
             self._draw_box(box, top, height)
+        self._draw_made()
         for i, row in enumerate(self._rows):
             self._draw_straight(row, self._rows[i + 1] if i + 1 < len(self._rows) else row)
             self._draw_right(row)
@@ -399,6 +448,8 @@ class _Picture:
             self._draw_inputs(row)
         for box, top, _ in self._box_places:
             self._draw_title(box, top)
+        for row in self._rows:
+            self._draw_title_of_made(row)
         return "".join([*self._parts, "</svg>"])
 
     def _draw_box(self, box: _Box, top: float, height: float) -> None:
@@ -416,6 +467,24 @@ class _Picture:
             fill, line = _COLOURS[box.kind]
             look = f'fill="{line}" font-size="11" paint-order="stroke" stroke="{fill}"'
             self._text(self._box_left + 10, top + 16, box.title, look + ' stroke-width="4"')
+
+    def _draw_made(self) -> None:
+        """Boxes around what planning made."""
+        left, width = self._node_left - _PADDING, self._node_width + 2 * _PADDING
+        top = 0.0
+        for row in self._rows:
+            top = row.top - row.title_height if row.title else top
+            if row.ends:
+                height = row.top + row.height + _PADDING - top
+                look = f'fill="none" stroke="{_PALE}" stroke-dasharray="5 3"'
+                self._rectangle(left, top, width, height, look)
+
+    def _draw_title_of_made(self, row: _Row) -> None:
+        """Over lines, as titles of kernels are."""
+        look = f'fill="{_PALE}" font-size="11" paint-order="stroke" stroke="white"'
+        for i, line in enumerate(row.title):
+            y = row.top - row.title_height + (i + 1) * _LINE - 2
+            self._text(self._node_left, y, line, look + ' stroke-width="3"')
 
     def _draw_node(self, row: _Row) -> None:
         self._rectangle(

@@ -43,7 +43,10 @@ def work_of(problem: Problem) -> Work | None:
         operation = data["signature"][0]
         if not _reads_all(operation, sizes, arguments["keywords"]):
             return None
-        size = sum(map(_bytes, _tensors([arguments["operands"], arguments["keywords"]])))
+        operands = arguments["operands"]
+        if arguments["keywords"].get("stores_out") is False:
+            operands = operands[:-1]
+        size = sum(map(_bytes, _tensors([operands, arguments["keywords"]])))
         operations, kind = None, None
         if operation in _OPERATIONS:
             operations = _OPERATIONS[operation](sizes, arguments["keywords"])

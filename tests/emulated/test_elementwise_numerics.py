@@ -252,6 +252,51 @@ def test_halves_count_nothing_behind_the_end_of_theirs():
     check(args, kernel=with_design(args, columns=256, steps=1, turns=1))
 
 
+# Without out -----------------------------------------------------------------------------
+
+
+def only_reduced(shape, element, layout="t", pad=0, beside=False):
+    """Sums of a matrix, and nothing of its size; or a matrix of another type beside them."""
+    *batch, M, N = shape
+
+    def fn(accum, weight):
+        y = accum * weight
+        more = (y * 3.0,) if beside else ()
+        return y, *more, ep.sum(y, -1), ep.max(accum, -2), ep.mean_square(y, None)
+
+    outputs = {"matrix": matrix(shape, F16)} if beside else {}
+    outputs |= {"rows": torch.empty(*batch, M), "columns": torch.empty(*batch, N)}
+    outputs |= {"mean": torch.empty(batch)}
+    epilogue = ka.EpilogueArguments(fn, weight=drawn((N,), F32, seed=5), **outputs)
+    return ka.ElementwiseArguments(drawn(shape, element, layout, pad=pad), epilogue=epilogue)
+
+
+#: Shapes, types, layouts, padding, and whether there is a matrix beside.
+WITHOUT_OUT = [
+    ((150, 136), BF16, "t", 8, False),
+    ((2, 37, 71), F32, "t", 0, False),
+    ((37, 72), BF16, "t", 0, True),
+    ((21, 40), I8, "n", 0, False),
+    ((70, 264), F16, "t", 0, False),
+    ((33, 96), E4M3, "t", 16, True),
+    ((1, 1), F32, "t", 0, False),
+]
+
+
+@pytest.mark.parametrize("turn", range(len(WITHOUT_OUT) if EVERYTHING else 4))
+def test_what_is_not_stored_is_read_and_not_written(turn):
+    args = only_reduced(*WITHOUT_OUT[turn])
+    before = storage_bytes(args.x.tensor).copy()
+    for one in range(len(offered(args, "sm_80"))) if EVERYTHING else (turn,):
+        compiled = check(args, one, "sm_90" if turn % 2 else "sm_80")
+        assert (storage_bytes(args.x.tensor) == before).all()
+    stored = ka.ElementwiseArguments(
+        args.x.tensor, torch.empty_like(args.x.tensor), epilogue=args.epilogue
+    )
+    text = EmulatedKernel.compile(compiled.kernel, stored, "sm_80").text
+    assert compiled.text.count("@inside st.global") < text.count("@inside st.global")
+
+
 # What the emulator would see -------------------------------------------------------------
 
 DISORDER = "nothing orders them|with no barrier in between|what was never written"

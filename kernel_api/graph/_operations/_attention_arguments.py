@@ -18,6 +18,9 @@ from kernel_api.graph._tensor import Tensor
 
 _INDICES = ("b", "h", "q", "kv")
 
+#: What 8-bit operands are multiplied with.
+DESCALES = ("descale_q", "descale_k", "descale_v")
+
 #: Queries and keys of a block of ``block_mask``.
 BLOCK_SHAPE = (128, 128)
 
@@ -25,7 +28,8 @@ BLOCK_SHAPE = (128, 128)
 def attention_arguments(
     node: Node, tensors: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> ka.SdpaArguments | ka.SdpaBackwardArguments:
-    """The arguments of a node ``sdpa`` or ``sdpa_backward``. Looks at no data.
+    """The arguments of a node ``sdpa``, ``sdpa_backward`` or ``sdpa_fp8``; of the latter without
+    what is done to P and O. Looks at no data.
 
     Args:
         tensors: Meta or real ones by input name, in the dims of the graph; numbers for what is
@@ -63,6 +67,7 @@ def attention_arguments(
         outputs["O"],
         _rows(outputs.get("Stats")),
         page_table=_pages(node, tensors),
+        **{name: _single(tensors[name]) for name in DESCALES if name in tensors},
         **options,
     )
 

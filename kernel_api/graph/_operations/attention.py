@@ -118,8 +118,9 @@ class SdpaFp8(Attention):
 
         from kernel_api.providers.reference.epilogue import rounded
 
-        scales = {name: float(one) for name, one in given.items() if "scale" in name}
-        tensors = _plain(node, given)
+        names = [name for name in given if name.startswith(("scale_", "descale_"))]
+        scales = {name: float(given[name]) for name in names}
+        tensors = _plain(node, {name: one for name, one in given.items() if name not in scales})
         tensors["q"] = tensors["q"] * (scales["descale_q"] * scales["descale_k"])
         element = element_type(node.input("q").data_type)
         plain, tensors, _ = without_body(_Unragged(node), tensors)

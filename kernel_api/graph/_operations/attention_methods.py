@@ -246,7 +246,8 @@ class AttentionMethods(Builder):
         Scores are q·k · descale_q · descale_k · attn_scale; amax_S is the largest P; P · scale_s is
         rounded to the type of q; O = P · v · descale_v · descale_s, whose largest magnitude is
         amax_O, is stored times scale_o. Each scale is FLOAT, one number; so are both maxima
-        (1, 1, 1, 1). Options are those of :class:`AttentionMethods`.
+        (1, 1, 1, 1). Kernels, which give no maxima and no O of 8 bits, round P · 256 instead, and
+        multiply by scale_s / 256. Options are those of :class:`AttentionMethods`.
         """
         options = self._attention_options(locals())
         scales = {

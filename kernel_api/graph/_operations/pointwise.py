@@ -113,9 +113,14 @@ def _truth(x: Any) -> Any:
     return x if isinstance(x, Value) and x.is_boolean else numeric(x) != 0.0
 
 
+#: Exponents that epilogues have.
+POWERS = (0.0, 0.5, -0.5, *(float(sign * whole) for whole in range(1, 17) for sign in (1, -1)))
+
+
 def _power(x: Any, exponent: Any) -> Any:
     if isinstance(exponent, numbers.Real) and float(exponent) == 0:
-        return 0.0 * numeric(x) + 1.0
+        # Of whatever x is, NaN too.
+        return ep.where(numeric(x) > 0.0, 1.0, 1.0)
     return power(numeric(x), exponent)
 
 

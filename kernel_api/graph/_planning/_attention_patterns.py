@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kernel_api._log import logger
 from kernel_api.graph._enums import data_type, element_type
 from kernel_api.graph._node import Node
 from kernel_api.graph._planning._patterns import (
@@ -19,28 +19,31 @@ from kernel_api.graph._planning._patterns import (
     Miss,
     Visible,
     conditions,
+    next_of,
     operands,
     scaled,
+    summed_over_heads,
     visible,
 )
 from kernel_api.graph._planning._score_bodies import Function, function_of_scores
+from kernel_api.graph._planning.refusal import Refusal
 from kernel_api.graph._tensor import Tensor
-
-_log = logger(__name__)
 
 #: Scores that are selected to be this or less count as hidden: behind the softmax they are 0 next
 #: to any score that is not of this size itself.
 _HIDDEN = -1e4
 
 
-def left_as_it_is(name: str, why: object) -> None:
-    _log.debug("%s is left as it is: %s", name, why)
-
-
-def attentions(flow: Flow) -> Iterator[Forward | Backward]:
-    """All that may be attention, or its gradient; the logger says what is nearly that."""
-    for softmax in _softmaxes(flow):
-        yield from _around(flow, softmax)
+def attentions(flow: Flow) -> Iterator[Forward | Backward | Refusal]:
+    """All that may be attention, or its gradient, and what is nearly that."""
+    for node in flow.nodes:
+        try:
+            found = _softmax(flow, node)
+        except Miss as miss:
+            yield Refusal(node, "is not the softmax of attention", str(miss))
+        else:
+            if found is not None:
+                yield from _around(flow, found)
 
 
 # What is looked for ----------------------------------------------------------------------
@@ -98,9 +101,8 @@ class Forward:
     inner: tuple[Node, ...]
     keeps: bool = False
 
-    @property
-    def name(self) -> str:
-        return f"attention of {self.product}"
+    def refused(self, why: object) -> Refusal:
+        return _not_attention(self.product, why)
 
 
 @dataclass(eq=False)
@@ -122,24 +124,19 @@ class Backward:
     replaced: tuple[Node, ...]
     inner: tuple[Node, ...]
 
-    @property
-    def name(self) -> str:
-        return f"the gradient of attention around {self.softmax.node}"
+    def refused(self, why: object) -> Refusal:
+        return _not_gradient(self.softmax.node, why)
+
+
+def _not_attention(product: Node, why: object) -> Refusal:
+    return Refusal(product, "is not the product of attention", str(why))
+
+
+def _not_gradient(node: Node, why: object) -> Refusal:
+    return Refusal(node, "is not part of the gradient of attention", str(why))
 
 
 # From the softmax back to Q and K --------------------------------------------------------
-
-
-def _softmaxes(flow: Flow) -> Iterator[Softmax]:
-    """Those of scores."""
-    for node in flow.nodes:
-        try:
-            found = _softmax(flow, node)
-        except Miss as miss:
-            left_as_it_is(f"the softmax of {node}", miss)
-        else:
-            if found is not None:
-                yield found
 
 
 def _softmax(flow: Flow, node: Node) -> Softmax | None:
@@ -344,50 +341,53 @@ def _check_values(nodes: Iterable[Node]) -> None:
 # From the softmax on ---------------------------------------------------------------------
 
 
-def _around(flow: Flow, softmax: Softmax) -> Iterator[Forward | Backward]:
+def _around(flow: Flow, softmax: Softmax) -> Iterator[Forward | Backward | Refusal]:
     """What is attention, and its gradient, around a softmax."""
     products = _products(flow, softmax.out)
-    forwards = []
+    found: list[Forward | Backward] = []
     for product, left in products:
         if left.order == AS_IT_IS and left.is_plain:
             v = flow.factor(product.input("B"))
             inner = (*softmax.scores.inner, *softmax.inner, product, *left.passed)
             if v.is_plain:
-                forwards.append(Forward(softmax, product, v, inner))
+                found.append(Forward(softmax, product, v, inner))
             else:
-                left_as_it_is(f"attention of {product}", "V is scaled")
+                yield _not_attention(product, "V is scaled")
         elif not left.is_plain:
-            left_as_it_is(
-                f"attention of {product}", Miss("what it multiplies is scaled after the softmax")
-            )
-    backwards = []
+            yield _not_attention(product, "what it multiplies is scaled after the softmax")
     for node in flow.readers.get(softmax.out, ()):
         try:
-            found = _backward(flow, softmax, node, products)
+            gradient = _backward(flow, softmax, node, products)
         except Miss as miss:
-            left_as_it_is(f"the gradient of {node}", miss)
+            yield _not_gradient(node, miss)
         else:
-            backwards += [] if found is None else [found]
-    if not forwards and not backwards:
-        readers = ", ".join(map(str, flow.readers.get(softmax.out, ()))) or "nothing"
-        why = f"it is read by {readers}; expected a product with V, or the gradient"
-        drawn = _drawn(flow, softmax.out)
+            found += [] if gradient is None else [gradient]
+    if not found:
+        why = _why_alone(flow, softmax.out)
+        yield Refusal(softmax.node, "is not the softmax of attention", why)
+    yield from found
+
+
+def _why_alone(flow: Flow, p: Tensor) -> str:
+    """Why probabilities are those of no attention: what reads them."""
+    readers = flow.readers.get(p, [])
+    for reader in readers:
+        if reader.op not in ("mul", "scale") or scaled(reader) is not None:
+            continue
+        (by,) = [one for one in operands(reader) if one is not p] or [p]
+        drawn = flow.made_by(flow.factor(by, converted=True).root, "rng")
         if drawn is not None:
-            why = f"{drawn} draws other numbers than attention's dropout would"
-        left_as_it_is(f"the softmax of {softmax.node}", why)
-    yield from forwards
-    yield from backwards
-
-
-def _drawn(flow: Flow, tensor: Tensor) -> Node | None:
-    """What draws random numbers that a tensor is multiplied with."""
-    for reader in flow.readers.get(tensor, ()):
-        if reader.op in ("mul", "scale"):
-            for one in operands(reader):
-                found = flow.made_by(flow.factor(one, converted=True).root, "rng")
-                if found is not None:
-                    return found
-    return None
+            return (
+                f"{drawn} draws other numbers than attention's dropout would: it gives 1 where "
+                f"u < p and counts rows of all heads, attention keeps what has u ≥ p and counts "
+                f"the queries of each head by itself"
+            )
+        return (
+            f"{reader} multiplies it with {by}; of dropout attention takes a probability, and "
+            f"draws what it drops, but no mask"
+        )
+    shown = ", ".join(map(str, readers)) or "nothing"
+    return f"it is read by {shown}; expected a product with V, or the gradient"
 
 
 def _products(flow: Flow, tensor: Tensor) -> list[tuple[Node, Factor]]:
@@ -431,7 +431,7 @@ def _backward(
     if not (dO.is_plain and v.is_plain):
         raise Miss("dO or V is scaled")
     o = _of_sums(flow, softmax, dP, dO, total, inner)
-    found = _Gradients(flow, softmax, dO, node)
+    found = _Gradients(flow, softmax, v, dO, node)
     found.of_scores()
     found.of_values(products)
     if not {"dQ", "dK"} & found.tensors.keys():
@@ -460,6 +460,22 @@ def _of_sums(
     raise Miss(f"{total} is not of dP · P or dO · O")
 
 
+class _Scales(NamedTuple):
+    """What something is multiplied with."""
+
+    number: float
+    tensors: list[Tensor]
+
+    def times(self, by: float | Tensor) -> _Scales:
+        if isinstance(by, Tensor):
+            return _Scales(self.number, [*self.tensors, by])
+        return _Scales(self.number * by, self.tensors)
+
+
+def _is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6)
+
+
 @dataclass
 class _Gradients:
     """The products that gradients are.
@@ -471,6 +487,7 @@ class _Gradients:
 
     flow: Flow
     softmax: Softmax
+    v: Factor
     dO: Factor
     node: Node
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -486,9 +503,11 @@ class _Gradients:
             right = self.flow.factor(product.input("B"))
             if not right.is_same(other):
                 raise Miss(f"{product} is with {right.root}, not with {other.root}")
-            number, scale = left.number * right.number, [left.scale, right.scale]
+            of = scores.q if name == "dQ" else scores.k
+            tensors = [one for one in (left.scale, right.scale) if one is not None]
+            by = _Scales(left.number * right.number, tensors)
             self.inner += left.passed
-            self._take(name, *self._multiplied(product, number, scale))
+            self._take(name, *self._finished(product, of, scores.number, scores.scale, by))
         bias = scores.bias
         if bias is None:
             return
@@ -511,29 +530,47 @@ class _Gradients:
                 if not (left.is_plain and right.is_plain):
                     raise Miss(f"{product} is scaled")
                 self.inner += left.passed
-                self._take("dV", next(product.writes), product)
+                self._take("dV", *self._finished(product, self.v, 1.0, None, _Scales(1.0, [])))
 
-    def _multiplied(
-        self, product: Node, number: float, scale: list[Tensor | None]
+    def _finished(
+        self, product: Node, of: Factor, number: float, scale: Tensor | None, by: _Scales
     ) -> tuple[Tensor, Node]:
-        """The gradient and the node that writes it: a product, or a multiple of it."""
-        scores, (result,) = self.softmax.scores, product.writes
-        writer, given = product, [one for one in scale if one is not None]
-        readers = self.flow.readers.get(result, [])
-        following = scaled(readers[0]) if len(readers) == 1 and result.is_virtual else None
-        expected = [] if scores.scale is None else [scores.scale]
-        is_whole = math.isclose(number, scores.number, rel_tol=1e-6) and given == expected
-        if not is_whole and following is not None and following.tensor is result:
-            self.inner.append(product)
-            writer = readers[0]
+        """The gradient that a product becomes behind it, scaled and summed over heads that share
+        what it is the gradient of; and the node that writes it.
+
+        Args:
+            of: What it is the gradient of.
+            number, scale: What it is to be multiplied with.
+            by: What the factors of the product are multiplied with already.
+        """
+        writer, expected = product, [] if scale is None else [scale]
+        heads = of.root.dim[of.order[1]]
+        while True:
             (result,) = writer.writes
-            if isinstance(following.by, Tensor):
-                given.append(following.by)
+            is_scaled = _is_close(by.number, number) and by.tensors == expected
+            is_summed, is_kept = result.dim[1] == heads, result.data_type is of.root.data_type
+            node = next_of(self.flow, result)
+            is_converted = node is not None and node.op == "identity"
+            if is_scaled and is_summed and (is_kept or not is_converted):
+                return result, writer
+            following = None if node is None or is_scaled else scaled(node)
+            summed = None if is_summed else summed_over_heads(self.flow, result, heads)
+            if following is not None and following.tensor is result:
+                assert node is not None
+                by, passed = by.times(following.by), [node]
+            elif summed is not None:
+                passed = list(summed.nodes)
+            elif node is not None and is_converted:
+                passed = [node]
+            elif not is_scaled:
+                raise Miss(f"{product} is scaled by another number than the scores")
             else:
-                number *= following.by
-        if not math.isclose(number, scores.number, rel_tol=1e-6) or given != expected:
-            raise Miss(f"{product} is scaled by another number than the scores")
-        return result, writer
+                raise Miss(
+                    f"{product} makes {list(result.dim)}; expected the sum over the queries' heads "
+                    f"that share one of {heads}"
+                )
+            self.inner += [writer, *passed[:-1]]
+            writer = passed[-1]
 
     def _take(self, name: str, tensor: Tensor, writer: Node) -> None:
         if name in self.tensors:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kernel_api.graph._enums import data_type
 from kernel_api.graph._node import Node
+from kernel_api.graph._operations.layout import view_strides
 from kernel_api.graph._operations.pointwise import POINTWISE
 from kernel_api.graph._tensor import Tensor
 
@@ -161,6 +162,67 @@ def scaled(node: Node) -> Scaled | None:
         if is_scalar and by.data_type in KEPT_AS and math.prod(tensor.dim) != 1:
             return Scaled(tensor, by)
     return None
+
+
+def next_of(flow: Flow, tensor: Tensor) -> Node | None:
+    """The one node that reads a tensor, if that is all that it is there for."""
+    readers = flow.readers.get(tensor, ())
+    return readers[0] if len(readers) == 1 and tensor.is_virtual else None
+
+
+class Summed(NamedTuple):
+    """The sum over heads that are neighbours, and the nodes that make it."""
+
+    tensor: Tensor
+    nodes: tuple[Node, ...]
+
+
+def summed_over_heads(flow: Flow, tensor: Tensor, heads: int) -> Summed | None:
+    """(B, heads, S, D) of (B, H, S, D), if that is what becomes of it.
+
+    It is written as a sum over all heads where one is left, else as a reshape to (B, heads,
+    H / heads, S, D), the sum over the third mode, and a reshape.
+    """
+    B, H, *rows = tensor.dim
+    ways: list[list[tuple[str, tuple[int, ...]]]] = [
+        [
+            ("reshape", (B, heads, H // heads, *rows)),
+            ("reduction", (B, heads, 1, *rows)),
+            ("reshape", (B, heads, *rows)),
+        ]
+    ]
+    if heads == 1:
+        ways.append([("reduction", (B, 1, *rows))])
+    found = (_followed(flow, tensor, way) for way in ways)
+    return next((one for one in found if one is not None), None)
+
+
+def _followed(flow: Flow, tensor: Tensor, way: list[tuple[str, tuple[int, ...]]]) -> Summed | None:
+    """Behind reshapes and sums that give these extents, one behind the other, and conversions."""
+    passed: list[Node] = []
+    for op, dim in way:
+        while (node := next_of(flow, tensor)) is not None and node.op == "identity":
+            passed.append(node)
+            (tensor,) = node.writes
+        if node is None or node.op != op or next(node.writes).dim != dim:
+            return None
+        if not (is_reshape(node) if op == "reshape" else node["mode"] == "ADD"):
+            return None
+        passed.append(node)
+        (tensor,) = node.writes
+    return Summed(tensor, tuple(passed))
+
+
+def is_reshape(node: Node) -> bool:
+    """Whether a ``reshape`` keeps the row-major order of elements."""
+    x, (result,) = node.input("input"), node.writes
+    if node["mode"] == "LOGICAL":
+        return True
+    stride = view_strides(x.dim, x.stride, result.dim)
+    if stride is None:
+        return False
+    modes = zip(result.dim, result.stride, stride, strict=True)
+    return all(n == 1 or own == moved for n, own, moved in modes)
 
 
 def operands(node: Node) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ ANCHORS: dict[str, Callable[[Node, Needed], Anchored]] = {
     "moe_grouped_matmul": grouped,
     "sdpa": attention,
     "sdpa_backward": attention,
+    "sdpa_fp8": attention,
     "rmsnorm": norm_forward,
     "layernorm": norm_forward,
     "rmsnorm_backward": norm_backward,

@@ -26,7 +26,9 @@ class FusedBuilds:
         frame: How tensors are seen as the kernel's matrices.
         make: Makes the arguments.
         region: What is computed; none before the region is known.
-        scratch: A matrix for D where nothing that is stored is one.
+        scratch: A matrix for D where nothing that is stored is one, and the kernel writes D all the
+            same.
+        needs_out: Whether it does.
     """
 
     accumulator: Tensor
@@ -34,13 +36,14 @@ class FusedBuilds:
     make: Make
     region: Region | None = None
     scratch: tuple[Tensor, ...] = field(default=())
+    needs_out: bool = True
 
     def with_region(self, region: Region) -> FusedBuilds:
         """For the nodes and results that a region has now."""
         kept = replace(region, nodes=list(region.nodes), stored=list(region.stored))
         mains = [t for t in kept.stored if self.frame.is_main(t.dim)]
         scratch: tuple[Tensor, ...] = ()
-        if not mains:
+        if not mains and (self.needs_out or not kept.stored):
             like = self.accumulator
             own = Tensor(None, name=f"{like}::scratch", dim=like.dim, stride=like.stride)
             own.data_type, own.is_virtual = like.data_type, True
@@ -51,7 +54,7 @@ class FusedBuilds:
         region = self.region
         assert region is not None
         main = self._main(region)
-        out = take(main, self._layout(main))
+        out = None if main is None else take(main, self._layout(main))
         if region.is_plain and not self.scratch:
             return self.make(take, out, None)
         others = [t for t in region.stored if t is not main]
@@ -62,14 +65,16 @@ class FusedBuilds:
             f"o{i}": take(tensor, self._stored_layout(tensor), name=f"o{i}")
             for i, tensor in enumerate(others)
         }
-        function = region.function(self.accumulator if self.scratch else main, others)
+        first = self.accumulator if main is None or self.scratch else main
+        function = region.function(first, others)
         return self.make(take, out, EpilogueArguments(function, **operands, **outputs))
 
-    def _main(self, region: Region) -> Tensor:
-        """D: the last matrix that is stored."""
+    def _main(self, region: Region) -> Tensor | None:
+        """D: the last matrix that is stored; None where there is none."""
         if self.scratch:
             return self.scratch[0]
-        return [t for t in region.stored if self.frame.is_main(t.dim)][-1]
+        mains = [t for t in region.stored if self.frame.is_main(t.dim)]
+        return mains[-1] if mains else None
 
     def _stored_layout(self, tensor: Tensor) -> Layout:
         """Of what is stored beside D: without the modes that it was reduced over."""

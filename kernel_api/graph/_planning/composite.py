@@ -9,7 +9,7 @@ becomes ``sdpa``; and with what differentiates it,
 
 ``sdpa`` with its log-sum-exp, and ``sdpa_backward``. Masks are diagonals and lengths; what else is
 pointwise between the product and the softmax is a function of scores, in the forward pass. What is
-not exactly this stays as it is, and the logger says why. In two things the result is another, and
+not exactly this stays as it is, and ``explain`` says why. In two things the result is another, and
 a better one: a softmax without the largest score stays within the range of float32, and a query
 whose scores are all −∞ gives zeros, not NaN.
 
@@ -19,14 +19,16 @@ the nodes that P needs stay.
 
 Dropout is left as it is. ``rng`` gives 1 where u < p and counts (column // 4, batch · rows + row,
 offset); attention keeps what has u ≥ p and counts (key // 4, query, offset + head), so that it
-would drop others (see :class:`kernel_api.arguments.Dropout`).
+would drop others (see :class:`kernel_api.arguments.Dropout`); and it reads no mask that is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from kernel_api.errors import GraphError, KernelApiError
+from kernel_api._log import logger
+from kernel_api.errors import GraphError
 from kernel_api.graph._enums import data_type
 from kernel_api.graph._node import Node
 from kernel_api.graph._planning._attention_patterns import (
@@ -34,29 +36,57 @@ from kernel_api.graph._planning._attention_patterns import (
     Forward,
     Softmax,
     attentions,
-    left_as_it_is,
 )
-from kernel_api.graph._planning._patterns import Factor, Flow, Miss, Order, without_dead
+from kernel_api.graph._planning._patterns import (
+    KEPT_AS,
+    Factor,
+    Flow,
+    Miss,
+    Order,
+    without_dead,
+)
 from kernel_api.graph._planning.attention import attention
 from kernel_api.graph._planning.builds import PlainBuilds
+from kernel_api.graph._planning.refusal import Refusal
 from kernel_api.graph._planning.steps import Prober
 from kernel_api.graph._tensor import Tensor, packed_strides
 from kernel_api.graph._validation import in_order
+
+_log = logger(__name__)
 
 #: Elements of a head that kernels of attention take.
 _WIDEST = 256
 
 
-def composite_attention(nodes: list[Node], prober: Prober | None = None) -> list[Node]:
+class Rewritten(NamedTuple):
+    """The same computation in other nodes, and what is nearly one of them and was left."""
+
+    nodes: list[Node]
+    refusals: list[Refusal]
+
+
+def composite_attention(nodes: list[Node], prober: Prober) -> Rewritten:
     """The same computation with attention in the place of the nodes that it is written as.
 
     Args:
         nodes: In order, all known. They and their tensors stay as they are.
-        prober: With it attention takes the place where it has a kernel, without it where kernels
-            are expected: for 16-bit operands.
+        prober: Finds the kernels; what none takes is left as it is.
     """
     flow = Flow(nodes)
-    found = list(attentions(flow))
+    found: list[Forward | Backward] = []
+    refusals: list[Refusal] = []
+    for one in attentions(flow):
+        (refusals if isinstance(one, Refusal) else found).append(one)  # type: ignore[arg-type]
+    replaced = _replaced(flow, prober, found, refusals)
+    for refusal in refusals:
+        _log.debug("%s", refusal)
+    return Rewritten(replaced, refusals)
+
+
+def _replaced(
+    flow: Flow, prober: Prober, found: list[Forward | Backward], refusals: list[Refusal]
+) -> list[Node]:
+    """All that can be of what was found, with attention in its place; the rest is refused."""
     while found:
         made, unfit = _Replacement(flow, prober), None
         for match in found:
@@ -80,9 +110,9 @@ def composite_attention(nodes: list[Node], prober: Prober | None = None) -> list
                 if isinstance(one, Forward) and one.softmax is match.softmax:
                     one.keeps = True
             continue
-        left_as_it_is(match.name, why)
+        refusals.append(match.refused(why))
         found = [one for one in found if one is not match]
-    return nodes
+    return flow.nodes
 
 
 #: Why a match is to be replaced in the other way.
@@ -106,12 +136,6 @@ def _unfit(
 # Replacing -------------------------------------------------------------------------------
 
 
-class _Nowhere:
-    """A device whose tensors hold nothing."""
-
-    type = "meta"
-
-
 class _Replacement:
     """Attention in the place of what was found.
 
@@ -120,7 +144,7 @@ class _Replacement:
         replaced: Nodes whose results they write.
     """
 
-    def __init__(self, flow: Flow, prober: Prober | None) -> None:
+    def __init__(self, flow: Flow, prober: Prober) -> None:
         self.flow, self.prober = flow, prober
         self.made: list[Node] = []
         self.replaced: set[Node] = set()
@@ -223,12 +247,9 @@ class _Replacement:
         body = None if function is None else function.body
         node = Node("sdpa", name, inputs, attributes, data_type.FLOAT, body)
         q = node.input("q")
-        allowed = [data_type.HALF, data_type.BFLOAT16]
-        if self.prober is not None:
-            allowed.append(data_type.FLOAT)
-        if q.data_type not in allowed:
+        if q.data_type not in KEPT_AS:
             raise Miss(
-                f"Q is {q.data_type.name}; expected {' or '.join(one.name for one in allowed)}"
+                f"Q is {q.data_type.name}; expected {' or '.join(one.name for one in KEPT_AS)}"
             )
         self._check_types(node, node.input("k"), node.input("v"))
         node.outputs["O"] = self._virtual(node, "O", q)
@@ -301,13 +322,9 @@ class _Replacement:
             raise Miss(builds)
         (build,) = builds
         assert isinstance(build, PlainBuilds)
-        try:
-            if self.prober is None:
-                build(Prober(_Nowhere).take)
-            elif isinstance(step := self.prober.step((node,), build), str):
-                raise Miss(step)
-        except KernelApiError as error:
-            raise Miss(str(error)) from error
+        step = self.prober.step((node,), build)
+        if isinstance(step, str):
+            raise Miss(step)
 
 
 def _needed(match: Forward | Backward, alive: set[Node]) -> Node | None:

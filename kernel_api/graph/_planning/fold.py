@@ -9,7 +9,7 @@ from kernel_api import epilogue as ep
 from kernel_api.epilogue.structure import mean
 from kernel_api.graph._enums import data_type, element_type, reduction_mode
 from kernel_api.graph._node import Node
-from kernel_api.graph._operations.pointwise import POINTWISE
+from kernel_api.graph._operations.pointwise import POINTWISE, POWERS
 from kernel_api.graph._planning.frame import Frame
 from kernel_api.graph._tensor import Tensor
 
@@ -19,7 +19,7 @@ Folded = Callable[[Mapping[str, Any]], dict[str, Any]]
 _AXES: dict[tuple[bool, bool], int | None] = {(False, True): -1, (True, False): -2}
 
 #: Numbers here decide what is computed, not only with what; they are no run-time values.
-STATIC_INPUTS = {"pow": ("b",)}
+STATIC_INPUTS = {"pow": ("input1",)}
 #: Inputs that are read as tables, not broadcast.
 TABLES = {"rope": ("cos", "sin")}
 
@@ -29,7 +29,7 @@ def why_not(node: Node) -> str | None:
     if node.op in POINTWISE:
         if POINTWISE[node.op].epilogue is None:
             return f"{node.op} has no form in epilogues"
-        return None
+        return _why_no_power(node) if node.op == "pow" else None
     if node.op == "reduction":
         mode = node["mode"]
         if mode in _REDUCTIONS:
@@ -38,6 +38,18 @@ def why_not(node: Node) -> str | None:
     if node.op in ("glu_pair", "rope", "slice"):
         return None
     return f"{node.op} is no operation of epilogues"
+
+
+def _why_no_power(node: Node) -> str | None:
+    exponent = node.input("input1")
+    if not exponent.is_constant:
+        return "epilogues have powers by numbers that are known, not by tensors"
+    if exponent.value in POWERS:
+        return None
+    return (
+        f"epilogues have no power {exponent.value}; expected 0.5, a whole number up to 16, or "
+        f"minus one of these"
+    )
 
 
 def folded(node: Node, frame: Frame) -> Folded | str:

@@ -12,6 +12,7 @@ from kernel_api.graph._planning.builds import FusedBuilds, PlainBuilds
 from kernel_api.graph._planning.fold import folded, why_not
 from kernel_api.graph._planning.frame import Frame, memory_frames
 from kernel_api.graph._planning.products import elementwise
+from kernel_api.graph._planning.refusal import Refusal
 from kernel_api.graph._planning.region import Region, Units
 from kernel_api.graph._planning.rewriting import rewritten
 from kernel_api.graph._planning.steps import (
@@ -28,17 +29,6 @@ from kernel_api.graph._tensor import Tensor, memory_order
 _WORTH_A_LAUNCH = 10e-6
 
 
-class Refusal(NamedTuple):
-    """Why a node was not fused into the kernel of another, or has no kernel."""
-
-    node: Node
-    into: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.node} {self.into}: {self.why}"
-
-
 class Partition(NamedTuple):
     """The steps of a graph in the order that they run, and what could not be fused."""
 
@@ -53,7 +43,9 @@ def partition(nodes: list[Node], prober: Prober) -> Partition:
         nodes: In order, all known.
         prober: Finds the kernels for arguments on the device that is planned for.
     """
-    made = _Partitioner(rewritten(needed(nodes)), prober)
+    found = rewritten(needed(nodes), prober)
+    made = _Partitioner(found.nodes, prober)
+    made.refusals += found.refusals
     made.take_anchors()
     made.take_views()
     made.take_chains()
@@ -108,8 +100,9 @@ class _Partitioner:
             if self.units.is_free(node):
                 self.units.merge([node])
                 self.steps.append(TorchStep((node,)))
-                if node.op not in ANCHORS and why_not(node) is not None:
-                    self.refusals.append(Refusal(node, "has no kernel", "it is left to torch"))
+                why = None if node.op in ANCHORS else why_not(node)
+                if why is not None:
+                    self.refusals.append(Refusal(node, "is left to torch", why))
 
     def in_order(self) -> list[Step]:
         """The steps, each behind those whose results it reads."""

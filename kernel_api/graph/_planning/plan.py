@@ -7,7 +7,7 @@ from typing import Any
 
 from kernel_api.errors import KernelApiError
 from kernel_api.graph._enums import behavior_note, element_type, heur_mode, numerical_note
-from kernel_api.graph._planning.partition import Refusal
+from kernel_api.graph._planning.refusal import Refusal
 from kernel_api.graph._planning.steps import KernelStep, Step, ViewStep
 from kernel_api.graph._tensor import Tensor
 

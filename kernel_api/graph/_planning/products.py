@@ -6,6 +6,8 @@ from typing import Any
 
 from kernel_api.arguments import ElementwiseArguments, EpilogueArguments, GemmArguments
 from kernel_api.arguments.base import Arguments
+from kernel_api.epilogue.functions import STORED_TYPES
+from kernel_api.graph._enums import element_type
 from kernel_api.graph._node import Node
 from kernel_api.graph._planning.builds import Anchored, FusedBuilds, Make, Needed
 from kernel_api.graph._planning.frame import Frame, Layout, matrix_frames
@@ -22,7 +24,9 @@ def elementwise(main: Tensor, frame: Frame) -> FusedBuilds:
             raise DeclineError(f"{main} is no matrix in the modes of the kernel")
         return ElementwiseArguments(take(main, layout), out, epilogue=epilogue)
 
-    return FusedBuilds(main, frame, make)
+    # Of others the kernel has no out of the same type.
+    stores = element_type(main.data_type).name in STORED_TYPES
+    return FusedBuilds(main, frame, make, needs_out=not stores)
 
 
 def gemm(node: Node, needed: Needed) -> Anchored:

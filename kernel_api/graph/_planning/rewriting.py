@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from kernel_api.graph._enums import data_type, reduction_mode
 from kernel_api.graph._node import Node
-from kernel_api.graph._planning.composite import composite_attention
+from kernel_api.graph._planning.attention import with_kernel_scales
+from kernel_api.graph._planning.composite import Rewritten, composite_attention
 from kernel_api.graph._planning.grouped import with_ends
+from kernel_api.graph._planning.refusal import Refusal
+from kernel_api.graph._planning.steps import Prober
 from kernel_api.graph._tensor import Tensor, packed_strides
 
 _NORMS = ("layernorm", "rmsnorm", "layernorm_backward", "rmsnorm_backward")
 
 
-def rewritten(nodes: list[Node]) -> list[Node]:
-    """The same computation in nodes that kernels take; the given ones stay as they are."""
+def rewritten(nodes: list[Node], prober: Prober) -> Rewritten:
+    """The same computation in nodes that kernels take; the given ones stay as they are.
+
+    Args:
+        prober: Finds the kernels on the device that is planned for.
+    """
+    composite = composite_attention(nodes, prober)
+    read = {tensor for node in composite.nodes for tensor in node.reads}
     found: list[Node] = []
-    for node in composite_attention(nodes):
+    for node in composite.nodes:
         if node.op == "sdpa":
             found += _with_float_statistics(node)
+        elif node.op == "sdpa_fp8":
+            changed = with_kernel_scales(node, lambda t: not t.is_virtual or t in read, prober)
+            if isinstance(changed, str):
+                composite.refusals.append(Refusal(node, "has no kernel", changed))
+            found += [node] if isinstance(changed, str) else changed
         elif node.op in _NORMS and node["zero_centered_gamma"]:
             found += _with_gain(node)
         elif node.op == "reduction" and node["mode"] == reduction_mode.NORM2.name:
@@ -25,7 +39,7 @@ def rewritten(nodes: list[Node]) -> list[Node]:
             found += with_ends(node)
         else:
             found.append(node)
-    return found
+    return Rewritten(found, composite.refusals)
 
 
 def _with_float_statistics(node: Node) -> list[Node]:

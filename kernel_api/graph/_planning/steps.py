@@ -207,7 +207,8 @@ class Prober:
 
     def __init__(self, device: Any, cc: Any = None) -> None:
         self.device, self.cc = device, cc
-        self._made: dict[int, Any] = {}
+        # By the tensors, not their ids: those of nodes that are only tried out do not live long.
+        self._made: dict[Tensor, Any] = {}
 
     def take(self, tensor: Tensor, layout: Layout | None = None, name: str = "") -> Any:
         """What stands for a tensor while planning."""
@@ -222,14 +223,14 @@ class Prober:
     def _memory(self, tensor: Tensor) -> Any:
         import torch
 
-        if id(tensor) not in self._made:
+        if tensor not in self._made:
             # Plans for the CPU need tensors of its own; memory that nobody touches costs nothing.
             device = "cpu" if self.device.type == "cpu" else "meta"
             element = element_type(tensor.data_type).torch
-            self._made[id(tensor)] = torch.empty_strided(
+            self._made[tensor] = torch.empty_strided(
                 tensor.dim, tensor.stride, dtype=element, device=device
             )
-        return self._made[id(tensor)]
+        return self._made[tensor]
 
     def step(
         self, nodes: tuple[Node, ...], build: Build, scratch: tuple[Tensor, ...] = ()

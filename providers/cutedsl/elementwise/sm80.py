@@ -255,15 +255,17 @@ class Sm80Elementwise(CuteDslKernel):
     def implementation(self) -> Callable[..., None]:
         operands = self.metadata.operands.tensors
         types = [t.dtype.itemsize for t in operands.values() if t.dtype is not None]
-        return self._implementation(max(types, default=1), ())
+        return self._implementation(max(types, default=1), (), stores_out=True)
 
     def implementation_for(self, args: ElementwiseArguments) -> Callable[..., None]:
         full, others = output_types(args.epilogue)
         widest = max(operand.dtype.itemsize for operand in args.operands)
         types = () if args.epilogue is None else (args.out.dtype.cutlass, *full, *others)
-        return self._implementation(widest, types)
+        return self._implementation(widest, types, stores_out=args.stores_out)
 
-    def _implementation(self, widest: int, types: tuple[Any, ...]) -> Callable[..., None]:
+    def _implementation(
+        self, widest: int, types: tuple[Any, ...], *, stores_out: bool
+    ) -> Callable[..., None]:
         """widest: bytes of an element; types: of the outputs."""
         from kernel_api.implementations.common.conversion import Conversions
         from kernel_api.implementations.sm80.elementwise import AsItIs, Elementwise
@@ -279,6 +281,7 @@ class Sm80Elementwise(CuteDslKernel):
             merged=merged_groups(self._graph, 2 * widest, vector_bytes),
             vector_bytes=vector_bytes,
             epilogue=epilogue,
+            stores_out=stores_out,
         )
         return found
 

@@ -1,0 +1,98 @@
+"""What a block of the Hopper attention gradient computes, and what a table lets it leave out."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from ..common.attention.sequences import Range, Sequence
+from ..common.attention.values import Values
+from ..common.conversion import select
+
+_ASKED = 32  # tiles at once: one by each lane of a warp
+
+
+class Work(NamedTuple):
+    """Of a block.
+
+    first_head: Of queries.
+    first_key: Within the sequence.
+    key_rows: Of the sequence, `keys` of them in use.
+    total: Tiles of queries, of all heads.
+    blocks: Of queries, of every head.
+    """
+
+    batch: Int32
+    key_head: Int32
+    first_head: Int32
+    first_key: Int32
+    key_rows: Int32
+    total: Int32
+    blocks: Range
+
+    def place(self, index: Int32) -> tuple[Int32, Int32]:
+        """(head, block of queries) of a tile, of all in their order."""
+        blocks = self.blocks.end - self.blocks.begin
+        return self.first_head + index // blocks, self.blocks.begin + index % blocks
+
+
+class Search(NamedTuple):
+    """A tile of which the table lets a query see some key.
+
+    index: Not less than the number of all if there is none any more.
+    some: A bit for each of 32 tiles, of those that this one is among: whether it is still to come.
+    """
+
+    index: Int32
+    some: Int32
+
+
+def search_of() -> Search:
+    """In front of the first call of `following`."""
+    return Search(Int32(-_ASKED), Int32(0))
+
+
+@cute.jit
+def following(
+    search: Search,
+    work: Work,
+    sequence: Sequence,
+    values: Values,
+    block_shape: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+) -> Search:
+    """The next tile; by a whole warp.
+
+    block_shape, tile: (queries, keys) of an entry, of a tile.
+    """
+    first, some = search.index // _ASKED * _ASKED, search.some
+    while (some == 0) & (first + _ASKED < work.total):
+        first = first + _ASKED
+        some = _ask(first, work, sequence, values, block_shape, tile)
+    place = 31 - Int32(cute.arch.clz(some & -some))
+    index = select(some == 0, work.total, first + place)
+    return Search(cute.arch.make_warp_uniform(index), some & (some - 1))
+
+
+@cute.jit
+def _ask(
+    asked: Int32,
+    work: Work,
+    sequence: Sequence,
+    values: Values,
+    block_shape: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+) -> Int32:
+    """Each lane for a tile; those of which something is seen."""
+    index = asked + cute.arch.lane_idx()
+    head, block = work.place(cutlass.min(index, work.total - 1))
+    (queries, keys), (rows, columns) = tile, block_shape
+    last_query = cutlass.min((block + 1) * queries, sequence.queries) - 1
+    last_key = cutlass.min(work.first_key + keys, sequence.keys) - 1
+    some = Boolean(False)
+    # One after the other: a consumer has its registers full.
+    for row in cutlass.range(block * queries // rows, last_query // rows + 1, unroll=1):
+        for column in cutlass.range(work.first_key // columns, last_key // columns + 1, unroll=1):
+            some = some | (values.element("blocks", work.batch, head, row, column) != 0)
+    return Int32(cute.arch.vote_ballot_sync(some & (index < work.total)))
