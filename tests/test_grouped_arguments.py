@@ -1,4 +1,4 @@
-"""What GroupedGemmArguments checks, defaults and tells apart; experts anywhere; offsets."""
+"""What GroupedGemmArguments checks, defaults and tells apart; offsets."""
 
 import pytest
 import torch
@@ -440,96 +440,6 @@ def test_the_reference_takes_both_forms_and_other_kernels_say_which_they_take():
     )
     with pytest.raises(UnsupportedError):
         kernel.run(sums)
-
-
-# Experts that lie anywhere ---------------------------------------------------------------
-
-
-def test_a_list_of_experts_stands_for_one_tensor():
-    B = [zeros(8, 6) for _ in range(3)]
-    args = ka.GroupedGemmArguments(zeros(20, 8), B, zeros(20, 6), OFFSETS)
-    assert args.B.discrete
-    assert (args.B.shape, args.B.stride, args.B.unit_mode) == ((3, 8, 6), (0, 6, 1), -1)
-    assert args.B.tensor.tolist() == [one.data_ptr() for one in B]
-    assert args.B.alignment % 8 == 0
-
-
-def test_pointers_stand_for_one_tensor():
-    pointers = torch.zeros(3, dtype=torch.int64)
-    B = ka.ExpertPointers(pointers, shape=(8, 6), stride=(1, 8), dtype="bf16")
-    args = ka.GroupedGemmArguments(
-        zeros(20, 8, element=torch.bfloat16), B, zeros(20, 6), OFFSETS
-    )  # fmt: skip
-    assert args.tensors[1] is pointers
-    assert (args.B.shape, args.B.unit_mode, args.B.alignment) == ((3, 8, 6), -2, 16)
-    rest = {"shape": (8, 8), "stride": (8, 1), "dtype": "f32"}
-    assert ka.ExpertPointers(pointers, **rest).alignment == 16
-    assert ka.ExpertPointers(pointers, **rest, alignment=4).alignment == 4
-
-
-def test_experts_that_are_unlike_are_refused():
-    operands = (zeros(20, 6), OFFSETS)
-    A = zeros(20, 8)
-    assert "B is an empty list" in refusal(A, [], *operands)
-    text = refusal(A, [zeros(8, 6), zeros(8, 7), zeros(8, 6)], *operands)
-    assert "B[1] is float32[8, 7]" in text
-    text = refusal(A, [zeros(8, 6), zeros(8, 6), zeros(6, 8).t()], *operands)
-    assert "B[2] is float32[8, 6]:[1, 8]" in text
-    text = refusal(A, [zeros(1, 8, 6)] * 3, *operands)
-    assert "B[0] has shape (1, 8, 6); expected a matrix" in text
-    assert "offsets has shape (3,); expected (2,)" in refusal(A, [zeros(8, 6)] * 2, *operands)
-
-
-def test_pointers_that_are_none_are_refused():
-    rest = {"shape": (8, 6), "stride": (6, 1), "dtype": "f32"}
-    for pointers in (zeros(3), torch.zeros(3, 1, dtype=torch.int64), OFFSETS):
-        with pytest.raises(ArgumentError, match=r"expected int64 \(E,\), contiguous"):
-            ka.ExpertPointers(pointers, **rest)
-    pointers = torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(ArgumentError, match=r"shape is \(3, 8, 6\); expected that of one"):
-        ka.ExpertPointers(pointers, **{**rest, "shape": (3, 8, 6)})
-    with pytest.raises(ArgumentError, match="alignment is 12; expected a power of two"):
-        ka.ExpertPointers(pointers, **rest, alignment=12)
-
-
-def test_an_out_within_an_expert_is_refused_by_its_place():
-    storage = torch.zeros(3 * 160)
-    B = [storage[160 * e :][:160].view(8, 20) for e in range(3)]
-    out = storage[160:].view(16, 20)
-    text = refusal(zeros(16, 8), B, out, ends(1, 2, 3))
-    assert "out shares memory with B[1]" in text
-
-
-def test_sums_may_be_written_to_a_list():
-    operands = (zeros(8, 20), zeros(20, 6))
-    args = ka.GroupedGemmArguments(*operands, [zeros(8, 6) for _ in range(3)], OFFSETS)
-    assert (args.ragged, args.out.discrete, args.out.shape) == ("K", True, (3, 8, 6))
-    assert args.signature != of_sums().signature
-    one, two = zeros(8, 6), zeros(8, 6)
-    assert "out[0] shares memory with out[2]" in refusal(*operands, [one, two, one], OFFSETS)
-    wide = zeros(48, 6)
-    parts = [wide[8 * place :][:8] for place in range(3)]
-    text = refusal(zeros(8, 20), wide[10:30], parts, OFFSETS)
-    assert text == "out[1] shares memory with B"
-    text = refusal(*operands, [zeros(1, 6).expand(8, 6)] * 3, OFFSETS)
-    assert "out[0] has stride (0, 1) and cannot be written" in text
-    element = torch.bfloat16
-    made = ka.GroupedGemmArguments(
-        zeros(8, 24, element=element), zeros(24, 8, element=element),
-        [zeros(8, 8, element=element) for _ in range(3)], OFFSETS,
-    )  # fmt: skip
-    rejected = {one.family: one.reason for one in ka.explain(made).rejected}
-    assert "out is given as matrices that lie anywhere" in rejected["torch.grouped_mm_sum"]
-
-
-def test_kernels_of_one_tensor_refuse_experts_that_lie_anywhere():
-    element = torch.bfloat16
-    args = ka.GroupedGemmArguments(
-        zeros(20, 8, element=element), [zeros(8, 8, element=element)] * 3,
-        zeros(20, 8, element=element), OFFSETS,
-    )  # fmt: skip
-    rejected = {one.family: one.reason for one in ka.explain(args).rejected}
-    assert "B is given as matrices that lie anywhere" in rejected["torch.grouped_mm"]
 
 
 # Offsets ---------------------------------------------------------------------------------

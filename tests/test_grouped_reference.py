@@ -184,6 +184,40 @@ def test_scales_are_those_of_tokens_and_experts(how, picked):
     torch.testing.assert_close(verified(args)[:9].double(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("how", SCALES.values(), ids=list(SCALES))
+def test_scales_of_experts_that_lie_anywhere_are_those_of_one_tensor(how):
+    draw = GroupedDraw([3, 3, 9], 11, 6, 200, element=torch.float8_e4m3fn)
+    mode_a, a, mode_b, b = how
+    A = scaled(draw, draw.random(11, 200), mode_a, *a)
+    B = scaled(draw, draw.random(3, 200, 6), mode_b, *b)
+    tensors = list(B.tensor)
+    addresses = torch.tensor([one.data_ptr() for one in tensors])
+    given = ka.ExpertPointers(
+        addresses, shape=(200, 6), stride=(6, 1), dtype="e4m3", alignment=1
+    )  # fmt: skip
+    expected = draw.product(real(A, -1), real(B, -2))
+    for experts in (tensors, given):
+        args = ka.GroupedGemmArguments(
+            A, experts, torch.zeros(11, 6), draw.offsets, B_scale=B.scale.tensor
+        )  # fmt: skip
+        torch.testing.assert_close(verified(args)[:9].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_prepared_launch_keeps_the_scale_of_its_experts():
+    draw = GroupedDraw([3, 3, 9], 9, 6, 5)
+    scale = draw.random(3, 6, element=torch.float32)
+    args = ka.GroupedGemmArguments(
+        draw.A, list(draw.B), draw.written(9, 6), draw.offsets, B_scale=scale
+    )  # fmt: skip
+    (kernel,) = ka.get_kernels(args, providers=["reference"])
+    launch = kernel.prepare(args)
+    A, B, out = draw.A, draw.B, draw.written(9, 6)
+    for experts in (list(B), torch.tensor([one.data_ptr() for one in B])):
+        out.zero_()
+        launch(A, experts, out, draw.offsets)
+        torch.testing.assert_close(out, draw.product(A, B * scale.double().unsqueeze(1)))
+
+
 @pytest.mark.parametrize(("mode", "shape"), [("per_tensor", ()), ("per_row", (20,))])
 def test_results_are_stored_in_units_of_a_scale(mode, shape):
     draw = GroupedDraw([3, 3, 9], 11, 6, 5)

@@ -1,5 +1,7 @@
 """Grouped matrix products for Hopper."""
 
+from fractions import Fraction
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -7,6 +9,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from ..common.epilogue import halves_in_turn
 from ..common.expert_matrices import ExpertMatrices
 from ..common.grouped_reductions import GroupedReductions
 from ..common.grouped_tiles import GroupedTiles, GroupTile
@@ -16,10 +19,18 @@ from .descriptors import BYTES as DESCRIPTOR_BYTES
 from .descriptors import Descriptors, descriptor_of
 from .gathered import ROW_BYTES, STAGES, RowGather, stages_behind, tell
 from .gemm import Gemm, tma_copy_options
+from .grouped_output import ScatteredOutput, written_as
 from .mma import WGMMA_M
 from .output import GROUP
 from .promotion import scale_modes
 from .ragged import ending_at
+
+
+class MatricesInHalves(ExpertMatrices):
+    """Matrices of which the columns of the product are taken in turns, as TMA sees them."""
+
+    def at(self, address, shape, pitch):
+        return halves_in_turn(super().at(address, shape, pitch), 0)
 
 
 class GroupedGemm(Gemm):
@@ -64,6 +75,11 @@ class GroupedGemm(Gemm):
             raise ValueError("grouped products neither split K nor copy operands")
         if scattered and (self.swap_ab or not self.tma_stores[0]):
             raise ValueError("rows are scattered in whole vectors, as rows of the instruction")
+        columns = self.epilogue.full[0].columns
+        if scattered and columns in self.epilogue.halves:
+            raise ValueError("rows that are scattered are not dealt out in halves")
+        if scattered and columns != 1:
+            self.output = written_as(ScatteredOutput, self.output)
         if gathered:
             self._plan_gather()
         self.ragged = 1 if self.swap_ab else 0
@@ -116,9 +132,9 @@ class GroupedGemm(Gemm):
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
-        """operands: a tuple of the block scales of A and B if there are, what the epilogue reads,
-        and its outputs beside D; workspace: an address, used if anything is reduced or described.
-        """
+        """operands: a tuple of row indices of A and of D, as there are, and what describes experts;
+        then the block scales of A and B if there are, what the epilogue reads, and its outputs
+        beside D; workspace: an address, used if anything is reduced or described."""
         rows, groups = mA.shape[0], offsets.shape[0]
         picked, places = None, None
         if const_expr(self.gathered):
@@ -126,12 +142,13 @@ class GroupedGemm(Gemm):
             rows = picked.shape[0]
         if const_expr(self.output.scattered):
             places, operands = operands[0], operands[1:]
-        scales = ()
+        (columns, pitch), scales = (None, None), ()
+        if const_expr(self.experts is not None):
+            (columns, pitch), operands = operands[:2], operands[2:]
         if const_expr(self.block_scales):
             scales, operands = scale_modes(*operands[:2]), operands[2:]
         descriptors, described, parts = None, (), workspace + COUNTER_BYTES
         if const_expr(self.experts is not None):
-            (columns, pitch), operands = operands[:2], operands[2:]
             shape = (Int32(columns), mA.shape[1])
             descriptors, described = parts, (mB, shape, pitch, parts)
             parts += Int64(groups) * DESCRIPTOR_BYTES
@@ -155,8 +172,10 @@ class GroupedGemm(Gemm):
         )
 
     def _describe(self, tma_a, tma_b, addresses, shape, pitch, first, stream):
-        tma = tma_a if self.swap_ab else tma_b
-        Descriptors(self.experts)(tma, addresses, shape, pitch, first, stream)
+        tma, experts = tma_a if self.swap_ab else tma_b, self.experts
+        if Fraction(1) in self.epilogue.halves:
+            experts = MatricesInHalves(**vars(experts))
+        Descriptors(experts)(tma, addresses, shape, pitch, first, stream)
 
     def _tiles_across(self, extents) -> Int32:
         """Clusters of tiles along the mode that groups do not cut."""

@@ -1,5 +1,7 @@
 """Grouped matrix products for Hopper, summed over each group: gradients of weights."""
 
+from dataclasses import replace
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -7,8 +9,13 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32, Int64, const_expr
 
 from ..common.accumulated import Accumulated
-from ..common.modes import gemm_modes
+from ..common.expert_matrices import ExpertMatrices
+from ..common.modes import gemm_modes, operand_batch_last
+from ..common.work_split import COUNTER_BYTES
+from .descriptors import BYTES as DESCRIPTOR_BYTES
+from .descriptors import Descriptors
 from .gemm import Gemm
+from .grouped_output import ExpertsOutput, written_as
 from .ragged import loaded_by_groups, loads_of_group
 
 
@@ -24,15 +31,36 @@ class GroupedSumGemm(Gemm):
     because groups have different numbers of k tiles; K is not split.
 
     accumulate: D is added to, see `Accumulated`.
+    experts: D is (E,) Int64, addresses of matrices that lie anywhere; the first further operands
+             are the columns of one and its stride that is not 1. A small kernel makes a descriptor
+             of each before, if TMA stores D (`descriptors`), in the workspace.
     """
 
-    def __init__(self, *args, accumulate: bool = False, **keywords):
+    def __init__(
+        self,
+        *args,
+        accumulate: bool = False,
+        experts: ExpertMatrices | None = None,
+        **keywords,
+    ):
         if accumulate:
             keywords["epilogue"] = Accumulated(keywords.get("epilogue"))
         super().__init__(*args, **keywords)
         self.accumulate = accumulate
+        self.experts = experts
         if self.pingpong or self.split_k is not None or any(self.repacked) or self.promoted:
             raise ValueError("sums over groups are cooperative, not split, copied or promoted")
+        if experts is not None:
+            self._plan_experts()
+
+    def _plan_experts(self):
+        if self.swap_ab or self.epilogue.full[0].columns in self.epilogue.halves:
+            raise ValueError(
+                "sums that lie anywhere are neither transposed nor dealt out in halves"
+            )
+        self.output = written_as(
+            ExpertsOutput, self.output, experts=self.experts, accumulate=self.accumulate
+        )
 
     @cute.jit
     def __call__(
@@ -58,20 +86,43 @@ class GroupedSumGemm(Gemm):
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
-        """operands: a tuple of what the epilogue reads, and its outputs beside D; workspace: an
-        address, used if anything is reduced."""
+        """operands: a tuple of what describes experts, then what the epilogue reads, and its
+        outputs beside D; workspace: an address, used if anything is reduced or described."""
+        described, parts = (), None
+        if const_expr(self.experts is not None):
+            shape, pitch = (mA.shape[0], Int32(operands[0])), operands[1]
+            first = workspace + COUNTER_BYTES
+            parts = first + Int64(offsets.shape[0]) * DESCRIPTOR_BYTES
+            described, operands = (mD, shape, pitch, first), operands[2:]
+            # Of some address: what the kernel writes is described apart.
+            mD = self.experts.at(mA.iterator.toint(), shape, pitch)
+            before = cute.make_tensor(mD.iterator, cute.select(mD.layout, mode=[2, 0, 1]))
+            mA, mB = operand_batch_last(mA), operand_batch_last(mB, transposed=True)
+        else:
+            before = mD
+            mA, mB, mD = gemm_modes(mA, mB, mD)
         if const_expr(self.accumulate):
             read = len(self.epilogue.kinds) - 1
-            operands = (*operands[:read], mD, *operands[read:])
-        mA, mB, mD, mR, operands = self._modes(*gemm_modes(mA, mB, mD), operands)
+            operands = (*operands[:read], before, *operands[read:])
+        mA, mB, mD, mR, operands = self._modes(mA, mB, mD, operands)
         extents, batches = (mA.shape[0], mB.shape[0]), mD[0].shape[2]
+        if const_expr(self.experts is not None):
+            batches, operands = offsets.shape[0], (*operands, described)
         order = self._order(extents, batches)
         clusters = cutlass.min(order.total, max_clusters)
         space = self._reduction_space(extents, batches, order, clusters, workspace)
+        if const_expr(self.experts is not None):
+            if const_expr(space is not None):
+                space = replace(space, parts=parts)
+            if const_expr(not self.tma_stores[0]):
+                described = ()
         self._launch(
             *(loaded_by_groups(mA), loaded_by_groups(mB), mD, operands, (mR, space), ()),
-            *(order, offsets, clusters, stream),
+            *(order, offsets, clusters, stream, described),
         )
+
+    def _describe(self, tma_a, tma_b, addresses, shape, pitch, first, stream):
+        Descriptors(self.experts)(self.output.atom, addresses, shape, pitch, first, stream)
 
     @cute.jit
     def _produce(

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import MAX_ALIGNMENT, Layout, Operand
 
-_INT64 = dtype("int64")
+_FLOAT32, _INT64 = dtype("float32"), dtype("int64")
 
 #: Bytes that addresses on a device are multiples of if nothing else is said.
 _ALIGNMENT = 16
+
+#: Which elements share a scale, by its rank: (), (E,), (E, N), (E, ceil(K/128), ceil(N/128)).
+_MODES = (
+    ScaleMode.PER_TENSOR,
+    ScaleMode.PER_TENSOR,
+    ScaleMode.PER_ROW,
+    ScaleMode.BLOCK_128x128,
+)
 
 _layouts: dict[tuple[Any, ...], Layout] = {}
 _LAYOUTS_KEPT = 4096
@@ -25,11 +35,15 @@ class Experts(Operand):
     Attributes:
         shape: (E, K, N); of an ``out`` (E, M, N).
         stride: Of one matrix, behind a 0 for the mode of groups.
+        mode: Which elements share a scale; None: they carry none.
+        scale: One tensor for all, as that of a tensor (E, K, N).
     """
 
-    __slots__ = ()
+    __slots__ = ("mode", "scale")
 
     discrete = True
+    mode: ScaleMode | None
+    scale: Operand | None
 
     def _describe(self, count: int, shape: Any, stride: Any, element: Any, device: Any) -> None:
         look = (count, tuple(shape), tuple(stride), element, device)
@@ -41,9 +55,28 @@ class Experts(Operand):
         self.layout = layout = _layouts[look]
         self.shape, self.stride = layout.shape, layout.stride
         self.dtype, self.device = layout.dtype, layout.device
+        self.mode = self.scale = None
+
+    def scaled(self, scale: Any) -> Experts:
+        """The same in units of a scale, whose rank tells which elements share one.
+
+        Raises:
+            ArgumentError: it is not float32, or has a rank of none.
+        """
+        given = scale if isinstance(scale, Operand) else Operand(scale, "B_scale")
+        if given.dtype is not _FLOAT32:
+            raise ArgumentError(f"B_scale is {given.dtype}; expected float32")
+        if given.rank >= len(_MODES):
+            raise ArgumentError(
+                f"B_scale has shape {given.shape}; expected (), (E,), (E, N) or "
+                f"(E, ceil(K/128), ceil(N/128))"
+            )
+        made = copy.copy(self)
+        made.scale, made.mode = given, _MODES[given.rank]
+        return made
 
     def maker(self) -> Callable[[Any], Any]:
-        """Of the addresses of other matrices; anything else is taken as it is."""
+        """Of the addresses of other matrices, without a scale; anything else is taken as it is."""
         layout: dict[str, Any] = {"shape": self.shape[1:], "stride": self.stride[1:]}
         element, alignment = self.dtype, self.alignment
 

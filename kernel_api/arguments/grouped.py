@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any, ClassVar
 
 from kernel_api.arguments.epilogue import EpilogueArguments
-from kernel_api.arguments.experts import ExpertTensors, experts, memory_of
+from kernel_api.arguments.experts import Experts, ExpertTensors, experts, memory_of
 from kernel_api.arguments.gemm import (
     ProductArguments,
     default_accumulator,
@@ -71,6 +71,9 @@ class GroupedGemmArguments(ProductArguments):
         out_row_index: Of ragged M: int32 (T,), contiguous; the result of token t is the row
             ``out_row_index[t]`` of ``out``, which then has any number of rows; no two are equal,
             and rows that none names stay.
+        B_scale: Of a list, or of ExpertPointers: the scales of all experts in one float32 tensor,
+            that of a ScaledOperand (E, K, N): () or (E,) is per tensor, (E, N) per row,
+            (E, ceil(K/128), ceil(N/128)) per block of 128 x 128.
         epilogue: A function of the accumulator, see :class:`EpilogueArguments`. Of ragged K it
             is that of a batch of E products. Of ragged M the accumulator is (T, N), and every row
             belongs to one batch: (T, N) and (T, 1) broadcast per token (never gathered or
@@ -113,11 +116,13 @@ class GroupedGemmArguments(ProductArguments):
         accumulate: bool = False,
         row_index: Any = None,
         out_row_index: Any = None,
+        B_scale: Any = None,
         epilogue: EpilogueArguments | None = None,
         fp32_precision: str | None = None,
     ) -> None:
         self.A = A = A if isinstance(A, Operand) else Operand(A, "A")
-        self.B = B = B if isinstance(B, Operand) else experts(B)
+        B = B if isinstance(B, Operand) else experts(B)
+        self.B = B = B if B_scale is None else _in_units_of(B, B_scale)
         self.out = out = out if isinstance(out, Operand) else experts(out, "out")
         if not isinstance(offsets, Operand):
             offsets = Operand(offsets, "offsets")
@@ -181,6 +186,11 @@ class GroupedGemmArguments(ProductArguments):
         return {name: operand for name, operand in named if operand is not None}
 
     @property
+    def B_scale(self) -> Operand | None:
+        """Of experts that lie anywhere."""
+        return self.B.scale if isinstance(self.B, Experts) else None
+
+    @property
     def named_operands(self) -> dict[str, Operand]:
         named = {**dict(zip(self.operand_names, self.operands, strict=True)), **self.indices}
         return named if self.epilogue is None else {**named, **self.epilogue.tensors}
@@ -194,7 +204,7 @@ class GroupedGemmArguments(ProductArguments):
         return ("out",) if self.accumulate else ()
 
     def draw_indices(self, random: Any) -> None:
-        """Groups of equal size; tokens that are picked and placed at random."""
+        """Groups of equal size; tokens that are picked and placed at random; scales of experts."""
         import torch
 
         device, T = self.device, self.T
@@ -206,6 +216,9 @@ class GroupedGemmArguments(ProductArguments):
         if self.out_row_index is not None:
             placed = torch.randperm(self.out.shape[0], generator=random, device=device)
             self.out_row_index.tensor.copy_(placed[:T])
+        if self.B_scale is not None:
+            scale = self.B_scale.tensor
+            scale.copy_(torch.rand(scale.shape, generator=random, device=device) + 0.5)
 
     def check_values(self) -> None:
         check_if_asked(self.offsets, self.T)
@@ -233,7 +246,7 @@ class GroupedGemmArguments(ProductArguments):
         return self._key
 
     def _keywords(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("accumulate", *self.index_names)}
+        own = {name: getattr(self, name) for name in ("accumulate", *self.index_names, "B_scale")}
         return {**super()._keywords(), **own}
 
     def _all_operands(self) -> tuple[Operand, ...]:
@@ -370,6 +383,15 @@ class GroupedGemmArguments(ProductArguments):
 
 def _index(name: str, value: Any) -> Operand | None:
     return value if value is None or isinstance(value, Operand) else Operand(value, name)
+
+
+def _in_units_of(B: Operand, scale: Any) -> Experts:
+    if not isinstance(B, Experts):
+        raise ArgumentError(
+            "B_scale is given and B is one tensor; it is for matrices that lie anywhere, a tensor "
+            "carries its own as a ScaledOperand"
+        )
+    return B.scaled(scale)
 
 
 def _check_integers(name: str, operand: Operand, letters: str) -> None:

@@ -15,7 +15,7 @@ from kernel_api.arguments import (
     GroupedGemmArguments,
     ScaledOperand,
 )
-from kernel_api.arguments.experts import ExpertTensors
+from kernel_api.arguments.experts import Experts, ExpertTensors
 from kernel_api.arguments.scaled import expanded_scale
 from kernel_api.metadata import GroupedGemmOperandsMetadata
 from kernel_api.operands import Layout, Operand
@@ -110,11 +110,14 @@ class GroupedOracle(ProductOracle):
 
 
 def _expert(experts: Operand, group: int) -> Operand:
+    """The matrix of a group, with its scales."""
+    if not isinstance(experts, Experts):
+        return _part(experts, group)
     if isinstance(experts, ExpertTensors):
-        return experts.memory[group]
-    if experts.discrete:
-        return _at(experts, int(experts.tensor[group]))
-    return _part(experts, group)
+        matrix = experts.memory[group]
+    else:
+        matrix = _at(experts, int(experts.tensor[group]))
+    return matrix if experts.mode is None else _like(experts, matrix.tensor, _scale(experts, group))
 
 
 def _at(experts: Operand, address: int) -> Operand:
@@ -130,14 +133,15 @@ def _at(experts: Operand, address: int) -> Operand:
 
 def _part(operand: Operand, index: Any) -> Operand:
     """Of the first mode, with the scales of that."""
-    scale = _scale(operand)
-    if scale is not None and scale.dim():
-        scale = scale[index]
-    return _like(operand, operand.tensor[index], scale)
+    return _like(operand, operand.tensor[index], _scale(operand, index))
 
 
-def _scale(operand: Operand) -> Any:
-    return operand.scale.tensor if isinstance(operand, ScaledOperand) else None
+def _scale(operand: Any, index: Any = ...) -> Any:
+    """The scales of a part, one for all if there is one; None without any."""
+    if operand.mode is None:
+        return None
+    scale = operand.scale.tensor
+    return scale[index] if scale.dim() else scale
 
 
 def _like(operand: Operand, tensor: Any, scale: Any) -> Operand:

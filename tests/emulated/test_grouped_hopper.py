@@ -5,7 +5,23 @@ from __future__ import annotations
 import os
 
 import pytest
-from support.grouped_cases import F16, F32, Case, check, gradient, on_meta, scaled, swiglu
+import support.grouped_descriptors  # noqa: F401  the emulator learns how they are made
+from support.grouped_cases import (
+    BF16,
+    F8,
+    F16,
+    F32,
+    Case,
+    check,
+    gradient,
+    halves,
+    on_meta,
+    scaled,
+    spread,
+    swiglu,
+)
+from support.ptx.errors import EmulationError
+from support.ptx.kernel import EmulatedKernel
 
 import kernel_api as ka
 
@@ -15,11 +31,22 @@ WEIGHTS = "tnt"  # of a layer, along K
 BOTH = ("row_index", "out_row_index")
 AWAY = (0, 65, 1, 130, 0, 3)
 
+FEW = (0, 65, 1, 7)
+EIGHT_BITS = {"element": F8, "out": BF16, "layouts": WEIGHTS, "discrete": True}
+
 #: (design, problem); those in front are run every time.
 OF_ROWS = [
     (
         "128x128x64_cluster1x2_pingpong",
         Case("swiglu", sizes=(0, 65, 1, 0, 7), epilogue=swiglu, N=192, layouts=WEIGHTS),
+    ),
+    (
+        "64x128x128_cluster1x1",
+        Case("blocks anywhere", sizes=FEW, N=136, other=272, scales="blocks", **EIGHT_BITS),
+    ),
+    (
+        "64x128x64_cluster1x1_pingpong",
+        Case("scattered pairs", indices=BOTH[1:], sizes=FEW, epilogue=swiglu, N=192),
     ),
     ("16x128x128", Case("few rows", sizes=(1, 0, 3, 17), N=136, layouts=WEIGHTS)),
     ("128x192x64_cluster2x1", Case("picked", indices=BOTH, N=200, other=136, layouts=WEIGHTS)),
@@ -30,23 +57,70 @@ OF_ROWS = [
     ("64x128x64_cluster1x1_cooperative_stages8_swap", Case("swapped", sizes=AWAY, N=264)),
     ("64x128x64_cluster1x1_pingpong", Case("many groups", sizes=(1, 0) * 20, N=64)),
     ("128x128x64_cluster1x1", Case("scattered", indices=BOTH[1:], sizes=AWAY, epilogue=gradient)),
+    (
+        "128x128x64_cluster1x2_pingpong",
+        Case("anywhere", discrete=True, indices=BOTH[1:], sizes=AWAY, epilogue=swiglu, N=192),
+    ),
+    (
+        "128x128x64_cluster1x1",
+        Case("scattered, more columns", indices=BOTH[1:], sizes=FEW, epilogue=spread, N=160),
+    ),
+    (
+        "64x128x64_cluster1x1_pingpong",
+        Case("halves anywhere", discrete=True, epilogue=halves, N=192, layouts=WEIGHTS),
+    ),
+    ("32x128x64", Case("anywhere, swapped", discrete=True, sizes=FEW, N=136, layouts=WEIGHTS)),
+    (
+        "128x256x128_cluster1x2",
+        Case("rows anywhere", sizes=AWAY, N=264, other=144, scales="rows", **EIGHT_BITS),
+    ),
+    (
+        "16x128x128",
+        Case("swapped, rows anywhere", sizes=FEW, N=136, other=144, scales="rows", **EIGHT_BITS),
+    ),
+    (
+        "128x128x128_cluster1x1",
+        Case("tensors anywhere, picked", indices=BOTH, scales="tensor", other=144, **EIGHT_BITS),
+    ),
+    (
+        "64x256x128_cluster1x1",
+        Case("8 bits anywhere", sizes=FEW, N=256, other=144, epilogue=swiglu, **EIGHT_BITS),
+    ),
 ]
 ADDED = {"accumulate": True}
+ANYWHERE = {"discrete": True, "layouts": "ntt"}
 OF_SUMS = [
+    (
+        "128x128x64_cluster2x1",
+        Case("added to anywhere", N=72, other=136, sizes=FEW, out=F32, options=ADDED, **ANYWHERE),
+    ),
     ("128x128x64_cluster2x1", Case("of floats", layouts="ntt", N=72, other=136)),
     ("128x256x64_cluster1x2", Case("added to", layouts="ntt", N=264, out=F32, options=ADDED)),
     ("64x128x64", Case("scaled", layouts="ntt", N=136, epilogue=scaled)),
     ("128x128x64_cluster1x1", Case("none", layouts="ntt", sizes=(0, 0), options=ADDED)),
+    ("128x256x64_cluster1x2", Case("anywhere", N=264, sizes=AWAY, **ANYWHERE)),
+    ("64x128x64", Case("scaled anywhere", N=136, epilogue=scaled, options=ADDED, **ANYWHERE)),
+    (
+        "128x192x64_cluster2x1",
+        Case("other columns anywhere", N=200, sizes=FEW, discrete=True, layouts="ntn", out=F16),
+    ),
+    ("256x128x64_cluster1x2", Case("no tokens anywhere", sizes=(0, 0), N=136, **ANYWHERE)),
+    ("64x128x64", Case("columns in the way", N=66, other=42, pad=6, sizes=FEW, **ANYWHERE)),
 ]
 EVERY = bool(os.environ.get("KERNEL_API_EMULATE"))
 
 
-def checked(design, args):
+def chosen_of(design, args):
+    """The best Hopper kernel of a design."""
     offered = ka.get_kernels(on_meta(args), cc="sm_90a", providers=["cutedsl"])
     found = [k for k in offered if "sm90_grouped" in k.metadata.kernel_name]
     chosen = [k for k in found if f"_tile{design}" in k.metadata.kernel_name]
     assert chosen, [k.metadata.kernel_name for k in found]
-    check(chosen[0], args, "sm_90a")
+    return chosen[0]
+
+
+def checked(design, args):
+    check(chosen_of(design, args), args, "sm_90a")
 
 
 def named(cases, first):
@@ -54,7 +128,7 @@ def named(cases, first):
     return {"argvalues": chosen, "ids": [case.name for _, case in chosen]}
 
 
-@pytest.mark.parametrize(("design", "case"), **named(OF_ROWS, 1))
+@pytest.mark.parametrize(("design", "case"), **named(OF_ROWS, 3))
 def test_groups_of_rows_are_multiplied_with_their_own_matrix(design, case):
     checked(design, case.of_rows())
 
@@ -62,3 +136,22 @@ def test_groups_of_rows_are_multiplied_with_their_own_matrix(design, case):
 @pytest.mark.parametrize(("design", "case"), **named(OF_SUMS, 1))
 def test_groups_are_summed_over(design, case):
     checked(design, case.of_sums())
+
+
+@pytest.mark.parametrize(
+    ("fence", "text"),
+    [
+        ("fence.proxy.tensormap::generic.acquire.gpu", "that it has not acquired"),
+        ("fence.proxy.tensormap::generic.release.gpu", "that is not released"),
+    ],
+)
+def test_the_emulator_sees_a_descriptor_that_is_used_too_early(fence, text):
+    case = Case("anywhere", N=72, other=64, sizes=(3,), **ANYWHERE)
+    args = case.of_sums()
+    kernel = chosen_of("64x128x64", args)
+    compiled = EmulatedKernel.compile(kernel, args, "sm_90a")
+    lines = compiled.text.split("\n")
+    assert any(fence in line for line in lines)
+    without = compiled.with_text("\n".join(line for line in lines if fence not in line))
+    with pytest.raises(EmulationError, match=text):
+        without.run(args)

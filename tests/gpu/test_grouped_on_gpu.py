@@ -8,7 +8,9 @@ import torch
 from support.fusion_cases import same_bits
 
 import kernel_api as ka
+from kernel_api import epilogue as ep
 from kernel_api import fusions
+from kernel_api.arguments.experts import memory_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compile, pytest.mark.timeout(600)]
 
@@ -89,6 +91,20 @@ def glu(d, discrete=False, **how):
     )  # fmt: skip
 
 
+def swiglu_of_neighbours(accum):
+    gate, up = ep.glu_pair(accum, granularity=1)
+    return ep.silu(gate) * up
+
+
+def scattered_pairs(d):
+    generator = torch.Generator().manual_seed(1)
+    places = torch.randperm(d.T + 9, generator=generator)[: d.T].int().cuda()
+    return ka.GroupedGemmArguments(
+        d.A, d.B, d.out(d.T + 9, d.N // 2), d.offsets, out_row_index=places,
+        epilogue=ka.EpilogueArguments(swiglu_of_neighbours),
+    )  # fmt: skip
+
+
 def dglu(d, **how):
     return fusions.grouped_gemm_dglu(
         d.A, d.B, d.offsets, out=d.out(d.T, 2 * d.N), preactivation=d.matrix(d.T, 2 * d.N),
@@ -138,6 +154,8 @@ CASES = {
     "picked": picked,
     "listed": listed,
     "listed swiglu": lambda d: glu(d, discrete=True),
+    "listed swiglu of halves": lambda d: glu(d, discrete=True, granularity="halves"),
+    "scattered pairs": scattered_pairs,
     "swiglu": glu,
     "geglu of halves": lambda d: glu(d, kind="geglu", granularity="halves"),
     "geglu, clamped": lambda d: glu(d, kind="geglu_clamped", limit=1.5, offset=0.7),
@@ -148,6 +166,10 @@ CASES = {
     "hadamard": hadamard,
     "quantized": quantized,
     "summed": summed,
+    "summed, listed": lambda d: summed(d, out=list(d.out(d.E, d.N, d.K))),
+    "accumulated, listed": lambda d: summed(
+        d, accumulate=True, out=list(d.out(d.E, d.N, d.K, element=F32))
+    ),
     "summed, scaled": lambda d: summed(d, alpha=d.values(d.E)),
     "accumulated": lambda d: summed(d, accumulate=True, out=d.out(d.E, d.N, d.K, element=F32)),
     "accumulated in 16 bits": lambda d: summed(d, accumulate=True),
@@ -158,6 +180,15 @@ SETTINGS = {
     "padded": {"pad": 8, "N": 320, "K": 72},
     "odd": {"K": 77, "pad": 1},
 }
+
+
+def parts_of(args):
+    """(name, tensor) of all that is written."""
+    return [
+        (f"{name} {place}", part)
+        for name, one in args.outputs.items()
+        for place, part in enumerate(memory_of(one))
+    ]
 
 
 def packed(tensor):
@@ -188,14 +219,14 @@ def test_groups_are_what_the_reference_computes(make, sizes, how, turn):
             assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
             if getattr(args, "accumulate", False):
                 continue
-            first = {name: one.tensor.clone() for name, one in args.outputs.items()}
+            first = {name: part.tensor.clone() for name, part in parts_of(args)}
             kernel.run(args)
-            for name, one in args.outputs.items():
-                same = same_bits(*(packed(x) for x in (one.tensor, first[name])))
+            for name, part in parts_of(args):
+                same = same_bits(*(packed(x) for x in (part.tensor, first[name])))
                 assert same, f"{kernel.metadata.kernel_name}: {name} differs when repeated"
 
 
-def scaled(mode, sizes, N, K, out):
+def scaled(mode, sizes, N, K, out, listed=False):
     d = Draw(sizes, N, K)
     A, B = d.A.to(F8), d.matrix(d.E, N, K).to(F8).mT
     positive = torch.rand
@@ -210,14 +241,19 @@ def scaled(mode, sizes, N, K, out):
         scales = positive(d.T, blocks[0], device="cuda"), positive(d.E, *blocks, device="cuda")
         A = ka.ScaledOperand(A, scales[0], ka.ScaleMode.BLOCK_1x128)
         B = ka.ScaledOperand(B, scales[1], ka.ScaleMode.BLOCK_128x128)
-    return ka.GroupedGemmArguments(A, B, d.out(d.T, N, element=out), d.offsets)
+    options = {}
+    if listed:
+        options["B_scale"] = getattr(B, "scale", None)
+        B = list(getattr(B, "tensor", B))
+    return ka.GroupedGemmArguments(A, B, d.out(d.T, N, element=out), d.offsets, **options)
 
 
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("mode", ["none", "tensor", "rows", "blocks"])
 @pytest.mark.parametrize("sizes", ["empty first", "empty middle", "all empty", "random 2"])
-def test_8_bit_floats_are_scaled_by_group(mode, sizes):
+def test_8_bit_floats_are_scaled_by_group(mode, sizes, listed):
     out = F16 if sizes == "empty first" else BF16
-    args = scaled(mode, SIZES[sizes], 264, 272, out)
+    args = scaled(mode, SIZES[sizes], 264, 272, out, listed)
     if torch.cuda.get_device_capability() != (9, 0):
         assert not ka.get_kernels(args, providers=["cutedsl"])
         return

@@ -15,7 +15,7 @@ from support.data import strided_empty
 from support.ptx.gemm import storage_bytes
 from support.ptx.kernel import EmulatedKernel
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 SIZES = (0, 65, 1, 7, 0, 64, 3, 0)
 SLACK = 4  # rows behind the last group
 
@@ -41,6 +41,7 @@ class Case:
         pad: Elements between rows.
         epilogue: From the sizes (T, N, E) to the epilogue.
         discrete: Whether the matrices of groups, B or out, lie anywhere.
+        scales: Of A and B, of groups of rows: how many elements share one.
         options: Of the arguments.
     """
 
@@ -57,6 +58,7 @@ class Case:
     epilogue: Any = None
     indices: tuple[str, ...] = ()
     discrete: bool = False
+    scales: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -85,15 +87,33 @@ class Case:
             rows["out"] = T + 9
             indices["out_row_index"] = torch.randperm(T + 9, generator=random)[:T].int()
         epilogue, columns = self.epilogue(T, N, E) if self.epilogue else (None, N)
-        B = self.operand(1, E, K, N)
+        A, B = self.operand(0, rows["A"], K), self.operand(1, E, K, N)
+        further = {**indices, **self.further(epilogue)}
+        A, B = self.in_units(A, B, further) if self.scales else (A, B)
         return GroupedGemmArguments(
-            self.operand(0, rows["A"], K),
-            list(B.unbind()) if self.discrete else B,
+            A,
+            list(B.unbind()) if isinstance(B, torch.Tensor) and self.discrete else B,
             self.operand(2, rows["out"], columns),
             self.offsets,
-            **indices,
-            **self.further(epilogue),
+            **further,
         )
+
+    def in_units(self, A: Any, B: Any, further: dict[str, Any]) -> tuple[Any, Any]:
+        """With their scales; those of a B that lies anywhere are an option."""
+        (rows, K), (E, _, N) = A.shape, B.shape
+        blocks = [-(-extent // 128) for extent in (K, N)]
+        modes, shapes = {
+            "tensor": (["per_tensor"] * 2, [(), (E,)]),
+            "rows": (["per_row"] * 2, [(rows,), (E, N)]),
+            "blocks": (["block_1x128", "block_128x128"], [(rows, blocks[0]), (E, *blocks)]),
+        }[self.scales]
+        random = torch.Generator().manual_seed(11)
+        of_A, of_B = (torch.rand(shape, generator=random) + 0.25 for shape in shapes)
+        A = ka.ScaledOperand(A, of_A, ka.ScaleMode(modes[0]))
+        if not self.discrete:
+            return A, ka.ScaledOperand(B, of_B, ka.ScaleMode(modes[1]))
+        further["B_scale"] = of_B
+        return A, B
 
     def of_sums(self) -> GroupedGemmArguments:
         """Groups that are summed over."""
@@ -137,6 +157,25 @@ def swiglu(T, N, E):
     return epilogue, N // 2
 
 
+def halves(T, N, E):
+    """Pairs whose gates are the left half of the columns."""
+
+    def fn(accum):
+        gate, up = ep.glu_pair(accum, granularity="halves")
+        return ep.silu(gate) * up
+
+    return ka.EpilogueArguments(fn), N // 2
+
+
+def spread(T, N, E):
+    """Two columns for each of the product."""
+
+    def fn(accum):
+        return ep.interleave(accum, accum * accum)
+
+    return ka.EpilogueArguments(fn), 2 * N
+
+
 def gradient(T, N, E):
     """Reads a matrix per token; means are over what a group has."""
 
@@ -166,16 +205,17 @@ def on_meta(args):
     """The same for any device: a query asks tensors of a GPU or of none."""
 
     def meta(operand):
+        if operand.discrete:
+            return [meta(one) for one in operand.memory]
         if operand.mode is not None:
             values = torch.empty_like(operand.tensor, device="meta")
             return ka.ScaledOperand(values, operand.scale.tensor.to("meta"), operand.mode)
-        if getattr(operand, "discrete", False):
-            return [meta(one) for one in operand.memory]
         tensor = operand.tensor
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     keywords = args._keywords()
-    keywords.update({name: meta(index) for name, index in args.indices.items()})
+    others = {**args.indices, **({} if args.B_scale is None else {"B_scale": args.B_scale})}
+    keywords.update({name: meta(one) for name, one in others.items()})
     if args.epilogue is not None:
         operands = {name: meta(one) for name, one in args.epilogue.tensors.items()}
         keywords["epilogue"] = args.epilogue.with_operands(**operands)

@@ -48,16 +48,21 @@ def arguments_for(
         if name != "out" and tensor.device.type != "meta":
             fill(tensor, 2 * seed + place, values)
         tensors[name] = tensor
-    if operands.experts == "pointers":
-        tensors[batched] = list(tensors[batched].unbind())
     multiplied_as = operands.multiplication_type
+    options = {"fp32_precision": multiplied_as.short if multiplied_as is not None else None}
+
+    def made(A: Any, B: Any, out: Any, **further: Any) -> GroupedGemmArguments:
+        offsets = offsets_of(tokens, groups).to(device)
+        return GroupedGemmArguments(
+            A, B, out, offsets, operands.accumulator_type, **options, **further
+        )
+
+    dense = made(tensors["A"], tensors["B"], tensors["out"])
     scales = {name: asked.scale for name, asked in operands.tensors.items()}
-    plain = GroupedGemmArguments(
-        tensors["A"],
-        tensors["B"],
-        tensors["out"],
-        offsets_of(tokens, groups).to(device),
-        operands.accumulator_type,
-        fp32_precision=multiplied_as.short if multiplied_as is not None else None,
-    )
-    return with_scales(plain, scales, seed) if any(scales.values()) else plain
+    if any(scales.values()):
+        dense = with_scales(dense, scales, seed)
+    if operands.experts != "pointers":
+        return dense
+    tensors[batched] = list(tensors[batched].unbind())
+    further = {"B_scale": dense.B.scale} if scales["B"] else {}
+    return made(dense.A, tensors["B"], tensors["out"], **further)

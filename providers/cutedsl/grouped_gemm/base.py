@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
-from kernel_api.arguments import ScaleMode
+from kernel_api.arguments import EpilogueArguments, ScaleMode
 from kernel_api.arguments.experts import Experts
 from kernel_api.arguments.grouped import GroupedGemmArguments
 from kernel_api.artifact import CompiledArtifact
@@ -18,6 +18,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     full_outputs,
     reduction_sizes,
 )
+from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
 from kernel_api.providers.cutedsl.gemm import model
 from kernel_api.providers.cutedsl.gemm.fusing import FusedGemm
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
@@ -27,6 +28,14 @@ from kernel_api.space import Miss, rule
 def most_row_tiles(rows: int, groups: int, rows_per_tile: int) -> int:
     """That any offsets can cut so many rows into; each group begins with a tile of its own."""
     return min(rows, (rows + groups * (rows_per_tile - 1)) // rows_per_tile)
+
+
+def out_in_halves(epilogue: EpilogueArguments | None) -> bool:
+    """Whether tiles take columns of out in turns, some of the left half, some of the right one."""
+    planned = plan(epilogue.graph) if epilogue is not None else None
+    if epilogue is None or not isinstance(planned, Plan):
+        return False
+    return epilogue.graph.output_shape("D").columns in planned.halves
 
 
 class CuteDslGroupedGemm(FusedGemm):
@@ -141,6 +150,16 @@ class ExpertPointersGemm(CuteDslGroupedGemm):
         columns = {f"{self.anywhere}_columns": one.shape[-1], f"{self.anywhere}_pitch": pitch}
         described = {**args.launch_values, **columns}
         return {**described, **{n: value for n, value in found.items() if n not in described}}
+
+    def _expert_matrices(self) -> Any:
+        """What the implementation knows of them."""
+        from kernel_api.implementations.common.expert_matrices import ExpertMatrices
+
+        one = self.metadata.operands.tensors[self.anywhere]
+        assert one.dtype is not None
+        # B is (K, N), and (N, K) to the implementation.
+        unit_mode = int((one.unit_mode == -1) != (self.anywhere == "B"))
+        return ExpertMatrices(one.dtype.cutlass, unit_mode, one.alignment)
 
     def cute_compile(self, implementation: Callable[..., None], *args: Any, **how: Any) -> Any:
         given = (_addresses() if isinstance(arg, Experts) else arg for arg in args)

@@ -91,14 +91,8 @@ class Sm80ExpertPointers(ExpertPointersGemm, Sm80GroupedGemmFamily):
     def _built(
         self, gemm: Any, more_outputs: tuple[Any, ...], others: tuple[Any, ...], **options: Any
     ) -> Callable[..., None]:
-        from kernel_api.implementations.common.expert_matrices import ExpertMatrices
-
-        one = self.metadata.operands.tensors[self.anywhere]
-        assert one.dtype is not None
-        # B is (K, N), and (N, K) to the implementation.
-        unit_mode = int((one.unit_mode == -1) != (self.anywhere == "B"))
-        experts = ExpertMatrices(one.dtype.cutlass, unit_mode, one.alignment)
-        return super()._built(gemm, more_outputs, others, experts=experts, **options)
+        found = self._expert_matrices()
+        return super()._built(gemm, more_outputs, others, experts=found, **options)
 
 
 @CuTeDSLProvider.register

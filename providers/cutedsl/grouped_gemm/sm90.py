@@ -25,6 +25,7 @@ from kernel_api.providers.cutedsl.grouped_gemm.base import (
     RaggedRowsGemm,
     RaggedSumGemm,
     are_small,
+    out_in_halves,
     predict,
 )
 from kernel_api.space import Miss, Operands, Space, rule
@@ -68,6 +69,8 @@ _OF_SUMS = (
     "64x128 1x1",
 )
 _DESCRIPTOR_BYTES = 128
+#: The most that are, see the implementation.
+_PROMOTED_COLUMNS = 192
 #: Rows that are gathered are complete two stages after they were begun.
 _GATHER_STAGES = 4
 #: Of the time that the model of dense products has, where consumers take turns and no cluster
@@ -104,6 +107,10 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
     ) -> bool:
         fits = operands.out.alignment >= TMA_PIECE and not design.swap_ab
         return fits or "out_row_index" not in args.indices
+
+    @rule("columns of out that are dealt out in halves are in rows that lie side by side")
+    def _(args: GroupedGemmArguments) -> bool:
+        return not ("out_row_index" in args.indices and out_in_halves(args.epilogue))
 
     @rule("no mode is empty: TMA describes none that is")
     def _(args: GroupedGemmArguments) -> bool | Miss:
@@ -161,11 +168,8 @@ class Sm90GroupedGemm(RaggedRowsGemm, Sm90GroupedGemmFamily):
         )
 
 
-@CuTeDSLProvider.register
-class Sm90GroupedPointerGemm(ExpertPointersGemm, Sm90GroupedGemm):
-    """The same of matrices B that lie anywhere: a small kernel describes them to TMA before."""
-
-    family: ClassVar[str] = "sm90.grouped_gemm_pointers"
+class Sm90ExpertPointers(ExpertPointersGemm, Sm90GroupedGemmFamily):
+    """Families of matrices that lie anywhere: a small kernel describes them to TMA before."""
 
     def workspace_for(self, *tensors: Any) -> int:
         return self._described(super().workspace_for(*tensors), tensors[-1].shape[0])
@@ -180,12 +184,15 @@ class Sm90GroupedPointerGemm(ExpertPointersGemm, Sm90GroupedGemm):
     def _built(
         self, gemm: Any, more_outputs: tuple[Any, ...], others: tuple[Any, ...], **options: Any
     ) -> Callable[..., None]:
-        from kernel_api.implementations.common.expert_matrices import ExpertMatrices
+        found = self._expert_matrices()
+        return super()._built(gemm, more_outputs, others, experts=found, **options)
 
-        B = self.metadata.operands.tensors["B"]
-        assert B.dtype is not None
-        experts = ExpertMatrices(B.dtype.cutlass, 1 if B.unit_mode == -2 else 0, B.alignment)
-        return super()._built(gemm, more_outputs, others, experts=experts, **options)
+
+@CuTeDSLProvider.register
+class Sm90GroupedPointerGemm(Sm90ExpertPointers, Sm90GroupedGemm):
+    """The same of matrices B that lie anywhere."""
+
+    family: ClassVar[str] = "sm90.grouped_gemm_pointers"
 
 
 @CuTeDSLProvider.register
@@ -222,6 +229,17 @@ class Sm90Fp8GroupedGemm(Sm90GroupedGemm):
 
 
 @CuTeDSLProvider.register
+class Sm90Fp8GroupedPointerGemm(Sm90ExpertPointers, Sm90Fp8GroupedGemm):
+    """The same of matrices B that lie anywhere; their scales are one tensor."""
+
+    family: ClassVar[str] = "sm90.grouped_gemm_fp8_pointers"
+
+    @rule("192 columns that are promoted at once leave no registers for descriptors")
+    def _(design: Sm90GemmDesign, operands: GroupedGemmOperandsMetadata) -> bool:
+        return design.tile_shape[1] != _PROMOTED_COLUMNS or scaled_by_blocks(operands)
+
+
+@CuTeDSLProvider.register
 class Sm90GroupedSumGemm(RaggedSumGemm, Sm90GroupedGemmFamily):
     """Grouped GEMM of 16-bit floats for Hopper that sums over the groups."""
 
@@ -244,12 +262,23 @@ class Sm90GroupedSumGemm(RaggedSumGemm, Sm90GroupedGemmFamily):
         self,
         more_outputs: tuple[Any, ...] = (),
         others: tuple[Any, ...] = (),
-        *,
-        accumulate: bool = False,
+        **options: Any,
     ) -> Callable[..., None]:
         from kernel_api.implementations.sm90.grouped_sum_gemm import GroupedSumGemm
 
-        return self._built(GroupedSumGemm, more_outputs, others, accumulate=accumulate)
+        return self._built(GroupedSumGemm, more_outputs, others, **options)
 
     def implementation_for(self, args: GroupedGemmArguments) -> Callable[..., None]:
         return self._implementation(*output_types(args.epilogue), accumulate=args.accumulate)
+
+
+@CuTeDSLProvider.register
+class Sm90GroupedPointerSumGemm(Sm90ExpertPointers, Sm90GroupedSumGemm):
+    """The same of matrices out that lie anywhere."""
+
+    family: ClassVar[str] = "sm90.grouped_gemm_sum_pointers"
+    anywhere: ClassVar[str] = "out"
+
+    @rule("columns of out are dealt out in halves where it is one tensor")
+    def _(args: GroupedGemmArguments) -> bool:
+        return not out_in_halves(args.epilogue)

@@ -1,0 +1,126 @@
+"""Which kernels of the GPU are offered for groups whose matrices lie anywhere, with and without
+scales, and for rows that are scattered."""
+
+import pytest
+import torch
+
+import kernel_api as ka
+from kernel_api import epilogue as ep
+
+BF16, F8, F32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
+T, N, K, E = 40, 128, 256, 3
+
+
+def empty(*shape, element=BF16):
+    return torch.empty(shape, dtype=element, device="meta")
+
+
+def index():
+    return empty(T, element=torch.int32)
+
+
+OFFSETS = empty(E, element=torch.int32)
+
+
+def families(args, cc="sm_90a"):
+    found = ka.get_kernels(args, cc=cc, providers=["cutedsl"])
+    return {kernel.family_name(): kernel for kernel in reversed(found)}
+
+
+def reason(args, family):
+    told = ka.explain(args, cc="sm_90a", providers=["cutedsl"])
+    return next(one.reason for one in told.rejected if one.family == family)
+
+
+def of_rows(epilogue=None, columns=N, discrete=False, **options):
+    weights = [empty(N, K).t() for _ in range(E)]
+    B = weights if discrete else empty(E, N, K).mT
+    return ka.GroupedGemmArguments(
+        empty(T, K), B, empty(T, columns), OFFSETS, epilogue=epilogue, **options
+    )  # fmt: skip
+
+
+# Scales of experts that lie anywhere -----------------------------------------------------
+
+
+def eight_bits(of_A, B_scale):
+    A = empty(T, K, element=F8)
+    if of_A is not None:
+        mode, *shape = of_A
+        A = ka.ScaledOperand(A, empty(*shape, element=F32), ka.ScaleMode(mode))
+    B = [empty(N, K, element=F8).t() for _ in range(E)]
+    scale = None if B_scale is None else empty(*B_scale, element=F32)
+    return ka.GroupedGemmArguments(A, B, empty(T, N), OFFSETS, B_scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("of_A", "B_scale"),
+    [
+        (None, None),
+        (("per_tensor",), (E,)),
+        (("per_tensor",), ()),
+        (("per_row", T), (E, N)),
+        (("block_1x128", T, 2), (E, 2, 1)),
+    ],
+)
+def test_eight_bits_are_offered_with_every_scale(of_A, B_scale):
+    args = eight_bits(of_A, B_scale)
+    kernels = families(args)
+    assert list(kernels) == ["sm90.grouped_gemm_fp8_pointers"]
+    kernel = kernels["sm90.grouped_gemm_fp8_pointers"]
+    assert kernel.get_workspace_size(args) == kernel.workspace_for(*args.tensors)
+    assert reason(args, "sm90.grouped_gemm_fp8") == (
+        "B is given as matrices that lie anywhere; the kernel takes one tensor"
+    )
+
+
+def test_scales_that_do_not_go_together_are_refused():
+    args = eight_bits(("per_row", T), (E,))
+    assert families(args) == {}
+    assert "scale" in reason(args, "sm90.grouped_gemm_fp8_pointers")
+
+
+# Sums that lie anywhere ------------------------------------------------------------------
+
+
+def of_sums(epilogue=None, columns=N, **options):
+    out = [empty(K, columns) for _ in range(E)]
+    return ka.GroupedGemmArguments(
+        empty(T, K).t(), empty(T, N), out, OFFSETS, epilogue=epilogue, **options
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_sums_are_written_anywhere_on_hopper(accumulate):
+    args = of_sums(accumulate=accumulate)
+    names = {"sm90.grouped_gemm_sum_pointers", "sm80.grouped_gemm_sum_pointers"}
+    assert set(families(args)) == names
+    kernel = families(args)["sm90.grouped_gemm_sum_pointers"]
+    assert kernel.get_workspace_size(args) == kernel.workspace_for(*args.tensors)
+    assert set(families(args, cc=80)) == {"sm80.grouped_gemm_sum_pointers"}
+
+
+def spread(granularity):
+    return ka.EpilogueArguments(lambda a: ep.interleave(a, a * a, granularity=granularity))
+
+
+def test_sums_in_halves_are_one_tensor():
+    assert "sm90.grouped_gemm_sum_pointers" in families(of_sums(spread(32), 2 * N))
+    args = of_sums(spread("halves"), 2 * N)
+    assert "sm90.grouped_gemm_sum_pointers" not in families(args)
+    assert reason(args, "sm90.grouped_gemm_sum_pointers") == (
+        "columns of out are dealt out in halves where it is one tensor"
+    )
+
+
+# Rows that are scattered -----------------------------------------------------------------
+
+
+def test_rows_that_are_scattered_are_not_dealt_out_in_halves():
+    assert "sm90.grouped_gemm" in families(of_rows(spread("halves"), 2 * N))
+    assert "sm90.grouped_gemm" in families(of_rows(spread(32), 2 * N, out_row_index=index()))
+    args = of_rows(spread("halves"), 2 * N, out_row_index=index())
+    assert "sm90.grouped_gemm" not in families(args)
+    assert reason(args, "sm90.grouped_gemm") == (
+        "columns of out that are dealt out in halves are in rows that lie side by side"
+    )
