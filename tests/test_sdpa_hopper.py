@@ -13,7 +13,7 @@ import kernel_api as ka
 from kernel_api import masks
 from kernel_api.arguments import Dropout
 
-FORWARD, FP8 = "sm90.sdpa_forward", "sm90.sdpa_forward_fp8"
+FORWARD, FP8, DECODE = "sm90.sdpa_forward", "sm90.sdpa_forward_fp8", "sm90.sdpa_decode"
 ROOMS = {
     FORWARD: ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
     FP8: ((64, 64), (128, 128), (256, 256)),
@@ -81,13 +81,83 @@ def test_decode_takes_a_head_dimension_by_its_own_tiles(dim):
     draw = Draw(2, 8, 1, 1, 4096, dim, dim, element="bfloat16", device="meta")
     args = draw.arguments(out=draw.results(read=False).bfloat16())
     kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
-    own = [kernel for kernel in kernels if kernel.family == "sm90.sdpa_decode"]
+    own = [kernel for kernel in kernels if kernel.family == DECODE]
     assert {kernel.metadata.design.head_dim for kernel in own} == {(128, 128)}
 
 
 def test_fp8_takes_a_head_dimension_by_its_own_tiles():
     own = offered(FP8, (80, 80))
     assert {kernel.metadata.design.head_dim for kernel in own} == {(128, 128)}
+
+
+#: What the scores of few queries may be made of.
+OPTIONS = {
+    "bias": lambda d: {"bias": d.random(1, d.H, d.S_q, d.S_kv)},
+    "alibi": lambda d: {"alibi": d.wides(d.H), "sink": d.wides(d.H), "softcap": 5.0},
+    "score_mod": lambda d: {"score_mod": lambda score, b, h, q, kv: 2 * score},
+    "mask_mod": lambda d: {"mask": masks.MaskMod(lambda b, h, q, kv: kv >= 2 * q)},
+    "blocks": lambda d: {"mask": blocks(d.S_q, d.S_kv) & masks.Causal("bottom_right")},
+}
+
+
+def blocks(S_q, S_kv, shape=(128, 128)):
+    rows, columns = -(-S_q // shape[0]), -(-S_kv // shape[1])
+    return masks.BlockSparse(
+        torch.ones(1, 1, rows, columns, dtype=torch.bool, device="meta"), shape
+    )
+
+
+def few(form, make):
+    """Arguments of few queries, dense or in pages."""
+    draw = Draw(2, 8, 2, 3, 512, 128, 128, element="bfloat16", device="meta")
+    given = make(draw)
+    if form == "paged":
+        pages = torch.empty(40, 2, 32, 128, dtype=torch.bfloat16, device="meta")
+        integers = {"dtype": torch.int32, "device": "meta"}
+        given |= {"K": pages, "V": pages.clone()}
+        given |= {"page_table": torch.zeros(2, 16, **integers)}
+        given |= {"seq_lens_kv": torch.zeros(2, **integers)}
+    return draw.arguments(**given)
+
+
+@pytest.mark.parametrize("form", ["dense", "paged"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_few_queries_are_served_with_every_option(option, form):
+    args = few(form, OPTIONS[option])
+    kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+    assert kernels[0].family == DECODE
+
+
+def test_few_queries_are_refused_with_dropout():
+    args = few("dense", lambda d: {"dropout": DROPOUT})
+    (told,) = [r for r in ka.explain(args, cc="sm_90a").rejected if r.family == DECODE]
+    assert "dropout is for one head: rows side by side are of several" in told.reason
+
+
+def test_a_table_with_small_entries_takes_wide_tiles_away_and_it_is_told():
+    small, large = (blocks(512, 512, shape) for shape in ((128, 128), (256, 256)))
+    assert tiles(FORWARD, (128, 128), mask=small) == {(128, 128)}
+    assert tiles(FORWARD, (128, 128), mask=large) == tiles(FORWARD, (128, 128))
+    (wide,) = [
+        kernel
+        for kernel in offered(FORWARD, (128, 128))
+        if kernel.metadata.design.tile_shape == (128, 176)
+    ][:1]
+    status = wide.supports(meta(FORWARD, (128, 128), mask=small))
+    assert str(status.error).endswith(
+        "several entries of a table leave registers for fewer scores at once; there are 16384 at "
+        "most"
+    )
+
+
+def test_as_many_entries_are_expected_as_a_tile_may_meet():
+    from kernel_api.implementations.common.attention.blocks import _met
+
+    for tile in (64, 80, 128):
+        for entry in range(1, 300):
+            firsts = range(0, 8 * tile * entry // math.gcd(tile, entry), tile)
+            met = max((first + tile - 1) // entry - first // entry + 1 for first in firsts[:300])
+            assert met <= _met(tile, entry) <= met + 1
 
 
 def test_the_size_of_a_workspace_loads_no_compiler():
@@ -127,3 +197,21 @@ def dropping():
 def test_dropout_spills_nothing(name, room, band, kernel):
     args = meta(name, room, dropout=DROPOUT, mask=BANDS[band])
     assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("room", ROOMS[FORWARD] if EVERY_KERNEL else [(64, 64)])
+def test_a_table_of_blocks_spills_nothing(room):
+    args = meta(FORWARD, room, mask=blocks(512, 512) & masks.Causal())
+    for kernel in offered(FORWARD, room, mask=args.mask):
+        assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("option", ["alibi", "blocks"] if EVERY_KERNEL else ["blocks"])
+@pytest.mark.parametrize("form", ["dense", "paged"] if EVERY_KERNEL else ["paged"])
+def test_options_of_few_queries_spill_nothing(option, form):
+    args = few(form, OPTIONS[option])
+    kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+    for kernel in [kernel for kernel in kernels if kernel.family == DECODE]:
+        assert kernel.compile(args, cc="90a").resources.spill_bytes == 0

@@ -12,19 +12,23 @@ from ..common.attention.modes import attention_modes
 from ..common.attention.sequences import queries_seeing, sequence_of
 from ..common.attention.values import Values
 from ..common.work_split import COUNTER_BYTES
-from .sdpa_backward_consumer import BackwardConsumer, Work
+from .sdpa_backward_bias import TiledBiasGradient
+from .sdpa_backward_consumer import BackwardConsumer
 from .sdpa_backward_plan import CONSUMERS, GROUP, tile_layout
 from .sdpa_backward_rows import QueryGradients, RowSums, SinkGradients
+from .sdpa_backward_work import Work, search_of
 from .sdpa_loads import load, tma_load, tma_pipeline
 
 _REGISTERS = (24, 240)  # producer, each consumer
+_REGISTERS_SEARCHING = (40, 232)
 
 
 class SdpaBackward(BackwardConsumer):
     """dQ, dK, dV of attention on Hopper: TMA, wgmma, warp-specialised, in three launches.
 
     Before, `RowSums` makes what is needed of every row of queries; behind, `QueryGradients` rounds
-    dQ, which blocks add up in float32, and `SinkGradients` has a launch of its own.
+    dQ, which blocks add up in float32; `SinkGradients` and `TiledBiasGradient` have launches of
+    their own.
 
     warp group  role      does                                      waits on       signals
     ----------  --------  ----------------------------------------  -------------  -------------
@@ -39,7 +43,8 @@ class SdpaBackward(BackwardConsumer):
 
     Pipelines: Q with log-sum-exps, dO with the row sums (`stages` each). dS lies in shared memory
     for dQ = dS · K, `stages[2]` times; dK and dV where K and V were, when all is done.
-    Registers: producer 24, consumers 240.
+    Where a table hides tiles whole, each searches for those that it does not.
+    Registers: producer 24, consumers 240, or 40 and 232 where they search.
 
     head_dims: Of Q and K, of V: there is room for as many columns; TMA fills up with zeros.
     early: What is issued before its turn, so that tensor cores are busy while threads compute:
@@ -70,6 +75,7 @@ class SdpaBackward(BackwardConsumer):
     ):
         """operands: a tuple of what the scores are called by."""
         values = Values(self.scores.names, operands)
+        read = mQ, mK, mV, mdO, mLSE
         batches, queries, keys = mQ.shape[0], mQ.shape[2], mK.shape[2]
         if const_expr(self.packed):
             batches = values["cu_seqlens_q"].shape[0] - 1
@@ -77,7 +83,7 @@ class SdpaBackward(BackwardConsumer):
         mQ, mK, mV, mO, mdO, mdQ, mdK, mdV = (
             attention_modes(tensor) for tensor in (mQ, mK, mV, mO, mdO, mdQ, mdK, mdV)
         )
-        workspace = workspace + COUNTER_BYTES
+        start, workspace = workspace, workspace + COUNTER_BYTES
         RowSums(self)(mO, mdO, mLSE, operands, workspace, queries, batches, stream)
         self._launch(
             *(mQ, mK, mV, mdO, mdK, mdV),
@@ -86,6 +92,8 @@ class SdpaBackward(BackwardConsumer):
         if const_expr("dSink" in self.scores.names):
             SinkGradients(self)(mdO, operands, workspace, stream)
         QueryGradients(self)(mdQ, operands, workspace, queries, batches, stream)
+        if const_expr("dBias" in self.scores.names):
+            TiledBiasGradient(self).launch(*read, operands, start, stream)
 
     @cute.jit
     def _launch(self, mQ, mK, mV, mdO, mdK, mdV, operands, workspace, keys, batches, stream):
@@ -186,15 +194,16 @@ class SdpaBackward(BackwardConsumer):
             total = heads * (blocks.end - blocks.begin)
         work = Work(batch, key_head, key_head * heads, first_key, key_rows, total, blocks)
 
+        registers = _REGISTERS_SEARCHING if self.searches else _REGISTERS
         if group == 0:
-            cute.arch.setmaxregister_decrease(_REGISTERS[0])
+            cute.arch.setmaxregister_decrease(registers[0])
             if warp_index == 0 and total > 0:
                 self._produce(
                     *(tma_q, mQ, tma_k, mK, tma_v, mV, tma_do, mdO),
                     *(storage, pipelines, work, sequence, operands, workspace),
                 )
         else:
-            cute.arch.setmaxregister_increase(_REGISTERS[1])
+            cute.arch.setmaxregister_increase(registers[1])
             if first_key < key_rows:
                 space = self.space(workspace, mQ, values)
                 self._consume(
@@ -243,33 +252,54 @@ class SdpaBackward(BackwardConsumer):
         sdO = self._tile(storage.do, m, e, self.do_stages)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.do_stages)
+        queries = tma_q, sQ, pipeline_q, storage.lse, self.lse_address
+        gradients = tma_do, sdO, pipeline_do, storage.delta, self.delta_address
         load(tma_k, gK, 0, sK, pipeline_k, one)
-        head, block = work.first_head, work.blocks.begin
-        for i in cutlass.range(work.total, unroll=1):
-            tile = self.tile_index(space, work.batch, head, sequence.first_query, block)
-            row = sequence.first_query + block * m
-            gQ, gdO = (
-                cute.local_tile(
-                    cute.domain_offset((row, 0), tensor[None, None, head, batch]),
-                    (m, columns),
-                    (None, 0),
-                )
-                for tensor, columns in ((mQ, d), (mdO, e))
+        if const_expr(self.searches):
+            load(tma_v, gV, 0, sV, pipeline_v, one)
+            search = self._following(search_of(), work, sequence, values)
+            while search.index < work.total:
+                head, block = work.place(search.index)
+                tile = self.tile_index(space, work.batch, head, sequence.first_query, block)
+                gQ, gdO = self._rows(mQ, mdO, batch, sequence, head, block)
+                self._load_rows(*queries, gQ, space, tile, q_state)
+                self._load_rows(*gradients, gdO, space, tile, do_state)
+                q_state.advance()
+                do_state.advance()
+                search = self._following(search, work, sequence, values)
+        else:
+            head, block = work.first_head, work.blocks.begin
+            for i in cutlass.range(work.total, unroll=1):
+                tile = self.tile_index(space, work.batch, head, sequence.first_query, block)
+                gQ, gdO = self._rows(mQ, mdO, batch, sequence, head, block)
+                self._load_rows(*queries, gQ, space, tile, q_state)
+                if i == 0:
+                    load(tma_v, gV, 0, sV, pipeline_v, one)
+                self._load_rows(*gradients, gdO, space, tile, do_state)
+                q_state.advance()
+                do_state.advance()
+                block += 1
+                if block == work.blocks.end:
+                    block = work.blocks.begin
+                    head += 1
+
+    def _rows(self, mQ, mdO, batch, sequence, head, block) -> tuple:
+        """Of Q and of dO: a tile of queries."""
+        row = sequence.first_query + block * self.tile_m
+        return tuple(
+            cute.local_tile(
+                cute.domain_offset((row, 0), tensor[None, None, head, batch]),
+                (self.tile_m, columns),
+                (None, 0),
             )
-            load(tma_q, gQ, 0, sQ, pipeline_q, q_state)
-            full = pipeline_q.producer_get_barrier(q_state)
-            _load_floats(self.lse_address(space, tile), storage.lse, m, q_state.index, full)
-            if i == 0:
-                load(tma_v, gV, 0, sV, pipeline_v, one)
-            load(tma_do, gdO, 0, sdO, pipeline_do, do_state)
-            full = pipeline_do.producer_get_barrier(do_state)
-            _load_floats(self.delta_address(space, tile), storage.delta, m, do_state.index, full)
-            q_state.advance()
-            do_state.advance()
-            block += 1
-            if block == work.blocks.end:
-                block = work.blocks.begin
-                head += 1
+            for tensor, columns in ((mQ, self.head_dim), (mdO, self.head_dim_v))
+        )
+
+    def _load_rows(self, tma, shared, stages, numbers, address_of, rows, space, tile, state):
+        """With a number of each."""
+        load(tma, rows, 0, shared, stages, state)
+        full = stages.producer_get_barrier(state)
+        _load_floats(address_of(space, tile), numbers, self.tile_m, state.index, full)
 
 
 @cute.jit

@@ -11,7 +11,6 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..common.attention.scores import Tile, rows_and_columns
-from ..common.attention.sequences import Range
 from ..common.attention.softmax import LOG2_E, power_of_two
 from ..common.attention.values import Values
 from ..common.conversion import select
@@ -25,28 +24,10 @@ from .sdpa_backward_rows import (
     pass_turn,
     store_matrices,
 )
+from .sdpa_backward_work import Work, following, search_of
 
 TOGETHER = 1  # the named barrier of all consumers
 OWN = 2  # one for each, from this one on
-
-
-class Work(NamedTuple):
-    """Of a block.
-
-    first_head: Of queries.
-    first_key: Within the sequence.
-    key_rows: Of the sequence, `keys` of them in use.
-    total: Tiles of queries, of all heads.
-    blocks: Of queries, of every head.
-    """
-
-    batch: Int32
-    key_head: Int32
-    first_head: Int32
-    first_key: Int32
-    key_rows: Int32
-    total: Int32
-    blocks: Range
 
 
 class Fragments(NamedTuple):
@@ -137,6 +118,16 @@ class BackwardConsumer(BackwardPlan):
                     turn = following
                 self._form(turn, fragments, sums, context)
                 self._apply(turn, None, fragments, sums, context)
+            elif const_expr(self.searches):
+                search = self._following(search_of(), work, sequence, values)
+                while search.index < work.total:
+                    head, block = work.place(search.index)
+                    turn = turn._replace(head=head, block=block)
+                    self._begin_scores(turn, fragments, sums, context)
+                    self._form(turn, fragments, sums, context)
+                    self._apply(turn, None, fragments, sums, context)
+                    turn = self._next_turn(turn, work)
+                    search = self._following(search, work, sequence, values)
             else:
                 for _ in cutlass.range(work.total, unroll=1):
                     self._begin_scores(turn, fragments, sums, context)
@@ -144,6 +135,10 @@ class BackwardConsumer(BackwardPlan):
                     self._apply(turn, None, fragments, sums, context)
                     turn = self._next_turn(turn, work)
         self._write(sums, storage, mdK, mdV, work, sequence, values, thread)
+
+    def _following(self, search, work: Work, sequence, values):
+        tile = self.tile_m, self.tile_n
+        return following(search, work, sequence, values, self.scores.block_shape, tile)
 
     def _first_turn(self, work: Work) -> Turn:
         consumer = pipeline.PipelineUserType.Consumer

@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource, SmemLayoutAtomKind
 
+from ..common.attention.blocks import are_searched
 from ..common.attention.scores import Scores
 from ..common.attention.values import Values
 from .mma import WGMMA_M
@@ -127,6 +128,8 @@ class BackwardPlan(Known):
         transposed: Whether scores stand as keys × queries. Then each consumer has 64 keys, and
             their probabilities and those' gradients are operands from its registers; else they
             are from shared memory, and consumers share the columns of dK and dV.
+        searches: Whether tiles that a table hides are left out. In a fixed order they are not:
+            those that wait count the blocks before them.
         swaps_dkv, swaps_dq: Whether gradients stand as head dimension × keys or queries.
         shared_memory_bytes: Of a block.
 
@@ -165,6 +168,7 @@ class BackwardPlan(Known):
         self.queries_end_early = self.packed or "seq_lens_q" in names
         self.keys_end_early = self.packed or "seq_lens_kv" in names
         self.has_slopes = "softcap" in names or scores.functions.score is not None
+        self.searches = not deterministic and are_searched(scores.block_shape, tile)
         self._check()
         self._plan_products()
         self.shared_memory_bytes = self._shared_memory_bytes()

@@ -12,6 +12,7 @@ from cutlass.cute import AddressSpace
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
+from ..common.attention.blocks import Hidden
 from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Place, Scores, Tile, rows_and_columns
 from ..common.attention.sequences import keys_seen, sequence_of
@@ -160,7 +161,11 @@ class SdpaDecode(SdpaForward):
         end = blocks.begin + Int32(Int64(count) * (part + 1) // tiles.parts)
         full_begin = cutlass.min(cutlass.max(blocks.full_begin, begin), end)
         full_end = cutlass.min(cutlass.max(blocks.full_end, full_begin), end)
-        return Work(tile, place, sequence, type(blocks)(begin, end, full_begin, full_end))
+        blocks = type(blocks)(begin, end, full_begin, full_end)
+        last_query = cutlass.min(last // tiles.group, sequence.queries - 1)
+        heads = place.head * tiles.group, tiles.group
+        work = Work(tile, place, sequence, blocks)
+        return self._searched(work, heads, first, last_query, values)
 
     # Loads -------------------------------------------------------------------------------
 
@@ -181,7 +186,7 @@ class SdpaDecode(SdpaForward):
         work: Work,
         values,
     ):
-        _, place, sequence, blocks = work
+        place, sequence, blocks = work.place, work.sequence, work.blocks
         _, pipeline_k, pipeline_v = pipelines
         q_state, k_state, v_state = states
         # Both lie in shared memory as rows of 64 columns, slab by slab.
@@ -192,12 +197,24 @@ class SdpaDecode(SdpaForward):
             of_batch = (place.batch, sequence, values)
             self._load_block(tma_k, tKgK, tKsK, last, pipeline_k, k_state, *of_batch)
             k_state.advance()
-            for i in cutlass.range(last - blocks.begin, unroll=1):
-                self._load_block(tma_k, tKgK, tKsK, last - 1 - i, pipeline_k, k_state, *of_batch)
-                self._load_block(tma_v, tVgV, tVsV, last - i, pipeline_v, v_state, *of_batch)
-                k_state.advance()
-                v_state.advance()
-            self._load_block(tma_v, tVgV, tVsV, blocks.begin, pipeline_v, v_state, *of_batch)
+            if const_expr(self.searches):
+                seen = self._following(work.seen, work, values)
+                while seen.block >= blocks.begin:
+                    self._load_block(tma_k, tKgK, tKsK, seen.block, pipeline_k, k_state, *of_batch)
+                    self._load_block(tma_v, tVgV, tVsV, last, pipeline_v, v_state, *of_batch)
+                    k_state.advance()
+                    v_state.advance()
+                    last = seen.block
+                    seen = self._following(seen, work, values)
+                self._load_block(tma_v, tVgV, tVsV, last, pipeline_v, v_state, *of_batch)
+            else:
+                for i in cutlass.range(last - blocks.begin, unroll=1):
+                    below = last - 1 - i
+                    self._load_block(tma_k, tKgK, tKsK, below, pipeline_k, k_state, *of_batch)
+                    self._load_block(tma_v, tVgV, tVsV, last - i, pipeline_v, v_state, *of_batch)
+                    k_state.advance()
+                    v_state.advance()
+                self._load_block(tma_v, tVgV, tVsV, blocks.begin, pipeline_v, v_state, *of_batch)
             v_state.advance()
             q_state.advance()
         return q_state, k_state, v_state
@@ -239,6 +256,8 @@ class SdpaDecode(SdpaForward):
 
     def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles) -> None:
         """The consumers load them: heads of queries have rows in turns."""
+        # Other warps of the group may still multiply those of the tile before.
+        cute.arch.barrier(barrier_id=OWN + thread // GROUP, number_of_threads=GROUP)
         self._load_queries(thread, mQ, sQ, work, tiles)
 
     def _release_queries(self, pipeline_q, state) -> None:
@@ -284,14 +303,17 @@ class SdpaDecode(SdpaForward):
 
     # Scores and results ------------------------------------------------------------------
 
-    def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool) -> None:
-        if not self.scores.plain:
-            self.scores.change(tile, values)
-        if hidden:
+    def _group(self, tiles: DecodeTiles) -> Int32:
+        return tiles.group
+
+    def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool | Hidden) -> None:
+        by_band = hidden and not self.scores.hides_anywhere
+        super()._score(tile, sequence, values, tiles, False if by_band else hidden)
+        if by_band:
             self._hide(tile, sequence, tiles.group)
 
     def _hide(self, tile: Tile, sequence, group: Int32) -> None:
-        """-inf where a query does not see a key."""
+        """-inf where a band hides a key."""
         rows, columns = tile.extents
         row_of_thread, key = tile.first
         for row in range(rows):

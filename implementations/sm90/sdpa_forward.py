@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from ..common.attention.blocks import are_searched
 from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Scores
 from ..common.attention.values import Values
@@ -37,10 +38,11 @@ class SdpaForward(ForwardConsumer):
 
     Blocks are persistent: each fetches tiles until there are none. A tile are `tile[0]` queries of
     a head, which take `tile[1]` keys at a time, from the last that they see to the first. The
-    producer is ahead, in the next tile too. Of consecutive blocks of keys, a consumer issues
-    Q · Kᵀ of the next one before P · V of this one, and has the softmax of the next one while
-    P · V runs. Three consumers take turns at issuing, so that one has the tensor cores while
-    another has its softmax. P stays in registers.
+    producer is ahead, in the next tile too. Blocks of keys that a table hides whole are left out:
+    the producer and the consumers each look for the next one that is not. Of consecutive blocks of
+    keys, a consumer issues Q · Kᵀ of the next one before P · V of this one, and has the softmax of
+    the next one while P · V runs. Three consumers take turns at issuing, so that one has the tensor
+    cores while another has its softmax. P stays in registers.
 
     Pipelines: Q (one stage), K and V (`stages` each), numbers of tiles. O has shared memory of its
     own, or that of Q if there is none left.
@@ -73,6 +75,7 @@ class SdpaForward(ForwardConsumer):
         self.element_type = element_type
         self.output_type = output_type or element_type
         self.scores = scores
+        self.searches = are_searched(scores.block_shape, tile)
         self.longest_first = longest_first
         self.consumers = self.tile_m // WGMMA_M
         self.threads = GROUP * (1 + self.consumers)
@@ -319,7 +322,7 @@ class SdpaForward(ForwardConsumer):
     ):
         """Q, and the blocks of K and V from the last to the first. V is a block behind, as it is
         used. Returns the states of the pipelines behind them."""
-        _, place, sequence, blocks = work
+        place, sequence, blocks = work.place, work.sequence, work.blocks
         pipeline_q, pipeline_k, pipeline_v = pipelines
         q_state, k_state, v_state = states
         key_head = place.head // (mQ.shape[2] // mK.shape[2])
@@ -339,11 +342,22 @@ class SdpaForward(ForwardConsumer):
             last = blocks.end - 1
             load(tma_k, gK, last, sK, pipeline_k, k_state)
             k_state.advance()
-            for i in cutlass.range(last - blocks.begin, unroll=1):
-                load(tma_k, gK, last - 1 - i, sK, pipeline_k, k_state)
-                load(tma_v, gV, last - i, sV, pipeline_v, v_state)
-                k_state.advance()
-                v_state.advance()
-            load(tma_v, gV, blocks.begin, sV, pipeline_v, v_state)
+            if const_expr(self.searches):
+                seen = self._following(work.seen, work, values)
+                while seen.block >= blocks.begin:
+                    load(tma_k, gK, seen.block, sK, pipeline_k, k_state)
+                    load(tma_v, gV, last, sV, pipeline_v, v_state)
+                    k_state.advance()
+                    v_state.advance()
+                    last = seen.block
+                    seen = self._following(seen, work, values)
+                load(tma_v, gV, last, sV, pipeline_v, v_state)
+            else:
+                for i in cutlass.range(last - blocks.begin, unroll=1):
+                    load(tma_k, gK, last - 1 - i, sK, pipeline_k, k_state)
+                    load(tma_v, gV, last - i, sV, pipeline_v, v_state)
+                    k_state.advance()
+                    v_state.advance()
+                load(tma_v, gV, blocks.begin, sV, pipeline_v, v_state)
             v_state.advance()
         return q_state, k_state, v_state

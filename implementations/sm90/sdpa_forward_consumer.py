@@ -8,6 +8,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource
 
+from ..common.attention.blocks import Hidden, Rows, Seen, following, seen_of
 from ..common.attention.scores import Place, Tile, rows_and_columns
 from ..common.attention.sequences import Range, sequence_of
 from ..common.attention.softmax import LOG2_E, softmax_of, update
@@ -97,11 +98,12 @@ class ForwardConsumer(SdpaOutput):
     ):
         """A tile. Returns the states of the pipelines behind it."""
         (tCrQ, tCrK, tCrV), (tSrS, tOrP, tOrO) = fragments, registers
-        _, place, sequence, blocks = work
+        place, sequence, blocks = work.place, work.sequence, work.blocks
         pipeline_q, pipeline_k, pipeline_v = pipelines
         q_state, k_state, v_state = states
         scores = rows_and_columns(tSrS)
         tile = Tile(scores, local, place.query, Int32(0), place.batch, place.head)
+        tile = tile._replace(group=self._group(tiles))
         softmax = softmax_of(2, self._multiplier(values, place, tiles), self.largest_power)
         tOrO.fill(0.0)
         if self._takes_queries(blocks):
@@ -113,7 +115,8 @@ class ForwardConsumer(SdpaOutput):
             warpgroup.wait_group(0)
             pipeline_k.consumer_release(k_state)
             k_state.advance()
-            self._score(self._of_block(tile, last), sequence, values, tiles, hidden=True)
+            hidden = self._hidden(work, work.seen) if const_expr(self.searches) else True
+            self._score(self._of_block(tile, last), sequence, values, tiles, hidden)
             update(softmax, scores, None)
             self._store_powers(tOrP, tSrS, self._of_block(tile, last), tiles, values)
             if const_expr(self.keys_end_early):
@@ -124,7 +127,9 @@ class ForwardConsumer(SdpaOutput):
                 *(sequence, values, tiles, pipelines),
             )
             inner = (k_state, v_state)
-            if const_expr(self.scores.hides_anywhere):
+            if const_expr(self.searches):
+                inner = self._pass_seen(*of_tile, inner, work)
+            elif const_expr(self.scores.hides_anywhere):
                 inner = self._pass(*of_tile, inner, last, blocks.begin, True)
             else:
                 full_begin = cutlass.min(last, blocks.full_begin)
@@ -162,6 +167,10 @@ class ForwardConsumer(SdpaOutput):
         """Of scores, to exponents of 2."""
         return values.number("scale") * LOG2_E if self.scores.plain else Float32(LOG2_E)
 
+    def _group(self, tiles: Tiles) -> Int32 | None:
+        """Heads whose queries are the rows of a tile, see `Tile`."""
+        return None
+
     def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles) -> None:
         pipeline_q.consumer_wait(state)
 
@@ -195,49 +204,112 @@ class ForwardConsumer(SdpaOutput):
 
         hidden: Whether queries may not see all their keys.
         """
+        of_tile = (consumer, fragments, registers, tile, softmax, sequence, values, tiles)
+        factors = cute.make_rmem_tensor(2, Float32)
+        for i in cutlass.range(begin - end, unroll=1):
+            states = self._add_block(*of_tile, pipelines, states, factors, begin - 1 - i, hidden)
+        return states
+
+    @cute.jit
+    def _pass_seen(
+        self,
+        consumer,
+        fragments,
+        registers,
+        tile,
+        softmax,
+        sequence,
+        values,
+        tiles: Tiles,
+        pipelines,
+        states,
+        work: Work,
+    ):
+        """The same of the blocks that a table shows, in front of the last one."""
+        of_tile = (consumer, fragments, registers, tile, softmax, sequence, values, tiles)
+        factors = cute.make_rmem_tensor(2, Float32)
+        seen = self._following(work.seen, work, values)
+        while seen.block >= work.blocks.begin:
+            hidden = self._hidden(work, seen)
+            states = self._add_block(*of_tile, pipelines, states, factors, seen.block, hidden)
+            seen = self._following(seen, work, values)
+        return states
+
+    @cute.jit
+    def _add_block(
+        self,
+        consumer,
+        fragments,
+        registers,
+        tile,
+        softmax,
+        sequence,
+        values,
+        tiles: Tiles,
+        pipelines,
+        states,
+        factors,
+        block,
+        hidden: cutlass.Constexpr,
+    ):
+        """Scores of a block of keys, and the values of the one behind it. Returns the states of the
+        pipelines behind them.
+
+        factors: Of the rows: what O is multiplied with, written.
+        """
         (tCrQ, tCrK, tCrV), (tSrS, tOrP, tOrO) = fragments, registers
         _, pipeline_k, pipeline_v = pipelines
         k_state, v_state = states
-        factors = cute.make_rmem_tensor(2, Float32)
         outputs = rows_and_columns(tOrO)
-        for i in cutlass.range(begin - end, unroll=1):
-            pipeline_k.consumer_wait(k_state)
-            self._await_turn(consumer)
-            _multiply(self._mma_qk(), tSrS, tCrQ, tCrK[None, None, None, k_state.index], fresh=True)
-            pipeline_v.consumer_wait(v_state)
-            _multiply(
-                self._mma_pv(),
-                tOrO,
-                self._operand(tOrP, tSrS),
-                tCrV[None, None, None, v_state.index],
-                fresh=False,
-            )
-            self._pass_turn(consumer)
-            warpgroup.wait_group(1)
-            pipeline_k.consumer_release(k_state)
-            block = begin - 1 - i
-            self._score(self._of_block(tile, block), sequence, values, tiles, hidden)
-            update(softmax, tile.values, factors)
-            warpgroup.wait_group(0)
-            pipeline_v.consumer_release(v_state)
-            self._store_powers(tOrP, tSrS, self._of_block(tile, block), tiles, values)
-            for row in cutlass.range_constexpr(2):
-                for column in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
-                    outputs[row, column] = outputs[row, column] * factors[row]
-            k_state.advance()
-            v_state.advance()
+        pipeline_k.consumer_wait(k_state)
+        self._await_turn(consumer)
+        _multiply(self._mma_qk(), tSrS, tCrQ, tCrK[None, None, None, k_state.index], fresh=True)
+        pipeline_v.consumer_wait(v_state)
+        _multiply(
+            self._mma_pv(),
+            tOrO,
+            self._operand(tOrP, tSrS),
+            tCrV[None, None, None, v_state.index],
+            fresh=False,
+        )
+        self._pass_turn(consumer)
+        warpgroup.wait_group(1)
+        pipeline_k.consumer_release(k_state)
+        self._score(self._of_block(tile, block), sequence, values, tiles, hidden)
+        update(softmax, tile.values, factors)
+        warpgroup.wait_group(0)
+        pipeline_v.consumer_release(v_state)
+        self._store_powers(tOrP, tSrS, self._of_block(tile, block), tiles, values)
+        for row in cutlass.range_constexpr(2):
+            for column in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
+                outputs[row, column] = outputs[row, column] * factors[row]
+        k_state.advance()
+        v_state.advance()
         return k_state, v_state
 
     def _of_block(self, tile: Tile, block: Int32) -> Tile:
         """Of keys."""
         return tile._replace(first_key=block * self.tile_n)
 
-    def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool) -> None:
+    def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool | Hidden) -> None:
         """Products with a block of keys into scores."""
         if not self.scores.plain:
             self.scores.change(tile, values)
-        if hidden:
-            self.scores.hide(tile, sequence, values)
+        if isinstance(hidden, Hidden):
+            self._hide_known(tile, sequence, values, hidden)
+        elif hidden:
+            self.scores.hide(tile, sequence, values, keys=self.tile_n)
+
+    @cute.jit
+    def _hide_known(self, tile: Tile, sequence, values: Values, hidden: Hidden):
+        if hidden.by_table:
+            self.scores.hide(tile, sequence, values, keys=self.tile_n)
+        else:
+            if const_expr(self.scores.functions.visible is not None):
+                self.scores.hide(tile, sequence, values, by_table=False)
+            else:
+                if hidden.by_band:
+                    self.scores.hide(tile, sequence, values, by_table=False)
 
     def _store_powers(self, tOrP, tSrS, tile: Tile, tiles: Tiles, values: Values) -> None:
         """The numerators of probabilities, as the second product reads them."""
@@ -290,7 +362,37 @@ class ForwardConsumer(SdpaOutput):
     def _work(self, tiles: Tiles, tile: Int32, values: Values, mQ, mK) -> Work:
         place = tiles.place(tile, self.tile_m, self.longest_first)
         sequence = sequence_of(values, place.batch, mQ.shape[0], mK.shape[0])
-        return Work(tile, place, sequence, blocks_of(sequence, place, self.tile_m, self.tile_n))
+        work = Work(tile, place, sequence, blocks_of(sequence, place, self.tile_m, self.tile_n))
+        last = cutlass.min(place.query + self.tile_m, sequence.queries) - 1
+        return self._searched(work, (place.head, Int32(1)), place.query, last, values)
+
+    # Blocks that a table hides whole. The producer and each warp of the consumers search for
+    # themselves, and find the same.
+
+    def _searched(self, work: Work, heads: tuple, first: Int32, last: Int32, values) -> Work:
+        """The same without the blocks behind the last one that is seen.
+
+        heads: The first, and how many.
+        first, last: Queries.
+        """
+        if not self.searches:
+            return work
+        queries, _ = self.scores.block_shape
+        head, count = heads
+        count = cutlass.min(count, Int32(values["blocks"].shape[1]))
+        rows = Rows(work.place.batch, head, count, first // queries, last // queries)
+        work = work._replace(rows=rows)
+        seen = self._following(seen_of(work.blocks), work, values)
+        return work._replace(seen=seen, blocks=work.blocks._replace(end=seen.block + 1))
+
+    def _following(self, seen: Seen, work: Work, values: Values) -> Seen:
+        begin, (_, columns) = work.blocks.begin, self.scores.block_shape
+        return following(seen, work.rows, begin, work.sequence, values, columns, self.tile_n)
+
+    def _hidden(self, work: Work, seen: Seen) -> Hidden:
+        blocks = work.blocks
+        by_band = (seen.block < blocks.full_begin) | (seen.block >= blocks.full_end)
+        return Hidden(by_band, seen.whole == Boolean(False))
 
     # An atom has a state, which a loop would have to carry: so each product has one of its own.
 

@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu.warpgroup import OperandSource
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from ..common.attention.blocks import Hidden
 from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Place, Tile
 from ..common.attention.sequences import sequence_of
@@ -122,7 +123,7 @@ class SdpaForwardFp8(SdpaForward):
     def _clear_behind(self, thread, sV, block, sequence, pipeline_v, v_state) -> None:
         """Vᵀ is clear there."""
 
-    def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool) -> None:
+    def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool | Hidden) -> None:
         if not self.scores.plain:
             descale = _descale_of_products(values, tile, tiles)
             rows, columns = tile.extents

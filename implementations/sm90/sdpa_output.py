@@ -32,7 +32,7 @@ class SdpaOutput:
 
     @cute.jit
     def _write_rows(self, consumer, thread, tOrO, sO, mO, softmax, work: Work, values, tiles):
-        _, place, sequence, _ = work
+        place, sequence = work.place, work.sequence
         lane = thread % GROUP
         own_row = place.query + consumer * WGMMA_M + lane // 32 * 16 + lane % 32 // 4
         sink = None

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute import AddressSpace
 
+from ..common.attention.blocks import Rows, Seen
 from ..common.attention.scores import Place
 from ..common.attention.sequences import Range, Sequence, keys_seen
 from ..common.conversion import select
@@ -86,12 +87,18 @@ def receive(queue, sTiles, state):
 
 
 class Work(NamedTuple):
-    """A tile: its number, what it is, and the blocks of keys that its queries see."""
+    """A tile: its number, what it is, and the blocks of keys that its queries see.
+
+    rows, seen: Of a table that is searched for blocks to be left out: what the tile meets of it,
+        and the last block, which the others stand in front of. Else None.
+    """
 
     tile: Int32
     place: Place
     sequence: Sequence
     blocks: Range
+    rows: Rows | None = None
+    seen: Seen | None = None
 
 
 def blocks_of(sequence: Sequence, place: Place, rows: int, keys: int) -> Range:

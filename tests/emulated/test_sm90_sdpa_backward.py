@@ -15,7 +15,17 @@ import torch
 from support.ptx import EmulationError
 from support.ptx.kernel import EmulatedKernel
 from support.sdpa import NAN, Draw, backward_of, run
-from support.sdpa_cases import F16, Case, biased, blocks, dropped, everything, on_meta
+from support.sdpa_cases import (
+    F16,
+    Case,
+    bias_gradient,
+    biased,
+    blocks,
+    dropped,
+    every_gradient,
+    everything,
+    on_meta,
+)
 
 from kernel_api import masks
 from kernel_api.providers.cutedsl.sdpa.sm90_backward import Sm90SdpaBackward
@@ -80,9 +90,27 @@ def modified(draw: Draw) -> dict[str, Any]:
     return {"score_mod": score_mod, "score_operands": {"w": draw.wides(draw.H)}}
 
 
+def sparse(draw: Draw) -> dict[str, Any]:
+    """Few blocks are seen, of the last tile of queries nothing."""
+    shape = 64, 24
+    rows, columns = (-(-n // size) for n, size in zip((draw.S_q, draw.S_kv), shape, strict=True))
+    table = draw.random(1, draw.H, rows, columns) > 1.2
+    table[:, :, 0, 0] = True
+    table[:, :, -1] = False
+    return {"mask": masks.BlockSparse(table, shape)}
+
+
+def of_bias(*modes: int, **further: Any) -> dict[str, Any]:
+    """A bias of these modes, and its gradient."""
+    gradient = bias_gradient(*modes)
+    return {"options": biased(*modes), "gradient": lambda d: {**gradient(d), **further}}
+
+
 #: Those in front are run every time.
 CASES = [
     Case("causal", (1, 1, 1, 130, 140, 128, 128), (64, 128), keywords=CAUSAL),
+    Case("dBias of all heads, causal", (1, 2, 1, 66, 40, 64, 64), (64, 128), keywords=CAUSAL,
+         **of_bias(0, 2, 3, deterministic=True)),
     Case(
         "packed",
         (3, 2, 1, 1, 1, 64, 64),
@@ -122,9 +150,25 @@ CASES = [
     Case("a score function", (1, 2, 1, 70, 140, 64, 64), (64, 128), options=modified),
     Case("dropout", (1, 2, 1, 70, 140, 64, 64), (64, 128), options=dropped),
     Case("dropout, 256", (1, 1, 1, 70, 140, 256, 256), (64, 64), options=dropped),
-    Case("blocks", (1, 2, 1, 70, 140, 128, 128), (64, 128), options=blocks),
+    Case("blocks", (1, 2, 1, 70, 140, 128, 128), (64, 64), options=blocks),
+    Case("blocks, in order", (1, 2, 1, 70, 140, 64, 64), (64, 128), options=blocks,
+         gradient=in_order),
+    Case("blocks, few seen", (1, 6, 1, 330, 150, 64, 64), (64, 128), options=sparse),
+    Case("blocks, few seen, padded", (2, 4, 2, 200, 100, 192, 128), (64, 64), options=sparse,
+         lengths=((200, 70), (100, 30))),
+    Case("dBias", (2, 4, 2, 70, 40, 128, 128), (64, 128), **of_bias(0, 1, 2, 3)),
+    Case("dBias of all batches", (2, 2, 2, 70, 100, 64, 64), (64, 128), **of_bias(1, 2, 3)),
+    Case("dBias of all queries, padded", (2, 2, 1, 70, 100, 64, 64), (64, 128),
+         lengths=((60, 3), (85, 20)), **of_bias(0, 1, 3)),
+    Case("dBias of all keys", (1, 2, 1, 70, 100, 64, 64), (64, 128), keywords=ENDING,
+         **of_bias(1, 2)),
+    Case("dropout, 128", (1, 2, 1, 70, 80, 128, 128), (64, 64), options=dropped),
     Case("everything, padded", (2, 4, 2, 70, 80, 192, 72), (64, 64),
-         lengths=((66, 3), (77, 20)), options=everything),
+         lengths=((66, 3), (77, 20)), options=everything, gradient=every_gradient),
+    Case("everything, padded, 256", (1, 2, 1, 66, 50, 256, 200), (64, 48),
+         lengths=((65,), (49,)), options=everything),
+    Case("everything, padded, 128", (2, 4, 2, 70, 80, 128, 72), (64, 64),
+         lengths=((66, 3), (77, 20)), options=everything, gradient=every_gradient),
 ]  # fmt: skip
 
 
@@ -142,7 +186,7 @@ EVERYTHING = [*((case, None) for case in CASES), *designs()]
 
 @pytest.mark.parametrize(
     ("case", "kernel"),
-    EVERYTHING if EVERY else EVERYTHING[:1],
+    EVERYTHING if EVERY else EVERYTHING[:2],
     ids=lambda one: one.name if isinstance(one, Case) else "",
 )
 def test_gradients_are_right(case, kernel):
@@ -187,16 +231,23 @@ def test_no_barrier_of_the_consumers_can_be_left_out(plain):
                 found.with_text(text).run(args, seed=seed)
 
 
+def test_what_a_table_hides_whole_is_not_looked_at():
+    """Else a product with nothing would be no number."""
+    case = Case("", (1, 2, 1, 130, 40, 64, 64), (64, 128), options=sparse)
+    found, args = check(case, None)
+    outputs = {name: output.tensor.clone() for name, output in args.outputs.items()}
+    for operand in (args.Q, args.dO):
+        operand.tensor[:, :, 128:] = NAN
+    found.run(args)
+    assert all(torch.equal(outputs[n], one.tensor) for n, one in args.outputs.items())
+
+
 def test_what_is_not_served_is_refused_by_a_named_rule():
     draw = Draw(1, 2, 1, 70, 140, 64, 64, element="bfloat16")
-    args = draw.arguments(**biased(1, 2, 3)(draw))
-    run(args)
-    dO, dBias = draw.random(*args.out.shape), torch.full_like(args.further["bias"].tensor, NAN)
-    status = kernels()[0].supports(on_meta(backward_of(args, dO, dBias=dBias)))
-    assert not status and "no gradient of the bias" in str(status.error)
     staged = next(k for k in kernels() if k.metadata.design.staged)
     args = draw.arguments()
     run(args)
+    dO = draw.random(*args.out.shape)
     status = staged.supports(on_meta(backward_of(args, dO, deterministic=True)))
     assert not status and "in any order" in str(status.error)
 

@@ -104,6 +104,10 @@ def sloped(draw: Draw) -> dict[str, Any]:
     return {**given, "mask": masks.Causal()}
 
 
+def sloped_at_the_end(draw: Draw) -> dict[str, Any]:
+    return {**sloped(draw), **bottom_right(draw)}
+
+
 def dropped(draw: Draw) -> dict[str, Any]:
     return {"dropout": Dropout(draw.choice.choice((0.1, 0.5)), (1 << 40) + 3, (1 << 32) - 2)}
 
@@ -191,6 +195,12 @@ KINDS = {
         descaled, (*_64_128, (256, 256)), count=2, element=F8, pads=(0, 16), gradients=None
     ),
     "far below zero": Kind(head_dims=_64_128, count=2, queries=(64, 192, 320), keys=(192, 320)),
+    "few queries, bias, softcap": Kind(biased, _128, count=3, queries=_FEW, gradients=None),
+    "few queries, blocks": Kind(blocks, _64_128, count=2, queries=_FEW, gradients=None),
+    "few queries, functions": Kind(functions, _128, count=3, queries=_FEW, gradients=None),
+    "pages, alibi, sink": Kind(
+        sloped_at_the_end, _64_128, form="paged", count=2, queries=_FEW, gradients=None
+    ),
 }
 
 

@@ -17,6 +17,8 @@ from .values import Values
 #: What changes scores beside the scale.
 _CHANGES = ("softcap", "bias", "alibi")
 
+_COLUMNS = 8  # of an accumulator, of which a thread has two side by side
+
 
 class Place(NamedTuple):
     """Of a score. query, key: Within their sequences."""
@@ -48,6 +50,10 @@ class Tile(NamedTuple):
     local: The same of coordinates: (query, key) from the first of the tile, (key, query) if
         transposed.
     first_query, first_key: Of the tile.
+    head: Of its queries; of its keys where there is a group.
+    group: Heads of queries that share the head of keys, if all of them have rows, query by query:
+        what is said of queries in `local` and `first_query` is said of such rows. None: the rows
+        are queries.
     """
 
     values: cute.Tensor
@@ -57,6 +63,7 @@ class Tile(NamedTuple):
     batch: Int32
     head: Int32
     transposed: bool = False
+    group: Int32 | None = None
 
     @property
     def extents(self) -> tuple[int, int]:
@@ -64,7 +71,10 @@ class Tile(NamedTuple):
 
     def place(self, row: int, column: int) -> Place:
         (query, key), (queries, keys) = self.first, self._queries_and_keys(self.offset(row, column))
-        return Place(self.batch, self.head, query + queries, key + keys)
+        query, head = query + queries, self.head
+        if self.group is not None:
+            query, head = query // self.group, head * self.group + query % self.group
+        return Place(self.batch, head, query, key + keys)
 
     @property
     def first(self) -> tuple[Int32, Int32]:
@@ -117,32 +127,52 @@ class Scores:
         self.plain = self.functions.score is None and not set(_CHANGES) & set(names)
         #: Whether any key may be hidden, wherever it stands.
         self.hides_anywhere = self.functions.visible is not None or "blocks" in names
+        #: Whether a score depends on where it stands.
+        self.placed = self.functions.score is not None or bool({"bias", "alibi"} & set(names))
         self.drops = "dropout_p" in names
         self._tanh = functions_for((Float16,), (Float16,))[0]["tanh"]
 
     def change(self, tile: Tile, values: Values) -> None:
         """Products into scores; unless they are plain."""
-        rows, columns = tile.extents
-        for row in range(rows):
-            for column in range(columns):
-                place = tile.place(row, column)
-                tile.values[row, column] = self._score(tile.values[row, column], place, values)
+        for row, column in _order(tile, by_columns=self.placed and tile.group is not None):
+            place = tile.place(row, column)
+            tile.values[row, column] = self._score(tile.values[row, column], place, values)
 
-    def hide(self, tile: Tile, sequence: Sequence, values: Values) -> None:
-        """-inf where a query does not see a key."""
-        rows, columns = tile.extents
-        for row in range(rows):
-            first, last = self._seen_in_row(tile, row, sequence)
-            for column in range(columns):
-                _, other = tile.offset(row, column)
-                hidden = last < other
-                if first is not None:
-                    hidden = hidden | (first > other)
-                if self.hides_anywhere:
-                    visible = self._visible(tile.place(row, column), values)
-                    hidden = hidden | (visible == Boolean(False))
-                score = tile.values[row, column]
-                tile.values[row, column] = select(hidden, Float32(-math.inf), score)
+    def hide(
+        self,
+        tile: Tile,
+        sequence: Sequence,
+        values: Values,
+        *,
+        by_table: bool = True,
+        keys: int = 1,
+    ) -> None:
+        """-inf where a query does not see a key.
+
+        by_table: Whether the table "blocks" may hide one.
+        keys: That `first_key` is a multiple of.
+        """
+        by_table = by_table and "blocks" in values
+        span = self._span(keys) if by_table else None
+        entries = None if span is None else self._entries(tile, values, span)
+        seen = {}
+        for row, column in _order(tile, by_columns=tile.group is not None):
+            if row not in seen:
+                seen[row] = self._seen_in_row(tile, row, sequence)
+            first, last = seen[row]
+            _, other = tile.offset(row, column)
+            hidden = last < other
+            if first is not None:
+                hidden = hidden | (first > other)
+            if by_table or self.functions.visible is not None:
+                place, entry = tile.place(row, column), None
+                if entries is not None:
+                    entry = ((entries[row] >> (other // span)) & 1) != 0
+                elif by_table:
+                    entry = self._entry(place, values)
+                hidden = hidden | (self._visible(place, values, entry) == Boolean(False))
+            score = tile.values[row, column]
+            tile.values[row, column] = select(hidden, Float32(-math.inf), score)
 
     def multiply_by_slopes(self, tile: Tile, products: cute.Tensor, values: Values) -> None:
         """Derivatives by scores into those by scale · product; products: as before `change`."""
@@ -196,12 +226,32 @@ class Scores:
             slope = slope * self.functions.slope(score, place, values.with_prefix("score_"))
         return slope
 
-    def _visible(self, place: Place, values: Values) -> Boolean:
-        visible = Boolean(True)
-        if "blocks" in values:
-            queries, keys = self.block_shape
-            indices = place.batch, place.head, place.query // queries, place.key // keys
-            visible = values.element("blocks", *indices) != 0
+    def _span(self, keys: int) -> int | None:
+        """Keys side by side that share an entry of the table, from a multiple of so many on. None:
+        they may not be those that a thread has of 8 columns."""
+        span = math.gcd(keys, self.block_shape[1]) if self.block_shape else 1
+        return span if span % _COLUMNS == 0 else None
+
+    def _entries(self, tile: Tile, values: Values, span: int) -> list[Int32]:
+        """Of each row: a bit for every so many keys from the first of the tile."""
+        rows, columns = tile.extents
+        found = [Int32(0)] * rows
+        firsts = {tile.offset(0, column)[1] // span: column for column in reversed(range(columns))}
+        for bit, column in sorted(firsts.items()):
+            for row in range(rows):
+                entry = self._entry(tile.place(row, column), values)
+                found[row] = found[row] | (Int32(entry) << bit)
+        return found
+
+    def _entry(self, place: Place, values: Values) -> Boolean:
+        """Whether the table lets the query see the key."""
+        queries, keys = self.block_shape
+        indices = place.batch, place.head, place.query // queries, place.key // keys
+        return values.element("blocks", *indices) != 0
+
+    def _visible(self, place: Place, values: Values, entry: Boolean | None) -> Boolean:
+        """entry: Of the table; None: it hides nothing."""
+        visible = Boolean(True) if entry is None else entry
         if self.functions.visible is not None:
             visible = visible & self.functions.visible(place, values.with_prefix("mask_"))
         return visible
@@ -213,6 +263,8 @@ class Scores:
         (query, key), (own, _) = tile.first, tile.offset(row, 0)
         if not tile.transposed:
             query = query + own
+            if tile.group is not None:
+                query = query // tile.group
             last = sequence.keys - 1
             if high is not None:
                 last = _least(last, query + high)
@@ -235,6 +287,14 @@ class Scores:
             return uniform_of_pairs(place.key, queries, offset, seed, lane)
         places = [[tile.place(row + half, column + lane) for lane in (0, 1)] for half in (0, 1)]
         return tuple([_uniform(place, offset, seed) for place in pair] for pair in places)
+
+
+def _order(tile: Tile, *, by_columns: bool) -> list[tuple[int, int]]:
+    """(row, column) of all scores. By columns, nothing of one is kept for the next row."""
+    rows, columns = tile.extents
+    if by_columns:
+        return [(row, column) for column in range(columns) for row in range(rows)]
+    return [(row, column) for row in range(rows) for column in range(columns)]
 
 
 def _uniform(place: Place, offset: Int64, seed: Int64) -> Float32:

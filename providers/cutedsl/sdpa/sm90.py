@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import SdpaArguments
-from kernel_api.masks import BOUNDS
 from kernel_api.metadata import SdpaOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.sdpa import model
@@ -42,6 +40,9 @@ _MOST_DROPPED = {
     (192, 128): 128 * 112,
     (256, 256): 128 * 64,
 }
+#: The same where a tile meets several entries of a table of blocks: more of them spill 8 to 500
+#: bytes.
+_MOST_HIDDEN = {(64, 64): 128 * 128, (96, 96): 128 * 128, (128, 128): 128 * 128}
 _ALIGNED = {"Q": 16, "K": 16, "V": 16, "out": 16}
 
 
@@ -69,6 +70,21 @@ def few_dropped(most: Mapping[tuple[int, int], int]) -> Rule:
         return math.prod(design.tile_shape) <= limit or Miss(f"there are {limit} at most")
 
     return rule("random numbers of dropout leave registers for fewer scores at once")(are_few)
+
+
+def few_hidden(most: Mapping[tuple[int, int], int]) -> Rule:
+    """The same where entries of a table of blocks are smaller than a tile."""
+
+    def are_few(design: AttentionDesign, args: SdpaArguments) -> bool | Miss:
+        limit, entry = most.get(design.head_dim), args.block_shape
+        if limit is None or entry is None:
+            return True
+        queries, keys = design.tile_shape
+        if entry[0] >= queries and entry[1] >= keys:
+            return True
+        return queries * keys <= limit or Miss(f"there are {limit} at most")
+
+    return rule("several entries of a table leave registers for fewer scores at once")(are_few)
 
 
 def hides_later(args: SdpaArguments) -> bool:
@@ -112,6 +128,7 @@ class Sm90SdpaForward(Sm90Sdpa):
     family: ClassVar[str] = "sm90.sdpa_forward"
     takes_least = least_room(_TILES)
     drops_few = few_dropped(_MOST_DROPPED)
+    hides_few = few_hidden(_MOST_HIDDEN)
 
     @rule("K and V are not in pages")
     def _(args: SdpaArguments) -> bool:
@@ -140,6 +157,7 @@ _FP8_TILES = {
 #: The same of 8 bits: more of them spill 56 to 248 bytes, and 64 of (128, 128) are left. Of
 #: (256, 256) either tile spills something.
 _MOST_DROPPED_FP8 = {(64, 64): 128 * 128, (128, 128): 128 * 128}
+_MOST_HIDDEN_FP8 = {(64, 64): 128 * 128, (128, 128): 128 * 160, (256, 256): 128 * 96}
 
 
 @CuTeDSLProvider.register
@@ -168,6 +186,7 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
     )
     takes_least = least_room(_FP8_TILES)
     drops_few = few_dropped(_MOST_DROPPED_FP8)
+    hides_few = few_hidden(_MOST_HIDDEN_FP8)
 
     @rule("sequences are neither packed nor in pages")
     def _(args: SdpaArguments) -> bool:
@@ -214,9 +233,6 @@ _FEW_QUERIES = (
     AttentionDesign((128, 64), (256, 256), 2),
 )
 _MOST_ROWS = 256
-#: What scores may be made with, of launch values.
-_SERVED = frozenset(("lse", "scale", "softcap", "sink", "seq_lens_q", "seq_lens_kv", "page_table"))
-_BOUNDS = frozenset(itertools.chain(*BOUNDS.values()))
 
 
 @CuTeDSLProvider.register
@@ -237,10 +253,9 @@ class Sm90SdpaDecode(Sm90Sdpa):
     def _(args: SdpaArguments) -> bool:
         return not args.is_packed
 
-    @rule("scores are products of which a band is seen, capped or not")
-    def _(args: SdpaArguments) -> bool | Miss:
-        others = [n for n in args.launch_values if n not in _SERVED and n not in _BOUNDS]
-        return not others or Miss(f"there is {others[0]}")
+    @rule("dropout is for one head: rows side by side are of several")
+    def _(args: SdpaArguments) -> bool:
+        return args.dropout is None
 
     @rule("pages hold a part of a tile's keys, or several tiles")
     def _(design: AttentionDesign, args: SdpaArguments) -> bool | Miss:

@@ -69,13 +69,26 @@ _NOTHING, _SCORES, _VALUES, _BOTH = (), ("scores",), ("values",), ("values", "sc
 _DESIGNS = (
     *_designs((64, 64), (128, 128), (2, 2, 2), _SCORES, _NOTHING),
     *_designs((64, 64), (64, 128), (2, 2, 2), _BOTH, _NOTHING, staged=(False,)),
+    *_designs((64, 64), (64, 64), (2, 2, 2), _NOTHING, staged=(False,)),
     *_designs((128, 128), (64, 128), (2, 2, 2), _SCORES, _VALUES, _NOTHING),
     *_designs((128, 128), (80, 128), (2, 2, 2), _NOTHING, staged=(False,)),
+    *_designs((128, 128), (64, 64), (2, 2, 2), _NOTHING, staged=(False,)),
     *_designs((192, 128), (64, 64), (2, 2, 2), _SCORES, _NOTHING, staged=(False,)),
     *_designs((192, 192), (64, 64), (2, 2, 2), _SCORES, _NOTHING, staged=(False,)),
     *_designs((256, 256), (64, 80), (2, 1, 2), _SCORES, _NOTHING, staged=(False,)),
     *_designs((256, 256), (64, 64), (2, 2, 1), _SCORES, _NOTHING, staged=(False,)),
+    *_designs((256, 256), (64, 48), (2, 2, 2), _NOTHING, staged=(False,)),
 )
+
+#: Of rooms that have a tile of fewer keys: how many changes of scores the wider ones have registers
+#: for, and keys of that tile.
+_CROWDED = {(64, 64): (2, 64), (128, 128): (1, 64), (256, 256): (4, 48)}
+#: Beside what registers do not suffice for so many, by the change.
+_CROWDED_BY = {
+    "softcap": {"left", "left_end", "right", "right_end"},
+    "bias": {"left", "left_end", "seq_lens_q"},
+    "block_shape": {"blocks"},
+}
 
 _NAMES = ("Q", "K", "V", "out", "dO", "dQ", "dK", "dV")
 
@@ -87,6 +100,8 @@ _SIZES_KEPT = 256
 _BANDWIDTH, _OVERHEAD = 4.0e12, 8e-6
 #: Products per second of a multiprocessor, and what a block takes beside them.
 _RATE, _BLOCK = 2.4e12, 3e-6
+#: Of that rate, tiles of fewer keys than registers suffice for: none was measured, they come last.
+_FEWER_KEYS = 0.4
 
 
 @CuTeDSLProvider.register
@@ -132,16 +147,27 @@ class Sm90SdpaBackward(AttentionKernel):
     )
     def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
         queries, keys = design.tile_shape
-        plain = queries == 64 and keys % 64 == 0 and not design.early and not design.staged
+        plain = queries == 64 and keys != 80 and not design.early and not design.staged
         return plain or not _changes(args)
+
+    @rule(
+        "dropout of heads of 128 and less, and more changes of scores than registers suffice for, "
+        "leave fewer keys at once"
+    )
+    def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
+        return _has_fewer_keys(design) or not _is_crowded(design.head_dim, args)
+
+    @rule(
+        "a band of packed sequences, of heads of 192, leaves registers where scores of the next "
+        "queries are issued early, or are changed"
+    )
+    def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
+        crowded = design.head_dim == (192, 192) and not design.early and args.is_packed
+        return not (crowded and args.bounds) or bool(_changes(args))
 
     @rule("bulk copies add dQ in any order")
     def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
         return not (design.staged and args.deterministic)
-
-    @rule("there is no gradient of the bias")
-    def _(args: SdpaBackwardArguments) -> bool:
-        return "dBias" not in args.further
 
     def implementation_for(self, args: Any) -> Callable[..., None]:
         return self._built(self.scores(args), deterministic=args.deterministic)
@@ -205,7 +231,8 @@ class Sm90SdpaBackward(AttentionKernel):
         (queries, keys), (wide, wide_v) = design.tile_shape, design.head_dim
         tiles = -(-args.S_q // queries) * seen(args) * (args.H // max(args.H_kv, 1))
         products = queries * keys * (3 * wide + 2 * wide_v)
-        block = max(tiles, 1) * products / _RATE + _BLOCK
+        rate = _RATE * (_FEWER_KEYS if _has_fewer_keys(design) else 1.0)
+        block = max(tiles, 1) * products / rate + _BLOCK
         blocks = args.B * args.H_kv * -(-args.S_kv // keys)
         rows = args.B * args.H * args.S_q
         moved = rows * (12 * wide + 4 * wide_v)
@@ -213,7 +240,28 @@ class Sm90SdpaBackward(AttentionKernel):
         return float(_OVERHEAD + moved / _BANDWIDTH + rounds * block)
 
 
-def _changes(args: SdpaBackwardArguments) -> bool:
-    """Whether scores are more than products of which a band is seen."""
-    changes = (args.softcap, args.score, args.dropout, args.mask_graph, args.block_shape)
-    return any(one is not None for one in changes) or bool({"bias", "alibi"} & set(args.further))
+def _changes(args: SdpaBackwardArguments) -> list[str]:
+    """What scores have beside products of which a band is seen."""
+    given = ("softcap", "score", "dropout", "mask_graph", "block_shape")
+    found = [name for name in given if getattr(args, name) is not None]
+    return [*found, *(name for name in ("bias", "alibi") if name in args.further)]
+
+
+def _has_fewer_keys(design: AttentionGradientDesign) -> bool:
+    """Than the others of its room."""
+    _, keys = _CROWDED.get(design.head_dim, (0, 0))
+    return design.tile_shape[1] == keys
+
+
+def _is_crowded(room: tuple[int, int], args: SdpaBackwardArguments) -> bool:
+    """Whether the wider tiles of a room would spill, or draw random numbers one by one."""
+    changes = _changes(args)
+    most, _ = _CROWDED.get(room, (len(changes) + 1, 0))
+    if "dropout" in changes and max(room) <= 128:
+        return True
+    if len(changes) != most:
+        return len(changes) > most
+    beside = {*args.bounds, *args.further}
+    return args.deterministic or any(
+        bool(_CROWDED_BY.get(change, set()) & beside) for change in changes
+    )

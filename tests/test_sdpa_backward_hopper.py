@@ -1,0 +1,164 @@
+"""What the family of attention gradients for Hopper offers: which tiles, dBias, compiled code."""
+
+import time
+
+import pytest
+import torch
+from support.kernels import EVERY_KERNEL
+from support.sass import sass
+from support.sdpa import BACKWARD, Draw
+
+import kernel_api as ka
+from kernel_api import masks
+from kernel_api.arguments import Dropout
+
+FAMILY = "sm90.sdpa_backward"
+ROOMS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+NARROW = ROOMS[:2]
+CAUSAL = masks.Causal()
+WINDOW = masks.SlidingWindow(50, 9) & masks.SlidingWindow(None, 12, "bottom_right")
+#: Of processor time, for one kernel; what the compiler takes of it to start with is not counted.
+MOST_SECONDS = 5.0
+
+
+def table(draw):
+    shape = -(-draw.S_q // 128), -(-draw.S_kv // 128)
+    return masks.BlockSparse(torch.ones(1, 1, *shape, dtype=torch.bool, device="meta"))
+
+
+def bias(draw):
+    return draw.random(1, draw.H, draw.S_q, draw.S_kv)
+
+
+DROPOUT, SOFTCAP = {"dropout": Dropout(0.1, 1, 2)}, {"softcap": 5.0}
+BIAS, ALIBI = {"bias": bias}, {"alibi": lambda d: d.wides(d.H)}
+EVERYTHING = {
+    **DROPOUT, **SOFTCAP, **BIAS, **ALIBI, "mask": lambda d: WINDOW & table(d), "dBias": bias,
+    **dict.fromkeys(("sink", "dSink"), lambda d: d.wides(d.H)),
+}  # fmt: skip
+
+
+def meta(room, length=512, **options):
+    draw = Draw(2, 4, 2, length, length, *room, element="bfloat16", device="meta")
+    given = {name: make(draw) if callable(make) else make for name, make in options.items()}
+    read = draw.queries(), draw.keys(), draw.values(), draw.results(), draw.results(), draw.lse()
+    return BACKWARD(*read, *(one.clone() for one in read[:3]), **given)
+
+
+def offered(args):
+    kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+    return [kernel for kernel in kernels if kernel.family == FAMILY]
+
+
+def keys(args):
+    """At once, of the tiles that serve, the best in front."""
+    return list(dict.fromkeys(kernel.metadata.design.tile_shape[1] for kernel in offered(args)))
+
+
+# The query -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room", NARROW)
+@pytest.mark.parametrize("options", [{}, SOFTCAP, BIAS, ALIBI])
+@pytest.mark.parametrize("length", (64, 512, 4096))
+def test_narrow_heads_have_128_keys_at_once(room, options, length):
+    assert keys(meta(room, length, **options)) == [128, 64]
+
+
+@pytest.mark.parametrize("room", NARROW)
+@pytest.mark.parametrize("options", [DROPOUT, EVERYTHING])
+def test_dropout_has_64_keys_at_once(room, options):
+    args = meta(room, **options)
+    assert keys(args) == [64]
+    assert ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])[0].family == FAMILY
+
+
+def test_the_widest_heads_have_fewer_keys_at_once_where_all_comes_together():
+    assert keys(meta((256, 256), **EVERYTHING)) == [48]
+    assert keys(meta((256, 256), **DROPOUT, **SOFTCAP, **BIAS)) == [64, 48]
+    assert set(keys(meta((256, 256)))) == {80, 64, 48}
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({**SOFTCAP, **ALIBI}, [64]),
+        ({**BIAS, "mask": WINDOW}, [64]),
+        ({**SOFTCAP, "deterministic": True}, [64]),
+        ({**SOFTCAP, "mask": CAUSAL}, [64]),
+        ({"mask": table}, [64]),
+        ({**ALIBI, "mask": WINDOW}, [128, 64]),
+        ({"mask": WINDOW, "deterministic": True}, [128, 64]),
+    ],
+)
+def test_128_columns_leave_registers_for_one_change_of_scores(options, found):
+    assert keys(meta((128, 128), **options)) == found
+
+
+def test_a_band_of_packed_sequences_of_192_columns_begins_scores_early():
+    def packed(**options):
+        draw = Draw(1, 4, 2, 512, 512, 192, 192, element="bfloat16", device="meta")
+        ends = torch.empty(3, dtype=torch.int32, device="meta")
+        lengths = {f"cu_seqlens_{side}": ends for side in ("q", "kv")}
+        lengths |= {f"max_seqlen_{side}": 300 for side in ("q", "kv")}
+        read = draw.queries(), draw.keys(), draw.values(), draw.results(), draw.results()
+        read = [one[0].transpose(0, 1) for one in read]
+        written = [one.clone() for one in read[:3]]
+        found = offered(BACKWARD(*read, draw.lse()[0], *written, **lengths, **options))
+        return {bool(kernel.metadata.design.early) for kernel in found}
+
+    assert packed() == {True, False}
+    assert packed(mask=CAUSAL) == {True}
+    assert packed(mask=CAUSAL, **SOFTCAP) == {False}
+
+
+def test_what_takes_wide_tiles_away_is_told():
+    (wide, *_) = offered(meta((128, 128), **BIAS))
+    status = wide.supports(meta((128, 128), **DROPOUT))
+    assert not status and "leave fewer keys at once" in str(status.error)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_gradient_of_a_bias_comes_before_that_of_older_gpus(room):
+    args = meta(room, **BIAS, dBias=bias)
+    found = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+    assert found[0].family == FAMILY
+    without = meta(room, **BIAS)
+    assert found[0].get_workspace_size(args) == found[0].get_workspace_size(without)
+
+
+# Compiled --------------------------------------------------------------------------------
+
+
+def compiled(room, options):
+    """The artifact of the first kernel that serves, and the processor time that it took."""
+    args = meta(room, **options)
+    kernel = offered(args)[0]
+    before = time.process_time()
+    artifact = kernel.compile(args, cc="sm_90a")
+    return artifact, time.process_time() - before
+
+
+COMPILED = {
+    "dBias": {**BIAS, "dBias": bias, "mask": CAUSAL},
+    "dropout": {**DROPOUT, "mask": CAUSAL},
+    "everything": EVERYTHING,
+    "softcap, in order": {**SOFTCAP, "deterministic": True},
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("room", ROOMS if EVERY_KERNEL else [(128, 128)])
+@pytest.mark.parametrize("name", COMPILED if EVERY_KERNEL else ["everything"])
+def test_options_spill_nothing_and_are_soon_compiled(room, name):
+    compiled(room, BIAS)  # what is loaded once
+    artifact, seconds = compiled(room, COMPILED[name])
+    assert artifact.resources.spill_bytes == 0
+    assert seconds < MOST_SECONDS
+
+
+@pytest.mark.compile
+def test_dbias_is_made_beside_wgmma():
+    code = sass(compiled((64, 64), COMPILED["dBias"])[0])
+    products = [part for part in code.split(".text.") if "MMA" in part]
+    assert {"HGMMA" in part for part in products} == {True, False}
