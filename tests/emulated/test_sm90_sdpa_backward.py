@@ -148,7 +148,7 @@ CASES = [
          lengths=((100, 70), (90, 200)), keywords={"mask": masks.SlidingWindow(50, None)}),
     Case("a bias", (1, 2, 1, 70, 140, 64, 64), (64, 128), options=biased(1, 2, 3)),
     Case("a score function", (1, 2, 1, 70, 140, 64, 64), (64, 128), options=modified),
-    Case("dropout", (1, 2, 1, 70, 140, 64, 64), (64, 128), options=dropped),
+    Case("dropout", (1, 2, 1, 70, 140, 64, 64), (64, 64), options=dropped),
     Case("dropout, 256", (1, 1, 1, 70, 140, 256, 256), (64, 64), options=dropped),
     Case("blocks", (1, 2, 1, 70, 140, 128, 128), (64, 64), options=blocks),
     Case("blocks, in order", (1, 2, 1, 70, 140, 64, 64), (64, 128), options=blocks,
