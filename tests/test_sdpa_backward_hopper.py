@@ -18,7 +18,8 @@ NARROW = ROOMS[:2]
 CAUSAL = masks.Causal()
 WINDOW = masks.SlidingWindow(50, 9) & masks.SlidingWindow(None, 12, "bottom_right")
 #: Of processor time, for one kernel; what the compiler takes of it to start with is not counted.
-MOST_SECONDS = 5.0
+#: A machine that is slow or shared may take longer, but no more of what a plain kernel takes.
+MOST_SECONDS, MOST_OF_PLAIN = 5.0, 6.0
 
 
 def table(draw):
@@ -152,9 +153,10 @@ COMPILED = {
 @pytest.mark.parametrize("name", COMPILED if EVERY_KERNEL else ["everything"])
 def test_options_spill_nothing_and_are_soon_compiled(room, name):
     compiled(room, BIAS)  # what is loaded once
+    _, plain = compiled(room, {})
     artifact, seconds = compiled(room, COMPILED[name])
     assert artifact.resources.spill_bytes == 0
-    assert seconds < MOST_SECONDS
+    assert seconds < max(MOST_SECONDS, MOST_OF_PLAIN * plain)
 
 
 @pytest.mark.compile
