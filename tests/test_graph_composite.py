@@ -40,6 +40,7 @@ from support.composite_attention import (
     window,
 )
 
+from kernel_api.providers.reference.philox import uniform_apart
 from kernel_api.verification import compare
 
 # What becomes one kernel -----------------------------------------------------------------
@@ -91,6 +92,32 @@ def rows_of_tokens(w):
     attend(w, softmax(g, g.scale(g.matmul(q, k), SCALE)), v)
     w.heads = {name: w.data[name].transpose(1, 2) for name in "qkv"}
     return {}
+
+
+def kept_by_dropout(p, seed, offset):
+    return (uniform_apart(seed, offset, (B * H, S, T), "cpu") >= p).reshape(B, H, S, T)
+
+
+def with_dropout(order, masked=False):
+    """Random zeros, and the factor: before them, behind, or of them."""
+
+    def write(w):
+        g = w.graph
+        p = scores(w)
+        if masked:
+            p = select(w, p, g.cmp_ge(*indices(g, p)), -INFINITY)
+        p = softmax(g, p)
+        kept = g.rng((B, H, S, T), seed=3, offset=5, bernoulli_probability=0.7)
+        if order == "of them":
+            attend(w, g.mul(g.mul(kept, 1 / 0.7), p))
+        elif order == "before":
+            attend(w, g.mul(g.mul(p, 1 / 0.7), kept))
+        else:
+            attend(w, g.scale(g.mul(p, kept), 1 / 0.7))
+        found = {"kept": kept_by_dropout(0.3, 3, 5) / 0.7}
+        return {**found, "seen": band(0)} if masked else found
+
+    return write
 
 
 def with_bias(dim, kind=None, first=False):
@@ -188,6 +215,10 @@ ONE_KERNEL = {
     "window and lengths": masked(window_and_lengths, padded() & band(0, -8), bias=True),
     "causal at the ends": masked(causal_at_the_ends, seen_at_the_ends()),
     "two masks": two_masks,
+    "dropout": with_dropout("behind"),
+    "dropout, divided before": with_dropout("before"),
+    "dropout, numbers divided": with_dropout("of them"),
+    "causal with dropout": with_dropout("behind", masked=True),
 }
 
 
@@ -260,6 +291,25 @@ def test_masked_probabilities_that_are_kept_are_computed_as_written(fill):
     found = w.run()
     assert "sdpa" in w.nodes() and "reduction" in w.nodes()
     agrees(w, found, seen=band(0))
+
+
+@pytest.mark.parametrize("which", ["before dropout", "behind dropout"])
+def test_probabilities_are_kept_beside_dropout(which):
+    w = new(None)
+    g = w.graph
+    p = softmax(g, scores(w, kv_heads=H))
+    drawn = g.rng((B, H, S, T), seed=3, offset=5, bernoulli_probability=0.7)
+    dropped = g.scale(g.mul(p, drawn), 1 / 0.7)
+    w.output("p", p if which == "before dropout" else dropped)
+    attend(w, dropped, w.given("v", B, H, T, D_V))
+    found = w.run()
+    assert "sdpa" in w.nodes() and "reduction" not in w.nodes()
+    kept = kept_by_dropout(0.3, 3, 5) / 0.7
+    ref, base = exact(w, kept=kept), baseline(w, kept=kept)
+    if which == "behind dropout":
+        ref["p"], base["p"] = ref["p"] * kept, base["p"] * kept
+    for name, values in found.items():
+        assert compare(values, ref[name], base[name].to(values.dtype), factor=3.0), name
 
 
 def test_probabilities_of_a_function_of_scores_are_kept():
@@ -450,18 +500,20 @@ def no_softmax(w):
     return "", lambda x: x
 
 
-def dropped(scale):
-    def write(w):
-        g = w.graph
-        kept = g.rng((B, H, S, T), seed=3, offset=5, bernoulli_probability=0.8)
-        p = g.mul(softmax(g, scores(w)), kept)
-        attend(w, g.mul(p, scale))
-        from kernel_api.providers.reference.philox import uniform
+def dropped_in_another_proportion(w):
+    g = w.graph
+    kept = g.rng((B, H, S, T), seed=3, offset=5, bernoulli_probability=0.8)
+    attend(w, g.mul(g.mul(softmax(g, scores(w)), kept), 1.5))
+    mask = kept_by_dropout(0.2, 3, 5)
+    return "keeps 0.8 and what is kept is multiplied by 1.5", lambda x: x.softmax(-1) * mask * 1.5
 
-        mask = (uniform(3, 5, (B * H, S, T), "cpu") < 0.8).reshape(B, H, S, T)
-        return "draws other numbers", lambda x: x.softmax(-1) * mask * scale
 
-    return write
+def times_other_numbers(w):
+    g = w.graph
+    drawn = g.rng((B, H, S, T), distribution="UNIFORM", seed=3, offset=5)
+    attend(w, g.mul(softmax(g, scores(w)), drawn))
+    u = uniform_apart(3, 5, (B * H, S, T), "cpu").reshape(B, H, S, T)
+    return "is UNIFORM", lambda x: x.softmax(-1) * u
 
 
 def dropped_by_a_mask(w):
@@ -489,8 +541,8 @@ LEFT = [
     negative_scale,
     values_are_scaled,
     no_softmax,
-    dropped(1 / 0.8),
-    dropped(1.5),
+    dropped_in_another_proportion,
+    times_other_numbers,
     dropped_by_a_mask,
 ]
 

@@ -30,6 +30,7 @@ from support.composite_attention import (
 )
 
 import kernel_api.graph as cudnn
+from kernel_api.providers.reference.philox import uniform_apart
 from kernel_api.verification import compare
 
 
@@ -287,3 +288,33 @@ def test_the_gradient_of_stored_probabilities_is_right():
         results.append({"dQ": dS @ k, "dK": dS.mT @ q, "dV": p.mT @ dO})
     for name, values in found.items():
         assert compare(values, results[0][name], results[1][name], factor=3.0), name
+
+
+def test_the_gradient_behind_dropout_is_right():
+    """Its products stay; the attention before it is one kernel all the same."""
+    w = new(None)
+    g = w.graph
+    q, k = w.given("q", B, H, S, D), w.given("k", B, H, T, D)
+    v, dO = w.given("v", B, H, T, D_V), w.given("dO", B, H, S, D_V)
+    turn, factor = [0, 1, 3, 2], 1 / 0.7
+    p = softmax(g, g.scale(g.matmul(q, g.transpose(k, turn)), SCALE))
+    kept = g.scale(g.rng((B, H, S, T), seed=3, offset=5, bernoulli_probability=0.7), factor)
+    dropped = g.mul(p, kept)
+    w.output("o", g.matmul(dropped, v))
+    dP = g.mul(g.matmul(dO, g.transpose(v, turn)), kept)
+    dS = g.mul(p, g.sub(dP, g.reduction(g.mul(dP, p), ADD, axis=3)))
+    w.output("dQ", g.matmul(g.scale(dS, SCALE), k))
+    w.output("dV", g.matmul(g.transpose(dropped, turn), dO))
+    found = w.run()
+    assert w.nodes().count("sdpa") == 1 and "sdpa_backward" not in w.nodes()
+    mask = (uniform_apart(3, 5, (B * H, S, T), "cpu") >= 0.3).reshape(B, H, S, T) * factor
+    expected = []
+    for kind in (torch.float64, w.element):
+        q, k, v, dO = (w.data[name].to(kind) for name in ("q", "k", "v", "dO"))
+        p = (q @ k.mT * SCALE).softmax(-1)
+        dropped, dP = (p * mask).to(kind), ((dO @ v.mT) * mask).to(kind)
+        dS = p * (dP - (dP * p).sum(-1, keepdim=True))
+        expected.append({"o": dropped @ v, "dQ": dS @ k * SCALE, "dV": dropped.mT @ dO})
+    for name, values in found.items():
+        ref, base = (one[name] for one in expected)
+        assert compare(values, ref, base.to(values.dtype), factor=3.0), name

@@ -500,19 +500,31 @@ def test_grouped_products_say_what_does_not_fit():
 
 
 def test_random_numbers_are_those_of_dropout():
-    seed, offset, dim = 91, 2**33 + 5, (2, 3, 7, 9)
+    seed, offset, dim = 91, 2**33 - 3, (2, 3, 7, 9)
     g = Nodes()
-    kept = g.compute(g.rng(dim, seed=seed, offset=offset, bernoulli_probability=0.3))
+    kept = g.compute(g.rng(dim, seed=seed, offset=offset, bernoulli_probability=0.7))
+    q, k, v = torch.zeros(2, 3, 7, 8), torch.zeros(2, 3, 9, 8), torch.eye(9, 16).expand(2, 3, 9, 16)
+    args = ka.SdpaArguments(
+        q, k, v, out := torch.empty(2, 3, 7, 16), dropout=ka.arguments.Dropout(0.3, seed, offset)
+    )
+    ka.get_kernels(args, providers=("reference",))[0].run(args)
+    assert torch.equal(kept != 0, out[..., :9] != 0)
+    assert set(kept.unique().tolist()) == {0.0, 1.0}
+
+
+def test_random_numbers_of_a_matrix_are_those_of_an_epilogue():
+    seed, offset = 91, 2**33 + 5
+    g = Nodes()
+    kept = g.compute(g.rng((7, 9), seed=seed, offset=offset, bernoulli_probability=0.7))
 
     def fn(accum, seed, offset):
         return ka.epilogue.dropout(accum, 0.3, seed, offset)
 
-    A, B, out = torch.ones(6, 7, 1), torch.ones(6, 1, 9), torch.empty(6, 7, 9)
+    A, B, out = torch.ones(7, 1), torch.ones(1, 9), torch.empty(7, 9)
     epilogue = ka.EpilogueArguments(fn, seed=seed, offset=offset)
     args = ka.GemmArguments(A, B, out, epilogue=epilogue)
     ka.get_kernels(args, providers=("reference",))[0].run(args)
-    # Dropout keeps where u >= p, a Bernoulli variable is one where u < p.
-    assert torch.equal(kept.reshape(6, 7, 9) == 0, out != 0)
+    assert torch.equal(kept != 0, out != 0)
 
 
 def test_uniform_and_normal_numbers():

@@ -49,6 +49,27 @@ def uniform(seed: Any, offset: Any, extents: tuple[int, int, int], device: Any) 
     return drawn.reshape(batches, rows, -1)[..., :columns]
 
 
+def uniform_apart(seed: Any, offset: Any, extents: tuple[int, int, int], device: Any) -> Any:
+    """The same where every matrix counts its rows by itself, as heads of attention do.
+
+    Element (l, m, n) is word n mod 4 of counter (n // 4, m, offset + l), key seed.
+    """
+    import torch
+
+    batches, rows, columns = extents
+    groups = torch.arange(-(-columns // 4), device=device)
+    row = torch.arange(rows, device=device).view(-1, 1)
+    key, (low, high) = (_words(state, device) for state in (seed, offset))
+    low = low + torch.arange(batches, device=device).view(-1, 1, 1)
+    high = (high + (low >> 32)) & _WORD
+    counter = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
+        groups, row, low & _WORD, high
+    )
+    words = torch.stack(philox(tuple(counter), key), dim=-1)
+    drawn = (words >> 8).double() * 2.0**-24
+    return drawn.flatten(-2)[..., :columns]
+
+
 def _words(state: Any, device: Any) -> tuple[Any, Any]:
     """Low and high 32 bits of an integer, as int64 tensors."""
     import torch

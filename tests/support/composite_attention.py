@@ -137,8 +137,8 @@ def baseline(w, **options):
     return in_torch(w, w.element, **options)
 
 
-def in_torch(w, kind, bias=None, seen=None):
-    """Outputs by name."""
+def in_torch(w, kind, bias=None, seen=None, kept=None):
+    """Outputs by name. kept: What probabilities are multiplied with."""
     q, k, v = ({**w.data, **w.heads}[name].to(kind) for name in "qkv")
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     x = q @ k.mT * SCALE
@@ -147,7 +147,7 @@ def in_torch(w, kind, bias=None, seen=None):
     if seen is not None:
         x = x.masked_fill(~seen, -INFINITY)
     p = x.softmax(-1).nan_to_num(0.0)
-    return {"p": p, "o": p @ v}
+    return {"p": p, "o": (p if kept is None else (p * kept).to(kind)) @ v}
 
 
 def agrees(w, found, **options):

@@ -34,11 +34,12 @@ class RandomMethods(Builder):
     ) -> Any:
         """Y of the given dim and stride (row-major by default); FLOAT unless a type is set.
 
-        Of u in [0, 1), which :func:`kernel_api.epilogue.dropout` draws for the same seed and offset
-        of matrices that the last two modes are:
+        Of u in [0, 1), which :class:`kernel_api.arguments.Dropout` of attention draws for the same
+        seed and offset: the last two modes are queries and keys, the others count heads. Of one
+        matrix :func:`kernel_api.epilogue.dropout` draws the same.
 
         BERNOULLI
-            1 where u < ``bernoulli_probability``, else 0.
+            1 where u ≥ 1 − ``bernoulli_probability``, else 0: what dropout keeps.
         UNIFORM
             min + (max − min) · u.
         NORMAL
@@ -91,7 +92,7 @@ class Rng(Operation):
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         import torch
 
-        from kernel_api.providers.reference.philox import uniform
+        from kernel_api.providers.reference.philox import uniform_apart
 
         state = [given[name] for name in ("seed", "offset")]
         device = next((one.device for one in state if hasattr(one, "device")), None)
@@ -100,9 +101,9 @@ class Rng(Operation):
         matrix = (1,) * (2 - len(dim)) + dim
         extents = (math.prod(matrix[:-2]), matrix[-2], matrix[-1])
         seed, offset = (_whole(one) for one in state)
-        u = uniform(seed, offset, extents, device).reshape(dim)
+        u = uniform_apart(seed, offset, extents, device).reshape(dim)
         if node["distribution"] == "BERNOULLI":
-            return {"Y": (u < node["probability"]).to(torch.float32)}
+            return {"Y": (u >= 1.0 - node["probability"]).to(torch.float32)}
         if node["distribution"] == "UNIFORM":
             low, high = node["uniform"]
             return {"Y": low + (high - low) * u}

@@ -91,15 +91,32 @@ class Softmax:
     inner: tuple[Node, ...]
 
 
+class Dropped(NamedTuple):
+    """Probabilities, of which random ones are 0.
+
+    Attributes:
+        out: They are.
+        drawn: ``rng``, which says what is kept, 1 or 0.
+        number: What they are multiplied with beside that.
+        inner: Nodes between the softmax and them, with what multiplies.
+    """
+
+    out: Tensor
+    drawn: Node
+    number: float
+    inner: tuple[Node, ...]
+
+
 @dataclass(eq=False)
 class Forward:
-    """O = softmax · V."""
+    """O = softmax · V; or what is kept of the softmax, divided by how likely that is, times V."""
 
     softmax: Softmax
     product: Node
     v: Factor
     inner: tuple[Node, ...]
     keeps: bool = False
+    drawn: Node | None = None
 
     def refused(self, why: object) -> Refusal:
         return _not_attention(self.product, why)
@@ -355,6 +372,13 @@ def _around(flow: Flow, softmax: Softmax) -> Iterator[Forward | Backward | Refus
                 yield _not_attention(product, "V is scaled")
         elif not left.is_plain:
             yield _not_attention(product, "what it multiplies is scaled after the softmax")
+    for dropped in _dropped(flow, softmax.out):
+        for product, left in _products(flow, dropped.out):
+            try:
+                found.append(_with_dropout(flow, softmax, dropped, product, left))
+            except Miss as miss:
+                yield _not_attention(product, miss)
+                products.append((product, left))
     for node in flow.readers.get(softmax.out, ()):
         try:
             gradient = _backward(flow, softmax, node, products)
@@ -368,6 +392,42 @@ def _around(flow: Flow, softmax: Softmax) -> Iterator[Forward | Backward | Refus
     yield from found
 
 
+def _dropped(flow: Flow, p: Tensor) -> Iterator[Dropped]:
+    """Products of probabilities and random numbers that are 1 or 0."""
+    for node in flow.nodes:
+        if node.op != "mul" or scaled(node) is not None:
+            continue
+        for one, other in (operands(node), operands(node)[::-1]):
+            kept, by = (flow.factor(tensor, converted=True) for tensor in (one, other))
+            drawn = flow.made_by(by.root, "rng")
+            if kept.root is p and drawn is not None and kept.scale is None and by.scale is None:
+                (out,) = node.writes
+                if kept.order == by.order == AS_IT_IS and by.root.dim == p.dim == out.dim:
+                    inner = (node, *kept.passed, *by.passed)
+                    yield Dropped(out, drawn, kept.number * by.number, inner)
+
+
+def _with_dropout(
+    flow: Flow, softmax: Softmax, dropped: Dropped, product: Node, left: Factor
+) -> Forward:
+    """Raises Miss where this is no dropout of attention."""
+    drawn = dropped.drawn
+    if drawn["distribution"] != "BERNOULLI" or not 0 < drawn["probability"] <= 1:
+        raise Miss(f"{drawn} is {drawn['distribution']}; dropout keeps by BERNOULLI, some at least")
+    kept = drawn["probability"]
+    number = dropped.number * left.number
+    if left.order != AS_IT_IS or left.scale is not None or not _is_near(number * kept, 1.0):
+        raise Miss(
+            f"{drawn} keeps {kept} and what is kept is multiplied by {number:.6g}; dropout divides "
+            f"it by how likely it is kept, {1 / kept:.6g}"
+        )
+    v = flow.factor(product.input("B"))
+    if not v.is_plain:
+        raise Miss("V is scaled")
+    inner = (*softmax.scores.inner, *softmax.inner, product, *left.passed, *dropped.inner)
+    return Forward(softmax, product, v, inner, drawn=drawn)
+
+
 def _why_alone(flow: Flow, p: Tensor) -> str:
     """Why probabilities are those of no attention: what reads them."""
     readers = flow.readers.get(p, [])
@@ -375,13 +435,6 @@ def _why_alone(flow: Flow, p: Tensor) -> str:
         if reader.op not in ("mul", "scale") or scaled(reader) is not None:
             continue
         (by,) = [one for one in operands(reader) if one is not p] or [p]
-        drawn = flow.made_by(flow.factor(by, converted=True).root, "rng")
-        if drawn is not None:
-            return (
-                f"{drawn} draws other numbers than attention's dropout would: it gives 1 where "
-                f"u < p and counts rows of all heads, attention keeps what has u ≥ p and counts "
-                f"the queries of each head by itself"
-            )
         return (
             f"{reader} multiplies it with {by}; of dropout attention takes a probability, and "
             f"draws what it drops, but no mask"
@@ -474,6 +527,11 @@ class _Scales(NamedTuple):
 
 def _is_close(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-6)
+
+
+def _is_near(one: float, other: float) -> bool:
+    """As far as a factor is known that may be kept in 16 bits."""
+    return math.isclose(one, other, rel_tol=2.0**-9)
 
 
 @dataclass

@@ -17,9 +17,8 @@ Where P is read or given to the caller as well, only O is taken from attention, 
 as exp(score − log-sum-exp), which the epilogue of one product does; where scores depend on indices
 the nodes that P needs stay.
 
-Dropout is left as it is. ``rng`` gives 1 where u < p and counts (column // 4, batch · rows + row,
-offset); attention keeps what has u ≥ p and counts (key // 4, query, offset + head), so that it
-would drop others (see :class:`kernel_api.arguments.Dropout`); and it reads no mask that is given.
+Dropout is a product of the probabilities with ``rng``, which draws what attention does, and a
+factor; its gradient, and masks that are given, stay as they are.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ class _Replacement:
         self.flow, self.prober = flow, prober
         self.made: list[Node] = []
         self.replaced: set[Node] = set()
-        self._attention: dict[tuple[Tensor, Tensor, Order], Node] = {}
+        self._attention: dict[tuple[Tensor, Tensor, Order, Node | None], Node] = {}
         self._views: dict[tuple[Tensor, Order], Tensor] = {}
         self._kept: set[Tensor] = set()
 
@@ -165,7 +164,7 @@ class _Replacement:
             self._add_backward(match)
 
     def _add_forward(self, match: Forward) -> None:
-        node = self._attention_of(match.softmax, match.v, match.product.name)
+        node = self._attention_of(match.softmax, match.v, match.product.name, match.drawn)
         (out,) = match.product.writes
         if not node.outputs["O"].is_virtual or node.outputs["O"].producer is not node:
             raise Miss("the same is computed twice")
@@ -216,15 +215,20 @@ class _Replacement:
 
     # Nodes of attention ------------------------------------------------------------------
 
-    def _attention_of(self, softmax: Softmax, v: Factor, name: str) -> Node:
-        """``sdpa`` of scores and values: one for all that need it; named if it is new."""
-        key = softmax.out, v.root, v.order
+    def _attention_of(
+        self, softmax: Softmax, v: Factor, name: str, drawn: Node | None = None
+    ) -> Node:
+        """``sdpa`` of scores and values: one for all that need it; named if it is new.
+
+        drawn: What says which probabilities are kept; None: all of them.
+        """
+        key = softmax.out, v.root, v.order, drawn
         if key not in self._attention:
-            self._attention[key] = made = self._made_attention(softmax, v, name)
+            self._attention[key] = made = self._made_attention(softmax, v, name, drawn)
             self.made.append(made)
         return self._attention[key]
 
-    def _made_attention(self, softmax: Softmax, v: Factor, name: str) -> Node:
+    def _made_attention(self, softmax: Softmax, v: Factor, name: str, drawn: Node | None) -> Node:
         scores = softmax.scores
         seen, function = scores.seen, scores.function
         inputs = {
@@ -234,6 +238,8 @@ class _Replacement:
             "attn_scale": scores.scale,
             "bias": scores.bias,
             "score_operands": None if function is None else function.operands or None,
+            "dropout_seed": None if drawn is None else drawn.input("seed"),
+            "dropout_offset": None if drawn is None else drawn.input("offset"),
             **seen.lengths,
         }
         attributes = {
@@ -241,7 +247,7 @@ class _Replacement:
             "band": seen.band,
             "alibi": False,
             "padding": bool(seen.lengths),
-            "dropout": None,
+            "dropout": None if drawn is None else 1.0 - drawn["probability"],
             "max_seq_len_kv": None,
         }
         body = None if function is None else function.body
