@@ -290,31 +290,48 @@ def test_the_gradient_of_stored_probabilities_is_right():
         assert compare(values, results[0][name], results[1][name], factor=3.0), name
 
 
-def test_the_gradient_behind_dropout_is_right():
-    """Its products stay; the attention before it is one kernel all the same."""
+@pytest.mark.parametrize("order", ["numbers are divided", "results are divided"])
+@pytest.mark.parametrize("form", ["with O", "without O", "mask is not shared"])
+def test_the_gradient_behind_dropout_is_one_of_attention(order, form):
     w = new(None)
     g = w.graph
     q, k = w.given("q", B, H, S, D), w.given("k", B, H, T, D)
     v, dO = w.given("v", B, H, T, D_V), w.given("dO", B, H, S, D_V)
     turn, factor = [0, 1, 3, 2], 1 / 0.7
     p = softmax(g, g.scale(g.matmul(q, g.transpose(k, turn)), SCALE))
-    kept = g.scale(g.rng((B, H, S, T), seed=3, offset=5, bernoulli_probability=0.7), factor)
-    dropped = g.mul(p, kept)
-    w.output("o", g.matmul(dropped, v))
-    dP = g.mul(g.matmul(dO, g.transpose(v, turn)), kept)
+    drawn = [
+        g.rng((B, H, S, T), seed=3, offset=offset, bernoulli_probability=0.7) for offset in (5, 8)
+    ]
+
+    def drop(x, drawn):
+        if order == "numbers are divided":
+            return g.mul(x, g.scale(drawn, factor))
+        return g.scale(g.mul(x, drawn), factor)
+
+    dropped = drop(p, drawn[0])
+    if form == "with O":
+        w.output("o", g.matmul(dropped, v))
+    dP = drop(g.matmul(dO, g.transpose(v, turn)), drawn[form == "mask is not shared"])
     dS = g.mul(p, g.sub(dP, g.reduction(g.mul(dP, p), ADD, axis=3)))
     w.output("dQ", g.matmul(g.scale(dS, SCALE), k))
+    w.output("dK", g.matmul(g.transpose(g.scale(dS, SCALE), turn), q))
     w.output("dV", g.matmul(g.transpose(dropped, turn), dO))
     found = w.run()
-    assert w.nodes().count("sdpa") == 1 and "sdpa_backward" not in w.nodes()
-    mask = (uniform_apart(3, 5, (B * H, S, T), "cpu") >= 0.3).reshape(B, H, S, T) * factor
+    masks = [
+        (uniform_apart(3, offset, (B * H, S, T), "cpu") >= 0.3).reshape(B, H, S, T) * factor
+        for offset in (5, 8 if form == "mask is not shared" else 5)
+    ]
+    if form != "mask is not shared":
+        assert w.nodes().count("sdpa_backward") == w.nodes().count("sdpa") == 1
+        assert "softmax" not in w.nodes() and "rng" not in w.nodes()
     expected = []
     for kind in (torch.float64, w.element):
         q, k, v, dO = (w.data[name].to(kind) for name in ("q", "k", "v", "dO"))
         p = (q @ k.mT * SCALE).softmax(-1)
-        dropped, dP = (p * mask).to(kind), ((dO @ v.mT) * mask).to(kind)
+        dropped, dP = (p * masks[0]).to(kind), ((dO @ v.mT) * masks[1]).to(kind)
         dS = p * (dP - (dP * p).sum(-1, keepdim=True))
-        expected.append({"o": dropped @ v, "dQ": dS @ k * SCALE, "dV": dropped.mT @ dO})
+        gradients = {"dQ": dS @ k * SCALE, "dK": dS.mT @ q * SCALE, "dV": dropped.mT @ dO}
+        expected.append({"o": dropped @ v, **gradients})
     for name, values in found.items():
         ref, base = (one[name] for one in expected)
         assert compare(values, ref, base.to(values.dtype), factor=3.0), name

@@ -17,8 +17,8 @@ Where P is read or given to the caller as well, only O is taken from attention, 
 as exp(score − log-sum-exp), which the epilogue of one product does; where scores depend on indices
 the nodes that P needs stay.
 
-Dropout is a product of the probabilities with ``rng``, which draws what attention does, and a
-factor; its gradient, and masks that are given, stay as they are.
+Dropout is a product of the probabilities, and of dP, with ``rng``, which draws what attention does,
+and a factor. Masks that are given stay as they are.
 """
 
 from __future__ import annotations
@@ -30,12 +30,8 @@ from kernel_api._log import logger
 from kernel_api.errors import GraphError
 from kernel_api.graph._enums import data_type
 from kernel_api.graph._node import Node
-from kernel_api.graph._planning._attention_patterns import (
-    Backward,
-    Forward,
-    Softmax,
-    attentions,
-)
+from kernel_api.graph._planning._attention_parts import Backward, Forward, Softmax
+from kernel_api.graph._planning._attention_patterns import attentions
 from kernel_api.graph._planning._patterns import (
     KEPT_AS,
     Factor,
@@ -177,7 +173,7 @@ class _Replacement:
 
     def _add_backward(self, match: Backward) -> None:
         forward = self._attention_of(
-            match.softmax, match.v, f"{match.softmax.node.name}::attention"
+            match.softmax, match.v, f"{match.softmax.node.name}::attention", match.drawn
         )
         name = match.replaced[0].name
         stats = self._statistics(forward)
