@@ -7,6 +7,7 @@ compiler.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -36,7 +37,8 @@ def stored(modes: Mapping[int, list[Any]], device: str, path: Path) -> list[list
         graph.build(own)
         data = data_of(made, device, number)
         pack = {uid: data[name] for uid, name in enumerate([*made.inputs, *made.outputs])}
-        graph.execute(pack)
+        with one_thread():
+            graph.execute(pack)
         count = len(made.inputs)
         one = {
             "number": number,
@@ -48,6 +50,18 @@ def stored(modes: Mapping[int, list[Any]], device: str, path: Path) -> list[list
         titles.append(graph.explain().kernels)
     torch.save({"device": device, "graphs": graphs}, path)
     return titles
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """On the CPU: with others, torch's bits depend on where each one's part of a tensor ends, and
+    processes may have another number of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def restarted(path: Path) -> dict[str, Any]:
@@ -94,5 +108,7 @@ def _wrong(one: dict[str, Any], device: str) -> Iterator[str]:
 def _executed(one: dict[str, Any], device: str) -> dict[int, torch.Tensor]:
     graph = cudnn.pygraph(handle=cudnn.create_handle(device)).deserialize(one["graph"])
     found = {uid: torch.full_like(t, float("nan")).to(device) for uid, t in one["expected"].items()}
-    graph.execute({**{uid: t.to(device) for uid, t in one["given"].items()}, **found})
+    given = {uid: t.to(device) for uid, t in one["given"].items()}
+    with one_thread():
+        graph.execute({**given, **found})
     return found
