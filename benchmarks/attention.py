@@ -353,24 +353,12 @@ def measure_all(
     of: Suite, problems: list[Problem], options: argparse.Namespace, journal: rows.Journal
 ) -> suite.Outcome:
     """Problem by problem, as long as the budget and the GPU last."""
-    outcome, budget = suite.Outcome(), harness.Budget(options.seconds)
-    for problem in suite.progress(problems, of.name):  # type: ignore[type-var]
-        if journal.has(problem.label):
-            continue
-        if outcome.died or not budget.allows_another():
-            outcome.skipped.append(problem.label)
-            continue
-        try:
-            with budget.step():
-                found = Measurement(of, problem, options, journal, outcome).rows()
-        except Exception as error:
-            outcome.failures.append(f"{problem.label}: {suite._reason(error)}")
-            outcome.died = isinstance(error, suite.GpuLostError) or not harness.alive()
-            continue
-        if found:
-            journal.add(found)
-        for row in found:
-            print(line(row), flush=True)
+    outcome = suite.Outcome()
+
+    def measure(problem: Problem) -> list[rows.Row]:
+        return Measurement(of, problem, options, journal, outcome).rows()
+
+    suite.through(problems, of.name, options, journal, outcome, measure, line)
     return outcome
 
 

@@ -92,24 +92,12 @@ def main(of: Suite, description: str | None, arguments: Sequence[str] | None = N
     torch.manual_seed(options.seed)
     gc.freeze()
     journal = rows.Journal(rows.path_of(of.name, options.out), options.resume)
-    outcome, budget = suite.Outcome(), harness.Budget(options.seconds)
-    for problem in suite.progress(problems, of.name):  # type: ignore[type-var]
-        if journal.has(problem.label):
-            continue
-        if outcome.died or not budget.allows_another():
-            outcome.skipped.append(problem.label)
-            continue
-        try:
-            with budget.step():
-                found = _measure(of, problem, options, journal, outcome)
-        except Exception as error:
-            outcome.failures.append(f"{problem.label}: {type(error).__name__}: {error}")
-            outcome.died = not harness.alive()
-            continue
-        if found:
-            journal.add(found)
-        for row in found:
-            print(_line(row), flush=True)
+    outcome = suite.Outcome()
+
+    def measure(problem: Problem) -> list[rows.Row]:
+        return _measure(of, problem, options, journal, outcome)
+
+    suite.through(problems, of.name, options, journal, outcome, measure, _line)
     shown = suite.Suite(of.name, (), report=of.report)
     return suite.summarise(shown, journal, outcome)
 

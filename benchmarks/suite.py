@@ -147,6 +147,41 @@ def run(suite: Suite, options: argparse.Namespace) -> int:
     return summarise(suite, journal, outcome)
 
 
+def through(
+    problems: Sequence[Any],
+    name: str,
+    options: argparse.Namespace,
+    journal: rows.Journal,
+    outcome: Outcome,
+    measure: Callable[[Any], list[rows.Row]],
+    line: Callable[[rows.Row], str],
+) -> None:
+    """Problem by problem, as long as the budget and the GPU last, of other suites than these.
+
+    Args:
+        measure: Gives the rows of a problem.
+        line: What is printed of one.
+    """
+    budget = harness.Budget(options.seconds)
+    for problem in progress(problems, name):
+        if journal.has(problem.label):
+            continue
+        if outcome.died or not budget.allows_another():
+            outcome.skipped.append(problem.label)
+            continue
+        try:
+            with budget.step():
+                found = measure(problem)
+        except Exception as error:
+            outcome.failures.append(f"{problem.label}: {_reason(error)}")
+            outcome.died = isinstance(error, GpuLostError) or not harness.alive()
+            continue
+        if found:
+            journal.add(found)
+        for row in found:
+            print(line(row), flush=True)
+
+
 def measure_all(
     suite: Suite, problems: list[Problem], options: argparse.Namespace, journal: rows.Journal
 ) -> Outcome:
