@@ -258,6 +258,14 @@ def test_what_a_bulk_store_needs_is_not_left_out(left_out, message):
         run(body.replace(left_out, ""), output=np.zeros((16, 8), np.uint32), store_box=Box((8, 16)))
 
 
+@pytest.mark.parametrize("seed", ANY_ORDER)
+def test_a_warp_meets_behind_what_one_of_its_threads_waits_for(seed):
+    only_first = "@!%p0 bra BEHIND;" + store() + DRAIN + "BEHIND:"
+    body = WRITE_SHARED + FENCE + "bar.sync 0;" + only_first + "bar.warp.sync -1;"
+    out = run(body, output=np.zeros((16, 8), np.uint32), store_box=Box((8, 16)), seed=seed)
+    assert (out.reshape(-1) == np.arange(128)).all()
+
+
 def test_writing_what_a_bulk_store_reads_is_found():
     body = WRITE_SHARED + FENCE + "bar.sync 0;" + store() + "bar.sync 0;" + WRITE_SHARED + DRAIN
     with pytest.raises(EmulationError, match="writes what a bulk store still reads"):

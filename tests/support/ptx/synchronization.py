@@ -266,8 +266,20 @@ def _block_barrier(
     return Suspend(None, lambda: meeting.generation > generation, what)
 
 
-def _warp_barrier(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask) -> None:
+def _warp_barrier(
+    match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask
+) -> Suspend | None:
+    if mask is not None and len(gang.warps) == 1:
+        (warp,), others, here = gang.warps, ~mask, gang.counter
+
+        def waiting_elsewhere() -> bool:
+            lanes = others & (warp.counters != here)
+            return any((waiting & lanes).any() for waiting, _ in warp.waits)
+
+        if waiting_elsewhere() or (warp.counters[others] == here).all():
+            return Suspend(mask, lambda: not waiting_elsewhere(), "its warp's others", again=True)
     gang.require_whole_warps(mask)
+    return None
 
 
 @dataclass(eq=False)
