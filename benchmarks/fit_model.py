@@ -1,13 +1,17 @@
 """Fit the performance model's constants to measured times of all candidates.
 
     python benchmarks/gemm_models.py --all        (on the GPU: writes gemm-candidates.json)
-    python benchmarks/fit_model.py [--rows FILE] [--polish] [--write]
+    python benchmarks/fit_model.py [--rows FILE] [--table FILE]... [--polish] [--write]
+
+``--table`` takes what a tuner left, a table of kernel_api/tuning/tables or a tuning.json, older
+files first. What is newer wins; older times are shifted to it (see ``fit_rows``).
 
 Problems are ordered by size, and every other one is held out. The rest is fitted by least squares
 of the logarithms, each constant starting from (and drawn towards) what model.json says: rows that
-are far off count less, and so do candidates that are far from a problem's best. ``--polish`` then
-moves the constants one by one to where the model's first choices are faster. Printed is how far
-the first choice is from the best candidate, over the problems that were held out.
+are far off count less, and so do candidates that are far from a problem's best or were timed in few
+rounds. ``--polish`` then moves the constants one by one to where the model's first choices are
+faster. Printed is how far the first choice is from the best candidate, and from the fastest peer,
+over the problems that were held out.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fit_rows import Measured, Time, load, merged, tuned
 from tables import geometric_mean
 
 from kernel_api.providers.cutedsl.gemm import model
@@ -43,66 +48,19 @@ Table = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Time:
-    """One candidate on one problem; ``seconds`` are without the kernel's own factor."""
-
-    kernel: str
-    family: str
-    candidate: model.Candidate
-    factor: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A problem with the times of its candidates."""
-
-    label: str
-    sizes: model.Problem
-    times: tuple[Time, ...]
-
-    @property
-    def best(self) -> float:
-        return min(t.factor * t.seconds for t in self.times)
-
-
-@dataclass(frozen=True)
 class Choice:
-    """The model's first choice for a problem: its time over that of the best candidate."""
+    """The model's first choice for a problem.
+
+    Attributes:
+        regret: Its time over that of the best candidate.
+        ratio: The time of the fastest peer over its own, if there is one.
+    """
 
     regret: float
     label: str
     chosen: str
     best: str
-
-
-def load(path: Path) -> tuple[str, list[Measured]]:
-    """The GPU's name and the problems, without kernels that the model does not know."""
-    found = json.loads(path.read_text())
-    kernels = {name: k for name, k in found["kernels"].items() if "candidate" in k}
-    known = {name: _candidate(k["candidate"]) for name, k in kernels.items()}
-    problems = []
-    for row in found["problems"]:
-        times = tuple(
-            Time(
-                name,
-                kernels[name]["family"],
-                known[name],
-                kernels[name]["factor"],
-                1e-6 * microseconds / kernels[name]["factor"],
-            )
-            for name, microseconds in row["times_us"].items()
-            if name in known
-        )
-        if len(times) > 1:
-            problems.append(Measured(row["problem"], model.Problem(**row["sizes"]), times))
-    return found["problems"][0]["env"]["gpu"], problems
-
-
-def _candidate(fields: dict[str, Any]) -> model.Candidate:
-    return model.Candidate(
-        **{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-    )
+    ratio: float | None = None
 
 
 def split(problems: Iterable[Measured]) -> tuple[list[Measured], list[Measured]]:
@@ -175,7 +133,7 @@ class Fit:
         self._rows = [(p.sizes, t) for p in problems for t in p.times]
         self._times = np.log([t.seconds for _, t in self._rows])
         # The best of a problem counts fully; what takes twice as long, half.
-        near = [p.best / (t.factor * t.seconds) for p in problems for t in p.times]
+        near = [t.weight * p.best / t.measured for p in problems for t in p.times]
         self._weights = np.sqrt(np.array(near))
         self._families = np.array([t.family for _, t in self._rows])
 
@@ -228,7 +186,7 @@ class Fit:
             estimates = [_estimate(problem, t, constants) for t in problem.times]
             least = min(estimates)
             weights = [math.exp(-(math.log(e / least)) / SOFTNESS) for e in estimates]
-            regrets = [math.log(t.factor * t.seconds / problem.best) for t in problem.times]
+            regrets = [math.log(t.measured / problem.best) for t in problem.times]
             costs.append(sum(map(float.__mul__, weights, regrets)) / sum(weights))
         errors = self._errors(point)
         return statistics.fmean(costs) + 0.02 * float(np.mean(np.abs(errors)) / NOISE)
@@ -279,9 +237,10 @@ def choices(problems: Sequence[Measured], table: Table) -> list[Choice]:
     found = []
     for problem in problems:
         chosen = min(problem.times, key=lambda t: _estimate(problem, t, constants))
-        best = min(problem.times, key=lambda t: t.factor * t.seconds)
-        regret = chosen.factor * chosen.seconds / problem.best
-        found.append(Choice(regret, problem.label, chosen.kernel, best.kernel))
+        best = min(problem.times, key=lambda t: t.measured)
+        ratio = problem.peer / chosen.measured if problem.peer is not None else None
+        regret = chosen.measured / problem.best
+        found.append(Choice(regret, problem.label, chosen.kernel, best.kernel, ratio))
     return sorted(found, key=lambda choice: -choice.regret)
 
 
@@ -291,15 +250,25 @@ def report(name: str, problems: Sequence[Measured], table: Table) -> str:
         return f"{name}: no problems"
     found, constants = choices(problems, table), constants_of(table, problems)
     errors = [
-        abs(math.log(_estimate(p, t, constants) / (t.factor * t.seconds)))
-        for p in problems
-        for t in p.times
+        abs(math.log(_estimate(p, t, constants) / t.measured)) for p in problems for t in p.times
     ]
     mean = geometric_mean([choice.regret for choice in found])
     return (
         f"{name}: {len(found)} problems; first choice over best: geometric mean {mean:.4f}, "
         f"worst {found[0].regret:.3f} ({found[0].label}); "
         f"median error of an estimate {100 * statistics.median(errors):.1f} %"
+        f"{_beside_peers(found)}"
+    )
+
+
+def _beside_peers(found: Sequence[Choice]) -> str:
+    ratios = [choice.ratio for choice in found if choice.ratio is not None]
+    if not ratios:
+        return ""
+    mean, slow = geometric_mean(ratios), sum(ratio < 0.85 for ratio in ratios)
+    return (
+        f"; peer over first choice: geometric mean {mean:.4f}, worst {min(ratios):.3f}, "
+        f"{slow} of {len(ratios)} below 0.85"
     )
 
 
@@ -308,6 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=Path, default=ROWS, metavar="FILE")
+    parser.add_argument("--table", type=Path, action="append", default=[], metavar="FILE")
     parser.add_argument("--constants", type=Path, default=model.CONSTANTS, metavar="FILE")
     parser.add_argument("--polish", action="store_true", help="see above")
     parser.add_argument("--everything", action="store_true", help="hold nothing out")
@@ -315,6 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     gpu, problems = load(options.rows)
+    for path in options.table:
+        problems = merged(problems, tuned(path))
     tables = json.loads(options.constants.read_text())
     before = tables.get(gpu) or copy.deepcopy(next(iter(tables.values())))
     fitted, held_out = (problems, []) if options.everything else split(problems)

@@ -1,4 +1,5 @@
-"""Fitting the performance model: known constants are found again from noisy times."""
+"""Fitting the performance model: known constants are found again from noisy times, and times of
+tuners take the place of older ones."""
 
 import copy
 import dataclasses
@@ -7,13 +8,23 @@ import math
 import random
 
 import pytest
+import torch
 from support.benchmarks import script
 from support.gemm_constants import GPU
+from support.tuning import ENVIRONMENT, measured
+from support.tuning import arguments as tuned_arguments
 
+import kernel_api as ka
+from kernel_api.fusions import rmsnorm
 from kernel_api.providers.cutedsl.gemm import model
 from kernel_api.providers.cutedsl.gemm.model import Candidate, Problem
+from kernel_api.tuning import Problem as TunedProblem
+from kernel_api.tuning import Status
+from kernel_api.tuning._row import Row
+from kernel_api.tuning._table import write
 
 fit_model = script("fit_model")
+fit_rows = script("fit_rows")
 
 FAMILY = "sm90.gemm"
 NOISE = 0.02
@@ -191,3 +202,130 @@ def test_the_script_prints_the_hold_out_and_writes_what_the_model_reads(rows, tm
     written = json.loads(path.read_text())["NVIDIA H200"]
     assert written["machine"]["bandwidth"] != table()["machine"]["bandwidth"]
     assert model.Constants.of(written, FAMILY).multiprocessors == 132
+
+
+# Times of tuners -------------------------------------------------------------------------
+
+SIZES_OF_ONE = Problem(64, 64, 64, 1, 2, 2, 2, 8192, 8192, 8192, "float16")
+
+
+def time(kernel, microseconds, **fields):
+    return fit_rows.Time(kernel, FAMILY, CANDIDATES["128x128"], 1.0, 1e-6 * microseconds, **fields)
+
+
+def problem(*times, k=64, **fields):
+    sizes = dataclasses.replace(SIZES_OF_ONE, K=k)
+    return fit_rows.Measured(f"64x64x{k}", sizes, times, **fields)
+
+
+def times_of(problem):
+    return {t.kernel: pytest.approx(1e6 * t.seconds) for t in problem.times}
+
+
+@pytest.fixture
+def dense():
+    """Arguments of a dense product, and kernels of ours that take them."""
+    args = tuned_arguments(M=1024)
+    found = [k for k in ka.get_kernels(args, cc=90) if hasattr(k, "candidate")]
+    return args, found[:3]
+
+
+def test_a_table_has_times_of_kernels_that_the_model_knows(dense, tmp_path):
+    args, (first, second, third) = dense
+    (torch_kernel,) = ka.get_kernels(args, cc=90, providers=["torch"])
+    one, many, few = TunedProblem.of(args), [40.0] * 20, [44.0] * 5
+    rows = [
+        measured(first, one, *many),
+        measured(second, one, *few),
+        measured(third, one, status=Status.WRONG),
+        measured(torch_kernel, one, *[38.0] * 20),
+    ]
+    norm = rmsnorm(
+        torch.empty(8, 512, dtype=torch.bfloat16, device="meta"),
+        weight=torch.empty(512, dtype=torch.bfloat16, device="meta"),
+        out=torch.empty(8, 512, dtype=torch.bfloat16, device="meta"),
+    )
+    other = next(iter(ka.get_kernels(norm, cc=90)))
+    rows.append(measured(other, TunedProblem.of(norm), 3.0))
+    (path,) = write([Row(ENVIRONMENT, row) for row in rows], tmp_path)
+    (found,) = fit_rows.tuned(path)
+    assert found.sizes == model.Problem.of(args)
+    assert found.has_fastest and found.peer == pytest.approx(38e-6)
+    known = {t.kernel: t for t in found.times}
+    assert known.keys() == {k.metadata.kernel_name for k in (first, second)}
+    for kernel, microseconds in ((first, 40), (second, 44)):
+        one = known[kernel.metadata.kernel_name]
+        assert one.measured == pytest.approx(1e-6 * microseconds)
+        assert dataclasses.asdict(one.candidate) == dataclasses.asdict(kernel.candidate)
+        constants = model.constants(one.family)
+        estimate = one.factor * model.seconds(found.sizes, one.candidate, constants)
+        assert estimate == pytest.approx(kernel.predict(args), rel=1e-5)
+    weights = [known[k.metadata.kernel_name].weight for k in (first, second)]
+    assert 1 > weights[0] > weights[1] > 0
+
+
+def test_the_rows_of_the_suite_tuning_have_all_candidates(tmp_path):
+    asked = script("gemm_models").SUITE.problems[0]
+    kernels = [
+        k.metadata.kernel_name
+        for k in ka.get_kernels(asked.arguments("meta"), cc="90")
+        if hasattr(k, "candidate")
+    ]
+    times = {kernels[0]: [16.0, 80], kernels[1]: [17.0, 5], kernels[2]: "WRONG"}
+    times |= {"not here any more": [3.0, 5], "torch_mm": [18.0, 80]}
+    path = tmp_path / "tuning.json"
+    path.write_text(json.dumps([{"problem": asked.label, "runs": [times, {}]}]))
+    (found,) = fit_rows.tuned(path)
+    assert not found.has_fastest and found.peer == pytest.approx(18e-6)
+    assert {t.kernel: 1e6 * t.measured for t in found.times} == pytest.approx(
+        {kernels[0]: 16.0, kernels[1]: 17.0}
+    )
+    assert all(t.is_tuned for t in found.times)
+
+
+def test_newer_times_win_and_older_ones_are_shifted_by_the_ratio_of_clocks():
+    older = [problem(time("a", 100), time("b", 120), time("c", 200), peer=150e-6)]
+    newer = [problem(time("a", 110), time("d", 130))]
+    (found,) = fit_rows.merged(older, newer)
+    assert times_of(found) == {"a": 110, "d": 130, "b": 132, "c": 220}
+    assert found.peer == pytest.approx(165e-6)
+    weights = {t.kernel: t.weight for t in found.times}
+    assert weights["a"] == weights["d"] == 1 > weights["b"] == weights["c"]
+
+
+def test_older_times_are_shifted_by_what_a_launch_takes_less():
+    sizes = range(64, 64 + 16)
+    older = [problem(time("a", 10 + k), time("b", 12 + k), k=k) for k in sizes]
+    newer = [problem(time("a", 9 + k), k=k) for k in sizes]
+    for one in fit_rows.merged(older, newer):
+        assert times_of(one) == {"a": 9 + one.sizes.K, "b": 11 + one.sizes.K}
+
+
+def test_candidates_that_a_table_does_not_keep_are_not_faster_than_those_it_keeps():
+    older = [problem(time("a", 90), time("b", 95, is_tuned=True), time("c", 95))]
+    newer = [problem(time("a", 90), time("d", 100), has_fastest=True)]
+    (found,) = fit_rows.merged(older, newer)
+    assert times_of(found) == {"a": 90, "d": 100, "b": 100, "c": 95}
+
+
+def test_problems_of_one_source_alone_stay():
+    older = [problem(time("a", 10), time("b", 12))]
+    newer = [problem(time("a", 10), time("b", 12), k=128), problem(time("a", 10), k=256)]
+    found = fit_rows.merged(older, newer)
+    assert found == [older[0], newer[0]]  # one kernel alone is no choice
+
+
+def test_the_script_takes_tables_and_says_how_far_peers_are(rows, dense, tmp_path, capsys):
+    args, kernels = dense
+    (torch_kernel,) = ka.get_kernels(args, cc=90, providers=["torch"])
+    one = TunedProblem.of(args)
+    found = [measured(k, one, *[40.0] * 20) for k in kernels[:2]]
+    found.append(measured(torch_kernel, one, *[20.0] * 20))
+    (table_path,) = write([Row(ENVIRONMENT, row) for row in found], tmp_path)
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"NVIDIA H200": GPU}))
+    options = ["--rows", str(rows), "--constants", str(path), "--table", str(table_path)]
+    assert fit_model.main([*options, "--everything"]) == 0
+    text = capsys.readouterr().out
+    assert f"{len(SIZES) + 1} problems" in text
+    assert "peer over first choice: geometric mean 0.5000, worst 0.500, 1 of 1 below" in text
