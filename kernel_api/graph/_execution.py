@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kernel_api.errors import DeviceError, GraphError, VariantPackError, WorkspaceError
@@ -20,7 +22,12 @@ _LOW_BITS = 15
 #: Index of a device that no tensor is on.
 _NOWHERE = -2
 
-_Program = list[Callable[[list[Any]], None]]
+#: Sets of keys of variant packs that are remembered, each in its order.
+_MOST_READERS = 64
+
+_Reader = Callable[[Any], Sequence[Any]]
+_Run = Callable[[list[Any]], None]
+_Program = list[_Run]
 
 
 class Ref(NamedTuple):
@@ -40,6 +47,40 @@ class Ref(NamedTuple):
         if self.layout is None:
             return found
         return found.as_strided(*self.layout, found.storage_offset() + self.offset)
+
+
+class KeptView:
+    """Reads a :class:`Ref` that is a view, which is made anew only where the tensor is another
+    one, or lies elsewhere, than the last time.
+
+    What is kept is forgotten when that tensor is gone. It is of the tensor detached: a view keeps
+    alive what it is of.
+    """
+
+    def __init__(self, ref: Ref) -> None:
+        self._slot, self._ref = ref.slot, ref._replace(slot=0)
+        self._last = _NO_VIEW
+        own = weakref.ref(self)  # the tensor's end does not keep this
+
+        def forget(of: Any) -> None:
+            kept = own()
+            if kept is not None and kept._last[0] is of:
+                kept._last = _NO_VIEW
+
+        self._forget = forget
+
+    def read(self, slots: list[Any]) -> Any:
+        tensor = slots[self._slot]
+        of, ahead, view = self._last
+        if of() is not tensor or tensor.data_ptr() + ahead != view.data_ptr():
+            view = self._ref.read([tensor.detach()])
+            ahead = view.data_ptr() - tensor.data_ptr()
+            self._last = weakref.ref(tensor, self._forget), ahead, view
+        return view
+
+
+#: What gives the tensor that a view is of, its bytes behind the tensor's start, and the view.
+_NO_VIEW: tuple[Callable[[], Any], int, Any] = (lambda: None, 0, None)
 
 
 class Slot(NamedTuple):
@@ -74,7 +115,11 @@ class Execution:
         read = {id(t) for node in graph.nodes for t in _all_reads(node)}
         given = [t for t in graph.inputs if id(t) in read] + list(graph.outputs)
         self._slots = [self._slot(tensor) for tensor in given]
-        self._checks = [(s.dim, s.stride, s.element, s.place) for s in self._slots]
+        # Plain tuples: those with names are slower to take apart.
+        self._checks = [
+            (number, s.dim, s.stride, s.element, s.place) for number, s in enumerate(self._slots)
+        ]
+        self._readers: dict[tuple[Any, ...], _Reader] = {}
         self._index: dict[Any, int] = {}
         for number, tensor in enumerate(given):
             for key in (tensor.name, tensor.uid, tensor):
@@ -132,15 +177,13 @@ class Execution:
                 f"the variant pack is a {type(pack).__name__}; expected a dict from tensors, uids "
                 f"or names to torch tensors"
             )
-        index, checks, plain, misaligned = self._index, self._checks, self._plain, 0
-        slots: list[Any] = [None] * len(checks)
-        for key, value in pack.items():
-            number = index.get(key)
-            if number is None:
-                self._refuse_key(key)
-                continue
-            # Written out: this is most of what an execution costs beside its launches.
-            dim, stride, element, place = checks[number]
+        read = self._readers.get(tuple(pack))
+        if read is None:
+            read = self._reader_for(tuple(pack))
+        slots, plain, joined = [*read(pack)], self._plain, 0
+        # Written out: this is most of what an execution costs beside its launches.
+        for number, dim, stride, element, place in self._checks:
+            value = slots[number]
             if (
                 type(value) not in plain
                 or value.shape != dim
@@ -149,20 +192,40 @@ class Execution:
                 or value.get_device() != place
                 or (place < 0 and not value.is_cpu)
             ):
-                value = self._fitted(value, self._slots[number])
-            slots[number] = value
-            if place != _NOWHERE and value.data_ptr() & _LOW_BITS:
-                misaligned |= 1 << number
-        if len(pack) < len(slots) or any(slot is None for slot in slots):
-            missing = [
-                s.tensor for s, value in zip(self._slots, slots, strict=True) if value is None
-            ]
+                value = slots[number] = self._fitted(value, self._slots[number])
+                if place == _NOWHERE:
+                    continue
+            joined |= value.data_ptr()
+        return slots, self._misaligned(slots) if joined & _LOW_BITS else 0
+
+    def _misaligned(self, slots: list[Any]) -> int:
+        bits = 0
+        for number, _, _, _, place in self._checks:
+            if place != _NOWHERE and slots[number].data_ptr() & _LOW_BITS:
+                bits |= 1 << number
+        return bits
+
+    def _reader_for(self, keys: tuple[Any, ...]) -> _Reader:
+        """What reads the slots, in their order, from packs with these keys; raises VariantPackError
+        for keys that are unknown or missing."""
+        found: dict[int, Any] = {}
+        for key in keys:
+            number = self._index.get(key)
+            if number is None:
+                self._refuse_key(key)
+            else:
+                found[number] = key
+        missing = [s.tensor for number, s in enumerate(self._slots) if number not in found]
+        if missing:
             raise VariantPackError(
                 f"Non-virtual input tensors not found in variant pack: "
                 f"{[str(t) for t in missing]} (uids {[t.uid for t in missing]}); every tensor that "
                 f"is read or written for the caller is needed"
             )
-        return slots, misaligned
+        if len(self._readers) >= _MOST_READERS:
+            self._readers.clear()
+        read = self._readers[keys] = _reader_of([found[number] for number in sorted(found)])
+        return read
 
     def _refuse_key(self, key: Any) -> None:
         if key in self._unread:
@@ -422,31 +485,38 @@ def _launching(
     fields: list[Any],
     keywords: dict[str, Ref],
     constants: dict[str, Any],
-) -> Callable[[list[Any]], None]:
-    numbers = [ref.slot for ref in fields if ref.layout is None]
-    named = [(name, ref.slot) for name, ref in keywords.items() if ref.layout is None]
-    seen = [(name, ref) for name, ref in keywords.items() if ref.layout is not None]
-    if len(numbers) < len(fields):
+) -> _Run:
+    read_fields = _fields_reader(fields)
+    readers = [(name, _ref_reader(ref)) for name, ref in keywords.items()]
 
-        def run(slots: list[Any]) -> None:
-            launch(
-                *[ref.read(slots) for ref in fields],
-                **{name: ref.read(slots) for name, ref in keywords.items()},
-                **constants,
-            )
+    def run_on_fields(slots: list[Any]) -> None:
+        launch(*read_fields(slots), **constants)
 
-        return run
-    if not keywords and not constants and len(numbers) == 3:
-        first, second, third = numbers
-        return lambda slots: launch(slots[first], slots[second], slots[third])
+    def run(slots: list[Any]) -> None:
+        operands = constants.copy()
+        for name, read in readers:
+            operands[name] = read(slots)
+        launch(*read_fields(slots), **operands)
 
-    def run_whole(slots: list[Any]) -> None:
-        operands = {name: slots[number] for name, number in named}
-        for name, ref in seen:
-            operands[name] = ref.read(slots)
-        launch(*[slots[number] for number in numbers], **operands, **constants)
+    return run if readers else run_on_fields
 
-    return run_whole
+
+def _fields_reader(refs: list[Ref]) -> _Reader:
+    if all(ref.layout is None for ref in refs):
+        return _reader_of([ref.slot for ref in refs])
+    readers = [_ref_reader(ref) for ref in refs]
+    return lambda slots: [read(slots) for read in readers]
+
+
+def _ref_reader(ref: Ref) -> Callable[[list[Any]], Any]:
+    return operator.itemgetter(ref.slot) if ref.layout is None else KeptView(ref).read
+
+
+def _reader_of(keys: Sequence[Any]) -> _Reader:
+    """What reads the values of several keys; of one, ``itemgetter`` gives no tuple."""
+    if len(keys) > 1:
+        return operator.itemgetter(*keys)
+    return lambda values: [values[key] for key in keys]
 
 
 def _at_address(address: int, slot: Slot) -> Any:

@@ -1,0 +1,237 @@
+"""Executions: what they keep of the tensors that they were given, and what they cost."""
+
+import gc
+import itertools
+import sys
+import weakref
+
+import numpy
+import pytest
+import torch
+
+import kernel_api.graph as cudnn
+from kernel_api.errors import VariantPackError
+from kernel_api.graph import _execution
+
+FLOAT = cudnn.data_type.FLOAT
+A = cudnn.heur_mode.A
+M, N, K = 8, 16, 24
+
+
+def new_graph():
+    graph = cudnn.pygraph("", FLOAT, FLOAT, FLOAT, handle=cudnn.create_handle("cpu"))
+    a, b = graph.tensor((M, K), name="a"), graph.tensor((K, N), name="b")
+    return graph, a, b
+
+
+@pytest.fixture
+def reducing():
+    """A · B and its largest magnitude, of which the kernel takes a view without modes."""
+    graph, a, b = new_graph()
+    y = graph.matmul(a, b).set_output(True).set_name("y")
+    largest = graph.reduction(y, cudnn.reduction_mode.AMAX).set_dim((1, 1)).set_name("largest")
+    largest.set_output(True).set_data_type(FLOAT)
+    graph.build([A])
+    assert [step.kind for step in graph.selected.steps] == ["kernel"]
+    return graph
+
+
+@pytest.fixture
+def scaled():
+    """A · B times a number that the host gives."""
+    graph, a, b = new_graph()
+    factor = graph.tensor((1, 1), name="factor").set_is_pass_by_value(True)
+    graph.mul(graph.matmul(a, b), factor).set_output(True).set_name("y")
+    graph.build([A])
+    return graph
+
+
+def operands(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(s, generator=generator) for s in ((M, K), (K, N)))
+    return {"a": a, "b": b, "y": torch.full((M, N), torch.nan)}
+
+
+def owned():
+    """A tensor (1, 1), and what is gone when its memory is."""
+    memory = numpy.full((1, 1), numpy.nan, dtype=numpy.float32)
+    return torch.from_numpy(memory), weakref.ref(memory)
+
+
+def check(pack, largest):
+    expected = pack["a"] @ pack["b"]
+    torch.testing.assert_close(pack["y"], expected)
+    torch.testing.assert_close(largest.view(()), expected.abs().max())
+
+
+# Views that kernels take ------------------------------------------------------------------
+
+
+def test_views_follow_their_tensors(reducing):
+    """To another tensor, to another place of the same one, and back."""
+    one, other = torch.zeros(1, 1), torch.zeros(1, 1)
+    for seed, largest in enumerate((one, one, other, one)):
+        pack = operands(seed)
+        reducing.execute({**pack, "largest": largest})
+        check(pack, largest)
+    places = torch.zeros(4)
+    for seed, place in enumerate((0, 3, 0)):
+        pack = operands(seed)
+        one.set_(places[place : place + 1].view(1, 1))
+        reducing.execute({**pack, "largest": one})
+        check(pack, places[place])
+        pack = operands(seed + 10)
+        one.data = torch.zeros(1, 1)
+        reducing.execute({**pack, "largest": one})
+        check(pack, one)
+
+
+def test_views_follow_memory_that_is_given_back_and_taken_again(reducing):
+    largest = torch.zeros(1, 1)
+    for seed in range(3):
+        pack = operands(seed)
+        reducing.execute({**pack, "largest": largest})
+        check(pack, largest)
+        largest.untyped_storage().resize_(0)
+        largest.untyped_storage().resize_(4)
+
+
+def test_views_tell_the_tensor_that_it_is_written(reducing):
+    """Each of two tensors that lie in the same memory: gradients ask that of it."""
+    memory = numpy.zeros((1, 1), dtype=numpy.float32)
+    for seed, largest in enumerate([torch.from_numpy(memory) for _ in range(2)]):
+        pack, before = operands(seed), largest._version
+        reducing.execute({**pack, "largest": largest})
+        check(pack, largest)
+        assert largest._version > before
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_no_memory_is_kept(reducing, needs_gradient):
+    """Also where gradients are recorded: then a view keeps the tensor that it is of."""
+    gc.disable()
+    try:
+        for seed in range(2):
+            pack, (largest, memory) = operands(seed), owned()
+            largest.requires_grad_(needs_gradient)
+            reducing.execute({**pack, "largest": largest})
+            reducing.execute({**pack, "largest": largest})
+            check(pack, largest.detach())
+            pack["a"].requires_grad_(needs_gradient)
+            factor = weakref.ref(pack["a"])
+            del largest, pack
+            assert memory() is None
+            assert factor() is None
+    finally:
+        gc.enable()
+
+
+# Variant packs ----------------------------------------------------------------------------
+
+
+def test_keys_of_every_kind_in_every_order(reducing):
+    tensors = {t.name: t for t in reducing.tensors}
+    kinds = (lambda name: name, lambda name: tensors[name], lambda name: tensors[name].uid)
+    for seed, names in enumerate(itertools.permutations(("a", "b", "y", "largest"))):
+        pack, largest = operands(seed), torch.zeros(1, 1)
+        key = kinds[seed % len(kinds)]
+        values = {**pack, "largest": largest}
+        reducing.execute({key(name): values[name] for name in names})
+        check(pack, largest)
+
+
+def test_sets_of_keys_that_are_remembered_are_bounded(reducing, monkeypatch):
+    monkeypatch.setattr(_execution, "_MOST_READERS", 3)
+    for names in itertools.permutations(("a", "b", "y", "largest")):
+        values = {**operands(), "largest": torch.zeros(1, 1)}
+        reducing.execute({name: values[name] for name in names})
+        assert len(reducing._execution._readers) <= 3
+
+
+def test_every_execution_looks_at_its_tensors(reducing):
+    """Those of an execution before may have changed in place."""
+    pack = {**operands(), "largest": torch.zeros(1, 1)}
+    reducing.execute(pack)
+    pack["y"].fill_(7.0)
+    pack["a"].t_()
+    with pytest.raises(VariantPackError, match=r"a .* is float32\[24, 8\] on cpu"):
+        reducing.execute(pack)
+    pack["a"].t_()
+    pack["b"].data = torch.randn(N, K).t()
+    with pytest.raises(VariantPackError, match=r"b .* has stride \[1, 24\]"):
+        reducing.execute(pack)
+    pack["b"] = None
+    with pytest.raises(VariantPackError, match="b was given as a NoneType"):
+        reducing.execute(pack)
+    del pack["b"]
+    with pytest.raises(VariantPackError, match=r"not found in variant pack: \['b'\]"):
+        reducing.execute(pack)
+    assert (pack["y"] == 7.0).all()
+
+
+def test_numbers_and_addresses_that_are_no_multiples_of_16(scaled):
+    shifted = torch.randn(M * K + 1)[1:].view(M, K)
+    for seed, number in enumerate((2.0, -1, torch.tensor(0.5), numpy.float32(4.0))):
+        for aligned in (True, False):
+            pack = operands(seed)
+            if not aligned:
+                pack["a"] = shifted
+            scaled.execute({**pack, "factor": number})
+            torch.testing.assert_close(pack["y"], float(number) * (pack["a"] @ pack["b"]))
+    assert len(scaled._execution._programs) == 2
+    with pytest.raises(VariantPackError, match="factor is a number of the host's; a str"):
+        scaled.execute({**operands(), "factor": "two"})
+
+
+# What it costs ----------------------------------------------------------------------------
+
+
+def test_an_execution_enters_few_functions(reducing, monkeypatch):
+    """Counted, because a count is the same on every machine; benchmarks/graph.py has the times."""
+    launched = []
+
+    def launch(*tensors, **others):
+        launched.append((tensors, others))
+
+    monkeypatch.setattr(
+        _execution.Execution, "_kernel_for", lambda self, step, args: Stub(step.kernel, launch)
+    )
+    pack = {**operands(), "largest": torch.zeros(1, 1)}
+    reducing.execute(pack), reducing.execute(pack)
+    entered = python_calls(lambda: reducing.execute(pack))
+    assert entered == ["execute", "execute", "_taken", "check", "_launch", "run", "read",
+                       "launch"]  # fmt: skip
+    assert len(launched) == 3
+    tensors, others = launched[-1]
+    assert [t.data_ptr() for t in tensors] == [pack[name].data_ptr() for name in ("a", "b", "y")]
+    assert [t.shape for t in others.values()] == [()]
+
+
+class Stub:
+    """A kernel whose launcher is another one."""
+
+    def __init__(self, kernel, launch):
+        self._kernel, self._launch = kernel, launch
+        self._launch_operands = kernel._launch_operands
+
+    def _artifact_to_run(self, args):
+        return None
+
+    def _launcher_for_sizes(self, args, artifact):
+        return self._launch
+
+
+def python_calls(call):
+    """Names of the functions of Python that a call enters, itself left out."""
+    entered = []
+
+    def note(frame, event, argument):
+        if event == "call":
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered[1:]
