@@ -1,4 +1,4 @@
-"""A Llama block as one graph: eight kernels, found, explained, run and compared with torch.
+"""A Llama block as one graph: seven kernels, found, explained, run and compared with torch.
 
     python examples/transformer_graph.py [--tokens N] [--small]
 
@@ -61,6 +61,7 @@ def operands(sizes: Sizes, tokens: int, device: str) -> dict[str, torch.Tensor]:
         "x": drawn(tokens, width),
         "attention_norm": drawn(width, scale=0.1) + 1,
         "qkv": drawn(sizes.projected, width, scale=width**-0.5),
+        "is_rotated": (torch.arange(sizes.projected, device=device) < sizes.rotated).view(1, -1),
         "cos": angles.cos(),
         "sin": angles.sin(),
         "project": drawn(width, sizes.heads * sizes.head_dim, scale=width**-0.5),
@@ -83,20 +84,17 @@ def graph_of(
     x = tensors["x"]
 
     hidden, _ = graph.rmsnorm(x, tensors["attention_norm"], epsilon=EPS)
-    # Queries and keys are rotated as they are written, so values are a product of their own.
-    both = graph.slice(tensors["qkv"], slices=[every, slice(0, sizes.rotated)])
-    rotated = graph.rope(
-        graph.matmul(hidden, both), tensors["cos"], tensors["sin"], head_dim=sizes.head_dim
-    )
-    rest = graph.slice(tensors["qkv"], slices=[every, slice(sizes.rotated, None)])
-    values = graph.matmul(hidden, rest)
+    # One product; queries and keys are rotated as they are written, values are not.
+    product = graph.matmul(hidden, tensors["qkv"])
+    rotated = graph.rope(product, tensors["cos"], tensors["sin"], head_dim=sizes.head_dim)
+    projected = graph.binary_select(rotated, product, tensors["is_rotated"])
     parts, end = [], sizes.heads * sizes.head_dim
-    for source, columns, heads in (
-        (rotated, slice(0, end), sizes.heads),
-        (rotated, slice(end, None), sizes.kv_heads),
-        (values, every, sizes.kv_heads),
+    for columns, heads in (
+        (slice(0, end), sizes.heads),
+        (slice(end, sizes.rotated), sizes.kv_heads),
+        (slice(sizes.rotated, None), sizes.kv_heads),
     ):
-        part = graph.slice(source, slices=[every, columns])
+        part = graph.slice(projected, slices=[every, columns])
         part = graph.reshape(part, shape=(1, tokens, heads, sizes.head_dim))
         parts.append(graph.transpose(part, permutation=[0, 2, 1, 3]))
     q, k, v = parts

@@ -146,14 +146,14 @@ def test_one_kernel_computes_all(make):
     assert kernel in str(graph.explain())
 
 
-def test_a_transformer_block_is_eight_kernels():
+def test_a_transformer_block_is_seven_kernels():
     block = example("transformer_graph")
     given = block.operands(block.SMALL, 64, "cpu")
     on_gpu = {name: operand.to("meta") for name, operand in given.items()}
     graph, _ = block.graph_of(block.SMALL, on_gpu, sm_version=90)
     names = [name.split("_bf16")[0] for name in launches(planned(graph))]
     gemm, norm = "sm90_gemm", "sm80_rmsnorm"
-    assert names == [norm, gemm, gemm, "sm90_sdpa_forward", gemm, norm, gemm, gemm]
+    assert names == [norm, gemm, "sm90_sdpa_forward", gemm, norm, gemm, gemm]
 
 
 def test_a_transformer_block_computes_what_torch_does():
