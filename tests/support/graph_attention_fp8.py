@@ -92,9 +92,22 @@ def executed(g, plan, values=SCALES, device="cpu"):
 
 def exact(data, values=SCALES):
     """In float64."""
+    s, v, factor = _scores(data, values)
+    return {"o": s.softmax(-1) @ v * factor, "stats": s.logsumexp(-1, keepdim=True)}
+
+
+def allowance(data, values=SCALES):
+    """What accumulators of tensor cores cut off, which have 14 bits behind products of 8 bits: of
+    scores, and so of their exponentials."""
+    s, v, factor = _scores(data, values)
+    off = 2.0**-10 * (1 + s.masked_fill(s.isinf(), 0.0).abs().amax(-1, keepdim=True))
+    return {"o": off * (s.softmax(-1) @ v.abs()) * abs(factor), "stats": off}
+
+
+def _scores(data, values):
+    """Scores, values of each head of queries, and what their sums are multiplied with."""
     q, k, v = (data[name].double() for name in "qkv")
     k, v = (x.repeat_interleave(H // H_KV, 1) for x in (k, v))
     s = SCALE * values["descale_q"] * values["descale_k"] * q @ k.mT
     s = s.masked_fill(torch.ones(S, T).triu(1).bool(), -math.inf)
-    factor = math.prod(values[n] for n in ("descale_v", "descale_s", "scale_s", "scale_o"))
-    return {"o": s.softmax(-1) @ v * factor, "stats": s.logsumexp(-1, keepdim=True)}
+    return s, v, math.prod(values[n] for n in ("descale_v", "descale_s", "scale_s", "scale_o"))
