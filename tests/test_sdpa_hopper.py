@@ -134,6 +134,20 @@ def test_few_queries_are_refused_with_dropout():
     assert "dropout is for one head: rows side by side are of several" in told.reason
 
 
+def slacks(**options):
+    return {kernel.metadata.design.slack for kernel in offered(FORWARD, (128, 128), **options)}
+
+
+def test_a_maximum_stays_where_scores_are_plain_and_it_is_told():
+    assert slacks() == slacks(mask=BANDS["window"]) == {None, 8.0}
+    assert slacks(softcap=5.0) == {None}
+    args = meta(FORWARD, (128, 128), softcap=5.0)
+    (kernel, *_) = [one for one in offered(FORWARD, (128, 128)) if one.metadata.design.slack]
+    assert "leave no registers to keep a maximum that is not the largest" in str(
+        kernel.supports(args).error
+    )
+
+
 def test_a_table_with_small_entries_takes_wide_tiles_away_and_it_is_told():
     small, large = (blocks(512, 512, shape) for shape in ((128, 128), (256, 256)))
     assert tiles(FORWARD, (128, 128), mask=small) == {(128, 128)}
@@ -197,6 +211,15 @@ def dropping():
 def test_dropout_spills_nothing(name, room, band, kernel):
     args = meta(name, room, dropout=DROPOUT, mask=BANDS[band])
     assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("room", ROOMS[FORWARD] if EVERY_KERNEL else [(256, 256)])
+def test_a_maximum_that_stays_spills_nothing(room):
+    args = meta(FORWARD, room, mask=masks.Causal())
+    for kernel in offered(FORWARD, room, mask=args.mask):
+        if kernel.metadata.design.slack is not None:
+            assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
 
 
 @pytest.mark.compile

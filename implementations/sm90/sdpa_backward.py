@@ -11,6 +11,7 @@ from cutlass.memory import SmemAllocator
 from ..common.attention.modes import attention_modes
 from ..common.attention.sequences import queries_seeing, sequence_of
 from ..common.attention.values import Values
+from ..common.conversion import select
 from ..common.work_split import COUNTER_BYTES
 from .sdpa_backward_bias import TiledBiasGradient
 from .sdpa_backward_consumer import BackwardConsumer
@@ -18,8 +19,12 @@ from .sdpa_backward_plan import CONSUMERS, GROUP, tile_layout
 from .sdpa_backward_rows import QueryGradients, RowSums, SinkGradients
 from .sdpa_backward_work import Work, search_of
 from .sdpa_loads import load, tma_load, tma_pipeline
+from .sdpa_tiles import in_turn
 
 _REGISTERS = (24, 240)  # producer, each consumer
+#: Of heads that take turns: blocks for each multiprocessor, heads with so few gain nothing by more;
+#: bytes that L2 keeps. Each is what was fastest on an H200.
+_BLOCKS_AT_ONCE, _SHORT, _KEPT = 132, 8, 44 << 20
 _REGISTERS_SEARCHING = (40, 232)
 
 
@@ -39,7 +44,8 @@ class SdpaBackward(BackwardConsumer):
                           and dV of its keys or columns
 
     A block has `tile[1]` keys of a head of keys, and all tiles of `tile[0]` queries that see them,
-    of all heads of queries that share the keys: dK and dV need no atomics.
+    of all heads of queries that share the keys: dK and dV need no atomics. Where the first keys
+    have the most queries, heads take turns, so that what is left at the end is short.
 
     Pipelines: Q with log-sum-exps, dO with the row sums (`stages` each). dS lies in shared memory
     for dQ = dS · K, `stages[2]` times; dK and dV where K and V were, when all is done.
@@ -130,16 +136,30 @@ class SdpaBackward(BackwardConsumer):
             do_full: cute.struct.MemRange[Int64, 2 * self.do_stages]
 
         self.shared_storage = SharedStorage
+        blocks, heads = cute.ceil_div(keys, n), mK.shape[2] * batches
+        together = self._together(mQ, operands, blocks, heads) if self.descends else Int32(1)
         self.kernel(
             *(tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO),
-            *(mdK, mdV, operands, workspace),
+            *(mdK, mdV, operands, workspace, blocks, heads, together),
         ).launch(
-            grid=(cute.ceil_div(keys, n), mK.shape[2], batches),
+            grid=(blocks * heads, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=True,
         )
+
+    def _together(self, mQ, operands, blocks: Int32, heads: Int32) -> Int32:
+        """Of heads of keys of all sequences, how many take turns: one or two blocks for each
+        multiprocessor, as few as L2 keeps the queries and the gradients of. mQ: (S,D,H,B)"""
+        values = Values(self.scores.names, operands)
+        queries = Int32(values["max_seqlen_q"]) if self.packed else mQ.shape[0]
+        elements = (self.head_dim + self.head_dim_v) * self.element_type.width // 8
+        row = elements + self.head_dim * Float32.width // 8  # dQ is added to in float32
+        kept = Int32(cutlass.min(_KEPT // (Int64(queries) * row), Int64(heads)))
+        least = cute.ceil_div(_BLOCKS_AT_ONCE, blocks)
+        most = select(blocks > _SHORT, cute.ceil_div(2 * _BLOCKS_AT_ONCE, blocks), least)
+        return cutlass.min(cutlass.max(cutlass.min(kept, most), least), heads)
 
     @cute.kernel
     def kernel(
@@ -156,7 +176,11 @@ class SdpaBackward(BackwardConsumer):
         mdV: cute.Tensor,
         operands,
         workspace,
+        blocks: Int32,
+        heads: Int32,
+        together: Int32,
     ):
+        """blocks: Of keys, of each of so many heads of keys of all sequences."""
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp_index // 4
         if warp_index == 0:
@@ -178,21 +202,29 @@ class SdpaBackward(BackwardConsumer):
         cute.arch.griddepcontrol_launch_dependents()
 
         values = Values(self.scores.names, operands)
-        block, key_head, batch = cute.arch.block_idx()
+        index, _, _ = cute.arch.block_idx()
+        head, block = in_turn(index, blocks, heads, together)
+        key_head, batch = head % mK.shape[2], head // mK.shape[2]
         if const_expr(self.last_first):
-            block = cute.arch.grid_dim()[0] - 1 - block
+            block = blocks - 1 - block
         first_key = block * n
         sequence = sequence_of(values, batch, mQ.shape[0], mK.shape[0])
         key_rows = Int32(mK.shape[0])
         if const_expr(self.packed):
             starts = values["cu_seqlens_kv"]
             key_rows = starts[batch + 1] - starts[batch]
-        blocks = queries_seeing(sequence, first_key, n, m)
-        heads = mQ.shape[2] // mK.shape[2]
+        seeing = queries_seeing(sequence, first_key, n, m)
+        sharing = mQ.shape[2] // mK.shape[2]
         total = Int32(0)
         if first_key < sequence.keys:
-            total = heads * (blocks.end - blocks.begin)
-        work = Work(batch, key_head, key_head * heads, first_key, key_rows, total, blocks)
+            total = sharing * (seeing.end - seeing.begin)
+        first, step = seeing.begin, Int32(1)
+        if const_expr(self.descends):
+            first, step = seeing.end - 1, Int32(-1)
+        work = Work(
+            *(batch, key_head, key_head * sharing, first_key, key_rows, total),
+            *(seeing, first, step),
+        )
 
         registers = _REGISTERS_SEARCHING if self.searches else _REGISTERS
         if group == 0:
@@ -268,7 +300,7 @@ class SdpaBackward(BackwardConsumer):
                 do_state.advance()
                 search = self._following(search, work, sequence, values)
         else:
-            head, block = work.first_head, work.blocks.begin
+            head, block = work.first_head, work.first
             for i in cutlass.range(work.total, unroll=1):
                 tile = self.tile_index(space, work.batch, head, sequence.first_query, block)
                 gQ, gdO = self._rows(mQ, mdO, batch, sequence, head, block)
@@ -278,10 +310,7 @@ class SdpaBackward(BackwardConsumer):
                 self._load_rows(*gradients, gdO, space, tile, do_state)
                 q_state.advance()
                 do_state.advance()
-                block += 1
-                if block == work.blocks.end:
-                    block = work.blocks.begin
-                    head += 1
+                head, block = work.following(head, block)
 
     def _rows(self, mQ, mdO, batch, sequence, head, block) -> tuple:
         """Of Q and of dO: a tile of queries."""

@@ -13,7 +13,6 @@ from cutlass.cute.nvgpu import warpgroup
 from ..common.attention.scores import Tile, rows_and_columns
 from ..common.attention.softmax import LOG2_E, power_of_two
 from ..common.attention.values import Values
-from ..common.conversion import select
 from .sdpa_backward_plan import CONSUMERS, GROUP, BackwardPlan, tile_layout, transposed_layout
 from .sdpa_backward_rows import (
     RowTile,
@@ -144,16 +143,13 @@ class BackwardConsumer(BackwardPlan):
         consumer = pipeline.PipelineUserType.Consumer
         q = pipeline.make_pipeline_state(consumer, self.q_stages)
         do = pipeline.make_pipeline_state(consumer, self.do_stages)
-        return Turn(q, do, Int32(0), work.first_head, work.blocks.begin)
+        return Turn(q, do, Int32(0), work.first_head, work.first)
 
     def _next_turn(self, turn: Turn, work: Work) -> Turn:
         q, do = turn.q.clone(), turn.do.clone()
         q.advance()
         do.advance()
-        wraps = turn.block + 1 == work.blocks.end
-        block = select(wraps, work.blocks.begin, turn.block + 1)
-        head = select(wraps, turn.head + 1, turn.head)
-        return Turn(q, do, (turn.ds + 1) % self.ds_stages, head, block)
+        return Turn(q, do, (turn.ds + 1) % self.ds_stages, *work.following(turn.head, turn.block))
 
     def _form(self, turn: Turn, fragments, sums, context) -> None:
         """P and dS of a tile; dS, and P if it has to be, go to shared memory.

@@ -21,6 +21,7 @@ class Work(NamedTuple):
     key_rows: Of the sequence, `keys` of them in use.
     total: Tiles of queries, of all heads.
     blocks: Of queries, of every head.
+    first, step: The block that comes first, and from each to the next: 1 or -1.
     """
 
     batch: Int32
@@ -30,11 +31,19 @@ class Work(NamedTuple):
     key_rows: Int32
     total: Int32
     blocks: Range
+    first: Int32
+    step: Int32
 
     def place(self, index: Int32) -> tuple[Int32, Int32]:
         """(head, block of queries) of a tile, of all in their order."""
         blocks = self.blocks.end - self.blocks.begin
-        return self.first_head + index // blocks, self.blocks.begin + index % blocks
+        return self.first_head + index // blocks, self.first + index % blocks * self.step
+
+    def following(self, head: Int32, block: Int32) -> tuple[Int32, Int32]:
+        """What is behind."""
+        last = self.blocks.begin + self.blocks.end - 1 - self.first
+        wraps = block == last
+        return select(wraps, head + 1, head), select(wraps, self.first, block + self.step)
 
 
 class Search(NamedTuple):

@@ -131,7 +131,10 @@ class SdpaDecode(SdpaForward):
         parts = _parts(tiles, keys, multiprocessors)
         total = tiles * parts
         partial = workspace + COUNTER_BYTES
-        tiles = DecodeTiles(blocks, key_heads, total, workspace, parts, group, rows, partial)
+        tiles = DecodeTiles(
+            *(blocks, key_heads, total, Int32(1), workspace),
+            *(parts, group, rows, partial),
+        )
         self._launch(
             *(None, mQ, tma_k, tK, tma_v, tV, mO),
             *(self._shared_layouts(), operands, tiles, multiprocessors, stream),

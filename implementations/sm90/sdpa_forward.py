@@ -19,7 +19,7 @@ from .plan import SHARED_MEMORY
 from .reduced_output import GROUP
 from .sdpa_forward_consumer import ForwardConsumer
 from .sdpa_loads import load, tma_load, tma_pipeline
-from .sdpa_tiles import AHEAD, Tiles, Work, fetched, send
+from .sdpa_tiles import AHEAD, Tiles, Work, fetched, heads_together, send
 
 _SMALL = 2048  # bytes of shared memory for barriers, and to align what is large
 
@@ -49,8 +49,10 @@ class SdpaForward(ForwardConsumer):
     Registers: producer 24 and two consumers 240, or 32 and three 160.
 
     head_dims: Of Q and K, of V: there is room for as many columns; TMA fills up with zeros.
-    longest_first: The last queries of a head first: where keys behind a query are hidden, they
-        have the most to do.
+    longest_first: The last queries of a head first, and heads take turns: where keys behind a
+        query are hidden, they have the most to do, and what is left at the end is short.
+    slack: None: O is multiplied with a factor for every block of keys. A number: only for blocks
+        where that is not 1, and a maximum stays until powers are 2 ** slack times as large.
 
     Q (B,H,S,D), K, V (B,H_kv,S_kv,D), O like Q, or packed (T,H,D): sizes and strides known at run
     time, that of D is 1; addresses and the other strides are multiples of 16 bytes.
@@ -68,6 +70,7 @@ class SdpaForward(ForwardConsumer):
         *,
         longest_first: bool,
         output_type: type[cutlass.Numeric] | None = None,
+        slack: float | None = None,
     ):
         self.head_dim, self.head_dim_v = head_dims
         self.tile_m, self.tile_n = tile
@@ -77,6 +80,7 @@ class SdpaForward(ForwardConsumer):
         self.scores = scores
         self.searches = are_searched(scores.block_shape, tile)
         self.longest_first = longest_first
+        self.scales_always, self.slack = slack is None, slack or 0.0
         self.consumers = self.tile_m // WGMMA_M
         self.threads = GROUP * (1 + self.consumers)
         self.registers = _REGISTERS[self.consumers]
@@ -121,11 +125,22 @@ class SdpaForward(ForwardConsumer):
         tma_k, tK = tma_load(mK, k_layout, (self.tile_n, self.head_dim))
         tma_v, tV = tma_load(mVt, v_layout, (self.head_dim_v, self.tile_n))
         blocks, heads = cute.ceil_div(queries, self.tile_m), mQ.shape[2]
-        tiles = Tiles(blocks, heads, blocks * heads * batches, workspace)
+        together = self._together(mK, values, blocks, heads, batches)
+        tiles = Tiles(blocks, heads, blocks * heads * batches, together, workspace)
         self._launch(
             *(tma_q, tQ, tma_k, tK, tma_v, tV, mO),
             *(layouts, operands, tiles, multiprocessors, stream),
         )
+
+    def _together(self, mK, values: Values, blocks: Int32, heads: Int32, batches: Int32) -> Int32:
+        """Heads that take turns, of all sequences. mK: (S,D,H,B)"""
+        if not self.longest_first:
+            return Int32(1)
+        packed = "cu_seqlens_kv" in self.scores.names
+        keys = Int32(values["max_seqlen_kv"]) if packed else mK.shape[0]
+        row = (self.head_dim + self.head_dim_v) * self.element_type.width // 8
+        read = Int64(keys) * row * mK.shape[2] // heads
+        return heads_together(heads * batches, blocks, read)
 
     def _shared_layouts(self) -> tuple:
         """Of Q, K, V as columns of the second product, and O; the stages are behind."""
@@ -289,8 +304,9 @@ class SdpaForward(ForwardConsumer):
             for stages in (1, self.stages, self.stages)
         )
         sent = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, AHEAD)
-        tile = Int32(cute.arch.block_idx()[0])
-        while tile < tiles.total:
+        index = Int32(cute.arch.block_idx()[0])
+        while index < tiles.total:
+            tile = tiles.at(index) if const_expr(self.longest_first) else index
             send(queue, sTiles, sent, tile)
             sent.advance()
             found = tiles.fetch()
@@ -299,8 +315,8 @@ class SdpaForward(ForwardConsumer):
                 *(tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV),
                 *(pipelines, states, work, values),
             )
-            tile = fetched(found)
-        send(queue, sTiles, sent, tile)
+            index = fetched(found)
+        send(queue, sTiles, sent, index)
         tiles.leave()
 
     @cute.jit

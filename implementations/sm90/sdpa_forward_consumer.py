@@ -104,7 +104,8 @@ class ForwardConsumer(SdpaOutput):
         scores = rows_and_columns(tSrS)
         tile = Tile(scores, local, place.query, Int32(0), place.batch, place.head)
         tile = tile._replace(group=self._group(tiles))
-        softmax = softmax_of(2, self._multiplier(values, place, tiles), self.largest_power)
+        multiplier = self._multiplier(values, place, tiles)
+        softmax = softmax_of(2, multiplier, self.largest_power, self.slack)
         tOrO.fill(0.0)
         if self._takes_queries(blocks):
             self._await_queries(thread, mQ, sQ, pipeline_q, q_state, work, tiles)
@@ -280,9 +281,11 @@ class ForwardConsumer(SdpaOutput):
         warpgroup.wait_group(0)
         pipeline_v.consumer_release(v_state)
         self._store_powers(tOrP, tSrS, self._of_block(tile, block), tiles, values)
-        for row in cutlass.range_constexpr(2):
-            for column in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
-                outputs[row, column] = outputs[row, column] * factors[row]
+        if const_expr(self.scales_always):
+            _scale(outputs, factors)
+        else:
+            if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
+                _scale(outputs, factors)
         k_state.advance()
         v_state.advance()
         return k_state, v_state
@@ -407,6 +410,13 @@ class ForwardConsumer(SdpaOutput):
             *(self.element_type, self.element_type, OperandMajorMode.K, b_major),
             *(Float32, (self.consumers, 1, 1), (WGMMA_M, columns), a_source),
         )
+
+
+def _scale(outputs: cute.Tensor, factors: cute.Tensor) -> None:
+    """Rows."""
+    for row in range(2):
+        for column in range(cute.size(outputs, mode=[1])):
+            outputs[row, column] = outputs[row, column] * factors[row]
 
 
 def _multiply(tiled_mma, accumulators, tCrA, tCrB, fresh: bool) -> None:

@@ -83,7 +83,10 @@ class SdpaForwardFp8(SdpaForward):
         tma_v, tV = tma_load(mVt, v_layout, (self.head_dim_v, self.tile_n))
         blocks, heads = cute.ceil_div(mQ.shape[0], self.tile_m), mQ.shape[2]
         group = heads // mK.shape[2]
-        tiles = Fp8Tiles(blocks, heads, blocks * heads * mQ.shape[3], workspace, group)
+        batches = mQ.shape[3]
+        values = Values(self.scores.names, operands)
+        together = self._together(mK, values, blocks, heads, batches)
+        tiles = Fp8Tiles(blocks, heads, blocks * heads * batches, together, workspace, group)
         self._launch(
             *(tma_q, tQ, tma_k, tK, tma_v, tV, mO),
             *(layouts, operands, tiles, multiprocessors, stream),

@@ -19,6 +19,7 @@ class Tiles:
     """All of a launch: blocks of queries of each head of each sequence, in this order; made on the
     host and passed to the kernel.
 
+    together: Heads that take turns, see `in_turn`; with one each has all its tiles at once.
     counters: An address: tiles that were fetched, and blocks that found none any more. Both are
         zero before and after every launch.
     """
@@ -26,7 +27,13 @@ class Tiles:
     blocks: Int32
     heads: Int32
     total: Int32
+    together: Int32
     counters: Int64
+
+    def at(self, index: Int32) -> Int32:
+        """The tile that is fetched as this one; less than `total`."""
+        head, block = in_turn(index, self.blocks, self.total // self.blocks, self.together)
+        return head * self.blocks + block
 
     def place(self, tile: Int32, rows: int, last_first: bool) -> Place:
         """Of the first query of a tile."""
@@ -58,6 +65,35 @@ class Tiles:
     def _counter(self, index: int) -> cute.Pointer:
         address = self.counters + index * Int32.width // 8
         return cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4)
+
+
+#: Blocks that heads which take turns have at least, two for each multiprocessor: with fewer, some
+#: would wait for the first of the last head. Of heads with more blocks than `_SHORT`, as many more
+#: as L2 keeps the keys and values of; of shorter ones that was slower on an H200.
+_BLOCKS_TOGETHER, _SHORT, _KEPT = 264, 16, 48 << 20
+
+
+def heads_together(heads: Int32, blocks: Int32, bytes_of_head: Int64) -> Int32:
+    """Of so many, how many take turns where their first blocks have the most to do.
+
+    bytes_of_head: Of what its blocks read, all of them the same.
+    """
+    least = cute.ceil_div(_BLOCKS_TOGETHER, blocks)
+    kept = Int32(cutlass.min(_KEPT // cutlass.max(bytes_of_head, Int64(1)), Int64(heads)))
+    found = select(blocks > _SHORT, cutlass.max(least, kept), least)
+    return cutlass.max(cutlass.min(found, heads), 1)
+
+
+def in_turn(index: Int32, blocks: Int32, heads: Int32, together: Int32) -> tuple[Int32, Int32]:
+    """(head, block) of a place in the order where some heads give their first blocks, then their
+    second ones, until they have no more, and the next heads follow. The last ones are `together`,
+    the first ones may be fewer."""
+    missing = together - 1 - (heads - 1) % together
+    turns = (index + missing * blocks) // (together * blocks)
+    end = (turns + 1) * together - missing
+    first = cutlass.max(end - together, 0)
+    place = index - first * blocks
+    return first + place % (end - first), place // (end - first)
 
 
 def fetched(found: Int32) -> Int32:

@@ -58,9 +58,13 @@ FEW_QUERIES = [
 ]
 
 
-def check(args, family):
+def check(args, family, slack=None):
     offered = ka.get_kernels(on_meta(args), cc="sm_90a", providers=["cutedsl"])
-    kernels = [kernel for kernel in offered if kernel.family == family]
+    kernels = [
+        kernel
+        for kernel in offered
+        if kernel.family == family and getattr(kernel.metadata.design, "slack", None) == slack
+    ]
     assert kernels, ka.explain(on_meta(args), cc="sm_90a")
     compiled = EmulatedKernel.compile(kernels[0], args)
     broken = conduct(args, lambda: compiled.run(args))
@@ -75,6 +79,23 @@ CHOSEN = CASES if EVERY else [*CASES[:2], CASES[3]]
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
 def test_attention_is_right(case):
     check(case.arguments(), FAMILY)
+
+
+GROWING = Case("growing", sizes=(1, 2, 1, 70, 384, 64, 64))
+SLACK = [GROWING, *CASES]
+
+
+@pytest.mark.parametrize("case", SLACK if EVERY else SLACK[:1], ids=lambda case: case.name)
+def test_a_maximum_stays_until_powers_are_large(case):
+    """Keys are seen from the last to the first: of three blocks, scores grow by less than the
+    slack and then by more, of every other query they fall."""
+    args = case.arguments()
+    if case is GROWING:
+        signs = torch.where(torch.arange(70) % 2 == 0, 0.5, -0.5)
+        growth = torch.tensor([4.0, 1.0, 0.0]).repeat_interleave(128)
+        args.Q.tensor.mul_(0.1).add_(signs[:, None])
+        args.K.tensor.mul_(0.1).add_(growth[:, None])
+    check(args, FAMILY, slack=8.0)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ class OnlineSoftmax(NamedTuple):
     multiplier: Of scores: what makes them exponents of 2. Positive.
     largest: The exponent of the largest power of a row so far, where 1 would leave no room for
         small ones in the type that they are rounded to.
+    slack: By how much exponents may be larger before the maximum of a row is replaced: until then
+        nothing that was computed with it has to change.
     """
 
     maxima: cute.Tensor
@@ -36,21 +38,26 @@ class OnlineSoftmax(NamedTuple):
     sums: cute.Tensor
     multiplier: Float32
     largest: float = 0.0
+    slack: float = 0.0
 
 
-def softmax_of(rows: int, multiplier: Float32, largest: float = 0.0) -> OnlineSoftmax:
+def softmax_of(
+    rows: int, multiplier: Float32, largest: float = 0.0, slack: float = 0.0
+) -> OnlineSoftmax:
     """Nothing has arrived."""
     maxima, bases, sums = (cute.make_rmem_tensor((rows,), Float32) for _ in range(3))
     maxima.fill(-math.inf)
     bases.fill(0.0)
     sums.fill(0.0)
-    return OnlineSoftmax(maxima, bases, sums, multiplier, largest)
+    return OnlineSoftmax(maxima, bases, sums, multiplier, largest, slack)
 
 
 def update(softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor | None) -> None:
-    """Scores (rows, columns) into powers, of which the largest of a row so far is 2 ** largest.
+    """Scores (rows, columns) into powers, of which the largest of a row so far is 2 ** largest, or
+    2 ** slack times as much.
 
-    factors: Written, per row: what older powers are to be multiplied with. None: there are none.
+    factors: Written, per row: what older powers are to be multiplied with, 1 where the maximum
+        stays. None: there are none.
     """
     columns = cute.size(scores, mode=[1])
     for row in range(cute.size(scores, mode=[0])):
@@ -58,6 +65,9 @@ def update(softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor | N
         before, base_before = softmax.maxima[row], softmax.bases[row]
         if factors is not None:
             largest = cute.arch.fmax(largest, before)
+            if softmax.slack:
+                more = (largest - before) * softmax.multiplier
+                largest = select(more <= softmax.slack, before, largest)
         base = finite(largest) * softmax.multiplier
         softmax.maxima[row], softmax.bases[row] = largest, base
         subtrahend = base - softmax.largest

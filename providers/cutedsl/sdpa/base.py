@@ -38,6 +38,13 @@ class AttentionDesign(DesignMetadata):
         return f"{dims}_tile{queries}x{keys}_stages{self.stages}"
 
 
+def changes(args: Any) -> list[str]:
+    """What scores have beside products of which a band is seen."""
+    given = ("softcap", "score", "dropout", "mask_graph", "block_shape")
+    found = [name for name in given if getattr(args, name) is not None]
+    return [*found, *(name for name in ("bias", "alibi") if name in args.further)]
+
+
 class AttentionKernel(CuteDslKernel):
     """Attention: its kernels take what `launch_values` has of the arguments between the matrices
     and the stream."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kernel_api._workspaces import ZEROED
@@ -15,6 +16,7 @@ from kernel_api.providers.cutedsl.sdpa.base import (
     WHY_ALIGNED,
     AttentionDesign,
     AttentionKernel,
+    changes,
     least_room,
     nothing_empty,
 )
@@ -31,7 +33,7 @@ _TILES = {
 }
 _STAGES = 2
 #: Scores of a tile, at most, where dropout draws a number for each. With a causal mask, kernels for
-#: sm_90a with more of them spill 24 to 192 bytes; those that are left spill nothing, but for 72 of
+#: sm_90a with more of them spill 24 to 192 bytes; those that are left spill nothing, but for 80 of
 #: (128, 128), which has no smaller tile.
 _MOST_DROPPED = {
     (64, 64): 128 * 128,
@@ -43,6 +45,8 @@ _MOST_DROPPED = {
 #: The same where a tile meets several entries of a table of blocks: more of them spill 8 to 500
 #: bytes.
 _MOST_HIDDEN = {(64, 64): 128 * 128, (96, 96): 128 * 128, (128, 128): 128 * 128}
+#: Powers of 2 that are rounded to 16 bits may be so large.
+_SLACK = 8.0
 _ALIGNED = {"Q": 16, "K": 16, "V": 16, "out": 16}
 
 
@@ -121,14 +125,46 @@ class Sm90Sdpa(AttentionKernel):
         return design.head_dim, design.tile_shape, design.stages, Q.dtype.cutlass, scores
 
 
+@dataclass(frozen=True)
+class ForwardDesign(AttentionDesign):
+    """How a block of the forward family computes attention.
+
+    Attributes:
+        slack: By how much an exponent of 2 may be larger than that of the row's maximum so far,
+            before what was summed up is scaled to a new one; None: it is scaled for every block of
+            keys.
+    """
+
+    slack: float | None = None
+
+    def label(self) -> str:
+        return super().label() + ("" if self.slack is None else f"_slack{self.slack:g}")
+
+
 @CuTeDSLProvider.register
 class Sm90SdpaForward(Sm90Sdpa):
     """Attention of 16-bit floats for Hopper: TMA loads, wgmma, softmax while others multiply."""
 
     family: ClassVar[str] = "sm90.sdpa_forward"
+    design = ForwardDesign
+    space = Space(
+        *(
+            ForwardDesign(tile, room, _STAGES, slack)
+            for room, tiles in _TILES.items()
+            for slack in (None, _SLACK)
+            for tile in tiles
+        )
+    )
     takes_least = least_room(_TILES)
     drops_few = few_dropped(_MOST_DROPPED)
     hides_few = few_hidden(_MOST_HIDDEN)
+
+    @rule(
+        "scores that are more than products of which a band is seen leave no registers to keep a "
+        "maximum that is not the largest"
+    )
+    def _(design: ForwardDesign, args: SdpaArguments) -> bool:
+        return design.slack is None or not changes(args)
 
     @rule("K and V are not in pages")
     def _(args: SdpaArguments) -> bool:
@@ -140,8 +176,9 @@ class Sm90SdpaForward(Sm90Sdpa):
     def _built(self, scores: Any, *, longest_first: bool = False) -> Callable[..., None]:
         from kernel_api.implementations.sm90.sdpa_forward import SdpaForward
 
+        design: Any = self._design
         found: Callable[..., None] = SdpaForward(
-            *self._design_values(scores), longest_first=longest_first
+            *self._design_values(scores), longest_first=longest_first, slack=design.slack
         )
         return found
 

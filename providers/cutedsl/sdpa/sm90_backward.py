@@ -16,6 +16,7 @@ from kernel_api.providers.cutedsl.sdpa.base import (
     WHY_ALIGNED,
     AttentionDesign,
     AttentionKernel,
+    changes,
     head_dims,
     least_room,
     nothing_empty,
@@ -148,7 +149,7 @@ class Sm90SdpaBackward(AttentionKernel):
     def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
         queries, keys = design.tile_shape
         plain = queries == 64 and keys != 80 and not design.early and not design.staged
-        return plain or not _changes(args)
+        return plain or not changes(args)
 
     @rule(
         "dropout of heads of 128 and less, and more changes of scores than registers suffice for, "
@@ -163,7 +164,7 @@ class Sm90SdpaBackward(AttentionKernel):
     )
     def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
         crowded = design.head_dim == (192, 192) and not design.early and args.is_packed
-        return not (crowded and args.bounds) or bool(_changes(args))
+        return not (crowded and args.bounds) or bool(changes(args))
 
     @rule("bulk copies add dQ in any order")
     def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
@@ -240,13 +241,6 @@ class Sm90SdpaBackward(AttentionKernel):
         return float(_OVERHEAD + moved / _BANDWIDTH + rounds * block)
 
 
-def _changes(args: SdpaBackwardArguments) -> list[str]:
-    """What scores have beside products of which a band is seen."""
-    given = ("softcap", "score", "dropout", "mask_graph", "block_shape")
-    found = [name for name in given if getattr(args, name) is not None]
-    return [*found, *(name for name in ("bias", "alibi") if name in args.further)]
-
-
 def _has_fewer_keys(design: AttentionGradientDesign) -> bool:
     """Than the others of its room."""
     _, keys = _CROWDED.get(design.head_dim, (0, 0))
@@ -255,13 +249,13 @@ def _has_fewer_keys(design: AttentionGradientDesign) -> bool:
 
 def _is_crowded(room: tuple[int, int], args: SdpaBackwardArguments) -> bool:
     """Whether the wider tiles of a room would spill, or draw random numbers one by one."""
-    changes = _changes(args)
-    most, _ = _CROWDED.get(room, (len(changes) + 1, 0))
-    if "dropout" in changes and max(room) <= 128:
+    found = changes(args)
+    most, _ = _CROWDED.get(room, (len(found) + 1, 0))
+    if "dropout" in found and max(room) <= 128:
         return True
-    if len(changes) != most:
-        return len(changes) > most
+    if len(found) != most:
+        return len(found) > most
     beside = {*args.bounds, *args.further}
     return args.deterministic or any(
-        bool(_CROWDED_BY.get(change, set()) & beside) for change in changes
+        bool(_CROWDED_BY.get(change, set()) & beside) for change in found
     )
