@@ -29,6 +29,8 @@ from kernel_api.kernel import Kernel
 from kernel_api.verification import FACTOR_REORDERED, judge, poison
 
 BF16 = torch.bfloat16
+#: How the product is called that tells at which clocks the GPU ran.
+MATMUL = "8192^3"
 #: Of the norm of a row: both results are rounded, and so are probabilities.
 SHARE = 4 * torch.finfo(BF16).eps
 
@@ -202,7 +204,7 @@ class Measurement:
             raise RuntimeError("timing ended a process before")
         policy = self.suite.policy if options.policy == "auto" else options.policy
         with self.journal.attempt(problem.label, "timing", options.patience):
-            calls = {**peers, **libraries, **named, **beside}
+            calls = {**peers, **libraries, **named, **beside, **self._clocks()}
             found, how = harness.interleaved(calls, problem.bytes, policy, options.rounds)
             if policy == "graph" and peers and beside and how.startswith("eager"):
                 peers, calls = {}, {**named, **beside}  # a peer that cannot be captured
@@ -229,11 +231,20 @@ class Measurement:
                 extra["peers_us"] = {n: round(medians[n], 2) for n in (*peers, *libraries)}
             if not beside:
                 extra["peer_tflops"] = round(1e-6 * problem.operations / medians[peer], 1)
+            if MATMUL in medians:
+                rate = harness.MATMUL_OPERATIONS / medians[MATMUL]
+                extra["matmul_tflops"] = round(1e-6 * rate, 1)
             subject, best = (name, found[name]), (peer, found[peer])
             measured.append(
                 rows.row(self.suite.name, problem.label, subject, best, True, how, **extra)
             )
         return measured
+
+    def _clocks(self) -> dict[str, harness.Calls]:
+        """What tells at which clocks a problem ran that is not much shorter."""
+        enough = harness.MATMUL_OPERATIONS / 5
+        long = harness.DEVICE == "cuda" and self.problem.operations > enough
+        return {MATMUL: [harness.matmul()]} if long else {}
 
     def _guarded(self, what: str, prepare: Callable[[], Any], essential: bool = True) -> Any:
         """What it gives, or None if it cannot be had; a lost GPU raises."""

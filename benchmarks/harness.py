@@ -147,6 +147,17 @@ def _flush_buffer() -> torch.Tensor:
 
 # The machine -----------------------------------------------------------------------------
 
+#: Of `matmul`.
+MATMUL_OPERATIONS = 2 * 8192**3
+
+
+@functools.lru_cache(maxsize=1)
+def matmul() -> Callable[[], Any]:
+    """torch's product of two bfloat16 matrices of 8192 x 8192: timed beside others, it says at what
+    clocks they ran. GPUs of one name differ in those that they keep under load."""
+    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    return functools.partial(torch.mm, a, b)
+
 
 def synchronize() -> None:
     if torch.cuda.is_available():

@@ -231,6 +231,17 @@ def test_rows_say_what_was_timed_and_how_fast(name, lab, capsys):
     assert found[0]["origin"] in text
 
 
+def test_rows_say_at_which_clocks_a_long_problem_ran(lab, monkeypatch):
+    assert all("matmul_tflops" not in row for row in lab("sdpa-forward")[1])
+    beside = {attention.MATMUL: [lambda: None]}
+    monkeypatch.setattr(attention.Measurement, "_clocks", lambda self: beside)
+    _, found = lab("sdpa-forward")
+    assert found
+    for row in found:
+        assert row["matmul_tflops"] == pytest.approx(2e-6 * 8192**3 / 20, abs=0.05)
+        assert row["peer"] != attention.MATMUL
+
+
 @pytest.mark.parametrize("name", SUITES)
 def test_a_kernel_that_is_wrong_has_no_row(name, lab, monkeypatch, capsys):
     monkeypatch.setattr(CpuSdpa, "wrong", 0.1)
