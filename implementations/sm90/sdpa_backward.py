@@ -156,7 +156,8 @@ class SdpaBackward(BackwardConsumer):
         queries = Int32(values["max_seqlen_q"]) if self.packed else mQ.shape[0]
         elements = (self.head_dim + self.head_dim_v) * self.element_type.width // 8
         row = elements + self.head_dim * Float32.width // 8  # dQ is added to in float32
-        kept = Int32(cutlass.min(_KEPT // (Int64(queries) * row), Int64(heads)))
+        bytes_of_head, blocks = Int64(cutlass.max(queries, 1)) * row, cutlass.max(blocks, 1)
+        kept = Int32(cutlass.min(_KEPT // bytes_of_head, Int64(heads)))
         least = cute.ceil_div(_BLOCKS_AT_ONCE, blocks)
         most = select(blocks > _SHORT, cute.ceil_div(2 * _BLOCKS_AT_ONCE, blocks), least)
         return cutlass.min(cutlass.max(cutlass.min(kept, most), least), heads)

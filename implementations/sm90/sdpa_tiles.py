@@ -78,7 +78,7 @@ def heads_together(heads: Int32, blocks: Int32, bytes_of_head: Int64) -> Int32:
 
     bytes_of_head: Of what its blocks read, all of them the same.
     """
-    least = cute.ceil_div(_BLOCKS_TOGETHER, blocks)
+    least = cute.ceil_div(_BLOCKS_TOGETHER, cutlass.max(blocks, 1))
     kept = Int32(cutlass.min(_KEPT // cutlass.max(bytes_of_head, Int64(1)), Int64(heads)))
     found = select(blocks > _SHORT, cutlass.max(least, kept), least)
     return cutlass.max(cutlass.min(found, heads), 1)

@@ -100,3 +100,7 @@ def test_of_long_heads_as_many_take_turns_as_l2_keeps():
     assert count(8, 64, 4 << 20) == 8
     assert count(128, 17, 1 << 20) == 48
     assert count(128, 16, 1 << 20) == 17
+
+
+def test_no_blocks_are_no_reason_to_divide():
+    assert count(3, 0, 0) == 3
