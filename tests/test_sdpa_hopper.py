@@ -1,6 +1,7 @@
 """What the attention families for Hopper offer: which tiles, what is refused, compiled code."""
 
 import math
+import random
 import subprocess
 import sys
 
@@ -10,8 +11,9 @@ from support.kernels import EVERY_KERNEL
 from support.sdpa import Draw
 
 import kernel_api as ka
-from kernel_api import masks
+from kernel_api import _workspaces, masks
 from kernel_api.arguments import Dropout
+from kernel_api.implementations.sm90.sdpa_workspace import first_of_packed
 
 FORWARD, FP8, DECODE = "sm90.sdpa_forward", "sm90.sdpa_forward_fp8", "sm90.sdpa_decode"
 ROOMS = {
@@ -90,6 +92,81 @@ def test_fp8_takes_a_head_dimension_by_its_own_tiles():
     assert {kernel.metadata.design.head_dim for kernel in own} == {(128, 128)}
 
 
+def packed_fp8(room=(128, 128), **options):
+    """Three sequences of 8 bits, one behind the other."""
+    draw = Draw(1, 4, 2, 300, 500, *room, element="float8_e4m3fn", device="meta")
+    tensors = {"Q": draw.queries(), "K": draw.keys(), "V": draw.values()}
+    tensors["out"] = draw.results(read=False).bfloat16()
+    ends = torch.zeros(4, dtype=torch.int32, device="meta")
+    return ka.SdpaArguments(
+        **{name: one[0].transpose(0, 1) for name, one in tensors.items()},
+        lse=draw.lse()[0],
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends.clone(),
+        max_seqlen_q=200,
+        max_seqlen_kv=300,
+        descale_v=torch.ones(3, 2, device="meta"),
+        **options,
+    )
+
+
+def offered_packed_fp8(room=(128, 128), **options):
+    kernels = ka.get_kernels(packed_fp8(room, **options), cc="sm_90a", providers=["cutedsl"])
+    return [kernel for kernel in kernels if kernel.family == FP8]
+
+
+@pytest.mark.parametrize("room", ROOMS[FP8])
+def test_fp8_takes_packed_sequences_by_every_tile(room):
+    packed = offered_packed_fp8(room)
+    assert {kernel.metadata.design.tile_shape for kernel in packed} == tiles(FP8, room)
+
+
+def test_fp8_takes_no_pages_and_it_is_told():
+    draw = Draw(2, 8, 2, 300, 512, 128, 128, element="float8_e4m3fn", device="meta")
+    pages = torch.empty(40, 2, 32, 128, dtype=draw.element, device="meta")
+    given = {"K": pages, "V": pages.clone(), "out": draw.results(read=False).bfloat16()}
+    given["page_table"] = torch.zeros(2, 16, dtype=torch.int32, device="meta")
+    given["seq_lens_kv"] = torch.zeros(2, dtype=torch.int32, device="meta")
+    (told,) = [
+        r for r in ka.explain(draw.arguments(**given), cc="sm_90a").rejected if r.family == FP8
+    ]
+    assert "K and V are not in pages" in told.reason
+
+
+def test_packed_sequences_have_whole_tiles_of_their_own():
+    choice = random.Random(0)
+    for tile in {tile[1] for room in ROOMS[FP8] for tile in tiles(FP8, room)}:
+        assert tile % 16 == 0
+        for _ in range(200):
+            lengths = [choice.choice((0, 1, tile - 1, tile, 3 * tile + 2)) for _ in range(6)]
+            lengths = [max(0, length + choice.randint(-2, 2)) for length in lengths]
+            keys, end = 0, 0
+            for sequence, length in enumerate(lengths):
+                begin = first_of_packed(keys, sequence, tile)
+                assert begin >= end
+                assert begin % tile == 0
+                keys, end = keys + length, begin + -(-length // tile) * tile
+            assert end <= first_of_packed(keys, len(lengths), tile)
+
+
+def test_fp8_borrows_room_by_how_many_sequences_there_are(monkeypatch):
+    memory, borrowed, calls = torch.empty(0), [], []
+    monkeypatch.setattr(_workspaces, "borrow", lambda index, size: borrowed.append(size) or memory)
+    args = packed_fp8()
+    values = dict(args.launch_values)
+    for kernel in offered_packed_fp8():
+        tile = kernel.metadata.design.tile_shape[1]
+        size = kernel.get_workspace_size(args)
+        assert size == _workspaces.ZEROED + 2 * 128 * ((500 + 3 * tile) // tile * tile)
+        # Else a launch for known sizes would not ask how many there are.
+        assert size != kernel.workspace_for(*args.tensors)
+        launch = kernel._with_more(lambda *given: calls.append(given), 0, tuple(values))
+        launch(*args.tensors, 132, **values)
+        assert borrowed[-1] == size
+        more, address, count = calls[-1][4:]
+        assert (len(more), address, count) == (len(values), memory.data_ptr(), 132)
+
+
 #: What the scores of few queries may be made of.
 OPTIONS = {
     "bias": lambda d: {"bias": d.random(1, d.H, d.S_q, d.S_kv)},
@@ -134,18 +211,18 @@ def test_few_queries_are_refused_with_dropout():
     assert "dropout is for one head: rows side by side are of several" in told.reason
 
 
-def slacks(**options):
-    return {kernel.metadata.design.slack for kernel in offered(FORWARD, (128, 128), **options)}
+def scalings(**options):
+    return {kernel.metadata.design.scaling for kernel in offered(FORWARD, (128, 128), **options)}
 
 
-def test_a_maximum_stays_where_scores_are_plain_and_it_is_told():
-    assert slacks() == slacks(mask=BANDS["window"]) == {None, 8.0}
-    assert slacks(softcap=5.0) == {None}
+def test_scaling_is_late_where_scores_are_plain_and_it_is_told():
+    assert scalings() == scalings(mask=BANDS["window"]) == {"at_once", "late", "seldom"}
+    assert scalings(softcap=5.0) == {"at_once"}
+    assert offered(FORWARD, (128, 128))[0].metadata.design.scaling == "at_once"
     args = meta(FORWARD, (128, 128), softcap=5.0)
-    (kernel, *_) = [one for one in offered(FORWARD, (128, 128)) if one.metadata.design.slack]
-    assert "leave no registers to keep a maximum that is not the largest" in str(
-        kernel.supports(args).error
-    )
+    for kernel in offered(FORWARD, (128, 128)):
+        if kernel.metadata.design.scaling != "at_once":
+            assert "leave no registers to scale late" in str(kernel.supports(args).error)
 
 
 def test_a_table_with_small_entries_takes_wide_tiles_away_and_it_is_told():
@@ -215,10 +292,10 @@ def test_dropout_spills_nothing(name, room, band, kernel):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("room", ROOMS[FORWARD] if EVERY_KERNEL else [(256, 256)])
-def test_a_maximum_that_stays_spills_nothing(room):
+def test_late_scaling_spills_nothing(room):
     args = meta(FORWARD, room, mask=masks.Causal())
     for kernel in offered(FORWARD, room, mask=args.mask):
-        if kernel.metadata.design.slack is not None:
+        if kernel.metadata.design.scaling != "at_once":
             assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
 
 
@@ -238,3 +315,12 @@ def test_options_of_few_queries_spill_nothing(option, form):
     kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
     for kernel in [kernel for kernel in kernels if kernel.family == DECODE]:
         assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("room", ROOMS[FP8] if EVERY_KERNEL else [(256, 256)])
+def test_packed_sequences_of_8_bits_spill_nothing(room):
+    mask = masks.Causal("bottom_right")
+    for kernel in offered_packed_fp8(room, mask=mask):
+        resources = kernel.compile(packed_fp8(room, mask=mask), cc="90a").resources
+        assert resources.spill_bytes == 0

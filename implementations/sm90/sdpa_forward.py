@@ -23,6 +23,8 @@ from .sdpa_tiles import AHEAD, Tiles, Work, fetched, heads_together, send
 
 _SMALL = 2048  # bytes of shared memory for barriers, and to align what is large
 
+_SLACK = 8.0  # exponent of 2: powers so large are rounded to 16 bits like others
+
 _REGISTERS = {1: None, 2: (24, 240), 3: (32, 160)}  # (producer, each consumer)
 
 
@@ -51,8 +53,9 @@ class SdpaForward(ForwardConsumer):
     head_dims: Of Q and K, of V: there is room for as many columns; TMA fills up with zeros.
     longest_first: The last queries of a head first, and heads take turns: where keys behind a
         query are hidden, they have the most to do, and what is left at the end is short.
-    slack: None: O is multiplied with a factor for every block of keys. A number: only for blocks
-        where that is not 1, and a maximum stays until powers are 2 ** slack times as large.
+    scaling: When O is multiplied with what a larger maximum asks for: "at_once", as soon as that is
+        known; "late", while the next Q · Kᵀ runs; "seldom", then, and only if powers are more than
+        2 ** 8 times as large: until then the maximum of a row stays.
 
     Q (B,H,S,D), K, V (B,H_kv,S_kv,D), O like Q, or packed (T,H,D): sizes and strides known at run
     time, that of D is 1; addresses and the other strides are multiples of 16 bytes.
@@ -70,7 +73,7 @@ class SdpaForward(ForwardConsumer):
         *,
         longest_first: bool,
         output_type: type[cutlass.Numeric] | None = None,
-        slack: float | None = None,
+        scaling: str = "at_once",
     ):
         self.head_dim, self.head_dim_v = head_dims
         self.tile_m, self.tile_n = tile
@@ -80,7 +83,8 @@ class SdpaForward(ForwardConsumer):
         self.scores = scores
         self.searches = are_searched(scores.block_shape, tile)
         self.longest_first = longest_first
-        self.scales_always, self.slack = slack is None, slack or 0.0
+        self.scaling = scaling
+        self._slack = _SLACK if scaling == "seldom" else 0.0
         self.consumers = self.tile_m // WGMMA_M
         self.threads = GROUP * (1 + self.consumers)
         self.registers = _REGISTERS[self.consumers]

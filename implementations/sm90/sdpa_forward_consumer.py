@@ -105,7 +105,7 @@ class ForwardConsumer(SdpaOutput):
         tile = Tile(scores, local, place.query, Int32(0), place.batch, place.head)
         tile = tile._replace(group=self._group(tiles))
         multiplier = self._multiplier(values, place, tiles)
-        softmax = softmax_of(2, multiplier, self.largest_power, self.slack)
+        softmax = softmax_of(2, multiplier, self.largest_power, self._slack)
         tOrO.fill(0.0)
         if self._takes_queries(blocks):
             self._await_queries(thread, mQ, sQ, pipeline_q, q_state, work, tiles)
@@ -123,8 +123,10 @@ class ForwardConsumer(SdpaOutput):
             if const_expr(self.keys_end_early):
                 self._clear_behind(thread, sV, last, sequence, pipeline_v, v_state)
 
+            factors = cute.make_rmem_tensor(2, Float32)
+            factors.fill(1.0)
             of_tile = (
-                *(consumer, fragments, registers, tile, softmax),
+                *(consumer, fragments, registers, tile, softmax, factors),
                 *(sequence, values, tiles, pipelines),
             )
             inner = (k_state, v_state)
@@ -144,6 +146,8 @@ class ForwardConsumer(SdpaOutput):
             if const_expr(self.output_memory != "queries"):
                 self._release_queries(pipeline_q, q_state)
             pipeline_v.consumer_wait(v_state)
+            if const_expr(self.scaling != "at_once"):
+                self._scale(tOrO, factors)
             _multiply(
                 self._mma_pv(),
                 tOrO,
@@ -192,6 +196,7 @@ class ForwardConsumer(SdpaOutput):
         registers,
         tile,
         softmax,
+        factors,
         sequence,
         values,
         tiles: Tiles,
@@ -205,10 +210,9 @@ class ForwardConsumer(SdpaOutput):
 
         hidden: Whether queries may not see all their keys.
         """
-        of_tile = (consumer, fragments, registers, tile, softmax, sequence, values, tiles)
-        factors = cute.make_rmem_tensor(2, Float32)
+        of_tile = consumer, fragments, registers, tile, softmax, factors, sequence, values, tiles
         for i in cutlass.range(begin - end, unroll=1):
-            states = self._add_block(*of_tile, pipelines, states, factors, begin - 1 - i, hidden)
+            states = self._add_block(*of_tile, pipelines, states, begin - 1 - i, hidden)
         return states
 
     @cute.jit
@@ -219,6 +223,7 @@ class ForwardConsumer(SdpaOutput):
         registers,
         tile,
         softmax,
+        factors,
         sequence,
         values,
         tiles: Tiles,
@@ -227,12 +232,11 @@ class ForwardConsumer(SdpaOutput):
         work: Work,
     ):
         """The same of the blocks that a table shows, in front of the last one."""
-        of_tile = (consumer, fragments, registers, tile, softmax, sequence, values, tiles)
-        factors = cute.make_rmem_tensor(2, Float32)
+        of_tile = consumer, fragments, registers, tile, softmax, factors, sequence, values, tiles
         seen = self._following(work.seen, work, values)
         while seen.block >= work.blocks.begin:
             hidden = self._hidden(work, seen)
-            states = self._add_block(*of_tile, pipelines, states, factors, seen.block, hidden)
+            states = self._add_block(*of_tile, pipelines, states, seen.block, hidden)
             seen = self._following(seen, work, values)
         return states
 
@@ -244,27 +248,28 @@ class ForwardConsumer(SdpaOutput):
         registers,
         tile,
         softmax,
+        factors,
         sequence,
         values,
         tiles: Tiles,
         pipelines,
         states,
-        factors,
         block,
         hidden: cutlass.Constexpr,
     ):
         """Scores of a block of keys, and the values of the one behind it. Returns the states of the
         pipelines behind them.
 
-        factors: Of the rows: what O is multiplied with, written.
+        factors: Of the rows: what O is multiplied with before more is added. Written.
         """
         (tCrQ, tCrK, tCrV), (tSrS, tOrP, tOrO) = fragments, registers
         _, pipeline_k, pipeline_v = pipelines
         k_state, v_state = states
-        outputs = rows_and_columns(tOrO)
         pipeline_k.consumer_wait(k_state)
         self._await_turn(consumer)
         _multiply(self._mma_qk(), tSrS, tCrQ, tCrK[None, None, None, k_state.index], fresh=True)
+        if const_expr(self.scaling != "at_once"):
+            self._scale(tOrO, factors)
         pipeline_v.consumer_wait(v_state)
         _multiply(
             self._mma_pv(),
@@ -281,14 +286,20 @@ class ForwardConsumer(SdpaOutput):
         warpgroup.wait_group(0)
         pipeline_v.consumer_release(v_state)
         self._store_powers(tOrP, tSrS, self._of_block(tile, block), tiles, values)
-        if const_expr(self.scales_always):
-            _scale(outputs, factors)
-        else:
-            if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
-                _scale(outputs, factors)
+        if const_expr(self.scaling == "at_once"):
+            self._scale(tOrO, factors)
         k_state.advance()
         v_state.advance()
         return k_state, v_state
+
+    @cute.jit
+    def _scale(self, tOrO, factors):
+        outputs = rows_and_columns(tOrO)
+        if const_expr(self.scaling == "seldom"):
+            if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
+                _scale_rows(outputs, factors)
+        else:
+            _scale_rows(outputs, factors)
 
     def _of_block(self, tile: Tile, block: Int32) -> Tile:
         """Of keys."""
@@ -412,8 +423,7 @@ class ForwardConsumer(SdpaOutput):
         )
 
 
-def _scale(outputs: cute.Tensor, factors: cute.Tensor) -> None:
-    """Rows."""
+def _scale_rows(outputs: cute.Tensor, factors: cute.Tensor) -> None:
     for row in range(2):
         for column in range(cute.size(outputs, mode=[1])):
             outputs[row, column] = outputs[row, column] * factors[row]

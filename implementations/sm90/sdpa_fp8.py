@@ -6,7 +6,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int8, Int32, Int64
+from cutlass import Float32, Int8, Int32, Int64, const_expr
 from cutlass.cute import AddressSpace
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu.warpgroup import OperandSource
@@ -16,13 +16,13 @@ from cutlass.tensor_utils import LayoutEnum
 from ..common.attention.blocks import Hidden
 from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Place, Tile
-from ..common.attention.sequences import sequence_of
+from ..common.attention.sequences import Sequence, sequence_of
 from ..common.attention.values import Values
 from ..common.work_split import COUNTER_BYTES
 from .sdpa_forward import SdpaForward
 from .sdpa_loads import tma_load
-from .sdpa_tiles import Tiles
-from .sdpa_workspace import PERMUTED, keys_with_room
+from .sdpa_tiles import Tiles, Work
+from .sdpa_workspace import PERMUTED, first_of_packed, keys_with_room
 
 _PIECE = 16  # accumulators of 32 columns that a thread has: a k block of the second product
 
@@ -74,22 +74,53 @@ class SdpaForwardFp8(SdpaForward):
     ):
         """operands: a tuple of what the scores are called by; workspace: an address, of two
         counters that are zero, then of room for Vᵀ."""
+        values = Values(self.scores.names, operands)
+        packed = cute.rank(mQ) == 3
+        batches = mQ.shape[0]
+        queries = mQ.shape[2]
+        if const_expr(packed):
+            batches = values["cu_seqlens_q"].shape[0] - 1
+            queries = Int32(values["max_seqlen_q"])
         mQ, mK, mV, mO = (attention_modes(tensor) for tensor in (mQ, mK, mV, mO))
-        across = ValuesAcross(self.element_type, self.scores.names)
-        mVt = across(mV, operands, workspace + COUNTER_BYTES, stream)
+        across = ValuesAcross(self.element_type, self.scores.names, self.tile_n)
+        mVt = across(mV, operands, workspace + COUNTER_BYTES, batches, stream)
         q_layout, k_layout, v_layout, _ = layouts = self._shared_layouts()
         tma_q, tQ = tma_load(mQ, q_layout, (self.tile_m, self.head_dim))
         tma_k, tK = tma_load(mK, k_layout, (self.tile_n, self.head_dim))
         tma_v, tV = tma_load(mVt, v_layout, (self.head_dim_v, self.tile_n))
-        blocks, heads = cute.ceil_div(mQ.shape[0], self.tile_m), mQ.shape[2]
+        blocks, heads = cute.ceil_div(queries, self.tile_m), mQ.shape[2]
         group = heads // mK.shape[2]
-        batches = mQ.shape[3]
-        values = Values(self.scores.names, operands)
         together = self._together(mK, values, blocks, heads, batches)
         tiles = Fp8Tiles(blocks, heads, blocks * heads * batches, together, workspace, group)
         self._launch(
             *(tma_q, tQ, tma_k, tK, tma_v, tV, mO),
             *(layouts, operands, tiles, multiprocessors, stream),
+        )
+
+    def _load_tile(
+        self,
+        tma_q,
+        mQ,
+        sQ,
+        tma_k,
+        mK,
+        sK,
+        tma_v,
+        mV,
+        sV,
+        pipelines,
+        states,
+        work: Work,
+        values: Values,
+    ):
+        """The same. Of packed sequences, Vᵀ is moved so that one is found where K has it."""
+        if "cu_seqlens_kv" in self.scores.names:
+            first_key = work.sequence.first_key
+            behind = first_of_packed(first_key, work.place.batch, self.tile_n) - first_key
+            mV = cute.domain_offset((0, behind, 0, 0), mV)
+        return super()._load_tile(
+            *(tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV),
+            *(pipelines, states, work, values),
         )
 
     def _shared_layouts(self) -> tuple:
@@ -146,32 +177,50 @@ class SdpaForwardFp8(SdpaForward):
 class ValuesAcross:
     """Writes V (S,D,H,B) as Vᵀ (D,S,H,B) with keys side by side, zeros behind the last one.
 
+    Packed sequences begin at tiles of keys there, and zeros fill their last tile: a tile has no key
+    of a neighbour, whose values may be no numbers. Tiles that no sequence has are not written, and
+    not read.
+
     Of every 16 keys, those that one thread has of the accumulators of Q · Kᵀ are neighbours: key k
     is at 4 · (k % 8 // 2) + 2 · (k // 8) + k % 2.
 
     A block turns 128 keys of 64 columns over in shared memory.
     """
 
-    def __init__(self, element_type: type[cutlass.Numeric], names: tuple[str, ...]):
+    def __init__(self, element_type: type[cutlass.Numeric], names: tuple[str, ...], tile: int):
+        """tile: Keys that are read at once."""
         self.element_type = element_type
         self.names = names
+        self.tile = tile
+        self.packed = "cu_seqlens_kv" in names
 
     @cute.jit
-    def __call__(self, mV: cute.Tensor, operands, address: Int64, stream: cuda.CUstream):
+    def __call__(
+        self,
+        mV: cute.Tensor,
+        operands,
+        address: Int64,
+        sequences: Int32,
+        stream: cuda.CUstream,
+    ):
         """Launches the copy to the address; returns it as a tensor."""
         keys, columns, heads, batches = mV.shape
-        pitch = cute.assume(Int64(keys_with_room(keys)), divby=PERMUTED)
+        longest, room = keys, keys_with_room(keys)
+        if const_expr(self.packed):
+            longest = self._whole_tiles(Int32(Values(self.names, operands)["max_seqlen_kv"]))
+            room = first_of_packed(keys, sequences, self.tile)
+        pitch = cute.assume(Int64(room), divby=PERMUTED)
         layout = cute.make_layout(
-            (columns, keys_with_room(keys), heads, batches),
+            (columns, room, heads, batches),
             stride=(pitch, 1, pitch * columns, pitch * columns * heads),
         )
         pointer = cute.make_ptr(self.element_type, address, AddressSpace.gmem, assumed_align=128)
         mVt = cute.make_tensor(pointer, layout)
         self.kernel(mV, mVt, operands).launch(
             grid=(
-                cute.ceil_div(keys, _KEYS),
+                cute.ceil_div(longest, _KEYS),
                 cute.ceil_div(columns, _COLUMNS) * heads,
-                batches,
+                sequences,
             ),
             block=(_THREADS, 1, 1),
             stream=stream,
@@ -180,12 +229,30 @@ class ValuesAcross:
 
     @cute.kernel
     def kernel(self, mV: cute.Tensor, mVt: cute.Tensor, operands):
-        thread, _, _ = cute.arch.thread_idx()
         block, other, batch = cute.arch.block_idx()
-        keys, columns, heads, _ = mV.shape
+        keys, _, heads, _ = mV.shape
         head, part = other % heads, other // heads
         sequence = sequence_of(Values(self.names, operands), batch, Int32(0), keys)
-        first_key, first_column = block * _KEYS, part * _COLUMNS
+        if const_expr(self.packed):
+            first = first_of_packed(sequence.first_key, batch, self.tile)
+            mV = cute.domain_offset((sequence.first_key, 0), mV[None, None, head, 0])
+            mVt = cute.domain_offset((0, first), mVt[None, None, head, 0])
+            room = self._whole_tiles(sequence.keys)
+            if block * _KEYS < room:
+                self._turn_over(mV, mVt, block * _KEYS, part * _COLUMNS, sequence, room)
+        else:
+            mV, mVt = mV[None, None, head, batch], mVt[None, None, head, batch]
+            room = mVt.shape[1]
+            self._turn_over(mV, mVt, block * _KEYS, part * _COLUMNS, sequence, room)
+
+    def _whole_tiles(self, keys: Int32) -> Int32:
+        return cute.ceil_div(keys, self.tile) * self.tile
+
+    @cute.jit
+    def _turn_over(self, mV, mVt, first_key, first_column, sequence: Sequence, room):
+        """A block. mV: (S,D); mVt: (D,S), written up to `room`."""
+        thread, _, _ = cute.arch.thread_idx()
+        columns = mV.shape[1]
         # One vector more per row, so that a column of rows does not hit one bank.
         shared = cute.make_layout((_COLUMNS, _KEYS), stride=(_KEYS + _VECTOR, 1))
         sV = SmemAllocator().allocate_tensor(Int8, shared, byte_alignment=_VECTOR)
@@ -197,7 +264,7 @@ class ValuesAcross:
             fragment = cute.make_rmem_tensor(_VECTOR, Int8)
             fragment.fill(0)
             if (key < sequence.keys) & (first_column + column < columns):
-                source = mV[key, None, head, batch].iterator + (first_column + column)
+                source = mV[key, None].iterator + (first_column + column)
                 cute.autovec_copy(_vector(source, AddressSpace.gmem), fragment)
             inner = row % PERMUTED
             moved = row - inner + 4 * (inner % 8 // 2) + 2 * (inner // 8) + inner % 2
@@ -208,8 +275,8 @@ class ValuesAcross:
         for i in cutlass.range_constexpr(_COLUMNS * along // _THREADS):
             place = thread + i * _THREADS
             row, key = place // along, place % along * _VECTOR
-            if (first_column + row < columns) & (first_key + key < mVt.shape[1]):
-                target = mVt[first_column + row, None, head, batch].iterator + (first_key + key)
+            if (first_column + row < columns) & (first_key + key < room):
+                target = mVt[first_column + row, None].iterator + (first_key + key)
                 cute.autovec_copy(
                     _vector(sV[row, None].iterator + key, AddressSpace.smem),
                     _vector(target, AddressSpace.gmem),

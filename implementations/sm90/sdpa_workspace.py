@@ -14,3 +14,14 @@ def part_bytes(rows: int, columns: int) -> int:
 def keys_with_room(keys):
     """Of a row of Vᵀ: whole vectors."""
     return (keys + PERMUTED - 1) // PERMUTED * PERMUTED
+
+
+def first_of_packed(keys, sequences, tile: int):
+    """Where in a row of Vᵀ a sequence begins that has so many keys of so many packed sequences in
+    front of it: at a tile. That of all keys and all sequences is the length of the row.
+
+    As if every sequence before took one tile more than its keys fill. None reaches the next one: n
+    keys behind r others of a tile add ⌊(r + n) / tile⌋ + 1 tiles, and the ⌈n / tile⌉ that they take
+    are no more.
+    """
+    return (keys + sequences * tile) // tile * tile

@@ -10,7 +10,8 @@ import os
 import pytest
 import torch
 from support.ptx.kernel import EmulatedKernel
-from support.sdpa_cases import FORWARD, Case, dropped, on_meta
+from support.sdpa import NAN, Draw
+from support.sdpa_cases import BF16, FORWARD, Case, dropped, on_meta
 
 import kernel_api as ka
 from kernel_api import masks
@@ -58,12 +59,14 @@ FEW_QUERIES = [
 ]
 
 
-def check(args, family, slack=None):
+def check(args, family, scaling="at_once", tile=None):
     offered = ka.get_kernels(on_meta(args), cc="sm_90a", providers=["cutedsl"])
     kernels = [
         kernel
         for kernel in offered
-        if kernel.family == family and getattr(kernel.metadata.design, "slack", None) == slack
+        if kernel.family == family
+        and getattr(kernel.metadata.design, "scaling", scaling) == scaling
+        and tile in (None, kernel.metadata.design.tile_shape)
     ]
     assert kernels, ka.explain(on_meta(args), cc="sm_90a")
     compiled = EmulatedKernel.compile(kernels[0], args)
@@ -82,11 +85,13 @@ def test_attention_is_right(case):
 
 
 GROWING = Case("growing", sizes=(1, 2, 1, 70, 384, 64, 64))
-SLACK = [GROWING, *CASES]
+PLAIN = ("tiles without keys, O where Q was", "packed, causal", "plain", "128", "256")
+SCALED = [GROWING, *(case for case in CASES if case.name in PLAIN)]
 
 
-@pytest.mark.parametrize("case", SLACK if EVERY else SLACK[:1], ids=lambda case: case.name)
-def test_a_maximum_stays_until_powers_are_large(case):
+@pytest.mark.parametrize("scaling", ["late", "seldom"])
+@pytest.mark.parametrize("case", SCALED if EVERY else SCALED[:1], ids=lambda case: case.name)
+def test_sums_are_scaled_late(case, scaling):
     """Keys are seen from the last to the first: of three blocks, scores grow by less than the
     slack and then by more, of every other query they fall."""
     args = case.arguments()
@@ -95,7 +100,7 @@ def test_a_maximum_stays_until_powers_are_large(case):
         growth = torch.tensor([4.0, 1.0, 0.0]).repeat_interleave(128)
         args.Q.tensor.mul_(0.1).add_(signs[:, None])
         args.K.tensor.mul_(0.1).add_(growth[:, None])
-    check(args, FAMILY, slack=8.0)
+    check(args, FAMILY, scaling)
 
 
 @pytest.mark.parametrize(
@@ -137,3 +142,79 @@ FP8 = [
 @pytest.mark.parametrize("given", FP8 if EVERY else FP8[:1], ids=lambda given: str(given["sizes"]))
 def test_8_bit_floats_are_right(given):
     check(fp8_arguments(**given), "sm90.sdpa_forward_fp8")
+
+
+def packed_fp8_arguments(sizes, lengths, **options):
+    """The same of sequences one behind the other, which begin within a tile of the one before.
+
+    Of those without queries no key and no value is a number, nor of rows behind the last one.
+    """
+    H, H_kv, D = sizes
+    queries, keys = lengths
+    draw = Draw(1, H, H_kv, sum(queries), sum(keys) + 9, D, D, element="float8_e4m3fn", pad=16)
+    out = Draw(1, H, H_kv, sum(queries), 1, D, D, element=BF16, pad=8).results(read=False)
+    tensors = {"Q": draw.queries(), "K": draw.keys(), "V": draw.values(), "out": out}
+    packed = {name: one[0].transpose(0, 1) for name, one in tensors.items()}
+    for side, lens in zip(("q", "kv"), lengths, strict=True):
+        ends = torch.tensor((0, *lens)).cumsum(0)
+        packed |= {f"cu_seqlens_{side}": ends.int(), f"max_seqlen_{side}": max(lens) + 2}
+    begin = 0
+    for rows, length in zip((*queries, 0), (*keys, 9), strict=True):
+        if not rows:
+            packed["K"][begin : begin + length] = packed["V"][begin : begin + length] = NAN
+        begin += length
+    scales = {
+        "descale_q": torch.tensor(0.7),
+        "descale_k": 0.5 + draw.random(len(queries), H_kv, element=torch.float32).abs(),
+        "descale_v": 0.5 + draw.random(len(queries), H_kv, element=torch.float32).abs(),
+    }
+    return ka.SdpaArguments(**packed, lse=draw.lse()[0], **scales, **options)
+
+
+END = masks.Causal("bottom_right")
+FP8_PACKED = {
+    "a neighbour of NaN": {
+        "sizes": (2, 1, 64),
+        "lengths": ((40, 0, 33), (70, 50, 150)),
+        "mask": END,
+    },
+    "an empty one, 224 keys": {
+        "sizes": (4, 2, 128),
+        "lengths": ((70, 0, 129), (33, 0, 200)),
+        "mask": END,
+        "tile": (128, 224),
+    },
+    "several tiles of 160 keys": {
+        "sizes": (2, 2, 128),
+        "lengths": ((1, 65, 0, 3, 1), (300, 160, 33, 0, 1)),
+        "tile": (128, 160),
+    },
+    "192 keys": {
+        "sizes": (3, 1, 128),
+        "lengths": ((65, 0, 130), (190, 3, 290)),
+        "mask": masks.SlidingWindow(70, 3, "bottom_right"),
+        "softcap": 5.0,
+        "tile": (128, 192),
+    },
+    "96 keys of 256 columns": {
+        "sizes": (2, 1, 256),
+        "lengths": ((40, 0, 33), (97, 20, 30)),
+        "mask": masks.Causal(),
+        "tile": (128, 96),
+    },
+    "a table": {
+        "sizes": (2, 1, 64),
+        "lengths": ((130, 0, 70), (300, 60, 129)),
+        "mask": END
+        & masks.BlockSparse(
+            torch.tensor([[[[True, False, True], [False, True, True]]]]), block_shape=(128, 128)
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("name", FP8_PACKED if EVERY else [*FP8_PACKED][:1])
+def test_packed_8_bit_floats_are_right(name):
+    given = dict(FP8_PACKED[name])
+    tile = given.pop("tile", None)
+    check(packed_fp8_arguments(**given), "sm90.sdpa_forward_fp8", tile=tile)

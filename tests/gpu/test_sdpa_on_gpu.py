@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 from support.sdpa import NAN, backward_of, philox, run
-from support.sdpa_grid import BF16, Case, Draw, cases, causal
+from support.sdpa_grid import BF16, F8, Case, Draw, cases, causal
 
 import kernel_api as ka
 from kernel_api import masks
@@ -175,6 +175,51 @@ def test_what_a_sequence_has_does_not_reach_its_neighbours():
                     assert torch.equal(clean, dirty), what
     for name, tensor in saved.items():
         getattr(backward, name).tensor.copy_(tensor)
+
+
+def packed_8_bits(lengths, lengths_kv, D, device="cuda", **options):
+    """The same of 8 bits. Of sequences without queries no key and no value is a number."""
+    sizes = (1, 6, 2, sum(lengths), sum(lengths_kv), D, D)
+    draw = Draw(*sizes, device=device, seed=D, pads=(0, 16), element=F8)
+    tensors = {"Q": draw.queries(), "K": draw.keys(), "V": draw.values()}
+    tensors["out"] = draw.results(read=False).bfloat16()
+    given = {name: one[0].transpose(0, 1) for name, one in tensors.items()}
+    for side, lens in (("q", lengths), ("kv", lengths_kv)):
+        ends = [0, *torch.tensor(lens).cumsum(0).tolist()]
+        given |= {f"cu_seqlens_{side}": draw.integers(ends), f"max_seqlen_{side}": max(lens)}
+    for b, queries in enumerate(lengths):
+        if not queries:
+            first = sum(lengths_kv[:b])
+            for name in "KV":
+                given[name][first : first + lengths_kv[b]] = NAN
+    for name in ("descale_k", "descale_v"):
+        given[name] = draw.wides(len(lengths), draw.H_kv).abs()
+    return ka.SdpaArguments(**given, lse=draw.lse()[0], **options)
+
+
+PACKED_MASKS = {
+    "everything": None,
+    "causal": masks.Causal("bottom_right"),
+    "window": masks.SlidingWindow(200, 30, "bottom_right"),
+}
+
+
+@pytest.mark.parametrize("mask", PACKED_MASKS)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_packed_sequences_of_8_bits_are_what_the_reference_computes(D, mask):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("8 bits are for Hopper")
+    lengths, lengths_kv = (799, 0, 64, 1, 130, 0, 300), (1023, 500, 0, 65, 1, 3, 449)
+    args = packed_8_bits(lengths, lengths_kv, D, mask=PACKED_MASKS[mask])
+    expected = Expected(args)
+    kernels = list(chosen(args, 0))
+    assert kernels, str(ka.explain(args))
+    for kernel in kernels:
+        broken = conduct(args, lambda kernel=kernel: kernel.run(args))
+        assert broken is None, f"{kernel.metadata.kernel_name}: {broken}"
+        verdict = expected.judge(args, factor_of(kernel))
+        assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+        assert not differing(kernel, args), kernel.metadata.kernel_name
 
 
 def far_apart(device):
@@ -395,6 +440,11 @@ BESIDE = {
     "test_what_a_sequence_has_does_not_reach_its_neighbours": lambda device: (
         args := packed((64, 1), (64, 1), device),
         gradient_of(args),
+    ),
+    "test_packed_sequences_of_8_bits_are_what_the_reference_computes": lambda device: (
+        packed_8_bits((64, 1), (64, 1), D, device, mask=mask)
+        for D in (64, 128, 256)
+        for mask in PACKED_MASKS.values()
     ),
     "test_both_passes_drop_what_the_generator_says": lambda device: (
         *dropped(device, 0.5, 1, 1, False),

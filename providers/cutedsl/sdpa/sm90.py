@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
+from kernel_api import _workspaces
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import SdpaArguments
 from kernel_api.metadata import SdpaOperandsMetadata
@@ -45,8 +47,6 @@ _MOST_DROPPED = {
 #: The same where a tile meets several entries of a table of blocks: more of them spill 8 to 500
 #: bytes.
 _MOST_HIDDEN = {(64, 64): 128 * 128, (96, 96): 128 * 128, (128, 128): 128 * 128}
-#: Powers of 2 that are rounded to 16 bits may be so large.
-_SLACK = 8.0
 _ALIGNED = {"Q": 16, "K": 16, "V": 16, "out": 16}
 
 
@@ -130,15 +130,15 @@ class ForwardDesign(AttentionDesign):
     """How a block of the forward family computes attention.
 
     Attributes:
-        slack: By how much an exponent of 2 may be larger than that of the row's maximum so far,
-            before what was summed up is scaled to a new one; None: it is scaled for every block of
-            keys.
+        scaling: When what was summed up is scaled to a larger maximum: ``at_once``, ``late``, while
+            the next scores are formed, or ``seldom``, late and only if powers would be more than
+            256 times as large.
     """
 
-    slack: float | None = None
+    scaling: str = "at_once"
 
     def label(self) -> str:
-        return super().label() + ("" if self.slack is None else f"_slack{self.slack:g}")
+        return super().label() + ("" if self.scaling == "at_once" else f"_{self.scaling}")
 
 
 @CuTeDSLProvider.register
@@ -149,9 +149,9 @@ class Sm90SdpaForward(Sm90Sdpa):
     design = ForwardDesign
     space = Space(
         *(
-            ForwardDesign(tile, room, _STAGES, slack)
+            ForwardDesign(tile, room, _STAGES, scaling)
             for room, tiles in _TILES.items()
-            for slack in (None, _SLACK)
+            for scaling in ("at_once", "late", "seldom")
             for tile in tiles
         )
     )
@@ -160,11 +160,11 @@ class Sm90SdpaForward(Sm90Sdpa):
     hides_few = few_hidden(_MOST_HIDDEN)
 
     @rule(
-        "scores that are more than products of which a band is seen leave no registers to keep a "
-        "maximum that is not the largest"
+        "scores that are more than products of which a band is seen leave no registers to scale "
+        "late or seldom"
     )
     def _(design: ForwardDesign, args: SdpaArguments) -> bool:
-        return design.slack is None or not changes(args)
+        return design.scaling == "at_once" or not changes(args)
 
     @rule("K and V are not in pages")
     def _(args: SdpaArguments) -> bool:
@@ -178,7 +178,7 @@ class Sm90SdpaForward(Sm90Sdpa):
 
         design: Any = self._design
         found: Callable[..., None] = SdpaForward(
-            *self._design_values(scores), longest_first=longest_first, slack=design.slack
+            *self._design_values(scores), longest_first=longest_first, scaling=design.scaling
         )
         return found
 
@@ -195,6 +195,8 @@ _FP8_TILES = {
 #: (256, 256) either tile spills something.
 _MOST_DROPPED_FP8 = {(64, 64): 128 * 128, (128, 128): 128 * 128}
 _MOST_HIDDEN_FP8 = {(64, 64): 128 * 128, (128, 128): 128 * 160, (256, 256): 128 * 96}
+#: Sizes of a workspace that a launch of packed sequences remembers.
+_SIZES_KEPT = 256
 
 
 @CuTeDSLProvider.register
@@ -225,19 +227,50 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
     drops_few = few_dropped(_MOST_DROPPED_FP8)
     hides_few = few_hidden(_MOST_HIDDEN_FP8)
 
-    @rule("sequences are neither packed nor in pages")
+    @rule("K and V are not in pages")
     def _(args: SdpaArguments) -> bool:
-        return not (args.is_packed or args.is_paged)
+        return not args.is_paged
 
     def workspace_for(self, *tensors: Any) -> int:
-        from kernel_api.implementations.sm90.sdpa_workspace import keys_with_room
-
-        batches, heads, keys, columns = tensors[2].shape
-        workspace: int = ZEROED + batches * heads * columns * keys_with_room(keys)
-        return workspace
+        """Of packed sequences, 0: what they need depends on how many there are."""
+        V = tensors[2].shape
+        return self._workspace_bytes(V, V[0]) if len(V) == 4 else 0
 
     def get_workspace_size(self, args: SdpaArguments) -> int:
-        return self.workspace_for(*args.tensors)
+        return self._workspace_bytes(args.V.shape, args.B)
+
+    def _workspace_bytes(self, shape: tuple[int, ...], sequences: int) -> int:
+        """shape: of V. Counters, and room for Vᵀ."""
+        from kernel_api.implementations.sm90 import sdpa_workspace
+
+        if len(shape) == 3:
+            keys, heads, columns = shape
+            tile = self._design.tile_shape[1]
+            rows, room = heads * columns, sdpa_workspace.first_of_packed(keys, sequences, tile)
+        else:
+            batches, heads, keys, columns = shape
+            rows, room = batches * heads * columns, sdpa_workspace.keys_with_room(keys)
+        return int(ZEROED + rows * room)
+
+    def _with_more(
+        self, function: Callable[..., None], index: int, names: tuple[str, ...]
+    ) -> Callable[..., None]:
+        if "cu_seqlens_q" not in names:
+            return super()._with_more(function, index, names)
+        operands = len(self.metadata.operands.tensors)
+        size_of = lru_cache(maxsize=_SIZES_KEPT)(self._workspace_bytes)
+
+        def call(*values: Any, workspace: Any = None, **others: Any) -> None:
+            tensors, scalars = values[:operands], values[operands:]
+            if workspace is not None:
+                workspace[:ZEROED].zero_()
+            else:
+                sequences = others["cu_seqlens_q"].shape[0] - 1
+                workspace = _workspaces.borrow(index, size_of(tensors[2].shape, sequences))
+            more = tuple([others[name] for name in names])
+            function(*tensors, more, workspace.data_ptr(), *scalars)
+
+        return call
 
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
         return self._built(self.scores(args), longest_first=hides_later(args))
