@@ -156,7 +156,7 @@ def through(
     measure: Callable[[Any], list[rows.Row]],
     line: Callable[[rows.Row], str],
 ) -> None:
-    """Problem by problem, as long as the budget and the GPU last, of other suites than these.
+    """Problem by problem, as long as the budget and the GPU last.
 
     Args:
         measure: Gives the rows of a problem.
@@ -187,28 +187,11 @@ def measure_all(
 ) -> Outcome:
     """Problem by problem, as long as the budget and the GPU last."""
     outcome = Outcome()
-    budget = harness.Budget(options.seconds)
-    for problem in progress(problems, suite.name):
-        if journal.has(problem.label):
-            continue
-        if outcome.died or not budget.allows_another():
-            outcome.skipped.append(problem.label)
-            continue
-        try:
-            with budget.step():
-                found = Measurement(suite, problem, options, journal, outcome).rows()
-        except GpuLostError as error:
-            outcome.died = True
-            outcome.failures.append(f"{problem.label}: {error}")
-            continue
-        except Exception as error:
-            outcome.failures.append(f"{problem.label}: {_reason(error)}")
-            outcome.died = not harness.alive()
-            continue
-        if found:
-            journal.add(found)
-        for row in found:
-            print(line(row), flush=True)
+
+    def measure(problem: Problem) -> list[rows.Row]:
+        return Measurement(suite, problem, options, journal, outcome).rows()
+
+    through(problems, suite.name, options, journal, outcome, measure, line)
     return outcome
 
 

@@ -22,10 +22,10 @@ from .sdpa_loads import load, tma_load, tma_pipeline
 from .sdpa_tiles import in_turn
 
 _REGISTERS = (24, 240)  # producer, each consumer
+_REGISTERS_SEARCHING = (40, 232)
 #: Of heads that take turns: blocks for each multiprocessor, heads with so few gain nothing by more;
 #: bytes that L2 keeps. Each is what was fastest on an H200.
 _BLOCKS_AT_ONCE, _SHORT, _KEPT = 132, 8, 44 << 20
-_REGISTERS_SEARCHING = (40, 232)
 
 
 class SdpaBackward(BackwardConsumer):

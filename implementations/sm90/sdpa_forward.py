@@ -114,12 +114,7 @@ class SdpaForward(ForwardConsumer):
         """operands: a tuple of what the scores are called by; workspace: an address, of two
         counters that are zero."""
         values = Values(self.scores.names, operands)
-        packed = cute.rank(mQ) == 3
-        batches = mQ.shape[0]
-        queries = mQ.shape[2]
-        if const_expr(packed):
-            batches = values["cu_seqlens_q"].shape[0] - 1
-            queries = Int32(values["max_seqlen_q"])
+        batches, queries = self._sequences(mQ, values)
         mQ, mK, mV, mO = (attention_modes(tensor) for tensor in (mQ, mK, mV, mO))
         # (S,D,H,B) seen as (D,S,H,B): columns of the second product.
         mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[1, 0, 2, 3]))
@@ -135,6 +130,12 @@ class SdpaForward(ForwardConsumer):
             *(tma_q, tQ, tma_k, tK, tma_v, tV, mO),
             *(layouts, operands, tiles, multiprocessors, stream),
         )
+
+    def _sequences(self, mQ, values: Values) -> tuple:
+        """(how many, the most queries of one). mQ: (B,H,S,D), or packed (T,H,D)"""
+        if cute.rank(mQ) == 3:
+            return values["cu_seqlens_q"].shape[0] - 1, Int32(values["max_seqlen_q"])
+        return mQ.shape[0], mQ.shape[2]
 
     def _together(self, mK, values: Values, blocks: Int32, heads: Int32, batches: Int32) -> Int32:
         """Heads that take turns, of all sequences. mK: (S,D,H,B)"""
@@ -351,7 +352,7 @@ class SdpaForward(ForwardConsumer):
             batch = Int32(0)
         mQ = cute.domain_offset((sequence.first_query, 0), mQ[None, None, place.head, batch])
         mK = cute.domain_offset((sequence.first_key, 0), mK[None, None, key_head, batch])
-        mV = cute.domain_offset((0, sequence.first_key), mV[None, None, key_head, batch])
+        mV = cute.domain_offset((0, self._first_value(work)), mV[None, None, key_head, batch])
         gQ = cute.local_tile(mQ, (self.tile_m, self.head_dim), (None, 0))
         gK = cute.local_tile(mK, (self.tile_n, self.head_dim), (None, 0))
         gV = cute.local_tile(mV, (self.head_dim_v, self.tile_n), (0, None))
@@ -381,3 +382,7 @@ class SdpaForward(ForwardConsumer):
                 load(tma_v, gV, blocks.begin, sV, pipeline_v, v_state)
             v_state.advance()
         return q_state, k_state, v_state
+
+    def _first_value(self, work: Work) -> Int32:
+        """Of a sequence, where V begins."""
+        return work.sequence.first_key

@@ -127,21 +127,21 @@ class ForwardConsumer(SdpaOutput):
             factors.fill(1.0)
             of_tile = (
                 *(consumer, fragments, registers, tile, softmax, factors),
-                *(sequence, values, tiles, pipelines),
+                *(sequence, values, tiles),
             )
             inner = (k_state, v_state)
             if const_expr(self.searches):
-                inner = self._pass_seen(*of_tile, inner, work)
+                inner = self._pass_seen(of_tile, pipelines, inner, work, values)
             elif const_expr(self.scores.hides_anywhere):
-                inner = self._pass(*of_tile, inner, last, blocks.begin, True)
+                inner = self._pass(of_tile, pipelines, inner, last, blocks.begin, True)
             else:
                 full_begin = cutlass.min(last, blocks.full_begin)
                 full_end = cutlass.min(last, blocks.full_end)
                 if const_expr(sequence.high is not None):
-                    inner = self._pass(*of_tile, inner, last, full_end, True)
-                inner = self._pass(*of_tile, inner, full_end, full_begin, False)
+                    inner = self._pass(of_tile, pipelines, inner, last, full_end, True)
+                inner = self._pass(of_tile, pipelines, inner, full_end, full_begin, False)
                 if const_expr(sequence.low is not None):
-                    inner = self._pass(*of_tile, inner, full_begin, blocks.begin, True)
+                    inner = self._pass(of_tile, pipelines, inner, full_begin, blocks.begin, True)
             k_state, v_state = inner
             if const_expr(self.output_memory != "queries"):
                 self._release_queries(pipeline_q, q_state)
@@ -189,50 +189,19 @@ class ForwardConsumer(SdpaOutput):
         pipeline_q.consumer_release(state)
 
     @cute.jit
-    def _pass(
-        self,
-        consumer,
-        fragments,
-        registers,
-        tile,
-        softmax,
-        factors,
-        sequence,
-        values,
-        tiles: Tiles,
-        pipelines,
-        states,
-        begin,
-        end,
-        hidden: cutlass.Constexpr,
-    ):
+    def _pass(self, of_tile, pipelines, states, begin, end, hidden: cutlass.Constexpr):
         """Blocks of keys begin - 1, ... end; returns the states of the pipelines behind them.
 
+        of_tile: What `_add_block` takes in front.
         hidden: Whether queries may not see all their keys.
         """
-        of_tile = consumer, fragments, registers, tile, softmax, factors, sequence, values, tiles
         for i in cutlass.range(begin - end, unroll=1):
             states = self._add_block(*of_tile, pipelines, states, begin - 1 - i, hidden)
         return states
 
     @cute.jit
-    def _pass_seen(
-        self,
-        consumer,
-        fragments,
-        registers,
-        tile,
-        softmax,
-        factors,
-        sequence,
-        values,
-        tiles: Tiles,
-        pipelines,
-        states,
-        work: Work,
-    ):
+    def _pass_seen(self, of_tile, pipelines, states, work: Work, values: Values):
         """The same of the blocks that a table shows, in front of the last one."""
-        of_tile = consumer, fragments, registers, tile, softmax, factors, sequence, values, tiles
         seen = self._following(work.seen, work, values)
         while seen.block >= work.blocks.begin:
             hidden = self._hidden(work, seen)

@@ -75,12 +75,7 @@ class SdpaForwardFp8(SdpaForward):
         """operands: a tuple of what the scores are called by; workspace: an address, of two
         counters that are zero, then of room for Vᵀ."""
         values = Values(self.scores.names, operands)
-        packed = cute.rank(mQ) == 3
-        batches = mQ.shape[0]
-        queries = mQ.shape[2]
-        if const_expr(packed):
-            batches = values["cu_seqlens_q"].shape[0] - 1
-            queries = Int32(values["max_seqlen_q"])
+        batches, queries = self._sequences(mQ, values)
         mQ, mK, mV, mO = (attention_modes(tensor) for tensor in (mQ, mK, mV, mO))
         across = ValuesAcross(self.element_type, self.scores.names, self.tile_n)
         mVt = across(mV, operands, workspace + COUNTER_BYTES, batches, stream)
@@ -97,31 +92,11 @@ class SdpaForwardFp8(SdpaForward):
             *(layouts, operands, tiles, multiprocessors, stream),
         )
 
-    def _load_tile(
-        self,
-        tma_q,
-        mQ,
-        sQ,
-        tma_k,
-        mK,
-        sK,
-        tma_v,
-        mV,
-        sV,
-        pipelines,
-        states,
-        work: Work,
-        values: Values,
-    ):
-        """The same. Of packed sequences, Vᵀ is moved so that one is found where K has it."""
+    def _first_value(self, work: Work) -> Int32:
+        first = super()._first_value(work)
         if "cu_seqlens_kv" in self.scores.names:
-            first_key = work.sequence.first_key
-            behind = first_of_packed(first_key, work.place.batch, self.tile_n) - first_key
-            mV = cute.domain_offset((0, behind, 0, 0), mV)
-        return super()._load_tile(
-            *(tma_q, mQ, sQ, tma_k, mK, sK, tma_v, mV, sV),
-            *(pipelines, states, work, values),
-        )
+            first = first_of_packed(first, work.place.batch, self.tile_n)
+        return first
 
     def _shared_layouts(self) -> tuple:
         q_layout, k_layout, _, o_layout = super()._shared_layouts()

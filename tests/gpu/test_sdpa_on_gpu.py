@@ -207,13 +207,12 @@ PACKED_MASKS = {
 @pytest.mark.parametrize("mask", PACKED_MASKS)
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_packed_sequences_of_8_bits_are_what_the_reference_computes(D, mask):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("8 bits are for Hopper")
     lengths, lengths_kv = (799, 0, 64, 1, 130, 0, 300), (1023, 500, 0, 65, 1, 3, 449)
     args = packed_8_bits(lengths, lengths_kv, D, mask=PACKED_MASKS[mask])
     expected = Expected(args)
     kernels = list(chosen(args, 0))
-    assert kernels, str(ka.explain(args))
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert bool(kernels) == on_hopper, str(ka.explain(args))
     for kernel in kernels:
         broken = conduct(args, lambda kernel=kernel: kernel.run(args))
         assert broken is None, f"{kernel.metadata.kernel_name}: {broken}"

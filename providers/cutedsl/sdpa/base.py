@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+from kernel_api import _workspaces
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
@@ -15,6 +17,8 @@ WHY_ALIGNED = "rows are copied in vectors of 16 bytes, whose addresses and pitch
 
 #: Extents that are counted in 32 bits, with room for a tile behind them.
 _MOST = 2**30
+#: Sizes of a workspace that a launch remembers.
+_SIZES_KEPT = 256
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,32 @@ class AttentionKernel(CuteDslKernel):
         if self.get_workspace_size(args) == self.workspace_for(*args.tensors):
             bare = self._bare_launcher(args, artifact)
         return self._launcher(args, artifact) if bare is None else _with_lse(bare, args)
+
+    def _workspace_bytes(self, shape: tuple[int, ...], sequences: int) -> int:
+        """Of a launch whose workspace depends on the shape of an operand and, if that is packed, on
+        how many sequences there are."""
+        raise NotImplementedError
+
+    def _with_workspace_for(
+        self, operand: int, function: Callable[..., None], index: int, names: tuple[str, ...]
+    ) -> Callable[..., None]:
+        """As `_with_more`, where `_workspace_bytes` says what the shape of an operand asks for."""
+        operands = len(self.metadata.operands.tensors)
+        size_of = lru_cache(maxsize=_SIZES_KEPT)(self._workspace_bytes)
+
+        def call(*values: Any, workspace: Any = None, **others: Any) -> None:
+            tensors, scalars = values[:operands], values[operands:]
+            if workspace is not None:
+                workspace[: _workspaces.ZEROED].zero_()
+            else:
+                shape, sequences = tensors[operand].shape, 0
+                if len(shape) == 3:
+                    sequences = others["cu_seqlens_q"].shape[0] - 1
+                workspace = _workspaces.borrow(index, size_of(shape, sequences))
+            more = tuple([others[name] for name in names])
+            function(*tensors, more, workspace.data_ptr(), *scalars)
+
+        return call
 
     @property
     def _design(self) -> Any:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
-from kernel_api import _workspaces
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import SdpaArguments
 from kernel_api.metadata import SdpaOperandsMetadata
@@ -195,8 +193,6 @@ _FP8_TILES = {
 #: (256, 256) either tile spills something.
 _MOST_DROPPED_FP8 = {(64, 64): 128 * 128, (128, 128): 128 * 128}
 _MOST_HIDDEN_FP8 = {(64, 64): 128 * 128, (128, 128): 128 * 160, (256, 256): 128 * 96}
-#: Sizes of a workspace that a launch of packed sequences remembers.
-_SIZES_KEPT = 256
 
 
 @CuTeDSLProvider.register
@@ -257,20 +253,7 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
     ) -> Callable[..., None]:
         if "cu_seqlens_q" not in names:
             return super()._with_more(function, index, names)
-        operands = len(self.metadata.operands.tensors)
-        size_of = lru_cache(maxsize=_SIZES_KEPT)(self._workspace_bytes)
-
-        def call(*values: Any, workspace: Any = None, **others: Any) -> None:
-            tensors, scalars = values[:operands], values[operands:]
-            if workspace is not None:
-                workspace[:ZEROED].zero_()
-            else:
-                sequences = others["cu_seqlens_q"].shape[0] - 1
-                workspace = _workspaces.borrow(index, size_of(tensors[2].shape, sequences))
-            more = tuple([others[name] for name in names])
-            function(*tensors, more, workspace.data_ptr(), *scalars)
-
-        return call
+        return self._with_workspace_for(2, function, index, names)
 
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
         return self._built(self.scores(args), longest_first=hides_later(args))

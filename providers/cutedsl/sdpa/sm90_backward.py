@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from kernel_api import _workspaces
@@ -94,8 +93,6 @@ _CROWDED_BY = {
 _NAMES = ("Q", "K", "V", "out", "dO", "dQ", "dK", "dV")
 
 _FLOAT_BYTES, _COUNTER_BYTES = 4, 4
-#: Sizes of a workspace that a launch remembers.
-_SIZES_KEPT = 256
 
 #: Bytes per second that launches beside the main one move, and seconds of the three.
 _BANDWIDTH, _OVERHEAD = 4.0e12, 8e-6
@@ -209,23 +206,7 @@ class Sm90SdpaBackward(AttentionKernel):
     def _with_more(
         self, function: Callable[..., None], index: int, names: tuple[str, ...]
     ) -> Callable[..., None]:
-        """The workspace of packed operands depends on how many sequences there are."""
-        operands = len(self.metadata.operands.tensors)
-        size_of = lru_cache(maxsize=_SIZES_KEPT)(self._workspace_bytes)
-
-        def call(*values: Any, workspace: Any = None, **others: Any) -> None:
-            tensors, scalars = values[:operands], values[operands:]
-            shape, sequences = tensors[0].shape, 0
-            if len(shape) == 3:
-                sequences = others["cu_seqlens_q"].shape[0] - 1
-            if workspace is not None:
-                workspace[: _workspaces.ZEROED].zero_()
-            else:
-                workspace = _workspaces.borrow(index, size_of(shape, sequences))
-            more = tuple([others[name] for name in names])
-            function(*tensors, more, workspace.data_ptr(), *scalars)
-
-        return call
+        return self._with_workspace_for(0, function, index, names)
 
     def predict(self, args: Any) -> float:
         design: Any = self.metadata.design
