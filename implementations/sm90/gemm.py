@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Int32, Int64, Uint8, const_expr
+from cutlass import Boolean, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -18,6 +18,7 @@ from ..common.reductions import ReductionSpace
 from ..common.repack import Repack, copy_bytes
 from ..common.tile_order import make_tile_order, preferred_band_widths
 from ..common.work_split import COUNTER_BYTES, WorkSplit
+from .grid import Grid, grid_of
 from .mainloop import Fragments
 from .mma import WGMMA_M, make_tiled_mma, multiplied_as
 from .output import GROUP
@@ -115,7 +116,8 @@ class Gemm(GemmPlan):
         k_tiles = cute.ceil_div(mA.shape[1], self.tile_shape[2])
         clusters, split = self._workers(order.total, k_tiles, max_clusters, workspace)
         space = self._reduction_space(extents, batches, order, clusters, workspace)
-        self._launch(mA, mB, mD, operands, (mR, space), scales, order, split, clusters, stream)
+        grid = grid_of(clusters, max_clusters)
+        self._launch(mA, mB, mD, operands, (mR, space), scales, order, split, grid, stream)
 
     def _modes(self, mA, mB, mD, operands) -> tuple:
         """(A, B, outputs, reduced outputs, what the epilogue reads) as they are multiplied; from
@@ -154,7 +156,7 @@ class Gemm(GemmPlan):
         scales,
         order,
         split,
-        clusters: Int32,
+        grid: Grid,
         stream,
         described=(),
     ):
@@ -218,8 +220,9 @@ class Gemm(GemmPlan):
             scales,
             order,
             split,
+            grid.leaves_room,
         ).launch(
-            grid=(cluster_m, cluster_n, clusters),
+            grid=(cluster_m, cluster_n, grid.clusters),
             block=(self.threads, 1, 1),
             cluster=(cluster_m, cluster_n, 1),
             min_blocks_per_mp=1,
@@ -300,6 +303,7 @@ class Gemm(GemmPlan):
         scales,
         order,
         split,
+        leaves_room: Boolean,
     ):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp_index // 4
@@ -326,7 +330,8 @@ class Gemm(GemmPlan):
         pipeline.pipeline_init_wait(cluster_layout)
         if const_expr(self.dependent_launch):
             cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+            if leaves_room:
+                cute.arch.griddepcontrol_launch_dependents()
 
         k_tiles = cute.ceil_div(mA.shape[1], self.tile_shape[2])
         if group == 0:

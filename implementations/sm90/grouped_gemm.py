@@ -19,6 +19,7 @@ from .descriptors import BYTES as DESCRIPTOR_BYTES
 from .descriptors import Descriptors, descriptor_of
 from .gathered import ROW_BYTES, STAGES, RowGather, stages_behind, tell
 from .gemm import Gemm, tma_copy_options
+from .grid import grid_of
 from .grouped_output import ScatteredOutput, written_as
 from .mma import WGMMA_M
 from .output import GROUP
@@ -163,12 +164,13 @@ class GroupedGemm(Gemm):
         )
         tiles = row_tiles * self._tiles_across((mA.shape[0], mB.shape[0]))
         clusters = cutlass.min(cutlass.max(tiles, 1), max_clusters)
+        grid = grid_of(clusters, max_clusters)
         space = None
         if const_expr(len(self.epilogue.reduced) > 0):
             space = (workspace, parts)
         self._launch(
             *(mA, mB, mD, operands, (mR, space), scales),
-            *(offsets, (picked, places, descriptors), clusters, stream, described),
+            *(offsets, (picked, places, descriptors), grid, stream, described),
         )
 
     def _describe(self, tma_a, tma_b, addresses, shape, pitch, first, stream):

@@ -15,6 +15,7 @@ from ..common.work_split import COUNTER_BYTES
 from .descriptors import BYTES as DESCRIPTOR_BYTES
 from .descriptors import Descriptors
 from .gemm import Gemm
+from .grid import grid_of
 from .grouped_output import ExpertsOutput, written_as
 from .ragged import loaded_by_groups, loads_of_group
 
@@ -118,7 +119,7 @@ class GroupedSumGemm(Gemm):
                 described = ()
         self._launch(
             *(loaded_by_groups(mA), loaded_by_groups(mB), mD, operands, (mR, space), ()),
-            *(order, offsets, clusters, stream, described),
+            *(order, offsets, grid_of(clusters, max_clusters), stream, described),
         )
 
     def _describe(self, tma_a, tma_b, addresses, shape, pitch, first, stream):

@@ -44,6 +44,9 @@ _NAMING = ("split", "interleave", "repeat", "store")
 #: ahead: times that it would be written meanwhile.
 _LATE_READS = 2
 
+#: What arrives in shared memory, over what is read from there: in the time that it takes.
+_ARRIVAL = 1.25
+
 #: Bytes of an element of A and of B; of an element of the product, bytes that its epilogue moves,
 #: bytes of them that it reads, and operations; the kind of arithmetic.
 Types = tuple[int, int, float, float, int, str]
@@ -311,7 +314,7 @@ def _plan(
     groups = max(tile_m / _INSTRUCTION_ROWS, 1.0)
     row_bytes = tile_bytes - column_bytes
     feed = (
-        tile_bytes + row_bytes * candidate.column_blocks + groups * column_bytes
+        _ARRIVAL * tile_bytes + row_bytes * candidate.column_blocks + groups * column_bytes
     ) / c.feed  # written once, read by every group of instructions
     load = tile_bytes / c.load
     step = (arithmetic**power + feed**power + load**power) ** (1 / power)
