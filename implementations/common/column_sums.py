@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, const_expr
 from cutlass.memory import SmemAllocator
 
 from .rows import WARP, combined
@@ -13,10 +13,15 @@ class ColumnSums:
 
     A block has 32 columns, one per lane. Warp g adds up the parts g, g + warps, ...; the first
     warp adds up what the warps have, which is in shared memory.
+
+    dependent_launch: as in `Norm`.
     """
 
     warps = 8
     threads = WARP * warps
+
+    def __init__(self, dependent_launch: bool):
+        self.dependent_launch = dependent_launch
 
     def launch(self, mParts: cute.Tensor, sums: tuple, stream) -> None:
         """mParts (parts, N, sums), N side by side; sums: as many of (N,), of any float."""
@@ -26,6 +31,7 @@ class ColumnSums:
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=self.dependent_launch,
         )
 
     @cute.kernel
@@ -38,6 +44,9 @@ class ColumnSums:
         layout = cute.make_layout((self.warps, WARP), stride=(WARP, 1))
         sWarps = SmemAllocator().allocate_tensor(Float32, layout, byte_alignment=16)
         found = Float32(0)
+        if const_expr(self.dependent_launch):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         if inside:
             for part in cutlass.range(warp, mParts.shape[0], self.warps, unroll=8):
                 found += mParts[part, column, index]

@@ -24,8 +24,11 @@ class Repack:
     of whole pieces. What a row has behind its last element is zero.
     """
 
-    def __init__(self, element_type: type[cutlass.Numeric], transposes: bool):
+    def __init__(
+        self, element_type: type[cutlass.Numeric], transposes: bool, dependent_launch: bool
+    ):
         self.element_type = element_type
+        self.dependent_launch = dependent_launch
         self.transposes = transposes
         self.bits = _BITS[element_type.width]
         self.columns = ROW_BYTES * 8 // element_type.width  # of a tile
@@ -46,6 +49,7 @@ class Repack:
             grid=(cute.ceil_div(columns, self.columns), cute.ceil_div(rows, ROWS), batches),
             block=(THREADS, 1, 1),
             stream=stream,
+            use_pdl=self.dependent_launch,
         )
         return mY
 
@@ -55,6 +59,9 @@ class Repack:
         tile_column, tile_row, batch = cute.arch.block_idx()
         first_row, first_column = tile_row * ROWS, tile_column * self.columns
         rows, columns, _ = mX.shape
+        if const_expr(self.dependent_launch):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
         # One piece more per row, so that reading columns of it does not hit one bank.
         shared = cute.make_layout((ROWS, self.columns), stride=(self.columns + self.piece, 1))

@@ -339,6 +339,7 @@ class Elementwise:
         vector_bytes: int = 1,
         epilogue: Epilogue | None = None,
         stores_out: bool = True,
+        dependent_launch: bool = False,
     ):
         self.threads = threads
         self.columns = columns
@@ -348,6 +349,7 @@ class Elementwise:
         self.vector_bytes = vector_bytes
         self.epilogue = epilogue or AsItIs(Conversions())
         self.stores_out = stores_out
+        self.dependent_launch = dependent_launch
         self.plain = isinstance(self.epilogue, AsItIs)
         self.bundle = bundle_columns(self.epilogue.bundle, self.epilogue.spans_row, columns)
         self._check()
@@ -418,6 +420,7 @@ class Elementwise:
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=self.dependent_launch,
         )
 
     @cute.kernel
@@ -426,6 +429,9 @@ class Elementwise:
         extents = operands[-1].shape[:2]
         place = self._place(extents)
         sums = self.sums.start(self.bundle)
+        if const_expr(self.dependent_launch):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.steps == 1):
             self._step(Int32(0), mD, operands, mR, sums, space, place, extents, thread)
         else:

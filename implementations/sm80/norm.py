@@ -59,6 +59,9 @@ class Norm:
     rows_per_block             Int64, with amax or global_amax
 
     Largest magnitudes are of values before they are rounded, NaN if there is one.
+
+    dependent_launch: blocks start while the kernel before ends, and let those of the next one do
+                      so; of Hopper and later.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Norm:
         centred: bool = False,
         hadamard: bool = False,
         operands: tuple[str, ...] = ("eps",),
+        dependent_launch: bool = False,
     ):
         self.rows = rows
         self.vectors = vectors
@@ -79,6 +83,7 @@ class Norm:
         self.centred = centred
         self.hadamard = hadamard
         self.operands = operands
+        self.dependent_launch = dependent_launch
         if turns < 1 or stages < 0 or (stages > 0) != (vectors > 0):
             raise ValueError(
                 f"{turns} turns, {stages} stages of {vectors} vectors; expected turns, and stages "
@@ -136,7 +141,11 @@ class Norm:
             maxima = Maxima(size, rows_per_block, *shared, workspace)
             blocks = maxima.blocks * maxima.parts
         self.kernel(mX, mOut, operands, maxima).launch(
-            grid=(blocks, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(blocks, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=self.dependent_launch,
         )
 
     @cute.kernel
@@ -146,6 +155,9 @@ class Norm:
         allocator = SmemAllocator()
         memory = self.x.allocated(allocator)
         sSums = self.rows.partials(allocator, 1)
+        if const_expr(self.dependent_launch):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.finds_maxima):
             first, end = maxima.rows_of(block)
             largest = self.rows_from(first, end, mX, mOut, operands, memory, sSums, thread)

@@ -59,6 +59,8 @@ class NormBackward:
 
     The workspace has a part per sum and block, or, without stages, per sum, block and row at once;
     all are behind its first 65536 bytes.
+
+    dependent_launch: as in `Norm`, of both kernels.
     """
 
     def __init__(
@@ -69,12 +71,14 @@ class NormBackward:
         stages: int = 0,
         centred: bool = False,
         operands: tuple[str, ...] = ("rstd",),
+        dependent_launch: bool = False,
     ):
         self.rows = rows
         self.vectors = vectors
         self.stages = stages
         self.centred = centred
         self.operands = operands
+        self.dependent_launch = dependent_launch
         if stages < 0 or (stages > 0) != (vectors > 0):
             raise ValueError(
                 f"{stages} stages of {vectors} vectors; expected stages if there are vectors in "
@@ -116,10 +120,14 @@ class NormBackward:
         if const_expr(self.sums):
             mParts = self._parts(workspace, blocks, mX.shape[1])
         self.kernel(mDy, mX, mDx, operands, mParts).launch(
-            grid=(blocks, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(blocks, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=self.dependent_launch,
         )
         if const_expr(self.sums):
-            ColumnSums().launch(
+            ColumnSums(self.dependent_launch).launch(
                 mParts, tuple(self.operand(name, operands) for name in self.sums), stream
             )
 
@@ -144,6 +152,9 @@ class NormBackward:
         sSums = self.rows.partials(allocator, 2 if self.centred else 1)
         first, apart = block * self.rows.rows, blocks * self.rows.rows
         turns = Turns(first + self.rows.slot(thread), apart, mX.shape[0])
+        if const_expr(self.dependent_launch):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
         for early in cutlass.range_constexpr(self.stages - 1):
             self._fetch(mDy, mX, turns, Int32(early), memories, thread)

@@ -47,13 +47,15 @@ class Descriptors:
     ):
         """tma: Of a matrix of this shape and pitch; first: address of the first descriptor."""
         self.kernel(tma, addresses, shape, pitch, first).launch(
-            grid=(addresses.shape[0], 1, 1), block=(WARP, 1, 1), stream=stream
+            grid=(addresses.shape[0], 1, 1), block=(WARP, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, tma: cute.CopyAtom, addresses: cute.Tensor, shape, pitch, first):
         expert, _, _ = cute.arch.block_idx()
         place = _place(first, expert)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         with cute.arch.elect_one():
             cpasync.copy_tensormap(tma, place)
         cute.arch.sync_warp()

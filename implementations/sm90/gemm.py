@@ -237,7 +237,8 @@ class Gemm(GemmPlan):
         turned = not k_major and tensor.element_type.width == 16
         if turned:
             tensor = transposed_modes(tensor)
-        copy = Repack(tensor.element_type, transposes=not k_major and not turned)
+        transposes = not k_major and not turned
+        copy = Repack(tensor.element_type, transposes, self.dependent_launch)
         copied, behind = copy(tensor, address, stream), address + copy_bytes(tensor)
         return transposed_modes(copied) if turned else copied, behind
 

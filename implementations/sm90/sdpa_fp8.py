@@ -199,6 +199,7 @@ class ValuesAcross:
             ),
             block=(_THREADS, 1, 1),
             stream=stream,
+            use_pdl=True,
         )
         return mVt
 
@@ -206,6 +207,8 @@ class ValuesAcross:
     def kernel(self, mV: cute.Tensor, mVt: cute.Tensor, operands):
         block, other, batch = cute.arch.block_idx()
         keys, _, heads, _ = mV.shape
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         head, part = other % heads, other // heads
         sequence = sequence_of(Values(self.names, operands), batch, Int32(0), keys)
         if const_expr(self.packed):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kernel_api import _log
+from kernel_api import _compile_cache, _log
 from kernel_api.dtypes import dtype
 from kernel_api.errors import CompileError
 from kernel_api.metadata import TensorAttributes
@@ -24,6 +24,9 @@ logger = _log.logger(__name__)
 _lock = threading.Lock()
 
 OPTIONS = "--enable-tvm-ffi --opt-level 3"
+
+#: The first compute capability whose kernels may start while the one before still ends.
+DEPENDENT_LAUNCH = 90
 
 #: The architecture that the DSL assumes where there is no GPU.
 _WITHOUT_GPU = "sm_100a"
@@ -57,6 +60,12 @@ def compile(
         time.perf_counter() - started,
     )
     return compiled
+
+
+def target_cc() -> int:
+    """Compute capability that the running compilation is for; 0 if there is none."""
+    running = _compile_cache.running()
+    return running.target.cc if running is not None and running.target is not None else 0
 
 
 def _look_for_no_gpu() -> None:

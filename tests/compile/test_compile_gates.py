@@ -173,6 +173,16 @@ if HOPPER:
         assert waits < touches.start()
 
 
+@pytest.mark.parametrize("name", ["sm80.rmsnorm", "sm80.layernorm_backward", "sm80.elementwise"])
+def test_kernels_of_rows_wait_for_the_one_before_where_gpus_let_them_start_early(name):
+    (family,) = (one for one in families() if one.family == name)
+    kernel = generated_by(family)[0]
+    hopper, ampere = (instructions(kernel, cc) for cc in ("sm_90a", "sm_80"))
+    assert 0 <= hopper.find("ACQBULK") < re.search(r"\bLDG|LDGSTS|\bSTG", hopper).start()
+    assert "PREEXIT" in hopper
+    assert "ACQBULK" not in ampere
+
+
 def test_the_example_multiplies_without_tensor_cores():
     (kernel, *_) = kernels_of(ExampleGemm)
     code = instructions(kernel, "sm_80")

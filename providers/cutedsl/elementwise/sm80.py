@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from kernel_api import _compile_cache
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import ElementwiseArguments
 from kernel_api.artifact import CompiledArtifact
@@ -270,7 +269,8 @@ class Sm80Elementwise(CuteDslKernel):
         from kernel_api.implementations.common.conversion import Conversions
         from kernel_api.implementations.sm80.elementwise import AsItIs, Elementwise
 
-        design, float8 = self._design, _converts_8_bits()
+        design, cc = self._design, compiler.target_cc()
+        float8 = cc >= _CONVERTS_8_BITS
         vector_bytes = _vector_bytes(self.metadata.operands)
         epilogue = lowered(self._graph, types, float8=float8) or AsItIs(Conversions(float8))
         found: Callable[..., None] = Elementwise(
@@ -282,6 +282,7 @@ class Sm80Elementwise(CuteDslKernel):
             vector_bytes=vector_bytes,
             epilogue=epilogue,
             stores_out=stores_out,
+            dependent_launch=cc >= compiler.DEPENDENT_LAUNCH,
         )
         return found
 
@@ -369,13 +370,3 @@ def _vector_bytes(operands: Any) -> int:
 
 def _bundle(design: ElementwiseDesign, graph: Graph | None) -> int:
     return bundles(graph).of_tile(design.columns)
-
-
-def _converts_8_bits() -> bool:
-    """Whether the GPU that is compiled for does."""
-    running = _compile_cache.running()
-    return (
-        running is not None
-        and running.target is not None
-        and (running.target.cc >= _CONVERTS_8_BITS)
-    )

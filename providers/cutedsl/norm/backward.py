@@ -126,7 +126,7 @@ class NormBackward(NormKernel):
 
         centred = self.arguments is LayerNormBackwardArguments
         found: Callable[..., None] = NormBackward(
-            **self._threads(), centred=centred, operands=operands
+            **self._launched(), centred=centred, operands=operands
         )
         return found
 

@@ -170,8 +170,9 @@ class NormKernel(CuteDslKernel):
     def _design(self) -> Any:
         return self.metadata.design
 
-    def _threads(self) -> dict[str, Any]:
-        """How the implementation's rows lie on threads, as its constructor takes it."""
+    def _launched(self) -> dict[str, Any]:
+        """How the implementation's rows lie on threads and how it is launched, as its constructor
+        takes it."""
         from kernel_api.implementations.common.rows import RowThreads
 
         design, vector = self._design, vector_of(self.metadata.operands)
@@ -179,6 +180,7 @@ class NormKernel(CuteDslKernel):
             "rows": RowThreads(design.threads, design.threads_per_row, vector),
             "vectors": design.elements // vector,
             "stages": design.stages,
+            "dependent_launch": compiler.target_cc() >= compiler.DEPENDENT_LAUNCH,
         }
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:

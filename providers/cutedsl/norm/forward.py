@@ -120,7 +120,7 @@ class NormForward(NormKernel):
         from kernel_api.implementations.sm80.norm import Norm
 
         found: Callable[..., None] = Norm(
-            **self._threads(),
+            **self._launched(),
             turns=self._design.turns,
             centred=self.arguments is LayerNormArguments,
             hadamard=hadamard,
