@@ -244,6 +244,9 @@ def host() -> Iterator[str]:
     )
     for name, call in zip(("bias + gelu", "scale + amax", "sdpa"), small, strict=True):
         yield f"execute {name}: {_microseconds(call):.2f} us (limit 10)"
+    a, b, out = (drawn(64, 64) for _ in range(3))
+    beside = _microseconds(functools.partial(torch.mm, a, b, out=out))
+    yield f"torch.mm beside, with out given: {beside:.2f} us"
 
 
 def _microseconds(call: Callable[[], Any]) -> float:

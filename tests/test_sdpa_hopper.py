@@ -218,7 +218,12 @@ def scalings(**options):
 def test_scaling_is_late_where_scores_are_plain_and_it_is_told():
     assert scalings() == scalings(mask=BANDS["window"]) == {"at_once", "late", "seldom"}
     assert scalings(softcap=5.0) == {"at_once"}
-    assert offered(FORWARD, (128, 128))[0].metadata.design.scaling == "at_once"
+    first, masked = (
+        offered(FORWARD, (128, 128))[0],
+        offered(FORWARD, (128, 128), mask=ka.masks.Causal()),
+    )
+    assert first.metadata.design.scaling == "late"
+    assert masked[0].metadata.design.scaling == "at_once"
     args = meta(FORWARD, (128, 128), softcap=5.0)
     for kernel in offered(FORWARD, (128, 128)):
         if kernel.metadata.design.scaling != "at_once":

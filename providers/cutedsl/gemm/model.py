@@ -40,12 +40,8 @@ _ELEMENTWISE, _WAITS = 8e10, 13
 _COSTS = {"reduce": 5, "rotate": 5, "erf": 8, "sigmoid": 2, "tanh": 2, "exp": 2, "log": 2}
 _NAMING = ("split", "interleave", "repeat", "store")
 
-#: What is read by an epilogue of a consumer with two blocks of rows, which has no registers to read
-#: ahead: times that it would be written meanwhile.
-_LATE_READS = 2
-
-#: What arrives in shared memory, over what is read from there: in the time that it takes.
-_ARRIVAL = 1.25
+#: Bytes of an element that a consumer reads in time though it has no registers to read ahead.
+_READ_IN_TIME = 2
 
 #: Bytes of an element of A and of B; of an element of the product, bytes that its epilogue moves,
 #: bytes of them that it reads, and operations; the kind of arithmetic.
@@ -157,11 +153,14 @@ class Constants:
         latency: Seconds from the request of a stage to its arrival.
         rate: Operations per second of one multiprocessor's tensor cores, by kind.
         share: Of that rate, what a schedule reaches.
-        feed: Bytes per second of shared memory, of one multiprocessor.
+        feed: Bytes per second that one multiprocessor reads from shared memory.
+        arrival: Bytes that it reads in the time in which one arrives there.
         load: Bytes per second that one multiprocessor takes from L2.
         step: Seconds that a step along K waits beside its work.
         store: Bytes per second at which one multiprocessor writes a tile of out.
         epilogue: Seconds of an epilogue beside that.
+        late: Bytes of out that are written in the time in which an epilogue reads one where a
+            consumer with two blocks of rows has no registers to read ahead.
         handover: Seconds until the CTA that adds up partial sums knows that all are there.
         seam: The same of tiles that are cut anywhere, whose parts are not ready at one time.
         sharpness: Power in which the times of parts that overlap are added up.
@@ -177,10 +176,12 @@ class Constants:
     rate: dict[str, float]
     share: dict[str, float]
     feed: float
+    arrival: float
     load: float
     step: float
     store: float
     epilogue: float
+    late: float
     handover: float
     seam: float
     sharpness: float
@@ -189,12 +190,14 @@ class Constants:
     def of(cls, table: dict[str, Any], family: str) -> Constants:
         """From what the file says of one GPU.
 
-        A family that it does not name has the constants of the first one of its architecture.
+        A family that it does not name has the constants of the one that its name begins with, or
+        else of the first one of its architecture.
         """
         families = table["families"]
         architecture = family.partition(".")[0]
         near = next((name for name in families if name.startswith(f"{architecture}.")), None)
-        own = families.get(family) or families[near or next(iter(families))]
+        known = max(filter(family.startswith, families), key=len, default=near)
+        own = families[known or next(iter(families))]
         values = {**table["machine"], **own}
         return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
 
@@ -314,7 +317,7 @@ def _plan(
     groups = max(tile_m / _INSTRUCTION_ROWS, 1.0)
     row_bytes = tile_bytes - column_bytes
     feed = (
-        _ARRIVAL * tile_bytes + row_bytes * candidate.column_blocks + groups * column_bytes
+        c.arrival * tile_bytes + row_bytes * candidate.column_blocks + groups * column_bytes
     ) / c.feed  # written once, read by every group of instructions
     load = tile_bytes / c.load
     step = (arithmetic**power + feed**power + load**power) ** (1 / power)
@@ -324,7 +327,7 @@ def _plan(
     consumers = 1 if schedule == "pingpong" else 2
     late = 0.0
     if schedule != "multistage" and tile_m > _INSTRUCTION_ROWS * consumers:
-        late = _LATE_READS * tile_m * tile_n * read / c.store
+        late = c.late * tile_m * tile_n * max(read - _READ_IN_TIME, 0.0) / c.store
     epilogue += late
     partial = tile_m * tile_n * _PARTIAL_SUM_BYTES / c.store
     overlapping, exposed = candidate.blocks_per_multiprocessor, c.latency

@@ -11,9 +11,9 @@ from kernel_api.providers.cutedsl.sdpa.base import AttentionDesign
 
 #: Multiprocessors of an H200, and products that one of them adds per second while others wait.
 _MULTIPROCESSORS, _RATE = 132, 3.2e12
-#: Seconds of a tile beside its products, by columns of Q and K: loads that nothing hides, and what
-#: it writes. Fitted to the rows of an H200.
-_TILE, _WIDE_TILE = 2.0e-6, {256: 4.3e-6}
+#: Seconds of a tile beside its products, by columns of Q and K, or those and the tile: loads that
+#: nothing hides, and what it writes. Fitted to the rows of an H200.
+_TILE, _OTHER_TILES = 2.0e-6, {256: 4.3e-6, (64, (128, 128)): 1.33e-6}
 #: Of the rate, by (columns of Q and K, tile): what designs reached on an H200.
 _REACHED = {
     (64, (192, 128)): 0.62,
@@ -30,6 +30,25 @@ _REACHED = {
     (256, (128, 64)): 0.91,
 }
 _OTHERS = 0.85
+#: The same over what is reached if sums are scaled at once, by (columns of Q and K, tile, scaling):
+#: where all keys are seen, and where a bound is looked for.
+_SCALED = {
+    (64, (192, 128), "late"): (1.0, 0.98),
+    (64, (192, 128), "seldom"): (1.02, 1.012),
+    (64, (128, 128), "late"): (0.993, 1.015),
+    (64, (128, 128), "seldom"): (0.975, 1.005),
+    (128, (128, 128), "late"): (1.025, 0.998),
+    (128, (128, 128), "seldom"): (1.02, 0.985),
+    (128, (128, 160), "late"): (1.045, 0.985),
+    (128, (128, 160), "seldom"): (0.87, 0.98),
+    (128, (128, 176), "late"): (1.07, 1.0),
+    (128, (128, 176), "seldom"): (1.077, 0.995),
+    (256, (128, 80), "late"): (1.045, 1.045),
+    (256, (128, 80), "seldom"): (1.055, 1.055),
+    (256, (128, 64), "late"): (1.075, 1.07),
+    (256, (128, 64), "seldom"): (1.11, 1.105),
+}
+_OTHER_SCALED = (0.99, 0.99)
 
 _BOUNDS = frozenset(itertools.chain(*BOUNDS.values()))
 
@@ -39,10 +58,20 @@ def seconds(args: Any, design: AttentionDesign) -> float:
     (queries, keys), (wide, wide_v) = design.tile_shape, design.head_dim
     rows = -(-args.S_q // queries)
     products = queries * keys * (wide + wide_v)
-    rate = _RATE * _REACHED.get((wide, design.tile_shape), _OTHERS)
-    tile = blocks_seen(args, queries, keys) * products / rate + _WIDE_TILE.get(wide, _TILE)
+    rate = _RATE * _REACHED.get((wide, design.tile_shape), _OTHERS) * _scaled(args, design)
+    fixed = _OTHER_TILES.get((wide, design.tile_shape), _OTHER_TILES.get(wide, _TILE))
+    tile = blocks_seen(args, queries, keys) * products / rate + fixed
     rounds = max(1.0, rows * args.H * args.B / _MULTIPROCESSORS)
     return float(rounds * tile)
+
+
+def _scaled(args: Any, design: AttentionDesign) -> float:
+    """Of the rate, over that of a design that scales at once."""
+    scaling = getattr(design, "scaling", "at_once")
+    if scaling == "at_once":
+        return 1.0
+    known = _SCALED.get((design.head_dim[0], design.tile_shape, scaling), _OTHER_SCALED)
+    return known[any(name in args.bounds for name in _BOUNDS)]
 
 
 def blocks_seen(args: Any, queries: int, keys: int) -> float:
