@@ -81,6 +81,8 @@ class Epilogue:
         spans_row: Whether elements depend on whole rows: then a bundle is as wide as a tile, and
             a tile at least as wide as the matrix.
         conversions: To the types of outputs.
+        row_pairs: Which rows of a transposed product are pairs, see `row_pairs.PairedRows`; None:
+            there are none.
     """
 
     kinds: tuple[str, ...] = ()
@@ -91,6 +93,7 @@ class Epilogue:
     halves: frozenset[Fraction] = frozenset()
     spans_row: bool = False
     conversions: Conversions = Conversions()
+    row_pairs: "RowPairs | None" = None  # noqa: F821  defined on top of this module
 
     @property
     def is_plain(self) -> bool:

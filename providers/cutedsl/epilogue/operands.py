@@ -107,6 +107,12 @@ def in_halves(epilogue: EpilogueArguments) -> bool:
     return not isinstance(planned, str) and 1 in planned.halves
 
 
+def in_pairs(epilogue: EpilogueArguments | None) -> bool:
+    """Whether pairs of columns are looked at, which are rows of the transposed product."""
+    planned = plan(epilogue.graph) if epilogue is not None else None
+    return isinstance(planned, Plan) and planned.row_pairs is not None
+
+
 def halves_fit_shares(graph: Graph, columns: int) -> bool | Miss:
     """Whether blocks that load so many columns of B each for all of a cluster cut pairs of 32
     columns nowhere but in the middle."""
@@ -169,9 +175,14 @@ def fits_tile(
     planned = plan(graph)
     if isinstance(planned, str):
         return False
-    if swapped and not planned.alone:
-        return Miss("it looks at other columns, which are rows of the transposed product")
+    if swapped and not planned.alone and planned.row_pairs is None:
+        return Miss(
+            "it looks at other columns, which are rows of the transposed product; of those pairs "
+            "lie together that are 8, a multiple of 32 or half of them apart"
+        )
     bundle = columns if planned.spans_row else lcm(planned.bundle, gcd(SUBTILE, columns))
+    if swapped:
+        bundle = gcd(SUBTILE, columns)
     if columns % bundle:
         return Miss(f"they are {bundle}, and there are {columns}")
     for _, index in planned.reduced:

@@ -19,6 +19,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     fits_tile,
     halves_fit_shares,
     in_halves,
+    in_pairs,
     spans_rows,
     whole_pieces,
 )
@@ -44,6 +45,8 @@ ALIGNMENTS: tuple[dict[str, int], ...] = ({**LOADS_ALIGNED, "out": 16}, LOADS_AL
 
 #: What an epilogue may write matrices of.
 _STORED = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32")
+#: Of a tile, whose elements are put into shared memory one by one where its rows are pairs.
+_COLUMNS_OF_PAIRS = 64
 #: Columns, per byte of an element of out, of which a buffer holds what is reduced.
 _BUFFERED_PER_BYTE = 128
 
@@ -112,7 +115,7 @@ class Sm90GemmFamily(FusedGemm):
 
     @rule("blocks that share B each load whole pairs of what lies in its halves, or one of a pair")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
-        if args.epilogue is None:
+        if args.epilogue is None or design.swap_ab:
             return True
         columns = design.kernel_tile[1] // design.kernel_cluster[0]
         return halves_fit_shares(args.epilogue.graph, columns)
@@ -120,6 +123,18 @@ class Sm90GemmFamily(FusedGemm):
     @rule("B is K-major where its halves are taken in turns: a swizzle is wider than 32 columns")
     def _(operands: GemmOperandsMetadata, args: Any) -> bool:
         return args.epilogue is None or operands.B.unit_mode == -2 or not in_halves(args.epilogue)
+
+    @rule("a tile of the transposed product has at most 64 columns where its rows are pairs")
+    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
+        if not (design.swap_ab and in_pairs(args.epilogue)):
+            return True
+        columns = design.kernel_tile[1]
+        return columns <= _COLUMNS_OF_PAIRS or Miss(f"it has {columns}")
+
+    @rule("B is K-major where pairs are rows of the transposed product: a swizzle has 8 of those")
+    def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata, args: Any) -> bool:
+        pairs = design.swap_ab and in_pairs(args.epilogue)
+        return operands.B.unit_mode == -2 or not pairs
 
     @cached_property
     def repacked(self) -> tuple[bool, bool]:

@@ -1,0 +1,112 @@
+"""Pairs of rows: what pairs of columns are in a transposed product.
+
+Of every 16 rows tensor cores leave a thread two, 8 apart. A kernel that deals out the rows of its
+first operand so that those two are a pair has both in one thread. A tile of so many rows then holds
+half as many pairs.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import cutlass.cute as cute
+from cutlass import Int32, Numeric
+
+from .epilogue import PAIR, Epilogue, Full, Thread
+
+BOTH = 2  # beside the halves 0 and 1 of a thread: the row of what is made of the two
+
+
+@dataclass(frozen=True)
+class RowPairs:
+    """Which rows are pairs.
+
+    Attributes:
+        granularity: So many rows are the first ones of their pairs, then as many the second ones;
+            ``"halves"``: the first half of all rows, and the second. Of those 32 are dealt out at
+            a time.
+    """
+
+    granularity: int | str
+
+    def distance(self, rows: Int32) -> Int32 | int:
+        """From the first of a pair to the second, in a matrix of so many rows."""
+        return rows // 2 if self.granularity == "halves" else self.granularity
+
+    def row(self, pair: Int32, half: int, rows: Int32) -> Int32:
+        """The one of a pair, in a matrix of so many rows."""
+        first = pair
+        if self.granularity != "halves":
+            first = pair + pair // self.granularity * self.granularity
+        return first + half * self.distance(rows)
+
+    def rows_of(self, mX: cute.Tensor, half: int) -> cute.Tensor:
+        """Of a matrix (M, N, L) the first rows of pairs, or the second ones."""
+        (rows, *others), (pitch, *pitches) = mX.shape, mX.stride
+        if self.granularity == "halves":
+            own, steps = rows // 2, pitch
+        else:
+            block = self.granularity
+            own, steps = (block, rows // (2 * block)), (pitch, 2 * block * pitch)
+        layout = cute.make_layout((own, *others), stride=(steps, *pitches))
+        first = mX.iterator
+        if half:
+            first += cute.assume(self.distance(rows), divby=8) * pitch
+        return cute.make_tensor(first, layout)
+
+
+class PairedRows(Epilogue):
+    """A transposed epilogue for pairs of rows: a matrix with both rows of every pair is written as
+    two matrices, one of the first rows and one of the second; all have a row per pair.
+
+    Attributes:
+        row_pairs: Which rows are pairs.
+        parts: Of the outputs, in turn: (which of the epilogue's, half; BOTH: it has a row per
+            pair).
+    """
+
+    def __init__(self, epilogue: Epilogue, row_pairs: RowPairs, of_both: tuple[bool, ...]):
+        """of_both: Whether an output has one row per pair."""
+        self.epilogue = epilogue
+        self.row_pairs = row_pairs
+        self.kinds = epilogue.kinds
+        self.conversions = epilogue.conversions
+        self.parts = tuple(
+            (output, half)
+            for output, one in enumerate(of_both)
+            for half in ((BOTH,) if one else (0, 1))
+        )
+        self.full = (Full(),) * len(self.parts)
+
+    @property
+    def reads_little(self) -> bool:
+        return self.epilogue.reads_little
+
+    def element(self, output: int, thread: Thread, half: int, column: int) -> Numeric:
+        """Of a row per pair: `half` is 0."""
+        output, half = self.parts[output]
+        return self.epilogue.element(output, thread, half, column)
+
+    def fetch(self, thread: Thread, bundle: int) -> None:
+        self.epilogue.fetch(thread, bundle)
+
+
+@dataclass
+class PairedThread(Thread):
+    """The elements of a thread whose two rows are a pair; `row` is that of what has a row per pair.
+
+    Where a value is read, `columns` says which matrix it belongs to: of half as many columns of the
+    product, so rows here, as the accumulators or of as many.
+    """
+
+    row_pairs: RowPairs | None = None
+
+    def row_of(self, half: int) -> Int32:
+        if half == BOTH:
+            return self.row
+        return self.row_pairs.row(self.row, half, self.extents[0])
+
+    def operand(
+        self, index: int, half: int, column: int, lane_columns: int = PAIR, columns=Fraction(1)
+    ) -> Numeric:
+        row = BOTH if columns < 1 else half
+        return super().operand(index, row, column, lane_columns)
