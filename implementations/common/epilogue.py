@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Numeric, Uint16, Uint32
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Numeric, Uint16, Uint32
 
 from .conversion import Conversions, bfloat16_pair
 from .modes import transposed_modes
@@ -285,6 +285,10 @@ class Thread:
 
     def row_of(self, half: int) -> Int32:
         return self.row + 8 * half
+
+    def has_row(self, half: int) -> Boolean:
+        """Whether it lies in the matrix."""
+        return self.row_of(half) < self.extents[0]
 
     def column_of(self, column: int, lane_columns: int = PAIR, columns: Fraction = Fraction(1)):
         """The column in a matrix that has `columns` per column of the accumulators."""

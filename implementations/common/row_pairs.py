@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import cutlass.cute as cute
-from cutlass import Int32, Numeric
+from cutlass import Boolean, Int32, Numeric
 
-from .epilogue import PAIR, Epilogue, Full, Thread
+from .epilogue import PAIR, Epilogue, Full, Thread, places
 
 BOTH = 2  # beside the halves 0 and 1 of a thread: the row of what is made of the two
 
@@ -64,15 +64,17 @@ class PairedRows(Epilogue):
             pair).
     """
 
-    def __init__(self, epilogue: Epilogue, row_pairs: RowPairs, of_both: tuple[bool, ...]):
-        """of_both: Whether an output has one row per pair."""
+    def __init__(self, epilogue: Epilogue, row_pairs: RowPairs, per_pair: tuple[bool, ...]):
+        """per_pair: Whether an output, or what is reduced to one, has one row per pair."""
         self.epilogue = epilogue
         self.row_pairs = row_pairs
         self.kinds = epilogue.kinds
         self.conversions = epilogue.conversions
+        self.reduced = epilogue.reduced
+        self._per_pair = per_pair
         self.parts = tuple(
             (output, half)
-            for output, one in enumerate(of_both)
+            for output, one in enumerate(per_pair[: len(epilogue.full)])
             for half in ((BOTH,) if one else (0, 1))
         )
         self.full = (Full(),) * len(self.parts)
@@ -82,9 +84,27 @@ class PairedRows(Epilogue):
         return self.epilogue.reads_little
 
     def element(self, output: int, thread: Thread, half: int, column: int) -> Numeric:
-        """Of a row per pair: `half` is 0."""
-        output, half = self.parts[output]
+        """Of what has a row per pair `half` is 0."""
+        output, half = self._element_of(output, half)
         return self.epilogue.element(output, thread, half, column)
+
+    def factors(self, output: int, thread: Thread, half: int, column: int) -> tuple | None:
+        output, half = self._element_of(output, half)
+        return self.epilogue.factors(output, thread, half, column)
+
+    def places(self, output: int, bundle: int) -> list[tuple[int, int]]:
+        both = output >= len(self.parts) and not self._per_pair[self._element_of(output, 0)[0]]
+        return [(half, column) for half, column in places(bundle) if both or half == 0]
+
+    def finished(self, output: int, value: Numeric, extents: tuple) -> Numeric:
+        M, N, L = extents
+        return self.epilogue.finished(output, value, (N, M, L))
+
+    def _element_of(self, output: int, half: int) -> tuple[int, int]:
+        """(which of the epilogue's outputs, half)"""
+        if output < len(self.parts):
+            return self.parts[output]
+        return output - len(self.parts) + len(self.epilogue.full), half
 
     def fetch(self, thread: Thread, bundle: int) -> None:
         self.epilogue.fetch(thread, bundle)
@@ -104,6 +124,10 @@ class PairedThread(Thread):
         if half == BOTH:
             return self.row
         return self.row_pairs.row(self.row, half, self.extents[0])
+
+    def has_row(self, half: int) -> Boolean:
+        """Where a pair begins behind the first half, something else is."""
+        return super().has_row(1)
 
     def operand(
         self, index: int, half: int, column: int, lane_columns: int = PAIR, columns=Fraction(1)

@@ -448,13 +448,15 @@ class GroupedGemm(Gemm):
         if space is None:
             return outputs, None
         counters, parts = space
-        clusters = self.cluster_shape[0]
+        clusters = self.cluster_shape[self.ragged]
         of_tiles = GroupTile(
             *(tile.group, tile.first_row, tile.end_row, tile.m, tile.n),
             *(tile.first_tile * clusters, tile.tiles * clusters),
         )
-        across = self._tiles_across(extents) * self.cluster_shape[1]
+        across = self._tiles_across(extents) * self.cluster_shape[1 - self.ragged]
         space = self._grouped.space(of_tiles, across, counters, parts)
+        if self.swap_ab:
+            space.tiles_m, space.tiles_n = space.tiles_n, space.tiles_m
         return (
             *outputs,
             *self._grouped.outputs_of(tile.group, tile.first_row, mR[blocks:]),
@@ -469,4 +471,6 @@ class GroupedGemm(Gemm):
             _, _, clusters = cute.arch.grid_dim()
             if (consumer == 0) & (block_m == 0) & (block_n == 0):
                 thread = cute.arch.thread_idx()[0] % GROUP
-                self._grouped.write_empty(offsets, mR, extents[1], cluster, clusters, thread)
+                self._grouped.write_empty(
+                    *(offsets, mR, extents[1 - self.ragged], cluster, clusters, thread)
+                )

@@ -122,9 +122,11 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
         ]
         self._pairs_are_rows = True
         self.full = (Full(),) * len(self._plan.full)
+        self.reduced = tuple(Reduced(one.kind, one.over) for one in self.reduced)
         self.bundle, self.halves = 1, frozenset()
-        outputs = tuple(per_pair[index] for _, index in self._plan.full)
-        return PairedRows(self, RowPairs(granularity), outputs)
+        outputs = range(len(self.full) + len(self.reduced))
+        of_outputs = tuple(per_pair[self._written(output)[0]] for output in outputs)
+        return PairedRows(self, RowPairs(granularity), of_outputs)
 
     # What kernels ask --------------------------------------------------------------------
 

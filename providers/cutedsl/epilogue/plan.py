@@ -197,15 +197,20 @@ def _mixes_orders(graph: Graph, node: Node, halves: frozenset[Fraction]) -> bool
 
 
 def _row_pairs(graph: Graph) -> int | str | None:
-    placed = [node for node in graph.nodes if node.op in _PLACED]
+    """As `Plan.row_pairs` says."""
+    sums = [node for node in graph.nodes if node.op == "reduce"]
+    placed = [node for node in graph.nodes if node.op in _PLACED and node not in sums]
     granularities = {_granularity(node) for node in placed}
-    if len(granularities) != 1 or any(_paired(graph, node).columns != 1 for node in placed):
+    if len(granularities) != 1 or any(node["axis"] not in ("matrix", "all") for node in sums):
         return None
     (granularity,) = granularities
-    if granularity is None or granularity not in (QUAD, "halves") and int(granularity) % HALF:
+    if granularity is None or any(_paired(graph, node).columns != 1 for node in placed):
         return None
-    written = [graph.nodes[index].shape.columns for _, index in graph.outputs]
-    if not all(written) or granularity == QUAD and 1 in written:
+    if granularity not in (QUAD, "halves") and int(granularity) % HALF:
+        return None
+    nodes = [graph.nodes[index] for _, index in graph.outputs]
+    written = [node.shape.columns for node in nodes if not _is_reduction(node)]
+    if not all(written) or (granularity == QUAD and 1 in written):
         return None  # of a pair of 8 columns both lie in one swizzle of what is written
     return granularity
 

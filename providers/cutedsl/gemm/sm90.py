@@ -190,8 +190,8 @@ class Sm90GemmFamily(FusedGemm):
 
     def tiling(self, M: int, N: int) -> Tiling:
         design = self._design
-        tile_m, tile_n, _ = design.kernel_tile
-        cluster_m, cluster_n = design.kernel_cluster
+        tile_m, tile_n, _ = design.tile_shape
+        cluster_m, cluster_n, _ = design.cluster_shape
         tiles = (
             -(-M // (tile_m * cluster_m)) * cluster_m,
             -(-N // (tile_n * cluster_n)) * cluster_n,
