@@ -107,10 +107,10 @@ def in_halves(epilogue: EpilogueArguments) -> bool:
     return not isinstance(planned, str) and 1 in planned.halves
 
 
-def in_pairs(epilogue: EpilogueArguments | None) -> bool:
-    """Whether pairs of columns are looked at, which are rows of the transposed product."""
+def row_pairs(epilogue: EpilogueArguments | None) -> int | str | None:
+    """As `Plan.row_pairs` says; None without an epilogue."""
     planned = plan(epilogue.graph) if epilogue is not None else None
-    return isinstance(planned, Plan) and planned.row_pairs is not None
+    return planned.row_pairs if isinstance(planned, Plan) else None
 
 
 def halves_fit_shares(graph: Graph, columns: int) -> bool | Miss:
@@ -177,8 +177,8 @@ def fits_tile(
         return False
     if swapped and not planned.alone and planned.row_pairs is None:
         return Miss(
-            "it looks at other columns, which are rows of the transposed product; of those pairs "
-            "lie together that are 8, a multiple of 32 or half of them apart"
+            "it looks at other columns, which are rows of the transposed product",
+            "would match with pairs that are 8, a multiple of 32 or half of the columns apart",
         )
     bundle = columns if planned.spans_row else lcm(planned.bundle, gcd(SUBTILE, columns))
     if swapped:

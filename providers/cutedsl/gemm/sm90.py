@@ -19,11 +19,11 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     fits_tile,
     halves_fit_shares,
     in_halves,
-    in_pairs,
+    row_pairs,
     spans_rows,
     whole_pieces,
 )
-from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
+from kernel_api.providers.cutedsl.epilogue.plan import QUAD, Plan, plan
 from kernel_api.providers.cutedsl.gemm import model, sm90_design
 from kernel_api.providers.cutedsl.gemm.fusing import (
     FusedGemm,
@@ -126,15 +126,15 @@ class Sm90GemmFamily(FusedGemm):
 
     @rule("a tile of the transposed product has at most 64 columns where its rows are pairs")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
-        if not (design.swap_ab and in_pairs(args.epilogue)):
-            return True
         columns = design.kernel_tile[1]
-        return columns <= _COLUMNS_OF_PAIRS or Miss(f"it has {columns}")
+        if not design.swap_ab or columns <= _COLUMNS_OF_PAIRS or row_pairs(args.epilogue) is None:
+            return True
+        return Miss(f"it has {columns}")
 
-    @rule("B is K-major where pairs are rows of the transposed product: a swizzle has 8 of those")
+    @rule("B is K-major where transposed tiles take pairs: a swizzle has 8 of their rows")
     def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata, args: Any) -> bool:
-        pairs = design.swap_ab and in_pairs(args.epilogue)
-        return operands.B.unit_mode == -2 or not pairs
+        dealt_out = design.swap_ab and row_pairs(args.epilogue) not in (None, QUAD)
+        return operands.B.unit_mode == -2 or not dealt_out
 
     @cached_property
     def repacked(self) -> tuple[bool, bool]:
