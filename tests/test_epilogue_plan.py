@@ -231,6 +231,19 @@ def test_8_bits_are_written_with_an_epilogue_and_not_without():
         assert "out is float8_e4m3fn, and there is neither" in refusals(plain)[family].reason
 
 
+def test_what_is_written_beside_8_bits_may_be_too_wide_for_narrow_subtiles():
+    def stored(accum):
+        return accum * 2.0, accum
+
+    wide = empty(128, 256, dtype=F32)
+    args = arguments(stored, out=torch.float8_e4m3fn, wide=wide)
+    columns = {kernel.metadata.design.kernel_tile[1] for kernel in offered(args, HOPPER)}
+    assert columns and not any(n % 32 for n in columns)
+    rule = "what is written beside out has at least 8 columns in as many bytes as out at once"
+    args = arguments(stored_pairs(1), columns=0.5, out=torch.float8_e4m3fn, stored=wide)
+    by_rule(args, rule, "stored has 4", [HOPPER])
+
+
 def test_a_whole_number_is_the_same_factor_as_a_fraction():
     def scaled(accum, alpha):
         return accum * alpha

@@ -17,6 +17,7 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Numeric, 
 
 from .conversion import Conversions, bfloat16_pair
 from .modes import transposed_modes
+from .row_pairs import RowPairs
 
 _SWAPPED = str.maketrans("mn", "nm")
 NUMBER = "number"  # an operand that is no tensor, but a number known at run time
@@ -81,8 +82,7 @@ class Epilogue:
         spans_row: Whether elements depend on whole rows: then a bundle is as wide as a tile, and
             a tile at least as wide as the matrix.
         conversions: To the types of outputs.
-        row_pairs: Which rows of a transposed product are pairs, see `row_pairs.PairedRows`; None:
-            there are none.
+        row_pairs: Which rows of a transposed product are pairs, see `PairedRows`; None: none.
     """
 
     kinds: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class Epilogue:
     halves: frozenset[Fraction] = frozenset()
     spans_row: bool = False
     conversions: Conversions = Conversions()
-    row_pairs: "RowPairs | None" = None  # noqa: F821  defined on top of this module
+    row_pairs: RowPairs | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -56,7 +56,8 @@ class Gemm(GemmPlan):
              to the blocks that are resident at once. What several blocks compute of a tile is
              added up in a fixed order, through a workspace (`WorkSplit`).
     swap_ab: computes Dᵀ = Bᵀ · Aᵀ, so that few rows of D become few columns of wgmma, which takes
-             8 or 16 of them where it takes 64 rows. Tile and cluster are those of Dᵀ.
+             8 or 16 of them where it takes 64 rows. Tile and cluster are those of Dᵀ. Pairs of
+             columns of D are rows there, which `PairedOutput` has.
     repacked: whether A and B are copied before, which then may have any address and strides, of
              which one is 1. The copies are K-major where wgmma wants it.
     dependent_launch: blocks may start while the kernel before still runs, and let the next one do

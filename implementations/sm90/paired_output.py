@@ -7,7 +7,8 @@ from cutlass import Int32
 
 from ..common.epilogue import PAIR, places
 from ..common.expert_matrices import ExpertMatrices
-from ..common.row_pairs import PairedRows, PairedThread, RowPairs
+from ..common.paired_rows import PairedRows, PairedThread
+from ..common.row_pairs import RowPairs
 from .mma import WGMMA_M
 from .output import Output
 

@@ -26,6 +26,7 @@ from kernel_api.implementations.common.epilogue import (
     places,
 )
 from kernel_api.implementations.common.functions import exact_functions, functions_for
+from kernel_api.implementations.common.paired_rows import PairedRows
 from kernel_api.implementations.common.philox import uniform_of_pairs
 from kernel_api.implementations.common.reductions import (
     QUAD,
@@ -33,7 +34,7 @@ from kernel_api.implementations.common.reductions import (
     identity,
     reduced_over_lanes,
 )
-from kernel_api.implementations.common.row_pairs import PairedRows, RowPairs
+from kernel_api.implementations.common.row_pairs import RowPairs
 from kernel_api.providers.cutedsl.epilogue.plan import PAIR, Plan, block_columns, kind_of
 
 _Value = Any  # Float32 or Boolean

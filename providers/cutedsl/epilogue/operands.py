@@ -10,7 +10,7 @@ from typing import Any
 from kernel_api.arguments import EpilogueArguments
 from kernel_api.epilogue import Graph, Node
 from kernel_api.operands import Operand
-from kernel_api.providers.cutedsl.epilogue.plan import HALF, Plan, plan
+from kernel_api.providers.cutedsl.epilogue.plan import HALF, QUAD, Plan, plan
 from kernel_api.space import Miss, rule
 
 #: Columns that a kernel writes at once, and so the narrowest bundle.
@@ -180,9 +180,7 @@ def fits_tile(
             "it looks at other columns, which are rows of the transposed product",
             "would match with pairs that are 8, a multiple of 32 or half of the columns apart",
         )
-    bundle = columns if planned.spans_row else lcm(planned.bundle, gcd(SUBTILE, columns))
-    if swapped:
-        bundle = gcd(SUBTILE, columns)
+    bundle = _bundle(planned, columns, swapped)
     if columns % bundle:
         return Miss(f"they are {bundle}, and there are {columns}")
     for _, index in planned.reduced:
@@ -190,6 +188,30 @@ def fits_tile(
         reduced = bundle * graph.nodes[node.inputs[0]].shape.columns
         if buffered is not None and node["axis"] == "rows" and reduced > buffered:
             return Miss(f"they are {bundle}, too many to be reduced")
+    return True
+
+
+def _bundle(planned: Plan, columns: int, swapped: bool) -> int:
+    """Columns of a tile that are handed out at once."""
+    if swapped:
+        return gcd(SUBTILE, columns)
+    return columns if planned.spans_row else lcm(planned.bundle, gcd(SUBTILE, columns))
+
+
+def fits_subtile(
+    epilogue: EpilogueArguments, out: Operand, columns: int, swapped: bool
+) -> bool | Miss:
+    """Whether in as many bytes as out has in a buffer, a matrix beside it has columns enough."""
+    planned = plan(epilogue.graph)
+    if isinstance(planned, str):
+        return False
+    bundle, shape = _bundle(planned, columns, swapped), epilogue.graph.output_shape("D")
+    most = bundle if swapped else int(bundle * shape.columns)
+    row = min(gcd(SUBTILE, columns), most) * out.dtype.itemsize
+    for name, operand in full_outputs(epilogue).items():
+        found = row // operand.dtype.itemsize
+        if found < QUAD:
+            return Miss(f"{name} has {found}")
     return True
 
 

@@ -16,6 +16,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     SUBTILE,
     TMA_PIECE,
     Tiling,
+    fits_subtile,
     fits_tile,
     halves_fit_shares,
     in_halves,
@@ -89,6 +90,12 @@ class Sm90GemmFamily(FusedGemm):
         assert operands.out.dtype is not None
         buffered = _BUFFERED_PER_BYTE * operands.out.dtype.itemsize
         return fits_tile(args.epilogue.graph, design.kernel_tile[1], design.swap_ab, buffered)
+
+    @rule("what is written beside out has at least 8 columns in as many bytes as out at once")
+    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
+        if args.epilogue is None:
+            return True
+        return fits_subtile(args.epilogue, args.out, design.kernel_tile[1], design.swap_ab)
 
     @rule("what is computed from whole rows needs a tile that holds them")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
