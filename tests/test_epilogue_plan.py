@@ -1,5 +1,7 @@
 """What of epilogues the GEMM families take, and with which words they refuse the rest."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -229,6 +231,19 @@ def test_8_bits_are_written_with_an_epilogue_and_not_without():
         assert "out is float8_e4m3fn, and there is neither" in refusals(plain)[family].reason
 
 
+def test_what_is_written_beside_8_bits_may_be_too_wide_for_narrow_subtiles():
+    def stored(accum):
+        return accum * 2.0, accum
+
+    wide = empty(128, 256, dtype=F32)
+    args = arguments(stored, out=torch.float8_e4m3fn, wide=wide)
+    columns = {kernel.metadata.design.kernel_tile[1] for kernel in offered(args, HOPPER)}
+    assert columns and not any(n % 32 for n in columns)
+    rule = "what is written beside out has at least 8 columns in as many bytes as out at once"
+    args = arguments(stored_pairs(1), columns=0.5, out=torch.float8_e4m3fn, stored=wide)
+    by_rule(args, rule, "stored has 4", [HOPPER])
+
+
 def test_a_whole_number_is_the_same_factor_as_a_fraction():
     def scaled(accum, alpha):
         return accum * alpha
@@ -261,6 +276,103 @@ def test_a_hopper_tile_that_spans_rows_is_written_in_whole_subtiles():
     args = arguments(fn, M=64, N=40, norm=empty(64, dtype=F32))
     columns = {kernel.metadata.design.kernel_tile[1] for kernel in offered(args, HOPPER)}
     assert columns and all(n % min(32, n) == 0 for n in columns)
+
+
+# Pairs of columns where the product is transposed ----------------------------------------
+
+
+def tiles(args, family=HOPPER):
+    """Of the transposed product, whose rows are columns of the product."""
+    designs = [kernel.metadata.design for kernel in offered(args, family)]
+    return {design.kernel_tile for design in designs if design.swap_ab}
+
+
+def transposed(args, rows_and_columns):
+    """What a kernel of such a design says to these arguments."""
+    plain = ka.GemmArguments(args.A, args.B, empty(args.M, args.N))
+    designs = (kernel.metadata.design for kernel in offered(plain, HOPPER))
+    design = next(one for one in designs if one.swap_ab and one.kernel_tile[:2] == rows_and_columns)
+    kernel = offered(args, HOPPER)[0]
+    return type(kernel)(dataclasses.replace(kernel.metadata, design=design)).supports(args)
+
+
+def stored_pairs(granularity):
+    def fn(accum):
+        return pairs_of(granularity)(accum), accum
+
+    return fn
+
+
+@pytest.mark.parametrize("granularity", [8, 32, 64, "halves"])
+def test_pairs_are_taken_as_rows_of_narrow_transposed_tiles(granularity):
+    found = tiles(arguments(pairs_of(granularity), M=8, columns=0.5))
+    assert {(64, 16), (128, 16), (128, 64)} <= {(rows, columns) for rows, columns, _ in found}
+    assert max(columns for _, columns, _ in found) == 64
+
+
+def test_pairs_of_wide_transposed_tiles_are_refused():
+    args = arguments(pairs_of(32), M=512, columns=0.5)
+    status = transposed(args, (128, 256))
+    rule = "a tile of the transposed product has at most 64 columns where its rows are pairs"
+    assert not status
+    assert str(status.error) == f"{rule}; it has 256"
+
+
+BUNDLES = "a tile holds whole bundles of the columns that the epilogue looks at together"
+
+
+@pytest.mark.parametrize(
+    ("fn", "operands"),
+    [
+        (pairs_of(1), {}),
+        (pairs_of(16), {}),
+        (stored_pairs(8), {"stored": empty(8, 256)}),
+        (lambda accum: (pairs_of(32)(accum), ep.sum(accum, -2)), {"stored": empty(256, dtype=F32)}),
+        (lambda accum: (pairs_of(32)(accum), ep.max(accum, -1)), {"stored": empty(8, dtype=F32)}),
+    ],
+    ids=["neighbours", "of 16", "of 8, stored", "beside columns", "beside rows"],
+)
+def test_what_is_no_pair_of_rows_of_a_thread_is_not_for_transposed_tiles(fn, operands):
+    args = arguments(fn, M=8, columns=0.5, **operands)
+    assert not tiles(args)
+    status = transposed(args, (128, 16))
+    reason = "it looks at other columns, which are rows of the transposed product"
+    assert str(status.error) == f"{BUNDLES}; {reason}"
+
+
+def test_an_interleaved_product_is_not_for_transposed_tiles():
+    assert not tiles(arguments(lambda a: ep.interleave(a, a * a), M=8, columns=2))
+    assert tiles(arguments(lambda a: ep.interleave(*ep.glu_pair(a)), M=8))
+
+
+def test_what_is_stored_or_reduced_beside_pairs_of_rows_is_taken():
+    def fn(accum):
+        result = pairs_of("halves")(accum)
+        return result, accum, ep.amax(result, None)
+
+    assert tiles(arguments(fn, M=8, columns=0.5, x=empty(8, 256), amax=empty(dtype=F32)))
+
+
+@pytest.mark.parametrize(("granularity", "taken"), [(8, True), (32, False)])
+def test_pairs_are_dealt_out_to_transposed_tiles_of_a_k_major_matrix(granularity, taken):
+    epilogue = ka.EpilogueArguments(pairs_of(granularity))
+    args = ka.GemmArguments(empty(8, 64), empty(64, 256), empty(8, 128), epilogue=epilogue)
+    assert bool(tiles(args)) == taken
+    status = transposed(args, (128, 16))
+    assert bool(status) == taken
+    rule = "B is K-major where transposed tiles take pairs: a swizzle has 8 of their rows"
+    assert taken or str(status.error) == rule
+
+
+@pytest.mark.parametrize("granularity", [32, "halves"])
+def test_few_rows_of_pairs_prefer_the_transposed_product(granularity):
+    def first(M):
+        args = arguments(pairs_of(granularity), M, 28672, 4096, columns=0.5)
+        (best, *_) = ka.get_kernels(args, cc=90, providers=["cutedsl"])
+        return best.metadata.design
+
+    assert all(first(M).swap_ab for M in (1, 7, 16, 32))
+    assert not any(first(M).swap_ab for M in (512, 4096))
 
 
 @pytest.mark.parametrize("family", BOTH)

@@ -124,3 +124,56 @@ def test_rows_that_are_scattered_are_not_dealt_out_in_halves():
     assert reason(args, "sm90.grouped_gemm") == (
         "columns of out that are dealt out in halves are in rows that lie side by side"
     )
+
+
+# Pairs of columns where tokens are few ---------------------------------------------------
+
+
+def gated(granularity="halves", fn=None):
+    def pairs(accum):
+        gate, up = ep.glu_pair(accum, granularity=granularity)
+        return ep.silu(gate) * up
+
+    return ka.EpilogueArguments(fn or pairs)
+
+
+def transposed(args):
+    found = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+    return {k.family_name() for k in found if getattr(k.metadata.design, "swap_ab", False)}
+
+
+@pytest.mark.parametrize("granularity", [32, "halves"])
+@pytest.mark.parametrize("discrete", [False, True])
+def test_transposed_tiles_take_pairs_of_columns(granularity, discrete):
+    family = "sm90.grouped_gemm_pointers" if discrete else "sm90.grouped_gemm"
+    assert transposed(of_rows(gated(granularity), N // 2, discrete)) == {family}
+    assert not transposed(of_rows(gated(1), N // 2, discrete))
+
+
+def test_transposed_tiles_take_pairs_of_8_bits():
+    B = empty(E, N, K, element=F8).mT
+    A, out = empty(T, K, element=F8), empty(T, N // 2)
+    args = ka.GroupedGemmArguments(A, B, out, OFFSETS, epilogue=gated())
+    assert transposed(args) == {"sm90.grouped_gemm_fp8"}
+
+
+@pytest.mark.parametrize("indices", ["row_index", "out_row_index"])
+def test_transposed_tiles_neither_gather_nor_scatter_tokens(indices):
+    args = of_rows(gated(32), N // 2, **{indices: index()})
+    assert "sm90.grouped_gemm" in families(args)
+    assert not transposed(args)
+
+
+@pytest.mark.parametrize("granularity", [32, "halves"])
+def test_few_tokens_of_pairs_prefer_the_transposed_product(granularity):
+    def first(tokens):
+        experts, wide = 8, 28672
+        A, B = empty(experts * tokens, 4096), empty(experts, wide, 4096).mT
+        args = ka.fusions.grouped_gemm_glu(
+            A, B, empty(experts, element=torch.int32),
+            out=empty(experts * tokens, wide // 2), granularity=granularity,
+        )  # fmt: skip
+        return ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])[0].metadata.design
+
+    assert all(first(tokens).swap_ab for tokens in (1, 2, 8))
+    assert not any(first(tokens).swap_ab for tokens in (512, 4096))

@@ -13,10 +13,11 @@ from fractions import Fraction
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Numeric, Uint16, Uint32
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Numeric, Uint16, Uint32
 
 from .conversion import Conversions, bfloat16_pair
 from .modes import transposed_modes
+from .row_pairs import RowPairs
 
 _SWAPPED = str.maketrans("mn", "nm")
 NUMBER = "number"  # an operand that is no tensor, but a number known at run time
@@ -81,6 +82,7 @@ class Epilogue:
         spans_row: Whether elements depend on whole rows: then a bundle is as wide as a tile, and
             a tile at least as wide as the matrix.
         conversions: To the types of outputs.
+        row_pairs: Which rows of a transposed product are pairs, see `PairedRows`; None: none.
     """
 
     kinds: tuple[str, ...] = ()
@@ -91,6 +93,7 @@ class Epilogue:
     halves: frozenset[Fraction] = frozenset()
     spans_row: bool = False
     conversions: Conversions = Conversions()
+    row_pairs: RowPairs | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -282,6 +285,10 @@ class Thread:
 
     def row_of(self, half: int) -> Int32:
         return self.row + 8 * half
+
+    def has_row(self, half: int) -> Boolean:
+        """Whether it lies in the matrix."""
+        return self.row_of(half) < self.extents[0]
 
     def column_of(self, column: int, lane_columns: int = PAIR, columns: Fraction = Fraction(1)):
         """The column in a matrix that has `columns` per column of the accumulators."""

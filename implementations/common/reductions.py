@@ -291,7 +291,7 @@ class Reductions:
         return _combined_if(inside, output.kind, found, value)
 
     def _inside(self, output, thread: Thread, half: int, column: int) -> Boolean:
-        in_rows = thread.row_of(half) < thread.extents[0]
+        in_rows = thread.has_row(half)
         if output.over == "rows":
             return in_rows
         in_columns = thread.is_inside(column, output.lane_columns, output.columns)

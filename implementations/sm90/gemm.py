@@ -22,6 +22,7 @@ from .grid import Grid, grid_of
 from .mainloop import Fragments
 from .mma import WGMMA_M, make_tiled_mma, multiplied_as
 from .output import GROUP
+from .paired_output import ROWS, dealt_out, in_order
 from .plan import CONSUMER_BARRIERS, GemmPlan
 from .promotion import scale_modes
 from .split_float32 import SMALL_BUFFERS
@@ -55,7 +56,8 @@ class Gemm(GemmPlan):
              to the blocks that are resident at once. What several blocks compute of a tile is
              added up in a fixed order, through a workspace (`WorkSplit`).
     swap_ab: computes Dᵀ = Bᵀ · Aᵀ, so that few rows of D become few columns of wgmma, which takes
-             8 or 16 of them where it takes 64 rows. Tile and cluster are those of Dᵀ.
+             8 or 16 of them where it takes 64 rows. Tile and cluster are those of Dᵀ. Pairs of
+             columns of D are rows there, which `PairedOutput` has.
     repacked: whether A and B are copied before, which then may have any address and strides, of
              which one is 1. The copies are K-major where wgmma wants it.
     dependent_launch: blocks may start while the kernel before still runs, and let the next one do
@@ -171,17 +173,14 @@ class Gemm(GemmPlan):
 
         a_layout = sm90.make_smem_layout_a(a_major, self.tile_shape, a_type, self.stages)
         b_layout = sm90.make_smem_layout_b(b_major, self.tile_shape, b_type, self.stages)
-        if const_expr(Fraction(1) in self.epilogue.halves):
+        if const_expr(Fraction(1) in self.output.epilogue.halves):
             mB = halves_in_turn(mB, 0)
         # Blocks side by side along N work on the same rows of A: its tile is shared by cluster_n.
         tma_a = None
         if const_expr(not self.gathered):
-            tma_a, mA = self._tma_load(mA, a_layout, (tile_m, tile_k), cluster_n)
+            tma_a, mA = self._tma_load_a(mA, a_major, a_layout)
         tma_b, mB = self._tma_load(mB, b_layout, (tile_n, tile_k), cluster_m)
-        mD = tuple(
-            halves_in_turn(output, 1) if full.columns in self.epilogue.halves else output
-            for output, full in zip(mD, self.epilogue.full, strict=True)
-        )
+        mD, d_majors = self.output.views(mD), self.output.of_parts(tuple(d_majors))
         d_layouts = self.output.shared_layouts(d_majors, self.consumers)
         tma_d, mD = self.output.tma(mD, d_layouts)
         small_stages = SMALL_BUFFERS if self.split_float32 else 0
@@ -214,7 +213,7 @@ class Gemm(GemmPlan):
             *(tma_a, mA, a_layout),
             *(tma_b, mB, b_layout),
             *(tma_d, mD, d_layouts),
-            tuple(d_majors),
+            d_majors,
             operands,
             reduced,
             scales,
@@ -272,6 +271,20 @@ class Gemm(GemmPlan):
         ]
         return ReductionSpace(*tiles, batches, counters, parts)
 
+    def _tma_load_a(self, tensor, major, shared_layout):
+        """Whole tiles; of rows that are pairs, 64 at a time."""
+        tile_m, _, tile_k = self.tile_shape
+        pairs, sharers = self.output.epilogue.row_pairs, self.cluster_shape[1]
+        if pairs is None or pairs.granularity == ROWS:
+            return self._tma_load(tensor, shared_layout, (tile_m, tile_k), sharers)
+        piece = sm90.make_smem_layout_a(
+            major, (WGMMA_M, *self.tile_shape[1:]), multiplied_as(tensor.element_type), 1
+        )
+        tma, coordinates = self._tma_load(
+            dealt_out(tensor, pairs), piece, (WGMMA_M, tile_k), sharers
+        )
+        return tma, in_order(coordinates, pairs, tensor.shape[0])
+
     def _tma_load(self, tensor, shared_layout, tiler, sharers):
         op = cpasync.CopyBulkTensorTileG2SOp()
         if sharers > 1:
@@ -318,7 +331,7 @@ class Gemm(GemmPlan):
         sB = storage.B.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         sD = tuple(
             storage.D.get_tensor(layout.outer, swizzle=layout.inner, dtype=element_type)
-            for layout, element_type in zip(d_layouts, self.output_types, strict=True)
+            for layout, element_type in zip(d_layouts, self.output.element_types, strict=True)
         )
 
         cluster_layout = cute.make_layout((1, *self.cluster_shape, 1))
@@ -350,7 +363,7 @@ class Gemm(GemmPlan):
                 group - 1,
                 *(tiled_mma, sA, sB, a_layout, b_layout, k_tiles),
                 *(tma_d, mD, sD, d_majors, operands, reduced, scales),
-                (mA.shape[0], cute.size(mB, mode=[0])),
+                (cute.size(mA, mode=[0]), cute.size(mB, mode=[0])),
                 *(pipeline_ab, turns, order, split),
                 storage,
             )

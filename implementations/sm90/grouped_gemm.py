@@ -23,6 +23,7 @@ from .grid import grid_of
 from .grouped_output import ScatteredOutput, written_as
 from .mma import WGMMA_M
 from .output import GROUP
+from .paired_output import ROWS, MatricesOfPairs
 from .promotion import scale_modes
 from .ragged import ending_at
 
@@ -175,7 +176,10 @@ class GroupedGemm(Gemm):
 
     def _describe(self, tma_a, tma_b, addresses, shape, pitch, first, stream):
         tma, experts = tma_a if self.swap_ab else tma_b, self.experts
-        if Fraction(1) in self.epilogue.halves:
+        pairs = self.output.epilogue.row_pairs
+        if pairs is not None and pairs.granularity != ROWS:
+            experts = MatricesOfPairs(**vars(experts), row_pairs=pairs)
+        elif Fraction(1) in self.output.epilogue.halves:
             experts = MatricesInHalves(**vars(experts))
         Descriptors(experts)(tma, addresses, shape, pitch, first, stream)
 
@@ -227,7 +231,7 @@ class GroupedGemm(Gemm):
         masks = self._multicast_masks(cluster_layout)
         weights = self._weights((tma_a, mA, sA), (tma_b, mB, sB))
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        tiles = self._grouped_tiles(offsets, (mA.shape[0], cute.size(mB, mode=[0])))
+        tiles = self._grouped_tiles(offsets, (cute.size(mA, mode=[0]), cute.size(mB, mode=[0])))
         index = Int32(cluster)
         is_tile, tile, state = tiles.find(tiles.start_at(index), index)
         while is_tile:
@@ -266,7 +270,7 @@ class GroupedGemm(Gemm):
         b_mask = self._multicast_masks(cluster_layout)[1]
         weights = self._weights((None, None, None), (tma_b, mB, sB))
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        tiles = self._grouped_tiles(offsets, (mA.shape[0], cute.size(mB, mode=[0])))
+        tiles = self._grouped_tiles(offsets, (cute.size(mA, mode=[0]), cute.size(mB, mode=[0])))
         index, begun = Int32(cluster), Int32(0)
         is_tile, tile, state = tiles.find(tiles.start_at(index), index)
         while is_tile:
@@ -444,13 +448,15 @@ class GroupedGemm(Gemm):
         if space is None:
             return outputs, None
         counters, parts = space
-        clusters = self.cluster_shape[0]
+        clusters = self.cluster_shape[self.ragged]
         of_tiles = GroupTile(
             *(tile.group, tile.first_row, tile.end_row, tile.m, tile.n),
             *(tile.first_tile * clusters, tile.tiles * clusters),
         )
-        across = self._tiles_across(extents) * self.cluster_shape[1]
+        across = self._tiles_across(extents) * self.cluster_shape[1 - self.ragged]
         space = self._grouped.space(of_tiles, across, counters, parts)
+        if self.swap_ab:
+            space.tiles_m, space.tiles_n = space.tiles_n, space.tiles_m
         return (
             *outputs,
             *self._grouped.outputs_of(tile.group, tile.first_row, mR[blocks:]),
@@ -465,4 +471,6 @@ class GroupedGemm(Gemm):
             _, _, clusters = cute.arch.grid_dim()
             if (consumer == 0) & (block_m == 0) & (block_n == 0):
                 thread = cute.arch.thread_idx()[0] % GROUP
-                self._grouped.write_empty(offsets, mR, extents[1], cluster, clusters, thread)
+                self._grouped.write_empty(
+                    *(offsets, mR, extents[1 - self.ragged], cluster, clusters, thread)
+                )

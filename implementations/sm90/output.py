@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
 from cutlass.tensor_utils import LayoutEnum
 
 from ..common.conversion import CONVERTED
-from ..common.epilogue import PAIR, Epilogue, Thread, places, store_per_block
+from ..common.epilogue import PAIR, Epilogue, Thread, halves_in_turn, places, store_per_block
 from .mma import WGMMA_M
 from .ragged import of_group, stored_by_groups
 from .reduced_output import GROUP, WARPS, ReducedOutput
@@ -43,6 +43,7 @@ class Output:
 
     ragged: int | None = None
     scattered: bool = False
+    subtile_rows = WGMMA_M  # that a block of 64 gives of an output
 
     def __init__(
         self,
@@ -80,7 +81,10 @@ class Output:
         if any(self._scratch_bytes(r.columns) > self.slot_bytes for r in by_column):
             raise ValueError(f"a bundle of {self.bundle} columns is too wide to be reduced")
         self.subtiles = tuple(
-            (WGMMA_M, min(WIDTH, width, self.slot_bytes * 8 // element_type.width // WGMMA_M))
+            (
+                self.subtile_rows,
+                min(WIDTH, width, self.slot_bytes * 8 // element_type.width // WGMMA_M),
+            )
             for width, element_type in zip(self.widths, element_types, strict=True)
         )
 
@@ -101,6 +105,17 @@ class Output:
         if columns.denominator != 1 or columns % min(WIDTH, columns):
             raise ValueError(f"a bundle of {self.bundle} columns gives {columns} of an output")
         return int(columns)
+
+    def of_parts(self, of_outputs: tuple) -> tuple:
+        """What outputs have, for the parts that they are written in: here one each."""
+        return of_outputs
+
+    def views(self, mD: tuple) -> tuple:
+        """The parts that outputs (M, N, L) are written in, with columns in the order of tiles."""
+        return tuple(
+            halves_in_turn(output, 1) if full.columns in self.epilogue.halves else output
+            for output, full in zip(mD, self.epilogue.full, strict=True)
+        )
 
     def shared_layouts(self, majors: tuple[LayoutEnum, ...], consumers: int) -> tuple:
         """(rows, columns, buffers of all consumers) of each output."""
@@ -315,7 +330,7 @@ class Output:
         each that is reduced what `Reductions.gather` has of it."""
         fragments = [
             [
-                cute.make_rmem_tensor(WGMMA_M * columns // GROUP, element_type)
+                cute.make_rmem_tensor(self.subtile_rows * columns // GROUP, element_type)
                 for _ in range(width // columns)
             ]
             for (_, columns), width, element_type in zip(
@@ -339,10 +354,14 @@ class Output:
         lane_columns = self.epilogue.full[j].lane_columns
         elements = [
             self.epilogue.element(j, thread, half, k * columns + column)
-            for half, column in places(columns, lane_columns)[first : first + CONVERTED]
+            for half, column in self._places(columns, lane_columns)[first : first + CONVERTED]
         ]
         target = cute.make_tensor(fragment.iterator + first, cute.make_layout(len(elements)))
         self.epilogue.conversions.put(elements, target)
+
+    def _places(self, columns: int, lane_columns: int) -> list:
+        """(half, column) of a thread's elements of a subtile, in the order of its fragment."""
+        return places(columns, lane_columns)
 
     def _put(self, j, fragment, to_shared, sD, tid):
         """A subtile into shared memory."""

@@ -8,6 +8,7 @@ from ..common.work_split import PartialSums
 from .mainloop import Mainloop
 from .mma import K_BYTES, WGMMA_M, check_types
 from .output import GROUP, Output
+from .paired_output import PairedOutput
 from .promotion import SCALE_BLOCK, promoted_columns
 from .split_float32 import SMALL_BUFFERS, FloatSplitter
 
@@ -90,9 +91,10 @@ class GemmPlan:
                 "per consumer cannot be promoted"
             )
         self.registers = self._plan_registers()
-        self.output = Output(
+        written = self.epilogue.transposed() if swap_ab else self.epilogue
+        self.output = (Output if written.row_pairs is None else PairedOutput)(
             output_types,
-            self.epilogue.transposed() if swap_ab else self.epilogue,
+            written,
             tile=(tile_m, tile_n),
             row_blocks=self.row_blocks,
             row_step=self.groups_per_tile,

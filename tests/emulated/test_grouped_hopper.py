@@ -13,6 +13,7 @@ from support.grouped_cases import (
     F32,
     Case,
     check,
+    gated,
     gradient,
     halves,
     on_meta,
@@ -32,6 +33,7 @@ BOTH = ("row_index", "out_row_index")
 AWAY = (0, 65, 1, 130, 0, 3)
 
 FEW = (0, 65, 1, 7)
+PACKED = {"discrete": False, "sizes": (1, 0, 7, 33), "other": 144}
 EIGHT_BITS = {"element": F8, "out": BF16, "layouts": WEIGHTS, "discrete": True}
 
 #: (design, problem); those in front are run every time.
@@ -47,6 +49,10 @@ OF_ROWS = [
     (
         "64x128x64_cluster1x1_pingpong",
         Case("scattered pairs", indices=BOTH[1:], sizes=FEW, epilogue=swiglu, N=192),
+    ),
+    (
+        "16x128x128",
+        Case("gated few rows", sizes=(1, 0, 33), epilogue=gated(), N=192, layouts=WEIGHTS),
     ),
     ("16x128x128", Case("few rows", sizes=(1, 0, 3, 17), N=136, layouts=WEIGHTS)),
     ("128x192x64_cluster2x1", Case("picked", indices=BOTH, N=200, other=136, layouts=WEIGHTS)),
@@ -81,6 +87,29 @@ OF_ROWS = [
     (
         "128x128x128_cluster1x1",
         Case("tensors anywhere, picked", indices=BOTH, scales="tensor", other=144, **EIGHT_BITS),
+    ),
+    (
+        "16x128x128",
+        Case(
+            "gated halves, 8 bits anywhere",
+            sizes=(0, 7, 33, 0, 1),
+            N=448,
+            other=144,
+            epilogue=gated("halves", "up_gate"),
+            **EIGHT_BITS,
+        ),
+    ),
+    (
+        "32x128x128",
+        Case("gated 8 bits", N=192, epilogue=gated(stores=False), **{**EIGHT_BITS, **PACKED}),
+    ),
+    (
+        "32x128x64",
+        Case("gated anywhere", discrete=True, epilogue=gated(), N=192, layouts=WEIGHTS),
+    ),
+    (
+        "64x128x64_cluster1x1_cooperative_stages8_swap",
+        Case("gated halves", sizes=AWAY, epilogue=gated("halves"), N=448, layouts=WEIGHTS),
     ),
     (
         "64x256x128_cluster1x1",
@@ -128,7 +157,7 @@ def named(cases, first):
     return {"argvalues": chosen, "ids": [case.name for _, case in chosen]}
 
 
-@pytest.mark.parametrize(("design", "case"), **named(OF_ROWS, 3))
+@pytest.mark.parametrize(("design", "case"), **named(OF_ROWS, 4))
 def test_groups_of_rows_are_multiplied_with_their_own_matrix(design, case):
     checked(design, case.of_rows())
 

@@ -24,6 +24,7 @@ DESIGNS = {
     "stream": lambda d: d.stream_k,
     "swapped": lambda d: d.swap_ab and not d.splits,
     "swapped split": lambda d: d.swap_ab and d.splits,
+    "stream of few rows": lambda d: d.swap_ab and d.stream_k,
 }
 
 GELU, DSILU = make.a_bias_activation("gelu"), make.a_recomputed_dactivation("silu")
@@ -77,6 +78,19 @@ CASES = [
     Case("quantize, row", make.a_quantize("row"), "cooperative", {"M": 70, "N": 48, "pad": 16}),
     Case("norm", make.a_norm, "cooperative", {"M": 13, "N": 120, "batch": 2}),
     Case("blocks", make.repeated_blocks, "cooperative", {"M": 13, "N": 80}),
+    Case("swiglu of few rows", make.a_glu("swiglu"), "swapped", {"M": 7, "N": 192}),
+    Case(
+        "geglu of few rows, halves",
+        make.a_glu("geglu", granularity="halves", order="gate_up"),
+        "stream of few rows",
+        {"M": 33, "N": 448, "K": 264, "batch": 2},
+    ),
+    Case(
+        "reglu of a row",
+        make.a_glu("reglu", F32, granularity=64),
+        "swapped",
+        {"M": 1, "N": 384, "element": F16},
+    ),
 ]
 
 
@@ -126,6 +140,7 @@ def test_blocks_of_a_cluster_cut_no_pair_of_halves_but_in_the_middle():
     shares = {
         k.metadata.design.kernel_tile[1] // k.metadata.design.kernel_cluster[0]
         for k in designs_for_halves()
+        if not k.metadata.design.swap_ab
     }
     assert all(share % 64 == 0 or 64 % share == 0 for share in shares), shares
     assert max(shares) > 64 > min(shares)

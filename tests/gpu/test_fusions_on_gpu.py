@@ -8,7 +8,8 @@ setting.
 import os
 
 import pytest
-from support.fusion_cases import BF16, CATALOGUE, F16, F32, Case, on_gpu, same_bits
+import torch
+from support.fusion_cases import BF16, CATALOGUE, F16, F32, Case, a_glu, on_gpu, same_bits
 
 import kernel_api as ka
 
@@ -67,3 +68,40 @@ def test_a_fusion_is_what_the_reference_computes(case, turn):
             for name, one in args.outputs.items():
                 same = same_bits(one.tensor, first[name])
                 assert same, f"{kernel.metadata.kernel_name}: {name} differs when repeated"
+
+
+def glu_alone(granularity, order):
+    """With nothing stored beside: what inference computes."""
+
+    def make(draw):
+        return ka.fusions.gemm_glu(
+            draw.A, draw.B, out=draw.written(draw.N // 2), granularity=granularity, order=order
+        )
+
+    return make
+
+
+FEW_ROWS = {
+    "pairs": (a_glu("swiglu"), {"M": 7, "N": 448, "K": 264}),
+    "pairs, alone": (glu_alone(32, "gate_up"), {"M": 64, "N": 14336, "K": 4096}),
+    "halves": (a_glu("geglu", granularity="halves"), {"M": 33, "N": 448, "K": 200, "pad": 3}),
+    "halves, alone": (glu_alone("halves", "up_gate"), {"M": 16, "N": 14336, "K": 4096}),
+    "halves of a row": (a_glu("swiglu", granularity="halves", order="gate_up"), {"M": 1, "N": 64}),
+    "batches": (a_glu("reglu", F32), {"M": 17, "N": 192, "K": 264, "batch": 3, "pad": 8}),
+    "64": (a_glu("swiglu", granularity=64), {"M": 40, "N": 384, "element": F16}),
+    "8": (glu_alone(8, "up_gate"), {"M": 9, "N": 144}),
+    "columns": (glu_alone(32, "up_gate"), {"M": 24, "N": 192, "layout": "n"}),
+    "tf32": (a_glu("swiglu", granularity="halves"), {"M": 9, "N": 192, "element": F32}),
+}
+
+
+@pytest.mark.parametrize("name", FEW_ROWS)
+def test_pairs_of_few_rows_are_right_in_every_transposed_tile(name):
+    make, how = FEW_ROWS[name]
+    args = on_gpu(Case(name, make, how={"element": BF16, "pad": 8, **how}).drawn(0))
+    kernels = ka.get_kernels(args, providers=["cutedsl"])
+    found = [k for k in kernels if getattr(k.metadata.design, "swap_ab", False)]
+    assert bool(found) == (torch.cuda.get_device_capability() == (9, 0))
+    for kernel in found:
+        verdict = ka.verify(kernel, args)
+        assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"

@@ -226,6 +226,38 @@ def test_groups_are_what_the_reference_computes(make, sizes, how, turn):
                 assert same, f"{kernel.metadata.kernel_name}: {name} differs when repeated"
 
 
+def glu_of_8_bits(d, B, **how):
+    out = d.out(d.T, d.N // 2)
+    return fusions.grouped_gemm_glu(d.A.to(F8), B, d.offsets, out=out, **how)
+
+
+FEW_TOKENS = {
+    "all beside": glu,
+    "all beside, listed": lambda d: glu(d, discrete=True),
+    "halves": lambda d: glu(d, granularity="halves", order="up_gate", kind="geglu"),
+    "halves, listed": lambda d: glu(d, discrete=True, granularity="halves"),
+    "alone": lambda d: fusions.grouped_gemm_glu(
+        d.A, d.B, d.offsets, out=d.out(d.T, d.N // 2), granularity="halves"
+    ),
+    "8 bits": lambda d: glu_of_8_bits(d, d.B.mT.to(F8).mT, prob=d.values(d.T)),
+    "8 bits, halves, listed": lambda d: glu_of_8_bits(
+        d, [one.mT.to(F8).mT for one in d.B], granularity="halves", **d.both()
+    ),
+}
+
+
+@pytest.mark.parametrize("sizes", [(1,), (0, 7, 0, 33, 1, 16, 0), (64, 65, 3, 0), (0, 0)])
+@pytest.mark.parametrize("name", FEW_TOKENS)
+def test_pairs_of_few_tokens_are_right_in_every_transposed_tile(name, sizes):
+    args = FEW_TOKENS[name](Draw(sizes, N=448, K=272, seed=len(sizes)))
+    kernels = ka.get_kernels(args, providers=["cutedsl"])
+    found = [k for k in kernels if getattr(k.metadata.design, "swap_ab", False)]
+    assert bool(found) == (torch.cuda.get_device_capability() == (9, 0))
+    for kernel in found:
+        verdict = ka.verify(kernel, args)
+        assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+
+
 def scaled(mode, sizes, N, K, out, listed=False):
     d = Draw(sizes, N, K)
     A, B = d.A.to(F8), d.matrix(d.E, N, K).to(F8).mT

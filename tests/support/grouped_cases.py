@@ -167,6 +167,29 @@ def halves(T, N, E):
     return ka.EpilogueArguments(fn), N // 2
 
 
+def gated(granularity=32, order="gate_up", stores=True):
+    """What transposed tiles compute as well: nothing is reduced to rows or columns."""
+
+    def make(T, N, E):
+        def fn(accum, alpha, bias, prob):
+            x = accum * alpha + bias
+            gate, up = ep.glu_pair(x, order, granularity)
+            y = ep.silu(gate) * up * prob
+            return (y, x, ep.amax(y, None)) if stores else y
+
+        writes = {"pre": matrix(T, N), "amax": matrix(E, 1, element=F32)[:, 0]}
+        epilogue = ka.EpilogueArguments(
+            fn,
+            alpha=matrix(E, 1, 1, element=F32, seed=3),
+            bias=matrix(E, 1, N, seed=4),
+            prob=matrix(T, 1, element=F32, seed=5),
+            **(writes if stores else {}),
+        )
+        return epilogue, N // 2
+
+    return make
+
+
 def spread(T, N, E):
     """Two columns for each of the product."""
 

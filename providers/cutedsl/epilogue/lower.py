@@ -26,6 +26,7 @@ from kernel_api.implementations.common.epilogue import (
     places,
 )
 from kernel_api.implementations.common.functions import exact_functions, functions_for
+from kernel_api.implementations.common.paired_rows import PairedRows
 from kernel_api.implementations.common.philox import uniform_of_pairs
 from kernel_api.implementations.common.reductions import (
     QUAD,
@@ -33,6 +34,7 @@ from kernel_api.implementations.common.reductions import (
     identity,
     reduced_over_lanes,
 )
+from kernel_api.implementations.common.row_pairs import RowPairs
 from kernel_api.providers.cutedsl.epilogue.plan import PAIR, Plan, block_columns, kind_of
 
 _Value = Any  # Float32 or Boolean
@@ -85,6 +87,7 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
         self._functions, self._short = functions_for(output_types[: len(plan.full)], output_types)
         self._exact = exact_functions()
         self._reads: dict[int, list[tuple[Any, ...]]] = {}
+        self._pairs_are_rows = False
 
     def _columns(self, index: int) -> Fraction:
         return self._nodes[index].shape.columns
@@ -98,8 +101,9 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
             self._plan.lanes[index],
         )
 
-    def transposed(self) -> GraphEpilogue:
-        if not self._plan.alone:
+    def transposed(self) -> Epilogue:
+        granularity = self._plan.row_pairs
+        if not self._plan.alone and granularity is None:
             raise ValueError("the epilogue looks at rows and columns differently")
         swapped = object.__new__(GraphEpilogue)
         swapped.__dict__.update(self.__dict__)
@@ -107,7 +111,23 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
         swapped.kinds = tuple(k if k == NUMBER else k.translate(swap) for k in self.kinds)
         swapped._varies = [varies[::-1] for varies in self._varies]
         swapped._reads = {}
-        return swapped
+        return swapped if granularity is None else swapped._of_row_pairs(granularity)
+
+    def _of_row_pairs(self, granularity: int | str) -> Epilogue:
+        """Both of a pair are with one thread, in its two rows. What is made of them has a row per
+        pair, which is the same for both."""
+        per_pair = [node.shape.columns not in (0, 1) for node in self._nodes]
+        self._varies = [
+            (by_row and not one, by_column)
+            for (by_row, by_column), one in zip(self._varies, per_pair, strict=True)
+        ]
+        self._pairs_are_rows = True
+        self.full = (Full(),) * len(self._plan.full)
+        self.reduced = tuple(Reduced(one.kind, one.over) for one in self.reduced)
+        self.bundle, self.halves = 1, frozenset()
+        outputs = range(len(self.full) + len(self.reduced))
+        of_outputs = tuple(per_pair[self._written(output)[0]] for output in outputs)
+        return PairedRows(self, RowPairs(granularity), of_outputs)
 
     # What kernels ask --------------------------------------------------------------------
 
@@ -184,6 +204,8 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
 
     def _of_split(self, node: Node, place: Place, bundle: int) -> list[tuple[int, Place]]:
         part, granularity = int(node["part"]), block_columns(node)
+        if self._pairs_are_rows:
+            return [(node.inputs[0], place._replace(half=part))]
         lane = place.lane
         if granularity == 1:
             column, lane = 2 * place.column + part, 2 * lane
@@ -193,6 +215,8 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
         return [(node.inputs[0], Place(place.half, column, lane))]
 
     def _of_interleave(self, node: Node, place: Place, bundle: int) -> list[tuple[int, Place]]:
+        if self._pairs_are_rows:
+            return [(node.inputs[place.half], place)]
         granularity = block_columns(node)
         block, rest = divmod(place.column, granularity)
         column, part = (block // 2) * granularity + rest, block % 2

@@ -10,7 +10,7 @@ from typing import Any
 from kernel_api.arguments import EpilogueArguments
 from kernel_api.epilogue import Graph, Node
 from kernel_api.operands import Operand
-from kernel_api.providers.cutedsl.epilogue.plan import HALF, Plan, plan
+from kernel_api.providers.cutedsl.epilogue.plan import HALF, QUAD, Plan, plan
 from kernel_api.space import Miss, rule
 
 #: Columns that a kernel writes at once, and so the narrowest bundle.
@@ -107,6 +107,12 @@ def in_halves(epilogue: EpilogueArguments) -> bool:
     return not isinstance(planned, str) and 1 in planned.halves
 
 
+def row_pairs(epilogue: EpilogueArguments | None) -> int | str | None:
+    """As `Plan.row_pairs` says; None without an epilogue."""
+    planned = plan(epilogue.graph) if epilogue is not None else None
+    return planned.row_pairs if isinstance(planned, Plan) else None
+
+
 def halves_fit_shares(graph: Graph, columns: int) -> bool | Miss:
     """Whether blocks that load so many columns of B each for all of a cluster cut pairs of 32
     columns nowhere but in the middle."""
@@ -169,9 +175,12 @@ def fits_tile(
     planned = plan(graph)
     if isinstance(planned, str):
         return False
-    if swapped and not planned.alone:
-        return Miss("it looks at other columns, which are rows of the transposed product")
-    bundle = columns if planned.spans_row else lcm(planned.bundle, gcd(SUBTILE, columns))
+    if swapped and not planned.alone and planned.row_pairs is None:
+        return Miss(
+            "it looks at other columns, which are rows of the transposed product",
+            "would match with pairs that are 8, a multiple of 32 or half of the columns apart",
+        )
+    bundle = _bundle(planned, columns, swapped)
     if columns % bundle:
         return Miss(f"they are {bundle}, and there are {columns}")
     for _, index in planned.reduced:
@@ -179,6 +188,30 @@ def fits_tile(
         reduced = bundle * graph.nodes[node.inputs[0]].shape.columns
         if buffered is not None and node["axis"] == "rows" and reduced > buffered:
             return Miss(f"they are {bundle}, too many to be reduced")
+    return True
+
+
+def _bundle(planned: Plan, columns: int, swapped: bool) -> int:
+    """Columns of a tile that are handed out at once."""
+    if swapped:
+        return gcd(SUBTILE, columns)
+    return columns if planned.spans_row else lcm(planned.bundle, gcd(SUBTILE, columns))
+
+
+def fits_subtile(
+    epilogue: EpilogueArguments, out: Operand, columns: int, swapped: bool
+) -> bool | Miss:
+    """Whether in as many bytes as out has in a buffer, a matrix beside it has columns enough."""
+    planned = plan(epilogue.graph)
+    if isinstance(planned, str):
+        return False
+    bundle, shape = _bundle(planned, columns, swapped), epilogue.graph.output_shape("D")
+    most = bundle if swapped else int(bundle * shape.columns)
+    row = min(gcd(SUBTILE, columns), most) * out.dtype.itemsize
+    for name, operand in full_outputs(epilogue).items():
+        found = row // operand.dtype.itemsize
+        if found < QUAD:
+            return Miss(f"{name} has {found}")
     return True
 
 

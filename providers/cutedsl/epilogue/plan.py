@@ -42,6 +42,8 @@ class Plan:
         reduced: Outputs that are reduced: name and node.
         halves: Columns, in units of N, of matrices whose halves are looked at together.
         alone: Whether every element stands alone, so that the transposed product serves as well.
+        row_pairs: The granularity of pairs that the transposed product serves as well, as pairs of
+            rows that are both with one thread; None: there are none, or others, or more.
         spans_row: Whether elements depend on whole rows, which a tile has to hold then.
     """
 
@@ -53,6 +55,7 @@ class Plan:
     reduced: tuple[tuple[str, int], ...]
     halves: frozenset[Fraction]
     alone: bool
+    row_pairs: int | str | None
     spans_row: bool
 
     @property
@@ -92,6 +95,7 @@ def _plan(graph: Graph, blocks: frozenset[int]) -> Plan | str:
         reduced=reduced,
         halves=halves,
         alone=all(node.op not in _PLACED for node in graph.nodes),
+        row_pairs=_row_pairs(graph),
         spans_row=any(_is_reduction(graph.nodes[i]) for node in graph.nodes for i in node.inputs),
     )
 
@@ -190,6 +194,25 @@ def _mixes_orders(graph: Graph, node: Node, halves: frozenset[Fraction]) -> bool
         by_block = node["axis"] == "block"
         return by_block and graph.nodes[node.inputs[0]].shape.columns in halves
     return node.op in ("repeat", "rotate", "hadamard", "uniform") and node.shape.columns in halves
+
+
+def _row_pairs(graph: Graph) -> int | str | None:
+    """As `Plan.row_pairs` says."""
+    sums = [node for node in graph.nodes if node.op == "reduce"]
+    placed = [node for node in graph.nodes if node.op in _PLACED and node not in sums]
+    granularities = {_granularity(node) for node in placed}
+    if len(granularities) != 1 or any(node["axis"] not in ("matrix", "all") for node in sums):
+        return None
+    (granularity,) = granularities
+    if granularity is None or any(_paired(graph, node).columns != 1 for node in placed):
+        return None
+    if granularity not in (QUAD, "halves") and int(granularity) % HALF:
+        return None
+    nodes = [graph.nodes[index] for _, index in graph.outputs]
+    written = [node.shape.columns for node in nodes if not _is_reduction(node)]
+    if not all(written) or (granularity == QUAD and 1 in written):
+        return None  # of a pair of 8 columns both lie in one swizzle of what is written
+    return granularity
 
 
 def _lane_columns(graph: Graph, node: Node, blocks: frozenset[int], lanes: list[int]) -> int | None:

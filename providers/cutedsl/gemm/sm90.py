@@ -16,13 +16,15 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     SUBTILE,
     TMA_PIECE,
     Tiling,
+    fits_subtile,
     fits_tile,
     halves_fit_shares,
     in_halves,
+    row_pairs,
     spans_rows,
     whole_pieces,
 )
-from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
+from kernel_api.providers.cutedsl.epilogue.plan import QUAD, Plan, plan
 from kernel_api.providers.cutedsl.gemm import model, sm90_design
 from kernel_api.providers.cutedsl.gemm.fusing import (
     FusedGemm,
@@ -44,6 +46,8 @@ ALIGNMENTS: tuple[dict[str, int], ...] = ({**LOADS_ALIGNED, "out": 16}, LOADS_AL
 
 #: What an epilogue may write matrices of.
 _STORED = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32")
+#: Of a tile, whose elements are put into shared memory one by one where its rows are pairs.
+_COLUMNS_OF_PAIRS = 64
 #: Columns, per byte of an element of out, of which a buffer holds what is reduced.
 _BUFFERED_PER_BYTE = 128
 
@@ -87,6 +91,12 @@ class Sm90GemmFamily(FusedGemm):
         buffered = _BUFFERED_PER_BYTE * operands.out.dtype.itemsize
         return fits_tile(args.epilogue.graph, design.kernel_tile[1], design.swap_ab, buffered)
 
+    @rule("what is written beside out has at least 8 columns in as many bytes as out at once")
+    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
+        if args.epilogue is None:
+            return True
+        return fits_subtile(args.epilogue, args.out, design.kernel_tile[1], design.swap_ab)
+
     @rule("what is computed from whole rows needs a tile that holds them")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
         if args.epilogue is None:
@@ -112,7 +122,7 @@ class Sm90GemmFamily(FusedGemm):
 
     @rule("blocks that share B each load whole pairs of what lies in its halves, or one of a pair")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
-        if args.epilogue is None:
+        if args.epilogue is None or design.swap_ab:
             return True
         columns = design.kernel_tile[1] // design.kernel_cluster[0]
         return halves_fit_shares(args.epilogue.graph, columns)
@@ -120,6 +130,18 @@ class Sm90GemmFamily(FusedGemm):
     @rule("B is K-major where its halves are taken in turns: a swizzle is wider than 32 columns")
     def _(operands: GemmOperandsMetadata, args: Any) -> bool:
         return args.epilogue is None or operands.B.unit_mode == -2 or not in_halves(args.epilogue)
+
+    @rule("a tile of the transposed product has at most 64 columns where its rows are pairs")
+    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
+        columns = design.kernel_tile[1]
+        if not design.swap_ab or columns <= _COLUMNS_OF_PAIRS or row_pairs(args.epilogue) is None:
+            return True
+        return Miss(f"it has {columns}")
+
+    @rule("B is K-major where transposed tiles take pairs: a swizzle has 8 of their rows")
+    def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata, args: Any) -> bool:
+        dealt_out = design.swap_ab and row_pairs(args.epilogue) not in (None, QUAD)
+        return operands.B.unit_mode == -2 or not dealt_out
 
     @cached_property
     def repacked(self) -> tuple[bool, bool]:
@@ -175,8 +197,8 @@ class Sm90GemmFamily(FusedGemm):
 
     def tiling(self, M: int, N: int) -> Tiling:
         design = self._design
-        tile_m, tile_n, _ = design.kernel_tile
-        cluster_m, cluster_n = design.kernel_cluster
+        tile_m, tile_n, _ = design.tile_shape
+        cluster_m, cluster_n, _ = design.cluster_shape
         tiles = (
             -(-M // (tile_m * cluster_m)) * cluster_m,
             -(-N // (tile_n * cluster_n)) * cluster_n,
