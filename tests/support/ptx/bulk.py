@@ -367,9 +367,8 @@ def _store_async(match: re.Match[str], gang: Gang, instruction: Instruction, mas
         block = machine.shared.block_at(position)
         if block != barrier.block:
             raise EmulationError(f"stores to block {block}, and signals {barrier}")
-        copies = machine.shared.start_store(
-            np.array([where]), values[at : at + 1, None].view(np.uint8).copy(), thread, barrier.agent
-        )
+        data = values[at : at + 1, None].view(np.uint8).copy()
+        copies = machine.shared.start_store(np.array([where]), data, thread, barrier.agent)
         machine.bulk.pending.append(_RemoteStore(copies, barrier, block))
     machine.progress += 1
 
