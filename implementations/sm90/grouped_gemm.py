@@ -58,6 +58,7 @@ class GroupedGemm(ScheduledGemm):
     experts: B is (E,) Int64, addresses of matrices that lie anywhere; the next further operands are
              the columns of one and its stride that is not 1. A small kernel makes a descriptor of
              each before (`descriptors`), in the workspace.
+    scheduler: see `ScheduledGemm`.
 
     Values with rows have no batch mode, others have one of E: what is reduced over rows is (E,N),
     over rows and columns (E,). Groups without rows have the latter two as well.
@@ -136,7 +137,7 @@ class GroupedGemm(ScheduledGemm):
     ):
         """operands: a tuple of row indices of A and of D, as there are, and what describes experts;
         then the block scales of A and B if there are, what the epilogue reads, and its outputs
-        beside D; workspace: an address, used if anything is reduced or described."""
+        beside D; workspace: an address, used if anything is reduced, described or taken."""
         rows, groups = mA.shape[0], offsets.shape[0]
         picked, places = None, None
         if const_expr(self.gathered):

@@ -36,6 +36,7 @@ class GroupedSumGemm(ScheduledGemm):
     experts: D is (E,) Int64, addresses of matrices that lie anywhere; the first further operands
              are the columns of one and its stride that is not 1. A small kernel makes a descriptor
              of each before, if TMA stores D (`descriptors`), in the workspace.
+    scheduler: see `ScheduledGemm`; tiles of the longest groups are taken first.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class GroupedSumGemm(ScheduledGemm):
         stream: cuda.CUstream,
     ):
         """operands: a tuple of what describes experts, then what the epilogue reads, and its
-        outputs beside D; workspace: an address, used if anything is reduced or described."""
+        outputs beside D; workspace: an address, used if anything is reduced, described or taken."""
         described, parts = (), None
         if const_expr(self.experts is not None):
             shape, pitch = (mA.shape[0], Int32(operands[0])), operands[1]
