@@ -127,10 +127,6 @@ OF_ROWS_TAKEN = [
     ("128x256x64_cluster1x1 dynamic", Case("none", sizes=(0, 0), epilogue=gradient)),
     ("16x128x128 dynamic", Case("few rows", sizes=(1, 0, 3, 17), N=392, layouts=WEIGHTS)),
     ("256x128x64_cluster1x2 dynamic", Case("tall", sizes=UNEVEN, N=520, out=F32)),
-    (
-        "128x192x64_cluster2x1_pingpong dynamic",
-        Case("picked by clusters in turns", indices=BOTH, sizes=UNEVEN, N=400, layouts=WEIGHTS),
-    ),
     ("64x256x64_cluster1x1_pingpong dynamic", Case("none in turns", sizes=(0, 0))),
     ("128x256x64_cluster1x2 dynamic", Case("wide out", sizes=UNEVEN, N=136, out=F32)),
     ("64x256x64_cluster1x1_pingpong dynamic", Case("many groups", sizes=(1, 0) * 40, N=64)),
