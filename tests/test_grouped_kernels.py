@@ -1,11 +1,15 @@
 """Which kernels of the GPU are offered for groups whose matrices lie anywhere, with and without
-scales, and for rows that are scattered."""
+scales, for rows that are scattered, and which take tiles as they become free."""
+
+from itertools import pairwise
 
 import pytest
 import torch
 
 import kernel_api as ka
 from kernel_api import epilogue as ep
+from kernel_api._workspaces import ZEROED
+from kernel_api.providers.cutedsl.gemm.sm90_design import SHARED_MEMORY_BYTES
 
 BF16, F8, F32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 T, N, K, E = 40, 128, 256, 3
@@ -177,3 +181,114 @@ def test_few_tokens_of_pairs_prefer_the_transposed_product(granularity):
 
     assert all(first(tokens).swap_ab for tokens in (1, 2, 8))
     assert not any(first(tokens).swap_ab for tokens in (512, 4096))
+
+
+# Tiles that are taken --------------------------------------------------------------------
+
+
+def hopper(args):
+    found = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+    return [one for one in found if one.family_name().startswith("sm90")]
+
+
+def schedulers(kernels):
+    return [one.metadata.design.scheduler for one in kernels]
+
+
+def picked_and_scattered():
+    return of_rows(row_index=index(), out_row_index=index())
+
+
+def with_sums():
+    amax, sums = empty(E, element=F32), empty(E, N, element=F32)
+    epilogue = ka.EpilogueArguments(
+        lambda a: (a, ep.amax(a, None), ep.sum(a, -2)), amax=amax, sums=sums
+    )
+    return of_rows(epilogue)
+
+
+PROBLEMS = {
+    "rows": of_rows,
+    "rows, picked": picked_and_scattered,
+    "rows with sums": with_sums,
+    "experts anywhere": lambda: of_rows(discrete=True),
+    "8 bits": lambda: eight_bits(None, None),
+    "8 bits in blocks": lambda: eight_bits(("block_1x128", T, 2), (E, 2, 1)),
+    "sums": lambda: ka.GroupedGemmArguments(empty(T, K).t(), empty(T, N), empty(E, K, N), OFFSETS),
+    "sums anywhere": lambda: of_sums(accumulate=True),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_some_designs_take_tiles_and_come_right_behind_those_that_have_a_static_share(problem):
+    args = PROBLEMS[problem]()
+    kernels = hopper(args)
+    assert schedulers(kernels)[0] == "static"
+    assert "dynamic" in schedulers(kernels)
+    for before, kernel in pairwise(kernels):
+        name = kernel.metadata.kernel_name
+        assert ("_dynamic" in name) == (kernel.metadata.design.scheduler == "dynamic")
+        if "_dynamic" in name:
+            assert before.metadata.kernel_name == name.replace("_dynamic", "")
+            assert before.metadata != kernel.metadata
+        assert type(kernel.metadata).from_json(kernel.metadata.to_json()) == kernel.metadata
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_who_takes_tiles_needs_a_counter_in_the_workspace(problem):
+    args = PROBLEMS[problem]()
+    for kernel in hopper(args):
+        size = kernel.get_workspace_size(args)
+        assert size == kernel.workspace_for(*args.tensors)
+        assert size >= ZEROED or kernel.metadata.design.scheduler == "static"
+    sizes = {kernel.get_workspace_size(args) for kernel in hopper(of_rows())}
+    assert sizes == {0, ZEROED}
+
+
+def test_reductions_leave_the_last_counter_to_the_tiles():
+    rows = 64 * (ZEROED // 4)  # with a counter for each 64
+    wide = empty(rows, element=F32)
+    for taken in (0, 1):
+        args = ka.GroupedGemmArguments(
+            empty(rows - 128 * taken, K),
+            empty(1, N, K).mT,
+            empty(rows - 128 * taken, N),
+            empty(1, element=torch.int32),
+            epilogue=ka.EpilogueArguments(
+                lambda a: (a, ep.sum(a, -1)), sums=wide[: rows - 128 * taken]
+            ),
+        )
+        found = [one for one in hopper(args) if one.metadata.design.tile_shape[0] == 128]
+        assert ("dynamic" in schedulers(found)) == bool(taken)
+        assert "static" in schedulers(found)
+    args = ka.GroupedGemmArguments(
+        empty(rows, K), empty(1, N, K).mT, empty(rows, N), empty(1, element=torch.int32),
+        epilogue=ka.EpilogueArguments(lambda a: (a, ep.sum(a, -1)), sums=wide),
+    )  # fmt: skip
+    kernel = next(one for one in found if one.metadata.design.scheduler == "dynamic")
+    assert str(kernel.supports(args).error) == (
+        "the epilogue's reductions take 16384 counters of 16383"
+    )
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_designs_that_take_tiles_are_built_as_described_and_do_not_spill(problem):
+    args = PROBLEMS[problem]()
+    for kernel in hopper(args):
+        design = kernel.metadata.design
+        built = kernel.implementation_for(args)
+        assert (built.dynamic, built.stages) == (design.scheduler == "dynamic", design.stages)
+        assert built.shared_memory_bytes <= SHARED_MEMORY_BYTES
+        if built.dynamic:
+            resources = kernel.compile(args, "sm_90a").resources
+            assert resources.spill_bytes == 0, kernel.metadata.kernel_name
+            assert resources.shared_memory_bytes <= SHARED_MEMORY_BYTES
+
+
+@pytest.mark.compile
+def test_other_schedulers_are_refused():
+    from kernel_api.implementations.sm90.scheduled import ScheduledGemm
+
+    with pytest.raises(ValueError, match="scheduler is static or dynamic, not 'eager'"):
+        ScheduledGemm((128, 128, 64), scheduler="eager")

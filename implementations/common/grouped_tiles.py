@@ -115,6 +115,10 @@ class GroupedTiles:
         tile = self._tile(index, window + lane, first_row, end_row, through, lane)
         return found, tile, (window, before, first_row, end_row, through)
 
+    def count(self, state: tuple) -> Int32:
+        """Of all tiles; state: of a search that has found none."""
+        return _of_lane(state[-1], WARP - 1) * self.tiles_n
+
     @cute.jit
     def _window(self, window: Int32, before: Int32, first_row: Int32) -> tuple:
         """The state of the groups from `window` on, of which the first begins at `first_row`."""

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Int32, Int64, Uint8, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
@@ -18,19 +18,19 @@ from ..common.reductions import ReductionSpace
 from ..common.repack import Repack, copy_bytes
 from ..common.tile_order import make_tile_order, preferred_band_widths
 from ..common.work_split import COUNTER_BYTES, WorkSplit
+from . import tile_queue
+from .gemm_consumer import GemmConsumer
 from .grid import Grid, grid_of
-from .mainloop import Fragments
 from .mma import WGMMA_M, make_tiled_mma, multiplied_as
 from .output import GROUP
 from .paired_output import ROWS, dealt_out, in_order
-from .plan import CONSUMER_BARRIERS, GemmPlan
 from .promotion import scale_modes
 from .split_float32 import SMALL_BUFFERS
 
 CONCURRENT_TILES = 132  # multiprocessors of the SXM parts; only the visiting order depends on it
 
 
-class Gemm(GemmPlan):
+class Gemm(GemmConsumer):
     """D = epilogue(A · B) on Hopper: TMA, wgmma, persistent and warp-specialised.
 
     warp group  role      does                                      waits on      signals
@@ -161,10 +161,12 @@ class Gemm(GemmPlan):
         grid: Grid,
         stream,
         described=(),
+        counter=None,
     ):
         """Operands are as the kernel multiplies them: (M,K,L), (N,K,L), (M,N,L).
 
         described: What `_describe` takes, if further descriptors are to be made.
+        counter: The address of what numbers of tiles are taken from, if they are.
         """
         a_major, b_major, *d_majors = (LayoutEnum.from_tensor(t) for t in (mA, mB, *mD))
         tile_m, tile_n, tile_k = self.tile_shape
@@ -200,6 +202,8 @@ class Gemm(GemmPlan):
             stages: cute.struct.MemRange[Int64, 2 * self.stages]
             turns: cute.struct.MemRange[Int64, 2]
             flags: cute.struct.MemRange[Int32, 4]
+            queue: cute.struct.MemRange[Int64, tile_queue.BARRIERS if self.dynamic else 0]
+            numbers: cute.struct.MemRange[Int32, tile_queue.SLOTS if self.dynamic else 0]
 
         self.shared_storage = SharedStorage
         if const_expr(len(described) > 0):
@@ -220,6 +224,7 @@ class Gemm(GemmPlan):
             order,
             split,
             grid.leaves_room,
+            counter,
         ).launch(
             grid=(cluster_m, cluster_n, grid.clusters),
             block=(self.threads, 1, 1),
@@ -318,6 +323,7 @@ class Gemm(GemmPlan):
         order,
         split,
         leaves_room: Boolean,
+        counter: Int64 | None,
     ):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp_index // 4
@@ -339,6 +345,7 @@ class Gemm(GemmPlan):
         turns = None
         if const_expr(self.pingpong):
             turns = self._make_turns(storage, group - 1)
+        queue = self._make_queue(storage, counter)
         # No block may signal or write into another of its cluster that is not set up yet.
         pipeline.pipeline_init_arrive(cluster_layout, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_layout)
@@ -354,7 +361,7 @@ class Gemm(GemmPlan):
             if warp_index < self.producer_warps:
                 self._produce(
                     *(tma_a, mA, sA, tma_b, mB, sB),
-                    *(cluster_layout, pipeline_ab, k_tiles, order, split),
+                    *(cluster_layout, pipeline_ab, k_tiles, order, split, queue),
                 )
         else:
             if const_expr(self.registers is not None):
@@ -364,7 +371,7 @@ class Gemm(GemmPlan):
                 *(tiled_mma, sA, sB, a_layout, b_layout, k_tiles),
                 *(tma_d, mD, sD, d_majors, operands, reduced, scales),
                 (cute.size(mA, mode=[0]), cute.size(mB, mode=[0])),
-                *(pipeline_ab, turns, order, split),
+                *(pipeline_ab, turns, order, split, queue),
                 storage,
             )
 
@@ -401,6 +408,10 @@ class Gemm(GemmPlan):
             defer_sync=True,
         )
 
+    def _make_queue(self, storage, counter):
+        """Of numbers of tiles that are taken from a counter; None where they are not."""
+        return
+
     def _tiles(self, order, split):
         """The tiles of this cluster, as arguments of a range."""
         _, _, cluster = cute.arch.block_idx()
@@ -418,7 +429,19 @@ class Gemm(GemmPlan):
 
     @cute.jit
     def _produce(
-        self, tma_a, mA, sA, tma_b, mB, sB, cluster_layout, pipeline_ab, k_tiles, order, split
+        self,
+        tma_a,
+        mA,
+        sA,
+        tma_b,
+        mB,
+        sB,
+        cluster_layout,
+        pipeline_ab,
+        k_tiles,
+        order,
+        split,
+        queue,
     ):
         """One warp: every stage of every tile of this block, in order."""
         tile_m, tile_n, tile_k = self.tile_shape
@@ -494,147 +517,8 @@ class Gemm(GemmPlan):
             cute.group_modes(tiles, 0, 2),
         )
 
-    @cute.jit
-    def _consume(
-        self,
-        consumer,
-        tiled_mma,
-        sA,
-        sB,
-        a_layout,
-        b_layout,
-        k_tiles,
-        tma_d,
-        mD,
-        sD,
-        d_majors: cutlass.Constexpr,
-        operands,
-        reduced,
-        scales,
-        extents,
-        pipeline_ab,
-        turns,
-        order,
-        split,
-        storage,
-    ):
-        """One group: its rows of all tiles, or all of every other tile (pingpong)."""
-        tile_m, tile_n, _ = self.tile_shape
-        block_m, block_n, _ = cute.arch.block_idx()
-
-        share = 0 if const_expr(self.pingpong) else consumer
-        fragments = self._fragments(consumer, tiled_mma, sA, sB, a_layout, b_layout, storage)
-        accumulators = cute.make_rmem_tensor(
-            tiled_mma.partition_shape_C((tile_m, tile_n)), self.accumulator_type
-        )
-        stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        first, end, step = self._tiles(order, split)
-        turn = None
-        if const_expr(self.pingpong):
-            first, step = first + consumer * step, 2 * step
-            turn = turns.state
-            if consumer == 1:
-                stage.advance(k_tiles)
-        if const_expr(self.promoted and self.groups_per_tile > 1 and self.split_k is None):
-            self._fall_behind(consumer, k_tiles, pipeline_ab, stage)
-        for tile in cutlass.range(first, end, step, unroll=1):
-            m, n, batch = order.coordinates(tile)
-            first_k, count = self._k_range(k_tiles, split, tile, batch)
-            row = (m * self.cluster_shape[0] + block_m) * (tile_m // WGMMA_M) + share
-            column = n * self.cluster_shape[1] + block_n
-            if const_expr(self.pingpong):
-                turns.wait(turn)
-            start = (row * WGMMA_M, column * tile_n, batch)
-            stage, last = self._multiply(
-                *(tiled_mma, fragments, accumulators, scales, start, first_k, count),
-                *(pipeline_ab, stage),
-            )
-            if const_expr(self.pingpong):
-                turn = turns.arrive(turn)
-                stage.advance(k_tiles)
-            if const_expr(not self.promoted):
-                warpgroup.wait_group(0)
-                pipeline_ab.consumer_release(last)
-
-            place = (row, column, batch)
-            destination = (
-                *(tma_d, mD, sD, operands, d_majors, place, extents),
-                *(*reduced, storage.D.data_ptr(), storage.flags.data_ptr() + consumer),
-            )
-            if const_expr(self.split_k is None):
-                self.output.write(consumer, accumulators, *destination)
-            else:
-                if self._combine(consumer, accumulators, split, tile, storage):
-                    self.output.write(consumer, accumulators, *destination)
-        self.output.drain()
-
-    def _multiply(
-        self, tiled_mma, fragments, accumulators, scales, place, first_k, count, pipeline_ab, stage
-    ):
-        """The products of a tile. (stage behind it, last one of it: its products are in flight, and
-        it is not released, unless they are promoted)"""
-        if not self.promoted:
-            return self.mainloop.multiply(
-                tiled_mma, fragments, accumulators, count, pipeline_ab, stage
-            )
-        stage = self.mainloop.multiply_promoted(
-            *(tiled_mma, fragments, accumulators, scales, place, first_k, count),
-            *(pipeline_ab, stage),
-        )
-        return stage, stage
-
-    @cute.jit
-    def _fall_behind(self, consumer, k_tiles, pipeline_ab, stage):
-        """Consumers that share a tile stay a k tile apart: while one promotes its products, or
-        writes its part, another has the tensor cores."""
-        if consumer > 0 and k_tiles > 1:
-            following = stage.clone()
-            following.advance()
-            pipeline_ab.consumer_wait(following)
-
-    def _fragments(self, consumer, tiled_mma, sA, sB, a_layout, b_layout, storage):
-        """What this group reads of shared memory."""
-        thr_mma = tiled_mma.get_slice((0 if self.pingpong else consumer) * GROUP)
-        A = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
-        B = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))
-        if not self.split_float32:
-            return Fragments(A, B)
-        sA = storage.A_small.get_tensor(_buffers(a_layout.outer), swizzle=a_layout.inner)
-        sB = storage.B_small.get_tensor(_buffers(b_layout.outer), swizzle=b_layout.inner)
-        return Fragments(
-            A,
-            B,
-            tiled_mma.make_fragment_A(thr_mma.partition_A(sA)),
-            tiled_mma.make_fragment_B(thr_mma.partition_B(sB)),
-            tiles=(
-                (storage.A.data_ptr(), storage.A_small.data_ptr()),
-                (storage.B.data_ptr(), storage.B_small.data_ptr()),
-            ),
-            barrier_id=CONSUMER_BARRIERS + self.consumers + (consumer if self.pingpong else 0),
-        )
-
-    def _combine(self, consumer, accumulators, split, tile, storage):
-        """Adds up what several blocks computed of a tile; True for the group that has it all."""
-        block_m, block_n, cluster = cute.arch.block_idx()
-        block = block_m + block_n * self.cluster_shape[0]
-        return self.partial_sums.combine(
-            accumulators,
-            split,
-            *(cluster, tile),
-            group=block * self.consumers + consumer,
-            thread=cute.arch.thread_idx()[0] % GROUP,
-            flag=storage.flags.data_ptr() + consumer,
-            barrier_id=CONSUMER_BARRIERS + consumer,
-        )
-
 
 def tma_copy_options(full, mask, descriptor) -> dict:
     """Of a load: its barrier, the blocks that it goes to, a descriptor in place of the atom's."""
     options = {"tma_bar_ptr": full, "mcast_mask": mask}
     return options if descriptor is None else {**options, "tma_desc_ptr": descriptor}
-
-
-def _buffers(layout):
-    """A layout of stages, of as many as there are buffers of small parts."""
-    stage = cute.select(layout, mode=[0, 1])
-    return cute.append(stage, cute.make_layout(SMALL_BUFFERS, stride=cute.cosize(stage)))

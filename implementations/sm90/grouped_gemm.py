@@ -18,7 +18,7 @@ from ..common.work_split import COUNTER_BYTES
 from .descriptors import BYTES as DESCRIPTOR_BYTES
 from .descriptors import Descriptors, descriptor_of
 from .gathered import ROW_BYTES, STAGES, RowGather, stages_behind, tell
-from .gemm import Gemm, tma_copy_options
+from .gemm import tma_copy_options
 from .grid import grid_of
 from .grouped_output import ScatteredOutput, written_as
 from .mma import WGMMA_M
@@ -26,6 +26,7 @@ from .output import GROUP
 from .paired_output import ROWS, MatricesOfPairs
 from .promotion import scale_modes
 from .ragged import ending_at
+from .scheduled import ScheduledGemm
 
 
 class MatricesInHalves(ExpertMatrices):
@@ -35,7 +36,7 @@ class MatricesInHalves(ExpertMatrices):
         return halves_in_turn(super().at(address, shape, pitch), 0)
 
 
-class GroupedGemm(Gemm):
+class GroupedGemm(ScheduledGemm):
     """D = epilogue(A · B[group]) for groups of rows: each has a matrix B of its own.
 
     Roles, pipelines, schedules and shared memory are those of `Gemm`. Tiles are numbered group by
@@ -58,6 +59,7 @@ class GroupedGemm(Gemm):
     experts: B is (E,) Int64, addresses of matrices that lie anywhere; the next further operands are
              the columns of one and its stride that is not 1. A small kernel makes a descriptor of
              each before (`descriptors`), in the workspace.
+    scheduler: see `ScheduledGemm`.
 
     Values with rows have no batch mode, others have one of E: what is reduced over rows is (E,N),
     over rows and columns (E,). Groups without rows have the latter two as well.
@@ -136,7 +138,7 @@ class GroupedGemm(Gemm):
     ):
         """operands: a tuple of row indices of A and of D, as there are, and what describes experts;
         then the block scales of A and B if there are, what the epilogue reads, and its outputs
-        beside D; workspace: an address, used if anything is reduced or described."""
+        beside D; workspace: an address, used if anything is reduced, described or taken."""
         rows, groups = mA.shape[0], offsets.shape[0]
         picked, places = None, None
         if const_expr(self.gathered):
@@ -172,6 +174,7 @@ class GroupedGemm(Gemm):
         self._launch(
             *(mA, mB, mD, operands, (mR, space), scales),
             *(offsets, (picked, places, descriptors), grid, stream, described),
+            counter=self._counter(workspace),
         )
 
     def _describe(self, tma_a, tma_b, addresses, shape, pitch, first, stream):
@@ -197,18 +200,30 @@ class GroupedGemm(Gemm):
 
     @cute.jit
     def _produce(
-        self, tma_a, mA, sA, tma_b, mB, sB, cluster_layout, pipeline_ab, k_tiles, offsets, indices
+        self,
+        tma_a,
+        mA,
+        sA,
+        tma_b,
+        mB,
+        sB,
+        cluster_layout,
+        pipeline_ab,
+        k_tiles,
+        offsets,
+        indices,
+        queue,
     ):
         """One warp, or four that gather rows: every stage of every tile of this block, in order."""
         if const_expr(self.gathered):
             self._gather(
                 *(mA, sA, tma_b, mB, sB),
-                *(cluster_layout, pipeline_ab, k_tiles, offsets, indices[0], indices[2]),
+                *(cluster_layout, pipeline_ab, k_tiles, offsets, indices[0], indices[2], queue),
             )
         else:
             self._load(
                 *(tma_a, mA, sA, tma_b, mB, sB),
-                *(cluster_layout, pipeline_ab, k_tiles, offsets, indices[2]),
+                *(cluster_layout, pipeline_ab, k_tiles, offsets, indices[2], queue),
             )
 
     @cute.jit
@@ -225,14 +240,13 @@ class GroupedGemm(Gemm):
         k_tiles,
         offsets,
         descriptors,
+        queue,
     ):
-        _, _, cluster = cute.arch.block_idx()
-        _, _, clusters = cute.arch.grid_dim()
         masks = self._multicast_masks(cluster_layout)
         weights = self._weights((tma_a, mA, sA), (tma_b, mB, sB))
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         tiles = self._grouped_tiles(offsets, (cute.size(mA, mode=[0]), cute.size(mB, mode=[0])))
-        index = Int32(cluster)
+        index, position = self._first_to_load(queue)
         is_tile, tile, state = tiles.find(tiles.start_at(index), index)
         while is_tile:
             rows = self._rows((tma_a, mA, sA), (tma_b, mB, sB), tile)
@@ -242,8 +256,10 @@ class GroupedGemm(Gemm):
             if const_expr(self.swap_ab):
                 a, b, own = b, a, own[::-1]
             stage = self._load_tile(*a, *b, masks, Int32(0), k_tiles, pipeline_ab, stage, own)
-            index += clusters
+            index, position = self._next_to_load(queue, index, position)
             is_tile, tile, state = tiles.find(state, index)
+        if const_expr(queue is not None):
+            self._finish_loading(queue, index, tiles.count(state), position)
         # The other block of the cluster still signals this one's barriers: stay until it is done.
         pipeline_ab.producer_tail(stage)
 
@@ -261,17 +277,18 @@ class GroupedGemm(Gemm):
         offsets,
         row_index,
         descriptors,
+        queue,
     ):
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        block_m, _, cluster = cute.arch.block_idx()
-        _, _, clusters = cute.arch.grid_dim()
+        block_m, _, _ = cute.arch.block_idx()
         rows, behind = self._row_gather, stages_behind(self.stages)
         b_mask = self._multicast_masks(cluster_layout)[1]
         weights = self._weights((None, None, None), (tma_b, mB, sB))
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         tiles = self._grouped_tiles(offsets, (cute.size(mA, mode=[0]), cute.size(mB, mode=[0])))
-        index, begun = Int32(cluster), Int32(0)
+        index, position = self._first_to_load(queue)
+        begun = Int32(0)
         is_tile, tile, state = tiles.find(tiles.start_at(index), index)
         while is_tile:
             first = tile.first_row + tile.m * self.rows_per_tile + block_m * self.tile_shape[0]
@@ -292,11 +309,13 @@ class GroupedGemm(Gemm):
                     tell(self._full_before(pipeline_ab, stage, behind), behind)
                 begun += 1
                 stage.advance()
-            index += clusters
+            index, position = self._next_to_load(queue, index, position)
             is_tile, tile, state = tiles.find(state, index)
         for before in cutlass.range_constexpr(behind, 0, -1):
             if begun >= before:
                 tell(self._full_before(pipeline_ab, stage, before), before - 1)
+        if const_expr(queue is not None):
+            self._finish_loading(queue, index, tiles.count(state), position)
         if warp == 0:
             # The other block of the cluster still signals this one's barriers.
             pipeline_ab.producer_tail(stage)
@@ -371,12 +390,12 @@ class GroupedGemm(Gemm):
         turns,
         offsets,
         indices,
+        queue,
         storage,
     ):
         """One group of threads: its rows of all tiles, or all of every other tile (pingpong)."""
         tile_m, tile_n, _ = self.tile_shape
-        block_m, block_n, cluster = cute.arch.block_idx()
-        _, _, clusters = cute.arch.grid_dim()
+        block_m, block_n, _ = cute.arch.block_idx()
 
         share = 0 if const_expr(self.pingpong) else consumer
         fragments = self._fragments(consumer, tiled_mma, sA, sB, a_layout, b_layout, storage)
@@ -384,10 +403,9 @@ class GroupedGemm(Gemm):
             tiled_mma.partition_shape_C((tile_m, tile_n)), self.accumulator_type
         )
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        index, step = Int32(cluster), Int32(clusters)
+        index, position = self._first_to_multiply(queue, consumer)
         turn = None
         if const_expr(self.pingpong):
-            index, step = index + consumer * step, 2 * step
             turn = turns.state
             if consumer == 1:
                 stage.advance(k_tiles)
@@ -425,7 +443,7 @@ class GroupedGemm(Gemm):
                 origin=(0, tile.first_row) if self.swap_ab else (tile.first_row, 0),
                 rows=indices[1],
             )
-            index += step
+            index, position = self._next_to_multiply(queue, index, position)
             is_tile, tile, state = tiles.find(state, index)
         self.output.drain()
 

@@ -10,17 +10,18 @@ from cutlass import Int32, Int64, const_expr
 
 from ..common.accumulated import Accumulated
 from ..common.expert_matrices import ExpertMatrices
+from ..common.longest_first import LongestFirst
 from ..common.modes import gemm_modes, operand_batch_last
 from ..common.work_split import COUNTER_BYTES
 from .descriptors import BYTES as DESCRIPTOR_BYTES
 from .descriptors import Descriptors
-from .gemm import Gemm
 from .grid import grid_of
 from .grouped_output import ExpertsOutput, written_as
 from .ragged import loaded_by_groups, loads_of_group
+from .scheduled import ScheduledGemm
 
 
-class GroupedSumGemm(Gemm):
+class GroupedSumGemm(ScheduledGemm):
     """D[group] = epilogue(A · B) summed over the group: gradients of weights.
 
     Roles, pipelines and shared memory are those of `Gemm`, a group is a batch. The k tiles of a
@@ -35,6 +36,7 @@ class GroupedSumGemm(Gemm):
     experts: D is (E,) Int64, addresses of matrices that lie anywhere; the first further operands
              are the columns of one and its stride that is not 1. A small kernel makes a descriptor
              of each before, if TMA stores D (`descriptors`), in the workspace.
+    scheduler: see `ScheduledGemm`; tiles of the longest groups are taken first.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class GroupedSumGemm(Gemm):
         stream: cuda.CUstream,
     ):
         """operands: a tuple of what describes experts, then what the epilogue reads, and its
-        outputs beside D; workspace: an address, used if anything is reduced or described."""
+        outputs beside D; workspace: an address, used if anything is reduced, described or taken."""
         described, parts = (), None
         if const_expr(self.experts is not None):
             shape, pitch = (mA.shape[0], Int32(operands[0])), operands[1]
@@ -120,6 +122,7 @@ class GroupedSumGemm(Gemm):
         self._launch(
             *(loaded_by_groups(mA), loaded_by_groups(mB), mD, operands, (mR, space), ()),
             *(order, offsets, grid_of(clusters, max_clusters), stream, described),
+            counter=self._counter(workspace),
         )
 
     def _describe(self, tma_a, tma_b, addresses, shape, pitch, first, stream):
@@ -127,29 +130,91 @@ class GroupedSumGemm(Gemm):
 
     @cute.jit
     def _produce(
-        self, tma_a, mA, sA, tma_b, mB, sB, cluster_layout, pipeline_ab, k_tiles, order, offsets
+        self,
+        tma_a,
+        mA,
+        sA,
+        tma_b,
+        mB,
+        sB,
+        cluster_layout,
+        pipeline_ab,
+        k_tiles,
+        order,
+        offsets,
+        queue,
     ):
         """One warp: every stage of every tile of this block, in order."""
-        tile_m, tile_n, tile_k = self.tile_shape
-        block_m, block_n, cluster = cute.arch.block_idx()
-        _, _, clusters = cute.arch.grid_dim()
-        masks = self._multicast_masks(cluster_layout)
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        for tile in cutlass.range(cluster, order.total, clusters, unroll=1):
-            m, n, group = order.coordinates(tile)
-            first, end = _range_of_group(offsets, group)
-            m, n = m * self.cluster_shape[0] + block_m, n * self.cluster_shape[1] + block_n
-            mA_group, mB_group = (loads_of_group(mX, first, end) for mX in (mA, mB))
-            gA = cute.local_tile(mA_group, (tile_m, tile_k), (m, None, 0, 0))
-            gB = cute.local_tile(mB_group, (tile_n, tile_k), (n, None, 0, 0))
-            tAsA, tAgA = self._partition_load(tma_a, sA, gA, block_n, self.cluster_shape[1])
-            tBsB, tBgB = self._partition_load(tma_b, sB, gB, block_m, self.cluster_shape[0])
-            stage = self._load_tile(
-                *(tma_a, tAgA, tAsA, tma_b, tBgB, tBsB),
-                *(masks, Int32(0), self._k_tiles(first, end), pipeline_ab, stage),
-            )
+        loads = (tma_a, mA, sA, tma_b, mB, sB)
+        how = self._multicast_masks(cluster_layout), pipeline_ab
+        if const_expr(queue is None):
+            first, end, step = self._tiles(order, offsets)
+            for tile in cutlass.range(first, end, step, unroll=1):
+                stage = self._load_sum(tile, order, offsets, *loads, *how, stage)
+        else:
+            longest_first = LongestFirst(offsets)
+            taken_in = longest_first, longest_first.places(), order
+            tile, position = self._first_in_order(queue, taken_in)
+            while tile < order.total:
+                stage = self._load_sum(tile, order, offsets, *loads, *how, stage)
+                tile, position = self._next_to_load(queue, tile, position, taken_in)
+            self._finish_loading(queue, tile, order.total, position)
         # The other block of the cluster still signals this one's barriers: stay until it is done.
         pipeline_ab.producer_tail(stage)
+
+    @cute.jit
+    def _load_sum(
+        self, tile, order, offsets, tma_a, mA, sA, tma_b, mB, sB, masks, pipeline_ab, stage
+    ):
+        """The k tiles of a tile; returns the stage behind them."""
+        tile_m, tile_n, tile_k = self.tile_shape
+        block_m, block_n, _ = cute.arch.block_idx()
+        m, n, group = order.coordinates(tile)
+        first, end = _range_of_group(offsets, group)
+        m, n = m * self.cluster_shape[0] + block_m, n * self.cluster_shape[1] + block_n
+        mA_group, mB_group = (loads_of_group(mX, first, end) for mX in (mA, mB))
+        gA = cute.local_tile(mA_group, (tile_m, tile_k), (m, None, 0, 0))
+        gB = cute.local_tile(mB_group, (tile_n, tile_k), (n, None, 0, 0))
+        tAsA, tAgA = self._partition_load(tma_a, sA, gA, block_n, self.cluster_shape[1])
+        tBsB, tBgB = self._partition_load(tma_b, sB, gB, block_m, self.cluster_shape[0])
+        return self._load_tile(
+            *(tma_a, tAgA, tAsA, tma_b, tBgB, tBsB),
+            *(masks, Int32(0), self._k_tiles(first, end), pipeline_ab, stage),
+        )
+
+    @cute.jit
+    def _first_in_order(self, queue, order) -> tuple:
+        """(number of the first tile to load, position in the queue of the next one). The others
+        read it, as they do not know the order."""
+        index, position = self._first_to_load(queue)
+        if self._leads():
+            index = self._in_order(index, order)
+            queue.put(index, position)
+        else:
+            index = queue.read(position)
+        return index, position + 1
+
+    @cute.jit
+    def _in_order(self, number, order):
+        longest_first, places, tiles = order
+        if number < tiles.total:
+            place, in_group = divmod(number, tiles.per_batch)
+            group = longest_first.group_at(places, Int32(place))
+            number = group * Int32(tiles.per_batch.divisor) + Int32(in_group)
+        return number
+
+    @cute.jit
+    def _consume_tiles(self, tiles, queue, stage, turn, work):
+        first, end, step = tiles
+        if const_expr(queue is None):
+            for tile in cutlass.range(first, end, step, unroll=1):
+                stage, turn = self._consume_tile(tile, stage, turn, *work)
+        else:
+            tile, position = self._next_to_multiply(queue, Int32(0), Int32(0))
+            while tile < end:
+                stage, turn = self._consume_tile(tile, stage, turn, *work)
+                tile, position = self._next_to_multiply(queue, tile, position)
 
     def _k_range(self, k_tiles, offsets, tile, group):
         """(first k tile, number of them) of a group."""

@@ -11,6 +11,7 @@ from .output import GROUP, Output
 from .paired_output import PairedOutput
 from .promotion import SCALE_BLOCK, promoted_columns
 from .split_float32 import SMALL_BUFFERS, FloatSplitter
+from .tile_queue import BYTES as QUEUE_BYTES
 
 SHARED_MEMORY = 227 * 1024  # per block, on every Hopper GPU
 
@@ -36,6 +37,8 @@ class GemmPlan:
 
     Raises ValueError for a design that cannot be built, with what it may be instead.
     """
+
+    dynamic = False  # whether tiles are taken from a counter
 
     def __init__(
         self,
@@ -173,7 +176,7 @@ class GemmPlan:
 
     def _plan_shared_memory(self, stages: int | None) -> tuple[int, int, int]:
         """(stages, store buffers, bytes). In this order: A stages, B stages, D buffers, small parts
-        of A and B if float32 is split, barriers.
+        of A and B if float32 is split, barriers, and the ring of numbers of tiles.
 
         The main loop gets all stages that fit beside two buffers of D per consumer; what is left
         becomes more buffers, up to four.
@@ -183,6 +186,8 @@ class GemmPlan:
         fixed = 2 * 8 + 4 * 4  # turns and flags
         if self.split_float32:
             fixed += SMALL_BUFFERS * stage
+        if self.dynamic:
+            fixed += QUEUE_BYTES
 
         def size(stages, buffers):
             return stages * (stage + 2 * 8) + buffers * store + fixed

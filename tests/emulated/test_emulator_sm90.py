@@ -162,6 +162,37 @@ def test_an_arrival_at_a_block_that_has_exited_is_found():
             run(body, blocks=2, cluster=2, seed=seed)
 
 
+SEND = f"""
+    xor.b32 %r7, %r3, 1;
+    add.s32 %r8, %r1, {BARRIER};
+    mapa.shared::cluster.u32 %r8, %r8, %r7;
+    mapa.shared::cluster.u32 %r9, %r1, %r7;
+    @%p0 mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%r8], 4;
+    @%p0 st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r9], %r4, [%r8];
+"""
+RECEIVE = """
+    ld.shared.b32 %r10, [%r1];
+    st.global.b32 [%rd4], %r10;
+"""
+
+
+@pytest.mark.parametrize("seed", ANY_ORDER)
+def test_blocks_send_each_other_words(seed):
+    out = run(INITIALISE + MEET + SEND + wait() + RECEIVE, blocks=4, cluster=2, seed=seed)
+    assert (out.reshape(4, 128) == np.array([[1], [0], [3], [2]])).all()
+
+
+def test_reading_a_word_without_having_waited_for_it_is_found():
+    with pytest.raises(EmulationError, match=r"on its way|without having waited|never written"):
+        run(INITIALISE + MEET + SEND + RECEIVE + wait() + LEAVE, blocks=2, cluster=2)
+
+
+def test_a_word_is_sent_to_the_block_whose_barrier_it_signals():
+    elsewhere = SEND.replace("mapa.shared::cluster.u32 %r9, %r1, %r7;", "mov.u32 %r9, %r1;")
+    with pytest.raises(EmulationError, match="stores to block"):
+        run(INITIALISE + MEET + elsewhere + wait(), blocks=2, cluster=2)
+
+
 # mbarriers ----------------------------------------------------------------------------------
 
 

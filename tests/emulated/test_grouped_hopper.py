@@ -136,14 +136,76 @@ OF_SUMS = [
     ("256x128x64_cluster1x2", Case("no tokens anywhere", sizes=(0, 0), N=136, **ANYWHERE)),
     ("64x128x64", Case("columns in the way", N=66, other=42, pad=6, sizes=FEW, **ANYWHERE)),
 ]
+UNEVEN = (0, 1, 7, 63, 64, 0, 65, 127, 129, 0)
+#: Tiles that clusters take as they become free; there are more of them than of clusters.
+OF_ROWS_TAKEN = [
+    (
+        "128x128x64_cluster1x2_pingpong dynamic",
+        Case("swiglu", sizes=(0, 65, 1, 129, 0, 7), epilogue=swiglu, N=192, layouts=WEIGHTS),
+    ),
+    ("128x128x64_cluster1x1 dynamic", Case("picked", indices=BOTH, sizes=UNEVEN, N=200)),
+    ("128x128x64_cluster1x1 dynamic", Case("uneven", sizes=UNEVEN, N=200)),
+    ("128x256x64_cluster1x2 dynamic", Case("clusters", sizes=UNEVEN, N=1032)),
+    ("128x256x64_cluster1x1 dynamic", Case("gradient", sizes=AWAY, epilogue=gradient, N=520)),
+    ("64x256x64_cluster1x1_pingpong dynamic", Case("in turns", sizes=UNEVEN, N=264)),
+    (
+        "64x256x64_cluster1x1_pingpong dynamic",
+        Case("picked in turns", indices=BOTH, sizes=UNEVEN, N=264, other=136, layouts=WEIGHTS),
+    ),
+    ("128x128x64_cluster1x2_pingpong dynamic", Case("one group", sizes=(129,), element=F16)),
+    ("128x256x64_cluster1x1 dynamic", Case("none", sizes=(0, 0), epilogue=gradient)),
+    ("16x128x128 dynamic", Case("few rows", sizes=(1, 0, 3, 17), N=392, layouts=WEIGHTS)),
+    ("256x128x64_cluster1x2 dynamic", Case("tall", sizes=UNEVEN, N=520, out=F32)),
+    ("64x256x64_cluster1x1_pingpong dynamic", Case("none in turns", sizes=(0, 0))),
+    ("128x256x64_cluster1x2 dynamic", Case("wide out", sizes=UNEVEN, N=136, out=F32)),
+    ("64x256x64_cluster1x1_pingpong dynamic", Case("many groups", sizes=(1, 0) * 40, N=64)),
+    (
+        "128x128x64_cluster1x2_pingpong dynamic",
+        Case("anywhere", discrete=True, indices=BOTH[1:], sizes=AWAY, epilogue=swiglu, N=192),
+    ),
+    (
+        "128x256x128_cluster1x2 dynamic",
+        Case("rows anywhere", sizes=AWAY, N=264, other=144, scales="rows", **EIGHT_BITS),
+    ),
+    (
+        "128x128x128_cluster1x1 dynamic",
+        Case("tensors", indices=BOTH, sizes=UNEVEN, scales="tensor", other=144, **EIGHT_BITS),
+    ),
+    (
+        "64x256x128_cluster1x1 dynamic",
+        Case("blocks anywhere", sizes=FEW, N=256, other=272, scales="blocks", **EIGHT_BITS),
+    ),
+]
+OF_SUMS_TAKEN = [
+    (
+        "128x256x64_cluster2x1 dynamic",
+        Case("scaled", layouts="ntt", sizes=UNEVEN, N=264, other=136, epilogue=scaled),
+    ),
+    (
+        "128x128x64_cluster1x1 dynamic",
+        Case("added to", layouts="ntt", sizes=UNEVEN, N=200, out=F32, options=ADDED),
+    ),
+    (
+        "128x128x64_cluster1x1 dynamic",
+        Case("more groups than are ordered", layouts="ntt", sizes=(1, 0, 3) * 44, N=64),
+    ),
+    ("256x128x64_cluster1x2 dynamic", Case("anywhere", N=136, sizes=AWAY, **ANYWHERE)),
+    ("128x128x64_cluster1x1 dynamic", Case("none", layouts="ntt", sizes=(0, 0), options=ADDED)),
+    (
+        "128x256x64_cluster2x1 dynamic",
+        Case("scaled anywhere", N=136, epilogue=scaled, options=ADDED, **ANYWHERE),
+    ),
+]
 EVERY = bool(os.environ.get("KERNEL_API_EMULATE"))
+SEEDS = 3 if EVERY else 1  # interleavings; what they leave of the workspace is zero
 
 
 def chosen_of(design, args):
-    """The best Hopper kernel of a design."""
+    """The best Hopper kernel of a design, given by the words of its name."""
     offered = ka.get_kernels(on_meta(args), cc="sm_90a", providers=["cutedsl"])
     found = [k for k in offered if "sm90_grouped" in k.metadata.kernel_name]
-    chosen = [k for k in found if f"_tile{design}" in k.metadata.kernel_name]
+    words = f"_tile{design}".split()
+    chosen = [k for k in found if all(word in k.metadata.kernel_name for word in words)]
     assert chosen, [k.metadata.kernel_name for k in found]
     return chosen[0]
 
@@ -165,6 +227,18 @@ def test_groups_of_rows_are_multiplied_with_their_own_matrix(design, case):
 @pytest.mark.parametrize(("design", "case"), **named(OF_SUMS, 1))
 def test_groups_are_summed_over(design, case):
     checked(design, case.of_sums())
+
+
+@pytest.mark.parametrize(("design", "case"), **named(OF_ROWS_TAKEN, 2))
+def test_tiles_of_groups_are_taken_as_clusters_become_free(design, case):
+    for seed in range(SEEDS):
+        check(chosen_of(design, args := case.of_rows()), args, "sm_90a", seed)
+
+
+@pytest.mark.parametrize(("design", "case"), **named(OF_SUMS_TAKEN, 1))
+def test_tiles_of_sums_are_taken_as_clusters_become_free(design, case):
+    for seed in range(SEEDS):
+        check(chosen_of(design, args := case.of_sums()), args, "sm_90a", seed)
 
 
 @pytest.mark.parametrize(

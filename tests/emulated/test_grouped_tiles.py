@@ -1,9 +1,11 @@
-"""A warp finds the tiles of groups, whose sizes only the device knows: each of them once."""
+"""A warp finds the tiles of groups, whose sizes only the device knows: each of them once. It also
+finds which groups are the longest."""
 
 import tempfile
 from functools import cache
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from support.ptx.memory import GlobalMemory
 from support.ptx.program import parse_all
 
 from kernel_api.implementations.common.grouped_tiles import GroupedTiles, most_row_tiles
+from kernel_api.implementations.common.longest_first import MOST_GROUPS, LongestFirst
 from kernel_api.providers.cutedsl import compiler
 from kernel_api.providers.cutedsl.grouped_gemm import base
 from kernel_api.targets import target
@@ -71,10 +74,16 @@ def compiled(skips):
         cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
         cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), 7), (7, 1), assumed_align=4),
     ]
-    arguments = [*tensors, Int32(1), Int32(1), compiler.current_stream_placeholder()]
+    return parsed(
+        Visits(skips), [*tensors, Int32(1), Int32(1), compiler.current_stream_placeholder()]
+    )
+
+
+def parsed(kernel, arguments):
+    """(program, what launches it)"""
     with tempfile.TemporaryDirectory() as folder:
         options = f"--keep-ptx --dump-dir {folder}"
-        code = compiler.compile(Visits(skips), arguments, target("sm_80"), options)
+        code = compiler.compile(kernel, arguments, target("sm_80"), options)
         (program,) = parse_all(code.artifacts.PTX)
     return program, HostFunction(code, lambda name: list(program.parameters.values()))
 
@@ -84,10 +93,15 @@ def visits(sizes, tiles_n, skips=False):
     ends = np.cumsum(sizes, dtype=np.int32)
     count = sum(-(-size // ROWS_PER_TILE) for size in sizes) * tiles_n
     found = np.full((max(count, 1), len(FIELDS)), -1, np.int32)
-    program, host = compiled(skips)
+    run(*compiled(skips), ends, found, tiles_n, 3 + count // 12, all_written=bool(count))
+    return [dict(zip(FIELDS, row, strict=True)) for row in found[:count].tolist()]
+
+
+def run(program, host, offsets, found, *numbers, all_written=True):
+    """Overwrites what is found."""
     memory = GlobalMemory()
     arguments = []
-    for name, array in (("offsets", ends), ("found", found)):
+    for name, array in (("offsets", offsets), ("found", found)):
         strides = array.strides
         how = {"output": True} if name == "found" else {}
         storage = array.reshape(-1).view(np.uint8)
@@ -95,12 +109,11 @@ def visits(sizes, tiles_n, skips=False):
         arguments.append(
             HostTensor(placed.pointer, (0, 32, 1), array.shape, tuple(s // 4 for s in strides))
         )
-    for one in host.launches(*arguments, tiles_n, 3 + count // 12):
+    for one in host.launches(*arguments, *numbers):
         launch(program, memory, one)
-    if count:
+    if all_written:
         assert memory.unwritten(placed) == 0
-    rows = memory.storage(placed).view(np.int32).reshape(found.shape)[:count].tolist()
-    return [dict(zip(FIELDS, row, strict=True)) for row in rows]
+    found[:] = memory.storage(placed).view(np.int32).reshape(found.shape)
 
 
 @pytest.mark.parametrize("skips", [False, True])
@@ -144,6 +157,43 @@ def test_a_group_is_visited_in_bands_there_and_back():
         [9, 10, 11, 16],
         [12, 13, 14, 15],
     ]
+
+
+class Order:
+    """Writes down which group is at every place."""
+
+    @cute.jit
+    def __call__(self, offsets: cute.Tensor, found: cute.Tensor, stream: cuda.CUstream):
+        self.kernel(offsets, found).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, offsets: cute.Tensor, found: cute.Tensor):
+        lane, _, _ = cute.arch.thread_idx()
+        longest_first = LongestFirst(offsets)
+        places = longest_first.places()
+        for place in cutlass.range(offsets.shape[0], unroll=1):
+            group = longest_first.group_at(places, place)
+            if lane == 0:
+                found[place] = group
+
+
+@cache
+def compiled_order():
+    def vector():
+        return cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4)
+
+    return parsed(Order(), [vector(), vector(), compiler.current_stream_placeholder()])
+
+
+@pytest.mark.parametrize("groups", [1, 5, 32, 33, 64, 100, MOST_GROUPS, MOST_GROUPS + 1])
+def test_the_longest_groups_come_first_and_many_groups_in_their_order(groups):
+    sizes = [SIZES[(7 * i + groups) % len(SIZES)] for i in range(groups)]
+    found = np.full(groups, -1, np.int32)
+    run(*compiled_order(), np.cumsum(sizes, dtype=np.int32), found)
+    expected = list(range(groups))
+    if groups <= MOST_GROUPS:
+        expected.sort(key=lambda group: -sizes[group])
+    assert found.tolist() == expected
 
 
 @pytest.mark.parametrize("sizes", [(5, 0, 8, 9), (1,) * 9, (0, 0), (64, 1)])

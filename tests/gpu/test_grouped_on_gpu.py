@@ -316,14 +316,124 @@ def test_sums_over_groups_of_odd_sizes_are_exact_for_integers():
         assert torch.equal(args.out.tensor.double(), exact), kernel.metadata.kernel_name
 
 
-@pytest.mark.parametrize("family", ["sm90.grouped_gemm", "sm80.grouped_gemm"])
-def test_a_graph_is_replayed_with_other_offsets(family):
+HOPPER = (9, 0)
+FALLING = tuple(3000 // (1 + i) for i in range(20))  # as popular experts have tokens
+TAKEN_SIZES = {
+    "falling": FALLING,
+    "rising, with holes": (*(0, 1, 64, 0, 65), *FALLING[::-1]),
+    "many": tuple(random.Random(7).choices(DRAWN_FROM, k=150)),
+    "all empty": (0, 0, 0),
+}
+TAKEN = ("plain", "weighted", "picked", "listed", "swiglu", "dswiglu", "summed", "summed, scaled")
+ADDED_TO = ("accumulated", "accumulated, listed")
+
+
+def takers(args):
+    """The kernels whose clusters take tiles as they become free."""
+    found = ka.get_kernels(args, providers=["cutedsl"])
+    taking = [k for k in found if getattr(k.metadata.design, "scheduler", None) == "dynamic"]
+    assert bool(taking) == (torch.cuda.get_device_capability() == HOPPER)
+    return taking
+
+
+@pytest.mark.parametrize("sizes", TAKEN_SIZES)
+@pytest.mark.parametrize("case", TAKEN)
+def test_results_do_not_depend_on_who_takes_which_tile(case, sizes):
+    args = CASES[case](Draw(TAKEN_SIZES[sizes], N=1152, K=520))
+    for kernel in takers(args):
+        verdict = ka.verify(kernel, args)
+        assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+        first = {name: packed(part.tensor) for name, part in parts_of(args)}
+        artifact = kernel.compile(args)
+        for _ in range(50):
+            kernel.run(args, artifact)
+        for name, part in parts_of(args):
+            same = same_bits(packed(part.tensor), first[name])
+            assert same, f"{kernel.metadata.kernel_name}: {name} differs when repeated"
+
+
+@pytest.mark.parametrize("sizes", TAKEN_SIZES)
+@pytest.mark.parametrize("case", ADDED_TO)
+def test_sums_whose_tiles_are_taken_are_added_to(case, sizes):
+    args = CASES[case](Draw(TAKEN_SIZES[sizes], N=640, K=520))
+    for kernel in takers(args):
+        verdict = ka.verify(kernel, args)
+        assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+
+
+@pytest.mark.parametrize("mode", ["none", "tensor", "rows", "blocks"])
+def test_tiles_of_8_bit_floats_are_taken(mode):
+    args = scaled(mode, FALLING, 1152, 528, BF16)
+    for kernel in takers(args):
+        for _ in range(3):
+            verdict = ka.verify(kernel, args)
+            assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+
+
+def test_kernels_that_take_tiles_share_a_workspace_with_those_that_reduce():
+    args = glu(Draw(FALLING, N=1152, K=520))
+    static = next(k for k in ka.get_kernels(args, providers=["cutedsl"]))
+    for kernel in takers(args):
+        kernel.run(args)
+        expected = {name: packed(part.tensor) for name, part in parts_of(args)}
+        for _ in range(5):
+            static.run(args)
+            for _, part in parts_of(args):
+                part.tensor.zero_()
+            kernel.run(args)
+            for name, part in parts_of(args):
+                same = same_bits(packed(part.tensor), expected[name])
+                assert same, f"{kernel.metadata.kernel_name}: {name}"
+
+
+def test_a_graph_of_sums_whose_tiles_are_taken_is_replayed_with_other_offsets():
+    T, M, N, E = 3000, 776, 1160, 8
+    A, B = torch.randn(T, M, device="cuda").to(BF16), torch.randn(T, N, device="cuda").to(BF16)
+    offsets, out = torch.zeros(E, device="cuda").int(), torch.empty(E, M, N, device="cuda")
+    args = ka.GroupedGemmArguments(A.T, B, out, offsets)
+    for kernel in takers(args):
+        artifact = kernel.compile(args)
+        kernel.run(args, artifact)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                kernel.run(args, artifact)
+        for sizes in (
+            (3000, 0, 0, 0, 0, 0, 0, 0),
+            (1, 2, 63, 64, 65, 1000, 5, 1800),
+            (0,) * 8,
+            (0, 0, 0, 0, 0, 0, 7, 2000),
+        ):
+            ends = torch.tensor(sizes).cumsum(0).tolist()
+            offsets.copy_(torch.tensor(ends))
+            out.fill_(float("nan"))
+            graph.replay()
+            for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+                exact = A[start:end].double().T @ B[start:end].double()
+                error = (out[e].double() - exact).norm()
+                assert error <= 1e-4 * exact.norm(), f"{kernel.metadata.kernel_name}: {sizes}"
+
+
+@pytest.mark.parametrize(
+    ("family", "scheduler"),
+    [
+        ("sm90.grouped_gemm", "static"),
+        ("sm90.grouped_gemm", "dynamic"),
+        ("sm80.grouped_gemm", "static"),
+    ],
+)
+def test_a_graph_is_replayed_with_other_offsets(family, scheduler):
     T, K, N, E = 700, 136, 192, 6
     A, B = torch.randn(T, K, device="cuda").to(BF16), torch.randn(E, K, N, device="cuda").to(BF16)
     offsets, out = torch.zeros(E, device="cuda").int(), torch.empty(T, N, device="cuda").to(BF16)
     amax = torch.empty(E, device="cuda")
     args = fusions.grouped_gemm_srelu(A, B, offsets, out=out, amax=amax)
-    kernels = [k for k in ka.get_kernels(args) if k.family_name() == family]
+    kernels = [
+        k
+        for k in ka.get_kernels(args)
+        if k.family_name() == family
+        and getattr(k.metadata.design, "scheduler", "static") == scheduler
+    ]
     here = family == "sm80.grouped_gemm" or torch.cuda.get_device_capability() == (9, 0)
     assert bool(kernels) == here
     if not here:

@@ -245,11 +245,15 @@ def on_meta(args):
     return GroupedGemmArguments(*map(meta, args.operands), **keywords)
 
 
-def check(kernel: ka.Kernel, args: Any, target: str) -> None:
-    """Compiles the kernel, runs it in the emulator, and compares with the reference."""
+def check(kernel: ka.Kernel, args: Any, target: str, seed: int = 0) -> None:
+    """Compiles the kernel, runs it in the emulator, and compares with the reference.
+
+    Args:
+        seed: Of the interleaving of Hopper's warps.
+    """
     compiled = EmulatedKernel.compile(kernel, args, target)
     assert not compiled.artifact.resources.spill_bytes
-    broken = conduct(args, lambda: compiled.run(args))
+    broken = conduct(args, lambda: compiled.run(args, seed=seed))
     assert broken is None, broken
     verdict = judge(args)
     assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"

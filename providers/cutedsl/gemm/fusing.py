@@ -98,10 +98,15 @@ class FusedGemm(SplitGemm):
         if self._split.splits:
             tiles = self._split.clusters(args.M, args.N, args.L) * self._split.cluster_size
             counters += tiles * self._split.summing_groups
-        if _COUNTER_BYTES * counters <= ZEROED:
+        most = self.counters
+        if counters <= most:
             return Status.success()
-        most = ZEROED // _COUNTER_BYTES
         return Status.fail(f"the epilogue's reductions take {counters} counters of {most}")
+
+    @property
+    def counters(self) -> int:
+        """That a workspace has room for, beside others that the kernel uses."""
+        return ZEROED // _COUNTER_BYTES
 
     # Built with an epilogue --------------------------------------------------------------
 

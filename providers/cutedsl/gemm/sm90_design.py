@@ -84,6 +84,11 @@ class Sm90GemmDesign(SplitDesign):
         """Clusters that run at once."""
         return resident_clusters(multiprocessors, self.cluster_size)
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Of shared memory, however many stages there are."""
+        return _FLAG_BYTES
+
     def most_stages(self, operand_bytes: int, out_bytes: int, small_parts: bool = False) -> int:
         """As many as shared memory holds beside the buffers of the epilogue, by element sizes;
         small_parts: and beside two buffers of what is cut off float32."""
@@ -92,7 +97,7 @@ class Sm90GemmDesign(SplitDesign):
         beside = 2 * self.consumers * _SUBTILE[0] * gcd(_SUBTILE[1], tile_n) * out_bytes
         if small_parts:
             beside += 2 * stage
-        return (SHARED_MEMORY_BYTES - beside - _FLAG_BYTES) // (stage + _BARRIER_BYTES)
+        return (SHARED_MEMORY_BYTES - beside - self.fixed_bytes) // (stage + _BARRIER_BYTES)
 
     def partial_tiles(self, M: int, N: int, K: int, L: int, multiprocessors: int) -> int:
         """Two of a cluster that may begin in the middle of one and end in the middle of another."""
@@ -130,19 +135,24 @@ def _point(text: str, operand_bytes: int) -> dict[str, Any]:
             point["swap_ab"] = True
         elif word == "stream":
             point["stream_k"] = True
+        elif word == "dynamic":
+            point["scheduler"] = word
         elif word.startswith("split"):
             point["split_k"] = int(word.removeprefix("split"))
     return point
 
 
 def points(
-    texts: Iterable[str], operand_bytes: int, small_parts: bool = False
+    texts: Iterable[str],
+    operand_bytes: int,
+    small_parts: bool = False,
+    design: type[Sm90GemmDesign] = Sm90GemmDesign,
 ) -> Iterator[dict[str, Any]]:
-    """Design points, each with as many stages as fit beside outputs of every width."""
+    """Points of a design, each with as many stages as fit beside outputs of every width."""
     for text in texts:
         point = _point(text, operand_bytes)
-        design = Sm90GemmDesign(**point)
-        most = {design.most_stages(operand_bytes, out, small_parts) for out in (1, 2, 4)}
+        found = design(**point)
+        most = {found.most_stages(operand_bytes, out, small_parts) for out in (1, 2, 4)}
         for stages in sorted(most):
             yield {**point, "stages": stages}
 

@@ -10,7 +10,7 @@ from kernel_api.arguments.grouped import GroupedGemmArguments
 from kernel_api.metadata import GroupedGemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import TMA_PIECE
-from kernel_api.providers.cutedsl.gemm import model, sm90_design
+from kernel_api.providers.cutedsl.gemm import model
 from kernel_api.providers.cutedsl.gemm.fusing import output_types
 from kernel_api.providers.cutedsl.gemm.scaling import scaled_by_blocks
 from kernel_api.providers.cutedsl.gemm.sm90 import (
@@ -19,7 +19,8 @@ from kernel_api.providers.cutedsl.gemm.sm90 import (
     Sm90Fp8Gemm,
     Sm90GemmFamily,
 )
-from kernel_api.providers.cutedsl.gemm.sm90_design import Sm90GemmDesign
+from kernel_api.providers.cutedsl.gemm.sm90_design import ROW_BYTES
+from kernel_api.providers.cutedsl.grouped_gemm import sm90_design
 from kernel_api.providers.cutedsl.grouped_gemm.base import (
     ExpertPointersGemm,
     RaggedRowsGemm,
@@ -28,46 +29,9 @@ from kernel_api.providers.cutedsl.grouped_gemm.base import (
     out_in_halves,
     predict,
 )
+from kernel_api.providers.cutedsl.grouped_gemm.sm90_design import Sm90GroupedGemmDesign
 from kernel_api.space import Miss, Operands, Space, rule
 
-#: Wide tiles for large groups, few rows for small ones. Clusters along N share rows of one group,
-#: whatever its size; those along M lie idle in part where a group ends.
-_OF_ROWS = (
-    "128x128 1x2 pingpong",
-    "128x192 2x1 pingpong",
-    "128x256 1x2",
-    "256x128 1x2",
-    "128x256 1x1",
-    "64x256 1x1 pingpong",
-    "64x128 1x1 pingpong",
-    "128x128 1x1",
-    "64x128 1x1",
-    "16x128 1x1 swap deep",
-    "32x128 1x1 swap",
-    "64x128 1x1 swap",
-)
-#: Those whose accumulators leave room for the products to be promoted.
-_PROMOTED_OF_ROWS = (
-    "128x256 1x2",
-    "128x256 1x1",
-    "128x192 1x2",
-    "128x128 1x2",
-    "128x128 1x1",
-    "64x256 1x1",
-    "64x128 1x1",
-    "64x64 1x1",
-    "16x128 1x1 swap",
-    "32x128 1x1 swap",
-)
-_OF_SUMS = (
-    "128x256 2x1",
-    "256x128 1x2",
-    "128x256 1x2",
-    "128x192 2x1",
-    "128x128 2x1",
-    "128x128 1x1",
-    "64x128 1x1",
-)
 _DESCRIPTOR_BYTES = 128
 #: The most that are, see the implementation.
 _PROMOTED_COLUMNS = 192
@@ -88,22 +52,25 @@ def _is_reused(args: GroupedGemmArguments) -> bool:
 class Sm90GroupedGemmFamily(Sm90GemmFamily):
     """What the families share; they differ in which mode is cut into groups, and element types."""
 
-    #: The dense family, whose constants the performance model takes.
-    dense: ClassVar[str] = "sm90.gemm"
+    design = Sm90GroupedGemmDesign
+    #: Whose constants the performance model takes.
+    modelled_as: ClassVar[str] = "sm90.grouped_gemm"
 
     @rule(
         "rows of A are gathered 128 bytes of K at a time, by each CTA, as rows of the instruction"
     )
-    def _(design: Sm90GemmDesign, args: GroupedGemmArguments) -> bool | Miss:
+    def _(design: Sm90GroupedGemmDesign, args: GroupedGemmArguments) -> bool | Miss:
         if "row_index" not in args.indices:
             return True
         row_bytes = design.tile_shape[2] * args.A.dtype.itemsize
         alone = design.cluster_shape[1] == 1 and not design.swap_ab
-        return alone and row_bytes == sm90_design.ROW_BYTES and design.stages >= _GATHER_STAGES
+        return alone and row_bytes == ROW_BYTES and design.stages >= _GATHER_STAGES
 
     @rule("rows of out are scattered in whole vectors, as rows of the instruction")
     def _(
-        design: Sm90GemmDesign, operands: GroupedGemmOperandsMetadata, args: GroupedGemmArguments
+        design: Sm90GroupedGemmDesign,
+        operands: GroupedGemmOperandsMetadata,
+        args: GroupedGemmArguments,
     ) -> bool:
         fits = operands.out.alignment >= TMA_PIECE and not design.swap_ab
         return fits or "out_row_index" not in args.indices
@@ -118,13 +85,32 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         return Miss(f"{empty[0]} is 0") if empty else True
 
     @property
+    def _scheduler(self) -> str:
+        design: Any = self.metadata.design
+        return design.scheduler  # type: ignore[no-any-return]
+
+    @property
+    def counters(self) -> int:
+        """Tiles are taken from the last one."""
+        return super().counters - (1 if self._scheduler == "dynamic" else 0)
+
+    def _with_reductions(self, size: int, M: int, N: int, L: int) -> int:
+        counted = ZEROED if self._scheduler == "dynamic" else 0
+        return super()._with_reductions(max(size, counted), M, N, L)
+
+    def _built(
+        self, gemm: Any, more_outputs: tuple[Any, ...], others: tuple[Any, ...], **options: Any
+    ) -> Callable[..., None]:
+        return super()._built(gemm, more_outputs, others, scheduler=self._scheduler, **options)
+
+    @property
     def _rows_per_tile(self) -> int:
         """Of a cluster's tiles."""
         return self._design.tile_shape[0] * self._design.cluster_shape[0]
 
     def predict(self, args: Any) -> float:
         rows = self._rows_per_tile
-        seconds = predict(args, rows, self.candidate, model.constants(self.dense))
+        seconds = predict(args, rows, self.candidate, model.constants(self.modelled_as))
         design = self._design
         alone = design.schedule == "pingpong" and design.cluster_shape[0] == 1
         hides = alone and not are_small(args, rows) and _is_reused(args)
@@ -150,7 +136,7 @@ class Sm90GroupedGemm(RaggedRowsGemm, Sm90GroupedGemmFamily):
         )
         for out in ("f16 | bf16 | f32", "e4m3 | e5m2")
     )
-    space = Space(*sm90_design.points(_OF_ROWS, operand_bytes=2))
+    space = Space(*sm90_design.points(sm90_design.OF_ROWS, operand_bytes=2))
 
     def _implementation(
         self, more_outputs: tuple[Any, ...] = (), others: tuple[Any, ...] = (), **options: Any
@@ -201,7 +187,7 @@ class Sm90Fp8GroupedGemm(Sm90GroupedGemm):
     expert, or per block of 128; accumulated in float32 outside of the tensor cores."""
 
     family: ClassVar[str] = "sm90.grouped_gemm_fp8"
-    dense = "sm90.gemm_fp8"
+    modelled_as = "sm90.gemm_fp8"
     promoted = True
     operands = tuple(
         Operands(
@@ -222,7 +208,7 @@ class Sm90Fp8GroupedGemm(Sm90GroupedGemm):
             ({"A": "block_1x128", "B": "block_128x128"}, "f16 | bf16 | f32"),
         )
     )
-    space = Space(*sm90_design.points(_PROMOTED_OF_ROWS, operand_bytes=1))
+    space = Space(*sm90_design.points(sm90_design.PROMOTED_OF_ROWS, operand_bytes=1))
 
     scales_of_rows = Sm90Fp8Gemm.scales_of_rows
     columns_of_blocks = Sm90Fp8Gemm.columns_of_blocks
@@ -235,7 +221,7 @@ class Sm90Fp8GroupedPointerGemm(Sm90ExpertPointers, Sm90Fp8GroupedGemm):
     family: ClassVar[str] = "sm90.grouped_gemm_fp8_pointers"
 
     @rule("192 columns that are promoted at once leave no registers for descriptors")
-    def _(design: Sm90GemmDesign, operands: GroupedGemmOperandsMetadata) -> bool:
+    def _(design: Sm90GroupedGemmDesign, operands: GroupedGemmOperandsMetadata) -> bool:
         return design.tile_shape[1] != _PROMOTED_COLUMNS or scaled_by_blocks(operands)
 
 
@@ -256,7 +242,7 @@ class Sm90GroupedSumGemm(RaggedSumGemm, Sm90GroupedGemmFamily):
             why_aligned=WHY_ALIGNED,
         ),
     )
-    space = Space(*sm90_design.points(_OF_SUMS, operand_bytes=2))
+    space = Space(*sm90_design.points(sm90_design.OF_SUMS, operand_bytes=2))
 
     def _implementation(
         self,

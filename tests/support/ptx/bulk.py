@@ -57,6 +57,21 @@ class _Arrival:
 
 
 @dataclass(eq=False)
+class _RemoteStore:
+    """A thread's own bytes on their way into a block of the cluster."""
+
+    copies: Copies
+    barrier: Barrier
+    block: int
+
+    def advance(self, machine: Machine) -> bool:
+        barrier = self.barrier
+        machine.shared.finish_copies([self.copies], barrier.agent, barrier.phase + 1)
+        barrier.land(self.copies.data.size)
+        return True
+
+
+@dataclass(eq=False)
 class _Store:
     """Out of shared memory; reads it first, and writes global memory later."""
 
@@ -128,7 +143,7 @@ class BulkCopies:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.pending: list[_Load | _Store | _StoreBytes | _Arrival] = []
+        self.pending: list[_Load | _RemoteStore | _Store | _StoreBytes | _Arrival] = []
         self.groups: dict[int, _Groups] = {}  # by thread
 
     def advance(self) -> None:
@@ -339,6 +354,25 @@ def _wait(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask
     return None
 
 
+def _store_async(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask) -> None:
+    """st.async: through the generic proxy, which an mbarrier of the same block is told of."""
+    machine = gang.machine
+    target, source, barrier_at = instruction.operands
+    values = gang.everywhere(gang.read(source, U32))
+    for at in np.arange(gang.threads.size)[gang.chosen(mask)].tolist():
+        thread, where = gang.threads[at : at + 1], _address(gang, target, at)
+        signalled = _address(gang, barrier_at, at)
+        barrier = machine.barrier_at(gang.block, signalled, gang.warps[at // WARP], remote=True)
+        position = machine.shared_position(gang.block, where, 4)
+        block = machine.shared.block_at(position)
+        if block != barrier.block:
+            raise EmulationError(f"stores to block {block}, and signals {barrier}")
+        data = values[at : at + 1, None].view(np.uint8).copy()
+        copies = machine.shared.start_store(np.array([where]), data, thread, barrier.agent)
+        machine.bulk.pending.append(_RemoteStore(copies, barrier, block))
+    machine.progress += 1
+
+
 def _arrive_behind_copies(
     match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask
 ) -> None:
@@ -396,6 +430,10 @@ BULK = (
     (
         r"cp\.async\.mbarrier\.arrive(?P<noinc>\.noinc)?\.shared(::cta)?\.b64",
         _arrive_behind_copies,
+    ),
+    (
+        r"st\.async(\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes\.[bus]32",
+        _store_async,
     ),
     (r"prefetch\.(param\.)?tensormap", _prefetch),
 )

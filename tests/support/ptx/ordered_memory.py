@@ -190,6 +190,15 @@ class OrderedSharedMemory:
                 if np.isin(read.granules, granules).any():
                     raise FaultError(thread, f"writes what {read.what} still reads")
 
+    def start_store(
+        self, addresses: np.ndarray, data: np.ndarray, threads: np.ndarray, agent: int
+    ) -> Copies:
+        """Bytes that may arrive at any time from now on, and complete on the mbarrier `agent`."""
+        self.store(addresses, np.full_like(data, POISON), threads)
+        accesses = self._accesses(addresses, data.shape[1], threads)
+        accesses.write(self._writes, mark(agent, ON_ITS_WAY))
+        return Copies(accesses, self._groups[threads], data)
+
     # cp.async ------------------------------------------------------------------------------------
 
     def start_copy(self, addresses: np.ndarray, data: np.ndarray, threads: np.ndarray) -> None:

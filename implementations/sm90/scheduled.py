@@ -1,0 +1,121 @@
+"""Which tiles the blocks of a grouped product for Hopper compute, and when they know."""
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+
+from .gemm import Gemm
+from .output import GROUP
+from .tile_queue import TileQueue, counter_of
+
+WARPS = GROUP // 32  # of a consumer
+
+
+class ScheduledGemm(Gemm):
+    """A product whose tiles are dealt out to clusters by a scheduler.
+
+    scheduler: static: cluster c has tiles c, c + clusters, ... dynamic: it begins with c, and takes
+               another one whenever it is free (`TileQueue`), so that clusters with short tiles have
+               more of them. It asks for a workspace, of which it uses the last counter.
+    """
+
+    def __init__(self, *args, scheduler: str = "static", **keywords):
+        if scheduler not in ("static", "dynamic"):
+            raise ValueError(f"scheduler is static or dynamic, not {scheduler!r}")
+        self.dynamic = scheduler == "dynamic"
+        super().__init__(*args, **keywords)
+
+    def _counter(self, workspace: Int64):
+        """The address of the one that tiles are taken from; None without."""
+        return counter_of(workspace) if self.dynamic else None
+
+    def _make_queue(self, storage, counter):
+        if counter is None:
+            return None
+        blocks = self.cluster_shape[0] * self.cluster_shape[1]
+        loaders = self.producer_warps * blocks - 1  # but the leader
+        readers = blocks * self.groups_per_tile * WARPS + loaders
+        _, _, clusters = cute.arch.grid_dim()
+        queue = TileQueue(
+            *(storage.queue.data_ptr(), storage.numbers.data_ptr(), counter, Int32(clusters)),
+            *(blocks, readers),
+        )
+        queue.set_up()
+        return queue
+
+    def _leads(self):
+        """Whether this warp of a producer takes tiles for its cluster."""
+        block_m, block_n, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        return Boolean((warp == 0) & (block_m == 0) & (block_n == 0))
+
+    # What a producer does ------------------------------------------------------------------
+
+    def _first_to_load(self, queue) -> tuple:
+        """(number of the tile, position in the queue of the next one)"""
+        _, _, cluster = cute.arch.block_idx()
+        return Int32(cluster), None if queue is None else Int32(0)
+
+    @cute.jit
+    def _next_to_load(self, queue, index, position, order=None) -> tuple:
+        """The same of the next tile; order: in which tiles are taken, see `_in_order`."""
+        if const_expr(queue is None):
+            _, _, clusters = cute.arch.grid_dim()
+            index += clusters
+        else:
+            if self._leads():
+                index = self._in_order(queue.take(), order)
+                queue.put(index, position)
+            else:
+                index = queue.read(position)
+            position += 1
+        return index, position
+
+    def _in_order(self, number, order):
+        """Which tile is the one of that number in the order in which tiles are taken."""
+        return number
+
+    @cute.jit
+    def _finish_loading(self, queue, index, tiles, position):
+        """index: Of the first that is no tile; tiles: how many there are."""
+        leads = self._leads()
+        if const_expr(self.pingpong):
+            # The other consumer has not been told that there is no further tile.
+            if leads:
+                queue.put(index, position)
+            else:
+                queue.read(position)
+            position += 1
+        if leads:
+            queue.finish(index, tiles, position)
+
+    # What a consumer does ------------------------------------------------------------------
+
+    @cute.jit
+    def _first_to_multiply(self, queue, consumer) -> tuple:
+        """(number of the consumer's tile, position in the queue of its next one)"""
+        _, _, cluster = cute.arch.block_idx()
+        _, _, clusters = cute.arch.grid_dim()
+        index, position = Int32(cluster), None
+        if const_expr(queue is None):
+            if const_expr(self.pingpong):
+                index += consumer * clusters
+        else:
+            position = Int32(0)
+            if const_expr(self.pingpong):
+                position += 1
+                if consumer == 1:
+                    index = queue.read(Int32(0))
+                    position += 1
+        return index, position
+
+    @cute.jit
+    def _next_to_multiply(self, queue, index, position) -> tuple:
+        """The same of the next tile."""
+        taking_turns = 2 if const_expr(self.pingpong) else 1
+        if const_expr(queue is None):
+            _, _, clusters = cute.arch.grid_dim()
+            index += taking_turns * clusters
+        else:
+            index = queue.read(position)
+            position += taking_turns
+        return index, position

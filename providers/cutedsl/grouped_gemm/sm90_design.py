@@ -1,0 +1,100 @@
+"""How a Hopper grouped GEMM is built, and which designs are offered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kernel_api.providers.cutedsl.gemm import sm90_design
+from kernel_api.providers.cutedsl.gemm.sm90_design import Sm90GemmDesign
+
+#: Of shared memory: a ring of four tile numbers, each with two mbarriers.
+_RING_BYTES = 4 * (2 * 8 + 4)
+
+
+@dataclass(frozen=True)
+class Sm90GroupedGemmDesign(Sm90GemmDesign):
+    """A :class:`Sm90GemmDesign` that also says how clusters get their tiles.
+
+    Attributes:
+        scheduler: ``static``: a cluster has every so many; ``dynamic``: it takes another one as
+            soon as it is free, from a counter in the workspace.
+    """
+
+    scheduler: str = "static"
+
+    @property
+    def takes_tiles(self) -> bool:
+        return self.scheduler == "dynamic"
+
+    @property
+    def fixed_bytes(self) -> int:
+        return super().fixed_bytes + (_RING_BYTES if self.takes_tiles else 0)
+
+    def label(self) -> str:
+        return super().label() + ("_dynamic" if self.takes_tiles else "")
+
+
+# What takes tiles comes right behind what has a static share of them, which is expected to take as
+# long: the first of equals is offered first. 192 accumulators leave a producer 24 registers, too
+# few to take tiles.
+
+#: Wide tiles for large groups, few rows for small ones. Clusters along N share rows of one group,
+#: whatever its size; those along M lie idle in part where a group ends.
+OF_ROWS = (
+    "128x128 1x2 pingpong",
+    "128x128 1x2 pingpong dynamic",
+    "128x192 2x1 pingpong",
+    "128x256 1x2",
+    "128x256 1x2 dynamic",
+    "256x128 1x2",
+    "256x128 1x2 dynamic",
+    "128x256 1x1",
+    "128x256 1x1 dynamic",
+    "64x256 1x1 pingpong",
+    "64x256 1x1 pingpong dynamic",
+    "64x128 1x1 pingpong",
+    "128x128 1x1",
+    "128x128 1x1 dynamic",
+    "64x128 1x1",
+    "16x128 1x1 swap deep",
+    "16x128 1x1 swap deep dynamic",
+    "32x128 1x1 swap",
+    "64x128 1x1 swap",
+)
+#: Those whose accumulators leave room for the products to be promoted.
+PROMOTED_OF_ROWS = (
+    "128x256 1x2",
+    "128x256 1x2 dynamic",
+    "128x256 1x1",
+    "128x192 1x2",
+    "128x128 1x2",
+    "128x128 1x1",
+    "128x128 1x1 dynamic",
+    "64x256 1x1",
+    "64x256 1x1 dynamic",
+    "64x128 1x1",
+    "64x64 1x1",
+    "16x128 1x1 swap",
+    "16x128 1x1 swap dynamic",
+    "32x128 1x1 swap",
+)
+#: Groups that are summed over have tiles of different lengths.
+OF_SUMS = (
+    "128x256 2x1",
+    "128x256 2x1 dynamic",
+    "256x128 1x2",
+    "256x128 1x2 dynamic",
+    "128x256 1x2",
+    "128x192 2x1",
+    "128x128 2x1",
+    "128x128 1x1",
+    "128x128 1x1 dynamic",
+    "64x128 1x1",
+)
+
+
+def points(texts: tuple[str, ...], operand_bytes: int) -> Iterator[dict[str, Any]]:
+    """Points of the design, see :func:`sm90_design.points`."""
+    return sm90_design.points(texts, operand_bytes, design=Sm90GroupedGemmDesign)
