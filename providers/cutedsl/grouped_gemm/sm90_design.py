@@ -37,8 +37,8 @@ class Sm90GroupedGemmDesign(Sm90GemmDesign):
 
 
 # What takes tiles comes right behind what has a static share of them, which is expected to take as
-# long: the first of equals is offered first. 192 accumulators leave a producer 24 registers, too
-# few to take tiles.
+# long: the first of equals is offered first. 192 accumulators leave a producer 24 registers, which
+# are too few to take tiles.
 
 #: Wide tiles for large groups, few rows for small ones. Clusters along N share rows of one group,
 #: whatever its size; those along M lie idle in part where a group ends.
