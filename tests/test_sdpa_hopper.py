@@ -225,6 +225,36 @@ def test_scaling_is_late_where_scores_are_plain_and_it_is_told():
             assert "leave no registers to scale late" in str(kernel.supports(args).error)
 
 
+def measured(**options):
+    """With the largest scores and the sums of exponentials."""
+    rows = {n: torch.empty(2, 4, 512, device="meta") for n in ("score_max", "score_sum_exp")}
+    return {**rows, **options}
+
+
+@pytest.mark.parametrize("name", ["score_max", "score_sum_exp"])
+def test_scaling_seldom_keeps_no_largest_score_and_it_is_told(name):
+    rows = {name: torch.empty(2, 4, 512, device="meta")}
+    assert scalings(**rows) == {"at_once", "late"}
+    args = meta(FORWARD, (128, 128), **rows)
+    for kernel in offered(FORWARD, (128, 128)):
+        status = kernel.supports(args)
+        if kernel.metadata.design.scaling == "seldom":
+            assert str(status.error).endswith(
+                f"scaling seldom, the largest score of a row is not kept; {name} is given"
+            )
+        else:
+            assert status
+
+
+def test_torch_is_refused_where_statistics_are_asked_for_and_it_is_told():
+    args = meta(FORWARD, (128, 128), **measured())
+    told = [r for r in ka.explain(args, cc="sm_90a").rejected if r.family.startswith("torch.")]
+    words = "torch gives no largest scores and no sums of exponentials; score_max is given"
+    families = {r.family for r in told if words in r.reason}
+    assert {"torch.sdpa_cudnn", "torch.sdpa_flash", "torch.flex_attention"} <= families
+    assert not ka.get_kernels(args, cc="sm_90a", providers=["torch"])
+
+
 def test_a_table_with_small_entries_takes_wide_tiles_away_and_it_is_told():
     small, large = (blocks(512, 512, shape) for shape in ((128, 128), (256, 256)))
     assert tiles(FORWARD, (128, 128), mask=small) == {(128, 128)}
@@ -255,7 +285,7 @@ def test_the_size_of_a_workspace_loads_no_compiler():
     code = (
         "import sys\n"
         "from kernel_api.implementations.sm90.sdpa_workspace import keys_with_room, part_bytes\n"
-        "assert (keys_with_room(17), part_bytes(64, 128)) == (32, 64 * 129 * 4)\n"
+        "assert (keys_with_room(17), part_bytes(64, 128, 1)) == (32, 64 * 129 * 4)\n"
         "assert 'cutlass' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -297,6 +327,16 @@ def test_late_scaling_spills_nothing(room):
     for kernel in offered(FORWARD, room, mask=args.mask):
         if kernel.metadata.design.scaling != "at_once":
             assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("name", "room"), EVERY_ROOM if EVERY_KERNEL else [(FORWARD, (256, 256))])
+def test_statistics_spill_nothing(name, room):
+    options = measured(mask=masks.Causal())
+    args = meta(name, room, **options)
+    for kernel in offered(name, room, **options):
+        plain = kernel.compile(meta(name, room, mask=masks.Causal()), cc="90a").resources
+        assert kernel.compile(args, cc="90a").resources.spill_bytes <= plain.spill_bytes
 
 
 @pytest.mark.compile

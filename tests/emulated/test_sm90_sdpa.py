@@ -34,6 +34,7 @@ CASES = [
 ]
 
 
+MEASURED = "statistics, rows that see nothing"
 BAND = masks.SlidingWindow(70, 3, "bottom_right")
 #: The rows of 8 or more heads are one tile; with few tiles there are parts.
 FEW_QUERIES = [
@@ -56,6 +57,21 @@ FEW_QUERIES = [
     Case("two groups", sizes=(2, 8, 1, 12, 300, 64, 64), keywords={"mask": BAND}),
     Case("256 columns", sizes=(1, 2, 1, 1, 150, 256, 256)),
     Case("several tiles of a block", sizes=(2, 8, 4, 3, 400, 64, 64)),
+    Case(
+        "statistics of parts",
+        sizes=(2, 8, 2, 3, 400, 64, 64),
+        lengths=((3, 1), (391, 0)),
+        options=lambda d: {"sink": d.wides(d.H)},
+        statistics=True,
+    ),
+    Case(
+        "statistics of parts, no sink",
+        sizes=(2, 4, 2, 4, 300, 128, 128),
+        lengths=((4, 3), (300, 2)),
+        statistics=True,
+        keywords={"mask": masks.Causal("bottom_right")},
+    ),
+    Case("statistics of one part", sizes=(1, 2, 1, 3, 40, 64, 64), statistics=True),
 ]
 
 
@@ -76,7 +92,7 @@ def check(args, family, scaling="at_once", tile=None):
     assert verdict, f"{kernels[0].metadata.kernel_name}: {verdict}"
 
 
-CHOSEN = CASES if EVERY else [*CASES[:2], CASES[3]]
+CHOSEN = CASES if EVERY else [*CASES[:2], CASES[3], *(c for c in CASES if c.name == MEASURED)]
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
@@ -87,6 +103,7 @@ def test_attention_is_right(case):
 GROWING = Case("growing", sizes=(1, 2, 1, 70, 384, 64, 64))
 PLAIN = ("tiles without keys, O where Q was", "packed, causal", "plain", "128", "256")
 SCALED = [GROWING, *(case for case in CASES if case.name in PLAIN)]
+LATE = [case for case in CASES if case.statistics and "softcap" not in case.keywords]
 
 
 @pytest.mark.parametrize("scaling", ["late", "seldom"])
@@ -103,16 +120,22 @@ def test_sums_are_scaled_late(case, scaling):
     check(args, FAMILY, scaling)
 
 
+@pytest.mark.parametrize("case", LATE if EVERY else LATE[:1], ids=lambda case: case.name)
+def test_the_largest_score_is_kept_where_sums_are_scaled_late(case):
+    check(case.arguments(), FAMILY, "late")
+
+
 @pytest.mark.parametrize(
-    "case", FEW_QUERIES if EVERY else FEW_QUERIES[1::5], ids=lambda case: case.name
+    "case", FEW_QUERIES if EVERY else FEW_QUERIES[1:8:6], ids=lambda case: case.name
 )
 def test_few_queries_are_right(case):
     check(case.arguments(), "sm90.sdpa_decode")
 
 
-def fp8_arguments(sizes, lengths=None, **options):
+def fp8_arguments(sizes, lengths=None, statistics=("lse",), **options):
     """Of e4m3, with what they are multiplied with."""
     B, H, H_kv, S_q, S_kv, D = sizes
+    options |= {name: torch.empty(B, H, S_q) for name in statistics}
     random = torch.Generator().manual_seed(3)
 
     def drawn(*shape):
@@ -129,13 +152,18 @@ def fp8_arguments(sizes, lengths=None, **options):
         "descale_v": 0.5 + torch.rand((B, H_kv), generator=random),
     }
     out = torch.empty(B, H, S_q, D, dtype=torch.bfloat16)
-    return ka.SdpaArguments(Q, K, V, out, torch.empty(B, H, S_q), **scales, **options)
+    return ka.SdpaArguments(Q, K, V, out, **scales, **options)
 
 
 FP8 = [
     {"sizes": (2, 2, 1, 40, 150, 64), "lengths": (130, 7), "mask": masks.Causal("bottom_right")},
     {"sizes": (1, 2, 1, 200, 300, 128)},
     {"sizes": (1, 2, 2, 40, 100, 256), "mask": masks.Causal(), "softcap": 5.0},
+    {
+        "sizes": (1, 2, 1, 150, 70, 64),
+        "mask": masks.Causal("bottom_right"),
+        "statistics": ("score_max", "score_sum_exp"),
+    },
 ]
 
 

@@ -164,6 +164,11 @@ class Sm90SdpaForward(Sm90Sdpa):
     def _(design: ForwardDesign, args: SdpaArguments) -> bool:
         return design.scaling == "at_once" or not changes(args)
 
+    @rule("scaling seldom, the largest score of a row is not kept")
+    def _(design: ForwardDesign, args: SdpaArguments) -> bool | Miss:
+        asked = [name for name in ("score_max", "score_sum_exp") if name in args.further]
+        return design.scaling != "seldom" or not asked or Miss(f"{asked[0]} is given")
+
     @rule("K and V are not in pages")
     def _(args: SdpaArguments) -> bool:
         return not args.is_paged
@@ -324,11 +329,11 @@ class Sm90SdpaDecode(Sm90Sdpa):
         return self._with_parts()
 
     def _with_parts(self) -> int:
-        from kernel_api.implementations.sm90.sdpa_workspace import MOST_PARTS, part_bytes
+        from kernel_api.implementations.sm90 import sdpa_workspace
 
-        design = self._design
-        workspace: int = ZEROED + MOST_PARTS * part_bytes(design.tile_shape[0], design.head_dim[1])
-        return workspace
+        rows, columns = self._design.tile_shape[0], self._design.head_dim[1]
+        part = sdpa_workspace.part_bytes(rows, columns, sdpa_workspace.MOST_NUMBERS)
+        return int(ZEROED + sdpa_workspace.MOST_PARTS * part)
 
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
         return self._built(self.scores(args), page_size=args.page_size)
