@@ -121,15 +121,50 @@ def test_fp8_takes_packed_sequences_by_every_tile(room):
     assert {kernel.metadata.design.tile_shape for kernel in packed} == tiles(FP8, room)
 
 
-def test_fp8_takes_no_pages_and_it_is_told():
-    draw = Draw(2, 8, 2, 300, 512, 128, 128, element="float8_e4m3fn", device="meta")
-    pages = torch.empty(40, 2, 32, 128, dtype=draw.element, device="meta")
-    given = {"K": pages, "V": pages.clone(), "out": draw.results(read=False).bfloat16()}
-    given["page_table"] = torch.zeros(2, 16, dtype=torch.int32, device="meta")
-    given["seq_lens_kv"] = torch.zeros(2, dtype=torch.int32, device="meta")
-    (told,) = [
-        r for r in ka.explain(draw.arguments(**given), cc="sm_90a").rejected if r.family == FP8
+def paged_fp8(room=(128, 128), size=32, most=16, **options):
+    """Two sequences of 8 bits in pages."""
+    draw = Draw(2, 8, 2, 300, 512, *room, element="float8_e4m3fn", device="meta")
+    for name, columns in zip("KV", room, strict=True):
+        options[name] = torch.empty(40, 2, size, columns, dtype=draw.element, device="meta")
+    options["page_table"] = torch.zeros(2, most, dtype=torch.int32, device="meta")
+    options["seq_lens_kv"] = torch.zeros(2, dtype=torch.int32, device="meta")
+    return draw.arguments(out=draw.results(read=False).bfloat16(), **options)
+
+
+def offered_paged_fp8(*given, **options):
+    kernels = ka.get_kernels(paged_fp8(*given, **options), cc="sm_90a", providers=["cutedsl"])
+    return [kernel for kernel in kernels if kernel.family == FP8]
+
+
+@pytest.mark.parametrize("room", ROOMS[FP8])
+@pytest.mark.parametrize("size", [8, 16, 32, 64, 128, 256])
+def test_fp8_takes_pages_by_tiles_that_they_fit(room, size):
+    found = {kernel.metadata.design.tile_shape for kernel in offered_paged_fp8(room, size)}
+    every = {tile for tile in tiles(FP8, room) if math.prod(tile) <= 128 * 192}
+    assert found == {t for t in every if t[1] % size == 0 or size % t[1] == 0}
+    assert found
+
+
+def test_pages_take_the_widest_tile_away_and_it_is_told():
+    (wide,) = [
+        kernel
+        for kernel in offered(FP8, (128, 128))
+        if kernel.metadata.design.tile_shape == (128, 224)
     ]
+    assert str(wide.supports(paged_fp8()).error).endswith(
+        "numbers of pages leave registers for fewer scores at once; there are 24576 at most"
+    )
+
+
+@pytest.mark.parametrize("size", [12, 384 + 8])
+def test_fp8_refuses_pages_that_do_not_fit_and_it_is_told(size):
+    (told,) = [r for r in ka.explain(paged_fp8(size=size), cc="sm_90a").rejected if r.family == FP8]
+    assert f"pages hold a part of a tile's keys, or several tiles; they hold {size}" in told.reason
+
+
+def test_16_bits_in_pages_are_for_few_queries_and_it_is_told():
+    args = few("paged", lambda d: {})
+    (told,) = [r for r in ka.explain(args, cc="sm_90a").rejected if r.family == FORWARD]
     assert "K and V are not in pages" in told.reason
 
 
@@ -165,6 +200,22 @@ def test_fp8_borrows_room_by_how_many_sequences_there_are(monkeypatch):
         assert borrowed[-1] == size
         more, address, count = calls[-1][4:]
         assert (len(more), address, count) == (len(values), memory.data_ptr(), 132)
+
+
+@pytest.mark.parametrize("most", [16, 20])  # of which 20 are as many as there are pages
+def test_fp8_borrows_room_by_the_table_of_pages(most, monkeypatch):
+    memory, borrowed = torch.empty(0), []
+    monkeypatch.setattr(_workspaces, "borrow", lambda index, size: borrowed.append(size) or memory)
+    args = paged_fp8(most=most)
+    values = dict(args.launch_values)
+    (kernel, *_) = offered_paged_fp8(most=most)
+    size = kernel.get_workspace_size(args)
+    assert size == _workspaces.ZEROED + 2 * 2 * 128 * most * 32
+    launch = kernel._with_more(lambda *given: None, 0, tuple(values))
+    launch(*args.tensors, 132, **values)
+    longer = {**values, "page_table": torch.zeros(3, 7, dtype=torch.int32, device="meta")}
+    launch(*args.tensors, 132, **longer)
+    assert borrowed == [size, _workspaces.ZEROED + 3 * 2 * 128 * 7 * 32]
 
 
 #: What the scores of few queries may be made of.
@@ -364,3 +415,13 @@ def test_packed_sequences_of_8_bits_spill_nothing(room):
     for kernel in offered_packed_fp8(room, mask=mask):
         resources = kernel.compile(packed_fp8(room, mask=mask), cc="90a").resources
         assert resources.spill_bytes == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("room", ROOMS[FP8] if EVERY_KERNEL else [(128, 128)])
+@pytest.mark.parametrize("size", [16, 32, 256] if EVERY_KERNEL else [16])
+def test_pages_of_8_bits_spill_nothing(room, size):
+    for mask in (masks.Causal("bottom_right"), BANDS["window"]):
+        for kernel in offered_paged_fp8(room, size, mask=mask):
+            resources = kernel.compile(paged_fp8(room, size, mask=mask), cc="90a").resources
+            assert resources.spill_bytes == 0

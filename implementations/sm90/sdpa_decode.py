@@ -6,11 +6,8 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute import AddressSpace
-from cutlass.cute.nvgpu import cpasync
-from cutlass.tensor_utils import LayoutEnum
 
 from ..common.attention.blocks import Hidden
 from ..common.attention.modes import attention_modes
@@ -25,12 +22,12 @@ from .mma import WGMMA_M
 from .reduced_output import GROUP
 from .sdpa_forward import SdpaForward
 from .sdpa_forward_consumer import TOGETHER
-from .sdpa_loads import tma_load
 from .sdpa_output import OWN
+from .sdpa_pages import SLAB_BYTES, RowLoads
 from .sdpa_tiles import Tiles, Work
 from .sdpa_workspace import MOST_PARTS, part_bytes
 
-SLAB = 64  # columns of K and V that TMA copies at once: 128 bytes, the span of a swizzle
+SLAB = SLAB_BYTES // 2  # columns of 16 bits
 _OVERHEAD = 2  # of a part, in blocks of keys
 _WAVES = 4  # of blocks, at most, that parts are made for
 
@@ -77,7 +74,7 @@ def results(
     return values, cute.make_tensor(pointer, cute.make_layout((rows, numbers)))
 
 
-class SdpaDecode(SdpaForward):
+class SdpaDecode(RowLoads, SdpaForward):
     """The same for few queries: the rows of a tile are the queries of all heads that share a
     head of keys, and its keys are cut into parts, so that all multiprocessors read some. Who comes
     last of a tile adds its parts up, in their order.
@@ -98,13 +95,14 @@ class SdpaDecode(SdpaForward):
         *,
         page_size: int | None,
     ):
-        super().__init__(head_dims, tile, stages, element_type, scores, longest_first=False)
+        super().__init__(
+            *(head_dims, tile, stages, element_type, scores),
+            longest_first=False,
+            page_size=page_size,
+        )
         self.output_memory = "none"  # it is not staged
-        self.page_size = page_size
         #: Of a row of a part: the log-sum-exp, then the largest score if it is asked for.
         self.numbers = 1 + any(name in scores.names for name in ("score_max", "score_sum_exp"))
-        self.rows_at_once = min(self.tile_n, page_size or self.tile_n)
-        self.keys_end_early = self.keys_end_early or page_size is not None
 
     @cute.jit
     def with_operands(
@@ -123,8 +121,8 @@ class SdpaDecode(SdpaForward):
         values = Values(self.scores.names, operands)
         mQ, mK, mV, mO = (attention_modes(tensor) for tensor in (mQ, mK, mV, mO))
         queries, _, heads, batches = mQ.shape
-        tma_k, tK = self._tma_rows(mK)
-        tma_v, tV = self._tma_rows(mV)
+        tma_k, tK = self._tma_rows(mK, self.head_dim)
+        tma_v, tV = self._tma_rows(mV, self.head_dim_v)
 
         group = heads // mK.shape[2]
         rows = queries * group
@@ -142,18 +140,6 @@ class SdpaDecode(SdpaForward):
             *(None, mQ, tma_k, tK, tma_v, tV, mO),
             *(self._shared_layouts(), operands, tiles, multiprocessors, stream),
         )
-
-    def _tma_rows(self, tensor: cute.Tensor) -> tuple:
-        layout = sm90.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR, (self.rows_at_once, self.tile_n, SLAB), self.element_type, 1
-        )
-        return tma_load(tensor, layout, (self.rows_at_once, SLAB))
-
-    def _keys(self, mK: cute.Tensor, values: Values) -> Int32:
-        """Of a sequence, at most."""
-        if self.page_size is None:
-            return Int32(mK.shape[0])
-        return Int32(values["page_table"].shape[1]) * self.page_size
 
     def _work(self, tiles: DecodeTiles, tile: Int32, values: Values, mQ, mK) -> Work:
         place = tiles.place(tile, self.tile_m, self.longest_first)
@@ -195,7 +181,6 @@ class SdpaDecode(SdpaForward):
         place, sequence, blocks = work.place, work.sequence, work.blocks
         _, pipeline_k, pipeline_v = pipelines
         q_state, k_state, v_state = states
-        # Both lie in shared memory as rows of 64 columns, slab by slab.
         tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head)
         tVsV, tVgV = self._partitioned(tma_v, mV, sV, self.head_dim_v, place.head)
         if blocks.end > blocks.begin:
@@ -224,41 +209,6 @@ class SdpaDecode(SdpaForward):
             v_state.advance()
             q_state.advance()
         return q_state, k_state, v_state
-
-    def _partitioned(self, tma, tensor, shared, columns, head) -> tuple:
-        """((TMA, pieces of rows, slabs, stages), (TMA, pieces of rows, slabs, batches))"""
-        tile = (self.tile_m, self.tile_n, columns)
-        layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.element_type, self.stages)
-        rows = cute.make_tensor(shared.iterator, layout.outer)
-        piece = (self.rows_at_once, SLAB)
-        pieces = cute.local_tile(rows, piece, (None, None, None))
-        source = cute.local_tile(tensor[None, None, head, None], piece, (None, None, None))
-        return cpasync.tma_partition(
-            tma,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(pieces, 0, 2),
-            cute.group_modes(source, 0, 2),
-        )
-
-    @cute.jit
-    def _load_block(self, tma, source, shared, block, stages, state, batch, sequence, values):
-        stages.producer_acquire(state)
-        for piece in cutlass.range_constexpr(self.tile_n // self.rows_at_once):
-            first = block * self.tile_n + piece * self.rows_at_once
-            row, at = first // self.rows_at_once, batch
-            if const_expr(self.page_size is not None):
-                # Behind the last key there may be no page: what is read there is not used.
-                first = cutlass.min(first, sequence.keys - 1)
-                at = values["page_table"][batch, first // self.page_size]
-                row = first % self.page_size // self.rows_at_once
-            for slab in cutlass.range_constexpr(cute.size(shared, mode=[2])):
-                cute.copy(
-                    tma,
-                    source[None, row, slab, at],
-                    shared[None, piece, slab, state.index],
-                    tma_bar_ptr=stages.producer_get_barrier(state),
-                )
 
     def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles) -> None:
         """The consumers load them: heads of queries have rows in turns."""

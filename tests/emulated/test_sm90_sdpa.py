@@ -246,3 +246,82 @@ def test_packed_8_bit_floats_are_right(name):
     given = dict(FP8_PACKED[name])
     tile = given.pop("tile", None)
     check(packed_fp8_arguments(**given), "sm90.sdpa_forward_fp8", tile=tile)
+
+
+def paged_fp8_arguments(sizes, lengths, size, statistics=("lse",), **options):
+    """The same in pages, which lie in disorder. Behind the last key no key and no value is a
+    number, and no page is that of the table; nor is a page a number that no sequence has."""
+    B, H, H_kv, S_q, D = sizes
+    each, order = -(-max(lengths) // size) + 1, torch.Generator().manual_seed(1)
+    draw = Draw(B, H, H_kv, S_q, each * size, D, D, element="float8_e4m3fn", pad=16)
+    table = torch.randperm(B * each + 1, generator=order)[: B * each].view(B, each).int()
+    pages = {}
+    for name, dense in (("K", draw.keys()), ("V", draw.values())):
+        whole = torch.full((B * each + 1, H_kv, size, D + 16), NAN).to(draw.element)
+        pages[name] = whole[..., :D]
+        for b, keys in enumerate(lengths):
+            for page in range(-(-keys // size)):
+                rows = dense[b, :, page * size : min((page + 1) * size, keys)]
+                pages[name][int(table[b, page]), :, : rows.shape[1]] = rows
+    for b, keys in enumerate(lengths):
+        table[b, -(-keys // size) :] = 1 << 30
+    scales = {
+        "descale_q": torch.tensor(0.7),
+        "descale_k": 0.5 + draw.random(B, H_kv, element=torch.float32).abs(),
+        "descale_v": 0.5 + draw.random(B, H_kv, element=torch.float32).abs(),
+    }
+    return ka.SdpaArguments(
+        draw.queries(),
+        out=Draw(B, H, H_kv, S_q, 1, D, D, element=BF16, pad=8).results(read=False),
+        page_table=table,
+        seq_lens_kv=torch.tensor(lengths, dtype=torch.int32),
+        **pages,
+        **{name: draw.lse() for name in statistics},
+        **scales,
+        **options,
+    )
+
+
+FP8_PAGED = {
+    "16 keys": {"sizes": (3, 2, 1, 40, 64), "lengths": (150, 7, 0), "size": 16, "mask": END},
+    "256 keys of 256 columns": {"sizes": (2, 2, 1, 40, 256), "lengths": (300, 20), "size": 256},
+    "64 of 192 keys, 80 columns": {
+        "sizes": (2, 2, 2, 130, 80),
+        "lengths": (300, 65),
+        "size": 64,
+        "seq_lens_q": torch.tensor([130, 3], dtype=torch.int32),
+        "mask": masks.SlidingWindow(70, 3, "bottom_right"),
+        "tile": (128, 192),
+    },
+    "32 of 160 keys, statistics": {
+        "sizes": (2, 4, 2, 33, 128),
+        "lengths": (240, 160),
+        "size": 32,
+        "softcap": 5.0,
+        "statistics": ("lse", "score_max", "score_sum_exp"),
+        "tile": (128, 160),
+    },
+    "8 of 96 keys": {
+        "sizes": (1, 1, 1, 20, 256),
+        "lengths": (97,),
+        "size": 8,
+        "mask": masks.Causal("bottom_right"),
+        "tile": (128, 96),
+    },
+    "a table of blocks": {
+        "sizes": (2, 2, 1, 150, 64),
+        "lengths": (301, 128),
+        "size": 128,
+        "mask": masks.BlockSparse(
+            torch.tensor([[[[True, False, True, True], [False, True, True, False]]]]),
+            block_shape=(128, 128),
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("name", FP8_PAGED if EVERY else [*FP8_PAGED][:1])
+def test_8_bit_floats_in_pages_are_right(name):
+    given = dict(FP8_PAGED[name])
+    tile = given.pop("tile", None)
+    check(paged_fp8_arguments(**given), "sm90.sdpa_forward_fp8", tile=tile)

@@ -139,6 +139,10 @@ def descaled(draw: Draw) -> dict[str, Any]:
     return {"mask": masks.Causal(), "descale_q": draw.wides(1)[0].abs(), **scales}
 
 
+def descaled_at_the_end(draw: Draw) -> dict[str, Any]:
+    return {**descaled(draw), **bottom_right(draw)}
+
+
 # Kinds -----------------------------------------------------------------------------------
 
 
@@ -217,6 +221,15 @@ KINDS = {
     ),
     "statistics, few queries": Kind(
         sloped_at_the_end, _64_128, form="paged", queries=_FEW, gradients=None, statistics=_BOTH
+    ),
+    "pages of 8 bits": Kind(
+        descaled_at_the_end,
+        (*_64_128, (256, 256)),
+        count=2,
+        form="paged",
+        element=F8,
+        pads=(0, 16),
+        gradients=None,
     ),
     "statistics, 8 bits": Kind(
         descaled, _64_128, count=2, element=F8, pads=(0, 16), gradients=None, statistics=_BOTH
