@@ -41,6 +41,7 @@ class _Launch(NamedTuple):
         given: Names of values that are options of the call.
         out, lse: Makers of the outputs.
         spans: Bytes of Q, K, V and what follows them in the call's look.
+        written: Which of them are outputs.
     """
 
     launcher: Callable[..., None]
@@ -49,6 +50,7 @@ class _Launch(NamedTuple):
     out: Callable[[], Any]
     lse: Callable[[], Any]
     spans: tuple[int, ...]
+    written: tuple[int, ...]
 
 
 _launches: dict[_Key, _Launch] = {}
@@ -64,7 +66,7 @@ def forward(
         launch = _launches.get(key)
     except (AttributeError, RuntimeError, TypeError):  # what is not looked at, or has no hash
         key, launch = None, None
-    if launch is not None and (out is lse is None or _are_apart(out, lse, addresses, launch.spans)):
+    if launch is not None and (not launch.written or _are_apart(launch, addresses)):
         values = {name: options[name] for name in launch.given}
         for name in _NUMBERS:
             if name in values:
@@ -140,9 +142,10 @@ def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
     return _tensor(value, addresses)
 
 
-def _are_apart(out: Any, lse: Any, addresses: list[int], spans: tuple[int, ...]) -> bool:
+def _are_apart(launch: _Launch, addresses: list[int]) -> bool:
     """Whether what is written lies clear of all else; arguments look closer where it does not."""
-    for one in range(3, 3 + (out is not None) + (lse is not None)):
+    spans = launch.spans
+    for one in launch.written:
         start, end = addresses[one], addresses[one] + spans[one]
         for other, other_start in enumerate(addresses):
             if other != one and start < other_start + spans[other] and other_start < end:
@@ -212,13 +215,17 @@ def _remember(
     call: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    tensors = [one for one in call if one is not None]
-    tensors += [
-        value for name, value in options.items() if type(value) in TENSORS and name not in _NUMBERS
-    ]
-    spans = tuple([Operand(one).span for one in tensors])
-    Q, V = call[0], call[2]
-    launch = _Launch(launcher, *sources, _out_maker(Q, V), _lse_maker(Q, args), spans)
+    named = dict(zip(("Q", "K", "V", "out", "lse"), call, strict=True))
+    tensors = {name: one for name, one in named.items() if one is not None}
+    tensors.update(
+        (name, value)
+        for name, value in options.items()
+        if type(value) in TENSORS and name not in _NUMBERS
+    )
+    spans = tuple([Operand(one).span for one in tensors.values()])
+    written = tuple([place for place, name in enumerate(tensors) if name in args.output_names])
+    makers = _out_maker(call[0], call[2]), _lse_maker(call[0], args)
+    launch = _Launch(launcher, *sources, *makers, spans, written)
     with _lock:
         if len(_launches) >= _KEPT:
             _launches.clear()

@@ -1,8 +1,9 @@
 """Attention with gradients: in eager mode, and as operators of torch for the graphs of
 torch.compile and torch.export, ``torch.ops.kernel_api.sdpa`` and ``sdpa_backward``.
 
-The operators take bounds of masks as numbers, and blocks as a table. Functions of scores and
-indices are nothing that a graph of torch holds: they break it.
+The operators take bounds of masks as numbers, and blocks as a table, and give out and lse.
+Functions of scores and indices are nothing that a graph of torch holds: they break it, and so do
+the other statistics of rows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from kernel_api.operands import Operand
 _Options = dict[str, Any]
 
 _Sdpa = namedtuple("_Sdpa", ("out", "lse"))
+_SdpaStatistics = namedtuple("_SdpaStatistics", ("out", "lse", "score_max", "score_sum_exp"))
+_BESIDE_LSE = ("score_max", "score_sum_exp")
 _GRADIENTS = ("dQ", "dK", "dV", "dBias", "dSink")
 _RESULTS: dict[tuple[str, ...], Any] = {
     names: namedtuple("_SdpaBackward", names)
@@ -43,6 +46,15 @@ def sdpa(Q: Any, K: Any, V: Any, out: Any, lse: Any, return_lse: bool, options: 
     else:
         found = forward(Q, K, V, out, lse, wants_lse, options)
     return _Sdpa(*found) if return_lse else found[0]
+
+
+def sdpa_with_statistics(Q: Any, K: Any, V: Any, out: Any, lse: Any, options: _Options) -> Any:
+    """The same where ``return_statistics`` is."""
+    q = Q if isinstance(Q, torch.Tensor) else Operand(Q, "Q").tensor
+    made = {name: options.get(name) for name in _BESIDE_LSE}
+    made = {n: empty_lse(q, options) if one is None else one for n, one in made.items()}
+    found = sdpa(Q, K, V, out, lse, True, {**options, **made})
+    return _SdpaStatistics(*found, **made)
 
 
 def _need_gradient(Q: Any, K: Any, V: Any, options: _Options) -> bool:
@@ -111,6 +123,7 @@ def _present(**values: Any) -> _Options:
 
 def _kept(options: _Options) -> _Options:
     """The options of the backward pass, whose dropout is that of now."""
+    options = {name: one for name, one in options.items() if name not in _BESIDE_LSE}
     dropout = options.get("dropout")
     if dropout is None or not dropout.tensors:
         return options
@@ -193,7 +206,7 @@ _INTEGERS = (
     "block_columns", "max_seqlen_q", "max_seqlen_kv",
 )  # fmt: skip
 _NAMES = (*_TENSORS, *_FLOATS, *_INTEGERS, "padding")
-_WHY = "a function of scores or indices is nothing that a graph of torch holds"
+_WHY = "a graph of torch holds no function of scores or indices, and no score_max or score_sum_exp"
 
 _OPTIONS = ", ".join(
     [f"Tensor? {name}" for name in _TENSORS]
@@ -221,7 +234,7 @@ def _is_traced(Q: Any) -> bool:
 
 def _traced(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:
     """(out, lse) in a graph."""
-    if _has_functions(options):
+    if _is_outside(options):
         found = _outside(Q, K, V, options)
     else:
         found = _operator(Q, K, V, *_packed(options))
@@ -243,9 +256,12 @@ def _traced_backward(operands: tuple[Any, ...], written: _Options, options: _Opt
     return found
 
 
-def _has_functions(options: _Options) -> bool:
+def _is_outside(options: _Options) -> bool:
+    for name in ("score_mod", *_BESIDE_LSE):
+        if options.get(name) is not None:
+            return True
     mask = options.get("mask")
-    return options.get("score_mod") is not None or (mask is not None and len(mask.functions) > 0)
+    return mask is not None and len(mask.functions) > 0
 
 
 def _untraced(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ def sdpa(
     out: Any = None,
     lse: Any = None,
     return_lse: bool = False,
+    return_statistics: bool = False,
     **options: Any,
 ) -> Any:
     """out = softmax(scale · Q Kᵀ, with masks and what is added to scores) · V.
@@ -23,7 +24,7 @@ def sdpa(
         out = ka.ops.sdpa(q, k, v, mask=ka.masks.Causal())
         out, lse = ka.ops.sdpa(q, k, v, return_lse=True, softcap=30.0)
 
-    Where Q, K, V, ``bias`` or ``sink`` need a gradient, the result has one, but for ``lse``; the
+    Where Q, K, V, ``bias`` or ``sink`` need a gradient, ``out`` has one, and nothing else; the
     backward pass gives the same bits every time where torch is told to be deterministic.
 
     Args:
@@ -33,6 +34,8 @@ def sdpa(
             of Q, or bfloat16 where that has 8 bits.
         lse: Of the log-sum-exp, allocated if absent and asked for.
         return_lse: Whether to return (out, lse).
+        return_statistics: Whether to return (out, lse, score_max, score_sum_exp); those that are
+            not given are allocated. A graph of torch is broken there.
         options: Those of :class:`~kernel_api.arguments.SdpaArguments`.
 
     Raises:
@@ -41,7 +44,10 @@ def sdpa(
         EpilogueError: a function cannot be traced.
         NoKernelError: no kernel takes the operands; says why.
     """
-    return (_implementation or _loaded()).sdpa(Q, K, V, out, lse, return_lse, options)
+    found = _implementation or _loaded()
+    if return_statistics:
+        return found.sdpa_with_statistics(Q, K, V, out, lse, options)
+    return found.sdpa(Q, K, V, out, lse, return_lse, options)
 
 
 def sdpa_backward(

@@ -112,6 +112,18 @@ def attention(graph):
     return out
 
 
+def attention_statistics(graph):
+    q, k, v = (graph.tensor((2, heads, 256, 64)) for heads in (8, 2, 2))
+    largest, total = (graph.tensor((2, 8, 256, 1), data_type=FLOAT) for _ in range(2))
+    largest.set_output(True)
+    total.set_output(True)
+    out, stats = graph.sdpa(
+        q=q, k=k, v=v, generate_stats=True, score_max=largest, score_sum_exp=total
+    )
+    stats.set_output(True).set_data_type(FLOAT)
+    return out
+
+
 def sums_alone(graph):
     """What is reduced is read, and not written."""
     x = graph.tensor((512, 384))
@@ -131,6 +143,7 @@ ONE_KERNEL = {
     channels_last: "sm80_elementwise",
     sums_alone: "sm80_elementwise",
     attention: "sm90_sdpa_forward",
+    attention_statistics: "sm90_sdpa_forward",
 }
 
 
@@ -144,6 +157,36 @@ def test_one_kernel_computes_all(make):
     assert sum(len(step.nodes) for step in plan.steps) == len(graph.nodes)
     assert plan.workspace_size == 0
     assert kernel in str(graph.explain())
+
+
+@pytest.mark.parametrize("kinds", [(FLOAT, FLOAT), (HALF, FLOAT), (HALF, BF16)], ids=str)
+def test_statistics_of_attention_are_written_by_its_kernel(kinds):
+    g = cudnn.pygraph("", FLOAT, FLOAT, FLOAT, handle=cudnn.create_handle("cpu"))
+    B, H, S, D = 2, 2, 5, 8
+    q, k, v = (g.tensor((B, H, S, D), name=name) for name in "qkv")
+    names = ("largest", "total")
+    largest, total = (
+        g.tensor((B, H, S, 1), name=name, data_type=kind).set_output(True)
+        for name, kind in zip(names, kinds, strict=True)
+    )
+    out, _ = g.sdpa(q, k, v, 0.5, score_max=largest, score_sum_exp=total, use_causal_mask=True)
+    out.set_output(True).set_name("out")
+    g.build([cudnn.heur_mode.A])
+    converted = sum(kind is not FLOAT for kind in kinds)
+    assert [step.kind for step in g.selected.steps] == ["kernel"] * (1 + converted)
+    generator = torch.Generator().manual_seed(0)
+    data = {name: torch.randn(B, H, S, D, generator=generator) for name in "qkv"}
+    found = {"out": torch.full((B, H, S, D), torch.nan)}
+    for name, kind in zip(names, kinds, strict=True):
+        found[name] = torch.full((B, H, S, 1), torch.nan, dtype=getattr(torch, kind.value))
+    g.execute({**data, **found})
+    scores = 0.5 * data["q"].double() @ data["k"].double().mT
+    scores.masked_fill_(torch.ones(S, S).triu(1).bool(), -INFINITY)
+    most = scores.amax(-1, keepdim=True)
+    exact = {"largest": most, "total": (scores - most).exp().sum(-1, keepdim=True)}
+    for name, one in exact.items():
+        tolerance = 4 * torch.finfo(found[name].dtype).eps
+        torch.testing.assert_close(found[name].double(), one, rtol=tolerance, atol=tolerance)
 
 
 def test_a_transformer_block_is_seven_kernels():

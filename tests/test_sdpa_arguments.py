@@ -71,6 +71,8 @@ def every(**options):
     mask = masks.SlidingWindow(5, 1) & masks.SlidingWindow(4, 2, "bottom_right")
     given = {
         "lse": f(B, H, S),
+        "score_max": f(B, H, S),
+        "score_sum_exp": f(B, H, S),
         "mask": mask & masks.BlockSparse(TABLE) & function & masks.Padding(),
         "bias": x(1, H, 1, T),
         "alibi": f(H),
@@ -86,9 +88,9 @@ def every(**options):
 
 
 ALL_NAMES = [
-    "lse", "bias", "alibi", "sink", "seq_lens_q", "seq_lens_kv", "blocks", "mask_ids",
-    "score_slopes", "score_gain", "scale", "softcap", "left", "right", "left_end", "right_end",
-    "dropout_p", "dropout_seed", "dropout_offset",
+    "lse", "score_max", "score_sum_exp", "bias", "alibi", "sink", "seq_lens_q", "seq_lens_kv",
+    "blocks", "mask_ids", "score_slopes", "score_gain", "scale", "softcap", "left", "right",
+    "left_end", "right_end", "dropout_p", "dropout_seed", "dropout_offset",
 ]  # fmt: skip
 
 
@@ -140,7 +142,7 @@ def test_operands_and_what_is_beside_them_have_names():
     args = every()
     names = [name for name in ALL_NAMES if name not in args._numbers() and name != "score_gain"]
     assert list(args.named_operands) == ["Q", "K", "V", "out", *names, "dropout_seed"]
-    assert list(args.outputs) == ["out", "lse"]
+    assert list(args.outputs) == ["out", "lse", "score_max", "score_sum_exp"]
     assert list(make().outputs) == ["out"]
     assert args.bias is args.further["bias"]
     assert make().bias is None
@@ -207,6 +209,10 @@ SCALED = ka.ScaledOperand(x(B, H, S, D), f(), ka.ScaleMode.PER_TENSOR)
         (lambda: make(lse=f(B, H, S).to("meta")), "lse is on meta but Q is on cpu"),
         (lambda: make(lse=x(B, H, S)), "lse is bfloat16; expected float32"),
         (lambda: make(lse=f(B, H, S, 1)), r"lse has shape .*; expected \(B, H, S_q\) = \(2, 4, 6"),
+        (lambda: make(score_max=x(B, H, S)), "score_max is bfloat16; expected float32"),
+        (lambda: make(score_sum_exp=f(B, S, H)), r"score_sum_exp has shape \(2, 6, 4\); expected "
+         r"\(B, H, S_q\) = \(2, 4, 6\)"),
+        (lambda: packed(score_max=f(9, H)), r"score_max has shape .*; expected \(H, T\) = \(4, 9"),
         (lambda: packed(lse=f(9, H)), r"lse has shape \(9, 4\); expected \(H, T\) = \(4, 9\)"),
         (lambda: make(Q=SCALED), "Q is a ScaledOperand; attention takes plain"),
         # Numbers.
@@ -340,6 +346,8 @@ def test_memory_that_is_written_is_nobody_elses(more):
             make(**{**given, "out": x(1, H, S, D).expand(B, H, S, D)})
         with pytest.raises(ArgumentError, match="lse shares memory with Q"):
             make(**{**given, "lse": lse, "Q": overlapping[: B * H * S * D].view(B, H, S, D)})
+        with pytest.raises(ArgumentError, match="score_max shares memory with score_sum_exp"):
+            make(**given, score_max=lse, score_sum_exp=lse)
 
 
 def test_a_function_that_cannot_be_traced_is_refused_with_its_line():
@@ -372,6 +380,7 @@ def test_sizes_and_numbers_are_no_part_of_the_signature():
     "change",
     [
         {"lse": None},
+        {"score_max": None},
         {"bias": None},
         {"bias": f(1, H, 1, T)},
         {"softcap": None},

@@ -121,15 +121,50 @@ def test_fp8_takes_packed_sequences_by_every_tile(room):
     assert {kernel.metadata.design.tile_shape for kernel in packed} == tiles(FP8, room)
 
 
-def test_fp8_takes_no_pages_and_it_is_told():
-    draw = Draw(2, 8, 2, 300, 512, 128, 128, element="float8_e4m3fn", device="meta")
-    pages = torch.empty(40, 2, 32, 128, dtype=draw.element, device="meta")
-    given = {"K": pages, "V": pages.clone(), "out": draw.results(read=False).bfloat16()}
-    given["page_table"] = torch.zeros(2, 16, dtype=torch.int32, device="meta")
-    given["seq_lens_kv"] = torch.zeros(2, dtype=torch.int32, device="meta")
-    (told,) = [
-        r for r in ka.explain(draw.arguments(**given), cc="sm_90a").rejected if r.family == FP8
+def paged_fp8(room=(128, 128), size=32, most=16, **options):
+    """Two sequences of 8 bits in pages."""
+    draw = Draw(2, 8, 2, 300, 512, *room, element="float8_e4m3fn", device="meta")
+    for name, columns in zip("KV", room, strict=True):
+        options[name] = torch.empty(40, 2, size, columns, dtype=draw.element, device="meta")
+    options["page_table"] = torch.zeros(2, most, dtype=torch.int32, device="meta")
+    options["seq_lens_kv"] = torch.zeros(2, dtype=torch.int32, device="meta")
+    return draw.arguments(out=draw.results(read=False).bfloat16(), **options)
+
+
+def offered_paged_fp8(*given, **options):
+    kernels = ka.get_kernels(paged_fp8(*given, **options), cc="sm_90a", providers=["cutedsl"])
+    return [kernel for kernel in kernels if kernel.family == FP8]
+
+
+@pytest.mark.parametrize("room", ROOMS[FP8])
+@pytest.mark.parametrize("size", [8, 16, 32, 64, 128, 256])
+def test_fp8_takes_pages_by_tiles_that_they_fit(room, size):
+    found = {kernel.metadata.design.tile_shape for kernel in offered_paged_fp8(room, size)}
+    every = {tile for tile in tiles(FP8, room) if math.prod(tile) <= 128 * 192}
+    assert found == {t for t in every if t[1] % size == 0 or size % t[1] == 0}
+    assert found
+
+
+def test_pages_take_the_widest_tile_away_and_it_is_told():
+    (wide,) = [
+        kernel
+        for kernel in offered(FP8, (128, 128))
+        if kernel.metadata.design.tile_shape == (128, 224)
     ]
+    assert str(wide.supports(paged_fp8()).error).endswith(
+        "numbers of pages leave registers for fewer scores at once; there are 24576 at most"
+    )
+
+
+@pytest.mark.parametrize("size", [12, 384 + 8])
+def test_fp8_refuses_pages_that_do_not_fit_and_it_is_told(size):
+    (told,) = [r for r in ka.explain(paged_fp8(size=size), cc="sm_90a").rejected if r.family == FP8]
+    assert f"pages hold a part of a tile's keys, or several tiles; they hold {size}" in told.reason
+
+
+def test_16_bits_in_pages_are_for_few_queries_and_it_is_told():
+    args = few("paged", lambda d: {})
+    (told,) = [r for r in ka.explain(args, cc="sm_90a").rejected if r.family == FORWARD]
     assert "K and V are not in pages" in told.reason
 
 
@@ -165,6 +200,22 @@ def test_fp8_borrows_room_by_how_many_sequences_there_are(monkeypatch):
         assert borrowed[-1] == size
         more, address, count = calls[-1][4:]
         assert (len(more), address, count) == (len(values), memory.data_ptr(), 132)
+
+
+@pytest.mark.parametrize("most", [16, 20])  # of which 20 are as many as there are pages
+def test_fp8_borrows_room_by_the_table_of_pages(most, monkeypatch):
+    memory, borrowed = torch.empty(0), []
+    monkeypatch.setattr(_workspaces, "borrow", lambda index, size: borrowed.append(size) or memory)
+    args = paged_fp8(most=most)
+    values = dict(args.launch_values)
+    (kernel, *_) = offered_paged_fp8(most=most)
+    size = kernel.get_workspace_size(args)
+    assert size == _workspaces.ZEROED + 2 * 2 * 128 * most * 32
+    launch = kernel._with_more(lambda *given: None, 0, tuple(values))
+    launch(*args.tensors, 132, **values)
+    longer = {**values, "page_table": torch.zeros(3, 7, dtype=torch.int32, device="meta")}
+    launch(*args.tensors, 132, **longer)
+    assert borrowed == [size, _workspaces.ZEROED + 3 * 2 * 128 * 7 * 32]
 
 
 #: What the scores of few queries may be made of.
@@ -230,6 +281,36 @@ def test_scaling_is_late_where_scores_are_plain_and_it_is_told():
             assert "leave no registers to scale late" in str(kernel.supports(args).error)
 
 
+def measured(**options):
+    """With the largest scores and the sums of exponentials."""
+    rows = {n: torch.empty(2, 4, 512, device="meta") for n in ("score_max", "score_sum_exp")}
+    return {**rows, **options}
+
+
+@pytest.mark.parametrize("name", ["score_max", "score_sum_exp"])
+def test_scaling_seldom_keeps_no_largest_score_and_it_is_told(name):
+    rows = {name: torch.empty(2, 4, 512, device="meta")}
+    assert scalings(**rows) == {"at_once", "late"}
+    args = meta(FORWARD, (128, 128), **rows)
+    for kernel in offered(FORWARD, (128, 128)):
+        status = kernel.supports(args)
+        if kernel.metadata.design.scaling == "seldom":
+            assert str(status.error).endswith(
+                f"scaling seldom, the largest score of a row is not kept; {name} is given"
+            )
+        else:
+            assert status
+
+
+def test_torch_is_refused_where_statistics_are_asked_for_and_it_is_told():
+    args = meta(FORWARD, (128, 128), **measured())
+    told = [r for r in ka.explain(args, cc="sm_90a").rejected if r.family.startswith("torch.")]
+    words = "torch gives no largest scores and no sums of exponentials; score_max is given"
+    families = {r.family for r in told if words in r.reason}
+    assert {"torch.sdpa_cudnn", "torch.sdpa_flash", "torch.flex_attention"} <= families
+    assert not ka.get_kernels(args, cc="sm_90a", providers=["torch"])
+
+
 def test_a_table_with_small_entries_takes_wide_tiles_away_and_it_is_told():
     small, large = (blocks(512, 512, shape) for shape in ((128, 128), (256, 256)))
     assert tiles(FORWARD, (128, 128), mask=small) == {(128, 128)}
@@ -260,7 +341,7 @@ def test_the_size_of_a_workspace_loads_no_compiler():
     code = (
         "import sys\n"
         "from kernel_api.implementations.sm90.sdpa_workspace import keys_with_room, part_bytes\n"
-        "assert (keys_with_room(17), part_bytes(64, 128)) == (32, 64 * 129 * 4)\n"
+        "assert (keys_with_room(17), part_bytes(64, 128, 1)) == (32, 64 * 129 * 4)\n"
         "assert 'cutlass' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -305,6 +386,16 @@ def test_late_scaling_spills_nothing(room):
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize(("name", "room"), EVERY_ROOM if EVERY_KERNEL else [(FORWARD, (256, 256))])
+def test_statistics_spill_nothing(name, room):
+    options = measured(mask=masks.Causal())
+    args = meta(name, room, **options)
+    for kernel in offered(name, room, **options):
+        plain = kernel.compile(meta(name, room, mask=masks.Causal()), cc="90a").resources
+        assert kernel.compile(args, cc="90a").resources.spill_bytes <= plain.spill_bytes
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize("room", ROOMS[FORWARD] if EVERY_KERNEL else [(64, 64)])
 def test_a_table_of_blocks_spills_nothing(room):
     args = meta(FORWARD, room, mask=blocks(512, 512) & masks.Causal())
@@ -329,3 +420,13 @@ def test_packed_sequences_of_8_bits_spill_nothing(room):
     for kernel in offered_packed_fp8(room, mask=mask):
         resources = kernel.compile(packed_fp8(room, mask=mask), cc="90a").resources
         assert resources.spill_bytes == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("room", ROOMS[FP8] if EVERY_KERNEL else [(128, 128)])
+@pytest.mark.parametrize("size", [16, 32, 256] if EVERY_KERNEL else [16])
+def test_pages_of_8_bits_spill_nothing(room, size):
+    for mask in (masks.Causal("bottom_right"), BANDS["window"]):
+        for kernel in offered_paged_fp8(room, size, mask=mask):
+            resources = kernel.compile(paged_fp8(room, size, mask=mask), cc="90a").resources
+            assert resources.spill_bytes == 0

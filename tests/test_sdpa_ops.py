@@ -56,7 +56,8 @@ def test_fusions_give_the_arguments():
     for name in ("sdpa", "sdpa_backward"):
         form = getattr(ka.ops, name)
         own = inspect.signature(getattr(ka.fusions, name)).parameters
-        assert set(inspect.signature(form).parameters) - {"return_lse"} == set(own)
+        returned = {"return_lse", "return_statistics"}
+        assert set(inspect.signature(form).parameters) - returned == set(own)
         assert form.__name__ in ka.fusions.__all__
 
 
@@ -75,6 +76,48 @@ def test_out_is_allocated_and_lse_comes_back_where_it_is_asked_for(provided):
     assert ka.ops.sdpa(Q, K, V, out=given, lse=lse, mask=masks.Causal()) is given
     assert_close(given, expected)
     assert_close(lse, expected_lse)
+
+
+def test_statistics_come_back_where_they_are_asked_for(provided):
+    options = {"mask": masks.Causal(), "sink": SINK}
+    expected, lse = ka.ops.sdpa(Q, K, V, return_lse=True, **options)
+    found = ka.ops.sdpa(Q, K, V, return_statistics=True, **options)
+    assert found._fields == ("out", "lse", "score_max", "score_sum_exp")
+    assert_close(found.out, expected)
+    assert_close(found.lse, lse)
+    assert_close(found.score_max + found.score_sum_exp.log(), lse)
+    given = torch.full_like(lse, NAN)
+    again = ka.ops.sdpa(Q, K, V, score_max=given, return_statistics=True, **options)
+    assert again.score_max is given
+    assert torch.equal(given, found.score_max)
+    alone = torch.full_like(lse, NAN)
+    assert torch.equal(ka.ops.sdpa(Q, K, V, score_sum_exp=alone, **options), found.out)
+    assert torch.equal(alone, found.score_sum_exp)
+
+
+def test_statistics_have_no_gradient_and_take_none_away():
+    options = {"mask": masks.Causal(), "sink": SINK}
+    given, again = leaves(Q, K, V), leaves(Q, K, V)
+    found = ka.ops.sdpa(*given, return_statistics=True, **options)
+    assert found.out.requires_grad
+    assert not any(one.requires_grad for one in found[1:])
+    ka.ops.sdpa(*again, **options).backward(DO)
+    found.out.backward(DO)
+    for one, other in zip(given, again, strict=True):
+        assert_close(one.grad, other.grad)
+
+
+def test_statistics_break_a_graph_of_torch():
+    def function(q, k, v):
+        found = ka.ops.sdpa(q * 2, k, v, return_statistics=True)
+        return found.out + 1, found.score_max, found.score_sum_exp
+
+    eager, found = function(Q, K, V), torch.compile(function, backend="aot_eager")(Q, K, V)
+    for one, other in zip(found, eager, strict=True):
+        assert_close(one, other)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="no score_max or score_sum_exp"):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(Q, K, V)
 
 
 def test_results_lie_in_memory_as_queries_do():
@@ -192,6 +235,12 @@ def test_memory_is_told_apart_in_every_call(launched):
         ka.ops.sdpa(q, K, V[..., :8], out=apart)
     with pytest.raises(ArgumentError, match="out shares memory with Q"):
         ka.ops.sdpa(q, K, V[..., :8], out=buffer[8:][:320].view(2, 4, 5, 8))
+    one, other = buffer[:80].view(2, 2, 4, 5)
+    for _ in range(3):
+        ka.ops.sdpa(Q, K, V, score_max=one, score_sum_exp=other)
+    assert len(launched) == 3
+    with pytest.raises(ArgumentError, match="score_max shares memory with score_sum"):
+        ka.ops.sdpa(Q, K, V, score_max=one, score_sum_exp=buffer[8:][:40].view(2, 4, 5))
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,35 @@ def test_attention_is_that_of_loops_over_scores(options, loops):
         assert_close(found[name], one, rtol=1e-12, atol=1e-12)
 
 
+SEEN = torch.arange(7) <= torch.arange(5).view(5, 1) - 2
+
+
+@pytest.mark.parametrize("sink", [None, SINK], ids=["no sink", "sink"])
+def test_statistics_are_the_largest_score_and_the_sum_relative_to_it(sink):
+    """Of which the first two queries see nothing, and the last of the second sequence is none."""
+    draw, mask = (
+        Draw(pad=8),
+        masks.SlidingWindow(None, 0) & masks.MaskMod(lambda b, h, q, kv: kv <= q - 2),
+    )
+    lens = {"seq_lens_q": torch.tensor([5, 4], dtype=torch.int32)}
+    statistics = {name: draw.lse() for name in ("score_max", "score_sum_exp")}
+    args = draw.arguments(mask=mask, softcap=0.5, bias=draw.random(2, 4, 5, 7), sink=sink,
+                          dropout=Dropout(0.4, 1, 2), **lens, **statistics)  # fmt: skip
+    found = run(args)
+    q, k = args.Q.tensor, args.K.tensor.repeat_interleave(2, 1)
+    scores = 0.5 * torch.tanh(q @ k.mT / math.sqrt(8) / 0.5) + args.bias.tensor
+    scores = torch.where(SEEN, scores, -math.inf)
+    if sink is not None:
+        scores = torch.cat((scores, sink.view(1, 4, 1, 1).expand(2, 4, 5, 1)), dim=3)
+    largest = scores.amax(3)
+    total = (scores - largest.nan_to_num(neginf=0.0).unsqueeze(3)).exp().sum(3)
+    largest[1, :, 4], total[1, :, 4] = -math.inf, 0.0
+    assert largest[0, :, 0].isinf().all() == (sink is None)
+    assert_close(found["score_max"], largest, rtol=1e-12, atol=1e-12)
+    assert_close(found["score_sum_exp"], total, rtol=1e-12, atol=1e-12)
+    assert_close(found["lse"], largest + total.log(), rtol=1e-12, atol=1e-12)
+
+
 def test_all_options_together_keep_their_order():
     draw = Draw(seed=3)
     bias = draw.random(2, 1, 5, 7)

@@ -1,7 +1,5 @@
 """Scaled dot-product attention for every GPU from Ampere on."""
 
-import math
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -11,6 +9,7 @@ from cutlass.memory import SmemAllocator
 from ..common.attention.scores import Scores, Tile, rows_and_columns
 from ..common.attention.sequences import keys_seen, sequence_of
 from ..common.attention.softmax import LOG2_E, finished, softmax_of, update
+from ..common.attention.statistics import statistics_of, where_seen, write_statistics
 from ..common.attention.values import Values
 from ..common.conversion import select
 from .sdpa_tiles import (
@@ -213,7 +212,7 @@ class SdpaForward:
 
     @cute.jit
     def _finish(self, rO, places, softmax, values, sequence, batch, head, first):
-        """Divides by the sums of powers; writes the log of the sum of exponentials."""
+        """Divides by the sums of powers; writes statistics."""
         factors = cute.make_rmem_tensor((cute.size(places, mode=[0]),), Float32)
         sink = None
         if const_expr("sink" in self.scores.names):
@@ -221,16 +220,15 @@ class SdpaForward:
         for row in cutlass.range_constexpr(cute.size(factors)):
             local, column = places[row, 0]
             query = first + local
-            factor, lse = finished(softmax, row, sink)
-            factors[row] = select(query < sequence.queries, factor, Float32(0.0))
-            if const_expr("lse" in self.scores.names):
-                lse = select(query < sequence.queries, lse, Float32(-math.inf))
-                if (column == 0) & (query < sequence.query_rows):
-                    mLse = values["lse"]
-                    if const_expr("cu_seqlens_q" in self.scores.names):
-                        mLse[head, sequence.first_query + query] = lse
-                    else:
-                        mLse[batch, head, query] = lse
+            done = finished(softmax, row, sink)
+            exists = query < sequence.queries
+            factors[row] = select(exists, done.factor, Float32(0.0))
+            done = where_seen(exists, done)
+            if (column == 0) & (query < sequence.query_rows):
+                place = batch, head, query
+                if const_expr("cu_seqlens_q" in self.scores.names):
+                    place = head, sequence.first_query + query
+                write_statistics(statistics_of(values), place, done)
         _multiply_rows(rO, factors)
 
 

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute import AddressSpace
-from cutlass.cute.nvgpu import cpasync
-from cutlass.tensor_utils import LayoutEnum
 
 from ..common.attention.blocks import Hidden
 from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Place, Scores, Tile, rows_and_columns
 from ..common.attention.sequences import keys_seen, sequence_of
-from ..common.attention.softmax import LN_2, LOG2_E, finished, finite, power_of_two
+from ..common.attention.softmax import LN_2, LOG2_E, Finished, finished, finite, power_of_two
+from ..common.attention.statistics import statistics_rows, where_seen, write_statistics
 from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.work_split import COUNTER_BYTES
@@ -24,12 +22,12 @@ from .mma import WGMMA_M
 from .reduced_output import GROUP
 from .sdpa_forward import SdpaForward
 from .sdpa_forward_consumer import TOGETHER
-from .sdpa_loads import tma_load
-from .sdpa_output import OWN, store_where
+from .sdpa_output import OWN
+from .sdpa_pages import SLAB_BYTES, RowLoads
 from .sdpa_tiles import Tiles, Work
 from .sdpa_workspace import MOST_PARTS, part_bytes
 
-SLAB = 64  # columns of K and V that TMA copies at once: 128 bytes, the span of a swizzle
+SLAB = SLAB_BYTES // 2  # columns of 16 bits
 _OVERHEAD = 2  # of a part, in blocks of keys
 _WAVES = 4  # of blocks, at most, that parts are made for
 
@@ -41,7 +39,7 @@ class DecodeTiles(Tiles):
     """Parts of blocks of rows of each head of keys of each sequence, in this order. The rows of a
     head of keys are those of its `group` heads of queries, query by query.
 
-    partial: An address: of each part the rows in float32, then their log-sum-exps.
+    partial: An address: of each part the rows in float32, then their numbers.
     """
 
     parts: Int32
@@ -63,20 +61,20 @@ def arrivals(tiles: DecodeTiles, tile: Int32) -> cute.Pointer:
 
 
 def results(
-    tiles: DecodeTiles, tile: Int32, rows: int, columns: int
+    tiles: DecodeTiles, tile: Int32, rows: int, columns: int, numbers: int
 ) -> tuple[cute.Tensor, cute.Tensor]:
-    """((rows, columns), (rows,)) of a part."""
-    address = tiles.partial + Int64(tile) * part_bytes(rows, columns)
+    """((rows, columns), (rows, numbers)) of a part."""
+    address = tiles.partial + Int64(tile) * part_bytes(rows, columns, numbers)
     values = cute.make_tensor(
         cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=16),
         cute.make_ordered_layout((rows, columns), order=(1, 0)),
     )
     behind = address + rows * columns * Float32.width // 8
-    sums = cute.make_ptr(Float32, behind, AddressSpace.gmem, assumed_align=16)
-    return values, cute.make_tensor(sums, cute.make_layout(rows))
+    pointer = cute.make_ptr(Float32, behind, AddressSpace.gmem, assumed_align=16)
+    return values, cute.make_tensor(pointer, cute.make_layout((rows, numbers)))
 
 
-class SdpaDecode(SdpaForward):
+class SdpaDecode(RowLoads, SdpaForward):
     """The same for few queries: the rows of a tile are the queries of all heads that share a
     head of keys, and its keys are cut into parts, so that all multiprocessors read some. Who comes
     last of a tile adds its parts up, in their order.
@@ -97,11 +95,14 @@ class SdpaDecode(SdpaForward):
         *,
         page_size: int | None,
     ):
-        super().__init__(head_dims, tile, stages, element_type, scores, longest_first=False)
+        super().__init__(
+            *(head_dims, tile, stages, element_type, scores),
+            longest_first=False,
+            page_size=page_size,
+        )
         self.output_memory = "none"  # it is not staged
-        self.page_size = page_size
-        self.rows_at_once = min(self.tile_n, page_size or self.tile_n)
-        self.keys_end_early = self.keys_end_early or page_size is not None
+        #: Of a row of a part: the log-sum-exp, then the largest score if it is asked for.
+        self.numbers = 1 + any(name in scores.names for name in ("score_max", "score_sum_exp"))
 
     @cute.jit
     def with_operands(
@@ -120,8 +121,8 @@ class SdpaDecode(SdpaForward):
         values = Values(self.scores.names, operands)
         mQ, mK, mV, mO = (attention_modes(tensor) for tensor in (mQ, mK, mV, mO))
         queries, _, heads, batches = mQ.shape
-        tma_k, tK = self._tma_rows(mK)
-        tma_v, tV = self._tma_rows(mV)
+        tma_k, tK = self._tma_rows(mK, self.head_dim)
+        tma_v, tV = self._tma_rows(mV, self.head_dim_v)
 
         group = heads // mK.shape[2]
         rows = queries * group
@@ -139,18 +140,6 @@ class SdpaDecode(SdpaForward):
             *(None, mQ, tma_k, tK, tma_v, tV, mO),
             *(self._shared_layouts(), operands, tiles, multiprocessors, stream),
         )
-
-    def _tma_rows(self, tensor: cute.Tensor) -> tuple:
-        layout = sm90.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR, (self.rows_at_once, self.tile_n, SLAB), self.element_type, 1
-        )
-        return tma_load(tensor, layout, (self.rows_at_once, SLAB))
-
-    def _keys(self, mK: cute.Tensor, values: Values) -> Int32:
-        """Of a sequence, at most."""
-        if self.page_size is None:
-            return Int32(mK.shape[0])
-        return Int32(values["page_table"].shape[1]) * self.page_size
 
     def _work(self, tiles: DecodeTiles, tile: Int32, values: Values, mQ, mK) -> Work:
         place = tiles.place(tile, self.tile_m, self.longest_first)
@@ -192,7 +181,6 @@ class SdpaDecode(SdpaForward):
         place, sequence, blocks = work.place, work.sequence, work.blocks
         _, pipeline_k, pipeline_v = pipelines
         q_state, k_state, v_state = states
-        # Both lie in shared memory as rows of 64 columns, slab by slab.
         tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head)
         tVsV, tVgV = self._partitioned(tma_v, mV, sV, self.head_dim_v, place.head)
         if blocks.end > blocks.begin:
@@ -221,41 +209,6 @@ class SdpaDecode(SdpaForward):
             v_state.advance()
             q_state.advance()
         return q_state, k_state, v_state
-
-    def _partitioned(self, tma, tensor, shared, columns, head) -> tuple:
-        """((TMA, pieces of rows, slabs, stages), (TMA, pieces of rows, slabs, batches))"""
-        tile = (self.tile_m, self.tile_n, columns)
-        layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.element_type, self.stages)
-        rows = cute.make_tensor(shared.iterator, layout.outer)
-        piece = (self.rows_at_once, SLAB)
-        pieces = cute.local_tile(rows, piece, (None, None, None))
-        source = cute.local_tile(tensor[None, None, head, None], piece, (None, None, None))
-        return cpasync.tma_partition(
-            tma,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(pieces, 0, 2),
-            cute.group_modes(source, 0, 2),
-        )
-
-    @cute.jit
-    def _load_block(self, tma, source, shared, block, stages, state, batch, sequence, values):
-        stages.producer_acquire(state)
-        for piece in cutlass.range_constexpr(self.tile_n // self.rows_at_once):
-            first = block * self.tile_n + piece * self.rows_at_once
-            row, at = first // self.rows_at_once, batch
-            if const_expr(self.page_size is not None):
-                # Behind the last key there may be no page: what is read there is not used.
-                first = cutlass.min(first, sequence.keys - 1)
-                at = values["page_table"][batch, first // self.page_size]
-                row = first % self.page_size // self.rows_at_once
-            for slab in cutlass.range_constexpr(cute.size(shared, mode=[2])):
-                cute.copy(
-                    tma,
-                    source[None, row, slab, at],
-                    shared[None, piece, slab, state.index],
-                    tma_bar_ptr=stages.producer_get_barrier(state),
-                )
 
     def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles) -> None:
         """The consumers load them: heads of queries have rows in turns."""
@@ -341,38 +294,40 @@ class SdpaDecode(SdpaForward):
         """The rows of a tile, or of a part of it."""
         own = thread // 32 * 16 + thread % 32 // 4  # over all consumers
         outputs = rows_and_columns(tOrO)
-        mLSE = values["lse"]
-        parts, sums = results(tiles, work.tile, self.tile_m, self.head_dim_v)
+        parts, numbers = self._results(tiles, work.tile)
         for i in cutlass.range_constexpr(2):
             local = own + 8 * i
             query, head = _query_and_head(work.place, local, tiles)
-            sink = self._sink(values, head, tiles)
-            factor, lse = finished(softmax, i, sink)
+            sink = self._sink(values, head)
+            done = finished(softmax, i, sink)
             exists = query < work.sequence.queries
             if const_expr(sink is not None):
-                alone = tiles.parts == 1
-                factor_of_part, lse_of_part = finished(softmax, i, None)
-                factor = select(alone, factor, factor_of_part)
-                lse = select(alone, lse, lse_of_part)
-            lse = select(exists, lse, Float32(-math.inf))
+                done = _either(tiles.parts == 1, done, finished(softmax, i, None))
+            done = where_seen(exists, done)
             if work.place.query + local < tiles.rows:
-                scale = select(exists, factor, Float32(0.0))
+                scale = select(exists, done.factor, Float32(0.0))
                 if tiles.parts > 1:
                     _store_row(outputs, i, scale, exists, parts[local, None], thread)
                     if thread % 4 == 0:
-                        sums[local] = lse
+                        found = done.lse, done.score_max
+                        for j in cutlass.range_constexpr(self.numbers):
+                            numbers[local, j] = found[j]
                 else:
                     row = mO[query, None, head, work.place.batch]
                     _store_row(outputs, i, scale, exists, row, thread)
-                    if const_expr(mLSE is not None):
-                        store_where(thread % 4 == 0, mLSE[work.place.batch, head, None], query, lse)
+                    rows = statistics_rows(values, work.place.batch, head, work.sequence)
+                    if thread % 4 == 0:
+                        write_statistics(rows, query, done)
         complete = Boolean(False)
         if tiles.parts > 1:
             complete = self._completes(thread, flag, work.tile, tiles)
         if complete:
-            self._add_up(thread, mO, mLSE, work, values, tiles)
+            self._add_up(thread, mO, work, values, tiles)
 
-    def _sink(self, values: Values, head, tiles):
+    def _results(self, tiles, tile) -> tuple:
+        return results(tiles, tile, self.tile_m, self.head_dim_v, self.numbers)
+
+    def _sink(self, values: Values, head):
         if "sink" not in self.scores.names:
             return None
         return Float32(values["sink"][head])
@@ -395,7 +350,7 @@ class SdpaDecode(SdpaForward):
         return flag.load() == tiles.parts - 1
 
     @cute.jit
-    def _add_up(self, thread, mO, mLSE, work: Work, values, tiles):
+    def _add_up(self, thread, mO, work: Work, values, tiles):
         """The parts of a tile, in their order."""
         first = work.tile - work.place.key
         across = self.head_dim_v // _AT_ONCE
@@ -418,9 +373,26 @@ class SdpaDecode(SdpaForward):
                 rounded = cute.make_rmem_tensor(_AT_ONCE, self.element_type)
                 rounded.store((added.load() * scale).to(self.element_type))
                 _store(rounded, mO[query, None, head, work.place.batch], column)
-            if const_expr(mLSE is not None):
-                lse = select(exists, largest + cute.math.log2(total) * LN_2, Float32(-math.inf))
-                store_where(column == 0, mLSE[work.place.batch, head, None], query, lse)
+            lse = largest + cute.math.log2(total) * LN_2
+            score_max, score_sum_exp = Float32(0.0), Float32(0.0)
+            if const_expr(self.numbers > 1):
+                score_max = self._largest_score(first, local, self._sink(values, head), tiles)
+                score_sum_exp = total * power_of_two((largest - score_max) * LOG2_E)
+            done = where_seen(exists, Finished(scale, lse, score_max, score_sum_exp))
+            statistics = statistics_rows(values, work.place.batch, head, work.sequence)
+            if column == 0:
+                write_statistics(statistics, query, done)
+
+    @cute.jit
+    def _largest_score(self, first, local, sink, tiles) -> Float32:
+        """Of a row in all parts."""
+        largest = Float32(-math.inf)
+        if const_expr(sink is not None):
+            largest = sink
+        for part in cutlass.range(tiles.parts, unroll=_PARTS_AT_ONCE):
+            _, numbers = self._results(tiles, first + part)
+            largest = cute.arch.fmax(largest, numbers[local, 1])
+        return largest
 
     @cute.jit
     def _add_parts(self, added, largest, total, first, part, local, column, tiles):
@@ -430,8 +402,8 @@ class SdpaDecode(SdpaForward):
         loaded = cute.make_rmem_tensor((_AT_ONCE, _PARTS_AT_ONCE), Float32)
         for i in cutlass.range_constexpr(_PARTS_AT_ONCE):
             one = cutlass.min(part + i, tiles.parts - 1)
-            there, sums = results(tiles, first + one, self.tile_m, self.head_dim_v)
-            logs[i] = sums[local]
+            there, numbers = self._results(tiles, first + one)
+            logs[i] = numbers[local, 0]
             _load(there[local, None], column, loaded[None, i])
         most = largest
         for i in cutlass.range_constexpr(_PARTS_AT_ONCE):
@@ -466,6 +438,10 @@ def _store_row(outputs, i: cutlass.Constexpr, scale, exists, row, thread):
             rounded = cute.make_rmem_tensor(2, row.element_type)
             rounded.store(pair.load().to(row.element_type))
             _store(rounded, row, column)
+
+
+def _either(condition, one: Finished, other: Finished) -> Finished:
+    return Finished(*(select(condition, a, b) for a, b in zip(one, other, strict=True)))
 
 
 def _query_and_head(place: Place, local: Int32, tiles: DecodeTiles) -> tuple[Int32, Int32]:

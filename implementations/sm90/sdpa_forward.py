@@ -74,6 +74,7 @@ class SdpaForward(ForwardConsumer):
         longest_first: bool,
         output_type: type[cutlass.Numeric] | None = None,
         scaling: str = "at_once",
+        page_size: int | None = None,
     ):
         self.head_dim, self.head_dim_v = head_dims
         self.tile_m, self.tile_n = tile
@@ -84,6 +85,7 @@ class SdpaForward(ForwardConsumer):
         self.searches = are_searched(scores.block_shape, tile)
         self.longest_first = longest_first
         self.scaling = scaling
+        self.page_size = page_size
         self._slack = _SLACK if scaling == "seldom" else 0.0
         self.consumers = self.tile_m // WGMMA_M
         self.threads = GROUP * (1 + self.consumers)
@@ -142,7 +144,7 @@ class SdpaForward(ForwardConsumer):
         if not self.longest_first:
             return Int32(1)
         packed = "cu_seqlens_kv" in self.scores.names
-        keys = Int32(values["max_seqlen_kv"]) if packed else mK.shape[0]
+        keys = Int32(values["max_seqlen_kv"]) if packed else self._keys(mK, values)
         row = (self.head_dim + self.head_dim_v) * self.element_type.width // 8
         read = Int64(keys) * row * mK.shape[2] // heads
         return heads_together(heads * batches, blocks, read)
@@ -351,22 +353,21 @@ class SdpaForward(ForwardConsumer):
         if const_expr("cu_seqlens_q" in self.scores.names):
             batch = Int32(0)
         mQ = cute.domain_offset((sequence.first_query, 0), mQ[None, None, place.head, batch])
-        mK = cute.domain_offset((sequence.first_key, 0), mK[None, None, key_head, batch])
+        keys = self._keys_to_load(tma_k, mK, sK, key_head, batch, sequence)
         mV = cute.domain_offset((0, self._first_value(work)), mV[None, None, key_head, batch])
         gQ = cute.local_tile(mQ, (self.tile_m, self.head_dim), (None, 0))
-        gK = cute.local_tile(mK, (self.tile_n, self.head_dim), (None, 0))
         gV = cute.local_tile(mV, (self.head_dim_v, self.tile_n), (0, None))
         if self._takes_queries(blocks):
             load(tma_q, gQ, place.query // self.tile_m, sQ, pipeline_q, q_state)
             q_state.advance()
         if blocks.end > blocks.begin:
             last = blocks.end - 1
-            load(tma_k, gK, last, sK, pipeline_k, k_state)
+            self._load_keys(keys, last, pipeline_k, k_state, work, values)
             k_state.advance()
             if const_expr(self.searches):
                 seen = self._following(work.seen, work, values)
                 while seen.block >= blocks.begin:
-                    load(tma_k, gK, seen.block, sK, pipeline_k, k_state)
+                    self._load_keys(keys, seen.block, pipeline_k, k_state, work, values)
                     load(tma_v, gV, last, sV, pipeline_v, v_state)
                     k_state.advance()
                     v_state.advance()
@@ -375,13 +376,22 @@ class SdpaForward(ForwardConsumer):
                 load(tma_v, gV, last, sV, pipeline_v, v_state)
             else:
                 for i in cutlass.range(last - blocks.begin, unroll=1):
-                    load(tma_k, gK, last - 1 - i, sK, pipeline_k, k_state)
+                    self._load_keys(keys, last - 1 - i, pipeline_k, k_state, work, values)
                     load(tma_v, gV, last - i, sV, pipeline_v, v_state)
                     k_state.advance()
                     v_state.advance()
                 load(tma_v, gV, blocks.begin, sV, pipeline_v, v_state)
             v_state.advance()
         return q_state, k_state, v_state
+
+    def _keys_to_load(self, tma, mK, sK, head, batch, sequence) -> tuple:
+        """What `_load_keys` takes of the keys of a sequence."""
+        mK = cute.domain_offset((sequence.first_key, 0), mK[None, None, head, batch])
+        return tma, cute.local_tile(mK, (self.tile_n, self.head_dim), (None, 0)), sK
+
+    def _load_keys(self, keys: tuple, block, stages, state, work: Work, values: Values) -> None:
+        tma, tiles, shared = keys
+        load(tma, tiles, block, shared, stages, state)
 
     def _first_value(self, work: Work) -> Int32:
         """Of a sequence, where V begins."""

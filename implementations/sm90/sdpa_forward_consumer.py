@@ -16,7 +16,7 @@ from ..common.attention.values import Values
 from .mma import WGMMA_M
 from .reduced_output import GROUP
 from .sdpa_output import OWN, SdpaOutput
-from .sdpa_tiles import AHEAD, Tiles, Work, blocks_of, receive
+from .sdpa_tiles import AHEAD, Tiles, Work, blocks_of, keys_in_pages, receive
 
 TURNS = 1  # named barriers: one per consumer from this one on
 TOGETHER = OWN + 3  # of all consumers
@@ -344,10 +344,16 @@ class ForwardConsumer(SdpaOutput):
 
     def _work(self, tiles: Tiles, tile: Int32, values: Values, mQ, mK) -> Work:
         place = tiles.place(tile, self.tile_m, self.longest_first)
-        sequence = sequence_of(values, place.batch, mQ.shape[0], mK.shape[0])
+        sequence = sequence_of(values, place.batch, mQ.shape[0], self._keys(mK, values))
         work = Work(tile, place, sequence, blocks_of(sequence, place, self.tile_m, self.tile_n))
         last = cutlass.min(place.query + self.tile_m, sequence.queries) - 1
         return self._searched(work, (place.head, Int32(1)), place.query, last, values)
+
+    def _keys(self, mK: cute.Tensor, values: Values) -> Int32:
+        """Of a sequence, at most; K (S,D,H,B), or in pages."""
+        if self.page_size is None:
+            return Int32(mK.shape[0])
+        return keys_in_pages(values, self.page_size)
 
     # Blocks that a table hides whole. The producer and each warp of the consumers search for
     # themselves, and find the same.

@@ -21,8 +21,13 @@ from ..common.attention.values import Values
 from ..common.work_split import COUNTER_BYTES
 from .sdpa_forward import SdpaForward
 from .sdpa_loads import tma_load
-from .sdpa_tiles import Tiles, Work
+from .sdpa_pages import RowLoads
+from .sdpa_tiles import Tiles, Work, keys_in_pages
 from .sdpa_workspace import PERMUTED, first_of_packed, keys_with_room
+
+#: (producer, each of two consumers) where the latter leave some: of so many columns of scores and
+#: of O together. Of more, they need the usual 240, and the producer gets by with 24.
+_REGISTERS_FOR_PAGES, _FEW_COLUMNS = (40, 232), 288
 
 _PIECE = 16  # accumulators of 32 columns that a thread has: a k block of the second product
 
@@ -50,15 +55,24 @@ def _descale(values: Values, name: str, place: Place | Tile, tiles: Fp8Tiles) ->
     return Float32(tensor[place.batch, place.head // tiles.group])
 
 
-class SdpaForwardFp8(SdpaForward):
+class SdpaForwardFp8(RowLoads, SdpaForward):
     """The same of 8-bit floats: wgmma reads V along its keys, so a kernel before writes Vᵀ to the
     workspace. P is as large as its type takes: the largest of a row is 256.
+
+    K and V may be pages: (pages, H_kv, page_size, D), page `page_table[b, i]` has keys
+    i · page_size and following of sequence b. Vᵀ is not.
 
     "descale_q", "descale_k", "descale_v" of the scores' names: what Q, K and V are multiplied with,
     one number, or one per sequence and head of keys.
     """
 
     largest_power = 8.0
+
+    def __init__(self, *design, **options):
+        super().__init__(*design, **options)
+        few = self.tile_n + self.head_dim_v <= _FEW_COLUMNS
+        if self.page_size is not None and self.consumers == 2 and few:
+            self.registers = _REGISTERS_FOR_PAGES
 
     @cute.jit
     def with_operands(
@@ -77,11 +91,11 @@ class SdpaForwardFp8(SdpaForward):
         values = Values(self.scores.names, operands)
         batches, queries = self._sequences(mQ, values)
         mQ, mK, mV, mO = (attention_modes(tensor) for tensor in (mQ, mK, mV, mO))
-        across = ValuesAcross(self.element_type, self.scores.names, self.tile_n)
+        across = ValuesAcross(self.element_type, self.scores.names, self.tile_n, self.page_size)
         mVt = across(mV, operands, workspace + COUNTER_BYTES, batches, stream)
         q_layout, k_layout, v_layout, _ = layouts = self._shared_layouts()
         tma_q, tQ = tma_load(mQ, q_layout, (self.tile_m, self.head_dim))
-        tma_k, tK = tma_load(mK, k_layout, (self.tile_n, self.head_dim))
+        tma_k, tK = self._tma_keys(mK, k_layout)
         tma_v, tV = tma_load(mVt, v_layout, (self.head_dim_v, self.tile_n))
         blocks, heads = cute.ceil_div(queries, self.tile_m), mQ.shape[2]
         group = heads // mK.shape[2]
@@ -91,6 +105,26 @@ class SdpaForwardFp8(SdpaForward):
             *(tma_q, tQ, tma_k, tK, tma_v, tV, mO),
             *(layouts, operands, tiles, multiprocessors, stream),
         )
+
+    def _tma_keys(self, mK: cute.Tensor, layout) -> tuple:
+        if self.page_size is None:
+            return tma_load(mK, layout, (self.tile_n, self.head_dim))
+        return self._tma_rows(mK, self.head_dim)
+
+    def _keys_to_load(self, tma, mK, sK, head, batch, sequence) -> tuple:
+        if self.page_size is None:
+            return super()._keys_to_load(tma, mK, sK, head, batch, sequence)
+        return tma, *self._partitioned(tma, mK, sK, self.head_dim, head)
+
+    def _load_keys(self, keys: tuple, block, stages, state, work: Work, values: Values) -> None:
+        if self.page_size is None:
+            super()._load_keys(keys, block, stages, state, work, values)
+        else:
+            tma, shared, source = keys
+            place, sequence = work.place, work.sequence
+            self._load_pages(
+                tma, source, shared, block, stages, state, place.batch, sequence, values
+            )
 
     def _first_value(self, work: Work) -> Int32:
         first = super()._first_value(work)
@@ -154,7 +188,7 @@ class ValuesAcross:
 
     Packed sequences begin at tiles of keys there, and zeros fill their last tile: a tile has no key
     of a neighbour, whose values may be no numbers. Tiles that no sequence has are not written, and
-    not read.
+    not read; nor are those of pages behind the last key.
 
     Of every 16 keys, those that one thread has of the accumulators of Q · Kᵀ are neighbours: key k
     is at 4 · (k % 8 // 2) + 2 · (k // 8) + k % 2.
@@ -162,12 +196,19 @@ class ValuesAcross:
     A block turns 128 keys of 64 columns over in shared memory.
     """
 
-    def __init__(self, element_type: type[cutlass.Numeric], names: tuple[str, ...], tile: int):
+    def __init__(
+        self,
+        element_type: type[cutlass.Numeric],
+        names: tuple[str, ...],
+        tile: int,
+        page_size: int | None,
+    ):
         """tile: Keys that are read at once."""
         self.element_type = element_type
         self.names = names
         self.tile = tile
         self.packed = "cu_seqlens_kv" in names
+        self.page_size = page_size
 
     @cute.jit
     def __call__(
@@ -179,10 +220,13 @@ class ValuesAcross:
         stream: cuda.CUstream,
     ):
         """Launches the copy to the address; returns it as a tensor."""
+        values = Values(self.names, operands)
         keys, columns, heads, batches = mV.shape
+        if const_expr(self.page_size is not None):
+            keys, batches = keys_in_pages(values, self.page_size), sequences
         longest, room = keys, keys_with_room(keys)
         if const_expr(self.packed):
-            longest = self._whole_tiles(Int32(Values(self.names, operands)["max_seqlen_kv"]))
+            longest = self._whole_tiles(Int32(values["max_seqlen_kv"]))
             room = first_of_packed(keys, sequences, self.tile)
         pitch = cute.assume(Int64(room), divby=PERMUTED)
         layout = cute.make_layout(
@@ -209,28 +253,44 @@ class ValuesAcross:
         keys, _, heads, _ = mV.shape
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        values = Values(self.names, operands)
+        if const_expr(self.page_size is not None):
+            keys = keys_in_pages(values, self.page_size)
         head, part = other % heads, other // heads
-        sequence = sequence_of(Values(self.names, operands), batch, Int32(0), keys)
+        sequence = sequence_of(values, batch, Int32(0), keys)
         if const_expr(self.packed):
             first = first_of_packed(sequence.first_key, batch, self.tile)
-            mV = cute.domain_offset((sequence.first_key, 0), mV[None, None, head, 0])
+            rows = cute.domain_offset((sequence.first_key, 0), mV[None, None, head, 0]), None
             mVt = cute.domain_offset((0, first), mVt[None, None, head, 0])
             room = self._whole_tiles(sequence.keys)
             if block * _KEYS < room:
-                self._turn_over(mV, mVt, block * _KEYS, part * _COLUMNS, sequence, room)
+                self._turn_over(rows, mVt, block * _KEYS, part * _COLUMNS, sequence, room)
+        elif const_expr(self.page_size is not None):
+            rows = mV[None, None, head, None], values["page_table"][batch, None]
+            mVt = mVt[None, None, head, batch]
+            room = cutlass.min(self._whole_tiles(sequence.keys), mVt.shape[1])
+            if block * _KEYS < room:
+                self._turn_over(rows, mVt, block * _KEYS, part * _COLUMNS, sequence, room)
         else:
-            mV, mVt = mV[None, None, head, batch], mVt[None, None, head, batch]
+            rows, mVt = (mV[None, None, head, batch], None), mVt[None, None, head, batch]
             room = mVt.shape[1]
-            self._turn_over(mV, mVt, block * _KEYS, part * _COLUMNS, sequence, room)
+            self._turn_over(rows, mVt, block * _KEYS, part * _COLUMNS, sequence, room)
+
+    def _row(self, rows: tuple, key: Int32) -> cute.Tensor:
+        """Of a sequence. rows: Its values (S,D), or all pages (S,D,pages) and its own."""
+        mV, pages = rows
+        if pages is None:
+            return mV[key, None]
+        return mV[key % self.page_size, None, pages[key // self.page_size]]
 
     def _whole_tiles(self, keys: Int32) -> Int32:
         return cute.ceil_div(keys, self.tile) * self.tile
 
     @cute.jit
-    def _turn_over(self, mV, mVt, first_key, first_column, sequence: Sequence, room):
-        """A block. mV: (S,D); mVt: (D,S), written up to `room`."""
+    def _turn_over(self, rows, mVt, first_key, first_column, sequence: Sequence, room):
+        """A block. rows: See `_row`; mVt: (D,S), written up to `room`."""
         thread, _, _ = cute.arch.thread_idx()
-        columns = mV.shape[1]
+        columns = rows[0].shape[1]
         # One vector more per row, so that a column of rows does not hit one bank.
         shared = cute.make_layout((_COLUMNS, _KEYS), stride=(_KEYS + _VECTOR, 1))
         sV = SmemAllocator().allocate_tensor(Int8, shared, byte_alignment=_VECTOR)
@@ -242,7 +302,7 @@ class ValuesAcross:
             fragment = cute.make_rmem_tensor(_VECTOR, Int8)
             fragment.fill(0)
             if (key < sequence.keys) & (first_column + column < columns):
-                source = mV[key, None].iterator + (first_column + column)
+                source = self._row(rows, key).iterator + (first_column + column)
                 cute.autovec_copy(_vector(source, AddressSpace.gmem), fragment)
             inner = row % PERMUTED
             moved = row - inner + 4 * (inner % 8 // 2) + 2 * (inner // 8) + inner % 2

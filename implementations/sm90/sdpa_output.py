@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import warp
 
 from ..common.attention.scores import Place, rows_and_columns
 from ..common.attention.softmax import finished
+from ..common.attention.statistics import statistics_rows, where_seen, write_statistics
 from ..common.attention.values import Values
 from ..common.conversion import select
 from .mma import WGMMA_M
@@ -26,7 +27,7 @@ class SdpaOutput:
 
     @cute.jit
     def _write(self, consumer, thread, tOrO, sO, mO, softmax, work: Work, values, tiles: Tiles):
-        """O and the log-sum-exp of this consumer's queries."""
+        """O and the statistics of this consumer's queries."""
         if work.place.query < work.sequence.query_rows:
             self._write_rows(consumer, thread, tOrO, sO, mO, softmax, work, values, tiles)
 
@@ -39,19 +40,19 @@ class SdpaOutput:
         if const_expr("sink" in self.scores.names):
             sink = Float32(values["sink"][place.head])
         outputs = rows_and_columns(tOrO)
-        lse_rows = self._rows_of_lse(values, place, sequence)
+        statistics = statistics_rows(values, place.batch, place.head, sequence)
         for row in cutlass.range_constexpr(2):
             query = own_row + 8 * row
-            factor, lse = finished(softmax, row, sink)
-            factor = self._factor(factor, values, place, tiles)
+            done = finished(softmax, row, sink)
+            factor = self._factor(done.factor, values, place, tiles)
             exists = query < sequence.queries
             for column in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
                 value = outputs[row, column] * factor
                 outputs[row, column] = select(exists, value, Float32(0.0))
             writes = (lane % 4 == 0) & (query < sequence.query_rows)
-            if const_expr(lse_rows is not None):
-                lse = select(exists, lse, Float32(-math.inf))
-                store_where(writes, lse_rows, query, lse)
+            done = where_seen(exists, done)
+            if writes:
+                write_statistics(statistics, query, done)
 
         to_shared = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.output_type), self._mma_pv()
@@ -72,14 +73,6 @@ class SdpaOutput:
     def _factor(self, factor: Float32, values: Values, place: Place, tiles: Tiles) -> Float32:
         """Of a row of O."""
         return factor
-
-    def _rows_of_lse(self, values: Values, place: Place, sequence):
-        """Of the sequence; None if they are not asked for."""
-        if "lse" not in self.scores.names:
-            return None
-        if "cu_seqlens_q" in self.scores.names:
-            return cute.domain_offset((sequence.first_query,), values["lse"][place.head, None])
-        return values["lse"][place.batch, place.head, None]
 
     @cute.jit
     def _copy_out(self, consumer, lane, sO, mO, first, rows):
@@ -109,10 +102,3 @@ class SdpaOutput:
                         assumed_align=16,
                     )
                     cute.copy(atom, fragment, cute.make_tensor(target, cute.make_layout(vector)))
-
-
-@cute.jit
-def store_where(condition, row: cute.Tensor, place, value):
-    """A number."""
-    if condition:
-        row[place] = value

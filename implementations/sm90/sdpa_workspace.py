@@ -1,14 +1,15 @@
 """What attention for Hopper has in its workspace; no compiler is loaded to allocate one."""
 
+MOST_NUMBERS = 2  # of a row of a part: the logarithm of its sum, and the largest score
 MOST_PARTS = 640  # of the keys of all tiles together, where there are several of a tile
 PERMUTED = 16  # keys that change places, see `ValuesAcross`
 
 _FLOAT_BYTES = 4
 
 
-def part_bytes(rows: int, columns: int) -> int:
-    """Of the rows of a part in float32, and of the logarithms of their sums."""
-    return rows * (columns + 1) * _FLOAT_BYTES
+def part_bytes(rows: int, columns: int, numbers: int) -> int:
+    """Of the rows of a part in float32, and of some numbers of each."""
+    return rows * (columns + numbers) * _FLOAT_BYTES
 
 
 def keys_with_room(keys):

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 _INT32, _FLOAT32 = dtype("int32"), dtype("float32")
 _T = TypeVar("_T")
 
+#: Numbers of each row of scores that a forward pass may write.
+STATISTICS = ("lse", "score_max", "score_sum_exp")
+
 #: Letters of the modes of operands that are not packed.
 _LETTERS = {
     "Q": "(B, H, S_q, D)",
@@ -269,9 +272,10 @@ def _check_integers(name: str, operand: Operand, text: str, shape: tuple[int, ..
 def _check_beside(args: AttentionArguments) -> None:
     wide, further = args.accumulator_type, args.further
     rows = (args.H, args.Q.shape[0]) if args.is_packed else args.Q.shape[:3]
-    lse = getattr(args, "lse", None)
-    if lse is not None:
-        _check_statistic("lse", lse, wide, "(H, T)" if args.is_packed else "(B, H, S_q)", rows)
+    for name in STATISTICS:
+        one = getattr(args, name)
+        if one is not None:
+            _check_statistic(name, one, wide, "(H, T)" if args.is_packed else "(B, H, S_q)", rows)
     for name in ("alibi", "sink", "dSink"):
         if name in further:
             _check_statistic(name, further[name], wide, "(H,)", (args.H,))

@@ -21,8 +21,9 @@ _FLOAT32, _FLOAT64 = dtype("float32"), dtype("float64")
 
 #: Tensors beside the operands, in the order of launch values, those of functions follow.
 TENSORS = (
-    "lse", "bias", "alibi", "sink", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv",
-    "page_table", "descale_q", "descale_k", "descale_v", "blocks", "dBias", "dSink",
+    *checks.STATISTICS, "bias", "alibi", "sink", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q",
+    "cu_seqlens_kv", "page_table", "descale_q", "descale_k", "descale_v", "blocks", "dBias",
+    "dSink",
 )  # fmt: skip
 
 #: Launch values that no keyword of the constructor has the name of.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from kernel_api.arguments._attention_checks import STATISTICS
 from kernel_api.arguments.attention import (
     TENSORS,
     AttentionArguments,
@@ -25,7 +26,8 @@ class SdpaArguments(AttentionArguments):
     let query i see key j. With a ``sink``, exp(sink) is added to the sum that the softmax divides
     by. Then ``dropout``. Head h of the queries uses head h // (H / H_kv) of K and V.
 
-    A row that sees no key gives zeros, and −∞ as ``lse``, or the sink.
+    A row that sees no key gives zeros, and −∞ as ``lse``, or the sink. Of each row, lse =
+    ``score_max`` + ln ``score_sum_exp``.
 
     ========  =========================  ================================  =====================
     form      Q, out                     K, V                              told by
@@ -43,6 +45,10 @@ class SdpaArguments(AttentionArguments):
         out: Written. May not share memory with what is read.
         lse: float32 (float64 where Q is) (B, H, S_q), or packed (H, T), written: the natural
             logarithm of the sum that the softmax divides by.
+        score_max: Like lse, written: the largest score of a row, its sink among them; −∞ where
+            there is none.
+        score_sum_exp: Like lse, written: Σ exp(score − score_max), the sink among them; 0 where
+            there is none.
         scale: 1 / √D by default; a run-time value, as ``softcap`` is.
         mask: One of :mod:`kernel_api.masks`, or several combined with ``&``.
         bias: Broadcastable to (B, H, S_q, S_kv), any floating type.
@@ -53,7 +59,7 @@ class SdpaArguments(AttentionArguments):
         score_operands: What its further parameters are, by name.
         dropout: A :class:`~kernel_api.arguments.Dropout`.
         seq_lens_q, seq_lens_kv: int32 (B,). Keys behind a length are not visible, and may hold
-            anything; queries behind theirs give zeros, and −∞ as ``lse``.
+            anything; queries behind theirs are rows without keys and without a sink.
         cu_seqlens_q, cu_seqlens_kv: int32 (B + 1,), from 0: where packed sequences begin and end.
         max_seqlen_q, max_seqlen_kv: Of packed sequences, the longest, or more.
         page_table: int32 (B, max_pages): the pages of each sequence, which ``seq_lens_kv`` ends.
@@ -69,7 +75,7 @@ class SdpaArguments(AttentionArguments):
 
     kind = "sdpa"
     operand_names: ClassVar[tuple[str, ...]] = ("Q", "K", "V", "out")
-    output_names: ClassVar[tuple[str, ...]] = ("out", "lse")
+    output_names: ClassVar[tuple[str, ...]] = ("out", *STATISTICS)
     modes: ClassVar[dict[str, str]] = {"Q": "BHSD", "K": "BHTD", "V": "BHTE", "out": "BHSE"}
     tensor_names: ClassVar[tuple[str, ...]] = tuple(
         name for name in TENSORS if name not in ("blocks", "dBias", "dSink")
@@ -87,6 +93,8 @@ class SdpaArguments(AttentionArguments):
         out: Any,
         lse: Any = None,
         *,
+        score_max: Any = None,
+        score_sum_exp: Any = None,
         scale: float | None = None,
         mask: Mask | None = None,
         bias: Any = None,
@@ -118,9 +126,9 @@ class SdpaArguments(AttentionArguments):
         self._begin(operands)
         self.scale = scale_of(scale, operands[0].shape[-1] if operands[0].shape else 0)
         plain = nothing(
-            bias, alibi, softcap, sink, score_mod, score_operands, dropout, seq_lens_q, seq_lens_kv,
-            cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv,
-            page_table, descale_q, descale_k, descale_v,
+            score_max, score_sum_exp, bias, alibi, softcap, sink, score_mod, score_operands,
+            dropout, seq_lens_q, seq_lens_kv, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q,
+            max_seqlen_kv, page_table, descale_q, descale_k, descale_v,
         )  # fmt: skip
         look: tuple[Any, ...] = ()
         if plain and (mask is None or (isinstance(mask, Mask) and mask.is_band)):

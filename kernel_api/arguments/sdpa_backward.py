@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from kernel_api.arguments._attention_checks import STATISTICS
 from kernel_api.arguments.attention import (
     TENSORS,
     AttentionArguments,
@@ -66,7 +67,7 @@ class SdpaBackwardArguments(AttentionArguments):
     tensor_names: ClassVar[tuple[str, ...]] = tuple(
         name
         for name in TENSORS
-        if name not in ("lse", "blocks", "page_table") and not name.startswith("descale")
+        if name not in (*STATISTICS, "blocks", "page_table") and not name.startswith("descale")
     )
 
     __slots__ = ("dK", "dO", "dQ", "dV", "deterministic", "lse")

@@ -18,7 +18,8 @@ ATTENTION = ("sdpa", "sdpa_backward")
 #: What ``--with`` may name.
 ATTENTION_OPTIONS = (
     "alibi", "alignment", "bias", "bshd", "causal", "d_v", "deterministic", "dropout", "lse",
-    "padding", "page_size", "scale", "sink", "softcap", "window", "window_right",
+    "padding", "page_size", "scale", "score_max", "score_sum_exp", "sink", "softcap", "window",
+    "window_right",
 )  # fmt: skip
 
 _BFLOAT16, _FLOAT32, _FLOAT64 = dtype("bfloat16"), dtype("float32"), dtype("float64")
@@ -79,15 +80,17 @@ class _Operands:
 
         if "deterministic" in self._given:
             raise ArgumentError("sdpa, --with deterministic: sdpa_backward takes it")
-        lse = self.row_sums(fill=False) if "lse" in self._given else None
+        _, *names = ka.SdpaArguments.output_names
+        statistics = {name: self.row_sums(fill=False) for name in names if name in self._given}
         q, k, v = self._inputs()
         out = self.queries(self.D_v, self.out_element, fill=False)
-        return ka.SdpaArguments(q, k, v, out, lse, **self._options(), **self._pages())
+        return ka.SdpaArguments(q, k, v, out, **statistics, **self._options(), **self._pages())
 
     def backward(self) -> Any:
         import kernel_api as ka
 
-        for name in ("page_size", "lse"):
+        _, *statistics = ka.SdpaArguments.output_names
+        for name in ("page_size", *statistics):
             if name in self._given:
                 raise ArgumentError(f"sdpa_backward, --with {name}: sdpa takes it")
         q, k, v = self._inputs()

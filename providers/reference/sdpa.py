@@ -25,6 +25,9 @@ Values = dict[str, Any]
 
 _INFINITY = float("inf")
 
+#: What a row has that sees nothing, but for zeros.
+_OF_NOTHING = {"lse": -_INFINITY, "score_max": -_INFINITY}
+
 #: Tensor cores add products of 8-bit floats to accumulators of some 14 bits, and cut off what is
 #: behind; sums on the way to a score are larger than it is. Of values more keys are cut off.
 _EIGHT_BITS, _CUT_OFF = 2.0**-10, 1024.0
@@ -121,19 +124,17 @@ class _Computation:
 
 class _Forward(_Computation):
     def values(self) -> Values:
-        out = self.new("out")
-        lse = None
-        if "lse" in self.args.outputs:
-            lse = self.new("lse", 0.0 if self._bounds else -_INFINITY)
-        for rows in self.attention.rows():
-            part = slice(rows.start, rows.stop)
-            computed, logarithm = self._rows(rows)
-            self.attention.of_queries(out, rows.b)[:, part] = computed
-            if lse is not None:
-                self.attention.of_lse(lse, rows.b)[:, part] = logarithm
-        return {"out": out} if lse is None else {"out": out, "lse": lse}
+        attention, fills = self.attention, {} if self._bounds else _OF_NOTHING
+        found = {name: self.new(name, fills.get(name, 0.0)) for name in self.args.outputs}
+        for rows in attention.rows():
+            part, computed = slice(rows.start, rows.stop), self._rows(rows)
+            for name, one in found.items():
+                of_sequence = attention.of_queries if name == "out" else attention.of_lse
+                of_sequence(one, rows.b)[:, part] = computed[name]
+        return found
 
-    def _rows(self, rows: Rows) -> tuple[Any, Any]:
+    def _rows(self, rows: Rows) -> Values:
+        """Every output, asked for or not."""
         q, _, v, products = self.products(rows)
         scores, _, keep = self.attention.scores(rows, products)
         shape = q.shape[:2]
@@ -149,12 +150,14 @@ class _Forward(_Computation):
         inverse = torch.where(total == 0, 0.0, 1 / total).unsqueeze(-1)
         kept = p if keep is None else p * keep
         if not self._bounds:
-            return self.factor(kept) @ v * inverse, torch.log(total) + shift
+            out, lse = self.factor(kept) @ v * inverse, torch.log(total) + shift
+            return {"out": out, "lse": lse, "score_max": largest, "score_sum_exp": total}
         kept = kept * inverse
-        magnitude = 1 + _largest(scores).unsqueeze(-1)
+        of_scores = self._small * (1 + _largest(scores))
         random = (kept.square() @ v.square()).sqrt()
-        allowed = self._unit * random + self._small * magnitude * (kept @ v.abs())
-        return allowed, (self._small * magnitude).squeeze(-1)
+        allowed = self._unit * random + of_scores.unsqueeze(-1) * (kept @ v.abs())
+        statistics = {"lse": of_scores, "score_max": of_scores, "score_sum_exp": of_scores * total}
+        return {"out": allowed, **statistics}
 
 
 class _Backward(_Computation):

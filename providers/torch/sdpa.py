@@ -30,12 +30,19 @@ _aten: Any = torch.ops.aten
 _EFFICIENT_ROWS = 32
 
 
+@rule("torch gives no largest scores and no sums of exponentials")
+def no_statistics(args: AttentionArguments) -> bool | Miss:
+    asked = [name for name in ("score_max", "score_sum_exp") if name in args.further]
+    return not asked or Miss(f"{asked[0]} is given")
+
+
 class TorchAttention(Kernel):
     """One of torch's operators, on dense sequences without options that torch does not have."""
 
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
     space = Space()
     design = DesignMetadata
+    gives_no_statistics = no_statistics
 
     @rule("torch's operators take dense sequences of one length")
     def _(args: AttentionArguments) -> bool | Miss:

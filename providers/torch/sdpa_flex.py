@@ -17,6 +17,7 @@ from kernel_api.metadata import DesignMetadata, SdpaOperandsMetadata
 from kernel_api.operands import Operand
 from kernel_api.providers.streams import on_stream
 from kernel_api.providers.torch import TorchProvider
+from kernel_api.providers.torch.sdpa import no_statistics
 from kernel_api.space import Miss, Operands, Space, rule
 
 _SYMBOLS = {
@@ -46,6 +47,7 @@ class TorchFlexAttention(Kernel):
     targets: ClassVar[tuple[str, ...]] = ("sm_80",)
     space = Space()
     design = DesignMetadata
+    gives_no_statistics = no_statistics
 
     @rule("flex_attention is compiled by Triton, which is not installed")
     def _(args: SdpaArguments) -> bool:

@@ -23,7 +23,7 @@ EVERY = bool(os.environ.get("KERNEL_API_EMULATE"))
 
 
 def named(cases, first):
-    chosen = cases if EVERY else cases[:first]
+    chosen = cases if EVERY else [*cases[:first], *[c for c in cases if c.statistics][:1]]
     return {"argvalues": chosen, "ids": [case.name for case in chosen]}
 
 

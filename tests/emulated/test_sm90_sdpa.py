@@ -34,6 +34,7 @@ CASES = [
 ]
 
 
+MEASURED = "statistics, rows that see nothing"
 BAND = masks.SlidingWindow(70, 3, "bottom_right")
 #: The rows of 8 or more heads are one tile; with few tiles there are parts.
 FEW_QUERIES = [
@@ -56,6 +57,21 @@ FEW_QUERIES = [
     Case("two groups", sizes=(2, 8, 1, 12, 300, 64, 64), keywords={"mask": BAND}),
     Case("256 columns", sizes=(1, 2, 1, 1, 150, 256, 256)),
     Case("several tiles of a block", sizes=(2, 8, 4, 3, 400, 64, 64)),
+    Case(
+        "statistics of parts",
+        sizes=(2, 8, 2, 3, 400, 64, 64),
+        lengths=((3, 1), (391, 0)),
+        options=lambda d: {"sink": d.wides(d.H)},
+        statistics=True,
+    ),
+    Case(
+        "statistics of parts, no sink",
+        sizes=(2, 4, 2, 4, 300, 128, 128),
+        lengths=((4, 3), (300, 2)),
+        statistics=True,
+        keywords={"mask": masks.Causal("bottom_right")},
+    ),
+    Case("statistics of one part", sizes=(1, 2, 1, 3, 40, 64, 64), statistics=True),
 ]
 
 
@@ -76,7 +92,7 @@ def check(args, family, scaling="at_once", tile=None):
     assert verdict, f"{kernels[0].metadata.kernel_name}: {verdict}"
 
 
-CHOSEN = CASES if EVERY else [*CASES[:2], CASES[3]]
+CHOSEN = CASES if EVERY else [*CASES[:2], CASES[3], *(c for c in CASES if c.name == MEASURED)]
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
@@ -87,6 +103,7 @@ def test_attention_is_right(case):
 GROWING = Case("growing", sizes=(1, 2, 1, 70, 384, 64, 64))
 PLAIN = ("tiles without keys, O where Q was", "packed, causal", "plain", "128", "256")
 SCALED = [GROWING, *(case for case in CASES if case.name in PLAIN)]
+LATE = [case for case in CASES if case.statistics and "softcap" not in case.keywords]
 
 
 @pytest.mark.parametrize("scaling", ["late", "seldom"])
@@ -103,16 +120,22 @@ def test_sums_are_scaled_late(case, scaling):
     check(args, FAMILY, scaling)
 
 
+@pytest.mark.parametrize("case", LATE if EVERY else LATE[:1], ids=lambda case: case.name)
+def test_the_largest_score_is_kept_where_sums_are_scaled_late(case):
+    check(case.arguments(), FAMILY, "late")
+
+
 @pytest.mark.parametrize(
-    "case", FEW_QUERIES if EVERY else FEW_QUERIES[1::5], ids=lambda case: case.name
+    "case", FEW_QUERIES if EVERY else FEW_QUERIES[1:8:6], ids=lambda case: case.name
 )
 def test_few_queries_are_right(case):
     check(case.arguments(), "sm90.sdpa_decode")
 
 
-def fp8_arguments(sizes, lengths=None, **options):
+def fp8_arguments(sizes, lengths=None, statistics=("lse",), **options):
     """Of e4m3, with what they are multiplied with."""
     B, H, H_kv, S_q, S_kv, D = sizes
+    options |= {name: torch.empty(B, H, S_q) for name in statistics}
     random = torch.Generator().manual_seed(3)
 
     def drawn(*shape):
@@ -129,13 +152,18 @@ def fp8_arguments(sizes, lengths=None, **options):
         "descale_v": 0.5 + torch.rand((B, H_kv), generator=random),
     }
     out = torch.empty(B, H, S_q, D, dtype=torch.bfloat16)
-    return ka.SdpaArguments(Q, K, V, out, torch.empty(B, H, S_q), **scales, **options)
+    return ka.SdpaArguments(Q, K, V, out, **scales, **options)
 
 
 FP8 = [
     {"sizes": (2, 2, 1, 40, 150, 64), "lengths": (130, 7), "mask": masks.Causal("bottom_right")},
     {"sizes": (1, 2, 1, 200, 300, 128)},
     {"sizes": (1, 2, 2, 40, 100, 256), "mask": masks.Causal(), "softcap": 5.0},
+    {
+        "sizes": (1, 2, 1, 150, 70, 64),
+        "mask": masks.Causal("bottom_right"),
+        "statistics": ("score_max", "score_sum_exp"),
+    },
 ]
 
 
@@ -218,3 +246,82 @@ def test_packed_8_bit_floats_are_right(name):
     given = dict(FP8_PACKED[name])
     tile = given.pop("tile", None)
     check(packed_fp8_arguments(**given), "sm90.sdpa_forward_fp8", tile=tile)
+
+
+def paged_fp8_arguments(sizes, lengths, size, statistics=("lse",), **options):
+    """The same in pages, which lie in disorder. Behind the last key no key and no value is a
+    number, and no page is that of the table; nor is a page a number that no sequence has."""
+    B, H, H_kv, S_q, D = sizes
+    each, order = -(-max(lengths) // size) + 1, torch.Generator().manual_seed(1)
+    draw = Draw(B, H, H_kv, S_q, each * size, D, D, element="float8_e4m3fn", pad=16)
+    table = torch.randperm(B * each + 1, generator=order)[: B * each].view(B, each).int()
+    pages = {}
+    for name, dense in (("K", draw.keys()), ("V", draw.values())):
+        whole = torch.full((B * each + 1, H_kv, size, D + 16), NAN).to(draw.element)
+        pages[name] = whole[..., :D]
+        for b, keys in enumerate(lengths):
+            for page in range(-(-keys // size)):
+                rows = dense[b, :, page * size : min((page + 1) * size, keys)]
+                pages[name][int(table[b, page]), :, : rows.shape[1]] = rows
+    for b, keys in enumerate(lengths):
+        table[b, -(-keys // size) :] = 1 << 30
+    scales = {
+        "descale_q": torch.tensor(0.7),
+        "descale_k": 0.5 + draw.random(B, H_kv, element=torch.float32).abs(),
+        "descale_v": 0.5 + draw.random(B, H_kv, element=torch.float32).abs(),
+    }
+    return ka.SdpaArguments(
+        draw.queries(),
+        out=Draw(B, H, H_kv, S_q, 1, D, D, element=BF16, pad=8).results(read=False),
+        page_table=table,
+        seq_lens_kv=torch.tensor(lengths, dtype=torch.int32),
+        **pages,
+        **{name: draw.lse() for name in statistics},
+        **scales,
+        **options,
+    )
+
+
+FP8_PAGED = {
+    "16 keys": {"sizes": (3, 2, 1, 40, 64), "lengths": (150, 7, 0), "size": 16, "mask": END},
+    "256 keys of 256 columns": {"sizes": (2, 2, 1, 40, 256), "lengths": (300, 20), "size": 256},
+    "64 of 192 keys, 80 columns": {
+        "sizes": (2, 2, 2, 130, 80),
+        "lengths": (300, 65),
+        "size": 64,
+        "seq_lens_q": torch.tensor([130, 3], dtype=torch.int32),
+        "mask": masks.SlidingWindow(70, 3, "bottom_right"),
+        "tile": (128, 192),
+    },
+    "32 of 160 keys, statistics": {
+        "sizes": (2, 4, 2, 33, 128),
+        "lengths": (240, 160),
+        "size": 32,
+        "softcap": 5.0,
+        "statistics": ("lse", "score_max", "score_sum_exp"),
+        "tile": (128, 160),
+    },
+    "8 of 96 keys": {
+        "sizes": (1, 1, 1, 20, 256),
+        "lengths": (97,),
+        "size": 8,
+        "mask": masks.Causal("bottom_right"),
+        "tile": (128, 96),
+    },
+    "a table of blocks": {
+        "sizes": (2, 2, 1, 150, 64),
+        "lengths": (301, 128),
+        "size": 128,
+        "mask": masks.BlockSparse(
+            torch.tensor([[[[True, False, True, True], [False, True, True, False]]]]),
+            block_shape=(128, 128),
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("name", FP8_PAGED if EVERY else [*FP8_PAGED][:1])
+def test_8_bit_floats_in_pages_are_right(name):
+    given = dict(FP8_PAGED[name])
+    tile = given.pop("tile", None)
+    check(paged_fp8_arguments(**given), "sm90.sdpa_forward_fp8", tile=tile)

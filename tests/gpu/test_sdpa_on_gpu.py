@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 from support.sdpa import NAN, backward_of, philox, run
-from support.sdpa_grid import BF16, F8, Case, Draw, cases, causal
+from support.sdpa_grid import BF16, F8, KINDS, Case, Draw, cases, causal
 
 import kernel_api as ka
 from kernel_api import masks
@@ -99,7 +99,8 @@ def test_attention_is_what_the_reference_computes(case):
     args = case.arguments("cuda")
     kernels = list(of_case(case, args))
     on_hopper = torch.cuda.get_device_capability() == (9, 0)
-    assert kernels or (case.kind == "8 bits" and not on_hopper), str(ka.explain(args))
+    of_8_bits = KINDS[case.kind].element == F8
+    assert kernels or (of_8_bits and not on_hopper), str(ka.explain(args))
     expected = Expected(args)
     wrong = {}
     for kernel in kernels:
@@ -219,6 +220,45 @@ def test_packed_sequences_of_8_bits_are_what_the_reference_computes(D, mask):
         verdict = expected.judge(args, factor_of(kernel))
         assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
         assert not differing(kernel, args), kernel.metadata.kernel_name
+
+
+def paged_8_bits(size, D, device="cuda", **options):
+    """Sequences of 8 bits in pages. Behind a last key nothing is a number, nor in other pages."""
+    lengths = (700, 1, 2 * size, 0)
+    B, each = len(lengths), -(-max(lengths) // size)
+    draw = Draw(B, 6, 2, 190, each * size, D, D, device=device, seed=D, pads=(0, 16), element=F8)
+    order = list(range(B * each + 1))
+    draw.choice.shuffle(order)
+    table = [order[b * each : (b + 1) * each] for b in range(B)]
+    for name, dense in (("K", draw.keys()), ("V", draw.values())):
+        pages = torch.full((B * each + 1, 2, size, D), NAN, device=device).to(draw.element)
+        for b, keys in enumerate(lengths if device != "meta" else ()):
+            for page, start in enumerate(range(0, keys, size)):
+                rows = dense[b, :, start : min(start + size, keys)]
+                pages[table[b][page], :, : rows.shape[1]] = rows
+        options[name] = pages
+    options["page_table"], options["seq_lens_kv"] = draw.integers(table), draw.integers(lengths)
+    for name in ("descale_k", "descale_v"):
+        options[name] = draw.wides(B, 2).abs()
+    for name in ("lse", "score_max", "score_sum_exp"):
+        options[name] = draw.lse()
+    out = draw.results(read=False).bfloat16()
+    return ka.SdpaArguments(draw.queries(), out=out, **options)
+
+
+@pytest.mark.parametrize("mask", PACKED_MASKS)
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("size", [8, 16, 256])
+def test_pages_of_8_bits_are_what_the_reference_computes(size, D, mask):
+    args = paged_8_bits(size, D, mask=PACKED_MASKS[mask])
+    expected = Expected(args)
+    kernels = list(chosen(args, 0))
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert bool(kernels) == on_hopper, str(ka.explain(args))
+    for kernel in kernels:
+        broken = conduct(args, lambda kernel=kernel: kernel.run(args))
+        verdict = expected.judge(args, factor_of(kernel))
+        assert not broken and verdict, f"{kernel.metadata.kernel_name}: {broken or verdict}"
 
 
 def far_apart(device):
@@ -403,20 +443,21 @@ def test_streams_and_a_workspace_of_the_caller():
             assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
 
 
-def pages(device):
+def pages(device, element=torch.bfloat16):
     B, H, H_kv, D, size, each = 3, 8, 2, 128, 64, 9
-    how = {"dtype": torch.bfloat16, "device": device}
-    q = torch.randn(B, H, 1, D, **how)
-    k, v = (torch.randn(B * each, H_kv, size, D, **how) for _ in range(2))
+    shapes = ((B, H, 1, D), *((B * each, H_kv, size, D),) * 2)
+    q, k, v = (torch.randn(shape, device=device).to(element) for shape in shapes)
+    out = torch.empty(B, H, 1, D, dtype=torch.bfloat16, device=device)
     table = torch.arange(B * each, dtype=torch.int32, device=device).view(B, each)
     lens = torch.full((B,), size * each, dtype=torch.int32, device=device)
     lse = torch.empty(B, H, 1, device=device)
     more = {"page_table": table, "seq_lens_kv": lens}
-    return ka.SdpaArguments(q, k, v, torch.empty_like(q), lse, **more)
+    return ka.SdpaArguments(q, k, v, out, lse, **more)
 
 
-def test_a_graph_is_replayed_with_other_lengths_and_pages():
-    args = pages("cuda")
+@pytest.mark.parametrize("element", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_a_graph_is_replayed_with_other_lengths_and_pages(element):
+    args = pages("cuda", element)
     table, lens = (args.further[name].tensor for name in ("page_table", "seq_lens_kv"))
     launches = {kernel: kernel.prepare(args) for kernel in chosen(args, 0)}
     for kernel, launch in launches.items():
@@ -450,7 +491,16 @@ BESIDE = {
         *dropped(device, 0.5, 1, 1, True),
     ),
     "test_deterministic_gradients_have_the_same_bits_every_time": deterministic,
-    "test_a_graph_is_replayed_with_other_lengths_and_pages": lambda device: (pages(device),),
+    "test_a_graph_is_replayed_with_other_lengths_and_pages": lambda device: (
+        pages(device),
+        pages(device, torch.float8_e4m3fn),
+    ),
+    "test_pages_of_8_bits_are_what_the_reference_computes": lambda device: (
+        paged_8_bits(size, D, device, mask=mask)
+        for size in (8, 16, 256)
+        for D in (64, 128, 256)
+        for mask in PACKED_MASKS.values()
+    ),
     "test_gradients_are_those_of_torch": lambda device: (
         gradient_of(made((1, 1, 1, 64, 64, 64), device)[1](mask=mask), deterministic=True)
         for mask in (None, masks.Causal())

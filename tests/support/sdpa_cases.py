@@ -38,6 +38,7 @@ class Case:
         options: From the draw to the arguments' further options.
         gradient: The same, of the backward pass alone.
         factor: Q is multiplied with.
+        statistics: Whether the largest scores and the sums of exponentials are written.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Case:
     options: Options = nothing
     gradient: Options = nothing
     factor: float = 1.0
+    statistics: bool = False
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def drawn(self) -> Draw:
@@ -67,7 +69,7 @@ class Case:
             "K": draw.keys(),
             "V": draw.values(),
             "out": draw.results(read=False),
-            "lse": draw.lse(),
+            **{name: draw.lse() for name in self._statistics()},
         }
         tensors["Q"] *= self.factor
         if self.lengths is not None:
@@ -115,7 +117,10 @@ class Case:
             "out": wide.results(read=False),
         }
         found |= {name: one[0].transpose(0, 1) for name, one in tensors.items()}
-        return {**found, "lse": wide.lse()[0]}
+        return found | {name: wide.lse()[0] for name in self._statistics()}
+
+    def _statistics(self) -> tuple[str, ...]:
+        return ("lse", "score_max", "score_sum_exp") if self.statistics else ("lse",)
 
     def _paged(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """K and V in pages, which lie in disorder; a page that no sequence has is NaN."""
@@ -296,6 +301,29 @@ FORWARD = [
         options=everything,
     ),
     Case("a scale", keywords={"scale": 0.7}, factor=4.0),
+    Case(
+        "statistics, a sink",
+        sizes=(2, 4, 2, 140, 70, 64, 64),
+        lengths=((139, 66), (20, 70)),
+        options=lambda d: {"sink": d.wides(d.H)},
+        statistics=True,
+        keywords={"mask": masks.Causal("bottom_right")},
+    ),
+    Case(
+        "statistics, rows that see nothing",
+        sizes=(2, 2, 1, 140, 70, 64, 64),
+        lengths=((139, 66), (20, 0)),
+        statistics=True,
+        keywords={"mask": masks.Causal("bottom_right"), "softcap": 3.0},
+    ),
+    Case(
+        "statistics, packed",
+        sizes=(3, 2, 1, 1, 1, 128, 128),
+        packed=True,
+        lengths=((65, 0, 20), (70, 9, 0)),
+        statistics=True,
+        keywords={"scale": 0.3},
+    ),
 ]
 
 

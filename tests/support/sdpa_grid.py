@@ -139,6 +139,10 @@ def descaled(draw: Draw) -> dict[str, Any]:
     return {"mask": masks.Causal(), "descale_q": draw.wides(1)[0].abs(), **scales}
 
 
+def descaled_at_the_end(draw: Draw) -> dict[str, Any]:
+    return {**descaled(draw), **bottom_right(draw)}
+
+
 # Kinds -----------------------------------------------------------------------------------
 
 
@@ -155,6 +159,7 @@ class Kind:
         element: Of what is multiplied.
         pads: Elements between rows of heads.
         queries: Lengths that there are.
+        statistics: Of rows, beside lse.
     """
 
     options: Options = nothing
@@ -166,10 +171,12 @@ class Kind:
     pads: tuple[int, ...] = (0, 8, 24)
     queries: tuple[int, ...] = LENGTHS
     keys: tuple[int, ...] = LENGTHS
+    statistics: tuple[str, ...] = ()
 
 
 _128, _64_128 = ((128, 128),), ((64, 64), (128, 128))
 _FEW = (1, 3, 16)
+_BOTH = ("score_max", "score_sum_exp")
 KINDS = {
     "plain": Kind(head_dims=HEAD_DIMS, count=2),
     "causal": Kind(causal, head_dims=HEAD_DIMS, count=2),
@@ -200,6 +207,32 @@ KINDS = {
     "few queries, functions": Kind(functions, _128, count=3, queries=_FEW, gradients=None),
     "pages, alibi, sink": Kind(
         sloped_at_the_end, _64_128, form="paged", count=2, queries=_FEW, gradients=None
+    ),
+    "statistics, sink": Kind(
+        sloped_at_the_end, _64_128, form="padded", gradients=None, statistics=_BOTH
+    ),
+    "statistics, packed": Kind(
+        bottom_right,
+        ((64, 64), (256, 256)),
+        count=2,
+        form="packed",
+        gradients=None,
+        statistics=_BOTH,
+    ),
+    "statistics, few queries": Kind(
+        sloped_at_the_end, _64_128, form="paged", queries=_FEW, gradients=None, statistics=_BOTH
+    ),
+    "pages of 8 bits": Kind(
+        descaled_at_the_end,
+        (*_64_128, (256, 256)),
+        count=2,
+        form="paged",
+        element=F8,
+        pads=(0, 16),
+        gradients=None,
+    ),
+    "statistics, 8 bits": Kind(
+        descaled, _64_128, count=2, element=F8, pads=(0, 16), gradients=None, statistics=_BOTH
     ),
 }
 
@@ -255,7 +288,7 @@ class Case:
             "K": draw.keys(),
             "V": draw.values(),
             "out": draw.results(read=False),
-            "lse": draw.lse(),
+            **{name: draw.lse() for name in ("lse", *kind.statistics)},
         }
         if kind.element == F8:
             tensors["out"] = tensors["out"].bfloat16()
@@ -297,7 +330,8 @@ class Case:
         tensors = {"Q": wide.queries(), "K": wide.keys(), "V": wide.values()}
         tensors["out"] = wide.results(read=False)
         found |= {name: one[0].transpose(0, 1) for name, one in tensors.items()}
-        return {**found, "lse": wide.lse()[0]}
+        statistics = ("lse", *KINDS[self.kind].statistics)
+        return found | {name: wide.lse()[0] for name in statistics}
 
     def _paged(self, draw: Draw, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """K and V in pages in any order; one of them is NaN, and so is what is behind lengths."""

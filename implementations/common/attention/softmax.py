@@ -41,6 +41,26 @@ class OnlineSoftmax(NamedTuple):
     slack: float = 0.0
 
 
+#: What a row that sees nothing has of each statistic, by the names of launch values.
+STATISTICS = {"lse": -math.inf, "score_max": -math.inf, "score_sum_exp": 0.0}
+
+
+class Finished(NamedTuple):
+    """A row that all its scores were added to.
+
+    factor: What the sum of powers times values is to be multiplied with; 0 of a row that sees
+        nothing.
+    lse: The natural log of the sum of exponentials.
+    score_max: The largest score.
+    score_sum_exp: The sum of exponentials, divided by the largest one.
+    """
+
+    factor: Float32
+    lse: Float32
+    score_max: Float32
+    score_sum_exp: Float32
+
+
 def softmax_of(
     rows: int, multiplier: Float32, largest: float = 0.0, slack: float = 0.0
 ) -> OnlineSoftmax:
@@ -86,11 +106,8 @@ def update(softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor | N
         softmax.sums[row] = total
 
 
-def finished(
-    softmax: OnlineSoftmax, row: int, sink: Float32 | None = None
-) -> tuple[Float32, Float32]:
-    """(what the sum of powers times values is to be multiplied with, the natural log of the sum of
-    exponentials). 0 and -inf of a row that sees nothing.
+def finished(softmax: OnlineSoftmax, row: int, sink: Float32 | None = None) -> Finished:
+    """Its largest score is that of all only without slack.
 
     sink: Of a further score whose value is 0.
     """
@@ -103,9 +120,16 @@ def finished(
         factor = power_of_two(base - finite(most))
         base = finite(most)
         total = cute.math.fma(total, factor, power_of_two(further - base + softmax.largest))
-    scale = select(total == 0.0, Float32(0.0), factor / total)
+    nothing = total == 0.0
+    scale = select(nothing, Float32(0.0), factor / total)
     lse = natural(base, cute.math.log2(total) - softmax.largest)
-    return scale, select(total == 0.0, Float32(-math.inf), lse)
+    score_max = natural(base, Float32(0.0))
+    return Finished(
+        scale,
+        select(nothing, Float32(-math.inf), lse),
+        select(nothing, Float32(-math.inf), score_max),
+        total * 2.0**-softmax.largest,
+    )
 
 
 def natural(large: Float32, small: Float32) -> Float32:

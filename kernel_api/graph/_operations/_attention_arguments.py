@@ -21,6 +21,9 @@ _INDICES = ("b", "h", "q", "kv")
 #: What 8-bit operands are multiplied with.
 DESCALES = ("descale_q", "descale_k", "descale_v")
 
+#: Results that have a number for each row, (B, H, S_q, 1), and what arguments call them.
+STATISTICS = {"Stats": "lse", "Max": "score_max", "Sum_exp": "score_sum_exp"}
+
 #: Queries and keys of a block of ``block_mask``.
 BLOCK_SHAPE = (128, 128)
 
@@ -36,7 +39,7 @@ def attention_arguments(
             passed by value. Inputs that are not there are left out, whatever the node has. Beside
             them ``block_table``, bool (B or 1, H or 1, blocks of queries, blocks of keys), stands
             for ``block_mask``, whose bits kernels do not read, and ``alibi``, (H,), for the slopes.
-        outputs: By result name. Stats are of the type of the arithmetic.
+        outputs: By result name. Statistics are of the type of the arithmetic.
 
     Raises:
         ArgumentError: no kernel takes such operands.
@@ -65,8 +68,8 @@ def attention_arguments(
         k,
         v,
         outputs["O"],
-        _rows(outputs.get("Stats")),
         page_table=_pages(node, tensors),
+        **{name: _rows(outputs.get(result)) for result, name in STATISTICS.items()},
         **{name: _single(tensors[name]) for name in DESCALES if name in tensors},
         **options,
     )

@@ -11,6 +11,7 @@ from kernel_api.graph._enums import data_type, element_type
 from kernel_api.graph._node import Node, Operation, settle
 from kernel_api.graph._operations._attention_arguments import (
     BLOCK_SHAPE,
+    STATISTICS,
     attention_arguments,
     slopes_on,
 )
@@ -44,22 +45,22 @@ class Sdpa(Attention):
     """O and Stats; the other results are written where they are asked for."""
 
     name = "sdpa"
-    result = ("O", "Stats", "Max", "Sum_exp", "Rng_dump")
+    result = ("O", *STATISTICS, "Rng_dump")
 
     def _settle(self, node: Node, dims: _Dims) -> None:
         B, H, S_q, S_kv, _, D_v = dims
         q, wide = node.input("q"), _wide(node)
         dim = (B, H, S_q, D_v)
         settle(node, node.outputs.get("O"), dim, packed_strides(dim, memory_order(q.dim, q.stride)))
-        for name in ("Stats", "Max", "Sum_exp"):
+        for name in STATISTICS:
             settle(node, node.outputs.get(name), (B, H, S_q, 1), element=wide)
         settle(node, node.outputs.get("Rng_dump"), (B, H, S_q, S_kv), element=data_type.FLOAT)
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         plain, tensors, _ = without_body(_Unragged(node), _plain(node, given))
-        found = _run(plain, tensors, ("O", "Stats"))
-        if {"Max", "Sum_exp", "Rng_dump"} & node.outputs.keys():
-            found.update(_beside(plain, tensors))
+        found = _run(plain, tensors, ("O", *STATISTICS))
+        if "Rng_dump" in node.outputs:
+            found["Rng_dump"] = _kept(plain, tensors)
         return _ragged_again(node, given, found)
 
 
@@ -412,20 +413,16 @@ class _Rows:
         return largest, total if sink is None else total + (sink - largest).exp(), p
 
 
-def _beside(node: Node, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The largest score of each row, the sum of exponentials, and what dropout keeps."""
+def _kept(node: Node, tensors: Mapping[str, Any]) -> Any:
+    """What dropout keeps, 1 or 0."""
     import torch
 
     rows, S_kv = _Rows(node, tensors), sizes(node)[3]
-    found = {"Max": rows.new(1, -math.inf), "Sum_exp": rows.new(1), "Rng_dump": rows.new(S_kv)}
-    for place, scores, keep, _ in rows:
-        largest, total, _ = rows.softmax(scores)
-        found["Max"][place] = largest.where(total != 0, -math.inf)
-        found["Sum_exp"][place] = total
-        if keep is not None:
-            padded = torch.nn.functional.pad(keep, (0, S_kv - keep.shape[-1]))
-            found["Rng_dump"][place] = (padded != 0).double()
-    return {name: one for name, one in found.items() if name in node.outputs}
+    found = rows.new(S_kv)
+    for place, _, keep, _ in rows:
+        padded = torch.nn.functional.pad(keep, (0, S_kv - keep.shape[-1]))
+        found[place] = (padded != 0).double()
+    return found
 
 
 # Ragged batches --------------------------------------------------------------------------

@@ -8,7 +8,11 @@ from typing import Any
 from kernel_api.arguments.base import Arguments
 from kernel_api.graph._enums import data_type
 from kernel_api.graph._node import Node
-from kernel_api.graph._operations._attention_arguments import DESCALES, attention_arguments
+from kernel_api.graph._operations._attention_arguments import (
+    DESCALES,
+    STATISTICS,
+    attention_arguments,
+)
 from kernel_api.graph._planning.builds import Anchored, Needed, PlainBuilds
 from kernel_api.graph._planning.steps import Prober, Take
 from kernel_api.graph._tensor import Tensor
@@ -17,7 +21,7 @@ from kernel_api.graph._tensor import Tensor
 _ALWAYS = ("O", "dQ", "dK", "dV")
 
 #: What they do not write.
-_BESIDE = ("Max", "Sum_exp", "Rng_dump", "Amax_S", "Amax_O")
+_BESIDE = ("Rng_dump", "Amax_S", "Amax_O")
 
 _BYTES = (data_type.FP8_E4M3, data_type.FP8_E5M2)
 
@@ -50,8 +54,9 @@ def _why_not_written(node: Node, needed: Needed) -> str | None:
     beside = [n for n in _BESIDE if n in node.outputs and needed(node.outputs[n])]
     if beside:
         return f"kernels do not write {' and '.join(beside)}"
-    if "Stats" in node.outputs and node.outputs["Stats"].data_type is not data_type.FLOAT:
-        return f"kernels write {node.outputs['Stats']} as FLOAT"
+    for name in STATISTICS:
+        if name in node.outputs and node.outputs[name].data_type is not data_type.FLOAT:
+            return f"kernels write {node.outputs[name]} as FLOAT"
     if node.op == "sdpa_fp8" and node.outputs["O"].data_type in _BYTES:
         kind = node.outputs["O"].data_type.name
         return f"kernels write O in 16 bits, not as {kind}: it would be rounded twice"

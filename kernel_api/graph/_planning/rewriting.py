@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kernel_api.graph._enums import data_type, reduction_mode
 from kernel_api.graph._node import Node
+from kernel_api.graph._operations._attention_arguments import STATISTICS
 from kernel_api.graph._planning.attention import with_kernel_scales
 from kernel_api.graph._planning.composite import Rewritten, composite_attention
 from kernel_api.graph._planning.grouped import with_ends
@@ -43,17 +44,25 @@ def rewritten(nodes: list[Node], prober: Prober) -> Rewritten:
 
 
 def _with_float_statistics(node: Node) -> list[Node]:
-    """Attention whose log-sum-exp is FLOAT, and what converts it."""
-    stats = node.outputs.get("Stats")
-    if stats is None or stats.data_type is data_type.FLOAT:
+    """Attention whose statistics are FLOAT, and what converts them."""
+    other = {
+        name: one
+        for name, one in node.outputs.items()
+        if name in STATISTICS and one.data_type is not data_type.FLOAT
+    }
+    if not other:
         return [node]
-    exact = _virtual(f"{stats}::float", stats.dim, data_type.FLOAT)
     changed = _copy(node)
-    changed.outputs["Stats"] = exact
-    exact.producer = changed
-    converted = Node("identity", f"{node.name}::stats", {"input": exact}, {}, data_type.FLOAT)
-    converted.outputs["OUT_0"] = stats
-    return [changed, converted]
+    found = [changed]
+    for name, one in other.items():
+        exact = _virtual(f"{one}::float", one.dim, data_type.FLOAT)
+        changed.outputs[name] = exact
+        exact.producer = changed
+        title = f"{node.name}::{name.lower()}"
+        converted = Node("identity", title, {"input": exact}, {}, data_type.FLOAT)
+        converted.outputs["OUT_0"] = one
+        found.append(converted)
+    return found
 
 
 def _with_gain(node: Node) -> list[Node]:

@@ -105,6 +105,8 @@ class AttentionKernel(CuteDslKernel):
                 shape, sequences = tensors[operand].shape, 0
                 if len(shape) == 3:
                     sequences = others["cu_seqlens_q"].shape[0] - 1
+                elif "page_table" in names:
+                    shape = _without_pages(shape, others["page_table"].shape)
                 workspace = _workspaces.borrow(index, size_of(shape, sequences))
             more = tuple([others[name] for name in names])
             function(*tensors, more, workspace.data_ptr(), *scalars)
@@ -145,6 +147,13 @@ def _with_lse(launch: Callable[..., None], args: Any) -> Callable[..., None]:
         launch(*tensors[:count], **others)
 
     return launch_placed
+
+
+def _without_pages(pages: tuple[int, ...], table: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of sequences that have all the pages of their rows in the table."""
+    _, heads, size, columns = pages
+    sequences, most = table
+    return sequences, heads, most * size, columns
 
 
 def least_room(rooms: Iterable[tuple[int, int]]) -> Rule:

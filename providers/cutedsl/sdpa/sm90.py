@@ -89,6 +89,14 @@ def few_hidden(most: Mapping[tuple[int, int], int]) -> Rule:
     return rule("several entries of a table leave registers for fewer scores at once")(are_few)
 
 
+@rule("pages hold a part of a tile's keys, or several tiles")
+def pages_fit(design: AttentionDesign, args: SdpaArguments) -> bool | Miss:
+    size, keys = args.page_size, design.tile_shape[1]
+    if size is None or (size % 8 == 0 and (keys % size == 0 or size % keys == 0)):
+        return True
+    return Miss(f"they hold {size}")
+
+
 def hides_later(args: SdpaArguments) -> bool:
     """Whether the last queries see the most keys."""
     return "right" in args.bounds or "right_end" in args.bounds
@@ -164,6 +172,11 @@ class Sm90SdpaForward(Sm90Sdpa):
     def _(design: ForwardDesign, args: SdpaArguments) -> bool:
         return design.scaling == "at_once" or not changes(args)
 
+    @rule("scaling seldom, the largest score of a row is not kept")
+    def _(design: ForwardDesign, args: SdpaArguments) -> bool | Miss:
+        asked = [name for name in ("score_max", "score_sum_exp") if name in args.further]
+        return design.scaling != "seldom" or not asked or Miss(f"{asked[0]} is given")
+
     @rule("K and V are not in pages")
     def _(args: SdpaArguments) -> bool:
         return not args.is_paged
@@ -193,6 +206,8 @@ _FP8_TILES = {
 #: (256, 256) either tile spills something.
 _MOST_DROPPED_FP8 = {(64, 64): 128 * 128, (128, 128): 128 * 128}
 _MOST_HIDDEN_FP8 = {(64, 64): 128 * 128, (128, 128): 128 * 160, (256, 256): 128 * 96}
+#: The same where keys are in pages: more of them spill 56 or 72 bytes if a window is seen.
+_MOST_IN_PAGES_FP8 = 128 * 192
 
 
 @CuTeDSLProvider.register
@@ -222,10 +237,12 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
     takes_least = least_room(_FP8_TILES)
     drops_few = few_dropped(_MOST_DROPPED_FP8)
     hides_few = few_hidden(_MOST_HIDDEN_FP8)
+    takes_pages = pages_fit
 
-    @rule("K and V are not in pages")
-    def _(args: SdpaArguments) -> bool:
-        return not args.is_paged
+    @rule("numbers of pages leave registers for fewer scores at once")
+    def _(design: AttentionDesign, args: SdpaArguments) -> bool | Miss:
+        few = math.prod(design.tile_shape) <= _MOST_IN_PAGES_FP8
+        return few or not args.is_paged or Miss(f"there are {_MOST_IN_PAGES_FP8} at most")
 
     def workspace_for(self, *tensors: Any) -> int:
         """Of packed sequences, 0: what they need depends on how many there are."""
@@ -233,10 +250,12 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
         return self._workspace_bytes(V, V[0]) if len(V) == 4 else 0
 
     def get_workspace_size(self, args: SdpaArguments) -> int:
-        return self._workspace_bytes(args.V.shape, args.B)
+        if args.is_packed:
+            return self._workspace_bytes(args.V.shape, args.B)
+        return self._workspace_bytes((args.B, args.H_kv, args.S_kv, args.D_v), args.B)
 
     def _workspace_bytes(self, shape: tuple[int, ...], sequences: int) -> int:
-        """shape: of V. Counters, and room for Vᵀ."""
+        """shape: of V, not in pages. Counters, and room for Vᵀ."""
         from kernel_api.implementations.sm90 import sdpa_workspace
 
         if len(shape) == 3:
@@ -251,14 +270,17 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
     def _with_more(
         self, function: Callable[..., None], index: int, names: tuple[str, ...]
     ) -> Callable[..., None]:
-        if "cu_seqlens_q" not in names:
+        if not {"cu_seqlens_q", "page_table"} & set(names):
             return super()._with_more(function, index, names)
         return self._with_workspace_for(2, function, index, names)
 
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
-        return self._built(self.scores(args), longest_first=hides_later(args))
+        scores, longest_first = self.scores(args), hides_later(args)
+        return self._built(scores, longest_first=longest_first, page_size=args.page_size)
 
-    def _built(self, scores: Any, *, longest_first: bool = False) -> Callable[..., None]:
+    def _built(
+        self, scores: Any, *, longest_first: bool = False, page_size: int | None = None
+    ) -> Callable[..., None]:
         from kernel_api.implementations.sm90.sdpa_fp8 import SdpaForwardFp8
 
         out = self.metadata.operands.tensors["out"]
@@ -267,6 +289,7 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
             *self._design_values(scores),
             longest_first=longest_first,
             output_type=out.dtype.cutlass,
+            page_size=page_size,
         )
         return found
 
@@ -310,12 +333,7 @@ class Sm90SdpaDecode(Sm90Sdpa):
     def _(args: SdpaArguments) -> bool:
         return args.dropout is None
 
-    @rule("pages hold a part of a tile's keys, or several tiles")
-    def _(design: AttentionDesign, args: SdpaArguments) -> bool | Miss:
-        size, keys = args.page_size, design.tile_shape[1]
-        if size is None or (size % 8 == 0 and (keys % size == 0 or size % keys == 0)):
-            return True
-        return Miss(f"they hold {size}")
+    takes_pages = pages_fit
 
     def workspace_for(self, *tensors: Any) -> int:
         return self._with_parts()
@@ -324,11 +342,11 @@ class Sm90SdpaDecode(Sm90Sdpa):
         return self._with_parts()
 
     def _with_parts(self) -> int:
-        from kernel_api.implementations.sm90.sdpa_workspace import MOST_PARTS, part_bytes
+        from kernel_api.implementations.sm90 import sdpa_workspace
 
-        design = self._design
-        workspace: int = ZEROED + MOST_PARTS * part_bytes(design.tile_shape[0], design.head_dim[1])
-        return workspace
+        rows, columns = self._design.tile_shape[0], self._design.head_dim[1]
+        part = sdpa_workspace.part_bytes(rows, columns, sdpa_workspace.MOST_NUMBERS)
+        return int(ZEROED + sdpa_workspace.MOST_PARTS * part)
 
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
         return self._built(self.scores(args), page_size=args.page_size)

@@ -1,0 +1,93 @@
+"""How rows of keys and values, which may be in pages, come to shared memory on Hopper."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.tensor_utils import LayoutEnum
+
+from .sdpa_loads import tma_load
+
+SLAB_BYTES = 128  # of a row that TMA copies at once, at most: the span of a swizzle
+
+
+class RowLoads:
+    """TMA copies slabs of as many rows as a tile has, or a page if that is less.
+
+    A part of a kernel, which has `tile_m`, `tile_n`, `stages`, `element_type` and `page_size`:
+    None, or a divisor or multiple of `tile_n` and a multiple of 8.
+    """
+
+    @property
+    def rows_at_once(self) -> int:
+        return min(self.tile_n, self.page_size or self.tile_n)
+
+    def _slab(self, columns: int) -> int:
+        """Columns that are copied at once."""
+        return min(columns, SLAB_BYTES * 8 // self.element_type.width)
+
+    def _tma_rows(self, tensor: cute.Tensor, columns: int) -> tuple:
+        """columns: That a tile has room for."""
+        slab = self._slab(columns)
+        layout = sm90.make_smem_layout_a(
+            LayoutEnum.ROW_MAJOR, (self.rows_at_once, self.tile_n, slab), self.element_type, 1
+        )
+        return tma_load(tensor, layout, (self.rows_at_once, slab))
+
+    def _partitioned(self, tma, tensor, shared, columns: int, head) -> tuple:
+        """((TMA, pieces of rows, slabs, stages), (TMA, pieces of rows, slabs, batches)). The tiles
+        lie in shared memory as rows of a slab, slab by slab."""
+        tile = (self.tile_m, self.tile_n, columns)
+        layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.element_type, self.stages)
+        rows = cute.make_tensor(shared.iterator, layout.outer)
+        piece = (self.rows_at_once, self._slab(columns))
+        pieces = cute.local_tile(rows, piece, (None, None, None))
+        source = cute.local_tile(tensor[None, None, head, None], piece, (None, None, None))
+        return cpasync.tma_partition(
+            tma,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(pieces, 0, 2),
+            cute.group_modes(source, 0, 2),
+        )
+
+    @cute.jit
+    def _load_block(self, tma, source, shared, block, stages, state, batch, sequence, values):
+        """Of keys, into its stage when that is empty."""
+        stages.producer_acquire(state)
+        for piece in cutlass.range_constexpr(self.tile_n // self.rows_at_once):
+            first = block * self.tile_n + piece * self.rows_at_once
+            row, at = first // self.rows_at_once, batch
+            if const_expr(self.page_size is not None):
+                # Behind the last key there may be no page: what is read there is not used.
+                first = cutlass.min(first, sequence.keys - 1)
+                at = values["page_table"][batch, first // self.page_size]
+                row = first % self.page_size // self.rows_at_once
+            for slab in cutlass.range_constexpr(cute.size(shared, mode=[2])):
+                cute.copy(
+                    tma,
+                    source[None, row, slab, at],
+                    shared[None, piece, slab, state.index],
+                    tma_bar_ptr=stages.producer_get_barrier(state),
+                )
+
+    @cute.jit
+    def _load_pages(self, tma, source, shared, block, stages, state, batch, sequence, values):
+        """The same of keys in pages, in few registers: each lane reads the number of a page."""
+        first = block * self.tile_n
+        own = cutlass.min(first + cute.arch.lane_idx() * self.rows_at_once, sequence.keys - 1)
+        page = values["page_table"][batch, own // self.page_size]
+        stages.producer_acquire(state)
+        row = Int32(0)
+        if const_expr(self.page_size > self.tile_n):
+            row = first % self.page_size // self.tile_n
+        for piece in cutlass.range(self.tile_n // self.rows_at_once, unroll=1):
+            at = cute.arch.shuffle_sync(page, piece)
+            for slab in cutlass.range_constexpr(cute.size(shared, mode=[2])):
+                cute.copy(
+                    tma,
+                    source[None, row, slab, at],
+                    shared[None, piece, slab, state.index],
+                    tma_bar_ptr=stages.producer_get_barrier(state),
+                )
