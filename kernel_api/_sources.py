@@ -4,7 +4,8 @@ Followed are, transitively, the imports that stand anywhere in a file, also in f
 modules of the class and its bases on. In are
 
 - of our own, modules of ``kernel_api.implementations``, ``.providers`` and ``.epilogue``: they make
-  the code, or wrap what does. All other of our modules find, check, cache and time kernels: out.
+  the code, or wrap what does. All other of our modules find, check, cache and time kernels: out. So
+  are the performance models among the providers, modules called ``model``: they rank kernels.
 - of others, modules of the package of whoever imports them, and those that are not installed.
   Installed packages are told apart by their versions.
 
@@ -36,6 +37,8 @@ from typing import NamedTuple
 
 _OWN = "kernel_api"
 _OWN_PACKAGES = tuple(f"{_OWN}.{name}" for name in ("implementations", "providers", "epilogue"))
+#: Last part of the names of ours that rank kernels.
+_RANKING = "model"
 #: What names of these start with.
 _FOLLOWED = tuple(f"{one}." for one in _OWN_PACKAGES) + _OWN_PACKAGES
 
@@ -413,7 +416,7 @@ def _modules_below(package: str, folder: str) -> Iterator[tuple[str, str]]:
         name, dot, suffix = entry.name.partition(".")
         if entry.name == "__init__.py":
             yield package, entry.path
-        elif suffix == "py":
+        elif suffix == "py" and not (name == _RANKING and package.startswith(_FOLLOWED)):
             yield f"{package}.{name}", entry.path
         elif not dot and name.isidentifier() and entry.is_dir():
             yield from _modules_below(f"{package}.{name}", entry.path)

@@ -138,6 +138,11 @@ def test_other_kernels_are_not_in_it():
     assert not any("gemm" in one for one in norm)
 
 
+def test_a_kernel_is_the_same_however_it_is_ranked():
+    for name in ("Sm90Gemm", "Sm80RmsNorm"):
+        assert not any(one.endswith(".model") for one in modules(FAMILIES[name]))
+
+
 def test_the_providers_that_wrap_others_code_have_their_own_sources():
     assert "providers.torch.gemm" in modules(FAMILIES["TorchGemm"])
     assert "providers.torch.norm" not in modules(FAMILIES["TorchGemm"])

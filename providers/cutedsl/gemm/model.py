@@ -27,6 +27,7 @@ from typing import Any
 
 from kernel_api.arguments import GemmArguments
 from kernel_api.epilogue.graph import Graph
+from kernel_api.providers.cutedsl.gemm.sm90_design import resident_clusters
 
 CONSTANTS = Path(__file__).with_name("model.json")
 
@@ -200,16 +201,6 @@ class Constants:
         own = families[known or next(iter(families))]
         values = {**table["machine"], **own}
         return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
-
-
-def resident_clusters(multiprocessors: int, size: int) -> int:
-    """How many clusters of a size run at once.
-
-    A cluster lies in one GPC, and those have numbers of multiprocessors that are no multiples of
-    four: of an H200's 132, clusters of four find 120.
-    """
-    whole = multiprocessors // size
-    return max(whole if size <= 2 else whole * 10 // 11, 1)
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from kernel_api.providers.cutedsl.gemm.model import resident_clusters
 from kernel_api.providers.cutedsl.gemm.splitting import SplitDesign
 
 #: Shared memory of a CTA on every Hopper GPU.
@@ -20,6 +19,16 @@ _FLAG_BYTES = 32
 
 #: Of every operand row that a tile holds, or half of them: a swizzle of shared memory.
 ROW_BYTES = 128
+
+
+def resident_clusters(multiprocessors: int, size: int) -> int:
+    """How many clusters of a size run at once.
+
+    A cluster lies in one GPC, and those have numbers of multiprocessors that are no multiples of
+    four: of an H200's 132, clusters of four find 120.
+    """
+    whole = multiprocessors // size
+    return max(whole if size <= 2 else whole * 10 // 11, 1)
 
 
 @dataclass(frozen=True)
