@@ -122,9 +122,7 @@ def _tensor(value: Any, addresses: list[int]) -> tuple[Any, ...]:
 def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
     if value is None:
         return (None,)
-    if name == "scale":
-        return float(value).__class__, math.isfinite(value)
-    if name == "softcap":
+    if name in ("scale", "softcap"):  # kernels take positive ones alone
         return float(value).__class__, math.isfinite(value), value > 0
     if name == "mask":
         if not isinstance(value, Mask):

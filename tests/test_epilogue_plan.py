@@ -318,6 +318,16 @@ def test_pairs_of_wide_transposed_tiles_are_refused():
     assert str(status.error) == f"{rule}; it has 256"
 
 
+@pytest.mark.parametrize("granularity", [96, 160, 224])
+def test_rows_of_a_transposed_tile_are_whole_blocks_of_pairs(granularity):
+    args = arguments(pairs_of(granularity), M=8, N=2 * granularity * 3, columns=0.5)
+    found = tiles(args)
+    assert found and {rows for rows, _, _ in found} == {64}
+    status = transposed(args, (128, 16))
+    rule = "rows of a transposed tile are whole blocks of pairs, or blocks whole tiles"
+    assert str(status.error) == f"{rule}; it has 128, blocks have {2 * granularity}"
+
+
 BUNDLES = "a tile holds whole bundles of the columns that the epilogue looks at together"
 
 

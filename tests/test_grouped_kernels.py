@@ -300,3 +300,22 @@ def test_other_schedulers_are_refused():
 
     with pytest.raises(ValueError, match="scheduler is static or dynamic, not 'eager'"):
         ScheduledGemm((128, 128, 64), scheduler="eager")
+
+
+def test_a_design_counts_the_ring_that_the_kernel_has():
+    from kernel_api.implementations.sm90 import tile_queue
+    from kernel_api.providers.cutedsl.grouped_gemm import sm90_design
+
+    assert sm90_design._RING_BYTES == tile_queue.BYTES
+
+
+def test_rows_are_not_gathered_later_than_tiles_are_taken():
+    from cutlass import BFloat16
+
+    from kernel_api.implementations.sm90.grouped_gemm import GroupedGemm
+
+    how = {"a_type": BFloat16, "b_type": BFloat16, "output_types": (BFloat16,), "gathered": True}
+    GroupedGemm((64, 128, 64), stages=6, scheduler="dynamic", **how)
+    GroupedGemm((64, 128, 64), stages=7, **how)
+    with pytest.raises(ValueError, match="numbers of tiles are on their way"):
+        GroupedGemm((64, 128, 64), stages=7, scheduler="dynamic", **how)

@@ -456,3 +456,13 @@ def test_operators_pass_the_checks_of_torch():
     checks = ("test_schema", "test_faketensor")
     call = (Q, K, V, out, DO, lse, False, True, False, *packed)
     torch.library.opcheck(operators._backward_operator, call, test_utils=checks)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_calls_of_another_sign_look_different(name):
+    Q, K, V = (torch.empty(1, 2, 8, 16) for _ in range(3))
+    looks = [
+        _attention_launches._look(Q, K, V, None, None, False, {name: value})[0]
+        for value in (0.5, 2.0, -0.5, 0.0)
+    ]
+    assert looks[0] == looks[1] != looks[2] == looks[3]

@@ -61,7 +61,8 @@ class Gemm(GemmConsumer):
     repacked: whether A and B are copied before, which then may have any address and strides, of
              which one is 1. The copies are K-major where wgmma wants it.
     dependent_launch: blocks may start while the kernel before still runs, and let the next one do
-             so: setting up overlaps its end. They wait for it before they read or write anything.
+             so where there is room (`grid_of`): setting up overlaps its end. They wait for it
+             before they read or write anything.
     promoted, block_scales, split_float32: how products are formed and added up, see `Mainloop`.
 
     A (M,K), B (K,N), D (M,N), or the same with a leading batch mode; every mode of a size known

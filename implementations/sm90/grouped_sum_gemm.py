@@ -36,7 +36,7 @@ class GroupedSumGemm(ScheduledGemm):
     experts: D is (E,) Int64, addresses of matrices that lie anywhere; the first further operands
              are the columns of one and its stride that is not 1. A small kernel makes a descriptor
              of each before, if TMA stores D (`descriptors`), in the workspace.
-    scheduler: see `ScheduledGemm`; tiles of the longest groups are taken first.
+    scheduler: see `ScheduledGemm`; tiles of the longest groups are taken first (`LongestFirst`).
     """
 
     def __init__(

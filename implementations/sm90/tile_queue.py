@@ -19,7 +19,9 @@ from cutlass.cute import AddressSpace
 
 from ..common.work_split import COUNTER_BYTES
 
-SLOTS = 4  # numbers on their way; even, so that consumers in turn have slots of their own
+# Numbers on their way: even, so that consumers in turn have slots of their own; and no fewer than
+# the stages that gathered rows are told of late, which are tiles where K is short.
+SLOTS = 4
 BARRIERS = 2 * SLOTS
 BYTES = BARRIERS * 8 + SLOTS * 4
 

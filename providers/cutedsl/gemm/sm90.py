@@ -138,6 +138,15 @@ class Sm90GemmFamily(FusedGemm):
             return True
         return Miss(f"it has {columns}")
 
+    @rule("rows of a transposed tile are whole blocks of pairs, or blocks whole tiles")
+    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
+        granularity = row_pairs(args.epilogue) if design.swap_ab else None
+        if granularity in (None, QUAD, "halves"):
+            return True
+        rows, block = design.kernel_tile[0], 2 * int(granularity)
+        fits = rows % block == 0 or block % rows == 0
+        return fits or Miss(f"it has {rows}, blocks have {block}")
+
     @rule("B is K-major where transposed tiles take pairs: a swizzle has 8 of their rows")
     def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata, args: Any) -> bool:
         dealt_out = design.swap_ab and row_pairs(args.epilogue) not in (None, QUAD)

@@ -43,7 +43,7 @@ class Sm90GemmDesign(SplitDesign):
             which the instruction takes 16 at a time instead of 64.
         stream_k: Whether all CTAs get the same number of k tiles, across the borders of tiles.
         dependent_launch: Whether CTAs may start while the kernel before still ends, and let those
-            of the next one do so (programmatic dependent launch).
+            of the next one do so where there is room (programmatic dependent launch).
     """
 
     schedule: str = "cooperative"
