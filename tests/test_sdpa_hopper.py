@@ -121,9 +121,10 @@ def test_fp8_takes_packed_sequences_by_every_tile(room):
     assert {kernel.metadata.design.tile_shape for kernel in packed} == tiles(FP8, room)
 
 
-def paged_fp8(room=(128, 128), size=32, most=16, **options):
-    """Two sequences of 8 bits in pages."""
-    draw = Draw(2, 8, 2, 300, 512, *room, element="float8_e4m3fn", device="meta")
+def paged(name=FP8, room=(128, 128), size=32, most=16, **options):
+    """Two sequences in pages, for a family."""
+    element = "float8_e4m3fn" if name == FP8 else "bfloat16"
+    draw = Draw(2, 8, 2, 300, most * size, *room, element=element, device="meta")
     for name, columns in zip("KV", room, strict=True):
         options[name] = torch.empty(40, 2, size, columns, dtype=draw.element, device="meta")
     options["page_table"] = torch.zeros(2, most, dtype=torch.int32, device="meta")
@@ -131,41 +132,68 @@ def paged_fp8(room=(128, 128), size=32, most=16, **options):
     return draw.arguments(out=draw.results(read=False).bfloat16(), **options)
 
 
-def offered_paged_fp8(*given, **options):
-    kernels = ka.get_kernels(paged_fp8(*given, **options), cc="sm_90a", providers=["cutedsl"])
-    return [kernel for kernel in kernels if kernel.family == FP8]
+def offered_paged(name=FP8, *given, **options):
+    kernels = ka.get_kernels(paged(name, *given, **options), cc="sm_90a", providers=["cutedsl"])
+    return [kernel for kernel in kernels if kernel.family == name]
 
 
-@pytest.mark.parametrize("room", ROOMS[FP8])
+@pytest.mark.parametrize(("name", "room"), EVERY_ROOM)
 @pytest.mark.parametrize("size", [8, 16, 32, 64, 128, 256])
-def test_fp8_takes_pages_by_tiles_that_they_fit(room, size):
-    found = {kernel.metadata.design.tile_shape for kernel in offered_paged_fp8(room, size)}
-    every = {tile for tile in tiles(FP8, room) if math.prod(tile) <= 128 * 192}
+def test_pages_are_taken_by_tiles_that_they_fit(name, room, size):
+    found = {kernel.metadata.design.tile_shape for kernel in offered_paged(name, room, size)}
+    every = tiles(name, room) - {(128, 176), (128, 224)}
     assert found == {t for t in every if t[1] % size == 0 or size % t[1] == 0}
-    assert found
 
 
-def test_pages_take_the_widest_tile_away_and_it_is_told():
-    (wide,) = [
-        kernel
-        for kernel in offered(FP8, (128, 128))
-        if kernel.metadata.design.tile_shape == (128, 224)
-    ]
-    assert str(wide.supports(paged_fp8()).error).endswith(
-        "numbers of pages leave registers for fewer scores at once; there are 24576 at most"
-    )
+@pytest.mark.parametrize(
+    ("name", "tile", "most"), [(FORWARD, (128, 176), 128 * 160), (FP8, (128, 224), 128 * 192)]
+)
+def test_pages_take_the_widest_tile_away_and_it_is_told(name, tile, most):
+    wide = [k for k in offered(name, (128, 128)) if k.metadata.design.tile_shape == tile]
+    assert wide
+    words = f"numbers of pages leave registers for fewer scores at once; there are {most} at most"
+    for kernel in wide:
+        assert str(kernel.supports(paged(name, size=8)).error).endswith(words)
 
 
+def reasons(args):
+    """Why the forward family has no kernel of 16 bits for something."""
+    return " ".join(r.reason for r in ka.explain(args, cc="sm_90a").rejected if r.family == FORWARD)
+
+
+def test_pages_and_a_bias_are_for_tiles_with_registers_left_and_it_is_told():
+    bias = torch.empty(1, 8, 300, 256, dtype=torch.bfloat16, device="meta")
+    served = {room: offered_paged(FORWARD, room, 16, bias=bias) for room in ROOMS[FORWARD]}
+    found = {room: {k.metadata.design.tile_shape for k in own} for room, own in served.items()}
+    assert {r: t for r, t in found.items() if t} == {(96, 96): {(192, 96)}, (256, 256): {(128, 80)}}
+    words = "numbers of pages and a bias leave registers to some tiles alone"
+    assert words in reasons(paged(FORWARD, size=16, bias=bias))
+
+
+def test_pages_and_dropout_are_for_tiles_with_registers_left_and_it_is_told():
+    served = {r for r in ROOMS[FORWARD] if offered_paged(FORWARD, r, 16, dropout=DROPOUT)}
+    assert served == {*ROOMS[FORWARD]} - {(128, 128)}
+    words = "numbers of pages and dropout leave no registers to tiles of 128 columns"
+    assert words in reasons(paged(FORWARD, size=16, dropout=DROPOUT))
+
+
+@pytest.mark.parametrize("name", ROOMS)
 @pytest.mark.parametrize("size", [12, 384 + 8])
-def test_fp8_refuses_pages_that_do_not_fit_and_it_is_told(size):
-    (told,) = [r for r in ka.explain(paged_fp8(size=size), cc="sm_90a").rejected if r.family == FP8]
-    assert f"pages hold a part of a tile's keys, or several tiles; they hold {size}" in told.reason
+def test_pages_that_do_not_fit_are_refused_and_it_is_told(name, size):
+    rejected = ka.explain(paged(name, size=size), cc="sm_90a").rejected
+    told = [r.reason for r in rejected if r.family == name]
+    assert told
+    words = f"pages hold a part of a tile's keys, or several tiles; they hold {size}"
+    assert all(words in reason for reason in told)
 
 
-def test_16_bits_in_pages_are_for_few_queries_and_it_is_told():
-    args = few("paged", lambda d: {})
-    (told,) = [r for r in ka.explain(args, cc="sm_90a").rejected if r.family == FORWARD]
-    assert "K and V are not in pages" in told.reason
+@pytest.mark.parametrize("size", [16, 64, 256])
+@pytest.mark.parametrize("band", BANDS)
+def test_many_queries_to_keys_in_pages_are_for_hopper_first(band, size):
+    args = paged(FORWARD, (128, 128), size, most=4096 // size, mask=BANDS[band])
+    kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+    families = list(dict.fromkeys(kernel.family for kernel in kernels))
+    assert families == [FORWARD, "sm80.sdpa_forward"]
 
 
 def test_packed_sequences_have_whole_tiles_of_their_own():
@@ -206,9 +234,9 @@ def test_fp8_borrows_room_by_how_many_sequences_there_are(monkeypatch):
 def test_fp8_borrows_room_by_the_table_of_pages(most, monkeypatch):
     memory, borrowed = torch.empty(0), []
     monkeypatch.setattr(_workspaces, "borrow", lambda index, size: borrowed.append(size) or memory)
-    args = paged_fp8(most=most)
+    args = paged(most=most)
     values = dict(args.launch_values)
-    (kernel, *_) = offered_paged_fp8(most=most)
+    (kernel, *_) = offered_paged(most=most)
     size = kernel.get_workspace_size(args)
     assert size == _workspaces.ZEROED + 2 * 2 * 128 * most * 32
     launch = kernel._with_more(lambda *given: None, 0, tuple(values))
@@ -423,10 +451,23 @@ def test_packed_sequences_of_8_bits_spill_nothing(room):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("room", ROOMS[FP8] if EVERY_KERNEL else [(128, 128)])
+@pytest.mark.parametrize(
+    ("name", "room"), EVERY_ROOM if EVERY_KERNEL else [(FORWARD, (64, 64)), (FP8, (128, 128))]
+)
 @pytest.mark.parametrize("size", [16, 32, 256] if EVERY_KERNEL else [16])
-def test_pages_of_8_bits_spill_nothing(room, size):
+def test_pages_spill_nothing(name, room, size):
     for mask in (masks.Causal("bottom_right"), BANDS["window"]):
-        for kernel in offered_paged_fp8(room, size, mask=mask):
-            resources = kernel.compile(paged_fp8(room, size, mask=mask), cc="90a").resources
+        for kernel in offered_paged(name, room, size, mask=mask):
+            resources = kernel.compile(paged(name, room, size, mask=mask), cc="90a").resources
             assert resources.spill_bytes == 0
+
+
+@pytest.mark.compile
+def test_pages_and_a_bias_spill_nothing():
+    for room in ((96, 96), (256, 256)) if EVERY_KERNEL else ((256, 256),):
+        for mask in BANDS.values():
+            bias = torch.empty(1, 8, 300, 256, dtype=torch.bfloat16, device="meta")
+            given = {"bias": bias, "mask": mask}
+            for kernel in offered_paged(FORWARD, room, 16, **given):
+                resources = kernel.compile(paged(FORWARD, room, 16, **given), cc="90a").resources
+                assert resources.spill_bytes == 0

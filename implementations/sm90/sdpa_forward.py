@@ -19,6 +19,7 @@ from .plan import SHARED_MEMORY
 from .reduced_output import GROUP
 from .sdpa_forward_consumer import ForwardConsumer
 from .sdpa_loads import load, tma_load, tma_pipeline
+from .sdpa_pages import RowLoads
 from .sdpa_tiles import AHEAD, Tiles, Work, fetched, heads_together, send
 
 _SMALL = 2048  # bytes of shared memory for barriers, and to align what is large
@@ -26,6 +27,7 @@ _SMALL = 2048  # bytes of shared memory for barriers, and to align what is large
 _SLACK = 8.0  # exponent of 2: powers so large are rounded to 16 bits like others
 
 _REGISTERS = {1: None, 2: (24, 240), 3: (32, 160)}  # (producer, each consumer)
+_REGISTERS_FOR_PAGES = (40, 232)  # of two consumers: the producer reads their numbers
 
 
 class SdpaForward(ForwardConsumer):
@@ -118,13 +120,10 @@ class SdpaForward(ForwardConsumer):
         values = Values(self.scores.names, operands)
         batches, queries = self._sequences(mQ, values)
         mQ, mK, mV, mO = (attention_modes(tensor) for tensor in (mQ, mK, mV, mO))
-        # (S,D,H,B) seen as (D,S,H,B): columns of the second product.
-        mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[1, 0, 2, 3]))
-
         q_layout, k_layout, v_layout, _ = layouts = self._shared_layouts()
         tma_q, tQ = tma_load(mQ, q_layout, (self.tile_m, self.head_dim))
-        tma_k, tK = tma_load(mK, k_layout, (self.tile_n, self.head_dim))
-        tma_v, tV = tma_load(mVt, v_layout, (self.head_dim_v, self.tile_n))
+        tma_k, tK = self._tma_keys(mK, k_layout)
+        tma_v, tV = self._tma_values(mV, v_layout)
         blocks, heads = cute.ceil_div(queries, self.tile_m), mQ.shape[2]
         together = self._together(mK, values, blocks, heads, batches)
         tiles = Tiles(blocks, heads, blocks * heads * batches, together, workspace)
@@ -132,6 +131,14 @@ class SdpaForward(ForwardConsumer):
             *(tma_q, tQ, tma_k, tK, tma_v, tV, mO),
             *(layouts, operands, tiles, multiprocessors, stream),
         )
+
+    def _tma_keys(self, mK: cute.Tensor, layout) -> tuple:
+        return tma_load(mK, layout, (self.tile_n, self.head_dim))
+
+    def _tma_values(self, mV: cute.Tensor, layout) -> tuple:
+        # (S,D,H,B) seen as (D,S,H,B): columns of the second product.
+        mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[1, 0, 2, 3]))
+        return tma_load(mVt, layout, (self.head_dim_v, self.tile_n))
 
     def _sequences(self, mQ, values: Values) -> tuple:
         """(how many, the most queries of one). mQ: (B,H,S,D), or packed (T,H,D)"""
@@ -354,9 +361,8 @@ class SdpaForward(ForwardConsumer):
             batch = Int32(0)
         mQ = cute.domain_offset((sequence.first_query, 0), mQ[None, None, place.head, batch])
         keys = self._keys_to_load(tma_k, mK, sK, key_head, batch, sequence)
-        mV = cute.domain_offset((0, self._first_value(work)), mV[None, None, key_head, batch])
+        columns = self._values_to_load(tma_v, mV, sV, key_head, batch, work)
         gQ = cute.local_tile(mQ, (self.tile_m, self.head_dim), (None, 0))
-        gV = cute.local_tile(mV, (self.head_dim_v, self.tile_n), (0, None))
         if self._takes_queries(blocks):
             load(tma_q, gQ, place.query // self.tile_m, sQ, pipeline_q, q_state)
             q_state.advance()
@@ -368,19 +374,19 @@ class SdpaForward(ForwardConsumer):
                 seen = self._following(work.seen, work, values)
                 while seen.block >= blocks.begin:
                     self._load_keys(keys, seen.block, pipeline_k, k_state, work, values)
-                    load(tma_v, gV, last, sV, pipeline_v, v_state)
+                    self._load_values(columns, last, pipeline_v, v_state, work, values)
                     k_state.advance()
                     v_state.advance()
                     last = seen.block
                     seen = self._following(seen, work, values)
-                load(tma_v, gV, last, sV, pipeline_v, v_state)
+                self._load_values(columns, last, pipeline_v, v_state, work, values)
             else:
                 for i in cutlass.range(last - blocks.begin, unroll=1):
                     self._load_keys(keys, last - 1 - i, pipeline_k, k_state, work, values)
-                    load(tma_v, gV, last - i, sV, pipeline_v, v_state)
+                    self._load_values(columns, last - i, pipeline_v, v_state, work, values)
                     k_state.advance()
                     v_state.advance()
-                load(tma_v, gV, blocks.begin, sV, pipeline_v, v_state)
+                self._load_values(columns, blocks.begin, pipeline_v, v_state, work, values)
             v_state.advance()
         return q_state, k_state, v_state
 
@@ -389,10 +395,49 @@ class SdpaForward(ForwardConsumer):
         mK = cute.domain_offset((sequence.first_key, 0), mK[None, None, head, batch])
         return tma, cute.local_tile(mK, (self.tile_n, self.head_dim), (None, 0)), sK
 
+    def _values_to_load(self, tma, mV, sV, head, batch, work: Work) -> tuple:
+        """What `_load_values` takes of the values of a sequence."""
+        mV = cute.domain_offset((0, self._first_value(work)), mV[None, None, head, batch])
+        return tma, cute.local_tile(mV, (self.head_dim_v, self.tile_n), (0, None)), sV
+
     def _load_keys(self, keys: tuple, block, stages, state, work: Work, values: Values) -> None:
         tma, tiles, shared = keys
+        load(tma, tiles, block, shared, stages, state)
+
+    def _load_values(self, columns: tuple, block, stages, state, work: Work, values) -> None:
+        tma, tiles, shared = columns
         load(tma, tiles, block, shared, stages, state)
 
     def _first_value(self, work: Work) -> Int32:
         """Of a sequence, where V begins."""
         return work.sequence.first_key
+
+
+class SdpaForwardPaged(RowLoads, SdpaForward):
+    """The same of K and V in pages: (pages, H_kv, page_size, D), page `page_table[b, i]` has keys
+    i · page_size and following of sequence b."""
+
+    def __init__(self, *design, **options):
+        super().__init__(*design, **options)
+        if self.consumers == 2:
+            self.registers = _REGISTERS_FOR_PAGES
+
+    def _tma_keys(self, mK: cute.Tensor, layout) -> tuple:
+        return self._tma_rows(mK, self.head_dim)
+
+    def _tma_values(self, mV: cute.Tensor, layout) -> tuple:
+        return self._tma_rows(mV, self.head_dim_v)
+
+    def _keys_to_load(self, tma, mK, sK, head, batch, sequence) -> tuple:
+        return tma, *self._partitioned(tma, mK, sK, self.head_dim, head)
+
+    def _values_to_load(self, tma, mV, sV, head, batch, work: Work) -> tuple:
+        return tma, *self._partitioned(tma, mV, sV, self.head_dim_v, head)
+
+    def _load_keys(self, keys: tuple, block, stages, state, work: Work, values: Values) -> None:
+        tma, shared, source = keys
+        place, sequence = work.place, work.sequence
+        self._load_pages(tma, source, shared, block, stages, state, place.batch, sequence, values)
+
+    def _load_values(self, columns: tuple, block, stages, state, work: Work, values) -> None:
+        self._load_keys(columns, block, stages, state, work, values)

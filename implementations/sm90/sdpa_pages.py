@@ -1,5 +1,7 @@
 """How rows of keys and values, which may be in pages, come to shared memory on Hopper."""
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
@@ -24,8 +26,8 @@ class RowLoads:
         return min(self.tile_n, self.page_size or self.tile_n)
 
     def _slab(self, columns: int) -> int:
-        """Columns that are copied at once."""
-        return min(columns, SLAB_BYTES * 8 // self.element_type.width)
+        """Columns that are copied at once, those of a swizzle."""
+        return math.gcd(columns, SLAB_BYTES * 8 // self.element_type.width)
 
     def _tma_rows(self, tensor: cute.Tensor, columns: int) -> tuple:
         """columns: That a tile has room for."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.ptx.kernel import EmulatedKernel
 from support.sdpa import NAN, Draw
-from support.sdpa_cases import BF16, FORWARD, Case, dropped, on_meta
+from support.sdpa_cases import BF16, FORWARD, Case, biased, dropped, on_meta
 
 import kernel_api as ka
 from kernel_api import masks
@@ -248,23 +248,35 @@ def test_packed_8_bit_floats_are_right(name):
     check(packed_fp8_arguments(**given), "sm90.sdpa_forward_fp8", tile=tile)
 
 
-def paged_fp8_arguments(sizes, lengths, size, statistics=("lse",), **options):
-    """The same in pages, which lie in disorder. Behind the last key no key and no value is a
-    number, and no page is that of the table; nor is a page a number that no sequence has."""
-    B, H, H_kv, S_q, D = sizes
-    each, order = -(-max(lengths) // size) + 1, torch.Generator().manual_seed(1)
-    draw = Draw(B, H, H_kv, S_q, each * size, D, D, element="float8_e4m3fn", pad=16)
+def pages_of(draw, lengths, size):
+    """K and V of a draw in pages, which lie in disorder. Behind the last key no key and no value is
+    a number, and no page is that of the table; nor is a page a number that no sequence has."""
+    B, each, order = draw.B, draw.S_kv // size, torch.Generator().manual_seed(1)
     table = torch.randperm(B * each + 1, generator=order)[: B * each].view(B, each).int()
-    pages = {}
+    pages = {"page_table": table, "seq_lens_kv": torch.tensor(lengths, dtype=torch.int32)}
     for name, dense in (("K", draw.keys()), ("V", draw.values())):
-        whole = torch.full((B * each + 1, H_kv, size, D + 16), NAN).to(draw.element)
-        pages[name] = whole[..., :D]
+        _, heads, _, columns = dense.shape
+        whole = torch.full((B * each + 1, heads, size, columns + draw.pad), NAN).to(draw.element)
+        pages[name] = whole[..., :columns]
         for b, keys in enumerate(lengths):
             for page in range(-(-keys // size)):
                 rows = dense[b, :, page * size : min((page + 1) * size, keys)]
                 pages[name][int(table[b, page]), :, : rows.shape[1]] = rows
     for b, keys in enumerate(lengths):
         table[b, -(-keys // size) :] = 1 << 30
+    return pages
+
+
+def keys_of(lengths, size):
+    """That there are pages for: one more than the longest sequence has."""
+    return (-(-max(lengths) // size) + 1) * size
+
+
+def paged_fp8_arguments(sizes, lengths, size, statistics=("lse",), **options):
+    """The same in pages."""
+    B, H, H_kv, S_q, D = sizes
+    S_kv = keys_of(lengths, size)
+    draw = Draw(B, H, H_kv, S_q, S_kv, D, D, element="float8_e4m3fn", pad=16)
     scales = {
         "descale_q": torch.tensor(0.7),
         "descale_k": 0.5 + draw.random(B, H_kv, element=torch.float32).abs(),
@@ -273,9 +285,7 @@ def paged_fp8_arguments(sizes, lengths, size, statistics=("lse",), **options):
     return ka.SdpaArguments(
         draw.queries(),
         out=Draw(B, H, H_kv, S_q, 1, D, D, element=BF16, pad=8).results(read=False),
-        page_table=table,
-        seq_lens_kv=torch.tensor(lengths, dtype=torch.int32),
-        **pages,
+        **pages_of(draw, lengths, size),
         **{name: draw.lse() for name in statistics},
         **scales,
         **options,
@@ -325,3 +335,92 @@ def test_8_bit_floats_in_pages_are_right(name):
     given = dict(FP8_PAGED[name])
     tile = given.pop("tile", None)
     check(paged_fp8_arguments(**given), "sm90.sdpa_forward_fp8", tile=tile)
+
+
+def paged_arguments(sizes, lengths, size, statistics=("lse",), make=None, **options):
+    """The same of 16 bits. make: from the draw to further options."""
+    B, H, H_kv, S_q, D, D_v = sizes
+    draw = Draw(B, H, H_kv, S_q, keys_of(lengths, size), D, D_v, element=BF16, pad=8)
+    return draw.arguments(
+        **pages_of(draw, lengths, size),
+        **{name: draw.lse() for name in statistics},
+        **(make(draw) if make else {}),
+        **options,
+    )
+
+
+PAGED = {
+    "16 keys": {"sizes": (3, 2, 1, 41, 64, 64), "lengths": (150, 1, 0), "size": 16, "mask": END},
+    "64 keys of 128 columns": {
+        "sizes": (2, 4, 2, 131, 128, 128),
+        "lengths": (300, 65),
+        "size": 64,
+        "mask": END,
+    },
+    "256 keys of 256 columns, a sink": {
+        "sizes": (2, 2, 1, 41, 256, 256),
+        "lengths": (300, 20),
+        "size": 256,
+        "make": lambda d: {"sink": d.wides(d.H)},
+        "tile": (128, 64),
+    },
+    "8 keys of 192 and 128 columns, a window": {
+        "sizes": (2, 2, 2, 130, 192, 128),
+        "lengths": (210, 65),
+        "size": 8,
+        "seq_lens_q": torch.tensor([130, 3], dtype=torch.int32),
+        "mask": masks.SlidingWindow(70, 3, "bottom_right"),
+    },
+    "16 of 80 keys, 248 columns, late": {
+        "sizes": (1, 2, 1, 33, 256, 248),
+        "lengths": (177,),
+        "size": 16,
+        "mask": END,
+        "tile": (128, 80),
+        "scaling": "late",
+    },
+    "three groups, 256 keys, statistics": {
+        "sizes": (2, 2, 1, 201, 64, 64),
+        "lengths": (300, 129),
+        "size": 256,
+        "softcap": 5.0,
+        "statistics": ("lse", "score_max", "score_sum_exp"),
+        "tile": (192, 128),
+    },
+    "32 of 96 keys, 72 of 96 columns": {
+        "sizes": (2, 2, 1, 200, 96, 72),
+        "lengths": (130, 96),
+        "size": 32,
+        "tile": (192, 96),
+    },
+    "16 of 160 keys, 80 columns": {
+        "sizes": (2, 2, 1, 40, 128, 80),
+        "lengths": (321, 160),
+        "size": 16,
+        "mask": END,
+        "tile": (128, 160),
+    },
+    "a bias": {
+        "sizes": (2, 2, 1, 70, 80, 96),
+        "lengths": (300, 65),
+        "size": 32,
+        "make": biased(0, 1, 2, 3),
+        "mask": END,
+    },
+    "a table of blocks": {
+        "sizes": (2, 2, 1, 150, 64, 64),
+        "lengths": (301, 128),
+        "size": 128,
+        "mask": masks.BlockSparse(
+            torch.tensor([[[[True, False, True, True], [False, True, True, False]]]]),
+            block_shape=(128, 128),
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("name", PAGED if EVERY else [*PAGED][:1])
+def test_pages_are_right(name):
+    given = dict(PAGED[name])
+    chosen = {word: given.pop(word) for word in ("tile", "scaling") if word in given}
+    check(paged_arguments(**given), FAMILY, **chosen)

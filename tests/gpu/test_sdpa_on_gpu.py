@@ -222,11 +222,12 @@ def test_packed_sequences_of_8_bits_are_what_the_reference_computes(D, mask):
         assert not differing(kernel, args), kernel.metadata.kernel_name
 
 
-def paged_8_bits(size, D, device="cuda", **options):
-    """Sequences of 8 bits in pages. Behind a last key nothing is a number, nor in other pages."""
+def paged(size, D, device="cuda", element=BF16, **options):
+    """Sequences in pages. Behind a last key nothing is a number, nor in other pages."""
     lengths = (700, 1, 2 * size, 0)
     B, each = len(lengths), -(-max(lengths) // size)
-    draw = Draw(B, 6, 2, 190, each * size, D, D, device=device, seed=D, pads=(0, 16), element=F8)
+    how = {"device": device, "seed": D, "pads": (0, 16), "element": element}
+    draw = Draw(B, 6, 2, 190, each * size, D, D, **how)
     order = list(range(B * each + 1))
     draw.choice.shuffle(order)
     table = [order[b * each : (b + 1) * each] for b in range(B)]
@@ -238,9 +239,9 @@ def paged_8_bits(size, D, device="cuda", **options):
                 pages[table[b][page], :, : rows.shape[1]] = rows
         options[name] = pages
     options["page_table"], options["seq_lens_kv"] = draw.integers(table), draw.integers(lengths)
-    for name in ("descale_k", "descale_v"):
+    for name in ("descale_k", "descale_v") if element == F8 else ():
         options[name] = draw.wides(B, 2).abs()
-    for name in ("lse", "score_max", "score_sum_exp"):
+    for name in ("lse", "score_max", "score_sum_exp") if element == F8 else ("lse",):
         options[name] = draw.lse()
     out = draw.results(read=False).bfloat16()
     return ka.SdpaArguments(draw.queries(), out=out, **options)
@@ -249,12 +250,15 @@ def paged_8_bits(size, D, device="cuda", **options):
 @pytest.mark.parametrize("mask", PACKED_MASKS)
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("size", [8, 16, 256])
-def test_pages_of_8_bits_are_what_the_reference_computes(size, D, mask):
-    args = paged_8_bits(size, D, mask=PACKED_MASKS[mask])
+@pytest.mark.parametrize("element", [BF16, F8])
+def test_pages_are_what_the_reference_computes(element, size, D, mask):
+    args = paged(size, D, element=element, mask=PACKED_MASKS[mask])
     expected = Expected(args)
     kernels = list(chosen(args, 0))
+    family = "sm90.sdpa_forward_fp8" if element == F8 else "sm90.sdpa_forward"
     on_hopper = torch.cuda.get_device_capability() == (9, 0)
-    assert bool(kernels) == on_hopper, str(ka.explain(args))
+    offered = {kernel.family_name() for kernel in kernels}
+    assert (family in offered) == on_hopper, str(ka.explain(args))
     for kernel in kernels:
         broken = conduct(args, lambda kernel=kernel: kernel.run(args))
         verdict = expected.judge(args, factor_of(kernel))
@@ -443,21 +447,24 @@ def test_streams_and_a_workspace_of_the_caller():
             assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
 
 
-def pages(device, element=torch.bfloat16):
+def pages(device, element=torch.bfloat16, queries=1):
     B, H, H_kv, D, size, each = 3, 8, 2, 128, 64, 9
-    shapes = ((B, H, 1, D), *((B * each, H_kv, size, D),) * 2)
+    shapes = ((B, H, queries, D), *((B * each, H_kv, size, D),) * 2)
     q, k, v = (torch.randn(shape, device=device).to(element) for shape in shapes)
-    out = torch.empty(B, H, 1, D, dtype=torch.bfloat16, device=device)
+    out = torch.empty(B, H, queries, D, dtype=torch.bfloat16, device=device)
     table = torch.arange(B * each, dtype=torch.int32, device=device).view(B, each)
     lens = torch.full((B,), size * each, dtype=torch.int32, device=device)
-    lse = torch.empty(B, H, 1, device=device)
+    lse = torch.empty(B, H, queries, device=device)
     more = {"page_table": table, "seq_lens_kv": lens}
     return ka.SdpaArguments(q, k, v, out, lse, **more)
 
 
-@pytest.mark.parametrize("element", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_a_graph_is_replayed_with_other_lengths_and_pages(element):
-    args = pages("cuda", element)
+PAGES = [(torch.bfloat16, 1), (torch.bfloat16, 200), (torch.float8_e4m3fn, 1)]
+
+
+@pytest.mark.parametrize(("element", "queries"), PAGES, ids=str)
+def test_a_graph_is_replayed_with_other_lengths_and_pages(element, queries):
+    args = pages("cuda", element, queries)
     table, lens = (args.further[name].tensor for name in ("page_table", "seq_lens_kv"))
     launches = {kernel: kernel.prepare(args) for kernel in chosen(args, 0)}
     for kernel, launch in launches.items():
@@ -492,11 +499,11 @@ BESIDE = {
     ),
     "test_deterministic_gradients_have_the_same_bits_every_time": deterministic,
     "test_a_graph_is_replayed_with_other_lengths_and_pages": lambda device: (
-        pages(device),
-        pages(device, torch.float8_e4m3fn),
+        pages(device, element, queries) for element, queries in PAGES
     ),
-    "test_pages_of_8_bits_are_what_the_reference_computes": lambda device: (
-        paged_8_bits(size, D, device, mask=mask)
+    "test_pages_are_what_the_reference_computes": lambda device: (
+        paged(size, D, device, element, mask=mask)
+        for element in (BF16, F8)
         for size in (8, 16, 256)
         for D in (64, 128, 256)
         for mask in PACKED_MASKS.values()

@@ -234,6 +234,9 @@ KINDS = {
     "statistics, 8 bits": Kind(
         descaled, _64_128, count=2, element=F8, pads=(0, 16), gradients=None, statistics=_BOTH
     ),
+    "pages, many queries": Kind(
+        bottom_right, (*_64_128, (96, 96), (256, 256)), form="paged", count=2, gradients=None
+    ),
 }
 
 

@@ -45,6 +45,11 @@ _MOST_DROPPED = {
 #: The same where a tile meets several entries of a table of blocks: more of them spill 8 to 500
 #: bytes.
 _MOST_HIDDEN = {(64, 64): 128 * 128, (96, 96): 128 * 128, (128, 128): 128 * 128}
+#: The same where keys are in pages: more of them spill 8 bytes with a table of blocks.
+_MOST_IN_PAGES = {(128, 128): 128 * 160}
+#: Tiles that spill nothing where keys are in pages and there is a bias: others spill 8 to 128
+#: bytes. With dropout instead, the tile of (128, 128) spills 16 or 56.
+_BIASED_IN_PAGES = (((96, 96), (192, 96)), ((256, 256), (128, 80)))
 _ALIGNED = {"Q": 16, "K": 16, "V": 16, "out": 16}
 
 
@@ -87,6 +92,18 @@ def few_hidden(most: Mapping[tuple[int, int], int]) -> Rule:
         return queries * keys <= limit or Miss(f"there are {limit} at most")
 
     return rule("several entries of a table leave registers for fewer scores at once")(are_few)
+
+
+def few_in_pages(most: Mapping[tuple[int, int], int]) -> Rule:
+    """The same where keys are in pages."""
+
+    def are_few(design: AttentionDesign, args: SdpaArguments) -> bool | Miss:
+        limit = most.get(design.head_dim)
+        if limit is None or not args.is_paged:
+            return True
+        return math.prod(design.tile_shape) <= limit or Miss(f"there are {limit} at most")
+
+    return rule("numbers of pages leave registers for fewer scores at once")(are_few)
 
 
 @rule("pages hold a part of a tile's keys, or several tiles")
@@ -164,6 +181,17 @@ class Sm90SdpaForward(Sm90Sdpa):
     takes_least = least_room(_TILES)
     drops_few = few_dropped(_MOST_DROPPED)
     hides_few = few_hidden(_MOST_HIDDEN)
+    takes_pages = pages_fit
+    reads_few = few_in_pages(_MOST_IN_PAGES)
+
+    @rule("numbers of pages and a bias leave registers to some tiles alone")
+    def _(design: ForwardDesign, args: SdpaArguments) -> bool:
+        biased = args.is_paged and "bias" in args.further
+        return not biased or (design.head_dim, design.tile_shape) in _BIASED_IN_PAGES
+
+    @rule("numbers of pages and dropout leave no registers to tiles of 128 columns")
+    def _(design: ForwardDesign, args: SdpaArguments) -> bool:
+        return design.head_dim != (128, 128) or not args.is_paged or args.dropout is None
 
     @rule(
         "scores that are more than products of which a band is seen leave no registers to scale "
@@ -177,19 +205,22 @@ class Sm90SdpaForward(Sm90Sdpa):
         asked = [name for name in ("score_max", "score_sum_exp") if name in args.further]
         return design.scaling != "seldom" or not asked or Miss(f"{asked[0]} is given")
 
-    @rule("K and V are not in pages")
-    def _(args: SdpaArguments) -> bool:
-        return not args.is_paged
-
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
-        return self._built(self.scores(args), longest_first=hides_later(args))
+        scores, longest_first = self.scores(args), hides_later(args)
+        return self._built(scores, longest_first=longest_first, page_size=args.page_size)
 
-    def _built(self, scores: Any, *, longest_first: bool = False) -> Callable[..., None]:
-        from kernel_api.implementations.sm90.sdpa_forward import SdpaForward
+    def _built(
+        self, scores: Any, *, longest_first: bool = False, page_size: int | None = None
+    ) -> Callable[..., None]:
+        from kernel_api.implementations.sm90.sdpa_forward import SdpaForward, SdpaForwardPaged
 
         design: Any = self._design
-        found: Callable[..., None] = SdpaForward(
-            *self._design_values(scores), longest_first=longest_first, scaling=design.scaling
+        forward = SdpaForward if page_size is None else SdpaForwardPaged
+        found: Callable[..., None] = forward(
+            *self._design_values(scores),
+            longest_first=longest_first,
+            scaling=design.scaling,
+            page_size=page_size,
         )
         return found
 
@@ -207,7 +238,7 @@ _FP8_TILES = {
 _MOST_DROPPED_FP8 = {(64, 64): 128 * 128, (128, 128): 128 * 128}
 _MOST_HIDDEN_FP8 = {(64, 64): 128 * 128, (128, 128): 128 * 160, (256, 256): 128 * 96}
 #: The same where keys are in pages: more of them spill 56 or 72 bytes if a window is seen.
-_MOST_IN_PAGES_FP8 = 128 * 192
+_MOST_IN_PAGES_FP8 = {(128, 128): 128 * 192}
 
 
 @CuTeDSLProvider.register
@@ -238,11 +269,7 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
     drops_few = few_dropped(_MOST_DROPPED_FP8)
     hides_few = few_hidden(_MOST_HIDDEN_FP8)
     takes_pages = pages_fit
-
-    @rule("numbers of pages leave registers for fewer scores at once")
-    def _(design: AttentionDesign, args: SdpaArguments) -> bool | Miss:
-        few = math.prod(design.tile_shape) <= _MOST_IN_PAGES_FP8
-        return few or not args.is_paged or Miss(f"there are {_MOST_IN_PAGES_FP8} at most")
+    reads_few = few_in_pages(_MOST_IN_PAGES_FP8)
 
     def workspace_for(self, *tensors: Any) -> int:
         """Of packed sequences, 0: what they need depends on how many there are."""
