@@ -19,7 +19,7 @@ from .plan import SHARED_MEMORY
 from .reduced_output import GROUP
 from .sdpa_forward_consumer import ForwardConsumer
 from .sdpa_loads import load, tma_load, tma_pipeline
-from .sdpa_pages import RowLoads
+from .sdpa_pages import REGISTERS_FOR_PAGES, PagedKeys
 from .sdpa_tiles import AHEAD, Tiles, Work, fetched, heads_together, send
 
 _SMALL = 2048  # bytes of shared memory for barriers, and to align what is large
@@ -27,7 +27,6 @@ _SMALL = 2048  # bytes of shared memory for barriers, and to align what is large
 _SLACK = 8.0  # exponent of 2: powers so large are rounded to 16 bits like others
 
 _REGISTERS = {1: None, 2: (24, 240), 3: (32, 160)}  # (producer, each consumer)
-_REGISTERS_FOR_PAGES = (40, 232)  # of two consumers: the producer reads their numbers
 
 
 class SdpaForward(ForwardConsumer):
@@ -413,31 +412,20 @@ class SdpaForward(ForwardConsumer):
         return work.sequence.first_key
 
 
-class SdpaForwardPaged(RowLoads, SdpaForward):
+class SdpaForwardPaged(PagedKeys, SdpaForward):
     """The same of K and V in pages: (pages, H_kv, page_size, D), page `page_table[b, i]` has keys
     i · page_size and following of sequence b."""
 
     def __init__(self, *design, **options):
         super().__init__(*design, **options)
         if self.consumers == 2:
-            self.registers = _REGISTERS_FOR_PAGES
-
-    def _tma_keys(self, mK: cute.Tensor, layout) -> tuple:
-        return self._tma_rows(mK, self.head_dim)
+            self.registers = REGISTERS_FOR_PAGES
 
     def _tma_values(self, mV: cute.Tensor, layout) -> tuple:
         return self._tma_rows(mV, self.head_dim_v)
 
-    def _keys_to_load(self, tma, mK, sK, head, batch, sequence) -> tuple:
-        return tma, *self._partitioned(tma, mK, sK, self.head_dim, head)
-
     def _values_to_load(self, tma, mV, sV, head, batch, work: Work) -> tuple:
         return tma, *self._partitioned(tma, mV, sV, self.head_dim_v, head)
-
-    def _load_keys(self, keys: tuple, block, stages, state, work: Work, values: Values) -> None:
-        tma, shared, source = keys
-        place, sequence = work.place, work.sequence
-        self._load_pages(tma, source, shared, block, stages, state, place.batch, sequence, values)
 
     def _load_values(self, columns: tuple, block, stages, state, work: Work, values) -> None:
         self._load_keys(columns, block, stages, state, work, values)

@@ -21,13 +21,13 @@ from ..common.attention.values import Values
 from ..common.work_split import COUNTER_BYTES
 from .sdpa_forward import SdpaForward
 from .sdpa_loads import tma_load
-from .sdpa_pages import RowLoads
+from .sdpa_pages import REGISTERS_FOR_PAGES, PagedKeys
 from .sdpa_tiles import Tiles, Work, keys_in_pages
 from .sdpa_workspace import PERMUTED, first_of_packed, keys_with_room
 
-#: (producer, each of two consumers) where the latter leave some: of so many columns of scores and
-#: of O together. Of more, they need the usual 240, and the producer gets by with 24.
-_REGISTERS_FOR_PAGES, _FEW_COLUMNS = (40, 232), 288
+#: Columns of scores and of O together that leave the producer registers to read pages. Of more,
+#: consumers need the usual 240, and the producer gets by with 24.
+_FEW_COLUMNS = 288
 
 _PIECE = 16  # accumulators of 32 columns that a thread has: a k block of the second product
 
@@ -55,7 +55,7 @@ def _descale(values: Values, name: str, place: Place | Tile, tiles: Fp8Tiles) ->
     return Float32(tensor[place.batch, place.head // tiles.group])
 
 
-class SdpaForwardFp8(RowLoads, SdpaForward):
+class SdpaForwardFp8(PagedKeys, SdpaForward):
     """The same of 8-bit floats: wgmma reads V along its keys, so a kernel before writes Vᵀ to the
     workspace. P is as large as its type takes: the largest of a row is 256.
 
@@ -72,7 +72,7 @@ class SdpaForwardFp8(RowLoads, SdpaForward):
         super().__init__(*design, **options)
         few = self.tile_n + self.head_dim_v <= _FEW_COLUMNS
         if self.page_size is not None and self.consumers == 2 and few:
-            self.registers = _REGISTERS_FOR_PAGES
+            self.registers = REGISTERS_FOR_PAGES
 
     @cute.jit
     def with_operands(
@@ -105,26 +105,6 @@ class SdpaForwardFp8(RowLoads, SdpaForward):
             *(tma_q, tQ, tma_k, tK, tma_v, tV, mO),
             *(layouts, operands, tiles, multiprocessors, stream),
         )
-
-    def _tma_keys(self, mK: cute.Tensor, layout) -> tuple:
-        if self.page_size is None:
-            return tma_load(mK, layout, (self.tile_n, self.head_dim))
-        return self._tma_rows(mK, self.head_dim)
-
-    def _keys_to_load(self, tma, mK, sK, head, batch, sequence) -> tuple:
-        if self.page_size is None:
-            return super()._keys_to_load(tma, mK, sK, head, batch, sequence)
-        return tma, *self._partitioned(tma, mK, sK, self.head_dim, head)
-
-    def _load_keys(self, keys: tuple, block, stages, state, work: Work, values: Values) -> None:
-        if self.page_size is None:
-            super()._load_keys(keys, block, stages, state, work, values)
-        else:
-            tma, shared, source = keys
-            place, sequence = work.place, work.sequence
-            self._load_pages(
-                tma, source, shared, block, stages, state, place.batch, sequence, values
-            )
 
     def _first_value(self, work: Work) -> Int32:
         first = super()._first_value(work)

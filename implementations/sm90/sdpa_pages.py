@@ -11,6 +11,8 @@ from cutlass.tensor_utils import LayoutEnum
 
 from .sdpa_loads import tma_load
 
+REGISTERS_FOR_PAGES = (40, 232)  # producer and each of two consumers: it reads numbers of pages
+
 SLAB_BYTES = 128  # of a row that TMA copies at once, at most: the span of a swizzle
 
 
@@ -93,3 +95,25 @@ class RowLoads:
                     shared[None, piece, slab, state.index],
                     tma_bar_ptr=stages.producer_get_barrier(state),
                 )
+
+
+class PagedKeys(RowLoads):
+    """How a forward kernel loads keys that are in pages; others as it does without this."""
+
+    def _tma_keys(self, mK: cute.Tensor, layout) -> tuple:
+        if self.page_size is None:
+            return super()._tma_keys(mK, layout)
+        return self._tma_rows(mK, self.head_dim)
+
+    def _keys_to_load(self, tma, mK, sK, head, batch, sequence) -> tuple:
+        if self.page_size is None:
+            return super()._keys_to_load(tma, mK, sK, head, batch, sequence)
+        return tma, *self._partitioned(tma, mK, sK, self.head_dim, head)
+
+    def _load_keys(self, keys: tuple, block, stages, state, work, values) -> None:
+        if self.page_size is None:
+            super()._load_keys(keys, block, stages, state, work, values)
+        else:
+            tma, shared, source = keys
+            of_batch = work.place.batch, work.sequence, values
+            self._load_pages(tma, source, shared, block, stages, state, *of_batch)
