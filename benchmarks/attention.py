@@ -338,6 +338,7 @@ def run(of: Suite, description: str | None, arguments: Sequence[str] | None) -> 
     parser.set_defaults(rounds=11)
     parser.add_argument("--quick", action="store_true", help="a few problems")
     options = parser.parse_args(arguments)
+    harness.rest_after_calls(options.rest)
     problems = [
         problem
         for problem in (of.quick if options.quick else of.problems)

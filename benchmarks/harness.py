@@ -3,7 +3,8 @@
 One round calls each of them once, in turn, every round starting with another one; medians over
 the rounds. Before each call a buffer larger than L2 is read, so that caches are cold (and hold
 nothing that must be written back), and the host runs ahead, so that its cost is not in the times.
-Before the first round all run for a while: a GPU that was idle is faster than it stays.
+Before the first round all run for a while: a GPU that was idle is faster than it stays. Or it rests
+after every call (`rest_after_calls`), and is as fast as it can be.
 
 Short calls are timed by CUDA graphs of several of them, each on operands of its own: either these
 are together several times as large as L2, or each is used once after the buffer was read. Data
@@ -38,6 +39,24 @@ GRAPH_US = 300.0
 #: A callable per set of operands; all sets have the same sizes.
 Calls = Sequence[Callable[[], Any]]
 
+_rest = 0.0
+
+
+def rest_after_calls(times: float) -> None:
+    """From now on the GPU rests after a call, so many times as long as that took.
+
+    Large products one after the other draw as much power as the GPU may, and it slows down: what is
+    compared then is how much each of them needs. Where it rests they run at full clocks, as they do
+    among work that draws less.
+    """
+    global _rest
+    _rest = times
+
+
+def rests() -> bool:
+    """Whether the GPU rests after calls."""
+    return _rest > 0
+
 
 class Timing:
     """Microseconds of one callable: ``median``, and ``spread`` (middle half over median)."""
@@ -67,6 +86,8 @@ def interleaved(
             call()
     estimate = {n: t.median for n, t in _eager(calls, 3).items()} if policy != "eager" else {}
     words = f"cold L2, interleaved, random data, median of {rounds}"
+    if rests():
+        words += f", each call followed by a rest {_rest:g} times as long"
     note = ""
     if policy == "graph" or (policy == "auto" and min(estimate.values()) < SHORT_US):
         sets = max(map(len, calls.values()))
@@ -112,7 +133,8 @@ def _timed(
 ) -> dict[str, Timing]:
     """Events around every launch; ``launch(name, turn)`` makes ``calls_each`` calls."""
     flush = _flush_buffer()
-    _warm_up(names, launch, flush)
+    if not rests():
+        _warm_up(names, launch, flush)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in names}
     for turn in range(rounds):
         first = turn % len(names)
@@ -123,6 +145,9 @@ def _timed(
             launch(name, turn)
             end.record()
             events[name].append((start, end))
+            if rests():
+                synchronize()
+                time.sleep(1e-3 * _rest * start.elapsed_time(end))
     synchronize()
     return {
         name: Timing([1e3 * start.elapsed_time(end) / calls_each for start, end in pairs])

@@ -88,6 +88,7 @@ def measure(problem: Problem, rounds: int) -> rows.Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options().parse_args(arguments)
+    harness.rest_after_calls(options.rest)
     chosen = [problem for problem in problems() if options.only in problem.label]
     if not torch.cuda.is_available():
         print("there is no GPU here; these would be timed:", file=sys.stderr)
@@ -117,6 +118,7 @@ def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="problems whose label has TEXT")
     parser.add_argument("--rounds", type=int, default=12, metavar="N", help="(default: 12)")
+    suite.rest_option(parser)
     parser.add_argument("--seconds", type=float, metavar="S", help="stop before S seconds are over")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the rows")
     return parser

@@ -50,7 +50,8 @@ def today() -> str:
 
 def path_of(suite: str, folder: Path | None = None) -> Path:
     """Where the rows of a suite are kept: in the folder, or in the one of the GPU."""
-    return (folder or RESULTS / harness.gpu_folder()) / f"{suite}.json"
+    name = f"{suite}-rested" if harness.rests() else suite
+    return (folder or RESULTS / harness.gpu_folder()) / f"{name}.json"
 
 
 def write(path: Path, data: Any) -> Path:

@@ -79,6 +79,7 @@ class Suite:
 def main(of: Suite, description: str | None, arguments: Sequence[str] | None = None) -> int:
     """Measure the problems that the arguments of the command line say."""
     options = suite.options(of.name, description).parse_args(arguments)
+    harness.rest_after_calls(options.rest)
     asked = [p for p in of.problems if not options.only or options.only in p.label]
     problems = asked[: options.limit]
     if options.dry_run:

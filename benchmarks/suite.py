@@ -29,8 +29,7 @@ from tables import geometric_mean
 import kernel_api as ka
 from kernel_api.kernel import Kernel
 from kernel_api.providers.cutedsl.gemm import model
-from kernel_api.providers.reference.gemm import ReferenceGemm
-from kernel_api.verification import FACTOR, FACTOR_REORDERED, compare, judge, poison
+from kernel_api.verification import FACTOR, FACTOR_REORDERED, Expected, judge, poison
 
 #: Providers of what the user already has: peers, not subjects.
 NOT_OURS = ("torch", "reference")
@@ -110,6 +109,7 @@ def options(suite: str, description: str | None) -> argparse.ArgumentParser:
     what.add_argument("--skip", action="append", default=[], metavar="TEXT", help="but not TEXT")
     how = parser.add_argument_group("how")
     how.add_argument("--rounds", type=int, default=20, metavar="N", help="(default: 20)")
+    rest_option(how)
     how.add_argument("--policy", choices=("auto", "graph", "eager"), default="auto")
     how.add_argument("--seconds", type=float, metavar="S", help="stop before S seconds are over")
     how.add_argument(
@@ -127,8 +127,20 @@ def options(suite: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def rest_option(parser: Any) -> None:
+    """What is given to `harness.rest_after_calls`."""
+    parser.add_argument(
+        "--rest",
+        type=float,
+        default=0.0,
+        metavar="N",
+        help="let the GPU rest after each call, N times as long; rows go to files named -rested",
+    )
+
+
 def run(suite: Suite, options: argparse.Namespace) -> int:
     """Measure, or list, the suite; returns the exit code."""
+    harness.rest_after_calls(options.rest)
     problems = [
         p for p in suite.problems if not options.only or options.only in f"{p.label} {p.origin}"
     ][: options.limit]
@@ -326,20 +338,18 @@ class Measurement:
         if whole:
             verdict = ka.verify(kernel, self.sets[0])
         else:
-            args, (exact, base, allowance) = self.sets[0], self._reference
+            args = self.sets[0]
             poison(args.out.tensor)
             kernel.run(args)
             factor = FACTOR_REORDERED if kernel.reorders_accumulation else FACTOR
-            verdict = compare(args.out.tensor, exact, base, factor=factor, allowance=allowance)
+            verdict = self._expected.judge(args, factor)
         if not verdict:
             raise RuntimeError(f"WRONG: {verdict.reason}")
         return [functools.partial(kernel.prepare(args), *args.tensors) for args in self.sets]
 
     @functools.cached_property
-    def _reference(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        args = self.sets[0]
-        exact, base = ReferenceGemm.exact(args), ReferenceGemm.same_dtype(args)
-        return exact["out"], base["out"], ReferenceGemm.allowance(args).get("out")
+    def _expected(self) -> Expected:
+        return Expected(self.sets[0])
 
     def _peer(self, peer: Peer) -> harness.Calls:
         calls = [peer(args) for args in self.sets]

@@ -422,6 +422,22 @@ def test_every_round_begins_with_another_call(clock):
     assert policy.startswith("eager, cold L2")
 
 
+def test_a_gpu_rests_as_often_as_it_is_asked_to(clock, monkeypatch, tmp_path):
+    slept = []
+    monkeypatch.setattr(harness.time, "sleep", slept.append)
+    monkeypatch.setattr(harness, "_rest", 0.0)
+    calls = {"a": [lambda: clock.spend("a", 100.0)], "b": [lambda: clock.spend("b", 300.0)]}
+    assert "rest" not in harness.interleaved(calls, 1 << 30, "eager", rounds=4)[1]
+    assert slept == []
+    assert rows.path_of("fake", tmp_path).name == "fake.json"
+    harness.rest_after_calls(4)
+    times, policy = harness.interleaved(calls, 1 << 30, "eager", rounds=4)
+    assert slept == pytest.approx([0.0004, 0.0012, 0.0012, 0.0004] * 2)
+    assert policy.endswith("followed by a rest 4 times as long")
+    assert {n: t.median for n, t in times.items()} == pytest.approx({"a": 100.0, "b": 300.0})
+    assert rows.path_of("fake", tmp_path).name == "fake-rested.json"
+
+
 def test_operand_sets_take_turns(clock):
     calls = {"a": [lambda i=i: clock.spend(i, 1.0) for i in range(3)]}
     harness.interleaved(calls, 1 << 30, "eager", rounds=6)
