@@ -6,7 +6,10 @@ every launch, and the kernels leave them so: no launch has to clear anything.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kernel_api.errors import DeviceError
 
 #: Bytes at the start of a borrowed workspace that are zero.
 ZEROED = 65536
@@ -14,31 +17,55 @@ ZEROED = 65536
 #: Bytes that the address of a workspace is a multiple of.
 ALIGNMENT = 128
 
-_buffers: dict[tuple[int, int], Any] = {}
+
+class _Buffer(NamedTuple):
+    tensor: Any
+    size: int
+    address: int
 
 
-def borrow(index: int, size: int) -> Any:
-    """A uint8 tensor of at least ``size`` bytes on a CUDA device, for its current stream; the
-    device is the current one.
+#: By the index of a device and the handle of a stream of it.
+_buffers: dict[tuple[int, int], _Buffer] = {}
 
-    While a CUDA graph is captured it gets one of its own, from the graph's memory: replays may run
-    beside other launches. The zeros are then written by every replay.
+#: The handle of the stream that is never captured.
+_LEGACY = 0
+
+
+def lender(index: int) -> Callable[[int], int]:
+    """A function that lends memory of a CUDA device, which is the current one, for a launch on its
+    current stream: from a size in bytes to an address.
+
+    While a CUDA graph is captured it is memory of its own, the graph's: replays may run beside
+    other launches. The zeros are then written by every replay.
     """
     import torch
 
-    if torch.cuda.is_current_stream_capturing():
-        return _new(index, size)
-    key = (index, torch._C._cuda_getCurrentRawStream(index))
-    buffer = _buffers.get(key)
-    if buffer is None or buffer.numel() < size:
-        # The old one goes back to torch, which gives it to later work of the same stream only.
-        buffer = _buffers[key] = _new(index, size)
-    return buffer
+    # Bound once: a launch costs little more than what is asked for it. A torch for the CPU alone
+    # has no such function, and makes launchers only.
+    stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
+    is_captured = torch.cuda.is_current_stream_capturing
+    buffers = _buffers
+
+    def lend(size: int) -> int:
+        stream = stream_of(index)
+        if stream != _LEGACY and is_captured():
+            return _new(index, size).address
+        buffer = buffers.get((index, stream))
+        if buffer is None or buffer.size < size:
+            # The old one goes back to torch, which gives it to later work of the stream only.
+            buffer = buffers[index, stream] = _new(index, size)
+        return buffer.address
+
+    return lend
 
 
-def _new(index: int, size: int) -> Any:
+def _no_cuda(index: int) -> int:
+    raise DeviceError("torch was built without CUDA: there is no device to borrow memory of")
+
+
+def _new(index: int, size: int) -> _Buffer:
     import torch
 
     buffer = torch.empty(max(size, ZEROED), dtype=torch.uint8, device=f"cuda:{index}")
     buffer[:ZEROED].zero_()
-    return buffer
+    return _Buffer(buffer, buffer.numel(), buffer.data_ptr())

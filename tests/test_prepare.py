@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import sdpa_cases
-from support.cute_on_cpu import MULTIPROCESSORS, formula, operands, registered
+from support.cute_on_cpu import MULTIPROCESSORS, formula, lender, operands, registered
 from support.epilogues import reference_kernel
 
 import kernel_api as ka
@@ -255,9 +255,8 @@ def _packed_gradient(seed):
 
 @pytest.mark.parametrize("make", [_attention, _attention_without_lse, _packed_gradient])
 def test_attention_of_one_size_gets_from_its_launcher_what_it_gets_from_run(make, monkeypatch):
-    memory = torch.zeros(1 << 24, dtype=torch.uint8)
     borrowed = []
-    monkeypatch.setattr(_workspaces, "borrow", lambda index, size: borrowed.append(size) or memory)
+    monkeypatch.setattr(_workspaces, "lender", lender(borrowed))
     monkeypatch.setattr(cutedsl_kernel, "sm_count", lambda index: MULTIPROCESSORS)
     calls = []
     first, other = make(1), make(2)

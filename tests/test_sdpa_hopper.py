@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from support.cute_on_cpu import LENT, lender
 from support.kernels import EVERY_KERNEL
 from support.sdpa import Draw
 
@@ -213,8 +214,8 @@ def test_packed_sequences_have_whole_tiles_of_their_own():
 
 
 def test_fp8_borrows_room_by_how_many_sequences_there_are(monkeypatch):
-    memory, borrowed, calls = torch.empty(0), [], []
-    monkeypatch.setattr(_workspaces, "borrow", lambda index, size: borrowed.append(size) or memory)
+    borrowed, calls = [], []
+    monkeypatch.setattr(_workspaces, "lender", lender(borrowed))
     args = packed_fp8()
     values = dict(args.launch_values)
     for kernel in offered_packed_fp8():
@@ -227,13 +228,13 @@ def test_fp8_borrows_room_by_how_many_sequences_there_are(monkeypatch):
         launch(*args.tensors, 132, **values)
         assert borrowed[-1] == size
         more, address, count = calls[-1][4:]
-        assert (len(more), address, count) == (len(values), memory.data_ptr(), 132)
+        assert (len(more), address, count) == (len(values), LENT, 132)
 
 
 @pytest.mark.parametrize("most", [16, 20])  # of which 20 are as many as there are pages
 def test_fp8_borrows_room_by_the_table_of_pages(most, monkeypatch):
-    memory, borrowed = torch.empty(0), []
-    monkeypatch.setattr(_workspaces, "borrow", lambda index, size: borrowed.append(size) or memory)
+    borrowed = []
+    monkeypatch.setattr(_workspaces, "lender", lender(borrowed))
     args = paged(most=most)
     values = dict(args.launch_values)
     (kernel, *_) = offered_paged(most=most)

@@ -172,9 +172,10 @@ class CuteDslKernel(Kernel):
         if not self.takes_more:
             return lambda *tensors: function(*tensors, *scalars)
         names, size = tuple(self.more_values(args)), self.workspace_for(*args.tensors)
+        lend = _workspaces.lender(index)
 
         def launch(*tensors: Any, **others: Any) -> None:
-            address = _workspaces.borrow(index, size).data_ptr() if size else 0
+            address = lend(size) if size else 0
             more = tuple([others[name] for name in names])
             function(*tensors, more, address, *scalars)
 
@@ -186,16 +187,17 @@ class CuteDslKernel(Kernel):
         """The function of operands and scalars, which adds what it takes between them."""
         operands = len(self.metadata.operands.tensors)
         size_of = _remembered_by_shape(self.workspace_for)
+        lend = _workspaces.lender(index)
 
         def call(*values: Any, workspace: Any = None, **others: Any) -> None:
             tensors, scalars = values[:operands], values[operands:]
             more = tuple([others[name] for name in names])
-            size = size_of(tensors)
+            size, address = size_of(tensors), 0
             if workspace is not None:
                 workspace[: _workspaces.ZEROED].zero_()
+                address = workspace.data_ptr()
             elif size:
-                workspace = _workspaces.borrow(index, size)
-            address = 0 if workspace is None else workspace.data_ptr()
+                address = lend(size)
             function(*tensors, more, address, *scalars)
 
         return call

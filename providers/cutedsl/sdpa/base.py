@@ -96,20 +96,22 @@ class AttentionKernel(CuteDslKernel):
         """As `_with_more`, where `_workspace_bytes` says what the shape of an operand asks for."""
         operands = len(self.metadata.operands.tensors)
         size_of = lru_cache(maxsize=_SIZES_KEPT)(self._workspace_bytes)
+        lend = _workspaces.lender(index)
 
         def call(*values: Any, workspace: Any = None, **others: Any) -> None:
             tensors, scalars = values[:operands], values[operands:]
             if workspace is not None:
                 workspace[: _workspaces.ZEROED].zero_()
+                address = workspace.data_ptr()
             else:
                 shape, sequences = tensors[operand].shape, 0
                 if len(shape) == 3:
                     sequences = others["cu_seqlens_q"].shape[0] - 1
                 elif "page_table" in names:
                     shape = _without_pages(shape, others["page_table"].shape)
-                workspace = _workspaces.borrow(index, size_of(shape, sequences))
+                address = lend(size_of(shape, sequences))
             more = tuple([others[name] for name in names])
-            function(*tensors, more, workspace.data_ptr(), *scalars)
+            function(*tensors, more, address, *scalars)
 
         return call
 
