@@ -17,6 +17,8 @@ import torch
 import kernel_api.graph as cudnn
 
 EPS = 1e-5
+#: Columns of up, then as many of gate.
+PAIRED = 32
 BF16, FLOAT = cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT
 
 
@@ -106,9 +108,7 @@ def graph_of(
     x = graph.add(graph.matmul(out, tensors["project"]), x).set_data_type(BF16)
 
     hidden, _ = graph.rmsnorm(x, tensors["layer_norm"], epsilon=EPS)
-    product = graph.matmul(hidden, tensors["gate_up"])
-    gate = graph.slice(product, slices=[every, slice(0, sizes.inner)])
-    up = graph.slice(product, slices=[every, slice(sizes.inner, None)])
+    up, gate = graph.glu_pair(graph.matmul(hidden, tensors["gate_up"]), granularity=PAIRED)
     down = graph.matmul(graph.mul(graph.silu(gate), up), tensors["down"])
     tensors["y"] = graph.add(down, x).set_output(True).set_name("y")
     return graph, tensors
@@ -116,10 +116,17 @@ def graph_of(
 
 def pack(tensors: dict[str, Any], given: dict[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
     """What the graph reads."""
+    own = {**given, "gate_up": paired(given["gate_up"])}
     return {
-        tensors[name]: operand.t() if name in _WEIGHTS else operand
-        for name, operand in given.items()
+        tensors[name]: operand.t() if name in _WEIGHTS else operand for name, operand in own.items()
     }
+
+
+def paired(gate_up: torch.Tensor) -> torch.Tensor:
+    """Rows of up and gate in turns, PAIRED of each, as a kernel has both at once: a layout of
+    weights that is chosen when they are loaded."""
+    gate, up = (half.unflatten(0, (-1, PAIRED)) for half in gate_up.chunk(2))
+    return torch.stack((up, gate), dim=1).flatten(0, 2)
 
 
 _WEIGHTS = ("qkv", "project", "gate_up", "down")

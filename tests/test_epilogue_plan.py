@@ -278,6 +278,71 @@ def test_a_hopper_tile_that_spans_rows_is_written_in_whole_subtiles():
     assert columns and all(n % min(32, n) == 0 for n in columns)
 
 
+# Pairs of columns where accumulators take most registers ---------------------------------
+
+
+def gated(accum):
+    up, gate = ep.glu_pair(accum, granularity=32)
+    return up * ep.silu(gate)
+
+
+def gated_sum(accum, bias):
+    return gated(accum + bias)
+
+
+LIGHT = {
+    "pairs": lambda: arguments(gated, N=384, columns=0.5),
+    "of a sum": lambda: arguments(gated_sum, N=384, columns=0.5, bias=empty(384, dtype=F32)),
+    "Hadamard": lambda: arguments(lambda accum: ep.hadamard(accum), N=384),
+}
+
+
+def of_192_registers(args):
+    kernels = offered(args, HOPPER)
+    return [kernel for kernel in kernels if kernel.metadata.design.accumulators == 192]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", LIGHT)
+def test_few_operations_on_pairs_fit_beside_192_accumulators(name):
+    args = LIGHT[name]()
+    kernels = of_192_registers(args)
+    assert kernels
+    for kernel in kernels:
+        assert kernel.compile(args, cc="90a").resources.spill_bytes == 0, kernel
+
+
+HEAVY = {
+    "erf": lambda: arguments(lambda accum: ep.gelu(gated(accum)) + 1.5, N=384, columns=0.5),
+    "matrix": lambda: arguments(
+        lambda accum, R: gated(accum) + R, N=384, columns=0.5, R=empty(128, 192)
+    ),
+    "table": lambda: ka.fusions.gemm_rope(
+        *(empty(128, 64), empty(384, 64).t()),
+        out=empty(128, 384),
+        cos=empty(128, 32, dtype=F32),
+        sin=empty(128, 32, dtype=F32),
+        head_dim=64,
+    ),
+    "two outputs": lambda: arguments(
+        lambda accum: (gated(accum), accum), N=384, columns=0.5, x=empty(128, 384)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_more_than_few_operations_on_pairs_do_not(name):
+    args = HEAVY[name]()
+    assert offered(args, HOPPER) and not of_192_registers(args)
+    kernel = of_192_registers(arguments(lambda accum: accum * 2.0, N=384))[0]
+    metadata = offered(args, HOPPER)[0].metadata
+    design = kernel.metadata.design
+    status = type(kernel)(dataclasses.replace(metadata, design=design)).supports(args)
+    assert not status
+    assert str(status.error).startswith("accumulators of up to 160 registers leave room")
+    assert str(status.error).endswith("they take 192")
+
+
 # Pairs of columns where the product is transposed ----------------------------------------
 
 

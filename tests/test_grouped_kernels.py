@@ -1,8 +1,8 @@
 """Which kernels of the GPU are offered for groups whose matrices lie anywhere, with and without
 scales, for rows that are scattered, and which take tiles as they become free."""
 
+import dataclasses
 import os
-from itertools import pairwise
 
 import pytest
 import torch
@@ -222,18 +222,32 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_some_designs_take_tiles_and_come_right_behind_those_that_have_a_static_share(problem):
+def test_some_designs_take_tiles_and_others_have_a_static_share_of_as_many(problem):
     args = PROBLEMS[problem]()
-    kernels = hopper(args)
-    assert schedulers(kernels)[0] == "static"
-    assert "dynamic" in schedulers(kernels)
-    for before, kernel in pairwise(kernels):
-        name = kernel.metadata.kernel_name
-        assert ("_dynamic" in name) == (kernel.metadata.design.scheduler == "dynamic")
-        if "_dynamic" in name:
-            assert before.metadata.kernel_name == name.replace("_dynamic", "")
-            assert before.metadata != kernel.metadata
-        assert type(kernel.metadata).from_json(kernel.metadata.to_json()) == kernel.metadata
+    named = {one.metadata.kernel_name: one.metadata for one in hopper(args)}
+    assert set(schedulers(hopper(args))) == {"static", "dynamic"}
+    for name, metadata in named.items():
+        assert ("_dynamic" in name) == (metadata.design.scheduler == "dynamic")
+        assert named[name.replace("_dynamic", "")].design == dataclasses.replace(
+            metadata.design, scheduler="static"
+        )
+        assert type(metadata).from_json(metadata.to_json()) == metadata
+
+
+@pytest.mark.parametrize(
+    ("rows", "scheduler"), [(16, "static"), (256, "dynamic"), (2048, "dynamic")]
+)
+def test_tiles_are_taken_first_where_groups_fill_them(rows, scheduler):
+    B, offsets = empty(8, 4096, 4096).mT, empty(8, element=torch.int32)
+    args = ka.GroupedGemmArguments(empty(8 * rows, 4096), B, empty(8 * rows, 4096), offsets)
+    assert schedulers(hopper(args))[0] == scheduler
+
+
+@pytest.mark.parametrize(("rows", "scheduler"), [(256, "static"), (2048, "dynamic")])
+def test_tiles_of_sums_are_taken_first_where_groups_are_long(rows, scheduler):
+    A, B, offsets = empty(8 * rows, 4096).t(), empty(8 * rows, 4096), empty(8, element=torch.int32)
+    args = ka.GroupedGemmArguments(A, B, empty(8, 4096, 4096), offsets)
+    assert schedulers(hopper(args))[0] == scheduler
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)

@@ -34,9 +34,9 @@ CONSTANTS = Path(__file__).with_name("model.json")
 #: Rows of out whose products one instruction forms; it reads the columns' operand once.
 _INSTRUCTION_ROWS = 64
 _PARTIAL_SUM_BYTES = 4
-#: Operations of an epilogue per second of one multiprocessor; what it waits for beside is as much
-#: as so many of them.
-_ELEMENTWISE, _WAITS = 8e10, 13
+#: Operations of an epilogue per second of one multiprocessor. Where it reads matrices, reduces, or
+#: writes more than one, what it waits for is as much as so many of them.
+_ELEMENTWISE, _WAITS = 8e10, 5
 #: Operations that take as long as several others; those that only name elements take nothing.
 _COSTS = {"reduce": 5, "rotate": 5, "erf": 8, "sigmoid": 2, "tanh": 2, "exp": 2, "log": 2}
 _NAMING = ("split", "interleave", "repeat", "store")
@@ -118,7 +118,7 @@ class Problem:
             kind=f"{'int' if A.dtype.is_integer else 'float'}{A.dtype.bits}",
             epilogue_bytes=sum(map(_bytes, fused.tensors.values())) if fused else 0,
             epilogue_reads=sum(map(_bytes, fused.inputs.values())) if fused else 0,
-            epilogue_operations=_operations(fused.graph) if fused else 0,
+            epilogue_operations=operations(fused.graph) if fused else 0,
         )
 
     @cached_property
@@ -332,14 +332,16 @@ def _plan(
     return rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed
 
 
-def _operations(graph: Graph) -> int:
+def operations(graph: Graph) -> int:
     """Of an epilogue, per element of the product: of a matrix half as wide, half as many."""
     each = (
         _COSTS.get(node.op, 1) * float(node.shape.columns or 1)
         for node in graph.nodes
         if node.inputs and node.op not in _NAMING
     )
-    return _WAITS + round(sum(each))
+    reads_rows = any(leaf.shape.rows for leaf in graph.leaves.values())
+    waits = reads_rows or len(graph.outputs) > 1 or any(n.op == "reduce" for n in graph.nodes)
+    return (_WAITS if waits else 0) + round(sum(each))
 
 
 def _bytes(operand: Any) -> int:

@@ -10,6 +10,7 @@ from kernel_api.arguments import GemmArguments
 from kernel_api.arguments.scaled import BLOCK
 from kernel_api.devices import multiprocessors_of
 from kernel_api.dtypes import TF32X3
+from kernel_api.epilogue import Graph
 from kernel_api.metadata import GemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import (
@@ -24,7 +25,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     spans_rows,
     whole_pieces,
 )
-from kernel_api.providers.cutedsl.epilogue.plan import QUAD, Plan, plan
+from kernel_api.providers.cutedsl.epilogue.plan import QUAD, Plan, kind_of, plan
 from kernel_api.providers.cutedsl.gemm import model, sm90_design
 from kernel_api.providers.cutedsl.gemm.fusing import (
     FusedGemm,
@@ -48,6 +49,8 @@ ALIGNMENTS: tuple[dict[str, int], ...] = ({**LOADS_ALIGNED, "out": 16}, LOADS_AL
 _STORED = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32")
 #: Of a tile, whose elements are put into shared memory one by one where its rows are pairs.
 _COLUMNS_OF_PAIRS = 64
+#: As the performance model counts them; an erf is too much.
+_FEW_OPERATIONS = 6
 #: Columns, per byte of an element of out, of which a buffer holds what is reduced.
 _BUFFERED_PER_BYTE = 128
 
@@ -111,14 +114,18 @@ class Sm90GemmFamily(FusedGemm):
         columns = design.kernel_tile[1]
         return columns % min(SUBTILE, columns) == 0 or Miss(f"a tile has {columns}")
 
-    @rule("accumulators of up to 160 registers leave room for columns that are looked at together")
+    @rule(
+        "accumulators of up to 160 registers leave room for columns that are looked at together, "
+        "of up to 192 for one output of few operations that reads no matrix"
+    )
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
         if args.epilogue is None or design.accumulators <= 160:
             return True
         planned = plan(args.epilogue.graph)
         if isinstance(planned, str) or planned.bundle == 1:
             return True
-        return Miss(f"they take {design.accumulators}")
+        light = len(planned.names) == 1 and _is_light(args.epilogue.graph)
+        return (light and design.accumulators <= 192) or Miss(f"they take {design.accumulators}")
 
     @rule("blocks that share B each load whole pairs of what lies in its halves, or one of a pair")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
@@ -243,6 +250,15 @@ class Sm90GemmFamily(FusedGemm):
 
     def predict(self, args: GemmArguments) -> float:
         return model.predict(args, self.candidate, model.constants(self.family))
+
+
+def _is_light(graph: Graph) -> bool:
+    """Whether an epilogue needs few registers beside accumulators."""
+    reads_matrix = any(
+        leaf.op == "table" or {"m", "n"} <= set(kind_of(leaf.shape))
+        for leaf in graph.leaves.values()
+    )
+    return not reads_matrix and model.operations(graph) <= _FEW_OPERATIONS
 
 
 def _small_parts(operands: Any) -> bool:

@@ -37,16 +37,16 @@ _DESCRIPTOR_BYTES = 128
 _PROMOTED_COLUMNS = 192
 #: Rows that are gathered are complete two stages after they were begun.
 _GATHER_STAGES = 4
-#: Of the time that the model of dense products has, where consumers take turns and no cluster
-#: waits for a block behind the end of a group: turns also hide the search for a group, and what the
-#: last tile of a group writes. Not where K is long and a group has few rows. Measured on an H200.
-_HIDDEN = 0.94
+# Factors on the time that the model of dense products has, measured on an H200.
+#: Where consumers take turns and no cluster waits for a block behind the end of a group: turns also
+#: hide the search for a group, and what its last tile writes; more of it where that is fused. Not
+#: where K is long and a group has few rows.
+_HIDDEN, _HIDDEN_FUSED = 0.97, 0.94
+#: Where consumers share tiles that clusters take; of sums, where groups have many rows.
+_TAKEN = 0.985
+#: Where a cluster's tile is as high as wide, so that it loads the least, and groups have many rows.
+_SQUARE = 0.97
 _SHORT_K, _MANY_ROWS = 4096, 1024
-
-
-def _is_reused(args: GroupedGemmArguments) -> bool:
-    """Whether K is short, or groups have many rows."""
-    return args.K <= _SHORT_K or args.T >= _MANY_ROWS * args.L
 
 
 class Sm90GroupedGemmFamily(Sm90GemmFamily):
@@ -111,10 +111,23 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
     def predict(self, args: Any) -> float:
         rows = self._rows_per_tile
         seconds = predict(args, rows, self.candidate, model.constants(self.modelled_as))
-        design = self._design
-        alone = design.schedule == "pingpong" and design.cluster_shape[0] == 1
-        hides = alone and not are_small(args, rows) and _is_reused(args)
-        return _HIDDEN * seconds if hides else seconds
+        return seconds if are_small(args, rows) else seconds * self._factor(args)
+
+    def _factor(self, args: Any) -> float:
+        """On what the model has of dense products, where groups fill tiles."""
+        design: Any = self._design
+        (tile_m, tile_n, _), (cluster_m, cluster_n, *_) = design.tile_shape, design.cluster_shape
+        many_rows, short_k = args.T >= _MANY_ROWS * args.L, args.K <= _SHORT_K
+        pingpong, factor = design.schedule == "pingpong", 1.0
+        if pingpong and cluster_m == 1 and args.epilogue is not None and (short_k or many_rows):
+            factor *= _HIDDEN_FUSED
+        elif pingpong and cluster_m == 1 and short_k and not many_rows:
+            factor *= _HIDDEN
+        if design.takes_tiles and not pingpong and (many_rows or args.ragged != "K"):
+            factor *= _TAKEN
+        if many_rows and tile_m * cluster_m == tile_n * cluster_n:
+            factor *= _SQUARE
+        return factor
 
 
 @CuTeDSLProvider.register

@@ -36,8 +36,8 @@ class Sm90GroupedGemmDesign(Sm90GemmDesign):
         return super().label() + ("_dynamic" if self.takes_tiles else "")
 
 
-# What takes tiles comes right behind what has a static share of them, which is expected to take as
-# long: the first of equals is offered first. 192 accumulators leave a producer 24 registers, which
+# What takes tiles stands behind what has a static share of them: the first of those that are
+# expected to take as long is offered first. 192 accumulators leave a producer 24 registers, which
 # are too few to take tiles.
 
 #: Wide tiles for large groups, few rows for small ones. Clusters along N share rows of one group,
