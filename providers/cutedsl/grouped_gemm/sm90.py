@@ -42,7 +42,7 @@ _GATHER_STAGES = 4
 #: hide the search for a group, and what its last tile writes; more of it where that is fused. Not
 #: where K is long and a group has few rows.
 _HIDDEN, _HIDDEN_FUSED = 0.97, 0.94
-#: Where consumers share tiles that clusters take; of sums, where groups have many rows.
+#: Where clusters take their tiles; see `_gains_by_taking`.
 _TAKEN = 0.985
 #: Where a cluster's tile is as high as wide, so that it loads the least, and groups have many rows.
 _SQUARE = 0.97
@@ -118,16 +118,23 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         design: Any = self._design
         (tile_m, tile_n, _), (cluster_m, cluster_n, *_) = design.tile_shape, design.cluster_shape
         many_rows, short_k = args.T >= _MANY_ROWS * args.L, args.K <= _SHORT_K
-        pingpong, factor = design.schedule == "pingpong", 1.0
-        if pingpong and cluster_m == 1 and args.epilogue is not None and (short_k or many_rows):
+        pingpong, fused = design.schedule == "pingpong", args.epilogue is not None
+        factor = 1.0
+        if pingpong and cluster_m == 1 and fused and (short_k or many_rows):
             factor *= _HIDDEN_FUSED
         elif pingpong and cluster_m == 1 and short_k and not many_rows:
             factor *= _HIDDEN
-        if design.takes_tiles and not pingpong and (many_rows or args.ragged != "K"):
+        if design.takes_tiles and self._gains_by_taking(args, many_rows):
             factor *= _TAKEN
-        if many_rows and tile_m * cluster_m == tile_n * cluster_n:
+        if many_rows and not fused and tile_m * cluster_m == tile_n * cluster_n:
             factor *= _SQUARE
         return factor
+
+    def _gains_by_taking(self, args: Any, many_rows: bool) -> bool:
+        """Whether clusters that take their tiles are faster than those that have a share."""
+        if args.epilogue is not None:
+            return not many_rows
+        return self._design.schedule != "pingpong" and (many_rows or args.ragged != "K")
 
 
 @CuTeDSLProvider.register
