@@ -169,48 +169,6 @@ def test_every_execution_looks_at_its_tensors(reducing):
     assert (pack["y"] == 7.0).all()
 
 
-def test_tensors_are_looked_at_until_they_are_known_and_when_they_change(reducing, monkeypatch):
-    looked_at = []
-    look_at = _execution.Execution._look_at
-
-    def noting(self, slots, number):
-        looked_at.append(self._slots[number].tensor.name)
-        return look_at(self, slots, number)
-
-    monkeypatch.setattr(_execution.Execution, "_look_at", noting)
-    pack = {**operands(), "largest": torch.zeros(1, 1)}
-    steps = (
-        (None, {"a", "b"}),
-        (None, {"a", "b"}),  # seen once, they might be others every time
-        (None, set()),
-        ("in place", {"b"}),
-        (None, set()),
-        ("another", {"a"}),
-        (None, {"a"}),
-        (None, set()),
-    )
-    for change, expected in steps:
-        if change == "in place":
-            pack["b"].mul_(2.0)
-        elif change == "another":
-            pack["a"] = pack["a"].clone()
-        looked_at.clear()
-        reducing.execute(pack)
-        assert {*looked_at} & {"a", "b"} == expected  # torch counts what it writes: the others
-        check(pack, pack["largest"])
-
-
-def test_tensors_without_a_version_are_looked_at_every_time(reducing):
-    with torch.inference_mode():
-        pack = {**operands(), "largest": torch.zeros(1, 1)}
-        for _ in range(2):
-            reducing.execute(pack)
-            check(pack, pack["largest"])
-        pack["a"].t_()
-        with pytest.raises(VariantPackError, match=r"a .* is float32\[24, 8\] on cpu"):
-            reducing.execute(pack)
-
-
 def test_numbers_and_addresses_that_are_no_multiples_of_16(scaled):
     shifted = torch.randn(M * K + 1)[1:].view(M, K)
     for seed, number in enumerate((2.0, -1, torch.tensor(0.5), numpy.float32(4.0))):

@@ -29,12 +29,6 @@ _Reader = Callable[[Any], Sequence[Any]]
 _Run = Callable[[list[Any]], None]
 _Program = list[_Run]
 
-#: A tensor that was as the graph says: what gives it, if it is still there; its version, which
-#: counts changes in place, those of extents too; and its address, which changes with ``.data``.
-_Seen = tuple[Callable[[], Any], int, int]
-#: What ``object`` gives is no tensor.
-_UNSEEN: _Seen = (object, 0, 0)
-
 
 class Ref(NamedTuple):
     """Where a tensor is found: in a slot, or as a view of what is there.
@@ -122,9 +116,9 @@ class Execution:
         given = [t for t in graph.inputs if id(t) in read] + list(graph.outputs)
         self._slots = [self._slot(tensor) for tensor in given]
         # Plain tuples: those with names are slower to take apart.
-        self._checks = [(s.dim, s.stride, s.element, s.place) for s in self._slots]
-        self._seen: list[_Seen] = [_UNSEEN] * len(self._slots)
-        self._last = [0] * len(self._slots)
+        self._checks = [
+            (number, s.dim, s.stride, s.element, s.place) for number, s in enumerate(self._slots)
+        ]
         self._readers: dict[tuple[Any, ...], _Reader] = {}
         self._index: dict[Any, int] = {}
         for number, tensor in enumerate(given):
@@ -186,48 +180,28 @@ class Execution:
         read = self._readers.get(tuple(pack))
         if read is None:
             read = self._reader_for(tuple(pack))
-        slots, joined = [*read(pack)], 0
+        slots, plain, joined = [*read(pack)], self._plain, 0
         # Written out: this is most of what an execution costs beside its launches.
-        for number, (known, version, address) in enumerate(self._seen):
+        for number, dim, stride, element, place in self._checks:
             value = slots[number]
-            found = known()
             if (
-                found is value
-                and found is not None
-                and value._version == version
-                and value.data_ptr() == address
+                type(value) not in plain
+                or value.shape != dim
+                or value.stride() != stride
+                or value.dtype is not element
+                or value.get_device() != place
+                or (place < 0 and not value.is_cpu)
             ):
-                joined |= address
-            else:
-                joined |= self._look_at(slots, number)
+                value = slots[number] = self._fitted(value, self._slots[number])
+                if place == _NOWHERE:
+                    continue
+            joined |= value.data_ptr()
         return slots, self._misaligned(slots) if joined & _LOW_BITS else 0
-
-    def _look_at(self, slots: list[Any], number: int) -> int:
-        """The address of what is in a slot, which is made to fit, and remembered if it does so for
-        the second time; 0 for numbers. Raises VariantPackError."""
-        value = slots[number]
-        dim, stride, element, place = self._checks[number]
-        if (
-            type(value) not in self._plain
-            or value.shape != dim
-            or value.stride() != stride
-            or value.dtype is not element
-            or value.get_device() != place
-            or (place < 0 and not value.is_cpu)
-        ):
-            value = slots[number] = self._fitted(value, self._slots[number])
-            return 0 if place == _NOWHERE else int(value.data_ptr())
-        address: int = value.data_ptr()
-        if self._last[number] != id(value):  # it may be another one every time
-            self._last[number] = id(value)
-        elif not value.is_inference():  # those have no version
-            self._seen[number] = weakref.ref(value), value._version, address
-        return address
 
     def _misaligned(self, slots: list[Any]) -> int:
         bits = 0
-        for number, slot in enumerate(self._slots):
-            if slot.place != _NOWHERE and slots[number].data_ptr() & _LOW_BITS:
+        for number, _, _, _, place in self._checks:
+            if place != _NOWHERE and slots[number].data_ptr() & _LOW_BITS:
                 bits |= 1 << number
         return bits
 
