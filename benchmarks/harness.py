@@ -43,11 +43,13 @@ _rest = 0.0
 
 
 def rest_after_calls(times: float) -> None:
-    """From now on the GPU rests after a call, so many times as long as that took.
+    """From now on the GPU rests after a launch, of a call or of a graph of several, so many times
+    as long as that took.
 
     Large products one after the other draw as much power as the GPU may, and it slows down: what is
     compared then is how much each of them needs. Where it rests they run at full clocks, as they do
-    among work that draws less.
+    among work that draws less. The host is ahead by no more than what makes caches cold: what a
+    call costs there beyond that is in its time.
     """
     global _rest
     _rest = times
@@ -87,7 +89,7 @@ def interleaved(
     estimate = {n: t.median for n, t in _eager(calls, 3).items()} if policy != "eager" else {}
     words = f"cold L2, interleaved, random data, median of {rounds}"
     if rests():
-        words += f", each call followed by a rest {_rest:g} times as long"
+        words += f", each launch followed by a rest {_rest:g} times as long"
     note = ""
     if policy == "graph" or (policy == "auto" and min(estimate.values()) < SHORT_US):
         sets = max(map(len, calls.values()))

@@ -29,7 +29,7 @@ from tables import geometric_mean
 import kernel_api as ka
 from kernel_api.kernel import Kernel
 from kernel_api.providers.cutedsl.gemm import model
-from kernel_api.verification import FACTOR, FACTOR_REORDERED, Expected, judge, poison
+from kernel_api.verification import FACTOR, FACTOR_REORDERED, Expected, judge, poison, prepare
 
 #: Providers of what the user already has: peers, not subjects.
 NOT_OURS = ("torch", "reference")
@@ -339,7 +339,7 @@ class Measurement:
             verdict = ka.verify(kernel, self.sets[0])
         else:
             args = self.sets[0]
-            poison(args.out.tensor)
+            prepare(args)
             kernel.run(args)
             factor = FACTOR_REORDERED if kernel.reorders_accumulation else FACTOR
             verdict = self._expected.judge(args, factor)

@@ -17,7 +17,7 @@ import torch
 import kernel_api.graph as cudnn
 
 EPS = 1e-5
-#: Columns of up, then as many of gate.
+#: Columns of gate, then as many of up.
 PAIRED = 32
 BF16, FLOAT = cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT
 
@@ -108,7 +108,7 @@ def graph_of(
     x = graph.add(graph.matmul(out, tensors["project"]), x).set_data_type(BF16)
 
     hidden, _ = graph.rmsnorm(x, tensors["layer_norm"], epsilon=EPS)
-    up, gate = graph.glu_pair(graph.matmul(hidden, tensors["gate_up"]), granularity=PAIRED)
+    gate, up = graph.glu_pair(graph.matmul(hidden, tensors["gate_up"]), granularity=PAIRED)
     down = graph.matmul(graph.mul(graph.silu(gate), up), tensors["down"])
     tensors["y"] = graph.add(down, x).set_output(True).set_name("y")
     return graph, tensors
@@ -123,10 +123,10 @@ def pack(tensors: dict[str, Any], given: dict[str, torch.Tensor]) -> dict[Any, t
 
 
 def paired(gate_up: torch.Tensor) -> torch.Tensor:
-    """Rows of up and gate in turns, PAIRED of each, as a kernel has both at once: a layout of
+    """Rows of gate and up in turns, PAIRED of each, as a kernel has both at once: a layout of
     weights that is chosen when they are loaded."""
     gate, up = (half.unflatten(0, (-1, PAIRED)) for half in gate_up.chunk(2))
-    return torch.stack((up, gate), dim=1).flatten(0, 2)
+    return torch.stack((gate, up), dim=1).flatten(0, 2)
 
 
 _WEIGHTS = ("qkv", "project", "gate_up", "down")

@@ -18,22 +18,25 @@ ZEROED = 65536
 ALIGNMENT = 128
 
 
-class _Buffer(NamedTuple):
+class Buffer(NamedTuple):
+    """Memory, its size in bytes and its address."""
+
     tensor: Any
     size: int
     address: int
 
 
 #: By the index of a device and the handle of a stream of it.
-_buffers: dict[tuple[int, int], _Buffer] = {}
+_buffers: dict[tuple[int, int], Buffer] = {}
 
 #: The handle of the stream that is never captured.
 _LEGACY = 0
 
 
-def lender(index: int) -> Callable[[int], int]:
-    """A function that lends memory of a CUDA device, which is the current one, for a launch on its
-    current stream: from a size in bytes to an address.
+def lender(index: int) -> Callable[[int], Buffer]:
+    """A function that lends at least so many bytes of a CUDA device, which is the current one, for
+    a launch on its current stream. Who borrows keeps the buffer until the launch is made: another
+    thread may borrow more, and put a new one in its place.
 
     While a CUDA graph is captured it is memory of its own, the graph's: replays may run beside
     other launches. The zeros are then written by every replay.
@@ -46,15 +49,15 @@ def lender(index: int) -> Callable[[int], int]:
     is_captured = torch.cuda.is_current_stream_capturing
     buffers = _buffers
 
-    def lend(size: int) -> int:
+    def lend(size: int) -> Buffer:
         stream = stream_of(index)
         if stream != _LEGACY and is_captured():
-            return _new(index, size).address
+            return _new(index, size)
         buffer = buffers.get((index, stream))
         if buffer is None or buffer.size < size:
             # The old one goes back to torch, which gives it to later work of the stream only.
             buffer = buffers[index, stream] = _new(index, size)
-        return buffer.address
+        return buffer
 
     return lend
 
@@ -63,9 +66,9 @@ def _no_cuda(index: int) -> int:
     raise DeviceError("torch was built without CUDA: there is no device to borrow memory of")
 
 
-def _new(index: int, size: int) -> _Buffer:
+def _new(index: int, size: int) -> Buffer:
     import torch
 
     buffer = torch.empty(max(size, ZEROED), dtype=torch.uint8, device=f"cuda:{index}")
     buffer[:ZEROED].zero_()
-    return _Buffer(buffer, buffer.numel(), buffer.data_ptr())
+    return Buffer(buffer, buffer.numel(), buffer.data_ptr())

@@ -282,7 +282,7 @@ def test_a_hopper_tile_that_spans_rows_is_written_in_whole_subtiles():
 
 
 def gated(accum):
-    up, gate = ep.glu_pair(accum, granularity=32)
+    gate, up = ep.glu_pair(accum, granularity=32)
     return up * ep.silu(gate)
 
 
@@ -290,54 +290,68 @@ def gated_sum(accum, bias):
     return gated(accum + bias)
 
 
+def grouped(**options):
+    return ka.fusions.grouped_gemm_glu(
+        *(empty(512, 64), empty(4, 384, 64).mT, empty(4, dtype=torch.int32)),
+        out=empty(512, 192),
+        prob=empty(512, dtype=F32),
+        **options,
+    )
+
+
 LIGHT = {
     "pairs": lambda: arguments(gated, N=384, columns=0.5),
     "of a sum": lambda: arguments(gated_sum, N=384, columns=0.5, bias=empty(384, dtype=F32)),
     "Hadamard": lambda: arguments(lambda accum: ep.hadamard(accum), N=384),
+    "groups": grouped,
+    "groups, picked": lambda: grouped(row_index=empty(512, dtype=torch.int32)),
 }
 
 
 def of_192_registers(args):
-    kernels = offered(args, HOPPER)
-    return [kernel for kernel in kernels if kernel.metadata.design.accumulators == 192]
+    kernels = ka.get_kernels(args, cc=90, providers=["cutedsl"])
+    return [one for one in kernels if getattr(one.metadata.design, "accumulators", 0) == 192]
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_few_operations_on_pairs_are_for_192_accumulators_too(name):
+    assert of_192_registers(LIGHT[name]())
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("name", LIGHT)
 def test_few_operations_on_pairs_fit_beside_192_accumulators(name):
     args = LIGHT[name]()
-    kernels = of_192_registers(args)
-    assert kernels
-    for kernel in kernels:
+    for kernel in of_192_registers(args):
         assert kernel.compile(args, cc="90a").resources.spill_bytes == 0, kernel
 
 
 HEAVY = {
-    "erf": lambda: arguments(lambda accum: ep.gelu(gated(accum)) + 1.5, N=384, columns=0.5),
-    "matrix": lambda: arguments(
-        lambda accum, R: gated(accum) + R, N=384, columns=0.5, R=empty(128, 192)
-    ),
-    "table": lambda: ka.fusions.gemm_rope(
-        *(empty(128, 64), empty(384, 64).t()),
-        out=empty(128, 384),
-        cos=empty(128, 32, dtype=F32),
-        sin=empty(128, 32, dtype=F32),
-        head_dim=64,
-    ),
-    "two outputs": lambda: arguments(
-        lambda accum: (gated(accum), accum), N=384, columns=0.5, x=empty(128, 384)
-    ),
+    "erf": (lambda gate, up: up * ep.gelu(gate), {}),
+    "matrix": (lambda gate, up, R: up * R, {"R": empty(128, 192)}),
+    "two outputs": (lambda gate, up: (up * 2.0, gate), {"gate": empty(128, 192)}),
 }
 
 
+def of_pairs(fn, **operands):
+    def epilogue(accum, R=None):
+        of_matrix = () if R is None else (R,)
+        return fn(*ep.glu_pair(accum, granularity=32), *of_matrix)
+
+    def without(accum):
+        return epilogue(accum)
+
+    return arguments(epilogue if "R" in operands else without, N=384, columns=0.5, **operands)
+
+
 @pytest.mark.parametrize("name", HEAVY)
-def test_more_than_few_operations_on_pairs_do_not(name):
-    args = HEAVY[name]()
+def test_more_than_few_operations_on_pairs_are_not(name):
+    fn, operands = HEAVY[name]
+    args = of_pairs(fn, **operands)
     assert offered(args, HOPPER) and not of_192_registers(args)
-    kernel = of_192_registers(arguments(lambda accum: accum * 2.0, N=384))[0]
-    metadata = offered(args, HOPPER)[0].metadata
-    design = kernel.metadata.design
-    status = type(kernel)(dataclasses.replace(metadata, design=design)).supports(args)
+    design = of_192_registers(arguments(lambda accum: accum * 2.0, N=384))[0].metadata.design
+    kernel = offered(args, HOPPER)[0]
+    status = type(kernel)(dataclasses.replace(kernel.metadata, design=design)).supports(args)
     assert not status
     assert str(status.error).startswith("accumulators of up to 160 registers leave room")
     assert str(status.error).endswith("they take 192")

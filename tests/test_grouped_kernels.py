@@ -243,6 +243,17 @@ def test_tiles_are_taken_first_where_groups_fill_them(rows, scheduler):
     assert schedulers(hopper(args))[0] == scheduler
 
 
+@pytest.mark.parametrize(("rows", "scheduler"), [(256, "dynamic"), (2048, "static")])
+def test_consumers_take_turns_where_an_epilogue_is_fused(rows, scheduler):
+    B, offsets = empty(8, 4096, 4096).mT, empty(8, element=torch.int32)
+    out = empty(8 * rows, 2048)
+    args = ka.fusions.grouped_gemm_glu(empty(8 * rows, 4096), B, offsets, out=out)
+    design = hopper(args)[0].metadata.design
+    assert (design.schedule, design.scheduler) == ("pingpong", scheduler)
+    plain = ka.GroupedGemmArguments(args.A, args.B, empty(8 * rows, 4096), offsets)
+    assert hopper(plain)[0].metadata.design.schedule == "cooperative"
+
+
 @pytest.mark.parametrize(("rows", "scheduler"), [(256, "static"), (2048, "dynamic")])
 def test_tiles_of_sums_are_taken_first_where_groups_are_long(rows, scheduler):
     A, B, offsets = empty(8 * rows, 4096).t(), empty(8 * rows, 4096), empty(8, element=torch.int32)

@@ -138,6 +138,24 @@ def test_a_broadcast_operand_is_read_once():
     assert (sizes.A_bytes, sizes.B_bytes, sizes.L) == (64 * 64 * 2, 8 * 64 * 64 * 2, 8)
 
 
+def test_half_as_many_elements_are_written_of_pairs_however_little_is_done_to_them():
+    A, B = (torch.empty(64, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    out = torch.empty(64, 32, dtype=torch.bfloat16, device="meta")
+
+    def bytes_and_operations(fn):
+        args = ka.GemmArguments(A, B.t(), out, epilogue=ka.EpilogueArguments(fn))
+        _, _, moved, _, operations, _ = Problem.of(args).types
+        return moved, operations
+
+    def multiplied(accum):
+        gate, up = ka.epilogue.glu_pair(accum)
+        return gate * up
+
+    assert bytes_and_operations(multiplied) == (1.0, 1)
+    assert bytes_and_operations(lambda accum: ka.epilogue.glu_pair(accum)[0]) == (1.0, 0)
+    assert problem(64, 64, 64).types[2:5] == (2.0, 0.0, 0)
+
+
 # Where it is asked -----------------------------------------------------------------------
 
 

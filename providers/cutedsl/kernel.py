@@ -175,9 +175,12 @@ class CuteDslKernel(Kernel):
         lend = _workspaces.lender(index)
 
         def launch(*tensors: Any, **others: Any) -> None:
-            address = lend(size) if size else 0
             more = tuple([others[name] for name in names])
-            function(*tensors, more, address, *scalars)
+            if size:
+                buffer = lend(size)
+                function(*tensors, more, buffer.address, *scalars)
+            else:
+                function(*tensors, more, 0, *scalars)
 
         return launch
 
@@ -197,7 +200,8 @@ class CuteDslKernel(Kernel):
                 workspace[: _workspaces.ZEROED].zero_()
                 address = workspace.data_ptr()
             elif size:
-                address = lend(size)
+                buffer = lend(size)
+                address = buffer.address
             function(*tensors, more, address, *scalars)
 
         return call

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kernel_api as ka
+from kernel_api._workspaces import Buffer
 from kernel_api.metadata import DesignMetadata
 from kernel_api.providers.cutedsl import kernel as cutedsl_kernel
 from kernel_api.providers.cutedsl.gemm.base import CuteDslGemm
@@ -92,4 +93,4 @@ LENT = 1 << 20
 
 def lender(sizes):
     """In place of `_workspaces.lender`: notes the sizes that are asked for."""
-    return lambda index: lambda size: sizes.append(size) or LENT
+    return lambda index: lambda size: sizes.append(size) or Buffer(None, size, LENT)

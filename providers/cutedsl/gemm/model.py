@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -34,8 +35,8 @@ CONSTANTS = Path(__file__).with_name("model.json")
 #: Rows of out whose products one instruction forms; it reads the columns' operand once.
 _INSTRUCTION_ROWS = 64
 _PARTIAL_SUM_BYTES = 4
-#: Operations of an epilogue per second of one multiprocessor. Where it reads matrices, reduces, or
-#: writes more than one, what it waits for is as much as so many of them.
+#: Operations of an epilogue per second of one multiprocessor. Where it reads what has rows,
+#: reduces, or writes more than one output, what it waits for is as much as so many of them.
 _ELEMENTWISE, _WAITS = 8e10, 5
 #: Operations that take as long as several others; those that only name elements take nothing.
 _COSTS = {"reduce": 5, "rotate": 5, "erf": 8, "sigmoid": 2, "tanh": 2, "exp": 2, "log": 2}
@@ -118,14 +119,12 @@ class Problem:
             kind=f"{'int' if A.dtype.is_integer else 'float'}{A.dtype.bits}",
             epilogue_bytes=sum(map(_bytes, fused.tensors.values())) if fused else 0,
             epilogue_reads=sum(map(_bytes, fused.inputs.values())) if fused else 0,
-            epilogue_operations=operations(fused.graph) if fused else 0,
+            epilogue_operations=_operations_and_waits(fused.graph) if fused else 0,
         )
 
     @cached_property
     def types(self) -> Types:
         """Bytes of elements of A and B, what a tile takes per element, and the kind."""
-        if not self.epilogue_operations:
-            return self.A_size, self.B_size, self.out_size, 0.0, 0, self.kind
         elements = max(self.M * self.N * self.L, 1)
         moved = (self.out_bytes + self.epilogue_bytes) / elements
         read = self.epilogue_reads / elements
@@ -339,9 +338,13 @@ def operations(graph: Graph) -> int:
         for node in graph.nodes
         if node.inputs and node.op not in _NAMING
     )
+    return math.ceil(sum(each))
+
+
+def _operations_and_waits(graph: Graph) -> int:
     reads_rows = any(leaf.shape.rows for leaf in graph.leaves.values())
     waits = reads_rows or len(graph.outputs) > 1 or any(n.op == "reduce" for n in graph.nodes)
-    return (_WAITS if waits else 0) + round(sum(each))
+    return operations(graph) + (_WAITS if waits else 0)
 
 
 def _bytes(operand: Any) -> int:

@@ -25,7 +25,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     spans_rows,
     whole_pieces,
 )
-from kernel_api.providers.cutedsl.epilogue.plan import QUAD, Plan, kind_of, plan
+from kernel_api.providers.cutedsl.epilogue.plan import QUAD, Plan, plan
 from kernel_api.providers.cutedsl.gemm import model, sm90_design
 from kernel_api.providers.cutedsl.gemm.fusing import (
     FusedGemm,
@@ -49,8 +49,8 @@ ALIGNMENTS: tuple[dict[str, int], ...] = ({**LOADS_ALIGNED, "out": 16}, LOADS_AL
 _STORED = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32")
 #: Of a tile, whose elements are put into shared memory one by one where its rows are pairs.
 _COLUMNS_OF_PAIRS = 64
-#: As the performance model counts them; an erf is too much.
-_FEW_OPERATIONS = 6
+#: As the performance model counts them.
+_FEW_OPERATIONS = 4
 #: Columns, per byte of an element of out, of which a buffer holds what is reduced.
 _BUFFERED_PER_BYTE = 128
 
@@ -254,10 +254,8 @@ class Sm90GemmFamily(FusedGemm):
 
 def _is_light(graph: Graph) -> bool:
     """Whether an epilogue needs few registers beside accumulators."""
-    reads_matrix = any(
-        leaf.op == "table" or {"m", "n"} <= set(kind_of(leaf.shape))
-        for leaf in graph.leaves.values()
-    )
+    leaves = graph.leaves.values()
+    reads_matrix = any(leaf.shape.rows and leaf.shape.columns for leaf in leaves)
     return not reads_matrix and model.operations(graph) <= _FEW_OPERATIONS
 
 

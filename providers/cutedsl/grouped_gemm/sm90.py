@@ -39,12 +39,13 @@ _PROMOTED_COLUMNS = 192
 _GATHER_STAGES = 4
 # Factors on the time that the model of dense products has, measured on an H200.
 #: Where consumers take turns and no cluster waits for a block behind the end of a group: turns also
-#: hide the search for a group, and what its last tile writes; more of it where that is fused. Not
-#: where K is long and a group has few rows.
+#: hide the search for a group, and what its last tile writes. Where K is short and groups have few
+#: rows; where an epilogue is fused, if either.
 _HIDDEN, _HIDDEN_FUSED = 0.97, 0.94
 #: Where clusters take their tiles; see `_gains_by_taking`.
 _TAKEN = 0.985
-#: Where a cluster's tile is as high as wide, so that it loads the least, and groups have many rows.
+#: Where a cluster's tile is as high as wide, so that it loads the least, groups have many rows, and
+#: nothing is fused.
 _SQUARE = 0.97
 _SHORT_K, _MANY_ROWS = 4096, 1024
 
@@ -118,11 +119,11 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         design: Any = self._design
         (tile_m, tile_n, _), (cluster_m, cluster_n, *_) = design.tile_shape, design.cluster_shape
         many_rows, short_k = args.T >= _MANY_ROWS * args.L, args.K <= _SHORT_K
-        pingpong, fused = design.schedule == "pingpong", args.epilogue is not None
-        factor = 1.0
-        if pingpong and cluster_m == 1 and fused and (short_k or many_rows):
+        takes_turns = design.schedule == "pingpong" and cluster_m == 1
+        fused, factor = args.epilogue is not None, 1.0
+        if takes_turns and fused and (short_k or many_rows):
             factor *= _HIDDEN_FUSED
-        elif pingpong and cluster_m == 1 and short_k and not many_rows:
+        elif takes_turns and not fused and short_k and not many_rows:
             factor *= _HIDDEN
         if design.takes_tiles and self._gains_by_taking(args, many_rows):
             factor *= _TAKEN

@@ -109,7 +109,8 @@ class AttentionKernel(CuteDslKernel):
                     sequences = others["cu_seqlens_q"].shape[0] - 1
                 elif "page_table" in names:
                     shape = _without_pages(shape, others["page_table"].shape)
-                address = lend(size_of(shape, sequences))
+                buffer = lend(size_of(shape, sequences))
+                address = buffer.address
             more = tuple([others[name] for name in names])
             function(*tensors, more, address, *scalars)
 
