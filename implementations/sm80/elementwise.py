@@ -1,6 +1,5 @@
 """An epilogue of a matrix that lies in memory, for every GPU from Ampere on."""
 
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from math import gcd
@@ -9,43 +8,27 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import (
-    BFloat16,
     Boolean,
-    Float32,
     Int32,
     Int64,
     Numeric,
-    Uint8,
-    Uint16,
-    Uint32,
-    Uint64,
     const_expr,
 )
-from cutlass.cute import AddressSpace
-from cutlass.memory import SmemAllocator
 
-from ..common.conversion import CONVERTED, Conversions, bfloat16_pair
+from ..common.conversion import CONVERTED, Conversions
 from ..common.epilogue import LANES, PAIR, Epilogue, Thread, store_per_block
 from ..common.modes import operand_batch_last
 from ..common.reductions import (
-    Reductions,
     ReductionSpace,
-    combined,
-    floats_at,
-    identity,
-    reduced_over_lanes,
 )
 from ..common.work_split import COUNTER_BYTES
+from .row_thread import WIDTH, RowThread, moved
+from .row_vectors import as_bits, is_one, store_inside, vector_of, words_of
+from .tile_sums import WARP, TileSums
 
-WARP = 32
 WHOLE_WARP = WARP - 1  # bits in which its lanes differ
-WHOLE_BLOCK = 0  # the barrier of all threads
 HALVES = 2  # rows of a thread at a time
-WIDTH = 32  # columns of a quad at a time, at least
 MOST_ELEMENTS = 64  # of a thread at a time, so that nothing spills
-
-_VECTOR = {1: "", 2: ".v2", 4: ".v4"}  # by words
-_UNSIGNED = {8: Uint8, 16: Uint16, 32: Uint32, 64: Uint64}
 
 
 class AsItIs(Epilogue):
@@ -56,248 +39,6 @@ class AsItIs(Epilogue):
 
     def element(self, output: int, thread: Thread, half: int, column: int) -> Numeric:
         return thread.accumulator(half, column)
-
-
-def moved(column: int, lane_columns: int, merged: int) -> int:
-    """Where a column of a quad's first thread lies when `merged` groups of its threads' columns
-    have changed places, so that those of each thread are neighbours:
-
-    lane    0    1    2    3    0    1    2    3              0          1          2    ...
-          [0 1][2 3][4 5][6 7][8 9] ...             →      [0 1 8 9][2 3 10 11][4 5 12 13] ...
-    """
-    wide = LANES * merged * lane_columns
-    if not wide:
-        return column
-    block, rest = divmod(column, wide)
-    group, own = divmod(rest, LANES * lane_columns)
-    return block * wide + group * lane_columns + own
-
-
-@dataclass
-class RowThread(Thread):
-    """A thread of a quad that reads its accumulators, and everything else in vectors.
-
-    Attributes:
-        width: Columns of the bundle.
-        rows_apart: From its first row to the other one.
-        merged: See `moved`. What the epilogue asks of columns must not see it.
-        conversions: To numbers; None: elements of x are handed out as they are.
-    """
-
-    width: int = WIDTH
-    rows_apart: int = 8
-    merged: int = 1
-    conversions: Conversions | None = None
-
-    @property
-    def bundle(self) -> int:
-        return self.width
-
-    def accumulator(self, half: int, column: int) -> Numeric:
-        value = self.operand(len(self.kinds) - 1, half, column)
-        return value if self.conversions is None else self.conversions.widened(value)
-
-    def row_of(self, half: int) -> Int32:
-        return self.row + self.rows_apart * half
-
-    def column_of(self, column: int, lane_columns: int = PAIR, columns: Fraction = Fraction(1)):
-        first, distance = self.place_of(column, lane_columns, columns)
-        return first + distance
-
-    def place_of(self, column: int, lane_columns: int, columns: Fraction | None) -> tuple:
-        """(a column of the thread's, known at run time; from there to the one asked for)"""
-        start, distance = self._start(moved(column, lane_columns, self.merged), columns)
-        key = ("first", start, lane_columns, columns)
-        if key not in self.memory:
-            first = self.lane * (self.merged * lane_columns)
-            if columns is not None:
-                first += super().column_of(start, 0, columns)
-            self.memory[key] = first
-        return self.memory[key], distance
-
-    def is_inside(self, column: int, lane_columns: int, columns: Fraction) -> Boolean:
-        first, distance = self.place_of(column, lane_columns, columns)
-        return self.end_of(column, lane_columns, columns) - first > distance
-
-    def start_of(self, column: int, lane_columns: int, columns: Fraction | None) -> int:
-        """Which of the columns that others are at a constant distance from."""
-        start, _ = self._start(moved(column, lane_columns, self.merged), columns)
-        return start
-
-    def end_of(self, column: int, lane_columns: int, columns: Fraction) -> Int32:
-        """Of the matrix, or of the half that a column is of."""
-        width = self.extents[1] * columns.numerator // columns.denominator
-        if columns not in self.halves:
-            return width
-        right = self.start_of(column, lane_columns, columns) > 0
-        return width if right else width // 2
-
-    def _side_by_side(self, index: int) -> bool:
-        return loads_vectors(self.operands[index])
-
-    def _element(self, index, half, column, lane_columns, columns) -> Numeric:
-        operand, modes = self.operands[index], self.kinds[index]
-        m = n = Int32(0)
-        if half is not None:
-            m = cutlass.min(self.row_of(half), operand.shape[0] - 1)
-        if "n" in modes:
-            first, distance = self.place_of(column, lane_columns, columns)
-            n = cutlass.min(first + distance, operand.shape[1] - 1)
-        return operand[m, n, self.batch]
-
-    def _neighbours(self, index, half, column, lane_columns, columns) -> dict:
-        operand = self.operands[index]
-        chunk = self.merged * lane_columns
-        count = vector_of(chunk, self.vector_bytes, operand.element_type)
-        place, chunks = moved(column, lane_columns, self.merged), LANES * chunk
-        begin = (
-            place % chunks // count * count
-        )  # of the vector, in what the thread has side by side
-        first, distance = self.place_of(column, lane_columns, columns)
-        distance -= place % chunks - begin
-        key = (index, half, self.start_of(column, lane_columns, columns), lane_columns, columns)
-        if key not in self._first:
-            self._first[key] = self._row_from(index, half, first)
-        values = _load_inside(*self._first[key], distance, count, operand.element_type)
-        block = place // chunks * chunks
-        found = {}
-        for i, value in enumerate(values):
-            group, own = divmod(begin + i, lane_columns)
-            at = block + group * LANES * lane_columns + own
-            found[index, half, at, lane_columns, columns] = value
-        return found
-
-    def _row_from(self, index, half, first) -> tuple:
-        """(address of a column's element, elements from there to the end of the row)"""
-        operand = self.operands[index]
-        m = Int32(0)
-        if half is not None:
-            m = cutlass.min(self.row_of(half), operand.shape[0] - 1)
-        offset = Int64(m) * operand.stride[0] + first + Int64(self.batch) * operand.stride[2]
-        address = operand.iterator.toint() + offset * (operand.element_type.width // 8)
-        return address, operand.shape[1] - first
-
-
-class TileSums:
-    """The first stage of `Reductions` by all warps of a block, which then has one part of a value.
-
-    reduced over   in registers of a thread                 then
-    ------------   --------------------------------------   ----------------------------------
-    columns        a row of a turn                          lanes of the row, by shuffles
-    rows           its columns, over all turns and steps    lanes by shuffles, then all warps'
-                                                            through shared memory, in order
-    matrix, all    one number                               the same
-    """
-
-    def __init__(self, epilogue: Epilogue, tile: tuple[int, int], threads: int, row_lanes: int):
-        self.epilogue = epilogue
-        self.outputs = epilogue.reduced
-        self.threads = threads
-        self.row_lanes = row_lanes
-        self.reductions = Reductions(epilogue, tile, rows=tile[0], groups=1, threads=threads)
-
-    def shared(self) -> tuple:
-        """Shared memory of each output, (warps, columns of the tile), and a flag."""
-        allocator, warps = SmemAllocator(), self.threads // WARP
-        memory = []
-        for index, output in enumerate(self.outputs):
-            columns = self.reductions.columns(index) if output.over == "rows" else 1
-            layout = cute.make_layout((warps, columns), stride=(columns, 1))
-            memory.append(allocator.allocate_tensor(Float32, layout, byte_alignment=16))
-        flag = allocator.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
-        return tuple(memory), flag.iterator
-
-    def start(self, width: int) -> tuple:
-        """Registers for what is kept over turns."""
-        registers = []
-        for index, output in enumerate(self.outputs):
-            count = len(self._columns(index, width)) if output.over == "rows" else 1
-            tensor = cute.make_rmem_tensor(count, Float32)
-            tensor.fill(identity(output.kind))
-            registers.append(tensor)
-        return tuple(registers)
-
-    def _columns(self, index: int, width: int) -> list[int]:
-        """Those of a thread that are reduced in a bundle."""
-        number = len(self.epilogue.full) + len(self.epilogue.per_block) + index
-        return [column for half, column in self.epilogue.places(number, width) if half == 0]
-
-    def after_turn(self, gathered: list, space, place: tuple, row: Int32, lane: Int32) -> None:
-        """Leaves what is complete, the rows.
-
-        row: Of the tile, the first of the thread's; with how far the other one is.
-        """
-        for index, output in enumerate(self.outputs):
-            if output.over == "columns":
-                first, apart = row
-                part = floats_at(self.reductions.part_of_rows(index, space, *place))
-                for half in sorted(gathered[index]):
-                    value = gathered[index].pop(half)
-                    value = reduced_over_lanes(output.kind, value, self.row_lanes - 1)
-                    self._keep(part + (first + half * apart), value, lane % self.row_lanes == 0)
-
-    def after_turns(self, gathered: list, registers: tuple, width: int) -> None:
-        """Keeps the rest."""
-        for index, output in enumerate(self.outputs):
-            if output.over == "columns":
-                continue
-            keys = self._columns(index, width) if output.over == "rows" else None
-            for key, value in sorted(gathered[index].items()):
-                i = keys.index(key) if keys is not None else 0
-                registers[index][i] = combined(output.kind, registers[index][i], value)
-
-    @cute.jit
-    def _keep(self, target: cute.Pointer, value: Float32, mine: Boolean):
-        if mine:
-            target.store(value)
-
-    @cute.jit
-    def finish(self, registers, memory, mR, space, place, extents, thread, flag, turn):
-        """Leaves the block's parts, and reduces those of others if it comes last.
-
-        turn: Some `RowThread`, which knows where columns are.
-        """
-        for i in cutlass.range_constexpr(len(mR)):
-            self._leave(i, registers[i], memory[i], space, place, thread, turn)
-            scratch = memory[i].iterator
-            self.reductions.complete(
-                *(i, mR[i], scratch, space, place, extents, thread, flag, Int32(WHOLE_BLOCK))
-            )
-
-    @cute.jit
-    def _leave(self, index: cutlass.Constexpr, registers, memory, space, place, thread, turn):
-        output, reductions = self.outputs[index], self.reductions
-        if const_expr(output.over == "rows"):
-            self._share(index, registers, memory, place, thread, turn)
-            cute.arch.sync_threads()
-            part = floats_at(reductions.part_of_columns(index, space, *place))
-            for i in cutlass.range(thread, memory.shape[1], self.threads, unroll=1):
-                value = memory[0, i]
-                for warp in cutlass.range_constexpr(1, memory.shape[0]):
-                    value = combined(output.kind, value, memory[warp, i])
-                (part + i).store(value)
-        elif const_expr(output.over != "columns"):
-            value = reductions.over_group(
-                output.kind, registers[0], memory.iterator, thread, Int32(WHOLE_BLOCK)
-            )
-            part = floats_at(reductions.part_of_matrix(index, space, *place, 0))
-            if thread == 0:
-                part.store(value)
-
-    def _share(self, index, registers, memory, place, thread, turn) -> None:
-        """A warp's columns into shared memory, in the order in which they are looked at."""
-        output, width = self.outputs[index], turn.bundle
-        lane, warp = thread % WARP, thread // WARP
-        quad = lane % self.row_lanes // LANES
-        own = int(width * output.columns)  # of a quad
-        merged, lane_columns = turn.merged, output.lane_columns
-        for i, column in enumerate(self._columns(index, width)):
-            value = reduced_over_lanes(output.kind, registers[i], WARP - self.row_lanes)
-            at = quad * own + turn.lane * (merged * lane_columns)
-            at += moved(column, lane_columns, merged)
-            self._keep(
-                memory.iterator + (warp * memory.shape[1] + at), value, lane < self.row_lanes
-            )
 
 
 class Elementwise:
@@ -398,9 +139,9 @@ class Elementwise:
         copies = self.plain and mX.element_type is mOut.element_type
         self.conversions = None if copies else self.epilogue.conversions
         if const_expr(copies):
-            mX, mOut = _as_bits(mX), _as_bits(mOut)
+            mX, mOut = as_bits(mX), as_bits(mOut)
         elif const_expr(mX.element_type is Boolean):
-            mX = _as_bits(mX)
+            mX = as_bits(mX)
         read = len(self.epilogue.kinds)
         written = read + len(self.epilogue.full) - 1
         mX = operand_batch_last(mX)
@@ -549,9 +290,9 @@ class Elementwise:
                 rows[key] = self._row_of(mD, turn, half, first, turn.end_of(*place))
             address, left, pitch = rows[key]
             at = distance * (element_type.width // 8) if beside else distance * pitch
-            words = _words_of(fragment, i, count)
+            words = words_of(fragment, i, count)
             bits = min(32, count * element_type.width)
-            _store_inside(address + at, left, distance + count - 1, words, bits)
+            store_inside(address + at, left, distance + count - 1, words, bits)
 
     def _row_of(self, mD, turn, half, first, end) -> tuple:
         """(address of a column's element; elements from there to `end`, none behind the last row;
@@ -568,88 +309,3 @@ def bundle_columns(needed: int, spans_row: bool, columns: int) -> int:
     if spans_row:
         return columns
     return needed * WIDTH // gcd(needed, WIDTH)
-
-
-# Vectors ---------------------------------------------------------------------------------
-
-
-def is_one(stride) -> bool:
-    """Known to be, while the kernel is traced."""
-    return isinstance(stride, int) and stride == 1
-
-
-def loads_vectors(operand: cute.Tensor) -> bool:
-    """Whether its columns are neighbours, of which one instruction may load several."""
-    element_type = operand.element_type
-    return is_one(operand.stride[1]) and element_type is not Boolean and element_type.width <= 32
-
-
-def vector_of(chunk: int, vector_bytes: int, element_type: type[Numeric]) -> int:
-    """Elements of a thread's neighbours that are moved at once."""
-    return gcd(chunk, max(1, vector_bytes * 8 // element_type.width))
-
-
-def _as_bits(tensor: cute.Tensor) -> cute.Tensor:
-    """Numbers as what they are in memory."""
-    width = max(8, tensor.element_type.width)
-    pointer = cute.make_ptr(
-        _UNSIGNED[width], tensor.iterator.toint(), AddressSpace.gmem, assumed_align=width // 8
-    )
-    return cute.make_tensor(pointer, tensor.layout)
-
-
-def _braced(names: list[str]) -> str:
-    return f"{{{', '.join(names)}}}" if len(names) > 1 else names[0]
-
-
-def _load_inside(first: Int64, left: Int32, column: int, count: int, element_type) -> list:
-    """`count` elements of a row from `column` on, in one load; zeros if fewer are left."""
-    bits = count * element_type.width
-    word = Uint32 if bits >= 32 else Uint16  # nothing holds less
-    words = max(1, bits // 32)
-    names = [f"{{$w{i}}}" for i in range(words)]
-    zeros = " ".join(f"mov.b{word.width} {name}, 0;" for name in names)
-    loaded = cute.arch.inline_ptx(
-        f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {column + count - 1}; {zeros} "
-        f"@inside ld.global.nc{_VECTOR[words]}.b{min(bits, 32)} {_braced(names)}, "
-        f"[{{$r0}} + {column * element_type.width // 8}]; }}",
-        write_only_types=[word] * words,
-        read_only_args=[first, left],
-    )
-    loaded = loaded if words > 1 else (loaded,)
-    return [value for one in loaded for value in _elements(one, count // words, element_type)]
-
-
-def _elements(word: Uint32 | Uint16, count: int, element_type) -> list:
-    """Of a word."""
-    width = element_type.width
-    if width == 32:
-        return [word.bitcast(element_type)]
-    if element_type is BFloat16 and count == 2:
-        return list(bfloat16_pair(word))
-    unsigned = _UNSIGNED[width]
-    parts = [unsigned(word >> type(word)(i * width) if i else word) for i in range(count)]
-    return [part if element_type is unsigned else part.bitcast(element_type) for part in parts]
-
-
-def _words_of(fragment: cute.Tensor, first: int, count: int) -> list:
-    """Elements in registers as the words that are stored."""
-    width = fragment.element_type.width
-    if count * width >= 32:
-        words = cute.recast_tensor(fragment, Uint32)
-        return [words[first * width // 32 + i] for i in range(count * width // 32)]
-    if count > 1:
-        pair = [Uint16(fragment[first + i].bitcast(Uint8)) for i in range(count)]
-        return [pair[0] | (pair[1] << Uint16(8))]
-    value = fragment[first].bitcast(_UNSIGNED[width])
-    return [Uint16(value) if width == 8 else value]
-
-
-def _store_inside(address: Int64, left: Int32, last: int, words: list, bits: int) -> None:
-    """Words of so many bits, if more elements than `last` are left."""
-    names = [f"{{$r{i + 2}}}" for i in range(len(words))]
-    cute.arch.inline_ptx(
-        f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {last}; @inside "
-        f"st.global{_VECTOR[len(words)]}.b{bits} [{{$r0}}], {_braced(names)}; }}",
-        read_only_args=[address, left, *words],
-    )
