@@ -326,28 +326,31 @@ def test_few_operations_on_pairs_fit_beside_192_accumulators(name):
         assert kernel.compile(args, cc="90a").resources.spill_bytes == 0, kernel
 
 
+def with_erf(accum):
+    gate, up = ep.glu_pair(accum, granularity=32)
+    return up * ep.gelu(gate)
+
+
+def with_matrix(accum, R):
+    return ep.glu_pair(accum, granularity=32)[1] * R
+
+
+def with_two_outputs(accum):
+    gate, up = ep.glu_pair(accum, granularity=32)
+    return up * 2.0, gate
+
+
 HEAVY = {
-    "erf": (lambda gate, up: up * ep.gelu(gate), {}),
-    "matrix": (lambda gate, up, R: up * R, {"R": empty(128, 192)}),
-    "two outputs": (lambda gate, up: (up * 2.0, gate), {"gate": empty(128, 192)}),
+    "erf": (with_erf, {}),
+    "matrix": (with_matrix, {"R": empty(128, 192)}),
+    "two outputs": (with_two_outputs, {"gate": empty(128, 192)}),
 }
-
-
-def of_pairs(fn, **operands):
-    def epilogue(accum, R=None):
-        of_matrix = () if R is None else (R,)
-        return fn(*ep.glu_pair(accum, granularity=32), *of_matrix)
-
-    def without(accum):
-        return epilogue(accum)
-
-    return arguments(epilogue if "R" in operands else without, N=384, columns=0.5, **operands)
 
 
 @pytest.mark.parametrize("name", HEAVY)
 def test_more_than_few_operations_on_pairs_are_not(name):
     fn, operands = HEAVY[name]
-    args = of_pairs(fn, **operands)
+    args = arguments(fn, N=384, columns=0.5, **operands)
     assert offered(args, HOPPER) and not of_192_registers(args)
     design = of_192_registers(arguments(lambda accum: accum * 2.0, N=384))[0].metadata.design
     kernel = offered(args, HOPPER)[0]

@@ -30,12 +30,6 @@ ROW_MAJOR, COLUMN_MAJOR = (0, 0, 1), (0, 1, 0)
 EVERY_KERNEL = os.environ.get("KERNEL_API_TEST_EVERY_KERNEL") == "1"
 
 
-def first(kernels, most=2):
-    """Those that are compiled: a few, where not every kernel is tested."""
-    kernels = list(kernels)
-    return kernels if EVERY_KERNEL else kernels[:most]
-
-
 @functools.cache
 def generated_by(kernel_class: type[ka.Kernel]) -> tuple[ka.Kernel, ...]:
     """All kernels of a class without an epilogue, made once for all tests of a process."""
