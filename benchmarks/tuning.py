@@ -13,6 +13,7 @@ in ``--out``, is what goes into ``kernel_api/tuning/tables``.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ SUITE = "tuning"
 #: Problems of which the choice is measured again.
 REPLAYED = 4
 #: Other numbers of rounds than those stored: other policies, so that nothing is looked up.
-REPLAYS = {"graph": Policy(rounds=21), "eager": Policy(launches="eager", rounds=21)}
+REPLAYS = {"graph": {"rounds": 21}, "eager": {"launches": "eager", "rounds": 21}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,6 +62,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help="problems whose origin or label has this text")
     parser.add_argument("--limit", type=int, help="so many problems")
     parser.add_argument("--candidates", type=int, default=24)
+    parser.add_argument("--rest", type=int, default=Policy().rest, help="as a Policy has it")
     parser.add_argument("--out", type=Path, help="a folder for the rows and the table to ship")
     return parser
 
@@ -71,7 +73,12 @@ def _tuned(
     """From an empty store, which is left aside."""
     started = time.monotonic()
     args = [problem.arguments("meta") for problem in problems]
-    found = ka.autotune(args, max_candidates=options.candidates, progress=sys.stderr.isatty())
+    found = ka.autotune(
+        args,
+        policy=Policy(rest=options.rest),
+        max_candidates=options.candidates,
+        progress=sys.stderr.isatty(),
+    )
     for problem, one in zip(problems, found, strict=True):
         if isinstance(one, Exception):
             raise SystemExit(f"{problem.label}: {one}")
@@ -97,8 +104,8 @@ def _row(problem: Problem, one: TuningResult, again: TuningResult, candidates: i
         "ratio": round(peer.median_us / best.median_us, 4),
         "spread": round(max(row.spread_us / row.median_us for row in (best, peer)), 4),
         "verified": best.passed,
-        "policy": f"{policy.launches}, {policy.l2} L2, heats of {candidates} candidates, "
-        f"median of {policy.rounds} rounds",
+        "policy": f"{policy.launches}, {policy.l2} L2, rest {policy.rest}, "
+        f"heats of {candidates} candidates, median of {policy.rounds} rounds",
         "env": harness.environment(),
         "date": rows.today(),
         "first": _first_of_model(problem, one),
@@ -130,7 +137,8 @@ def _replays(problem: Problem, result: TuningResult) -> dict[str, float]:
     wanted = result.kernel.metadata
     args = problem.arguments("meta")
     found = {}
-    for name, policy in REPLAYS.items():
+    for name, changes in REPLAYS.items():
+        policy = dataclasses.replace(result.environment.policy, **changes)
         again = ka.autotune(
             args, lambda metadata: metadata == wanted, policy=policy, max_candidates=None
         )

@@ -290,6 +290,11 @@ def gated_sum(accum, bias):
     return gated(accum + bias)
 
 
+def geglu(accum, alpha):
+    gate, up = ep.glu_pair(accum * alpha, granularity=32)
+    return up * ep.gelu(gate)
+
+
 def grouped(**options):
     return ka.fusions.grouped_gemm_glu(
         *(empty(512, 64), empty(4, 384, 64).mT, empty(4, dtype=torch.int32)),
@@ -302,6 +307,8 @@ def grouped(**options):
 LIGHT = {
     "pairs": lambda: arguments(gated, N=384, columns=0.5),
     "of a sum": lambda: arguments(gated_sum, N=384, columns=0.5, bias=empty(384, dtype=F32)),
+    "geglu": lambda: arguments(geglu, N=384, columns=0.5, alpha=0.7),
+    "geglu, float32": lambda: arguments(geglu, N=384, columns=0.5, alpha=0.7, out=F32),
     "Hadamard": lambda: arguments(lambda accum: ep.hadamard(accum), N=384),
     "groups": grouped,
     "groups, picked": lambda: grouped(row_index=empty(512, dtype=torch.int32)),
@@ -326,9 +333,9 @@ def test_few_operations_on_pairs_fit_beside_192_accumulators(name):
         assert kernel.compile(args, cc="90a").resources.spill_bytes == 0, kernel
 
 
-def with_erf(accum):
+def with_two_erfs(accum):
     gate, up = ep.glu_pair(accum, granularity=32)
-    return up * ep.gelu(gate)
+    return ep.gelu(up) * ep.gelu(gate)
 
 
 def with_matrix(accum, R):
@@ -341,7 +348,7 @@ def with_two_outputs(accum):
 
 
 HEAVY = {
-    "erf": (with_erf, {}),
+    "erf, twice": (with_two_erfs, {}),
     "matrix": (with_matrix, {"R": empty(128, 192)}),
     "two outputs": (with_two_outputs, {"gate": empty(128, 192)}),
 }

@@ -40,6 +40,7 @@ def test_the_hash_is_the_same_in_every_process():
         {"rounds": 21},
         {"operand_sets": 1},
         {"launches_per_graph": 1},
+        {"rest": 4},
         {"seed": 1},
     ],
 )
@@ -58,6 +59,7 @@ def test_the_hash_changes_with_every_field(change):
         ({"rounds": None}, "rounds is None; expected a whole number"),
         ({"operand_sets": 2.0}, "operand_sets is 2.0; expected .* leave it out"),
         ({"launches_per_graph": 0}, "launches_per_graph is 0; expected .* 1 or more"),
+        ({"rest": 0.5}, "rest is 0.5; expected a whole number of 0 or more"),
         ({"seed": -1}, "seed is -1; expected a whole number of 0 or more"),
         (
             {"launches": "eager", "launches_per_graph": 4},

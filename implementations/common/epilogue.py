@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Numeric, Uint16, Uint32
 
-from .conversion import Conversions, bfloat16_pair
+from .conversion import Conversions, bfloat16_pair, select
 from .modes import transposed_modes
 from .row_pairs import RowPairs
 
@@ -24,6 +24,7 @@ NUMBER = "number"  # an operand that is no tensor, but a number known at run tim
 
 HALF = 32  # columns that halves take turns in
 LANES = 4  # threads of a quad, which share their rows
+QUAD_COLUMNS = 32  # of a row that a quad loads at once: vectors of 16 bytes, elements of 16 bits
 PAIR = 2  # neighbouring columns of a thread in every 8 accumulators, so what lanes are apart
 
 
@@ -116,6 +117,10 @@ class Epilogue:
         """Two numbers whose product an element is, if there are such."""
         return None
 
+    def keeps_zero(self, output: int) -> bool:
+        """Whether what is reduced is 0 where the accumulator is, and a 0 changes nothing of it."""
+        return False
+
     def fetch(self, thread: "Thread", bundle: int) -> None:
         """Starts to read what the elements of a bundle of so many columns need."""
 
@@ -172,7 +177,7 @@ class Finish(Epilogue):
     def fetch(self, thread: "Thread", bundle: int) -> None:
         for half, column in places(bundle):
             for i in range(len(self.kinds)):
-                thread.operand(i, half, column)
+                thread.request(i, half, column)
 
     @property
     def reads_little(self) -> bool:
@@ -256,6 +261,9 @@ class Thread:
             by side, in bytes; 1 if nothing is known of them.
         of_columns, of_rows: What is read that all rows, or all columns, share; so may threads of
             one bundle, or of the same rows.
+        zeros_outside: Whether accumulators of rows and columns beyond the matrix are 0.
+        shares_vectors: Whether all of a warp read what they read together, so that each thread of a
+            quad may load a whole vector of a row, and they exchange the elements.
         memory: For an epilogue to keep what it has computed of this bundle.
     """
 
@@ -269,10 +277,13 @@ class Thread:
     extents: tuple[Int32, Int32]
     halves: frozenset = frozenset()
     vector_bytes: int = 1
+    zeros_outside: bool = False
+    shares_vectors: bool = False
     of_columns: dict = field(default_factory=dict)
     of_rows: dict = field(default_factory=dict)
     memory: dict = field(default_factory=dict)
     _read: dict = field(default_factory=dict)
+    _vectors: dict = field(default_factory=dict)
     _first: dict = field(default_factory=dict)
 
     @property
@@ -327,11 +338,55 @@ class Thread:
             half, read = None, self.of_columns
         key = (index, half, *((column, lane_columns, columns) if "n" in modes else ()))
         if key not in read:
-            if "n" in modes and self._side_by_side(index):
+            if self._in_vectors(index, lane_columns, columns):
+                read.update(self._exchanged(index, half, column, columns))
+            elif "n" in modes and self._side_by_side(index):
                 read.update(self._neighbours(index, half, column, lane_columns, columns))
             else:
                 read[key] = self._element(index, half, column, lane_columns, columns)
         return read[key]
+
+    def request(
+        self, index: int, half: int, column: int, lane_columns: int = PAIR, columns=Fraction(1)
+    ) -> None:
+        """Starts to load what `operand` gives."""
+        if self._in_vectors(index, lane_columns, columns):
+            self._vector(index, half, column, columns)
+        else:
+            self.operand(index, half, column, lane_columns, columns)
+
+    def _in_vectors(self, index: int, lane_columns: int, columns: Fraction | None) -> bool:
+        """Whether a quad loads the elements of its four threads in vectors of their rows."""
+        modes = self.kinds[index]
+        if not self.shares_vectors or modes == NUMBER or not {"m", "n"} <= set(modes):
+            return False
+        if lane_columns != PAIR or columns is None or self.bundle * columns % QUAD_COLUMNS:
+            return False
+        width = self.operands[index].element_type.width
+        whole = width == 16 and self.vector_bytes * LANES * 8 == QUAD_COLUMNS * width
+        return whole and self._side_by_side(index)
+
+    def _vector(self, index: int, half: int, column: int, columns: Fraction) -> list:
+        """Eight elements of a row, in pairs: the thread's share of those of its quad."""
+        first = column - column % QUAD_COLUMNS
+        key = (index, half, first, columns)
+        if key not in self._vectors:
+            count = QUAD_COLUMNS // LANES
+            start, distance = self._start(first, columns)
+            place = self._first_of_row(index, half, start, count, columns)
+            self._vectors[key] = _load_words(*place, distance, count, 16)
+        return self._vectors[key]
+
+    def _exchanged(self, index: int, half: int, column: int, columns: Fraction) -> dict:
+        """The thread's own elements of what its quad has loaded, by their keys."""
+        first = column - column % QUAD_COLUMNS
+        pairs = transposed_over_quad(self._vector(index, half, column, columns), self.lane)
+        element_type = self.operands[index].element_type
+        return {
+            (index, half, first + LANES * PAIR * j + i, PAIR, columns): value
+            for j, pair in enumerate(pairs)
+            for i, value in enumerate(_two_of(pair, element_type))
+        }
 
     def _side_by_side(self, index: int) -> bool:
         """Whether the columns of an operand are, and are loaded without a type of their own."""
@@ -397,7 +452,15 @@ def _is_one(stride) -> bool:
 
 def _load_inside(first: Int64, left: Int32, column: int, count: int, element_type) -> list:
     """`count` elements of a row from `column` on, in one load; zeros if fewer are left."""
-    bits = count * element_type.width
+    loaded = _load_words(first, left, column, count, element_type.width)
+    if element_type.width * count == 16 or element_type is Float32:
+        return [value.bitcast(element_type) for value in loaded]
+    return [value for pair in loaded for value in _two_of(pair, element_type)]
+
+
+def _load_words(first: Int64, left: Int32, column: int, count: int, width: int) -> list:
+    """The same as words of 32 bits, or one of 16; width: of an element, in bits."""
+    bits = count * width
     word = Uint16 if bits == 16 else Uint32
     words = max(1, bits // 32)
     names = [f"{{$w{i}}}" for i in range(words)]
@@ -407,14 +470,25 @@ def _load_inside(first: Int64, left: Int32, column: int, count: int, element_typ
     loaded = cute.arch.inline_ptx(
         f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {column + count - 1}; {zeros} "
         f"@inside ld.global{vector}.b{word.width} {target}, "
-        f"[{{$r0}} + {column * element_type.width // 8}]; }}",
+        f"[{{$r0}} + {column * width // 8}]; }}",
         write_only_types=[word] * words,
         read_only_args=[first, left],
     )
-    loaded = loaded if words > 1 else (loaded,)
-    if word is Uint16 or element_type is Float32:
-        return [value.bitcast(element_type) for value in loaded]
-    return [value for pair in loaded for value in _two_of(pair, element_type)]
+    return list(loaded) if words > 1 else [loaded]
+
+
+def transposed_over_quad(words: list, lane: Int32) -> list:
+    """Of four words of each thread of a quad: word `lane` of all four, in their order."""
+    for bit in (1, 2):
+        upper = (lane & bit) != 0
+        for low in (0, 3 - bit):
+            high = low + bit
+            sent = select(upper, words[low], words[high])
+            received = cute.arch.shuffle_sync_bfly(sent, offset=bit)
+            words = list(words)
+            words[low] = select(upper, received, words[low])
+            words[high] = select(upper, words[high], received)
+    return words
 
 
 def _two_of(pair: Uint32, element_type) -> tuple:

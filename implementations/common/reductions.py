@@ -21,6 +21,7 @@ from .epilogue import HALF, Epilogue, PerBlock, Reduced, Thread
 from .modes import operand_batch_last
 
 WARP = 32
+OF_MATRIX = ("matrix", "all")  # what is reduced over rows and columns
 QUAD, COLUMN_OF_QUADS, WHOLE_WARP = 0b00011, 0b11100, 0b11111  # lanes: bits in which they differ
 _BYTES = 4  # of a counter, and of a part
 
@@ -109,8 +110,16 @@ class Reductions:
 
     def part_of_matrix(self, index: int, space: ReductionSpace, tile_m, tile_n, batch, group):
         """Address of a group's part."""
+        return self._address(index, space, self.number_of(space, tile_m, tile_n, batch, group))
+
+    def number_of(self, space: ReductionSpace, tile_m, tile_n, batch, group) -> Int32:
+        """Of a group's part among those of all tiles."""
         tile = (batch * space.tiles_m + tile_m) * space.tiles_n + tile_n
-        return self._address(index, space, tile * self.groups + group)
+        return tile * self.groups + group
+
+    def part_of_number(self, index: int, space: ReductionSpace, number: Int32) -> Int64:
+        """The address of such a part."""
+        return self._address(index, space, number)
 
     def _address(self, index, space, first) -> Int64:
         return space.parts + (Int64(self._offsets(index, space)[1]) + first) * _BYTES
@@ -145,12 +154,13 @@ class Reductions:
         thread: Int32,
         flag: cute.Pointer,
         barrier_id: Int32,
+        parts: Int32 | int = 1,
     ):
-        """Counts the group's part; the last one reduces all parts and writes the output.
+        """Counts the group's parts; the last one reduces all parts and writes the output.
 
         Args:
             scratch: Floats in shared memory, one per warp of the group.
-            place: (block of rows, tile column, batch) that the part belongs to.
+            place: (block of rows, tile column, batch) that the parts belong to.
             flag: An Int32 in shared memory, of this group alone, as the barrier is.
         """
         block, tile_n, batch = place
@@ -158,7 +168,7 @@ class Reductions:
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=self.threads)
         if thread == 0:
             counter, arrivals = self.counter(index, space, block, tile_n, batch)
-            flag.store(Int32(is_last(counter, arrivals)))
+            flag.store(Int32(is_last(counter, arrivals, parts)))
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=self.threads)
         if flag.load() != 0:
             if const_expr(over == "columns"):
@@ -219,7 +229,7 @@ class Reductions:
             parts, batch = parts * space.batches, Int32(0)
         first = floats_at(self.part_of_matrix(index, space, 0, 0, batch, 0))
         value = Float32(identity(output.kind))
-        for part in cutlass.range(thread, parts, self.threads, unroll=8):
+        for part in cutlass.range(thread, parts, self.threads, unroll=16):
             value = combined(output.kind, value, (first + part).load())
         value = self.over_group(output.kind, value, scratch, thread, barrier_id)
         if thread == 0:
@@ -230,20 +240,9 @@ class Reductions:
         mR[at, batch] = self.epilogue.conversions.converted(value, mR.element_type)
 
     @cute.jit
-    def over_group(
-        self,
-        kind: cutlass.Constexpr,
-        value,
-        scratch,
-        thread,
-        barrier_id,
-        lanes: cutlass.Constexpr = WHOLE_WARP,
-    ):
-        """Of a group's threads, in the order of its warps; thread 0 gets it.
-
-        lanes: of a warp, in which values may still differ.
-        """
-        value = reduced_over_lanes(kind, value, lanes)
+    def over_group(self, kind: cutlass.Constexpr, value, scratch, thread, barrier_id):
+        """Of a group's threads, in the order of its warps; thread 0 gets it."""
+        value = reduced_over_lanes(kind, value, WHOLE_WARP)
         if thread % WARP == 0:
             (scratch + thread // WARP).store(value)
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=self.threads)
@@ -283,6 +282,9 @@ class Reductions:
         Rows and columns of which nothing is kept may gather anything.
         """
         output, epilogue, number = self.outputs[index], self.epilogue, self._number(index)
+        if thread.zeros_outside and epilogue.keeps_zero(number):
+            value = Float32(epilogue.element(number, thread, half, column))
+            return combined(output.kind, found, value)
         inside = self._inside(output, thread, half, column)
         factors = epilogue.factors(number, thread, half, column)
         if factors is not None and output.kind == "sum":
@@ -358,13 +360,13 @@ def reduced_over_lanes(kind: str, value: Float32, bits: int) -> Float32:
 
 
 @cute.jit
-def is_last(counter: cute.Pointer, arrivals: Int32) -> Boolean:
-    """One thread: counts the arrival of its group, whose writes the threads have done before a
+def is_last(counter: cute.Pointer, arrivals: Int32, count: Int32 | int = 1) -> Boolean:
+    """One thread: counts arrivals of its group, whose writes the threads have done before a
     barrier; True for the last one, which may read what all the others have written."""
     cute.arch.fence_acq_rel_gpu()
-    arrived = cute.arch.atomic_add(counter, Int32(1))
+    arrived = cute.arch.atomic_add(counter, Int32(count))
     cute.arch.fence_acq_rel_gpu()
-    last = arrived == arrivals - 1
+    last = arrived == arrivals - count
     if last:
         counter.store(Int32(0))  # for the next launch
     return last

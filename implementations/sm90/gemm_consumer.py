@@ -61,15 +61,38 @@ class GemmConsumer(GemmPlan):
         work = (
             *(consumer, tiled_mma, fragments, accumulators, scales, k_tiles, pipeline_ab, turns),
             *(tma_d, mD, sD, d_majors, operands, reduced, extents, order, split, storage, block),
+            self._carry(),
         )
         self._consume_tiles((first, end, step), queue, stage, turn, work)
         self.output.drain()
+
+    def _carry(self):
+        """Of reductions, from tile to tile; None: each tile is by itself, as those are whose K is
+        cut: it is the last group to arrive that has a tile, and sums would be rounded otherwise
+        from run to run."""
+        return self.output.reduced.carry() if self.split_k is None else None
 
     @cute.jit
     def _consume_tiles(self, tiles, queue, stage, turn, work):
         first, end, step = tiles
         for tile in cutlass.range(first, end, step, unroll=1):
             stage, turn = self._consume_tile(tile, stage, turn, *work)
+            if const_expr(work[-1] is not None):
+                self._finish(tile, tile + step, end, *work)
+
+    @cute.jit
+    def _finish(self, tile, following, end, consumer, *work):
+        """Behind the last tile of a matrix: what was carried leaves."""
+        *_, reduced, extents, order, _, storage, _, carried = work
+        batch = order.coordinates(tile)[2]
+        last = following >= end
+        if not last:
+            last = order.coordinates(following)[2] != batch
+        if last:
+            self.output.finish(
+                *(consumer, carried, batch, extents, *reduced),
+                *(storage.D.data_ptr(), storage.flags.data_ptr() + consumer),
+            )
 
     @cute.jit
     def _consume_tile(
@@ -96,6 +119,7 @@ class GemmConsumer(GemmPlan):
         split,
         storage,
         block,
+        carried,
     ):
         """Multiplies and writes one; (stage behind it, the next turn)."""
         tile_m, tile_n, _ = self.tile_shape
@@ -125,7 +149,7 @@ class GemmConsumer(GemmPlan):
             *(*reduced, storage.D.data_ptr(), storage.flags.data_ptr() + consumer),
         )
         if const_expr(self.split_k is None):
-            self.output.write(consumer, accumulators, *destination)
+            self.output.write(consumer, accumulators, *destination, carried=carried)
         else:
             if self._combine(consumer, accumulators, split, tile, storage):
                 self.output.write(consumer, accumulators, *destination)

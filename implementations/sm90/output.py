@@ -13,6 +13,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..common.conversion import CONVERTED
 from ..common.epilogue import PAIR, Epilogue, Thread, halves_in_turn, places, store_per_block
+from ..common.reductions import OF_MATRIX, identity
 from .mma import WGMMA_M
 from .ragged import of_group, stored_by_groups
 from .reduced_output import GROUP, WARPS, ReducedOutput
@@ -180,6 +181,7 @@ class Output:
         flag: cute.Pointer,
         origin: tuple = (0, 0),
         rows: cute.Tensor | None = None,
+        carried: tuple | None = None,
     ):
         """This consumer's part of a tile.
 
@@ -192,12 +194,14 @@ class Output:
             mR: The outputs per block of columns and the reduced ones; space: in memory, for these.
             ring: The buffers of all consumers.
             flag: An Int32 in shared memory, of this consumer.
+            carried: Of `ReducedOutput.carry`, if `finish` is called behind the last tile of every
+                matrix; None: what is reduced leaves with the tile.
         """
         row, column, batch = place
         stored_batch = batch if const_expr(self.ragged is None) else Int32(0)
         blocks = mR[: len(self.epilogue.per_block)]
         mR = mR[len(self.epilogue.per_block) :]
-        sums = self.reduced.start(self.row_blocks)
+        sums = self.reduced.start(self.row_blocks, carried)
         tid = cute.arch.thread_idx()[0] % GROUP
         threads = self._threads(accumulators, operands, place, extents, origin, tid)
         for thread in threads[: self.ahead]:
@@ -253,21 +257,33 @@ class Output:
                     slot += 1
         if const_expr(len(mR) > 0):
             place = (row, column, stored_batch)
-            self._reduce(consumer, sums, place, extents, mR, space, ring, flag, tid)
+            if const_expr(carried is not None):
+                tile = (row // self.tile_blocks, column, stored_batch)
+                group = row % self.tile_blocks % self.row_step
+                self.reduced.leave_nothing(space, carried, tile, group, tid)
+            leaves = [r.over not in OF_MATRIX or carried is None for r in self.epilogue.reduced]
+            if const_expr(any(leaves)):
+                self._reduce(leaves, consumer, sums, place, extents, mR, space, ring, flag, tid)
 
     @cute.jit
-    def _reduce(self, consumer, sums, place, extents, mR, space, ring, flag, tid):
-        """What is left to do for the reduced outputs behind the last bundle."""
+    def _reduce(
+        self, leaves: cutlass.Constexpr, consumer, sums, place, extents, mR, space, ring, flag, tid
+    ):
+        """What is left to do for the reduced outputs behind the last bundle, of those that leave
+        with the tile."""
         row, column, batch = place
         barrier_id = self.first_barrier + consumer
         self._await_ring(consumer, in_flight=0)
         scratch = self._scratch(ring, consumer * self.buffers, Fraction(1)).iterator
         for j in cutlass.range_constexpr(len(mR)):
             over = self.epilogue.reduced[j].over
-            if const_expr(over in ("matrix", "all")):
+            if const_expr(not leaves[j]):
+                pass
+            elif const_expr(over in OF_MATRIX):
                 tile = (row // self.tile_blocks, column, batch)
                 group = row % self.tile_blocks % self.row_step
-                self.reduced.leave_matrix(j, sums[j], scratch, space, tile, group, tid, barrier_id)
+                number = self.reduced.reductions.number_of(space, *tile, group)
+                self.reduced.leave_matrix(j, sums[j], scratch, space, number, tid, barrier_id)
                 self.reduced.reductions.complete(
                     j, mR[j], scratch, space, place, extents, tid, flag, barrier_id
                 )
@@ -279,6 +295,36 @@ class Output:
                     self.reduced.reductions.complete(
                         j, mR[j], scratch, space, block, extents, tid, flag, barrier_id
                     )
+
+    @cute.jit
+    def finish(
+        self,
+        consumer: Int32,
+        carried: tuple,
+        batch: Int32,
+        extents: tuple,
+        mR: tuple,
+        space,
+        ring: cute.Pointer,
+        flag: cute.Pointer,
+    ):
+        """What this consumer has carried of a matrix, or of all up to it, leaves; arguments as of
+        `write`."""
+        mR = mR[len(self.epilogue.per_block) :]
+        tid = cute.arch.thread_idx()[0] % GROUP
+        barrier_id = self.first_barrier + consumer
+        state = carried[-1]
+        self._await_ring(consumer, in_flight=0)
+        scratch = self._scratch(ring, consumer * self.buffers, Fraction(1)).iterator
+        for j in cutlass.range_constexpr(len(mR)):
+            if const_expr(self.epilogue.reduced[j].over in OF_MATRIX):
+                self.reduced.leave_matrix(j, carried[j], scratch, space, state[1], tid, barrier_id)
+                self.reduced.reductions.complete(
+                    *(j, mR[j], scratch, space, (Int32(0), Int32(0), batch), extents),
+                    *(tid, flag, barrier_id, state[0]),
+                )
+                carried[j].fill(identity(self.epilogue.reduced[j].kind))
+        state[0] = 0
 
     def _scratch(self, ring, buffer, per_column):
         """A buffer of the ring as (warps, columns of a bundle)."""
@@ -319,6 +365,8 @@ class Output:
                     extents=extents,
                     halves=self.epilogue.halves,
                     vector_bytes=VECTOR_BYTES if aligned else 1,
+                    zeros_outside=self.ragged is None,
+                    shares_vectors=True,
                     of_columns=of_columns,
                     of_rows=of_rows[row_block],
                 )

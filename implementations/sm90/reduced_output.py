@@ -2,11 +2,12 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from ..common.epilogue import Epilogue, Thread
 from ..common.reductions import (
     COLUMN_OF_QUADS,
+    OF_MATRIX,
     QUAD,
     WARP,
     Reductions,
@@ -27,28 +28,50 @@ class ReducedOutput:
 
     What is reduced over columns gathers in registers, bundle by bundle; what is reduced over rows
     leaves the group after every bundle, through a scratch buffer of 4 warps × columns.
+
+    What is reduced over rows and columns may be carried from tile to tile, and leave the group
+    behind the last one of a matrix: then of all these tiles but the last the part is nothing.
     """
 
     def __init__(self, epilogue: Epilogue, tile: tuple[int, int], groups: int):
         self.outputs = epilogue.reduced
         self.reductions = Reductions(epilogue, tile, WGMMA_M, groups, GROUP)
 
-    def start(self, row_blocks: int) -> tuple:
-        """Registers for what is reduced over columns, of two rows of each 64."""
-        registers = tuple(cute.make_rmem_tensor((2, row_blocks), Float32) for _ in self.outputs)
-        for tensor, output in zip(registers, self.outputs, strict=True):
+    def start(self, row_blocks: int, carried: tuple | None) -> tuple:
+        """Registers for what is reduced over columns, of two rows of each 64; of what is carried,
+        those that `carry` gave, of all rows."""
+        registers = []
+        for index, output in enumerate(self.outputs):
+            if carried is not None and output.over in OF_MATRIX:
+                layout = cute.make_layout((2, row_blocks), stride=(1, 0))
+                registers.append(cute.make_tensor(carried[index].iterator, layout))
+            else:
+                registers.append(cute.make_rmem_tensor((2, row_blocks), Float32))
+                registers[-1].fill(identity(output.kind))
+        return tuple(registers)
+
+    def carry(self) -> tuple | None:
+        """Registers for what is carried, of each output, and a last one: how many parts of it have
+        not been counted, and the number of the last of them. None: there is nothing to carry."""
+        if all(output.over not in OF_MATRIX for output in self.outputs):
+            return None
+        values = [cute.make_rmem_tensor(2, Float32) for _ in self.outputs]
+        for tensor, output in zip(values, self.outputs, strict=True):
             tensor.fill(identity(output.kind))
-        return registers
+        state = cute.make_rmem_tensor(2, Int32)
+        state.fill(0)
+        return (*values, state)
 
     def over_columns(self, index: int, bundle: dict, registers: cute.Tensor, row_block: int):
         """Adds a bundle to its rows.
 
-        Within the quad at once: what is exchanged has to be complete. Left to itself the compiler
-        would leave all sums to the end, and what they are made of in registers until then.
+        Of a row within the quad at once: what is exchanged has to be complete. Left to itself the
+        compiler would leave all sums to the end, and what they are made of in registers until then.
         """
-        kind = self.outputs[index].kind
+        kind, over = self.outputs[index].kind, self.outputs[index].over
         for half, value in bundle.items():
-            value = reduced_over_lanes(kind, value, QUAD)
+            if over not in OF_MATRIX:
+                value = reduced_over_lanes(kind, value, QUAD)
             registers[half, row_block] = combined(kind, registers[half, row_block], value)
 
     def over_rows(self, index: int, thread: Thread, bundle: dict, scratch: cute.Tensor, tid):
@@ -102,26 +125,36 @@ class ReducedOutput:
                 (part + at).store(registers[half, row_block])
 
     @cute.jit
+    def leave_nothing(
+        self, space: ReductionSpace, carried: tuple, place: tuple, group: Int32, tid: Int32
+    ):
+        """Of what is carried beyond a tile; place: (tile row, tile column, batch)."""
+        state = carried[-1]
+        state[0] += 1
+        state[1] = self.reductions.number_of(space, *place, group)
+        for j in cutlass.range_constexpr(len(self.outputs)):
+            if const_expr(self.outputs[j].over in OF_MATRIX):
+                part = self.reductions.part_of_number(j, space, state[1])
+                if tid == 0:
+                    floats_at(part).store(Float32(identity(self.outputs[j].kind)))
+
+    @cute.jit
     def leave_matrix(
         self,
         index: cutlass.Constexpr,
         registers: cute.Tensor,
         scratch: cute.Pointer,
         space: ReductionSpace,
-        place: tuple,
-        group: Int32,
+        number: Int32,
         tid: Int32,
         barrier_id: Int32,
     ):
-        """Writes the part of a group in a tile; place: (tile row, tile column, batch)."""
-        tile_m, tile_n, batch = place
+        """Writes the part of that number, of a group's tile or of all that it carries."""
         kind = self.outputs[index].kind
         value = registers[0]
         for i in cutlass.range_constexpr(1, cute.size(registers)):
             value = combined(kind, value, registers[i])
-        value = self.reductions.over_group(
-            kind, value, scratch, tid, barrier_id, lanes=COLUMN_OF_QUADS
-        )
-        part = self.reductions.part_of_matrix(index, space, tile_m, tile_n, batch, group)
+        value = self.reductions.over_group(kind, value, scratch, tid, barrier_id)
+        part = self.reductions.part_of_number(index, space, number)
         if tid == 0:
             floats_at(part).store(value)

@@ -90,6 +90,10 @@ class ScheduledGemm(Gemm):
 
     # What a consumer does ------------------------------------------------------------------
 
+    def _carry(self):
+        """Nothing: who has which tiles may differ from run to run, and rounding with it."""
+        return
+
     @cute.jit
     def _first_to_multiply(self, queue, consumer) -> tuple:
         """(number of the consumer's tile, position in the queue of its next one)"""

@@ -37,6 +37,12 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--l2", choices=("cold", "warm"), help="(default: cold; warm on the CPU)")
     group.add_argument("--rounds", type=at_least(1), metavar="COUNT", help="(default: 20)")
+    group.add_argument(
+        "--rest",
+        type=at_least(0),
+        metavar="TIMES",
+        help="let the GPU rest after each batch, so many times as long (default: 0)",
+    )
 
 
 def device_of(options: argparse.Namespace) -> str:
@@ -53,7 +59,7 @@ def policy(options: argparse.Namespace) -> Policy:
     """How the options say that it is measured; the rest is as the tuner does it there."""
     from kernel_api.tuning._autotune import Choice
 
-    names = ("launches", "l2", "rounds", "seed")
+    names = ("launches", "l2", "rounds", "rest", "seed")
     given = {name: getattr(options, name) for name in names}
     own = Choice().policy_on(device_of(options))
     return replace(own, **{name: one for name, one in given.items() if one is not None})

@@ -100,7 +100,7 @@ class Bench:
             "device": kind,
             "policy": policy.to_dict(),
         }
-        self._timeout_s = timeout_s
+        self._timeout_s, self._rest = timeout_s, policy.rest
         self._known: dict[int, Kernel] = {}
         self._broken: dict[int, Outcome] = {}  # were right once, and not again
         self._killed: set[int] = set()  # when they were checked anew, once
@@ -155,11 +155,12 @@ class Bench:
         Args:
             warm_s: Before, they run so long without being timed.
             least_s: They are timed at least so long, up to five times as many rounds.
-            expected_s: How long all of it should take; more than three times that, and the
-                timeout of a candidate, is too long.
+            expected_s: How long all of it should take, without rests; more than three times that,
+                and the timeout of a candidate, is too long.
 
         Raises BenchError.
         """
+        expected_s *= 1 + self._rest
         limit = self._timeout_s + warm_s + least_s + 3 * expected_s
         message = {"do": "time", "indices": list(indices), "rounds": rounds}
         return self._asked({**message, "warm_s": warm_s, "least_s": least_s}, limit)

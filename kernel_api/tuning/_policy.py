@@ -14,7 +14,8 @@ _LAUNCHES = ("eager", "graph")
 _L2 = ("cold", "warm")
 
 #: Of the numbers: the smallest that makes sense.
-_LEAST = {"rounds": 1, "operand_sets": 1, "launches_per_graph": 1, "seed": 0}
+_LEAST = {"rounds": 1, "operand_sets": 1, "launches_per_graph": 1, "rest": 0, "seed": 0}
+_OPTIONAL = ("operand_sets", "launches_per_graph")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Policy:
         operand_sets: Sets of operands that launches use in turn; None: as many as the sizes of
             the problem and of the L2 cache ask.
         launches_per_graph: None: as many as the problem asks; eager launches have none.
+        rest: After each graph, or launch in turn of all operand sets, the GPU rests so many times
+            as long as that took. 0: it draws all the power that it may, and large products are as
+            fast as that lets them be, which depends on what ran before and on the GPU; rested,
+            they run at full clocks, as they do among work that draws less.
         seed: Of the random data.
 
     Raises:
@@ -42,13 +47,14 @@ class Policy:
     rounds: int = 20
     operand_sets: int | None = None
     launches_per_graph: int | None = None
+    rest: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         _check_choice("launches", self.launches, _LAUNCHES)
         _check_choice("l2", self.l2, _L2)
         for name, least in _LEAST.items():
-            _check_number(name, getattr(self, name), least, name not in ("rounds", "seed"))
+            _check_number(name, getattr(self, name), least, name in _OPTIONAL)
         if self.launches == "eager" and self.launches_per_graph is not None:
             raise ArgumentError(
                 f"launches_per_graph is {self.launches_per_graph} but launches is 'eager', which "

@@ -125,6 +125,9 @@ class GpuTimer:
                 batches[index].run()
                 end.record()
                 events[index].append((start, end))
+                if self._policy.rest:
+                    torch.cuda.synchronize()
+                    time.sleep(1e-3 * self._policy.rest * start.elapsed_time(end))
         torch.cuda.synchronize()
         return [
             [1e3 * start.elapsed_time(end) / one.launches for start, end in pairs]

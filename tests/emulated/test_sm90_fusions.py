@@ -125,6 +125,34 @@ def test_a_fusion_is_right(turn):
     assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
 
 
+#: A multiprocessor has several tiles of several batches.
+REDUCED = [
+    Case("reduced", make.reduced_matrices, design, {"M": 140, "N": 136, "batch": 3, **more})
+    for design, more in (
+        ("cooperative", {}),
+        ("pingpong", {}),
+        ("split", {"K": 264}),
+        ("stream", {"K": 264}),
+    )
+]
+
+
+@pytest.mark.parametrize("turn", range(len(REDUCED)), ids=[case.design for case in REDUCED])
+def test_what_is_reduced_over_several_tiles_is_right_and_the_same_again(turn):
+    args = REDUCED[turn].drawn(turn)
+    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
+    kernel = smallest(kernels, REDUCED[turn].design)
+    compiled = EmulatedKernel.compile(kernel, args)
+    assert not compiled.artifact.resources.spill_bytes
+    found = []
+    for seed in (1, 2):
+        compiled.run(args, multiprocessors=3, seed=seed)
+        assert judge(args, FACTOR_REORDERED), kernel.metadata.kernel_name
+        found.append({n: t.tensor.clone() for n, t in args.epilogue.outputs.items()})
+    first, second = found
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 HALVES = Case("halves", make.a_glu("swiglu", granularity="halves"), how={"M": 70, "N": 448})
 
 

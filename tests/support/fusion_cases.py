@@ -264,6 +264,27 @@ def many_outputs(more=F16):
     return make
 
 
+def reduced_matrices(draw):
+    """What is reduced over rows and columns: of each batch, and of all."""
+
+    def fn(accum, row, factor):
+        x = accum * row
+        reduced = ep.max(x, None), ep.sum(x, None), ep.min(x * factor, None), ep.amax(x, None)
+        return x * factor, *reduced
+
+    L = draw.batch
+    epilogue = ka.EpilogueArguments(
+        fn,
+        row=draw.random(L, draw.M, 1),
+        factor=-1.7,
+        largest=draw.reduced(L, element=F32),
+        sum=draw.reduced(L, element=F32),
+        least=draw.reduced(element=F32),
+        amax=draw.reduced(element=F32),
+    )
+    return ka.GemmArguments(draw.A, draw.B, draw.written(), epilogue=epilogue)
+
+
 def a_norm(draw):
     """Of rows that lie in one tile."""
 

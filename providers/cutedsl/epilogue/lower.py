@@ -144,11 +144,24 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
             return None
         return tuple(self._inputs(index, thread, self._place(index, Place(half, column, lane))))
 
+    def keeps_zero(self, output: int) -> bool:
+        index, _ = self._written(output)
+        return self._kind_of_output(output) in ("amax", "sum") and self._is_scaled(index)
+
+    def _is_scaled(self, index: int) -> bool:
+        """Whether a node is the accumulator, times numbers."""
+        node = self._nodes[index]
+        if node.op == "mul":
+            a, b = node.inputs
+            numbers = [i for i in (a, b) if self._nodes[i].op in ("constant", "scalar")]
+            return len(numbers) == 1 and self._is_scaled(b if a in numbers else a)
+        return node.op == "accumulator" or (node.op == "neg" and self._is_scaled(*node.inputs))
+
     def fetch(self, thread: Thread, bundle: int) -> None:
         if bundle not in self._reads:
             self._reads[bundle] = list(self._operands_of(bundle))
         for read in self._reads[bundle]:
-            thread.operand(*read)
+            thread.request(*read)
 
     def finished(self, output: int, value: _Value, extents: tuple[_Value, ...]) -> _Value:
         node = self._nodes[self._plan.reduced[output][1]]
@@ -347,6 +360,9 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
         """With a product that nothing else needs in one instruction."""
         node = self._nodes[index]
         signs = (1, -1 if node.op == "sub" else 1)
+        erf = self._erf_of_one_plus(node)
+        if erf is not None and self._short and not self._is_shared(index):
+            return self._functions["one_plus_erf"](*self._inputs(erf, thread, place))
         for i, other in ((1, 0), (0, 1)):
             product = self._nodes[node.inputs[i]]
             if product.op == "mul" and self._uses[node.inputs[i]] == 1:
@@ -355,6 +371,15 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
                 a, c = (-a if signs[i] < 0 else a), (-c if signs[other] < 0 else c)
                 return cute.math.fma(a, b, c)
         return self._functions[node.op](*self._inputs(index, thread, place))
+
+    def _erf_of_one_plus(self, node: Node) -> int | None:
+        """The node erf(x) of a node 1 + erf(x)."""
+        for one, other in (node.inputs, node.inputs[::-1]):
+            first, second = self._nodes[one], self._nodes[other]
+            is_one = first.op == "constant" and float.fromhex(first["value"]) == 1.0
+            if node.op == "add" and is_one and second.op == "erf":
+                return other
+        return None
 
     def _quotient(self, index: int, thread: Thread, place: Place) -> _Value:
         """Short ones as a multiplication with a reciprocal, which is found once."""

@@ -35,11 +35,14 @@ CONSTANTS = Path(__file__).with_name("model.json")
 #: Rows of out whose products one instruction forms; it reads the columns' operand once.
 _INSTRUCTION_ROWS = 64
 _PARTIAL_SUM_BYTES = 4
-#: Operations of an epilogue per second of one multiprocessor. Where it reads what has rows,
-#: reduces, or writes more than one output, what it waits for is as much as so many of them.
-_ELEMENTWISE, _WAITS = 8e10, 5
+#: Operations of an epilogue per second of one multiprocessor. Where it reads a value per row,
+#: reduces, or writes more than one output, what it waits for is as much as so many of them; where
+#: it only reads matrices, which it does in vectors, less.
+_ELEMENTWISE, _WAITS, _WAITS_FOR_MATRIX = 8e10, 5, 2
 #: Operations that take as long as several others; those that only name elements take nothing.
-_COSTS = {"reduce": 5, "rotate": 5, "erf": 8, "sigmoid": 2, "tanh": 2, "exp": 2, "log": 2}
+_COSTS = {"reduce": 2, "rotate": 5, "erf": 2, "sigmoid": 2, "tanh": 2, "exp": 2, "log": 2}
+#: What is reduced over both sides leaves a multiprocessor once.
+_CARRIED = ("matrix", "all")
 _NAMING = ("split", "interleave", "repeat", "store")
 
 #: Bytes of an element that a consumer reads in time though it has no registers to read ahead.
@@ -342,9 +345,13 @@ def operations(graph: Graph) -> int:
 
 
 def _operations_and_waits(graph: Graph) -> int:
-    reads_rows = any(leaf.shape.rows for leaf in graph.leaves.values())
-    waits = reads_rows or len(graph.outputs) > 1 or any(n.op == "reduce" for n in graph.nodes)
-    return operations(graph) + (_WAITS if waits else 0)
+    nodes, leaves = graph.nodes, graph.leaves.values()
+    leave = any(n.op == "reduce" and n["axis"] not in _CARRIED for n in nodes)
+    written = sum(nodes[index].op != "reduce" for _, index in graph.outputs)
+    by_row = any(leaf.shape.rows and not leaf.shape.columns for leaf in leaves)
+    matrices = any(leaf.shape.rows and leaf.shape.columns for leaf in leaves)
+    waits = _WAITS if leave or by_row or written > 1 else _WAITS_FOR_MATRIX * matrices
+    return operations(graph) + waits
 
 
 def _bytes(operand: Any) -> int:

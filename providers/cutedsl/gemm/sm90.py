@@ -50,7 +50,7 @@ _STORED = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "in
 #: Of a tile, whose elements are put into shared memory one by one where its rows are pairs.
 _COLUMNS_OF_PAIRS = 64
 #: As the performance model counts them.
-_FEW_OPERATIONS = 4
+_FEW_OPERATIONS = 5
 #: Columns, per byte of an element of out, of which a buffer holds what is reduced.
 _BUFFERED_PER_BYTE = 128
 
