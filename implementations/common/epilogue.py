@@ -117,10 +117,6 @@ class Epilogue:
         """Two numbers whose product an element is, if there are such."""
         return None
 
-    def keeps_zero(self, output: int) -> bool:
-        """Whether what is reduced is 0 where the accumulator is, and a 0 changes nothing of it."""
-        return False
-
     def fetch(self, thread: "Thread", bundle: int) -> None:
         """Starts to read what the elements of a bundle of so many columns need."""
 
@@ -261,7 +257,6 @@ class Thread:
             by side, in bytes; 1 if nothing is known of them.
         of_columns, of_rows: What is read that all rows, or all columns, share; so may threads of
             one bundle, or of the same rows.
-        zeros_outside: Whether accumulators of rows and columns beyond the matrix are 0.
         shares_vectors: Whether all of a warp read what they read together, so that each thread of a
             quad may load a whole vector of a row, and they exchange the elements.
         memory: For an epilogue to keep what it has computed of this bundle.
@@ -277,7 +272,6 @@ class Thread:
     extents: tuple[Int32, Int32]
     halves: frozenset = frozenset()
     vector_bytes: int = 1
-    zeros_outside: bool = False
     shares_vectors: bool = False
     of_columns: dict = field(default_factory=dict)
     of_rows: dict = field(default_factory=dict)
@@ -361,6 +355,8 @@ class Thread:
         if not self.shares_vectors or modes == NUMBER or not {"m", "n"} <= set(modes):
             return False
         if lane_columns != PAIR or columns is None or self.bundle * columns % QUAD_COLUMNS:
+            return False
+        if columns in self.halves:  # two addresses of each row: there are no registers for them
             return False
         width = self.operands[index].element_type.width
         whole = width == 16 and self.vector_bytes * LANES * 8 == QUAD_COLUMNS * width

@@ -162,6 +162,7 @@ class Reductions:
             scratch: Floats in shared memory, one per warp of the group.
             place: (block of rows, tile column, batch) that the parts belong to.
             flag: An Int32 in shared memory, of this group alone, as the barrier is.
+            parts: How many the group has written since it counted any.
         """
         block, tile_n, batch = place
         over = self.outputs[index].over
@@ -240,9 +241,20 @@ class Reductions:
         mR[at, batch] = self.epilogue.conversions.converted(value, mR.element_type)
 
     @cute.jit
-    def over_group(self, kind: cutlass.Constexpr, value, scratch, thread, barrier_id):
-        """Of a group's threads, in the order of its warps; thread 0 gets it."""
-        value = reduced_over_lanes(kind, value, WHOLE_WARP)
+    def over_group(
+        self,
+        kind: cutlass.Constexpr,
+        value,
+        scratch,
+        thread,
+        barrier_id,
+        lanes: cutlass.Constexpr = WHOLE_WARP,
+    ):
+        """Of a group's threads, in the order of its warps; thread 0 gets it.
+
+        lanes: of a warp, in which values may still differ.
+        """
+        value = reduced_over_lanes(kind, value, lanes)
         if thread % WARP == 0:
             (scratch + thread // WARP).store(value)
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=self.threads)
@@ -282,9 +294,6 @@ class Reductions:
         Rows and columns of which nothing is kept may gather anything.
         """
         output, epilogue, number = self.outputs[index], self.epilogue, self._number(index)
-        if thread.zeros_outside and epilogue.keeps_zero(number):
-            value = Float32(epilogue.element(number, thread, half, column))
-            return combined(output.kind, found, value)
         inside = self._inside(output, thread, half, column)
         factors = epilogue.factors(number, thread, half, column)
         if factors is not None and output.kind == "sum":

@@ -40,7 +40,9 @@ class ExpertsOutput(Output):
         self.atom = atoms[0]
         return atoms, tensors
 
-    def write(self, consumer, accumulators, tma_d, mD, sD, operands, majors, place, *further):
+    def write(
+        self, consumer, accumulators, tma_d, mD, sD, operands, majors, place, *further, **more
+    ):
         group = place[2]
         *operands, (addresses, shape, pitch, first) = operands
         D = self.experts.at(addresses[group], shape, pitch)
@@ -54,7 +56,8 @@ class ExpertsOutput(Output):
             D = cute.domain_offset((0, 0, -group), mD[0])
         outputs = (D, *mD[1:])
         super().write(
-            *(consumer, accumulators, tma_d, outputs, sD, tuple(operands), majors, place, *further)
+            *(consumer, accumulators, tma_d, outputs, sD, tuple(operands), majors, place, *further),
+            **more,
         )
 
     def _store_by_tma(self, tma_d, sD, gD):

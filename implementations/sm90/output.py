@@ -365,7 +365,6 @@ class Output:
                     extents=extents,
                     halves=self.epilogue.halves,
                     vector_bytes=VECTOR_BYTES if aligned else 1,
-                    zeros_outside=self.ragged is None,
                     shares_vectors=True,
                     of_columns=of_columns,
                     of_rows=of_rows[row_block],

@@ -13,6 +13,7 @@ from support.fusion_cases import E5M2, F16, F32, Case, on_meta
 from support.ptx.kernel import EmulatedKernel
 
 import kernel_api as ka
+from kernel_api import epilogue as ep
 from kernel_api.verification import FACTOR, FACTOR_REORDERED, judge
 
 pytestmark = pytest.mark.compile
@@ -151,6 +152,90 @@ def test_what_is_reduced_over_several_tiles_is_right_and_the_same_again(turn):
         found.append({n: t.tensor.clone() for n, t in args.epilogue.outputs.items()})
     first, second = found
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("operand", ["A", "B", "alpha"])
+def test_what_is_reduced_of_infinite_products_is_infinite(operand):
+    """Tiles reach beyond the matrix, where zeros times infinity are not a number."""
+    A, B = torch.ones(72, 64).half(), torch.ones(72, 64).half()
+    alpha = float("inf") if operand == "alpha" else 0.5
+    if operand != "alpha":
+        {"A": A, "B": B}[operand][3, 0] = float("inf")
+
+    def fn(accum, alpha):
+        x = accum * alpha
+        return x, ep.amax(x, None), ep.sum(x, None), ep.amax(x, -1), ep.sum(x, -2)
+
+    written = {"amax": (), "sum": (), "rows": (72,), "columns": (72,)}
+    epilogue = ka.EpilogueArguments(
+        fn, alpha=alpha, **{name: torch.empty(shape) for name, shape in written.items()}
+    )
+    args = ka.GemmArguments(A, B.t(), torch.empty(72, 72).half(), epilogue=epilogue)
+    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
+    EmulatedKernel.compile(smallest(kernels, "cooperative"), args).run(args, multiprocessors=2)
+    exact = (A.double() @ B.double().t()) * alpha
+    found = {name: epilogue.outputs[name].tensor.double() for name in written}
+    assert found["amax"] == found["sum"] == float("inf")
+    assert torch.equal(found["rows"], exact.amax(1)) and torch.equal(found["columns"], exact.sum(0))
+
+
+#: Sizes end within what a quad loads of a row, and within an instruction's rows.
+READING = [
+    Case("residual", make.a_residual, "cooperative", {"M": 70, "N": 136, "batch": 2}),
+    Case("residual", make.a_residual, "pingpong", {"M": 13, "N": 72, "element": F16}),
+    Case("dswiglu", make.a_dglu("swiglu"), "cooperative", {"M": 70, "N": 96}),
+    Case("recompute_dswiglu", make.a_recomputed_dglu, "pingpong", {"M": 13, "N": 192}),
+]
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize("case", READING, ids=[f"{c.name}, {c.design}" for c in READING])
+def test_matrices_are_read_in_vectors_of_their_rows_where_these_are_aligned(case, aligned):
+    args = case.drawn(turn=int(aligned))
+    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
+    wide = [k for k in kernels if k.metadata.targets == ("sm_90a",)]
+    wide = [k for k in wide if k.metadata.design.tile_shape[1] % 64 == 0]
+    compiled = EmulatedKernel.compile(smallest(wide, case.design), args)
+    assert not compiled.artifact.resources.spill_bytes
+    assert ("ld.global.v4.b32" in compiled.text) == aligned
+    compiled.run(args, multiprocessors=2, seed=1)
+    assert judge(args, FACTOR_REORDERED), compiled.kernel.metadata.kernel_name
+
+
+@pytest.mark.parametrize(("element", "off"), [(make.BF16, 2.0**-8), (F16, 2.0**-10)])
+def test_gelu_keeps_the_digits_of_what_is_nearly_nothing(element, off):
+    """1 + erf(x) of negative x is small: its error is a share of it, not of 1."""
+    x = torch.cat([torch.linspace(-9, 9, 58), torch.tensor([0.0, -0.0, 1e-4, -1e-4])])
+    x = torch.cat([x, torch.tensor([float("inf"), float("nan")])]).to(element)
+    A, B = torch.zeros(64, 64, dtype=element), torch.zeros(64, 64, dtype=element)
+    A[:, 0], B[:, 0] = x, 1.0
+    out, bias = torch.empty(64, 64, dtype=element), torch.zeros(64, dtype=element)
+    args = ka.fusions.gemm_bias_activation(A, B.t(), out=out, bias=bias, activation="gelu")
+    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
+    EmulatedKernel.compile(smallest(kernels, "cooperative"), args).run(args, multiprocessors=2)
+    found, exact = out[:, 7].double(), torch.nn.functional.gelu(x.double())
+    near = (x.abs() < 5.6) & (exact.abs() > torch.finfo(element).tiny)
+    share = ((found - exact) / exact)[near].abs().max()
+    assert share < off, f"off by {share:.3g} of it"
+    assert (found - exact)[exact.isfinite() & (exact < 1) & ~near].abs().max() < 1e-7
+    assert found[-2] == float("inf") and found[-1].isnan()
+
+
+@pytest.mark.parametrize("out", [make.BF16, F16, F32])
+def test_one_plus_erf_is_right_in_either_order_and_beside_erf_itself(out):
+    def fn(accum, first, second):
+        x = accum * 0.1
+        return 1.0 + ep.erf(x), (ep.erf(x * first) + 1.0) * second, ep.erf(x)
+
+    draw = make.Draw(M=70, N=72, K=72, element=make.BF16)
+    more = {"second_order": draw.written(element=out), "itself": draw.written(element=out)}
+    epilogue = ka.EpilogueArguments(fn, first=-0.7, second=1.3, **more)
+    args = ka.GemmArguments(draw.A, draw.B, draw.written(element=out), epilogue=epilogue)
+    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
+    kernel = smallest(kernels, "pingpong")
+    EmulatedKernel.compile(kernel, args).run(args, multiprocessors=2)
+    verdict = judge(args, FACTOR_REORDERED)
+    assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
 
 
 HALVES = Case("halves", make.a_glu("swiglu", granularity="halves"), how={"M": 70, "N": 448})

@@ -144,19 +144,6 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
             return None
         return tuple(self._inputs(index, thread, self._place(index, Place(half, column, lane))))
 
-    def keeps_zero(self, output: int) -> bool:
-        index, _ = self._written(output)
-        return self._kind_of_output(output) in ("amax", "sum") and self._is_scaled(index)
-
-    def _is_scaled(self, index: int) -> bool:
-        """Whether a node is the accumulator, times numbers."""
-        node = self._nodes[index]
-        if node.op == "mul":
-            a, b = node.inputs
-            numbers = [i for i in (a, b) if self._nodes[i].op in ("constant", "scalar")]
-            return len(numbers) == 1 and self._is_scaled(b if a in numbers else a)
-        return node.op == "accumulator" or (node.op == "neg" and self._is_scaled(*node.inputs))
-
     def fetch(self, thread: Thread, bundle: int) -> None:
         if bundle not in self._reads:
             self._reads[bundle] = list(self._operands_of(bundle))
