@@ -295,6 +295,10 @@ def geglu(accum, alpha):
     return up * ep.gelu(gate)
 
 
+def normed(accum):
+    return accum * ep.rsqrt(ep.sum(accum * accum, -1))
+
+
 def grouped(**options):
     return ka.fusions.grouped_gemm_glu(
         *(empty(512, 64), empty(4, 384, 64).mT, empty(4, dtype=torch.int32)),
@@ -309,6 +313,7 @@ LIGHT = {
     "of a sum": lambda: arguments(gated_sum, N=384, columns=0.5, bias=empty(384, dtype=F32)),
     "geglu": lambda: arguments(geglu, N=384, columns=0.5, alpha=0.7),
     "geglu, float32": lambda: arguments(geglu, N=384, columns=0.5, alpha=0.7, out=F32),
+    "norm of rows": lambda: arguments(normed, N=192),
     "Hadamard": lambda: arguments(lambda accum: ep.hadamard(accum), N=384),
     "groups": grouped,
     "groups, picked": lambda: grouped(row_index=empty(512, dtype=torch.int32)),

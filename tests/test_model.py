@@ -156,6 +156,34 @@ def test_half_as_many_elements_are_written_of_pairs_however_little_is_done_to_th
     assert problem(64, 64, 64).types[2:5] == (2.0, 0.0, 0)
 
 
+def test_an_epilogue_waits_for_what_rows_give_or_take_and_less_for_matrices():
+    A, B, out = (torch.empty(64, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
+
+    def operations(fn, **operands):
+        given = {
+            name: torch.empty(shape, dtype=torch.float32, device="meta")
+            for name, shape in operands.items()
+        }
+        args = ka.GemmArguments(A, B.t(), out, epilogue=ka.EpilogueArguments(fn, **given))
+        return Problem.of(args).epilogue_operations
+
+    def added(accum, x):
+        return accum + x
+
+    def largest_of_all(accum):
+        return accum, ka.epilogue.amax(accum, None)
+
+    def largest_of_rows(accum):
+        return accum, ka.epilogue.amax(accum, -1)
+
+    assert operations(added, x=(64,)) == 1
+    assert operations(added, x=(64, 64)) == 3
+    assert operations(added, x=(64, 1)) == 6
+    assert operations(lambda accum: (accum + 1.0, accum), second=(64, 64)) == 6
+    assert operations(largest_of_all, amax=()) == 2
+    assert operations(largest_of_rows, amax=(64,)) == 7
+
+
 # Where it is asked -----------------------------------------------------------------------
 
 

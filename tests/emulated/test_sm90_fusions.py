@@ -21,6 +21,7 @@ pytestmark = pytest.mark.compile
 DESIGNS = {
     "cooperative": lambda d: d.schedule == "cooperative" and not d.splits and not d.swap_ab,
     "pingpong": lambda d: d.schedule == "pingpong",
+    "clusters": lambda d: d.cluster_size > 1 and not d.splits and not d.swap_ab,
     "split": lambda d: d.split_k > 1 and not d.swap_ab,
     "stream": lambda d: d.stream_k,
     "swapped": lambda d: d.swap_ab and not d.splits,
@@ -128,17 +129,19 @@ def test_a_fusion_is_right(turn):
 
 #: A multiprocessor has several tiles of several batches.
 REDUCED = [
-    Case("reduced", make.reduced_matrices, design, {"M": 140, "N": 136, "batch": 3, **more})
-    for design, more in (
-        ("cooperative", {}),
-        ("pingpong", {}),
-        ("split", {"K": 264}),
-        ("stream", {"K": 264}),
-    )
+    Case("reduced", make.reduced_matrices, "cooperative", {"M": 140, "N": 136, "batch": 3}),
+    Case("reduced", make.reduced_matrices, "pingpong", {"M": 140, "N": 136, "batch": 3}),
+    Case("of a tile", make.reduced_matrices, "pingpong", {"M": 13, "N": 8, "batch": 1}),
+    Case("in clusters", make.reduced_matrices, "clusters", {"M": 70, "N": 264, "batch": 2}),
+    Case("reduced", make.reduced_matrices, "split", {"M": 70, "N": 136, "K": 264, "batch": 3}),
+    Case("reduced", make.reduced_matrices, "stream", {"M": 140, "N": 136, "K": 264, "batch": 3}),
+    Case("many", make.many_outputs(), "cooperative", {"M": 140, "N": 72, "batch": 2}),
 ]
 
 
-@pytest.mark.parametrize("turn", range(len(REDUCED)), ids=[case.design for case in REDUCED])
+@pytest.mark.parametrize(
+    "turn", range(len(REDUCED)), ids=[f"{c.name}, {c.design}" for c in REDUCED]
+)
 def test_what_is_reduced_over_several_tiles_is_right_and_the_same_again(turn):
     args = REDUCED[turn].drawn(turn)
     kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
