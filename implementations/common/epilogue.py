@@ -18,6 +18,7 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Numeric, 
 from .conversion import Conversions, bfloat16_pair, select
 from .modes import transposed_modes
 from .row_pairs import RowPairs
+from .vectors import load_words
 
 _SWAPPED = str.maketrans("mn", "nm")
 NUMBER = "number"  # an operand that is no tensor, but a number known at run time
@@ -370,7 +371,7 @@ class Thread:
             count = QUAD_COLUMNS // LANES
             start, distance = self._start(first, columns)
             place = self._first_of_row(index, half, start, count, columns)
-            self._vectors[key] = _load_words(*place, distance, count, 16)
+            self._vectors[key] = load_words(*place, distance, count, 16)
         return self._vectors[key]
 
     def _exchanged(self, index: int, half: int, column: int, columns: Fraction) -> dict:
@@ -448,29 +449,10 @@ def _is_one(stride) -> bool:
 
 def _load_inside(first: Int64, left: Int32, column: int, count: int, element_type) -> list:
     """`count` elements of a row from `column` on, in one load; zeros if fewer are left."""
-    loaded = _load_words(first, left, column, count, element_type.width)
+    loaded = load_words(first, left, column, count, element_type.width)
     if element_type.width * count == 16 or element_type is Float32:
         return [value.bitcast(element_type) for value in loaded]
     return [value for pair in loaded for value in _two_of(pair, element_type)]
-
-
-def _load_words(first: Int64, left: Int32, column: int, count: int, width: int) -> list:
-    """The same as words of 32 bits, or one of 16; width: of an element, in bits."""
-    bits = count * width
-    word = Uint16 if bits == 16 else Uint32
-    words = max(1, bits // 32)
-    names = [f"{{$w{i}}}" for i in range(words)]
-    vector = f".v{words}" if words > 1 else ""
-    target = f"{{{', '.join(names)}}}" if words > 1 else names[0]
-    zeros = " ".join(f"mov.b{word.width} {name}, 0;" for name in names)
-    loaded = cute.arch.inline_ptx(
-        f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {column + count - 1}; {zeros} "
-        f"@inside ld.global{vector}.b{word.width} {target}, "
-        f"[{{$r0}} + {column * width // 8}]; }}",
-        write_only_types=[word] * words,
-        read_only_args=[first, left],
-    )
-    return list(loaded) if words > 1 else [loaded]
 
 
 def transposed_over_quad(words: list, lane: Int32) -> list:

@@ -110,7 +110,9 @@ class Reductions:
 
     def part_of_matrix(self, index: int, space: ReductionSpace, tile_m, tile_n, batch, group):
         """Address of a group's part."""
-        return self._address(index, space, self.number_of(space, tile_m, tile_n, batch, group))
+        return self.part_of_number(
+            index, space, self.number_of(space, tile_m, tile_n, batch, group)
+        )
 
     def number_of(self, space: ReductionSpace, tile_m, tile_n, batch, group) -> Int32:
         """Of a group's part among those of all tiles."""

@@ -8,11 +8,11 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Numeric, Uint16, Uint32, const_expr
 
 from .conversion import bfloat16_pair
+from .vectors import VECTOR, braced
 
 WARP = 32
 _WORD_BYTES = 4
 _PIECE_BYTES = 16  # that one instruction moves at most
-_VECTOR = {1: "", 2: ".v2", 4: ".v4"}  # by words
 
 #: How loads take what no kernel writes meanwhile, and what the thread itself has written.
 CONSTANT, WRITTEN = ".nc", ""
@@ -199,7 +199,7 @@ class GlobalRow:
             zeros = " ".join(f"mov.b{vector.word.width} {name}, 0;" for name in names)
             piece = cute.arch.inline_ptx(
                 f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {{$r2}}; {zeros} @inside "
-                f"ld.global{kind}{_VECTOR[count]}.b{vector.word.width} {_braced(names)}, "
+                f"ld.global{kind}{VECTOR[count]}.b{vector.word.width} {braced(names)}, "
                 f"[{{$r0}} + {offset}]; }}",
                 write_only_types=[vector.word] * count,
                 read_only_args=[self._at(first), self.left, Int32(first)],
@@ -215,8 +215,8 @@ class GlobalRow:
             start = offset // _WORD_BYTES
             cute.arch.inline_ptx(
                 f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {{$r2}}; @inside "
-                f"st.global{_VECTOR[count]}.b{vector.word.width} [{{$r0}} + {offset}], "
-                f"{_braced(names)}; }}",
+                f"st.global{VECTOR[count]}.b{vector.word.width} [{{$r0}} + {offset}], "
+                f"{braced(names)}; }}",
                 read_only_args=[
                     self._at(first), self.left, Int32(first), *words[start : start + count]
                 ],
@@ -250,7 +250,7 @@ class SharedRow:
         count = self.vector.words
         names = [f"{{$w{i}}}" for i in range(count)]
         loaded = cute.arch.inline_ptx(
-            f"ld.shared{_VECTOR[count]}.b32 {_braced(names)}, [{{$r0}}];",
+            f"ld.shared{VECTOR[count]}.b32 {braced(names)}, [{{$r0}}];",
             write_only_types=[Uint32] * count,
             read_only_args=[self.at(first)],
         )
@@ -258,10 +258,6 @@ class SharedRow:
 
     def at(self, first: Int32) -> Int32:
         return self.address + first * self.vector.element_bytes
-
-
-def _braced(names: list[str]) -> str:
-    return f"{{{', '.join(names)}}}" if len(names) > 1 else names[0]
 
 
 def matrix_row(mX: cute.Tensor, row: Int32, column: Int32, end: Int32, count: int) -> GlobalRow:

@@ -7,8 +7,8 @@ from cutlass import BFloat16, Boolean, Int32, Int64, Numeric, Uint8, Uint16, Uin
 from cutlass.cute import AddressSpace
 
 from ..common.conversion import bfloat16_pair
+from ..common.vectors import VECTOR, braced, load_words
 
-_VECTOR = {1: "", 2: ".v2", 4: ".v4"}  # by words
 _UNSIGNED = {8: Uint8, 16: Uint16, 32: Uint32, 64: Uint64}
 
 
@@ -37,25 +37,10 @@ def as_bits(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(pointer, tensor.layout)
 
 
-def _braced(names: list[str]) -> str:
-    return f"{{{', '.join(names)}}}" if len(names) > 1 else names[0]
-
-
 def load_inside(first: Int64, left: Int32, column: int, count: int, element_type) -> list:
     """`count` elements of a row from `column` on, in one load; zeros if fewer are left."""
-    bits = count * element_type.width
-    word = Uint32 if bits >= 32 else Uint16  # nothing holds less
-    words = max(1, bits // 32)
-    names = [f"{{$w{i}}}" for i in range(words)]
-    zeros = " ".join(f"mov.b{word.width} {name}, 0;" for name in names)
-    loaded = cute.arch.inline_ptx(
-        f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {column + count - 1}; {zeros} "
-        f"@inside ld.global.nc{_VECTOR[words]}.b{min(bits, 32)} {_braced(names)}, "
-        f"[{{$r0}} + {column * element_type.width // 8}]; }}",
-        write_only_types=[word] * words,
-        read_only_args=[first, left],
-    )
-    loaded = loaded if words > 1 else (loaded,)
+    loaded = load_words(first, left, column, count, element_type.width, kind=".nc")
+    words = len(loaded)
     return [value for one in loaded for value in _elements(one, count // words, element_type)]
 
 
@@ -89,6 +74,6 @@ def store_inside(address: Int64, left: Int32, last: int, words: list, bits: int)
     names = [f"{{$r{i + 2}}}" for i in range(len(words))]
     cute.arch.inline_ptx(
         f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {last}; @inside "
-        f"st.global{_VECTOR[len(words)]}.b{bits} [{{$r0}}], {_braced(names)}; }}",
+        f"st.global{VECTOR[len(words)]}.b{bits} [{{$r0}}], {braced(names)}; }}",
         read_only_args=[address, left, *words],
     )

@@ -258,9 +258,8 @@ class Output:
         if const_expr(len(mR) > 0):
             place = (row, column, stored_batch)
             if const_expr(carried is not None):
-                tile = (row // self.tile_blocks, column, stored_batch)
-                group = row % self.tile_blocks % self.row_step
-                self.reduced.leave_nothing(space, carried, tile, group, tid)
+                number = self._number(space, place)
+                self.reduced.leave_nothing(space, carried, number, tid)
             leaves = [r.over not in OF_MATRIX or carried is None for r in self.epilogue.reduced]
             if const_expr(any(leaves)):
                 self._reduce(leaves, consumer, sums, place, extents, mR, space, ring, flag, tid)
@@ -280,12 +279,9 @@ class Output:
             if const_expr(not leaves[j]):
                 pass
             elif const_expr(over in OF_MATRIX):
-                tile = (row // self.tile_blocks, column, batch)
-                group = row % self.tile_blocks % self.row_step
-                number = self.reduced.reductions.number_of(space, *tile, group)
-                self.reduced.leave_matrix(j, sums[j], scratch, space, number, tid, barrier_id)
-                self.reduced.reductions.complete(
-                    j, mR[j], scratch, space, place, extents, tid, flag, barrier_id
+                part = (sums[j], self._number(space, place), 1)
+                self._leave_matrix(
+                    j, part, scratch, batch, extents, mR, space, flag, tid, barrier_id
                 )
             else:
                 for row_block in cutlass.range_constexpr(self.row_blocks):
@@ -318,13 +314,28 @@ class Output:
         scratch = self._scratch(ring, consumer * self.buffers, Fraction(1)).iterator
         for j in cutlass.range_constexpr(len(mR)):
             if const_expr(self.epilogue.reduced[j].over in OF_MATRIX):
-                self.reduced.leave_matrix(j, carried[j], scratch, space, state[1], tid, barrier_id)
-                self.reduced.reductions.complete(
-                    *(j, mR[j], scratch, space, (Int32(0), Int32(0), batch), extents),
-                    *(tid, flag, barrier_id, state[0]),
+                part = (carried[j], state[1], state[0])
+                self._leave_matrix(
+                    j, part, scratch, batch, extents, mR, space, flag, tid, barrier_id
                 )
                 carried[j].fill(identity(self.epilogue.reduced[j].kind))
         state[0] = 0
+
+    def _number(self, space, place) -> Int32:
+        """Of this consumer's part of a tile, among those of what is reduced over a matrix."""
+        row, column, batch = place
+        tile = (row // self.tile_blocks, column, batch)
+        group = row % self.tile_blocks % self.row_step
+        return self.reduced.reductions.number_of(space, *tile, group)
+
+    def _leave_matrix(self, j, part, scratch, batch, extents, mR, space, flag, tid, barrier_id):
+        """part: (its registers, its number, parts that are written and not counted)."""
+        registers, number, parts = part
+        self.reduced.leave_matrix(j, registers, scratch, space, number, tid, barrier_id)
+        self.reduced.reductions.complete(
+            *(j, mR[j], scratch, space, (Int32(0), Int32(0), batch), extents),
+            *(tid, flag, barrier_id, parts),
+        )
 
     def _scratch(self, ring, buffer, per_column):
         """A buffer of the ring as (warps, columns of a bundle)."""

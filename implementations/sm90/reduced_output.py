@@ -125,13 +125,11 @@ class ReducedOutput:
                 (part + at).store(registers[half, row_block])
 
     @cute.jit
-    def leave_nothing(
-        self, space: ReductionSpace, carried: tuple, place: tuple, group: Int32, tid: Int32
-    ):
-        """Of what is carried beyond a tile; place: (tile row, tile column, batch)."""
+    def leave_nothing(self, space: ReductionSpace, carried: tuple, number: Int32, tid: Int32):
+        """Writes the part of that number, of a tile beyond which its group carries on."""
         state = carried[-1]
         state[0] += 1
-        state[1] = self.reductions.number_of(space, *place, group)
+        state[1] = number
         for j in cutlass.range_constexpr(len(self.outputs)):
             if const_expr(self.outputs[j].over in OF_MATRIX):
                 part = self.reductions.part_of_number(j, space, state[1])

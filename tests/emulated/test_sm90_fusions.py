@@ -110,6 +110,14 @@ def smallest(kernels, design):
     return min(fitting, key=size)
 
 
+def emulated(args, design, fits=lambda design: True):
+    """The smallest Hopper kernel of such a design that takes them, in the emulator."""
+    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
+    hopper = [k for k in kernels if k.metadata.targets == ("sm_90a",)]
+    fitting = [k for k in hopper if fits(k.metadata.design)]
+    return EmulatedKernel.compile(smallest(fitting, design), args)
+
+
 #: With KERNEL_API_EMULATE in the environment all of them, else one of seven.
 TURNS = range(0, len(CASES), 1 if os.environ.get("KERNEL_API_EMULATE") else 7)
 
@@ -117,9 +125,8 @@ TURNS = range(0, len(CASES), 1 if os.environ.get("KERNEL_API_EMULATE") else 7)
 @pytest.mark.parametrize("turn", TURNS, ids=[CASES[turn].name for turn in TURNS])
 def test_a_fusion_is_right(turn):
     args = CASES[turn].drawn(turn)
-    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
-    kernel = smallest(kernels, CASES[turn].design)
-    compiled = EmulatedKernel.compile(kernel, args)
+    compiled = emulated(args, CASES[turn].design)
+    kernel = compiled.kernel
     assert not compiled.artifact.resources.spill_bytes
     compiled.run(args, multiprocessors=2, seed=turn)
     factor = FACTOR_REORDERED if kernel.reorders_accumulation else FACTOR
@@ -144,14 +151,12 @@ REDUCED = [
 )
 def test_what_is_reduced_over_several_tiles_is_right_and_the_same_again(turn):
     args = REDUCED[turn].drawn(turn)
-    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
-    kernel = smallest(kernels, REDUCED[turn].design)
-    compiled = EmulatedKernel.compile(kernel, args)
+    compiled = emulated(args, REDUCED[turn].design)
     assert not compiled.artifact.resources.spill_bytes
     found = []
     for seed in (1, 2):
         compiled.run(args, multiprocessors=3, seed=seed)
-        assert judge(args, FACTOR_REORDERED), kernel.metadata.kernel_name
+        assert judge(args, FACTOR_REORDERED), compiled.kernel.metadata.kernel_name
         found.append({n: t.tensor.clone() for n, t in args.epilogue.outputs.items()})
     first, second = found
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -174,8 +179,7 @@ def test_what_is_reduced_of_infinite_products_is_infinite(operand):
         fn, alpha=alpha, **{name: torch.empty(shape) for name, shape in written.items()}
     )
     args = ka.GemmArguments(A, B.t(), torch.empty(72, 72).half(), epilogue=epilogue)
-    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
-    EmulatedKernel.compile(smallest(kernels, "cooperative"), args).run(args, multiprocessors=2)
+    emulated(args, "cooperative").run(args, multiprocessors=2)
     exact = (A.double() @ B.double().t()) * alpha
     found = {name: epilogue.outputs[name].tensor.double() for name in written}
     assert found["amax"] == found["sum"] == float("inf")
@@ -195,10 +199,7 @@ READING = [
 @pytest.mark.parametrize("case", READING, ids=[f"{c.name}, {c.design}" for c in READING])
 def test_matrices_are_read_in_vectors_of_their_rows_where_these_are_aligned(case, aligned):
     args = case.drawn(turn=int(aligned))
-    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
-    wide = [k for k in kernels if k.metadata.targets == ("sm_90a",)]
-    wide = [k for k in wide if k.metadata.design.tile_shape[1] % 64 == 0]
-    compiled = EmulatedKernel.compile(smallest(wide, case.design), args)
+    compiled = emulated(args, case.design, lambda d: d.tile_shape[1] % 64 == 0)
     assert not compiled.artifact.resources.spill_bytes
     assert ("ld.global.v4.b32" in compiled.text) == aligned
     compiled.run(args, multiprocessors=2, seed=1)
@@ -214,8 +215,7 @@ def test_gelu_keeps_the_digits_of_what_is_nearly_nothing(element, off):
     A[:, 0], B[:, 0] = x, 1.0
     out, bias = torch.empty(64, 64, dtype=element), torch.zeros(64, dtype=element)
     args = ka.fusions.gemm_bias_activation(A, B.t(), out=out, bias=bias, activation="gelu")
-    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
-    EmulatedKernel.compile(smallest(kernels, "cooperative"), args).run(args, multiprocessors=2)
+    emulated(args, "cooperative").run(args, multiprocessors=2)
     found, exact = out[:, 7].double(), torch.nn.functional.gelu(x.double())
     near = (x.abs() < 5.6) & (exact.abs() > torch.finfo(element).tiny)
     share = ((found - exact) / exact)[near].abs().max()
@@ -234,11 +234,10 @@ def test_one_plus_erf_is_right_in_either_order_and_beside_erf_itself(out):
     more = {"second_order": draw.written(element=out), "itself": draw.written(element=out)}
     epilogue = ka.EpilogueArguments(fn, first=-0.7, second=1.3, **more)
     args = ka.GemmArguments(draw.A, draw.B, draw.written(element=out), epilogue=epilogue)
-    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
-    kernel = smallest(kernels, "pingpong")
-    EmulatedKernel.compile(kernel, args).run(args, multiprocessors=2)
+    compiled = emulated(args, "pingpong")
+    compiled.run(args, multiprocessors=2)
     verdict = judge(args, FACTOR_REORDERED)
-    assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+    assert verdict, f"{compiled.kernel.metadata.kernel_name}: {verdict}"
 
 
 HALVES = Case("halves", make.a_glu("swiglu", granularity="halves"), how={"M": 70, "N": 448})

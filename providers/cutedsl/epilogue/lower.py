@@ -347,9 +347,10 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
         """With a product that nothing else needs in one instruction."""
         node = self._nodes[index]
         signs = (1, -1 if node.op == "sub" else 1)
-        erf = self._erf_of_one_plus(node)
-        if erf is not None and self._short and not self._is_shared(index):
-            return self._functions["one_plus_erf"](*self._inputs(erf, thread, place))
+        if self._short and not self._is_shared(index):
+            erf = self._erf_of_one_plus(node)
+            if erf is not None:
+                return self._functions["one_plus_erf"](*self._inputs(erf, thread, place))
         for i, other in ((1, 0), (0, 1)):
             product = self._nodes[node.inputs[i]]
             if product.op == "mul" and self._uses[node.inputs[i]] == 1:
