@@ -11,7 +11,7 @@ import torch
 
 import kernel_api.graph as cudnn
 from kernel_api.errors import VariantPackError
-from kernel_api.graph import _execution
+from kernel_api.graph import _execution, _likeness
 
 FLOAT = cudnn.data_type.FLOAT
 A = cudnn.heur_mode.A
@@ -148,10 +148,19 @@ def test_sets_of_keys_that_are_remembered_are_bounded(reducing, monkeypatch):
         assert len(reducing._execution._readers) <= 3
 
 
-def test_every_execution_looks_at_its_tensors(reducing):
+@pytest.fixture(params=[True, False], ids=["at once", "one by one"])
+def looked_at(request, monkeypatch):
+    """Torch's look at all tensors, and none."""
+    if not request.param:
+        monkeypatch.setattr(_likeness, "_guards", lambda: None)
+    return request.param
+
+
+def test_every_execution_looks_at_its_tensors(reducing, looked_at):
     """Those of an execution before may have changed in place."""
     pack = {**operands(), "largest": torch.zeros(1, 1)}
     reducing.execute(pack)
+    assert (reducing._execution._alike is not None) == looked_at
     pack["y"].fill_(7.0)
     pack["a"].t_()
     with pytest.raises(VariantPackError, match=r"a .* is float32\[24, 8\] on cpu"):
@@ -167,6 +176,51 @@ def test_every_execution_looks_at_its_tensors(reducing):
     with pytest.raises(VariantPackError, match=r"not found in variant pack: \['b'\]"):
         reducing.execute(pack)
     assert (pack["y"] == 7.0).all()
+
+
+def test_other_tensors_than_those_compared_with(reducing, looked_at, monkeypatch):
+    """Torch's look tells more apart than counts here."""
+    monkeypatch.setattr(_execution, "_MOST_LIKENESSES", 3)
+    for turn in range(8):
+        pack, largest = operands(turn), torch.zeros(1, 1)
+        if turn % 2:
+            pack["a"] = torch.nn.Parameter(pack["a"])
+        with torch.no_grad():
+            reducing.execute({**pack, "largest": largest})
+            check(pack, largest)
+    assert reducing._execution._likenesses == 3
+    with pytest.raises(VariantPackError, match="y .* is float64"):
+        reducing.execute({**pack, "largest": largest, "y": pack["y"].double()})
+
+
+def test_a_tensor_in_two_places(looked_at):
+    graph = cudnn.pygraph("", FLOAT, FLOAT, FLOAT, handle=cudnn.create_handle("cpu"))
+    a, b = (graph.tensor((M, M), name=name) for name in "ab")
+    graph.matmul(a, b).set_output(True).set_name("y")
+    graph.build([A])
+    x, y = torch.randn(M, M), torch.empty(M, M)
+    for _ in range(3):
+        graph.execute({"a": x, "b": x, "y": y.fill_(torch.nan)})
+        torch.testing.assert_close(y, x @ x)
+
+
+class Guards:
+    """Of torch's making, but one that tells nothing apart, or has another form."""
+
+    def __init__(self, *tensors, dynamic_dims_sizes, dynamic_dims_strides):
+        pass
+
+    def check(self, *tensors):
+        return True
+
+
+def test_torchs_look_is_tried_before_it_is_relied_on(monkeypatch):
+    from torch._C._dynamo import guards
+
+    assert _likeness._guards.__wrapped__() is guards.TensorGuards
+    for other in (Guards, lambda *tensors: None, None):
+        monkeypatch.setattr(guards, "TensorGuards", other)
+        assert _likeness._guards.__wrapped__() is None
 
 
 def test_numbers_and_addresses_that_are_no_multiples_of_16(scaled):

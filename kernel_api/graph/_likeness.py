@@ -1,0 +1,64 @@
+"""Whether tensors are like others, asked of all of them at once.
+
+That is what torch.compile guards its code with: one call instead of five for every tensor, which is
+most of what a launch costs the host beside the driver's part. It is no public interface of torch,
+so it is tried before it is relied on; without it, tensors are looked at one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Likeness = Callable[..., bool]
+
+
+def likeness(tensors: Sequence[Any]) -> Likeness | None:
+    """What tells whether tensors have the types, element types, devices, shapes and strides of
+    these, in this order; None where torch has nothing that does.
+
+    It may say no to tensors that are alike, for example where one is given twice, or one needs a
+    gradient: a no means to look closer. It keeps none of the tensors.
+    """
+    guards = _guards()
+    return None if guards is None else _made(guards, tensors)
+
+
+@functools.cache
+def _guards() -> Any:
+    """Torch's class, if it does what is said of it."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        return TensorGuards if _tells_apart(TensorGuards) else None
+    except Exception:
+        return None
+
+
+def _made(guards: Any, tensors: Sequence[Any]) -> Likeness:
+    check: Likeness = guards(
+        *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+    ).check
+    return check
+
+
+def _tells_apart(guards: Any) -> bool:
+    """Whether it finds each difference that counts."""
+    import torch
+
+    kind = {"dtype": torch.float16, "device": "cpu"}
+    one, other = torch.empty(2, 3, **kind), torch.empty(3, **kind)
+    check = _made(guards, (one, other))
+    different = (
+        torch.empty(2, 4, **kind),
+        torch.empty(3, 2, **kind).t(),
+        torch.empty(2, 4, **kind)[:, :3],
+        torch.empty(6, **kind),
+        torch.empty(2, 3, dtype=torch.bfloat16, device="cpu"),
+        torch.empty(2, 3, dtype=torch.float16, device="meta"),
+        torch.nn.Parameter(torch.empty(2, 3, **kind)),
+        other,
+    )
+    alike = check(torch.empty_like(one), torch.empty_like(other))
+    return alike is True and not any(check(wrong, other) for wrong in different)
