@@ -40,7 +40,7 @@ def test_the_hash_is_the_same_in_every_process():
         {"rounds": 21},
         {"operand_sets": 1},
         {"launches_per_graph": 1},
-        {"rest": 4},
+        {"rest": 0},
         {"seed": 1},
     ],
 )

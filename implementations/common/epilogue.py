@@ -260,6 +260,7 @@ class Thread:
             one bundle, or of the same rows.
         shares_vectors: Whether all of a warp read what they read together, so that each thread of a
             quad may load a whole vector of a row, and they exchange the elements.
+        is_whole: Whether all of the bundle is known to lie in the matrix.
         memory: For an epilogue to keep what it has computed of this bundle.
     """
 
@@ -274,6 +275,7 @@ class Thread:
     halves: frozenset = frozenset()
     vector_bytes: int = 1
     shares_vectors: bool = False
+    is_whole: bool = False
     of_columns: dict = field(default_factory=dict)
     of_rows: dict = field(default_factory=dict)
     memory: dict = field(default_factory=dict)

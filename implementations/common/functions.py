@@ -16,11 +16,14 @@ Functions = dict[str, Callable[..., _Value]]
 
 _LOG2_E = 1.0 / math.log(2.0)
 
-#: Of log₂(1 - erf(x)) for x ≥ 0, from x on. What they make of 1 - erf(x) is off by 3.2e-4 and
-#: 3.8e-6 of it (minimax up to 4, where it is 1.5e-8). The last is negative: beyond, it goes to 0.
+#: Of log₂(1 - erf(x)) for x ≥ 0, from x on. What they make of 1 - erf(x) is off by 3.2e-4, 3.8e-6
+#: and 1.7e-7 of it (minimax up to 4, where it is 1.5e-8). The last is negative: beyond, it goes to
+#: 0.
 _SHORTEST_TAIL = (-1.6225009, -0.93800447, -0.12648884, 0.019447546, -0.0013052240)
 _TAIL = (-1.6280598, -0.91710342, -0.15238474, 0.033868897, -5.2048967e-3, 4.8201021e-4)
 _TAIL += (-1.9976379e-5,)
+_LONG_TAIL = (-1.6279169, -0.91832387, -0.14880699, 0.028730748, -1.0260353e-3, -1.5760432e-3)
+_LONG_TAIL += (6.0695171e-4, -1.156954e-4, 1.1878538e-5, -5.2193707e-7)
 
 
 def functions_for(full: tuple[Any, ...], all_: tuple[Any, ...]) -> tuple[Functions, bool]:
@@ -29,13 +32,16 @@ def functions_for(full: tuple[Any, ...], all_: tuple[Any, ...]) -> tuple[Functio
 
     Args:
         full: Element types of the outputs with rows and columns; what is reduced of more digits
-            than they have averages out.
+            than they have averages out, unless it is off to the same side for all alike.
         all_: Of all outputs.
     """
     if any(t.width > 16 for t in full):
         return exact_functions(), False
     shortest = all(t is BFloat16 or t.width <= 8 for t in all_)
-    return {**exact_functions(), **_approximations(shortest)}, True
+    tail = _SHORTEST_TAIL if shortest else _TAIL
+    if any(t.width > 16 for t in all_):
+        tail = _LONG_TAIL
+    return {**exact_functions(), **_approximations(shortest, tail)}, True
 
 
 def exact_functions() -> Functions:
@@ -71,8 +77,11 @@ def exact_functions() -> Functions:
     }
 
 
-def _approximations(shortest: bool) -> Functions:
-    """Of 16 bits; shortest: of 8. Results below the normal range become 0."""
+def _approximations(shortest: bool, tail: tuple[float, ...]) -> Functions:
+    """Of 16 bits; shortest: of 8. Results below the normal range become 0.
+
+    tail: Of the error function, see above.
+    """
 
     def exp(x: _Value) -> _Value:
         return _power_of_two(x * _LOG2_E)
@@ -88,9 +97,9 @@ def _approximations(shortest: bool) -> Functions:
         return _reciprocal(1.0 + _power_of_two(x * -_LOG2_E))
 
     def one_plus_erf(x: _Value) -> _Value:
-        tail = _power_of_two(_polynomial(cute.math.abs(x), _SHORTEST_TAIL if shortest else _TAIL))
+        rest = _power_of_two(_polynomial(cute.math.abs(x), tail))
         sign = cute.math.copysign(Float32(1.0), x)
-        return cute.math.fma(-sign, tail, 1.0 + sign)  # tail, or 2 - tail
+        return cute.math.fma(-sign, rest, 1.0 + sign)  # the rest, or 2 less it
 
     return {
         "exp": exp,

@@ -272,10 +272,26 @@ class Reductions:
         """Adds some elements of a thread to what it has of its bundle: of each output by the half
         of its row, or by its column."""
         for index, output in enumerate(self.outputs):
-            for half, column in self._places(index, thread)[first : first + count]:
+            places = self._places(index, thread)[first : first + count]
+            if thread.is_whole and output.kind != "sum":
+                self._gather_whole(index, thread, bundle[index], places)
+                continue
+            for half, column in places:
                 key = column if output.over == "rows" else half
                 found = bundle[index].get(key, Float32(identity(output.kind)))
                 bundle[index][key] = self._gathered(index, thread, half, column, found)
+
+    def _gather_whole(self, index: int, thread: Thread, bundle: dict, places: list) -> None:
+        """As `gather`, all of the bundle being in the matrix: neighbours first, which need not wait
+        for what was found before."""
+        output, number = self.outputs[index], self._number(index)
+        found: dict = {}
+        for half, column in places:
+            key = column if output.over == "rows" else half
+            value = Float32(self.epilogue.element(number, thread, half, column))
+            found[key] = combined(output.kind, found[key], value) if key in found else value
+        for key, value in found.items():
+            bundle[key] = combined(output.kind, bundle[key], value) if key in bundle else value
 
     def most(self, thread: Thread) -> int:
         """Elements that a thread has of an output in a bundle, of the one with the most."""
@@ -296,11 +312,16 @@ class Reductions:
         Rows and columns of which nothing is kept may gather anything.
         """
         output, epilogue, number = self.outputs[index], self.epilogue, self._number(index)
-        inside = self._inside(output, thread, half, column)
         factors = epilogue.factors(number, thread, half, column)
         if factors is not None and output.kind == "sum":
+            if thread.is_whole:
+                return cute.math.fma(*factors, found)
+            inside = self._inside(output, thread, half, column)
             return _product_added_if(inside, found, *factors)
         value = Float32(epilogue.element(number, thread, half, column))
+        if thread.is_whole:
+            return combined(output.kind, found, value)
+        inside = self._inside(output, thread, half, column)
         return _combined_if(inside, output.kind, found, value)
 
     def _inside(self, output, thread: Thread, half: int, column: int) -> Boolean:

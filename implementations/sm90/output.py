@@ -197,13 +197,69 @@ class Output:
             carried: Of `ReducedOutput.carry`, if `finish` is called behind the last tile of every
                 matrix; None: what is reduced leaves with the tile.
         """
-        row, column, batch = place
-        stored_batch = batch if const_expr(self.ragged is None) else Int32(0)
         blocks = mR[: len(self.epilogue.per_block)]
         mR = mR[len(self.epilogue.per_block) :]
         sums = self.reduced.start(self.row_blocks, carried)
+        outputs = (tma_d, mD, sD, majors, blocks, sums)
+        given = (consumer, accumulators, outputs, operands, place, extents)
+        given = (*given, space, ring, origin, rows)
+        if const_expr(self._tells_whole_tiles()):
+            if self._is_whole(place, extents):
+                self._write_bundles(*given, is_whole=True)
+            else:
+                self._write_bundles(*given, is_whole=False)
+        else:
+            self._write_bundles(*given, is_whole=False)
+        if const_expr(len(mR) > 0):
+            row, column, batch = place
+            place = (row, column, self._stored_batch(batch))
+            tid = cute.arch.thread_idx()[0] % GROUP
+            if const_expr(carried is not None):
+                number = self._number(space, place)
+                self.reduced.leave_nothing(space, carried, number, tid)
+            leaves = [r.over not in OF_MATRIX or carried is None for r in self.epilogue.reduced]
+            if const_expr(any(leaves)):
+                self._reduce(leaves, consumer, sums, place, extents, mR, space, ring, flag, tid)
+
+    def _stored_batch(self, batch):
+        return batch if self.ragged is None else Int32(0)
+
+    def _tells_whole_tiles(self) -> bool:
+        """Whether tiles in the midst of the matrix have code of their own: what is reduced over
+        rows and columns would have to ask of every element of the others whether it is inside."""
+        return any(reduced.over in OF_MATRIX for reduced in self.epilogue.reduced)
+
+    def _is_whole(self, place, extents):
+        """Whether all of this consumer's part of a tile lies in the matrix."""
+        row, column, _ = place
+        blocks = (self.row_blocks - 1) * self.row_step + 1
+        in_rows = (row + blocks) * WGMMA_M <= extents[0]
+        return in_rows & ((column + 1) * self.tile_n <= extents[1])
+
+    @cute.jit
+    def _write_bundles(
+        self,
+        consumer: Int32,
+        accumulators: cute.Tensor,
+        outputs: tuple,
+        operands: tuple,
+        place: tuple,
+        extents: tuple,
+        space,
+        ring: cute.Pointer,
+        origin: tuple,
+        rows: cute.Tensor | None,
+        is_whole: cutlass.Constexpr,
+    ):
+        """All bundles of a tile, one after the other; see `write`.
+
+        outputs: What is stored, and registers for what is reduced.
+        """
+        tma_d, mD, sD, majors, blocks, sums = outputs
+        row, column, batch = place
+        stored_batch = self._stored_batch(batch)
         tid = cute.arch.thread_idx()[0] % GROUP
-        threads = self._threads(accumulators, operands, place, extents, origin, tid)
+        threads = self._threads(accumulators, operands, place, extents, origin, tid, is_whole)
         for thread in threads[: self.ahead]:
             self.epilogue.fetch(thread, self.bundle)
         self._await_ring(consumer, in_flight=0)
@@ -216,7 +272,7 @@ class Output:
             # All of a bundle at once: what an element needs on the way is soon of no more use.
             fragments, gathered = self._made(thread)
             store_per_block(self.epilogue, thread, blocks, self.bundle)
-            for j in cutlass.range_constexpr(len(mR)):
+            for j in cutlass.range_constexpr(len(sums)):
                 if const_expr(self.epilogue.reduced[j].over != "rows"):
                     self.reduced.over_columns(j, gathered[j], sums[j], row_block)
             if const_expr(0 < self.ahead < len(threads) - i):
@@ -242,7 +298,7 @@ class Output:
                         else:
                             self._store_by_threads(j, tid, sD_j, gD_j, mD[j].shape, majors[j], at)
                     slot += 1
-            for j in cutlass.range_constexpr(len(mR)):
+            for j in cutlass.range_constexpr(len(sums)):
                 if const_expr(self.epilogue.reduced[j].over == "rows"):
                     buffer = consumer * self.buffers + slot % self.buffers
                     scratch = self._scratch(ring, buffer, self.epilogue.reduced[j].columns)
@@ -255,14 +311,6 @@ class Output:
                         # An empty group: the ring counts one for every buffer.
                         cute.arch.cp_async_bulk_commit_group()
                     slot += 1
-        if const_expr(len(mR) > 0):
-            place = (row, column, stored_batch)
-            if const_expr(carried is not None):
-                number = self._number(space, place)
-                self.reduced.leave_nothing(space, carried, number, tid)
-            leaves = [r.over not in OF_MATRIX or carried is None for r in self.epilogue.reduced]
-            if const_expr(any(leaves)):
-                self._reduce(leaves, consumer, sums, place, extents, mR, space, ring, flag, tid)
 
     @cute.jit
     def _reduce(
@@ -350,7 +398,9 @@ class Output:
         if any(self.tma_stores):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def _threads(self, accumulators, operands, place, extents, origin, tid) -> list:
+    def _threads(
+        self, accumulators, operands, place, extents, origin, tid, is_whole=False
+    ) -> list:
         """The elements of this thread by bundle, those of one bundle's row blocks in turn."""
         row, column, batch = place
         extents = (origin[0] + extents[0], origin[1] + extents[1])
@@ -377,6 +427,7 @@ class Output:
                     halves=self.epilogue.halves,
                     vector_bytes=VECTOR_BYTES if aligned else 1,
                     shares_vectors=True,
+                    is_whole=is_whole,
                     of_columns=of_columns,
                     of_rows=of_rows[row_block],
                 )

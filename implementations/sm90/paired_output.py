@@ -70,6 +70,9 @@ class PairedOutput(Output):
             self.of_parts(element_types), epilogue, tma_stores=self.of_parts(tma_stores), **how
         )
 
+    def _tells_whole_tiles(self) -> bool:
+        return False  # rows of a tile are counted in another order than those of the matrix
+
     def of_parts(self, of_outputs: tuple) -> tuple:
         return tuple(of_outputs[output] for output, _ in self.epilogue.parts)
 

@@ -224,6 +224,23 @@ def test_gelu_keeps_the_digits_of_what_is_nearly_nothing(element, off):
     assert found[-2] == float("inf") and found[-1].isnan()
 
 
+def test_what_gelu_is_off_by_does_not_add_up_in_sums_of_more_digits():
+    """Of rows of equal values, where all errors are one."""
+    x = torch.linspace(-4, 4, 64).bfloat16()
+    A, B = torch.zeros(64, 64, dtype=make.BF16), torch.zeros(64, 64, dtype=make.BF16)
+    A[:, 0], B[:, 0] = x, 1.0
+
+    def fn(accum):
+        gelu = ep.gelu(accum)
+        return gelu, ep.sum(gelu, -1)
+
+    out, total = torch.empty(64, 64, dtype=make.BF16), torch.full((64,), torch.nan)
+    args = ka.GemmArguments(A, B.t(), out, epilogue=ka.EpilogueArguments(fn, total=total))
+    emulated(args, "cooperative").run(args, multiprocessors=2)
+    off = (total.double() / 64 - torch.nn.functional.gelu(x.double())).abs() / (1 + x.double().abs())
+    assert off.max() < 1e-7, f"off by {off.max():.3g} of 1 + |x|"
+
+
 @pytest.mark.parametrize("out", [make.BF16, F16, F32])
 def test_one_plus_erf_is_right_in_either_order_and_beside_erf_itself(out):
     def fn(accum, first, second):
