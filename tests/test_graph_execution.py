@@ -189,7 +189,7 @@ def test_other_tensors_than_those_compared_with(reducing, looked_at, monkeypatch
             reducing.execute({**pack, "largest": largest})
             check(pack, largest)
     assert reducing._execution._likenesses == 3
-    with pytest.raises(VariantPackError, match="y .* is float64"):
+    with pytest.raises(VariantPackError, match=r"y .* is float64"):
         reducing.execute({**pack, "largest": largest, "y": pack["y"].double()})
 
 

@@ -398,9 +398,7 @@ class Output:
         if any(self.tma_stores):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def _threads(
-        self, accumulators, operands, place, extents, origin, tid, is_whole=False
-    ) -> list:
+    def _threads(self, accumulators, operands, place, extents, origin, tid, is_whole=False) -> list:
         """The elements of this thread by bundle, those of one bundle's row blocks in turn."""
         row, column, batch = place
         extents = (origin[0] + extents[0], origin[1] + extents[1])

@@ -37,9 +37,7 @@ def _guards() -> Any:
 
 
 def _made(guards: Any, tensors: Sequence[Any]) -> Likeness:
-    check: Likeness = guards(
-        *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
-    ).check
+    check: Likeness = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
 
 
@@ -47,7 +45,7 @@ def _tells_apart(guards: Any) -> bool:
     """Whether it finds each difference that counts."""
     import torch
 
-    kind = {"dtype": torch.float16, "device": "cpu"}
+    kind: Any = {"dtype": torch.float16, "device": "cpu"}
     one, other = torch.empty(2, 3, **kind), torch.empty(3, **kind)
     check = _made(guards, (one, other))
     different = (

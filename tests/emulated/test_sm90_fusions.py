@@ -237,7 +237,9 @@ def test_what_gelu_is_off_by_does_not_add_up_in_sums_of_more_digits():
     out, total = torch.empty(64, 64, dtype=make.BF16), torch.full((64,), torch.nan)
     args = ka.GemmArguments(A, B.t(), out, epilogue=ka.EpilogueArguments(fn, total=total))
     emulated(args, "cooperative").run(args, multiprocessors=2)
-    off = (total.double() / 64 - torch.nn.functional.gelu(x.double())).abs() / (1 + x.double().abs())
+    off = (total.double() / 64 - torch.nn.functional.gelu(x.double())).abs() / (
+        1 + x.double().abs()
+    )
     assert off.max() < 1e-7, f"off by {off.max():.3g} of 1 + |x|"
 
 
