@@ -36,7 +36,7 @@ from kernel_api.providers.cutedsl.gemm import model
 ROWS = Path(__file__).parent / "results" / "h200" / "gemm-candidates.json"
 
 #: What the GPU says of itself, where the model jumps, and what rows of plain products leave open.
-NOT_FITTED = ("multiprocessors", "l2_bytes", "arrival", "late")
+NOT_FITTED = ("multiprocessors", "l2_bytes", "arrival", "late", "pieces")
 #: Relative error that is expected of the model, and by how much a constant may be wrong (in
 #: logarithms): together they say how strongly a constant is drawn towards what it was.
 NOISE, PRIOR = 0.05, 1.0

@@ -24,6 +24,7 @@ for _name in (
     "KERNEL_API_DISABLE_CACHE",
     "KERNEL_API_PROVIDERS",
     "KERNEL_API_RECORD",
+    "KERNEL_API_REST",
 ):
     os.environ.pop(_name, None)
 

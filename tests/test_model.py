@@ -64,6 +64,29 @@ def test_few_tiles_of_many_products_prefer_to_split_them():
     assert best((SQUARE, SPLIT), 8192, 8192, 1024) is SQUARE
 
 
+def test_rows_that_begin_anywhere_are_written_along_the_longer_side_of_what_is_there_at_once():
+    """Of the product with a vocabulary of 50257, which no vector divides."""
+    pieces = dataclasses.replace(WIDE, in_pieces=True)
+    more = seconds(pieces, 1024, 50257, 768) - seconds(WIDE, 1024, 50257, 768)
+    assert 20e-6 < more < 60e-6
+
+    def first(columns):
+        A, B = (torch.empty(s, 768, dtype=torch.bfloat16, device="meta") for s in (1024, columns))
+        out = torch.empty(1024, columns, dtype=torch.bfloat16, device="meta")
+        (kernel, *_) = ka.get_kernels(ka.GemmArguments(A, B.t(), out), cc=90)
+        return kernel.candidate
+
+    assert first(50257).swap_ab and not first(50257).in_pieces
+    assert not first(50256).in_pieces
+    A, B = (torch.empty(s, 768, dtype=torch.bfloat16, device="meta") for s in (1023, 50257))
+    for by_columns in (True, False):
+        shape, stride = (1023, 50257), (1, 1023) if by_columns else (50257, 1)
+        out = torch.empty_strided(shape, stride, dtype=torch.bfloat16, device="meta")
+        kernels = ka.get_kernels(ka.GemmArguments(A, B.t(), out), cc=90)
+        found = [k.candidate for k in kernels if k.family_name() == "sm90.gemm"]
+        assert {c.in_pieces == (c.swap_ab == by_columns) for c in found} == {True}
+
+
 def test_a_last_wave_of_few_tiles_prefers_stream_k():
     # 133 tiles on 132 multiprocessors
     assert best((SQUARE, STREAM), 128 * 7, 128 * 19, 8192) is STREAM

@@ -42,7 +42,7 @@ def run_json(capsys, *arguments):
 
 
 def store():
-    return Store.open(Environment.of("cpu", Policy("eager", "warm")))
+    return Store.open(Environment.of("cpu", Policy.usual("cpu")))
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_options_say_how_it_is_measured_and_which_are_candidates(capsys, tuner):
     code, _ = run_json(capsys, "tune", *SIZES, *words, "--filter", "family=torch.mm,torch.x")
     assert code == 0
     (asked,) = tuner
-    assert asked.policy == Policy("eager", "warm", 7, seed=3)
+    assert asked.policy == Policy("eager", "warm", 7, rest=0, seed=3)
     assert (asked.budget_s, asked.timeout_s, asked.cc) == (2.5, 4.0, "90")
     assert asked.providers == ["torch", "reference"]
     found = ka.get_kernels(asked.args[0], asked.filter)
@@ -180,10 +180,11 @@ def test_filters_are_axes_of_the_design_and_all_of_them_count(capsys, tuner, axi
     ("words", "gpu", "device", "policy"),
     [
         ([], True, "meta", Policy()),
-        ([], False, "meta", Policy("eager", "warm")),
-        (["--device", "cpu"], True, "cpu", Policy("eager", "warm")),
+        ([], False, "meta", Policy("eager", "warm", rest=0)),
+        (["--device", "cpu"], True, "cpu", Policy("eager", "warm", rest=0)),
+        (["--device", "cuda", "--rest", 2], True, "meta", Policy(rest=2)),
         (["--device", "cuda", "--rounds", 5], True, "meta", Policy(rounds=5)),
-        (["--device", "cpu", "--l2", "cold"], False, "cpu", Policy("eager", "cold")),
+        (["--device", "cpu", "--l2", "cold"], False, "cpu", Policy("eager", "cold", rest=0)),
     ],
 )
 def test_arguments_lie_on_the_cpu_or_nowhere(capsys, monkeypatch, words, gpu, device, policy):

@@ -32,6 +32,16 @@ def test_the_hash_is_the_same_in_every_process():
     assert done.stdout.strip() == Policy().digest
 
 
+def test_a_gpu_rests_unless_the_environment_says_otherwise_and_a_cpu_never_does(monkeypatch):
+    assert Policy.usual("cuda") == Policy() and Policy().rest == 4
+    monkeypatch.setenv("KERNEL_API_REST", "0")
+    assert Policy.usual("cuda") == Policy(rest=0)
+    monkeypatch.setenv("KERNEL_API_REST", "soon")
+    assert Policy.usual("cpu") == Policy("eager", "warm", rest=0)
+    with pytest.raises(ArgumentError, match="KERNEL_API_REST is 'soon'; expected a whole number"):
+        Policy.usual("cuda")
+
+
 @pytest.mark.parametrize(
     "change",
     [

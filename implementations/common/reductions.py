@@ -282,8 +282,8 @@ class Reductions:
                 bundle[index][key] = self._gathered(index, thread, half, column, found)
 
     def _gather_whole(self, index: int, thread: Thread, bundle: dict, places: list) -> None:
-        """As `gather`, all of the bundle being in the matrix: neighbours first, which need not wait
-        for what was found before."""
+        """As `gather`, all of the bundle being in the matrix: first among these elements, which do
+        not wait for what was found before."""
         output, number = self.outputs[index], self._number(index)
         found: dict = {}
         for half, column in places:

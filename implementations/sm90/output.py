@@ -225,8 +225,8 @@ class Output:
         return batch if self.ragged is None else Int32(0)
 
     def _tells_whole_tiles(self) -> bool:
-        """Whether tiles in the midst of the matrix have code of their own: what is reduced over
-        rows and columns would have to ask of every element of the others whether it is inside."""
+        """Whether tiles that lie whole in the matrix have code of their own, so that only those at
+        its edges ask of every element that is reduced whether it is inside."""
         return any(reduced.over in OF_MATRIX for reduced in self.epilogue.reduced)
 
     def _is_whole(self, place, extents):

@@ -41,7 +41,7 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
         "--rest",
         type=at_least(0),
         metavar="TIMES",
-        help="let the GPU rest after each batch, so many times as long (default: 4)",
+        help="let the GPU rest after each batch, so many times as long (default: 4; 0 on the CPU)",
     )
 
 

@@ -26,8 +26,8 @@ _NOWHERE = -2
 #: Sets of keys of variant packs that are remembered, each in its order.
 _MOST_READERS = 64
 
-#: Of one execution: looks of tensors that were compared with, one after the other. Those that
-#: change at every turn are not worth it.
+#: So often an execution compares with other tensors than before; where they are never alike, it
+#: looks at them one by one.
 _MOST_LIKENESSES = 16
 
 _Reader = Callable[[Any], Sequence[Any]]
@@ -187,8 +187,8 @@ class Execution:
         read = self._readers.get(tuple(pack))
         if read is None:
             read = self._reader_for(tuple(pack))
-        slots, joined = [*read(pack)], 0
-        if self._alike is not None and self._alike(*slots):
+        slots, joined, alike = [*read(pack)], 0, self._alike
+        if alike is not None and alike(*slots):
             for value in slots:
                 joined |= value.data_ptr()
         else:
@@ -214,9 +214,9 @@ class Execution:
                 if place == _NOWHERE:
                     continue
             joined |= value.data_ptr()
-        if not fitted and slots and self._likenesses < _MOST_LIKENESSES:
+        if not fitted and self._likenesses <= _MOST_LIKENESSES:
             self._likenesses += 1
-            self._alike = likeness(slots)
+            self._alike = likeness(slots) if self._likenesses <= _MOST_LIKENESSES else None
         return joined
 
     def _misaligned(self, slots: list[Any]) -> int:

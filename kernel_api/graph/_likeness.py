@@ -16,13 +16,15 @@ Likeness = Callable[..., bool]
 
 def likeness(tensors: Sequence[Any]) -> Likeness | None:
     """What tells whether tensors have the types, element types, devices, shapes and strides of
-    these, in this order; None where torch has nothing that does.
+    these, in this order; None where torch has nothing that does, or one of them is there twice.
 
     It may say no to tensors that are alike, for example where one is given twice, or one needs a
     gradient: a no means to look closer. It keeps none of the tensors.
     """
-    guards = _guards()
-    return None if guards is None else _made(guards, tensors)
+    guards, others = _guards(), {*map(id, tensors)}
+    if guards is None or not others or len(others) < len(tensors):
+        return None
+    return _made(guards, tensors)
 
 
 @functools.cache
@@ -58,5 +60,7 @@ def _tells_apart(guards: Any) -> bool:
         torch.nn.Parameter(torch.empty(2, 3, **kind)),
         other,
     )
+    behind = _made(guards, (other, one))
     alike = check(torch.empty_like(one), torch.empty_like(other))
-    return alike is True and not any(check(wrong, other) for wrong in different)
+    found = [check(wrong, other) or behind(other, wrong) for wrong in different]
+    return alike is True and not any(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -16,6 +17,9 @@ _L2 = ("cold", "warm")
 #: Of the numbers: the smallest that makes sense.
 _LEAST = {"rounds": 1, "operand_sets": 1, "launches_per_graph": 1, "rest": 0, "seed": 0}
 _OPTIONAL = ("operand_sets", "launches_per_graph")
+
+#: Of the environment: ``rest`` of the usual policy.
+_REST = "KERNEL_API_REST"
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,11 @@ class Policy:
     @classmethod
     def usual(cls, device: str) -> Policy:
         """How a device is measured on unless it is said: on the CPU there is neither a graph nor a
-        cache to empty."""
-        return cls(launches="eager", l2="warm") if device == "cpu" else cls()
+        cache to empty, and clocks do not sink. ``KERNEL_API_REST`` says how often a GPU rests."""
+        if device == "cpu":
+            return cls(launches="eager", l2="warm", rest=0)
+        given = os.environ.get(_REST)
+        return cls() if not given else cls(rest=_whole(given))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,6 +91,12 @@ class Policy:
     def digest(self) -> str:
         """A short hash of the canonical text."""
         return digest(self.to_json())
+
+
+def _whole(given: str) -> int:
+    if not given.isdecimal():
+        raise ArgumentError(f"{_REST} is {given!r}; expected a whole number of 0 or more: set one")
+    return int(given)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -162,10 +162,23 @@ def test_what_is_reduced_over_several_tiles_is_right_and_the_same_again(turn):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("operand", ["A", "B", "alpha"])
-def test_what_is_reduced_of_infinite_products_is_infinite(operand):
+#: (M, N) of the matrix, and rows of a tile: it ends in the first tile, in the second, or behind
+#: some of a group's rows of 64 and before others.
+ENDS = {
+    "cooperative": (72, 72, 64),
+    "pingpong": (72, 264, 128),
+    "cooperative, 256": (200, 264, 256),
+}
+
+
+@pytest.mark.parametrize(
+    ("operand", "end"),
+    [("A", "cooperative"), ("alpha", "cooperative"), *(("B", end) for end in ENDS)],
+)
+def test_what_is_reduced_of_infinite_products_is_infinite(operand, end):
     """Tiles reach beyond the matrix, where zeros times infinity are not a number."""
-    A, B = torch.ones(72, 64).half(), torch.ones(72, 64).half()
+    M, N, rows = ENDS[end]
+    A, B = torch.ones(M, 64).half(), torch.ones(N, 64).half()
     alpha = float("inf") if operand == "alpha" else 0.5
     if operand != "alpha":
         {"A": A, "B": B}[operand][3, 0] = float("inf")
@@ -174,12 +187,13 @@ def test_what_is_reduced_of_infinite_products_is_infinite(operand):
         x = accum * alpha
         return x, ep.amax(x, None), ep.sum(x, None), ep.amax(x, -1), ep.sum(x, -2)
 
-    written = {"amax": (), "sum": (), "rows": (72,), "columns": (72,)}
+    written = {"amax": (), "sum": (), "rows": (M,), "columns": (N,)}
     epilogue = ka.EpilogueArguments(
         fn, alpha=alpha, **{name: torch.empty(shape) for name, shape in written.items()}
     )
-    args = ka.GemmArguments(A, B.t(), torch.empty(72, 72).half(), epilogue=epilogue)
-    emulated(args, "cooperative").run(args, multiprocessors=2)
+    args = ka.GemmArguments(A, B.t(), torch.empty(M, N).half(), epilogue=epilogue)
+    compiled = emulated(args, end.partition(",")[0], lambda d: d.tile_shape[0] == rows)
+    compiled.run(args, multiprocessors=2)
     exact = (A.double() @ B.double().t()) * alpha
     found = {name: epilogue.outputs[name].tensor.double() for name in written}
     assert found["amax"] == found["sum"] == float("inf")

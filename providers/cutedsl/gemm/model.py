@@ -69,6 +69,7 @@ class Candidate:
         stream_k: Whether the CTAs share all steps evenly, across the borders of tiles.
         swap_ab: Whether the kernel computes the transposed product, its M being N of out.
         column_blocks: Parts of the tile's columns that are multiplied one after the other.
+        in_pieces: Whether threads write out, in pieces of rows that begin anywhere.
     """
 
     tile_shape: tuple[int, int, int]
@@ -80,6 +81,7 @@ class Candidate:
     stream_k: bool = False
     swap_ab: bool = False
     column_blocks: int = 1
+    in_pieces: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,8 @@ class Constants:
             consumer with two blocks of rows has no registers to read ahead.
         handover: Seconds until the CTA that adds up partial sums knows that all are there.
         seam: The same of tiles that are cut anywhere, whose parts are not ready at one time.
+        pieces: Bytes per second that all multiprocessors together write in pieces, beyond what
+            writing them takes otherwise.
         sharpness: Power in which the times of parts that overlap are added up.
     """
 
@@ -187,6 +191,7 @@ class Constants:
     late: float
     handover: float
     seam: float
+    pieces: float
     sharpness: float
 
     @classmethod
@@ -263,6 +268,8 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
         # Tiles are cut in two where one CTA ends and the next begins; a few tiles in more.
         blocks += constants.seam + (1 + min(slots / clusters, k_tiles)) * partial
         l2 += 2 * slots * rows * columns * _PARTIAL_SUM_BYTES
+    if candidate.in_pieces:
+        blocks += problem.out_bytes / constants.pieces
     kept = constants.l2_bytes
     if dram > kept:
         # Tiles that run at once cover about a square; bands of that width cut the short side.

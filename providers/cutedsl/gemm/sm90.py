@@ -202,7 +202,7 @@ class Sm90GemmFamily(FusedGemm):
             output_types=output_types,
             accumulator_type=accumulator.cutlass,
             stages=design.stages,
-            tma_stores=(operands.tensors["out"].alignment >= 16,) * len(output_types),
+            tma_stores=(self._has_tma_stores,) * len(output_types),
             swap_ab=design.swap_ab,
             promoted=self.promoted,
             dependent_launch=design.dependent_launch,
@@ -210,6 +210,10 @@ class Sm90GemmFamily(FusedGemm):
             **options,
         )
         return found
+
+    @property
+    def _has_tma_stores(self) -> bool:
+        return self.metadata.operands.tensors["out"].alignment >= TMA_PIECE
 
     def tiling(self, M: int, N: int) -> Tiling:
         design = self._design
@@ -239,7 +243,16 @@ class Sm90GemmFamily(FusedGemm):
             stream_k=design.stream_k,
             swap_ab=design.swap_ab,
             column_blocks=self._column_blocks(),
+            in_pieces=self._writes_pieces(),
         )
+
+    def _writes_pieces(self) -> bool:
+        """Whether threads write out along the columns of their tile, 32 of which are there at once;
+        of its rows 64 are, which costs nothing that was seen."""
+        along_columns = (
+            self.metadata.operands.tensors["out"].unit_mode == -1
+        ) != self._design.swap_ab
+        return along_columns and not self._has_tma_stores
 
     def _column_blocks(self) -> int:
         """Of a promoted tile; see the implementation."""
