@@ -214,13 +214,19 @@ class Guards:
         return True
 
 
-def test_torchs_look_is_tried_before_it_is_relied_on(monkeypatch):
+def test_torchs_look_is_tried_before_it_is_relied_on(monkeypatch, caplog):
     from torch._C._dynamo import guards
 
     assert _likeness._guards.__wrapped__() is guards.TensorGuards
-    for other in (Guards, lambda *tensors: None, None):
+    reasons = {Guards: "alike that are not", len: "TypeError", None: "TypeError"}
+    for other, reason in reasons.items():
         monkeypatch.setattr(guards, "TensorGuards", other)
-        assert _likeness._guards.__wrapped__() is None
+        caplog.clear()
+        with caplog.at_level("INFO", logger="kernel_api"):
+            assert _likeness._guards.__wrapped__() is None
+        assert reason in caplog.text
+    monkeypatch.delattr(guards, "TensorGuards")
+    assert _likeness._guards.__wrapped__() is None
 
 
 def test_numbers_and_addresses_that_are_no_multiples_of_16(scaled):

@@ -187,8 +187,9 @@ class Execution:
         read = self._readers.get(tuple(pack))
         if read is None:
             read = self._reader_for(tuple(pack))
-        slots, joined, alike = [*read(pack)], 0, self._alike
+        slots, alike = [*read(pack)], self._alike
         if alike is not None and alike(*slots):
+            joined = 0
             for value in slots:
                 joined |= value.data_ptr()
         else:
@@ -214,7 +215,7 @@ class Execution:
                 if place == _NOWHERE:
                     continue
             joined |= value.data_ptr()
-        if not fitted and self._likenesses <= _MOST_LIKENESSES:
+        if not fitted:
             self._likenesses += 1
             self._alike = likeness(slots) if self._likenesses <= _MOST_LIKENESSES else None
         return joined

@@ -11,6 +11,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kernel_api import _log
+
+logger = _log.logger(__name__)
+
 Likeness = Callable[..., bool]
 
 
@@ -21,8 +25,8 @@ def likeness(tensors: Sequence[Any]) -> Likeness | None:
     It may say no to tensors that are alike, for example where one is given twice, or one needs a
     gradient: a no means to look closer. It keeps none of the tensors.
     """
-    guards, others = _guards(), {*map(id, tensors)}
-    if guards is None or not others or len(others) < len(tensors):
+    guards = _guards()
+    if guards is None or not tensors or len({*map(id, tensors)}) < len(tensors):
         return None
     return _made(guards, tensors)
 
@@ -33,9 +37,13 @@ def _guards() -> Any:
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        return TensorGuards if _tells_apart(TensorGuards) else None
-    except Exception:
-        return None
+        if _tells_apart(TensorGuards):
+            return TensorGuards
+        why = "it takes tensors for alike that are not"
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        why = f"{type(error).__name__}: {error}"
+    logger.info("torch's TensorGuards is not used, tensors are looked at one by one: %s", why)
+    return None
 
 
 def _made(guards: Any, tensors: Sequence[Any]) -> Likeness:

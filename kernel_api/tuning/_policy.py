@@ -69,7 +69,8 @@ class Policy:
     @classmethod
     def usual(cls, device: str) -> Policy:
         """How a device is measured on unless it is said: on the CPU there is neither a graph nor a
-        cache to empty, and clocks do not sink. ``KERNEL_API_REST`` says how often a GPU rests."""
+        cache to empty, and clocks do not sink. ``KERNEL_API_REST``, if it is set, is the ``rest``
+        of a GPU; raises ArgumentError if it is no number."""
         if device == "cpu":
             return cls(launches="eager", l2="warm", rest=0)
         given = os.environ.get(_REST)
