@@ -94,10 +94,17 @@ def cells(browser, table, column, *, shown=True):
     )
 
 
+def show(browser, element):
+    """Bring it to where nothing lies above it."""
+    browser.execute_script(
+        "arguments[0].scrollIntoView({block: 'center', inline: 'center'})", element
+    )
+
+
 def press(browser, table, column):
     """Click a header as a reader does; returns what it then says of the order."""
     th = browser.find_element("css selector", f'{table} th[data-column="{column}"]')
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center', inline: 'center'})", th)
+    show(browser, th)
     th.find_element("tag name", "button").click()
     return th.get_attribute("aria-sort")
 
@@ -215,14 +222,18 @@ def test_a_status_in_the_header_filters_by_it(opened, rows):
 
 def test_sections_close_open_and_are_linked(opened, rows):
     toggle = opened.find_element("id", "toggle-all")
-    toggle.click()
     key = key_of(rows, problem())
     table = candidates_of(key)
-    assert cells(opened, table, "time") == []
-    opened.find_element("css selector", f'#summary a[href="#problem-{key}"]').click()
-    assert len(cells(opened, table, "time")) == 4
-    toggle.click()
-    assert toggle.text == "collapse all"
+    link = opened.find_element("css selector", f'#summary a[href="#problem-{key}"]')
+    for _ in range(2):  # the second time the page is there already
+        show(opened, toggle)
+        toggle.click()
+        assert cells(opened, table, "time") == []
+        show(opened, link)
+        link.click()
+        assert len(cells(opened, table, "time")) == 4
+        toggle.click()
+        assert toggle.text == "collapse all"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

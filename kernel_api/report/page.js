@@ -28,6 +28,8 @@
   document.addEventListener("click", (event) => {
     const th = event.target.closest("table.sortable th");
     if (th) sort(th);
+    const link = event.target.closest('a[href^="#"]');
+    if (link) openTarget(link.hash); // before the page goes there, and also if it is there already
     const chip = event.target.closest("[data-search]");
     if (chip) {
       search.value = search.value === chip.dataset.search ? "" : chip.dataset.search;
@@ -72,11 +74,11 @@
   };
   toggle.addEventListener("click", () => openAll(toggle.getAttribute("aria-pressed") === "true"));
   addEventListener("beforeprint", () => openAll(true));
-  const openTarget = () => {
-    const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const openTarget = (hash) => {
+    const target = document.getElementById(decodeURIComponent(hash.slice(1)));
     if (target instanceof HTMLDetailsElement) target.open = true;
   };
-  addEventListener("hashchange", openTarget);
+  addEventListener("hashchange", () => openTarget(location.hash));
   document.addEventListener("keydown", (event) => {
     if (event.key === "/" && document.activeElement !== search) {
       event.preventDefault();
@@ -87,5 +89,5 @@
     }
   });
   filter();
-  openTarget();
+  openTarget(location.hash);
 })();
