@@ -249,12 +249,14 @@ def _serve(control_file: int, modules: list[str], idle_s: float) -> None:
     global _IDLE_SECONDS
     _IDLE_SECONDS = idle_s  # of the process that started this one; children have it too
     control = socket.socket(fileno=control_file)
+    gc.disable()  # a tenth of the time; there is nothing to collect yet
     for name in modules:
         try:
             importlib.import_module(name)
         except Exception as error:  # then children cannot import it either, and say so
             logger.info("%s is not imported ahead: %r", name, error)
     gc.freeze()  # what is never collected is never copied
+    gc.enable()
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = _log.logger(__name__)
 
 _WORKERS = "KERNEL_API_COMPILE_WORKERS"
-_MOST_WORKERS = 16
+_MOST_WORKERS = 32
 
 #: What workers have imported when they start.
 _IMPORTED = (
@@ -79,7 +79,7 @@ def compile_all(
         kernels: The kernels, as ``get_kernels`` gives them.
         args: The arguments to compile for: one object for all kernels, or one for each.
         cc: As in :meth:`Kernel.compile`.
-        workers: Processes; by default ``KERNEL_API_COMPILE_WORKERS``, else one per CPU, up to 16.
+        workers: Processes; by default ``KERNEL_API_COMPILE_WORKERS``, else one per CPU, up to 32.
         progress: Draw a bar on stderr, where rich is installed.
 
     Returns the artifacts in the order of the kernels, with the error in place of each one that

@@ -20,17 +20,17 @@ from ..common.tile_order import make_tile_order, preferred_band_widths
 from ..common.work_split import COUNTER_BYTES, WorkSplit
 from . import tile_queue
 from .gemm_consumer import GemmConsumer
+from .gemm_producer import GemmProducer
 from .grid import Grid, grid_of
-from .mma import WGMMA_M, make_tiled_mma, multiplied_as
+from .mma import make_tiled_mma, multiplied_as
 from .output import GROUP
-from .paired_output import ROWS, dealt_out, in_order
 from .promotion import scale_modes
 from .split_float32 import SMALL_BUFFERS
 
 CONCURRENT_TILES = 132  # multiprocessors of the SXM parts; only the visiting order depends on it
 
 
-class Gemm(GemmConsumer):
+class Gemm(GemmProducer, GemmConsumer):
     """D = epilogue(A · B) on Hopper: TMA, wgmma, persistent and warp-specialised.
 
     warp group  role      does                                      waits on      signals
@@ -71,9 +71,6 @@ class Gemm(GemmConsumer):
     multiples of 16 bytes; of D too if tma_store. K is at least 1. An operand without the batch
     mode serves every batch.
     """
-
-    producer_warps = 1
-    gathered = False  # whether threads copy A
 
     @cute.jit
     def __call__(
@@ -178,11 +175,14 @@ class Gemm(GemmConsumer):
         b_layout = sm90.make_smem_layout_b(b_major, self.tile_shape, b_type, self.stages)
         if const_expr(Fraction(1) in self.output.epilogue.halves):
             mB = halves_in_turn(mB, 0)
+        self.edge_loads = self._edge_loads(a_major, b_major)
+        edges = tuple(map(self._tma_edge, (mA, mB), self.edge_loads))
         # Blocks side by side along N work on the same rows of A: its tile is shared by cluster_n.
         tma_a = None
         if const_expr(not self.gathered):
             tma_a, mA = self._tma_load_a(mA, a_major, a_layout)
-        tma_b, mB = self._tma_load(mB, b_layout, (tile_n, tile_k), cluster_m)
+        of_stage = cute.slice_(b_layout, (None, None, 0))
+        tma_b, mB = self._tma_load(mB, of_stage, (tile_n, tile_k), cluster_m)
         mD, d_majors = self.output.views(mD), self.output.of_parts(tuple(d_majors))
         d_layouts = self.output.shared_layouts(d_majors, self.consumers)
         tma_d, mD = self.output.tma(mD, d_layouts)
@@ -219,6 +219,7 @@ class Gemm(GemmConsumer):
             *(tma_b, mB, b_layout),
             *(tma_d, mD, d_layouts),
             d_majors,
+            edges,
             operands,
             reduced,
             scales,
@@ -277,33 +278,6 @@ class Gemm(GemmConsumer):
         ]
         return ReductionSpace(*tiles, batches, counters, parts)
 
-    def _tma_load_a(self, tensor, major, shared_layout):
-        """Whole tiles; of rows that are pairs, 64 at a time."""
-        tile_m, _, tile_k = self.tile_shape
-        pairs, sharers = self.output.epilogue.row_pairs, self.cluster_shape[1]
-        if pairs is None or pairs.granularity == ROWS:
-            return self._tma_load(tensor, shared_layout, (tile_m, tile_k), sharers)
-        piece = sm90.make_smem_layout_a(
-            major, (WGMMA_M, *self.tile_shape[1:]), multiplied_as(tensor.element_type), 1
-        )
-        tma, coordinates = self._tma_load(
-            dealt_out(tensor, pairs), piece, (WGMMA_M, tile_k), sharers
-        )
-        return tma, in_order(coordinates, pairs, tensor.shape[0])
-
-    def _tma_load(self, tensor, shared_layout, tiler, sharers):
-        op = cpasync.CopyBulkTensorTileG2SOp()
-        if sharers > 1:
-            op = cpasync.CopyBulkTensorTileG2SMulticastOp()
-        layout = cute.slice_(shared_layout, (None, None, 0))
-        stored = multiplied_as(tensor.element_type)
-        internal = None
-        if stored is not tensor.element_type and not self.split_float32:
-            internal = stored
-        return cpasync.make_tiled_tma_atom(
-            op, tensor, layout, tiler, num_multicast=sharers, internal_type=internal
-        )
-
     @cute.kernel
     def kernel(
         self,
@@ -318,6 +292,7 @@ class Gemm(GemmConsumer):
         mD,
         d_layouts,
         d_majors: cutlass.Constexpr,
+        edges,
         operands,
         reduced,
         scales,
@@ -329,7 +304,8 @@ class Gemm(GemmConsumer):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp_index // 4
         if warp_index == 0:
-            for atom in (tma_a, tma_b, *tma_d):
+            of_edges = (edge[0] for edge in edges if edge is not None)
+            for atom in (tma_a, tma_b, *tma_d, *of_edges):
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
 
@@ -362,7 +338,7 @@ class Gemm(GemmConsumer):
             if warp_index < self.producer_warps:
                 self._produce(
                     *(tma_a, mA, sA, tma_b, mB, sB),
-                    *(cluster_layout, pipeline_ab, k_tiles, order, split, queue),
+                    *(cluster_layout, pipeline_ab, k_tiles, order, split, queue, edges),
                 )
         else:
             if const_expr(self.registers is not None):
@@ -427,99 +403,3 @@ class Gemm(GemmConsumer):
         if self.split_k is None:
             return Int32(0), k_tiles
         return split.k_range(cute.arch.block_idx()[2], tile)
-
-    @cute.jit
-    def _produce(
-        self,
-        tma_a,
-        mA,
-        sA,
-        tma_b,
-        mB,
-        sB,
-        cluster_layout,
-        pipeline_ab,
-        k_tiles,
-        order,
-        split,
-        queue,
-    ):
-        """One warp: every stage of every tile of this block, in order."""
-        tile_m, tile_n, tile_k = self.tile_shape
-        block_m, block_n, _ = cute.arch.block_idx()
-
-        gA = cute.local_tile(mA, (tile_m, tile_k), (None, None, None))
-        gB = cute.local_tile(mB, (tile_n, tile_k), (None, None, None))
-        # Blocks of the cluster that load parts of one tile are told apart by their coordinate.
-        tAsA, tAgA = self._partition_load(tma_a, sA, gA, block_n, self.cluster_shape[1])
-        tBsB, tBgB = self._partition_load(tma_b, sB, gB, block_m, self.cluster_shape[0])
-        masks = self._multicast_masks(cluster_layout)
-        stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        first, end, step = self._tiles(order, split)
-        for tile in cutlass.range(first, end, step, unroll=1):
-            m, n, batch = order.coordinates(tile)
-            first_k, count = self._k_range(k_tiles, split, tile, batch)
-            tAgA_k = tAgA[None, m * self.cluster_shape[0] + block_m, None, batch]
-            tBgB_k = tBgB[None, n * self.cluster_shape[1] + block_n, None, batch]
-            stage = self._load_tile(
-                *(tma_a, tAgA_k, tAsA, tma_b, tBgB_k, tBsB),
-                *(masks, first_k, count, pipeline_ab, stage),
-            )
-        # The other block of the cluster still signals this one's barriers: stay until it is done.
-        pipeline_ab.producer_tail(stage)
-
-    def _multicast_masks(self, cluster_layout) -> tuple:
-        """Of the loads of A and B: the blocks that each goes to; None for this one alone."""
-        block_m, block_n, _ = cute.arch.block_idx()
-        coordinate = (0, block_m, block_n, 0)
-        a_mask, b_mask = None, None
-        if self.cluster_shape[1] > 1:
-            a_mask = cpasync.create_tma_multicast_mask(cluster_layout, coordinate, mcast_mode=2)
-        if self.cluster_shape[0] > 1:
-            b_mask = cpasync.create_tma_multicast_mask(cluster_layout, coordinate, mcast_mode=1)
-        return a_mask, b_mask
-
-    @cute.jit
-    def _load_tile(
-        self,
-        tma_a,
-        tAgA,
-        tAsA,
-        tma_b,
-        tBgB,
-        tBsB,
-        masks,
-        first_k,
-        count,
-        pipeline_ab,
-        stage,
-        descriptors=(None, None),
-    ):
-        """The k tiles of an output tile, one stage each; returns the stage behind them.
-
-        descriptors: Of A and B, in place of those of the tensors as a whole.
-        """
-        for k in cutlass.range(first_k, first_k + count, unroll=1):
-            pipeline_ab.producer_acquire(stage)
-            full = pipeline_ab.producer_get_barrier(stage)
-            a = tAgA[None, k], tAsA[None, stage.index]
-            b = tBgB[None, k], tBsB[None, stage.index]
-            cute.copy(tma_a, *a, **tma_copy_options(full, masks[0], descriptors[0]))
-            cute.copy(tma_b, *b, **tma_copy_options(full, masks[1], descriptors[1]))
-            stage.advance()
-        return stage
-
-    def _partition_load(self, tma, shared, tiles, coordinate, sharers):
-        return cpasync.tma_partition(
-            tma,
-            coordinate,
-            cute.make_layout(sharers),
-            cute.group_modes(shared, 0, 2),
-            cute.group_modes(tiles, 0, 2),
-        )
-
-
-def tma_copy_options(full, mask, descriptor) -> dict:
-    """Of a load: its barrier, the blocks that it goes to, a descriptor in place of the atom's."""
-    options = {"tma_bar_ptr": full, "mcast_mask": mask}
-    return options if descriptor is None else {**options, "tma_desc_ptr": descriptor}

@@ -18,7 +18,7 @@ from ..common.work_split import COUNTER_BYTES
 from .descriptors import BYTES as DESCRIPTOR_BYTES
 from .descriptors import Descriptors, descriptor_of
 from .gathered import ROW_BYTES, STAGES, RowGather, stages_behind, tell
-from .gemm import tma_copy_options
+from .gemm_producer import tma_copy_options
 from .grid import grid_of
 from .grouped_output import ScatteredOutput, written_as
 from .mma import WGMMA_M
@@ -219,6 +219,7 @@ class GroupedGemm(ScheduledGemm):
         offsets,
         indices,
         queue,
+        edges,
     ):
         """One warp, or four that gather rows: every stage of every tile of this block, in order."""
         if const_expr(self.gathered):

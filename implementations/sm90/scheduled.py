@@ -18,6 +18,8 @@ class ScheduledGemm(Gemm):
                more of them. It asks for a workspace, of which it uses the last counter.
     """
 
+    cuts_edges = False  # rows behind those of a group are those of the next one
+
     def __init__(self, *args, scheduler: str = "static", **keywords):
         if scheduler not in ("static", "dynamic"):
             raise ValueError(f"scheduler is static or dynamic, not {scheduler!r}")

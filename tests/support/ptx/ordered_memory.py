@@ -245,13 +245,23 @@ class OrderedSharedMemory:
     # Async proxy ---------------------------------------------------------------------------------
 
     def start_read(
-        self, what: str, granules: np.ndarray, warps: Iterable[int], thread: int
+        self,
+        what: str,
+        granules: np.ndarray,
+        warps: Iterable[int],
+        thread: int,
+        *,
+        may_be_unwritten: bool = False,
     ) -> AsyncRead:
-        """By instructions that these warps have issued together."""
+        """By instructions that these warps have issued together.
+
+        may_be_unwritten: Bytes that were never written are POISON, and no fault.
+        """
         marks = self._granules(self._writes, granules)
-        if (marks == NOBODY).any():
+        written = marks[marks != NOBODY]
+        if written.size < marks.size and not may_be_unwritten:
             raise FaultError(thread, "reads what was never written")
-        kinds = _distinct(marks)
+        kinds = _distinct(written) if written.size else written
         for warp in warps:
             unseen = kinds[~self.order.observed(warp, kinds)]
             if unseen.size:

@@ -226,7 +226,10 @@ def _multiply(
     granules["B"] = _located(gang, B, columns, k, transposed[1])
     warps, thread = [warp.number for warp in gang.warps], int(gang.threads[0])
     everything = np.unique(np.concatenate([one.reshape(-1) for one in granules.values()]))
-    reading = gang.shared.start_read("an unfinished wgmma", everything, warps, thread)
+    # Rows beyond those of a matrix are left as they are, and what becomes of them is not stored.
+    reading = gang.shared.start_read(
+        "an unfinished wgmma", everything, warps, thread, may_be_unwritten=True
+    )
     operation = _Multiply(
         *(gang, target, match["d"], A, B, transposed, signs, columns, elements),
         bool(accumulate[0]),

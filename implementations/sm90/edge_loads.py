@@ -1,0 +1,74 @@
+"""Loads of tiles that reach beyond the last row of their matrix.
+
+TMA fills rows beyond it with zeros, which takes longer than to load as many. Nobody needs them: a
+row of A or B reaches only its own row or column of D, which is not stored.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+_SWIZZLED_ROWS = 8  # that the pattern of a swizzle takes
+_MOST_COPIES = 6  # of a k tile, by a block: each takes the producer as long as many rows take TMA
+
+
+@dataclass(frozen=True)
+class EdgeLoad:
+    """Loads of a K-major tile the pieces that have rows of the matrix, and nothing of the others.
+
+    rows: Of a tile.
+    sharers: Blocks that load it together, each its share of the rows for all of them.
+    """
+
+    rows: int
+    sharers: int
+
+    @property
+    def piece(self) -> int:
+        """Rows of a copy."""
+        share = self.rows // self.sharers
+        fewest = -(-share // _MOST_COPIES)
+        return next(
+            rows
+            for rows in range(_SWIZZLED_ROWS, share + 1, _SWIZZLED_ROWS)
+            if rows >= fewest and share % rows == 0
+        )
+
+    @property
+    def pieces(self) -> int:
+        """Of a tile."""
+        return self.rows // self.piece
+
+    def partition(self, tma: cute.CopyAtom, mX: cute.Tensor, sX: cute.Tensor) -> tuple:
+        """(of the matrix, of the stages): (TMA, pieces, k tiles, batches), (TMA, pieces, stages)"""
+        tiler = self.piece, cute.size(sX, mode=[1])
+        sX, mX = (cute.tiled_divide(tensor, tiler) for tensor in (sX, mX))
+        target, source = cpasync.tma_partition(tma, 0, cute.make_layout(1), sX, mX)
+        return source, target[None, None, 0, None]
+
+    def pieces_inside(self, tile: Int32, extent: Int32) -> Int32:
+        """Of a tile of a matrix with so many rows."""
+        inside = (extent - tile * self.rows + self.piece - 1) // self.piece
+        return cutlass.min(cutlass.max(inside, 0), self.pieces)
+
+    @cute.jit
+    def copy(self, tma, source, target, tile: Int32, inside: Int32, rank: Int32, full, mask):
+        """This block's share of the pieces that are inside.
+
+        source: (TMA, pieces) of a k tile; target: of a stage; rank: of the block among the sharers;
+        full: the barrier of the stage; mask: of the sharers, None for this block alone.
+        """
+        share = self.pieces // self.sharers
+        for i in cutlass.range_constexpr(share):
+            piece = rank * share + i
+            if piece < inside:
+                cute.copy(
+                    tma,
+                    source[None, tile * self.pieces + piece],
+                    target[None, piece],
+                    tma_bar_ptr=full,
+                    mcast_mask=mask,
+                )

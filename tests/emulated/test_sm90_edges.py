@@ -1,0 +1,75 @@
+"""What lies beyond the last row of a matrix is not loaded, and never reaches what is stored."""
+
+import re
+
+import pytest
+from support.kernels import generated_by
+from support.ptx import bulk
+from support.ptx.kernel import EmulatedKernel
+from support.ptx.problems import awkward_arguments
+
+from kernel_api import provider
+from kernel_api.implementations.sm90.edge_loads import EdgeLoad
+from kernel_api.verification import judge
+
+pytestmark = pytest.mark.compile
+
+(CUTEDSL,) = provider.providers(["cutedsl"])
+FAMILY = next(one for one in CUTEDSL.families() if one.family == "sm90.gemm")
+ROW_BYTES = 128  # of a k tile of 64
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Bytes of every load, in each block of a cluster that it goes to."""
+    sizes = []
+
+    class Load(bulk._Load):
+        def advance(self, machine):
+            sizes.append(self.data.size)
+            return super().advance(machine)
+
+    monkeypatch.setattr(bulk, "_Load", Load)
+    return sizes
+
+
+def products(design: str, M: int, N: int, K: int):
+    """A product by the kernel of a design, which is right."""
+    name = rf"sm90_gemm_bf16_bf16_bf16_f32_tnt_tile{design}_.*align16x16x16"
+    kernel = next(k for k in generated_by(FAMILY) if re.fullmatch(name, k.metadata.kernel_name))
+    args = awkward_arguments(kernel, M, N, K, values="integers")
+    EmulatedKernel.compile(kernel, args).run(args, multiprocessors=8)
+    assert judge(args)
+
+
+@pytest.mark.parametrize(
+    ("design", "M", "N", "rows", "copies"),
+    [
+        ("64x64x64_cluster1x1_cooperative", 64, 64, 64 + 64, 2),
+        ("64x64x64_cluster1x1_cooperative", 5, 64, 16 + 64, 2),
+        ("64x64x64_cluster1x1_cooperative", 64, 40, 64 + 48, 1 + 3),
+        ("64x64x64_cluster1x1_cooperative", 17, 49, 32 + 64, 2 + 1),
+        # Both blocks have A, in pieces of 8 rows that one of them loads; the second has none of B.
+        # A row of a k tile of 128 is two of 64.
+        ("64x64x128_cluster1x2_cooperative", 20, 8, 2 * (2 * 24 + 16), None),
+    ],
+)
+def test_only_pieces_with_rows_of_the_matrix_are_loaded(loaded, design, M, N, rows, copies):
+    k_tiles = 3
+    K = k_tiles * int(re.match(r"\d+x\d+x(\d+)", design)[1])
+    products(design, M, N, K)
+    assert sum(loaded) == k_tiles * rows * ROW_BYTES
+    assert copies is None or len(loaded) == k_tiles * copies
+
+
+@pytest.mark.parametrize("share", range(8, 257, 8))
+@pytest.mark.parametrize("sharers", (1, 2, 4))
+def test_a_share_is_cut_into_a_few_pieces_of_whole_swizzles(share, sharers):
+    rows = share * sharers
+    load = EdgeLoad(rows, sharers)
+    assert load.piece % 8 == 0
+    assert share % load.piece == 0
+    assert share // load.piece <= 6
+    smaller = [piece for piece in range(8, load.piece, 8) if share % piece == 0]
+    assert all(share // piece > 6 for piece in smaller)
+    assert load.pieces * load.piece == rows
