@@ -149,8 +149,9 @@ class SdpaDecode(RowLoads, SdpaForward):
         blocks = keys_seen(sequence, first, last // tiles.group - first + 1, self.tile_n)
         blocks = blocks._replace(end=select(first < sequence.queries, blocks.end, blocks.begin))
         count, part = blocks.end - blocks.begin, place.key
-        begin = blocks.begin + Int32(Int64(count) * part // tiles.parts)
-        end = blocks.begin + Int32(Int64(count) * (part + 1) // tiles.parts)
+        each, further = count // tiles.parts, count % tiles.parts
+        begin = blocks.begin + each * part + cutlass.min(part, further)
+        end = begin + each + select(part < further, Int32(1), Int32(0))
         full_begin = cutlass.min(cutlass.max(blocks.full_begin, begin), end)
         full_end = cutlass.min(cutlass.max(blocks.full_end, full_begin), end)
         blocks = type(blocks)(begin, end, full_begin, full_end)
@@ -335,14 +336,12 @@ class SdpaDecode(RowLoads, SdpaForward):
     @cute.jit
     def _completes(self, thread, flag, tile, tiles) -> Boolean:
         """Whether all parts of a tile are there, for the block that wrote the last one."""
-        cute.arch.fence_acq_rel_gpu()
         threads = GROUP * self.consumers
         cute.arch.barrier(barrier_id=TOGETHER, number_of_threads=threads)
         if thread == 0:
             counter = arrivals(tiles, tile)
-            cute.arch.fence_acq_rel_gpu()
-            arrived = cute.arch.atomic_add(counter.llvm_ptr, Int32(1))
-            cute.arch.fence_acq_rel_gpu()
+            # What all threads of the block wrote in front of the barrier is released with it.
+            arrived = cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
             if arrived == tiles.parts - 1:
                 counter.store(Int32(0))  # for the next launch
             flag.store(arrived)
@@ -423,7 +422,7 @@ class SdpaDecode(RowLoads, SdpaForward):
 
 
 _AT_ONCE = 8  # columns of parts, by a thread
-_PARTS_AT_ONCE = 8
+_PARTS_AT_ONCE = 16
 
 
 @cute.jit

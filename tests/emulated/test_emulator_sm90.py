@@ -392,6 +392,17 @@ def test_a_flag_without_a_fence_is_found(which):
         run(body, blocks=2, scratch=True)
 
 
+def test_an_atomic_that_acquires_and_releases_needs_no_fence():
+    body = FLAG.replace("fence.acq_rel.gpu;", "")
+    body = body.replace("atom.global.exch", "atom.global.acq_rel.exch")
+    body = body.replace(
+        "ld.relaxed.gpu.global.b32 %r9, [%rd1]", "atom.acq_rel.gpu.global.or.b32 %r9, [%rd1], 0"
+    )
+    assert run(body, blocks=2, scratch=True)[2] == 9
+    with pytest.raises(EmulationError, match="nothing orders them"):
+        run(body.replace("acq_rel.exch", "relaxed.exch"), blocks=2, scratch=True)
+
+
 def test_waiting_for_a_flag_that_nobody_sets_ends():
     with pytest.raises(EmulationError, match="caught in a loop"):
         run(
