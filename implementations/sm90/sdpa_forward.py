@@ -212,12 +212,21 @@ class SdpaForward(ForwardConsumer):
             operands,
             tiles,
         ).launch(
-            grid=(cutlass.min(tiles.total, multiprocessors), 1, 1),
+            grid=(self._blocks(tiles, multiprocessors), 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=True,
+            **self._cluster(tiles),
         )
+
+    def _blocks(self, tiles: Tiles, multiprocessors: Int32) -> Int32:
+        """Of a launch."""
+        return cutlass.min(tiles.total, multiprocessors)
+
+    def _cluster(self, tiles: Tiles) -> dict:
+        """How a launch says what its clusters are, if blocks are in any."""
+        return {}
 
     @cute.kernel
     def kernel(
