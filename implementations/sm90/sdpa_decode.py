@@ -106,6 +106,7 @@ class SdpaDecode(RowLoads, SdpaForward):
     """
 
     tiles = DecodeTiles
+    sums_at_once = 16  # parts that are loaded from the workspace together
 
     def __init__(
         self,
@@ -371,7 +372,7 @@ class SdpaDecode(RowLoads, SdpaForward):
             rows = cutlass.min(tiles.rows - work.place.query, self.tile_m)
             for vector in cutlass.range(thread, rows * across, GROUP * self.consumers, unroll=1):
                 local, column = vector // across, vector % across * _AT_ONCE
-                added = self._sum(parts, local, column, _AT_ONCE, _PARTS_AT_ONCE)
+                added = self._sum(parts, local, column, _AT_ONCE, self.sums_at_once)
                 self._finish(added, parts, local, column, mO, work, values, tiles)
 
     @cute.jit
@@ -421,7 +422,7 @@ class SdpaDecode(RowLoads, SdpaForward):
         largest = Float32(-math.inf)
         if const_expr(sink is not None):
             largest = sink
-        for part in cutlass.range(parts.count, unroll=_PARTS_AT_ONCE):
+        for part in cutlass.range(parts.count, unroll=8):
             _, numbers = parts.at(part)
             largest = cute.arch.fmax(largest, _number(numbers, local, 1))
         return largest
@@ -474,7 +475,6 @@ class SdpaDecode(RowLoads, SdpaForward):
 
 
 _AT_ONCE = 8  # columns of parts, by a thread
-_PARTS_AT_ONCE = 16
 
 
 @cute.jit

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from ..common.attention.scores import Scores
+from ..common.attention.values import Values
 from ..common.conversion import select
 from .mma import WGMMA_M
 from .reduced_output import GROUP
@@ -16,6 +17,11 @@ from .sdpa_output import OWN
 from .sdpa_tiles import Work
 from .sdpa_workspace import part_bytes
 
+#: Of launch values, those that a block uses behind its first loads if at all.
+_NOT_READ_FIRST = frozenset(("scale", "lse", "score_max", "score_sum_exp", "sink"))
+#: Bytes of operands of a block, at most, where a multiprocessor has two, and what is 1 KiB behind.
+_HALF = 112 * 1024
+_REGISTERS_OF_TWO = (40, 216)  # (producer, consumer)
 _AT_ONCE = 4  # columns of parts, by a thread
 _APART = 8  # columns between rows, so that those of a warp are in different banks
 _OF_A_GPC = 16  # multiprocessors, at least: no cluster is of several
@@ -76,14 +82,23 @@ class SdpaDecodeCluster(SdpaDecode):
     """
 
     tiles = ClusterTiles
+    sums_at_once = 4
 
     def __init__(
         self, head_dims, tile, stages, element_type, scores: Scores, *, cluster, **options
     ):
         super().__init__(head_dims, tile, stages, element_type, scores, **options)
         self.most = cluster
+        #: What is known of a tile before anything is read.
+        self.known_early = set(scores.names) <= _NOT_READ_FIRST
+        element_bytes = element_type.width // 8
+        read = self.tile_m * self.head_dim + self.tile_n * stages * sum(head_dims)
+        #: With two blocks on a multiprocessor, the next kernel's are there when this one's end.
+        self.resident = 2 if read * element_bytes <= _HALF else 1
+        if self.resident == 2:
+            self.registers = _REGISTERS_OF_TWO
         left = self.tile_m * (self.head_dim_v + _APART + self.numbers) * Float32.width // 8
-        stored = self.tile_n * self.stages * self.head_dim * element_type.width // 8
+        stored = self.tile_n * self.stages * self.head_dim * element_bytes
         if left > stored or self.tile_m > WGMMA_M:
             raise ValueError(f"{tile} rows of {self.head_dim_v} columns do not fit where K was")
 
@@ -102,8 +117,23 @@ class SdpaDecodeCluster(SdpaDecode):
     def _blocks(self, tiles: ClusterTiles, multiprocessors: Int32) -> Int32:
         return tiles.total
 
-    def _cluster(self, tiles: ClusterTiles) -> dict:
-        return {"cluster": (tiles.cluster(self.most), 1, 1)}
+    def _residence(self, tiles: ClusterTiles) -> dict:
+        given = {"cluster": (tiles.cluster(self.most), 1, 1), "min_blocks_per_mp": self.resident}
+        if self.resident == 2:
+            given["preferred_smem_carveout"] = 100  # percent
+        return given
+
+    def _await_launch(self) -> None:
+        """Later, see `_work`."""
+
+    def _work(self, tiles: ClusterTiles, tile: Int32, values: Values, mQ, mK) -> Work:
+        """The producer and the consumers ask for one each, before all that they read."""
+        if not self.known_early:
+            super()._await_launch()
+        work = super()._work(tiles, tile, values, mQ, mK)
+        if self.known_early:
+            super()._await_launch()
+        return work
 
     def _staged_output(self, storage, layout) -> Memory:
         """Instead: where parts are left. K was there."""

@@ -109,10 +109,11 @@ class Machine:
             first = number * self.warps_per_block
             warps = range(first, first + self.warps_per_block)
             one.warps = [Warp(self, warp, one) for warp in warps]
-            each = min(REGISTERS // self.threads_per_block // 8 * 8, 255)
+            available = REGISTERS // self.program.blocks_together
+            each = min(available // self.threads_per_block // 8 * 8, 255)
             for warp in one.warps:
                 warp.per_thread_registers = each
-            one.registers = REGISTERS - each * self.threads_per_block
+            one.registers = available - each * self.threads_per_block
             blocks.append(one)
         return blocks
 
