@@ -18,6 +18,7 @@ from ..common.attention.softmax import LN_2, LOG2_E, Finished, finished, finite,
 from ..common.attention.statistics import statistics_rows, where_seen, write_statistics
 from ..common.attention.values import Values
 from ..common.conversion import select
+from ..common.tile_order import Divisor
 from ..common.work_split import COUNTER_BYTES
 from .mma import WGMMA_M
 from .reduced_output import GROUP
@@ -44,7 +45,7 @@ class DecodeTiles(Tiles):
     """
 
     parts: Int32
-    group: Int32
+    group: Divisor
     rows: Int32
     partial: Int64
 
@@ -157,7 +158,7 @@ class SdpaDecode(RowLoads, SdpaForward):
         partial = workspace + COUNTER_BYTES
         tiles = self.tiles(
             *(blocks, key_heads, total, Int32(1), workspace),
-            *(parts, group, rows, partial),
+            *(parts, Divisor(group), rows, partial),
         )
         self._launch(
             *(None, mQ, tma_k, tK, tma_v, tV, mO),
@@ -183,7 +184,7 @@ class SdpaDecode(RowLoads, SdpaForward):
         full_end = cutlass.min(cutlass.max(blocks.full_end, full_begin), end)
         blocks = type(blocks)(begin, end, full_begin, full_end)
         last_query = cutlass.min(last // tiles.group, sequence.queries - 1)
-        heads = place.head * tiles.group, tiles.group
+        heads = place.head * tiles.group.divisor, tiles.group.divisor
         work = Work(tile, place, sequence, blocks)
         return self._searched(work, heads, first, last_query, values)
 
@@ -266,8 +267,8 @@ class SdpaDecode(RowLoads, SdpaForward):
         first = place.query + consumer * WGMMA_M + lane // across
         for i in cutlass.range_constexpr(at_once):
             row = cutlass.min(first + i * (GROUP // across), tiles.rows - 1)
-            head = place.head * tiles.group + row % tiles.group
-            source = mQ[row // tiles.group, None, head, place.batch]
+            query, head = query_and_head(place, row - place.query, tiles)
+            source = mQ[query, None, head, place.batch]
             for slab in cutlass.range_constexpr(slabs):
                 column = slab * SLAB + lane % across * vector
                 column = cutlass.min(column, mQ.shape[1] - vector)
@@ -288,7 +289,7 @@ class SdpaDecode(RowLoads, SdpaForward):
     # Scores and results ------------------------------------------------------------------
 
     def _group(self, tiles: DecodeTiles) -> Int32:
-        return tiles.group
+        return tiles.group.divisor
 
     def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool | Hidden) -> None:
         by_band = hidden and not self.scores.hides_anywhere
@@ -296,7 +297,7 @@ class SdpaDecode(RowLoads, SdpaForward):
         if by_band:
             self._hide(tile, sequence, tiles.group)
 
-    def _hide(self, tile: Tile, sequence, group: Int32) -> None:
+    def _hide(self, tile: Tile, sequence, group: Divisor) -> None:
         """-inf where a band hides a key."""
         rows, columns = tile.extents
         row_of_thread, key = tile.first
@@ -502,7 +503,8 @@ def _either(condition, one: Finished, other: Finished) -> Finished:
 def query_and_head(place: Place, local: Int32, tiles: DecodeTiles) -> tuple[Int32, Int32]:
     """Of a row of a tile."""
     row = place.query + local
-    return row // tiles.group, place.head * tiles.group + row % tiles.group
+    query, head = divmod(row, tiles.group)
+    return query, place.head * tiles.group.divisor + head
 
 
 def parts_of(tiles: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:

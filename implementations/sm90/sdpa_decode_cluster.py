@@ -163,7 +163,6 @@ class SdpaDecodeCluster(SdpaDecode):
     def _combine(self, thread, memory: Memory, mO, work: Work, values, tiles):
         """The parts of a tile."""
         cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
         self._add_up_cluster(thread, memory, mO, work, values, tiles)
         # Nobody reads this block's memory any more when all have arrived.
         cute.arch.cluster_arrive_relaxed()
@@ -173,7 +172,8 @@ class SdpaDecodeCluster(SdpaDecode):
 
     @cute.jit
     def _add_up_cluster(self, thread, memory: Memory, mO, work: Work, values, tiles):
-        """The vectors of this block: as many of each block of the cluster, side by side."""
+        """The vectors of this block: as many of each block of the cluster, side by side. Waits for
+        the others."""
         size = cute.arch.cluster_size()
         parts = PartsOfCluster(memory.rows, memory.numbers, size)
         sums, other = self._parts_of_tile(work, tiles).at(work.place.key // size)
@@ -182,6 +182,7 @@ class SdpaDecodeCluster(SdpaDecode):
         each = (rows * across + size - 1) // size
         first = cute.arch.block_idx_in_cluster() * each
         end = cutlass.min(first + each, rows * across)
+        cute.arch.cluster_wait()
         for vector in cutlass.range(first + thread, end, GROUP * self.consumers, unroll=1):
             local, column = vector // across, vector % across * _AT_ONCE
             added = self._sum(parts, local, column, _AT_ONCE, self.most)
