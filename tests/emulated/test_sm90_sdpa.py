@@ -98,6 +98,7 @@ def check(args, family, scaling="at_once", tile=None, cluster=None, **where):
     assert broken is None, broken
     verdict = judge(args, FACTOR_REORDERED)
     assert verdict, f"{kernels[0].metadata.kernel_name}: {verdict}"
+    return compiled
 
 
 CHOSEN = CASES if EVERY else [*CASES[:2], CASES[3], *(c for c in CASES if c.name == MEASURED)]
@@ -165,6 +166,18 @@ MEETING = [
 def test_parts_meet_wherever_they_are(case):
     cluster = 16 if case.name == "16 blocks" else 8
     check(case.arguments(), FEW, cluster=cluster, multiprocessors=16)
+
+
+@pytest.mark.parametrize("cluster", (1, 8) if EVERY else (8,))
+def test_parts_are_added_up_in_one_order(cluster):
+    """Whoever comes last: of several clusters, and in each of them."""
+    args = MEETING[0].arguments()
+    compiled = check(args, FEW, cluster=cluster, multiprocessors=16)
+    expected = [output.tensor.clone() for output in args.outputs.values()]
+    for seed in (1, 2):
+        compiled.run(args, multiprocessors=16, seed=seed)
+        for output, before in zip(args.outputs.values(), expected, strict=True):
+            assert torch.equal(output.tensor, before)
 
 
 def fp8_arguments(sizes, lengths=None, statistics=("lse",), **options):
