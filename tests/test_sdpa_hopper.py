@@ -444,6 +444,34 @@ def test_options_of_few_queries_spill_nothing(option, form):
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("dim", (64, 128) if EVERY_KERNEL else (128,))
+def test_parts_that_meet_leave_room_for_a_block_of_the_next_kernel(dim):
+    draw = Draw(1, 8, 1, 1, 4096, dim, dim, element="bfloat16", device="meta")
+    args = draw.arguments(out=draw.results(read=False).bfloat16())
+    kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+    designs = {kernel.metadata.design: kernel for kernel in kernels if kernel.family == DECODE}
+    fewest = min(design.stages for design in designs if design.cluster > 1)
+    for design, kernel in designs.items():
+        if design.cluster > 1 and design.stages == fewest:
+            needed = kernel.compile(args, cc="90a").resources
+            assert 2 * needed.registers * needed.threads <= 1 << 16
+            assert 2 * (needed.shared_memory_bytes + 1024) <= 228 * 1024
+            assert needed.spill_bytes == 0
+
+
+def test_few_keys_are_read_by_parts_that_meet():
+    def first(batches, keys):
+        shapes = (batches, 64, 1, 128), (batches, 8, keys, 128)
+        Q, K = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+        args = ka.SdpaArguments(Q, K, K.clone(), Q.clone())
+        return ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])[0].metadata.design
+
+    assert first(1, 1024).cluster > 1
+    assert first(4, 1024).cluster == 8
+    assert first(64, 1 << 16).cluster == 1
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize("room", ROOMS[FP8] if EVERY_KERNEL else [(256, 256)])
 def test_packed_sequences_of_8_bits_spill_nothing(room):
     mask = masks.Causal("bottom_right")

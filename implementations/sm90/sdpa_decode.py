@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -17,6 +18,7 @@ from ..common.attention.softmax import LN_2, LOG2_E, Finished, finished, finite,
 from ..common.attention.statistics import statistics_rows, where_seen, write_statistics
 from ..common.attention.values import Values
 from ..common.conversion import select
+from ..common.tile_order import Divisor
 from ..common.work_split import COUNTER_BYTES
 from .mma import WGMMA_M
 from .reduced_output import GROUP
@@ -43,7 +45,7 @@ class DecodeTiles(Tiles):
     """
 
     parts: Int32
-    group: Int32
+    group: Divisor
     rows: Int32
     partial: Int64
 
@@ -60,18 +62,37 @@ def arrivals(tiles: DecodeTiles, tile: Int32) -> cute.Pointer:
     return cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4)
 
 
-def results(
-    tiles: DecodeTiles, tile: Int32, rows: int, columns: int, numbers: int
-) -> tuple[cute.Tensor, cute.Tensor]:
-    """((rows, columns), (rows, numbers)) of a part."""
-    address = tiles.partial + Int64(tile) * part_bytes(rows, columns, numbers)
-    values = cute.make_tensor(
-        cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=16),
-        cute.make_ordered_layout((rows, columns), order=(1, 0)),
-    )
-    behind = address + rows * columns * Float32.width // 8
-    pointer = cute.make_ptr(Float32, behind, AddressSpace.gmem, assumed_align=16)
-    return values, cute.make_tensor(pointer, cute.make_layout((rows, numbers)))
+@dataclass
+class Parts:
+    """Those of a tile in the workspace, side by side: of each its rows, then their numbers.
+
+    shape: Rows, columns, and numbers of a row.
+    """
+
+    address: Int64
+    count: Int32
+    shape: tuple[int, int, int]  # known while tracing
+
+    def at(self, part: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        """((rows, columns), (rows, numbers))"""
+        rows, columns, numbers = self.shape
+        address = self.address + Int64(part) * part_bytes(*self.shape)
+        values = cute.make_tensor(
+            cute.make_ptr(Float32, address, AddressSpace.gmem, assumed_align=16),
+            cute.make_ordered_layout((rows, columns), order=(1, 0)),
+        )
+        behind = address + rows * columns * Float32.width // 8
+        pointer = cute.make_ptr(Float32, behind, AddressSpace.gmem, assumed_align=16)
+        return values, cute.make_tensor(pointer, cute.make_layout((rows, numbers)))
+
+
+class Sum(NamedTuple):
+    """Of vectors of parts: `largest` is the largest log-sum-exp, `total` the sum of exponentials
+    relative to it, `values` the vectors weighted by them."""
+
+    values: cute.Tensor
+    largest: Float32
+    total: Float32
 
 
 class SdpaDecode(RowLoads, SdpaForward):
@@ -84,6 +105,9 @@ class SdpaDecode(RowLoads, SdpaForward):
 
     page_size: None, or a divisor or multiple of `tile[1]` and a multiple of 8.
     """
+
+    tiles = DecodeTiles
+    sums_at_once = 16  # parts that are loaded from the workspace together
 
     def __init__(
         self,
@@ -129,17 +153,21 @@ class SdpaDecode(RowLoads, SdpaForward):
         blocks, key_heads = cute.ceil_div(rows, self.tile_m), mK.shape[2]
         tiles = blocks * key_heads * batches
         keys = cute.ceil_div(self._keys(mK, values), self.tile_n)
-        parts = _parts(tiles, keys, multiprocessors)
+        parts = self._parts(tiles, keys, multiprocessors)
         total = tiles * parts
         partial = workspace + COUNTER_BYTES
-        tiles = DecodeTiles(
+        tiles = self.tiles(
             *(blocks, key_heads, total, Int32(1), workspace),
-            *(parts, group, rows, partial),
+            *(parts, Divisor(group), rows, partial),
         )
         self._launch(
             *(None, mQ, tma_k, tK, tma_v, tV, mO),
             *(self._shared_layouts(), operands, tiles, multiprocessors, stream),
         )
+
+    def _parts(self, tiles: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
+        """That each tile is cut into, which has so many blocks of keys."""
+        return parts_of(tiles, blocks, multiprocessors)
 
     def _work(self, tiles: DecodeTiles, tile: Int32, values: Values, mQ, mK) -> Work:
         place = tiles.place(tile, self.tile_m, self.longest_first)
@@ -149,13 +177,14 @@ class SdpaDecode(RowLoads, SdpaForward):
         blocks = keys_seen(sequence, first, last // tiles.group - first + 1, self.tile_n)
         blocks = blocks._replace(end=select(first < sequence.queries, blocks.end, blocks.begin))
         count, part = blocks.end - blocks.begin, place.key
-        begin = blocks.begin + Int32(Int64(count) * part // tiles.parts)
-        end = blocks.begin + Int32(Int64(count) * (part + 1) // tiles.parts)
+        each, further = count // tiles.parts, count % tiles.parts
+        begin = blocks.begin + each * part + cutlass.min(part, further)
+        end = begin + each + select(part < further, Int32(1), Int32(0))
         full_begin = cutlass.min(cutlass.max(blocks.full_begin, begin), end)
         full_end = cutlass.min(cutlass.max(blocks.full_end, full_begin), end)
         blocks = type(blocks)(begin, end, full_begin, full_end)
         last_query = cutlass.min(last // tiles.group, sequence.queries - 1)
-        heads = place.head * tiles.group, tiles.group
+        heads = place.head * tiles.group.divisor, tiles.group.divisor
         work = Work(tile, place, sequence, blocks)
         return self._searched(work, heads, first, last_query, values)
 
@@ -238,8 +267,8 @@ class SdpaDecode(RowLoads, SdpaForward):
         first = place.query + consumer * WGMMA_M + lane // across
         for i in cutlass.range_constexpr(at_once):
             row = cutlass.min(first + i * (GROUP // across), tiles.rows - 1)
-            head = place.head * tiles.group + row % tiles.group
-            source = mQ[row // tiles.group, None, head, place.batch]
+            query, head = query_and_head(place, row - place.query, tiles)
+            source = mQ[query, None, head, place.batch]
             for slab in cutlass.range_constexpr(slabs):
                 column = slab * SLAB + lane % across * vector
                 column = cutlass.min(column, mQ.shape[1] - vector)
@@ -260,7 +289,7 @@ class SdpaDecode(RowLoads, SdpaForward):
     # Scores and results ------------------------------------------------------------------
 
     def _group(self, tiles: DecodeTiles) -> Int32:
-        return tiles.group
+        return tiles.group.divisor
 
     def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool | Hidden) -> None:
         by_band = hidden and not self.scores.hides_anywhere
@@ -268,7 +297,7 @@ class SdpaDecode(RowLoads, SdpaForward):
         if by_band:
             self._hide(tile, sequence, tiles.group)
 
-    def _hide(self, tile: Tile, sequence, group: Int32) -> None:
+    def _hide(self, tile: Tile, sequence, group: Divisor) -> None:
         """-inf where a band hides a key."""
         rows, columns = tile.extents
         row_of_thread, key = tile.first
@@ -290,14 +319,14 @@ class SdpaDecode(RowLoads, SdpaForward):
         return storage.flag.data_ptr()
 
     @cute.jit
-    def _write(self, consumer, thread, tOrO, flag, mO, softmax, work: Work, values, tiles):
+    def _write(self, consumer, thread, tOrO, memory, mO, softmax, work: Work, values, tiles):
         """The rows of a tile, or of a part of it."""
         own = thread // 32 * 16 + thread % 32 // 4  # over all consumers
         outputs = rows_and_columns(tOrO)
-        parts, numbers = self._results(tiles, work.tile)
+        part, numbers = self._own_part(consumer, memory, work, tiles)
         for i in cutlass.range_constexpr(2):
             local = own + 8 * i
-            query, head = _query_and_head(work.place, local, tiles)
+            query, head = query_and_head(work.place, local, tiles)
             sink = self._sink(values, head)
             done = finished(softmax, i, sink)
             exists = query < work.sequence.queries
@@ -307,7 +336,7 @@ class SdpaDecode(RowLoads, SdpaForward):
             if work.place.query + local < tiles.rows:
                 scale = select(exists, done.factor, Float32(0.0))
                 if tiles.parts > 1:
-                    _store_row(outputs, i, scale, exists, parts[local, None], thread)
+                    _store_row(outputs, i, scale, exists, part[local, None], thread)
                     if thread % 4 == 0:
                         found = done.lse, done.score_max
                         for j in cutlass.range_constexpr(self.numbers):
@@ -318,14 +347,17 @@ class SdpaDecode(RowLoads, SdpaForward):
                     rows = statistics_rows(values, work.place.batch, head, work.sequence)
                     if thread % 4 == 0:
                         write_statistics(rows, query, done)
-        complete = Boolean(False)
         if tiles.parts > 1:
-            complete = self._completes(thread, flag, work.tile, tiles)
-        if complete:
-            self._add_up(thread, mO, work, values, tiles)
+            self._combine(thread, memory, mO, work, values, tiles)
 
-    def _results(self, tiles, tile) -> tuple:
-        return results(tiles, tile, self.tile_m, self.head_dim_v, self.numbers)
+    def _own_part(self, consumer, memory, work: Work, tiles) -> tuple:
+        """Where the rows of this block are to lie, and their numbers."""
+        return self._parts_of_tile(work, tiles).at(work.place.key)
+
+    def _parts_of_tile(self, work: Work, tiles) -> Parts:
+        shape = self.tile_m, self.head_dim_v, self.numbers
+        first = work.tile - work.place.key
+        return Parts(tiles.partial + Int64(first) * part_bytes(*shape), tiles.parts, shape)
 
     def _sink(self, values: Values, head):
         if "sink" not in self.scores.names:
@@ -333,16 +365,26 @@ class SdpaDecode(RowLoads, SdpaForward):
         return Float32(values["sink"][head])
 
     @cute.jit
+    def _combine(self, thread, flag, mO, work: Work, values, tiles):
+        """The parts of a tile, by who comes last."""
+        if self._completes(thread, flag, work.tile, tiles):
+            parts = self._parts_of_tile(work, tiles)
+            across = self.head_dim_v // _AT_ONCE
+            rows = cutlass.min(tiles.rows - work.place.query, self.tile_m)
+            for vector in cutlass.range(thread, rows * across, GROUP * self.consumers, unroll=1):
+                local, column = vector // across, vector % across * _AT_ONCE
+                added = self._sum(parts, local, column, _AT_ONCE, self.sums_at_once)
+                self._finish(added, parts, local, column, mO, work, values, tiles)
+
+    @cute.jit
     def _completes(self, thread, flag, tile, tiles) -> Boolean:
         """Whether all parts of a tile are there, for the block that wrote the last one."""
-        cute.arch.fence_acq_rel_gpu()
         threads = GROUP * self.consumers
         cute.arch.barrier(barrier_id=TOGETHER, number_of_threads=threads)
         if thread == 0:
             counter = arrivals(tiles, tile)
-            cute.arch.fence_acq_rel_gpu()
-            arrived = cute.arch.atomic_add(counter.llvm_ptr, Int32(1))
-            cute.arch.fence_acq_rel_gpu()
+            # What all threads of the block wrote in front of the barrier is released with it.
+            arrived = cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
             if arrived == tiles.parts - 1:
                 counter.store(Int32(0))  # for the next launch
             flag.store(arrived)
@@ -350,80 +392,90 @@ class SdpaDecode(RowLoads, SdpaForward):
         return flag.load() == tiles.parts - 1
 
     @cute.jit
-    def _add_up(self, thread, mO, work: Work, values, tiles):
-        """The parts of a tile, in their order."""
-        first = work.tile - work.place.key
-        across = self.head_dim_v // _AT_ONCE
-        rows = cutlass.min(tiles.rows - work.place.query, self.tile_m)
-        for vector in cutlass.range(thread, rows * across, GROUP * self.consumers, unroll=1):
-            local, column = vector // across, vector % across * _AT_ONCE
-            query, head = _query_and_head(work.place, local, tiles)
-            largest, total = Float32(-math.inf), Float32(0.0)
-            if const_expr("sink" in self.scores.names):
-                largest, total = Float32(values["sink"][head]), Float32(1.0)
-            added = cute.make_rmem_tensor(_AT_ONCE, Float32)
-            added.fill(0.0)
-            for part in cutlass.range(0, tiles.parts, _PARTS_AT_ONCE, unroll=1):
-                largest, total = self._add_parts(
-                    *(added, largest, total, first, part, local, column, tiles)
-                )
-            exists = (total > 0.0) & (query < work.sequence.queries)
-            scale = select(exists, 1.0 / total, Float32(0.0))
-            if column < mO.shape[1]:
-                rounded = cute.make_rmem_tensor(_AT_ONCE, self.element_type)
-                rounded.store((added.load() * scale).to(self.element_type))
-                _store(rounded, mO[query, None, head, work.place.batch], column)
-            lse = largest + cute.math.log2(total) * LN_2
-            score_max, score_sum_exp = Float32(0.0), Float32(0.0)
-            if const_expr(self.numbers > 1):
-                score_max = self._largest_score(first, local, self._sink(values, head), tiles)
-                score_sum_exp = total * power_of_two((largest - score_max) * LOG2_E)
-            done = where_seen(exists, Finished(scale, lse, score_max, score_sum_exp))
-            statistics = statistics_rows(values, work.place.batch, head, work.sequence)
-            if column == 0:
-                write_statistics(statistics, query, done)
+    def _finish(self, added: Sum, parts, local, column, mO, work: Work, values, tiles):
+        """Writes a vector of a row, and with the first one the row's statistics."""
+        query, head = query_and_head(work.place, local, tiles)
+        sink = self._sink(values, head)
+        largest, total, factor = added.largest, added.total, Float32(1.0)
+        if const_expr(sink is not None):
+            largest = cute.arch.fmax(largest, sink)
+            factor = power_of_two((added.largest - finite(largest)) * LOG2_E)
+            total = cute.math.fma(total, factor, power_of_two((sink - finite(largest)) * LOG2_E))
+        exists = (total > 0.0) & (query < work.sequence.queries)
+        scale = select(exists, factor / total, Float32(0.0))
+        if column < mO.shape[1]:
+            rounded = cute.make_rmem_tensor(cute.size(added.values), self.element_type)
+            rounded.store((added.values.load() * scale).to(self.element_type))
+            store(rounded, mO[query, None, head, work.place.batch], column)
+        lse = log_sum_exp(Sum(added.values, largest, total))
+        score_max, score_sum_exp = Float32(0.0), Float32(0.0)
+        if const_expr(self.numbers > 1):
+            score_max = self._largest_score(parts, local, sink)
+            score_sum_exp = total * power_of_two((largest - score_max) * LOG2_E)
+        done = where_seen(exists, Finished(scale, lse, score_max, score_sum_exp))
+        statistics = statistics_rows(values, work.place.batch, head, work.sequence)
+        if column == 0:
+            write_statistics(statistics, query, done)
 
     @cute.jit
-    def _largest_score(self, first, local, sink, tiles) -> Float32:
+    def _largest_score(self, parts, local, sink) -> Float32:
         """Of a row in all parts."""
         largest = Float32(-math.inf)
         if const_expr(sink is not None):
             largest = sink
-        for part in cutlass.range(tiles.parts, unroll=_PARTS_AT_ONCE):
-            _, numbers = self._results(tiles, first + part)
-            largest = cute.arch.fmax(largest, numbers[local, 1])
+        for part in cutlass.range(parts.count, unroll=8):
+            _, numbers = parts.at(part)
+            largest = cute.arch.fmax(largest, _number(numbers, local, 1))
         return largest
 
     @cute.jit
-    def _add_parts(self, added, largest, total, first, part, local, column, tiles):
-        """Some parts of a vector. All are loaded before the first of them is waited for. Returns
-        the largest log-sum-exp so far, and the sum of exponentials relative to it."""
-        logs = cute.make_rmem_tensor(_PARTS_AT_ONCE, Float32)
-        loaded = cute.make_rmem_tensor((_AT_ONCE, _PARTS_AT_ONCE), Float32)
-        for i in cutlass.range_constexpr(_PARTS_AT_ONCE):
-            one = cutlass.min(part + i, tiles.parts - 1)
-            there, numbers = self._results(tiles, first + one)
-            logs[i] = numbers[local, 0]
-            _load(there[local, None], column, loaded[None, i])
+    def _sum(
+        self, parts, local, column, width: cutlass.Constexpr, at_once: cutlass.Constexpr
+    ) -> Sum:
+        """Of a vector of a row in all parts, in their order.
+
+        width: Columns of the vector.
+        at_once: Parts that are loaded before the first of them is waited for.
+        """
+        largest, total = Float32(-math.inf), Float32(0.0)
+        added = cute.make_rmem_tensor(width, Float32)
+        added.fill(0.0)
+        for first in cutlass.range(0, parts.count, at_once, unroll=1):
+            largest, total = self._add_parts(
+                added, largest, total, parts, first, local, column, at_once
+            )
+        return Sum(added, largest, total)
+
+    @cute.jit
+    def _add_parts(
+        self, added, largest, total, parts, first, local, column, at_once: cutlass.Constexpr
+    ):
+        """Returns the largest log-sum-exp so far, and the sum of exponentials relative to it."""
+        width = cute.size(added)
+        logs = cute.make_rmem_tensor(at_once, Float32)
+        loaded = cute.make_rmem_tensor((width, at_once), Float32)
+        for i in cutlass.range_constexpr(at_once):
+            part, numbers = parts.at(cutlass.min(first + i, parts.count - 1))
+            logs[i] = _number(numbers, local, 0)
+            _load(part[local, None], column, loaded[None, i])
         most = largest
-        for i in cutlass.range_constexpr(_PARTS_AT_ONCE):
-            logs[i] = select(part + i < tiles.parts, logs[i], Float32(-math.inf))
+        for i in cutlass.range_constexpr(at_once):
+            logs[i] = select(first + i < parts.count, logs[i], Float32(-math.inf))
             most = cute.arch.fmax(most, logs[i])
         base = finite(most) * LOG2_E
         factor = power_of_two(cute.math.fma(largest, Float32(LOG2_E), -base))
         total = total * factor
-        for j in cutlass.range_constexpr(_AT_ONCE):
+        for j in cutlass.range_constexpr(width):
             added[j] = added[j] * factor
-        for i in cutlass.range_constexpr(_PARTS_AT_ONCE):
+        for i in cutlass.range_constexpr(at_once):
             weight = power_of_two(cute.math.fma(logs[i], Float32(LOG2_E), -base))
             total = total + weight
-            for j in cutlass.range_constexpr(_AT_ONCE):
+            for j in cutlass.range_constexpr(width):
                 added[j] = cute.math.fma(loaded[j, i], weight, added[j])
         return most, total
 
 
 _AT_ONCE = 8  # columns of parts, by a thread
-_PARTS_AT_ONCE = 8
 
 
 @cute.jit
@@ -437,20 +489,25 @@ def _store_row(outputs, i: cutlass.Constexpr, scale, exists, row, thread):
                 pair[lane] = select(exists, outputs[i, j + lane] * scale, Float32(0.0))
             rounded = cute.make_rmem_tensor(2, row.element_type)
             rounded.store(pair.load().to(row.element_type))
-            _store(rounded, row, column)
+            store(rounded, row, column)
+
+
+def log_sum_exp(added: Sum) -> Float32:
+    return added.largest + cute.math.log2(added.total) * LN_2
 
 
 def _either(condition, one: Finished, other: Finished) -> Finished:
     return Finished(*(select(condition, a, b) for a, b in zip(one, other, strict=True)))
 
 
-def _query_and_head(place: Place, local: Int32, tiles: DecodeTiles) -> tuple[Int32, Int32]:
+def query_and_head(place: Place, local: Int32, tiles: DecodeTiles) -> tuple[Int32, Int32]:
     """Of a row of a tile."""
     row = place.query + local
-    return row // tiles.group, place.head * tiles.group + row % tiles.group
+    query, head = divmod(row, tiles.group)
+    return query, place.head * tiles.group.divisor + head
 
 
-def _parts(tiles: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
+def parts_of(tiles: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
     """That each tile is cut into: what takes the fewest rounds of blocks of keys."""
 
     def rounds(parts):
@@ -472,15 +529,22 @@ def _at(row: cute.Tensor, column, count: int) -> cute.Tensor:
     pointer = cute.make_ptr(
         element_type,
         row.iterator.toint() + column * size,
-        AddressSpace.gmem,
+        row.memspace,
         assumed_align=count * size,
     )
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
-def _store(fragment: cute.Tensor, row: cute.Tensor, column) -> None:
+def store(fragment: cute.Tensor, row: cute.Tensor, column) -> None:
     cute.autovec_copy(fragment, _at(row, column, cute.size(fragment)))
 
 
 def _load(row: cute.Tensor, column, fragment: cute.Tensor) -> None:
     cute.autovec_copy(_at(row, column, cute.size(fragment)), fragment)
+
+
+def _number(numbers: cute.Tensor, row, index: int) -> Float32:
+    """One of a row; in a way that memory of other blocks is read as well."""
+    loaded = cute.make_rmem_tensor(1, Float32)
+    _load(numbers[None, index], row, loaded)
+    return loaded[0]

@@ -212,12 +212,20 @@ class SdpaForward(ForwardConsumer):
             operands,
             tiles,
         ).launch(
-            grid=(cutlass.min(tiles.total, multiprocessors), 1, 1),
+            grid=(self._blocks(tiles, multiprocessors), 1, 1),
             block=(self.threads, 1, 1),
-            min_blocks_per_mp=1,
             stream=stream,
             use_pdl=True,
+            **self._residence(tiles),
         )
+
+    def _blocks(self, tiles: Tiles, multiprocessors: Int32) -> Int32:
+        """Of a launch."""
+        return cutlass.min(tiles.total, multiprocessors)
+
+    def _residence(self, tiles: Tiles) -> dict:
+        """How a launch says which blocks are on multiprocessors together."""
+        return {"min_blocks_per_mp": 1}
 
     @cute.kernel
     def kernel(
@@ -262,8 +270,7 @@ class SdpaForward(ForwardConsumer):
         )
         pipeline.pipeline_init_arrive((1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait((1, 1))
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        self._await_launch()
 
         if group == 0:
             if const_expr(self.registers is not None):
@@ -280,6 +287,11 @@ class SdpaForward(ForwardConsumer):
                 *(group - 1, mQ, sQ, mK, sK, sV, sO, mO),
                 *(pipelines, queue, sTiles, tiles, operands),
             )
+
+    def _await_launch(self) -> None:
+        """What the kernels before wrote is there, and the next one may start."""
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
     def _staged_output(self, storage, layout):
         """Where O is, on its way out."""

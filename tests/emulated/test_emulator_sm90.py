@@ -193,6 +193,47 @@ def test_a_word_is_sent_to_the_block_whose_barrier_it_signals():
         run(INITIALISE + MEET + elsewhere + wait(), blocks=2, cluster=2)
 
 
+NEIGHBOUR = """
+    shl.b32 %r10, %r0, 2;
+    add.s32 %r8, %r1, %r10;
+    st.shared.b32 [%r8], %r6;
+    xor.b32 %r7, %r3, 1;
+    mapa.shared::cluster.u32 %r9, %r8, %r7;
+"""
+READ_NEIGHBOUR = """
+    ld.shared::cluster.b32 %r10, [%r9];
+    st.global.b32 [%rd4], %r10;
+"""
+RELAXED_LEAVE = LEAVE.replace("arrive", "arrive.relaxed")
+
+
+@pytest.mark.parametrize("seed", ANY_ORDER)
+def test_blocks_read_each_others_memory(seed):
+    out = run(NEIGHBOUR + LEAVE + READ_NEIGHBOUR + RELAXED_LEAVE, blocks=4, cluster=2, seed=seed)
+    assert (out.reshape(4, 128) == np.arange(512).reshape(4, 128)[[1, 0, 3, 2]]).all()
+
+
+def test_reading_a_block_that_has_not_released_is_found():
+    for meeting in ("", RELAXED_LEAVE):
+        with pytest.raises(EmulationError, match=r"no barrier in between|never written"):
+            run(NEIGHBOUR + meeting + READ_NEIGHBOUR + LEAVE, blocks=2, cluster=2)
+
+
+def test_reading_a_block_that_has_exited_is_found():
+    with pytest.raises(EmulationError, match="which has exited"):
+        for seed in range(20):
+            run(NEIGHBOUR + LEAVE + READ_NEIGHBOUR, blocks=2, cluster=2, seed=seed)
+
+
+def test_writing_what_another_block_reads_is_found():
+    again = "st.shared.b32 [%r8], %r0;"
+    met = NEIGHBOUR + LEAVE + READ_NEIGHBOUR
+    run(met + LEAVE + again, blocks=2, cluster=2)
+    with pytest.raises(EmulationError, match=r"what another warp (reads|writes)"):
+        for seed in range(20):
+            run(met + again + LEAVE, blocks=2, cluster=2, seed=seed)
+
+
 # mbarriers ----------------------------------------------------------------------------------
 
 
@@ -390,6 +431,17 @@ def test_a_flag_without_a_fence_is_found(which):
     assert body.count("fence") == 1
     with pytest.raises(EmulationError, match="nothing orders them"):
         run(body, blocks=2, scratch=True)
+
+
+def test_an_atomic_that_acquires_and_releases_needs_no_fence():
+    body = FLAG.replace("fence.acq_rel.gpu;", "")
+    body = body.replace("atom.global.exch", "atom.global.acq_rel.exch")
+    body = body.replace(
+        "ld.relaxed.gpu.global.b32 %r9, [%rd1]", "atom.acq_rel.gpu.global.or.b32 %r9, [%rd1], 0"
+    )
+    assert run(body, blocks=2, scratch=True)[2] == 9
+    with pytest.raises(EmulationError, match="nothing orders them"):
+        run(body.replace("acq_rel.exch", "relaxed.exch"), blocks=2, scratch=True)
 
 
 def test_waiting_for_a_flag_that_nobody_sets_ends():

@@ -34,11 +34,18 @@ CASES = [
 ]
 
 
+FEW = "sm90.sdpa_decode"
 MEASURED = "statistics, rows that see nothing"
+
+
+def sinks(draw):
+    return {"sink": draw.wides(draw.H)}
+
+
 BAND = masks.SlidingWindow(70, 3, "bottom_right")
 #: The rows of 8 or more heads are one tile; with few tiles there are parts.
 FEW_QUERIES = [
-    Case("decode", sizes=(2, 8, 1, 3, 400, 64, 64), options=lambda d: {"sink": d.wides(d.H)}),
+    Case("decode", sizes=(2, 8, 1, 3, 400, 64, 64), options=sinks),
     Case(
         "pages",
         sizes=(1, 4, 1, 1, 150, 64, 64),
@@ -61,7 +68,7 @@ FEW_QUERIES = [
         "statistics of parts",
         sizes=(2, 8, 2, 3, 400, 64, 64),
         lengths=((3, 1), (391, 0)),
-        options=lambda d: {"sink": d.wides(d.H)},
+        options=sinks,
         statistics=True,
     ),
     Case(
@@ -75,7 +82,7 @@ FEW_QUERIES = [
 ]
 
 
-def check(args, family, scaling="at_once", tile=None):
+def check(args, family, scaling="at_once", tile=None, cluster=None, **where):
     offered = ka.get_kernels(on_meta(args), cc="sm_90a", providers=["cutedsl"])
     kernels = [
         kernel
@@ -83,13 +90,15 @@ def check(args, family, scaling="at_once", tile=None):
         if kernel.family == family
         and getattr(kernel.metadata.design, "scaling", scaling) == scaling
         and tile in (None, kernel.metadata.design.tile_shape)
+        and getattr(kernel.metadata.design, "cluster", cluster) in (None, cluster)
     ]
     assert kernels, ka.explain(on_meta(args), cc="sm_90a")
     compiled = EmulatedKernel.compile(kernels[0], args)
-    broken = conduct(args, lambda: compiled.run(args))
+    broken = conduct(args, lambda: compiled.run(args, **where))
     assert broken is None, broken
     verdict = judge(args, FACTOR_REORDERED)
     assert verdict, f"{kernels[0].metadata.kernel_name}: {verdict}"
+    return compiled
 
 
 CHOSEN = CASES if EVERY else [*CASES[:2], CASES[3], *(c for c in CASES if c.name == MEASURED)]
@@ -129,7 +138,46 @@ def test_the_largest_score_is_kept_where_sums_are_scaled_late(case):
     "case", FEW_QUERIES if EVERY else FEW_QUERIES[1:8:6], ids=lambda case: case.name
 )
 def test_few_queries_are_right(case):
-    check(case.arguments(), "sm90.sdpa_decode")
+    check(case.arguments(), FEW, cluster=1)
+
+
+@pytest.mark.parametrize(
+    "case", FEW_QUERIES if EVERY else FEW_QUERIES[1:8:6], ids=lambda case: case.name
+)
+def test_parts_of_few_queries_meet_in_clusters(case):
+    check(case.arguments(), FEW, cluster=8, multiprocessors=16)
+
+
+MEETING = [
+    Case("several clusters", sizes=(1, 4, 1, 2, 4090, 64, 64), options=sinks, statistics=True),
+    Case("16 blocks", sizes=(1, 8, 1, 1, 1020, 128, 128)),
+    Case("one block of keys", sizes=(2, 8, 2, 1, 60, 64, 64), options=sinks),
+    Case(
+        "parts without keys, and a sequence",
+        sizes=(3, 8, 1, 2, 1000, 64, 64),
+        lengths=((2, 1, 0), (70, 0, 1000)),
+        statistics=True,
+    ),
+    Case("all rows", sizes=(1, 16, 1, 13, 500, 64, 64), keywords={"mask": BAND}),
+]
+
+
+@pytest.mark.parametrize("case", MEETING if EVERY else MEETING[:1], ids=lambda case: case.name)
+def test_parts_meet_wherever_they_are(case):
+    cluster = 16 if case.name == "16 blocks" else 8
+    check(case.arguments(), FEW, cluster=cluster, multiprocessors=16)
+
+
+@pytest.mark.parametrize("cluster", (1, 8) if EVERY else (8,))
+def test_parts_are_added_up_in_one_order(cluster):
+    """Whoever comes last: of several clusters, and in each of them."""
+    args = MEETING[0].arguments()
+    compiled = check(args, FEW, cluster=cluster, multiprocessors=16)
+    expected = [output.tensor.clone() for output in args.outputs.values()]
+    for seed in (1, 2):
+        compiled.run(args, multiprocessors=16, seed=seed)
+        for output, before in zip(args.outputs.values(), expected, strict=True):
+            assert torch.equal(output.tensor, before)
 
 
 def fp8_arguments(sizes, lengths=None, statistics=("lse",), **options):

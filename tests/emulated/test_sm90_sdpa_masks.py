@@ -38,11 +38,16 @@ def offered(args: Any, family: str) -> list[Any]:
     return kernels
 
 
-def check(args: Any, family: str, tile: tuple[int, int] | None = None) -> EmulatedKernel:
-    """The family's first kernel, or the one of a tile, and what the reference computes."""
+def check(
+    args: Any, family: str, tile: tuple[int, int] | None = None, cluster: int | None = None
+) -> EmulatedKernel:
+    """The family's first kernel, or the one of a tile or a cluster, and what the reference
+    computes."""
     kernels = offered(args, family)
     if tile is not None:
         kernels = [k for k in kernels if k.metadata.design.tile_shape == tile]
+    if cluster is not None:
+        kernels = [k for k in kernels if k.metadata.design.cluster == cluster]
     compiled = EmulatedKernel.compile(kernels[0], args)
     broken = conduct(args, lambda: compiled.run(args))
     assert broken is None, broken
@@ -213,6 +218,7 @@ FEW_QUERIES = [
 ]
 
 
+@pytest.mark.parametrize("cluster", (1, 8))
 @chosen(FEW_QUERIES, 2)
-def test_few_queries_have_every_option(case):
-    check(case.arguments(), FEW)
+def test_few_queries_have_every_option(case, cluster):
+    check(case.arguments(), FEW, cluster=cluster)

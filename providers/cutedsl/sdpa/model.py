@@ -83,18 +83,26 @@ def blocks_seen(args: Any, queries: int, keys: int) -> float:
     return float(max(1.0, min(blocks, blocks * seen(args) + further)))
 
 
-#: Bytes per second that keys and values are read with, and seconds that nothing hides.
+#: Bytes per second that keys and values are read with, and seconds that nothing hides: where parts
+#: go through the workspace, and where they meet in clusters.
 _READ, _ALONE = 3.7e12, 5.0e-6
+_READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS = 3.4e12, 4.0e-6
+_SEVERAL_CLUSTERS = 0.5e-6  # of a tile: their sums go through the workspace
 
 
-def decode_seconds(args: Any, design: AttentionDesign) -> float:
+def decode_seconds(args: Any, design: Any) -> float:
     """Of few queries: keys and values are read once per tile of rows."""
     rows, heads = args.S_q * args.H // max(args.H_kv, 1), args.H_kv * args.B
-    tiles = -(-rows // design.tile_shape[0])
+    tiles = heads * -(-rows // design.tile_shape[0])
     bytes_read = args.S_kv * seen(args) * (args.D + args.D_v) * args.K.dtype.itemsize
     products = args.S_kv * seen(args) * design.tile_shape[0] * sum(design.head_dim)
     multiplied = products / (0.4 * _RATE * _MULTIPROCESSORS)
-    return float(tiles * heads * max(bytes_read / _READ, multiplied) + _ALONE)
+    read, alone = _READ, _ALONE
+    if design.cluster > 1:
+        read, alone = _READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS
+        if 2 * design.cluster * tiles <= _MULTIPROCESSORS:
+            alone += _SEVERAL_CLUSTERS
+    return float(tiles * max(bytes_read / read, multiplied) + alone)
 
 
 def seen(args: Any) -> float:

@@ -324,16 +324,44 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
         return 0.6 * model.seconds(args, self._design)
 
 
+@dataclass(frozen=True)
+class DecodeDesign(AttentionDesign):
+    """How a block of the decode family computes attention.
+
+    Attributes:
+        cluster: Blocks, at most, that add up their parts of a tile in shared memory; 1: all parts
+            go through the workspace.
+    """
+
+    cluster: int = 1
+
+    def label(self) -> str:
+        return super().label() + ("" if self.cluster == 1 else f"_cluster{self.cluster}")
+
+
+#: Of tiles of 64 keys. With fewer, a multiprocessor has room for a block of the next kernel too.
+_STAGES_IN_CLUSTERS = (
+    ((64, 64), 6),
+    ((64, 64), 8),
+    ((128, 128), 3),
+    ((128, 128), 6),
+    ((256, 256), 3),
+)
 #: Of decoding, where all rows of a head of keys are one tile: stages are what is on its way.
 _FEW_QUERIES = (
-    AttentionDesign((64, 128), (64, 64), 6),
-    AttentionDesign((64, 128), (128, 128), 3),
-    AttentionDesign((64, 64), (192, 128), 4),
-    AttentionDesign((64, 64), (192, 192), 3),
-    AttentionDesign((64, 64), (256, 256), 3),
-    AttentionDesign((128, 128), (64, 64), 5),
-    AttentionDesign((128, 128), (128, 128), 2),
-    AttentionDesign((128, 64), (256, 256), 2),
+    DecodeDesign((64, 128), (64, 64), 6),
+    DecodeDesign((64, 128), (128, 128), 3),
+    DecodeDesign((64, 64), (192, 128), 4),
+    DecodeDesign((64, 64), (192, 192), 3),
+    DecodeDesign((64, 64), (256, 256), 3),
+    DecodeDesign((128, 128), (64, 64), 5),
+    DecodeDesign((128, 128), (128, 128), 2),
+    DecodeDesign((128, 64), (256, 256), 2),
+    *(
+        DecodeDesign((64, 64), room, stages, cluster)
+        for room, stages in _STAGES_IN_CLUSTERS
+        for cluster in (8, 16)
+    ),
 )
 _MOST_ROWS = 256
 
@@ -344,8 +372,9 @@ class Sm90SdpaDecode(Sm90Sdpa):
     pages."""
 
     family: ClassVar[str] = "sm90.sdpa_decode"
+    design = DecodeDesign
     space = Space(*_FEW_QUERIES)
-    takes_least = least_room(design.head_dim for design in _FEW_QUERIES)
+    takes_least = least_room(sorted(design.head_dim for design in _FEW_QUERIES))
 
     @rule("queries of all heads that share one of keys are 256 at most")
     def _(args: SdpaArguments) -> bool | Miss:
@@ -380,8 +409,15 @@ class Sm90SdpaDecode(Sm90Sdpa):
 
     def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
         from kernel_api.implementations.sm90.sdpa_decode import SdpaDecode
+        from kernel_api.implementations.sm90.sdpa_decode_cluster import SdpaDecodeCluster
 
-        found: Callable[..., None] = SdpaDecode(*self._design_values(scores), page_size=page_size)
+        design: Any = self._design
+        values = self._design_values(scores)
+        found: Callable[..., None]
+        if design.cluster == 1:
+            found = SdpaDecode(*values, page_size=page_size)
+        else:
+            found = SdpaDecodeCluster(*values, cluster=design.cluster, page_size=page_size)
         return found
 
     def predict(self, args: SdpaArguments) -> float:

@@ -199,19 +199,16 @@ def _store_strong(match: re.Match[str], gang: Gang, instruction: Instruction, ma
     gang.machine.progress += 1
 
 
+_ATOMIC = r"(?P<name>atom|red)"
+_ATOMIC_SEMANTICS = r"(\.(?P<semantics>relaxed|acquire|release|acq_rel))?"
 _SCOPE = r"(\.(cta|cluster|gpu|sys))?"
 _OP = r"\.(?P<op>add|min|max|and|or|xor|exch|cas|inc|dec)(\.noftz)?"
 _TYPE = r"\.(?P<type>[busf](16|32|64)|bf16|f16x2|bf16x2)"
 
 ATOMICS = (
-    (
-        r"(?P<name>atom|red)(\.(?P<semantics>relaxed|acquire|release|acq_rel))?"
-        + _SCOPE
-        + r"\.global"
-        + _OP
-        + _TYPE,
-        _atomic,
-    ),
+    # The compiler has the space in front of the semantics as well.
+    (_ATOMIC + _ATOMIC_SEMANTICS + _SCOPE + r"\.global" + _OP + _TYPE, _atomic),
+    (_ATOMIC + r"\.global" + _ATOMIC_SEMANTICS + _SCOPE + _OP + _TYPE, _atomic),
     (r"red(\.relaxed)?" + _SCOPE + r"\.global\.add\.v(?P<count>[24])\.f32", _add_vectors),
     (
         r"ld\.(?P<semantics>relaxed|acquire|volatile)"

@@ -227,7 +227,7 @@ _PATTERNS = [
     (re.compile(pattern), handler)
     for pattern, handler in (
         (
-            r"ld\.(?P<space>param|global|shared)(\.nc)?(\.L[12]::\w+)*(\.v(?P<count>[24]))?\.(?P<type>[busf]\d+)",
+            r"ld\.(?P<space>param|global|shared)(::cluster)?(\.nc)?(\.L[12]::\w+)*(\.v(?P<count>[24]))?\.(?P<type>[busf]\d+)",
             _load,
         ),
         (r"st\.(?P<space>global|shared)(\.v(?P<count>[24]))?\.(?P<type>[busf]\d+)", _store),

@@ -85,7 +85,7 @@ class Machine:
             base + shared_bytes,
             len(self.blocks),
             self.threads_per_block,
-            lambda number, rank: self._by_cluster[self.blocks[number].cluster, rank],
+            self._block_of_rank,
         )
         self.global_order = GlobalOrder(self.order, len(memory.bytes))
         memory.order = self.global_order
@@ -109,10 +109,11 @@ class Machine:
             first = number * self.warps_per_block
             warps = range(first, first + self.warps_per_block)
             one.warps = [Warp(self, warp, one) for warp in warps]
-            each = min(REGISTERS // self.threads_per_block // 8 * 8, 255)
+            available = REGISTERS // self.program.blocks_together
+            each = min(available // self.threads_per_block // 8 * 8, 255)
             for warp in one.warps:
                 warp.per_thread_registers = each
-            one.registers = REGISTERS - each * self.threads_per_block
+            one.registers = available - each * self.threads_per_block
             blocks.append(one)
         return blocks
 
@@ -204,6 +205,13 @@ class Machine:
         if remote and not self.order.fenced(warp.number, initialised).all():
             raise EmulationError(f"uses {barrier}, with no fence behind its initialisation")
         return barrier
+
+    def _block_of_rank(self, number: int, rank: int) -> int:
+        """In the cluster of a block; KeyError if there is none, ValueError if it is over."""
+        found = self._by_cluster[self.blocks[number].cluster, rank]
+        if found != number and self.blocks[found].over:
+            raise ValueError(f"uses the memory of block {found}, which has exited")
+        return found
 
     def shared_position(self, block: Block, address: int, size: int = 8) -> int:
         if SHARED_WINDOW <= address < SHARED_WINDOW + (64 << RANK_SHIFT):

@@ -38,7 +38,8 @@ class OrderedSharedMemory:
     Bytes and granules are numbered through all blocks.
 
     Args:
-        block_of_rank: The block at a rank of a block's cluster; a KeyError if there is none.
+        block_of_rank: The block at a rank of a block's cluster; a KeyError if there is none, a
+            ValueError if it must not be used any more.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class OrderedSharedMemory:
         self.bytes = np.full(total, POISON, np.uint8)
         self._writes = np.full(total, NOBODY, np.int64)
         self._reads = np.zeros((self._warps_per_block, total // _WORD), np.int32)
+        self._remote_reads: dict[int, dict[int, int]] = {}  # by word: counts of warps elsewhere
         self._async_readers = np.zeros(total // GRANULE, np.int16)
         self._async_reads: list[AsyncRead] = []
         self._barriers = np.zeros(total // 8, bool)
@@ -122,9 +124,12 @@ class OrderedSharedMemory:
         marks = accesses.read(self._writes)
         accesses.require((marks != NOBODY) | unused, "reads what was never written")
         self._require_writes_observed("reads", accesses, marks, unused)
-        self._reads[(warps % self._warps_per_block)[:, None], self._words(accesses)] = (
-            self.order.counts(warps)[:, None]
-        )
+        words, counts = self._words(accesses), self.order.counts(warps)
+        own = accesses.rows * size // self.pitch == warps // self._warps_per_block
+        self._reads[(warps[own] % self._warps_per_block)[:, None], words[own]] = counts[own, None]
+        for at in np.flatnonzero(~own).tolist():
+            for word in words[at].tolist():
+                self._remote_reads.setdefault(word, {})[int(warps[at])] = int(counts[at])
         return accesses.read(self.bytes)
 
     def store(self, addresses: np.ndarray, data: np.ndarray, threads: np.ndarray) -> None:
@@ -171,7 +176,8 @@ class OrderedSharedMemory:
     def _require_reads_observed(
         self, positions: np.ndarray, words: np.ndarray, threads: np.ndarray
     ) -> None:
-        """`words`: (accesses, words), read by warps of their own block."""
+        """`words`: (accesses, words)"""
+        self._require_remote_reads_observed(words, threads)
         counts = self._reads.take(words, axis=1)  # (warps of the block, accesses, words)
         if not counts.any():
             return
@@ -181,8 +187,20 @@ class OrderedSharedMemory:
         latest = counts.max(axis=2)
         fine = (latest <= self.order.seen(writers, readers)) | (readers == writers)
         if not fine.all():
-            thread = int(threads[np.argwhere(~fine)[0][1]])
-            raise FaultError(thread, "writes what another warp reads, with no barrier in between")
+            self._refuse_write(int(threads[np.argwhere(~fine)[0][1]]))
+
+    def _require_remote_reads_observed(self, words: np.ndarray, threads: np.ndarray) -> None:
+        """Those by warps of other blocks."""
+        if not self._remote_reads:
+            return
+        for thread, read in zip(threads.tolist(), words.tolist(), strict=True):
+            for word in read:
+                for warp, count in self._remote_reads.get(word, {}).items():
+                    if count > self.order.seen(thread // WARP, warp):
+                        self._refuse_write(thread)
+
+    def _refuse_write(self, thread: int) -> None:
+        raise FaultError(thread, "writes what another warp reads, with no barrier in between")
 
     def _require_no_async_read(self, granules: np.ndarray, thread: int) -> None:
         if self._async_readers[granules].any():

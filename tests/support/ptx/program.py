@@ -133,6 +133,7 @@ class Program:
         shared: Address of each variable in shared memory.
         static_shared_bytes: Where dynamic shared memory begins.
         threads: Of a block, as the kernel requires; None if it does not.
+        blocks_together: That a multiprocessor is to have registers for.
     """
 
     name: str = ""
@@ -142,6 +143,7 @@ class Program:
     shared: dict[str, int] = field(default_factory=dict)
     static_shared_bytes: int = 0
     threads: int | None = None
+    blocks_together: int = 1
 
     @cached_property
     def registers_read(self) -> set[str]:
@@ -177,6 +179,8 @@ def _program(before: str, kernel: re.Match[str], body: str) -> Program:
         program.parameters[name] = int(bits) // 8 * int(count or 1)
     if threads := re.search(r"\.reqntid\s+(\d+)", kernel[3]):
         program.threads = int(threads[1])
+    if together := re.search(r"\.minnctapersm\s+(\d+)", kernel[3]):
+        program.blocks_together = int(together[1])
     _Body(program).read(before, body)
     return program
 

@@ -1,0 +1,215 @@
+"""Attention of few queries to few keys, for Hopper: the parts of a tile meet in a cluster."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from ..common.attention.scores import Scores
+from ..common.attention.values import Values
+from ..common.conversion import select
+from .mma import WGMMA_M
+from .reduced_output import GROUP
+from .sdpa_decode import DecodeTiles, Parts, SdpaDecode, Sum, log_sum_exp, parts_of, store
+from .sdpa_output import OWN
+from .sdpa_tiles import Work
+from .sdpa_workspace import part_bytes
+
+#: Of launch values, those that a block uses behind its first loads if at all.
+_NOT_READ_FIRST = frozenset(("scale", "lse", "score_max", "score_sum_exp", "sink"))
+#: Bytes of operands of a block, at most, where a multiprocessor has two, and what is 1 KiB behind.
+_HALF = 112 * 1024
+_REGISTERS_OF_TWO = (40, 216)  # (producer, consumer)
+_AT_ONCE = 4  # columns of parts, by a thread
+_APART = 8  # columns between rows, so that those of a warp are in different banks
+_OF_A_GPC = 16  # multiprocessors, at least: no cluster is of several
+_BY_WORKSPACE = 3  # blocks of keys that are read while sums of clusters are added up
+
+
+@dataclass
+class ClusterTiles(DecodeTiles):
+    """The same, a part for each block. Clusters have parts side by side."""
+
+    def cluster(self, most: int) -> Int32:
+        """Blocks of one: the largest power of two of a tile's parts."""
+        found = Int32(1)
+        for size in _sizes(most):
+            found = select(self.parts >= size, Int32(size), found)
+        return found
+
+    def fetch(self) -> Int32:
+        """There is no other."""
+        return self.total
+
+    def leave(self) -> None:
+        """Nothing was counted."""
+
+
+class Memory(NamedTuple):
+    """Of a block, which other blocks of its cluster read.
+
+    rows, numbers: As of `Parts`.
+    flag: Whether this block completes a tile.
+    """
+
+    rows: cute.Tensor
+    numbers: cute.Tensor
+    flag: cute.Pointer
+
+
+@dataclass
+class PartsOfCluster:
+    """Each in the shared memory of a block."""
+
+    rows: cute.Tensor
+    numbers: cute.Tensor
+    count: Int32
+
+    def at(self, part: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        return _of_block(self.rows, part), _of_block(self.numbers, part)
+
+
+class SdpaDecodeCluster(SdpaDecode):
+    """The same, where the parts of a tile are the blocks of a cluster, as far as that goes. Each
+    leaves its rows in shared memory, and adds up some vectors of all of them. Sums of clusters go
+    through the workspace where a tile has several.
+
+    A block has one part, and ends with it.
+
+    cluster: Blocks of one, at most: a power of two. How many there are is known at run time.
+    """
+
+    tiles = ClusterTiles
+    sums_at_once = 4
+
+    def __init__(
+        self, head_dims, tile, stages, element_type, scores: Scores, *, cluster, **options
+    ):
+        super().__init__(head_dims, tile, stages, element_type, scores, **options)
+        self.most = cluster
+        #: What is known of a tile before anything is read.
+        self.known_early = set(scores.names) <= _NOT_READ_FIRST
+        element_bytes = element_type.width // 8
+        read = self.tile_m * self.head_dim + self.tile_n * stages * sum(head_dims)
+        #: With two blocks on a multiprocessor, the next kernel's are there when this one's end.
+        self.resident = 2 if read * element_bytes <= _HALF else 1
+        if self.resident == 2:
+            self.registers = _REGISTERS_OF_TWO
+        left = self.tile_m * (self.head_dim_v + _APART + self.numbers) * Float32.width // 8
+        stored = self.tile_n * self.stages * self.head_dim * element_bytes
+        if left > stored or self.tile_m > WGMMA_M:
+            raise ValueError(f"{tile} rows of {self.head_dim_v} columns do not fit where K was")
+
+    def _parts(self, tiles: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
+        """As many as a cluster has, or some clusters have."""
+        resident = multiprocessors // _OF_A_GPC * _OF_A_GPC
+        resident = select(resident > 0, resident, multiprocessors)
+        found = parts_of(tiles, blocks, resident)
+        less = Int32(1)
+        for size in _sizes(self.most):
+            less = select(found >= size, Int32(size), less)
+        more = cutlass.max(found // self.most, 1) * self.most
+        saved = (blocks + self.most - 1) // self.most - (blocks + more - 1) // more
+        return select(saved > _BY_WORKSPACE, more, less)
+
+    def _blocks(self, tiles: ClusterTiles, multiprocessors: Int32) -> Int32:
+        return tiles.total
+
+    def _residence(self, tiles: ClusterTiles) -> dict:
+        given = {"cluster": (tiles.cluster(self.most), 1, 1), "min_blocks_per_mp": self.resident}
+        if self.resident == 2:
+            given["preferred_smem_carveout"] = 100  # percent
+        return given
+
+    def _await_launch(self) -> None:
+        """Later, see `_work`."""
+
+    def _work(self, tiles: ClusterTiles, tile: Int32, values: Values, mQ, mK) -> Work:
+        """The producer and the consumers ask for one each, before all that they read."""
+        if not self.known_early:
+            super()._await_launch()
+        work = super()._work(tiles, tile, values, mQ, mK)
+        if self.known_early:
+            super()._await_launch()
+        return work
+
+    def _staged_output(self, storage, layout) -> Memory:
+        """Instead: where parts are left. K was there."""
+        pointer = cute.recast_ptr(storage.K.data_ptr(), dtype=Float32)
+        pitch = self.head_dim_v + _APART
+        rows = cute.make_layout((self.tile_m, self.head_dim_v), stride=(pitch, 1))
+        numbers = cute.make_layout((self.tile_m, self.numbers))
+        return Memory(
+            cute.make_tensor(pointer, rows),
+            cute.make_tensor(pointer + self.tile_m * pitch, numbers),
+            storage.flag.data_ptr(),
+        )
+
+    def _own_part(self, consumer, memory: Memory, work: Work, tiles) -> tuple:
+        # Other warps of the group may still multiply what lay there.
+        cute.arch.barrier(barrier_id=OWN + consumer, number_of_threads=GROUP)
+        return memory.rows, memory.numbers
+
+    def _parts_of_tile(self, work: Work, tiles) -> Parts:
+        """Sums of clusters."""
+        shape = self.tile_m, self.head_dim_v, self.numbers
+        first, size = work.tile - work.place.key, cute.arch.cluster_size()
+        address = tiles.partial + Int64(first) * part_bytes(*shape)
+        return Parts(address, tiles.parts // size, shape)
+
+    @cute.jit
+    def _combine(self, thread, memory: Memory, mO, work: Work, values, tiles):
+        """The parts of a tile."""
+        cute.arch.cluster_arrive()
+        self._add_up_cluster(thread, memory, mO, work, values, tiles)
+        # Nobody reads this block's memory any more when all have arrived.
+        cute.arch.cluster_arrive_relaxed()
+        if tiles.parts > cute.arch.cluster_size():
+            SdpaDecode._combine(self, thread, memory.flag, mO, work, values, tiles)
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def _add_up_cluster(self, thread, memory: Memory, mO, work: Work, values, tiles):
+        """The vectors of this block: as many of each block of the cluster, side by side. Waits for
+        the others."""
+        size = cute.arch.cluster_size()
+        parts = PartsOfCluster(memory.rows, memory.numbers, size)
+        sums, other = self._parts_of_tile(work, tiles).at(work.place.key // size)
+        across = self.head_dim_v // _AT_ONCE
+        rows = cutlass.min(tiles.rows - work.place.query, self.tile_m)
+        each = (rows * across + size - 1) // size
+        first = cute.arch.block_idx_in_cluster() * each
+        end = cutlass.min(first + each, rows * across)
+        cute.arch.cluster_wait()
+        for vector in cutlass.range(first + thread, end, GROUP * self.consumers, unroll=1):
+            local, column = vector // across, vector % across * _AT_ONCE
+            added = self._sum(parts, local, column, _AT_ONCE, self.most)
+            if tiles.parts == size:
+                self._finish(added, parts, local, column, mO, work, values, tiles)
+            else:
+                self._pass_on(added, parts, local, column, sums, other)
+
+    @cute.jit
+    def _pass_on(self, added: Sum, parts, local, column, rows, numbers):
+        """Writes a vector of a row of the workspace, and with the first one the row's numbers."""
+        exists = added.total > 0.0
+        scale = select(exists, 1.0 / added.total, Float32(0.0))
+        scaled = cute.make_rmem_tensor_like(added.values)
+        scaled.store(added.values.load() * scale)
+        store(scaled, rows[local, None], column)
+        if column == 0:
+            numbers[local, 0] = log_sum_exp(added)
+            if const_expr(self.numbers > 1):
+                numbers[local, 1] = self._largest_score(parts, local, None)
+
+
+def _sizes(most: int) -> list[int]:
+    """Of clusters, ascending."""
+    return [size for size in (2, 4, 8, 16) if size <= most]
+
+
+def _of_block(tensor: cute.Tensor, rank: Int32) -> cute.Tensor:
+    """The same in the memory of another block of the cluster."""
+    return cute.make_tensor(cute.arch.map_dsmem_ptr(tensor.iterator, rank), tensor.layout)
