@@ -339,14 +339,8 @@ class DecodeDesign(AttentionDesign):
         return super().label() + ("" if self.cluster == 1 else f"_cluster{self.cluster}")
 
 
-#: Of tiles of 64 keys. With fewer, a multiprocessor has room for a block of the next kernel too.
-_STAGES_IN_CLUSTERS = (
-    ((64, 64), 6),
-    ((64, 64), 8),
-    ((128, 128), 3),
-    ((128, 128), 6),
-    ((256, 256), 3),
-)
+#: Of tiles of 64 keys: few enough that a multiprocessor has room for a block of the next kernel.
+_STAGES_IN_CLUSTERS = (((64, 64), 6), ((128, 128), 3))
 #: Of decoding, where all rows of a head of keys are one tile: stages are what is on its way.
 _FEW_QUERIES = (
     DecodeDesign((64, 128), (64, 64), 6),
