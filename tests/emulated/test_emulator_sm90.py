@@ -470,3 +470,14 @@ def test_setmaxnreg_needs_registers_that_others_give_back():
     run(body, threads=384)
     with pytest.raises(EmulationError, match=r"waits for .* registers of its block"):
         run(body.replace("dec.sync.aligned.u32 40", "dec.sync.aligned.u32 104"), threads=384)
+
+
+WORD_OUT = "st.global.b32 [%rd4], %r0;"
+LAUNCHED = "griddepcontrol.wait;"
+
+
+def test_nothing_is_accessed_before_what_earlier_kernels_wrote():
+    out = run(LAUNCHED + WORD_OUT)
+    assert (out == np.arange(len(out))).all()
+    with pytest.raises(EmulationError, match=r"in front of griddepcontrol\.wait"):
+        run(WORD_OUT + LAUNCHED)

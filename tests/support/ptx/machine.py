@@ -65,6 +65,9 @@ class Machine:
         self.program = program
         self.handlers = handlers
         self.memory = memory
+        self.waits_for_others = any(
+            one.name == "griddepcontrol.wait" for one in program.instructions
+        )
         self.parameters = parameters
         self.random = np.random.default_rng(seed)
         self.threads_per_block = int(np.prod(block))

@@ -365,6 +365,11 @@ def _nothing(match: re.Match[str], gang: Gang, instruction: Instruction, mask: M
     """Of no consequence here."""
 
 
+def _await_others(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask) -> None:
+    for warp in gang.warps_of(mask):
+        warp.may_access = True
+
+
 # Warps and warp groups --------------------------------------------------------------------------
 
 
@@ -496,5 +501,6 @@ SYNCHRONIZATION = (
         r"cvta(?P<to>\.to)?\.(?P<space>shared|param|global|const|local)(::cta|::cluster)?\.u64",
         _convert_address,
     ),
-    (r"griddepcontrol\.(wait|launch_dependents)|nanosleep\.u32|prefetch\..*", _nothing),
+    (r"griddepcontrol\.wait", _await_others),
+    (r"griddepcontrol\.launch_dependents|nanosleep\.u32|prefetch\..*", _nothing),
 )

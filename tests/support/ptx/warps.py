@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from support.ptx.memory import POISON, WARP
+from support.ptx.errors import EmulationError
+from support.ptx.memory import POISON, WARP, GlobalMemory
 from support.ptx.program import Register, Symbol
 from support.ptx.threads import Mask, Threads
 
@@ -68,6 +69,8 @@ class Warp:
         in_flight: Registers that belong to unfinished wgmma.
         touched: Registers of wgmma, written since the last wgmma.fence.
         per_thread_registers: As setmaxnreg has set.
+        may_access: Whether it may read and write global memory: what the kernels before this one
+            write may not be there, in front of griddepcontrol.wait.
     """
 
     def __init__(self, machine: Machine, number: int, block: Block) -> None:
@@ -85,6 +88,7 @@ class Warp:
         self.in_flight: set[str] = set()
         self.touched: set[str] | None = None  # no fence yet
         self.per_thread_registers = 0
+        self.may_access = not machine.waits_for_others
 
     @property
     def group(self) -> list[Warp]:
@@ -128,7 +132,6 @@ class Gang(Threads):
     def __init__(self, machine: Machine, warps: list[Warp]) -> None:
         self.machine = machine
         self.program = machine.program
-        self.memory = machine.memory
         self.shared = machine.shared
         self.parameters = machine.parameters
         self.warps = warps
@@ -145,6 +148,12 @@ class Gang(Threads):
             self.index = np.concatenate([machine.threads[warp.lanes] for warp in warps])
             self.threads = self.index
         self.note_in_flight()
+
+    @property
+    def memory(self) -> GlobalMemory:
+        if not all(warp.may_access for warp in self.warps):
+            raise EmulationError("accesses global memory in front of griddepcontrol.wait")
+        return self.machine.memory
 
     def note_in_flight(self) -> None:
         """Again, when wgmma were issued or are complete."""
