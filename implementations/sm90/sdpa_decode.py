@@ -468,10 +468,12 @@ class SdpaDecode(RowLoads, SdpaForward):
         for j in cutlass.range_constexpr(width):
             added[j] = added[j] * factor
         for i in cutlass.range_constexpr(at_once):
-            weight = power_of_two(cute.math.fma(logs[i], Float32(LOG2_E), -base))
-            total = total + weight
-            for j in cutlass.range_constexpr(width):
-                added[j] = cute.math.fma(loaded[j, i], weight, added[j])
+            # Where there is no further part, the last one may be infinite, and its weight is zero.
+            if first + i < parts.count:
+                weight = power_of_two(cute.math.fma(logs[i], Float32(LOG2_E), -base))
+                total = total + weight
+                for j in cutlass.range_constexpr(width):
+                    added[j] = cute.math.fma(loaded[j, i], weight, added[j])
         return most, total
 
 

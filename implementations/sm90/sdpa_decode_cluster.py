@@ -24,7 +24,7 @@ _HALF = 112 * 1024
 _REGISTERS_OF_TWO = (40, 216)  # (producer, consumer)
 _AT_ONCE = 4  # columns of parts, by a thread
 _APART = 8  # columns between rows, so that those of a warp are in different banks
-_OF_A_GPC = 16  # multiprocessors, at least: no cluster is of several
+_OF_A_GPC = 16  # multiprocessors of a full H100 or H200, at least: no cluster is of several
 _BY_WORKSPACE = 3  # blocks of keys that are read while sums of clusters are added up
 
 
@@ -99,7 +99,9 @@ class SdpaDecodeCluster(SdpaDecode):
             self.registers = _REGISTERS_OF_TWO
         left = self.tile_m * (self.head_dim_v + _APART + self.numbers) * Float32.width // 8
         stored = self.tile_n * self.stages * self.head_dim * element_bytes
-        if left > stored or self.tile_m > WGMMA_M:
+        if self.tile_m > WGMMA_M:
+            raise ValueError(f"a cluster takes tiles of {WGMMA_M} rows, not {self.tile_m}")
+        if left > stored:
             raise ValueError(f"{tile} rows of {self.head_dim_v} columns do not fit where K was")
 
     def _parts(self, tiles: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
@@ -164,9 +166,11 @@ class SdpaDecodeCluster(SdpaDecode):
         """The parts of a tile."""
         cute.arch.cluster_arrive()
         self._add_up_cluster(thread, memory, mO, work, values, tiles)
-        # Nobody reads this block's memory any more when all have arrived.
+        # Nobody reads this block's memory any more when all have arrived: what they read has been
+        # added, so none of it is on its way.
         cute.arch.cluster_arrive_relaxed()
         if tiles.parts > cute.arch.cluster_size():
+            # `super` is not known where code is traced.
             SdpaDecode._combine(self, thread, memory.flag, mO, work, values, tiles)
         cute.arch.cluster_wait()
 

@@ -52,6 +52,10 @@ def products(design: str, M: int, N: int, K: int):
         # Both blocks have A, in pieces of 8 rows that one of them loads; the second has none of B.
         # A row of a k tile of 128 is two of 64.
         ("64x64x128_cluster1x2_cooperative", 20, 8, 2 * (2 * 24 + 16), None),
+        # Both have B; the second has none of A.
+        ("128x64x64_cluster2x1_cooperative", 20, 40, 32 + 2 * 40, None),
+        # Two blocks have A, two have B, one has neither.
+        ("64x64x64_cluster2x2_cooperative", 20, 8, 2 * 24 + 2 * 8, None),
     ],
 )
 def test_only_pieces_with_rows_of_the_matrix_are_loaded(loaded, design, M, N, rows, copies):

@@ -149,7 +149,7 @@ def test_parts_of_few_queries_meet_in_clusters(case):
 
 
 MEETING = [
-    Case("several clusters", sizes=(1, 4, 1, 2, 4090, 64, 64), options=sinks, statistics=True),
+    Case("several clusters", sizes=(1, 4, 1, 2, 6000, 64, 64), options=sinks, statistics=True),
     Case("16 blocks", sizes=(1, 8, 1, 1, 1020, 128, 128)),
     Case("one block of keys", sizes=(2, 8, 2, 1, 60, 64, 64), options=sinks),
     Case(
@@ -166,6 +166,17 @@ MEETING = [
 def test_parts_meet_wherever_they_are(case):
     cluster = 16 if case.name == "16 blocks" else 8
     check(case.arguments(), FEW, cluster=cluster, multiprocessors=16)
+
+
+@pytest.mark.parametrize("cluster", (1, 8))
+def test_an_infinite_value_stays_infinite(cluster):
+    """In the last of few parts, where more would be added up at once."""
+    draw = Draw(1, 8, 1, 1, 256, 64, 64, element="bfloat16")
+    args = draw.arguments()
+    args.V.tensor[..., -1, 0] = float("inf")
+    check(args, FEW, cluster=cluster, multiprocessors=16)
+    assert args.out.tensor[..., 0].isinf().all()
+    assert args.out.tensor[..., 1:].isfinite().all()
 
 
 @pytest.mark.parametrize("cluster", (1, 8) if EVERY else (8,))

@@ -87,7 +87,9 @@ def blocks_seen(args: Any, queries: int, keys: int) -> float:
 #: go through the workspace, and where they meet in clusters.
 _READ, _ALONE = 3.7e12, 5.0e-6
 _READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS = 3.4e12, 4.0e-6
-_SEVERAL_CLUSTERS = 0.5e-6  # of a tile: their sums go through the workspace
+#: Of a tile whose clusters' sums go through the workspace, and blocks of keys per cluster's block
+#: from which on it has several.
+_SEVERAL_CLUSTERS, _KEYS_FOR_SEVERAL = 0.5e-6, 6
 
 
 def decode_seconds(args: Any, design: Any) -> float:
@@ -100,7 +102,9 @@ def decode_seconds(args: Any, design: Any) -> float:
     read, alone = _READ, _ALONE
     if design.cluster > 1:
         read, alone = _READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS
-        if 2 * design.cluster * tiles <= _MULTIPROCESSORS:
+        blocks = -(-args.S_kv // design.tile_shape[1])
+        are_several = blocks > _KEYS_FOR_SEVERAL * design.cluster
+        if are_several and 2 * design.cluster * tiles <= _MULTIPROCESSORS:
             alone += _SEVERAL_CLUSTERS
     return float(tiles * max(bytes_read / read, multiplied) + alone)
 
