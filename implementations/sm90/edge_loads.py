@@ -5,6 +5,7 @@ row of A or B reaches only its own row or column of D, which is not stored.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -28,7 +29,7 @@ class EdgeLoad:
 
     @property
     def piece(self) -> int:
-        """Rows of a copy."""
+        """Rows of a copy; a share has a multiple of 8 (`GemmPlan`)."""
         share = self.rows // self.sharers
         fewest = -(-share // _MOST_COPIES)
         return next(
@@ -55,20 +56,36 @@ class EdgeLoad:
         return cutlass.min(cutlass.max(inside, 0), self.pieces)
 
     @cute.jit
-    def copy(self, tma, source, target, tile: Int32, inside: Int32, rank: Int32, full, mask):
-        """This block's share of the pieces that are inside.
+    def copy(self, edge: "Edge", k: Int32, stage: Int32, full, mask):
+        """This block's share of the pieces of a k tile that are inside.
 
-        source: (TMA, pieces) of a k tile; target: of a stage; rank: of the block among the sharers;
-        full: the barrier of the stage; mask: of the sharers, None for this block alone.
+        full: The barrier of the stage; mask: of the sharers, None for this block alone.
         """
         share = self.pieces // self.sharers
+        source, target = edge.source[None, None, k], edge.target[None, None, stage]
         for i in cutlass.range_constexpr(share):
-            piece = rank * share + i
-            if piece < inside:
+            piece = edge.rank * share + i
+            if piece < edge.inside:
                 cute.copy(
-                    tma,
-                    source[None, tile * self.pieces + piece],
+                    edge.tma,
+                    source[None, edge.tile * self.pieces + piece],
                     target[None, piece],
                     tma_bar_ptr=full,
                     mcast_mask=mask,
                 )
+
+
+class Edge(NamedTuple):
+    """A tile of which some rows may lie outside.
+
+    source: (TMA, pieces, k tiles) of the matrix; target: (TMA, pieces, stages).
+    inside: Pieces that have rows of the matrix.
+    rank: Of this block among the sharers.
+    """
+
+    tma: cute.CopyAtom
+    source: cute.Tensor
+    target: cute.Tensor
+    tile: Int32
+    inside: Int32
+    rank: Int32

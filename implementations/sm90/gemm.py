@@ -48,6 +48,8 @@ class Gemm(GemmProducer, GemmConsumer):
     Pipelines: the main loop (`stages` × [A | B]); the turns (pingpong only); per consumer the
     ring of `Output`, which writes D.
     Clusters: blocks side by side share rows of A or columns of B, each loads a part for all.
+    Edges: tiles beyond the last row of A or B are loaded in pieces (`EdgeLoad`), unless K is not
+           contiguous, the rows are halves or pairs of more than 8, or float32 is split.
     Registers: producer 40, two consumers 232 (24 and 240 if the accumulators need them), three
     160; one consumer alone finds enough at launch. Shared memory: see `GemmPlan`.
 
@@ -176,7 +178,7 @@ class Gemm(GemmProducer, GemmConsumer):
         if const_expr(Fraction(1) in self.output.epilogue.halves):
             mB = halves_in_turn(mB, 0)
         self.edge_loads = self._edge_loads(a_major, b_major)
-        edges = tuple(map(self._tma_edge, (mA, mB), self.edge_loads))
+        tma_edges = tuple(map(self._tma_edge, (mA, mB), self.edge_loads))
         # Blocks side by side along N work on the same rows of A: its tile is shared by cluster_n.
         tma_a = None
         if const_expr(not self.gathered):
@@ -219,7 +221,7 @@ class Gemm(GemmProducer, GemmConsumer):
             *(tma_b, mB, b_layout),
             *(tma_d, mD, d_layouts),
             d_majors,
-            edges,
+            tma_edges,
             operands,
             reduced,
             scales,
@@ -292,7 +294,7 @@ class Gemm(GemmProducer, GemmConsumer):
         mD,
         d_layouts,
         d_majors: cutlass.Constexpr,
-        edges,
+        tma_edges,
         operands,
         reduced,
         scales,
@@ -304,7 +306,7 @@ class Gemm(GemmProducer, GemmConsumer):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp_index // 4
         if warp_index == 0:
-            of_edges = (edge[0] for edge in edges if edge is not None)
+            of_edges = (edge[0] for edge in tma_edges if edge is not None)
             for atom in (tma_a, tma_b, *tma_d, *of_edges):
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
@@ -338,7 +340,7 @@ class Gemm(GemmProducer, GemmConsumer):
             if warp_index < self.producer_warps:
                 self._produce(
                     *(tma_a, mA, sA, tma_b, mB, sB),
-                    *(cluster_layout, pipeline_ab, k_tiles, order, split, queue, edges),
+                    *(cluster_layout, pipeline_ab, k_tiles, order, split, queue, tma_edges),
                 )
         else:
             if const_expr(self.registers is not None):
@@ -353,8 +355,8 @@ class Gemm(GemmProducer, GemmConsumer):
             )
 
     def _make_pipeline(self, storage, cluster_layout):
-        """A stage is full when its bytes have landed, empty when every warp that reads it, in
-        every block that it is multicast to, has released it."""
+        """A stage is full when its bytes have landed (fewer at edges, see `_load_tile`), empty when
+        every warp that reads it, in every block that it is multicast to, has released it."""
         readers = self.groups_per_tile * 4 * (sum(self.cluster_shape) - 1)
         return pipeline.PipelineTmaAsync.create(
             num_stages=self.stages,
@@ -371,7 +373,7 @@ class Gemm(GemmProducer, GemmConsumer):
         return 1
 
     def _bytes_by_tma(self) -> int:
-        """Of a stage."""
+        """Of a whole stage."""
         return self._stage_bytes()
 
     def _make_turns(self, storage, consumer):

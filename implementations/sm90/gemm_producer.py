@@ -10,7 +10,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
-from .edge_loads import EdgeLoad
+from .edge_loads import Edge, EdgeLoad
 from .mma import WGMMA_M, multiplied_as
 from .paired_output import ROWS, dealt_out, in_order
 from .plan import GemmPlan
@@ -54,18 +54,18 @@ class GemmProducer(GemmPlan):
         return a if a_cut else None, b if b_cut else None
 
     def _tma_edge(self, tensor, load):
-        """(what copies pieces of tiles, the matrix as it sees it)"""
+        """(what copies pieces of tiles, the matrix as it sees it) of a K-major matrix"""
         if load is None:
             return None
         tiler, stored = (load.piece, self.tile_shape[2]), multiplied_as(tensor.element_type)
         kind = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, stored, tiler[1])
         atom = sm90.make_smem_layout_atom(kind, stored)
         layout = cute.tile_to_shape(atom, tiler, order=(0, 1))
-        return self._tma_load(tensor, layout, tiler, 1, shared=load.sharers > 1)
+        return self._tma_load(tensor, layout, tiler, 1, multicast=load.sharers > 1)
 
-    def _tma_load(self, tensor, shared_layout, tiler, sharers, shared=False):
+    def _tma_load(self, tensor, shared_layout, tiler, sharers, multicast=False):
         op = cpasync.CopyBulkTensorTileG2SOp()
-        if sharers > 1 or shared:
+        if sharers > 1 or multicast:
             op = cpasync.CopyBulkTensorTileG2SMulticastOp()
         stored = multiplied_as(tensor.element_type)
         internal = None
@@ -90,7 +90,7 @@ class GemmProducer(GemmPlan):
         order,
         split,
         queue,
-        edges,
+        tma_edges,
     ):
         """One warp: every stage of every tile of this block, in order."""
         tile_m, tile_n, tile_k = self.tile_shape
@@ -103,7 +103,7 @@ class GemmProducer(GemmPlan):
         tBsB, tBgB = self._partition_load(tma_b, sB, gB, block_m, self.cluster_shape[0])
         masks = self._multicast_masks(cluster_layout)
         extents = cute.size(mA, mode=[0]), cute.size(mB, mode=[0])
-        pieces = self._pieces(edges, (sA, sB))
+        pieces = self._pieces(tma_edges, (sA, sB))
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         first, end, step = self._tiles(order, split)
         for tile in cutlass.range(first, end, step, unroll=1):
@@ -115,8 +115,8 @@ class GemmProducer(GemmPlan):
                 *(tma_b, tBgB[None, n, None, batch], tBsB),
                 *(masks, first_k, count, pipeline_ab),
             )
-            at_edges, bytes_inside = self._edges_of(pieces, (m, n), batch, extents)
-            stage = self._load_inside(loads, at_edges, bytes_inside, stage)
+            edges, bytes_inside = self._edges_of(pieces, (m, n), batch, extents)
+            stage = self._load_inside(loads, edges, bytes_inside, stage)
         # The other block of the cluster still signals this one's barriers: stay until it is done.
         pipeline_ab.producer_tail(stage)
 
@@ -128,7 +128,7 @@ class GemmProducer(GemmPlan):
         )
 
     def _edges_of(self, pieces, tiles, batch, extents) -> tuple:
-        """(of the tiles of A and B what `_load_edge` takes or None, bytes of a stage)"""
+        """(of the tiles of A and B an `Edge`, or None where all are whole; bytes of a stage)"""
         ranks, tile_k = cute.arch.block_idx()[1::-1], self.tile_shape[2]
         edges, bytes_inside = [], Int32(0)
         for operand, load in enumerate(self.edge_loads):
@@ -139,8 +139,8 @@ class GemmProducer(GemmPlan):
             else:
                 tma, source, target = pieces[operand]
                 inside = load.pieces_inside(tiles[operand], extents[operand])
-                of_tile = source[None, None, None, batch], target, tiles[operand]
-                edges.append((load, tma, *of_tile, inside, ranks[operand]))
+                of_batch = tma, source[None, None, None, batch], target
+                edges.append(Edge(*of_batch, tiles[operand], inside, ranks[operand]))
                 bytes_inside += inside * (load.piece * row_bytes)
         return tuple(edges), bytes_inside
 
@@ -153,12 +153,11 @@ class GemmProducer(GemmPlan):
         elif const_expr(edges[len(cut)] is None):
             stage = self._load_inside(loads, edges, bytes_inside, stage, (*cut, None))
         else:
-            load, *_, inside, _ = edges[len(cut)]
-            if inside == load.pieces:
+            edge = edges[len(cut)]
+            if edge.inside == self.edge_loads[len(cut)].pieces:
                 stage = self._load_inside(loads, edges, bytes_inside, stage, (*cut, None))
             else:
-                further = (*cut, edges[len(cut)])
-                stage = self._load_inside(loads, edges, bytes_inside, stage, further)
+                stage = self._load_inside(loads, edges, bytes_inside, stage, (*cut, edge))
         return stage
 
     def _multicast_masks(self, cluster_layout) -> tuple:
@@ -192,8 +191,8 @@ class GemmProducer(GemmPlan):
     ):
         """The k tiles of an output tile, one stage each; returns the stage behind them.
 
-        descriptors: Of A and B, in place of those of the tensors as a whole; edges: what
-        `_load_edge` takes of those that are not whole; bytes_inside: of a stage, if any is not.
+        descriptors: Of A and B, in place of those of the tensors as a whole; edges: of
+        those that are not whole; bytes_inside: of a stage, if any is not.
         """
         a_edge, b_edge = edges
         for k in cutlass.range(first_k, first_k + count, unroll=1):
@@ -208,18 +207,13 @@ class GemmProducer(GemmPlan):
             if const_expr(a_edge is None):
                 cute.copy(tma_a, *a, **tma_copy_options(full, masks[0], descriptors[0]))
             else:
-                self._load_edge(a_edge, k, stage, full, masks[0])
+                self.edge_loads[0].copy(a_edge, k, stage.index, full, masks[0])
             if const_expr(b_edge is None):
                 cute.copy(tma_b, *b, **tma_copy_options(full, masks[1], descriptors[1]))
             else:
-                self._load_edge(b_edge, k, stage, full, masks[1])
+                self.edge_loads[1].copy(b_edge, k, stage.index, full, masks[1])
             stage.advance()
         return stage
-
-    def _load_edge(self, edge, k, stage, full, mask) -> None:
-        """This block's pieces of a k tile."""
-        load, tma, source, target, *which = edge
-        load.copy(tma, source[None, None, k], target[None, None, stage.index], *which, full, mask)
 
     def _partition_load(self, tma, shared, tiles, coordinate, sharers):
         return cpasync.tma_partition(

@@ -219,7 +219,7 @@ class GroupedGemm(ScheduledGemm):
         offsets,
         indices,
         queue,
-        edges,
+        tma_edges,
     ):
         """One warp, or four that gather rows: every stage of every tile of this block, in order."""
         if const_expr(self.gathered):

@@ -143,7 +143,7 @@ class GroupedSumGemm(ScheduledGemm):
         order,
         offsets,
         queue,
-        edges,
+        tma_edges,
     ):
         """One warp: every stage of every tile of this block, in order."""
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
