@@ -26,11 +26,19 @@ TABLES: Sequence[Sequence[tuple[str, Any]]] = (SYNCHRONIZATION, BULK, WGMMA, ATO
 _PATTERNS = [(re.compile(pattern), handler) for table in TABLES for pattern, handler in table]
 
 
-def launch(program: Program, memory: GlobalMemory, asked: Launch, *, seed: int = 0) -> None:
+def launch(
+    program: Program,
+    memory: GlobalMemory,
+    asked: Launch,
+    *,
+    seed: int = 0,
+    cuts_edges: bool = False,
+) -> None:
     """Run what the host code has launched.
 
     Args:
         seed: Of the interleaving of warps and asynchronous copies.
+        cuts_edges: Whether rows that are never written are multiplied too: none of them is stored.
 
     Raises:
         EmulationError: with the instruction, and the block and warp or thread, that did wrong.
@@ -50,6 +58,7 @@ def launch(program: Program, memory: GlobalMemory, asked: Launch, *, seed: int =
         cluster=asked.cluster,
         shared_bytes=asked.shared_bytes,
         seed=seed,
+        cuts_edges=cuts_edges,
     )
     with np.errstate(all="ignore"):  # of threads that are not active
         machine.run()

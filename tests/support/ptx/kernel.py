@@ -101,7 +101,8 @@ class EmulatedKernel:
                 memory.add_workspace(workspace)
             asked = self._launch_arguments(args, workspace if size else None)
         for one in self.host.launches(*map(memory.argument, asked)):
-            launch(self.programs[one.kernel], memory.memory, one, seed=seed)
+            cuts_edges = self.kernel.family.startswith("sm90.gemm")
+            launch(self.programs[one.kernel], memory.memory, one, seed=seed, cuts_edges=cuts_edges)
         memory.copy_back()
 
     def _launch_arguments(self, args: Any, workspace: Any) -> tuple[Any, ...]:

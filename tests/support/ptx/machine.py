@@ -61,6 +61,7 @@ class Machine:
         cluster: tuple[int, int, int],
         shared_bytes: int,
         seed: int,
+        cuts_edges: bool,
     ) -> None:
         self.program = program
         self.handlers = handlers
@@ -69,6 +70,7 @@ class Machine:
             one.name == "griddepcontrol.wait" for one in program.instructions
         )
         self.parameters = parameters
+        self.cuts_edges = cuts_edges
         self.random = np.random.default_rng(seed)
         self.threads_per_block = int(np.prod(block))
         self.warps_per_block = self.threads_per_block // WARP

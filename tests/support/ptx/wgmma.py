@@ -226,9 +226,9 @@ def _multiply(
     granules["B"] = _located(gang, B, columns, k, transposed[1])
     warps, thread = [warp.number for warp in gang.warps], int(gang.threads[0])
     everything = np.unique(np.concatenate([one.reshape(-1) for one in granules.values()]))
-    # Rows beyond those of a matrix are left as they are, and what becomes of them is not stored.
+    unwritten = gang.machine.cuts_edges
     reading = gang.shared.start_read(
-        "an unfinished wgmma", everything, warps, thread, may_be_unwritten=True
+        "an unfinished wgmma", everything, warps, thread, may_be_unwritten=unwritten
     )
     operation = _Multiply(
         *(gang, target, match["d"], A, B, transposed, signs, columns, elements),
