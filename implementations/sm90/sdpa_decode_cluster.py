@@ -19,7 +19,7 @@ from .sdpa_workspace import part_bytes
 
 #: Of launch values, those that a block uses behind its first loads if at all.
 _NOT_READ_FIRST = frozenset(("scale", "lse", "score_max", "score_sum_exp", "sink"))
-#: Bytes of operands of a block, at most, where a multiprocessor has two, and what is 1 KiB behind.
+#: Bytes of operands of a block, at most: a multiprocessor has two, and what is 1 KiB behind each.
 _HALF = 112 * 1024
 _REGISTERS_OF_TWO = (40, 216)  # (producer, consumer)
 _AT_ONCE = 4  # columns of parts, by a thread
@@ -76,7 +76,8 @@ class SdpaDecodeCluster(SdpaDecode):
     leaves its rows in shared memory, and adds up some vectors of all of them. Sums of clusters go
     through the workspace where a tile has several.
 
-    A block has one part, and ends with it.
+    A block has one part, and ends with it. A multiprocessor has two: the next kernel's are there
+    when this one's end.
 
     cluster: Blocks of one, at most: a power of two. How many there are is known at run time.
     """
@@ -89,18 +90,17 @@ class SdpaDecodeCluster(SdpaDecode):
     ):
         super().__init__(head_dims, tile, stages, element_type, scores, **options)
         self.most = cluster
+        self.registers = _REGISTERS_OF_TWO
         #: What is known of a tile before anything is read.
         self.known_early = set(scores.names) <= _NOT_READ_FIRST
         element_bytes = element_type.width // 8
         read = self.tile_m * self.head_dim + self.tile_n * stages * sum(head_dims)
-        #: With two blocks on a multiprocessor, the next kernel's are there when this one's end.
-        self.resident = 2 if read * element_bytes <= _HALF else 1
-        if self.resident == 2:
-            self.registers = _REGISTERS_OF_TWO
         left = self.tile_m * (self.head_dim_v + _APART + self.numbers) * Float32.width // 8
         stored = self.tile_n * self.stages * self.head_dim * element_bytes
         if self.tile_m > WGMMA_M:
             raise ValueError(f"a cluster takes tiles of {WGMMA_M} rows, not {self.tile_m}")
+        if read * element_bytes > _HALF:
+            raise ValueError(f"{stages} stages of {tile} leave no room for a block beside this one")
         if left > stored:
             raise ValueError(f"{tile} rows of {self.head_dim_v} columns do not fit where K was")
 
@@ -120,10 +120,11 @@ class SdpaDecodeCluster(SdpaDecode):
         return tiles.total
 
     def _residence(self, tiles: ClusterTiles) -> dict:
-        given = {"cluster": (tiles.cluster(self.most), 1, 1), "min_blocks_per_mp": self.resident}
-        if self.resident == 2:
-            given["preferred_smem_carveout"] = 100  # percent
-        return given
+        return {
+            "cluster": (tiles.cluster(self.most), 1, 1),
+            "min_blocks_per_mp": 2,
+            "preferred_smem_carveout": 100,  # percent
+        }
 
     def _await_launch(self) -> None:
         """Later, see `_work`."""
