@@ -13,7 +13,18 @@ from fractions import Fraction
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Numeric, Uint16, Uint32
+from cutlass import (
+    BFloat16,
+    Boolean,
+    Float16,
+    Float32,
+    Int8,
+    Int32,
+    Int64,
+    Numeric,
+    Uint16,
+    Uint32,
+)
 
 from .conversion import Conversions, bfloat16_pair, select
 from .modes import transposed_modes
@@ -81,6 +92,8 @@ class Epilogue:
         halves: Matrices, by their columns per column of the accumulators, of which the columns
             come in another order: 32 of the left half, 32 of the right half, and so on. What is
             a half apart thus lies in one tile. Their columns are a multiple of 64.
+        heads: Columns of heads whose own columns come in such an order: 32 of the left half of the
+            first head, 32 of its right half, and so on; then a bundle has 64. None: as they are.
         spans_row: Whether elements depend on whole rows: then a bundle is as wide as a tile, and
             a tile at least as wide as the matrix.
         conversions: To the types of outputs.
@@ -93,6 +106,7 @@ class Epilogue:
     reduced: tuple[Reduced, ...] = ()
     bundle: int = 1
     halves: frozenset[Fraction] = frozenset()
+    heads: int | None = None
     spans_row: bool = False
     conversions: Conversions = Conversions()
     row_pairs: RowPairs | None = None
@@ -203,6 +217,13 @@ def halves_in_turn(mX: cute.Tensor, mode: int) -> cute.Tensor:
     return cute.make_tensor(mX.iterator, cute.make_layout(tuple(shape), stride=tuple(stride)))
 
 
+def column_in_heads(column, heads: int):
+    """Where a column is of a matrix whose columns come in the order that `Epilogue.heads` says."""
+    head, rest = column // heads, column % heads
+    pair, half = rest // (2 * HALF), rest // HALF % 2
+    return head * heads + half * (heads // 2) + pair * HALF + rest % HALF
+
+
 def places(columns: int, lane_columns: int = PAIR) -> list[tuple[int, int]]:
     """(half, column) of a thread's elements in so many columns, see `Thread`; of pairs in the
     order of the registers that tensor cores leave accumulators in."""
@@ -253,7 +274,7 @@ class Thread:
         lane: 0 to 3, in its quad.
         batch: Mode L.
         extents: (M, N) of the accumulators.
-        halves: As in `Epilogue`.
+        halves, heads: As in `Epilogue`.
         vector_bytes: What divides addresses, strides and rows of all operands with columns side
             by side, in bytes; 1 if nothing is known of them.
         of_columns, of_rows: What is read that all rows, or all columns, share; so may threads of
@@ -273,6 +294,7 @@ class Thread:
     batch: Int32
     extents: tuple[Int32, Int32]
     halves: frozenset = frozenset()
+    heads: int | None = None
     vector_bytes: int = 1
     shares_vectors: bool = False
     is_whole: bool = False
@@ -301,12 +323,31 @@ class Thread:
     def column_of(self, column: int, lane_columns: int = PAIR, columns: Fraction = Fraction(1)):
         """The column in a matrix that has `columns` per column of the accumulators."""
         first = self.first_column * columns.numerator // columns.denominator
+        if self.heads is not None:
+            start, distance = self._start(column, columns)
+            return self.first_of_bundle + (start + distance + self.lane * lane_columns)
         if columns in self.halves:
             block, half, rest = column // (2 * HALF), column // HALF % 2, column % HALF
             width = self.extents[1] * columns.numerator // columns.denominator
             first = first // 2 + half * (width // 2)
             column = block * HALF + rest
         return first + (column + self.lane * lane_columns)
+
+    @property
+    def first_of_bundle(self) -> Int32:
+        """The column of the matrix that the bundle begins with, of a bundle of a head."""
+        if "first of bundle" not in self.memory:
+            self.memory["first of bundle"] = column_in_heads(self.first_column, self.heads)
+        return self.memory["first of bundle"]
+
+    @property
+    def first_of_table(self) -> Int32:
+        """The column that a bundle begins with, of tables with one for each pair of a head's."""
+        if self.heads is None:
+            return Int32(0)
+        if "first of table" not in self.memory:
+            self.memory["first of table"] = self.first_column % self.heads // 2
+        return self.memory["first of table"]
 
     def is_inside(self, column: int, lane_columns: int, columns: Fraction):
         """Whether a column lies in the matrix that has `columns` per column of accumulators."""
@@ -398,8 +439,9 @@ class Thread:
         if half is not None:
             m = cutlass.min(self.row_of(half), operand.shape[0] - 1)
         if "n" in modes:
-            n = column + self.lane * lane_columns
-            if columns is not None:
+            if columns is None:
+                n = self.first_of_table + (column + self.lane * lane_columns)
+            else:
                 n = self.column_of(column, lane_columns, columns)
             n = cutlass.min(n, operand.shape[1] - 1)
         return operand[m, n, self.batch]
@@ -421,27 +463,33 @@ class Thread:
         }
 
     def _first_of_row(self, index, half, start, lane_columns, columns) -> tuple:
-        """(address of a thread's element, elements from there to the end of the row)"""
+        """(address of a thread's element, elements from there to the end of the row if that may
+        be behind it)"""
         operand = self.operands[index]
         m = Int32(0)
         if half is not None:
             m = cutlass.min(self.row_of(half), operand.shape[0] - 1)
-        n = self.lane * lane_columns
-        if columns is not None:
+        if columns is None:
+            n = self.first_of_table + self.lane * lane_columns
+        else:
             n = self.column_of(start, lane_columns, columns)
         offset = Int64(m) * operand.stride[0] + n + Int64(self.batch) * operand.stride[2]
         address = operand.iterator.toint() + offset * (operand.element_type.width // 8)
+        if columns is None and self.heads is not None:
+            return address, None  # a table has as many columns as bundles have places in a head
         return address, operand.shape[1] - n
 
     def _start(self, column, columns) -> tuple:
         """(column that others are at a constant distance from, that distance)"""
+        if columns is not None and self.heads is not None:
+            return 0, column // HALF * (self.heads // 2) + column % HALF
         if columns is None or columns not in self.halves:
             return 0, column
         half, block = column // HALF % 2, column // (2 * HALF)
         return half * HALF, block * HALF + column % HALF
 
 
-_LOADED = (Float32, Float16, BFloat16)
+_LOADED = (Float32, Float16, BFloat16, Int8)
 
 
 def _is_one(stride) -> bool:
@@ -452,6 +500,9 @@ def _is_one(stride) -> bool:
 def _load_inside(first: Int64, left: Int32, column: int, count: int, element_type) -> list:
     """`count` elements of a row from `column` on, in one load; zeros if fewer are left."""
     loaded = load_words(first, left, column, count, element_type.width)
+    if element_type is Int8:
+        bytes_of_word = loaded[0].width // 8
+        return [Int8(loaded[i // bytes_of_word] >> (i % bytes_of_word * 8)) for i in range(count)]
     if element_type.width * count == 16 or element_type is Float32:
         return [value.bitcast(element_type) for value in loaded]
     return [value for pair in loaded for value in _two_of(pair, element_type)]

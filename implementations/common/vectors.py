@@ -12,11 +12,12 @@ def braced(names: list[str]) -> str:
 
 
 def load_words(
-    first: Int64, left: Int32, column: int, count: int, width: int, kind: str = ""
+    first: Int64, left: Int32 | None, column: int, count: int, width: int, kind: str = ""
 ) -> list:
     """`count` elements of a row from `column` on, in one load; zeros if fewer are left.
 
     Args:
+        left: Of the row, from `first` on; None: enough.
         width: Of an element, in bits.
         kind: Of the load, as ``.nc``.
 
@@ -27,11 +28,16 @@ def load_words(
     words = max(1, bits // 32)
     names = [f"{{$w{i}}}" for i in range(words)]
     zeros = " ".join(f"mov.b{word.width} {name}, 0;" for name in names)
+    load = (
+        f"ld.global{kind}{VECTOR[words]}.b{min(bits, 32)} {braced(names)}, "
+        f"[{{$r0}} + {column * width // 8}];"
+    )
+    if left is not None:
+        inside = f".reg .pred inside; setp.gt.s32 inside, {{$r1}}, {column + count - 1};"
+        load = f"{{ {inside} {zeros} @inside {load} }}"
     loaded = cute.arch.inline_ptx(
-        f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {column + count - 1}; {zeros} "
-        f"@inside ld.global{kind}{VECTOR[words]}.b{min(bits, 32)} {braced(names)}, "
-        f"[{{$r0}} + {column * width // 8}]; }}",
+        load,
         write_only_types=[word] * words,
-        read_only_args=[first, left],
+        read_only_args=[first] if left is None else [first, left],
     )
     return list(loaded) if words > 1 else [loaded]

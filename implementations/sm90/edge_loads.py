@@ -12,6 +12,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
+from ..common.epilogue import HALF, column_in_heads
+
 _SWIZZLED_ROWS = 8  # that the pattern of a swizzle takes
 _MOST_COPIES = 6  # of a k tile, by a block: each takes the producer as long as many rows take TMA
 
@@ -26,6 +28,8 @@ class EdgeLoad:
 
     rows: int
     sharers: int
+
+    always = False  # whether whole tiles are loaded in pieces as well
 
     @property
     def piece(self) -> int:
@@ -50,6 +54,10 @@ class EdgeLoad:
         target, source = cpasync.tma_partition(tma, 0, cute.make_layout(1), sX, mX)
         return source, target[None, None, 0, None]
 
+    def place(self, piece: Int32) -> Int32:
+        """In the matrix, of a piece of tiles."""
+        return piece
+
     def pieces_inside(self, tile: Int32, extent: Int32) -> Int32:
         """Of a tile of a matrix with so many rows."""
         inside = (extent - tile * self.rows + self.piece - 1) // self.piece
@@ -68,11 +76,27 @@ class EdgeLoad:
             if piece < edge.inside:
                 cute.copy(
                     edge.tma,
-                    source[None, edge.tile * self.pieces + piece],
+                    source[None, self.place(edge.tile * self.pieces + piece)],
                     target[None, piece],
                     tma_bar_ptr=full,
                     mcast_mask=mask,
                 )
+
+
+@dataclass(frozen=True)
+class HeadLoad(EdgeLoad):
+    """Loads all tiles so, of a matrix whose rows come in the order of `Epilogue.heads`.
+
+    heads: Rows of a head.
+    """
+
+    heads: int
+
+    always = True
+    piece = HALF
+
+    def place(self, piece: Int32) -> Int32:
+        return column_in_heads(piece * HALF, self.heads) // HALF
 
 
 class Edge(NamedTuple):

@@ -10,7 +10,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
-from .edge_loads import Edge, EdgeLoad
+from .edge_loads import Edge, EdgeLoad, HeadLoad
 from .mma import WGMMA_M, multiplied_as
 from .paired_output import ROWS, dealt_out, in_order
 from .plan import GemmPlan
@@ -44,11 +44,16 @@ class GemmProducer(GemmPlan):
     def _edge_loads(self, a_major, b_major) -> tuple:
         """Of A and B; None where all tiles are loaded whole: elements of K are not side by side, or
         rows of a tile are not, or threads read all of it."""
+        pairs, halves = self.output.epilogue.row_pairs, self.output.epilogue.halves
+        heads = self.output.epilogue.heads
+        if heads is not None and not (self.cuts_edges and b_major.is_k_major_b()):
+            raise ValueError("columns of heads are dealt out where B is K-major and not grouped")
         if not self.cuts_edges or self.split_float32:
             return None, None
-        pairs, halves = self.output.epilogue.row_pairs, self.output.epilogue.halves
         (tile_m, tile_n, _), (cluster_m, cluster_n) = self.tile_shape, self.cluster_shape
         a, b = EdgeLoad(tile_m, cluster_n), EdgeLoad(tile_n, cluster_m)
+        if heads is not None:
+            b = HeadLoad(tile_n, cluster_m, heads)
         a_cut = a_major.is_k_major_a() and (pairs is None or pairs.granularity == ROWS)
         b_cut = b_major.is_k_major_b() and Fraction(1) not in halves
         return a if a_cut else None, b if b_cut else None
@@ -154,7 +159,9 @@ class GemmProducer(GemmPlan):
             stage = self._load_inside(loads, edges, bytes_inside, stage, (*cut, None))
         else:
             edge = edges[len(cut)]
-            if edge.inside == self.edge_loads[len(cut)].pieces:
+            if const_expr(self.edge_loads[len(cut)].always):
+                stage = self._load_inside(loads, edges, bytes_inside, stage, (*cut, edge))
+            elif edge.inside == self.edge_loads[len(cut)].pieces:
                 stage = self._load_inside(loads, edges, bytes_inside, stage, (*cut, None))
             else:
                 stage = self._load_inside(loads, edges, bytes_inside, stage, (*cut, edge))

@@ -12,7 +12,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
 from cutlass.tensor_utils import LayoutEnum
 
 from ..common.conversion import CONVERTED
-from ..common.epilogue import PAIR, Epilogue, Thread, halves_in_turn, places, store_per_block
+from ..common.epilogue import (
+    PAIR,
+    Epilogue,
+    Thread,
+    column_in_heads,
+    halves_in_turn,
+    places,
+    store_per_block,
+)
 from ..common.reductions import OF_MATRIX, identity
 from .mma import WGMMA_M
 from .ragged import of_group, stored_by_groups
@@ -71,7 +79,9 @@ class Output:
             self.bundle = tile_n
         if tile_n % self.bundle:
             raise ValueError(f"a tile N of {tile_n} is no multiple of a bundle of {self.bundle}")
-        self.ahead = self._bundles_ahead()
+        # Nothing is read before it is needed then, nor kept for another block of rows.
+        self.short_of_registers = epilogue.heads is not None and row_blocks * tile_n >= 256
+        self.ahead = 0 if self.short_of_registers else self._bundles_ahead()
         if len(element_types) != len(epilogue.full) or len(tma_stores) != len(epilogue.full):
             raise ValueError(f"{len(element_types)} outputs for {len(epilogue.full)} to write")
         self.widths = tuple(self._width(full.columns) for full in epilogue.full)
@@ -268,7 +278,8 @@ class Output:
             bundle, row_block = divmod(i, self.row_blocks)
             block = row + row_block * self.row_step
             thread = threads[i]
-            self.epilogue.fetch(thread, self.bundle)
+            if const_expr(not self.short_of_registers):
+                self.epilogue.fetch(thread, self.bundle)
             # All of a bundle at once: what an element needs on the way is soon of no more use.
             fragments, gathered = self._made(thread)
             store_per_block(self.epilogue, thread, blocks, self.bundle)
@@ -287,7 +298,8 @@ class Output:
                     self._await_ring(consumer, in_flight=self.buffers - 2)
                     across = self.widths[j] // self.subtiles[j][1]
                     first = column * (self.tile_n // self.bundle) + bundle
-                    at = (block, first * across + k, stored_batch)
+                    place_across = self._place_of_subtile(j, first * across + k)
+                    at = (block, place_across, stored_batch)
                     if const_expr(self.scattered and j == 0):
                         self._scatter(tid, sD_j, mD[0], rows, at, (origin[0], *extents))
                     else:
@@ -369,6 +381,13 @@ class Output:
                 carried[j].fill(identity(self.epilogue.reduced[j].kind))
         state[0] = 0
 
+    def _place_of_subtile(self, j, subtile):
+        """Across an output, of one that tiles have there."""
+        if self.epilogue.heads is None:
+            return subtile
+        columns = self.subtiles[j][1]
+        return column_in_heads(subtile * columns, self.epilogue.heads) // columns
+
     def _number(self, space, place) -> Int32:
         """Of this consumer's part of a tile, among those of what is reduced over a matrix."""
         row, column, batch = place
@@ -423,10 +442,11 @@ class Output:
                     batch=batch,
                     extents=extents,
                     halves=self.epilogue.halves,
+                    heads=self.epilogue.heads,
                     vector_bytes=VECTOR_BYTES if aligned else 1,
                     shares_vectors=True,
                     is_whole=is_whole,
-                    of_columns=of_columns,
+                    of_columns={} if self.short_of_registers else of_columns,
                     of_rows=of_rows[row_block],
                 )
                 found.append(thread)

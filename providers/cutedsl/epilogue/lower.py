@@ -35,7 +35,7 @@ from kernel_api.implementations.common.reductions import (
     reduced_over_lanes,
 )
 from kernel_api.implementations.common.row_pairs import RowPairs
-from kernel_api.providers.cutedsl.epilogue.plan import PAIR, Plan, block_columns, kind_of
+from kernel_api.providers.cutedsl.epilogue.plan import HALF, PAIR, Plan, block_columns, kind_of
 
 _Value = Any  # Float32 or Boolean
 
@@ -58,6 +58,7 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
         output_types: Of the outputs in the order of the plan: the narrower they are, the less of
             a function's precision they show.
         conversions: To and from the types of operands and outputs.
+        by_heads: Whether columns of heads come in the order of `Epilogue.heads`.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
         plan: Plan,
         output_types: tuple[Any, ...],
         conversions: Conversions | None = None,
+        by_heads: bool = False,
     ) -> None:
         self._graph, self._plan, self._nodes = graph, plan, graph.nodes
         self._names = tuple(graph.leaves)
@@ -83,6 +85,8 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
         self.reduced = tuple(self._reduced(index) for _, index in plan.reduced)
         self.bundle = plan.bundle
         self.halves = plan.halves
+        if by_heads:
+            self.heads, self.bundle = plan.heads, 2 * HALF
         self.spans_row = plan.spans_row
         self._functions, self._short = functions_for(output_types[: len(plan.full)], output_types)
         self._exact = exact_functions()
@@ -230,6 +234,10 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
     def _of_rotate(self, node: Node, place: Place, bundle: int) -> list[tuple[int, Place]]:
         """Itself; and if it is turned, the other of its pair, cos and sin of the pair."""
         x, cos, sin = node.inputs
+        if self.heads is not None:
+            other = place.column + (-HALF if self._is_second(node, place.column) else HALF)
+            angle = place._replace(column=place.column % HALF)
+            return [(x, place), (x, place._replace(column=other)), (cos, angle), (sin, angle)]
         width, column = int(node["width"]), place.column
         at = column % int(node["head_dim"]) - int(node["start"])
         if not 0 <= at < width:
@@ -242,9 +250,10 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
         angle = Place(place.half, pair, lane)
         return [(x, place), (x, place._replace(column=other)), (cos, angle), (sin, angle)]
 
-    @staticmethod
-    def _is_second(node: Node, column: int) -> bool:
+    def _is_second(self, node: Node, column: int) -> bool:
         """Whether an element that is turned is the second of its pair."""
+        if self.heads is not None:
+            return column // HALF % 2 == 1
         at = column % int(node["head_dim"]) - int(node["start"])
         return at >= int(node["width"]) // 2 if node["style"] == "half" else at % 2 == 1
 

@@ -122,6 +122,15 @@ def halves_fit_shares(graph: Graph, columns: int) -> bool | Miss:
     return columns % pair == 0 or Miss(f"each loads {columns} columns")
 
 
+def heads_of(graph: Any, columns: int) -> int | None:
+    """Columns of heads that are dealt out to tiles of so many columns 32 of each half in turns, as
+    those do not hold whole heads; None: they do, or there are none."""
+    planned = plan(graph) if isinstance(graph, Graph) else None
+    if not isinstance(planned, Plan) or planned.heads is None or columns % (2 * HALF):
+        return None
+    return planned.heads if columns % planned.bundle else None
+
+
 def spans_rows(graph: Graph, N: int, columns: int) -> bool | Miss:
     """Whether tiles of so many columns hold whole rows, if anything is computed from those."""
     planned = plan(graph)
@@ -165,12 +174,17 @@ signed_operands = rule("an epilogue reads no unsigned integers as numbers")(_ope
 
 
 def fits_tile(
-    graph: Graph, columns: int, swapped: bool = False, buffered: int | None = None
+    graph: Graph,
+    columns: int,
+    swapped: bool = False,
+    buffered: int | None = None,
+    by_heads: bool = False,
 ) -> bool | Miss:
     """Whether so many columns together will do, and the transposed product if it is swapped.
 
     Args:
         buffered: Columns of a bundle that can be reduced over rows at once; None: any.
+        by_heads: Whether a tile may have a part of a head, see `heads_of`.
     """
     planned = plan(graph)
     if isinstance(planned, str):
@@ -181,7 +195,7 @@ def fits_tile(
             "would match with pairs that are 8, a multiple of 32 or half of the columns apart",
         )
     bundle = _bundle(planned, columns, swapped)
-    if columns % bundle:
+    if columns % bundle and not (by_heads and heads_of(graph, columns)):
         return Miss(f"they are {bundle}, and there are {columns}")
     for _, index in planned.reduced:
         node = graph.nodes[index]

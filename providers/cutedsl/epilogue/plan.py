@@ -25,6 +25,8 @@ HALF = 32  # columns that halves take turns in, in a tile
 #: Operations that rows and columns mean different things to.
 _PLACED = ("split", "interleave", "repeat", "rotate", "hadamard", "uniform", "reduce")
 #: Of those, the ones that deal with columns one by one.
+#: Of a reduction, that everything goes into alike.
+_WHOLE = ("matrix", "all")
 _BY_COLUMN = ("split", "interleave", "rotate", "hadamard", "uniform")
 
 
@@ -41,6 +43,8 @@ class Plan:
         per_block: Outputs that have one value per row, or per row and block of columns.
         reduced: Outputs that are reduced: name and node.
         halves: Columns, in units of N, of matrices whose halves are looked at together.
+        heads: Columns of heads whose halves are looked at together, if nothing else is: tiles
+            hold 32 columns of each half in turns, or whole heads. None: there are none.
         alone: Whether every element stands alone, so that the transposed product serves as well.
         row_pairs: The granularity of pairs that the transposed product serves as well, as pairs of
             rows that are both with one thread; None: there are none, or others, or more.
@@ -54,6 +58,7 @@ class Plan:
     per_block: tuple[tuple[str, int], ...]
     reduced: tuple[tuple[str, int], ...]
     halves: frozenset[Fraction]
+    heads: int | None
     alone: bool
     row_pairs: int | str | None
     spans_row: bool
@@ -94,6 +99,7 @@ def _plan(graph: Graph, blocks: frozenset[int]) -> Plan | str:
         per_block=per_block,
         reduced=reduced,
         halves=halves,
+        heads=_heads(graph),
         alone=all(node.op not in _PLACED for node in graph.nodes),
         row_pairs=_row_pairs(graph),
         spans_row=any(_is_reduction(graph.nodes[i]) for node in graph.nodes for i in node.inputs),
@@ -196,12 +202,25 @@ def _mixes_orders(graph: Graph, node: Node, halves: frozenset[Fraction]) -> bool
     return node.op in ("repeat", "rotate", "hadamard", "uniform") and node.shape.columns in halves
 
 
+def _heads(graph: Graph) -> int | None:
+    """As `Plan.heads` says."""
+    sums = [node for node in graph.nodes if node.op == "reduce"]
+    placed = [node for node in graph.nodes if node.op in _PLACED and node not in sums]
+    if not placed or any(node.op != "rotate" or node["style"] != "half" for node in placed):
+        return None
+    heads = {int(node["head_dim"]) for node in placed}
+    rotated = {int(node["width"]) for node in placed}
+    if len(heads) > 1 or rotated != heads or any(node["axis"] not in _WHOLE for node in sums):
+        return None
+    return None if heads == {HALF * 2} or max(heads) % (2 * HALF) else max(heads)
+
+
 def _row_pairs(graph: Graph) -> int | str | None:
     """As `Plan.row_pairs` says."""
     sums = [node for node in graph.nodes if node.op == "reduce"]
     placed = [node for node in graph.nodes if node.op in _PLACED and node not in sums]
     granularities = {_granularity(node) for node in placed}
-    if len(granularities) != 1 or any(node["axis"] not in ("matrix", "all") for node in sums):
+    if len(granularities) != 1 or any(node["axis"] not in _WHOLE for node in sums):
         return None
     (granularity,) = granularities
     if granularity is None or any(_paired(graph, node).columns != 1 for node in placed):

@@ -222,11 +222,14 @@ def types_rule(matrices: tuple[str, ...]) -> Rule:
     return Rule(f"an epilogue writes matrices of {shown}, and else numbers of 8 to 32 bits", fits)
 
 
-def lowered(graph: Any, output_types: tuple[Any, ...], *, float8: bool = True) -> Any:
+def lowered(
+    graph: Any, output_types: tuple[Any, ...], *, float8: bool = True, by_heads: bool = False
+) -> Any:
     """The epilogue that is traced with a kernel; None for no graph.
 
     Args:
         float8: Whether the hardware converts 8-bit floats.
+        by_heads: Whether columns of heads are dealt out to tiles 32 of each half in turns.
     """
     if not isinstance(graph, Graph):
         return None
@@ -235,4 +238,4 @@ def lowered(graph: Any, output_types: tuple[Any, ...], *, float8: bool = True) -
 
     planned = plan(graph)
     assert isinstance(planned, Plan), planned
-    return GraphEpilogue(graph, planned, output_types, Conversions(float8))
+    return GraphEpilogue(graph, planned, output_types, Conversions(float8), by_heads)

@@ -10,7 +10,6 @@ from kernel_api.arguments import GemmArguments
 from kernel_api.arguments.scaled import BLOCK
 from kernel_api.devices import multiprocessors_of
 from kernel_api.dtypes import TF32X3
-from kernel_api.epilogue import Graph
 from kernel_api.metadata import GemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import (
@@ -20,6 +19,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     fits_subtile,
     fits_tile,
     halves_fit_shares,
+    heads_of,
     in_halves,
     row_pairs,
     spans_rows,
@@ -51,6 +51,8 @@ _STORED = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "in
 _COLUMNS_OF_PAIRS = 64
 #: As the performance model counts them.
 _FEW_OPERATIONS = 5
+#: The same of 16 bits that are rotated by tables that all batches share: those are not read ahead.
+_FEW_OF_HEADS = 6
 #: Columns, per byte of an element of out, of which a buffer holds what is reduced.
 _BUFFERED_PER_BYTE = 128
 
@@ -92,7 +94,9 @@ class Sm90GemmFamily(FusedGemm):
             return True
         assert operands.out.dtype is not None
         buffered = _BUFFERED_PER_BYTE * operands.out.dtype.itemsize
-        return fits_tile(args.epilogue.graph, design.kernel_tile[1], design.swap_ab, buffered)
+        columns = design.kernel_tile[1]
+        by_heads = _deals_heads(design, operands, args)
+        return fits_tile(args.epilogue.graph, columns, design.swap_ab, buffered, by_heads)
 
     @rule("what is written beside out has at least 8 columns in as many bytes as out at once")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
@@ -124,7 +128,7 @@ class Sm90GemmFamily(FusedGemm):
         planned = plan(args.epilogue.graph)
         if isinstance(planned, str) or planned.bundle == 1:
             return True
-        light = len(planned.names) == 1 and _is_light(args.epilogue.graph)
+        light = len(planned.names) == 1 and _is_light(args, planned)
         return (light and design.accumulators <= 192) or Miss(f"they take {design.accumulators}")
 
     @rule("blocks that share B each load whole pairs of what lies in its halves, or one of a pair")
@@ -206,10 +210,14 @@ class Sm90GemmFamily(FusedGemm):
             swap_ab=design.swap_ab,
             promoted=self.promoted,
             dependent_launch=design.dependent_launch,
-            epilogue=lowered(self.metadata.epilogue, (*output_types, *others)) or scaling(operands),
+            epilogue=self._lowered((*output_types, *others)) or scaling(operands),
             **options,
         )
         return found
+
+    def _lowered(self, output_types: tuple[Any, ...]) -> Any:
+        graph, columns = self.metadata.epilogue, self._design.kernel_tile[1]
+        return lowered(graph, output_types, by_heads=heads_of(graph, columns) is not None)
 
     @property
     def _has_tma_stores(self) -> bool:
@@ -265,11 +273,24 @@ class Sm90GemmFamily(FusedGemm):
         return model.predict(args, self.candidate, model.constants(self.family))
 
 
-def _is_light(graph: Graph) -> bool:
+def _deals_heads(design: Sm90GemmDesign, operands: Any, args: Any) -> bool:
+    """Whether blocks of columns of heads may be loaded one by one, see `heads_of`."""
+    heads = heads_of(args.epilogue.graph, design.kernel_tile[1])
+    if heads is None or not isinstance(args, GemmArguments) or args.N % heads:
+        return False
+    columns = design.kernel_tile[1] // design.kernel_cluster[0]
+    return operands.B.unit_mode == -2 and not _small_parts(operands) and columns % SUBTILE == 0
+
+
+def _is_light(args: Any, planned: Plan) -> bool:
     """Whether an epilogue needs few registers beside accumulators."""
+    graph = args.epilogue.graph
     leaves = graph.leaves.values()
     reads_matrix = any(leaf.shape.rows and leaf.shape.columns for leaf in leaves)
-    return not reads_matrix and model.operations(graph) <= _FEW_OPERATIONS
+    few = _FEW_OPERATIONS
+    if planned.heads is not None and args.out.dtype.bits <= 16:
+        few = _FEW_OPERATIONS if any(leaf.shape.batch for leaf in leaves) else _FEW_OF_HEADS
+    return not reads_matrix and model.operations(graph) <= few
 
 
 def _small_parts(operands: Any) -> bool:

@@ -1,0 +1,115 @@
+"""Heads whose columns are dealt out to tiles that do not hold whole ones, in the emulator."""
+
+import pytest
+import torch
+from support.data import strided_empty
+from support.fusion_cases import BF16, F16, on_meta
+from support.ptx.gemm import storage_bytes
+from support.ptx.kernel import EmulatedKernel
+
+import kernel_api as ka
+from kernel_api import epilogue as ep
+from kernel_api.verification import FACTOR_REORDERED, judge
+
+pytestmark = pytest.mark.compile
+
+
+def rotated(M, N, heads, *, batch=None, element=BF16, pad=8, layout="t", seed=0, **how):
+    """Heads of which a row of booleans says which columns are; cos and sin of a quarter of the
+    pairs are 0 and 1, so that pairs with the wrong ones are seen."""
+    drawn = torch.Generator().manual_seed(seed)
+    L = () if batch is None else (batch,)
+    A, B = (torch.randn((*L, n, 72), generator=drawn).to(element) for n in (M, N))
+    width = how.get("width", heads - how.get("start", 0))
+    angle = torch.randn((*L, M, width // 2), generator=drawn)
+    cos, sin = angle.cos(), angle.sin()
+    cos[..., ::4], sin[..., ::4] = 0, 1
+    out = strided_empty((*L, M, N), element, layout=layout, pad=pad)
+    storage_bytes(out)[:] = 0xFF
+    is_rotated = (torch.arange(N) < N - heads).view(1, N)
+
+    def fn(accum, cos, sin, is_rotated):
+        return ep.where(is_rotated, ep.rotate(accum, cos, sin, heads, **how), accum)
+
+    epilogue = ka.EpilogueArguments(fn, cos=cos, sin=sin, is_rotated=is_rotated)
+    return ka.GemmArguments(A, B.transpose(-1, -2), out, epilogue=epilogue)
+
+
+def kernels(args):
+    found = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
+    return [kernel for kernel in found if kernel.metadata.targets == ("sm_90a",)]
+
+
+def with_tile(args, rows, columns, **how):
+    """The kernel of such a tile."""
+    for kernel in kernels(args):
+        design = kernel.metadata.design
+        named = all(getattr(design, name) == value for name, value in how.items())
+        if design.tile_shape[:2] == (rows, columns) and named:
+            return kernel
+    raise AssertionError(f"no tile of {rows}x{columns}")
+
+
+CASES = {
+    "one and a half": (128, 192, {"M": 140, "N": 384, "heads": 128}),
+    "ends in a tile": (128, 192, {"M": 70, "N": 256, "heads": 128, "element": F16}),
+    "by threads": (128, 192, {"M": 70, "N": 384, "heads": 128, "pad": 3}),
+    "transposed": (64, 64, {"M": 70, "N": 256, "heads": 128, "layout": "n", "batch": 2}),
+    "half of one": (64, 64, {"M": 13, "N": 256, "heads": 128, "batch": 2}),
+    "wide": (128, 128, {"M": 70, "N": 512, "heads": 256}),
+    "three consumers": (192, 192, {"M": 200, "N": 384, "heads": 128}),
+    "three pairs": (64, 64, {"M": 13, "N": 192, "heads": 192, "element": F16}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_of_heads_are_rotated_right(name):
+    rows, columns, how = CASES[name]
+    args = rotated(**how)
+    compiled = EmulatedKernel.compile(with_tile(args, rows, columns), args)
+    assert not compiled.artifact.resources.spill_bytes
+    compiled.run(args, multiprocessors=2, seed=1)
+    verdict = judge(args, FACTOR_REORDERED)
+    assert verdict, f"{compiled.kernel.metadata.kernel_name}: {verdict}"
+
+
+def test_what_is_read_beside_parts_of_heads_and_reduced_of_them_is_right():
+    M, N, heads = 70, 384, 128
+    drawn = torch.Generator().manual_seed(3)
+    A, B = (torch.randn((n, 72), generator=drawn).bfloat16() for n in (M, N))
+    angle = torch.randn((M, heads // 2), generator=drawn)
+
+    def fn(accum, cos, sin, weight, C):
+        x = ep.rotate(accum, cos, sin, heads) + C
+        return x * weight, ep.amax(x, None), ep.sum(x, None)
+
+    C = torch.randn((M, N), generator=drawn).bfloat16()
+    read = {"cos": angle.cos(), "sin": angle.sin(), "weight": torch.randn(N, generator=drawn)}
+    written = {"amax": torch.empty(()), "total": torch.empty(())}
+    epilogue = ka.EpilogueArguments(fn, **read, C=C, **written)
+    args = ka.GemmArguments(A, B.t(), torch.full((M, N), torch.nan).bfloat16(), epilogue=epilogue)
+    compiled = EmulatedKernel.compile(with_tile(args, 64, 64), args)
+    compiled.run(args, multiprocessors=3, seed=2)
+    assert judge(args, FACTOR_REORDERED), compiled.kernel.metadata.kernel_name
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"style": "interleaved"},
+        {"start": 64},
+        {"width": 64},
+    ],
+    ids=str,
+)
+def test_tiles_hold_whole_heads_where_other_columns_are_pairs(how):
+    found = kernels(rotated(70, 384, 128, **how))
+    assert {kernel.metadata.design.tile_shape[1] % 128 for kernel in found} == {0}
+
+
+def test_tiles_hold_whole_heads_where_columns_of_b_are_side_by_side():
+    args = rotated(72, 384, 128)
+    A, B, out = args.tensors
+    operands = {name: one.tensor for name, one in args.epilogue.tensors.items()}
+    found = kernels(args.rebuilt(A, B.contiguous(), out, **operands))
+    assert {kernel.metadata.design.tile_shape[1] % 128 for kernel in found} == {0}
