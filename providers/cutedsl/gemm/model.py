@@ -9,7 +9,8 @@ part (the sum of n-th powers, so that parts of equal length slow each other down
              share a multiprocessor, the two tiles of ``pingpong``) hides the waits of one behind
              the work of another.
     DRAM     the operands once, and again where L2 forgets them between two visits
-    L2       A once per column of clusters, B once per row of clusters, partial sums
+    L2       A once per column of clusters, B once per row of clusters, partial sums that go
+             through the workspace
     power    the arithmetic at the rate that the GPU sustains
 
 Constants are per GPU and family in ``model.json``; ``benchmarks/fit_model.py`` finds them. A
@@ -59,7 +60,8 @@ class Candidate:
 
     Attributes:
         tile_shape: (M, N, K) that one CTA computes at a time, as the kernel sees the problem.
-        cluster_shape: CTAs along M and N that load operands for each other.
+        cluster_shape: CTAs along M and N that load operands for each other; of the parts that K is
+            cut into, those along K, if there is a third extent: 1, or all of them.
         schedule: ``multistage``: one tile per CTA, whose warps load and multiply.
             ``cooperative``: persistent, the consumers share a tile. ``pingpong``: persistent,
             two consumers with a tile each, one writes out while the other multiplies.
@@ -82,6 +84,11 @@ class Candidate:
     swap_ab: bool = False
     column_blocks: int = 1
     in_pieces: bool = False
+
+    @property
+    def meets(self) -> bool:
+        """Whether the CTAs that have the parts of a tile are a cluster."""
+        return self.cluster_shape[2:] not in ((), (1,))
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,9 @@ class Constants:
         late: Bytes of out that are written in the time in which an epilogue reads one where a
             consumer with two blocks of rows has no registers to read ahead.
         handover: Seconds until the CTA that adds up partial sums knows that all are there.
-        seam: The same of tiles that are cut anywhere, whose parts are not ready at one time.
+        meeting: Seconds until the CTAs of a cluster have met, that add up partial sums through
+            their shared memory: before, and behind it.
+        seam: The same as a handover, of tiles that are cut anywhere, whose parts are not ready at one time.
         pieces: Bytes per second that all multiprocessors together write in pieces, beyond what
             writing them takes otherwise.
         sharpness: Power in which the times of parts that overlap are added up.
@@ -190,6 +199,7 @@ class Constants:
     epilogue: float
     late: float
     handover: float
+    meeting: float
     seam: float
     pieces: float
     sharpness: float
@@ -233,9 +243,8 @@ def predict(args: GemmArguments, candidate: Candidate, constants: Constants) -> 
 
 def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> float:
     """Seconds for one design; see the module for how."""
-    rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed = _plan(
-        candidate, constants, problem.types
-    )
+    found = _plan(candidate, constants, problem.types)
+    rows, columns, slots, overlapping, step, alone, epilogue, late, partial, meeting, exposed = found
     m, n, k, matrices, a_size, b_size, long_bytes, short_bytes, dram, operations = problem.facts
     if candidate.swap_ab:
         m, n, a_size, b_size = n, m, b_size, a_size
@@ -244,7 +253,9 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
 
     # The tiles: how many clusters of them, how many each multiprocessor has, how many overlap.
     clusters_m, clusters_n = -(-m // rows), -(-n // columns)
-    clusters = clusters_m * clusters_n * matrices * split
+    clusters = clusters_m * clusters_n * matrices
+    if not meeting:
+        clusters *= split
     each = -(-clusters // slots)
     k_tiles: float = -(-k // (candidate.tile_shape[2] * split))
     steps = k_tiles
@@ -261,7 +272,9 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
 
     # What all of them move: through L2, and from device memory where L2 has forgotten it.
     l2 = k * matrices * (m * a_size * clusters_n + n * b_size * clusters_m)
-    if split > 1:
+    if meeting:
+        blocks += each * meeting
+    elif split > 1:
         blocks += each * (constants.handover + split * partial)
         l2 += 2 * split * m * n * matrices * _PARTIAL_SUM_BYTES
     elif candidate.stream_k and clusters % slots:
@@ -295,13 +308,14 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
 @lru_cache(maxsize=4096)
 def _plan(
     candidate: Candidate, constants: Constants, types: Types
-) -> tuple[int, int, int, int, float, float, float, float, float, float]:
+) -> tuple[int, int, int, int, float, float, float, float, float, float, float]:
     """What a design takes whatever the size of the problem.
 
     Rows and columns of a cluster's tiles; clusters that run at once; tiles of a multiprocessor
     that overlap; and in seconds: the work of a step along K, a step of a CTA that has nothing
     else to do, what its tile takes beside its steps, what of that others do not hide, the writing
-    or reading of a tile of partial sums, and the filling of the first pipeline.
+    or reading of a tile of partial sums, what adding them up takes in a cluster (0 if they are not
+    there), and the filling of the first pipeline.
     """
     c = constants
     a_size, b_size, moved, read, operations, kind = types
@@ -336,9 +350,11 @@ def _plan(
     elif schedule == "pingpong":
         # The two tiles take turns in the main loop, waits included; epilogues are hidden.
         overlapping, step = 2 * overlapping, alone
-    slots = resident_clusters(c.multiprocessors, cluster_m * cluster_n)
+    # Each CTA of a cluster reads as much of others as it has: a share of every part.
+    meeting = c.meeting + partial if candidate.meets else 0.0
+    slots = resident_clusters(c.multiprocessors, math.prod(candidate.cluster_shape))
     rows, columns = tile_m * cluster_m, tile_n * cluster_n
-    return rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed
+    return rows, columns, slots, overlapping, step, alone, epilogue, late, partial, meeting, exposed
 
 
 def operations(graph: Graph) -> int:
