@@ -24,9 +24,9 @@ GPU = {
             "epilogue": 6.0e-7,
             "late": 4.0,
             "handover": 1.5e-6,
-            "meeting": 8e-7,
             "seam": 3.0e-6,
             "sharpness": 8,
+            "meeting": 8e-7,
         },
         "sm80.gemm": {
             "overhead": 2.0e-6,
@@ -41,9 +41,9 @@ GPU = {
             "epilogue": 5.0e-7,
             "late": 4.0,
             "handover": 1.5e-6,
-            "meeting": 8e-7,
             "seam": 3.0e-6,
             "sharpness": 8,
+            "meeting": 8e-7,
         },
     },
 }

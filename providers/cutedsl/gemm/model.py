@@ -243,21 +243,21 @@ def predict(args: GemmArguments, candidate: Candidate, constants: Constants) -> 
 
 def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> float:
     """Seconds for one design; see the module for how."""
-    found = _plan(candidate, constants, problem.types)
-    rows, columns, slots, overlapping, step, alone, epilogue, late, partial, meeting, exposed = found
+    rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed = _plan(
+        candidate, constants, problem.types
+    )
     m, n, k, matrices, a_size, b_size, long_bytes, short_bytes, dram, operations = problem.facts
     if candidate.swap_ab:
         m, n, a_size, b_size = n, m, b_size, a_size
         long_bytes, short_bytes = short_bytes, long_bytes
-    split, power = candidate.split_k, constants.sharpness
+    parts, power = candidate.split_k, constants.sharpness
+    split = 1 if candidate.meets else parts  # through the workspace
 
     # The tiles: how many clusters of them, how many each multiprocessor has, how many overlap.
     clusters_m, clusters_n = -(-m // rows), -(-n // columns)
-    clusters = clusters_m * clusters_n * matrices
-    if not meeting:
-        clusters *= split
+    clusters = clusters_m * clusters_n * matrices * split
     each = -(-clusters // slots)
-    k_tiles: float = -(-k // (candidate.tile_shape[2] * split))
+    k_tiles: float = -(-k // (candidate.tile_shape[2] * parts))
     steps = k_tiles
     if candidate.stream_k:
         steps = max(k_tiles * clusters / (slots * max(each, 1)), 1.0)
@@ -272,9 +272,7 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
 
     # What all of them move: through L2, and from device memory where L2 has forgotten it.
     l2 = k * matrices * (m * a_size * clusters_n + n * b_size * clusters_m)
-    if meeting:
-        blocks += each * meeting
-    elif split > 1:
+    if split > 1:
         blocks += each * (constants.handover + split * partial)
         l2 += 2 * split * m * n * matrices * _PARTIAL_SUM_BYTES
     elif candidate.stream_k and clusters % slots:
@@ -308,14 +306,13 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
 @lru_cache(maxsize=4096)
 def _plan(
     candidate: Candidate, constants: Constants, types: Types
-) -> tuple[int, int, int, int, float, float, float, float, float, float, float]:
+) -> tuple[int, int, int, int, float, float, float, float, float, float]:
     """What a design takes whatever the size of the problem.
 
     Rows and columns of a cluster's tiles; clusters that run at once; tiles of a multiprocessor
     that overlap; and in seconds: the work of a step along K, a step of a CTA that has nothing
     else to do, what its tile takes beside its steps, what of that others do not hide, the writing
-    or reading of a tile of partial sums, what adding them up takes in a cluster (0 if they are not
-    there), and the filling of the first pipeline.
+    or reading of a tile of partial sums, and the filling of the first pipeline.
     """
     c = constants
     a_size, b_size, moved, read, operations, kind = types
@@ -350,11 +347,12 @@ def _plan(
     elif schedule == "pingpong":
         # The two tiles take turns in the main loop, waits included; epilogues are hidden.
         overlapping, step = 2 * overlapping, alone
-    # Each CTA of a cluster reads as much of others as it has: a share of every part.
-    meeting = c.meeting + partial if candidate.meets else 0.0
+    if candidate.meets:
+        # Each CTA reads a share of every part: together as much as one has.
+        epilogue += c.meeting + partial
     slots = resident_clusters(c.multiprocessors, math.prod(candidate.cluster_shape))
     rows, columns = tile_m * cluster_m, tile_n * cluster_n
-    return rows, columns, slots, overlapping, step, alone, epilogue, late, partial, meeting, exposed
+    return rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed
 
 
 def operations(graph: Graph) -> int:

@@ -252,7 +252,7 @@ _MEETING = (
     "64x128 1x1x4 split4",
     "128x96 1x1x4 split4",
     "128x128 1x1x4 split4",
-    "128x192 1x1x4 split4",
+    "128x144 1x1x4 split4",
     "64x128 1x1x4 swap split4",
     "16x64 1x1x4 swap split4 deep",
     "64x64 1x1x8 split8 deep",
