@@ -77,8 +77,12 @@ class ClusterSums:
         if const_expr(whole > 0):
             self._add_vectors(memory, element_type, first, whole)
         if const_expr(rest > 0):
-            if thread < rest:
-                self._add_vectors(memory, element_type, first + whole * self.threads, 1)
+            self._add_rest(memory, element_type, first + whole * self.threads, thread < rest)
+
+    @cute.jit
+    def _add_rest(self, memory, element_type: cutlass.Constexpr, first, has_one):
+        if has_one:
+            self._add_vectors(memory, element_type, first, 1)
 
     def _add_vectors(self, memory, element_type, first, count: int):
         """So many of them, `threads` apart. All are asked for before one is waited for: they take

@@ -1,4 +1,4 @@
-"""Parts of a tile that meet in a cluster: sums are right, the same again, and need every barrier."""
+"""Parts of a tile that meet in a cluster: sums are right, and need every barrier."""
 
 import functools
 import re
@@ -126,7 +126,6 @@ def swapped():
     return EmulatedKernel.compile(kernel, args), args
 
 
-#: What stands in front of the first meeting, then behind what it becomes.
 MEETING = r"barrier\.cluster\.arrive;\s+barrier\.cluster\.wait;"
 
 
@@ -149,6 +148,6 @@ def test_groups_meet_before_they_write_where_others_multiply(swapped):
     first = re.search(MEETING, compiled.text).start()
     *_, barrier = re.finditer(r"(bar|barrier\.cta)\.sync[^;]*;", compiled.text[:first])
     text = compiled.text[: barrier.start()] + compiled.text[barrier.end() :]
-    with pytest.raises(EmulationError, match="still reads|another warp reads"):
+    with pytest.raises(EmulationError, match=r"still reads|another warp reads"):
         for seed in range(8):
             compiled.with_text(text).run(args, seed=seed)

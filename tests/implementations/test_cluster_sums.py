@@ -1,7 +1,7 @@
 """Which products split K in a cluster, and which of them there are not."""
 
 import pytest
-from cutlass import BFloat16, Float32
+from cutlass import BFloat16
 
 from kernel_api.implementations.sm90.cluster_sums import ClusterSums
 from kernel_api.implementations.sm90.gemm import Gemm

@@ -174,9 +174,9 @@ class Constants:
         late: Bytes of out that are written in the time in which an epilogue reads one where a
             consumer with two blocks of rows has no registers to read ahead.
         handover: Seconds until the CTA that adds up partial sums knows that all are there.
-        meeting: Seconds until the CTAs of a cluster have met, that add up partial sums through
-            their shared memory: before, and behind it.
-        seam: The same as a handover, of tiles that are cut anywhere, whose parts are not ready at one time.
+        seam: The same of tiles that are cut anywhere, whose parts are not ready at one time.
+        meeting: Seconds that CTAs of a cluster wait for each other, which add up partial sums in
+            their shared memory.
         pieces: Bytes per second that all multiprocessors together write in pieces, beyond what
             writing them takes otherwise.
         sharpness: Power in which the times of parts that overlap are added up.
@@ -199,8 +199,8 @@ class Constants:
     epilogue: float
     late: float
     handover: float
-    meeting: float
     seam: float
+    meeting: float
     pieces: float
     sharpness: float
 
