@@ -214,8 +214,8 @@ class BLASDesignMetadata(DesignMetadata):
 
     def label(self) -> str:
         tile = "x".join(map(str, self.tile_shape))
-        along_k = self.cluster_shape[2:] if self.cluster_shape[2] > 1 else ()
-        cluster = "x".join(map(str, (*self.cluster_shape[:2], *along_k)))
+        extents = 3 if self.cluster_shape[2:] > (1,) else 2
+        cluster = "x".join(map(str, self.cluster_shape[:extents]))
         return f"tile{tile}_cluster{cluster}"
 
 

@@ -17,9 +17,6 @@ _SUBTILE = (64, 32)
 _BARRIER_BYTES = 16
 _FLAG_BYTES = 32
 
-#: Sizes of clusters of which fewer run at once than multiprocessors would have.
-_LEFT_OVER = (4,)
-
 #: Of every operand row that a tile holds, or half of them: a swizzle of shared memory.
 ROW_BYTES = 128
 
@@ -28,11 +25,11 @@ def resident_clusters(multiprocessors: int, size: int) -> int:
     """How many clusters of a size run at once.
 
     A cluster lies in one GPC, and those have numbers of multiprocessors that are no multiples of
-    four: of an H200's 132, clusters of four find 120. Of eight there are as many as of sixteen
-    multiprocessors of a GPC, of which each has 16 or 18: 16 clusters.
+    four: of an H200's 132, clusters of four find 120. Clusters of eight find two times eight of a
+    GPC's 16 or 18, which is as many as there are of them.
     """
     whole = multiprocessors // size
-    return max(whole if size not in _LEFT_OVER else whole * 10 // 11, 1)
+    return max(whole * 10 // 11 if size == 4 else whole, 1)
 
 
 @dataclass(frozen=True)
