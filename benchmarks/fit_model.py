@@ -81,7 +81,10 @@ class Parameters:
         splits = any(
             t.candidate.split_k > 1 or t.candidate.stream_k for p in problems for t in p.times
         )
+        meets = any(t.candidate.meets for p in problems for t in p.times)
         self._left_out = NOT_FITTED if splits else (*NOT_FITTED, "handover", "seam")
+        if not meets:
+            self._left_out = (*self._left_out, "meeting")
         self.paths: list[Path_] = list(self._paths(("machine",)))
         for family in self.families:
             if family not in table["families"]:

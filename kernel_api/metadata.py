@@ -201,7 +201,8 @@ class BLASDesignMetadata(DesignMetadata):
 
     Attributes:
         tile_shape: (M, N, K) that one CTA computes at a time.
-        cluster_shape: (M, N, 1) CTAs that share operands.
+        cluster_shape: (M, N, K) CTAs of a cluster: those along M and N share operands, those along
+            K have the parts of one tile.
     """
 
     tile_shape: tuple[int, int, int]
@@ -213,7 +214,9 @@ class BLASDesignMetadata(DesignMetadata):
 
     def label(self) -> str:
         tile = "x".join(map(str, self.tile_shape))
-        return f"tile{tile}_cluster{self.cluster_shape[0]}x{self.cluster_shape[1]}"
+        extents = 3 if self.cluster_shape[2:] > (1,) else 2
+        cluster = "x".join(map(str, self.cluster_shape[:extents]))
+        return f"tile{tile}_cluster{cluster}"
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,14 @@ def test_every_field_is_part_of_the_identity(change):
     assert metadata(**change) != metadata()
 
 
+@pytest.mark.parametrize(
+    ("cluster", "label"),
+    [((2, 1, 1), "tile128x64x32_cluster2x1"), ((1, 1, 4), "tile128x64x32_cluster1x1x4")],
+)
+def test_a_label_has_the_extent_along_k_of_clusters_that_have_one(cluster, label):
+    assert BLASDesignMetadata((128, 64, 32), cluster).label() == label
+
+
 def test_pickles_come_back_equal():
     assert pickle.loads(pickle.dumps(metadata())) == metadata()
 

@@ -13,6 +13,7 @@ from support.gemm_constants import GPU
 import kernel_api as ka
 from kernel_api.providers.cutedsl.gemm import model
 from kernel_api.providers.cutedsl.gemm.model import Candidate, Problem
+from kernel_api.providers.cutedsl.gemm.sm90_design import resident_clusters
 
 CONSTANTS = model.Constants.of(GPU, "sm90.gemm")
 WIDE = Candidate((128, 256, 64), (2, 1), "cooperative", 4)
@@ -20,10 +21,11 @@ SQUARE = Candidate((128, 128, 64), (1, 1), "cooperative", 6)
 PINGPONG = Candidate((128, 128, 64), (1, 1), "pingpong", 6)
 SMALL = Candidate((64, 64, 64), (1, 1), "cooperative", 13)
 SPLIT = dataclasses.replace(SQUARE, split_k=4)
+MEETING = dataclasses.replace(SPLIT, cluster_shape=(1, 1, 4))
 STREAM = dataclasses.replace(SQUARE, stream_k=True)
 FEW_ROWS = Candidate((64, 16, 64), (1, 1), "cooperative", 22, swap_ab=True)
 MULTISTAGE = Candidate((128, 128, 32), stages=4, blocks_per_multiprocessor=2)
-ALL = (WIDE, SQUARE, PINGPONG, SMALL, SPLIT, STREAM, FEW_ROWS, MULTISTAGE)
+ALL = (WIDE, SQUARE, PINGPONG, SMALL, SPLIT, MEETING, STREAM, FEW_ROWS, MULTISTAGE)
 
 
 def problem(m, n, k, batches=1, size=2, kind="float16"):
@@ -62,6 +64,18 @@ def test_few_tiles_of_many_products_prefer_to_split_them():
     assert best((SQUARE, SPLIT), 256, 256, 16384) is SPLIT
     assert seconds(STREAM, 256, 256, 16384) < seconds(SQUARE, 256, 256, 16384)
     assert best((SQUARE, SPLIT), 8192, 8192, 1024) is SQUARE
+
+
+def test_parts_rather_meet_in_a_cluster_where_all_clusters_run_at_once():
+    assert best((SQUARE, SPLIT, MEETING), 256, 256, 16384) is MEETING
+    assert best((SQUARE, SPLIT, MEETING), 8192, 8192, 1024) is SQUARE
+    full, over = (seconds(MEETING, 128 * tiles, 128, 16384) for tiles in (30, 31))
+    assert over > 1.6 * full
+
+
+def test_larger_clusters_find_fewer_multiprocessors():
+    assert [resident_clusters(132, size) for size in (1, 2, 4, 8)] == [132, 66, 30, 16]
+    assert resident_clusters(3, 8) == 1
 
 
 def test_rows_that_begin_anywhere_are_written_along_the_longer_side_of_what_is_there_at_once():

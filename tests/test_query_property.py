@@ -86,7 +86,7 @@ def test_query_equals_the_whole_enumeration_for_common_signatures(
 
 
 def made_for(kernel):
-    return [arguments_for(kernel, 64, 256, 1024, batch, device="meta") for batch in (1, None)]
+    return [arguments_for(kernel, 64, 256, 2048, batch, device="meta") for batch in (1, None)]
 
 
 def test_every_registered_kernel_is_offered_for_some_arguments(enumeration):

@@ -17,7 +17,7 @@ from ..common.modes import gemm_modes, operand_batch_last, transposed_modes
 from ..common.reductions import ReductionSpace
 from ..common.repack import Repack, copy_bytes
 from ..common.tile_order import make_tile_order, preferred_band_widths
-from ..common.work_split import COUNTER_BYTES, WorkSplit
+from ..common.work_split import COUNTER_BYTES, EvenSplit, WorkSplit
 from . import tile_queue
 from .gemm_consumer import GemmConsumer
 from .gemm_producer import GemmProducer
@@ -59,6 +59,9 @@ class Gemm(GemmProducer, GemmConsumer):
              parts, a block computes one. "stream": the k tiles of all tiles are dealt out evenly
              to the blocks that are resident at once. What several blocks compute of a tile is
              added up in a fixed order, through a workspace (`WorkSplit`).
+    cluster_k: 1, or split_k: the blocks that have the parts of a tile are a cluster, with no other
+               tile, and add them up through their shared memory, where the stages were
+               (`ClusterSums`). The first one writes the tile.
     swap_ab: computes Dᵀ = Bᵀ · Aᵀ, so that few rows of D become few columns of wgmma, which takes
              8 or 16 of them where it takes 64 rows. Tile and cluster are those of Dᵀ. Pairs of
              columns of D are rows there, which `PairedOutput` has.
@@ -232,9 +235,9 @@ class Gemm(GemmProducer, GemmConsumer):
             grid.leaves_room,
             counter,
         ).launch(
-            grid=(cluster_m, cluster_n, grid.clusters),
+            grid=(cluster_m, cluster_n, grid.clusters * self.cluster_k),
             block=(self.threads, 1, 1),
-            cluster=(cluster_m, cluster_n, 1),
+            cluster=(cluster_m, cluster_n, self.cluster_k),
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=self.dependent_launch,
@@ -262,16 +265,18 @@ class Gemm(GemmProducer, GemmConsumer):
         """(clusters to launch, how they split the work)"""
         if self.split_k is None:
             return cutlass.min(tiles, max_clusters), None
+        if self.cluster_k > 1:
+            return tiles, None
         workers = max_clusters if self.split_k == "stream" else tiles * self.split_k
         workers = cutlass.min(workers, tiles * k_tiles)
         return workers, WorkSplit(k_tiles, tiles * k_tiles, workers, workspace)
 
     def _reduction_space(self, extents, batches, order, workers, workspace):
-        """Behind what a split needs of the workspace."""
+        """Behind what a split needs of the workspace, which is nothing in clusters along K."""
         if not self.epilogue.reduced:
             return None
         counters, parts = workspace, workspace + COUNTER_BYTES
-        if self.split_k is not None:
+        if self.split_k is not None and self.cluster_k == 1:
             counters += Int64(order.total) * self.partial_sums.groups * Int32.width // 8
             parts += Int64(workers) * self.partial_sums.bytes_per_worker
         tiles = [
@@ -399,6 +404,9 @@ class Gemm(GemmProducer, GemmConsumer):
         _, _, clusters = cute.arch.grid_dim()
         if self.split_k is None:
             return cluster, order.total, clusters
+        if self.cluster_k > 1:
+            tile = cluster // self.cluster_k
+            return tile, tile + 1, 1
         first, end = split.tiles_of(cluster)
         return first, end, 1
 
@@ -406,4 +414,7 @@ class Gemm(GemmProducer, GemmConsumer):
         """(first k tile, number of them) that this cluster computes of a tile."""
         if self.split_k is None:
             return Int32(0), k_tiles
+        if self.cluster_k > 1:
+            parts = EvenSplit(self.cluster_k, k_tiles, Int64(0))
+            return parts.k_range(cute.arch.block_idx()[2], tile)
         return split.k_range(cute.arch.block_idx()[2], tile)

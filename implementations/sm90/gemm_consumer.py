@@ -202,6 +202,14 @@ class GemmConsumer(GemmPlan):
 
     def _combine(self, consumer, accumulators, split, tile, storage):
         """Adds up what several blocks computed of a tile; True for the group that has it all."""
+        if self.cluster_sums is not None:
+            return self.cluster_sums.combine(
+                accumulators,
+                # All that was loaded has been multiplied.
+                cute.recast_ptr(storage.A.data_ptr(), dtype=accumulators.element_type),
+                thread=cute.arch.thread_idx()[0] - GROUP,
+                barrier_id=CONSUMER_BARRIERS + self.consumers,
+            )
         block_m, block_n, cluster = cute.arch.block_idx()
         block = block_m + block_n * self.cluster_shape[0]
         return self.partial_sums.combine(

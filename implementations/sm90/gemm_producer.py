@@ -122,8 +122,9 @@ class GemmProducer(GemmPlan):
             )
             edges, bytes_inside = self._edges_of(pieces, (m, n), batch, extents)
             stage = self._load_inside(loads, edges, bytes_inside, stage)
-        # The other block of the cluster still signals this one's barriers: stay until it is done.
-        pipeline_ab.producer_tail(stage)
+        if const_expr(self.cluster_k == 1):
+            # Others of the cluster still signal this one's barriers: stay until they are done.
+            pipeline_ab.producer_tail(stage)
 
     def _pieces(self, tma_edges, shared) -> tuple:
         """Of A and B, what `EdgeLoad` copies: (atom, source, target), or None."""

@@ -5,6 +5,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float16, Float32, Int32
 
 from ..common.epilogue import Epilogue, Finish
 from ..common.work_split import PartialSums
+from .cluster_sums import ClusterSums
 from .mainloop import Mainloop
 from .mma import K_BYTES, WGMMA_M, check_types
 from .output import GROUP, Output
@@ -16,6 +17,8 @@ from .tile_queue import BYTES as QUEUE_BYTES
 SHARED_MEMORY = 227 * 1024  # per block, on every Hopper GPU
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
+
+CLUSTERS_ALONG_K = (2, 4, 8)  # as many as every GPU takes
 
 CONSUMER_BARRIERS = 1  # named barriers 1, 2, 3: one per consumer group
 
@@ -54,6 +57,7 @@ class GemmPlan:
         tma_stores: tuple[bool, ...] = (True,),
         swap_ab: bool = False,
         split_k: int | str | None = None,
+        cluster_k: int = 1,
         promoted: bool = False,
         block_scales: bool = False,
         split_float32: bool = False,
@@ -70,6 +74,7 @@ class GemmPlan:
         self.tma_stores = tma_stores
         self.swap_ab = swap_ab
         self.split_k = split_k
+        self.cluster_k = cluster_k
         self.promoted = promoted or block_scales or split_float32
         self.split_float32 = split_float32
         self.block_scales = block_scales
@@ -119,6 +124,7 @@ class GemmPlan:
             values=self.accumulators,
             slots=2 if split_k == "stream" else 1,
         )
+        self.cluster_sums = self._plan_cluster_sums() if cluster_k > 1 else None
 
     def _check(self) -> None:
         tile_m, tile_n, tile_k = self.tile_shape
@@ -149,6 +155,7 @@ class GemmPlan:
                 raise ValueError(f"an output is one of {OUTPUT_TYPES}, not {output_type}")
         if self.split_k is not None and self.schedule == "pingpong":
             raise ValueError("consumers that take turns do not split tiles along K")
+        self._check_cluster_along_k()
         if self.block_scales and (self.swap_ab or tile_k != SCALE_BLOCK):
             raise ValueError(f"block scales take a tile K of {SCALE_BLOCK}, and no swap_ab")
         if self.block_scales and tile_n % SCALE_BLOCK and SCALE_BLOCK % tile_n:
@@ -157,6 +164,34 @@ class GemmPlan:
             raise ValueError("copies of operands leave no room for partial sums in the workspace")
         if self.split_float32 and self.operand_types != (Float32, Float32):
             raise ValueError(f"{self.operand_types} are not split, Float32 is")
+
+    def _check_cluster_along_k(self) -> None:
+        if self.cluster_k == 1:
+            return
+        if self.cluster_k not in CLUSTERS_ALONG_K:
+            raise ValueError(
+                f"a cluster has one of {CLUSTERS_ALONG_K} blocks along K, not {self.cluster_k}"
+            )
+        if self.cluster_shape != (1, 1):
+            raise ValueError(
+                "blocks of a cluster along K share no operands: it is (1, 1) along M and N, not "
+                f"{self.cluster_shape}"
+            )
+        if self.split_k != self.cluster_k:
+            raise ValueError(
+                f"the {self.cluster_k} blocks of a cluster along K have all parts of a tile: "
+                f"split_k is {self.cluster_k}, not {self.split_k!r}"
+            )
+
+    def _plan_cluster_sums(self) -> ClusterSums:
+        sums = ClusterSums(self.cluster_k, GROUP * self.groups_per_tile, self.accumulators)
+        room = self.stages * self._stage_bytes()
+        if sums.bytes > room:
+            raise ValueError(
+                f"a part of a tile takes {sums.bytes} bytes, the {self.stages} stages where it is "
+                f"left have {room}: it takes more of them"
+            )
+        return sums
 
     def _plan_registers(self) -> tuple[int, int] | None:
         """(producer, each consumer) of the 65536 there are; None: as launched."""

@@ -38,6 +38,7 @@ def test_hopper_kernels_use_as_many_stages_as_fit_and_are_built_as_described(fam
         assert (built.schedule, built.swap_ab) == (design.schedule, design.swap_ab)
         expected = "stream" if design.stream_k else design.split_k if design.split_k > 1 else None
         assert built.split_k == expected
+        assert built.cluster_k == design.cluster_shape[2]
         most = Gemm(
             built.tile_shape,
             built.cluster_shape,

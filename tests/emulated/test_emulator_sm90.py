@@ -213,6 +213,22 @@ def test_blocks_read_each_others_memory(seed):
     assert (out.reshape(4, 128) == np.arange(512).reshape(4, 128)[[1, 0, 3, 2]]).all()
 
 
+@pytest.mark.parametrize("seed", ANY_ORDER)
+def test_blocks_write_each_others_memory(seed):
+    body = NEIGHBOUR + LEAVE + "st.shared::cluster.b32 [%r9], %r6;" + LEAVE
+    body += "ld.shared.b32 %r10, [%r8]; st.global.b32 [%rd4], %r10;"
+    out = run(body, blocks=4, cluster=2, seed=seed)
+    assert (out.reshape(4, 128) == np.arange(512).reshape(4, 128)[[1, 0, 3, 2]]).all()
+
+
+def test_writing_a_block_that_reads_on_its_own_is_found():
+    write = "st.shared::cluster.b32 [%r9], %r6;"
+    read = "ld.shared.b32 %r10, [%r8]; st.global.b32 [%rd4], %r10;"
+    with pytest.raises(EmulationError, match=r"what another warp (reads|writes)"):
+        for seed in range(20):
+            run(NEIGHBOUR + LEAVE + write + read + LEAVE, blocks=2, cluster=2, seed=seed)
+
+
 def test_reading_a_block_that_has_not_released_is_found():
     for meeting in ("", RELAXED_LEAVE):
         with pytest.raises(EmulationError, match=r"no barrier in between|never written"):

@@ -5,6 +5,7 @@ swapped operands, layouts, batches and element types; sizes are no multiples of 
 """
 
 import os
+from math import prod
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ DESIGNS = {
     "swapped": lambda d: d.swap_ab and not d.splits,
     "swapped split": lambda d: d.swap_ab and d.splits,
     "stream of few rows": lambda d: d.swap_ab and d.stream_k,
+    "meeting": lambda d: d.cluster_shape[2] > 1 and not d.swap_ab,
+    "swapped meeting": lambda d: d.cluster_shape[2] > 1 and d.swap_ab,
 }
 
 GELU, DSILU = make.a_bias_activation("gelu"), make.a_recomputed_dactivation("silu")
@@ -142,6 +145,7 @@ REDUCED = [
     Case("in clusters", make.reduced_matrices, "clusters", {"M": 70, "N": 264, "batch": 2}),
     Case("reduced", make.reduced_matrices, "split", {"M": 70, "N": 136, "K": 264, "batch": 3}),
     Case("reduced", make.reduced_matrices, "stream", {"M": 140, "N": 136, "K": 264, "batch": 3}),
+    Case("reduced", make.reduced_matrices, "meeting", {"M": 140, "N": 136, "K": 264, "batch": 3}),
     Case("many", make.many_outputs(), "cooperative", {"M": 140, "N": 72, "batch": 2}),
 ]
 
@@ -273,15 +277,48 @@ def test_one_plus_erf_is_right_in_either_order_and_beside_erf_itself(out):
     assert verdict, f"{compiled.kernel.metadata.kernel_name}: {verdict}"
 
 
+#: Of parts that meet in a cluster.
+MEETING = [
+    Case("bias gelu", GELU, "meeting", {"M": 70, "N": 136, "K": 264}),
+    Case("swiglu", make.a_glu("swiglu"), "meeting", {"M": 70, "N": 192, "K": 520}),
+    Case(
+        "halves",
+        make.a_glu("swiglu", granularity="halves"),
+        "meeting",
+        {"M": 140, "N": 192, "K": 264, "batch": 2},
+    ),
+    Case("quantize, mx", make.a_quantize("mx", E5M2), "meeting", {"M": 13, "N": 160, "K": 264}),
+    Case("srelu", make.an_srelu, "swapped meeting", {"M": 13, "N": 136, "K": 520}),
+    Case("geglu of few rows", make.a_glu("geglu"), "swapped meeting", {"M": 7, "N": 192, "K": 520}),
+    Case("amax", make.an_amax, "meeting", {"M": 140, "N": 72, "K": 600, "batch": 2}),
+    Case(
+        "dswiglu",
+        make.a_dglu("swiglu"),
+        "meeting",
+        {"M": 70, "N": 96, "K": 264, "element": F16},
+    ),
+]
+
+
+@pytest.mark.parametrize("turn", range(len(MEETING)), ids=[c.name for c in MEETING])
+def test_a_fusion_of_parts_that_meet_is_right(turn):
+    args = MEETING[turn].drawn(turn)
+    compiled = emulated(args, MEETING[turn].design)
+    assert not compiled.artifact.resources.spill_bytes
+    compiled.run(args, multiprocessors=2, seed=turn)
+    verdict = judge(args, FACTOR_REORDERED)
+    assert verdict, f"{compiled.kernel.metadata.kernel_name}: {verdict}"
+
+
 HALVES = Case("halves", make.a_glu("swiglu", granularity="halves"), how={"M": 70, "N": 448})
 
 
 def designs_for_halves():
-    """One kernel of each design that is offered, those with clusters first."""
+    """One kernel of each design that is offered, those whose blocks share operands first."""
     args = on_meta(HALVES.drawn(1))
     kernels = ka.get_kernels(args, cc=90, providers=["cutedsl"])
     hopper = {k.metadata.design: k for k in kernels if k.metadata.targets == ("sm_90a",)}
-    return sorted(hopper.values(), key=lambda k: -k.metadata.design.cluster_size)
+    return sorted(hopper.values(), key=lambda k: -prod(k.metadata.design.kernel_cluster))
 
 
 def test_blocks_of_a_cluster_cut_no_pair_of_halves_but_in_the_middle():

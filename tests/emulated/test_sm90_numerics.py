@@ -72,6 +72,7 @@ def features(kernel):
         ("schedule", kernel.metadata.design.schedule),
         ("swapped", kernel.metadata.design.swap_ab),
         ("split", kernel.metadata.design.split_k > 1, kernel.metadata.design.stream_k),
+        ("parts meet", kernel.metadata.design.cluster_shape[2] > 1),
     )
 
 

@@ -26,6 +26,7 @@ GPU = {
             "handover": 1.5e-6,
             "seam": 3.0e-6,
             "sharpness": 8,
+            "meeting": 8e-7,
         },
         "sm80.gemm": {
             "overhead": 2.0e-6,
@@ -42,6 +43,7 @@ GPU = {
             "handover": 1.5e-6,
             "seam": 3.0e-6,
             "sharpness": 8,
+            "meeting": 8e-7,
         },
     },
 }

@@ -95,7 +95,7 @@ class FusedGemm(SplitGemm):
         counters = self._reductions(args.M, args.N, args.L)[0]
         if not counters:
             return Status.success()
-        if self._split.splits:
+        if self._split.meets_in_workspace:
             tiles = self._split.clusters(args.M, args.N, args.L) * self._split.cluster_size
             counters += tiles * self._split.summing_groups
         most = self.counters

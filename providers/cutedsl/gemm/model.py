@@ -9,7 +9,8 @@ part (the sum of n-th powers, so that parts of equal length slow each other down
              share a multiprocessor, the two tiles of ``pingpong``) hides the waits of one behind
              the work of another.
     DRAM     the operands once, and again where L2 forgets them between two visits
-    L2       A once per column of clusters, B once per row of clusters, partial sums
+    L2       A once per column of clusters, B once per row of clusters, partial sums that go
+             through the workspace
     power    the arithmetic at the rate that the GPU sustains
 
 Constants are per GPU and family in ``model.json``; ``benchmarks/fit_model.py`` finds them. A
@@ -59,7 +60,8 @@ class Candidate:
 
     Attributes:
         tile_shape: (M, N, K) that one CTA computes at a time, as the kernel sees the problem.
-        cluster_shape: CTAs along M and N that load operands for each other.
+        cluster_shape: CTAs along M and N that load operands for each other; of the parts that K is
+            cut into, those along K, if there is a third extent: 1, or all of them.
         schedule: ``multistage``: one tile per CTA, whose warps load and multiply.
             ``cooperative``: persistent, the consumers share a tile. ``pingpong``: persistent,
             two consumers with a tile each, one writes out while the other multiplies.
@@ -82,6 +84,11 @@ class Candidate:
     swap_ab: bool = False
     column_blocks: int = 1
     in_pieces: bool = False
+
+    @property
+    def meets(self) -> bool:
+        """Whether the CTAs that have the parts of a tile are a cluster."""
+        return self.cluster_shape[2:] not in ((), (1,))
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,8 @@ class Constants:
             consumer with two blocks of rows has no registers to read ahead.
         handover: Seconds until the CTA that adds up partial sums knows that all are there.
         seam: The same of tiles that are cut anywhere, whose parts are not ready at one time.
+        meeting: Seconds that CTAs of a cluster wait for each other, which add up partial sums in
+            their shared memory.
         pieces: Bytes per second that all multiprocessors together write in pieces, beyond what
             writing them takes otherwise.
         sharpness: Power in which the times of parts that overlap are added up.
@@ -191,6 +200,7 @@ class Constants:
     late: float
     handover: float
     seam: float
+    meeting: float
     pieces: float
     sharpness: float
 
@@ -240,13 +250,14 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
     if candidate.swap_ab:
         m, n, a_size, b_size = n, m, b_size, a_size
         long_bytes, short_bytes = short_bytes, long_bytes
-    split, power = candidate.split_k, constants.sharpness
+    parts, power = candidate.split_k, constants.sharpness
+    split = 1 if candidate.meets else parts  # through the workspace
 
     # The tiles: how many clusters of them, how many each multiprocessor has, how many overlap.
     clusters_m, clusters_n = -(-m // rows), -(-n // columns)
     clusters = clusters_m * clusters_n * matrices * split
     each = -(-clusters // slots)
-    k_tiles: float = -(-k // (candidate.tile_shape[2] * split))
+    k_tiles: float = -(-k // (candidate.tile_shape[2] * parts))
     steps = k_tiles
     if candidate.stream_k:
         steps = max(k_tiles * clusters / (slots * max(each, 1)), 1.0)
@@ -336,7 +347,10 @@ def _plan(
     elif schedule == "pingpong":
         # The two tiles take turns in the main loop, waits included; epilogues are hidden.
         overlapping, step = 2 * overlapping, alone
-    slots = resident_clusters(c.multiprocessors, cluster_m * cluster_n)
+    if candidate.meets:
+        # Each CTA reads a share of every part: together as much as one has.
+        epilogue += c.meeting + partial
+    slots = resident_clusters(c.multiprocessors, math.prod(candidate.cluster_shape))
     rows, columns = tile_m * cluster_m, tile_n * cluster_n
     return rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed
 

@@ -184,6 +184,7 @@ class Sm90GemmFamily(FusedGemm):
             more_outputs,
             others,
             split_k="stream" if design.stream_k else design.split_k if design.splits else None,
+            cluster_k=design.cluster_shape[2],
             block_scales=scaled_by_blocks(operands),
             split_float32=_small_parts(operands),
             repacked=self.repacked,
@@ -244,7 +245,7 @@ class Sm90GemmFamily(FusedGemm):
         design = self._design
         return model.Candidate(
             design.kernel_tile,
-            design.kernel_cluster,
+            (*design.kernel_cluster, design.cluster_shape[2]),
             design.schedule,
             design.stages,
             split_k=design.split_k,

@@ -25,15 +25,17 @@ def resident_clusters(multiprocessors: int, size: int) -> int:
     """How many clusters of a size run at once.
 
     A cluster lies in one GPC, and those have numbers of multiprocessors that are no multiples of
-    four: of an H200's 132, clusters of four find 120.
+    four: of an H200's 132, clusters of four find 120. Clusters of eight find two times eight of a
+    GPC's 16 or 18, which is as many as there are of them.
     """
     whole = multiprocessors // size
-    return max(whole if size <= 2 else whole * 10 // 11, 1)
+    return max(whole * 10 // 11 if size == 4 else whole, 1)
 
 
 @dataclass(frozen=True)
 class Sm90GemmDesign(SplitDesign):
-    """A persistent, warp-specialised kernel. Tile and cluster are those of out.
+    """A persistent, warp-specialised kernel. Tile and cluster are those of out; a cluster of
+    (1, 1, split_k) has the parts of one tile.
 
     Attributes:
         schedule: ``cooperative``: the consumer warp groups share a tile; ``pingpong``: each has
@@ -130,12 +132,13 @@ class Sm90GemmDesign(SplitDesign):
 
 def _point(text: str, operand_bytes: int) -> dict[str, Any]:
     """``"128x256 2x1 pingpong swap deep split4 stream"``: tile and cluster, then what else there
-    is. A deep tile has twice the K, for tiles so small that waiting for each takes longer."""
+    is. A deep tile has twice the K, for tiles so small that waiting for each takes longer. A
+    cluster of ``1x1x4`` with ``split4`` has the parts of a tile."""
     tile, cluster, *rest = text.split()
     k = ROW_BYTES // operand_bytes * (2 if "deep" in rest else 1)
     point: dict[str, Any] = {
         "tile_shape": (*map(int, tile.split("x")), k),
-        "cluster_shape": (*map(int, cluster.split("x")), 1),
+        "cluster_shape": (*map(int, cluster.split("x")), 1)[:3],
     }
     for word in rest:
         if word == "pingpong":
@@ -239,8 +242,23 @@ _FEW_ROWS = (
     "16x64 1x1 swap deep stream",
     "64x128 1x1 swap stream",
 )
+#: For few tiles of many products: of 132 multiprocessors, the parts of 66 tiles find room at once
+#: where they are two, of 30 where they are four, of 16 where they are eight.
+_MEETING = (
+    "128x64 1x1x2 split2",
+    "64x128 1x1x4 split4",
+    "128x96 1x1x4 split4",
+    "128x128 1x1x4 split4",
+    "128x144 1x1x4 split4",
+    "64x128 1x1x4 swap split4",
+    "16x64 1x1x4 swap split4 deep",
+    "64x64 1x1x8 split8 deep",
+    "128x128 1x1x8 split8",
+    "16x64 1x1x8 swap split8 deep",
+    "32x64 1x1x8 swap split8 deep",
+)
 
-ALL = (*_WIDE, *_NARROW, *_SPLIT, *_FEW_ROWS)
+ALL = (*_WIDE, *_NARROW, *_SPLIT, *_FEW_ROWS, *_MEETING)
 
 
 def _columns(text: str) -> int:
@@ -287,6 +305,11 @@ PROMOTED = (
     "32x128 1x1 swap stream",
     "64x128 1x1 swap stream",
     "16x64 1x1 swap split4",
+    "64x128 1x1x4 split4",
+    "128x128 1x1x4 split4",
+    "64x128 1x1x4 swap split4",
+    "64x64 1x1x8 split8",
+    "16x64 1x1x8 swap split8",
 )
 #: Those that have two stages beside the small parts of float32.
 SPLIT_FLOAT32 = (

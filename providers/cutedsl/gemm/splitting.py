@@ -1,13 +1,15 @@
 """What the GEMM families share that may cut their work along K as well, and scale what comes out.
 
 Parts of a tile go through a workspace: first a counter per tile and group of threads that sums it
-up, zero before and after every launch, then the partial sums.
+up, zero before and after every launch, then the partial sums. Those that CTAs of one cluster have
+meet in shared memory instead.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from kernel_api._workspaces import ZEROED
@@ -26,7 +28,8 @@ class SplitDesign(BLASDesignMetadata):
     """A tile that several CTAs may share, each with a part of K.
 
     Attributes:
-        split_k: Parts that K is cut into; CTAs compute one part of a tile each.
+        split_k: Parts that K is cut into; CTAs compute one part of a tile each. Where the cluster
+            has as many CTAs along K, they are the CTAs of a tile, and need no workspace.
     """
 
     split_k: int = 1
@@ -37,8 +40,13 @@ class SplitDesign(BLASDesignMetadata):
         return self.split_k > 1
 
     @property
+    def meets_in_workspace(self) -> bool:
+        """Whether what CTAs compute of a tile is added up there."""
+        return self.splits and self.cluster_shape[2] == 1
+
+    @property
     def cluster_size(self) -> int:
-        return self.cluster_shape[0] * self.cluster_shape[1]
+        return prod(self.cluster_shape)
 
     @property
     def summing_groups(self) -> int:
@@ -46,7 +54,7 @@ class SplitDesign(BLASDesignMetadata):
         return 1
 
     def clusters(self, M: int, N: int, L: int) -> int:
-        """Tiles of out, in units of a cluster."""
+        """Tiles of out, in units of those that a cluster has at a time."""
         rows = self.tile_shape[0] * self.cluster_shape[0]
         columns = self.tile_shape[1] * self.cluster_shape[1]
         return -(-M // rows) * -(-N // columns) * L
@@ -59,7 +67,7 @@ class SplitDesign(BLASDesignMetadata):
         return self.clusters(M, N, L) * self.split_k
 
     def workspace_bytes(self, M: int, N: int, K: int, L: int, multiprocessors: int) -> int:
-        if not self.splits or not M * N * K * L:
+        if not self.meets_in_workspace or not M * N * K * L:
             return 0
         tile_m, tile_n, _ = self.tile_shape
         tiles = self.partial_tiles(M, N, K, L, multiprocessors) * self.cluster_size
@@ -82,7 +90,7 @@ class SplitGemm(CuteDslGemm):
 
     @rule("a workspace has room for 16384 counters, one per group of threads that sums up a tile")
     def _(design: SplitDesign, args: GemmArguments) -> bool | Miss:
-        if not design.splits:
+        if not design.meets_in_workspace:
             return True
         groups = design.cluster_size * design.summing_groups
         counters = design.clusters(args.M, args.N, args.L) * groups
@@ -101,13 +109,13 @@ class SplitGemm(CuteDslGemm):
     @cached_property
     def takes_more(self) -> bool:
         scaled = any(tensor.scale is not None for tensor in self.metadata.operands.tensors.values())
-        return scaled or self._split.splits
+        return scaled or self._split.meets_in_workspace
 
     def more_values(self, args: Any) -> dict[str, Any]:
         return {f"{name}_scale": scale for name, scale in aligned_scales(args).items()}
 
     def workspace_for(self, *tensors: Any) -> int:
-        if not self._split.splits:
+        if not self._split.meets_in_workspace:
             return 0
         A, B, _ = (tensor.shape for tensor in tensors)
         L = A[0] if len(A) == 3 else 1

@@ -230,7 +230,10 @@ _PATTERNS = [
             r"ld\.(?P<space>param|global|shared)(::cluster)?(\.nc)?(\.L[12]::\w+)*(\.v(?P<count>[24]))?\.(?P<type>[busf]\d+)",
             _load,
         ),
-        (r"st\.(?P<space>global|shared)(\.v(?P<count>[24]))?\.(?P<type>[busf]\d+)", _store),
+        (
+            r"st\.(?P<space>global|shared)(::cluster)?(\.v(?P<count>[24]))?\.(?P<type>[busf]\d+)",
+            _store,
+        ),
         (
             r"ldmatrix\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<trans>\.trans)?\.shared\.b16",
             _load_matrix,

@@ -1,0 +1,50 @@
+"""Which products split K in a cluster, and which of them there are not."""
+
+import pytest
+from cutlass import BFloat16
+
+from kernel_api.implementations.sm90.cluster_sums import ClusterSums
+from kernel_api.implementations.sm90.gemm import Gemm
+
+
+def gemm(tile=(128, 128, 64), cluster=(1, 1), schedule="cooperative", **options):
+    types = {"a_type": BFloat16, "b_type": BFloat16, "output_types": (BFloat16,)}
+    return Gemm(tile, cluster, schedule, **types, **options)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_parts_are_left_where_the_stages_were(size):
+    built = gemm(split_k=size, cluster_k=size)
+    assert built.cluster_sums == ClusterSums(parts=size, threads=256, values=64)
+    assert built.cluster_sums.bytes == 128 * 128 * 4
+    assert built.shared_memory_bytes == gemm().shared_memory_bytes
+    assert gemm(split_k=size).cluster_sums is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"split_k": 3, "cluster_k": 3}, r"one of \(2, 4, 8\) blocks along K, not 3"),
+        ({"split_k": 16, "cluster_k": 16}, r"one of \(2, 4, 8\) blocks along K, not 16"),
+        (
+            {"cluster": (2, 1), "split_k": 4, "cluster_k": 4},
+            r"share no operands: it is \(1, 1\) along M and N, not \(2, 1\)",
+        ),
+        ({"cluster_k": 4}, "split_k is 4, not None"),
+        ({"split_k": 2, "cluster_k": 4}, "split_k is 4, not 2"),
+        ({"split_k": "stream", "cluster_k": 4}, "split_k is 4, not 'stream'"),
+        ({"split_k": 4, "cluster_k": 4, "schedule": "pingpong"}, "do not split tiles along K"),
+        (
+            {"tile": (128, 256, 16), "stages": 2, "split_k": 4, "cluster_k": 4},
+            "a part of a tile takes 131072 bytes, the 2 stages where it is left have 24576",
+        ),
+    ],
+)
+def test_others_are_refused_with_what_they_may_be_instead(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        gemm(**options)
+
+
+def test_accumulators_are_moved_in_vectors_of_four():
+    with pytest.raises(ValueError, match="6 accumulators per thread are no multiple of 4"):
+        ClusterSums(parts=2, threads=128, values=6)
