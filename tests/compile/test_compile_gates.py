@@ -126,15 +126,18 @@ def is_for(metadata, name):
     return metadata.targets == (name,) and metadata.kernel_class is not ExampleGemm
 
 
-def instructions(kernel, compiled_for):
-    return sass(
-        kernel.compile(arguments_for(kernel, 256, 256, 256, device="meta"), cc=compiled_for)
-    )
+def parts_meet(metadata):
+    return getattr(metadata.design, "cluster_shape", (1, 1, 1))[2] > 1
+
+
+def instructions(kernel, compiled_for, sizes=(256, 256, 256)):
+    return sass(kernel.compile(arguments_for(kernel, *sizes, device="meta"), cc=compiled_for))
 
 
 AMPERE = one_of_each(lambda m: is_for(m, "sm_80") and multiplies_16_bits(m))
 AMPERE_INT8 = one_of_each(lambda m: is_for(m, "sm_80") and multiplies_8_bits(m))
 HOPPER = one_of_each(lambda m: is_for(m, "sm_90a") and multiplies_16_bits(m))
+MEETING = one_of_each(lambda m: is_for(m, "sm_90a") and parts_meet(m))
 
 if AMPERE:
 
@@ -171,6 +174,17 @@ if HOPPER:
         assert touches
         assert ("PREEXIT" in code) == (waits >= 0) == dependent
         assert waits < touches.start()
+
+
+@pytest.mark.parametrize("kernel", MEETING)
+def test_parts_that_meet_go_through_the_memory_of_their_cluster_in_whole_vectors(kernel):
+    code = instructions(kernel, "sm_90a", (128, 128, 4096))
+    # Memory of other blocks is in a window of the generic addresses.
+    parts = kernel.metadata.design.split_k
+    assert len(re.findall(r"\bLD\.E\.128", code)) % parts == 0 < code.count("LD.E.128")
+    assert len(re.findall(r"\bST\.E\.128", code)) * parts == code.count("LD.E.128")
+    assert code.count("UCGABAR_ARV") == code.count("UCGABAR_WAIT") == 2
+    assert not re.search(r"\bLDL|\bSTL|ATOM|\bRED\b|LD\.E |ST\.E ", code)
 
 
 @pytest.mark.parametrize("name", ["sm80.rmsnorm", "sm80.layernorm_backward", "sm80.elementwise"])
