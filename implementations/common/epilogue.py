@@ -37,6 +37,7 @@ NUMBER = "number"  # an operand that is no tensor, but a number known at run tim
 HALF = 32  # columns that halves take turns in
 LANES = 4  # threads of a quad, which share their rows
 QUAD_COLUMNS = 32  # of a row that a quad loads at once: vectors of 16 bytes, elements of 16 bits
+VECTOR_REGISTERS = 4  # of a thread of the quad
 PAIR = 2  # neighbouring columns of a thread in every 8 accumulators, so what lanes are apart
 
 
@@ -134,6 +135,10 @@ class Epilogue:
 
     def fetch(self, thread: "Thread", bundle: int) -> None:
         """Starts to read what the elements of a bundle of so many columns need."""
+
+    def vectors(self, thread: "Thread", bundle: int) -> list[tuple]:
+        """What `fetch` would request of matrices, if a quad loads it in vectors: each once."""
+        return []
 
     def places(self, output: int, bundle: int) -> list[tuple[int, int]]:
         """(half, column) of the elements that a thread has of an output in a bundle."""
@@ -405,6 +410,12 @@ class Thread:
         width = self.operands[index].element_type.width
         whole = width == 16 and self.vector_bytes * LANES * 8 == QUAD_COLUMNS * width
         return whole and self._side_by_side(index)
+
+    def vector_of(self, index: int, half: int, column: int, lane_columns: int, columns):
+        """What is requested of the vector that holds an element; None if a quad loads none."""
+        if not self._in_vectors(index, lane_columns, columns):
+            return None
+        return index, half, column - column % QUAD_COLUMNS, lane_columns, columns
 
     def _vector(self, index: int, half: int, column: int, columns: Fraction) -> list:
         """Eight elements of a row, in pairs: the thread's share of those of its quad."""

@@ -70,14 +70,18 @@ class ClusterSums:
 
     @cute.jit
     def _add_up(self, memory, element_type: cutlass.Constexpr, rank, thread):
-        """This block's share of the vectors of all threads, which may be no multiple of them."""
-        share = self.values // _VECTOR * self.threads // self.parts
-        whole, rest = divmod(share, self.threads)
+        """This block's share of the vectors of all threads, which may be no multiple of them; that
+        of the last block may be less."""
+        vectors = self.values // _VECTOR * self.threads
+        share = -(-vectors // self.parts)
+        whole = min(share, vectors - share * (self.parts - 1)) // self.threads
         first = rank * share + thread
         if const_expr(whole > 0):
             self._add_vectors(memory, element_type, first, whole)
-        if const_expr(rest > 0):
-            self._add_rest(memory, element_type, first + whole * self.threads, thread < rest)
+        for i in cutlass.range_constexpr(whole, -(-share // self.threads)):
+            of_share = thread + i * self.threads
+            inside = (of_share < share) & (rank * share + of_share < vectors)
+            self._add_rest(memory, element_type, first + i * self.threads, inside)
 
     @cute.jit
     def _add_rest(self, memory, element_type: cutlass.Constexpr, first, has_one):

@@ -50,8 +50,8 @@ class Gemm(GemmProducer, GemmConsumer):
     Clusters: blocks side by side share rows of A or columns of B, each loads a part for all.
     Edges: tiles beyond the last row of A or B are loaded in pieces (`EdgeLoad`), unless K is not
            contiguous, the rows are halves or pairs of more than 8, or float32 is split.
-    Heads: where a tile does not hold whole ones, it has 32 columns of the left and of the right half
-           of a head in turns (`Epilogue.heads`), loaded in pieces by `HeadLoad`.
+    Heads: where a tile does not hold whole ones, it has 32 columns of the left and of the right
+           half of a head in turns (`Epilogue.heads`), loaded in pieces by `HeadLoad`.
     Registers: producer 40, two consumers 232 (24 and 240 if the accumulators need them), three
     160; one consumer alone finds enough at launch. Shared memory: see `GemmPlan`.
 

@@ -131,7 +131,10 @@ class GemmConsumer(GemmPlan):
         column = n * self.cluster_shape[1] + block_n
         if const_expr(self.pingpong):
             turns.wait(turn)
-        start = (row * WGMMA_M, column * tile_n, batch)
+        start, place = (row * WGMMA_M, column * tile_n, batch), (row, column, batch)
+        early = None
+        if const_expr(self.reads_early):
+            early = self.output.read_early(accumulators, operands, place, extents)
         stage, last = self._multiply(
             *(tiled_mma, fragments, accumulators, scales, start, first_k, count),
             *(pipeline_ab, stage),
@@ -143,13 +146,12 @@ class GemmConsumer(GemmPlan):
             warpgroup.wait_group(0)
             pipeline_ab.consumer_release(last)
 
-        place = (row, column, batch)
         destination = (
             *(tma_d, mD, sD, operands, d_majors, place, extents),
             *(*reduced, storage.D.data_ptr(), storage.flags.data_ptr() + consumer),
         )
         if const_expr(self.split_k is None):
-            self.output.write(consumer, accumulators, *destination, carried=carried)
+            self.output.write(consumer, accumulators, *destination, carried=carried, threads=early)
         else:
             if self._combine(consumer, accumulators, split, tile, storage):
                 self.output.write(consumer, accumulators, *destination)

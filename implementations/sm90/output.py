@@ -14,6 +14,7 @@ from cutlass.tensor_utils import LayoutEnum
 from ..common.conversion import CONVERTED
 from ..common.epilogue import (
     PAIR,
+    VECTOR_REGISTERS,
     Epilogue,
     Thread,
     column_in_heads,
@@ -27,6 +28,7 @@ from .ragged import of_group, stored_by_groups
 from .reduced_output import GROUP, WARPS, ReducedOutput
 
 VECTOR_BYTES = 16  # that TMA asks of addresses, strides and rows, and so all operands have
+MOST_EARLY = 64  # registers, beside 128 accumulators
 WIDTH = 32  # columns that a group writes at most at once: 64 or 128 bytes, a swizzle
 
 
@@ -192,6 +194,7 @@ class Output:
         origin: tuple = (0, 0),
         rows: cute.Tensor | None = None,
         carried: tuple | None = None,
+        threads: list | None = None,
     ):
         """This consumer's part of a tile.
 
@@ -206,13 +209,14 @@ class Output:
             flag: An Int32 in shared memory, of this consumer.
             carried: Of `ReducedOutput.carry`, if `finish` is called behind the last tile of every
                 matrix; None: what is reduced leaves with the tile.
+            threads: As `read_early` has returned them for the tile.
         """
         blocks = mR[: len(self.epilogue.per_block)]
         mR = mR[len(self.epilogue.per_block) :]
         sums = self.reduced.start(self.row_blocks, carried)
         outputs = (tma_d, mD, sD, majors, blocks, sums)
         given = (consumer, accumulators, outputs, operands, place, extents)
-        given = (*given, space, ring, origin, rows)
+        given = (*given, space, ring, origin, rows, threads)
         if const_expr(self._tells_whole_tiles()):
             if self._is_whole(place, extents):
                 self._write_bundles(*given, is_whole=True)
@@ -230,6 +234,22 @@ class Output:
             leaves = [r.over not in OF_MATRIX or carried is None for r in self.epilogue.reduced]
             if const_expr(any(leaves)):
                 self._reduce(leaves, consumer, sums, place, extents, mR, space, ring, flag, tid)
+
+    def read_early(self, accumulators, operands, place, extents) -> list | None:
+        """The elements of a tile that is multiplied next, matrices that they need on their way;
+        None if there are none, or no registers for them."""
+        if self.row_blocks > 1 or self.tile_blocks != 2 or self._tells_whole_tiles():
+            return None
+        tid = cute.arch.thread_idx()[0] % GROUP
+        threads = self._threads(accumulators, operands, place, extents, (0, 0), tid)
+        vectors = [self.epilogue.vectors(thread, self.bundle) for thread in threads]
+        registers = VECTOR_REGISTERS * sum(map(len, vectors))
+        if not 0 < registers <= MOST_EARLY:
+            return None
+        for thread, own in zip(threads, vectors, strict=True):
+            for vector in own:
+                thread.request(*vector)
+        return threads
 
     def _stored_batch(self, batch):
         return batch if self.ragged is None else Int32(0)
@@ -259,6 +279,7 @@ class Output:
         ring: cute.Pointer,
         origin: tuple,
         rows: cute.Tensor | None,
+        threads: list | None,
         is_whole: cutlass.Constexpr,
     ):
         """All bundles of a tile, one after the other; see `write`.
@@ -269,7 +290,8 @@ class Output:
         row, column, batch = place
         stored_batch = self._stored_batch(batch)
         tid = cute.arch.thread_idx()[0] % GROUP
-        threads = self._threads(accumulators, operands, place, extents, origin, tid, is_whole)
+        if const_expr(threads is None):
+            threads = self._threads(accumulators, operands, place, extents, origin, tid, is_whole)
         for thread in threads[: self.ahead]:
             self.epilogue.fetch(thread, self.bundle)
         self._await_ring(consumer, in_flight=0)

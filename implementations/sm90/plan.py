@@ -18,7 +18,7 @@ SHARED_MEMORY = 227 * 1024  # per block, on every Hopper GPU
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 
-CLUSTERS_ALONG_K = (2, 4, 8)  # as many as every GPU takes
+CLUSTERS_ALONG_K = (2, 3, 4, 5, 6, 7, 8)  # as many as every GPU takes
 
 CONSUMER_BARRIERS = 1  # named barriers 1, 2, 3: one per consumer group
 
@@ -117,6 +117,11 @@ class GemmPlan:
             splitter = FloatSplitter(
                 (tile_m * tile_k, tile_n * tile_k), GROUP * self.groups_per_tile
             )
+        #: Whether the tile's operands of an epilogue are read while it is multiplied: nothing else
+        #: hides how long that takes, and there may be registers for it.
+        self.reads_early = self.consumers == self.groups_per_tile == 2 and not (
+            self.promoted or split_k
+        )
         self.mainloop = Mainloop(block_scales, splitter)
         self.partial_sums = PartialSums(
             threads=GROUP,

@@ -242,20 +242,24 @@ _FEW_ROWS = (
     "16x64 1x1 swap deep stream",
     "64x128 1x1 swap stream",
 )
-#: For few tiles of many products: of 132 multiprocessors, the parts of 66 tiles find room at once
-#: where they are two, of 30 where they are four, of 16 where they are eight.
+#: For few tiles of many products: as many parts as find room at once.
 _MEETING = (
-    "128x64 1x1x2 split2",
-    "64x128 1x1x4 split4",
-    "128x96 1x1x4 split4",
+    "128x256 1x1x2 split2",
+    "128x256 1x1x4 split4",
+    "128x128 1x1x2 split2",
+    "128x128 1x1x3 split3",
     "128x128 1x1x4 split4",
-    "128x144 1x1x4 split4",
-    "64x128 1x1x4 swap split4",
+    "128x128 1x1x6 split6",
+    "128x96 1x1x4 split4",
+    "128x64 1x1x2 split2",
+    "128x64 1x1x3 split3",
+    "64x128 1x1x2 split2",
+    "64x128 1x1x4 split4",
+    "64x64 1x1x4 split4 deep",
+    "32x64 1x1x4 swap split4 deep",
+    "16x64 1x1x2 swap split2 deep",
     "16x64 1x1x4 swap split4 deep",
-    "64x64 1x1x8 split8 deep",
-    "128x128 1x1x8 split8",
     "16x64 1x1x8 swap split8 deep",
-    "32x64 1x1x8 swap split8 deep",
 )
 
 ALL = (*_WIDE, *_NARROW, *_SPLIT, *_FEW_ROWS, *_MEETING)
@@ -305,11 +309,11 @@ PROMOTED = (
     "32x128 1x1 swap stream",
     "64x128 1x1 swap stream",
     "16x64 1x1 swap split4",
-    "64x128 1x1x4 split4",
+    "128x128 1x1x2 split2",
     "128x128 1x1x4 split4",
-    "64x128 1x1x4 swap split4",
-    "64x64 1x1x8 split8",
-    "16x64 1x1x8 swap split8",
+    "64x128 1x1x4 split4",
+    "64x64 1x1x4 split4",
+    "16x64 1x1x4 swap split4",
 )
 #: Those that have two stages beside the small parts of float32.
 SPLIT_FLOAT32 = (
