@@ -74,7 +74,7 @@ def test_parts_rather_meet_in_a_cluster_where_all_clusters_run_at_once():
 
 
 def test_larger_clusters_find_fewer_multiprocessors():
-    assert [resident_clusters(132, size) for size in (1, 2, 4, 8)] == [132, 66, 30, 16]
+    assert [resident_clusters(132, size) for size in (1, 2, 4, 8)] == [132, 66, 30, 15]
     assert resident_clusters(3, 8) == 1
 
 

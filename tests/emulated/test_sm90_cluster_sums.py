@@ -36,21 +36,21 @@ CASES = [
     ("sm90.gemm", r"bf16_bf16_f32.*nnt_tile64x128x64.*1x1x4_.*stages\d+_split4", (70, 131, 4, 2)),
     ("sm90.gemm", r"f16_f16_f16.*tnn_tile128x96x64.*1x1x4", (140, 99, 9, 1)),
     ("sm90.gemm", r"bf16_bf16_f16.*ttt_tile128x128x64.*1x1x4", (1, 1, 5, 3)),
-    ("sm90.gemm", r"f16_f16_f32.*nnn_tile128x144x64.*1x1x4", (150, 146, 7, None)),
-    ("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile64x128x64.*1x1x4_.*swap", (65, 140, 6, None)),
+    ("sm90.gemm", r"f16_f16_f32.*nnn_tile128x128x64.*1x1x3", (150, 146, 7, None)),
+    ("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile32x64x128.*1x1x4_.*swap", (65, 140, 6, None)),
     ("sm90.gemm", r"f16_f16_f16.*tnt_tile16x64x128.*1x1x4_.*swap", (17, 66, 11, 3)),
-    ("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile64x64x128.*1x1x8", (67, 65, 13, None)),
-    ("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile128x128x64.*1x1x8", (131, 9, 15, None)),
-    ("sm90.gemm", r"bf16_bf16_f32.*tnn_tile16x64x128.*1x1x8_.*swap", (5, 130, 8, 2)),
-    ("sm90.gemm", r"f16_f16_f16.*ntt_tile32x64x128.*1x1x8_.*swap", (33, 70, 19, None)),
+    ("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile64x64x128.*1x1x4", (67, 65, 13, None)),
+    ("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile128x128x64.*1x1x3", (131, 9, 15, None)),
+    ("sm90.gemm", r"bf16_bf16_f32.*tnn_tile16x64x128.*1x1x2_.*swap", (5, 130, 8, 2)),
+    ("sm90.gemm", r"f16_f16_f16.*ntt_tile32x64x128.*1x1x4_.*swap", (33, 70, 19, None)),
     ("sm90.gemm_tf32", r"tile64x128x32.*1x1x4_.*stages\d+_split4", (70, 131, 6, None)),
-    ("sm90.gemm_tf32", r"tile16x64x64.*1x1x8_.*swap", (9, 66, 9, 2)),
+    ("sm90.gemm_tf32", r"tile16x64x64.*1x1x2_.*swap", (9, 66, 9, 2)),
     ("sm90.gemm_int8", r"i32_.*tile128x128x128.*1x1x4", (130, 140, 7, None)),
-    ("sm90.gemm_int8", r"i32_.*tile16x64x256.*1x1x8_.*swap", (17, 66, 9, None)),
+    ("sm90.gemm_int8", r"i32_.*tile16x64x256.*1x1x2_.*swap", (17, 66, 9, None)),
     ("sm90.gemm_fp8", r"bf16_f32_tnt_tile128x128x128.*1x1x4_.*align", (130, 131, 7, None)),
-    ("sm90.gemm_fp8", r"f32_f32_tnt_tile64x64x128.*1x1x8", (67, 65, 9, 2)),
-    ("sm90.gemm_fp8", r"bf16_f32_tnt_tile64x128x128.*1x1x4_.*swap", (20, 200, 5, None)),
-    ("sm90.gemm_fp8", r"f16_f32_tnt_tile16x64x128.*1x1x8_.*swap", (9, 65, 12, None)),
+    ("sm90.gemm_fp8", r"f32_f32_tnt_tile64x64x128.*1x1x4", (67, 65, 9, 2)),
+    ("sm90.gemm_fp8", r"bf16_f32_tnt_tile64x128x128.*1x1x4", (20, 200, 5, None)),
+    ("sm90.gemm_fp8", r"f16_f32_tnt_tile16x64x128.*1x1x4_.*swap", (9, 65, 12, None)),
 ]
 
 
@@ -92,7 +92,7 @@ def test_scales_are_those_of_a_part(scale):
     assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
 
 
-@pytest.mark.parametrize("pattern", [r"tile128x96x64.*1x1x4", r"tile16x64x128.*1x1x8"])
+@pytest.mark.parametrize("pattern", [r"tile128x96x64.*1x1x4", r"tile128x128x64.*1x1x3"])
 def test_sums_do_not_depend_on_who_comes_when(pattern):
     kernel = kernel_of("sm90.gemm", f"bf16_bf16_f32.*tnt_{pattern}")
     args = drawn(kernel, (13, 99, 11, None), "random")
@@ -121,12 +121,14 @@ def test_nothing_is_asked_of_the_workspace_or_of_atomics():
 
 @pytest.fixture(scope="module")
 def swapped():
-    kernel = kernel_of("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile64x128x64.*1x1x4_.*swap.*")
+    kernel = kernel_of("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile32x64x128.*1x1x4_.*swap.*")
     args = drawn(kernel, (65, 140, 6, None), "integers")
     return EmulatedKernel.compile(kernel, args), args
 
 
 MEETING = r"barrier\.cluster\.arrive;\s+barrier\.cluster\.wait;"
+#: What the emulator says of memory that is read or written too early.
+FAULTS = r"no barrier in between|exited|never written|what an asynchronous copy wrote"
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -137,7 +139,7 @@ def test_no_meeting_of_the_cluster_can_be_left_out(swapped, which):
     one = places[which]
     for instead in ("", "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"):
         text = compiled.text[: one.start()] + instead + compiled.text[one.end() :]
-        with pytest.raises(EmulationError, match=r"no barrier in between|exited|never written"):
+        with pytest.raises(EmulationError, match=FAULTS):
             for seed in range(8):
                 compiled.with_text(text).run(args, seed=seed)
 
