@@ -24,7 +24,7 @@ def _done(job: dict[str, Any]) -> dict[str, str | None]:
         from kernel_api.metadata import KernelMetadata
 
         kernel = KernelMetadata.from_dict(job["kernel"]).rebuild()
-        kernel.compile(_description.rebuilt(job["arguments"]), cc=job["target"])
+        kernel.compile(_description.rebuilt(job["arguments"], job["device"]), cc=job["target"])
     except Exception as error:
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": None, "text": None}

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kernel_api._described import Described
+from kernel_api._sketch import Sketch
 from kernel_api.arguments import Arguments, EpilogueArguments, ScaledOperand, ScaleMode
 from kernel_api.arguments.experts import Experts, ExpertTensors
 from kernel_api.dtypes import DType, dtype
@@ -29,8 +30,13 @@ def described(args: Arguments) -> dict[str, Any]:
     }
 
 
+#: The device of what stands for tensors where torch is not imported.
+SKETCHED = "sketch"
+
+
 def rebuilt(description: dict[str, Any], device: str = "meta") -> Arguments:
-    """The arguments that :func:`described` was given, on meta tensors or uninitialised ones."""
+    """The arguments that :func:`described` was given, on meta tensors or uninitialised ones; or
+    of `SKETCHED` ones, which is enough to compile products for."""
     cls = _class_at(description["class"], Arguments, "arguments class")
     operands = [_decode(one, device) for one in description["operands"]]
     keywords = {n: _decode(value, device) for n, value in description["keywords"].items()}
@@ -119,11 +125,13 @@ def _tensor(operand: Operand) -> dict[str, Any]:
 
 def _empty(tensor: dict[str, Any], device: str) -> Any:
     """Its storage offset gives it the alignment."""
-    import torch
-
     element = dtype(tensor["dtype"])
     shape, stride, alignment = tensor["shape"], tensor["stride"], tensor["alignment"]
     offset = alignment // element.itemsize if alignment < MAX_ALIGNMENT else 0
+    if device == SKETCHED:
+        return Sketch(element, tuple(shape), tuple(stride), offset)
+    import torch
+
     size = offset + 1 + sum(max(e - 1, 0) * s for e, s in zip(shape, stride, strict=True))
     return torch.empty(size, dtype=element.torch, device=device).as_strided(shape, stride, offset)
 

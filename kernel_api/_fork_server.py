@@ -50,7 +50,7 @@ _BOOT = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from kernel_api._fork_server import _serve
-_serve(int(sys.argv[2]), json.loads(sys.argv[3]), float(sys.argv[4]))
+_serve(int(sys.argv[2]), *map(json.loads, sys.argv[3:]))
 """
 
 
@@ -145,15 +145,17 @@ class Child:
 
 
 class ForkServer:
-    """Starts children that have the modules imported already, as far as these can be."""
+    """Starts children that have the modules imported already, as far as these can be, and others
+    never: what would import those as well, if they were there, does without."""
 
-    def __init__(self, modules: tuple[str, ...]) -> None:
+    def __init__(self, modules: tuple[str, ...], without: tuple[str, ...] = ()) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             texts = (
                 json.dumps(sys.path),
                 str(theirs.fileno()),
                 json.dumps(modules),
+                json.dumps(without),
                 str(_IDLE_SECONDS),
             )
             self._process = subprocess.Popen(
@@ -202,14 +204,20 @@ _servers: dict[tuple[Any, ...], ForkServer] = {}
 _lock = threading.Lock()
 
 
-def start(modules: tuple[str, ...], target: str, environment: Mapping[str, str]) -> Child:
-    """A child of a server that has imported these modules, which is started if there is none."""
-    key = _key(modules)
+def start(
+    modules: tuple[str, ...],
+    target: str,
+    environment: Mapping[str, str],
+    without: tuple[str, ...] = (),
+) -> Child:
+    """A child of a server that has imported these modules and cannot import others; it is started
+    if there is none."""
+    key = _key(modules, without)
     with _lock:
         for is_last in (False, True):
             server = _servers.get(key)
             if server is None:
-                server = _servers[key] = ForkServer(modules)
+                server = _servers[key] = ForkServer(modules, without)
             try:
                 return server.start(target, environment)
             except OSError:  # it was idle for long, or killed
@@ -220,10 +228,10 @@ def start(modules: tuple[str, ...], target: str, environment: Mapping[str, str])
     raise AssertionError
 
 
-def _key(modules: tuple[str, ...]) -> tuple[Any, ...]:
+def _key(modules: tuple[str, ...], without: tuple[str, ...] = ()) -> tuple[Any, ...]:
     """Of the server that has imported what this process would."""
     read = {n: v for n, v in sorted(os.environ.items()) if n.startswith(_READ_AT_IMPORT)}
-    return (modules, tuple(sys.path), *read.items())
+    return (modules, without, tuple(sys.path), *read.items())
 
 
 @atexit.register
@@ -245,10 +253,11 @@ os.register_at_fork(after_in_child=_forget_in_child)
 # The server ----------------------------------------------------------------------------------
 
 
-def _serve(control_file: int, modules: list[str], idle_s: float) -> None:
+def _serve(control_file: int, modules: list[str], without: list[str], idle_s: float) -> None:
     global _IDLE_SECONDS
     _IDLE_SECONDS = idle_s  # of the process that started this one; children have it too
     control = socket.socket(fileno=control_file)
+    sys.modules.update(dict.fromkeys(without))  # type: ignore[arg-type]
     gc.disable()  # a tenth of the time; there is nothing to collect yet
     for name in modules:
         try:

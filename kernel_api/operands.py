@@ -8,6 +8,7 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
+from kernel_api._sketch import Sketch
 from kernel_api.dtypes import DType, dtype
 from kernel_api.errors import ArgumentError
 
@@ -113,11 +114,12 @@ class Operand:
     def __init__(self, tensor: Any, name: str = "operand") -> None:
         torch: Any = sys.modules.get("torch")
         plain = torch is not None and type(tensor) is torch.Tensor
-        if not plain and (torch is None or not isinstance(tensor, torch.Tensor)):
+        is_sketch = not plain and isinstance(tensor, Sketch)
+        if not plain and not is_sketch and (torch is None or not isinstance(tensor, torch.Tensor)):
             tensor = _as_torch(tensor, name)
             torch = sys.modules["torch"]
             plain = type(tensor) is torch.Tensor
-        if tensor.layout is not torch.strided:
+        if not is_sketch and tensor.layout is not torch.strided:
             raise ArgumentError(f"{name} is a {tensor.layout} tensor; expected a strided one")
         self.tensor = tensor
         self.layout = layout = _layout_of(tensor)

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernel_api import _compile_cache, _disk_cache, _fork_server, _log
-from kernel_api._description import described
+from kernel_api._description import SKETCHED, described
 from kernel_api._disk_cache import DiskCache
 from kernel_api._manifest import Identity
-from kernel_api.arguments import Arguments
+from kernel_api.arguments import Arguments, GemmArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.errors import ArgumentError, CompileError, KernelApiError
 from kernel_api.targets import CcLike, Target
@@ -40,7 +40,6 @@ _MOST_WORKERS = 32
 
 #: What workers have imported when they start.
 _IMPORTED = (
-    "torch",
     "cutlass.cute",
     "cutlass.cutlass_dsl.tvm_ffi_provider",
     "kernel_api._compile_worker",
@@ -48,11 +47,14 @@ _IMPORTED = (
     "kernel_api.discovery",
     "kernel_api.library",
     "kernel_api.providers.cutedsl",
-    "kernel_api.providers.reference",
-    "kernel_api.providers.torch",
     "kernel_api.implementations.sm80.gemm",
     "kernel_api.implementations.sm90.gemm",
 )
+#: What those have before that compile anything but `_TORCHLESS`; importing it takes as long as all
+#: the others do.
+_WITH_TORCH = ("torch", "kernel_api.providers.reference", "kernel_api.providers.torch")
+#: Kernels that compile where torch is not imported, see :func:`_needs_torch`.
+_TORCHLESS = "kernel_api.providers.cutedsl.gemm."
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class _Job:
     kernel: Kernel
     identity: Identity
     message: dict[str, Any]
+
+    @property
+    def needs_torch(self) -> bool:
+        return bool(self.message["device"] != SKETCHED)
 
 
 def compile_all(
@@ -238,10 +244,17 @@ def _job(index: int, kernel: Kernel, args: Arguments, target: Target | None) -> 
         return None
     try:
         message["arguments"] = described(args)
+        message["device"] = "meta" if _needs_torch(kernel, args) else SKETCHED
     except ArgumentError as error:
         logger.info("%s is compiled in this process: %s", name, error)
         return None
     return _Job(index, kernel, identity, message)
+
+
+def _needs_torch(kernel: Kernel, args: Arguments) -> bool:
+    """Whether it may ask tensors for more than :class:`Sketch` knows."""
+    is_ours = type(kernel).__module__.startswith(_TORCHLESS)
+    return not (is_ours and type(args) is GemmArguments) or bool(args.scaled)
 
 
 def _fetched(job: _Job, args: Arguments, cache: DiskCache) -> CompiledArtifact | None:
@@ -274,6 +287,7 @@ class _Pool:
         self._done: queue.SimpleQueue[tuple[_Job, KernelApiError | None] | None]
         self._done = queue.SimpleQueue()
         self._cache, self._timeout_s = cache, timeout_s
+        self._needs_torch = any(job.needs_torch for job in jobs)
         self._is_closed = False
         self._children: set[_fork_server.Child] = set()
         for _ in range(workers):
@@ -328,7 +342,12 @@ class _Pool:
             "KERNEL_API_CACHE_DIR": str(self._cache.root),
             "KERNEL_API_DISABLE_CACHE": "0",
         }
-        child = _fork_server.start(_IMPORTED, "kernel_api._compile_worker:work", environment)
+        imported, without = _IMPORTED, ("torch",)
+        if self._needs_torch:
+            imported, without = (*_WITH_TORCH, *_IMPORTED), ()
+        child = _fork_server.start(
+            imported, "kernel_api._compile_worker:work", environment, without
+        )
         self._children.add(child)
         return child
 

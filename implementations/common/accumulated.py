@@ -24,6 +24,7 @@ class Accumulated(Epilogue):
         self.reduced = epilogue.reduced
         self.bundle = epilogue.bundle
         self.halves = epilogue.halves
+        self.heads = epilogue.heads
         self.spans_row = epilogue.spans_row
         self.conversions = epilogue.conversions
 

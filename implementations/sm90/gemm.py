@@ -61,7 +61,7 @@ class Gemm(GemmProducer, GemmConsumer):
              added up in a fixed order, through a workspace (`WorkSplit`).
     cluster_k: 1, or split_k: the blocks that have the parts of a tile are a cluster, with no other
                tile, and add them up through their shared memory, where the stages were
-               (`ClusterSums`). The first one writes the tile.
+               (`ClusterSums`). The first one writes the tile. K has as many k tiles or more.
     swap_ab: computes Dᵀ = Bᵀ · Aᵀ, so that few rows of D become few columns of wgmma, which takes
              8 or 16 of them where it takes 64 rows. Tile and cluster are those of Dᵀ. Pairs of
              columns of D are rows there, which `PairedOutput` has.

@@ -82,7 +82,8 @@ class Output:
         if tile_n % self.bundle:
             raise ValueError(f"a tile N of {tile_n} is no multiple of a bundle of {self.bundle}")
         # Nothing is read before it is needed then, nor kept for another block of rows.
-        self.short_of_registers = epilogue.heads is not None and row_blocks * tile_n >= 256
+        many = row_blocks * tile_n >= 256 or self.tile_blocks > 2
+        self.short_of_registers = epilogue.heads is not None and many
         self.ahead = 0 if self.short_of_registers else self._bundles_ahead()
         if len(element_types) != len(epilogue.full) or len(tma_stores) != len(epilogue.full):
             raise ValueError(f"{len(element_types)} outputs for {len(epilogue.full)} to write")
@@ -239,6 +240,8 @@ class Output:
         """The elements of a tile that is multiplied next, matrices that they need on their way;
         None if there are none, or no registers for them."""
         if self.row_blocks > 1 or self.tile_blocks != 2 or self._tells_whole_tiles():
+            return None
+        if self.short_of_registers:
             return None
         tid = cute.arch.thread_idx()[0] % GROUP
         threads = self._threads(accumulators, operands, place, extents, (0, 0), tid)

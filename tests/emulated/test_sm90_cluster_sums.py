@@ -1,5 +1,6 @@
 """Parts of a tile that meet in a cluster: sums are right, and need every barrier."""
 
+import dataclasses
 import functools
 import re
 
@@ -76,6 +77,44 @@ def test_integers_are_added_up_exactly(turn):
         wide = torch.float64 if args.A.tensor.dtype.is_floating_point else torch.int64
         product = args.A.tensor.to(wide) @ args.B.tensor.to(wide)
         assert torch.equal(args.out.tensor, product.to(args.out.tensor.dtype))
+
+
+def redesigned(kernel, **design):
+    changed = dataclasses.replace(kernel.metadata.design, **design)
+    return type(kernel)(dataclasses.replace(kernel.metadata, design=changed))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "parts", "sizes"),
+    [
+        (r"bf16_bf16_bf16.*tnt_tile16x64x128.*1x1x4_.*swap", 7, (9, 66, 8, None)),
+        (r"f16_f16_f16.*tnt_tile128x96x64.*1x1x4", 5, (30, 99, 7, 2)),
+    ],
+)
+def test_shares_of_parts_need_not_divide_a_tile(pattern, parts, sizes):
+    known = kernel_of("sm90.gemm", pattern)
+    kernel = redesigned(known, cluster_shape=(1, 1, parts), split_k=parts)
+    args = drawn(kernel, sizes, "integers", parts)
+    EmulatedKernel.compile(kernel, args).run(args, multiprocessors=1, seed=parts)
+    assert judge(args, FACTOR_REORDERED), kernel.metadata.kernel_name
+
+
+@pytest.mark.parametrize(
+    "design",
+    [
+        {"cluster_shape": (1, 1, 4), "split_k": 2},
+        {"cluster_shape": (2, 1, 4), "split_k": 4},
+        {"cluster_shape": (1, 1, 4), "split_k": 1, "stream_k": True},
+        {"cluster_shape": (1, 1, 16), "split_k": 16},
+    ],
+    ids=str,
+)
+def test_clusters_that_cannot_be_built_are_refused_with_the_rule(design):
+    known = kernel_of("sm90.gemm", CASES[0][1])
+    args = drawn(known, (129, 67, 40, None), "integers")
+    status = redesigned(known, **design).supports(args)
+    assert not status and "a cluster along K has the parts of one tile" in str(status)
+    assert redesigned(known, **design).predict(args) > 0
 
 
 @pytest.mark.parametrize("scale", ["TENSOR", "ROW", "BLOCK"])

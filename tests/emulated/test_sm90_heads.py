@@ -79,14 +79,12 @@ def test_what_is_read_beside_parts_of_heads_and_reduced_of_them_is_right():
     A, B = (torch.randn((n, 72), generator=drawn).bfloat16() for n in (M, N))
     angle = torch.randn((M, heads // 2), generator=drawn)
 
-    def fn(accum, cos, sin, weight, C):
-        x = ep.rotate(accum, cos, sin, heads) + C
-        return x * weight, ep.amax(x, None), ep.sum(x, None)
+    def fn(accum, cos, sin, weight):
+        x = ep.rotate(accum, cos, sin, heads)
+        return x * weight, ep.amax(x, None)
 
-    C = torch.randn((M, N), generator=drawn).bfloat16()
     read = {"cos": angle.cos(), "sin": angle.sin(), "weight": torch.randn(N, generator=drawn)}
-    written = {"amax": torch.empty(()), "total": torch.empty(())}
-    epilogue = ka.EpilogueArguments(fn, **read, C=C, **written)
+    epilogue = ka.EpilogueArguments(fn, **read, amax=torch.empty(()))
     args = ka.GemmArguments(A, B.t(), torch.full((M, N), torch.nan).bfloat16(), epilogue=epilogue)
     compiled = EmulatedKernel.compile(with_tile(args, 64, 64), args)
     compiled.run(args, multiprocessors=3, seed=2)
@@ -105,6 +103,35 @@ def test_what_is_read_beside_parts_of_heads_and_reduced_of_them_is_right():
 def test_tiles_hold_whole_heads_where_other_columns_are_pairs(how):
     found = kernels(rotated(70, 384, 128, **how))
     assert {kernel.metadata.design.tile_shape[1] % 128 for kernel in found} == {0}
+
+
+def with_epilogue(fn, **read):
+    A, B, out = rotated(72, 384, 128).tensors
+    angle = torch.randn(72, 64)
+    epilogue = ka.EpilogueArguments(fn, cos=angle.cos(), sin=angle.sin(), **read)
+    return ka.GemmArguments(A, B, out, epilogue=epilogue)
+
+
+def test_tiles_hold_whole_heads_where_there_are_no_registers_for_more():
+    """A matrix, or many operations."""
+    reading = with_epilogue(
+        lambda accum, cos, sin, C: ep.rotate(accum, cos, sin, 128) + C, C=torch.ones(72, 384)
+    )
+    long = with_epilogue(lambda accum, cos, sin: ep.rotate(ep.gelu(accum), cos, sin, 128))
+    for args in (reading, long):
+        assert {kernel.metadata.design.tile_shape[1] % 128 for kernel in kernels(args)} == {0}
+
+
+def test_kernels_without_room_for_all_that_is_read_are_not_offered():
+    """192 accumulators beside what is read per row, or per batch, or written in 8 bits."""
+    per_row = with_epilogue(
+        lambda accum, cos, sin, b: ep.rotate(accum * b, cos, sin, 128), b=torch.ones(72, 1)
+    )
+    batched = rotated(70, 384, 128, batch=2)
+    for args in (per_row, batched):
+        assert (128, 192) not in {k.metadata.design.tile_shape[:2] for k in kernels(args)}
+    plain = with_epilogue(lambda accum, cos, sin: ep.rotate(accum, cos, sin, 128))
+    assert (128, 192) in {k.metadata.design.tile_shape[:2] for k in kernels(plain)}
 
 
 def test_tiles_hold_whole_heads_where_columns_of_b_are_side_by_side():

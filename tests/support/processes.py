@@ -85,7 +85,7 @@ class _Forked:
     """In place of a process that imports all from the start."""
 
     def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], **options: Any) -> None:
-        path, control, modules, idle_s = command[-4:]
+        path, control, *further = command[-5:]
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
@@ -94,7 +94,7 @@ class _Forked:
                 if file > 2 and file not in pass_fds:
                     os.dup2(nothing, file)  # so that no number is used for something else
             sys.path[:] = json.loads(path)
-            _fork_server._serve(int(control), json.loads(modules), float(idle_s))
+            _fork_server._serve(int(control), *map(json.loads, further))
 
         self._code: int | None = None
 

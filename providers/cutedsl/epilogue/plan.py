@@ -25,9 +25,9 @@ HALF = 32  # columns that halves take turns in, in a tile
 #: Operations that rows and columns mean different things to.
 _PLACED = ("split", "interleave", "repeat", "rotate", "hadamard", "uniform", "reduce")
 #: Of those, the ones that deal with columns one by one.
+_BY_COLUMN = ("split", "interleave", "rotate", "hadamard", "uniform")
 #: Of a reduction, that everything goes into alike.
 _WHOLE = ("matrix", "all")
-_BY_COLUMN = ("split", "interleave", "rotate", "hadamard", "uniform")
 
 
 @dataclass(frozen=True)

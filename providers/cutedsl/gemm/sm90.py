@@ -10,6 +10,7 @@ from kernel_api.arguments import GemmArguments
 from kernel_api.arguments.scaled import BLOCK
 from kernel_api.devices import multiprocessors_of
 from kernel_api.dtypes import TF32X3
+from kernel_api.epilogue import Graph
 from kernel_api.metadata import GemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import (
@@ -49,9 +50,11 @@ ALIGNMENTS: tuple[dict[str, int], ...] = ({**LOADS_ALIGNED, "out": 16}, LOADS_AL
 _STORED = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32")
 #: Of a tile, whose elements are put into shared memory one by one where its rows are pairs.
 _COLUMNS_OF_PAIRS = 64
+#: CTAs of a cluster along K, as every GPU takes.
+MOST_ALONG_K = 8
 #: As the performance model counts them.
 _FEW_OPERATIONS = 5
-#: The same of 16 bits that are rotated by tables that all batches share: those are not read ahead.
+#: The same where heads are rotated, whose tables are not read ahead.
 _FEW_OF_HEADS = 6
 #: Columns, per byte of an element of out, of which a buffer holds what is reduced.
 _BUFFERED_PER_BYTE = 128
@@ -84,6 +87,13 @@ class Sm90GemmFamily(FusedGemm):
         clusters = design.clusters(args.M, args.N, args.L)
         resident = design.resident(multiprocessors_of(args.device))
         return clusters <= 2 * resident or Miss(f"there are {clusters} for {resident}")
+
+    @rule("a cluster along K has the parts of one tile, up to 8, and no other tile")
+    def _(design: Sm90GemmDesign) -> bool | Miss:
+        *others, parts = design.cluster_shape
+        if parts == 1 or (others == [1, 1] and parts == design.split_k <= MOST_ALONG_K):
+            return True
+        return Miss(f"the cluster is {design.cluster_shape}, of {design.split_k} parts")
 
     aligned_operands = operands_rule(TMA_PIECE)
     stored_types = types_rule(_STORED)
@@ -276,22 +286,37 @@ class Sm90GemmFamily(FusedGemm):
 
 def _deals_heads(design: Sm90GemmDesign, operands: Any, args: Any) -> bool:
     """Whether blocks of columns of heads may be loaded one by one, see `heads_of`."""
-    heads = heads_of(args.epilogue.graph, design.kernel_tile[1])
+    graph = args.epilogue.graph
+    heads = heads_of(graph, design.kernel_tile[1])
     if heads is None or not isinstance(args, GemmArguments) or args.N % heads:
+        return False
+    if not _is_short(graph):
         return False
     columns = design.kernel_tile[1] // design.kernel_cluster[0]
     return operands.B.unit_mode == -2 and not _small_parts(operands) and columns % SUBTILE == 0
+
+
+def _is_short(graph: Graph) -> bool:
+    """Whether there are registers for all of it where tiles have parts of heads."""
+    written = sum(graph.nodes[index].op != "reduce" for _, index in graph.outputs)
+    return written == 1 and not _reads_matrix(graph) and model.operations(graph) <= _FEW_OF_HEADS
+
+
+def _reads_matrix(graph: Graph) -> bool:
+    """Beside tables."""
+    return any(leaf.shape.rows and leaf.shape.columns for leaf in graph.leaves.values())
 
 
 def _is_light(args: Any, planned: Plan) -> bool:
     """Whether an epilogue needs few registers beside accumulators."""
     graph = args.epilogue.graph
     leaves = graph.leaves.values()
-    reads_matrix = any(leaf.shape.rows and leaf.shape.columns for leaf in leaves)
     few = _FEW_OPERATIONS
-    if planned.heads is not None and args.out.dtype.bits <= 16:
-        few = _FEW_OPERATIONS if any(leaf.shape.batch for leaf in leaves) else _FEW_OF_HEADS
-    return not reads_matrix and model.operations(graph) <= few
+    if planned.heads is not None and args.out.dtype.bits == 16:
+        by_row = any(leaf.shape.rows and leaf.op != "table" for leaf in leaves)
+        by_batch = any(leaf.shape.batch for leaf in leaves)
+        few = _FEW_OPERATIONS if by_row or by_batch else _FEW_OF_HEADS
+    return not _reads_matrix(graph) and model.operations(graph) <= few
 
 
 def _small_parts(operands: Any) -> bool:

@@ -29,8 +29,9 @@ _MULTIPROCESSORS = _RESIDENT[1]
 
 
 def resident_clusters(multiprocessors: int, size: int) -> int:
-    """How many clusters of a size, 8 at most, run at once; of other GPUs a share of an H200's."""
-    return max(multiprocessors * _RESIDENT[size] // _MULTIPROCESSORS, 1)
+    """How many clusters of a size run at once; of other GPUs a share of an H200's."""
+    on_h200 = _RESIDENT.get(size, _MULTIPROCESSORS * 10 // (11 * size))
+    return max(multiprocessors * on_h200 // _MULTIPROCESSORS, 1)
 
 
 @dataclass(frozen=True)
