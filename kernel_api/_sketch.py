@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kernel_api.dtypes import DType
 
 
-class SketchDevice(NamedTuple):
+@dataclass(frozen=True)
+class SketchDevice:
     """As much of a torch device as arguments ask for."""
 
     type: str = "meta"

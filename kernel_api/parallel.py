@@ -342,9 +342,10 @@ class _Pool:
             "KERNEL_API_CACHE_DIR": str(self._cache.root),
             "KERNEL_API_DISABLE_CACHE": "0",
         }
-        imported, without = _IMPORTED, ("torch",)
+        imported: tuple[str, ...] = _IMPORTED
+        without: tuple[str, ...] = ("torch",)
         if self._needs_torch:
-            imported, without = (*_WITH_TORCH, *_IMPORTED), ()
+            imported, without = (*_WITH_TORCH, *imported), ()
         child = _fork_server.start(
             imported, "kernel_api._compile_worker:work", environment, without
         )

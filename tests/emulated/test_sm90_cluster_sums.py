@@ -11,6 +11,7 @@ from support.ptx import EmulationError
 from support.ptx.kernel import EmulatedKernel
 from support.ptx.problems import awkward_arguments
 
+import kernel_api as ka
 from kernel_api import provider
 from kernel_api.verification import FACTOR_REORDERED, judge, poison
 
@@ -111,7 +112,9 @@ def test_shares_of_parts_need_not_divide_a_tile(pattern, parts, sizes):
 )
 def test_clusters_that_cannot_be_built_are_refused_with_the_rule(design):
     known = kernel_of("sm90.gemm", CASES[0][1])
-    args = drawn(known, (129, 67, 40, None), "integers")
+    A, B = (torch.empty(256, 2560, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    args = ka.GemmArguments(A, B.t(), A.new_empty(256, 256))
+    assert known.supports(args)
     status = redesigned(known, **design).supports(args)
     assert not status and "a cluster along K has the parts of one tile" in str(status)
     assert redesigned(known, **design).predict(args) > 0

@@ -89,7 +89,7 @@ class Sm90GemmFamily(FusedGemm):
         return clusters <= 2 * resident or Miss(f"there are {clusters} for {resident}")
 
     @rule("a cluster along K has the parts of one tile, up to 8, and no other tile")
-    def _(design: Sm90GemmDesign) -> bool | Miss:
+    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
         *others, parts = design.cluster_shape
         if parts == 1 or (others == [1, 1] and parts == design.split_k <= MOST_ALONG_K):
             return True
