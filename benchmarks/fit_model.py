@@ -85,6 +85,8 @@ class Parameters:
         self._left_out = NOT_FITTED if splits else (*NOT_FITTED, "handover", "seam")
         if not meets:
             self._left_out = (*self._left_out, "meeting")
+        for family in set(table["families"]) - set(self.families):
+            _keep(table, family)
         self.paths: list[Path_] = list(self._paths(("machine",)))
         for family in self.families:
             if family not in table["families"]:
@@ -119,6 +121,12 @@ class Parameters:
         for path, value in zip(self.paths, np.exp(point), strict=True):
             _at(table, path[:-1])[path[-1]] = float(value)
         return {family: model.Constants.of(table, family) for family in self.families}
+
+
+def _keep(table: Table, family: str) -> None:
+    """Give a family its own constants of the machine: no rows say how a change moves its order."""
+    shared = {n: v for n, v in table["machine"].items() if n not in NOT_FITTED}
+    table["families"][family] = {**copy.deepcopy(shared), **table["families"][family]}
 
 
 def _at(table: Table, path: Path_) -> Any:

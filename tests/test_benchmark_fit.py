@@ -158,9 +158,15 @@ def test_the_fit_makes_better_choices_than_what_it_started_from(fitted):
 
 def test_constants_that_no_row_depends_on_stay(fitted):
     found, before = fitted[0], table()
-    assert found["families"]["sm80.gemm"] == before["families"]["sm80.gemm"]
     assert found["machine"]["sustained"]["int8"] == before["machine"]["sustained"]["int8"]
     assert found["machine"]["multiprocessors"] == before["machine"]["multiprocessors"]
+
+
+def test_families_without_rows_keep_what_they_had_of_the_machine(fitted):
+    found, before = fitted[0], table()
+    for family in before["families"].keys() - {FAMILY}:
+        assert vars(model.Constants.of(found, family)) == vars(model.Constants.of(before, family))
+    assert found["machine"]["bandwidth"] != before["machine"]["bandwidth"]
 
 
 def test_polishing_does_not_spoil_the_choices(rows, fitted):

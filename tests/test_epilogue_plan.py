@@ -475,7 +475,7 @@ def test_few_rows_of_pairs_prefer_the_transposed_product(granularity):
         (best, *_) = ka.get_kernels(args, cc=90, providers=["cutedsl"])
         return best.metadata.design
 
-    assert all(first(M).swap_ab for M in (1, 7, 16, 32))
+    assert all(first(M).swap_ab for M in (1, 7, 16))
     assert not any(first(M).swap_ab for M in (512, 4096))
 
 

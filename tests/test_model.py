@@ -278,7 +278,15 @@ def test_the_file_of_constants_names_every_constant_and_no_other():
         names = {field.name for field in dataclasses.fields(model.Constants)}
         for family in gpu["families"].values():
             assert {*gpu["machine"], *family} == names
-            assert not set(gpu["machine"]) & set(family)
+
+
+def test_a_familys_own_constants_go_before_those_of_the_machine():
+    (table, *_) = json.loads(model.CONSTANTS.read_text()).values()
+    own = {**table["families"]["sm90.gemm"], "bandwidth": 1.0}
+    changed = {**table, "families": {**table["families"], "sm90.gemm": own}}
+    assert model.Constants.of(changed, "sm90.gemm").bandwidth == 1.0
+    other = model.Constants.of(changed, "sm80.gemm").bandwidth
+    assert other == table["machine"]["bandwidth"]
 
 
 def test_an_unknown_family_has_the_constants_of_its_architecture():

@@ -73,19 +73,11 @@ def test_parts_of_heads_are_rotated_right(name):
     assert verdict, f"{compiled.kernel.metadata.kernel_name}: {verdict}"
 
 
-def test_what_is_read_beside_parts_of_heads_and_reduced_of_them_is_right():
-    M, N, heads = 70, 384, 128
-    drawn = torch.Generator().manual_seed(3)
-    A, B = (torch.randn((n, 72), generator=drawn).bfloat16() for n in (M, N))
-    angle = torch.randn((M, heads // 2), generator=drawn)
-
-    def fn(accum, cos, sin, weight):
-        x = ep.rotate(accum, cos, sin, heads)
-        return x * weight, ep.amax(x, None)
-
-    read = {"cos": angle.cos(), "sin": angle.sin(), "weight": torch.randn(N, generator=drawn)}
-    epilogue = ka.EpilogueArguments(fn, **read, amax=torch.empty(()))
-    args = ka.GemmArguments(A, B.t(), torch.full((M, N), torch.nan).bfloat16(), epilogue=epilogue)
+def test_what_is_read_beside_parts_of_heads_is_right():
+    weight = torch.randn(384, generator=torch.Generator().manual_seed(3))
+    args = with_epilogue(
+        lambda accum, cos, sin, weight: ep.rotate(accum, cos, sin, 128) * weight, weight=weight
+    )
     compiled = EmulatedKernel.compile(with_tile(args, 64, 64), args)
     compiled.run(args, multiprocessors=3, seed=2)
     assert judge(args, FACTOR_REORDERED), compiled.kernel.metadata.kernel_name
@@ -112,13 +104,19 @@ def with_epilogue(fn, **read):
     return ka.GemmArguments(A, B, out, epilogue=epilogue)
 
 
+def rotated_and_reduced(accum, cos, sin):
+    x = ep.rotate(accum, cos, sin, 128)
+    return x, ep.amax(x, None)
+
+
 def test_tiles_hold_whole_heads_where_there_are_no_registers_for_more():
-    """A matrix, or many operations."""
+    """A matrix, many operations, or another output."""
     reading = with_epilogue(
         lambda accum, cos, sin, C: ep.rotate(accum, cos, sin, 128) + C, C=torch.ones(72, 384)
     )
     long = with_epilogue(lambda accum, cos, sin: ep.rotate(ep.gelu(accum), cos, sin, 128))
-    for args in (reading, long):
+    reduced = with_epilogue(rotated_and_reduced, amax=torch.empty(()))
+    for args in (reading, long, reduced):
         assert {kernel.metadata.design.tile_shape[1] % 128 for kernel in kernels(args)} == {0}
 
 

@@ -209,7 +209,7 @@ class Constants:
         """From what the file says of one GPU.
 
         A family that it does not name has the constants of the one that its name begins with, or
-        else of the first one of its architecture.
+        else of the first one of its architecture. A family's own go before the machine's.
         """
         families = table["families"]
         architecture = family.partition(".")[0]
