@@ -17,6 +17,7 @@ import torch
 from kernel_api import _compile_cache, provider
 from kernel_api._launches import TENSORS, chosen
 from kernel_api.arguments import SdpaArguments
+from kernel_api.arguments.attention import like_scores
 from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
 from kernel_api.masks import Mask
@@ -28,6 +29,13 @@ _LSE_KINDS = {torch.float64: torch.float64}
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NUMBERS = ("scale", "softcap")
 _COUNTS = ("max_seqlen_q", "max_seqlen_kv")
+
+#: What makes of an option the value that a launcher takes, where it is not the option itself.
+_MADE: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(_NUMBERS, float),
+    **dict.fromkeys(_COUNTS, int),
+    "bias": like_scores,
+}
 
 _Key = tuple[Any, ...]
 
@@ -68,9 +76,8 @@ def forward(
         key, launch = None, None
     if launch is not None and (not launch.written or _are_apart(launch, addresses)):
         values = {name: options[name] for name in launch.given}
-        for name in _NUMBERS:
-            if name in values:
-                values[name] = float(values[name])
+        for name in values.keys() & _MADE.keys():
+            values[name] = _MADE[name](values[name])
         values.update(launch.constants)
         if options.get("dropout") is not None:
             values.update(options["dropout"].values)

@@ -16,6 +16,7 @@ import torch
 
 from kernel_api import masks
 from kernel_api._attention_launches import empty_like, empty_lse, empty_out, forward
+from kernel_api._autograd import differentiable_once
 from kernel_api._launches import chosen
 from kernel_api.arguments import SdpaBackwardArguments
 from kernel_api.arguments.dropout import Dropout
@@ -108,9 +109,9 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dO: Any, _: Any) -> Any:
-        Q, K, V, out, lse, bias, sink = ctx.saved_tensors
+    @differentiable_once("attention")
+    def backward(ctx: Any, saved: Any, dO: Any, _: Any) -> Any:
+        Q, K, V, out, lse, bias, sink = saved
         given = _present(bias=bias, sink=sink)
         wanted = dict(zip(("dBias", "dSink"), ctx.needs_input_grad[3:5], strict=True))
         found = _gradients(Q, K, V, out, lse, dO, {**ctx.options, **given}, wanted)

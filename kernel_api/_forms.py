@@ -73,7 +73,7 @@ class Form:
         shape."""
         complete, N = dict(options), B.shape[-1]
         if out is None:
-            element = out_dtype or self.element or A.dtype
+            element = out_dtype or self.element or _out_type(A.dtype)
             out = empty(self.out_shape(A, N, options), torch_type(element), A)
         for name in self.outputs:
             given = options.get(name)
@@ -129,6 +129,15 @@ class Form:
             title = "".join(word.capitalize() for word in self.name.split("_"))
             self._types[written] = namedtuple(title, ("out", *written))
         return self._types[written]
+
+
+def _out_type(element: Any) -> Any:
+    """That of products of such elements: 8 bits hold hardly any."""
+    import torch
+
+    if element.itemsize > 1:
+        return element
+    return torch.bfloat16 if element.is_floating_point else torch.int32
 
 
 def torch_type(element: Any) -> Any:

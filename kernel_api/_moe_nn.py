@@ -3,7 +3,8 @@
 Pairs of a token and one of its k choices are sorted by expert: a stable sort on the device, whose
 sizes nobody waits for. Then a layer is a copy of rows, two products of groups and a sum. The first
 product multiplies its results with the weights of the pairs; the second puts the result of each
-pair where the sum over k finds it.
+pair where the sum over k finds it. Pairs without an expert are sorted behind all groups: no product
+reads or writes their rows, and the sum finds zeros there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_api import ops
+from kernel_api._autograd import differentiable_once
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions import GLU_KINDS
 
@@ -37,7 +39,8 @@ def moe(
 
     Args:
         x: Tokens (T, K).
-        expert_index: Integers (T, k), from 0 to E - 1; their values are not checked.
+        expert_index: Integers (T, k). From 0 to E - 1 they name experts; any other, such as -1 or
+            E, says that the pair has none: it adds nothing, and its weight has a gradient of zero.
         expert_weight: (T, k).
         w_up: (E, K, 2I), gate and up paired along 2I as ``order`` and ``granularity`` say.
         w_down: (E, I, K). Weights may have any strides; stored as torch.nn.Linear does, (E, 2I, K)
@@ -45,7 +48,9 @@ def moe(
         kind, order, granularity: See :func:`kernel_api.fusions.gemm_glu`.
 
     Nothing waits for the device, so a CUDA graph can hold the layer, and equal inputs give equal
-    results. All gradients but that of ``expert_index`` are there, as far as they are asked for.
+    results; but for float64, and float32 unless it may be multiplied as tf32 (by
+    ``torch.set_float32_matmul_precision("high")``), there is only the reference, which does wait.
+    All gradients but that of ``expert_index`` are there, as far as they are asked for.
 
     Raises:
         ArgumentError: operands or options contradict each other.
@@ -111,7 +116,7 @@ class Function(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Pairs of a token and one of its choices, sorted by expert.
+    """Pairs of a token and one of its choices, sorted by expert; those without one come last.
 
     Attributes:
         offsets: int32 (E,): where the pairs of each expert end.
@@ -128,7 +133,9 @@ class Routing(NamedTuple):
     @classmethod
     def of(cls, expert_index: torch.Tensor, E: int) -> Routing:
         choices = expert_index.shape[1]
-        expert, place = expert_index.flatten().int().sort(stable=True)
+        # What names no expert becomes -1 or E, which int32 holds, and then E: behind all experts.
+        bounded = expert_index.flatten().long().clamp(-1, E).int()
+        expert, place = bounded.remainder(E + 1).sort(stable=True)
         every = torch.arange(E, dtype=torch.int32, device=expert.device)
         offsets = torch.searchsorted(expert, every, right=True, out_int32=True)
         place = place.int()
@@ -139,13 +146,15 @@ class Routing(NamedTuple):
         return values.flatten().index_select(0, self.place)
 
     def unsorted(self, values: torch.Tensor) -> torch.Tensor:
-        """(T, k), of one per pair."""
+        """(T, k), of one per pair; zeros where the pair has no expert, whatever was there."""
+        rank = torch.arange(len(values), dtype=torch.int32, device=values.device)
+        values = values.masked_fill(rank >= self.offsets[-1], 0)
         found = torch.empty_like(values).index_copy_(0, self.place.long(), values)
         return found.view(-1, self.choices)
 
     def summed(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Per token, the sum of what A, which has a row per pair, gives with the experts' B."""
-        rows = A.new_empty(A.shape[0], B.shape[-1])
+        rows = A.new_zeros(A.shape[0], B.shape[-1])  # what pairs without an expert leave
         ops.grouped_gemm(A, B, self.offsets, out=rows, out_row_index=self.place)
         if self.choices == 1:
             return rows
@@ -200,14 +209,14 @@ class _Moe(torch.autograd.Function):
         weight = routing.sorted(expert_weight)
         hidden, preactivation = _hidden(x, routing, weight, w_up, function, preactivation=True)
         kept = hidden if ctx.needs_input_grad[4] else None
-        ctx.save_for_backward(x, weight, w_up, w_down, preactivation, kept, *routing[:3])
+        ctx.save_for_backward(x, expert_weight, w_up, w_down, preactivation, kept, *routing[:3])
         ctx.choices, ctx.function = routing.choices, function
         return routing.summed(hidden, w_down)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Any) -> Any:
-        x, weight, w_up, w_down, preactivation, hidden, offsets, token, place = ctx.saved_tensors
+    @differentiable_once("a layer of experts")
+    def backward(ctx: Any, saved: Any, dy: Any) -> Any:
+        x, expert_weight, w_up, w_down, preactivation, hidden, offsets, token, place = saved
         routing = Routing(offsets, token, place, ctx.choices)
         wants_x, _, wants_weight, wants_up, wants_down = ctx.needs_input_grad[:5]
         dy = dy.index_select(0, token)
@@ -220,7 +229,7 @@ class _Moe(torch.autograd.Function):
                 w_down.mT,
                 routing.offsets,
                 preactivation=preactivation,
-                prob=weight,
+                prob=routing.sorted(expert_weight),
                 dprob=wants_weight,
                 **ctx.function._asdict(),
             )
@@ -228,7 +237,7 @@ class _Moe(torch.autograd.Function):
         if wants_x:
             dx = routing.summed(dz, w_up.mT)
         if wants_weight:
-            dweight = routing.unsorted(found.dprob).to(weight.dtype)
+            dweight = routing.unsorted(found.dprob).to(expert_weight.dtype)
         if wants_up:
             dw_up = routing.gradient_of(w_up, x.index_select(0, token), dz)
         return dx, None, dweight, dw_up, dw_down, None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kernel_api import _norm_ops as ops
+from kernel_api._autograd import differentiable_once
 from kernel_api.errors import ArgumentError
 
 __all__ = ["layernorm", "rmsnorm"]
@@ -86,9 +87,9 @@ class _Norm(torch.autograd.Function):
         return out.view(x.shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Any) -> Any:
-        x, weight, bias, mean, rstd = ctx.saved_tensors
+    @differentiable_once("a norm")
+    def backward(ctx: Any, saved: Any, dy: Any) -> Any:
+        x, weight, bias, mean, rstd = saved
         _, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dweight = torch.empty_like(weight) if wants_weight else None
         dbias = torch.empty_like(bias) if wants_bias else None

@@ -19,14 +19,16 @@ functions of :mod:`kernel_api.epilogue` work on all of them. Beyond its nodes th
 ``remainder`` divisor           x − divisor · floordiv, not negative
 ==============================  ================================================================
 
-Every node is one value per score; shapes play no part. Indices are whole numbers below 2²⁴, so
-that float32 holds them.
+Every node is one value per score; shapes play no part. Whole numbers (indices, integers of
+operands, constants, and what `_KEEP_WHOLE` makes of them) are computed and compared as such: in 32
+bits, or in 64 where one of them has 64, as Python's numbers have that are operands; beyond, they
+wrap around as torch's do. Beside other numbers they are taken as float32.
 """
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -174,24 +176,44 @@ class ScoreValue(Value):
 
 
 def _is_whole(nodes: list[Node], index: int) -> bool:
-    node = nodes[index]
+    return whole_numbers(nodes[: index + 1])[index]
+
+
+def whole_numbers(nodes: Sequence[Node]) -> list[bool]:
+    """Which nodes are whole numbers, by what they are made of."""
+    found: list[bool] = []
+    for node in nodes:
+        found.append(_whole(node, [found[i] for i in node.inputs]))
+    return found
+
+
+def _whole(node: Node, inputs: list[bool]) -> bool:
     if node.op == "constant":
         return float.fromhex(node["value"]).is_integer()
-    if node.op == "where":
-        return all(_is_whole(nodes, i) for i in node.inputs[1:])
     if node.op in ("operand", "scalar", "lookup"):
         return bool(node["type"] == "integer")
     if node.op == "cast":
         return bool(dtype(node["to"]).is_integer)
-    return node.op == "index" or (
-        node.op in _KEEP_WHOLE and all(_is_whole(nodes, i) for i in node.inputs)
-    )
+    if node.op == "where":
+        return all(inputs[1:])
+    return node.op == "index" or (node.op in _KEEP_WHOLE and all(inputs))
+
+
+def among_whole_numbers(nodes: Sequence[Node]) -> list[bool]:
+    """Which nodes are computed of whole numbers as such: what is whole itself, and comparisons."""
+    whole = whole_numbers(nodes)
+    return [
+        whole[index] or (node.op in COMPARISONS and all(whole[i] for i in node.inputs))
+        for index, node in enumerate(nodes)
+    ]
 
 
 class ScoreTracer(Tracer):
     """Collects the nodes of one call."""
 
-    def __init__(self, operands: Mapping[str, Operand | float]) -> None:
+    def __init__(self, operands: Mapping[str, Operand | float], has_score: bool) -> None:
+        form = "score_operands={'name': ...}" if has_score else "MaskMod(fn, name=...)"
+        self.how_to_pass = f"pass it by the name of a parameter of fn, as in {form}"
         self.nodes: list[Node] = []
         self.lines: list[Line] = []
         self._index: dict[Node, int] = {}
@@ -251,7 +273,7 @@ def _trace(
     _check_parameters(parameters, leading, operands, place)
     token = _running.set(None)
     try:
-        tracer = ScoreTracer(operands)
+        tracer = ScoreTracer(operands, has_score)
         _running.set(tracer)
         root = _root(tracer, _called(fn, leading, tracer, place), has_score, place)
     finally:

@@ -10,14 +10,15 @@ import math
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernel_api import _log
+from kernel_api._filters import MetadataFilter, filtered
 from kernel_api._offer import Offer
 from kernel_api.arguments import Arguments
 from kernel_api.devices import query_target, target_of
-from kernel_api.errors import FilterError, PluginWarning
+from kernel_api.errors import PluginWarning
 from kernel_api.kernel import Kernel, require_arguments
 from kernel_api.matching import match_layouts, match_types, types_of
 from kernel_api.metadata import KernelMetadata, OperandsMetadata
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = _log.logger(__name__)
 
-MetadataFilter = Callable[[KernelMetadata], bool]
 ProviderChoice = Iterable["str | type[Provider]"]
 
 _SURVEYS_KEPT = 4096
@@ -55,7 +55,8 @@ def get_kernels(
 
     Args:
         args: What to compute; None lists every kernel.
-        metadata_filter: Keeps the kernels for whose metadata it is true.
+        metadata_filter: Keeps the kernels for whose metadata it is true. One whose design has no
+            such axis as it asks for is not kept.
         cc: Architecture asked about (90, "9.0", "sm_90a", ...). By default that of the operands'
             device, else of the current device, else all.
         providers: Names or classes of the providers asked; all by default.
@@ -65,10 +66,10 @@ def get_kernels(
 
     Raises:
         ArgumentError: a provider or ``cc`` that does not exist.
-        FilterError: the filter raised.
+        FilterError: the filter raised, or asked for an axis that no design has.
     """
     if args is None:
-        return _filtered(
+        return filtered(
             _enumerate(query_target(None, cc) if cc is not None else None, providers),
             metadata_filter,
         )
@@ -76,7 +77,7 @@ def get_kernels(
     survey = _survey(args, cc, providers)
     if cc is None:
         args._accepted[Offer] = survey.offer
-    return _filtered(survey.kernels, metadata_filter)
+    return filtered(survey.kernels, metadata_filter)
 
 
 def explain(
@@ -95,7 +96,7 @@ def explain(
     accepted, rejected = [], []
     for verdict in _survey(args, cc, providers).verdicts:
         family, provider = verdict.family.family_name(), verdict.family.provider_name()
-        kept = _filtered(verdict.kernels, metadata_filter)
+        kept = filtered(verdict.kernels, metadata_filter)
         if kept:
             accepted.append(Acceptance(family, provider, tuple(kept)))
             continue
@@ -108,22 +109,6 @@ def explain(
         reason = status.error or "no design"
         rejected.append(Rejection(family, provider, status.rule or reason, reason, status.nearest))
     return Explanation(repr(args), tuple(accepted), tuple(rejected))
-
-
-def _filtered(kernels: Iterable[Kernel], metadata_filter: MetadataFilter | None) -> list[Kernel]:
-    if metadata_filter is None:
-        return list(kernels)
-    kept = []
-    for kernel in kernels:
-        try:
-            keep = metadata_filter(kernel.metadata)
-        except Exception as error:
-            raise FilterError(
-                f"metadata_filter raised on {kernel.metadata.kernel_name}: {error!r}"
-            ) from error
-        if keep:
-            kept.append(kernel)
-    return kept
 
 
 # One family ------------------------------------------------------------------------------

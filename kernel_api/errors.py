@@ -4,7 +4,8 @@ KernelApiError
  ├── ArgumentError (ValueError)        the arguments contradict each other
  │    └── EpilogueError                an epilogue cannot be traced, or its operands do not fit
  ├── RegistrationError (TypeError)     a kernel class or provider lacks what the contract asks
- ├── FilterError                       the caller's metadata_filter raised
+ ├── FilterError                       the caller's metadata_filter raised, or no design has what
+ │                                     it asks for
  ├── NoKernelError (LookupError)       nothing offers the arguments; carries the explanation
  ├── UnsupportedError (ValueError)     this kernel cannot take these arguments; carries the status
  ├── CompileError (RuntimeError)       the code generator failed
@@ -17,6 +18,8 @@ KernelApiError
  ├── DeviceError (RuntimeError)        no GPU where one is needed, or a tensor on the wrong one
  ├── CaptureError (RuntimeError)       something would compile while a graph is captured
  ├── WorkspaceError (ValueError)       the workspace is too small, misplaced or not of bytes
+ ├── GradientError (RuntimeError)      a gradient of a gradient is asked for
+ ├── BenchError                        nothing can be measured: there is no data, or no process
  ├── GraphError (ValueError)           a graph contradicts itself; the text names node or tensor
  │    ├── GraphStateError (RuntimeError)  it is used before it is built, or changed after
  │    ├── VariantPackError             a tensor is missing, or is not as the graph describes it
@@ -56,7 +59,8 @@ class RegistrationError(KernelApiError, TypeError):
 
 
 class FilterError(KernelApiError):
-    """The caller's ``metadata_filter`` raised; the cause is chained."""
+    """The caller's ``metadata_filter`` raised, or asked for an axis that no design has; the cause
+    is chained."""
 
 
 class NoKernelError(KernelApiError, LookupError):
@@ -120,6 +124,15 @@ class CaptureError(KernelApiError, RuntimeError):
 
 class WorkspaceError(KernelApiError, ValueError):
     """The workspace is too small, lies on another device, or is not made of bytes."""
+
+
+class BenchError(KernelApiError):
+    """Nothing can be measured: the data or the reference cannot be made, or the processes that
+    measure die before any candidate runs."""
+
+
+class GradientError(KernelApiError, RuntimeError):
+    """A gradient is differentiated again, and there are no kernels of second derivatives."""
 
 
 class GraphError(KernelApiError, ValueError):

@@ -291,7 +291,7 @@ class Kernel(metaclass=KernelType):
             accepted[artifact] = self
         workspace = self._workspace(args, workspace)
         if args.writes_anything:
-            args.check_values()
+            args.check_values(stream)
             _recording.record(args)
             self._run(args, artifact, stream, workspace)
 
@@ -309,7 +309,8 @@ class Kernel(metaclass=KernelType):
             launch(A, B, out, bias=bias, alpha=0.5)
 
         Raises what :meth:`run` does. The launch checks no more than that the names exist
-        (EpilogueError) and what the compiled code checks of its tensors.
+        (EpilogueError), what the compiled code checks of its tensors, and offsets of groups where
+        the environment asks for that while it is prepared.
         """
         self._require(args, query_target(args.device, None), compiled=artifact is not None)
         require_data(args)
@@ -318,7 +319,8 @@ class Kernel(metaclass=KernelType):
         else:
             artifact.check(self, args, target_of(args.device))
         _recording.record(args)
-        launch, operands = self._launcher(args, artifact), self._launch_operands(args)
+        launch = args.checked(self._launcher(args, artifact))
+        operands = self._launch_operands(args)
         return launch if not operands else _with_operands(launch, operands)
 
     # How they work -----------------------------------------------------------------------

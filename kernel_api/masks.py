@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernel_api._described import Described
+from kernel_api._numbers import whole_number
 from kernel_api._score import ScoreFunction, conjunction
 from kernel_api.dtypes import dtype
 from kernel_api.epilogue.graph import Graph
@@ -147,14 +148,9 @@ class SlidingWindow(Mask):
     def __post_init__(self) -> None:
         _check_alignment(self.alignment)
         for name in ("left", "right"):
-            bound = getattr(self, name)
-            if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
-                raise ArgumentError(f"{name} is {bound!r}; expected a whole number, or None")
-            if bound is not None and bound < 0:
-                raise ArgumentError(
-                    f"{name} is {bound}; expected how far a query sees to that side, at least 0, "
-                    f"or None where there is no bound"
-                )
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, _bound(name, given))
 
     def _bounds(self) -> Iterator[tuple[str, int]]:
         for name, bound in zip(BOUNDS[self.alignment], (self.left, self.right), strict=True):
@@ -196,12 +192,7 @@ class BlockSparse(Mask):
                 f"table of BlockSparse has shape {table.shape}; expected (B or 1, H or 1, blocks "
                 f"of queries, blocks of keys)"
             )
-        shape = tuple(self.block_shape)
-        if len(shape) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in shape):
-            raise ArgumentError(f"block_shape is {self.block_shape!r}; expected (queries, keys)")
-        if min(shape) < 1:
-            raise ArgumentError(f"block_shape is {shape}; expected at least 1 of each")
-        object.__setattr__(self, "block_shape", shape)
+        object.__setattr__(self, "block_shape", _block_shape(self.block_shape))
 
     def description(self) -> dict[str, Any]:
         return {"table": self.table, "block_shape": list(self.block_shape)}
@@ -301,3 +292,25 @@ def all_of(parts: Sequence[Mask]) -> Mask:
 def _check_alignment(alignment: Any) -> None:
     if alignment not in BOUNDS:
         raise ArgumentError(f"alignment is {alignment!r}; expected one of {tuple(BOUNDS)}")
+
+
+def _bound(name: str, given: Any) -> int:
+    bound = whole_number(given)
+    if bound is None:
+        raise ArgumentError(f"{name} is {given!r}; expected a whole number, or None")
+    if bound < 0:
+        raise ArgumentError(
+            f"{name} is {bound}; expected how far a query sees to that side, at least 0, or None "
+            f"where there is no bound"
+        )
+    return bound
+
+
+def _block_shape(given: Any) -> tuple[int, ...]:
+    found = [whole_number(one) for one in given]
+    shape = tuple([one for one in found if one is not None])
+    if len(found) != 2 or len(shape) != 2:
+        raise ArgumentError(f"block_shape is {given!r}; expected (queries, keys)")
+    if min(shape) < 1:
+        raise ArgumentError(f"block_shape is {shape}; expected at least 1 of each")
+    return shape

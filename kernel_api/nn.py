@@ -11,7 +11,8 @@ in place of three, and the memory of no intermediate. A layer of experts (:func:
 intermediates, and :func:`attention` one number per row.
 
 ``torch.compile`` sees the operators ``torch.ops.kernel_api.linear`` and ``linear_backward``;
-in eager mode the functions call the same code without them. Gradients of gradients are refused.
+in eager mode the functions call the same code without them. Gradients of gradients are refused, by
+GradientError in eager mode, by torch's own errors in compiled graphs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from kernel_api import fusions, ops
 from kernel_api._attention_nn import attention
+from kernel_api._autograd import differentiable_once
 from kernel_api._moe_nn import moe
 from kernel_api._norm_nn import layernorm, rmsnorm
 from kernel_api.errors import ArgumentError
@@ -197,10 +199,10 @@ class _Linear(torch.autograd.Function):
         return _forward(x, weight, bias, function)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Any) -> Any:
+    @differentiable_once("a linear layer")
+    def backward(ctx: Any, saved: Any, dy: Any) -> Any:
         wanted = ctx.needs_input_grad[:3]
-        x, weight, bias = ctx.saved_tensors
+        x, weight, bias = saved
         return *_backward(dy, x, weight, bias, wanted, ctx.function), None
 
 

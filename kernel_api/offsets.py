@@ -1,18 +1,20 @@
 """Where groups of tokens end, as :class:`~kernel_api.arguments.GroupedGemmArguments` take it, of
-what else says it; and a check for when results are odd.
+what else says it; and checks for when results are odd.
 
-Nothing here but the check waits for the device.
+Nothing here but the checks waits for the device.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
 
-#: Set to 1, every run of a product of groups checks its offsets before, which waits for the device.
+#: Set to 1, runs of products of groups, and launches that were prepared meanwhile, check offsets
+#: and row indices before, which waits for the device.
 VARIABLE = "KERNEL_API_CHECK_OFFSETS"
 
 
@@ -69,19 +71,62 @@ def check_is_asked() -> bool:
     return os.environ.get(VARIABLE) == "1"
 
 
-def check_if_asked(offsets: Operand, T: int) -> None:
-    """:func:`check_offsets` where that is asked, and no CUDA graph is captured."""
-    if not check_is_asked():
-        return
-    import torch
+def check_groups(
+    tensors: Sequence[Any], indices: Mapping[str, Any], ragged: str, stream: Any = None
+) -> None:
+    """Check the offsets and row indices of a product of groups as its kernel will find them on a
+    stream; nothing is checked while a CUDA graph is captured.
 
-    if offsets.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    Args:
+        tensors: A, B, out and the offsets.
+        indices: ``row_index`` and ``out_row_index``, those that there are.
+        ragged: The mode that is cut into groups.
+
+    Raises:
+        ArgumentError: offsets decrease or lie outside, an index names no row, or two tokens are
+            written to one.
+    """
+    from kernel_api.devices import capturing
+    from kernel_api.providers.streams import on_stream
+
+    A, _, out, offsets = tensors
+    on_gpu = offsets.device.type == "cuda"
+    if on_gpu and capturing(offsets.device.index, stream):
         return
-    check_offsets(offsets.tensor, T)
+    per_token = next(iter(indices.values()), A)
+    T = per_token.shape[0 if ragged == "M" else 1]
+    with on_stream(stream if on_gpu else None, offsets.device.index):
+        check_offsets(offsets, T)
+        used = slice(0, int(_integers("offsets", offsets)[-1]))
+        if "row_index" in indices:
+            _check_rows("row_index", "A", indices["row_index"][used], A.shape[0])
+        if "out_row_index" in indices:
+            written = indices["out_row_index"][used]
+            _check_rows("out_row_index", "out", written, out.shape[0])
+            _check_distinct("out_row_index", written)
+
+
+def _check_rows(name: str, of: str, index: Any, rows: int) -> None:
+    outside = ((index < 0) | (index >= rows)).nonzero()
+    if len(outside):
+        place = int(outside[0])
+        raise ArgumentError(f"{name}[{place}] is {int(index[place])}; {of} has {rows} rows")
+
+
+def _check_distinct(name: str, index: Any) -> None:
+    row, place = index.sort(stable=True)
+    equal = (row[1:] == row[:-1]).nonzero()
+    if len(equal):
+        first = int(equal[0])
+        one, other = place[first : first + 2].tolist()
+        raise ArgumentError(
+            f"{name}[{one}] and {name}[{other}] are {int(row[first])}; expected a row of its own "
+            f"for each token"
+        )
 
 
 def _integers(name: str, value: Any) -> Any:
-    operand = Operand(value, name)
+    operand = value if isinstance(value, Operand) else Operand(value, name)
     if operand.dtype.kind not in ("int", "uint") or operand.rank != 1 or not operand.shape[0]:
         raise ArgumentError(f"{name} is {operand!r}; expected integers in one mode")
     return operand.tensor

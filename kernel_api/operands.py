@@ -191,6 +191,13 @@ def _as_torch(value: Any, name: str) -> Any:
 
     if isinstance(value, torch.Tensor):
         return value
+    strides = getattr(value, "strides", None)
+    if isinstance(strides, tuple) and any(step < 0 for step in strides):
+        # torch ends the process over them.
+        raise ArgumentError(
+            f"{name} has strides of {strides} bytes; a tensor has none below 0: copy it, as "
+            f"numpy.ascontiguousarray does"
+        )
     try:
         return torch.utils.dlpack.from_dlpack(value)
     except Exception as error:

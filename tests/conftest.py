@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if needs_gpu:
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compiling makes so many objects that Python looks for garbage often: not among these."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -1,12 +1,16 @@
 """The tuner, on kernels of the CPU: what it measures, keeps and survives."""
 
+import re
+
 import pytest
 import torch
 from support import hostile_kernels as hostile
+from support.tuning import measured
 
 import kernel_api as ka
 from kernel_api.errors import ArgumentError, FilterError, NoKernelError
-from kernel_api.tuning import Policy, Status, Store
+from kernel_api.providers.reference.norm import ReferenceRmsNorm, ReferenceRmsNormBackward
+from kernel_api.tuning import Environment, Policy, Problem, Status, Store, _lookup
 
 QUICK = Policy(launches="eager", l2="warm", rounds=8)
 
@@ -63,6 +67,36 @@ def test_what_was_measured_is_not_measured_again(registry):
     assert tune(arguments(), provider, policy=Policy("eager", "warm", rounds=7)).measured == 2
 
 
+def test_what_ran_out_of_memory_is_the_only_failure_that_is_tried_again(registry):
+    failing = (hostile.WrongGemm, hostile.RaisingGemm, hostile.UncompilableGemm, hostile.HungryGemm)
+    provider = registry.register(hostile.FastGemm, *failing)
+    assert tune(arguments(), provider).measured == 5
+    count = len(hostile.runs())
+    again = tune(arguments(), provider)
+    assert again.measured == 1 and set(hostile.runs()[count:]) == {"HungryGemm"}
+    assert by_class(again)["HungryGemm"].status is Status.OOM
+
+
+def test_what_ran_out_of_time_is_tried_again_if_it_is_given_more(registry):
+    provider = registry.register(hostile.FastGemm)
+
+    def failed(timeout_s):
+        with pytest.raises(NoKernelError) as caught:
+            tune(arguments(), provider, timeout_s=timeout_s)
+        (row,) = caught.value.rows
+        assert row.status is Status.TIMEOUT
+        return row
+
+    first = failed(1e-6)
+    assert first.timeout_s == 1e-6
+    assert failed(1e-6) == failed(5e-7) == first
+    longer = failed(2e-6)
+    assert longer.timeout_s == 2e-6 and "more than 2e-06 s" in longer.message
+    result = tune(arguments(), provider, timeout_s=60)
+    assert result.measured == 1 and type(result.kernel) is hostile.FastGemm
+    assert tune(arguments(), provider, timeout_s=1e-6).measured == 0
+
+
 def test_a_kernel_that_is_added_is_the_only_one_that_is_measured(registry):
     provider = registry.register(hostile.SlowGemm, hostile.SlowerGemm)
     tune(arguments(), provider)
@@ -98,6 +132,70 @@ def test_one_call_forms_take_what_was_tuned(registry, monkeypatch):
     torch.testing.assert_close(ka.ops.gemm(A, B), A @ B)
     torch.testing.assert_close(ka.ops.gemm(A, B), A @ B)
     assert hostile.runs()[count:] == ["FastGemm"] * 2
+
+
+def test_what_another_process_measured_is_seen_by_whoever_tunes(registry, monkeypatch):
+    provider = registry.register(hostile.FastGemm, hostile.SlowGemm)
+    args = arguments()
+    A, B, out = args.tensors
+    assert ka.tuned(args) is None
+    ka.ops.gemm(A, B, out=out)
+    with monkeypatch.context() as patch:  # as there: nothing is noticed here
+        patch.setattr(_lookup, "changed", lambda: None)
+        tune(args, provider, policy=None)
+    assert ka.tuned(args) is None
+    assert tune(args, provider, policy=None).measured == 0
+    assert type(ka.tuned(args)) is hostile.FastGemm
+    count = len(hostile.runs())
+    ka.ops.gemm(A, B, out=out)
+    assert hostile.runs()[count:] == ["FastGemm"]
+
+
+class AnotherRmsNorm(ReferenceRmsNorm):
+    """So that every norm has two kernels."""
+
+
+class AnotherRmsNormBackward(ReferenceRmsNormBackward):
+    """The same of its gradient."""
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("rmsnorm", ()),
+        ("layernorm", ()),
+        ("rmsnorm_backward", ("rstd",)),
+        ("layernorm_backward", ("mean", "rstd")),
+        ("rmsnorm_rht_amax", ("weight", "amax")),
+    ],
+)
+def test_one_call_forms_of_norms_take_what_was_tuned(name, options, registry, monkeypatch):
+    registry.register(AnotherRmsNorm, AnotherRmsNormBackward)
+    x = torch.randn(4, 32)
+    matrices = (x, torch.randn(4, 32)) if "backward" in name else (x,)
+    extents = {"weight": 32, "amax": 2}
+    given = {one: torch.ones(extents.get(one, 4)) for one in options}
+    given["dx" if "backward" in name else "out"] = torch.empty_like(x)
+    args = getattr(ka.fusions, name)(*matrices, **given)
+    first, *_, last = ka.get_kernels(args)
+    ran = []
+    monkeypatch.setattr(ka.Kernel, "run", lambda kernel, args: ran.append(kernel))
+    getattr(ka.ops, name)(*matrices, **given)
+    here = Environment.of("cpu", Policy.usual("cpu"))
+    Store.open(here).record(measured(last, Problem.of(args), 1.0, environment=here))
+    _lookup.changed()
+    getattr(ka.ops, name)(*matrices, **given)
+    assert ran == [first, last]
+
+
+def test_what_was_tuned_is_of_the_providers_that_are_asked(registry, monkeypatch):
+    provider = registry.register(hostile.FastGemm)
+    tune(arguments(), provider, policy=None)
+    assert type(ka.tuned(arguments())) is hostile.FastGemm
+    monkeypatch.setenv("KERNEL_API_PROVIDERS", "torch")
+    assert ka.tuned(arguments()) is None
+    monkeypatch.setenv("KERNEL_API_PROVIDERS", f"torch,{provider.name}")
+    assert type(ka.tuned(arguments())) is hostile.FastGemm
 
 
 def test_without_a_cache_it_tunes_all_the_same(registry, monkeypatch, cache_directory):
@@ -149,6 +247,54 @@ def test_the_filter_the_number_and_the_time_choose_candidates(registry):
         tune(args, provider, metadata_filter=lambda metadata: metadata.nothing)
 
 
+def slow_only(metadata):
+    return metadata.kernel_class is hostile.SlowGemm
+
+
+@pytest.mark.parametrize("options", [{}, {"budget_s": 1e-6}, {"max_candidates": 1}])
+def test_the_default_is_measured_though_the_filter_leaves_it_out(registry, options):
+    classes = (hostile.FastGemm, hostile.SlowerGemm, hostile.SlowGemm)
+    provider, args = registry.register(*classes), arguments()
+    result = tune(args, provider, policy=None, metadata_filter=slow_only, **options)
+    assert type(result.kernel) is hostile.SlowGemm and set(by_class(result)) == {"SlowGemm"}
+    assert (
+        result.measured == 1
+        and result.default.kernel.rebuild() == ka.get_kernels(args, providers=[provider])[0]
+    )
+    assert type(ka.tuned(args)) is hostile.FastGemm
+    again = tune(args, provider, policy=None, metadata_filter=slow_only, **options)
+    assert again.measured == 0 and again.default == result.default
+    assert tune(args, provider, policy=None, max_candidates=1).default is None
+
+
+def test_none_that_the_filter_keeps_passes_though_the_default_does(registry):
+    provider = registry.register(hostile.FastGemm, hostile.WrongGemm)
+    with pytest.raises(NoKernelError, match="none of 1 candidates passed") as caught:
+        tune(arguments(), provider, metadata_filter=lambda m: m.kernel_class is hostile.WrongGemm)
+    assert [row.status for row in caught.value.rows] == [Status.WRONG]
+
+
+def test_candidates_are_begun_in_the_order_that_is_asked_for(registry):
+    classes = (hostile.SlowGemm, hostile.SlowerGemm, hostile.FastGemm)
+    provider, asked = registry.register(*classes), []
+
+    def backwards(kernels, args):
+        asked.append(args)
+        return kernels[::-1]
+
+    args = arguments()
+    result = tune(args, provider, order=backwards, max_candidates=1)
+    assert set(by_class(result)) == {"FastGemm", "SlowGemm"}  # SlowGemm is chosen without tuning
+    assert hostile.runs()[0] == "FastGemm" and asked == [args]
+
+
+@pytest.mark.parametrize("order", [lambda kernels, args: kernels[1:], lambda kernels, args: []])
+def test_an_order_has_all_that_it_got(registry, order):
+    provider = registry.register(hostile.FastGemm, hostile.SlowGemm)
+    with pytest.raises(ArgumentError, match=r"order gave . kernels .* the 2 which it got"):
+        tune(arguments(), provider, order=order)
+
+
 def test_the_first_of_every_provider_competes(registry):
     one, other = registry.register(hostile.SlowGemm, hostile.SlowerGemm), registry.provider()
     other.register(hostile.FastGemm)
@@ -160,6 +306,43 @@ def test_the_first_of_every_provider_competes(registry):
 def test_limits_are_checked(name):
     with pytest.raises(ArgumentError, match=f"{name} is 0; expected more than 0"):
         ka.autotune(arguments(), **{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"args": 5}, "args is 5; expected an arguments object such as GemmArguments"),
+        ({"args": None}, "args is None; expected an arguments object"),
+        ({"args": [1]}, "problem 0 is 1; expected an arguments object such as GemmArguments"),
+        ({"args": [arguments(), "ab"]}, "problem 1 is 'ab'; expected an arguments object"),
+        ({"policy": "eager"}, "policy is 'eager'; expected a Policy"),
+        ({"budget_s": "1"}, "budget_s is '1'; expected more than 0"),
+        ({"budget_s": float("nan")}, "budget_s is nan; expected more than 0"),
+        ({"timeout_s": None}, "timeout_s is None; expected more than 0"),
+        ({"timeout_s": float("inf")}, "timeout_s is inf; expected more than 0, and finite"),
+        ({"max_candidates": 1.5}, "max_candidates is 1.5; expected more than 0, a whole number"),
+        ({"max_candidates": True}, "max_candidates is True; expected more than 0, a whole number"),
+        ({"executor": 5}, "executor is 5; expected the interface of concurrent.futures.Executor"),
+        ({"order": "heuristics"}, "order is 'heuristics'; expected a function"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_what_was_expected(given, words):
+    with pytest.raises(ArgumentError, match=re.escape(words)):
+        ka.autotune(**{"args": arguments(), **given})
+
+
+def test_a_lookup_takes_a_device_or_its_name(registry):
+    provider = registry.register(hostile.FastGemm)
+    meta = ka.GemmArguments(*(tensor.to("meta") for tensor in arguments().tensors))
+    tune(meta, provider, policy=None)
+    assert ka.tuned(meta) is None
+    for device in ("cpu", torch.device("cpu")):
+        assert type(ka.tuned(meta, device)) is hostile.FastGemm
+    for device in ("nowhere", 1.5, arguments()):
+        with pytest.raises(ArgumentError, match="expected a torch device, or the name of one"):
+            ka.tuned(meta, device)
+    with pytest.raises(ArgumentError, match="expected an arguments object such as GemmArguments"):
+        ka.tuned(5)
 
 
 def test_more_candidates_than_finalists_are_timed_in_heats(registry):

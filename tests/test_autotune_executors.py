@@ -251,6 +251,27 @@ class Elsewhere(Executor):
         return future
 
 
+def test_the_default_comes_back_from_elsewhere_too(monkeypatch, tmp_path):
+    here = os.environ["KERNEL_API_CACHE_DIR"]
+    args = ka.GemmArguments(torch.randn(8, 24), torch.randn(24, 16), torch.zeros(8, 16))
+
+    class FarAway(Elsewhere):
+        def submit(self, call, /, *args, **options):
+            with monkeypatch.context() as patch:
+                patch.setenv("KERNEL_API_CACHE_DIR", str(tmp_path / "theirs"))
+                return super().submit(call, *args, **options)
+
+    with processes.registered([hostile.FastGemm, hostile.SlowGemm]) as provider:
+        options = {"providers": [provider], "executor": FarAway()}
+        only = lambda metadata: metadata.kernel_class is hostile.SlowGemm  # noqa: E731
+        result = ka.autotune(args, only, **options)
+        assert type(result.kernel) is hostile.SlowGemm and result.measured == len(result.rows) == 1
+        assert type(result.default.kernel.rebuild()) is hostile.FastGemm
+        assert os.environ["KERNEL_API_CACHE_DIR"] == here
+        assert type(ka.tuned(args)) is hostile.FastGemm
+        assert ka.autotune(args, only, **options).measured == 0
+
+
 def test_what_was_measured_elsewhere_is_looked_up_at_once():
     args = ka.GemmArguments(torch.randn(8, 24), torch.randn(24, 16), torch.zeros(8, 16))
     with processes.registered([hostile.FastGemm]) as provider:

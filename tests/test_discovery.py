@@ -304,6 +304,32 @@ def test_a_filter_that_raises_is_named_with_the_kernel_and_its_cause():
     assert isinstance(caught.value.__cause__, AttributeError)
 
 
+def test_a_kernel_whose_design_has_no_such_axis_is_not_kept():
+    wide = lambda m: m.design.tile_shape[1] == 128  # noqa: E731
+    args = gemm_arguments(64, 64, 64, types=("bf16", "bf16", "bf16"), device="meta")
+    found = ka.get_kernels(args, wide, cc=90)
+    assert found == ka.get_kernels(args, wide, cc=90, providers=["cutedsl"]) != []
+    assert ka.get_kernels(CPU_ARGS, wide) == []  # torch and reference have no tiles
+    families = {one.family: one.reason for one in ka.explain(args, wide, cc=90).rejected}
+    assert families["torch.mm"] == "metadata_filter refused all 1 designs"
+
+
+@pytest.mark.parametrize("cc", [None, 90])
+def test_an_axis_that_no_design_has_is_an_error_with_those_that_there_are(cc):
+    with pytest.raises(FilterError, match=r"there is no axis tile_shap, there are .*tile_shape"):
+        ka.get_kernels(META_ARGS, lambda m: m.design.tile_shap[1] == 256, cc=cc)
+    with pytest.raises(FilterError, match="there is no axis tile_shap, "):  # torch's is not asked
+        ka.get_kernels(META_ARGS, lambda m: m.provider != "torch" and m.design.tile_shap, cc=cc)
+
+
+@pytest.mark.parametrize(
+    "asks", [lambda m: m.operands.stages, lambda m: m.design.tile_shape.width, lambda m: m.stages]
+)
+def test_what_is_missing_elsewhere_than_in_the_design_is_an_error(asks):
+    with pytest.raises(FilterError, match="AttributeError"):
+        ka.get_kernels(META_ARGS, asks, cc=90, providers=["cutedsl"])
+
+
 def test_a_filter_that_raised_leaves_the_next_query_whole():
     with pytest.raises(FilterError):
         ka.get_kernels(CPU_ARGS, metadata_filter=lambda m: 1 / 0)

@@ -7,7 +7,7 @@ import torch
 from support.benchmarks import script
 from support.elementwise import arguments_for, arguments_on, of_fusion, offered
 from support.fusion_cases import CATALOGUE, a_glu
-from support.kernels import generated_by, sample_of
+from support.kernels import EVERY_KERNEL, generated_by, sample_of
 from support.sass import sass
 
 import kernel_api as ka
@@ -220,9 +220,19 @@ COMPILED = [
 ]
 
 
+TARGETS = ("sm_80", "sm_90a", "sm_100a")
+#: Each design for each target, or for one of them.
+BUILT = [
+    (design, cc)
+    for i, design in enumerate(DESIGNS)
+    for cc in (TARGETS if EVERY_KERNEL else (TARGETS[i % len(TARGETS)],))
+]
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize("cc", ["sm_80", "sm_90a", "sm_100a"])
-@pytest.mark.parametrize("design", DESIGNS, ids=lambda design: design.label())
+@pytest.mark.parametrize(
+    ("design", "cc"), BUILT, ids=[f"{design.label()}-{cc}" for design, cc in BUILT]
+)
 def test_every_design_compiles_without_spills(design, cc):
     compiled = 0
     for make in COMPILED[cc == "sm_90a" :: 2]:

@@ -1,5 +1,7 @@
 """What GroupedGemmArguments checks, defaults and tells apart; offsets."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.grouped import ends
@@ -11,6 +13,7 @@ from kernel_api.arguments import grouped
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError, EpilogueError, UnsupportedError
 from kernel_api.metadata import GroupedGemmOperandsMetadata, TensorAttributes
+from kernel_api.offsets import check_groups
 from kernel_api.tuning._data import random_arguments
 
 OFFSETS = ends(4, 4, 18)
@@ -490,6 +493,108 @@ def test_offsets_are_checked_before_a_run_where_that_is_asked(monkeypatch, value
         kernel.run(args.rebuilt(*args.tensors[:3], ends(*values)))
     with pytest.raises(ArgumentError):
         ka.ops.grouped_gemm(*args.tensors[:2], ends(*values))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What reaches the reference through prepared launches, which check nothing themselves."""
+    found = []
+
+    def launcher(kernel, args, artifact):
+        return lambda *tensors, stream=None, **others: found.append((tensors, others))
+
+    monkeypatch.setattr(ka.Kernel, "_launcher", launcher)
+    return found
+
+
+def of_picked_rows():
+    """Rows 0 to 9 of A, written to rows 29 to 10 of out."""
+    return ka.GroupedGemmArguments(
+        zeros(10, 8), zeros(3, 8, 6), zeros(30, 6), OFFSETS,
+        row_index=index(*range(10), *range(10)), out_row_index=index(*range(29, 9, -1)),
+    )  # fmt: skip
+
+
+def changed(values, *changes):
+    found = values.clone()
+    for place, value in changes:
+        found[place] = value
+    return found
+
+
+def prepared(args):
+    (kernel,) = ka.get_kernels(args, providers=["reference"])
+    return kernel.prepare(args)
+
+
+@pytest.mark.parametrize("make", [of_rows, of_sums, of_picked_rows])
+def test_prepared_launches_check_offsets_where_that_is_asked(make, launched, monkeypatch):
+    args = make()
+    A, B, out, _ = args.tensors
+    prepared(args)(A, B, out, ends(4, 3, 5))
+    assert len(launched) == 1  # not asked
+    monkeypatch.setenv("KERNEL_API_CHECK_OFFSETS", "1")
+    launch = prepared(args)
+    monkeypatch.delenv("KERNEL_API_CHECK_OFFSETS")  # it counts while they are prepared
+    with pytest.raises(ArgumentError, match=r"offsets\[1\] is 3 and offsets\[0\] is 4"):
+        launch(A, B, out, ends(4, 3, 5))
+    with pytest.raises(ArgumentError, match=r"offsets\[2\] is 21; there are T = 20 tokens"):
+        launch(A, B, out, ends(4, 4, 21), stream=None)
+    assert len(launched) == 1
+    launch(A, B, out, ends(0, 0, 20))
+    assert launched[1][0][3].tolist() == [0, 0, 20]
+
+
+def test_a_prepared_launch_counts_the_tokens_that_it_is_given(launched, monkeypatch):
+    monkeypatch.setenv("KERNEL_API_CHECK_OFFSETS", "1")
+    launch = prepared(of_rows())
+    with pytest.raises(ArgumentError, match="there are T = 17 tokens"):
+        launch(zeros(17, 8), zeros(3, 8, 6), zeros(17, 6), OFFSETS)
+    launch(zeros(18, 8), zeros(3, 8, 6), zeros(18, 6), OFFSETS)
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("row_index", [(3, 10)], "row_index[3] is 10; A has 10 rows"),
+        ("row_index", [(17, -1), (19, 99)], "row_index[17] is -1; A has 10 rows"),
+        ("out_row_index", [(3, 30)], "out_row_index[3] is 30; out has 30 rows"),
+        ("out_row_index", [(3, -2)], "out_row_index[3] is -2; out has 30 rows"),
+        ("out_row_index", [(9, 26)], "out_row_index[3] and out_row_index[9] are 26; expected a r"),
+    ],
+)
+def test_indices_are_checked_where_that_is_asked(name, changes, text, launched, monkeypatch):
+    args = of_picked_rows()
+    (kernel,) = ka.get_kernels(args, providers=["reference"])
+    given = changed(getattr(args, name).tensor, *changes)
+    monkeypatch.setenv("KERNEL_API_CHECK_OFFSETS", "1")
+    with pytest.raises(ArgumentError) as caught:
+        kernel.run(args.rebuilt(*args.tensors, **{name: given}))
+    assert text in str(caught.value)
+    with pytest.raises(ArgumentError) as caught:
+        kernel.prepare(args)(*args.tensors, **{name: given})
+    assert text in str(caught.value)
+    assert launched == []
+
+
+def test_indices_of_tokens_that_belong_to_no_group_may_be_anything(launched, monkeypatch):
+    args = of_picked_rows()
+    pick, place = (args.launch_values[name] for name in ("row_index", "out_row_index"))
+    monkeypatch.setenv("KERNEL_API_CHECK_OFFSETS", "1")
+    launch = prepared(args)
+    given = {"row_index": changed(pick, (18, 99)), "out_row_index": changed(place, (19, 29))}
+    launch(*args.tensors, **given)
+    ((_, others),) = launched
+    assert others["row_index"] is given["row_index"]
+
+
+def test_nothing_is_checked_while_a_graph_is_captured_on_the_stream(monkeypatch):
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    asked = []
+    monkeypatch.setattr("kernel_api.devices.capturing", lambda *given: asked.append(given) or True)
+    check_groups((None, None, None, on_gpu), {}, "M", stream=7)
+    assert asked == [(0, 7)]
 
 
 def test_described_arguments_are_drawn_with_groups_that_can_be():

@@ -1,6 +1,9 @@
 """The order of nvMatmulHeuristics: kernel_api.tuning.heuristics."""
 
+import functools
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from support import hostile_kernels as hostile
 
 import kernel_api as ka
 from kernel_api.tuning import _heuristics_process, heuristics
+from kernel_api.tuning._choice import Choice
 
 H200 = "NVIDIA H200"
 
@@ -43,6 +47,26 @@ def test_the_same_kernels_come_back_from_fast_to_slow(dtype):
     ]
     areas = [M * N for M, N, _ in areas]
     assert sum(areas[:20]) > 2 * sum(areas[-20:])  # of a large product
+
+
+def test_it_can_be_named_without_being_imported():
+    code = "import kernel_api as ka; ka.tuning.heuristics.ranked"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@needs_library
+def test_the_tuner_takes_its_order():
+    args = arguments()
+    order = functools.partial(heuristics.ranked, gpu=H200)
+    asked = {"cc": 90, "max_candidates": 6}
+    default = Choice(**asked).candidates(args, "cuda")
+    found = Choice(order=order, **asked).candidates(args, "cuda")
+    assert found.default == default.default == default.kernels[0]
+    assert found.default in found.kernels and set(found.kernels) != set(default.kernels)
+    everything = [k for k in ka.get_kernels(args, cc=90) if k.metadata.provider != "reference"]
+    ranked = order(everything, args)
+    assert [k for k in ranked if k in found.kernels] == list(found.kernels)
+    assert ranked[0] in found.kernels
 
 
 @needs_library

@@ -1,5 +1,6 @@
 """Masks of attention, alone and combined."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -100,6 +101,16 @@ def test_masks_are_told_apart_and_compared():
         Causal().alignment = "bottom_right"
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_whole_numbers_may_be_of_numpy(kind):
+    mask = SlidingWindow(kind(3), kind(0))
+    assert mask == SlidingWindow(3, 0)
+    assert {type(one) for one in mask.bounds.values()} == {int}
+    blocks = BlockSparse(TABLE, (kind(64), kind(128)))
+    assert blocks.block_shape == (64, 128)
+    assert {type(one) for one in blocks.block_shape} == {int}
+
+
 def test_functions_are_joined_and_keep_their_operands():
     ids = torch.zeros(2, 4, dtype=torch.int32)
     one = MaskMod(near, reach=4)
@@ -127,6 +138,8 @@ def test_functions_are_joined_and_keep_their_operands():
         (lambda: BlockSparse(TABLE.int()), "table of BlockSparse is int32; expected bool"),
         (lambda: BlockSparse(TABLE[0]), r"table of BlockSparse has shape \(1, 2, 2\); expected"),
         (lambda: BlockSparse(TABLE, (128,)), r"block_shape is \(128,\); expected \(queries, keys"),
+        (lambda: SlidingWindow(np.float32(2), 0), "left is .*2.*; expected a whole number"),
+        (lambda: BlockSparse(TABLE, (128, 2.0)), r"block_shape is \(128, 2.0\); expected"),
         (lambda: BlockSparse(TABLE, (0, 128)), r"block_shape is \(0, 128\); expected at least 1"),
         (lambda: BlockSparse(TABLE) & BlockSparse(TABLE), "two BlockSparse masks are combined"),
         (lambda: MaskMod("causal"), "fn is a str; expected a function"),
@@ -135,6 +148,11 @@ def test_functions_are_joined_and_keep_their_operands():
         (lambda: MaskMod(near, reach=True), "reach is True; functions are traced once"),
         (lambda: MaskMod(lambda b, h, q, kv: q - kv), "fn returns .*; expected a comparison"),
         (lambda: MaskMod(lambda b, h, q, kv: True), "fn returns True; expected a comparison"),
+        (
+            lambda: MaskMod(lambda b, h, q, kv: TABLE[0, 0, q, kv]),
+            r"a Tensor of shape \(1, 1, 2, 2\) is used that fn does not take; pass it by the name "
+            r"of a parameter of fn, as in MaskMod\(fn, name=...\)",
+        ),
         (lambda: MaskMod(lambda q, kv: q > kv), r"fn takes q, kv; expected \(b, h, q, kv\)"),
     ],
 )

@@ -49,9 +49,12 @@ def by_token(
     granularity="halves",
 ):  # fmt: skip
     rows = []
+    nothing = 0 * (expert_weight.sum() + w_up.sum() + w_down.sum())
     for token, chosen in enumerate(expert_index.tolist()):
-        parts = []
+        parts = [nothing * x[token]]
         for choice, expert in enumerate(chosen):
+            if not 0 <= expert < E:
+                continue
             hidden = GLU[kind](*pairs(x[token] @ w_up[expert], order, granularity))
             parts.append(expert_weight[token, choice] * (hidden @ w_down[expert]))
         rows.append(sum(parts))
@@ -95,6 +98,68 @@ def test_pairs_are_ordered_and_blocked_as_asked(order, granularity):
 def test_indices_may_be_any_integers_and_lie_anywhere(index):
     routing = TWO.to(index).t().contiguous().t()
     check(leaves(), routing)
+
+
+@pytest.fixture
+def memory_of_nans():
+    """What is allocated holds NaN until it is written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+NONE = [-1, E, E + 3, -7, 2**31 - 1, -(2**31), 2**32, -(2**32), 2**63 - 1, -(2**63)]
+
+
+@pytest.mark.usefixtures("memory_of_nans")
+@pytest.mark.parametrize("none", NONE)
+def test_pairs_with_an_index_of_no_expert_add_nothing_and_have_no_gradient(none):
+    routing = TWO.clone()
+    routing[1, 0] = routing[4] = routing[6, 1] = none
+    operands = leaves(routing)
+    check(operands, routing)
+    _, dx, dweight, *_ = results(ka.nn.moe, operands, routing)
+    assert not dx[4].any()
+    assert torch.equal(dweight == 0, routing == none)
+
+
+@pytest.mark.usefixtures("memory_of_nans")
+@pytest.mark.parametrize("choices", [1, 2])
+def test_all_pairs_may_be_without_an_expert(choices):
+    routing = torch.full((5, choices), -1)
+    for one in results(ka.nn.moe, leaves(routing), routing):
+        assert not one.any()
+
+
+@pytest.mark.usefixtures("memory_of_nans")
+def test_what_a_token_without_an_expert_holds_reaches_nothing():
+    routing = TWO.clone()
+    routing[3], routing[5, 1] = -1, E
+    x, weight, *others = leaves(routing)
+    with torch.no_grad():
+        x[3] = weight[3] = weight[5, 1] = torch.nan
+    found = results(ka.nn.moe, [x, weight, *others], routing)
+    x, weight, *others = leaves(routing)
+    for one, other in zip(found, results(ka.nn.moe, [x, weight, *others], routing), strict=True):
+        close(one, other, 0)
+
+
+@pytest.mark.parametrize(
+    ("element", "none"), [(torch.uint8, 255), (torch.int8, -1), (torch.int16, E)]
+)
+def test_no_expert_may_be_said_in_any_type(element, none):
+    routing = TWO.to(element)
+    routing[2, 1] = none
+    check(leaves(routing), routing)
+
+
+def test_the_last_expert_that_a_type_can_name_is_one():
+    x, weight = torch.randn(1, K), torch.ones(1, 2)
+    weights = torch.randn(256, K, 2 * INNER), torch.randn(256, INNER, K)
+    routing = torch.tensor([[255, 0]], dtype=torch.uint8)
+    found = ka.nn.moe(x, routing, weight, *weights)
+    close(found, ka.nn.moe(x, routing.long(), weight, *weights), 0)
+    assert not torch.equal(found, ka.nn.moe(x, routing.long() - 1, weight, *weights))
 
 
 def test_gradients_are_those_of_finite_differences():
@@ -181,22 +246,14 @@ def test_equal_operands_give_equal_results():
         assert torch.equal(one, other)
 
 
-def test_gradients_of_gradients_are_refused():
-    x, *others = leaves()
-    y = ka.nn.moe(x, TWO, *others).square().sum()
-    (dx,) = torch.autograd.grad(y, [x], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
 # Compiled --------------------------------------------------------------------------------
 
 
 def test_torch_compile_takes_it_whole_so_nothing_waits_for_the_routing():
     torch._dynamo.reset()
     compiled = torch.compile(ka.nn.moe, fullgraph=True, backend="aot_eager")
-    for name in ("two choices", "all on the last expert"):  # the second: for any number of tokens
-        routing = ROUTINGS[name]
+    # The second: for any number of tokens.
+    for routing in (TWO.where(TWO != 3, -1), ROUTINGS["all on the last expert"]):
         eager = results(ka.nn.moe, leaves(routing), routing)
         found = results(compiled, leaves(routing), routing)
         for one, other in zip(found, eager, strict=True):
@@ -298,6 +355,54 @@ def test_the_functions_that_the_document_names_are_there():
     assert names == functions
 
 
+def products_of_a_layer(element):
+    """Arguments of what a layer multiplies, forward and backward, without data."""
+
+    def made(*shape, of=element):
+        return torch.empty(shape, dtype=of, device="meta")
+
+    T, inner, hidden, experts = 64, 128, 256, 8
+    ends, place = made(experts, of=torch.int32), made(T, of=torch.int32)
+    up, down = made(experts, 2 * inner, hidden).mT, made(experts, hidden, inner).mT
+    pairs, weight = {"granularity": "halves"}, made(T, of=torch.float32)
+    rows, wide, narrow = made(T, hidden), made(T, 2 * inner), made(T, inner)
+    fusions = ka.fusions
+    kept = {"preactivation": made(T, 2 * inner), "prob": weight}
+    return [
+        fusions.grouped_gemm_glu(rows, up, ends, out=narrow, **kept, **pairs),
+        fusions.grouped_gemm(narrow, down, ends, out=made(T, hidden), out_row_index=place),
+        fusions.grouped_gemm_dglu(
+            rows, down.mT, ends, out=wide, dprob=made(T, of=torch.float32), **kept, **pairs
+        ),
+        fusions.grouped_gemm(wide, up.mT, ends, out=made(T, hidden), out_row_index=place),
+        fusions.grouped_gemm_wgrad(
+            rows.t(), wide, ends, out=made(experts, hidden, 2 * inner)
+        ),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("element", "precision", "waits"),
+    [
+        (torch.bfloat16, "highest", False),
+        (torch.float16, "highest", False),
+        (torch.float32, "high", False),
+        (torch.float32, "highest", True),
+        (torch.float64, "high", True),
+    ],
+)
+@pytest.mark.parametrize("cc", [80, 90])
+def test_a_layer_waits_for_the_device_where_the_document_says_so(cc, element, precision, waits):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        for args in products_of_a_layer(element):
+            families = {kernel.family for kernel in ka.get_kernels(args, cc=cc)}
+            assert (families == {"reference.grouped_gemm"}) == waits
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 # On a GPU --------------------------------------------------------------------------------
 
 
@@ -322,6 +427,7 @@ def test_a_graph_holds_the_layer_while_tokens_and_routing_change(example, tokens
     for _ in range(2):
         for one, other in zip(held, layer.tokens(tokens, "cuda"), strict=True):
             one.copy_(other)
+        held[1][::3, 0] = -1  # no expert
         graph.replay()
         expected = example.layer_by_expert(*held, *weights)
         assert example.error(y, expected) <= example.ERROR_ALLOWED

@@ -117,6 +117,13 @@ def test_what_is_no_tensor_is_refused_by_operand_name_and_type(value):
         Operand(value, "B")
 
 
+def test_arrays_that_are_read_backwards_are_refused():
+    backwards = np.ones((4, 6), np.float32)[::-1]
+    with pytest.raises(ArgumentError, match=r"A has strides of \(-24, 4\) bytes; .*copy it"):
+        Operand(backwards, "A")
+    assert Operand(np.ascontiguousarray(backwards), "A").stride == (6, 1)
+
+
 def test_what_dlpack_cannot_express_is_refused_with_its_reason():
     with pytest.raises(ArgumentError, match="A could not be viewed through DLPack"):
         Operand(np.zeros((2, 2), dtype=ml_dtypes.float8_e4m3b11fnuz), "A")

@@ -15,6 +15,8 @@ from support.kernels import CpuGemm
 import kernel_api as ka
 from kernel_api.errors import ArgumentError, NoKernelError
 
+TENSOR = ka.ScaleMode.PER_TENSOR
+
 
 def exact(A, B):
     return A.double() @ B.double()
@@ -37,6 +39,19 @@ def test_gemm_writes_and_returns_a_given_out():
 def test_gemm_multiplies_batches():
     A, B, _ = gemm_tensors(4, 5, 6, 3, values="integers")
     assert torch.equal(ka.ops.gemm(A, B).double(), exact(A, B))
+
+
+@pytest.mark.parametrize(
+    ("element", "taken"), [(torch.int8, torch.int32), (torch.float8_e4m3fn, torch.bfloat16)]
+)
+def test_products_of_8_bits_are_not_stored_in_8_bits(element, taken):
+    A = torch.full((4, 32), 100.0).to(element)
+    B = A.t() if element is torch.int8 else ka.ScaledOperand(A.t(), torch.tensor(0.5), TENSOR)
+    A = A if element is torch.int8 else ka.ScaledOperand(A, torch.tensor(2.0), TENSOR)
+    out = ka.ops.gemm(A, B)
+    assert out.dtype is taken
+    value = float((A.tensor if element is not torch.int8 else A)[0, 0])
+    assert (out == torch.tensor(32 * value * value).to(taken)).all()
 
 
 @pytest.mark.parametrize("spelling", ["float64", torch.float64, np.float64, "f64"], ids=str)

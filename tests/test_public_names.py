@@ -56,6 +56,8 @@ def test_every_error_is_in_the_tree_that_the_module_documents():
         ("DeviceError", RuntimeError),
         ("CaptureError", RuntimeError),
         ("WorkspaceError", ValueError),
+        ("BenchError", Exception),
+        ("GradientError", RuntimeError),
         ("PluginWarning", UserWarning),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from support.sdpa import BACKWARD, SDPA, Draw, backward_of
@@ -178,6 +179,25 @@ def test_slices_of_a_packed_projection_need_no_copy():
 SCALED = ka.ScaledOperand(x(B, H, S, D), f(), ka.ScaleMode.PER_TENSOR)
 
 
+@pytest.mark.parametrize("shape", [(), (T,), (S, 1), (H, S, T), (1, 1, S, T)])
+def test_a_bias_and_its_gradient_may_lack_modes_in_front(shape):
+    bias, dBias = f(*shape), f(*shape)
+    args = backward(bias=bias, dBias=dBias)
+    whole = (*(1,) * (4 - len(shape)), *shape)
+    assert args.bias.shape == args.dBias.shape == whole
+    assert args.bias.address == bias.data_ptr()
+    assert args.dBias.address == dBias.data_ptr()
+    assert args.signature == backward(bias=f(*whole), dBias=f(*whole)).signature
+    assert make(bias=bias).rebuilt(*make().tensors, bias=f(*shape)).bias.shape == whole
+    assert args.rebuilt(*args.tensors, bias=f(*shape)).bias.shape == whole
+
+
+def test_the_longest_may_be_a_number_of_numpy():
+    args = packed(max_seqlen_q=np.int64(5), max_seqlen_kv=np.int32(7))
+    assert (args.S_q, args.S_kv) == (5, 7)
+    assert {type(args.launch_values[n]) for n in ("max_seqlen_q", "max_seqlen_kv")} == {int}
+
+
 # Refused ---------------------------------------------------------------------------------
 
 
@@ -247,6 +267,8 @@ SCALED = ka.ScaledOperand(x(B, H, S, D), f(), ka.ScaleMode.PER_TENSOR)
         (lambda: packed(max_seqlen_q=None), "max_seqlen_q is None; packed sequences need the leng"),
         (lambda: packed(max_seqlen_kv=7.0), "max_seqlen_kv is 7.0; expected a whole number"),
         (lambda: packed(max_seqlen_kv=-1), "max_seqlen_kv is -1; expected a whole number"),
+        (lambda: packed(max_seqlen_q=True), "max_seqlen_q is True; expected a whole number"),
+        (lambda: packed(max_seqlen_q=np.float32(5)), "max_seqlen_q is .*5.*; expected a whole num"),
         (lambda: make(max_seqlen_q=4), "max_seqlen_q is 4 and there are no cu_seqlens"),
         (lambda: packed(seq_lens_q=i(2)), "seq_lens_q and cu_seqlens are given"),
         (lambda: packed(bias=f(2, H, 5, 7)), "bias and cu_seqlens are given; a bias .* score_mod"),
@@ -269,9 +291,10 @@ SCALED = ka.ScaledOperand(x(B, H, S, D), f(), ka.ScaleMode.PER_TENSOR)
         (lambda: make(alibi=SCALED), "alibi is a ScaledOperand; attention takes plain tensors"),
         (lambda: make(sink=f(H, 1)), r"sink has shape \(4, 1\); expected \(H,\)"),
         (lambda: make(sink=x(H)), "sink is bfloat16; expected float32"),
-        (lambda: make(bias=f(S, T)), r"bias has shape \(6, 10\); expected four modes that broadcast"
-         r" to \(B, H, S_q, S_kv\) = \(2, 4, 6, 10\)"),
-        (lambda: make(bias=f(B, H_KV, S, T)), r"bias has shape \(2, 2, 6, 10\); expected four"),
+        (lambda: make(bias=f(T, S)), r"bias has shape \(10, 6\); expected one that broadcasts to "
+         r"\(B, H, S_q, S_kv\) = \(2, 4, 6, 10\)"),
+        (lambda: make(bias=f(B, H_KV, S, T)), r"bias has shape \(2, 2, 6, 10\); expected one"),
+        (lambda: make(bias=f(1, 1, 1, S, T)), r"bias has shape \(1, 1, 1, 6, 10\); expected one"),
         (lambda: make(bias=x(1, 1, S, T).bool()), "bias is bool; expected a floating type .a mask"),
         (lambda: make(descale_q=f()), "descale_q is given and Q is bfloat16; it is for 8-bit floa"),
         (lambda: make(score_mod=3), "fn is a int; expected a function"),
@@ -292,6 +315,7 @@ SCALED = ka.ScaledOperand(x(B, H, S, D), f(), ka.ScaleMode.PER_TENSOR)
         (lambda: backward(dO=x(B, H, T, E)), "dO has shape .*; expected that of out"),
         (lambda: backward(dBias=f(1, 1, S, T)), "dBias is given and bias is None; it is the gradi"),
         (lambda: backward(bias=f(1, 1, S, T), dBias=f(1, H, S, T)), "dBias has shape .* that of b"),
+        (lambda: backward(bias=f(S, T), dBias=f(1, T)), r"dBias has shape \(1, 10\); .*\(6, 10\)"),
         (lambda: backward(dSink=f(H)), "dSink is given and sink is None"),
         (lambda: backward(sink=f(H), dSink=f(1)), r"dSink has shape \(1,\); expected"),
         (lambda: backward(page_table=i(B, 3), seq_lens_kv=i(B)), "pages and 8-bit operands have n"),

@@ -405,13 +405,21 @@ def test_dropout_spills_nothing(name, room, band, kernel):
     assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
 
 
+def some(kernels):
+    """All of them, or one of the smallest tiles and one of the largest."""
+    if EVERY_KERNEL:
+        return kernels
+    ordered = sorted(kernels, key=lambda one: math.prod(one.metadata.design.tile_shape))
+    return ordered[:: max(1, len(ordered) - 1)]
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("room", ROOMS[FORWARD] if EVERY_KERNEL else [(256, 256)])
 def test_late_scaling_spills_nothing(room):
     args = meta(FORWARD, room, mask=masks.Causal())
-    for kernel in offered(FORWARD, room, mask=args.mask):
-        if kernel.metadata.design.scaling != "at_once":
-            assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
+    found = offered(FORWARD, room, mask=args.mask)
+    for kernel in some([one for one in found if one.metadata.design.scaling != "at_once"]):
+        assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
 
 
 @pytest.mark.compile
@@ -419,7 +427,7 @@ def test_late_scaling_spills_nothing(room):
 def test_statistics_spill_nothing(name, room):
     options = measured(mask=masks.Causal())
     args = meta(name, room, **options)
-    for kernel in offered(name, room, **options):
+    for kernel in some(offered(name, room, **options)):
         if spilled := kernel.compile(args, cc="90a").resources.spill_bytes:
             plain = kernel.compile(meta(name, room, mask=masks.Causal()), cc="90a").resources
             assert spilled <= plain.spill_bytes
@@ -439,7 +447,7 @@ def test_a_table_of_blocks_spills_nothing(room):
 def test_options_of_few_queries_spill_nothing(option, form):
     args = few(form, OPTIONS[option])
     kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
-    for kernel in [kernel for kernel in kernels if kernel.family == DECODE]:
+    for kernel in some([kernel for kernel in kernels if kernel.family == DECODE]):
         assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
 
 
@@ -486,7 +494,7 @@ def test_packed_sequences_of_8_bits_spill_nothing(room):
 @pytest.mark.parametrize("size", [16, 32, 256] if EVERY_KERNEL else [16])
 def test_pages_spill_nothing(name, room, size):
     for mask in (masks.Causal("bottom_right"), BANDS["window"]):
-        for kernel in offered_paged(name, room, size, mask=mask):
+        for kernel in some(offered_paged(name, room, size, mask=mask)):
             resources = kernel.compile(paged(name, room, size, mask=mask), cc="90a").resources
             assert resources.spill_bytes == 0
 
@@ -497,6 +505,6 @@ def test_pages_and_a_bias_spill_nothing():
         for mask in BANDS.values():
             bias = torch.empty(1, 8, 300, 256, dtype=torch.bfloat16, device="meta")
             given = {"bias": bias, "mask": mask}
-            for kernel in offered_paged(FORWARD, room, 16, **given):
+            for kernel in some(offered_paged(FORWARD, room, 16, **given)):
                 resources = kernel.compile(paged(FORWARD, room, 16, **given), cc="90a").resources
                 assert resources.spill_bytes == 0

@@ -26,6 +26,22 @@ def document(b, h, q, kv, ids):
     return ids[b, q] == ids[b, kv]
 
 
+#: Beyond 2²⁴, where float32 holds every second whole number, and beyond 2³¹.
+MARKS = torch.tensor([[0, 1, 2, 2, 3, 4, 4], [5, 6, 6, 7, 7, 8, 9]], dtype=torch.int32) + 2**24
+TIMES = 3 * torch.arange(7) + 2**40
+SINCE = 2**40 + 7
+
+
+def marked(b, h, q, kv, marks, times, since):
+    own = marks[b, q] - 2**24 == ep.maximum(marks[b, kv], -marks[b, q]) - 2**24
+    return own | (ep.where(kv < 3, times[kv] + 1, times[kv]) // 2 > since // 2) | (q == kv)
+
+
+def is_marked(b, h, i, j):
+    later = (int(TIMES[j]) + (j < 3)) // 2 > SINCE // 2
+    return bool(MARKS[b, i] == MARKS[b, j]) or later or i == j
+
+
 def relative(score, b, h, q, kv, table, gain):
     return gain * score + table[h, kv - q + 4] - ep.where(kv // 2 == q % 3, 0.25, 0.0)
 
@@ -54,6 +70,10 @@ OPTIONS = {
     "function": (
         {"mask": masks.MaskMod(document, ids=DOCUMENT) & masks.Causal()},
         {"visible": lambda b, h, i, j: bool(DOCUMENT[b, i] == DOCUMENT[b, j]) and j <= i},
+    ),
+    "whole numbers": (
+        {"mask": masks.MaskMod(marked, marks=MARKS, times=TIMES, since=SINCE)},
+        {"visible": is_marked},
     ),
     "softcap": ({"softcap": 0.5}, {"softcap": 0.5}),
     "alibi": ({"alibi": ALIBI}, {"alibi": ALIBI}),
@@ -92,6 +112,13 @@ def test_attention_is_that_of_loops_over_scores(options, loops):
     found = run(args)
     for name, one in exact(args, **loops).items():
         assert_close(found[name], one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("element", ["float32", "bfloat16"])
+def test_whole_numbers_are_exact_whatever_the_queries_are(element):
+    options, loops = OPTIONS["whole numbers"]
+    args = Draw(element=element).arguments(**options)
+    assert_close(run(args)["out"].double(), exact(args, **loops)["out"], rtol=0.02, atol=0.02)
 
 
 SEEN = torch.arange(7) <= torch.arange(5).view(5, 1) - 2

@@ -80,7 +80,8 @@ def test_operands_are_kept_and_replaced():
         (lambda s, b, h, q, kv: s if q > kv else -s, {}, "no if can depend on it"),
         (lambda s, b, h, q, kv: math.tanh(s), {}, "functions of math cannot have it"),
         (lambda s, b, h, q, kv: torch.tanh(s), {}, "torch's tanh cannot be applied to the score"),
-        (lambda s, b, h, q, kv: s + TABLE[h, 0], {}, "a Tensor of shape .* is used that fn does n"),
+        (lambda s, b, h, q, kv: s + TABLE[h, 0], {}, "a Tensor of shape .* is used that fn does n"
+         r"ot take; pass it by the name of a parameter of fn, as in score_operands={'name': ...}"),
         (lambda s, b, h, q, kv: s + [1, 2][h], {}, "it can index tensors that are passed as opera"),
         (lambda s, b, h, q, kv: s[h], {}, "the score cannot be indexed; only operands"),
         (lambda s, b, h, q, kv, t: s + t[h], {"t": TABLE}, "t has 2 modes and is indexed with 1"),

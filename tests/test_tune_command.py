@@ -22,6 +22,7 @@ from kernel_api.tuning import (
     Problem,
     Status,
     Store,
+    heuristics,
 )
 
 pytestmark = pytest.mark.usefixtures("cache_directory")
@@ -215,6 +216,18 @@ def test_the_number_of_candidates_can_be_set(capsys, tuner, words, count):
     assert tuner[0].max_candidates == count
 
 
+def test_the_order_of_candidates_can_be_that_of_heuristics(capsys, tuner, monkeypatch):
+    run(capsys, "tune", *SIZES)
+    monkeypatch.setattr(heuristics, "is_installed", lambda: True)
+    run(capsys, "tune", *SIZES, "--order", "heuristics")
+    assert [asked.order for asked in tuner] == [None, heuristics.ranked]
+    monkeypatch.setattr(heuristics, "is_installed", lambda: False)
+    code, _, err = run(capsys, "tune", *SIZES, "--order", "heuristics")
+    assert code == 2
+    assert "pip install 'kernel-api[heuristics]'" in err
+    assert len(tuner) == 2
+
+
 def test_a_problem_without_a_kernel_fails_and_the_others_are_tuned(capsys, tuner, tmp_path):
     path = tmp_path / "shapes.csv"
     path.write_text("M,N,K,dtype\n16,16,16,complex64\n16,16,16,f32\n")
@@ -237,6 +250,9 @@ def test_a_problem_without_a_kernel_fails_and_the_others_are_tuned(capsys, tuner
         (["none.csv"], "none.csv cannot be read"),
         (["--filter", "stages"], "'stages' is no AXIS=VALUE"),
         (["--filter", "stages="], "'stages=' is no AXIS=VALUE"),
+        (["--filter", "foo=1"], "--filter foo=1: there is no axis foo; expected one of family, "),
+        (["--filter", "tile=1", "--filter", "stagse=1,2"], "there is no axis stagse; expected"),
+        (["--order", "size"], "invalid choice: 'size'"),
         (["--budget", "0"], "more than 0"),
         (["--timeout", "soon"], "'soon' is no number of seconds"),
         (["--providers", ","], "names none"),

@@ -274,8 +274,21 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 def test_yaml_needs_pyyaml(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ArgumentError, match="YAML needs pyyaml"):
+    with pytest.raises(ArgumentError, match=r"YAML needs pyyaml.* pip install 'kernel-api\[cli\]'"):
         read(tmp_path / "list.yaml", "- {m: 1}")
+
+
+def test_pyyaml_comes_with_the_extra_that_the_error_names():
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    (extra,) = (line for line in project.splitlines() if line.startswith("cli = "))
+    assert '"pyyaml' in extra
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32x3", "tf32"])
+def test_every_precision_of_float32_can_be_asked_for(precision):
+    sizes = ("--m", 64, "--n", 64, "--k", 64, "--dtype", "float32", "--layout", "tn")
+    args = problem_arguments(options(*sizes, "--fp32-precision", precision))
+    assert args.fp32_precision == precision
 
 
 # Any problem -----------------------------------------------------------------------------

@@ -74,6 +74,27 @@ def test_a_later_measurement_takes_the_place_of_an_earlier_one(store, kernels):
     assert len(files(store)) == 1
 
 
+def test_a_row_has_the_time_that_its_kernel_was_given_where_that_did_not_suffice(store, kernels):
+    row = measured(kernels[0], problem(), status=Status.TIMEOUT, timeout_s=0.5)
+    store.record(row)
+    store.record(unknown := measured(kernels[1], problem(), status=Status.TIMEOUT))
+    assert store.find(problem(), kernels[0]) == row
+    assert "timeout_s" not in unknown.result()
+    assert [row.stands_for(seconds) for seconds in (0.1, 0.5, 0.6)] == [True, True, False]
+    assert not unknown.stands_for(0.1)
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize("status", Status)
+def test_only_what_did_not_end_in_time_has_a_timeout(kernels, status):
+    times = (1.0,) if status is Status.PASSED else ()
+    if status is not Status.TIMEOUT:
+        with pytest.raises(ArgumentError, match=f"is {status} with timeout_s = 3"):
+            measured(kernels[0], problem(), *times, status=status, timeout_s=3.0)
+        row = measured(kernels[0], problem(), *times, status=status)
+        assert row.stands_for(1e9) is (status is not Status.OOM)
+
+
 def test_a_measurement_of_another_environment_is_refused(store, kernels):
     with pytest.raises(ArgumentError, match="open a store for the environment it was made in"):
         store.record(measured(kernels[0], problem(), 1.0, environment=OTHER))

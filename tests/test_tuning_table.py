@@ -5,7 +5,7 @@ import json
 import pytest
 from support.tuning import ENVIRONMENT, OTHER, measured, problem, some_kernels
 
-from kernel_api.tuning import Status, Store
+from kernel_api.tuning import KernelIdentity, Status, Store
 from kernel_api.tuning._row import Row
 from kernel_api.tuning._table import FOLDER, Table, write
 
@@ -66,17 +66,39 @@ def test_a_row_that_was_changed_is_not_served(rows, tmp_path):
     assert Table.of(ENVIRONMENT, tmp_path).best(problem(256)) == rows[0].measurement
 
 
+def shipped(path):
+    """The rows of a table with the names of their files."""
+    return [
+        (name, Row.from_dict(json.loads(text)))
+        for problems in json.loads(path.read_text()).values()
+        for texts in problems.values()
+        for name, text in texts.items()
+    ]
+
+
 def test_the_tables_that_are_shipped_can_be_read():
     for path in FOLDER.glob("*.json"):
-        likenesses = json.loads(path.read_text())
-        files = [
-            (name, text)
-            for problems in likenesses.values()
-            for texts in problems.values()
-            for name, text in texts.items()
-        ]
-        assert files
-        for name, text in files:
-            row = Row.from_dict(json.loads(text))
+        rows = shipped(path)
+        assert rows
+        for name, row in rows:
             assert (row.environment.digest, row.place.name) == (path.stem, name)
             assert row.measurement.passed
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem) for p in FOLDER.glob("*.json")])
+def test_the_tables_that_are_shipped_are_of_the_kernels_as_they_are(path):
+    """A row counts only as long as the sources of its kernel are those that were measured: whoever
+    changes them brings new rows, see "Measure it" in CONTRIBUTING.md."""
+    measured_ones = {row.measurement.kernel for _, row in shipped(path)}
+    changed = sorted(one.name for one in measured_ones if not _is_as_measured(one))
+    assert not changed, (
+        f"{len(changed)} of {len(measured_ones)} kernels have changed since they were tuned, such "
+        f"as {', '.join(changed[:3])}; tune them again with benchmarks/tuning.py --out"
+    )
+
+
+def _is_as_measured(one):
+    """Versions of packages may be others here, sources may not; of those that somebody writes while
+    this runs nothing is known."""
+    now = KernelIdentity.of(one.rebuild()).fingerprint
+    return now is None or now["sources"] == one.fingerprint["sources"]

@@ -44,8 +44,11 @@ class Accumulated(Epilogue):
     def factors(self, output: int, thread: Thread, half: int, column: int) -> tuple | None:
         return self.epilogue.factors(output, thread, half, column) if output else None
 
+    def reads(self, bundle: int) -> list[tuple]:
+        return self.epilogue.reads(bundle)
+
     def fetch(self, thread: Thread, bundle: int) -> None:
-        self.epilogue.fetch(thread, bundle)
+        super().fetch(thread, bundle)
         for half, column in self.places(0, bundle):
             self._before(thread, half, column)
 

@@ -133,12 +133,14 @@ class Epilogue:
         """Two numbers whose product an element is, if there are such."""
         return None
 
-    def fetch(self, thread: "Thread", bundle: int) -> None:
-        """Starts to read what the elements of a bundle of so many columns need."""
-
-    def vectors(self, thread: "Thread", bundle: int) -> list[tuple]:
-        """What `fetch` would request of matrices, if a quad loads it in vectors: each once."""
+    def reads(self, bundle: int) -> list[tuple]:
+        """What the elements of a bundle of so many columns need, as `Thread.request` takes it."""
         return []
+
+    def fetch(self, thread: "Thread", bundle: int) -> None:
+        """Starts to read it."""
+        for read in self.reads(bundle):
+            thread.request(*read)
 
     def places(self, output: int, bundle: int) -> list[tuple[int, int]]:
         """(half, column) of the elements that a thread has of an output in a bundle."""
@@ -190,10 +192,8 @@ class Finish(Epilogue):
         values = (thread.operand(i, half, column) for i in range(len(self.kinds)))
         return self.function(thread.accumulator(half, column), *values)
 
-    def fetch(self, thread: "Thread", bundle: int) -> None:
-        for half, column in places(bundle):
-            for i in range(len(self.kinds)):
-                thread.request(i, half, column)
+    def reads(self, bundle: int) -> list[tuple]:
+        return [(i, *place) for place in places(bundle) for i in range(len(self.kinds))]
 
     @property
     def reads_little(self) -> bool:
@@ -373,21 +373,26 @@ class Thread:
 
         An element beyond the operand gets some value: nothing comes of it.
         """
-        modes = self.kinds[index]
-        if modes == NUMBER:
+        if self.kinds[index] == NUMBER:
             return self.operands[index]
-        read = self.of_rows if "n" not in modes else self._read
-        if "m" not in modes:
-            half, read = None, self.of_columns
-        key = (index, half, *((column, lane_columns, columns) if "n" in modes else ()))
+        read, key = self._kept(index, half, column, lane_columns, columns)
+        half = key[1]
         if key not in read:
             if self._in_vectors(index, lane_columns, columns):
                 read.update(self._exchanged(index, half, column, columns))
-            elif "n" in modes and self._side_by_side(index):
+            elif self._in_words(index):
                 read.update(self._neighbours(index, half, column, lane_columns, columns))
             else:
                 read[key] = self._element(index, half, column, lane_columns, columns)
         return read[key]
+
+    def _kept(self, index: int, half: int, column: int, lane_columns: int, columns) -> tuple:
+        """(where it is kept, its key there) of what is read."""
+        modes = self.kinds[index]
+        read = self.of_rows if "n" not in modes else self._read
+        if "m" not in modes:
+            half, read = None, self.of_columns
+        return read, (index, half, *((column, lane_columns, columns) if "n" in modes else ()))
 
     def request(
         self, index: int, half: int, column: int, lane_columns: int = PAIR, columns=Fraction(1)
@@ -395,8 +400,14 @@ class Thread:
         """Starts to load what `operand` gives."""
         if self._in_vectors(index, lane_columns, columns):
             self._vector(index, half, column, columns)
+        elif self._in_words(index):
+            self._words(index, half, column, lane_columns, columns)
         else:
             self.operand(index, half, column, lane_columns, columns)
+
+    def _in_words(self, index: int) -> bool:
+        """Whether neighbours of a row come in one load, as they are, and are taken apart later."""
+        return "n" in self.kinds[index] and self._side_by_side(index)
 
     def _in_vectors(self, index: int, lane_columns: int, columns: Fraction | None) -> bool:
         """Whether a quad loads the elements of its four threads in vectors of their rows."""
@@ -411,11 +422,25 @@ class Thread:
         whole = width == 16 and self.vector_bytes * LANES * 8 == QUAD_COLUMNS * width
         return whole and self._side_by_side(index)
 
-    def vector_of(self, index: int, half: int, column: int, lane_columns: int, columns):
-        """What is requested of the vector that holds an element; None if a quad loads none."""
-        if not self._in_vectors(index, lane_columns, columns):
-            return None
-        return index, half, column - column % QUAD_COLUMNS, lane_columns, columns
+    def registers_of(self, reads: list[tuple], of_matrices: bool) -> dict[tuple, int]:
+        """Of `reads`, each load once, with the registers that it takes until it is needed: vectors
+        of matrices, or everything else that is not there."""
+        found: dict[tuple, tuple] = {}
+        for read in reads:
+            index, half, column, lane_columns, columns = (*read, PAIR, Fraction(1))[:5]
+            if self._in_vectors(index, lane_columns, columns):
+                if of_matrices:
+                    found[index, half, column // QUAD_COLUMNS] = (read, VECTOR_REGISTERS)
+            elif self.kinds[index] != NUMBER and not of_matrices:
+                kept, key = self._kept(index, half, column, lane_columns, columns)
+                count = 1
+                if self._in_words(index):
+                    first, count = self._load_of(index, column, lane_columns)
+                    key = self._key_of_words(index, key[1], first, lane_columns, columns)
+                    count = -(-count * self.operands[index].element_type.width // 32)
+                if key not in kept:
+                    found[(id(kept), *key)] = (read, count)
+        return dict(found.values())
 
     def _vector(self, index: int, half: int, column: int, columns: Fraction) -> list:
         """Eight elements of a row, in pairs: the thread's share of those of its quad."""
@@ -460,18 +485,36 @@ class Thread:
     def _neighbours(self, index, half, column, lane_columns, columns) -> dict:
         """What one load gives: an element of a row, with its neighbours as far as they are this
         thread's and a vector reaches; by their keys. Zeros beyond the end of the row."""
-        element_type = self.operands[index].element_type
-        count = min(lane_columns, max(1, self.vector_bytes * 8 // element_type.width))
-        column -= column % (LANES * lane_columns) % count
-        start, distance = self._start(column, columns)
-        key = (index, half, lane_columns, columns, start)
-        if key not in self._first:
-            self._first[key] = self._first_of_row(index, half, start, lane_columns, columns)
-        values = _load_inside(*self._first[key], distance, count, element_type)
+        column, count = self._load_of(index, column, lane_columns)
+        words = self._words(index, half, column, lane_columns, columns)
+        values = _taken_apart(words, count, self.operands[index].element_type)
         return {
             (index, half, column + i, lane_columns, columns): value
             for i, value in enumerate(values)
         }
+
+    def _load_of(self, index: int, column: int, lane_columns: int) -> tuple[int, int]:
+        """(first column, columns) of the load that an element comes with."""
+        width = self.operands[index].element_type.width
+        count = min(lane_columns, max(1, self.vector_bytes * 8 // width))
+        return column - column % (LANES * lane_columns) % count, count
+
+    def _key_of_words(self, index, half, first, lane_columns, columns) -> tuple:
+        return "words", index, half, first, lane_columns, columns
+
+    def _words(self, index, half, column, lane_columns, columns) -> list:
+        """What one load gives, as it is."""
+        kept, (_, half, *_) = self._kept(index, half, column, lane_columns, columns)
+        column, count = self._load_of(index, column, lane_columns)
+        key = self._key_of_words(index, half, column, lane_columns, columns)
+        if key not in kept:
+            start, distance = self._start(column, columns)
+            row = (index, half, lane_columns, columns, start)
+            if row not in self._first:
+                self._first[row] = self._first_of_row(index, half, start, lane_columns, columns)
+            width = self.operands[index].element_type.width
+            kept[key] = load_words(*self._first[row], distance, count, width)
+        return kept[key]
 
     def _first_of_row(self, index, half, start, lane_columns, columns) -> tuple:
         """(address of a thread's element, elements from there to the end of the row if that may
@@ -508,15 +551,14 @@ def _is_one(stride) -> bool:
     return isinstance(stride, int) and stride == 1
 
 
-def _load_inside(first: Int64, left: Int32, column: int, count: int, element_type) -> list:
-    """`count` elements of a row from `column` on, in one load; zeros if fewer are left."""
-    loaded = load_words(first, left, column, count, element_type.width)
+def _taken_apart(words: list, count: int, element_type) -> list:
+    """The `count` neighbours of a row that one load has brought."""
     if element_type is Int8:
-        bytes_of_word = loaded[0].width // 8
-        return [Int8(loaded[i // bytes_of_word] >> (i % bytes_of_word * 8)) for i in range(count)]
+        bytes_of_word = words[0].width // 8
+        return [Int8(words[i // bytes_of_word] >> (i % bytes_of_word * 8)) for i in range(count)]
     if element_type.width * count == 16 or element_type is Float32:
-        return [value.bitcast(element_type) for value in loaded]
-    return [value for pair in loaded for value in _two_of(pair, element_type)]
+        return [value.bitcast(element_type) for value in words]
+    return [value for pair in words for value in _two_of(pair, element_type)]
 
 
 def transposed_over_quad(words: list, lane: Int32) -> list:

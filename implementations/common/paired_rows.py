@@ -68,8 +68,8 @@ class PairedRows(Epilogue):
             return self.parts[output]
         return output - len(self.parts) + len(self.epilogue.full), half
 
-    def fetch(self, thread: Thread, bundle: int) -> None:
-        self.epilogue.fetch(thread, bundle)
+    def reads(self, bundle: int) -> list[tuple]:
+        return self.epilogue.reads(bundle)
 
 
 @dataclass

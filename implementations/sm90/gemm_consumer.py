@@ -133,8 +133,10 @@ class GemmConsumer(GemmPlan):
             turns.wait(turn)
         start, place = (row * WGMMA_M, column * tile_n, batch), (row, column, batch)
         early = None
-        if const_expr(self.reads_early):
-            early = self.output.read_early(accumulators, operands, place, extents)
+        if const_expr(self.early_registers > 0):
+            early = self.output.read_early(
+                accumulators, operands, place, extents, self.early_registers
+            )
         stage, last = self._multiply(
             *(tiled_mma, fragments, accumulators, scales, start, first_k, count),
             *(pipeline_ab, stage),

@@ -4,11 +4,18 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from .output import GROUP
-from .promotion import load_factors, promote
+from .promotion import (
+    QUAD,
+    advance_scales,
+    block_registers,
+    hand_out_factors,
+    promote,
+    read_scales,
+)
 from .split_float32 import SMALL_BUFFERS, FloatSplitter
 
 
@@ -84,13 +91,15 @@ class Mainloop:
         products = cute.make_rmem_tensor(
             (*accumulators.shape[:2], accumulators.shape[2] // blocks), accumulators.element_type
         )
-        factors, following = None, None
+        scaled, factors = None, None
         if const_expr(self.block_scales):
-            factors = cute.make_rmem_tensor((2, blocks), Float32)
-            following = cute.make_rmem_tensor((2, blocks), Float32)
-            load_factors(factors, scales, first, first_k)
+            scaled = block_registers(blocks)
+            factors = scaled[-1]
+            read_scales(scaled, scales, first, first_k)
         accumulators.fill(0.0)
         for k in cutlass.range(first_k, first_k + k_tiles, unroll=1):
+            if const_expr(self.block_scales):
+                advance_scales(scaled, scales, first, k, (k - first_k) % QUAD)
             pipeline.consumer_wait(stage)
             if const_expr(self.splitter is not None):
                 buffer = stage.count % SMALL_BUFFERS
@@ -98,13 +107,11 @@ class Mainloop:
             for block in cutlass.range_constexpr(blocks):
                 self._issue_block(tiled_mma, fragments, products, block, stage)
                 if const_expr(self.block_scales and block == 0):
-                    load_factors(following, scales, first, k + 1)
+                    hand_out_factors(scaled, (k - first_k) % QUAD)
                 warpgroup.wait_group(0)
                 if const_expr(block == blocks - 1):
                     pipeline.consumer_release(stage)
                 promote(accumulators, products, factors, block)
-            if const_expr(self.block_scales):
-                factors.store(following.load())
             stage.advance()
         return stage
 

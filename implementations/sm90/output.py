@@ -14,7 +14,6 @@ from cutlass.tensor_utils import LayoutEnum
 from ..common.conversion import CONVERTED
 from ..common.epilogue import (
     PAIR,
-    VECTOR_REGISTERS,
     Epilogue,
     Thread,
     column_in_heads,
@@ -28,7 +27,6 @@ from .ragged import of_group, stored_by_groups
 from .reduced_output import GROUP, WARPS, ReducedOutput
 from .thread_stores import VECTOR_BYTES, ThreadStores
 
-MOST_EARLY = 64  # registers, beside 128 accumulators
 WIDTH = 32  # columns that a group writes at most at once: 64 or 128 bytes, a swizzle
 
 
@@ -236,23 +234,25 @@ class Output(ThreadStores):
             if const_expr(any(leaves)):
                 self._reduce(leaves, consumer, sums, place, extents, mR, space, ring, flag, tid)
 
-    def read_early(self, accumulators, operands, place, extents) -> list | None:
-        """The elements of a tile that is multiplied next, matrices that they need on their way;
-        None if there are none, or no registers for them."""
+    def read_early(self, accumulators, operands, place, extents, registers: int) -> list | None:
+        """The elements of a tile that is multiplied next, with what they need of matrices and what
+        the first bundles need on their way, if there are registers for it; None: nothing is."""
         if self.row_blocks > 1 or self.tile_blocks != 2 or self._tells_whole_tiles():
             return None
         if self.short_of_registers:
             return None
         tid = cute.arch.thread_idx()[0] % GROUP
         threads = self._threads(accumulators, operands, place, extents, (0, 0), tid)
-        vectors = [self.epilogue.vectors(thread, self.bundle) for thread in threads]
-        registers = VECTOR_REGISTERS * sum(map(len, vectors))
-        if not 0 < registers <= MOST_EARLY:
-            return None
-        for thread, own in zip(threads, vectors, strict=True):
-            for vector in own:
-                thread.request(*vector)
-        return threads
+        reads, began = self.epilogue.reads(self.bundle), False
+        for of_matrices, some in ((True, threads), (False, threads[: self.ahead])):
+            needed = [thread.registers_of(reads, of_matrices) for thread in some]
+            count = sum(sum(found.values()) for found in needed)
+            if 0 < count <= registers:
+                registers, began = registers - count, True
+                for thread, found in zip(some, needed, strict=True):
+                    for read in found:
+                        thread.request(*read)
+        return threads if began else None
 
     def _stored_batch(self, batch):
         return batch if self.ragged is None else Int32(0)

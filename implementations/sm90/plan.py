@@ -20,6 +20,9 @@ CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 
 MOST_ALONG_K = 8  # blocks of a cluster: as many as every GPU takes
 
+#: Registers of a thread for what is read early, and together with its accumulators.
+MOST_EARLY, EARLY_AND_ACCUMULATORS = 64, 212
+
 CONSUMER_BARRIERS = 1  # named barriers 1, 2, 3: one per consumer group
 
 OUTPUT_TYPES = (Float16, BFloat16, Float32, Int32, Float8E4M3FN, Float8E5M2)
@@ -117,11 +120,11 @@ class GemmPlan:
             splitter = FloatSplitter(
                 (tile_m * tile_k, tile_n * tile_k), GROUP * self.groups_per_tile
             )
-        #: Whether the tile's operands of an epilogue are read while it is multiplied: nothing else
-        #: hides how long that takes, and there may be registers for it.
-        self.reads_early = self.consumers == self.groups_per_tile == 2 and not (
-            self.promoted or split_k
-        )
+        #: Registers for what an epilogue reads while its tile is multiplied: nothing else hides
+        #: how long that takes. 0: it does not.
+        self.early_registers = 0
+        if self.consumers == self.groups_per_tile == 2 and not split_k:
+            self.early_registers = min(MOST_EARLY, EARLY_AND_ACCUMULATORS - self._accumulated())
         self.mainloop = Mainloop(block_scales, splitter)
         self.partial_sums = PartialSums(
             threads=GROUP,
@@ -204,15 +207,20 @@ class GemmPlan:
             return None
         tile_m, tile_n, _ = self.tile_shape
         limit, producer, consumer = {2: (208, 40, 232), 3: (128, 32, 160)}[self.consumers]
-        products = self.row_blocks * self.columns // 2 if self.promoted else 0
-        if self.accumulators + products > limit:
+        accumulated = self._accumulated()
+        if accumulated > limit:
             raise ValueError(
-                f"tile {tile_m}x{tile_n}, {self.schedule}, needs {self.accumulators + products} "
-                f"accumulators per thread; at most {limit} leave room for the rest"
+                f"tile {tile_m}x{tile_n}, {self.schedule}, needs {accumulated} accumulators per "
+                f"thread; at most {limit} leave room for the rest"
             )
-        if self.consumers == 2 and self.accumulators + products >= 192:
+        if self.consumers == 2 and accumulated >= 192:
             producer, consumer = 24, 240
         return producer, consumer
+
+    def _accumulated(self) -> int:
+        """Registers of a thread: its accumulators, and products that are promoted."""
+        products = self.row_blocks * self.columns // 2 if self.promoted else 0
+        return self.accumulators + products
 
     def _plan_shared_memory(self, stages: int | None) -> tuple[int, int, int]:
         """(stages, store buffers, bytes). In this order: A stages, B stages, D buffers, small parts

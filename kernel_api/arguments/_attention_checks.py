@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kernel_api._numbers import whole_number
 from kernel_api.dtypes import DType, dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
@@ -124,7 +125,7 @@ def _check_longest(name: str, value: Any, packed: bool) -> None:
             f"{name} is None; packed sequences need the length of the longest, because the "
             f"lengths themselves are not read on the host"
         )
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if whole_number(value) is None or value < 0:
         raise ArgumentError(f"{name} is {value!r}; expected a whole number from 0")
 
 
@@ -291,7 +292,7 @@ def _check_beside(args: AttentionArguments) -> None:
             continue
         if of not in further:
             raise ArgumentError(f"{name} is given and {of} is None; it is the gradient of {of}")
-        if further[name].shape != further[of].shape:
+        if _of_scores(further[name].shape) != _of_scores(further[of].shape):
             raise ArgumentError(
                 f"{name} has shape {further[name].shape}; expected that of {of}, "
                 f"{further[of].shape}"
@@ -325,14 +326,20 @@ def _check_bias(args: AttentionArguments, bias: Operand) -> None:
             f"masks.MaskMod)"
         )
     full = (args.B, args.H, args.S_q, args.S_kv)
-    fits = bias.rank == 4 and all(
-        own in (1, extent) for own, extent in zip(bias.shape, full, strict=True)
+    own = _of_scores(bias.shape)
+    fits = len(own) == len(full) and all(
+        one in (1, extent) for one, extent in zip(own, full, strict=True)
     )
     if not fits:
         raise ArgumentError(
-            f"bias has shape {bias.shape}; expected four modes that broadcast to (B, H, S_q, S_kv) "
-            f"= {full}"
+            f"bias has shape {bias.shape}; expected one that broadcasts to (B, H, S_q, S_kv) = "
+            f"{full}"
         )
+
+
+def _of_scores(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """With the modes that lack in front of four."""
+    return (*(1,) * (4 - len(shape)), *shape)
 
 
 def _check_blocks(args: AttentionArguments, table: Operand) -> None:

@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, ClassVar
 
+from kernel_api._numbers import whole_number
 from kernel_api._score import ScoreFunction
 from kernel_api.arguments import _attention_checks as checks
 from kernel_api.arguments.base import Arguments, _alike
@@ -121,8 +122,12 @@ class AttentionArguments(Arguments):
             if isinstance(one, Operand):
                 self.further[name] = one
         for name in ("max_seqlen_q", "max_seqlen_kv"):
-            setattr(self, name, options[name])
+            whole = whole_number(options[name])
+            setattr(self, name, options[name] if whole is None else whole)
         checks.check(self)
+        for name in ("bias", "dBias"):
+            if name in self.further:
+                self.further[name] = _like_scores(self.further[name], name)
         self._check_devices()
         self._check_outputs()
 
@@ -414,6 +419,16 @@ def operand_of(value: Any, name: str) -> Operand:
             f"descale_v"
         )
     return value
+
+
+def like_scores(bias: Any) -> Any:
+    """A bias as tensor of four modes: those that lack in front are 1."""
+    lacking = 4 - bias.dim()
+    return bias if lacking <= 0 else bias[(None,) * lacking]
+
+
+def _like_scores(bias: Operand, name: str) -> Operand:
+    return bias if bias.rank == 4 else Operand(like_scores(bias.tensor), name)
 
 
 def scale_of(scale: Any, D: int) -> float:

@@ -92,8 +92,13 @@ class Arguments:
             random: A generator on their device.
         """
 
-    def check_values(self) -> None:
-        """What a run checks of what is in the operands; by default nothing."""
+    def check_values(self, stream: Any = None) -> None:
+        """What a run on a stream checks of what is in the operands; by default nothing."""
+
+    def checked(self, launch: Callable[..., None]) -> Callable[..., None]:
+        """A launcher of these arguments' kernel that checks the same before each launch, if that
+        is asked now; it keeps no tensor."""
+        return launch
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar
 
 from kernel_api.arguments.epilogue import EpilogueArguments
@@ -18,7 +18,7 @@ from kernel_api.arguments.scaled import BLOCK_MODES
 from kernel_api.dtypes import dtype
 from kernel_api.epilogue.shape import Problem
 from kernel_api.errors import ArgumentError
-from kernel_api.offsets import check_if_asked
+from kernel_api.offsets import check_groups, check_is_asked
 from kernel_api.operands import Layout, Operand, overlap, self_overlapping
 
 _INT32 = dtype("int32")
@@ -82,8 +82,9 @@ class GroupedGemmArguments(ProductArguments):
         fp32_precision: As of :class:`~kernel_api.arguments.GemmArguments`.
 
     All operands are on one device. Any strides are taken; kernels may ask for more. With
-    ``KERNEL_API_CHECK_OFFSETS=1`` in the environment every run checks the offsets before, and
-    raises ArgumentError.
+    ``KERNEL_API_CHECK_OFFSETS=1`` in the environment runs, one-call forms, and launches that are
+    prepared then, check offsets and indices before, and raise ArgumentError; captures of CUDA
+    graphs do not, and executions of :mod:`kernel_api.graph` need not.
 
     Raises:
         ArgumentError: shapes, ranks, devices, types or memory contradict each other.
@@ -220,8 +221,20 @@ class GroupedGemmArguments(ProductArguments):
             scale = self.B_scale.tensor
             scale.copy_(torch.rand(scale.shape, generator=random, device=device) + 0.5)
 
-    def check_values(self) -> None:
-        check_if_asked(self.offsets, self.T)
+    def check_values(self, stream: Any = None) -> None:
+        if check_is_asked():
+            check_groups(self.tensors, self.launch_values, self.ragged, stream)
+
+    def checked(self, launch: Callable[..., None]) -> Callable[..., None]:
+        if not check_is_asked():
+            return launch
+        ragged, names = self.ragged, tuple(self.indices)
+
+        def checked_launch(*tensors: Any, stream: Any = None, **others: Any) -> None:
+            check_groups(tensors, {name: others[name] for name in names}, ragged, stream)
+            launch(*tensors, stream=stream, **others)
+
+        return checked_launch
 
     def rows_written(self) -> dict[str, Any]:
         if self.ragged == "K":

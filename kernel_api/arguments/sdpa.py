@@ -51,7 +51,8 @@ class SdpaArguments(AttentionArguments):
             there is none.
         scale: 1 / √D by default; a run-time value, as ``softcap`` is.
         mask: One of :mod:`kernel_api.masks`, or several combined with ``&``.
-        bias: Broadcastable to (B, H, S_q, S_kv), any floating type.
+        bias: Broadcastable to (B, H, S_q, S_kv), any floating type. Kernels see four modes, those
+            that lack in front as 1, and so a prepared launch takes it.
         alibi: float32 (H,), slopes.
         softcap: A positive number.
         sink: float32 (H,).

@@ -64,7 +64,12 @@ def design(metadata: KernelMetadata) -> str:
     if metadata.design is None:
         return ""
     values = {f.name: getattr(metadata.design, f.name) for f in dataclasses.fields(metadata.design)}
-    return " ".join(f"{name.removesuffix('_shape')}={_text(v)}" for name, v in values.items())
+    return " ".join(f"{axis(name)}={_text(v)}" for name, v in values.items())
+
+
+def axis(name: str) -> str:
+    """A field of a design, in these words."""
+    return name.removesuffix("_shape")
 
 
 def targets(metadata: KernelMetadata) -> str:

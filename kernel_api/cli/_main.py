@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from kernel_api import __version__
 from kernel_api.cli import (
+    _bench,
     _bundle,
     _cache,
     _compile,
@@ -30,6 +31,7 @@ _COMMANDS = {
     "explain": _explain,
     "verify": _verify,
     "compile": _compile,
+    "bench": _bench,
     "tune": _tune,
     "report": _report,
     "cache": _cache,
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kernel-api", description="Find, understand, compile and verify GPU kernels."
+        prog="kernel-api", description="Find, understand, compile, verify and time GPU kernels."
     )
     parser.add_argument("--version", action="version", version=f"kernel-api {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)

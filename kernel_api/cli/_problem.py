@@ -76,7 +76,9 @@ def add_problem_options(
     )
     sizes.add_argument("--layout", default="ttt", help=_LAYOUT_HELP)
     sizes.add_argument(
-        "--fp32-precision", choices=("ieee", "tf32"), help="how float32 operands are multiplied"
+        "--fp32-precision",
+        choices=("ieee", "tf32x3", "tf32"),
+        help="how float32 operands are multiplied",
     )
     sizes.add_argument(
         "--pad",

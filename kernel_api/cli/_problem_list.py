@@ -171,7 +171,10 @@ def _yaml(text: str) -> Any:
     try:
         import yaml  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        raise ArgumentError("YAML needs pyyaml, which is not installed") from None
+        raise ArgumentError(
+            "YAML needs pyyaml, which is not installed; pip install 'kernel-api[cli]', or write "
+            "JSON or CSV"
+        ) from None
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:

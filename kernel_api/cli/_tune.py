@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kernel_api.cli._candidates import add_candidate_options, metadata_filter, seconds
 from kernel_api.cli._measured import COLUMNS, cells, label, summary
-from kernel_api.cli._metadata_filter import MetadataFilter, condition
 from kernel_api.cli._problem import add_problem_options, problem_arguments
 from kernel_api.cli._problem_list import problems
 from kernel_api.cli._query import at_least
@@ -27,11 +27,12 @@ from kernel_api.cli._tuned import (
     add_store_options,
     policy,
 )
-from kernel_api.errors import KernelApiError
+from kernel_api.errors import ArgumentError, KernelApiError
 
 if TYPE_CHECKING:
     from kernel_api.arguments import Arguments
     from kernel_api.tuning import Problem
+    from kernel_api.tuning._choice import Order
 
 HELP = "find the fastest kernels by measuring them; show and move what was measured"
 
@@ -45,39 +46,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_problem_options(parser, devices=("cuda", "cpu"), device=None)
     group = parser.add_argument_group("candidates")
-    group.add_argument(
-        "--filter",
-        action="append",
-        type=condition,
-        metavar="AXIS=VALUE",
-        help="only kernels of that design, as tile=128x128x64 or family=sm90.gemm: what kernel-api "
-        "list prints; values may be separated by commas; may be repeated",
-    )
-    group.add_argument(
-        "--providers",
-        type=_names,
-        metavar="NAME,NAME",
-        help="only these; without torch, nothing is compared with it",
-    )
+    add_candidate_options(group)
     group.add_argument(
         "--limit",
         type=at_least(1),
         metavar="COUNT",
-        help="the first COUNT of the performance model's order, and the first of every provider "
-        "(default: 24; --all: all of them)",
+        help="the first COUNT of the order, and the first of every provider (default: 24; --all: "
+        "all of them)",
     )
     group.add_argument(
         "--budget",
-        type=_seconds,
+        type=seconds,
         metavar="SECONDS",
         help="for a problem; then no more candidates are begun (default: none)",
     )
     group.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=10.0,
-        metavar="SECONDS",
-        help="for each step of a candidate (default: 10)",
+        "--order",
+        choices=("model", "heuristics"),
+        default="model",
+        help="in which they are begun, and of which --limit takes the first: that of the "
+        "performance model, or of nvMatmulHeuristics (the extra heuristics) (default: model)",
     )
     add_policy_options(parser)
     add_store_options(parser)
@@ -102,12 +90,13 @@ def _tune(files: Sequence[Path], options: argparse.Namespace, output: Output) ->
     limit = {"max_candidates": options.limit} if options.limit is not None else {}
     found = tuning.autotune(
         asked,
-        MetadataFilter(options.filter) if options.filter else None,
+        metadata_filter(options),
         cc=options.cc,
         providers=options.providers,
         budget_s=options.budget,
         timeout_s=options.timeout,
         policy=policy(options),
+        order=_order(options.order),
         progress=output.for_reader,
         **({"max_candidates": None} if options.all else limit),
     )
@@ -121,6 +110,20 @@ def _tune(files: Sequence[Path], options: argparse.Namespace, output: Output) ->
         f"{sum(row['measured'] for row in rows)} candidates measured now",
     )
     return 1 if failed else 0
+
+
+def _order(name: str) -> Order | None:
+    """None for that of the performance model; raises ArgumentError for one that is not here."""
+    from kernel_api.tuning import heuristics
+
+    if name == "model":
+        return None
+    if not heuristics.is_installed():
+        raise ArgumentError(
+            "--order heuristics needs nvidia-matmul-heuristics, which is not installed; "
+            "pip install 'kernel-api[heuristics]', or leave it out"
+        )
+    return heuristics.ranked
 
 
 def _listed(files: Sequence[Path], options: argparse.Namespace) -> dict[Problem, Arguments]:
@@ -142,20 +145,3 @@ def _row(problem: Problem, found: Any) -> dict[str, Any]:
         reason = f"{type(found).__name__}: {found}"
         return {**known, **summary(()), "measured": 0, "reason": reason}
     return {**known, **summary(found.rows), "measured": found.measured, "reason": None}
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise argparse.ArgumentTypeError(f"{text!r} names none; expected such as cutedsl,torch")
-    return names
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} is no number of seconds that is more than 0")
-    return value

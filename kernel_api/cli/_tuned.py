@@ -57,7 +57,7 @@ def device_of(options: argparse.Namespace) -> str:
 
 def policy(options: argparse.Namespace) -> Policy:
     """How the options say that it is measured; the rest is as the tuner does it there."""
-    from kernel_api.tuning._autotune import Choice
+    from kernel_api.tuning._choice import Choice
 
     names = ("launches", "l2", "rounds", "rest", "seed")
     given = {name: getattr(options, name) for name in names}

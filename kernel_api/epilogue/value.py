@@ -56,6 +56,9 @@ class Line(NamedTuple):
 class Tracer:
     """Collects the nodes of one call of ``fn``; equal nodes are one."""
 
+    #: How a tensor becomes an operand, for messages.
+    how_to_pass = "pass it to EpilogueArguments by the name of a parameter of fn"
+
     def __init__(self, inputs: Iterable[Input], extents: dict[str, str], problem: str) -> None:
         self.nodes: list[Node] = []
         #: The line that made each node first.
@@ -426,8 +429,8 @@ def as_value(x: Any) -> Value:
 def _refuse_captured(x: Any) -> NoReturn:
     if hasattr(x, "shape"):
         fail(
-            f"a {type(x).__name__} of shape {tuple(x.shape)} is used that fn does not take; pass "
-            f"it to EpilogueArguments by the name of a parameter of fn"
+            f"a {type(x).__name__} of shape {tuple(x.shape)} is used that fn does not take; "
+            f"{running().how_to_pass}"
         )
     fail(f"{x!r} is no number and no traced value")
 

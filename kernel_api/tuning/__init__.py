@@ -4,8 +4,9 @@ A :class:`Measurement` is one kernel on one :class:`Problem` in one :class:`Envi
 :class:`Policy` is part of. A :class:`Store` keeps each in a file of its own.
 """
 
+from kernel_api.errors import BenchError
+from kernel_api.tuning import heuristics
 from kernel_api.tuning._autotune import TuningResult, autotune
-from kernel_api.tuning._bench import BenchError
 from kernel_api.tuning._environment import Environment
 from kernel_api.tuning._kernel import KernelIdentity
 from kernel_api.tuning._lookup import tuned
@@ -25,5 +26,6 @@ __all__ = [
     "Store",
     "TuningResult",
     "autotune",
+    "heuristics",
     "tuned",
 ]

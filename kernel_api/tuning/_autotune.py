@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 from kernel_api import _disk_cache, _log
 from kernel_api._description import described, rebuilt
 from kernel_api._disk_cache import DiskCache
+from kernel_api._filters import MetadataFilter
 from kernel_api.arguments import Arguments
-from kernel_api.discovery import MetadataFilter, explain, get_kernels
+from kernel_api.discovery import ProviderChoice, explain
 from kernel_api.errors import ArgumentError, CaptureError, KernelApiError, NoKernelError
 from kernel_api.kernel import Kernel
 from kernel_api.parallel import Compilations, cache_to_share
 from kernel_api.targets import CcLike
 from kernel_api.tuning import _lookup
 from kernel_api.tuning._bench import Bench, Halt
+from kernel_api.tuning._choice import Candidates, Choice, Order
 from kernel_api.tuning._environment import Environment
 from kernel_api.tuning._kernel import KernelIdentity
 from kernel_api.tuning._measurement import Measurement, Status
@@ -31,8 +33,6 @@ from kernel_api.tuning._work import least_us
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from kernel_api.discovery import ProviderChoice
-
 logger = _log.logger(__name__)
 
 #: A compilation that takes longer has failed, in seconds.
@@ -40,9 +40,6 @@ _COMPILE_SECONDS = 300.0
 
 #: How often whoever waits for a GPU looks whether it is to go on, in seconds.
 _LOCK_SECONDS = 1.0
-
-#: The oracle competes only where it is asked for, or alone.
-_ORACLE = "reference"
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,8 @@ class TuningResult:
         problem: What was computed.
         environment: Where and how it was measured.
         measured: How many of the rows are new.
+        default: What came of the kernel that is chosen without tuning, if the filter leaves it
+            out: it is measured all the same, and has no place among the rows.
     """
 
     kernel: Kernel
@@ -62,61 +61,12 @@ class TuningResult:
     problem: Problem
     environment: Environment
     measured: int = 0
+    default: Measurement | None = None
 
     def __str__(self) -> str:
         counts = {one: sum(row.status is one for row in self.rows) for one in Status}
         told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         return f"{self.rows[0]} of {told}"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What is asked for beside the problems, see :func:`autotune`."""
-
-    metadata_filter: MetadataFilter | None = None
-    cc: CcLike = None
-    providers: ProviderChoice | None = None
-    budget_s: float | None = None
-    max_candidates: int | None = None
-    timeout_s: float = 10.0
-    policy: Policy | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("budget_s", "timeout_s", "max_candidates"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ArgumentError(f"{name} is {value!r}; expected more than 0")
-
-    def policy_on(self, device: str) -> Policy:
-        return self.policy or Policy.usual(device)
-
-    def kernels(self, args: Arguments, device: str) -> list[Kernel]:
-        """The candidates, in the order of the performance model; raises NoKernelError."""
-        kind = device.partition(":")[0]
-        found = get_kernels(args, self.metadata_filter, self.cc, self.providers)
-        found = [kernel for kernel in found if kind in kernel.devices]
-        if self.providers is None:
-            found = [k for k in found if type(k).provider_name() != _ORACLE] or found
-        if not found:
-            raise NoKernelError(explain(args, self.metadata_filter, self.cc, self.providers))
-        return _first(found, self.max_candidates)
-
-
-def _first(kernels: Sequence[Kernel], count: int | None) -> list[Kernel]:
-    """The first so many, and the first of every provider.
-
-    Of kernels of one design, which ask different things of operands, the first comes before all
-    second ones.
-    """
-    if count is None or len(kernels) <= count:
-        return list(kernels)
-    designs = {(type(kernel), kernel.metadata.design): kernel for kernel in reversed(kernels)}
-    is_first = {id(kernel) for kernel in designs.values()}
-    ordered = sorted(kernels, key=lambda kernel: id(kernel) not in is_first)
-    wanted = {id(kernel) for kernel in ordered[:count]}
-    providers = {type(kernel).provider_name(): kernel for kernel in reversed(kernels)}
-    wanted |= {id(kernel) for kernel in providers.values()}
-    return [kernel for kernel in kernels if id(kernel) in wanted]
 
 
 @overload
@@ -130,6 +80,7 @@ def autotune(
     max_candidates: int | None = 24,
     timeout_s: float = 10.0,
     policy: Policy | None = None,
+    order: Order | None = None,
     executor: Executor | None = None,
     progress: bool = False,
 ) -> TuningResult: ...
@@ -146,6 +97,7 @@ def autotune(
     max_candidates: int | None = 24,
     timeout_s: float = 10.0,
     policy: Policy | None = None,
+    order: Order | None = None,
     executor: Executor | None = None,
     progress: bool = False,
 ) -> list[TuningResult | KernelApiError]: ...
@@ -161,6 +113,7 @@ def autotune(
     max_candidates: int | None = 24,
     timeout_s: float = 10.0,
     policy: Policy | None = None,
+    order: Order | None = None,
     executor: Executor | None = None,
     progress: bool = False,
 ) -> TuningResult | list[TuningResult | KernelApiError]:
@@ -169,21 +122,31 @@ def autotune(
     Candidates of every provider compile in processes that see no GPU, are compared with the
     reference, and are timed in a process of their own: one that crashes, hangs or computes wrong
     gets that as its status and harms no other. What was measured before, of the same kernel,
-    problem and environment, is not measured again.
+    problem and environment, is not measured again, unless memory did not suffice, or the time that
+    it was given then, and it has more now.
 
     Args:
         args: What to compute, or several problems. Data is not looked at and outputs are not
             written: operands are random, of the same types, sizes, strides and alignment. Meta
             tensors will do.
-        metadata_filter: Which candidates compete, as in ``get_kernels``.
+        metadata_filter: Which candidates compete, as in ``get_kernels``. What is chosen without
+            tuning, the first of ``get_kernels`` without the filter, is measured even if the filter
+            leaves it out, and is then no part of the result: so the result is the best of those
+            that were asked for, and :func:`tuned`, which goes by all rows, never slower than the
+            default.
         cc: Architecture to compile for; that of the device by default.
-        providers: Those whose kernels compete; all but ``reference`` by default.
-        budget_s: Seconds for a problem after which no more candidates are begun.
-        max_candidates: So many of the performance model's order, and the first of every
-            provider; None: all.
+        providers: Those whose kernels compete; all but ``reference`` by default. The default above
+            is one of theirs, too.
+        budget_s: Seconds for a problem after which no more candidates are begun, but the default.
+        max_candidates: So many of the order, the default and the first of every provider; None:
+            all.
         timeout_s: Seconds that no step of a candidate may take.
         policy: How to measure; CUDA graphs and a cold L2 cache by default, and on the CPU eager
-            launches.
+            launches. :func:`tuned` goes by what was measured in the usual way
+            (:meth:`Policy.usual`).
+        order: Puts candidates, which it gets with the arguments, in the order in which they are
+            begun, such as :func:`kernel_api.tuning.heuristics.ranked`; that of the performance
+            model by default.
         executor: Measures each problem in some other process, or on another machine: anything
             with the interface of :class:`concurrent.futures.Executor`. By default problems are
             spread over the GPUs of this machine.
@@ -195,19 +158,47 @@ def autotune(
     Raises:
         NoKernelError: no kernel takes the arguments, or none of the candidates passed; the text
             has their statuses.
+        BenchError: nothing can be measured, such as a problem whose data has no room.
         CaptureError: a CUDA graph is being captured.
-        ArgumentError, FilterError: as ``get_kernels``.
+        ArgumentError: what is passed is not as above, or as ``get_kernels`` has it.
+        FilterError: as ``get_kernels``.
     """
     from kernel_api.tuning._spread import spread
 
     _check_no_capture()
-    choice = Choice(metadata_filter, cc, providers, budget_s, max_candidates, timeout_s, policy)
+    _check_executor(executor)
+    limits = budget_s, max_candidates, timeout_s
+    choice = Choice(metadata_filter, cc, providers, *limits, policy, order)
     if not isinstance(args, Arguments):
-        return spread(list(args), choice, executor, progress)
+        return spread(_problems(args), choice, executor, progress)
     found: TuningResult | KernelApiError = spread([args], choice, executor, progress)[0]
     if isinstance(found, KernelApiError):
         raise found
     return found
+
+
+def _problems(args: Any) -> list[Arguments]:
+    if not isinstance(args, Iterable):
+        raise ArgumentError(
+            f"args is {args!r}; expected an arguments object such as GemmArguments: pass one, or a "
+            f"list of them"
+        )
+    found = list(args)
+    for place, one in enumerate(found):
+        if not isinstance(one, Arguments):
+            raise ArgumentError(
+                f"problem {place} is {one!r}; expected an arguments object such as GemmArguments: "
+                f"pass one"
+            )
+    return found
+
+
+def _check_executor(executor: Any) -> None:
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        raise ArgumentError(
+            f"executor is {executor!r}; expected the interface of concurrent.futures.Executor: "
+            f"pass such as a ProcessPoolExecutor, or leave it out"
+        )
 
 
 def _check_no_capture() -> None:
@@ -229,15 +220,14 @@ class Task:
 
     Attributes:
         description: The arguments, for other processes.
-        kernels: The candidates in their order.
         device: ``"cpu"``, or ``"cuda:0"`` and so on.
         store: Where rows are kept; None: nowhere.
-        known: What was measured before.
+        known: What was measured before, and need not be again.
     """
 
     description: dict[str, Any]
     problem: Problem
-    kernels: Sequence[Kernel]
+    candidates: Candidates
     device: str
     environment: Environment
     store: Store | None
@@ -247,17 +237,17 @@ class Task:
 
     @classmethod
     def of(cls, args: Arguments, choice: Choice, device: str) -> Task:
-        """Raises what :meth:`Choice.kernels` raises, and ArgumentError for what cannot be
+        """Raises what :meth:`Choice.candidates` raises, and ArgumentError for what cannot be
         described."""
-        kernels = choice.kernels(args, device)
+        candidates = choice.candidates(args, device)
         limits = choice.budget_s, choice.timeout_s
-        return cls.made(described(args), kernels, device, choice.policy_on(device), *limits)
+        return cls.made(described(args), candidates, device, choice.policy_on(device), *limits)
 
     @classmethod
     def made(
         cls,
         description: dict[str, Any],
-        kernels: Sequence[Kernel],
+        candidates: Candidates,
         device: str,
         policy: Policy,
         budget_s: float | None,
@@ -269,11 +259,14 @@ class Task:
         store = Store.open(environment)
         known = {}
         if store is not None:
-            found = ((kernel, store.find(problem, kernel)) for kernel in kernels)
-            known = {kernel: row for kernel, row in found if row is not None}
-        return cls(
-            description, problem, kernels, device, environment, store, known, budget_s, timeout_s
-        )
+            found = ((kernel, store.find(problem, kernel)) for kernel in candidates.with_default)
+            known = {
+                kernel: row
+                for kernel, row in found
+                if row is not None and row.stands_for(timeout_s)
+            }
+        limits = budget_s, timeout_s
+        return cls(description, problem, candidates, device, environment, store, known, *limits)
 
     @property
     def rounds(self) -> int:
@@ -299,38 +292,63 @@ def tune(task: Task, builder: Builder, advance: Callable[[], None] = lambda: Non
     rows = dict(task.known)
 
     def done(one: Candidate) -> None:
-        row = rows[one.kernel] = _measurement(one, task)
+        row = rows[one.kernel] = measurement(one, task)
         if task.store is not None:
             _kept(task.store, row)
         advance()
 
     for _ in rows:
         advance()
-    candidates = [one for one in seeded(task.kernels) if one.kernel not in rows]
-    if candidates:
-        meta = task.meta()
-        with (
-            _alone_on(task.device, builder.halt),
-            Bench(
-                task.description,
-                task.device,
-                task.environment.policy,
-                task.timeout_s,
-                builder.environment,
-                builder.halt,
-            ) as bench,
-        ):
-            search(
-                bench,
-                candidates,
-                task.rounds,
-                ready=lambda one: builder.wait(one.kernel, meta),
-                budget_s=task.budget_s,
-                least_us=least_us(task.problem, task.environment.gpu, task.environment.policy),
-                done=done,
-            )
-        _lookup.changed()
+    candidates = [one for one in seeded(task.candidates) if one.kernel not in rows]
+    try:
+        if candidates:
+            measure(task, candidates, builder, done)
+    finally:
+        _lookup.changed()  # rows that are known here may be news to lookups: others wrote them
     return _result(rows, task)
+
+
+def measure(
+    task: Task,
+    candidates: Sequence[Candidate],
+    builder: Builder,
+    done: Callable[[Candidate], Any],
+    *,
+    verify: bool = True,
+    recheck: bool = True,
+) -> None:
+    """Check and time candidates of a task in a process of their own.
+
+    Args:
+        done: Is called with each candidate when all is known of it.
+        verify: Whether results are compared with the reference before anything is timed.
+        recheck: Whether a winner that is faster than it should be is timed again, alone.
+
+    Raises BenchError; HaltedError once the builder is closed.
+    """
+    meta = task.meta()
+    with (
+        _alone_on(task.device, builder.halt),
+        Bench(
+            task.description,
+            task.device,
+            task.environment.policy,
+            task.timeout_s,
+            builder.environment,
+            builder.halt,
+            verify=verify,
+        ) as bench,
+    ):
+        search(
+            bench,
+            candidates,
+            task.rounds,
+            ready=lambda one: builder.wait(one.kernel, meta),
+            budget_s=task.budget_s,
+            least_us=least_us(task.problem, task.environment.gpu, task.environment.policy),
+            recheck=recheck,
+            done=done,
+        )
 
 
 def _kept(store: Store, row: Measurement) -> None:
@@ -340,7 +358,8 @@ def _kept(store: Store, row: Measurement) -> None:
         logger.warning("%s is not kept: %s", row, error)
 
 
-def _measurement(one: Candidate, task: Task) -> Measurement:
+def measurement(one: Candidate, task: Task) -> Measurement:
+    """What came of a candidate, as a row."""
     sm_mhz, memory_mhz = one.mhz if one.times_us else (None, None)
     return Measurement(
         kernel=KernelIdentity.of(one.kernel),
@@ -352,19 +371,28 @@ def _measurement(one: Candidate, task: Task) -> Measurement:
         error_ratio=one.error_ratio,
         sm_mhz=sm_mhz,
         memory_mhz=memory_mhz,
+        timeout_s=task.timeout_s if one.status is Status.TIMEOUT else None,
     )
 
 
 def _result(rows: Mapping[Kernel, Measurement], task: Task) -> TuningResult:
-    """Raises NoKernelError if no kernel passed."""
-    ranked = sorted(rows.items(), key=lambda pair: pair[1].place(task.rounds))
+    """Raises NoKernelError if no kernel passed, of those that were asked for."""
+    kernels, default = task.candidates
+    asked = [(kernel, rows[kernel]) for kernel in kernels if kernel in rows]
+    ranked = sorted(asked, key=lambda pair: pair[1].place(task.rounds))
     measurements = tuple(row for _, row in ranked)
     if not ranked or not ranked[0][1].passed:
         told = "".join(f"\n  {row}" for row in measurements)
         text = f"none of {len(measurements)} candidates passed{told}"
         raise NoKernelError(explain(task.meta()), text, measurements)
-    measured = len(rows) - len(task.known)
-    return TuningResult(ranked[0][0], measurements, task.problem, task.environment, measured)
+    return TuningResult(
+        ranked[0][0],
+        measurements,
+        task.problem,
+        task.environment,
+        measured=sum(kernel not in task.known for kernel, _ in asked),
+        default=None if default in kernels else rows.get(default),
+    )
 
 
 @contextlib.contextmanager
@@ -450,7 +478,7 @@ class Builder:
         wanted: dict[tuple[Kernel, Any], Arguments] = {}
         for task in tasks:
             meta = task.meta()
-            for kernel in task.kernels:
+            for kernel in task.candidates.with_default:
                 if kernel not in task.known:
                     wanted.setdefault((kernel, meta.signature), meta)
         self._pairs = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from kernel_api import _fork_server, _log
 from kernel_api._recording import VARIABLE as RECORD
-from kernel_api.errors import KernelApiError
+from kernel_api.errors import BenchError
 from kernel_api.kernel import Kernel
 from kernel_api.tuning._measurement import Status
 from kernel_api.tuning._policy import Policy
@@ -26,10 +26,6 @@ _STARTS = 3
 
 #: Data and reference may take so many times as long as a candidate may, and a process to start.
 _OPEN_TIMES, _START_SECONDS = 6.0, 60.0
-
-
-class BenchError(KernelApiError):
-    """Nothing can be measured: the data or the reference cannot be made."""
 
 
 class HaltedError(Exception):
@@ -76,6 +72,8 @@ class Bench:
         timeout_s: No step of a candidate takes longer.
         environment: Variables that the worker has beside those of this process.
         halt: By which another thread may end it.
+        verify: Whether a candidate is right if it computes what the reference does, else if it
+            runs.
 
     A worker that died, or that a candidate made useless, is replaced when it is asked again, and
     told anew what it has to know. Of one that somebody else killed, what it was at is asked again.
@@ -89,6 +87,8 @@ class Bench:
         timeout_s: float,
         environment: dict[str, str],
         halt: Halt | None = None,
+        *,
+        verify: bool = True,
     ) -> None:
         kind, _, index = device.partition(":")
         visible = "" if kind == "cpu" else _visible(int(index or 0))
@@ -99,6 +99,7 @@ class Bench:
             "arguments": description,
             "device": kind,
             "policy": policy.to_dict(),
+            "verify": verify,
         }
         self._timeout_s, self._rest = timeout_s, policy.rest
         self._known: dict[int, Kernel] = {}

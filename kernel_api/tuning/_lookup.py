@@ -8,8 +8,8 @@ from typing import Any
 
 from kernel_api import _log, provider
 from kernel_api.arguments import Arguments
-from kernel_api.errors import KernelApiError
-from kernel_api.kernel import Kernel
+from kernel_api.errors import ArgumentError, KernelApiError
+from kernel_api.kernel import Kernel, require_arguments
 from kernel_api.tuning._environment import Environment
 from kernel_api.tuning._measurement import Measurement
 from kernel_api.tuning._policy import Policy
@@ -31,17 +31,21 @@ def tuned(args: Arguments, device: Any = None) -> Kernel | None:
     That is the fastest of those measured on this very problem; else on the nearest one: alike in
     all but sizes, none of which is more than twice or less than half of its own (see
     :meth:`Store.nearest`). It takes the arguments. None where nothing was measured in this
-    environment, with these versions and sources, by the usual policy: neither here nor before the
-    library was released, for the GPUs that it has tables of.
+    environment, with these versions and sources, by the usual policy (:meth:`Policy.usual`):
+    neither here nor before the library was released, for the GPUs that it has tables of.
 
-    What other processes measure meanwhile is seen after :func:`changed`.
+    What other processes measure meanwhile is seen after the next ``autotune`` (by
+    :func:`changed`).
 
     Args:
         args: What to compute; meta tensors will do.
-        device: That it is to be computed on; by default what the operands are on.
+        device: That it is to be computed on, or its name; by default what the operands are on.
+
+    Raises ArgumentError for what is no arguments object, or no device.
     """
-    place = args.device if device is None else device
-    key = (provider.generation(), place, args.key)
+    require_arguments(args)
+    place = args.device if device is None else _device(device)
+    key = (provider.generation(), tuple(provider.providers()), place, args.key)
     try:
         return _found[key]
     except KeyError:
@@ -52,6 +56,18 @@ def tuned(args: Arguments, device: Any = None) -> Kernel | None:
             _found.clear()
         _found[key] = kernel
     return kernel
+
+
+def _device(given: Any) -> Any:
+    import torch
+
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError):
+        raise ArgumentError(
+            f"device is {given!r}; expected a torch device, or the name of one: pass such as "
+            f"'cuda:0', or leave it out"
+        ) from None
 
 
 def changed() -> None:
@@ -106,4 +122,5 @@ def _kernel_of(row: Measurement, args: Arguments) -> Kernel | None:
     except KernelApiError as error:
         logger.info("%s is not here any more: %s", row.kernel.name, error)
         return None
-    return kernel if kernel.supports(args) else None
+    is_asked = type(kernel)._provider in provider.providers()
+    return kernel if is_asked and kernel.supports(args) else None

@@ -54,6 +54,8 @@ class Measurement:
         sm_mhz: Clock of the multiprocessors while it was timed, if known.
         memory_mhz: Clock of the memory, if known.
         date: When; with a time zone.
+        timeout_s: Of one that did not come to an end: seconds that no step of it was to take, if
+            known; of others None.
 
     Raises:
         ArgumentError: fields contradict each other.
@@ -69,6 +71,7 @@ class Measurement:
     sm_mhz: int | None = None
     memory_mhz: int | None = None
     date: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "status", _status(self.status))
@@ -86,6 +89,12 @@ class Measurement:
         if self.date.tzinfo is None:
             raise ArgumentError(
                 f"date is {self.date} without a time zone; pass datetime.now(timezone.utc)"
+            )
+
+        if self.timeout_s is not None and self.status is not Status.TIMEOUT:
+            raise ArgumentError(
+                f"{name} is {self.status} with timeout_s = {self.timeout_s}; only what did not end "
+                f"in time has one, leave it out"
             )
 
     @property
@@ -109,6 +118,13 @@ class Measurement:
     def rounds(self) -> int:
         return len(self.times_us)
 
+    def stands_for(self, timeout_s: float) -> bool:
+        """Whether it need not be made again, with so many seconds for each step: memory that did
+        not suffice may be free by now, and more time than it had may be enough."""
+        if self.status is Status.TIMEOUT:
+            return self.timeout_s is not None and timeout_s <= self.timeout_s
+        return self.status is not Status.OOM
+
     def place(self, rounds: int) -> tuple[Any, ...]:
         """To sort by: those that were timed in so many rounds or more, from fast to slow, then
         those that fell behind before, then those that did not pass."""
@@ -124,8 +140,10 @@ class Measurement:
         }
 
     def result(self) -> dict[str, Any]:
-        """What came of it, as JSON values: an error ratio that is not finite is a text."""
+        """What came of it, as JSON values: an error ratio that is not finite is a text, and there
+        is a timeout only where it is known."""
         ratio = self.error_ratio
+        timeout = {} if self.timeout_s is None else {"timeout_s": self.timeout_s}
         return {
             "status": self.status.value,
             "message": self.message,
@@ -134,6 +152,7 @@ class Measurement:
             "sm_mhz": self.sm_mhz,
             "memory_mhz": self.memory_mhz,
             "date": self.date.isoformat(),
+            **timeout,
         }
 
     @classmethod
@@ -164,6 +183,7 @@ class Measurement:
             sm_mhz=taken(fields, "sm_mhz", int, nothing),
             memory_mhz=taken(fields, "memory_mhz", int, nothing),
             date=_date(taken(fields, "date", str)),
+            timeout_s=taken({"timeout_s": None, **fields}, "timeout_s", int, float, nothing),
         )
 
     def __str__(self) -> str:

@@ -20,20 +20,19 @@ from kernel_api._description import described
 from kernel_api._disk_cache import DiskCache
 from kernel_api.arguments import Arguments
 from kernel_api.discovery import explain
-from kernel_api.errors import DeviceError, KernelApiError, NoKernelError
+from kernel_api.errors import BenchError, DeviceError, KernelApiError, NoKernelError
 from kernel_api.metadata import KernelMetadata
 from kernel_api.parallel import progress_bar
 from kernel_api.tuning import _lookup
 from kernel_api.tuning._autotune import (
     Builder,
-    Choice,
     Task,
     TuningResult,
     devices_here,
     is_measured_on,
     tune,
 )
-from kernel_api.tuning._bench import BenchError
+from kernel_api.tuning._choice import Candidates, Choice
 from kernel_api.tuning._environment import Environment
 from kernel_api.tuning._kernel import KernelIdentity
 from kernel_api.tuning._measurement import Measurement
@@ -129,9 +128,11 @@ def _message(args: Arguments, choice: Choice) -> dict[str, Any]:
     kind = args.device.type
     if kind == "meta":
         kind = "cuda" if choice.cc is not None else devices_here()[0].partition(":")[0]
+    kernels, default = choice.candidates(args, kind)
     return {
         "arguments": described(args),
-        "kernels": [kernel.metadata.to_dict() for kernel in choice.kernels(args, kind)],
+        "kernels": [kernel.metadata.to_dict() for kernel in kernels],
+        "default": default.metadata.to_dict(),
         "device": kind,
         "policy": choice.policy_on(kind).to_dict(),
         "budget_s": choice.budget_s,
@@ -141,7 +142,13 @@ def _message(args: Arguments, choice: Choice) -> dict[str, Any]:
 
 def tune_there(message: str) -> str:
     """In whatever process the executor chose: tune, and give the rows."""
-    found: dict[str, Any] = {"environment": None, "rows": [], "known": 0, "error": None}
+    found: dict[str, Any] = {
+        "environment": None,
+        "rows": [],
+        "default": None,
+        "measured": 0,
+        "error": None,
+    }
     try:
         with _free_device(json.loads(message)["device"]) as device:
             _tune_on(device, json.loads(message), found)
@@ -152,26 +159,35 @@ def tune_there(message: str) -> str:
 
 def _tune_on(device: str, message: dict[str, Any], found: dict[str, Any]) -> None:
     """Fills in what was found; raises KernelApiError."""
+    kernels = [KernelMetadata.from_dict(one).rebuild() for one in message["kernels"]]
+    default = KernelMetadata.from_dict(message["default"]).rebuild()
     task = Task.made(
         message["arguments"],
-        [KernelMetadata.from_dict(one).rebuild() for one in message["kernels"]],
+        Candidates(kernels, default),
         device,
         Policy.from_dict(message["policy"]),
         message["budget_s"],
         message["timeout_s"],
     )
     found["environment"] = task.environment.to_dict()
-    found["known"] = len(task.known)
     builder = Builder([task], None)
     rows: tuple[Measurement, ...] = ()
     try:
-        rows = tune(task, builder).rows
+        result = tune(task, builder)
+        rows, found["measured"] = result.rows, result.measured
+        if result.default is not None:
+            found["default"] = _row(result.default)
     except NoKernelError as error:
         rows = error.rows
         raise
     finally:
         builder.close()
-        found["rows"] = [{"kernel": row.kernel.to_dict(), "result": row.result()} for row in rows]
+        found["rows"] = list(map(_row, rows))
+
+
+def _row(one: Measurement) -> dict[str, Any]:
+    """Without problem and environment, which all rows have in common."""
+    return {"kernel": one.kernel.to_dict(), "result": one.result()}
 
 
 def _kinds_here() -> set[str]:
@@ -240,20 +256,22 @@ def _result(answer: dict[str, Any], args: Arguments, choice: Choice) -> Any:
     if not answer["rows"]:
         return BenchError(answer["error"])
     problem, environment = Problem.of(args), Environment.from_dict(answer["environment"])
-    rows = tuple(
-        Measurement.of(
-            KernelIdentity.from_dict(one["kernel"]), problem, environment.digest, one["result"]
-        )
-        for one in answer["rows"]
-    )
-    for row in rows:
-        _keep(Row(environment, row))
+
+    def measurement(one: dict[str, Any]) -> Measurement:
+        kernel = KernelIdentity.from_dict(one["kernel"])
+        return Measurement.of(kernel, problem, environment.digest, one["result"])
+
+    rows = tuple(map(measurement, answer["rows"]))
+    default = None if answer["default"] is None else measurement(answer["default"])
+    for row in (*rows, default):
+        if row is not None:
+            _keep(Row(environment, row))
     _lookup.changed()
     if answer["error"] is not None:
         report = explain(args, choice.metadata_filter, choice.cc, choice.providers)
         return NoKernelError(report, answer["error"], rows)
-    new = len(rows) - int(answer["known"])
-    return TuningResult(rows[0].kernel.rebuild(), rows, problem, environment, new)
+    kernel, measured = rows[0].kernel.rebuild(), int(answer["measured"])
+    return TuningResult(kernel, rows, problem, environment, measured, default)
 
 
 def _keep(row: Row) -> None:

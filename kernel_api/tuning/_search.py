@@ -2,8 +2,8 @@
 
 Every heat times its field in turn, round by round, and the better half goes on, until a few
 finalists are left; they are timed in as many rounds as the policy says, and as many again if the
-first two are too close. A candidate keeps the times of its last heat. The first of the order,
-which is chosen without tuning, and the first of every other provider always come to the final.
+first two are too close. A candidate keeps the times of its last heat. What is chosen without
+tuning and the first of every provider always come to the final.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kernel_api import _log
 from kernel_api.errors import KernelApiError
 from kernel_api.kernel import Kernel
 from kernel_api.tuning._bench import Bench
+from kernel_api.tuning._choice import Candidates
 from kernel_api.tuning._measurement import Status
 from kernel_api.tuning._worker import Outcome
 
@@ -51,6 +52,7 @@ class Candidate:
     Attributes:
         index: Its place in the order of the performance model.
         is_seeded: Whether it comes to the final however slow it is.
+        is_default: Whether it is what is chosen without tuning, which is always begun.
         measured_us: Microseconds per launch of every round of its last heat.
         times_us: The same without what the whole field has in common from round to round, which
             are clocks that change.
@@ -59,6 +61,7 @@ class Candidate:
     index: int
     kernel: Kernel
     is_seeded: bool = False
+    is_default: bool = False
     status: Status = Status.PASSED
     message: str = ""
     error_ratio: float | None = None
@@ -84,14 +87,17 @@ def search(
     ready: Callable[[Candidate], KernelApiError | None],
     budget_s: float | None = None,
     least_us: float = 0.0,
+    recheck: bool = True,
     done: Callable[[Candidate], Any],
 ) -> None:
     """Check and time candidates.
 
     Args:
         ready: Waits until a candidate is compiled; the error if it cannot be.
-        budget_s: Seconds after which no more candidates are begun; the first always is.
+        budget_s: Seconds after which no more candidates are begun; the first always is, and the
+            default.
         least_us: What is faster than the hardware can be is timed again.
+        recheck: Whether a winner that is faster than it should be is timed again, alone.
         done: Is called with each candidate when all is known of it.
 
     Raises BenchError.
@@ -100,9 +106,9 @@ def search(
     until = math.inf if budget_s is None else time.monotonic() + budget_s
     bench.open()  # while the first candidate is still compiled
     for one in candidates:
-        if field and time.monotonic() > until:
-            logger.info("no time is left for %s and those after it", one.kernel)
-            break
+        if field and not one.is_default and time.monotonic() > until:
+            logger.info("no time is left for %s", one.kernel)
+            continue
         _check(bench, one, ready(one))
         if one.status is Status.PASSED:
             field.append(one)
@@ -110,7 +116,8 @@ def search(
             done(one)
     heats = _Heats(bench, rounds, done)
     heats.run(field)
-    heats.suspect(least_us)
+    if recheck:
+        heats.suspect(least_us)
     heats.finish()
 
 
@@ -258,10 +265,10 @@ def _batch_seconds(one: Candidate) -> float:
     return _BATCH_SECONDS + 1e-6 * known
 
 
-def seeded(kernels: Sequence[Kernel]) -> Iterator[Candidate]:
-    """Candidates in their order; the first, and the first of every provider, are seeded."""
+def seeded(candidates: Candidates) -> Iterator[Candidate]:
+    """In their order; the default, and the first of every provider, are seeded."""
     met: set[str] = set()
-    for index, kernel in enumerate(kernels):
-        provider = type(kernel).provider_name()
-        yield Candidate(index, kernel, is_seeded=provider not in met)
+    for index, kernel in enumerate(candidates.with_default):
+        provider, is_default = type(kernel).provider_name(), kernel == candidates.default
+        yield Candidate(index, kernel, is_default or provider not in met, is_default)
         met.add(provider)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kernel_api.arguments import Arguments
 from kernel_api.errors import KernelApiError
 from kernel_api.parallel import progress_bar
-from kernel_api.tuning._autotune import Builder, Choice, Task, TuningResult, devices_here, tune
+from kernel_api.tuning._autotune import Builder, Task, TuningResult, devices_here, tune
+from kernel_api.tuning._choice import Choice
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -45,7 +46,7 @@ def run_here(problems: Sequence[Arguments], choice: Choice, progress: bool) -> l
         name = "" if is_free else task.device
         waiting.setdefault(name, queue.SimpleQueue()).put(index)
     builder = Builder(list(tasks.values()), choice.cc)
-    total = sum(len(task.kernels) for task in tasks.values())
+    total = sum(len(task.candidates.with_default) for task in tasks.values())
     try:
         with progress_bar("measuring", total, shown=progress) as advance:
             _run(waiting, anywhere, tasks, builder, advance, results)

@@ -1,7 +1,8 @@
 """GEMM kernels in the order of NVIDIA's nvMatmulHeuristics: a second opinion on our own candidates.
 
     pip install 'kernel-api[heuristics]'
-    kernels = heuristics.ranked(ka.get_kernels(args), args)
+    kernels = ka.tuning.heuristics.ranked(ka.get_kernels(args), args)
+    ka.autotune(args, order=ka.tuning.heuristics.ranked)  # kernel-api tune --order heuristics
 
 It neither makes kernels nor leaves any out, and nothing asks it by itself. The library can crash,
 so that it runs in a process of its own; its licence is proprietary.

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from kernel_api._score import among_whole_numbers
 from kernel_api.arguments.attention import AttentionArguments
-from kernel_api.dtypes import dtype
+from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue.graph import Graph, Node
 from kernel_api.operands import Operand
 from kernel_api.providers.reference.epilogue import _ELEMENTWISE, rounded
 from kernel_api.providers.reference.philox import philox
 
+_MOST = torch.iinfo(torch.int64).max
 #: Scores that are held at a time.
 _ELEMENTS = 1 << 24
 
@@ -268,13 +270,50 @@ def _evaluated(
     attention: Attention,
 ) -> Any:
     found: list[Any] = []
-    for node in graph.nodes:
+    for node, as_integers in zip(graph.nodes, among_whole_numbers(graph.nodes), strict=True):
         inputs = [found[i] for i in node.inputs]
-        if node.op in _ELEMENTWISE:
-            found.append(_ELEMENTWISE[node.op](*inputs))
-        else:
+        if node.op in ("floordiv", "remainder"):
+            divide = torch.floor_divide if node.op == "floordiv" else torch.remainder
+            found.append(divide(*_integers((inputs[0], node["divisor"]), attention)))
+        elif node.op not in _ELEMENTWISE:
             found.append(_leaf(node, inputs, score, indices, operands, attention))
-    return found[graph.outputs[0][1]]
+        elif as_integers:
+            found.append(_ELEMENTWISE[node.op](*_integers(inputs, attention)))
+        else:
+            found.append(_ELEMENTWISE[node.op](*(_real(one, attention) for one in inputs)))
+    return _real(found[graph.outputs[0][1]], attention)
+
+
+def _real(value: Any, attention: Attention) -> Any:
+    """Beside numbers that are not whole; a constant is a Python number."""
+    if not isinstance(value, torch.Tensor):
+        return _number(value, attention)
+    whole = not value.is_floating_point() and value.dtype is not torch.bool
+    return attention.converted(value) if whole else value
+
+
+def _integers(values: Sequence[Any], attention: Attention) -> list[Any]:
+    """Whole numbers in the widest type of theirs, and what is bool as it is."""
+    device = attention.args.device
+    tensors = [
+        value if isinstance(value, torch.Tensor) else _whole_constant(value, device)
+        for value in values
+    ]
+    types = [one.dtype for one in tensors if one.dtype is not torch.bool]
+    widest = torch.int64 if torch.int64 in types else torch.int32
+    return [one if one.dtype is torch.bool else one.to(widest) for one in tensors]
+
+
+def _whole_constant(value: float, device: Any) -> Any:
+    fits = torch.iinfo(torch.int32).min <= value <= torch.iinfo(torch.int32).max
+    return torch.tensor(int(value), dtype=torch.int32 if fits else torch.int64, device=device)
+
+
+def _whole(tensor: Any) -> Any:
+    """In the type that it is computed in: of 32 bits if they hold all of its own."""
+    signed = tensor.dtype.is_signed
+    narrow = tensor.dtype.itemsize < 4 or (tensor.dtype.itemsize == 4 and signed)
+    return tensor.to(torch.int32 if narrow else torch.int64)
 
 
 def _leaf(
@@ -288,22 +327,38 @@ def _leaf(
     if node.op == "score":
         return score
     if node.op == "index":
-        return indices[node["name"]].to(attention.wide)
+        return indices[node["name"]].to(torch.int32)
     if node.op == "constant":
-        return _number(float.fromhex(node["value"]), attention)
+        return float.fromhex(node["value"])
     if node.op == "cast":
-        return rounded(inputs[0], dtype(node["to"])).to(attention.wide)
-    if node.op in ("floordiv", "remainder"):
-        divide = torch.floor_divide if node.op == "floordiv" else torch.remainder
-        return divide(inputs[0], node["divisor"])
+        return _cast(inputs[0], dtype(node["to"]), attention)
     operand = operands[node["name"]]
     if not isinstance(operand, Operand):
-        return _number(operand, attention)
+        whole = node["type"] == "integer"
+        return torch.tensor(operand, device=attention.args.device) if whole else operand
     tensor = operand.tensor
     if node.op == "lookup":
         extents = zip(inputs, operand.shape, strict=True)
-        tensor = tensor[tuple(i.long().clamp(0, max(e - 1, 0)) for i, e in extents)]
-    return tensor if node["type"] == "bool" else attention.converted(tensor)
+        tensor = tensor[tuple(_index(i, extent, attention) for i, extent in extents)]
+    if node["type"] == "bool":
+        return tensor
+    return _whole(tensor) if node["type"] == "integer" else attention.converted(tensor)
+
+
+def _index(value: Any, extent: int, attention: Attention) -> Any:
+    """Within a mode; beyond an end, that end."""
+    (number,) = _integers((value,), attention)
+    return number.long().clamp(0, max(extent - 1, 0))
+
+
+def _cast(value: Any, to: DType, attention: Attention) -> Any:
+    if not to.is_integer:
+        return rounded(_real(value, attention), to).to(attention.wide)
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return _whole(rounded(value, to))
+    (value,) = _integers((value,), attention)
+    limits = torch.iinfo(to.torch)
+    return _whole(value.long().clamp(limits.min, min(limits.max, _MOST)).to(to.torch))
 
 
 def _number(value: float, attention: Attention) -> Any:

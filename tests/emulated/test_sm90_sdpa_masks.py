@@ -13,7 +13,16 @@ import pytest
 import torch
 from support.ptx.kernel import EmulatedKernel
 from support.sdpa import NAN, Draw
-from support.sdpa_cases import Case, Options, biased, functions, nothing, on_meta, sloped
+from support.sdpa_cases import (
+    Case,
+    Options,
+    biased,
+    functions,
+    nothing,
+    on_meta,
+    sloped,
+    whole_numbers,
+)
 
 import kernel_api as ka
 from kernel_api import masks
@@ -175,6 +184,12 @@ def test_blocks_that_a_table_hides_are_not_read(family):
         assert torch.equal(output.tensor, before)
 
 
+@pytest.mark.parametrize("family", [FORWARD, FEW])
+def test_whole_numbers_are_computed_as_such(family):
+    case = Case("", sizes=(1, 4, 2, 5, 70, 64, 64), options=whole_numbers)
+    check(case.arguments(), family)
+
+
 # Few queries -----------------------------------------------------------------------------
 
 
@@ -218,7 +233,7 @@ FEW_QUERIES = [
 ]
 
 
-@pytest.mark.parametrize("cluster", (1, 8))
 @chosen(FEW_QUERIES, 2)
-def test_few_queries_have_every_option(case, cluster):
-    check(case.arguments(), FEW, cluster=cluster)
+def test_few_queries_have_every_option(case):
+    for cluster in (1, 8) if EVERY else ((8,) if case.page_size else (1,)):
+        check(case.arguments(), FEW, cluster=cluster)

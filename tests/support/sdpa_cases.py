@@ -230,6 +230,27 @@ def functions(draw: Draw) -> dict[str, Any]:
     }
 
 
+def whole_numbers(draw: Draw) -> dict[str, Any]:
+    """That float32 does not hold, of 32 bits and of 64; some are made of them."""
+    most = max(draw.S_q, draw.S_kv)
+    marks = torch.arange(most, dtype=torch.int32) // 3 + 2**24
+    times = 3 * torch.arange(most) + 2**40
+
+    def seen(b: Any, h: Any, q: Any, kv: Any, marks: Any, times: Any, since: Any) -> Any:
+        own = marks[q] == epilogue.maximum(marks[kv], -marks[q] // 2)
+        later = epilogue.where(kv % 5 < 3, times[kv] + 1, times[kv]) // 2 > since // 2
+        return own | later & (abs(q - kv) != epilogue.cast(h, "int32"))
+
+    def changed(score: Any, b: Any, h: Any, q: Any, kv: Any, marks: Any) -> Any:
+        return score - (marks[q] - marks[kv]) / 8 + epilogue.minimum(kv, 2 * h)
+
+    return {
+        "mask": masks.MaskMod(seen, marks=marks, times=times, since=2**40 + 3 * most // 2),
+        "score_mod": changed,
+        "score_operands": {"marks": marks},
+    }
+
+
 def far_below(draw: Draw) -> dict[str, Any]:
     """Log-sum-exps are about -200."""
     return {"bias": torch.full((1, 1, 1, 1), -200.0)}

@@ -148,15 +148,7 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
             return None
         return tuple(self._inputs(index, thread, self._place(index, Place(half, column, lane))))
 
-    def fetch(self, thread: Thread, bundle: int) -> None:
-        for read in self._reads_of(bundle):
-            thread.request(*read)
-
-    def vectors(self, thread: Thread, bundle: int) -> list[tuple[Any, ...]]:
-        found = (thread.vector_of(*read) for read in self._reads_of(bundle))
-        return list(dict.fromkeys(vector for vector in found if vector is not None))
-
-    def _reads_of(self, bundle: int) -> list[tuple[Any, ...]]:
+    def reads(self, bundle: int) -> list[tuple[Any, ...]]:
         if bundle not in self._reads:
             self._reads[bundle] = list(self._operands_of(bundle))
         return self._reads[bundle]

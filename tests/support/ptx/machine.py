@@ -233,13 +233,13 @@ class Machine:
         fruitless, progress, expired_at = 0, -1, -1
         while True:
             self._advance_asynchronous()
-            ready = [warp for warp in self.warps if warp.ready()]
-            if ready:
+            warp = self._ready()
+            if warp is not None:
                 fruitless = 0 if self.progress != progress else fruitless + 1
                 progress = self.progress
                 if fruitless > _FRUITLESS + _FRUITLESS_OF_A_WARP * len(self.warps):
                     raise EmulationError(self._deadlock("the program is caught in a loop"))
-                self._turn(ready[int(self.random.integers(len(ready)))])
+                self._turn(warp)
             elif self.bulk.pending:
                 self.bulk.advance()
             elif self._over():
@@ -248,6 +248,13 @@ class Machine:
                 expired_at = self.progress
             else:
                 raise EmulationError(self._deadlock("deadlock"))
+
+    def _ready(self) -> Warp | None:
+        """One of the warps that can run, whichever; to ask all of them takes longer than to run."""
+        for number in self.random.permutation(len(self.warps)):
+            if self.warps[number].ready():
+                return self.warps[number]
+        return None
 
     def _over(self) -> bool:
         return all(block.over for block in self.blocks)

@@ -1,0 +1,58 @@
+"""What backward passes in eager mode share: gradients of gradients are refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernel_api.errors import GradientError
+
+_Gradients = tuple[Any, ...]
+
+
+def differentiable_once(name: str) -> Callable[[Callable[..., _Gradients]], Callable[..., Any]]:
+    """Decorates ``backward`` of a :class:`torch.autograd.Function`, which then takes the saved
+    tensors behind ``ctx``; among them has to be every input that may need a gradient.
+
+    What depends on the gradients of a pass with ``create_graph`` raises GradientError as soon as it
+    is differentiated, by any input. (torch's ``once_differentiable`` raises only where the engine
+    walks to all leaves and the loss was no sum; else the gradients count as constants.)
+
+    Args:
+        name: Of the function, for the message.
+    """
+
+    def decorated(backward: Callable[..., _Gradients]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def backward_once(ctx: Any, *upstream: Any) -> Any:
+            saved = ctx.saved_tensors  # once: checkpoints compute them anew for every look
+            with torch.no_grad():
+                gradients = backward(ctx, saved, *upstream)
+            if not torch.is_grad_enabled():
+                return gradients
+            return _Last.apply(name, gradients, *upstream, *saved)  # type: ignore[no-untyped-call]
+
+        return backward_once
+
+    return decorated
+
+
+class _Last(torch.autograd.Function):
+    """Gradients as they are, joined to what they were computed of."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, gradients: _Gradients, *sources: Any) -> _Gradients:
+        ctx.name = name
+        # Detached, they are no views of what backward made, which could not be changed in place.
+        return tuple([None if one is None else one.detach() for one in gradients])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise GradientError(
+            f"a gradient of {ctx.name} is differentiated again, which its kernels cannot do; "
+            f"compute it without create_graph or detach it, or use torch's own functions where "
+            f"second derivatives are needed"
+        )

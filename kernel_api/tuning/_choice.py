@@ -1,0 +1,137 @@
+"""What is asked of the tuner beside the problems, and the candidates that come of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kernel_api._filters import MetadataFilter, filtered
+from kernel_api.arguments import Arguments
+from kernel_api.discovery import ProviderChoice, explain, get_kernels
+from kernel_api.errors import ArgumentError, NoKernelError
+from kernel_api.kernel import Kernel
+from kernel_api.targets import CcLike
+from kernel_api.tuning._policy import Policy
+
+#: Puts candidates in the order in which they are begun; all of them.
+Order = Callable[[Sequence[Kernel], Arguments], Sequence[Kernel]]
+
+#: The oracle competes only where it is asked for, or alone.
+_ORACLE = "reference"
+
+
+class Candidates(NamedTuple):
+    """Kernels for one problem.
+
+    Attributes:
+        kernels: Those that compete, in their order.
+        default: What is chosen without tuning; the filter may have left it out.
+    """
+
+    kernels: Sequence[Kernel]
+    default: Kernel
+
+    @property
+    def with_default(self) -> list[Kernel]:
+        """All that are measured."""
+        left_out = () if self.default in self.kernels else (self.default,)
+        return [*self.kernels, *left_out]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is asked for beside the problems, see :func:`~kernel_api.tuning.autotune`.
+
+    Raises ArgumentError for what is none.
+    """
+
+    metadata_filter: MetadataFilter | None = None
+    cc: CcLike = None
+    providers: ProviderChoice | None = None
+    budget_s: float | None = None
+    max_candidates: int | None = None
+    timeout_s: float = 10.0
+    policy: Policy | None = None
+    order: Order | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget_s is not None:
+            _check_seconds("budget_s", self.budget_s)
+        _check_seconds("timeout_s", self.timeout_s)
+        if self.max_candidates is not None:
+            _check_count("max_candidates", self.max_candidates)
+        if not isinstance(self.policy, (Policy, type(None))):
+            raise ArgumentError(
+                f"policy is {self.policy!r}; expected a Policy: pass one such as "
+                f"Policy(launches='eager'), or leave it out"
+            )
+        if self.order is not None and not callable(self.order):
+            raise ArgumentError(
+                f"order is {self.order!r}; expected a function of kernels and arguments: pass one "
+                f"such as kernel_api.tuning.heuristics.ranked, or leave it out"
+            )
+
+    def policy_on(self, device: str) -> Policy:
+        return self.policy or Policy.usual(device)
+
+    def candidates(self, args: Arguments, device: str) -> Candidates:
+        """In the order of the performance model, or the one that is asked for.
+
+        Raises NoKernelError; ArgumentError if ``order`` gives others than it got.
+        """
+        kind = device.partition(":")[0]
+        found = get_kernels(args, cc=self.cc, providers=self.providers)
+        able = [kernel for kernel in found if kind in kernel.devices]
+        kept = self._without_oracle(filtered(able, self.metadata_filter))
+        if not kept:
+            raise NoKernelError(explain(args, self.metadata_filter, self.cc, self.providers))
+        default = self._without_oracle(able)[0]
+        return Candidates(_first(self._ordered(kept, args), self.max_candidates, default), default)
+
+    def _without_oracle(self, kernels: list[Kernel]) -> list[Kernel]:
+        if self.providers is not None:
+            return kernels
+        return [k for k in kernels if type(k).provider_name() != _ORACLE] or kernels
+
+    def _ordered(self, kernels: list[Kernel], args: Arguments) -> list[Kernel]:
+        if self.order is None:
+            return kernels
+        found = list(self.order(kernels, args))
+        if len(found) != len(kernels) or set(found) != set(kernels):
+            raise ArgumentError(
+                f"order gave {len(found)} kernels that are not the {len(kernels)} which it got; "
+                f"expected the same ones: leave out candidates by metadata_filter"
+            )
+        return found
+
+
+def _first(kernels: Sequence[Kernel], count: int | None, default: Kernel) -> list[Kernel]:
+    """The first so many, the first of every provider, and the default if it is among them.
+
+    Of kernels of one design, which ask different things of operands, the first comes before all
+    second ones.
+    """
+    if count is None or len(kernels) <= count:
+        return list(kernels)
+    designs = {(type(kernel), kernel.metadata.design): kernel for kernel in reversed(kernels)}
+    is_first = {id(kernel) for kernel in designs.values()}
+    ordered = sorted(kernels, key=lambda kernel: id(kernel) not in is_first)
+    wanted = {id(kernel) for kernel in (*ordered[:count], default)}
+    providers = {type(kernel).provider_name(): kernel for kernel in reversed(kernels)}
+    wanted |= {id(kernel) for kernel in providers.values()}
+    return [kernel for kernel in kernels if id(kernel) in wanted]
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ArgumentError(f"{name} is {value!r}; expected more than 0, and finite: pass seconds")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(
+            f"{name} is {value!r}; expected more than 0, a whole number: pass one, or None for all"
+        )
