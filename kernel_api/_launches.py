@@ -16,6 +16,7 @@ import functools
 import itertools
 import operator
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ is_traced = torch.compiler.is_dynamo_compiling
 TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _NUMBERS = frozenset((float, int))
 _VALUES = frozenset((str, bool, int, float, type(None)))
+
+_REFERENCE = "reference"
 
 _KEPT = 1024
 _LOW_BITS = MAX_ALIGNMENT - 1
@@ -236,7 +239,7 @@ def chosen(args: Arguments) -> tuple[Kernel, CompiledArtifact]:
     key = (provider._generation, _compile_cache._era, args.key)
     found = _chosen.get(key)
     if found is None:
-        kernel = _best(args)
+        kernel = best(args)
         found = kernel, kernel._artifact_to_run(args)
         with _lock:
             if len(_chosen) >= _KEPT:
@@ -245,17 +248,20 @@ def chosen(args: Arguments) -> tuple[Kernel, CompiledArtifact]:
     return found
 
 
-def _best(args: Arguments) -> Kernel:
-    """What was tuned; else the first of the performance model."""
+def best(args: Arguments) -> Kernel:
+    """What was tuned; else the first of the performance model. Raises NoKernelError."""
     from kernel_api.tuning import tuned
 
-    kernel = tuned(args)
-    if kernel is not None:
-        return kernel
-    kernels = get_kernels(args)
-    if not kernels:
+    kernel = tuned(args) or next(iter(get_kernels(args)), None)
+    if kernel is None:
         raise NoKernelError(explain(args))
-    return kernels[0]
+    if kernel.metadata.provider == _REFERENCE and args.device.type == "cuda":
+        warnings.warn(
+            f"the reference computes {args} in float64, which may take a thousand times as long as "
+            f"a kernel would: none takes the arguments, ka.explain(args) says why",
+            stacklevel=2,
+        )
+    return kernel
 
 
 # What is remembered ----------------------------------------------------------------------

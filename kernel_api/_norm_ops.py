@@ -12,9 +12,8 @@ from typing import Any
 
 from kernel_api import fusions
 from kernel_api.arguments.norm import NormArguments, default_rows_per_block
-from kernel_api.discovery import explain, get_kernels
 from kernel_api.dtypes import dtype
-from kernel_api.errors import ArgumentError, NoKernelError
+from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
 
 __all__ = [
@@ -161,15 +160,11 @@ def _one_call(
 
 
 def run(form: NormForm, complete: dict[str, Any]) -> None:
-    """What was tuned, else the first kernel of the performance model, on options with all
-    outputs."""
-    from kernel_api.tuning import tuned
+    """The best kernel on options with all outputs."""
+    from kernel_api._launches import best
 
     args = form.fusion(**complete)
-    kernel = tuned(args) or next(iter(get_kernels(args)), None)
-    if kernel is None:
-        raise NoKernelError(explain(args))
-    kernel.run(args)
+    best(args).run(args)
 
 
 def _is_traced(x: Any) -> bool:

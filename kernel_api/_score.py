@@ -49,12 +49,12 @@ from kernel_api.epilogue.shape import SCALAR
 from kernel_api.epilogue.tracing import RESULT, Parameters, _line_of, parameters_of, place_of
 from kernel_api.epilogue.value import (
     Input,
-    Line,
     Tracer,
     Value,
     _running,
     as_value,
     fail,
+    inside,
     numeric,
 )
 from kernel_api.errors import ArgumentError, EpilogueError
@@ -211,11 +211,14 @@ def among_whole_numbers(nodes: Sequence[Node]) -> list[bool]:
 class ScoreTracer(Tracer):
     """Collects the nodes of one call."""
 
-    def __init__(self, operands: Mapping[str, Operand | float], has_score: bool) -> None:
+    def __init__(
+        self, operands: Mapping[str, Operand | float], has_score: bool, place: str
+    ) -> None:
         form = "score_operands={'name': ...}" if has_score else "MaskMod(fn, name=...)"
         self.how_to_pass = f"pass it by the name of a parameter of fn, as in {form}"
         self.nodes: list[Node] = []
-        self.lines: list[Line] = []
+        self.lines: list[str] = []
+        self.outside: str | None = place
         self._index: dict[Node, int] = {}
         self._extents = {n: str(o.shape) for n, o in operands.items() if isinstance(o, Operand)}
         self.failure: EpilogueError | None = None
@@ -273,7 +276,7 @@ def _trace(
     _check_parameters(parameters, leading, operands, place)
     token = _running.set(None)
     try:
-        tracer = ScoreTracer(operands, has_score)
+        tracer = ScoreTracer(operands, has_score, place)
         _running.set(tracer)
         root = _root(tracer, _called(fn, leading, tracer, place), has_score, place)
     finally:
@@ -310,7 +313,8 @@ def _called(
 ) -> Any:
     values = [tracer.score if name == "score" else tracer.indices[name] for name in leading]
     try:
-        returned = fn(*values, **tracer.inputs)
+        with inside(tracer):
+            returned = fn(*values, **tracer.inputs)
     except EpilogueError:
         raise
     except Exception as error:

@@ -528,3 +528,29 @@ def test_an_epilogue_that_joined_nothing_has_no_graph():
     epilogue = ka.EpilogueArguments(lambda accum: accum)
     with pytest.raises(EpilogueError, match="has joined no arguments yet"):
         _ = epilogue.graph
+
+
+def _changed(D, b):
+    before = D
+    D += b
+    return before
+
+
+@pytest.mark.parametrize(
+    ("fn", "outputs", "text"),
+    [
+        (lambda a, b: b, {"b": torch.ones(8)}, "D does not depend on the accumulator"),
+        (_changed, {"b": torch.ones(8)}, "is used again under its old name"),
+        (lambda a, b: b, {"b": torch.ones(3)}, "does not broadcast"),
+        (lambda a: (a, a), {"other": torch.ones(4, 8, dtype=torch.int64)}, "other is int64"),
+    ],
+    ids=["an operand", "an old name", "a shape", "a type"],
+)
+def test_what_fn_returns_is_refused_where_fn_is_defined(fn, outputs, text):
+    epilogue = ka.EpilogueArguments(fn, **outputs)
+    with pytest.raises(EpilogueError, match=text) as error:
+        ka.GemmArguments(torch.ones(4, 6), torch.ones(6, 8), torch.empty(4, 8), epilogue=epilogue)
+    code = fn.__code__
+    assert str(error.value).startswith(
+        f"{code.co_filename}:{code.co_firstlineno} in {fn.__name__}: "
+    )

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import threading
+import warnings
 import weakref
 
 import numpy as np
@@ -13,6 +14,7 @@ from support.fusions import ACTIVATIONS, GLU, close, pairs
 from support.kernels import CpuGemm
 
 import kernel_api as ka
+from kernel_api import _launches
 from kernel_api.errors import ArgumentError, NoKernelError
 
 TENSOR = ka.ScaleMode.PER_TENSOR
@@ -295,3 +297,16 @@ def test_refusals_of_fusions_reach_the_caller():
         ka.ops.gemm_amax(A, B, prob=ROW)
     with pytest.raises(ArgumentError, match="C is a bool"):
         ka.ops.gemm_residual(A, B, C=True)
+
+
+def test_it_is_said_where_only_the_reference_takes_what_lies_on_a_gpu(monkeypatch):
+    A, B, out = gemm_tensors(4, 5, 6)
+    args = ka.GemmArguments(A, B, out)
+    (oracle,) = ka.get_kernels(args, providers=["reference"])
+    monkeypatch.setattr(_launches, "get_kernels", lambda args: [oracle])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _launches.best(args) is oracle
+    monkeypatch.setattr(ka.GemmArguments, "device", torch.device("cuda", 0))
+    with pytest.warns(UserWarning, match=r"the reference computes Gemm.* ka\.explain"):
+        assert _launches.best(args) is oracle

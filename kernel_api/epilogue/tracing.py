@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kernel_api.epilogue.graph import Graph, canonical
 from kernel_api.epilogue.shape import Problem
 from kernel_api.epilogue.structure import over_batches
-from kernel_api.epilogue.value import Input, Line, Tracer, Value, _running, numeric
+from kernel_api.epilogue.value import Input, Tracer, Value, _running, inside, numeric
 from kernel_api.errors import EpilogueError
 
 RESULT = "D"
@@ -48,7 +48,7 @@ class Trace(NamedTuple):
     """
 
     graph: Graph
-    lines: tuple[Line, ...]
+    lines: tuple[str, ...]
     place: str
 
     def check(self, problem: Problem, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -116,7 +116,7 @@ def trace(
     place = place_of(fn)
     token = _running.set(None)
     try:
-        tracer = Tracer(inputs, extents, str(problem))
+        tracer = Tracer(inputs, extents, str(problem), place)
         _running.set(tracer)
         returned = _called(fn, parameters, tracer, place)
         roots = _roots(tracer, returned, tuple(outputs), problem, place)
@@ -134,7 +134,8 @@ def _called(
     by_position = [given[n] for n in parameters.by_position if n in given]
     by_name = {n: v for n, v in given.items() if n not in parameters.by_position}
     try:
-        returned = fn(tracer.accumulator, *by_position, **by_name)
+        with inside(tracer):
+            returned = fn(tracer.accumulator, *by_position, **by_name)
     except EpilogueError:
         raise
     except Exception as error:

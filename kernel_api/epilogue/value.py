@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import numbers
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -42,27 +43,20 @@ class Input(NamedTuple):
     columns: int
 
 
-class Line(NamedTuple):
-    """A place in the user's code."""
-
-    file: str
-    number: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.number} in {self.function}"
-
-
 class Tracer:
     """Collects the nodes of one call of ``fn``; equal nodes are one."""
 
     #: How a tensor becomes an operand, for messages.
     how_to_pass = "pass it to EpilogueArguments by the name of a parameter of fn"
 
-    def __init__(self, inputs: Iterable[Input], extents: dict[str, str], problem: str) -> None:
+    def __init__(
+        self, inputs: Iterable[Input], extents: dict[str, str], problem: str, place: str
+    ) -> None:
         self.nodes: list[Node] = []
         #: The line that made each node first.
-        self.lines: list[Line] = []
+        self.lines: list[str] = []
+        #: Where fn is defined, which stands for what is done while it does not run.
+        self.outside: str | None = place
         self._index: dict[Node, int] = {}
         self._extents = extents
         self._problem = problem
@@ -82,7 +76,7 @@ class Tracer:
         if node not in self._index:
             self._index[node] = len(self.nodes)
             self.nodes.append(node)
-            self.lines.append(_line())
+            self.lines.append(self.outside or here())
         return self._index[node]
 
     def node(self, op: str, *inputs: Value, shape: Shape, **attributes: Any) -> Value:
@@ -380,9 +374,12 @@ for _names, _symbol, _instead in (
         setattr(Value, f"__{_name}__", _refused(_symbol, _instead))
 
 
-def _line() -> Line:
-    """The user's code that called us."""
-    frame = sys._getframe(2)
+def here() -> str:
+    """File, line and function of the user's code that called us."""
+    tracer = _running.get()
+    if tracer is not None and tracer.outside is not None:
+        return tracer.outside
+    frame = sys._getframe(1)
     while frame.f_back is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_OURS):
@@ -390,12 +387,17 @@ def _line() -> Line:
             if not library:
                 break
         frame = frame.f_back
-    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def here() -> str:
-    """File, line and function of the user's code that called us."""
-    return str(_line())
+@contextlib.contextmanager
+def inside(tracer: Tracer) -> Iterator[None]:
+    """While fn runs."""
+    place, tracer.outside = tracer.outside, None
+    try:
+        yield
+    finally:
+        tracer.outside = place
 
 
 def fail(text: str) -> NoReturn:
