@@ -13,6 +13,7 @@ from support import graph_documents
 from support.graph_documents import DEVICE, DOCUMENTS
 
 import kernel_api.graph as cudnn
+from kernel_api.graph._tensor import packed_strides
 from kernel_api.verification import compare
 
 GUIDE = Path(__file__).parents[1] / "docs" / "graph.md"
@@ -399,6 +400,29 @@ def test_the_code_of_the_guide_runs(capsys):
     as_is_compared(names["y"], torch_s(torch.float64), torch_s(x.dtype))
     exact, same = (a.double() @ b.double() for a, b in ((names["A"][0], names["B"]),) * 2)
     as_is_compared(names["out"], exact, same.half())
+
+
+@pytest.mark.parametrize("larger", [1, 8, 32])
+def test_the_block_of_the_guide_is_three_kernels_on_hopper(larger):
+    names = {}
+    exec(re.search(r"```python\n(.*?)with cudnn.Graph", GUIDE.read_text(), re.DOTALL)[1], names)
+    graph = cudnn.pygraph("", "bfloat16", "bfloat16", "float32", sm_version=90)
+
+    def like(name):
+        tensor = names[name]
+        dim = [larger * extent for extent in tensor.shape]
+        order = sorted(range(len(dim)), key=lambda mode: -tensor.stride(mode))
+        return graph.tensor(dim, packed_strides(dim, order), tensor.dtype, name=name)
+
+    x, gamma, w_up, w_down = map(like, ("x", "gamma", "w_up", "w_down"))
+    norm, _ = graph.rmsnorm(x, gamma, epsilon=1e-5)
+    gate, linear = graph.glu_pair(graph.matmul(norm, w_up))
+    hidden = graph.mul(graph.silu(gate), linear)
+    graph.add(graph.matmul(hidden, w_down), x).set_output(True)
+    graph.validate()
+    graph.create_execution_plans([cudnn.heur_mode.A])
+    kernels = [step.title.split("_bf16")[0] for step in graph.plans[0].steps]
+    assert kernels == ["sm80_rmsnorm", "sm90_gemm", "sm90_gemm"]
 
 
 def test_the_guide_names_what_there_is():

@@ -211,6 +211,82 @@ def test_tensors_that_are_not_as_described(change, words):
     assert untouched(pack)
 
 
+# What is written has memory of its own, whichever plan runs: some would be right without.
+
+
+@pytest.fixture(params=[A, cudnn.heur_mode.FALLBACK], ids=["fused", "torch"])
+def mode(request):
+    return request.param
+
+
+def gated(mode):
+    """hidden + relu(a · b), with relu(a · b) as an output as well; and what it is executed on."""
+    graph = new_graph()
+    a, b, hidden = (graph.tensor((8, 8), name=name) for name in ("a", "b", "hidden"))
+    act = graph.relu(graph.matmul(a, b), name="act").set_output(True).set_name("act")
+    graph.add(hidden, act).set_output(True).set_name("out")
+    graph.build([mode])
+    names = ("a", "b", "hidden", "act", "out")
+    return graph, {name: torch.randn(8, 8).half() for name in names}
+
+
+@pytest.mark.parametrize(
+    ("written", "other", "words"),
+    [
+        ("out", "hidden", r"out \(uid 5\), which .*hidden \(uid 2\), which it reads; give out mem"),
+        ("act", "a", r"act .* shares memory with a .*, which it reads; give act memory of its own"),
+        ("out", "act", r"act .* shares memory with out .*, which it writes, too"),
+    ],
+)
+def test_memory_that_is_shared(mode, written, other, words):
+    graph, pack = gated(mode)
+    graph.execute(pack)  # later executions are looked at as well
+    before = {name: tensor.clone() for name, tensor in pack.items()}
+    shared = pack[other].view(8, 8)
+    for _ in range(2):
+        with pytest.raises(VariantPackError, match=words):
+            graph.execute({**pack, written: shared})
+    for name, tensor in pack.items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_memory_that_is_shared_in_part_or_by_rows_side_by_side(mode):
+    graph, pack = gated(mode)
+    memory = torch.randn(3, 8, 8).half()
+    with pytest.raises(VariantPackError, match="shares memory"):
+        graph.execute({**pack, "b": memory[0], "out": memory.view(-1)[56:120].view(8, 8)})
+    graph.execute({**pack, "b": memory[0], "act": memory[1], "out": memory[2]})
+    expected = (pack["a"].float() @ memory[0].float()).relu() + pack["hidden"].float()
+    assert (memory[2].float() - expected).abs().max() < 2e-2
+
+
+def test_columns_of_one_matrix_share_no_memory(mode):
+    graph = new_graph()
+    x = graph.tensor((8, 16), (48, 1), name="x", data_type=FLOAT)
+    for name in ("y", "z"):
+        y = graph.relu(x, name=name).set_output(True).set_name(name)
+        y.set_stride((48, 1)).set_data_type(FLOAT)
+    graph.build([mode])
+    matrix = torch.randn(8, 48)
+    x, y, z = matrix.split(16, 1)
+    graph.execute({"x": x, "y": y, "z": z})
+    assert torch.equal(y, x.relu()) and torch.equal(z, x.relu())
+    with pytest.raises(VariantPackError, match=r"z .* shares memory with y|y .* with z"):
+        graph.execute({"x": x, "y": y, "z": matrix[:, 24:40]})
+
+
+def test_tensors_without_elements_share_no_memory(mode):
+    graph = new_graph()
+    x, none = graph.tensor((4, 4), name="x"), graph.tensor((0, 4), name="none")
+    graph.relu(x).set_output(True).set_name("y")
+    graph.relu(none).set_output(True).set_name("nothing")
+    graph.build([mode])
+    given = torch.randn(4, 4).half()
+    pack = {"x": given, "none": given[1:1], "y": torch.empty_like(given), "nothing": given[2:2]}
+    graph.execute(pack)
+    assert torch.equal(pack["y"], given.relu())
+
+
 def test_a_workspace_that_is_too_small():
     graph = new_graph()
     x = graph.tensor((64, 64))
@@ -266,6 +342,17 @@ def test_extents_that_are_overridden():
     graph.execute(pack)  # as it is described, too
     assert not untouched(pack)
     del a
+
+
+def test_a_reduction_whose_input_is_overridden_alone():
+    graph = new_graph()
+    x = graph.tensor((4, 8), name="x", data_type=FLOAT)
+    largest = graph.reduction(x, cudnn.reduction_mode.MAX).set_dim((4, 1)).set_stride((1, 1))
+    y = graph.sub(x, largest).set_output(True).set_name("y").set_data_type(FLOAT)
+    graph.build()
+    given, found = torch.randn(6, 5), torch.empty(6, 5)
+    graph.execute({x: given, y: found}, override_uids=[x.uid], override_shapes=[(6, 5)])
+    torch.testing.assert_close(found, given - given.amax(1, keepdim=True))
 
 
 # Serialised data -------------------------------------------------------------------------

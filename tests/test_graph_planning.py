@@ -282,6 +282,35 @@ def test_powers_by_numbers_are_part_of_a_kernel(exponent):
     assert compare(out, exact, same, factor=3.0)
 
 
+@pytest.mark.parametrize("tables", [1, 2])
+def test_pages_are_for_a_kernel_where_keys_and_values_have_one_table(tables):
+    graph = hopper()
+    q, k, v = graph.tensor((4, 8, 1, 64)), *(graph.tensor((64, 2, 16, 64)) for _ in range(2))
+    table = [graph.tensor((4, 1, 8, 1), data_type="int32") for _ in range(tables)]
+    lengths = [graph.tensor((4, 1, 1, 1), data_type="int32") for _ in range(2)]
+    graph.sdpa(
+        q, k, v, use_padding_mask=True, seq_len_q=lengths[0], seq_len_kv=lengths[1],
+        paged_attention_k_table=table[0], paged_attention_v_table=table[-1],
+    )[0].set_output(True)  # fmt: skip
+    plan = planned(graph)
+    (title,) = launches(plan)
+    assert title.startswith("sm90_sdpa_forward") if tables == 1 else title == "torch: sdpa"
+    assert ("tables of pages that are not the same tensor" in str(plan)) == (tables == 2)
+
+
+def test_a_mask_of_ones_own_is_for_attention_that_is_written_out():
+    graph = hopper()
+    q, k, v = (graph.tensor((2, 4, 256, 64)) for _ in range(3))
+    mask = graph.tensor((2, 4, 256, 256))
+    with pytest.raises(cudnn.GraphError, match="mul of the softmax and the mask, in front of the"):
+        graph.sdpa(q, k, v, dropout=(mask, 2.0))
+    scores = graph.matmul(q, graph.transpose(k, [0, 1, 3, 2]))
+    e = graph.exp(graph.sub(scores, graph.reduction(scores, "MAX", axis=-1)))
+    p = graph.div(e, graph.reduction(e, "ADD", axis=-1))
+    graph.matmul(graph.mul(p, mask), v).set_output(True)
+    assert [title.split("_bf16")[0] for title in launches(planned(graph))] == ["sm90_gemm"] * 2
+
+
 def test_the_powers_that_are_planned_are_those_of_epilogues():
     from kernel_api.errors import EpilogueError
     from kernel_api.graph._operations.pointwise import POINTWISE, POWERS

@@ -533,6 +533,68 @@ def test_other_extents_that_do_not_fit_are_an_error():
         graph(torch.randn(3, 7, 16), torch.randn(16, 9))
 
 
+@pytest.mark.parametrize("mode", [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+def test_other_extents_of_a_reduction_are_reduced_where_set_dim_said(mode):
+    x = torch.randn(4, 8, 3)
+    with cudnn.Graph(is_dynamic_shape_enabled=True, heuristics=[mode]) as graph:
+        largest = graph.reduction(x, cudnn.reduction_mode.MAX)
+        largest.set_dim([4, 1, 1]).set_stride([1, 1, 1])
+        shifted = graph.sub(x, largest)
+        sums = graph.reduction(shifted, cudnn.reduction_mode.ADD).set_dim([1, 8, 3])
+        sums.set_stride([24, 1, 8]).set_output(True)
+        shifted.set_output(True)
+    for shape in ((4, 8, 3), (6, 5, 7), (1, 1, 1), (4, 8, 2)):
+        x = torch.randn(shape)
+        exact = x - x.amax((1, 2), keepdim=True)
+        shifted, sums = graph(x)
+        torch.testing.assert_close(shifted, exact)
+        torch.testing.assert_close(sums, exact.sum(0, keepdim=True))
+        assert sums.stride()[1:] == (1, shape[1])
+
+
+def column_sums(**options):
+    """Sums over rows of one column, so that it is not said whether columns are reduced."""
+    x = torch.randn(5, 1)
+    with cudnn.Graph(is_dynamic_shape_enabled=True) as graph:
+        sums = graph.reduction(x, cudnn.reduction_mode.ADD, name="sums", **options)
+        (sums if options else sums.set_dim([1, 1])).set_output(True)
+    return graph
+
+
+def test_other_extents_where_set_dim_did_not_say_what_is_reduced():
+    graph = column_sums()
+    torch.testing.assert_close(graph(torch.ones(7, 1)), torch.full((1, 1), 7.0))
+    with pytest.raises(cudnn.GraphError, match=r"has dim \[7, 3\], .* mode 1 .*give axis= to"):
+        graph(torch.ones(7, 3))
+    torch.testing.assert_close(column_sums(axis=0)(torch.ones(7, 3)), torch.full((1, 3), 7.0))
+    for given, expected in ((torch.empty(1, 3), 7.0), (torch.empty(1, 1), 21.0)):
+        graph({"sums::input": torch.ones(7, 3), "sums::Y": given})
+        torch.testing.assert_close(given, torch.full_like(given, expected))
+
+
+def test_other_extents_beside_what_was_set_and_does_not_follow():
+    x, w = torch.randn(5, 6), torch.randn(24)
+    with cudnn.Graph(is_dynamic_shape_enabled=True) as graph:
+        weight = graph.reshape(w, name="weight").set_dim([6, 4])
+        graph.matmul(x, weight).set_output(True)
+    x = torch.randn(9, 6)
+    torch.testing.assert_close(graph(w, x), x @ w.view(6, 4))
+    with pytest.raises(cudnn.GraphError, match=r"as many elements, 30 .*weight::Y does not follow"):
+        graph(torch.randn(30), x)
+
+
+def test_other_extents_of_gradients_of_groups_are_not_taken_for_one_group():
+    image, loss = torch.randn(2, 4, 5, 5), torch.randn(2, 6, 3, 3)
+    with cudnn.Graph(is_dynamic_shape_enabled=True) as graph:
+        dw = graph.conv_wgrad(image, loss).set_dim([6, 2, 3, 3]).set_output(True)
+        dx = graph.conv_dgrad(loss, torch.randn(6, 2, 3, 3), name="dx").set_dim([2, 4, 5, 5])
+        dx.set_output(True)
+    dw, dx = graph(image, loss, torch.randn(6, 2, 3, 3))
+    assert (dw.shape, dx.shape) == ((6, 2, 3, 3), (2, 4, 5, 5))
+    with pytest.raises(cudnn.GraphError, match=r"\[3, 6, 3, 3\] .*dx::DX .*override_shapes has to"):
+        graph(torch.randn(3, 4, 5, 5), torch.randn(3, 6, 3, 3), torch.randn(6, 2, 3, 3))
+
+
 def test_it_is_tuned_with_the_forms_of_a_call():
     graph = product()
     for times in (graph.autotune(X, W, B), graph.autotune({X: X, W: W, B: B})):

@@ -172,18 +172,21 @@ class Calls:
     # Other extents -----------------------------------------------------------------------
 
     def _other_extents(self, pack: dict[Any, Any]) -> _Extents | None:
-        """What is not as in the graph; None if nothing."""
-        changed = []
+        """What is not as in the graph, with the outputs that are given, whose extents may say what
+        is computed; None if everything is."""
+        named, is_other = [], False
         for tensor, value in pack.items():
             if tensor.is_pass_by_value or not is_data(value):
                 continue
             if not hasattr(value, "stride"):
                 pack[tensor] = value = Operand(value, str(tensor)).tensor
-            if value.shape != tensor.dim or value.stride() != tensor.stride:
-                changed.append((tensor.uid, tuple(value.shape), tuple(value.stride())))
-        if not changed:
+            differs = value.shape != tensor.dim or value.stride() != tensor.stride
+            if differs or not tensor.is_input:
+                named.append((tensor.uid, tuple(value.shape), tuple(value.stride())))
+            is_other = is_other or differs
+        if not is_other:
             return None
-        key, base = tuple(changed), self._graph._execution
+        key, base = tuple(named), self._graph._execution
         found = self._extents.get(key)
         if found is None or found.base is not base:
             found = self._extents_of(base, key)
@@ -192,8 +195,8 @@ class Calls:
             self._extents[key] = found
         return found
 
-    def _extents_of(self, base: Any, changed: tuple[Any, ...]) -> _Extents:
-        uids, shapes, strides = zip(*changed, strict=True)
+    def _extents_of(self, base: Any, named: tuple[Any, ...]) -> _Extents:
+        uids, shapes, strides = zip(*named, strict=True)
         inferred = base.overridden(uids, shapes, strides)._graph
         place = {id(tensor): i for i, tensor in enumerate(self._graph.tensors)}
         like = [inferred.tensors[place[id(tensor)]] for tensor in self.outputs]

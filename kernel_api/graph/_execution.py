@@ -8,23 +8,24 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kernel_api.errors import DeviceError, GraphError, VariantPackError, WorkspaceError
+from kernel_api.errors import GraphError, VariantPackError, WorkspaceError
 from kernel_api.graph._enums import element_type
 from kernel_api.graph._handle import Handle
 from kernel_api.graph._likeness import Likeness, likeness
 from kernel_api.graph._planning.frame import Layout
 from kernel_api.graph._planning.plan import Plan, size_of
 from kernel_api.graph._planning.steps import KernelStep, TorchStep, ViewStep, origin_of
+from kernel_api.graph._slots import NOWHERE, Slot, at_address, check_apart, shown
 from kernel_api.graph._tensor import Tensor
 
 #: What kernels may ask of addresses; other addresses get a program of their own.
 _LOW_BITS = 15
 
-#: Index of a device that no tensor is on.
-_NOWHERE = -2
-
 #: Sets of keys of variant packs that are remembered, each in its order.
 _MOST_READERS = 64
+
+#: Sets of addresses that are remembered: whether memory is shared is asked of new ones only.
+_MOST_PLACES = 256
 
 #: So often an execution compares with other tensors than before; where they are never alike, it
 #: looks at them one by one.
@@ -88,22 +89,6 @@ class KeptView:
 _NO_VIEW: tuple[Callable[[], Any], int, Any] = (lambda: None, 0, None)
 
 
-class Slot(NamedTuple):
-    """What the caller has to give.
-
-    Attributes:
-        element, device: Of torch.
-        place: Index of the GPU, -1 for the CPU, as tensors give it; for numbers, another one.
-    """
-
-    tensor: Tensor
-    element: Any
-    device: Any
-    place: int
-    dim: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
 class Execution:
     """One plan of a graph with its tensors in order. Safe to be used by several threads."""
 
@@ -124,6 +109,11 @@ class Execution:
         self._checks = [
             (number, s.dim, s.stride, s.element, s.place) for number, s in enumerate(self._slots)
         ]
+        self._in_memory = [n for n, s in enumerate(self._slots) if s.place != NOWHERE]
+        # Of the class: faster than that of each.
+        self._address_of = torch.Tensor.data_ptr
+        self._has_numbers = len(self._in_memory) < len(self._slots)
+        self._misaligned: dict[tuple[int, ...], int] = {}
         self._alike: Likeness | None = None
         self._likenesses = 0
         self._readers: dict[tuple[Any, ...], _Reader] = {}
@@ -147,8 +137,9 @@ class Execution:
         element = element_type(tensor.data_type).torch
         place = self.device.index if self.device.type == "cuda" else -1
         if tensor.is_pass_by_value:
-            place = _NOWHERE
-        return Slot(tensor, element, self.device, place, tensor.dim, tensor.stride)
+            place = NOWHERE
+        size = size_of(tensor) if tensor.ragged_offset is None else element.itemsize
+        return Slot(tensor, element, self.device, place, tensor.dim, tensor.stride, size)
 
     # One execution -----------------------------------------------------------------------
 
@@ -188,18 +179,16 @@ class Execution:
         if read is None:
             read = self._reader_for(tuple(pack))
         slots, alike = [*read(pack)], self._alike
-        if alike is not None and alike(*slots):
-            joined = 0
-            for value in slots:
-                joined |= value.data_ptr()
-        else:
-            joined = self._looked_at(slots)
-        return slots, self._misaligned(slots) if joined & _LOW_BITS else 0
+        if alike is None or not alike(*slots):
+            self._look_at(slots)
+        tensors = [slots[n] for n in self._in_memory] if self._has_numbers else slots
+        addresses = (*map(self._address_of, tensors),)
+        misaligned = self._misaligned.get(addresses)
+        return slots, self._placed(slots, addresses) if misaligned is None else misaligned
 
-    def _looked_at(self, slots: list[Any]) -> int:
-        """Checks what was given, one by one; what is fitting in another form is replaced. Returns
-        the bits that are set in any of the addresses."""
-        joined, plain, fitted = 0, self._plain, False
+    def _look_at(self, slots: list[Any]) -> None:
+        """Checks what was given, one by one; what is fitting in another form is replaced."""
+        plain, fitted = self._plain, False
         for number, dim, stride, element, place in self._checks:
             value = slots[number]
             if (
@@ -210,21 +199,21 @@ class Execution:
                 or value.get_device() != place
                 or (place < 0 and not value.is_cpu)
             ):
-                value = slots[number] = self._fitted(value, self._slots[number])
+                slots[number] = self._fitted(value, self._slots[number])
                 fitted = True
-                if place == _NOWHERE:
-                    continue
-            joined |= value.data_ptr()
         if not fitted:
             self._likenesses += 1
             self._alike = likeness(slots) if self._likenesses <= _MOST_LIKENESSES else None
-        return joined
 
-    def _misaligned(self, slots: list[Any]) -> int:
-        bits = 0
-        for number, _, _, _, place in self._checks:
-            if place != _NOWHERE and slots[number].data_ptr() & _LOW_BITS:
-                bits |= 1 << number
+    def _placed(self, slots: list[Any], addresses: tuple[int, ...]) -> int:
+        """A bit for each tensor that starts at no multiple of 16 bytes; raises VariantPackError
+        where memory is shared that is written."""
+        placed = dict(zip(self._in_memory, addresses, strict=True))
+        check_apart(self._slots, placed, slots)
+        bits = sum(1 << number for number, start in placed.items() if start & _LOW_BITS)
+        if len(self._misaligned) >= _MOST_PLACES:
+            self._misaligned.clear()
+        self._misaligned[addresses] = bits
         return bits
 
     def _reader_for(self, keys: tuple[Any, ...]) -> _Reader:
@@ -252,7 +241,7 @@ class Execution:
     def _refuse_key(self, key: Any) -> None:
         if key in self._unread:
             return
-        known = [f"{s.tensor} (uid {s.tensor.uid})" for s in self._slots]
+        known = [str(slot) for slot in self._slots]
         if isinstance(key, Tensor):
             own = any(key is tensor for tensor in self._graph.tensors)
             what = f"{key}, a virtual tensor" if own else f"{key}, a tensor of another graph"
@@ -277,7 +266,7 @@ class Execution:
                 )
             return value
         if isinstance(value, int) and not isinstance(value, bool):
-            return _at_address(value, slot)
+            return at_address(value, slot)
         import torch
 
         if not isinstance(value, torch.Tensor):
@@ -290,15 +279,14 @@ class Execution:
         found = (tuple(value.shape), value.dtype, value.device)
         if found != (slot.dim, slot.element, slot.device):
             raise VariantPackError(
-                f"{tensor} (uid {tensor.uid}) is {_shown(*found)}; the graph says "
-                f"{_shown(slot.dim, slot.element, slot.device)}. Other extents can be given by "
+                f"{slot} is {shown(*found)}; the graph says "
+                f"{shown(slot.dim, slot.element, slot.device)}. Other extents can be given by "
                 f"override_uids, override_shapes and override_strides"
             )
         strides = zip(slot.dim, value.stride(), slot.stride, strict=True)
         if 0 not in slot.dim and any(n != 1 and own != said for n, own, said in strides):
             raise VariantPackError(
-                f"{tensor} (uid {tensor.uid}) has stride {list(value.stride())}; the graph says "
-                f"{list(slot.stride)}"
+                f"{slot} has stride {list(value.stride())}; the graph says {list(slot.stride)}"
             )
         return value.detach().as_strided(slot.dim, slot.stride, value.storage_offset())
 
@@ -539,32 +527,3 @@ def _reader_of(keys: Sequence[Any]) -> _Reader:
     if len(keys) > 1:
         return operator.itemgetter(*keys)
     return lambda values: [values[key] for key in keys]
-
-
-def _at_address(address: int, slot: Slot) -> Any:
-    """Memory that the caller gives by its address, as a torch tensor."""
-    import torch
-
-    size = size_of(slot.tensor)
-    if not address or not size:
-        return torch.empty(slot.dim, dtype=slot.element, device=slot.device)
-
-    class Memory:
-        def __init__(self) -> None:
-            field = "__cuda_array_interface__" if slot.device.type == "cuda" else None
-            described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
-            setattr(self, field or "__array_interface__", described)
-
-    if slot.device.type == "cuda":
-        memory = torch.as_tensor(Memory(), device=slot.device)
-    elif slot.device.type == "cpu":
-        import numpy
-
-        memory = torch.from_numpy(numpy.asarray(Memory()))
-    else:
-        raise DeviceError(f"an address was given for {slot.tensor}, which is on {slot.device}")
-    return memory.view(slot.element).as_strided(slot.dim, slot.stride)
-
-
-def _shown(dim: Any, element: Any, device: Any) -> str:
-    return f"{str(element).removeprefix('torch.')}{list(dim)} on {device}"

@@ -6,7 +6,13 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kernel_api.errors import GraphError, GraphStateError, SerializedGraphError
+from kernel_api.errors import (
+    DeviceError,
+    GraphError,
+    GraphNotSupportedError,
+    GraphStateError,
+    SerializedGraphError,
+)
 from kernel_api.graph._enums import (
     as_data_type,
     behavior_note,
@@ -346,7 +352,8 @@ class pygraph(Operations):
 
         Raises:
             GraphStateError: the graph is not built.
-            VariantPackError: a tensor is missing, unknown, or is not as the graph says.
+            VariantPackError: a tensor is missing, unknown, or is not as the graph says; or what is
+                written shares memory with another tensor.
             WorkspaceError: the workspace is too small or is no memory of the device.
         """
         execution = self._execution
@@ -414,18 +421,18 @@ class pygraph(Operations):
         return self
 
     def _restore(self, data: Any) -> None:
-        from kernel_api.graph._serialization import graph_from_dict, unpack
+        from kernel_api.graph._serialization import damaged, graph_from_dict, unpack
 
         content = unpack(data)
-        graph_from_dict(self, content.get("graph", {}))
+        graph_from_dict(self, content["graph"])
         try:
-            nodes = self._validated()
-        except SerializedGraphError:
+            nodes, device = self._validated(), self._planned_device()
+            plans = PlanList.restored(self, nodes, content["plan"], device)
+        except (SerializedGraphError, GraphNotSupportedError, DeviceError):
             raise
-        except GraphError as error:
-            raise SerializedGraphError(f"the serialised graph is damaged: {error}") from error
-        plan, device = content.get("plan", {}), self._planned_device()
-        self._plans = PlanList.restored(self, nodes, plan, device)
+        except Exception as error:  # it is no graph, whatever else it makes planning raise
+            raise damaged(error) from error
+        self._plans = plans
         self._plans.build(every=False)
         self._select()
 

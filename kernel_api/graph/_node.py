@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from kernel_api.errors import GraphError
 from kernel_api.graph._enums import data_type
+from kernel_api.graph._kinds import WHOLE, Kind
 from kernel_api.graph._tensor import Tensor, packed_strides
 
 #: What an operation is given: a tensor, several, or none.
@@ -21,15 +23,32 @@ class Operation:
     Attributes:
         name: As the method of the graph is called.
         result: Names of what it writes, in order: suffixes of default tensor names.
+        inputs: Names of what it reads.
+        optional: Those of ``result`` and of ``inputs`` that a node may lack.
+        numbers: Those of ``inputs`` that may be passed by value.
+        several: Those of ``inputs`` that are tuples of tensors.
+        attributes: Names of everything else, with the kinds of their values.
+        has_body: Whether a node may have a :class:`Body`.
+        keeps_types: Whether it moves elements alone, which then come as they are.
     """
 
     name: ClassVar[str] = ""
     result: ClassVar[tuple[str, ...]] = ()
+    inputs: ClassVar[tuple[str, ...]] = ()
+    optional: ClassVar[tuple[str, ...]] = ()
+    numbers: ClassVar[tuple[str, ...]] = ()
+    several: ClassVar[tuple[str, ...]] = ()
+    attributes: ClassVar[Mapping[str, Kind]] = {}
+    has_body: ClassVar[bool] = False
+    keeps_types: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if cls.name:
             _OPERATIONS[cls.name] = cls()
+
+    def check(self, node: Node) -> None:
+        """Raise GraphError where a node that has what is declared contradicts itself."""
 
     def infer(self, node: Node) -> None:
         """Give the outputs the dim, stride and data type that they do not have yet.
@@ -41,9 +60,13 @@ class Operation:
         """
         raise NotImplementedError
 
-    def needs_dim(self, node: Node) -> bool:
-        """Whether the extents of the outputs say what is computed, and cannot be inferred."""
-        return False
+    def free_dims(self, node: Node) -> bool:
+        """Let the extents of the outputs follow from those of the inputs, which are about to
+        change: where they say what is computed, attributes say it from now on.
+
+        Returns False where they cannot follow; then they stay.
+        """
+        return True
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs by name, computed by torch on any device.
@@ -51,7 +74,7 @@ class Operation:
         Args:
             given: For each input that is there, a torch tensor of its dim (a number for what is
                 passed by value, a tuple for several). Floating ones come in ``node.arithmetic``,
-                the type of the computation; others as they are.
+                the type of the computation, unless ``keeps_types``; others as they are.
 
         Results are converted to the data types of the outputs, and copied to their strides, by the
         caller.
@@ -104,6 +127,12 @@ class Node:
         self.compute = compute
         self.body = body
         self.outputs: dict[str, Tensor] = {}
+
+    def copy(self) -> Node:
+        """Another node of the same tensors, which may be changed."""
+        made = Node(self.op, self.name, self.inputs, self.attributes, self.compute, self.body)
+        made.outputs = dict(self.outputs)
+        return made
 
     @property
     def operation(self) -> Operation:
@@ -202,6 +231,22 @@ def settle(
         )
     if tensor.data_type is data_type.NOT_SET:
         tensor.data_type = element
+
+
+def check_single(node: Node, *names: str) -> None:
+    """Raise GraphError where an input that is a number has several elements."""
+    for name in names:
+        one = node.optional(name)
+        if one is not None and math.prod(one.dim) != 1:
+            raise GraphError(f"{node} has {name} of dim {list(one.dim)}; expected one number")
+
+
+def check_whole(node: Node, *names: str) -> None:
+    """Raise GraphError where an input that is known now is no whole number of 64 bits."""
+    for name in names:
+        one = node.optional(name)
+        if one is not None and one.value is not None and not WHOLE.holds(one.value):
+            raise GraphError(f"{node} has {name} = {one.value!r}; expected {WHOLE.what}")
 
 
 def broadcast_dim(node: Node, *dims: tuple[int, ...]) -> tuple[int, ...]:

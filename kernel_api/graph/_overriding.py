@@ -23,8 +23,8 @@ def overridden(
     """An execution of the plan's kernels for other extents.
 
     What is not named follows from the rest: results get what their operations give them, in the
-    order in memory that they have in the graph. A result whose extents decide what is computed, a
-    reduction's, must be named.
+    order in memory that they have in the graph. A reduction goes over the modes that it goes over
+    there. Results whose extents alone say what is computed keep them, unless they are named.
 
     Raises GraphError where the extents contradict each other.
     """
@@ -45,15 +45,22 @@ def overridden(
     for copy, tensor in zip(made.tensors, graph.tensors, strict=True):
         copy.device = tensor.device
     by_uid = {tensor.uid: tensor for tensor in made.tensors}
-    named: set[int] = set()
+    unknown = [uid for uid in uids if uid not in by_uid]
+    if unknown:
+        raise GraphError(f"override_uids has {unknown[0]}, which is no uid of the graph")
+    kept = _forget_results(made, {id(by_uid[uid]) for uid in uids})
     for index, uid in enumerate(uids):
-        if uid not in by_uid:
-            raise GraphError(f"override_uids has {uid}, which is no uid of the graph")
-        given = strides[index] if strides is not None else None
-        _override(by_uid[uid], shapes[index], given)
-        named.add(id(by_uid[uid]))
-    _forget_inferred(made, named)
-    made.validate()
+        _override(by_uid[uid], shapes[index], None if strides is None else strides[index])
+    try:
+        made.validate()
+    except GraphError as error:
+        if not kept:
+            raise
+        names = ", ".join(map(str, kept))
+        raise GraphError(
+            f"{error} (what was set of {names} does not follow from other extents; "
+            f"override_shapes has to say it)"
+        ) from error
     device = graph._planned_device()
     found = PlanList.of(made, made._validated(), [plan.mode], device)
     chosen = Plan(plan.mode, _same_kernels(found.plans[0].steps, plan.steps))
@@ -69,15 +76,19 @@ def _override(tensor: Tensor, dim: tuple[int, ...], stride: tuple[int, ...] | No
     tensor.stride = tuple(map(int, stride)) if stride else packed_strides(tensor.dim, order)
 
 
-def _forget_inferred(graph: Any, named: set[int]) -> None:
-    """Let the graph infer again what follows from the extents that were given."""
+def _forget_results(graph: Any, named: set[int]) -> list[Tensor]:
+    """Let the graph infer again what follows from other extents; returns what does not follow."""
+    kept: list[Tensor] = []
     for node in graph.nodes:
-        for tensor in node.writes:
-            if id(tensor) in named or node.operation.needs_dim(node):
-                continue
-            order = memory_order(tensor.dim, tensor.stride)
+        free = [tensor for tensor in node.writes if id(tensor) not in named]
+        if free and not node.operation.free_dims(node):
+            kept += free
+    stays = {id(tensor) for tensor in kept} | named
+    for tensor in (one for node in graph.nodes for one in node.writes):
+        if id(tensor) not in stays:
+            graph._orders[id(tensor)] = memory_order(tensor.dim, tensor.stride)
             tensor.dim, tensor.stride = (), ()
-            graph._orders[id(tensor)] = order
+    return kept
 
 
 def _same_kernels(steps: tuple[Step, ...], planned: tuple[Step, ...]) -> list[Step]:

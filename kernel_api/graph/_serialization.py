@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 from kernel_api.errors import GraphError, SerializedGraphError
 from kernel_api.graph._enums import data_type, tensor_reordering
+from kernel_api.graph._kinds import whole
 from kernel_api.graph._node import Body, Node, operation
 from kernel_api.graph._tensor import Tensor
 
@@ -250,12 +252,22 @@ def graph_from_dict(graph: Any, data: Mapping[str, Any]) -> None:
         made.read()
     except SerializedGraphError:
         raise
-    except (GraphError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        what = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-        raise SerializedGraphError(f"the serialised graph is damaged: {what}") from error
-    except RecursionError as error:
-        raise SerializedGraphError("the serialised graph is damaged: too deep") from error
+    except Exception as error:  # the data is at fault, whatever reading it raises
+        raise damaged(error) from error
     made.fill()
+
+
+def damaged(error: Exception) -> SerializedGraphError:
+    """What is raised for data of which something is made that raises this."""
+    if isinstance(error, RecursionError):
+        what = "too deep"
+    elif isinstance(error, KeyError):
+        what = f"there is no {error}"
+    elif isinstance(error, GraphError):
+        what = str(error)
+    else:
+        what = f"{type(error).__name__}: {error}"
+    return SerializedGraphError(f"the serialised graph is damaged: {what}")
 
 
 class _Reader:
@@ -306,15 +318,19 @@ class _Reader:
         )
         made.is_pass_by_value = _flag(data["is_pass_by_value"])
         made.reordering = _member(tensor_reordering, data["reordering"])
-        made.uid = None if data["uid"] is None else _whole(data["uid"], least=None)
+        made.uid = None if data["uid"] is None else _uid(data["uid"])
         made.value = _decoded(data["value"])
-        _expect(isinstance(made.value, (int, float, type(None))), "a number", made.value)
+        _expect(_is_number(made.value), "a number", data["value"])
+        is_passed = made.value is None or made.is_pass_by_value
+        _expect(is_passed, "is_pass_by_value of what has a value", made.is_pass_by_value)
         made.device = _device(self._graph, data["device"])
         return made
 
     def _node(self, data: Mapping[str, Any]) -> Node:
         op, name = _text(data["op"]), _text(data["name"])
         results = operation(op).result
+        # Those that only planning makes are none.
+        _expect(hasattr(self._graph, op), "an operation of graphs", op)
         body = data["body"]
         inputs = {
             _text(key): tuple(self._at(i, name) for i in given)
@@ -382,6 +398,20 @@ class _Reader:
         for node in _every(self._nodes):
             if node.body is not None:
                 in_order(node.body.nodes)
+                self._check_body(node, node.body)
+        own = {id(tensor) for tensor in self._tensors[: self._own]}
+        for node in self._nodes:
+            for tensor in (*node.reads, *node.writes):
+                # Behind the graph's own tensors, those of functions of nodes stand.
+                _expect(id(tensor) in own, f"{node} to use tensors of the graph", str(tensor))
+
+    def _check_body(self, node: Node, body: Body) -> None:
+        own = {id(tensor) for tensor in self._tensors[: self._own]}
+        inner = [body.argument, *(tensor for one in body.nodes for tensor in one.writes)]
+        for tensor in inner:
+            _expect(id(tensor) not in own, f"a function of {node} beside the graph", str(tensor))
+        producer = body.argument.producer
+        _expect(producer is None, f"{body.argument} to be given to {node}", str(producer))
 
 
 def _every(nodes: Iterable[Node]) -> Iterator[Node]:
@@ -413,9 +443,21 @@ def _member(kind: type[Enum], name: Any) -> Any:
     return kind[name]
 
 
-def _whole(value: Any, least: int | None = 0) -> int:
-    _expect(type(value) is int and (least is None or value >= least), "a whole number", value)
+def _whole(value: Any, least: int = 0) -> int:
+    _expect(whole(least).holds(value), "a whole number", value)
     return int(value)
+
+
+def _uid(value: Any) -> int:
+    _expect(type(value) is int, "a whole number", value)
+    return int(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is None, or a number that can be one of float64."""
+    if isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return value is None or isinstance(value, float)
 
 
 def _flag(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ from kernel_api.errors import ArgumentError, GraphError
 from kernel_api.graph._enums import data_type, element_type
 from kernel_api.graph._node import Node
 from kernel_api.graph._tensor import Tensor, memory_order, packed_strides
+from kernel_api.operands import Operand, self_overlapping
 
 _FLOATING = frozenset(
     (
@@ -22,6 +24,9 @@ _FLOATING = frozenset(
     )
 )
 
+
+#: More cannot be addressed, whatever their type.
+_MOST_ELEMENTS = 2**58
 
 #: Operations of matrices with the operands that are multiplied.
 _MULTIPLIED = {
@@ -51,6 +56,8 @@ def validate(graph: Any) -> list[Node]:
         if node.compute is data_type.NOT_SET:
             node.compute = graph.compute_data_type
         loose = [t for t in node.writes if t.is_virtual and not t.stride]
+        for one in (node,) if node.body is None else (*node.body.nodes, node):
+            _check_form(one)
         try:
             node.operation.infer(node)
         except GraphError:
@@ -64,6 +71,46 @@ def validate(graph: Any) -> list[Node]:
     _give_uids(graph.tensors)
     _check_names(graph.tensors)
     return nodes
+
+
+def _check_form(node: Node) -> None:
+    """Raise GraphError unless a node has what its operation declares, and nothing else."""
+    kind = node.operation
+    _check_names_of(node, "input", node.inputs, kind.inputs)
+    _check_names_of(node, "result", node.outputs, kind.result)
+    _check_names_of(node, "attribute", node.attributes, kind.attributes)
+    for name in (*kind.inputs, *kind.result):
+        if name not in kind.optional and name not in node.inputs and name not in node.outputs:
+            raise GraphError(f"{node} needs {name}, which is not given")
+    for name, values in kind.attributes.items():
+        if not values.holds(node[name]):
+            raise GraphError(f"{node} has {name} = {node[name]!r}; expected {values.what}")
+    for name, given in node.inputs.items():
+        _check_given(node, name, given)
+    if node.body is not None and not kind.has_body:
+        raise GraphError(f"{node} has a function; {node.op} takes none")
+    kind.check(node)
+
+
+def _check_names_of(node: Node, what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    strange = [name for name in given if name not in known]
+    if strange:
+        there = ", ".join(known) or "none"
+        raise GraphError(f"{node} has {what} {strange[0]!r}, which is none of {node.op}: {there}")
+
+
+def _check_given(node: Node, name: str, given: Tensor | tuple[Tensor, ...]) -> None:
+    """Raise GraphError where an input is several tensors, or a number, and may not be."""
+    kind = node.operation
+    if isinstance(given, tuple) != (name in kind.several):
+        expected = "several tensors" if name in kind.several else "one tensor"
+        raise GraphError(f"{node} has {name} {given!r}; expected {expected}")
+    for one in given if isinstance(given, tuple) else (given,):
+        if one.is_pass_by_value and name not in kind.numbers:
+            raise GraphError(
+                f"{node} has {one} as {name}, which is a number of the host's; expected a tensor "
+                f"in memory"
+            )
 
 
 def in_order(nodes: Iterable[Node]) -> list[Node]:
@@ -107,6 +154,10 @@ def _check_input(tensor: Tensor, default: data_type) -> None:
         )
     if not tensor.dim and not tensor.is_pass_by_value:
         raise GraphError(f"{tensor} has no dim; set_dim() gives it one")
+    if tensor.is_pass_by_value and math.prod(tensor.dim) != 1:
+        raise GraphError(
+            f"{tensor} is passed by value and has dim {list(tensor.dim)}; expected one element"
+        )
     if not tensor.stride:
         tensor.stride = packed_strides(tensor.dim)
     _check_layout(tensor)
@@ -125,6 +176,20 @@ def _complete(tensor: Tensor, node: Node, graph: Any, readers: dict[int, list[No
     if tensor.data_type is data_type.NOT_SET:
         raise GraphError(f"the data type of {tensor} cannot be inferred; set_data_type() gives it")
     _check_layout(tensor)
+    if not (tensor.is_virtual and hasattr(node.operation, "views")):
+        _check_written(tensor)
+
+
+def _check_written(tensor: Tensor) -> None:
+    """Raise GraphError where elements that are written are one in memory."""
+    import torch
+
+    seen = torch.empty_strided(tensor.dim, tensor.stride, device="meta")
+    if self_overlapping(Operand(seen, str(tensor))):
+        raise GraphError(
+            f"{tensor} has dim {list(tensor.dim)} and stride {list(tensor.stride)}: several of its "
+            f"elements are one in memory, so it cannot be written"
+        )
 
 
 def _lay_out(tensor: Tensor, node: Node) -> None:
@@ -182,6 +247,12 @@ def _check_layout(tensor: Tensor) -> None:
         raise GraphError(
             f"{tensor} has dim {list(tensor.dim)} and stride {list(tensor.stride)}; they need one "
             f"number for each mode"
+        )
+    reach = sum((n - 1) * s for n, s in zip(tensor.dim, tensor.stride, strict=True))
+    if max(math.prod(tensor.dim), reach) >= _MOST_ELEMENTS:
+        raise GraphError(
+            f"{tensor} has dim {list(tensor.dim)} and stride {list(tensor.stride)}; expected less "
+            f"than 2**58 elements, gaps included"
         )
     try:
         element_type(tensor.data_type)

@@ -348,7 +348,8 @@ class Graph:
 
         Raises:
             GraphStateError: the block has not ended, or has no output.
-            VariantPackError: a tensor is missing, unknown, or not as those of the block.
+            VariantPackError: a tensor is missing, unknown, or not as those of the block; or an
+                output shares memory with another tensor.
         """
         calls = self._calls
         if calls is None:
@@ -422,12 +423,17 @@ class Graph:
             try:
                 places = [known[uid] for uid in interface["inputs"]]
                 results = [known[uid] for uid in interface["outputs"]]
-                names = {str(name): known[uid] for name, uid in interface["names"].items()}
-                self._is_dynamic = bool(interface["is_dynamic"])
+                names = {name: known[uid] for name, uid in interface["names"].items()}
+                self._is_dynamic = interface["is_dynamic"]
             except (AttributeError, KeyError, TypeError) as error:
                 raise SerializedGraphError(
                     f"the serialised graph is damaged: names of tensors are missing ({error!r})"
                 ) from error
+            if not isinstance(self._is_dynamic, bool):
+                raise SerializedGraphError(
+                    f"the serialised graph is damaged: expected true or false as is_dynamic, got "
+                    f"{self._is_dynamic!r}"
+                )
             if _ids(places) != _ids(inputs) or _ids(results) != _ids(outputs):
                 raise SerializedGraphError(
                     "the serialised graph is damaged: its inputs and outputs are not those that "

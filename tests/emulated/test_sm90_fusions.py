@@ -143,9 +143,9 @@ REDUCED = [
     Case("reduced", make.reduced_matrices, "pingpong", {"M": 140, "N": 136, "batch": 3}),
     Case("of a tile", make.reduced_matrices, "pingpong", {"M": 13, "N": 8, "batch": 1}),
     Case("in clusters", make.reduced_matrices, "clusters", {"M": 70, "N": 264, "batch": 2}),
-    Case("reduced", make.reduced_matrices, "split", {"M": 70, "N": 136, "K": 264, "batch": 3}),
-    Case("reduced", make.reduced_matrices, "stream", {"M": 140, "N": 136, "K": 264, "batch": 3}),
-    Case("reduced", make.reduced_matrices, "meeting", {"M": 140, "N": 136, "K": 264, "batch": 3}),
+    Case("reduced", make.reduced_matrices, "split", {"M": 70, "N": 136, "K": 264, "batch": 2}),
+    Case("reduced", make.reduced_matrices, "stream", {"M": 140, "N": 72, "K": 264, "batch": 3}),
+    Case("reduced", make.reduced_matrices, "meeting", {"M": 70, "N": 136, "K": 264, "batch": 2}),
     Case("many", make.many_outputs(), "cooperative", {"M": 140, "N": 72, "batch": 2}),
 ]
 

@@ -79,8 +79,8 @@ def _decline_ragged(node: Node) -> None:
     for tensor in (*node.reads, *node.writes):
         if tensor.ragged_offset is not None:
             raise GraphNotSupportedError(
-                f"{tensor} of {node} is ragged; its offsets count elements, and those of kernels "
-                f"rows"
+                f"{tensor} of {node} is ragged; kernels take what planning made of it, sequences "
+                f"at equal distances"
             )
 
 

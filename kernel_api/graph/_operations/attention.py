@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from kernel_api.errors import GraphError
+from kernel_api.graph import _kinds as kinds
 from kernel_api.graph._enums import data_type, element_type
-from kernel_api.graph._node import Node, Operation, settle
+from kernel_api.graph._node import Body, Node, Operation, check_whole, settle
 from kernel_api.graph._operations._attention_arguments import (
     BLOCK_SHAPE,
     STATISTICS,
@@ -16,23 +17,64 @@ from kernel_api.graph._operations._attention_arguments import (
     slopes_on,
 )
 from kernel_api.graph._operations._attention_scores import without_body
-from kernel_api.graph._tensor import Tensor, memory_order, packed_strides
+from kernel_api.graph._operations._ragged import check_ragged
+from kernel_api.graph._operations.pointwise import POINTWISE
+from kernel_api.graph._tensor import memory_order, packed_strides
 
 _TABLES = {"k": "paged_attention_k_table", "v": "paged_attention_v_table"}
 
-#: Inputs whose batches may start at ragged offsets, and results like them.
-_RAGGED = ("q", "k", "v", "o", "dO", "stats", "O", "Stats", "dQ", "dK", "dV")
-
 _Dims = tuple[int, int, int, int, int, int]
+
+
+#: Inputs that all of them may have.
+_BESIDE = (
+    "attn_scale", "bias", "block_mask", "sink_token", "seq_len_q", "seq_len_kv", "dropout_seed",
+    "dropout_offset", "score_operands",
+)  # fmt: skip
+_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+
+_BAND = kinds.record(
+    left=kinds.optional(kinds.whole(0)),
+    right=kinds.optional(kinds.whole(0)),
+    alignment=kinds.one_of(("top_left", "bottom_right")),
+)
+_OPTIONS = {
+    "scale": kinds.optional(kinds.NUMBER),
+    "band": kinds.optional(_BAND),
+    "alibi": kinds.TRUTH,
+    "padding": kinds.TRUTH,
+    "dropout": kinds.optional(kinds.NUMBER),
+}
 
 
 class Attention(Operation):
     """What forward and backward share."""
 
+    optional: ClassVar[tuple[str, ...]] = _BESIDE
+    numbers: ClassVar[tuple[str, ...]] = (
+        "attn_scale", "dropout_seed", "dropout_offset", "score_operands",
+    )  # fmt: skip
+    several = ("score_operands",)
+    has_body = True
+
+    def check(self, node: Node) -> None:
+        check_whole(node, "dropout_seed", "dropout_offset")
+        drops = node["dropout"] is not None
+        _check_given(node, "scale", node["scale"] is None, "attn_scale")
+        _check_given(node, "dropout", drops, "dropout_seed", "dropout_offset")
+        if drops and not 0 < node["dropout"] < 1:
+            raise GraphError(f"{node} has dropout = {node['dropout']}; expected a probability")
+        lengths = [name for name in ("seq_len_q", "seq_len_kv") if name in node.inputs]
+        if node["padding"] != bool(lengths):
+            raise GraphError(f"{node} has padding = {node['padding']} and lengths {lengths}")
+        check_alibi(node["alibi"], node["band"])
+        if node.body is not None:
+            _check_body(node, node.body)
+
     def infer(self, node: Node) -> None:
         dims = sizes(node)
         _check_beside(node, dims)
-        _check_ragged(node)
+        check_ragged(node, dims[0])
         if node.body is not None:
             _infer_body(node, dims)
         self._settle(node, dims)
@@ -46,6 +88,20 @@ class Sdpa(Attention):
 
     name = "sdpa"
     result = ("O", *STATISTICS, "Rng_dump")
+    inputs = ("q", "k", "v", *Attention.optional, *_TABLES.values())
+    optional = (*result[1:], *inputs[3:])
+    attributes: ClassVar[dict[str, kinds.Kind]] = {
+        **_OPTIONS,
+        "max_seq_len_kv": kinds.optional(kinds.whole(0)),
+    }
+
+    def check(self, node: Node) -> None:
+        super().check(node)
+        if "Rng_dump" in node.outputs and node["dropout"] is None:
+            raise GraphError(f"{node} has Rng_dump and no dropout; it is what dropout keeps")
+        tables = [name for name in _TABLES.values() if name in node.inputs]
+        if tables and "seq_len_kv" not in node.inputs:
+            raise GraphError(f"{node} has {tables[0]} and no seq_len_kv, which ends its pages")
 
     def _settle(self, node: Node, dims: _Dims) -> None:
         B, H, S_q, S_kv, _, D_v = dims
@@ -57,11 +113,11 @@ class Sdpa(Attention):
         settle(node, node.outputs.get("Rng_dump"), (B, H, S_q, S_kv), element=data_type.FLOAT)
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        plain, tensors, _ = without_body(_Unragged(node), _plain(node, given))
+        plain, tensors, _ = without_body(node.copy(), _plain(node, given))
         found = _run(plain, tensors, ("O", *STATISTICS))
         if "Rng_dump" in node.outputs:
             found["Rng_dump"] = _kept(plain, tensors)
-        return _ragged_again(node, given, found)
+        return found
 
 
 class SdpaBackward(Attention):
@@ -69,6 +125,14 @@ class SdpaBackward(Attention):
 
     name = "sdpa_backward"
     result = ("dQ", "dK", "dV", "dBias", "dSink")
+    inputs = ("q", "k", "v", "o", "dO", "stats", *Attention.optional)
+    optional = ("dBias", "dSink", *Attention.optional)
+    attributes: ClassVar[dict[str, kinds.Kind]] = {
+        **_OPTIONS,
+        "deterministic": kinds.TRUTH,
+        "max_total_seq_len_q": kinds.optional(kinds.whole(0)),
+        "max_total_seq_len_kv": kinds.optional(kinds.whole(0)),
+    }
 
     def infer(self, node: Node) -> None:
         super().infer(node)
@@ -93,11 +157,11 @@ class SdpaBackward(Attention):
                 settle(node, node.outputs[name], node.input(of).dim, element=_wide(node))
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        plain, tensors, scores = without_body(_Unragged(node), _plain(node, given))
+        plain, tensors, scores = without_body(node.copy(), _plain(node, given))
         found = _run(plain, tensors, ("dQ", "dK", "dV", "dBias", "dSink"))
         if scores is not None:
             found.update(scores.gradients(found["dBias"], node))
-        return _ragged_again(node, given, found)
+        return found
 
 
 class SdpaFp8(Attention):
@@ -105,6 +169,10 @@ class SdpaFp8(Attention):
 
     name = "sdpa_fp8"
     result = ("O", "Stats", "Amax_S", "Amax_O")
+    inputs = ("q", "k", "v", *_SCALES, *Attention.optional)
+    optional = ("Stats", *Attention.optional)
+    numbers = (*_SCALES, *Attention.numbers)
+    attributes = _OPTIONS
 
     def _settle(self, node: Node, dims: _Dims) -> None:
         B, H, S_q, _, _, D_v = dims
@@ -124,7 +192,7 @@ class SdpaFp8(Attention):
         tensors = _plain(node, {name: one for name, one in given.items() if name not in scales})
         tensors["q"] = tensors["q"] * (scales["descale_q"] * scales["descale_k"])
         element = element_type(node.input("q").data_type)
-        plain, tensors, _ = without_body(_Unragged(node), tensors)
+        plain, tensors, _ = without_body(node.copy(), tensors)
         rows = _Rows(plain, tensors)
         out, stats = rows.new(tensors["v"].shape[-1]), rows.new(1, -math.inf)
         amax_S = out.new_zeros(())
@@ -139,13 +207,12 @@ class SdpaFp8(Attention):
             stats[place] = total.log() + largest
         amax_O = out.abs().amax() if out.numel() else out.new_zeros(())
         shape = (1, 1, 1, 1)
-        found = {
+        return {
             "O": out * scales["scale_o"],
             "Stats": stats,
             "Amax_S": amax_S.reshape(shape),
             "Amax_O": amax_O.reshape(shape),
         }
-        return _ragged_again(node, given, found)
 
 
 # Dims ------------------------------------------------------------------------------------
@@ -192,6 +259,38 @@ def _keys_of(node: Node, name: str, B: int) -> int:
     return held if node["max_seq_len_kv"] is None else min(held, int(node["max_seq_len_kv"]))
 
 
+def _check_given(node: Node, attribute: str, is_needed: bool, *inputs: str) -> None:
+    """Raise GraphError unless inputs are there exactly where an attribute asks for them."""
+    for name in inputs:
+        if (name in node.inputs) != is_needed:
+            given = "not given" if is_needed else "given"
+            raise GraphError(f"{node} has {attribute} = {node[attribute]} and {name} is {given}")
+
+
+def check_alibi(alibi: bool, band: Mapping[str, Any] | None) -> None:
+    """Raise GraphError where there are slopes and later keys are seen."""
+    if alibi and (band is None or band["right"] != 0):
+        raise GraphError(
+            "use_alibi_mask is set without a causal mask; it needs use_causal_mask, or "
+            "diagonal_band_right_bound = 0"
+        )
+
+
+def _check_body(node: Node, body: Body) -> None:
+    """Raise GraphError where a function of scores reads or gives what it does not have."""
+    made = {body.argument, *(tensor for inner in body.nodes for tensor in inner.writes)}
+    operands = node.inputs.get("score_operands", ())
+    known = {*made, *(operands if isinstance(operands, tuple) else ())}
+    for inner in body.nodes:
+        if inner.op not in POINTWISE:
+            raise GraphError(f"score_mod adds {inner}; expected pointwise operations only")
+        strange = [str(t) for t in inner.reads if t not in known and not t.is_constant]
+        if strange:
+            raise GraphError(f"{inner} of {node} reads {strange[0]}, which is no operand of it")
+    if body.result not in made:
+        raise GraphError(f"score_mod of {node} gives {body.result}, which it does not compute")
+
+
 def _check_beside(node: Node, dims: _Dims) -> None:
     B, H, S_q, S_kv = dims[:4]
     blocks = (math.ceil(S_q / BLOCK_SHAPE[0]), math.ceil(math.ceil(S_kv / BLOCK_SHAPE[1]) / 8))
@@ -221,24 +320,6 @@ def _check_beside(node: Node, dims: _Dims) -> None:
                 f"{node} has {name} of dim {list(one.dim)}; expected {count} element"
                 f"{'' if count == 1 else 's'}"
             )
-
-
-def _check_ragged(node: Node) -> None:
-    """Raise GraphError where ragged batches cannot be; else make their offsets inputs."""
-    ragged = [name for name in _RAGGED if _ragged(node, name) is not None]
-    if not ragged:
-        return
-    if not node["padding"]:
-        raise GraphError(
-            f"{node} has ragged {ragged[0]} and no padding mask; ragged batches have lengths, "
-            f"seq_len_q and seq_len_kv"
-        )
-    if any(table in node.inputs for table in _TABLES.values()):
-        raise GraphError(f"{node} has ragged {ragged[0]} and pages; expected one of them")
-    for name in ragged:
-        offset = _ragged(node, name)
-        assert offset is not None
-        node.inputs[f"{name}.ragged_offset"] = offset
 
 
 def _infer_body(node: Node, dims: _Dims) -> None:
@@ -284,26 +365,6 @@ def _run(node: Node, tensors: Mapping[str, Any], names: tuple[str, ...]) -> dict
     return outputs
 
 
-class _Unragged(Node):
-    """The same node, its sequences at equal distances."""
-
-    __slots__ = ()
-
-    def __init__(self, node: Node) -> None:
-        super().__init__(node.op, node.name, node.inputs, node.attributes, node.compute, node.body)
-        self.outputs = dict(node.outputs)
-
-    # Neither has ragged offsets any more.
-
-    @property
-    def reads(self) -> Any:
-        return iter(())
-
-    @property
-    def writes(self) -> Any:
-        return iter(())
-
-
 def _dim_of(node: Node, name: str) -> tuple[int, ...]:
     if name in node.outputs:
         return node.outputs[name].dim
@@ -313,14 +374,14 @@ def _dim_of(node: Node, name: str) -> tuple[int, ...]:
 
 
 def _plain(node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Operands as the reference kernel takes them: no pages, no bits, no ragged batches."""
+    """Operands as the reference kernel takes them: no pages, no bits."""
     import torch
 
     found = dict(given)
     wide = node.arithmetic
     for name in ("q", "k", "v", "o", "dO", "stats"):
         if name in found:
-            found[name] = _even(node, name, given, wide).contiguous()
+            found[name] = found[name].to(wide).contiguous()
     for name in ("seq_len_q", "seq_len_kv"):
         if name in found:
             found[name] = found[name].to(torch.int32).contiguous()
@@ -374,7 +435,7 @@ class _Rows:
 
         q, v = tensors["q"], tensors["v"]
         out = q.new_empty((*q.shape[:3], v.shape[3]))
-        forward = _Unragged(node)
+        forward = node.copy()
         forward.op = "sdpa"  # which sdpa_fp8 is, but for what is rounded
         self._args = attention_arguments(forward, tensors, {"O": out})
         self._computation = ReferenceSdpa.computation(self._args, torch.float64)
@@ -423,55 +484,3 @@ def _kept(node: Node, tensors: Mapping[str, Any]) -> Any:
         padded = torch.nn.functional.pad(keep, (0, S_kv - keep.shape[-1]))
         found[place] = (padded != 0).double()
     return found
-
-
-# Ragged batches --------------------------------------------------------------------------
-
-
-def _ragged(node: Node, name: str) -> Tensor | None:
-    one = node.inputs.get(name) or node.outputs.get(name)
-    return one.ragged_offset if isinstance(one, Tensor) else None
-
-
-def _offsets(name: str, given: Mapping[str, Any]) -> list[int]:
-    found: list[int] = given[f"{name}.ragged_offset"].flatten().tolist()
-    return found
-
-
-def _even(node: Node, name: str, given: Mapping[str, Any], wide: Any) -> Any:
-    """An input with batches at equal distances; rows behind a sequence's length are 0."""
-    one = given[name].to(wide)
-    if _ragged(node, name) is None:
-        return one
-    tensor, starts = node.input(name), _offsets(name, given)
-    lengths = given["seq_len_kv" if name in ("k", "v") else "seq_len_q"].flatten().tolist()
-    memory = one.new_zeros(_span(tensor))
-    memory.as_strided(tensor.dim, tensor.stride).copy_(one)
-    found = one.new_zeros(tensor.dim)
-    for b, length in enumerate(lengths):
-        shape = (tensor.dim[1], length, tensor.dim[3])
-        found[b, :, :length] = memory.as_strided(shape, tensor.stride[1:], starts[b])
-    return found
-
-
-def _ragged_again(node: Node, given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Results with their batches where the offsets say."""
-    for name, one in found.items():
-        tensor = node.outputs.get(name)
-        if tensor is None or tensor.ragged_offset is None:
-            continue
-        starts = _offsets(name, given)
-        lengths = given["seq_len_kv" if name in ("dK", "dV") else "seq_len_q"].flatten().tolist()
-        memory = one.new_zeros(_span(tensor))
-        for b, length in enumerate(lengths):
-            shape = (tensor.dim[1], length, tensor.dim[3])
-            memory.as_strided(shape, tensor.stride[1:], starts[b]).copy_(one[b, :, :length])
-        found[name] = memory.as_strided(tensor.dim, tensor.stride)
-    return found
-
-
-def _span(tensor: Tensor) -> int:
-    """Elements from the first to the last that its dim and stride reach."""
-    return 1 + sum(
-        (extent - 1) * step for extent, step in zip(tensor.dim, tensor.stride, strict=True)
-    )

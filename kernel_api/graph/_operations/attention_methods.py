@@ -15,6 +15,7 @@ from kernel_api.graph._enums import (
     member_of,
 )
 from kernel_api.graph._node import Body, Node
+from kernel_api.graph._operations.attention import check_alibi
 from kernel_api.graph._operations.pointwise import POINTWISE
 from kernel_api.graph._tensor import Tensor
 
@@ -58,7 +59,8 @@ class AttentionMethods(Builder):
         use_alibi_mask: With the slopes of Press, Smith and Lewis (2022); asks for a right bound
             of 0.
         dropout: A probability, with ``dropout_seed`` and ``dropout_offset``, or a tuple of all
-            three; whole numbers or tensors of one INT64.
+            three; whole numbers or tensors of one INT64. A mask of one's own, (mask, scale), is
+            refused: attention that is written out takes it as a factor of the softmax.
         score_mod: ``score_mod(graph, score)`` adds pointwise operations to the graph that it is
             given, and returns the changed score; ``score`` is (B, H_q, S_q, S_kv), and
             ``gen_index(score, axis)`` are its indices. The gradient is derived of it.
@@ -279,11 +281,7 @@ class AttentionMethods(Builder):
         inputs.update(bias=bias, block_mask=given.get("block_mask"), sink_token=given["sink_token"])
         attributes["band"] = band = _band(given)
         attributes["alibi"] = bool(given["use_alibi_mask"])
-        if attributes["alibi"] and (band is None or band["right"] != 0):
-            raise GraphError(
-                "use_alibi_mask is set without a causal mask; it needs use_causal_mask, or "
-                "diagonal_band_right_bound = 0"
-            )
+        check_alibi(attributes["alibi"], band)
         attributes["padding"] = _padding(given, inputs)
         attributes["dropout"] = self._dropout(given, inputs)
         if given.get("implementation") is not None:
@@ -308,7 +306,8 @@ class AttentionMethods(Builder):
             if len(dropout) != 3 or own:
                 raise GraphError(
                     "dropout is a mask of your own; expected a probability, or (probability, seed, "
-                    "offset)"
+                    "offset). A mask is for attention that is written out: mul of the softmax and "
+                    "the mask, in front of the second matmul"
                 )
             dropout, *state = dropout
         if isinstance(dropout, Tensor):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import convolution_mode, member_of
+from kernel_api.graph._kinds import Kind, either, list_of, one_of, whole
 from kernel_api.graph._node import Node, Operation, settle
 from kernel_api.graph._tensor import packed_strides
 
@@ -137,6 +138,11 @@ def _numbers(given: Any, default: int) -> int | list[int]:
     return int(given) if isinstance(given, int) else [int(one) for one in given] or default
 
 
+#: Paddings, and steps: a number for all modes, or one for each.
+_PADDINGS = either(whole(0), list_of(whole(0)))
+_STEPS = either(whole(1), list_of(whole(1)))
+
+
 class _Geometry:
     """The numbers of a node, one per spatial mode."""
 
@@ -188,6 +194,14 @@ def _groups(node: Node, C: int, per_group: int, K: int) -> int:
 
 
 class _Convolution(Operation):
+    attributes: ClassVar[dict[str, Kind]] = {
+        "pre_padding": _PADDINGS,
+        "post_padding": _PADDINGS,
+        "stride": _STEPS,
+        "dilation": _STEPS,
+        "mode": one_of(_Mode.__members__),
+    }
+
     def _check(
         self, node: Node, image: Sequence[int], filter: Sequence[int], loss: Sequence[int]
     ) -> None:
@@ -216,6 +230,7 @@ class ConvFprop(_Convolution):
 
     name = "conv_fprop"
     result = ("Y",)
+    inputs = ("image", "weight")
 
     def infer(self, node: Node) -> None:
         geometry = self._same_rank(node, "image", "weight")
@@ -247,6 +262,7 @@ class ConvDgrad(_Convolution):
 
     name = "conv_dgrad"
     result = ("DX",)
+    inputs = ("loss", "filter")
 
     def infer(self, node: Node) -> None:
         geometry = self._same_rank(node, "loss", "filter")
@@ -267,6 +283,10 @@ class ConvDgrad(_Convolution):
         self._check(node, dim, weight, loss)
         settle(node, DX, dim, _channels_last(dim))
 
+    def free_dims(self, node: Node) -> bool:
+        loss, weight, DX = node.input("loss"), node.input("filter"), node.outputs["DX"]
+        return not _Geometry(node, loss.rank).is_open and DX.dim[1] == weight.dim[1]
+
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         loss, weight = _floating(node, given["loss"], given["filter"])
         image = loss.new_zeros(node.outputs["DX"].dim)
@@ -282,6 +302,7 @@ class ConvWgrad(_Convolution):
 
     name = "conv_wgrad"
     result = ("DW",)
+    inputs = ("image", "loss")
 
     def infer(self, node: Node) -> None:
         geometry = self._same_rank(node, "image", "loss")
@@ -301,6 +322,10 @@ class ConvWgrad(_Convolution):
             dim = DW.dim
         self._check(node, image, dim, loss)
         settle(node, DW, dim, _channels_last(dim))
+
+    def free_dims(self, node: Node) -> bool:
+        image, DW = node.input("image"), node.outputs["DW"]
+        return not _Geometry(node, image.rank).is_open and DW.dim[1] == image.dim[1]
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         image, loss = _floating(node, given["image"], given["loss"])

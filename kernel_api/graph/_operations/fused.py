@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
+from kernel_api.graph._kinds import WHOLE, Kind, either, one_of, whole
 from kernel_api.graph._node import Node, Operation, broadcast_dim, settle
 from kernel_api.graph._tensor import memory_order, packed_strides
 
@@ -78,11 +79,7 @@ class FusedMethods(Builder):
         """
         head_dim, start = int(head_dim), int(start)
         width = head_dim - start if width is None else int(width)
-        if width < 2 or width % 2 or start < 0 or start + width > head_dim:
-            raise GraphError(
-                f"rope rotates columns {start} to {start + width} of heads of {head_dim}; expected "
-                f"an even width that fits"
-            )
+        _check_columns("rope", head_dim, start, width)
         if style not in _STYLES:
             raise GraphError(f"rope has style {style!r}; expected one of {_STYLES}")
         return self._add(
@@ -91,11 +88,24 @@ class FusedMethods(Builder):
         )  # fmt: skip
 
 
+def _check_columns(what: str, head_dim: int, start: int, width: int) -> None:
+    if width < 2 or width % 2 or start < 0 or start + width > head_dim:
+        raise GraphError(
+            f"{what} rotates columns {start} to {start + width} of heads of {head_dim}; expected "
+            f"an even width that fits"
+        )
+
+
 class GluPair(Operation):
     """Columns in two."""
 
     name = "glu_pair"
     result = ("gate", "up")
+    inputs = ("input",)
+    attributes: ClassVar[dict[str, Kind]] = {
+        "granularity": either(one_of(("halves",)), whole(1)),
+        "order": one_of(_ORDERS),
+    }
 
     def infer(self, node: Node) -> None:
         x = node.input("input")
@@ -124,6 +134,16 @@ class Rope(Operation):
 
     name = "rope"
     result = ("OUT_0",)
+    inputs = ("input", "cos", "sin")
+    attributes: ClassVar[dict[str, Kind]] = {
+        "head_dim": WHOLE,
+        "start": WHOLE,
+        "width": WHOLE,
+        "style": one_of(_STYLES),
+    }
+
+    def check(self, node: Node) -> None:
+        _check_columns(str(node), node["head_dim"], node["start"], node["width"])
 
     def infer(self, node: Node) -> None:
         x = node.input("input")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import data_type, member_of, moe_grouped_matmul_mode
+from kernel_api.graph._kinds import Kind, one_of, whole
 from kernel_api.graph._node import Node, Operation, settle
 
 _INTEGERS = (data_type.INT32, data_type.INT64)
@@ -56,12 +57,7 @@ class GroupedMethods(Builder):
                 round; or ``token_ks`` is given.
         """
         kind = member_of(moe_grouped_matmul_mode, mode).name
-        if (token_index is None) != (kind == "NONE"):
-            given = "None" if token_index is None else "given"
-            raise GraphError(
-                f"moe_grouped_matmul has mode {kind} and token_index is {given}; GATHER and "
-                f"SCATTER read it, NONE does not"
-            )
+        _check_index("moe_grouped_matmul", kind, token_index)
         if token_ks is not None:
             raise GraphError("moe_grouped_matmul has token_ks, which is not supported")
         inputs = {
@@ -75,11 +71,29 @@ class GroupedMethods(Builder):
         )  # fmt: skip
 
 
+def _check_index(what: str, mode: str, index: Any) -> None:
+    if (index is None) != (mode == "NONE"):
+        given = "None" if index is None else "given"
+        raise GraphError(
+            f"{what} has mode {mode} and token_index is {given}; GATHER and SCATTER read it, NONE "
+            f"does not"
+        )
+
+
 class MoeGroupedMatmul(Operation):
     """Rows of tokens times the weights of their experts."""
 
     name = "moe_grouped_matmul"
     result = ("OUT",)
+    inputs = ("token", "weight", "first_token_offset", "token_index")
+    optional = ("token_index",)
+    attributes: ClassVar[dict[str, Kind]] = {
+        "mode": one_of(moe_grouped_matmul_mode.__members__),
+        "top_k": whole(1, 2**31 - 1),
+    }
+
+    def check(self, node: Node) -> None:
+        _check_index(str(node), node["mode"], node.optional("token_index"))
 
     def infer(self, node: Node) -> None:
         token, weight = node.input("token").dim, node.input("weight").dim

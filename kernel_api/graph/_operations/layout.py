@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import member_of, reshape_mode
+from kernel_api.graph._kinds import WHOLE, Kind, list_of, one_of, optional, whole
 from kernel_api.graph._node import Node, Operation, settle
 from kernel_api.graph._tensor import Tensor, memory_order, packed_strides
 
@@ -82,8 +83,7 @@ class LayoutMethods(Builder):
             assert start is not None and limit is not None
             slices = [_Slice(one, end) for one, end in zip(start, limit, strict=True)]
         kept = [[_whole(one.start), _whole(one.stop), _whole(one.step)] for one in slices]
-        if any(step is not None and step < 1 for _, _, step in kept):
-            raise GraphError(f"slice has steps {[step for *_, step in kept]}; expected 1 or more")
+        _check_steps("slice", kept)
         return self._add(
             "slice", {"input": input}, name=name, compute=compute_data_type, slices=kept
         )
@@ -110,6 +110,12 @@ def _whole(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
+def _check_steps(what: str, slices: list[list[int | None]]) -> None:
+    steps = [step for *_, step in slices]
+    if any(step is not None and step < 1 for step in steps):
+        raise GraphError(f"{what} has steps {steps}; expected 1 or more")
+
+
 class View(NamedTuple):
     """How an output lies in the memory of an input; offset and stride in elements."""
 
@@ -133,6 +139,11 @@ class Reshape(LayoutOperation):
     """Other modes for the same elements."""
 
     name = "reshape"
+    inputs = ("input",)
+    attributes: ClassVar[dict[str, Kind]] = {
+        "mode": one_of(_ReshapeMode.__members__),
+        "shape": optional(list_of(whole(0))),
+    }
 
     def infer(self, node: Node) -> None:
         x, Y = node.input("input"), node.outputs["Y"]
@@ -162,6 +173,9 @@ class Reshape(LayoutOperation):
                 f"end of {x} with {list(x.dim)} and {list(x.stride)}"
             )
 
+    def free_dims(self, node: Node) -> bool:
+        return node["shape"] is not None
+
     def views(self, node: Node) -> dict[str, View | None]:
         x, Y = node.input("input"), node.outputs["Y"]
         stride = Y.stride if node["mode"] == "VIEW_ONLY" else view_strides(x.dim, x.stride, Y.dim)
@@ -181,6 +195,8 @@ class Transpose(LayoutOperation):
     """Modes in another order."""
 
     name = "transpose"
+    inputs = ("input",)
+    attributes: ClassVar[dict[str, Kind]] = {"permutation": list_of(WHOLE)}
 
     def infer(self, node: Node) -> None:
         x, order = node.input("input"), node["permutation"]
@@ -204,6 +220,11 @@ class Slice(LayoutOperation):
     """A part of each mode."""
 
     name = "slice"
+    inputs = ("input",)
+    attributes: ClassVar[dict[str, Kind]] = {"slices": list_of(list_of(optional(WHOLE), 3))}
+
+    def check(self, node: Node) -> None:
+        _check_steps(str(node), node["slices"])
 
     def infer(self, node: Node) -> None:
         x = node.input("input")
@@ -236,6 +257,8 @@ class Concatenate(LayoutOperation):
     """Several inputs in one."""
 
     name = "concatenate"
+    inputs = several = ("inputs",)
+    attributes: ClassVar[dict[str, Kind]] = {"axis": WHOLE}
 
     def infer(self, node: Node) -> None:
         tensors, axis = _inputs(node), node["axis"]

@@ -49,6 +49,7 @@ class Matmul(Operation):
 
     name = "matmul"
     result = ("C",)
+    inputs = ("A", "B")
 
     def infer(self, node: Node) -> None:
         a, b = node.input("A").dim, node.input("B").dim

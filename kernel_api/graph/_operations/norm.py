@@ -26,7 +26,8 @@ from typing import Any, ClassVar
 
 from kernel_api.errors import GraphError
 from kernel_api.graph._enums import data_type
-from kernel_api.graph._node import Node, Operation, settle
+from kernel_api.graph._kinds import TRUTH, Kind
+from kernel_api.graph._node import Node, Operation, check_single, settle
 from kernel_api.graph._tensor import Tensor
 
 #: Norms whose parameters are one per channel.
@@ -83,14 +84,22 @@ def _statistic(node: Node) -> data_type:
     return data_type.DOUBLE if data_type.DOUBLE in kinds else data_type.FLOAT
 
 
+#: Of norms whose gain may be said as what it is beside 1.
+_OF_GAIN: dict[str, Kind] = {"zero_centered_gamma": TRUTH}
+
+
 class _Norm(Operation):
     """Y, with what the backward pass needs."""
 
     result: ClassVar[tuple[str, ...]] = ("Y", "mean", "inv_var")
+    inputs: ClassVar[tuple[str, ...]] = ("input", "scale", "bias", "epsilon")
+    optional: ClassVar[tuple[str, ...]] = ("bias", "mean", "inv_var")
+    numbers: ClassVar[tuple[str, ...]] = ("epsilon",)
     has_mean = True
 
     def infer(self, node: Node) -> None:
         x = node.input("input")
+        check_single(node, *self.numbers)
         for name in ("scale", "bias"):
             if name in node.inputs:
                 aligned_dim(node, node.input(name))
@@ -109,6 +118,7 @@ class _Norm(Operation):
 
 class Layernorm(_Norm):
     name = "layernorm"
+    attributes = _OF_GAIN
 
 
 class AdaLayernorm(_Norm):
@@ -122,6 +132,7 @@ class Instancenorm(_Norm):
 class Rmsnorm(_Norm):
     name = "rmsnorm"
     result = ("Y", "inv_var")
+    attributes = _OF_GAIN
     has_mean = False
 
 
@@ -130,6 +141,15 @@ class Batchnorm(_Norm):
 
     name = "batchnorm"
     result = ("Y", "mean", "inv_var", "next_running_mean", "next_running_var")
+    inputs = (*_Norm.inputs, "in_running_mean", "in_running_var", "momentum")
+    optional = (*_Norm.optional, *result[3:], "in_running_mean", "in_running_var")
+    numbers = ("epsilon", "momentum")
+
+    def check(self, node: Node) -> None:
+        for name in self.result[3:]:
+            given = f"in_{name.removeprefix('next_')}"
+            if (name in node.outputs) != (given in node.inputs):
+                raise GraphError(f"{node} has one of {given} and {name}; expected both, or none")
 
     def infer(self, node: Node) -> None:
         super().infer(node)
@@ -158,6 +178,7 @@ class BatchnormInference(Operation):
 
     name = "batchnorm_inference"
     result = ("Y",)
+    inputs = ("input", "mean", "inv_variance", "scale", "bias")
 
     def infer(self, node: Node) -> None:
         x = node.input("input")
@@ -170,11 +191,26 @@ class BatchnormInference(Operation):
         return {"Y": _scaled(node, given, (given["input"] - mean) * inverse)}
 
 
+def check_deviation(what: str, inv_variance: Any, epsilon: Any) -> None:
+    """Raise GraphError where a gradient has nothing to know the deviation of."""
+    if inv_variance is None and epsilon is None:
+        raise GraphError(
+            f"{what} has neither inv_variance nor epsilon; pass the statistics of the forward "
+            f"pass, or the epsilon to compute them with"
+        )
+
+
 class _NormBackward(Operation):
     """Gradients of the input, of scale and of bias."""
 
     result = ("dx", "dscale", "dbias")
+    inputs = ("grad", "input", "scale", "mean", "inv_variance", "epsilon")
+    optional = ("mean", "inv_variance", "epsilon", "dbias")
+    numbers = ("epsilon",)
     has_mean = True
+
+    def check(self, node: Node) -> None:
+        check_deviation(str(node), *map(node.optional, ("inv_variance", "epsilon")))
 
     def infer(self, node: Node) -> None:
         x, grad = node.input("input"), node.input("grad")
@@ -183,6 +219,7 @@ class _NormBackward(Operation):
                 f"{node} has grad of dim {list(grad.dim)} but an input of dim {list(x.dim)}"
             )
         scale = node.input("scale")
+        check_single(node, *self.numbers)
         for name in ("scale", "mean", "inv_variance"):
             if name in node.inputs:
                 aligned_dim(node, node.input(name))
@@ -215,6 +252,7 @@ class _NormBackward(Operation):
 
 class LayernormBackward(_NormBackward):
     name = "layernorm_backward"
+    attributes = _OF_GAIN
 
 
 class AdaLayernormBackward(_NormBackward):
@@ -231,6 +269,7 @@ class BatchnormBackward(_NormBackward):
 
 class RmsnormBackward(_NormBackward):
     name = "rmsnorm_backward"
+    attributes = _OF_GAIN
     has_mean = False
 
 

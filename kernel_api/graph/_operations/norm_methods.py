@@ -8,6 +8,7 @@ from typing import Any
 from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import member_of, norm_forward_phase
+from kernel_api.graph._operations.norm import check_deviation
 
 _Phase = norm_forward_phase
 
@@ -322,11 +323,7 @@ class NormMethods(Builder):
         results: tuple[str, ...] | None = None,
         **attributes: Any,
     ) -> Any:
-        if inv_variance is None and epsilon is None:
-            raise GraphError(
-                f"{op}_backward has neither inv_variance nor epsilon; pass the statistics of the "
-                f"forward pass, or the epsilon to compute them with"
-            )
+        check_deviation(f"{op}_backward", inv_variance, epsilon)
         given = {
             "grad": grad, "input": input, "scale": scale, "mean": mean,
             "inv_variance": inv_variance, "epsilon": epsilon,

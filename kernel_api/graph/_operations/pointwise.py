@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 from kernel_api import epilogue as ep
 from kernel_api.epilogue.value import Value, numeric, power
+from kernel_api.errors import GraphError
 from kernel_api.graph._enums import data_type
+from kernel_api.graph._kinds import NUMBER, WHOLE, optional
 from kernel_api.graph._node import Node, Operation, broadcast_dim, settle
 from kernel_api.graph._tensor import Tensor
 
@@ -271,6 +273,9 @@ class PointwiseOperation(Operation):
         given = [_tensor(node, name) for name in POINTWISE[self.name].arguments]
         dim = broadcast_dim(node, *(one.dim for one in given))
         stride = next((one.stride for one in given if one.dim == dim), None)
+        axis = node["axis"]
+        if axis is not None and not -len(dim) <= axis < len(dim):
+            raise GraphError(f"{node} has axis {axis}; its input has dim {list(dim)}")
         settle(node, node.outputs.get("OUT_0"), dim, stride, POINTWISE[self.name].element)
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,5 +320,22 @@ def _tensors(node: Node, values: list[Any]) -> list[Any]:
     return found
 
 
-for _name in POINTWISE:
-    type(f"_{_name}", (PointwiseOperation,), {"name": _name, "__doc__": None})
+def _declare(name: str, entry: Pointwise) -> None:
+    """An operation of the table."""
+    has_defaults = name not in _WITHOUT_DEFAULTS
+    kinds = {one: WHOLE if one == "axis" else NUMBER for one in entry.attributes}
+    fields = {
+        "name": name,
+        "inputs": entry.arguments,
+        "numbers": entry.arguments,
+        "attributes": {one: optional(k) if has_defaults else k for one, k in kinds.items()},
+        "__doc__": None,
+    }
+    type(f"_{name}", (PointwiseOperation,), fields)
+
+
+#: Operations whose attributes must be there.
+_WITHOUT_DEFAULTS = ("gen_index", "leaky_relu", "leaky_relu_backward")
+
+for _name, _entry in POINTWISE.items():
+    _declare(_name, _entry)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import data_type, element_type
+from kernel_api.graph._kinds import WHOLE, Kind, list_of, whole
 from kernel_api.graph._node import Node, Operation, settle
 from kernel_api.graph._tensor import memory_order, packed_strides
 
@@ -101,6 +102,8 @@ class BlockScaleQuantize(Operation):
 
     name = "block_scale_quantize"
     result = ("Y", "scale")
+    inputs = ("input",)
+    attributes: ClassVar[dict[str, Kind]] = {"block_size": whole(1), "axis": WHOLE}
 
     def infer(self, node: Node) -> None:
         x = node.input("input")
@@ -139,6 +142,8 @@ class BlockScaleDequantize(Operation):
 
     name = "block_scale_dequantize"
     result = ("Y",)
+    inputs = ("input", "descale")
+    attributes: ClassVar[dict[str, Kind]] = {"block_size": list_of(whole(1)), "axis": WHOLE}
 
     def infer(self, node: Node) -> None:
         x, descale = node.input("input"), node.input("descale")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import data_type, member_of, rng_distribution
-from kernel_api.graph._node import Node, Operation, settle
+from kernel_api.graph._kinds import NUMBER, Kind, list_of, one_of, optional, whole
+from kernel_api.graph._node import Node, Operation, check_single, check_whole, settle
 from kernel_api.graph._tensor import Tensor, packed_strides
 
 
@@ -53,8 +54,7 @@ class RandomMethods(Builder):
         """
         kind = member_of(rng_distribution, distribution).name
         p = bernoulli_probability
-        if kind == "BERNOULLI" and (p is None or not 0 <= float(p) <= 1):
-            raise GraphError(f"rng has bernoulli_probability = {p}; expected a number from 0 to 1")
+        _check_probability("rng", kind, p)
         shape = [int(one) for one in dim]
         state = {}
         for key, value in (("seed", seed), ("offset", offset)):
@@ -74,17 +74,32 @@ class RandomMethods(Builder):
         )
 
 
+def _check_probability(what: str, distribution: str, p: float | None) -> None:
+    if distribution == "BERNOULLI" and (p is None or not 0 <= float(p) <= 1):
+        raise GraphError(f"{what} has bernoulli_probability = {p}; expected a number from 0 to 1")
+
+
 class Rng(Operation):
     """Random numbers by Philox4x32-10."""
 
     name = "rng"
     result = ("Y",)
+    inputs = numbers = ("seed", "offset")
+    attributes: ClassVar[dict[str, Kind]] = {
+        "dim": list_of(whole(0)),
+        "stride": list_of(whole(0)),
+        "distribution": one_of(rng_distribution.__members__),
+        "probability": optional(NUMBER),
+        "uniform": list_of(NUMBER, 2),
+        "normal": list_of(NUMBER, 2),
+    }
+
+    def check(self, node: Node) -> None:
+        check_whole(node, *self.numbers)
+        _check_probability(str(node), node["distribution"], node["probability"])
 
     def infer(self, node: Node) -> None:
-        for name in ("seed", "offset"):
-            one = node.input(name)
-            if math.prod(one.dim) != 1:
-                raise GraphError(f"{node} has {name} of dim {list(one.dim)}; expected one number")
+        check_single(node, *self.numbers)
         settle(
             node, node.outputs.get("Y"), tuple(node["dim"]), tuple(node["stride"]), data_type.FLOAT
         )

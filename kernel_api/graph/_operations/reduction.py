@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import data_type, member_of, reduction_mode
+from kernel_api.graph._kinds import WHOLE, Kind, list_of, one_of, optional, whole
 from kernel_api.graph._node import Node, Operation, settle
 
 
@@ -38,7 +39,8 @@ class ReductionMethods(Builder):
             Y, of as many modes as the input.
         """
         kind = member_of(reduction_mode, mode).name
-        axes = None if axis is None else [axis] if isinstance(axis, int) else list(axis)
+        given = [axis] if isinstance(axis, int) else axis
+        axes = None if given is None else [int(one) for one in given]
         return self._add(
             "reduction", {"input": input}, name=name, compute=compute_data_type, mode=kind,
             axes=axes,
@@ -61,6 +63,13 @@ class Reduction(Operation):
 
     name = "reduction"
     result = ("Y",)
+    inputs = ("input",)
+    attributes: ClassVar[dict[str, Kind]] = {
+        "mode": one_of(reduction_mode.__members__),
+        "axes": optional(list_of(WHOLE)),
+        # Modes of one element, where the axes were told by a dim of the result.
+        "unknown": optional(list_of(whole(0))),
+    }
 
     def infer(self, node: Node) -> None:
         dim, Y = node.input("input").dim, node.outputs["Y"]
@@ -76,6 +85,7 @@ class Reduction(Operation):
                 raise GraphError(f"{node} has axis {wrong[0]}; its input has dim {list(dim)}")
             reduced = {axis % rank for axis in node["axes"]}
             found = tuple(1 if mode in reduced else one for mode, one in enumerate(dim))
+            _check_unknown(node, dim)
         else:
             found = Y.dim
             fits = len(found) == len(dim) and all(
@@ -88,12 +98,31 @@ class Reduction(Operation):
                 )
         settle(node, Y, found)
 
+    def free_dims(self, node: Node) -> bool:
+        if node["axes"] is None:
+            dim = node.input("input").dim
+            node.attributes["axes"] = list(reduced_modes(dim, node.outputs["Y"].dim))
+            # Of what has one element, set_dim does not tell whether it is reduced.
+            node.attributes["unknown"] = [mode for mode, one in enumerate(dim) if one == 1]
+        return True
+
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         x, dim = given["input"], node.outputs["Y"].dim
         modes = reduced_modes(tuple(x.shape), dim)
         if not x.is_floating_point() and node["mode"] in ("AVG", "NORM2"):
             x = x.to(node.arithmetic)
         return {"Y": _REDUCTIONS[node["mode"]](x, modes) if modes else _of_one(node["mode"], x)}
+
+
+def _check_unknown(node: Node, dim: tuple[int, ...]) -> None:
+    """Raise GraphError where a mode has more elements now, and may be reduced or not."""
+    wrong = [mode for mode in node["unknown"] or () if dim[mode] != 1]
+    if wrong:
+        raise GraphError(
+            f"the input of {node} has dim {list(dim)}, and had extent 1 in mode {wrong[0]} where "
+            f"set_dim said what is reduced, so it did not say it of this mode; give axis= to "
+            f"reduction, or the dim of {node.outputs['Y']} in override_shapes"
+        )
 
 
 def reduced_modes(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
@@ -148,6 +177,7 @@ class Genstats(Operation):
 
     name = "genstats"
     result = ("SUM", "SQ_SUM")
+    inputs = ("input",)
 
     def infer(self, node: Node) -> None:
         dim = node.input("input").dim

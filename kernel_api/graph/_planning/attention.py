@@ -69,8 +69,7 @@ def with_kernel_scales(node: Node, needed: Needed, prober: Prober) -> list[Node]
     why = _why_not_written(node, needed)
     if why is not None:
         return why
-    changed = Node(node.op, node.name, node.inputs, node.attributes, node.compute, node.body)
-    changed.outputs = dict(node.outputs)
+    changed = node.copy()
     for name in ("descale_q", "descale_k"):
         known = node.input(name).value
         if known is not None and node["scale"] is not None:

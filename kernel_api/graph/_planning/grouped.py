@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from kernel_api.arguments import EpilogueArguments, GroupedGemmArguments
 from kernel_api.arguments.base import Arguments
 from kernel_api.graph._enums import data_type
+from kernel_api.graph._kinds import Kind, whole
 from kernel_api.graph._node import Node, Operation, settle
 from kernel_api.graph._planning.builds import Anchored, FusedBuilds, Needed, PlainBuilds
 from kernel_api.graph._planning.frame import Frame, Layout
@@ -20,6 +21,8 @@ class GroupEnds(Operation):
 
     name = "group_ends"
     result = ("ends",)
+    inputs = ("starts",)
+    attributes: ClassVar[dict[str, Kind]] = {"rows": whole(0)}
 
     def infer(self, node: Node) -> None:
         count = _count(node.input("starts").dim)
@@ -36,6 +39,8 @@ class GroupRows(Operation):
 
     name = "group_rows"
     result = ("rows",)
+    inputs = ("index",)
+    attributes: ClassVar[dict[str, Kind]] = {"top_k": whole(1)}
 
     def infer(self, node: Node) -> None:
         count = _count(node.input("index").dim)
@@ -48,8 +53,7 @@ class GroupRows(Operation):
 def with_ends(node: Node) -> list[Node]:
     """The product behind what makes the indices that kernels take."""
     found: list[Node] = []
-    changed = Node(node.op, node.name, node.inputs, node.attributes, node.compute)
-    changed.outputs = dict(node.outputs)
+    changed = node.copy()
 
     def derived(op: str, argument: str, result: str, source: str, **attributes: Any) -> None:
         given = node.input(source)

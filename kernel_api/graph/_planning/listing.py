@@ -19,6 +19,7 @@ from kernel_api.graph._node import Node
 from kernel_api.graph._planning.explanation import Explanation
 from kernel_api.graph._planning.partition import Partition, needed, partition
 from kernel_api.graph._planning.plan import Plan, reason
+from kernel_api.graph._planning.ragged import unpacked
 from kernel_api.graph._planning.steps import KernelStep, Prober, Step, TorchStep
 
 logger = _log.logger(__name__)
@@ -157,7 +158,7 @@ class PlanList:
 
 
 def _by_torch(nodes: list[Node]) -> list[Step]:
-    live = needed(nodes)
+    live = [one for node in needed(nodes) for one in unpacked(node)]
     return [TorchStep(tuple(live))] if live else []
 
 

@@ -8,6 +8,7 @@ from kernel_api.graph._operations._attention_arguments import STATISTICS
 from kernel_api.graph._planning.attention import with_kernel_scales
 from kernel_api.graph._planning.composite import Rewritten, composite_attention
 from kernel_api.graph._planning.grouped import with_ends
+from kernel_api.graph._planning.ragged import unpacked
 from kernel_api.graph._planning.refusal import Refusal
 from kernel_api.graph._planning.steps import Prober
 from kernel_api.graph._tensor import Tensor, packed_strides
@@ -22,9 +23,10 @@ def rewritten(nodes: list[Node], prober: Prober) -> Rewritten:
         prober: Finds the kernels on the device that is planned for.
     """
     composite = composite_attention(nodes, prober)
-    read = {tensor for node in composite.nodes for tensor in node.reads}
+    even = [one for node in composite.nodes for one in unpacked(node)]
+    read = {tensor for node in even for tensor in node.reads}
     found: list[Node] = []
-    for node in composite.nodes:
+    for node in even:
         if node.op == "sdpa":
             found += _with_float_statistics(node)
         elif node.op == "sdpa_fp8":
@@ -52,7 +54,7 @@ def _with_float_statistics(node: Node) -> list[Node]:
     }
     if not other:
         return [node]
-    changed = _copy(node)
+    changed = node.copy()
     found = [changed]
     for name, one in other.items():
         exact = _virtual(f"{one}::float", one.dim, data_type.FLOAT)
@@ -74,7 +76,7 @@ def _with_gain(node: Node) -> list[Node]:
     added = Node("add", f"{node.name}::gain", {"a": scale, "b": one}, {}, data_type.FLOAT)
     added.outputs["OUT_0"] = gain
     gain.producer = added
-    changed = _copy(node)
+    changed = node.copy()
     changed.inputs["scale"] = gain
     changed.attributes["zero_centered_gamma"] = False
     return [added, changed]
@@ -104,9 +106,3 @@ def _virtual(name: str, dim: tuple[int, ...], element: data_type) -> Tensor:
     return Tensor(
         None, name=name, dim=dim, stride=packed_strides(dim), element=element, is_virtual=True
     )
-
-
-def _copy(node: Node) -> Node:
-    made = Node(node.op, node.name, node.inputs, node.attributes, node.compute, node.body)
-    made.outputs = dict(node.outputs)
-    return made

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from kernel_api.arguments import Arguments
 from kernel_api.errors import ArgumentError, KernelApiError
 from kernel_api.graph._enums import element_type
+from kernel_api.graph._kinds import WHOLE
 from kernel_api.graph._node import Node
 from kernel_api.graph._planning.frame import Layout
 from kernel_api.graph._tensor import Tensor
@@ -120,8 +121,8 @@ class TorchStep(Step):
 
 def _arguments(node: Node, values: Mapping[int, Any]) -> dict[str, Any]:
     def given(tensor: Tensor) -> Any:
-        value: Any = tensor.value if tensor.is_constant else values[id(tensor)]
-        if not hasattr(value, "is_floating_point"):
+        value: Any = _known(tensor) if tensor.is_constant else values[id(tensor)]
+        if node.operation.keeps_types or not hasattr(value, "is_floating_point"):
             return value
         return value.to(node.arithmetic) if value.is_floating_point() else value
 
@@ -129,6 +130,13 @@ def _arguments(node: Node, values: Mapping[int, Any]) -> dict[str, Any]:
         name: tuple(given(t) for t in one) if isinstance(one, tuple) else given(one)
         for name, one in node.inputs.items()
     }
+
+
+def _known(tensor: Tensor) -> Any:
+    """The number; as a floating one where torch has no whole one."""
+    value = tensor.value
+    assert value is not None
+    return float(value) if type(value) is int and not WHOLE.holds(value) else value
 
 
 def _write(values: dict[int, Any], tensor: Tensor, found: Any) -> None:
