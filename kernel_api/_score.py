@@ -20,9 +20,9 @@ functions of :mod:`kernel_api.epilogue` work on all of them. Beyond its nodes th
 ==============================  ================================================================
 
 Every node is one value per score; shapes play no part. Whole numbers (indices, integers of
-operands, constants, and what `_KEEP_WHOLE` makes of them) are computed and compared as such: in 32
-bits, or in 64 where one of them has 64, as Python's numbers have that are operands; beyond, they
-wrap around as torch's do. Beside other numbers they are taken as float32.
+operands, constants that are written without a point, and what `_KEEP_WHOLE` makes of them) are
+computed and compared as such: in 32 bits, or in 64 where one of them has 64, as Python's numbers
+have that are operands; beyond, they wrap around. Beside other numbers they are taken as float32.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ INDICES = ("b", "h", "q", "kv")
 _KINDS = {"float": "real", "int": "integer", "uint": "integer", "bool": "bool"}
 _ELEMENTWISE = frozenset((*UNARY, *BINARY, *COMPARISONS, *LOGICAL, *WHOLE))
 _OTHERS = frozenset((*SCORE_LEAVES, "constant", "operand", "scalar", "lookup", "where", "cast"))
+_EXACT = 2**53  # so far float64 has all whole numbers
 #: Of whole numbers these give whole numbers.
-_KEEP_WHOLE = ("neg", "abs", "add", "sub", "mul", "minimum", "maximum", *WHOLE)
+_KEEP_WHOLE = ("neg", "abs", "add", "sub", "mul", "minimum", "maximum")
 
 
 class ScoreFunction(Described):
@@ -176,27 +177,32 @@ class ScoreValue(Value):
 
 
 def _is_whole(nodes: list[Node], index: int) -> bool:
-    return whole_numbers(nodes[: index + 1])[index]
+    """Whether a value is a whole number, though it may not be computed as one: 2.0 is not."""
+    return whole_numbers(nodes[: index + 1], by_value=True)[index]
 
 
-def whole_numbers(nodes: Sequence[Node]) -> list[bool]:
+def whole_numbers(nodes: Sequence[Node], by_value: bool = False) -> list[bool]:
     """Which nodes are whole numbers, by what they are made of."""
     found: list[bool] = []
     for node in nodes:
-        found.append(_whole(node, [found[i] for i in node.inputs]))
+        found.append(_whole(node, [found[i] for i in node.inputs], by_value))
     return found
 
 
-def _whole(node: Node, inputs: list[bool]) -> bool:
+def _whole(node: Node, inputs: list[bool], by_value: bool) -> bool:
     if node.op == "constant":
-        return float.fromhex(node["value"]).is_integer()
+        if by_value:
+            return float.fromhex(node["value"]).is_integer()
+        return dict(node.attributes).get("type") == "integer"
     if node.op in ("operand", "scalar", "lookup"):
         return bool(node["type"] == "integer")
     if node.op == "cast":
         return bool(dtype(node["to"]).is_integer)
     if node.op == "where":
         return all(inputs[1:])
-    return node.op == "index" or (node.op in _KEEP_WHOLE and all(inputs))
+    if node.op in ("index", *WHOLE):
+        return True
+    return node.op in _KEEP_WHOLE and all(inputs)
 
 
 def among_whole_numbers(nodes: Sequence[Node]) -> list[bool]:
@@ -230,8 +236,14 @@ class ScoreTracer(Tracer):
     def node(self, op: str, *inputs: Value, shape: Any, **attributes: Any) -> Value:
         return ScoreValue(self, self._add(op, tuple(v.node for v in inputs), **attributes))
 
-    def constant(self, number: float) -> Value:
-        return ScoreValue(self, super().constant(number).node)
+    def constant(self, number: numbers.Real | float) -> Value:
+        """One that is written without a point is a whole number."""
+        value = float(number)
+        if isinstance(number, bool) or not isinstance(number, numbers.Integral):
+            return ScoreValue(self, self._add("constant", value=value.hex()))
+        if abs(value) > _EXACT:
+            fail(f"{number} is beyond 2**53; pass it as an operand")
+        return ScoreValue(self, self._add("constant", value=value.hex(), type="integer"))
 
     def leaf(self, given: Input, kind: str) -> int:
         if given.columns:

@@ -12,6 +12,7 @@ import kernel_api as ka
 from kernel_api import epilogue as ep
 from kernel_api import masks
 from kernel_api.arguments import Dropout
+from kernel_api.errors import EpilogueError
 from kernel_api.verification import judge, prepare
 
 ALIBI = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
@@ -112,6 +113,36 @@ def test_attention_is_that_of_loops_over_scores(options, loops):
     found = run(args)
     for name, one in exact(args, **loops).items():
         assert_close(found[name], one, rtol=1e-12, atol=1e-12)
+
+
+#: The least that 32 bits hold, and more: rounded down, what is on the way must not wrap around.
+LEAST = torch.arange(7, dtype=torch.int32) - 2**31
+
+
+def far(score, b, h, q, kv, least):
+    third = least[kv] // 3 + least[kv] % (2**31 + 5) / 2**31
+    hidden = ep.where(kv < 1e30, 0.0, -1e30) - abs(q - kv) * 1e9
+    return score + third / 1e9 + hidden + ep.cast(2.7, "int32") * (kv % 2)
+
+
+def of_loops(s, b, h, i, j):
+    least = int(LEAST[j])
+    third = least // 3 + least % (2**31 + 5) / 2**31
+    return s + third / 1e9 - abs(i - j) * 1e9 + 3 * (j % 2)
+
+
+def test_numbers_with_a_point_are_no_whole_numbers():
+    args = Draw(element="float32").arguments(score_mod=far, score_operands={"least": LEAST})
+    assert_close(
+        run(args)["out"].double(), exact(args, modify=of_loops)["out"], rtol=1e-3, atol=1e-3
+    )
+
+
+def test_whole_numbers_that_float64_does_not_hold_are_refused():
+    with pytest.raises(
+        EpilogueError, match=f"{2**60 + 1} is beyond 2\\*\\*53; pass it as an operand"
+    ):
+        masks.MaskMod(lambda b, h, q, kv: kv == 2**60 + 1)
 
 
 @pytest.mark.parametrize("element", ["float32", "bfloat16"])

@@ -375,6 +375,7 @@ class Thread:
         """
         if self.kinds[index] == NUMBER:
             return self.operands[index]
+        half, columns = self._named(half, columns)
         read, key = self._kept(index, half, column, lane_columns, columns)
         half = key[1]
         if key not in read:
@@ -385,6 +386,10 @@ class Thread:
             else:
                 read[key] = self._element(index, half, column, lane_columns, columns)
         return read[key]
+
+    def _named(self, half: int, columns: Fraction | None) -> tuple:
+        """How what is read says of which row it is, and of which matrix."""
+        return half, columns
 
     def _kept(self, index: int, half: int, column: int, lane_columns: int, columns) -> tuple:
         """(where it is kept, its key there) of what is read."""
@@ -398,6 +403,7 @@ class Thread:
         self, index: int, half: int, column: int, lane_columns: int = PAIR, columns=Fraction(1)
     ) -> None:
         """Starts to load what `operand` gives."""
+        half, columns = self._named(half, columns)
         if self._in_vectors(index, lane_columns, columns):
             self._vector(index, half, column, columns)
         elif self._in_words(index):
@@ -428,6 +434,7 @@ class Thread:
         found: dict[tuple, tuple] = {}
         for read in reads:
             index, half, column, lane_columns, columns = (*read, PAIR, Fraction(1))[:5]
+            half, columns = self._named(half, columns)
             if self._in_vectors(index, lane_columns, columns):
                 if of_matrices:
                     found[index, half, column // QUAD_COLUMNS] = (read, VECTOR_REGISTERS)

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from cutlass import Boolean, Int32, Numeric
 
-from .epilogue import PAIR, Epilogue, Full, Thread, places
+from .epilogue import Epilogue, Full, Thread, places
 from .row_pairs import RowPairs
 
 BOTH = 2  # beside the halves 0 and 1 of a thread: the row of what is made of the two
@@ -92,8 +92,5 @@ class PairedThread(Thread):
         rows there may be second ones."""
         return super().has_row(1)
 
-    def operand(
-        self, index: int, half: int, column: int, lane_columns: int = PAIR, columns=Fraction(1)
-    ) -> Numeric:
-        row = BOTH if columns < 1 else half
-        return super().operand(index, row, column, lane_columns)
+    def _named(self, half: int, columns: Fraction) -> tuple:
+        return BOTH if columns < 1 else half, Fraction(1)

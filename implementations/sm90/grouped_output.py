@@ -40,24 +40,27 @@ class ExpertsOutput(Output):
         self.atom = atoms[0]
         return atoms, tensors
 
+    def operands_of(self, operands, batch):
+        *operands, (addresses, shape, pitch, _) = operands
+        if self.accumulate:
+            operands[-1] = self.experts.at(addresses[batch], shape, pitch)
+        return tuple(operands)
+
     def write(
         self, consumer, accumulators, tma_d, mD, sD, operands, majors, place, *further, **more
     ):
-        group = place[2]
-        *operands, (addresses, shape, pitch, first) = operands
-        D = self.experts.at(addresses[group], shape, pitch)
-        if self.accumulate:
-            operands[-1] = D
+        group, (addresses, shape, pitch, first) = place[2], operands[-1]
         if self.tma_stores[0]:
             descriptor = descriptor_of(first, group)
             cpasync.fence_tma_desc_acquire(descriptor)
             tma_d = ((tma_d[0], descriptor), *tma_d[1:])
             # The descriptor tells the group, and has one batch.
             D = cute.domain_offset((0, 0, -group), mD[0])
+        else:
+            D = self.experts.at(addresses[group], shape, pitch)
         outputs = (D, *mD[1:])
         super().write(
-            *(consumer, accumulators, tma_d, outputs, sD, tuple(operands), majors, place, *further),
-            **more,
+            *(consumer, accumulators, tma_d, outputs, sD, operands, majors, place, *further), **more
         )
 
     def _store_by_tma(self, tma_d, sD, gD):

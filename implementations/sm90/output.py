@@ -118,6 +118,10 @@ class Output(ThreadStores):
             raise ValueError(f"a bundle of {self.bundle} columns gives {columns} of an output")
         return int(columns)
 
+    def operands_of(self, operands: tuple, batch) -> tuple:
+        """What the epilogue reads of such a batch."""
+        return operands
+
     def of_parts(self, of_outputs: tuple) -> tuple:
         """What outputs have, for the parts that they are written in: here one each."""
         return of_outputs
@@ -212,6 +216,7 @@ class Output(ThreadStores):
         """
         blocks = mR[: len(self.epilogue.per_block)]
         mR = mR[len(self.epilogue.per_block) :]
+        operands = self.operands_of(operands, place[2])
         sums = self.reduced.start(self.row_blocks, carried)
         outputs = (tma_d, mD, sD, majors, blocks, sums)
         given = (consumer, accumulators, outputs, operands, place, extents)
@@ -236,12 +241,14 @@ class Output(ThreadStores):
 
     def read_early(self, accumulators, operands, place, extents, registers: int) -> list | None:
         """The elements of a tile that is multiplied next, with what they need of matrices and what
-        the first bundles need on their way, if there are registers for it; None: nothing is."""
-        if self.row_blocks > 1 or self.tile_blocks != 2 or self._tells_whole_tiles():
+        the first bundles need on their way, if there are registers for it; None: nothing is.
+        What is reduced takes the registers itself."""
+        if self.row_blocks > 1 or self.tile_blocks != 2:
             return None
-        if self.short_of_registers:
+        if self.short_of_registers or self.epilogue.reduced:
             return None
         tid = cute.arch.thread_idx()[0] % GROUP
+        operands = self.operands_of(operands, place[2])
         threads = self._threads(accumulators, operands, place, extents, (0, 0), tid)
         reads, began = self.epilogue.reads(self.bundle), False
         for of_matrices, some in ((True, threads), (False, threads[: self.ahead])):

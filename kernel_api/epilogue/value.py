@@ -83,7 +83,7 @@ class Tracer:
         """A value computed by an operation."""
         return Value(self, self._add(op, tuple(v.node for v in inputs), shape, **attributes))
 
-    def constant(self, number: float) -> Value:
+    def constant(self, number: numbers.Real | float) -> Value:
         # Hexadecimal text tells -0.0 from 0.0 and is exact in JSON.
         return Value(self, self._add("constant", value=float(number).hex()))
 
@@ -425,7 +425,7 @@ def as_value(x: Any) -> Value:
     tracer = running()
     if not isinstance(x, numbers.Real):
         _refuse_captured(x)
-    return tracer.constant(float(x))
+    return tracer.constant(x)
 
 
 def _refuse_captured(x: Any) -> NoReturn:

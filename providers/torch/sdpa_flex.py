@@ -70,6 +70,16 @@ class TorchFlexAttention(Kernel):
         graphs = [graph for graph in (args.mask_graph, args.score_graph) if graph is not None]
         return all(node.op != "cast" for graph in graphs for node in graph.nodes)
 
+    @rule("flex_attention is given whole numbers of 32 bits, or tensors of up to 64")
+    def _(args: SdpaArguments) -> bool | Miss:
+        for part in (args.mask, args.score):
+            for name, one in ({} if part is None else part.operands).items():
+                if isinstance(one, Operand) and one.dtype.kind == "uint" and one.dtype.bits > 8:
+                    return Miss(f"{name} is {one.dtype}")
+                if isinstance(one, int) and not -(2**31) <= one < 2**31:
+                    return Miss(f"{name} is {one}")
+        return True
+
     @rule("flex_attention needs a key")
     def _(args: SdpaArguments) -> bool:
         return args.S_kv > 0
@@ -198,6 +208,19 @@ def _lines(prefix: str, graph: Graph, operands: dict[str, Operand | float]) -> l
     return [*lines, f"{prefix} = {texts[graph.outputs[0][1]]}"]
 
 
+def _place(index: str, extent: int) -> str:
+    """An index, or the end that it is beyond; of a constant, which is no tensor, the number."""
+    if index[0] != "(":
+        return f"torch.clamp({index}, 0, {extent - 1})"
+    return str(min(max(int(float(index[1:-1])), 0), extent - 1))
+
+
+def _widened(operand: Operand | float) -> str:
+    """Whole numbers of less than 32 bits are computed in 32."""
+    narrow = isinstance(operand, Operand) and operand.dtype.is_integer and operand.dtype.bits < 32
+    return ".int()" if narrow else ""
+
+
 def _expression(
     prefix: str, node: Node, inputs: list[str], operands: dict[str, Operand | float]
 ) -> str:
@@ -208,15 +231,16 @@ def _expression(
         return str(node["name"])
     if op == "constant":
         number = float.fromhex(node["value"])
-        return f"({int(number) if number.is_integer() else number!r})"
+        whole = dict(node.attributes).get("type") == "integer"
+        return f"({int(number) if whole else number!r})"
     if op in ("operand", "scalar"):
-        return f"{prefix}_{node['name']}"
+        return f"{prefix}_{node['name']}{_widened(operands[node['name']])}"
     if op == "lookup":
         operand = operands[node["name"]]
         assert isinstance(operand, Operand)
         extents = zip(inputs, operand.shape, strict=True)
-        places = [f"torch.clamp({i}, 0, {e - 1})" if i[0] != "(" else i for i, e in extents]
-        return f"{prefix}_{node['name']}[{', '.join(places)}]"
+        places = [_place(index, extent) for index, extent in extents]
+        return f"{prefix}_{node['name']}[{', '.join(places)}]{_widened(operand)}"
     if op in _SYMBOLS:
         return f"({inputs[0]} {_SYMBOLS[op]} {inputs[1]})"
     if op in _PREFIXES:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from support.ptx import EmulationError, GlobalMemory, launch, parse
+from support.ptx.arithmetic import high_half
 
 _KERNEL = """
 .version 8.0
@@ -53,6 +54,18 @@ def bits(values, dtype=np.float32):
 # Registers ----------------------------------------------------------------------------------
 
 MINUS = 1 << 32  # MINUS - 3 are the bits of -3
+
+
+EXTREMES = [0, 1, 2**31, 2**32 - 1, 2**32 + 7, 2**63 - 1, 2**63, 2**64 - 3, 0xAAAAAAAAAAAAAAAB]
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_the_high_half_of_a_product_is_that_of_whole_numbers(signed):
+    kind = np.int64 if signed else np.uint64
+    values = np.array(EXTREMES, np.uint64).view(kind)
+    a, b = np.repeat(values, len(values)), np.tile(values, len(values))
+    expected = [int(x) * int(y) >> 64 for x, y in zip(a, b, strict=True)]
+    assert high_half(a, b).tolist() == expected
 
 
 @pytest.mark.parametrize(

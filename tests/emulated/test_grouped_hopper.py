@@ -121,7 +121,16 @@ ANYWHERE = {"discrete": True, "layouts": "ntt"}
 OF_SUMS = [
     (
         "128x128x64_cluster2x1",
-        Case("added to anywhere", N=72, other=136, sizes=FEW, out=F32, options=ADDED, **ANYWHERE),
+        Case(
+            "scaled, added to anywhere",
+            N=72,
+            other=136,
+            sizes=FEW,
+            out=F32,
+            epilogue=scaled,
+            options=ADDED,
+            **ANYWHERE,
+        ),
     ),
     ("128x128x64_cluster2x1", Case("of floats", layouts="ntt", N=72, other=136)),
     ("128x256x64_cluster1x2", Case("added to", layouts="ntt", N=264, out=F32, options=ADDED)),

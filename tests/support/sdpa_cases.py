@@ -242,7 +242,10 @@ def whole_numbers(draw: Draw) -> dict[str, Any]:
         return own | later & (abs(q - kv) != epilogue.cast(h, "int32"))
 
     def changed(score: Any, b: Any, h: Any, q: Any, kv: Any, marks: Any) -> Any:
-        return score - (marks[q] - marks[kv]) / 8 + epilogue.minimum(kv, 2 * h)
+        least = kv - 2**31
+        third = (least // 3 + least % (2**31 + 5)) / 2**31 + epilogue.cast(2.7, "int32") * 0.1
+        hidden = epilogue.where(kv < 1e30, 0.0, -1e30) - abs(q - kv) * 1e3
+        return score - (marks[q] - marks[kv]) / 8 + epilogue.minimum(kv, 2 * h) + third + hidden
 
     return {
         "mask": masks.MaskMod(seen, marks=marks, times=times, since=2**40 + 3 * most // 2),

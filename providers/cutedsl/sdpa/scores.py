@@ -11,7 +11,7 @@ from kernel_api._score import among_whole_numbers
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue.graph import Graph, Node
 from kernel_api.implementations.common.attention.scores import Place, ScoreFunctions
-from kernel_api.implementations.common.conversion import Conversions
+from kernel_api.implementations.common.conversion import Conversions, select
 from kernel_api.implementations.common.functions import Functions, functions_for
 
 _Value = Any  # Float32, Int32, Int64 or Boolean; of a constant int or float
@@ -67,7 +67,7 @@ class _Function:
             return Int32(getattr(place, _INDICES[node["name"]]))
         if node.op == "constant":
             number = float.fromhex(node["value"])
-            return int(number) if number.is_integer() else number
+            return int(number) if self._as_integers[index] else number
         if node.op in ("operand", "scalar", "lookup"):
             return _element(node, operands[node["name"]], inputs)
         if node.op == "cast":
@@ -79,8 +79,8 @@ class _Function:
     def _cast(self, value: _Value, to: DType) -> _Value:
         if not to.is_integer:
             return self._conversions.rounded(_real(value), to.cutlass)
-        if isinstance(value, Float32):
-            value = Int64(self._conversions.rounded(value, to.cutlass))
+        if isinstance(value, (float, Float32)):
+            value = Int64(self._conversions.rounded(_real(value), to.cutlass))
         return _saturated(_integer(value), to)
 
 
@@ -93,8 +93,10 @@ def _integer(value: _Value) -> _Value:
     """A whole number of whatever type, in 32 bits if they hold all of that type."""
     if isinstance(value, (Int32, Int64)):
         return value
-    if isinstance(value, int):
-        return Int32(value) if _LEAST <= value <= _MOST else Int64(value)
+    if isinstance(value, Float32):
+        return Int32(value)
+    if isinstance(value, (int, float)):
+        return Int32(int(value)) if _LEAST <= value <= _MOST else Int64(int(value))
     return Int32(value) if value.width < Int32.width else Int64(value)
 
 
@@ -111,10 +113,12 @@ def _saturated(value: _Value, to: DType) -> _Value:
 
 def _of_integers(node: Node, functions: Functions, inputs: list[_Value]) -> _Value:
     if node.op in ("floordiv", "remainder"):
-        return _divided(node.op, _integer(inputs[0]), _integer(node["divisor"]))
+        inputs = [inputs[0], int(node["divisor"])]
     numbers = [one if isinstance(one, Boolean) else _integer(one) for one in inputs]
     if any(isinstance(one, Int64) for one in numbers):
         numbers = [Int64(one) if isinstance(one, Int32) else one for one in numbers]
+    if node.op in ("floordiv", "remainder"):
+        return _divided(node.op, *numbers)
     return {**functions, **_INTEGERS}[node.op](*numbers)
 
 
@@ -126,9 +130,16 @@ _INTEGERS: Functions = {
 
 
 def _divided(op: str, number: _Value, by: _Value) -> _Value:
-    """Rounded down, also of negative numbers."""
-    remainder = (number % by + by) % by
-    return remainder if op == "remainder" else (number - remainder) // by
+    """Rounded down, also of negative numbers; nothing on the way is larger than they are."""
+    zero = type(number)(0)
+    rest = number % by
+    # Of the sign of the number, whichever the DSL's has.
+    rest = select((number < zero) & (rest > zero), rest - by, rest)
+    below = rest < zero
+    if op == "remainder":
+        return select(below, rest + by, rest)
+    quotient = (number - rest) // by
+    return select(below, quotient - type(number)(1), quotient)
 
 
 def _element(node: Node, operand: Any, indices: list[_Value]) -> _Value:

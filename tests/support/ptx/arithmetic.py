@@ -50,9 +50,26 @@ def _wider(dtype: np.dtype) -> np.dtype:
     return np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
 
 
-def _high(a: Array, b: Array) -> Array:
+def high_half(a: Array, b: Array) -> Array:
+    if a.dtype.itemsize == 8:
+        return _high_of_64(a, b)
     wide = _wider(a.dtype)
     return (a.astype(wide) * b.astype(wide) >> 8 * a.dtype.itemsize).astype(a.dtype)
+
+
+def _high_of_64(a: Array, b: Array) -> Array:
+    """By products of halves, of which a sum fits in 64 bits; of negative numbers 2**64 too much is
+    multiplied with the other one."""
+    (low_a, high_a), (low_b, high_b) = (
+        (x.astype(np.uint64) & np.uint64(0xFFFFFFFF), x.astype(np.uint64) >> np.uint64(32))
+        for x in (a, b)
+    )
+    middle = high_a * low_b + (low_a * low_b >> np.uint64(32))
+    other = low_a * high_b + (middle & np.uint64(0xFFFFFFFF))
+    high = (high_a * high_b + (middle >> np.uint64(32)) + (other >> np.uint64(32))).astype(a.dtype)
+    if a.dtype.kind == "i":
+        high = high - np.where(a < 0, b, 0) - np.where(b < 0, a, 0)
+    return high
 
 
 def _divide(a: Array, b: Array) -> tuple[Array, Array]:
@@ -93,9 +110,9 @@ for _name, _t in _INTEGERS.items():
         _define(f"max.relu.{_name}", _t, (_t, _t), lambda a, b: np.maximum(np.maximum(a, b), 0))
     _define(f"max.{_name}", _t, (_t, _t), np.maximum)
     _define(f"shr.{_name}", _t, (_t, U32), _shift_right)
+    _define(f"mul.hi.{_name}", _t, (_t, _t), high_half)
     if _t.itemsize < 8:
         _w = _wider(_t)
-        _define(f"mul.hi.{_name}", _t, (_t, _t), _high)
         _define(f"mul.wide.{_name}", _w, (_t, _t), lambda a, b, w=_w: a.astype(w) * b.astype(w))
         _define(
             f"mad.wide.{_name}",
