@@ -128,6 +128,17 @@ def test_two_modes_give_two_signatures():
     assert len(signatures) == len(SCALES["A"])
 
 
+def test_a_signature_tells_scales_that_are_loaded_in_vectors():
+    def signature(B_scale):
+        A = ScaledOperand(operand(M, K, E4M3, 1), scale(M), ScaleMode.PER_ROW)
+        B = ScaledOperand(operand(K, N, E4M3, 2), B_scale, ScaleMode.PER_ROW)
+        return GemmArguments(A, B, torch.empty(M, N)).signature
+
+    packed, unaligned, gaps = scale(N), scale(N + 1)[1:], scale(2 * N)[::2]
+    assert signature(packed) == signature(scale(N + 4)[4:])
+    assert signature(unaligned) == signature(gaps) != signature(packed)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [

@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute import AddressSpace
 
+from .conversion import select
 from .epilogue import HALF, Epilogue, PerBlock, Reduced, Thread
 from .modes import operand_batch_last
 
@@ -217,10 +218,10 @@ class Reductions:
     def _reduce(self, index: cutlass.Constexpr, mR, first, pitch, parts, at, batch, extents, space):
         """One value out of its parts, which are `pitch` apart."""
         kind = self.outputs[index].kind
-        value = Float32(identity(kind))
+        value, lost = Float32(identity(kind)), Float32(0)
         for part in cutlass.range(parts, unroll=8):
-            value = combined(kind, value, (first + part * pitch).load())
-        self._store(index, mR, value, at, batch, extents, space)
+            value, lost = _added(kind, value, lost, (first + part * pitch).load())
+        self._store(index, mR, _with_what_was_lost(value, lost), at, batch, extents, space)
 
     @cute.jit
     def _complete_matrix(
@@ -231,9 +232,10 @@ class Reductions:
         if const_expr(output.over == "all"):
             parts, batch = parts * space.batches, Int32(0)
         first = floats_at(self.part_of_matrix(index, space, 0, 0, batch, 0))
-        value = Float32(identity(output.kind))
+        value, lost = Float32(identity(output.kind)), Float32(0)
         for part in cutlass.range(thread, parts, self.threads, unroll=16):
-            value = combined(output.kind, value, (first + part).load())
+            value, lost = _added(output.kind, value, lost, (first + part).load())
+        value = _with_what_was_lost(value, lost)
         value = self.over_group(output.kind, value, scratch, thread, barrier_id)
         if thread == 0:
             self._store(index, mR, value, Int32(0), batch, extents, space)
@@ -359,6 +361,21 @@ def combined(kind: str, a: Float32, b: Float32) -> Float32:
     if kind == "sum":
         return a + b
     return (cute.arch.fmax if kind == "max" else cute.arch.fmin)(a, b, nan=True)
+
+
+def _added(kind: str, value: Float32, lost: Float32, part: Float32) -> tuple[Float32, Float32]:
+    """`value` with one more part, and what sums have lost so far by being rounded (Knuth, The Art
+    of Computer Programming, section 4.2.2, theorem B): of thousands of parts that is much."""
+    found = combined(kind, value, part)
+    if kind != "sum":
+        return found, lost
+    other = found - value
+    return found, lost + ((value - (found - other)) + (part - other))
+
+
+def _with_what_was_lost(value: Float32, lost: Float32) -> Float32:
+    """Of infinite parts that is no number."""
+    return select(lost == lost, value + lost, value)
 
 
 _COMBINED = {"sum": "add.f32", "max": "max.NaN.f32", "min": "min.NaN.f32"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from kernel_api.dtypes import dtype
@@ -35,6 +35,10 @@ class ScaleMode(enum.Enum):
 BLOCK_MODES = (ScaleMode.BLOCK_1x128, ScaleMode.BLOCK_128x128)
 
 
+#: What in_vectors asks of addresses and strides.
+VECTOR_BYTES = 16
+
+
 class ScaledOperand(Operand):
     """A tensor stored in units of a scale: real value = ``tensor`` × ``scale``.
 
@@ -59,11 +63,21 @@ class ScaledOperand(Operand):
             raise ArgumentError(f"scale is {self.scale.dtype}; expected float32")
         self.mode = mode
 
+    @property
+    def signature(self) -> tuple[Hashable, ...]:
+        return (*super().signature, in_vectors(self.mode, self.scale))
+
     def maker(self) -> Callable[[Any], Any] | None:
         return functools.partial(ScaledOperand, scale=self.scale, mode=self.mode)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()} x {self.mode.value} scale"
+
+
+def in_vectors(mode: ScaleMode, scale: Operand) -> bool:
+    """Whether those of neighbours are read together: one per row, side by side and aligned."""
+    aligned = scale.unit_mode == -1 and scale.alignment % VECTOR_BYTES == 0
+    return mode is ScaleMode.PER_ROW and aligned
 
 
 def check_scale(name: str, operand: ScaledOperand, modes: str, contracted: str) -> None:

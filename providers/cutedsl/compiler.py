@@ -101,8 +101,11 @@ def fake_tensor(operand: Operand, attributes: TensorAttributes | None) -> Any:
     )
 
 
-def placeholder(value: Any) -> Any:
-    """For a torch tensor of any sizes and strides, or a Python number known at run time."""
+def placeholder(value: Any, alignment: int | None = None) -> Any:
+    """For a torch tensor of any sizes and strides, or a Python number known at run time.
+
+    alignment: Of a tensor whose last mode has stride 1, in bytes; None: nothing is known of it.
+    """
     import cutlass
     import cutlass.cute as cute
 
@@ -114,8 +117,10 @@ def placeholder(value: Any) -> Any:
     element = dtype(tensor.dtype)
     shape = tuple(cute.sym_int() for _ in range(tensor.dim()))
     stride = tuple(cute.sym_int64() for _ in range(tensor.dim()))
+    if alignment is not None:
+        stride = (*stride[:-1], 1)
     return cute.runtime.make_fake_tensor(
-        element.cutlass, shape, stride, assumed_align=element.itemsize
+        element.cutlass, shape, stride, assumed_align=alignment or element.itemsize
     )
 
 

@@ -65,8 +65,8 @@ READ = {
     # of a bundle of 32 columns a thread has 4 pairs
     "bias": (lambda: biased(F32), (128, 256), 4),
     "bias of 16 bits": (lambda: biased(torch.bfloat16), (128, 256), 4),
-    # scales of two rows, and of the columns of two bundles
-    "scales": (by_rows, (128, 256), 2 + 16),
+    # scales of two rows, and pairs of those of the columns of two bundles
+    "scales": (by_rows, (128, 256), 2 + 8),
     # of two rows and of two blocks of columns, both of the first k tiles and of the next ones
     "blocks": (by_blocks, (128, 256), 2 * (2 + 2)),
 }

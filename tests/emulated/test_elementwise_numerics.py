@@ -236,6 +236,20 @@ def test_reductions_do_not_depend_on_the_order_of_blocks():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_sums_of_many_parts_lose_nothing_by_being_rounded():
+    """All of one sign: added one by one, the last of 1250 parts is a thousandth of the sum."""
+    M, N = 5000, 24
+    epilogue = ka.EpilogueArguments(
+        lambda accum: (accum + 3.0, ep.sum(accum + 3.0, -2)), columns=torch.empty(N)
+    )
+    args = ka.ElementwiseArguments(drawn((M, N), BF16), matrix((M, N), BF16), epilogue=epilogue)
+    kernel = with_design(args, threads=128, columns=128, turns=1, steps=1)
+    check(args, kernel=kernel)
+    exact = (args.x.tensor.double() + 3.0).sum(0)
+    found = epilogue.outputs["columns"].tensor.double()
+    assert (found - exact).abs().max() < 2e-7 * exact.max()
+
+
 def test_halves_count_nothing_behind_the_end_of_theirs():
     """Beside a half that ends inside of a tile there is the other one, and not nothing."""
 

@@ -56,7 +56,7 @@ def a_kernel_of_each_variant():
         yield from (pytest.param(k, id=k.metadata.kernel_name) for k in chosen)
 
 
-@pytest.mark.parametrize("kernel", a_kernel_of_each_variant())
+@pytest.mark.parametrize("kernel", list(a_kernel_of_each_variant()))
 def test_conversions_are_right(kernel):
     for M, N, L in ((1, 1, None), (37, 100, 3), (1030, 700, None)):
         args = arguments_for(kernel, M, N, L, device="cuda")

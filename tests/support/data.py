@@ -229,7 +229,7 @@ def supported_sizes(kernel: ka.Kernel, M: int, N: int, K: int) -> tuple[int, int
 def with_scales(
     args: ka.GemmArguments, modes: dict[str, ka.ScaleMode | str | None], seed: int = 0
 ) -> ka.GemmArguments:
-    """The same arguments, their operands stored in units of random scales."""
+    """The same arguments, their operands stored in units of random scales, laid out by the seed."""
     generator = torch.Generator().manual_seed(seed)
     operands = list(args.operands)
     for index, name in enumerate(args.operand_names):
@@ -240,5 +240,17 @@ def with_scales(
         shape = expected_scale_shape(name, scaled, args.modes[name], args.contracted)
         batch = () if mode is ka.ScaleMode.PER_TENSOR else scaled.shape[:-2]
         scale = torch.rand((*batch, *shape), generator=generator) + 0.25
-        operands[index] = ka.ScaledOperand(scaled.tensor, scale.to(args.device), mode)
+        scale = _laid_out(scale, args.device, seed + index)
+        operands[index] = ka.ScaledOperand(scaled.tensor, scale, mode)
     return args.rebuilt(*operands)
+
+
+def _laid_out(scale: torch.Tensor, device: torch.device, seed: int) -> torch.Tensor:
+    """Packed, from another place than the first of a vector, or with gaps: NaN around them."""
+    if scale.dim() == 0:
+        return scale.to(device)
+    first, step = ((0, 1), (1, 1), (1, 2))[seed % 3]
+    columns = scale.shape[-1]
+    held = torch.full((*scale.shape[:-1], first + step * columns), float("nan"))
+    held[..., first::step] = scale
+    return held.to(device)[..., first::step]

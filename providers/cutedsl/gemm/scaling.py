@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kernel_api.arguments import ScaleMode
+from kernel_api.arguments.scaled import VECTOR_BYTES, in_vectors
 from kernel_api.metadata import OperandsMetadata
 
 #: More batches than any launch has: what serves all of them is seen with this many.
@@ -62,6 +63,12 @@ def aligned_scales(args: Any) -> dict[str, Any]:
     """The scales by operand, as they broadcast against (L, M, N); those per block as they are."""
     scales = {name: getattr(args, name).scale.tensor for name in args.scaled}
     return {name: _aligned(name, getattr(args, name).mode, s) for name, s in scales.items()}
+
+
+def alignments_of_scales(args: Any) -> dict[str, int]:
+    """Of scales by their names in a launch, in bytes: of those of columns that lie side by side."""
+    B = args.B
+    return {"B_scale": VECTOR_BYTES} if B.mode and in_vectors(B.mode, B.scale) else {}
 
 
 def _aligned(name: str, mode: ScaleMode, scale: Any) -> Any:

@@ -12,7 +12,7 @@ from kernel_api.devices import multiprocessors_of
 from kernel_api.dtypes import TF32X3
 from kernel_api.epilogue import Graph
 from kernel_api.metadata import GemmOperandsMetadata
-from kernel_api.providers.cutedsl import CuTeDSLProvider
+from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.epilogue.operands import (
     SUBTILE,
     TMA_PIECE,
@@ -34,7 +34,11 @@ from kernel_api.providers.cutedsl.gemm.fusing import (
     operands_rule,
     types_rule,
 )
-from kernel_api.providers.cutedsl.gemm.scaling import scaled_by_blocks, scaling
+from kernel_api.providers.cutedsl.gemm.scaling import (
+    alignments_of_scales,
+    scaled_by_blocks,
+    scaling,
+)
 from kernel_api.providers.cutedsl.gemm.sm90_design import Sm90GemmDesign
 from kernel_api.space import Miss, Operands, Rule, Space, rule
 
@@ -225,6 +229,15 @@ class Sm90GemmFamily(FusedGemm):
             **options,
         )
         return found
+
+    def more_placeholders(self, args: Any) -> tuple[Any, ...]:
+        if args.epilogue is not None:
+            return super().more_placeholders(args)
+        aligned = alignments_of_scales(args)
+        return tuple(
+            compiler.placeholder(value, aligned.get(name))
+            for name, value in self.more_values(args).items()
+        )
 
     def _lowered(self, output_types: tuple[Any, ...]) -> Any:
         graph, columns = self.metadata.epilogue, self._design.kernel_tile[1]
