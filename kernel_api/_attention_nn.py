@@ -22,7 +22,8 @@ def attention(
     sink: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """softmax(scale · q kᵀ, with masks and what is added to scores) · v, of q's element type.
+    """softmax(scale · q kᵀ, with masks and what is added to scores) · v, of q's element type;
+    bfloat16 where that has 8 bits.
 
     Args:
         q: (B, H, S_q, D), or packed (T, H, D).

@@ -26,7 +26,7 @@ class Form:
         always: Outputs beside ``out`` that are allocated if they are None or True.
         outputs: All beside ``out``; the others are allocated if they are True.
         width: Columns of ``out`` in units of N.
-        element: Type of ``out``; None: that of A.
+        element: Type of ``out``; None: that of products of A, see :func:`out_type`.
     """
 
     #: Tensors that arguments have behind A, B and out; they stand among the options.
@@ -73,7 +73,7 @@ class Form:
         shape."""
         complete, N = dict(options), B.shape[-1]
         if out is None:
-            element = out_dtype or self.element or _out_type(A.dtype)
+            element = out_dtype or self.element or out_type(A.dtype)
             out = empty(self.out_shape(A, N, options), torch_type(element), A)
         for name in self.outputs:
             given = options.get(name)
@@ -131,7 +131,7 @@ class Form:
         return self._types[written]
 
 
-def _out_type(element: Any) -> Any:
+def out_type(element: Any) -> Any:
     """That of products of such elements: 8 bits hold hardly any."""
     import torch
 

@@ -35,7 +35,7 @@ def moe(
     granularity: int | str = "halves",
 ) -> torch.Tensor:
     """Σ over k of expert_weight · (glu(x · w_up[e]) · w_down[e]) with e = expert_index, (T, K), of
-    x's element type.
+    x's element type; int32 or bfloat16 where that has 8 bits.
 
     Args:
         x: Tokens (T, K).
@@ -158,7 +158,7 @@ class Routing(NamedTuple):
         ops.grouped_gemm(A, B, self.offsets, out=rows, out_row_index=self.place)
         if self.choices == 1:
             return rows
-        return rows.view(-1, self.choices, rows.shape[-1]).sum(1)
+        return rows.view(-1, self.choices, rows.shape[-1]).sum(1, dtype=rows.dtype)
 
     def gradient_of(self, weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Aᵀ · B of the pairs of each expert, laid out as its weight is."""

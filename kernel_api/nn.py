@@ -24,6 +24,7 @@ import torch
 from kernel_api import fusions, ops
 from kernel_api._attention_nn import attention
 from kernel_api._autograd import differentiable_once
+from kernel_api._forms import out_type
 from kernel_api._moe_nn import moe
 from kernel_api._norm_nn import layernorm, rmsnorm
 from kernel_api.errors import ArgumentError
@@ -46,7 +47,7 @@ def linear_activation(
     *,
     activation: str = "gelu",
 ) -> torch.Tensor:
-    """activation(x · weightᵀ + bias), of x's element type.
+    """activation(x · weightᵀ + bias), of x's element type; int32 or bfloat16 where that has 8 bits.
 
     Args:
         x: (..., K).
@@ -75,7 +76,8 @@ def linear_glu(
     limit: float | None = None,
     offset: float | None = None,
 ) -> torch.Tensor:
-    """The gated linear unit of x · weightᵀ + bias, (..., N / 2), of x's element type.
+    """The gated linear unit of x · weightᵀ + bias, (..., N / 2), of x's element type; int32 or
+    bfloat16 where that has 8 bits.
 
     Args:
         x: (..., K).
@@ -184,7 +186,7 @@ def _backward(
         rows, weight.t(), upstream=upstream, bias=bias, dbias=wanted[2], **function.options
     )
     dz, dbias = found if wanted[2] else (found, None)
-    dx = ops.gemm(dz, weight).view_as(x) if wanted[0] else None
+    dx = ops.gemm(dz, weight, out_dtype=x.dtype).view_as(x) if wanted[0] else None
     dweight = ops.gemm(dz.t(), rows, out_dtype=weight.dtype) if wanted[1] else None
     return dx, dweight, None if dbias is None or bias is None else dbias.to(bias.dtype)
 
@@ -224,7 +226,7 @@ def _operator(x: Any, weight: Any, bias: Any, *function: Any) -> torch.Tensor:
 @_operator.register_fake
 def _(x: Any, weight: Any, bias: Any, *function: Any) -> torch.Tensor:
     N = weight.shape[0] // (2 if Function(*function).is_glu else 1)
-    return x.new_empty((*x.shape[:-1], N))  # type: ignore[no-any-return]
+    return x.new_empty((*x.shape[:-1], N), dtype=out_type(x.dtype))  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("kernel_api::linear_backward", mutates_args=(), schema=_BACKWARD)

@@ -183,6 +183,19 @@ def test_other_types_are_rounded_a_few_times(element):
         assert norm(one.double() - other) < 4 * torch.finfo(element).eps * norm(other)
 
 
+@pytest.mark.parametrize(
+    ("element", "taken"), [(torch.float8_e4m3fn, torch.bfloat16), (torch.int8, torch.int32)]
+)
+@pytest.mark.parametrize("routing", ["one choice", "two choices"])
+def test_sums_of_eight_bits_are_of_a_type_that_holds_them(element, taken, routing):
+    routing = ROUTINGS[routing]
+    x, w_up, w_down = torch.ones(len(routing), 8), torch.ones(E, 8, 32), torch.ones(E, 16, 8)
+    operands = [one.to(element) for one in (x, w_up, w_down)]
+    y = ka.nn.moe(operands[0], routing, torch.ones(routing.shape), *operands[1:], kind="reglu")
+    assert y.dtype is taken
+    assert (y == routing.shape[1] * 64 * 16).all()
+
+
 def test_the_weights_of_a_router_may_be_of_a_wider_type():
     x, weight, up, down = leaves(element=torch.bfloat16)
     wide = weight.detach().float().requires_grad_()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.fusions import ACTIVATIONS, GLU, close, pairs
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import kernel_api as ka
@@ -158,6 +159,51 @@ def test_the_backward_operator_is_what_torch_expects():
         torch.ops.kernel_api.linear_backward,
         (operands[0].new_ones(2, 3, 32), *operands, wanted, "swiglu", "up_gate", "1", None, None),
     )
+
+
+ELEMENTS = [
+    torch.float16, torch.bfloat16, torch.float32,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
+]  # fmt: skip
+
+
+def seen(found):
+    return [(one.dtype, one.shape, one.stride()) for one in found]
+
+
+def both(operator, tensors, *rest):
+    """What a tracer is told of the results, and what they are."""
+    with FakeTensorMode() as mode:
+        fakes = [one if one is None else mode.from_tensor(one) for one in tensors]
+        told = operator(*fakes, *rest)
+    found = operator(*tensors, *rest)
+    return [seen(one if isinstance(one, tuple) else [one]) for one in (told, found)]
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=str)
+@pytest.mark.parametrize("name", ["swiglu", "gelu"])
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 0)], ids=str)
+def test_a_tracer_is_told_the_results_that_there_are(element, name, lead):
+    function = (name, "up_gate", "32", None, None)
+    x, weight = torch.ones(*lead, 16).to(element), torch.ones(64, 16).to(element)
+    told, found = both(torch.ops.kernel_api.linear, (x, weight, None), *function)
+    assert told == found
+    dy = torch.ones(found[0][1], dtype=found[0][0])
+    for bias in (None, torch.ones(64)):
+        operands = (dy, x, weight, bias)
+        wanted = [True, True, bias is not None]
+        told, found = both(torch.ops.kernel_api.linear_backward, operands, wanted, *function)
+        assert told == found
+
+
+@pytest.mark.parametrize(
+    ("element", "taken"), [(torch.float8_e4m3fn, torch.bfloat16), (torch.int8, torch.int32)]
+)
+def test_products_of_eight_bits_are_of_a_type_that_holds_them(element, taken):
+    x, weight = torch.ones(5, 16).to(element), torch.full((64, 16), 2).to(element)
+    y = ka.nn.linear_activation(x, weight, activation="relu")
+    assert y.dtype is taken
+    assert (y == 32).all()
 
 
 # Refusals --------------------------------------------------------------------------------
