@@ -13,8 +13,9 @@ from typing import Any
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
 
-#: Set to 1, runs of products of groups, and launches that were prepared meanwhile, check offsets
-#: and row indices before, which waits for the device.
+#: Set to 1, runs of products of groups, one-call forms that saw no such call without it, and
+#: launches that were prepared meanwhile, check offsets and row indices before, which waits for the
+#: device.
 VARIABLE = "KERNEL_API_CHECK_OFFSETS"
 
 

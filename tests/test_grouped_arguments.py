@@ -7,6 +7,7 @@ import torch
 from support.grouped import ends
 
 import kernel_api as ka
+from kernel_api import _launches
 from kernel_api import epilogue as ep
 from kernel_api._description import described, rebuilt
 from kernel_api.arguments import grouped
@@ -551,6 +552,29 @@ def test_a_prepared_launch_counts_the_tokens_that_it_is_given(launched, monkeypa
     with pytest.raises(ArgumentError, match="there are T = 17 tokens"):
         launch(zeros(17, 8), zeros(3, 8, 6), zeros(17, 6), OFFSETS)
     launch(zeros(18, 8), zeros(3, 8, 6), zeros(18, 6), OFFSETS)
+    assert len(launched) == 1
+
+
+def test_one_call_forms_check_such_calls_as_they_first_saw_while_it_was_asked(
+    launched, monkeypatch
+):
+    monkeypatch.setattr(_launches, "_launches", {})
+    A, B, out, _ = of_rows().tensors
+    right, wrong, offsets = OFFSETS, ends(4, 3, 5), OFFSETS.clone()
+
+    def call(values):  # in the same place, because its alignment counts
+        ka.ops.grouped_gemm(A, B, offsets.copy_(values), out=out)
+
+    monkeypatch.setenv("KERNEL_API_CHECK_OFFSETS", "1")
+    for _ in range(2):
+        call(right)
+        with pytest.raises(ArgumentError, match=r"offsets\[1\] is 3 and offsets\[0\] is 4"):
+            call(wrong)
+    assert launched == []  # what is not remembered is run
+    monkeypatch.delenv("KERNEL_API_CHECK_OFFSETS")
+    call(right)
+    monkeypatch.setenv("KERNEL_API_CHECK_OFFSETS", "1")
+    call(wrong)
     assert len(launched) == 1
 
 

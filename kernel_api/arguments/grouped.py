@@ -82,9 +82,10 @@ class GroupedGemmArguments(ProductArguments):
         fp32_precision: As of :class:`~kernel_api.arguments.GemmArguments`.
 
     All operands are on one device. Any strides are taken; kernels may ask for more. With
-    ``KERNEL_API_CHECK_OFFSETS=1`` in the environment runs, one-call forms, and launches that are
-    prepared then, check offsets and indices before, and raise ArgumentError; captures of CUDA
-    graphs do not, and executions of :mod:`kernel_api.graph` need not.
+    ``KERNEL_API_CHECK_OFFSETS=1`` in the environment runs, one-call forms that saw no such call
+    without it, and launches that are prepared then, check offsets and indices before, and raise
+    ArgumentError; captures of CUDA graphs do not, and executions of :mod:`kernel_api.graph` need
+    not.
 
     Raises:
         ArgumentError: shapes, ranks, devices, types or memory contradict each other.
