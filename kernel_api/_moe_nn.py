@@ -158,7 +158,8 @@ class Routing(NamedTuple):
         ops.grouped_gemm(A, B, self.offsets, out=rows, out_row_index=self.place)
         if self.choices == 1:
             return rows
-        return rows.view(-1, self.choices, rows.shape[-1]).sum(1, dtype=rows.dtype)
+        tokens = rows.shape[0] // self.choices
+        return rows.view(tokens, self.choices, rows.shape[1]).sum(1, dtype=rows.dtype)
 
     def gradient_of(self, weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Aᵀ · B of the pairs of each expert, laid out as its weight is."""

@@ -166,8 +166,7 @@ def _forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, function: Function
 ) -> torch.Tensor:
     fused = ops.gemm_glu if function.is_glu else ops.gemm_bias_activation
-    rows = x.reshape(-1, x.shape[-1])
-    out: torch.Tensor = fused(rows, weight.t(), bias=bias, **function.options)
+    out: torch.Tensor = fused(_rows(x), weight.t(), bias=bias, **function.options)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -181,7 +180,7 @@ def _backward(
 ) -> _Gradients:
     """Gradients of x, weight and bias, those that are wanted."""
     fused = ops.gemm_recompute_dglu if function.is_glu else ops.gemm_recompute_dactivation
-    rows, upstream = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    rows, upstream = _rows(x), _rows(dy)
     found = fused(
         rows, weight.t(), upstream=upstream, bias=bias, dbias=wanted[2], **function.options
     )
@@ -189,6 +188,11 @@ def _backward(
     dx = ops.gemm(dz, weight, out_dtype=x.dtype).view_as(x) if wanted[0] else None
     dweight = ops.gemm(dz.t(), rows, out_dtype=weight.dtype) if wanted[1] else None
     return dx, dweight, None if dbias is None or bias is None else dbias.to(bias.dtype)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """(M, K) of (..., K); torch does not tell M by the number of elements where K is 0."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 class _Linear(torch.autograd.Function):

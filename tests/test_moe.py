@@ -83,6 +83,17 @@ def test_the_layer_and_its_gradients_are_those_of_a_loop_over_tokens(routing, ma
     check(leaves(routing, major), routing)
 
 
+@pytest.mark.parametrize("routing", ["one choice", "two choices", "no tokens"])
+def test_tokens_may_have_no_columns(routing):
+    routing = ROUTINGS[routing]
+    shapes = ((len(routing), 0), routing.shape, (E, 0, 2 * INNER), (E, INNER, 0))
+    x, *others = (torch.ones(shape, dtype=torch.float64).requires_grad_() for shape in shapes)
+    y = ka.nn.moe(x, routing, *others)
+    assert y.shape == x.shape
+    for found in torch.autograd.grad(y.sum(), [x, *others]):
+        assert not found.any()
+
+
 @pytest.mark.parametrize("kind", GLU)
 def test_every_gated_linear_unit_is_there(kind):
     check(leaves(), kind=kind)

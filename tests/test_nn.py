@@ -72,6 +72,18 @@ def test_x_may_have_any_number_of_modes(lead):
     check(ka.nn.linear_activation, torch.nn.functional.gelu, leaves(*lead, N=7))
 
 
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 0)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_over_nothing_is_the_bias(lead, bias):
+    operands = leaves(*lead, K=0, bias=bias)
+    check(ka.nn.linear_activation, torch.nn.functional.gelu, operands)
+    check(ka.nn.linear_swiglu, lambda x: GLU["swiglu"](*pairs(x, "up_gate", 32)), operands)
+
+
+def test_no_features_have_gradients():
+    check(ka.nn.linear_activation, torch.nn.functional.gelu, leaves(5, N=0))
+
+
 @pytest.mark.parametrize("operands", [leaves(5, N=7), leaves(5, N=7, bias=False)])
 @pytest.mark.parametrize("function", [ka.nn.linear_activation, ka.nn.linear_swiglu])
 def test_gradients_are_those_of_finite_differences(function, operands):
