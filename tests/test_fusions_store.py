@@ -2,12 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from support.epilogues import kept
 from support.fusions import SETTINGS, Draw, close, computed
 
 import kernel_api as ka
+from kernel_api.errors import ArgumentError
 
 ALPHA = 0.7
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
@@ -52,6 +54,27 @@ def test_rope_turns_pairs_of_complex_numbers(how, setting):
     pair = torch.stack([turned.real, turned.imag], -1 if beside else -2).flatten(-2)
     expected[..., start : start + width] = pair
     close(computed(args)["out"], expected.flatten(-2))
+
+
+@pytest.mark.parametrize("given", ["16", 16.0, True, [16]], ids=repr)
+@pytest.mark.parametrize("name", ["head_dim", "start", "width"])
+def test_columns_of_heads_are_whole_numbers(name, given):
+    draw = Draw(7, 32, 5)
+    how = {"head_dim": 16, name: given}
+    with pytest.raises(ArgumentError) as caught:
+        ka.fusions.gemm_rope(draw.A, draw.B, out=draw.written(), cos=None, sin=None, **how)
+    assert str(caught.value) == f"{name} is {given!r}; expected a whole number of columns"
+
+
+def test_numbers_of_numpy_are_those_of_python_and_no_real_takes_their_place():
+    draw = Draw(7, 44, 5)
+    angle = draw.random(7, 11)
+    given = {"out": draw.written(), "cos": angle.cos(), "sin": angle.sin()}
+    with pytest.raises(ArgumentError):
+        ka.fusions.gemm_rope(draw.A, draw.B, head_dim=22.0, **given)
+    one = ka.fusions.gemm_rope(draw.A, draw.B, head_dim=np.int64(22), **given)
+    other = ka.fusions.gemm_rope(draw.A, draw.B, head_dim=22, **given)
+    assert one.epilogue.graph is other.epilogue.graph
 
 
 # Quantisation ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kernel_api._numbers import whole_number
 from kernel_api.arguments import EpilogueArguments, GemmArguments
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
@@ -112,6 +113,14 @@ def real(name: str, value: Any) -> Any:
     if isinstance(value, bool):
         raise ArgumentError(f"{name} is {value}; expected a number")
     return float(value)
+
+
+def whole(name: str, value: Any) -> int:
+    """A number of columns."""
+    found = whole_number(value)
+    if found is None:
+        raise ArgumentError(f"{name} is {value!r}; expected a whole number of columns")
+    return found
 
 
 def one_of(name: str, value: Any, choices: Iterable[Any]) -> Any:

@@ -23,6 +23,7 @@ from kernel_api.fusions._shared import (
     times,
     typed,
     weighted,
+    whole,
 )
 from kernel_api.operands import Operand
 
@@ -55,10 +56,10 @@ def gemm_rope(
         style: ``"half"``: columns i and i + width / 2 are a pair; ``"interleaved"``: 2i, 2i + 1.
     """
     A, B = matrices(A, B)
-    N = B.shape[-1]
+    N, head_dim, start = B.shape[-1], whole("head_dim", head_dim), whole("start", start)
     if head_dim < 1 or N % head_dim:
         raise ArgumentError(f"B has N = {N}; heads of {head_dim} columns need a multiple of it")
-    turned = head_dim - start if width is None else width
+    turned = head_dim - start if width is None else whole("width", width)
     if turned < 2 or turned % 2 or start < 0 or start + turned > head_dim:
         raise ArgumentError(
             f"width is {turned} and start {start}; expected an even width that fits head_dim = "
