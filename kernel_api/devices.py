@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from kernel_api.errors import DeviceError
 from kernel_api.targets import CcLike, Target, target
 
 
@@ -134,6 +135,14 @@ def query_target(device: Any, cc: CcLike) -> Target | None:
 
         return device_target(torch.cuda.current_device())
     return None
+
+
+def require_streams(device: Any, stream: Any) -> None:
+    """Raise DeviceError for a stream that is given where operands are on the CPU."""
+    if device.type == "cpu":
+        raise DeviceError(
+            f"stream is {stream!r}; the operands are on cpu, which has no streams; leave stream out"
+        )
 
 
 def capturing(index: int | None, stream: Any = None) -> bool:

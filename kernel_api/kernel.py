@@ -16,9 +16,10 @@ from kernel_api._naming import name_of
 from kernel_api._offer import Offer
 from kernel_api.arguments import Arguments, EpilogueArguments, GemmArguments
 from kernel_api.artifact import CompiledArtifact, Resources
-from kernel_api.devices import capturing, query_target, target_of
+from kernel_api.devices import capturing, query_target, require_streams, target_of
 from kernel_api.errors import (
     ArgumentError,
+    ArtifactError,
     CaptureError,
     DeviceError,
     EpilogueError,
@@ -267,7 +268,7 @@ class Kernel(metaclass=KernelType):
             args: What to compute.
             artifact: From :meth:`compile`; compiled (cached) if absent.
             stream: A torch stream, an int, a CUstream or ``__cuda_stream__`` object; torch's
-                current stream if absent.
+                current stream if absent. Operands on the CPU have none.
             workspace: A uint8 tensor of at least ``get_workspace_size``; allocated if absent.
             assume_supported_args: Skip ``supports``; for arguments that passed it before.
 
@@ -276,6 +277,8 @@ class Kernel(metaclass=KernelType):
                 anything is launched.
         """
         require_arguments(args)
+        if stream is not None:
+            require_streams(args.device, stream)
         accepted = args._accepted
         offer = accepted.get(Offer)
         offered = offer.artifact(self) if offer is not None and artifact is None else None
@@ -286,8 +289,8 @@ class Kernel(metaclass=KernelType):
             accepted[id(self)] = self  # by id: kernels hash slowly
         if artifact is None:
             artifact = offered or self._artifact_to_run(args, stream)
-        elif accepted.get(artifact) is not self:
-            artifact.check(self, args, target_of(args.device))
+        elif not isinstance(artifact, CompiledArtifact) or accepted.get(artifact) is not self:
+            self._check_artifact(args, artifact)
             accepted[artifact] = self
         workspace = self._workspace(args, workspace)
         if args.writes_anything:
@@ -309,15 +312,16 @@ class Kernel(metaclass=KernelType):
             launch(A, B, out, bias=bias, alpha=0.5)
 
         Raises what :meth:`run` does. The launch checks no more than that the names exist
-        (EpilogueError), what the compiled code checks of its tensors, and offsets of groups where
-        the environment asks for that while it is prepared.
+        (EpilogueError; TypeError or ArgumentError where there are no operands to name), what the
+        compiled code checks of its tensors, and offsets of groups where the environment asks for
+        that while it is prepared.
         """
         self._require(args, query_target(args.device, None), compiled=artifact is not None)
         require_data(args)
         if artifact is None:
             artifact = self._artifact_to_run(args)
         else:
-            artifact.check(self, args, target_of(args.device))
+            self._check_artifact(args, artifact)
         _recording.record(args)
         launch = args.checked(self._launcher(args, artifact))
         operands = self._launch_operands(args)
@@ -519,6 +523,14 @@ class Kernel(metaclass=KernelType):
                 f"for these arguments; call compile(args) before the capture"
             )
         return self.compile(args)
+
+    def _check_artifact(self, args: Arguments, given: object) -> None:
+        if not isinstance(given, CompiledArtifact):
+            raise ArtifactError(
+                f"artifact is a {type(given).__name__}; expected one that compile(args) gave, or "
+                f"None"
+            )
+        given.check(self, args, target_of(args.device))
 
     def _workspace(self, args: Arguments, given: Any) -> Any:
         size = self.get_workspace_size(args) or 0

@@ -254,6 +254,17 @@ def test_an_artifact_of_the_same_signature_is_accepted():
     assert torch.equal(args.out.tensor, exact_product(args).float())
 
 
+@pytest.mark.parametrize("given", [3, False, "kernel.so", object(), []], ids=type)
+def test_what_is_no_artifact_is_refused_by_name(given):
+    kernel, args = cpu_kernel(), gemm_arguments(4, 4, 4)
+    for call in (kernel.run, kernel.prepare):
+        with pytest.raises(ArtifactError) as caught:
+            call(args, given)
+        assert str(caught.value) == (
+            f"artifact is a {type(given).__name__}; expected one that compile(args) gave, or None"
+        )
+
+
 def test_an_artifact_of_another_kernel_is_refused_naming_both():
     one, other = cpu_kernel(), LoopGemm(LoopGemm.metadata_of_tile(16))
     args = gemm_arguments(4, 4, 4)

@@ -4,10 +4,12 @@ import contextlib
 
 import pytest
 import torch
+from support.data import gemm_arguments
 from support.kernels import cuda_kernel
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_api as ka
+import kernel_api.graph as cudnn
 from kernel_api import devices
 from kernel_api.errors import CaptureError, DeviceError
 from kernel_api.providers.streams import on_stream
@@ -87,6 +89,40 @@ def test_what_is_no_stream_is_refused_by_name(stream, entered):
         with pytest.raises(TypeError, match=rf"stream is a {type(stream).__name__}; expected"):
             take(stream)
     assert entered == []
+
+
+# On the CPU -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("provider", ["reference", "torch"])
+@pytest.mark.parametrize("stream", [0, HANDLE, Protocol(), torch.Stream(device="cpu")], ids=type)
+def test_operands_on_the_cpu_have_no_stream(provider, stream):
+    args = gemm_arguments(4, 4, 4)
+    args.out.tensor.fill_(7)
+    (kernel,) = ka.get_kernels(args, providers=[provider])
+    for artifact in (None, kernel.compile(args)):
+        with pytest.raises(DeviceError) as caught:
+            kernel.run(args, artifact, stream, assume_supported_args=True)
+        assert str(caught.value) == (
+            f"stream is {stream!r}; the operands are on cpu, which has no streams; leave stream out"
+        )
+    assert (args.out.tensor == 7).all()
+
+
+def test_graphs_on_the_cpu_have_no_stream():
+    handle = cudnn.create_handle("cpu")
+    kind = cudnn.data_type.FLOAT
+    graph = cudnn.pygraph("", kind, kind, kind, handle=handle)
+    a, b = graph.tensor((4, 4), name="a"), graph.tensor((4, 4), name="b")
+    graph.matmul(a, b).set_output(True).set_name("y")
+    graph.build([cudnn.heur_mode.A])
+    pack = {name: torch.ones(4, 4) for name in "aby"}
+    cudnn.set_stream(handle, HANDLE)
+    with pytest.raises(DeviceError, match=r"stream is .*; the operands are on cpu"):
+        graph.execute(pack, handle=handle)
+    cudnn.set_stream(handle, None)
+    graph.execute(pack, handle=handle)
+    assert (pack["y"] == 4).all()
 
 
 # Captures ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kernel_api.devices import require_streams
 from kernel_api.errors import GraphError, VariantPackError, WorkspaceError
 from kernel_api.graph._enums import element_type
 from kernel_api.graph._handle import Handle
@@ -155,6 +156,7 @@ class Execution:
             if handle.stream is not None:
                 from kernel_api.providers.streams import on_stream
 
+                require_streams(self.device, handle.stream)
                 with on_stream(handle.stream, self.device.index):
                     self._launch(slots, misaligned)
                 return
