@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernel_api import _compile_cache, _recording
+from kernel_api._kernel_type import KernelType
 from kernel_api._naming import name_of
 from kernel_api._offer import Offer
 from kernel_api.arguments import Arguments, EpilogueArguments, GemmArguments
@@ -34,7 +35,7 @@ from kernel_api.metadata import (
     KernelMetadata,
     OperandsMetadata,
 )
-from kernel_api.space import Operands, Rule, Space, Variants
+from kernel_api.space import Operands, Space, Variants
 from kernel_api.status import KIND_OF_OPERATION, Status
 from kernel_api.targets import CcLike, Target, fitting
 
@@ -42,83 +43,6 @@ if TYPE_CHECKING:
     from kernel_api._code_files import CodeFiles
     from kernel_api.epilogue import Graph
     from kernel_api.provider import Provider
-
-
-class _Namespace(dict[str, Any]):
-    """Collects the rules of a class body, which may all be called ``_``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rules: list[Rule] = []
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if isinstance(value, Rule):
-            self.rules.append(value)
-        super().__setitem__(name, value)
-
-
-class KernelType(type):
-    """Metaclass: keeps the rules of a class body, and stands in front of every ``compile``.
-
-    Whoever overrides ``compile`` writes only the compilation; the checks, the cache and the
-    sealing of the artifact come from :func:`Kernel._compiled`, also for methods assigned later.
-    """
-
-    _own_rules: tuple[Rule, ...]
-    #: Of the class and its bases: all, those that decide a query, those that shape the family.
-    rules: tuple[Rule, ...]
-    #: With their places among all, because explain prefers the refusal that came last.
-    operand_rules: tuple[tuple[int, Rule], ...]
-    design_rules: tuple[tuple[int, Rule], ...]
-    shaping_rules: tuple[Rule, ...]
-
-    @classmethod
-    def __prepare__(cls, name: str, bases: tuple[type, ...], /, **kwargs: Any) -> _Namespace:
-        return _Namespace()
-
-    def __new__(
-        mcs, name: str, bases: tuple[type, ...], namespace: _Namespace, **kwargs: Any
-    ) -> KernelType:
-        if bases and "compile" in namespace:
-            namespace["compile"] = _guarded(namespace["compile"])
-        cls = super().__new__(mcs, name, bases, dict(namespace), **kwargs)
-        cls._own_rules = tuple(getattr(namespace, "rules", ()))
-        cls.rules = _inherited_rules(cls)
-        deciding = list(enumerate(r for r in cls.rules if r.needs_args))
-        cls.operand_rules = tuple(one for one in deciding if not one[1].needs_design)
-        cls.design_rules = tuple(one for one in deciding if one[1].needs_design)
-        cls.shaping_rules = tuple(r for r in cls.rules if not r.needs_args)
-        return cls
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        if name == "compile":
-            value = _guarded(value)
-        super().__setattr__(name, value)
-        if not name.startswith("_provider"):
-            from kernel_api.provider import registry_changed
-
-            registry_changed()
-
-
-def _inherited_rules(cls: type) -> tuple[Rule, ...]:
-    """The rules of a class and its bases, base first."""
-    bases = reversed(cls.__mro__)
-    return tuple(dict.fromkeys(r for base in bases for r in getattr(base, "_own_rules", ())))
-
-
-def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
-    if getattr(hook, "_is_guarded", False):
-        return hook
-
-    @functools.wraps(hook)
-    def compile(self: Kernel, args: Arguments, cc: CcLike = None) -> CompiledArtifact:
-        if _compile_cache.compiling(self):
-            result: CompiledArtifact = hook(self, args, cc)
-            return result
-        return self._compiled(args, cc, hook)
-
-    compile._is_guarded = True  # type: ignore[attr-defined]
-    return compile
 
 
 class Kernel(metaclass=KernelType):
