@@ -97,6 +97,30 @@ def test_what_ran_out_of_time_is_tried_again_if_it_is_given_more(registry):
     assert tune(arguments(), provider, timeout_s=1e-6).measured == 0
 
 
+def test_what_is_not_tried_again_for_want_of_time_keeps_its_row(registry):
+    failing = (hostile.HungryGemm, hostile.WorkspaceGemm)
+    provider = registry.register(hostile.FastGemm, *failing)
+    first = tune(arguments(), provider)
+    count = len(hostile.runs())
+    again = tune(arguments(), provider, budget_s=1e-6)
+    assert again.measured == 0 and again.rows == first.rows and len(hostile.runs()) == count
+    assert type(again.kernel) is hostile.FastGemm
+
+
+def test_where_none_passes_one_is_begun_whatever_time_is_left(registry):
+    provider = registry.register(hostile.FastGemm, hostile.HungryGemm, hostile.WorkspaceGemm)
+
+    def rows(**options):
+        without = lambda metadata: metadata.kernel_class is not hostile.FastGemm  # noqa: E731
+        with pytest.raises(NoKernelError) as caught:
+            tune(arguments(), provider, metadata_filter=without, **options)
+        return {row.kernel.name: row for row in caught.value.rows}
+
+    first, again = rows(), rows(budget_s=1e-6)
+    assert first.keys() == again.keys() and {row.status for row in again.values()} == {Status.OOM}
+    assert sum(first[name] != row for name, row in again.items()) == 1
+
+
 def test_a_kernel_that_is_added_is_the_only_one_that_is_measured(registry):
     provider = registry.register(hostile.SlowGemm, hostile.SlowerGemm)
     tune(arguments(), provider)

@@ -137,7 +137,9 @@ def autotune(
         cc: Architecture to compile for; that of the device by default.
         providers: Those whose kernels compete; all but ``reference`` by default. The default above
             is one of theirs, too.
-        budget_s: Seconds for a problem after which no more candidates are begun, but the default.
+        budget_s: Seconds for a problem after which no more candidates are begun, but the default,
+            and the first if none is known to pass. One that is to be measured again, and is not
+            begun, keeps its row.
         max_candidates: So many of the order, the default and the first of every provider; None:
             all.
         timeout_s: Seconds that no step of a candidate may take.
@@ -222,7 +224,7 @@ class Task:
         description: The arguments, for other processes.
         device: ``"cpu"``, or ``"cuda:0"`` and so on.
         store: Where rows are kept; None: nowhere.
-        known: What was measured before, and need not be again.
+        known: What was measured before; some of it is to be measured again, see :meth:`is_due`.
     """
 
     description: dict[str, Any]
@@ -260,17 +262,24 @@ class Task:
         known = {}
         if store is not None:
             found = ((kernel, store.find(problem, kernel)) for kernel in candidates.with_default)
-            known = {
-                kernel: row
-                for kernel, row in found
-                if row is not None and row.stands_for(timeout_s)
-            }
+            known = {kernel: row for kernel, row in found if row is not None}
         limits = budget_s, timeout_s
         return cls(description, problem, candidates, device, environment, store, known, *limits)
 
     @property
     def rounds(self) -> int:
         return self.environment.policy.rounds
+
+    def is_due(self, kernel: Kernel) -> bool:
+        """Whether a kernel is to be measured: nothing is known of it, or it failed for a reason
+        that may be gone."""
+        row = self.known.get(kernel)
+        return row is None or not row.stands_for(self.timeout_s)
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether a result is known, of those that were asked for."""
+        return any(self.known[one].passed for one in self.candidates.kernels if one in self.known)
 
     def meta(self) -> Arguments:
         """The arguments without data."""
@@ -297,9 +306,9 @@ def tune(task: Task, builder: Builder, advance: Callable[[], None] = lambda: Non
             _kept(task.store, row)
         advance()
 
-    for _ in rows:
+    candidates = [one for one in seeded(task.candidates) if task.is_due(one.kernel)]
+    for _ in range(len(task.candidates.with_default) - len(candidates)):
         advance()
-    candidates = [one for one in seeded(task.candidates) if one.kernel not in rows]
     try:
         if candidates:
             measure(task, candidates, builder, done)
@@ -345,6 +354,7 @@ def measure(
             task.rounds,
             ready=lambda one: builder.wait(one.kernel, meta),
             budget_s=task.budget_s,
+            begins_one=not task.has_passed,
             least_us=least_us(task.problem, task.environment.gpu, task.environment.policy),
             recheck=recheck,
             done=done,
@@ -390,7 +400,7 @@ def _result(rows: Mapping[Kernel, Measurement], task: Task) -> TuningResult:
         measurements,
         task.problem,
         task.environment,
-        measured=sum(kernel not in task.known for kernel, _ in asked),
+        measured=sum(row is not task.known.get(kernel) for kernel, row in asked),
         default=None if default in kernels else rows.get(default),
     )
 
@@ -479,7 +489,7 @@ class Builder:
         for task in tasks:
             meta = task.meta()
             for kernel in task.candidates.with_default:
-                if kernel not in task.known:
+                if task.is_due(kernel):
                     wanted.setdefault((kernel, meta.signature), meta)
         self._pairs = {
             key: meta for key, meta in wanted.items() if _is_built_before(key[0], meta, cc)

@@ -86,6 +86,7 @@ def search(
     *,
     ready: Callable[[Candidate], KernelApiError | None],
     budget_s: float | None = None,
+    begins_one: bool = True,
     least_us: float = 0.0,
     recheck: bool = True,
     done: Callable[[Candidate], Any],
@@ -94,8 +95,8 @@ def search(
 
     Args:
         ready: Waits until a candidate is compiled; the error if it cannot be.
-        budget_s: Seconds after which no more candidates are begun; the first always is, and the
-            default.
+        budget_s: Seconds after which no more candidates are begun, but the default.
+        begins_one: Whether the first is begun all the same.
         least_us: What is faster than the hardware can be is timed again.
         recheck: Whether a winner that is faster than it should be is timed again, alone.
         done: Is called with each candidate when all is known of it.
@@ -105,8 +106,9 @@ def search(
     field: list[Candidate] = []
     until = math.inf if budget_s is None else time.monotonic() + budget_s
     bench.open()  # while the first candidate is still compiled
-    for one in candidates:
-        if field and not one.is_default and time.monotonic() > until:
+    for place, one in enumerate(candidates):
+        is_begun = one.is_default or (begins_one and place == 0)
+        if not is_begun and time.monotonic() > until:
             logger.info("no time is left for %s", one.kernel)
             continue
         _check(bench, one, ready(one))
