@@ -251,9 +251,9 @@ class Elsewhere(Executor):
         return future
 
 
-def test_the_default_comes_back_from_elsewhere_too(monkeypatch, tmp_path):
-    here = os.environ["KERNEL_API_CACHE_DIR"]
-    args = ka.GemmArguments(torch.randn(8, 24), torch.randn(24, 16), torch.zeros(8, 16))
+@pytest.fixture
+def far_away(monkeypatch, tmp_path):
+    """An executor whose processes keep what they measure elsewhere."""
 
     class FarAway(Elsewhere):
         def submit(self, call, /, *args, **options):
@@ -261,8 +261,14 @@ def test_the_default_comes_back_from_elsewhere_too(monkeypatch, tmp_path):
                 patch.setenv("KERNEL_API_CACHE_DIR", str(tmp_path / "theirs"))
                 return super().submit(call, *args, **options)
 
+    return FarAway()
+
+
+def test_the_default_comes_back_from_elsewhere_too(far_away):
+    here = os.environ["KERNEL_API_CACHE_DIR"]
+    args = ka.GemmArguments(torch.randn(8, 24), torch.randn(24, 16), torch.zeros(8, 16))
     with processes.registered([hostile.FastGemm, hostile.SlowGemm]) as provider:
-        options = {"providers": [provider], "executor": FarAway()}
+        options = {"providers": [provider], "executor": far_away}
         only = lambda metadata: metadata.kernel_class is hostile.SlowGemm  # noqa: E731
         result = ka.autotune(args, only, **options)
         assert type(result.kernel) is hostile.SlowGemm and result.measured == len(result.rows) == 1
@@ -270,6 +276,26 @@ def test_the_default_comes_back_from_elsewhere_too(monkeypatch, tmp_path):
         assert os.environ["KERNEL_API_CACHE_DIR"] == here
         assert type(ka.tuned(args)) is hostile.FastGemm
         assert ka.autotune(args, only, **options).measured == 0
+
+
+def test_the_default_comes_back_though_none_that_the_filter_keeps_passes(far_away):
+    args = ka.GemmArguments(torch.randn(8, 24), torch.randn(24, 16), torch.zeros(8, 16))
+    with processes.registered([hostile.FastGemm, hostile.WrongGemm]) as provider:
+        only = lambda metadata: metadata.kernel_class is hostile.WrongGemm  # noqa: E731
+        with pytest.raises(NoKernelError, match="none of 1 candidates passed") as caught:
+            ka.autotune(args, only, providers=[provider], executor=far_away)
+        assert [row.status.value for row in caught.value.rows] == ["WRONG"]
+        assert type(ka.tuned(args)) is hostile.FastGemm
+
+
+def test_what_was_measured_before_it_broke_off_comes_back(far_away, monkeypatch):
+    def broken(heats, least_us):
+        raise BenchError("the process that measures died")
+
+    monkeypatch.setattr(_search._Heats, "suspect", broken)
+    results = tune(far_away)
+    assert [str(one) for one in results] == ["the process that measures died"] * len(SIZES)
+    assert [[status.value for *_, status in rows] for rows in kept()] == [["WRONG"]] * len(SIZES)
 
 
 def test_what_was_measured_elsewhere_is_looked_up_at_once():

@@ -33,6 +33,8 @@ from kernel_api.tuning._work import least_us
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from kernel_api.explanation import Explanation
+
 logger = _log.logger(__name__)
 
 #: A compilation that takes longer has failed, in seconds.
@@ -299,6 +301,20 @@ def tune(task: Task, builder: Builder, advance: Callable[[], None] = lambda: Non
     Raises NoKernelError, BenchError; HaltedError once the builder is closed.
     """
     rows = dict(task.known)
+    add_rows(rows, task, builder, advance)
+    return result_of(rows, task, lambda: explain(task.meta()))
+
+
+def add_rows(
+    rows: dict[Kernel, Measurement],
+    task: Task,
+    builder: Builder,
+    advance: Callable[[], None] = lambda: None,
+) -> None:
+    """Measure what is due, and put each row among the others as soon as it is there.
+
+    Raises BenchError; HaltedError once the builder is closed.
+    """
 
     def done(one: Candidate) -> None:
         row = rows[one.kernel] = measurement(one, task)
@@ -314,7 +330,6 @@ def tune(task: Task, builder: Builder, advance: Callable[[], None] = lambda: Non
             measure(task, candidates, builder, done)
     finally:
         _lookup.changed()  # rows that are known here may be news to lookups: others wrote them
-    return _result(rows, task)
 
 
 def measure(
@@ -385,8 +400,13 @@ def measurement(one: Candidate, task: Task) -> Measurement:
     )
 
 
-def _result(rows: Mapping[Kernel, Measurement], task: Task) -> TuningResult:
-    """Raises NoKernelError if no kernel passed, of those that were asked for."""
+def result_of(
+    rows: Mapping[Kernel, Measurement], task: Task, explained: Callable[[], Explanation]
+) -> TuningResult:
+    """What the rows of a task come to.
+
+    Raises NoKernelError, with what was explained, if no kernel passed of those that were asked for.
+    """
     kernels, default = task.candidates
     asked = [(kernel, rows[kernel]) for kernel in kernels if kernel in rows]
     ranked = sorted(asked, key=lambda pair: pair[1].place(task.rounds))
@@ -394,7 +414,7 @@ def _result(rows: Mapping[Kernel, Measurement], task: Task) -> TuningResult:
     if not ranked or not ranked[0][1].passed:
         told = "".join(f"\n  {row}" for row in measurements)
         text = f"none of {len(measurements)} candidates passed{told}"
-        raise NoKernelError(explain(task.meta()), text, measurements)
+        raise NoKernelError(explained(), text, measurements)
     return TuningResult(
         ranked[0][0],
         measurements,

@@ -8,6 +8,7 @@ it was at; these are tuned again, in the end by this machine itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from kernel_api._disk_cache import DiskCache
 from kernel_api.arguments import Arguments
 from kernel_api.discovery import explain
 from kernel_api.errors import BenchError, DeviceError, KernelApiError, NoKernelError
+from kernel_api.kernel import Kernel
 from kernel_api.metadata import KernelMetadata
 from kernel_api.parallel import progress_bar
 from kernel_api.tuning import _lookup
@@ -28,9 +30,10 @@ from kernel_api.tuning._autotune import (
     Builder,
     Task,
     TuningResult,
+    add_rows,
     devices_here,
     is_measured_on,
-    tune,
+    result_of,
 )
 from kernel_api.tuning._choice import Candidates, Choice
 from kernel_api.tuning._environment import Environment
@@ -71,7 +74,7 @@ def tune_elsewhere(
                 except Exception as error:  # each kind of executor has its own for a death
                     logger.warning("problem %d is lost (attempt %d): %r", index, attempt, error)
                     continue
-                results[index] = _result(answer, problems[index], choice)
+                results[index] = _result(answer, sent[index], problems[index], choice)
                 advance()
             sent = {index: one for index, one in sent.items() if index not in results}
             if not sent:
@@ -141,29 +144,21 @@ def _message(args: Arguments, choice: Choice) -> dict[str, Any]:
 
 
 def tune_there(message: str) -> str:
-    """In whatever process the executor chose: tune, and give the rows."""
-    found: dict[str, Any] = {
-        "environment": None,
-        "rows": [],
-        "default": None,
-        "measured": 0,
-        "error": None,
-    }
+    """In whatever process the executor chose: measure, and give the rows."""
+    found: dict[str, Any] = {"environment": None, "rows": [], "error": None}
     try:
         with _free_device(json.loads(message)["device"]) as device:
-            _tune_on(device, json.loads(message), found)
+            _measure_on(device, json.loads(message), found)
     except KernelApiError as error:
         found["error"] = str(error)
     return json.dumps(found)
 
 
-def _tune_on(device: str, message: dict[str, Any], found: dict[str, Any]) -> None:
-    """Fills in what was found; raises KernelApiError."""
-    kernels = [KernelMetadata.from_dict(one).rebuild() for one in message["kernels"]]
-    default = KernelMetadata.from_dict(message["default"]).rebuild()
+def _measure_on(device: str, message: dict[str, Any], found: dict[str, Any]) -> None:
+    """Fills in what was found, as far as it came; raises KernelApiError."""
     task = Task.made(
         message["arguments"],
-        Candidates(kernels, default),
+        _candidates(message),
         device,
         Policy.from_dict(message["policy"]),
         message["budget_s"],
@@ -171,23 +166,24 @@ def _tune_on(device: str, message: dict[str, Any], found: dict[str, Any]) -> Non
     )
     found["environment"] = task.environment.to_dict()
     builder = Builder([task], None)
-    rows: tuple[Measurement, ...] = ()
+    rows = dict(task.known)
     try:
-        result = tune(task, builder)
-        rows, found["measured"] = result.rows, result.measured
-        if result.default is not None:
-            found["default"] = _row(result.default)
-    except NoKernelError as error:
-        rows = error.rows
-        raise
+        add_rows(rows, task, builder)
     finally:
         builder.close()
-        found["rows"] = list(map(_row, rows))
+        found["rows"] = [
+            _row(row, is_known=task.known.get(kernel) is row) for kernel, row in rows.items()
+        ]
 
 
-def _row(one: Measurement) -> dict[str, Any]:
+def _candidates(message: dict[str, Any]) -> Candidates:
+    kernels = [KernelMetadata.from_dict(one).rebuild() for one in message["kernels"]]
+    return Candidates(kernels, KernelMetadata.from_dict(message["default"]).rebuild())
+
+
+def _row(one: Measurement, *, is_known: bool) -> dict[str, Any]:
     """Without problem and environment, which all rows have in common."""
-    return {"kernel": one.kernel.to_dict(), "result": one.result()}
+    return {"kernel": one.kernel.to_dict(), "result": one.result(), "is_known": is_known}
 
 
 def _kinds_here() -> set[str]:
@@ -251,27 +247,36 @@ def _seat_file(device: str) -> Path | None:
     return cache.root / "locks" / f"seat-{torch.cuda.get_device_properties(device).uuid}.lock"
 
 
-def _result(answer: dict[str, Any], args: Arguments, choice: Choice) -> Any:
-    """The result or the error; the rows are kept here as well."""
-    if not answer["rows"]:
+def _result(
+    answer: dict[str, Any], message: dict[str, Any], args: Arguments, choice: Choice
+) -> TuningResult | KernelApiError:
+    """What the rows come to, which are kept here as well: also those of what broke off."""
+    if answer["environment"] is None:
         return BenchError(answer["error"])
     problem, environment = Problem.of(args), Environment.from_dict(answer["environment"])
-
-    def measurement(one: dict[str, Any]) -> Measurement:
-        kernel = KernelIdentity.from_dict(one["kernel"])
-        return Measurement.of(kernel, problem, environment.digest, one["result"])
-
-    rows = tuple(map(measurement, answer["rows"]))
-    default = None if answer["default"] is None else measurement(answer["default"])
-    for row in (*rows, default):
-        if row is not None:
-            _keep(Row(environment, row))
+    rows: dict[Kernel, Measurement] = {}
+    known: dict[Kernel, Measurement] = {}
+    for one in answer["rows"]:
+        identity = KernelIdentity.from_dict(one["kernel"])
+        row = Measurement.of(identity, problem, environment.digest, one["result"])
+        _keep(Row(environment, row))
+        kernel = identity.rebuild()
+        rows[kernel] = row
+        if one["is_known"]:
+            known[kernel] = row
     _lookup.changed()
     if answer["error"] is not None:
-        report = explain(args, choice.metadata_filter, choice.cc, choice.providers)
-        return NoKernelError(report, answer["error"], rows)
-    kernel, measured = rows[0].kernel.rebuild(), int(answer["measured"])
-    return TuningResult(kernel, rows, problem, environment, measured, default)
+        return BenchError(answer["error"])
+    limits = message["budget_s"], message["timeout_s"]
+    seat = _candidates(message), message["device"], environment
+    task = Task(message["arguments"], problem, *seat, None, known, *limits)
+    explained = functools.partial(
+        explain, args, choice.metadata_filter, choice.cc, choice.providers
+    )
+    try:
+        return result_of(rows, task, explained)
+    except NoKernelError as error:
+        return error
 
 
 def _keep(row: Row) -> None:
