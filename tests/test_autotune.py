@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from support import hostile_kernels as hostile
@@ -344,6 +345,13 @@ def test_limits_are_checked(name):
         ({"budget_s": float("nan")}, "budget_s is nan; expected more than 0"),
         ({"timeout_s": None}, "timeout_s is None; expected more than 0"),
         ({"timeout_s": float("inf")}, "timeout_s is inf; expected more than 0, and finite"),
+        ({"budget_s": float("inf")}, "budget_s is inf; expected more than 0, and finite"),
+        ({"budget_s": 1e-50j}, "budget_s is 1e-50j; expected more than 0"),
+        ({"budget_s": True}, "budget_s is True; expected more than 0"),
+        ({"timeout_s": 10**400}, "expected more than 0, and finite"),
+        ({"timeout_s": np.float32("nan")}, "nan"),
+        ({"max_candidates": np.float32(2)}, "expected more than 0, a whole number"),
+        ({"max_candidates": np.int64(0)}, "expected more than 0, a whole number"),
         ({"max_candidates": 1.5}, "max_candidates is 1.5; expected more than 0, a whole number"),
         ({"max_candidates": True}, "max_candidates is True; expected more than 0, a whole number"),
         ({"executor": 5}, "executor is 5; expected the interface of concurrent.futures.Executor"),
@@ -353,6 +361,14 @@ def test_limits_are_checked(name):
 def test_what_makes_no_sense_is_refused_with_what_was_expected(given, words):
     with pytest.raises(ArgumentError, match=re.escape(words)):
         ka.autotune(**{"args": arguments(), **given})
+
+
+def test_limits_may_be_numbers_of_numpy(registry):
+    provider = registry.register(hostile.FastGemm, hostile.EndlessGemm)
+    limits = {"budget_s": np.float16(100), "timeout_s": np.float32(0.5)}
+    result = tune(arguments(), provider, max_candidates=np.int32(2), **limits)
+    assert [row.status for row in result.rows] == [Status.PASSED, Status.TIMEOUT]
+    assert tune(arguments(), provider, timeout_s=np.int64(9), max_candidates=1).measured == 0
 
 
 def test_a_lookup_takes_a_device_or_its_name(registry):

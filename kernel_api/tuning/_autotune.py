@@ -141,10 +141,10 @@ def autotune(
             is one of theirs, too.
         budget_s: Seconds for a problem after which no more candidates are begun, but the default,
             and the first if none is known to pass. One that is to be measured again, and is not
-            begun, keeps its row.
+            begun, keeps its row. Finite: inf is refused, None is no limit.
         max_candidates: So many of the order, the default and the first of every provider; None:
             all.
-        timeout_s: Seconds that no step of a candidate may take.
+        timeout_s: Seconds that no step of a candidate may take. Finite: inf is refused.
         policy: How to measure; CUDA graphs and a cold L2 cache by default, and on the CPU eager
             launches. :func:`tuned` goes by what was measured in the usual way
             (:meth:`Policy.usual`).

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kernel_api._filters import MetadataFilter, filtered
+from kernel_api._numbers import whole_number
 from kernel_api.arguments import Arguments
 from kernel_api.discovery import ProviderChoice, explain, get_kernels
 from kernel_api.errors import ArgumentError, NoKernelError
@@ -57,11 +60,12 @@ class Choice:
     order: Order | None = None
 
     def __post_init__(self) -> None:
+        # Numbers of NumPy become Python's, which JSON has.
         if self.budget_s is not None:
-            _check_seconds("budget_s", self.budget_s)
-        _check_seconds("timeout_s", self.timeout_s)
+            object.__setattr__(self, "budget_s", _seconds("budget_s", self.budget_s))
+        object.__setattr__(self, "timeout_s", _seconds("timeout_s", self.timeout_s))
         if self.max_candidates is not None:
-            _check_count("max_candidates", self.max_candidates)
+            object.__setattr__(self, "max_candidates", _count(self.max_candidates))
         if not isinstance(self.policy, (Policy, type(None))):
             raise ArgumentError(
                 f"policy is {self.policy!r}; expected a Policy: pass one such as "
@@ -124,14 +128,19 @@ def _first(kernels: Sequence[Kernel], count: int | None, default: Kernel) -> lis
     return [kernel for kernel in kernels if id(kernel) in wanted]
 
 
-def _check_seconds(name: str, value: Any) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise ArgumentError(f"{name} is {value!r}; expected more than 0, and finite: pass seconds")
+def _seconds(name: str, value: Any) -> float:
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            if 0 < (found := float(value)) < math.inf:
+                return found
+    raise ArgumentError(f"{name} is {value!r}; expected more than 0, and finite: pass seconds")
 
 
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _count(value: Any) -> int:
+    count = whole_number(value)
+    if count is None or count < 1:
         raise ArgumentError(
-            f"{name} is {value!r}; expected more than 0, a whole number: pass one, or None for all"
+            f"max_candidates is {value!r}; expected more than 0, a whole number: pass one, or None "
+            f"for all"
         )
+    return count
