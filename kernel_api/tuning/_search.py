@@ -147,7 +147,8 @@ class _Heats:
         rounds = min(self._rounds, max(_FEWEST_ROUNDS, int(self._rounds * _HEAT_SHARE)))
         while len(self._field) > _FINALISTS + sum(one.is_seeded for one in self._field):
             self._time(rounds)
-            self._keep(max(_FINALISTS, math.ceil(len(self._field) / 2)))
+            if not self._keep(max(_FINALISTS, math.ceil(len(self._field) / 2))):
+                break  # the slower half is seeded: it would be the same field again
         self._time(self._rounds, least_s=_FINAL_SECONDS)
         for _ in range(_EXTENSIONS):
             if not self._is_close():
@@ -186,8 +187,8 @@ class _Heats:
     def _ranked(self) -> list[Candidate]:
         return sorted(self._field, key=lambda one: one.median_us)
 
-    def _keep(self, count: int) -> None:
-        """The fastest, and those that are seeded."""
+    def _keep(self, count: int) -> bool:
+        """The fastest, and those that are seeded; whether there were others."""
         ranked = self._ranked()
         kept = [one for place, one in enumerate(ranked) if place < count or one.is_seeded]
         dropped = [one for one in ranked if one not in kept]
@@ -195,6 +196,7 @@ class _Heats:
         for one in dropped:
             self._done(one)
         self._field = kept
+        return bool(dropped)
 
     def _is_close(self) -> bool:
         ranked = self._ranked()
