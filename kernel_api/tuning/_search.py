@@ -56,6 +56,7 @@ class Candidate:
         measured_us: Microseconds per launch of every round of its last heat.
         times_us: The same without what the whole field has in common from round to round, which
             are clocks that change.
+        launches: Of a batch, which is what a round times.
     """
 
     index: int
@@ -67,6 +68,7 @@ class Candidate:
     error_ratio: float | None = None
     measured_us: list[float] = field(default_factory=list)
     times_us: list[float] = field(default_factory=list)
+    launches: int = 1
     mhz: tuple[int | None, int | None] = (None, None)
 
     @property
@@ -207,8 +209,16 @@ class _Heats:
         error = (quarters[2] - quarters[0]) / math.sqrt(len(first.times_us))
         return second.median_us - first.median_us < error
 
-    def _time(self, rounds: int, *, least_s: float = 0.0, again: bool = False) -> None:
-        """Time the field in turn; one that breaks off loses its place, not the others theirs."""
+    def _time(
+        self, rounds: int, *, least_s: float = 0.0, again: bool = False, is_last: bool = False
+    ) -> None:
+        """Time the field in turn; one that breaks off loses its place, not the others theirs.
+
+        Args:
+            again: Whether there are times, which these are added to.
+            is_last: Whether the same field broke off before: if it does again though none does
+                alone, times of each alone have to do.
+        """
         expected_s = sum(_batch_seconds(one) for one in self._field) * rounds
         found = self._bench.time(
             [one.index for one in self._field],
@@ -217,20 +227,21 @@ class _Heats:
             least_s=least_s,
             expected_s=expected_s,
         )
-        if found.times_us is not None and found.status is Status.PASSED:
+        if found.status is Status.PASSED:
             self._warm_s = 0.0
-            for one, times in zip(self._field, found.times_us, strict=True):
+            for one, times, launches in _timed(self._field, found):
                 one.measured_us = one.measured_us + times if again else times
-                one.mhz = found.mhz
+                one.launches, one.mhz = launches, found.mhz
             self._correct()
             return
-        if len(self._field) == 1:
-            self._failed(self._field[0], found)
+        field = list(self._field)
+        if len(field) == 1:
+            self._failed(field[0], found)
             return
-        for one in list(self._field):
-            self._time_alone(one, _FEWEST_ROUNDS)
-        if self._field:
-            self._time(rounds, least_s=least_s)
+        for one in field:
+            self._time_alone(one, rounds if is_last else _FEWEST_ROUNDS)
+        if self._field and not is_last:
+            self._time(rounds, least_s=least_s, is_last=len(self._field) == len(field))
 
     def _correct(self) -> None:
         """Take the same share off all times of a round, or add it, so that all rounds are alike."""
@@ -251,11 +262,11 @@ class _Heats:
             least_s=_FINAL_SECONDS,
             expected_s=_batch_seconds(one) * rounds,
         )
-        if found.times_us is None or found.status is not Status.PASSED:
+        if found.status is not Status.PASSED:
             self._failed(one, found)
-        else:
-            (one.measured_us,) = found.times_us
-            one.times_us, one.mhz = one.measured_us, found.mhz
+            return
+        ((_, one.measured_us, one.launches),) = _timed([one], found)
+        one.times_us, one.mhz = one.measured_us, found.mhz
 
     def _failed(self, one: Candidate, found: Outcome) -> None:
         self._field.remove(one)
@@ -264,8 +275,16 @@ class _Heats:
         self._done(one)
 
 
+def _timed(
+    field: Sequence[Candidate], found: Outcome
+) -> Iterator[tuple[Candidate, list[float], int]]:
+    """What was found of each: its times, and the launches of a batch."""
+    assert found.times_us is not None and found.launches is not None
+    return zip(field, found.times_us, found.launches, strict=True)
+
+
 def _batch_seconds(one: Candidate) -> float:
-    known = one.median_us if one.times_us else 0.0
+    known = one.launches * one.median_us if one.times_us else 0.0
     return _BATCH_SECONDS + 1e-6 * known
 
 

@@ -70,7 +70,8 @@ class Outcome:
         status: PASSED if it did what it was asked.
         message: Why not.
         error_ratio: Of a check.
-        times_us: Of each kernel that was timed, one of each round.
+        times_us: Of each kernel that was timed, one of each round: microseconds per launch.
+        launches: Of each kernel that was timed, how many a round has.
         mhz: Clocks of multiprocessors and memory after that.
         is_over: Whether nothing works any more in this process.
     """
@@ -79,6 +80,7 @@ class Outcome:
     message: str = ""
     error_ratio: float | None = None
     times_us: list[list[float]] | None = None
+    launches: list[int] | None = None
     mhz: tuple[int | None, int | None] = (None, None)
     is_over: bool = False
 
@@ -200,7 +202,8 @@ class _Session:
             for one, more in zip(times, self._timer.rounds(batches, rounds), strict=True):
                 one += more
         mhz = (None, None) if self._device == "cpu" else clocks()
-        return Outcome(Status.PASSED, times_us=times, mhz=mhz)
+        launches = [one.launches for one in batches]
+        return Outcome(Status.PASSED, times_us=times, launches=launches, mhz=mhz)
 
     def forget(self, indices: list[int]) -> Outcome:
         """Of those that are timed no more."""
