@@ -57,6 +57,18 @@ def test_the_fastest_right_kernel_is_found_whatever_the_others_do(registry):
     assert [row.passed for row in result.rows] == [True] * 3 + [False] * len(hostile.FATES)
 
 
+def test_inputs_that_a_kernel_changed_before_it_raised_are_made_anew_for_the_next(registry):
+    result = tune(arguments(), registry.register(hostile.SpoilingGemm, hostile.FastGemm))
+    assert by_class(result)["SpoilingGemm"].message == "ValueError: too late"
+    assert by_class(result)["FastGemm"].status is Status.PASSED
+
+
+def test_inputs_that_a_kernel_changed_while_it_was_timed_are_made_anew_for_all(registry):
+    result = tune(arguments(), registry.register(hostile.FastGemm, hostile.SpoilingLaterGemm))
+    assert by_class(result)["SpoilingLaterGemm"].message == "the kernel changed its input A"
+    assert by_class(result)["FastGemm"].status is Status.PASSED
+
+
 def test_what_was_measured_is_not_measured_again(registry):
     provider = registry.register(hostile.SlowGemm, hostile.RaisingGemm)
     first = tune(arguments(), provider)

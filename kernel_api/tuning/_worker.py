@@ -150,9 +150,10 @@ class _Session:
         self._device = device
         self._policy = Policy.from_dict(policy)
         self._arguments = arguments
-        self._args = [random_arguments(arguments, device, self._policy.seed)]
-        self._expected = Expected(self._args[0]) if verify else None
-        self._set_bytes = sum(one.span for one in self._args[0].named_operands.values())
+        self._args: list[Arguments] = []
+        (args,) = self._sets_of(1)
+        self._expected = Expected(args) if verify else None
+        self._set_bytes = sum(one.span for one in args.named_operands.values())
         self._sets = operand_sets(self._policy, self._set_bytes, device)
         self._kernels: dict[int, Kernel] = {}
         self._batches: dict[int, Batch] = {}
@@ -166,7 +167,9 @@ class _Session:
     def check(self, index: int, kernel: Mapping[str, Any]) -> Outcome:
         """Whether a candidate is right; from then on it is known by the index."""
         self._kernels[index] = made = KernelMetadata.from_dict(dict(kernel)).rebuild()
-        args = self._args[0]
+        if self._batches:  # any of those that were timed may have changed what others read
+            self._drop_sets()
+        (args,) = self._sets_of(1)
         if self._expected is None:
             made.run(args)
             return Outcome(Status.PASSED)
@@ -174,11 +177,13 @@ class _Session:
         return self._judged(made, args, self._expected) if first.status is Status.PASSED else first
 
     def _judged(self, kernel: Kernel, args: Arguments, expected: Expected) -> Outcome:
-        broken = conduct(args, lambda: kernel.run(args))
+        try:
+            broken = conduct(args, lambda: kernel.run(args))
+        except Exception:
+            self._drop_sets()
+            raise
         if broken is not None:
-            self._args.clear()  # what it changed may be anything
-            self._args.append(random_arguments(self._arguments, self._device, self._policy.seed))
-            self._batches.clear()
+            self._drop_sets()
             return Outcome(Status.WRONG, broken)
         found = expected.judge(args, factor_of(kernel))
         if not found:
@@ -213,7 +218,17 @@ class _Session:
 
     def _launches(self, kernel: Kernel) -> list[Callable[[], Any]]:
         """One for each set of operands."""
-        while len(self._args) < self._sets:
+        sets = self._sets_of(self._sets)
+        return [functools.partial(kernel.prepare(args), *args.tensors) for args in sets]
+
+    def _sets_of(self, count: int) -> list[Arguments]:
+        """The first operands, which are made when they are asked for."""
+        while len(self._args) < count:
             seed = self._policy.seed + len(self._args)
             self._args.append(random_arguments(self._arguments, self._device, seed))
-        return [functools.partial(kernel.prepare(args), *args.tensors) for args in self._args]
+        return self._args[:count]
+
+    def _drop_sets(self) -> None:
+        """After kernels that may have changed anything, inputs as well."""
+        self._args.clear()
+        self._batches.clear()

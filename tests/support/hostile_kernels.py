@@ -126,6 +126,26 @@ class RaisingGemm(TorchGemm):
         raise ValueError("the grid has no blocks")
 
 
+class SpoilingGemm(TorchGemm):
+    """Its input is another one when it raises."""
+
+    def compute(self, A: Any, B: Any, out: Any) -> None:
+        A.zero_()
+        raise ValueError("too late")
+
+
+class SpoilingLaterGemm(TorchGemm):
+    """Right while it is checked, then its input is another one."""
+
+    _runs = 0
+
+    def compute(self, A: Any, B: Any, out: Any) -> None:
+        SpoilingLaterGemm._runs += 1
+        torch.mm(A, B, out=out)
+        if SpoilingLaterGemm._runs > 2:
+            A.zero_()
+
+
 class LateGemm(TorchGemm):
     """Right while it is checked, then not."""
 
