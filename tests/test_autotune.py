@@ -1,6 +1,8 @@
 """The tuner, on kernels of the CPU: what it measures, keeps and survives."""
 
 import re
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from support.tuning import measured
 import kernel_api as ka
 from kernel_api.errors import ArgumentError, FilterError, NoKernelError
 from kernel_api.providers.reference.norm import ReferenceRmsNorm, ReferenceRmsNormBackward
-from kernel_api.tuning import Environment, Policy, Problem, Status, Store, _lookup
+from kernel_api.tuning import Environment, Policy, Problem, Status, Store, _lookup, _spread
 
 QUICK = Policy(launches="eager", l2="warm", rounds=8)
 
@@ -267,6 +269,27 @@ def test_meta_tensors_will_do(registry):
     result = tune(meta, provider)
     assert result.measured == 1 and result.environment.gpu == "cpu"
     assert tune(arguments(), provider).measured == 0  # the same problem
+
+
+def test_problems_that_lie_nowhere_go_to_gpus_that_are_alike(registry, monkeypatch):
+    """Of which there are none here: the third device is said to be another one."""
+    real_of, taken = Environment.of, []
+
+    def environment_of(device, policy):
+        found = real_of("cpu", policy)
+        return replace(found, gpu="another") if device == "cpu:2" else found
+
+    def attempted(task, builder, advance):
+        taken.append(task.device)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(Environment, "of", environment_of)
+    monkeypatch.setattr(_spread, "devices_here", lambda: ["cpu", "cpu:1", "cpu:2"])
+    monkeypatch.setattr(_spread, "attempted", attempted)
+    provider = registry.register(hostile.FastGemm)
+    tensors = [one.to("meta") for one in arguments().tensors]
+    tune([ka.GemmArguments(*tensors)] * 6, provider)
+    assert {*taken} == {"cpu", "cpu:1"}
 
 
 def test_the_filter_the_number_and_the_time_choose_candidates(registry):

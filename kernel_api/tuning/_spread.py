@@ -12,6 +12,8 @@ from kernel_api.errors import KernelApiError
 from kernel_api.parallel import progress_bar
 from kernel_api.tuning._autotune import Builder, Task, TuningResult, devices_here, tune
 from kernel_api.tuning._choice import Choice
+from kernel_api.tuning._environment import Environment
+from kernel_api.tuning._policy import Policy
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -30,9 +32,9 @@ def spread(
 
 def run_here(problems: Sequence[Arguments], choice: Choice, progress: bool) -> list[Any]:
     """A thread for each device, which takes one problem after another: those that lie on the
-    device, and those that lie on none."""
+    device, and, if it is like the first, those that lie on none."""
     results: dict[int, Any] = {}
-    anywhere = devices_here()
+    anywhere = _alike(devices_here())
     tasks: dict[int, Task] = {}
     for index, args in enumerate(problems):
         try:
@@ -53,6 +55,12 @@ def run_here(problems: Sequence[Arguments], choice: Choice, progress: bool) -> l
     finally:
         builder.close()
     return [results[index] for index in range(len(problems))]
+
+
+def _alike(devices: Sequence[str]) -> list[str]:
+    """Those that are like the first: tasks that go to any of them have the environment of that."""
+    kinds = [Environment.of(one, Policy()) for one in devices]
+    return [one for one, kind in zip(devices, kinds, strict=True) if kind == kinds[0]]
 
 
 def _run(
