@@ -13,7 +13,7 @@ from support.tuning import measured
 import kernel_api as ka
 from kernel_api.errors import ArgumentError, FilterError, NoKernelError
 from kernel_api.providers.reference.norm import ReferenceRmsNorm, ReferenceRmsNormBackward
-from kernel_api.tuning import Environment, Policy, Problem, Status, Store, _lookup, _spread
+from kernel_api.tuning import Environment, Policy, Problem, Status, Store, _lookup, _spread, _worker
 
 QUICK = Policy(launches="eager", l2="warm", rounds=8)
 
@@ -90,6 +90,19 @@ def test_what_ran_out_of_memory_is_the_only_failure_that_is_tried_again(registry
     again = tune(arguments(), provider)
     assert again.measured == 1 and set(hostile.runs()[count:]) == {"HungryGemm"}
     assert by_class(again)["HungryGemm"].status is Status.OOM
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", Status.OOM),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", Status.OOM),
+        ("CUDA_ERROR_OUT_OF_MEMORY: unable to allocate enough memory", Status.OOM),
+        ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED", Status.RUNTIME_ERROR),
+    ],
+)
+def test_errors_that_tell_of_memory_are_known_by_their_words(text, status):
+    assert _worker._status_of(RuntimeError(text)) is status
 
 
 def test_what_ran_out_of_time_is_tried_again_if_it_is_given_more(registry):

@@ -100,8 +100,14 @@ def _attempted(request: Callable[[], Outcome]) -> dict[str, Any]:
 #: Of the rounds that are asked for, at most so many times as many where these are soon over.
 _MOST_TIMES = 5
 
-#: In the texts of errors that say so and no more.
-_NO_MEMORY = ("out of memory", "allocate memory", "can't allocate")
+#: In the texts of errors that say so and no more; the last two are of the driver and of cuBLAS.
+_NO_MEMORY = (
+    "out of memory",
+    "allocate memory",
+    "can't allocate",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "STATUS_ALLOC_FAILED",
+)
 
 
 def _status_of(error: Exception) -> Status:
