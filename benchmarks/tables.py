@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from reasons import Candidates
 from tuning_figures import figures
 
 ROOT = Path(__file__).parents[1]
@@ -57,16 +58,19 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def table(gpu: str, suite: str, rows: list[Row]) -> str:
-    """Markdown; the environment stands under it, because times mean nothing without."""
+def table(gpu: str, suite: str, rows: list[Row], candidates: Candidates) -> str:
+    """Markdown; the environment stands under it, because times mean nothing without. Of many
+    problems, the worst come with the reason."""
     best = best_rows(rows)
-    shown, sentence = best, ""
+    shown, sentence, reasons = best, "", {}
     if len(best) > MOST_PROBLEMS:
         shown = sorted(best, key=lambda row: row["ratio"])[:MOST_PROBLEMS]
         sentence = f"The {len(shown)} problems of {len(best)} with the lowest ratio. "
+        reasons = {row["problem"]: candidates.reason(row) for row in shown}
     columns = ["problem", "kernel", "time", "peer", "its time", "peer / kernel"]
     further = [name for name in FURTHER if any(name in row for row in best)]
     columns += [FURTHER[name] for name in further]
+    columns += ["why"] if any(reasons.values()) else []
     lines = [f"### {suite} on {gpu}", ""]
     if any("operations" in row for row in best):
         lines += [f"![{suite} on {gpu}](docs/plots/{gpu}-{suite}.svg)", ""]
@@ -75,6 +79,7 @@ def table(gpu: str, suite: str, rows: list[Row]) -> str:
         cells = [row["problem"], f"`{row['subject']}`", f"{row['subject_us']:.1f} us"]
         cells += [row["peer"], f"{row['peer_us']:.1f} us", f"{row['ratio']:.3f}"]
         cells += [_further(row, name) for name in further]
+        cells += [reasons[row["problem"]]] if any(reasons.values()) else []
         lines.append(_cells(cells))
     mean = geometric_mean([r["ratio"] for r in best])
     versions = ", ".join(f"{name} {value}" for name, value in best[0]["env"].items())
@@ -154,7 +159,8 @@ def document(results: Path = RESULTS) -> str:
     for gpu, suites in recorded(results).items():
         if any("operations" in row for rows in suites.values() for row in best_rows(rows)):
             parts.append(f"![Roofline of {gpu}](docs/plots/{gpu}-roofline.svg)")
-        parts += [table(gpu, suite, rows) for suite, rows in suites.items()]
+        candidates = Candidates.beside(results / gpu)
+        parts += [table(gpu, suite, rows, candidates) for suite, rows in suites.items()]
     return "\n\n".join(parts) or NOTHING
 
 

@@ -2,9 +2,11 @@
 
 import json
 
+import pytest
 from support.benchmarks import script
 
 tables = script("tables")
+Candidates = script("reasons").Candidates
 
 
 def row(problem, subject, subject_us, verified=True):
@@ -81,3 +83,63 @@ def test_graphs_and_single_calls_are_both_named(tmp_path):
 
 def test_times_of_candidates_are_no_table(tmp_path):
     assert written(tmp_path, {"kernels": {}, "problems": []}, "gemm-candidates") == tables.NOTHING
+
+
+# Why a product is slower than its peer -------------------------------------------------------
+
+DESIGN = {"tile_shape": [128, 256, 64], "cluster_shape": [2, 1, 1], "split_k": 1}
+DESIGN |= {"stream_k": False, "swap_ab": False}
+PROBLEM = "512x4096x1024 (M x N x K) TN bf16"
+
+
+def reason(*, ratio=0.9, times=(), problem=PROBLEM, **design):
+    candidate = {"candidate": {**DESIGN, **design}}
+    problems = [{"problem": PROBLEM, "times_us": dict(times)}]
+    found = Candidates({"kernels": {"tile128x256x64_a": candidate}, "problems": problems})
+    env = {"gpu": "NVIDIA H200", "multiprocessors": 132}
+    return found.reason(
+        {"problem": problem, "subject": "tile128x256x64_a", "ratio": ratio, "env": env}
+    )
+
+
+def test_a_reason_says_what_the_choice_loses():
+    times = {"tile128x256x64_a": 10.0, "tile64x128x64_b": 9.0}
+    assert reason(times=times).startswith("choice: `tile64x128x64` takes 10% less; tiles: ")
+    assert "choice" not in reason(times={**times, "tile64x128x64_b": 9.9})
+
+
+@pytest.mark.parametrize(
+    ("words", "problem", "design"),
+    [
+        ("fills 48% of one wave of 66 clusters", PROBLEM, {}),
+        ("fills 48% of one wave of 66 clusters", "4096x512x1024 (M x N x K)", {"swap_ab": True}),
+        ("fills 73% of 2 waves of 66 clusters", "1536x4096x1024 (M x N x K)", {}),
+        (
+            "fills 82% of one wave of 39 clusters",
+            "128x4096x14336 (M x N x K)",
+            {"tile_shape": [128, 128, 64], "cluster_shape": [1, 1, 3], "split_k": 3},
+        ),
+    ],
+)
+def test_a_reason_says_how_full_tiles_and_waves_are(words, problem, design):
+    assert words in reason(problem=problem, **design)
+
+
+@pytest.mark.parametrize("design", [{"cluster_shape": [1, 1, 1]}, {"stream_k": True}])
+def test_nothing_is_said_of_full_tiles(design):
+    found = reason(problem="1024x4096x64 (M x N x K)", **design)
+    assert found == "its choice is the best and its tiles are full: the loop itself"
+
+
+def test_what_is_ahead_or_no_candidate_needs_no_reason():
+    assert reason(ratio=1.0) == ""
+    assert Candidates(None).reason({"subject": "x", "ratio": 0.5}) == ""
+
+
+def test_reasons_stand_beside_the_worst(tmp_path):
+    rows = [row(f"p{i:03}", "kernel", 150.0 + i) for i in range(30)]
+    found = {"kernels": {"kernel": {"candidate": {**DESIGN, "stream_k": True}}}, "problems": []}
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "gemm-candidates.json").write_text(json.dumps(found))
+    (tmp_path / "h200" / "gemm-models.json").write_text(json.dumps(rows))
+    assert tables.document(tmp_path).count("the loop itself |") == tables.MOST_PROBLEMS
