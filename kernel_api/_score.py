@@ -66,6 +66,7 @@ _KINDS = {"float": "real", "int": "integer", "uint": "integer", "bool": "bool"}
 _ELEMENTWISE = frozenset((*UNARY, *BINARY, *COMPARISONS, *LOGICAL, *WHOLE))
 _OTHERS = frozenset((*SCORE_LEAVES, "constant", "operand", "scalar", "lookup", "where", "cast"))
 _EXACT = 2**53  # so far float64 has all whole numbers
+_BEYOND = 2**63  # what 64 bits hold
 #: Of whole numbers these give whole numbers.
 _KEEP_WHOLE = ("neg", "abs", "add", "sub", "mul", "minimum", "maximum")
 
@@ -153,7 +154,8 @@ class ScoreValue(Value):
         for index in indices:
             if not _is_whole(tracer.nodes, index.node):
                 fail(f"{given.name} is indexed with {index}; expected whole numbers")
-        return tracer.node("lookup", *indices, shape=SCALAR, name=given.name, type=given.kind)
+        wholes = [_as_whole(index) for index in indices]
+        return tracer.node("lookup", *wholes, shape=SCALAR, name=given.name, type=given.kind)
 
     def __floordiv__(self, divisor: Any) -> Value:
         return self._divided("floordiv", "//", divisor)
@@ -162,12 +164,13 @@ class ScoreValue(Value):
         return self._divided("remainder", "%", divisor)
 
     def _divided(self, op: str, symbol: str, divisor: Any) -> Value:
-        if isinstance(divisor, bool) or not isinstance(divisor, numbers.Integral) or divisor < 1:
-            fail(f"{self} {symbol} {divisor!r}: expected a positive whole number")
+        whole = isinstance(divisor, numbers.Integral) and not isinstance(divisor, bool)
+        if not whole or not 1 <= divisor < _BEYOND:
+            fail(f"{self} {symbol} {divisor!r}: expected a whole number from 1 to 2**63 - 1")
         value = numeric(self)
         if not _is_whole(self.tracer.nodes, value.node):
             fail(f"{symbol} is for whole numbers, and {self} is none; use division")
-        return self.tracer.node(op, value, shape=SCALAR, divisor=int(divisor))
+        return self.tracer.node(op, _as_whole(value), shape=SCALAR, divisor=int(divisor))
 
     def __index__(self) -> NoReturn:
         fail(
@@ -179,6 +182,17 @@ class ScoreValue(Value):
 def _is_whole(nodes: list[Node], index: int) -> bool:
     """Whether a value is a whole number, though it may not be computed as one: 2.0 is not."""
     return whole_numbers(nodes[: index + 1], by_value=True)[index]
+
+
+def _as_whole(value: Value) -> Value:
+    """Of what is a whole number by its value: as such."""
+    nodes = value.tracer.nodes
+    node = nodes[value.node]
+    if node.op == "constant":
+        return value.tracer.constant(int(float.fromhex(node["value"])))
+    if whole_numbers(nodes[: value.node + 1])[value.node]:
+        return value
+    return value.tracer.node("cast", value, shape=SCALAR, to="int64")
 
 
 def whole_numbers(nodes: Sequence[Node], by_value: bool = False) -> list[bool]:
@@ -238,12 +252,12 @@ class ScoreTracer(Tracer):
 
     def constant(self, number: numbers.Real | float) -> Value:
         """One that is written without a point is a whole number."""
-        value = float(number)
         if isinstance(number, bool) or not isinstance(number, numbers.Integral):
-            return ScoreValue(self, self._add("constant", value=value.hex()))
-        if abs(value) > _EXACT:
+            return ScoreValue(self, self._add("constant", value=float(number).hex()))
+        if abs(int(number)) > _EXACT:
             fail(f"{number} is beyond 2**53; pass it as an operand")
-        return ScoreValue(self, self._add("constant", value=value.hex(), type="integer"))
+        value = float(number).hex()
+        return ScoreValue(self, self._add("constant", value=value, type="integer"))
 
     def leaf(self, given: Input, kind: str) -> int:
         if given.columns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import cached_property
 from math import gcd
 from typing import Any
@@ -144,11 +144,6 @@ class Operand:
     def unit_mode(self) -> int | None:
         """Which of the last two modes has stride 1: -1, -2, or None if neither has."""
         return self.layout.unit_mode
-
-    @property
-    def signature(self) -> tuple[Hashable, ...]:
-        """What one compiled artifact is for: element type, rank, major and scale mode."""
-        return (self.dtype.name, len(self.shape), self.unit_mode, self.mode)
 
     @property
     def has_data(self) -> bool:

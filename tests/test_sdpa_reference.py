@@ -138,11 +138,31 @@ def test_numbers_with_a_point_are_no_whole_numbers():
     )
 
 
-def test_whole_numbers_that_float64_does_not_hold_are_refused():
-    with pytest.raises(
-        EpilogueError, match=f"{2**60 + 1} is beyond 2\\*\\*53; pass it as an operand"
-    ):
-        masks.MaskMod(lambda b, h, q, kv: kv == 2**60 + 1)
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**60), 10**400])
+def test_whole_numbers_that_float64_does_not_hold_are_refused(number):
+    with pytest.raises(EpilogueError, match=f"{number} is beyond 2\\*\\*53; pass it as an operand"):
+        masks.MaskMod(lambda b, h, q, kv: kv == number)
+
+
+FAR = torch.arange(7) + 2**40
+
+
+@pytest.mark.parametrize(
+    ("fn", "loops"),
+    [
+        (lambda s, b, h, q, kv, t: s + (t[kv] + (kv > 3) - t[0]), lambda j: j + (j > 3)),
+        (lambda s, b, h, q, kv, t: s + (kv + 2.0) // 3 + 0 * t[0], lambda j: (j + 2) // 3),
+        (lambda s, b, h, q, kv, t: s + (t[kv * 1e10] - t[0]), lambda j: 6 if j else 0),
+        (lambda s, b, h, q, kv, t: s + (t[ep.minimum(kv, 2.0)] - t[0.0]), lambda j: min(j, 2)),
+        (lambda s, b, h, q, kv, t: s + (t[1e15] - t[-1e15]) + 0 * kv, lambda j: 6),
+        (lambda s, b, h, q, kv, t: s + ep.cast(2.0**24 + 1, "int32") % 2 + 0 * t[0], lambda j: 0),
+        (lambda s, b, h, q, kv, t: s - (ep.cast(1e300, "int32") // 2**30 + 0 * t[0]), lambda j: -1),
+    ],
+)  # fmt: skip
+def test_what_is_whole_by_its_value_is_computed_as_such(fn, loops):
+    args = Draw(element="float32").arguments(score_mod=fn, score_operands={"t": FAR})
+    expected = exact(args, modify=lambda s, b, h, i, j: s + loops(j))["out"]
+    assert_close(run(args)["out"].double(), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("element", ["float32", "bfloat16"])

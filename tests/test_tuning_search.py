@@ -16,11 +16,15 @@ class Bench:
 
     Args:
         most: So many are timed together; more come to no end.
+        until: From so many attempts on, all are.
         launches: Of every batch.
+        step: Microseconds between one and the next, in place of one.
+        alone: Times as many rounds that the first one has time for where it is timed alone.
     """
 
-    def __init__(self, most=100, launches=1):
-        self.most, self.launches = most, launches
+    def __init__(self, most=100, launches=1, until=100, step=1.0, alone=1):
+        self.step, self.alone = step, alone
+        self.most, self.launches, self.until = most, launches, until
         self.fields, self.expected_s = [], []
 
     def open(self):
@@ -36,9 +40,11 @@ class Bench:
         assert len(self.fields) < 100, "it never ends"
         self.fields.append(indices)
         self.expected_s.append(expected_s)
-        if len(indices) > self.most:
+        if len(indices) > self.most and len(self.fields) < self.until:
             return Outcome(Status.TIMEOUT, "it took more than 1 s", is_over=True)
-        times = [[1.0 + index] * rounds for index in indices]
+        rounds *= self.alone if indices == [0] else 1
+        noise = [0.01 * (i % 3) for i in range(rounds)]
+        times = [[1.0 + self.step * index + us for us in noise] for index in indices]
         return Outcome(Status.PASSED, times_us=times, launches=[self.launches] * len(indices))
 
 
@@ -70,8 +76,17 @@ def test_what_breaks_off_only_together_is_timed_alone(count):
     done = searched(bench, field)
     assert [one.status for one in done] == [Status.PASSED] * count
     assert [len(one.times_us) for one in field[:2]] == [ROUNDS] * 2
-    assert [one.median_us for one in field] == [1.0 + one.index for one in field]
+    assert [int(one.median_us) for one in field] == [1 + one.index for one in field]
     assert max(map(len, bench.fields)) == count
+
+
+def test_times_alone_and_together_go_on_with_as_many_rounds():
+    """Too close to tell, the two are timed on, and together they do come to an end then."""
+    bench = Bench(most=1, until=5, step=0.0, alone=3)
+    done = searched(bench, candidates(2))
+    assert [one.status for one in done] == [Status.PASSED] * 2
+    assert bench.fields[-1] == [0, 1]
+    assert len({len(one.times_us) for one in done}) == 1
 
 
 def test_a_batch_is_expected_to_take_as_long_as_all_of_its_launches():

@@ -221,7 +221,8 @@ class Reductions:
         value, lost = Float32(identity(kind)), Float32(0)
         for part in cutlass.range(parts, unroll=8):
             value, lost = _added(kind, value, lost, (first + part * pitch).load())
-        self._store(index, mR, _with_what_was_lost(value, lost), at, batch, extents, space)
+        value = _with_what_was_lost(kind, value, lost)
+        self._store(index, mR, value, at, batch, extents, space)
 
     @cute.jit
     def _complete_matrix(
@@ -235,7 +236,7 @@ class Reductions:
         value, lost = Float32(identity(output.kind)), Float32(0)
         for part in cutlass.range(thread, parts, self.threads, unroll=16):
             value, lost = _added(output.kind, value, lost, (first + part).load())
-        value = _with_what_was_lost(value, lost)
+        value = _with_what_was_lost(output.kind, value, lost)
         value = self.over_group(output.kind, value, scratch, thread, barrier_id)
         if thread == 0:
             self._store(index, mR, value, Int32(0), batch, extents, space)
@@ -373,8 +374,10 @@ def _added(kind: str, value: Float32, lost: Float32, part: Float32) -> tuple[Flo
     return found, lost + ((value - (found - other)) + (part - other))
 
 
-def _with_what_was_lost(value: Float32, lost: Float32) -> Float32:
+def _with_what_was_lost(kind: str, value: Float32, lost: Float32) -> Float32:
     """Of infinite parts that is no number."""
+    if kind != "sum":
+        return value
     return select(lost == lost, value + lost, value)
 
 

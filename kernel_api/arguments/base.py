@@ -167,7 +167,9 @@ class Arguments:
     def signature(self) -> tuple[Hashable, ...]:
         """What one compiled artifact is for: element types, ranks, majors, epilogue; no sizes."""
         if self._signature is None:
-            operands = tuple([operand.signature for operand in self.operands])
+            operands = tuple(
+                [(o.dtype.name, len(o.shape), o.unit_mode, o.mode) for o in self.operands]
+            )
             epilogue = self.epilogue.signature if self.epilogue is not None else None
             self._signature = (
                 self.kind,

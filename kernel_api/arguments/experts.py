@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from kernel_api.arguments.scaled import ScaleMode, in_vectors
+from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import MAX_ALIGNMENT, Layout, Operand
@@ -56,13 +56,6 @@ class Experts(Operand):
         self.shape, self.stride = layout.shape, layout.stride
         self.dtype, self.device = layout.dtype, layout.device
         self.mode = self.scale = None
-
-    @property
-    def signature(self) -> tuple[Hashable, ...]:
-        known = super().signature
-        if self.mode is None or self.scale is None:
-            return known
-        return (*known, in_vectors(self.mode, self.scale))
 
     def scaled(self, scale: Any) -> Experts:
         """The same in units of a scale, whose rank tells which elements share one.

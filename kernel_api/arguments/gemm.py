@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from kernel_api.arguments.base import Arguments
 from kernel_api.arguments.epilogue import EpilogueArguments
-from kernel_api.arguments.scaled import check_scale
+from kernel_api.arguments.scaled import check_scale, in_vectors
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue.shape import Problem
 from kernel_api.errors import ArgumentError
@@ -46,7 +46,8 @@ class ProductArguments(Arguments):
         return self.B.shape[-1]
 
     def _options(self) -> tuple[Hashable, ...]:
-        return (self.fp32_precision,)
+        scales = ("B_scale in vectors",) if in_vectors(self.B) else ()
+        return (self.fp32_precision, *scales)
 
     def _keywords(self) -> dict[str, Any]:
         return {**super()._keywords(), "fp32_precision": self.fp32_precision}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from kernel_api.dtypes import dtype
@@ -35,7 +35,7 @@ class ScaleMode(enum.Enum):
 BLOCK_MODES = (ScaleMode.BLOCK_1x128, ScaleMode.BLOCK_128x128)
 
 
-#: What in_vectors asks of addresses and strides.
+#: Of what is read together; addresses, strides and rows are multiples.
 VECTOR_BYTES = 16
 
 
@@ -63,10 +63,6 @@ class ScaledOperand(Operand):
             raise ArgumentError(f"scale is {self.scale.dtype}; expected float32")
         self.mode = mode
 
-    @property
-    def signature(self) -> tuple[Hashable, ...]:
-        return (*super().signature, in_vectors(self.mode, self.scale))
-
     def maker(self) -> Callable[[Any], Any] | None:
         return functools.partial(ScaledOperand, scale=self.scale, mode=self.mode)
 
@@ -74,10 +70,14 @@ class ScaledOperand(Operand):
         return f"{super().__repr__()} x {self.mode.value} scale"
 
 
-def in_vectors(mode: ScaleMode, scale: Operand) -> bool:
-    """Whether those of neighbours are read together: one per row, side by side and aligned."""
-    aligned = scale.unit_mode == -1 and scale.alignment % VECTOR_BYTES == 0
-    return mode is ScaleMode.PER_ROW and aligned
+def in_vectors(operand: Any) -> bool:
+    """Whether scales of neighbours can be read together: one per row, side by side, in whole
+    vectors."""
+    if operand.mode is not ScaleMode.PER_ROW:
+        return False
+    scale: Operand = operand.scale
+    whole = scale.shape[-1] * scale.dtype.itemsize % VECTOR_BYTES == 0
+    return whole and scale.unit_mode == -1 and scale.alignment % VECTOR_BYTES == 0
 
 
 def check_scale(name: str, operand: ScaledOperand, modes: str, contracted: str) -> None:

@@ -448,7 +448,7 @@ def numeric(x: Any) -> Value:
     if not value.is_boolean:
         return Value(value.tracer, value.node)
     tracer = running()
-    one, zero = tracer.constant(1.0), tracer.constant(0.0)
+    one, zero = tracer.constant(1), tracer.constant(0)
     return tracer.node("where", value, one, zero, shape=value.modes)
 
 

@@ -240,8 +240,16 @@ class _Heats:
             return
         for one in field:
             self._time_alone(one, rounds if is_last else _FEWEST_ROUNDS)
-        if self._field and not is_last:
+        if is_last:
+            self._cut()
+        elif self._field:
             self._time(rounds, least_s=least_s, is_last=len(self._field) == len(field))
+
+    def _cut(self) -> None:
+        """To as many rounds of each: alone, those that are soon over have more of them."""
+        rounds = min((len(one.measured_us) for one in self._field), default=0)
+        for one in self._field:
+            one.measured_us = one.times_us = one.measured_us[:rounds]
 
     def _correct(self) -> None:
         """Take the same share off all times of a round, or add it, so that all rounds are alike."""

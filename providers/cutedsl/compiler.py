@@ -104,7 +104,8 @@ def fake_tensor(operand: Operand, attributes: TensorAttributes | None) -> Any:
 def placeholder(value: Any, alignment: int | None = None) -> Any:
     """For a torch tensor of any sizes and strides, or a Python number known at run time.
 
-    alignment: Of a tensor whose last mode has stride 1, in bytes; None: nothing is known of it.
+    alignment: Of a tensor whose last mode has stride 1 and is a multiple of it, as the other
+        strides are, in bytes; None: nothing is known of it.
     """
     import cutlass
     import cutlass.cute as cute
@@ -115,9 +116,11 @@ def placeholder(value: Any, alignment: int | None = None) -> Any:
         return cutlass.Float32(1.0)
     tensor = value
     element = dtype(tensor.dtype)
-    shape = tuple(cute.sym_int() for _ in range(tensor.dim()))
-    stride = tuple(cute.sym_int64() for _ in range(tensor.dim()))
+    rank, whole = tensor.dim(), (alignment or element.itemsize) // element.itemsize
+    shape = tuple(cute.sym_int() for _ in range(rank))
+    stride = tuple(cute.sym_int64(divisibility=whole) for _ in range(rank))
     if alignment is not None:
+        shape = (*shape[:-1], cute.sym_int(divisibility=whole))
         stride = (*stride[:-1], 1)
     return cute.runtime.make_fake_tensor(
         element.cutlass, shape, stride, assumed_align=alignment or element.itemsize

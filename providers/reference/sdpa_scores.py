@@ -329,7 +329,8 @@ def _leaf(
     if node.op == "index":
         return indices[node["name"]].to(torch.int32)
     if node.op == "constant":
-        return float.fromhex(node["value"])  # a number, whole or not, as it is used
+        number = float.fromhex(node["value"])
+        return int(number) if dict(node.attributes).get("type") == "integer" else number
     if node.op == "cast":
         return _cast(inputs[0], dtype(node["to"]), attention)
     operand = operands[node["name"]]
@@ -354,7 +355,7 @@ def _index(value: Any, extent: int, attention: Attention) -> Any:
 def _cast(value: Any, to: DType, attention: Attention) -> Any:
     if not to.is_integer:
         return rounded(_real(value, attention), to).to(attention.wide)
-    if not isinstance(value, torch.Tensor) and not float(value).is_integer():
+    if isinstance(value, float):
         value = _number(value, attention)
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return _whole(rounded(value, to))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -70,14 +70,16 @@ class TorchFlexAttention(Kernel):
         graphs = [graph for graph in (args.mask_graph, args.score_graph) if graph is not None]
         return all(node.op != "cast" for graph in graphs for node in graph.nodes)
 
-    @rule("flex_attention is given whole numbers of 32 bits, or tensors of up to 64")
+    @rule("flex_attention is given whole numbers that are computed in 32 bits, or tensors of 64")
     def _(args: SdpaArguments) -> bool | Miss:
         for part in (args.mask, args.score):
             for name, one in ({} if part is None else part.operands).items():
                 if isinstance(one, Operand) and one.dtype.kind == "uint" and one.dtype.bits > 8:
                     return Miss(f"{name} is {one.dtype}")
-                if isinstance(one, int) and not -(2**31) <= one < 2**31:
-                    return Miss(f"{name} is {one}")
+        graphs = [graph for graph in (args.mask_graph, args.score_graph) if graph is not None]
+        for number in (one for graph in graphs for one in _written(graph)):
+            if not -(2**31) <= number < 2**31:
+                return Miss(f"{number} is beyond them")
         return True
 
     @rule("flex_attention needs a key")
@@ -141,7 +143,7 @@ def _modifications(args: SdpaArguments) -> tuple[Any, Any]:
 def _tensor(value: Any, args: SdpaArguments) -> Any:
     """What a function captures: numbers as tensors, because others would be compiled in."""
     if not isinstance(value, torch.Tensor):
-        element = torch.int32 if isinstance(value, int) else torch.float32
+        element = torch.int64 if isinstance(value, int) else torch.float32
         return torch.tensor(value, dtype=element, device=args.device)
     return value.float() if value.dtype.is_floating_point else value
 
@@ -208,11 +210,24 @@ def _lines(prefix: str, graph: Graph, operands: dict[str, Operand | float]) -> l
     return [*lines, f"{prefix} = {texts[graph.outputs[0][1]]}"]
 
 
+def _constant(node: Node) -> float:
+    number = float.fromhex(node["value"])
+    return int(number) if dict(node.attributes).get("type") == "integer" else number
+
+
+def _written(graph: Graph) -> Iterator[int]:
+    """Whole numbers that stand in the function."""
+    for node in graph.nodes:
+        number = _constant(node) if node.op == "constant" else dict(node.attributes).get("divisor")
+        if isinstance(number, int):
+            yield number
+
+
 def _place(index: str, extent: int) -> str:
     """An index, or the end that it is beyond; of a constant, which is no tensor, the number."""
     if index[0] != "(":
         return f"torch.clamp({index}, 0, {extent - 1})"
-    return str(min(max(int(float(index[1:-1])), 0), extent - 1))
+    return str(min(max(int(index[1:-1]), 0), extent - 1))
 
 
 def _widened(operand: Operand | float) -> str:
@@ -228,11 +243,9 @@ def _expression(
     if op == "score":
         return "score"
     if op == "index":
-        return str(node["name"])
+        return f"{node['name']}.int()"
     if op == "constant":
-        number = float.fromhex(node["value"])
-        whole = dict(node.attributes).get("type") == "integer"
-        return f"({int(number) if whole else number!r})"
+        return f"({_constant(node)!r})"
     if op in ("operand", "scalar"):
         return f"{prefix}_{node['name']}{_widened(operands[node['name']])}"
     if op == "lookup":

@@ -24,7 +24,8 @@ from support.ptx import EmulationError
 from support.ptx.kernel import EmulatedKernel
 from support.ptx.problems import awkward_arguments
 
-from kernel_api import provider
+from kernel_api import ScaledOperand, ScaleMode, provider
+from kernel_api.arguments.scaled import in_vectors
 from kernel_api.verification import FACTOR, FACTOR_REORDERED, judge
 
 pytestmark = pytest.mark.compile
@@ -126,6 +127,28 @@ def test_products_are_right(case):
         wide = torch.float64 if args.A.tensor.dtype.is_floating_point else torch.int64
         product = args.A.tensor.to(wide) @ args.B.tensor.to(wide)
         assert torch.equal(args.out.tensor, product.to(args.out.tensor.dtype))
+
+
+@pytest.mark.parametrize("family", ["sm90.gemm_fp8", "sm90.gemm_int8"])
+@pytest.mark.parametrize("N", [24, 21])
+def test_no_scale_of_a_column_is_lost_where_columns_are_stored_side_by_side(family, N):
+    """Then TMA stores any number of columns, and pairs of scales may end with half of one."""
+
+    def fits(kernel):
+        design, operands = kernel.metadata.design, kernel.metadata.operands
+        small = design.tile_shape[0] == 64 and design.cluster_shape == (1, 1, 1)
+        stored = operands.out.unit_mode == -2 and operands.out.alignment >= 16
+        by_row = operands.B.scale is ScaleMode.PER_ROW
+        return small and stored and by_row and not design.swap_ab and not design.splits
+
+    (generated,) = (generated_by(one) for one in FAMILIES if one.family == family)
+    kernel = next(filter(fits, generated))
+    args = awkward_arguments(kernel, 16, N, 128, None, values="integers", seed=2)
+    B = ScaledOperand(args.B.tensor, torch.rand(args.N) + 0.25, ScaleMode.PER_ROW)
+    args = args.rebuilt(args.A, B, args.out)
+    assert in_vectors(args.B) == (args.N == 24)
+    EmulatedKernel.compile(kernel, args).run(args, multiprocessors=1)
+    assert judge(args, FACTOR)
 
 
 def test_the_sample_covers_the_family():

@@ -67,8 +67,7 @@ def aligned_scales(args: Any) -> dict[str, Any]:
 
 def alignments_of_scales(args: Any) -> dict[str, int]:
     """Of scales by their names in a launch, in bytes: of those of columns that lie side by side."""
-    B = args.B
-    return {"B_scale": VECTOR_BYTES} if B.mode and in_vectors(B.mode, B.scale) else {}
+    return {"B_scale": VECTOR_BYTES} if in_vectors(args.B) else {}
 
 
 def _aligned(name: str, mode: ScaleMode, scale: Any) -> Any:

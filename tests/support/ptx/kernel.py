@@ -236,9 +236,11 @@ def _pretended(multiprocessors: int) -> Iterator[None]:
 
 
 def _alignment(tensor: torch.Tensor) -> int:
-    """Bytes that divide the address and all strides but the one of 1; 16 at most."""
+    """Bytes that divide the address and all strides but the one of 1, and those of modes that have
+    one place; 16 at most."""
     itemsize = tensor.element_size()
-    strides = [stride for stride in tensor.stride() if stride != 1]
+    modes = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [stride for extent, stride in modes if stride != 1 and extent > 1]
     return math.gcd(16, *(stride * itemsize for stride in (tensor.storage_offset(), *strides)))
 
 
