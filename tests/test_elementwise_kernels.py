@@ -225,7 +225,7 @@ TARGETS = ("sm_80", "sm_90a", "sm_100a")
 #: Each design for each target, or some for one of them.
 BUILT = [
     (design, cc)
-    for i, design in enumerate(some(DESIGNS, 7))
+    for i, design in enumerate(some(DESIGNS, 3))
     for cc in (TARGETS if EVERY_KERNEL else (TARGETS[i % len(TARGETS)],))
 ]
 
