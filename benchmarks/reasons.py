@@ -47,14 +47,17 @@ class Candidates:
         design = self._designs.get(row["subject"])
         if row["ratio"] >= 1 or design is None:
             return ""
-        told = filter(None, [self._choice(row), _tiles(row, design)])
-        return "; ".join(told) or "its choice is the best and its tiles are full: the loop itself"
+        found = [self._choice(row), _tiles(row, design)]
+        if found == ["", ""]:
+            return "its choice is the best and its tiles are full: the loop itself"
+        return "; ".join(filter(None, found))
 
-    def _choice(self, row: Row) -> str:
+    def _choice(self, row: Row) -> str | None:
+        """What the choice loses; nothing if it does not, None if that is not known."""
         times = self._times.get(row["problem"], {})
         chosen = times.get(row["subject"])
         if chosen is None:
-            return ""
+            return None
         best = min(times, key=lambda name: times[name])
         lost = 1 - times[best] / chosen
         if lost < _NOTICED:
@@ -63,12 +66,15 @@ class Candidates:
         return f"choice: `{tile[0] if tile else best}` takes {lost:.0%} less"
 
 
-def _tiles(row: Row, design: dict[str, Any]) -> str:
-    """How much of the tiles that fit into whole waves the matrix fills."""
+def _tiles(row: Row, design: dict[str, Any]) -> str | None:
+    """How much of the tiles that fit into whole waves the matrix fills; nothing if that is about
+    all, None if it is not known."""
     sizes = _SIZES.match(row["problem"])
     multiprocessors = row["env"].get("multiprocessors")
-    if sizes is None or multiprocessors is None or design["stream_k"]:
+    if design["stream_k"]:
         return ""
+    if sizes is None or multiprocessors is None:
+        return None
     M, N = int(sizes[1]), int(sizes[2])
     if design["swap_ab"]:
         M, N = N, M

@@ -22,7 +22,8 @@ functions of :mod:`kernel_api.epilogue` work on all of them. Beyond its nodes th
 Every node is one value per score; shapes play no part. Whole numbers (indices, integers of
 operands, constants that are written without a point, and what `_KEEP_WHOLE` makes of them) are
 computed and compared as such: in 32 bits, or in 64 where one of them has 64, as Python's numbers
-have that are operands; beyond, they wrap around. Beside other numbers they are taken as float32.
+have that are operands; what a result is that these do not hold is not defined. Beside other numbers
+they are taken as float32.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ from kernel_api.epilogue.value import (
     Tracer,
     Value,
     _running,
-    as_value,
     fail,
     inside,
     numeric,
@@ -150,7 +150,7 @@ class ScoreValue(Value):
             fail(f"{given.name} has {given.columns} modes and is indexed with {len(keys)}")
         self.check()
         tracer = self.tracer
-        indices = [as_value(one) for one in keys]
+        indices = [numeric(one) for one in keys]
         for index in indices:
             if not _is_whole(tracer.nodes, index.node):
                 fail(f"{given.name} is indexed with {index}; expected whole numbers")
@@ -431,7 +431,7 @@ def _slope(n: _Nodes, node: Node, y: int, x: list[int], dx: list[int | None]) ->
     """
     if node.op == "score":
         return n.number(1.0)
-    if all(one is None for one in dx) or node.is_boolean or node.op in WHOLE:
+    if all(one is None for one in dx) or node.is_boolean or node.op in (*WHOLE, "lookup"):
         return None
     if node.op in ("where", "minimum", "maximum", "add", "sub", "mul", "div"):
         return _slope_of_two(n, node.op, y, x, dx)

@@ -166,7 +166,8 @@ class Kernel(metaclass=KernelType):
         """The artifact for the signature of the arguments, from the cache if it is there.
 
         Args:
-            args: Sizes do not matter, types, ranks and majors do. Meta tensors will do.
+            args: Sizes do not matter, types, ranks and majors do, and whether scales of B's columns
+                are packed and a multiple of 4. Meta tensors will do.
             cc: Architecture to compile for; that of the operands' device by default.
 
         Raises:
@@ -228,9 +229,9 @@ class Kernel(metaclass=KernelType):
         """Check and compile once; returns ``launch(*tensors, stream=None)`` for hot loops.
 
         The tensors come in the order of the arguments' fields and must have the same types,
-        ranks, majors and alignment as those prepared for; sizes may differ. Operands of an
-        epilogue, tensors and numbers, are passed by name; those that are not are the ones
-        prepared with::
+        ranks, majors and alignment as those prepared for; sizes may differ (columns with scales of
+        their own stay a multiple of 4 if they were one). Operands of an epilogue, tensors and
+        numbers, are passed by name; those that are not are the ones prepared with::
 
             launch = kernel.prepare(args)
             launch(A, B, out, bias=bias, alpha=0.5)

@@ -94,7 +94,7 @@ PROBLEM = "512x4096x1024 (M x N x K) TN bf16"
 
 def reason(*, ratio=0.9, times=(), problem=PROBLEM, **design):
     candidate = {"candidate": {**DESIGN, **design}}
-    problems = [{"problem": PROBLEM, "times_us": dict(times)}]
+    problems = [{"problem": problem, "times_us": dict(times)}]
     found = Candidates({"kernels": {"tile128x256x64_a": candidate}, "problems": problems})
     env = {"gpu": "NVIDIA H200", "multiprocessors": 132}
     return found.reason(
@@ -127,8 +127,14 @@ def test_a_reason_says_how_full_tiles_and_waves_are(words, problem, design):
 
 @pytest.mark.parametrize("design", [{"cluster_shape": [1, 1, 1]}, {"stream_k": True}])
 def test_nothing_is_said_of_full_tiles(design):
-    found = reason(problem="1024x4096x64 (M x N x K)", **design)
+    times = {"tile128x256x64_a": 10.0}
+    found = reason(problem="1024x4096x64 (M x N x K)", times=times, **design)
     assert found == "its choice is the best and its tiles are full: the loop itself"
+
+
+def test_nothing_is_said_of_what_is_not_known():
+    assert reason(problem="1024x4096x64 (M x N x K)") == ""
+    assert reason(problem="something", times={"tile128x256x64_a": 10.0}) == ""
 
 
 def test_what_is_ahead_or_no_candidate_needs_no_reason():
@@ -138,7 +144,9 @@ def test_what_is_ahead_or_no_candidate_needs_no_reason():
 
 def test_reasons_stand_beside_the_worst(tmp_path):
     rows = [row(f"p{i:03}", "kernel", 150.0 + i) for i in range(30)]
-    found = {"kernels": {"kernel": {"candidate": {**DESIGN, "stream_k": True}}}, "problems": []}
+    problems = [{"problem": f"p{i:03}", "times_us": {"kernel": 150.0 + i}} for i in range(30)]
+    design = {"candidate": {**DESIGN, "stream_k": True}}
+    found = {"kernels": {"kernel": design}, "problems": problems}
     (tmp_path / "h200").mkdir()
     (tmp_path / "h200" / "gemm-candidates.json").write_text(json.dumps(found))
     (tmp_path / "h200" / "gemm-models.json").write_text(json.dumps(rows))

@@ -154,6 +154,8 @@ FAR = torch.arange(7) + 2**40
         (lambda s, b, h, q, kv, t: s + (kv + 2.0) // 3 + 0 * t[0], lambda j: (j + 2) // 3),
         (lambda s, b, h, q, kv, t: s + (t[kv * 1e10] - t[0]), lambda j: 6 if j else 0),
         (lambda s, b, h, q, kv, t: s + (t[ep.minimum(kv, 2.0)] - t[0.0]), lambda j: min(j, 2)),
+        (lambda s, b, h, q, kv, t: s + (t[kv * 1e20] - t[0]), lambda j: 6 if j else 0),
+        (lambda s, b, h, q, kv, t: s + (t[kv > 3] - t[0]), lambda j: j > 3),
         (lambda s, b, h, q, kv, t: s + (t[1e15] - t[-1e15]) + 0 * kv, lambda j: 6),
         (lambda s, b, h, q, kv, t: s + ep.cast(2.0**24 + 1, "int32") % 2 + 0 * t[0], lambda j: 0),
         (lambda s, b, h, q, kv, t: s - (ep.cast(1e300, "int32") // 2**30 + 0 * t[0]), lambda j: -1),

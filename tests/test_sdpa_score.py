@@ -200,6 +200,14 @@ def test_derivatives_are_what_differences_say(name):
     check_derivative(lambda score, b, h, q, kv: fn(score) + 0.1 * q * score)
 
 
+def test_what_is_looked_up_by_a_score_is_constant_around_it():
+    def fn(score, b, h, q, kv, t):
+        return 3.0 * score + t[ep.cast(score, "int32")]
+
+    found = ScoreFunction(fn, True, {"t": torch.arange(4.0)}).derivative
+    assert {node.op for node in found.nodes} == {"constant", "mul"}  # 3 · 1
+
+
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(sorted(set(UNARY) - {"cast"})), min_size=2, max_size=4))
 def test_derivatives_of_chains_are_what_differences_say(names):

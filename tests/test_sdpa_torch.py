@@ -229,6 +229,7 @@ def test_flex_attention_is_given_the_same_functions(name):
         ({"dropout": Dropout(0.1, 0, 0)}, "no dropout and no sink"),
         ({"seq_lens_kv": torch.ones(2).int()}, "dense sequences of one length"),
         ({"score_mod": lambda s, b, h, q, kv: ep.cast(s, "f16")}, "no function that casts"),
+        ({"score_mod": lambda s, b, h, q, kv: s + ep.minimum(7, 9)}, "not between constants"),
         ({"score_mod": lambda s, b, h, q, kv: s + q * 2**33}, f"64; {2**33} is beyond them"),
         ({"score_mod": lambda s, b, h, q, kv: s + q // 2**31}, f"64; {2**31} is beyond them"),
         ({"D": 8}, "heads have 16 elements or more; they have 8 and 64"),

@@ -165,7 +165,8 @@ class Arguments:
 
     @property
     def signature(self) -> tuple[Hashable, ...]:
-        """What one compiled artifact is for: element types, ranks, majors, epilogue; no sizes."""
+        """What one compiled artifact is for: element types, ranks, majors, epilogue; no sizes, but
+        whether scales of columns come in whole vectors."""
         if self._signature is None:
             operands = tuple(
                 [(o.dtype.name, len(o.shape), o.unit_mode, o.mode) for o in self.operands]

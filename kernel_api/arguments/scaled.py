@@ -45,6 +45,8 @@ class ScaledOperand(Operand):
     Args:
         tensor: The stored values, usually of an 8-bit type.
         scale: float32, of the shape that ``mode`` says; checked by the arguments that it joins.
+            Any strides will do. One per row of B is read fastest where columns of B are a multiple
+            of 4, their scales side by side, and addresses and other strides multiples of 16 bytes.
         mode: Which elements share a scale.
 
     Raises:

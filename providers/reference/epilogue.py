@@ -294,4 +294,7 @@ def _power_of_two_above(x: Any) -> Any:
 def _whole(x: Any, to: DType) -> Any:
     if x.dtype is torch.bool or to.kind == "bool":
         return x.to(to.torch)
-    return torch.nan_to_num(saturated(x, to), nan=0.0).round().to(to.torch)
+    found = torch.nan_to_num(saturated(x, to), nan=0.0).round()
+    most = torch.iinfo(to.torch).max
+    beyond = found >= float(most)  # of 64 bits that is one more, which is not converted back
+    return found.masked_fill(beyond, 0.0).to(to.torch).masked_fill(beyond, most)

@@ -82,6 +82,11 @@ class TorchFlexAttention(Kernel):
                 return Miss(f"{number} is beyond them")
         return True
 
+    @rule("flex_attention chooses between numbers that it is given, not between constants")
+    def _(args: SdpaArguments) -> bool:
+        graphs = [graph for graph in (args.mask_graph, args.score_graph) if graph is not None]
+        return not any(_chooses_of_constants(graph) for graph in graphs)
+
     @rule("flex_attention needs a key")
     def _(args: SdpaArguments) -> bool:
         return args.S_kv > 0
@@ -215,6 +220,19 @@ def _constant(node: Node) -> float:
     return int(number) if dict(node.attributes).get("type") == "integer" else number
 
 
+def _chooses_of_constants(graph: Graph) -> bool:
+    """Whether anything is chosen by constants alone, which are no tensors."""
+    constant: list[bool] = []
+    for node in graph.nodes:
+        of_constants = [constant[i] for i in node.inputs]
+        constant.append(node.op == "constant" or (bool(node.inputs) and all(of_constants)))
+        if node.op in ("minimum", "maximum", "where") and constant[-1]:
+            return True
+        if node.op == "where" and of_constants[0]:
+            return True
+    return False
+
+
 def _written(graph: Graph) -> Iterator[int]:
     """Whole numbers that stand in the function."""
     for node in graph.nodes:
@@ -243,7 +261,7 @@ def _expression(
     if op == "score":
         return "score"
     if op == "index":
-        return f"{node['name']}.int()"
+        return str(node["name"])
     if op == "constant":
         return f"({_constant(node)!r})"
     if op in ("operand", "scalar"):

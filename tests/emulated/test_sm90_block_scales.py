@@ -48,15 +48,15 @@ CASES = {
     # k tiles: one more than four readers have; fewer; not a multiple of them
     "two columns of scales": ("128x256x128_cluster2x1", {"M": 140, "N": 270, "K": 5 * BLOCK}),
     "few k tiles": ("128x128x128_cluster1x1_cooperative", {"M": 70, "N": 130, "K": 2 * BLOCK + 16}),
-    "within one column": ("64x64x128_cluster1x1", {"M": 9, "N": 200, "K": 10 * BLOCK - 48}),
-    "three consumers": ("192x128", {"M": 200, "N": 200, "K": 7 * BLOCK, "along": "M"}),
-    "batches": ("64x128x128_cluster2x2", {"M": 70, "N": 140, "K": 6 * BLOCK, "batch": 3}),
     "a part of K": ("cooperative_stages6_split4", {"M": 70, "N": 136, "K": 22 * BLOCK + 64}),
+    "within one column": ("64x64x128_cluster1x1", {"M": 9, "N": 200, "K": 10 * BLOCK - 48}),
+    "parts that meet": ("64x128x128_cluster1x1x4", {"M": 33, "N": 130, "K": 21 * BLOCK + 16}),
+    "three consumers": ("192x128", {"M": 200, "N": 200, "K": 7 * BLOCK, "along": "M"}),
     "cut anywhere": (
         "64x128x128_cluster1x1_cooperative_stages9_stream",
         {"M": 70, "N": 264, "K": 13 * BLOCK},
     ),
-    "parts that meet": ("64x128x128_cluster1x1x4", {"M": 33, "N": 130, "K": 21 * BLOCK + 16}),
+    "batches": ("64x128x128_cluster2x2", {"M": 70, "N": 140, "K": 6 * BLOCK, "batch": 3}),
 }
 
 

@@ -53,10 +53,10 @@ def with_tile(args, rows, columns, **how):
 
 CASES = {
     "one and a half": (128, 192, {"M": 140, "N": 384, "heads": 128}),
+    "half of one": (64, 64, {"M": 13, "N": 256, "heads": 128, "batch": 2}),
     "ends in a tile": (128, 192, {"M": 70, "N": 256, "heads": 128, "element": F16}),
     "by threads": (128, 192, {"M": 70, "N": 384, "heads": 128, "pad": 3}),
     "transposed": (64, 64, {"M": 70, "N": 256, "heads": 128, "layout": "n", "batch": 2}),
-    "half of one": (64, 64, {"M": 13, "N": 256, "heads": 128, "batch": 2}),
     "wide": (128, 128, {"M": 70, "N": 512, "heads": 256}),
     "three consumers": (192, 192, {"M": 200, "N": 384, "heads": 128}),
     "three pairs": (64, 64, {"M": 13, "N": 192, "heads": 192, "element": F16}),

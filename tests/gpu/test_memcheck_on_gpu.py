@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.memcheck import PROBLEMS
+from support.memcheck import PROBLEMS, chosen
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -34,6 +34,7 @@ needs_the_tool = pytest.mark.skipif(TOOL is None, reason="there is no compute-sa
 def checked(*program):
     # Of what torch keeps to lend again, a part behind a tensor would be no error.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment.pop("KERNEL_API_CHECK_OFFSETS", None)
     environment["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parents[1]), *filter(None, sys.path)])
     command = [TOOL, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, *program]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -42,6 +43,8 @@ def checked(*program):
 @needs_the_tool
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_nothing_is_touched_beyond_what_is_given(problem):
+    if not chosen(PROBLEMS[problem](), None):
+        pytest.skip("this GPU has no kernel for it")
     found = checked(str(PROGRAM), problem)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
     assert f"{problem}: s" in found.stdout

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 #: KERNEL_API_EMULATE is for kernels that are emulated, the other for those that are compiled.
-EVERY = bool(os.environ.get("KERNEL_API_EMULATE") or os.environ.get("KERNEL_API_TEST_EVERY_KERNEL"))
+EVERY = bool(os.environ.get("KERNEL_API_EMULATE")) or (
+    os.environ.get("KERNEL_API_TEST_EVERY_KERNEL") == "1"
+)
 
 T = TypeVar("T")
 

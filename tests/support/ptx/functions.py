@@ -232,7 +232,7 @@ def _to_integer(rounding: Callable[..., Array], to: np.dtype) -> Callable[[Array
 
     def convert(x: Array) -> Array:
         rounded = rounding(np.nan_to_num(x.astype(F64), nan=0.0))
-        inside = (rounded >= low) & (rounded <= high)
+        inside = (rounded >= low) & (rounded < float(high) + (high < 2**53))
         clamped = np.where(rounded < low, to.type(low), to.type(high))
         return np.where(inside, np.where(inside, rounded, 0).astype(to), clamped)
 
