@@ -132,14 +132,14 @@ class GemmConsumer(GemmPlan):
         if const_expr(self.pingpong):
             turns.wait(turn)
         start, place = (row * WGMMA_M, column * tile_n, batch), (row, column, batch)
-        early = None
+        early, steps = None, []
         if const_expr(self.early_registers > 0):
-            early = self.output.read_early(
+            early, steps = self.output.read_early(
                 accumulators, operands, place, extents, self.early_registers
             )
         stage, last = self._multiply(
             *(tiled_mma, fragments, accumulators, scales, start, first_k, count),
-            *(pipeline_ab, stage),
+            *(pipeline_ab, stage, steps),
         )
         if const_expr(self.pingpong):
             turn = turns.arrive(turn)
@@ -160,14 +160,26 @@ class GemmConsumer(GemmPlan):
         return stage, turn
 
     def _multiply(
-        self, tiled_mma, fragments, accumulators, scales, place, first_k, count, pipeline_ab, stage
+        self,
+        tiled_mma,
+        fragments,
+        accumulators,
+        scales,
+        place,
+        first_k,
+        count,
+        pipeline_ab,
+        stage,
+        meanwhile: cutlass.Constexpr = (),
     ):
         """The products of a tile. (stage behind it, last one of it: its products are in flight, and
         it is not released, unless they are promoted)"""
         if not self.promoted:
             return self.mainloop.multiply(
-                tiled_mma, fragments, accumulators, count, pipeline_ab, stage
+                tiled_mma, fragments, accumulators, count, pipeline_ab, stage, meanwhile
             )
+        for call in meanwhile:
+            call()
         stage = self.mainloop.multiply_promoted(
             *(tiled_mma, fragments, accumulators, scales, place, first_k, count),
             *(pipeline_ab, stage),

@@ -54,11 +54,23 @@ class Mainloop:
     splitter: FloatSplitter | None
 
     @cute.jit
-    def multiply(self, tiled_mma, fragments, accumulators, k_tiles, pipeline, stage):
+    def multiply(
+        self,
+        tiled_mma,
+        fragments,
+        accumulators,
+        k_tiles,
+        pipeline,
+        stage,
+        meanwhile: cutlass.Constexpr = (),
+    ):
         """The last wgmma group is left in flight, its stage not released.
 
         One group is always in flight while the next is issued, so a stage is released one behind.
         Returns the stage after the tile and the last one of it.
+
+        meanwhile: Called one after the other, each while tensor cores are busy with a k tile of its
+            own, as far as there are so many.
         """
         last = stage.clone()
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -67,10 +79,22 @@ class Mainloop:
         self._issue(tiled_mma, fragments.A, fragments.B, accumulators, stage.index, stage.index)
         warpgroup.commit_group()
         stage.advance()
-        for _ in cutlass.range(1, k_tiles, unroll=1):
+        following = (tiled_mma, fragments, accumulators, pipeline)
+        for i in cutlass.range_constexpr(len(meanwhile)):
+            meanwhile[i]()
+            end = cutlass.min(i + 2, k_tiles)
+            stage, last = self._multiply_more(*following, i + 1, end, stage, last)
+        return self._multiply_more(*following, len(meanwhile) + 1, k_tiles, stage, last)
+
+    @cute.jit
+    def _multiply_more(self, tiled_mma, fragments, accumulators, pipeline, first, end, stage, last):
+        """The k tiles from `first` to `end`; the one before them is in flight, as is the last of
+        them behind it."""
+        for _ in cutlass.range(first, end, unroll=1):
             pipeline.consumer_wait(stage)
             warpgroup.fence()
-            self._issue(tiled_mma, fragments.A, fragments.B, accumulators, stage.index, stage.index)
+            of_stage = (fragments.A, fragments.B, accumulators, stage.index, stage.index)
+            self._issue(tiled_mma, *of_stage, accumulates=True)
             warpgroup.commit_group()
             warpgroup.wait_group(1)
             pipeline.consumer_release(last)
@@ -131,11 +155,23 @@ class Mainloop:
         warpgroup.commit_group()
 
     @cute.jit
-    def _issue(self, tiled_mma, tCrA, tCrB, accumulators, stage_a, stage_b):
+    def _issue(
+        self,
+        tiled_mma,
+        tCrA,
+        tCrB,
+        accumulators,
+        stage_a,
+        stage_b,
+        accumulates: cutlass.Constexpr = False,
+    ):
+        """accumulates: Whether tiled_mma is set to do so: a loop must not set what is used behind
+        it."""
         for k in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
             a, b = tCrA[None, None, k, stage_a], tCrB[None, None, k, stage_b]
             cute.gemm(tiled_mma, accumulators, a, b, accumulators)
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            if const_expr(not accumulates):
+                tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
 
 
 def _columns(tCrB: cute.Tensor, block: int) -> cute.Tensor:

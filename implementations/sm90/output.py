@@ -1,6 +1,7 @@
 """Output tiles on their way from wgmma's accumulators to global memory, on Hopper."""
 
 from fractions import Fraction
+from functools import partial
 from math import gcd, lcm
 
 import cutlass
@@ -28,6 +29,12 @@ from .reduced_output import GROUP, WARPS, ReducedOutput
 from .thread_stores import VECTOR_BYTES, ThreadStores
 
 WIDTH = 32  # columns that a group writes at most at once: 64 or 128 bytes, a swizzle
+VECTORS_AT_ONCE = 2  # that a thread asks for while one k tile is multiplied
+
+
+def _request(asked: list[tuple]) -> None:
+    for thread, read, _ in asked:
+        thread.request(*read)
 
 
 def subtile_width(tile_n: int) -> int:
@@ -239,27 +246,41 @@ class Output(ThreadStores):
             if const_expr(any(leaves)):
                 self._reduce(leaves, consumer, sums, place, extents, mR, space, ring, flag, tid)
 
-    def read_early(self, accumulators, operands, place, extents, registers: int) -> list | None:
-        """The elements of a tile that is multiplied next, with what they need of matrices and what
-        the first bundles need on their way, if there are registers for it; None: nothing is.
-        What is reduced takes the registers itself."""
+    def read_early(self, accumulators, operands, place, extents, registers: int) -> tuple:
+        """(the elements of a tile that is multiplied next, what to call while it is).
+
+        If there are registers for it, what they need of matrices is on its way behind those calls,
+        and what the first bundles need of rows and columns behind this one; the elements are None
+        if nothing is. What is reduced takes the registers itself.
+        """
         if self.row_blocks > 1 or self.tile_blocks != 2:
-            return None
+            return None, []
         if self.short_of_registers or self.epilogue.reduced:
-            return None
+            return None, []
         tid = cute.arch.thread_idx()[0] % GROUP
         operands = self.operands_of(operands, place[2])
         threads = self._threads(accumulators, operands, place, extents, (0, 0), tid)
-        reads, began = self.epilogue.reads(self.bundle), False
-        for of_matrices, some in ((True, threads), (False, threads[: self.ahead])):
-            needed = [thread.registers_of(reads, of_matrices) for thread in some]
-            count = sum(sum(found.values()) for found in needed)
-            if 0 < count <= registers:
-                registers, began = registers - count, True
-                for thread, found in zip(some, needed, strict=True):
-                    for read in found:
-                        thread.request(*read)
-        return threads if began else None
+        of_matrices = self._asked(threads, True, registers)
+        registers -= sum(count for *_, count in of_matrices)
+        others = self._asked(threads[: self.ahead], False, registers)
+        _request(others)
+        # All of a matrix at once would keep the tile waiting: L1 has no room for it.
+        steps = [
+            partial(_request, of_matrices[first : first + VECTORS_AT_ONCE])
+            for first in range(0, len(of_matrices), VECTORS_AT_ONCE)
+        ]
+        return (threads if of_matrices or others else None), steps
+
+    def _asked(self, threads: list, of_matrices: bool, registers: int) -> list:
+        """(thread, read, registers) of all that they need, of matrices or of what else there is;
+        nothing if it takes more registers."""
+        reads = self.epilogue.reads(self.bundle)
+        found = [
+            (thread, read, count)
+            for thread in threads
+            for read, count in thread.registers_of(reads, of_matrices).items()
+        ]
+        return found if sum(count for *_, count in found) <= registers else []
 
     def _stored_batch(self, batch):
         return batch if self.ragged is None else Int32(0)

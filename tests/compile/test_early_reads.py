@@ -1,4 +1,6 @@
-"""What an epilogue reads is on its way before its tile is multiplied, in cooperative tiles."""
+"""What an epilogue reads is on its way while its tile is multiplied, in cooperative tiles."""
+
+import re
 
 import pytest
 import torch
@@ -46,22 +48,20 @@ def by_blocks():
     )
 
 
-def reads_in_front(args, tile, schedule="cooperative"):
-    """(loads of global memory in front of the first wgmma, of such a kernel's machine code)"""
+def reads_and_products(args, tile, schedule="cooperative"):
+    """The loads of global memory of such a kernel (L) and its wgmma (P) in the order of its machine
+    code, up to the last of these."""
     for kernel in ka.get_kernels(args, cc=90, providers=["cutedsl"]):
         design = kernel.metadata.design
         if design.tile_shape[:2] == tile and design.schedule == schedule:
             artifact = kernel.compile(args, "90a")
             assert not artifact.resources.spill_bytes
-            lines = sass(artifact).splitlines()
-            first = next(i for i, line in enumerate(lines) if "GMMA.64x" in line)
-            return sum(" LDG." in line for line in lines[:first])
+            found = re.findall(r" LDG\.|GMMA\.64x", sass(artifact))
+            return "".join("L" if "LDG" in one else "P" for one in found).rpartition("P")[0]
     raise AssertionError(f"no {schedule} kernel of {tile}")
 
 
-READ = {
-    # a matrix: all of a thread's 128 elements, in vectors of 8
-    "residual": (residual, (128, 256), 16),
+READ_IN_FRONT = {
     # of a bundle of 32 columns a thread has 4 pairs
     "bias": (lambda: biased(F32), (128, 256), 4),
     "bias of 16 bits": (lambda: biased(torch.bfloat16), (128, 256), 4),
@@ -72,11 +72,19 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("name", READ)
-def test_operands_are_read_before_products_are_formed(name):
-    make, tile, loads = READ[name]
-    assert reads_in_front(make(), tile) == loads
+@pytest.mark.parametrize("name", READ_IN_FRONT)
+def test_vectors_are_read_before_products_are_formed(name):
+    make, tile, loads = READ_IN_FRONT[name]
+    assert reads_and_products(make(), tile).index("P") == loads
+
+
+def test_matrices_are_read_while_the_first_products_are_formed():
+    # All of a thread's 128 elements, in vectors of 8; many at once would wait for each other, and
+    # the next products for them.
+    found = reads_and_products(residual(), (128, 256))
+    assert found.startswith("P") and found.count("L") == 16
+    assert max(map(len, found.split("P"))) == 2
 
 
 def test_consumers_that_take_turns_hide_what_they_read():
-    assert reads_in_front(residual(), (128, 128), "pingpong") == 0
+    assert "L" not in reads_and_products(residual(), (128, 128), "pingpong")
