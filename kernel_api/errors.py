@@ -9,6 +9,7 @@ KernelApiError
  ├── NoKernelError (LookupError)       nothing offers the arguments; carries the explanation
  ├── UnsupportedError (ValueError)     this kernel cannot take these arguments; carries the status
  ├── CompileError (RuntimeError)       the code generator failed
+ │    └── CompilerKilledError          somebody killed its process, as systems short of memory do
  ├── ArtifactError (ValueError)        the artifact does not belong to this call
  │    ├── ForeignArtifactError         it was compiled by another kernel
  │    ├── SignatureError               it was compiled for other dtypes, majors or ranks
@@ -88,6 +89,11 @@ class UnsupportedError(KernelApiError, ValueError):
 
 class CompileError(KernelApiError, RuntimeError):
     """The code generator failed; its own error is chained."""
+
+
+class CompilerKilledError(CompileError):
+    """Somebody killed the compiler's process, twice: of the kernel that says nothing. Systems that
+    are short of memory do so; fewer compilations at once (KERNEL_API_COMPILE_WORKERS) take less."""
 
 
 class ArtifactError(KernelApiError, ValueError):

@@ -27,7 +27,12 @@ from kernel_api._disk_cache import DiskCache
 from kernel_api._manifest import Identity
 from kernel_api.arguments import Arguments, GemmArguments
 from kernel_api.artifact import CompiledArtifact
-from kernel_api.errors import ArgumentError, CompileError, KernelApiError
+from kernel_api.errors import (
+    ArgumentError,
+    CompileError,
+    CompilerKilledError,
+    KernelApiError,
+)
 from kernel_api.targets import CcLike, Target
 
 if TYPE_CHECKING:
@@ -368,7 +373,9 @@ class _Pool:
         except (EOFError, OSError):
             self._children.discard(child)
             died = f"{name}: the compiler's process died ({child.cause_of_death()})"
-            return CompileError(died), None, child.was_killed()
+            was_killed = child.was_killed()
+            kind = CompilerKilledError if was_killed else CompileError
+            return kind(died), None, was_killed
         if found["error"] is None:
             return None, child, False
         return _error(found["error"], f"{found['text']}", name), child, False

@@ -24,7 +24,12 @@ from support.kernels import kernels_of
 import kernel_api as ka
 from kernel_api import _compile_cache, _description, _fork_server, parallel
 from kernel_api.arguments import EpilogueArguments, ScaledOperand, ScaleMode
-from kernel_api.errors import ArgumentError, CompileError, UnsupportedError
+from kernel_api.errors import (
+    ArgumentError,
+    CompileError,
+    CompilerKilledError,
+    UnsupportedError,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -196,20 +201,36 @@ def test_arguments_come_back_with_their_signature_sizes_and_alignment(make):
         assert other.alignment == operand.alignment
 
 
-def test_a_worker_that_somebody_kills_costs_nothing(monkeypatch):
+def doomed(monkeypatch, times):
+    """Of the workers that are started, so many are killed at once; those."""
     start, killed = _fork_server.start, []
 
-    def doomed(*how):
+    def start_and_kill(*how):
         child = start(*how)
-        if not killed:
+        if len(killed) < times:
             killed.append(child)
             child._server.request({"kill": child._number})
         return child
 
-    monkeypatch.setattr(_fork_server, "start", doomed)
+    monkeypatch.setattr(_fork_server, "start", start_and_kill)
+    return killed
+
+
+def test_a_worker_that_somebody_kills_costs_nothing(monkeypatch):
+    killed = doomed(monkeypatch, 1)
     kernel = of_one_layout(CodeGemm)[0]
     (artifact,) = ka.compile_all([kernel], arguments(kernel), cc=90, workers=1)
     assert killed and artifact.compiled_obj(1, 2) == 2
+
+
+def test_a_compilation_whose_workers_are_killed_twice_fails_alone(monkeypatch):
+    killed = doomed(monkeypatch, 2)
+    pairs = [(kernel, arguments(kernel)) for kernel in of_one_layout(CodeGemm)[:2]]
+    found = dict(parallel.Compilations(pairs, 90, 1))
+    assert len(killed) == 2
+    assert type(found[0]) is CompilerKilledError
+    assert "the compiler's process died (by SIGKILL)" in str(found[0])
+    assert type(found[1]) is ka.CompiledArtifact
 
 
 def test_a_compilation_that_takes_too_long_fails_alone():

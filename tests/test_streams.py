@@ -100,9 +100,14 @@ def test_operands_on_the_cpu_have_no_stream(provider, stream):
     args = gemm_arguments(4, 4, 4)
     args.out.tensor.fill_(7)
     (kernel,) = ka.get_kernels(args, providers=[provider])
-    for artifact in (None, kernel.compile(args)):
+    launch = kernel.prepare(args)
+    for call in (
+        lambda: kernel.run(args, None, stream, assume_supported_args=True),
+        lambda: kernel.run(args, kernel.compile(args), stream, assume_supported_args=True),
+        lambda: launch(*args.tensors, stream=stream),
+    ):
         with pytest.raises(DeviceError) as caught:
-            kernel.run(args, artifact, stream, assume_supported_args=True)
+            call()
         assert str(caught.value) == (
             f"stream is {stream!r}; the operands are on cpu, which has no streams; leave stream out"
         )

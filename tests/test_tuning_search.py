@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kernel_api.errors import CompileError, CompilerKilledError
 from kernel_api.tuning import Status
 from kernel_api.tuning._search import Candidate, search
 from kernel_api.tuning._worker import Outcome
@@ -94,3 +95,14 @@ def test_a_batch_is_expected_to_take_as_long_as_all_of_its_launches():
     searched(bench, candidates(6))
     first, last = bench.expected_s[0], bench.expected_s[-1]
     assert first < 0.1 and last > 1e-6 * 1000 * (1 + 2 + 3 + 4 + 5) * ROUNDS
+
+
+def test_a_compiler_that_was_killed_says_nothing_of_the_kernel():
+    errors = (None, CompileError("no such type"), CompilerKilledError("by SIGKILL"))
+    done = []
+    ready = lambda one: errors[one.index]  # noqa: E731
+    search(Bench(), candidates(3), ROUNDS, ready=ready, recheck=False, done=done.append)
+    found = {one.index: (one.status, one.message) for one in done}
+    assert found[0] == (Status.PASSED, "")
+    assert found[1] == (Status.COMPILE_ERROR, "CompileError: no such type")
+    assert found[2] == (Status.OOM, "CompilerKilledError: by SIGKILL")

@@ -439,6 +439,37 @@ def test_an_export_is_imported_elsewhere_with_what_is_newer_kept(store, tmp_path
     assert other.import_(path) == 0
 
 
+@pytest.mark.parametrize(
+    ("status", "keeps"),
+    [(Status.OOM, True), (Status.TIMEOUT, True), (Status.WRONG, False), (Status.PASSED, False)],
+    ids=str,
+)
+def test_what_passed_here_outlives_a_newer_lack_of_memory_or_time(
+    store, tmp_path, kernels, status, keeps
+):
+    day = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    times = (4.0,) if status is Status.PASSED else ()
+    store.record(
+        measured(kernels[0], problem(), *times, status=status, date=day + timedelta(days=1))
+    )
+    store.export(tmp_path / "newer.json")
+    mine = measured(kernels[0], problem(), 2.0, date=day)
+    other = Store(tmp_path / "other", ENVIRONMENT)
+    other.record(mine)
+    assert other.import_(tmp_path / "newer.json") == (not keeps)
+    found = other.find(problem(), kernels[0])
+    assert found == mine if keeps else found.status is status and found != mine
+
+
+def test_a_lack_of_memory_takes_the_place_of_one_that_is_older(store, tmp_path, kernels):
+    day = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    store.record(measured(kernels[0], problem(), status=Status.OOM, date=day + timedelta(days=1)))
+    store.export(tmp_path / "newer.json")
+    other = Store(tmp_path / "other", ENVIRONMENT)
+    other.record(measured(kernels[0], problem(), status=Status.TIMEOUT, date=day))
+    assert other.import_(tmp_path / "newer.json") == 1
+
+
 def test_a_bad_row_of_an_export_is_left_out(store, tmp_path, one_file, kernels, caplog):
     path = tmp_path / "export.json"
     store.export(path)

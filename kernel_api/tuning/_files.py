@@ -55,7 +55,7 @@ class RowFiles:
         return len(rows)
 
     def import_(self, path: Path) -> int:
-        """Take the rows of an exported file, but for those that are here and not older.
+        """Take the rows of an exported file, as :meth:`add` does.
 
         Returns the number that was taken. What is no row is left out and logged.
 
@@ -81,15 +81,16 @@ class RowFiles:
         return count
 
     def add(self, row: Row) -> bool:
-        """Keep a row from elsewhere, unless one is here that is not older; whether it was kept.
+        """Keep a row from elsewhere, unless one is here that it does not replace
+        (:meth:`Measurement.replaces`); whether it was kept.
 
         Raises OSError if it cannot be written.
         """
         mine = self._read(row.place)
-        is_newer = mine is None or mine.measurement.date < row.measurement.date
-        if is_newer:
+        is_kept = mine is None or row.measurement.replaces(mine.measurement)
+        if is_kept:
             self._write(row)
-        return is_newer
+        return is_kept
 
     def prune(self, *, older_than: float | None = None, keep: Environment | None = None) -> int:
         """Remove files; without arguments only what killed writers left an hour ago.

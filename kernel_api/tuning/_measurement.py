@@ -22,7 +22,7 @@ class Status(str, enum.Enum):
 
     PASSED: right, and timed. WRONG: its result is not, or it wrote where it must not.
     COMPILE_ERROR, RUNTIME_ERROR: it raised, or its process died. TIMEOUT: it did not come to an
-    end. OOM: memory did not suffice.
+    end. OOM: memory did not suffice, also where its compiler was killed, as systems do then.
     """
 
     PASSED = "PASSED"
@@ -124,6 +124,14 @@ class Measurement:
         if self.status is Status.TIMEOUT:
             return self.timeout_s is not None and timeout_s <= self.timeout_s
         return self.status is not Status.OOM
+
+    def replaces(self, other: Measurement) -> bool:
+        """Whether it is the one to keep of two of the same kernel and problem from different
+        places: the newer one, but for one that lacked memory or time where the other passed."""
+        lacked = self.status in (Status.OOM, Status.TIMEOUT)
+        if lacked and other.passed and other.kernel == self.kernel:
+            return False
+        return other.date < self.date
 
     def place(self, rounds: int) -> tuple[Any, ...]:
         """To sort by: those that were timed in so many rounds or more, from fast to slow, then

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kernel_api import _log
-from kernel_api.errors import KernelApiError
+from kernel_api.errors import CompilerKilledError, KernelApiError
 from kernel_api.kernel import Kernel
 from kernel_api.tuning._bench import Bench
 from kernel_api.tuning._choice import Candidates
@@ -127,7 +127,9 @@ def search(
 
 def _check(bench: Bench, one: Candidate, error: KernelApiError | None) -> None:
     if error is not None:
-        one.fail(Outcome(Status.COMPILE_ERROR, f"{type(error).__name__}: {error}"))
+        lacks_memory = isinstance(error, CompilerKilledError)
+        status = Status.OOM if lacks_memory else Status.COMPILE_ERROR
+        one.fail(Outcome(status, f"{type(error).__name__}: {error}"))
         return
     found = bench.check(one.index, one.kernel)
     one.error_ratio = found.error_ratio

@@ -10,6 +10,7 @@ import torch
 
 from kernel_api.arguments import Arguments, GemmArguments, ScaleMode
 from kernel_api.artifact import CompiledArtifact
+from kernel_api.devices import require_streams
 from kernel_api.dtypes import dtype
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata
@@ -37,13 +38,14 @@ class TorchProduct(Kernel):
             self.product(args)(*args.tensors)
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
-        multiply, index = self.product(args), args.device.index
+        multiply, device = self.product(args), args.device
 
         def launch(*tensors: Any, stream: Any = None) -> None:
             if stream is None:
                 multiply(*tensors)
             else:
-                with on_stream(stream, index):
+                require_streams(device, stream)
+                with on_stream(stream, device.index):
                     multiply(*tensors)
 
         return launch
