@@ -63,7 +63,6 @@ def operands(sizes: Sizes, tokens: int, device: str) -> dict[str, torch.Tensor]:
         "x": drawn(tokens, width),
         "attention_norm": drawn(width, scale=0.1) + 1,
         "qkv": drawn(sizes.projected, width, scale=width**-0.5),
-        "is_rotated": (torch.arange(sizes.projected, device=device) < sizes.rotated).view(1, -1),
         "cos": angles.cos(),
         "sin": angles.sin(),
         "project": drawn(width, sizes.heads * sizes.head_dim, scale=width**-0.5),
@@ -87,9 +86,13 @@ def graph_of(
 
     hidden, _ = graph.rmsnorm(x, tensors["attention_norm"], epsilon=EPS)
     # One product; queries and keys are rotated as they are written, values are not.
-    product = graph.matmul(hidden, tensors["qkv"])
-    rotated = graph.rope(product, tensors["cos"], tensors["sin"], head_dim=sizes.head_dim)
-    projected = graph.binary_select(rotated, product, tensors["is_rotated"])
+    projected = graph.rope(
+        graph.matmul(hidden, tensors["qkv"]),
+        tensors["cos"],
+        tensors["sin"],
+        head_dim=sizes.head_dim,
+        heads=sizes.heads + sizes.kv_heads,
+    )
     parts, end = [], sizes.heads * sizes.head_dim
     for columns, heads in (
         (slice(0, end), sizes.heads),

@@ -120,6 +120,29 @@ def test_rotate_turns_pairs_of_columns_of_each_head(batch, style, head_dim, star
     close(computed(x, rope, cos=cos, sin=sin), expected)
 
 
+@BATCHES
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize(("head_dim", "start", "heads"), [(16, 0, 3), (32, 8, 1), (16, 4, 4)])
+def test_rotate_leaves_the_heads_behind_those_it_is_about(batch, style, head_dim, start, heads):
+    angles = normal(M, (head_dim - start) // 2, seed=1)
+    cos, sin = angles.cos(), angles.sin()
+    x = normal(*batch, M, N)
+
+    def rope(accum, cos, sin):
+        return ep.rotate(accum, cos, sin, head_dim, start, style=style, heads=heads)
+
+    expected = torch.cat(
+        [
+            torch_functions.rotate(
+                x[..., : heads * head_dim], cos, sin, head_dim, start, None, style
+            ),
+            x[..., heads * head_dim :],
+        ],
+        dim=-1,
+    )
+    close(computed(x, rope, cos=cos, sin=sin), expected)
+
+
 def test_rotate_takes_tables_of_every_batch():
     angles = normal(L, M, 8)
     x = normal(L, M, N)
@@ -440,6 +463,8 @@ def test_a_scaled_out_stores_d_over_its_scale():
         (lambda x: ep.rotate(x, x, x, 15), "expected an even width that fits"),
         (lambda x: ep.rotate(x, x, x, 16, 8, 16), "expected an even width that fits"),
         (lambda x: ep.rotate(x, x, x, 16, style="full"), "style is 'full'"),
+        (lambda x: ep.rotate(x, x, x, 16, heads=0), "heads is 0; expected how many are rotated"),
+        (lambda x: ep.rotate(x, x, x, 16, heads=1.5), "heads is 1.5; expected a whole number"),
         (lambda x: x * ep.amax(x, -1, block=48), "numbers of columns"),
         (lambda x: x * ep.repeat(ep.amax(x, -1, block=48), 48), "in multiples of 48"),
         (lambda x: x * ep.amax(x, -2, block=16), "expected axis -1 and at least 1 column"),
@@ -479,6 +504,11 @@ def test_a_misuse_is_told(fn, text):
             lambda x, c: ep.rotate(x, c, c, 24),
             {"c": torch.ones(M, 12)},
             "rotate needs columns in multiples of 24, and there are 64",
+        ),
+        (
+            lambda x, c: ep.rotate(x, c, c, 16, heads=5),
+            {"c": torch.ones(M, 8)},
+            "rotate is of 5 heads, and there are 4",
         ),
         (
             lambda x, s: ep.hadamard(x, signs=s),

@@ -250,6 +250,13 @@ def test_an_epilogue_of_the_users_takes_the_place_of_all_terms():
         ("gemm_rope", {"start": 4}, "cos has shape (6, 8); expected (6, 6)"),
         ("gemm_rope", {"start": 4, "width": 16}, "width is 16 and start 4"),
         ("gemm_rope", {"style": "full"}, "style is 'full'; expected one of half, interleaved"),
+        (
+            "gemm_rope",
+            {"heads": 5},
+            "heads is 5; expected 1 to 4, the heads of 16 columns in N = 64",
+        ),
+        ("gemm_rope", {"heads": 0}, "heads is 0; expected 1 to 4"),
+        ("gemm_rope", {"heads": 2.0}, "heads is 2.0; expected a whole number of heads"),
         ("gemm_rope", {"sin": None}, "sin is None; expected a tensor (6, 8)"),
         ("gemm_quantize", {"mode": "column"}, "mode is 'column'; expected one of tensor, row, mx"),
         (

@@ -32,6 +32,8 @@ def setting(request):
         {"head_dim": 12, "start": 4},
         {"head_dim": 12, "start": 2, "width": 6, "style": "interleaved"},
         {"head_dim": 36, "width": 10},
+        {"head_dim": 12, "heads": 2},
+        {"head_dim": 6, "start": 2, "style": "interleaved", "heads": 1},
     ],
     ids=str,
 )
@@ -43,7 +45,7 @@ def test_rope_turns_pairs_of_complex_numbers(how, setting):
     A, B = draw.A, draw.B
     args = ka.fusions.gemm_rope(A, B, out=draw.written(), cos=angle.cos(), sin=angle.sin(), **how)
     expected = (A @ B).unflatten(-1, (-1, head_dim)).clone()
-    part = expected[..., start : start + width]
+    part = expected[..., : how.get("heads"), start : start + width]
     beside = how.get("style") == "interleaved"
     real, imaginary = (
         (part[..., 0::2], part[..., 1::2])
@@ -52,7 +54,7 @@ def test_rope_turns_pairs_of_complex_numbers(how, setting):
     )
     turned = torch.complex(real, imaginary) * torch.exp(1j * angle).unsqueeze(-2)
     pair = torch.stack([turned.real, turned.imag], -1 if beside else -2).flatten(-2)
-    expected[..., start : start + width] = pair
+    expected[..., : how.get("heads"), start : start + width] = pair
     close(computed(args)["out"], expected.flatten(-2))
 
 

@@ -624,12 +624,14 @@ def test_pairs_are_those_of_epilogues(order, granularity):
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
-@pytest.mark.parametrize(("start", "width"), [(0, None), (2, 4)])
-def test_rotations_are_those_of_epilogues(style, start, width):
+@pytest.mark.parametrize(
+    ("start", "width", "heads"), [(0, None, None), (2, 4, None), (0, None, 2), (2, 4, 1)]
+)
+def test_rotations_are_those_of_epilogues(style, start, width, heads):
     x, half = random(5, 24), (width or 8) // 2
     cos, sin = random(5, half, seed=1), random(5, half, seed=2)
     g = Nodes()
-    how = {"head_dim": 8, "start": start, "width": width, "style": style}
+    how = {"head_dim": 8, "start": start, "width": width, "style": style, "heads": heads}
     found = g.compute(g.rope(g.given(x), g.given(cos), g.given(sin), **how))
 
     def fn(accum, cos, sin):
@@ -649,10 +651,17 @@ def test_pairs_and_rotations_say_what_does_not_fit():
         g.rope(x, x, x, head_dim=8, start=4, width=6)
     with pytest.raises(GraphError, match="style 'whole'"):
         g.rope(x, x, x, head_dim=8, style="whole")
+    with pytest.raises(GraphError, match="heads 0; expected 1 or more, or None"):
+        g.rope(x, x, x, head_dim=8, heads=0)
     g.glu_pair(x, granularity=5)
     with pytest.raises(GraphError, match="a multiple of 10"):
         g.infer()
     g = Nodes()
     g.rope(g.unknown((5, 24)), g.unknown((5, 3)), g.unknown((5, 4)), head_dim=8)
     with pytest.raises(GraphError, match=r"expected \(\.\.\., M, width / 2\) = \[5, 4\]"):
+        g.infer()
+    g = Nodes()
+    angles = g.unknown((5, 4))
+    g.rope(g.unknown((5, 24)), angles, angles, head_dim=8, heads=4)
+    with pytest.raises(GraphError, match="rotates 4 heads; its input has 3"):
         g.infer()

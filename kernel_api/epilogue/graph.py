@@ -109,6 +109,8 @@ class Graph:
             multiple = _column_multiple(node)
             if columns % multiple:
                 yield index, f"needs columns in multiples of {multiple}, and there are {columns}"
+            elif node.op == "rotate" and rotated_columns(node, columns) > columns:
+                yield index, f"is of {node['heads']} heads, and there are {columns // multiple}"
 
     def to_dict(self) -> dict[str, Any]:
         outputs = [[name, index] for name, index in self.outputs]
@@ -192,6 +194,13 @@ def canonical(nodes: list[Node], outputs: list[tuple[str, int]]) -> tuple[Graph,
         for old in order
     )
     return Graph(renumbered, tuple((name, order[i]) for name, i in outputs)), list(order)
+
+
+def rotated_columns(node: Node, columns: int) -> int:
+    """Of a rotation of so many columns: the columns of the heads that it is about, which come
+    first."""
+    heads = dict(node.attributes).get("heads")
+    return columns if heads is None else int(heads * node["head_dim"])
 
 
 def _column_multiple(node: Node) -> int:

@@ -78,8 +78,9 @@ def rotate(
     start: int = 0,
     width: int | None = None,
     style: str = "half",
+    heads: int | None = None,
 ) -> Value:
-    """Rotates pairs of columns of each head (rotary position embedding).
+    """Rotates pairs of columns of heads (rotary position embedding).
 
     (a, b) → (a · cos − b · sin, b · cos + a · sin), with one angle per row and pair.
 
@@ -89,6 +90,8 @@ def rotate(
         start: First column of a head that is rotated; the ones before stay as they are.
         width: How many columns are rotated; by default all from ``start`` on.
         style: ``"half"``: column i and i + width / 2 are a pair; ``"interleaved"``: 2i and 2i + 1.
+        heads: How many are rotated, from the first on; by default all. The rest stay as they are:
+            the values of a product that is queries, keys and values.
     """
     value = _full(x, "rotate")
     head_dim, start = _whole("head_dim", head_dim), _whole("start", start)
@@ -100,12 +103,16 @@ def rotate(
         )
     if style not in _STYLES:
         fail(f"style is {style!r}; expected one of {_STYLES}")
+    if heads is not None and (heads := _whole("heads", heads)) < 1:
+        fail(f"heads is {heads}; expected how many are rotated, 1 or more, or None for all")
     tracer = running()
     tables = [
         tracer.table(_operand(t, name), width // 2, True, f"{name} of rotate")
         for name, t in (("cos", cos), ("sin", sin))
     ]
     attributes = {"head_dim": head_dim, "start": start, "width": width, "style": style}
+    if heads is not None:
+        attributes["heads"] = heads
     return tracer.node("rotate", value, *tables, shape=value.modes, **attributes)
 
 

@@ -115,11 +115,11 @@ def real(name: str, value: Any) -> Any:
     return float(value)
 
 
-def whole(name: str, value: Any) -> int:
-    """A number of columns."""
+def whole(name: str, value: Any, of: str = "columns") -> int:
+    """A number of columns, or of what it is else."""
     found = whole_number(value)
     if found is None:
-        raise ArgumentError(f"{name} is {value!r}; expected a whole number of columns")
+        raise ArgumentError(f"{name} is {value!r}; expected a whole number of {of}")
     return found
 
 

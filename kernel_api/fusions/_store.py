@@ -44,8 +44,9 @@ def gemm_rope(
     start: int = 0,
     width: int | None = None,
     style: str = "half",
+    heads: int | None = None,
 ) -> GemmArguments:
-    """Rotary position embedding (Su et al., RoFormer) of the heads of acc: pairs (a, b) of
+    """Rotary position embedding (Su et al., RoFormer) of heads of acc: pairs (a, b) of
     columns become (a · cos − b · sin, b · cos + a · sin).
 
     Args:
@@ -54,6 +55,8 @@ def gemm_rope(
         start: First column of a head that is rotated; those that are not stay as they are.
         width: How many are rotated; all from ``start`` on by default.
         style: ``"half"``: columns i and i + width / 2 are a pair; ``"interleaved"``: 2i, 2i + 1.
+        heads: How many are rotated, from the first on; by default all. Where B projects to
+            queries, keys and values, the values stay as they are.
     """
     A, B = matrices(A, B)
     N, head_dim, start = B.shape[-1], whole("head_dim", head_dim), whole("start", start)
@@ -66,16 +69,22 @@ def gemm_rope(
             f"{head_dim}"
         )
     one_of("style", style, ("half", "interleaved"))
+    rotated = None if heads is None else whole("heads", heads, "heads")
+    if rotated is not None and not 1 <= rotated <= N // head_dim:
+        raise ArgumentError(
+            f"heads is {rotated}; expected 1 to {N // head_dim}, the heads of {head_dim} columns in "
+            f"N = {N}, or None for all"
+        )
     tables = (*rows(A), turned // 2)
     reads = {"cos": required("cos", cos, tables), "sin": required("sin", sin, tables)}
     out = shaped("out", out, (*rows(A), N))
-    return fused(_rope(head_dim, start, turned, style), A, B, out, reads=reads)
+    return fused(_rope(head_dim, start, turned, style, rotated), A, B, out, reads=reads)
 
 
 @functools.lru_cache
-def _rope(head_dim: int, start: int, width: int, style: str) -> Function:
+def _rope(head_dim: int, start: int, width: int, style: str, heads: int | None) -> Function:
     def fn(accum: Any, cos: Any = None, sin: Any = None) -> dict[str, Any]:
-        return {"out": ep.rotate(accum, cos, sin, head_dim, start, width, style)}
+        return {"out": ep.rotate(accum, cos, sin, head_dim, start, width, style, heads)}
 
     return fn
 

@@ -10,7 +10,7 @@ import torch
 
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue import Graph, Node, Problem
-from kernel_api.epilogue.graph import HADAMARD_BLOCK
+from kernel_api.epilogue.graph import HADAMARD_BLOCK, rotated_columns
 from kernel_api.operands import Operand
 from kernel_api.providers.reference.philox import uniform
 
@@ -167,8 +167,8 @@ class _Evaluation:
         return x.repeat_interleave(node["times"], dim=2)
 
     def _op_rotate(self, node: Node, x: Any, cos: Any, sin: Any) -> Any:
-        half = node["width"] // 2
-        heads = x.unflatten(2, (-1, node["head_dim"]))
+        half, columns = node["width"] // 2, rotated_columns(node, x.shape[2])
+        heads = x[..., :columns].unflatten(2, (-1, node["head_dim"]))
         before, part, behind = heads.split(
             [node["start"], 2 * half, node["head_dim"] - node["start"] - 2 * half], dim=-1
         )
@@ -179,7 +179,8 @@ class _Evaluation:
         cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
         turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
         part = (turned if beside else turned.transpose(-1, -2)).flatten(-2)
-        return torch.cat([before, part, behind], dim=-1).flatten(2)
+        heads = torch.cat([before, part, behind], dim=-1).flatten(2)
+        return torch.cat([heads, x[..., columns:]], dim=-1)
 
     def _op_hadamard(self, node: Node, x: Any, signs: Any = None) -> Any:
         blocks = x.unflatten(2, (-1, HADAMARD_BLOCK))

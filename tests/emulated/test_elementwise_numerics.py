@@ -98,7 +98,7 @@ CASES = [
     ("many", many, {"M": 37, "N": 72, "batch": 2}),
     ("dswiglu, halves", make.a_dglu("swiglu", granularity="halves"), {"M": 13, "N": 96}),
     ("norm", make.a_norm, {"M": 13, "N": 104, "batch": 2}),
-    ("rope", make.a_rope(head_dim=64), {"M": 9, "N": 192}),
+    ("rope", make.a_rope(head_dim=64, heads=2), {"M": 9, "N": 192}),
     ("dropout", make.a_dropout, {"M": 13, "N": 72}),
     ("quantize, mx", make.a_quantize("mx", E4M3), {"M": 13, "N": 96, "pad": 16}),
     ("gemm", make.a_gemm, {"M": 70, "N": 72}),

@@ -62,7 +62,7 @@ CASES = [
     Case("srelu", make.an_srelu, "swapped split", {"M": 13, "N": 136, "K": 264}),
     Case("dsrelu", DSRELU, "cooperative", {"M": 13, "N": 72, "batch": 2}),
     Case("dsilu", DSILU, "cooperative", {"M": 70, "N": 72}),
-    Case("rope", make.a_rope(head_dim=64), "cooperative", {"M": 13, "N": 192, "batch": 2}),
+    Case("rope", make.a_rope(head_dim=64, heads=2), "cooperative", {"M": 13, "N": 192, "batch": 2}),
     Case(
         "rope, part",
         make.a_rope(**PART_OF_HEADS),

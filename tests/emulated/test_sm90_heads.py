@@ -15,9 +15,11 @@ from kernel_api.verification import FACTOR_REORDERED, judge
 pytestmark = pytest.mark.compile
 
 
-def rotated(M, N, heads, *, batch=None, element=BF16, pad=8, layout="t", seed=0, **how):
-    """Heads of which a row of booleans says which columns are; cos and sin of a quarter of the
-    pairs are 0 and 1, so that pairs with the wrong ones are seen."""
+def rotated(
+    M, N, heads, *, batch=None, element=BF16, pad=8, layout="t", seed=0, by_count=False, **how
+):
+    """All heads but the last, as a row of booleans says or their number; cos and sin of a quarter
+    of the pairs are 0 and 1, so that pairs with the wrong ones are seen."""
     drawn = torch.Generator().manual_seed(seed)
     L = () if batch is None else (batch,)
     A, B = (torch.randn((*L, n, 72), generator=drawn).to(element) for n in (M, N))
@@ -27,12 +29,19 @@ def rotated(M, N, heads, *, batch=None, element=BF16, pad=8, layout="t", seed=0,
     cos[..., ::4], sin[..., ::4] = 0, 1
     out = strided_empty((*L, M, N), element, layout=layout, pad=pad)
     storage_bytes(out)[:] = 0xFF
-    is_rotated = (torch.arange(N) < N - heads).view(1, N)
+    operands = {"cos": cos, "sin": sin}
+    if by_count:
+        how["heads"] = N // heads - 1
+    else:
+        operands["is_rotated"] = (torch.arange(N) < N - heads).view(1, N)
 
-    def fn(accum, cos, sin, is_rotated):
-        return ep.where(is_rotated, ep.rotate(accum, cos, sin, heads, **how), accum)
+    def by_angle(accum, cos, sin):
+        return ep.rotate(accum, cos, sin, heads, **how)
 
-    epilogue = ka.EpilogueArguments(fn, cos=cos, sin=sin, is_rotated=is_rotated)
+    def by_column(accum, cos, sin, is_rotated):
+        return ep.where(is_rotated, by_angle(accum, cos, sin), accum)
+
+    epilogue = ka.EpilogueArguments(by_angle if by_count else by_column, **operands)
     return ka.GemmArguments(A, B.transpose(-1, -2), out, epilogue=epilogue)
 
 
@@ -53,6 +62,7 @@ def with_tile(args, rows, columns, **how):
 
 CASES = {
     "one and a half": (128, 192, {"M": 140, "N": 384, "heads": 128}),
+    "by their number": (128, 192, {"M": 140, "N": 384, "heads": 128, "by_count": True}),
     "half of one": (64, 64, {"M": 13, "N": 256, "heads": 128, "batch": 2}),
     "ends in a tile": (128, 192, {"M": 70, "N": 256, "heads": 128, "element": F16}),
     "by threads": (128, 192, {"M": 70, "N": 384, "heads": 128, "pad": 3}),

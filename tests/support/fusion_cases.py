@@ -336,6 +336,7 @@ CATALOGUE = {
     "dgelu": a_dactivation("gelu"),
     "recompute_dsilu": a_recomputed_dactivation("silu"),
     "rope": a_rope(head_dim=64),
+    "rope, some heads": a_rope(head_dim=64, heads=2),
     "rope, part": a_rope(head_dim=64, start=16, width=32, style="interleaved"),
     "dropout": a_dropout,
     "hadamard": a_hadamard,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
-from kernel_api.graph._kinds import WHOLE, Kind, either, one_of, whole
+from kernel_api.graph._kinds import WHOLE, Kind, either, one_of, optional, whole
 from kernel_api.graph._node import Node, Operation, broadcast_dim, settle
 from kernel_api.graph._tensor import memory_order, packed_strides
 
@@ -60,10 +60,11 @@ class FusedMethods(Builder):
         start: int = 0,
         width: int | None = None,
         style: str = "half",
+        heads: int | None = None,
         compute_data_type: Any = None,
         name: str | None = None,
     ) -> Any:
-        """OUT_0: pairs of columns of each head rotated (rotary position embedding), as
+        """OUT_0: pairs of columns of heads rotated (rotary position embedding), as
         :func:`kernel_api.epilogue.rotate`: (a, b) → (a · cos − b · sin, b · cos + a · sin).
 
         Args:
@@ -73,18 +74,23 @@ class FusedMethods(Builder):
             width: How many are rotated; by default all from ``start`` on.
             style: ``"half"``: column i and i + width / 2 are a pair; ``"interleaved"``: 2i and
                 2i + 1.
+            heads: How many are rotated, from the first on; by default all.
 
         Raises:
-            GraphError: the columns that are rotated are not in a head, or there is no such style.
+            GraphError: the columns that are rotated are not in a head, there is no such style, or
+                there are not so many heads.
         """
         head_dim, start = int(head_dim), int(start)
         width = head_dim - start if width is None else int(width)
         _check_columns("rope", head_dim, start, width)
         if style not in _STYLES:
             raise GraphError(f"rope has style {style!r}; expected one of {_STYLES}")
+        heads = None if heads is None else int(heads)
+        if heads is not None and heads < 1:
+            raise GraphError(f"rope has heads {heads}; expected 1 or more, or None for all")
         return self._add(
             "rope", {"input": input, "cos": cos, "sin": sin}, name=name, compute=compute_data_type,
-            head_dim=head_dim, start=start, width=width, style=style,
+            head_dim=head_dim, start=start, width=width, style=style, heads=heads,
         )  # fmt: skip
 
 
@@ -140,6 +146,7 @@ class Rope(Operation):
         "start": WHOLE,
         "width": WHOLE,
         "style": one_of(_STYLES),
+        "heads": optional(whole(1)),
     }
 
     def check(self, node: Node) -> None:
@@ -152,6 +159,9 @@ class Rope(Operation):
                 f"{node} has an input of dim {list(x.dim)}; its columns must be whole heads of "
                 f"{node['head_dim']}"
             )
+        count = x.dim[-1] // node["head_dim"]
+        if node["heads"] is not None and node["heads"] > count:
+            raise GraphError(f"{node} rotates {node['heads']} heads; its input has {count}")
         for name in ("cos", "sin"):
             dim = node.input(name).dim
             rows = (*x.dim[:-1], node["width"] // 2)
@@ -165,8 +175,9 @@ class Rope(Operation):
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         import torch
 
-        start, width = node["start"], node["width"]
-        heads = given["input"].unflatten(-1, (-1, node["head_dim"]))
+        start, width, x = node["start"], node["width"], given["input"]
+        columns = x.shape[-1] if node["heads"] is None else node["heads"] * node["head_dim"]
+        heads = x[..., :columns].unflatten(-1, (-1, node["head_dim"]))
         cos, sin = (given[name].unsqueeze(-2) for name in ("cos", "sin"))
         behind = node["head_dim"] - start - width
         before, part, rest = heads.split([start, width, behind], dim=-1)
@@ -176,4 +187,5 @@ class Rope(Operation):
         turned = torch.stack(
             [a * cos - b * sin, b * cos + a * sin], dim=-1 if beside else -2
         ).flatten(-2)
-        return {"OUT_0": torch.cat([before, turned, rest], dim=-1).flatten(-2)}
+        heads = torch.cat([before, turned, rest], dim=-1).flatten(-2)
+        return {"OUT_0": torch.cat([heads, x[..., columns:]], dim=-1)}

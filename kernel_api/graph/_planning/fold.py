@@ -171,7 +171,7 @@ def _glu_pair(node: Node) -> Folded:
 
 
 def _rope(node: Node) -> Folded:
-    names = ("head_dim", "start", "width", "style")
+    names = ("head_dim", "start", "width", "style", "heads")
     options = {name: node[name] for name in names if node[name] is not None}
 
     def fold(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -419,8 +419,22 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
         if not turned:
             return own
         other, cos, sin = turned
-        second = self._is_second(self._nodes[index], place.column)
-        return cute.math.fma(other, sin if second else -sin, own * cos)
+        node = self._nodes[index]
+        second = self._is_second(node, place.column)
+        value = cute.math.fma(other, sin if second else -sin, own * cos)
+        if "heads" not in dict(node.attributes):
+            return value
+        return select(self._is_of_rotated_head(index, thread, place), value, own)
+
+    def _is_of_rotated_head(self, index: int, thread: Thread, place: Place) -> Boolean:
+        """The same for all of a head, which lies in one bundle or is all of what that has."""
+        node = self._nodes[index]
+        head = 0 if self.heads is not None else place.column // int(node["head_dim"])
+        key = ("rotated", index, head)
+        if key not in thread.memory:
+            column = thread.column_of(place.column, place.lane, node.shape.columns)
+            thread.memory[key] = column < int(node["heads"]) * int(node["head_dim"])
+        return thread.memory[key]
 
     def _hadamard(self, index: int, thread: Thread, place: Place) -> _Value:
         """Bits of a column: 0 in the thread, 1 and 2 in the quad, 3 in the thread again."""

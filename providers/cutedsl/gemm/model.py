@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from kernel_api.arguments import GemmArguments
-from kernel_api.epilogue.graph import Graph
+from kernel_api.epilogue.graph import Graph, Node
 from kernel_api.providers.cutedsl.gemm.sm90_design import resident_clusters
 
 CONSTANTS = Path(__file__).with_name("model.json")
@@ -358,11 +358,16 @@ def _plan(
 def operations(graph: Graph) -> int:
     """Of an epilogue, per element of the product: of a matrix half as wide, half as many."""
     each = (
-        _COSTS.get(node.op, 1) * float(node.shape.columns or 1)
+        _cost(node) * float(node.shape.columns or 1)
         for node in graph.nodes
         if node.inputs and node.op not in _NAMING
     )
     return math.ceil(sum(each))
+
+
+def _cost(node: Node) -> int:
+    """Of heads of which some stay as they are, each element is chosen."""
+    return _COSTS.get(node.op, 1) + ("heads" in dict(node.attributes))
 
 
 def _operations_and_waits(graph: Graph) -> int:

@@ -60,6 +60,8 @@ MOST_ALONG_K = 8
 _FEW_OPERATIONS = 5
 #: The same where heads are rotated, whose tables are not read ahead.
 _FEW_OF_HEADS = 6
+#: Of a tile, beside whose tables registers are left for more than to rotate.
+_COLUMNS_OF_ANY_HEADS = 192
 #: Columns, per byte of an element of out, of which a buffer holds what is reduced.
 _BUFFERED_PER_BYTE = 128
 
@@ -144,6 +146,18 @@ class Sm90GemmFamily(FusedGemm):
             return True
         light = len(planned.names) == 1 and _is_light(args, planned)
         return (light and design.accumulators <= 192) or Miss(f"they take {design.accumulators}")
+
+    @rule("of tiles of more than 192 columns all heads are rotated, and nothing else is computed")
+    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
+        columns = design.kernel_tile[1]
+        if args.epilogue is None or columns <= _COLUMNS_OF_ANY_HEADS:
+            return True
+        graph = args.epilogue.graph
+        crowded = any("heads" in dict(node.attributes) for node in graph.nodes)
+        planned = plan(graph)
+        if isinstance(planned, Plan) and planned.heads is not None:
+            crowded = model.operations(graph) > _FEW_OPERATIONS
+        return not crowded or Miss(f"a tile has {columns}")
 
     @rule("blocks that share B each load whole pairs of what lies in its halves, or one of a pair")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
