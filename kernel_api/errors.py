@@ -78,13 +78,20 @@ class NoKernelError(KernelApiError, LookupError):
         self.rows = rows
         self.explanation = explanation
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.explanation, str(self), self.rows)
+
 
 class UnsupportedError(KernelApiError, ValueError):
     """This kernel cannot take these arguments; ``status`` says which rule failed."""
 
     def __init__(self, kernel_name: str, status: Status) -> None:
         super().__init__(f"{kernel_name} does not support these arguments: {status.error}")
+        self.kernel_name = kernel_name
         self.status = status
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.kernel_name, self.status)
 
 
 class CompileError(KernelApiError, RuntimeError):
@@ -161,9 +168,13 @@ class GraphNotSupportedError(KernelApiError, RuntimeError):
     """No plan can serve the graph; ``reasons`` says why, for each plan by its name."""
 
     def __init__(self, text: str, reasons: dict[str, str] | None = None) -> None:
+        self.text = text
         self.reasons = dict(reasons or {})
         lines = [f"[{i}] {name}: {why}" for i, (name, why) in enumerate(self.reasons.items())]
         super().__init__("\n".join([text, *lines]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.text, self.reasons)
 
 
 class PluginWarning(UserWarning):

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kernel_api import _compile_cache, _disk_cache, _fork_server, _log
 from kernel_api._description import SKETCHED, described
@@ -386,13 +386,15 @@ def _error(kind: str, text: str, name: str) -> KernelApiError:
     from kernel_api import errors
 
     cls = getattr(errors, kind, None)
-    if (
-        isinstance(cls, type)
-        and issubclass(cls, KernelApiError)
-        and cls.__init__ is (KernelApiError.__init__)
-    ):
-        return cls(text)
+    ours = isinstance(cls, type) and issubclass(cls, KernelApiError) and cls is not CompileError
+    if ours and not any("__init__" in vars(base) for base in _of_ours(cls)):
+        return cast(KernelApiError, cls(text))
     return CompileError(f"{name} does not compile: {kind}: {text}")
+
+
+def _of_ours(cls: type) -> Iterator[type]:
+    """Itself and what it inherits from, as far as that is not Python's own."""
+    return (base for base in cls.__mro__ if issubclass(base, KernelApiError))
 
 
 @contextlib.contextmanager

@@ -26,8 +26,10 @@ from kernel_api import _compile_cache, _description, _fork_server, parallel
 from kernel_api.arguments import EpilogueArguments, ScaledOperand, ScaleMode
 from kernel_api.errors import (
     ArgumentError,
+    BenchError,
     CompileError,
     CompilerKilledError,
+    DeviceError,
     UnsupportedError,
 )
 
@@ -199,6 +201,22 @@ def test_arguments_come_back_with_their_signature_sizes_and_alignment(make):
         other = again.named_operands[name]
         assert (other.shape, other.stride) == (operand.shape, operand.stride)
         assert other.alignment == operand.alignment
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("ArgumentError", (ArgumentError, "why")),
+        ("DeviceError", (DeviceError, "why")),
+        ("BenchError", (BenchError, "why")),
+        ("CompileError", (CompileError, "one does not compile: CompileError: why")),
+        ("NoKernelError", (CompileError, "one does not compile: NoKernelError: why")),
+        ("ValueError", (CompileError, "one does not compile: ValueError: why")),
+    ],
+)
+def test_errors_of_ours_come_back_from_workers_as_they_are(kind, expected):
+    found = parallel._error(kind, "why", "one")
+    assert (type(found), str(found)) == expected
 
 
 def doomed(monkeypatch, times):

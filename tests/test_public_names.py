@@ -1,11 +1,15 @@
 """The names that ``import kernel_api`` offers."""
 
+import copy
+import pickle
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import kernel_api as ka
+from kernel_api.status import Status
 
 
 @pytest.mark.parametrize("name", ka.__all__)
@@ -63,3 +67,32 @@ def test_every_error_is_in_the_tree_that_the_module_documents():
 )
 def test_errors_are_caught_by_the_built_in_ones_too(error, built_in):
     assert issubclass(getattr(ka.errors, error), built_in)
+
+
+def errors_with_more_than_a_text():
+    explanation = ka.explain(ka.GemmArguments(*(torch.empty(4, 4) for _ in range(3))))
+    return [
+        ka.errors.NoKernelError(explanation),
+        ka.errors.NoKernelError(explanation, "none of 3 passed"),
+        ka.errors.UnsupportedError("any", Status.fail("A is int8", rule="types", operand="A")),
+        ka.errors.GraphNotSupportedError("no plan", {"one": "of this", "other": "of that"}),
+    ]
+
+
+def _ours(error):
+    return [base for base in error.__mro__ if base.__module__ == error.__module__]
+
+
+@pytest.mark.parametrize("again", [copy.copy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_errors_reach_other_processes_as_they_are(again):
+    texts = [
+        one("why")
+        for one in vars(ka.errors).values()
+        if isinstance(one, type) and not any("__init__" in vars(base) for base in _ours(one))
+    ]
+    assert len(texts) > 10
+    for error in (*texts, *errors_with_more_than_a_text()):
+        found = again(error)
+        assert type(found) is type(error) and str(found) == str(error)
+        assert vars(found).keys() == vars(error).keys()
+        assert all(str(found.__dict__[name]) == str(one) for name, one in vars(error).items())

@@ -72,8 +72,8 @@ def gemm_rope(
     rotated = None if heads is None else whole("heads", heads, "heads")
     if rotated is not None and not 1 <= rotated <= N // head_dim:
         raise ArgumentError(
-            f"heads is {rotated}; expected 1 to {N // head_dim}, the heads of {head_dim} columns in "
-            f"N = {N}, or None for all"
+            f"heads is {rotated}; expected 1 to {N // head_dim}, the heads of {head_dim} columns "
+            f"in N = {N}, or None for all"
         )
     tables = (*rows(A), turned // 2)
     reads = {"cos": required("cos", cos, tables), "sin": required("sin", sin, tables)}
