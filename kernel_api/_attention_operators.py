@@ -16,7 +16,7 @@ import torch
 
 from kernel_api import masks
 from kernel_api._attention_launches import empty_like, empty_lse, empty_out, forward
-from kernel_api._autograd import differentiable_once
+from kernel_api._autograd import changeable, differentiable_once
 from kernel_api._launches import chosen
 from kernel_api.arguments import SdpaBackwardArguments
 from kernel_api.arguments.dropout import Dropout
@@ -39,8 +39,11 @@ def sdpa(Q: Any, K: Any, V: Any, out: Any, lse: Any, return_lse: bool, options: 
     """See :func:`kernel_api.ops.sdpa`."""
     wants_lse = return_lse or lse is True
     lse = None if isinstance(lse, bool) else lse
-    if torch.is_grad_enabled() and _need_gradient(Q, K, V, options):
-        _check_gradients(out, lse, options)
+    learns = torch.is_grad_enabled()
+    if learns:
+        _check_operands(options)
+    if learns and _need_gradient(Q, K, V, options):
+        _check_outputs(out, lse)
         found = _learned(Q, K, V, options)
     elif _is_traced(Q):
         found = _written(_traced(Q, K, V, options), out, lse)
@@ -65,14 +68,18 @@ def _need_gradient(Q: Any, K: Any, V: Any, options: _Options) -> bool:
     return False
 
 
-def _check_gradients(out: Any, lse: Any, options: _Options) -> None:
-    """Raise where a gradient would be lost."""
+def _check_outputs(out: Any, lse: Any) -> None:
+    """Raise where the gradient of an output would be lost."""
     for name, one in (("out", out), ("lse", lse)):
         if one is not None:
             raise ArgumentError(
                 f"{name} is given and an operand needs a gradient; leave it to be allocated, or "
                 f"call within torch.no_grad()"
             )
+
+
+def _check_operands(options: _Options) -> None:
+    """Raise where an operand has no gradient and needs one."""
     given = {name: options.get(name) for name in ("alibi", "page_table", "descale_q")}
     for name, one in (options.get("score_operands") or {}).items():
         given[f"the operand {name} of score_mod"] = one
@@ -106,7 +113,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(Q, K, V, out, lse, bias, sink)
         ctx.options = _kept(options)
         ctx.mark_non_differentiable(lse)
-        return out, lse
+        return changeable(out), lse
 
     @staticmethod
     @differentiable_once("attention")

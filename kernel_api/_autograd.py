@@ -1,4 +1,5 @@
-"""What backward passes in eager mode share: gradients of gradients are refused."""
+"""What passes in eager mode share: results can be changed in place, and gradients of gradients are
+refused."""
 
 from __future__ import annotations
 
@@ -11,6 +12,12 @@ import torch
 from kernel_api.errors import GradientError
 
 _Gradients = tuple[Any, ...]
+
+
+def changeable(out: torch.Tensor) -> torch.Tensor:
+    """What ``forward`` returns of a view that it has made: as it is, torch would refuse to change
+    it in place, as in ``y += residual``. Where it is saved too, torch sees that it was changed."""
+    return out.detach()
 
 
 def differentiable_once(name: str) -> Callable[[Callable[..., _Gradients]], Callable[..., Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kernel_api import _norm_ops as ops
-from kernel_api._autograd import differentiable_once
+from kernel_api._autograd import changeable, differentiable_once
 from kernel_api.errors import ArgumentError
 
 __all__ = ["layernorm", "rmsnorm"]
@@ -84,7 +84,7 @@ class _Norm(torch.autograd.Function):
         else:
             mean, (out, rstd) = None, ops.rmsnorm(_rows(x), rstd=True, **given)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        return out.view(x.shape)
+        return changeable(out.view(x.shape))
 
     @staticmethod
     @differentiable_once("a norm")

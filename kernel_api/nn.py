@@ -23,7 +23,7 @@ import torch
 
 from kernel_api import fusions, ops
 from kernel_api._attention_nn import attention
-from kernel_api._autograd import differentiable_once
+from kernel_api._autograd import changeable, differentiable_once
 from kernel_api._forms import out_type
 from kernel_api._moe_nn import moe
 from kernel_api._norm_nn import layernorm, rmsnorm
@@ -202,7 +202,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, function: Function) -> Any:
         ctx.save_for_backward(x, weight, bias)
         ctx.function = function
-        return _forward(x, weight, bias, function)
+        return changeable(_forward(x, weight, bias, function))
 
     @staticmethod
     @differentiable_once("a linear layer")

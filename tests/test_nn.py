@@ -135,6 +135,30 @@ def test_a_gradient_may_be_expanded_or_strided():
             close(one, other)
 
 
+IN_PLACE = {
+    "activation": lambda x, weight, bias: ka.nn.linear_activation(x, weight, bias),
+    "glu": lambda x, weight, bias: ka.nn.linear_swiglu(x, weight, bias),
+    "rmsnorm": lambda x, weight, bias: ka.nn.rmsnorm(x, weight[0]),
+    "layernorm": lambda x, weight, bias: ka.nn.layernorm(x, weight[0], weight[1]),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_results_may_be_changed_in_place(name):
+    operands = leaves(2, 5)
+    y, other = (IN_PLACE[name](*operands) for _ in range(2))
+    y *= 2.5
+    y += 1
+    used = [one for one in operands if one is not operands[2] or name in ("activation", "glu")]
+    close(y, 2.5 * other + 1)
+    for one, wanted in zip(
+        torch.autograd.grad(y.square().sum(), used),
+        torch.autograd.grad((2.5 * other + 1).square().sum(), used),
+        strict=True,
+    ):
+        close(one, wanted)
+
+
 # Compiled --------------------------------------------------------------------------------
 
 

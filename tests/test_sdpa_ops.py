@@ -385,25 +385,41 @@ def test_a_sink_of_16_bits_is_taken_and_learns():
     assert sink.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"out": torch.empty_like(DO)}, "out is given and an operand needs a gradient"),
-        ({"lse": DRAW.lse()}, "lse is given and an operand needs a gradient"),
-        ({"alibi": ALIBI.clone().requires_grad_()}, "alibi needs a gradient, and there is none"),
-        (
-            {
-                "score_mod": lambda s, b, h, q, kv, t: s * t[h],
-                "score_operands": {"t": ALIBI.clone().requires_grad_()},
-            },
-            "the operand t of score_mod needs a gradient, and there is none; pass it detached",
-        ),
-    ],
-)
+LOST = [
+    ({"out": torch.empty_like(DO)}, "out is given and an operand needs a gradient"),
+    ({"lse": DRAW.lse()}, "lse is given and an operand needs a gradient"),
+    ({"alibi": ALIBI.clone().requires_grad_()}, "alibi needs a gradient, and there is none"),
+    (
+        {
+            "score_mod": lambda s, b, h, q, kv, t: s * t[h],
+            "score_operands": {"t": ALIBI.clone().requires_grad_()},
+        },
+        "the operand t of score_mod needs a gradient, and there is none; pass it detached",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), LOST)
 def test_a_gradient_that_would_be_lost_is_refused(options, words):
     q, k, v = leaves(Q, K, V)
     with pytest.raises(ArgumentError, match=words):
         ka.ops.sdpa(q, k, v, **options)
+
+
+@pytest.mark.parametrize("options", [case[0] for case in LOST[2:]], ids=["alibi", "score"])
+def test_a_gradient_is_not_lost_either_where_no_other_is_asked_for(options):
+    with pytest.raises(ArgumentError, match="needs a gradient, and there is none"):
+        ka.nn.attention(Q, K, V, **options)
+    with torch.no_grad():
+        assert ka.nn.attention(Q, K, V, **options).isfinite().all()
+
+
+def test_torch_sees_that_a_result_that_is_needed_again_was_changed():
+    q, k, v = leaves(Q, K, V)
+    out = ka.nn.attention(q, k, v)
+    out += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 # Graphs of torch -------------------------------------------------------------------------
