@@ -38,6 +38,7 @@ from kernel_api.metadata import (
 from kernel_api.space import Operands, Space, Variants
 from kernel_api.status import KIND_OF_OPERATION, Status
 from kernel_api.targets import CcLike, Target, fitting
+from kernel_api.utils import is_traced
 
 if TYPE_CHECKING:
     from kernel_api._code_files import CodeFiles
@@ -140,6 +141,11 @@ class Kernel(metaclass=KernelType):
         blueprint = args.blueprint()
 
         def launch(*tensors: Any, stream: Any = None, **operands: Any) -> None:
+            if is_traced():
+                from kernel_api._outside import outside
+
+                outside(launch, *tensors, stream=stream, **operands)
+                return
             self.run(blueprint(*tensors, **operands), artifact, stream)
 
         return launch

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from kernel_api import _compile_cache, _disk_cache, _fork_server, _log
 from kernel_api._description import SKETCHED, described
@@ -385,16 +385,16 @@ def _error(kind: str, text: str, name: str) -> KernelApiError:
     """The worker's error: a CompileError, unless it is another one of ours that takes a text."""
     from kernel_api import errors
 
-    cls = getattr(errors, kind, None)
-    ours = isinstance(cls, type) and issubclass(cls, KernelApiError) and cls is not CompileError
-    if ours and not any("__init__" in vars(base) for base in _of_ours(cls)):
-        return cast(KernelApiError, cls(text))
-    return CompileError(f"{name} does not compile: {kind}: {text}")
+    cls: type[KernelApiError] = getattr(errors, kind, CompileError)
+    if cls is CompileError or not issubclass(cls, KernelApiError) or not _takes_text(cls):
+        return CompileError(f"{name} does not compile: {kind}: {text}")
+    return cls(text)
 
 
-def _of_ours(cls: type) -> Iterator[type]:
-    """Itself and what it inherits from, as far as that is not Python's own."""
-    return (base for base in cls.__mro__ if issubclass(base, KernelApiError))
+def _takes_text(cls: type[KernelApiError]) -> bool:
+    """Whether an error is made of its text alone."""
+    ours = (base for base in cls.__mro__ if issubclass(base, KernelApiError))
+    return not any("__init__" in vars(base) for base in ours)
 
 
 @contextlib.contextmanager

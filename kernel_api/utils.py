@@ -50,3 +50,10 @@ def strides_to_layout_string(*strides: Sequence[int]) -> str:
     'tnt'
     """
     return "".join("t" if stride[-1] == 1 else "n" for stride in strides)
+
+
+def is_traced() -> bool:
+    """Whether torch's compiler reads the code that calls this, to make a graph of it."""
+    import torch
+
+    return torch.compiler.is_compiling()

@@ -109,7 +109,7 @@ class Graph:
             multiple = _column_multiple(node)
             if columns % multiple:
                 yield index, f"needs columns in multiples of {multiple}, and there are {columns}"
-            elif node.op == "rotate" and rotated_columns(node, columns) > columns:
+            elif node.op == "rotate" and (rotated_columns(node) or 0) > columns:
                 yield index, f"is of {node['heads']} heads, and there are {columns // multiple}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -196,11 +196,10 @@ def canonical(nodes: list[Node], outputs: list[tuple[str, int]]) -> tuple[Graph,
     return Graph(renumbered, tuple((name, order[i]) for name, i in outputs)), list(order)
 
 
-def rotated_columns(node: Node, columns: int) -> int:
-    """Of a rotation of so many columns: the columns of the heads that it is about, which come
-    first."""
+def rotated_columns(node: Node) -> int | None:
+    """Of a rotation: the columns of the heads that it is about, which come first; None: all."""
     heads = dict(node.attributes).get("heads")
-    return columns if heads is None else int(heads * node["head_dim"])
+    return None if heads is None else int(heads * node["head_dim"])
 
 
 def _column_multiple(node: Node) -> int:

@@ -28,6 +28,7 @@ from kernel_api.graph._operations import Operations
 from kernel_api.graph._planning.listing import PlanList
 from kernel_api.graph._tensor import Tensor, packed_strides
 from kernel_api.graph._validation import validate
+from kernel_api.utils import is_traced
 
 _DEFAULT_MODES = (heur_mode.A, heur_mode.FALLBACK)
 
@@ -356,6 +357,12 @@ class pygraph(Operations):
                 written shares memory with another tensor.
             WorkspaceError: the workspace is too small or is no memory of the device.
         """
+        if is_traced():
+            from kernel_api._outside import outside
+
+            overrides = (override_uids, override_shapes, override_strides)
+            outside(self.execute, variant_pack, workspace, handle, *overrides)
+            return
         execution = self._execution
         if execution is None:
             self._selected()

@@ -21,6 +21,7 @@ from kernel_api.graph._handle import Handle
 from kernel_api.graph._operations import Operations
 from kernel_api.graph._serialization import pack, unpack
 from kernel_api.graph._tensor import Tensor
+from kernel_api.utils import is_traced
 
 #: What the end of the block does, and calls: single steps of ``pygraph``.
 _STEPS = frozenset(
@@ -351,6 +352,10 @@ class Graph:
             VariantPackError: a tensor is missing, unknown, or not as those of the block; or an
                 output shares memory with another tensor.
         """
+        if is_traced():
+            from kernel_api._outside import outside
+
+            return outside(self, *tensors, handle=handle, stream=stream, workspace=workspace)
         calls = self._calls
         if calls is None:
             raise GraphStateError(self._not_callable)

@@ -167,7 +167,8 @@ class _Evaluation:
         return x.repeat_interleave(node["times"], dim=2)
 
     def _op_rotate(self, node: Node, x: Any, cos: Any, sin: Any) -> Any:
-        half, columns = node["width"] // 2, rotated_columns(node, x.shape[2])
+        half, columns = node["width"] // 2, rotated_columns(node)
+        columns = x.shape[2] if columns is None else columns
         heads = x[..., :columns].unflatten(2, (-1, node["head_dim"]))
         before, part, behind = heads.split(
             [node["start"], 2 * half, node["head_dim"] - node["start"] - 2 * half], dim=-1

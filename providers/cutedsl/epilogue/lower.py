@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from kernel_api.dtypes import dtype
-from kernel_api.epilogue.graph import HADAMARD_BLOCK, Graph, Node
+from kernel_api.epilogue.graph import HADAMARD_BLOCK, Graph, Node, rotated_columns
 from kernel_api.implementations.common.conversion import (
     Conversions,
     reciprocal_of_power,
@@ -422,18 +422,20 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
         node = self._nodes[index]
         second = self._is_second(node, place.column)
         value = cute.math.fma(other, sin if second else -sin, own * cos)
-        if "heads" not in dict(node.attributes):
+        end = rotated_columns(node)
+        if end is None:
             return value
-        return select(self._is_of_rotated_head(index, thread, place), value, own)
+        return select(self._is_before(end, index, thread, place), value, own)
 
-    def _is_of_rotated_head(self, index: int, thread: Thread, place: Place) -> Boolean:
-        """The same for all of a head, which lies in one bundle or is all of what that has."""
+    def _is_before(self, end: int, index: int, thread: Thread, place: Place) -> Boolean:
+        """Whether its head is: the same for all of a head, which lies in one bundle or is all of
+        what that has."""
         node = self._nodes[index]
         head = 0 if self.heads is not None else place.column // int(node["head_dim"])
         key = ("rotated", index, head)
         if key not in thread.memory:
             column = thread.column_of(place.column, place.lane, node.shape.columns)
-            thread.memory[key] = column < int(node["heads"]) * int(node["head_dim"])
+            thread.memory[key] = column < end
         return thread.memory[key]
 
     def _hadamard(self, index: int, thread: Thread, place: Place) -> _Value:

@@ -1,0 +1,83 @@
+"""What torch's compiler makes no node of is called between its graphs, and is right."""
+
+import pytest
+import torch
+from support.cute_on_cpu import formula, registered
+
+import kernel_api as ka
+import kernel_api.graph as cudnn
+
+X, W = torch.randn(4, 8), torch.randn(8, 6)
+
+
+def compiled(function, *given):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="eager")(*given)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_graph_with_its_tensors():
+    with cudnn.Graph() as graph:
+        graph.relu(graph.matmul(X, W)).set_output(True)
+    found = compiled(lambda x, w: graph(x * 2, w) + 1, X, W)
+    close(found, (2 * X @ W).relu() + 1)
+
+
+def test_a_graph_with_a_variant_pack():
+    graph, out = cudnn.pygraph(), torch.full((4, 6), float("nan"))
+    x, w = graph.tensor_like(X), graph.tensor_like(W)
+    y = graph.matmul(x, w).set_output(True)
+    graph.build([cudnn.heur_mode.A])
+
+    def function(given, weight):
+        graph.execute({x: given * 2, w: weight, y: out})
+        return out + 1
+
+    close(compiled(function, X, W), 2 * X @ W + 1)
+
+
+@pytest.mark.parametrize("provider", ["reference", "torch", "cutedsl"])
+def test_a_prepared_launch(provider, registry, monkeypatch):
+    if provider == "cutedsl":
+        registered(registry, monkeypatch)
+    out = torch.full((4, 6), float("nan"))
+    args = ka.GemmArguments(X, W, out)
+    given = {} if provider == "cutedsl" else {"providers": [provider]}
+    launch = ka.get_kernels(args, **given)[0].prepare(args)
+
+    def function(x, w):
+        launch(x * 2, w, out)
+        return out + 1
+
+    close(compiled(function, X, W), 2 * X @ W + 1)
+
+
+@pytest.mark.parametrize("provider", ["reference", "cutedsl"])
+def test_a_prepared_launch_with_an_epilogue(provider, registry, monkeypatch):
+    if provider == "cutedsl":
+        registered(registry, monkeypatch)
+    out, pre, bias = torch.full((4, 6), float("nan")), torch.empty(4, 6), torch.randn(6)
+    epilogue = ka.EpilogueArguments(formula, bias=bias, alpha=0.75, pre=pre)
+    args = ka.GemmArguments(X, W, out, epilogue=epilogue)
+    given = {} if provider == "cutedsl" else {"providers": [provider]}
+    launch = ka.get_kernels(args, **given)[0].prepare(args)
+
+    def function(x, w, bias):
+        launch(x * 2, w, out, bias=bias, alpha=0.5)
+        return out + 1
+
+    close(compiled(function, X, W, -bias), (X @ W - bias).relu() + 1)
+
+
+def test_a_kernel_that_is_run():
+    out = torch.full((4, 6), float("nan"))
+
+    def function(x, w):
+        args = ka.GemmArguments(x * 2, w, out)
+        ka.get_kernels(args)[0].run(args)
+        return out + 1
+
+    close(compiled(function, X, W), 2 * X @ W + 1)
