@@ -2,7 +2,7 @@
 
 Importing this imports that compiler, so only what it traces does so::
 
-    if is_traced():
+    if torch.compiler.is_compiling():
         from kernel_api._outside import outside
 
         return outside(self.execute, *given)

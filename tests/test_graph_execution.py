@@ -259,6 +259,8 @@ def test_an_execution_enters_few_functions(reducing, monkeypatch):
     pack = {**operands(), "largest": torch.zeros(1, 1)}
     reducing.execute(pack), reducing.execute(pack)
     entered = python_calls(lambda: reducing.execute(pack))
+    torchs = ("is_compiling", "is_scripting")
+    entered = [name for name in entered if name not in torchs]
     assert entered == ["execute", "execute", "_taken", "check", "_launch", "run", "read",
                        "launch"]  # fmt: skip
     assert len(launched) == 3

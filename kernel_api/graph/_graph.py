@@ -28,7 +28,6 @@ from kernel_api.graph._operations import Operations
 from kernel_api.graph._planning.listing import PlanList
 from kernel_api.graph._tensor import Tensor, packed_strides
 from kernel_api.graph._validation import validate
-from kernel_api.utils import is_traced
 
 _DEFAULT_MODES = (heur_mode.A, heur_mode.FALLBACK)
 
@@ -357,7 +356,9 @@ class pygraph(Operations):
                 written shares memory with another tensor.
             WorkspaceError: the workspace is too small or is no memory of the device.
         """
-        if is_traced():
+        import torch
+
+        if torch.compiler.is_compiling():
             from kernel_api._outside import outside
 
             overrides = (override_uids, override_shapes, override_strides)
