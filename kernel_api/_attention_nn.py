@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kernel_api import _attention_ops as ops
+from kernel_api.operands import require_tensors
 
 __all__ = ["attention"]
 
@@ -41,8 +42,10 @@ def attention(
         ArgumentError: operands contradict each other.
         NoKernelError: no kernel takes the operands; says why.
     """
+    require_tensors(q=q, k=k, v=v)
     given = {"mask": mask, "scale": scale, "bias": bias}
     if sink is not None:
+        require_tensors(sink=sink)
         given["sink"] = sink.to(torch.float64 if q.dtype is torch.float64 else torch.float32)
     options.update((name, one) for name, one in given.items() if one is not None)
     found: torch.Tensor = ops.sdpa(_rows(q), _rows(k), _rows(v), **options)

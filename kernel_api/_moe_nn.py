@@ -17,6 +17,7 @@ from kernel_api import ops
 from kernel_api._autograd import differentiable_once
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions import GLU_KINDS
+from kernel_api.operands import require_tensors
 
 __all__ = ["moe"]
 
@@ -58,6 +59,8 @@ def moe(
     """
     if kind not in GLU_KINDS:
         raise ArgumentError(f"kind is {kind!r}; expected one of {', '.join(GLU_KINDS)}")
+    tokens = {"x": x, "expert_index": expert_index, "expert_weight": expert_weight}
+    require_tensors(**tokens, w_up=w_up, w_down=w_down)
     _check_tokens(x, expert_index, expert_weight)
     _check_weights(x, w_up, w_down)
     function = Function(kind, order, granularity)

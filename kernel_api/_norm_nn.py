@@ -12,6 +12,7 @@ import torch
 from kernel_api import _norm_ops as ops
 from kernel_api._autograd import changeable, differentiable_once
 from kernel_api.errors import ArgumentError
+from kernel_api.operands import require_tensors
 
 __all__ = ["layernorm", "rmsnorm"]
 
@@ -57,6 +58,8 @@ def layernorm(
 
 
 def _norm(x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> torch.Tensor:
+    given = {"weight": weight, "bias": bias}
+    require_tensors(x=x, **{name: one for name, one in given.items() if one is not None})
     if not x.dim():
         raise ArgumentError("x has no modes; expected (..., N)")
     found: torch.Tensor

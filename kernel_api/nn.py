@@ -28,6 +28,7 @@ from kernel_api._forms import out_type
 from kernel_api._moe_nn import moe
 from kernel_api._norm_nn import layernorm, rmsnorm
 from kernel_api.errors import ArgumentError
+from kernel_api.operands import require_tensors
 
 __all__ = [
     "attention",
@@ -136,6 +137,7 @@ class Function(NamedTuple):
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, function: Function
 ) -> torch.Tensor:
+    require_tensors(x=x, weight=weight, **({} if bias is None else {"bias": bias}))
     _check(x, weight, bias)
     y: torch.Tensor
     if torch.compiler.is_compiling():

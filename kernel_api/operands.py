@@ -129,7 +129,12 @@ class Operand:
         self.device = layout.device
         self._alignment: int | None = None
         # Others than plain tensors may be without memory; those on meta tell their offset.
-        self._address = tensor.data_ptr() if plain and not layout.on_meta else None
+        self._address = None
+        if plain and not layout.on_meta:
+            try:
+                self._address = tensor.data_ptr()
+            except RuntimeError as error:
+                raise _no_memory(name) from error
 
     def maker(self) -> Callable[[Any], Any] | None:
         """Makes an operand like this of another tensor, and keeps none but a scale; None where
@@ -178,6 +183,26 @@ class Operand:
 
     def __repr__(self) -> str:
         return f"{self.dtype.name}{list(self.shape)}:{list(self.stride)} on {self.device}"
+
+
+def require_tensors(**given: Any) -> None:
+    """Raise ArgumentError for what is no dense tensor of torch's, which alone has gradients."""
+    import torch
+
+    for name, one in given.items():
+        if not isinstance(one, torch.Tensor):
+            found = "None" if one is None else f"a {type(one).__name__}"
+            raise ArgumentError(f"{name} is {found}; expected a torch tensor")
+        if one.is_nested or one.layout is not torch.strided:
+            kind = "nested" if one.is_nested else one.layout
+            raise ArgumentError(f"{name} is a {kind} tensor; expected a strided one")
+
+
+def _no_memory(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"{name} has no memory of its own, as inside torch.func's vmap, grad and jvp, which "
+        f"kernels cannot follow; call it outside of them"
+    )
 
 
 def _as_torch(value: Any, name: str) -> Any:

@@ -80,6 +80,12 @@ def verify(kernel: Kernel, args: Arguments, *, stream: Any = None) -> Verificati
     Overwrites the outputs. Raises what ``kernel.run`` raises; a wrong result is a falsy
     Verification, not an error.
     """
+    from kernel_api.kernel import Kernel
+
+    if not isinstance(kernel, Kernel):
+        raise ArgumentError(
+            f"kernel is a {type(kernel).__name__}; expected one that get_kernels returns"
+        )
     _oracle(args)  # before anything runs
     broken = conduct(args, lambda: kernel.run(args, stream=stream))
     if broken is not None:

@@ -112,7 +112,10 @@ def real(name: str, value: Any) -> Any:
         return value
     if isinstance(value, bool):
         raise ArgumentError(f"{name} is {value}; expected a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ArgumentError(f"{name} is beyond all numbers of float64") from error
 
 
 def whole(name: str, value: Any, of: str = "columns") -> int:

@@ -1,0 +1,46 @@
+"""What is no dense tensor of torch's is refused by name, and not by what happens to meet it."""
+
+import pytest
+import torch
+
+import kernel_api as ka
+from kernel_api.errors import ArgumentError
+
+X, W, Q = torch.randn(4, 8), torch.randn(64, 8), torch.randn(1, 2, 4, 8)
+ONES = torch.ones(8)
+ROUTED = (torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1))
+EXPERTS = (torch.randn(2, 8, 8), torch.randn(2, 4, 8))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ka.nn.linear_activation(X, None), "weight is None; expected a torch tensor"),
+        (lambda: ka.nn.linear_activation([[1.0]], W), "x is a list; expected a torch tensor"),
+        (lambda: ka.nn.linear_glu(X, W, X.numpy()), "bias is a ndarray; expected"),
+        (lambda: ka.nn.rmsnorm([1.0], ONES), "x is a list"),
+        (lambda: ka.nn.rmsnorm(X.clone().requires_grad_(), ONES.numpy()), "weight is a ndarray"),
+        (lambda: ka.nn.layernorm(X.to_sparse()), "x is a torch.sparse_coo tensor; expected a str"),
+        (lambda: ka.nn.rmsnorm(torch.nested.nested_tensor([X, X])), "x is a nested tensor"),
+        (lambda: ka.nn.attention(Q, None, Q), "k is None; expected a torch tensor"),
+        (lambda: ka.nn.attention(Q.numpy(), Q, Q), "q is a ndarray"),
+        (lambda: ka.nn.attention(Q, Q, Q, sink=[0.0, 1.0]), "sink is a list"),
+        (lambda: ka.nn.moe([1], *ROUTED, *EXPERTS), "x is a list"),
+        (lambda: ka.nn.moe(X, *ROUTED, *map(list, EXPERTS)), "w_up is a list"),
+        (lambda: ka.ops.gemm(X, W.t(), alpha=10**400), "alpha is beyond all numbers of float64"),
+        (
+            lambda: ka.verify("any", ka.GemmArguments(X, W.t(), torch.empty(4, 64))),
+            "kernel is a str; expected one that get_kernels returns",
+        ),
+    ],
+)
+def test_it_is_named(call, words):
+    with pytest.raises(ArgumentError) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("call", [lambda t: ka.ops.gemm(t, W.t()), lambda t: ka.nn.rmsnorm(t)])
+def test_transformations_of_torch_func_are_named(call):
+    with pytest.raises(ArgumentError, match=r"has no memory of its own, as inside torch\.func"):
+        torch.func.vmap(call)(torch.randn(3, 4, 8))
