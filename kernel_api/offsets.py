@@ -69,7 +69,11 @@ def check_offsets(offsets: Any, T: int) -> None:
 
 
 def check_is_asked() -> bool:
-    return os.environ.get(VARIABLE) == "1"
+    """By the environment; ArgumentError if that says something else."""
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "0", "1"):
+        raise ArgumentError(f"{VARIABLE} is {asked!r}; expected 1, or 0 for no checks")
+    return asked == "1"
 
 
 def check_groups(

@@ -188,3 +188,27 @@ def test_gradients_of_weights_accumulate_in_a_graph(draw):
     out = draw.random(3, 5, 7)
     eager, found = (call(A, B, draw.offsets, out.clone()) for call in (fn, compiled(fn)))
     assert torch.equal(eager, found)
+
+
+@pytest.mark.parametrize(
+    ("ends", "rows", "words"),
+    [
+        ([3, 1], None, "offsets[1] is 1 and offsets[0] is 3; they may not decrease"),
+        ([3, 99], None, "offsets[1] is 99; there are T = 4 tokens"),
+        ([3, 4], [0, 1, 9, 3], "row_index[2] is 9; A has 4 rows"),
+        ([3, 4], [0, -1, 2, 3], "row_index[1] is -1; A has 4 rows"),
+    ],
+)
+def test_the_reference_checks_what_it_reads_of_groups(ends, rows, words):
+    given = {} if rows is None else {"row_index": torch.tensor(rows, dtype=torch.int32)}
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    with pytest.raises(ArgumentError) as caught:
+        ka.ops.grouped_gemm(torch.randn(4, 8), torch.randn(2, 8, 6), offsets, **given)
+    assert words in str(caught.value)
+
+
+def test_the_switch_for_checks_is_0_or_1(monkeypatch):
+    monkeypatch.setenv("KERNEL_API_CHECK_OFFSETS", "yes")
+    with pytest.raises(ArgumentError, match="KERNEL_API_CHECK_OFFSETS is 'yes'; expected 1, or 0"):
+        offsets = torch.tensor([3, 4], dtype=torch.int32)
+        ka.ops.grouped_gemm(torch.randn(4, 8), torch.randn(2, 8, 6), offsets)

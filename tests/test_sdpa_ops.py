@@ -422,6 +422,32 @@ def test_torch_sees_that_a_result_that_is_needed_again_was_changed():
         out.sum().backward()
 
 
+def test_the_reference_checks_pages_and_ends_of_sequences():
+    def whole(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    q, pages = torch.randn(1, 2, 1, 8), torch.randn(3, 2, 4, 8)
+    for table, there in ((whole(7, 1), "page_table[0, 0] is 7"), (whole(2, -1), "[0, 1] is -1")):
+        with pytest.raises(ArgumentError) as caught:
+            ka.ops.sdpa(q, pages, pages, page_table=table.view(1, 2), seq_lens_kv=whole(5))
+        assert there in str(caught.value) and "expected one of the 3 pages" in str(caught.value)
+    # What no key lies in may be anything.
+    ka.ops.sdpa(q, pages, pages, page_table=whole(2, -1).view(1, 2), seq_lens_kv=whole(4))
+
+    packed, most = torch.randn(5, 2, 8), {"max_seqlen_q": 5, "max_seqlen_kv": 5}
+    for ends, there in (
+        (whole(0, 3, 9), "is 9"),
+        (whole(0, 4, 3), "is 3"),
+        (whole(-1, 2, 5), "-1"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            ka.ops.sdpa(
+                packed, packed, packed, cu_seqlens_q=ends, cu_seqlens_kv=whole(0, 3, 5), **most
+            )
+        assert f"cu_seqlens_q[{int(ends[0] == 0)}]" in str(caught.value)
+        assert there in str(caught.value)
+
+
 # Graphs of torch -------------------------------------------------------------------------
 
 BLOCKS = masks.BlockSparse(torch.tensor([[[[True, False, True], [True, True, False]]]]), (3, 2))

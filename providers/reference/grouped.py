@@ -18,6 +18,7 @@ from kernel_api.arguments import (
 from kernel_api.arguments.experts import Experts, ExpertTensors
 from kernel_api.arguments.scaled import expanded_scale
 from kernel_api.metadata import GroupedGemmOperandsMetadata
+from kernel_api.offsets import check_groups
 from kernel_api.operands import Layout, Operand
 from kernel_api.providers.reference import ReferenceProvider
 from kernel_api.providers.reference.epilogue import evaluate
@@ -33,7 +34,8 @@ class GroupedOracle(ProductOracle):
 
     @cached_property
     def groups(self) -> tuple[slice, ...]:
-        """The tokens of each."""
+        """The tokens of each. Whoever reads offsets has waited for them, so they are checked."""
+        check_groups(self.args.tensors, self.args.launch_values, self.args.ragged)
         ends = self.args.offsets.tensor.tolist()
         return tuple(map(slice, (0, *ends), ends))
 

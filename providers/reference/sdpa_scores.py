@@ -11,6 +11,7 @@ from kernel_api._score import among_whole_numbers
 from kernel_api.arguments.attention import AttentionArguments
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue.graph import Graph, Node
+from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
 from kernel_api.providers.reference.epilogue import _ELEMENTWISE, rounded
 from kernel_api.providers.reference.philox import philox
@@ -79,8 +80,8 @@ class Attention:
         """Of a sequence's queries or keys."""
         args = self.args
         if args.is_packed:
-            ends = args.further[f"cu_seqlens_{which}"].tensor
-            return int(ends[b + 1]) - int(ends[b])
+            tokens = self._packed(which, b)
+            return int(tokens.stop - tokens.start)
         most = args.S_q if which == "q" else args.S_kv
         lengths = args.further.get(f"seq_lens_{which}")
         return most if lengths is None else min(max(int(lengths.tensor[b]), 0), most)
@@ -100,6 +101,13 @@ class Attention:
             return tensor[b, :, :keys]
         assert args.page_size is not None
         pages = args.further["page_table"].tensor[b, : -(-keys // args.page_size)].long()
+        outside = ((pages < 0) | (pages >= tensor.shape[0])).nonzero()
+        if len(outside):
+            place = int(outside[0])
+            raise ArgumentError(
+                f"page_table[{b}, {place}] is {int(pages[place])}, and {keys} keys are there; "
+                f"expected one of the {tensor.shape[0]} pages"
+            )
         picked = _picked(tensor, pages).transpose(0, 1)
         return picked.flatten(1, 2)[:, :keys]
 
@@ -110,8 +118,15 @@ class Attention:
         return tensor[b, :, : self.length("q", b)]
 
     def _packed(self, which: str, b: int) -> slice:
-        ends = self.args.further[f"cu_seqlens_{which}"].tensor
-        return slice(int(ends[b]), int(ends[b + 1]))
+        name, args = f"cu_seqlens_{which}", self.args
+        first, end = map(int, args.further[name].tensor[b : b + 2])
+        tokens = (args.Q if which == "q" else args.K).shape[0]
+        if not 0 <= first <= end <= tokens:
+            raise ArgumentError(
+                f"{name}[{b}] is {first} and {name}[{b + 1}] is {end}; expected ends of sequences, "
+                f"which do not decrease, of {tokens} tokens"
+            )
+        return slice(first, end)
 
     def converted(self, tensor: Any) -> Any:
         """As it is read: in the type of the arithmetic, which may then be wider."""
