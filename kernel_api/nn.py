@@ -92,6 +92,9 @@ def linear_glu(
     """
     if kind not in fusions.GLU_KINDS:
         raise ArgumentError(f"kind is {kind!r}; expected one of {', '.join(fusions.GLU_KINDS)}")
+    for name, one in (("limit", limit), ("offset", offset)):
+        if isinstance(one, torch.Tensor):
+            raise ArgumentError(f"{name} is a tensor; expected a number: it has no gradient")
     return _linear(x, weight, bias, Function(kind, order, str(granularity), limit, offset))
 
 

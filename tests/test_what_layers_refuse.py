@@ -18,6 +18,10 @@ EXPERTS = (torch.randn(2, 8, 8), torch.randn(2, 4, 8))
         (lambda: ka.nn.linear_activation(X, None), "weight is None; expected a torch tensor"),
         (lambda: ka.nn.linear_activation([[1.0]], W), "x is a list; expected a torch tensor"),
         (lambda: ka.nn.linear_glu(X, W, X.numpy()), "bias is a ndarray; expected"),
+        (
+            lambda: ka.nn.linear_glu(X, W, kind="geglu_clamped", limit=torch.tensor(0.5)),
+            "limit is a tensor; expected a number: it has no gradient",
+        ),
         (lambda: ka.nn.rmsnorm([1.0], ONES), "x is a list"),
         (lambda: ka.nn.rmsnorm(X.clone().requires_grad_(), ONES.numpy()), "weight is a ndarray"),
         (lambda: ka.nn.layernorm(X.to_sparse()), "x is a torch.sparse_coo tensor; expected a str"),
