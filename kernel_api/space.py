@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kernel_api._numbers import truth
 from kernel_api.dtypes import DType, dtype
 from kernel_api.errors import RegistrationError
 from kernel_api.metadata import DesignMetadata, OperandsMetadata, TensorAttributes
@@ -43,11 +44,17 @@ class Miss:
 class Rule:
     """A named predicate over ``design``, ``operands`` (metadata) and ``args``, as it needs.
 
-    It returns a truthy value to agree; a falsy one, or a :class:`Miss` with details, to refuse.
-    A rule without ``args`` shapes the family; one with ``args`` decides a query.
+    It returns True to agree; False, None, or a :class:`Miss` with details, to refuse. Whatever else
+    it returns is an error, as a reason would else be taken for consent. A rule without ``args`` shapes the family; one with ``args`` decides a query.
     """
 
     def __init__(self, text: str, predicate: Callable[..., Any]) -> None:
+        _check_text(text)
+        if not callable(predicate):
+            raise RegistrationError(
+                f"rule {text!r} is over {predicate!r}; expected a function of {_RULE_PARAMETERS}, "
+                f"those that it needs"
+            )
         unknown = set(inspect.signature(predicate).parameters) - set(_RULE_PARAMETERS)
         if unknown:
             raise RegistrationError(
@@ -69,7 +76,7 @@ class Rule:
     def check(self, *, design: Any = None, operands: Any = None, args: Any = None) -> Status:
         given = (design, operands, args)
         verdict = self._predicate(*[given[place] for place in self._places])
-        if verdict:
+        if verdict is True:
             return Status.success()
         if isinstance(verdict, Miss):
             return Status.fail(
@@ -78,14 +85,38 @@ class Rule:
                 actual=verdict.actual,
                 nearest=verdict.nearest,
             )
+        if verdict is not None and self._truth(verdict):
+            return Status.success()
         return Status.fail(self.text)
+
+    def _truth(self, verdict: Any) -> bool:
+        found = truth(verdict)
+        if found is None:
+            raise RegistrationError(
+                f"rule {self.text!r} returned {verdict!r}; expected True, or False, None or a Miss "
+                f"to refuse"
+            )
+        return found
 
     def __repr__(self) -> str:
         return f"<rule: {self.text}>"
 
 
+def _check_text(text: object) -> None:
+    if not isinstance(text, str) or not text.strip():
+        shown = getattr(text, "__qualname__", repr(text))
+        raise RegistrationError(
+            f"a rule has {shown} for its text; expected the sentence that explain prints, as in "
+            f'@rule("tiles are even")'
+        )
+
+
 def rule(text: str) -> Callable[[Callable[..., Any]], Rule]:
-    """Make a predicate a named rule; ``text`` is the sentence that ``explain`` prints."""
+    """Make a predicate a named rule; ``text`` is the sentence that ``explain`` prints.
+
+    Raises RegistrationError without a text, or for what cannot be called.
+    """
+    _check_text(text)
     return lambda predicate: Rule(text, predicate)
 
 

@@ -7,7 +7,7 @@ from support.kernels import CudaGemm
 
 import kernel_api as ka
 from kernel_api.dtypes import dtype
-from kernel_api.errors import RegistrationError
+from kernel_api.errors import PluginWarning, RegistrationError
 from kernel_api.metadata import DesignMetadata, GemmOperandsMetadata
 from kernel_api.space import Miss, Operands, Rule, Space, rule
 
@@ -151,6 +151,59 @@ def test_a_rule_gets_only_the_values_it_names():
 def test_a_rule_with_an_unknown_parameter_is_refused_by_its_sentence_and_the_parameter():
     with pytest.raises(RegistrationError, match=r"'tiles are even' takes \['shape'\]"):
         rule("tiles are even")(lambda shape: True)
+
+
+@pytest.mark.parametrize("text", [lambda design: True, None, "", " ", 3], ids=type)
+def test_a_rule_without_a_text_is_refused(text):
+    with pytest.raises(RegistrationError, match=r'expected the sentence .* @rule\("tiles are even'):
+        rule(text)
+    with pytest.raises(RegistrationError, match="for its text; expected the sentence"):
+        Rule(text, lambda: True)
+
+
+def test_a_rule_without_brackets_is_refused_where_it_stands():
+    with pytest.raises(RegistrationError, match=r"a rule has .*_tiles_are_even for its text"):
+
+        class Family(ka.Kernel):
+            @rule
+            def _tiles_are_even(design):
+                return False
+
+
+def test_a_rule_over_what_cannot_be_called_is_refused():
+    with pytest.raises(RegistrationError, match="rule 'tiles are even' is over 3; expected a func"):
+        rule("tiles are even")(3)
+
+
+@pytest.mark.parametrize("verdict", ["the tile is odd", "", 1, 0, (), [1], object], ids=str)
+def test_a_verdict_that_is_none_is_refused_by_the_rule(verdict):
+    one = rule("tiles are even")(lambda: verdict)
+    with pytest.raises(RegistrationError) as caught:
+        one.check()
+    assert str(caught.value).startswith(f"rule 'tiles are even' returned {verdict!r}; expected")
+
+
+def test_a_rule_may_return_a_bool_of_numpy_or_nothing():
+    numpy = pytest.importorskip("numpy")
+    assert rule("agrees")(lambda: numpy.bool_(True)).check()
+    assert not rule("refuses")(lambda: numpy.bool_(False)).check()
+    assert not rule("says nothing")(lambda: None).check()
+
+
+def test_a_rule_with_a_wrong_verdict_leaves_the_family_out_and_the_others_answer(registry):
+    from support.data import gemm_arguments
+    from support.kernels import CpuGemm
+
+    class Chatty(CpuGemm):
+        @rule("M is even")
+        def _(args):
+            return "M is odd" if args.M % 2 else True
+
+    args = gemm_arguments(3, 4, 4)
+    provider = registry.register(Chatty, CpuGemm)
+    with pytest.warns(PluginWarning, match="Chatty.*rule 'M is even' returned 'M is odd'"):
+        found = ka.get_kernels(args, providers=[provider])
+    assert [type(kernel) for kernel in found] == [CpuGemm]
 
 
 def test_repr_of_a_rule_is_its_sentence():
