@@ -4,8 +4,8 @@ KernelApiError
  ├── ArgumentError (ValueError)        the arguments contradict each other
  │    └── EpilogueError                an epilogue cannot be traced, or its operands do not fit
  ├── RegistrationError (TypeError)     a kernel class or provider lacks what the contract asks
- ├── FilterError                       the caller's metadata_filter raised, or no design has what
- │                                     it asks for
+ ├── FilterError                       the caller's metadata_filter raised, returned no bool, or
+ │                                     no design has what it asks for
  ├── NoKernelError (LookupError)       nothing offers the arguments; carries the explanation
  ├── UnsupportedError (ValueError)     this kernel cannot take these arguments; carries the status
  ├── CompileError (RuntimeError)       the code generator failed
@@ -60,8 +60,8 @@ class RegistrationError(KernelApiError, TypeError):
 
 
 class FilterError(KernelApiError):
-    """The caller's ``metadata_filter`` raised, or asked for an axis that no design has; the cause
-    is chained."""
+    """The caller's ``metadata_filter`` raised, or asked for an axis that no design has (the cause
+    is chained), or returned what is no bool."""
 
 
 class NoKernelError(KernelApiError, LookupError):
