@@ -386,12 +386,10 @@ def _error(kind: str, text: str, name: str) -> KernelApiError:
     from kernel_api import errors
 
     cls = getattr(errors, kind, None)
-    if (
-        isinstance(cls, type)
-        and issubclass(cls, KernelApiError)
-        and cls.__init__ is (KernelApiError.__init__)
-    ):
-        return cls(text)
+    if isinstance(cls, type) and issubclass(cls, KernelApiError):
+        ours = [one for one in cls.__mro__ if issubclass(one, KernelApiError)]
+        if not any("__init__" in vars(one) for one in ours):
+            return cls(text)
     return CompileError(f"{name} does not compile: {kind}: {text}")
 
 
