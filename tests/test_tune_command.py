@@ -432,7 +432,25 @@ def test_what_is_exported_can_be_imported(capsys, tuned, tmp_path):
     code, told = run_json(capsys, "tune", "import", file)
     assert (code, told["rows"]) == (0, 5)
     assert run_json(capsys, "tune", "show", "--all") == before
-    assert run_json(capsys, "tune", "import", file)[1]["rows"] == 0
+    code, told = run_json(capsys, "tune", "import", file)
+    assert (code, told["rows"], told["kept_out"], told["damaged"]) == (0, 0, 5, {})
+
+
+def test_an_import_tells_what_was_taken_what_was_here_and_what_is_damaged(capsys, tuned, tmp_path):
+    file = tmp_path / "rows.json"
+    run(capsys, "tune", "export", file)
+    content = json.loads(file.read_text())
+    next(store().folder.rglob("*.json")).unlink()
+    content["rows"] += [{}, 3]
+    file.write_text(json.dumps(content))
+    code, told = run_json(capsys, "tune", "import", file)
+    assert (code, told["passed"]) == (1, False)
+    assert (told["rows"], told["kept_out"], list(told["damaged"])) == (1, 4, ["5", "6"])
+    code, out, _ = run(capsys, "tune", "import", file)
+    assert code == 1
+    told = "0 measurements taken from {}, 5 were here, or newer ones, 2 are damaged\n"
+    assert out.endswith(told.format(file))
+    assert out.startswith("row 5 is damaged: ")
 
 
 def test_an_import_of_something_else_is_refused(capsys, shapes):

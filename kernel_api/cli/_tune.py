@@ -4,7 +4,8 @@
 with KERNEL_API_RECORD; without a file, the one that the options describe. What an entry of a list
 does not say is as on the command line, but for the sizes.
 
-``tune show [FILE...]`` tells what is known, ``tune export FILE`` and ``tune import FILE`` move it,
+``tune show [FILE...]`` tells what is known, ``tune export FILE`` and ``tune import FILE`` move it
+(and say what was here already, and what is damaged),
 ``tune prune`` removes what is old or of elsewhere, ``tune verify`` looks for damaged files.
 """
 
