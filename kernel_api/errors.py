@@ -28,7 +28,8 @@ KernelApiError
  └── GraphNotSupportedError (RuntimeError)  no plan can serve the graph; says why for each
 
 PluginWarning (UserWarning)            a provider or kernel class misbehaved and was left out
-CacheWarning (UserWarning)             the cache on disk is not used; kernels compile anyway
+CacheWarning (UserWarning)             the cache on disk, or the file of recorded problems, is not
+                                       used; kernels compile and run anyway
 
 All but warnings are raised before anything is launched.
 """
@@ -171,4 +172,5 @@ class PluginWarning(UserWarning):
 
 
 class CacheWarning(UserWarning):
-    """The cache on disk cannot be used, or may not: kernels compile in every process."""
+    """The cache on disk cannot be used, or may not: kernels compile in every process. Or the file
+    that problems are recorded in cannot be written: they are not kept."""
