@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
+from kernel_api._numbers import truth
 from kernel_api.errors import FilterError
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata, KernelMetadata
@@ -16,7 +17,8 @@ def filtered(kernels: Iterable[Kernel], metadata_filter: MetadataFilter | None) 
     """The kernels for whose metadata the filter is true; one without a design axis that it asks
     for is not kept.
 
-    Raises FilterError if the filter raises, or asks for an axis that no design has.
+    Raises FilterError if the filter raises, asks for an axis that no design has, or returns what is
+    no bool.
     """
     if metadata_filter is None:
         return list(kernels)
@@ -25,7 +27,7 @@ def filtered(kernels: Iterable[Kernel], metadata_filter: MetadataFilter | None) 
 
 def _is_kept(metadata: KernelMetadata, metadata_filter: MetadataFilter) -> bool:
     try:
-        return bool(metadata_filter(metadata))
+        kept = metadata_filter(metadata)
     except Exception as error:
         text = f"metadata_filter raised on {metadata.kernel_name}: {error!r}"
         if isinstance(error, AttributeError) and error.name and error.obj is metadata.design:
@@ -33,6 +35,12 @@ def _is_kept(metadata: KernelMetadata, metadata_filter: MetadataFilter) -> bool:
                 return False
             text = f"{text}; there is no axis {error.name}, there are {', '.join(design_axes())}"
         raise FilterError(text) from error
+    is_kept = truth(kept)
+    if is_kept is None:
+        raise FilterError(
+            f"metadata_filter returned {kept!r} for {metadata.kernel_name}; expected True or False"
+        )
+    return is_kept
 
 
 def design_axes() -> list[str]:

@@ -1,4 +1,4 @@
-"""Numbers as callers give them."""
+"""Numbers and truth values as callers give them."""
 
 from __future__ import annotations
 
@@ -13,3 +13,11 @@ def whole_number(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return None
     return int(value)
+
+
+def truth(value: Any) -> bool | None:
+    """As a bool, one of NumPy too; None for what is no bool, as None, 1 and "yes" are none."""
+    if value is True or value is False:
+        return bool(value)
+    of_numpy = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+    return bool(value) if of_numpy else None

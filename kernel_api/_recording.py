@@ -2,7 +2,8 @@
 
 Each stands there once, as a line of JSON that :func:`kernel_api._description.rebuilt` reads. A line
 is appended by one write, so that processes that record into one file are not in each other's way.
-Recording never raises: what cannot be kept is a line in the log.
+Recording never raises: a problem that cannot be kept is a line in the log, a file that cannot be
+written is a CacheWarning, once.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import json
 import os
 import threading
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernel_api import _log
+from kernel_api.errors import CacheWarning
 
 if TYPE_CHECKING:
     from kernel_api.arguments import Arguments
@@ -48,7 +51,7 @@ class _Recorder:
                 with self._lock:
                     self._add(key, args)
         except OSError as error:
-            _stop(f"{self._path} cannot be written, nothing more is recorded: {error}")
+            _stop(f"{VARIABLE}: {self._path} cannot be written, nothing more is recorded: {error}")
         except Exception as error:  # the program that runs comes first
             logger.warning("%r is not recorded in %s: %s", args, self._path, error)
 
@@ -84,10 +87,15 @@ _lock = threading.Lock()
 
 
 def _stop(why: str) -> None:
+    """Record nothing more, and say so; where warnings are errors, in the log."""
     global _recorder
-    if _recorder is not None:
-        logger.warning(why)
-    _recorder = None
+    with _lock:
+        is_first, _recorder = _recorder is not None, None
+    if is_first:
+        try:
+            warnings.warn(why, CacheWarning, stacklevel=4)
+        except CacheWarning:
+            logger.warning(why)
 
 
 def _digests(path: str) -> set[str]:

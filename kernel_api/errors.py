@@ -4,8 +4,8 @@ KernelApiError
  ├── ArgumentError (ValueError)        the arguments contradict each other
  │    └── EpilogueError                an epilogue cannot be traced, or its operands do not fit
  ├── RegistrationError (TypeError)     a kernel class or provider lacks what the contract asks
- ├── FilterError                       the caller's metadata_filter raised, or no design has what
- │                                     it asks for
+ ├── FilterError                       the caller's metadata_filter raised, returned no bool, or
+ │                                     no design has what it asks for
  ├── NoKernelError (LookupError)       nothing offers the arguments; carries the explanation
  ├── UnsupportedError (ValueError)     this kernel cannot take these arguments; carries the status
  ├── CompileError (RuntimeError)       the code generator failed
@@ -28,7 +28,8 @@ KernelApiError
  └── GraphNotSupportedError (RuntimeError)  no plan can serve the graph; says why for each
 
 PluginWarning (UserWarning)            a provider or kernel class misbehaved and was left out
-CacheWarning (UserWarning)             the cache on disk is not used; kernels compile anyway
+CacheWarning (UserWarning)             the cache on disk, or the file of recorded problems, is not
+                                       used; kernels compile and run anyway
 
 All but warnings are raised before anything is launched.
 """
@@ -60,8 +61,8 @@ class RegistrationError(KernelApiError, TypeError):
 
 
 class FilterError(KernelApiError):
-    """The caller's ``metadata_filter`` raised, or asked for an axis that no design has; the cause
-    is chained."""
+    """The caller's ``metadata_filter`` raised, or asked for an axis that no design has (the cause
+    is chained), or returned what is no bool."""
 
 
 class NoKernelError(KernelApiError, LookupError):
@@ -182,4 +183,5 @@ class PluginWarning(UserWarning):
 
 
 class CacheWarning(UserWarning):
-    """The cache on disk cannot be used, or may not: kernels compile in every process."""
+    """The cache on disk cannot be used, or may not: kernels compile in every process. Or the file
+    that problems are recorded in cannot be written: they are not kept."""

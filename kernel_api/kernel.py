@@ -22,8 +22,10 @@ from kernel_api.errors import (
     ArgumentError,
     ArtifactError,
     CaptureError,
+    CompileError,
     DeviceError,
     EpilogueError,
+    KernelApiError,
     UnsupportedError,
     WorkspaceError,
 )
@@ -179,7 +181,7 @@ class Kernel(metaclass=KernelType):
         Raises:
             UnsupportedError: ``supports`` says no.
             DeviceError: there is neither a ``cc`` nor a GPU to take it from.
-            CompileError: the code generator failed.
+            CompileError: the code generator failed, or what calls it; the cause is chained.
         """
         if _compile_cache.compiling(self):
             return self._compile(args, cc)
@@ -402,7 +404,7 @@ class Kernel(metaclass=KernelType):
         target = self.compile_target(args, cc)
 
         def build() -> CompiledArtifact:
-            artifact = hook(self, args, cc)
+            artifact = self._made_by(hook, args, cc)
             if not isinstance(artifact, CompiledArtifact):
                 raise TypeError(
                     f"{type(self).__name__}.compile returned {type(artifact).__name__}; "
@@ -411,6 +413,18 @@ class Kernel(metaclass=KernelType):
             return artifact.sealed(args.signature, target)
 
         return _compile_cache.get_or_build(self, args, target, build)
+
+    def _made_by(
+        self, hook: Callable[..., CompiledArtifact], args: Arguments, cc: CcLike
+    ) -> CompiledArtifact:
+        """What a hook compiles; its errors that are not ours become a CompileError."""
+        try:
+            return hook(self, args, cc)
+        except (KernelApiError, MemoryError):
+            raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise CompileError(f"{self.metadata.kernel_name} does not compile: {text}") from error
 
     def compile_target(self, args: Arguments, cc: CcLike) -> Target | None:
         """What :meth:`compile` compiles for, and the errors that it raises before."""

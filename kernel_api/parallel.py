@@ -382,13 +382,13 @@ class _Pool:
 
 
 def _error(kind: str, text: str, name: str) -> KernelApiError:
-    """The worker's error: a CompileError, unless it is another one of ours that takes a text."""
+    """The worker's error as it is, if it is one of ours that takes a text; else a CompileError."""
     from kernel_api import errors
 
-    cls: type[KernelApiError] = getattr(errors, kind, CompileError)
-    if cls is CompileError or not issubclass(cls, KernelApiError) or not _takes_text(cls):
-        return CompileError(f"{name} does not compile: {kind}: {text}")
-    return cls(text)
+    cls = getattr(errors, kind, None)
+    if isinstance(cls, type) and issubclass(cls, KernelApiError) and _takes_text(cls):
+        return cls(text)
+    return CompileError(f"{name} does not compile: {kind}: {text}")
 
 
 def _takes_text(cls: type[KernelApiError]) -> bool:

@@ -72,7 +72,7 @@ class Provider:
     def register(cls, kernel_class: K) -> K:
         """Offer a kernel class to discovery; registering it again replaces it.
 
-        Raises RegistrationError naming everything that the class lacks.
+        Raises RegistrationError naming everything that the class lacks, or that contradicts.
         """
         missing = list(cls.missing_from(kernel_class))
         if missing:
@@ -108,6 +108,7 @@ class Provider:
     @classmethod
     def missing_from(cls, kernel_class: Any) -> Iterable[str]:
         """What a class lacks to be registered with this provider."""
+        from kernel_api._declaration import faults
         from kernel_api.kernel import Kernel
 
         if not (isinstance(kernel_class, type) and issubclass(kernel_class, Kernel)):
@@ -116,6 +117,8 @@ class Provider:
         declared = kernel_class.space is not None
         if declared and not kernel_class.operands:
             yield "it declares a space but no operands"
+        elif declared:
+            yield from faults(kernel_class)
         if not declared and not _overrides(kernel_class, "generate_kernels", Kernel):
             yield "it needs generate_kernels, or a declared space and operands"
         if not _overrides(kernel_class, "_run", Kernel):

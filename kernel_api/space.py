@@ -17,15 +17,18 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kernel_api._numbers import truth
+from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import DType, dtype
-from kernel_api.errors import RegistrationError
+from kernel_api.errors import ArgumentError, RegistrationError
 from kernel_api.metadata import DesignMetadata, OperandsMetadata, TensorAttributes
 from kernel_api.status import Status
 
+_SCALES = ("any", *(mode.value for mode in ScaleMode))
 _RULE_PARAMETERS = ("design", "operands", "args")
 
 
@@ -43,11 +46,18 @@ class Miss:
 class Rule:
     """A named predicate over ``design``, ``operands`` (metadata) and ``args``, as it needs.
 
-    It returns a truthy value to agree; a falsy one, or a :class:`Miss` with details, to refuse.
-    A rule without ``args`` shapes the family; one with ``args`` decides a query.
+    It returns True to agree; False, None, or a :class:`Miss` with details, to refuse; anything else
+    is an error, for a reason is no consent. A rule without ``args`` shapes the family; one with
+    ``args`` decides a query.
     """
 
     def __init__(self, text: str, predicate: Callable[..., Any]) -> None:
+        _check_text(text)
+        if not callable(predicate):
+            raise RegistrationError(
+                f"rule {text!r} is over {predicate!r}; expected a function of {_RULE_PARAMETERS}, "
+                f"those that it needs"
+            )
         unknown = set(inspect.signature(predicate).parameters) - set(_RULE_PARAMETERS)
         if unknown:
             raise RegistrationError(
@@ -69,7 +79,7 @@ class Rule:
     def check(self, *, design: Any = None, operands: Any = None, args: Any = None) -> Status:
         given = (design, operands, args)
         verdict = self._predicate(*[given[place] for place in self._places])
-        if verdict:
+        if verdict is True:
             return Status.success()
         if isinstance(verdict, Miss):
             return Status.fail(
@@ -78,14 +88,38 @@ class Rule:
                 actual=verdict.actual,
                 nearest=verdict.nearest,
             )
+        if verdict is not None and self._truth(verdict):
+            return Status.success()
         return Status.fail(self.text)
+
+    def _truth(self, verdict: Any) -> bool:
+        found = truth(verdict)
+        if found is None:
+            raise RegistrationError(
+                f"rule {self.text!r} returned {verdict!r}; expected True, or False, None or a Miss "
+                f"to refuse"
+            )
+        return found
 
     def __repr__(self) -> str:
         return f"<rule: {self.text}>"
 
 
+def _check_text(text: object) -> None:
+    if not isinstance(text, str) or not text.strip():
+        shown = getattr(text, "__qualname__", repr(text))
+        raise RegistrationError(
+            f"a rule has {shown} for its text; expected the sentence that explain prints, as in "
+            f'@rule("tiles are even")'
+        )
+
+
 def rule(text: str) -> Callable[[Callable[..., Any]], Rule]:
-    """Make a predicate a named rule; ``text`` is the sentence that ``explain`` prints."""
+    """Make a predicate a named rule; ``text`` is the sentence that ``explain`` prints.
+
+    Raises RegistrationError without a text, or for what cannot be called.
+    """
+    _check_text(text)
     return lambda predicate: Rule(text, predicate)
 
 
@@ -95,11 +129,17 @@ class Space:
     Args:
         points: Designs; or groups of fields that vary together, as mappings.
         axes: Values of each further field, multiplied with every group.
+
+    Raises RegistrationError for a point that is neither, and for an axis without values.
     """
 
     def __init__(self, *points: DesignMetadata | Mapping[str, Any], **axes: tuple[Any, ...]):
         if axes and any(isinstance(point, DesignMetadata) for point in points):
             raise RegistrationError("whole designs leave no axes to multiply with")
+        for point in points:
+            _check_point(point, axes)
+        for name, values in axes.items():
+            _check_axis(name, values)
         self.points = points or ({},)
         self.axes = axes
         self._designs: dict[Callable[..., DesignMetadata], tuple[DesignMetadata, ...]] = {}
@@ -118,6 +158,46 @@ class Space:
             for values in itertools.product(*self.axes.values()):
                 yield design(**point, **dict(zip(self.axes, values, strict=True)))
 
+    def sample(self) -> Iterator[dict[str, Any]]:
+        """Fields of a few designs, where every group and every value of an axis is in one."""
+        groups = [dict(point) for point in self.points if isinstance(point, Mapping)]
+        first = {name: next(iter(values)) for name, values in self.axes.items()}
+        for group in groups:
+            yield {**group, **first}
+        for name, values in self.axes.items() if groups else ():
+            for value in itertools.islice(values, 1, None):
+                yield {**groups[0], **first, name: value}
+
+
+def _check_point(point: Any, axes: Mapping[str, Any]) -> None:
+    if isinstance(point, DesignMetadata):
+        return
+    if not isinstance(point, Mapping):
+        raise RegistrationError(
+            f"a space has the point {point!r}; expected designs, or mappings such as "
+            f"{{'stages': 3}}; values of a field are given by its name, as in stages=(3, 4)"
+        )
+    both = [name for name in point if name in axes]
+    if both:
+        raise RegistrationError(
+            f"{', '.join(both)} is in the point {point!r} of a space, and is an axis; expected it "
+            f"in one of both"
+        )
+
+
+def _check_axis(name: str, values: Any) -> None:
+    is_text = isinstance(values, (str, bytes, Mapping))
+    if is_text or not isinstance(values, Collection):
+        raise RegistrationError(
+            f"the axis {name} of a space is {values!r}; expected a tuple of its values, as in "
+            f"{name}=({values!r},)"
+        )
+    if not values:
+        raise RegistrationError(
+            f"the axis {name} of a space has no values, so there are no designs; give it one, or "
+            f"leave it out"
+        )
+
 
 @dataclass(frozen=True)
 class Operands:
@@ -135,6 +215,8 @@ class Operands:
         alignments: Variants of byte alignment per operand; what one leaves out is only
             element-aligned. The aligned ones come first.
         why_aligned: The reason for asking, as ``explain`` prints it.
+
+    Raises RegistrationError for what names no type, no operand or no mode.
     """
 
     accumulator: str
@@ -160,9 +242,74 @@ class Operands:
         object.__setattr__(self, "types", dict(types))
         object.__setattr__(self, "multiplication", multiplication)
         object.__setattr__(self, "majors", majors)
-        object.__setattr__(self, "scales", dict(scales or {}))
+        scales = dict(scales or {}) if isinstance(scales, (Mapping, type(None))) else scales
+        object.__setattr__(self, "scales", scales)
         object.__setattr__(self, "alignments", alignments)
         object.__setattr__(self, "why_aligned", why_aligned)
+        for fault in self._faults():
+            raise RegistrationError(f"Operands cannot be made: {fault}")
+
+    @property
+    def fixed_majors(self) -> dict[str, str]:
+        """The letter of the mode with stride 1, of operands for which ``majors`` names one."""
+        if self.majors in ("any", "strided"):
+            return {}
+        parts = (part.partition(":") for part in self.majors.split())
+        return {name: letter for name, _, letter in parts}
+
+    def _faults(self) -> Iterator[str]:
+        yield from self._faults_of_types()
+        if not isinstance(self.majors, str) or any(
+            len(one) != 1 for one in self.fixed_majors.values()
+        ):
+            yield (
+                f"majors is {self.majors!r}; expected any, strided, or modes of operands such as "
+                f"'A:k B:k'"
+            )
+            return
+        yield from self._unknown("majors", self.fixed_majors)
+        if not isinstance(self.scales, Mapping):
+            yield f"scales is {self.scales!r}; expected a mapping such as {{'A': 'per_tensor'}}"
+            return
+        yield from self._unknown("scales", self.scales)
+        for name, mode in self.scales.items():
+            if not isinstance(mode, ScaleMode) and mode not in _SCALES:
+                yield f"scales of {name} are {mode!r}; expected one of {', '.join(_SCALES)}"
+        if isinstance(self.alignments, (tuple, list)) and self.alignments:
+            for one in self.alignments:
+                yield from self._faults_of_alignment(one)
+        else:
+            yield f"alignments is {self.alignments!r}; expected a tuple such as ({{'A': 16}}, {{}})"
+
+    def _faults_of_types(self) -> Iterator[str]:
+        yield from _fault_of_type("accumulator", self.accumulator)
+        if self.multiplication is not None:
+            yield from _fault_of_type("multiplication", self.multiplication)
+        told = [name for name, text in self.types.items() if not _is_like(text)]
+        for name, text in self.types.items():
+            if not isinstance(text, str):
+                yield f"{name} is {text!r}; expected text such as 'f16 | bf16', 'like A' or 'any'"
+            elif not _is_like(text):
+                for one in text.split("|"):
+                    yield from _fault_of_type(name, one.strip())
+            elif text.removeprefix("like ").strip() in told:
+                told.append(name)
+            else:
+                yield f"{name} is {text!r}; expected like one of {', '.join(told)}, or its types"
+
+    def _faults_of_alignment(self, alignment: Any) -> Iterator[str]:
+        if not isinstance(alignment, Mapping):
+            yield f"alignments have {alignment!r}; expected mappings such as {{'A': 16, 'B': 16}}"
+            return
+        yield from self._unknown("alignments", alignment)
+        for name, size in alignment.items():
+            if not isinstance(size, int) or size < 1:
+                yield f"the alignment of {name} is {size!r}; expected bytes, 1 or more"
+
+    def _unknown(self, of: str, names: Iterable[str]) -> Iterator[str]:
+        for name in names:
+            if name not in self.types:
+                yield f"{of} name {name}; expected one of {', '.join(self.types)}"
 
     def groups(
         self, metadata: Callable[..., OperandsMetadata], modes: Mapping[str, str]
@@ -197,7 +344,7 @@ class Operands:
 
     def _type_combinations(self) -> Iterator[dict[str, DType | None]]:
         names = list(self.types)
-        free = [n for n in names if not self.types[n].startswith("like ")]
+        free = [n for n in names if not _is_like(self.types[n])]
         for chosen in itertools.product(*(self.types[n].split("|") for n in free)):
             types = {n: _type(text.strip()) for n, text in zip(free, chosen, strict=True)}
             for name in names:
@@ -208,9 +355,7 @@ class Operands:
     def _unit_modes(self, modes: Mapping[str, str]) -> dict[str, tuple[int | None, ...]]:
         if self.majors == "strided":
             return dict.fromkeys(modes, (None,))
-        fixed: dict[str, str] = {}
-        if self.majors != "any":
-            fixed = dict(part.split(":") for part in self.majors.split())
+        fixed = self.fixed_majors
         units: dict[str, tuple[int | None, ...]] = {}
         for name, letters in modes.items():
             if name in fixed:
@@ -226,6 +371,7 @@ class Variants:
     def __init__(self, variants: Iterable[OperandsMetadata]) -> None:
         self._made: list[OperandsMetadata] = []
         self._waiting = iter(variants)
+        self._failure: Exception | None = None
 
     @property
     def first(self) -> OperandsMetadata:
@@ -236,16 +382,38 @@ class Variants:
         place = 0
         while True:  # another iteration may have made some in between
             if place == len(self._made):
-                made = next(self._waiting, None)
+                made = self._next()
                 if made is None:
                     return
                 self._made.append(made)
             yield self._made[place]
             place += 1
 
+    def _next(self) -> OperandsMetadata | None:
+        """None behind the last; what could not be made fails again, not as if there were none."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return next(self._waiting, None)
+        except Exception as error:
+            self._failure = error
+            raise
+
+
+def _is_like(text: Any) -> bool:
+    return isinstance(text, str) and text.startswith("like ")
+
 
 def _type(text: str) -> DType | None:
     return None if text == "any" else dtype(text)
+
+
+def _fault_of_type(name: str, text: Any) -> Iterator[str]:
+    """One at most."""
+    try:
+        _type(text)
+    except ArgumentError as error:
+        yield f"{name} is {text!r}: {error}"
 
 
 _STRIDES = {-1: (0, 0, 1), -2: (0, 1, 0), None: None}

@@ -158,6 +158,59 @@ def test_a_question_without_sense_is_exit_code_2_and_one_line(capsys, arguments,
     assert "Traceback" not in err
 
 
+#: More than a process can address, so that no system lends it in the hope that it is not used.
+HUGE = ["--m", "20000000", "--n", "20000000", "--k", "4", "--device", "cpu"]
+SDPA = ["--operation", "sdpa", "--heads", "2", "--m", "4", "--n", "4", "--k", "128"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["explain", "--m", 2**32, "--n", 2**32, "--k", 2**32],
+            f"of shape ({2**32}, {2**32}) take",
+        ),
+        (["explain", "--batch", 2**60], "takes"),
+        (["explain", "--m", 10**20], f"--m: {10**20} is more than {2**63 - 1}"),
+        (["explain", "--seed", 10**23], f"--seed: {10**23} is more than {2**64 - 1}"),
+        (["explain", "--seed", -(2**63) - 1], f"is less than {-(2**63)}"),
+        (["verify", *HUGE], "the operands cannot be made: "),
+        (["bench", *HUGE], "the operands cannot be made: "),
+        (
+            ["explain", *SDPA, "--with", "page_size=0"],
+            "--with page_size=0; expected a whole number",
+        ),
+        (
+            ["verify", *SDPA, "--device", "cpu", "--with", "page_size=abc"],
+            "--with page_size=abc; ex",
+        ),
+        (["explain", *SDPA, "--with", "page_size"], "--with page_size=True; expected a whole"),
+        (
+            ["explain", *SDPA, "--with", "d_v=abc"],
+            "--with d_v=abc; expected a whole number, 1 or m",
+        ),
+        (["explain", *SDPA, "--with", "d_v=-3"], "--with d_v=-3; expected a whole number, 1 or mo"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_sizes_that_nothing_can_have_are_exit_code_2(capsys, arguments, message):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert message in err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("words", ["explain", "explain --json", "list --provider torch --limit 1"])
+def test_an_answer_that_cannot_be_written_is_one_line_and_exit_code_2(words):
+    command = [sys.executable, "-m", "kernel_api", *words.split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    name = words.partition(" ")[0]
+    assert done.stderr == f"kernel-api {name}: [Errno 28] No space left on device\n"
+
+
 def test_json_is_all_that_stdout_has(capsys):
     for command in (["list", "--limit", "1"], ["explain"], ["verify", *SMALL, "--device", "cpu"]):
         _, out, _ = run(capsys, *command, "--json")

@@ -330,6 +330,21 @@ def test_what_is_missing_elsewhere_than_in_the_design_is_an_error(asks):
         ka.get_kernels(META_ARGS, asks, cc=90, providers=["cutedsl"])
 
 
+@pytest.mark.parametrize("given", [None, "yes", 1, 0, [], torch.tensor(True)], ids=repr)
+def test_a_filter_that_returns_no_bool_is_an_error_that_names_the_kernel(given):
+    with pytest.raises(FilterError) as caught:
+        ka.get_kernels(CPU_ARGS, metadata_filter=lambda m: given)
+    text = f"metadata_filter returned {given!r} for torch_mm"
+    assert str(caught.value).startswith(text)
+    assert str(caught.value).endswith("; expected True or False")
+
+
+def test_a_filter_may_return_a_bool_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    assert ka.get_kernels(CPU_ARGS, lambda m: numpy.bool_(True)) == ka.get_kernels(CPU_ARGS)
+    assert ka.get_kernels(CPU_ARGS, lambda m: numpy.bool_(False)) == []
+
+
 def test_a_filter_that_raised_leaves_the_next_query_whole():
     with pytest.raises(FilterError):
         ka.get_kernels(CPU_ARGS, metadata_filter=lambda m: 1 / 0)

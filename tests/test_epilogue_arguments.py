@@ -354,15 +354,14 @@ def test_only_a_kernel_with_data_can_be_prepared():
 # Verification ----------------------------------------------------------------------------
 
 
-class Wrong:
+class Wrong(ka.Kernel):
     """A kernel that does what the reference does, and then something wrong."""
-
-    reorders_accumulation = False
 
     def __init__(self, args, spoil):
         self._kernel, self._spoil = reference_kernel(args), spoil
+        super().__init__(self._kernel.metadata)
 
-    def run(self, args, stream=None):
+    def run(self, args, *, stream=None):
         self._kernel.run(args)
         tensors = {name: o.tensor for name, o in args.named_operands.items()}
         self._spoil(tensors)
@@ -397,7 +396,7 @@ def test_a_wrong_output_of_the_epilogue_is_found(spoil, reason):
 
 def test_an_output_that_is_not_written_is_found():
     class Lazy(Wrong):
-        def run(self, args, stream=None):
+        def run(self, args, *, stream=None):
             tensors = [torch.empty_like(t) for t in args.tensors[2:]]
             others = {n: torch.empty_like(o.tensor) for n, o in args.epilogue.outputs.items()}
             spare = args.rebuilt(*args.tensors[:2], *tensors, **others)

@@ -139,6 +139,30 @@ def test_a_compilation_that_failed_is_tried_again():
     assert kernel.compile(args, cc=90).target == target(90)
 
 
+def test_an_error_of_a_kernels_code_is_a_compile_error_with_its_cause():
+    class Misspelt(CudaGemm):
+        def compile(self, args, cc=None):
+            return no_such_name  # noqa: F821
+
+    kernel = cuda_kernel(Misspelt)
+    with pytest.raises(ka.errors.CompileError, match="does not compile: NameError") as caught:
+        kernel.compile(arguments_for(kernel, 64, 64, 64, device="meta"), cc=90)
+    assert kernel.metadata.kernel_name in str(caught.value)
+    assert isinstance(caught.value.__cause__, NameError)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ka.errors.DeviceError("no GPU")], ids=repr)
+def test_errors_that_say_what_lacks_stay_as_they_are(error):
+    class Failing(CudaGemm):
+        def compile(self, args, cc=None):
+            raise error
+
+    kernel = cuda_kernel(Failing)
+    with pytest.raises(type(error)) as caught:
+        kernel.compile(arguments_for(kernel, 64, 64, 64, device="meta"), cc=90)
+    assert caught.value is error
+
+
 @pytest.mark.parametrize("result", [None, object(), "code", lambda: None])
 def test_a_compile_that_returns_no_artifact_is_a_type_error_naming_both(result):
     class Careless(CudaGemm):

@@ -17,6 +17,7 @@ import kernel_api as ka
 from kernel_api import _recording
 from kernel_api.cli._problem import add_problem_options
 from kernel_api.cli._problem_list import problems
+from kernel_api.errors import CacheWarning
 from kernel_api.tuning import Problem
 
 
@@ -240,21 +241,31 @@ def test_what_cannot_be_described_runs_and_is_one_line_in_the_log(recorded, regi
 
 
 @pytest.mark.parametrize("place", ["", "none/recorded"], ids=["a folder", "not there"])
-def test_a_file_that_cannot_be_written_is_one_line_in_the_log(
-    recorded, tmp_path, place, monkeypatch, caplog
-):
-    monkeypatch.setenv(_recording.VARIABLE, str(tmp_path / place))
+def test_a_file_that_cannot_be_written_is_one_warning(recorded, tmp_path, place, monkeypatch):
+    path = tmp_path / place
+    monkeypatch.setenv(_recording.VARIABLE, str(path))
+    with pytest.warns(CacheWarning) as caught:
+        for M in (4, 5, 6):
+            args = arguments(M, 5, 6, values="integers")
+            ka.get_kernels(args)[0].run(args)
+            assert torch.equal(args.out.tensor, args.A.tensor @ args.B.tensor)
+    (warning,) = caught
+    told = str(warning.message)
+    assert told.startswith(f"KERNEL_API_RECORD: {path} cannot be written, nothing more is recorded")
+
+
+@pytest.mark.filterwarnings("error::kernel_api.errors.CacheWarning")
+def test_where_warnings_are_errors_the_program_still_runs(recorded, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv(_recording.VARIABLE, str(tmp_path))
     for M in (4, 5, 6):
-        args = arguments(M, 5, 6, values="integers")
-        ka.get_kernels(args)[0].run(args)
-        assert torch.equal(args.out.tensor, args.A.tensor @ args.B.tensor)
+        _recording.record(arguments(M, 5, 6))
     (line,) = caplog.messages
     assert "cannot be written, nothing more is recorded" in line
 
 
-def test_a_disk_that_is_full_is_one_line_in_the_log(recorded, monkeypatch, caplog):
+def test_a_disk_that_is_full_is_one_warning(recorded, monkeypatch):
     monkeypatch.setattr(_recording.os, "write", lambda file, data: len(data) - 1)
-    for M in (4, 5, 6):
-        _recording.record(arguments(M, 5, 6))
-    (line,) = caplog.messages
-    assert "bytes could be written" in line
+    with pytest.warns(CacheWarning, match="bytes could be written") as caught:
+        for M in (4, 5, 6):
+            _recording.record(arguments(M, 5, 6))
+    assert len(caught) == 1

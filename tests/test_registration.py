@@ -1,11 +1,15 @@
 """Registering providers and kernel classes: kernel_api.provider."""
 
+from dataclasses import InitVar, dataclass, field
+
 import pytest
 from support.data import gemm_arguments
 from support.kernels import CpuGemm, CudaGemm, LoopGemm
 
 import kernel_api as ka
 from kernel_api.errors import ArgumentError, RegistrationError
+from kernel_api.metadata import DesignMetadata, NormOperandsMetadata
+from kernel_api.space import Operands, Space
 
 
 def refusal(register, *given):
@@ -38,6 +42,117 @@ def test_a_space_without_operands_is_refused(registry):
 
     text = refusal(registry.provider().register, Unfinished)
     assert "it declares a space but no operands" in text
+
+
+ROW = {"A": "f16", "B": "f16", "out": "f16", "accumulator": "f32"}
+DECLARATIONS = {
+    "a comma that lacks": (
+        {"operands": Operands(**ROW)},
+        "expected a tuple of Operands with a comma behind it: (Operands(...),)",
+    ),
+    "operands that are something else": ({"operands": (ROW,)}, "expected Operands(...)"),
+    "an operand that lacks": (
+        {"operands": (Operands(A="f16", out="f16", accumulator="f32"),)},
+        "Operands(A=..., out=...) lacks B; GemmArguments has A, B, out: give each its types",
+    ),
+    "an operand too many": (
+        {"operands": (Operands(**ROW, C="f64"),)},
+        "has C; GemmArguments has A, B, out: leave C out",
+    ),
+    "majors of another mode": (
+        {"operands": (Operands(**ROW, majors="A:n B:k"),)},
+        "majors is 'A:n B:k'; the mode of stride 1 of A is one of m and k",
+    ),
+    "metadata of another operation": (
+        {"operands_metadata": NormOperandsMetadata},
+        "operands_metadata is NormOperandsMetadata, which has no A; expected one with A, B, out",
+    ),
+    "metadata that is none": (
+        {"operands_metadata": dict},
+        "expected a class derived from OperandsMetadata",
+    ),
+    "arguments that are none": (
+        {"arguments": "gemm"},
+        "arguments is 'gemm'; expected a class derived from Arguments",
+    ),
+    "arguments without modes": (
+        {"arguments": type("Odd", (ka.arguments.Arguments,), {})},
+        "Odd has no modes; expected the letters of each operand's modes",
+    ),
+    "a space that is none": ({"space": Space}, "expected a Space, as in Space(stages=(3, 4))"),
+    "an axis of numbers": (
+        {"space": Space(tile_shape=(32, 32, 1))},
+        "BLASDesignMetadata(tile_shape=32): TypeError(\"'int' object is not iterable\"); expected "
+        "an axis of a space to be a tuple of values, as in tile_shape=((32, 32, 1),)",
+    ),
+    "a value among others": (
+        {"space": Space(tile_shape=((32, 32, 1), 64), cluster_shape=((1, 1, 1), (2, 1, 1)))},
+        "BLASDesignMetadata(tile_shape=64, cluster_shape=(1, 1, 1)): TypeError",
+    ),
+    "a field that there is not": (
+        {"space": Space(tile_shape=((32, 32, 1),), frobnicate=(1, 2))},
+        "space has frobnicate; BLASDesignMetadata has tile_shape, cluster_shape: leave it out",
+    ),
+    "a field that lacks": (
+        {"space": Space()},
+        "space has no tile_shape, which BLASDesignMetadata needs: give it values",
+    ),
+    "a design that is none": (
+        {"space": Space(stages=(3, 4)), "design": dict},
+        "dict(stages=3) is {'stages': 3}; expected a design, derived from DesignMetadata",
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "message"), DECLARATIONS.values(), ids=DECLARATIONS)
+def test_a_declaration_that_does_not_go_together_is_refused_and_nothing_is_registered(
+    registry, body, message
+):
+    wrong = type(ka.Kernel)("Wrong", (CudaGemm,), body)
+    provider = registry.provider()
+    text = refusal(provider.register, wrong)
+    assert text.startswith("Wrong cannot be registered: ")
+    assert message in text
+    assert provider.families() == []
+
+
+def test_a_design_may_take_what_is_no_field(registry):
+    @dataclass(frozen=True)
+    class Design(DesignMetadata):
+        rows: int = field(init=False)
+        tile: InitVar[tuple[int, int]]
+
+        def __post_init__(self, tile):
+            object.__setattr__(self, "rows", tile[0])
+
+    class Tiled(CudaGemm):
+        design = Design
+        space = Space(tile=((16, 8), (32, 8)))
+        operands = (Operands(**ROW, majors="strided"),)
+
+    provider = registry.register(Tiled)
+    assert provider.families() == [Tiled]
+
+
+def test_registering_makes_few_designs(registry):
+    made = []
+
+    @dataclass(frozen=True)
+    class Design(DesignMetadata):
+        a: int
+        b: int
+        c: int
+
+        def __post_init__(self):
+            made.append(self)
+
+    class Many(CudaGemm):
+        design = Design
+        space = Space(a=range(100), b=range(100), c=range(100))
+        operands = (Operands(**ROW),)
+
+    registry.register(Many)
+    assert 0 < len(made) <= 300
 
 
 @pytest.mark.parametrize("value", [object, int, "Kernel", None, print], ids=str)

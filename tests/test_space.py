@@ -7,7 +7,7 @@ from support.kernels import CudaGemm
 
 import kernel_api as ka
 from kernel_api.dtypes import dtype
-from kernel_api.errors import RegistrationError
+from kernel_api.errors import PluginWarning, RegistrationError
 from kernel_api.metadata import DesignMetadata, GemmOperandsMetadata
 from kernel_api.space import Miss, Operands, Rule, Space, rule
 
@@ -42,8 +42,35 @@ def test_an_empty_space_has_the_default_design():
     assert list(Space().designs(Design)) == [Design()]
 
 
-def test_an_axis_without_values_has_no_designs():
-    assert list(Space(tile=()).designs(Design)) == []
+def test_an_axis_without_values_is_refused():
+    with pytest.raises(RegistrationError, match="the axis tile of a space has no values, so there"):
+        Space(tile=())
+
+
+@pytest.mark.parametrize("values", [5, "abc", {"a": 1}, None, iter(())], ids=type)
+def test_an_axis_that_is_no_tuple_is_refused_with_what_to_write(values):
+    with pytest.raises(RegistrationError) as caught:
+        Space(tile=values)
+    text = f"the axis tile of a space is {values!r}; expected a tuple of its values, as in tile="
+    assert str(caught.value).startswith(text)
+
+
+def test_a_point_that_is_neither_a_design_nor_fields_is_refused():
+    with pytest.raises(RegistrationError, match=r"the point \(32, 32, 1\); expected designs, or"):
+        Space((32, 32, 1))
+
+
+def test_a_field_of_a_point_that_is_an_axis_too_is_refused():
+    with pytest.raises(RegistrationError, match=r"tile is in the point .*, and is an axis"):
+        Space({"tile": 16}, tile=(16, 32))
+
+
+def test_a_sample_has_every_group_and_every_value_and_no_more():
+    space = Space({"tile": 16}, {"tile": 32}, stages=(2, 3, 4), schedule=("a", "b"))
+    assert [tuple(one.values()) for one in space.sample()] == [
+        (16, 2, "a"), (32, 2, "a"), (16, 3, "a"), (16, 4, "a"), (16, 2, "b"),
+    ]  # fmt: skip
+    assert list(Space(Design(16, 2)).sample()) == []
 
 
 # Operands --------------------------------------------------------------------------------
@@ -114,6 +141,46 @@ def test_the_type_of_products_is_kept_beside_that_of_the_operands():
     assert found.multiplication_type is dtype("tf32")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"accumulator": "f65"}, "accumulator is 'f65': 'f65' names no element type; known are"),
+        ({"multiplication": "f65"}, "multiplication is 'f65': 'f65' names no element type"),
+        ({"A": "f16 | f65"}, "A is 'f65': 'f65' names no element type; known are float64"),
+        ({"A": 16}, "A is 16; expected text such as 'f16 | bf16', 'like A' or 'any'"),
+        ({"B": "like C"}, "B is 'like C'; expected like one of A, out, or its types"),
+        ({"majors": "zz"}, "majors is 'zz'; expected any, strided, or modes of operands such as"),
+        ({"majors": "A:mk"}, "majors is 'A:mk'; expected any, strided, or modes of operands such"),
+        ({"majors": 3}, "majors is 3; expected any, strided, or modes of operands such as"),
+        ({"majors": "C:k"}, "majors name C; expected one of A, B, out"),
+        ({"scales": {"C": "any"}}, "scales name C; expected one of A, B, out"),
+        ({"scales": "per_row"}, "scales is 'per_row'; expected a mapping such as {'A': 'per_ten"),
+        ({"scales": {"A": "rows"}}, "scales of A are 'rows'; expected one of any, per_tensor, per"),
+        ({"alignments": {"A": 16}}, "alignments is {'A': 16}; expected a tuple such as ({'A': 16}"),
+        ({"alignments": ()}, "alignments is (); expected a tuple such as ({'A': 16}"),
+        ({"alignments": (16,)}, "alignments have 16; expected mappings such as {'A': 16, 'B': 16}"),
+        ({"alignments": ({"C": 16},)}, "alignments name C; expected one of A, B, out"),
+        ({"alignments": ({"A": "16"},)}, "the alignment of A is '16'; expected bytes, 1 or more"),
+    ],
+)
+def test_operands_that_name_what_there_is_not_are_refused_where_they_stand(given, message):
+    row = {"A": "f16", "B": "like A", "out": "f16", "accumulator": "f32"}
+    with pytest.raises(RegistrationError) as caught:
+        Operands(**{**row, **given})
+    assert message in str(caught.value)
+
+
+def test_variants_that_cannot_be_made_fail_each_time_in_the_same_way():
+    def broken(**tensors):
+        raise ValueError("no such operands")
+
+    row = Operands(A="f16", B="f16", out="f16", accumulator="f32")
+    (group,) = row.groups(broken, MODES)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such operands"):
+            assert group.first
+
+
 # Rules -----------------------------------------------------------------------------------
 
 
@@ -151,6 +218,59 @@ def test_a_rule_gets_only_the_values_it_names():
 def test_a_rule_with_an_unknown_parameter_is_refused_by_its_sentence_and_the_parameter():
     with pytest.raises(RegistrationError, match=r"'tiles are even' takes \['shape'\]"):
         rule("tiles are even")(lambda shape: True)
+
+
+@pytest.mark.parametrize("text", [lambda design: True, None, "", " ", 3], ids=type)
+def test_a_rule_without_a_text_is_refused(text):
+    with pytest.raises(RegistrationError, match=r'expected the sentence .* @rule\("tiles are even'):
+        rule(text)
+    with pytest.raises(RegistrationError, match="for its text; expected the sentence"):
+        Rule(text, lambda: True)
+
+
+def test_a_rule_without_brackets_is_refused_where_it_stands():
+    with pytest.raises(RegistrationError, match=r"a rule has .*_tiles_are_even for its text"):
+
+        class Family(ka.Kernel):
+            @rule
+            def _tiles_are_even(design):
+                return False
+
+
+def test_a_rule_over_what_cannot_be_called_is_refused():
+    with pytest.raises(RegistrationError, match="rule 'tiles are even' is over 3; expected a func"):
+        rule("tiles are even")(3)
+
+
+@pytest.mark.parametrize("verdict", ["the tile is odd", "", 1, 0, (), [1], object], ids=str)
+def test_a_verdict_that_is_none_is_refused_by_the_rule(verdict):
+    one = rule("tiles are even")(lambda: verdict)
+    with pytest.raises(RegistrationError) as caught:
+        one.check()
+    assert str(caught.value).startswith(f"rule 'tiles are even' returned {verdict!r}; expected")
+
+
+def test_a_rule_may_return_a_bool_of_numpy_or_nothing():
+    numpy = pytest.importorskip("numpy")
+    assert rule("agrees")(lambda: numpy.bool_(True)).check()
+    assert not rule("refuses")(lambda: numpy.bool_(False)).check()
+    assert not rule("says nothing")(lambda: None).check()
+
+
+def test_a_rule_with_a_wrong_verdict_leaves_the_family_out_and_the_others_answer(registry):
+    from support.data import gemm_arguments
+    from support.kernels import CpuGemm
+
+    class Chatty(CpuGemm):
+        @rule("M is even")
+        def _(args):
+            return "M is odd" if args.M % 2 else True
+
+    args = gemm_arguments(3, 4, 4)
+    provider = registry.register(Chatty, CpuGemm)
+    with pytest.warns(PluginWarning, match="Chatty.*rule 'M is even' returned 'M is odd'"):
+        found = ka.get_kernels(args, providers=[provider])
+    assert [type(kernel) for kernel in found] == [CpuGemm]
 
 
 def test_repr_of_a_rule_is_its_sentence():

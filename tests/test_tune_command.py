@@ -27,6 +27,8 @@ from kernel_api.tuning import (
 
 pytestmark = pytest.mark.usefixtures("cache_directory")
 
+#: Of operands that no process can address.
+HUGE = ("--m", 20000000, "--n", 20000000, "--k", 4)
 SIZES = ("--m", 256, "--n", 512, "--k", 128)
 PROVIDERS = ["torch", "reference"]
 
@@ -244,6 +246,27 @@ def test_a_problem_without_a_kernel_fails_and_the_others_are_tuned(capsys, tuner
     assert "\n1 of 2 tuned, " in out
 
 
+def test_a_problem_without_room_is_a_row_and_the_others_are_tuned(capsys, tuner, tmp_path):
+    path = tmp_path / "shapes.csv"
+    path.write_text("M,N,K,dtype\n16,16,16,f32\n20000000,20000000,4,f32\n32,16,16,f32\n")
+    code, told = run_json(capsys, "tune", path, "--device", "cpu", "--providers", "torch")
+    assert code == 1
+    first, failed, last = told["problems"]
+    assert failed["reason"].startswith("BenchError: OOM, the operands cannot be made: ")
+    assert failed["sizes"]["M"] == 20000000
+    assert failed["kernel"] is None
+    assert [first["sizes"]["M"], last["sizes"]["M"]] == [16, 32]
+    assert first["kernel"] and last["kernel"]
+    assert [args.device.type for args in tuner[0].args] == ["cpu", "cpu"]
+
+
+def test_where_no_problem_has_room_nothing_is_tuned(capsys):
+    code, out, _ = run(capsys, "tune", *HUGE, "--device", "cpu")
+    assert code == 1
+    assert "BenchError: OOM, " in out
+    assert "\n0 of 1 tuned, 0 candidates measured now" in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -409,7 +432,25 @@ def test_what_is_exported_can_be_imported(capsys, tuned, tmp_path):
     code, told = run_json(capsys, "tune", "import", file)
     assert (code, told["rows"]) == (0, 5)
     assert run_json(capsys, "tune", "show", "--all") == before
-    assert run_json(capsys, "tune", "import", file)[1]["rows"] == 0
+    code, told = run_json(capsys, "tune", "import", file)
+    assert (code, told["rows"], told["kept_out"], told["damaged"]) == (0, 0, 5, {})
+
+
+def test_an_import_tells_what_was_taken_what_was_here_and_what_is_damaged(capsys, tuned, tmp_path):
+    file = tmp_path / "rows.json"
+    run(capsys, "tune", "export", file)
+    content = json.loads(file.read_text())
+    next(store().folder.rglob("*.json")).unlink()
+    content["rows"] += [{}, 3]
+    file.write_text(json.dumps(content))
+    code, told = run_json(capsys, "tune", "import", file)
+    assert (code, told["passed"]) == (1, False)
+    assert (told["rows"], told["kept_out"], list(told["damaged"])) == (1, 4, ["5", "6"])
+    code, out, _ = run(capsys, "tune", "import", file)
+    assert code == 1
+    told = "0 measurements taken from {}, 5 were here, or newer ones, 2 are damaged\n"
+    assert out.endswith(told.format(file))
+    assert out.startswith("row 5 is damaged: ")
 
 
 def test_an_import_of_something_else_is_refused(capsys, shapes):

@@ -431,12 +431,12 @@ def test_an_export_is_imported_elsewhere_with_what_is_newer_kept(store, tmp_path
     newer = measured(kernels[1], problem(), 5.0, date=first + timedelta(days=9))
     other.record(older)
     other.record(newer)
-    assert other.import_(path) == 3
+    assert other.import_(path) == (3, 1, {})
     assert other.find(problem(), kernels[0]).median_us == 2.0
     assert other.find(problem(), kernels[1]) == newer
     assert other.find(problem(), kernels[2]) == store.find(problem(), kernels[2])
     assert Store(other.folder, OTHER).best(problem()).median_us == 9.0
-    assert other.import_(path) == 0
+    assert other.import_(path) == (0, 4, {})
 
 
 @pytest.mark.parametrize(
@@ -456,7 +456,7 @@ def test_what_passed_here_outlives_a_newer_lack_of_memory_or_time(
     mine = measured(kernels[0], problem(), 2.0, date=day)
     other = Store(tmp_path / "other", ENVIRONMENT)
     other.record(mine)
-    assert other.import_(tmp_path / "newer.json") == (not keeps)
+    assert other.import_(tmp_path / "newer.json") == (not keeps, keeps, {})
     found = other.find(problem(), kernels[0])
     assert found == mine if keeps else found.status is status and found != mine
 
@@ -467,7 +467,7 @@ def test_a_lack_of_memory_takes_the_place_of_one_that_is_older(store, tmp_path, 
     store.export(tmp_path / "newer.json")
     other = Store(tmp_path / "other", ENVIRONMENT)
     other.record(measured(kernels[0], problem(), status=Status.TIMEOUT, date=day))
-    assert other.import_(tmp_path / "newer.json") == 1
+    assert other.import_(tmp_path / "newer.json") == (1, 0, {})
 
 
 def test_a_bad_row_of_an_export_is_left_out(store, tmp_path, one_file, kernels, caplog):
@@ -478,7 +478,10 @@ def test_a_bad_row_of_an_export_is_left_out(store, tmp_path, one_file, kernels, 
     content["rows"] += [3, {}, {**content["rows"][0], "kernel": unkept.kernel.to_dict()}]
     path.write_text(json.dumps(content))
     other = Store(tmp_path / "other", ENVIRONMENT)
-    assert other.import_(path) == 1
+    found = other.import_(path)
+    assert (found.taken, found.kept_out) == (1, 0)
+    assert list(found.damaged) == [1, 2, 3]
+    assert all(found.damaged.values())
     assert caplog.text.count("is left out") == 3
 
 

@@ -48,12 +48,21 @@ def attention_arguments(
     return args
 
 
+def _count(given: dict[str, Any], name: str) -> int | None:
+    """What ``--with`` gives for a name; raises ArgumentError for what is no number of things."""
+    value = given.get(name)
+    if value is None or (type(value) is int and value >= 1):
+        return value
+    raise ArgumentError(f"--with {name}={value}; expected a whole number, 1 or more")
+
+
 class _Operands:
     """Random or poisoned ones.
 
     Attributes:
         element: Of Q, K and V.
         wide: Of what has a number for each row.
+        page_size: None without pages.
     """
 
     def __init__(
@@ -66,7 +75,8 @@ class _Operands:
         self.S_q, self.S_kv, self.D = sizes
         self.B, self.H = options.batch or 1, options.heads or 1
         self.H_kv = options.heads_kv or self.H
-        self.D_v = int(given.get("d_v", self.D))
+        self.D_v = _count(given, "d_v") or self.D
+        self.page_size = _count(given, "page_size")
         self.element = dtype(options.dtype)
         small = self.element.bits < 16
         self.out_element = dtype(options.out_dtype) if options.out_dtype else self.element
@@ -121,9 +131,8 @@ class _Operands:
     def keys(self, columns: int, *, fill: bool) -> Any:
         """(B, H_kv, S_kv, columns), or as many pages as that is."""
         B, S = self.B, self.S_kv
-        if "page_size" in self._given:
-            size = int(self._given["page_size"])
-            B, S = B * -(-S // size), size
+        if self.page_size is not None:
+            B, S = B * -(-S // self.page_size), self.page_size
         return self._tensor((B, self.H_kv, S, columns), self.element, fill)
 
     def row_sums(self, *, fill: bool) -> Any:
@@ -185,9 +194,9 @@ class _Operands:
     def _pages(self) -> dict[str, Any]:
         import torch
 
-        if "page_size" not in self._given:
+        if self.page_size is None:
             return {}
-        shape = self.B, -(-self.S_kv // int(self._given["page_size"]))
+        shape = self.B, -(-self.S_kv // self.page_size)
         table = torch.empty(shape, dtype=torch.int32, device=self._maker.device)
         return {"page_table": table, "seq_lens_kv": self._lengths()}
 

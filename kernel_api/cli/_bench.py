@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernel_api.cli._candidates import add_candidate_options, metadata_filter
 from kernel_api.cli._measured import label, provider
-from kernel_api.cli._problem import add_problem_options, problem_arguments
+from kernel_api.cli._problem import add_problem_options, on_cpu, problem_arguments
 from kernel_api.cli._query import at_least
 from kernel_api.cli._render import Output, Table
 from kernel_api.cli._tuned import add_policy_options, device_of, policy
@@ -52,7 +52,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """0, or 1 if a kernel did not pass, or none takes the problem."""
-    from kernel_api._description import described, rebuilt
     from kernel_api.tuning import Environment, Problem
     from kernel_api.tuning._autotune import devices_here
     from kernel_api.tuning._choice import Choice
@@ -61,7 +60,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     device = "cpu" if device_of(options) == "cpu" else devices_here()[0]
     args = problem_arguments(argparse.Namespace(**{**vars(options), "device": "meta"}))
     if device == "cpu":  # what lies nowhere is for GPUs as well
-        args = rebuilt(described(args), device)
+        args = on_cpu(args)
     choice = Choice(
         metadata_filter(options),
         options.cc,

@@ -59,9 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         output.note("interrupted")
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; nothing more may be written at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()  # the reader (head, less) has seen enough
         return 0
+    except OSError as error:
+        output.note(f"kernel-api {options.command}: {error}")
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _write_no_more()
+        return 2
+
+
+def _write_no_more() -> None:
+    """Keep what is left of the answer from being written at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

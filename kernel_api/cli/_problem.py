@@ -4,15 +4,17 @@ have the same names (see :mod:`._problem_list`)."""
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kernel_api.cli._attention_problem import ATTENTION, attention_arguments
 from kernel_api.cli._fused_problem import FUSED, beside, fused_arguments
 from kernel_api.cli._grouped_problem import GROUPED, grouped_arguments
 from kernel_api.cli._norm_problem import NORMS, norm_arguments
-from kernel_api.cli._query import at_least
+from kernel_api.cli._query import at_least, seed
 from kernel_api.dtypes import dtype
-from kernel_api.errors import ArgumentError
+from kernel_api.errors import ArgumentError, KernelApiError
 
 if TYPE_CHECKING:
     from kernel_api.arguments import Arguments, GemmArguments
@@ -25,6 +27,9 @@ _OPERATIONS_WITH = {"groups": GROUPED, "heads": ATTENTION, "heads_kv": ATTENTION
 #: What ``--scales`` may be.
 SCALES = ("per_tensor", "per_row", "blocks")
 _BLOCK = 128
+
+#: Of what torch can number.
+_MOST_BYTES = 2**63 - 1
 
 _LAYOUT_HELP = (
     "one letter each for A, B and out: t row-major, n column-major; as in BLAS, two letters "
@@ -97,7 +102,7 @@ def add_problem_options(
     sizes.add_argument(
         "--device", choices=devices, default=device, help=f"(default: {device or 'cuda, else cpu'})"
     )
-    sizes.add_argument("--seed", type=int, default=0, help="of the random operands (default: 0)")
+    sizes.add_argument("--seed", type=seed, default=0, help="of the random operands (default: 0)")
     parser.add_argument_group("kernels").add_argument(
         "--cc", help="architecture asked about, such as 90 or sm_90a (default: the device's)"
     )
@@ -109,10 +114,39 @@ def problem_arguments(
     """The operands that the options describe; ``sizes`` replaces their M, N and K.
 
     Raises:
-        ArgumentError: the options contradict each other, or the device is not here.
+        ArgumentError: the options contradict each other, the device is not here, or it has no room
+            for the operands.
     """
-    m, n, k = sizes or (options.m, options.n, options.k)
     _check_options(options)
+    with _enough_room():
+        return _made(options, sizes or (options.m, options.n, options.k))
+
+
+def on_cpu(args: Arguments) -> Arguments:
+    """The same problem there, without data; raises ArgumentError if it has no room there."""
+    from kernel_api._description import described, rebuilt
+
+    with _enough_room():
+        return rebuilt(described(args), "cpu")
+
+
+@contextlib.contextmanager
+def _enough_room() -> Iterator[None]:
+    """Makes an ArgumentError of what torch says of sizes and types that it has no operands of."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        if isinstance(error, KernelApiError):
+            raise
+        told = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ArgumentError(
+            f"the operands cannot be made: {told}; expected sizes that there is memory for, of "
+            f"types that torch makes"
+        ) from error
+
+
+def _made(options: argparse.Namespace, sizes: tuple[int, int, int]) -> Arguments:
+    m, n, k = sizes
     if options.operation in NORMS:
         return norm_arguments(options, Maker(options), m, n)
     if options.operation in ATTENTION:
@@ -225,11 +259,14 @@ class Maker:
         leading = (columns if letter == "t" else rows) + pad
         stride = (leading, 1) if letter == "t" else (1, leading)
         matrix = leading * (rows if letter == "t" else columns)
-        memory = torch.empty(
-            offset + matrix * (1 if batch is None else batch),
-            dtype=element.torch,
-            device=self.device,
-        )
+        count = offset + matrix * (1 if batch is None else batch)
+        if count * element.itemsize > _MOST_BYTES:
+            of = shape if batch is None else (batch, *shape)
+            raise ArgumentError(
+                f"an operand of shape {of} takes {count * element.itemsize} bytes as "
+                f"{element}; expected {_MOST_BYTES} at most"
+            )
+        memory = torch.empty(count, dtype=element.torch, device=self.device)
         if batch is None:
             view = memory.as_strided(shape, stride, offset)
         else:

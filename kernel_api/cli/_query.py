@@ -30,8 +30,12 @@ def metadata_filter(options: argparse.Namespace) -> Callable[[KernelMetadata], b
     return lambda metadata: text in metadata.kernel_name
 
 
-def at_least(lowest: int) -> Callable[[str], int]:
-    """A converter for argparse: an integer that is not below ``lowest``."""
+#: The largest integers that torch takes for a size, and for a seed.
+_MOST, _MOST_SEED = 2**63 - 1, 2**64 - 1
+
+
+def at_least(lowest: int, most: int = _MOST) -> Callable[[str], int]:
+    """A converter for argparse: an integer that is not below ``lowest``, nor above ``most``."""
 
     def integer(text: str) -> int:
         try:
@@ -40,9 +44,15 @@ def at_least(lowest: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text!r} is no integer") from None
         if value < lowest:
             raise argparse.ArgumentTypeError(f"{value} is less than {lowest}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{value} is more than {most}")
         return value
 
     return integer
+
+
+#: The same for what random numbers begin with.
+seed = at_least(-_MOST - 1, _MOST_SEED)
 
 
 def query(options: argparse.Namespace, cc: Any = None) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 with KERNEL_API_RECORD; without a file, the one that the options describe. What an entry of a list
 does not say is as on the command line, but for the sizes.
 
-``tune show [FILE...]`` tells what is known, ``tune export FILE`` and ``tune import FILE`` move it,
+``tune show [FILE...]`` tells what is known, ``tune export FILE`` and ``tune import FILE`` move it
+(and say what was here already, and what is damaged),
 ``tune prune`` removes what is old or of elsewhere, ``tune verify`` looks for damaged files.
 """
 
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernel_api.cli._candidates import add_candidate_options, metadata_filter, seconds
 from kernel_api.cli._measured import COLUMNS, cells, label, summary
-from kernel_api.cli._problem import add_problem_options, problem_arguments
+from kernel_api.cli._problem import add_problem_options, on_cpu, problem_arguments
 from kernel_api.cli._problem_list import problems
 from kernel_api.cli._query import at_least
 from kernel_api.cli._render import Output, Table
@@ -27,7 +28,7 @@ from kernel_api.cli._tuned import (
     add_store_options,
     policy,
 )
-from kernel_api.errors import ArgumentError, KernelApiError
+from kernel_api.errors import ArgumentError, BenchError, KernelApiError
 
 if TYPE_CHECKING:
     from kernel_api.arguments import Arguments
@@ -81,15 +82,12 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 def _tune(files: Sequence[Path], options: argparse.Namespace, output: Output) -> int:
     from kernel_api import tuning
-    from kernel_api._description import described, rebuilt
 
     listed = _listed(files, options)
-    asked = list(listed.values())
-    if options.device == "cpu":  # what lies nowhere is for the GPUs, if there are any
-        asked = [rebuilt(described(args), "cpu") for args in asked]
+    asked, without_room = _placed(listed, options)
     limit = {"max_candidates": options.limit} if options.limit is not None else {}
-    found = tuning.autotune(
-        asked,
+    tuned = tuning.autotune(
+        list(asked.values()),
         metadata_filter(options),
         cc=options.cc,
         providers=options.providers,
@@ -100,7 +98,8 @@ def _tune(files: Sequence[Path], options: argparse.Namespace, output: Output) ->
         progress=output.for_reader,
         **({"max_candidates": None} if options.all else limit),
     )
-    rows = [_row(problem, one) for problem, one in zip(listed, found, strict=True)]
+    found = {**without_room, **dict(zip(asked, tuned, strict=True))}
+    rows = [_row(problem, found[problem]) for problem in listed]
     failed = [row for row in rows if row["reason"] is not None]
     output.show(
         {"passed": not failed, "problems": rows},
@@ -136,6 +135,22 @@ def _listed(files: Sequence[Path], options: argparse.Namespace) -> dict[Problem,
         return {Problem.of(args): args}
     listed = [args for path in files for args in problems(path, on_meta)]
     return {Problem.of(args): args for args in listed}
+
+
+def _placed(
+    listed: dict[Problem, Arguments], options: argparse.Namespace
+) -> tuple[dict[Problem, Arguments], dict[Problem, BenchError]]:
+    """The problems where they are asked for, and those that have no room there."""
+    if options.device != "cpu":
+        return listed, {}
+    asked: dict[Problem, Arguments] = {}
+    without_room: dict[Problem, BenchError] = {}
+    for problem, args in listed.items():  # what lies nowhere is for the GPUs, if there are any
+        try:
+            asked[problem] = on_cpu(args)
+        except ArgumentError as error:
+            without_room[problem] = BenchError(f"OOM, {error}")
+    return asked, without_room
 
 
 def _row(problem: Problem, found: Any) -> dict[str, Any]:

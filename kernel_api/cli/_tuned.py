@@ -131,11 +131,23 @@ def _export(words: Sequence[str], options: argparse.Namespace, output: Output) -
 def _import(words: Sequence[str], options: argparse.Namespace, output: Output) -> int:
     path = _file("import", words)
     try:
-        count = _store().import_(path)
+        found = _store().import_(path)
     except OSError as error:
         raise ArgumentError(f"{path} cannot be imported: {error.strerror}") from error
-    output.show({"rows": count, "file": path}, f"{count} measurements taken from {path}")
-    return 0
+    data = {
+        "passed": not found.damaged,
+        "rows": found.taken,
+        "kept_out": found.kept_out,
+        "damaged": {str(number): reason for number, reason in found.damaged.items()},
+        "file": path,
+    }
+    output.show(
+        data,
+        *(f"row {number} is damaged: {reason}" for number, reason in found.damaged.items()),
+        f"{found.taken} measurements taken from {path}, {found.kept_out} were here, or newer ones, "
+        f"{len(found.damaged)} are damaged",
+    )
+    return 1 if found.damaged else 0
 
 
 def _prune(words: Sequence[str], options: argparse.Namespace, output: Output) -> int:

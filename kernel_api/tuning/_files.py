@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from kernel_api import _log
 from kernel_api._code_files import replace_durably
@@ -37,6 +38,20 @@ def is_temporary(name: str) -> bool:
     return name.startswith(_TEMPORARY)
 
 
+class Imported(NamedTuple):
+    """What became of the rows of an exported file.
+
+    Attributes:
+        taken: Number of those that are here now.
+        kept_out: Number of those in whose place there is one that they do not replace.
+        damaged: By number in the file, from 0, why it is none.
+    """
+
+    taken: int
+    kept_out: int
+    damaged: dict[int, str]
+
+
 class RowFiles:
     """The rows below one folder, of whatever environment."""
 
@@ -54,10 +69,11 @@ class RowFiles:
         replace_durably(path, text.encode())
         return len(rows)
 
-    def import_(self, path: Path) -> int:
+    def import_(self, path: Path) -> Imported:
         """Take the rows of an exported file, as :meth:`add` does.
 
-        Returns the number that was taken. What is no row is left out and logged.
+        Returns how many were taken, how many were not, and which are no rows: these are left out
+        and logged.
 
         Raises:
             ArgumentError: the file is none that ``export`` wrote.
@@ -70,15 +86,16 @@ class RowFiles:
             rows = taken(fields, "rows", list)
         except ArgumentError as error:
             raise ArgumentError(f"{path} is no export of measurements: {error}") from error
-        count = 0
+        taken_rows, damaged = 0, {}
         for number, data in enumerate(rows):
             try:
                 row = Row.from_dict(data)
             except ArgumentError as error:
                 logger.warning("row %d of %s is left out: %s", number, path, error)
+                damaged[number] = str(error)
                 continue
-            count += self.add(row)
-        return count
+            taken_rows += self.add(row)
+        return Imported(taken_rows, len(rows) - len(damaged) - taken_rows, damaged)
 
     def add(self, row: Row) -> bool:
         """Keep a row from elsewhere, unless one is here that it does not replace

@@ -1,0 +1,135 @@
+"""Whether what a kernel class declares goes together: asked before the class is registered.
+
+What :class:`~kernel_api.space.Operands` and :class:`~kernel_api.space.Space` can tell alone they
+refuse where they stand. Here no operands are enumerated, and few designs are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from kernel_api.arguments import Arguments, GemmArguments
+from kernel_api.metadata import DesignMetadata, OperandsMetadata
+from kernel_api.space import Operands, Space
+
+if TYPE_CHECKING:
+    from kernel_api.kernel import Kernel
+
+
+def faults(family: type[Kernel]) -> Iterator[str]:
+    """What a class with a space has to mend; each says what was expected."""
+    yield from _faults_of_operands(family)
+    if isinstance(family.space, Space):
+        yield from _faults_of_designs(family.space, family.design)
+    else:
+        yield f"space is {family.space!r}; expected a Space, as in Space(stages=(3, 4))"
+
+
+def _faults_of_operands(family: type[Kernel]) -> Iterator[str]:
+    rows: Any = family.operands
+    if not isinstance(rows, (tuple, list)):
+        comma = " with a comma behind it" if isinstance(rows, Operands) else ""
+        yield f"operands is {rows!r}; expected a tuple of Operands{comma}: (Operands(...),)"
+        return
+    arguments: Any = family.arguments or GemmArguments
+    if not (isinstance(arguments, type) and issubclass(arguments, Arguments)):
+        yield f"arguments is {arguments!r}; expected a class derived from Arguments"
+        return
+    if not hasattr(arguments, "modes"):
+        yield f"{arguments.__name__} has no modes; expected the letters of each operand's modes"
+        return
+    for row in rows:
+        if isinstance(row, Operands):
+            yield from _faults_of_row(row, arguments)
+        else:
+            yield f"operands has {row!r}; expected Operands(...)"
+    yield from _faults_of_metadata(family.operands_metadata, arguments)
+
+
+def _faults_of_row(row: Operands, arguments: type[Arguments]) -> Iterator[str]:
+    modes = arguments.modes
+    known = f"{arguments.__name__} has {', '.join(modes)}"
+    for name in _lacking(modes, row.types):
+        yield f"Operands({_listed(row.types)}) lacks {name}; {known}: give each its types"
+    for name in _lacking(row.types, modes):
+        yield f"Operands({_listed(row.types)}) has {name}; {known}: leave {name} out"
+    for name, letter in row.fixed_majors.items():
+        letters = modes.get(name, letter)[-2:].lower()
+        if letter.lower() not in letters:
+            yield (
+                f"majors is {row.majors!r}; the mode of stride 1 of {name} is one of "
+                f"{' and '.join(letters)}"
+            )
+
+
+def _faults_of_metadata(metadata: Any, arguments: type[Arguments]) -> Iterator[str]:
+    if not (isinstance(metadata, type) and issubclass(metadata, OperandsMetadata)):
+        yield f"operands_metadata is {metadata!r}; expected a class derived from OperandsMetadata"
+        return
+    for name in _lacking(arguments.modes, [one.name for one in dataclasses.fields(metadata)]):
+        yield (
+            f"operands_metadata is {metadata.__name__}, which has no {name}; expected one with "
+            f"{', '.join(arguments.modes)}, the operands of {arguments.__name__}"
+        )
+
+
+def _lacking(names: Iterable[str], there: Iterable[str]) -> list[str]:
+    return [name for name in names if name not in there]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"{name}=..." for name in names)
+
+
+def _faults_of_designs(space: Space, design: Any) -> Iterator[str]:
+    """Of one design for each group of fields, and for each value of an axis."""
+    name = getattr(design, "__name__", repr(design))
+    parameters = _parameters(design)
+    for given in space.sample():
+        fault = _fault_of_fields(given, parameters, name) or _fault_of_design(given, design, name)
+        if fault is not None:
+            yield fault
+            return
+
+
+def _parameters(design: Any) -> dict[str, bool] | None:
+    """The fields that a design takes, and whether it needs them; None where that cannot be told."""
+    try:
+        found = inspect.signature(design).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(one.kind is not one.POSITIONAL_OR_KEYWORD for one in found):
+        return None
+    return {one.name: one.default is one.empty for one in found}
+
+
+def _fault_of_fields(
+    given: dict[str, Any], parameters: dict[str, bool] | None, name: str
+) -> str | None:
+    if parameters is None:
+        return None
+    unknown = _lacking(given, parameters)
+    if unknown:
+        known = ", ".join(parameters) or "no fields"
+        return f"space has {', '.join(unknown)}; {name} has {known}: leave it out, or set design"
+    lacking = [field for field, needed in parameters.items() if needed and field not in given]
+    if lacking:
+        return f"space has no {', '.join(lacking)}, which {name} needs: give it values"
+    return None
+
+
+def _fault_of_design(given: dict[str, Any], design: Any, name: str) -> str | None:
+    shown = ", ".join(f"{field}={value!r}" for field, value in given.items())
+    try:
+        made = design(**given)
+    except Exception as error:
+        return (
+            f"no design can be made, {name}({shown}): {error!r}; expected an axis of a space to be "
+            f"a tuple of values, as in tile_shape=((32, 32, 1),)"
+        )
+    if isinstance(made, DesignMetadata):
+        return None
+    return f"{name}({shown}) is {made!r}; expected a design, derived from DesignMetadata"
