@@ -1,5 +1,10 @@
 """Memory that launches borrow: one buffer per stream, and another one in every captured graph."""
 
+import gc
+import sys
+import threading
+import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,22 +16,27 @@ from kernel_api.errors import DeviceError
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A device whose streams are numbers; memory is of the CPU."""
-    now = SimpleNamespace(stream=0, is_captured=False, made=[])
+    """A device whose streams and captures are numbers; memory is of the CPU."""
+    now = SimpleNamespace(stream=0, capture=None, made=[], threads=[])
 
     def empty(size, dtype, device):
         now.made.append((device, size))
+        now.threads.append(threading.current_thread())
         return torch.full((size,), 7, dtype=dtype)
 
     monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream, index: stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(_workspaces, "_buffers", {})
+    monkeypatch.setattr(_workspaces, "_captured", {})
+    monkeypatch.setattr(_workspaces, "_capture_of", lambda stream: now.capture)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: now.stream, raising=False
     )
 
     def is_captured():
         assert now.stream, "the legacy stream never is"
-        return now.is_captured
+        return now.capture is not None
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_captured)
     return now
@@ -66,11 +76,112 @@ def test_a_graph_that_is_captured_gets_memory_of_its_own(cuda):
     lend = _workspaces.lender(0)
     cuda.stream = 7
     shared = lend(10)
-    cuda.is_captured = True
-    own = [lend(10), lend(10)]
-    assert len({shared.address, *(one.address for one in own)}) == 3
-    cuda.is_captured = False
+    cuda.capture = 1
+    own = lend(10)
+    assert own.address != shared.address and not own.tensor.any()
+    cuda.capture = None
     assert lend(10) is shared
+
+
+def test_launches_of_one_captured_stream_share_a_buffer(cuda):
+    lend = _workspaces.lender(0)
+    cuda.stream, cuda.capture = 7, 1
+    own = lend(10)
+    assert own is lend(_workspaces.ZEROED) is _workspaces.lender(0)(1)
+    cuda.stream = 8
+    assert lend(10).address != own.address
+    cuda.stream = 7
+    assert lend(10) is own
+    large = lend(_workspaces.ZEROED + 1)
+    assert lend(10) is large and not large.tensor[: _workspaces.ZEROED].any()
+    assert len(cuda.made) == 3
+
+
+def test_the_next_capture_may_have_the_memory_of_the_one_before(cuda, monkeypatch):
+    lend = _workspaces.lender(0)
+    cuda.stream, cuda.capture = 7, 1
+    first = weakref.ref(lend(10).tensor)
+    cuda.capture = 2
+    of_the_first, make = [], _workspaces._allocated
+    monkeypatch.setattr(
+        _workspaces, "_allocated", lambda *given: of_the_first.append(first()) or make(*given)
+    )
+    lend(10)
+    assert of_the_first == [None]
+
+
+def test_behind_a_capture_its_memory_is_given_back_when_garbage_is_collected(cuda):
+    lend = _workspaces.lender(0)
+    cuda.stream, cuda.capture = 7, 1
+    captured = weakref.ref(lend(10).tensor)
+    cuda.capture = None
+    eager = weakref.ref(lend(10).tensor)
+    gc.collect(0)
+    assert captured() is not None
+    gc.collect()
+    assert captured() is None and eager() is not None
+
+
+def test_a_capture_that_goes_on_behind_garbage_takes_other_memory(cuda):
+    lend = _workspaces.lender(0)
+    cuda.stream, cuda.capture = 7, 1
+    first = lend(10)  # the launch is not made yet
+    gc.collect()
+    second = lend(10)
+    assert second.address != first.address and not second.tensor.any()
+
+
+def test_memory_for_launches_to_come_is_in_no_pool_that_the_thread_allocates_in(cuda):
+    lend = _workspaces.lender(0)
+    cuda.stream = 7
+    lend(10)
+    cuda.capture = 1
+    lend(10)
+    assert [one is threading.current_thread() for one in cuda.threads] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("manager", "shares"),
+    [
+        (None, True),
+        (SimpleNamespace(stream=SimpleNamespace(cuda_stream=8)), True),
+        (SimpleNamespace(stream=SimpleNamespace(cuda_stream=7)), False),
+        (SimpleNamespace(), False),  # a torch that we do not know
+    ],
+)
+def test_graph_trees_get_memory_back_behind_every_launch(cuda, monkeypatch, manager, shares):
+    trees = SimpleNamespace(get_manager=lambda index, create_if_none_exists: manager)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    lend = _workspaces.lender(0)
+    cuda.stream, cuda.capture = 7, 1
+    first = weakref.ref(lend(10).tensor)
+    assert (first() is not None) == shares
+    lend(10)
+    assert len(cuda.made) == (1 if shares else 2)
+
+
+def test_where_the_driver_does_not_tell_captures_apart_every_launch_has_its_own(cuda, monkeypatch):
+    lend = _workspaces.lender(0)
+    cuda.stream, cuda.capture = 7, 1
+    monkeypatch.setattr(_workspaces, "_capture_of", lambda stream: None)
+    assert lend(10).address != lend(10).address
+
+
+def test_without_a_driver_captures_have_no_number(monkeypatch):
+    monkeypatch.setattr(_workspaces, "_driver", lambda: None)
+    assert _workspaces._capture_of(7) is None
+    monkeypatch.setattr(_workspaces, "_driver", lambda: lambda *given: 1)  # an error's number
+    assert _workspaces._capture_of(7) is None
+
+
+def test_the_driver_writes_the_number_of_the_capture(monkeypatch):
+    def ask(stream, status, number, *nothing):
+        assert stream.value == 7 and nothing == (None, None, None)
+        number._obj.value = 1 << 40
+        return 0
+
+    monkeypatch.setattr(_workspaces, "_driver", lambda: ask)
+    assert _workspaces._capture_of(7) == 1 << 40
 
 
 def test_without_cuda_there_is_nothing_to_borrow(monkeypatch):

@@ -1,5 +1,8 @@
 """CUDA graphs, several streams, several devices: every family, with poisoned outputs."""
 
+import ctypes
+import gc
+
 import pytest
 import torch
 from support.data import arguments_for, fill, supported_sizes
@@ -78,11 +81,18 @@ def refill(args, seed):
             fill(operand.tensor, 10 * seed + place)
 
 
-def captured(launch):
-    graph = torch.cuda.CUDAGraph()
+def captured(launch, **options):
+    graph = torch.cuda.CUDAGraph(**options)
     with torch.cuda.graph(graph):
         launch()
     return graph
+
+
+def nodes_of(graph):
+    count = ctypes.c_size_t()
+    ask = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes
+    assert not ask(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count))
+    return count.value
 
 
 def replays_are_right(kernel, args, graph):
@@ -147,6 +157,60 @@ def test_graphs_of_kernels_with_workspaces_run_side_by_side():
                 graph.replay()
     for args in problems:
         check(kernel, args)
+
+
+def test_launches_of_one_graph_share_a_workspace_that_is_cleared_once():
+    problems = [fused_problem("gemm_amax", seed=seed, M=512, N=512) for seed in (0, 20, 40)]
+    kernel = ka.get_kernels(problems[0], providers=["cutedsl"])[0]
+    for args in problems:
+        kernel.run(args)
+    alone = captured(lambda: kernel.run(problems[0]), keep_graph=True)
+    graph = captured(lambda: [kernel.run(args) for args in problems], keep_graph=True)
+    assert nodes_of(graph) - 1 == len(problems) * (nodes_of(alone) - 1) > 0
+    graph.instantiate()
+    for seed in range(3):
+        for turn, args in enumerate(problems):
+            refill(args, 10 * seed + turn)
+            poison_outputs(args)
+        graph.replay()
+        for args in problems:
+            check(kernel, args)
+
+
+def test_garbage_that_is_collected_in_a_capture_does_no_harm():
+    problems = [fused_problem("gemm_amax", seed=seed, M=512, N=512) for seed in (0, 20)]
+    kernel = ka.get_kernels(problems[0], providers=["cutedsl"])[0]
+    for args in problems:
+        kernel.run(args)
+
+    def both():
+        for args in problems:
+            kernel.run(args)
+            gc.collect()
+
+    graph = captured(both)
+    for args in problems:
+        poison_outputs(args)
+    graph.replay()
+    for args in problems:
+        check(kernel, args)
+
+
+def test_graph_trees_of_torch_compile_get_their_memory_back():
+    """They refuse to record where somebody holds memory of theirs that they do not know of."""
+    A, B = (fill(torch.empty(256, 256, device="cuda").bfloat16(), seed) for seed in (0, 1))
+
+    def step(x):
+        out, amax = torch.empty_like(x), torch.empty((), device="cuda")
+        ka.ops.gemm_amax(x, B, out=out, amax=amax, alpha=0.01)
+        return out + amax.bfloat16()
+
+    expected = step(step(A))
+    first, second = (torch.compile(step, mode="reduce-overhead") for _ in range(2))
+    for _ in range(4):  # the first ones warm up
+        torch.compiler.cudagraph_mark_step_begin()
+        found = second(first(A)).clone()
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_kernel_from_the_disk_is_captured_at_its_first_launch():
