@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.cute_on_cpu import LENT, lender
 from support.kernels import EVERY_KERNEL
+from support.sass import sass
 from support.sdpa import Draw
 
 import kernel_api as ka
@@ -464,6 +465,18 @@ def test_parts_that_meet_leave_room_for_a_block_of_the_next_kernel(dim):
         assert 2 * needed.registers * needed.threads <= 1 << 16
         assert 2 * (needed.shared_memory_bytes + 1024) <= 228 * 1024
         assert needed.spill_bytes == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("form", ["dense", "paged"])
+def test_keys_are_asked_for_while_the_kernels_before_run(form):
+    """Where they lie is known then; but numbers of pages may still be written."""
+    args = few(form, lambda draw: {"out": draw.results(read=False).bfloat16()})
+    kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+    for kernel in some([kernel for kernel in kernels if kernel.family == DECODE]):
+        code = sass(kernel.compile(args, cc="90a"))
+        asks, waits = code.find("UTMAPF"), code.find("ACQBULK")
+        assert (asks == -1) == (form == "paged") and asks < waits
 
 
 def test_few_keys_are_read_by_parts_that_meet():

@@ -33,6 +33,12 @@ SLAB = SLAB_BYTES // 2  # columns of 16 bits
 _OVERHEAD = 2  # of a part, in blocks of keys
 _WAVES = 4  # of blocks, at most, that parts are made for
 
+#: Of launch values, those that a block uses behind its first loads if at all.
+_NOT_READ_FIRST = frozenset(("scale", "lse", "score_max", "score_sum_exp", "sink"))
+#: Bytes of keys and values that a block asks for before it may read them, where all blocks of a
+#: launch together read no more than `_SMALL`: with more, kernels that still run get theirs later.
+_AHEAD, _SMALL = 128 << 10, 8 << 20
+
 _COUNTERS = 2  # of `Tiles`; those of the tiles follow
 
 
@@ -125,6 +131,8 @@ class SdpaDecode(RowLoads, SdpaForward):
             page_size=page_size,
         )
         self.output_memory = "none"  # it is not staged
+        #: What is known of a tile before anything is read.
+        self.asks_ahead = set(scores.names) <= _NOT_READ_FIRST
         #: Of a row of a part: the log-sum-exp, then the largest score if it is asked for.
         self.numbers = 1 + any(name in scores.names for name in ("score_max", "score_sum_exp"))
 
@@ -189,6 +197,34 @@ class SdpaDecode(RowLoads, SdpaForward):
         return self._searched(work, heads, first, last_query, values)
 
     # Loads -------------------------------------------------------------------------------
+
+    @cute.jit
+    def _ask_ahead(self, warp_index, *of_first_loads):
+        """Brings what this block loads first to L2 while the kernels before run. They may still
+        write it: L2 is where what they write arrives."""
+        if warp_index == 0:
+            self._ask(*of_first_loads)
+
+    @cute.jit
+    def _ask(self, tma_k, mK, sK, tma_v, mV, sV, mQ, tiles, operands):
+        values = Values(self.scores.names, operands)
+        tile = Int32(cute.arch.block_idx()[0])
+        work = SdpaDecode._work(self, tiles, tile, values, mQ, mK)
+        place, blocks = work.place, work.blocks
+        tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head)
+        tVsV, tVgV = self._partitioned(tma_v, mV, sV, self.head_dim_v, place.head)
+        block_bytes = self.tile_n * (self.head_dim + self.head_dim_v) * self.element_type.width // 8
+        count = cutlass.min(blocks.end - blocks.begin, Int32(_AHEAD // block_bytes))
+        of_tile = cute.ceil_div(work.sequence.keys, self.tile_n)
+        read = Int64(tiles.total // tiles.parts) * of_tile * block_bytes
+        count = select(read <= _SMALL, count, Int32(0))
+        for i in cutlass.range(count, unroll=1):
+            block = blocks.end - 1 - i
+            with cute.arch.elect_one():
+                for slab in cutlass.range_constexpr(cute.size(tKsK, mode=[2])):
+                    cute.prefetch(tma_k, tKgK[None, block, slab, place.batch])
+                for slab in cutlass.range_constexpr(cute.size(tVsV, mode=[2])):
+                    cute.prefetch(tma_v, tVgV[None, block, slab, place.batch])
 
     @cute.jit
     def _load_tile(

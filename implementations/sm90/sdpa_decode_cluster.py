@@ -17,8 +17,6 @@ from .sdpa_output import OWN
 from .sdpa_tiles import Work
 from .sdpa_workspace import part_bytes
 
-#: Of launch values, those that a block uses behind its first loads if at all.
-_NOT_READ_FIRST = frozenset(("scale", "lse", "score_max", "score_sum_exp", "sink"))
 #: Bytes of operands of a block, at most: a multiprocessor has two, and what is 1 KiB behind each.
 _HALF = 112 * 1024
 _REGISTERS_OF_TWO = (40, 216)  # (producer, consumer)
@@ -91,8 +89,6 @@ class SdpaDecodeCluster(SdpaDecode):
         super().__init__(head_dims, tile, stages, element_type, scores, **options)
         self.most = cluster
         self.registers = _REGISTERS_OF_TWO
-        #: What is known of a tile before anything is read.
-        self.known_early = set(scores.names) <= _NOT_READ_FIRST
         element_bytes = element_type.width // 8
         read = self.tile_m * self.head_dim + self.tile_n * stages * sum(head_dims)
         left = self.tile_m * (self.head_dim_v + _APART + self.numbers) * Float32.width // 8
@@ -131,10 +127,10 @@ class SdpaDecodeCluster(SdpaDecode):
 
     def _work(self, tiles: ClusterTiles, tile: Int32, values: Values, mQ, mK) -> Work:
         """The producer and the consumers ask for one each, before all that they read."""
-        if not self.known_early:
+        if not self.asks_ahead:
             super()._await_launch()
         work = super()._work(tiles, tile, values, mQ, mK)
-        if self.known_early:
+        if self.asks_ahead:
             super()._await_launch()
         return work
 

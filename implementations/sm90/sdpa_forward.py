@@ -63,6 +63,7 @@ class SdpaForward(ForwardConsumer):
     """
 
     largest_power = 0.0  # exponent of 2
+    asks_ahead = False  # for keys and values, while the kernels before run
 
     def __init__(
         self,
@@ -270,6 +271,8 @@ class SdpaForward(ForwardConsumer):
         )
         pipeline.pipeline_init_arrive((1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait((1, 1))
+        if const_expr(self.asks_ahead):
+            self._ask_ahead(warp_index, tma_k, mK, sK, tma_v, mV, sV, mQ, tiles, operands)
         self._await_launch()
 
         if group == 0:

@@ -202,15 +202,15 @@ def test_graph_trees_of_torch_compile_get_their_memory_back():
 
     def step(x):
         out, amax = torch.empty_like(x), torch.empty((), device="cuda")
-        ka.ops.gemm_amax(x, B, out=out, amax=amax, alpha=0.01)
-        return out + amax.bfloat16()
+        ka.ops.gemm_amax(x, B, out=out, amax=amax, alpha=0.0625)
+        return out
 
     expected = step(step(A))
     first, second = (torch.compile(step, mode="reduce-overhead") for _ in range(2))
     for _ in range(4):  # the first ones warm up
         torch.compiler.cudagraph_mark_step_begin()
         found = second(first(A)).clone()
-    torch.testing.assert_close(found, expected)
+    assert torch.equal(found, expected)
 
 
 def test_a_kernel_from_the_disk_is_captured_at_its_first_launch():

@@ -85,8 +85,8 @@ def blocks_seen(args: Any, queries: int, keys: int) -> float:
 
 #: Bytes per second that keys and values are read with, and seconds that nothing hides: where parts
 #: go through the workspace, and where they meet in clusters.
-_READ, _ALONE = 3.7e12, 5.0e-6
-_READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS = 3.4e12, 4.0e-6
+_READ, _ALONE = 4.3e12, 5.5e-6
+_READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS = 2.9e12, 4.1e-6
 #: Of a tile whose clusters' sums go through the workspace, and blocks of keys per cluster's block
 #: from which on it has several.
 _SEVERAL_CLUSTERS, _KEYS_FOR_SEVERAL = 0.5e-6, 6

@@ -396,6 +396,16 @@ def _prefetch(match: re.Match[str], gang: Gang, instruction: Instruction, mask: 
         tensor_map_at(gang, address)
 
 
+def _prefetch_tensor(
+    match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask
+) -> None:
+    """To L2, where it is never stale: nothing that a program sees."""
+    source, *_ = instruction.operands
+    warps = [issue.warp for _, issue in _issues(gang, source, mask, int(match["rank"]))]
+    if len(set(warps)) < len(warps):
+        raise EmulationError("is executed by several threads of a warp; one asks for the box")
+
+
 _HINT = r"(\.L2::cache_hint)?"
 _TENSOR = r"cp\.async\.bulk\.tensor\.(?P<rank>[1-5])d"
 
@@ -436,4 +446,8 @@ BULK = (
         _store_async,
     ),
     (r"prefetch\.(param\.)?tensormap", _prefetch),
+    (
+        r"cp\.async\.bulk\.prefetch\.tensor\.(?P<rank>[1-5])d\.L2\.global(\.tile)?" + _HINT,
+        _prefetch_tensor,
+    ),
 )
