@@ -84,9 +84,11 @@ def blocks_seen(args: Any, queries: int, keys: int) -> float:
 
 
 #: Bytes per second that keys and values are read with, and seconds that nothing hides: where parts
-#: go through the workspace, and where they meet in clusters.
+#: go through the workspace, where they meet in clusters, and where those have a block for each tile.
 _READ, _ALONE = 4.3e12, 5.5e-6
 _READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS = 2.9e12, 4.1e-6
+_READ_WHOLE, _ALONE_WHOLE = 4.25e12, 3.3e-6
+_OF_A_CLUSTER = 16  # blocks, at most
 #: Of a tile whose clusters' sums go through the workspace, and blocks of keys per cluster's block
 #: from which on it has several.
 _SEVERAL_CLUSTERS, _KEYS_FOR_SEVERAL = 0.5e-6, 6
@@ -100,7 +102,9 @@ def decode_seconds(args: Any, design: Any) -> float:
     products = args.S_kv * seen(args) * design.tile_shape[0] * sum(design.head_dim)
     multiplied = products / (0.4 * _RATE * _MULTIPROCESSORS)
     read, alone = _READ, _ALONE
-    if design.cluster > 1:
+    if design.cluster > 1 and tiles >= _MULTIPROCESSORS // _OF_A_CLUSTER * _OF_A_CLUSTER:
+        read, alone = _READ_WHOLE, _ALONE_WHOLE
+    elif design.cluster > 1:
         read, alone = _READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS
         blocks = -(-args.S_kv // design.tile_shape[1])
         are_several = blocks > _KEYS_FOR_SEVERAL * design.cluster
