@@ -26,6 +26,7 @@ from kernel_api.provider import Provider, generation, providers
 from kernel_api.space import Variants
 from kernel_api.status import Status
 from kernel_api.targets import CcLike, Target, fitting
+from kernel_api.utils import untraced
 
 if TYPE_CHECKING:
     from kernel_api.explanation import Explanation
@@ -45,6 +46,7 @@ class Verdict(NamedTuple):
     status: Status
 
 
+@untraced
 def get_kernels(
     args: Arguments | None = None,
     metadata_filter: MetadataFilter | None = None,
@@ -80,6 +82,7 @@ def get_kernels(
     return filtered(survey.kernels, metadata_filter)
 
 
+@untraced
 def explain(
     args: Arguments,
     metadata_filter: MetadataFilter | None = None,

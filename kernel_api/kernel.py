@@ -40,7 +40,7 @@ from kernel_api.metadata import (
 from kernel_api.space import Operands, Space, Variants
 from kernel_api.status import KIND_OF_OPERATION, Status
 from kernel_api.targets import CcLike, Target, fitting
-from kernel_api.utils import is_traced
+from kernel_api.utils import is_traced, is_watched, untraced
 
 if TYPE_CHECKING:
     from kernel_api._code_files import CodeFiles
@@ -209,6 +209,11 @@ class Kernel(metaclass=KernelType):
             UnsupportedError, ArtifactError, DeviceError, CaptureError, WorkspaceError: before
                 anything is launched.
         """
+        if is_traced() or is_watched():
+            from kernel_api._outside import outside
+
+            outside(self.run, args, artifact, stream, workspace, assume_supported_args)
+            return
         require_arguments(args)
         if stream is not None:
             require_streams(args.device, stream)
@@ -231,6 +236,7 @@ class Kernel(metaclass=KernelType):
             _recording.record(args)
             self._run(args, artifact, stream, workspace)
 
+    @untraced
     def prepare(
         self, args: Arguments, artifact: CompiledArtifact | None = None
     ) -> Callable[..., None]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def to_cuda_stream(stream: Any = None) -> Any:
@@ -54,6 +58,28 @@ def strides_to_layout_string(*strides: Sequence[int]) -> str:
 
 def is_traced() -> bool:
     """Whether torch's compiler reads the code that calls this, to make a graph of it."""
-    import torch
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())
 
-    return torch.compiler.is_compiling()
+
+def is_watched() -> bool:
+    """Whether torch's compiler looks at every function that is called here, and all that these are
+    given, because it left a caller as it is."""
+    compiler = sys.modules.get("torch._C._dynamo.eval_frame")
+    ask = getattr(compiler, "get_eval_frame_callback", None)
+    return ask is not None and callable(ask())
+
+
+def untraced(function: _Function) -> _Function:
+    """The same, which torch's compiler leaves as it is: it would read all that is called there,
+    frame by frame, and find nothing for its graphs."""
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        if is_traced() or is_watched():
+            from kernel_api._outside import outside
+
+            return outside(function, *given, **named)
+        return function(*given, **named)
+
+    return cast(_Function, call)

@@ -78,6 +78,20 @@ def test_a_kernel_that_is_run():
     def function(x, w):
         args = ka.GemmArguments(x * 2, w, out)
         ka.get_kernels(args)[0].run(args)
+        assert ka.explain(args).accepted
+        return out + 1
+
+    torch._dynamo.utils.counters.clear()
+    close(compiled(function, X, W), 2 * X @ W + 1)
+    assert torch._dynamo.utils.counters["frames"]["total"] < 50  # nothing behind a query is read
+
+
+def test_a_launch_is_prepared():
+    out = torch.full((4, 6), float("nan"))
+
+    def function(x, w):
+        args = ka.GemmArguments(x, w, out)
+        ka.get_kernels(args)[0].prepare(args)(x * 2, w, out)
         return out + 1
 
     close(compiled(function, X, W), 2 * X @ W + 1)

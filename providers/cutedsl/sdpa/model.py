@@ -84,7 +84,7 @@ def blocks_seen(args: Any, queries: int, keys: int) -> float:
 
 
 #: Bytes per second that keys and values are read with, and seconds that nothing hides: where parts
-#: go through the workspace, where they meet in clusters, and where those have a block for each tile.
+#: go through the workspace, where they meet in clusters, and where a tile is no parts in those.
 _READ, _ALONE = 4.3e12, 5.5e-6
 _READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS = 2.9e12, 4.1e-6
 _READ_WHOLE, _ALONE_WHOLE = 4.25e12, 3.3e-6
