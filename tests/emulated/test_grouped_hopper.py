@@ -238,7 +238,7 @@ def test_groups_are_summed_over(design, case):
     checked(design, case.of_sums())
 
 
-@pytest.mark.parametrize(("design", "case"), **named(OF_ROWS_TAKEN, 2))
+@pytest.mark.parametrize(("design", "case"), **named(OF_ROWS_TAKEN, 1))
 def test_tiles_of_groups_are_taken_as_clusters_become_free(design, case):
     for seed in range(SEEDS):
         check(chosen_of(design, args := case.of_rows()), args, "sm_90a", seed)

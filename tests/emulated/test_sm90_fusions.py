@@ -152,8 +152,8 @@ REDUCED = [
 
 @pytest.mark.parametrize(
     "turn",
-    some(range(len(REDUCED)), 4),
-    ids=some([f"{case.name}, {case.design}" for case in REDUCED], 4),
+    some(range(len(REDUCED)), 2),
+    ids=some([f"{case.name}, {case.design}" for case in REDUCED], 2),
 )
 def test_what_is_reduced_over_several_tiles_is_right_and_the_same_again(turn):
     args = REDUCED[turn].drawn(turn)
@@ -188,7 +188,7 @@ ENDING = [
 
 @pytest.mark.parametrize(
     ("operand", "end"),
-    ENDING if EVERY else ENDING[:3],
+    ENDING if EVERY else ENDING[:2],
 )
 def test_what_is_reduced_of_infinite_products_is_infinite(operand, end):
     """Tiles reach beyond the matrix, where zeros times infinity are not a number."""
@@ -272,7 +272,7 @@ def test_what_gelu_is_off_by_does_not_add_up_in_sums_of_more_digits():
     assert off.max() < 1e-7, f"off by {off.max():.3g} of 1 + |x|"
 
 
-@pytest.mark.parametrize("out", some([make.BF16, F32, F16], 2))
+@pytest.mark.parametrize("out", some([F32, make.BF16, F16], 1))
 def test_one_plus_erf_is_right_in_either_order_and_beside_erf_itself(out):
     def fn(accum, first, second):
         x = accum * 0.1
