@@ -170,6 +170,26 @@ def test_rows_too_long_for_shared_memory_are_streamed():
     assert {k.metadata.design.elements for k in offered(draw.arguments(RMS))} == {0}
 
 
+def with_both_sums(N, weight):
+    draw = meta(512, N)
+    sums = {name: draw.columns(read=False) for name in ("dweight", "dbias")}
+    return draw.arguments(LAYER_BACKWARD, weight=draw.columns(element=weight), **sums)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("cc", ["80", "90a"])
+@pytest.mark.parametrize(("N", "weight"), [(16384, "bfloat16"), (8192, "float32")])
+def test_both_sums_over_long_rows_are_kept_in_registers(cc, N, weight):
+    args = with_both_sums(N, weight)
+    best = offered(args)[0]
+    assert best.metadata.design.elements
+    assert best.compile(args, cc).resources.spill_bytes == 0
+
+
+def test_weights_of_32_bits_leave_registers_for_fewer_sums():
+    assert not offered(with_both_sums(16384, "float32"))[0].metadata.design.elements
+
+
 # Metadata --------------------------------------------------------------------------------
 
 

@@ -272,10 +272,10 @@ class NormBackward:
         for v in cutlass.range_constexpr(self.vectors):
             first = v * self.rows.step
             gradient, g, normal = self._terms(dy, x, first, mean, rstd, operands, thread)
-            target.store(first, self._gradient(g, normal, rstd, means))
             for i, values in enumerate(self._addends(gradient, normal)):
                 for e in cutlass.range_constexpr(self.rows.vector):
                     totals[e, v, i] += values[e]
+            target.store(first, self._gradient(g, normal, rstd, means))
 
     @cute.jit
     def _write_any(self, dy, x, target, N, terms, operands, rows, turn, thread):

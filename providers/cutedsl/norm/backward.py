@@ -27,8 +27,9 @@ from kernel_api.space import Miss, Operands, Space, rule
 _SUMS = ("dweight", "dbias")
 _SUM_BYTES = 4
 
-#: Sums over rows that all threads of a CTA together have registers for.
-_SUMS_HELD = 16 * 1024
+#: Sums over rows that all threads of a CTA together have registers for, beside a weight of so many
+#: bytes, and at most.
+_SUMS_HELD, _MOST_HELD = {4: 16 * 1024}, 32 * 1024
 
 _MOST_STAGES = 3
 
@@ -113,7 +114,9 @@ class NormBackward(NormKernel):
     def _(design: NormBackwardDesign, args: Any) -> bool | Miss:
         asked = sum(name in args.further for name in _SUMS)
         held = design.threads * design.elements * asked
-        return held <= _SUMS_HELD or Miss(f"they are {held}, the registers hold {_SUMS_HELD}")
+        weight = args.further.get("weight")
+        room = _MOST_HELD if weight is None else _SUMS_HELD.get(weight.dtype.itemsize, _MOST_HELD)
+        return held <= room or Miss(f"they are {held}, the registers hold {room}")
 
     def implementation(self) -> Callable[..., None]:
         return self._implementation(("rstd",))
