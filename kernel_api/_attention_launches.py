@@ -130,6 +130,8 @@ def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
     if value is None:
         return (None,)
     if name in ("scale", "softcap"):  # kernels take positive ones alone
+        if isinstance(value, str):
+            raise TypeError
         return float(value).__class__, math.isfinite(value), value > 0
     if name == "mask":
         if not isinstance(value, Mask):

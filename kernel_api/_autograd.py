@@ -20,6 +20,12 @@ def changeable(out: torch.Tensor) -> torch.Tensor:
     return out.detach()
 
 
+def zeros(inputs: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
+    """The gradients that are wanted, where nothing was computed of the inputs."""
+    pairs = zip(inputs, wanted, strict=True)
+    return tuple([torch.zeros_like(one) if w and one is not None else None for one, w in pairs])
+
+
 def differentiable_once(name: str) -> Callable[[Callable[..., _Gradients]], Callable[..., Any]]:
     """Decorates ``backward`` of a :class:`torch.autograd.Function`, which then takes the saved
     tensors behind ``ctx``; among them has to be every input that may need a gradient.

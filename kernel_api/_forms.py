@@ -9,8 +9,9 @@ from fractions import Fraction
 from typing import Any
 
 from kernel_api.dtypes import dtype
+from kernel_api.errors import ArgumentError
 from kernel_api.fusions._shared import matrices
-from kernel_api.operands import Operand
+from kernel_api.operands import Operand, require_tensor
 
 Fusion = Callable[..., Any]
 
@@ -71,8 +72,12 @@ class Form:
     ) -> tuple[Any, dict[str, Any]]:
         """``out`` and the options with every output that is asked for. A is a tensor, B has a
         shape."""
+        if not len(B.shape):
+            raise ArgumentError("B has shape (); expected a matrix, or several")
         complete, N = dict(options), B.shape[-1]
-        if out is None:
+        if out is not None:
+            require_tensor(out, "out")
+        else:
             element = out_dtype or self.element or out_type(A.dtype)
             out = empty(self.out_shape(A, N, options), torch_type(element), A)
         for name in self.outputs:

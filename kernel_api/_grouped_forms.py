@@ -7,7 +7,7 @@ from typing import Any
 from kernel_api._forms import Form, empty, torch_type
 from kernel_api.arguments.experts import experts
 from kernel_api.errors import ArgumentError
-from kernel_api.operands import Operand
+from kernel_api.operands import Operand, require_tensor
 
 
 class GroupedForm(Form):
@@ -21,6 +21,14 @@ class GroupedForm(Form):
 
     def operands(self, A: Any, B: Any) -> tuple[Operand, Operand]:
         return A if isinstance(A, Operand) else Operand(A, "A"), experts(B)
+
+    def completed(
+        self, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        for name in ("offsets", "row_index"):
+            if options.get(name) is not None:
+                require_tensor(options[name], name)
+        return super().completed(A, B, out, out_dtype, options)
 
     def out_shape(self, A: Any, N: int, options: dict[str, Any]) -> tuple[int, ...]:
         for name in ("accumulate", "out_row_index"):

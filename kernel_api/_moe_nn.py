@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_api import ops
-from kernel_api._autograd import differentiable_once
+from kernel_api._autograd import differentiable_once, zeros
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions import GLU_KINDS
 from kernel_api.operands import require_tensors
@@ -223,6 +223,10 @@ class _Moe(torch.autograd.Function):
         x, expert_weight, w_up, w_down, preactivation, hidden, offsets, token, place = saved
         routing = Routing(offsets, token, place, ctx.choices)
         wants_x, _, wants_weight, wants_up, wants_down = ctx.needs_input_grad[:5]
+        if not w_down.shape[1]:  # every width of pairs of columns is the same
+            wanted = wants_x, wants_weight, wants_up, wants_down
+            dx, *others = zeros((x, expert_weight, w_up, w_down), wanted)
+            return dx, None, *others, None
         dy = dy.index_select(0, token)
         dx = dweight = dw_up = dw_down = None
         if wants_down:

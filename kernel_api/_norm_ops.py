@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kernel_api import fusions
+from kernel_api._numbers import whole_number
 from kernel_api.arguments.norm import NormArguments, default_rows_per_block
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
@@ -131,7 +132,9 @@ def _allocated(name: str, x: Any, asked: Any, options: dict[str, Any]) -> Any:
         return torch.empty((), dtype=element, device=x.device)
     assert name == "amax", name
     rows = x.shape[:-1].numel()
-    per_block = options.get("rows_per_block") or default_rows_per_block(rows)
+    per_block = whole_number(options.get("rows_per_block"))
+    if per_block is None or per_block <= 0:  # absent, or refused where the arguments are made
+        per_block = default_rows_per_block(rows)
     return torch.empty(-(-rows // per_block), dtype=element, device=x.device)
 
 

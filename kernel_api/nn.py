@@ -23,7 +23,7 @@ import torch
 
 from kernel_api import fusions, ops
 from kernel_api._attention_nn import attention
-from kernel_api._autograd import changeable, differentiable_once
+from kernel_api._autograd import changeable, differentiable_once, zeros
 from kernel_api._forms import out_type
 from kernel_api._moe_nn import moe
 from kernel_api._norm_nn import layernorm, rmsnorm
@@ -184,12 +184,15 @@ def _backward(
     function: Function,
 ) -> _Gradients:
     """Gradients of x, weight and bias, those that are wanted."""
+    if not weight.shape[0]:  # of nothing: every width of pairs of columns is the same
+        found: _Gradients = zeros((x, weight, bias), wanted)
+        return found
     fused = ops.gemm_recompute_dglu if function.is_glu else ops.gemm_recompute_dactivation
     rows, upstream = _rows(x), _rows(dy)
-    found = fused(
+    computed = fused(
         rows, weight.t(), upstream=upstream, bias=bias, dbias=wanted[2], **function.options
     )
-    dz, dbias = found if wanted[2] else (found, None)
+    dz, dbias = computed if wanted[2] else (computed, None)
     dx = ops.gemm(dz, weight, out_dtype=x.dtype).view_as(x) if wanted[0] else None
     dweight = ops.gemm(dz.t(), rows, out_dtype=weight.dtype) if wanted[1] else None
     return dx, dweight, None if dbias is None or bias is None else dbias.to(bias.dtype)

@@ -185,6 +185,12 @@ class Operand:
         return f"{self.dtype.name}{list(self.shape)}:{list(self.stride)} on {self.device}"
 
 
+def require_tensor(value: Any, name: str) -> None:
+    """Raise ArgumentError for what has no shape: others are read like tensors."""
+    if not hasattr(value, "shape"):
+        _as_torch(value, name)
+
+
 def require_tensors(**given: Any) -> None:
     """Raise ArgumentError for what is no dense tensor of torch's, which alone has gradients."""
     import torch
@@ -196,6 +202,11 @@ def require_tensors(**given: Any) -> None:
         if one.is_nested or one.layout is not torch.strided:
             kind = "nested" if one.is_nested else one.layout
             raise ArgumentError(f"{name} is a {kind} tensor; expected a strided one")
+        if not torch.compiler.is_compiling():
+            try:
+                one.data_ptr()
+            except RuntimeError as error:
+                raise _no_memory(name) from error
 
 
 def _no_memory(name: str) -> ArgumentError:

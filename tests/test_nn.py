@@ -268,3 +268,9 @@ def test_what_contradicts_itself_is_refused_with_both_values(changes, message):
 def test_an_activation_is_one_of_a_list():
     with pytest.raises(ArgumentError, match="activation is 'mish'; expected one of relu, leaky"):
         ka.nn.linear_activation(*leaves(5), activation="mish")
+
+
+def test_layers_without_columns_have_gradients_of_zeros():
+    x, w = torch.randn(3, 16, requires_grad=True), torch.randn(0, 16, requires_grad=True)
+    ka.nn.linear_glu(x, w, granularity="halves").sum().backward()
+    assert torch.equal(x.grad, torch.zeros(3, 16)) and w.grad.shape == (0, 16)

@@ -468,3 +468,22 @@ def test_probabilities_may_be_rounded_before_they_are_multiplied():
 def test_a_softcap_allows_three_times_the_error_of_the_baseline():
     assert Draw().arguments(softcap=2.0).least_factor == 3.0
     assert Draw().arguments().least_factor == 0.0
+
+
+@pytest.mark.parametrize(
+    ("ends", "longest", "words"),
+    [
+        ([0, 3, 8], 4, "sequence 1 has 5 tokens by cu_seqlens_q, and max_seqlen_q is 4"),
+        ([1, 3, 8], 5, "cu_seqlens_q begins with 1; expected 0"),
+    ],
+)
+def test_packed_sequences_begin_at_0_and_are_no_longer_than_is_said(ends, longest, words):
+    x, ends = torch.randn(8, 2, 8), torch.tensor(ends, dtype=torch.int32)
+    with pytest.raises(ka.errors.ArgumentError, match=words):
+        ka.ops.sdpa(
+            *(x, x, x),
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )

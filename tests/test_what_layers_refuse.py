@@ -9,6 +9,7 @@ from kernel_api.errors import ArgumentError
 X, W, Q = torch.randn(4, 8), torch.randn(64, 8), torch.randn(1, 2, 4, 8)
 ONES = torch.ones(8)
 ROUTED = (torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1))
+ENDS = torch.tensor([1, 4], dtype=torch.int32)
 EXPERTS = (torch.randn(2, 8, 8), torch.randn(2, 4, 8))
 
 
@@ -33,6 +34,27 @@ EXPERTS = (torch.randn(2, 8, 8), torch.randn(2, 4, 8))
         (lambda: ka.nn.moe(X, *ROUTED, *map(list, EXPERTS)), "w_up is a list"),
         (lambda: ka.ops.gemm(X, W.t(), alpha=10**400), "alpha is beyond all numbers of float64"),
         (
+            lambda: ka.ops.grouped_gemm_wgrad(X.t(), torch.randn(4, 8), [4]),
+            "offsets is a list; expected a torch tensor",
+        ),
+        (
+            lambda: ka.ops.grouped_gemm(X, EXPERTS[0], ENDS, row_index=[0, 1]),
+            "row_index is a list; expected",
+        ),
+        (lambda: ka.ops.grouped_gemm(X, torch.tensor(1.0), ENDS), "B has shape ()"),
+        (lambda: ka.ops.gemm_bias_activation(X, W.t(), out=1, activation="relu"), "out is a int"),
+        *(
+            (
+                lambda rows=rows: ka.ops.rmsnorm_rht_amax(
+                    X.repeat(1, 2), weight=ONES.repeat(2), rows_per_block=rows
+                ),
+                f"rows_per_block is {rows}; expected a number of rows",
+            )
+            for rows in (-1, 2.5, 2**70)
+        ),
+        (lambda: ka.ops.sdpa(Q, Q, Q, scale="x"), "scale is 'x'; expected a finite number"),
+        (lambda: ka.ops.sdpa(Q, Q, Q, softcap="x"), "softcap is 'x'; expected a positive number"),
+        (
             lambda: ka.verify("any", ka.GemmArguments(X, W.t(), torch.empty(4, 64))),
             "kernel is a str; expected one that get_kernels returns",
         ),
@@ -44,7 +66,17 @@ def test_it_is_named(call, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("call", [lambda t: ka.ops.gemm(t, W.t()), lambda t: ka.nn.rmsnorm(t)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: ka.ops.gemm(t, W.t()),
+        lambda t: ka.nn.linear_activation(t, W),
+        lambda t: ka.nn.rmsnorm(t),
+        lambda t: ka.nn.attention(t[None, None], Q[:, :1], Q[:, :1]),
+    ],
+)
 def test_transformations_of_torch_func_are_named(call):
     with pytest.raises(ArgumentError, match=r"has no memory of its own, as inside torch\.func"):
         torch.func.vmap(call)(torch.randn(3, 4, 8))
+    with pytest.raises(ArgumentError, match=r"has no memory of its own, as inside torch\.func"):
+        torch.func.grad(lambda t: call(t).sum())(torch.randn(4, 8))

@@ -10,6 +10,7 @@ import numbers
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar
 
+from kernel_api._numbers import whole_number
 from kernel_api.arguments.base import Arguments
 from kernel_api.arguments.epilogue import EpilogueArguments
 from kernel_api.arguments.scaled import ScaledOperand
@@ -20,6 +21,8 @@ from kernel_api.errors import ArgumentError, EpilogueError
 from kernel_api.operands import Operand
 
 _FLOAT32, _FLOAT64 = dtype("float32"), dtype("float64")
+
+_MOST_ROWS = 1 << 31  # of a block
 
 #: Blocks of rows that there should be, if ``rows_per_block`` is not given.
 _MANY_BLOCKS = 148
@@ -347,9 +350,10 @@ class RmsNormArguments(_ForwardArguments):
         if given is None:
             rows = self.x.shape[0] if self.x.rank else 0
             return default_rows_per_block(rows)
-        if isinstance(given, bool) or not isinstance(given, numbers.Integral) or given < 1:
+        found = whole_number(given)
+        if found is None or not 1 <= found < _MOST_ROWS:
             raise ArgumentError(f"rows_per_block is {given!r}; expected a number of rows")
-        return int(given)
+        return found
 
     def _check_further(self, extents: Mapping[str, int]) -> None:
         blocks = -(-self.M // self.rows_per_block)

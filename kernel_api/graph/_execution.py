@@ -152,6 +152,10 @@ class Execution:
         if self._places:
             slots += self._temporaries(workspace)
         if handle is not None:
+            if not isinstance(handle, Handle):
+                raise GraphError(
+                    f"handle is a {type(handle).__name__}; expected what create_handle() returns"
+                )
             handle.check()
             if handle.stream is not None:
                 from kernel_api.providers.streams import on_stream
@@ -226,6 +230,11 @@ class Execution:
             number = self._index.get(key)
             if number is None:
                 self._refuse_key(key)
+            elif number in found:
+                raise VariantPackError(
+                    f"{self._slots[number]} is given twice, as {_shown(found[number])} and as "
+                    f"{_shown(key)}"
+                )
             else:
                 found[number] = key
         missing = [s.tensor for number, s in enumerate(self._slots) if number not in found]
@@ -456,8 +465,15 @@ class Execution:
         strides: Iterable[Iterable[int]] | None,
     ) -> Execution:
         """The execution of the same graph on tensors of other extents."""
-        steps = None if strides is None else tuple(map(tuple, strides))
-        given = tuple(uids), tuple(map(tuple, shapes)), steps
+        from kernel_api.graph._overriding import whole_numbers
+
+        if not isinstance(uids, Iterable):
+            raise GraphError(f"override_uids is {uids!r}; expected uids of tensors")
+        given = (
+            tuple(uids),
+            whole_numbers("override_shapes", shapes),
+            None if strides is None else whole_numbers("override_strides", strides),
+        )
         found = self._overridden.get(given)
         if found is None:
             from kernel_api.graph._overriding import overridden
@@ -466,6 +482,10 @@ class Execution:
             with self._lock:
                 self._overridden[given] = found
         return found
+
+
+def _shown(key: Any) -> str:
+    return str(key) if isinstance(key, Tensor) else repr(key)
 
 
 def _all_reads(node: Any) -> Iterable[Tensor]:

@@ -275,7 +275,13 @@ class pygraph(Operations):
 
     def deselect_engines(self, names: Iterable[str]) -> pygraph:
         """Bar plans with a kernel whose name contains one of these; indices stay as they are."""
-        self._planned().bar_engines(list(names))
+        named = [names] if isinstance(names, str) else names
+        barred = list(named) if isinstance(named, Iterable) else [named]
+        if not all(isinstance(name, str) for name in barred):
+            raise GraphError(
+                f"deselect_engines was given {names!r}; expected names, or parts of them"
+            )
+        self._planned().bar_engines(barred)
         return self
 
     def deselect_numeric_notes(self, notes: Iterable[Any]) -> pygraph:
@@ -368,7 +374,13 @@ class pygraph(Operations):
         if execution is None:
             self._selected()
             raise GraphStateError("the graph is not built; call build() before execute()")
-        if override_uids is not None:
+        if override_uids is None:
+            if override_shapes is not None or override_strides is not None:
+                raise GraphError(
+                    "override_shapes and override_strides are those of the tensors in "
+                    "override_uids, which is missing"
+                )
+        else:
             shapes, strides = override_shapes or (), override_strides
             execution = execution.overridden(override_uids, shapes, strides)
         execution.execute(variant_pack, workspace, handle or self.handle)
@@ -414,6 +426,10 @@ class pygraph(Operations):
             SerializedGraphError: the data is damaged or of another library.
             GraphStateError: this graph is not empty.
         """
+        if not 1 <= len(given) <= 2:
+            raise GraphError(
+                f"deserialize was given {len(given)} values; expected data, or a handle and data"
+            )
         *handles, data = given
         if self.nodes or self.tensors:
             raise GraphStateError("deserialize() needs a graph that is empty: pygraph()")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from kernel_api._numbers import whole_number
 from kernel_api.errors import GraphError
 from kernel_api.graph._execution import Execution
 from kernel_api.graph._planning.listing import PlanList
@@ -45,6 +47,8 @@ def overridden(
     for copy, tensor in zip(made.tensors, graph.tensors, strict=True):
         copy.device = tensor.device
     by_uid = {tensor.uid: tensor for tensor in made.tensors}
+    if len(set(uids)) < len(uids):
+        raise GraphError(f"override_uids has {list(uids)}; expected every uid once")
     unknown = [uid for uid in uids if uid not in by_uid]
     if unknown:
         raise GraphError(f"override_uids has {unknown[0]}, which is no uid of the graph")
@@ -68,12 +72,27 @@ def overridden(
     return Execution(made, chosen, also=dict(zip(graph.tensors, made.tensors, strict=True)))
 
 
+def whole_numbers(name: str, given: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
+    """Extents or strides of each tensor that has others."""
+    found = []
+    if not isinstance(given, Iterable):
+        raise GraphError(f"{name} is {given!r}; expected an entry for each of override_uids")
+    for one in given:
+        values = [whole_number(value) for value in one] if isinstance(one, Iterable) else [None]
+        if not all(value is not None and value >= 0 for value in values):
+            raise GraphError(
+                f"{name} has {one!r}; expected whole numbers from 0 on, of each tensor"
+            )
+        found.append(tuple(value for value in values if value is not None))
+    return tuple(found)
+
+
 def _override(tensor: Tensor, dim: tuple[int, ...], stride: tuple[int, ...] | None) -> None:
     if len(dim) != tensor.rank:
         raise GraphError(f"{tensor} has {tensor.rank} modes; override_shapes gives it {list(dim)}")
     order = memory_order(tensor.dim, tensor.stride)
-    tensor.dim = tuple(map(int, dim))
-    tensor.stride = tuple(map(int, stride)) if stride else packed_strides(tensor.dim, order)
+    tensor.dim = dim
+    tensor.stride = stride if stride else packed_strides(tensor.dim, order)
 
 
 def _forget_results(graph: Any, named: set[int]) -> list[Tensor]:

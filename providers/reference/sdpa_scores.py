@@ -126,6 +126,14 @@ class Attention:
                 f"{name}[{b}] is {first} and {name}[{b + 1}] is {end}; expected ends of sequences, "
                 f"which do not decrease, of {tokens} tokens"
             )
+        if b == 0 and first != 0:
+            raise ArgumentError(f"{name} begins with {first}; expected 0, where sequence 0 begins")
+        longest = args.S_q if which == "q" else args.S_kv
+        if end - first > longest:
+            raise ArgumentError(
+                f"sequence {b} has {end - first} tokens by {name}, and max_seqlen_{which} is "
+                f"{longest}; expected the length of the longest one, or more"
+            )
         return slice(first, end)
 
     def converted(self, tensor: Any) -> Any:

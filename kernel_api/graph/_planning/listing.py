@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kernel_api import _log
+from kernel_api._numbers import whole_number
 from kernel_api.errors import (
     CompileError,
     GraphError,
@@ -83,8 +84,8 @@ class PlanList:
     # What there is -----------------------------------------------------------------------
 
     def at(self, index: int) -> Plan:
-        if not 0 <= index < len(self.plans):
-            raise GraphError(f"there is no plan {index}; there are {len(self.plans)}, from 0 on")
+        if whole_number(index) is None or not 0 <= index < len(self.plans):
+            raise GraphError(f"there is no plan {index!r}; there are {len(self.plans)}, from 0 on")
         return self.plans[index]
 
     def explain(self) -> Explanation:
