@@ -96,6 +96,8 @@ def _look(
     for what is not looked at."""
     if type(Q) not in TENSORS or type(K) not in TENSORS or type(V) not in TENSORS:
         raise TypeError
+    if Q.is_neg() or K.is_neg() or V.is_neg():
+        raise TypeError
     # Written out: this is most of what a call costs.
     addresses = [Q.data_ptr(), K.data_ptr(), V.data_ptr()]
     key: _Key = (
@@ -120,7 +122,7 @@ def _look(
 
 
 def _tensor(value: Any, addresses: list[int]) -> tuple[Any, ...]:
-    if type(value) not in TENSORS:
+    if type(value) not in TENSORS or value.is_neg():
         raise TypeError
     addresses.append(value.data_ptr())
     return value.dtype, value.shape, value.stride(), value.device

@@ -12,11 +12,36 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kernel_api.arguments import Arguments, GemmArguments
+from kernel_api.errors import ArgumentError
 from kernel_api.metadata import DesignMetadata, OperandsMetadata
 from kernel_api.space import Operands, Space
+from kernel_api.targets import target
 
 if TYPE_CHECKING:
     from kernel_api.kernel import Kernel
+
+
+def faults_of_class(family: type[Kernel]) -> Iterator[str]:
+    """What any kernel class has to mend."""
+    name, devices, targets = (getattr(family, n, None) for n in ("family", "devices", "targets"))
+    if not isinstance(name, str):
+        yield f"family is {name!r}; expected a name"
+    if not (_are_names(devices) and devices):
+        yield f"devices is {devices!r}; expected a tuple of names, as in ('cuda',)"
+    if targets is None:
+        return
+    if not isinstance(targets, (tuple, list)):
+        yield f"targets is {targets!r}; expected a tuple of architectures, as in ('sm_90a',)"
+        return
+    for one in targets:
+        try:
+            target(one)
+        except ArgumentError as error:
+            yield f"targets has {one!r}: {error}"
+
+
+def _are_names(given: Any) -> bool:
+    return isinstance(given, (tuple, list)) and all(isinstance(name, str) for name in given)
 
 
 def faults(family: type[Kernel]) -> Iterator[str]:

@@ -152,6 +152,4 @@ def torch_type(element: Any) -> Any:
 
 
 def empty(shape: tuple[int, ...], element: Any, like: Any) -> Any:
-    import torch
-
-    return torch.empty(shape, dtype=element, device=like.device)
+    return like.new_empty(shape, dtype=element)

@@ -154,7 +154,7 @@ def _look(
 ) -> tuple[_Key, list[int]]:
     """What the call looks like, and the addresses of its tensors in their order; raises TypeError
     for what is not looked at."""
-    if type(A) not in TENSORS or type(B) not in TENSORS:
+    if type(A) not in TENSORS or type(B) not in TENSORS or A.is_neg() or B.is_neg():
         raise TypeError
     # Written out: this is most of what a call costs.
     element, start, other_start = A.dtype, A.data_ptr(), B.data_ptr()
@@ -165,7 +165,7 @@ def _look(
         B.dtype, B.shape, B.stride(), B.device,
     )  # fmt: skip
     if out is not None:
-        if type(out) not in TENSORS:
+        if type(out) not in TENSORS or out.is_neg():
             raise TypeError
         start = out.data_ptr()
         addresses.append(start)
@@ -185,6 +185,8 @@ def _look(
 def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
     kind = type(value)
     if kind in TENSORS:
+        if value.is_neg():
+            raise TypeError
         addresses.append(value.data_ptr())
         return value.dtype, value.shape, value.stride(), value.device
     if kind in _NUMBERS and name in FACTORS:

@@ -123,19 +123,19 @@ def _allocated(name: str, x: Any, asked: Any, options: dict[str, Any]) -> Any:
 
     element = torch.float64 if x.dtype is torch.float64 else torch.float32
     if name in ("out", "dx"):
-        return torch.empty(x.shape, dtype=dtype(asked).torch if asked else x.dtype, device=x.device)
+        return x.new_empty(x.shape, dtype=dtype(asked).torch if asked else x.dtype)
     if name in _STATISTICS:
-        return torch.empty(x.shape[:-1], dtype=element, device=x.device)
+        return x.new_empty(x.shape[:-1], dtype=element)
     if name in ("dweight", "dbias"):
-        return torch.empty(x.shape[-1:], dtype=element, device=x.device)
+        return x.new_empty(x.shape[-1:], dtype=element)
     if name == "global_amax":
-        return torch.empty((), dtype=element, device=x.device)
+        return x.new_empty((), dtype=element)
     assert name == "amax", name
     rows = x.shape[:-1].numel()
     per_block = whole_number(options.get("rows_per_block"))
     if per_block is None or per_block <= 0:  # absent, or refused where the arguments are made
         per_block = default_rows_per_block(rows)
-    return torch.empty(-(-rows // per_block), dtype=element, device=x.device)
+    return x.new_empty(-(-rows // per_block), dtype=element)
 
 
 def _one_call(

@@ -7,6 +7,7 @@ whose rules agree -> ranked. A survey is remembered by everything it may depend 
 from __future__ import annotations
 
 import math
+import numbers
 import threading
 import warnings
 from collections import OrderedDict
@@ -20,7 +21,7 @@ from kernel_api.arguments import Arguments
 from kernel_api.devices import query_target, target_of
 from kernel_api.errors import PluginWarning
 from kernel_api.kernel import Kernel, require_arguments
-from kernel_api.matching import match_layouts, match_types, types_of
+from kernel_api.matching import BEHIND_OPERANDS, match_layouts, match_types, types_of
 from kernel_api.metadata import KernelMetadata, OperandsMetadata
 from kernel_api.provider import Provider, generation, providers
 from kernel_api.space import Variants
@@ -222,7 +223,10 @@ def _judge_kernels(catalogue: Catalogue, args: Arguments, target: Target | None)
             if not status:
                 misses.append(status)
                 continue
-            for kernel in catalogue.kernels(operands, args, target):
+            kernels = catalogue.kernels(operands, args, target)
+            if not kernels:
+                misses.append(_NO_DESIGN)
+            for kernel in kernels:
                 status = kernel.status_behind_operands(args, target)
                 if status:
                     accepted.append(kernel)
@@ -230,6 +234,12 @@ def _judge_kernels(catalogue: Catalogue, args: Arguments, target: Target | None)
                     misses.append(status)
     return Verdict(family, tuple(accepted), _nearest_miss(misses))
 
+
+_NO_DESIGN = Status.fail(
+    "the rules of the family leave no design for these operands",
+    rule="no design",
+    progress=BEHIND_OPERANDS,
+)
 
 #: Rules of which one value out of several would do.
 _RULES_WITH_ALTERNATIVES = ("element types", "scales", "accumulator type", "majors")
@@ -263,15 +273,16 @@ def _verb(status: Status) -> str:
 _faults_told: set[tuple[type, str]] = set()
 
 
-def _plugin_fault(family: type[Kernel], error: Exception) -> Status:
+def _plugin_fault(
+    family: type[Kernel], error: Exception, outcome: str = "raised and is left out"
+) -> Status:
     text = f"{type(error).__name__}: {error}"
     where = f"{family.__module__}.{family.__qualname__}"
     if (family, text) not in _faults_told:
         _faults_told.add((family, text))
         logger.debug("kernel class %s raised", where, exc_info=error)
         warnings.warn(
-            f"kernel class {where} (provider {family.provider_name()!r}) raised and is left out: "
-            f"{text}",
+            f"kernel class {where} (provider {family.provider_name()!r}) {outcome}: {text}",
             PluginWarning,
             stacklevel=2,
         )
@@ -375,11 +386,13 @@ def _ranked(verdicts: Iterable[Verdict], args: Arguments) -> tuple[Kernel, ...]:
 def _predicted(kernel: Kernel, args: Arguments) -> float | None:
     try:
         seconds = kernel.predict(args)
-        if seconds is None or (isinstance(seconds, (int, float)) and math.isfinite(seconds)):
-            return seconds
+        if seconds is None:
+            return None
+        if isinstance(seconds, numbers.Real) and math.isfinite(seconds):
+            return float(seconds)
         raise TypeError(f"predict returned {seconds!r}; expected seconds or None")
     except Exception as error:
-        _plugin_fault(type(kernel), error)
+        _plugin_fault(type(kernel), error, "is listed without a prediction")
         return None
 
 

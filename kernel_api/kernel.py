@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kernel_api import _compile_cache, _recording
 from kernel_api._kernel_type import KernelType
 from kernel_api._naming import name_of
+from kernel_api._numbers import whole_number
 from kernel_api._offer import Offer
 from kernel_api.arguments import Arguments, EpilogueArguments, GemmArguments
 from kernel_api.artifact import CompiledArtifact, Resources
@@ -255,6 +256,7 @@ class Kernel(metaclass=KernelType):
         compiled code checks of its tensors, and offsets of groups where the environment asks for
         that while it is prepared.
         """
+        require_arguments(args)
         self._require(args, query_target(args.device, None), compiled=artifact is not None)
         require_data(args)
         if artifact is None:
@@ -484,7 +486,12 @@ class Kernel(metaclass=KernelType):
         given.check(self, args, target_of(args.device))
 
     def _workspace(self, args: Arguments, given: Any) -> Any:
-        size = self.get_workspace_size(args) or 0
+        asked = self.get_workspace_size(args) or 0
+        size = whole_number(asked)
+        if size is None or size < 0:
+            raise WorkspaceError(
+                f"{type(self).__name__}.get_workspace_size gave {asked!r}; expected bytes, or 0"
+            )
         if given is None:
             if not size:
                 return None

@@ -283,7 +283,11 @@ class KernelMetadata:
         try:
             return cls(**{name: _decode(data[name]) for name in _compared_fields(cls)})
         except (KeyError, TypeError, AttributeError, ImportError, ValueError) as error:
-            raise ArgumentError(f"this does not describe a kernel: {error!r}") from error
+            own = isinstance(error, AttributeError) and "'__main__'" in str(error)
+            what = (
+                ": classes of a script are in its process alone; move it to a module" if own else ""
+            )
+            raise ArgumentError(f"this does not describe a kernel: {error!r}{what}") from error
 
     @classmethod
     def from_json(cls, text: str) -> KernelMetadata:

@@ -119,8 +119,15 @@ class Operand:
             tensor = _as_torch(tensor, name)
             torch = sys.modules["torch"]
             plain = type(tensor) is torch.Tensor
-        if not is_sketch and tensor.layout is not torch.strided:
-            raise ArgumentError(f"{name} is a {tensor.layout} tensor; expected a strided one")
+        if not is_sketch:
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                kind = "nested" if tensor.is_nested else tensor.layout
+                raise ArgumentError(f"{name} is a {kind} tensor; expected a strided one")
+            if tensor.is_neg():
+                raise ArgumentError(
+                    f"{name} has torch's negative bit set, as imaginary parts of conjugates have, "
+                    f"and kernels read memory; pass {name}.resolve_neg()"
+                )
         self.tensor = tensor
         self.layout = layout = _layout_of(tensor)
         self.shape: tuple[int, ...] = layout.shape

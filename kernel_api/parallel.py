@@ -25,6 +25,7 @@ from kernel_api import _compile_cache, _disk_cache, _fork_server, _log
 from kernel_api._description import SKETCHED, described
 from kernel_api._disk_cache import DiskCache
 from kernel_api._manifest import Identity
+from kernel_api._numbers import whole_number
 from kernel_api.arguments import Arguments, GemmArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.errors import (
@@ -100,7 +101,12 @@ def compile_all(
     Raises:
         ArgumentError: there are not as many arguments as kernels, or ``workers`` makes no sense.
     """
-    kernels = list(kernels)
+    kernels = _kernels(kernels)
+    if not isinstance(args, (Arguments, Iterable)):
+        raise ArgumentError(
+            f"args is a {type(args).__name__}; expected an arguments object such as GemmArguments, "
+            f"or one for each kernel"
+        )
     each = [args] * len(kernels) if isinstance(args, Arguments) else list(args)
     if len(each) != len(kernels):
         raise ArgumentError(f"there are {len(kernels)} kernels but {len(each)} arguments")
@@ -164,12 +170,24 @@ def _worker_count(given: int | None) -> int:
         text = os.environ.get(_WORKERS, "")
         if not text:
             return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
-        if not text.isdigit():
+        if not (text.isascii() and text.isdecimal()):
             raise ArgumentError(f"{_WORKERS} is {text!r}; expected a number of processes")
         given = int(text)
-    if given < 1:
-        raise ArgumentError(f"workers is {given}; expected at least 1")
-    return given
+    found = whole_number(given)
+    if found is None or found < 1:
+        raise ArgumentError(f"workers is {given!r}; expected at least 1, a whole number")
+    return found
+
+
+def _kernels(given: Any) -> list[Kernel]:
+    from kernel_api.kernel import Kernel
+
+    kernels = list(given) if isinstance(given, Iterable) else [given]
+    for kernel in kernels:
+        if not isinstance(kernel, Kernel) or not isinstance(given, Iterable):
+            expected = "ones that get_kernels returns, in a list"
+            raise ArgumentError(f"kernels has a {type(kernel).__name__}; expected {expected}")
+    return kernels
 
 
 def _attempt(kernel: Kernel, args: Arguments, cc: CcLike) -> CompiledArtifact | KernelApiError:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kernel_api import _log
+from kernel_api._numbers import whole_number
 from kernel_api.errors import ArgumentError, PluginWarning, RegistrationError
 from kernel_api.status import Status
 
@@ -57,6 +58,10 @@ class Provider:
         super().__init_subclass__(**kwargs)
         if not cls.name or not isinstance(cls.name, str):
             raise RegistrationError(f"provider {cls.__qualname__} needs a name")
+        if whole_number(cls.rank) is None:
+            raise RegistrationError(
+                f"provider {cls.__qualname__} has rank {cls.rank!r}; expected a whole number"
+            )
         cls._families = {}
         with _lock:
             previous = _providers.get(cls.name)
@@ -108,12 +113,13 @@ class Provider:
     @classmethod
     def missing_from(cls, kernel_class: Any) -> Iterable[str]:
         """What a class lacks to be registered with this provider."""
-        from kernel_api._declaration import faults
+        from kernel_api._declaration import faults, faults_of_class
         from kernel_api.kernel import Kernel
 
         if not (isinstance(kernel_class, type) and issubclass(kernel_class, Kernel)):
             yield "it must be a class derived from kernel_api.Kernel"
             return
+        yield from faults_of_class(kernel_class)
         declared = kernel_class.space is not None
         if declared and not kernel_class.operands:
             yield "it declares a space but no operands"

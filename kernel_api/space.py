@@ -58,14 +58,22 @@ class Rule:
                 f"rule {text!r} is over {predicate!r}; expected a function of {_RULE_PARAMETERS}, "
                 f"those that it needs"
             )
-        unknown = set(inspect.signature(predicate).parameters) - set(_RULE_PARAMETERS)
+        try:
+            taken = inspect.signature(predicate).parameters
+        except ValueError as error:  # as some of C have none
+            raise RegistrationError(
+                f"rule {text!r} is over {predicate!r}, which does not say what it takes"
+            ) from error
+        if any(one.kind is one.KEYWORD_ONLY for one in taken.values()):
+            raise RegistrationError(f"rule {text!r} takes values by name alone; expected places")
+        unknown = set(taken) - set(_RULE_PARAMETERS)
         if unknown:
             raise RegistrationError(
                 f"rule {text!r} takes {sorted(unknown)}; rules may take {_RULE_PARAMETERS}"
             )
         self.text = text
         self._predicate = predicate
-        self._names = tuple(inspect.signature(predicate).parameters)
+        self._names = tuple(taken)
         self._places = [_RULE_PARAMETERS.index(name) for name in self._names]
 
     @property

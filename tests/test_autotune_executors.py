@@ -127,6 +127,38 @@ def test_what_an_executor_loses_it_gets_again(locally, caplog):
     assert "problem 1 is lost (attempt 0): ConnectionError('the machine is gone')" in caplog.text
 
 
+class Dropping(Executor):
+    """Cancels all but the first task, which nobody will say to be done."""
+
+    def __init__(self):
+        self.first = True
+
+    def submit(self, function, /, *args, **keywords):
+        future = Future()
+        if self.first:
+            future.set_result(function(*args, **keywords))
+        else:
+            threading.Timer(0.05, future.cancel).start()
+        self.first = False
+        return future
+
+
+@pytest.mark.timeout(60)
+def test_tasks_that_are_cancelled_in_the_queue_are_tuned_here(locally, caplog):
+    assert outcomes(tune(Dropping())) == locally
+    assert "are tuned without the executor" in caplog.text
+
+
+class Promising(Executor):
+    def submit(self, function, /, *args, **keywords):
+        return "a promise"
+
+
+def test_what_is_no_future_is_lost(locally, caplog):
+    assert outcomes(tune(Promising())) == locally
+    assert "submit gave a str, no Future" in caplog.text
+
+
 def test_what_an_executor_does_not_take_is_tuned_here(locally, caplog):
     assert outcomes(tune(Forgetful(most=0))) == locally
     assert "problems [0, 1, 2] are tuned without the executor" in caplog.text

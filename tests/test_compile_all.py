@@ -125,6 +125,17 @@ def test_the_number_of_workers_is_checked(monkeypatch):
     args = arguments(of_one_layout(CodeGemm)[0])
     with pytest.raises(ArgumentError, match="workers is 0; expected at least 1"):
         ka.compile_all([], args, workers=0)
+    for workers in ("2", 1.5, True):
+        with pytest.raises(ArgumentError, match="expected at least 1, a whole number"):
+            ka.compile_all([], args, workers=workers)
+    for given in (None, [None], of_one_layout(CodeGemm)[0]):
+        with pytest.raises(ArgumentError, match="expected ones that get_kernels returns, in a lis"):
+            ka.compile_all(given, args)
+    with pytest.raises(ArgumentError, match="args is a NoneType; expected an arguments object"):
+        ka.compile_all([], None)
+    monkeypatch.setenv("KERNEL_API_COMPILE_WORKERS", "²")
+    with pytest.raises(ArgumentError, match="KERNEL_API_COMPILE_WORKERS is '²'"):
+        ka.compile_all([], args)
     monkeypatch.setenv("KERNEL_API_COMPILE_WORKERS", "many")
     with pytest.raises(ArgumentError, match="KERNEL_API_COMPILE_WORKERS is 'many'"):
         ka.compile_all([], args)

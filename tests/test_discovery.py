@@ -3,6 +3,7 @@
 from statistics import median
 from time import perf_counter
 
+import numpy as np
 import pytest
 import torch
 from support.data import gemm_arguments
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_api as ka
 from kernel_api import discovery
-from kernel_api.errors import ArgumentError, FilterError
+from kernel_api.errors import ArgumentError, FilterError, PluginWarning
 from kernel_api.providers.reference import ReferenceProvider
 from kernel_api.providers.torch import TorchProvider
 from kernel_api.targets import Target
@@ -119,6 +120,21 @@ def test_a_prediction_of_zero_is_the_best_and_not_missing(registry):
 
     registry.register(Slow, Instant)
     assert classes(ka.get_kernels(CPU_ARGS))[0] == "Instant"
+
+
+def test_predictions_are_numbers_of_any_kind_and_others_are_left_out_alone(registry):
+    class OfNumpy(LoopGemm):
+        def predict(self, args):
+            return np.float32(0.0)
+
+    class Strange(LoopGemm):
+        def predict(self, args):
+            return "soon"
+
+    registry.register(Slow, OfNumpy, Strange)
+    with pytest.warns(PluginWarning, match="is listed without a prediction: TypeError"):
+        found = classes(ka.get_kernels(CPU_ARGS))
+    assert found[0] == "OfNumpy" and "Strange" in found
 
 
 def test_a_provider_of_higher_rank_comes_later_even_if_it_predicts_less(registry):

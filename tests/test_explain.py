@@ -341,3 +341,27 @@ def test_an_unknown_provider_is_refused():
 def test_default_design_metadata_has_an_empty_label():
     assert DesignMetadata().label() == ""
     assert list(Space().designs(DesignMetadata)) == [DesignMetadata()]
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_family_without_a_design_for_the_operands_says_so(registry, columns):
+    """And does not ask for other operands, of which it has none either."""
+
+    class NoDesign(ka.Kernel):
+        family = "no.design"
+        devices = ("cpu",)
+        operands = (Operands(A="f32", B="f32", out="f32", accumulator="f32"),)
+        space = Space()
+        design = DesignMetadata
+
+        @rule("there is a design")
+        def _(design):
+            return False
+
+        def _run(self, args, artifact, stream, workspace=None):
+            raise NotImplementedError
+
+    registry.register(NoDesign)
+    A, out = torch.ones(8, 8), torch.empty(8, 8)
+    args = ka.GemmArguments(A, A.clone(), out.t() if columns else out)
+    assert "leave no design for these operands" in rejection("no.design", args).reason

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data import strided_empty
 
+import kernel_api as ka
 from kernel_api import operands
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
@@ -275,3 +276,21 @@ def test_a_broadcast_and_a_sliding_window_overlap_themselves():
     assert self_overlapping(Operand(torch.empty(1, 4).expand(3, 4)))
     assert self_overlapping(Operand(torch.empty(10).unfold(0, 4, 1)))
     assert not self_overlapping(Operand(torch.empty(12).unfold(0, 4, 4)))
+
+
+def test_the_negative_bit_is_refused_by_name():
+    C = torch.randn(4, 4, dtype=torch.complex64).conj().imag
+    for call in (lambda: Operand(C, "C"), lambda: ka.ops.gemm(C, torch.randn(4, 4))):
+        with pytest.raises(ArgumentError, match=r"negative bit set.*resolve_neg\(\)"):
+            call()
+    plain = torch.randn(4, 4)
+    ka.ops.gemm(plain, plain)  # such a call is known now
+    bias = torch.randn(4, dtype=torch.complex64).conj().imag
+    with pytest.raises(ArgumentError, match="bias has torch's negative bit set"):
+        ka.ops.gemm_bias_activation(plain, plain, bias=bias, activation="relu")
+
+
+def test_nested_tensors_are_refused_by_name():
+    nested = torch.nested.nested_tensor([torch.randn(4, 4), torch.randn(4, 4)])
+    with pytest.raises(ArgumentError, match="A is a nested tensor"):
+        Operand(nested, "A")

@@ -311,7 +311,10 @@ def test_a_provider_defined_again_starts_empty(registry):
 
 
 def test_a_provider_may_say_that_its_compiler_is_missing(registry):
-    provider = registry.register(LoopGemm)
+    class Lonely(LoopGemm):
+        """Which no other test knows: a class keeps its last provider."""
+
+    provider = registry.register(Lonely)
     provider.available = classmethod(
         lambda cls: ka.Status.fail("the compiler is not installed", rule="compiler")
     )
@@ -319,3 +322,27 @@ def test_a_provider_may_say_that_its_compiler_is_missing(registry):
     assert ka.get_kernels(args, providers=[provider]) == []
     (rejection,) = ka.explain(args, providers=[provider]).rejected
     assert rejection.reason == "the compiler is not installed"
+
+
+def test_a_provider_has_a_whole_number_as_rank():
+    with pytest.raises(RegistrationError, match="has rank 'first'; expected a whole number"):
+        type("First", (ka.Provider,), {"name": "first", "rank": "first"})
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("family", 3, "family is 3; expected a name"),
+        ("devices", (), r"devices is \(\); expected a tuple of names"),
+        ("devices", "cuda", "devices is 'cuda'; expected a tuple of names"),
+        ("targets", "sm_80", "targets is 'sm_80'; expected a tuple of architectures"),
+        ("targets", ("zz",), "targets has 'zz'"),
+    ],
+)
+def test_what_every_class_has_is_looked_at_before_it_is_registered(
+    registry, attribute, value, words
+):
+    provider = registry.provider()
+    kernel = type("Strange", (ka.Kernel,), {attribute: value})
+    with pytest.raises(RegistrationError, match=words):
+        provider.register(kernel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,7 +102,11 @@ class Choice:
     def _ordered(self, kernels: list[Kernel], args: Arguments) -> list[Kernel]:
         if self.order is None:
             return kernels
-        found = list(self.order(kernels, args))
+        given = self.order(kernels, args)
+        found = list(given) if isinstance(given, Iterable) else [given]
+        strange = [one for one in found if not isinstance(one, Kernel)]
+        if strange:
+            raise ArgumentError(f"order gave a {type(strange[0]).__name__}; expected the kernels")
         if len(found) != len(kernels) or set(found) != set(kernels):
             raise ArgumentError(
                 f"order gave {len(found)} kernels that are not the {len(kernels)} which it got; "

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import queue
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, as_completed
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,18 @@ def _submitted(
         for index, message in sent.items():
             try:
                 future = executor.submit(tune_there, json.dumps(message))
+                if not isinstance(future, Future):
+                    raise TypeError(f"submit gave a {type(future).__name__}, no Future")
             except Exception as error:
                 future = Future()
                 future.set_exception(error)
             futures[future] = index
-        for future in as_completed(futures):
+        # Not as_completed: it never gives a future that was cancelled in the executor's queue.
+        done: queue.SimpleQueue[Future[str]] = queue.SimpleQueue()
+        for future in futures:
+            future.add_done_callback(done.put)
+        for _ in futures:
+            future = done.get()
             yield futures[future], future
     finally:
         for future in futures:  # whoever is interrupted wants no more of them

@@ -9,12 +9,20 @@ from kernel_api.arguments import Arguments, GemmArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
 from kernel_api.providers.streams import on_stream
+from kernel_api.space import Miss, rule
+
+_MOST = 1 << 30  # rows of a tile that begins in front of it end within 32 bits
 
 
 class CuteDslGemm(CuteDslKernel):
     """A dense GEMM. Kernels see at least one row, column and product; the rest is done here."""
 
     arguments: ClassVar[type[Arguments] | None] = GemmArguments
+
+    @rule("rows, columns, products and batches are counted in 32 bits, 2³⁰ at most")
+    def _(args: Any) -> bool | Miss:
+        most = max([max(operand.shape, default=0) for operand in args.operands])
+        return most <= _MOST or Miss(f"one mode has {most}")
 
     def _launcher(self, args: GemmArguments, artifact: CompiledArtifact) -> Callable[..., None]:
         launch = super()._launcher(args, artifact)
