@@ -6,6 +6,7 @@ from typing import Any
 
 from kernel_api.errors import GraphError
 from kernel_api.graph._execution import Execution
+from kernel_api.graph._options import wholes
 from kernel_api.graph._planning.listing import PlanList
 from kernel_api.graph._planning.plan import Plan
 from kernel_api.graph._planning.steps import KernelStep, Step
@@ -72,8 +73,9 @@ def _override(tensor: Tensor, dim: tuple[int, ...], stride: tuple[int, ...] | No
     if len(dim) != tensor.rank:
         raise GraphError(f"{tensor} has {tensor.rank} modes; override_shapes gives it {list(dim)}")
     order = memory_order(tensor.dim, tensor.stride)
-    tensor.dim = tuple(map(int, dim))
-    tensor.stride = tuple(map(int, stride)) if stride else packed_strides(tensor.dim, order)
+    tensor.dim = tuple(wholes("override_shapes", str(tensor), dim))
+    steps = wholes("override_strides", str(tensor), stride) if stride else None
+    tensor.stride = tuple(steps) if steps else packed_strides(tensor.dim, order)
 
 
 def _forget_results(graph: Any, named: set[int]) -> list[Tensor]:
