@@ -6,10 +6,15 @@ import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kernel_api._numbers import truth, whole_number
 from kernel_api.errors import GraphError
 from kernel_api.graph._enums import as_data_type, data_type
 from kernel_api.graph._node import Body, Node, operation
+from kernel_api.graph._options import as_number, refused, text
 from kernel_api.graph._tensor import Tensor
+
+#: Of numbers that are known when the graph is made.
+_ELEMENTS = {bool: data_type.BOOLEAN, int: data_type.INT32, float: data_type.FLOAT}
 
 
 class Builder:
@@ -84,12 +89,13 @@ class Builder:
 
     def _node_name(self, op: str, name: str | None) -> str:
         taken = {node.name for node in self.nodes}
+        name = text(op, "name", name)
         if name:
             if name in taken:
                 raise GraphError(
                     f"Node name {name} already used; nodes of a graph have names of their own"
                 )
-            return str(name)
+            return name
         return next(
             label
             for label in (f"{op}.{i}" for i in range(len(self.nodes) + 1))
@@ -119,15 +125,18 @@ class Builder:
 
     def _constant(self, value: Any, name: str, element: Any = None) -> Tensor:
         """A number that is known now."""
+        known: bool | int | float | None = truth(value)
+        if known is None:
+            known = whole_number(value)
+        if known is None:
+            known = as_number(value)
+        if known is None:
+            raise refused(name or "tensor_scalar", "value", value, "a number")
         if element is None:
-            whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-            boolean = isinstance(value, bool)
-            element = (
-                data_type.BOOLEAN if boolean else data_type.INT32 if whole else data_type.FLOAT
-            )
+            element = _ELEMENTS[type(known)]
         made = self._new_tensor(name=name, dim=(1,), stride=(1,), element=as_data_type(element))
         made.is_pass_by_value = True
-        made.value = value if isinstance(value, (bool, int)) else float(value)
+        made.value = known
         return made
 
     def _written_by(self, node: Node, tensor: Tensor) -> Tensor:

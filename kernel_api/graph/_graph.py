@@ -25,6 +25,7 @@ from kernel_api.graph._execution import Execution
 from kernel_api.graph._handle import Handle, default_handle
 from kernel_api.graph._node import Node
 from kernel_api.graph._operations import Operations
+from kernel_api.graph._options import number, optional_whole, text, wholes
 from kernel_api.graph._planning.listing import PlanList
 from kernel_api.graph._tensor import Tensor, packed_strides
 from kernel_api.graph._validation import validate
@@ -64,7 +65,7 @@ class pygraph(Operations):
         is_dynamic_shape_enabled: bool = False,
         is_override_shape_enabled: bool = False,
     ) -> None:
-        self.name = name or ""
+        self.name = text("pygraph", "name", name)
         self.io_data_type = as_data_type(io_data_type)
         self.intermediate_data_type = as_data_type(intermediate_data_type)
         self.compute_data_type = as_data_type(compute_data_type)
@@ -99,8 +100,12 @@ class pygraph(Operations):
         Raises GraphError if something does not fit.
         """
         self.check_open("no tensor can be added")
-        extents = tuple(map(int, dim))
-        strides = packed_strides(extents) if stride is None else tuple(map(int, stride))
+        name = text("tensor", "name", name)
+        label = f"tensor {name!r}" if name else "tensor"
+        extents = tuple(wholes(label, "dim", dim))
+        given = None if stride is None else tuple(wholes(label, "stride", stride))
+        strides = packed_strides(extents) if given is None else given
+        own = optional_whole(label, "uid", uid)
         if len(strides) != len(extents):
             raise GraphError(
                 f"a tensor {name!r} of dim {list(extents)} cannot have stride {list(strides)}; "
@@ -116,7 +121,7 @@ class pygraph(Operations):
             made.set_ragged_offset(ragged_offset)
         if reordering_type is not None:
             made.set_reordering_type(reordering_type)
-        return made if uid is None else made.set_uid(uid)
+        return made if own is None else made.set_uid(own)
 
     def tensor_like(self, like: Any, name: str = "") -> Tensor:
         """An input as a torch tensor, another DLPack tensor or a tensor of a graph is.
@@ -302,7 +307,8 @@ class pygraph(Operations):
 
     def deselect_workspace_greater_than(self, size: int) -> pygraph:
         """Bar plans that need more bytes."""
-        self._planned().bar_workspace(int(size))
+        most = number("deselect_workspace_greater_than", "size", size)
+        self._planned().bar_workspace(int(most))
         return self
 
     @property

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kernel_api._numbers import whole_number
 from kernel_api.errors import GraphError
 from kernel_api.graph._execution import Execution
+from kernel_api.graph._options import as_whole
 from kernel_api.graph._planning.listing import PlanList
 from kernel_api.graph._planning.plan import Plan
 from kernel_api.graph._planning.steps import KernelStep, Step
@@ -78,7 +78,7 @@ def whole_numbers(name: str, given: Iterable[Any]) -> tuple[tuple[int, ...], ...
     if not isinstance(given, Iterable):
         raise GraphError(f"{name} is {given!r}; expected an entry for each of override_uids")
     for one in given:
-        values = [whole_number(value) for value in one] if isinstance(one, Iterable) else [None]
+        values = [as_whole(value) for value in one] if isinstance(one, Iterable) else [None]
         if not all(value is not None and value >= 0 for value in values):
             raise GraphError(
                 f"{name} has {one!r}; expected whole numbers from 0 on, of each tensor"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernel_api.errors import GraphError
 from kernel_api.graph._enums import as_data_type, data_type, member_of, tensor_reordering
+from kernel_api.graph._options import one_whole, text, wholes
 
 if TYPE_CHECKING:
     from kernel_api.graph._node import Node
@@ -63,8 +64,8 @@ class Tensor:
         self._owner = owner
         self.name = name
         self.uid: int | None = None
-        self.dim: tuple[int, ...] = tuple(map(int, dim))
-        self.stride: tuple[int, ...] = tuple(map(int, stride))
+        self.dim: tuple[int, ...] = tuple(dim)
+        self.stride: tuple[int, ...] = tuple(stride)
         self.data_type = element
         self.is_virtual = is_virtual
         self.is_pass_by_value = False
@@ -78,13 +79,13 @@ class Tensor:
 
     def set_name(self, name: str) -> Tensor:
         self._change()
-        self.name = str(name)
+        self.name = text(str(self), "name", name)
         return self
 
     def set_uid(self, uid: int) -> Tensor:
         """Raises GraphError if another tensor of the graph has the number."""
         self._change()
-        self._owner.claim_uid(self, int(uid))
+        self._owner.claim_uid(self, one_whole(str(self), "uid", uid))
         return self
 
     def set_data_type(self, element: Any) -> Tensor:
@@ -215,7 +216,7 @@ def memory_order(dim: Iterable[int], stride: Iterable[int]) -> tuple[int, ...]:
 
 
 def _whole_numbers(tensor: Tensor, what: str, given: Iterable[int], least: int) -> tuple[int, ...]:
-    numbers = tuple(int(number) for number in given)
+    numbers = tuple(wholes(str(tensor), what, given))
     if any(number < least for number in numbers):
         raise GraphError(f"{what} of {tensor} is {numbers}; expected numbers of {least} or more")
     return numbers

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from kernel_api._numbers import truth
 from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import (
@@ -17,6 +17,7 @@ from kernel_api.graph._enums import (
 from kernel_api.graph._node import Body, Node
 from kernel_api.graph._operations.attention import check_alibi
 from kernel_api.graph._operations.pointwise import POINTWISE
+from kernel_api.graph._options import as_number, number, one_whole, optional_whole
 from kernel_api.graph._tensor import Tensor
 
 _Alignment = diagonal_alignment
@@ -118,12 +119,15 @@ class AttentionMethods(Builder):
         ``rng_dump`` one (B, H_q, S_q, S_kv) for what dropout keeps, 1 or 0. Options are those of
         :class:`AttentionMethods`. Unless strides are set, O lies in the memory order of q.
         """
-        options = self._attention_options(locals())
+        options = self._attention_options("sdpa", locals())
         tables = {
             "paged_attention_k_table": paged_attention_k_table,
             "paged_attention_v_table": paged_attention_v_table,
         }
-        _check_pages(tables, paged_attention_max_seq_len_kv, options)
+        longest = optional_whole(
+            "sdpa", "paged_attention_max_seq_len_kv", paged_attention_max_seq_len_kv
+        )
+        _check_pages(tables, longest, options)
         written = {"Max": score_max, "Sum_exp": score_sum_exp, "Rng_dump": rng_dump}
         if rng_dump is not None and options.attributes["dropout"] is None:
             raise GraphError("rng_dump is given and there is no dropout; it is what dropout keeps")
@@ -136,7 +140,7 @@ class AttentionMethods(Builder):
             given_results=written,
             body=options.body,
             **options.attributes,
-            max_seq_len_kv=_whole(paged_attention_max_seq_len_kv),
+            max_seq_len_kv=longest,
         )
         return found[:2]
 
@@ -185,13 +189,18 @@ class AttentionMethods(Builder):
         :class:`AttentionMethods`; ``score_mod_bprop`` is not needed, the gradient is derived of
         ``score_mod``. With ``use_deterministic_algorithm`` two runs give the same bits.
         """
-        options = self._attention_options(locals())
+        options = self._attention_options("sdpa_backward", locals())
         for gradient, of, given in (
             ("dBias", "bias", dBias),
             ("dSink_token", "sink_token", dSink_token),
         ):
             if given is not None and of not in options.inputs:
                 raise GraphError(f"{gradient} is given and {of} is None; it is the gradient of it")
+        totals = {
+            "max_total_seq_len_q": max_total_seq_len_q,
+            "max_total_seq_len_kv": max_total_seq_len_kv,
+        }
+        longest = {key: optional_whole("sdpa_backward", key, n) for key, n in totals.items()}
         found = self._add(
             "sdpa_backward",
             {"q": q, "k": k, "v": v, "o": o, "dO": dO, "stats": stats, **options.inputs},
@@ -202,8 +211,7 @@ class AttentionMethods(Builder):
             body=options.body,
             **options.attributes,
             deterministic=bool(use_deterministic_algorithm),
-            max_total_seq_len_q=_whole(max_total_seq_len_q),
-            max_total_seq_len_kv=_whole(max_total_seq_len_kv),
+            **longest,
         )
         return found[:3]
 
@@ -251,7 +259,7 @@ class AttentionMethods(Builder):
         (1, 1, 1, 1). Kernels, which give no maxima and no O of 8 bits, round P · 256 instead, and
         multiply by scale_s / 256. Options are those of :class:`AttentionMethods`.
         """
-        options = self._attention_options(locals())
+        options = self._attention_options("sdpa_fp8", locals())
         scales = {
             "descale_q": descale_q, "descale_k": descale_k, "descale_v": descale_v,
             "descale_s": descale_s, "scale_s": scale_s, "scale_o": scale_o,
@@ -269,52 +277,55 @@ class AttentionMethods(Builder):
 
     # One form for the options ------------------------------------------------------------
 
-    def _attention_options(self, given: Mapping[str, Any]) -> _Options:
+    def _attention_options(self, op: str, given: Mapping[str, Any]) -> _Options:
         """What the three operations share.
 
         Args:
+            op: Which of them it is.
             given: Arguments by name; those that are not there are not set.
         """
         inputs: dict[str, Any] = {}
-        attributes: dict[str, Any] = {"scale": self._scale(given["attn_scale"], inputs)}
+        attributes: dict[str, Any] = {"scale": self._scale(op, given["attn_scale"], inputs)}
         bias = _either(given, "bias", "attn_bias")
         inputs.update(bias=bias, block_mask=given.get("block_mask"), sink_token=given["sink_token"])
-        attributes["band"] = band = _band(given)
+        attributes["band"] = band = _band(op, given)
         attributes["alibi"] = bool(given["use_alibi_mask"])
         check_alibi(attributes["alibi"], band)
         attributes["padding"] = _padding(given, inputs)
-        attributes["dropout"] = self._dropout(given, inputs)
+        attributes["dropout"] = self._dropout(op, given, inputs)
         if given.get("implementation") is not None:
             member_of(attention_implementation, given["implementation"])
         body = self._score_body(given, inputs)
         present = {key: value for key, value in inputs.items() if value is not None}
         return _Options(present, attributes, body)
 
-    def _scale(self, scale: Any, inputs: dict[str, Any]) -> float | None:
+    def _scale(self, op: str, scale: Any, inputs: dict[str, Any]) -> float | None:
         if isinstance(scale, Tensor) and scale.value is None:
             inputs["attn_scale"] = scale
             return None
         if isinstance(scale, Tensor):
             scale = scale.value
-        return 1.0 if scale is None else float(scale)
+        return 1.0 if scale is None else number(op, "attn_scale", scale)
 
-    def _dropout(self, given: Mapping[str, Any], inputs: dict[str, Any]) -> float | None:
+    def _dropout(self, op: str, given: Mapping[str, Any], inputs: dict[str, Any]) -> float | None:
         dropout = given["dropout"]
         state = [given["dropout_seed"], given["dropout_offset"]]
         if isinstance(dropout, (tuple, list)):
-            own = isinstance(dropout[0], Tensor) and dropout[0].value is None
-            if len(dropout) != 3 or own:
+            if len(dropout) != 3 or (isinstance(dropout[0], Tensor) and dropout[0].value is None):
                 raise GraphError(
                     "dropout is a mask of your own; expected a probability, or (probability, seed, "
                     "offset). A mask is for attention that is written out: mul of the softmax and "
                     "the mask, in front of the second matmul"
                 )
             dropout, *state = dropout
-        if isinstance(dropout, Tensor):
+        if isinstance(dropout, Tensor) and dropout.value is not None:
             dropout = dropout.value
-        if dropout is None or dropout == 0:
+        if dropout is None or truth(dropout) is False:
             return None
-        if not isinstance(dropout, numbers.Real) or not 0 < float(dropout) < 1:
+        probability = as_number(dropout)
+        if probability == 0:
+            return None
+        if probability is None or not 0 < probability < 1:
             raise GraphError(
                 f"dropout is {dropout!r}; expected a probability from 0 up to, not including, 1, "
                 f"which would leave nothing to scale"
@@ -323,9 +334,9 @@ class AttentionMethods(Builder):
             if value is None:
                 raise GraphError(f"dropout is {dropout} and {key} is None; it needs a seed")
             if not isinstance(value, Tensor):
-                value = self._constant(int(value), key, data_type.INT64)
+                value = self._constant(one_whole(op, key, value), key, data_type.INT64)
             inputs[key] = value
-        return float(dropout)
+        return probability
 
     def _score_body(self, given: Mapping[str, Any], inputs: dict[str, Any]) -> Body | None:
         """What ``score_mod`` adds to the graph, taken out of it."""
@@ -395,10 +406,6 @@ def _either(given: Mapping[str, Any], name: str, other: str) -> Any:
     return given.get(other) if given.get(name) is None else given.get(name)
 
 
-def _whole(value: Any) -> int | None:
-    return None if value is None else int(value)
-
-
 def _results(is_inference: Any, generate_stats: Any, *names: str) -> tuple[str, ...]:
     stats = not is_inference if generate_stats is None else generate_stats
     if generate_stats is None and is_inference is None:
@@ -406,7 +413,7 @@ def _results(is_inference: Any, generate_stats: Any, *names: str) -> tuple[str, 
     return (*names, "Stats") if stats else names
 
 
-def _band(given: Mapping[str, Any]) -> dict[str, Any] | None:
+def _band(op: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
     """Key j is visible to query i iff i + d − left ≤ j ≤ i + d + right; d as of
     :class:`kernel_api.masks.SlidingWindow`."""
     causal, bottom = given["use_causal_mask"], given["use_causal_mask_bottom_right"]
@@ -426,14 +433,16 @@ def _band(given: Mapping[str, Any]) -> dict[str, Any] | None:
             "use_causal_mask is set, which is aligned TOP_LEFT, and diagonal_alignment is "
             "BOTTOM_RIGHT; use diagonal_band_right_bound = 0 with it"
         )
-    left = _either(given, "diagonal_band_left_bound", "sliding_window_length")
-    right = given["diagonal_band_right_bound"]
-    if left is not None and int(left) < 1:
+    bound = _either(given, "diagonal_band_left_bound", "sliding_window_length")
+    left = optional_whole(op, "diagonal_band_left_bound (sliding_window_length)", bound)
+    name = "diagonal_band_right_bound"
+    right = optional_whole(op, name, given[name])
+    if left is not None and left < 1:
         raise GraphError(
             f"diagonal_band_left_bound (sliding_window_length) is {left}; expected 1 or more, "
             f"because it counts the diagonal"
         )
-    if right is not None and int(right) < 0:
+    if right is not None and right < 0:
         raise GraphError(f"diagonal_band_right_bound is {right}; expected 0 or more")
     if causal or bottom:
         if right:
@@ -445,8 +454,8 @@ def _band(given: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     at_end = bottom or aligned is _Alignment.BOTTOM_RIGHT
     return {
-        "left": None if left is None else int(left) - 1,
-        "right": None if right is None else int(right),
+        "left": None if left is None else left - 1,
+        "right": right,
         "alignment": "bottom_right" if at_end else "top_left",
     }
 

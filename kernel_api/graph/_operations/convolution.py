@@ -11,6 +11,7 @@ from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import convolution_mode, member_of
 from kernel_api.graph._kinds import Kind, either, list_of, one_of, whole
 from kernel_api.graph._node import Node, Operation, settle
+from kernel_api.graph._options import whole_or_wholes
 from kernel_api.graph._tensor import packed_strides
 
 _Numbers = int | Sequence[int] | None
@@ -49,7 +50,8 @@ class ConvolutionMethods(Builder):
         Raises:
             GraphError: ``padding`` is given beside ``pre_padding`` or ``post_padding``.
         """
-        how = _attributes(padding, pre_padding, post_padding, stride, dilation, convolution_mode)
+        sides = (padding, pre_padding, post_padding)
+        how = _attributes("conv_fprop", sides, stride, dilation, convolution_mode)
         given = {"image": image, "weight": weight}
         return self._add("conv_fprop", given, name=name, compute=compute_data_type, **how)
 
@@ -82,7 +84,8 @@ class ConvolutionMethods(Builder):
         """
         if (filter is None) == (weight is None) or loss is None:
             raise GraphError("conv_dgrad takes loss, and filter= or weight=, which are the same")
-        how = _attributes(padding, pre_padding, post_padding, stride, dilation, convolution_mode)
+        sides = (padding, pre_padding, post_padding)
+        how = _attributes("conv_dgrad", sides, stride, dilation, convolution_mode)
         given = {"loss": loss, "filter": weight if filter is None else filter}
         return self._add("conv_dgrad", given, name=name, compute=compute_data_type, **how)
 
@@ -108,34 +111,41 @@ class ConvolutionMethods(Builder):
             image: (N, C, i...).
             loss: (N, K, o...), the gradient of Y.
         """
-        how = _attributes(padding, pre_padding, post_padding, stride, dilation, convolution_mode)
+        sides = (padding, pre_padding, post_padding)
+        how = _attributes("conv_wgrad", sides, stride, dilation, convolution_mode)
         given = {"image": image, "loss": loss}
         return self._add("conv_wgrad", given, name=name, compute=compute_data_type, **how)
 
 
 def _attributes(
-    padding: Any, pre: Any, post: Any, stride: Any, dilation: Any, mode: Any
+    op: str, sides: tuple[Any, Any, Any], stride: Any, dilation: Any, mode: Any
 ) -> dict[str, Any]:
+    padding, pre, post = sides
     if padding is not None and (pre is not None or post is not None):
         raise GraphError(
             f"padding = {padding} is given beside pre_padding = {pre} and post_padding = {post}; "
             f"it is for both sides"
         )
-    sides = (pre, post) if padding is None else (padding, padding)
+    if padding is None:
+        before = _numbers(op, "pre_padding", pre, 0)
+        behind = _numbers(op, "post_padding", post, 0)
+    else:
+        before = behind = _numbers(op, "padding", padding, 0)
     return {
-        "pre_padding": _numbers(sides[0], 0),
-        "post_padding": _numbers(sides[1], 0),
-        "stride": _numbers(stride, 1),
-        "dilation": _numbers(dilation, 1),
+        "pre_padding": before,
+        "post_padding": behind,
+        "stride": _numbers(op, "stride", stride, 1),
+        "dilation": _numbers(op, "dilation", dilation, 1),
         "mode": member_of(_Mode, mode).name,
     }
 
 
-def _numbers(given: Any, default: int) -> int | list[int]:
+def _numbers(op: str, option: str, given: Any, default: int) -> int | list[int]:
     """A number for all modes, or one for each."""
     if given is None:
         return default
-    return int(given) if isinstance(given, int) else [int(one) for one in given] or default
+    found = whole_or_wholes(op, option, given)
+    return default if found == [] else found
 
 
 #: Paddings, and steps: a number for all modes, or one for each.

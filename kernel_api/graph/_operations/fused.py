@@ -9,6 +9,7 @@ from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
 from kernel_api.graph._kinds import WHOLE, Kind, either, one_of, optional, whole
 from kernel_api.graph._node import Node, Operation, broadcast_dim, settle
+from kernel_api.graph._options import as_whole, one_whole, optional_whole
 from kernel_api.graph._tensor import memory_order, packed_strides
 
 _ORDERS, _STYLES = ("gate_up", "up_gate"), ("half", "interleaved")
@@ -41,14 +42,15 @@ class FusedMethods(Builder):
         """
         if order not in _ORDERS:
             raise GraphError(f"glu_pair has order {order!r}; expected one of {_ORDERS}")
-        if granularity != "halves" and (not isinstance(granularity, int) or granularity < 1):
+        columns = as_whole(granularity)
+        if granularity != "halves" and (columns is None or columns < 1):
             raise GraphError(
                 f"glu_pair has granularity {granularity!r}; expected a number of columns, or "
                 f"'halves'"
             )
         return self._add(
             "glu_pair", {"input": input}, name=name, compute=compute_data_type,
-            granularity=granularity, order=order,
+            granularity=columns or "halves", order=order,
         )  # fmt: skip
 
     def rope(
@@ -80,12 +82,13 @@ class FusedMethods(Builder):
             GraphError: the columns that are rotated are not in a head, there is no such style, or
                 there are not so many heads.
         """
-        head_dim, start = int(head_dim), int(start)
-        width = head_dim - start if width is None else int(width)
+        head_dim = one_whole("rope", "head_dim", head_dim)
+        start = one_whole("rope", "start", start)
+        width = head_dim - start if width is None else one_whole("rope", "width", width)
         _check_columns("rope", head_dim, start, width)
         if style not in _STYLES:
             raise GraphError(f"rope has style {style!r}; expected one of {_STYLES}")
-        heads = None if heads is None else int(heads)
+        heads = optional_whole("rope", "heads", heads)
         if heads is not None and heads < 1:
             raise GraphError(f"rope has heads {heads}; expected 1 or more, or None for all")
         return self._add(

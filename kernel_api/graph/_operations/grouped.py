@@ -10,6 +10,7 @@ from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import data_type, member_of, moe_grouped_matmul_mode
 from kernel_api.graph._kinds import Kind, one_of, whole
 from kernel_api.graph._node import Node, Operation, settle
+from kernel_api.graph._options import optional_whole
 
 _INTEGERS = (data_type.INT32, data_type.INT64)
 
@@ -64,7 +65,8 @@ class GroupedMethods(Builder):
             "token": token, "weight": weight, "first_token_offset": first_token_offset,
             "token_index": token_index,
         }  # fmt: skip
-        divisor = int(top_k) if top_k is not None and kind == "GATHER" else 1
+        given = optional_whole("moe_grouped_matmul", "top_k", top_k)
+        divisor = given if given is not None and kind == "GATHER" else 1
         return self._add(
             "moe_grouped_matmul", inputs, name=name, compute=compute_data_type, mode=kind,
             top_k=divisor,

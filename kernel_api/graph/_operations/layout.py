@@ -11,6 +11,7 @@ from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import member_of, reshape_mode
 from kernel_api.graph._kinds import WHOLE, Kind, list_of, one_of, optional, whole
 from kernel_api.graph._node import Node, Operation, settle
+from kernel_api.graph._options import listed, one_whole, optional_whole, refused, wholes
 from kernel_api.graph._tensor import Tensor, memory_order, packed_strides
 
 _Slice = slice
@@ -39,7 +40,7 @@ class LayoutMethods(Builder):
             Y.
         """
         mode = member_of(_ReshapeMode, reshape_mode).name
-        given = None if shape is None else [int(one) for one in shape]
+        given = None if shape is None else wholes("reshape", "shape", shape)
         return self._add("reshape", {"input": input}, name=name, mode=mode, shape=given)
 
     def transpose(
@@ -50,7 +51,7 @@ class LayoutMethods(Builder):
         name: str | None = None,
     ) -> Any:
         """Y, whose mode i is mode ``permutation[i]`` of the input."""
-        order = [int(one) for one in permutation]
+        order = wholes("transpose", "permutation", permutation)
         return self._add(
             "transpose", {"input": input}, name=name, compute=compute_data_type, permutation=order
         )
@@ -80,9 +81,14 @@ class LayoutMethods(Builder):
         if (slices is None) == (start is None or limit is None):
             raise GraphError("slice takes slices=[slice(...), ...], or start= and limit=")
         if slices is None:
-            assert start is not None and limit is not None
-            slices = [_Slice(one, end) for one, end in zip(start, limit, strict=True)]
-        kept = [[_whole(one.start), _whole(one.stop), _whole(one.step)] for one in slices]
+            slices = _slices(start, limit)
+        parts = listed("slice", "slices", slices, "a slice for each mode")
+        if not all(isinstance(one, (_Slice, range)) for one in parts):
+            raise refused("slice", "slices", parts, "a slice for each mode")
+        kept = [
+            [optional_whole("slice", key, getattr(one, key)) for key in ("start", "stop", "step")]
+            for one in parts
+        ]
         _check_steps("slice", kept)
         return self._add(
             "slice", {"input": input}, name=name, compute=compute_data_type, slices=kept
@@ -99,15 +105,23 @@ class LayoutMethods(Builder):
 
         ``in_place_index`` is kept for compatibility; the result has memory of its own.
         """
-        given = tuple(inputs)
-        return self._add("concatenate", {"inputs": given}, name=name, axis=int(axis))
+        given = tuple(listed("concatenate", "inputs", inputs, "tensors"))
+        mode = one_whole("concatenate", "axis", axis)
+        return self._add("concatenate", {"inputs": given}, name=name, axis=mode)
 
 
 _ReshapeMode = reshape_mode
 
 
-def _whole(value: Any) -> int | None:
-    return None if value is None else int(value)
+def _slices(start: Any, limit: Any) -> list[_Slice]:
+    """Of the modes that begin and end there."""
+    begins, ends = (
+        listed("slice", option, given, "a whole number for each mode")
+        for option, given in (("start", start), ("limit", limit))
+    )
+    if len(begins) != len(ends):
+        raise GraphError(f"slice has start = {begins} and limit = {ends}; expected as many")
+    return [_Slice(one, end) for one, end in zip(begins, ends, strict=True)]
 
 
 def _check_steps(what: str, slices: list[list[int | None]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import member_of, norm_forward_phase
 from kernel_api.graph._operations.norm import check_deviation
+from kernel_api.graph._options import number, refused
 
 _Phase = norm_forward_phase
 
@@ -155,6 +157,9 @@ class NormMethods(Builder):
             GraphError: ``peer_stats`` are given; statistics of other GPUs are not supported.
         """
         _check_peers("batchnorm", peer_stats)
+        _check_epsilon("batchnorm", epsilon)
+        if isinstance(momentum, numbers.Real):
+            number("batchnorm", "momentum", momentum)
         given = {
             "input": input, "scale": scale, "bias": bias, "in_running_mean": in_running_mean,
             "in_running_var": in_running_var, "epsilon": epsilon, "momentum": momentum,
@@ -302,6 +307,7 @@ class NormMethods(Builder):
             raise GraphError(
                 f"{op} has {input} as its input; pass it by name, norm_forward_phase={input}"
             )
+        _check_epsilon(op, epsilon)
         statistics = phase is None or member_of(_Phase, phase) is _Phase.TRAINING
         given = {"input": input, "scale": scale, "bias": bias, "epsilon": epsilon}
         return self._add(
@@ -324,6 +330,7 @@ class NormMethods(Builder):
         **attributes: Any,
     ) -> Any:
         check_deviation(f"{op}_backward", inv_variance, epsilon)
+        _check_epsilon(f"{op}_backward", epsilon)
         given = {
             "grad": grad, "input": input, "scale": scale, "mean": mean,
             "inv_variance": inv_variance, "epsilon": epsilon,
@@ -331,6 +338,12 @@ class NormMethods(Builder):
         return self._add(
             f"{op}_backward", given, name=name, compute=compute, results=results, **attributes
         )
+
+
+def _check_epsilon(op: str, epsilon: Any) -> None:
+    """Raise GraphError for a number that is no epsilon; those of tensors come at execution."""
+    if isinstance(epsilon, numbers.Real) and number(op, "epsilon", epsilon) < 0:
+        raise refused(op, "epsilon", epsilon, "a number that is not negative")
 
 
 def _check_peers(op: str, peers: Iterable[Any] | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kernel_api.graph._builder import Builder
+from kernel_api.graph._options import number, one_whole, optional_number
 
 
 class PointwiseMethods(Builder):
@@ -223,7 +224,8 @@ class PointwiseMethods(Builder):
         self, input: Any, axis: int, compute_data_type: Any = None, name: str | None = None
     ) -> Any:
         """The index of each element along an axis; INT32 unless another type is set."""
-        return self._of_one("gen_index", input, compute_data_type, name, axis=int(axis))
+        mode = one_whole("gen_index", "axis", axis)
+        return self._of_one("gen_index", input, compute_data_type, name, axis=mode)
 
     # Activations -------------------------------------------------------------------------
 
@@ -237,7 +239,7 @@ class PointwiseMethods(Builder):
         name: str | None = None,
     ) -> Any:
         """x above ``lower_clip`` (0), lower + slope · (x − lower) below; at most ``upper_clip``."""
-        clips = _clips(negative_slope, lower_clip, upper_clip)
+        clips = _clips("relu", negative_slope, lower_clip, upper_clip)
         return self._of_one("relu", input, compute_data_type, name, **clips)
 
     def leaky_relu(
@@ -248,7 +250,7 @@ class PointwiseMethods(Builder):
         name: str | None = None,
     ) -> Any:
         """x above 0, ``negative_slope`` · x below."""
-        slope = float(negative_slope)
+        slope = number("leaky_relu", "negative_slope", negative_slope)
         return self._of_one("leaky_relu", input, compute_data_type, name, slope=slope)
 
     def sigmoid(self, input: Any, compute_data_type: Any = None, name: str | None = None) -> Any:
@@ -277,7 +279,7 @@ class PointwiseMethods(Builder):
         name: str | None = None,
     ) -> Any:
         """x · σ(β · x); β is 1 by default."""
-        beta = _number(swish_beta)
+        beta = optional_number("swish", "swish_beta", swish_beta)
         return self._of_one("swish", input, compute_data_type, name, beta=beta)
 
     def silu(self, input: Any, compute_data_type: Any = None, name: str | None = None) -> Any:
@@ -292,7 +294,8 @@ class PointwiseMethods(Builder):
         name: str | None = None,
     ) -> Any:
         """x above 0, α · (exp(x) − 1) below; α is 1 by default."""
-        return self._of_one("elu", input, compute_data_type, name, alpha=_number(elu_alpha))
+        alpha = optional_number("elu", "elu_alpha", elu_alpha)
+        return self._of_one("elu", input, compute_data_type, name, alpha=alpha)
 
     def softplus(self, input: Any, compute_data_type: Any = None, name: str | None = None) -> Any:
         """log(1 + exp(x))."""
@@ -327,7 +330,7 @@ class PointwiseMethods(Builder):
         name: str | None = None,
     ) -> Any:
         """loss where lower < input < upper, loss · slope below, 0 above."""
-        clips = _clips(negative_slope, lower_clip, upper_clip)
+        clips = _clips("relu_backward", negative_slope, lower_clip, upper_clip)
         return self._backward_of("relu", loss, input, compute_data_type, name, **clips)
 
     def leaky_relu_backward(
@@ -339,7 +342,7 @@ class PointwiseMethods(Builder):
         name: str | None = None,
     ) -> Any:
         """loss where input > 0, else loss · slope."""
-        slope = float(negative_slope)
+        slope = number("leaky_relu_backward", "negative_slope", negative_slope)
         return self._backward_of("leaky_relu", loss, input, compute_data_type, name, slope=slope)
 
     def sigmoid_backward(
@@ -375,7 +378,7 @@ class PointwiseMethods(Builder):
         name: str | None = None,
     ) -> Any:
         """loss · s · (1 + β · x · (1 − s)), with s = σ(β · x)."""
-        beta = _number(swish_beta)
+        beta = optional_number("swish_backward", "swish_beta", swish_beta)
         return self._backward_of("swish", loss, input, compute_data_type, name, beta=beta)
 
     def silu_backward(
@@ -393,7 +396,7 @@ class PointwiseMethods(Builder):
         name: str | None = None,
     ) -> Any:
         """loss where input > 0, else loss · α · exp(input)."""
-        alpha = _number(elu_alpha)
+        alpha = optional_number("elu_backward", "elu_alpha", elu_alpha)
         return self._backward_of("elu", loss, input, compute_data_type, name, alpha=alpha)
 
     def softplus_backward(
@@ -415,9 +418,9 @@ class PointwiseMethods(Builder):
         return self._backward_of("squared_relu", loss, input, compute_data_type, name)
 
 
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def _clips(slope: Any, lower: Any, upper: Any) -> dict[str, float | None]:
-    return {"slope": _number(slope), "lower": _number(lower), "upper": _number(upper)}
+def _clips(op: str, slope: Any, lower: Any, upper: Any) -> dict[str, float | None]:
+    return {
+        "slope": optional_number(op, "negative_slope", slope),
+        "lower": optional_number(op, "lower_clip", lower, infinite=True),
+        "upper": optional_number(op, "upper_clip", upper, infinite=True),
+    }

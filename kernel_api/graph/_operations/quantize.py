@@ -10,6 +10,7 @@ from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import data_type, element_type
 from kernel_api.graph._kinds import WHOLE, Kind, list_of, whole
 from kernel_api.graph._node import Node, Operation, settle
+from kernel_api.graph._options import one_whole, optional_whole, whole_or_wholes
 from kernel_api.graph._tensor import memory_order, packed_strides
 
 #: Types that data may have, and scales.
@@ -46,7 +47,9 @@ class QuantizeMethods(Builder):
         Raises:
             GraphError: ``block_size`` is less than 1, or ``transpose`` is set.
         """
-        if int(block_size) < 1:
+        size = one_whole("block_scale_quantize", "block_size", block_size)
+        mode = optional_whole("block_scale_quantize", "axis", axis)
+        if size < 1:
             raise GraphError(
                 f"block_scale_quantize has block_size = {block_size}; expected 1 or more"
             )
@@ -56,7 +59,7 @@ class QuantizeMethods(Builder):
             )
         return self._add(
             "block_scale_quantize", {"input": input}, name=name, compute=compute_data_type,
-            block_size=int(block_size), axis=-1 if axis is None else int(axis),
+            block_size=size, axis=-1 if mode is None else mode,
         )  # fmt: skip
 
     def block_scale_dequantize(
@@ -85,7 +88,9 @@ class QuantizeMethods(Builder):
         """
         if (descale is None) == (scale is None):
             raise GraphError("block_scale_dequantize takes descale= or scale=, which are the same")
-        sizes = [block_size] if isinstance(block_size, int) else [int(one) for one in block_size]
+        found = whole_or_wholes("block_scale_dequantize", "block_size", block_size)
+        sizes = [found] if isinstance(found, int) else found
+        mode = optional_whole("block_scale_dequantize", "axis", axis)
         if not sizes or min(sizes) < 1:
             raise GraphError(
                 f"block_scale_dequantize has block_size = {block_size}; expected 1 or more"
@@ -93,7 +98,7 @@ class QuantizeMethods(Builder):
         given = {"input": input, "descale": scale if descale is None else descale}
         return self._add(
             "block_scale_dequantize", given, name=name, compute=compute_data_type,
-            block_size=sizes, axis=-1 if axis is None else int(axis),
+            block_size=sizes, axis=-1 if mode is None else mode,
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import data_type, member_of, rng_distribution
 from kernel_api.graph._kinds import NUMBER, Kind, list_of, one_of, optional, whole
 from kernel_api.graph._node import Node, Operation, check_single, check_whole, settle
+from kernel_api.graph._options import number, one_whole, optional_number, refused, wholes
 from kernel_api.graph._tensor import Tensor, packed_strides
 
 
@@ -50,32 +51,45 @@ class RandomMethods(Builder):
             seed, offset: Whole numbers, or tensors of one.
 
         Raises:
-            GraphError: the probability is none.
+            GraphError: the probability, the range or the deviation is none.
         """
         kind = member_of(rng_distribution, distribution).name
-        p = bernoulli_probability
+        p = optional_number("rng", "bernoulli_probability", bernoulli_probability)
         _check_probability("rng", kind, p)
-        shape = [int(one) for one in dim]
+        low = number("rng", "uniform_min", uniform_min)
+        high = number("rng", "uniform_max", uniform_max)
+        mean = number("rng", "normal_mean", normal_mean)
+        deviation = number("rng", "normal_std", normal_std)
+        if kind == "UNIFORM" and low > high:
+            raise GraphError(
+                f"rng has uniform_min = {low} and uniform_max = {high}; expected a min that is not "
+                f"above max"
+            )
+        if kind == "NORMAL" and deviation < 0:
+            raise refused("rng", "normal_std", normal_std, "a number that is not negative")
+        shape = wholes("rng", "dim", dim)
+        steps = list(packed_strides(shape)) if stride is None else wholes("rng", "stride", stride)
         state = {}
         for key, value in (("seed", seed), ("offset", offset)):
-            number = value if isinstance(value, Tensor) else None
-            state[key] = number or self._constant(int(value), key, data_type.INT64)
+            if not isinstance(value, Tensor):
+                value = self._constant(one_whole("rng", key, value), key, data_type.INT64)
+            state[key] = value
         return self._add(
             "rng",
             state,
             name=name,
             compute=compute_data_type,
             dim=shape,
-            stride=list(packed_strides(shape) if stride is None else map(int, stride)),
+            stride=steps,
             distribution=kind,
-            probability=None if p is None else float(p),
-            uniform=[float(uniform_min), float(uniform_max)],
-            normal=[float(normal_mean), float(normal_std)],
+            probability=p,
+            uniform=[low, high],
+            normal=[mean, deviation],
         )
 
 
 def _check_probability(what: str, distribution: str, p: float | None) -> None:
-    if distribution == "BERNOULLI" and (p is None or not 0 <= float(p) <= 1):
+    if distribution == "BERNOULLI" and (p is None or not 0 <= p <= 1):
         raise GraphError(f"{what} has bernoulli_probability = {p}; expected a number from 0 to 1")
 
 

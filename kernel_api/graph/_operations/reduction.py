@@ -11,6 +11,7 @@ from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import data_type, member_of, reduction_mode
 from kernel_api.graph._kinds import WHOLE, Kind, list_of, one_of, optional, whole
 from kernel_api.graph._node import Node, Operation, settle
+from kernel_api.graph._options import whole_or_wholes
 
 
 class ReductionMethods(Builder):
@@ -39,8 +40,8 @@ class ReductionMethods(Builder):
             Y, of as many modes as the input.
         """
         kind = member_of(reduction_mode, mode).name
-        given = [axis] if isinstance(axis, int) else axis
-        axes = None if given is None else [int(one) for one in given]
+        given = None if axis is None else whole_or_wholes("reduction", "axis", axis)
+        axes = [given] if isinstance(given, int) else given
         return self._add(
             "reduction", {"input": input}, name=name, compute=compute_data_type, mode=kind,
             axes=axes,
