@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_api import _compile_cache, provider
-from kernel_api._launches import TENSORS, chosen
+from kernel_api._launches import NEVER_NEGATIVE, TENSORS, chosen
 from kernel_api.arguments import SdpaArguments
 from kernel_api.arguments.attention import like_scores
 from kernel_api.arguments.dropout import Dropout
@@ -96,7 +96,7 @@ def _look(
     for what is not looked at."""
     if type(Q) not in TENSORS or type(K) not in TENSORS or type(V) not in TENSORS:
         raise TypeError
-    if Q.is_neg() or K.is_neg() or V.is_neg():
+    if Q.dtype is not NEVER_NEGATIVE and (Q.is_neg() or K.is_neg() or V.is_neg()):
         raise TypeError
     # Written out: this is most of what a call costs.
     addresses = [Q.data_ptr(), K.data_ptr(), V.data_ptr()]
@@ -122,7 +122,9 @@ def _look(
 
 
 def _tensor(value: Any, addresses: list[int]) -> tuple[Any, ...]:
-    if type(value) not in TENSORS or value.is_neg():
+    if type(value) not in TENSORS:
+        raise TypeError
+    if value.dtype is not NEVER_NEGATIVE and value.is_neg():
         raise TypeError
     addresses.append(value.data_ptr())
     return value.dtype, value.shape, value.stride(), value.device

@@ -42,6 +42,9 @@ is_traced = torch.compiler.is_dynamo_compiling
 
 #: Subclasses may mean something else by what they hold: those of torch that trace do.
 TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+#: Elements that have no complex type, whose conjugates have negative imaginary parts: asking such
+#: a tensor for its negative bit would cost a call 1 %.
+NEVER_NEGATIVE = torch.bfloat16
 _NUMBERS = frozenset((float, int))
 _VALUES = frozenset((str, bool, int, float, type(None)))
 
@@ -154,10 +157,12 @@ def _look(
 ) -> tuple[_Key, list[int]]:
     """What the call looks like, and the addresses of its tensors in their order; raises TypeError
     for what is not looked at."""
-    if type(A) not in TENSORS or type(B) not in TENSORS or A.is_neg() or B.is_neg():
+    if type(A) not in TENSORS or type(B) not in TENSORS:
         raise TypeError
     # Written out: this is most of what a call costs.
     element, start, other_start = A.dtype, A.data_ptr(), B.data_ptr()
+    if element is not NEVER_NEGATIVE and (A.is_neg() or B.is_neg()):
+        raise TypeError
     addresses, joined = [start, other_start], start | other_start
     key: _Key = (
         provider._generation, _compile_cache._era, form, out_dtype,
@@ -165,7 +170,7 @@ def _look(
         B.dtype, B.shape, B.stride(), B.device,
     )  # fmt: skip
     if out is not None:
-        if type(out) not in TENSORS or out.is_neg():
+        if type(out) not in TENSORS or (out.dtype is not NEVER_NEGATIVE and out.is_neg()):
             raise TypeError
         start = out.data_ptr()
         addresses.append(start)
@@ -185,7 +190,7 @@ def _look(
 def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
     kind = type(value)
     if kind in TENSORS:
-        if value.is_neg():
+        if value.dtype is not NEVER_NEGATIVE and value.is_neg():
             raise TypeError
         addresses.append(value.data_ptr())
         return value.dtype, value.shape, value.stride(), value.device
