@@ -210,7 +210,7 @@ class Kernel(metaclass=KernelType):
             UnsupportedError, ArtifactError, DeviceError, CaptureError, WorkspaceError: before
                 anything is launched.
         """
-        if is_traced() or is_watched():
+        if is_watched():
             from kernel_api._outside import outside
 
             outside(self.run, args, artifact, stream, workspace, assume_supported_args)

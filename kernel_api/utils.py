@@ -64,7 +64,7 @@ def is_traced() -> bool:
 
 def is_watched() -> bool:
     """Whether torch's compiler looks at every function that is called here, and all that these are
-    given, because it left a caller as it is."""
+    given: because it left a caller as it is, or meets this call, which it cannot read."""
     compiler = sys.modules.get("torch._C._dynamo.eval_frame")
     ask = getattr(compiler, "get_eval_frame_callback", None)
     return ask is not None and callable(ask())
@@ -76,7 +76,7 @@ def untraced(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
-        if is_traced() or is_watched():
+        if is_watched():
             from kernel_api._outside import outside
 
             return outside(function, *given, **named)
