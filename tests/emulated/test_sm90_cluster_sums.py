@@ -58,7 +58,7 @@ CASES = [
 
 
 #: Of 16 bits some; of every other type one, and tiles that are swapped.
-SAMPLE = range(len(CASES)) if EVERY else (0, 3, 5, 11, 14, 15)
+SAMPLE = range(len(CASES)) if EVERY else (0, 5, 11, 15)
 
 
 def drawn(kernel, sizes, values, seed=0):

@@ -124,6 +124,8 @@ _of_parameters = bulk.tensor_map_at
 
 def tensor_map_at(gang: Gang, address: int) -> TensorMap:
     """One that a kernel has made, or one of the host's."""
+    if address >> 40 == PARAMETER_WINDOW >> 40:
+        return _of_parameters(gang, address)
     made = _made(gang)
     if address not in made.changed:
         return _of_parameters(gang, address)
