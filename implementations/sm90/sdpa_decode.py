@@ -35,6 +35,11 @@ _WAVES = 4  # of blocks, at most, that parts are made for
 
 #: Of launch values, those that a block uses behind its first loads if at all.
 _NOT_READ_FIRST = frozenset(("scale", "lse", "score_max", "score_sum_exp", "sink"))
+#: And those that it needs to know where its keys lie.
+_READ_FIRST = frozenset(
+    ("page_table", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv")
+)
+_LINE = 32  # numbers that L2 gets at once
 #: Bytes of keys and values that a block asks for before it may read them, where all blocks of a
 #: launch together read no more than `_SMALL`: with more, kernels that still run get theirs later.
 _AHEAD, _SMALL = 128 << 10, 8 << 20
@@ -131,8 +136,9 @@ class SdpaDecode(RowLoads, SdpaForward):
             page_size=page_size,
         )
         self.output_memory = "none"  # it is not staged
-        #: What is known of a tile before anything is read.
-        self.asks_ahead = set(scores.names) <= _NOT_READ_FIRST
+        #: Where its keys lie is known before anything is read.
+        self.knows_keys = set(scores.names) <= _NOT_READ_FIRST
+        self.asks_ahead = self.knows_keys or bool(set(scores.names) & _READ_FIRST)
         #: Of a row of a part: the log-sum-exp, then the largest score if it is asked for.
         self.numbers = 1 + any(name in scores.names for name in ("score_max", "score_sum_exp"))
 
@@ -203,10 +209,27 @@ class SdpaDecode(RowLoads, SdpaForward):
         """Brings what this block loads first to L2 while the kernels before run. They may still
         write it: L2 is where what they write arrives."""
         if warp_index == 0:
-            self._ask(*of_first_loads)
+            if const_expr(self.knows_keys):
+                self._ask_for_keys(*of_first_loads)
+            else:
+                self._ask_for_places(*of_first_loads)
 
     @cute.jit
-    def _ask(self, tma_k, mK, sK, tma_v, mV, sV, mQ, tiles, operands):
+    def _ask_for_places(self, tma_k, mK, sK, tma_v, mV, sV, mQ, tiles, operands):
+        """For lengths, and numbers of pages as far as the lanes of a warp go."""
+        values = Values(self.scores.names, operands)
+        batch = tiles.place(Int32(cute.arch.block_idx()[0]), self.tile_m, False).batch
+        for name in sorted(_READ_FIRST & set(self.scores.names)):
+            tensor = values[name]
+            index = batch
+            if const_expr(name == "page_table"):
+                of_lane = cute.arch.lane_idx() * _LINE
+                index = (batch, cutlass.min(of_lane, Int32(tensor.shape[1]) - 1))
+            address = tensor.iterator + cute.crd2idx(index, tensor.layout)
+            cute.arch.prefetch(address.llvm_ptr, cache_level="L2")
+
+    @cute.jit
+    def _ask_for_keys(self, tma_k, mK, sK, tma_v, mV, sV, mQ, tiles, operands):
         values = Values(self.scores.names, operands)
         tile = Int32(cute.arch.block_idx()[0])
         work = SdpaDecode._work(self, tiles, tile, values, mQ, mK)
@@ -249,28 +272,34 @@ class SdpaDecode(RowLoads, SdpaForward):
         tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head)
         tVsV, tVgV = self._partitioned(tma_v, mV, sV, self.head_dim_v, place.head)
         if blocks.end > blocks.begin:
-            last = blocks.end - 1
-            of_batch = (place.batch, sequence, values)
-            self._load_block(tma_k, tKgK, tKsK, last, pipeline_k, k_state, *of_batch)
+            last, batch = blocks.end - 1, place.batch
+            of_batch = (batch, sequence, values)
+            pages = self._pages_of(self._no_pages(), last, *of_batch)
+            self._load_block(tma_k, tKgK, tKsK, last, pages, pipeline_k, k_state, batch)
             k_state.advance()
             if const_expr(self.searches):
                 seen = self._following(work.seen, work, values)
                 while seen.block >= blocks.begin:
-                    self._load_block(tma_k, tKgK, tKsK, seen.block, pipeline_k, k_state, *of_batch)
-                    self._load_block(tma_v, tVgV, tVsV, last, pipeline_v, v_state, *of_batch)
+                    own = pages
+                    pages = self._pages_of(pages, seen.block, *of_batch)
+                    self._load_block(
+                        tma_k, tKgK, tKsK, seen.block, pages, pipeline_k, k_state, batch
+                    )
+                    self._load_block(tma_v, tVgV, tVsV, last, own, pipeline_v, v_state, batch)
                     k_state.advance()
                     v_state.advance()
                     last = seen.block
                     seen = self._following(seen, work, values)
-                self._load_block(tma_v, tVgV, tVsV, last, pipeline_v, v_state, *of_batch)
             else:
                 for i in cutlass.range(last - blocks.begin, unroll=1):
-                    below = last - 1 - i
-                    self._load_block(tma_k, tKgK, tKsK, below, pipeline_k, k_state, *of_batch)
-                    self._load_block(tma_v, tVgV, tVsV, last - i, pipeline_v, v_state, *of_batch)
+                    below, own = last - 1 - i, pages
+                    pages = self._pages_of(pages, below, *of_batch)
+                    self._load_block(tma_k, tKgK, tKsK, below, pages, pipeline_k, k_state, batch)
+                    self._load_block(tma_v, tVgV, tVsV, below + 1, own, pipeline_v, v_state, batch)
                     k_state.advance()
                     v_state.advance()
-                self._load_block(tma_v, tVgV, tVsV, blocks.begin, pipeline_v, v_state, *of_batch)
+                last = blocks.begin
+            self._load_block(tma_v, tVgV, tVsV, last, pages, pipeline_v, v_state, batch)
             v_state.advance()
             q_state.advance()
         return q_state, k_state, v_state

@@ -127,10 +127,10 @@ class SdpaDecodeCluster(SdpaDecode):
 
     def _work(self, tiles: ClusterTiles, tile: Int32, values: Values, mQ, mK) -> Work:
         """The producer and the consumers ask for one each, before all that they read."""
-        if not self.asks_ahead:
+        if not self.knows_keys:
             super()._await_launch()
         work = super()._work(tiles, tile, values, mQ, mK)
-        if self.asks_ahead:
+        if self.knows_keys:
             super()._await_launch()
         return work
 

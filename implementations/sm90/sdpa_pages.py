@@ -1,6 +1,7 @@
 """How rows of keys and values, which may be in pages, come to shared memory on Hopper."""
 
 import math
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,6 +15,18 @@ from .sdpa_loads import tma_load
 REGISTERS_FOR_PAGES = (40, 232)  # producer and each of two consumers: it reads numbers of pages
 
 SLAB_BYTES = 128  # of a row that TMA copies at once, at most: the span of a swizzle
+
+
+class Pages(NamedTuple):
+    """Numbers of pages, a piece of a block each; blocks have as many pieces as TMA copies.
+
+    held: Of each lane, from the first piece of block `last` on, and of those before it.
+    own: Of each lane, of the pieces of the block that was asked for.
+    """
+
+    held: Int32
+    last: Int32
+    own: Int32
 
 
 class RowLoads:
@@ -56,18 +69,40 @@ class RowLoads:
             cute.group_modes(source, 0, 2),
         )
 
+    def _no_pages(self) -> Pages:
+        """Before the first block."""
+        return Pages(Int32(0), Int32(-1), Int32(0))
+
     @cute.jit
-    def _load_block(self, tma, source, shared, block, stages, state, batch, sequence, values):
+    def _pages_of(self, pages: Pages, block, batch, sequence, values):
+        """Numbers of the pages of a block of keys, asked for from the last block to the first: read
+        for many at once, so that loads seldom wait for them."""
+        if const_expr(self.page_size is not None):
+            pieces = self.tile_n // self.rows_at_once
+            lane = cute.arch.lane_idx()
+            last = pages.last
+            held = pages.held
+            if (block > last) | (block <= last - 32 // pieces):
+                last = block
+                first = (block - lane // pieces) * self.tile_n + lane % pieces * self.rows_at_once
+                # In front of the first key and behind the last one there may be no page: what is
+                # read there is not used.
+                first = cutlass.max(cutlass.min(first, sequence.keys - 1), Int32(0))
+                held = values["page_table"][batch, first // self.page_size]
+            own = cute.arch.shuffle_sync(held, (last - block) * pieces + lane % pieces)
+            pages = Pages(held, last, own)
+        return pages
+
+    @cute.jit
+    def _load_block(self, tma, source, shared, block, pages: Pages, stages, state, batch):
         """Of keys, into its stage when that is empty."""
         stages.producer_acquire(state)
-        for piece in cutlass.range_constexpr(self.tile_n // self.rows_at_once):
-            first = block * self.tile_n + piece * self.rows_at_once
-            row, at = first // self.rows_at_once, batch
+        pieces = self.tile_n // self.rows_at_once
+        for piece in cutlass.range(pieces, unroll=1):
+            row, at = block * pieces + piece, batch
             if const_expr(self.page_size is not None):
-                # Behind the last key there may be no page: what is read there is not used.
-                first = cutlass.min(first, sequence.keys - 1)
-                at = values["page_table"][batch, first // self.page_size]
-                row = first % self.page_size // self.rows_at_once
+                row = row % (self.page_size // self.rows_at_once)
+                at = cute.arch.shuffle_sync(pages.own, piece)
             for slab in cutlass.range_constexpr(cute.size(shared, mode=[2])):
                 cute.copy(
                     tma,
