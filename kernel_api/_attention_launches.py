@@ -16,10 +16,12 @@ import torch
 
 from kernel_api import _compile_cache, provider
 from kernel_api._launches import NEVER_NEGATIVE, TENSORS, chosen
+from kernel_api._readers import Reader, reader_of
 from kernel_api.arguments import SdpaArguments
 from kernel_api.arguments.attention import like_scores
 from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
+from kernel_api.kernel import LauncherInOrder
 from kernel_api.masks import Mask
 from kernel_api.operands import MAX_ALIGNMENT, Operand
 
@@ -44,7 +46,8 @@ class _Launch(NamedTuple):
     """What is done for a call.
 
     Attributes:
-        launcher: Of the kernel, on tensors of these sizes; it takes values by name.
+        launcher: Of the kernel, on tensors of these sizes, in order.
+        in_order: What reads its values by their names.
         constants: Values that are the same in all such calls.
         given: Names of values that are options of the call.
         out, lse: Makers of the outputs.
@@ -52,7 +55,8 @@ class _Launch(NamedTuple):
         written: Which of them are outputs.
     """
 
-    launcher: Callable[..., None]
+    launcher: LauncherInOrder
+    in_order: Reader
     constants: dict[str, Any]
     given: tuple[str, ...]
     out: Callable[[], Any]
@@ -84,7 +88,7 @@ def forward(
         out = launch.out() if out is None else out
         if with_lse or lse is not None:
             values["lse"] = lse = launch.lse() if lse is None else lse
-        launch.launcher(Q, K, V, out, **values)
+        launch.launcher((Q, K, V, out), launch.in_order(values))
         return out, lse
     return _first(Q, K, V, out, lse, with_lse, options, key)
 
@@ -188,7 +192,7 @@ def _first(
         taken = kernel._launch_operands(args)
         found = _sources(args, taken, options)
         if found is not None:
-            launcher = kernel._launcher_for_sizes(args, artifact)
+            launcher = kernel._launcher_in_order(args, artifact), reader_of(tuple(taken))
             _remember(key, args, launcher, found, made_out, (Q, K, V, out, lse), options)
     return made_out, made_lse
 
@@ -220,7 +224,7 @@ def _sources(
 def _remember(
     key: _Key,
     args: SdpaArguments,
-    launcher: Callable[..., None],
+    launcher: tuple[LauncherInOrder, Reader],
     sources: tuple[dict[str, Any], tuple[str, ...]],
     out: Any,
     call: tuple[Any, ...],
@@ -236,7 +240,7 @@ def _remember(
     spans = tuple([Operand(one).span for one in tensors.values()])
     written = tuple([place for place, name in enumerate(tensors) if name in args.output_names])
     makers = _out_maker(call[0], call[2]), _lse_maker(call[0], args)
-    launch = _Launch(launcher, *sources, *makers, spans, written)
+    launch = _Launch(*launcher, *sources, *makers, spans, written)
     with _lock:
         if len(_launches) >= _KEPT:
             _launches.clear()

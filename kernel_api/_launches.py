@@ -30,7 +30,7 @@ from kernel_api.artifact import CompiledArtifact
 from kernel_api.discovery import explain, get_kernels
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError, NoKernelError
-from kernel_api.kernel import Kernel, require_data
+from kernel_api.kernel import Kernel, LauncherInOrder, require_data
 from kernel_api.offsets import check_is_asked
 from kernel_api.operands import MAX_ALIGNMENT, Operand
 
@@ -55,6 +55,7 @@ _LOW_BITS = MAX_ALIGNMENT - 1
 _FLOAT32 = torch.float32
 
 _Key = tuple[Any, ...]
+_Value = tuple[str, Callable[[Any], Any]] | tuple[None, Any]
 
 
 class Call(NamedTuple):
@@ -77,33 +78,33 @@ class Launch:
     """What is done for a call.
 
     Attributes:
-        launcher: Of the kernel, on tensors of these sizes; it takes operands by name.
+        launcher: Of the kernel, on tensors of these sizes, in order.
         absent: Makers of the outputs that the call does not give, with the alignment in bytes that
             the launcher needs.
         apart: Pairs of tensors that may not share memory: place and size in bytes of each.
-        operands: Names of what the launcher takes, each with an option and what makes it of that.
-        constants: Further ones.
+        further: Options that are tensors which the launcher takes behind A, B and out.
+        values: What it takes as values: the option and what makes it of that; or None and a number.
         results: From ``out`` and the options to what the call returns; None: it is ``out``.
         plain: Sizes in bytes of A, B and out where the call gives these and nothing else has to be
             done; else None.
         used: When it was last.
     """
 
-    __slots__ = ("absent", "apart", "constants", "launcher", "operands", "plain", "results", "used")
+    __slots__ = ("absent", "apart", "further", "launcher", "plain", "results", "used", "values")
 
     def __init__(
         self,
-        launcher: Callable[..., None],
+        launcher: LauncherInOrder,
         absent: dict[str, tuple[Callable[[], Any], int]],
         apart: list[tuple[int, int, int, int]],
-        operands: dict[str, tuple[str, Callable[[Any], Any]]],
-        constants: dict[str, Any],
+        further: tuple[str, ...],
+        values: list[_Value],
         results: Callable[[Any, dict[str, Any]], Any] | None,
         plain: tuple[int, int, int] | None,
     ) -> None:
         self.launcher, self.absent, self.apart = launcher, absent, apart
-        self.operands, self.constants, self.results = operands, constants, results
-        self.plain = None if absent or operands or constants or results else plain
+        self.further, self.values, self.results = further, values, results
+        self.plain = None if absent or further or values or results else plain
         self.used = next(_clock)
 
     def with_options(self, A: Any, B: Any, out: Any, options: dict[str, Any]) -> Any:
@@ -115,11 +116,9 @@ class Launch:
                 if made.data_ptr() % alignment:
                     return NEW
             out = options.pop("out", out)
-        if self.operands or self.constants:
-            operands = {name: of(options[own]) for name, (own, of) in self.operands.items()}
-            self.launcher(A, B, out, **operands, **self.constants)
-        else:
-            self.launcher(A, B, out)
+        tensors = (A, B, out, *[options[name] for name in self.further])
+        values = [of if own is None else of(options[own]) for own, of in self.values]
+        self.launcher(tensors, tuple(values))
         return out if self.results is None else self.results(out, options)
 
 
@@ -143,7 +142,7 @@ def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict
         end = start + size
         if (a < end and start < a + a_size) or (b < end and start < b + b_size):
             return NEW  # arguments look closer
-        launch.launcher(A, B, out)
+        launch.launcher((A, B, out), ())
         return out
     for one, one_size, other, other_size in launch.apart:
         start, other_start = addresses[one], addresses[other]
@@ -298,8 +297,16 @@ def _remember(
     own = zip(args.operand_names, args.operands, strict=True)
     if key in _launches or not args.writes_anything:
         return
-    taken = _operands(form, args, call.options, complete)
-    if taken is None or any(operand.tensor is not tensors[name] for name, operand in own):
+    if any(operand.tensor is not tensors[name] for name, operand in own):
+        return
+    own_values = args.launch_values if form.further else ()
+    made: dict[str, _Value] = {name: (name, _itself) for name in own_values}
+    found = _operands(form, args, call.options, complete)
+    if found is None:
+        return
+    made |= found
+    names = tuple(kernel._launch_operands(args))
+    if not made.keys() >= set(names):
         return
     if form.further and check_is_asked():
         return
@@ -311,27 +318,15 @@ def _remember(
         if name not in places
     }
     results = form.results if form.written(complete) else None
-    launcher = kernel._launcher_for_sizes(args, artifact)
+    launcher = kernel._launcher_in_order(args, artifact)
     apart = _apart({name: Operand(call.given[name]).span for name in places}, written)
-    if form.further:
-        launcher = _with_further(launcher, form.further)
-        for name in (*form.further, *args.launch_values):
-            taken[0][name] = name, _itself
+    values = [made[name] for name in names]
     plain = (args.A.span, args.B.span, args.out.span) if places == ["A", "B", "out"] else None
-    launch = Launch(launcher, absent, apart, *taken, results, plain)
+    launch = Launch(launcher, absent, apart, form.further, values, results, plain)
     with _lock:
         if len(_launches) >= _KEPT:
             _forget_some()
         _launches[key] = launch
-
-
-def _with_further(launcher: Callable[..., None], names: tuple[str, ...]) -> Callable[..., None]:
-    """Takes by name what the launcher takes behind A, B and out."""
-
-    def launch(A: Any, B: Any, out: Any, **others: Any) -> None:
-        launcher(A, B, out, *[others.pop(name) for name in names], **others)
-
-    return launch
 
 
 def _forget_some() -> None:
@@ -360,21 +355,20 @@ def _maker(tensor: Any) -> Callable[[], Any]:
 
 def _operands(
     form: Form, args: Arguments, options: dict[str, Any], complete: dict[str, Any]
-) -> tuple[dict[str, tuple[str, Callable[[Any], Any]]], dict[str, Any]] | None:
-    """What the launcher takes by name, made of options; and constants. None: it cannot be told."""
-    made: dict[str, tuple[str, Callable[[Any], Any]]] = {}
-    constants: dict[str, Any] = {}
+) -> dict[str, _Value] | None:
+    """What the operands of the epilogue are made of; None: it cannot be told."""
+    made: dict[str, _Value] = {}
     operands = {} if args.epilogue is None else args.epilogue.operands
     for name, value in operands.items():
         if isinstance(value, (int, float)) and name not in options:
-            constants[name] = value
+            made[name] = None, value
             continue
         option = form.option_of(name)
         of = _made_of(complete.get(option), value)
         if of is None:
             return None
         made[name] = option, of
-    return made, constants
+    return made
 
 
 def _made_of(option: Any, value: Any) -> Callable[[Any], Any] | None:

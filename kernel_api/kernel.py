@@ -8,7 +8,7 @@ declare ``operands``, ``space`` and rules, and get ``generate_kernels`` for it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernel_api import _compile_cache, _recording
@@ -42,6 +42,9 @@ from kernel_api.space import Operands, Space, Variants
 from kernel_api.status import KIND_OF_OPERATION, Status
 from kernel_api.targets import CcLike, Target, fitting
 from kernel_api.utils import is_traced, is_watched, untraced
+
+#: Takes tensors, then values.
+LauncherInOrder = Callable[[Sequence[Any], Sequence[Any]], None]
 
 if TYPE_CHECKING:
     from kernel_api._code_files import CodeFiles
@@ -153,10 +156,16 @@ class Kernel(metaclass=KernelType):
 
         return launch
 
-    def _launcher_for_sizes(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
-        """The same for tensors of just these sizes, always on the current stream: then there may
-        be less to ask at a launch."""
-        return self._launcher(args, artifact)
+    def _launcher_in_order(self, args: Any, artifact: CompiledArtifact) -> LauncherInOrder:
+        """``launch(tensors, values)``: the same for tensors of just these sizes, always on the
+        current stream, so that there may be less to ask and to name at a launch. The tensors come
+        as :meth:`_launcher` takes them, the values in the order of :meth:`_launch_operands`."""
+        launcher, names = self._launcher(args, artifact), tuple(self._launch_operands(args))
+
+        def launch(tensors: Sequence[Any], values: Sequence[Any]) -> None:
+            launcher(*tensors, **dict(zip(names, values, strict=True)))
+
+        return launch
 
     def _launch_operands(self, args: Any) -> dict[str, Any]:
         """What a launcher takes by name, of the arguments: values beside the operands, and the

@@ -197,7 +197,7 @@ def on_meta(args):
             for o in args.operands
         ]
         return ka.GemmArguments(*operands)
-    named = args.epilogue.operands.items()
+    named = () if args.epilogue is None else args.epilogue.operands.items()
     others = {n: o.tensor.to("meta") if isinstance(o, Operand) else o for n, o in named}
     return args.rebuilt(*(tensor.to("meta") for tensor in args.tensors), **others)
 
@@ -253,25 +253,47 @@ def _packed_gradient(seed):
     )  # fmt: skip
 
 
+def _grouped(seed):
+    A, B = bf16(100, 64, seed=seed), bf16(3, 128, 64, seed=seed + 9).mT
+    ends = torch.tensor([10, 40 + seed, 100], dtype=torch.int32)
+    return ka.fusions.grouped_gemm_glu(A, B, out=bf16(100, 64), offsets=ends, alpha=0.5 + seed)
+
+
+def _plain(seed):
+    A, B = (bf16(128, 128, seed=2 * seed + place) for place in range(2))
+    return ka.GemmArguments(A, B, bf16(128, 128))
+
+
+@pytest.mark.parametrize("make", [_plain, _linear, _reduced, _scaled, _grouped])
+def test_products_of_one_size_get_from_their_launcher_what_they_get_from_run(make, monkeypatch):
+    of_one_size(make, on_meta, monkeypatch)
+
+
 @pytest.mark.parametrize("make", [_attention, _attention_without_lse, _packed_gradient])
 def test_attention_of_one_size_gets_from_its_launcher_what_it_gets_from_run(make, monkeypatch):
+    of_one_size(make, sdpa_cases.on_meta, monkeypatch)
+
+
+def of_one_size(make, on_meta, monkeypatch):
     borrowed = []
     monkeypatch.setattr(_workspaces, "lender", lender(borrowed))
     monkeypatch.setattr(cutedsl_kernel, "sm_count", lambda index: MULTIPROCESSORS)
     calls = []
     first, other = make(1), make(2)
-    for kernel in ka.get_kernels(sdpa_cases.on_meta(first), cc=90, providers=["cutedsl"]):
+    kernels = ka.get_kernels(on_meta(first), cc=90, providers=["cutedsl"])
+    assert kernels
+    for kernel in kernels:
         artifact = ka.CompiledArtifact(lambda *call: calls.append(call), kernel, first.signature)
-        launcher = kernel._launcher_for_sizes(first, artifact)
-        launcher(*other.tensors, **kernel._launch_operands(other))
+        launcher = kernel._launcher_in_order(first, artifact)
+        values = tuple(kernel._launch_operands(other).values())
+        launcher(other.tensors, values)
         kernel._run(other, artifact, None)
         by_launcher, by_run = map(seen, calls[-2:])
         assert by_launcher == by_run
         if kernel.get_workspace_size(other):
             assert borrowed[-2:] == [kernel.get_workspace_size(other)] * 2
         if getattr(other, "lse", None) is not None and other.kind == "sdpa":
-            values = dict(kernel._launch_operands(other))
-            launcher(*other.tensors, values.pop("lse"), **values)
+            launcher((*other.tensors, other.lse.tensor), values)
             assert seen(calls[-1]) == by_run
 
 

@@ -118,7 +118,7 @@ def test_processes_that_record_at_once_append_whole_lines_only(tmp_path):
         for M in range(first, first + 40):
             ka.ops.gemm_bias_activation(torch.ones(M, 3), torch.ones(3, 4), bias=torch.ones(4))
     """
-    firsts = [10, 30, 50, 70]
+    firsts = [10, 30]
     started = [program(text, KERNEL_API_RECORD=path, GO=go, FIRST=first) for first in firsts]
     for process in started:
         assert process.stdout.readline() == "ready\n"
@@ -128,7 +128,7 @@ def test_processes_that_record_at_once_append_whole_lines_only(tmp_path):
     assert path.read_bytes().endswith(b"\n")
     found = read(path)
     assert len(lines(path)) >= len(found) == len({entry["problem"] for entry in lines(path)})
-    assert sorted(one.sizes["M"] for one in found) == [1, *range(10, 110)]
+    assert sorted(one.sizes["M"] for one in found) == [1, *range(10, 70)]
 
 
 # In one process --------------------------------------------------------------------------

@@ -407,11 +407,10 @@ def test_dropout_spills_nothing(name, room, band, kernel):
 
 
 def some(kernels):
-    """All of them, or one of the smallest tiles and one of the largest."""
+    """All of them, or one of the largest tiles, which have the fewest registers left."""
     if EVERY_KERNEL:
         return kernels
-    ordered = sorted(kernels, key=lambda one: math.prod(one.metadata.design.tile_shape))
-    return ordered[:: max(1, len(ordered) - 1)]
+    return sorted(kernels, key=lambda one: math.prod(one.metadata.design.tile_shape))[-1:]
 
 
 @pytest.mark.compile
@@ -505,7 +504,8 @@ def test_packed_sequences_of_8_bits_spill_nothing(room):
 @pytest.mark.parametrize(("name", "room"), EVERY_ROOM if EVERY_KERNEL else [(FP8, (128, 128))])
 @pytest.mark.parametrize("size", [16, 32, 256] if EVERY_KERNEL else [16])
 def test_pages_spill_nothing(name, room, size):
-    for mask in (masks.Causal("bottom_right"), BANDS["window"]):
+    others = (masks.Causal("bottom_right"),) if EVERY_KERNEL else ()
+    for mask in (BANDS["window"], *others):
         for kernel in some(offered_paged(name, room, size, mask=mask)):
             resources = kernel.compile(paged(name, room, size, mask=mask), cc="90a").resources
             assert resources.spill_bytes == 0

@@ -194,9 +194,12 @@ def test_a_call_that_looks_like_an_earlier_one_goes_straight_to_the_kernel(launc
 def test_launchers_take_the_form_that_kernels_are_compiled_for(launched, monkeypatch):
     taken = []
     monkeypatch.setenv("KERNEL_API_PROVIDERS", "reference")
-    monkeypatch.setattr(
-        ka.Kernel, "_launcher_for_sizes", lambda *_: lambda *_, **values: taken.append(values)
-    )
+
+    def launcher(kernel, args, artifact):
+        names = tuple(kernel._launch_operands(args))
+        return lambda tensors, values: taken.append(dict(zip(names, values, strict=True)))
+
+    monkeypatch.setattr(ka.Kernel, "_launcher_in_order", launcher)
     for _ in range(2):
         ka.ops.sdpa(Q, K, V, bias=BIAS[0, 0], scale=1)
     q, ends = DRAW.random(5, 4, 8), torch.tensor([0, 2, 5], dtype=torch.int32)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from kernel_api._readers import Reader, reader_of
 from kernel_api.devices import require_streams
 from kernel_api.errors import GraphError, VariantPackError, WorkspaceError
 from kernel_api.graph._enums import element_type
@@ -18,6 +19,7 @@ from kernel_api.graph._planning.plan import Plan, size_of
 from kernel_api.graph._planning.steps import KernelStep, TorchStep, ViewStep, origin_of
 from kernel_api.graph._slots import NOWHERE, Slot, at_address, check_apart, shown
 from kernel_api.graph._tensor import Tensor
+from kernel_api.kernel import LauncherInOrder
 
 #: What kernels may ask of addresses; other addresses get a program of their own.
 _LOW_BITS = 15
@@ -32,7 +34,6 @@ _MOST_PLACES = 256
 #: looks at them one by one.
 _MOST_LIKENESSES = 16
 
-_Reader = Callable[[Any], Sequence[Any]]
 _Run = Callable[[list[Any]], None]
 _Program = list[_Run]
 
@@ -54,6 +55,9 @@ class Ref(NamedTuple):
         if self.layout is None:
             return found
         return found.as_strided(*self.layout, found.storage_offset() + self.offset)
+
+
+_LATER = Ref(-1)  # behind the slots
 
 
 class KeptView:
@@ -117,7 +121,7 @@ class Execution:
         self._misaligned: dict[tuple[int, ...], int] = {}
         self._alike: Likeness | None = None
         self._likenesses = 0
-        self._readers: dict[tuple[Any, ...], _Reader] = {}
+        self._readers: dict[tuple[Any, ...], Reader] = {}
         self._index: dict[Any, int] = {}
         for number, tensor in enumerate(given):
             for key in (tensor.name, tensor.uid, tensor):
@@ -222,7 +226,7 @@ class Execution:
         self._misaligned[addresses] = bits
         return bits
 
-    def _reader_for(self, keys: tuple[Any, ...]) -> _Reader:
+    def _reader_for(self, keys: tuple[Any, ...]) -> Reader:
         """What reads the slots, in their order, from packs with these keys; raises VariantPackError
         for keys that are unknown or missing."""
         found: dict[int, Any] = {}
@@ -246,7 +250,7 @@ class Execution:
             )
         if len(self._readers) >= _MOST_READERS:
             self._readers.clear()
-        read = self._readers[keys] = _reader_of([found[number] for number in sorted(found)])
+        read = self._readers[keys] = reader_of([found[number] for number in sorted(found)])
         return read
 
     def _refuse_key(self, key: Any) -> None:
@@ -395,23 +399,25 @@ class Execution:
         if not args.writes_anything:
             return _nothing
         kernel = self._kernel_for(step, args)
-        launch = kernel._launcher_for_sizes(args, kernel._artifact_to_run(args))
-        fields = [by_id.get(id(t)) or _derived(t, alive, by_id) for t in args.tensors]
-        keywords: dict[str, Ref] = {}
+        launch = kernel._launcher_in_order(args, kernel._artifact_to_run(args))
+        found = (by_id.get(id(t)) or _derived(t, alive, by_id) for t in args.tensors)
+        fields = [ref for ref in found if ref is not None]
+        values: dict[str, Ref] = {}
         constants: dict[str, Any] = {}
         for name, value in kernel._launch_operands(args).items():
             ref = named.get(name) or by_id.get(id(value)) or _derived(value, alive, by_id)
-            if ref is not None:
-                keywords[name] = ref
-            else:
+            if ref is None:
                 constants[name] = value
+            values[name] = ref or _LATER
         made = {name: value for name, value in constants.items() if hasattr(value, "data_ptr")}
         if made:  # by the arguments: what is another tensor every time is of the operands
             again = kernel._launch_operands(step.build(take))
             made = {name: value for name, value in made.items() if again[name] is not value}
-        if made or None in fields:
+        if made or len(fields) < len(args.tensors):
             return self._rebuilding(step, kernel)
-        return _launching(launch, fields, keywords, constants)
+        for place, name in enumerate(constants, -len(constants)):
+            values[name] = Ref(place)
+        return _launching(launch, fields, list(values.values()), list(constants.values()))
 
     def _kernel_for(self, step: KernelStep, args: Any) -> Any:
         """The planned kernel, or the best one for tensors that it does not take."""
@@ -513,39 +519,35 @@ def _nothing(slots: list[Any]) -> None:
 
 
 def _launching(
-    launch: Callable[..., None],
-    fields: list[Any],
-    keywords: dict[str, Ref],
-    constants: dict[str, Any],
+    launch: LauncherInOrder, fields: list[Ref], values: list[Ref], constants: list[Any]
 ) -> _Run:
-    read_fields = _fields_reader(fields)
-    readers = [(name, _ref_reader(ref)) for name, ref in keywords.items()]
+    """constants: Found behind the slots, by numbers that are counted from the end."""
+    read_fields, read_values = _reader(fields), _reader(values)
 
-    def run_on_fields(slots: list[Any]) -> None:
-        launch(*read_fields(slots), **constants)
+    def run_with_constants(slots: list[Any]) -> None:
+        found = slots + constants
+        launch(read_fields(found), read_values(found))
+
+    def run_with_values(slots: list[Any]) -> None:
+        launch(read_fields(slots), read_values(slots))
 
     def run(slots: list[Any]) -> None:
-        operands = constants.copy()
-        for name, read in readers:
-            operands[name] = read(slots)
-        launch(*read_fields(slots), **operands)
+        launch(read_fields(slots), ())
 
-    return run if readers else run_on_fields
+    if constants:
+        return run_with_constants
+    return run_with_values if values else run
 
 
-def _fields_reader(refs: list[Ref]) -> _Reader:
+def _reader(refs: list[Ref]) -> Reader:
     if all(ref.layout is None for ref in refs):
-        return _reader_of([ref.slot for ref in refs])
+        return reader_of([ref.slot for ref in refs])
     readers = [_ref_reader(ref) for ref in refs]
+    if len(readers) == 1:
+        read_it = readers[0]
+        return lambda slots: (read_it(slots),)
     return lambda slots: [read(slots) for read in readers]
 
 
 def _ref_reader(ref: Ref) -> Callable[[list[Any]], Any]:
     return operator.itemgetter(ref.slot) if ref.layout is None else KeptView(ref).read
-
-
-def _reader_of(keys: Sequence[Any]) -> _Reader:
-    """What reads the values of several keys; of one, ``itemgetter`` gives no tuple."""
-    if len(keys) > 1:
-        return operator.itemgetter(*keys)
-    return lambda values: [values[key] for key in keys]

@@ -9,7 +9,7 @@ from kernel_api import _compile_cache, _workspaces
 from kernel_api.artifact import CompiledArtifact, Resources
 from kernel_api.devices import sm_count
 from kernel_api.errors import WorkspaceError
-from kernel_api.kernel import Kernel
+from kernel_api.kernel import Kernel, LauncherInOrder
 from kernel_api.metadata import TensorAttributes
 from kernel_api.operands import Operand
 from kernel_api.providers.cutedsl import compiler, linking, machine_code
@@ -159,7 +159,7 @@ class CuteDslKernel(Kernel):
 
         return launch
 
-    def _bare_launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None] | None:
+    def _bare_launcher(self, args: Any, artifact: CompiledArtifact) -> LauncherInOrder | None:
         """On the current stream, for tensors of these sizes; None where there are several devices,
         so that the current one may be another."""
         import torch
@@ -170,17 +170,15 @@ class CuteDslKernel(Kernel):
         index = args.device.index or 0
         scalars = self.scalars(sm_count(index))
         if not self.takes_more:
-            return lambda *tensors: function(*tensors, *scalars)
-        names, size = tuple(self.more_values(args)), self.workspace_for(*args.tensors)
+            return lambda tensors, values: function(*tensors, *scalars)
+        size = self.workspace_for(*args.tensors)
+        if not size:
+            return lambda tensors, values: function(*tensors, values, 0, *scalars)
         lend = _workspaces.lender(index)
 
-        def launch(*tensors: Any, **others: Any) -> None:
-            more = tuple([others[name] for name in names])
-            if size:
-                buffer = lend(size)
-                function(*tensors, more, buffer.address, *scalars)
-            else:
-                function(*tensors, more, 0, *scalars)
+        def launch(tensors: Sequence[Any], values: Sequence[Any]) -> None:
+            buffer = lend(size)  # kept until the launch is made
+            function(*tensors, values, buffer.address, *scalars)
 
         return launch
 

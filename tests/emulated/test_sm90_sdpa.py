@@ -151,7 +151,7 @@ def test_parts_of_few_queries_meet_in_clusters(case):
 
 
 MEETING = [
-    Case("several clusters", sizes=(1, 4, 1, 2, 6000, 64, 64), options=sinks, statistics=True),
+    Case("several clusters", sizes=(1, 4, 1, 2, 3700, 64, 64), options=sinks, statistics=True),
     Case("16 blocks", sizes=(1, 8, 1, 1, 1020, 128, 128)),
     Case("one block of keys", sizes=(2, 8, 2, 1, 60, 64, 64), options=sinks),
     Case(

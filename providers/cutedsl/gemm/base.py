@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from kernel_api.arguments import Arguments, GemmArguments
 from kernel_api.artifact import CompiledArtifact
+from kernel_api.kernel import LauncherInOrder
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
 from kernel_api.providers.streams import on_stream
 from kernel_api.space import Miss, rule
@@ -41,9 +42,10 @@ class CuteDslGemm(CuteDslKernel):
 
         return launch_unless_empty
 
-    def _launcher_for_sizes(
+    def _launcher_in_order(
         self, args: GemmArguments, artifact: CompiledArtifact
-    ) -> Callable[..., None]:
-        if 0 in args.A.shape or 0 in args.B.shape:
-            return self._launcher(args, artifact)
-        return self._bare_launcher(args, artifact) or self._launcher(args, artifact)
+    ) -> LauncherInOrder:
+        bare = None
+        if 0 not in args.A.shape and 0 not in args.B.shape:
+            bare = self._bare_launcher(args, artifact)
+        return bare or super()._launcher_in_order(args, artifact)

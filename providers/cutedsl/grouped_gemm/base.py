@@ -71,9 +71,6 @@ class CuteDslGroupedGemm(FusedGemm):
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
         return CuteDslKernel._launcher(self, args, artifact)
 
-    def _launcher_for_sizes(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
-        return self._launcher(args, artifact)
-
 
 class RaggedRowsGemm(CuteDslGroupedGemm):
     """Groups of rows, each with a matrix B of its own."""

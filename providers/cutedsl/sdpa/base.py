@@ -9,6 +9,7 @@ from typing import Any
 
 from kernel_api import _workspaces
 from kernel_api.artifact import CompiledArtifact
+from kernel_api.kernel import LauncherInOrder
 from kernel_api.metadata import DesignMetadata
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
 from kernel_api.space import Miss, Rule, rule
@@ -79,11 +80,15 @@ class AttentionKernel(CuteDslKernel):
         """Takes ``lse`` of a forward pass by name, or behind the operands."""
         return _with_lse(super()._launcher(args, artifact), args)
 
-    def _launcher_for_sizes(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
-        bare = None
+    def _launcher_in_order(self, args: Any, artifact: CompiledArtifact) -> LauncherInOrder:
+        bare, count = None, len(args.operands)
         if self.get_workspace_size(args) == self.workspace_for(*args.tensors):
             bare = self._bare_launcher(args, artifact)
-        return self._launcher(args, artifact) if bare is None else _with_lse(bare, args)
+        if bare is None:
+            return super()._launcher_in_order(args, artifact)
+        if "lse" not in args.further:
+            return bare
+        return lambda tensors, values: bare(tensors[:count], values)  # it is one of the values
 
     def _workspace_bytes(self, shape: tuple[int, ...], sequences: int) -> int:
         """Of a launch whose workspace depends on the shape of an operand and, if that is packed, on
