@@ -1,8 +1,8 @@
 """Launches of attention, found again by what a call looks like, as those of products are (see
 :mod:`kernel_api._launches`).
 
-Scale, softcap and dropout may be new in every call; bounds of masks are part of how it looks. Masks
-of tables or functions, and functions of scores, are looked at anew every time.
+Scale, softcap, dropout and the operands of masks and functions of scores may be new in every call;
+bounds of masks, and what functions compute, are part of how it looks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import torch
 from kernel_api import _compile_cache, provider
 from kernel_api._launches import NEVER_NEGATIVE, TENSORS, chosen
 from kernel_api._readers import Reader, reader_of
+from kernel_api._score import ScoreFunction
 from kernel_api.arguments import SdpaArguments
-from kernel_api.arguments.attention import like_scores
+from kernel_api.arguments.attention import like_scores, score_of, values_of_functions
 from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
 from kernel_api.kernel import LauncherInOrder
-from kernel_api.masks import Mask
+from kernel_api.masks import BlockSparse, Mask, MaskMod
 from kernel_api.operands import MAX_ALIGNMENT, Operand
 
 _KEPT = 1024
@@ -50,6 +51,7 @@ class _Launch(NamedTuple):
         in_order: What reads its values by their names.
         constants: Values that are the same in all such calls.
         given: Names of values that are options of the call.
+        has_functions: Whether the mask has a table or operands, or there is a function of scores.
         out, lse: Makers of the outputs.
         spans: Bytes of Q, K, V and what follows them in the call's look.
         written: Which of them are outputs.
@@ -59,6 +61,7 @@ class _Launch(NamedTuple):
     in_order: Reader
     constants: dict[str, Any]
     given: tuple[str, ...]
+    has_functions: bool
     out: Callable[[], Any]
     lse: Callable[[], Any]
     spans: tuple[int, ...]
@@ -73,13 +76,18 @@ def forward(
     Q: Any, K: Any, V: Any, out: Any, lse: Any, with_lse: bool, options: dict[str, Any]
 ) -> tuple[Any, Any]:
     """(out, lse), written; lse is None where it is neither given nor wanted."""
+    if options.get("score_mod") is not None:
+        function = score_of(options["score_mod"], options.get("score_operands"))
+        options = {**options, "score_mod": function, "score_operands": None}
     try:
-        key, addresses = _look(Q, K, V, out, lse, with_lse, options)
+        key, tensors, addresses = _look(Q, K, V, out, lse, with_lse, options)
         launch = _launches.get(key)
     except (AttributeError, RuntimeError, TypeError):  # what is not looked at, or has no hash
         key, launch = None, None
     if launch is not None and (not launch.written or _are_apart(launch, addresses)):
         values = {name: options[name] for name in launch.given}
+        if launch.has_functions:
+            values.update(values_of_functions(options.get("mask"), options.get("score_mod")))
         for name in values.keys() & _MADE.keys():
             values[name] = _MADE[name](values[name])
         values.update(launch.constants)
@@ -90,20 +98,20 @@ def forward(
             values["lse"] = lse = launch.lse() if lse is None else lse
         launch.launcher((Q, K, V, out), launch.in_order(values))
         return out, lse
-    return _first(Q, K, V, out, lse, with_lse, options, key)
+    return _first(Q, K, V, out, lse, with_lse, options, None if key is None else (key, tensors))
 
 
 def _look(
     Q: Any, K: Any, V: Any, out: Any, lse: Any, with_lse: bool, options: dict[str, Any]
-) -> tuple[_Key, list[int]]:
-    """What the call looks like, and the addresses of its tensors in their order; raises TypeError
+) -> tuple[_Key, list[Any], list[int]]:
+    """What the call looks like, its tensors in their order and their addresses; raises TypeError
     for what is not looked at."""
     if type(Q) not in TENSORS or type(K) not in TENSORS or type(V) not in TENSORS:
         raise TypeError
     if Q.dtype is not NEVER_NEGATIVE and (Q.is_neg() or K.is_neg() or V.is_neg()):
         raise TypeError
     # Written out: this is most of what a call costs.
-    addresses = [Q.data_ptr(), K.data_ptr(), V.data_ptr()]
+    tensors = [Q, K, V]
     key: _Key = (
         provider._generation, _compile_cache._era, with_lse,
         Q.dtype, Q.shape, Q.stride(), Q.device,
@@ -112,29 +120,55 @@ def _look(
     )  # fmt: skip
     for one in (out, lse):
         if one is not None:
-            key += _tensor(one, addresses)
+            key += _tensor(one, tensors)
         else:
             key += (None,)
     for name, value in options.items():
-        key += (name, *_option(name, value, addresses))
-    joined = 0
-    for address in addresses:
+        key += (name, *_option(name, value, tensors))
+    addresses, joined = [], 0
+    for tensor in tensors:
+        address = tensor.data_ptr()
+        addresses.append(address)
         joined |= address
     if joined & _LOW_BITS:  # else all are as aligned as any kernel asks
         key += (tuple([each & -each & _LOW_BITS for each in addresses]),)
-    return key, addresses
+    return key, tensors, addresses
 
 
-def _tensor(value: Any, addresses: list[int]) -> tuple[Any, ...]:
+def _tensor(value: Any, tensors: list[Any]) -> tuple[Any, ...]:
     if type(value) not in TENSORS:
         raise TypeError
     if value.dtype is not NEVER_NEGATIVE and value.is_neg():
         raise TypeError
-    addresses.append(value.data_ptr())
+    tensors.append(value)
     return value.dtype, value.shape, value.stride(), value.device
 
 
-def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
+def _mask(mask: Any, tensors: list[Any]) -> tuple[Any, ...]:
+    if not isinstance(mask, Mask):
+        raise TypeError
+    if mask.is_band:
+        return (mask,)
+    found: tuple[Any, ...] = ()
+    for part in mask.parts:
+        if isinstance(part, MaskMod):
+            found += _function(part.function, tensors)
+        elif isinstance(part, BlockSparse):
+            found += part.block_shape, *_tensor(part.table.tensor, tensors)
+        else:
+            found += (part,)
+    return found
+
+
+def _function(function: ScoreFunction, tensors: list[Any]) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = (function.graph.identity,)
+    for name, value in function.operands.items():
+        look = _tensor(value.tensor, tensors) if isinstance(value, Operand) else (type(value),)
+        found += name, *look
+    return found
+
+
+def _option(name: str, value: Any, tensors: list[Any]) -> tuple[Any, ...]:
     if value is None:
         return (None,)
     if name in ("scale", "softcap"):  # kernels take positive ones alone
@@ -142,9 +176,9 @@ def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
             raise TypeError
         return float(value).__class__, math.isfinite(value), value > 0
     if name == "mask":
-        if not isinstance(value, Mask):
-            raise TypeError
-        return (value,)
+        return _mask(value, tensors)
+    if name == "score_mod":
+        return _function(value, tensors)
     if name == "dropout":
         if type(value) is not Dropout:
             raise TypeError
@@ -154,7 +188,7 @@ def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
         )
     if name in _COUNTS:
         return type(value), value
-    return _tensor(value, addresses)
+    return _tensor(value, tensors)
 
 
 def _are_apart(launch: _Launch, addresses: list[int]) -> bool:
@@ -179,29 +213,30 @@ def _first(
     lse: Any,
     with_lse: bool,
     options: dict[str, Any],
-    key: _Key | None,
+    look: tuple[_Key, list[Any]] | None,
 ) -> tuple[Any, Any]:
+    """look: What the call looks like, and its tensors; None: that is not asked."""
     q, k, v = (Operand(one, name).tensor for one, name in ((Q, "Q"), (K, "K"), (V, "V")))
     made_out = empty_out(q, v) if out is None else out
     made_lse = empty_lse(q, options) if lse is None and with_lse else lse
     args = SdpaArguments(q, k, v, made_out, made_lse, **options)
     kernel, artifact = chosen(args)
     kernel.run(args, artifact, assume_supported_args=True)
-    simple = args.score is None and (args.mask is None or args.mask.is_simple)
-    if key is not None and simple and args.writes_anything:
+    if look is not None and args.writes_anything:
         taken = kernel._launch_operands(args)
         found = _sources(args, taken, options)
         if found is not None:
             launcher = kernel._launcher_in_order(args, artifact), reader_of(tuple(taken))
-            _remember(key, args, launcher, found, made_out, (Q, K, V, out, lse), options)
+            _remember(look, args, launcher, found, (Q, V, out, lse), options)
     return made_out, made_lse
 
 
 def _sources(
     args: SdpaArguments, taken: dict[str, Any], options: dict[str, Any]
-) -> tuple[dict[str, Any], tuple[str, ...]] | None:
-    """Of what the launcher takes by name: what is constant, and what is an option; None where it
-    cannot be told."""
+) -> tuple[dict[str, Any], tuple[str, ...], bool] | None:
+    """Of what the launcher takes by name: what is constant, what is an option, and whether some is
+    of the mask or the function of scores; None where it cannot be told."""
+    functions = values_of_functions(args.mask, args.score)
     state = {} if args.dropout is None else args.dropout.values
     constants: dict[str, Any] = {}
     given: list[str] = []
@@ -211,36 +246,34 @@ def _sources(
             return None
         if options.get(name) is not None:
             given.append(name)
-        elif name != "lse" and name not in state:
+        elif name != "lse" and name not in state and name not in functions:
             if not isinstance(value, (int, float)):
                 return None
             constants[name] = value
     needed = (*state, *(["lse"] if "lse" in known else []))
     if any(name not in taken for name in needed):
         return None
-    return constants, tuple(given)
+    return constants, tuple(given), bool(functions)
 
 
 def _remember(
-    key: _Key,
+    look: tuple[_Key, list[Any]],
     args: SdpaArguments,
     launcher: tuple[LauncherInOrder, Reader],
-    sources: tuple[dict[str, Any], tuple[str, ...]],
-    out: Any,
-    call: tuple[Any, ...],
+    sources: tuple[dict[str, Any], tuple[str, ...], bool],
+    call: tuple[Any, Any, Any, Any],
     options: dict[str, Any],
 ) -> None:
-    named = dict(zip(("Q", "K", "V", "out", "lse"), call, strict=True))
-    tensors = {name: one for name, one in named.items() if one is not None}
-    tensors.update(
-        (name, value)
-        for name, value in options.items()
-        if type(value) in TENSORS and name not in _NUMBERS
-    )
-    spans = tuple([Operand(one).span for one in tensors.values()])
-    written = tuple([place for place, name in enumerate(tensors) if name in args.output_names])
-    makers = _out_maker(call[0], call[2]), _lse_maker(call[0], args)
-    launch = _Launch(*launcher, *sources, *makers, spans, written)
+    """call: Q, V, out and lse as they were given."""
+    key, tensors = look
+    Q, V, *outputs = call
+    outputs += [options[name] for name in args.output_names if options.get(name) is not None]
+    written = {id(one) for one in outputs}
+    places = tuple([place for place, one in enumerate(tensors) if id(one) in written])
+    spans = tuple([Operand(one).span for one in tensors])
+    makers = _out_maker(Q, V), _lse_maker(Q, args)
+    constants, given, has_functions = sources
+    launch = _Launch(*launcher, constants, given, has_functions, *makers, spans, places)
     with _lock:
         if len(_launches) >= _KEPT:
             _launches.clear()

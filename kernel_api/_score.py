@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 
 from kernel_api._described import Described
 from kernel_api.dtypes import dtype
+from kernel_api.epilogue.frozen import traces_of
 from kernel_api.epilogue.graph import (
     BINARY,
     COMPARISONS,
@@ -87,7 +88,10 @@ class ScoreFunction(Described):
         if not callable(fn):
             raise ArgumentError(f"fn is a {type(fn).__name__}; expected a function")
         self.operands = {name: _operand(name, value) for name, value in operands.items()}
-        self.graph = _trace(fn, has_score, self.operands)
+        kept, key = traces_of(fn), _looks(has_score, self.operands)
+        if key not in kept:
+            kept[key] = _trace(fn, has_score, self.operands)
+        self.graph = kept[key]
 
     def with_operands(self, operands: Mapping[str, Any]) -> ScoreFunction:
         """The same on other operands; those that are not given stay."""
@@ -115,6 +119,11 @@ class ScoreFunction(Described):
 
     def __repr__(self) -> str:
         return f"<function of scores {self.graph.identity[:8]}>"
+
+
+def _looks(has_score: bool, operands: Mapping[str, Operand | float]) -> tuple[Any, ...]:
+    """What a trace depends on beside the function."""
+    return has_score, *map(_input, operands, operands.values())
 
 
 def _operand(name: str, value: Any) -> Operand | float:

@@ -11,6 +11,7 @@ from support.epilogues import normal, reference_kernel
 import kernel_api as ka
 import kernel_api.epilogue as ep
 from kernel_api.arguments import epilogue as module
+from kernel_api.epilogue import frozen
 from kernel_api.errors import ArgumentError, EpilogueError, SignatureError
 
 M, N, K = 6, 64, 16
@@ -213,6 +214,7 @@ def traces(monkeypatch):
         return original(*args, **kwargs)
 
     monkeypatch.setattr(module, "trace", counted)
+    monkeypatch.setattr(frozen, "_kept", {})
     return calls
 
 

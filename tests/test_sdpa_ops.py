@@ -237,7 +237,54 @@ def test_a_call_that_looks_otherwise_is_looked_at(launched, change):
     assert len(launched) == 1
 
 
-def test_functions_are_traced_at_every_call(launched):
+def test_operands_of_functions_are_new_at_every_call(launched, monkeypatch):
+    monkeypatch.setenv("KERNEL_API_PROVIDERS", "reference")
+    table = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+
+    def shifted(score, b, h, q, kv, slope, shift):
+        return score + slope[h] * (kv - q) + shift
+
+    def call(slope, shift, width, ends, table):
+        mask = masks.MaskMod(
+            lambda b, h, q, kv, width, ends: (kv - q <= width) & (kv < ends[b]),
+            width=width,
+            ends=ends,
+        ) & masks.BlockSparse(table, (2, 2))
+        operands = {"slope": slope, "shift": shift}
+        return ka.ops.sdpa(Q, K, V, mask=mask, score_mod=shifted, score_operands=operands)
+
+    def expected(slope, shift, width, ends, table):
+        def visible(b, h, i, j):
+            return j - i <= width and j < int(ends[b]) and bool(table[0, 0, i // 2, j // 2])
+
+        def modify(score, b, h, i, j):
+            return score + slope[h] * (j - i) + shift
+
+        return attention(Q, K, V, visible=visible, modify=modify)[0]
+
+    slopes, lengths = torch.empty(4), torch.empty(2, dtype=torch.int64)
+
+    def given(seed):  # in the same memory: how it is aligned is part of how a call looks
+        one = torch.Generator().manual_seed(seed)
+        slopes.normal_(generator=one)
+        lengths.random_(3, 7, generator=one)
+        table.copy_(torch.rand(1, 1, 3, 3, generator=one) < 0.8)
+        return slopes, 0.25 * seed, seed, lengths, table
+
+    call(*given(1))
+    launched.clear()
+    for seed in (1, 2, 3):
+        assert_close(call(*given(seed)), expected(*given(seed)))
+    assert launched == []
+    slope, shift, width, ends, table = given(2)
+    call(slope.double(), shift, width, ends, table)
+    call(slope, 1, width, ends, table)
+    call(slope, shift, float(width), ends, table)
+    call(slope, shift, width, ends.int(), table)
+    assert len(launched) == 4
+
+
+def test_a_function_that_reads_what_changes_is_traced_at_every_call(launched):
     gain = 1.0
 
     def scaled(score, b, h, q, kv):

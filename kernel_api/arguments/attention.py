@@ -113,7 +113,7 @@ class AttentionArguments(Arguments):
         self.softcap = checks.softcap_of(options["softcap"])
         self.mask = checks.instance_of("mask", options["mask"], Mask)
         self.dropout = checks.instance_of("dropout", options["dropout"], Dropout)
-        self.score = _score_of(options["score_mod"], options["score_operands"])
+        self.score = score_of(options["score_mod"], options["score_operands"])
         given = {name: options.get(name) for name in TENSORS}
         if self.mask is not None and self.mask.blocks is not None:
             given["blocks"] = self.mask.blocks.table
@@ -241,18 +241,14 @@ class AttentionArguments(Arguments):
     def launch_values(self) -> dict[str, Any]:
         """Tensors and numbers beside the operands, by name: what a launch may be given anew. Those
         that are not there have no name here; the order is always the same."""
-        further, functions = self.further, self._function_operands
+        further = self.further
         found = {name: further[name].tensor for name in TENSORS if name in further}
-        found.update((name, getattr(one, "tensor", one)) for name, one in functions.items())
+        found.update(values_of_functions(self.mask, self.score))
         return {**found, **self._numbers()}
 
     @property
     def _function_operands(self) -> dict[str, Operand | float]:
-        found: dict[str, Operand | float] = {}
-        for prefix, one in (("mask", self.mask), ("score", self.score)):
-            if one is not None:
-                found.update((f"{prefix}_{name}", value) for name, value in one.operands.items())
-        return found
+        return _operands_of_functions(self.mask, self.score)
 
     def _numbers(self) -> dict[str, Any]:
         found: dict[str, Any] = {"scale": self.scale}
@@ -396,7 +392,27 @@ def _stripped(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {name[len(prefix) :]: value for name, value in found if name.startswith(prefix)}
 
 
-def _score_of(fn: Any, operands: Any) -> ScoreFunction | None:
+def values_of_functions(mask: Mask | None, score: ScoreFunction | None) -> dict[str, Any]:
+    """Of launch values, those that a mask and a function of scores bring."""
+    found: dict[str, Any] = {}
+    if mask is not None and mask.blocks is not None:
+        found["blocks"] = mask.blocks.table.tensor
+    for name, one in _operands_of_functions(mask, score).items():
+        found[name] = getattr(one, "tensor", one)
+    return found
+
+
+def _operands_of_functions(
+    mask: Mask | None, score: ScoreFunction | None
+) -> dict[str, Operand | float]:
+    found: dict[str, Operand | float] = {}
+    for prefix, one in (("mask", mask), ("score", score)):
+        if one is not None:
+            found.update((f"{prefix}_{name}", value) for name, value in one.operands.items())
+    return found
+
+
+def score_of(fn: Any, operands: Any) -> ScoreFunction | None:
     if fn is None:
         if operands:
             raise ArgumentError("score_operands are given and score_mod is not; they are its own")

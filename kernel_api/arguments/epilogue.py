@@ -9,6 +9,7 @@ from typing import Any
 
 from kernel_api.arguments.scaled import ScaledOperand
 from kernel_api.dtypes import dtype
+from kernel_api.epilogue.frozen import traces_of
 from kernel_api.epilogue.functions import STORED_TYPES
 from kernel_api.epilogue.graph import Graph
 from kernel_api.epilogue.shape import SCALAR, Problem, shape_of
@@ -213,8 +214,7 @@ class EpilogueArguments:
         key = (inputs, outputs, problem.L is not None)
         found = self._traces.get(key)
         if found is None:
-            extents = {name: str(o.shape) for name, o in self._inputs.items()}
-            found = trace(self.fn, self._parameters, inputs, outputs, extents, problem)
+            found = self._traced(key, inputs, outputs, problem)
             if len(self._traces) >= _TRACES_KEPT:
                 self._traces.clear()
             self._traces[key] = found
@@ -233,6 +233,17 @@ class EpilogueArguments:
         made._inputs = {n: self._inputs[n] for n in found.graph.leaves if n in self._inputs}
         made.scalars = {n: self.scalars[n] for n in found.graph.leaves if n in self.scalars}
         return made
+
+    def _traced(
+        self, key: Any, inputs: tuple[Input, ...], outputs: tuple[Output, ...], problem: Problem
+    ) -> Trace:
+        kept = traces_of(self.fn)
+        found: Trace | None = kept.get(key)
+        if found is None:
+            extents = {name: str(o.shape) for name, o in self._inputs.items()}
+            found = trace(self.fn, self._parameters, inputs, outputs, extents, problem)
+            kept[key] = found
+        return found
 
     def _read_names(self) -> tuple[str, ...]:
         return tuple(name for name in self._parameters.names if name in self.operands)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from kernel_api.epilogue.graph import Graph, canonical
@@ -14,6 +15,10 @@ from kernel_api.epilogue.value import Input, Tracer, Value, _running, inside, nu
 from kernel_api.errors import EpilogueError
 
 RESULT = "D"
+
+
+_parameters: dict[tuple[Any, ...], Parameters] = {}
+_PARAMETERS_KEPT = 512
 
 
 class Output(NamedTuple):
@@ -73,6 +78,19 @@ class Trace(NamedTuple):
 
 def parameters_of(fn: Callable[..., Any]) -> Parameters:
     """How ``fn`` takes the accumulator and its operands; raises EpilogueError if it cannot."""
+    if type(fn) is not FunctionType or fn.__dict__:  # of attributes, one may be a signature
+        return _parameters_of(fn)
+    defaults = len(fn.__defaults__ or ()), tuple(fn.__kwdefaults__ or ())
+    key = fn.__code__, defaults
+    found = _parameters.get(key)
+    if found is None:
+        if len(_parameters) >= _PARAMETERS_KEPT:
+            _parameters.clear()
+        found = _parameters[key] = _parameters_of(fn)
+    return found
+
+
+def _parameters_of(fn: Callable[..., Any]) -> Parameters:
     place = place_of(fn)
     try:
         found = list(inspect.signature(fn).parameters.values())
