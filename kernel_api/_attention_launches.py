@@ -16,6 +16,7 @@ import torch
 
 from kernel_api import _compile_cache, provider
 from kernel_api._launches import NEVER_NEGATIVE, TENSORS, chosen
+from kernel_api._overwritten import tell_autograd
 from kernel_api._readers import Reader, reader_of
 from kernel_api._score import ScoreFunction
 from kernel_api.arguments import SdpaArguments
@@ -97,6 +98,8 @@ def forward(
         if with_lse or lse is not None:
             values["lse"] = lse = launch.lse() if lse is None else lse
         launch.launcher((Q, K, V, out), launch.in_order(values))
+        if launch.written:
+            tell_autograd([tensors[place] for place in launch.written])
         return out, lse
     return _first(Q, K, V, out, lse, with_lse, options, None if key is None else (key, tensors))
 

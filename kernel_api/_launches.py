@@ -24,6 +24,7 @@ import torch
 
 from kernel_api import _compile_cache, provider
 from kernel_api._forms import FACTORS, Form
+from kernel_api._overwritten import tell_autograd
 from kernel_api.arguments import Arguments
 from kernel_api.arguments.gemm import ProductArguments
 from kernel_api.artifact import CompiledArtifact
@@ -84,13 +85,17 @@ class Launch:
         apart: Pairs of tensors that may not share memory: place and size in bytes of each.
         further: Options that are tensors which the launcher takes behind A, B and out.
         values: What it takes as values: the option and what makes it of that; or None and a number.
+        overwritten: Outputs that the call gives.
         results: From ``out`` and the options to what the call returns; None: it is ``out``.
         plain: Sizes in bytes of A, B and out where the call gives these and nothing else has to be
             done; else None.
         used: When it was last.
     """
 
-    __slots__ = ("absent", "apart", "further", "launcher", "plain", "results", "used", "values")
+    __slots__ = (
+        *("absent", "apart", "further", "launcher", "overwritten", "plain", "results", "used"),
+        "values",
+    )
 
     def __init__(
         self,
@@ -99,11 +104,13 @@ class Launch:
         apart: list[tuple[int, int, int, int]],
         further: tuple[str, ...],
         values: list[_Value],
+        overwritten: list[str],
         results: Callable[[Any, dict[str, Any]], Any] | None,
         plain: tuple[int, int, int] | None,
     ) -> None:
         self.launcher, self.absent, self.apart = launcher, absent, apart
         self.further, self.values, self.results = further, values, results
+        self.overwritten = overwritten
         self.plain = None if absent or further or values or results else plain
         self.used = next(_clock)
 
@@ -119,6 +126,8 @@ class Launch:
         tensors = (A, B, out, *[options[name] for name in self.further])
         values = [of if own is None else of(options[own]) for own, of in self.values]
         self.launcher(tensors, tuple(values))
+        if self.overwritten:
+            tell_autograd([out if name == "out" else options[name] for name in self.overwritten])
         return out if self.results is None else self.results(out, options)
 
 
@@ -143,6 +152,7 @@ def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict
         if (a < end and start < a + a_size) or (b < end and start < b + b_size):
             return NEW  # arguments look closer
         launch.launcher((A, B, out), ())
+        tell_autograd((out,))
         return out
     for one, one_size, other, other_size in launch.apart:
         start, other_start = addresses[one], addresses[other]
@@ -322,7 +332,8 @@ def _remember(
     apart = _apart({name: Operand(call.given[name]).span for name in places}, written)
     values = [made[name] for name in names]
     plain = (args.A.span, args.B.span, args.out.span) if places == ["A", "B", "out"] else None
-    launch = Launch(launcher, absent, apart, form.further, values, results, plain)
+    given = [name for name in written if name in places]
+    launch = Launch(launcher, absent, apart, form.further, values, given, results, plain)
     with _lock:
         if len(_launches) >= _KEPT:
             _forget_some()

@@ -16,6 +16,7 @@ from kernel_api._kernel_type import KernelType
 from kernel_api._naming import name_of
 from kernel_api._numbers import whole_number
 from kernel_api._offer import Offer
+from kernel_api._overwritten import tell_autograd
 from kernel_api.arguments import Arguments, EpilogueArguments, GemmArguments
 from kernel_api.artifact import CompiledArtifact, Resources
 from kernel_api.devices import capturing, query_target, require_streams, target_of
@@ -245,6 +246,11 @@ class Kernel(metaclass=KernelType):
             args.check_values(stream)
             _recording.record(args)
             self._run(args, artifact, stream, workspace)
+            written = accepted.get(tell_autograd)
+            if written is None:
+                written = [operand.tensor for operand in args.outputs.values()]
+                accepted[tell_autograd] = written
+            tell_autograd(written)
 
     @untraced
     def prepare(
@@ -259,6 +265,8 @@ class Kernel(metaclass=KernelType):
 
             launch = kernel.prepare(args)
             launch(A, B, out, bias=bias, alpha=0.5)
+
+        Autograd is not told what a launch writes, as it is by :meth:`run`.
 
         Raises what :meth:`run` does. The launch checks no more than that the names exist
         (EpilogueError; TypeError or ArgumentError where there are no operands to name), what the

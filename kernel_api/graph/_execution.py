@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from kernel_api._overwritten import tell_autograd
 from kernel_api._readers import Reader, reader_of
 from kernel_api.devices import require_streams
 from kernel_api.errors import GraphError, VariantPackError, WorkspaceError
@@ -117,6 +118,8 @@ class Execution:
         self._in_memory = [n for n, s in enumerate(self._slots) if s.place != NOWHERE]
         # Of the class: faster than that of each.
         self._address_of = torch.Tensor.data_ptr
+        numbers = range(len(given) - len(graph.outputs), len(given))
+        self._outputs = reader_of(tuple(numbers))
         self._has_numbers = len(self._in_memory) < len(self._slots)
         self._misaligned: dict[tuple[int, ...], int] = {}
         self._alike: Likeness | None = None
@@ -176,6 +179,7 @@ class Execution:
             program = self._bound(slots, misaligned)
         for run in program:
             run(slots)
+        tell_autograd(self._outputs(slots))
 
     def _taken(self, pack: Mapping[Any, Any]) -> tuple[list[Any], int]:
         """The caller's tensors in their slots, and a bit for each that starts at no multiple of 16
