@@ -25,7 +25,7 @@ from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
 from kernel_api.kernel import LauncherInOrder
 from kernel_api.masks import BlockSparse, Mask, MaskMod
-from kernel_api.operands import MAX_ALIGNMENT, Operand
+from kernel_api.operands import MAX_ALIGNMENT, Operand, differentiates_forward
 
 _KEPT = 1024
 _LOW_BITS = MAX_ALIGNMENT - 1
@@ -83,7 +83,7 @@ def forward(
     try:
         key, tensors, addresses = _look(Q, K, V, out, lse, with_lse, options)
         launch = _launches.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # what is not looked at, or has no hash
+    except (AttributeError, OverflowError, RuntimeError, TypeError):  # not looked at, or no hash
         key, launch = None, None
     if launch is not None and (not launch.written or _are_apart(launch, addresses)):
         values = {name: options[name] for name in launch.given}
@@ -110,6 +110,8 @@ def _look(
     """What the call looks like, its tensors in their order and their addresses; raises TypeError
     for what is not looked at."""
     if type(Q) not in TENSORS or type(K) not in TENSORS or type(V) not in TENSORS:
+        raise TypeError
+    if differentiates_forward():
         raise TypeError
     if Q.dtype is not NEVER_NEGATIVE and (Q.is_neg() or K.is_neg() or V.is_neg()):
         raise TypeError

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+from kernel_api.errors import ArgumentError
+
 
 def whole_number(value: Any) -> int | None:
     """As an int, one of NumPy too; None for what is no whole number, as True and 2.0 are none."""
@@ -13,6 +15,14 @@ def whole_number(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return None
     return int(value)
+
+
+def real_number(name: str, value: numbers.Real) -> float:
+    """As a float; raises ArgumentError where there is none."""
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ArgumentError(f"{name} is beyond all numbers of float64") from error
 
 
 def truth(value: Any) -> bool | None:

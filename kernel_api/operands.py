@@ -128,6 +128,11 @@ class Operand:
                     f"{name} has torch's negative bit set, as imaginary parts of conjugates have, "
                     f"and kernels read memory; pass {name}.resolve_neg()"
                 )
+            if _has_tangent(tensor):
+                raise ArgumentError(
+                    f"{name} has a tangent (torch.autograd.forward_ad), which kernels would lose; "
+                    f"they have gradients of the backward mode alone"
+                )
         self.tensor = tensor
         self.layout = layout = _layout_of(tensor)
         self.shape: tuple[int, ...] = layout.shape
@@ -214,6 +219,18 @@ def require_tensors(**given: Any) -> None:
                 one.data_ptr()
             except RuntimeError as error:
                 raise _no_memory(name) from error
+
+
+def differentiates_forward() -> bool:
+    """Whether torch carries tangents along, of tensors that have one."""
+    torch = sys.modules["torch"]
+    return bool(torch.autograd.forward_ad._current_level >= 0)
+
+
+def _has_tangent(tensor: Any) -> bool:
+    if not differentiates_forward():
+        return False
+    return sys.modules["torch"].autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _no_memory(name: str) -> ArgumentError:

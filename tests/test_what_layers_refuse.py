@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 import kernel_api as ka
 from kernel_api.errors import ArgumentError
@@ -11,6 +12,16 @@ ONES = torch.ones(8)
 ROUTED = (torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1))
 ENDS = torch.tensor([1, 4], dtype=torch.int32)
 EXPERTS = (torch.randn(2, 8, 8), torch.randn(2, 4, 8))
+
+
+def epilogue_of(number):
+    epilogue = ka.EpilogueArguments(lambda accumulator, n: accumulator * n, n=number)
+    return ka.GemmArguments(X, W.t(), torch.empty(4, 64), epilogue=epilogue)
+
+
+def scores_of(number):
+    operands = {"n": number}
+    return ka.ops.sdpa(Q, Q, Q, score_mod=lambda s, b, h, q, kv, n: s * n, score_operands=operands)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +65,10 @@ EXPERTS = (torch.randn(2, 8, 8), torch.randn(2, 4, 8))
         ),
         (lambda: ka.ops.sdpa(Q, Q, Q, scale="x"), "scale is 'x'; expected a finite number"),
         (lambda: ka.ops.sdpa(Q, Q, Q, softcap="x"), "softcap is 'x'; expected a positive number"),
+        (lambda: ka.ops.sdpa(Q, Q, Q, scale=10**400), "scale is beyond all numbers of float64"),
+        (lambda: ka.ops.sdpa(Q, Q, Q, softcap=10**400), "softcap is beyond all numbers of float64"),
+        (lambda: epilogue_of(10**400), "n is beyond all numbers of float64"),
+        (lambda: scores_of(2**63), "n is beyond all whole numbers of 64 bits; pass a float"),
         (
             lambda: ka.verify("any", ka.GemmArguments(X, W.t(), torch.empty(4, 64))),
             "kernel is a str; expected one that get_kernels returns",
@@ -80,3 +95,20 @@ def test_transformations_of_torch_func_are_named(call):
         torch.func.vmap(call)(torch.randn(3, 4, 8))
     with pytest.raises(ArgumentError, match=r"has no memory of its own, as inside torch\.func"):
         torch.func.grad(lambda t: call(t).sum())(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: ka.ops.gemm(t, W.t()),
+        lambda t: ka.ops.gemm(X, W.t(), bias=t.new_ones(64) * t.sum()),
+        lambda t: ka.nn.rmsnorm(t),
+        lambda t: ka.ops.sdpa(t[None, None], Q[:, :1], Q[:, :1]),
+    ],
+)
+def test_tangents_are_refused_and_not_lost(call):
+    call(X), call(X)
+    with forward_ad.dual_level():
+        call(X)
+        with pytest.raises(ArgumentError, match="has a tangent"):
+            call(forward_ad.make_dual(X, torch.ones_like(X)))

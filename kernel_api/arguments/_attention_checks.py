@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kernel_api._numbers import whole_number
+from kernel_api._numbers import real_number, whole_number
 from kernel_api.dtypes import DType, dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
@@ -52,9 +52,10 @@ def softcap_of(softcap: Any) -> float | None:
         return None
     if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
         raise ArgumentError(f"softcap is {softcap!r}; expected a positive number, or None")
-    if not (math.isfinite(float(softcap)) and float(softcap) > 0):
+    found = real_number("softcap", softcap)
+    if not (math.isfinite(found) and found > 0):
         raise ArgumentError(f"softcap is {softcap!r}; expected a positive number, or None")
-    return float(softcap)
+    return found
 
 
 def instance_of(name: str, value: Any, kind: type[_T]) -> _T | None:

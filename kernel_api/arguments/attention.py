@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, ClassVar
 
-from kernel_api._numbers import whole_number
+from kernel_api._numbers import real_number, whole_number
 from kernel_api._score import ScoreFunction
 from kernel_api.arguments import _attention_checks as checks
 from kernel_api.arguments.base import Arguments, _alike
@@ -455,6 +455,7 @@ def scale_of(scale: Any, D: int) -> float:
         return scale
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise ArgumentError(f"scale is {scale!r}; expected a finite number, or None for 1/√D")
-    if not math.isfinite(float(scale)):
+    found = real_number("scale", scale)
+    if not math.isfinite(found):
         raise ArgumentError(f"scale is {scale!r}; expected a finite number")
-    return float(scale)
+    return found

@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+from kernel_api._numbers import real_number
 from kernel_api.arguments.scaled import ScaledOperand
 from kernel_api.dtypes import dtype
 from kernel_api.epilogue.frozen import traces_of
@@ -126,12 +127,11 @@ class EpilogueArguments:
                 f"{place_of(self.fn)}: {name} is {value}; fn is traced once, so a flag cannot "
                 f"decide anything later: let fn take it from outside, or pass 0 or 1"
             )
-        if isinstance(value, (int, float)):
+        if isinstance(value, float):
             return value
-        if isinstance(value, numbers.Integral):
-            return int(value)
         if isinstance(value, numbers.Real):
-            return float(value)
+            found = real_number(name, value)  # which it is passed as
+            return int(value) if isinstance(value, numbers.Integral) else found
         if isinstance(value, ScaledOperand):
             raise EpilogueError(
                 f"{place_of(self.fn)}: {name} is a ScaledOperand; pass the tensor and its scale, "

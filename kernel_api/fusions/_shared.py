@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kernel_api._numbers import whole_number
+from kernel_api._numbers import real_number, whole_number
 from kernel_api.arguments import EpilogueArguments, GemmArguments
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
@@ -112,10 +112,7 @@ def real(name: str, value: Any) -> Any:
         return value
     if isinstance(value, bool):
         raise ArgumentError(f"{name} is {value}; expected a number")
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise ArgumentError(f"{name} is beyond all numbers of float64") from error
+    return real_number(name, value)
 
 
 def whole(name: str, value: Any, of: str = "columns") -> int:

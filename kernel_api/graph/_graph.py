@@ -25,7 +25,7 @@ from kernel_api.graph._execution import Execution
 from kernel_api.graph._handle import Handle, default_handle
 from kernel_api.graph._node import Node
 from kernel_api.graph._operations import Operations
-from kernel_api.graph._options import number, optional_whole, text, wholes
+from kernel_api.graph._options import number, optional_whole, refused, text, wholes
 from kernel_api.graph._planning.listing import PlanList
 from kernel_api.graph._tensor import Tensor, packed_strides
 from kernel_api.graph._validation import validate
@@ -106,6 +106,9 @@ class pygraph(Operations):
         given = None if stride is None else tuple(wholes(label, "stride", stride))
         strides = packed_strides(extents) if given is None else given
         own = optional_whole(label, "uid", uid)
+        for option, numbers in (("dim", extents), ("stride", strides)):
+            if any(number < 0 for number in numbers):
+                raise refused(label, option, list(numbers), "numbers of 0 or more")
         if len(strides) != len(extents):
             raise GraphError(
                 f"a tensor {name!r} of dim {list(extents)} cannot have stride {list(strides)}; "
