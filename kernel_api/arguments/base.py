@@ -10,6 +10,7 @@ from kernel_api.dtypes import DType
 from kernel_api.epilogue.shape import Problem
 from kernel_api.errors import ArgumentError, EpilogueError
 from kernel_api.operands import Operand, overlap, self_overlapping
+from kernel_api.utils import untraced
 
 #: Keywords of a prepared launch that are no operands.
 _LAUNCH_NAMES = ("stream", "workspace")
@@ -54,6 +55,11 @@ class Arguments:
     _accepted: dict[Any, Any]
     #: The operands in the order of the fields.
     operands: tuple[Operand, ...]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in cls.__dict__:  # or torch's compiler would watch what is remembered there
+            cls.__init__ = untraced(cls.__init__)  # type: ignore[method-assign]
 
     @property
     def tensors(self) -> tuple[Any, ...]:

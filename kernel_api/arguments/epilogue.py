@@ -26,6 +26,7 @@ from kernel_api.epilogue.tracing import (
 from kernel_api.epilogue.value import Input
 from kernel_api.errors import ArgumentError, EpilogueError
 from kernel_api.operands import Operand
+from kernel_api.utils import untraced
 
 _KINDS = {"float": "real", "int": "integer", "uint": "integer", "bool": "bool"}
 _BOOL = dtype("bool")
@@ -80,6 +81,7 @@ class EpilogueArguments:
     #: Once joined: outputs that have modes of extent 1 in place of those that are not there.
     kept: tuple[str, ...]
 
+    @untraced
     def __init__(self, fn: Callable[..., Any], /, **operands: Any) -> None:
         if not callable(fn):
             raise ArgumentError(

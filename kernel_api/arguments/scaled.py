@@ -10,6 +10,7 @@ from typing import Any
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
+from kernel_api.utils import untraced
 
 BLOCK = 128
 
@@ -55,6 +56,7 @@ class ScaledOperand(Operand):
 
     __slots__ = ("mode", "scale")
 
+    @untraced
     def __init__(self, tensor: Any, scale: Any, mode: ScaleMode) -> None:
         super().__init__(tensor)
         if not isinstance(mode, ScaleMode):
