@@ -17,8 +17,8 @@ def whole_number(value: Any) -> int | None:
     return int(value)
 
 
-def real_number(name: str, value: numbers.Real) -> float:
-    """As a float; raises ArgumentError where there is none."""
+def real_number(name: str, value: Any) -> float:
+    """A real number as a float; raises ArgumentError where there is none."""
     try:
         return float(value)
     except OverflowError as error:

@@ -6,8 +6,9 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from kernel_api._numbers import real_number
 from kernel_api._overwritten import tell_autograd
 from kernel_api._readers import Reader, reader_of
 from kernel_api.devices import require_streams
@@ -15,6 +16,7 @@ from kernel_api.errors import GraphError, VariantPackError, WorkspaceError
 from kernel_api.graph._enums import element_type
 from kernel_api.graph._handle import Handle
 from kernel_api.graph._likeness import Likeness, likeness
+from kernel_api.graph._origins import Ref, origins
 from kernel_api.graph._planning.frame import Layout
 from kernel_api.graph._planning.plan import Plan, size_of
 from kernel_api.graph._planning.steps import KernelStep, TorchStep, ViewStep, origin_of
@@ -37,28 +39,6 @@ _MOST_LIKENESSES = 16
 
 _Run = Callable[[list[Any]], None]
 _Program = list[_Run]
-
-
-class Ref(NamedTuple):
-    """Where a tensor is found: in a slot, or as a view of what is there.
-
-    Attributes:
-        layout: Shape and strides of the view; None for what is in the slot, as it is.
-        offset: Elements in front of its first.
-    """
-
-    slot: int
-    layout: Layout | None = None
-    offset: int = 0
-
-    def read(self, slots: list[Any]) -> Any:
-        found = slots[self.slot]
-        if self.layout is None:
-            return found
-        return found.as_strided(*self.layout, found.storage_offset() + self.offset)
-
-
-_LATER = Ref(-1)  # behind the slots
 
 
 class KeptView:
@@ -120,7 +100,8 @@ class Execution:
         self._address_of = torch.Tensor.data_ptr
         numbers = range(len(given) - len(graph.outputs), len(given))
         self._outputs = reader_of(tuple(numbers))
-        self._has_numbers = len(self._in_memory) < len(self._slots)
+        self._numbers = [n for n, s in enumerate(self._slots) if s.place == NOWHERE]
+        self._has_numbers = bool(self._numbers)
         self._misaligned: dict[tuple[int, ...], int] = {}
         self._alike: Likeness | None = None
         self._likenesses = 0
@@ -136,7 +117,7 @@ class Execution:
         self._unread = {k for t in graph.inputs if id(t) not in read for k in (t, t.uid, t.name)}
         self._places = list(plan.places.values())
         self._number = {id(t): i for i, t in enumerate([*given, *(t for t, _ in self._places)])}
-        self._programs: dict[int, _Program] = {}
+        self._programs: dict[Any, _Program] = {}
         self._overridden: dict[Any, Execution] = {}
         self._workspace_views: tuple[int, list[Any]] = (0, [])
         self._lock = threading.Lock()
@@ -174,9 +155,12 @@ class Execution:
         self._launch(slots, misaligned)
 
     def _launch(self, slots: list[Any], misaligned: int) -> None:
-        program = self._programs.get(misaligned)
+        key: Any = misaligned
+        if self._has_numbers:  # a kernel may be for some alone
+            key = misaligned, *[_sort_of(slots[n]) for n in self._numbers]
+        program = self._programs.get(key)
         if program is None:
-            program = self._bound(slots, misaligned)
+            program = self._bound(slots, key)
         for run in program:
             run(slots)
         tell_autograd(self._outputs(slots))
@@ -283,7 +267,7 @@ class Execution:
                 raise VariantPackError(
                     f"{tensor} is a number of the host's; a {type(value).__name__} was given"
                 )
-            return value
+            return real_number(str(tensor), value) if slot.element.is_floating_point else value
         if isinstance(value, int) and not isinstance(value, bool):
             return at_address(value, slot)
         import torch
@@ -358,8 +342,8 @@ class Execution:
 
     # From steps to launches --------------------------------------------------------------
 
-    def _bound(self, slots: list[Any], misaligned: int) -> _Program:
-        """The launches for tensors that lie like these."""
+    def _bound(self, slots: list[Any], key: Any) -> _Program:
+        """The launches for tensors that lie like these, and numbers of their sort."""
         program: _Program = []
         for step in self._plan.steps:
             if isinstance(step, KernelStep):
@@ -369,7 +353,7 @@ class Execution:
             else:
                 assert isinstance(step, ViewStep)
         with self._lock:
-            return self._programs.setdefault(misaligned, program)
+            return self._programs.setdefault(key, program)
 
     def ref(self, tensor: Tensor, layout: Layout | None = None) -> Ref:
         """Where a tensor is found."""
@@ -384,44 +368,28 @@ class Execution:
         return Ref(number, layout, offset)
 
     def _kernel_launch(self, step: KernelStep, slots: list[Any]) -> Callable[[list[Any]], None]:
-        named: dict[str, Ref] = {}
-        by_id: dict[int, Ref] = {}
-        alive = []
-
         def take(tensor: Tensor, layout: Layout | None = None, name: str = "") -> Any:
             if tensor.is_constant:
                 return tensor.value
-            ref = self.ref(tensor, None if tensor.is_pass_by_value else layout)
-            value = ref.read(slots)
-            alive.append(value)  # so that ids stay their own
-            by_id[id(value)] = ref
-            if name:
-                named[name] = ref
-            return value
+            return self.ref(tensor, None if tensor.is_pass_by_value else layout).read(slots)
 
         args = step.build(take)
         if not args.writes_anything:
             return _nothing
         kernel = self._kernel_for(step, args)
         launch = kernel._launcher_in_order(args, kernel._artifact_to_run(args))
-        found = (by_id.get(id(t)) or _derived(t, alive, by_id) for t in args.tensors)
-        fields = [ref for ref in found if ref is not None]
-        values: dict[str, Ref] = {}
-        constants: dict[str, Any] = {}
-        for name, value in kernel._launch_operands(args).items():
-            ref = named.get(name) or by_id.get(id(value)) or _derived(value, alive, by_id)
-            if ref is None:
-                constants[name] = value
-            values[name] = ref or _LATER
-        made = {name: value for name, value in constants.items() if hasattr(value, "data_ptr")}
-        if made:  # by the arguments: what is another tensor every time is of the operands
-            again = kernel._launch_operands(step.build(take))
-            made = {name: value for name, value in made.items() if again[name] is not value}
-        if made or len(fields) < len(args.tensors):
+        values, found = kernel._launch_operands(args), origins(step, kernel, self.ref)
+        if found is None or list(found.values) != list(values):
             return self._rebuilding(step, kernel)
-        for place, name in enumerate(constants, -len(constants)):
-            values[name] = Ref(place)
-        return _launching(launch, fields, list(values.values()), list(constants.values()))
+        constants = {name: value for name, value in values.items() if found.values[name] is None}
+        if any(hasattr(value, "data_ptr") for value in constants.values()):
+            # By the arguments: what is another tensor every time is of the operands.
+            again = kernel._launch_operands(step.build(take))
+            if any(again[name] is not value for name, value in constants.items()):
+                return self._rebuilding(step, kernel)
+        behind = {name: Ref(place) for place, name in enumerate(constants, -len(constants))}
+        ordered = [ref or behind[name] for name, ref in found.values.items()]
+        return _launching(launch, found.fields, ordered, list(constants.values()))
 
     def _kernel_for(self, step: KernelStep, args: Any) -> Any:
         """The planned kernel, or the best one for tensors that it does not take."""
@@ -506,16 +474,8 @@ def _all_reads(node: Any) -> Iterable[Tensor]:
             yield from (t for t in inner.reads if t.is_input and t is not own)
 
 
-def _derived(value: Any, taken: list[Any], refs: dict[int, Ref]) -> Ref | None:
-    """What arguments made by seeing a tensor with other modes, as a view of what that is."""
-    if not hasattr(value, "data_ptr") or not value.numel():
-        return None
-    for one in taken:
-        same = hasattr(one, "data_ptr") and one.data_ptr() == value.data_ptr()
-        if same and one.dtype is value.dtype:
-            layout = tuple(value.shape), tuple(value.stride())
-            return refs[id(one)]._replace(layout=layout)
-    return None
+def _sort_of(number: Any) -> tuple[bool, bool, bool]:
+    return number > 0, number == 1, 0 <= number <= 1
 
 
 def _nothing(slots: list[Any]) -> None:
