@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 from kernel_api._described import Described
 from kernel_api._numbers import real_number
 from kernel_api.dtypes import dtype
-from kernel_api.epilogue.frozen import traces_of
+from kernel_api.epilogue.frozen import kept
 from kernel_api.epilogue.graph import (
     BINARY,
     COMPARISONS,
@@ -89,10 +89,8 @@ class ScoreFunction(Described):
         if not callable(fn):
             raise ArgumentError(f"fn is a {type(fn).__name__}; expected a function")
         self.operands = {name: _operand(name, value) for name, value in operands.items()}
-        kept, key = traces_of(fn), _looks(has_score, self.operands)
-        if key not in kept:
-            kept[key] = _trace(fn, has_score, self.operands)
-        self.graph = kept[key]
+        look = _looks(has_score, self.operands)
+        self.graph = kept(fn, look, lambda: _trace(fn, has_score, self.operands))
 
     def with_operands(self, operands: Mapping[str, Any]) -> ScoreFunction:
         """The same on other operands; those that are not given stay."""

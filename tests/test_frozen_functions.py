@@ -3,6 +3,7 @@
 import functools
 import math
 import random
+import time
 from types import SimpleNamespace
 
 import numpy
@@ -170,10 +171,119 @@ def test_what_cannot_be_traced_is_refused_every_time():
 def test_few_functions_and_few_traces_of_each_are_kept(monkeypatch):
     monkeypatch.setattr(module, "_kept", {})
     for factor in range(2 * module._FUNCTIONS_KEPT):
-        module.traces_of(times(factor))[0] = factor
+        assert module.kept(times(factor), 0, lambda factor=factor: factor) == factor
     assert len(module._kept) == module._FUNCTIONS_KEPT
-    assert module.traces_of(times(factor)) == {0: factor}
-    assert module.traces_of(times(0)) == {}
-    found = module.traces_of(doubled)
-    found.update(dict.fromkeys(range(module._TRACES_KEPT)))
-    assert module.traces_of(doubled) == {}
+    assert module.kept(times(factor), 0, lambda: -1) == factor
+    assert module.kept(times(0), 0, lambda: -1) == -1
+    for look in range(2 * module._TRACES_KEPT):
+        module.kept(doubled, look, lambda look=look: look)
+    assert len(module._kept[frozen(doubled)]) <= module._TRACES_KEPT
+    assert module.kept(doubled, look, lambda: -1) == look
+
+
+def test_what_changes_while_it_is_traced_is_not_kept(monkeypatch):
+    monkeypatch.setattr(module, "_kept", {})
+
+    def changing():
+        monkeypatch.setitem(globals(), "FACTOR", 3.0)
+        return "of 3"
+
+    assert module.kept(doubled, 0, changing) == "of 3"
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    assert module.kept(doubled, 0, lambda: "of 2") == "of 2"
+
+
+def wrapping(factor):
+    @functools.wraps(ka.epilogue.gelu)
+    def fn(value):
+        return value * factor
+
+    return fn
+
+
+def by_attribute(value):
+    return doubled(value) * doubled.factor
+
+
+def by_text(value):
+    return doubled(value) * len(doubled.__doc__ or "")
+
+
+def toggling():
+    factor = 2.0
+
+    def fn(value):
+        nonlocal factor
+        factor = 5.0 - factor
+        return value * factor
+
+    return fn
+
+
+@pytest.mark.parametrize("fn", [wrapping(2.0), by_text, toggling()])
+def test_nor_what_is_said_of_functions_nor_what_they_change(fn):
+    assert frozen(fn) is None
+
+
+def test_attributes_of_functions_are_not_known(monkeypatch):
+    monkeypatch.setattr(doubled, "factor", 2.0, raising=False)
+    assert frozen(by_attribute) is None
+    assert frozen(doubled) is None
+
+
+def with_default(default):
+    def fn(value, one=default):
+        return value
+
+    return fn
+
+
+def test_tuples_are_told_apart_by_how_they_are_nested():
+    values = (2.0, (2.0,), ((2.0,),), (2.0, 3.0), (2.0, (3.0,)), ("",), "", ((1,), ()), ((), (1,)))
+    assert len({frozen(with_default(value)) for value in values}) == len(values)
+
+
+def test_the_name_under_which_something_is_found_counts():
+    code = "def fn(value): return abs(value) + min(value, 3)"
+    keys = set()
+    for name in ("abs", "min"):
+        outside = {name: doubled, "__name__": "elsewhere"}
+        exec(compile(code, "elsewhere", "exec"), outside)
+        keys.add(frozen(outside["fn"]))
+    assert len(keys) == 2 and None not in keys
+
+
+def test_what_is_put_in_place_of_something_in_a_module_counts(monkeypatch):
+    before = frozen(by_own_function)
+    monkeypatch.setattr(ka.epilogue, "tanh", doubled)
+    changed = frozen(by_own_function)
+    monkeypatch.setattr(math, "pi", 3.0)
+    assert len({before, changed, frozen(by_own_function)}) == 3
+    monkeypatch.undo()
+    assert frozen(by_own_function) == before
+    monkeypatch.setattr(math, "pi", [3.0])
+    assert frozen(by_own_function) is None
+
+
+def test_other_builtins_are_not_known(monkeypatch):
+    import builtins
+
+    outside = {"__builtins__": {**vars(builtins), "sum": max}, "__name__": "elsewhere"}
+    exec("def fn(value): return sum(value, 3)", outside)
+    assert frozen(outside["fn"]) is None
+    monkeypatch.setattr(builtins, "sum", [])
+    assert frozen(by_inner) is None
+
+
+def test_functions_that_call_each_other_are_looked_at_once():
+    layers = [times(2.0)]
+    for _ in range(module._DEEPEST - 2):
+        layers.append(of_both(layers[-1]))
+    started = time.perf_counter()
+    assert frozen(layers[-1]) is not None
+    assert time.perf_counter() - started < 0.05
+
+
+def of_both(fn, *, again=6):
+    several = (fn,) * again
+    return lambda value: sum(one(value) for one in several)

@@ -10,7 +10,7 @@ from typing import Any
 from kernel_api._numbers import real_number
 from kernel_api.arguments.scaled import ScaledOperand
 from kernel_api.dtypes import dtype
-from kernel_api.epilogue.frozen import traces_of
+from kernel_api.epilogue.frozen import kept
 from kernel_api.epilogue.functions import STORED_TYPES
 from kernel_api.epilogue.graph import Graph
 from kernel_api.epilogue.shape import SCALAR, Problem, shape_of
@@ -239,13 +239,11 @@ class EpilogueArguments:
     def _traced(
         self, key: Any, inputs: tuple[Input, ...], outputs: tuple[Output, ...], problem: Problem
     ) -> Trace:
-        kept = traces_of(self.fn)
-        found: Trace | None = kept.get(key)
-        if found is None:
+        def traced() -> Trace:
             extents = {name: str(o.shape) for name, o in self._inputs.items()}
-            found = trace(self.fn, self._parameters, inputs, outputs, extents, problem)
-            kept[key] = found
-        return found
+            return trace(self.fn, self._parameters, inputs, outputs, extents, problem)
+
+        return kept(self.fn, key, traced)
 
     def _read_names(self) -> tuple[str, ...]:
         return tuple(name for name in self._parameters.names if name in self.operands)

@@ -13,24 +13,26 @@ import builtins
 import dis
 import functools
 import math
+import sys
 import threading
-from collections.abc import Hashable, Iterator
-from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+_T = TypeVar("_T")
 
 _OWN = __name__.partition(".")[0]
 _CONSTANTS = (bool, int, float, str, type(None))
 #: Those of Python that give the same for the same.
-_BUILTINS = frozenset((
+_BUILTINS = (
     abs, bool, divmod, enumerate, float, int, isinstance, len, list, max, min, pow, range, reversed,
     round, sorted, sum, tuple, zip,
-))  # fmt: skip
-#: Instructions that reach what is not looked at here: modules that are loaded, globals that change.
+)  # fmt: skip
+#: Instructions that reach what is not looked at here: modules that are loaded, names that change.
 _REACHING = frozenset(("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_BUILD_CLASS"))
-_DEEPEST = 8  # of functions that call each other
+_CHANGING = frozenset(("STORE_DEREF", "DELETE_DEREF"))  # of a closure
+_DEEPEST = 8  # of functions that call each other, and of modules in modules
 _CODES_KEPT = 512
-
-
 _FUNCTIONS_KEPT = 256
 _TRACES_KEPT = 32  # of a function
 
@@ -38,25 +40,36 @@ _kept: dict[Hashable, dict[Any, Any]] = {}
 _lock = threading.Lock()
 
 
-def traces_of(fn: Any) -> dict[Any, Any]:
-    """What is kept of a function and of all that do the same, by whatever else a trace depends on;
-    new where that cannot be told. Asked for when a trace is needed: what the function finds outside
-    may have changed since the last time."""
+def kept(fn: Any, look: Hashable, trace: Callable[[], _T]) -> _T:
+    """What ``trace`` makes of a function, or has made of one that does the same.
+
+    look: What a trace depends on beside the function.
+    """
     key = frozen(fn)
     if key is None:
-        return {}
+        return trace()
     with _lock:
-        found = _kept.pop(key, None)
-        if found is None or len(found) >= _TRACES_KEPT:
-            found = {}
+        of_function = _kept.get(key)
+        if of_function is not None and look in of_function:
+            _kept[key] = _kept.pop(key)  # which was asked for longest ago is forgotten first
+            found: _T = of_function[look]
+            return found
+    made = trace()
+    if frozen(fn) != key:  # what it finds outside has changed meanwhile
+        return made
+    with _lock:
+        of_function = _kept.pop(key, {})
+        if len(of_function) >= _TRACES_KEPT:
+            of_function = {}
         if len(_kept) >= _FUNCTIONS_KEPT:
-            del _kept[next(iter(_kept))]  # which was asked for longest ago
-        _kept[key] = found
-    return found
+            del _kept[next(iter(_kept))]
+        of_function[look] = made
+        _kept[key] = of_function
+    return made
 
 
 class _Reads(NamedTuple):
-    """What code finds by name: of its module or of Python, if it is there.
+    """What code finds by name: of its module, of Python, or of what it has got so far.
 
     known: Whether it reaches nothing else.
     """
@@ -68,7 +81,7 @@ class _Reads(NamedTuple):
 def frozen(fn: Any) -> Hashable | None:
     """What tells functions apart that are traced to different graphs; None if nothing does."""
     try:
-        return _frozen(fn, _DEEPEST)
+        return _Look().function(fn, _DEEPEST)
     except (_UnknownError, ValueError):  # an empty cell of a closure
         return None
 
@@ -77,49 +90,99 @@ class _UnknownError(Exception):
     """Something that may be another the next time, though it looks the same."""
 
 
-def _frozen(fn: Any, depth: int) -> Hashable:
-    if type(fn) is not FunctionType or not depth:
-        raise _UnknownError
-    if fn.__module__ is not None and fn.__module__.partition(".")[0] == _OWN:
-        return fn
-    reads = _reads(fn.__code__)
-    if not reads.known:
-        raise _UnknownError
-    given = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()]
-    cells = [cell.cell_contents for cell in fn.__closure__ or ()]
-    found = [_value(one, depth) for one in (*_flat(given), *cells)]
-    outside = fn.__globals__
-    for name in reads.names:
-        if name in outside:
-            found.append(_value(outside[name], depth))
-        elif getattr(builtins, name, abs) not in _BUILTINS:
+class _Look:
+    """At a function and all that it finds."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Hashable] = {}
+
+    def function(self, fn: Any, depth: int) -> Hashable:
+        if type(fn) is not FunctionType or fn.__dict__ or not depth:
             raise _UnknownError
-    return fn.__code__, fn.__code__.co_filename, len(given), tuple(found)
+        found = self._seen.get(id(fn))
+        if found is None:
+            found = fn if _is_own(fn) else self._user_function(fn, depth)
+            self._seen[id(fn)] = found
+        return found
+
+    def _user_function(self, fn: FunctionType, depth: int) -> Hashable:
+        reads = _reads(fn.__code__)
+        if not reads.known or _builtins_of(fn) is not builtins.__dict__:
+            raise _UnknownError
+        beside = (
+            fn.__defaults__,
+            *(fn.__kwdefaults__ or {}).items(),
+            *(cell.cell_contents for cell in fn.__closure__ or ()),
+        )
+        outside, found = fn.__globals__, []
+        for name in reads.names:
+            if name in outside:
+                found.append((name, self._value(outside[name], reads.names, depth)))
+            elif hasattr(builtins, name):
+                value = getattr(builtins, name)
+                if not any(value is one for one in _BUILTINS):
+                    raise _UnknownError
+        code = fn.__code__
+        values = tuple([self._value(one, reads.names, depth) for one in beside])
+        return code, code.co_filename, values, tuple(found)
+
+    def _value(self, value: Any, names: tuple[str, ...], depth: int) -> Hashable:
+        """names: By which attributes may be read of it."""
+        kind = type(value)
+        if kind in _CONSTANTS:
+            return kind, repr(value)  # which tells 1, 1.0 and True apart, and 0.0 and -0.0
+        if kind is tuple:
+            return kind, tuple([self._value(one, names, depth) for one in value])
+        if kind is FunctionType:
+            return self.function(value, depth - 1)
+        if kind is ModuleType and _is_steady(value) and depth:
+            return kind, id(value), self._attributes(value, names, depth - 1)
+        raise _UnknownError
+
+    def _attributes(self, module: ModuleType, names: tuple[str, ...], depth: int) -> Hashable:
+        """Those that code may read: somebody may have put others in their place."""
+        found: list[Hashable] = []
+        for name in names:
+            value = module.__dict__.get(name, _ABSENT)
+            if type(value) is BuiltinFunctionType or (isinstance(value, type) and _is_own(value)):
+                found.append((name, value))
+            elif value is not _ABSENT:
+                found.append((name, self._value(value, names, depth)))
+        return tuple(found)
 
 
-def _flat(values: list[Any]) -> Iterator[Any]:
-    for value in values:
-        yield from value if type(value) is tuple else (value,)
+_ABSENT = object()
 
 
-def _value(value: Any, depth: int) -> Hashable:
-    kind = type(value)
-    if kind in _CONSTANTS:
-        return kind, repr(value)  # which tells 1, 1.0 and True apart, and 0.0 and -0.0
-    if kind is FunctionType:
-        return _frozen(value, depth - 1)
-    if kind is ModuleType and (value is math or value.__name__.partition(".")[0] == _OWN):
-        return kind, id(value)
-    raise _UnknownError
+def _is_own(defined: Any) -> bool:
+    """Whether this package defines a function, out of nothing else; or a class."""
+    module = sys.modules.get(defined.__module__ or "")
+    if module is None or not _is_steady(module):
+        return False
+    if isinstance(defined, type):
+        return True
+    return defined.__globals__ is module.__dict__ and defined.__closure__ is None
+
+
+def _builtins_of(fn: Any) -> Any:
+    return fn.__builtins__
+
+
+def _is_steady(module: ModuleType) -> bool:
+    return module is math or module.__name__.partition(".")[0] == _OWN
 
 
 @functools.lru_cache(maxsize=_CODES_KEPT)
 def _reads(code: CodeType) -> _Reads:
     names = dict.fromkeys(code.co_names)
-    known = not any(one.opname in _REACHING for one in dis.get_instructions(code))
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            inner = _reads(one)
-            names.update(dict.fromkeys(inner.names))
-            known = known and inner.known
+    known = not any(name.startswith("__") for name in names)  # attributes of functions
+    for one in dis.get_instructions(code):
+        changes = one.opname in _CHANGING and one.argval in code.co_freevars
+        if one.opname in _REACHING or changes:
+            known = False
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found = _reads(inner)
+            names.update(dict.fromkeys(found.names))
+            known = known and found.known
     return _Reads(known, tuple(names))
