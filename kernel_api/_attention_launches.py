@@ -177,9 +177,9 @@ def _option(name: str, value: Any, tensors: list[Any]) -> tuple[Any, ...]:
     if value is None:
         return (None,)
     if name in ("scale", "softcap"):  # kernels take positive ones alone
-        if isinstance(value, str):
+        if type(value) not in (int, float):
             raise TypeError
-        return float(value).__class__, math.isfinite(value), value > 0
+        return math.isfinite(value), value > 0
     if name == "mask":
         return _mask(value, tensors)
     if name == "score_mod":
@@ -187,10 +187,10 @@ def _option(name: str, value: Any, tensors: list[Any]) -> tuple[Any, ...]:
     if name == "dropout":
         if type(value) is not Dropout:
             raise TypeError
-        return tuple(
-            None if not isinstance(one, Operand) else (one.shape, one.device)
-            for one in (value.seed, value.offset)
-        )
+        found: tuple[Any, ...] = ()
+        for one in (value.seed, value.offset):
+            found += _tensor(one.tensor, tensors) if isinstance(one, Operand) else (None,)
+        return found
     if name in _COUNTS:
         return type(value), value
     return _tensor(value, tensors)

@@ -19,6 +19,7 @@ from kernel_api._attention_launches import empty_like, empty_lse, empty_out, for
 from kernel_api._autograd import changeable, differentiable_once
 from kernel_api._launches import chosen
 from kernel_api.arguments import SdpaBackwardArguments
+from kernel_api.arguments.attention import score_of, values_of_functions
 from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
@@ -81,9 +82,12 @@ def _check_outputs(out: Any, lse: Any) -> None:
 def _check_operands(options: _Options) -> None:
     """Raise where an operand has no gradient and needs one."""
     given = {name: options.get(name) for name in ("alibi", "page_table", "descale_q")}
-    for name, one in (options.get("score_operands") or {}).items():
+    score = options.get("score_mod")
+    operands = options.get("score_operands") or getattr(score, "operands", {})
+    for name, one in operands.items():
         given[f"the operand {name} of score_mod"] = one
     for name, one in given.items():
+        one = getattr(one, "tensor", one)
         if isinstance(one, torch.Tensor) and one.requires_grad:
             raise ArgumentError(f"{name} needs a gradient, and there is none; pass it detached")
 
@@ -92,6 +96,8 @@ def _learned(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:
     if _is_traced(Q):
         return _traced(Q, K, V, options)
     rest = dict(options)
+    if rest.get("score_mod") is not None:  # traced once: both passes are of one function
+        rest["score_mod"] = score_of(rest["score_mod"], rest.pop("score_operands", None))
     tensors = (Q, K, V, rest.pop("bias", None), rest.pop("sink", None))
     return _Attention.apply(*tensors, rest)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -112,6 +118,7 @@ class _Attention(torch.autograd.Function):
         out, lse = forward(Q, K, V, None, None, True, {**options, **given})
         ctx.save_for_backward(Q, K, V, out, lse, bias, sink)
         ctx.options = _kept(options)
+        ctx.versions = _versions(ctx.options)
         ctx.mark_non_differentiable(lse)
         return changeable(out), lse
 
@@ -119,6 +126,7 @@ class _Attention(torch.autograd.Function):
     @differentiable_once("attention")
     def backward(ctx: Any, saved: Any, dO: Any, _: Any) -> Any:
         Q, K, V, out, lse, bias, sink = saved
+        _check_versions(ctx.options, ctx.versions)
         given = _present(bias=bias, sink=sink)
         wanted = dict(zip(("dBias", "dSink"), ctx.needs_input_grad[3:5], strict=True))
         found = _gradients(Q, K, V, out, lse, dO, {**ctx.options, **given}, wanted)
@@ -140,6 +148,29 @@ def _kept(options: _Options) -> _Options:
         for one in (dropout.seed, dropout.offset)
     ]
     return {**options, "dropout": Dropout(dropout.p, *state)}
+
+
+def _versions(options: _Options) -> dict[str, int]:
+    """How often each tensor beside the operands has been written."""
+    return {name: one._version for name, one in _tensors_of(options) if not one.is_inference()}
+
+
+def _check_versions(options: _Options, versions: dict[str, int]) -> None:
+    """Raise as torch does of what it keeps itself."""
+    for name, one in _tensors_of(options):
+        if name in versions and one._version != versions[name]:
+            raise RuntimeError(
+                f"{name} is needed for the gradient of attention and has been modified by an "
+                f"inplace operation: it is at version {one._version}, and was at {versions[name]}"
+            )
+
+
+def _tensors_of(options: _Options) -> list[tuple[str, Any]]:
+    named = {
+        **{name: getattr(one, "tensor", one) for name, one in options.items()},
+        **values_of_functions(options.get("mask"), options.get("score_mod")),
+    }
+    return [(name, one) for name, one in named.items() if isinstance(one, torch.Tensor)]
 
 
 def _gradients(

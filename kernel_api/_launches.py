@@ -50,6 +50,7 @@ _NUMBERS = frozenset((float, int))
 _VALUES = frozenset((str, bool, int, float, type(None)))
 
 _REFERENCE = "reference"
+_BEYOND = 2**64  # what 64 bits hold, with a sign or without
 
 _KEPT = 1024
 _LOW_BITS = MAX_ALIGNMENT - 1
@@ -204,6 +205,8 @@ def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
         addresses.append(value.data_ptr())
         return value.dtype, value.shape, value.stride(), value.device
     if kind in _NUMBERS and name in FACTORS:
+        if kind is int and not -_BEYOND // 2 <= value < _BEYOND:
+            raise TypeError
         return kind, value == 1, 0 <= value <= 1
     if kind in _VALUES:
         return kind, value

@@ -7,6 +7,8 @@ from typing import Any
 
 from kernel_api.errors import ArgumentError
 
+_BEYOND = 2**64  # what 64 bits hold, with a sign or without
+
 
 def whole_number(value: Any) -> int | None:
     """As an int, one of NumPy too; None for what is no whole number, as True and 2.0 are none."""
@@ -14,6 +16,13 @@ def whole_number(value: Any) -> int | None:
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return None
+    return int(value)
+
+
+def of_64_bits(name: str, value: Any) -> int:
+    """A whole number as an int that launches can pass on; raises ArgumentError beyond those."""
+    if not -_BEYOND // 2 <= value < _BEYOND:
+        raise ArgumentError(f"{name} is beyond all whole numbers of 64 bits; pass a float")
     return int(value)
 
 

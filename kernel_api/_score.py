@@ -34,7 +34,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from kernel_api._described import Described
-from kernel_api._numbers import real_number
+from kernel_api._numbers import of_64_bits, real_number
 from kernel_api.dtypes import dtype
 from kernel_api.epilogue.frozen import kept
 from kernel_api.epilogue.graph import (
@@ -132,9 +132,7 @@ def _operand(name: str, value: Any) -> Operand | float:
             f"later: let the function take it from outside, or pass 0 or 1"
         )
     if isinstance(value, numbers.Integral):
-        if not -_BEYOND <= int(value) < _BEYOND:
-            raise ArgumentError(f"{name} is beyond all whole numbers of 64 bits; pass a float")
-        return int(value)
+        return of_64_bits(name, value)
     if isinstance(value, numbers.Real):
         return real_number(name, value)
     operand = value if isinstance(value, Operand) else Operand(value, name)

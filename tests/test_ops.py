@@ -310,3 +310,16 @@ def test_it_is_said_where_only_the_reference_takes_what_lies_on_a_gpu(monkeypatc
     monkeypatch.setattr(ka.GemmArguments, "device", torch.device("cuda", 0))
     with pytest.warns(UserWarning, match=r"the reference computes Gemm.* ka\.explain"):
         assert _launches.best(args) is oracle
+
+
+@pytest.mark.parametrize("number", [10**400, 2**64], ids=["huge", "65 bits"])
+def test_numbers_beyond_64_bits_are_refused_every_time(number):
+    A, B = torch.randn(5, 4), torch.randn(4, 6)
+    for _ in range(2):
+        ka.ops.gemm_dropout(A, B, p=0.5, seed=5, offset=3)
+        ka.ops.gemm(A, B, alpha=2)
+    with pytest.raises(ArgumentError, match="seed"):
+        ka.ops.gemm_dropout(A, B, p=0.5, seed=number, offset=3)
+    if number == 10**400:
+        with pytest.raises(ArgumentError, match="alpha is beyond all numbers of float64"):
+            ka.ops.gemm(A, B, alpha=number)

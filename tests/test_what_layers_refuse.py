@@ -67,8 +67,8 @@ def scores_of(number):
         (lambda: ka.ops.sdpa(Q, Q, Q, softcap="x"), "softcap is 'x'; expected a positive number"),
         (lambda: ka.ops.sdpa(Q, Q, Q, scale=10**400), "scale is beyond all numbers of float64"),
         (lambda: ka.ops.sdpa(Q, Q, Q, softcap=10**400), "softcap is beyond all numbers of float64"),
-        (lambda: epilogue_of(10**400), "n is beyond all numbers of float64"),
-        (lambda: scores_of(2**63), "n is beyond all whole numbers of 64 bits; pass a float"),
+        (lambda: epilogue_of(2**64), "n is beyond all whole numbers of 64 bits; pass a float"),
+        (lambda: scores_of(-(2**63) - 1), "n is beyond all whole numbers of 64 bits; pass a float"),
         (
             lambda: ka.verify("any", ka.GemmArguments(X, W.t(), torch.empty(4, 64))),
             "kernel is a str; expected one that get_kernels returns",

@@ -283,7 +283,7 @@ class AttentionArguments(Arguments):
     def blueprint(self) -> Callable[..., Arguments]:
         kind, count = type(self), len(self.operands)
         makers = [operand.maker() for operand in self.operands]
-        mask, score = self.mask, self.score
+        mask, score = _without_data(self.mask, self.score)
         names, known = self.tensor_names, (*self.launch_values, "lse")
         options = self._own_options()
 
@@ -400,6 +400,23 @@ def values_of_functions(mask: Mask | None, score: ScoreFunction | None) -> dict[
     for name, one in _operands_of_functions(mask, score).items():
         found[name] = getattr(one, "tensor", one)
     return found
+
+
+def _without_data(
+    mask: Mask | None, score: ScoreFunction | None
+) -> tuple[Mask | None, ScoreFunction | None]:
+    """The same on tensors that have no memory."""
+
+    def emptied(operands: Mapping[str, Operand | float]) -> dict[str, Any]:
+        return {
+            name: one.tensor.to("meta") if isinstance(one, Operand) else one
+            for name, one in operands.items()
+        }
+
+    if mask is not None and not mask.is_simple:
+        table = None if mask.blocks is None else mask.blocks.table.tensor.to("meta")
+        mask = mask.rebuilt(mask.bounds, table, emptied(mask.operands))
+    return mask, None if score is None else score.with_operands(emptied(score.operands))
 
 
 def _operands_of_functions(

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from kernel_api._numbers import real_number
+from kernel_api._numbers import of_64_bits, real_number
 from kernel_api.arguments.scaled import ScaledOperand
 from kernel_api.dtypes import dtype
 from kernel_api.epilogue.frozen import kept
@@ -131,9 +131,10 @@ class EpilogueArguments:
             )
         if isinstance(value, float):
             return value
+        if isinstance(value, numbers.Integral):
+            return of_64_bits(name, value)
         if isinstance(value, numbers.Real):
-            found = real_number(name, value)  # which it is passed as
-            return int(value) if isinstance(value, numbers.Integral) else found
+            return real_number(name, value)
         if isinstance(value, ScaledOperand):
             raise EpilogueError(
                 f"{place_of(self.fn)}: {name} is a ScaledOperand; pass the tensor and its scale, "

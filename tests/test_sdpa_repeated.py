@@ -1,0 +1,131 @@
+"""What calls of attention that look like earlier ones refuse and keep, and what backward sees."""
+
+import decimal
+import gc
+import weakref
+
+import pytest
+import torch
+from support.sdpa import Draw
+from torch.testing import assert_close
+
+import kernel_api as ka
+from kernel_api import _attention_launches, masks
+from kernel_api.arguments import Dropout
+from kernel_api.errors import ArgumentError
+
+DRAW = Draw(S_q=5, S_kv=6, D=8)
+Q, K, V = DRAW.queries(), DRAW.keys(), DRAW.values()
+TIMES = 2.0
+
+
+@pytest.fixture(autouse=True)
+def remembered(monkeypatch):
+    monkeypatch.setenv("KERNEL_API_PROVIDERS", "reference")
+    monkeypatch.setattr(_attention_launches, "_launches", {})
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Launchers check nothing, as those of compiled kernels."""
+    monkeypatch.setattr(ka.Kernel, "_launcher_in_order", lambda *_: lambda tensors, values: None)
+
+
+def twice(call):
+    call(), call()
+
+
+@pytest.mark.parametrize("shared", ["dropout_seed", "dropout_offset"])
+def test_the_state_of_dropout_shares_no_memory_with_what_is_written(unchecked, shared):
+    memory = torch.zeros(1000, dtype=torch.int64)
+    apart = {"dropout_seed": memory[-1:].view(()), "dropout_offset": memory[-2:-1].view(())}
+    out = memory.view(torch.float64)[: Q[..., 0].numel() * V.shape[-1]]
+    out = out.view(*Q.shape[:-1], V.shape[-1])
+
+    def call(state):
+        seed, offset = state.values()
+        ka.ops.sdpa(Q, K, V, out=out, dropout=Dropout(0.5, seed, offset))
+
+    twice(lambda: call(apart))
+    with pytest.raises(ArgumentError, match=f"out shares memory with {shared}"):
+        call({**apart, shared: memory[3:4].view(())})
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+@pytest.mark.parametrize("value", [True, decimal.Decimal("0.5"), torch.tensor(0.5), "0.5"])
+def test_numbers_of_other_types_are_refused_every_time(name, value):
+    twice(lambda: ka.ops.sdpa(Q, K, V, **{name: 0.5}))
+    with pytest.raises(ArgumentError, match=name):
+        ka.ops.sdpa(Q, K, V, **{name: value})
+
+
+def test_no_tensor_is_kept():
+    def tensors():
+        return torch.randn(4), torch.tensor([3, 6]), torch.rand(1, 1, 3, 3) < 0.8
+
+    def call(slope, ends, table):
+        mask = masks.MaskMod(lambda b, h, q, kv, ends: kv < ends[b], ends=ends)
+        ka.ops.sdpa(
+            *(Q, K, V),
+            mask=mask & masks.BlockSparse(table, (2, 2)) & masks.Causal(),
+            score_mod=lambda score, b, h, q, kv, slope: score + slope[h],
+            score_operands={"slope": slope},
+        )
+
+    given = tensors()
+    for _ in range(2):
+        call(*given)
+    assert _attention_launches._launches
+    alive = [weakref.ref(one) for one in given]
+    del given
+    gc.collect()
+    assert [one() for one in alive] == [None] * 3
+
+
+# Backward ---------------------------------------------------------------------------------
+
+
+def scaled(score, b, h, q, kv):
+    return score * TIMES
+
+
+def test_both_passes_are_of_one_function(monkeypatch):
+    def gradient(change):
+        q = Q.clone().requires_grad_()
+        out = ka.ops.sdpa(q, K, V, score_mod=scaled)
+        change()
+        out.sum().backward()
+        return q.grad
+
+    expected = gradient(lambda: None)
+    found = gradient(lambda: monkeypatch.setitem(globals(), "TIMES", 0.25))
+    assert_close(found, expected)
+
+
+def by_table(score, b, h, q, kv, table):
+    return score * table[h]
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("score_table", lambda one: {"score_mod": by_table, "score_operands": {"table": one}}),
+        ("alibi", lambda one: {"alibi": one}),
+        ("mask_ends", lambda one: {"mask": masks.MaskMod(lambda b, h, q, kv, ends: kv < ends[h],
+                                                         ends=one)}),
+        ("blocks", lambda one: {"mask": masks.BlockSparse(one[:1].view(1, 1, 1, 1) > 0)}),
+    ],
+)  # fmt: skip
+def test_what_is_overwritten_before_backward_is_refused(name, make):
+    options = make(torch.full((4,), 3.0, dtype=torch.float64))
+    q = Q.clone().requires_grad_()
+    ka.ops.sdpa(q, K, V, **options).sum().backward()
+    out = ka.ops.sdpa(q, K, V, **options)
+    written = options.get("alibi", (options.get("score_operands") or {}).get("table"))
+    if written is None:
+        mask = options["mask"]
+        found = mask.operands.get("ends") if mask.blocks is None else mask.blocks.table
+        written = found.tensor
+    written.zero_()
+    with pytest.raises(RuntimeError, match=f"{name} is needed .* modified by an inplace operation"):
+        out.sum().backward()
