@@ -16,7 +16,7 @@ import torch
 
 from kernel_api import _compile_cache, provider
 from kernel_api._launches import NEVER_NEGATIVE, TENSORS, chosen
-from kernel_api._overwritten import tell_autograd
+from kernel_api._overwritten import teller
 from kernel_api._readers import Reader, reader_of
 from kernel_api._score import ScoreFunction
 from kernel_api.arguments import SdpaArguments
@@ -29,6 +29,7 @@ from kernel_api.operands import MAX_ALIGNMENT, Operand, differentiates_forward
 
 _KEPT = 1024
 _LOW_BITS = MAX_ALIGNMENT - 1
+_tell = teller()
 _LSE_KINDS = {torch.float64: torch.float64}
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NUMBERS = ("scale", "softcap")
@@ -99,7 +100,7 @@ def forward(
             values["lse"] = lse = launch.lse() if lse is None else lse
         launch.launcher((Q, K, V, out), launch.in_order(values))
         if launch.written:
-            tell_autograd([tensors[place] for place in launch.written])
+            _tell([tensors[place] for place in launch.written])
         return out, lse
     return _first(Q, K, V, out, lse, with_lse, options, None if key is None else (key, tensors))
 

@@ -24,7 +24,7 @@ import torch
 
 from kernel_api import _compile_cache, provider
 from kernel_api._forms import FACTORS, Form
-from kernel_api._overwritten import tell_autograd
+from kernel_api._overwritten import teller
 from kernel_api.arguments import Arguments
 from kernel_api.arguments.gemm import ProductArguments
 from kernel_api.artifact import CompiledArtifact
@@ -54,6 +54,7 @@ _BEYOND = 2**64  # what 64 bits hold, with a sign or without
 
 _KEPT = 1024
 _LOW_BITS = MAX_ALIGNMENT - 1
+_tell = teller()
 _FLOAT32 = torch.float32
 
 _Key = tuple[Any, ...]
@@ -128,7 +129,7 @@ class Launch:
         values = [of if own is None else of(options[own]) for own, of in self.values]
         self.launcher(tensors, tuple(values))
         if self.overwritten:
-            tell_autograd([out if name == "out" else options[name] for name in self.overwritten])
+            _tell([out if name == "out" else options[name] for name in self.overwritten])
         return out if self.results is None else self.results(out, options)
 
 
@@ -153,7 +154,7 @@ def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict
         if (a < end and start < a + a_size) or (b < end and start < b + b_size):
             return NEW  # arguments look closer
         launch.launcher((A, B, out), ())
-        tell_autograd((out,))
+        _tell((out,))
         return out
     for one, one_size, other, other_size in launch.apart:
         start, other_start = addresses[one], addresses[other]

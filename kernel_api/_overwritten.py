@@ -3,13 +3,27 @@ that were kept for it and have been overwritten since."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
 def tell_autograd(tensors: Iterable[Any]) -> None:
     """Of tensors that have been written; without torch there is nobody to tell."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.autograd.graph.increment_version(tensors)
+    if "torch" in sys.modules:
+        teller()(tensors)
+
+
+@functools.cache
+def teller() -> Callable[[Iterable[Any]], None]:
+    """What tells it. Torch's own function takes one tensor or several, and asks which."""
+    import torch
+
+    public: Callable[[Iterable[Any]], None] = torch.autograd.graph.increment_version
+    behind = getattr(torch._C, "_increment_version", None)
+    try:
+        behind(())  # type: ignore[misc]
+    except TypeError:
+        return public
+    return behind  # type: ignore[return-value]
