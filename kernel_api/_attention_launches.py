@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from kernel_api import _compile_cache, provider
 from kernel_api._launches import NEVER_NEGATIVE, TENSORS, chosen
@@ -25,7 +26,7 @@ from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
 from kernel_api.kernel import LauncherInOrder
 from kernel_api.masks import BlockSparse, Mask, MaskMod
-from kernel_api.operands import MAX_ALIGNMENT, Operand, differentiates_forward
+from kernel_api.operands import MAX_ALIGNMENT, Operand
 
 _KEPT = 1024
 _LOW_BITS = MAX_ALIGNMENT - 1
@@ -112,7 +113,7 @@ def _look(
     for what is not looked at."""
     if type(Q) not in TENSORS or type(K) not in TENSORS or type(V) not in TENSORS:
         raise TypeError
-    if differentiates_forward():
+    if forward_ad._current_level >= 0:
         raise TypeError
     if Q.dtype is not NEVER_NEGATIVE and (Q.is_neg() or K.is_neg() or V.is_neg()):
         raise TypeError

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from kernel_api import _compile_cache, provider
 from kernel_api._forms import FACTORS, Form
@@ -33,7 +34,7 @@ from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError, NoKernelError
 from kernel_api.kernel import Kernel, LauncherInOrder, require_data
 from kernel_api.offsets import check_is_asked
-from kernel_api.operands import MAX_ALIGNMENT, Operand, differentiates_forward
+from kernel_api.operands import MAX_ALIGNMENT, Operand
 
 #: What :func:`repeated` returns where nothing is known of such a call.
 NEW = object()
@@ -168,7 +169,7 @@ def _look(
 ) -> tuple[_Key, list[int]]:
     """What the call looks like, and the addresses of its tensors in their order; raises TypeError
     for what is not looked at."""
-    if type(A) not in TENSORS or type(B) not in TENSORS or differentiates_forward():
+    if type(A) not in TENSORS or type(B) not in TENSORS or forward_ad._current_level >= 0:
         raise TypeError
     # Written out: this is most of what a call costs.
     element, start, other_start = A.dtype, A.data_ptr(), B.data_ptr()

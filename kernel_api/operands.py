@@ -221,16 +221,10 @@ def require_tensors(**given: Any) -> None:
                 raise _no_memory(name) from error
 
 
-def differentiates_forward() -> bool:
-    """Whether torch carries tangents along, of tensors that have one."""
-    torch = sys.modules["torch"]
-    return bool(torch.autograd.forward_ad._current_level >= 0)
-
-
 def _has_tangent(tensor: Any) -> bool:
-    if not differentiates_forward():
-        return False
-    return sys.modules["torch"].autograd.forward_ad.unpack_dual(tensor).tangent is not None
+    """Whether torch carries a tangent of it along."""
+    forward_ad = sys.modules["torch"].autograd.forward_ad
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _no_memory(name: str) -> ArgumentError:
