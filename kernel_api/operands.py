@@ -128,7 +128,7 @@ class Operand:
                     f"{name} has torch's negative bit set, as imaginary parts of conjugates have, "
                     f"and kernels read memory; pass {name}.resolve_neg()"
                 )
-            if _has_tangent(tensor):
+            if torch.autograd.forward_ad._current_level >= 0 and _has_tangent(tensor):
                 raise ArgumentError(
                     f"{name} has a tangent (torch.autograd.forward_ad), which kernels would lose; "
                     f"they have gradients of the backward mode alone"
@@ -223,8 +223,7 @@ def require_tensors(**given: Any) -> None:
 
 def _has_tangent(tensor: Any) -> bool:
     """Whether torch carries a tangent of it along."""
-    forward_ad = sys.modules["torch"].autograd.forward_ad
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return sys.modules["torch"].autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _no_memory(name: str) -> ArgumentError:
