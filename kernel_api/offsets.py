@@ -14,8 +14,8 @@ from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
 
 #: Set to 1, runs of products of groups, one-call forms that saw no such call without it, and
-#: launches that were prepared meanwhile, check offsets and row indices before, which waits for the
-#: device.
+#: launches that were prepared meanwhile, check offsets and row indices before, and what makes
+#: offsets of starts checks these, which waits for the device.
 VARIABLE = "KERNEL_API_CHECK_OFFSETS"
 
 
@@ -31,15 +31,21 @@ def offsets_from_counts(counts: Any) -> Any:
 
 
 def offsets_from_starts(starts: Any, T: Any) -> Any:
-    """int32 (E,): the ends of groups that begin there, the first at 0.
+    """int32 (E,): the ends of groups that begin there.
 
     Args:
-        starts: Integers (E,).
+        starts: Integers (E,), the first of them 0.
         T: Where the last group ends: an integer, or a tensor of one.
+
+    Raises:
+        ArgumentError: with KERNEL_API_CHECK_OFFSETS=1, the first is not 0.
     """
     import torch
 
-    found = _integers("starts", starts).to(torch.int32).roll(-1)
+    given = _integers("starts", starts)
+    if not torch.compiler.is_compiling() and check_is_asked() and not _is_captured(given):
+        check_starts(given)
+    found = given.to(torch.int32).roll(-1)
     found[-1:] = T
     return found
 
@@ -53,6 +59,16 @@ def offsets_from_boundaries(boundaries: Any) -> Any:
     import torch
 
     return _integers("boundaries", boundaries)[1:].to(torch.int32, copy=True)
+
+
+def check_starts(starts: Any) -> None:
+    """Raise ArgumentError unless the first group begins at 0. It waits for the device."""
+    first = int(_integers("starts", starts)[0])
+    if first:
+        raise ArgumentError(
+            f"the first group begins at {first}; expected 0, as the rows in front of it would "
+            f"belong to no group: pass what lies behind them"
+        )
 
 
 def check_offsets(offsets: Any, T: int) -> None:
@@ -91,12 +107,11 @@ def check_groups(
         ArgumentError: offsets decrease or lie outside, an index names no row, or two tokens are
             written to one.
     """
-    from kernel_api.devices import capturing
     from kernel_api.providers.streams import on_stream
 
     A, _, out, offsets = tensors
     on_gpu = offsets.device.type == "cuda"
-    if on_gpu and capturing(offsets.device.index, stream):
+    if _is_captured(offsets, stream):
         return
     per_token = next(iter(indices.values()), A)
     T = per_token.shape[0 if ragged == "M" else 1]
@@ -109,6 +124,13 @@ def check_groups(
             written = indices["out_row_index"][used]
             _check_rows("out_row_index", "out", written, out.shape[0])
             _check_distinct("out_row_index", written)
+
+
+def _is_captured(tensor: Any, stream: Any = None) -> bool:
+    """Whether what is done with it on the stream becomes part of a CUDA graph."""
+    from kernel_api.devices import capturing
+
+    return tensor.device.type == "cuda" and capturing(tensor.device.index, stream)
 
 
 def _check_rows(name: str, of: str, index: Any, rows: int) -> None:
@@ -131,7 +153,14 @@ def _check_distinct(name: str, index: Any) -> None:
 
 
 def _integers(name: str, value: Any) -> Any:
-    operand = value if isinstance(value, Operand) else Operand(value, name)
-    if operand.dtype.kind not in ("int", "uint") or operand.rank != 1 or not operand.shape[0]:
-        raise ArgumentError(f"{name} is {operand!r}; expected integers in one mode")
-    return operand.tensor
+    import torch
+
+    tensor = value
+    if not isinstance(value, torch.Tensor):
+        tensor = (value if isinstance(value, Operand) else Operand(value, name)).tensor
+    # Of torch's types: torch.compile can follow this into its graph.
+    kind = tensor.dtype
+    are_integers = not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
+    if not are_integers or tensor.dim() != 1 or not tensor.shape[0]:
+        raise ArgumentError(f"{name} is {Operand(tensor, name)!r}; expected integers in one mode")
+    return tensor

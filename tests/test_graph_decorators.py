@@ -1,9 +1,12 @@
 """``graph``, ``jit`` and ``graph_cache``: graphs that functions make, built and kept."""
 
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
+import numpy
 import pytest
 import torch
 
@@ -19,6 +22,17 @@ def biased_product(a, b, bias, slope=0.3):
         out = g.leaky_relu(g.bias(g.matmul(a, b), bias), negative_slope=slope)
         out.set_output(True)
     return g, [a, b, bias, out]
+
+
+@dataclass
+class Settings:
+    number: float
+    inputs: list
+    title: str = field(default="", compare=False)
+
+
+class OtherSettings(Settings):
+    pass
 
 
 def tensors(m=5, k=7, n=9):
@@ -204,6 +218,19 @@ def test_by_default_the_key_is_all_that_a_graph_depends_on():
         lambda: cached({"b": [a, (1, torch.float32)]}),
         lambda: cached({"b": [a, (1, torch.float16)]}),
         lambda: cached(),
+        lambda: cached(0.0),
+        lambda: cached(-0.0),
+        lambda: cached([numpy.float32(0.0)]),
+        lambda: cached([numpy.float32(-0.0)]),
+        lambda: cached(math.nan),
+        lambda: cached({1: a}),
+        lambda: cached({1.0: a}),
+        lambda: cached({1, 2}),
+        lambda: cached({1.0, 2}),
+        lambda: cached(Settings(1, [a])),
+        lambda: cached(Settings(1.0, [a])),
+        lambda: cached(Settings(1, [a, a])),
+        lambda: cached(OtherSettings(1, [a])),
     ]
     for count, call in enumerate(different, 1):
         call()
@@ -213,10 +240,30 @@ def test_by_default_the_key_is_all_that_a_graph_depends_on():
     assert function.calls == len(different)
     # What the elements are does not matter, nor the order of keywords.
     cached(torch.zeros(4, 6))
+    cached(float("nan"))
+    cached(Settings(1, [torch.zeros(4, 6)], title="another"))
     cached(x=a, y=a)
     cached(y=a, x=a)
     assert function.calls == len(different) + 1
-    assert cached.cache_info() == (len(different) + 2, len(different) + 1, 256, len(different) + 1)
+    assert cached.cache_info() == (len(different) + 4, len(different) + 1, 256, len(different) + 1)
+
+
+@pytest.mark.parametrize("numbers", [(0.0, -0.0), (-0.0, 0.0)])
+def test_graphs_of_both_zeros(numbers):
+    @cudnn.jit
+    @cudnn.graph_cache()
+    def quotient(a, number):
+        with cudnn.graph(None, io_data_type="float32") as (g, _):
+            a = g.tensor_like(a)
+            out = g.div(a, number).set_output(True)
+        return g, [a, out]
+
+    a = torch.ones(2, 2)
+    for number in numbers:
+        graph, (given, found) = quotient(a, number)
+        out = torch.empty(2, 2)
+        graph.execute({given: a, found: out})
+        assert torch.equal(out, a / number)
 
 
 def test_what_has_no_hash_asks_for_a_key_of_ones_own():

@@ -8,6 +8,7 @@ import weakref
 import numpy
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import kernel_api.graph as cudnn
 from kernel_api.errors import VariantPackError
@@ -242,6 +243,72 @@ def test_numbers_and_addresses_that_are_no_multiples_of_16(scaled):
     assert len(scaled._execution._programs) == 2 * 3
     with pytest.raises(VariantPackError, match="factor is a number of the host's; a str"):
         scaled.execute({**operands(), "factor": "two"})
+
+
+@pytest.mark.parametrize("number", [True, False, 1, 0, 0.5, torch.tensor(True), numpy.bool_(0)])
+@pytest.mark.parametrize("mode", [A, cudnn.heur_mode.FALLBACK])
+def test_a_flag_of_the_host_selects_behind_a_product(number, mode):
+    graph, a, b = new_graph()
+    flag = graph.tensor((1, 1), name="flag").set_is_pass_by_value(True)
+    flag.set_data_type(cudnn.data_type.BOOLEAN)
+    product = graph.matmul(a, b)
+    graph.binary_select(product, graph.neg(product), flag).set_output(True).set_name("y")
+    graph.build([mode])
+    pack = operands()
+    graph.execute({**pack, "flag": number})
+    product = pack["a"] @ pack["b"]
+    torch.testing.assert_close(pack["y"], product if number else -product)
+
+
+@pytest.mark.parametrize("mode", [A, cudnn.heur_mode.FALLBACK])
+def test_numbers_that_their_type_does_not_hold(mode):
+    graph, a, b = new_graph()
+    number = graph.tensor((1, 1), name="number").set_is_pass_by_value(True)
+    number.set_data_type(cudnn.data_type.INT32)
+    graph.mul(graph.matmul(a, b), number).set_output(True).set_name("y")
+    graph.build([mode])
+    pack = operands()
+    for value in (3, 3.0, torch.tensor(3), -(2**20), True):
+        graph.execute({**pack, "number": value})
+        torch.testing.assert_close(pack["y"] / float(value), pack["a"] @ pack["b"])
+    for value in (2.5, float("nan"), float("inf"), 2**31, -(2**40)):
+        with pytest.raises(VariantPackError, match=r"was given and torch\.int32 holds whole"):
+            graph.execute({**pack, "number": value})
+
+
+@pytest.mark.parametrize("name", ["a", "b", "y"])
+@pytest.mark.parametrize("first", [True, False])
+def test_negated_views_are_refused_at_every_execution(reducing, looked_at, name, first):
+    """Kernels read memory, which holds the opposite."""
+    plain = {**operands(), "largest": torch.zeros(1, 1)}
+    negated = {**plain, name: torch._neg_view(plain[name])}
+    for turn in range(4):
+        if (turn + first) % 2:
+            with pytest.raises(VariantPackError, match=rf"{name} .* has torch's negative bit set"):
+                reducing.execute(negated)
+        else:
+            reducing.execute(plain)
+            check(plain, plain["largest"])
+
+
+@pytest.mark.parametrize("mode", [A, cudnn.heur_mode.FALLBACK])
+def test_neither_gradients_nor_tangents_are_followed(mode):
+    """Whatever a plan consists of."""
+    graph, a, b = new_graph()
+    out = graph.add(graph.sin(graph.matmul(a, b)), graph.matmul(a, b))
+    out.set_output(True).set_name("y")
+    graph.build([mode])
+    assert "torch" in {step.kind for step in graph.selected.steps}
+    for _ in range(2):
+        pack = operands()
+        expected = torch.sin(pack["a"] @ pack["b"]) + pack["a"] @ pack["b"]
+        pack["b"] = torch.nn.Parameter(pack["b"])
+        with forward_ad.dual_level():
+            pack["a"] = forward_ad.make_dual(pack["a"], torch.ones(M, K))
+            graph.execute(pack)
+            assert forward_ad.unpack_dual(pack["y"]).tangent is None
+        assert not pack["y"].requires_grad
+        torch.testing.assert_close(pack["y"], expected)
 
 
 # What it costs ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from support.graph_operations import Nodes, apart, close, random
 
 import kernel_api as ka
-from kernel_api.errors import GraphError
+from kernel_api.errors import ArgumentError, GraphError
 from kernel_api.graph._enums import data_type, reduction_mode, rng_distribution
 from kernel_api.graph._node import _OPERATIONS
 from kernel_api.graph._operations import POINTWISE, Operations
@@ -462,10 +462,16 @@ def grouped(mode, starts, top_k=None):
 
 
 @pytest.mark.parametrize("mode", ["NONE", "GATHER", "SCATTER"])
-@pytest.mark.parametrize("starts", [(0, 4, 4, 9), (2, 5, 11), (0,)])
+@pytest.mark.parametrize("starts", [(0, 4, 4, 9), (0, 0, 11), (0,)])
 def test_grouped_products(mode, starts):
     found, exact = grouped(mode, starts)
     close(found[0], exact)
+
+
+@pytest.mark.parametrize("mode", ["NONE", "GATHER", "SCATTER"])
+def test_rows_in_front_of_the_first_group_are_refused(mode):
+    with pytest.raises(ArgumentError, match="the first group begins at 2; expected 0"):
+        grouped(mode, (2, 5, 11))
 
 
 def test_gathered_pairs_of_tokens_and_experts():

@@ -466,6 +466,29 @@ def test_offsets_are_made_of_counts_starts_and_boundaries(element):
         assert torch.equal(made, expected)
 
 
+def test_offsets_are_made_inside_of_a_compiled_graph():
+    def made(integers):
+        return (
+            ka.offsets_from_counts(integers),
+            ka.offsets_from_starts(integers, 18),
+            ka.offsets_from_boundaries(integers),
+        )
+
+    given = torch.tensor([0, 4, 4])
+    compiled = torch.compile(made, fullgraph=True, backend="eager")
+    for found, expected in zip(compiled(given), made(given), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_starts_are_checked_where_that_is_asked(monkeypatch):
+    starts = torch.tensor([3, 4, 4])
+    assert torch.equal(ka.offsets_from_starts(starts, 18), ends(4, 4, 18))
+    monkeypatch.setenv("KERNEL_API_CHECK_OFFSETS", "1")
+    assert torch.equal(ka.offsets_from_starts(starts - 3, 18), ends(1, 1, 18))
+    with pytest.raises(ArgumentError, match="the first group begins at 3; expected 0"):
+        ka.offsets_from_starts(starts, 18)
+
+
 def test_offsets_are_made_of_integers_in_one_mode():
     for given in (zeros(3), torch.zeros(3, 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int8)):
         with pytest.raises(ArgumentError, match=r"counts is .*; expected integers in one mode"):

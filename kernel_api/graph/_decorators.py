@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernel_api.errors import ArgumentError, GraphError
@@ -96,8 +98,8 @@ def graph_cache(
 
     Args:
         key_fn: Makes the key of the arguments. By default it is the shapes, strides, types and
-            devices of tensors, whatever else of the arguments by its value, handles by identity.
-            A key of one's own has to hold all that the graph depends on.
+            devices of tensors, whatever else of the arguments by its type and value, handles by
+            identity. A key of one's own has to hold all that the graph depends on.
 
     Raises ArgumentError, when called, if an argument that is no tensor cannot be part of a key.
     """
@@ -179,18 +181,27 @@ def default_key(*given: Any, **named: Any) -> Hashable:
 
 
 def _key_of(value: Any, what: str) -> Hashable:
+    kind = type(value)
     if isinstance(value, (list, tuple)):
-        return (type(value), *(_key_of(one, f"{what}[{i}]") for i, one in enumerate(value)))
+        return (kind, *(_key_of(one, f"{what}[{i}]") for i, one in enumerate(value)))
     if isinstance(value, Mapping):
         return (
-            type(value),
-            *((key, _key_of(one, f"{what}[{key!r}]")) for key, one in value.items()),
+            kind,
+            *(
+                (_key_of(key, f"a key of {what}"), _key_of(one, f"{what}[{key!r}]"))
+                for key, one in value.items()
+            ),
         )
+    if isinstance(value, (set, frozenset)):
+        return (kind, frozenset(_key_of(one, f"an element of {what}") for one in value))
     if hasattr(type(value), "__dlpack__"):
         from kernel_api.operands import Operand
 
         operand = Operand(value.detach() if hasattr(value, "detach") else value, what)
         return (Operand, operand.shape, operand.stride, operand.dtype.name, str(operand.device))
+    if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.eq:  # compared by its fields
+        names = [one.name for one in dataclasses.fields(kind) if one.compare]
+        return (kind, *(_key_of(getattr(value, name), f"{what}.{name}") for name in names))
     try:
         hash(value)
     except TypeError:
@@ -198,8 +209,10 @@ def _key_of(value: Any, what: str) -> Hashable:
             f"{what} is a {type(value).__name__}, which cannot be part of a key; give "
             f"graph_cache a key_fn"
         ) from None
-    # 1, 1.0 and True are equal, and graphs made of them are not.
-    return (type(value), value)
+    if isinstance(value, Number):
+        # 1, 1.0 and True are equal, 0.0 and -0.0 are, and graphs made of them are not; NaN is NaN.
+        return (kind, repr(value), value if value == value else None)
+    return (kind, value)
 
 
 def _graph_and_tensors(function: Callable[..., Any], made: Any) -> tuple[Any, list[Any]]:

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kernel_api._numbers import real_number
 from kernel_api._overwritten import teller
 from kernel_api._readers import Reader, reader_of
 from kernel_api.devices import require_streams
@@ -20,7 +19,7 @@ from kernel_api.graph._origins import Ref, origins
 from kernel_api.graph._planning.frame import Layout
 from kernel_api.graph._planning.plan import Plan, size_of
 from kernel_api.graph._planning.steps import KernelStep, TorchStep, ViewStep, origin_of
-from kernel_api.graph._slots import NOWHERE, Slot, at_address, check_apart, shown
+from kernel_api.graph._slots import NOWHERE, Slot, at_address, check_apart, number_for, shown
 from kernel_api.graph._tensor import Tensor
 from kernel_api.kernel import LauncherInOrder
 
@@ -81,10 +80,12 @@ class Execution:
     def __init__(self, graph: Any, plan: Plan, also: Mapping[Tensor, Tensor] | None = None) -> None:
         """``also``: other tensors by which the caller may name those of the graph."""
         import torch
+        from torch.autograd import forward_ad
 
         from kernel_api._launches import TENSORS
 
         self._graph, self._plan, self._plain = graph, plan, TENSORS
+        self._tangents: Any = forward_ad
         self.device = torch.device(graph._planned_device())
         if self.device.type == "cuda" and self.device.index is None and torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -137,6 +138,8 @@ class Execution:
     ) -> None:
         """See :meth:`pygraph.execute`."""
         slots, misaligned = self._taken(variant_pack)
+        if self._tangents._current_level >= 0:
+            slots = [_detached(value) for value in slots]
         if self._places:
             slots += self._temporaries(workspace)
         if handle is not None:
@@ -196,6 +199,7 @@ class Execution:
                 or value.dtype is not element
                 or value.get_device() != place
                 or (place < 0 and not value.is_cpu)
+                or value.is_neg()
             ):
                 slots[number] = self._fitted(value, self._slots[number])
                 fitted = True
@@ -261,13 +265,7 @@ class Execution:
         """What was given in another form, or with other strides in modes of extent 1."""
         tensor = slot.tensor
         if tensor.is_pass_by_value:
-            if hasattr(value, "item"):
-                value = value.item()
-            if not isinstance(value, (int, float, bool)):
-                raise VariantPackError(
-                    f"{tensor} is a number of the host's; a {type(value).__name__} was given"
-                )
-            return real_number(str(tensor), value) if slot.element.is_floating_point else value
+            return number_for(value, slot)
         if isinstance(value, int) and not isinstance(value, bool):
             return at_address(value, slot)
         import torch
@@ -285,6 +283,11 @@ class Execution:
                 f"{slot} is {shown(*found)}; the graph says "
                 f"{shown(slot.dim, slot.element, slot.device)}. Other extents can be given by "
                 f"override_uids, override_shapes and override_strides"
+            )
+        if value.is_neg():
+            raise VariantPackError(
+                f"{slot} has torch's negative bit set, as imaginary parts of conjugates have, and "
+                f"kernels read memory; pass its resolve_neg()"
             )
         strides = zip(slot.dim, value.stride(), slot.stride, strict=True)
         if 0 not in slot.dim and any(n != 1 and own != said for n, own, said in strides):
@@ -369,9 +372,7 @@ class Execution:
 
     def _kernel_launch(self, step: KernelStep, slots: list[Any]) -> Callable[[list[Any]], None]:
         def take(tensor: Tensor, layout: Layout | None = None, name: str = "") -> Any:
-            if tensor.is_constant:
-                return tensor.value
-            return self.ref(tensor, None if tensor.is_pass_by_value else layout).read(slots)
+            return self._read(tensor, layout, slots)
 
         args = step.build(take)
         if not args.writes_anything:
@@ -408,10 +409,7 @@ class Execution:
 
         def run(slots: list[Any]) -> None:
             def take(tensor: Tensor, layout: Layout | None = None, name: str = "") -> Any:
-                if tensor.is_constant:
-                    return tensor.value
-                by_value = tensor.is_pass_by_value
-                return self.ref(tensor, None if by_value else layout).read(slots)
+                return self._read(tensor, layout, slots)
 
             kernel.run(step.build(take))
 
@@ -430,9 +428,15 @@ class Execution:
                 refs[id(tensor)] = self.ref(tensor)
 
         def run(slots: list[Any]) -> None:
-            step.run({key: ref.read(slots) for key, ref in refs.items()})
+            step.run({key: _detached(ref.read(slots)) for key, ref in refs.items()})
 
         return run
+
+    def _read(self, tensor: Tensor, layout: Layout | None, slots: list[Any]) -> Any:
+        """What arguments are made of."""
+        if tensor.is_constant:
+            return tensor.value
+        return self.ref(tensor, None if tensor.is_pass_by_value else layout).read(slots)
 
     # Other extents -----------------------------------------------------------------------
 
@@ -472,6 +476,11 @@ def _all_reads(node: Any) -> Iterable[Tensor]:
         own = node.body.argument
         for inner in node.body.nodes:
             yield from (t for t in inner.reads if t.is_input and t is not own)
+
+
+def _detached(value: Any) -> Any:
+    """Without what torch would follow: neither gradients nor tangents are."""
+    return value.detach() if hasattr(value, "detach") else value
 
 
 def _sort_of(number: Any) -> tuple[bool, bool, bool]:

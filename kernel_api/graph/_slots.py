@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kernel_api._numbers import real_number
 from kernel_api.errors import DeviceError, VariantPackError
 from kernel_api.graph._planning.plan import size_of
 from kernel_api.graph._tensor import Tensor
@@ -66,6 +67,31 @@ def _meet(one: Any, other: Any) -> bool:
     from kernel_api.operands import Operand, overlap
 
     return overlap(Operand(one), Operand(other))
+
+
+def number_for(value: Any, slot: Slot) -> int | float:
+    """A number of the host's as kernels take it: 0 or 1 for what is true or not.
+
+    Raises VariantPackError for what is none, or cannot be of the slot's type.
+    """
+    import torch
+
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, (int, float)):
+        raise VariantPackError(
+            f"{slot.tensor} is a number of the host's; a {type(value).__name__} was given"
+        )
+    if slot.element is torch.bool:
+        return int(bool(value))
+    if slot.element.is_floating_point:
+        return real_number(str(slot.tensor), value)
+    limits = torch.iinfo(slot.element)
+    if value != value or not limits.min <= value <= limits.max or value != int(value):
+        raise VariantPackError(
+            f"{slot.tensor} is a number of the host's; {value!r} was given and {slot.element} "
+            f"holds whole numbers from {limits.min} to {limits.max}"
+        )
+    return int(value)
 
 
 def at_address(address: int, slot: Slot) -> Any:

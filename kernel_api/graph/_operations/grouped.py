@@ -11,6 +11,7 @@ from kernel_api.graph._enums import data_type, member_of, moe_grouped_matmul_mod
 from kernel_api.graph._kinds import Kind, one_of, whole
 from kernel_api.graph._node import Node, Operation, settle
 from kernel_api.graph._options import optional_whole
+from kernel_api.offsets import check_starts
 
 _INTEGERS = (data_type.INT32, data_type.INT64)
 
@@ -33,8 +34,9 @@ class GroupedMethods(Builder):
         """OUT: each row of tokens times the weight of its expert.
 
         There are M rows of work in groups: that of expert e begins at row
-        ``first_token_offset[e]`` and ends where that of the next begins; the last ends at M. Rows
-        in front of the first belong to none, and give zeros.
+        ``first_token_offset[e]`` and ends where that of the next begins; the first begins at 0,
+        the last ends at M. That the first begins at 0 is checked where the host has the offsets,
+        and on a GPU with ``KERNEL_API_CHECK_OFFSETS=1``; else it is taken for granted.
 
         =========  =====================  ==================  ===================================
         mode       token                  OUT                 row i of work
@@ -47,7 +49,7 @@ class GroupedMethods(Builder):
         Args:
             token: Modes in front of the last two have extent 1.
             weight: (E, K, N), any strides.
-            first_token_offset: INT32 (E, 1, 1), never decreasing.
+            first_token_offset: INT32 (E, 1, 1), the first of them 0, never decreasing.
             token_index: INT32, M elements, of the modes GATHER and SCATTER; no two are equal of
                 SCATTER. With ``top_k`` of GATHER it counts pairs of tokens and experts: the token
                 is ``index // top_k``.
@@ -56,6 +58,7 @@ class GroupedMethods(Builder):
         Raises:
             GraphError: ``token_index`` is there without a mode that reads it, or the other way
                 round; or ``token_ks`` is given.
+            ArgumentError: when executed, if the first group is found to begin elsewhere than at 0.
         """
         kind = member_of(moe_grouped_matmul_mode, mode).name
         _check_index("moe_grouped_matmul", kind, token_index)
@@ -138,6 +141,7 @@ class MoeGroupedMatmul(Operation):
         index = None if index is None else index.flatten().long()
         if node["mode"] == "GATHER":
             token = token[index // node["top_k"]]
+        check_starts(given["first_token_offset"].flatten())
         starts = given["first_token_offset"].flatten().tolist()
         found = token.new_zeros(token.shape[0], weight.shape[2])
         for expert, start in enumerate(starts):
