@@ -199,7 +199,8 @@ def _key_of(value: Any, what: str) -> Hashable:
 
         operand = Operand(value.detach() if hasattr(value, "detach") else value, what)
         return (Operand, operand.shape, operand.stride, operand.dtype.name, str(operand.device))
-    if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.eq:  # compared by its fields
+    dataclass = getattr(kind, "__dataclass_params__", None)
+    if dataclass is not None and dataclass.eq:  # compared by its fields
         names = [one.name for one in dataclasses.fields(kind) if one.compare]
         return (kind, *(_key_of(getattr(value, name), f"{what}.{name}") for name in names))
     try:
