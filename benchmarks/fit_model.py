@@ -98,7 +98,7 @@ class Parameters:
 
     def _paths(self, prefix: Path_) -> Iterable[Path_]:
         for name, value in _at(self.table, prefix).items():
-            if name in self._left_out:
+            if name in self._left_out or value == 0:
                 continue
             if isinstance(value, dict):
                 yield from ((*prefix, name, key) for key in value if key in self._members)

@@ -111,6 +111,20 @@ def test_few_rows_prefer_the_transposed_product():
     assert best(ALL, 1, 8192, 8192) is FEW_ROWS
 
 
+def test_two_groups_hide_what_one_makes_of_its_products():
+    """Which is as long with as many columns, and nothing where the tensor cores add up."""
+    one = Candidate((64, 128, 128), (1, 1), "cooperative", 9)
+    two = Candidate((128, 64, 128), (1, 1), "cooperative", 8)
+    promoted = dataclasses.replace(CONSTANTS, promotion=5e-9)
+    fp8 = problem(128, 7168, 16384, size=1, kind="float8")
+    slower = [
+        model.seconds(fp8, design, promoted) / model.seconds(fp8, design, CONSTANTS)
+        for design in (one, two)
+    ]
+    assert slower[0] > 1.2 * slower[1]
+    assert slower[1] >= 1
+
+
 def test_multicast_saves_reads_of_l2():
     alone = dataclasses.replace(WIDE, cluster_shape=(1, 1))
     assert seconds(WIDE, 8192, 8192, 8192) < seconds(alone, 8192, 8192, 8192)

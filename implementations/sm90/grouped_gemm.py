@@ -430,6 +430,8 @@ class GroupedGemm(ScheduledGemm):
             if const_expr(self.pingpong):
                 turns.wait(turn)
             start = (tile.first_row + row * WGMMA_M, column * tile_n, tile.group)
+            if const_expr(self.swap_ab):
+                start = (row * WGMMA_M, tile.first_row + column * tile_n, tile.group)
             stage, last = self._multiply(
                 *(tiled_mma, fragments, accumulators, scales, start, Int32(0), k_tiles),
                 *(pipeline_ab, stage),

@@ -7,15 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from .output import GROUP
-from .promotion import (
-    QUAD,
-    advance_scales,
-    block_registers,
-    hand_out_factors,
-    promote,
-    read_scales,
-)
+from .promotion import BlockScales, promote
 from .split_float32 import SMALL_BUFFERS, FloatSplitter
 
 
@@ -45,13 +37,16 @@ class Mainloop:
     plain      added to the accumulators by wgmma          when the next one has been issued
     promoted   formed apart, added by float32 arithmetic   at once
 
-    promoted, with block_scales: each k tile has a factor per row.
+    promoted, with block_scales: each part of a k tile has factors.
     promoted, with a splitter: three products of parts of float32; the groups that share a tile
     make the small parts of every stage together.
+
+    parts: Of a k tile, whose products are promoted one part after the other.
     """
 
-    block_scales: bool
+    block_scales: BlockScales | None
     splitter: FloatSplitter | None
+    parts: int = 1
 
     @cute.jit
     def multiply(
@@ -108,41 +103,48 @@ class Mainloop:
     ):
         """Nothing is left in flight. scales: those of A and B per block, or (); place: (row,
         column, batch) where this group's part of the tile begins. Returns the stage after it."""
-        row, column, batch = place
-        tid = cute.arch.thread_idx()[0] % GROUP
-        first = (row + tid // 32 * 16 + tid % 32 // 4, column, batch)
         blocks = cute.size(fragments.B, mode=[1])
-        products = cute.make_rmem_tensor(
-            (*accumulators.shape[:2], accumulators.shape[2] // blocks), accumulators.element_type
-        )
+        products = _products(accumulators, blocks)
         scaled, factors = None, None
-        if const_expr(self.block_scales):
-            scaled = block_registers(blocks)
+        if const_expr(self.block_scales is not None):
+            scaled = self.block_scales.registers()
             factors = scaled[-1]
-            read_scales(scaled, scales, first, first_k)
+            self.block_scales.read(scaled, scales, place, first_k * self.parts)
         accumulators.fill(0.0)
         for k in cutlass.range(first_k, first_k + k_tiles, unroll=1):
-            if const_expr(self.block_scales):
-                advance_scales(scaled, scales, first, k, (k - first_k) % QUAD)
-            pipeline.consumer_wait(stage)
-            if const_expr(self.splitter is not None):
-                buffer = stage.count % SMALL_BUFFERS
-                self.splitter.split(fragments.tiles, stage.index, buffer, fragments.barrier_id)
-            for block in cutlass.range_constexpr(blocks):
-                self._issue_block(tiled_mma, fragments, products, block, stage)
-                if const_expr(self.block_scales and block == 0):
-                    hand_out_factors(scaled, (k - first_k) % QUAD)
-                warpgroup.wait_group(0)
-                if const_expr(block == blocks - 1):
-                    pipeline.consumer_release(stage)
-                promote(accumulators, products, factors, block)
+            for part in cutlass.range_constexpr(self.parts):
+                if const_expr(self.block_scales is not None):
+                    turn = ((k - first_k) * self.parts + part) % self.block_scales.readers
+                    self.block_scales.advance(scaled, scales, place, k * self.parts + part, turn)
+                if const_expr(part == 0):
+                    pipeline.consumer_wait(stage)
+                if const_expr(self.splitter is not None):
+                    buffer = stage.count % SMALL_BUFFERS
+                    self.splitter.split(fragments.tiles, stage.index, buffer, fragments.barrier_id)
+                for block in cutlass.range_constexpr(blocks):
+                    self._issue_block(tiled_mma, fragments, products, part, block, stage)
+                    if const_expr(self.block_scales is not None and block == 0):
+                        self.block_scales.hand_out(scaled, turn)
+                    warpgroup.wait_group(0)
+                    if const_expr(part == self.parts - 1 and block == blocks - 1):
+                        pipeline.consumer_release(stage)
+                    promote(accumulators, products, block, self.block_scales, factors)
             stage.advance()
         return stage
 
     @cute.jit
-    def _issue_block(self, tiled_mma, fragments, products, block: cutlass.Constexpr, stage):
-        """The products of one k tile with one block of columns, as one wgmma group."""
-        large_A, large_B = fragments.A, _columns(fragments.B, block)
+    def _issue_block(
+        self,
+        tiled_mma,
+        fragments,
+        products,
+        part: cutlass.Constexpr,
+        block: cutlass.Constexpr,
+        stage,
+    ):
+        """The products of one part of a k tile with one block of columns, as one wgmma group."""
+        large_A = _of_part(fragments.A, part, self.parts)
+        large_B = _columns(_of_part(fragments.B, part, self.parts), block)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
         warpgroup.fence()
         if const_expr(self.splitter is not None):
@@ -172,6 +174,19 @@ class Mainloop:
             cute.gemm(tiled_mma, accumulators, a, b, accumulators)
             if const_expr(not accumulates):
                 tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+
+
+def _products(accumulators: cute.Tensor, blocks: int) -> cute.Tensor:
+    """Registers for those of one block of columns."""
+    *modes, columns = accumulators.shape
+    return cute.make_rmem_tensor((*modes, columns // blocks), accumulators.element_type)
+
+
+def _of_part(fragment: cute.Tensor, part: int, parts: int) -> cute.Tensor:
+    """What one part of a tile's K is multiplied of."""
+    steps = cute.size(fragment, mode=[2]) // parts
+    divided = cute.logical_divide(fragment, (None, None, steps, None))
+    return divided[None, None, (None, part), None]
 
 
 def _columns(tCrB: cute.Tensor, block: int) -> cute.Tensor:

@@ -10,7 +10,14 @@ from .mainloop import Mainloop
 from .mma import K_BYTES, WGMMA_M, check_types
 from .output import GROUP, Output
 from .paired_output import PairedOutput
-from .promotion import SCALE_BLOCK, promoted_columns
+from .promotion import (
+    MOST_SCALED_COLUMNS,
+    SCALE_BLOCK,
+    BlockScales,
+    ColumnScales,
+    RowScales,
+    promoted_columns,
+)
 from .split_float32 import SMALL_BUFFERS, FloatSplitter
 from .tile_queue import BYTES as QUEUE_BYTES
 
@@ -95,7 +102,7 @@ class GemmPlan:
         self.accumulators = self.row_blocks * tile_n // 2  # per thread
         self.columns = tile_n  # of one wgmma
         if self.promoted:
-            self.columns = promoted_columns(tile_n, block_scales)
+            self.columns = promoted_columns(tile_n, block_scales and not swap_ab)
         if self.row_blocks > 1 and (block_scales or self.columns < tile_n):
             raise ValueError(
                 f"tile {tile_m}x{tile_n}, {schedule}: {self.row_blocks} blocks of rows "
@@ -125,7 +132,7 @@ class GemmPlan:
         self.early_registers = 0
         if self.consumers == self.groups_per_tile == 2 and not split_k:
             self.early_registers = min(MOST_EARLY, EARLY_AND_ACCUMULATORS - self._accumulated())
-        self.mainloop = Mainloop(block_scales, splitter)
+        self.mainloop = Mainloop(self._plan_scales(), splitter, self._plan_parts())
         self.partial_sums = PartialSums(
             threads=GROUP,
             groups=self.consumers * self.cluster_shape[0] * self.cluster_shape[1],
@@ -164,14 +171,36 @@ class GemmPlan:
         if self.split_k is not None and self.schedule == "pingpong":
             raise ValueError("consumers that take turns do not split tiles along K")
         self._check_cluster_along_k()
-        if self.block_scales and (self.swap_ab or tile_k != SCALE_BLOCK):
-            raise ValueError(f"block scales take a tile K of {SCALE_BLOCK}, and no swap_ab")
-        if self.block_scales and tile_n % SCALE_BLOCK and SCALE_BLOCK % tile_n:
-            raise ValueError(f"a tile N of {tile_n} straddles blocks of scales")
+        if self.block_scales:
+            self._check_scales()
         if any(self.repacked) and (self.split_k is not None or self.epilogue.reduced):
             raise ValueError("copies of operands leave no room for partial sums in the workspace")
         if self.split_float32 and self.operand_types != (Float32, Float32):
             raise ValueError(f"{self.operand_types} are not split, Float32 is")
+
+    def _check_scales(self) -> None:
+        _, tile_n, tile_k = self.tile_shape
+        if tile_k % SCALE_BLOCK:
+            raise ValueError(f"block scales take a tile K of whole {SCALE_BLOCK}, not {tile_k}")
+        if self.swap_ab:
+            if tile_n > MOST_SCALED_COLUMNS:
+                raise ValueError(
+                    f"{tile_n} columns with block scales of their own take longer than their "
+                    f"products; at most {MOST_SCALED_COLUMNS} do not"
+                )
+        elif tile_n % SCALE_BLOCK and SCALE_BLOCK % tile_n:
+            raise ValueError(f"a tile N of {tile_n} straddles blocks of scales")
+
+    def _plan_parts(self) -> int:
+        """Of a k tile that are promoted one after the other: 8-bit floats stay apart for as many
+        elements as have a scale."""
+        return max(self.tile_shape[2] // SCALE_BLOCK, 1) if self.promoted else 1
+
+    def _plan_scales(self) -> BlockScales | None:
+        if not self.block_scales:
+            return None
+        tile_n = self.tile_shape[1]
+        return ColumnScales(tile_n) if self.swap_ab else RowScales(tile_n // self.columns)
 
     def _check_cluster_along_k(self) -> None:
         if self.cluster_k == 1:

@@ -10,17 +10,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ..common.modes import operand_batch_last
+from .output import GROUP
 
 COLUMNS = 192  # multiplied at once, so that products and accumulators fit into registers
+MOST_SCALED_COLUMNS = 32  # that have a scale each: factors of more take longer than products
 SCALE_BLOCK = 128  # elements along K, and along N for B
 QUAD = 4  # threads that share rows of accumulators
 _WITHIN_QUAD = (32 - QUAD) << 8 | 31  # a shuffle's segments
+_WITHIN_WARP = 31
 
 
-def promoted_columns(tile_n: int, block_scales: bool) -> int:
+def promoted_columns(tile_n: int, rows_scaled: bool) -> int:
     """Columns that are multiplied at once: of the whole tile if they are few enough, because every
-    wgmma reads A again; with block scales those that share a scale of B."""
-    most = SCALE_BLOCK if block_scales else COLUMNS
+    wgmma reads A again; where rows have block scales, those that share a scale of B."""
+    most = SCALE_BLOCK if rows_scaled else COLUMNS
     blocks = -(-tile_n // most)
     while tile_n % (blocks * 16):
         blocks += 1
@@ -33,64 +36,140 @@ def scale_modes(scale_a: cute.Tensor, scale_b: cute.Tensor) -> tuple:
     return operand_batch_last(scale_a), operand_batch_last(scale_b, transposed=True)
 
 
-def block_registers(blocks: int) -> tuple:
-    """What a thread has of block scales: those of A that are read, of B, the factors of the k tile
-    that it has read them of, and (2, column blocks) the factors of the one that is multiplied.
+class BlockScales:
+    """Scales per block of K: each k tile has factors of its own.
 
-    The four threads that share rows read the scales of four k tiles, one each, while the four
-    before are multiplied, and hand their factors to each other: scales may come from device memory,
-    which takes longer than a k tile.
+    The threads that share scales of A read those of a k tile each, for as many k tiles as they
+    are, while the k tiles before are multiplied, and hand their factors to each other: scales may
+    come from device memory, which takes longer than a k tile.
+
+    A thread's registers are the scales of A that are read, those of B, the factors of the k tile
+    that it has read them of, and the factors of the one that is multiplied.
+
+    Attributes:
+        readers: Threads that share scales of A.
+        of_a, of_b: How many scales a thread reads of a k tile.
+        shape: Of its factors.
     """
-    shapes = (2, blocks, (2, blocks), (2, blocks))
-    return tuple(cute.make_rmem_tensor(shape, Float32) for shape in shapes)
+
+    readers: int
+    of_a: int
+    of_b: int
+    shape: tuple[int, ...]
+
+    def registers(self) -> tuple:
+        shapes = (self.of_a, self.of_b, self.shape, self.shape)
+        return tuple(cute.make_rmem_tensor(shape, Float32) for shape in shapes)
+
+    @cute.jit
+    def read(self, registers: tuple, scales: tuple, place: tuple, k_block: Int32):
+        """Starts to read those of as many k tiles as there are readers, from this one on.
+
+        place: (row, column, batch) where the accumulators of the group of threads begin.
+        """
+        (scale_a, scale_b), (rows, columns, batch) = scales, self.scaled(place)
+        read_a, read_b, _, _ = registers
+        k_block = cutlass.min(k_block + self.reader(), scale_a.shape[1] - 1)
+        for i in cutlass.range_constexpr(self.of_a):
+            m = cutlass.min(rows + self.row(i), scale_a.shape[0] - 1)
+            read_a[i] = scale_a[m, k_block, batch]
+        for block in cutlass.range_constexpr(self.of_b):
+            n = cutlass.min(columns // SCALE_BLOCK + block, scale_b.shape[0] - 1)
+            read_b[block] = scale_b[n, k_block, batch]
+
+    @cute.jit
+    def advance(self, registers: tuple, scales: tuple, place: tuple, k_block: Int32, turn: Int32):
+        """Before the k tile that is this turn of the readers': at the first one what was read
+        becomes factors, and the next scales are read."""
+        if turn == 0:
+            read_a, read_b, own, _ = registers
+            for block in cutlass.range_constexpr(self.of_b):
+                for i in cutlass.range_constexpr(self.of_a):
+                    own[i + block * self.of_a] = read_a[i] * read_b[block]
+            self.read(registers, scales, place, k_block + self.readers)
+
+    @cute.jit
+    def hand_out(self, registers: tuple, turn: Int32):
+        """The factors of a k tile; this one of the readers has them."""
+        _, _, own, factors = registers
+        source, segments = self.source(turn)
+        for i in cutlass.range_constexpr(cute.size(own)):
+            factors[i] = cute.arch.shuffle_sync(own[i], offset=source, mask_and_clamp=segments)
+
+
+class RowScales(BlockScales):
+    """Rows of accumulators are rows of A: a thread has two, 8 apart, and the four threads that
+    share them read. Every block of columns that is multiplied at once has a scale of B."""
+
+    readers, of_a = QUAD, 2
+
+    def __init__(self, blocks: int):
+        self.of_b, self.shape = blocks, (2, blocks)
+
+    def scaled(self, place: tuple) -> tuple:
+        """(row of A, column of B, batch) of a thread's first accumulator."""
+        (row, column, batch), thread = place, cute.arch.thread_idx()[0] % GROUP
+        return row + thread // 32 * 16 + thread % 32 // QUAD, column, batch
+
+    def row(self, i: int) -> int:
+        """Of A, behind the first, that a thread reads the scale of."""
+        return 8 * i
+
+    def reader(self) -> Int32:
+        return cute.arch.lane_idx() % QUAD
+
+    def source(self, turn: Int32) -> tuple:
+        """(offset, segments) of a shuffle that takes from a reader."""
+        return turn, _WITHIN_QUAD
+
+    def factor(self, factors, i: int, block: int):
+        """Of the i-th product of a block."""
+        return factors[i // 2 % 2, block]
+
+
+class ColumnScales(BlockScales):
+    """Columns of accumulators are rows of A, where the transposed product is computed: a thread has
+    two of every 8, and the eight threads of a warp that share them read. The 64 rows of a group of
+    threads share a scale of B."""
+
+    readers, of_b = 32 // QUAD, 1
+
+    def __init__(self, columns: int):
+        self.of_a = columns // QUAD
+        self.shape = (self.of_a,)
+
+    def scaled(self, place: tuple) -> tuple:
+        row, column, batch = place
+        return column + 2 * (cute.arch.lane_idx() % QUAD), row, batch
+
+    def row(self, i: int) -> int:
+        return i // 2 * 8 + i % 2
+
+    def reader(self) -> Int32:
+        return cute.arch.lane_idx() // QUAD
+
+    def source(self, turn: Int32) -> tuple:
+        return turn * QUAD + cute.arch.lane_idx() % QUAD, _WITHIN_WARP
+
+    def factor(self, factors, i: int, block: int):
+        return factors[i // 4 * 2 + i % 2]
 
 
 @cute.jit
-def read_scales(registers: tuple, scales: tuple, place: tuple, k_block: Int32):
-    """Starts to read those of four k tiles from this one on.
-
-    place: (row, column, batch) of a thread's first accumulator; its second row is 8 below.
-    """
-    (scale_a, scale_b), (row, column, batch) = scales, place
-    read_a, read_b, _, _ = registers
-    k_block = cutlass.min(k_block + cute.arch.lane_idx() % QUAD, scale_a.shape[1] - 1)
-    for half in cutlass.range_constexpr(2):
-        m = cutlass.min(row + 8 * half, scale_a.shape[0] - 1)
-        read_a[half] = scale_a[m, k_block, batch]
-    for block in cutlass.range_constexpr(cute.size(read_b)):
-        n = cutlass.min(column // SCALE_BLOCK + block, scale_b.shape[0] - 1)
-        read_b[block] = scale_b[n, k_block, batch]
-
-
-@cute.jit
-def advance_scales(registers: tuple, scales: tuple, place: tuple, k_block: Int32, turn: Int32):
-    """Before the k tile that is this turn of four: at the first one those that were read become
-    factors, and those of the next four are read."""
-    if turn == 0:
-        read_a, read_b, own, _ = registers
-        for block in cutlass.range_constexpr(cute.size(read_b)):
-            for half in cutlass.range_constexpr(2):
-                own[half, block] = read_a[half] * read_b[block]
-        read_scales(registers, scales, place, k_block + QUAD)
-
-
-@cute.jit
-def hand_out_factors(registers: tuple, turn: Int32):
-    """Those of a k tile; this one of the four threads has read its scales."""
-    _, _, own, factors = registers
-    for i in cutlass.range_constexpr(cute.size(own)):
-        factors[i] = cute.arch.shuffle_sync(own[i], offset=turn, mask_and_clamp=_WITHIN_QUAD)
-
-
-@cute.jit
-def promote(accumulators: cute.Tensor, products: cute.Tensor, factors, block: cutlass.Constexpr):
-    """accumulators += products · factors, of one block of columns; factors None: 1."""
+def promote(
+    accumulators: cute.Tensor,
+    products: cute.Tensor,
+    block: cutlass.Constexpr,
+    scales: cutlass.Constexpr,
+    factors,
+):
+    """accumulators += products · factors, of one block of columns; scales, factors None: 1."""
     first = block * cute.size(products)
     # Multiplication with an unknown 1 costs nothing, and ptxas lets wgmma run asynchronously
     # beside it; beside plain additions it does not if registers are short.
     one = cute.arch.inline_ptx("mov.b32 {$w0}, 0f3F800000;", write_only_types=[Float32])
     for i in cutlass.range_constexpr(cute.size(products)):
         factor = one
-        if const_expr(factors is not None):
-            factor = factors[i // 2 % 2, block]
+        if const_expr(scales is not None):
+            factor = scales.factor(factors, i, block)
         accumulators[first + i] += products[i] * factor

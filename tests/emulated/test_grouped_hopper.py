@@ -47,6 +47,10 @@ OF_ROWS = [
         Case("blocks anywhere", sizes=FEW, N=136, other=272, scales="blocks", **EIGHT_BITS),
     ),
     (
+        "16x128x128",
+        Case("blocks, swapped", sizes=(9, 0, 1), N=264, other=1168, scales="blocks", **EIGHT_BITS),
+    ),
+    (
         "64x128x64_cluster1x1_pingpong",
         Case("scattered pairs", indices=BOTH[1:], sizes=FEW, epilogue=swiglu, N=192),
     ),
@@ -79,6 +83,10 @@ OF_ROWS = [
     (
         "128x256x128_cluster1x2",
         Case("rows anywhere", sizes=AWAY, N=264, other=144, scales="rows", **EIGHT_BITS),
+    ),
+    (
+        "32x128x128",
+        Case("blocks, swapped, packed", scales="blocks", **{**EIGHT_BITS, **PACKED}),
     ),
     (
         "16x128x128",
@@ -184,6 +192,17 @@ OF_ROWS_TAKEN = [
         "64x256x128_cluster1x1 dynamic",
         Case("blocks anywhere", sizes=FEW, N=256, other=272, scales="blocks", **EIGHT_BITS),
     ),
+    (
+        "16x128x128 dynamic",
+        Case(
+            "blocks, swapped",
+            sizes=(1, 0, 3, 17),
+            N=392,
+            other=144,
+            scales="blocks",
+            **EIGHT_BITS,
+        ),
+    ),
 ]
 OF_SUMS_TAKEN = [
     (
@@ -228,7 +247,7 @@ def named(cases, first):
     return {"argvalues": chosen, "ids": [case.name for _, case in chosen]}
 
 
-@pytest.mark.parametrize(("design", "case"), **named(OF_ROWS, 4))
+@pytest.mark.parametrize(("design", "case"), **named(OF_ROWS, 5))
 def test_groups_of_rows_are_multiplied_with_their_own_matrix(design, case):
     checked(design, case.of_rows())
 

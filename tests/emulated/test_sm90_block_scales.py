@@ -1,4 +1,5 @@
-"""Scales per block of K, which four threads read of four k tiles at a time, in the emulator."""
+"""Scales per block of K, which threads that share them read of several k tiles at a time, in the
+emulator."""
 
 import pytest
 import torch
@@ -56,11 +57,33 @@ CASES = {
         "64x128x128_cluster1x1_cooperative_stages9_stream",
         {"M": 70, "N": 264, "K": 13 * BLOCK},
     ),
+    "swapped": (
+        "16x64x128_cluster1x1_cooperative_stages22_swap_stream",
+        {"M": 9, "N": 200, "K": 11 * BLOCK - 32},
+    ),
+    "swapped, cut anywhere": (
+        "32x128x128_cluster1x1_cooperative_stages10_swap_stream",
+        {"M": 19, "N": 392, "K": 13 * BLOCK + 16},
+    ),
+    "swapped, parts that meet": (
+        "16x64x128_cluster1x1x4",
+        {"M": 16, "N": 130, "K": 37 * BLOCK + 16},
+    ),
+    "deep": ("64x64x256_cluster1x1", {"M": 9, "N": 200, "K": 11 * BLOCK - 32}),
+    "deep, swapped": ("16x64x256_cluster1x1", {"M": 9, "N": 200, "K": 11 * BLOCK - 32}),
+    "deep, parts that meet": (
+        "64x128x256_cluster1x1x2",
+        {"M": 70, "N": 264, "K": 13 * BLOCK},
+    ),
+    "swapped, batches": (
+        "16x128x128_cluster1x1_cooperative_stages12_swap_stream",
+        {"M": 11, "N": 140, "K": 3 * BLOCK, "batch": 3, "along": "M"},
+    ),
     "batches": ("64x128x128_cluster2x2", {"M": 70, "N": 140, "K": 6 * BLOCK, "batch": 3}),
 }
 
 
-@pytest.mark.parametrize("name", some(CASES, 4))
+@pytest.mark.parametrize("name", some(CASES, 6))
 def test_products_of_blocks_are_right(name):
     part, how = CASES[name]
     args = scaled_by_blocks(**how)

@@ -36,6 +36,8 @@ CONSTANTS = Path(__file__).with_name("model.json")
 #: Rows of out whose products one instruction forms; it reads the columns' operand once.
 _INSTRUCTION_ROWS = 64
 _PARTIAL_SUM_BYTES = 4
+#: Elements along K whose products are formed apart where they are promoted.
+_PROMOTED_K = 128
 #: Operations of an epilogue per second of one multiprocessor. Where it reads a value per row,
 #: reduces, or writes more than one output, what it waits for is as much as so many of them; where
 #: it only reads matrices, which it does in vectors, less.
@@ -169,6 +171,8 @@ class Constants:
         arrival: Bytes that it reads in the time in which one arrives there.
         load: Bytes per second that one multiprocessor takes from L2.
         step: Seconds that a step along K waits beside its work.
+        promotion: Seconds in which a group adds up what it has multiplied of a column with one
+            instruction's K; 0 where the tensor cores do.
         store: Bytes per second at which one multiprocessor writes a tile of out.
         epilogue: Seconds of an epilogue beside that.
         late: Bytes of out that are written in the time in which an epilogue reads one where a
@@ -195,6 +199,7 @@ class Constants:
     arrival: float
     load: float
     step: float
+    promotion: float
     store: float
     epilogue: float
     late: float
@@ -332,6 +337,9 @@ def _plan(
     ) / c.feed  # written once, read by every group of instructions
     load = tile_bytes / c.load
     step = (arithmetic**power + feed**power + load**power) ** (1 / power)
+    # A group's own products, and what it makes of them, follow each other.
+    own = arithmetic / groups + c.promotion * tile_n * tile_k / _PROMOTED_K
+    step = max(step, own)
     alone = max(step, c.latency / candidate.stages) + c.step
 
     epilogue = c.epilogue + tile_m * tile_n * (moved / c.store + operations / _ELEMENTWISE)

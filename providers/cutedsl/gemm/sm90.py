@@ -44,6 +44,8 @@ from kernel_api.space import Miss, Operands, Rule, Space, rule
 
 #: That are multiplied at once where products are promoted.
 _PROMOTED_COLUMNS = 192
+#: Rows of A that have block scales of their own in a tile, as columns of the instruction.
+_MOST_SCALED_COLUMNS = 32
 
 WHY_ALIGNED = "TMA needs addresses and leading dimensions in multiples of 16 bytes"
 LOADS_ALIGNED = {"A": 16, "B": 16}
@@ -446,8 +448,15 @@ class Sm90Fp8Gemm(Sm90GemmFamily):
     space = Space(*sm90_design.points(sm90_design.PROMOTED, operand_bytes=1))
 
     scales_of_rows = Rule(
-        "scales per block are applied to A's rows, as rows of the instruction",
-        lambda design, operands: not (design.swap_ab and scaled_by_blocks(operands)),
+        "scales per block of more than 32 rows of A, as columns of the instruction, take longer "
+        "than their products",
+        lambda design, operands: (
+            not (
+                design.swap_ab
+                and scaled_by_blocks(operands)
+                and design.tile_shape[0] > _MOST_SCALED_COLUMNS
+            )
+        ),
     )
     columns_of_blocks = Rule(
         "columns of a tile do not straddle blocks of scales",
