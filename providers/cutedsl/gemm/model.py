@@ -170,7 +170,7 @@ class Constants:
         feed: Bytes per second that one multiprocessor reads from shared memory.
         arrival: Bytes that it reads in the time in which one arrives there.
         load: Bytes per second that one multiprocessor takes from L2.
-        step: Seconds that a step along K waits beside its work.
+        step: Seconds that a step along K waits beside its work, with each block of columns.
         promotion: Seconds in which a group adds up what it has multiplied of a column with one
             instruction's K; 0 where the tensor cores do.
         store: Bytes per second at which one multiprocessor writes a tile of out.
@@ -340,7 +340,7 @@ def _plan(
     # A group's own products, and what it makes of them, follow each other.
     own = arithmetic / groups + c.promotion * tile_n * tile_k / _PROMOTED_K
     step = max(step, own)
-    alone = max(step, c.latency / candidate.stages) + c.step
+    alone = max(step, c.latency / candidate.stages) + c.step * candidate.column_blocks
 
     epilogue = c.epilogue + tile_m * tile_n * (moved / c.store + operations / _ELEMENTWISE)
     consumers = 1 if schedule == "pingpong" else 2
