@@ -116,7 +116,7 @@ class Operand:
         plain = torch is not None and type(tensor) is torch.Tensor
         is_sketch = not plain and isinstance(tensor, Sketch)
         if not plain and not is_sketch and (torch is None or not isinstance(tensor, torch.Tensor)):
-            tensor = _as_torch(tensor, name)
+            tensor = as_torch(tensor, name)
             torch = sys.modules["torch"]
             plain = type(tensor) is torch.Tensor
         if not is_sketch:
@@ -200,7 +200,7 @@ class Operand:
 def require_tensor(value: Any, name: str) -> None:
     """Raise ArgumentError for what has no shape: others are read like tensors."""
     if not hasattr(value, "shape"):
-        _as_torch(value, name)
+        as_torch(value, name)
 
 
 def require_tensors(**given: Any) -> None:
@@ -233,7 +233,11 @@ def _no_memory(name: str) -> ArgumentError:
     )
 
 
-def _as_torch(value: Any, name: str) -> Any:
+def as_torch(value: Any, name: str) -> Any:
+    """A tensor of any library as one of torch, in the same memory.
+
+    Raises ArgumentError where that cannot be.
+    """
     if isinstance(value, Operand):
         return value.tensor
     if not hasattr(value, "__dlpack__"):

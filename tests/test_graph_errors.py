@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -209,6 +212,33 @@ def test_tensors_that_are_not_as_described(change, words):
     with pytest.raises(VariantPackError, match=words):
         graph.execute({**pack, a: change(pack[a])})
     assert untouched(pack)
+
+
+def test_arrays_that_torch_cannot_view():
+    graph, pack = product()
+    a, _b, _bias, y = pack
+    turned = pack[a].numpy()[::-1]
+    with pytest.raises(VariantPackError, match=r"a \(uid 0\) has strides of \(-48, 2\) bytes"):
+        graph.execute({**pack, a: turned})
+    fixed = pack[y].numpy().copy()
+    fixed.flags.writeable = False
+    with pytest.raises(VariantPackError, match=r"y .* is a read-only array, and the graph writes"):
+        graph.execute({**pack, y: fixed})
+    assert untouched(pack)
+    given = pack[a].numpy()
+    given.flags.writeable = False
+    graph.execute({**pack, a: given})
+    assert not untouched(pack)
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_graphs_are_not_copied(make):
+    graph, pack = product()
+    with cudnn.Graph(handle=on_cpu()) as other:
+        other.relu(torch.randn(3, 4)).set_output(True)
+    for one in (graph, next(iter(pack)), graph.nodes[0], other):
+        with pytest.raises(GraphError, match=r"cannot be copied or pickled; serialize\(\) of"):
+            make(one)
 
 
 # What is written has memory of its own, whichever plan runs: some would be right without.

@@ -8,6 +8,7 @@ import torch
 from support.graph_operations import Nodes, apart, close, random
 
 import kernel_api as ka
+import kernel_api.graph as cudnn
 from kernel_api.errors import ArgumentError, GraphError
 from kernel_api.graph._enums import data_type, reduction_mode, rng_distribution
 from kernel_api.graph._node import _OPERATIONS
@@ -557,6 +558,33 @@ def test_random_numbers_by_tensors_of_seed_and_offset():
         g.rng((3, 4), seed=1, offset=2)
 
 
+def test_seeds_and_offsets_are_whole():
+    for kind in (data_type.FLOAT, data_type.HALF):
+        for names in (("seed",), ("offset",)):
+            g = cudnn.pygraph(handle=cudnn.create_handle("cpu"))
+            state = {"seed": 3, "offset": 4}
+            for name in names:
+                state[name] = g.tensor((1,), data_type=kind, name=name)
+            g.rng((3, 4), distribution="UNIFORM", **state).set_output(True)
+            with pytest.raises(GraphError, match=f"has {names[0]} of {kind.name}; expected INT64"):
+                g.validate()
+
+
+def test_types_that_are_concatenated_are_one_or_the_results_is_set():
+    g = Nodes()
+    small, large = torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor([[300, -400, 5]])
+    y = g.concatenate([g.given(small), g.given(large.int())], axis=1)
+    with pytest.raises(GraphError, match=r"puts INT8 and INT32 .* needs a type, by set_data_type"):
+        g.infer()
+    graph = cudnn.pygraph(handle=cudnn.create_handle("cpu"))
+    parts = [graph.tensor_like(small), graph.tensor_like(large.int())]
+    y = graph.concatenate(parts, axis=1).set_data_type(data_type.INT8).set_output(True)
+    graph.build([cudnn.heur_mode.A])
+    found = torch.zeros(1, 5, dtype=torch.int8)
+    graph.execute({parts[0]: small, parts[1]: large.int(), y: found})
+    assert found.tolist() == [[1, -2, 127, -128, 5]]
+
+
 # Blocks with scales ----------------------------------------------------------------------
 
 
@@ -584,6 +612,29 @@ def test_blocks_are_scaled_by_powers_of_two(axis, kind):
         assert torch.equal(rows(stored)[:, part], own.to(stored.dtype))
         values = rows(stored)[:, part].double() * exact.unsqueeze(1)
         assert torch.equal(rows(found)[:, part].double(), values)
+
+
+@pytest.mark.parametrize("scale_kind", [data_type.FP8_E8M0, data_type.FLOAT])
+@pytest.mark.parametrize("kind", [data_type.FP8_E4M3, data_type.FP8_E5M2])
+def test_blocks_of_extreme_numbers_are_finite(kind, scale_kind):
+    x = random(5, 32)
+    x[0] = 0.0
+    x[1] = 1e-43
+    x[2, 3] = torch.inf
+    x[3, 4] = -2.9e38
+    x[4, 5] = torch.nan
+    g = Nodes()
+    data, scale = g.block_scale_quantize(g.given(x), block_size=32)
+    data.set_data_type(kind)
+    scale.set_data_type(scale_kind)
+    stored, factors, back = g.compute(data, scale, g.block_scale_dequantize(data, scale, 32))
+    assert bool((factors[:4].float() > 0).all()) and bool(factors[:4].float().isfinite().all())
+    assert torch.equal(stored[0].float(), torch.zeros(32)) and not back[0].any()
+    assert float((back[1] - x[1]).abs().max()) <= 1e-43
+    assert float(stored[2, 3]) == torch.finfo(stored.dtype).max and float(back[2, 3]) > 1e38
+    assert float(back[2].abs().nan_to_num(posinf=0.0).where(x[2].isfinite(), 0).max()) < 10
+    assert float(back[3, 4]) == pytest.approx(-2.9e38, rel=0.2) and back[3].isfinite().all()
+    assert back[4].isnan().all()
 
 
 def test_blocks_say_what_does_not_fit():

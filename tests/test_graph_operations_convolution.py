@@ -116,8 +116,23 @@ def test_convolutions_say_what_does_not_fit():
             lambda: g.conv_dgrad(dy, w, stride=2, padding=1).set_dim([2, 3, 9, 8]),
             r"which give \[2, 4, 5, 4\], but \[2, 4, 4, 4\]",
         ),
+        (lambda: g.conv_fprop(x, g.unknown((4, 3, 0, 3))), "spatial extents of 1 or more"),
+        (lambda: g.conv_fprop(g.unknown((2, 0, 8, 8)), g.unknown((4, 0, 3, 3))), "C at least 1"),
+        (lambda: g.conv_dgrad(dy, w, padding=9), "spatial extents of 1 or more"),
+        (lambda: g.conv_wgrad(dy, x), "spatial extents of 1 or more"),
     ):
         g.nodes.clear()
         add()
         with pytest.raises(GraphError, match=words):
             g.infer()
+
+
+@pytest.mark.parametrize(("N", "K"), [(0, 4), (2, 0), (0, 0)])
+def test_convolutions_of_nothing(N, K):
+    x, w, dy = random(N, 3, 8, 7), random(K, 3, 3, 2), random(N, K, 6, 6)
+    g = Nodes()
+    y = g.conv_fprop(g.given(x), g.given(w))
+    dx = g.conv_dgrad(g.given(dy), g.given(w))
+    dw = g.conv_wgrad(g.given(x), g.given(dy))
+    for found, like in zip(g.compute(y, dx, dw), (dy, x, w), strict=True):
+        assert torch.equal(found, torch.zeros_like(like))

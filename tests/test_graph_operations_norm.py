@@ -204,3 +204,45 @@ def test_statistics_of_doubles_are_doubles():
     y, inverse = g.rmsnorm(x, g.given(random(7, element=DOUBLE)), EPSILON)
     found, _ = g.compute(y, inverse)
     assert found.dtype is DOUBLE and inverse.data_type is data_type.DOUBLE
+
+
+@pytest.mark.parametrize(
+    ("op", "dim", "words"),
+    [
+        ("instancenorm", (8, 5), r"dim \[8, 5\]; expected \(N, C, spatial...\)"),
+        ("batchnorm", (5,), r"dim \[5\]; expected \(N, C, ...\)"),
+        ("adalayernorm", (5,), r"dim \[5\]; expected \(N, ..., D\)"),
+    ],
+)
+def test_inputs_lack_the_modes_that_a_norm_is_about(op, dim, words):
+    for backward in (False, True):
+        g = Nodes()
+        x, scale = g.unknown(dim), g.unknown((5,))
+        if backward:
+            getattr(g, f"{op}_backward")(x, x, scale, epsilon=EPSILON)
+        else:
+            getattr(g, op)(input=x, scale=scale, bias=scale, epsilon=EPSILON)
+        with pytest.raises(GraphError, match=words):
+            g.infer()
+
+
+@pytest.mark.parametrize("dim", [(1,), (1, 1, 1), (1, 1, 5)])
+def test_running_statistics_have_a_number_for_each_channel(dim):
+    g = Nodes()
+    x, scale = g.unknown((3, 4, 5)), g.unknown((4,))
+    running = g.unknown(dim)
+    g.batchnorm(
+        input=x, scale=scale, bias=scale, epsilon=EPSILON, momentum=0.1, in_running_mean=running,
+        in_running_var=running,
+    )  # fmt: skip
+    words = r"dim \[1.*; expected \[1, 4, 1\], a number for each channel|which does not broadcast"
+    with pytest.raises(GraphError, match=words if dim[-1] == 1 else "expected"):
+        g.infer()
+
+
+def test_batchnorm_for_inference_needs_channels():
+    g = Nodes()
+    one = g.unknown((5,))
+    g.batchnorm_inference(one, one, one, one, one)
+    with pytest.raises(GraphError, match=r"expected \(N, C, ...\)"):
+        g.infer()

@@ -8,6 +8,7 @@ from typing import Any
 
 from kernel_api._numbers import truth, whole_number
 from kernel_api.errors import GraphError
+from kernel_api.graph._copies import Uncopied
 from kernel_api.graph._enums import as_data_type, data_type
 from kernel_api.graph._node import Body, Node, operation
 from kernel_api.graph._options import as_number, refused, text
@@ -17,7 +18,7 @@ from kernel_api.graph._tensor import Tensor
 _ELEMENTS = {bool: data_type.BOOLEAN, int: data_type.INT32, float: data_type.FLOAT}
 
 
-class Builder:
+class Builder(Uncopied):
     """Base of the classes that have a graph's operations as methods.
 
     Attributes:

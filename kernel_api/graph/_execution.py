@@ -11,7 +11,7 @@ from typing import Any
 from kernel_api._overwritten import teller
 from kernel_api._readers import Reader, reader_of
 from kernel_api.devices import require_streams
-from kernel_api.errors import GraphError, VariantPackError, WorkspaceError
+from kernel_api.errors import ArgumentError, GraphError, VariantPackError, WorkspaceError
 from kernel_api.graph._enums import element_type
 from kernel_api.graph._handle import Handle
 from kernel_api.graph._likeness import Likeness, likeness
@@ -22,6 +22,7 @@ from kernel_api.graph._planning.steps import KernelStep, TorchStep, ViewStep, or
 from kernel_api.graph._slots import NOWHERE, Slot, at_address, check_apart, number_for, shown
 from kernel_api.graph._tensor import Tensor
 from kernel_api.kernel import LauncherInOrder
+from kernel_api.operands import as_torch
 
 #: What kernels may ask of addresses; other addresses get a program of their own.
 _LOW_BITS = 15
@@ -276,7 +277,9 @@ class Execution:
                     f"{tensor} was given as a {type(value).__name__}; expected a torch tensor, "
                     f"another DLPack tensor, or an address"
                 )
-            value = torch.utils.dlpack.from_dlpack(value)
+            if not tensor.is_input and _is_read_only(value):
+                raise VariantPackError(f"{slot} is a read-only array, and the graph writes it")
+            value = _viewed(value, str(slot))
         found = (tuple(value.shape), value.dtype, value.device)
         if found != (slot.dim, slot.element, slot.device):
             raise VariantPackError(
@@ -464,6 +467,19 @@ class Execution:
             with self._lock:
                 self._overridden[given] = found
         return found
+
+
+def _is_read_only(array: Any) -> bool:
+    """Of NumPy; others do not say."""
+    return not getattr(getattr(array, "flags", None), "writeable", True)
+
+
+def _viewed(value: Any, name: str) -> Any:
+    """Another library's tensor as one of torch; raises VariantPackError where that cannot be."""
+    try:
+        return as_torch(value, name)
+    except ArgumentError as error:
+        raise VariantPackError(str(error)) from error
 
 
 def _shown(key: Any) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from kernel_api.errors import GraphError
-from kernel_api.graph._enums import data_type
+from kernel_api.graph._copies import Uncopied
+from kernel_api.graph._enums import data_type, element_type
 from kernel_api.graph._kinds import WHOLE, Kind
 from kernel_api.graph._tensor import Tensor, packed_strides
 
@@ -94,7 +95,7 @@ class Body(NamedTuple):
     result: Tensor
 
 
-class Node:
+class Node(Uncopied):
     """One operation of a graph on its tensors.
 
     Attributes:
@@ -242,11 +243,16 @@ def check_single(node: Node, *names: str) -> None:
 
 
 def check_whole(node: Node, *names: str) -> None:
-    """Raise GraphError where an input that is known now is no whole number of 64 bits."""
+    """Raise GraphError where an input is of a floating type, or known now and no whole number of
+    64 bits."""
     for name in names:
         one = node.optional(name)
         if one is not None and one.value is not None and not WHOLE.holds(one.value):
             raise GraphError(f"{node} has {name} = {one.value!r}; expected {WHOLE.what}")
+        if one is not None and not element_type(one.data_type).is_integer:
+            raise GraphError(
+                f"{node} has {name} of {one.data_type.name}; expected INT64, or other integers"
+            )
 
 
 def broadcast_dim(node: Node, *dims: tuple[int, ...]) -> tuple[int, ...]:

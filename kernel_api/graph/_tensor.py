@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from kernel_api.errors import GraphError
+from kernel_api.graph._copies import Uncopied
 from kernel_api.graph._enums import as_data_type, data_type, member_of, tensor_reordering
 from kernel_api.graph._options import one_whole, text, wholes
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from kernel_api.graph._node import Node
 
 
-class Tensor:
+class Tensor(Uncopied):
     """One tensor of a graph. Setters return it, so that they can be chained.
 
     A tensor is *virtual* if it lives inside the graph only: results of operations are, until

@@ -15,6 +15,7 @@ from kernel_api.errors import (
     SerializedGraphError,
 )
 from kernel_api.graph._calls import Calls, Objects, is_data, ordered
+from kernel_api.graph._copies import Uncopied
 from kernel_api.graph._enums import heur_mode
 from kernel_api.graph._graph import pygraph
 from kernel_api.graph._handle import Handle
@@ -64,7 +65,7 @@ _WITHOUT_PLANS = frozenset(
 _TENSORS = ("tensor", "tensor_like", "tensor_scalar")
 
 
-class Graph:
+class Graph(Uncopied):
     """Context manager in whose block a graph is written; planned and compiled where it ends.
 
         with Graph(io_data_type=data_type.HALF) as graph:

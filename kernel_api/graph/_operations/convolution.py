@@ -194,13 +194,30 @@ def _channels_last(dim: tuple[int, ...]) -> tuple[int, ...]:
     return packed_strides(dim, (0, *range(2, len(dim)), 1))
 
 
-def _groups(node: Node, C: int, per_group: int, K: int) -> int:
-    if not per_group or C % per_group or K % (C // per_group):
+def _check_groups(node: Node, C: int, per_group: int, K: int) -> None:
+    if not C or not per_group or C % per_group or K % (C // per_group):
         raise GraphError(
             f"{node} has images of C = {C} channels and filters ({K}, {per_group}, ...); expected "
-            f"(K, C / groups, ...) with K a multiple of the groups"
+            f"(K, C / groups, ...) with C at least 1 and K a multiple of the groups"
         )
-    return C // per_group
+
+
+def _output_dim(node: Node, image: tuple[int, ...], filter: tuple[int, ...]) -> tuple[int, ...]:
+    """The dim of Y; raises GraphError where there is none."""
+    geometry = _Geometry(node, len(image))
+    _check_groups(node, image[1], filter[1], filter[0])
+    spatial = geometry.output(image[2:], filter[2:])
+    if min(*image[2:], *filter[2:]) < 1:
+        raise GraphError(
+            f"{node} has an image {list(image)} and a filter {list(filter)}; expected spatial "
+            f"extents of 1 or more"
+        )
+    if min(spatial) < 1:
+        raise GraphError(
+            f"{node} has an image {list(image)} that is smaller than its filter {list(filter)}, "
+            f"with the paddings and dilations that it has"
+        )
+    return (image[0], filter[0], *spatial)
 
 
 class _Convolution(Operation):
@@ -213,14 +230,11 @@ class _Convolution(Operation):
     }
 
     def _check(
-        self, node: Node, image: Sequence[int], filter: Sequence[int], loss: Sequence[int]
+        self, node: Node, image: tuple[int, ...], filter: tuple[int, ...], loss: tuple[int, ...]
     ) -> None:
         """Raise GraphError unless the three belong together."""
-        geometry = _Geometry(node, len(image))
-        _groups(node, image[1], filter[1], filter[0])
-        spatial = geometry.output(tuple(image[2:]), tuple(filter[2:]))
-        expected = (image[0], filter[0], *spatial)
-        if tuple(loss) != expected or min(spatial) < 0:
+        expected = _output_dim(node, image, filter)
+        if loss != expected:
             raise GraphError(
                 f"{node} has an image {list(image)} and a filter {list(filter)}, which give "
                 f"{list(expected)}, but {list(loss)}"
@@ -243,20 +257,16 @@ class ConvFprop(_Convolution):
     inputs = ("image", "weight")
 
     def infer(self, node: Node) -> None:
-        geometry = self._same_rank(node, "image", "weight")
-        image, weight = node.input("image").dim, node.input("weight").dim
-        _groups(node, image[1], weight[1], weight[0])
-        dim = (image[0], weight[0], *geometry.output(image[2:], weight[2:]))
-        if min(dim) < 1:
-            raise GraphError(
-                f"{node} has an image {list(image)} that is smaller than its filter {list(weight)}"
-            )
+        self._same_rank(node, "image", "weight")
+        dim = _output_dim(node, node.input("image").dim, node.input("weight").dim)
         settle(node, node.outputs.get("Y"), dim, _channels_last(dim))
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         import torch
 
         image, weight = _floating(node, given["image"], given["weight"])
+        if _is_empty(image, weight):
+            return {"Y": image.new_zeros(node.outputs["Y"].dim)}
         geometry = _Geometry(node, image.dim())
         with _full_precision():
             Y = torch.ops.aten.convolution(
@@ -300,6 +310,8 @@ class ConvDgrad(_Convolution):
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         loss, weight = _floating(node, given["loss"], given["filter"])
         image = loss.new_zeros(node.outputs["DX"].dim)
+        if _is_empty(loss, weight):
+            return {"DX": image}
         geometry = _Geometry(node, image.dim())
         gradient = _gradients(geometry, image, _turned(node, weight), loss, (True, False))[0]
         for mode, pre in enumerate(geometry.pre):
@@ -340,9 +352,16 @@ class ConvWgrad(_Convolution):
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         image, loss = _floating(node, given["image"], given["loss"])
         weight = image.new_zeros(node.outputs["DW"].dim)
+        if _is_empty(image, loss):
+            return {"DW": weight}
         geometry = _Geometry(node, image.dim())
         gradient = _gradients(geometry, image, weight, loss, (False, True))[1]
         return {"DW": _turned(node, gradient)}
+
+
+def _is_empty(*tensors: Any) -> bool:
+    """Whether there is nothing to multiply, of which torch does not know all cases."""
+    return not all(one.numel() for one in tensors)
 
 
 def _gradients(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
-from kernel_api.graph._enums import member_of, reshape_mode
+from kernel_api.graph._enums import data_type, member_of, reshape_mode
 from kernel_api.graph._kinds import WHOLE, Kind, list_of, one_of, optional, whole
 from kernel_api.graph._node import Node, Operation, settle
 from kernel_api.graph._options import listed, one_whole, optional_whole, refused, wholes
@@ -103,7 +103,8 @@ class LayoutMethods(Builder):
     ) -> Any:
         """Y: the inputs one behind the other along a mode.
 
-        ``in_place_index`` is kept for compatibility; the result has memory of its own.
+        ``in_place_index`` is kept for compatibility; the result has memory of its own. Inputs of
+        different types need the type of the result to be set.
         """
         given = tuple(listed("concatenate", "inputs", inputs, "tensors"))
         mode = one_whole("concatenate", "axis", axis)
@@ -290,6 +291,13 @@ class Concatenate(LayoutOperation):
                     f"{node} puts {shown} one behind the other along mode {axis}; the other modes "
                     f"must be alike"
                 )
+        kinds = [one.data_type for one in tensors]
+        if len(set(kinds)) > 1 and node.outputs["Y"].data_type is data_type.NOT_SET:
+            shown = " and ".join(kind.name for kind in kinds)
+            raise GraphError(
+                f"{node} puts {shown} one behind the other; its result needs a type, by "
+                f"set_data_type(), to which the others are converted"
+            )
         total = sum(one.dim[axis] for one in tensors)
         dim = (*first[:axis], total, *first[axis + 1 :])
         order = memory_order(first, tensors[0].stride)

@@ -33,6 +33,13 @@ from kernel_api.graph._tensor import Tensor
 #: Norms whose parameters are one per channel.
 _CHANNEL_NORMS = ("batchnorm", "instancenorm")
 
+#: Modes of their inputs, at least.
+_LEAST_MODES = {
+    "adalayernorm": (2, "(N, ..., D)"),
+    "batchnorm": (2, "(N, C, ...)"),
+    "instancenorm": (3, "(N, C, spatial...)"),
+}
+
 
 def normalised_modes(node: Node) -> tuple[int, ...]:
     """The modes of the input that the norm of a node goes over."""
@@ -45,6 +52,14 @@ def normalised_modes(node: Node) -> tuple[int, ...]:
     first = 1 if kind == "adalayernorm" else 0
     found = tuple(mode for mode in range(first, rank) if scale[mode] != 1)
     return found or (rank - 1,)
+
+
+def check_modes(node: Node) -> None:
+    """Raise GraphError where the input has not the modes that its norm is about."""
+    dim = node.input("input").dim
+    least, expected = _LEAST_MODES.get(_kind(node), (1, ""))
+    if len(dim) < least:
+        raise GraphError(f"{node} has an input of dim {list(dim)}; expected {expected}")
 
 
 def scale_dim(node: Node) -> tuple[int, ...]:
@@ -99,6 +114,7 @@ class _Norm(Operation):
 
     def infer(self, node: Node) -> None:
         x = node.input("input")
+        check_modes(node)
         check_single(node, *self.numbers)
         for name in ("scale", "bias"):
             if name in node.inputs:
@@ -156,7 +172,7 @@ class Batchnorm(_Norm):
         for name in self.result[3:]:
             running = node.optional(f"in_{name.removeprefix('next_')}")
             if running is not None:
-                aligned_dim(node, running)
+                _check_each_channel(node, running)
                 settle(node, node.outputs.get(name), running.dim, running.stride, _statistic(node))
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,6 +198,7 @@ class BatchnormInference(Operation):
 
     def infer(self, node: Node) -> None:
         x = node.input("input")
+        check_modes(node)
         for name in ("mean", "inv_variance", "scale", "bias"):
             aligned_dim(node, node.input(name))
         settle(node, node.outputs.get("Y"), x.dim, x.stride)
@@ -218,6 +235,7 @@ class _NormBackward(Operation):
             raise GraphError(
                 f"{node} has grad of dim {list(grad.dim)} but an input of dim {list(x.dim)}"
             )
+        check_modes(node)
         scale = node.input("scale")
         check_single(node, *self.numbers)
         for name in ("scale", "mean", "inv_variance"):
@@ -271,6 +289,16 @@ class RmsnormBackward(_NormBackward):
     name = "rmsnorm_backward"
     attributes = _OF_GAIN
     has_mean = False
+
+
+def _check_each_channel(node: Node, running: Tensor) -> None:
+    """Raise GraphError unless a running statistic has a number for each channel."""
+    expected = statistics_dim(node)
+    if aligned_dim(node, running) != expected:
+        raise GraphError(
+            f"{node} has {running} of dim {list(running.dim)}; expected {list(expected)}, a number "
+            f"for each channel"
+        )
 
 
 def _aligned(node: Node, given: Mapping[str, Any], name: str) -> Any:

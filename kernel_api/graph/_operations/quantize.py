@@ -42,7 +42,9 @@ class QuantizeMethods(Builder):
             (Y, scale): Y FP8_E4M3, or FP8_E5M2 if that is set, in the dim of the input; scale in
             this dim with ⌈extent / block_size⌉ along the axis, FP8_E8M0, or FLOAT if that is set.
             The scale of a block is its largest magnitude / the largest finite one of Y, of FP8_E8M0
-            rounded up to a power of two, of zeros the smallest there is. input ≈ Y · scale.
+            rounded up to a power of two; the smallest there is (of FLOAT the smallest that is
+            normal) at least, as of zeros, and the largest finite one at most, as of infinities.
+            input ≈ Y · scale. A block with NaN is NaN as a whole.
 
         Raises:
             GraphError: ``block_size`` is less than 1, or ``transpose`` is set.
@@ -137,7 +139,9 @@ class BlockScaleQuantize(Operation):
         extent = x.shape[axis]
         padded: Any = torch.nn.functional.pad(x.transpose(axis, -1), (0, -extent % size))
         largest = padded.unflatten(-1, (-1, size)).abs().amax(-1)
-        scale = rounded(largest / torch.finfo(data.torch).max, kind).to(x.dtype)
+        limits = torch.finfo(kind.torch)
+        exact = (largest / torch.finfo(data.torch).max).clamp(limits.tiny, limits.max)
+        scale = rounded(exact, kind).to(x.dtype)
         spread = scale.repeat_interleave(size, dim=-1)[..., :extent].transpose(axis, -1)
         return {"Y": rounded(x / spread, data), "scale": scale.transpose(axis, -1)}
 

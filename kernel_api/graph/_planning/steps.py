@@ -150,19 +150,9 @@ def _write(values: dict[int, Any], tensor: Tensor, found: Any) -> None:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """As kernels convert: integers and 8-bit floats saturate, to nearest."""
-    import torch
+    from kernel_api.providers.reference.epilogue import rounded
 
-    if value.dtype is kind.torch:
-        return value
-    if value.is_floating_point() and (kind.is_integer or kind.name.startswith("float8_e")):
-        if kind.is_integer:
-            limits: Any = torch.iinfo(kind.torch)
-            value = torch.nan_to_num(value, 0.0).round()
-        else:
-            limits = torch.finfo(kind.torch)
-        value = value.clamp(float(limits.min), float(limits.max))
-    return value.to(kind.torch)
+    return value if value.dtype is kind.torch else rounded(value, kind)
 
 
 class ViewStep(Step):
