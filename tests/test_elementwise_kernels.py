@@ -90,6 +90,43 @@ def test_few_columns_are_for_narrow_tiles_and_sums_over_rows_for_tall_ones():
     assert offered(sums)[0].metadata.design.steps > 1
 
 
+def test_sums_over_columns_go_along_whole_rows_where_there_are_many():
+    def sums(M, N):
+        return fused(lambda accum: (accum, ep.sum(accum, -1)), M, N, sums=meta(M, element=F32))
+
+    best = offered(sums(8192, 4096))[0]
+    assert best.metadata.design.whole_rows and best.metadata.design.label().endswith("_whole_rows")
+    assert best.get_workspace_size(sums(8192, 4096)) == 0
+    assert offered(sums(1 << 25, 64)), "no counter for each block of rows is needed"
+    for M, N in ((64, 8192), (2048, 2048), (8192, 256)):
+        assert offered(sums(M, N))[0].metadata.design.columns == min(N, 2048) // (1 + (N == 2048))
+    kernels = offered(sums(1, 1 << 20))
+    assert not kernels[0].metadata.design.whole_rows
+    assert any(kernel.metadata.design.whole_rows for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (plain(), "it has none over columns"),
+        (fused(lambda accum: (accum, ep.amax(accum, None)), amax=meta(element=F32)), "it has none"),
+        (
+            fused(
+                lambda accum: (accum, ep.sum(accum, -1), ep.max(accum, -2)),
+                rows=meta(512, element=F32),
+                columns=meta(1024, element=F32),
+            ),
+            "it has one over rows",
+        ),
+    ],
+)
+def test_ctas_go_along_whole_rows_for_reductions_over_columns_alone(args, words):
+    assert not any(kernel.metadata.design.whole_rows for kernel in offered(args))
+    made = SM80.generate_kernels(lambda metadata: metadata.design.whole_rows, args.epilogue)
+    told = [kernel.supports(args) for kernel in made]
+    assert not any(told) and any(words in str(status) for status in told)
+
+
 def test_sums_that_are_all_that_is_written_cost_what_is_read():
     sums = ka.EpilogueArguments(
         lambda accum: (accum, ep.sum(accum, -1)), sums=meta(8192, element=F32)
@@ -140,7 +177,7 @@ def test_a_broadcast_x_costs_what_is_in_memory():
             "and else numbers of 8 to 32 bits; copy is float64",
         ),
         (
-            fused(lambda a: (a, ep.sum(a, -1)), 1 << 25, 64, sums=meta(1 << 25, element=F32)),
+            fused(lambda a: (a, ep.sum(a, -2)), 64, 1 << 23, sums=meta(1 << 23, element=F32)),
             r"the epilogue's reductions take \d+ counters of 16384",
         ),
     ],
@@ -193,7 +230,8 @@ def test_the_implementation_is_what_the_metadata_says():
         built, design = kernel.implementation(), kernel.metadata.design
         assert (built.threads, built.columns) == (design.threads, design.columns)
         assert (built.turns, built.steps) == (design.turns, design.steps)
-        assert built.tile == kernel.tiling(1, 1).tile == (design.rows(32), design.columns)
+        assert built.whole_rows == design.whole_rows
+        assert built.tile == kernel.tiling(1, 1).tile == (design.rows(32), design.columns_at_once)
         widest = max(t.dtype.itemsize for t in kernel.metadata.operands.tensors.values())
         assert 2 * built.merged * widest <= max(16, 2 * widest)
 
@@ -204,7 +242,12 @@ def test_tiles_are_those_that_workspaces_are_made_for(name):
     for kernel in offered(args):
         built = kernel.implementation_for(args)
         assert built.tile == kernel.tiling(64, 128).tile
-        assert (kernel.get_workspace_size(args) > 0) == bool(built.epilogue.reduced)
+        by_parts = [
+            one
+            for one in built.epilogue.reduced
+            if not (built.whole_rows and one.over == "columns")
+        ]
+        assert (kernel.get_workspace_size(args) > 0) == bool(by_parts)
 
 
 # Compiled --------------------------------------------------------------------------------
@@ -218,6 +261,8 @@ COMPILED = [
     lambda: arguments_on(of_fusion(CATALOGUE["dgelu"], M=64, N=256, pad=8)),
     lambda: arguments_on(of_fusion(CATALOGUE["rope"], M=64, N=256, pad=8, element=F32)),
     lambda: arguments_on(of_fusion(CATALOGUE["norm"], M=64, N=64, pad=8)),
+    lambda: fused(lambda a: (a, ep.sum(a * a, -1)), 64, 512, sums=meta(64, element=F32)),
+    lambda: fused(lambda a: (a, ep.max(a, -1)), 64, 512, F32, most=meta(64, element=F32)),
 ]
 
 
@@ -251,7 +296,8 @@ def test_every_design_compiles_without_spills(design, cc):
 
 @pytest.mark.compile
 def test_a_sample_of_types_and_alignments_compiles():
-    variants = list({k.metadata.operands: k for k in generated_by(SM80)}.values())
+    kernels = [k for k in generated_by(SM80) if not k.metadata.design.whole_rows]
+    variants = list({k.metadata.operands: k for k in kernels}.values())
     for kernel in variants[:: 1 if len(variants) < 8 else 5]:
         args = arguments_for(kernel, 7, 33, 2, device="meta")
         assert kernel in ka.get_kernels(args, cc=80, providers=["cutedsl"])

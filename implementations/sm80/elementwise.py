@@ -24,10 +24,9 @@ from ..common.reductions import (
 from ..common.work_split import COUNTER_BYTES
 from .row_thread import WIDTH, RowThread, moved
 from .row_vectors import as_bits, is_one, store_inside, vector_of, words_of
-from .tile_sums import WARP, TileSums
+from .tile_sums import HALVES, WARP, TileSums
 
 WHOLE_WARP = WARP - 1  # bits in which its lanes differ
-HALVES = 2  # rows of a thread at a time
 MOST_ELEMENTS = 64  # of a thread at a time, so that nothing spills
 
 
@@ -55,10 +54,13 @@ class Elementwise:
     write     vectors of up to 16 bytes, from registers                    nothing
     reduce    behind the last of `steps` times that; see `TileSums`        all warps
 
+    With `whole_rows` a block goes along its rows instead, `turns` × `columns` columns at a time, of
+    2 rows of a thread: then no other block has a part of what is reduced over columns.
+
     Four neighbouring threads, a quad, have a bundle of columns, `columns` / bundle quads a row,
-    so that a warp has 32 · 8 columns of a row or more rows. What the epilogue asks of a quad is
-    there: see `Epilogue`. Where it does not ask which column is where within 8 · `merged` columns,
-    those of a thread are neighbours.
+    so that a warp has 32 · 8 columns of a row or more rows; whole rows may be of several warps.
+    What the epilogue asks of a quad is there: see `Epilogue`. Where it does not ask which column is
+    where within 8 · `merged` columns, those of a thread are neighbours.
 
     No shared memory, but for reductions over rows and of the whole matrix. Without `stores_out`
     the first output is neither computed nor written.
@@ -76,6 +78,7 @@ class Elementwise:
         turns: int = 1,
         steps: int = 1,
         *,
+        whole_rows: bool = False,
         merged: int = 1,
         vector_bytes: int = 1,
         epilogue: Epilogue | None = None,
@@ -86,6 +89,7 @@ class Elementwise:
         self.columns = columns
         self.turns = turns
         self.steps = steps
+        self.whole_rows = whole_rows
         self.merged = merged
         self.vector_bytes = vector_bytes
         self.epilogue = epilogue or AsItIs(Conversions())
@@ -96,18 +100,20 @@ class Elementwise:
         self._check()
         self.row_quads = columns // self.bundle
         self.rows_apart = threads // LANES // self.row_quads
-        self.step_rows = turns * HALVES * self.rows_apart
-        self.tile = (steps * self.step_rows, columns)
-        self.sums = TileSums(self.epilogue, self.tile, threads, LANES * self.row_quads)
+        across, along = (1, turns) if whole_rows else (turns, 1)
+        self.step_rows = across * HALVES * self.rows_apart
+        self.tile = (steps * self.step_rows, along * columns)
+        self.sums = TileSums(self.epilogue, self.tile, threads, LANES * self.row_quads, whole_rows)
 
     def _check(self) -> None:
         quads = self.columns // self.bundle
         if self.threads % WARP or self.turns < 1 or self.steps < 1:
             raise ValueError(f"{self.threads} threads, {self.turns} turns, {self.steps} steps")
-        if self.columns % self.bundle or quads & (quads - 1) or quads > WARP // LANES:
+        most = (self.threads if self.whole_rows else WARP) // LANES
+        if self.columns % self.bundle or quads & (quads - 1) or quads > most:
             raise ValueError(
-                f"{self.columns} columns are {quads} bundles of {self.bundle}; a warp has 1, 2, 4 "
-                f"or 8"
+                f"{self.columns} columns are {quads} bundles of {self.bundle}; expected a power of "
+                f"two, {most} at most"
             )
         if self.bundle // LANES * HALVES * self.turns > MOST_ELEMENTS:
             raise ValueError(
@@ -116,6 +122,8 @@ class Elementwise:
             )
         if self.merged not in (1, 2, 4):
             raise ValueError(f"1, 2 or 4 groups of columns are merged, not {self.merged}")
+        if self.whole_rows and self.steps > 1:
+            raise ValueError(f"{self.steps} steps of whole rows: a block takes rows once")
 
     @cute.jit
     def __call__(self, mX: cute.Tensor, mOut: cute.Tensor, stream: cuda.CUstream):
@@ -150,7 +158,7 @@ class Elementwise:
         self.output_types = tuple(output.element_type for output in mD)
         mR = self.sums.reductions.output_modes(operands[written:])
         operands = (*self.epilogue.operand_modes(operands[:read]), mX)
-        tiles_m, tiles_n = (cute.ceil_div(mX.shape[i], self.tile[i]) for i in (0, 1))
+        tiles_m, tiles_n = self._tiles(mX.shape[:2])
         batches = mX.shape[2]
         space = None
         if const_expr(len(self.epilogue.reduced) > 0):
@@ -173,7 +181,12 @@ class Elementwise:
         if const_expr(self.dependent_launch):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        if const_expr(self.steps == 1):
+        if const_expr(self.whole_rows):
+            row, _, batch = place
+            for tile_n in cutlass.range(cute.ceil_div(extents[1], self.tile[1]), unroll=1):
+                there = (row, tile_n, batch)
+                self._step(Int32(0), mD, operands, mR, sums, space, there, extents, thread)
+        elif const_expr(self.steps == 1):
             self._step(Int32(0), mD, operands, mR, sums, space, place, extents, thread)
         else:
             left = cute.ceil_div(extents[0] - place[0] * self.tile[0], self.step_rows)
@@ -185,15 +198,20 @@ class Elementwise:
             turn = self._turn(operands, Int32(0), place, extents, thread, {})
             self.sums.finish(sums, memory, mR, space, place, extents, thread, flag, turn)
 
+    def _tiles(self, extents: tuple) -> tuple:
+        """Blocks along rows and columns."""
+        tiles_m = cute.ceil_div(extents[0], self.tile[0])
+        return tiles_m, Int32(1) if self.whole_rows else cute.ceil_div(extents[1], self.tile[1])
+
     def _place(self, extents: tuple) -> tuple:
         """(tile row, tile column, batch) of this block: those of a row follow each other."""
         block, _, _ = cute.arch.block_idx()
-        tiles_m, tiles_n = (cute.ceil_div(extents[i], self.tile[i]) for i in (0, 1))
+        tiles_m, tiles_n = self._tiles(extents)
         rest = block // tiles_n
         return rest % tiles_m, block % tiles_n, rest // tiles_m
 
     def _step(self, step, mD, operands, mR, sums, space, place, extents, thread) -> None:
-        """`turns` rows of each half: all is on its way before the first is computed."""
+        """All turns: everything is on its way before the first is computed."""
         of_columns: dict = {}
         gathered: list = [{} for _ in self.epilogue.reduced]
         turns = [
@@ -212,7 +230,7 @@ class Elementwise:
                     self._write(j, fragment, mD[j], turn)
             store_per_block(self.epilogue, turn, mR[: len(self.epilogue.per_block)], self.bundle)
             row = turn.row - place[0] * self.tile[0], self.rows_apart
-            self.sums.after_turn(gathered, space, place, row, thread % WARP)
+            self.sums.after_turn(gathered, sums, space, place, row, thread % WARP)
         self.sums.after_turns(gathered, sums, self.bundle)
 
     def epilogue_places(self, lane_columns: int, columns: Fraction = Fraction(1)) -> list:
@@ -230,12 +248,17 @@ class Elementwise:
         """The elements of this thread in a bundle."""
         quad = thread // LANES
         row = place[0] * self.tile[0] + quad // self.row_quads
+        column = place[1] * self.tile[1] + quad % self.row_quads * self.bundle
+        if self.whole_rows:
+            column, of_columns = column + turn * self.columns, {}
+        else:
+            row += turn * (HALVES * self.rows_apart)
         return RowThread(
             accumulators=None,
             kinds=(*self.epilogue.kinds, "lmn"),
             operands=operands,
-            row=row + turn * (HALVES * self.rows_apart),
-            first_column=place[1] * self.columns + quad % self.row_quads * self.bundle,
+            row=row,
+            first_column=column,
             lane=thread % LANES,
             batch=place[2],
             extents=extents,

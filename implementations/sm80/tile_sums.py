@@ -10,6 +10,7 @@ from ..common.reductions import Reductions, combined, floats_at, identity, reduc
 from .row_thread import moved
 
 WARP = 32
+HALVES = 2  # rows of a thread at a time
 WHOLE_BLOCK = 0  # the barrier of all threads
 
 
@@ -19,13 +20,23 @@ class TileSums:
     reduced over   in registers of a thread                 then
     ------------   --------------------------------------   ----------------------------------
     columns        a row of a turn                          lanes of the row, by shuffles
+      whole rows   its rows, over all columns               the same, and warps of the row through
+                                                            shared memory; they are complete
     rows           its columns, over all turns and steps    lanes by shuffles, then all warps'
                                                             through shared memory, in order
     matrix, all    one number                               the same
     """
 
-    def __init__(self, epilogue: Epilogue, tile: tuple[int, int], threads: int, row_lanes: int):
+    def __init__(
+        self,
+        epilogue: Epilogue,
+        tile: tuple[int, int],
+        threads: int,
+        row_lanes: int,
+        whole_rows: bool = False,
+    ):
         self.epilogue = epilogue
+        self.whole_rows = whole_rows
         self.outputs = epilogue.reduced
         self.threads = threads
         self.row_lanes = row_lanes
@@ -36,7 +47,7 @@ class TileSums:
         allocator, warps = SmemAllocator(), self.threads // WARP
         memory = []
         for index, output in enumerate(self.outputs):
-            columns = self.reductions.columns(index) if output.over == "rows" else 1
+            columns = self.reductions.columns(index) if output.over == "rows" else HALVES
             layout = cute.make_layout((warps, columns), stride=(columns, 1))
             memory.append(allocator.allocate_tensor(Float32, layout, byte_alignment=16))
         flag = allocator.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=16)
@@ -46,7 +57,7 @@ class TileSums:
         """Registers for what is kept over turns."""
         registers = []
         for index, output in enumerate(self.outputs):
-            count = len(self._columns(index, width)) if output.over == "rows" else 1
+            count = len(self._columns(index, width)) if output.over == "rows" else HALVES
             tensor = cute.make_rmem_tensor(count, Float32)
             tensor.fill(identity(output.kind))
             registers.append(tensor)
@@ -57,13 +68,19 @@ class TileSums:
         number = len(self.epilogue.full) + len(self.epilogue.per_block) + index
         return [column for half, column in self.epilogue.places(number, width) if half == 0]
 
-    def after_turn(self, gathered: list, space, place: tuple, row: Int32, lane: Int32) -> None:
-        """Leaves what is complete, the rows.
+    def after_turn(
+        self, gathered: list, registers: tuple, space, place: tuple, row: tuple, lane: Int32
+    ) -> None:
+        """Leaves what is complete, the rows; keeps those that go on.
 
         row: Of the tile, the first of the thread's; with how far the other one is.
         """
         for index, output in enumerate(self.outputs):
-            if output.over == "columns":
+            if output.over == "columns" and self.whole_rows:
+                for half in sorted(gathered[index]):
+                    value = gathered[index].pop(half)
+                    registers[index][half] = combined(output.kind, registers[index][half], value)
+            elif output.over == "columns":
                 first, apart = row
                 part = floats_at(self.reductions.part_of_rows(index, space, *place))
                 for half in sorted(gathered[index]):
@@ -93,11 +110,46 @@ class TileSums:
         turn: Some `RowThread`, which knows where columns are.
         """
         for i in cutlass.range_constexpr(len(mR)):
-            self._leave(i, registers[i], memory[i], space, place, thread, turn)
-            scratch = memory[i].iterator
-            self.reductions.complete(
-                *(i, mR[i], scratch, space, place, extents, thread, flag, Int32(WHOLE_BLOCK))
-            )
+            if const_expr(self.whole_rows and self.outputs[i].over == "columns"):
+                self._finish_rows(
+                    *(i, registers[i], memory[i], mR[i], space, place, extents, thread, turn)
+                )
+            else:
+                self._leave(i, registers[i], memory[i], space, place, thread, turn)
+                scratch = memory[i].iterator
+                self.reductions.complete(
+                    *(i, mR[i], scratch, space, place, extents, thread, flag, Int32(WHOLE_BLOCK))
+                )
+
+    @cute.jit
+    def _finish_rows(
+        self, index: cutlass.Constexpr, registers, memory, mR, space, place, extents, thread, turn
+    ):
+        """Writes the values of rows of which the block has seen all columns."""
+        kind, numbers = self.outputs[index].kind, (*extents, space.batches)
+        self._add_up_rows(kind, registers, memory, thread)
+        for half in cutlass.range_constexpr(HALVES):
+            row, value = turn.row_of(half), registers[half]
+            value = self.epilogue.finished(index, value, numbers)
+            if (thread % self.row_lanes == 0) & (row < extents[0]):
+                mR[row, place[2]] = self.epilogue.conversions.converted(value, mR.element_type)
+
+    @cute.jit
+    def _add_up_rows(self, kind: cutlass.Constexpr, registers, memory, thread):
+        """Over the lanes of each row; its first thread gets it."""
+        warp, lanes = thread // WARP, min(self.row_lanes, WARP) - 1
+        for half in cutlass.range_constexpr(HALVES):
+            registers[half] = reduced_over_lanes(kind, registers[half], lanes)
+        if const_expr(self.row_lanes > WARP):
+            for half in cutlass.range_constexpr(HALVES):
+                if thread % WARP == 0:
+                    memory[warp, half] = registers[half]
+            cute.arch.sync_threads()
+            if thread % self.row_lanes == 0:
+                for other in cutlass.range_constexpr(1, self.row_lanes // WARP):
+                    for half in cutlass.range_constexpr(HALVES):
+                        value = memory[warp + other, half]
+                        registers[half] = combined(kind, registers[half], value)
 
     @cute.jit
     def _leave(self, index: cutlass.Constexpr, registers, memory, space, place, thread, turn):

@@ -140,6 +140,49 @@ def test_an_epilogue_of_a_matrix_is_right(turn):
         check(args, one, "sm_90" if turn % 2 else "sm_80")
 
 
+# Along whole rows ------------------------------------------------------------------------
+
+
+def over_columns(M, N, L, fn, element=BF16, pad=8, stores_out=True, **reduced):
+    """Arguments whose outputs beside out are reduced; by name, with their shapes."""
+    x = drawn((L, M, N), element, pad=pad, seed=M + N, scale=1.5)
+    out = matrix((L, M, N), element, pad=pad) if stores_out else None
+    outputs = {name: matrix(shape, F32) for name, shape in reduced.items()}
+    return ka.ElementwiseArguments(x, out, epilogue=ka.EpilogueArguments(fn, **outputs))
+
+
+#: Rows behind the last, columns behind the last, batches; beside what all blocks have parts of.
+WHOLE_ROWS = {
+    "sum, max": lambda: over_columns(
+        13, 1096, 2, lambda accum: (accum * 0.3, ep.sum(accum, -1), ep.max(accum, -1)),
+        sums=(2, 13), largest=(2, 13),
+    ),
+    "mean square, total": lambda: over_columns(
+        21, 1416, 2,
+        lambda accum: (
+            accum * 1.7, ep.mean_square(accum, -1), ep.sum(accum, None), ep.min(accum, -1),
+        ),
+        square=(2, 21), total=(2,), least=(2, 21),
+    ),
+    "elements": lambda: over_columns(
+        9, 603, 1, lambda accum: (accum, ep.sum(accum * accum, -1)), pad=1, squares=(1, 9)
+    ),
+    "nothing stored": lambda: over_columns(
+        17, 520, 1, lambda accum: (accum, ep.amax(accum * 1.3, -1)), element=F32, stores_out=False,
+        amax=(1, 17),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WHOLE_ROWS)
+def test_reductions_along_whole_rows_are_right(name):
+    args = WHOLE_ROWS[name]()
+    kernels = [k for k in offered(args, "sm_90") if k.metadata.design.whole_rows]
+    assert kernels
+    for kernel in kernels if EVERYTHING else kernels[:1]:
+        check(args, 1, "sm_90", kernel=kernel)
+
+
 # Without an epilogue ---------------------------------------------------------------------
 
 #: (x, out), layouts, and padding: vectors of 16 bytes, 4 bytes, elements, and what is transposed.

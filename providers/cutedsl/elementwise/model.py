@@ -5,11 +5,14 @@
     memory   its bandwidth, or less where too few bytes are on their way at a time: those of all
              CTAs that share a multiprocessor (Little's law), or where multiprocessors have
              different numbers of tiles
-    waves    no less than one latency of the memory for each step of each wave
-    edges    threads of tiles that lie behind the last row or column take their time as well
+    waves    no less than one latency of the memory for each step of each wave, and more where each
+             step leaves parts of rows
+    parts    a thread adds those of a value one after the other
+    edges    threads of tiles that lie behind the last row or column take their time as well, and
+             have nothing on their way
 
-Bandwidths, latency and launch are those of the norms' model, an H200's; the other constants are
-estimates, which no measurement has confirmed.
+Bandwidths are those of the norms' model, an H200's. Latency, launch, and what rows and parts cost
+are of sums over columns measured there, 2026-11-24; the others are estimates.
 """
 
 from __future__ import annotations
@@ -23,22 +26,22 @@ from kernel_api.operands import Operand
 
 #: Bytes per second that a copy reads and writes, and that are read from L2.
 _BANDWIDTH, _L2_BANDWIDTH = 4.3e12, 6e12
-#: Seconds from a request to the end of what is done with it.
-_LATENCY = 1.2e-6
+#: Seconds from a request to the end of what is done with it; more if rows are summed then.
+_LATENCY, _ROW_SUMS = 0.55e-6, 1.2e-6
 #: Seconds of a launch.
-_OVERHEAD = 2.5e-6
+_OVERHEAD = 1.6e-6
 #: Bytes that a multiprocessor must have on their way to see all of its share of the memory.
-_IN_FLIGHT = 40 * 1024
-#: Seconds until a CTA knows that it is the last one.
-_COUNT = 1.5e-6
+_IN_FLIGHT = 16 * 1024
+#: Seconds until a CTA knows that it is the last one, and to add a part.
+_COUNT, _PART = 1.2e-6, 0.03e-6
 #: By bytes that a thread moves at once: narrow ones take more instructions.
 _VECTOR_COST = {16: 1.0, 8: 1.03, 4: 1.3, 2: 2.0, 1: 4.0}
 #: Of the time, where neighbours in memory are not those of a row.
 _STRIDED_COST = 3.0
 #: Of the time, where a CTA waits for one lot of rows after the other.
 _STEPS_COST = 1.05
-#: Bytes of a row that a tile has side by side, so that no more would help; the cost of half.
-_ROW_BYTES, _HALF_ROW_COST = 512, 0.01
+#: Bytes of a row that a CTA moves side by side, so that no more would help; the cost of half.
+_ROW_BYTES, _HALF_ROW_COST = 8192, 0.015
 #: Elements a second that a multiprocessor computes.
 _ELEMENTS = 60e9
 
@@ -53,31 +56,40 @@ class Shape(NamedTuple):
 
     Attributes:
         threads: Of a CTA.
-        tile: Rows and columns.
+        tile: Rows and columns of a CTA.
         elements: Of a thread at a time.
         steps: Times that a CTA takes new rows.
+        along: Times that it takes new columns of its rows.
         vector_bytes: That a thread moves at once, of the widest type.
         part_bytes: Of reductions, of all CTAs.
+        parts: That one thread adds.
+        leaves_rows: Whether parts of rows are left at every step.
     """
 
     threads: int
     tile: tuple[int, int]
     elements: int
     steps: int
+    along: int
     vector_bytes: int
     part_bytes: int
+    parts: int
+    leaves_rows: bool
 
 
 def seconds(args: ElementwiseArguments, shape: Shape) -> float:
     """Expected of a launch."""
     multiprocessors = multiprocessors_of(args.device)
-    tiles = max(1, -(-args.M // shape.tile[0]) * -(-args.N // shape.tile[1]) * args.L)
+    tiles_n = -(-args.N // shape.tile[1])
+    tiles = max(1, -(-args.M // shape.tile[0]) * tiles_n * args.L)
     loaded = shape.elements * _read_per_element(args)
     resident = _resident(shape, loaded)
     waves = -(-tiles // (resident * multiprocessors))
-    steps = min(shape.steps, -(-args.M * shape.steps // shape.tile[0]))
+    down = min(shape.steps, -(-args.M * shape.steps // shape.tile[0]))
+    steps = down * shape.along
     of_one = -(-tiles // multiprocessors)
-    share = min(1.0, min(resident, of_one) * shape.threads * loaded / _IN_FLIGHT)
+    used = args.N / (tiles_n * shape.tile[1]) if args.N else 1.0
+    share = min(1.0, min(resident, of_one) * shape.threads * loaded * used / _IN_FLIGHT)
     moved = sum(map(moved_bytes, args.named_operands.values()))
     memory = moved / (_BANDWIDTH * share) * _VECTOR_COST[shape.vector_bytes]
     memory *= of_one * multiprocessors / tiles * _row_cost(args, shape)
@@ -85,10 +97,11 @@ def seconds(args: ElementwiseArguments, shape: Shape) -> float:
         memory *= _STRIDED_COST
     if steps > 1:
         memory *= _STEPS_COST
-    computed = of_one * math.prod(shape.tile) * steps / (shape.steps * _ELEMENTS)
-    found = max(memory, computed, waves * steps * _LATENCY) + waves * _LATENCY / 4
+    computed = of_one * math.prod(shape.tile) * down / (shape.steps * _ELEMENTS)
+    latency = _LATENCY + _ROW_SUMS * shape.leaves_rows
+    found = max(memory, computed, waves * steps * latency) + waves * _LATENCY / 4
     if shape.part_bytes:
-        found += 2 * shape.part_bytes / _L2_BANDWIDTH + waves * _COUNT
+        found += 2 * shape.part_bytes / _L2_BANDWIDTH + waves * _COUNT + shape.parts * _PART
     return _OVERHEAD + found
 
 
@@ -108,7 +121,7 @@ def _read_per_element(args: ElementwiseArguments) -> float:
 
 def _row_cost(args: ElementwiseArguments, shape: Shape) -> float:
     """Rows of the memory are wide."""
-    columns = min(shape.tile[1], args.N)
+    columns = min(shape.tile[1] // shape.along, args.N)
     halved = math.log2(max(1.0, _ROW_BYTES / max(columns * args.x.dtype.itemsize, 1)))
     return 1.0 + _HALF_ROW_COST * halved
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,7 +35,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     types_fit,
     whole_pieces,
 )
-from kernel_api.providers.cutedsl.epilogue.plan import LANES, plan
+from kernel_api.providers.cutedsl.epilogue.plan import LANES, Plan, plan
 from kernel_api.providers.cutedsl.gemm.fusing import alignment_of, lowered, output_types
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
 from kernel_api.space import Miss, Operands, Space, rule
@@ -70,28 +71,41 @@ class ElementwiseDesign(DesignMetadata):
         columns: Of x, that a tile has.
         turns: Pairs of rows that a thread has on their way at a time.
         steps: Times that a CTA takes new rows.
+        whole_rows: A CTA goes along its rows to their end: ``turns`` are of columns.
     """
 
     threads: int
     columns: int
     turns: int
     steps: int
+    whole_rows: bool = False
 
     def rows(self, bundle: int) -> int:
         """Of a tile, if a quad has so many columns together."""
         quads = self.threads // LANES // (self.columns // bundle)
-        return quads * _HALVES * self.turns * self.steps
+        return quads * _HALVES * (1 if self.whole_rows else self.turns * self.steps)
+
+    @property
+    def columns_at_once(self) -> int:
+        """Columns that a CTA has on their way at a time."""
+        return self.columns * (self.turns if self.whole_rows else 1)
+
+    def tiles(self, bundle: int, M: int, N: int) -> tuple[int, int]:
+        """Along M and N, one for each CTA."""
+        return -(-M // self.rows(bundle)), 1 if self.whole_rows else -(-N // self.columns)
 
     def elements(self, bundle: int) -> int:
         """Of a thread at a time."""
         return bundle // LANES * _HALVES * self.turns
 
     def label(self) -> str:
-        return f"threads{self.threads}_columns{self.columns}_turns{self.turns}_steps{self.steps}"
+        found = f"threads{self.threads}_columns{self.columns}_turns{self.turns}_steps{self.steps}"
+        return f"{found}_whole_rows" if self.whole_rows else found
 
 
 #: Whole rows of a warp; the same with fewer registers; for reductions over many rows; for few
-#: columns, and for epilogues that look at many together.
+#: columns, and for epilogues that look at many together. Those behind are for reductions over
+#: columns: rows of one warp, of four and of eight.
 DESIGNS = (
     ElementwiseDesign(128, 256, 2, 1),
     ElementwiseDesign(128, 256, 1, 1),
@@ -99,10 +113,13 @@ DESIGNS = (
     ElementwiseDesign(128, 128, 1, 1),
     ElementwiseDesign(128, 64, 2, 1),
     ElementwiseDesign(256, 64, 1, 16),
+    ElementwiseDesign(128, 256, 2, 1, whole_rows=True),
+    ElementwiseDesign(128, 1024, 2, 1, whole_rows=True),
+    ElementwiseDesign(256, 2048, 2, 1, whole_rows=True),
 )
 
-#: Those that do without vectors: one for each width, and for sums over rows.
-_BY_ELEMENT = (DESIGNS[1], DESIGNS[3], DESIGNS[5])
+#: Those that do without vectors: one for each width, for sums over rows, and over columns.
+_BY_ELEMENT = (DESIGNS[1], DESIGNS[3], DESIGNS[5], DESIGNS[6])
 
 
 def _vectors(x: str, out: str, *alignments: int) -> Operands:
@@ -212,7 +229,8 @@ class Sm80Elementwise(CuteDslKernel):
     def _(design: ElementwiseDesign, args: ElementwiseArguments) -> bool | Miss:
         bundle = _bundle(design, args.epilogue.graph if args.epilogue is not None else None)
         count, elements = design.columns // bundle, design.elements(bundle)
-        if count not in (1, 2, 4, _QUADS):
+        most = design.threads // LANES if design.whole_rows else _QUADS
+        if count > most or count & (count - 1):
             return Miss(f"{design.columns} columns are {count} bundles")
         return elements <= _MOST_ELEMENTS or Miss(f"a thread would have {elements} elements")
 
@@ -222,10 +240,18 @@ class Sm80Elementwise(CuteDslKernel):
             return True
         return spans_rows(args.epilogue.graph, args.N, design.columns)
 
+    @rule("CTAs go along whole rows for reductions over columns, without those over rows")
+    def _(design: ElementwiseDesign, args: ElementwiseArguments) -> bool | Miss:
+        if not design.whole_rows:
+            return True
+        over = _reduced_over(args.epilogue.graph if args.epilogue is not None else None)
+        if "columns" not in over:
+            return Miss("it has none over columns")
+        return "rows" not in over or Miss("it has one over rows")
+
     @rule("a launch has less than 2³¹ tiles")
     def _(design: ElementwiseDesign, args: ElementwiseArguments) -> bool | Miss:
-        rows = design.rows(_bundle(design, None))
-        tiles = -(-args.M // rows) * -(-args.N // design.columns) * args.L
+        tiles = math.prod(design.tiles(_bundle(design, None), args.M, args.N)) * args.L
         return tiles < 2**31 or Miss(f"there would be {tiles}")
 
     def _supports(self, args: ElementwiseArguments) -> Status:
@@ -278,6 +304,7 @@ class Sm80Elementwise(CuteDslKernel):
             design.columns,
             design.turns,
             design.steps,
+            whole_rows=design.whole_rows,
             merged=merged_groups(self._graph, 2 * widest, vector_bytes),
             vector_bytes=vector_bytes,
             epilogue=epilogue,
@@ -317,8 +344,9 @@ class Sm80Elementwise(CuteDslKernel):
     def tiling(self, M: int, N: int) -> Tiling:
         """How the elements are dealt out, where they are reduced."""
         design = self._design
-        rows = design.rows(_bundle(design, self._graph))
-        return Tiling((rows, design.columns), rows, 1, (-(-M // rows), -(-N // design.columns)))
+        bundle = _bundle(design, self._graph)
+        rows = design.rows(bundle)
+        return Tiling((rows, design.columns_at_once), rows, 1, design.tiles(bundle, M, N))
 
     def workspace_for(self, *tensors: Any) -> int:
         *batch, M, N = tensors[0].shape
@@ -334,7 +362,16 @@ class Sm80Elementwise(CuteDslKernel):
     def _reductions(self, M: int, N: int, L: int) -> tuple[int, int]:
         """(counters, parts)"""
         graph = self._graph
-        return (0, 0) if graph is None else reduction_sizes(graph, self.tiling(M, N), L)
+        if graph is None or (self._design.whole_rows and _reduced_over(graph) == {"columns"}):
+            return 0, 0
+        return reduction_sizes(graph, self.tiling(M, N), L)
+
+    def _parts_of_a_value(self, M: int, N: int) -> int:
+        """That one thread adds, of the reduction with the most."""
+        tiles_m, tiles_n = self.tiling(M, N).tiles
+        found = {"columns": 0 if self._design.whole_rows else tiles_n, "rows": tiles_m}
+        of_matrix = -(-tiles_m * tiles_n // self._design.threads)
+        return max((found.get(axis, of_matrix) for axis in _reduced_over(self._graph)), default=0)
 
     def _launcher(
         self, args: ElementwiseArguments, artifact: CompiledArtifact
@@ -352,13 +389,17 @@ class Sm80Elementwise(CuteDslKernel):
         bundle = _bundle(design, self._graph)
         widest = max(operand.dtype.itemsize for operand in args.operands)
         merged = merged_groups(self._graph, 2 * widest, vector)
+        along = -(-args.N // design.columns_at_once) if design.whole_rows else 1
         shape = model.Shape(
             design.threads,
-            (design.rows(bundle), design.columns),
+            (design.rows(bundle), design.columns_at_once * along),
             design.elements(bundle),
             design.steps,
+            along,
             max(1, min(vector, 2 * merged * widest)),
             _PART_BYTES * self._reductions(args.M, args.N, args.L)[1],
+            self._parts_of_a_value(args.M, args.N),
+            "columns" in _reduced_over(self._graph) and not design.whole_rows,
         )
         return model.seconds(args, shape)
 
@@ -366,6 +407,14 @@ class Sm80Elementwise(CuteDslKernel):
 def _vector_bytes(operands: Any) -> int:
     """Of what is moved at once; 1: an element."""
     return alignment_of(operands)
+
+
+def _reduced_over(graph: Graph | None) -> set[str]:
+    """What the epilogue reduces over, those blocks of columns aside that each thread has whole."""
+    planned = plan(graph) if graph is not None else None
+    if graph is None or not isinstance(planned, Plan):
+        return set()
+    return {str(graph.nodes[index]["axis"]) for _, index in planned.reduced}
 
 
 def _bundle(design: ElementwiseDesign, graph: Graph | None) -> int:
