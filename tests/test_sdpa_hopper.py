@@ -45,7 +45,45 @@ def offered(name, room, **options):
 
 
 def tiles(name, room, **options):
-    return {kernel.metadata.design.tile_shape for kernel in offered(name, room, **options)}
+    """Of blocks that have a multiprocessor for themselves."""
+    designs = [kernel.metadata.design for kernel in offered(name, room, **options)]
+    return {design.tile_shape for design in designs if getattr(design, "resident", 1) == 1}
+
+
+def sharing(**options):
+    """Kernels whose blocks share a multiprocessor."""
+    kernels = offered(FORWARD, (64, 64), **options)
+    return [kernel for kernel in kernels if kernel.metadata.design.resident > 1]
+
+
+def widths(**options):
+    return {kernel.metadata.design.tile_shape[1] for kernel in sharing(**options)}
+
+
+def test_blocks_of_short_sequences_share_a_multiprocessor():
+    def first(keys, mask=None):
+        Q = torch.empty(16384 // keys, 32, keys, 64, dtype=torch.bfloat16, device="meta")
+        args = ka.SdpaArguments(Q, Q.clone(), Q.clone(), Q.clone(), mask=mask)
+        return ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])[0].metadata.design
+
+    causal = masks.Causal()
+    assert first(512).tile_shape == first(512, causal).tile_shape == (64, 64)
+    assert first(1024).tile_shape == first(2048, causal).tile_shape == (64, 96)
+    assert first(512).resident == first(2048, causal).resident == 3
+    assert first(2048).resident == first(16384, causal).resident == 1
+    assert not any(k.metadata.design.resident > 1 for k in offered(FORWARD, (128, 128)))
+
+
+def test_blocks_that_share_registers_take_what_they_have_room_for_and_it_is_told():
+    assert widths() == widths(mask=masks.Causal()) == {64, 96}
+    for options in ({"softcap": 5.0}, {"dropout": DROPOUT}, {"mask": BANDS["window"]}):
+        assert widths(**options) == {64}
+        told = [k.supports(meta(FORWARD, (64, 64), **options)) for k in sharing()]
+        words = "registers for more than 64 keys at once where scores are products"
+        assert any(words in str(status) for status in told if not status)
+    args = paged(FORWARD, (64, 64))
+    words = "blocks that share a multiprocessor have no registers for numbers of pages"
+    assert all(words in str(kernel.supports(args)) for kernel in sharing())
 
 
 @pytest.mark.parametrize(("name", "room"), EVERY_ROOM)
@@ -420,6 +458,27 @@ def test_late_scaling_spills_nothing(room):
     found = offered(FORWARD, room, mask=args.mask)
     for kernel in some([one for one in found if one.metadata.design.scaling != "at_once"]):
         assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("option", ["band", *OPTIONS, "dropout"] if EVERY_KERNEL else ["band"])
+@pytest.mark.parametrize("band", BANDS if EVERY_KERNEL else ["causal"])
+def test_blocks_that_share_a_multiprocessor_fit_and_spill_nothing(option, band):
+    draw = Draw(2, 4, 2, 512, 512, 64, 64, element="bfloat16", device="meta")
+    more = {"band": lambda d: {}, "dropout": lambda d: {"dropout": DROPOUT}, **OPTIONS}[option](
+        draw
+    )
+    if BANDS[band] is not None:
+        more["mask"] = more["mask"] & BANDS[band] if "mask" in more else BANDS[band]
+    args = draw.arguments(**more)
+    kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+    shared = [k for k in kernels if getattr(k.metadata.design, "resident", 1) > 1]
+    assert shared
+    for kernel in shared if EVERY_KERNEL else shared[:2]:
+        needed, blocks = kernel.compile(args, cc="90a").resources, kernel.metadata.design.resident
+        assert needed.spill_bytes == 0
+        assert blocks * needed.registers * needed.threads <= 1 << 16
+        assert blocks * (needed.shared_memory_bytes + 1024) <= 228 * 1024
 
 
 @pytest.mark.compile

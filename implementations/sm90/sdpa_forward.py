@@ -26,7 +26,8 @@ _SMALL = 2048  # bytes of shared memory for barriers, and to align what is large
 
 _SLACK = 8.0  # exponent of 2: powers so large are rounded to 16 bits like others
 
-_REGISTERS = {1: None, 2: (24, 240), 3: (32, 160)}  # (producer, each consumer)
+#: (producer, each consumer), by consumers of a block and blocks of a multiprocessor.
+_REGISTERS = {(1, 1): None, (2, 1): (24, 240), (3, 1): (32, 160), (1, 3): (24, 136)}
 
 
 class SdpaForward(ForwardConsumer):
@@ -49,7 +50,8 @@ class SdpaForward(ForwardConsumer):
 
     Pipelines: Q (one stage), K and V (`stages` each), numbers of tiles. O has shared memory of its
     own, or that of Q if there is none left.
-    Registers: producer 24 and two consumers 240, or 32 and three 160.
+    Registers: producer 24 and two consumers 240, or 32 and three 160; 24 and 136 where three blocks
+    of one consumer share a multiprocessor.
 
     head_dims: Of Q and K, of V: there is room for as many columns; TMA fills up with zeros.
     longest_first: The last queries of a head first, and heads take turns: where keys behind a
@@ -57,6 +59,8 @@ class SdpaForward(ForwardConsumer):
     scaling: When O is multiplied with what a larger maximum asks for: "at_once", as soon as that is
         known; "late", while the next Q · Kᵀ runs; "seldom", then, and only if powers are more than
         2 ** 8 times as large: until then the maximum of a row stays.
+    resident: Blocks of a multiprocessor: one's consumer has a tile's beginning and end, which
+        nothing hides, while those of the others multiply.
 
     Q (B,H,S,D), K, V (B,H_kv,S_kv,D), O like Q, or packed (T,H,D): sizes and strides known at run
     time, that of D is 1; addresses and the other strides are multiples of 16 bytes.
@@ -77,6 +81,7 @@ class SdpaForward(ForwardConsumer):
         output_type: type[cutlass.Numeric] | None = None,
         scaling: str = "at_once",
         page_size: int | None = None,
+        resident: int = 1,
     ):
         self.head_dim, self.head_dim_v = head_dims
         self.tile_m, self.tile_n = tile
@@ -88,15 +93,16 @@ class SdpaForward(ForwardConsumer):
         self.longest_first = longest_first
         self.scaling = scaling
         self.page_size = page_size
+        self.resident = resident
         self._slack = _SLACK if scaling == "seldom" else 0.0
         self.consumers = self.tile_m // WGMMA_M
         self.threads = GROUP * (1 + self.consumers)
-        self.registers = _REGISTERS[self.consumers]
+        self.registers = _REGISTERS[self.consumers, resident]
         self.turns = self.consumers > 2  # two find theirs: measured
         element_bytes, output_bytes = element_type.width // 8, self.output_type.width // 8
         read = self.tile_m * self.head_dim + self.tile_n * stages * sum(head_dims)
         written = self.tile_m * self.head_dim_v * output_bytes
-        fits = read * element_bytes + written <= SHARED_MEMORY - _SMALL
+        fits = read * element_bytes + written <= SHARED_MEMORY // resident - _SMALL
         #: Where O is on its way out: ``"apart"``, or ``"queries"``: it has the memory of Q, which
         #: tiles without keys need as well.
         self.output_memory = "apart" if fits else "queries"
@@ -222,11 +228,14 @@ class SdpaForward(ForwardConsumer):
 
     def _blocks(self, tiles: Tiles, multiprocessors: Int32) -> Int32:
         """Of a launch."""
-        return cutlass.min(tiles.total, multiprocessors)
+        return cutlass.min(tiles.total, multiprocessors * self.resident)
 
     def _residence(self, tiles: Tiles) -> dict:
         """How a launch says which blocks are on multiprocessors together."""
-        return {"min_blocks_per_mp": 1}
+        if self.resident == 1:
+            return {"min_blocks_per_mp": 1}
+        # Else the compiler asks a GPU, which there need not be.
+        return {"min_blocks_per_mp": self.resident, "preferred_smem_carveout": 100}  # percent
 
     @cute.kernel
     def kernel(

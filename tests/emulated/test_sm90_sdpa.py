@@ -109,6 +109,21 @@ def test_attention_is_right(case):
     check(case.arguments(), FAMILY)
 
 
+OF_64 = [case for case in CASES if max(case.sizes[5:]) <= 64]
+SHARED = OF_64 if EVERY else [case for case in OF_64 if case.name in ("plain", MEASURED)]
+
+
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_blocks_that_share_a_multiprocessor_are_right(case):
+    check(case.arguments(), FAMILY, tile=(64, 64))
+
+
+@pytest.mark.parametrize("scaling", ["at_once", "seldom"] if EVERY else ["seldom"])
+def test_blocks_of_96_keys_that_share_a_multiprocessor_are_right(scaling):
+    (plain,) = [case for case in OF_64 if case.name == "plain"]
+    check(plain.arguments(), FAMILY, scaling, tile=(64, 96))
+
+
 GROWING = Case("growing", sizes=(1, 2, 1, 70, 384, 64, 64))
 PLAIN = ("tiles without keys, O where Q was", "packed, causal", "plain", "128", "256")
 SCALED = [GROWING, *(case for case in CASES if case.name in PLAIN)]

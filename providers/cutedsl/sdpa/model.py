@@ -13,11 +13,16 @@ from kernel_api.providers.cutedsl.sdpa.base import AttentionDesign
 _MULTIPROCESSORS, _RATE = 132, 3.2e12
 #: Seconds of a tile beside its products, by columns of Q and K, or those and the tile: loads that
 #: nothing hides, and what it writes. Fitted to the rows of an H200.
-_TILE, _OTHER_TILES = 2.0e-6, {256: 4.3e-6, (64, (128, 128)): 1.33e-6}
+_TILE, _OTHER_TILES = (
+    2.0e-6,
+    {256: 4.3e-6, (64, (128, 128)): 1.33e-6, (64, (64, 64)): 0.5e-6, (64, (64, 96)): 0.5e-6},
+)
 #: Of the rate, by (columns of Q and K, tile): what designs reached on an H200.
 _REACHED = {
     (64, (192, 128)): 0.62,
     (64, (128, 128)): 0.52,
+    (64, (64, 64)): 0.527,
+    (64, (64, 96)): 0.575,
     (96, (128, 128)): 0.7,
     (96, (192, 96)): 0.65,
     (128, (128, 128)): 0.87,
@@ -37,6 +42,8 @@ _SCALED = {
     (64, (192, 128), "seldom"): (1.02, 1.012),
     (64, (128, 128), "late"): (0.993, 1.015),
     (64, (128, 128), "seldom"): (0.975, 1.005),
+    (64, (64, 64), "seldom"): (1.02, 1.02),
+    (64, (64, 96), "seldom"): (1.02, 1.02),
     (128, (128, 128), "late"): (1.025, 0.998),
     (128, (128, 128), "seldom"): (1.02, 0.985),
     (128, (128, 160), "late"): (1.045, 0.985),

@@ -32,6 +32,9 @@ _TILES = {
     (256, 256): ((128, 80), (128, 64)),
 }
 _STAGES = 2
+#: (queries, keys), head dimensions that there is room for, and blocks of a multiprocessor: while
+#: one begins or ends a tile, which is most of the time of short sequences, the others multiply.
+_SHARING = (((64, 64), (64, 64), 3), ((64, 96), (64, 64), 3))
 #: Scores of a tile, at most, where dropout draws a number for each. With a causal mask, kernels for
 #: sm_90a with more of them spill 24 to 192 bytes; those that are left spill nothing, but for 80 of
 #: (128, 128), which has no smaller tile.
@@ -156,12 +159,15 @@ class ForwardDesign(AttentionDesign):
         scaling: When what was summed up is scaled to a larger maximum: ``at_once``, ``late``, while
             the next scores are formed, or ``seldom``, late and only if powers would be more than
             256 times as large.
+        resident: Blocks that share a multiprocessor.
     """
 
     scaling: str = "at_once"
+    resident: int = 1
 
     def label(self) -> str:
-        return super().label() + ("" if self.scaling == "at_once" else f"_{self.scaling}")
+        found = super().label() + ("" if self.scaling == "at_once" else f"_{self.scaling}")
+        return found + ("" if self.resident == 1 else f"_resident{self.resident}")
 
 
 @CuTeDSLProvider.register
@@ -176,7 +182,12 @@ class Sm90SdpaForward(Sm90Sdpa):
             for room, tiles in _TILES.items()
             for scaling in ("at_once", "late", "seldom")
             for tile in tiles
-        )
+        ),
+        *(
+            ForwardDesign(tile, room, _STAGES, scaling, resident)
+            for tile, room, resident in _SHARING
+            for scaling in ("at_once", "seldom")
+        ),
     )
     takes_least = least_room(_TILES)
     drops_few = few_dropped(_MOST_DROPPED)
@@ -200,6 +211,20 @@ class Sm90SdpaForward(Sm90Sdpa):
     def _(design: ForwardDesign, args: SdpaArguments) -> bool:
         return design.scaling == "at_once" or not changes(args)
 
+    @rule("blocks that share a multiprocessor have no registers for numbers of pages")
+    def _(design: ForwardDesign, args: SdpaArguments) -> bool:
+        return design.resident == 1 or not args.is_paged
+
+    @rule(
+        "blocks that share a multiprocessor have registers for more than 64 keys at once where "
+        "scores are products, and all keys are seen or those up to a bound"
+    )
+    def _(design: ForwardDesign, args: SdpaArguments) -> bool | Miss:
+        if design.resident == 1 or design.tile_shape[1] <= 64:
+            return True
+        others = [*changes(args), *(name for name in args.bounds if name.startswith("left"))]
+        return not others or Miss(f"there is {others[0]}")
+
     @rule("scaling seldom, the largest score of a row is not kept")
     def _(design: ForwardDesign, args: SdpaArguments) -> bool | Miss:
         asked = [name for name in ("score_max", "score_sum_exp") if name in args.further]
@@ -221,6 +246,7 @@ class Sm90SdpaForward(Sm90Sdpa):
             longest_first=longest_first,
             scaling=design.scaling,
             page_size=page_size,
+            resident=design.resident,
         )
         return found
 
