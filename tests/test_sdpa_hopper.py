@@ -74,6 +74,14 @@ def test_blocks_of_short_sequences_share_a_multiprocessor():
     assert not any(k.metadata.design.resident > 1 for k in offered(FORWARD, (128, 128)))
 
 
+@pytest.mark.parametrize(("D", "resident"), [(32, 3), (40, 1), (48, 3), (56, 1), (64, 3)])
+def test_blocks_share_a_multiprocessor_where_rows_begin_at_sectors(D, resident):
+    Q = torch.empty(32, 32, 512, D, dtype=torch.bfloat16, device="meta")
+    args = ka.SdpaArguments(Q, Q.clone(), Q.clone(), Q.clone(), mask=masks.Causal())
+    kernel = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])[0]
+    assert kernel.metadata.design.resident == resident
+
+
 def test_blocks_that_share_registers_take_what_they_have_room_for_and_it_is_told():
     assert widths() == widths(mask=masks.Causal()) == {64, 96}
     for options in ({"softcap": 5.0}, {"dropout": DROPOUT}, {"mask": BANDS["window"]}):

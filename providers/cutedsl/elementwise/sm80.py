@@ -242,12 +242,10 @@ class Sm80Elementwise(CuteDslKernel):
 
     @rule("CTAs go along whole rows for reductions over columns, without those over rows")
     def _(design: ElementwiseDesign, args: ElementwiseArguments) -> bool | Miss:
-        if not design.whole_rows:
+        graph = args.epilogue.graph if args.epilogue is not None else None
+        if not design.whole_rows or _along_rows(graph):
             return True
-        over = _reduced_over(args.epilogue.graph if args.epilogue is not None else None)
-        if "columns" not in over:
-            return Miss("it has none over columns")
-        return "rows" not in over or Miss("it has one over rows")
+        return Miss("it has one over rows" if "rows" in _reduced_over(graph) else "it has none")
 
     @rule("a launch has less than 2³¹ tiles")
     def _(design: ElementwiseDesign, args: ElementwiseArguments) -> bool | Miss:
@@ -264,6 +262,14 @@ class Sm80Elementwise(CuteDslKernel):
             f"the epilogue's reductions take {counters} counters of {most}",
             rule="a workspace has room for the counters of reductions",
         )
+
+    @classmethod
+    def kernels_for(cls, operands: Any, epilogue: Graph | None = None) -> list[Any]:
+        """Without those that no arguments with this epilogue can match."""
+        kernels: list[Any] = super().kernels_for(operands, epilogue)
+        if _along_rows(epilogue):
+            return kernels
+        return [kernel for kernel in kernels if not kernel._design.whole_rows]
 
     # How it is built ---------------------------------------------------------------------
 
@@ -415,6 +421,12 @@ def _reduced_over(graph: Graph | None) -> set[str]:
     if graph is None or not isinstance(planned, Plan):
         return set()
     return {str(graph.nodes[index]["axis"]) for _, index in planned.reduced}
+
+
+def _along_rows(graph: Graph | None) -> bool:
+    """Whether CTAs may go along whole rows, and save something."""
+    over = _reduced_over(graph)
+    return "columns" in over and "rows" not in over
 
 
 def _bundle(design: ElementwiseDesign, graph: Graph | None) -> int:

@@ -56,6 +56,10 @@ _SCALED = {
     (256, (128, 64), "seldom"): (1.11, 1.105),
 }
 _OTHER_SCALED = (0.99, 0.99)
+#: Bytes that rows of keys and values begin at multiples of, so that TMA moves no more than them,
+#: and how much longer blocks that share a multiprocessor take where they do not: they have few
+#: queries each, and read the more keys.
+_SECTOR, _APART = 32, 1.6
 
 _BOUNDS = frozenset(itertools.chain(*BOUNDS.values()))
 
@@ -69,6 +73,9 @@ def seconds(args: Any, design: AttentionDesign) -> float:
     fixed = _OTHER_TILES.get((wide, design.tile_shape), _OTHER_TILES.get(wide, _TILE))
     tile = blocks_seen(args, queries, keys) * products / rate + fixed
     rounds = max(1.0, rows * args.H * args.B / _MULTIPROCESSORS)
+    shares = getattr(design, "resident", 1) > 1
+    if shares and min(args.K.alignment, args.V.alignment) < _SECTOR:
+        tile *= _APART
     return float(rounds * tile)
 
 
