@@ -81,9 +81,9 @@ def table(gpu: str, suite: str, rows: list[Row], candidates: Candidates) -> str:
         cells += [_further(row, name) for name in further]
         cells += [reasons[row["problem"]]] if any(reasons.values()) else []
         lines.append(_cells(cells))
-    mean = geometric_mean([r["ratio"] for r in best])
     versions = ", ".join(f"{name} {value}" for name, value in best[0]["env"].items())
-    sentence += f"Geometric mean {mean:.3f}. "
+    if all(row["problem"] != row["peer"] for row in best):  # else the peer is a part of the others
+        sentence += f"Geometric mean {geometric_mean([r['ratio'] for r in best]):.3f}. "
     if all("runs" in row for row in best):
         sentence += "".join(f"{line[:1].upper()}{line[1:]}. " for line in figures(best))
     lines += ["", f"{sentence}{_policy(best)}; {best[0]['date']}; {versions}."]

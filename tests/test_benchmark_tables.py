@@ -41,6 +41,13 @@ def test_the_fastest_verified_kernel_of_a_problem_is_shown(tmp_path):
     assert "Geometric mean 4.000" in text
 
 
+def test_what_is_beside_a_part_of_itself_has_no_mean(tmp_path):
+    rows = [row("torch.mm", "fast", 100.0), row("a whole call", "fast", 200.0)]
+    text = written(tmp_path, rows, "host")
+    assert "| a whole call | `fast` | 200.0 us | torch.mm | 100.0 us | 0.500 |" in text
+    assert "Geometric mean" not in text
+
+
 def test_without_rows_there_is_a_sentence(tmp_path):
     assert tables.document(tmp_path) == tables.NOTHING
 
