@@ -293,3 +293,18 @@ def test_torch_takes_no_epilogue():
     args = ka.ElementwiseArguments(empty(2, 3), empty(2, 3), epilogue=epilogue)
     (told,) = [r for r in ka.explain(args).rejected if r.family == "torch.copy"]
     assert told.rule == "epilogue"
+
+
+@pytest.mark.parametrize("element", [torch.int8, torch.int16, torch.int32])
+def test_what_is_wrong_is_found_beside_what_saturates(element):
+    x = drawn((64, 256))
+    x[0, 0] = 1e12
+    epilogue = ka.EpilogueArguments(lambda accum, by: accum * by, by=20.0)
+    args = ka.ElementwiseArguments(x, torch.empty(64, 256, dtype=element), epilogue=epilogue)
+    kernel = ka.get_kernels(args, providers=["reference"])[0]
+    assert ka.verify(kernel, args)
+    kernel.run(args)
+    out = args.out.tensor
+    for wrong in (torch.zeros_like(out), -out):
+        out.copy_(wrong)
+        assert not ka.verification.judge(args, 2.0)

@@ -179,7 +179,11 @@ def test_a_broadcast_x_costs_what_is_in_memory():
         ),
         (
             fused(lambda accum: (accum, accum), copy=meta(512, 1024, element=F64)),
-            "and else numbers of 8 to 32 bits; copy is float64",
+            "and else signed numbers of 8 to 32 bits; copy is float64",
+        ),
+        (
+            fused(lambda a: (a, ep.amax(a, -1)), largest=meta(512, element=torch.uint8)),
+            "and else signed numbers of 8 to 32 bits; largest is uint8",
         ),
         (
             fused(lambda a: (a, ep.sum(a, -2)), 64, 1 << 23, sums=meta(1 << 23, element=F32)),

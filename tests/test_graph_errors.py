@@ -231,6 +231,16 @@ def test_arrays_that_torch_cannot_view():
     assert not untouched(pack)
 
 
+@pytest.mark.parametrize("address", [0, -5, 3, 2**64, 1 << 70])
+def test_numbers_that_are_no_addresses(address):
+    graph, pack = product()
+    a, *_, y = pack
+    for tensor in (a, y):
+        with pytest.raises(VariantPackError, match=f"was given as the address {address}; expected"):
+            graph.execute({**pack, tensor: address})
+    assert untouched(pack)
+
+
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_graphs_are_not_copied(make):
     graph, pack = product()

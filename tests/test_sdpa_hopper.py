@@ -89,6 +89,11 @@ def test_blocks_that_share_registers_take_what_they_have_room_for_and_it_is_told
         told = [k.supports(meta(FORWARD, (64, 64), **options)) for k in sharing()]
         words = "registers for more than 64 keys at once where scores are products"
         assert any(words in str(status) for status in told if not status)
+    small, bias = blocks(512, 512, (32, 64)), torch.empty(1, 4, 512, 512, device="meta")
+    for options in ({"mask": small}, {"softcap": 5.0, "bias": bias.bfloat16()}):
+        assert not sharing(**options)
+        told = [str(k.supports(meta(FORWARD, (64, 64), **options))) for k in sharing()]
+        assert any("scores that are changed in one way" in one for one in told)
     args = paged(FORWARD, (64, 64))
     words = "blocks that share a multiprocessor have no registers for numbers of pages"
     assert all(words in str(kernel.supports(args)) for kernel in sharing())

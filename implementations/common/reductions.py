@@ -220,8 +220,8 @@ class Reductions:
         kind = self.outputs[index].kind
         value, lost = Float32(identity(kind)), Float32(0)
         for part in cutlass.range(parts, unroll=8):
-            value, lost = _added(kind, value, lost, (first + part * pitch).load())
-        value = _with_what_was_lost(kind, value, lost)
+            value, lost = added(kind, value, lost, (first + part * pitch).load())
+        value = with_what_was_lost(kind, value, lost)
         self._store(index, mR, value, at, batch, extents, space)
 
     @cute.jit
@@ -235,8 +235,8 @@ class Reductions:
         first = floats_at(self.part_of_matrix(index, space, 0, 0, batch, 0))
         value, lost = Float32(identity(output.kind)), Float32(0)
         for part in cutlass.range(thread, parts, self.threads, unroll=16):
-            value, lost = _added(output.kind, value, lost, (first + part).load())
-        value = _with_what_was_lost(output.kind, value, lost)
+            value, lost = added(output.kind, value, lost, (first + part).load())
+        value = with_what_was_lost(output.kind, value, lost)
         value = self.over_group(output.kind, value, scratch, thread, barrier_id)
         if thread == 0:
             self._store(index, mR, value, Int32(0), batch, extents, space)
@@ -364,7 +364,7 @@ def combined(kind: str, a: Float32, b: Float32) -> Float32:
     return (cute.arch.fmax if kind == "max" else cute.arch.fmin)(a, b, nan=True)
 
 
-def _added(kind: str, value: Float32, lost: Float32, part: Float32) -> tuple[Float32, Float32]:
+def added(kind: str, value: Float32, lost: Float32, part: Float32) -> tuple[Float32, Float32]:
     """`value` with one more part, and what sums have lost so far by being rounded (Knuth, The Art
     of Computer Programming, section 4.2.2, theorem B): of thousands of parts that is much."""
     found = combined(kind, value, part)
@@ -374,7 +374,7 @@ def _added(kind: str, value: Float32, lost: Float32, part: Float32) -> tuple[Flo
     return found, lost + ((value - (found - other)) + (part - other))
 
 
-def _with_what_was_lost(kind: str, value: Float32, lost: Float32) -> Float32:
+def with_what_was_lost(kind: str, value: Float32, lost: Float32) -> Float32:
     """Of infinite parts that is no number."""
     if kind != "sum":
         return value

@@ -6,7 +6,15 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ..common.epilogue import LANES, Epilogue
-from ..common.reductions import Reductions, combined, floats_at, identity, reduced_over_lanes
+from ..common.reductions import (
+    Reductions,
+    added,
+    combined,
+    floats_at,
+    identity,
+    reduced_over_lanes,
+    with_what_was_lost,
+)
 from .row_thread import moved
 
 WARP = 32
@@ -54,10 +62,11 @@ class TileSums:
         return tuple(memory), flag.iterator
 
     def start(self, width: int) -> tuple:
-        """Registers for what is kept over turns."""
+        """Registers for what is kept over turns: columns, or what rows have and then what their
+        sums have lost."""
         registers = []
         for index, output in enumerate(self.outputs):
-            count = len(self._columns(index, width)) if output.over == "rows" else HALVES
+            count = len(self._columns(index, width)) if output.over == "rows" else 2 * HALVES
             tensor = cute.make_rmem_tensor(count, Float32)
             tensor.fill(identity(output.kind))
             registers.append(tensor)
@@ -78,8 +87,7 @@ class TileSums:
         for index, output in enumerate(self.outputs):
             if output.over == "columns" and self.whole_rows:
                 for half in sorted(gathered[index]):
-                    value = gathered[index].pop(half)
-                    registers[index][half] = combined(output.kind, registers[index][half], value)
+                    self._add(index, registers[index], half, gathered[index].pop(half))
             elif output.over == "columns":
                 first, apart = row
                 part = floats_at(self.reductions.part_of_rows(index, space, *place))
@@ -93,10 +101,23 @@ class TileSums:
         for index, output in enumerate(self.outputs):
             if output.over == "columns":
                 continue
+            own = registers[index]
             keys = self._columns(index, width) if output.over == "rows" else None
             for key, value in sorted(gathered[index].items()):
-                i = keys.index(key) if keys is not None else 0
-                registers[index][i] = combined(output.kind, registers[index][i], value)
+                if keys is None:
+                    self._add(index, own, 0, value)
+                else:
+                    i = keys.index(key)
+                    own[i] = combined(output.kind, own[i], value)
+
+    def _add(self, index: int, registers, half: int, value: Float32) -> None:
+        kind, lost = self.outputs[index].kind, registers[HALVES + half]
+        registers[half], registers[HALVES + half] = added(kind, registers[half], lost, value)
+
+    def _found(self, index: int, registers, half: int) -> Float32:
+        return with_what_was_lost(
+            self.outputs[index].kind, registers[half], registers[HALVES + half]
+        )
 
     @cute.jit
     def _keep(self, target: cute.Pointer, value: Float32, mine: Boolean):
@@ -126,8 +147,8 @@ class TileSums:
         self, index: cutlass.Constexpr, registers, memory, mR, space, place, extents, thread, turn
     ):
         """Writes the values of rows of which the block has seen all columns."""
-        kind, numbers = self.outputs[index].kind, (*extents, space.batches)
-        self._add_up_rows(kind, registers, memory, thread)
+        numbers = (*extents, space.batches)
+        self._add_up_rows(index, registers, memory, thread)
         for half in cutlass.range_constexpr(HALVES):
             row, value = turn.row_of(half), registers[half]
             value = self.epilogue.finished(index, value, numbers)
@@ -135,11 +156,12 @@ class TileSums:
                 mR[row, place[2]] = self.epilogue.conversions.converted(value, mR.element_type)
 
     @cute.jit
-    def _add_up_rows(self, kind: cutlass.Constexpr, registers, memory, thread):
+    def _add_up_rows(self, index: cutlass.Constexpr, registers, memory, thread):
         """Over the lanes of each row; its first thread gets it."""
-        warp, lanes = thread // WARP, min(self.row_lanes, WARP) - 1
+        kind, warp, lanes = self.outputs[index].kind, thread // WARP, min(self.row_lanes, WARP) - 1
         for half in cutlass.range_constexpr(HALVES):
-            registers[half] = reduced_over_lanes(kind, registers[half], lanes)
+            value = self._found(index, registers, half)
+            registers[half] = reduced_over_lanes(kind, value, lanes)
         if const_expr(self.row_lanes > WARP):
             for half in cutlass.range_constexpr(HALVES):
                 if thread % WARP == 0:
@@ -165,7 +187,8 @@ class TileSums:
                 (part + i).store(value)
         elif const_expr(output.over != "columns"):
             value = reductions.over_group(
-                output.kind, registers[0], memory.iterator, thread, Int32(WHOLE_BLOCK)
+                *(output.kind, self._found(index, registers, 0)),
+                *(memory.iterator, thread, Int32(WHOLE_BLOCK)),
             )
             part = floats_at(reductions.part_of_matrix(index, space, *place, 0))
             if thread == 0:

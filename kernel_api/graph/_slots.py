@@ -10,6 +10,9 @@ from kernel_api.errors import DeviceError, VariantPackError
 from kernel_api.graph._planning.plan import size_of
 from kernel_api.graph._tensor import Tensor
 
+#: Addresses have 64 bits.
+_END_OF_MEMORY = 2**64
+
 #: Index of a device that no tensor is on.
 NOWHERE = -2
 
@@ -95,11 +98,19 @@ def number_for(value: Any, slot: Slot) -> int | float:
 
 
 def at_address(address: int, slot: Slot) -> Any:
-    """Memory that the caller gives by its address, as a torch tensor."""
+    """Memory that the caller gives by its address, as a torch tensor.
+
+    Raises VariantPackError for what is no address of such elements.
+    """
     import torch
 
     size = size_of(slot.tensor)
-    if not address or not size:
+    if size and (not 0 < address < _END_OF_MEMORY or address % slot.element.itemsize):
+        raise VariantPackError(
+            f"{slot} was given as the address {address}; expected that of its first element, a "
+            f"multiple of {slot.element.itemsize}"
+        )
+    if not size:
         return torch.empty(slot.dim, dtype=slot.element, device=slot.device)
 
     class Memory:

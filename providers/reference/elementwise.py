@@ -63,7 +63,9 @@ class ReferenceElementwise(Kernel):
             return {"out": args.x.tensor}
         found = _computed(args, wide=False)
         return {
-            name: rounded(found[name], o.dtype) if o.dtype.is_float else found[name]
+            name: rounded(found[name], o.dtype)
+            if o.dtype.is_float
+            else saturated(found[name], o.dtype)
             for name, o in args.outputs.items()
         }
 

@@ -56,7 +56,9 @@ class ReferenceNorm(Kernel):
         """Outputs as torch computes them in the type of the arithmetic, rounded once."""
         found = cls.values(args, args.accumulator_type.torch)
         return {
-            name: rounded(found[name], o.dtype) if o.dtype.is_float else found[name]
+            name: rounded(found[name], o.dtype)
+            if o.dtype.is_float
+            else saturated(found[name], o.dtype)
             for name, o in args.outputs.items()
         }
 

@@ -21,7 +21,7 @@ from support.elementwise import (
     of_fusion,
     offered,
 )
-from support.ptx import EmulationError
+from support.ptx import EmulationError, machine
 from support.ptx.gemm import storage_bytes
 from support.ptx.kernel import EmulatedKernel, poison
 
@@ -181,6 +181,20 @@ def test_reductions_along_whole_rows_are_right(name):
     assert kernels
     for kernel in kernels if EVERYTHING else kernels[:1]:
         check(args, 1, "sm_90", kernel=kernel)
+
+
+def test_sums_of_long_rows_lose_nothing(monkeypatch):
+    monkeypatch.setattr(machine, "_FRUITLESS", 10**7)
+    x = torch.full((2, 65536), 0.1)
+    outputs = {"sums": torch.empty(2), "total": torch.empty(())}
+    epilogue = ka.EpilogueArguments(lambda a: (a, ep.sum(a, -1), ep.sum(a, None)), **outputs)
+    args = ka.ElementwiseArguments(x, None, epilogue=epilogue)
+    kernels = [k for k in offered(args, "sm_90") if k.metadata.design.whole_rows]
+    kernel = min(kernels, key=lambda k: k.metadata.design.columns)
+    EmulatedKernel.compile(kernel, args, "sm_90").run(args, multiprocessors=1)
+    exact = x.double().sum(-1)
+    assert float(((outputs["sums"] - exact) / exact).abs().max()) < 3e-7
+    assert float(outputs["total"] / exact.sum() - 1) == pytest.approx(0, abs=3e-7)
 
 
 # Without an epilogue ---------------------------------------------------------------------

@@ -217,7 +217,10 @@ class Sm80Elementwise(CuteDslKernel):
     has_flat_reductions = flat_reductions
     reads_signed = signed_operands
 
-    @rule(f"an epilogue writes matrices of {', '.join(_STORED)}, and else numbers of 8 to 32 bits")
+    @rule(
+        f"an epilogue writes matrices of {', '.join(_STORED)}, "
+        "and else signed numbers of 8 to 32 bits"
+    )
     def _(args: ElementwiseArguments) -> bool | Miss:
         return args.epilogue is None or types_fit(args.epilogue, _STORED)
 

@@ -263,12 +263,15 @@ def operands_fit(epilogue: EpilogueArguments, alignment: int, piece: int = 1) ->
 
 
 def types_fit(epilogue: EpilogueArguments, matrices: Collection[str]) -> bool | Miss:
-    """Whether matrices have one of these types, and what else is written one of 8 to 32 bits."""
+    """Whether matrices have one of these types, and what else is written a signed one of 8 to 32
+    bits: compiled code takes integers for signed ones."""
     full = full_outputs(epilogue)
     for name, operand in epilogue.outputs.items():
         element = operand.dtype
         if name in full and element.name not in matrices:
             return Miss(f"{name} is {element}")
-        if element.kind not in ("float", "int", "uint") or not 8 <= element.bits <= 32:
+        if element.kind == "uint":
+            return Miss(f"{name} is {element}", f"would match with {name} of a signed type")
+        if element.kind not in ("float", "int") or not 8 <= element.bits <= 32:
             return Miss(f"{name} is {element}")
     return True

@@ -219,7 +219,9 @@ def types_rule(matrices: tuple[str, ...]) -> Rule:
     def fits(args: Any) -> bool | Miss:
         return args.epilogue is None or types_fit(args.epilogue, matrices)
 
-    return Rule(f"an epilogue writes matrices of {shown}, and else numbers of 8 to 32 bits", fits)
+    return Rule(
+        f"an epilogue writes matrices of {shown}, and else signed numbers of 8 to 32 bits", fits
+    )
 
 
 def lowered(

@@ -9,6 +9,8 @@ from typing import Any
 from kernel_api.masks import BOUNDS
 from kernel_api.providers.cutedsl.sdpa.base import AttentionDesign
 
+#: Seconds of a launch.
+_LAUNCH = 2.2e-6
 #: Multiprocessors of an H200, and products that one of them adds per second while others wait.
 _MULTIPROCESSORS, _RATE = 132, 3.2e12
 #: Seconds of a tile beside its products, by columns of Q and K, or those and the tile: loads that
@@ -60,23 +62,34 @@ _OTHER_SCALED = (0.99, 0.99)
 #: and how much longer blocks that share a multiprocessor take where they do not: they have few
 #: queries each, and read the more keys.
 _SECTOR, _APART = 32, 1.6
+#: The same of one such block that has a multiprocessor for itself, because there are few.
+_BY_ITSELF = 1.46
 
 _BOUNDS = frozenset(itertools.chain(*BOUNDS.values()))
 
 
 def seconds(args: Any, design: AttentionDesign) -> float:
-    """Of the tiles of all heads, one after the other on each multiprocessor."""
+    """Of the tiles of all heads, one after the other on each multiprocessor; no less than the
+    longest takes."""
     (queries, keys), (wide, wide_v) = design.tile_shape, design.head_dim
     rows = -(-args.S_q // queries)
     products = queries * keys * (wide + wide_v)
     rate = _RATE * _REACHED.get((wide, design.tile_shape), _OTHERS) * _scaled(args, design)
     fixed = _OTHER_TILES.get((wide, design.tile_shape), _OTHER_TILES.get(wide, _TILE))
-    tile = blocks_seen(args, queries, keys) * products / rate + fixed
-    rounds = max(1.0, rows * args.H * args.B / _MULTIPROCESSORS)
-    shares = getattr(design, "resident", 1) > 1
-    if shares and min(args.K.alignment, args.V.alignment) < _SECTOR:
-        tile *= _APART
-    return float(rounds * tile)
+    average = blocks_seen(args, queries, keys)
+    most = longest(args, -(-args.S_kv // keys), average)
+    tile, longest_tile = (blocks * products / rate + fixed for blocks in (average, most))
+    tiles, resident = rows * args.H * args.B, getattr(design, "resident", 1)
+    together = resident
+    if resident > 1 and tiles <= _MULTIPROCESSORS:
+        together = _BY_ITSELF
+    if most > average:  # tiles are of all lengths, and the longest come first
+        found = max(tiles / _MULTIPROCESSORS * tile, together * longest_tile)
+    else:
+        found = -(-tiles // (_MULTIPROCESSORS * resident)) * together * tile
+    if resident > 1 and min(args.K.alignment, args.V.alignment) < _SECTOR:
+        found *= _APART
+    return float(_LAUNCH + found)
 
 
 def _scaled(args: Any, design: AttentionDesign) -> float:
@@ -97,6 +110,11 @@ def blocks_seen(args: Any, queries: int, keys: int) -> float:
     return float(max(1.0, min(blocks, blocks * seen(args) + further)))
 
 
+def longest(args: Any, blocks: float, average: float) -> float:
+    """Blocks, of so many, that the longest tile meets: with one bound, tiles are of all lengths."""
+    return min(blocks, 2 * average) if len(args.bounds) == 1 else average
+
+
 #: Bytes per second that keys and values are read with, and seconds that nothing hides: where parts
 #: go through the workspace, where they meet in clusters, and where a tile is no parts in those.
 _READ, _ALONE = 4.3e12, 5.5e-6
@@ -106,6 +124,9 @@ _OF_A_CLUSTER = 16  # blocks, at most
 #: Of a tile whose clusters' sums go through the workspace, and blocks of keys per cluster's block
 #: from which on it has several.
 _SEVERAL_CLUSTERS, _KEYS_FOR_SEVERAL = 0.5e-6, 6
+#: Seconds of each block of a cluster, and of each tile without, all multiprocessors together,
+#: however little they do.
+_BLOCK_OF_A_CLUSTER, _SMALLEST_TILE = 2.1e-9, 30e-9
 
 
 def decode_seconds(args: Any, design: Any) -> float:
@@ -124,7 +145,8 @@ def decode_seconds(args: Any, design: Any) -> float:
         are_several = blocks > _KEYS_FOR_SEVERAL * design.cluster
         if are_several and 2 * design.cluster * tiles <= _MULTIPROCESSORS:
             alone += _SEVERAL_CLUSTERS
-    return float(tiles * max(bytes_read / read, multiplied) + alone)
+    least = design.cluster * _BLOCK_OF_A_CLUSTER if design.cluster > 1 else _SMALLEST_TILE
+    return float(tiles * max(bytes_read / read, multiplied, least) + alone)
 
 
 def seen(args: Any) -> float:

@@ -82,10 +82,12 @@ class Sm80Sdpa(AttentionKernel):
         """
         rows, at_once = self._design.tile_shape
         blocks = args.B * args.H * -(-own // rows)
-        steps = max(math.ceil(-(-visited // at_once) * model.seen(args)), 1)
+        most = -(-visited // at_once)
+        steps = max(math.ceil(most * model.seen(args)), 1)
+        longest = model.longest(args, most, steps)
         rate = _RATE * _REACHED[self._design.tile_shape]
         rounds = max(1.0, blocks / multiprocessors_of(args.device))
-        seconds: float = rounds * rows * at_once * columns * steps / rate
+        seconds: float = rows * at_once * columns * max(rounds * steps, longest) / rate
         return _LAUNCH + (seconds if self._aligned else _ONE_BY_ONE * seconds)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -214,6 +215,18 @@ class Sm90SdpaForward(Sm90Sdpa):
     @rule("blocks that share a multiprocessor have no registers for numbers of pages")
     def _(design: ForwardDesign, args: SdpaArguments) -> bool:
         return design.resident == 1 or not args.is_paged
+
+    @rule(
+        "blocks that share a multiprocessor have registers for scores that are changed in one way, "
+        "by tables of no smaller blocks than a tile"
+    )
+    def _(design: ForwardDesign, args: SdpaArguments) -> bool | Miss:
+        entry, ways = args.block_shape, changes(args)
+        if design.resident == 1:
+            return True
+        if entry is not None and any(map(operator.lt, entry, design.tile_shape)):
+            return Miss(f"they are of {entry[0]} x {entry[1]}")
+        return len(ways) <= 1 or Miss(f"there are {' and '.join(ways)}")
 
     @rule(
         "blocks that share a multiprocessor have registers for more than 64 keys at once where "
