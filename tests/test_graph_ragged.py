@@ -292,3 +292,15 @@ def test_ragged_batches_that_cannot_be(change, words):
     change(graph, offset)
     with pytest.raises(GraphError, match=words):
         graph.validate()
+
+
+@pytest.mark.parametrize("far", [5000, -96])
+def test_rows_outside_of_the_tensor_are_neither_read_nor_written(far):
+    tensor = Tensor(None, dim=(2, 3, 4, 8), stride=(96, 8, 24, 1))
+    memory = random(2, 4, 3, 8)
+    values, lengths = memory.transpose(1, 2), torch.tensor([4, 4]).view(2, 1, 1, 1)
+    offsets = torch.tensor([far, 96, 192])
+    found = even(tensor, values, offsets, lengths)
+    assert torch.equal(found[1], values[1]) and not found[0].any()
+    written = ragged(tensor, values, offsets, lengths)
+    assert torch.equal(written[1], values[1]) and not written[0].any()

@@ -2,7 +2,8 @@
 
 A ragged tensor is (B, H, S, D) with strides. Sequence b is the rows 0 ... length[b] of it as if it
 began ``offset[b]`` elements behind its start, and its first mode is not looked at. Between the
-sequences there may be anything. All of it is done on the device: the host reads no offset.
+sequences there may be anything. All of it is done on the device: the host reads no offset. Rows
+that offsets put outside of the tensor are neither read, which gives zeros, nor written.
 """
 
 from __future__ import annotations
@@ -111,10 +112,13 @@ def _places(tensor: Tensor, offsets: Any, lengths: Any) -> tuple[Any, Any]:
     """(B, S): where in memory rows begin, in elements, and whether they are of a sequence."""
     import torch
 
-    B, _, S, _ = tensor.dim
+    B, H, S, D = tensor.dim
     rows = torch.arange(S, device=offsets.device)
     starts = offsets.flatten()[:B].long().view(B, 1)
-    return starts + rows * tensor.stride[2], rows < lengths.view(B, 1)
+    places = starts + rows * tensor.stride[2]
+    behind = (H - 1) * tensor.stride[1] + (D - 1) * tensor.stride[3]
+    inside = (places >= 0) & (places < span(tensor.dim, tensor.stride) - behind)
+    return places, (rows < lengths.view(B, 1)) & inside
 
 
 def _rows(memory: Any, tensor: Tensor, end: int) -> Any:
