@@ -294,7 +294,7 @@ def test_pages_are_for_a_kernel_where_keys_and_values_have_one_table(tables):
     )[0].set_output(True)  # fmt: skip
     plan = planned(graph)
     (title,) = launches(plan)
-    assert title.startswith("sm90_sdpa_") if tables == 1 else title == "torch: sdpa"
+    assert title.startswith("sm90_sdpa_decode") if tables == 1 else title == "torch: sdpa"
     assert ("tables of pages that are not the same tensor" in str(plan)) == (tables == 2)
 
 

@@ -12,7 +12,7 @@ from kernel_api.epilogue.tracing import RESULT
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata
 from kernel_api.providers.reference import ReferenceProvider
-from kernel_api.providers.reference.epilogue import evaluate, rounded, saturated
+from kernel_api.providers.reference.epilogue import evaluate, held, rounded, saturated
 from kernel_api.providers.streams import on_stream
 from kernel_api.space import Operands, Space
 
@@ -62,12 +62,7 @@ class ReferenceElementwise(Kernel):
         if _is_copy(args):
             return {"out": args.x.tensor}
         found = _computed(args, wide=False)
-        return {
-            name: rounded(found[name], o.dtype)
-            if o.dtype.is_float
-            else saturated(found[name], o.dtype)
-            for name, o in args.outputs.items()
-        }
+        return {name: held(found[name], o.dtype) for name, o in args.outputs.items()}
 
     @staticmethod
     def allowance(args: Any) -> Values:

@@ -276,6 +276,11 @@ def rounded(x: Any, to: DType) -> Any:
     return saturated(x, to).to(to.torch) if to.is_float else _whole(x, to)
 
 
+def held(x: Any, to: DType) -> Any:
+    """Rounded to a float; integers are saturated, not rounded."""
+    return rounded(x, to) if to.is_float else saturated(x, to)
+
+
 def saturated(x: Any, to: DType) -> Any:
     """Held within the finite range of an integer or of an 8-bit float; not rounded."""
     if to.is_float and to.bits > 8:

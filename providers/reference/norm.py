@@ -23,7 +23,7 @@ from kernel_api.metadata import (
     NormOperandsMetadata,
 )
 from kernel_api.providers.reference import ReferenceProvider
-from kernel_api.providers.reference.epilogue import evaluate, rounded, saturated
+from kernel_api.providers.reference.epilogue import evaluate, held, rounded, saturated
 from kernel_api.providers.streams import on_stream
 from kernel_api.space import Operands, Space
 
@@ -55,12 +55,7 @@ class ReferenceNorm(Kernel):
     def same_dtype(cls, args: Any) -> Values:
         """Outputs as torch computes them in the type of the arithmetic, rounded once."""
         found = cls.values(args, args.accumulator_type.torch)
-        return {
-            name: rounded(found[name], o.dtype)
-            if o.dtype.is_float
-            else saturated(found[name], o.dtype)
-            for name, o in args.outputs.items()
-        }
+        return {name: held(found[name], o.dtype) for name, o in args.outputs.items()}
 
     @classmethod
     def values(cls, args: Any, wide: torch.dtype) -> Values:

@@ -54,10 +54,12 @@ def normalised_modes(node: Node) -> tuple[int, ...]:
     return found or (rank - 1,)
 
 
-def check_modes(node: Node) -> None:
+def _check_modes(node: Node) -> None:
     """Raise GraphError where the input has not the modes that its norm is about."""
-    dim = node.input("input").dim
-    least, expected = _LEAST_MODES.get(_kind(node), (1, ""))
+    dim, kind = node.input("input").dim, _kind(node)
+    if kind not in _LEAST_MODES:
+        return
+    least, expected = _LEAST_MODES[kind]
     if len(dim) < least:
         raise GraphError(f"{node} has an input of dim {list(dim)}; expected {expected}")
 
@@ -114,7 +116,7 @@ class _Norm(Operation):
 
     def infer(self, node: Node) -> None:
         x = node.input("input")
-        check_modes(node)
+        _check_modes(node)
         check_single(node, *self.numbers)
         for name in ("scale", "bias"):
             if name in node.inputs:
@@ -198,7 +200,7 @@ class BatchnormInference(Operation):
 
     def infer(self, node: Node) -> None:
         x = node.input("input")
-        check_modes(node)
+        _check_modes(node)
         for name in ("mean", "inv_variance", "scale", "bias"):
             aligned_dim(node, node.input(name))
         settle(node, node.outputs.get("Y"), x.dim, x.stride)
@@ -235,7 +237,7 @@ class _NormBackward(Operation):
             raise GraphError(
                 f"{node} has grad of dim {list(grad.dim)} but an input of dim {list(x.dim)}"
             )
-        check_modes(node)
+        _check_modes(node)
         scale = node.input("scale")
         check_single(node, *self.numbers)
         for name in ("scale", "mean", "inv_variance"):

@@ -286,6 +286,10 @@ class Sm80Elementwise(CuteDslKernel):
         graph = self.metadata.epilogue
         return graph if isinstance(graph, Graph) else None
 
+    @cached_property
+    def _over(self) -> set[str]:
+        return _reduced_over(self._graph)
+
     def implementation(self) -> Callable[..., None]:
         operands = self.metadata.operands.tensors
         types = [t.dtype.itemsize for t in operands.values() if t.dtype is not None]
@@ -371,7 +375,7 @@ class Sm80Elementwise(CuteDslKernel):
     def _reductions(self, M: int, N: int, L: int) -> tuple[int, int]:
         """(counters, parts)"""
         graph = self._graph
-        if graph is None or (self._design.whole_rows and _reduced_over(graph) == {"columns"}):
+        if graph is None or (self._design.whole_rows and self._over == {"columns"}):
             return 0, 0
         return reduction_sizes(graph, self.tiling(M, N), L)
 
@@ -380,7 +384,7 @@ class Sm80Elementwise(CuteDslKernel):
         tiles_m, tiles_n = self.tiling(M, N).tiles
         found = {"columns": 0 if self._design.whole_rows else tiles_n, "rows": tiles_m}
         of_matrix = -(-tiles_m * tiles_n // self._design.threads)
-        return max((found.get(axis, of_matrix) for axis in _reduced_over(self._graph)), default=0)
+        return max((found.get(axis, of_matrix) for axis in self._over), default=0)
 
     def _launcher(
         self, args: ElementwiseArguments, artifact: CompiledArtifact
@@ -408,7 +412,7 @@ class Sm80Elementwise(CuteDslKernel):
             max(1, min(vector, 2 * merged * widest)),
             _PART_BYTES * self._reductions(args.M, args.N, args.L)[1],
             self._parts_of_a_value(args.M, args.N),
-            "columns" in _reduced_over(self._graph) and not design.whole_rows,
+            "columns" in self._over and not design.whole_rows,
         )
         return model.seconds(args, shape)
 
