@@ -1,7 +1,8 @@
 """Attention with gradients: in eager mode, and as operators of torch for the graphs of
 torch.compile and torch.export, ``torch.ops.kernel_api.sdpa`` and ``sdpa_backward``.
 
-The operators take bounds of masks as numbers, and blocks as a table, and give out and lse.
+The operators take bounds of masks as numbers, and blocks as a table, and give out and lse. A third
+one, ``state_of_now``, keeps the state of dropout for the backward pass.
 Functions of scores and indices are nothing that a graph of torch holds: they break it, and so do
 the other statistics of rows.
 """
@@ -16,8 +17,9 @@ import torch
 
 from kernel_api import masks
 from kernel_api._attention_launches import empty_like, empty_lse, empty_out, forward
-from kernel_api._autograd import changeable, differentiable_once
+from kernel_api._autograd import changeable, check_outputs, differentiable_once
 from kernel_api._launches import chosen
+from kernel_api._results import results_type
 from kernel_api.arguments import SdpaBackwardArguments
 from kernel_api.arguments.attention import score_of, values_of_functions
 from kernel_api.arguments.dropout import Dropout
@@ -29,9 +31,10 @@ _Options = dict[str, Any]
 _Sdpa = namedtuple("_Sdpa", ("out", "lse"))
 _SdpaStatistics = namedtuple("_SdpaStatistics", ("out", "lse", "score_max", "score_sum_exp"))
 _BESIDE_LSE = ("score_max", "score_sum_exp")
+_WITHOUT_GRADIENT = ("alibi", "page_table", "descale_q", "descale_k", "descale_v")
 _GRADIENTS = ("dQ", "dK", "dV", "dBias", "dSink")
 _RESULTS: dict[tuple[str, ...], Any] = {
-    names: namedtuple("_SdpaBackward", names)
+    names: results_type("sdpa_backward", names)
     for names in (_GRADIENTS[:3], _GRADIENTS[:4], (*_GRADIENTS[:3], "dSink"), _GRADIENTS)
 }
 
@@ -43,11 +46,14 @@ def sdpa(Q: Any, K: Any, V: Any, out: Any, lse: Any, return_lse: bool, options: 
     learns = torch.is_grad_enabled()
     if learns:
         _check_operands(options)
+        check_outputs((("out", out), ("lse", lse), *_named(options, _BESIDE_LSE).items()))
     if learns and _need_gradient(Q, K, V, options):
         _check_outputs(out, lse)
         found = _learned(Q, K, V, options)
     elif _is_traced(Q):
-        found = _written(_traced(Q, K, V, options), out, lse)
+        values = dict(zip(("out", "lse"), _traced(Q, K, V, options), strict=True))
+        operands = {"Q": Q, "K": K, "V": V}
+        found = (*_written(values, {"out": out, "lse": lse}, operands).values(),)
     else:
         found = forward(Q, K, V, out, lse, wants_lse, options)
     return _Sdpa(*found) if return_lse else found[0]
@@ -81,7 +87,7 @@ def _check_outputs(out: Any, lse: Any) -> None:
 
 def _check_operands(options: _Options) -> None:
     """Raise where an operand has no gradient and needs one."""
-    given = {name: options.get(name) for name in ("alibi", "page_table", "descale_q")}
+    given = _named(options, _WITHOUT_GRADIENT)
     score = options.get("score_mod")
     operands = options.get("score_operands") or getattr(score, "operands", {})
     for name, one in operands.items():
@@ -92,21 +98,18 @@ def _check_operands(options: _Options) -> None:
             raise ArgumentError(f"{name} needs a gradient, and there is none; pass it detached")
 
 
+def _named(options: _Options, names: tuple[str, ...]) -> _Options:
+    return {name: one for name, one in options.items() if name in names}
+
+
 def _learned(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:
     if _is_traced(Q):
-        return _traced(Q, K, V, options)
+        return _traced(Q, K, V, options, learns=True)
     rest = dict(options)
     if rest.get("score_mod") is not None:  # traced once: both passes are of one function
         rest["score_mod"] = score_of(rest["score_mod"], rest.pop("score_operands", None))
     tensors = (Q, K, V, rest.pop("bias", None), rest.pop("sink", None))
     return _Attention.apply(*tensors, rest)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _written(found: tuple[Any, Any], out: Any, lse: Any) -> tuple[Any, Any]:
-    """With the outputs that are given, in a graph."""
-    given = zip(found, (out, lse), strict=True)
-    one, other = (value if target is None else target.copy_(value) for value, target in given)
-    return one, other
 
 
 class _Attention(torch.autograd.Function):
@@ -198,6 +201,13 @@ def _gradients(
 
 def sdpa_backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> Any:
     """See :func:`kernel_api.ops.sdpa_backward`."""
+    for name in _GRADIENTS[:3]:
+        if written[name] is False:
+            raise ArgumentError(
+                f"{name} is False; dQ, dK and dV are always computed: pass a tensor, or None to "
+                f"have it allocated"
+            )
+    check_outputs(written.items())
     if _is_traced(operands[0]):
         found = _traced_backward(operands, written, options)
     else:
@@ -245,6 +255,9 @@ _INTEGERS = (
     "block_columns", "max_seqlen_q", "max_seqlen_kv",
 )  # fmt: skip
 _NAMES = (*_TENSORS, *_FLOATS, *_INTEGERS, "padding")
+_STATE = ("seed_tensor", "offset_tensor")
+#: Outputs of one type alone.
+_EXACT = ("lse", "dSink")
 _WHY = "a graph of torch holds no function of scores or indices, and no score_max or score_sum_exp"
 
 _OPTIONS = ", ".join(
@@ -271,32 +284,69 @@ def _is_traced(Q: Any) -> bool:
     return bool(is_fake(Q))
 
 
-def _traced(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:
+def _traced(Q: Any, K: Any, V: Any, options: _Options, learns: bool = False) -> tuple[Any, Any]:
     """(out, lse) in a graph."""
     if _is_outside(options):
         found = _outside(Q, K, V, options)
     else:
-        found = _operator(Q, K, V, *_packed(options))
+        packed = _packed(options)
+        if learns:
+            packed = [
+                _state_of_now(one) if name in _STATE and one is not None else one
+                for name, one in zip(_NAMES, packed, strict=True)
+            ]
+        found = _operator(Q, K, V, *packed)
     return found  # type: ignore[no-any-return]
 
 
 def _traced_backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> _Options:
+    if _is_outside(options):
+        return _outside_backward(operands, written, options)  # type: ignore[no-any-return]
     options = dict(options)
     deterministic = bool(options.pop("deterministic", False))
-    wanted = [written[name] not in (None, False) for name in ("dBias", "dSink")]
+    left_out = [n for n in _GRADIENTS[3:] if written[n] is None or written[n] is False]
+    wanted = [name not in left_out for name in _GRADIENTS[3:]]
     given = _backward_operator(*operands, deterministic, *wanted, *_packed(options))
-    found: _Options = {}
-    for name, value in zip(_GRADIENTS, given, strict=True):
-        target = written[name]
-        if name in _GRADIENTS[3:] and target in (None, False):
-            found[name] = None
-        else:
-            found[name] = target.copy_(value) if isinstance(target, torch.Tensor) else value
+    values = {n: one for n, one in zip(_GRADIENTS, given, strict=True) if n not in left_out}
+    named = dict(zip(("Q", "K", "V", "out", "dO", "lse"), operands, strict=True))
+    return {**dict.fromkeys(left_out), **_written(values, written, named)}
+
+
+def _written(values: _Options, given: _Options, operands: _Options) -> _Options:
+    """Outputs by name, in the tensors that are given for them; these are checked as arguments
+    are, which a graph has none of."""
+    targets = {n: given[n] for n in values if given[n] is not None and given[n] is not True}
+    for name, target in targets.items():
+        _check_target(name, target, values[name])
+        for other, one in {**operands, **targets}.items():
+            if other != name and one is target:
+                raise ArgumentError(f"{name} and {other} are one tensor; {name} is written")
+    found = dict(values)
+    for name, target in targets.items():
+        found[name] = target.copy_(values[name].view(target.shape))
     return found
 
 
+def _check_target(name: str, target: Any, value: Any) -> None:
+    if not isinstance(target, torch.Tensor):
+        raise ArgumentError(f"{name} is a {type(target).__name__}; expected a torch tensor")
+    if name in _EXACT:
+        fits, expected = target.dtype is value.dtype, value.dtype
+    else:
+        fits = target.dtype.is_floating_point and target.dtype.itemsize > 1
+        expected = "a floating type of 16 bits or more"
+    if not fits:
+        raise ArgumentError(f"{name} is {target.dtype}; expected {expected}")
+    shape, own = tuple(value.shape), tuple(target.shape)
+    lacking = len(shape) - len(own) if name == "dBias" else 0
+    if (1,) * lacking + own != shape:
+        raise ArgumentError(f"{name} has shape {own}; expected {shape}")
+    if target.device != value.device:
+        raise ArgumentError(f"{name} is on {target.device}; expected {value.device}")
+
+
 def _is_outside(options: _Options) -> bool:
-    for name in ("score_mod", *_BESIDE_LSE):
+    for name in ("score_mod", "score_operands", *_BESIDE_LSE):
         if options.get(name) is not None:
             return True
     mask = options.get("mask")
@@ -310,14 +360,17 @@ def _untraced(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:
 
 
 _outside: Callable[..., Any] = torch.compiler.disable(_untraced, reason=_WHY)  # type: ignore[no-untyped-call]
+_outside_backward: Callable[..., Any] = torch.compiler.disable(_backward, reason=_WHY)  # type: ignore[no-untyped-call]
 
 
 def _packed(options: _Options) -> list[Any]:
     """Options in the order of the operators' parameters."""
+    if _is_outside(options):
+        raise ArgumentError(_WHY)
     known = {name: options[name] for name in _NAMES if name in options}
-    unknown = [name for name in options if name not in (*_NAMES, "mask", "dropout", "score_mod")]
-    if unknown and unknown != ["score_operands"]:
-        raise TypeError(f"sdpa got an unexpected keyword argument {unknown[0]!r}")
+    for name in options:
+        if name not in (*_NAMES, "mask", "dropout", "score_mod", "score_operands", *_BESIDE_LSE):
+            raise TypeError(f"sdpa got an unexpected keyword argument {name!r}")
     mask, dropout = options.get("mask"), options.get("dropout")
     known["padding"] = False
     if mask is not None:
@@ -361,6 +414,18 @@ def _unpacked(values: tuple[Any, ...]) -> _Options:
     if p is not None:
         known["dropout"] = Dropout(p, *state)
     return known
+
+
+@torch.library.custom_op("kernel_api::state_of_now", mutates_args=())
+def _state_of_now(state: torch.Tensor) -> torch.Tensor:
+    """A copy of dropout's seed or offset for the backward pass. torch's compiler would make a plain
+    clone only there, of what the tensor has then."""
+    return state.clone()
+
+
+@_state_of_now.register_fake
+def _(state: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(state)
 
 
 @torch.library.custom_op("kernel_api::sdpa", mutates_args=(), schema=_FORWARD)

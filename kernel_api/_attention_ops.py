@@ -39,8 +39,8 @@ def sdpa(
         options: Those of :class:`~kernel_api.arguments.SdpaArguments`.
 
     Raises:
-        ArgumentError: operands or options contradict each other, or ``out`` or ``lse`` is given
-            where a gradient is needed.
+        ArgumentError: operands or options contradict each other, or an output is given where a
+            gradient is needed, or one that needs a gradient itself.
         EpilogueError: a function cannot be traced.
         NoKernelError: no kernel takes the operands; says why.
     """

@@ -1,15 +1,15 @@
-"""What passes in eager mode share: results can be changed in place, and gradients of gradients are
-refused."""
+"""What passes in eager mode share: results can be changed in place; gradients of gradients are
+refused, and outputs that are given and would have those of what was there before."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from kernel_api.errors import GradientError
+from kernel_api.errors import ArgumentError, GradientError
 
 _Gradients = tuple[Any, ...]
 
@@ -24,6 +24,18 @@ def zeros(inputs: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
     """The gradients that are wanted, where nothing was computed of the inputs."""
     pairs = zip(inputs, wanted, strict=True)
     return tuple([torch.zeros_like(one) if w and one is not None else None for one, w in pairs])
+
+
+def check_outputs(outputs: Iterable[tuple[str, Any]]) -> None:
+    """Raise ArgumentError where an output that is given belongs to a graph of autograd."""
+    if not torch.is_grad_enabled():
+        return
+    for name, one in outputs:
+        if getattr(one, "requires_grad", False):
+            raise ArgumentError(
+                f"{name} is given and needs a gradient, which is not that of what is written "
+                f"there; pass it detached, or call within torch.no_grad()"
+            )
 
 
 def differentiable_once(name: str) -> Callable[[Callable[..., _Gradients]], Callable[..., Any]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from kernel_api._manifest import Manifest
 
@@ -52,9 +53,19 @@ def write_durably(path: Path, data: bytes) -> None:
 
 def replace_durably(path: Path, data: bytes) -> None:
     """Make or replace a file; whoever reads it meanwhile has all of the old or of the new one."""
+    with replacing_durably(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing_durably(path: Path) -> Iterator[BinaryIO]:
+    """The same for what is written in parts; after an error the old file is there as it was."""
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
-        write_durably(temporary, data)
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -26,6 +26,8 @@ def faults_of_class(family: type[Kernel]) -> Iterator[str]:
     name, devices, targets = (getattr(family, n, None) for n in ("family", "devices", "targets"))
     if not isinstance(name, str):
         yield f"family is {name!r}; expected a name"
+    else:
+        yield from _faults_of_name(family)
     if not (_are_names(devices) and devices):
         yield f"devices is {devices!r}; expected a tuple of names, as in ('cuda',)"
     if targets is None:
@@ -38,6 +40,16 @@ def faults_of_class(family: type[Kernel]) -> Iterator[str]:
             target(one)
         except ArgumentError as error:
             yield f"targets has {one!r}: {error}"
+
+
+def _faults_of_name(family: type[Kernel]) -> Iterator[str]:
+    try:
+        found = family.family_name()
+    except Exception as error:
+        yield f"family_name raises {error!r}; expected a name"
+    else:
+        if not isinstance(found, str):
+            yield f"family_name gives {found!r}; expected a name"
 
 
 def _are_names(given: Any) -> bool:

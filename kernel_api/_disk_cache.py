@@ -11,6 +11,7 @@ What the same user changes on purpose is out of scope.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import stat
@@ -92,11 +93,29 @@ def identity_of(
 
 
 def directory() -> Path:
-    """Where the cache is: ``KERNEL_API_CACHE_DIR``, or the user's cache folder."""
+    """Where the cache is: ``KERNEL_API_CACHE_DIR``, or the user's cache folder.
+
+    Raises ArgumentError where neither is known: a user without a home folder.
+    """
     if named := os.environ.get(_DIRECTORY):
-        return Path(named)
+        return _absolute(named)
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kernel_api"
+    return (Path(base) if os.path.isabs(base) else _home() / ".cache") / "kernel_api"
+
+
+@functools.cache
+def _absolute(named: str) -> Path:
+    """As it was when it was first asked for: a program may change its folder."""
+    return Path(named).absolute()
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise ArgumentError(
+            f"there is no home folder to keep a cache in; set {_DIRECTORY} to a folder, or HOME"
+        ) from None
 
 
 def is_disabled() -> bool:
@@ -149,12 +168,13 @@ class DiskCache:
         """The cache of this process; None, with a CacheWarning, where it may not be used."""
         if is_disabled():
             return None
-        root = directory()
         try:
-            return cls.at(root)
+            return cls.at(directory())
+        except ArgumentError as error:
+            _warn(str(error))
         except OSError as error:
-            _warn(f"the cache directory {root} cannot be used: {error}")
-            return None
+            _warn(f"the cache directory {directory()} cannot be used: {error}")
+        return None
 
     @classmethod
     def at(cls, root: Path) -> DiskCache:
@@ -217,15 +237,20 @@ class DiskCache:
         except Exception as error:
             logger.warning("%s is not kept on disk: %s", artifact, error)
 
-    def add(self, key: str, files: dict[str, bytes]) -> None:
-        """Add an entry, all of it at once; one that is there already stays."""
+    def add(self, key: str, files: dict[str, bytes]) -> bool:
+        """Add an entry, all of it at once; one that is there already stays.
+
+        Returns whether it was added.
+        """
         temporary = self.entries_at / f"{_TEMPORARY}{os.urandom(8).hex()}"
         temporary.mkdir(mode=0o700)
         try:
             for name, data in files.items():
                 write_durably(temporary / name, data)
-            with contextlib.suppress(FileExistsError):
-                _rename_new(temporary, self.entries_at / key)
+            _rename_new(temporary, self.entries_at / key)
+            return True
+        except FileExistsError:
+            return False
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

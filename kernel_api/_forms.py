@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections import namedtuple
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+from kernel_api._results import results_type
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._shared import matrices
@@ -121,6 +121,10 @@ class Form:
         names = [name for name in self.outputs if options.get(name) is not None]
         return tuple([name for name in names if name not in reads])
 
+    def given(self, out: Any, options: dict[str, Any]) -> list[tuple[str, Any]]:
+        """The outputs that a call is given or asks for, with their names."""
+        return [("out", out), *((name, options[name]) for name in self.written(options))]
+
     def results(self, out: Any, options: dict[str, Any]) -> Any:
         """``out``, or all outputs by name where there are several."""
         written = self.written(options)
@@ -131,8 +135,7 @@ class Form:
     def results_type(self, written: tuple[str, ...]) -> Callable[..., Any]:
         """The named tuple of ``out`` and these outputs."""
         if written not in self._types:
-            title = "".join(word.capitalize() for word in self.name.split("_"))
-            self._types[written] = namedtuple(title, ("out", *written))
+            self._types[written] = results_type(self.name, ("out", *written))
         return self._types[written]
 
 

@@ -49,12 +49,12 @@ class KernelType(type):
         return _Namespace()
 
     def __new__(
-        mcs, name: str, bases: tuple[type, ...], namespace: _Namespace, **kwargs: Any
+        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
     ) -> KernelType:
         if bases and "compile" in namespace:
             namespace["compile"] = _guarded(namespace["compile"])
         cls = super().__new__(mcs, name, bases, dict(namespace), **kwargs)
-        cls._own_rules = tuple(getattr(namespace, "rules", ()))
+        cls._own_rules = _rules_of(namespace)
         cls.rules = _inherited_rules(cls)
         deciding = list(enumerate(r for r in cls.rules if r.needs_args))
         cls.operand_rules = tuple(one for one in deciding if not one[1].needs_design)
@@ -70,6 +70,14 @@ class KernelType(type):
             from kernel_api.provider import registry_changed
 
             registry_changed()
+
+
+def _rules_of(namespace: dict[str, Any]) -> tuple[Rule, ...]:
+    """Of a class body; or of a dict in its place, as ``type(name, bases, dict)`` takes it."""
+    if isinstance(namespace, _Namespace):
+        return tuple(namespace.rules)
+    copied: tuple[Rule, ...] = namespace.get("_own_rules", ())  # that of another class
+    return copied or tuple(one for one in namespace.values() if isinstance(one, Rule))
 
 
 def _inherited_rules(cls: type) -> tuple[Rule, ...]:

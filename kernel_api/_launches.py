@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from kernel_api import _compile_cache, provider
+from kernel_api import _compile_cache, _float32, provider
+from kernel_api._autograd import check_outputs
 from kernel_api._forms import FACTORS, Form
 from kernel_api._overwritten import teller
 from kernel_api.arguments import Arguments
@@ -154,12 +155,18 @@ def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict
         end = start + size
         if (a < end and start < a + a_size) or (b < end and start < b + b_size):
             return NEW  # arguments look closer
+        if out.requires_grad and torch.is_grad_enabled():
+            return NEW  # which is refused
         launch.launcher((A, B, out), ())
         _tell((out,))
         return out
     for one, one_size, other, other_size in launch.apart:
         start, other_start = addresses[one], addresses[other]
         if start < other_start + other_size and other_start < start + one_size:
+            return NEW
+    for name in launch.overwritten:
+        given = out if name == "out" else options[name]
+        if given.requires_grad and torch.is_grad_enabled():
             return NEW
     return launch.with_options(A, B, out, options)
 
@@ -193,7 +200,7 @@ def _look(
             key += (name, *_option(name, value, addresses))
         joined = functools.reduce(operator.or_, addresses)
     if element is _FLOAT32:
-        key += (torch.get_float32_matmul_precision(),)
+        key += (_float32.setting(),)
     if joined & _LOW_BITS:  # else all are as aligned as any kernel asks
         key += (tuple([each & -each & _LOW_BITS for each in addresses]),)
     return key, addresses
@@ -209,7 +216,7 @@ def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
     if kind in _NUMBERS and name in FACTORS:
         if kind is int and not -_BEYOND // 2 <= value < _BEYOND:
             raise TypeError
-        return kind, value == 1, 0 <= value <= 1
+        return kind, value == 1, 0 <= value <= 1, name != "limit" or value >= 0
     if kind in _VALUES:
         return kind, value
     raise TypeError
@@ -220,6 +227,7 @@ def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
 
 def first(form: Form, call: Call) -> Any:
     """Run a call that looks like no earlier one, or that has to be looked at every time."""
+    check_outputs(form.given(call.out, call.options))
     A, B = form.operands(call.A, call.B)
     if type(A.tensor) not in TENSORS and _is_fake(A.tensor):
         from kernel_api import _operators

@@ -112,11 +112,13 @@ class Manifest:
             )
             resources = Resources(**found) if found is not None else None
             sha256, cuda = fields["sha256"], fields.get("cuda")
-            if not (isinstance(identity.kernel, dict) and len(sha256) == len(_UNSEALED)):
-                raise TypeError("a field has another type")
+            if not (isinstance(sha256, str) and len(sha256) == len(_UNSEALED)):
+                raise TypeError(f"sha256 is {sha256!r}")
+            if not isinstance(identity.kernel["kernel_name"], str):
+                raise TypeError(f"kernel_name is {identity.kernel['kernel_name']!r}")
             if not (cuda is None or isinstance(cuda, int)):
                 raise TypeError(f"cuda is {cuda!r}")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, LibraryError):
                 raise
             raise LibraryError(f"the manifest cannot be read: {error!r}") from error

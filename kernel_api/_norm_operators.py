@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kernel_api._norm_ops import FORMS, NormForm, run
+from kernel_api._transforms import check_traced
 
 _NUMBERS = {"eps": "float", "rows_per_block": "int?"}
 
@@ -40,6 +41,7 @@ def _register(form: NormForm) -> None:
 
 def traced(form: NormForm, complete: dict[str, Any]) -> None:
     """The call in a graph."""
+    check_traced(**complete)
     matrices = [complete[name] for name in form.matrices]
     options = {name: complete.get(name, default) for name, default in form.defaults.items()}
     getattr(torch.ops.kernel_api, form.name)(*matrices, **options)

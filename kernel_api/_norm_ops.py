@@ -6,12 +6,12 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
 from kernel_api import fusions
 from kernel_api._numbers import whole_number
+from kernel_api._results import results_type
 from kernel_api.arguments.norm import NormArguments, default_rows_per_block
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
@@ -97,6 +97,12 @@ class NormForm:
                 complete[name] = None
         return complete
 
+    def check(self, options: dict[str, Any]) -> None:
+        """Raise ArgumentError where the gradient of an output that is given would be lost."""
+        from kernel_api._autograd import check_outputs
+
+        check_outputs([(name, options.get(name)) for name in self.written])
+
     def results(self, options: dict[str, Any]) -> Any:
         """The first output, or all by name where there are several."""
         names = [name for name in self.written if options.get(name) is not None]
@@ -109,12 +115,11 @@ def _results_types(
     name: str, written: tuple[str, ...]
 ) -> dict[tuple[str, ...], Callable[..., Any]]:
     """Named tuples of the first output with others, whichever are asked for."""
-    title = "".join(word.capitalize() for word in name.split("_"))
     found: dict[tuple[str, ...], Callable[..., Any]] = {}
     for count in range(1, len(written)):
         for others in itertools.combinations(written[1:], count):
             fields = (written[0], *others)
-            found[fields] = namedtuple(title, fields)
+            found[fields] = results_type(name, fields)
     return found
 
 
@@ -147,6 +152,7 @@ def _one_call(
     @functools.wraps(fusion)
     def call(*matrices: Any, **options: Any) -> Any:
         given = signature.bind(*matrices, **options).arguments
+        form.check(given)
         complete = form.completed(given)
         if _is_traced(complete["x"]):
             from kernel_api import _norm_operators

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from kernel_api._autograd import check_outputs
 from kernel_api._forms import FACTORS, Form
 from kernel_api._launches import Call, first
+from kernel_api._transforms import check_traced
 from kernel_api.errors import ArgumentError
 from kernel_api.ops import FORMS, GROUPED_FORMS
 
@@ -48,10 +50,12 @@ def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[s
     for value in (A, B, *options.values()):
         if not isinstance(value, _IN_GRAPHS):
             return _refused(form, A, B, out, out_dtype, options)
+    check_traced(A=A, B=B, **options)
+    check_outputs(form.given(out, options))
     out, complete = form.completed(A, B, out, out_dtype, options)
     given = {name: value for name, value in complete.items() if value is not None}
     tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
-    numbers = [name for name in given if name in FACTORS and name not in tensors]
+    numbers = [name for name in given if name in FACTORS and _in_lists(given[name])]
     written = form.written(complete)
     groups = (
         written,
@@ -64,9 +68,22 @@ def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[s
         *(A, B, out),
         *([given[name] for name in group] for group in groups),
         names,
-        [f"{name}={value!r}" for name, value in given.items() if name not in names],
+        [f"{name}={_text(value)}" for name, value in given.items() if name not in names],
     )
     return form.results(out, complete)
+
+
+def _in_lists(value: Any) -> bool:
+    """Whether a factor is what the lists of numbers hold: whole numbers have a sign there, so that
+    texts have those of 64 bits without one."""
+    if isinstance(value, torch.Tensor):
+        return False
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
+
+
+def _text(value: Any) -> str:
+    """What :func:`_options` reads; int makes a number of a tracer's symbol."""
+    return f"{int(value)}" if type(value) is int else repr(value)
 
 
 def _refused(form: Form, *call: Any) -> Any:

@@ -39,8 +39,8 @@ class _Recorder:
     """Appends to a file what is not there yet."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
-        self._known = _digests(path)
+        self._path = os.path.abspath(path)  # a program may change its folder
+        self._known = _digests(self._path)
         self._seen: set[Any] = set()
         self._lock = threading.Lock()
 

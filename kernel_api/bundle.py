@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
 INDEX = "index.json"
-VARIABLE = "KERNEL_API_BUNDLE"
 
 _FORMAT = 1
 
@@ -43,6 +42,11 @@ class BundleProvider(Provider):
 
     name: ClassVar[str] = "bundle"
     rank: ClassVar[int] = -1
+
+    @classmethod
+    def _taken_from(cls, kernel_class: Any) -> Iterable[str]:
+        """Nothing: the families of several providers are here, which may have one name."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ def load_bundle(path: str | os.PathLike[str]) -> list[Kernel]:
 
     Raises LibraryError where there is no bundle.
     """
-    folder = Path(path)
+    folder = Path(path).absolute()  # libraries are read later, maybe from another folder
     kernels = []
     for file, manifest in _index(folder):
         try:
@@ -144,13 +148,6 @@ def load_bundle(path: str | os.PathLike[str]) -> list[Kernel]:
     return list(dict.fromkeys(kernels))
 
 
-def load_named_bundles() -> None:
-    """Those of ``KERNEL_API_BUNDLE``, paths separated by colons."""
-    for path in os.environ.get(VARIABLE, "").split(os.pathsep):
-        if path:
-            load_bundle(path)
-
-
 def pack(sources: Iterable[str | os.PathLike[str]], folder: str | os.PathLike[str]) -> list[str]:
     """Make a bundle, or add to one: copy libraries into a folder and write its index.
 
@@ -166,6 +163,8 @@ def pack(sources: Iterable[str | os.PathLike[str]], folder: str | os.PathLike[st
     folder = Path(folder)
     libraries = [path for source in sources for path in _libraries_at(Path(source))]
     manifests = [read_manifest(path) for path in libraries]  # all are checked before any is copied
+    if not (libraries or any(folder.glob(f"*{LIBRARY}"))):
+        raise LibraryError(f"there is no library to pack in {', '.join(map(str, sources))}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, manifest in zip(libraries, manifests, strict=True):
@@ -173,8 +172,6 @@ def pack(sources: Iterable[str | os.PathLike[str]], folder: str | os.PathLike[st
             if not (target.exists() and path.samefile(target)):
                 replace_durably(target, path.read_bytes())
         held = [(path, read_manifest(path)) for path in sorted(folder.glob(f"*{LIBRARY}"))]
-        if not held:
-            raise LibraryError(f"there is no library to pack in {', '.join(map(str, sources))}")
         kernels = [{"file": path.name, "manifest": json.loads(m.text)} for path, m in held]
         index = json.dumps({"format": _FORMAT, "kernels": kernels}, indent=1)
         replace_durably(folder / INDEX, index.encode())
@@ -207,7 +204,7 @@ def _index(folder: Path) -> list[tuple[str, Manifest]]:
         return [(k["file"], Manifest.parsed(json.dumps(k["manifest"]))) for k in index["kernels"]]
     except OSError as error:
         raise LibraryError(f"{folder} is no bundle: {INDEX}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, LibraryError):
             raise
         raise LibraryError(f"{folder} is no bundle: {INDEX} cannot be read: {error!r}") from error

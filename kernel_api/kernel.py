@@ -260,8 +260,9 @@ class Kernel(metaclass=KernelType):
 
         The tensors come in the order of the arguments' fields and must have the same types,
         ranks, majors and alignment as those prepared for; sizes may differ (columns with scales of
-        their own stay a multiple of 4 if they were one). Operands of an epilogue, tensors and
-        numbers, are passed by name; those that are not are the ones prepared with::
+        their own stay a multiple of 4 if they were one), but neither head dimensions nor page sizes
+        of attention. Operands of an epilogue, tensors and numbers, are passed by name; those that
+        are not are the ones prepared with::
 
             launch = kernel.prepare(args)
             launch(A, B, out, bias=bias, alpha=0.5)
@@ -269,9 +270,9 @@ class Kernel(metaclass=KernelType):
         Autograd is not told what a launch writes, as it is by :meth:`run`.
 
         Raises what :meth:`run` does. The launch checks no more than that the names exist
-        (EpilogueError; TypeError or ArgumentError where there are no operands to name), what the
-        compiled code checks of its tensors, and offsets of groups where the environment asks for
-        that while it is prepared.
+        (EpilogueError; TypeError or ArgumentError where there are no operands to name), head
+        dimensions and page sizes (ArgumentError), what the compiled code checks of its tensors, and
+        offsets of groups where the environment asks for that while it is prepared.
         """
         require_arguments(args)
         self._require(args, query_target(args.device, None), compiled=artifact is not None)

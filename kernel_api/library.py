@@ -60,6 +60,7 @@ def artifact_of(manifest: Manifest, path: Path) -> CompiledArtifact:
         ArgumentError: the kernel cannot be rebuilt.
         LibraryError: the file cannot be loaded, or not run by this driver.
     """
+    path = path.absolute()  # the folder may change, and a bare name is no path to the loader
     kernel = manifest.metadata.rebuild()
     driver = driver_major()
     if manifest.cuda is not None and driver is not None and driver < manifest.cuda:

@@ -27,6 +27,10 @@ __all__ = ["BlockSparse", "Causal", "Mask", "MaskMod", "Padding", "SlidingWindow
 #: Names of the left and the right bound of a band, by what it is aligned to.
 BOUNDS = {"top_left": ("left", "right"), "bottom_right": ("left_end", "right_end")}
 
+#: What bounds are at most: 64 bits hold them with the length of a sequence added, and none is
+#: longer.
+_FARTHEST = 2**62
+
 
 class Mask(Described):
     """Base of the masks."""
@@ -303,7 +307,7 @@ def _bound(name: str, given: Any) -> int:
             f"{name} is {bound}; expected how far a query sees to that side, at least 0, or None "
             f"where there is no bound"
         )
-    return bound
+    return min(bound, _FARTHEST)
 
 
 def _block_shape(given: Any) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ from kernel_api.errors import ArgumentError
 #: Alignment is counted up to this many bytes; no kernel asks for more.
 MAX_ALIGNMENT = 128
 
+_PARTS_OF_COMPLEX = frozenset(("float16", "float32", "float64"))
+
 
 class Layout:
     """What there is to know of a tensor without its address, and what follows from that.
@@ -28,6 +30,8 @@ class Layout:
         dtype: The canonical :class:`~kernel_api.dtypes.DType`.
         device: The torch device.
         on_meta: Whether that is ``meta``.
+        may_be_negated: Whether it may be the imaginary part of something complex, whose conjugate
+            has torch's negative bit.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Layout:
     ) -> None:
         self.shape, self.stride, self.dtype, self.device = shape, stride, element, device
         self.on_meta: bool = device.type == "meta"
+        self.may_be_negated: bool = element.name in _PARTS_OF_COMPLEX
 
     @cached_property
     def unit_mode(self) -> int | None:
@@ -88,6 +93,12 @@ def _layout_of(tensor: Any) -> Layout:
 
 
 def _new_layout(element: Any, shape: Any, stride: tuple[int, ...], device: Any) -> Layout:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.jit.is_tracing():
+        raise ArgumentError(
+            "a call is traced by torch.jit.trace, whose sizes are no numbers and whose graphs hold "
+            "no kernels of ours; use torch.compile or torch.export"
+        )
     return Layout(tuple(shape), stride, dtype(element), device)
 
 
@@ -119,22 +130,22 @@ class Operand:
             tensor = as_torch(tensor, name)
             torch = sys.modules["torch"]
             plain = type(tensor) is torch.Tensor
-        if not is_sketch:
-            if tensor.layout is not torch.strided or tensor.is_nested:
-                kind = "nested" if tensor.is_nested else tensor.layout
-                raise ArgumentError(f"{name} is a {kind} tensor; expected a strided one")
-            if tensor.is_neg():
-                raise ArgumentError(
-                    f"{name} has torch's negative bit set, as imaginary parts of conjugates have, "
-                    f"and kernels read memory; pass {name}.resolve_neg()"
-                )
-            if torch.autograd.forward_ad._current_level >= 0 and _has_tangent(tensor):
-                raise ArgumentError(
-                    f"{name} has a tangent (torch.autograd.forward_ad), which kernels would lose; "
-                    f"they have gradients of the backward mode alone"
-                )
+        if not is_sketch and (tensor.layout is not torch.strided or tensor.is_nested):
+            kind = "nested" if tensor.is_nested else tensor.layout
+            raise ArgumentError(f"{name} is a {kind} tensor; expected a strided one")
         self.tensor = tensor
         self.layout = layout = _layout_of(tensor)
+        # Whole numbers are not asked, which torch's compiler could not trace.
+        if layout.may_be_negated and not is_sketch and tensor.is_neg():
+            raise ArgumentError(
+                f"{name} has torch's negative bit set, as imaginary parts of conjugates have, "
+                f"and kernels read memory; pass {name}.resolve_neg()"
+            )
+        if not is_sketch and torch.autograd.forward_ad._current_level >= 0 and _has_tangent(tensor):
+            raise ArgumentError(
+                f"{name} has a tangent (torch.autograd.forward_ad), which kernels would lose; "
+                f"they have gradients of the backward mode alone"
+            )
         self.shape: tuple[int, ...] = layout.shape
         self.stride: tuple[int, ...] = layout.stride
         self.dtype: DType = layout.dtype
@@ -219,6 +230,10 @@ def require_tensors(**given: Any) -> None:
                 one.data_ptr()
             except RuntimeError as error:
                 raise _no_memory(name) from error
+    if torch.compiler.is_compiling():
+        from kernel_api._transforms import check_traced
+
+        check_traced(**given)
 
 
 def _has_tangent(tensor: Any) -> bool:

@@ -6,7 +6,9 @@ import functools
 import importlib
 import importlib.metadata
 import os
+import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 logger = _log.logger(__name__)
 
 ENTRY_POINT_GROUP = "kernel_api.providers"
+
+#: Of the environment: paths of bundles, separated by colons.
+_BUNDLES = "KERNEL_API_BUNDLE"
+
 _BUILT_IN = {
     "cutedsl": "kernel_api.providers.cutedsl",
     "torch": "kernel_api.providers.torch",
@@ -80,14 +86,25 @@ class Provider:
         Raises RegistrationError naming everything that the class lacks, or that contradicts.
         """
         missing = list(cls.missing_from(kernel_class))
-        if missing:
-            name = getattr(kernel_class, "__qualname__", repr(kernel_class))
-            raise RegistrationError(f"{name} cannot be registered: {'; '.join(missing)}")
         with _lock:
+            missing = missing or list(cls._taken_from(kernel_class))
+            if missing:
+                name = getattr(kernel_class, "__qualname__", repr(kernel_class))
+                raise RegistrationError(f"{name} cannot be registered: {'; '.join(missing)}")
             kernel_class._provider = cls  # type: ignore[attr-defined]
             cls._families[_path(kernel_class)] = kernel_class
             registry_changed()
         return kernel_class
+
+    @classmethod
+    def _taken_from(cls, kernel_class: Any) -> Iterable[str]:
+        """That another class has its family's name, which the names of kernels begin with."""
+        name = kernel_class.family_name()
+        for path, other in cls._families.items():
+            if other.family_name() == name and path != _path(kernel_class):
+                yield (
+                    f"the family {name!r} is {path}; name another family, or unregister that class"
+                )
 
     @classmethod
     def unregister(cls, kernel_class: type) -> None:
@@ -209,12 +226,15 @@ def _scan() -> None:
             return
         _scanning = True
         try:
+            plug_ins = sorted(_entry_points(), key=lambda e: e.name)
             for name, module in _BUILT_IN.items():
-                _load(name, functools.partial(importlib.import_module, module))
-            for entry in sorted(_entry_points(), key=lambda e: e.name):
-                _load(entry.name, entry.load)
-            if os.environ.get("KERNEL_API_BUNDLE"):
-                _load("bundle", _load_bundles)
+                _load(f"provider {name!r}", functools.partial(importlib.import_module, module))
+            for entry in plug_ins:
+                others = [_module(other) for other in plug_ins if other is not entry]
+                keeps = functools.partial(_is_of, others, _module(entry))
+                _load(f"provider {entry.name!r}", functools.partial(_plug_in, entry), keeps)
+            for path in filter(None, os.environ.get(_BUNDLES, "").split(os.pathsep)):
+                _load(f"bundle {path!r}", functools.partial(_bundle, path))
             _scanned = True
         finally:
             _scanning = False
@@ -224,30 +244,74 @@ def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
     return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
 
 
-def _load(name: str, load: Callable[[], Any]) -> None:
-    """A provider that cannot be loaded is a warning: the others still answer."""
+def _load(
+    what: str, load: Callable[[], Any], keeps: Callable[[type], bool] = lambda cls: False
+) -> None:
+    """What cannot be loaded is a warning, and registers nothing: the others still answer.
+
+    Args:
+        keeps: Whether a provider or kernel class that was registered meanwhile is of others.
+    """
+    named = dict(_providers)
+    families = {provider: dict(provider._families) for provider in named.values()}
     try:
-        loaded = load()
-    except Exception as error:
-        logger.debug("provider %s failed to load", name, exc_info=True)
+        load()
+    except (Exception, SystemExit) as error:
+        logger.debug("%s failed to load", what, exc_info=True)
+        _restore(named, families, keeps)
         warnings.warn(
-            f"provider {name!r} could not be loaded and is left out: {error!r}",
-            PluginWarning,
-            stacklevel=2,
-        )
-        return
-    if isinstance(loaded, type) and not issubclass(loaded, Provider):
-        warnings.warn(
-            f"entry point {name!r} gives {loaded!r}, which is no Provider; it is left out",
-            PluginWarning,
-            stacklevel=2,
+            f"{what} could not be loaded and is left out: {error!r}", PluginWarning, stacklevel=2
         )
 
 
-def _load_bundles() -> None:
-    from kernel_api.bundle import load_named_bundles
+def _restore(
+    named: dict[str, type[Provider]],
+    families: dict[type[Provider], dict[str, type[Kernel]]],
+    keeps: Callable[[type], bool],
+) -> None:
+    """Make the registry what it was, but for what was added and is to be kept."""
 
-    load_named_bundles()
+    def kept(added: dict[str, K]) -> dict[str, K]:
+        return {name: cls for name, cls in added.items() if keeps(cls)}
+
+    before = {**kept(_providers), **named}
+    _providers.clear()
+    _providers.update(before)
+    for provider in _providers.values():
+        known = {**kept(provider._families), **families.get(provider, {})}
+        provider._families.clear()
+        provider._families.update(known)
+    registry_changed()
+
+
+def _module(entry: importlib.metadata.EntryPoint) -> str:
+    return entry.value.partition(":")[0].strip()
+
+
+def _is_of(others: list[str], own: str, cls: type) -> bool:
+    """Whether a class stands in the module of another plug-in, or below it, which was imported.
+
+    It is not imported again when it is its turn.
+    """
+    name = cls.__module__
+    above = [one for one in (*others, own) if f"{name}.".startswith(f"{one}.")]
+    return max(above, key=len, default=None) in others and name in sys.modules
+
+
+def _plug_in(entry: importlib.metadata.EntryPoint) -> None:
+    found = entry.load()
+    is_provider = isinstance(found, type) and issubclass(found, Provider)
+    if not (is_provider or isinstance(found, types.ModuleType)):
+        raise RegistrationError(
+            f"{entry.value} is {found!r}, which is no Provider; expected a class that is one, or a "
+            f"module that registers its kernels on import"
+        )
+
+
+def _bundle(path: str) -> None:
+    from kernel_api.bundle import load_bundle
+
+    load_bundle(path)
 
 
 def rescan() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pwd
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -67,6 +68,18 @@ def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "cache"
     monkeypatch.setenv("KERNEL_API_CACHE_DIR", str(directory))
     return directory
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without a home folder, as in containers: nothing says where a cache may be."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "KERNEL_API_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from support.kernels import cpu_kernel, kernels_of
 from support.registry import restored_registry
 
 import kernel_api as ka
-from kernel_api import _compile_cache, bundle
+from kernel_api import _compile_cache, bundle, provider
 from kernel_api.errors import (
     ArgumentError,
     ArtifactError,
@@ -76,6 +76,17 @@ def test_what_was_exported_is_loaded_as_it_was(library):
     assert loaded.resources == compiled.resources
     assert loaded.compiled_obj(1, 2, 3) == 3
     loaded.check(kernel, arguments(), target(90))
+
+
+@pytest.mark.parametrize("name", ["gemm.so", "./gemm.so", Path("gemm.so")], ids=repr)
+def test_a_library_of_the_current_folder_is_loaded_and_stays_itself_elsewhere(
+    library, monkeypatch, tmp_path_factory, name
+):
+    monkeypatch.chdir(Path(library).parent)
+    loaded = ka.load(name)
+    assert loaded.compiled_obj(1, 2, 3) == 3
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert loaded.export("again.so").read_bytes() == Path(library).read_bytes()
 
 
 def test_the_manifest_is_inside_and_beside(folder):
@@ -260,6 +271,30 @@ def test_a_bundle_offers_its_kernels_for_the_targets_it_has(packed, registry):
     assert artifact.kernel == kernel == kernels()[1]
 
 
+@pytest.mark.parametrize("where", [".", "bundle"])
+def test_a_bundle_that_is_named_from_here_is_found_from_elsewhere(
+    packed, registry, monkeypatch, tmp_path_factory, where
+):
+    path, _ = packed
+    monkeypatch.chdir(path if where == "." else path.parent)
+    ka.load_bundle(where)
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    (kernel,) = from_bundle(arguments(), cc=80)
+    assert kernel.compile(arguments(), cc=80).compiled_obj(1, 2) == 2
+
+
+class Namesake(CodeGemm):
+    family = "CodeGemm"
+
+
+def test_a_bundle_may_have_families_of_one_name_of_two_providers(packed, registry, tmp_path):
+    registry.register(Namesake)
+    kernels_of(Namesake)[0].compile(arguments(), cc=90).export(tmp_path / "namesake.so")
+    bundle.pack([tmp_path / "namesake.so"], packed[0])
+    assert len(ka.load_bundle(packed[0])) == 3
+    assert len(from_bundle(arguments(), cc=90)) == 3
+
+
 def test_a_bundle_comes_before_what_compiles_and_explains_itself(packed, registry):
     ka.load_bundle(packed[0])
     listed = ka.get_kernels(arguments(), cc=90)
@@ -286,10 +321,24 @@ def test_what_is_no_bundle_says_so(packed, tmp_path, folder):
         ka.load_bundle(tmp_path)
     with pytest.raises(LibraryError, match="there is no library to pack"):
         bundle.pack([tmp_path], tmp_path / "empty")
+    assert not (tmp_path / "empty").exists()
     for text, match in [("[]", "cannot be read"), ('{"format": 7}', "has format 7; expected 1")]:
         (path / "index.json").write_text(text)
         with pytest.raises(LibraryError, match=match):
             ka.load_bundle(path)
+
+
+def test_a_path_that_is_no_bundle_is_a_warning_and_the_others_are_loaded(
+    packed, registry, monkeypatch, tmp_path
+):
+    path, _ = packed
+    monkeypatch.setenv("KERNEL_API_BUNDLE", f"{tmp_path / 'none'}:{path}:{tmp_path / 'neither'}")
+    provider.rescan()
+    with pytest.warns(PluginWarning, match="is no bundle") as caught:
+        assert len(from_bundle(arguments(), cc=90)) == 2
+    first, second = (str(warning.message) for warning in caught)
+    assert first.startswith(f"bundle '{tmp_path / 'none'}' could not be loaded and is left out: ")
+    assert str(tmp_path / "neither") in second
 
 
 def test_a_kernel_whose_class_is_gone_is_left_out_with_a_warning(packed, registry):

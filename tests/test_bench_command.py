@@ -155,11 +155,11 @@ def test_options_say_how_it_is_measured(capsys, monkeypatch):
         return []
 
     monkeypatch.setattr(_comparison, "compared", compared)
-    words = ("--launches", "eager", "--l2", "cold", "--rounds", 7, "--rest", 2, "--seed", 3)
+    words = ("--launches", "eager", "--l2", "warm", "--rounds", 7, "--rest", 0, "--seed", 3)
     run(capsys, *SIZES, *words, "--timeout", 4, "--cc", 90, "--no-verify")
     ((where, count, policy, device, choice, how),) = asked
     assert (where, count, device) == ("cpu", 1, "cpu")  # torch's
-    assert policy == Policy("eager", "cold", 7, rest=2, seed=3)
+    assert policy == Policy("eager", "warm", 7, rest=0, seed=3)
     assert (choice.timeout_s, choice.cc) == (4.0, "90")
     assert how == {"verify": False, "progress": False}
 
@@ -189,6 +189,9 @@ def test_a_problem_without_a_kernel_or_without_data_fails(capsys, monkeypatch):
         (["--timeout", "soon"], "'soon' is no number of seconds"),
         (["--seed", "-1"], "seed is -1"),
         (["--dtype", "f17"], "names no element type"),
+        (["--launches", "graph"], "--launches graph: the CPU has no graphs of launches; leave it"),
+        (["--l2", "cold"], "--l2 cold: on the CPU no cache is emptied; leave it out"),
+        (["--rest", "3"], "--rest 3: the CPU does not rest; leave it out, or pass --device cuda"),
         (["--device", "cuda"], "--device cuda: torch sees no GPU here"),
         (["{cuda}", "--cc", "90"], " takes the problem on cpu; kernel-api list has the names"),
     ],

@@ -253,6 +253,28 @@ def test_a_directory_that_cannot_be_made_is_a_warning(cache_directory):
     refused("cannot be used: .*(Not a directory|File exists)")
 
 
+def test_without_a_home_folder_there_is_a_warning_and_no_cache(homeless):
+    refused("there is no home folder to keep a cache in; set KERNEL_API_CACHE_DIR to a folder")
+
+
+def test_without_a_home_folder_nothing_is_tuned_and_calls_are_served(homeless):
+    A = torch.ones(4, 4)
+    with pytest.warns(CacheWarning, match="there is no home folder"):
+        assert ka.tuned(ka.GemmArguments(A, A, torch.empty(4, 4))) is None
+    assert torch.equal(ka.ops.gemm(A, A), A @ A)
+
+
+def test_a_relative_directory_stays_the_folder_that_it_was_at_first(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KERNEL_API_CACHE_DIR", "relative_cache")
+    compiled()
+    monkeypatch.chdir("elsewhere")
+    assert compiled().compiled_obj(1) == 1
+    assert len(compilations()) == 1
+    assert _disk_cache.directory() == tmp_path / "relative_cache"
+
+
 def test_an_entry_that_cannot_be_written_is_a_log_line(cache_directory, monkeypatch, caplog):
     def full(self, key, files):
         raise OSError(28, "No space left on device")

@@ -11,7 +11,7 @@ from support.kernels import kernels_of
 from support.registry import restored_registry
 
 import kernel_api as ka
-from kernel_api import _compile_cache, bundle
+from kernel_api import _compile_cache, _disk_cache, bundle
 from kernel_api.cli import main
 
 
@@ -23,6 +23,11 @@ def registered(cache_directory, monkeypatch):
         yield
         monkeypatch.delenv("KERNEL_API_PROVIDERS")
     bundle._families.clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_told():
+    _disk_cache._told.clear()
 
 
 @pytest.fixture
@@ -46,6 +51,13 @@ def answer(capsys, *command):
 def test_path_is_where_the_cache_would_be(cache_directory, capsys):
     assert answer(capsys, "cache", "path") == (0, {"path": str(cache_directory)})
     assert not cache_directory.exists()
+
+
+@pytest.mark.parametrize("command", [["cache", "path"], ["cache", "ls"], ["report"]], ids=str)
+def test_without_a_home_folder_commands_that_need_one_exit_with_2(homeless, command, capsys):
+    assert main(command) == 2
+    told = capsys.readouterr().err
+    assert "there is no home folder to keep a cache in; set KERNEL_API_CACHE_DIR" in told
 
 
 def test_ls_lists_what_was_compiled(filled, capsys):
@@ -100,11 +112,73 @@ def test_an_archive_moves_entries_to_another_cache(filled, tmp_path, capsys, mon
     archive = tmp_path / "kernels.tar"
     assert answer(capsys, "cache", "export", archive)[1]["entries"] == 2
     monkeypatch.setenv("KERNEL_API_CACHE_DIR", str(tmp_path / "elsewhere"))
-    assert answer(capsys, "cache", "import", archive) == (0, {"entries": 2, "refused": {}})
+    found = {"entries": 2, "kept_out": 0, "refused": {}}
+    assert answer(capsys, "cache", "import", archive) == (0, found)
     _compile_cache.clear()
     monkeypatch.setattr(CodeGemm, "before_code", None)  # a compilation would raise
     for kernel in filled:
         kernel.compile(arguments_for(kernel, 64, 64, 64, device="meta"), cc=90)
+
+
+def test_import_replaces_what_is_damaged_and_counts_what_was_here(
+    filled, cache_directory, tmp_path, capsys
+):
+    archive = tmp_path / "kernels.tar"
+    answer(capsys, "cache", "export", archive)
+    entry = next((cache_directory / "kernels").iterdir())
+    os.truncate(entry / "kernel.so", 100)
+    found = {"entries": 1, "kept_out": 1, "refused": {}}
+    assert answer(capsys, "cache", "import", archive) == (0, found)
+    assert answer(capsys, "cache", "verify")[1]["passed"]
+    assert main(["cache", "import", str(archive)]) == 0
+    assert f"0 entries taken from {archive}, 2 were here" in capsys.readouterr().out
+
+
+def test_import_takes_only_the_kernels_that_are_asked_for(filled, tmp_path, capsys, monkeypatch):
+    archive = tmp_path / "kernels.tar"
+    answer(capsys, "cache", "export", archive)
+    monkeypatch.setenv("KERNEL_API_CACHE_DIR", str(tmp_path / "elsewhere"))
+    name = filled[0].metadata.kernel_name
+    assert answer(capsys, "cache", "import", archive, "--filter", "zzz")[1]["entries"] == 0
+    assert answer(capsys, "cache", "import", archive, "--filter", name)[1]["entries"] == 1
+    assert [row["kernel"] for row in answer(capsys, "cache", "ls")[1]] == [name]
+
+
+def test_an_export_that_fails_leaves_the_archive_as_it_was(filled, tmp_path, capsys, monkeypatch):
+    def full(self, name, arcname):
+        self.fileobj.write(b"the beginning")
+        raise OSError(28, "No space left on device")
+
+    archive = tmp_path / "kernels.tar"
+    answer(capsys, "cache", "export", archive)
+    before = archive.read_bytes()
+    monkeypatch.setattr(tarfile.TarFile, "add", full)
+    assert main(["cache", "export", str(archive)]) == 2
+    assert f"{archive} cannot be written: No space left on device" in capsys.readouterr().err
+    assert archive.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "kernels.tar"}
+
+
+def _without_a_name(text):
+    return json.dumps({**json.loads(text), "kernel": {}})
+
+
+@pytest.mark.parametrize(
+    "change", [_without_a_name, lambda text: "[" * 100_000], ids=["no name", "deep"]
+)
+def test_a_manifest_that_makes_no_sense_is_an_entry_that_is_not_good(
+    filled, cache_directory, capsys, change
+):
+    entry = next((cache_directory / "kernels").iterdir())
+    manifest = entry / "manifest.json"
+    manifest.write_text(change(manifest.read_text()))
+    row = next(row for row in answer(capsys, "cache", "ls")[1] if entry.name.startswith(row["key"]))
+    assert row["kernel"] == "unreadable"
+    assert "the manifest cannot be read" in row["state"]
+    _compile_cache.clear()
+    for kernel in filled:  # moved aside, and compiled again
+        kernel.compile(arguments_for(kernel, 64, 64, 64, device="meta"), cc=90)
+    assert answer(capsys, "cache", "verify")[1]["passed"]
 
 
 def test_an_archive_is_not_trusted(filled, cache_directory, tmp_path, capsys, monkeypatch):
@@ -121,6 +195,7 @@ def test_an_archive_is_not_trusted(filled, cache_directory, tmp_path, capsys, mo
     assert code == 1
     assert found == {
         "entries": 0,
+        "kept_out": 0,
         "refused": {
             "0" * 64: "it belongs to another key",
             entry.name: "it is not one file of code and a manifest",
@@ -168,6 +243,13 @@ def test_compile_writes_libraries_for_a_file_of_signatures_and_bundle_packs_them
     assert code == 0
     assert sorted(packed["kernels"]) == sorted(one["kernel"] for one in found["outcomes"])
     assert len(ka.load_bundle(tmp_path / "bundle")) == 2
+
+
+def test_a_target_that_is_named_twice_is_compiled_for_once(capsys):
+    words = ("--target", "sm_90", "--target", "90", "--limit", 1)
+    code, found = answer(capsys, "compile", *words)
+    assert code == 0
+    assert [one["target"] for one in found["outcomes"]] == ["sm_90"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from support.kernels import CpuGemm
 
-from kernel_api.cli import main
+from kernel_api.cli import _doctor, main
 from kernel_api.cli._render import Output
 
 SMALL = ["--m", "33", "--n", "17", "--k", "65"]
@@ -44,6 +45,27 @@ def test_the_module_is_the_command():
         check=True,
     )
     assert done.stdout.startswith("kernel-api ")
+
+
+@pytest.mark.parametrize("words", [["explain", "--help"], ["explain", *SMALL]], ids=" ".join)
+def test_what_the_readers_encoding_has_not_is_replaced(words):
+    done = subprocess.run(
+        [sys.executable, "-m", "kernel_api", *words],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.isascii()
+    if "--help" in words:
+        assert b"A (M, K) ? B (K, N)" in done.stdout
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("words", ["--help", "list --provider torch"])
+def test_without_a_reader_the_exit_code_answers(words, closed):
+    command = f"{shlex.quote(sys.executable)} -m kernel_api {words} {closed}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_list_counts_what_it_shows_and_hides(capsys):
@@ -104,6 +126,25 @@ def test_verify_passes_what_is_right(capsys):
     assert "reference_gemm" in out
 
 
+@pytest.mark.parametrize("operation", ["sdpa", "sdpa_backward"])
+def test_verify_has_odd_sizes_of_attention(capsys, operation):
+    words = ("--shapes", "odd", "--device", "cpu", "--provider", "torch")
+    code, told = run_json(capsys, "verify", "--operation", operation, *words)
+    assert (code, told["without_kernel"]) == (0, [])
+    labels = list(dict.fromkeys(one["problem"] for one in told["outcomes"]))
+    assert len(labels) == 8 and labels[0] == "1x1x16"
+
+
+def test_a_norm_has_no_k(capsys):
+    words = ("verify", "--operation", "rmsnorm", "--m", 17, "--n", 9, "--device", "cpu")
+    code, told = run_json(capsys, *words)
+    assert code == 0
+    assert {one["problem"] for one in told["outcomes"]} == {"17x9"}
+    code, out, err = run(capsys, *words, "--k", 64)
+    assert (code, out) == (2, "")
+    assert "--k is 64; rmsnorm has sizes M and N, leave it out" in err
+
+
 def test_verify_fails_what_is_wrong(capsys, registry):
     class Wrong(CpuGemm):
         family = "wrong"
@@ -136,6 +177,18 @@ def test_doctor_says_what_is_here_and_what_works(capsys):
     assert torch.__version__ in text
     assert "nvidia-cutlass-dsl" in text
     assert "sm_90a" in text
+
+
+def test_doctor_shows_a_provider_that_cannot_say_whether_it_is_available(registry):
+    def raises(cls):
+        raise OSError("the compiler cannot be asked")
+
+    provider = registry.register(CpuGemm)
+    provider.available = classmethod(raises)
+    found = _doctor._providers()
+    told = "CpuGemm 1; not available: OSError: the compiler cannot be asked"
+    assert found[provider.name] == told
+    assert "reference.gemm" in found["reference"]
 
 
 @pytest.mark.parametrize(

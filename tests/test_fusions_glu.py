@@ -1,10 +1,12 @@
 """Gated linear units and their gradients, against torch and its autograd."""
 
+import numpy as np
 import pytest
 import torch
 from support.fusions import GLU, SETTINGS, Draw, close, computed, gradient, pairs
 
 import kernel_api as ka
+from kernel_api.errors import ArgumentError
 
 ALPHA = 0.7
 LIMITS = {"geglu_clamped": {"limit": 0.8, "offset": 0.3}}
@@ -80,6 +82,23 @@ def test_prob_may_be_a_column():
     A, B, prob = draw.A, draw.B, draw.random(7, 1)
     found = computed(ka.fusions.gemm_swiglu(A, B, out=draw.written(32), prob=prob))["out"]
     close(found, forward(A @ B, "swiglu") * prob)
+
+
+@pytest.mark.parametrize("limit", [-1.0, -1, float("nan"), np.float32(-0.5)])
+def test_a_limit_is_from_0_up_every_time(limit):
+    x, w, experts = torch.randn(4, 8), torch.randn(64, 8), torch.randn(1, 8, 64)
+    ends = torch.tensor([4], dtype=torch.int32)
+    given = {"kind": "geglu_clamped"}
+    for call in (
+        lambda limit: ka.ops.gemm_glu(x, w.t(), limit=limit, **given),
+        lambda limit: ka.ops.grouped_gemm_glu(x, experts, ends, limit=limit, **given),
+        lambda limit: ka.nn.linear_glu(x, w, limit=limit, **given),
+    ):
+        for _ in range(2):  # calls that look like an earlier one are not checked again
+            for taken in (7.0, 7, 1.0, 0.5, 0.0, float("inf"), np.float32(2.5)):
+                assert not call(taken).isnan().any()
+            with pytest.raises(ArgumentError, match=r"limit is .*; expected a number from 0 up"):
+                call(limit)
 
 
 def test_limit_and_offset_are_7_and_1_unless_said():

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kernel_api as ka
 from kernel_api import masks
 from kernel_api.errors import ArgumentError, EpilogueError
 from kernel_api.masks import BlockSparse, Causal, MaskMod, Padding, SlidingWindow
@@ -87,6 +88,17 @@ def test_parts_are_found_in_a_combination():
     assert (Causal() & SlidingWindow(1, 2)).is_band
     assert Causal().graph is None
     assert not Causal().is_padding
+
+
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("far", [2**63 - 1, 2**70])
+@pytest.mark.parametrize(("S_q", "S_kv"), [(3, 6), (6, 3)])
+def test_a_bound_may_be_farther_than_64_bits_count(S_q, S_kv, far, alignment):
+    q, k = torch.randn(1, 2, S_q, 8), torch.randn(1, 2, S_kv, 8)
+    expected = ka.ops.sdpa(q, k, k)
+    for bounds in ((far, None), (None, far)):
+        found = ka.ops.sdpa(q, k, k, mask=SlidingWindow(*bounds, alignment))
+        torch.testing.assert_close(found, expected)
 
 
 def test_masks_are_told_apart_and_compared():

@@ -66,6 +66,35 @@ def test_few_tiles_of_many_products_prefer_to_split_them():
     assert best((SQUARE, SPLIT), 8192, 8192, 1024) is SQUARE
 
 
+def test_who_asks_twice_for_what_is_still_on_its_way_waits_longer():
+    shares_weights = Candidate((128, 64, 64), (2, 1), "cooperative", 8)
+    asks_twice = Candidate((64, 128, 64), (2, 1), "cooperative", 9, swap_ab=True)
+
+    def ratio(crossing):
+        constants = dataclasses.replace(CONSTANTS, crossing=crossing, l2_bandwidth=1e14)
+        few_rows = problem(256, 8192, 4096)
+        times = (model.seconds(few_rows, one, constants) for one in (asks_twice, shares_weights))
+        return next(times) / next(times)
+
+    assert ratio(4.0) > 1.2 * ratio(0.0)
+
+
+def test_l2_has_the_smaller_operand_nearer():
+    constants = dataclasses.replace(CONSTANTS, l2_bandwidth=1e12, crossing=0.0)
+    nearer = dataclasses.replace(constants, near=0.1)
+    # A tile of 128 rows and 64 columns reads two thirds of A, which is smaller.
+    tile, few_rows = Candidate((128, 64, 64), (1, 1), "cooperative", 8), problem(256, 8192, 8192)
+    assert model.seconds(few_rows, tile, nearer) < 0.75 * model.seconds(few_rows, tile, constants)
+
+
+def test_stages_that_consumers_hold_are_not_on_their_way():
+    few, more = (dataclasses.replace(SMALL, stages=stages) for stages in (2, 4))
+    held = seconds(few, 64, 64, 8192) / seconds(more, 64, 64, 8192)
+    none_held = dataclasses.replace(CONSTANTS, held=0.0)
+    either = (model.seconds(problem(64, 64, 8192), one, none_held) for one in (few, more))
+    assert held > 1.2 * next(either) / next(either)
+
+
 def test_parts_rather_meet_in_a_cluster_where_all_clusters_run_at_once():
     assert best((SQUARE, SPLIT, MEETING), 256, 256, 16384) is MEETING
     assert best((SQUARE, SPLIT, MEETING), 8192, 8192, 1024) is SQUARE

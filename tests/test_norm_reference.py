@@ -20,6 +20,7 @@ from torch.testing import assert_close
 
 import kernel_api as ka
 from kernel_api.arguments import EpilogueArguments
+from kernel_api.errors import ArgumentError
 from kernel_api.verification import FACTOR, compare, judge, poison
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -328,6 +329,17 @@ def test_a_prepared_launch_takes_the_further_operands_by_place_and_by_name(kind)
         launch(*tensors, **named)
         for name, output in again.outputs.items():
             assert_close(output.tensor.double(), exact[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("provider", ["reference", "torch"])
+def test_a_prepared_launch_says_which_tensors_it_takes(provider):
+    args = Draw(6, 32).arguments(RMS)
+    launch = only(args, provider).prepare(args)
+    for given in (args.tensors[:1], args.tensors * 9):
+        with pytest.raises(
+            ArgumentError, match=rf"{len(given)} tensors are given; expected x, out"
+        ):
+            launch(*given)
 
 
 @pytest.mark.parametrize("provider", ["reference", "torch"])

@@ -113,6 +113,30 @@ def test_compile_takes_the_forms_without_a_break():
         close(compiled(*given), swiglu_expected(*given))
 
 
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)])
+def test_compile_takes_all_whole_numbers_of_64_bits(seed):
+    def dropped(a, b, seed):
+        return ka.ops.gemm_dropout(a, b, p=0.5, seed=seed, offset=seed)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(dropped, backend="aot_eager", fullgraph=True)
+    for one in (5, seed, 6, 7):  # numbers that change become symbols
+        close(compiled(A, B, one), dropped(A, B, one))
+    close(
+        torch.compile(lambda a, b: ka.ops.gemm(a, b, alpha=2**63), backend="aot_eager")(A, B),
+        2.0**63 * (A @ B),
+    )
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_compile_says_which_number_is_beyond_64_bits(seed):
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="seed is beyond all whole numbers of 64 bits"):
+        torch.compile(
+            lambda a, b: ka.ops.gemm_dropout(a, b, p=0.5, seed=seed, offset=0), backend="aot_eager"
+        )(A, B)
+
+
 def test_compile_keeps_what_is_written_to_an_argument():
     def function(out):
         found = ka.ops.gemm(A, B, out=out)

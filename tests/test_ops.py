@@ -1,7 +1,9 @@
 """One-call forms: ka.ops."""
 
+import copy
 import gc
 import inspect
+import pickle
 import threading
 import warnings
 import weakref
@@ -323,3 +325,27 @@ def test_numbers_beyond_64_bits_are_refused_every_time(number):
     if number == 10**400:
         with pytest.raises(ArgumentError, match="alpha is beyond all numbers of float64"):
             ka.ops.gemm(A, B, alpha=number)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ka.ops.gemm_swiglu(A, B, preactivation=True),
+        lambda: ka.ops.gemm_amax(A, B),
+        lambda: ka.ops.grouped_gemm_glu(
+            A, B[None], torch.tensor([M], dtype=torch.int32), preactivation=True, amax=True
+        ),
+        lambda: ka.ops.rmsnorm(A, rstd=True),
+        lambda: ka.ops.layernorm(A, mean=True, rstd=True),
+        lambda: ka.ops.rmsnorm_backward(A, A, rstd=A[:, 0].contiguous(), dweight=True),
+    ],
+)
+@pytest.mark.parametrize(
+    "copied", [lambda one: pickle.loads(pickle.dumps(one)), copy.copy, copy.deepcopy]
+)
+def test_results_with_names_are_pickled_and_copied(call, copied):
+    found = call()
+    again = copied(found)
+    assert type(again) is type(found) and again._fields == found._fields
+    for one, other in zip(again, found, strict=True):
+        assert torch.equal(one, other)

@@ -330,6 +330,9 @@ def test_another_group_is_not_loaded(install):
         ("import no_such_library", None, "no_such_library"),
         ("", "broken:NoSuchClass", "NoSuchClass"),
         ("class Thing: pass", "broken:Thing", "no Provider"),
+        ("def thing(): pass", "broken:thing", "which is no Provider; expected a class that"),
+        ("thing = 3", "broken:thing", "is 3, which is no Provider"),
+        ("import sys\nsys.exit('no gpu')", None, r"SystemExit\('no gpu'\)"),
         ("import kernel_api as ka\nclass P(ka.Provider): pass", None, "needs a name"),
         ("import kernel_api as ka\nclass P(ka.Provider): name = 'torch'", None, "is taken"),
     ],
@@ -342,6 +345,37 @@ def test_a_broken_plug_in_is_a_warning_and_the_others_are_loaded(install, source
         kernels = ka.get_kernels(ARGS)
     assert "'broken'" in str(caught[0].message)
     assert others_answer(kernels)
+    assert "whole" in {k.metadata.provider for k in kernels}
+
+
+@pytest.mark.parametrize(
+    ("end", "value"), [("\nraise RuntimeError('late')", None), ("", "broken:NoSuchClass")]
+)
+def test_what_a_plug_in_registered_before_it_failed_is_left_out_with_it(install, end, value):
+    more = """
+        from support.kernels import CpuGemm
+        from kernel_api.providers.torch import TorchProvider
+
+        @TorchProvider.register
+        class Among(CpuGemm):
+            pass
+    """
+    source = PLUG_IN.format(name="half") + textwrap.indent(textwrap.dedent(more), "    ")
+    install("broken", source + textwrap.indent(end, "    "), value)
+    provider_module.rescan()
+    with pytest.warns(PluginWarning, match="'broken' could not be loaded and is left out"):
+        kernels = ka.get_kernels(ARGS)
+    assert not {"PlugInGemm", "Among"} & {type(k).__name__ for k in kernels}
+    assert "half" not in {p.name for p in provider_module.providers()}
+    assert others_answer(kernels)
+
+
+def test_a_plug_in_that_another_one_imports_before_it_fails_is_kept(install):
+    install("a_broken", "import b_whole\nraise RuntimeError('late')")
+    install("b_whole", PLUG_IN.format(name="whole"))
+    provider_module.rescan()
+    with pytest.warns(PluginWarning, match="'a_broken'"):
+        kernels = ka.get_kernels(ARGS)
     assert "whole" in {k.metadata.provider for k in kernels}
 
 

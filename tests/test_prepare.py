@@ -331,6 +331,15 @@ def test_a_launcher_keeps_no_tensor(kernel_for, make):
     assert callable(launcher)
 
 
+def test_a_launch_says_which_tensors_it_takes():
+    A, B, out, *_ = operands()
+    args = ka.GemmArguments(A, B, out)
+    launch = reference_kernel(args).prepare(args)
+    for given in ((A, B), (A, B, out, out)):
+        with pytest.raises(ArgumentError, match=rf"{len(given)} tensors are given; expected A, B"):
+            launch(*given)
+
+
 def test_a_blueprint_makes_the_same_problem_on_other_tensors():
     A, B, out = (torch.randn(8, 8) for _ in range(3))
     scale = torch.rand(())

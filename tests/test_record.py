@@ -189,6 +189,17 @@ def test_what_is_in_the_file_already_is_not_appended_again(recorded):
     assert recorded.read_bytes() == before
 
 
+def test_a_relative_file_stays_where_it_was_at_first(recorded, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(_recording.VARIABLE, recorded.name)
+    _recording.record(arguments(4, 5, 6))
+    monkeypatch.chdir("elsewhere")
+    _recording.record(arguments(5, 5, 6))
+    assert len(lines(recorded)) == 2
+    assert not os.listdir()
+
+
 def test_alignment_beyond_what_counts_is_no_other_problem(recorded):
     memory = torch.empty(4096)
     start = -memory.data_ptr() // 4 % 32

@@ -9,7 +9,7 @@ from support.kernels import CpuGemm, CudaGemm, LoopGemm
 import kernel_api as ka
 from kernel_api.errors import ArgumentError, RegistrationError
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata
-from kernel_api.space import Operands, Space
+from kernel_api.space import Operands, Space, rule
 
 
 def refusal(register, *given):
@@ -202,6 +202,57 @@ def test_cutedsl_refuses_a_kernel_that_compiles_itself_but_cannot_run(registry):
 
     text = refusal(cutedsl.CuTeDSLProvider.register, Unfinished)
     assert "it needs _run, because it compiles itself" in text
+
+
+class Nameless(LoopGemm):
+    @classmethod
+    def family_name(cls):
+        raise RuntimeError("no name today")
+
+
+class Numbered(LoopGemm):
+    @classmethod
+    def family_name(cls):
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("kernel_class", "words"),
+    [
+        (Nameless, "family_name raises RuntimeError('no name today'); expected a name"),
+        (Numbered, "family_name gives 3; expected a name"),
+    ],
+)
+def test_a_family_that_cannot_say_its_name_is_refused(registry, kernel_class, words):
+    assert words in refusal(registry.provider().register, kernel_class)
+
+
+def test_two_classes_of_a_provider_have_families_of_two_names(registry):
+    class Mine(CudaGemm):
+        family = "sm80.mine"
+
+    class Other(CudaGemm):
+        family = "sm80.mine"
+
+    provider = registry.register(Mine)
+    text = refusal(provider.register, Other)
+    assert "Other cannot be registered: the family 'sm80.mine' is " in text
+    assert "Mine; name another family, or unregister that class" in text
+    assert provider.families() == [Mine]
+    assert len(set(names(provider))) == len(names(provider))
+    registry.register(Other)  # with another provider
+    provider.unregister(Mine)
+    provider.register(Other)
+    assert provider.families() == [Other]
+
+
+def test_rules_of_a_class_that_is_made_without_a_body_count(registry):
+    refuses = rule("no problem is small enough")(lambda args: False)
+    made = type("Made", (CpuGemm,), {"_": refuses})
+    assert made.rules == (*CpuGemm.rules, refuses)
+    provider = registry.register(made)
+    (rejection,) = ka.explain(gemm_arguments(4, 4, 4), providers=[provider]).rejected
+    assert rejection.rule == "no problem is small enough"
 
 
 # Registering, again, and withdrawing -----------------------------------------------------

@@ -55,6 +55,33 @@ def test_every_gpu_from_ampere_on_is_served(name, cc):
     assert {kernel.family for kernel in offered(meta(name), cc)} == {name}
 
 
+def packed(name, T, ends, longest):
+    """T rows of queries and of keys, in sequences of up to `longest`."""
+    draw = Draw(1, 4, 2, T, T, 64, 64, element="bfloat16", pad=0, device="meta")
+    read = draw.queries(), draw.keys(), draw.values(), draw.results()
+    rows = [one[0].transpose(0, 1) for one in read]
+    starts = torch.empty(ends, dtype=torch.int32, device="meta")
+    said = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    said |= {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+    if name == NAMES[0]:
+        return ka.SdpaArguments(*rows, **said)
+    gradients = (one.clone() for one in rows[:3])
+    return BACKWARD(*rows, rows[3].clone(), draw.lse()[0], *gradients, **said)
+
+
+@both
+@pytest.mark.parametrize("ends, longest", [(1, 3), (3, 0)])
+def test_rows_of_packed_tensors_without_a_sequence_are_refused(name, ends, longest):
+    # Nobody would write zeros to them.
+    assert offered(packed(name, 5, 3, 3)) and offered(packed(name, 5, 3, 3), 90)
+    args = packed(name, 5, ends, longest)
+    assert offered(args) == []
+    assert (
+        f"there are 5 rows, and {ends - 1} sequences of up to {longest}"
+        in refusal(args, name).reason
+    )
+
+
 @both
 def test_an_older_gpu_is_not(name):
     assert offered(meta(name), cc=75) == []

@@ -349,6 +349,14 @@ def test_no_queries_and_no_keys(S_q, S_kv):
     assert all(one.eq(0).all() for one in gradients.values())
 
 
+def test_no_heads_of_queries():
+    args = Draw(H=0).arguments()
+    assert run(args)["out"].shape == (2, 0, 5, 16)
+    gradients = run(backward_of(args, Draw(H=0).results()))
+    assert gradients["dK"].shape == (2, 2, 7, 8)
+    assert all(one.eq(0).all() for one in gradients.values())
+
+
 @pytest.mark.parametrize("element", ["float32", "bfloat16", "float16"])
 def test_results_are_torchs_rounded_once(element):
     draw = Draw(S_q=33, S_kv=65, D=16, element=element, pad=8)

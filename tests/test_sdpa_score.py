@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from support.sdpa import Draw, run
 from torch.testing import assert_close
 
+import kernel_api as ka
 from kernel_api import epilogue as ep
+from kernel_api import masks
 from kernel_api._score import ScoreFunction, conjunction, derivative_of
 from kernel_api.epilogue.graph import Graph
 from kernel_api.errors import ArgumentError, EpilogueError
@@ -157,6 +159,34 @@ def test_lookups_divisions_and_casts_are_computed():
                 expected = expected + table[h, max(kv // 3 - q, 0)] + 1
                 expected = expected + (q % 2) * table[1, min(2 * kv + 1, 3)]
                 assert_close(found[h, q, kv], expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            lambda w: {
+                "score_mod": lambda s, b, h, q, kv, w: s + w[kv],
+                "score_operands": {"w": w},
+            },
+            r"w has shape \(0,\); score_mod reads it",
+        ),
+        (
+            lambda w: {"mask": masks.MaskMod(lambda b, h, q, kv, w: w[kv] < 1, w=w)},
+            r"w has shape \(0,\); the mask reads it",
+        ),
+    ],
+)
+def test_an_operand_without_an_element_is_not_read(options, words):
+    q, empty = torch.randn(1, 2, 6, 16), torch.zeros(0)
+    with pytest.raises(ArgumentError, match=words):
+        ka.ops.sdpa(q, q, q, **options(empty))
+    assert ka.ops.sdpa(q, q, q, **options(torch.zeros(1))).isfinite().all()
+    for lacking in (q[:, :, :0], q[:0]):
+        keys = q[: lacking.shape[0]]
+        assert ka.ops.sdpa(lacking, keys, keys, **options(empty)).numel() == 0
+        if lacking.shape[0]:
+            assert ka.ops.sdpa(q, lacking, lacking, **options(empty)).eq(0).all()
 
 
 def test_masks_are_joined():

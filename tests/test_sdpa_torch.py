@@ -71,6 +71,26 @@ def test_what_runs_on_the_cpu_is_right(mask, H_kv, S_q, S_kv):
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 24, 40), (1, 1, 24, 40), (2, 1, 1, 40)])
+@pytest.mark.parametrize("element", ["float32", "float64", "bfloat16"])
+def test_a_bias_may_hide_every_key(element, shape):
+    draw = Draw(H_kv=4, S_q=24, S_kv=40, D=16, D_v=16, element=element)
+    bias = draw.random(*shape)
+    bias[-1, 0, -1] = -torch.inf
+    args = draw.arguments(bias=bias)
+    for one in (args, draw.arguments(bias=bias, lse=None)):
+        for kernel in ka.get_kernels(one, providers=["torch"]):
+            assert ka.verify(kernel, one), kernel
+    run(args)
+    assert args.lse.tensor[-1, 0, -1].eq(-torch.inf).all()
+    backward = backward_of(args, draw.results())
+    (kernel,) = ka.get_kernels(backward, providers=["torch"])
+    assert ka.verify(kernel, backward)
+    leaves = [one.tensor.clone().requires_grad_() for one in (args.Q, args.K, args.V)]
+    ka.ops.sdpa(*leaves, bias=bias).sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 24, 40), (1, 1, 24, 40), (2, 1, 1, 40)])
 def test_a_bias_is_added(shape):
     draw = Draw(H_kv=4, S_q=24, S_kv=40, D=16, D_v=16, element="float32")
     args = draw.arguments(bias=draw.random(*shape))

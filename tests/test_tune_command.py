@@ -187,7 +187,7 @@ def test_filters_are_axes_of_the_design_and_all_of_them_count(capsys, tuner, axi
         (["--device", "cpu"], True, "cpu", Policy("eager", "warm", rest=0)),
         (["--device", "cuda", "--rest", 2], True, "meta", Policy(rest=2)),
         (["--device", "cuda", "--rounds", 5], True, "meta", Policy(rounds=5)),
-        (["--device", "cpu", "--l2", "cold"], False, "cpu", Policy("eager", "cold", rest=0)),
+        (["--l2", "warm", "--rest", 0], False, "meta", Policy("eager", "warm", rest=0)),
     ],
 )
 def test_arguments_lie_on_the_cpu_or_nowhere(capsys, monkeypatch, words, gpu, device, policy):
@@ -466,11 +466,11 @@ def test_prune_removes_what_is_old_or_of_other_environments(capsys, tuned, shape
     assert run_json(capsys, "tune", "prune") == (0, {"removed": 0})
     assert run_json(capsys, "tune", "prune", "--older-than", 10)[1] == {"removed": 0}
     assert run_json(capsys, "tune", "prune", "--older-than", 8)[1] == {"removed": 1}
-    run(capsys, "tune", shapes, "--l2", "cold")
+    run(capsys, "tune", shapes, "--rounds", 7)
     words = ("tune", "prune", "--other-environments", "--device", "cpu")
-    code, told = run_json(capsys, *words, "--l2", "cold")
+    code, told = run_json(capsys, *words, "--rounds", 7)
     assert (code, told) == (0, {"removed": 4})
-    assert run_json(capsys, *words, "--l2", "cold")[1] == {"removed": 0}
+    assert run_json(capsys, *words, "--rounds", 7)[1] == {"removed": 0}
     assert run_json(capsys, *words)[1] == {"removed": 5}
 
 

@@ -19,8 +19,10 @@ from kernel_api.cli._grouped_problem import GROUPED
 from kernel_api.cli._norm_problem import NORMS
 from kernel_api.cli._problem import add_problem_options, problem_arguments
 from kernel_api.cli._problem_list import problems
-from kernel_api.errors import ArgumentError
+from kernel_api.errors import ArgumentError, CacheWarning
 from kernel_api.tuning import Problem
+
+SIZES = ("--m", 8, "--n", 16, "--k", 32)
 
 
 def options(*words):
@@ -56,7 +58,8 @@ def yaml(monkeypatch):
     try:
         import yaml  # noqa: F401
     except ImportError:
-        module = SimpleNamespace(safe_load=json.loads, YAMLError=ValueError)
+        load = lambda text, Loader: json.loads(text)  # noqa: E731
+        module = SimpleNamespace(load=load, SafeLoader=object, YAMLError=ValueError)
         monkeypatch.setitem(sys.modules, "yaml", module)
 
 
@@ -270,6 +273,45 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "list.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ArgumentError, match=r"list\.csv cannot be read: .*utf-8"):
         problems(tmp_path / "list.csv", options())
+
+
+@pytest.mark.parametrize("cut", [1, 40, -1])
+def test_a_last_line_that_a_killed_writer_cut_off_is_left_out_with_a_warning(tmp_path, cut):
+    args = problem_arguments(options(*SIZES))
+    line = json.dumps(described(args))
+    with pytest.warns(CacheWarning, match="list.jsonl, line 2: it is cut off.* is left out"):
+        found = read(tmp_path / "list.jsonl", f"{line}\n{line[:cut]}")
+    assert same(found, Problem.of(args))
+
+
+def test_a_line_that_is_no_json_among_others_is_named(tmp_path):
+    line = json.dumps(described(problem_arguments(options(*SIZES))))
+    for text in (f"{line}\n{line[:40]}\n", f"{line}\n{line[:40]}\n{line}"):
+        with pytest.raises(ArgumentError, match="line 2 is not JSON"):
+            read(tmp_path / "list.jsonl", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("list.json", '[{"m": 1, "n": 2, "k": 3, "m": 4}]'),
+        ("list.yaml", "- {m: 1, n: 2, k: 3, m: 4}"),
+        ("list.yaml", "- m: 1\n  n: 2\n  k: 3\n  m: 4\n"),
+    ],
+)
+def test_a_name_that_an_entry_has_twice_is_refused(tmp_path, name, text):
+    if name.endswith("yaml"):
+        pytest.importorskip("yaml")
+    with pytest.raises(ArgumentError, match="cannot be read: m is given twice; expected it once"):
+        read(tmp_path / name, text)
+
+
+def test_a_norm_in_a_list_takes_no_k_of_the_command_line(tmp_path):
+    path, entries = tmp_path / "list.json", [{"m": 8, "n": 16}, {"m": 8, "n": 16, "op": "rmsnorm"}]
+    gemm, norm = read(path, json.dumps(entries), "--k", 32, with_sizes=False)
+    assert (gemm.K, norm.N) == (32, 16)
+    with pytest.raises(ArgumentError, match="entry 1: --k is 3; rmsnorm has sizes M and N"):
+        read(path, '[{"op": "rmsnorm", "k": 3}]', with_sizes=False)
 
 
 def test_yaml_needs_pyyaml(tmp_path, monkeypatch):

@@ -112,3 +112,73 @@ def test_tangents_are_refused_and_not_lost(call):
         call(X)
         with pytest.raises(ArgumentError, match="has a tangent"):
             call(forward_ad.make_dual(X, torch.ones_like(X)))
+
+
+#: Calls with one tensor, of every door that leads into a graph.
+IN_GRAPHS = {
+    "gemm": lambda t: ka.ops.gemm(t, W.t()),
+    "grouped_gemm": lambda t: ka.ops.grouped_gemm(t, EXPERTS[0], ENDS),
+    "ops.rmsnorm": lambda t: ka.ops.rmsnorm(t),
+    "linear_activation": lambda t: ka.nn.linear_activation(t, W),
+    "linear_glu": lambda t: ka.nn.linear_glu(X, t.new_ones(64, 8) * t.sum()),
+    "rmsnorm": lambda t: ka.nn.rmsnorm(t, ONES),
+    "layernorm": lambda t: ka.nn.layernorm(t, ONES),
+    "attention": lambda t: ka.nn.attention(t[None, None], Q[:, :1], Q[:, :1]),
+    "moe": lambda t: ka.nn.moe(t, *ROUTED, *EXPERTS),
+}
+
+TRANSFORMS = {
+    "grad": lambda call: torch.func.grad(lambda t: call(t).sum()),
+    "vjp": lambda call: lambda t: torch.func.vjp(call, t)[1](call(X)),
+    "jvp": lambda call: lambda t: torch.func.jvp(call, (t,), (t,))[1],
+    "jacrev": torch.func.jacrev,
+    "jacfwd": torch.func.jacfwd,
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "transform"),
+    [*((name, "grad") for name in IN_GRAPHS), *(("rmsnorm", name) for name in TRANSFORMS)],
+)
+def test_a_graph_refuses_transformations_as_eager_mode_does(call, transform):
+    function = TRANSFORMS[transform](IN_GRAPHS[call])
+    with pytest.raises(ArgumentError) as eager:
+        function(X)
+    with pytest.raises(Exception, match="Observed exception") as compiled:
+        in_one_graph(function)(X)
+    assert type(eager.value).__name__ in str(compiled.value)
+    torch._dynamo.reset()
+    with pytest.raises(ArgumentError, match=r"has no memory of its own, as inside torch\.func"):
+        torch.compile(function, backend="aot_eager")(X)
+
+
+@pytest.mark.parametrize("call", IN_GRAPHS)
+def test_a_graph_refuses_tangents(call):
+    def with_tangent(t):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(IN_GRAPHS[call](forward_ad.make_dual(t, t)))[1]
+
+    with pytest.raises(Exception, match="Observed exception"):
+        in_one_graph(with_tangent)(X)
+
+
+@pytest.mark.parametrize("call", ["ops.rmsnorm", "linear_activation", "rmsnorm", "attention"])
+def test_a_graph_of_forward_mode_takes_what_has_no_tangent(call):
+    def within_a_level(t):
+        with forward_ad.dual_level():
+            return IN_GRAPHS[call](t)
+
+    torch.testing.assert_close(in_one_graph(within_a_level)(X), IN_GRAPHS[call](X))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("call", IN_GRAPHS.values(), ids=IN_GRAPHS)
+def test_traces_of_torch_jit_are_named(call):
+    call(X), call(X)
+    with pytest.raises(ArgumentError, match=r"torch\.jit\.trace.* torch\.compile or torch"):
+        torch.jit.trace(call, (X,))
+
+
+def in_one_graph(function):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="aot_eager", fullgraph=True)

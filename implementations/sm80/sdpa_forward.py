@@ -6,10 +6,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64, Numeric, const_expr
 from cutlass.memory import SmemAllocator
 
+from ..common.attention.behind import behind_last, fill_behind
 from ..common.attention.scores import Scores, Tile, rows_and_columns
 from ..common.attention.sequences import keys_seen, sequence_of
 from ..common.attention.softmax import LOG2_E, finished, softmax_of, update
-from ..common.attention.statistics import statistics_of, where_seen, write_statistics
+from ..common.attention.statistics import (
+    fill_statistics_behind,
+    statistics_of,
+    where_seen,
+    write_statistics,
+)
 from ..common.attention.values import Values
 from ..common.conversion import select
 from .sdpa_tiles import (
@@ -123,6 +129,12 @@ class SdpaForward:
             first = block * self.tile[0]
             if first < sequence.query_rows:
                 self._attend(mQ, mK, mV, mO, values, sequence, batch, head, first, thread)
+            if const_expr("cu_seqlens_q" in self.scores.names):
+                behind = behind_last(
+                    *(values["cu_seqlens_q"], batch, mO.shape[0], block, blocks, thread, THREADS)
+                )
+                fill_behind(mO[None, head, None], behind)
+                fill_statistics_behind(values, head, behind)
 
     @cute.jit
     def _attend(self, mQ, mK, mV, mO, values, sequence, batch, head, first, thread):

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Numeric, const_expr
 from cutlass.memory import SmemAllocator
 
+from ..common.attention.behind import behind_last, fill_behind
 from ..common.attention.scores import Scores, Tile, rows_and_columns
 from ..common.attention.sequences import Sequence, keys_seen, queries_seeing, sequence_of
 from ..common.attention.values import Values
@@ -157,6 +158,13 @@ class GradientPass:
                     batch, head, first, seen.begin, count, seen.full_begin, seen.full_end, thread,
                 )  # fmt: skip
                 self._differentiate(work, outputs)
+            if const_expr("cu_seqlens_q" in self.scores.names):
+                starts = values["cu_seqlens_kv" if self.of_keys else "cu_seqlens_q"]
+                behind = behind_last(
+                    *(starts, batch, outputs[0].shape[0], block, blocks, thread, THREADS)
+                )
+                for gradient in outputs:
+                    fill_behind(gradient[None, head, None], behind)
 
     def _rows(self, sequence: Sequence, extents: Extents) -> tuple[Int32, Int32]:
         """Of the sequence: that are written, that are used."""

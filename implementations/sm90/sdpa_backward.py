@@ -8,6 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from ..common.attention.behind import behind_last, fill_behind
 from ..common.attention.modes import attention_modes
 from ..common.attention.sequences import queries_seeing, sequence_of
 from ..common.attention.values import Values
@@ -243,6 +244,13 @@ class SdpaBackward(BackwardConsumer):
                     *(group - 1, storage, pipelines, mdK, mdV),
                     *(work, sequence, operands, space),
                 )
+            if const_expr(self.packed):
+                behind = behind_last(
+                    *(values["cu_seqlens_kv"], batch, mK.shape[0], block, blocks),
+                    *(cute.arch.thread_idx()[0] - GROUP, CONSUMERS * GROUP),
+                )
+                for gradient in (mdK, mdV):
+                    fill_behind(gradient[None, None, key_head, 0], behind)
 
     @cute.jit
     def _produce(

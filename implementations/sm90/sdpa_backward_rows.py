@@ -6,6 +6,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
+from ..common.attention.behind import behind_last, fill_behind
 from ..common.attention.sequences import sequence_of
 from ..common.attention.softmax import LOG2_E, power_of_two
 from ..common.attention.values import Values
@@ -189,6 +190,13 @@ class QueryGradients:
             place = Int32(0) if const_expr(plan.packed) else batch
             own = cute.domain_offset((sequence.first_query, 0), mdQ[None, None, head, place])
             shared.copy_out(storage.dq, own, block * plan.tile_m, sequence.query_rows, thread)
+        if const_expr(plan.packed):
+            blocks, _, _ = cute.arch.grid_dim()
+            behind = behind_last(
+                *(values["cu_seqlens_q"], batch, mdQ.shape[0], block, blocks),
+                *(thread, self.threads),
+            )
+            fill_behind(mdQ[None, None, head, 0], behind)
 
 
 def _pieces(sums: cute.Tensor, address: Int64, thread: Int32, parts: int, part: int) -> tuple:

@@ -7,9 +7,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
+from ..common.attention.behind import behind_last, fill_behind
 from ..common.attention.scores import Place, rows_and_columns
 from ..common.attention.softmax import finished
-from ..common.attention.statistics import statistics_rows, where_seen, write_statistics
+from ..common.attention.statistics import (
+    fill_statistics_behind,
+    statistics_rows,
+    where_seen,
+    write_statistics,
+)
 from ..common.attention.values import Values
 from ..common.conversion import select
 from .mma import WGMMA_M
@@ -30,6 +36,17 @@ class SdpaOutput:
         """O and the statistics of this consumer's queries."""
         if work.place.query < work.sequence.query_rows:
             self._write_rows(consumer, thread, tOrO, sO, mO, softmax, work, values, tiles)
+        if const_expr("cu_seqlens_q" in self.scores.names):
+            self._fill_behind(consumer * GROUP + thread % GROUP, mO, work.place, values, tiles)
+
+    def _fill_behind(self, thread, mO, place: Place, values, tiles: Tiles) -> None:
+        """Rows behind the last sequence."""
+        behind = behind_last(
+            *(values["cu_seqlens_q"], place.batch, mO.shape[0]),
+            *(place.query // self.tile_m, tiles.blocks, thread, self.consumers * GROUP),
+        )
+        fill_behind(mO[None, None, place.head, 0], behind)
+        fill_statistics_behind(values, place.head, behind)
 
     @cute.jit
     def _write_rows(self, consumer, thread, tOrO, sO, mO, softmax, work: Work, values, tiles):

@@ -13,7 +13,9 @@ from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
 
 if TYPE_CHECKING:
+    from kernel_api._score import ScoreFunction
     from kernel_api.arguments.attention import AttentionArguments
+    from kernel_api.masks import Mask
 
 _INT32, _FLOAT32 = dtype("int32"), dtype("float32")
 _T = TypeVar("_T")
@@ -300,6 +302,19 @@ def _check_beside(args: AttentionArguments) -> None:
             )
     if "dBias" in further and not further["dBias"].dtype.is_float:
         raise ArgumentError(f"dBias is {further['dBias'].dtype}; expected a floating type")
+    if 0 not in (*args.Q.shape, *args.K.shape):
+        _check_read("the mask", args.mask)
+        _check_read("score_mod", args.score)
+
+
+def _check_read(reader: str, function: Mask | ScoreFunction | None) -> None:
+    """Raise where a function, which needs all of its operands, has one without an element."""
+    operands = {} if function is None else function.operands
+    for name, operand in operands.items():
+        if isinstance(operand, Operand) and 0 in operand.shape:
+            raise ArgumentError(
+                f"{name} has shape {operand.shape}; {reader} reads it: expected an element at least"
+            )
 
 
 def _check_statistic(

@@ -28,7 +28,8 @@ def draw(args: AttentionArguments) -> None:
             ("cu_seqlens_q", args.Q.shape[0], args.S_q),
             ("cu_seqlens_kv", args.K.shape[0], args.S_kv),
         ):
-            tensors[name].copy_((parts * rows // max(args.B, 1)).clamp(max=args.B * longest))
+            filled = min(rows, args.B * longest)
+            tensors[name].copy_(parts * filled // max(args.B, 1))
     if args.is_paged:
         table = tensors["page_table"]
         pages = torch.arange(table.numel(), device=args.device)

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from kernel_api._numbers import real_number, whole_number
 from kernel_api._score import ScoreFunction
 from kernel_api.arguments import _attention_checks as checks
-from kernel_api.arguments.base import Arguments, _alike
-from kernel_api.arguments.dropout import Dropout
+from kernel_api.arguments.base import Arguments, _alike, check_number
+from kernel_api.arguments.dropout import Dropout, one_number
 from kernel_api.dtypes import dtype
 from kernel_api.epilogue.graph import Graph
 from kernel_api.errors import ArgumentError
@@ -282,6 +282,7 @@ class AttentionArguments(Arguments):
 
     def blueprint(self) -> Callable[..., Arguments]:
         kind, count = type(self), len(self.operands)
+        own, behind = self.operand_names, self._behind_operands()
         makers = [operand.maker() for operand in self.operands]
         mask, score = _without_data(self.mask, self.score)
         names, known = self.tensor_names, (*self.launch_values, "lse")
@@ -293,9 +294,10 @@ class AttentionArguments(Arguments):
                 raise ArgumentError(
                     f"these {kind.__name__} take no {unknown[0]}; they take {', '.join(known)}"
                 )
+            check_number(tensors, own, behind)
             given = {**options, **{n: values[n] for n in names if n in values}}
             given.update((n, values[n]) for n in _SCALARS if n in values)
-            given.update(zip(("lse",), tensors[count:], strict=False))
+            given.update(zip(behind, tensors[count:], strict=False))
             if mask is not None:
                 bounds = {name: values[name] for name in _BOUNDS if name in values}
                 operands = _stripped(values, "mask_")
@@ -307,6 +309,33 @@ class AttentionArguments(Arguments):
             return kind(*_alike(tensors[:count], makers), **given)
 
         return make
+
+    def _behind_operands(self) -> tuple[str, ...]:
+        """Names of tensors that a launch takes by their places, too."""
+        return () if "lse" in self.operand_names else ("lse",)
+
+    def checked(self, launch: Callable[..., None]) -> Callable[..., None]:
+        """A launch with the head dimensions and the page size that kernels are chosen and compiled
+        for."""
+        count, D, D_v, page_size = len(self.operands), self.D, self.D_v, self.page_size
+        operands, behind = self.operand_names, self._behind_operands()
+        state = () if self.dropout is None else tuple(self.dropout.tensors)
+
+        # Written out: a launch costs little more.
+        def checked_launch(*tensors: Any, **others: Any) -> None:
+            if len(tensors) < count:
+                check_number(tensors, operands, behind)
+            if tensors[0].shape[-1] != D:
+                raise _prepared_for("Q", "D", tensors[0].shape[-1], D)
+            if tensors[2].shape[-1] != D_v:
+                raise _prepared_for("V", "D_v", tensors[2].shape[-1], D_v)
+            if page_size is not None and tensors[1].shape[2] != page_size:
+                raise _prepared_for("K", "page_size", tensors[1].shape[2], page_size)
+            if state:
+                others.update((name, one_number(others[name])) for name in state)
+            launch(*tensors, **others)
+
+        return checked_launch
 
     def _own_options(self) -> dict[str, Any]:
         """What the constructor takes beside launch values."""
@@ -374,6 +403,13 @@ class AttentionArguments(Arguments):
             f"S_kv), D = {dims}, {q} -> {out}"
             f"{''.join(f', {part}' for part in parts)}, on {self.device})"
         )
+
+
+def _prepared_for(name: str, letter: str, given: int, prepared: int) -> ArgumentError:
+    return ArgumentError(
+        f"{name} has {letter} = {given}; the launch is prepared for {letter} = {prepared}: prepare "
+        f"another one"
+    )
 
 
 def nothing(*values: Any) -> bool:

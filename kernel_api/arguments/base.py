@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from kernel_api.arguments.epilogue import EpilogueArguments
@@ -14,6 +14,15 @@ from kernel_api.utils import untraced
 
 #: Keywords of a prepared launch that are no operands.
 _LAUNCH_NAMES = ("stream", "workspace")
+
+
+def check_number(tensors: Sequence[Any], names: Sequence[str], further: Sequence[str] = ()) -> None:
+    """Raise ArgumentError unless there are as many as names, or some of the further ones behind."""
+    if not len(names) <= len(tensors) <= len(names) + len(further):
+        behind = f", and behind them {', '.join(further)}, as far as wanted" if further else ""
+        raise ArgumentError(
+            f"{len(tensors)} tensors are given; expected {', '.join(names)}{behind}"
+        )
 
 
 def _alike(tensors: Iterable[Any], makers: Iterable[Callable[[Any], Any] | None]) -> list[Any]:
@@ -103,7 +112,7 @@ class Arguments:
 
     def checked(self, launch: Callable[..., None]) -> Callable[..., None]:
         """A launcher of these arguments' kernel that checks the same before each launch, if that
-        is asked now; it keeps no tensor."""
+        is asked now, and what no launch may change; it keeps no tensor."""
         return launch
 
     @property
@@ -137,7 +146,7 @@ class Arguments:
 
         What is beside the operands, and operands of the epilogue, are given by name, all of them.
         """
-        kind, own = type(self), tuple(self.launch_values)
+        kind, own, names = type(self), tuple(self.launch_values), self.operand_names
         makers = [operand.maker() for operand in self.operands]
         keywords = {name: value for name, value in self._keywords().items() if name not in own}
         epilogue = keywords.pop("epilogue", None)
@@ -147,6 +156,7 @@ class Arguments:
             missing = [name for name in own if name not in others]
             if missing:
                 raise ArgumentError(f"{' and '.join(missing)} must be given by name")
+            check_number(tensors, names)
             given = {name: others.pop(name) for name in own}
             if bare is not None:
                 given["epilogue"] = bare.applied_to(**others)

@@ -28,7 +28,8 @@ class Dropout(Described):
 
     Args:
         p: From 0 up to, not including, 1.
-        seed, offset: Whole numbers from 0, or int64 tensors of one element on the device.
+        seed, offset: Whole numbers from 0, or int64 tensors () or (1,) on the device, which are
+            kept as ().
     """
 
     p: float
@@ -77,6 +78,13 @@ def _state(name: str, value: Any) -> Operand | int:
     operand = value if isinstance(value, Operand) else Operand(value, f"{name} of Dropout")
     if operand.dtype is not dtype("int64"):
         raise ArgumentError(f"{name} of Dropout is {operand.dtype}; expected int64")
-    if operand.shape not in ((), (1,)):
+    if operand.shape == ():
+        return operand
+    if operand.shape != (1,):
         raise ArgumentError(f"{name} of Dropout has shape {operand.shape}; expected one number")
-    return operand
+    return Operand(one_number(operand.tensor), f"{name} of Dropout")
+
+
+def one_number(tensor: Any) -> Any:
+    """A tensor () or (1,) in the one form that kernels are compiled for, ()."""
+    return tensor.view(()) if tensor.dim() else tensor

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable
 from typing import Any, ClassVar
 
+from kernel_api._float32 import setting
 from kernel_api.arguments.base import Arguments
 from kernel_api.arguments.epilogue import EpilogueArguments
 from kernel_api.arguments.scaled import check_scale, in_vectors
@@ -77,7 +77,8 @@ class GemmArguments(ProductArguments):
             number of columns of ``out``, and may read and write operands of its own.
         fp32_precision: For float32 operands, ``"ieee"``, or ``"tf32"`` to allow multiplication
             with 10 mantissa bits, or ``"tf32x3"`` with 21. By default what torch's own setting
-            for matmul says.
+            for CUDA's matmul says. Where it says another, torch's kernels change it, which is
+            seen in the whole process, for the length of a call.
 
     All operands are on one device. Any strides are taken; a batch is broadcast by a stride of 0
     (``tensor.expand``). Kernels may ask for more: ``explain`` tells.
@@ -214,5 +215,4 @@ def precision_of(operand_type: DType, asked: str | None) -> str | None:
         return None
     if asked is not None:
         return asked
-    highest = sys.modules["torch"].get_float32_matmul_precision() == "highest"
-    return "ieee" if highest else "tf32"
+    return "tf32" if setting() == "tf32" else "ieee"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar
 
 from kernel_api._numbers import whole_number
-from kernel_api.arguments.base import Arguments
+from kernel_api.arguments.base import Arguments, check_number
 from kernel_api.arguments.epilogue import EpilogueArguments
 from kernel_api.arguments.scaled import ScaledOperand
 from kernel_api.dtypes import dtype
@@ -111,11 +111,12 @@ class NormArguments(Arguments):
 
     def blueprint(self) -> Callable[..., Arguments]:
         kind, count, names = type(self), len(self.operands), self.further_names
-        own = self._own_names()
+        operands, own = self.operand_names, self._own_names()
         options = {**self._options_by_name(), **self._numbers()}
         bare = self.epilogue.without_operands() if self.epilogue is not None else None
 
         def make(*tensors: Any, **others: Any) -> Arguments:
+            check_number(tensors, operands, names)
             given = {**options, **{n: others.pop(n) for n in own if n in others}}
             given.update(zip(names, tensors[count:], strict=False))
             if bare is not None:

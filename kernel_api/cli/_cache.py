@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kernel_api._code_files import replacing_durably
 from kernel_api.cli._query import at_least
 from kernel_api.cli._render import Output, Table
 from kernel_api.errors import ArgumentError, LibraryError
 
 if TYPE_CHECKING:
     from kernel_api._disk_cache import DiskCache, Entry
+    from kernel_api._manifest import Manifest
 
 HELP = "list, check, clean and move the compiled kernels on disk"
 
@@ -151,7 +153,10 @@ def _is_current(entry: Entry) -> bool:
 def _export(cache: DiskCache, options: argparse.Namespace, output: Output) -> int:
     entries = [entry for entry in _chosen(cache, options) if entry.reason is None]
     try:
-        with tarfile.open(options.archive, "w") as archive:
+        with (
+            replacing_durably(Path(options.archive)) as written,
+            tarfile.open(fileobj=written, mode="w") as archive,
+        ):
             for entry in entries:
                 for file in sorted(entry.path.iterdir()):
                     archive.add(file, f"{entry.path.name}/{file.name}")
@@ -163,23 +168,42 @@ def _export(cache: DiskCache, options: argparse.Namespace, output: Output) -> in
 
 
 def _import(cache: DiskCache, options: argparse.Namespace, output: Output) -> int:
-    added, refused = 0, {}
+    added, kept_out, refused = 0, 0, {}
     for key, files in _members(Path(options.archive)):
         try:
-            _checked(key, files)
+            manifest = _checked(key, files)
         except LibraryError as error:
             refused[key] = str(error)
-        else:
-            cache.add(key, files)
+            continue
+        if options.filter and options.filter not in manifest.kernel_name:
+            continue
+        if _added(cache, key, files):
             added += 1
+        else:
+            kept_out += 1
     lines = [f"{key[:12]}: {reason}" for key, reason in refused.items()]
-    data = {"entries": added, "refused": refused}
-    output.show(data, *lines, f"{added} entries read from {options.archive}")
+    data = {"entries": added, "kept_out": kept_out, "refused": refused}
+    output.show(
+        data,
+        *lines,
+        f"{added} entries taken from {options.archive}, {kept_out} were here, {len(refused)} are "
+        f"damaged",
+    )
     return 1 if refused else 0
 
 
-def _checked(key: str, files: dict[str, bytes]) -> None:
-    """Raises LibraryError for what the cache would move aside."""
+def _added(cache: DiskCache, key: str, files: dict[str, bytes]) -> bool:
+    """Whether an entry was taken: not where a good one is here."""
+    if cache.has(key):
+        mine = cache.read(cache.entries_at / key)
+        if mine.reason is None:
+            return False
+        cache.move_aside(mine)
+    return cache.add(key, files)
+
+
+def _checked(key: str, files: dict[str, bytes]) -> Manifest:
+    """Its manifest; raises LibraryError for what the cache would move aside."""
     from kernel_api._manifest import Manifest
 
     code = [data for name, data in files.items() if name != "manifest.json"]
@@ -189,6 +213,7 @@ def _checked(key: str, files: dict[str, bytes]) -> None:
     if manifest.identity.key != key:
         raise LibraryError("it belongs to another key")
     manifest.check(code[0])
+    return manifest
 
 
 def _members(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:

@@ -74,7 +74,8 @@ def run(options: argparse.Namespace, output: Output) -> int:
     else:
         listed = problems(Path(options.signatures), options, with_sizes=False)
     here = query_target(None, options.cc)
-    targets = [target(t) for t in options.target or []] or ([here] if here else [])
+    named = dict.fromkeys(map(target, options.target or []))
+    targets = list(named) or ([here] if here else [])
     if not targets:
         raise ArgumentError("there is no GPU here to compile for; name one, as --target sm_90a")
     work: list[Work] = []

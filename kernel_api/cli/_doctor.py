@@ -18,6 +18,7 @@ from kernel_api.cli._render import Output, Table
 
 if TYPE_CHECKING:
     from kernel_api.arguments import GemmArguments
+    from kernel_api.provider import Provider
 
 HELP = "what is installed, which GPU is here, what works"
 
@@ -192,10 +193,19 @@ def _providers() -> Section:
         for kernel in ka.get_kernels(providers=[provider]):
             family = _describe.family(kernel.metadata)
             counts[family] = counts.get(family, 0) + 1
-        status = provider.available()
         kernels = ", ".join(f"{name} {count}" for name, count in counts.items()) or "no kernels"
-        section[provider.name] = kernels if status else f"{kernels}; not available: {status}"
+        why_not = _unavailable(provider)
+        section[provider.name] = f"{kernels}; not available: {why_not}" if why_not else kernels
     return section
+
+
+def _unavailable(provider: type[Provider]) -> str | None:
+    """Why a provider cannot work here; None if it can."""
+    try:
+        status = provider.available()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None if status else str(status)
 
 
 def _what_works() -> Section:

@@ -42,6 +42,7 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0 for yes, 1 for no, 2 for a question without sense."""
+    _open_streams()
     try:
         options = _parser().parse_args(argv)
     except SystemExit as stop:
@@ -68,6 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError:
             _write_no_more()
         return 2
+
+
+def _open_streams() -> None:
+    """Write nowhere where a stream is closed, and ``?`` for what the reader's encoding has not."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the process)
+        elif getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 def _write_no_more() -> None:

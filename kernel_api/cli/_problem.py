@@ -24,6 +24,9 @@ OPERATIONS = ("gemm", *FUSED, *NORMS, *GROUPED, *ATTENTION)
 #: Operations that have an option, of those that not all have.
 _OPERATIONS_WITH = {"groups": GROUPED, "heads": ATTENTION, "heads_kv": ATTENTION}
 
+#: Of each mode, if it is not given.
+_SIZE = 1024
+
 #: What ``--scales`` may be.
 SCALES = ("per_tensor", "per_row", "blocks")
 _BLOCK = 128
@@ -63,8 +66,9 @@ def add_problem_options(
         help="what an operation may take beside its matrices: an operand that may be absent, as "
         "bias, or an option, as kind=geglu or causal; may be repeated",
     )
-    for name in ("m", "n", "k"):
-        sizes.add_argument(f"--{name}", type=at_least(0), default=1024, help="(default: 1024)")
+    for name in ("m", "n"):
+        sizes.add_argument(f"--{name}", type=at_least(0), default=_SIZE, help=f"(default: {_SIZE})")
+    sizes.add_argument("--k", type=at_least(0), help=f"(default: {_SIZE}; norms have none)")
     sizes.add_argument("--batch", type=at_least(0), metavar="L", help="(default: no batch mode)")
     sizes.add_argument(
         "--groups", type=at_least(1), metavar="E", help="of grouped products (default: 8)"
@@ -119,7 +123,12 @@ def problem_arguments(
     """
     _check_options(options)
     with _enough_room():
-        return _made(options, sizes or (options.m, options.n, options.k))
+        return _made(options, sizes or sizes_of(options))
+
+
+def sizes_of(options: argparse.Namespace) -> tuple[int, int, int]:
+    """M, N and K; a norm has no K, and does not look at it."""
+    return options.m, options.n, _SIZE if options.k is None else options.k
 
 
 def on_cpu(args: Arguments) -> Arguments:
@@ -166,6 +175,10 @@ def _check_options(options: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} is {given}; {options.operation} has no such thing, "
                 f"{' and '.join(operations)} have"
             )
+    if options.k is not None and options.operation in NORMS:
+        raise ArgumentError(
+            f"--k is {options.k}; {options.operation} has sizes M and N, leave it out"
+        )
 
 
 def gemm_arguments(options: argparse.Namespace, sizes: tuple[int, int, int]) -> GemmArguments:

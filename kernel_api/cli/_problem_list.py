@@ -17,8 +17,9 @@ import argparse
 import csv
 import json
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +27,7 @@ from kernel_api.cli._attention_problem import ATTENTION_OPTIONS
 from kernel_api.cli._fused_problem import option_names
 from kernel_api.cli._norm_problem import NORMS
 from kernel_api.cli._problem import add_problem_options, problem_arguments
-from kernel_api.errors import ArgumentError
+from kernel_api.errors import ArgumentError, CacheWarning
 
 if TYPE_CHECKING:
     from kernel_api.arguments import Arguments
@@ -102,7 +103,10 @@ class _Parser(argparse.ArgumentParser):
         if self.with_sizes:
             _check_sizes(given.get("operation", self.get_default("operation")), given)
         texts = [f"--{name.replace('_', '-')}={text}" for name, text in given.items()]
-        return problem_arguments(self.parse_args([*texts, *beside]))
+        options = self.parse_args([*texts, *beside])
+        if options.operation in NORMS and "k" not in given:
+            options.k = None  # that of the command line is for the products of the list
+        return problem_arguments(options)
 
     def _name(self, title: str) -> str:
         name = title.strip().replace("-", "_")
@@ -161,8 +165,8 @@ def _entries(path: Path) -> list[Entry]:
         if path.suffix in (".yaml", ".yml"):
             return _objects(_yaml(text))
         if text.lstrip().startswith("{"):
-            return _recorded_lines(text)
-        return _objects(json.loads(text) if text.strip() else [])
+            return _recorded_lines(text, path)
+        return _objects(json.loads(text, object_pairs_hook=_once) if text.strip() else [])
     except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}") from error
 
@@ -175,11 +179,29 @@ def _yaml(text: str) -> Any:
             "YAML needs pyyaml, which is not installed; pip install 'kernel-api[cli]', or write "
             "JSON or CSV"
         ) from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            _check_once(key.value for key, _ in node.value)
+            return super().construct_mapping(node, deep)
+
     try:
-        found = yaml.safe_load(text)
+        found = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ArgumentError(str(error)) from error
     return [] if found is None else found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of its names and values."""
+    _check_once(name for name, _ in pairs)
+    return dict(pairs)
+
+
+def _check_once(names: Iterable[Any]) -> None:
+    for name, count in Counter(map(str, names)).items():
+        if count > 1:
+            raise ArgumentError(f"{name} is given twice; expected it once")
 
 
 def _objects(listed: Any) -> list[Entry]:
@@ -188,14 +210,24 @@ def _objects(listed: Any) -> list[Entry]:
     return [(f"entry {number}", one) for number, one in enumerate(listed, 1)]
 
 
-def _recorded_lines(text: str) -> list[Entry]:
-    found = []
-    for number, line in enumerate(text.splitlines(), 1):
+def _recorded_lines(text: str, path: Path) -> list[Entry]:
+    """With a CacheWarning where the writer of the last line was killed."""
+    found: list[Entry] = []
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
         except ValueError as error:
+            if found and number == len(lines) and not line.endswith("\n"):
+                warnings.warn(
+                    f"{path}, line {number}: it is cut off, as its writer was killed; it is left "
+                    f"out",
+                    CacheWarning,
+                    stacklevel=2,
+                )
+                continue
             raise ArgumentError(f"line {number} is not JSON: {error}") from error
         if not isinstance(entry, dict) or not _is_recorded(entry):
             raise ArgumentError(

@@ -56,13 +56,32 @@ def device_of(options: argparse.Namespace) -> str:
 
 
 def policy(options: argparse.Namespace) -> Policy:
-    """How the options say that it is measured; the rest is as the tuner does it there."""
+    """How the options say that it is measured; the rest is as the tuner does it there.
+
+    Raises ArgumentError for what there is not on the device.
+    """
     from kernel_api.tuning._choice import Choice
 
+    if device_of(options) == "cpu":
+        _check_on_cpu(options)
     names = ("launches", "l2", "rounds", "rest", "seed")
     given = {name: getattr(options, name) for name in names}
     own = Choice().policy_on(device_of(options))
     return replace(own, **{name: one for name, one in given.items() if one is not None})
+
+
+def _check_on_cpu(options: argparse.Namespace) -> None:
+    """Raises ArgumentError for what would be said of times, and not be so."""
+    refused = {
+        "launches": (options.launches == "graph", "the CPU has no graphs of launches"),
+        "l2": (options.l2 == "cold", "on the CPU no cache is emptied"),
+        "rest": (options.rest, "the CPU does not rest"),
+    }
+    for name, (is_given, why) in refused.items():
+        if is_given:
+            raise ArgumentError(
+                f"--{name} {getattr(options, name)}: {why}; leave it out, or pass --device cuda"
+            )
 
 
 def add_store_options(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kernel_api.cli._problem import add_problem_options, problem_arguments
+from kernel_api.cli._attention_problem import ATTENTION
+from kernel_api.cli._norm_problem import NORMS
+from kernel_api.cli._problem import add_problem_options, problem_arguments, sizes_of
 from kernel_api.cli._query import add_limit_option, add_provider_options, query
 from kernel_api.cli._render import Output, Table
 
@@ -29,6 +31,20 @@ SHAPES = {
         (127, 129, 31),
         (129, 255, 64),
         (257, 120, 1000),
+        (512, 8, 96),
+    )
+}
+
+#: The same of attention, of which a row of a head takes a multiple of 16 bytes in any type.
+_SHAPES_OF_ATTENTION = {
+    "odd": (
+        (1, 1, 16),
+        (1, 8, 32),
+        (3, 5, 48),
+        (17, 33, 64),
+        (127, 129, 80),
+        (129, 255, 128),
+        (257, 120, 192),
         (512, 8, 96),
     )
 }
@@ -58,14 +74,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """0 if every kernel passed, 1 if one did not or a problem has no kernel."""
-    sizes = SHAPES[options.shapes] if options.shapes else ((options.m, options.n, options.k),)
     outcomes: list[Outcome] = []
     unserved: list[str] = []
-    for one in sizes:
+    for one in _sizes(options):
         found = list(_outcomes(options, one, output))
         outcomes += found
         if not found:
-            unserved.append(_label(one))
+            unserved.append(_label(options, one))
     failed = [o for o in outcomes if o.verdict != "passed"]
     data = {
         "passed": not failed and not unserved,
@@ -80,6 +95,12 @@ def run(options: argparse.Namespace, output: Output) -> int:
     return 0 if data["passed"] else 1
 
 
+def _sizes(options: argparse.Namespace) -> tuple[tuple[int, int, int], ...]:
+    if options.shapes is None:
+        return (sizes_of(options),)
+    return (_SHAPES_OF_ATTENTION if options.operation in ATTENTION else SHAPES)[options.shapes]
+
+
 def _outcomes(
     options: argparse.Namespace, sizes: tuple[int, int, int], output: Output
 ) -> Iterator[Outcome]:
@@ -87,8 +108,9 @@ def _outcomes(
 
     args = problem_arguments(options, sizes)
     kernels = ka.get_kernels(args, **query(options))[: options.limit]
-    for kernel in output.track(kernels, f"verifying {_label(sizes)}"):
-        yield _verified(kernel, args, _label(sizes))
+    label = _label(options, sizes)
+    for kernel in output.track(kernels, f"verifying {label}"):
+        yield _verified(kernel, args, label)
 
 
 def _verified(kernel: Kernel, args: Arguments, problem: str) -> Outcome:
@@ -109,8 +131,8 @@ def _verified(kernel: Kernel, args: Arguments, problem: str) -> Outcome:
     return Outcome(problem, name, verdict, ratio, largest, spent, found.reason)
 
 
-def _label(sizes: tuple[int, int, int]) -> str:
-    return "x".join(map(str, sizes))
+def _label(options: argparse.Namespace, sizes: tuple[int, int, int]) -> str:
+    return "x".join(map(str, sizes[:2] if options.operation in NORMS else sizes))
 
 
 def _table(outcomes: list[Outcome]) -> Table:

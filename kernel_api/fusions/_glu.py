@@ -67,7 +67,7 @@ def gemm_glu(
         order: Which stands first in a pair.
         granularity: Blocks of so many columns alternate; ``"halves"``: the first half of the
             columns and the second.
-        limit, offset: Of ``"geglu_clamped"``, 7 and 1 by default.
+        limit, offset: Of ``"geglu_clamped"``, 7 and 1 by default; a limit is from 0 up.
     """
     A, B = matrices(A, B)
     N = B.shape[-1]
@@ -251,10 +251,18 @@ def check_halves(what: str, N: int, granularity: int | str) -> None:
 def limits_of(kind: str, limit: Any, offset: Any) -> dict[str, Any]:
     if kind == LIMITED:
         return {
-            "limit": real("limit", 7.0 if limit is None else limit),
+            "limit": _from_0_up("limit", 7.0 if limit is None else limit),
             "offset": real("offset", 1.0 if offset is None else offset),
         }
     for name, value in (("limit", limit), ("offset", offset)):
         if value is not None:
             raise ArgumentError(f"{name} is {value} and kind is {kind!r}; {LIMITED!r} has one")
     return {}
+
+
+def _from_0_up(name: str, value: Any) -> Any:
+    """A factor; what a tensor holds is not looked at."""
+    factor = real(name, value)
+    if isinstance(factor, float) and not factor >= 0:
+        raise ArgumentError(f"{name} is {value}; expected a number from 0 up")
+    return factor

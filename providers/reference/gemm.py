@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from kernel_api import _float32
 from kernel_api.arguments import GemmArguments
 from kernel_api.arguments.scaled import BLOCK_MODES, expanded_scale
-from kernel_api.providers.precision import float32_multiplication
 from kernel_api.providers.reference import ReferenceProvider
 from kernel_api.providers.reference.oracle import ProductOracle, ReferenceProduct, floating
 from kernel_api.providers.reference.tensor_cores import EIGHT_BITS, tensor_core_product
@@ -104,7 +104,7 @@ def float32_product(args: GemmArguments) -> Any:
             return _three_products(a, b)
         if args.fp32_precision == "tf32":
             a, b = _rounded_to_tf32(a), _rounded_to_tf32(b)
-        with float32_multiplication("ieee"):
+        with _float32.products("ieee"):
             return torch.matmul(a, b)
 
 
@@ -118,7 +118,7 @@ def _hardware_multiplies(A: Any, B: Any) -> bool:
 
 def _three_products(a: Any, b: Any) -> Any:
     """float32 as the sum of two tfloat32, the product of the smaller parts left out."""
-    with float32_multiplication("ieee"):
+    with _float32.products("ieee"):
         large_a, large_b = _cut_to_tf32(a), _cut_to_tf32(b)
         small_a, small_b = _rounded_to_tf32(a - large_a), _rounded_to_tf32(b - large_b)
         small = torch.matmul(small_a, large_b) + torch.matmul(large_a, small_b)

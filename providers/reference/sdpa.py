@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from kernel_api import _float32
 from kernel_api.arguments import SdpaArguments, SdpaBackwardArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.kernel import Kernel
@@ -14,7 +15,6 @@ from kernel_api.metadata import (
     SdpaBackwardOperandsMetadata,
     SdpaOperandsMetadata,
 )
-from kernel_api.providers.precision import float32_multiplication
 from kernel_api.providers.reference import ReferenceProvider
 from kernel_api.providers.reference.epilogue import rounded
 from kernel_api.providers.reference.sdpa_scores import Attention, Rows
@@ -58,7 +58,7 @@ class ReferenceAttention(Kernel):
     def same_dtype(cls, args: Any) -> Values:
         """Outputs as torch computes them in the type of the arithmetic, where what is multiplied
         is rounded to the operands' type."""
-        with float32_multiplication("ieee"):
+        with _float32.products("ieee"):
             found = cls.computation(args, args.accumulator_type.torch, rounds=True).values()
         return {name: rounded(one, args.outputs[name].dtype) for name, one in found.items()}
 

@@ -164,7 +164,7 @@ class Attention:
 
     def summed_over_groups(self, tensor: Any) -> Any:
         """(H_kv, ...) of (H, ...)."""
-        return tensor.unflatten(0, (-1, self.groups)).sum(1)
+        return tensor.unflatten(0, (self.args.H_kv, self.groups)).sum(1)
 
     # Scores ------------------------------------------------------------------------------
 

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from kernel_api import _float32
 from kernel_api.arguments import Arguments, GemmArguments, ScaleMode
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.devices import require_streams
 from kernel_api.dtypes import dtype
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata
-from kernel_api.providers.precision import float32_multiplication
 from kernel_api.providers.streams import on_stream
 from kernel_api.providers.torch import TorchProvider
 from kernel_api.space import Operands, Space, rule
@@ -95,7 +95,7 @@ def _without_gradient(multiply: Any, A: Any, B: Any, out: Any) -> None:
 def multiply_into(A: Any, B: Any, out: Any, fp32_precision: str | None = None) -> None:
     """out = A · B, with float32 multiplied as asked whatever torch's own setting is."""
     multiply = torch.bmm if A.dim() == 3 else torch.mm
-    with torch.no_grad(), float32_multiplication(fp32_precision):
+    with torch.no_grad(), _float32.products(fp32_precision):
         if out.dtype is A.dtype:
             multiply(A, B, out=out)
         else:

@@ -26,6 +26,8 @@ from kernel_api.space import Miss, Operands, Space, rule
 
 _aten: Any = torch.ops.aten
 
+_INFINITY = float("inf")
+
 #: Queries that the efficient kernels keep statistics of at a time.
 _EFFICIENT_ROWS = 32
 
@@ -409,6 +411,9 @@ class TorchCpuSdpa(_Forward, _OnCpu):
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, is_causal(args), attn_mask=bias_of(args), scale=args.scale
         )
+        if "lse" in args.further and "bias" in args.further:  # it has 0 where a row sees nothing
+            hidden = args.further["bias"].tensor == -_INFINITY
+            lse = lse.masked_fill(hidden.all(-1), -_INFINITY)
         return {"out": out, "lse": lse}
 
 
@@ -424,6 +429,7 @@ class TorchCpuSdpaBackward(_Backward, _OnCpu):
 
     def _computed(self, args: Any) -> dict[str, Any]:
         q, k, v, out, dO, lse, *_ = args.tensors
+        lse = lse.masked_fill(lse == -_INFINITY, _INFINITY)  # a row that sees nothing has zeros
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dO, q, k, v, out, lse, 0.0, is_causal(args), attn_mask=bias_of(args), scale=args.scale
         )

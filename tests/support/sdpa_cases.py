@@ -33,7 +33,8 @@ class Case:
         sizes: B, H, H_kv, S_q, S_kv, D, D_v.
         tile: Queries and keys of its tile.
         aligned: Whether it asks for rows at multiples of 16 bytes.
-        lengths: Of queries and of keys, per sequence; of packed sequences they are all there is.
+        lengths: Of queries and of keys, per sequence.
+        behind: Rows of packed queries and keys behind the last sequence.
         packed, page_size: How sequences lie.
         options: From the draw to the arguments' further options.
         gradient: The same, of the backward pass alone.
@@ -48,6 +49,7 @@ class Case:
     element: str = BF16
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     packed: bool = False
+    behind: tuple[int, int] = (11, 7)
     page_size: int | None = None
     options: Options = nothing
     gradient: Options = nothing
@@ -89,6 +91,9 @@ class Case:
             for b, queries in enumerate(self.lengths[0]):
                 dO[b, :, queries:] = NAN
                 args.out.tensor[b, :, queries:] = NAN
+        if self.lengths is not None and self.packed:
+            dO[sum(self.lengths[0]) :] = NAN
+            args.out.tensor[sum(self.lengths[0]) :] = NAN
         return backward_of(args, dO, **self.gradient(draw))
 
     def _padded(self, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +112,8 @@ class Case:
         for side, lens in zip(("q", "kv"), self.lengths, strict=True):
             ends = torch.tensor((0, *lens)).cumsum(0)
             found |= {f"cu_seqlens_{side}": ends.int(), f"max_seqlen_{side}": max(lens) + 2}
-        T, T_kv = (sum(lens) for lens in self.lengths)
+        used, used_kv = (sum(lens) for lens in self.lengths)
+        T, T_kv = used + self.behind[0], used_kv + self.behind[1]
         wide = Draw(1, draw.H, draw.H_kv, T, T_kv, draw.D, draw.D_v, element=draw.element)
         wide.pad = draw.pad
         tensors = {
@@ -116,6 +122,8 @@ class Case:
             "V": wide.values(),
             "out": wide.results(read=False),
         }
+        for name, end in (("Q", used), ("K", used_kv), ("V", used_kv)):
+            tensors[name][:, :, end:] = NAN
         found |= {name: one[0].transpose(0, 1) for name, one in tensors.items()}
         return found | {name: wide.lse()[0] for name in self._statistics()}
 
@@ -273,6 +281,7 @@ FORWARD = [
         tile=(128, 64),
         packed=True,
         lengths=((65, 0, 20), (70, 9, 0)),
+        behind=(300, 200),
         keywords={"mask": masks.Causal("bottom_right")},
     ),
     Case(

@@ -4,6 +4,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ..conversion import select
+from .behind import Behind, fill_behind
 from .sequences import Sequence
 from .softmax import STATISTICS, Finished
 from .values import Values
@@ -30,6 +31,12 @@ def statistics_rows(values: Values, batch: Int32, head: Int32, sequence: Sequenc
         first = sequence.first_query
         return {n: cute.domain_offset((first,), one[head, None]) for n, one in given.items()}
     return {name: one[batch, head, None] for name, one in given.items()}
+
+
+def fill_statistics_behind(values: Values, head: Int32, behind: Behind) -> None:
+    """Of packed sequences."""
+    for name, statistic in statistics_of(values).items():
+        fill_behind(statistic[head, None], behind, STATISTICS[name])
 
 
 def write_statistics(statistics: dict, place, row: Finished) -> None:

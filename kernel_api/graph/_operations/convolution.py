@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from kernel_api._float32 import exact_convolutions
 from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import convolution_mode, member_of
@@ -268,7 +268,7 @@ class ConvFprop(_Convolution):
         if _is_empty(image, weight):
             return {"Y": image.new_zeros(node.outputs["Y"].dim)}
         geometry = _Geometry(node, image.dim())
-        with _full_precision():
+        with exact_convolutions():
             Y = torch.ops.aten.convolution(
                 _padded(image, geometry), _turned(node, weight), None, geometry.stride,
                 [0] * geometry.spatial, geometry.dilation, False, [0] * geometry.spatial,
@@ -370,7 +370,7 @@ def _gradients(
     """Of the padded image, and of the filter."""
     import torch
 
-    with _full_precision():
+    with exact_convolutions():
         return torch.ops.aten.convolution_backward(
             loss, _padded(image, geometry), weight, None, geometry.stride,
             [0] * geometry.spatial, geometry.dilation, False, [0] * geometry.spatial,
@@ -399,12 +399,3 @@ def _turned(node: Node, weight: Any) -> Any:
     if node["mode"] != "CONVOLUTION":
         return weight
     return weight.flip(tuple(range(2, weight.dim())))
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """float32 is not rounded to TF32 on the way."""
-    import torch
-
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield

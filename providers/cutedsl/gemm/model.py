@@ -8,7 +8,8 @@ part (the sum of n-th powers, so that parts of equal length slow each other down
              way from L2 and the tensor cores' reads of shared memory. What overlaps (blocks that
              share a multiprocessor, the two tiles of ``pingpong``) hides the waits of one behind
              the work of another.
-    DRAM     the operands once, and again where L2 forgets them between two visits
+    DRAM     the operands once, more if several clusters ask for what is still on its way, and
+             again where L2 forgets them between two visits
     L2       A once per column of clusters, B once per row of clusters, partial sums that go
              through the workspace
     power    the arithmetic at the rate that the GPU sustains
@@ -36,6 +37,8 @@ CONSTANTS = Path(__file__).with_name("model.json")
 #: Rows of out whose products one instruction forms; it reads the columns' operand once.
 _INSTRUCTION_ROWS = 64
 _PARTIAL_SUM_BYTES = 4
+#: Of out, that leave a Hopper kernel at once.
+_SUBTILE_COLUMNS = 32
 #: Elements along K whose products are formed apart where they are promoted.
 _PROMOTED_K = 128
 #: Operations of an epilogue per second of one multiprocessor. Where it reads a value per row,
@@ -161,10 +164,15 @@ class Constants:
         multiprocessors: Of the GPU.
         bandwidth: Bytes per second of device memory.
         l2_bandwidth: Bytes per second that all multiprocessors together read from L2.
+        crossing: Of the time that an operand takes to arrive, what it takes longer where many
+            clusters read it: each half of L2 has it from the other one.
+        near: Of the time that the larger operand takes to come from L2, what the smaller one does,
+            which both halves of L2 soon have.
         l2_bytes: What L2 keeps from one visit of the tiles around to the next.
         sustained: Operations per second of the whole GPU that its power allows, by kind.
         overhead: Seconds of a launch that does nothing.
         latency: Seconds from the request of a stage to its arrival.
+        held: Stages that are not on their way, because the consumers have them.
         rate: Operations per second of one multiprocessor's tensor cores, by kind.
         share: Of that rate, what a schedule reaches.
         feed: Bytes per second that one multiprocessor reads from shared memory.
@@ -174,6 +182,8 @@ class Constants:
         promotion: Seconds in which a group adds up what it has multiplied of a column with one
             instruction's K; 0 where the tensor cores do.
         store: Bytes per second at which one multiprocessor writes a tile of out.
+        narrow: Of the time in which a tile is written, what it takes in subtiles of fewer columns,
+            because it has no whole number of those of 32.
         epilogue: Seconds of an epilogue beside that.
         late: Bytes of out that are written in the time in which an epilogue reads one where a
             consumer with two blocks of rows has no registers to read ahead.
@@ -189,10 +199,13 @@ class Constants:
     multiprocessors: int
     bandwidth: float
     l2_bandwidth: float
+    crossing: float
+    near: float
     l2_bytes: float
     sustained: dict[str, float]
     overhead: float
     latency: float
+    held: float
     rate: dict[str, float]
     share: dict[str, float]
     feed: float
@@ -201,6 +214,7 @@ class Constants:
     step: float
     promotion: float
     store: float
+    narrow: float
     epilogue: float
     late: float
     handover: float
@@ -276,7 +290,9 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
         blocks = (rounds - 1) * (full if full > tile else tile) + (last if last > tile else tile)
 
     # What all of them move: through L2, and from device memory where L2 has forgotten it.
-    l2 = k * matrices * (m * a_size * clusters_n + n * b_size * clusters_m)
+    near_a, near_b = (constants.near, 1.0) if long_bytes < short_bytes else (1.0, constants.near)
+    l2 = k * matrices * (m * a_size * clusters_n * near_a + n * b_size * clusters_m * near_b)
+    crossing = long_bytes * _others(clusters_n) + short_bytes * _others(clusters_m)
     if split > 1:
         blocks += each * (constants.handover + split * partial)
         l2 += 2 * split * m * n * matrices * _PARTIAL_SUM_BYTES
@@ -299,13 +315,20 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
         if long > side and min(short, side) * k * short_size > kept:
             dram += (long / side - 1) * short_bytes
 
+    arrives = dram + constants.crossing * crossing
     slowest: float = (
         blocks**power
-        + (dram / constants.bandwidth) ** power
+        + (arrives / constants.bandwidth) ** power
         + (l2 / constants.l2_bandwidth) ** power
         + (operations / constants.sustained[problem.kind]) ** power
     ) ** (1 / power)
     return constants.overhead + exposed + slowest
+
+
+def _others(clusters: int) -> float:
+    """How likely it is that of so many that read an operand, some are not in the half of L2 where
+    the first one is."""
+    return 1 - 0.5 ** max(clusters - 1, 0)
 
 
 @lru_cache(maxsize=4096)
@@ -340,9 +363,11 @@ def _plan(
     # A group's own products, and what it makes of them, follow each other.
     own = arithmetic / groups + c.promotion * tile_n * tile_k / _PROMOTED_K
     step = max(step, own)
-    alone = max(step, c.latency / candidate.stages) + c.step * candidate.column_blocks
+    on_their_way = max(candidate.stages - c.held, 1.0)
+    alone = max(step, c.latency / on_their_way) + c.step * candidate.column_blocks
 
-    epilogue = c.epilogue + tile_m * tile_n * (moved / c.store + operations / _ELEMENTWISE)
+    written = tile_m * tile_n * (moved / c.store + operations / _ELEMENTWISE)
+    epilogue = c.epilogue + written * (c.narrow if tile_n % _SUBTILE_COLUMNS else 1.0)
     consumers = 1 if schedule == "pingpong" else 2
     late = 0.0
     if schedule != "multistage" and tile_m > _INSTRUCTION_ROWS * consumers:

@@ -208,7 +208,7 @@ class Sm90Fp8GroupedGemm(Sm90GroupedGemm):
     expert, or per block of 128; accumulated in float32 outside of the tensor cores."""
 
     family: ClassVar[str] = "sm90.grouped_gemm_fp8"
-    modelled_as = "sm90.gemm_fp8"
+    modelled_as = "sm90.grouped_gemm_fp8"
     promoted = True
     operands = tuple(
         Operands(

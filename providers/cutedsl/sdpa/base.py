@@ -66,6 +66,18 @@ class AttentionKernel(CuteDslKernel):
         most = max(max(operand.shape) for operand in args.operands)
         return most <= _MOST or Miss(f"one mode has {most}")
 
+    @rule("rows of packed tensors are cleared by the blocks of a sequence, of which there are some")
+    def _(args: Any) -> bool | Miss:
+        if not args.is_packed:
+            return True
+        sides = [(args.Q.shape[0], args.S_q)]
+        if not args.is_paged:
+            sides.append((args.K.shape[0], args.S_kv))
+        for rows, longest in sides:
+            if rows > 0 and args.B * longest == 0:
+                return Miss(f"there are {rows} rows, and {args.B} sequences of up to {longest}")
+        return True
+
     @rule("the head dimensions have room")
     def _(design: AttentionDesign, args: Any) -> bool | Miss:
         asked, room = head_dims(args), design.head_dim

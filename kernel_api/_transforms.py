@@ -1,0 +1,41 @@
+"""What torch traces inside of torch.func's transforms, and of the forward mode.
+
+In eager mode tensors tell it: inside of transforms they have no memory. A tracer's never have any,
+so the tracer itself is asked; its graph would have right values, and derivatives of zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from kernel_api import operands
+from kernel_api.errors import ArgumentError
+
+
+def check_traced(**given: Any) -> None:
+    """Raise ArgumentError where a graph would lose derivatives of what is given."""
+    if _is_transformed():
+        raise operands._no_memory(next(iter(given)))
+    if _is_forward_mode():
+        for name, one in given.items():
+            if isinstance(one, torch.Tensor) and operands._has_tangent(one):
+                raise ArgumentError(
+                    f"{name} has a tangent (torch.autograd.forward_ad), which graphs with kernels "
+                    f"would lose; they have gradients of the backward mode alone"
+                )
+
+
+# Answers that hold while a graph is traced: it asks for neither again.
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_transformed() -> bool:
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_forward_mode() -> bool:
+    return forward_ad._current_level >= 0
