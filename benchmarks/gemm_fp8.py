@@ -25,7 +25,10 @@ import kernel_api as ka
 
 SQUARES = (8192, 4096)
 #: Layers of DeepSeek-V3, which stores its weights in blocks of 128x128 with a scale each.
-LAYERS = ((4096, 7168, 16384), (4096, 24576, 1536), (128, 7168, 16384), (16, 7168, 16384))
+LAYERS = (
+    *((4096, 7168, 16384), (4096, 24576, 1536), (128, 7168, 16384), (16, 7168, 16384)),
+    *((128, 18432, 7168), (128, 4096, 7168), (128, 2112, 7168), (64, 2112, 7168)),
+)
 SCALES = ("per_tensor", "per_row", "blocks")
 PER_TENSOR, FAST = "per tensor", "torch._scaled_mm, fast accumulation"
 
