@@ -20,11 +20,12 @@ from kernel_api._attention_launches import empty_like, empty_lse, empty_out, for
 from kernel_api._autograd import changeable, check_outputs, differentiable_once
 from kernel_api._launches import chosen
 from kernel_api._results import results_type
+from kernel_api._transforms import check_traced
 from kernel_api.arguments import SdpaBackwardArguments
 from kernel_api.arguments.attention import score_of, values_of_functions
 from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
-from kernel_api.operands import Operand
+from kernel_api.operands import Operand, require_tensors
 
 _Options = dict[str, Any]
 
@@ -33,6 +34,7 @@ _SdpaStatistics = namedtuple("_SdpaStatistics", ("out", "lse", "score_max", "sco
 _BESIDE_LSE = ("score_max", "score_sum_exp")
 _WITHOUT_GRADIENT = ("alibi", "page_table", "descale_q", "descale_k", "descale_v")
 _GRADIENTS = ("dQ", "dK", "dV", "dBias", "dSink")
+_READ = ("Q", "K", "V", "out", "dO", "lse")
 _RESULTS: dict[tuple[str, ...], Any] = {
     names: results_type("sdpa_backward", names)
     for names in (_GRADIENTS[:3], _GRADIENTS[:4], (*_GRADIENTS[:3], "dSink"), _GRADIENTS)
@@ -103,6 +105,7 @@ def _named(options: _Options, names: tuple[str, ...]) -> _Options:
 
 
 def _learned(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:
+    require_tensors(Q=Q, K=K, V=V)
     if _is_traced(Q):
         return _traced(Q, K, V, options, learns=True)
     rest = dict(options)
@@ -218,8 +221,7 @@ def sdpa_backward(operands: tuple[Any, ...], written: _Options, options: _Option
 
 def _backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> _Options:
     """Every gradient by name, None where it is not wanted."""
-    names = ("Q", "K", "V", "out", "dO", "lse")
-    given = zip(operands, names, strict=True)
+    given = zip(operands, _READ, strict=True)
     tensors: _Options = {n: None if one is None else Operand(one, n).tensor for one, n in given}
     sources = {**tensors, "Bias": options.get("bias"), "Sink": options.get("sink")}
     found: _Options = {n: _target(n, written, sources[n[1:]]) for n in _GRADIENTS}
@@ -286,6 +288,7 @@ def _is_traced(Q: Any) -> bool:
 
 def _traced(Q: Any, K: Any, V: Any, options: _Options, learns: bool = False) -> tuple[Any, Any]:
     """(out, lse) in a graph."""
+    check_traced(Q=Q, K=K, V=V)
     if _is_outside(options):
         found = _outside(Q, K, V, options)
     else:
@@ -300,6 +303,7 @@ def _traced(Q: Any, K: Any, V: Any, options: _Options, learns: bool = False) -> 
 
 
 def _traced_backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> _Options:
+    check_traced(**dict(zip(_READ, operands, strict=True)))
     if _is_outside(options):
         return _outside_backward(operands, written, options)  # type: ignore[no-any-return]
     options = dict(options)
@@ -308,7 +312,7 @@ def _traced_backward(operands: tuple[Any, ...], written: _Options, options: _Opt
     wanted = [name not in left_out for name in _GRADIENTS[3:]]
     given = _backward_operator(*operands, deterministic, *wanted, *_packed(options))
     values = {n: one for n, one in zip(_GRADIENTS, given, strict=True) if n not in left_out}
-    named = dict(zip(("Q", "K", "V", "out", "dO", "lse"), operands, strict=True))
+    named = dict(zip(_READ, operands, strict=True))
     return {**dict.fromkeys(left_out), **_written(values, written, named)}
 
 

@@ -58,7 +58,7 @@ def test_it_can_be_named_without_being_imported():
 def test_the_tuner_takes_its_order():
     args = arguments()
     order = functools.partial(heuristics.ranked, gpu=H200)
-    asked = {"cc": 90, "max_candidates": 6}
+    asked = {"cc": 90, "max_candidates": 8}
     default = Choice(**asked).candidates(args, "cuda")
     found = Choice(order=order, **asked).candidates(args, "cuda")
     assert found.default == default.default == default.kernels[0]

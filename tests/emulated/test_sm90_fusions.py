@@ -228,7 +228,7 @@ READING = [
 @pytest.mark.parametrize("case", some(READING, 2), ids=lambda case: f"{case.name}, {case.design}")
 def test_matrices_are_read_in_vectors_of_their_rows_where_these_are_aligned(case, aligned):
     args = case.drawn(turn=int(aligned))
-    compiled = emulated(args, case.design, lambda d: d.tile_shape[1] % 64 == 0)
+    compiled = emulated(args, case.design, lambda d: d.tile_shape[1] % 64 == 0 and not d.swap_ab)
     assert not compiled.artifact.resources.spill_bytes
     assert ("ld.global.v4.b32" in compiled.text) == aligned
     compiled.run(args, multiprocessors=2, seed=1)

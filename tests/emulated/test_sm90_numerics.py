@@ -103,6 +103,12 @@ def sample():
             kernel = max(kernels, key=lambda one: sum(1 / (1 + met[f]) for f in features(one)))
             met.update(features(kernel))
             chosen.append((kernel, PROBLEMS[turn % len(PROBLEMS)], turn))
+        if family is FAMILIES[0]:
+            for kernel in itertools.chain.from_iterable(by_design.values()):
+                if not met.keys() >= set(features(kernel)):
+                    met.update(features(kernel))
+                    turn = len(chosen)
+                    chosen.append((kernel, PROBLEMS[turn % len(PROBLEMS)], turn))
     return chosen
 
 
