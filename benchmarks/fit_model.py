@@ -175,8 +175,9 @@ class Fit:
         return point
 
     def polish(self, point: np.ndarray, sweeps: int = 4) -> np.ndarray:
-        """Move one constant at a time while the first choices become faster."""
-        best, step = self._cost(point), 0.2
+        """Move one constant at a time while the first choices become faster: they never become
+        slower."""
+        start, best, step = point, self._cost(point), 0.2
         for _ in range(sweeps):
             for number in range(len(point)):
                 for sign in (step, -step):
@@ -187,7 +188,13 @@ class Fit:
                         point, best = there, cost
                         break
             step /= 1.6
-        return point
+        return point if self._regret(point) <= self._regret(start) else start
+
+    def _regret(self, point: np.ndarray) -> float:
+        """Of the first choices themselves, which a cost has softened."""
+        return geometric_mean(
+            [choice.regret for choice in choices(self.problems, self.parameters.table_at(point))]
+        )
 
     def _cost(self, point: np.ndarray) -> float:
         """What a choice costs, softened, and a little of the fit's loss to stay near it."""

@@ -25,7 +25,7 @@ from kernel_api.arguments import SdpaBackwardArguments
 from kernel_api.arguments.attention import score_of, values_of_functions
 from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
-from kernel_api.operands import Operand, require_tensors
+from kernel_api.operands import Operand
 
 _Options = dict[str, Any]
 
@@ -105,9 +105,9 @@ def _named(options: _Options, names: tuple[str, ...]) -> _Options:
 
 
 def _learned(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:
-    require_tensors(Q=Q, K=K, V=V)
     if _is_traced(Q):
         return _traced(Q, K, V, options, learns=True)
+    check_traced(Q=Q, K=K, V=V)
     rest = dict(options)
     if rest.get("score_mod") is not None:  # traced once: both passes are of one function
         rest["score_mod"] = score_of(rest["score_mod"], rest.pop("score_operands", None))

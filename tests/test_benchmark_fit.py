@@ -175,8 +175,7 @@ def test_polishing_does_not_spoil_the_choices(rows, fitted):
     parameters = fit_model.Parameters(table(), train)
     fit = fit_model.Fit(parameters, train)
     polished = parameters.table_at(fit.polish(parameters.start, sweeps=1))
-    # It softens the choice between estimates that are nearly the same.
-    assert mean_regret(train, polished) <= mean_regret(train, table()) + 1e-3
+    assert mean_regret(train, polished) <= mean_regret(train, table()) + 1e-9
 
 
 def test_half_of_the_problems_are_held_out_whatever_their_order(rows):

@@ -301,7 +301,7 @@ def test_a_line_that_is_no_json_among_others_is_named(tmp_path):
 )
 def test_a_name_that_an_entry_has_twice_is_refused(tmp_path, name, text):
     if name.endswith("yaml"):
-        pytest.importorskip("yaml")
+        pytest.importorskip("yaml", reason="pyyaml is not installed")
     with pytest.raises(ArgumentError, match="cannot be read: m is given twice; expected it once"):
         read(tmp_path / name, text)
 

@@ -35,19 +35,8 @@ SHAPES = {
     )
 }
 
-#: The same of attention, of which a row of a head takes a multiple of 16 bytes in any type.
-_SHAPES_OF_ATTENTION = {
-    "odd": (
-        (1, 1, 16),
-        (1, 8, 32),
-        (3, 5, 48),
-        (17, 33, 64),
-        (127, 129, 80),
-        (129, 255, 128),
-        (257, 120, 192),
-        (512, 8, 96),
-    )
-}
+#: In place of K, of attention: a row of a head takes a multiple of 16 bytes in any type.
+_HEAD_DIMENSIONS = (16, 32, 48, 64, 80, 128, 192, 96)
 
 
 @dataclass(frozen=True)
@@ -98,7 +87,10 @@ def run(options: argparse.Namespace, output: Output) -> int:
 def _sizes(options: argparse.Namespace) -> tuple[tuple[int, int, int], ...]:
     if options.shapes is None:
         return (sizes_of(options),)
-    return (_SHAPES_OF_ATTENTION if options.operation in ATTENTION else SHAPES)[options.shapes]
+    shapes = SHAPES[options.shapes]
+    if options.operation not in ATTENTION:
+        return shapes
+    return tuple((M, N, D) for (M, N, _), D in zip(shapes, _HEAD_DIMENSIONS, strict=True))
 
 
 def _outcomes(

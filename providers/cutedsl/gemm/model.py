@@ -30,15 +30,13 @@ from typing import Any
 
 from kernel_api.arguments import GemmArguments
 from kernel_api.epilogue.graph import Graph, Node
-from kernel_api.providers.cutedsl.gemm.sm90_design import resident_clusters
+from kernel_api.providers.cutedsl.gemm.sm90_design import SUBTILE, resident_clusters
 
 CONSTANTS = Path(__file__).with_name("model.json")
 
 #: Rows of out whose products one instruction forms; it reads the columns' operand once.
 _INSTRUCTION_ROWS = 64
 _PARTIAL_SUM_BYTES = 4
-#: Of out, that leave a Hopper kernel at once.
-_SUBTILE_COLUMNS = 32
 #: Elements along K whose products are formed apart where they are promoted.
 _PROMOTED_K = 128
 #: Operations of an epilogue per second of one multiprocessor. Where it reads a value per row,
@@ -367,7 +365,7 @@ def _plan(
     alone = max(step, c.latency / on_their_way) + c.step * candidate.column_blocks
 
     written = tile_m * tile_n * (moved / c.store + operations / _ELEMENTWISE)
-    epilogue = c.epilogue + written * (c.narrow if tile_n % _SUBTILE_COLUMNS else 1.0)
+    epilogue = c.epilogue + written * (c.narrow if tile_n % SUBTILE[1] else 1.0)
     consumers = 1 if schedule == "pingpong" else 2
     late = 0.0
     if schedule != "multistage" and tile_m > _INSTRUCTION_ROWS * consumers:

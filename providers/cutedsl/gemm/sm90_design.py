@@ -13,7 +13,7 @@ from kernel_api.providers.cutedsl.gemm.splitting import SplitDesign
 SHARED_MEMORY_BYTES = 227 * 1024
 
 #: Rows, and at most so many columns, that a warp group stages in each of two buffers.
-_SUBTILE = (64, 32)
+SUBTILE = (64, 32)
 _BARRIER_BYTES = 16
 _FLAG_BYTES = 32
 
@@ -107,7 +107,7 @@ class Sm90GemmDesign(SplitDesign):
         small_parts: and beside two buffers of what is cut off float32."""
         tile_m, tile_n, tile_k = self.kernel_tile
         stage = (tile_m + tile_n) * tile_k * operand_bytes
-        beside = 2 * self.consumers * _SUBTILE[0] * gcd(_SUBTILE[1], tile_n) * out_bytes
+        beside = 2 * self.consumers * SUBTILE[0] * gcd(SUBTILE[1], tile_n) * out_bytes
         if small_parts:
             beside += 2 * stage
         return (SHARED_MEMORY_BYTES - beside - self.fixed_bytes) // (stage + _BARRIER_BYTES)
