@@ -47,9 +47,10 @@ def rest_after_calls(times: float) -> None:
     as long as that took.
 
     Large products one after the other draw as much power as the GPU may, and it slows down: what is
-    compared then is how much each of them needs. Where it rests they run at full clocks, as they do
-    among work that draws less. The host is ahead by no more than what makes caches cold: what a
-    call costs there beyond that is in its time.
+    compared then is how much each of them needs. Where it rests they run as fast as they do among
+    work that draws less: an H200 begins large products at about 1.6 GHz of its 1.98, smaller ones
+    at 1.73, and sinks to 1.4 under those that do not end. The host is ahead by no more than what
+    makes caches cold: what a call costs there beyond that is in its time.
     """
     global _rest
     _rest = times

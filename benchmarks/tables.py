@@ -1,11 +1,12 @@
-"""Write the benchmark tables of the README and of docs/attention.md from the recorded rows.
+"""Write what the recorded rows say into the README, docs/benchmarks.md and docs/attention.md.
 
     python benchmarks/tables.py [--check]
 
-One table per GPU and suite: for every problem the fastest verified subject beside its peer, or
-the worst problems where there are many; in docs/attention.md a line per kind of problem.
-``benchmarks/plots.py`` draws what the tables refer to. ``--check`` changes nothing and fails if a
-document is not what the rows say.
+In the README a line per suite. In docs/benchmarks.md a table per GPU and suite: for every problem
+the fastest verified subject beside its peer, or the worst problems where there are many. In
+docs/attention.md a line per kind of problem.
+``benchmarks/plots.py`` draws what the documents refer to. ``--check`` changes nothing and fails if
+a document is not what the rows say.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tuning_figures import figures
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 ATTENTION = ROOT / "docs" / "attention.md"
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 NOTHING = "No rows are recorded yet; `benchmarks/` has the scripts."
@@ -39,6 +41,30 @@ FURTHER = {
 }
 
 SUITES_OF_ATTENTION = "sdpa-"
+
+#: What suites are about; those of `RESTED` are about the same.
+ABOUT = {
+    "elementwise": "chains of element-wise operations, sums of rows",
+    "gemm-bf16": "six products of bfloat16",
+    "gemm-decode": "1 to 64 rows times the weights of a layer",
+    "gemm-f16": "six products of float16",
+    "gemm-fp8": "products of e4m3: scales per tensor, per row, in blocks",
+    "gemm-fused": "products with fused epilogues",
+    "gemm-models": "layers of language models and odd sizes, bfloat16",
+    "gemm-other": "products of int8 and tf32",
+    "graph": "graphs, and a whole transformer block",
+    "grouped": "products of groups of tokens, weight gradients too",
+    "grouped-fusion": "products of groups with fused epilogues",
+    "host": "what calls cost on the CPU",
+    "moe-layer": "whole layers of experts",
+    "norm": "norms of rows and their gradients",
+    "sdpa-backward": "gradients of attention",
+    "sdpa-decode": "attention of one query to many keys, in pages too",
+    "sdpa-forward": "attention",
+    "tuning": "the products of gemm-models, as the tuner chooses",
+}
+#: Ends the name of a suite that was timed while the GPU rests after every call.
+RESTED = "-rested"
 
 Row = dict[str, Any]
 
@@ -73,7 +99,7 @@ def table(gpu: str, suite: str, rows: list[Row], candidates: Candidates) -> str:
     columns += ["why"] if any(reasons.values()) else []
     lines = [f"### {suite} on {gpu}", ""]
     if any("operations" in row for row in best):
-        lines += [f"![{suite} on {gpu}](docs/plots/{gpu}-{suite}.svg)", ""]
+        lines += [f"![{suite} on {gpu}](plots/{gpu}-{suite}.svg)", ""]
     lines += [_cells(columns), f"|{'---|' * len(columns)}"]
     for row in shown:
         cells = [row["problem"], f"`{row['subject']}`", f"{row['subject_us']:.1f} us"]
@@ -82,12 +108,17 @@ def table(gpu: str, suite: str, rows: list[Row], candidates: Candidates) -> str:
         cells += [reasons[row["problem"]]] if any(reasons.values()) else []
         lines.append(_cells(cells))
     versions = ", ".join(f"{name} {value}" for name, value in best[0]["env"].items())
-    if all(row["problem"] != row["peer"] for row in best):  # else the peer is a part of the others
+    if _has_mean(best):
         sentence += f"Geometric mean {geometric_mean([r['ratio'] for r in best]):.3f}. "
     if all("runs" in row for row in best):
         sentence += "".join(f"{line[:1].upper()}{line[1:]}. " for line in figures(best))
     lines += ["", f"{sentence}{_policy(best)}; {best[0]['date']}; {versions}."]
     return "\n".join(lines)
+
+
+def _has_mean(best: list[Row]) -> bool:
+    """Not where the peer is a part of the others."""
+    return all(row["problem"] != row["peer"] for row in best)
 
 
 def _further(row: Row, name: str) -> str:
@@ -153,20 +184,45 @@ def recorded(results: Path = RESULTS) -> dict[str, dict[str, list[Row]]]:
     return found
 
 
-def document(results: Path = RESULTS) -> str:
-    """All tables, or a sentence where nothing is recorded."""
+def overview(results: Path = RESULTS) -> str:
+    """A line per suite, or a sentence where nothing is recorded."""
     parts = []
     for gpu, suites in recorded(results).items():
         if any("operations" in row for rows in suites.values() for row in best_rows(rows)):
             parts.append(f"![Roofline of {gpu}](docs/plots/{gpu}-roofline.svg)")
+        columns = ["suite", "what", "problems", "peers", "peer / kernel, geometric mean", "worst"]
+        lines = [_cells([*columns, "recorded"]), f"|{'---|' * (len(columns) + 1)}"]
+        lines += [_overview(gpu, suite, best_rows(rows)) for suite, rows in suites.items()]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) or NOTHING
+
+
+def _overview(gpu: str, suite: str, best: list[Row]) -> str:
+    link = f"[{suite}](docs/benchmarks.md#{suite}-on-{gpu})"
+    about = ABOUT.get(suite.removesuffix(RESTED), "")
+    if suite.endswith(RESTED):
+        about += ", the GPU rests between calls"
+    ratios = [row["ratio"] for row in best]
+    figures_of = ["", ""]
+    if _has_mean(best):
+        figures_of = [f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}"]
+    peers = ", ".join(dict.fromkeys(row["peer"] for row in best))
+    latest = max(row["date"] for row in best)
+    return _cells([link, about, str(len(best)), peers, *figures_of, latest])
+
+
+def document(results: Path = RESULTS) -> str:
+    """All tables, or a sentence where nothing is recorded."""
+    parts = []
+    for gpu, suites in recorded(results).items():
         candidates = Candidates.beside(results / gpu)
         parts += [table(gpu, suite, rows, candidates) for suite, rows in suites.items()]
     return "\n\n".join(parts) or NOTHING
 
 
-def updated(readme: str, text: str) -> str:
-    """The README with the part between the markers replaced."""
-    before, _, rest = readme.partition(START)
+def updated(written: str, text: str) -> str:
+    """A document with the part between the markers replaced."""
+    before, _, rest = written.partition(START)
     _, _, after = rest.partition(END)
     return f"{before}{START}\n{text}\n{END}{after}"
 
@@ -175,8 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(arguments)
-    found = {path: path.read_text() for path in (README, ATTENTION)}
-    texts = document(), summary()
+    found = {path: path.read_text() for path in (README, BENCHMARKS, ATTENTION)}
+    texts = overview(), document(), summary()
     wanted = {p: updated(found[p], text) for p, text in zip(found, texts, strict=True)}
     if options.check:
         return int(found != wanted)

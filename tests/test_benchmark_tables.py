@@ -1,4 +1,4 @@
-"""The README's benchmark tables come from the recorded rows."""
+"""The benchmark tables of the documents come from the recorded rows."""
 
 import json
 
@@ -24,17 +24,42 @@ def row(problem, subject, subject_us, verified=True):
     }
 
 
-def test_readme_says_what_the_rows_say():
-    readme = tables.README.read_text()
-    assert readme == tables.updated(readme, tables.document())
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (tables.README, tables.overview),
+        (tables.BENCHMARKS, tables.document),
+        (tables.ATTENTION, tables.summary),
+    ],
+)
+def test_documents_say_what_the_rows_say(path, text):
+    written = path.read_text()
+    assert written == tables.updated(written, text())
+
+
+def test_overview_says_what_every_suite_is_about():
+    suites = {suite for of_gpu in tables.recorded().values() for suite in of_gpu}
+    assert {suite.removesuffix(tables.RESTED) for suite in suites} == set(tables.ABOUT)
+
+
+def test_overview_has_a_line_per_suite_that_leads_to_its_table(tmp_path):
+    rows = [row("a", "slow", 50.0), row("a", "fast", 25.0), row("b", "fast", 100.0)]
+    write(tmp_path, rows, "gemm-bf16-rested")
+    link = "[gemm-bf16-rested](docs/benchmarks.md#gemm-bf16-rested-on-h200)"
+    about = "six products of bfloat16, the GPU rests between calls"
+    line = f"| {link} | {about} | 2 | torch.mm | 2.000 | 1.000 | 2026-01-01 |"
+    assert line in tables.overview(tmp_path).splitlines()
+    assert "### gemm-bf16-rested on h200" in tables.document(tmp_path)
+
+
+def test_overview_has_no_mean_of_what_is_beside_a_part_of_itself(tmp_path):
+    write(tmp_path, [row("torch.mm", "fast", 100.0), row("a whole call", "fast", 200.0)], "host")
+    assert "| 2 | torch.mm |  |  | 2026-01-01 |" in tables.overview(tmp_path)
 
 
 def test_the_fastest_verified_kernel_of_a_problem_is_shown(tmp_path):
     rows = [row("a", "slow", 50.0), row("a", "fast", 25.0), row("a", "wrong", 1.0, verified=False)]
-    folder = tmp_path / "h200"
-    folder.mkdir()
-    (folder / "gemm-bf16.json").write_text(json.dumps(rows))
-    text = tables.document(tmp_path)
+    text = written(tmp_path, rows)
     assert "| a | `fast` | 25.0 us | torch.mm | 100.0 us | 4.000 |" in text
     assert "slow" not in text
     assert "wrong" not in text
@@ -49,7 +74,7 @@ def test_what_is_beside_a_part_of_itself_has_no_mean(tmp_path):
 
 
 def test_without_rows_there_is_a_sentence(tmp_path):
-    assert tables.document(tmp_path) == tables.NOTHING
+    assert tables.document(tmp_path) == tables.overview(tmp_path) == tables.NOTHING
 
 
 def test_only_what_stands_between_the_markers_changes():
@@ -58,11 +83,15 @@ def test_only_what_stands_between_the_markers_changes():
     assert tables.updated(readme, "new") == expected
 
 
-def written(tmp_path, rows, suite="gemm-bf16"):
-    """The document of one suite."""
+def write(tmp_path, rows, suite):
     folder = tmp_path / "h200"
     folder.mkdir()
     (folder / f"{suite}.json").write_text(json.dumps(rows))
+
+
+def written(tmp_path, rows, suite="gemm-bf16"):
+    """The document of one suite."""
+    write(tmp_path, rows, suite)
     return tables.document(tmp_path)
 
 

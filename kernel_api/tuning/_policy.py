@@ -37,10 +37,10 @@ class Policy:
             the problem and of the L2 cache ask.
         launches_per_graph: None: as many as the problem asks; eager launches have none.
         rest: After each graph, or launch in turn of all operand sets, the GPU rests so many times
-            as long as that took: then large products run at full clocks, as they do among work
-            that draws less, and a time is the same when it is measured again. 0: the GPU draws all
-            the power that it may, and they are as fast as that lets them be, which depends on what
-            ran before and on the GPU. A CPU never rests.
+            as long as that took: then large products run at the clocks of a GPU that has rested,
+            as they do among work that draws less, and a time is the same when it is measured
+            again. 0: the GPU draws all the power that it may, and they are as fast as that lets
+            them be, which depends on what ran before and on the GPU. A CPU never rests.
         seed: Of the random data.
 
     Raises:
