@@ -135,6 +135,36 @@ def test_verify_has_odd_sizes_of_attention(capsys, operation):
     assert len(labels) == 8 and labels[0] == "1x1x16"
 
 
+@pytest.mark.parametrize(
+    ("operation", "beside", "columns"),
+    [
+        ("gemm_swiglu", (), [64, 64, 64, 64, 192, 256, 128, 64]),
+        ("gemm_swiglu", ("granularity=8",), [16, 16, 16, 48, 144, 256, 128, 16]),
+        ("gemm_swiglu", ("granularity=halves",), [2, 8, 6, 34, 130, 256, 120, 8]),
+        ("gemm_dglu", (), [32, 32, 32, 64, 160, 256, 128, 32]),
+        ("gemm_recompute_dglu", (), [64, 64, 64, 64, 192, 256, 128, 64]),
+        ("grouped_gemm_glu_hadamard", ("granularity=8",), [32, 32, 32, 64, 160, 256, 128, 32]),
+        ("gemm_rope", ("head_dim=24",), [24, 24, 24, 48, 144, 264, 120, 24]),
+        ("rmsnorm_rht_amax", (), [16, 16, 16, 48, 144, 256, 128, 16]),
+    ],
+)
+def test_verify_has_odd_sizes_of_what_takes_columns_together(capsys, operation, beside, columns):
+    words = ("--shapes", "odd", "--device", "cpu", "--provider", "reference", "--limit", 1)
+    given = [word for one in beside for word in ("--with", one)]
+    code, told = run_json(capsys, "verify", "--operation", operation, *given, *words)
+    assert (code, told["without_kernel"]) == (0, [])
+    assert [int(one["problem"].split("x")[1]) for one in told["outcomes"]] == columns
+
+
+@pytest.mark.parametrize("beside", ["granularity=0", "granularity=thirds", "head_dim=0"])
+def test_verify_says_what_is_no_number_of_columns(capsys, beside):
+    operation = "gemm_rope" if "head_dim" in beside else "gemm_swiglu"
+    words = ("--shapes", "odd", "--device", "cpu", "--with", beside)
+    code, out, err = run(capsys, "verify", "--operation", operation, *words)
+    assert (code, out) == (2, "")
+    assert beside.partition("=")[0] in err
+
+
 def test_a_norm_has_no_k(capsys):
     words = ("verify", "--operation", "rmsnorm", "--m", 17, "--n", 9, "--device", "cpu")
     code, told = run_json(capsys, *words)

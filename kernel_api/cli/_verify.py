@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +36,9 @@ SHAPES = {
         (512, 8, 96),
     )
 }
+
+#: Whose N is a half of the columns that are pairs.
+_GRADIENTS_OF_PAIRS = ("gemm_dglu", "gemm_dswiglu", "grouped_gemm_dglu")
 
 #: In place of K, of attention: a row of a head takes a multiple of 16 bytes in any type.
 _HEAD_DIMENSIONS = (16, 32, 48, 64, 80, 128, 192, 96)
@@ -88,9 +93,34 @@ def _sizes(options: argparse.Namespace) -> tuple[tuple[int, int, int], ...]:
     if options.shapes is None:
         return (sizes_of(options),)
     shapes = SHAPES[options.shapes]
-    if options.operation not in ATTENTION:
-        return shapes
-    return tuple((M, N, D) for (M, N, _), D in zip(shapes, _HEAD_DIMENSIONS, strict=True))
+    if options.operation in ATTENTION:
+        return tuple((M, N, D) for (M, N, _), D in zip(shapes, _HEAD_DIMENSIONS, strict=True))
+    together = _columns_taken_together(options)
+    return tuple((M, -(-N // together) * together, K) for M, N, K in shapes)
+
+
+def _columns_taken_together(options: argparse.Namespace) -> int:
+    """What N is a multiple of."""
+    from kernel_api.epilogue.graph import HADAMARD_BLOCK
+    from kernel_api.fusions import gemm_glu
+
+    operation, given = options.operation, dict(options.beside or ())
+    if operation == "gemm_rope":
+        return _positive(given.get("head_dim"))
+    if operation == "rmsnorm_rht_amax":
+        return HADAMARD_BLOCK
+    if "glu" not in operation:
+        return 1
+    usual = inspect.signature(gemm_glu).parameters["granularity"].default
+    width = _positive(given.get("granularity", usual))
+    if operation in _GRADIENTS_OF_PAIRS:
+        return width
+    return math.lcm(2 * width, 2 * HADAMARD_BLOCK) if "hadamard" in operation else 2 * width
+
+
+def _positive(given: object) -> int:
+    """1 for what says no number of columns: the operation has the reason."""
+    return given if isinstance(given, int) and given > 0 else 1
 
 
 def _outcomes(

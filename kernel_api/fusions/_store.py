@@ -60,7 +60,9 @@ def gemm_rope(
     """
     A, B = matrices(A, B)
     N, head_dim, start = B.shape[-1], whole("head_dim", head_dim), whole("start", start)
-    if head_dim < 1 or N % head_dim:
+    if head_dim < 1:
+        raise ArgumentError(f"head_dim is {head_dim}; expected the columns of a head, 2 or more")
+    if N % head_dim:
         raise ArgumentError(f"B has N = {N}; heads of {head_dim} columns need a multiple of it")
     turned = head_dim - start if width is None else whole("width", width)
     if turned < 2 or turned % 2 or start < 0 or start + turned > head_dim:
