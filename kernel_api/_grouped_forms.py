@@ -26,8 +26,12 @@ class GroupedForm(Form):
         self, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         for name in ("offsets", "row_index"):
-            if options.get(name) is not None:
-                require_tensor(options[name], name)
+            given: Any = options.get(name)
+            if given is None and name != "offsets":
+                continue
+            require_tensor(given, name)
+            if not len(given.shape):
+                raise ArgumentError(f"{name} has shape (); expected integers in one mode")
         return super().completed(A, B, out, out_dtype, options)
 
     def out_shape(self, A: Any, N: int, options: dict[str, Any]) -> tuple[int, ...]:

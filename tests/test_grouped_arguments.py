@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from support.grouped import ends
@@ -228,6 +229,14 @@ def test_a_gradient_of_another_shape_is_refused():
 def test_only_sums_accumulate():
     operands = (zeros(20, 8), zeros(3, 8, 6), zeros(20, 6), OFFSETS)
     assert "accumulate is True and the groups are rows of A" in refusal(*operands, accumulate=True)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None, [], torch.tensor([True, False])], ids=str)
+def test_accumulate_is_true_or_false(value):
+    operands = (zeros(8, 20), zeros(20, 6), zeros(3, 8, 6), OFFSETS)
+    text = refusal(*operands, accumulate=value)
+    assert text == f"accumulate is {value!r}; expected True or False"
+    assert ka.GroupedGemmArguments(*operands, accumulate=np.True_).accumulate is True
 
 
 def test_only_rows_are_picked_and_placed():

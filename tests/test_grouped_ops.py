@@ -102,6 +102,16 @@ def test_what_needs_an_out_says_so(option, draw):
         ka.ops.grouped_gemm(draw.A, draw.B, draw.offsets, **{option: value})
 
 
+@pytest.mark.parametrize("offsets", [None, torch.tensor(3, dtype=torch.int32), [3, 9, 9]], ids=str)
+@pytest.mark.parametrize("name", ["grouped_gemm", "grouped_gemm_srelu", "grouped_gemm_wgrad"])
+def test_offsets_that_are_none_are_refused_by_name(name, offsets, draw):
+    sums = name == "grouped_gemm_wgrad"
+    A, B = (draw.A.t(), draw.per_token(7)) if sums else (draw.A, draw.B)
+    options = {"amax": True} if name == "grouped_gemm_srelu" else {}
+    with pytest.raises(ArgumentError, match=r"offsets (is a|has shape \(\))"):
+        getattr(ka.ops, name)(A, B, offsets, **options)
+
+
 def test_experts_may_be_a_list(draw):
     A, B = draw.A, draw.B
     listed = ka.ops.grouped_gemm_glu(A, list(B), draw.offsets)
