@@ -76,7 +76,7 @@ class Form:
             raise ArgumentError("B has shape (); expected a matrix, or several")
         complete, N = dict(options), B.shape[-1]
         if out is not None:
-            require_tensor(out, "out")
+            self.require_out(out)
         else:
             element = out_dtype
             if element is None:
@@ -89,6 +89,10 @@ class Form:
             elif given is False:
                 complete[name] = None
         return out, complete
+
+    def require_out(self, out: Any) -> None:
+        """Raise ArgumentError for an ``out`` of a kind that the fusion does not take."""
+        require_tensor(out, "out")
 
     def columns(self, N: int) -> int:
         """Of ``out``."""
