@@ -496,6 +496,22 @@ def test_starts_are_checked_where_that_is_asked(monkeypatch):
     assert torch.equal(ka.offsets_from_starts(starts - 3, 18), ends(1, 1, 18))
     with pytest.raises(ArgumentError, match="the first group begins at 3; expected 0"):
         ka.offsets_from_starts(starts, 18)
+    with pytest.raises(ArgumentError, match="the first group begins at 3; expected 0"):
+        ka.offsets_from_boundaries(starts)
+    assert torch.equal(ka.offsets_from_boundaries(starts - 3), ends(1, 1))
+
+
+@pytest.mark.parametrize("T", ["18", None, 18.5, -1, torch.tensor(1.5), ends(4, 18)], ids=str)
+@pytest.mark.parametrize("function", [ka.offsets_from_starts, ka.check_offsets])
+def test_a_number_of_tokens_that_is_none_is_refused(function, T):
+    with pytest.raises(ArgumentError, match=r"T is .*expected (a number of tokens|one integer)"):
+        function(ends(0, 4, 4), T)
+
+
+def test_more_tokens_than_offsets_can_count_are_refused():
+    with pytest.raises(ArgumentError, match="expected a number of tokens below 2147483648"):
+        ka.offsets_from_starts(ends(0, 4, 4), 2**31)
+    ka.check_offsets(ends(0, 4, 4), 2**31)
 
 
 def test_offsets_are_made_of_integers_in_one_mode():
