@@ -76,9 +76,11 @@ class Form:
             raise ArgumentError("B has shape (); expected a matrix, or several")
         complete, N = dict(options), B.shape[-1]
         if out is not None:
-            require_tensor(out, "out")
+            self.require_out(out)
         else:
-            element = out_dtype or self.element or out_type(A.dtype)
+            element = out_dtype
+            if element is None:
+                element = self.element or out_type(A.dtype)
             out = empty(self.out_shape(A, N, options), torch_type(element), A)
         for name in self.outputs:
             given = options.get(name)
@@ -87,6 +89,10 @@ class Form:
             elif given is False:
                 complete[name] = None
         return out, complete
+
+    def require_out(self, out: Any) -> None:
+        """Raise ArgumentError for an ``out`` of a kind that the fusion does not take."""
+        require_tensor(out, "out")
 
     def columns(self, N: int) -> int:
         """Of ``out``."""

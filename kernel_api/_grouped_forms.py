@@ -9,6 +9,9 @@ from kernel_api.arguments.experts import experts
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand, require_tensor
 
+#: Those that may sum over tokens, whose ``out`` may be a list of matrices.
+_SUMS = frozenset(("grouped_gemm", "grouped_gemm_wgrad"))
+
 
 class GroupedForm(Form):
     """A fusion of tokens A (T, K) and experts, or of tokens (M, T) and (T, N) that are summed
@@ -26,9 +29,23 @@ class GroupedForm(Form):
         self, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         for name in ("offsets", "row_index"):
-            if options.get(name) is not None:
-                require_tensor(options[name], name)
+            given: Any = options.get(name)
+            if given is None and name != "offsets":
+                continue
+            require_tensor(given, name)
+            if not len(given.shape):
+                raise ArgumentError(f"{name} has shape (); expected integers in one mode")
         return super().completed(A, B, out, out_dtype, options)
+
+    def require_out(self, out: Any) -> None:
+        if self.name not in _SUMS or not isinstance(out, (list, tuple)):
+            super().require_out(out)
+
+    def given(self, out: Any, options: dict[str, Any]) -> list[tuple[str, Any]]:
+        (_, given), *others = super().given(out, options)
+        if not isinstance(given, (list, tuple)):
+            return [("out", given), *others]
+        return [*((f"out[{place}]", one) for place, one in enumerate(given)), *others]
 
     def out_shape(self, A: Any, N: int, options: dict[str, Any]) -> tuple[int, ...]:
         for name in ("accumulate", "out_row_index"):

@@ -28,6 +28,7 @@ from kernel_api._autograd import check_outputs
 from kernel_api._forms import FACTORS, Form
 from kernel_api._overwritten import teller
 from kernel_api.arguments import Arguments
+from kernel_api.arguments.experts import experts
 from kernel_api.arguments.gemm import ProductArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.discovery import explain, get_kernels
@@ -251,7 +252,7 @@ def _is_fake(tensor: Any) -> bool:
 
 
 def _check_type(out: Any, out_dtype: Any) -> None:
-    given, asked = Operand(out, "out").dtype, dtype(out_dtype)
+    given, asked = experts(out, "out").dtype, dtype(out_dtype)
     if given is not asked:
         raise ArgumentError(f"out is {given} and out_dtype {asked}; one of them is enough")
 

@@ -59,8 +59,10 @@ def moe(
     """
     if kind not in GLU_KINDS:
         raise ArgumentError(f"kind is {kind!r}; expected one of {', '.join(GLU_KINDS)}")
-    tokens = {"x": x, "expert_index": expert_index, "expert_weight": expert_weight}
-    require_tensors(**tokens, w_up=w_up, w_down=w_down)
+    others = {"expert_index": expert_index, "expert_weight": expert_weight}
+    others |= {"w_up": w_up, "w_down": w_down}
+    require_tensors(x=x, **others)
+    _check_device(x, **others)
     _check_tokens(x, expert_index, expert_weight)
     _check_weights(x, w_up, w_down)
     function = Function(kind, order, granularity)
@@ -96,11 +98,23 @@ def _check_tokens(x: Any, expert_index: Any, expert_weight: Any) -> None:
         )
 
 
+def _check_device(x: Any, **others: Any) -> None:
+    for name, one in others.items():
+        if one.device != x.device:
+            raise ArgumentError(
+                f"{name} is on {one.device} but x is on {x.device}; expected one device for all"
+            )
+
+
 def _check_weights(x: Any, w_up: Any, w_down: Any) -> None:
     if w_up.dim() != 3 or w_up.shape[1] != x.shape[1] or w_up.shape[2] % 2:
         raise ArgumentError(
             f"w_up has shape {tuple(w_up.shape)}; expected (E, {x.shape[1]}, 2I), the columns of x "
             f"by pairs"
+        )
+    if not w_up.shape[0]:
+        raise ArgumentError(
+            f"w_up has shape {tuple(w_up.shape)}; expected the matrix of at least one expert"
         )
     expected = (w_up.shape[0], w_up.shape[2] // 2, x.shape[1])
     if w_down.shape != expected:

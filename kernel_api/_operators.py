@@ -29,7 +29,10 @@ _SCHEMA = (
 )
 
 _IN_GRAPHS = (torch.Tensor, torch.SymInt, torch.SymFloat, int, float, str, type(None))
-_WHY = "an epilogue, or an operand with a scale, is nothing that a graph of torch holds"
+_WHY = (
+    "an epilogue, an operand with a scale, or experts that lie anywhere, is nothing that a graph "
+    "of torch holds"
+)
 
 _library: Any = torch.library.Library("kernel_api", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -47,7 +50,7 @@ def _register(form: Form, call: Callable[..., Any]) -> None:
 
 def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]) -> Any:
     """The call in a graph: outputs are allocated in it, and the operator writes them."""
-    for value in (A, B, *options.values()):
+    for value in (A, B, out, *options.values()):
         if not isinstance(value, _IN_GRAPHS):
             return _refused(form, A, B, out, out_dtype, options)
     check_traced(A=A, B=B, **options)

@@ -18,6 +18,7 @@ from kernel_api._numbers import whole_number
 from kernel_api._offer import Offer
 from kernel_api._overwritten import tell_autograd
 from kernel_api.arguments import Arguments, EpilogueArguments, GemmArguments
+from kernel_api.arguments.experts import matrices_of
 from kernel_api.artifact import CompiledArtifact, Resources
 from kernel_api.devices import capturing, query_target, require_streams, target_of
 from kernel_api.errors import (
@@ -248,7 +249,11 @@ class Kernel(metaclass=KernelType):
             self._run(args, artifact, stream, workspace)
             written = accepted.get(tell_autograd)
             if written is None:
-                written = [operand.tensor for operand in args.outputs.values()]
+                written = [
+                    one
+                    for operand in args.outputs.values()
+                    for one in (matrices_of(operand) if operand.discrete else (operand.tensor,))
+                ]
                 accepted[tell_autograd] = written
             tell_autograd(written)
 

@@ -10,13 +10,16 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kernel_api._numbers import whole_number
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
 
 #: Set to 1, runs of products of groups, one-call forms that saw no such call without it, and
 #: launches that were prepared meanwhile, check offsets and row indices before, and what makes
-#: offsets of starts checks these, which waits for the device.
+#: offsets of starts or boundaries checks these, which waits for the device.
 VARIABLE = "KERNEL_API_CHECK_OFFSETS"
+
+_INT32_ENDS = 2**31  # what no offset reaches
 
 
 def offsets_from_counts(counts: Any) -> Any:
@@ -38,13 +41,14 @@ def offsets_from_starts(starts: Any, T: Any) -> Any:
         T: Where the last group ends: an integer, or a tensor of one.
 
     Raises:
-        ArgumentError: with KERNEL_API_CHECK_OFFSETS=1, the first is not 0.
+        ArgumentError: T is no number of tokens; with KERNEL_API_CHECK_OFFSETS=1, the first is
+            not 0.
     """
     import torch
 
     given = _integers("starts", starts)
-    if not torch.compiler.is_compiling() and check_is_asked() and not _is_captured(given):
-        check_starts(given)
+    _check_tokens(T, _INT32_ENDS)
+    _check_first(given)
     found = given.to(torch.int32).roll(-1)
     found[-1:] = T
     return found
@@ -55,10 +59,15 @@ def offsets_from_boundaries(boundaries: Any) -> Any:
 
     Args:
         boundaries: Integers (E + 1,), the first of them 0.
+
+    Raises:
+        ArgumentError: with KERNEL_API_CHECK_OFFSETS=1, the first is not 0.
     """
     import torch
 
-    return _integers("boundaries", boundaries)[1:].to(torch.int32, copy=True)
+    given = _integers("boundaries", boundaries)
+    _check_first(given)
+    return given[1:].to(torch.int32, copy=True)
 
 
 def check_starts(starts: Any) -> None:
@@ -74,6 +83,7 @@ def check_starts(starts: Any) -> None:
 def check_offsets(offsets: Any, T: int) -> None:
     """Raise ArgumentError, with the first bad place, unless offsets never decrease and lie between
     0 and T. It waits for the device."""
+    _check_tokens(T)
     before = 0
     for place, end in enumerate(_integers("offsets", offsets).tolist()):
         if end < before:
@@ -124,6 +134,30 @@ def check_groups(
             written = indices["out_row_index"][used]
             _check_rows("out_row_index", "out", written, out.shape[0])
             _check_distinct("out_row_index", written)
+
+
+def _check_first(starts: Any) -> None:
+    """:func:`check_starts`, where that is asked and can be."""
+    import torch
+
+    if not torch.compiler.is_compiling() and check_is_asked() and not _is_captured(starts):
+        check_starts(starts)
+
+
+def _check_tokens(T: Any, beyond: int | None = None) -> None:
+    """Raise ArgumentError for what is no number of tokens, or not below another."""
+    import torch
+
+    if isinstance(T, torch.Tensor):
+        if T.numel() != 1 or T.is_floating_point() or T.is_complex() or T.dtype is torch.bool:
+            raise ArgumentError(f"T is {Operand(T, 'T')!r}; expected one integer")
+        return
+    if isinstance(T, torch.SymInt):
+        return
+    whole = whole_number(T)
+    if whole is None or whole < 0 or (beyond is not None and whole >= beyond):
+        below = "" if beyond is None else f" below {beyond}"
+        raise ArgumentError(f"T is {T!r}; expected a number of tokens{below}")
 
 
 def _is_captured(tensor: Any, stream: Any = None) -> bool:

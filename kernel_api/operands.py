@@ -141,11 +141,8 @@ class Operand:
                 f"{name} has torch's negative bit set, as imaginary parts of conjugates have, "
                 f"and kernels read memory; pass {name}.resolve_neg()"
             )
-        if not is_sketch and torch.autograd.forward_ad._current_level >= 0 and _has_tangent(tensor):
-            raise ArgumentError(
-                f"{name} has a tangent (torch.autograd.forward_ad), which kernels would lose; "
-                f"they have gradients of the backward mode alone"
-            )
+        if not is_sketch and torch.autograd.forward_ad._current_level >= 0:
+            _refuse_tangent(tensor, name)
         self.shape: tuple[int, ...] = layout.shape
         self.stride: tuple[int, ...] = layout.stride
         self.dtype: DType = layout.dtype
@@ -225,15 +222,25 @@ def require_tensors(**given: Any) -> None:
         if one.is_nested or one.layout is not torch.strided:
             kind = "nested" if one.is_nested else one.layout
             raise ArgumentError(f"{name} is a {kind} tensor; expected a strided one")
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not _is_fake(one):
             try:
                 one.data_ptr()
             except RuntimeError as error:
                 raise _no_memory(name) from error
+            if torch.autograd.forward_ad._current_level >= 0:
+                _refuse_tangent(one, name)
     if torch.compiler.is_compiling():
         from kernel_api._transforms import check_traced
 
         check_traced(**given)
+
+
+def _refuse_tangent(tensor: Any, name: str) -> None:
+    if _has_tangent(tensor):
+        raise ArgumentError(
+            f"{name} has a tangent (torch.autograd.forward_ad), which kernels would lose; they "
+            f"have gradients of the backward mode alone"
+        )
 
 
 def _has_tangent(tensor: Any) -> bool:

@@ -406,6 +406,8 @@ def test_options_that_cannot_be_are_named():
     refused(fusions.grouped_gemm_glu_hadamard, "axis is -2; expected one of -1", axis=-2, **half)
     refused(fusions.grouped_gemm_dglu, "alpha_power is 3", alpha_power=3,
             out=wide, preactivation=wide)  # fmt: skip
+    refused(fusions.grouped_gemm_dglu, "alpha_power is tensor([1, 2]); expected one of 1, 2",
+            alpha_power=torch.tensor([1, 2]), out=wide, preactivation=wide)  # fmt: skip
     refused(fusions.grouped_gemm_quantize, "scale is None", mode="row",
             out=torch.zeros(9, 64).to(E4M3))  # fmt: skip
     refused(fusions.grouped_gemm_quantize, "out's type is 'float64'")

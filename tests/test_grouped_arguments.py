@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from support.grouped import ends
@@ -228,6 +229,14 @@ def test_a_gradient_of_another_shape_is_refused():
 def test_only_sums_accumulate():
     operands = (zeros(20, 8), zeros(3, 8, 6), zeros(20, 6), OFFSETS)
     assert "accumulate is True and the groups are rows of A" in refusal(*operands, accumulate=True)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None, [], torch.tensor([True, False])], ids=str)
+def test_accumulate_is_true_or_false(value):
+    operands = (zeros(8, 20), zeros(20, 6), zeros(3, 8, 6), OFFSETS)
+    text = refusal(*operands, accumulate=value)
+    assert text == f"accumulate is {value!r}; expected True or False"
+    assert ka.GroupedGemmArguments(*operands, accumulate=np.True_).accumulate is True
 
 
 def test_only_rows_are_picked_and_placed():
@@ -487,6 +496,22 @@ def test_starts_are_checked_where_that_is_asked(monkeypatch):
     assert torch.equal(ka.offsets_from_starts(starts - 3, 18), ends(1, 1, 18))
     with pytest.raises(ArgumentError, match="the first group begins at 3; expected 0"):
         ka.offsets_from_starts(starts, 18)
+    with pytest.raises(ArgumentError, match="the first group begins at 3; expected 0"):
+        ka.offsets_from_boundaries(starts)
+    assert torch.equal(ka.offsets_from_boundaries(starts - 3), ends(1, 1))
+
+
+@pytest.mark.parametrize("T", ["18", None, 18.5, -1, torch.tensor(1.5), ends(4, 18)], ids=str)
+@pytest.mark.parametrize("function", [ka.offsets_from_starts, ka.check_offsets])
+def test_a_number_of_tokens_that_is_none_is_refused(function, T):
+    with pytest.raises(ArgumentError, match=r"T is .*expected (a number of tokens|one integer)"):
+        function(ends(0, 4, 4), T)
+
+
+def test_more_tokens_than_offsets_can_count_are_refused():
+    with pytest.raises(ArgumentError, match="expected a number of tokens below 2147483648"):
+        ka.offsets_from_starts(ends(0, 4, 4), 2**31)
+    ka.check_offsets(ends(0, 4, 4), 2**31)
 
 
 def test_offsets_are_made_of_integers_in_one_mode():

@@ -69,6 +69,23 @@ def test_pointers_that_are_none_are_refused():
         ka.ExpertPointers(pointers, **rest, alignment=12)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            ("shape", value)
+            for value in (None, (8,), (-1, 6), (8.0, 6), ("8", 6), (8, None, 6), "86")
+        ),
+        *(("stride", value) for value in (None, (-6, 1), (6, 0.5))),
+        *(("alignment", value) for value in (None, "16", 16.0, 0)),
+    ],
+)
+def test_a_layout_that_is_none_is_refused_by_name(name, value):
+    rest = {"shape": (8, 6), "stride": (6, 1), "dtype": "f32", name: value}
+    with pytest.raises(ArgumentError, match=f"{name} is "):
+        ka.ExpertPointers(torch.zeros(3, dtype=torch.int64), **rest)
+
+
 def test_an_out_within_an_expert_is_refused_by_its_place():
     storage = torch.zeros(3 * 160)
     B = [storage[160 * e :][:160].view(8, 20) for e in range(3)]

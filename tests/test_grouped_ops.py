@@ -95,11 +95,58 @@ def test_gradients_of_weights_are_allocated_and_added_to_what_is_given(draw):
     close(doubled, 2 * out)
 
 
+@pytest.mark.parametrize("form", [ka.ops.grouped_gemm_wgrad, ka.ops.grouped_gemm])
+def test_gradients_of_weights_are_written_to_a_list(form, draw):
+    A, B = draw.A.t(), draw.per_token(7)
+    expected = ka.ops.grouped_gemm_wgrad(A, B, draw.offsets)
+    outs = [torch.ones(5, 7, dtype=torch.float64) for _ in range(3)]
+    assert form(A, B, draw.offsets, out=outs, out_dtype="f64") is outs
+    close(torch.stack(outs), expected)
+    assert form(A, B, draw.offsets, out=tuple(outs), accumulate=True)[0] is outs[0]
+    close(torch.stack(outs), 2 * expected)
+    with pytest.raises(ArgumentError, match="out is float64 and out_dtype float32"):
+        form(A, B, draw.offsets, out=outs, out_dtype="f32")
+    outs[1].requires_grad_()
+    with pytest.raises(ArgumentError, match=r"out\[1\] is given and needs a gradient"):
+        form(A, B, draw.offsets, out=outs)
+
+
+def test_rows_are_not_written_to_a_list(draw):
+    with pytest.raises(ArgumentError, match="out is a list"):
+        ka.ops.grouped_gemm_glu(draw.A, draw.B, draw.offsets, out=[draw.written(11, 32)])
+
+
+@pytest.mark.parametrize("anywhere", ["list", "addresses"])
+def test_an_out_that_lies_anywhere_breaks_a_graph(anywhere, draw):
+    torch._dynamo.reset()
+    A, B = draw.A.t(), draw.per_token(7)
+    outs = [torch.ones(5, 7, dtype=torch.float64) for _ in range(3)]
+    addresses = torch.tensor([one.data_ptr() for one in outs])
+
+    def sums(A, B, offsets, addresses, *outs):
+        layout = {"shape": (5, 7), "stride": (7, 1), "dtype": "f64"}
+        out = list(outs) if anywhere == "list" else ka.ExpertPointers(addresses, **layout)
+        ka.ops.grouped_gemm_wgrad(A, B, offsets, out=out)
+
+    torch.compile(sums, backend="aot_eager")(A, B, draw.offsets, addresses, *outs)
+    close(torch.stack(outs), ka.ops.grouped_gemm_wgrad(A, B, draw.offsets))
+
+
 @pytest.mark.parametrize("option", ["accumulate", "out_row_index"])
 def test_what_needs_an_out_says_so(option, draw):
     value = True if option == "accumulate" else torch.arange(11, dtype=torch.int32)
     with pytest.raises(ArgumentError, match=f"{option} is given and there is no out"):
         ka.ops.grouped_gemm(draw.A, draw.B, draw.offsets, **{option: value})
+
+
+@pytest.mark.parametrize("offsets", [None, torch.tensor(3, dtype=torch.int32), [3, 9, 9]], ids=str)
+@pytest.mark.parametrize("name", ["grouped_gemm", "grouped_gemm_srelu", "grouped_gemm_wgrad"])
+def test_offsets_that_are_none_are_refused_by_name(name, offsets, draw):
+    sums = name == "grouped_gemm_wgrad"
+    A, B = (draw.A.t(), draw.per_token(7)) if sums else (draw.A, draw.B)
+    options = {"amax": True} if name == "grouped_gemm_srelu" else {}
+    with pytest.raises(ArgumentError, match=r"offsets (is a|has shape \(\))"):
+        getattr(ka.ops, name)(A, B, offsets, **options)
 
 
 def test_experts_may_be_a_list(draw):

@@ -86,6 +86,49 @@ def test_refusals_say_what_torch_cannot_do():
     assert "T is 0" in reasons(of_rows(empty))["torch.grouped_mm"]
 
 
+def repeated(*shape):
+    """One row, again and again."""
+    return torch.randn(shape[-1]).to(BF16).expand(shape)
+
+
+def test_what_is_repeated_is_computed_by_another_kernel():
+    draw = GroupedDraw([3, 3, 9], 11, 16, 24, element=BF16)
+    B, offsets = draw.B, draw.offsets
+    for A in (repeated(11, 24), repeated(24, 11).t()):
+        args = ka.GroupedGemmArguments(A, B, draw.written(11, 16), offsets)
+        assert f"A has shape (11, 24) and stride {A.stride()}" in reasons(args)["torch.grouped_mm"]
+        found, expected = (ka.ops.grouped_gemm(one, B, offsets)[:9] for one in (A, A.contiguous()))
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    B = repeated(3, 16, 24).mT
+    args = ka.GroupedGemmArguments(draw.A, B, draw.written(11, 16), offsets)
+    assert "B has shape (3, 24, 16) and stride (0, 1, 0)" in reasons(args)["torch.grouped_mm"]
+    A = repeated(11, 24).t()
+    args = ka.GroupedGemmArguments(A, draw.A, draw.written(3, 24, 24), offsets)
+    assert "A has shape (24, 11) and stride (1, 0)" in reasons(args)["torch.grouped_mm_sum"]
+
+
+def on_meta(*shape, transposed=False):
+    made = torch.empty(shape, dtype=BF16, device="meta")
+    return made.mT if transposed else made
+
+
+def test_tokens_are_not_split_inside_of_a_vector_on_a_gpu():
+    offsets = torch.empty(3, dtype=torch.int32, device="meta")
+    experts, out = on_meta(3, 64, 48), on_meta(32, 48)
+    args = ka.GroupedGemmArguments(on_meta(32, 64), experts, out, offsets)
+    assert families(args) == ["torch.grouped_mm"]
+    args = ka.GroupedGemmArguments(on_meta(64, 32, transposed=True), experts, out, offsets)
+    assert "A has stride 1 along the tokens" in reasons(args)["torch.grouped_mm"]
+
+    A, B = on_meta(32, 64, transposed=True), on_meta(32, 48)
+    args = ka.GroupedGemmArguments(A, B, experts, offsets)
+    assert families(args) == ["torch.grouped_mm_sum"]
+    args = ka.GroupedGemmArguments(on_meta(64, 32), B, experts, offsets)
+    assert "A has stride 1 along the tokens" in reasons(args)["torch.grouped_mm_sum"]
+    args = ka.GroupedGemmArguments(A, on_meta(48, 32, transposed=True), experts, offsets)
+    assert "B has stride 1 along the tokens" in reasons(args)["torch.grouped_mm_sum"]
+
+
 def scaled(*shape, scales, transposed=False):
     made = torch.empty(shape, dtype=E4M3, device="meta")
     made = made.mT if transposed else made

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.fusions import GLU, close, pairs
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_api as ka
 from kernel_api.errors import ArgumentError
@@ -292,6 +293,15 @@ def test_torch_compile_takes_the_layer_without_gradients():
     close(compiled(x, TWO, *others), ka.nn.moe(x, TWO, *others), 0)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_layer_of_fake_tensors_has_sizes_and_nothing_to_warn_of():
+    with FakeTensorMode() as mode:
+        x, *others = (mode.from_tensor(one.detach()).requires_grad_() for one in leaves())
+        y = ka.nn.moe(x, mode.from_tensor(TWO), *others)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+    assert y.shape == dx.shape == x.shape
+
+
 # Refusals --------------------------------------------------------------------------------
 
 
@@ -311,6 +321,12 @@ def test_torch_compile_takes_the_layer_without_gradients():
             {"w_up": torch.ones(E, 5, 2 * INNER)},
             r"w_up has shape \(4, 5, 64\); expected \(E, 6, 2I\)",
         ),
+        (
+            {"w_up": torch.ones(0, K, 64), "w_down": torch.ones(0, INNER, K)},
+            r"w_up has shape \(0, 6, 64\); expected the matrix of at least one expert",
+        ),
+        ({"expert_index": TWO.to("meta")}, "expert_index is on meta but x is on cpu; expected one"),
+        ({"w_down": torch.ones(E, INNER, K, device="meta")}, "w_down is on meta but x is on cpu"),
         ({"w_up": torch.ones(E, K, 63)}, r"w_up has shape \(4, 6, 63\); expected \(E, 6, 2I\)"),
         ({"w_up": torch.ones(K, 2 * INNER)}, r"w_up has shape \(6, 64\); expected \(E, 6, 2I\)"),
         (

@@ -66,6 +66,13 @@ def test_gemm_allocates_the_type_that_is_asked_for_in_any_spelling(spelling):
     assert torch.equal(out, exact(A, B))
 
 
+@pytest.mark.parametrize("spelling", ["", 0, {}, torch.ones(2)], ids=str)
+def test_what_names_no_type_is_refused(spelling):
+    A, B, _ = gemm_tensors(4, 5, 6, values="integers")
+    with pytest.raises(ArgumentError, match="names no element type"):
+        ka.ops.gemm(A, B, out_dtype=spelling)
+
+
 def test_gemm_of_an_empty_sum_is_zero():
     assert not ka.ops.gemm(torch.empty(3, 0), torch.empty(0, 4)).any()
 

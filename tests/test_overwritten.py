@@ -37,6 +37,22 @@ def test_a_run_says_what_it_writes(monkeypatch):
     assert counted(lambda: kernel.run(args), A, B, out, amax) == [0, 0, 1, 1]
 
 
+def test_experts_are_written_and_their_addresses_read(monkeypatch):
+    monkeypatch.setenv("KERNEL_API_PROVIDERS", "reference")
+    tokens, offsets = torch.randn(6, 4), torch.tensor([2, 6], dtype=torch.int32)
+    outs = [torch.empty(4, 4) for _ in range(2)]
+    addresses = torch.tensor([one.data_ptr() for one in outs])
+    anywhere = ka.ExpertPointers(addresses, shape=(4, 4), stride=(4, 1), dtype="f32")
+
+    def sums_to(out):
+        return lambda: ka.ops.grouped_gemm_wgrad(tokens.t(), tokens, offsets, out=out)
+
+    args = ka.fusions.grouped_gemm_wgrad(tokens.t(), tokens, offsets, out=outs)
+    monkeypatch.setattr(type(ka.get_kernels(args)[0]), "_run", lambda *given: None)
+    assert counted(sums_to(outs), tokens, *outs) == [0, 1, 1]
+    assert counted(sums_to(anywhere), addresses, offsets) == [0, 0]
+
+
 def test_products_say_what_they_write(idle):
     out, amax = torch.empty(5, 6), torch.zeros(())
     assert counted(lambda: ka.ops.gemm(A, B, out=out), A, B, out) == [0, 0, 1]

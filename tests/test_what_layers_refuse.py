@@ -12,6 +12,7 @@ ONES = torch.ones(8)
 ROUTED = (torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1))
 ENDS = torch.tensor([1, 4], dtype=torch.int32)
 EXPERTS = (torch.randn(2, 8, 8), torch.randn(2, 4, 8))
+LEARNING = torch.randn(2, 8, 8, requires_grad=True)
 
 
 def epilogue_of(number):
@@ -104,6 +105,12 @@ def test_transformations_of_torch_func_are_named(call):
         lambda t: ka.ops.gemm(X, W.t(), bias=t.new_ones(64) * t.sum()),
         lambda t: ka.nn.rmsnorm(t),
         lambda t: ka.ops.sdpa(t[None, None], Q[:, :1], Q[:, :1]),
+        lambda t: ka.nn.moe(t, *ROUTED, *EXPERTS),
+        lambda t: ka.nn.moe(t, *ROUTED, LEARNING, EXPERTS[1]),
+        lambda t: ka.nn.linear_activation(t, LEARNING[0]),
+        lambda t: ka.nn.linear_glu(t, LEARNING[0], granularity="halves"),
+        lambda t: ka.nn.rmsnorm(t, ONES.clone().requires_grad_()),
+        lambda t: ka.nn.attention(t[None, None], LEARNING[None, :1], LEARNING[None, :1]),
     ],
 )
 def test_tangents_are_refused_and_not_lost(call):

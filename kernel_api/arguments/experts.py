@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+from kernel_api._numbers import whole_number
 from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
@@ -173,16 +174,27 @@ class ExpertPointers(Experts):
         given = pointers if isinstance(pointers, Operand) else Operand(pointers, "pointers")
         if given.dtype is not _INT64 or given.rank != 1 or given.stride != (1,):
             raise ArgumentError(f"pointers are {given!r}; expected int64 (E,), contiguous")
-        for name, extents in (("shape", shape), ("stride", stride)):
-            if len(extents) != 2:
-                raise ArgumentError(f"{name} is {tuple(extents)}; expected that of one matrix")
-        if alignment < 1 or alignment & (alignment - 1):
-            raise ArgumentError(f"alignment is {alignment}; expected a power of two, in bytes")
+        extents, steps = _of_a_matrix("shape", shape), _of_a_matrix("stride", stride)
+        whole = whole_number(alignment)
+        if whole is None or whole < 1 or whole & (whole - 1):
+            raise ArgumentError(f"alignment is {alignment!r}; expected a power of two, in bytes")
         self.memory = (given,)
         self.tensor = given.tensor
         self._address = None
-        self._describe(given.shape[0], shape, stride, _canonical(dtype), given.device)
-        self._align(alignment)
+        self._describe(given.shape[0], extents, steps, _canonical(dtype), given.device)
+        self._align(whole)
+
+
+def _of_a_matrix(name: str, values: Any) -> tuple[int, ...]:
+    """Two extents or strides; of torch and NumPy too."""
+    given = tuple(values) if isinstance(values, (list, tuple)) else ()
+    found = tuple(one for one in map(whole_number, given) if one is not None and one >= 0)
+    if len(found) != 2 or len(given) != 2:
+        shown = given or values
+        raise ArgumentError(
+            f"{name} is {shown!r}; expected that of one matrix, two whole numbers from 0 up"
+        )
+    return found
 
 
 def _canonical(element: Any) -> Any:
@@ -199,3 +211,8 @@ def experts(value: Any, name: str = "B") -> Operand:
 def memory_of(operand: Operand) -> tuple[Operand, ...]:
     """Every tensor that is known to be behind an operand."""
     return operand.memory if isinstance(operand, (ExpertTensors, ExpertPointers)) else (operand,)
+
+
+def matrices_of(operand: Operand) -> list[Any]:
+    """Of matrices that lie anywhere, the tensors that are known: none behind addresses."""
+    return [one.tensor for one in operand.memory] if isinstance(operand, ExpertTensors) else []

@@ -124,7 +124,8 @@ def whole(name: str, value: Any, of: str = "columns") -> int:
 
 
 def one_of(name: str, value: Any, choices: Iterable[Any]) -> Any:
-    if value not in choices:
+    # Tensors are compared element by element, and have no answer.
+    if not isinstance(value, (str, numbers.Real)) or value not in choices:
         raise ArgumentError(f"{name} is {value!r}; expected one of {', '.join(map(str, choices))}")
     return value
 

@@ -39,6 +39,27 @@ class TorchGroupedProduct(TorchProduct):
         empty = [name for name in ("T", "M", "N", "K") if getattr(args, name) == 0]
         return not empty or Miss(f"{empty[0]} is 0")
 
+    @rule("torch reads operands whose rows, or columns, do not overlap")
+    def _(args: Any) -> bool | Miss:
+        for name in ("A", "B"):
+            operand = getattr(args, name)
+            inner = operand.unit_mode
+            outer = -2 if inner == -1 else -1
+            if operand.stride[outer] < operand.shape[inner]:
+                return Miss(f"{name} has shape {operand.shape} and stride {operand.stride}")
+        return True
+
+    @rule("on a GPU torch cuts tokens that lie side by side at multiples of 16 bytes alone")
+    def _(args: Any) -> bool | Miss:
+        if args.device.type == "cpu":
+            return True
+        # The mode beside the tokens, of what is cut into groups.
+        beside = {"A": -1} if args.ragged == "M" else {"A": -2, "B": -1}
+        for name, mode in beside.items():
+            if getattr(args, name).unit_mode != mode:
+                return Miss(f"{name} has stride 1 along the tokens")
+        return True
+
     @rule("torch groups products without waiting on compute capability 9 and 10")
     def _(args: Any) -> bool | Miss:
         if args.device.type != "cuda":
