@@ -304,4 +304,6 @@ def _whole(x: Any, to: DType) -> Any:
     found = torch.nan_to_num(saturated(x, to), nan=0.0).round()
     most = torch.iinfo(to.torch).max
     beyond = found >= float(most)  # of 64 bits that is one more, which is not converted back
-    return found.masked_fill(beyond, 0.0).to(to.torch).masked_fill(beyond, most)
+    # torch does hardly anything to the wider unsigned types: int64 holds the same bits.
+    signed = torch.where(found < 2.0**63, found, found - 2.0**64).to(torch.int64)
+    return signed.masked_fill(beyond, most if most < 2**63 else -1).to(to.torch)
