@@ -324,3 +324,18 @@ def test_what_is_wrong_is_found_beside_what_saturates(element):
     for wrong in (torch.zeros_like(out), -out):
         out.copy_(wrong)
         assert not ka.verification.judge(args, 2.0)
+
+
+@pytest.mark.parametrize("element", [torch.int8, torch.int32, torch.uint8])
+def test_a_nan_that_becomes_0_in_integers_is_right_and_anything_else_is_wrong(element):
+    x = drawn((8, 32), F32)
+    x[2, 3] = float("nan")
+    sums = torch.empty(8, dtype=element)
+    epilogue = ka.EpilogueArguments(lambda accum: (accum * 10.0, ep.sum(accum, -1)), sums=sums)
+    args = ka.ElementwiseArguments(x, empty(8, 32, element=element), epilogue=epilogue)
+    (kernel,) = ka.get_kernels(args)
+    assert ka.verify(kernel, args)
+    kernel.run(args)
+    assert args.out.tensor[2, 3] == sums[2] == 0
+    sums[2] = 2
+    assert not ka.verification.judge(args)
