@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kernel_api.errors import ArgumentError, GradientError
+from kernel_api.operands import require_tensors
 
 _Gradients = tuple[Any, ...]
 
@@ -53,6 +54,7 @@ def differentiable_once(name: str) -> Callable[[Callable[..., _Gradients]], Call
     def decorated(backward: Callable[..., _Gradients]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def backward_once(ctx: Any, *upstream: Any) -> Any:
+            _check_upstream(name, upstream)
             saved = ctx.saved_tensors  # once: checkpoints compute them anew for every look
             with torch.no_grad():
                 gradients = backward(ctx, saved, *upstream)
@@ -63,6 +65,16 @@ def differentiable_once(name: str) -> Callable[[Callable[..., _Gradients]], Call
         return backward_once
 
     return decorated
+
+
+def _check_upstream(name: str, upstream: _Gradients) -> None:
+    """Raise ArgumentError for what kernels cannot read, as several gradients that torch takes at
+    once (``is_grads_batched``)."""
+    if torch.compiler.is_compiling():
+        return
+    for one in upstream:
+        if type(one) is torch.Tensor:
+            require_tensors(**{f"the gradient of the result of {name}": one})
 
 
 class _Last(torch.autograd.Function):

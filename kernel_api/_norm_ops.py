@@ -78,7 +78,7 @@ class NormForm:
 
         complete = dict(options)
         x = options["x"]
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor) or x.is_nested:  # of which the latter is refused
             x = Operand(x, "x").tensor
         first = self.written[0]
         asked = complete.pop(f"{first}_dtype", None)

@@ -254,6 +254,22 @@ def test_without_an_epilogue_numbers_are_converted_as_epilogues_do(element, expe
     assert told.rule == "element types"
 
 
+@pytest.mark.parametrize("element", ["int32", "int64", "uint16", "uint32", "uint64"])
+def test_the_widest_integers_saturate_and_are_verified(element):
+    element = getattr(torch, element)
+    limits = torch.iinfo(element)
+    x = torch.tensor([[-2.5, 1.5, 2.0**15 + 1, 2.0**63, 1e30, -1e30, float("nan")]], dtype=F64)
+    args = ka.ElementwiseArguments(x, empty(1, x.numel(), element=element))
+    (kernel,) = ka.get_kernels(args)
+    assert ka.verify(kernel, args)
+    least, most = limits.min, limits.max
+    wide = min(2**63, most)
+    expected = [max(-2, least), 2, min(2**15 + 1, most), wide, most, least, 0]
+    assert args.out.tensor.tolist() == [expected]
+    args.out.tensor[0, 1] = 3
+    assert not ka.verification.judge(args)
+
+
 @pytest.mark.parametrize("element", [torch.int64, torch.float8_e5m2, torch.bool, F64, torch.int32])
 def test_of_the_same_type_bits_stay(element):
     x = drawn((5, 7), element)
@@ -308,3 +324,18 @@ def test_what_is_wrong_is_found_beside_what_saturates(element):
     for wrong in (torch.zeros_like(out), -out):
         out.copy_(wrong)
         assert not ka.verification.judge(args, 2.0)
+
+
+@pytest.mark.parametrize("element", [torch.int8, torch.int32, torch.uint8])
+def test_a_nan_that_becomes_0_in_integers_is_right_and_anything_else_is_wrong(element):
+    x = drawn((8, 32), F32)
+    x[2, 3] = float("nan")
+    sums = torch.empty(8, dtype=element)
+    epilogue = ka.EpilogueArguments(lambda accum: (accum * 10.0, ep.sum(accum, -1)), sums=sums)
+    args = ka.ElementwiseArguments(x, empty(8, 32, element=element), epilogue=epilogue)
+    (kernel,) = ka.get_kernels(args)
+    assert ka.verify(kernel, args)
+    kernel.run(args)
+    assert args.out.tensor[2, 3] == sums[2] == 0
+    sums[2] = 2
+    assert not ka.verification.judge(args)

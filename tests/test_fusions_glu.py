@@ -101,6 +101,23 @@ def test_a_limit_is_from_0_up_every_time(limit):
                 call(limit)
 
 
+def test_a_granularity_may_be_a_number_of_numpy():
+    x, w, experts = torch.randn(4, 8), torch.randn(16, 8), torch.randn(1, 8, 16)
+    dy, z = torch.randn(4, 8), torch.randn(4, 16)
+    ends = torch.tensor([4], dtype=torch.int32)
+    for call in (
+        lambda blocks: ka.ops.gemm_glu(x, w.t(), granularity=blocks),
+        lambda blocks: ka.ops.gemm_dglu(x, w[:8].t(), preactivation=z, granularity=blocks),
+        lambda blocks: ka.ops.gemm_recompute_dglu(x, w.t(), upstream=dy, granularity=blocks),
+        lambda blocks: ka.ops.grouped_gemm_glu(x, experts, ends, granularity=blocks),
+        lambda blocks: ka.nn.linear_glu(x, w, granularity=blocks),
+    ):
+        assert torch.equal(call(np.int64(4)), call(4))
+        for refused in (np.int64(0), 2.0, True):
+            with pytest.raises(ArgumentError, match=r"granularity is .*; expected a number of"):
+                call(refused)
+
+
 def test_limit_and_offset_are_7_and_1_unless_said():
     draw = Draw(7, 64, 5)
     A, B = 20 * draw.A, draw.B

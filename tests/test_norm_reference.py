@@ -204,6 +204,17 @@ def test_what_torch_does_not_do_is_refused_with_the_reason(kind, given, words):
     assert ka.get_kernels(args, providers=["torch"]) == []
 
 
+@pytest.mark.parametrize("name", ["mean", "rstd"])
+def test_torch_reads_statistics_that_are_not_side_by_side_where_they_are(name):
+    draw = Draw(7, 33)
+    sums = {n: draw.columns(read=False) for n in ("dweight", "dbias")}
+    args = draw.arguments(LAYER_BACKWARD, weight=draw.columns(), **sums)
+    apart = torch.full((7, 2), torch.nan)[:, 0].copy_(args.named_operands[name].tensor)
+    assert apart.stride() == (2,)
+    args = args.rebuilt(*args.tensors, **{name: apart})
+    assert ka.verify(only(args, "torch"), args)
+
+
 # verify ----------------------------------------------------------------------------------
 
 

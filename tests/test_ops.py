@@ -14,6 +14,7 @@ import torch
 from support.data import gemm_tensors
 from support.fusions import ACTIVATIONS, GLU, close, pairs
 from support.kernels import CpuGemm
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_api as ka
 from kernel_api import _launches
@@ -356,3 +357,22 @@ def test_results_with_names_are_pickled_and_copied(call, copied):
     assert type(again) is type(found) and again._fields == found._fields
     for one, other in zip(again, found, strict=True):
         assert torch.equal(one, other)
+
+
+def fake_swiglu(M, K, element):
+    """Arguments on a GPU that need not be there."""
+    with FakeTensorMode():
+        A, B, out = (
+            torch.empty(shape, dtype=element, device="cuda") for shape in ((M, K), (K, 64), (M, 32))
+        )
+    return ka.fusions.gemm_swiglu(A, B, out=out)
+
+
+def test_the_reference_is_warned_of_on_a_gpu_where_it_has_something_to_compute():
+    with pytest.warns(UserWarning, match="may take a thousand times as long"):
+        _launches.best(fake_swiglu(4, 8, torch.float64))
+    for M, K in ((0, 8), (4, 0)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            kernel = _launches.best(fake_swiglu(M, K, torch.float16))
+        assert kernel.metadata.provider == "reference"

@@ -44,6 +44,8 @@ def scores_of(number):
         (lambda: ka.nn.attention(Q, Q, Q, sink=[0.0, 1.0]), "sink is a list"),
         (lambda: ka.nn.moe([1], *ROUTED, *EXPERTS), "x is a list"),
         (lambda: ka.nn.moe(X, *ROUTED, *map(list, EXPERTS)), "w_up is a list"),
+        (lambda: ka.ops.rmsnorm(torch.nested.nested_tensor([X, X])), "x is a nested tensor"),
+        (lambda: ka.ops.layernorm(X, eps=10**400), "eps is beyond all numbers of float64"),
         (lambda: ka.ops.gemm(X, W.t(), alpha=10**400), "alpha is beyond all numbers of float64"),
         (
             lambda: ka.ops.grouped_gemm_wgrad(X.t(), torch.randn(4, 8), [4]),
@@ -80,6 +82,26 @@ def test_it_is_named(call, words):
     with pytest.raises(ArgumentError) as caught:
         call()
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: ka.nn.linear_activation(t, W),
+        lambda t: ka.nn.linear_glu(t[None], W),
+        lambda t: ka.nn.rmsnorm(t),
+        lambda t: ka.nn.layernorm(t[None]),
+        lambda t: ka.nn.attention(t[None, None], Q[:, :1], Q[:, :1]),
+        lambda t: ka.nn.moe(t, *ROUTED, *EXPERTS),
+    ],
+)
+def test_gradients_of_several_results_at_once_are_named(call):
+    x = torch.randn(4, 8, requires_grad=True)
+    y = call(x)
+    with pytest.raises(ArgumentError, match=r"gradient of the result of .* has no memory of its"):
+        torch.autograd.grad(y, x, torch.ones(3, *y.shape), is_grads_batched=True)
+    with pytest.raises(ArgumentError, match=r"gradient of the result of .* has no memory of its"):
+        torch.autograd.functional.jacobian(call, x, vectorize=True)
 
 
 @pytest.mark.parametrize(

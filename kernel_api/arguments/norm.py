@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar
 
-from kernel_api._numbers import whole_number
+from kernel_api._numbers import real_number, whole_number
 from kernel_api.arguments.base import Arguments, check_number
 from kernel_api.arguments.epilogue import EpilogueArguments
 from kernel_api.arguments.scaled import ScaledOperand
@@ -230,9 +230,10 @@ class _ForwardArguments(NormArguments):
 
     def _finish(self, eps: Any, epilogue: Any) -> None:
         """Check everything, and join the epilogue."""
-        if isinstance(eps, bool) or not isinstance(eps, numbers.Real) or not float(eps) >= 0:
+        is_number = isinstance(eps, numbers.Real) and not isinstance(eps, bool)
+        self.eps = real_number("eps", eps) if is_number else None
+        if self.eps is None or not self.eps >= 0:
             raise ArgumentError(f"eps is {eps!r}; expected a number that is not negative")
-        self.eps = float(eps)
         if epilogue is not None:
             operands = getattr(epilogue, "operands", {})
             taken = [name for name in self._own_names() if name in operands]

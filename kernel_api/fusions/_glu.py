@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from kernel_api import epilogue as ep
+from kernel_api._numbers import whole_number
 from kernel_api.arguments import GemmArguments
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._gates import KINDS, LIMITED, gated
@@ -71,7 +72,7 @@ def gemm_glu(
     """
     A, B = matrices(A, B)
     N = B.shape[-1]
-    check_pairs(kind, order, granularity)
+    granularity = checked_pairs(kind, order, granularity)
     check_halves("B has N", N, granularity)
     reads = {
         "alpha": real("alpha", alpha),
@@ -133,7 +134,7 @@ def gemm_dglu(
     """
     A, B = matrices(A, B)
     wide = 2 * B.shape[-1]
-    check_pairs(kind, order, granularity)
+    granularity = checked_pairs(kind, order, granularity)
     check_halves("preactivation has columns", wide, granularity)
     reads = {
         "preactivation": required("preactivation", preactivation, (*rows(A), wide)),
@@ -169,7 +170,7 @@ def gemm_recompute_dglu(
     """
     A, B = matrices(A, B)
     N = B.shape[-1]
-    check_pairs(kind, order, granularity)
+    granularity = checked_pairs(kind, order, granularity)
     check_halves("B has N", N, granularity)
     reads = {
         "upstream": required("upstream", upstream, (*rows(A), N // 2)),
@@ -231,14 +232,16 @@ def gemm_dswiglu(A: Any, B: Any, *, out: Any, preactivation: Any, **options: Any
     return gemm_dglu(A, B, out=out, preactivation=preactivation, kind="swiglu", **options)
 
 
-def check_pairs(kind: str, order: str, granularity: int | str) -> None:
+def checked_pairs(kind: str, order: str, granularity: Any) -> int | str:
+    """The granularity, of NumPy's numbers too."""
     one_of("kind", kind, KINDS)
     one_of("order", order, ORDERS)
-    whole = isinstance(granularity, int) and not isinstance(granularity, bool) and granularity > 0
-    if granularity != "halves" and not whole:
+    columns = whole_number(granularity)
+    if granularity != "halves" and (columns is None or columns < 1):
         raise ArgumentError(
             f"granularity is {granularity!r}; expected a number of columns, or 'halves'"
         )
+    return columns or "halves"
 
 
 def check_halves(what: str, N: int, granularity: int | str) -> None:

@@ -11,7 +11,7 @@ from kernel_api.arguments.experts import experts
 from kernel_api.epilogue.graph import HADAMARD_BLOCK
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._activation import bent_dsrelu, dactivation_of, srelu
-from kernel_api.fusions._glu import check_halves, check_pairs, dglu_of, glu_of, limits_of
+from kernel_api.fusions._glu import check_halves, checked_pairs, dglu_of, glu_of, limits_of
 from kernel_api.fusions._shared import (
     Function,
     epilogue_of,
@@ -209,7 +209,7 @@ def grouped_gemm_glu(
     """:func:`gemm_glu` of the expert of each token: out = f(gate) · h(up) · prob, of the column
     pairs gate and up of alpha · acc + bias, the ``preactivation``; amax = max |out| per expert."""
     groups = _groups(A, B, row_index)
-    check_pairs(kind, order, granularity)
+    granularity = checked_pairs(kind, order, granularity)
     check_halves("B has N", groups.N, granularity)
     reads = {
         "alpha": groups.per_expert("alpha", alpha),
@@ -265,7 +265,7 @@ def grouped_gemm_dglu(
     """
     groups = _groups(A, B)
     wide = 2 * groups.N
-    check_pairs(kind, order, granularity)
+    granularity = checked_pairs(kind, order, granularity)
     check_halves("preactivation has columns", wide, granularity)
     one_of("alpha_power", alpha_power, (1, 2))
     pair = shaped("amax", amax, (groups.E, 2))
@@ -318,7 +318,7 @@ def grouped_gemm_glu_hadamard(
         signs: (16,); absent, they are all 1.
     """
     groups = _groups(A, B)
-    check_pairs("swiglu", order, granularity)
+    granularity = checked_pairs("swiglu", order, granularity)
     check_halves("B has N", groups.N, granularity)
     one_of("axis", axis, (-1,))
     if groups.N // 2 % HADAMARD_BLOCK:

@@ -46,13 +46,14 @@ class ReferenceElementwise(Kernel):
     @classmethod
     def exact(cls, args: Any) -> Values:
         """The oracle of ``verify``: what is stored, before it is rounded (but x as it is, which is
-        rounded to integers); in float64, or in int64 where integers are copied."""
+        rounded to integers); in float64, or in int64 where x becomes integers."""
         if _is_copy(args):
             x = args.x.tensor
             return {"out": x.double() if args.x.dtype.is_float else x.to(torch.int64)}
         found = _computed(args, wide=True)
         if args.epilogue is None and not args.out.dtype.is_float:
-            return {"out": rounded(found["out"], args.out.dtype).double()}  # all agree on it
+            whole = rounded(found["out"], args.out.dtype)  # all agree on it
+            return {"out": whole.to(torch.int64)}
         return {n: saturated(found[n], o.dtype).double() for n, o in args.outputs.items()}
 
     @classmethod

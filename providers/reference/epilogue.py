@@ -282,14 +282,16 @@ def held(x: Any, to: DType) -> Any:
 
 
 def saturated(x: Any, to: DType) -> Any:
-    """Held within the finite range of an integer or of an 8-bit float; not rounded."""
+    """Held within the finite range of an integer, of which NaN becomes 0, or of an 8-bit float;
+    not rounded."""
     if to.is_float and to.bits > 8:
         return x
     if to.kind == "bool" or x.dtype is torch.bool:
         return x
     limits = torch.finfo(to.torch) if to.is_float else torch.iinfo(to.torch)
     wide = x.double()  # holds the limits of 32-bit integers exactly
-    return wide.clamp(limits.min, limits.max)
+    within = wide.clamp(limits.min, limits.max)
+    return within if to.is_float else within.nan_to_num(nan=0.0)
 
 
 def _power_of_two_above(x: Any) -> Any:
@@ -301,7 +303,9 @@ def _power_of_two_above(x: Any) -> Any:
 def _whole(x: Any, to: DType) -> Any:
     if x.dtype is torch.bool or to.kind == "bool":
         return x.to(to.torch)
-    found = torch.nan_to_num(saturated(x, to), nan=0.0).round()
+    found = saturated(x, to).round()
     most = torch.iinfo(to.torch).max
     beyond = found >= float(most)  # of 64 bits that is one more, which is not converted back
-    return found.masked_fill(beyond, 0.0).to(to.torch).masked_fill(beyond, most)
+    # torch does hardly anything to the wider unsigned types: int64 holds the same bits.
+    signed = torch.where(found < 2.0**63, found, found - 2.0**64).to(torch.int64)
+    return signed.masked_fill(beyond, most if most < 2**63 else -1).to(to.torch)

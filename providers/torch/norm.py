@@ -69,6 +69,11 @@ def _tensor(args: Any, name: str) -> Any:
     return None if operand is None else operand.tensor
 
 
+def _statistics(args: Any, *names: str) -> list[Any]:
+    """(M, 1) each, side by side: torch's gradients do not look at their strides."""
+    return [getattr(args, name).tensor.contiguous().unsqueeze(-1) for name in names]
+
+
 _FLOATS = (("f16 | bf16 | f32", "f32"), ("f64", "f64"))
 
 
@@ -146,7 +151,7 @@ class TorchRmsNormBackward(_Backward):
         dy, x, _ = args.tensors
         wanted = [True, args.dweight is not None]
         dx, dweight = torch.ops.aten._fused_rms_norm_backward(
-            dy, x, [args.N], args.rstd.tensor.unsqueeze(-1), _tensor(args, "weight"), wanted
+            dy, x, [args.N], *_statistics(args, "rstd"), _tensor(args, "weight"), wanted
         )
         return {"dx": dx, "dweight": dweight}
 
@@ -169,7 +174,7 @@ class TorchLayerNormBackward(_Backward):
     def _computed(self, args: Any) -> dict[str, Any]:
         dy, x, _ = args.tensors
         weight = _tensor(args, "weight")
-        statistics = [getattr(args, name).tensor.unsqueeze(-1) for name in ("mean", "rstd")]
+        statistics = _statistics(args, "mean", "rstd")
         wanted = [True, args.dweight is not None, args.dbias is not None]
         found = torch.ops.aten.native_layer_norm_backward(
             dy, x, [args.N], *statistics, weight, weight, wanted
