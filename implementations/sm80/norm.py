@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
+from ..common.conversion import select
 from ..common.hadamard import BLOCK, hadamard
 from ..common.maxima import Maxima, bits_of_magnitude, larger, shares
 from ..common.rows import (
@@ -243,7 +244,7 @@ class Norm:
             values = self._distances(source, v, mean)
             found = combined([value * value for value in values])
             if const_expr(self.centred):  # zeros behind the end are not where the mean is
-                found = found * Float32(target.has(v * self.rows.step))
+                found = select(target.has(v * self.rows.step), found, Float32(0))
             whole += found
         return whole
 

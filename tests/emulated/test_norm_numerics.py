@@ -141,6 +141,16 @@ def test_rows_are_right(case):
         check(args, computed(args))
 
 
+def test_what_is_behind_short_rows_of_large_numbers_does_not_count():
+    """Its distance from their mean has no square in float32."""
+    kernel = chosen("sm80.layernorm", lambda d: d.room == 128 and d.turns == 1)
+    args = arguments_for(kernel, 3, 24, seed=1, eps=EPS)
+    args.x.tensor[:2] = torch.tensor([[3e19], [-(2.0**100)]])
+    emulated(kernel, args).run(args)
+    check(args, computed(args))
+    assert args.out.tensor[:2].eq(0).all()
+
+
 # Backward --------------------------------------------------------------------------------
 
 
