@@ -212,6 +212,19 @@ def test_a_device_that_is_not_here_is_refused(capsys, tuner):
     assert not tuner
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cc", "foo"], "'foo' names no GPU architecture"),
+        (["--providers", "torch,nope"], "no provider is called 'nope'; there are"),
+    ],
+)
+def test_what_no_problem_can_be_asked_is_refused(capsys, words, message):
+    code, out, err = run(capsys, "tune", *SIZES, *words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
 @pytest.mark.parametrize(("words", "count"), [(["--limit", 3], 3), (["--all"], None)])
 def test_the_number_of_candidates_can_be_set(capsys, tuner, words, count):
     run(capsys, "tune", *SIZES, *words)
