@@ -398,13 +398,33 @@ def test_show_takes_conditions(capsys, tuned, words, count):
     assert len(told["problems"]) == count
 
 
+@pytest.mark.parametrize("is_empty", [False, True])
 @pytest.mark.parametrize(
-    ("condition", "message"), [("Q=1", "there is no Q"), ("dtype=f17", "names no element type")]
+    ("condition", "message"),
+    [
+        ("Q=1", "there is no Q"),
+        ("dtype=f17", "names no element type"),
+        ("M=abc", "--problem M=abc: 'abc' is no size; expected a number"),
+        ("M=", "--problem M=: '' is no size; expected a number"),
+    ],
 )
-def test_show_refuses_conditions_that_it_does_not_know(capsys, tuned, condition, message):
+def test_show_refuses_conditions_that_it_does_not_know(
+    capsys, request, is_empty, condition, message
+):
+    if not is_empty:
+        request.getfixturevalue("tuned")
     code, _, err = run(capsys, "tune", "show", "--problem", condition)
     assert code == 2
     assert message in err
+
+
+def test_show_takes_sizes_of_attention(capsys):
+    sizes = ("--operation", "sdpa", "--batch", 2, "--heads", 3, "--m", 8, "--n", 16, "--k", 32)
+    assert run(capsys, "tune", *sizes, "--providers", "reference")[0] == 0
+    for one in ("B=2", "h=3", "S_q=8", "s_kv=16", "D=32"):
+        code, told = run_json(capsys, "tune", "show", "--problem", one)
+        assert (code, len(told["problems"])) == (0, 1), one
+    assert run(capsys, "tune", "show", "--problem", "S_q=16")[0] == 1
 
 
 def test_show_takes_lists_of_problems(capsys, tuned, tmp_path):
