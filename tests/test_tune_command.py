@@ -1,6 +1,8 @@
 """kernel-api tune: problems in, winners out; and what is done with the measurements."""
 
 import json
+import os
+import threading
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
@@ -484,6 +486,25 @@ def test_an_import_tells_what_was_taken_what_was_here_and_what_is_damaged(capsys
     told = "0 measurements taken from {}, 5 were here, or newer ones, 2 are damaged\n"
     assert out.endswith(told.format(file))
     assert out.startswith("row 5 is damaged: ")
+
+
+def test_what_is_no_file_is_written_to_and_stays(capsys, tuned, tmp_path):
+    pipe, found = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))
+    reader.start()
+    assert run(capsys, "tune", "export", pipe)[0] == 0
+    reader.join()
+    assert len(json.loads(found[0])["rows"]) == len(list(store().rows()))
+    assert pipe.is_fifo()
+
+
+def test_links_are_followed(capsys, tuned, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there/rows.json")
+    assert run(capsys, "tune", "export", tmp_path / "link")[0] == 0
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "there" / "rows.json").read_text())["rows"]
 
 
 def test_an_import_of_something_else_is_refused(capsys, shapes):
