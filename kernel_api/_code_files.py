@@ -59,7 +59,16 @@ def replace_durably(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing_durably(path: Path) -> Iterator[BinaryIO]:
-    """The same for what is written in parts; after an error the old file is there as it was."""
+    """The same for what is written in parts; after an error the old file is there as it was.
+
+    Links are followed. What is no file, such as a pipe or ``/dev/null``, is written to as it is:
+    its name is not given to a file.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        with open(path, "wb") as file:
+            yield file
+        return
+    path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         with open(temporary, "xb") as file:

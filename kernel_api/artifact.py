@@ -84,11 +84,14 @@ class CompiledArtifact:
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write a shared library that :func:`kernel_api.load` gives back, without the compiler.
 
-        Its manifest is inside, and beside it in a file of the same name with ``.json`` behind.
+        Its name ends in ``.so``. Its manifest is inside, and beside it in a file of the same name
+        with ``.json`` behind.
 
         Raises:
-            LinkError: there is no linker here, or there is no machine code.
-            ArgumentError: the file cannot be written, or the kernel's metadata not as JSON.
+            LinkError: there is no linker here, there is no machine code, or the artifact was
+                loaded from a file that is another one now.
+            ArgumentError: the file cannot be written or its name does not end so, or the kernel's
+                metadata cannot be written as JSON.
         """
         from kernel_api.library import export
 

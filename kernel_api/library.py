@@ -17,6 +17,9 @@ from kernel_api.artifact import CompiledArtifact
 from kernel_api.devices import devices_here
 from kernel_api.errors import ArgumentError, LibraryError, LinkError, TargetError
 
+#: TVM-FFI, in Python and in C++, goes by the name.
+_NAMES = f"libraries are loaded from files whose names end in {LIBRARY}"
+
 
 def load(path: str | os.PathLike[str]) -> CompiledArtifact:
     """The artifact in a shared library; works without a compiler, and without a GPU.
@@ -29,6 +32,8 @@ def load(path: str | os.PathLike[str]) -> CompiledArtifact:
         ArgumentError: the kernel's class is not here, or takes other metadata now.
     """
     manifest = read_manifest(path)
+    if Path(path).suffix != LIBRARY:
+        raise LibraryError(f"{path} is a library, but {_NAMES}; rename it")
     artifact = artifact_of(manifest, Path(path))
     here = devices_here()
     if here and not any(map(artifact.runs_on, here)):
@@ -86,10 +91,17 @@ def export(artifact: CompiledArtifact, path: str | os.PathLike[str]) -> Path:
     """Write an artifact as a shared library, and its manifest beside it.
 
     Raises:
-        LinkError: there is no linker here, or the kernel has no code that can be linked.
-        ArgumentError: the kernel's metadata or the signature cannot be written as JSON.
+        LinkError: there is no linker here, the kernel has no code that can be linked, or the file
+            that it was loaded from is another one now.
+        ArgumentError: the kernel's metadata or the signature cannot be written as JSON, or the
+            library not to that path.
     """
     path = Path(path)
+    if path.suffix != LIBRARY:
+        name = path.name.partition(".")[0] or "kernel"
+        raise ArgumentError(f"path is {str(path)!r}; {_NAMES}, such as {name}{LIBRARY}")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ArgumentError(f"{path} cannot be written: it is no file")
     manifest, data = _from_file(artifact) or _linked(artifact)
     try:
         replace_durably(path, data)
@@ -100,11 +112,33 @@ def export(artifact: CompiledArtifact, path: str | os.PathLike[str]) -> Path:
 
 
 def _from_file(artifact: CompiledArtifact) -> tuple[Manifest, bytes] | None:
-    """The library that the artifact was loaded from, if it is still there."""
+    """The library that the artifact was loaded from, if it was."""
+    manifest = _own_manifest(artifact)
+    if manifest is None or artifact.file is None:
+        return None
+    data = artifact.file.read_bytes()
+    manifest.check(data)
+    return manifest, data
+
+
+def _own_manifest(artifact: CompiledArtifact) -> Manifest | None:
+    """Of the library that it was loaded from; raises LinkError where that is another one now."""
     if artifact.file is None or artifact.file.suffix != LIBRARY:
         return None
-    manifest = read_manifest(artifact.file)
-    return manifest, artifact.file.read_bytes()
+    why = _is_gone(artifact)
+    try:
+        manifest = read_manifest(artifact.file)
+    except LibraryError as error:
+        raise LinkError(f"{why}: {error}") from error
+    own = artifact.kernel.metadata, artifact.signature, artifact.target
+    if (manifest.metadata, manifest.signature, manifest.target) != own:
+        raise LinkError(f"{why}: {manifest.kernel_name} for {manifest.target} has its place")
+    return manifest
+
+
+def _is_gone(artifact: CompiledArtifact) -> str:
+    name = artifact.kernel.metadata.kernel_name
+    return f"{name} was loaded from {artifact.file}, which is not there any more"
 
 
 def _linked(artifact: CompiledArtifact) -> tuple[Manifest, bytes]:
@@ -122,16 +156,20 @@ def identity_of(artifact: CompiledArtifact) -> Identity:
             f"{kernel.metadata.kernel_name} is not compiled to machine code: there is nothing to "
             f"export"
         )
-    if artifact.file is not None and artifact.file.suffix == LIBRARY:
-        return read_manifest(artifact.file).identity
+    manifest = _own_manifest(artifact)
+    if manifest is not None:
+        return manifest.identity
     found = versions(type(kernel))
     return Identity.of(kernel.metadata, artifact.signature, artifact.target, found)
 
 
 def object_code(artifact: CompiledArtifact) -> bytes | None:
-    """The object file of an artifact; None if it has none."""
+    """The object file of an artifact; None if it has none, LinkError where it was removed."""
     if artifact.file is not None and artifact.file.suffix == OBJECT:
-        return artifact.file.read_bytes()
+        try:
+            return artifact.file.read_bytes()
+        except OSError as error:
+            raise LinkError(f"{_is_gone(artifact)}: {error.strerror}") from error
     files = artifact.kernel.code_files
     return files.object_code(artifact.compiled_obj) if files is not None else None
 

@@ -203,6 +203,11 @@ def _chosen(chosen: Iterable[str | type[Provider]] | None) -> list[type[Provider
     else:
         if isinstance(chosen, (str, type)):
             chosen = [chosen]
+        if not isinstance(chosen, Iterable):
+            raise ArgumentError(
+                f"providers is {chosen!r}; expected names or classes of providers, such as "
+                f"['torch'], or None for all"
+            )
         found = list(dict.fromkeys(_resolve(one, known) for one in chosen))
     return sorted(found, key=lambda p: p.rank)
 
@@ -210,7 +215,7 @@ def _chosen(chosen: Iterable[str | type[Provider]] | None) -> list[type[Provider
 def _resolve(one: Any, known: dict[str, type[Provider]]) -> type[Provider]:
     if isinstance(one, type) and issubclass(one, Provider):
         return one
-    if one in known:
+    if isinstance(one, str) and one in known:
         return known[one]
     raise ArgumentError(f"no provider is called {one!r}; there are {', '.join(sorted(known))}")
 

@@ -19,6 +19,9 @@ from kernel_api.errors import ArgumentError
 
 CcLike = Union[int, str, "Target", None]
 
+#: The major version that names with a suffix begin at.
+_SUFFIXES = {"a": 9, "f": 10}
+
 _PATTERN = re.compile(r"(?:sm_?)?(\d+)(?:\.(\d))?([af]?)", re.IGNORECASE)
 
 
@@ -78,10 +81,16 @@ def _parsed(value: str) -> Target:
     if minor is None:
         if len(digits) < 2:
             raise ArgumentError(
-                f"{value!r} names no GPU architecture; write {value}0 or '{value}.0'"
+                f"{value!r} names no GPU architecture; write {digits}0 or '{digits}.0'"
             )
         digits, minor = digits[:-1], digits[-1]
-    return Target(int(digits), int(minor), suffix.lower())
+    found = Target(int(digits), int(minor), suffix.lower())
+    if found.major < _SUFFIXES.get(found.suffix, 0):
+        raise ArgumentError(
+            f"{value!r} names no GPU architecture; those with {found.suffix} begin at "
+            f"{_SUFFIXES[found.suffix]}.0, write {found.cc}"
+        )
+    return found
 
 
 def targets_of(names: Iterable[str], min_cc: int) -> tuple[Target, ...]:

@@ -347,6 +347,10 @@ class _Limits:
     def __init__(self, out: Any, ref: Any, base: Any, factor: float, allowance: Any) -> None:
         import torch
 
+        if out.dtype.is_complex:  # the product of real matrices may be stored so, too
+            ref, base = ref.to(torch.complex128), base.to(torch.complex128)
+            if allowance is not None:
+                allowance = allowance.expand_as(out) * (1 + 1j)
         self._out, self._ref, self._base = (_as_rows(t) for t in (out, ref, base))
         floating = out.dtype.is_floating_point or out.dtype.is_complex
         self._eps = torch.finfo(out.dtype).eps if floating else 0.0

@@ -108,6 +108,38 @@ def test_a_library_can_be_renamed_and_exported_again(library, tmp_path):
     assert ka.load(again).kernel == kernels()[0]
 
 
+def test_a_library_that_has_another_one_in_its_place_is_not_exported_as_that(library, tmp_path):
+    loaded = ka.load(library)
+    other = kernels()[1]
+    other.compile(arguments(), cc=90).export(library)
+    for change, words in ((None, f"{other.metadata.kernel_name} for sm_90 has"), (os.unlink, "No")):
+        if change is not None:
+            change(library)
+        with pytest.raises(LinkError, match=rf"gemm\.so, which is not there any more: .*{words}"):
+            loaded.export(tmp_path / "again.so")
+        with pytest.raises(LinkError, match="which is not there any more"):
+            bundle.name_of(loaded)
+    assert not (tmp_path / "again.so").exists()
+
+
+@pytest.mark.parametrize("name", ["gemm", "gemm.o", "gemm.so.1", ""])
+def test_a_library_is_called_as_the_loader_wants_it(library, tmp_path, name):
+    artifact = kernels()[0].compile(arguments(), cc=90)
+    with pytest.raises(ArgumentError, match=r"; libraries are loaded from .* end in \.so, such as"):
+        artifact.export(tmp_path / name if name else name)
+    if name:
+        os.rename(library, tmp_path / name)
+        with pytest.raises(LibraryError, match=r"is a library, but .* end in \.so; rename it"):
+            ka.load(tmp_path / name)
+
+
+def test_export_keeps_what_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe.so")
+    with pytest.raises(ArgumentError, match=r"pipe\.so cannot be written: it is no file"):
+        kernels()[0].compile(arguments(), cc=90).export(tmp_path / "pipe.so")
+    assert (tmp_path / "pipe.so").is_fifo()
+
+
 def test_export_replaces_a_library_and_leaves_nothing_else(library, tmp_path):
     kernels()[1].compile(arguments(), cc=90).export(library)
     assert ka.load(library).kernel == kernels()[1]

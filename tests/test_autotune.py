@@ -402,6 +402,9 @@ def test_limits_are_checked(name):
         ({"max_candidates": np.int64(0)}, "expected more than 0, a whole number"),
         ({"max_candidates": 1.5}, "max_candidates is 1.5; expected more than 0, a whole number"),
         ({"max_candidates": True}, "max_candidates is True; expected more than 0, a whole number"),
+        ({"cc": "foo"}, "'foo' names no GPU architecture"),
+        ({"providers": "nope"}, "no provider is called 'nope'; there are"),
+        ({"providers": 5}, "providers is 5; expected names or classes of providers"),
         ({"executor": 5}, "executor is 5; expected the interface of concurrent.futures.Executor"),
         ({"order": "heuristics"}, "order is 'heuristics'; expected a function"),
     ],
@@ -409,6 +412,9 @@ def test_limits_are_checked(name):
 def test_what_makes_no_sense_is_refused_with_what_was_expected(given, words):
     with pytest.raises(ArgumentError, match=re.escape(words)):
         ka.autotune(**{"args": arguments(), **given})
+    if "args" not in given:  # of several problems as well
+        with pytest.raises(ArgumentError, match=re.escape(words)):
+            ka.autotune([arguments()], **given)
 
 
 def test_limits_may_be_numbers_of_numpy(registry):

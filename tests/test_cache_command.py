@@ -1,6 +1,9 @@
 """The commands that look after compiled kernels: cache, bundle, compile --out."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import tarfile
 
@@ -132,6 +135,23 @@ def test_import_replaces_what_is_damaged_and_counts_what_was_here(
     assert answer(capsys, "cache", "verify")[1]["passed"]
     assert main(["cache", "import", str(archive)]) == 0
     assert f"0 entries taken from {archive}, 2 were here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", [bz2, gzip, lzma], ids=lambda module: module.__name__)
+def test_a_compressed_archive_that_is_damaged_cannot_be_read(filled, tmp_path, capsys, module):
+    archive = tmp_path / "kernels.tar"
+    answer(capsys, "cache", "export", archive)
+    data = module.compress(archive.read_bytes())
+    archive.write_bytes(data)
+    assert main(["cache", "import", str(archive)]) == 0
+    middle = len(data) // 2
+    archive.write_bytes(data[:middle])
+    assert main(["cache", "import", str(archive)]) == 2
+    assert f"{archive} cannot be read: " in capsys.readouterr().err
+    archive.write_bytes(data[:middle] + bytes(64) + data[middle + 64 :])
+    code = main(["cache", "import", str(archive)])
+    found = capsys.readouterr()  # not every such stream ends early: then an entry is damaged
+    assert "cannot be read: " in found.err if code == 2 else "1 are damaged" in found.out
 
 
 def test_import_takes_only_the_kernels_that_are_asked_for(filled, tmp_path, capsys, monkeypatch):

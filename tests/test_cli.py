@@ -209,6 +209,15 @@ def test_doctor_says_what_is_here_and_what_works(capsys):
     assert "sm_90a" in text
 
 
+def test_doctor_says_that_a_variable_names_no_provider(capsys, monkeypatch):
+    monkeypatch.setenv("KERNEL_API_PROVIDERS", "nope")
+    monkeypatch.setattr(_doctor, "_what_works", dict)
+    code, told = run_json(capsys, "doctor")
+    assert code == 0
+    assert told["providers"]["KERNEL_API_PROVIDERS"].startswith("no: no provider is called 'nope'")
+    assert told["environment"]["KERNEL_API_PROVIDERS"] == "nope"
+
+
 def test_doctor_shows_a_provider_that_cannot_say_whether_it_is_available(registry):
     def raises(cls):
         raise OSError("the compiler cannot be asked")

@@ -1,6 +1,7 @@
 """Products of groups and attention, from the options and lists that describe problems."""
 
 import argparse
+import inspect
 import json
 import re
 
@@ -8,11 +9,13 @@ import pytest
 
 import kernel_api as ka
 from kernel_api import masks
+from kernel_api.cli._fused_problem import _CASES, names_of
 from kernel_api.cli._grouped_problem import GROUPED
 from kernel_api.cli._measured import label
 from kernel_api.cli._problem import add_problem_options, problem_arguments
 from kernel_api.cli._problem_list import problems
 from kernel_api.errors import ArgumentError
+from kernel_api.ops import FORMS, GROUPED_FORMS
 from kernel_api.tuning import Problem
 
 
@@ -112,6 +115,9 @@ def test_gradients_of_bias_and_sink_are_asked_for_with_them(tmp_path):
     assert {"dBias", "dSink"} <= args.further.keys() and args.deterministic
 
 
+ROPE = {"op": "gemm_rope"}
+
+
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
@@ -120,6 +126,16 @@ def test_gradients_of_bias_and_sink_are_asked_for_with_them(tmp_path):
         ({"op": "grouped_gemm", "L": 2}, "--batch is 2; grouped products have --groups"),
         ({"op": "grouped_gemm_glu", "accumulator": "f32"}, "only a gemm without an epilogue"),
         ({"op": "sdpa", "layout": "tn"}, "--layout is 'tn'; it is an option of gemm, attention"),
+        ({"op": "gemm", "lse": "true"}, "gemm, --with: there is no lse; there are alpha, C"),
+        ({"op": "gemm_swiglu", "N": 64, "kind": "glu"}, "gemm_swiglu, --with: there is no kind;"),
+        ({"op": "gemm_amax", "cos": "true"}, "gemm_amax, --with: there is no cos; there are amax,"),
+        ({"op": "grouped_gemm", "sin": "true"}, "grouped_gemm, --with: there is no sin; there are"),
+        ({**ROPE, "head_dim": "abc"}, "head_dim is 'abc'; expected a whole number of columns"),
+        ({**ROPE, "head_dim": "nan"}, "head_dim is nan; expected a whole number of columns"),
+        ({**ROPE, "head_dim": "inf"}, "head_dim is inf; expected a whole number of columns"),
+        ({**ROPE, "head_dim": 8, "width": "abc"}, "width is 'abc'; expected a whole number of"),
+        ({**ROPE, "head_dim": 8, "start": "abc"}, "start is 'abc'; expected a whole number of"),
+        ({**ROPE, "head_dim": 8, "start": 20}, "start 20; expected an even width that fits head_"),
         ({"op": "sdpa", "kind": "geglu"}, "sdpa, --with: there is no kind; there are alibi"),
         ({"op": "sdpa", "alignment": "top_left"}, "it is of causal or window; name one of them"),
         ({"op": "sdpa", "deterministic": "true"}, "sdpa_backward takes it"),
@@ -131,6 +147,16 @@ def test_options_that_an_operation_has_not_are_refused(tmp_path, entry, words):
     sizes = {"M": 8, "N": 16, "K": 32}
     with pytest.raises(ArgumentError, match=re.escape(words)):
         listed(tmp_path, {**sizes, **entry})
+
+
+@pytest.mark.parametrize(
+    "form", [form for form, _ in (*FORMS, *GROUPED_FORMS)], ids=lambda f: f.name
+)
+def test_every_fusion_says_what_it_takes(form):
+    names = names_of(form)
+    assert not {"A", "B", "out", "options"} & {*names}
+    kinds = [one.kind for one in inspect.signature(form.fusion).parameters.values()]
+    assert (inspect.Parameter.VAR_KEYWORD in kinds) == (form.name in _CASES)
 
 
 def test_problems_are_named_by_what_is_computed(tmp_path):

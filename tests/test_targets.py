@@ -43,7 +43,20 @@ def test_what_cannot_even_be_hashed_is_refused_the_same_way():
         target([90])
 
 
-@pytest.mark.parametrize("digit", [9, "9"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sm_80a", "those with a begin at 9.0, write 80"),
+        ("sm_90f", "those with f begin at 10.0, write 90"),
+        ("89f", "those with f begin at 10.0, write 89"),
+    ],
+)
+def test_suffixes_are_those_of_newer_architectures(name, words):
+    with pytest.raises(ArgumentError, match=f"'{name}' names no GPU architecture; {words}"):
+        target(name)
+
+
+@pytest.mark.parametrize("digit", [9, "9", "9a", "sm_9"])
 def test_a_single_digit_is_refused_with_what_to_write(digit):
     with pytest.raises(ArgumentError, match=r"write 90 or '9\.0'"):
         target(digit)

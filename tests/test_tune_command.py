@@ -1,6 +1,8 @@
 """kernel-api tune: problems in, winners out; and what is done with the measurements."""
 
 import json
+import os
+import threading
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
@@ -212,6 +214,19 @@ def test_a_device_that_is_not_here_is_refused(capsys, tuner):
     assert not tuner
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cc", "foo"], "'foo' names no GPU architecture"),
+        (["--providers", "torch,nope"], "no provider is called 'nope'; there are"),
+    ],
+)
+def test_what_no_problem_can_be_asked_is_refused(capsys, words, message):
+    code, out, err = run(capsys, "tune", *SIZES, *words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
 @pytest.mark.parametrize(("words", "count"), [(["--limit", 3], 3), (["--all"], None)])
 def test_the_number_of_candidates_can_be_set(capsys, tuner, words, count):
     run(capsys, "tune", *SIZES, *words)
@@ -385,13 +400,33 @@ def test_show_takes_conditions(capsys, tuned, words, count):
     assert len(told["problems"]) == count
 
 
+@pytest.mark.parametrize("is_empty", [False, True])
 @pytest.mark.parametrize(
-    ("condition", "message"), [("Q=1", "there is no Q"), ("dtype=f17", "names no element type")]
+    ("condition", "message"),
+    [
+        ("Q=1", "there is no Q"),
+        ("dtype=f17", "names no element type"),
+        ("M=abc", "--problem M=abc: 'abc' is no size; expected a number"),
+        ("M=", "--problem M=: '' is no size; expected a number"),
+    ],
 )
-def test_show_refuses_conditions_that_it_does_not_know(capsys, tuned, condition, message):
+def test_show_refuses_conditions_that_it_does_not_know(
+    capsys, request, is_empty, condition, message
+):
+    if not is_empty:
+        request.getfixturevalue("tuned")
     code, _, err = run(capsys, "tune", "show", "--problem", condition)
     assert code == 2
     assert message in err
+
+
+def test_show_takes_sizes_of_attention(capsys):
+    sizes = ("--operation", "sdpa", "--batch", 2, "--heads", 3, "--m", 8, "--n", 16, "--k", 32)
+    assert run(capsys, "tune", *sizes, "--providers", "reference")[0] == 0
+    for one in ("B=2", "h=3", "S_q=8", "s_kv=16", "D=32"):
+        code, told = run_json(capsys, "tune", "show", "--problem", one)
+        assert (code, len(told["problems"])) == (0, 1), one
+    assert run(capsys, "tune", "show", "--problem", "S_q=16")[0] == 1
 
 
 def test_show_takes_lists_of_problems(capsys, tuned, tmp_path):
@@ -451,6 +486,25 @@ def test_an_import_tells_what_was_taken_what_was_here_and_what_is_damaged(capsys
     told = "0 measurements taken from {}, 5 were here, or newer ones, 2 are damaged\n"
     assert out.endswith(told.format(file))
     assert out.startswith("row 5 is damaged: ")
+
+
+def test_what_is_no_file_is_written_to_and_stays(capsys, tuned, tmp_path):
+    pipe, found = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))
+    reader.start()
+    assert run(capsys, "tune", "export", pipe)[0] == 0
+    reader.join()
+    assert len(json.loads(found[0])["rows"]) == len(list(store().rows()))
+    assert pipe.is_fifo()
+
+
+def test_links_are_followed(capsys, tuned, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there/rows.json")
+    assert run(capsys, "tune", "export", tmp_path / "link")[0] == 0
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "there" / "rows.json").read_text())["rows"]
 
 
 def test_an_import_of_something_else_is_refused(capsys, shapes):

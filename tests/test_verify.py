@@ -7,7 +7,7 @@ from support.kernels import CpuGemm, exact_product
 
 import kernel_api as ka
 from kernel_api.errors import ArgumentError, UnsupportedError
-from kernel_api.verification import compare
+from kernel_api.verification import compare, judge
 
 TYPES = {
     "f64": ("f64", "f64", "f64"),
@@ -76,6 +76,18 @@ def test_empty_and_single_extents_pass(types, M, N, K):
 def test_padded_operands_of_every_layout_pass(layouts):
     args = gemm_arguments(9, 10, 11, 2, layouts=layouts, pads=(1, 2, 3), offsets=(4, 5, 6))
     assert verdict(kernel_that(), args)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "int32"])
+@pytest.mark.parametrize("stored", ["complex64", "complex128"])
+def test_a_product_of_real_matrices_stored_as_complex_numbers_is_compared(kind, stored):
+    args = gemm_arguments(7, 5, 8, types=(kind, kind, stored))
+    (kernel,) = ka.get_kernels(args, providers=["reference"])
+    assert ka.verify(kernel, args)
+    right = args.out.tensor.clone()
+    for wrong in (1.0, 1.0j):
+        args.out.tensor.copy_(right)[3, 2] += wrong
+        assert not judge(args)
 
 
 def test_inputs_with_infinities_and_nans_pass_where_the_result_has_them():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import io
+import lzma
 import re
 import tarfile
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -226,6 +228,6 @@ def _members(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
                 if found and member.isreg() and member.size <= _LARGEST_MEMBER:
                     file: Any = archive.extractfile(member) or io.BytesIO()
                     entries.setdefault(found[1], {})[found[2]] = file.read()
-    except (OSError, tarfile.TarError) as error:
+    except (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}") from error
     yield from entries.items()

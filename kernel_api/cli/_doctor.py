@@ -185,10 +185,15 @@ def _kind_of_entries() -> str:
 def _providers() -> Section:
     """Each provider, whether it can work, and how many kernels its families have."""
     import kernel_api as ka
+    from kernel_api.errors import ArgumentError
     from kernel_api.provider import providers
 
+    try:
+        listed = providers()
+    except ArgumentError as error:  # every query says so
+        return {"KERNEL_API_PROVIDERS": f"no: {error}"}
     section = {}
-    for provider in providers():
+    for provider in listed:
         counts: dict[str, int] = {}
         for kernel in ka.get_kernels(providers=[provider]):
             family = _describe.family(kernel.metadata)

@@ -44,15 +44,34 @@ def _value(text: str) -> Any:
     return text
 
 
+#: Fusions that are another one with an option of it set, and take its other options.
+_CASES = {
+    "gemm_swiglu": ("gemm_glu", "kind"), "gemm_geglu": ("gemm_glu", "kind"),
+    "gemm_reglu": ("gemm_glu", "kind"), "gemm_dswiglu": ("gemm_dglu", "kind"),
+    "gemm_dsrelu": ("gemm_dactivation", "activation"),
+    "gemm_recompute_dsrelu": ("gemm_recompute_dactivation", "activation"),
+}  # fmt: skip
+
+
 def option_names() -> tuple[str, ...]:
     """Everything that a fusion of the catalogue takes beside A, B and out."""
-    import inspect
-
     from kernel_api.ops import FORMS, GROUPED_FORMS
 
-    forms = [form for form, _ in (*FORMS, *GROUPED_FORMS)]
-    parameters = [one for form in forms for one in inspect.signature(form.fusion).parameters]
-    return tuple(sorted({*parameters} - {"A", "B", "out", "offsets", "epilogue", "options"}))
+    return tuple(sorted({n for form, _ in (*FORMS, *GROUPED_FORMS) for n in names_of(form)}))
+
+
+def names_of(form: Form) -> list[str]:
+    """What a fusion takes beside A, B and out."""
+    import inspect
+
+    from kernel_api import fusions
+
+    fusion, fixed = form.fusion, None
+    if form.name in _CASES:
+        general, fixed = _CASES[form.name]
+        fusion = getattr(fusions, general)
+    own = {"A", "B", "out", "offsets", "epilogue", fixed}
+    return [name for name in inspect.signature(fusion).parameters if name not in own]
 
 
 def fused_arguments(
@@ -110,11 +129,17 @@ class Operands:
         """Of the operation, with out in this layout; raises ArgumentError for options that it does
         not take."""
         form = self.form
+        names = names_of(form)
+        for name in self.given:
+            if name not in names:
+                raise ArgumentError(
+                    f"{form.name}, --with: there is no {name}; there are {', '.join(names)}"
+                )
         A, B = (getattr(one, "tensor", one) for one in self.matrices)
         try:
             out, complete = form.completed(A, B, self.out(letter), None, self.read())
             return form.fusion(*self.matrices, out=out, **complete)
-        except TypeError as error:  # a name that the fusion does not have, or one that it needs
+        except TypeError as error:  # a name that the fusion needs
             raise ArgumentError(f"{form.name}, --with: {error}") from error
 
     @property
@@ -161,13 +186,16 @@ class Operands:
 
     def _angles(self) -> int:
         """Pairs of columns that are rotated in each head."""
+        from kernel_api.fusions._shared import whole
+
         if "head_dim" not in self.given:
             raise ArgumentError(
                 f"{self.form.name} takes head_dim, the columns of a head; it is not given, such as "
                 f"head_dim=128"
             )
-        turned = self.given.get("width", self.given["head_dim"] - self.given.get("start", 0))
-        return int(turned) // 2
+        head_dim, start = (whole(n, self.given.get(n, 0)) for n in ("head_dim", "start"))
+        turned = whole("width", self.given.get("width", head_dim - start))
+        return max(turned, 0) // 2
 
     def _matrix(self, rows: int, columns: int, element: Any = None) -> Any:
         return self.maker.tensor((rows, columns), element or self.element, "t", fill=True)

@@ -250,23 +250,32 @@ def _wanted(files: Sequence[Path], options: argparse.Namespace) -> Callable[[Pro
 
     on_meta = argparse.Namespace(**{**vars(options), "device": "meta"})
     listed = {Problem.of(args) for path in files for args in problems(path, on_meta)}
+    conditions = [_meets(*one) for one in options.problem or ()]
     return lambda problem: (
-        (not files or problem in listed)
-        and all(_meets(problem, *one) for one in options.problem or ())
+        (not files or problem in listed) and all(meets(problem) for meets in conditions)
     )
 
 
-def _meets(problem: Problem, name: str, value: str) -> bool:
+#: Of products and norms; of attention.
+_SIZES = ("M", "N", "K", "L", "B", "H", "H_kv", "S_q", "S_kv", "D", "D_v")
+
+
+def _meets(name: str, value: str) -> Callable[[Problem], bool]:
+    """Whether a problem meets a condition; raises ArgumentError for one that none could meet."""
     if name == "kind":
-        return value == kind(problem)
+        return lambda problem: value == kind(problem)
     if name == "dtype":
-        return dtype(value).name in [operand[0] for operand in operands(problem)]
-    sizes = problem.sizes
-    if name.upper() not in ("M", "N", "K", "L"):
+        element = dtype(value).name
+        return lambda problem: element in [operand[0] for operand in operands(problem)]
+    size = {one.lower(): one for one in _SIZES}.get(name.lower())
+    if size is None:
         raise ArgumentError(
-            f"--problem {name}={value}: there is no {name}; expected M, N, K, L, kind or dtype"
+            f"--problem {name}={value}: there is no {name}; expected {', '.join(_SIZES)}, kind or "
+            f"dtype"
         )
-    return str(sizes.get(name.upper())) == value
+    if not value.isdecimal():
+        raise ArgumentError(f"--problem {name}={value}: {value!r} is no size; expected a number")
+    return lambda problem: str(problem.sizes.get(size)) == value
 
 
 def _order(problem: Problem) -> tuple[Any, ...]:

@@ -15,7 +15,8 @@ from kernel_api.arguments import Arguments
 from kernel_api.discovery import ProviderChoice, explain, get_kernels
 from kernel_api.errors import ArgumentError, NoKernelError
 from kernel_api.kernel import Kernel
-from kernel_api.targets import CcLike
+from kernel_api.provider import providers
+from kernel_api.targets import CcLike, target
 from kernel_api.tuning._policy import Policy
 
 #: Puts candidates in the order in which they are begun; all of them.
@@ -60,6 +61,13 @@ class Choice:
     order: Order | None = None
 
     def __post_init__(self) -> None:
+        # What is asked of every problem is refused once, not in the place of each result.
+        if self.cc is not None:
+            target(self.cc)
+        if self.providers is not None:
+            if not isinstance(self.providers, (str, type)) and isinstance(self.providers, Iterable):
+                object.__setattr__(self, "providers", list(self.providers))  # an iterator ends
+            providers(self.providers)
         # Numbers of NumPy become Python's, which JSON has.
         if self.budget_s is not None:
             object.__setattr__(self, "budget_s", _seconds("budget_s", self.budget_s))
