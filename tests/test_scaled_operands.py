@@ -105,6 +105,39 @@ def test_torch_int_mm_is_offered_and_exact():
     assert ka.verify(kernel, args)
 
 
+@pytest.mark.parametrize(
+    "stride_a, stride_b",
+    [((0, 1), (9, 1)), ((1, 0), (1, 7)), ((7, 1), (0, 1)), ((7, 1), (1, 0)), ((2, 1), (9, 1))],
+)
+def test_torch_int_mm_is_exact_where_rows_are_nearer_than_they_are_long(stride_a, stride_b):
+    a = operand(1, 99, torch.int8, 1)[0].as_strided((5, 7), stride_a)
+    b = operand(1, 99, torch.int8, 2)[0].as_strided((7, 9), stride_b)
+    out = torch.empty(5, 9, dtype=torch.int32)
+    kernel = ka.get_kernels(GemmArguments(a, b, out), providers=["torch"])[0]
+    kernel.prepare(GemmArguments(a, b, out))(a, b, out)
+    assert torch.equal(out.long(), a.long() @ b.long())
+
+
+def test_torch_int_mm_is_exact_for_a_column_that_is_transposed():
+    column, b = operand(32, 1, torch.int8, 1), operand(32, 16, torch.int8, 2)
+    assert torch.equal(ka.ops.gemm(column.t(), b).long(), column.t().long() @ b.long())
+
+
+@pytest.mark.parametrize("gappy", ["A", "B"])
+def test_torch_scaled_mm_refuses_scales_with_gaps(gappy):
+    scales = {"A": scale(M), "B": scale(N)}
+    scales[gappy] = scale(2 * len(scales[gappy]))[::2]
+    args = GemmArguments(
+        ScaledOperand(operand(M, K, E4M3, 1), scales["A"], ScaleMode.PER_ROW),
+        ScaledOperand(operand(N, K, E4M3, 2).t(), scales["B"], ScaleMode.PER_ROW),
+        torch.empty(M, N, dtype=torch.bfloat16),
+    )
+    assert not ka.get_kernels(args, providers=["torch"])
+    reasons = {r.family: r.reason for r in ka.explain(args).rejected}
+    assert reasons["torch.scaled_mm"] == "torch._scaled_mm takes scales without gaps"
+    ka.get_kernels(args)[0].run(args)
+
+
 def test_kernels_for_plain_operands_refuse_scaled_ones_by_name():
     a, b = (operand(64, 64, torch.bfloat16, seed) for seed in (1, 2))
     args = GemmArguments(ScaledOperand(a, scale(), ScaleMode.PER_TENSOR), b, torch.empty_like(a))
