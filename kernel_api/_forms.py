@@ -78,7 +78,9 @@ class Form:
         if out is not None:
             require_tensor(out, "out")
         else:
-            element = out_dtype or self.element or out_type(A.dtype)
+            element = out_dtype
+            if element is None:
+                element = self.element or out_type(A.dtype)
             out = empty(self.out_shape(A, N, options), torch_type(element), A)
         for name in self.outputs:
             given = options.get(name)

@@ -201,16 +201,16 @@ def _chosen(chosen: Iterable[str | type[Provider]] | None) -> list[type[Provider
     if chosen is None:
         found = list(known.values())
     else:
-        if isinstance(chosen, (str, type)):
+        if not isinstance(chosen, Iterable) or isinstance(chosen, (str, type)):
             chosen = [chosen]
         found = list(dict.fromkeys(_resolve(one, known) for one in chosen))
     return sorted(found, key=lambda p: p.rank)
 
 
 def _resolve(one: Any, known: dict[str, type[Provider]]) -> type[Provider]:
-    if isinstance(one, type) and issubclass(one, Provider):
+    if isinstance(one, type) and issubclass(one, Provider) and one is not Provider:
         return one
-    if one in known:
+    if isinstance(one, str) and one in known:
         return known[one]
     raise ArgumentError(f"no provider is called {one!r}; there are {', '.join(sorted(known))}")
 

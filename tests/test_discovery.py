@@ -194,10 +194,16 @@ def test_no_provider_has_no_kernels():
     assert ka.get_kernels(CPU_ARGS, providers=[]) == []
 
 
-@pytest.mark.parametrize("unknown", ["cublas", "", int, None, 3], ids=str)
+@pytest.mark.parametrize("unknown", ["cublas", "", int, None, 3, ka.Provider, {}], ids=str)
 def test_an_unknown_provider_is_refused_with_the_known_ones(unknown):
     with pytest.raises(ArgumentError, match=r"no provider is called .*cutedsl, reference, torch"):
         ka.get_kernels(CPU_ARGS, providers=[unknown])
+
+
+@pytest.mark.parametrize("unknown", [3, int, ka.Provider, ka.providers], ids=str)
+def test_what_is_neither_a_provider_nor_several_is_refused_with_the_known_ones(unknown):
+    with pytest.raises(ArgumentError, match=r"no provider is called .*cutedsl, reference, torch"):
+        ka.get_kernels(CPU_ARGS, providers=unknown)
 
 
 def test_the_environment_narrows_the_providers(monkeypatch):

@@ -66,6 +66,12 @@ def test_gemm_allocates_the_type_that_is_asked_for_in_any_spelling(spelling):
     assert torch.equal(out, exact(A, B))
 
 
+@pytest.mark.parametrize("unknown", ["", 0, torch.ones(2)], ids=str)
+def test_an_out_dtype_that_names_no_type_is_refused(unknown):
+    with pytest.raises(ArgumentError, match="names no element type"):
+        ka.ops.gemm(torch.ones(4, 4), torch.ones(4, 4), out_dtype=unknown)
+
+
 def test_gemm_of_an_empty_sum_is_zero():
     assert not ka.ops.gemm(torch.empty(3, 0), torch.empty(0, 4)).any()
 

@@ -216,6 +216,16 @@ def test_a_scale_of_the_wrong_shape_is_refused_with_both_shapes(name, mode, shap
         GemmArguments(**operands, out=torch.empty(M, N))
 
 
+@pytest.mark.parametrize("name", ["A", "B", "out"])
+def test_an_out_that_shares_memory_with_a_scale_is_refused(name):
+    out = torch.empty(M, N)
+    operands = {"A": operand(M, K, E4M3, 1), "B": operand(K, N, E4M3, 2), "out": out}
+    shared = out[0] if name == "B" else out[:, 0]
+    operands[name] = ScaledOperand(operands[name], shared, ScaleMode.PER_ROW)
+    with pytest.raises(ArgumentError, match=f"out shares memory with {name}'s scale"):
+        GemmArguments(**operands)
+
+
 def test_a_scale_on_another_device_is_refused():
     a = ScaledOperand(operand(M, K, E4M3, 1), scale().to("meta"), ScaleMode.PER_TENSOR)
     with pytest.raises(ArgumentError, match="A's scale is on meta"):

@@ -228,10 +228,15 @@ class Arguments:
         self.epilogue = epilogue.joined(problem, out)
 
     def _all_operands(self) -> tuple[Operand, ...]:
-        """Every tensor that is read or written, those of the epilogue too."""
+        """Every tensor that is read or written, scales and those of the epilogue too."""
+        scales = self._scales().values()
         if self.epilogue is None:
-            return self.operands
-        return (*self.operands, *self.epilogue.tensors.values())
+            return (*self.operands, *scales)
+        return (*self.operands, *scales, *self.epilogue.tensors.values())
+
+    def _scales(self) -> dict[str, Operand]:
+        """The scales of operands, as messages call them."""
+        return {f"{name}'s scale": operand.scale for name, operand in self._scaled_operands()}
 
     def _check_devices(self) -> None:
         self.device = device = self.operands[0].device
@@ -248,6 +253,11 @@ class Arguments:
             self._check_written(name, out, operands)
 
     def _check_written(self, name: str, out: Operand, operands: Iterable[Operand]) -> None:
+        if out.layout.read_only:
+            raise ArgumentError(
+                f"{name} is an array that may not be written (flags.writeable is False); pass a "
+                f"copy of it"
+            )
         if self_overlapping(out):
             raise ArgumentError(
                 f"{name} has shape {out.shape} and stride {out.stride}: several of its "
@@ -264,7 +274,8 @@ class Arguments:
                 )
 
     def _name_of(self, operand: Operand) -> str:
-        return next(name for name, one in self.named_operands.items() if one is operand)
+        named = {**self.named_operands, **self._scales()}
+        return next(name for name, one in named.items() if one is operand)
 
     @property
     def scaled(self) -> tuple[str, ...]:
