@@ -74,6 +74,40 @@ def test_a_scaled_output_stores_the_product_over_the_scale():
     assert torch.equal(stored.float(), ((a.double() @ b.double()) / unit.double()).to(E4M3).float())
 
 
+@pytest.mark.parametrize(
+    ("element", "stored"),
+    [(torch.int8, [-128, 127, 4]), (torch.uint8, [0, 255, 4]), (E5M2, [-57344, 57344, 4])],
+)
+@pytest.mark.parametrize("how", ["plain", "by an epilogue", "with a scale"])
+def test_real_numbers_are_rounded_to_nearest_and_saturate(element, stored, how):
+    a, b = torch.full((2, 1), 2.0), torch.tensor([[-1e6, 1e6, 1.95]])
+    out = torch.empty(2, 3, dtype=element)
+    if how == "by an epilogue":
+        ka.ops.gemm(a, b, out=out, bias=torch.zeros(3))
+    else:
+        scaled = ScaledOperand(out, torch.tensor(0.5), ScaleMode.PER_TENSOR)
+        args = GemmArguments(a, b, out) if how == "plain" else GemmArguments(a / 2, b, scaled)
+        kernel = ka.get_kernels(args)[0]
+        kernel.run(args)
+        assert ka.verify(kernel, args)
+    assert out.double().tolist() == [stored, stored]
+
+
+def test_products_of_integers_keep_their_low_bits_unless_they_are_scaled():
+    a = torch.full((1, 3), 127, dtype=torch.int8)
+    assert ka.ops.gemm(a, a.t(), out_dtype="int8").tolist() == [[3]]
+    units = ScaledOperand(a, torch.tensor(1.0), ScaleMode.PER_TENSOR)
+    assert ka.ops.gemm(units, a.t(), out_dtype="int8").tolist() == [[127]]
+
+
+def test_an_operand_has_one_scale():
+    a = ScaledOperand(operand(M, K, E4M3, 1), scale(), ScaleMode.PER_TENSOR)
+    with pytest.raises(ArgumentError, match="tensor is a ScaledOperand; expected a tensor without"):
+        ScaledOperand(a, scale(), ScaleMode.PER_TENSOR)
+    with pytest.raises(ArgumentError, match="scale is a ScaledOperand; expected a tensor without"):
+        ScaledOperand(a.tensor, a, ScaleMode.PER_TENSOR)
+
+
 def test_a_batch_may_share_one_scale_or_have_one_each():
     a, b = torch.randn(3, 5, 8), torch.randn(3, 8, 7)
     for values in (torch.tensor(1.7), torch.tensor([0.5, 2.0, 3.0])):
