@@ -85,6 +85,11 @@ class Provider:
 
         Raises RegistrationError naming everything that the class lacks, or that contradicts.
         """
+        if cls is Provider:
+            raise RegistrationError(
+                "kernel_api.Provider is the base of providers; register with a class derived from "
+                "it that has a name"
+            )
         missing = list(cls.missing_from(kernel_class))
         with _lock:
             missing = missing or list(cls._taken_from(kernel_class))

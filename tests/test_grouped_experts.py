@@ -157,4 +157,4 @@ def test_scales_of_experts_that_are_none_are_refused():
     text = refusal(A, B, out, OFFSETS, B_scale=torch.ones(3, 5))
     assert "B's per_row scale has shape (3, 5); expected (3, 6)" in text
     text = refusal(A, B, out, OFFSETS, B_scale=torch.ones(3, device="meta"))
-    assert "B's scale is on meta but A is on cpu; all operands must be on one device" in text
+    assert "B's scale is on meta but the operands are on cpu" in text

@@ -228,11 +228,10 @@ class Arguments:
         self.epilogue = epilogue.joined(problem, out)
 
     def _all_operands(self) -> tuple[Operand, ...]:
-        """Every tensor that is read or written, scales and those of the epilogue too."""
-        scales = self._scales().values()
+        """Every tensor that is read or written, those of the epilogue too."""
         if self.epilogue is None:
-            return (*self.operands, *scales)
-        return (*self.operands, *scales, *self.epilogue.tensors.values())
+            return self.operands
+        return (*self.operands, *self.epilogue.tensors.values())
 
     def _scales(self) -> dict[str, Operand]:
         """The scales of operands, as messages call them."""
@@ -248,7 +247,7 @@ class Arguments:
                 )
 
     def _check_outputs(self) -> None:
-        operands = self._all_operands()
+        operands = (*self._all_operands(), *self._scales().values())
         for name, out in self.outputs.items():
             self._check_written(name, out, operands)
 

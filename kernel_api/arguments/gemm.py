@@ -54,7 +54,13 @@ class ProductArguments(Arguments):
 
     def _check_scales(self) -> None:
         for name in self.scaled:
-            check_scale(name, getattr(self, name), self.modes[name], self.contracted)
+            operand = getattr(self, name)
+            check_scale(name, operand, self.modes[name], self.contracted)
+            if operand.scale.device != self.device:
+                raise ArgumentError(
+                    f"{name}'s scale is on {operand.scale.device} but the operands are on "
+                    f"{self.device}"
+                )
 
 
 class GemmArguments(ProductArguments):

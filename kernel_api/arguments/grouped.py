@@ -264,7 +264,7 @@ class GroupedGemmArguments(ProductArguments):
         return {**super()._keywords(), **own}
 
     def _all_operands(self) -> tuple[Operand, ...]:
-        return (*self.named_operands.values(), *self._scales().values())
+        return tuple(self.named_operands.values())
 
     def _check_apart(self, out: Operand, operands: Iterable[Operand]) -> None:
         if not self.B.discrete:
