@@ -145,10 +145,16 @@ class Form:
         return self._types[written]
 
 
-def out_type(element: Any) -> Any:
-    """That of products of such elements: 8 bits hold hardly any."""
+def out_type(element: Any, *, scaled: bool = False) -> Any:
+    """That of products of such elements: 8 bits hold hardly any.
+
+    Args:
+        scaled: Whether they are in units of a scale, so that whole numbers hold hardly any either.
+    """
     import torch
 
+    if scaled and not element.is_floating_point:
+        return torch.bfloat16 if element.itemsize == 1 else torch.float32
     if element.itemsize > 1:
         return element
     return torch.bfloat16 if element.is_floating_point else torch.int32

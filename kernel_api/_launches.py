@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 
 from kernel_api import _compile_cache, _float32, provider
 from kernel_api._autograd import check_outputs
-from kernel_api._forms import FACTORS, Form
+from kernel_api._forms import FACTORS, Form, out_type
 from kernel_api._overwritten import teller
 from kernel_api.arguments import Arguments
 from kernel_api.arguments.experts import experts
@@ -236,7 +236,9 @@ def first(form: Form, call: Call) -> Any:
         return _operators.traced(form, *call)
     if call.out is not None and call.out_dtype is not None:
         _check_type(call.out, call.out_dtype)
-    out, complete = form.completed(A.tensor, B, call.out, call.out_dtype, call.options)
+    out, complete = form.completed(
+        A.tensor, B, call.out, _out_dtype(form, call, A, B), call.options
+    )
     args = form.fusion(A, B, out=out, **complete)
     kernel, artifact = chosen(args)
     kernel.run(args, artifact, assume_supported_args=True)
@@ -249,6 +251,14 @@ def _is_fake(tensor: Any) -> bool:
     from torch._subclasses.fake_tensor import is_fake
 
     return bool(is_fake(tensor))
+
+
+def _out_dtype(form: Form, call: Call, A: Operand, B: Operand) -> Any:
+    """What the call says; else, of operands with scales, what holds real numbers; else None."""
+    if call.out is not None or call.out_dtype is not None or form.element is not None:
+        return call.out_dtype
+    scaled = A.mode or B.mode or call.options.get("B_scale") is not None
+    return out_type(A.tensor.dtype, scaled=True) if scaled else None
 
 
 def _check_type(out: Any, out_dtype: Any) -> None:

@@ -180,7 +180,7 @@ class Kernel(metaclass=KernelType):
 
     def supports(self, args: Arguments) -> Status:
         """Whether this kernel can take the arguments; falsy with the reason if not."""
-        return self.status(args, query_target(getattr(args, "device", None), None))
+        return self.status(args, query_target(_device_of(args), None))
 
     def compile(self, args: Arguments, cc: CcLike = None) -> CompiledArtifact:
         """The artifact for the signature of the arguments, from the cache if it is there.
@@ -459,7 +459,7 @@ class Kernel(metaclass=KernelType):
 
     def compile_target(self, args: Arguments, cc: CcLike) -> Target | None:
         """What :meth:`compile` compiles for, and the errors that it raises before."""
-        asked = query_target(getattr(args, "device", None), cc)
+        asked = query_target(_device_of(args), cc)
         self._require(args, asked)
         return self._compile_target(args, asked)
 
@@ -579,6 +579,11 @@ def _advanced(status: Status, progress: int) -> Status:
     from dataclasses import replace
 
     return replace(status, progress=progress)
+
+
+def _device_of(args: object) -> Any:
+    """That of the operands; None for what is no arguments object, which is refused later."""
+    return args.device if isinstance(args, Arguments) else None
 
 
 def require_arguments(args: object) -> Arguments:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from kernel_api._numbers import whole_number
 from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue.graph import Graph
@@ -251,6 +252,14 @@ class KernelMetadata:
             raise ArgumentError(f"operands is {self.operands!r}; expected operands metadata")
         if not isinstance(self.kernel_class, type):
             raise ArgumentError(f"kernel_class is {self.kernel_class!r}; expected a class")
+        if not isinstance(self.kernel_name, str):
+            raise ArgumentError(f"kernel_name is {self.kernel_name!r}; expected a text")
+        if self.design is not None and not dataclasses.is_dataclass(self.design):
+            raise ArgumentError(f"design is {self.design!r}; expected design metadata, or None")
+        if whole_number(self.min_cc) is None:
+            raise ArgumentError(f"min_cc is {self.min_cc!r}; expected a number such as 90")
+        if not (self.epilogue is None or isinstance(self.epilogue, (Graph, str))):
+            raise ArgumentError(f"epilogue is {self.epilogue!r}; expected a graph, or its identity")
         identity = [getattr(self, name) for name in _compared_fields(type(self))]
         object.__setattr__(self, "_hash", hash(tuple(identity)))
 
@@ -293,7 +302,7 @@ class KernelMetadata:
     def from_json(cls, text: str) -> KernelMetadata:
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ArgumentError(f"this is not JSON: {error}") from error
         if not isinstance(data, dict):
             raise ArgumentError(f"expected a JSON object, got a {type(data).__name__}")

@@ -32,12 +32,19 @@ class Layout:
         on_meta: Whether that is ``meta``.
         may_be_negated: Whether it may be the imaginary part of something complex, whose conjugate
             has torch's negative bit.
+        read_only: Whether an array says that it may not be written; torch's tensors cannot.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], stride: tuple[int, ...], element: DType, device: Any
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        element: DType,
+        device: Any,
+        read_only: bool = False,
     ) -> None:
         self.shape, self.stride, self.dtype, self.device = shape, stride, element, device
+        self.read_only = read_only
         self.on_meta: bool = device.type == "meta"
         self.may_be_negated: bool = element.name in _PARTS_OF_COMPLEX
 
@@ -77,10 +84,12 @@ _layouts: dict[tuple[Any, ...], Layout] = {}
 _LAYOUTS_KEPT = 16384
 
 
-def _layout_of(tensor: Any) -> Layout:
-    """The one layout of tensors like this."""
+def _layout_of(tensor: Any, *, read_only: bool = False) -> Layout:
+    """The one layout of tensors like this; those that are read only have another."""
     shape = tensor.shape
-    look = (tensor.dtype, shape, tensor.stride(), tensor.device)
+    look: tuple[Any, ...] = (tensor.dtype, shape, tensor.stride(), tensor.device)
+    if read_only:
+        look = (*look, read_only)
     try:
         found = _layouts.get(look)
     except TypeError:  # sizes of a graph, which are symbols
@@ -92,14 +101,16 @@ def _layout_of(tensor: Any) -> Layout:
     return found
 
 
-def _new_layout(element: Any, shape: Any, stride: tuple[int, ...], device: Any) -> Layout:
+def _new_layout(
+    element: Any, shape: Any, stride: tuple[int, ...], device: Any, read_only: bool = False
+) -> Layout:
     torch = sys.modules.get("torch")
     if torch is not None and torch.jit.is_tracing():
         raise ArgumentError(
             "a call is traced by torch.jit.trace, whose sizes are no numbers and whose graphs hold "
             "no kernels of ours; use torch.compile or torch.export"
         )
-    return Layout(tuple(shape), stride, dtype(element), device)
+    return Layout(tuple(shape), stride, dtype(element), device, read_only)
 
 
 class Operand:
@@ -126,7 +137,9 @@ class Operand:
         torch: Any = sys.modules.get("torch")
         plain = torch is not None and type(tensor) is torch.Tensor
         is_sketch = not plain and isinstance(tensor, Sketch)
+        read_only = False
         if not plain and not is_sketch and (torch is None or not isinstance(tensor, torch.Tensor)):
+            read_only = _is_read_only(tensor)
             tensor = as_torch(tensor, name)
             torch = sys.modules["torch"]
             plain = type(tensor) is torch.Tensor
@@ -134,7 +147,7 @@ class Operand:
             kind = "nested" if tensor.is_nested else tensor.layout
             raise ArgumentError(f"{name} is a {kind} tensor; expected a strided one")
         self.tensor = tensor
-        self.layout = layout = _layout_of(tensor)
+        self.layout = layout = _layout_of(tensor, read_only=read_only)
         # Whole numbers are not asked, which torch's compiler could not trace.
         if layout.may_be_negated and not is_sketch and tensor.is_neg():
             raise ArgumentError(
@@ -281,6 +294,11 @@ def as_torch(value: Any, name: str) -> Any:
         return torch.utils.dlpack.from_dlpack(value)
     except Exception as error:
         raise ArgumentError(f"{name} could not be viewed through DLPack: {error}") from error
+
+
+def _is_read_only(value: Any) -> bool:
+    """Whether an array, such as one of NumPy, says that it may not be written."""
+    return getattr(getattr(value, "flags", None), "writeable", True) is False
 
 
 def _is_fake(tensor: Any) -> bool:

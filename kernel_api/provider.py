@@ -85,6 +85,11 @@ class Provider:
 
         Raises RegistrationError naming everything that the class lacks, or that contradicts.
         """
+        if cls is Provider:
+            raise RegistrationError(
+                "kernel_api.Provider is the base of providers; register with a class derived from "
+                "it that has a name"
+            )
         missing = list(cls.missing_from(kernel_class))
         with _lock:
             missing = missing or list(cls._taken_from(kernel_class))
@@ -213,7 +218,7 @@ def _chosen(chosen: Iterable[str | type[Provider]] | None) -> list[type[Provider
 
 
 def _resolve(one: Any, known: dict[str, type[Provider]]) -> type[Provider]:
-    if isinstance(one, type) and issubclass(one, Provider):
+    if isinstance(one, type) and issubclass(one, Provider) and one is not Provider:
         return one
     if isinstance(one, str) and one in known:
         return known[one]

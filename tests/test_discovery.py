@@ -194,17 +194,25 @@ def test_no_provider_has_no_kernels():
     assert ka.get_kernels(CPU_ARGS, providers=[]) == []
 
 
-@pytest.mark.parametrize("unknown", ["cublas", "", int, None, 3, ["torch"]], ids=str)
+@pytest.mark.parametrize(
+    "unknown", ["cublas", "", int, None, 3, ["torch"], ka.Provider, {}], ids=str
+)
 def test_an_unknown_provider_is_refused_with_the_known_ones(unknown):
     with pytest.raises(ArgumentError, match=r"no provider is called .*cutedsl, reference, torch"):
         ka.get_kernels(CPU_ARGS, providers=[unknown])
 
 
-def test_what_names_no_providers_is_refused():
-    with pytest.raises(ArgumentError, match="providers is 3; expected names or classes"):
-        ka.get_kernels(CPU_ARGS, providers=3)
-    with pytest.raises(ArgumentError, match="providers is 3; expected names or classes"):
-        ka.explain(CPU_ARGS, providers=3)
+@pytest.mark.parametrize("unknown", [3, ka.providers], ids=str)
+@pytest.mark.parametrize("ask", [ka.get_kernels, ka.explain])
+def test_what_names_no_providers_is_refused(ask, unknown):
+    with pytest.raises(ArgumentError, match="providers is .*; expected names or classes"):
+        ask(CPU_ARGS, providers=unknown)
+
+
+@pytest.mark.parametrize("unknown", [int, ka.Provider], ids=str)
+def test_a_class_that_is_no_provider_is_refused_with_the_known_ones(unknown):
+    with pytest.raises(ArgumentError, match=r"no provider is called .*cutedsl, reference, torch"):
+        ka.get_kernels(CPU_ARGS, providers=unknown)
 
 
 def test_the_environment_narrows_the_providers(monkeypatch):

@@ -179,6 +179,21 @@ def test_numpy_operands_are_accepted():
     assert args.A.dtype is dtype("float32")
 
 
+def test_an_array_that_is_read_only_is_read_and_not_written():
+    read_only, writable = np.zeros((4, 4), np.float32), np.zeros((4, 4), np.float32)
+    read_only.flags.writeable = False
+    A, B = torch.ones(4, 4), torch.ones(4, 4)
+    refusal = "is an array that may not be written"
+    for _ in range(2):  # layouts that were seen before, too
+        ka.GemmArguments(A, B, writable)
+        assert torch.equal(ka.ops.gemm(read_only, B), torch.zeros(4, 4))
+        with pytest.raises(ArgumentError, match=f"out {refusal}"):
+            ka.GemmArguments(A, B, read_only)
+        with pytest.raises(ArgumentError, match=f"preactivation {refusal}"):
+            ka.ops.gemm_bias_activation(A, B, preactivation=read_only)
+    assert not read_only.any()
+
+
 @pytest.mark.parametrize(
     ("operand", "accumulator"),
     [

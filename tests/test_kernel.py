@@ -44,6 +44,15 @@ def test_supports_says_no_to_what_is_no_arguments_object(args):
     assert f"got {type(args).__name__}" in status.error
 
 
+@pytest.mark.parametrize("given", [3, None, ka.GemmArguments, cpu_kernel], ids=str)
+def test_what_is_no_arguments_object_is_refused_with_what_it_is(given):
+    status = cpu_kernel().supports(given)
+    assert not status
+    assert status.error.startswith("expected an arguments object")
+    with pytest.raises(UnsupportedError, match="expected an arguments object"):
+        cpu_kernel().compile(given)
+
+
 def test_supports_says_no_to_arguments_of_another_operation():
     class OtherArguments(ka.arguments.Arguments):
         kind = "other"

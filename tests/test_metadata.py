@@ -216,7 +216,7 @@ def test_a_design_that_json_cannot_hold_is_refused_by_its_value(registry):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "not JSON", "null", "[]", "3", '"kernel"', "{}", '{"kernel_name": "x"}']
+    "text", ["", "not JSON", "null", "[]", "3", '"kernel"', "{}", '{"kernel_name": "x"}', None, 3]
 )
 def test_foreign_json_is_refused(text):
     with pytest.raises(ArgumentError):
@@ -246,6 +246,10 @@ def changed_json(field, value):
         ("design", {"type": "builtins:dict", "fields": {}}),
         ("targets", ["hopper"]),
         ("targets", 90),
+        ("kernel_name", None),
+        ("design", 3),
+        ("min_cc", "hopper"),
+        ("epilogue", 3),
     ],
     ids=str,
 )

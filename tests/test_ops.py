@@ -59,6 +59,27 @@ def test_products_of_8_bits_are_not_stored_in_8_bits(element, taken):
     assert (out == torch.tensor(32 * value * value).to(taken)).all()
 
 
+@pytest.mark.parametrize(
+    ("element", "taken"), [(torch.int8, torch.bfloat16), (torch.int16, torch.float32)]
+)
+@pytest.mark.parametrize("scaled", ["A", "B", "AB"])
+def test_products_of_integers_in_units_of_a_scale_are_stored_as_real_numbers(
+    element, taken, scaled
+):
+    unit = torch.tensor(2.0**-6)
+
+    def operand(name):
+        matrix = torch.full((4, 4), 3, dtype=element)
+        return ka.ScaledOperand(matrix, unit, TENSOR) if name in scaled else matrix
+
+    A, B = operand("A"), operand("B")
+    assert torch.equal(
+        ka.ops.gemm(A, B), torch.full((4, 4), 36 * 2.0 ** (-6 * len(scaled))).to(taken)
+    )
+    assert ka.ops.gemm(A, B, bias=torch.zeros(4)).dtype is taken
+    assert ka.ops.gemm(A, B, out_dtype="f32").dtype is torch.float32
+
+
 @pytest.mark.parametrize("spelling", ["float64", torch.float64, np.float64, "f64"], ids=str)
 def test_gemm_allocates_the_type_that_is_asked_for_in_any_spelling(spelling):
     A, B, _ = gemm_tensors(4, 5, 6, values="integers")

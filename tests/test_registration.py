@@ -161,6 +161,10 @@ def test_what_is_no_kernel_class_is_refused(registry, value):
     assert "it must be a class derived from kernel_api.Kernel" in text
 
 
+def test_the_base_of_providers_takes_no_kernels():
+    assert "register with a class derived from it" in refusal(ka.Provider.register, CpuGemm)
+
+
 def test_an_instance_is_refused(registry):
     kernel = LoopGemm(LoopGemm.metadata_of_tile(16))
     assert "it must be a class" in refusal(registry.provider().register, kernel)

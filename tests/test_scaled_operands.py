@@ -74,6 +74,40 @@ def test_a_scaled_output_stores_the_product_over_the_scale():
     assert torch.equal(stored.float(), ((a.double() @ b.double()) / unit.double()).to(E4M3).float())
 
 
+@pytest.mark.parametrize(
+    ("element", "stored"),
+    [(torch.int8, [-128, 127, 4]), (torch.uint8, [0, 255, 4]), (E5M2, [-57344, 57344, 4])],
+)
+@pytest.mark.parametrize("how", ["plain", "by an epilogue", "with a scale"])
+def test_real_numbers_are_rounded_to_nearest_and_saturate(element, stored, how):
+    a, b = torch.full((2, 1), 2.0), torch.tensor([[-1e6, 1e6, 1.95]])
+    out = torch.empty(2, 3, dtype=element)
+    if how == "by an epilogue":
+        ka.ops.gemm(a, b, out=out, bias=torch.zeros(3))
+    else:
+        scaled = ScaledOperand(out, torch.tensor(0.5), ScaleMode.PER_TENSOR)
+        args = GemmArguments(a, b, out) if how == "plain" else GemmArguments(a / 2, b, scaled)
+        kernel = ka.get_kernels(args)[0]
+        kernel.run(args)
+        assert ka.verify(kernel, args)
+    assert out.double().tolist() == [stored, stored]
+
+
+def test_products_of_integers_keep_their_low_bits_unless_they_are_scaled():
+    a = torch.full((1, 3), 127, dtype=torch.int8)
+    assert ka.ops.gemm(a, a.t(), out_dtype="int8").tolist() == [[3]]
+    units = ScaledOperand(a, torch.tensor(1.0), ScaleMode.PER_TENSOR)
+    assert ka.ops.gemm(units, a.t(), out_dtype="int8").tolist() == [[127]]
+
+
+def test_an_operand_has_one_scale():
+    a = ScaledOperand(operand(M, K, E4M3, 1), scale(), ScaleMode.PER_TENSOR)
+    with pytest.raises(ArgumentError, match="tensor is a ScaledOperand; expected a tensor without"):
+        ScaledOperand(a, scale(), ScaleMode.PER_TENSOR)
+    with pytest.raises(ArgumentError, match="scale is a ScaledOperand; expected a tensor without"):
+        ScaledOperand(a.tensor, a, ScaleMode.PER_TENSOR)
+
+
 def test_a_batch_may_share_one_scale_or_have_one_each():
     a, b = torch.randn(3, 5, 8), torch.randn(3, 8, 7)
     for values in (torch.tensor(1.7), torch.tensor([0.5, 2.0, 3.0])):
@@ -103,6 +137,39 @@ def test_torch_int_mm_is_offered_and_exact():
     kernel = ka.get_kernels(args, providers=["torch"])[0]
     assert kernel.family_name() == "torch.int_mm"
     assert ka.verify(kernel, args)
+
+
+@pytest.mark.parametrize(
+    "stride_a, stride_b",
+    [((0, 1), (9, 1)), ((1, 0), (1, 7)), ((7, 1), (0, 1)), ((7, 1), (1, 0)), ((2, 1), (9, 1))],
+)
+def test_torch_int_mm_is_exact_where_rows_are_nearer_than_they_are_long(stride_a, stride_b):
+    a = operand(1, 99, torch.int8, 1)[0].as_strided((5, 7), stride_a)
+    b = operand(1, 99, torch.int8, 2)[0].as_strided((7, 9), stride_b)
+    out = torch.empty(5, 9, dtype=torch.int32)
+    kernel = ka.get_kernels(GemmArguments(a, b, out), providers=["torch"])[0]
+    kernel.prepare(GemmArguments(a, b, out))(a, b, out)
+    assert torch.equal(out.long(), a.long() @ b.long())
+
+
+def test_torch_int_mm_is_exact_for_a_column_that_is_transposed():
+    column, b = operand(32, 1, torch.int8, 1), operand(32, 16, torch.int8, 2)
+    assert torch.equal(ka.ops.gemm(column.t(), b).long(), column.t().long() @ b.long())
+
+
+@pytest.mark.parametrize("gappy", ["A", "B"])
+def test_torch_scaled_mm_refuses_scales_with_gaps(gappy):
+    scales = {"A": scale(M), "B": scale(N)}
+    scales[gappy] = scale(2 * len(scales[gappy]))[::2]
+    args = GemmArguments(
+        ScaledOperand(operand(M, K, E4M3, 1), scales["A"], ScaleMode.PER_ROW),
+        ScaledOperand(operand(N, K, E4M3, 2).t(), scales["B"], ScaleMode.PER_ROW),
+        torch.empty(M, N, dtype=torch.bfloat16),
+    )
+    assert not ka.get_kernels(args, providers=["torch"])
+    reasons = {r.family: r.reason for r in ka.explain(args).rejected}
+    assert reasons["torch.scaled_mm"] == "torch._scaled_mm takes scales without gaps"
+    ka.get_kernels(args)[0].run(args)
 
 
 def test_kernels_for_plain_operands_refuse_scaled_ones_by_name():
@@ -181,6 +248,16 @@ def test_a_scale_of_the_wrong_shape_is_refused_with_both_shapes(name, mode, shap
     operands[name] = ScaledOperand(operands[name], scale(*shape), mode)
     with pytest.raises(ArgumentError, match=message):
         GemmArguments(**operands, out=torch.empty(M, N))
+
+
+@pytest.mark.parametrize("name", ["A", "B", "out"])
+def test_an_out_that_shares_memory_with_a_scale_is_refused(name):
+    out = torch.empty(M, N)
+    operands = {"A": operand(M, K, E4M3, 1), "B": operand(K, N, E4M3, 2), "out": out}
+    shared = out[0] if name == "B" else out[:, 0]
+    operands[name] = ScaledOperand(operands[name], shared, ScaleMode.PER_ROW)
+    with pytest.raises(ArgumentError, match=f"out shares memory with {name}'s scale"):
+        GemmArguments(**operands)
 
 
 def test_a_scale_on_another_device_is_refused():

@@ -233,6 +233,10 @@ class Arguments:
             return self.operands
         return (*self.operands, *self.epilogue.tensors.values())
 
+    def _scales(self) -> dict[str, Operand]:
+        """The scales of operands, as messages call them."""
+        return {f"{name}'s scale": operand.scale for name, operand in self._scaled_operands()}
+
     def _check_devices(self) -> None:
         self.device = device = self.operands[0].device
         for operand in self._all_operands()[1:]:
@@ -243,11 +247,16 @@ class Arguments:
                 )
 
     def _check_outputs(self) -> None:
-        operands = self._all_operands()
+        operands = (*self._all_operands(), *self._scales().values())
         for name, out in self.outputs.items():
             self._check_written(name, out, operands)
 
     def _check_written(self, name: str, out: Operand, operands: Iterable[Operand]) -> None:
+        if out.layout.read_only:
+            raise ArgumentError(
+                f"{name} is an array that may not be written (flags.writeable is False); pass a "
+                f"copy of it"
+            )
         if self_overlapping(out):
             raise ArgumentError(
                 f"{name} has shape {out.shape} and stride {out.stride}: several of its "
@@ -264,7 +273,8 @@ class Arguments:
                 )
 
     def _name_of(self, operand: Operand) -> str:
-        return next(name for name, one in self.named_operands.items() if one is operand)
+        named = {**self.named_operands, **self._scales()}
+        return next(name for name, one in named.items() if one is operand)
 
     @property
     def scaled(self) -> tuple[str, ...]:

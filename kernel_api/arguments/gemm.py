@@ -70,8 +70,9 @@ class GemmArguments(ProductArguments):
         A: (M, K), or (L, M, K) batched. Any of the three may be a
             :class:`~kernel_api.arguments.ScaledOperand`.
         B: (K, N), or (L, K, N).
-        out: (M, N), or (L, M, N); written, never read. May not share memory with A or B.
-            With a scale, real = stored × scale: what is stored is the product over the scale.
+        out: (M, N), or (L, M, N); written, never read. May not share memory with what is
+            read, scales too. With a scale, real = stored × scale: what is stored is the product
+            over the scale.
         accumulator_type: float32 by default; int32 for integers, float64 for float64.
         epilogue: A function of the accumulator that replaces the plain store; it decides the
             number of columns of ``out``, and may read and write operands of its own.

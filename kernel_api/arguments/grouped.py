@@ -283,7 +283,8 @@ class GroupedGemmArguments(ProductArguments):
         if not self.out.discrete:
             super()._check_outputs()
             return
-        others = {name: one for name, one in self.named_operands.items() if one is not self.out}
+        named = {**self.named_operands, **self._scales()}
+        others = {name: one for name, one in named.items() if one is not self.out}
         for name, output in self.outputs.items():
             if output is not self.out:
                 self._check_written(name, output, others.values())

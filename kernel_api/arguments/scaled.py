@@ -51,13 +51,20 @@ class ScaledOperand(Operand):
         mode: Which elements share a scale.
 
     Raises:
-        ArgumentError: ``mode`` or the scale's type is not one of those.
+        ArgumentError: ``mode`` or the scale's type is not one of those, or ``tensor`` or the scale
+            has a scale already.
     """
 
     __slots__ = ("mode", "scale")
 
     @untraced
     def __init__(self, tensor: Any, scale: Any, mode: ScaleMode) -> None:
+        for name, given in (("tensor", tensor), ("scale", scale)):
+            if isinstance(given, Operand) and (given.mode is not None or given.discrete):
+                raise ArgumentError(
+                    f"{name} is a {type(given).__name__}; expected a tensor without a scale of its "
+                    f"own"
+                )
         super().__init__(tensor)
         if not isinstance(mode, ScaleMode):
             names = ", ".join(str(m) for m in ScaleMode)

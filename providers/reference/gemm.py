@@ -33,7 +33,8 @@ class DenseOracle(ProductOracle):
 
 @ReferenceProvider.register
 class ReferenceGemm(ReferenceProduct):
-    """out = A · B, computed in float64 (int64 for integers) and rounded once.
+    """out = A · B, computed in float64 (int64 for integers) and rounded once, to nearest; integers
+    and 8-bit floats saturate, but of the product of integers ``out`` keeps the low bits.
 
     Operands and out may carry any scale, and the arguments any epilogue.
     """

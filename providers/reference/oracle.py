@@ -71,17 +71,18 @@ class ProductOracle:
         result = self.exact_product()
         if self.args.epilogue is not None:
             return self._fused(result, wide=True)
-        return {"out": self._stored(result)}
+        return {"out": self._held(self._stored(result))}
 
     def same_dtype(self) -> dict[str, Any]:
-        """Outputs as torch computes them, rounded once; integers that an epilogue computes are
-        not rounded."""
+        """Outputs as torch computes them, rounded once; integers that are no products of integers
+        are not rounded."""
         args = self.args
         exact = args.accumulator_type.bits == 64 or not floating(args)
         if args.epilogue is None:
             if exact:
                 return self.exact()
-            return {"out": self._stored(self.float32_product()).to(args.out.dtype.torch)}
+            held = self._held(self._stored(self.float32_product()))
+            return {"out": _as_stored(held, args.out)}
         product = self.exact_product() if exact else self.float32_product()
         found = self._fused(product, wide=False)
         return {name: _as_stored(values, args.outputs[name]) for name, values in found.items()}
@@ -95,12 +96,13 @@ class ProductOracle:
         args = self.args
         if args.epilogue is not None:
             return self._fused_allowance()
-        integers = args.out.dtype.kind in ("int", "uint", "bool")
-        if not floating(args) or not args.writes_anything or integers:
-            return {}
+        least = 0.5 if args.out.dtype.is_integer and not of_integers(args) else 0.0
+        if not floating(args) or not args.writes_anything or args.out.dtype.kind == "bool":
+            return {"out": torch.full((), least)} if least else {}
         allowed = self.rounding()
         if "out" in args.scaled:
             allowed = allowed / self.out_scale(allowed.dtype).abs()
+        allowed = allowed + least
         return {"out": allowed.expand(*self.shape_of("out", args.out)[:-1], 1)}
 
     def _stored(self, result: Any) -> Any:
@@ -110,6 +112,12 @@ class ProductOracle:
         if "out" in self.args.accumulated:
             result = self.out_before().to(result.dtype) + result
         return result
+
+    def _held(self, result: Any) -> Any:
+        """Real numbers saturate where epilogues do; products of integers keep their low bits."""
+        to = self.args.out.dtype
+        is_real = result.is_floating_point() and (to.is_float or to.is_integer)
+        return saturated(result, to) if is_real else result
 
     def _fused(self, product: Any, *, wide: bool) -> dict[str, Any]:
         """Every output of the epilogue, in the shape that it is stored with."""
@@ -186,8 +194,10 @@ class ReferenceProduct(Kernel):
             found, rows = self.exact(args), args.rows_written()
             for name, values in found.items():
                 written = args.outputs[name]
-                plain = args.epilogue is None
-                values = values.to(written.dtype.torch) if plain else rounded(values, written.dtype)
+                to = written.dtype
+                rounds = args.epilogue is not None or values.is_floating_point()
+                rounds = rounds and not to.torch.is_complex
+                values = rounded(values, to) if rounds else values.to(to.torch)
                 self.store(written, rows.get(name, ...), values)
 
     @staticmethod
@@ -210,6 +220,12 @@ class ReferenceProduct(Kernel):
 
 def floating(args: Any) -> bool:
     return all(operand.dtype.torch.is_floating_point for operand in (args.A, args.B))
+
+
+def of_integers(args: Any) -> bool:
+    """Whether the product is a whole number, which is computed exactly."""
+    real = (operand.dtype.torch.is_floating_point for operand in (args.A, args.B))
+    return not args.scaled and not any(real)
 
 
 def _as_stored(values: Any, operand: Operand) -> Any:

@@ -125,11 +125,23 @@ class TorchIntegerGemm(TorchProduct):
         return args.device.type == "cpu" or fits
 
     def product(self, args: Any) -> Callable[..., None]:
-        return _integers
+        return _integers_on_cpu if args.device.type == "cpu" else _integers
 
 
 def _integers(A: Any, B: Any, out: Any) -> None:
     torch._int_mm(A, B, out=out)
+
+
+def _integers_on_cpu(A: Any, B: Any, out: Any) -> None:
+    torch._int_mm(_in_rows(A), _in_rows(B), out=out)
+
+
+def _in_rows(matrix: Any) -> Any:
+    """The matrix; a copy if its rows, or columns, are nearer than they are long, as of a broadcast
+    or of a column that is transposed: torch._int_mm reads those wrong on the CPU."""
+    (rows, columns), (row, column) = matrix.shape, matrix.stride()
+    nearer = row < columns if column == 1 else row == 1 and column < rows
+    return matrix.clone(memory_format=torch.contiguous_format) if nearer else matrix
 
 
 @TorchProvider.register
@@ -162,6 +174,10 @@ class TorchScaledGemm(TorchProduct):
     @rule("torch._scaled_mm writes a contiguous out")
     def _(args: Any) -> bool:
         return bool(args.out.tensor.is_contiguous())
+
+    @rule("torch._scaled_mm takes scales without gaps")
+    def _(args: Any) -> bool:
+        return all(operand.scale.tensor.is_contiguous() for operand in (args.A, args.B))
 
     @rule("torch._scaled_mm takes one scale for all")
     def _(args: Any) -> bool:
