@@ -77,6 +77,33 @@ def example():
         yield
 
 
+def crowded_by_narrow_copies():
+    """Of Ampere's GEMM: a thread has 128 accumulators and copies 4 bytes at a time. One of each
+    design and majors, that writes the widest type."""
+    (family,) = (f for f in CUTEDSL.families() if f.family == "sm80.gemm")
+    found = {}
+    for kernel in kernels_of(family):
+        operands, design = kernel.metadata.operands, kernel.metadata.design
+        crowded = design.accumulators == 128 and operands.A.alignment == 4
+        if crowded and (operands.A.dtype, operands.out.dtype) == (torch.bfloat16, torch.float32):
+            majors = operands.A.unit_mode, operands.B.unit_mode
+            found.setdefault((design.threads, majors), kernel)
+    return found
+
+
+def test_few_threads_that_copy_narrowly_take_operands_that_are_alike():
+    majors = [majors for threads, majors in crowded_by_narrow_copies() if threads == 128]
+    assert sorted(majors) == [(-2, -1), (-1, -2)]
+
+
+@pytest.mark.parametrize(
+    "kernel", crowded_by_narrow_copies().values(), ids=lambda kernel: kernel.metadata.kernel_name
+)
+def test_threads_that_copy_narrowly_spill_nothing_on_newer_gpus(kernel):
+    args = arguments_for(kernel, 256, 256, 256, device="meta")
+    assert kernel.compile(args, cc="sm_90").resources.spill_bytes == 0
+
+
 @pytest.mark.parametrize(("kernel", "sizes", "compiled_for"), sampled_pairs())
 def test_what_is_offered_compiles_without_spills_and_fits_the_multiprocessor(
     kernel, sizes, compiled_for

@@ -31,6 +31,8 @@ _REGISTERS_PER_SM = 64 * 1024
 #: Accumulators that a thread has registers for; beside operands that pass through them, or the
 #: sums of other CTAs, half of that.
 _ACCUMULATORS, _ACCUMULATORS_BESIDE = 128, 64
+#: That copy many pieces each where they are narrow.
+_FEW_THREADS = 128
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,15 @@ class Sm80GemmFamily(FusedGemm):
         # cp.async moves at least 4 bytes; what is narrower and not aligned takes another way.
         beside = operands.A.alignment < 4 or design.splits
         return design.accumulators <= (_ACCUMULATORS_BESIDE if beside else _ACCUMULATORS)
+
+    @rule(
+        "4 warps that copy 4 bytes at a time have no registers for 128 accumulators where A or B "
+        "alone is K-major"
+    )
+    def _(design: Sm80GemmDesign, operands: GemmOperandsMetadata) -> bool:
+        crowded = design.threads <= _FEW_THREADS and design.accumulators > _ACCUMULATORS_BESIDE
+        alike = (operands.A.unit_mode == -1) == (operands.B.unit_mode == -2)
+        return alike or not crowded or operands.A.alignment >= 16
 
     aligned_operands = operands_rule()
     stored_types = types_rule(_STORED)
