@@ -6,9 +6,9 @@ import os
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
-import torch
 from support.kernels import CpuGemm
 
 from kernel_api.cli import _doctor, main
@@ -204,7 +204,7 @@ def test_doctor_says_what_is_here_and_what_works(capsys):
     code, told = run_json(capsys, "doctor")
     assert code == 0
     text = json.dumps(told)
-    assert torch.__version__ in text
+    assert version("torch") in text  # torch.__version__ may have a label more
     assert "nvidia-cutlass-dsl" in text
     assert "sm_90a" in text
 
