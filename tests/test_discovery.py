@@ -202,7 +202,7 @@ def test_an_unknown_provider_is_refused_with_the_known_ones(unknown):
         ka.get_kernels(CPU_ARGS, providers=[unknown])
 
 
-@pytest.mark.parametrize("unknown", [3, ka.providers], ids=str)
+@pytest.mark.parametrize("unknown", [3, ka.providers], ids=["number", "module"])
 @pytest.mark.parametrize("ask", [ka.get_kernels, ka.explain])
 def test_what_names_no_providers_is_refused(ask, unknown):
     with pytest.raises(ArgumentError, match=r"providers is .*; expected names or classes"):

@@ -39,15 +39,18 @@ _PROMOTED_COLUMNS = 192
 _GATHER_STAGES = 4
 # Factors on the time that the model of dense products has, measured on an H200.
 #: Where consumers take turns and no cluster waits for a block behind the end of a group: turns also
-#: hide the search for a group, and what its last tile writes. Where K is short and groups have few
-#: rows; where an epilogue is fused, if either.
-_HIDDEN, _HIDDEN_FUSED = 0.97, 0.94
+#: hide the search for a group, and what its last tile writes. Of large groups; of others; where an
+#: epilogue is fused, of large groups whose K is long, and of others whose K is short.
+_HIDDEN_LARGE, _HIDDEN = 0.885, 0.97
+_HIDDEN_FUSED_LONG, _HIDDEN_FUSED = 0.91, 0.94
 #: Where clusters take their tiles; see `_gains_by_taking`.
 _TAKEN = 0.985
-#: Where a cluster's tile is as high as wide, so that it loads the least, groups have many rows, and
-#: nothing is fused.
+#: Where a cluster's tile is as high as wide, so that it loads the least, and many rows are summed
+#: over in each group.
 _SQUARE = 0.97
-_SHORT_K, _MANY_ROWS = 4096, 1024
+_SHORT_K = 4096
+#: Of a group, on average.
+_FEW_ROWS, _LARGE_ROWS, _MANY_ROWS = 256, 512, 1024
 
 
 class Sm90GroupedGemmFamily(Sm90GemmFamily):
@@ -118,24 +121,42 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         """On what the model has of dense products, where groups fill tiles."""
         design: Any = self._design
         (tile_m, tile_n, _), (cluster_m, cluster_n, *_) = design.tile_shape, design.cluster_shape
-        many_rows, short_k = args.T >= _MANY_ROWS * args.L, args.K <= _SHORT_K
-        takes_turns = design.schedule == "pingpong" and cluster_m == 1
-        fused, factor = args.epilogue is not None, 1.0
-        if takes_turns and fused and (short_k or many_rows):
-            factor *= _HIDDEN_FUSED
-        elif takes_turns and not fused and short_k and not many_rows:
-            factor *= _HIDDEN
-        if design.takes_tiles and self._gains_by_taking(args, many_rows):
+        factor = 1.0
+        if design.schedule == "pingpong" and cluster_m == 1:
+            factor *= _gain_by_turns(args)
+        if design.takes_tiles and self._gains_by_taking(args):
             factor *= _TAKEN
-        if many_rows and not fused and tile_m * cluster_m == tile_n * cluster_n:
-            factor *= _SQUARE
+        if args.ragged == "K" and _has_groups_of(_MANY_ROWS, args):
+            if args.epilogue is None and tile_m * cluster_m == tile_n * cluster_n:
+                factor *= _SQUARE
         return factor
 
-    def _gains_by_taking(self, args: Any, many_rows: bool) -> bool:
-        """Whether clusters that take their tiles are faster than those that have a share."""
+    def _gains_by_taking(self, args: Any) -> bool:
+        """Whether clusters that take their tiles are faster than those that have a share: a group
+        of many tiles is about as long as the next one."""
+        if args.ragged == "K":
+            fused = args.epilogue is not None
+            return fused != _has_groups_of(_MANY_ROWS, args)
         if args.epilogue is not None:
-            return not many_rows
-        return self._design.schedule != "pingpong" and (many_rows or args.ragged != "K")
+            return not _has_groups_of(_FEW_ROWS, args)
+        return self._design.schedule != "pingpong" and not _has_groups_of(_LARGE_ROWS, args)
+
+
+def _has_groups_of(rows: int, args: Any) -> bool:
+    """Whether they have so many rows, on average."""
+    return bool(args.T >= rows * args.L)
+
+
+def _gain_by_turns(args: Any) -> float:
+    """On the time of consumers that take turns."""
+    short_k, fused = args.K <= _SHORT_K, args.epilogue is not None
+    if _has_groups_of(_LARGE_ROWS, args):
+        if short_k:
+            return _HIDDEN_LARGE
+        return _HIDDEN_FUSED_LONG if fused else 1.0
+    if not short_k:
+        return 1.0
+    return _HIDDEN_FUSED if fused else _HIDDEN
 
 
 @CuTeDSLProvider.register
