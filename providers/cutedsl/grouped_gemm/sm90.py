@@ -126,9 +126,9 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
             factor *= _gain_by_turns(args)
         if design.takes_tiles and self._gains_by_taking(args):
             factor *= _TAKEN
-        if args.ragged == "K" and _has_groups_of(_MANY_ROWS, args):
-            if args.epilogue is None and tile_m * cluster_m == tile_n * cluster_n:
-                factor *= _SQUARE
+        square = args.ragged == "K" and tile_m * cluster_m == tile_n * cluster_n
+        if square and args.epilogue is None and _has_groups_of(_MANY_ROWS, args):
+            factor *= _SQUARE
         return factor
 
     def _gains_by_taking(self, args: Any) -> bool:
@@ -144,7 +144,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
 
 def _has_groups_of(rows: int, args: Any) -> bool:
     """Whether they have so many rows, on average."""
-    return bool(args.T >= rows * args.L)
+    return bool(rows * args.L <= args.T)
 
 
 def _gain_by_turns(args: Any) -> float:
