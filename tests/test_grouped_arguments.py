@@ -489,6 +489,20 @@ def test_offsets_are_made_inside_of_a_compiled_graph():
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_offsets_are_made_inside_of_an_exported_graph_of_any_number_of_tokens(strict):
+    class Made(torch.nn.Module):
+        def forward(self, starts, tokens):
+            return ka.offsets_from_starts(starts, tokens.shape[0])
+
+    starts = torch.tensor([0, 4, 4])
+    rows = {"starts": None, "tokens": {0: torch.export.Dim("rows")}}
+    program = torch.export.export(
+        Made(), (starts, torch.zeros(18, 2)), dynamic_shapes=rows, strict=strict
+    )
+    assert torch.equal(program.module()(starts, torch.zeros(5, 2)), ends(4, 4, 5))
+
+
 def test_starts_are_checked_where_that_is_asked(monkeypatch):
     starts = torch.tensor([3, 4, 4])
     assert torch.equal(ka.offsets_from_starts(starts, 18), ends(4, 4, 18))
