@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_api as ka
 from kernel_api import GemmArguments, ScaledOperand, ScaleMode
@@ -98,6 +99,33 @@ def test_products_of_integers_keep_their_low_bits_unless_they_are_scaled():
     assert ka.ops.gemm(a, a.t(), out_dtype="int8").tolist() == [[3]]
     units = ScaledOperand(a, torch.tensor(1.0), ScaleMode.PER_TENSOR)
     assert ka.ops.gemm(units, a.t(), out_dtype="int8").tolist() == [[127]]
+
+
+def test_what_integers_are_allowed_is_on_the_device_of_the_operands():
+    (kernel,) = ka.get_kernels(
+        GemmArguments(*(torch.ones(2, 2, dtype=torch.int8) for _ in range(3))),
+        providers=["reference"],
+    )
+    with FakeTensorMode():
+        a, b, out = (torch.empty(4, 4, dtype=torch.int8, device="cuda") for _ in range(3))
+        units = ScaledOperand(a, torch.empty((), device="cuda"), ScaleMode.PER_TENSOR)
+        bias = torch.empty(4, device="cuda")
+        for args in (GemmArguments(units, b, out), ka.fusions.gemm(a, b, out=out, bias=bias)):
+            assert kernel.allowance(args)["out"].device == args.device
+
+
+@pytest.mark.parametrize(
+    ("element", "stored"), [(E4M3, 448), (E5M2, 57344), (torch.float16, float("inf"))]
+)
+def test_products_of_integers_beyond_the_floats_that_they_are_stored_in_are_verified(
+    element, stored
+):
+    a = torch.full((4, 16), 127, dtype=torch.int8)
+    a[0] = 1
+    args = GemmArguments(a, a.t(), torch.empty(4, 4, dtype=element))
+    (kernel,) = ka.get_kernels(args, providers=["reference"])
+    assert ka.verify(kernel, args)
+    assert args.out.tensor[1, 1].item() == stored
 
 
 def test_an_operand_has_one_scale():

@@ -80,7 +80,7 @@ class ProductOracle:
         exact = args.accumulator_type.bits == 64 or not floating(args)
         if args.epilogue is None:
             if exact:
-                return self.exact()
+                return {"out": _overflowing(self.exact()["out"], args.out)}
             held = self._held(self._stored(self.float32_product()))
             return {"out": _as_stored(held, args.out)}
         product = self.exact_product() if exact else self.float32_product()
@@ -98,7 +98,7 @@ class ProductOracle:
             return self._fused_allowance()
         least = 0.5 if args.out.dtype.is_integer and not of_integers(args) else 0.0
         if not floating(args) or not args.writes_anything or args.out.dtype.kind == "bool":
-            return {"out": torch.full((), least)} if least else {}
+            return {"out": self._everywhere(least)} if least else {}
         allowed = self.rounding()
         if "out" in args.scaled:
             allowed = allowed / self.out_scale(allowed.dtype).abs()
@@ -114,10 +114,10 @@ class ProductOracle:
         return result
 
     def _held(self, result: Any) -> Any:
-        """Real numbers saturate where epilogues do; products of integers keep their low bits."""
+        """Saturated where epilogues do; products of integers keep their low bits in integers."""
         to = self.args.out.dtype
-        is_real = result.is_floating_point() and (to.is_float or to.is_integer)
-        return saturated(result, to) if is_real else result
+        saturates = to.is_float or (to.is_integer and result.is_floating_point())
+        return saturated(result, to) if saturates else result
 
     def _fused(self, product: Any, *, wide: bool) -> dict[str, Any]:
         """Every output of the epilogue, in the shape that it is stored with."""
@@ -130,11 +130,15 @@ class ProductOracle:
             shaped[name] = values.to(torch.float64) if wide else values
         return shaped
 
+    def _everywhere(self, value: float) -> Any:
+        """One for all elements, on the device of those."""
+        return torch.full((), value, device=self.args.device)
+
     def _fused_allowance(self) -> dict[str, Any]:
         args = self.args
         outputs = {name: 0.0 if o.dtype.is_float else 0.5 for name, o in args.outputs.items()}
         if not floating(args) or not args.K or not args.writes_anything:
-            return {n: torch.full((), least) for n, least in outputs.items() if least}
+            return {n: self._everywhere(least) for n, least in outputs.items() if least}
         product = self.exact_product()
         error = self.rounding()
         if args.accumulator_type.bits < 64:
@@ -226,6 +230,14 @@ def of_integers(args: Any) -> bool:
     """Whether the product is a whole number, which is computed exactly."""
     real = (operand.dtype.torch.is_floating_point for operand in (args.A, args.B))
     return not args.scaled and not any(real)
+
+
+def _overflowing(values: Any, operand: Operand) -> Any:
+    """As they are, but infinite where they are in the type of what is stored."""
+    if not operand.dtype.is_float:
+        return values
+    stored = rounded(values, operand.dtype).double()
+    return torch.where(torch.isinf(stored), stored, values)
 
 
 def _as_stored(values: Any, operand: Operand) -> Any:
