@@ -139,7 +139,7 @@ class Operand:
         is_sketch = not plain and isinstance(tensor, Sketch)
         read_only = False
         if not plain and not is_sketch and (torch is None or not isinstance(tensor, torch.Tensor)):
-            read_only = _is_read_only(tensor)
+            read_only = is_read_only(tensor)
             tensor = as_torch(tensor, name)
             torch = sys.modules["torch"]
             plain = type(tensor) is torch.Tensor
@@ -296,7 +296,7 @@ def as_torch(value: Any, name: str) -> Any:
         raise ArgumentError(f"{name} could not be viewed through DLPack: {error}") from error
 
 
-def _is_read_only(value: Any) -> bool:
+def is_read_only(value: Any) -> bool:
     """Whether an array, such as one of NumPy, says that it may not be written."""
     return getattr(getattr(value, "flags", None), "writeable", True) is False
 

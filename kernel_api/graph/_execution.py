@@ -22,7 +22,7 @@ from kernel_api.graph._planning.steps import KernelStep, TorchStep, ViewStep, or
 from kernel_api.graph._slots import NOWHERE, Slot, at_address, check_apart, number_for, shown
 from kernel_api.graph._tensor import Tensor
 from kernel_api.kernel import LauncherInOrder
-from kernel_api.operands import as_torch
+from kernel_api.operands import as_torch, is_read_only
 
 #: What kernels may ask of addresses; other addresses get a program of their own.
 _LOW_BITS = 15
@@ -277,7 +277,7 @@ class Execution:
                     f"{tensor} was given as a {type(value).__name__}; expected a torch tensor, "
                     f"another DLPack tensor, or an address"
                 )
-            if not tensor.is_input and _is_read_only(value):
+            if not tensor.is_input and is_read_only(value):
                 raise VariantPackError(f"{slot} is a read-only array, and the graph writes it")
             value = _viewed(value, str(slot))
         found = (tuple(value.shape), value.dtype, value.device)
@@ -467,11 +467,6 @@ class Execution:
             with self._lock:
                 self._overridden[given] = found
         return found
-
-
-def _is_read_only(array: Any) -> bool:
-    """Of NumPy; others do not say."""
-    return not getattr(getattr(array, "flags", None), "writeable", True)
 
 
 def _viewed(value: Any, name: str) -> Any:
