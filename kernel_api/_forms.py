@@ -153,7 +153,7 @@ def out_type(element: Any, *, scaled: bool = False) -> Any:
     """
     import torch
 
-    if scaled and not element.is_floating_point:
+    if scaled and not (element.is_floating_point or element.is_complex):
         return torch.bfloat16 if element.itemsize == 1 else torch.float32
     if element.itemsize > 1:
         return element

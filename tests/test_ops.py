@@ -80,6 +80,13 @@ def test_products_of_integers_in_units_of_a_scale_are_stored_as_real_numbers(
     assert ka.ops.gemm(A, B, out_dtype="f32").dtype is torch.float32
 
 
+@pytest.mark.parametrize("element", [torch.complex64, torch.complex128, torch.float64])
+def test_other_products_in_units_of_a_scale_are_stored_in_their_own_type(element):
+    A = ka.ScaledOperand(torch.full((4, 4), 3, dtype=element), torch.tensor(0.5), TENSOR)
+    out = ka.ops.gemm(A, torch.full((4, 4), 2, dtype=element))
+    assert torch.equal(out, torch.full((4, 4), 12, dtype=element))
+
+
 @pytest.mark.parametrize("spelling", ["float64", torch.float64, np.float64, "f64"], ids=str)
 def test_gemm_allocates_the_type_that_is_asked_for_in_any_spelling(spelling):
     A, B, _ = gemm_tensors(4, 5, 6, values="integers")
