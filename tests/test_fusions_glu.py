@@ -113,7 +113,7 @@ def test_a_granularity_may_be_a_number_of_numpy():
         lambda blocks: ka.nn.linear_glu(x, w, granularity=blocks),
     ):
         assert torch.equal(call(np.int64(4)), call(4))
-        for refused in (np.int64(0), 2.0, True):
+        for refused in (np.int64(0), 2.0, True, np.array([1, 2])):
             with pytest.raises(ArgumentError, match=r"granularity is .*; expected a number of"):
                 call(refused)
 

@@ -236,12 +236,14 @@ def checked_pairs(kind: str, order: str, granularity: Any) -> int | str:
     """The granularity, of NumPy's numbers too."""
     one_of("kind", kind, KINDS)
     one_of("order", order, ORDERS)
+    if isinstance(granularity, str) and granularity == "halves":
+        return granularity
     columns = whole_number(granularity)
-    if granularity != "halves" and (columns is None or columns < 1):
+    if columns is None or columns < 1:
         raise ArgumentError(
             f"granularity is {granularity!r}; expected a number of columns, or 'halves'"
         )
-    return columns or "halves"
+    return columns
 
 
 def check_halves(what: str, N: int, granularity: int | str) -> None:
