@@ -22,7 +22,7 @@ from kernel_api._launches import chosen
 from kernel_api._results import results_type
 from kernel_api._transforms import check_traced
 from kernel_api.arguments import SdpaBackwardArguments
-from kernel_api.arguments.attention import score_of, values_of_functions
+from kernel_api.arguments.attention import operands_of_score, score_of, values_of_functions
 from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
@@ -91,7 +91,7 @@ def _check_operands(options: _Options) -> None:
     """Raise where an operand has no gradient and needs one."""
     given = _named(options, _WITHOUT_GRADIENT)
     score = options.get("score_mod")
-    operands = options.get("score_operands") or getattr(score, "operands", {})
+    operands = operands_of_score(options.get("score_operands")) or getattr(score, "operands", {})
     for name, one in operands.items():
         given[f"the operand {name} of score_mod"] = one
     for name, one in given.items():
