@@ -19,6 +19,7 @@ from kernel_api import masks
 from kernel_api._attention_launches import empty_like, empty_lse, empty_out, forward
 from kernel_api._autograd import changeable, check_outputs, differentiable_once
 from kernel_api._launches import chosen
+from kernel_api._numbers import whether
 from kernel_api._results import results_type
 from kernel_api._transforms import check_traced
 from kernel_api.arguments import SdpaBackwardArguments
@@ -307,7 +308,7 @@ def _traced_backward(operands: tuple[Any, ...], written: _Options, options: _Opt
     if _is_outside(options):
         return _outside_backward(operands, written, options)  # type: ignore[no-any-return]
     options = dict(options)
-    deterministic = bool(options.pop("deterministic", False))
+    deterministic = whether("deterministic", options.pop("deterministic", False))
     left_out = [n for n in _GRADIENTS[3:] if written[n] is None or written[n] is False]
     wanted = [name not in left_out for name in _GRADIENTS[3:]]
     given = _backward_operator(*operands, deterministic, *wanted, *_packed(options))
