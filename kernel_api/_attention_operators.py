@@ -108,7 +108,7 @@ def _named(options: _Options, names: tuple[str, ...]) -> _Options:
 def _learned(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:
     if _is_traced(Q):
         return _traced(Q, K, V, options, learns=True)
-    check_traced(Q=Q, K=K, V=V)
+    check_traced(Q=Q, K=K, V=V, bias=options.get("bias"), sink=options.get("sink"))
     rest = dict(options)
     if rest.get("score_mod") is not None:  # traced once: both passes are of one function
         rest["score_mod"] = score_of(rest["score_mod"], rest.pop("score_operands", None))
