@@ -19,10 +19,11 @@ from kernel_api import masks
 from kernel_api._attention_launches import empty_like, empty_lse, empty_out, forward
 from kernel_api._autograd import changeable, check_outputs, differentiable_once
 from kernel_api._launches import chosen
+from kernel_api._numbers import whether
 from kernel_api._results import results_type
 from kernel_api._transforms import check_traced
 from kernel_api.arguments import SdpaBackwardArguments
-from kernel_api.arguments.attention import score_of, values_of_functions
+from kernel_api.arguments.attention import operands_of_score, score_of, values_of_functions
 from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
@@ -91,7 +92,7 @@ def _check_operands(options: _Options) -> None:
     """Raise where an operand has no gradient and needs one."""
     given = _named(options, _WITHOUT_GRADIENT)
     score = options.get("score_mod")
-    operands = options.get("score_operands") or getattr(score, "operands", {})
+    operands = operands_of_score(options.get("score_operands")) or getattr(score, "operands", {})
     for name, one in operands.items():
         given[f"the operand {name} of score_mod"] = one
     for name, one in given.items():
@@ -107,7 +108,7 @@ def _named(options: _Options, names: tuple[str, ...]) -> _Options:
 def _learned(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:
     if _is_traced(Q):
         return _traced(Q, K, V, options, learns=True)
-    check_traced(Q=Q, K=K, V=V)
+    check_traced(Q=Q, K=K, V=V, bias=options.get("bias"), sink=options.get("sink"))
     rest = dict(options)
     if rest.get("score_mod") is not None:  # traced once: both passes are of one function
         rest["score_mod"] = score_of(rest["score_mod"], rest.pop("score_operands", None))
@@ -307,7 +308,7 @@ def _traced_backward(operands: tuple[Any, ...], written: _Options, options: _Opt
     if _is_outside(options):
         return _outside_backward(operands, written, options)  # type: ignore[no-any-return]
     options = dict(options)
-    deterministic = bool(options.pop("deterministic", False))
+    deterministic = whether("deterministic", options.pop("deterministic", False))
     left_out = [n for n in _GRADIENTS[3:] if written[n] is None or written[n] is False]
     wanted = [name not in left_out for name in _GRADIENTS[3:]]
     given = _backward_operator(*operands, deterministic, *wanted, *_packed(options))

@@ -40,3 +40,11 @@ def truth(value: Any) -> bool | None:
         return bool(value)
     of_numpy = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
     return bool(value) if of_numpy else None
+
+
+def whether(name: str, value: Any) -> bool:
+    """What :func:`truth` gives; raises ArgumentError where that is None."""
+    found = truth(value)
+    if found is None:
+        raise ArgumentError(f"{name} is {value!r}; expected True or False")
+    return found

@@ -6,6 +6,7 @@ so the tracer itself is asked; its graph would have right values, and derivative
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from torch.autograd import forward_ad
 from kernel_api import operands
 from kernel_api.errors import ArgumentError
 
+_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
+
 
 def check_traced(**given: Any) -> None:
     """Raise ArgumentError where a graph would lose derivatives of what is given."""
     if _is_transformed():
-        raise operands._no_memory(next(iter(given)))
+        raise operands._no_memory(_transformed(given))
     if _is_forward_mode():
         for name, one in given.items():
             if isinstance(one, torch.Tensor) and operands._has_tangent(one):
@@ -26,6 +29,15 @@ def check_traced(**given: Any) -> None:
                     f"{name} has a tangent (torch.autograd.forward_ad), which graphs with kernels "
                     f"would lose; they have gradients of the backward mode alone"
                 )
+
+
+def _transformed(given: Mapping[str, Any]) -> str:
+    """The first that a transform is of; a tracer does not tell, and the first of all is."""
+    if not torch.compiler.is_compiling():
+        for name, one in given.items():
+            if isinstance(one, torch.Tensor) and _is_wrapped(one):
+                return name
+    return next(iter(given))
 
 
 # Answers that hold while a graph is traced: it asks for neither again.

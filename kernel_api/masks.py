@@ -10,7 +10,7 @@ zeros, and −∞ as its log-sum-exp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -294,7 +294,7 @@ def all_of(parts: Sequence[Mask]) -> Mask:
 
 
 def _check_alignment(alignment: Any) -> None:
-    if alignment not in BOUNDS:
+    if not isinstance(alignment, str) or alignment not in BOUNDS:
         raise ArgumentError(f"alignment is {alignment!r}; expected one of {tuple(BOUNDS)}")
 
 
@@ -311,7 +311,7 @@ def _bound(name: str, given: Any) -> int:
 
 
 def _block_shape(given: Any) -> tuple[int, ...]:
-    found = [whole_number(one) for one in given]
+    found = [whole_number(one) for one in given] if isinstance(given, Iterable) else []
     shape = tuple([one for one in found if one is not None])
     if len(found) != 2 or len(shape) != 2:
         raise ArgumentError(f"block_shape is {given!r}; expected (queries, keys)")

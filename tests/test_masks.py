@@ -142,6 +142,7 @@ def test_functions_are_joined_and_keep_their_operands():
     ("make", "words"),
     [
         (lambda: Causal("middle"), "alignment is 'middle'; expected one of"),
+        (lambda: Causal(["top_left"]), r"alignment is \['top_left'\]; expected one of"),
         (lambda: SlidingWindow(3, 0, "left"), "alignment is 'left'; expected one of"),
         (lambda: SlidingWindow(-3, 0), "left is -3; expected how far a query sees to that side"),
         (lambda: SlidingWindow(3, -1), "right is -1; expected how far"),
@@ -149,6 +150,7 @@ def test_functions_are_joined_and_keep_their_operands():
         (lambda: SlidingWindow(True, 0), "left is True; expected a whole number"),
         (lambda: BlockSparse(TABLE.int()), "table of BlockSparse is int32; expected bool"),
         (lambda: BlockSparse(TABLE[0]), r"table of BlockSparse has shape \(1, 2, 2\); expected"),
+        (lambda: BlockSparse(TABLE, 128), r"block_shape is 128; expected \(queries, keys\)"),
         (lambda: BlockSparse(TABLE, (128,)), r"block_shape is \(128,\); expected \(queries, keys"),
         (lambda: SlidingWindow(np.float32(2), 0), "left is .*2.*; expected a whole number"),
         (lambda: BlockSparse(TABLE, (128, 2.0)), r"block_shape is \(128, 2.0\); expected"),

@@ -283,6 +283,7 @@ def test_the_longest_may_be_a_number_of_numpy():
         (lambda: packed(page_table=i(2, 3)), "page_table and cu_seqlens are given"),
         (lambda: paged(V=x(7, H_KV, 8, E)), "K has page_size = 16 but V has page_size = 8"),
         (lambda: paged(V=x(8, H_KV, 16, E)), "K has pages = 7 but V has pages = 8"),
+        (lambda: paged(K=x(7, 2, 0, D), V=x(7, 2, 0, E)), "K has page_size = 0; expected a key at"),
         # Beside the operands.
         (lambda: make(alibi=f(H_KV)), r"alibi has shape \(2,\); expected \(H,\) = \(4,\)"),
         (lambda: make(alibi=x(H)), "alibi is bfloat16; expected float32"),
@@ -319,6 +320,7 @@ def test_the_longest_may_be_a_number_of_numpy():
         (lambda: backward(dSink=f(H)), "dSink is given and sink is None"),
         (lambda: backward(sink=f(H), dSink=f(1)), r"dSink has shape \(1,\); expected"),
         (lambda: backward(page_table=i(B, 3), seq_lens_kv=i(B)), "pages and 8-bit operands have n"),
+        (lambda: backward(deterministic="no"), "deterministic is 'no'; expected True or False"),
         (lambda: backward(dK=x(B, H_KV, D, T).mT), "dK has strides .* the last one must be 1"),
     ],
 )  # fmt: skip

@@ -120,6 +120,17 @@ def test_transformations_of_torch_func_are_named(call):
         torch.func.grad(lambda t: call(t).sum())(torch.randn(4, 8))
 
 
+@pytest.mark.parametrize(("name", "shape"), [("bias", (4, 4)), ("sink", (1,))])
+def test_transformations_of_what_is_beside_the_operands_are_named(name, shape):
+    one_head = Q[:, :1]
+
+    def call(t):
+        return ka.nn.attention(one_head, one_head, one_head, **{name: t}).sum()
+
+    with pytest.raises(ArgumentError, match=f"{name} has no memory of its own, as inside torch"):
+        torch.func.grad(call)(torch.randn(shape))
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -192,6 +192,8 @@ def _check_shapes(args: AttentionArguments) -> None:
             raise ArgumentError(
                 f"K has {length} = {K[2]} but V has {length} = {V[2]} ({shown('K', 'V')})"
             )
+        if args.is_paged and not K[2]:
+            raise ArgumentError(f"K has page_size = 0; expected a key at least ({shown('K')})")
         batch = "pages" if args.is_paged else "B"
         if K[0] != V[0]:
             raise ArgumentError(

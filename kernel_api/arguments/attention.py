@@ -466,17 +466,25 @@ def _operands_of_functions(
 
 
 def score_of(fn: Any, operands: Any) -> ScoreFunction | None:
+    operands = operands_of_score(operands)
     if fn is None:
         if operands:
             raise ArgumentError("score_operands are given and score_mod is not; they are its own")
         return None
     if isinstance(fn, ScoreFunction):
         return fn.with_operands(operands) if operands else fn
-    if operands is not None and not isinstance(operands, Mapping):
+    return ScoreFunction(fn, True, operands)
+
+
+def operands_of_score(operands: Any) -> Mapping[str, Any]:
+    """What ``score_operands`` gives by name."""
+    if operands is None:
+        return {}
+    if not isinstance(operands, Mapping):
         raise ArgumentError(
             f"score_operands is a {type(operands).__name__}; expected a dict of operands by name"
         )
-    return ScoreFunction(fn, True, operands or {})
+    return operands
 
 
 def operand_of(value: Any, name: str) -> Operand:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar
 
-from kernel_api._numbers import truth
+from kernel_api._numbers import whether
 from kernel_api.arguments.epilogue import EpilogueArguments
 from kernel_api.arguments.experts import Experts, ExpertTensors, experts, memory_of
 from kernel_api.arguments.gemm import (
@@ -131,7 +131,7 @@ class GroupedGemmArguments(ProductArguments):
             offsets = Operand(offsets, "offsets")
         self.offsets = offsets
         self.operands = (A, B, out, offsets)
-        self.accumulate = accumulate = _whether("accumulate", accumulate)
+        self.accumulate = accumulate = whether("accumulate", accumulate)
         self.row_index = _index("row_index", row_index)
         self.out_row_index = _index("out_row_index", out_row_index)
         self.ragged = "K" if len(out.shape) == 3 else "M"
@@ -399,13 +399,6 @@ class GroupedGemmArguments(ProductArguments):
 
 def _index(name: str, value: Any) -> Operand | None:
     return value if value is None or isinstance(value, Operand) else Operand(value, name)
-
-
-def _whether(name: str, value: Any) -> bool:
-    found = truth(value)
-    if found is None:
-        raise ArgumentError(f"{name} is {value!r}; expected True or False")
-    return found
 
 
 def _in_units_of(B: Operand, scale: Any) -> Experts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from kernel_api._numbers import whether
 from kernel_api.arguments._attention_checks import STATISTICS
 from kernel_api.arguments.attention import (
     TENSORS,
@@ -123,7 +124,7 @@ class SdpaBackwardArguments(AttentionArguments):
             raise ArgumentError(
                 "page_table or descale is given; pages and 8-bit operands have no gradient"
             )
-        self.deterministic = bool(deterministic)
+        self.deterministic = whether("deterministic", deterministic)
         given = zip(self.operand_names, (Q, K, V, out, dO, lse, dQ, dK, dV), strict=True)
         operands = tuple([operand_of(value, name) for name, value in given])
         self._begin(operands)
