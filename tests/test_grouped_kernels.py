@@ -235,23 +235,32 @@ def test_some_designs_take_tiles_and_others_have_a_static_share_of_as_many(probl
 
 
 @pytest.mark.parametrize(
-    ("rows", "scheduler"), [(16, "static"), (256, "dynamic"), (2048, "dynamic")]
+    ("rows", "schedule", "scheduler"),
+    [
+        (16, "pingpong", "static"),
+        (256, "cooperative", "dynamic"),
+        (512, "pingpong", "static"),
+        (2048, "pingpong", "static"),
+    ],
 )
-def test_tiles_are_taken_first_where_groups_fill_them(rows, scheduler):
+def test_tiles_are_taken_first_where_groups_have_few_and_turns_where_many(
+    rows, schedule, scheduler
+):
     B, offsets = empty(8, 4096, 4096).mT, empty(8, element=torch.int32)
     args = ka.GroupedGemmArguments(empty(8 * rows, 4096), B, empty(8 * rows, 4096), offsets)
-    assert schedulers(hopper(args))[0] == scheduler
+    design = hopper(args)[0].metadata.design
+    assert (design.schedule, design.scheduler) == (schedule, scheduler)
 
 
-@pytest.mark.parametrize(("rows", "scheduler"), [(256, "dynamic"), (2048, "static")])
+@pytest.mark.parametrize(
+    ("rows", "scheduler"), [(128, "dynamic"), (256, "static"), (2048, "static")]
+)
 def test_consumers_take_turns_where_an_epilogue_is_fused(rows, scheduler):
     B, offsets = empty(8, 4096, 4096).mT, empty(8, element=torch.int32)
     out = empty(8 * rows, 2048)
     args = ka.fusions.grouped_gemm_glu(empty(8 * rows, 4096), B, offsets, out=out)
     design = hopper(args)[0].metadata.design
     assert (design.schedule, design.scheduler) == ("pingpong", scheduler)
-    plain = ka.GroupedGemmArguments(args.A, args.B, empty(8 * rows, 4096), offsets)
-    assert hopper(plain)[0].metadata.design.schedule == "cooperative"
 
 
 @pytest.mark.parametrize(("rows", "scheduler"), [(256, "static"), (2048, "dynamic")])

@@ -30,7 +30,8 @@ pytestmark = pytest.mark.compile
 
 ASKED = os.environ.get("KERNEL_API_EMULATE")
 EVERYTHING = ASKED == "all"
-SPARSELY = 1 if ASKED else 5  # of what is sampled, one of so many is run
+SPARSELY = 1 if ASKED else 5  # of what is sampled, one of so many is run, from FIRST on
+FIRST = SPARSELY // 2
 BF16, F16, TF32 = ("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")  # A; out
 I8 = ("int8", "int32")
 WIDTHS = ((BF16, F16), (TF32,), (I8,))
@@ -131,7 +132,7 @@ def problems(index, tile):
 
 
 @pytest.mark.parametrize(
-    "case", list(enumerate(sample()))[::SPARSELY], ids=lambda case: name(case[1])
+    "case", list(enumerate(sample()))[FIRST::SPARSELY], ids=lambda case: name(case[1])
 )
 def test_products_are_right(case):
     index, (kernel, rank) = case
@@ -163,7 +164,7 @@ def test_the_sample_covers_the_family():
 
 
 def test_what_is_run_has_all_layouts_and_each_type_with_all_its_alignments():
-    run = [kernel for kernel, _ in sample()[::SPARSELY]]
+    run = [kernel for kernel, _ in sample()[FIRST::SPARSELY]]
     for key in (layouts_of, lambda kernel: (types_of(kernel), alignment_of(kernel))):
         assert set(map(key, run)) == {key(kernel) for kernel, _ in sample()}
 
