@@ -42,6 +42,10 @@ FURTHER = {
 
 SUITES_OF_ATTENTION = "sdpa-"
 
+#: Columns, of a line per suite.
+OVERVIEW = [
+    "suite", "what", "problems", "peers", "peer / kernel, geometric mean", "worst", "recorded",
+]  # fmt: skip
 #: What suites are about; those of `RESTED` are about the same.
 ABOUT = {
     "elementwise": "chains of element-wise operations, sums of rows",
@@ -190,8 +194,7 @@ def overview(results: Path = RESULTS) -> str:
     for gpu, suites in recorded(results).items():
         if any("operations" in row for rows in suites.values() for row in best_rows(rows)):
             parts.append(f"![Roofline of {gpu}](docs/plots/{gpu}-roofline.svg)")
-        columns = ["suite", "what", "problems", "peers", "peer / kernel, geometric mean", "worst"]
-        lines = [_cells([*columns, "recorded"]), f"|{'---|' * (len(columns) + 1)}"]
+        lines = [_cells(OVERVIEW), f"|{'---|' * len(OVERVIEW)}"]
         lines += [_overview(gpu, suite, best_rows(rows)) for suite, rows in suites.items()]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) or NOTHING
@@ -203,12 +206,12 @@ def _overview(gpu: str, suite: str, best: list[Row]) -> str:
     if suite.endswith(RESTED):
         about += ", the GPU rests between calls"
     ratios = [row["ratio"] for row in best]
-    figures_of = ["", ""]
+    mean_and_worst = ["", ""]
     if _has_mean(best):
-        figures_of = [f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}"]
+        mean_and_worst = [f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}"]
     peers = ", ".join(dict.fromkeys(row["peer"] for row in best))
     latest = max(row["date"] for row in best)
-    return _cells([link, about, str(len(best)), peers, *figures_of, latest])
+    return _cells([link, about, str(len(best)), peers, *mean_and_worst, latest])
 
 
 def document(results: Path = RESULTS) -> str:

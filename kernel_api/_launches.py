@@ -295,8 +295,8 @@ def best(args: Arguments) -> Kernel:
     kernel = tuned(args) or next(iter(get_kernels(args)), None)
     if kernel is None:
         raise NoKernelError(explain(args))
-    is_empty = any(0 in operand.shape for operand in args.operands)
-    if kernel.metadata.provider == _REFERENCE and args.device.type == "cuda" and not is_empty:
+    is_reference = kernel.metadata.provider == _REFERENCE and args.device.type == "cuda"
+    if is_reference and not any(0 in operand.shape for operand in args.operands):
         warnings.warn(
             f"the reference computes {args} in float64, which may take a thousand times as long as "
             f"a kernel would: none takes the arguments, ka.explain(args) says why",

@@ -18,7 +18,7 @@ from kernel_api._numbers import whole_number
 from kernel_api._offer import Offer
 from kernel_api._overwritten import tell_autograd
 from kernel_api.arguments import Arguments, EpilogueArguments, GemmArguments
-from kernel_api.arguments.experts import matrices_of
+from kernel_api.arguments.experts import tensors_of
 from kernel_api.artifact import CompiledArtifact, Resources
 from kernel_api.devices import capturing, query_target, require_streams, target_of
 from kernel_api.errors import (
@@ -249,11 +249,7 @@ class Kernel(metaclass=KernelType):
             self._run(args, artifact, stream, workspace)
             written = accepted.get(tell_autograd)
             if written is None:
-                written = [
-                    one
-                    for operand in args.outputs.values()
-                    for one in (matrices_of(operand) if operand.discrete else (operand.tensor,))
-                ]
+                written = [one for out in args.outputs.values() for one in tensors_of(out)]
                 accepted[tell_autograd] = written
             tell_autograd(written)
 

@@ -213,6 +213,8 @@ def memory_of(operand: Operand) -> tuple[Operand, ...]:
     return operand.memory if isinstance(operand, (ExpertTensors, ExpertPointers)) else (operand,)
 
 
-def matrices_of(operand: Operand) -> list[Any]:
-    """Of matrices that lie anywhere, the tensors that are known: none behind addresses."""
-    return [one.tensor for one in operand.memory] if isinstance(operand, ExpertTensors) else []
+def tensors_of(operand: Operand) -> list[Any]:
+    """Those that have its elements, as far as they are known: none behind addresses."""
+    if isinstance(operand, ExpertPointers):
+        return []
+    return [one.tensor for one in memory_of(operand)]

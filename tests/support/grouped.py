@@ -25,6 +25,31 @@ def ends(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+#: Row numbers are integers of the same type.
+index = ends
+
+#: Of three groups, the second of which is empty; of 20 tokens two belong to none.
+OFFSETS = ends(4, 4, 18)
+
+
+def zeros(*shape: int, element: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=element)
+
+
+def of_rows(**options: object) -> ka.GroupedGemmArguments:
+    """20 tokens and 3 experts."""
+    return ka.GroupedGemmArguments(
+        zeros(20, 8), zeros(3, 8, 6), zeros(20, 6), OFFSETS, **options
+    )  # fmt: skip
+
+
+def of_sums(**options: object) -> ka.GroupedGemmArguments:
+    """Sums over the same tokens."""
+    return ka.GroupedGemmArguments(
+        zeros(8, 20), zeros(20, 6), zeros(3, 8, 6), OFFSETS, **options
+    )  # fmt: skip
+
+
 @dataclass
 class GroupedDraw:
     """Random operands of products of groups of rows, in float64 unless said otherwise.

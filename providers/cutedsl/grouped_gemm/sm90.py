@@ -135,8 +135,8 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         """Whether clusters that take their tiles are faster than those that have a share: a group
         of many tiles is about as long as the next one."""
         if args.ragged == "K":
-            fused = args.epilogue is not None
-            return fused != _has_groups_of(_MANY_ROWS, args)
+            many_rows = _has_groups_of(_MANY_ROWS, args)
+            return many_rows if args.epilogue is None else not many_rows
         if args.epilogue is not None:
             return not _has_groups_of(_FEW_ROWS, args)
         return self._design.schedule != "pingpong" and not _has_groups_of(_LARGE_ROWS, args)
