@@ -249,7 +249,11 @@ class Kernel(metaclass=KernelType):
             self._run(args, artifact, stream, workspace)
             written = accepted.get(tell_autograd)
             if written is None:
-                written = [one for out in args.outputs.values() for one in tensors_of(out)]
+                written = [
+                    one
+                    for out in args.outputs.values()
+                    for one in (tensors_of(out) if out.discrete else (out.tensor,))
+                ]
                 accepted[tell_autograd] = written
             tell_autograd(written)
 
