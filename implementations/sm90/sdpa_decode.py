@@ -41,8 +41,10 @@ _READ_FIRST = frozenset(
 )
 _LINE = 32  # numbers that L2 gets at once
 #: Bytes of keys and values that a block asks for before it may read them, where all blocks of a
-#: launch together read no more than `_SMALL`: with more, kernels that still run get theirs later.
+#: launch together read no more than `_SMALL`. With more, kernels that still run get theirs later.
 _AHEAD, _SMALL = 128 << 10, 8 << 20
+#: The warp that does so: nothing waits for what it reads.
+_ASKS = 1
 
 _COUNTERS = 2  # of `Tiles`; those of the tiles follow
 
@@ -119,6 +121,8 @@ class SdpaDecode(RowLoads, SdpaForward):
 
     tiles = DecodeTiles
     sums_at_once = 16  # parts that are loaded from the workspace together
+    #: As `_AHEAD` where all blocks together read more than `_SMALL`: blocks begin when others end.
+    ahead_of_more = 32 << 10
 
     def __init__(
         self,
@@ -136,9 +140,11 @@ class SdpaDecode(RowLoads, SdpaForward):
             page_size=page_size,
         )
         self.output_memory = "none"  # it is not staged
-        #: Where its keys lie is known before anything is read.
-        self.knows_keys = set(scores.names) <= _NOT_READ_FIRST
-        self.asks_ahead = self.knows_keys or bool(set(scores.names) & _READ_FIRST)
+        names = set(scores.names)
+        #: Where its keys lie is known before anything is read, or found in little that is.
+        self.knows_keys = names <= _NOT_READ_FIRST
+        self.finds_keys = names <= _NOT_READ_FIRST | _READ_FIRST
+        self.asks_ahead = self.finds_keys or bool(names & _READ_FIRST)
         #: Of a row of a part: the log-sum-exp, then the largest score if it is asked for.
         self.numbers = 1 + any(name in scores.names for name in ("score_max", "score_sum_exp"))
 
@@ -208,8 +214,8 @@ class SdpaDecode(RowLoads, SdpaForward):
     def _ask_ahead(self, warp_index, *of_first_loads):
         """Brings what this block loads first to L2 while the kernels before run. They may still
         write it: L2 is where what they write arrives."""
-        if warp_index == 0:
-            if const_expr(self.knows_keys):
+        if warp_index == _ASKS:
+            if const_expr(self.finds_keys):
                 self._ask_for_keys(*of_first_loads)
             else:
                 self._ask_for_places(*of_first_loads)
@@ -230,24 +236,28 @@ class SdpaDecode(RowLoads, SdpaForward):
 
     @cute.jit
     def _ask_for_keys(self, tma_k, mK, sK, tma_v, mV, sV, mQ, tiles, operands):
-        values = Values(self.scores.names, operands)
+        """Where lengths and numbers of pages say by now that they are: what is somewhere else in
+        the end is not read from there."""
+        names = self.scores.names
+        values = Values(names, tuple(map(_early, names, operands)))
         tile = Int32(cute.arch.block_idx()[0])
         work = SdpaDecode._work(self, tiles, tile, values, mQ, mK)
-        place, blocks = work.place, work.blocks
+        place, sequence, blocks = work.place, work.sequence, work.blocks
         tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head)
         tVsV, tVgV = self._partitioned(tma_v, mV, sV, self.head_dim_v, place.head)
-        block_bytes = self.tile_n * (self.head_dim + self.head_dim_v) * self.element_type.width // 8
-        count = cutlass.min(blocks.end - blocks.begin, Int32(_AHEAD // block_bytes))
-        of_tile = cute.ceil_div(work.sequence.keys, self.tile_n)
-        read = Int64(tiles.total // tiles.parts) * of_tile * block_bytes
-        count = select(read <= _SMALL, count, Int32(0))
+        row_bytes = self.element_type.width // 8 * self.tile_n
+        of_keys, of_values = self.head_dim * row_bytes, self.head_dim_v * row_bytes
+        of_both = of_keys + of_values
+        read = Int64(tiles.total // tiles.parts) * cute.ceil_div(sequence.keys, self.tile_n)
+        ahead = select(read * of_both <= _SMALL, Int32(_AHEAD), Int32(self.ahead_of_more))
+        pages = self._no_pages()
+        count = cutlass.min(blocks.end - blocks.begin, cute.ceil_div(ahead, of_both))
         for i in cutlass.range(count, unroll=1):
             block = blocks.end - 1 - i
-            with cute.arch.elect_one():
-                for slab in cutlass.range_constexpr(cute.size(tKsK, mode=[2])):
-                    cute.prefetch(tma_k, tKgK[None, block, slab, place.batch])
-                for slab in cutlass.range_constexpr(cute.size(tVsV, mode=[2])):
-                    cute.prefetch(tma_v, tVgV[None, block, slab, place.batch])
+            pages = self._pages_of(pages, block, place.batch, sequence, values)
+            self._ask_for_block(tma_k, tKgK, tKsK, block, pages, place.batch)
+            if i * of_both + of_keys < ahead:
+                self._ask_for_block(tma_v, tVgV, tVsV, block, pages, place.batch)
 
     @cute.jit
     def _load_tile(
@@ -540,6 +550,29 @@ class SdpaDecode(RowLoads, SdpaForward):
                 for j in cutlass.range_constexpr(width):
                     added[j] = cute.math.fma(loaded[j, i], weight, added[j])
         return most, total
+
+
+def _early(name: str, value):
+    """What is called so, as it may be read while the kernels before run."""
+    return _FromL2(value, of_lanes=name == "page_table") if name in _READ_FIRST else value
+
+
+class _FromL2:
+    """A tensor of numbers, read from L2: what a kernel before still writes is read anew behind it,
+    not from a cache that knows no better.
+
+    of_lanes: Whether each lane reads one of its own; if not, all have the same one, whoever writes
+        it meanwhile.
+    """
+
+    def __init__(self, tensor: cute.Tensor, of_lanes: bool):
+        self._tensor, self._of_lanes = tensor, of_lanes
+        self.shape = tensor.shape
+
+    def __getitem__(self, index) -> Int32:
+        address = self._tensor.iterator + cute.crd2idx(index, self._tensor.layout)
+        number = cute.arch.load(address.llvm_ptr, self._tensor.element_type, cop="cg")
+        return number if self._of_lanes else cute.arch.shuffle_sync(number, offset=0)
 
 
 _AT_ONCE = 8  # columns of parts, by a thread

@@ -82,6 +82,7 @@ class SdpaDecodeCluster(SdpaDecode):
 
     tiles = ClusterTiles
     sums_at_once = 4
+    ahead_of_more = 0  # blocks begin while others read
 
     def __init__(
         self, head_dims, tile, stages, element_type, scores: Scores, *, cluster, **options

@@ -99,10 +99,7 @@ class RowLoads:
         stages.producer_acquire(state)
         pieces = self.tile_n // self.rows_at_once
         for piece in cutlass.range(pieces, unroll=1):
-            row, at = block * pieces + piece, batch
-            if const_expr(self.page_size is not None):
-                row = row % (self.page_size // self.rows_at_once)
-                at = cute.arch.shuffle_sync(pages.own, piece)
+            row, at = self._piece(block * pieces + piece, piece, pages, batch)
             for slab in cutlass.range_constexpr(cute.size(shared, mode=[2])):
                 cute.copy(
                     tma,
@@ -110,6 +107,23 @@ class RowLoads:
                     shared[None, piece, slab, state.index],
                     tma_bar_ptr=stages.producer_get_barrier(state),
                 )
+
+    @cute.jit
+    def _ask_for_block(self, tma, source, shared, block, pages: Pages, batch):
+        """The same into L2."""
+        pieces = self.tile_n // self.rows_at_once
+        for piece in cutlass.range(pieces, unroll=1):
+            row, at = self._piece(block * pieces + piece, piece, pages, batch)
+            with cute.arch.elect_one():
+                for slab in cutlass.range_constexpr(cute.size(shared, mode=[2])):
+                    cute.prefetch(tma, source[None, row, slab, at])
+
+    def _piece(self, row, piece, pages: Pages, batch) -> tuple:
+        """(row, batch) of a piece of a block: those of its page if there are pages."""
+        if self.page_size is None:
+            return row, batch
+        row = row % (self.page_size // self.rows_at_once)
+        return row, cute.arch.shuffle_sync(pages.own, piece)
 
     @cute.jit
     def _load_pages(self, tma, source, shared, block, stages, state, batch, sequence, values):

@@ -11,6 +11,9 @@ GPU = {
         "l2_bytes": 3.0e7,
         "pieces": 2.5e12,
         "promotion": 0.0,
+        "straddling": 1.3,
+        "in_turn": 1.0,
+        "spared": {"pingpong": 1.0},
         "sustained": {"float16": 8.2e14, "float8": 1.55e15, "int8": 1.6e15, "float32": 4.2e14},
     },
     "families": {

@@ -52,9 +52,13 @@ _NAMING = ("split", "interleave", "repeat", "store")
 #: Bytes of an element that a consumer reads in time though it has no registers to read ahead.
 _READ_IN_TIME = 2
 
+#: Bytes of a row of a stage, and of a line of L2.
+_LINE_BYTES = 128
+
 #: Bytes of an element of A and of B; of an element of the product, bytes that its epilogue moves,
-#: bytes of them that it reads, and operations; the kind of arithmetic.
-Types = tuple[int, int, float, float, int, str]
+#: bytes of them that it reads, and operations; the kind of arithmetic; whether rows of A straddle
+#: lines, and those of B.
+Types = tuple[int, int, float, float, int, str, bool, bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +110,8 @@ class Problem:
         epilogue_operations: Of a fused epilogue, per element of the product.
         kind: The element type of A as far as arithmetic goes: ``float16``, ``float8``, ``int8``,
             ``float32``.
+        A_straddles, B_straddles: Whether rows begin within a line of L2, so that what is loaded of
+            one is in two.
     """
 
     M: int
@@ -122,6 +128,8 @@ class Problem:
     epilogue_bytes: int = 0
     epilogue_reads: int = 0
     epilogue_operations: int = 0
+    A_straddles: bool = False
+    B_straddles: bool = False
 
     @classmethod
     def of(cls, args: GemmArguments) -> Problem:
@@ -135,15 +143,22 @@ class Problem:
             epilogue_bytes=sum(map(_bytes, fused.tensors.values())) if fused else 0,
             epilogue_reads=sum(map(_bytes, fused.inputs.values())) if fused else 0,
             epilogue_operations=_operations_and_waits(fused.graph) if fused else 0,
+            A_straddles=_straddles(A),
+            B_straddles=_straddles(B),
         )
 
     @cached_property
     def types(self) -> Types:
-        """Bytes of elements of A and B, what a tile takes per element, and the kind."""
+        """Bytes of elements of A and B, what a tile takes per element, and the rest of them."""
         elements = max(self.M * self.N * self.L, 1)
         moved = (self.out_bytes + self.epilogue_bytes) / elements
         read = self.epilogue_reads / elements
-        return self.A_size, self.B_size, moved, read, self.epilogue_operations, self.kind
+        work = (moved, read, self.epilogue_operations, self.kind)
+        return self.A_size, self.B_size, *work, self.A_straddles, self.B_straddles
+
+    @property
+    def straddles(self) -> bool:
+        return self.A_straddles or self.B_straddles
 
     @cached_property
     def facts(self) -> tuple[int, ...]:
@@ -168,14 +183,18 @@ class Constants:
             which both halves of L2 soon have.
         l2_bytes: What L2 keeps from one visit of the tiles around to the next.
         sustained: Operations per second of the whole GPU that its power allows, by kind.
+        spared: That a schedule reaches with the same power.
         overhead: Seconds of a launch that does nothing.
         latency: Seconds from the request of a stage to its arrival.
         held: Stages that are not on their way, because the consumers have them.
         rate: Operations per second of one multiprocessor's tensor cores, by kind.
         share: Of that rate, what a schedule reaches.
+        in_turn: Of the time of a step, what two tiles in turn take where the blocks of a cluster
+            share rows of A.
         feed: Bytes per second that one multiprocessor reads from shared memory.
         arrival: Bytes that it reads in the time in which one arrives there.
         load: Bytes per second that one multiprocessor takes from L2.
+        straddling: Of the time of a load, and of L2's, what rows take that begin within a line.
         step: Seconds that a step along K waits beside its work, with each block of columns.
         promotion: Seconds in which a group adds up what it has multiplied of a column with one
             instruction's K; 0 where the tensor cores do.
@@ -201,14 +220,17 @@ class Constants:
     near: float
     l2_bytes: float
     sustained: dict[str, float]
+    spared: dict[str, float]
     overhead: float
     latency: float
     held: float
     rate: dict[str, float]
     share: dict[str, float]
+    in_turn: float
     feed: float
     arrival: float
     load: float
+    straddling: float
     step: float
     promotion: float
     store: float
@@ -289,6 +311,9 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
 
     # What all of them move: through L2, and from device memory where L2 has forgotten it.
     near_a, near_b = (constants.near, 1.0) if long_bytes < short_bytes else (1.0, constants.near)
+    if problem.straddles:
+        lines_a, lines_b = _lines(candidate, constants, problem.types)
+        near_a, near_b = near_a * lines_a, near_b * lines_b
     l2 = k * matrices * (m * a_size * clusters_n * near_a + n * b_size * clusters_m * near_b)
     crossing = long_bytes * _others(clusters_n) + short_bytes * _others(clusters_m)
     if split > 1:
@@ -314,13 +339,20 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
             dram += (long / side - 1) * short_bytes
 
     arrives = dram + constants.crossing * crossing
+    sustained = constants.sustained[problem.kind] * constants.spared.get(candidate.schedule, 1.0)
     slowest: float = (
         blocks**power
         + (arrives / constants.bandwidth) ** power
         + (l2 / constants.l2_bandwidth) ** power
-        + (operations / constants.sustained[problem.kind]) ** power
+        + (operations / sustained) ** power
     ) ** (1 / power)
     return constants.overhead + exposed + slowest
+
+
+def _lines(candidate: Candidate, constants: Constants, types: Types) -> tuple[float, float]:
+    """What straddling makes of the time in which the kernel's A comes from L2, and its B."""
+    a, b = (constants.straddling if straddles else 1.0 for straddles in types[6:])
+    return (b, a) if candidate.swap_ab else (a, b)
 
 
 def _others(clusters: int) -> float:
@@ -341,14 +373,17 @@ def _plan(
     or reading of a tile of partial sums, and the filling of the first pipeline.
     """
     c = constants
-    a_size, b_size, moved, read, operations, kind = types
+    a_size, b_size, moved, read, operations, kind = types[:6]
     if candidate.swap_ab:
         a_size, b_size = b_size, a_size
+    lines_a, lines_b = _lines(candidate, c, types)
     tile_m, tile_n, tile_k = candidate.tile_shape
     cluster_m, cluster_n = candidate.cluster_shape[:2]
     schedule, power = candidate.schedule, c.sharpness
 
     arithmetic = 2 * tile_m * tile_n * tile_k / (c.rate[kind] * c.share.get(schedule, 1.0))
+    if schedule == "pingpong" and cluster_n > cluster_m:
+        arithmetic *= c.in_turn
     column_bytes = tile_n * tile_k * b_size
     tile_bytes = tile_m * tile_k * a_size + column_bytes
     groups = max(tile_m / _INSTRUCTION_ROWS, 1.0)
@@ -356,7 +391,7 @@ def _plan(
     feed = (
         c.arrival * tile_bytes + row_bytes * candidate.column_blocks + groups * column_bytes
     ) / c.feed  # written once, read by every group of instructions
-    load = tile_bytes / c.load
+    load = (row_bytes * lines_a + column_bytes * lines_b) / c.load
     step = (arithmetic**power + feed**power + load**power) ** (1 / power)
     # A group's own products, and what it makes of them, follow each other.
     own = arithmetic / groups + c.promotion * tile_n * tile_k / _PROMOTED_K
@@ -409,6 +444,12 @@ def _operations_and_waits(graph: Graph) -> int:
     matrices = any(leaf.shape.rows and leaf.shape.columns for leaf in leaves)
     waits = _WAITS if leave or by_row or written > 1 else _WAITS_FOR_MATRIX * matrices
     return operations(graph) + waits
+
+
+def _straddles(operand: Any) -> bool:
+    size, modes = operand.dtype.itemsize, zip(operand.shape, operand.stride, strict=True)
+    pitches = (stride for extent, stride in modes if extent > 1 and stride > 1)
+    return any(pitch * size % _LINE_BYTES for pitch in pitches)
 
 
 def _bytes(operand: Any) -> int:

@@ -192,10 +192,14 @@ _WIDE = (
     "256x112 2x1",
     "128x192 2x1 pingpong",
     "128x160 2x1 pingpong",
+    "128x160 1x2 pingpong",
     "144x128 1x2 pingpong swap",
     "128x128 2x1 pingpong",
+    "128x128 1x2 pingpong",
     "128x112 2x1 pingpong",
+    "128x112 1x2 pingpong",
     "64x256 2x1 pingpong",
+    "64x256 1x2 pingpong",
 )
 #: For about as many tiles as there are multiprocessors.
 _NARROW = (
@@ -216,6 +220,7 @@ _NARROW = (
     "128x64 2x1",
     "128x64 1x2 swap",
     "64x128 2x2",
+    "64x128 1x2 pingpong",
     "64x128 1x1",
     "64x112 2x1",
     "64x64 2x2",

@@ -180,6 +180,20 @@ def _load_strong(match: re.Match[str], gang: Gang, instruction: Instruction, mas
         gang.write(element, np.ascontiguousarray(values), mask)
 
 
+def _load_from_l2(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask) -> None:
+    """Which may be in front of griddepcontrol.wait, where it gives anything: the kernels before may
+    not have written it."""
+    target, address = instruction.operands
+    dtype, machine = TYPES[match["type"]], gang.machine
+    addresses, threads = gang.addresses(address, U64, mask), gang.active(mask)
+    data = machine.memory.load(addresses, dtype.itemsize, threads)
+    if not all(warp.may_access for warp in gang.warps):
+        data = machine.random.integers(0, 256, data.shape, np.uint8)
+    loaded = np.zeros(gang.threads.size, dtype)
+    loaded[gang.chosen(mask)] = data.view(dtype)[:, 0]
+    gang.write(target, loaded, mask)
+
+
 def _store_strong(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask) -> None:
     address, source = instruction.operands
     assert isinstance(address, Address)
@@ -216,6 +230,7 @@ ATOMICS = (
         + r"\.global(\.v(?P<count>[24]))?\.(?P<type>[busf](8|16|32|64))",
         _load_strong,
     ),
+    (r"ld\.global\.cg\.(?P<type>[busf](32|64))", _load_from_l2),
     (
         r"st\.(?P<semantics>relaxed|release|volatile)"
         + _SCOPE
