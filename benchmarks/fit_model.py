@@ -1,10 +1,11 @@
 """Fit the performance model's constants to measured times of all candidates.
 
     python benchmarks/gemm_models.py --all        (on the GPU: writes gemm-candidates.json)
-    python benchmarks/fit_model.py [--rows FILE] [--table FILE]... [--polish] [--write]
+    python benchmarks/fit_model.py [--rows FILE]... [--table FILE]... [--polish] [--write]
 
-``--table`` takes what a tuner left, a table of kernel_api/tuning/tables or a tuning.json, older
-files first. What is newer wins; older times are shifted to it (see ``fit_rows``).
+``--table`` takes what a tuner left, a table of kernel_api/tuning/tables or a tuning.json. Of both
+there may be several, older ones first: what is newer wins, and older times are shifted to it (see
+``fit_rows``). By default rows are all candidates of a while ago, and some that were added since.
 
 Problems are ordered by size, and every other one is held out. The rest is fitted by least squares
 of the logarithms, each constant starting from (and drawn towards) what model.json says: rows that
@@ -33,7 +34,8 @@ from tables import geometric_mean
 
 from kernel_api.providers.cutedsl.gemm import model
 
-ROWS = Path(__file__).parent / "results" / "h200" / "gemm-candidates.json"
+RESULTS = Path(__file__).parent / "results" / "h200"
+ROWS = (RESULTS / "gemm-candidates.json", RESULTS / "gemm-candidates-later.json")
 
 #: What the GPU says of itself, where the model jumps, and what rows of plain products leave open.
 NOT_FITTED = ("multiprocessors", "l2_bytes", "arrival", "late", "pieces")
@@ -294,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=Path, default=ROWS, metavar="FILE")
+    parser.add_argument("--rows", type=Path, action="append", metavar="FILE")
     parser.add_argument("--table", type=Path, action="append", default=[], metavar="FILE")
     parser.add_argument("--constants", type=Path, default=model.CONSTANTS, metavar="FILE")
     parser.add_argument("--polish", action="store_true", help="see above")
@@ -302,7 +304,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="change the file of constants")
     options = parser.parse_args(arguments)
 
-    gpu, problems = load(options.rows)
+    first, *later = options.rows or ROWS
+    gpu, problems = load(first)
+    for path in later:
+        for problem in load(path)[1]:  # of which it may have several measurements
+            problems = merged(problems, [problem])
     for path in options.table:
         problems = merged(problems, tuned(path))
     tables = json.loads(options.constants.read_text())
