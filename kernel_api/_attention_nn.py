@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kernel_api import _attention_ops as ops
+from kernel_api._autocast import cast
 from kernel_api.operands import require_tensors
 
 __all__ = ["attention"]
@@ -42,7 +43,8 @@ def attention(
         ArgumentError: operands contradict each other.
         NoKernelError: no kernel takes the operands; says why.
     """
-    require_tensors(q=q, k=k, v=v)
+    require_tensors(q=q, k=k, v=v, **({} if bias is None else {"bias": bias}))
+    q, k, v, bias = cast(q, k, v, bias)
     given = {"mask": mask, "scale": scale, "bias": bias}
     if sink is not None:
         require_tensors(sink=sink)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_api import ops
+from kernel_api._autocast import cast
 from kernel_api._autograd import differentiable_once, zeros
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions import GLU_KINDS
@@ -65,6 +66,7 @@ def moe(
     _check_device(x, **others)
     _check_tokens(x, expert_index, expert_weight)
     _check_weights(x, w_up, w_down)
+    x, w_up, w_down = cast(x, w_up, w_down)
     function = Function(kind, order, granularity)
     learns = any(one.requires_grad for one in (x, expert_weight, w_up, w_down))
     if learns and torch.is_grad_enabled():

@@ -26,7 +26,7 @@ from kernel_api.metadata import KernelMetadata, OperandsMetadata
 from kernel_api.provider import Provider, generation, providers
 from kernel_api.space import Variants
 from kernel_api.status import Status
-from kernel_api.targets import CcLike, Target, fitting
+from kernel_api.targets import CcLike, Target
 from kernel_api.utils import untraced
 
 if TYPE_CHECKING:
@@ -416,4 +416,4 @@ def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Ker
                     _plugin_fault(family, error)
     if target is None:
         return found
-    return [k for k in found if fitting(k.metadata.parsed_targets, target) is not None]
+    return [kernel for kernel in found if kernel.why_not_for(target) is None]

@@ -346,12 +346,8 @@ class Kernel(metaclass=KernelType):
     def status_behind_operands(self, args: Arguments, target: Target | None) -> Status:
         """Target, epilogue, rules of the design and the kernel's own checks."""
         metadata = self.metadata
-        if target is not None and fitting(metadata.parsed_targets, target) is None:
-            return Status.fail(
-                f"the kernel is for {_names(metadata.parsed_targets)}, the device is {target}",
-                rule="target",
-                progress=BEHIND_OPERANDS,
-            )
+        if target is not None and (reason := self.why_not_for(target)) is not None:
+            return Status.fail(reason, rule="target", progress=BEHIND_OPERANDS)
         if not self.any_epilogue:
             refusal = _epilogue_mismatch(metadata.epilogue, args.epilogue)
             if refusal is not None:
@@ -365,6 +361,17 @@ class Kernel(metaclass=KernelType):
             name = type(self).__name__
             raise TypeError(f"{name}._supports returned {verdict!r}; expected a Status")
         return verdict if verdict else _advanced(verdict, 1000)
+
+    def why_not_for(self, target: Target) -> str | None:
+        """Why it is not for a device of the architecture; None if it is."""
+        targets = self.metadata.parsed_targets
+        if fitting(targets, target) is None:
+            return f"the kernel is for {_names(targets)}, the device is {target}"
+        known = None if self._provider is None else self._provider.architectures
+        if known is None or target.cc in known:
+            return None
+        names = ", ".join(f"sm_{cc}" for cc in known)
+        return f"{self.provider_name()} generates code for {names}; the device is {target}"
 
     @classmethod
     def operand_groups(cls) -> Iterator[Variants]:

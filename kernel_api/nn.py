@@ -13,6 +13,10 @@ intermediates, and :func:`attention` one number per row.
 ``torch.compile`` sees the operators ``torch.ops.kernel_api.linear`` and ``linear_backward``;
 in eager mode the functions call the same code without them. Gradients of gradients are refused, by
 GradientError in eager mode, by torch's own errors in compiled graphs.
+
+Under ``torch.autocast`` the operands of products and of attention (x, weights and bias; q, k, v and
+bias) are cast as those of torch's own are, and "x's element type" is that of the cast. Norms take
+their operands as they are, and so do the functions of :mod:`kernel_api.ops`.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import torch
 
 from kernel_api import fusions, ops
 from kernel_api._attention_nn import attention
+from kernel_api._autocast import cast
 from kernel_api._autograd import changeable, differentiable_once, zeros
 from kernel_api._forms import out_type
 from kernel_api._moe_nn import moe
@@ -142,6 +147,7 @@ def _linear(
 ) -> torch.Tensor:
     require_tensors(x=x, weight=weight, **({} if bias is None else {"bias": bias}))
     _check(x, weight, bias)
+    x, weight, bias = cast(x, weight, bias)
     y: torch.Tensor
     if torch.compiler.is_compiling():
         y = _operator(x, weight, bias, *function)

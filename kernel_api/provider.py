@@ -54,10 +54,13 @@ class Provider:
     Attributes:
         name: How ``get_kernels(providers=[...])`` and metadata call it.
         rank: Place among the providers; kernels of a lower rank are listed first.
+        architectures: Compute capabilities, such as 90, that its compiler generates code for; None
+            for all.
     """
 
     name: ClassVar[str] = ""
     rank: ClassVar[int] = 0
+    architectures: ClassVar[tuple[int, ...] | None] = None
     _families: ClassVar[dict[str, type[Kernel]]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -1,8 +1,11 @@
 """GPU architectures: kernel_api.targets."""
 
 import pytest
+import torch
 
-from kernel_api.errors import ArgumentError
+import kernel_api as ka
+from kernel_api.errors import ArgumentError, UnsupportedError
+from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.targets import Target, fitting, target, targets_of
 
 
@@ -113,3 +116,34 @@ def test_a_kernel_without_targets_runs_from_its_min_cc_on():
     assert targets_of((), 80) == (Target(8, 0),)
     assert targets_of(("sm_90a",), 80) == (Target(9, 0, "a"),)
     assert fitting(targets_of((), 0), target(75)) is not None
+
+
+# What code generators know ---------------------------------------------------------------
+
+
+def test_the_provider_knows_the_architectures_of_its_code_generator():
+    from cutlass.base_dsl.enums import Arch
+
+    known = {target(arch.name).cc for arch in Arch}
+    assert set(CuTeDSLProvider.architectures) == known
+
+
+@pytest.mark.parametrize("cc", ["sm_95", "13.0"])
+def test_no_kernel_is_offered_for_an_architecture_that_its_code_generator_does_not_know(cc):
+    A, B, out = (torch.empty(64, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    args = ka.GemmArguments(A, B, out)
+    assert not ka.get_kernels(args, cc=cc, providers=["cutedsl"])
+    assert not ka.get_kernels(cc=cc, providers=["cutedsl"])
+    (told,) = [one for one in ka.explain(args, cc=cc).rejected if one.family == "sm80.gemm"]
+    assert told.rule == "target"
+    assert "cutedsl generates code for sm_80, " in told.reason
+    assert told.reason.endswith(f"the device is {target(cc)}")
+    kernel = ka.get_kernels(args, cc="80", providers=["cutedsl"])[0]
+    with pytest.raises(UnsupportedError, match="cutedsl generates code for sm_80, "):
+        kernel.compile(args, cc=cc)
+
+
+def test_others_are_offered_for_every_architecture():
+    A, B, out = (torch.empty(64, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    kernels = ka.get_kernels(ka.GemmArguments(A, B, out), cc="sm_95")
+    assert {kernel.metadata.provider for kernel in kernels} == {"torch", "reference"}

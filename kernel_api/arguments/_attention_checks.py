@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kernel_api.masks import Mask
 
 _INT32, _FLOAT32 = dtype("int32"), dtype("float32")
+#: The largest number of float32.
+LARGEST = 3.4028234663852886e38
 _T = TypeVar("_T")
 
 #: Numbers of each row of scores that a forward pass may write.
@@ -49,7 +51,8 @@ def check(args: AttentionArguments) -> None:
 # Numbers and objects ---------------------------------------------------------------------
 
 
-def softcap_of(softcap: Any) -> float | None:
+def softcap_of(softcap: Any, scores: DType) -> float | None:
+    """scores: The type that they are computed in."""
     if softcap is None:
         return None
     if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
@@ -57,7 +60,15 @@ def softcap_of(softcap: Any) -> float | None:
     found = real_number("softcap", softcap)
     if not (math.isfinite(found) and found > 0):
         raise ArgumentError(f"softcap is {softcap!r}; expected a positive number, or None")
+    require_held("softcap", found, scores)
+    require_held("1 / softcap", 1.0 / found, scores)
     return found
+
+
+def require_held(name: str, value: float, scores: DType) -> None:
+    """Raise ArgumentError for a number that is infinite in the type of the scores."""
+    if math.isinf(value) or (abs(value) > LARGEST and scores.bits == 32):
+        raise ArgumentError(f"{name} is {value!r}, beyond all numbers of {scores.name}")
 
 
 def instance_of(name: str, value: Any, kind: type[_T]) -> _T | None:

@@ -12,7 +12,7 @@ from kernel_api._score import ScoreFunction
 from kernel_api.arguments import _attention_checks as checks
 from kernel_api.arguments.base import Arguments, _alike, check_number
 from kernel_api.arguments.dropout import Dropout, one_number
-from kernel_api.dtypes import dtype
+from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue.graph import Graph
 from kernel_api.errors import ArgumentError
 from kernel_api.masks import Mask
@@ -110,7 +110,7 @@ class AttentionArguments(Arguments):
 
     def _take(self, options: Mapping[str, Any]) -> None:
         """Keep what is beside the operands, by the constructor's keywords, and check everything."""
-        self.softcap = checks.softcap_of(options["softcap"])
+        self.softcap = checks.softcap_of(options["softcap"], self.accumulator_type)
         self.mask = checks.instance_of("mask", options["mask"], Mask)
         self.dropout = checks.instance_of("dropout", options["dropout"], Dropout)
         self.score = score_of(options["score_mod"], options["score_operands"])
@@ -508,15 +508,16 @@ def _like_scores(bias: Operand, name: str) -> Operand:
     return bias if bias.rank == 4 else Operand(like_scores(bias.tensor), name)
 
 
-def scale_of(scale: Any, D: int) -> float:
-    """The given one, or 1 / √D."""
+def scale_of(scale: Any, D: int, scores: DType) -> float:
+    """The given one, or 1 / √D; scores: the type that it is multiplied in."""
     if scale is None:
         return 1.0 / math.sqrt(D) if D else 1.0
-    if type(scale) is float and math.isfinite(scale):
+    if type(scale) is float and -checks.LARGEST <= scale <= checks.LARGEST:
         return scale
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise ArgumentError(f"scale is {scale!r}; expected a finite number, or None for 1/√D")
     found = real_number("scale", scale)
     if not math.isfinite(found):
         raise ArgumentError(f"scale is {scale!r}; expected a finite number")
+    checks.require_held("scale", found, scores)
     return found

@@ -125,7 +125,8 @@ class SdpaArguments(AttentionArguments):
         )
         self.lse = lse
         self._begin(operands)
-        self.scale = scale_of(scale, operands[0].shape[-1] if operands[0].shape else 0)
+        D = operands[0].shape[-1] if operands[0].shape else 0
+        self.scale = scale_of(scale, D, self.accumulator_type)
         plain = nothing(
             score_max, score_sum_exp, bias, alibi, softcap, sink, score_mod, score_operands,
             dropout, seq_lens_q, seq_lens_kv, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q,

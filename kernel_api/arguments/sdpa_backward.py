@@ -129,7 +129,8 @@ class SdpaBackwardArguments(AttentionArguments):
         operands = tuple([operand_of(value, name) for name, value in given])
         self._begin(operands)
         self.dO, self.lse, self.dQ, self.dK, self.dV = operands[4:]
-        self.scale = scale_of(scale, self.Q.shape[-1] if self.Q.shape else 0)
+        D = self.Q.shape[-1] if self.Q.shape else 0
+        self.scale = scale_of(scale, D, self.accumulator_type)
         plain = nothing(
             bias, alibi, softcap, sink, score_mod, score_operands, dropout, seq_lens_q, seq_lens_kv,
             cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, dBias, dSink,
