@@ -22,7 +22,8 @@ from kernel_api.operands import require_tensors
 
 __all__ = ["moe"]
 
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = (*_SIGNED, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
 def moe(
@@ -153,7 +154,8 @@ class Routing(NamedTuple):
     def of(cls, expert_index: torch.Tensor, E: int) -> Routing:
         choices = expert_index.shape[1]
         # What names no expert becomes -1 or E, which int32 holds, and then E: behind all experts.
-        bounded = expert_index.flatten().long().clamp(-1, E).int()
+        # Large ones of uint64 become negative.
+        bounded = expert_index.long().flatten().clamp(-1, E).int()
         expert, place = bounded.remainder(E + 1).sort(stable=True)
         every = torch.arange(E, dtype=torch.int32, device=expert.device)
         offsets = torch.searchsorted(expert, every, right=True, out_int32=True)

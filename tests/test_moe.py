@@ -106,7 +106,9 @@ def test_pairs_are_ordered_and_blocked_as_asked(order, granularity):
     check(leaves(), order=order, granularity=granularity)
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.uint8])
+@pytest.mark.parametrize(
+    "index", [torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+)
 def test_indices_may_be_any_integers_and_lie_anywhere(index):
     routing = TWO.to(index).t().contiguous().t()
     check(leaves(), routing)
@@ -157,11 +159,17 @@ def test_what_a_token_without_an_expert_holds_reaches_nothing():
 
 
 @pytest.mark.parametrize(
-    ("element", "none"), [(torch.uint8, 255), (torch.int8, -1), (torch.int16, E)]
+    ("element", "none"),
+    [
+        *((torch.uint8, 255), (torch.int8, -1), (torch.int16, E)),
+        *((torch.uint16, 2**16 - 1), (torch.uint32, 2**32 - 1)),
+        *((torch.uint64, 2**63), (torch.uint64, 2**64 - 1)),
+    ],
 )
 def test_no_expert_may_be_said_in_any_type(element, none):
-    routing = TWO.to(element)
-    routing[2, 1] = none
+    chosen = TWO.tolist()
+    chosen[2][1] = none
+    routing = torch.tensor(chosen, dtype=element)
     check(leaves(routing), routing)
 
 
