@@ -38,9 +38,9 @@ _PROMOTED_COLUMNS = 192
 #: Rows that are gathered are complete two stages after they were begun.
 _GATHER_STAGES = 4
 # Factors on the time that the model of dense products has, measured on an H200.
-#: Where K is short, consumers take turns and no cluster waits for a block behind the end of a group:
-#: turns also hide the search for a group, and what its last tile writes. Of large groups, of others,
-#: and of those with a fused epilogue.
+#: Where K is short, consumers take turns and no cluster waits for a block behind the end of a
+#: group: turns also hide the search for a group, and what its last tile writes. Of large groups, of
+#: others, and of those with a fused epilogue.
 _HIDDEN_LARGE, _HIDDEN, _HIDDEN_FUSED = 0.885, 0.97, 0.94
 #: Where clusters take their tiles; see `_gains_by_taking`.
 _TAKEN = 0.985
