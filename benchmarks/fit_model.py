@@ -5,7 +5,7 @@
 
 ``--table`` takes what a tuner left, a table of kernel_api/tuning/tables or a tuning.json. Of both
 there may be several, older ones first: what is newer wins, and older times are shifted to it (see
-``fit_rows``). By default rows are all candidates of a while ago, and some that were added since.
+``fit_rows``).
 
 Problems are ordered by size, and every other one is held out. The rest is fitted by least squares
 of the logarithms, each constant starting from (and drawn towards) what model.json says: rows that
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fit_rows import Measured, Time, load, merged, tuned
+from fit_rows import Measured, Time, joined, load, merged, tuned
 from tables import geometric_mean
 
 from kernel_api.providers.cutedsl.gemm import model
@@ -307,8 +307,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first, *later = options.rows or ROWS
     gpu, problems = load(first)
     for path in later:
-        for problem in load(path)[1]:  # of which it may have several measurements
-            problems = merged(problems, [problem])
+        other, found = load(path)
+        if other != gpu:
+            raise SystemExit(f"{path} has times of {other}, {first} of {gpu}")
+        problems = merged(problems, joined(found))
     for path in options.table:
         problems = merged(problems, tuned(path))
     tables = json.loads(options.constants.read_text())

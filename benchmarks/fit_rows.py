@@ -102,6 +102,28 @@ def load(path: Path) -> tuple[str, list[Measured]]:
     return found["problems"][0]["env"]["gpu"], problems
 
 
+def joined(problems: Iterable[Measured]) -> list[Measured]:
+    """One for each of problems that were measured several times: of every kernel, the median."""
+    found: dict[model.Problem, list[Measured]] = {}
+    for problem in problems:
+        found.setdefault(problem.sizes, []).append(problem)
+    return [_joined(several) for several in found.values()]
+
+
+def _joined(several: Sequence[Measured]) -> Measured:
+    times: defaultdict[str, list[Time]] = defaultdict(list)
+    for problem in several:
+        for time in problem.times:
+            times[time.kernel].append(time)
+    kept = tuple(
+        dataclasses.replace(found[0], seconds=statistics.median(time.seconds for time in found))
+        for found in times.values()
+    )
+    peers = [problem.peer for problem in several if problem.peer is not None]
+    peer = statistics.median(peers) if peers else None
+    return dataclasses.replace(several[0], times=kept, peer=peer)
+
+
 def _candidate(fields: dict[str, Any]) -> model.Candidate:
     return model.Candidate(
         **{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}

@@ -21,6 +21,7 @@ from kernel_api._overwritten import teller
 from kernel_api._readers import Reader, reader_of
 from kernel_api._score import ScoreFunction
 from kernel_api.arguments import SdpaArguments
+from kernel_api.arguments._attention_checks import LARGEST
 from kernel_api.arguments.attention import like_scores, score_of, values_of_functions
 from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
@@ -181,7 +182,7 @@ def _option(name: str, value: Any, tensors: list[Any]) -> tuple[Any, ...]:
     if name in ("scale", "softcap"):  # kernels take positive ones alone
         if type(value) not in (int, float):
             raise TypeError
-        return math.isfinite(value), value > 0
+        return math.isfinite(value), value > 0, 1 / LARGEST <= abs(value) <= LARGEST
     if name == "mask":
         return _mask(value, tensors)
     if name == "score_mod":

@@ -306,7 +306,7 @@ class Kernel(metaclass=KernelType):
             status = self.status_of_operands(self.metadata.operands, args)
         if not status:
             return status
-        return self.status_behind_operands(args, target)
+        return self.status_behind_operands(args, target, compiled=compiled)
 
     @classmethod
     def class_status(cls, args: Any, *, compiled: bool = False) -> Status:
@@ -343,10 +343,12 @@ class Kernel(metaclass=KernelType):
                 return _advanced(verdict, BEHIND_OPERANDS + 2 + step)
         return Status.success()
 
-    def status_behind_operands(self, args: Arguments, target: Target | None) -> Status:
+    def status_behind_operands(
+        self, args: Arguments, target: Target | None, *, compiled: bool = False
+    ) -> Status:
         """Target, epilogue, rules of the design and the kernel's own checks."""
         metadata = self.metadata
-        if target is not None and (reason := self.why_not_for(target)) is not None:
+        if target is not None and (reason := self.why_not_for(target, compiled)) is not None:
             return Status.fail(reason, rule="target", progress=BEHIND_OPERANDS)
         if not self.any_epilogue:
             refusal = _epilogue_mismatch(metadata.epilogue, args.epilogue)
@@ -362,13 +364,14 @@ class Kernel(metaclass=KernelType):
             raise TypeError(f"{name}._supports returned {verdict!r}; expected a Status")
         return verdict if verdict else _advanced(verdict, 1000)
 
-    def why_not_for(self, target: Target) -> str | None:
-        """Why it is not for a device of the architecture; None if it is."""
+    def why_not_for(self, target: Target, compiled: bool = False) -> str | None:
+        """Why it is not for a device of the architecture; None if it is. What is ``compiled`` needs
+        no code generator that knows it."""
         targets = self.metadata.parsed_targets
         if fitting(targets, target) is None:
             return f"the kernel is for {_names(targets)}, the device is {target}"
         known = None if self._provider is None else self._provider.architectures
-        if known is None or target.cc in known:
+        if compiled or known is None or target.cc in known:
             return None
         names = ", ".join(f"sm_{cc}" for cc in known)
         return f"{self.provider_name()} generates code for {names}; the device is {target}"

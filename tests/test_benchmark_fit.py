@@ -315,6 +315,26 @@ def test_candidates_that_a_table_does_not_keep_are_not_faster_than_those_it_keep
     assert times_of(found) == {"a": 90, "d": 100, "b": 100, "c": 95}
 
 
+def test_measurements_of_one_problem_are_joined_by_medians():
+    several = [
+        problem(time("a", 100), time("b", 120), peer=150e-6),
+        problem(time("a", 104), time("c", 200)),
+        problem(time("a", 120), peer=170e-6),
+    ]
+    other = problem(time("a", 10), k=128)
+    found, unchanged = fit_rows.joined([several[0], other, *several[1:]])
+    assert times_of(found) == {"a": 104, "b": 120, "c": 200}
+    assert found.peer == pytest.approx(160e-6)
+    assert unchanged == other
+
+
+def test_rows_of_several_gpus_are_not_put_together(rows, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text(rows.read_text().replace("NVIDIA H200", "NVIDIA H100"))
+    with pytest.raises(SystemExit, match=r"other.json has times of NVIDIA H100, .* of NVIDIA H200"):
+        fit_model.main(["--rows", str(rows), "--rows", str(other)])
+
+
 def test_problems_of_one_source_alone_stay():
     older = [problem(time("a", 10), time("b", 12))]
     newer = [problem(time("a", 10), time("b", 12), k=128), problem(time("a", 10), k=256)]

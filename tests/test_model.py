@@ -100,8 +100,8 @@ def test_rows_that_begin_within_a_line_of_l2_cost_small_tiles_more_than_wide_one
     assert slower(SQUARE) > slower(WIDE) > 1
 
 
-@pytest.mark.parametrize(("k", "straddle"), [(5000, True), (5056, False)])
-def test_rows_straddle_lines_of_128_bytes_unless_their_pitch_is_a_multiple(k, straddle):
+@pytest.mark.parametrize(("k", "straddle"), [(5000, True), (5056, False), (32, False), (48, True)])
+def test_rows_straddle_lines_of_128_bytes_unless_their_pitch_fits_them(k, straddle):
     found = Problem.of(arguments(256, 512, k))
     assert (found.A_straddles, found.B_straddles) == (straddle, straddle)
 

@@ -68,9 +68,18 @@ def scores_of(number):
         ),
         (lambda: ka.ops.sdpa(Q, Q, Q, scale="x"), "scale is 'x'; expected a finite number"),
         (lambda: ka.ops.sdpa(Q, Q, Q, softcap="x"), "softcap is 'x'; expected a positive number"),
-        (lambda: ka.ops.sdpa(Q, Q, Q, scale=-1e39), "scale is -1e+39, beyond all numbers of"),
-        (lambda: ka.ops.sdpa(Q, Q, Q, softcap=1e39), "softcap is 1e+39, beyond all numbers of fl"),
-        (lambda: ka.ops.sdpa(Q, Q, Q, softcap=1e-39), "1 / softcap is 1.0000000000000001e+39, b"),
+        (
+            lambda: ka.ops.sdpa(Q, Q, Q, scale=-1e39),
+            "scale is -1e+39; scores of float32 take numbers up to",
+        ),
+        (
+            lambda: ka.ops.sdpa(Q, Q, Q, softcap=1e39),
+            "softcap is 1e+39; scores of float32 take numbers up",
+        ),
+        (
+            lambda: ka.ops.sdpa(Q, Q, Q, softcap=1e-39),
+            "1 / softcap is 1.0000000000000001e+39; scores of",
+        ),
         (lambda: ka.ops.sdpa(Q, Q, Q, scale=10**400), "scale is beyond all numbers of float64"),
         (lambda: ka.ops.sdpa(Q, Q, Q, softcap=10**400), "softcap is beyond all numbers of float64"),
         (lambda: epilogue_of(2**64), "n is beyond all whole numbers of 64 bits; pass a float"),

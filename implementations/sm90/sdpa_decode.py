@@ -22,6 +22,7 @@ from ..common.tile_order import Divisor
 from ..common.work_split import COUNTER_BYTES
 from .mma import WGMMA_M
 from .reduced_output import GROUP
+from .sdpa_ahead import AsksAhead
 from .sdpa_forward import SdpaForward
 from .sdpa_forward_consumer import TOGETHER
 from .sdpa_output import OWN
@@ -32,19 +33,6 @@ from .sdpa_workspace import MOST_PARTS, part_bytes
 SLAB = SLAB_BYTES // 2  # columns of 16 bits
 _OVERHEAD = 2  # of a part, in blocks of keys
 _WAVES = 4  # of blocks, at most, that parts are made for
-
-#: Of launch values, those that a block uses behind its first loads if at all.
-_NOT_READ_FIRST = frozenset(("scale", "lse", "score_max", "score_sum_exp", "sink"))
-#: And those that it needs to know where its keys lie.
-_READ_FIRST = frozenset(
-    ("page_table", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv")
-)
-_LINE = 32  # numbers that L2 gets at once
-#: Bytes of keys and values that a block asks for before it may read them, where all blocks of a
-#: launch together read no more than `_SMALL`. With more, kernels that still run get theirs later.
-_AHEAD, _SMALL = 128 << 10, 8 << 20
-#: The warp that does so: nothing waits for what it reads.
-_ASKS = 1
 
 _COUNTERS = 2  # of `Tiles`; those of the tiles follow
 
@@ -108,7 +96,7 @@ class Sum(NamedTuple):
     total: Float32
 
 
-class SdpaDecode(RowLoads, SdpaForward):
+class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
     """The same for few queries: the rows of a tile are the queries of all heads that share a
     head of keys, and its keys are cut into parts, so that all multiprocessors read some. Who comes
     last of a tile adds its parts up, in their order.
@@ -121,8 +109,6 @@ class SdpaDecode(RowLoads, SdpaForward):
 
     tiles = DecodeTiles
     sums_at_once = 16  # parts that are loaded from the workspace together
-    #: As `_AHEAD` where all blocks together read more than `_SMALL`: blocks begin when others end.
-    ahead_of_more = 32 << 10
 
     def __init__(
         self,
@@ -140,11 +126,6 @@ class SdpaDecode(RowLoads, SdpaForward):
             page_size=page_size,
         )
         self.output_memory = "none"  # it is not staged
-        names = set(scores.names)
-        #: Where its keys lie is known before anything is read, or found in little that is.
-        self.knows_keys = names <= _NOT_READ_FIRST
-        self.finds_keys = names <= _NOT_READ_FIRST | _READ_FIRST
-        self.asks_ahead = self.finds_keys or bool(names & _READ_FIRST)
         #: Of a row of a part: the log-sum-exp, then the largest score if it is asked for.
         self.numbers = 1 + any(name in scores.names for name in ("score_max", "score_sum_exp"))
 
@@ -190,6 +171,9 @@ class SdpaDecode(RowLoads, SdpaForward):
         return parts_of(tiles, blocks, multiprocessors)
 
     def _work(self, tiles: DecodeTiles, tile: Int32, values: Values, mQ, mK) -> Work:
+        return self._part_of(tiles, tile, values, mQ, mK)
+
+    def _part_of(self, tiles: DecodeTiles, tile: Int32, values: Values, mQ, mK) -> Work:
         place = tiles.place(tile, self.tile_m, self.longest_first)
         sequence = sequence_of(values, place.batch, mQ.shape[0], self._keys(mK, values))
         first = place.query // tiles.group
@@ -209,55 +193,6 @@ class SdpaDecode(RowLoads, SdpaForward):
         return self._searched(work, heads, first, last_query, values)
 
     # Loads -------------------------------------------------------------------------------
-
-    @cute.jit
-    def _ask_ahead(self, warp_index, *of_first_loads):
-        """Brings what this block loads first to L2 while the kernels before run. They may still
-        write it: L2 is where what they write arrives."""
-        if warp_index == _ASKS:
-            if const_expr(self.finds_keys):
-                self._ask_for_keys(*of_first_loads)
-            else:
-                self._ask_for_places(*of_first_loads)
-
-    @cute.jit
-    def _ask_for_places(self, tma_k, mK, sK, tma_v, mV, sV, mQ, tiles, operands):
-        """For lengths, and numbers of pages as far as the lanes of a warp go."""
-        values = Values(self.scores.names, operands)
-        batch = tiles.place(Int32(cute.arch.block_idx()[0]), self.tile_m, False).batch
-        for name in sorted(_READ_FIRST & set(self.scores.names)):
-            tensor = values[name]
-            index = batch
-            if const_expr(name == "page_table"):
-                of_lane = cute.arch.lane_idx() * _LINE
-                index = (batch, cutlass.min(of_lane, Int32(tensor.shape[1]) - 1))
-            address = tensor.iterator + cute.crd2idx(index, tensor.layout)
-            cute.arch.prefetch(address.llvm_ptr, cache_level="L2")
-
-    @cute.jit
-    def _ask_for_keys(self, tma_k, mK, sK, tma_v, mV, sV, mQ, tiles, operands):
-        """Where lengths and numbers of pages say by now that they are: what is somewhere else in
-        the end is not read from there."""
-        names = self.scores.names
-        values = Values(names, tuple(map(_early, names, operands)))
-        tile = Int32(cute.arch.block_idx()[0])
-        work = SdpaDecode._work(self, tiles, tile, values, mQ, mK)
-        place, sequence, blocks = work.place, work.sequence, work.blocks
-        tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head)
-        tVsV, tVgV = self._partitioned(tma_v, mV, sV, self.head_dim_v, place.head)
-        row_bytes = self.element_type.width // 8 * self.tile_n
-        of_keys, of_values = self.head_dim * row_bytes, self.head_dim_v * row_bytes
-        of_both = of_keys + of_values
-        read = Int64(tiles.total // tiles.parts) * cute.ceil_div(sequence.keys, self.tile_n)
-        ahead = select(read * of_both <= _SMALL, Int32(_AHEAD), Int32(self.ahead_of_more))
-        pages = self._no_pages()
-        count = cutlass.min(blocks.end - blocks.begin, cute.ceil_div(ahead, of_both))
-        for i in cutlass.range(count, unroll=1):
-            block = blocks.end - 1 - i
-            pages = self._pages_of(pages, block, place.batch, sequence, values)
-            self._ask_for_block(tma_k, tKgK, tKsK, block, pages, place.batch)
-            if i * of_both + of_keys < ahead:
-                self._ask_for_block(tma_v, tVgV, tVsV, block, pages, place.batch)
 
     @cute.jit
     def _load_tile(
@@ -550,29 +485,6 @@ class SdpaDecode(RowLoads, SdpaForward):
                 for j in cutlass.range_constexpr(width):
                     added[j] = cute.math.fma(loaded[j, i], weight, added[j])
         return most, total
-
-
-def _early(name: str, value):
-    """What is called so, as it may be read while the kernels before run."""
-    return _FromL2(value, of_lanes=name == "page_table") if name in _READ_FIRST else value
-
-
-class _FromL2:
-    """A tensor of numbers, read from L2: what a kernel before still writes is read anew behind it,
-    not from a cache that knows no better.
-
-    of_lanes: Whether each lane reads one of its own; if not, all have the same one, whoever writes
-        it meanwhile.
-    """
-
-    def __init__(self, tensor: cute.Tensor, of_lanes: bool):
-        self._tensor, self._of_lanes = tensor, of_lanes
-        self.shape = tensor.shape
-
-    def __getitem__(self, index) -> Int32:
-        address = self._tensor.iterator + cute.crd2idx(index, self._tensor.layout)
-        number = cute.arch.load(address.llvm_ptr, self._tensor.element_type, cop="cg")
-        return number if self._of_lanes else cute.arch.shuffle_sync(number, offset=0)
 
 
 _AT_ONCE = 8  # columns of parts, by a thread

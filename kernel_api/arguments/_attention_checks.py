@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kernel_api.masks import Mask
 
 _INT32, _FLOAT32 = dtype("int32"), dtype("float32")
-#: The largest number of float32.
-LARGEST = 3.4028234663852886e38
+#: The largest number of float32, and what scores may be scaled with: kernels compute powers of two.
+LARGEST = 3.4028234663852886e38 / math.log2(math.e)
 _T = TypeVar("_T")
 
 #: Numbers of each row of scores that a forward pass may write.
@@ -66,9 +66,11 @@ def softcap_of(softcap: Any, scores: DType) -> float | None:
 
 
 def require_held(name: str, value: float, scores: DType) -> None:
-    """Raise ArgumentError for a number that is infinite in the type of the scores."""
+    """Raise ArgumentError for a number that scores of the type cannot be multiplied with."""
     if math.isinf(value) or (abs(value) > LARGEST and scores.bits == 32):
-        raise ArgumentError(f"{name} is {value!r}, beyond all numbers of {scores.name}")
+        raise ArgumentError(
+            f"{name} is {value!r}; scores of {scores.name} take numbers up to {LARGEST:.2e}"
+        )
 
 
 def instance_of(name: str, value: Any, kind: type[_T]) -> _T | None:

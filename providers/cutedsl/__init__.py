@@ -18,7 +18,10 @@ class CuTeDSLProvider(Provider):
     """Kernel classes derived from :class:`~kernel_api.providers.cutedsl.kernel.CuteDslKernel`."""
 
     name: ClassVar[str] = "cutedsl"
-    architectures = (80, 86, 87, 89, 90, 100, 103, 107, 110, 120, 121)
+    architectures: ClassVar[tuple[int, ...] | None] = (
+        *(80, 86, 87, 89, 90),
+        *(100, 101, 103, 107, 110, 120, 121),
+    )
 
     @classmethod
     def available(cls) -> Status:

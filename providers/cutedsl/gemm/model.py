@@ -156,10 +156,6 @@ class Problem:
         work = (moved, read, self.epilogue_operations, self.kind)
         return self.A_size, self.B_size, *work, self.A_straddles, self.B_straddles
 
-    @property
-    def straddles(self) -> bool:
-        return self.A_straddles or self.B_straddles
-
     @cached_property
     def facts(self) -> tuple[int, ...]:
         """What an estimate starts from: sizes, bytes of each operand and of all, operations."""
@@ -282,7 +278,7 @@ def predict(args: GemmArguments, candidate: Candidate, constants: Constants) -> 
 
 def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> float:
     """Seconds for one design; see the module for how."""
-    rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed = _plan(
+    rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed, lines = _plan(
         candidate, constants, problem.types
     )
     m, n, k, matrices, a_size, b_size, long_bytes, short_bytes, dram, operations = problem.facts
@@ -311,10 +307,8 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
 
     # What all of them move: through L2, and from device memory where L2 has forgotten it.
     near_a, near_b = (constants.near, 1.0) if long_bytes < short_bytes else (1.0, constants.near)
-    if problem.straddles:
-        lines_a, lines_b = _lines(candidate, constants, problem.types)
-        near_a, near_b = near_a * lines_a, near_b * lines_b
-    l2 = k * matrices * (m * a_size * clusters_n * near_a + n * b_size * clusters_m * near_b)
+    of_a, of_b = m * a_size * clusters_n * lines[0], n * b_size * clusters_m * lines[1]
+    l2 = k * matrices * (of_a * near_a + of_b * near_b)
     crossing = long_bytes * _others(clusters_n) + short_bytes * _others(clusters_m)
     if split > 1:
         blocks += each * (constants.handover + split * partial)
@@ -349,12 +343,6 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
     return constants.overhead + exposed + slowest
 
 
-def _lines(candidate: Candidate, constants: Constants, types: Types) -> tuple[float, float]:
-    """What straddling makes of the time in which the kernel's A comes from L2, and its B."""
-    a, b = (constants.straddling if straddles else 1.0 for straddles in types[6:])
-    return (b, a) if candidate.swap_ab else (a, b)
-
-
 def _others(clusters: int) -> float:
     """How likely it is that of so many that read an operand, some are not in the half of L2 where
     the first one is."""
@@ -364,19 +352,21 @@ def _others(clusters: int) -> float:
 @lru_cache(maxsize=4096)
 def _plan(
     candidate: Candidate, constants: Constants, types: Types
-) -> tuple[int, int, int, int, float, float, float, float, float, float]:
+) -> tuple[int, int, int, int, float, float, float, float, float, float, tuple[float, float]]:
     """What a design takes whatever the size of the problem.
 
     Rows and columns of a cluster's tiles; clusters that run at once; tiles of a multiprocessor
     that overlap; and in seconds: the work of a step along K, a step of a CTA that has nothing
     else to do, what its tile takes beside its steps, what of that others do not hide, the writing
-    or reading of a tile of partial sums, and the filling of the first pipeline.
+    or reading of a tile of partial sums, and the filling of the first pipeline. Then what
+    straddling makes of the time in which the kernel's A comes from L2, and its B.
     """
     c = constants
-    a_size, b_size, moved, read, operations, kind = types[:6]
+    a_size, b_size, moved, read, operations, kind, *straddle = types
+    lines_a, lines_b = (c.straddling if one else 1.0 for one in straddle)
     if candidate.swap_ab:
         a_size, b_size = b_size, a_size
-    lines_a, lines_b = _lines(candidate, c, types)
+        lines_a, lines_b = lines_b, lines_a
     tile_m, tile_n, tile_k = candidate.tile_shape
     cluster_m, cluster_n = candidate.cluster_shape[:2]
     schedule, power = candidate.schedule, c.sharpness
@@ -418,7 +408,8 @@ def _plan(
         epilogue += c.meeting + partial
     slots = resident_clusters(c.multiprocessors, math.prod(candidate.cluster_shape))
     rows, columns = tile_m * cluster_m, tile_n * cluster_n
-    return rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed
+    times = (step, alone, epilogue, late, partial, exposed)
+    return rows, columns, slots, overlapping, *times, (lines_a, lines_b)
 
 
 def operations(graph: Graph) -> int:
@@ -448,8 +439,8 @@ def _operations_and_waits(graph: Graph) -> int:
 
 def _straddles(operand: Any) -> bool:
     size, modes = operand.dtype.itemsize, zip(operand.shape, operand.stride, strict=True)
-    pitches = (stride for extent, stride in modes if extent > 1 and stride > 1)
-    return any(pitch * size % _LINE_BYTES for pitch in pitches)
+    pitches = (size * stride for extent, stride in modes if extent > 1 and stride > 1)
+    return any(pitch % _LINE_BYTES and _LINE_BYTES % pitch for pitch in pitches)
 
 
 def _bytes(operand: Any) -> int:

@@ -147,8 +147,8 @@ def _has_groups_of(rows: int, args: Any) -> bool:
 
 
 def _are_large(args: Any) -> bool:
-    """Whether groups are, and their results are written side by side: where 16384 tokens of
-    DeepSeek-V3 are scattered, what is the fastest of large groups took a fifth longer."""
+    """Whether groups are, and their results are written side by side: a layer of DeepSeek-V3, which
+    scatters them, takes a fifth longer by what is the fastest of others."""
     return "out_row_index" not in args.indices and _has_groups_of(_LARGE_ROWS, args)
 
 

@@ -187,10 +187,13 @@ def _load_from_l2(match: re.Match[str], gang: Gang, instruction: Instruction, ma
     dtype, machine = TYPES[match["type"]], gang.machine
     addresses, threads = gang.addresses(address, U64, mask), gang.active(mask)
     data = machine.memory.load(addresses, dtype.itemsize, threads)
+    numbers = data.view(dtype)[:, 0]
     if not all(warp.may_access for warp in gang.warps):
-        data = machine.random.integers(0, 256, data.shape, np.uint8)
+        # Often one that could be right: a length, a number of a page.
+        most = machine.random.choice([1, 8, 500, np.iinfo(np.int32).max])
+        numbers = machine.random.integers(-1, most, numbers.shape).astype(dtype)
     loaded = np.zeros(gang.threads.size, dtype)
-    loaded[gang.chosen(mask)] = data.view(dtype)[:, 0]
+    loaded[gang.chosen(mask)] = numbers
     gang.write(target, loaded, mask)
 
 
@@ -230,7 +233,7 @@ ATOMICS = (
         + r"\.global(\.v(?P<count>[24]))?\.(?P<type>[busf](8|16|32|64))",
         _load_strong,
     ),
-    (r"ld\.global\.cg\.(?P<type>[busf](32|64))", _load_from_l2),
+    (r"ld\.global\.cg\.(?P<type>[bus]32)", _load_from_l2),
     (
         r"st\.(?P<semantics>relaxed|release|volatile)"
         + _SCOPE
