@@ -1,7 +1,8 @@
-"""What ``torch.autocast`` makes of the operands of a layer."""
+"""What ``torch.autocast`` makes of the operands of a layer, and where it has no say."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,16 +13,20 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def cast(*operands: Any) -> tuple[Any, ...]:
-    """The operands of a product as they are, or in the type of the autocast that is on for the
-    device of the first one; None stays None. Their gradients have the type that they had."""
+    """The operands of a product in the type of the autocast that is on for the device of the first
+    one; as they are if one of them is of another type than these. None stays None. Their gradients
+    have the type that they had. Unlike torch, which keeps what it has made of a parameter until
+    autocast ends, every call casts."""
     device = operands[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return operands
+    if any(one is not None and one.dtype not in _CAST for one in operands):
         return operands
     wanted = torch.get_autocast_dtype(device)
-    return tuple([_cast(one, device, wanted) for one in operands])
+    return tuple([one if one is None else one.to(wanted) for one in operands])
 
 
-def _cast(operand: Any, device: str, wanted: torch.dtype) -> Any:
-    if operand is None or operand.dtype not in _CAST or operand.device.type != device:
-        return operand
-    return operand.to(wanted)
+def off() -> AbstractContextManager[Any]:
+    """Within it, torch computes in the types that it is given: for what says its types itself."""
+    found: AbstractContextManager[Any] = torch._C._DisableAutocast()
+    return found

@@ -128,7 +128,7 @@ def _allocated(name: str, x: Any, asked: Any, options: dict[str, Any]) -> Any:
 
     element = torch.float64 if x.dtype is torch.float64 else torch.float32
     if name in ("out", "dx"):
-        return x.new_empty(x.shape, dtype=dtype(asked).torch if asked else x.dtype)
+        return x.new_empty(x.shape, dtype=x.dtype if asked is None else dtype(asked).torch)
     if name in _STATISTICS:
         return x.new_empty(x.shape[:-1], dtype=element)
     if name in ("dweight", "dbias"):

@@ -56,7 +56,7 @@ def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[s
     check_traced(A=A, B=B, **options)
     check_outputs(form.given(out, options))
     out, complete = form.completed(A, B, out, out_dtype, options)
-    given = {name: value for name, value in complete.items() if value is not None}
+    given = {name: _held(value) for name, value in complete.items() if value is not None}
     tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
     numbers = [name for name in given if name in FACTORS and _in_lists(given[name])]
     written = form.written(complete)
@@ -74,6 +74,12 @@ def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[s
         [f"{name}={_text(value)}" for name, value in given.items() if name not in names],
     )
     return form.results(out, complete)
+
+
+def _held(value: Any) -> Any:
+    """As an operator holds it: of a number that depends on sizes, the one that it is, which torch
+    then guards."""
+    return float(value) if isinstance(value, torch.SymFloat) else value
 
 
 def _in_lists(value: Any) -> bool:

@@ -160,9 +160,13 @@ def pack(sources: Iterable[str | os.PathLike[str]], folder: str | os.PathLike[st
 
     Raises:
         LibraryError: one of the files is no library of ours, or there is none.
-        ArgumentError: the folder cannot be written.
+        ArgumentError: the folder cannot be written, or ``sources`` is one path.
     """
-    folder = Path(folder)
+    if isinstance(sources, (str, os.PathLike)):
+        raise ArgumentError(f"sources is {sources!r}; expected several, as in [{str(sources)!r}]")
+    folder, sources = Path(folder), list(sources)
+    if not sources:
+        raise LibraryError("there is no library to pack: sources is empty")
     libraries = [path for source in sources for path in _libraries_at(Path(source))]
     manifests = [read_manifest(path) for path in libraries]  # all are checked before any is copied
     if not (libraries or any(folder.glob(f"*{LIBRARY}"))):

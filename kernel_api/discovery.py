@@ -416,4 +416,5 @@ def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Ker
                     _plugin_fault(family, error)
     if target is None:
         return found
+    found = [kernel for kernel in found if "cuda" in kernel.devices]
     return [kernel for kernel in found if kernel.why_not_for(target) is None]

@@ -350,6 +350,9 @@ class Kernel(metaclass=KernelType):
         metadata = self.metadata
         if target is not None and (reason := self.why_not_for(target, compiled)) is not None:
             return Status.fail(reason, rule="target", progress=BEHIND_OPERANDS)
+        if target is not None and "cuda" not in self.devices and args.device.type == "meta":
+            reason = f"the kernel runs on {' or '.join(self.devices)}, the device is {target}"
+            return Status.fail(reason, rule="target", progress=BEHIND_OPERANDS)
         if not self.any_epilogue:
             refusal = _epilogue_mismatch(metadata.epilogue, args.epilogue)
             if refusal is not None:

@@ -148,6 +148,8 @@ class Space:
             _check_point(point, axes)
         for name, values in axes.items():
             _check_axis(name, values)
+            _check_once(f"the axis {name} of a space", values)
+        _check_once("a space", points)
         self.points = points or ({},)
         self.axes = axes
         self._designs: dict[Callable[..., DesignMetadata], tuple[DesignMetadata, ...]] = {}
@@ -205,6 +207,15 @@ def _check_axis(name: str, values: Any) -> None:
             f"the axis {name} of a space has no values, so there are no designs; give it one, or "
             f"leave it out"
         )
+
+
+def _check_once(what: str, values: Iterable[Any]) -> None:
+    """Raise RegistrationError for a repeated one: two kernels would have one name."""
+    seen: list[Any] = []
+    for value in values:
+        if value in seen:
+            raise RegistrationError(f"{what} has {value!r} twice; expected it once")
+        seen.append(value)
 
 
 @dataclass(frozen=True)

@@ -181,8 +181,10 @@ class Expected:
     """
 
     def __init__(self, args: Arguments) -> None:
+        from kernel_api._autocast import off
+
         oracle = _oracle(args)
-        with _beginnings(args):
+        with _beginnings(args), off():
             self._exact = oracle.exact(args)
             self._allowance = oracle.allowance(args)
             self._base = oracle.same_dtype(args)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import kernel_api as ka
+import kernel_api.graph as cudnn
+from kernel_api.errors import DeviceError
 
 HALF = torch.bfloat16
 
@@ -100,6 +102,64 @@ def test_operators_take_operands_as_they_are():
         found = ka.ops.gemm(A, B)
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, A @ B)
+
+
+@pytest.mark.parametrize("bits", [8, 64])
+def test_products_of_8_and_64_bits_stay_as_they_are_with_all_that_comes_with_them(bits):
+    element = torch.int8 if bits == 8 else torch.float64
+    x, weight = torch.ones(4, 16, dtype=element), torch.ones(8, 16, dtype=element)
+    bias = torch.full((8,), 1001.0, dtype=torch.float64 if bits == 64 else torch.float32)
+    with torch.autocast("cpu", dtype=HALF):
+        found = ka.nn.linear_activation(x, weight, bias, activation="relu")
+    assert torch.equal(found, torch.full_like(found, 1017))
+
+
+def test_meta_tensors_are_refused_as_elsewhere():
+    x, weight = torch.empty(4, 16, device="meta"), torch.empty(64, 16, device="meta")
+    with pytest.raises(DeviceError, match="is a meta or fake tensor"):
+        ka.nn.linear_swiglu(x, weight)
+    compiled = torch.compile(ka.nn.linear_swiglu, backend="aot_eager", fullgraph=True)
+    assert compiled(x, weight).shape == (4, 32)
+
+
+# Where types are said, autocast has no say -----------------------------------------------
+
+
+def test_a_wrong_kernel_is_wrong_under_autocast_too(monkeypatch):
+    A, B = torch.randn(64, 128), torch.randn(128, 64)
+    args = ka.GemmArguments(A, B, torch.empty(64, 64))
+    (kernel,) = ka.get_kernels(args, providers=["torch"])
+    real = torch.mm
+
+    def rounding(a, b, out=None):
+        found = real(a.half().float(), b.half().float())
+        return found if out is None else out.copy_(found)
+
+    monkeypatch.setattr(torch, "mm", rounding)
+    with torch.autocast("cpu", dtype=HALF):
+        assert not ka.verify(kernel, args)
+
+
+def test_attention_by_products_of_matrices_is_computed_in_its_own_type():
+    """Which serves grouped heads on the CPU; float16 holds no such value."""
+    q, k = torch.randn(1, 4, 16, 16), torch.randn(1, 2, 16, 16)
+    v = torch.full_like(k, 1e5)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert ka.ops.sdpa(q, k, v).isfinite().all()
+
+
+def test_graphs_compute_in_their_own_types():
+    element = cudnn.data_type.FLOAT
+    graph = cudnn.pygraph(io_data_type=element, compute_data_type=element)
+    x, weight, out = torch.full((4, 8), 300.0), torch.full((8, 4), 300.0), torch.empty(4, 4)
+    X, W = graph.tensor_like(x), graph.tensor_like(weight)
+    Y = graph.matmul(X, W)
+    Y.set_output(True)
+    graph.build([cudnn.heur_mode.FALLBACK])
+    workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8)
+    with torch.autocast("cpu", dtype=torch.float16):
+        graph.execute({X: x, W: weight, Y: out}, workspace)
+    assert torch.equal(out, x @ weight)
 
 
 def test_torch_compile_sees_it():

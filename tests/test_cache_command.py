@@ -15,7 +15,9 @@ from support.registry import restored_registry
 
 import kernel_api as ka
 from kernel_api import _compile_cache, _disk_cache, bundle
+from kernel_api._manifest import Manifest
 from kernel_api.cli import main
+from kernel_api.errors import ArgumentError
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +103,14 @@ def test_prune_removes_what_other_sources_made_and_what_was_not_used(
     monkeypatch.setattr("kernel_api._fingerprint.fingerprint", lambda cls: {"sources": "others"})
     assert answer(capsys, "cache", "prune")[1]["removed"] == [other.name]
     assert not list((cache_directory / "kernels").iterdir())
+
+
+def test_prune_keeps_kernels_of_plug_ins_that_are_not_imported(filled, capsys, monkeypatch):
+    def missing(self):
+        raise ArgumentError("there is no module of that name")
+
+    monkeypatch.setattr(Manifest, "metadata", property(missing))
+    assert answer(capsys, "cache", "prune")[1]["removed"] == []
 
 
 def test_prune_all_leaves_nothing(filled, cache_directory, capsys):

@@ -10,6 +10,7 @@ import torch
 
 import kernel_api.graph as cudnn
 from kernel_api.errors import (
+    ArgumentError,
     GraphError,
     GraphNotSupportedError,
     GraphStateError,
@@ -422,3 +423,50 @@ def test_what_is_deserialised_takes_uids():
         again.execute(pack)
     again.execute({tensor.uid: data for tensor, data in pack.items()})
     assert not untouched(pack)
+
+
+@pytest.mark.parametrize("version", [(9, 0), "x", object()], ids=["pair", "text", "object"])
+def test_an_architecture_is_one(version):
+    with pytest.raises(ArgumentError, match="names no GPU architecture"):
+        cudnn.pygraph(sm_version=version)
+
+
+HANDLES = {
+    "of a graph": lambda: cudnn.pygraph(handle="cuda"),
+    "of a stream": lambda: cudnn.set_stream("cuda", None),
+    "of a call": lambda: called(handle="cuda"),
+}
+
+
+def called(**options):
+    x = torch.randn(4, 4)
+    with cudnn.Graph(io_data_type=FLOAT, compute_data_type=FLOAT) as graph:
+        graph.relu(x, name="y").set_output(True)
+    return graph(x, **options)
+
+
+@pytest.mark.parametrize("name", HANDLES)
+def test_a_handle_is_one(name):
+    with pytest.raises(GraphError, match="expected a handle of create_handle"):
+        HANDLES[name]()
+
+
+def test_a_handle_is_of_a_device():
+    with pytest.raises(GraphError, match="device is 'gpu'; expected a device of torch"):
+        cudnn.create_handle("gpu")
+
+
+SEVERAL = {
+    "modes": lambda graph: graph.create_execution_plans(None),
+    "notes": lambda graph: graph.deselect_behavior_notes(3),
+    "inputs": lambda graph: cudnn.Graph(inputs=3),
+    "heur_modes": lambda graph: cudnn.jit(heur_modes=None),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_things_are_asked_for_as_several(name):
+    graph = new_graph()
+    graph.relu(graph.tensor((4, 4))).set_output(True)
+    with pytest.raises(GraphError, match=f"has {name} = "):
+        SEVERAL[name](graph)

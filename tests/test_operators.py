@@ -193,3 +193,22 @@ def test_an_exported_program_is_saved_and_takes_other_sizes():
     for x in (A, matrix(M + 5, K, 9)):
         z = x @ B + BIAS
         close(loaded(x, BIAS), (torch.nn.functional.gelu(z), z))
+
+
+@pytest.mark.parametrize("tracer", ["export", "make_fx"])
+def test_factors_of_sizes_are_what_they_are(tracer):
+    """Not the whole numbers below them; torch then guards the size."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, a, b):
+            return ka.ops.gemm(a, b, alpha=1.0 / a.shape[0])
+
+    if tracer == "export":
+        shapes = ({0: torch.export.Dim.AUTO}, None)
+        program = torch.export.export(Layer(), (A, B), dynamic_shapes=shapes, strict=False)
+        found = program.module()
+        with pytest.raises(AssertionError, match="Guard failed"):
+            found(A[1:], B)
+    else:
+        found = make_fx(Layer(), tracing_mode="symbolic")(A, B)
+    torch.testing.assert_close(found(A, B), A @ B / M)

@@ -147,3 +147,14 @@ def test_others_are_offered_for_every_architecture():
     A, B, out = (torch.empty(64, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
     kernels = ka.get_kernels(ka.GemmArguments(A, B, out), cc="sm_95")
     assert {kernel.metadata.provider for kernel in kernels} == {"torch", "reference"}
+
+
+def test_kernels_of_the_cpu_are_not_offered_for_a_gpu():
+    def operands(*shape):
+        return [torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(4)]
+
+    args = ka.SdpaArguments(*operands(2, 4, 64, 64))
+    assert all("cuda" in kernel.devices for kernel in ka.get_kernels(args, cc=90))
+    assert all("cuda" in kernel.devices for kernel in ka.get_kernels(cc=90))
+    (told,) = [one for one in ka.explain(args, cc=90).rejected if one.family.endswith("flash_cpu")]
+    assert told.reason == "the kernel runs on cpu, the device is sm_90"

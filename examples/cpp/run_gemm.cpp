@@ -6,7 +6,7 @@
 //   kernel = ka.get_kernels(args, lambda m: 'sm80_gemm' in m.kernel_name, cc='sm_90')[0]
 //   kernel.compile(args, cc='sm_90').export('gemm.so')"
 //
-//   run_gemm gemm.so [integers that the kernel takes behind its operands]
+//   run_gemm ./gemm.so [integers that the kernel takes behind its operands]
 //
 // A kernel of the sm80 family takes none; one of sm90.gemm takes the number of multiprocessors over
 // the size of its cluster.
@@ -80,7 +80,7 @@ struct Matrix {
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    std::cerr << "usage: run_gemm gemm.so [integers]\n";
+    std::cerr << "usage: run_gemm ./gemm.so [integers]\n";
     return 2;
   }
   try {

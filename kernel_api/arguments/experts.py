@@ -138,7 +138,7 @@ class ExpertTensors(Experts):
         import torch
 
         addresses = [part.address for part in self.memory]
-        return torch.tensor(addresses, dtype=torch.int64).to(self.device)
+        return torch.tensor(addresses, dtype=torch.int64, device="cpu").to(self.device)
 
     @property
     def has_data(self) -> bool:

@@ -22,6 +22,12 @@ ATTENTION_OPTIONS = (
     "window_right",
 )  # fmt: skip
 
+#: Those that are there or not.
+_FLAGS = (
+    "alibi", "bias", "bshd", "causal", "deterministic", "lse", "padding", "score_max",
+    "score_sum_exp", "sink",
+)  # fmt: skip
+
 _BFLOAT16, _FLOAT32, _FLOAT64 = dtype("bfloat16"), dtype("float32"), dtype("float64")
 
 
@@ -41,6 +47,8 @@ def attention_arguments(
                 f"{options.operation}, --with: there is no {name}; there are "
                 f"{', '.join(ATTENTION_OPTIONS)}"
             )
+        if name in _FLAGS and given[name] is not True:
+            raise ArgumentError(f"--with {name}={given[name]}; expected it without a value")
     made = _Operands(options, maker, sizes, given)
     args: Arguments = made.forward() if options.operation == "sdpa" else made.backward()
     if maker.random is not None:

@@ -140,7 +140,8 @@ def _prune(cache: DiskCache, options: argparse.Namespace, output: Output) -> int
 
 
 def _is_current(entry: Entry) -> bool:
-    """Whether this installation would compile the same code for the same question."""
+    """Whether this installation would compile the same code for the same question; it may, where
+    the class of a plug-in is not imported."""
     from kernel_api._fingerprint import fingerprint
 
     if entry.manifest is None or entry.reason is not None:
@@ -148,7 +149,7 @@ def _is_current(entry: Entry) -> bool:
     try:
         kernel_class = entry.manifest.metadata.kernel_class
     except ArgumentError:
-        return False
+        return not entry.manifest.identity.kernel["kernel_class"]["class"].startswith("kernel_api.")
     return fingerprint(kernel_class) in (None, entry.manifest.identity.fingerprint)
 
 

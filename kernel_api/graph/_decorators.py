@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kernel_api.errors import ArgumentError, GraphError
 from kernel_api.graph._enums import data_type, heur_mode
 from kernel_api.graph._handle import Handle
+from kernel_api.graph._options import listed
 from kernel_api.graph._tensor import Tensor
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def jit(
 
     Raises GraphError, when called, if the function returns something else.
     """
-    modes = [heur_modes] if isinstance(heur_modes, heur_mode | str) else list(heur_modes)
+    one = isinstance(heur_modes, heur_mode | str)
+    modes: list[Any] = [heur_modes] if one else listed("jit", "heur_modes", heur_modes, "modes")
     if function is None:
         return functools.partial(jit, heur_modes=modes)
     return _wrapped(function, functools.partial(_built, function, modes))

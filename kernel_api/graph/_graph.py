@@ -22,13 +22,14 @@ from kernel_api.graph._enums import (
     numerical_note,
 )
 from kernel_api.graph._execution import Execution
-from kernel_api.graph._handle import Handle, default_handle
+from kernel_api.graph._handle import Handle, default_handle, required
 from kernel_api.graph._node import Node
 from kernel_api.graph._operations import Operations
-from kernel_api.graph._options import number, optional_whole, refused, text, wholes
+from kernel_api.graph._options import listed, number, optional_whole, refused, text, wholes
 from kernel_api.graph._planning.listing import PlanList
 from kernel_api.graph._tensor import Tensor, packed_strides
 from kernel_api.graph._validation import validate
+from kernel_api.targets import target
 
 _DEFAULT_MODES = (heur_mode.A, heur_mode.FALLBACK)
 
@@ -69,8 +70,8 @@ class pygraph(Operations):
         self.io_data_type = as_data_type(io_data_type)
         self.intermediate_data_type = as_data_type(intermediate_data_type)
         self.compute_data_type = as_data_type(compute_data_type)
-        self.handle = handle
-        self.sm_version = sm_version
+        self.handle = None if handle is None else required(handle)
+        self.sm_version = None if sm_version is None else target(sm_version)
         self.nodes: list[Node] = []
         self.tensors: list[Tensor] = []
         self._uids: dict[int, Tensor] = {}
@@ -214,7 +215,8 @@ class pygraph(Operations):
                     "shot, and deserialize() counts as planning"
                 )
             nodes = self._validated()
-            asked = [modes] if isinstance(modes, (heur_mode, str)) else list(modes)
+            one = isinstance(modes, (heur_mode, str))
+            asked = [modes] if one else listed("create_execution_plans", "modes", modes, "modes")
             wanted = [member_of(heur_mode, mode) for mode in asked] or list(_DEFAULT_MODES)
             self._plans = PlanList.of(self, nodes, wanted, self._planned_device())
 
@@ -293,19 +295,20 @@ class pygraph(Operations):
         return self
 
     def deselect_numeric_notes(self, notes: Iterable[Any]) -> pygraph:
-        self._planned().bar_notes([member_of(numerical_note, n) for n in notes], having=True)
-        return self
+        return self._bar_notes("deselect_numeric_notes", numerical_note, notes, having=True)
 
     def select_numeric_notes(self, notes: Iterable[Any]) -> pygraph:
-        self._planned().bar_notes([member_of(numerical_note, n) for n in notes], having=False)
-        return self
+        return self._bar_notes("select_numeric_notes", numerical_note, notes, having=False)
 
     def deselect_behavior_notes(self, notes: Iterable[Any]) -> pygraph:
-        self._planned().bar_notes([member_of(behavior_note, n) for n in notes], having=True)
-        return self
+        return self._bar_notes("deselect_behavior_notes", behavior_note, notes, having=True)
 
     def select_behavior_notes(self, notes: Iterable[Any]) -> pygraph:
-        self._planned().bar_notes([member_of(behavior_note, n) for n in notes], having=False)
+        return self._bar_notes("select_behavior_notes", behavior_note, notes, having=False)
+
+    def _bar_notes(self, method: str, kind: Any, notes: Any, having: bool) -> pygraph:
+        chosen = [member_of(kind, note) for note in listed(method, "notes", notes, "notes")]
+        self._planned().bar_notes(chosen, having=having)
         return self
 
     def deselect_workspace_greater_than(self, size: int) -> pygraph:
@@ -390,7 +393,8 @@ class pygraph(Operations):
                     "override_uids, which is missing"
                 )
         else:
-            shapes, strides = override_shapes or (), override_strides
+            shapes = () if override_shapes is None else override_shapes
+            strides = override_strides
             execution = execution.overridden(override_uids, shapes, strides)
         execution.execute(variant_pack, workspace, handle or self.handle)
 

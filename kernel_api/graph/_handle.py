@@ -24,7 +24,10 @@ class Handle:
 
         if device is None:
             device = _current_device()
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise GraphError(f"device is {device!r}; expected a device of torch") from error
         self.stream: Any = None
         self._is_open = True
 
@@ -47,16 +50,16 @@ def create_handle(device: Any = None) -> Handle:
 
 def destroy_handle(handle: Handle) -> None:
     """What uses the handle afterwards raises GraphError."""
-    _required(handle).destroy()
+    required(handle).destroy()
 
 
 def set_stream(handle: Handle, stream: Any) -> None:
     """Let executions with the handle be on a stream; None: on torch's current one."""
-    _required(handle).stream = stream
+    required(handle).stream = stream
 
 
 def get_stream(handle: Handle) -> Any:
-    return _required(handle).stream
+    return required(handle).stream
 
 
 _local = threading.local()
@@ -92,7 +95,7 @@ def _current_device() -> str:
     return f"cuda:{torch.cuda.current_device()}"
 
 
-def _required(handle: Any) -> Handle:
+def required(handle: Any) -> Handle:
     if not isinstance(handle, Handle):
         raise GraphError(f"expected a handle of create_handle(), got a {type(handle).__name__}")
     handle.check()

@@ -18,8 +18,9 @@ from kernel_api.graph._calls import Calls, Objects, is_data, ordered
 from kernel_api.graph._copies import Uncopied
 from kernel_api.graph._enums import heur_mode
 from kernel_api.graph._graph import pygraph
-from kernel_api.graph._handle import Handle
+from kernel_api.graph._handle import Handle, required
 from kernel_api.graph._operations import Operations
+from kernel_api.graph._options import listed
 from kernel_api.graph._serialization import pack, unpack
 from kernel_api.graph._tensor import Tensor
 from kernel_api.utils import is_traced
@@ -131,8 +132,8 @@ class Graph(Uncopied):
         )
         self._heuristics: Any = heuristics
         self._given_names = {
-            "inputs": None if inputs is None else list(inputs),
-            "outputs": None if outputs is None else list(outputs),
+            "inputs": None if inputs is None else listed("Graph", "inputs", inputs, "names"),
+            "outputs": None if outputs is None else listed("Graph", "outputs", outputs, "names"),
         }
         self._workspace_alloc = workspace_alloc
         self._is_dynamic = bool(is_dynamic_shape_enabled)
@@ -380,7 +381,7 @@ class Graph(Uncopied):
         return self._graph.autotune(calls.variant_pack(tensors, handle), workspace, handle)
 
     def _handle(self, handle: Handle | None, stream: Any) -> Handle | None:
-        handle = handle or self._graph.handle
+        handle = self._graph.handle if handle is None else required(handle)
         if stream is None:
             return handle
         made = Handle(self._graph._planned_device() if handle is None else handle.device)

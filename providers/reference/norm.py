@@ -85,7 +85,7 @@ class _Forward(ReferenceNorm):
         x = _wide(args, "x", torch.float64)
         found = _normalised(args, torch.float64)
         largest = x.abs().amax(-1) if args.M else x.sum(-1)
-        weight = 1.0 if args.weight is None else args.weight.tensor.abs().max()
+        weight = 1.0 if args.weight is None else _wide(args, "weight", torch.float64).abs().max()
         scale = 4.0 if getattr(args, "hadamard", False) else 1.0
         row = unit * scale * largest * found["rstd"] * weight
         allowed = {

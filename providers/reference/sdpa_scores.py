@@ -142,7 +142,7 @@ class Attention:
 
     def number(self, value: float) -> float:
         """As it is read."""
-        return float(torch.tensor(value, dtype=torch.float64).to(self._arithmetic))
+        return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(self._arithmetic))
 
     def per_head(self, name: str) -> Any:
         """(H, 1, 1) of ``alibi`` or ``sink``."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from kernel_api._autocast import off
 from kernel_api.arguments import SdpaArguments, SdpaBackwardArguments
 from kernel_api.arguments.attention import AttentionArguments
 from kernel_api.artifact import CompiledArtifact
@@ -457,7 +458,8 @@ class TorchMathSdpa(_Forward):
     def _computed(self, args: Any) -> dict[str, Any]:
         q, k, v, _ = args.tensors
         grouped = args.H_kv != args.H
-        out, _ = _aten._scaled_dot_product_attention_math(
-            q, k, v, bias_of(args), 0.0, is_causal(args), scale=args.scale, enable_gqa=grouped
-        )
+        with off():
+            out, _ = _aten._scaled_dot_product_attention_math(
+                q, k, v, bias_of(args), 0.0, is_causal(args), scale=args.scale, enable_gqa=grouped
+            )
         return {"out": out}

@@ -113,10 +113,13 @@ class TorchStep(Step):
             values: By id of the tensor: torch tensors and numbers. Tensors that are written for
                 others are in it, and are written to; the rest is added.
         """
-        for node in self.nodes:
-            found = node.operation.evaluate(node, _arguments(node, values))
-            for result, tensor in node.outputs.items():
-                _write(values, tensor, found[result])
+        from kernel_api._autocast import off
+
+        with off():
+            for node in self.nodes:
+                found = node.operation.evaluate(node, _arguments(node, values))
+                for result, tensor in node.outputs.items():
+                    _write(values, tensor, found[result])
 
 
 def _arguments(node: Node, values: Mapping[int, Any]) -> dict[str, Any]:
