@@ -315,6 +315,8 @@ def empty_out(Q: Any, V: Any) -> Any:
 def empty_like(tensor: Any, shape: tuple[int, ...], element: Any = None) -> Any:
     """Of a shape, without gaps, with the modes in memory in the order of those of a tensor, the
     last one side by side."""
+    if not shape:
+        raise ArgumentError("an operand has shape (); expected (B, H, S, D), or packed (T, H, D)")
     stride = tensor.stride()
     order = sorted(range(len(shape) - 1), key=lambda mode: -stride[mode])
     places = [*order, len(shape) - 1]

@@ -72,8 +72,9 @@ class Form:
     ) -> tuple[Any, dict[str, Any]]:
         """``out`` and the options with every output that is asked for. A is a tensor, B has a
         shape."""
-        if not len(B.shape):
-            raise ArgumentError("B has shape (); expected a matrix, or several")
+        for name, one in (("A", A), ("B", B)):
+            if not len(one.shape):
+                raise ArgumentError(f"{name} has shape (); expected a matrix, or several")
         complete, N = dict(options), B.shape[-1]
         if out is not None:
             self.require_out(out)
@@ -93,6 +94,8 @@ class Form:
     def require_out(self, out: Any) -> None:
         """Raise ArgumentError for an ``out`` of a kind that the fusion does not take."""
         require_tensor(out, "out")
+        if not out.dim():
+            raise ArgumentError("out has shape (); expected a matrix, or several")
 
     def columns(self, N: int) -> int:
         """Of ``out``."""

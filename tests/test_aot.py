@@ -327,6 +327,13 @@ def test_a_bundle_may_have_families_of_one_name_of_two_providers(packed, registr
     assert len(from_bundle(arguments(), cc=90)) == 3
 
 
+def test_a_bundle_is_made_of_several_files(tmp_path):
+    with pytest.raises(ArgumentError, match=r"sources is '/x.so'; expected several, as in \['/x"):
+        bundle.pack("/x.so", tmp_path)
+    with pytest.raises(LibraryError, match="there is no library to pack: sources is empty"):
+        bundle.pack([], tmp_path)
+
+
 def test_a_bundle_comes_before_what_compiles_and_explains_itself(packed, registry):
     ka.load_bundle(packed[0])
     listed = ka.get_kernels(arguments(), cc=90)

@@ -277,6 +277,8 @@ SDPA = ["--operation", "sdpa", "--heads", "2", "--m", "4", "--n", "4", "--k", "1
             "--with page_size=abc; ex",
         ),
         (["explain", *SDPA, "--with", "page_size"], "--with page_size=True; expected a whole"),
+        (["explain", *SDPA, "--with", "causal=0"], "--with causal=0; expected it without a value"),
+        (["explain", *SDPA, "--with", "padding=maybe"], "--with padding=maybe; expected it with"),
         (
             ["explain", *SDPA, "--with", "d_v=abc"],
             "--with d_v=abc; expected a whole number, 1 or m",

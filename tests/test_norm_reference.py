@@ -367,3 +367,11 @@ def test_no_rows_are_nothing_to_do_but_sums_over_them_are_zero(provider):
     found = run(args, provider)
     assert not found["dweight"].any()
     assert not found["dbias"].any()
+
+
+@pytest.mark.parametrize("kind", [RMS, LAYER])
+@pytest.mark.parametrize("element", ["float8_e4m3fn", "float8_e5m2"])
+def test_8_bits_are_verified(kind, element):
+    args, _ = forward(Draw(7, 48, element), kind)
+    (kernel,) = ka.get_kernels(args, providers=["reference"])
+    assert ka.verify(kernel, args)

@@ -59,6 +59,16 @@ def test_numbers_of_other_types_are_refused_every_time(name, value):
         ka.ops.sdpa(Q, K, V, **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("scale", 1e39), ("scale", -1e39), ("softcap", 1e39), ("softcap", 1e-39)]
+)
+def test_numbers_that_float32_does_not_hold_are_refused_every_time(unchecked, name, value):
+    q, k, v = (one.float() for one in (Q, K, V))
+    twice(lambda: ka.ops.sdpa(q, k, v, **{name: 0.5}))
+    with pytest.raises(ArgumentError, match=name):
+        ka.ops.sdpa(q, k, v, **{name: value})
+
+
 def test_no_tensor_is_kept():
     def tensors():
         return torch.randn(4), torch.tensor([3, 6]), torch.rand(1, 1, 3, 3) < 0.8

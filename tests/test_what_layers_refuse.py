@@ -56,6 +56,10 @@ def scores_of(number):
             "row_index is a list; expected",
         ),
         (lambda: ka.ops.grouped_gemm(X, torch.tensor(1.0), ENDS), "B has shape ()"),
+        (lambda: ka.ops.grouped_gemm(torch.tensor(1.0), EXPERTS[0], ENDS), "A has shape ()"),
+        (lambda: ka.ops.grouped_gemm_wgrad(torch.tensor(1.0), X, ENDS), "A has shape ()"),
+        (lambda: ka.ops.gemm(X, W.t(), out=torch.tensor(1.0)), "out has shape ()"),
+        (lambda: ka.ops.sdpa_backward(*[torch.tensor(1.0)] * 6), "an operand has shape ()"),
         (lambda: ka.ops.gemm_bias_activation(X, W.t(), out=1, activation="relu"), "out is a int"),
         *(
             (
