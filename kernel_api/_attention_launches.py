@@ -182,7 +182,8 @@ def _option(name: str, value: Any, tensors: list[Any]) -> tuple[Any, ...]:
     if name in ("scale", "softcap"):  # kernels take positive ones alone
         if type(value) not in (int, float):
             raise TypeError
-        return math.isfinite(value), value > 0, 1 / LARGEST <= abs(value) <= LARGEST
+        held = not value or 1 / LARGEST <= abs(value) <= LARGEST
+        return math.isfinite(value), value > 0, held
     if name == "mask":
         return _mask(value, tensors)
     if name == "score_mod":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from kernel_api._numbers import whether
+
 __all__ = ["sdpa", "sdpa_backward"]
 
 
@@ -45,6 +47,9 @@ def sdpa(
         NoKernelError: no kernel takes the operands; says why.
     """
     found = _implementation or _loaded()
+    if not type(return_lse) is type(return_statistics) is bool:
+        return_lse = whether("return_lse", return_lse)
+        return_statistics = whether("return_statistics", return_statistics)
     if return_statistics:
         return found.sdpa_with_statistics(Q, K, V, out, lse, options)
     return found.sdpa(Q, K, V, out, lse, return_lse, options)

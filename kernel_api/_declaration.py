@@ -130,6 +130,8 @@ def _faults_of_designs(space: Space, design: Any) -> Iterator[str]:
         if fault is not None:
             yield fault
             return
+    if (fault := space.repeated()) is not None:
+        yield fault
 
 
 def _parameters(design: Any) -> dict[str, bool] | None:

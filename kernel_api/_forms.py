@@ -94,7 +94,7 @@ class Form:
     def require_out(self, out: Any) -> None:
         """Raise ArgumentError for an ``out`` of a kind that the fusion does not take."""
         require_tensor(out, "out")
-        if not out.dim():
+        if not len(out.shape):
             raise ArgumentError("out has shape (); expected a matrix, or several")
 
     def columns(self, N: int) -> int:

@@ -151,7 +151,10 @@ def _one_call(
 
     @functools.wraps(fusion)
     def call(*matrices: Any, **options: Any) -> Any:
-        given = signature.bind(*matrices, **options).arguments
+        try:
+            given = signature.bind(*matrices, **options).arguments
+        except TypeError as error:
+            raise TypeError(f"{fusion.__name__}(): {error}") from None
         form.check(given)
         complete = form.completed(given)
         if _is_traced(complete["x"]):

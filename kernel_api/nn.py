@@ -15,8 +15,9 @@ in eager mode the functions call the same code without them. Gradients of gradie
 GradientError in eager mode, by torch's own errors in compiled graphs.
 
 Under ``torch.autocast`` the operands of products and of attention (x, weights and bias; q, k, v and
-bias) are cast as those of torch's own are, and "x's element type" is that of the cast. Norms take
-their operands as they are, and so do the functions of :mod:`kernel_api.ops`.
+bias) are cast as those of torch's own are, in every call anew, and "x's element type" is that of
+the cast; where one of them has 8 or 64 bits, all stay as they are. Norms take their operands as
+they are, and so do the functions of :mod:`kernel_api.ops`.
 """
 
 from __future__ import annotations

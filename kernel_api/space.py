@@ -148,8 +148,6 @@ class Space:
             _check_point(point, axes)
         for name, values in axes.items():
             _check_axis(name, values)
-            _check_once(f"the axis {name} of a space", values)
-        _check_once("a space", points)
         self.points = points or ({},)
         self.axes = axes
         self._designs: dict[Callable[..., DesignMetadata], tuple[DesignMetadata, ...]] = {}
@@ -168,6 +166,15 @@ class Space:
             for values in itertools.product(*self.axes.values()):
                 yield design(**point, **dict(zip(self.axes, values, strict=True)))
 
+    def repeated(self) -> str | None:
+        """What is there twice, so that two kernels would have one name; None if nothing is."""
+        for axis, values in self.axes.items():
+            for value in _repeated(values):
+                return f"the axis {axis} of space has {value!r} twice; expected it once"
+        for point in _repeated(self.points):
+            return f"space has {point!r} twice; expected it once"
+        return None
+
     def sample(self) -> Iterator[dict[str, Any]]:
         """Fields of a few designs, where every group and every value of an axis is in one."""
         groups = [dict(point) for point in self.points if isinstance(point, Mapping)]
@@ -177,6 +184,23 @@ class Space:
         for name, values in self.axes.items() if groups else ():
             for value in itertools.islice(values, 1, None):
                 yield {**groups[0], **first, name: value}
+
+
+def _repeated(values: Iterable[Any]) -> Iterator[Any]:
+    seen: set[Any] = set()
+    for value in values:
+        told = _with_a_hash(value)
+        if told in seen:
+            yield value
+        seen.add(told)
+
+
+def _with_a_hash(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
 
 
 def _check_point(point: Any, axes: Mapping[str, Any]) -> None:
@@ -207,15 +231,6 @@ def _check_axis(name: str, values: Any) -> None:
             f"the axis {name} of a space has no values, so there are no designs; give it one, or "
             f"leave it out"
         )
-
-
-def _check_once(what: str, values: Iterable[Any]) -> None:
-    """Raise RegistrationError for a repeated one: two kernels would have one name."""
-    seen: list[Any] = []
-    for value in values:
-        if value in seen:
-            raise RegistrationError(f"{what} has {value!r} twice; expected it once")
-        seen.append(value)
 
 
 @dataclass(frozen=True)

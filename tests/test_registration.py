@@ -89,6 +89,14 @@ DECLARATIONS = {
         {"space": Space(tile_shape=((32, 32, 1), 64), cluster_shape=((1, 1, 1), (2, 1, 1)))},
         "BLASDesignMetadata(tile_shape=64, cluster_shape=(1, 1, 1)): TypeError",
     ),
+    "a value twice": (
+        {"space": Space(tile_shape=((32, 32, 1), (32, 32, 1)))},
+        "the axis tile_shape of space has (32, 32, 1) twice; expected it once",
+    ),
+    "a point twice": (
+        {"space": Space(*({"tile_shape": (32, 32, 1)},) * 2)},
+        "space has {'tile_shape': (32, 32, 1)} twice; expected it once",
+    ),
     "a field that there is not": (
         {"space": Space(tile_shape=((32, 32, 1),), frobnicate=(1, 2))},
         "space has frobnicate; BLASDesignMetadata has tile_shape, cluster_shape: leave it out",

@@ -327,16 +327,3 @@ def test_a_rule_on_arguments_decides_queries_and_not_the_enumeration(registry):
     assert ka.get_kernels(large, providers=[provider]) == []
     (kernel, *_) = ka.get_kernels(small, providers=[provider])
     assert kernel.supports(large).error == "M is at most 64; M is 65"
-
-
-@pytest.mark.parametrize(
-    ("points", "axes", "told"),
-    [
-        ((), {"stages": (2, 3, 2)}, "the axis stages of a space has 2 twice"),
-        (({"stages": 2}, {"stages": 3}, {"stages": 2}), {}, r"a space has {'stages': 2} twice"),
-    ],
-    ids=["axis", "points"],
-)
-def test_designs_are_named_once(points, axes, told):
-    with pytest.raises(RegistrationError, match=told):
-        Space(*points, **axes)

@@ -55,6 +55,25 @@ def scores_of(number):
             lambda: ka.ops.grouped_gemm(X, EXPERTS[0], ENDS, row_index=[0, 1]),
             "row_index is a list; expected",
         ),
+        (lambda: ka.ops.sdpa(Q, Q, Q, return_lse="no"), "return_lse is 'no'; expected True or F"),
+        (lambda: ka.ops.sdpa(Q, Q, Q, return_statistics=X), "return_statistics is tensor("),
+        (lambda: ka.RmsNormArguments(X, X.clone(), hadamard="no"), "hadamard is 'no'; expected"),
+        (
+            lambda: ka.ElementwiseArguments(X, X.clone(), stores_out="no"),
+            "stores_out is 'no'; expected True or False",
+        ),
+        (
+            lambda: ka.ops.grouped_gemm_glu_hadamard(
+                X, EXPERTS[1].new_zeros(2, 8, 64), ENDS, normalised="no"
+            ),
+            "normalised is 'no'; expected True or False",
+        ),
+        (
+            lambda: ka.ops.grouped_gemm_dsrelu(
+                X, EXPERTS[0], ENDS, preactivation=X, deterministic="no"
+            ),
+            "deterministic is 'no'; expected True or False",
+        ),
         (lambda: ka.ops.grouped_gemm(X, torch.tensor(1.0), ENDS), "B has shape ()"),
         (lambda: ka.ops.grouped_gemm(torch.tensor(1.0), EXPERTS[0], ENDS), "A has shape ()"),
         (lambda: ka.ops.grouped_gemm_wgrad(torch.tensor(1.0), X, ENDS), "A has shape ()"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, ClassVar
 
+from kernel_api._numbers import whether
 from kernel_api.arguments.base import Arguments
 from kernel_api.arguments.epilogue import EpilogueArguments
 from kernel_api.arguments.scaled import ScaledOperand
@@ -61,7 +62,8 @@ class ElementwiseArguments(Arguments):
         epilogue: EpilogueArguments | None = None,
         stores_out: bool = True,
     ) -> None:
-        self.x, self.stores_out = _operand("x", x), stores_out and out is not None
+        stores_out = whether("stores_out", stores_out) and out is not None
+        self.x, self.stores_out = _operand("x", x), stores_out
         self.out = _operand("out", out if self.stores_out else self.x.tensor)
         if not self.stores_out:
             self._check_not_stored(epilogue)

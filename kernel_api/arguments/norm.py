@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar
 
-from kernel_api._numbers import real_number, whole_number
+from kernel_api._numbers import real_number, whether, whole_number
 from kernel_api.arguments.base import Arguments, check_number
 from kernel_api.arguments.epilogue import EpilogueArguments
 from kernel_api.arguments.scaled import ScaledOperand
@@ -325,7 +325,7 @@ class RmsNormArguments(_ForwardArguments):
         further = {"weight": weight, "bias": bias, "rstd": rstd}
         maxima = {"amax": amax, "global_amax": global_amax}
         self._take({"x": x, "out": out}, {**further, "signs": signs, **maxima})
-        self.hadamard = bool(hadamard)
+        self.hadamard = whether("hadamard", hadamard)
         self._check_transform(epilogue)
         self.rows_per_block = self._rows_per_block(rows_per_block)
         self._finish(eps, epilogue)

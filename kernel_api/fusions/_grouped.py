@@ -6,6 +6,7 @@ import functools
 from typing import Any, NamedTuple
 
 from kernel_api import epilogue as ep
+from kernel_api._numbers import whether
 from kernel_api.arguments import EpilogueArguments, GroupedGemmArguments
 from kernel_api.arguments.experts import experts
 from kernel_api.epilogue.graph import HADAMARD_BLOCK
@@ -264,6 +265,7 @@ def grouped_gemm_dglu(
         deterministic: Sums are formed in one order whatever this is.
     """
     groups = _groups(A, B)
+    whether("deterministic", deterministic)
     wide = 2 * groups.N
     granularity = checked_pairs(kind, order, granularity)
     check_halves("preactivation has columns", wide, granularity)
@@ -335,7 +337,7 @@ def grouped_gemm_glu_hadamard(
         "amax": groups.amax(amax),
     }
     out = groups.matrix("out", out, groups.N // 2)
-    function = _glu_hadamard(order, granularity, bool(normalised))
+    function = _glu_hadamard(order, granularity, whether("normalised", normalised))
     return groups.fused(function, out, offsets, reads, writes)
 
 
@@ -415,6 +417,7 @@ def grouped_gemm_dsrelu(
         deterministic: Sums are formed in one order whatever this is.
     """
     groups = _groups(A, B)
+    whether("deterministic", deterministic)
     N = groups.N
     reads = {
         "preactivation": required("preactivation", preactivation, (groups.T, N)),
