@@ -72,9 +72,9 @@ class Form:
     ) -> tuple[Any, dict[str, Any]]:
         """``out`` and the options with every output that is asked for. A is a tensor, B has a
         shape."""
-        for name, one in (("A", A), ("B", B)):
-            if not len(one.shape):
-                raise ArgumentError(f"{name} has shape (); expected a matrix, or several")
+        if not (A.shape and B.shape):
+            name = "B" if A.shape else "A"
+            raise ArgumentError(f"{name} has shape (); expected a matrix, or several")
         complete, N = dict(options), B.shape[-1]
         if out is not None:
             self.require_out(out)

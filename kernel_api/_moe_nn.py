@@ -22,8 +22,10 @@ from kernel_api.operands import require_tensors
 
 __all__ = ["moe"]
 
-_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
-_INTEGERS = (*_SIGNED, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+_INTEGERS = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
 
 
 def moe(

@@ -77,10 +77,8 @@ class BundledKernel(Kernel):
     ) -> list[Kernel]:
         return [cls(metadata) for metadata in cls.libraries if metadata_filter(metadata)]
 
-    def status_behind_operands(
-        self, args: Arguments, target: Target | None, *, compiled: bool = False
-    ) -> Status:
-        status = super().status_behind_operands(args, target, compiled=compiled)
+    def status_behind_operands(self, args: Arguments, target: Target | None) -> Status:
+        status = super().status_behind_operands(args, target)
         if status and self._library(args, target) is None:
             held = sorted({str(one.target) for one in self._libraries()})
             return Status.fail(

@@ -26,7 +26,7 @@ from kernel_api.metadata import KernelMetadata, OperandsMetadata
 from kernel_api.provider import Provider, generation, providers
 from kernel_api.space import Variants
 from kernel_api.status import Status
-from kernel_api.targets import CcLike, Target
+from kernel_api.targets import CcLike, Target, fitting
 from kernel_api.utils import untraced
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _judge(catalogue: Catalogue, args: Arguments, target: Target | None) -> Verd
     """One family's answer. A family that raises is a warning and a reason, not an error."""
     family = catalogue.family
     try:
-        status = family.class_status(args)
+        status = family.class_status(args, target)
         if not status:
             return Verdict(family, (), status)
         return _judge_kernels(catalogue, args, target)
@@ -404,6 +404,8 @@ def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Ker
         _forget_if_changed()
         for provider in asked:
             for family in provider.families():
+                if target is not None and family.why_not_for(target) is not None:
+                    continue
                 catalogue = _catalogue(family)
                 try:
                     found += [
@@ -416,5 +418,4 @@ def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Ker
                     _plugin_fault(family, error)
     if target is None:
         return found
-    found = [kernel for kernel in found if "cuda" in kernel.devices]
-    return [kernel for kernel in found if kernel.why_not_for(target) is None]
+    return [k for k in found if fitting(k.metadata.parsed_targets, target) is not None]

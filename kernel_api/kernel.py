@@ -298,7 +298,7 @@ class Kernel(metaclass=KernelType):
 
         What is ``compiled`` does without the provider's compiler.
         """
-        status = self.class_status(args, compiled=compiled)
+        status = self.class_status(args, target, compiled=compiled)
         if not status:
             return status
         status = match_operands(self.metadata.operands, args, self.why_aligned())
@@ -306,10 +306,12 @@ class Kernel(metaclass=KernelType):
             status = self.status_of_operands(self.metadata.operands, args)
         if not status:
             return status
-        return self.status_behind_operands(args, target, compiled=compiled)
+        return self.status_behind_operands(args, target)
 
     @classmethod
-    def class_status(cls, args: Any, *, compiled: bool = False) -> Status:
+    def class_status(
+        cls, args: Any, target: Target | None = None, *, compiled: bool = False
+    ) -> Status:
         """The checks that are the same for all kernels of the class, see :meth:`status`."""
         if not isinstance(args, Arguments):
             return Status.fail(
@@ -332,6 +334,10 @@ class Kernel(metaclass=KernelType):
                 nearest=f"would match with operands on {cls.devices[0]}",
                 progress=1,
             )
+        if target is not None and device in ("cuda", "meta"):
+            reason = cls.why_not_for(target, compiled)
+            if reason is not None:
+                return Status.fail(reason, rule="target", progress=1)
         return Status.success()
 
     @classmethod
@@ -343,16 +349,15 @@ class Kernel(metaclass=KernelType):
                 return _advanced(verdict, BEHIND_OPERANDS + 2 + step)
         return Status.success()
 
-    def status_behind_operands(
-        self, args: Arguments, target: Target | None, *, compiled: bool = False
-    ) -> Status:
+    def status_behind_operands(self, args: Arguments, target: Target | None) -> Status:
         """Target, epilogue, rules of the design and the kernel's own checks."""
         metadata = self.metadata
-        if target is not None and (reason := self.why_not_for(target, compiled)) is not None:
-            return Status.fail(reason, rule="target", progress=BEHIND_OPERANDS)
-        if target is not None and "cuda" not in self.devices and args.device.type == "meta":
-            reason = f"the kernel runs on {' or '.join(self.devices)}, the device is {target}"
-            return Status.fail(reason, rule="target", progress=BEHIND_OPERANDS)
+        if target is not None and fitting(metadata.parsed_targets, target) is None:
+            return Status.fail(
+                f"the kernel is for {_names(metadata.parsed_targets)}, the device is {target}",
+                rule="target",
+                progress=BEHIND_OPERANDS,
+            )
         if not self.any_epilogue:
             refusal = _epilogue_mismatch(metadata.epilogue, args.epilogue)
             if refusal is not None:
@@ -367,17 +372,17 @@ class Kernel(metaclass=KernelType):
             raise TypeError(f"{name}._supports returned {verdict!r}; expected a Status")
         return verdict if verdict else _advanced(verdict, 1000)
 
-    def why_not_for(self, target: Target, compiled: bool = False) -> str | None:
-        """Why it is not for a device of the architecture; None if it is. What is ``compiled`` needs
-        no code generator that knows it."""
-        targets = self.metadata.parsed_targets
-        if fitting(targets, target) is None:
-            return f"the kernel is for {_names(targets)}, the device is {target}"
-        known = None if self._provider is None else self._provider.architectures
+    @classmethod
+    def why_not_for(cls, target: Target, compiled: bool = False) -> str | None:
+        """Why no kernel of the class is for a GPU of the architecture; None if some may be. What is
+        ``compiled`` needs no code generator that knows it."""
+        if "cuda" not in cls.devices:
+            return f"the kernel runs on {' or '.join(cls.devices)}, the device is {target}"
+        known = None if cls._provider is None else cls._provider.architectures
         if compiled or known is None or target.cc in known:
             return None
         names = ", ".join(f"sm_{cc}" for cc in known)
-        return f"{self.provider_name()} generates code for {names}; the device is {target}"
+        return f"{cls.provider_name()} generates code for {names}; the device is {target}"
 
     @classmethod
     def operand_groups(cls) -> Iterator[Variants]:

@@ -158,3 +158,11 @@ def test_kernels_of_the_cpu_are_not_offered_for_a_gpu():
     assert all("cuda" in kernel.devices for kernel in ka.get_kernels(cc=90))
     (told,) = [one for one in ka.explain(args, cc=90).rejected if one.family.endswith("flash_cpu")]
     assert told.reason == "the kernel runs on cpu, the device is sm_90"
+
+
+def test_what_is_compiled_needs_no_code_generator_that_knows_the_device():
+    A, B, out = (torch.empty(64, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    args = ka.GemmArguments(A, B, out)
+    kernel = ka.get_kernels(args, cc="80", providers=["cutedsl"])[0]
+    assert kernel.status(args, target("88"), compiled=True)
+    assert not kernel.status(args, target("88"))

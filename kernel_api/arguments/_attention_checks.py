@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from kernel_api.masks import Mask
 
 _INT32, _FLOAT32 = dtype("int32"), dtype("float32")
-#: The largest number of float32, and what scores may be scaled with: kernels compute powers of two.
+#: What scores of float32 may be scaled with, at most: times log2(e) float32 holds it, which kernels
+#: compute powers of two for.
 LARGEST = 3.4028234663852886e38 / math.log2(math.e)
 _T = TypeVar("_T")
 

@@ -12,6 +12,7 @@ from kernel_api.metadata import DesignMetadata, GroupedGemmOperandsMetadata
 from kernel_api.providers.torch import TorchProvider
 from kernel_api.providers.torch.gemm import TorchProduct
 from kernel_api.space import Miss, Operands, Space, rule
+from kernel_api.targets import Target
 
 #: Major compute capabilities whose kernels read the offsets on the device.
 _CAPABILITIES = (9, 10)
@@ -68,8 +69,10 @@ class TorchGroupedProduct(TorchProduct):
         return capability[0] in _CAPABILITIES or Miss(f"the device has {capability}")
 
     @classmethod
-    def class_status(cls, args: Any, *, compiled: bool = False) -> Any:
-        status = super().class_status(args, compiled=compiled)
+    def class_status(
+        cls, args: Any, target: Target | None = None, *, compiled: bool = False
+    ) -> Any:
+        status = super().class_status(args, target, compiled=compiled)
         if status and not hasattr(torch, cls.function):
             return type(status).fail(f"torch {torch.__version__} has no {cls.function}")
         return status

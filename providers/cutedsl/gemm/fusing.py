@@ -31,6 +31,7 @@ from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
 from kernel_api.providers.cutedsl.gemm.splitting import SplitGemm
 from kernel_api.space import Miss, Rule, rule
 from kernel_api.status import Status
+from kernel_api.targets import Target
 
 _COUNTER_BYTES = _PART_BYTES = 4
 
@@ -64,8 +65,10 @@ class FusedGemm(SplitGemm):
         return args.epilogue is None or halves_fit(args.epilogue.graph, args.N)
 
     @classmethod
-    def class_status(cls, args: Any, *, compiled: bool = False) -> Status:
-        status = super().class_status(args, compiled=compiled)
+    def class_status(
+        cls, args: Any, target: Target | None = None, *, compiled: bool = False
+    ) -> Status:
+        status = super().class_status(args, target, compiled=compiled)
         if not status or args.epilogue is not None or "out" in args.scaled:
             return status
         if args.out.dtype.bits > 8 or not cls._multiplies(args.A.dtype):
