@@ -60,6 +60,7 @@ ABOUT = {
     "grouped": "products of groups of tokens, weight gradients too",
     "grouped-fusion": "products of groups with fused epilogues",
     "host": "what calls cost on the CPU",
+    "indexed-rows": "rows gathered and scattered by an index",
     "moe-layer": "whole layers of experts",
     "norm": "norms of rows and their gradients",
     "sdpa-backward": "gradients of attention",

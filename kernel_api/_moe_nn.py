@@ -1,10 +1,9 @@
 """The layer of experts with gradients, see :func:`kernel_api.nn.moe`.
 
 Pairs of a token and one of its k choices are sorted by expert: a stable sort on the device, whose
-sizes nobody waits for. Then a layer is a copy of rows, two products of groups and a sum. The first
-product multiplies its results with the weights of the pairs; the second puts the result of each
-pair where the sum over k finds it. Pairs without an expert are sorted behind all groups: no product
-reads or writes their rows, and the sum finds zeros there.
+sizes nobody waits for. Then a layer is a copy of rows to where their groups lie, two products of
+groups and a sum of rows. The first product multiplies its results with the weights of the pairs.
+Pairs without an expert are sorted behind all groups: nothing reads or writes their rows.
 """
 
 from __future__ import annotations
@@ -26,6 +25,12 @@ _INTEGERS = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
+
+#: Experts that int16 can name, and one more; the sort takes half as long as of int32.
+_MOST_OF_INT16 = 2**15 - 1
+
+#: Types of rows that kernels move.
+_MOVED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def moe(
@@ -142,27 +147,26 @@ class Routing(NamedTuple):
 
     Attributes:
         offsets: int32 (E,): where the pairs of each expert end.
-        token: int32 (T · k,): of each pair.
-        place: int32 (T · k,): of each pair, token · k + choice.
-        choices: k.
+        place: int64 (T · k,): of each sorted pair, token · k + choice.
+        rank: int32 (T, k): of each pair, its place among those sorted; -1 without an expert.
     """
 
     offsets: torch.Tensor
-    token: torch.Tensor
     place: torch.Tensor
-    choices: int
+    rank: torch.Tensor
 
     @classmethod
     def of(cls, expert_index: torch.Tensor, E: int) -> Routing:
-        choices = expert_index.shape[1]
         # What names no expert becomes -1 or E, which int32 holds, and then E: behind all experts.
         # Large ones of uint64 become negative.
-        bounded = expert_index.long().flatten().clamp(-1, E).int()
+        bounded = expert_index.long().flatten().clamp(-1, E)
+        bounded = bounded.to(torch.int16 if E <= _MOST_OF_INT16 else torch.int32)
         expert, place = bounded.remainder(E + 1).sort(stable=True)
-        every = torch.arange(E, dtype=torch.int32, device=expert.device)
-        offsets = torch.searchsorted(expert, every, right=True, out_int32=True)
-        place = place.int()
-        return cls(offsets, place // choices, place, choices)
+        count = torch.arange(max(E, len(place)), dtype=torch.int32, device=expert.device)
+        offsets = torch.searchsorted(expert, count[:E].to(expert.dtype), right=True, out_int32=True)
+        rank = torch.empty_like(place, dtype=torch.int32)
+        rank.index_copy_(0, place, count[: len(place)].masked_fill(expert == E, -1))
+        return cls(offsets, place, rank.view(expert_index.shape))
 
     def sorted(self, values: torch.Tensor) -> torch.Tensor:
         """(T, k), one after the other as the pairs are."""
@@ -170,19 +174,30 @@ class Routing(NamedTuple):
 
     def unsorted(self, values: torch.Tensor) -> torch.Tensor:
         """(T, k), of one per pair; zeros where the pair has no expert, whatever was there."""
-        rank = torch.arange(len(values), dtype=torch.int32, device=values.device)
-        values = values.masked_fill(rank >= self.offsets[-1], 0)
-        found = torch.empty_like(values).index_copy_(0, self.place.long(), values)
-        return found.view(-1, self.choices)
+        found = values.index_select(0, self.rank.flatten().clamp(min=0)).view(self.rank.shape)
+        return found.masked_fill(self.rank < 0, 0)
+
+    def scattered(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of tokens, one per pair; what is behind all experts is not initialised."""
+        if x.dtype in _MOVED:
+            rows: torch.Tensor = ops.scatter_rows(x, self.rank)
+            return rows
+        return x.index_select(0, self.place // self.rank.shape[1])
+
+    def gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Per token, the sum of the rows of its pairs."""
+        if rows.dtype in _MOVED:
+            found: torch.Tensor = ops.gather_rows(rows, self.rank)
+            return found
+        chosen = rows.index_select(0, self.rank.flatten().clamp(min=0))
+        chosen = chosen.view(*self.rank.shape, -1).masked_fill(self.rank.unsqueeze(-1) < 0, 0)
+        return chosen.sum(1, dtype=rows.dtype)
 
     def summed(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Per token, the sum of what A, which has a row per pair, gives with the experts' B."""
-        rows = A.new_zeros(A.shape[0], B.shape[-1])  # what pairs without an expert leave
-        ops.grouped_gemm(A, B, self.offsets, out=rows, out_row_index=self.place)
-        if self.choices == 1:
-            return rows
-        tokens = rows.shape[0] // self.choices
-        return rows.view(tokens, self.choices, rows.shape[1]).sum(1, dtype=rows.dtype)
+        rows = A.new_empty(A.shape[0], B.shape[-1])
+        ops.grouped_gemm(A, B, self.offsets, out=rows)
+        return self.gathered(rows)
 
     def gradient_of(self, weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         """Aᵀ · B of the pairs of each expert, laid out as its weight is."""
@@ -204,10 +219,11 @@ def _hidden(
 ) -> Any:
     """Per pair, its weight times the gated linear unit; and further outputs.
 
-    Rows that lie side by side are multiplied so much faster that they are worth the copy.
+    Rows that lie side by side are multiplied so much faster that they are worth the copy; and a
+    token is read once, where it is copied to all of its places.
     """
     return ops.grouped_gemm_glu(
-        x.index_select(0, routing.token),
+        routing.scattered(x),
         w_up,
         routing.offsets,
         prob=weight,
@@ -233,21 +249,21 @@ class _Moe(torch.autograd.Function):
         weight = routing.sorted(expert_weight)
         hidden, preactivation = _hidden(x, routing, weight, w_up, function, preactivation=True)
         kept = hidden if ctx.needs_input_grad[4] else None
-        ctx.save_for_backward(x, expert_weight, w_up, w_down, preactivation, kept, *routing[:3])
-        ctx.choices, ctx.function = routing.choices, function
+        ctx.save_for_backward(x, expert_weight, w_up, w_down, preactivation, kept, *routing)
+        ctx.function = function
         return routing.summed(hidden, w_down)
 
     @staticmethod
     @differentiable_once("a layer of experts")
     def backward(ctx: Any, saved: Any, dy: Any) -> Any:
-        x, expert_weight, w_up, w_down, preactivation, hidden, offsets, token, place = saved
-        routing = Routing(offsets, token, place, ctx.choices)
+        x, expert_weight, w_up, w_down, preactivation, hidden, *routed = saved
+        routing = Routing(*routed)
         wants_x, _, wants_weight, wants_up, wants_down = ctx.needs_input_grad[:5]
         if not w_down.shape[1]:  # every width of pairs of columns is the same
             wanted = wants_x, wants_weight, wants_up, wants_down
             dx, *others = zeros((x, expert_weight, w_up, w_down), wanted)
             return dx, None, *others, None
-        dy = dy.index_select(0, token)
+        dy = routing.scattered(dy)
         dx = dweight = dw_up = dw_down = None
         if wants_down:
             dw_down = routing.gradient_of(w_down, hidden, dy)
@@ -267,5 +283,5 @@ class _Moe(torch.autograd.Function):
         if wants_weight:
             dweight = routing.unsorted(found.dprob).to(expert_weight.dtype)
         if wants_up:
-            dw_up = routing.gradient_of(w_up, x.index_select(0, token), dz)
+            dw_up = routing.gradient_of(w_up, routing.scattered(x), dz)
         return dx, None, dweight, dw_up, dw_down, None

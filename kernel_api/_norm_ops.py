@@ -157,7 +157,7 @@ def _one_call(
             raise TypeError(f"{fusion.__name__}(): {error}") from None
         form.check(given)
         complete = form.completed(given)
-        if _is_traced(complete["x"]):
+        if is_traced(complete["x"]):
             from kernel_api import _norm_operators
 
             _norm_operators.traced(form, complete)
@@ -179,7 +179,7 @@ def run(form: NormForm, complete: dict[str, Any]) -> None:
     best(args).run(args)
 
 
-def _is_traced(x: Any) -> bool:
+def is_traced(x: Any) -> bool:
     """Whether the call becomes a node of a graph: torch.compile, torch.export."""
     import torch
 

@@ -36,6 +36,7 @@ from kernel_api._attention_ops import *  # noqa: F403
 from kernel_api._forms import Form, Fusion
 from kernel_api._grouped_forms import GroupedForm
 from kernel_api._norm_ops import *  # noqa: F403
+from kernel_api._row_ops import *  # noqa: F403
 
 #: Every form of a fusion, and the function that is it.
 FORMS: list[tuple[Form, Callable[..., Any]]] = []
@@ -98,6 +99,7 @@ def register_operators() -> None:
         _attention_operators,
         _norm_operators,
         _operators,
+        _row_operators,
     )
 
 

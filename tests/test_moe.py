@@ -393,7 +393,7 @@ def test_the_code_of_the_document_runs():
     names = {}
     for block in blocks:
         exec(block, names)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     assert names["y"].shape == names["x"].shape
 
 
@@ -410,7 +410,7 @@ def products_of_a_layer(element):
         return torch.empty(shape, dtype=of, device="meta")
 
     T, inner, hidden, experts = 64, 128, 256, 8
-    ends, place = made(experts, of=torch.int32), made(T, of=torch.int32)
+    ends = made(experts, of=torch.int32)
     up, down = made(experts, 2 * inner, hidden).mT, made(experts, hidden, inner).mT
     pairs, weight = {"granularity": "halves"}, made(T, of=torch.float32)
     rows, wide, narrow = made(T, hidden), made(T, 2 * inner), made(T, inner)
@@ -418,11 +418,11 @@ def products_of_a_layer(element):
     kept = {"preactivation": made(T, 2 * inner), "prob": weight}
     return [
         fusions.grouped_gemm_glu(rows, up, ends, out=narrow, **kept, **pairs),
-        fusions.grouped_gemm(narrow, down, ends, out=made(T, hidden), out_row_index=place),
+        fusions.grouped_gemm(narrow, down, ends, out=made(T, hidden)),
         fusions.grouped_gemm_dglu(
             rows, down.mT, ends, out=wide, dprob=made(T, of=torch.float32), **kept, **pairs
         ),
-        fusions.grouped_gemm(wide, up.mT, ends, out=made(T, hidden), out_row_index=place),
+        fusions.grouped_gemm(wide, up.mT, ends, out=made(T, hidden)),
         fusions.grouped_gemm_wgrad(
             rows.t(), wide, ends, out=made(experts, hidden, 2 * inner)
         ),
@@ -449,6 +449,17 @@ def test_a_layer_waits_for_the_device_where_the_document_says_so(cc, element, pr
             assert (families == {"reference.grouped_gemm"}) == waits
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("element", [torch.float16, torch.bfloat16, torch.float32])
+def test_rows_of_tokens_are_moved_by_kernels(element):
+    tokens, rows = (torch.empty(n, 64, dtype=element, device="meta") for n in (20, 40))
+    rank = torch.empty(20, 2, dtype=torch.int32, device="meta")
+    for args in (
+        ka.ScatterRowsArguments(tokens, rows, rank),
+        ka.GatherRowsArguments(rows, tokens, rank),
+    ):
+        assert ka.get_kernels(args, cc=80)[0].metadata.provider == "cutedsl"
 
 
 # On a GPU --------------------------------------------------------------------------------

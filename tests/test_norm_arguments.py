@@ -118,7 +118,7 @@ def test_memory_that_is_written_is_nobody_elses():
 
 def test_a_scale_is_refused_where_it_would_be_ignored():
     scaled = ka.ScaledOperand(x(), torch.tensor(2.0), ka.ScaleMode.PER_TENSOR)
-    with pytest.raises(ArgumentError, match="x is a ScaledOperand; norms take plain tensors"):
+    with pytest.raises(ArgumentError, match="x is a ScaledOperand; expected a plain tensor"):
         RMS(scaled, x())
 
 

@@ -7,6 +7,7 @@ from kernel_api.arguments.epilogue import EpilogueArguments
 from kernel_api.arguments.experts import ExpertPointers
 from kernel_api.arguments.gemm import GemmArguments
 from kernel_api.arguments.grouped import GroupedGemmArguments
+from kernel_api.arguments.indexed import GatherRowsArguments, ScatterRowsArguments
 from kernel_api.arguments.norm import (
     LayerNormArguments,
     LayerNormBackwardArguments,
@@ -23,6 +24,7 @@ __all__ = [
     "ElementwiseArguments",
     "EpilogueArguments",
     "ExpertPointers",
+    "GatherRowsArguments",
     "GemmArguments",
     "GroupedGemmArguments",
     "LayerNormArguments",
@@ -31,6 +33,7 @@ __all__ = [
     "RmsNormBackwardArguments",
     "ScaleMode",
     "ScaledOperand",
+    "ScatterRowsArguments",
     "SdpaArguments",
     "SdpaBackwardArguments",
 ]

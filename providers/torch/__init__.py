@@ -24,6 +24,15 @@ from kernel_api.providers.torch import (  # noqa: E402  (they register)
 
 # isort: split
 # Behind products, which are what most questions are about.
-from kernel_api.providers.torch import elementwise  # noqa: E402
+from kernel_api.providers.torch import elementwise, indexed  # noqa: E402
 
-__all__ = ["TorchProvider", "elementwise", "gemm", "grouped", "norm", "sdpa", "sdpa_flex"]
+__all__ = [
+    "TorchProvider",
+    "elementwise",
+    "gemm",
+    "grouped",
+    "indexed",
+    "norm",
+    "sdpa",
+    "sdpa_flex",
+]

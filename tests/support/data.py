@@ -148,6 +148,10 @@ def arguments_for(
         from support import elementwise
 
         return elementwise.arguments_for(kernel, M, N, L, device=device, seed=seed)
+    if is_indexed(kernel):
+        from support import indexed
+
+        return indexed.arguments_for(kernel, M, N, device=device, seed=seed)
     if is_grouped(kernel):
         from support import grouped_kernels
 
@@ -197,6 +201,12 @@ def is_elementwise(kernel: ka.Kernel) -> bool:
     return issubclass(kernel.arguments or ka.GemmArguments, ka.ElementwiseArguments)
 
 
+def is_indexed(kernel: ka.Kernel) -> bool:
+    from kernel_api.arguments.indexed import IndexedRowsArguments
+
+    return issubclass(kernel.arguments or ka.GemmArguments, IndexedRowsArguments)
+
+
 def is_attention(kernel: ka.Kernel) -> bool:
     from kernel_api.arguments.attention import AttentionArguments
 
@@ -211,8 +221,8 @@ def is_grouped(kernel: ka.Kernel) -> bool:
 
 def supported_sizes(kernel: ka.Kernel, M: int, N: int, K: int) -> tuple[int, int, int]:
     """The sizes, enlarged where the kernel asks: K for a split along it, M or N of an output that
-    is written 16 bytes at once. Those of a norm and of attention stay."""
-    if is_norm(kernel) or is_attention(kernel) or is_elementwise(kernel):
+    is written 16 bytes at once. Those of other operations stay."""
+    if any(asks(kernel) for asks in (is_norm, is_attention, is_elementwise, is_indexed)):
         return M, N, K
     design, out = kernel.metadata.design, kernel.metadata.operands.out
     split = getattr(design, "split_k", 1)

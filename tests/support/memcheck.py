@@ -130,7 +130,16 @@ def elementwise() -> Any:
     return ka.ElementwiseArguments(empty(M, N), empty(M, N), epilogue=epilogue)
 
 
+def indexed(kind: Any) -> Any:
+    matrices = empty(2 * T, N), empty(T, N)
+    if kind is ka.ScatterRowsArguments:
+        matrices = matrices[::-1]
+    return kind(*matrices, empty(T, 3, element=torch.int32), empty(T, 3, element=F32))
+
+
 PROBLEMS: dict[str, Callable[[], Any]] = {
+    "gathered rows": lambda: indexed(ka.GatherRowsArguments),
+    "scattered rows": lambda: indexed(ka.ScatterRowsArguments),
     "product": lambda: product(BF16, BF16),
     "unaligned product": lambda: product(BF16, BF16, 67, 77, 53),
     "few rows": lambda: product(BF16, BF16, 3, 200, 1000),

@@ -138,7 +138,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
             return many_rows if args.epilogue is None else not many_rows
         if args.epilogue is not None:
             return args.K > _SHORT_K or not _has_groups_of(_FEW_ROWS, args)
-        return self._design.schedule != "pingpong" and not _are_large(args)
+        return self._design.schedule != "pingpong" and not _has_groups_of(_LARGE_ROWS, args)
 
 
 def _has_groups_of(rows: int, args: Any) -> bool:
@@ -146,17 +146,11 @@ def _has_groups_of(rows: int, args: Any) -> bool:
     return bool(rows * args.L <= args.T)
 
 
-def _are_large(args: Any) -> bool:
-    """Whether groups are, and their results are written side by side: a layer of DeepSeek-V3, which
-    scatters them, takes a fifth longer by what is the fastest of others."""
-    return "out_row_index" not in args.indices and _has_groups_of(_LARGE_ROWS, args)
-
-
 def _gain_by_turns(args: Any) -> float:
     """On the time of consumers that take turns."""
     if args.K > _SHORT_K:
         return 1.0
-    if _are_large(args):
+    if _has_groups_of(_LARGE_ROWS, args):
         return _HIDDEN_LARGE
     return _HIDDEN if args.epilogue is None else _HIDDEN_FUSED
 

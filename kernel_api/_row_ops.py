@@ -1,0 +1,122 @@
+"""The one-call forms of indexed rows, see :mod:`kernel_api.ops`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kernel_api._norm_ops import is_traced
+from kernel_api._numbers import whole_number
+from kernel_api.arguments.indexed import (
+    GatherRowsArguments,
+    IndexedRowsArguments,
+    ScatterRowsArguments,
+)
+from kernel_api.dtypes import dtype
+from kernel_api.errors import ArgumentError
+from kernel_api.operands import Operand
+
+__all__ = ["gather_rows", "scatter_rows"]
+
+
+def gather_rows(
+    x: Any, row_index: Any, *, weight: Any = None, out: Any = None, out_dtype: Any = None
+) -> Any:
+    """out[m] = Σ over j of weight[m, j] · x[row_index[m, j]]
+
+    See :class:`~kernel_api.arguments.indexed.GatherRowsArguments`.
+
+    Args:
+        x: (rows, N).
+        row_index: int32 (M, k). What is no row of x, such as -1, adds nothing.
+        weight: (M, k); 1 if it is None.
+        out: (M, N), of ``out_dtype`` or the type of x.
+    """
+    rows = _shape(row_index)[:1]
+    return _run(GatherRowsArguments, x, row_index, weight, out, out_dtype, rows)
+
+
+def scatter_rows(
+    x: Any,
+    row_index: Any,
+    *,
+    weight: Any = None,
+    out: Any = None,
+    out_dtype: Any = None,
+    rows: int | None = None,
+) -> Any:
+    """out[row_index[m, j]] = weight[m, j] · x[m]
+
+    See :class:`~kernel_api.arguments.indexed.ScatterRowsArguments`.
+
+    Args:
+        x: (M, N).
+        row_index: int32 (M, k), no row twice. What is no row of out, such as -1, is left out.
+        weight: (M, k); 1 if it is None.
+        out: (rows, N), of ``out_dtype`` or the type of x. Rows that are not named are not written,
+            and not initialised where out is allocated.
+        rows: Of ``out`` where it is not given; M · k by default.
+    """
+    if out is not None and rows is not None:
+        raise ArgumentError(f"out and rows = {rows} are given; one of them is enough")
+    if rows is None:
+        count: Any = math.prod(_shape(row_index))
+    else:
+        count = whole_number(rows)
+        if count is None or count < 0:
+            raise ArgumentError(f"rows is {rows!r}; expected a number of rows")
+    return _run(ScatterRowsArguments, x, row_index, weight, out, out_dtype, (count,))
+
+
+def _shape(row_index: Any) -> Any:
+    import torch
+
+    if isinstance(row_index, torch.Tensor) and not row_index.is_nested:
+        return row_index.shape
+    return Operand(row_index, "row_index").shape
+
+
+def _run(
+    kind: type[IndexedRowsArguments],
+    x: Any,
+    row_index: Any,
+    weight: Any,
+    out: Any,
+    out_dtype: Any,
+    rows: tuple[Any, ...],
+) -> Any:
+    from kernel_api._autograd import check_outputs
+
+    if out is None:
+        out = _allocated(x, rows, out_dtype)
+    elif out_dtype is not None and Operand(out, "out").dtype is not dtype(out_dtype):
+        raise ArgumentError(
+            f"out is {Operand(out, 'out').dtype} and out_dtype {dtype(out_dtype)}; one of them is "
+            f"enough"
+        )
+    check_outputs([("out", out)])
+    if is_traced(x):
+        from kernel_api import _row_operators
+
+        _row_operators.traced(kind, x, row_index, weight, out)
+    else:
+        run(kind, x, row_index, weight, out)
+    return out
+
+
+def run(kind: type[IndexedRowsArguments], x: Any, row_index: Any, weight: Any, out: Any) -> None:
+    """By the best kernel."""
+    from kernel_api._launches import chosen
+
+    args = kind(x, out, row_index, weight)
+    kernel, artifact = chosen(args)
+    kernel.run(args, artifact, assume_supported_args=True)
+
+
+def _allocated(x: Any, rows: tuple[Any, ...], out_dtype: Any) -> Any:
+    import torch
+
+    if not isinstance(x, torch.Tensor) or x.is_nested:  # of which the latter is refused
+        x = Operand(x, "x").tensor
+    element = x.dtype if out_dtype is None else dtype(out_dtype).torch
+    return x.new_empty((*rows, *x.shape[1:]), dtype=element)

@@ -1,0 +1,194 @@
+"""What the families of indexed rows offer, and how they are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kernel_api.arguments import GatherRowsArguments, ScatterRowsArguments
+from kernel_api.arguments.indexed import IndexedRowsArguments
+from kernel_api.artifact import CompiledArtifact
+from kernel_api.metadata import DesignMetadata, NormOperandsMetadata, OperandsMetadata
+from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
+from kernel_api.providers.cutedsl.kernel import CuteDslKernel
+from kernel_api.space import Miss, Operands, Space, rule
+
+_FLOATS = ("float32", "float16", "bfloat16")
+_WHY_ALIGNED = "rows are moved in vectors, whose addresses and row pitches are multiples of them"
+
+#: Bytes of the longest vectors.
+_PIECE = 16
+
+#: Of an H200: bytes per second that a copy reads and writes, seconds of a launch, and blocks of 128
+#: threads per second that are started.
+_BANDWIDTH, _OVERHEAD, _BLOCKS = 4.3e12, 2.5e-6, 6e8
+#: Of the time: vectors that are shorter take more instructions.
+_VECTOR_COST = {16: 1.0, 8: 1.1, 4: 1.4, 2: 2.5}
+
+
+@dataclass(frozen=True)
+class IndexedRowsDesign(DesignMetadata):
+    """How rows lie on the threads of a CTA, a vector each.
+
+    Attributes:
+        threads: Of a CTA.
+        threads_per_row: That share a row at a time; a CTA has several rows if it has more.
+    """
+
+    threads: int
+    threads_per_row: int
+
+    @property
+    def rows(self) -> int:
+        """Of a CTA."""
+        return self.threads // self.threads_per_row
+
+    def label(self) -> str:
+        return f"threads{self.threads}_row{self.threads_per_row}"
+
+
+def _rows(x: str, out: str, *alignments: tuple[int, int]) -> Operands:
+    return Operands(
+        x=x,
+        out=out,
+        accumulator="f32",
+        majors="x:n out:n",
+        alignments=(*({"x": a, "out": b} for a, b in alignments), {}),
+        why_aligned=_WHY_ALIGNED,
+    )
+
+
+class IndexedRowsKernel(CuteDslKernel):
+    """Rows named by an index, for every GPU from Ampere on, moved in vectors."""
+
+    targets: ClassVar[tuple[str, ...]] = ("sm_80",)
+    takes_more = True
+    operands = (
+        _rows("f16 | bf16", "f16 | bf16", (16, 16), (4, 4)),
+        _rows("f16 | bf16", "f32", (8, 16)),
+        _rows("f32", "f32", (16, 16)),
+        _rows("f32", "f16 | bf16", (16, 8)),
+    )
+    operands_metadata = NormOperandsMetadata
+    design = IndexedRowsDesign
+    space = Space(*(IndexedRowsDesign(128, per_row) for per_row in (128, 32, 8)))
+
+    @rule("a row takes more than a quarter of its threads, or has the fewest")
+    def _(
+        design: IndexedRowsDesign, operands: OperandsMetadata, args: IndexedRowsArguments
+    ) -> bool | Miss:
+        room = design.threads_per_row * _vector(operands)
+        if design.threads_per_row == 8 or room < 4 * args.N:
+            return True
+        return Miss(f"N is {args.N}", f"would match with N of {room // 4 + 1} or more")
+
+    @rule("rows and columns are counted in 32 bits, 2³⁰ at most")
+    def _(args: IndexedRowsArguments) -> bool | Miss:
+        extents = (*args.x.shape, *args.out.shape, args.k)
+        return max(extents) <= 2**30 or Miss(f"they are {extents}")
+
+    @rule("rows are whole vectors")
+    def _(operands: OperandsMetadata, args: IndexedRowsArguments) -> bool | Miss:
+        vector = _vector(operands)
+        padded = -(-args.N // vector) * vector
+        return padded == args.N or Miss(f"N is {args.N}", f"would match with N padded to {padded}")
+
+    @rule("a launch has less than 2³¹ CTAs")
+    def _(
+        design: IndexedRowsDesign, operands: OperandsMetadata, args: IndexedRowsArguments
+    ) -> bool | Miss:
+        ctas = _ctas(design, operands, args)
+        return ctas < 2**31 or Miss(f"there would be {ctas}")
+
+    @rule("weight is float32, float16 or bfloat16")
+    def _(args: IndexedRowsArguments) -> bool | Miss:
+        weight = args.weight
+        return weight is None or weight.dtype.name in _FLOATS or Miss(f"it is {weight.dtype}")
+
+    def more_values(self, args: Any) -> dict[str, Any]:
+        values: dict[str, Any] = args.launch_values
+        return values
+
+    # How it is built and launched --------------------------------------------------------
+
+    def _built(self, implementation: Callable[..., Any]) -> Callable[..., None]:
+        from kernel_api.implementations.common.rows import RowThreads
+
+        design: Any = self.metadata.design
+        vector = _vector(self.metadata.operands)
+        found: Callable[..., None] = implementation(
+            RowThreads(design.threads, design.threads_per_row, vector),
+            dependent_launch=compiler.target_cc() >= compiler.DEPENDENT_LAUNCH,
+        )
+        return found
+
+    def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
+        launch = super()._launcher(args, artifact)
+
+        def launch_unless_empty(x: Any, out: Any, **others: Any) -> None:
+            if out.numel() and others["row_index"].shape[0]:
+                launch(x, out, **others)
+
+        return launch_unless_empty
+
+    def predict(self, args: IndexedRowsArguments) -> float:
+        design: Any = self.metadata.design
+        operands = self.metadata.operands
+        vector = _vector(operands)
+        ctas = _ctas(design, operands, args)
+        moved = sum(o.dtype.itemsize * (args.k if o is args.indexed else 1) for o in args.operands)
+        seconds = args.M * args.N * moved / _BANDWIDTH
+        seconds *= _VECTOR_COST[min(vector * args.x.dtype.itemsize, _PIECE)]
+        # Threads behind the ends of rows ask for nothing.
+        used = args.M * args.N / vector / (ctas * design.threads) if ctas else 1.0
+        return _OVERHEAD + float(max(seconds, ctas / _BLOCKS) / used**0.5)
+
+
+@CuTeDSLProvider.register
+class Sm80GatherRows(IndexedRowsKernel):
+    """Rows that an index names, added up."""
+
+    family: ClassVar[str] = "sm80.gather_rows"
+    arguments = GatherRowsArguments
+
+    @rule("there is a row to name")
+    def _(args: IndexedRowsArguments) -> bool:
+        return args.x.shape[0] > 0 and args.k > 0
+
+    def implementation(self) -> Callable[..., None]:
+        from kernel_api.implementations.sm80.indexed_rows import GatherRows
+
+        return self._built(GatherRows)
+
+
+@CuTeDSLProvider.register
+class Sm80ScatterRows(IndexedRowsKernel):
+    """Rows put to where an index says."""
+
+    family: ClassVar[str] = "sm80.scatter_rows"
+    arguments = ScatterRowsArguments
+
+    @rule("there is a place to write")
+    def _(args: IndexedRowsArguments) -> bool:
+        return args.k > 0
+
+    def implementation(self) -> Callable[..., None]:
+        from kernel_api.implementations.sm80.indexed_rows import ScatterRows
+
+        return self._built(ScatterRows)
+
+
+def _vector(operands: OperandsMetadata) -> int:
+    """Elements of a thread: as many as the alignments allow."""
+    found = [
+        min(t.alignment, _PIECE) // t.dtype.itemsize
+        for t in operands.tensors.values()
+        if t.dtype is not None
+    ]
+    return max(1, min(found))
+
+
+def _ctas(design: Any, operands: OperandsMetadata, args: IndexedRowsArguments) -> int:
+    along = -(-args.N // (design.threads_per_row * _vector(operands)))
+    return int(-(-args.M // design.rows) * along)
