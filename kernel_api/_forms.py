@@ -11,7 +11,7 @@ from kernel_api._results import results_type
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._shared import matrices
-from kernel_api.operands import Operand, require_tensor
+from kernel_api.operands import Operand, as_torch, require_tensor
 
 Fusion = Callable[..., Any]
 
@@ -78,6 +78,8 @@ class Form:
         complete, N = dict(options), B.shape[-1]
         if out is not None:
             self.require_out(out)
+            if not isinstance(out, (list, tuple)) and not hasattr(out, "shape"):
+                out = as_torch(out, "out")
         else:
             element = out_dtype
             if element is None:
@@ -94,7 +96,7 @@ class Form:
     def require_out(self, out: Any) -> None:
         """Raise ArgumentError for an ``out`` of a kind that the fusion does not take."""
         require_tensor(out, "out")
-        if not len(out.shape):
+        if not len(getattr(out, "shape", (1,))):
             raise ArgumentError("out has shape (); expected a matrix, or several")
 
     def columns(self, N: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from kernel_api._forms import Form, empty, torch_type
 from kernel_api.arguments.experts import experts
 from kernel_api.errors import ArgumentError
-from kernel_api.operands import Operand, require_tensor
+from kernel_api.operands import Operand, as_torch, require_tensor
 
 #: Those that may sum over tokens, whose ``out`` may be a list of matrices.
 _SUMS = frozenset(("grouped_gemm", "grouped_gemm_wgrad"))
@@ -33,6 +33,9 @@ class GroupedForm(Form):
             if given is None and name != "offsets":
                 continue
             require_tensor(given, name)
+            if not hasattr(given, "shape"):
+                given = as_torch(given, name)
+                options = {**options, name: given}
             if not len(given.shape):
                 raise ArgumentError(f"{name} has shape (); expected integers in one mode")
         return super().completed(A, B, out, out_dtype, options)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kernel_api.errors import DeviceError
+from kernel_api.errors import ArgumentError, DeviceError
 from kernel_api.targets import CcLike, Target, target
 
 
@@ -129,7 +129,10 @@ def query_target(device: Any, cc: CcLike) -> Target | None:
     if found is not None:
         return found
     if arch := os.environ.get("KERNEL_API_ARCH"):
-        return target(arch)
+        try:
+            return target(arch)
+        except ArgumentError as error:
+            raise ArgumentError(f"KERNEL_API_ARCH: {error}") from None
     if cuda_available():
         import torch
 

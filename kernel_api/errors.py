@@ -48,6 +48,10 @@ class KernelApiError(Exception):
     """Base of every error that this library raises."""
 
 
+#: As the interface spells what ``compile_all`` returns in the place of an artifact.
+KernelError = KernelApiError
+
+
 class ArgumentError(KernelApiError, ValueError):
     """The arguments contradict each other; the text names both values."""
 

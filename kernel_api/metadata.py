@@ -44,6 +44,10 @@ class TensorAttributes:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", dtype(self.dtype))
         if self.stride is not None:
+            if not isinstance(self.stride, (tuple, list)):
+                raise ArgumentError(
+                    f"stride is {self.stride!r}; expected a pattern such as (0, 1), or None for any"
+                )
             object.__setattr__(self, "stride", tuple(self.stride))
             if self.stride[-2:].count(1) != 1:
                 raise ArgumentError(
@@ -51,8 +55,11 @@ class TensorAttributes:
                 )
         if isinstance(self.scale, str) and self.scale != "any":
             object.__setattr__(self, "scale", ScaleMode(self.scale))
-        if self.divisibility < 1:
-            raise ArgumentError(f"divisibility is {self.divisibility}; expected at least 1")
+        elements = whole_number(self.divisibility)
+        if elements is None or elements < 1:
+            raise ArgumentError(
+                f"divisibility is {self.divisibility!r}; expected a number of elements, 1 at least"
+            )
 
     @property
     def unit_mode(self) -> int | None:

@@ -200,7 +200,10 @@ def providers(chosen: Iterable[str | type[Provider]] | None = None) -> list[type
 
 @functools.lru_cache(maxsize=16)
 def _by_default(named: str | None, valid_for: int) -> list[type[Provider]]:
-    return _chosen([n.strip() for n in named.split(",") if n.strip()] if named else None)
+    try:
+        return _chosen([n.strip() for n in named.split(",") if n.strip()] if named else None)
+    except ArgumentError as error:
+        raise ArgumentError(f"KERNEL_API_PROVIDERS is {named!r}: {error}") from None
 
 
 def _chosen(chosen: Iterable[str | type[Provider]] | None) -> list[type[Provider]]:

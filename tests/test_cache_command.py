@@ -65,13 +65,16 @@ def test_without_a_home_folder_commands_that_need_one_exit_with_2(homeless, comm
     assert "there is no home folder to keep a cache in; set KERNEL_API_CACHE_DIR" in told
 
 
-def test_ls_lists_what_was_compiled(filled, capsys):
+def test_ls_lists_what_was_compiled(filled, cache_directory, capsys):
     code, rows = answer(capsys, "cache", "ls")
     assert code == 0
     assert {row["kernel"] for row in rows} == {k.metadata.kernel_name for k in filled}
     assert {(row["target"], row["kind"], row["state"]) for row in rows} == {
         ("sm_90", "library", "ok")
     }
+    folders = {entry.name: entry for entry in (cache_directory / "kernels").iterdir()}
+    assert {row["key"] for row in rows} == folders.keys()
+    assert all(0 <= row["days_unused"] < 1 and row["bytes"] > 1024 for row in rows)
     name = filled[0].metadata.kernel_name
     assert len(answer(capsys, "cache", "ls", "--filter", name)[1]) == 1
     assert main(["cache", "ls"]) == 0

@@ -278,3 +278,7 @@ def test_whoever_stops_before_the_end_is_not_waited_for():
     for _ in several:
         several.close()
     assert len(compilations()) < len(kernels)
+
+
+def test_what_stands_in_the_place_of_an_artifact_has_the_name_of_the_interface():
+    assert ka.errors.KernelError is ka.errors.KernelApiError

@@ -489,3 +489,13 @@ def test_the_first_query_of_a_signature_takes_fifty_milliseconds_at_most():
         ka.get_kernels(args)
         times.append(perf_counter() - start)
     assert median(times) <= 50e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("KERNEL_API_PROVIDERS", "torhc"), ("KERNEL_API_ARCH", "sm_9x")]
+)
+def test_a_setting_that_is_wrong_is_named(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    args = gemm_arguments(8, 8, 8, types=("float32",) * 3, device="meta")
+    with pytest.raises(ArgumentError, match=f"{name}.*{value}"):
+        ka.get_kernels(args)

@@ -183,6 +183,13 @@ def test_a_stride_pattern_without_exactly_one_unit_mode_is_refused(pattern):
 def test_a_divisibility_below_one_is_refused():
     with pytest.raises(ArgumentError, match="divisibility is 0"):
         attributes(divisibility=0)
+    with pytest.raises(ArgumentError, match="divisibility is 'x'; expected a number of elements"):
+        attributes(divisibility="x")
+
+
+def test_a_stride_pattern_that_is_none_is_refused():
+    with pytest.raises(ArgumentError, match=r"stride is 3; expected a pattern such as \(0, 1\)"):
+        attributes(stride=3)
 
 
 def test_operands_are_listed_by_name():

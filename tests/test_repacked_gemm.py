@@ -51,11 +51,19 @@ def test_only_what_needs_it_is_copied(sizes, layouts, pads, expected):
         (("float8_e4m3fn", "float8_e5m2", "float32"), "sm90.gemm_fp8_repacked"),
     ],
 )
-def test_8_bit_operands_that_are_not_along_k_are_turned(types, family):
-    args = gemm_arguments(256, 256, 256, types=types, layouts="ntt", device="meta")
+@pytest.mark.parametrize(
+    ("layouts", "copied"),
+    [("ntt", (True, True)), ("ttt", (False, True)), ("nnt", (True, False)), ("ntn", (True, True))],
+)
+@pytest.mark.parametrize("K", [512, 528])
+def test_8_bit_operands_that_are_not_along_k_are_turned_and_no_others(
+    types, family, layouts, copied, K
+):
+    args = gemm_arguments(256, 256, K, types=types, layouts=layouts, device="meta")
     offered = repacked(args)
     assert {kernel.family_name() for kernel in offered} == {family}
-    assert {kernel.repacked for kernel in offered} == {(True, True)}
+    assert {kernel.repacked for kernel in offered} == {copied}
+    assert ka.get_kernels(args, cc=90)[0] == offered[0]
 
 
 def test_a_copy_has_rows_of_whole_pieces_and_begins_at_a_multiple_of_128():

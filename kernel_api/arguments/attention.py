@@ -16,7 +16,7 @@ from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue.graph import Graph
 from kernel_api.errors import ArgumentError
 from kernel_api.masks import Mask
-from kernel_api.operands import Operand
+from kernel_api.operands import Operand, as_torch
 
 _FLOAT32, _FLOAT64 = dtype("float32"), dtype("float64")
 
@@ -325,6 +325,9 @@ class AttentionArguments(Arguments):
         def checked_launch(*tensors: Any, **others: Any) -> None:
             if len(tensors) < count:
                 check_number(tensors, operands, behind)
+            if not hasattr(tensors[0], "shape"):  # arrays that have DLPack alone
+                named = zip(tensors, (*operands, *behind), strict=False)
+                tensors = tuple(as_torch(one, name) for one, name in named)
             if tensors[0].shape[-1] != D:
                 raise _prepared_for("Q", "D", tensors[0].shape[-1], D)
             if tensors[2].shape[-1] != D_v:

@@ -86,7 +86,18 @@ def _ls(cache: DiskCache, options: argparse.Namespace, output: Output) -> int:
     entries = _chosen(cache, options)
     rows = [_row(entry) for entry in entries]
     size = sum(entry.size for entry in entries)
-    data = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
+    data = [
+        {
+            "key": entry.path.name,
+            "kernel": _name(entry),
+            "target": row[2],
+            "kind": row[3],
+            "bytes": entry.size,
+            "days_unused": (time.time() - entry.used) / _DAY,
+            "state": entry.reason or "ok",
+        }
+        for entry, row in zip(entries, rows, strict=True)
+    ]
     total = f"{len(entries)} entries, {size / 2**20:.1f} MiB in {cache.root}"
     output.show(data, *([Table(_COLUMNS, rows)] if rows else []), total)
     return 0

@@ -15,6 +15,7 @@ from kernel_api.devices import require_streams
 from kernel_api.dtypes import dtype
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata
+from kernel_api.operands import as_torch
 from kernel_api.providers.streams import on_stream
 from kernel_api.providers.torch import TorchProvider
 from kernel_api.space import Operands, Space, rule
@@ -41,6 +42,9 @@ class TorchProduct(Kernel):
         multiply, device = self.product(args), args.device
 
         def launch(*tensors: Any, stream: Any = None) -> None:
+            if not all(isinstance(one, torch.Tensor) for one in tensors):
+                named = zip(tensors, args.operand_names, strict=False)
+                tensors = tuple(as_torch(one, name) for one, name in named)
             if stream is None:
                 multiply(*tensors)
             else:

@@ -100,6 +100,8 @@ _ALIGNMENTS: tuple[dict[str, int], ...] = (
     *({**_A, **_OUT}, {**_B, **_OUT}, _OUT),
     *(_A, _B, {}),
 )
+#: Of 8 bits, where one operand may be read as it is and the other not.
+_ALIGNMENTS_OF_8_BITS: tuple[dict[str, int], ...] = (_A, _B, {})
 
 
 @CuTeDSLProvider.register
@@ -144,7 +146,14 @@ class Sm90RepackedFp8Gemm(RepackedGemmFamily):
     family: ClassVar[str] = "sm90.gemm_fp8_repacked"
     promoted = True
     operands = tuple(
-        Operands(A="e4m3 | e5m2", B="e4m3 | e5m2", out=out, accumulator="f32", scales=scales)
+        Operands(
+            A="e4m3 | e5m2",
+            B="e4m3 | e5m2",
+            out=out,
+            accumulator="f32",
+            scales=scales,
+            alignments=_ALIGNMENTS_OF_8_BITS,
+        )
         for scales, out in (
             ({}, "f16 | bf16 | f32"),
             ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
@@ -160,7 +169,14 @@ class Sm90RepackedInt8Gemm(RepackedGemmFamily):
 
     family: ClassVar[str] = "sm90.gemm_int8_repacked"
     operands = tuple(
-        Operands(A="i8", B="i8", out=out, accumulator="i32", scales=scales)
+        Operands(
+            A="i8",
+            B="i8",
+            out=out,
+            accumulator="i32",
+            scales=scales,
+            alignments=_ALIGNMENTS_OF_8_BITS,
+        )
         for scales, out in (
             ({}, "i32"),
             ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
