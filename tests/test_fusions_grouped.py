@@ -411,3 +411,19 @@ def test_options_that_cannot_be_are_named():
     refused(fusions.grouped_gemm_quantize, "scale is None", mode="row",
             out=torch.zeros(9, 64).to(E4M3))  # fmt: skip
     refused(fusions.grouped_gemm_quantize, "out's type is 'float64'")
+
+
+@pytest.mark.parametrize("E", [1, 3])
+@pytest.mark.parametrize("N", [1, 2])
+@pytest.mark.parametrize("granularity", [1, "halves"])
+def test_a_gradient_takes_a_beta_of_every_expert_however_few_columns_there_are(E, N, granularity):
+    generator = torch.Generator().manual_seed(0)
+    A, B, C = (torch.randn(shape, generator=generator) for shape in ((5, 3), (E, 3, N), (5, 2 * N)))
+    offsets = torch.tensor([2, 4, 5][-E:], dtype=torch.int32)
+    beta = torch.tensor([0.5, 2.0, 0.3][:E])
+    how = {"granularity": granularity}
+    found = ka.ops.grouped_gemm_dglu(A, B, offsets, preactivation=C, beta=beta, **how)
+    sizes = torch.tensor([*offsets]).diff(prepend=torch.zeros(1, dtype=torch.int32))
+    scaled = C * beta.repeat_interleave(sizes).unsqueeze(1)
+    expected = ka.ops.grouped_gemm_dglu(A, B, offsets, preactivation=scaled, **how)
+    torch.testing.assert_close(found, expected)

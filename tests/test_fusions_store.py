@@ -10,6 +10,7 @@ from support.fusions import SETTINGS, Draw, close, computed
 
 import kernel_api as ka
 from kernel_api.errors import ArgumentError
+from kernel_api.providers.reference.epilogue import evaluate
 
 ALPHA = 0.7
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
@@ -206,3 +207,20 @@ def test_dropout_of_nothing_and_of_all(p, factor):
     A, B = draw.A, draw.B
     args = ka.fusions.gemm_dropout(A, B, out=draw.written(), p=p, seed=1, offset=2)
     close(computed(args)["out"], factor * (A @ B))
+
+
+@pytest.mark.parametrize("element", TOPS, ids=str)
+@pytest.mark.parametrize("largest", [1e-45, 1e-43, 1e-38, 1e-30])
+def test_rows_of_tiny_values_have_scales_that_can_be_divided_by(element, largest):
+    x = torch.tensor([[largest, 0.0, -largest, 0.0], [1.0, 2.0, 3.0, -4.0], [0.0] * 4])
+    out, scale = torch.empty(3, 4, dtype=element), torch.empty(3)
+    args = ka.fusions.gemm_quantize(x, torch.eye(4), out=out, scale=scale, mode="row")
+    ka.get_kernels(args)[0].run(args)
+    assert scale[2] == 1
+    assert (scale >= 2.0**-126).all()
+    for wide in (False, True):  # as kernels compute it, in float32, and as the reference does
+        found = evaluate(args.epilogue.graph, x, args.epilogue.operands, wide=wide)
+        assert all(values.isfinite().all() for values in found.values())
+    back = out.float() * scale.unsqueeze(1)
+    unit = 2.0**-3 if element.is_floating_point else 1 / 127
+    assert ((back - x).abs() <= unit * x.abs().amax(1, keepdim=True) + 2.0**-126).all()

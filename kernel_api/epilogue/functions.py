@@ -251,7 +251,8 @@ def derivative(name: str) -> Callable[..., Value]:
 
     >>> derivative("silu")(x, beta=1.702)
 
-    At a kink it is that of the left side, as in torch (relu'(0) = 0).
+    At a kink it is what torch takes there: that of the left side (relu'(0) = 0), but of hardswish
+    at 3 that of the right one.
     """
     if name not in _DERIVATIVES:
         fail(f"there is no derivative of {name!r}; there are those of {', '.join(_DERIVATIVES)}")

@@ -24,6 +24,7 @@ from kernel_api.fusions._shared import (
     required,
     rows,
     shaped,
+    times,
 )
 
 ORDERS = ("up_gate", "gate_up")
@@ -196,8 +197,10 @@ def dglu_of(kind: str, order: str, granularity: int | str, alpha_power: int = 1)
     ) -> dict[str, Any]:
         if alpha_power == 2 and alpha is not None:
             alpha = alpha * alpha
-        x, dy = point_and_gradient(accum, preactivation, upstream, alpha, bias, beta)
-        gate, up = ep.glu_pair(x, order, granularity)
+        x, dy = point_and_gradient(accum, preactivation, upstream, alpha, bias)
+        # beta behind the pairs, which are as wide as the accumulator: where that is one column,
+        # one number per expert is taken for it.
+        gate, up = (times(beta, half) for half in ep.glu_pair(x, order, granularity))
         glu = gated(kind, gate, up, limit, offset)
         d_gate, d_up = glu.gradients(dy if prob is None else dy * prob)
         D = ep.interleave(d_gate, d_up, order, granularity)

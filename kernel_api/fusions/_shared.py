@@ -188,9 +188,9 @@ def gradient_arguments(
 
 
 def point_and_gradient(
-    accum: Any, preactivation: Any, upstream: Any, alpha: Any, bias: Any, beta: Any = None
+    accum: Any, preactivation: Any, upstream: Any, alpha: Any, bias: Any
 ) -> tuple[Any, Any]:
     """Where the derivative is taken, and what it is multiplied with: the accumulator is one."""
     if preactivation is None:
         return affine(accum, alpha, bias), upstream
-    return times(beta, preactivation), times(alpha, accum)
+    return preactivation, times(alpha, accum)

@@ -30,6 +30,8 @@ from kernel_api.operands import Operand
 #: Largest values of the types that are quantised to.
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 _MX_BLOCK = 32
+#: The smallest normal float32: what is divided by less is no number, or not near it.
+_LEAST_SCALE = 2.0**-126
 MODES = ("tensor", "row", "mx")
 
 
@@ -107,8 +109,8 @@ def gemm_quantize(
     Args:
         out: (M, N) of float8_e4m3fn, float8_e5m2 or int8, whose largest value is called top.
         mode: ``"tensor"``: ``scale`` is read, a number or a tensor (). ``"row"``: it is written,
-            (M,) float32: max |x| of the row / top, 1 where that is 0; kernels compute it of up to
-            256 columns, which a tile holds. ``"mx"``: it is written,
+            (M,) float32: max |x| of the row / top, 2⁻¹²⁶ at least, 1 where x is 0; kernels compute
+            it of up to 256 columns, which a tile holds. ``"mx"``: it is written,
             (M, N / 32) float8_e8m0fnu: max |x| of 32 columns / top, rounded up to a power of two
             (OCP Microscaling Formats, whose scales are rounded down, so that the largest values
             saturate).
@@ -164,7 +166,8 @@ def _quantize_by(mode: str, top: float) -> Function:
         x = weighted(accum, alpha, bias, prob, row_scale)
         if mode == "row":
             largest = ep.amax(x, -1)
-            scale = divisor = ep.where(largest == 0.0, 1.0, largest / top)
+            least = ep.maximum(largest / top, _LEAST_SCALE)
+            scale = divisor = ep.where(largest == 0.0, 1.0, least)
         else:
             scale = ep.cast(ep.amax(x, -1, _MX_BLOCK) / top, "float8_e8m0fnu")
             divisor = ep.repeat(scale, _MX_BLOCK)
