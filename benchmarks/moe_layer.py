@@ -1,9 +1,11 @@
-"""Suite moe-layer: whole layers of experts forward, beside the same layer of torch, compiled.
+"""Suite moe-layer: whole layers of experts, beside the same layer of torch, compiled; forward, and
+with all gradients.
 
     python benchmarks/moe_layer.py [--only TEXT] [--rounds N] [--seconds S] [--out FOLDER]
 
 The layers and what they are timed beside are those of ``examples/mixture_of_experts.py``: sorting,
-both products, and the sum over each token's experts. Results are compared with a loop in float32.
+both products, and the sum over each token's experts. Results are compared with a loop in float32,
+gradients with each other.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import argparse
 import functools
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,12 @@ import torch
 
 import kernel_api as ka
 
+Layers = Mapping[str, Callable[..., Any]]
+Operands = tuple[torch.Tensor, ...]
+
 NAME, SUBJECT, PEER = "moe-layer", "kernel_api.nn.moe", "torch.compile of torch._grouped_mm"
 TOKENS = (16, 256, 4096, 16384)
+TOKENS_OF_TRAINING = (4096, 16384)
 
 
 @functools.cache
@@ -40,42 +46,46 @@ def example() -> Any:
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer of the example, for some tokens."""
+    """A layer of the example, for some tokens.
+
+    Attributes:
+        learns: Whether all gradients are computed, too.
+    """
 
     layer: str
     tokens: int
+    learns: bool = False
 
     @property
     def label(self) -> str:
-        return f"{self.layer}, {self.tokens} tokens"
+        return f"{self.layer}, {self.tokens} tokens{', with gradients' if self.learns else ''}"
 
     @property
     def operations(self) -> int:
         layer = example().LAYERS[self.layer]
-        return int(6 * self.tokens * layer.chosen * layer.hidden * layer.inner)
+        forward = 6 * self.tokens * layer.chosen * layer.hidden * layer.inner
+        return int(forward * (3 if self.learns else 1))
 
 
 def problems() -> list[Problem]:
-    return [Problem(layer, tokens) for layer in example().LAYERS for tokens in TOKENS]
+    return [
+        Problem(layer, tokens, learns)
+        for layer in example().LAYERS
+        for learns, all_tokens in ((False, TOKENS), (True, TOKENS_OF_TRAINING))
+        for tokens in all_tokens
+    ]
 
 
-@torch.no_grad()
 def measure(problem: Problem, rounds: int) -> rows.Row:
     layer = example().LAYERS[problem.layer]
     weights = layer.weights(harness.DEVICE)
     operands = (*layer.tokens(problem.tokens, harness.DEVICE), *weights)
     torch.compiler.reset()  # or sizes that differ from the last ones would become symbols
-    compiled = torch.compile(example().layer_of_torch)
-    calls = {
-        SUBJECT: [functools.partial(ka.nn.moe, *operands)],
-        PEER: [functools.partial(compiled, *operands)],
-    }
-    exact = example().layer_by_expert(*operands)
-    for name, (call,) in calls.items():
-        error = example().error(call(), exact)
-        if not error <= example().ERROR_ALLOWED:
-            raise RuntimeError(f"{name} is off by {error:.3g} of the norm")
-    found, policy = harness.interleaved(calls, 2 * layer.weight_bytes, "eager", rounds)
+    layers = {SUBJECT: ka.nn.moe, PEER: torch.compile(example().layer_of_torch)}
+    makes = _steps if problem.learns else _forward
+    calls = {name: [call] for name, call in makes(layers, operands).items()}
+    moved = (4 if problem.learns else 2) * layer.weight_bytes
+    found, policy = harness.interleaved(calls, moved, "eager", rounds)
     tflops = 1e-6 * problem.operations / found[SUBJECT].median
     return rows.row(
         *(NAME, problem.label, (SUBJECT, found[SUBJECT]), (PEER, found[PEER]), True, policy),
@@ -84,6 +94,43 @@ def measure(problem: Problem, rounds: int) -> rows.Row:
         bytes=layer.weight_bytes,
         tflops=round(tflops, 1),
     )
+
+
+def _forward(layers: Layers, operands: Operands) -> dict[str, Callable[[], Any]]:
+    """Calls without gradients, which are near a loop in float32."""
+    calls = {name: functools.partial(_without_gradients, f, operands) for name, f in layers.items()}
+    with torch.no_grad():
+        exact = example().layer_by_expert(*operands)
+    for name, call in calls.items():
+        error = example().error(call(), exact)
+        if not error <= example().ERROR_ALLOWED:
+            raise RuntimeError(f"{name} is off by {error:.3g} of the norm")
+    return calls
+
+
+@torch.no_grad()
+def _without_gradients(layer: Callable[..., Any], operands: Operands) -> Any:
+    return layer(*operands)
+
+
+def _steps(layers: Layers, operands: Operands) -> dict[str, Callable[[], Any]]:
+    """Calls that leave all gradients, which are near each other."""
+    x, index, weight, up, down = operands
+    learning = [one.detach().requires_grad_() for one in (x, weight, up, down)]
+    dy = torch.randn_like(x)
+
+    def step(layer: Callable[..., Any]) -> list[Any]:
+        x, weight, up, down = learning
+        y = layer(x, index, weight, up, down)
+        return list(torch.autograd.grad(y, learning, dy))
+
+    calls = {name: functools.partial(step, layer) for name, layer in layers.items()}
+    of_layers = zip(*(call() for call in calls.values()), strict=True)
+    for name, (one, other) in zip(("x", "weight", "w_up", "w_down"), of_layers, strict=True):
+        error = max(map(example().error, one.split(8), other.split(8)))
+        if not error <= 2 * example().ERROR_ALLOWED:
+            raise RuntimeError(f"gradients of {name} differ by {error:.3g} of the norm")
+    return calls
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -545,3 +545,24 @@ def test_the_limit_of_a_fusion_counts_the_plain_product_and_the_bytes_beyond():
     copied = problem.extra_bytes * 500.0 / (2 * fused.COPIED_BYTES)
     assert found["of_plain"] == 1.1
     assert found["of_limit"] == pytest.approx(110.0 / (103.0 + copied), rel=1e-3)
+
+
+def test_layers_of_experts_are_compared_with_their_peer_before_they_are_timed():
+    moe_layer = script("moe_layer")
+    example = moe_layer.example()
+    layer = example.Layer(experts=4, chosen=2, hidden=128, inner=64)
+    operands = (*layer.tokens(40, "cpu"), *layer.weights("cpu"))
+    right = {"ours": ka.nn.moe, "theirs": example.layer_by_expert}
+    for makes in (moe_layer._forward, moe_layer._steps):
+        calls = makes(right, operands)
+        assert list(calls) == list(right)
+    assert [one.shape for one in calls["ours"]()] == [
+        operands[place].shape for place in (0, 2, 3, 4)
+    ]
+    wrong = {**right, "ours": lambda *given: 1.1 * ka.nn.moe(*given)}
+    for makes, words in (
+        (moe_layer._forward, "ours is off by"),
+        (moe_layer._steps, "gradients of"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            makes(wrong, operands)

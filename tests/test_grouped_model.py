@@ -82,6 +82,57 @@ MEASURED = {
         "128x128 1x2 pingpong static": 14.186,
         "256x128 1x2 cooperative static": 14.615,
     },
+    # Those of Mixtral's and DeepSeek-V3's in training.
+    (8192, 8, 4096, 14336, "dglu"): {
+        "128x128 1x2 pingpong dynamic": 1.687,
+        "64x256 1x1 pingpong dynamic": 1.711,
+        "128x128 1x2 pingpong static": 1.865,
+        "128x256 1x2 cooperative dynamic": 1.893,
+        "128x256 1x1 cooperative static": 1.923,
+        "128x256 1x2 cooperative static": 1.937,
+    },
+    (131072, 256, 7168, 2048, "dglu"): {
+        "128x128 1x2 pingpong dynamic": 6.598,
+        "128x128 1x2 pingpong static": 7.424,
+        "128x256 1x1 cooperative dynamic": 7.438,
+        "128x256 1x2 cooperative dynamic": 7.461,
+        "128x256 1x2 cooperative static": 8.019,
+    },
+    (8192, 8, 4096, 28672, "swiglu of halves, prob, preactivation"): {
+        "128x128 1x2 pingpong static": 2.987,
+        "128x128 1x2 pingpong dynamic": 3.022,
+        "128x256 1x1 cooperative dynamic": 3.129,
+        "128x256 1x2 cooperative dynamic": 3.153,
+        "256x128 1x2 cooperative static": 3.307,
+    },
+    (131072, 256, 7168, 4096, "swiglu of halves, prob, preactivation"): {
+        "128x128 1x2 pingpong dynamic": 12.767,
+        "128x256 1x2 cooperative dynamic": 12.978,
+        "128x256 1x2 cooperative static": 13.115,
+        "128x256 1x1 cooperative dynamic": 13.329,
+        "128x128 1x2 pingpong static": 14.067,
+    },
+    (8192, 8, 28672, 4096, "sum"): {
+        "128x256 2x1 cooperative dynamic": 2.993,
+        "256x128 1x2 cooperative dynamic": 3.042,
+        "128x256 2x1 cooperative static": 3.047,
+        "128x256 1x2 cooperative static": 3.068,
+        "128x192 2x1 cooperative static": 3.130,
+    },
+    (131072, 256, 4096, 7168, "sum"): {
+        "128x256 2x1 cooperative dynamic": 13.260,
+        "128x256 1x2 cooperative static": 13.656,
+        "256x128 1x2 cooperative dynamic": 13.657,
+        "128x256 2x1 cooperative static": 13.664,
+        "128x192 2x1 cooperative static": 14.117,
+    },
+    (131072, 256, 7168, 2048, "sum"): {
+        "128x256 2x1 cooperative dynamic": 6.610,
+        "128x256 2x1 cooperative static": 6.789,
+        "256x128 1x2 cooperative static": 6.807,
+        "128x256 1x2 cooperative static": 6.887,
+        "128x192 2x1 cooperative static": 7.116,
+    },
 }
 
 
@@ -90,8 +141,17 @@ def arguments(T, E, K, N, fused):
         return torch.empty(shape, dtype=element, device="meta")
 
     A, B, offsets = empty(T, K), empty(E, N, K).mT, empty(E, element=torch.int32)
+    if fused == "sum":  # K and N are the sides of what has a group
+        return ka.fusions.grouped_gemm_wgrad(A.t(), empty(T, N), offsets, out=empty(E, K, N))
+    if fused == "dglu":
+        how = {"preactivation": empty(T, 2 * N), "prob": empty(T), "granularity": "halves"}
+        dprob = empty(T, element=torch.float32)
+        out = empty(T, 2 * N)
+        return ka.fusions.grouped_gemm_dglu(A, B, offsets, out=out, dprob=dprob, **how)
     if fused.startswith("swiglu"):
         how = {"granularity": "halves", "prob": empty(T)} if "halves" in fused else {}
+        if "preactivation" in fused:
+            how["preactivation"] = empty(T, N)
         return ka.fusions.grouped_gemm_glu(A, B, offsets, out=empty(T, N // 2), **how)
     index = empty(T, element=torch.int32) if fused == "scattered" else None
     return ka.GroupedGemmArguments(A, B, empty(T, N), offsets, out_row_index=index)

@@ -328,10 +328,10 @@ def _deals_heads(design: Sm90GemmDesign, operands: Any, args: Any) -> bool:
 def _is_short(graph: Graph) -> bool:
     """Whether there are registers for all of it where tiles have parts of heads."""
     written = sum(graph.nodes[index].op != "reduce" for _, index in graph.outputs)
-    return written == 1 and not _reads_matrix(graph) and model.operations(graph) <= _FEW_OF_HEADS
+    return written == 1 and not reads_matrix(graph) and model.operations(graph) <= _FEW_OF_HEADS
 
 
-def _reads_matrix(graph: Graph) -> bool:
+def reads_matrix(graph: Graph) -> bool:
     """Beside tables."""
     return any(leaf.shape.rows and leaf.shape.columns for leaf in graph.leaves.values())
 
@@ -345,7 +345,7 @@ def _is_light(args: Any, planned: Plan) -> bool:
         by_row = any(leaf.shape.rows and leaf.op != "table" for leaf in leaves)
         by_batch = any(leaf.shape.batch for leaf in leaves)
         few = _FEW_OPERATIONS if by_row or by_batch else _FEW_OF_HEADS
-    return not _reads_matrix(graph) and model.operations(graph) <= few
+    return not reads_matrix(graph) and model.operations(graph) <= few
 
 
 def _small_parts(operands: Any) -> bool:

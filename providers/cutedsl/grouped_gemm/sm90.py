@@ -18,6 +18,7 @@ from kernel_api.providers.cutedsl.gemm.sm90 import (
     WHY_ALIGNED,
     Sm90Fp8Gemm,
     Sm90GemmFamily,
+    reads_matrix,
 )
 from kernel_api.providers.cutedsl.gemm.sm90_design import ROW_BYTES
 from kernel_api.providers.cutedsl.grouped_gemm import sm90_design
@@ -132,12 +133,14 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
 
     def _gains_by_taking(self, args: Any) -> bool:
         """Whether clusters that take their tiles are faster than those that have a share: a group
-        of many tiles is about as long as the next one."""
+        of many tiles is about as long as the next one, but not where each tile waits for what its
+        epilogue reads."""
         if args.ragged == "K":
-            many_rows = _has_groups_of(_MANY_ROWS, args)
-            return many_rows if args.epilogue is None else not many_rows
+            many = _has_groups_of(_LARGE_ROWS, args)
+            return many if args.epilogue is None else not _has_groups_of(_MANY_ROWS, args)
         if args.epilogue is not None:
-            return args.K > _SHORT_K or not _has_groups_of(_FEW_ROWS, args)
+            waits = args.K > _SHORT_K or reads_matrix(args.epilogue.graph)
+            return waits or not _has_groups_of(_FEW_ROWS, args)
         return self._design.schedule != "pingpong" and not _has_groups_of(_LARGE_ROWS, args)
 
 
