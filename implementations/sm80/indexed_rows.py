@@ -32,6 +32,10 @@ class IndexedRows:
         self.rows = rows
         self.dependent_launch = dependent_launch
 
+    @property
+    def threads(self) -> int:
+        return self.rows.threads
+
     @cute.jit
     def with_operands(
         self,
@@ -47,7 +51,7 @@ class IndexedRows:
         blocks = cute.ceil_div(mIndex.shape[0], self.rows.rows) * along
         self.kernel(mX, mOut, mIndex, mWeight, along).launch(
             grid=(blocks, 1, 1),
-            block=(self.rows.threads, 1, 1),
+            block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=self.dependent_launch,
         )

@@ -39,11 +39,11 @@ class TorchProduct(Kernel):
             self.product(args)(*args.tensors)
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
-        multiply, device = self.product(args), args.device
+        multiply, device, names = self.product(args), args.device, args.operand_names
 
         def launch(*tensors: Any, stream: Any = None) -> None:
             if not all(isinstance(one, torch.Tensor) for one in tensors):
-                named = zip(tensors, args.operand_names, strict=False)
+                named = zip(tensors, names, strict=False)
                 tensors = tuple(as_torch(one, name) for one, name in named)
             if stream is None:
                 multiply(*tensors)

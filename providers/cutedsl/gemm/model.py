@@ -54,11 +54,15 @@ _READ_IN_TIME = 2
 
 #: Bytes of a row of a stage, and of a line of L2.
 _LINE_BYTES = 128
+#: Bytes of a row of a stage of what is contiguous along M or N: the most that divide a tile's.
+_ROW_BYTES = (128, 64, 32)
+#: Of an element that a stage has in that order: others are turned before.
+_TURNED_SIZE = 2
 
 #: Bytes of an element of A and of B; of an element of the product, bytes that its epilogue moves,
 #: bytes of them that it reads, and operations; the kind of arithmetic; whether rows of A straddle
-#: lines, and those of B.
-Types = tuple[int, int, float, float, int, str, bool, bool]
+#: lines, and those of B; whether A is contiguous along M, and B along N.
+Types = tuple[int, int, float, float, int, str, bool, bool, bool, bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +116,7 @@ class Problem:
             ``float32``.
         A_straddles, B_straddles: Whether rows begin within a line of L2, so that what is loaded of
             one is in two.
+        A_turned, B_turned: Whether what lies side by side is along M, and along N.
     """
 
     M: int
@@ -130,6 +135,8 @@ class Problem:
     epilogue_operations: int = 0
     A_straddles: bool = False
     B_straddles: bool = False
+    A_turned: bool = False
+    B_turned: bool = False
 
     @classmethod
     def of(cls, args: GemmArguments) -> Problem:
@@ -145,6 +152,8 @@ class Problem:
             epilogue_operations=_operations_and_waits(fused.graph) if fused else 0,
             A_straddles=_straddles(A),
             B_straddles=_straddles(B),
+            A_turned=A.unit_mode == -2 and A.dtype.itemsize == _TURNED_SIZE,
+            B_turned=B.unit_mode == -1 and B.dtype.itemsize == _TURNED_SIZE,
         )
 
     @cached_property
@@ -154,7 +163,8 @@ class Problem:
         moved = (self.out_bytes + self.epilogue_bytes) / elements
         read = self.epilogue_reads / elements
         work = (moved, read, self.epilogue_operations, self.kind)
-        return self.A_size, self.B_size, *work, self.A_straddles, self.B_straddles
+        lines = (self.A_straddles, self.B_straddles, self.A_turned, self.B_turned)
+        return self.A_size, self.B_size, *work, *lines
 
     @cached_property
     def facts(self) -> tuple[int, ...]:
@@ -191,6 +201,7 @@ class Constants:
         arrival: Bytes that it reads in the time in which one arrives there.
         load: Bytes per second that one multiprocessor takes from L2.
         straddling: Of the time of a load, and of L2's, what rows take that begin within a line.
+        short_rows: Of the time of a load, what it takes in rows of fewer bytes than 128, by those.
         step: Seconds that a step along K waits beside its work, with each block of columns.
         promotion: Seconds in which a group adds up what it has multiplied of a column with one
             instruction's K; 0 where the tensor cores do.
@@ -227,6 +238,7 @@ class Constants:
     arrival: float
     load: float
     straddling: float
+    short_rows: dict[str, float]
     step: float
     promotion: float
     store: float
@@ -362,12 +374,15 @@ def _plan(
     straddling makes of the time in which the kernel's A comes from L2, and its B.
     """
     c = constants
-    a_size, b_size, moved, read, operations, kind, *straddle = types
+    a_size, b_size, moved, read, operations, kind, *straddle, a_turned, b_turned = types
     lines_a, lines_b = (c.straddling if one else 1.0 for one in straddle)
     if candidate.swap_ab:
         a_size, b_size = b_size, a_size
         lines_a, lines_b = lines_b, lines_a
+        a_turned, b_turned = b_turned, a_turned
     tile_m, tile_n, tile_k = candidate.tile_shape
+    rows_a = _row_cost(tile_m * a_size, c) if a_turned else 1.0
+    rows_b = _row_cost(tile_n * b_size, c) if b_turned else 1.0
     cluster_m, cluster_n = candidate.cluster_shape[:2]
     schedule, power = candidate.schedule, c.sharpness
 
@@ -381,7 +396,7 @@ def _plan(
     feed = (
         c.arrival * tile_bytes + row_bytes * candidate.column_blocks + groups * column_bytes
     ) / c.feed  # written once, read by every group of instructions
-    load = (row_bytes * lines_a + column_bytes * lines_b) / c.load
+    load = (row_bytes * lines_a * rows_a + column_bytes * lines_b * rows_b) / c.load
     step = (arithmetic**power + feed**power + load**power) ** (1 / power)
     # A group's own products, and what it makes of them, follow each other.
     own = arithmetic / groups + c.promotion * tile_n * tile_k / _PROMOTED_K
@@ -410,6 +425,13 @@ def _plan(
     rows, columns = tile_m * cluster_m, tile_n * cluster_n
     times = (step, alone, epilogue, late, partial, exposed)
     return rows, columns, slots, overlapping, *times, (lines_a, lines_b)
+
+
+def _row_cost(extent: int, constants: Constants) -> float:
+    """Of the time of a load, what it takes in the longest rows that a tile of so many bytes along
+    them has."""
+    row = next(filter(lambda one: extent % one == 0, _ROW_BYTES), _ROW_BYTES[-1])
+    return constants.short_rows.get(str(row), 1.0)
 
 
 def operations(graph: Graph) -> int:
