@@ -26,8 +26,8 @@ _INTEGERS = (
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
 
-#: Experts that int16 can name, and one more; the sort takes half as long as of int32.
-_MOST_OF_INT16 = 2**15 - 1
+#: Experts whose number, and one more, int16 holds; the sort takes half as long as of int32.
+_MOST_OF_INT16 = 2**15 - 2
 
 #: Types of rows that kernels move.
 _MOVED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -162,10 +162,10 @@ class Routing(NamedTuple):
         bounded = expert_index.long().flatten().clamp(-1, E)
         bounded = bounded.to(torch.int16 if E <= _MOST_OF_INT16 else torch.int32)
         expert, place = bounded.remainder(E + 1).sort(stable=True)
-        count = torch.arange(max(E, len(place)), dtype=torch.int32, device=expert.device)
-        offsets = torch.searchsorted(expert, count[:E].to(expert.dtype), right=True, out_int32=True)
-        rank = torch.empty_like(place, dtype=torch.int32)
-        rank.index_copy_(0, place, count[: len(place)].masked_fill(expert == E, -1))
+        every = torch.arange(E, dtype=expert.dtype, device=expert.device)
+        offsets = torch.searchsorted(expert, every, right=True, out_int32=True)
+        order = torch.arange(place.shape[0], dtype=torch.int32, device=place.device)
+        rank = torch.empty_like(order).index_copy_(0, place, order.masked_fill(expert == E, -1))
         return cls(offsets, place, rank.view(expert_index.shape))
 
     def sorted(self, values: torch.Tensor) -> torch.Tensor:
@@ -180,6 +180,8 @@ class Routing(NamedTuple):
     def scattered(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of tokens, one per pair; what is behind all experts is not initialised."""
         if x.dtype in _MOVED:
+            if x.stride(1) != 1:  # as the gradient of a sum, which is one number all over
+                x = x.contiguous()
             rows: torch.Tensor = ops.scatter_rows(x, self.rank)
             return rows
         return x.index_select(0, self.place // self.rank.shape[1])
@@ -190,7 +192,8 @@ class Routing(NamedTuple):
             found: torch.Tensor = ops.gather_rows(rows, self.rank)
             return found
         chosen = rows.index_select(0, self.rank.flatten().clamp(min=0))
-        chosen = chosen.view(*self.rank.shape, -1).masked_fill(self.rank.unsqueeze(-1) < 0, 0)
+        chosen = chosen.view(*self.rank.shape, rows.shape[1])
+        chosen = chosen.masked_fill_(self.rank.unsqueeze(-1) < 0, 0)
         return chosen.sum(1, dtype=rows.dtype)
 
     def summed(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:

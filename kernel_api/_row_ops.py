@@ -62,10 +62,19 @@ def scatter_rows(
     if rows is None:
         count: Any = math.prod(_shape(row_index))
     else:
-        count = whole_number(rows)
-        if count is None or count < 0:
-            raise ArgumentError(f"rows is {rows!r}; expected a number of rows")
+        count = _count(rows)
     return _run(ScatterRowsArguments, x, row_index, weight, out, out_dtype, (count,))
+
+
+def _count(rows: Any) -> Any:
+    import torch
+
+    if isinstance(rows, torch.SymInt):
+        return rows
+    count = whole_number(rows)
+    if count is None or count < 0:
+        raise ArgumentError(f"rows is {rows!r}; expected a number of rows")
+    return count
 
 
 def _shape(row_index: Any) -> Any:

@@ -60,6 +60,7 @@ class TensorAttributes:
             raise ArgumentError(
                 f"divisibility is {self.divisibility!r}; expected a number of elements, 1 at least"
             )
+        object.__setattr__(self, "divisibility", elements)
 
     @property
     def unit_mode(self) -> int | None:

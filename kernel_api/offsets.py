@@ -136,6 +136,27 @@ def check_groups(
             _check_distinct("out_row_index", written)
 
 
+def check_scattered(row_index: Any, rows: int, stream: Any = None) -> None:
+    """Check that no row of so many is named twice, as :func:`check_groups` does.
+
+    Args:
+        row_index: Of any shape; what is no row is not looked at.
+
+    Raises ArgumentError: two places are written to one row.
+    """
+    import torch
+
+    from kernel_api.providers.streams import on_stream
+
+    if _is_captured(row_index, stream):
+        return
+    with on_stream(stream if row_index.is_cuda else None, row_index.device.index):
+        index = row_index.flatten().long()
+        absent = -1 - torch.arange(len(index), device=index.device)  # each a number of its own
+        there = (index >= 0) & (index < rows)
+        _check_distinct("row_index.flatten()", index.where(there, absent))
+
+
 def _check_first(starts: Any) -> None:
     """:func:`check_starts`, where that is asked and can be."""
     import torch

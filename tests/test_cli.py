@@ -214,7 +214,9 @@ def test_doctor_says_that_a_variable_names_no_provider(capsys, monkeypatch):
     monkeypatch.setattr(_doctor, "_what_works", dict)
     code, told = run_json(capsys, "doctor")
     assert code == 0
-    assert told["providers"]["KERNEL_API_PROVIDERS"].startswith("no: KERNEL_API_PROVIDERS is 'nope': no provider is called 'nope'")
+    assert told["providers"]["KERNEL_API_PROVIDERS"].startswith(
+        "no: KERNEL_API_PROVIDERS is 'nope': no provider is called 'nope'"
+    )
     assert told["environment"]["KERNEL_API_PROVIDERS"] == "nope"
 
 

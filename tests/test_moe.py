@@ -11,6 +11,7 @@ from support.fusions import GLU, close, pairs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_api as ka
+from kernel_api import _moe_nn
 from kernel_api.errors import ArgumentError
 
 K, INNER, E = 6, 32, 4
@@ -112,6 +113,55 @@ def test_pairs_are_ordered_and_blocked_as_asked(order, granularity):
 def test_indices_may_be_any_integers_and_lie_anywhere(index):
     routing = TWO.to(index).t().contiguous().t()
     check(leaves(), routing)
+
+
+@pytest.mark.parametrize("experts", [2, 32766, 32767, 32768, 40000])
+def test_experts_may_be_as_many_as_there_are(experts):
+    index = torch.tensor([[0, -1], [experts - 1, experts], [1, experts + 5], [1, 1]])
+    routing = _moe_nn.Routing.of(index, experts)
+    expected = torch.bincount(index[(index >= 0) & (index < experts)], minlength=experts).cumsum(0)
+    assert torch.equal(routing.offsets, expected.int())
+    there = (index >= 0) & (index < experts)
+    assert torch.equal(routing.rank >= 0, there)
+    assert sorted(routing.rank[there].tolist()) == list(range(int(there.sum())))
+
+
+@pytest.mark.parametrize("make", [torch.ones_like, lambda y: y.new_ones(1, 1).expand(y.shape),
+                                  lambda y: torch.ones_like(y.t()).t()])  # fmt: skip
+def test_gradients_may_lie_anywhere_and_are_moved_by_kernels(monkeypatch, make):
+    """A kernel of ours takes rows side by side; the gradient of a sum is one number all over."""
+    moved = []
+    scatter_rows = ka.ops.scatter_rows
+    monkeypatch.setattr(
+        ka.ops, "scatter_rows", lambda x, rank: moved.append(x.stride()) or scatter_rows(x, rank)
+    )
+    x, weight, up, down = leaves()
+    y = ka.nn.moe(x, TWO, weight, up, down)
+    torch.autograd.grad(y, x, make(y))
+    assert len(moved) == 3  # tokens, twice, and the gradient
+    assert {stride[1] for stride in moved} == {1}
+
+
+def test_integers_without_tokens_have_no_rows():
+    x = torch.zeros(0, K, dtype=torch.int8)
+    up, down = (torch.ones(shape, dtype=torch.int8) for shape in ((E, K, 2 * INNER), (E, INNER, K)))
+    index = torch.zeros(0, 2, dtype=torch.long)
+    assert ka.nn.moe(x, index, index.float(), up, down).shape == (0, K)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_layer_takes_any_number_of_tokens(strict):
+    class Layer(torch.nn.Module):
+        def forward(self, *operands):
+            return ka.nn.moe(*operands)
+
+    x, weight, up, down = (one.detach() for one in leaves(element=torch.float32))
+    tokens = {0: torch.export.Dim("tokens", min=2, max=4096)}
+    shapes = {"dynamic_shapes": ((tokens, tokens, tokens, None, None),), "strict": strict}
+    exported = torch.export.export(Layer(), (x, TWO, weight, up, down), **shapes).module()
+    for count in (len(x), 3):
+        operands = (x[:count], TWO[:count], weight[:count], up, down)
+        torch.testing.assert_close(exported(*operands), ka.nn.moe(*operands))
 
 
 @pytest.fixture

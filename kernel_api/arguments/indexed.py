@@ -2,19 +2,26 @@
 
 They stand around the products of a layer of experts: rows of tokens are scattered to where their
 experts' groups lie, and gathered from there with the weights of the router. Megatron-LM calls that
-permute and unpermute. Each is the gradient of the other with respect to x.
+permute and unpermute. Gathering is the gradient of scattering with respect to x; scattering that of
+gathering, where every row is named once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 from kernel_api.arguments.row import RowArguments
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
+from kernel_api.offsets import check_is_asked, check_scattered
 from kernel_api.operands import Operand
 
 _INT32 = dtype("int32")
+
+#: Layouts of operands that have passed all checks but that of their memory.
+_fitting: set[tuple[Hashable, ...]] = set()
+_FITTING_KEPT = 4096
 
 
 class IndexedRowsArguments(RowArguments):
@@ -39,7 +46,14 @@ class IndexedRowsArguments(RowArguments):
 
     def __init__(self, x: Any, out: Any, row_index: Any, weight: Any = None) -> None:
         self._take({"x": x, "out": out}, {"row_index": row_index, "weight": weight})
+        weighted = self.weight
+        layouts = (self.kind, *(one.layout for one in self._all_operands()), weighted is None)
+        if layouts in _fitting:
+            self.device = self.x.device
+            self._check_apart(self.out, self._all_operands())
+            return
         self._check()
+        _remember_fitting(layouts)
 
     @property
     def M(self) -> int:
@@ -188,6 +202,22 @@ class ScatterRowsArguments(IndexedRowsArguments):
         index = self.row_index.tensor.flatten().long()
         return {"out": index[(index >= 0) & (index < self.out.shape[0])]}
 
+    def check_values(self, stream: Any = None) -> None:
+        if check_is_asked():
+            check_scattered(self.row_index.tensor, self.out.shape[0], stream)
+
+    def checked(self, launch: Callable[..., None]) -> Callable[..., None]:
+        if not check_is_asked():
+            return launch
+        names = ("x", "out", *self.further)
+
+        def checked_launch(*tensors: Any, stream: Any = None, **others: Any) -> None:
+            given = {**dict(zip(names, tensors, strict=False)), **others}
+            check_scattered(given["row_index"], given["out"].shape[0], stream)
+            launch(*tensors, stream=stream, **others)
+
+        return checked_launch
+
     def draw_indices(self, random: Any) -> None:
         """Rows of out in any order, each once; where there are too few: none."""
         import torch
@@ -197,3 +227,9 @@ class ScatterRowsArguments(IndexedRowsArguments):
         drawn = torch.randperm(max(rows, places), generator=random, device=self.device)[:places]
         drawn = torch.where(drawn < rows, drawn, -1).to(torch.int32)
         self.row_index.tensor.copy_(drawn.view(shape))
+
+
+def _remember_fitting(layouts: tuple[Hashable, ...]) -> None:
+    if len(_fitting) >= _FITTING_KEPT:
+        _fitting.clear()
+    _fitting.add(layouts)

@@ -7,7 +7,7 @@ in float64 where x is.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar
 
 from kernel_api._numbers import real_number, whether, whole_number
@@ -64,6 +64,12 @@ class NormArguments(RowArguments):
 
     def _numbers(self) -> dict[str, Any]:
         return {} if self.eps is None else {"eps": self.eps}
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        if self._key is None:
+            self._key = (*super().key, self._numbers().get("rows_per_block"))
+        return self._key
 
     # Checks ------------------------------------------------------------------------------
 

@@ -113,10 +113,8 @@ class RowArguments(Arguments):
     @property
     def key(self) -> tuple[Hashable, ...]:
         if self._key is None:
-            further = tuple((o.shape, o.stride, o.alignment) for o in self.further.values())
-            rows_per_block = self._numbers().get("rows_per_block")
-            self._key = None
-            self._key = (*super().key, further, rows_per_block)
+            further = tuple([(o.layout, o.alignment) for o in self.further.values()])
+            self._key = (*super().key, further)
         return self._key
 
     def _all_operands(self) -> tuple[Operand, ...]:

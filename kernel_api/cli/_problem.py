@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kernel_api.cli._attention_problem import ATTENTION, attention_arguments
 from kernel_api.cli._fused_problem import FUSED, beside, fused_arguments
 from kernel_api.cli._grouped_problem import GROUPED, grouped_arguments
+from kernel_api.cli._indexed_problem import INDEXED, PLACES, indexed_arguments
 from kernel_api.cli._norm_problem import NORMS, norm_arguments
 from kernel_api.cli._query import at_least, seed
 from kernel_api.dtypes import dtype
@@ -19,7 +20,7 @@ from kernel_api.errors import ArgumentError, KernelApiError
 if TYPE_CHECKING:
     from kernel_api.arguments import Arguments, GemmArguments
 
-OPERATIONS = ("gemm", *FUSED, *NORMS, *GROUPED, *ATTENTION)
+OPERATIONS = ("gemm", *FUSED, *NORMS, *GROUPED, *INDEXED, *ATTENTION)
 
 #: Operations that have an option, of those that not all have.
 _OPERATIONS_WITH = {"groups": GROUPED, "heads": ATTENTION, "heads_kv": ATTENTION}
@@ -47,7 +48,8 @@ def add_problem_options(
     """Operation, sizes, types, layout and placement; ``device`` is the default one."""
     sizes = parser.add_argument_group(
         "problem: out (M, N) = A (M, K) · B (K, N), or of x (M, N); attention of M queries and N "
-        "keys with head dimension K; M tokens of groups, or K that are summed over"
+        "keys with head dimension K; M tokens of groups, or K that are summed over; M times K rows "
+        "of N that an index names"
     )
     sizes.add_argument(
         "--operation",
@@ -68,7 +70,11 @@ def add_problem_options(
     )
     for name in ("m", "n"):
         sizes.add_argument(f"--{name}", type=at_least(0), default=_SIZE, help=f"(default: {_SIZE})")
-    sizes.add_argument("--k", type=at_least(0), help=f"(default: {_SIZE}; norms have none)")
+    sizes.add_argument(
+        "--k",
+        type=at_least(0),
+        help=f"(default: {_SIZE}, of {' and '.join(INDEXED)} {PLACES}; norms have none)",
+    )
     sizes.add_argument("--batch", type=at_least(0), metavar="L", help="(default: no batch mode)")
     sizes.add_argument(
         "--groups", type=at_least(1), metavar="E", help="of grouped products (default: 8)"
@@ -128,7 +134,8 @@ def problem_arguments(
 
 def sizes_of(options: argparse.Namespace) -> tuple[int, int, int]:
     """M, N and K; a norm has no K, and does not look at it."""
-    return options.m, options.n, _SIZE if options.k is None else options.k
+    usual = PLACES if options.operation in INDEXED else _SIZE
+    return options.m, options.n, usual if options.k is None else options.k
 
 
 def on_cpu(args: Arguments) -> Arguments:
@@ -158,6 +165,8 @@ def _made(options: argparse.Namespace, sizes: tuple[int, int, int]) -> Arguments
     m, n, k = sizes
     if options.operation in NORMS:
         return norm_arguments(options, Maker(options), m, n)
+    if options.operation in INDEXED:
+        return indexed_arguments(options, Maker(options), (m, n, k))
     if options.operation in ATTENTION:
         return attention_arguments(options, Maker(options), (m, n, k))
     if options.operation in GROUPED:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kernel_api.cli._attention_problem import ATTENTION
+from kernel_api.cli._indexed_problem import INDEXED
 from kernel_api.cli._norm_problem import NORMS
 from kernel_api.cli._problem import add_problem_options, problem_arguments, sizes_of
 from kernel_api.cli._query import add_limit_option, add_provider_options, query
@@ -39,6 +40,9 @@ SHAPES = {
 
 #: Whose N is a half of the columns that are pairs.
 _GRADIENTS_OF_PAIRS = ("gemm_dglu", "gemm_dswiglu", "grouped_gemm_dglu")
+
+#: In place of K, of rows that an index names.
+_PLACES = (1, 2, 3, 4, 5, 7, 8, 9)
 
 #: In place of K, of attention: a row of a head takes a multiple of 16 bytes in any type.
 _HEAD_DIMENSIONS = (16, 32, 48, 64, 80, 128, 192, 96)
@@ -95,6 +99,8 @@ def _sizes(options: argparse.Namespace) -> tuple[tuple[int, int, int], ...]:
     shapes = SHAPES[options.shapes]
     if options.operation in ATTENTION:
         return tuple((M, N, D) for (M, N, _), D in zip(shapes, _HEAD_DIMENSIONS, strict=True))
+    if options.operation in INDEXED:
+        return tuple((M, N, k) for (M, N, _), k in zip(shapes, _PLACES, strict=True))
     together = _columns_taken_together(options)
     return tuple((M, -(-N // together) * together, K) for M, N, K in shapes)
 

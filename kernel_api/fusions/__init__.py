@@ -1,4 +1,5 @@
-"""Matrix products with what is done to their results, in one kernel; norms of rows; attention.
+"""Matrix products with what is done to their results, in one kernel; norms of rows, and rows that an
+index names; attention.
 
     args = ka.fusions.gemm_swiglu(x, w.t(), out=out, preactivation=preactivation)
     ka.get_kernels(args)[0].run(args)
@@ -75,6 +76,7 @@ from kernel_api.fusions._grouped import (
     grouped_gemm_srelu,
     grouped_gemm_wgrad,
 )
+from kernel_api.fusions._indexed import gather_rows, scatter_rows
 from kernel_api.fusions._linear import (
     ACTIVATIONS,
     gemm,
@@ -97,6 +99,7 @@ GLU_KINDS = KINDS
 __all__ = [
     "ACTIVATIONS",
     "GLU_KINDS",
+    "gather_rows",
     "gemm",
     "gemm_amax",
     "gemm_bias_activation",
@@ -129,6 +132,7 @@ __all__ = [
     "rmsnorm",
     "rmsnorm_backward",
     "rmsnorm_rht_amax",
+    "scatter_rows",
     "sdpa",
     "sdpa_backward",
 ]

@@ -124,10 +124,11 @@ class IndexedRowsKernel(CuteDslKernel):
         return found
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
-        launch = super()._launcher(args, artifact)
+        launch, names = super()._launcher(args, artifact), tuple(args.further)
 
-        def launch_unless_empty(x: Any, out: Any, **others: Any) -> None:
-            if out.numel() and others["row_index"].shape[0]:
+        def launch_unless_empty(x: Any, out: Any, *further: Any, **others: Any) -> None:
+            others.update(zip(names, further, strict=False))
+            if 0 not in out.shape and others["row_index"].shape[0]:
                 launch(x, out, **others)
 
         return launch_unless_empty
@@ -152,10 +153,6 @@ class Sm80GatherRows(IndexedRowsKernel):
     family: ClassVar[str] = "sm80.gather_rows"
     arguments = GatherRowsArguments
 
-    @rule("there is a row to name")
-    def _(args: IndexedRowsArguments) -> bool:
-        return args.x.shape[0] > 0 and args.k > 0
-
     def implementation(self) -> Callable[..., None]:
         from kernel_api.implementations.sm80.indexed_rows import GatherRows
 
@@ -168,10 +165,6 @@ class Sm80ScatterRows(IndexedRowsKernel):
 
     family: ClassVar[str] = "sm80.scatter_rows"
     arguments = ScatterRowsArguments
-
-    @rule("there is a place to write")
-    def _(args: IndexedRowsArguments) -> bool:
-        return args.k > 0
 
     def implementation(self) -> Callable[..., None]:
         from kernel_api.implementations.sm80.indexed_rows import ScatterRows

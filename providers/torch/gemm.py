@@ -43,8 +43,7 @@ class TorchProduct(Kernel):
 
         def launch(*tensors: Any, stream: Any = None) -> None:
             if not all(isinstance(one, torch.Tensor) for one in tensors):
-                named = zip(tensors, names, strict=False)
-                tensors = tuple(as_torch(one, name) for one, name in named)
+                tensors = tuple(map(as_torch, tensors, names))
             if stream is None:
                 multiply(*tensors)
             else:
