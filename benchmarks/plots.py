@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -218,7 +219,7 @@ def _powers(low: float, high: float) -> list[float]:
 
 def short(problem: str) -> str:
     """The label without what all of them say."""
-    return problem.replace(" (M x N x K) TN", "").replace(" (B x H x S x D)", "")
+    return re.sub(r" \(M x N x K\)( TN)?| \(B x H x S x D\)", "", problem)
 
 
 def size_of(row: Row) -> int:
@@ -228,8 +229,8 @@ def size_of(row: Row) -> int:
 
 def element(row: Row) -> str:
     """Of a product; labels of grouped ones and of attention do not say it."""
-    _, said, types = row["problem"].partition(" TN ")
-    return str(types.split()[0]) if said else "bf16"
+    types = re.search(r" [NT]{2} (\w+)", row["problem"])
+    return types[1] if types else "bf16"
 
 
 def origin(row: Row) -> str:

@@ -1,4 +1,5 @@
-"""Problems, and random operands for them: A row-major, B stored (N, K) as linear layers do."""
+"""Problems, and random operands for them: where nothing else is said, A row-major, B stored (N, K)
+as linear layers do."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ class Problem:
         out: Type of out; that of A and B by default.
         scales: ``per_tensor``, ``per_row``, ``blocks`` (1x128 of A, 128x128 of B), or none.
         origin: The layer that it comes from, if any.
+        layout: How A and B are stored, as BLAS, which counts columns first, has it: T A is (M, K),
+            N (K, M); N B is (N, K), T (K, N).
     """
 
     M: int
@@ -31,6 +34,7 @@ class Problem:
     out: str = ""
     scales: str = ""
     origin: str = ""
+    layout: str = "TN"
 
     @property
     def label(self) -> str:
@@ -40,7 +44,7 @@ class Problem:
             types += f" {self.scales.replace('_', ' ')}"
         if self.out and dtype(self.out) is not dtype(self.element):
             types += f" -> {dtype(self.out).short}"
-        return f"{self.M}x{self.N}x{self.K} (M x N x K) TN {types}"
+        return f"{self.M}x{self.N}x{self.K} (M x N x K) {self.layout} {types}"
 
     @property
     def operations(self) -> int:
@@ -55,8 +59,14 @@ class Problem:
 
     def arguments(self, device: str) -> ka.GemmArguments:
         """The problem on new random operands."""
-        A = _random((self.M, self.K), self.element, device)
-        B = _random((self.N, self.K), self.element, device).t()
+        A, B = (
+            _random(rows if letter == "T" else rows[::-1], self.element, device)
+            for rows, letter in zip(((self.M, self.K), (self.K, self.N)), self.layout, strict=True)
+        )
+        A, B = (
+            one if letter == "T" else one.t()
+            for one, letter in zip((A, B), self.layout, strict=True)
+        )
         out_type = dtype(self.out or self.element).torch
         out = torch.empty(self.M, self.N, dtype=out_type, device=device)
         if self.scales:

@@ -54,6 +54,7 @@ ABOUT = {
     "gemm-f16": "six products of float16",
     "gemm-fp8": "products of e4m3: scales per tensor, per row, in blocks",
     "gemm-fused": "products with fused epilogues",
+    "gemm-layouts": "gradients of linear layers, bfloat16",
     "gemm-models": "layers of language models and odd sizes, bfloat16",
     "gemm-other": "products of int8 and tf32",
     "graph": "graphs, and a whole transformer block",

@@ -37,9 +37,9 @@ def test_documents_say_what_the_rows_say(path, text):
     assert written == tables.updated(written, text())
 
 
-def test_overview_says_what_every_suite_is_about():
+def test_overview_says_what_every_recorded_suite_is_about():
     suites = {suite for of_gpu in tables.recorded().values() for suite in of_gpu}
-    assert {suite.removesuffix(tables.RESTED) for suite in suites} == set(tables.ABOUT)
+    assert {suite.removesuffix(tables.RESTED) for suite in suites} <= set(tables.ABOUT)
 
 
 def test_overview_has_a_line_per_suite_that_leads_to_its_table(tmp_path):
