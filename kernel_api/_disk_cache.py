@@ -139,12 +139,15 @@ class Entry:
     Attributes:
         manifest: None if it cannot be read.
         reason: What is wrong with it; None for a good one.
+        unread: Whether the system gave no more than an error, such as that too many files are open:
+            the entry may be good.
     """
 
     path: Path
     manifest: Manifest | None
     file: Path | None
     reason: str | None
+    unread: bool = False
 
     @property
     def size(self) -> int:
@@ -197,7 +200,12 @@ class DiskCache:
             return None
         entry = self.read(folder)
         if entry.manifest is None or entry.file is None or entry.reason is not None:
-            self.move_aside(entry)
+            if entry.unread:
+                logger.warning(
+                    "%s cannot be read, so the kernel is compiled: %s", folder, entry.reason
+                )
+            else:
+                self.move_aside(entry)
             return None
         try:
             artifact = artifact_of(entry.manifest, entry.file)
@@ -224,8 +232,10 @@ class DiskCache:
             if manifest.identity.key != folder.name:
                 raise LibraryError("it belongs to another key")
             manifest.check(file.read_bytes())
-        except (LibraryError, OSError, UnicodeDecodeError) as error:
+        except (LibraryError, FileNotFoundError, NotADirectoryError, UnicodeDecodeError) as error:
             return Entry(folder, manifest, file, str(error))
+        except OSError as error:
+            return Entry(folder, manifest, file, str(error), unread=True)
         return Entry(folder, manifest, file, None)
 
     def keep(self, identity: Identity, artifact: CompiledArtifact) -> None:

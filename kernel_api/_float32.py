@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -133,6 +134,16 @@ class _Operation:
                     self._undo()
                 self._idle.notify_all()
 
+    def forget_in_child(self) -> None:
+        """Of threads that the process which was forked had, only this one is left."""
+        self._entrance, self._lock = threading.Lock(), threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        thread = threading.get_ident()
+        self._nested = {one: n for one, n in self._nested.items() if one == thread}
+        if self._calls and not self._nested and self._undo is not None:
+            self._undo()
+        self._calls = len(self._nested)
+
     def _changed(self, tf32: bool) -> Callable[[], None] | None:
         """Make the setting this one; returns what undoes it, None where it is."""
         values = [read() for read in self._readers]
@@ -181,6 +192,9 @@ class _Calls:
 _MATMUL = _Operation("matmul", _Matmuls())
 _CONV = _Operation("conv", _Cudnn())
 _AS_SET: AbstractContextManager[None] = contextlib.nullcontext()
+
+for _one in (_MATMUL, _CONV):
+    os.register_at_fork(after_in_child=_one.forget_in_child)
 
 setting = _MATMUL.setting
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -136,7 +137,7 @@ def _allocated(name: str, x: Any, asked: Any, options: dict[str, Any]) -> Any:
     if name == "global_amax":
         return x.new_empty((), dtype=element)
     assert name == "amax", name
-    rows = x.shape[:-1].numel()
+    rows = math.prod(x.shape[:-1])
     per_block = whole_number(options.get("rows_per_block"))
     if per_block is None or per_block <= 0:  # absent, or refused where the arguments are made
         per_block = default_rows_per_block(rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 import threading
 import warnings
 from collections import OrderedDict
@@ -162,6 +163,8 @@ class Catalogue:
         epilogue = args.epilogue if args is not None else None
         key = (target, epilogue.signature if epilogue is not None else None)
         if key not in self._variants:
+            if len(self._variants) > _FUSED_KEPT:
+                self._variants.clear()
             cc = target.cc if target is not None else None
             made = self.family.generate_kernels(_everything, epilogue_args=epilogue, cc=cc)
             self._variants[key] = _grouped(self.family, made)
@@ -404,10 +407,10 @@ def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Ker
         _forget_if_changed()
         for provider in asked:
             for family in provider.families():
-                if target is not None and family.why_not_for(target) is not None:
-                    continue
                 catalogue = _catalogue(family)
                 try:
+                    if target is not None and family.why_not_for(target) is not None:
+                        continue
                     found += [
                         kernel
                         for variants in catalogue.operands(None, target)
@@ -419,3 +422,14 @@ def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Ker
     if target is None:
         return found
     return [k for k in found if fitting(k.metadata.parsed_targets, target) is not None]
+
+
+def _unlock_in_child() -> None:
+    """A thread that asked when the process was forked is not in this one: what it was building is
+    built anew."""
+    global _lock, _valid_for
+    _lock = threading.RLock()
+    _valid_for = -1
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)

@@ -36,10 +36,16 @@ _BUILT_IN = {
 
 K = TypeVar("K", bound=type)
 
+#: Of the registry; held for moments. Nobody imports a module meanwhile: another thread may be
+#: importing it, and wait for this to register what it defines.
 _lock = threading.RLock()
+#: Of the one thread that loads providers and plug-ins.
+_scan_lock = threading.RLock()
 _providers: dict[str, type[Provider]] = {}
 _scanned = False
-_scanning = False
+_scanner: int | None = None
+#: What other threads have registered while one scans.
+_of_others: set[type] = set()
 _generation = 0
 
 
@@ -80,7 +86,7 @@ class Provider:
                     f"needs another"
                 )
             _providers[cls.name] = cls
-            registry_changed()
+            _registered(cls)
 
     @classmethod
     def register(cls, kernel_class: K) -> K:
@@ -101,7 +107,7 @@ class Provider:
                 raise RegistrationError(f"{name} cannot be registered: {'; '.join(missing)}")
             kernel_class._provider = cls  # type: ignore[attr-defined]
             cls._families[_path(kernel_class)] = kernel_class
-            registry_changed()
+            _registered(kernel_class)
         return kernel_class
 
     @classmethod
@@ -176,6 +182,12 @@ def registered_class(path: str) -> type | None:
     return None
 
 
+def _registered(cls: type) -> None:
+    if _scanner is not None and _scanner != threading.get_ident():
+        _of_others.add(cls)
+    registry_changed()
+
+
 def registry_changed() -> None:
     """Make every memoised query forget its answer."""
     global _generation
@@ -233,27 +245,30 @@ def _resolve(one: Any, known: dict[str, type[Provider]]) -> type[Provider]:
 
 def _scan() -> None:
     """Load the built-in providers and the installed plug-ins, once."""
-    global _scanned, _scanning
+    global _scanned, _scanner
     if _scanned:
         return
-    with _lock:
+    with _scan_lock:
         # Other threads wait for the lock; a provider that asks while it is loaded does not.
-        if _scanned or _scanning:
+        if _scanned or _scanner is not None:
             return
-        _scanning = True
+        _scanner = threading.get_ident()
         try:
             plug_ins = sorted(_entry_points(), key=lambda e: e.name)
             for name, module in _BUILT_IN.items():
-                _load(f"provider {name!r}", functools.partial(importlib.import_module, module))
+                load = functools.partial(importlib.import_module, module)
+                _load(f"provider {name!r}", load, module)
             for entry in plug_ins:
                 others = [_module(other) for other in plug_ins if other is not entry]
                 keeps = functools.partial(_is_of, others, _module(entry))
-                _load(f"provider {entry.name!r}", functools.partial(_plug_in, entry), keeps)
+                load = functools.partial(_plug_in, entry)
+                _load(f"provider {entry.name!r}", load, _module(entry), keeps)
             for path in filter(None, os.environ.get(_BUNDLES, "").split(os.pathsep)):
                 _load(f"bundle {path!r}", functools.partial(_bundle, path))
             _scanned = True
         finally:
-            _scanning = False
+            _scanner = None
+            _of_others.clear()
 
 
 def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
@@ -261,17 +276,32 @@ def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
 
 
 def _load(
-    what: str, load: Callable[[], Any], keeps: Callable[[type], bool] = lambda cls: False
+    what: str,
+    load: Callable[[], Any],
+    module: str = "",
+    keeps: Callable[[type], bool] = lambda cls: False,
 ) -> None:
     """What cannot be loaded is a warning, and registers nothing: the others still answer.
 
+    What was interrupted registers nothing either, and is imported anew the next time.
+
     Args:
+        module: That is imported.
         keeps: Whether a provider or kernel class that was registered meanwhile is of others.
     """
-    named = dict(_providers)
-    families = {provider: dict(provider._families) for provider in named.values()}
+    with _lock:
+        named = dict(_providers)
+        families = {provider: dict(provider._families) for provider in named.values()}
+    imported = set(sys.modules)
     try:
         load()
+    except KeyboardInterrupt:
+        if module not in sys.modules:  # else another thread imports it
+            _restore(named, families, keeps)
+            for name in set(sys.modules) - imported:
+                if name.startswith(f"{module}."):  # what it registers, it does when it is imported
+                    del sys.modules[name]
+        raise
     except (Exception, SystemExit) as error:
         logger.debug("%s failed to load", what, exc_info=True)
         _restore(named, families, keeps)
@@ -288,16 +318,17 @@ def _restore(
     """Make the registry what it was, but for what was added and is to be kept."""
 
     def kept(added: dict[str, K]) -> dict[str, K]:
-        return {name: cls for name, cls in added.items() if keeps(cls)}
+        return {name: cls for name, cls in added.items() if cls in _of_others or keeps(cls)}
 
-    before = {**kept(_providers), **named}
-    _providers.clear()
-    _providers.update(before)
-    for provider in _providers.values():
-        known = {**kept(provider._families), **families.get(provider, {})}
-        provider._families.clear()
-        provider._families.update(known)
-    registry_changed()
+    with _lock:
+        before = {**kept(_providers), **named}
+        _providers.clear()
+        _providers.update(before)
+        for provider in _providers.values():
+            known = {**kept(provider._families), **families.get(provider, {})}
+            provider._families.clear()
+            provider._families.update(known)
+        registry_changed()
 
 
 def _module(entry: importlib.metadata.EntryPoint) -> str:
@@ -333,6 +364,17 @@ def _bundle(path: str) -> None:
 def rescan() -> None:
     """Look for installed plug-ins again on the next query."""
     global _scanned
-    with _lock:
+    with _scan_lock:
         _scanned = False
         registry_changed()
+
+
+def _unlock_in_child() -> None:
+    """A thread that scanned when the process was forked is not in this one."""
+    global _lock, _scan_lock, _scanner
+    _lock, _scan_lock = threading.RLock(), threading.RLock()
+    if _scanner != threading.get_ident():
+        _scanner = None
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)

@@ -1,5 +1,6 @@
 """The cache on disk behind compile: kernel_api._disk_cache, _manifest."""
 
+import errno
 import json
 import logging
 import os
@@ -411,3 +412,24 @@ def test_a_warm_start_loads_no_compiler_and_makes_only_the_variants_that_it_need
     made, every = found["variants"]
     assert made < every / 3
     assert "expected device_type=cuda" in found["refusal"]
+
+
+def test_an_entry_that_the_system_cannot_open_now_stays_where_it_is(
+    cache_directory, caplog, monkeypatch
+):
+    """It may be good, and other processes load it."""
+    compiled()
+    folder = entry(cache_directory)
+
+    def out_of_files(path):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="kernel_api"):
+        patch.setattr(Path, "read_bytes", out_of_files)
+        patch.setattr(Path, "read_text", lambda path, *how: out_of_files(path))
+        assert compiled().compiled_obj == machine_code()
+    assert (
+        "cannot be read, so the kernel is compiled: [Errno 24] Too many open files" in caplog.text
+    )
+    assert folder.is_dir()
+    assert not (cache_directory / "aside").exists()

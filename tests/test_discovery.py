@@ -499,3 +499,25 @@ def test_a_setting_that_is_wrong_is_named(monkeypatch, name, value):
     args = gemm_arguments(8, 8, 8, types=("float32",) * 3, device="meta")
     with pytest.raises(ArgumentError, match=f"{name}.*{value}"):
         ka.get_kernels(args)
+
+
+def test_a_provider_whose_architectures_make_no_sense_is_a_warning(registry):
+    registry.register(CudaGemm).architectures = 90
+    with pytest.warns(PluginWarning, match="CudaGemm"):
+        assert ka.get_kernels(cc=90)
+
+
+def test_an_epilogue_that_joins_many_problems_forgets_some():
+    epilogue = ka.EpilogueArguments(lambda accum: 2 * accum)
+    for rows in range(1, 200):
+        args = ka.GemmArguments(
+            torch.empty(rows, 4, device="meta"),
+            torch.empty(4, 4, device="meta"),
+            torch.empty(rows, 4, device="meta"),
+            epilogue=epilogue,
+        )
+        assert (
+            args.epilogue.graph.identity
+            == epilogue._joined[next(reversed(epilogue._joined))].graph.identity
+        )
+    assert len(epilogue._joined) <= 64

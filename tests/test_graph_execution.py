@@ -365,3 +365,46 @@ def python_calls(call):
     finally:
         sys.setprofile(None)
     return entered[1:]
+
+
+def test_a_workspace_may_go_when_its_owner_lets_it():
+    graph, a, b = new_graph()
+    hidden = graph.relu(graph.matmul(a, b))
+    c = graph.tensor((N, K), name="c")
+    graph.matmul(hidden, c).set_output(True).set_name("y")
+    graph.build([A])
+    size = graph.get_workspace_size()
+    assert size
+    memory = numpy.zeros(size + 512, dtype=numpy.uint8)
+    kept = weakref.ref(memory)
+    first = -memory.ctypes.data % 256
+    workspace = torch.from_numpy(memory)[first : first + size]
+    del memory
+    tensors = {**operands(), "c": torch.randn(N, K), "y": torch.empty(M, K)}
+    for _ in range(2):
+        graph.execute(tensors, workspace)
+    expected = (tensors["a"] @ tensors["b"]).relu() @ tensors["c"]
+    torch.testing.assert_close(tensors["y"], expected)
+    del workspace
+    gc.collect()
+    assert kept() is None
+    graph.execute(tensors, torch.empty(size, dtype=torch.uint8))
+
+
+def test_executions_for_other_extents_are_forgotten_in_time(monkeypatch):
+    monkeypatch.setattr(_execution, "_MOST_OVERRIDDEN", 4)
+    graph, a, b = new_graph()
+    y = graph.matmul(a, b).set_output(True).set_name("y")
+    for uid, tensor in enumerate((a, b, y), 1):
+        tensor.set_uid(uid)
+    graph.build([A])
+    for rows in (*range(1, 9), 2):
+        left, right = torch.randn(rows, K), torch.randn(K, N)
+        y = torch.empty(rows, N)
+        given = {"override_uids": [1, 3]}
+        given |= {"override_shapes": [(rows, K), (rows, N)]}
+        given |= {"override_strides": [(K, 1), (N, 1)]}
+        graph.execute({"a": left, "b": right, "y": y}, **given)
+        torch.testing.assert_close(y, left @ right)
+    found = [one for one in gc.get_objects() if isinstance(one, _execution.Execution)]
+    assert max(len(one._overridden) for one in found) <= 4

@@ -227,3 +227,17 @@ def test_operators_pass_the_checks_of_torch(name):
             given |= {"bias": None, "rstd": torch.empty(15)}
             given |= {"mean": None} if "layer" in name else {}
     torch.library.opcheck(operator, matrices, given, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_an_exported_transform_takes_any_number_of_rows():
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return ka.ops.rmsnorm_rht_amax(x, weight=x.new_ones(32), rows_per_block=4)
+
+    x = torch.randn(8, 32)
+    rows = torch.export.Dim("rows", min=5, max=64)
+    exported = torch.export.export(Module(), (x,), dynamic_shapes=({0: rows},)).module()
+    for count in (8, 16):
+        given = torch.randn(count, 32)
+        for one, other in zip(exported(given), Module()(given), strict=True):
+            assert_close(one, other)

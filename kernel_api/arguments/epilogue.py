@@ -208,7 +208,10 @@ class EpilogueArguments:
         key = (problem, out.shape, out.dtype)
         made = self._joined.get(key)
         if made is None:
-            made = self._joined[key] = self._join(problem, out)
+            made = self._join(problem, out)
+            if len(self._joined) >= _TRACES_KEPT:
+                self._joined.clear()
+            self._joined[key] = made
         return made
 
     def _join(self, problem: Problem, out: Operand) -> EpilogueArguments:

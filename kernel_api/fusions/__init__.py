@@ -1,4 +1,4 @@
-"""Matrix products with what is done to their results, in one kernel; norms of rows, and rows that an
+"""Matrix products with what is done to their results, in one kernel; norms of rows; rows that an
 index names; attention.
 
     args = ka.fusions.gemm_swiglu(x, w.t(), out=out, preactivation=preactivation)

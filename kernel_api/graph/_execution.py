@@ -37,6 +37,9 @@ _MOST_PLACES = 256
 #: looks at them one by one.
 _MOST_LIKENESSES = 16
 
+#: Executions for other extents that are remembered.
+_MOST_OVERRIDDEN = 256
+
 _Run = Callable[[list[Any]], None]
 _Program = list[_Run]
 
@@ -73,6 +76,9 @@ class KeptView:
 
 #: What gives the tensor that a view is of, its bytes behind the tensor's start, and the view.
 _NO_VIEW: tuple[Callable[[], Any], int, Any] = (lambda: None, 0, None)
+
+#: What gives the caller's workspace, its address, and the views of it: forgotten when it is gone.
+_NO_WORKSPACE: tuple[Callable[[], Any], int, list[Any]] = (lambda: None, 0, [])
 
 
 class Execution:
@@ -121,8 +127,16 @@ class Execution:
         self._number = {id(t): i for i, t in enumerate([*given, *(t for t, _ in self._places)])}
         self._programs: dict[Any, _Program] = {}
         self._overridden: dict[Any, Execution] = {}
-        self._workspace_views: tuple[int, list[Any]] = (0, [])
+        self._workspace_views = _NO_WORKSPACE
         self._lock = threading.Lock()
+        own = weakref.ref(self)  # the workspace's end does not keep this
+
+        def forget(of: Any) -> None:
+            kept = own()
+            if kept is not None and kept._workspace_views[0] is of:
+                kept._workspace_views = _NO_WORKSPACE
+
+        self._forget_workspace = forget
 
     def _slot(self, tensor: Tensor) -> Slot:
         element = element_type(tensor.data_type).torch
@@ -310,12 +324,14 @@ class Execution:
             workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
             return self._views_of(workspace)
         start = workspace.data_ptr() if isinstance(workspace, torch.Tensor) else 0
-        known, views = self._workspace_views
-        if start and start == known and workspace.numel() * workspace.element_size() >= size:
+        of, known, views = self._workspace_views
+        same = start and start == known and of() is workspace
+        if same and workspace.numel() * workspace.element_size() >= size:
             return views
         self._check_workspace(workspace, size)
-        views = self._views_of(workspace.reshape(-1).view(torch.uint8))
-        self._workspace_views = start, views
+        views = self._views_of(_detached(workspace).reshape(-1).view(torch.uint8))
+        if isinstance(workspace, torch.Tensor):
+            self._workspace_views = weakref.ref(workspace, self._forget_workspace), start, views
         return views
 
     def _check_workspace(self, workspace: Any, size: int) -> None:
@@ -465,6 +481,8 @@ class Execution:
 
             found = overridden(self._graph, self._plan, *given)
             with self._lock:
+                if len(self._overridden) >= _MOST_OVERRIDDEN:  # the oldest goes
+                    del self._overridden[next(iter(self._overridden))]
                 self._overridden[given] = found
         return found
 
