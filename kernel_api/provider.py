@@ -256,8 +256,7 @@ def _scan() -> None:
         try:
             plug_ins = sorted(_entry_points(), key=lambda e: e.name)
             for name, module in _BUILT_IN.items():
-                load = functools.partial(importlib.import_module, module)
-                _load(f"provider {name!r}", load, module)
+                _load(f"provider {name!r}", functools.partial(_import, module), module)
             for entry in plug_ins:
                 others = [_module(other) for other in plug_ins if other is not entry]
                 keeps = functools.partial(_is_of, others, _module(entry))
@@ -343,6 +342,10 @@ def _is_of(others: list[str], own: str, cls: type) -> bool:
     name = cls.__module__
     above = [one for one in (*others, own) if f"{name}.".startswith(f"{one}.")]
     return max(above, key=len, default=None) in others and name in sys.modules
+
+
+def _import(module: str) -> None:
+    importlib.import_module(module)
 
 
 def _plug_in(entry: importlib.metadata.EntryPoint) -> None:
