@@ -274,22 +274,38 @@ def _verb(status: Status) -> str:
 
 
 _faults_told: set[tuple[type, str]] = set()
+#: Texts may name sizes, so that there is no end of them.
+_FAULTS_KEPT = 1024
 
 
 def _plugin_fault(
     family: type[Kernel], error: Exception, outcome: str = "raised and is left out"
 ) -> Status:
-    text = f"{type(error).__name__}: {error}"
     where = f"{family.__module__}.{family.__qualname__}"
-    if (family, text) not in _faults_told:
-        _faults_told.add((family, text))
-        logger.debug("kernel class %s raised", where, exc_info=error)
-        warnings.warn(
-            f"kernel class {where} (provider {family.provider_name()!r}) {outcome}: {text}",
-            PluginWarning,
-            stacklevel=2,
-        )
+    what = f"kernel class {where} (provider {family.provider_name()!r})"
+    text = _told(family, what, error, outcome)
     return Status.fail(f"the kernel class raised {text}", rule="plug-in fault")
+
+
+def _told(cls: type, what: str, error: Exception, outcome: str) -> str:
+    """Warn of an error of a plug-in, once; what it says."""
+    text = f"{type(error).__name__}: {error}"
+    if (cls, text) not in _faults_told:
+        if len(_faults_told) >= _FAULTS_KEPT:
+            _faults_told.clear()
+        _faults_told.add((cls, text))
+        logger.debug("%s raised", what, exc_info=error)
+        warnings.warn(f"{what} {outcome}: {text}", PluginWarning, stacklevel=3)
+    return text
+
+
+def _families_of(provider: type[Provider]) -> tuple[type[Kernel], ...]:
+    """Its kernel classes; none, with a warning, where it cannot say them."""
+    try:
+        return tuple(provider.families())
+    except Exception as error:
+        _told(provider, f"provider {provider.name!r}", error, "raised and is left out")
+        return ()
 
 
 # All families ----------------------------------------------------------------------------
@@ -349,7 +365,7 @@ def _surveyed(args: Arguments, target: Target | None, key: tuple[Any, ...]) -> _
         verdicts = tuple(
             _judge(_catalogue(family), args, target)
             for provider in asked
-            for family in provider.families()
+            for family in _families_of(provider)
         )
         survey = _Survey(_ranked(verdicts, args), verdicts, key[0])
         # A catalogue built during the survey may have registered something: then do not keep it.
@@ -406,7 +422,7 @@ def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Ker
     with _lock:
         _forget_if_changed()
         for provider in asked:
-            for family in provider.families():
+            for family in _families_of(provider):
                 catalogue = _catalogue(family)
                 try:
                     if target is not None and family.why_not_for(target) is not None:

@@ -521,3 +521,24 @@ def test_an_epilogue_that_joins_many_problems_forgets_some():
             == epilogue._joined[next(reversed(epilogue._joined))].graph.identity
         )
     assert len(epilogue._joined) <= 64
+
+
+def test_a_provider_that_cannot_say_its_families_is_a_warning(registry):
+    provider = registry.register(CpuGemm)
+
+    def families():
+        raise RuntimeError("no families today")
+
+    provider.families = families
+    args = gemm_arguments(8, 8, 8, types=("float32",) * 3)
+    with pytest.warns(PluginWarning, match=f"provider '{provider.name}' raised and is left out"):
+        assert ka.get_kernels(args)
+    assert str(ka.explain(args))
+
+
+def test_faults_that_are_told_are_forgotten_in_time(monkeypatch):
+    monkeypatch.setattr(discovery, "_FAULTS_KEPT", 4)
+    for size in range(20):
+        with pytest.warns(PluginWarning, match=f"size is {size}"):
+            discovery._told(CpuGemm, "kernel class", ValueError(f"size is {size}"), "raised")
+    assert len(discovery._faults_told) <= 4
