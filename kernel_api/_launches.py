@@ -235,7 +235,7 @@ def first(form: Form, call: Call) -> Any:
 
         return _operators.traced(form, *call)
     if call.out is not None and call.out_dtype is not None:
-        _check_type(call.out, call.out_dtype)
+        check_type(call.out, call.out_dtype)
     out, complete = form.completed(
         A.tensor, B, call.out, _out_dtype(form, call, A, B), call.options
     )
@@ -261,7 +261,8 @@ def _out_dtype(form: Form, call: Call, A: Operand, B: Operand) -> Any:
     return out_type(A.tensor.dtype, scaled=True) if scaled else None
 
 
-def _check_type(out: Any, out_dtype: Any) -> None:
+def check_type(out: Any, out_dtype: Any) -> None:
+    """Raise ArgumentError where ``out`` has another type than is asked for."""
     given, asked = experts(out, "out").dtype, dtype(out_dtype)
     if given is not asked:
         raise ArgumentError(f"out is {given} and out_dtype {asked}; one of them is enough")

@@ -95,14 +95,12 @@ def _run(
     rows: tuple[Any, ...],
 ) -> Any:
     from kernel_api._autograd import check_outputs
+    from kernel_api._launches import check_type
 
     if out is None:
         out = _allocated(x, rows, out_dtype)
-    elif out_dtype is not None and Operand(out, "out").dtype is not dtype(out_dtype):
-        raise ArgumentError(
-            f"out is {Operand(out, 'out').dtype} and out_dtype {dtype(out_dtype)}; one of them is "
-            f"enough"
-        )
+    elif out_dtype is not None:
+        check_type(out, out_dtype)
     check_outputs([("out", out)])
     if is_traced(x):
         from kernel_api import _row_operators

@@ -12,13 +12,8 @@ from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata, OperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
-from kernel_api.space import Miss, Operands, Space, rule
-
-_FLOATS = ("float32", "float16", "bfloat16")
-_WHY_ALIGNED = "rows are moved in vectors, whose addresses and row pitches are multiples of them"
-
-#: Bytes of the longest vectors.
-_PIECE = 16
+from kernel_api.providers.cutedsl.norm.base import FLOATS, PIECE, row_operands, vector_of
+from kernel_api.space import Miss, Space, rule
 
 #: Of an H200: bytes per second that a copy reads and writes, seconds of a launch, and blocks of 128
 #: threads per second that are started.
@@ -48,27 +43,16 @@ class IndexedRowsDesign(DesignMetadata):
         return f"threads{self.threads}_row{self.threads_per_row}"
 
 
-def _rows(x: str, out: str, *alignments: tuple[int, int]) -> Operands:
-    return Operands(
-        x=x,
-        out=out,
-        accumulator="f32",
-        majors="x:n out:n",
-        alignments=(*({"x": a, "out": b} for a, b in alignments), {}),
-        why_aligned=_WHY_ALIGNED,
-    )
-
-
 class IndexedRowsKernel(CuteDslKernel):
     """Rows named by an index, for every GPU from Ampere on, moved in vectors."""
 
     targets: ClassVar[tuple[str, ...]] = ("sm_80",)
     takes_more = True
     operands = (
-        _rows("f16 | bf16", "f16 | bf16", (16, 16), (4, 4)),
-        _rows("f16 | bf16", "f32", (8, 16)),
-        _rows("f32", "f32", (16, 16)),
-        _rows("f32", "f16 | bf16", (16, 8)),
+        row_operands("f16 | bf16", "f16 | bf16", (16, 16), (4, 4)),
+        row_operands("f16 | bf16", "f32", (8, 16)),
+        row_operands("f32", "f32", (16, 16)),
+        row_operands("f32", "f16 | bf16", (16, 8)),
     )
     operands_metadata = NormOperandsMetadata
     design = IndexedRowsDesign
@@ -78,7 +62,7 @@ class IndexedRowsKernel(CuteDslKernel):
     def _(
         design: IndexedRowsDesign, operands: OperandsMetadata, args: IndexedRowsArguments
     ) -> bool | Miss:
-        room = design.threads_per_row * _vector(operands)
+        room = design.threads_per_row * vector_of(operands)
         if design.threads_per_row == 8 or room < 4 * args.N:
             return True
         return Miss(f"N is {args.N}", f"would match with N of {room // 4 + 1} or more")
@@ -90,7 +74,7 @@ class IndexedRowsKernel(CuteDslKernel):
 
     @rule("rows are whole vectors")
     def _(operands: OperandsMetadata, args: IndexedRowsArguments) -> bool | Miss:
-        vector = _vector(operands)
+        vector = vector_of(operands)
         padded = -(-args.N // vector) * vector
         return padded == args.N or Miss(f"N is {args.N}", f"would match with N padded to {padded}")
 
@@ -104,7 +88,7 @@ class IndexedRowsKernel(CuteDslKernel):
     @rule("weight is float32, float16 or bfloat16")
     def _(args: IndexedRowsArguments) -> bool | Miss:
         weight = args.weight
-        return weight is None or weight.dtype.name in _FLOATS or Miss(f"it is {weight.dtype}")
+        return weight is None or weight.dtype.name in FLOATS or Miss(f"it is {weight.dtype}")
 
     def more_values(self, args: Any) -> dict[str, Any]:
         values: dict[str, Any] = args.launch_values
@@ -116,7 +100,7 @@ class IndexedRowsKernel(CuteDslKernel):
         from kernel_api.implementations.common.rows import RowThreads
 
         design: Any = self.metadata.design
-        vector = _vector(self.metadata.operands)
+        vector = vector_of(self.metadata.operands)
         found: Callable[..., None] = implementation(
             RowThreads(design.threads, design.threads_per_row, vector),
             dependent_launch=compiler.target_cc() >= compiler.DEPENDENT_LAUNCH,
@@ -136,11 +120,11 @@ class IndexedRowsKernel(CuteDslKernel):
     def predict(self, args: IndexedRowsArguments) -> float:
         design: Any = self.metadata.design
         operands = self.metadata.operands
-        vector = _vector(operands)
+        vector = vector_of(operands)
         ctas = _ctas(design, operands, args)
         moved = sum(o.dtype.itemsize * (args.k if o is args.indexed else 1) for o in args.operands)
         seconds = args.M * args.N * moved / _BANDWIDTH
-        seconds *= _VECTOR_COST[min(vector * args.x.dtype.itemsize, _PIECE)]
+        seconds *= _VECTOR_COST[min(vector * args.x.dtype.itemsize, PIECE)]
         # Threads behind the ends of rows ask for nothing.
         used = args.M * args.N / vector / (ctas * design.threads) if ctas else 1.0
         return _OVERHEAD + float(max(seconds, ctas / _BLOCKS) / used**0.5)
@@ -172,16 +156,6 @@ class Sm80ScatterRows(IndexedRowsKernel):
         return self._built(ScatterRows)
 
 
-def _vector(operands: OperandsMetadata) -> int:
-    """Elements of a thread: as many as the alignments allow."""
-    found = [
-        min(t.alignment, _PIECE) // t.dtype.itemsize
-        for t in operands.tensors.values()
-        if t.dtype is not None
-    ]
-    return max(1, min(found))
-
-
 def _ctas(design: Any, operands: OperandsMetadata, args: IndexedRowsArguments) -> int:
-    along = -(-args.N // (design.threads_per_row * _vector(operands)))
+    along = -(-args.N // (design.threads_per_row * vector_of(operands)))
     return int(-(-args.M // design.rows) * along)

@@ -20,6 +20,9 @@ from kernel_api.providers.streams import on_stream
 from kernel_api.providers.torch import TorchProvider
 from kernel_api.space import Operands, Space, rule
 
+#: What is passed on as it is; what else there is becomes torch's, in the same memory.
+_PLAIN = frozenset((torch.Tensor,))
+
 
 class TorchProduct(Kernel):
     """One of torch's functions."""
@@ -42,7 +45,7 @@ class TorchProduct(Kernel):
         multiply, device, names = self.product(args), args.device, args.operand_names
 
         def launch(*tensors: Any, stream: Any = None) -> None:
-            if not all(isinstance(one, torch.Tensor) for one in tensors):
+            if not _PLAIN.issuperset(map(type, tensors)):
                 tensors = tuple(map(as_torch, tensors, names))
             if stream is None:
                 multiply(*tensors)

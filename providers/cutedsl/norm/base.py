@@ -12,7 +12,7 @@ from kernel_api.metadata import DesignMetadata, OperandsMetadata
 from kernel_api.providers.cutedsl import compiler
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
 from kernel_api.providers.streams import on_stream
-from kernel_api.space import Miss, rule
+from kernel_api.space import Miss, Operands, rule
 
 #: Shared memory of a CTA on the smallest multiprocessor that the families run on (8.6, 8.9); what
 #: is left of it holds a few sums.
@@ -66,6 +66,18 @@ def vector_of(operands: OperandsMetadata) -> int:
     x = operands.tensors["x"]
     assert x.dtype is not None
     return max(1, min(x.alignment, PIECE) // x.dtype.itemsize)
+
+
+def row_operands(x: str, out: str, *alignments: tuple[int, int]) -> Operands:
+    """x and out whose rows lie side by side, moved at so many bytes at once, or one by one."""
+    return Operands(
+        x=x,
+        out=out,
+        accumulator="f32",
+        majors="x:n out:n",
+        alignments=(*({"x": a, "out": b} for a, b in alignments), {}),
+        why_aligned=WHY_ALIGNED,
+    )
 
 
 def staged_bytes(design: RowDesign, operands: OperandsMetadata) -> int:

@@ -15,13 +15,13 @@ from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.norm import model
 from kernel_api.providers.cutedsl.norm.base import (
     SHARED_MEMORY_BYTES,
-    WHY_ALIGNED,
     NormKernel,
     RowDesign,
+    row_operands,
     staged_bytes,
     vector_of,
 )
-from kernel_api.space import Miss, Operands, Space, rule
+from kernel_api.space import Miss, Space, rule
 
 
 @dataclass(frozen=True)
@@ -71,25 +71,14 @@ _SPACE = Space(
 )
 
 
-def _rows(x: str, out: str, *alignments: tuple[int, int]) -> Operands:
-    return Operands(
-        x=x,
-        out=out,
-        accumulator="f32",
-        majors="x:n out:n",
-        alignments=(*({"x": a, "out": b} for a, b in alignments), {}),
-        why_aligned=WHY_ALIGNED,
-    )
-
-
 class NormForward(NormKernel):
     """What the forward families share."""
 
     operands = (
-        _rows("f16 | bf16", "like x", (16, 16), (4, 4)),
-        _rows("f16 | bf16", "f32", (16, 16), (4, 8)),
-        _rows("f32", "f32", (16, 16)),
-        _rows("f32", "f16 | bf16", (16, 8)),
+        row_operands("f16 | bf16", "like x", (16, 16), (4, 4)),
+        row_operands("f16 | bf16", "f32", (16, 16), (4, 8)),
+        row_operands("f32", "f32", (16, 16)),
+        row_operands("f32", "f16 | bf16", (16, 8)),
     )
     operands_metadata = NormOperandsMetadata
     design = NormDesign
