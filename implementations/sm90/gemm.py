@@ -65,6 +65,10 @@ class Gemm(GemmProducer, GemmConsumer):
     swap_ab: computes Dᵀ = Bᵀ · Aᵀ, so that few rows of D become few columns of wgmma, which takes
              8 or 16 of them where it takes 64 rows. Tile and cluster are those of Dᵀ. Pairs of
              columns of D are rows there, which `PairedOutput` has.
+    loaded_columns: of a stage, of which the first ones are the tile's; those of the tile alone by
+                    default. More of them, if B, as it is multiplied, is contiguous along N: TMA
+                    copies boxes as wide as the swizzle that divides them, row by row, and takes
+                    less time for few wide ones.
     repacked: whether A and B are copied before, which then may have any address and strides, of
              which one is 1. The copies are K-major where wgmma wants it.
     dependent_launch: blocks may start while the kernel before still runs, and let the next one do
@@ -179,7 +183,10 @@ class Gemm(GemmProducer, GemmConsumer):
         a_type, b_type = (multiplied_as(element_type) for element_type in self.operand_types)
 
         a_layout = sm90.make_smem_layout_a(a_major, self.tile_shape, a_type, self.stages)
-        b_layout = sm90.make_smem_layout_b(b_major, self.tile_shape, b_type, self.stages)
+        if const_expr(self.loaded_columns != tile_n and b_major.is_k_major_b()):
+            raise TypeError("B is contiguous along K, the kernel is for columns side by side")
+        loaded = tile_m, self.loaded_columns, tile_k
+        b_layout = sm90.make_smem_layout_b(b_major, loaded, b_type, self.stages)
         if const_expr(Fraction(1) in self.output.epilogue.halves):
             mB = halves_in_turn(mB, 0)
         self.edge_loads = self._edge_loads(a_major, b_major)
@@ -189,7 +196,7 @@ class Gemm(GemmProducer, GemmConsumer):
         if const_expr(not self.gathered):
             tma_a, mA = self._tma_load_a(mA, a_major, a_layout)
         of_stage = cute.slice_(b_layout, (None, None, 0))
-        tma_b, mB = self._tma_load(mB, of_stage, (tile_n, tile_k), cluster_m)
+        tma_b, mB = self._tma_load(mB, of_stage, loaded[1:], cluster_m)
         mD, d_majors = self.output.views(mD), self.output.of_parts(tuple(d_majors))
         d_layouts = self.output.shared_layouts(d_majors, self.consumers)
         tma_d, mD = self.output.tma(mD, d_layouts)

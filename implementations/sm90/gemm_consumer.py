@@ -4,10 +4,10 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from .mainloop import Fragments
-from .mma import WGMMA_M
+from .mma import WGMMA_M, make_tiled_mma
 from .output import GROUP
 from .plan import CONSUMER_BARRIERS, GemmPlan
 from .split_float32 import SMALL_BUFFERS
@@ -199,7 +199,7 @@ class GemmConsumer(GemmPlan):
         """What this group reads of shared memory."""
         thr_mma = tiled_mma.get_slice((0 if self.pingpong else consumer) * GROUP)
         A = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
-        B = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))
+        B = self._fragment_b(tiled_mma, sB)
         if not self.split_float32:
             return Fragments(A, B)
         sA = storage.A_small.get_tensor(_buffers(a_layout.outer), swizzle=a_layout.inner)
@@ -215,6 +215,16 @@ class GemmConsumer(GemmPlan):
             ),
             barrier_id=CONSUMER_BARRIERS + self.consumers + (consumer if self.pingpong else 0),
         )
+
+    def _fragment_b(self, tiled_mma, sB):
+        """Of all columns that are loaded: the tile's are the first of them, and a wgmma of more
+        columns describes them by the same strides."""
+        if self.loaded_columns != self.tile_shape[1]:
+            a_type, b_type = self.operand_types
+            majors = OperandMajorMode.K, OperandMajorMode.MN
+            wide = (1, self.loaded_columns)
+            tiled_mma = make_tiled_mma(a_type, b_type, self.accumulator_type, *majors, *wide)
+        return tiled_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(sB))
 
     def _combine(self, consumer, accumulators, split, tile, storage):
         """Adds up what several blocks computed of a tile; True for the group that has it all."""

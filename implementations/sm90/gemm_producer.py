@@ -98,14 +98,12 @@ class GemmProducer(GemmPlan):
         tma_edges,
     ):
         """One warp: every stage of every tile of this block, in order."""
-        tile_m, tile_n, tile_k = self.tile_shape
+        tile_m, _, tile_k = self.tile_shape
         block_m, block_n, _ = cute.arch.block_idx()
 
         gA = cute.local_tile(mA, (tile_m, tile_k), (None, None, None))
-        gB = cute.local_tile(mB, (tile_n, tile_k), (None, None, None))
         # Blocks of the cluster that load parts of one tile are told apart by their coordinate.
         tAsA, tAgA = self._partition_load(tma_a, sA, gA, block_n, self.cluster_shape[1])
-        tBsB, tBgB = self._partition_load(tma_b, sB, gB, block_m, self.cluster_shape[0])
         masks = self._multicast_masks(cluster_layout)
         extents = cute.size(mA, mode=[0]), cute.size(mB, mode=[0])
         pieces = self._pieces(tma_edges, (sA, sB))
@@ -115,9 +113,11 @@ class GemmProducer(GemmPlan):
             m, n, batch = order.coordinates(tile)
             first_k, count = self._k_range(k_tiles, split, tile, batch)
             m, n = m * self.cluster_shape[0] + block_m, n * self.cluster_shape[1] + block_n
+            gB = self._columns_of_tile(mB, n, batch)
+            tBsB, tBgB = self._partition_load(tma_b, sB, gB, block_m, self.cluster_shape[0])
             loads = (
                 *(tma_a, tAgA[None, m, None, batch], tAsA),
-                *(tma_b, tBgB[None, n, None, batch], tBsB),
+                *(tma_b, tBgB, tBsB),
                 *(masks, first_k, count, pipeline_ab),
             )
             edges, bytes_inside = self._edges_of(pieces, (m, n), batch, extents)
@@ -125,6 +125,17 @@ class GemmProducer(GemmPlan):
         if const_expr(self.cluster_k == 1):
             # Others of the cluster still signal this one's barriers: stay until they are done.
             pipeline_ab.producer_tail(stage)
+
+    def _columns_of_tile(self, mB, n, batch):
+        """Its k tiles, with all columns that are loaded."""
+        tile_n, tile_k = self.tile_shape[1:]
+        if self.loaded_columns == tile_n:
+            return cute.local_tile(mB, (tile_n, tile_k), (n, None, batch))
+        return cute.local_tile(
+            cute.domain_offset((n * tile_n, 0, 0), mB),
+            (self.loaded_columns, tile_k),
+            (0, None, batch),
+        )
 
     def _pieces(self, tma_edges, shared) -> tuple:
         """Of A and B, what `EdgeLoad` copies: (atom, source, target), or None."""
@@ -136,12 +147,13 @@ class GemmProducer(GemmPlan):
     def _edges_of(self, pieces, tiles, batch, extents) -> tuple:
         """(of the tiles of A and B an `Edge`, or None where all are whole; bytes of a stage)"""
         ranks, tile_k = cute.arch.block_idx()[1::-1], self.tile_shape[2]
+        loaded = self.tile_shape[0], self.loaded_columns
         edges, bytes_inside = [], Int32(0)
         for operand, load in enumerate(self.edge_loads):
             row_bytes = tile_k * self.operand_types[operand].width // 8
             if load is None:
                 edges.append(None)
-                bytes_inside += self.tile_shape[operand] * row_bytes
+                bytes_inside += loaded[operand] * row_bytes
             else:
                 tma, source, target = pieces[operand]
                 inside = load.pieces_inside(tiles[operand], extents[operand])

@@ -25,6 +25,8 @@ SHARED_MEMORY = 227 * 1024  # per block, on every Hopper GPU
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 
+MOST_COLUMNS = 256  # of wgmma
+
 MOST_ALONG_K = 8  # blocks of a cluster: as many as every GPU takes
 
 #: Registers of a thread for what is read early, and together with its accumulators.
@@ -72,6 +74,7 @@ class GemmPlan:
         block_scales: bool = False,
         split_float32: bool = False,
         repacked: tuple[bool, bool] = (False, False),
+        loaded_columns: int | None = None,
         dependent_launch: bool = True,
         epilogue: Epilogue | None = None,
     ):
@@ -89,6 +92,7 @@ class GemmPlan:
         self.split_float32 = split_float32
         self.block_scales = block_scales
         self.repacked = repacked
+        self.loaded_columns = loaded_columns or self.tile_shape[1]
         self.dependent_launch = dependent_launch
         self.epilogue = epilogue or Finish()
         self._check()
@@ -148,8 +152,8 @@ class GemmPlan:
         rows = (64, 128) if self.schedule == "pingpong" else (64, 128, 192, 256)
         if tile_m not in rows:
             raise ValueError(f"{self.schedule} takes a tile M of {rows}, not {tile_m}")
-        if tile_n not in range(16, 257, 16):
-            raise ValueError(f"tile N is a multiple of 16 up to 256, not {tile_n}")
+        if tile_n not in range(16, MOST_COLUMNS + 1, 16):
+            raise ValueError(f"tile N is a multiple of 16 up to {MOST_COLUMNS}, not {tile_n}")
         check_types(*self.operand_types, self.accumulator_type)
         instruction_k = K_BYTES * 8 // self.operand_types[0].width
         if tile_k <= 0 or tile_k % instruction_k:
@@ -175,6 +179,11 @@ class GemmPlan:
             self._check_scales()
         if any(self.repacked) and (self.split_k is not None or self.epilogue.reduced):
             raise ValueError("copies of operands leave no room for partial sums in the workspace")
+        if self.loaded_columns not in range(tile_n, MOST_COLUMNS + 1):
+            raise ValueError(
+                f"columns that are loaded are those of the tile, {tile_n}, and others up to "
+                f"{MOST_COLUMNS}, not {self.loaded_columns}"
+            )
         if self.split_float32 and self.operand_types != (Float32, Float32):
             raise ValueError(f"{self.operand_types} are not split, Float32 is")
 
@@ -282,9 +291,9 @@ class GemmPlan:
         return stages, buffers, -(-bytes_needed // 1024) * 1024  # the swizzles' alignment
 
     def _stage_bytes(self) -> int:
-        tile_m, tile_n, tile_k = self.tile_shape
+        tile_m, _, tile_k = self.tile_shape
         a_type, b_type = self.operand_types
-        return (tile_m * a_type.width + tile_n * b_type.width) * tile_k // 8
+        return (tile_m * a_type.width + self.loaded_columns * b_type.width) * tile_k // 8
 
 
 def consumers_of(tile_m: int) -> int:

@@ -48,6 +48,7 @@ def test_hopper_kernels_use_as_many_stages_as_fit_and_are_built_as_described(fam
             output_types=(operands.out.dtype.cutlass,),
             accumulator_type=operands.accumulator_type.cutlass,
             split_float32=built.split_float32,
+            loaded_columns=built.loaded_columns,
         )
         assert design.stages == most.stages
 

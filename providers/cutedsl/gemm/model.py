@@ -116,7 +116,7 @@ class Problem:
             ``float32``.
         A_straddles, B_straddles: Whether rows begin within a line of L2, so that what is loaded of
             one is in two.
-        A_turned, B_turned: Whether what lies side by side is along M, and along N.
+        A_turned, B_turned: Whether what lies side by side is along M, and along N, in 16 bits.
     """
 
     M: int
@@ -201,7 +201,8 @@ class Constants:
         arrival: Bytes that it reads in the time in which one arrives there.
         load: Bytes per second that one multiprocessor takes from L2.
         straddling: Of the time of a load, and of L2's, what rows take that begin within a line.
-        short_rows: Of the time of a load, what it takes in rows of fewer bytes than 128, by those.
+        short_rows: Of the time of a load, what it takes of tiles that are no multiples of 128 bytes
+            along their columns, by the most bytes that divide them.
         step: Seconds that a step along K waits beside its work, with each block of columns.
         promotion: Seconds in which a group adds up what it has multiplied of a column with one
             instruction's K; 0 where the tensor cores do.
@@ -379,11 +380,11 @@ def _plan(
     if candidate.swap_ab:
         a_size, b_size = b_size, a_size
         lines_a, lines_b = lines_b, lines_a
-        a_turned, b_turned = b_turned, a_turned
+        b_turned = a_turned
     tile_m, tile_n, tile_k = candidate.tile_shape
-    rows_a = _row_cost(tile_m * a_size, c) if a_turned else 1.0
-    rows_b = _row_cost(tile_n * b_size, c) if b_turned else 1.0
     cluster_m, cluster_n = candidate.cluster_shape[:2]
+    # Rows that take longer are copied once for all CTAs that share them.
+    rows = 1 + (_row_cost(tile_n * b_size, c) - 1) / cluster_m if b_turned else 1.0
     schedule, power = candidate.schedule, c.sharpness
 
     arithmetic = 2 * tile_m * tile_n * tile_k / (c.rate[kind] * c.share.get(schedule, 1.0))
@@ -396,7 +397,7 @@ def _plan(
     feed = (
         c.arrival * tile_bytes + row_bytes * candidate.column_blocks + groups * column_bytes
     ) / c.feed  # written once, read by every group of instructions
-    load = (row_bytes * lines_a * rows_a + column_bytes * lines_b * rows_b) / c.load
+    load = (row_bytes * lines_a + column_bytes * lines_b * rows) / c.load
     step = (arithmetic**power + feed**power + load**power) ** (1 / power)
     # A group's own products, and what it makes of them, follow each other.
     own = arithmetic / groups + c.promotion * tile_n * tile_k / _PROMOTED_K
@@ -428,8 +429,8 @@ def _plan(
 
 
 def _row_cost(extent: int, constants: Constants) -> float:
-    """Of the time of a load, what it takes in the longest rows that a tile of so many bytes along
-    them has."""
+    """Of the time of a load, what it takes if a tile has so many bytes along what is contiguous: in
+    the longest rows that divide them, or in whole ones with what is beside the tile."""
     row = next(filter(lambda one: extent % one == 0, _ROW_BYTES), _ROW_BYTES[-1])
     return constants.short_rows.get(str(row), 1.0)
 

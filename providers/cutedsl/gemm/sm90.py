@@ -80,7 +80,8 @@ class Sm90GemmFamily(FusedGemm):
     def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata) -> bool:
         assert operands.A.dtype is not None and operands.out.dtype is not None
         itemsizes = operands.A.dtype.itemsize, operands.out.dtype.itemsize
-        return design.stages == design.most_stages(*itemsizes, _small_parts(operands))
+        contiguous = _columns_contiguous(design, operands)
+        return design.stages == design.most_stages(*itemsizes, _small_parts(operands), contiguous)
 
     @rule("TMA writes 16 bytes at once: rows of out are multiples of that, or threads write them")
     def _(operands: GemmOperandsMetadata, args: Any) -> bool | Miss:
@@ -218,6 +219,7 @@ class Sm90GemmFamily(FusedGemm):
             block_scales=scaled_by_blocks(operands),
             split_float32=_small_parts(operands),
             repacked=self.repacked,
+            loaded_columns=design.loaded_columns(_columns_contiguous(design, operands)),
         )
 
     def _built(
@@ -346,6 +348,13 @@ def _is_light(args: Any, planned: Plan) -> bool:
         by_batch = any(leaf.shape.batch for leaf in leaves)
         few = _FEW_OPERATIONS if by_row or by_batch else _FEW_OF_HEADS
     return not reads_matrix(graph) and model.operations(graph) <= few
+
+
+def _columns_contiguous(design: Sm90GemmDesign, operands: Any) -> bool:
+    """Whether the operand of the columns that are multiplied lies along them, in 16 bits: others
+    are K-major then."""
+    columns, along = (operands.A, -2) if design.swap_ab else (operands.B, -1)
+    return bool(columns.unit_mode == along and columns.dtype.bits == 16)
 
 
 def _small_parts(operands: Any) -> bool:

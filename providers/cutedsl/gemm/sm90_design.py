@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import gcd
 from typing import Any
 
@@ -19,6 +20,9 @@ _FLAG_BYTES = 32
 
 #: Of every operand row that a tile holds, or half of them: a swizzle of shared memory.
 ROW_BYTES = 128
+
+#: Columns of 16 bits that lie side by side in shared memory, as wide as the swizzles are.
+_PANEL, _HALF_PANEL = 64, 32
 
 
 #: Clusters of a size that run at once on an H200, as the driver says
@@ -102,11 +106,28 @@ class Sm90GemmDesign(SplitDesign):
         """Of shared memory, however many stages there are."""
         return _FLAG_BYTES
 
-    def most_stages(self, operand_bytes: int, out_bytes: int, small_parts: bool = False) -> int:
+    def loaded_columns(self, contiguous: bool) -> int:
+        """Columns of the product whose operand a stage holds. Of 16 bits and contiguous along them,
+        it lies in panels that are copied row by row. Whole ones are copied, with what is beside the
+        tile, where only quarters divide it: their rows take as long as longer ones. Halves that
+        divide it have theirs in one line of L2 each, and take less than whole ones that do not."""
+        columns = self.kernel_tile[1]
+        if not contiguous or columns <= _HALF_PANEL or columns % _HALF_PANEL == 0:
+            return columns
+        return -(-columns // _PANEL) * _PANEL
+
+    def most_stages(
+        self,
+        operand_bytes: int,
+        out_bytes: int,
+        small_parts: bool = False,
+        columns_contiguous: bool = False,
+    ) -> int:
         """As many as shared memory holds beside the buffers of the epilogue, by element sizes;
-        small_parts: and beside two buffers of what is cut off float32."""
+        small_parts: and beside two buffers of what is cut off float32; columns_contiguous: see
+        `loaded_columns`."""
         tile_m, tile_n, tile_k = self.kernel_tile
-        stage = (tile_m + tile_n) * tile_k * operand_bytes
+        stage = (tile_m + self.loaded_columns(columns_contiguous)) * tile_k * operand_bytes
         beside = 2 * self.consumers * SUBTILE[0] * gcd(SUBTILE[1], tile_n) * out_bytes
         if small_parts:
             beside += 2 * stage
@@ -162,11 +183,16 @@ def points(
     small_parts: bool = False,
     design: type[Sm90GemmDesign] = Sm90GemmDesign,
 ) -> Iterator[dict[str, Any]]:
-    """Points of a design, each with as many stages as fit beside outputs of every width."""
+    """Points of a design, each with as many stages as fit beside outputs of every width, and of
+    elements of 16 bits in either order."""
+    orders = (False, True) if operand_bytes == 2 else (False,)
     for text in texts:
         point = _point(text, operand_bytes)
         found = design(**point)
-        most = {found.most_stages(operand_bytes, out, small_parts) for out in (1, 2, 4)}
+        most = {
+            found.most_stages(operand_bytes, out, small_parts, contiguous)
+            for out, contiguous in product((1, 2, 4), orders)
+        }
         for stages in sorted(most):
             yield {**point, "stages": stages}
 
