@@ -209,8 +209,9 @@ def l2_bytes() -> int:
 
 
 def gpu_folder() -> str:
-    """The GPU's name as results are filed under it."""
-    return torch.cuda.get_device_name().split()[-1].lower()
+    """The GPU's name as results are filed under it: of its words, the first one with a digit."""
+    words = torch.cuda.get_device_name().lower().split()
+    return next((word for word in words if any(map(str.isdigit, word))), words[-1])
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,7 +9,6 @@ What is drawn depends on the rows alone; the colours follow the reader's light o
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -18,10 +17,9 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from tables import RESULTS, ROOT, Row, best_rows, recorded
+from tables import RESULTS, ROOT, Row, best_rows, ceilings, recorded
 
 PLOTS = ROOT / "docs" / "plots"
-CONSTANTS = ROOT / "providers" / "cutedsl" / "gemm" / "model.json"
 
 #: Up to so many problems each have a line of their own; more of them are a cloud of points.
 MOST_LINES = 24
@@ -239,8 +237,6 @@ def origin(row: Row) -> str:
 
 def drawn(results: Path = RESULTS) -> dict[str, str]:
     """Every picture by its file name."""
-    table = json.loads(CONSTANTS.read_text())
-    machine = next(iter(table.values()))
     pictures: dict[str, str] = {}
     for gpu, suites in recorded(results).items():
         points = []
@@ -251,8 +247,8 @@ def drawn(results: Path = RESULTS) -> dict[str, str]:
             points += best
             draw = ratio_lines if len(best) <= MOST_LINES else ratio_cloud
             pictures[f"{gpu}-{suite}.svg"] = draw(f"{suite} on {gpu}", best)
-        if points:
-            of_gpu = table.get(points[0]["env"]["gpu"], machine)
+        of_gpu = ceilings(points)
+        if of_gpu is not None:
             pictures[f"{gpu}-roofline.svg"] = roofline(f"Roofline of {gpu}", points, of_gpu)
     return pictures
 

@@ -23,6 +23,7 @@ from reasons import Candidates
 from tuning_figures import figures
 
 ROOT = Path(__file__).parents[1]
+CONSTANTS = ROOT / "providers" / "cutedsl" / "gemm" / "model.json"
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
@@ -181,20 +182,28 @@ def _cells(cells: list[str]) -> str:
 
 
 def recorded(results: Path = RESULTS) -> dict[str, dict[str, list[Row]]]:
-    """The rows by GPU and suite, of suites that have a verified one."""
+    """The rows by GPU and suite, of suites that have a verified one; most suites first."""
     found: dict[str, dict[str, list[Row]]] = {}
     for path in sorted(results.glob("*/*.json")):
         rows = json.loads(path.read_text())
         if isinstance(rows, list) and best_rows(rows):  # what a model is fitted to is no suite
             found.setdefault(path.parent.name, {})[path.stem] = rows
-    return found
+    return dict(sorted(found.items(), key=lambda one: -len(one[1])))
+
+
+def ceilings(rows: list[Row]) -> dict[str, Any] | None:
+    """What the performance model knows of the GPU of a roofline's rows; None: there is none."""
+    known: dict[str, Any] = json.loads(CONSTANTS.read_text())
+    return known.get(rows[0]["env"]["gpu"]) if rows else None
 
 
 def overview(results: Path = RESULTS) -> str:
     """A line per suite, or a sentence where nothing is recorded."""
     parts = []
     for gpu, suites in recorded(results).items():
-        if any("operations" in row for rows in suites.values() for row in best_rows(rows)):
+        parts.append(f"On an NVIDIA {gpu.upper()}:")
+        products = [row for rows in suites.values() for row in rows if "operations" in row]
+        if ceilings(products) is not None:
             parts.append(f"![Roofline of {gpu}](docs/plots/{gpu}-roofline.svg)")
         lines = [_cells(OVERVIEW), f"|{'---|' * len(OVERVIEW)}"]
         lines += [_overview(gpu, suite, best_rows(rows)) for suite, rows in suites.items()]

@@ -94,6 +94,19 @@ def test_a_point_for_every_problem(results):
     assert picture.count("Model3") > 0
 
 
+def test_a_gpu_whose_ceilings_are_not_known_has_no_roofline(results):
+    """And comes behind one of more suites."""
+    folder = results / "a100"
+    folder.mkdir()
+    other = {**row(64, 0.9), "env": {"gpu": "NVIDIA A100"}}
+    (folder / "gemm-few.json").write_text(json.dumps([other]))
+    assert "a100-gemm-few.svg" in plots.drawn(results)
+    assert "a100-roofline.svg" not in plots.drawn(results)
+    text = tables.overview(results)
+    assert "a100-roofline" not in text
+    assert text.index("on-h200") < text.index("on-a100")
+
+
 def test_documents_refer_to_pictures_that_are_drawn_and_to_all_of_them(results):
     in_readme, in_docs = tables.overview(results), tables.document(results)
     for name in plots.drawn(results):

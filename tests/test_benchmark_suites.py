@@ -566,3 +566,17 @@ def test_layers_of_experts_are_compared_with_their_peer_before_they_are_timed():
     ):
         with pytest.raises(RuntimeError, match=words):
             makes(wrong, operands)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("Some GPU", "gpu"),
+    ],
+)
+def test_rows_are_filed_under_the_model_of_the_gpu(name, folder, monkeypatch):
+    monkeypatch.setattr(harness.torch.cuda, "get_device_name", lambda: name)
+    assert harness.gpu_folder() == folder

@@ -78,6 +78,7 @@ class GroupedGemm(ScheduledGemm):
         self.experts = experts
         if self.split_k is not None or any(self.repacked):
             raise ValueError("grouped products neither split K nor copy operands")
+        self._check_loads_tiles_alone()
         if scattered and (self.swap_ab or not self.tma_stores[0]):
             raise ValueError("rows are scattered in whole vectors, as rows of the instruction")
         columns = self.epilogue.full[0].columns

@@ -53,6 +53,7 @@ class GroupedSumGemm(ScheduledGemm):
         self.experts = experts
         if self.pingpong or self.split_k is not None or any(self.repacked) or self.promoted:
             raise ValueError("sums over groups are cooperative, not split, copied or promoted")
+        self._check_loads_tiles_alone()
         if experts is not None:
             self._plan_experts()
 

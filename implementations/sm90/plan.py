@@ -187,6 +187,14 @@ class GemmPlan:
         if self.split_float32 and self.operand_types != (Float32, Float32):
             raise ValueError(f"{self.operand_types} are not split, Float32 is")
 
+    def _check_loads_tiles_alone(self) -> None:
+        """Of products that find the columns of their tiles in ways of their own."""
+        if self.loaded_columns != self.tile_shape[1]:
+            raise ValueError(
+                f"grouped products load the {self.tile_shape[1]} columns of a tile alone, not "
+                f"{self.loaded_columns}"
+            )
+
     def _check_scales(self) -> None:
         _, tile_n, tile_k = self.tile_shape
         if tile_k % SCALE_BLOCK:
