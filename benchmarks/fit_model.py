@@ -87,6 +87,8 @@ class Parameters:
         self._left_out = NOT_FITTED if splits else (*NOT_FITTED, "handover", "seam")
         if not meets:
             self._left_out = (*self._left_out, "meeting")
+        if not any(t.candidate.parallel for p in problems for t in p.times):
+            self._left_out = (*self._left_out, "behind", "summed")
         for family in set(table["families"]) - set(self.families):
             _keep(table, family)
         self.paths: list[Path_] = list(self._paths(("machine",)))

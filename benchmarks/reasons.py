@@ -71,7 +71,7 @@ def _tiles(row: Row, design: dict[str, Any]) -> str | None:
     all, None if it is not known."""
     sizes = _SIZES.match(row["problem"])
     multiprocessors = row["env"].get("multiprocessors")
-    if design["stream_k"]:
+    if design["stream_k"] or design.get("even_k"):
         return ""
     if sizes is None or multiprocessors is None:
         return None

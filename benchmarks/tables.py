@@ -52,6 +52,7 @@ ABOUT = {
     "elementwise": "chains of element-wise operations, sums of rows",
     "gemm-bf16": "six products of bfloat16",
     "gemm-decode": "1 to 64 rows times the weights of a layer",
+    "gemm-extremes": "long sums of few outputs, few columns, bfloat16",
     "gemm-f16": "six products of float16",
     "gemm-fp8": "products of e4m3: scales per tensor, per row, in blocks",
     "gemm-fused": "products with fused epilogues",

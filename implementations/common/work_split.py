@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute import AddressSpace
 
+_AT_ONCE = 16  # workers whose parts of a vector are asked for before one is waited for
 COUNTER_BYTES = 65536  # at the start of the workspace; zero before and after every launch
 
 
@@ -107,6 +108,11 @@ class PartialSums:
             raise ValueError(f"{self.values} accumulators per thread are no multiple of 4")
 
     @property
+    def vectors(self) -> int:
+        """Of four accumulators, per thread."""
+        return self.values // 4
+
+    @property
     def bytes_per_worker(self) -> int:
         return self.slots * self.groups * self.threads * self.values * 4
 
@@ -134,18 +140,49 @@ class PartialSums:
             self._deposit(accumulators, split, worker, worker == first, group, thread)
             cute.arch.barrier(barrier_id=barrier_id, number_of_threads=self.threads)
             if thread == 0:
-                counter = self._counter(split, tile, group)
-                cute.arch.fence_acq_rel_gpu()
-                arrived = cute.arch.atomic_add(counter.llvm_ptr, Int32(1))
-                cute.arch.fence_acq_rel_gpu()
-                if arrived == workers - 1:
-                    counter.store(Int32(0))  # for the next launch
-                flag.store(arrived)
+                flag.store(arrive(split.workspace, tile * self.groups + group, workers))
             cute.arch.barrier(barrier_id=barrier_id, number_of_threads=self.threads)
             complete = flag.load() == workers - 1
             if complete:
                 self._sum(accumulators, split, first, workers, group, thread)
         return complete
+
+    @cute.jit
+    def leave(self, accumulators, split, worker: Int32, tile: Int32, group: Int32, thread: Int32):
+        """Only leaves them in the workspace, for `total` in a kernel behind this one; so does a
+        worker that has a tile to itself."""
+        first, _ = split.workers_on(tile)
+        self._deposit(accumulators, split, worker, worker == first, group, thread)
+
+    @cute.jit
+    def total(
+        self,
+        split: WorkSplit,
+        tile: Int32,
+        group: Int32,
+        thread: Int32,
+        vector: Int32,
+        element_type: cutlass.Constexpr,
+    ) -> cute.Tensor:
+        """The sum of all workers of one vector of a thread's accumulators."""
+        first, workers = split.workers_on(tile)
+        total = cute.make_rmem_tensor(4, element_type)
+        for j in cutlass.range_constexpr(4):
+            total[j] = element_type(0)
+        for begin in cutlass.range(0, workers, _AT_ONCE, unroll=1):
+            read = cute.make_rmem_tensor((4, _AT_ONCE), element_type)
+            for turn in cutlass.range_constexpr(_AT_ONCE):
+                # Behind the last one, that one once more, which is not added.
+                place = cutlass.min(begin + turn, workers - 1)
+                partial = self._partial(
+                    split, first + place, place == 0, group, thread, element_type
+                )
+                cute.autovec_copy(partial[None, vector], read[None, turn])
+            for turn in cutlass.range_constexpr(_AT_ONCE):
+                if begin + turn < workers:
+                    for j in cutlass.range_constexpr(4):
+                        total[j] += read[j, turn]
+        return total
 
     @cute.jit
     def _deposit(self, accumulators, split, worker, at_start, group, thread):
@@ -183,9 +220,21 @@ class PartialSums:
             pointer, cute.make_layout((4, self.values // 4), stride=(1, 4 * self.threads))
         )
 
-    def _counter(self, split, tile, group):
-        address = split.workspace + (tile * self.groups + group) * 4
-        return cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4)
+
+@cute.jit
+def arrive(workspace: Int64, number: Int32, expected: Int32) -> Int32:
+    """How many have come to a counter of the workspace before.
+
+    What a thread has seen written before it comes, the last one of `expected` sees. The counter is
+    zero then, for the next launch.
+    """
+    counter = cute.make_ptr(Int32, workspace + number * 4, AddressSpace.gmem, assumed_align=4)
+    cute.arch.fence_acq_rel_gpu()
+    arrived = cute.arch.atomic_add(counter.llvm_ptr, Int32(1))
+    cute.arch.fence_acq_rel_gpu()
+    if arrived == expected - 1:
+        counter.store(Int32(0))
+    return arrived
 
 
 def _quad(accumulators, i):

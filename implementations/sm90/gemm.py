@@ -1,5 +1,6 @@
 """Dense matrix product for Hopper."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import cuda.bindings.driver as cuda
@@ -24,6 +25,7 @@ from .gemm_producer import GemmProducer
 from .grid import Grid, grid_of
 from .mma import make_tiled_mma, multiplied_as
 from .output import GROUP
+from .parallel_sums import ParallelSums
 from .promotion import scale_modes
 from .split_float32 import SMALL_BUFFERS
 
@@ -59,9 +61,14 @@ class Gemm(GemmProducer, GemmConsumer):
              parts, a block computes one. "stream": the k tiles of all tiles are dealt out evenly
              to the blocks that are resident at once. What several blocks compute of a tile is
              added up in a fixed order, through a workspace (`WorkSplit`).
+             "even": every tile is cut into as many equal parts as find room at once, so that
+             blocks that read the same k tile of different tiles of D do so at about one time.
     cluster_k: 1, or split_k: the blocks that have the parts of a tile are a cluster, with no other
                tile, and add them up through their shared memory, where the stages were
-               (`ClusterSums`). The first one writes the tile. K has as many k tiles or more.
+               (`ClusterSums`). The first one writes the tile. K has as many k tiles or more. With
+               "even", the parts are those of clusters, and the last one to come adds up the sums.
+    parallel: parts of a tile, which are split but in no cluster, are added up by a kernel that is
+              launched behind this one (`ParallelSums`): by all multiprocessors.
     swap_ab: computes Dᵀ = Bᵀ · Aᵀ, so that few rows of D become few columns of wgmma, which takes
              8 or 16 of them where it takes 64 rows. Tile and cluster are those of Dᵀ. Pairs of
              columns of D are rows there, which `PairedOutput` has.
@@ -128,7 +135,33 @@ class Gemm(GemmProducer, GemmConsumer):
         clusters, split = self._workers(order.total, k_tiles, max_clusters, workspace)
         space = self._reduction_space(extents, batches, order, clusters, workspace)
         grid = grid_of(clusters, max_clusters)
+        known = self._copies(order, split)
         self._launch(mA, mB, mD, operands, (mR, space), scales, order, split, grid, stream)
+        if const_expr(self.parallel):
+            self._parallel_sums().launch(self._tiled_mma(mA, mB), mD[0], *known, stream)
+
+    def _copies(self, order, split):
+        """For a kernel behind this one, whose tracing leaves its own values in what it takes."""
+        return (replace(order), replace(split)) if self.parallel else ()
+
+    def _parallel_sums(self) -> ParallelSums:
+        return ParallelSums(
+            self.partial_sums,
+            self.tile_shape[:2],
+            self.cluster_shape,
+            self.consumers,
+            self.dependent_launch,
+        )
+
+    def _tiled_mma(self, mA, mB) -> cute.TiledMma:
+        """From (M,K,L), (N,K,L)."""
+        majors = (LayoutEnum.from_tensor(tensor).sm90_mma_major_mode() for tensor in (mA, mB))
+        return make_tiled_mma(
+            *map(multiplied_as, self.operand_types),
+            self.accumulator_type,
+            *majors,
+            *(self.groups_per_tile, self.columns),
+        )
 
     def _modes(self, mA, mB, mD, operands) -> tuple:
         """(A, B, outputs, reduced outputs, what the epilogue reads) as they are multiplied; from
@@ -185,6 +218,7 @@ class Gemm(GemmProducer, GemmConsumer):
         a_layout = sm90.make_smem_layout_a(a_major, self.tile_shape, a_type, self.stages)
         if const_expr(self.loaded_columns != tile_n and b_major.is_k_major_b()):
             raise TypeError("B is contiguous along K, the kernel is for columns side by side")
+        tiled_mma = self._tiled_mma(mA, mB)
         loaded = tile_m, self.loaded_columns, tile_k
         b_layout = sm90.make_smem_layout_b(b_major, loaded, b_type, self.stages)
         if const_expr(Fraction(1) in self.output.epilogue.halves):
@@ -224,11 +258,7 @@ class Gemm(GemmProducer, GemmConsumer):
         if const_expr(len(described) > 0):
             self._describe(tma_a, tma_b, *described, stream)
         self.kernel(
-            make_tiled_mma(
-                *(a_type, b_type, self.accumulator_type),
-                *(a_major.sm90_mma_major_mode(), b_major.sm90_mma_major_mode()),
-                *(self.groups_per_tile, self.columns),
-            ),
+            tiled_mma,
             *(tma_a, mA, a_layout),
             *(tma_b, mB, b_layout),
             *(tma_d, mD, d_layouts),
@@ -272,20 +302,25 @@ class Gemm(GemmProducer, GemmConsumer):
         """(clusters to launch, how they split the work)"""
         if self.split_k is None:
             return cutlass.min(tiles, max_clusters), None
-        if self.cluster_k > 1:
+        if not self.meets_in_workspace:
             return tiles, None
-        workers = max_clusters if self.split_k == "stream" else tiles * self.split_k
-        workers = cutlass.min(workers, tiles * k_tiles)
+        if self.even:
+            sharing = cutlass.min(max_clusters // tiles, k_tiles // self.cluster_k)
+            workers = tiles * cutlass.max(sharing, 1)
+        else:
+            workers = max_clusters if self.split_k == "stream" else tiles * self.split_k
+            workers = cutlass.min(workers, tiles * k_tiles)
         return workers, WorkSplit(k_tiles, tiles * k_tiles, workers, workspace)
 
     def _reduction_space(self, extents, batches, order, workers, workspace):
-        """Behind what a split needs of the workspace, which is nothing in clusters along K."""
+        """Behind what a split needs of the workspace."""
         if not self.epilogue.reduced:
             return None
         counters, parts = workspace, workspace + COUNTER_BYTES
-        if self.split_k is not None and self.cluster_k == 1:
-            counters += Int64(order.total) * self.partial_sums.groups * Int32.width // 8
-            parts += Int64(workers) * self.partial_sums.bytes_per_worker
+        if self.meets_in_workspace:
+            sums = self.cluster_sums or self.partial_sums
+            counters += Int64(order.total) * sums.groups * Int32.width // 8
+            parts += Int64(workers) * sums.bytes_per_worker
         tiles = [
             cute.ceil_div(extent, tile * cluster) * cluster
             for extent, tile, cluster in zip(
@@ -407,21 +442,25 @@ class Gemm(GemmProducer, GemmConsumer):
 
     def _tiles(self, order, split):
         """The tiles of this cluster, as arguments of a range."""
-        _, _, cluster = cute.arch.block_idx()
-        _, _, clusters = cute.arch.grid_dim()
+        cluster = cute.arch.block_idx()[2] // self.cluster_k
         if self.split_k is None:
-            return cluster, order.total, clusters
-        if self.cluster_k > 1:
-            tile = cluster // self.cluster_k
-            return tile, tile + 1, 1
+            return cluster, order.total, cute.arch.grid_dim()[2]
+        if not self.meets_in_workspace:
+            return cluster, cluster + 1, 1
         first, end = split.tiles_of(cluster)
         return first, end, 1
 
     def _k_range(self, k_tiles, split, tile, batch):
-        """(first k tile, number of them) that this cluster computes of a tile."""
+        """(first k tile, number of them) that this block, or all of its cluster that share
+        operands, computes of a tile."""
+        block = cute.arch.block_idx()[2]
         if self.split_k is None:
             return Int32(0), k_tiles
-        if self.cluster_k > 1:
-            parts = EvenSplit(self.cluster_k, k_tiles, Int64(0))
-            return parts.k_range(cute.arch.block_idx()[2], tile)
-        return split.k_range(cute.arch.block_idx()[2], tile)
+        if not self.meets_in_workspace:
+            return EvenSplit(self.cluster_k, k_tiles, Int64(0)).k_range(block, tile)
+        first, count = split.k_range(block // self.cluster_k, tile)
+        if self.cluster_k == 1:
+            return first, count
+        rank = cute.arch.block_idx_in_cluster()
+        before, count = EvenSplit(self.cluster_k, count, Int64(0)).k_range(rank, Int32(0))
+        return first + before, count

@@ -6,6 +6,7 @@ import cutlass.pipeline as pipeline
 from cutlass import const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from .cluster_sums import ClusterShare
 from .mainloop import Fragments
 from .mma import WGMMA_M, make_tiled_mma
 from .output import GROUP
@@ -154,6 +155,8 @@ class GemmConsumer(GemmPlan):
         )
         if const_expr(self.split_k is None):
             self.output.write(consumer, accumulators, *destination, carried=carried, threads=early)
+        elif const_expr(self.parallel):
+            self._leave(consumer, accumulators, split, tile)
         else:
             if self._combine(consumer, accumulators, split, tile, storage):
                 self.output.write(consumer, accumulators, *destination)
@@ -228,25 +231,40 @@ class GemmConsumer(GemmPlan):
 
     def _combine(self, consumer, accumulators, split, tile, storage):
         """Adds up what several blocks computed of a tile; True for the group that has it all."""
+        worker = cute.arch.block_idx()[2]
         if self.cluster_sums is not None:
+            further = None
+            if self.meets_in_workspace:
+                cluster = worker // self.cluster_k
+                further = ClusterShare(split, cluster, tile, storage.flags.data_ptr())
             return self.cluster_sums.combine(
                 accumulators,
                 # All that was loaded has been multiplied.
                 cute.recast_ptr(storage.A.data_ptr(), dtype=accumulators.element_type),
                 thread=cute.arch.thread_idx()[0] - GROUP,
                 barrier_id=CONSUMER_BARRIERS + self.consumers,
+                further=further,
             )
-        block_m, block_n, cluster = cute.arch.block_idx()
-        block = block_m + block_n * self.cluster_shape[0]
         return self.partial_sums.combine(
             accumulators,
             split,
-            *(cluster, tile),
-            group=block * self.consumers + consumer,
+            *(worker, tile),
+            group=self._summing_group(consumer),
             thread=cute.arch.thread_idx()[0] % GROUP,
             flag=storage.flags.data_ptr() + consumer,
             barrier_id=CONSUMER_BARRIERS + consumer,
         )
+
+    def _leave(self, consumer, accumulators, split, tile):
+        """A part of a tile, or all of it, for a kernel that adds them up."""
+        worker, thread = cute.arch.block_idx()[2], cute.arch.thread_idx()[0] % GROUP
+        group = self._summing_group(consumer)
+        self.partial_sums.leave(accumulators, split, worker, tile, group, thread)
+
+    def _summing_group(self, consumer):
+        """Its number among those of the cluster."""
+        block_m, block_n, _ = cute.arch.block_idx()
+        return (block_m + block_n * self.cluster_shape[0]) * self.consumers + consumer
 
 
 def _buffers(layout):

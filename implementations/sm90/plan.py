@@ -70,6 +70,7 @@ class GemmPlan:
         swap_ab: bool = False,
         split_k: int | str | None = None,
         cluster_k: int = 1,
+        parallel: bool = False,
         promoted: bool = False,
         block_scales: bool = False,
         split_float32: bool = False,
@@ -88,6 +89,7 @@ class GemmPlan:
         self.swap_ab = swap_ab
         self.split_k = split_k
         self.cluster_k = cluster_k
+        self.parallel = parallel
         self.promoted = promoted or block_scales or split_float32
         self.split_float32 = split_float32
         self.block_scales = block_scales
@@ -144,6 +146,10 @@ class GemmPlan:
             slots=2 if split_k == "stream" else 1,
         )
         self.cluster_sums = self._plan_cluster_sums() if cluster_k > 1 else None
+        #: Whether a tile may be cut among clusters, whose sums meet in the workspace; and whether
+        #: into as many equal parts as find room.
+        self.meets_in_workspace = split_k is not None and split_k != cluster_k
+        self.even = split_k == "even"
 
     def _check(self) -> None:
         tile_m, tile_n, tile_k = self.tile_shape
@@ -175,6 +181,7 @@ class GemmPlan:
         if self.split_k is not None and self.schedule == "pingpong":
             raise ValueError("consumers that take turns do not split tiles along K")
         self._check_cluster_along_k()
+        self._check_parallel()
         if self.block_scales:
             self._check_scales()
         if any(self.repacked) and (self.split_k is not None or self.epilogue.reduced):
@@ -231,11 +238,23 @@ class GemmPlan:
                 "blocks of a cluster along K share no operands: it is (1, 1) along M and N, not "
                 f"{self.cluster_shape}"
             )
-        if self.split_k != self.cluster_k:
+        if self.split_k not in (self.cluster_k, "even"):
             raise ValueError(
-                f"the {self.cluster_k} blocks of a cluster along K have all parts of a tile: "
-                f"split_k is {self.cluster_k}, not {self.split_k!r}"
+                f"the {self.cluster_k} blocks of a cluster along K have all parts of a tile, or "
+                f"those of one of the clusters that share it: split_k is {self.cluster_k}, or "
+                f"'even', not {self.split_k!r}"
             )
+
+    def _check_parallel(self) -> None:
+        if not self.parallel:
+            return
+        if self.split_k in (None, "stream") or self.cluster_k > 1:
+            raise ValueError(
+                "a kernel of its own adds up equal parts of tiles, which are not those of a "
+                f"cluster: split_k is {self.split_k!r}, cluster_k {self.cluster_k}"
+            )
+        if len(self.output_types) > 1 or not isinstance(self.epilogue, Finish):
+            raise ValueError("a kernel that adds up parts of tiles has no epilogue, and one output")
 
     def _plan_cluster_sums(self) -> ClusterSums:
         sums = ClusterSums(self.cluster_k, GROUP * self.groups_per_tile, self.accumulators)

@@ -112,6 +112,7 @@ def _question(kernel: Kernel, args: GemmArguments) -> dict[str, Any] | None:
         or not isinstance(operands, GemmOperandsMetadata)
         or stages is None
         or getattr(design, "stream_k", False)
+        or getattr(design, "even_k", False)
         or design.cluster_shape[2:] > (1,)
     ):
         return None

@@ -36,8 +36,9 @@ def test_hopper_kernels_use_as_many_stages_as_fit_and_are_built_as_described(fam
         cluster = (design.cluster_shape[1], design.cluster_shape[0])
         assert built.cluster_shape == (cluster if design.swap_ab else design.cluster_shape[:2])
         assert (built.schedule, built.swap_ab) == (design.schedule, design.swap_ab)
-        expected = "stream" if design.stream_k else design.split_k if design.split_k > 1 else None
-        assert built.split_k == expected
+        parts = design.split_k if design.split_k > 1 else None
+        expected = "stream" if design.stream_k else "even" if design.even_k else parts
+        assert (built.split_k, built.parallel) == (expected, design.parallel)
         assert built.cluster_k == design.cluster_shape[2]
         most = Gemm(
             built.tile_shape,

@@ -23,9 +23,10 @@ pytestmark = pytest.mark.compile
 
 @functools.cache
 def meeting(family):
-    """Kernels of a family whose parts meet in clusters."""
+    """Kernels of a family all of whose parts of a tile meet in a cluster."""
     (found,) = (one for one in CUTEDSL.families() if one.family == family)
-    return [k for k in generated_by(found) if k.metadata.design.cluster_shape[2] > 1]
+    designs = ((k, k.metadata.design) for k in generated_by(found))
+    return [k for k, design in designs if design.cluster_shape[2] > 1 and not design.even_k]
 
 
 def kernel_of(family, pattern):

@@ -9,7 +9,7 @@ from kernel_api.implementations.sm90.gemm import Gemm
 
 def gemm(tile=(128, 128, 64), cluster=(1, 1), schedule="cooperative", **options):
     types = {"a_type": BFloat16, "b_type": BFloat16, "output_types": (BFloat16,)}
-    return Gemm(tile, cluster, schedule, **types, **options)
+    return Gemm(tile, cluster, schedule, **{**types, **options})
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -30,10 +30,17 @@ def test_parts_are_left_where_the_stages_were(size):
             {"cluster": (2, 1), "split_k": 4, "cluster_k": 4},
             r"share no operands: it is \(1, 1\) along M and N, not \(2, 1\)",
         ),
-        ({"cluster_k": 4}, "split_k is 4, not None"),
-        ({"split_k": 2, "cluster_k": 4}, "split_k is 4, not 2"),
-        ({"split_k": "stream", "cluster_k": 4}, "split_k is 4, not 'stream'"),
+        ({"cluster_k": 4}, "split_k is 4, or 'even', not None"),
+        ({"split_k": 2, "cluster_k": 4}, "split_k is 4, or 'even', not 2"),
+        ({"split_k": "stream", "cluster_k": 4}, "split_k is 4, or 'even', not 'stream'"),
         ({"split_k": 4, "cluster_k": 4, "schedule": "pingpong"}, "do not split tiles along K"),
+        ({"parallel": True}, "adds up equal parts of tiles.*split_k is None"),
+        ({"parallel": True, "split_k": "stream"}, "split_k is 'stream', cluster_k 1"),
+        ({"parallel": True, "split_k": "even", "cluster_k": 4}, "not those of a cluster"),
+        (
+            {"parallel": True, "split_k": "even", "output_types": (BFloat16, BFloat16)},
+            "has no epilogue, and one output",
+        ),
         (
             {"tile": (128, 256, 16), "stages": 2, "split_k": 4, "cluster_k": 4},
             "a part of a tile takes 131072 bytes, the 2 stages where it is left have 24576",

@@ -24,6 +24,7 @@ INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 TOO_MANY_PARTS = (
     "a split along K is for less than 512 parts of tiles",
     "tiles cut anywhere along K are for at most 2 tiles per resident cluster",
+    "tiles that are cut for all resident clusters are at most half as many as these",
     "a workspace has room for 16384 counters, one per group of threads that sums up a tile",
 )
 

@@ -10,6 +10,8 @@ GPU = {
         "near": 0.6,
         "l2_bytes": 3.0e7,
         "pieces": 2.5e12,
+        "behind": 2e-6,
+        "summed": 2e12,
         "promotion": 0.0,
         "straddling": 1.3,
         "short_rows": {"64": 1.5, "32": 4.0},

@@ -80,6 +80,8 @@ class Candidate:
         blocks_per_multiprocessor: CTAs that share one.
         split_k: Parts that K is cut into, each a unit of work of its own.
         stream_k: Whether the CTAs share all steps evenly, across the borders of tiles.
+        even_k: Whether each tile is cut into as many equal parts as run at once.
+        parallel: Whether a kernel that is launched behind adds up their partial sums.
         swap_ab: Whether the kernel computes the transposed product, its M being N of out.
         column_blocks: Parts of the tile's columns that are multiplied one after the other.
         in_pieces: Whether threads write out, in pieces of rows that begin anywhere.
@@ -92,6 +94,8 @@ class Candidate:
     blocks_per_multiprocessor: int = 1
     split_k: int = 1
     stream_k: bool = False
+    even_k: bool = False
+    parallel: bool = False
     swap_ab: bool = False
     column_blocks: int = 1
     in_pieces: bool = False
@@ -216,6 +220,8 @@ class Constants:
         seam: The same of tiles that are cut anywhere, whose parts are not ready at one time.
         meeting: Seconds that CTAs of a cluster wait for each other, which add up partial sums in
             their shared memory.
+        behind: Seconds that a kernel takes which is launched behind to add up partial sums.
+        summed: Bytes of them per second that all multiprocessors together write and read.
         pieces: Bytes per second that all multiprocessors together write in pieces, beyond what
             writing them takes otherwise.
         sharpness: Power in which the times of parts that overlap are added up.
@@ -249,6 +255,8 @@ class Constants:
     handover: float
     seam: float
     meeting: float
+    behind: float
+    summed: float
     pieces: float
     sharpness: float
 
@@ -305,9 +313,13 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
     clusters_m, clusters_n = -(-m // rows), -(-n // columns)
     clusters = clusters_m * clusters_n * matrices * split
     each = -(-clusters // slots)
-    k_tiles: float = -(-k // (candidate.tile_shape[2] * parts))
-    steps = k_tiles
-    if candidate.stream_k:
+    k_tiles = -(-k // (candidate.tile_shape[2] * parts))
+    steps: float = k_tiles
+    sharing = 1
+    if candidate.even_k:
+        sharing = max(min(slots // max(clusters, 1), k_tiles), 1)
+        steps = -(-k_tiles // sharing)
+    elif candidate.stream_k:
         steps = max(k_tiles * clusters / (slots * max(each, 1)), 1.0)
     tile = steps * alone + epilogue
     if overlapping == 1:
@@ -322,10 +334,20 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
     near_a, near_b = (constants.near, 1.0) if long_bytes < short_bytes else (1.0, constants.near)
     of_a, of_b = m * a_size * clusters_n * lines[0], n * b_size * clusters_m * lines[1]
     l2 = k * matrices * (of_a * near_a + of_b * near_b)
-    crossing = long_bytes * _others(clusters_n) + short_bytes * _others(clusters_m)
+    crossing = 0.0
+    if not candidate.even_k:  # those that read the same k tile do so at one time
+        crossing = long_bytes * _others(clusters_n) + short_bytes * _others(clusters_m)
     if split > 1:
         blocks += each * (constants.handover + split * partial)
         l2 += 2 * split * m * n * matrices * _PARTIAL_SUM_BYTES
+    elif candidate.parallel:
+        parts_bytes = sharing * clusters * rows * columns * _PARTIAL_SUM_BYTES
+        blocks += partial
+        exposed += constants.behind + parts_bytes / constants.summed
+    elif sharing > 1:
+        # Each CTA of the last cluster adds up a share of what all have left.
+        blocks += constants.meeting + (1 + sharing) / parts * partial
+        l2 += 2 * sharing * m * n * matrices * _PARTIAL_SUM_BYTES
     elif candidate.stream_k and clusters % slots:
         # Tiles are cut in two where one CTA ends and the next begins; a few tiles in more.
         blocks += constants.seam + (1 + min(slots / clusters, k_tiles)) * partial

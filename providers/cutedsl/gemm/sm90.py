@@ -97,6 +97,19 @@ class Sm90GemmFamily(FusedGemm):
         resident = design.resident(multiprocessors_of(args.device))
         return clusters <= 2 * resident or Miss(f"there are {clusters} for {resident}")
 
+    @rule("a kernel that adds up parts of tiles has no epilogue, and applies no scales")
+    def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata, args: Any) -> bool:
+        scaled = any(tensor.scale is not None for tensor in operands.tensors.values())
+        return not design.parallel or not (scaled or args.epilogue)
+
+    @rule("tiles that are cut for all resident clusters are at most half as many as these")
+    def _(design: Sm90GemmDesign, args: GemmArguments) -> bool | Miss:
+        if not design.even_k:
+            return True
+        tiles = design.clusters(args.M, args.N, args.L)
+        resident = design.resident(multiprocessors_of(args.device))
+        return tiles <= resident // 2 or Miss(f"there are {tiles} for {resident}")
+
     @rule("a cluster along K has the parts of one tile, up to 8, and no other tile")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
         *others, parts = design.cluster_shape
@@ -214,8 +227,9 @@ class Sm90GemmFamily(FusedGemm):
             Gemm,
             more_outputs,
             others,
-            split_k="stream" if design.stream_k else design.split_k if design.splits else None,
+            split_k=_split(design),
             cluster_k=design.cluster_shape[2],
+            parallel=design.parallel,
             block_scales=scaled_by_blocks(operands),
             split_float32=_small_parts(operands),
             repacked=self.repacked,
@@ -291,6 +305,8 @@ class Sm90GemmFamily(FusedGemm):
             design.stages,
             split_k=design.split_k,
             stream_k=design.stream_k,
+            even_k=design.even_k,
+            parallel=design.parallel,
             swap_ab=design.swap_ab,
             column_blocks=self._column_blocks(),
             in_pieces=self._writes_pieces(),
@@ -313,6 +329,15 @@ class Sm90GemmFamily(FusedGemm):
 
     def predict(self, args: GemmArguments) -> float:
         return model.predict(args, self.candidate, model.constants(self.family))
+
+
+def _split(design: Sm90GemmDesign) -> int | str | None:
+    """As the implementation has it."""
+    if design.stream_k:
+        return "stream"
+    if design.even_k:
+        return "even"
+    return design.split_k if design.splits else None
 
 
 def _deals_heads(design: Sm90GemmDesign, operands: Any, args: Any) -> bool:

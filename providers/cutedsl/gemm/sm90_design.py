@@ -41,7 +41,7 @@ def resident_clusters(multiprocessors: int, size: int) -> int:
 @dataclass(frozen=True)
 class Sm90GemmDesign(SplitDesign):
     """A persistent, warp-specialised kernel. Tile and cluster are those of out; a cluster of
-    (1, 1, split_k) has the parts of one tile.
+    (1, 1, split_k) has the parts of one tile, or if even_k, those of one part of it.
 
     Attributes:
         schedule: ``cooperative``: the consumer warp groups share a tile; ``pingpong``: each has
@@ -50,6 +50,10 @@ class Sm90GemmDesign(SplitDesign):
         swap_ab: The transposed product is computed: few rows of out are few columns there, of
             which the instruction takes 16 at a time instead of 64.
         stream_k: Whether all CTAs get the same number of k tiles, across the borders of tiles.
+        even_k: Whether each tile is cut into as many equal parts as are resident together; of
+            CTAs that read the same k tile of different tiles, one finds it in L2.
+        parallel: Whether partial sums are added up by a kernel that is launched behind, on all
+            multiprocessors, instead of by the CTA that comes last to a tile.
         dependent_launch: Whether CTAs may start while the kernel before still ends, and let those
             of the next one do so where there is room (programmatic dependent launch).
     """
@@ -58,6 +62,8 @@ class Sm90GemmDesign(SplitDesign):
     stages: int = 4
     swap_ab: bool = False
     stream_k: bool = False
+    even_k: bool = False
+    parallel: bool = False
     dependent_launch: bool = True
 
     @property
@@ -89,13 +95,17 @@ class Sm90GemmDesign(SplitDesign):
         return 128 * (1 + self.consumers)
 
     @property
+    def meets_in_workspace(self) -> bool:
+        return super().meets_in_workspace or self.even_k
+
+    @property
     def summing_groups(self) -> int:
         return self.consumers
 
     @property
     def splits(self) -> bool:
         """Whether a tile may be the work of several CTAs."""
-        return self.stream_k or self.split_k > 1
+        return self.stream_k or self.even_k or self.split_k > 1
 
     def resident(self, multiprocessors: int) -> int:
         """Clusters that run at once."""
@@ -135,9 +145,11 @@ class Sm90GemmDesign(SplitDesign):
 
     def partial_tiles(self, M: int, N: int, K: int, L: int, multiprocessors: int) -> int:
         """Two of a cluster that may begin in the middle of one and end in the middle of another."""
+        resident = self.resident(multiprocessors)
+        if self.even_k:
+            return max(resident, self.clusters(M, N, L))
         if not self.stream_k:
             return super().partial_tiles(M, N, K, L, multiprocessors)
-        resident = self.resident(multiprocessors)
         return 2 * min(resident, self.clusters(M, N, L) * self.k_tiles(K))
 
     def label(self) -> str:
@@ -148,15 +160,24 @@ class Sm90GemmDesign(SplitDesign):
             parts.append(f"split{self.split_k}")
         if self.stream_k:
             parts.append("stream")
+        if self.even_k:
+            parts.append("even")
+        if self.parallel:
+            parts.append("parallel")
         if not self.dependent_launch:
             parts.append("independent")
         return "_".join(parts)
 
 
+#: Words of a design that say yes.
+_FLAGS = {"swap": "swap_ab", "stream": "stream_k", "even": "even_k", "parallel": "parallel"}
+
+
 def _point(text: str, operand_bytes: int) -> dict[str, Any]:
     """``"128x256 2x1 pingpong swap deep split4 stream"``: tile and cluster, then what else there
     is. A deep tile has twice the K, for tiles so small that waiting for each takes longer. A
-    cluster of ``1x1x4`` with ``split4`` has the parts of a tile."""
+    cluster of ``1x1x4`` with ``split4`` has the parts of a tile, and with ``even`` those of one
+    part."""
     tile, cluster, *rest = text.split()
     k = ROW_BYTES // operand_bytes * (2 if "deep" in rest else 1)
     point: dict[str, Any] = {
@@ -166,12 +187,10 @@ def _point(text: str, operand_bytes: int) -> dict[str, Any]:
     for word in rest:
         if word == "pingpong":
             point["schedule"] = word
-        elif word == "swap":
-            point["swap_ab"] = True
-        elif word == "stream":
-            point["stream_k"] = True
         elif word == "dynamic":
             point["scheduler"] = word
+        elif word in _FLAGS:
+            point[_FLAGS[word]] = True
         elif word.startswith("split"):
             point["split_k"] = int(word.removeprefix("split"))
     return point
@@ -261,6 +280,7 @@ _NARROW = (
     "64x112 2x2 deep",
     "48x128 1x1 swap",
     "96x64 2x1 pingpong swap",
+    "256x32 1x1",
 )
 #: For few tiles, or a last wave of few.
 _SPLIT = (
@@ -300,8 +320,16 @@ _MEETING = (
     "16x64 1x1x2 swap split2 deep",
     "16x64 1x1x4 swap split4 deep",
 )
+#: For so few tiles of so many products that a cluster of each leaves most multiprocessors idle.
+_EVEN = (
+    "128x128 2x2 even parallel",
+    "64x128 2x2 even parallel",
+    "64x64 2x2 even parallel",
+    "64x64 1x1x8 split8 even deep",
+    "16x64 1x1x8 swap split8 even deep",
+)
 
-ALL = (*_WIDE, *_NARROW, *_SPLIT, *_FEW_ROWS, *_MEETING)
+ALL = (*_WIDE, *_NARROW, *_SPLIT, *_FEW_ROWS, *_MEETING, *_EVEN)
 
 
 def _columns(text: str) -> int:

@@ -2,7 +2,7 @@
 
 Parts of a tile go through a workspace: first a counter per tile and group of threads that sums it
 up, zero before and after every launch, then the partial sums. Those that CTAs of one cluster have
-meet in shared memory instead.
+meet in shared memory instead; clusters that share a tile leave their sums in the workspace.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class SplitDesign(BLASDesignMetadata):
         if not self.meets_in_workspace or not M * N * K * L:
             return 0
         tile_m, tile_n, _ = self.tile_shape
-        tiles = self.partial_tiles(M, N, K, L, multiprocessors) * self.cluster_size
+        of_cluster = prod(self.cluster_shape[:2])
+        tiles = self.partial_tiles(M, N, K, L, multiprocessors) * of_cluster
         return ZEROED + tiles * tile_m * tile_n * _PARTIAL_SUM_BYTES
 
 

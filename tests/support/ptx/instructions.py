@@ -104,7 +104,7 @@ def _load(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask
     dtype, count = TYPES[match["type"]], int(match["count"] or 1)
     size, threads = dtype.itemsize * count, grid.active(mask)
     if match["space"] == "param":
-        data = _parameter(grid, address, size)
+        data = _parameter(grid, address, size, mask)
     elif match["space"] == "global":
         data = grid.memory.load(grid.addresses(address, U64, mask), size, threads)
     else:
@@ -118,10 +118,13 @@ def _load(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask
         grid.write(element, np.ascontiguousarray(values), mask)
 
 
-def _parameter(grid: Grid, address: Operand, size: int) -> np.ndarray:
-    assert isinstance(address, Address) and isinstance(address.base, Symbol)
-    data = grid.parameters[address.base.name][address.offset :][:size]
-    return np.frombuffer(data, np.uint8)[None]
+def _parameter(grid: Grid, address: Operand, size: int, mask: Mask) -> np.ndarray:
+    assert isinstance(address, Address)
+    if isinstance(address.base, Symbol):
+        data = grid.parameters[address.base.name][address.offset :][:size]
+        return np.frombuffer(data, np.uint8)[None]
+    places = grid.addresses(address, U64, mask)
+    return np.stack([np.frombuffer(grid.parameter_at(int(p), size), np.uint8) for p in places])
 
 
 def _store(match: re.Match[str], grid: Grid, instruction: Instruction, mask: Mask) -> None:

@@ -189,8 +189,11 @@ class Machine:
 
     def parameter_bytes(self, address: int, size: int) -> bytes:
         """Behind a generic address in the window of parameters."""
+        return self.parameter_at(address - PARAMETER_WINDOW, size)
+
+    def parameter_at(self, address: int, size: int) -> bytes:
         for name, offset in self.parameter_offsets.items():
-            inside = address - PARAMETER_WINDOW - offset
+            inside = address - offset
             if 0 <= inside <= self.program.parameters[name] - size:
                 return self.parameters[name][inside : inside + size]
         raise EmulationError(f"uses {address:#x}, which is no parameter")

@@ -62,6 +62,10 @@ class Threads(ABC):
         """Of a variable; KeyError if it is not known."""
         return self.program.shared[symbol.name]
 
+    def parameter_at(self, address: int, size: int) -> bytes:
+        """Bytes of the space of parameters, of which `address_of` knows where one begins."""
+        raise EmulationError(f"reads {size} bytes at {address:#x} of parameters, which are not one")
+
     # Operands ----------------------------------------------------------------------------------
 
     def read(self, operand: Operand, dtype: np.dtype) -> np.ndarray:

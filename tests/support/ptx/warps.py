@@ -182,6 +182,9 @@ class Gang(Threads):
     def address_of(self, symbol: Symbol) -> int:
         return self.machine.address_of(symbol)
 
+    def parameter_at(self, address: int, size: int) -> bytes:
+        return self.machine.parameter_at(address, size)
+
     def warps_of(self, mask: Mask) -> list[Warp]:
         """Those with active threads."""
         if mask is None:

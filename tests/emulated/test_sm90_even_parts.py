@@ -1,0 +1,130 @@
+"""Tiles that are cut into as many equal parts as find room: in clusters that share a tile, whose
+last one adds up, and with a kernel behind that does."""
+
+import functools
+import re
+
+import pytest
+import torch
+from support.data import arguments_for
+from support.kernels import generated_by
+from support.ptx.kernel import EmulatedKernel
+from support.ptx.problems import awkward_arguments
+from support.sampling import EVERY, some
+
+import kernel_api as ka
+from kernel_api import provider
+from kernel_api.verification import FACTOR_REORDERED, judge, poison
+
+pytestmark = pytest.mark.compile
+
+(CUTEDSL,) = provider.providers(["cutedsl"])
+FAMILIES = ("sm90.gemm", "sm90.gemm_tf32", "sm90.gemm_int8")
+
+
+@functools.cache
+def even(family):
+    (found,) = (one for one in CUTEDSL.families() if one.family == family)
+    return [k for k in generated_by(found) if k.metadata.design.even_k]
+
+
+def kernel_of(family, pattern):
+    return next(k for k in even(family) if re.search(pattern, k.metadata.kernel_name))
+
+
+#: Family, kernel, (M, N, k tiles, batch), multiprocessors: several tiles and one, K's rest within a
+#: k tile; parts of different numbers of k tiles, one of each cluster, and more room than k tiles.
+CASES = [
+    ("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile64x64x64.*2x2_.*parallel", (129, 70, 9, None), 132),
+    ("sm90.gemm", r"bf16_bf16_f32.*tnn_tile64x128x64.*2x2_.*parallel", (66, 300, 7, 2), 53),
+    ("sm90.gemm", r"f16_f16_f16.*ntt_tile128x128x64.*2x2_.*parallel", (264, 40, 5, None), 22),
+    ("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile16x64x128.*1x1x8_.*swap", (9, 66, 40, None), 132),
+    ("sm90.gemm", r"f16_f16_f32.*nnt_tile64x64x128.*1x1x8_", (60, 70, 27, 2), 132),
+    ("sm90.gemm", r"f16_f16_f16.*ttn_tile64x64x128.*1x1x8_", (8, 1, 9, None), 132),
+    ("sm90.gemm_tf32", r"tile64x64x32.*2x2_.*parallel", (70, 129, 6, None), 70),
+    ("sm90.gemm_int8", r"i32_.*tile64x128x128.*2x2_.*parallel", (130, 140, 7, None), 132),
+    ("sm90.gemm_int8", r"i32_.*tile16x64x256.*1x1x8_.*swap", (17, 66, 19, None), 132),
+]
+SAMPLE = range(len(CASES)) if EVERY else (0, 2, 3, 4, 7)
+
+
+def drawn(kernel, sizes, values, seed=0):
+    M, N, k_tiles, batch = sizes
+    design = kernel.metadata.design
+    K = (k_tiles - design.split_k) * design.tile_shape[2] + 5  # more is added for a split
+    return awkward_arguments(kernel, M, N, K, batch, values=values, seed=seed)
+
+
+@pytest.mark.parametrize("turn", SAMPLE, ids=[f"{CASES[t][0]}-{CASES[t][2]}" for t in SAMPLE])
+def test_integers_are_added_up_exactly(turn):
+    family, pattern, sizes, multiprocessors = CASES[turn]
+    kernel = kernel_of(family, pattern)
+    args = drawn(kernel, sizes, "integers", turn)
+    compiled = EmulatedKernel.compile(kernel, args)
+    assert not compiled.artifact.resources.spill_bytes
+    for again in range(2):  # counters of the workspace are as they were
+        poison(args.out.tensor)
+        compiled.run(args, multiprocessors=multiprocessors, seed=turn + again)
+        assert judge(args, FACTOR_REORDERED), kernel.metadata.kernel_name
+    wide = torch.float64 if args.A.tensor.dtype.is_floating_point else torch.int64
+    product = args.A.tensor.to(wide) @ args.B.tensor.to(wide)
+    assert torch.equal(args.out.tensor, product.to(args.out.tensor.dtype))
+
+
+@pytest.mark.parametrize("pattern", some([r"tile64x64x64.*parallel", r"tile16x64x128.*1x1x8"], 2))
+def test_sums_do_not_depend_on_who_comes_when(pattern):
+    kernel = kernel_of("sm90.gemm", f"bf16_bf16_f32.*tnt_{pattern}")
+    args = drawn(kernel, (13, 99, 21, None), "random")
+    compiled, found = EmulatedKernel.compile(kernel, args), []
+    for seed in range(3):
+        poison(args.out.tensor)
+        compiled.run(args, multiprocessors=132, seed=seed)
+        assert judge(args, FACTOR_REORDERED)
+        found.append(args.out.tensor.clone())
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_every_family_of_plain_products_has_both_kinds():
+    for family in FAMILIES:
+        kinds = {k.metadata.design.parallel for k in even(family)}
+        assert kinds == {False, True}, family
+
+
+def test_a_workspace_has_a_part_for_every_resident_cluster():
+    parallel = kernel_of("sm90.gemm", r"tnt_tile64x128x64.*2x2_.*parallel").metadata.design
+    meeting = kernel_of("sm90.gemm", r"tnt_tile64x64x128.*1x1x8_").metadata.design
+    counters, resident = 65536, {4: 30, 8: 15}
+    found = parallel.workspace_bytes(100, 100, 4096, 1, 132)
+    assert found == counters + resident[4] * 4 * 64 * 128 * 4
+    assert meeting.workspace_bytes(60, 60, 65536, 1, 132) == counters + resident[8] * 64 * 64 * 4
+
+
+def test_tiles_that_leave_no_room_for_parts_are_refused():
+    cases = ((r"tnt_tile64x64x64.*2x2_.*parallel", 15), (r"tnt_tile64x64x128.*1x1x8", 7))
+    for pattern, most in cases:
+        kernel = kernel_of("sm90.gemm", f"bf16_bf16_bf16.*{pattern}")
+        rows = 64 * kernel.metadata.design.cluster_shape[0]
+        for tiles in (most, most + 1):
+            A = torch.empty(tiles * rows, 8192, dtype=torch.bfloat16, device="meta")
+            B, out = A.new_empty(64, 8192), A.new_empty(tiles * rows, 64)
+            status = kernel.supports(ka.GemmArguments(A, B.t(), out))
+            assert bool(status) == (tiles == most), status
+        assert f"half as many as these; there are {most + 1} for" in str(status)
+
+
+def test_a_kernel_behind_has_no_epilogue_and_a_cluster_has():
+    kernel = kernel_of("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile64x64x64.*parallel")
+    plain = arguments_for(kernel, 64, 64, 65536, device="meta")
+    twice = ka.EpilogueArguments(lambda accum: 2 * accum)
+    fused = ka.GemmArguments(*plain.tensors, epilogue=twice)
+
+    def kinds(args):
+        offered = ka.get_kernels(args, cc="90a", providers=["cutedsl"])
+        designs = [k.metadata.design for k in offered if k.family_name() == "sm90.gemm"]
+        return {design.parallel for design in designs if design.even_k}
+
+    assert kinds(plain) == {False, True}
+    assert kinds(fused) == {False}
+    others = type(kernel).kernels_for(kernel.metadata.operands, fused.epilogue.graph)
+    status = next(k for k in others if k.metadata.design.parallel).supports(fused)
+    assert "adds up parts of tiles has no epilogue, and applies no scales" in status.rule
