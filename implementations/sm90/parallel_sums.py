@@ -50,9 +50,7 @@ class ParallelSums:
         )
 
     @cute.kernel
-    def kernel(
-        self, tiled_mma: cute.TiledMma, mD: cute.Tensor, order: TileOrder, split: WorkSplit
-    ):
+    def kernel(self, tiled_mma: cute.TiledMma, mD: cute.Tensor, order: TileOrder, split: WorkSplit):
         thread, _, _ = cute.arch.thread_idx()
         vector, group, cluster = cute.arch.block_idx()
         (tile_m, tile_n), (cluster_m, cluster_n) = self.tile, self.cluster
