@@ -22,6 +22,8 @@ LARGE_GRAM = ((256, 65536), (300, 50000), (384, 16384), (512, 8192), (512, 32768
 VECTORS = ((16, 65536), (64, 65536), (128, 16384), (256, 131072), (64, 1048576), (400, 40000))
 #: (M, N, tokens) of gradients.
 ADAPTERS = ((16, 4096, 4096), (4096, 16, 16384), (64, 8192, 16384))
+#: (out, in, tokens) of weights of small models.
+SMALL_MODELS = ((768, 768, 16384), (768, 768, 65536), (1024, 1024, 16384), (512, 2048, 32768))
 ROUTERS = ((8, 4096, 16384), (256, 7168, 4096))
 #: (M, N, K).
 FLAT = ((100000, 16, 16), (1000000, 8, 64), (65536, 64, 64), (262144, 32, 256))
@@ -34,6 +36,8 @@ def _problems() -> Iterator[Problem]:
         yield Problem(count, count, length, origin="inner products")
     for M, N, tokens in ADAPTERS:
         yield Problem(M, N, tokens, origin="adapter, of weights", layout="NT")
+    for M, N, tokens in SMALL_MODELS:
+        yield Problem(M, N, tokens, origin="small model, of weights", layout="NT")
     for M, N, tokens in ROUTERS:
         yield Problem(M, N, tokens, origin="router, of weights", layout="NT")
     for M, N, K in FLAT:

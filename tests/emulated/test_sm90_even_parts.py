@@ -90,6 +90,12 @@ def test_every_family_of_plain_products_has_both_kinds():
         assert kinds == {False, True}, family
 
 
+def test_a_kernel_behind_applies_no_scales():
+    for kernel in even("sm90.gemm_int8"):
+        scaled = kernel.metadata.operands.A.scale is not None
+        assert not (scaled and kernel.metadata.design.parallel)
+
+
 def test_a_workspace_has_a_part_for_every_resident_cluster():
     parallel = kernel_of("sm90.gemm", r"tnt_tile64x128x64.*2x2_.*parallel").metadata.design
     meeting = kernel_of("sm90.gemm", r"tnt_tile64x64x128.*1x1x8_").metadata.design
@@ -127,4 +133,4 @@ def test_a_kernel_behind_has_no_epilogue_and_a_cluster_has():
     assert kinds(fused) == {False}
     others = type(kernel).kernels_for(kernel.metadata.operands, fused.epilogue.graph)
     status = next(k for k in others if k.metadata.design.parallel).supports(fused)
-    assert "adds up parts of tiles has no epilogue, and applies no scales" in status.rule
+    assert status.rule == "a kernel that adds up parts of tiles has no epilogue"

@@ -52,6 +52,9 @@ _NAMING = ("split", "interleave", "repeat", "store")
 #: Bytes of an element that a consumer reads in time though it has no registers to read ahead.
 _READ_IN_TIME = 2
 
+#: Clusters that read an operand until both halves of L2 have it.
+_UNTIL_NEAR = 8
+
 #: Bytes of a row of a stage, and of a line of L2.
 _LINE_BYTES = 128
 #: Bytes of a row of a stage of what is contiguous along M or N: the most that divide a tile's.
@@ -189,8 +192,8 @@ class Constants:
         l2_bandwidth: Bytes per second that all multiprocessors together read from L2.
         crossing: Of the time that an operand takes to arrive, what it takes longer where many
             clusters read it: each half of L2 has it from the other one.
-        near: Of the time that the larger operand takes to come from L2, what the smaller one does,
-            which both halves of L2 soon have.
+        near: Of the time that the larger operand takes to come from L2, what the smaller one does
+            that very many clusters read: both halves of L2 soon have it.
         l2_bytes: What L2 keeps from one visit of the tiles around to the next.
         sustained: Operations per second of the whole GPU that its power allows, by kind.
         spared: That a schedule reaches with the same power.
@@ -331,7 +334,11 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
         blocks = (rounds - 1) * (full if full > tile else tile) + (last if last > tile else tile)
 
     # What all of them move: through L2, and from device memory where L2 has forgotten it.
-    near_a, near_b = (constants.near, 1.0) if long_bytes < short_bytes else (1.0, constants.near)
+    near_a, near_b = 1.0, 1.0
+    if long_bytes < short_bytes:
+        near_a = _nearness(clusters_n, constants)
+    else:
+        near_b = _nearness(clusters_m, constants)
     of_a, of_b = m * a_size * clusters_n * lines[0], n * b_size * clusters_m * lines[1]
     l2 = k * matrices * (of_a * near_a + of_b * near_b)
     crossing = 0.0
@@ -376,6 +383,12 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
         + (operations / sustained) ** power
     ) ** (1 / power)
     return constants.overhead + exposed + slowest
+
+
+def _nearness(clusters: int, constants: Constants) -> float:
+    """Of the larger operand's time from L2, what the smaller one takes that so many read."""
+    far = min(_UNTIL_NEAR / max(clusters, 1), 1.0)
+    return constants.near + (1 - constants.near) * far
 
 
 def _others(clusters: int) -> float:
