@@ -316,9 +316,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in options.table:
         problems = merged(problems, tuned(path))
     tables = json.loads(options.constants.read_text())
-    before = tables.get(gpu) or copy.deepcopy(next(iter(tables.values())))
+    before = copy.deepcopy(model.table_of(tables, gpu))
     fitted, held_out = (problems, []) if options.everything else split(problems)
-    parameters = Parameters(copy.deepcopy(before), fitted)
+    parameters = Parameters(before, fitted)
     print(report("before, fitted on", fitted, parameters.table))
     print(report("before, held out ", held_out, parameters.table))
     fit = Fit(parameters, fitted)

@@ -420,7 +420,9 @@ def known_of(kernel: Any, args: ka.GemmArguments, sizes: model.Problem) -> rows.
     candidate = getattr(kernel, "candidate", None)
     known: rows.Row = {"family": kernel.family_name()}
     if candidate is not None:
-        estimate = model.seconds(sizes, candidate, model.constants(kernel.family_name()))
+        estimate = model.seconds(
+            sizes, candidate, model.constants_on(args.device, kernel.family_name())
+        )
         known["candidate"] = dataclasses.asdict(candidate)
         known["factor"] = round(kernel.predict(args) / estimate, 6)
     return known

@@ -195,7 +195,8 @@ def recorded(results: Path = RESULTS) -> dict[str, dict[str, list[Row]]]:
 def ceilings(rows: list[Row]) -> dict[str, Any] | None:
     """What the performance model knows of the GPU of a roofline's rows; None: there is none."""
     known: dict[str, Any] = json.loads(CONSTANTS.read_text())
-    return known.get(rows[0]["env"]["gpu"]) if rows else None
+    found = known.get(rows[0]["env"]["gpu"], {}) if rows else {}
+    return found if "machine" in found else None
 
 
 def overview(results: Path = RESULTS) -> str:

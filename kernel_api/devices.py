@@ -44,6 +44,20 @@ def multiprocessors_of(device: Any) -> int:
     return sm_count(device.index or 0)
 
 
+@lru_cache(maxsize=64)
+def _model_of_index(index: int) -> str:
+    import torch
+
+    return str(torch.cuda.get_device_name(index))
+
+
+def model_of(device: Any) -> str | None:
+    """What the driver calls a tensor's device, such as ``NVIDIA H200``; None without a GPU."""
+    if device.type != "cuda" or not cuda_available():
+        return None
+    return _model_of_index(device.index or 0)
+
+
 @lru_cache(maxsize=1)
 def cuda_available() -> bool:
     import torch

@@ -340,10 +340,13 @@ def _least(call, repeats=20):
 
 
 def test_the_file_of_constants_names_every_constant_and_no_other():
-    for gpu in json.loads(model.CONSTANTS.read_text()).values():
-        names = {field.name for field in dataclasses.fields(model.Constants)}
+    tables = json.loads(model.CONSTANTS.read_text())
+    names = {field.name for field in dataclasses.fields(model.Constants)}
+    for gpu in (model.table_of(tables, one) for one in tables):
         for family in gpu["families"].values():
             assert {*gpu["machine"], *family} == names
+    for like in (gpu for gpu in tables.values() if "like" in gpu):
+        assert like.keys() == {"like", "shares"} and names >= like["shares"].keys()
 
 
 def test_a_familys_own_constants_go_before_those_of_the_machine():
@@ -358,6 +361,27 @@ def test_a_familys_own_constants_go_before_those_of_the_machine():
 def test_an_unknown_family_has_the_constants_of_its_architecture():
     assert model.constants("sm90.not_fitted_yet").feed == model.constants("sm90.gemm").feed
     assert model.constants("sm80.not_fitted_yet").feed == model.constants("sm80.gemm").feed
+
+
+def test_a_gpu_that_is_like_another_has_shares_of_its_constants():
+    own, like = (model.constants("sm90.gemm", f"NVIDIA {n}") for n in ("H100 80GB HBM3", "H200"))
+    assert own.bandwidth == pytest.approx(0.69 * like.bandwidth)
+    same = {f.name for f in dataclasses.fields(own)} - {"bandwidth"}
+    assert all(getattr(own, name) == getattr(like, name) for name in same)
+    tables = json.loads(model.CONSTANTS.read_text())
+    assert model.table_of(tables, "NVIDIA H200") is tables["NVIDIA H200"]
+    assert model.table_of(tables, "NVIDIA H100 80GB HBM3")["families"].keys() == {
+        *tables["NVIDIA H200"]["families"]
+    }
+
+
+def test_kernels_are_ranked_by_the_gpu_of_their_operands(monkeypatch):
+    A = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    args = ka.GemmArguments(A[:16], A.t(), A[:16].new_empty(16, 4096))
+    kernel = next(k for k in ka.get_kernels(args, cc="90a") if k.family_name() == "sm90.gemm")
+    on_an_h200 = kernel.predict(args)
+    monkeypatch.setattr(model, "model_of", lambda device: "NVIDIA H100 80GB HBM3")
+    assert 1.2 * on_an_h200 < kernel.predict(args) < 1.5 * on_an_h200
 
 
 def test_an_unknown_gpu_has_the_constants_of_the_first_one():

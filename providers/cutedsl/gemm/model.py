@@ -20,6 +20,7 @@ query asks for tens of designs at once: what depends on the problem alone is com
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from kernel_api.arguments import GemmArguments
+from kernel_api.devices import model_of
 from kernel_api.epilogue.graph import Graph, Node
 from kernel_api.providers.cutedsl.gemm.sm90_design import SUBTILE, resident_clusters
 
@@ -279,11 +281,31 @@ class Constants:
         return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def constants(family: str, gpu: str | None = None) -> Constants:
     """The constants of a kernel family on a GPU; by default on the first one of the file."""
-    table = json.loads(CONSTANTS.read_text())
-    return Constants.of(table.get(gpu) or next(iter(table.values())), family)
+    return Constants.of(table_of(json.loads(CONSTANTS.read_text()), gpu), family)
+
+
+def constants_on(device: Any, family: str) -> Constants:
+    """Those of a tensor's device, and without a GPU those of the first one of the file."""
+    return constants(family, model_of(device))
+
+
+def table_of(tables: dict[str, Any], gpu: str | None) -> dict[str, Any]:
+    """What a file says of a GPU, the first one by default.
+
+    Of one that is like another but for some constants, ``shares`` says what it has of those.
+    """
+    found: dict[str, Any] = tables.get(gpu or "") or next(iter(tables.values()))
+    if "like" not in found:
+        return found
+    table: dict[str, Any] = copy.deepcopy(tables[found["like"]])
+    for values in (table["machine"], *table["families"].values()):
+        for name, share in found["shares"].items():
+            if name in values:
+                values[name] *= share
+    return table
 
 
 #: The key of the last arguments asked about, and their problem: a query asks for many kernels.
@@ -334,15 +356,14 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
         blocks = (rounds - 1) * (full if full > tile else tile) + (last if last > tile else tile)
 
     # What all of them move: through L2, and from device memory where L2 has forgotten it.
-    near_a, near_b = 1.0, 1.0
-    if long_bytes < short_bytes:
-        near_a = _nearness(clusters_n, constants)
-    else:
-        near_b = _nearness(clusters_m, constants)
     of_a, of_b = m * a_size * clusters_n * lines[0], n * b_size * clusters_m * lines[1]
-    l2 = k * matrices * (of_a * near_a + of_b * near_b)
+    smaller, readers = (of_a, clusters_n) if long_bytes < short_bytes else (of_b, clusters_m)
+    l2 = of_a + of_b
+    if readers > _UNTIL_NEAR:
+        l2 -= smaller * (1 - constants.near) * (1 - _UNTIL_NEAR / readers)
+    l2 *= k * matrices
     crossing = 0.0
-    if not candidate.even_k:  # those that read the same k tile do so at one time
+    if not candidate.parallel:  # those that read the same k tile do so at one time
         crossing = long_bytes * _others(clusters_n) + short_bytes * _others(clusters_m)
     if split > 1:
         blocks += each * (constants.handover + split * partial)
@@ -385,16 +406,13 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
     return constants.overhead + exposed + slowest
 
 
-def _nearness(clusters: int, constants: Constants) -> float:
-    """Of the larger operand's time from L2, what the smaller one takes that so many read."""
-    far = min(_UNTIL_NEAR / max(clusters, 1), 1.0)
-    return constants.near + (1 - constants.near) * far
-
-
 def _others(clusters: int) -> float:
     """How likely it is that of so many that read an operand, some are not in the half of L2 where
     the first one is."""
-    return 1 - 0.5 ** max(clusters - 1, 0)
+    return _OTHERS[clusters] if clusters < len(_OTHERS) else 1.0
+
+
+_OTHERS = tuple(1 - 0.5 ** max(clusters - 1, 0) for clusters in range(32))
 
 
 @lru_cache(maxsize=4096)

@@ -250,7 +250,7 @@ class Sm80GemmFamily(FusedGemm):
         return _LOAD_COST[self.metadata.operands.tensors["A"].alignment]
 
     def predict(self, args: GemmArguments) -> float:
-        seconds = model.predict(args, self.candidate, model.constants(self.family))
+        seconds = model.predict(args, self.candidate, model.constants_on(args.device, self.family))
         return seconds * self._load_cost
 
 

@@ -332,7 +332,7 @@ class Sm90GemmFamily(FusedGemm):
         return -(-self._design.kernel_tile[1] // most)
 
     def predict(self, args: GemmArguments) -> float:
-        return model.predict(args, self.candidate, model.constants(self.family))
+        return model.predict(args, self.candidate, model.constants_on(args.device, self.family))
 
 
 def _split(design: Sm90GemmDesign) -> int | str | None:

@@ -75,7 +75,7 @@ class RepackedGemmFamily(Sm90GemmFamily):
 
     def predict(self, args: Any) -> float:
         """The copies are read and written, by launches of their own."""
-        constants = model.constants(self.family)
+        constants = model.constants_on(args.device, self.family)
         moved = 2 * (self.get_workspace_size(args) - ZEROED)
         copies = len(self._copied) * constants.overhead + moved / constants.bandwidth
         return float(super().predict(args) + copies)

@@ -80,7 +80,7 @@ class Sm80GroupedGemmFamily(Sm80GemmFamily):
     operands = tuple(map(_with_offsets, Sm80Gemm.operands))
 
     def predict(self, args: Any) -> float:
-        candidate, constants = self.candidate, model.constants(self.family)
+        candidate, constants = self.candidate, model.constants_on(args.device, self.family)
         seconds = predict(args, candidate.tile_shape[0], candidate, constants)
         return _SLOWER * seconds * self._load_cost
 

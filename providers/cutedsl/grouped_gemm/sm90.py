@@ -114,7 +114,9 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
 
     def predict(self, args: Any) -> float:
         rows = self._rows_per_tile
-        seconds = predict(args, rows, self.candidate, model.constants(self.modelled_as))
+        seconds = predict(
+            args, rows, self.candidate, model.constants_on(args.device, self.modelled_as)
+        )
         return seconds if are_small(args, rows) else seconds * self._factor(args)
 
     def _factor(self, args: Any) -> float:
