@@ -18,6 +18,8 @@ def test_the_small_set_has_a_kernel_of_every_family_and_kind():
         "schedule": {"cooperative", "pingpong"},
         "swap_ab": {False, True},
         "stream_k": {False, True},
+        "even_k": {False, True},
+        "parallel": {False, True},
         "scheduler": {"static", "dynamic"},
     }.items():
         assert {getattr(design, name, None) for design in designs} >= kinds, name

@@ -194,7 +194,7 @@ def chosen(args: Any, cc: Any) -> list[Any]:
 def _kind(kernel: Any) -> tuple[Any, ...]:
     design = kernel.metadata.design
     cluster = [*getattr(design, "cluster_shape", ()), 1, 1, 1][:3]
-    named = ("schedule", "swap_ab", "stream_k", "scheduler", "stages_kv")
+    named = ("schedule", "swap_ab", "stream_k", "even_k", "parallel", "scheduler", "stages_kv")
     split = getattr(design, "split_k", 1) > 1
     return kernel.family, split, cluster[2] > 1, *(getattr(design, name, None) for name in named)
 
