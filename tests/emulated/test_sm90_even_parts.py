@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.data import arguments_for
 from support.kernels import generated_by
+from support.ptx import EmulationError
 from support.ptx.kernel import EmulatedKernel
 from support.ptx.problems import awkward_arguments
 from support.sampling import EVERY, some
@@ -134,3 +135,49 @@ def test_a_kernel_behind_has_no_epilogue_and_a_cluster_has():
     others = type(kernel).kernels_for(kernel.metadata.operands, fused.epilogue.graph)
     status = next(k for k in others if k.metadata.design.parallel).supports(fused)
     assert status.rule == "a kernel that adds up parts of tiles has no epilogue"
+
+
+# What these kernels could do wrong is found ------------------------------------------------------
+
+MEETING = r"barrier\.cluster\.arrive;\s+barrier\.cluster\.wait;"
+
+
+@pytest.fixture(scope="module")
+def sharing():
+    kernel = kernel_of("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile16x64x128.*1x1x8_.*swap")
+    args = drawn(kernel, (9, 60, 16, None), "integers")
+    compiled = EmulatedKernel.compile(kernel, args)
+    assert not is_wrong(compiled, args, compiled.text, seeds=2)
+    return compiled, args
+
+
+def is_wrong(compiled, args, text, seeds=8):
+    """Whether an order of warps, of some, leads to a wrong result or to what a GPU may not do."""
+    for seed in range(seeds):
+        poison(args.out.tensor)
+        try:  # two clusters
+            compiled.with_text(text).run(args, multiprocessors=18, seed=seed)
+        except EmulationError:
+            return True
+        if not judge(args, FACTOR_REORDERED):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_no_meeting_of_the_cluster_can_be_left_out(sharing, which):
+    """Before and behind the sums of a cluster, behind what it is told, and behind the last sums."""
+    compiled, args = sharing
+    places = list(re.finditer(MEETING, compiled.text))
+    assert len(places) == 4
+    one = places[which]
+    assert is_wrong(compiled, args, compiled.text[: one.start()] + compiled.text[one.end() :])
+
+
+def test_a_kernel_behind_waits_for_the_one_before_it():
+    kernel = kernel_of("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile64x64x64.*2x2_.*parallel")
+    args = drawn(kernel, (70, 66, 9, None), "integers")
+    text = EmulatedKernel.compile(kernel, args).text
+    _, behind = re.split(r"\.visible \.entry kernel_cutlass_kernel_ParallelSums", text)
+    wait, first_read = behind.index("griddepcontrol.wait"), behind.index("ld.global")
+    assert wait < first_read
