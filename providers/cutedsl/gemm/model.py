@@ -370,7 +370,6 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
         l2 += 2 * split * m * n * matrices * _PARTIAL_SUM_BYTES
     elif candidate.parallel:
         parts_bytes = sharing * clusters * rows * columns * _PARTIAL_SUM_BYTES
-        blocks += partial
         exposed += constants.behind + parts_bytes / constants.summed
     elif sharing > 1:
         # Each CTA of the last cluster adds up a share of what all have left.
