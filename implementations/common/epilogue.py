@@ -254,11 +254,12 @@ def store_per_block(epilogue: Epilogue, thread: "Thread", tensors: tuple, bundle
             mine = thread.lane == block % LANES
             if not of.columns:
                 mine = mine & (thread.first_column == 0)
-            _store_inside(mX, value, thread.row_of(half), column, thread.batch, mine)
+            store_element(mX, value, thread.row_of(half), column, thread.batch, mine)
 
 
 @cute.jit
-def _store_inside(mX, value, row, column, batch, mine):
+def store_element(mX, value, row, column, batch, mine: Boolean):
+    """Where the matrix has it, and if it is this thread's."""
     if mine & (row < mX.shape[0]) & (column < mX.shape[1]):
         mX[row, column, batch] = value
 

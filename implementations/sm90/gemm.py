@@ -25,7 +25,6 @@ from .gemm_producer import GemmProducer
 from .grid import Grid, grid_of
 from .mma import make_tiled_mma, multiplied_as
 from .output import GROUP
-from .parallel_sums import ParallelSums
 from .promotion import scale_modes
 from .split_float32 import SMALL_BUFFERS
 
@@ -138,30 +137,11 @@ class Gemm(GemmProducer, GemmConsumer):
         known = self._copies(order, split)
         self._launch(mA, mB, mD, operands, (mR, space), scales, order, split, grid, stream)
         if const_expr(self.parallel):
-            self._parallel_sums().launch(self._tiled_mma(mA, mB), mD[0], *known, stream)
+            self.parallel_sums.launch(mD, operands, extents, *known, stream)
 
     def _copies(self, order, split):
         """For a kernel behind this one, whose tracing leaves its own values in what it takes."""
         return (replace(order), replace(split)) if self.parallel else ()
-
-    def _parallel_sums(self) -> ParallelSums:
-        return ParallelSums(
-            self.partial_sums,
-            self.tile_shape[:2],
-            self.cluster_shape,
-            self.consumers,
-            self.dependent_launch,
-        )
-
-    def _tiled_mma(self, mA, mB) -> cute.TiledMma:
-        """From (M,K,L), (N,K,L)."""
-        majors = (LayoutEnum.from_tensor(tensor).sm90_mma_major_mode() for tensor in (mA, mB))
-        return make_tiled_mma(
-            *map(multiplied_as, self.operand_types),
-            self.accumulator_type,
-            *majors,
-            *(self.groups_per_tile, self.columns),
-        )
 
     def _modes(self, mA, mB, mD, operands) -> tuple:
         """(A, B, outputs, reduced outputs, what the epilogue reads) as they are multiplied; from
@@ -218,7 +198,6 @@ class Gemm(GemmProducer, GemmConsumer):
         a_layout = sm90.make_smem_layout_a(a_major, self.tile_shape, a_type, self.stages)
         if const_expr(self.loaded_columns != tile_n and b_major.is_k_major_b()):
             raise TypeError("B is contiguous along K, the kernel is for columns side by side")
-        tiled_mma = self._tiled_mma(mA, mB)
         loaded = tile_m, self.loaded_columns, tile_k
         b_layout = sm90.make_smem_layout_b(b_major, loaded, b_type, self.stages)
         if const_expr(Fraction(1) in self.output.epilogue.halves):
@@ -258,7 +237,11 @@ class Gemm(GemmProducer, GemmConsumer):
         if const_expr(len(described) > 0):
             self._describe(tma_a, tma_b, *described, stream)
         self.kernel(
-            tiled_mma,
+            make_tiled_mma(
+                *(a_type, b_type, self.accumulator_type),
+                *(a_major.sm90_mma_major_mode(), b_major.sm90_mma_major_mode()),
+                *(self.groups_per_tile, self.columns),
+            ),
             *(tma_a, mA, a_layout),
             *(tma_b, mB, b_layout),
             *(tma_d, mD, d_layouts),

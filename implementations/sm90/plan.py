@@ -10,6 +10,7 @@ from .mainloop import Mainloop
 from .mma import K_BYTES, WGMMA_M, check_types
 from .output import GROUP, Output
 from .paired_output import PairedOutput
+from .parallel_sums import ParallelSums
 from .promotion import (
     MOST_SCALED_COLUMNS,
     SCALE_BLOCK,
@@ -146,6 +147,7 @@ class GemmPlan:
             slots=2 if split_k == "stream" else 1,
         )
         self.cluster_sums = self._plan_cluster_sums() if cluster_k > 1 else None
+        self.parallel_sums = self._plan_parallel_sums(written) if parallel else None
         #: Whether a tile may be cut among clusters, whose sums meet in the workspace; and whether
         #: into as many equal parts as find room.
         self.meets_in_workspace = split_k is not None and split_k != cluster_k
@@ -253,8 +255,6 @@ class GemmPlan:
                 "a kernel of its own adds up equal parts of tiles, which are not those of a "
                 f"cluster: split_k is {self.split_k!r}, cluster_k {self.cluster_k}"
             )
-        if len(self.output_types) > 1 or not isinstance(self.epilogue, Finish):
-            raise ValueError("a kernel that adds up parts of tiles has no epilogue, and one output")
 
     def _plan_cluster_sums(self) -> ClusterSums:
         sums = ClusterSums(self.cluster_k, GROUP * self.groups_per_tile, self.accumulators)
@@ -265,6 +265,17 @@ class GemmPlan:
                 f"left have {room}: it takes more of them"
             )
         return sums
+
+    def _plan_parallel_sums(self, written: Epilogue) -> ParallelSums:
+        return ParallelSums(
+            self.partial_sums,
+            self.accumulator_type,
+            written,
+            self.tile_shape[:2],
+            self.cluster_shape,
+            self.consumers,
+            self.dependent_launch,
+        )
 
     def _plan_registers(self) -> tuple[int, int] | None:
         """(producer, each consumer) of the 65536 there are; None: as launched."""

@@ -3,8 +3,13 @@
 import pytest
 from cutlass import BFloat16
 
+from kernel_api.implementations.common.epilogue import Epilogue
 from kernel_api.implementations.sm90.cluster_sums import ClusterSums
 from kernel_api.implementations.sm90.gemm import Gemm
+
+
+class LooksAtPairs(Epilogue):
+    bundle = 64
 
 
 def gemm(tile=(128, 128, 64), cluster=(1, 1), schedule="cooperative", **options):
@@ -38,8 +43,8 @@ def test_parts_are_left_where_the_stages_were(size):
         ({"parallel": True, "split_k": "stream"}, "split_k is 'stream', cluster_k 1"),
         ({"parallel": True, "split_k": "even", "cluster_k": 4}, "not those of a cluster"),
         (
-            {"parallel": True, "split_k": "even", "output_types": (BFloat16, BFloat16)},
-            "has no epilogue, and one output",
+            {"parallel": True, "split_k": "even", "epilogue": LooksAtPairs()},
+            "computes elements that stand alone",
         ),
         (
             {"tile": (128, 256, 16), "stages": 2, "split_k": 4, "cluster_k": 4},

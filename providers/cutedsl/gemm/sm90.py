@@ -97,14 +97,14 @@ class Sm90GemmFamily(FusedGemm):
         resident = design.resident(multiprocessors_of(args.device))
         return clusters <= 2 * resident or Miss(f"there are {clusters} for {resident}")
 
-    @rule("a kernel that adds up parts of tiles applies no scales")
-    def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata) -> bool:
-        scaled = any(tensor.scale is not None for tensor in operands.tensors.values())
-        return not (design.parallel and scaled)
-
-    @rule("a kernel that adds up parts of tiles has no epilogue")
+    @rule("a kernel that adds up parts of tiles computes elements that stand alone")
     def _(design: Sm90GemmDesign, args: Any) -> bool:
-        return not design.parallel or args.epilogue is None
+        if not design.parallel or args.epilogue is None:
+            return True
+        planned = plan(args.epilogue.graph)
+        if isinstance(planned, str) or not planned.alone:
+            return False
+        return not (planned.per_block or planned.reduced)
 
     @rule("tiles that are cut for all resident clusters are at most half as many as these")
     def _(design: Sm90GemmDesign, args: GemmArguments) -> bool | Miss:
