@@ -379,6 +379,11 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
         # Tiles are cut in two where one CTA ends and the next begins; a few tiles in more.
         blocks += constants.seam + (1 + min(slots / clusters, k_tiles)) * partial
         l2 += 2 * slots * rows * columns * _PARTIAL_SUM_BYTES
+        # Others read the same k tile at other times, when L2 may have forgotten it.
+        if clusters_n > 1 and long_bytes > constants.l2_bytes:
+            dram += long_bytes
+        if clusters_m > 1 and short_bytes > constants.l2_bytes:
+            dram += short_bytes
     if candidate.in_pieces:
         blocks += problem.out_bytes / constants.pieces
     kept = constants.l2_bytes
