@@ -21,7 +21,7 @@ class ClusterShare:
 
     Attributes:
         split: Of the tiles among clusters, each of which has a part of one tile.
-        flag: An Int32 in shared memory, of nobody else.
+        flag: An Int32 in shared memory, of nobody else until the sums are there.
     """
 
     split: WorkSplit

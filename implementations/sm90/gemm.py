@@ -64,10 +64,10 @@ class Gemm(GemmProducer, GemmConsumer):
              blocks that read the same k tile of different tiles of D do so at about one time.
     cluster_k: 1, or split_k: the blocks that have the parts of a tile are a cluster, with no other
                tile, and add them up through their shared memory, where the stages were
-               (`ClusterSums`). The first one writes the tile. K has as many k tiles or more. With
-               "even", the parts are those of clusters, and the last one to come adds up the sums.
-    parallel: parts of a tile, which are split but in no cluster, are added up by a kernel that is
-              launched behind this one (`ParallelSums`): by all multiprocessors.
+               (`ClusterSums`). The first one writes the tile. With "even", the parts are those of
+               clusters, and the last one to come adds up the sums.
+    parallel: parts of a tile, which are split but in no cluster along K, are added up by a kernel
+              that is launched behind this one (`ParallelSums`): by all multiprocessors.
     swap_ab: computes Dᵀ = Bᵀ · Aᵀ, so that few rows of D become few columns of wgmma, which takes
              8 or 16 of them where it takes 64 rows. Tile and cluster are those of Dᵀ. Pairs of
              columns of D are rows there, which `PairedOutput` has.
@@ -435,15 +435,19 @@ class Gemm(GemmProducer, GemmConsumer):
 
     def _k_range(self, k_tiles, split, tile, batch):
         """(first k tile, number of them) that this block, or all of its cluster that share
-        operands, computes of a tile."""
+        operands, computes of a tile. Of fewer k tiles than a cluster has blocks along K, some have
+        one behind the last, whose elements are zero."""
         block = cute.arch.block_idx()[2]
         if self.split_k is None:
             return Int32(0), k_tiles
         if not self.meets_in_workspace:
-            return EvenSplit(self.cluster_k, k_tiles, Int64(0)).k_range(block, tile)
-        first, count = split.k_range(block // self.cluster_k, tile)
-        if self.cluster_k == 1:
-            return first, count
-        rank = cute.arch.block_idx_in_cluster()
-        before, count = EvenSplit(self.cluster_k, count, Int64(0)).k_range(rank, Int32(0))
-        return first + before, count
+            first, count = EvenSplit(self.cluster_k, k_tiles, Int64(0)).k_range(block, tile)
+        else:
+            first, count = split.k_range(block // self.cluster_k, tile)
+            if self.cluster_k == 1:
+                return first, count
+            rank = cute.arch.block_idx_in_cluster()
+            before, count = EvenSplit(self.cluster_k, count, Int64(0)).k_range(rank, Int32(0))
+            first += before
+        missing = cutlass.max(1 - count, 0)
+        return first + missing * (k_tiles - first), count + missing

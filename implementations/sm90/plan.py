@@ -150,7 +150,8 @@ class GemmPlan:
         self.parallel_sums = self._plan_parallel_sums(written) if parallel else None
         #: Whether a tile may be cut among clusters, whose sums meet in the workspace; and whether
         #: into as many equal parts as find room.
-        self.meets_in_workspace = split_k is not None and split_k != cluster_k
+        of_a_cluster = cluster_k > 1 and split_k == cluster_k
+        self.meets_in_workspace = split_k is not None and not of_a_cluster
         self.even = split_k == "even"
 
     def _check(self) -> None:

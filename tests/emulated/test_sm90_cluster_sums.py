@@ -155,6 +155,15 @@ def test_sums_do_not_depend_on_who_comes_when(pattern):
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+def test_a_launch_of_another_k_may_have_fewer_k_tiles_than_parts():
+    kernel = kernel_of("sm90.gemm", CASES[5][1])
+    args = drawn(kernel, (9, 60, 9, None), "integers")
+    A, B, out = args.tensors
+    short = ka.GemmArguments(A[:, :136], B[:136], out)
+    EmulatedKernel.compile(kernel, args).run(short, multiprocessors=1, seed=1)
+    assert judge(short, FACTOR_REORDERED)
+
+
 def test_nothing_is_asked_of_the_workspace_or_of_atomics():
     for family in ("sm90.gemm", "sm90.gemm_tf32", "sm90.gemm_int8", "sm90.gemm_fp8"):
         for kernel in meeting(family):

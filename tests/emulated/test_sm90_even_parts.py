@@ -1,6 +1,7 @@
 """Tiles that are cut into as many equal parts as find room: in clusters that share a tile, whose
 last one adds up, and with a kernel behind that does."""
 
+import dataclasses
 import functools
 import re
 
@@ -114,12 +115,32 @@ def test_tiles_that_leave_no_room_for_parts_are_refused():
         assert f"half as many as these; there are {most + 1} for" in str(status)
 
 
+@pytest.mark.parametrize(
+    "design",
+    [
+        {"even_k": False},
+        {"even_k": False, "stream_k": True},
+        {"stream_k": True},
+        {"split_k": 4},
+        {"cluster_shape": (1, 1, 4), "split_k": 4},
+    ],
+    ids=str,
+)
+def test_ways_to_cut_that_exclude_each_other_are_refused(design):
+    known = kernel_of("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile64x64x64.*2x2_.*parallel")
+    changed = dataclasses.replace(known.metadata.design, **design)
+    args = arguments_for(known, 64, 64, 4096, device="meta")
+    assert known.supports(args)
+    status = type(known)(dataclasses.replace(known.metadata, design=changed)).supports(args)
+    assert not status and status.rule.startswith("tiles are cut anywhere, evenly, or into so many")
+
+
 FUSED = [
     Case("gemm", make.a_gemm, "parallel", {"M": 70, "N": 72, "K": 328, "batch": 2}),
     Case("bias gelu", make.a_bias_activation("gelu"), "parallel", {"M": 13, "N": 136, "K": 264}),
     Case("residual", make.a_residual, "parallel", {"M": 13, "N": 40, "K": 264, "element": F16}),
-    Case("amax", make.an_amax, "meeting", {"M": 70, "N": 72, "K": 1288}),
-    Case("swiglu", make.a_glu("swiglu"), "meeting", {"M": 13, "N": 64, "K": 1288}),
+    Case("amax", make.an_amax, "meeting", {"M": 13, "N": 56, "K": 2056}),
+    Case("swiglu", make.a_glu("swiglu"), "meeting", {"M": 13, "N": 64, "K": 2056}),
 ]
 FUSED_SAMPLE = range(len(FUSED)) if EVERY else (0, 1, 3)
 
@@ -133,7 +154,7 @@ def test_sums_go_through_an_epilogue(turn):
     kernel = next(k for k, one in designs if one.even_k and one.parallel == parallel)
     compiled = EmulatedKernel.compile(kernel, args)
     assert not compiled.artifact.resources.spill_bytes
-    compiled.run(args, multiprocessors=20 if parallel else 32, seed=turn)
+    compiled.run(args, multiprocessors=20 if parallel else 18, seed=turn)
     verdict = judge(args, FACTOR_REORDERED)
     assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
 
@@ -155,6 +176,28 @@ def test_elements_that_look_at_others_are_not_for_a_kernel_behind(fusion):
     others = type(kernel).kernels_for(kernel.metadata.operands, args.epilogue.graph)
     status = next(k for k in others if k.metadata.design.parallel).supports(args)
     assert "adds up parts of tiles computes elements that stand alone" in str(status)
+
+
+def test_blocks_of_a_cluster_without_rows_and_columns_do_not_overtake_others():
+    """Of a matrix that one tile of a cluster of 2x2 holds, over more k tiles than stages."""
+    kernel = kernel_of("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile64x64x64.*2x2_.*parallel")
+    args = drawn(kernel, (64, 64, 41, None), "integers")
+    compiled = EmulatedKernel.compile(kernel, args)
+    for seed in range(8):
+        compiled.run(args, multiprocessors=5, seed=seed)
+        assert judge(args, FACTOR_REORDERED)
+
+
+@pytest.mark.parametrize("k", some([8, 304], 1))
+@pytest.mark.parametrize("pattern", [r"tile64x64x128.*1x1x8_", r"tile64x64x64.*2x2_.*parallel"])
+def test_a_launch_of_another_k_may_have_fewer_k_tiles_than_parts(pattern, k):
+    """As prepared launches may, whose sizes differ from those that they were prepared with."""
+    kernel = kernel_of("sm90.gemm", f"bf16_bf16_f32.*tnt_{pattern}")
+    args = drawn(kernel, (13, 60, 20, None), "integers")
+    A, B, out = args.tensors
+    short = ka.GemmArguments(A[:, :k], B[:k], out)
+    EmulatedKernel.compile(kernel, args).run(short, multiprocessors=32, seed=k)
+    assert judge(short, FACTOR_REORDERED)
 
 
 # What these kernels could do wrong is found ------------------------------------------------------

@@ -24,6 +24,8 @@ def test_parts_are_left_where_the_stages_were(size):
     assert built.cluster_sums.bytes == 128 * 128 * 4
     assert built.shared_memory_bytes == gemm().shared_memory_bytes
     assert gemm(split_k=size).cluster_sums is None
+    assert not built.meets_in_workspace
+    assert all(gemm(split_k=parts).meets_in_workspace for parts in (1, size, "even"))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,8 @@ class Candidate:
     Attributes:
         tile_shape: (M, N, K) that one CTA computes at a time, as the kernel sees the problem.
         cluster_shape: CTAs along M and N that load operands for each other; of the parts that K is
-            cut into, those along K, if there is a third extent: 1, or all of them.
+            cut into, those along K, if there is a third extent: 1, or all that are not of other
+            clusters.
         schedule: ``multistage``: one tile per CTA, whose warps load and multiply.
             ``cooperative``: persistent, the consumers share a tile. ``pingpong``: persistent,
             two consumers with a tile each, one writes out while the other multiplies.

@@ -114,7 +114,14 @@ class Sm90GemmFamily(FusedGemm):
         resident = design.resident(multiprocessors_of(args.device))
         return tiles <= resident // 2 or Miss(f"there are {tiles} for {resident}")
 
-    @rule("a cluster along K has the parts of one tile, up to 8, and no other tile")
+    @rule("tiles are cut anywhere, evenly, or into so many parts; a kernel adds up even parts")
+    def _(design: Sm90GemmDesign) -> bool:
+        parts_of_cluster = design.cluster_shape[2]
+        if design.even_k and (design.stream_k or design.split_k != parts_of_cluster):
+            return False
+        return not design.parallel or (design.even_k and parts_of_cluster == 1)
+
+    @rule("a cluster along K has the parts of one tile or of a part of it, up to 8, and no other")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
         *others, parts = design.cluster_shape
         if parts == 1 or (others == [1, 1] and parts == design.split_k <= MOST_ALONG_K):

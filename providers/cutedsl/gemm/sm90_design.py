@@ -144,7 +144,8 @@ class Sm90GemmDesign(SplitDesign):
         return (SHARED_MEMORY_BYTES - beside - self.fixed_bytes) // (stage + _BARRIER_BYTES)
 
     def partial_tiles(self, M: int, N: int, K: int, L: int, multiprocessors: int) -> int:
-        """Two of a cluster that may begin in the middle of one and end in the middle of another."""
+        """Two of a cluster that may begin in the middle of one and end in the middle of another;
+        one of every resident cluster where tiles are cut evenly."""
         resident = self.resident(multiprocessors)
         if self.even_k:
             return max(resident, self.clusters(M, N, L))

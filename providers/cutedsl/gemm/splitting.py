@@ -29,7 +29,8 @@ class SplitDesign(BLASDesignMetadata):
 
     Attributes:
         split_k: Parts that K is cut into; CTAs compute one part of a tile each. Where the cluster
-            has as many CTAs along K, they are the CTAs of a tile, and need no workspace.
+            has as many CTAs along K, they are the CTAs of a tile, and need no workspace unless
+            several clusters share a tile.
     """
 
     split_k: int = 1
