@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from support import fusion_cases as make
+from support.data import arguments_for
 from support.fusion_cases import F16, Case, on_meta
 from support.kernels import generated_by
 from support.ptx import EmulationError

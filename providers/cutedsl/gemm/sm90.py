@@ -115,7 +115,7 @@ class Sm90GemmFamily(FusedGemm):
         return tiles <= resident // 2 or Miss(f"there are {tiles} for {resident}")
 
     @rule("tiles are cut anywhere, evenly, or into so many parts; a kernel adds up even parts")
-    def _(design: Sm90GemmDesign) -> bool:
+    def _(design: Sm90GemmDesign, args: Any) -> bool:
         parts_of_cluster = design.cluster_shape[2]
         if design.even_k and (design.stream_k or design.split_k != parts_of_cluster):
             return False
