@@ -16,8 +16,11 @@ import suite
 from problems import Problem
 
 #: (features, samples) of Xᵀ · X.
-GRAM = ((16, 65536), (64, 16384), (64, 262144), (96, 100000), (128, 131072), (200, 30000))
-LARGE_GRAM = ((256, 65536), (300, 50000), (384, 16384), (512, 8192), (512, 32768), (640, 20000))
+GRAM = (
+    *((16, 65536), (64, 16384), (64, 262144), (96, 100000), (128, 131072), (200, 30000)),
+    *((256, 65536), (300, 50000), (384, 16384), (512, 8192), (512, 32768), (640, 20000)),
+    (1024, 65536),
+)
 #: (vectors, length) whose inner products are wanted.
 VECTORS = ((16, 65536), (64, 65536), (128, 16384), (256, 131072), (64, 1048576), (400, 40000))
 #: (M, N, tokens) of gradients.
@@ -30,7 +33,7 @@ FLAT = ((100000, 16, 16), (1000000, 8, 64), (65536, 64, 64), (262144, 32, 256))
 
 
 def _problems() -> Iterator[Problem]:
-    for features, samples in GRAM + LARGE_GRAM + ((1024, 65536),):
+    for features, samples in GRAM:
         yield Problem(features, features, samples, origin="Gram matrix", layout="NT")
     for count, length in VECTORS:
         yield Problem(count, count, length, origin="inner products")

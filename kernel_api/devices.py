@@ -33,6 +33,14 @@ def sm_count(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
+@lru_cache(maxsize=64)
+def gpu_name(index: int) -> str:
+    """What the driver calls one CUDA device, such as ``NVIDIA H200``."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(index).name)
+
+
 #: Of the GPU that is assumed where there is none: an H200.
 _ASSUMED_MULTIPROCESSORS = 132
 
@@ -44,18 +52,11 @@ def multiprocessors_of(device: Any) -> int:
     return sm_count(device.index or 0)
 
 
-@lru_cache(maxsize=64)
-def _model_of_index(index: int) -> str:
-    import torch
-
-    return str(torch.cuda.get_device_name(index))
-
-
-def model_of(device: Any) -> str | None:
-    """What the driver calls a tensor's device, such as ``NVIDIA H200``; None without a GPU."""
+def gpu_name_of(device: Any) -> str | None:
+    """The name of a tensor's device; None without a GPU."""
     if device.type != "cuda" or not cuda_available():
         return None
-    return _model_of_index(device.index or 0)
+    return gpu_name(device.index or 0)
 
 
 @lru_cache(maxsize=1)

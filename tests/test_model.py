@@ -380,7 +380,7 @@ def test_kernels_are_ranked_by_the_gpu_of_their_operands(monkeypatch):
     args = ka.GemmArguments(A[:16], A.t(), A[:16].new_empty(16, 4096))
     kernel = next(k for k in ka.get_kernels(args, cc="90a") if k.family_name() == "sm90.gemm")
     on_an_h200 = kernel.predict(args)
-    monkeypatch.setattr(model, "model_of", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(model, "gpu_name_of", lambda device: "NVIDIA H100 80GB HBM3")
     assert 1.2 * on_an_h200 < kernel.predict(args) < 1.5 * on_an_h200
 
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,11 +92,10 @@ def test_what_lacks_a_field_is_no_policy():
 @pytest.fixture
 def gpu(monkeypatch):
     """Two GPUs that are not there."""
-    properties = [SimpleNamespace(name="NVIDIA H200"), SimpleNamespace(name="NVIDIA H100 PCIe")]
     monkeypatch.setattr(devices, "cuda_available", lambda: True)
     monkeypatch.setattr(devices, "device_target", lambda index: Target(9, 0))
     monkeypatch.setattr(devices, "sm_count", lambda index: (132, 114)[index])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    monkeypatch.setattr(devices, "gpu_name", ("NVIDIA H200", "NVIDIA H100 PCIe").__getitem__)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(devices, "driver_version", lambda: "580.65.06")

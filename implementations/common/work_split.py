@@ -149,10 +149,9 @@ class PartialSums:
 
     @cute.jit
     def leave(self, accumulators, split, worker: Int32, tile: Int32, group: Int32, thread: Int32):
-        """Only leaves them in the workspace, for `total` in a kernel behind this one; so does a
-        worker that has a tile to itself."""
-        first, _ = split.workers_on(tile)
-        self._deposit(accumulators, split, worker, worker == first, group, thread)
+        """Only leaves them in the workspace, for `total` in a kernel behind this one: of workers
+        that have one tile at most, which they may have to themselves."""
+        self._deposit(accumulators, split, worker, False, group, thread)
 
     @cute.jit
     def total(
@@ -174,9 +173,7 @@ class PartialSums:
             for turn in cutlass.range_constexpr(_AT_ONCE):
                 # Behind the last one, that one once more, which is not added.
                 place = cutlass.min(begin + turn, workers - 1)
-                partial = self._partial(
-                    split, first + place, place == 0, group, thread, element_type
-                )
+                partial = self._partial(split, first + place, False, group, thread, element_type)
                 cute.autovec_copy(partial[None, vector], read[None, turn])
             for turn in cutlass.range_constexpr(_AT_ONCE):
                 if begin + turn < workers:

@@ -287,7 +287,7 @@ class Gemm(GemmProducer, GemmConsumer):
             return cutlass.min(tiles, max_clusters), None
         if not self.meets_in_workspace:
             return tiles, None
-        if self.even:
+        if self.split_k == "even":
             sharing = cutlass.min(max_clusters // tiles, k_tiles // self.cluster_k)
             workers = tiles * cutlass.max(sharing, 1)
         else:

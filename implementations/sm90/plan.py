@@ -148,11 +148,9 @@ class GemmPlan:
         )
         self.cluster_sums = self._plan_cluster_sums() if cluster_k > 1 else None
         self.parallel_sums = self._plan_parallel_sums(written) if parallel else None
-        #: Whether a tile may be cut among clusters, whose sums meet in the workspace; and whether
-        #: into as many equal parts as find room.
+        #: Whether a tile may be cut among clusters, whose sums meet in the workspace.
         of_a_cluster = cluster_k > 1 and split_k == cluster_k
         self.meets_in_workspace = split_k is not None and not of_a_cluster
-        self.even = split_k == "even"
 
     def _check(self) -> None:
         tile_m, tile_n, tile_k = self.tile_shape

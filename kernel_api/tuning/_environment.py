@@ -67,7 +67,7 @@ class Environment:
             )
         target = devices.device_target(number)
         return cls(
-            torch.cuda.get_device_properties(number).name,
+            devices.gpu_name(number),
             f"{target.major}.{target.minor}",
             devices.sm_count(number),
             devices.driver_major(),

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from kernel_api.arguments import GemmArguments
-from kernel_api.devices import model_of
+from kernel_api.devices import gpu_name_of
 from kernel_api.epilogue.graph import Graph, Node
 from kernel_api.providers.cutedsl.gemm.sm90_design import SUBTILE, resident_clusters
 
@@ -290,7 +290,7 @@ def constants(family: str, gpu: str | None = None) -> Constants:
 
 def constants_on(device: Any, family: str) -> Constants:
     """Those of a tensor's device, and without a GPU those of the first one of the file."""
-    return constants(family, model_of(device))
+    return constants(family, gpu_name_of(device))
 
 
 def table_of(tables: dict[str, Any], gpu: str | None) -> dict[str, Any]:

@@ -93,26 +93,20 @@ class Sm90GemmFamily(FusedGemm):
     def _(design: Sm90GemmDesign, args: GemmArguments) -> bool | Miss:
         if not design.stream_k:
             return True
-        clusters = design.clusters(args.M, args.N, args.L)
-        resident = design.resident(multiprocessors_of(args.device))
-        return clusters <= 2 * resident or Miss(f"there are {clusters} for {resident}")
+        return _are_at_most(2.0, design, args)
 
     @rule("a kernel that adds up parts of tiles computes elements that stand alone")
     def _(design: Sm90GemmDesign, args: Any) -> bool:
         if not design.parallel or args.epilogue is None:
             return True
         planned = plan(args.epilogue.graph)
-        if isinstance(planned, str) or not planned.alone:
-            return False
-        return not (planned.per_block or planned.reduced)
+        return isinstance(planned, Plan) and planned.alone and not planned.per_block
 
     @rule("tiles that are cut for all resident clusters are at most half as many as these")
     def _(design: Sm90GemmDesign, args: GemmArguments) -> bool | Miss:
         if not design.even_k:
             return True
-        tiles = design.clusters(args.M, args.N, args.L)
-        resident = design.resident(multiprocessors_of(args.device))
-        return tiles <= resident // 2 or Miss(f"there are {tiles} for {resident}")
+        return _are_at_most(0.5, design, args)
 
     @rule("tiles are cut anywhere, evenly, or into so many parts; a kernel adds up even parts")
     def _(design: Sm90GemmDesign, args: Any) -> bool:
@@ -340,6 +334,13 @@ class Sm90GemmFamily(FusedGemm):
 
     def predict(self, args: GemmArguments) -> float:
         return model.predict(args, self.candidate, model.constants_on(args.device, self.family))
+
+
+def _are_at_most(each: float, design: Sm90GemmDesign, args: GemmArguments) -> bool | Miss:
+    """Whether there are at most so many tiles per resident cluster, in units of a cluster's."""
+    tiles = design.clusters(args.M, args.N, args.L)
+    resident = design.resident(multiprocessors_of(args.device))
+    return tiles <= each * resident or Miss(f"there are {tiles} for {resident}")
 
 
 def _split(design: Sm90GemmDesign) -> int | str | None:
