@@ -158,7 +158,7 @@ def test_another_gpu_driver_or_dsl_is_another_measurement(monkeypatch):
     monkeypatch.setattr(devices, "driver_major", lambda: gpu.driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: gpu)
+    monkeypatch.setattr(devices, "gpu_name", lambda number: gpu.name)
     monkeypatch.setattr(Environment, "of", lambda device, policy: real_of("cuda", policy))
     monkeypatch.setattr(
         _fingerprint, "version_of", lambda name: versions.get(name, lambda: real_version(name))()

@@ -157,9 +157,10 @@ class GemmProducer(GemmPlan):
             else:
                 tma, source, target = pieces[operand]
                 inside = load.pieces_inside(tiles[operand], extents[operand])
-                if min(self.cluster_shape) > 1:
-                    # A block that waits for nothing is ahead of others: it releases a stage twice
-                    # while the one across, whose data is written into it, still reads it.
+                if operand == 0 and min(self.cluster_shape) > 1:
+                    # A block that waits for nothing releases a stage twice while the one across,
+                    # whose data is written there then, still reads it. It waits for a piece of A
+                    # of a neighbour, which is behind that one.
                     inside = cutlass.max(inside, 1)
                 of_batch = tma, source[None, None, None, batch], target
                 edges.append(Edge(*of_batch, tiles[operand], inside, ranks[operand]))
