@@ -9,12 +9,15 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
+from cutlass.tensor_utils import LayoutEnum
 
 from ..common.epilogue import HALF, column_in_heads
 
 _SWIZZLED_ROWS = 8  # that the pattern of a swizzle takes
+_PANELS = 64, 32, 16, 8  # elements of 16 bits that a swizzle holds side by side: the most that fit
 _MOST_COPIES = 6  # of a k tile, by a block: each takes the producer as long as many rows take TMA
 
 
@@ -47,12 +50,23 @@ class EdgeLoad:
         """Of a tile."""
         return self.rows // self.piece
 
+    def box(self, tile_k: int) -> tuple[int, int]:
+        """Rows and columns of a copy."""
+        return self.piece, tile_k
+
+    def shared_layout(self, element_type: type[cutlass.Numeric], tile_k: int):
+        """Of a box, as it lies in a stage."""
+        kind = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, element_type, tile_k)
+        atom = sm90.make_smem_layout_atom(kind, element_type)
+        return cute.tile_to_shape(atom, self.box(tile_k), order=(0, 1))
+
     def partition(self, tma: cute.CopyAtom, mX: cute.Tensor, sX: cute.Tensor) -> tuple:
-        """(of the matrix, of the stages): (TMA, pieces, k tiles, batches), (TMA, pieces, stages)"""
-        tiler = self.piece, cute.size(sX, mode=[1])
-        sX, mX = (cute.tiled_divide(tensor, tiler) for tensor in (sX, mX))
+        """(of the matrix, of the stages): (TMA, pieces, boxes along K, batches), (TMA, pieces,
+        boxes along K, stages)"""
+        box = self.box(cute.size(sX, mode=[1]))
+        sX, mX = (cute.tiled_divide(tensor, box) for tensor in (sX, mX))
         target, source = cpasync.tma_partition(tma, 0, cute.make_layout(1), sX, mX)
-        return source, target[None, None, 0, None]
+        return source, target
 
     def place(self, piece: Int32) -> Int32:
         """In the matrix, of a piece of tiles."""
@@ -70,7 +84,7 @@ class EdgeLoad:
         full: The barrier of the stage; mask: of the sharers, None for this block alone.
         """
         share = self.pieces // self.sharers
-        source, target = edge.source[None, None, k], edge.target[None, None, stage]
+        source, target = edge.source[None, None, k], edge.target[None, None, 0, stage]
         for i in cutlass.range_constexpr(share):
             piece = edge.rank * share + i
             if piece < edge.inside:
@@ -99,10 +113,44 @@ class HeadLoad(EdgeLoad):
         return column_in_heads(piece * HALF, self.heads) // HALF
 
 
+@dataclass(frozen=True)
+class PanelLoad(EdgeLoad):
+    """Loads of a tile whose rows lie side by side the panels that have some of the matrix.
+
+    A panel is as wide as the swizzle. Each sharer loads a part of all of them, cut along K.
+    """
+
+    @property
+    def piece(self) -> int:
+        return next(panel for panel in _PANELS if self.rows % panel == 0)
+
+    def box(self, tile_k: int) -> tuple[int, int]:
+        return self.piece, tile_k // self.sharers
+
+    def shared_layout(self, element_type: type[cutlass.Numeric], tile_k: int):
+        kind = sm90.get_smem_layout_atom(LayoutEnum.COL_MAJOR, element_type, self.piece)
+        atom = sm90.make_smem_layout_atom(kind, element_type)
+        return cute.tile_to_shape(atom, self.box(tile_k), order=(1, 0))
+
+    @cute.jit
+    def copy(self, edge: "Edge", k: Int32, stage: Int32, full, mask):
+        source = edge.source[None, None, k * self.sharers + edge.rank]
+        target = edge.target[None, None, edge.rank, stage]
+        for panel in cutlass.range_constexpr(self.pieces):
+            if panel < edge.inside:
+                cute.copy(
+                    edge.tma,
+                    source[None, edge.tile * self.pieces + panel],
+                    target[None, panel],
+                    tma_bar_ptr=full,
+                    mcast_mask=mask,
+                )
+
+
 class Edge(NamedTuple):
     """A tile of which some rows may lie outside.
 
-    source: (TMA, pieces, k tiles) of the matrix; target: (TMA, pieces, stages).
+    source: (TMA, pieces, boxes along K) of the matrix; target: (TMA, pieces, boxes along K, stages).
     inside: Pieces that have rows of the matrix.
     rank: Of this block among the sharers.
     """

@@ -49,8 +49,9 @@ class Gemm(GemmProducer, GemmConsumer):
     Pipelines: the main loop (`stages` × [A | B]); the turns (pingpong only); per consumer the
     ring of `Output`, which writes D.
     Clusters: blocks side by side share rows of A or columns of B, each loads a part for all.
-    Edges: tiles beyond the last row of A or B are loaded in pieces (`EdgeLoad`), unless K is not
-           contiguous, the rows are halves or pairs of more than 8, or float32 is split.
+    Edges: tiles beyond the last row of A or B are loaded in pieces (`EdgeLoad`, `PanelLoad`), unless
+           the rows are halves or pairs of more than 8, more than those of the tile are loaded, or
+           float32 is split.
     Heads: where a tile does not hold whole ones, it has 32 columns of the left and of the right
            half of a head in turns (`Epilogue.heads`), loaded in pieces by `HeadLoad`.
     Registers: producer 40, two consumers 232 (24 and 240 if the accumulators need them), three

@@ -8,9 +8,8 @@ import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
-from cutlass.tensor_utils import LayoutEnum
 
-from .edge_loads import Edge, EdgeLoad, HeadLoad
+from .edge_loads import Edge, EdgeLoad, HeadLoad, PanelLoad
 from .mma import WGMMA_M, multiplied_as
 from .paired_output import ROWS, dealt_out, in_order
 from .plan import GemmPlan
@@ -42,8 +41,8 @@ class GemmProducer(GemmPlan):
         return tma, in_order(coordinates, pairs, tensor.shape[0])
 
     def _edge_loads(self, a_major, b_major) -> tuple:
-        """Of A and B; None where all tiles are loaded whole: elements of K are not side by side, or
-        rows of a tile are not, or threads read all of it."""
+        """Of A and B; None where all tiles are loaded whole: what is beside one is loaded with it,
+        or its rows are no neighbours, or threads read all of it."""
         pairs, halves = self.output.epilogue.row_pairs, self.output.epilogue.halves
         heads = self.output.epilogue.heads
         if heads is not None and not (self.cuts_edges and b_major.is_k_major_b()):
@@ -51,22 +50,21 @@ class GemmProducer(GemmPlan):
         if not self.cuts_edges or self.split_float32:
             return None, None
         (tile_m, tile_n, _), (cluster_m, cluster_n) = self.tile_shape, self.cluster_shape
-        a, b = EdgeLoad(tile_m, cluster_n), EdgeLoad(tile_n, cluster_m)
+        a = (EdgeLoad if a_major.is_k_major_a() else PanelLoad)(tile_m, cluster_n)
+        b = (EdgeLoad if b_major.is_k_major_b() else PanelLoad)(tile_n, cluster_m)
         if heads is not None:
             b = HeadLoad(tile_n, cluster_m, heads)
-        a_cut = a_major.is_k_major_a() and (pairs is None or pairs.granularity == ROWS)
-        b_cut = b_major.is_k_major_b() and Fraction(1) not in halves
+        a_cut = pairs is None or pairs.granularity == ROWS
+        b_cut = self.loaded_columns == tile_n and Fraction(1) not in halves
         return a if a_cut else None, b if b_cut else None
 
     def _tma_edge(self, tensor, load):
-        """(what copies pieces of tiles, the matrix as it sees it) of a K-major matrix"""
+        """(what copies pieces of tiles, the matrix as it sees it)"""
         if load is None:
             return None
-        tiler, stored = (load.piece, self.tile_shape[2]), multiplied_as(tensor.element_type)
-        kind = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, stored, tiler[1])
-        atom = sm90.make_smem_layout_atom(kind, stored)
-        layout = cute.tile_to_shape(atom, tiler, order=(0, 1))
-        return self._tma_load(tensor, layout, tiler, 1, multicast=load.sharers > 1)
+        tile_k = self.tile_shape[2]
+        layout = load.shared_layout(multiplied_as(tensor.element_type), tile_k)
+        return self._tma_load(tensor, layout, load.box(tile_k), 1, multicast=load.sharers > 1)
 
     def _tma_load(self, tensor, shared_layout, tiler, sharers, multicast=False):
         op = cpasync.CopyBulkTensorTileG2SOp()

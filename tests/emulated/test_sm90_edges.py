@@ -33,9 +33,9 @@ def loaded(monkeypatch):
     return sizes
 
 
-def products(design: str, M: int, N: int, K: int):
+def products(design: str, M: int, N: int, K: int, layout: str = "tnt"):
     """A product by the kernel of a design, which is right."""
-    name = rf"sm90_gemm_bf16_bf16_bf16_f32_tnt_tile{design}_.*align16x16x16"
+    name = rf"sm90_gemm_bf16_bf16_bf16_f32_{layout}_tile{design}_.*align16x16x16"
     kernel = next(k for k in generated_by(FAMILY) if re.fullmatch(name, k.metadata.kernel_name))
     args = awkward_arguments(kernel, M, N, K, values="integers")
     EmulatedKernel.compile(kernel, args).run(args, multiprocessors=8)
@@ -65,6 +65,27 @@ def test_only_pieces_with_rows_of_the_matrix_are_loaded(loaded, design, M, N, ro
     products(design, M, N, K)
     assert sum(loaded) == k_tiles * rows * ROW_BYTES
     assert copies is None or len(loaded) == k_tiles * copies
+
+
+@pytest.mark.parametrize(
+    ("layout", "design", "M", "N", "rows"),
+    [
+        ("ntt", "128x128x64_cluster1x1_cooperative", 64, 65, 64 + 128),
+        ("ttt", "128x128x64_cluster1x1_cooperative", 20, 64, 32 + 64),
+        ("nnt", "128x128x64_cluster1x1_cooperative", 129, 128, 128 + 64 + 2 * 128),
+        # Each of two blocks has half of the k tile of what both of them need.
+        ("ntt", "64x64x64_cluster1x1_cooperative", 72, 8, 2 * (64 + 64)),
+        ("ntt", "128x128x64_cluster1x2_pingpong", 64, 200, 2 * 64 + 128 + 128),
+        ("ntt", "128x128x64_cluster1x2_pingpong", 64, 64, 2 * 64 + 64),
+        ("ntt", "128x128x64_cluster2x1_pingpong", 129, 8, 128 + 64 + 2 * 64),
+        ("ntt", "128x160x64_cluster2x1_pingpong", 8, 97, 64 + 2 * 128),
+        ("ntt", "64x64x64_cluster2x2_cooperative", 20, 8, 2 * 64 + 2 * 64 + 2 * 64),
+    ],
+)
+def test_only_panels_with_rows_of_the_matrix_are_loaded(loaded, layout, design, M, N, rows):
+    k_tiles = 3
+    products(design, M, N, k_tiles * 64, layout)
+    assert sum(loaded) == k_tiles * rows * ROW_BYTES
 
 
 @pytest.mark.parametrize("share", range(8, 257, 8))

@@ -173,14 +173,15 @@ def test_the_sample_covers_the_family():
 
 @pytest.fixture(scope="module")
 def cooperative():
-    """With more subtiles of D than buffers, more k tiles than stages, several tiles per block."""
+    """With more subtiles of D than buffers, more k tiles than stages, several tiles per block: whole
+    ones, and some at an edge of A, of B and of both, which have loops of their own."""
     plain = (
         r"sm90_gemm_bf16_bf16_bf16_.*_tile64x256x64_cluster1x1_cooperative_stages\d+_align16x16x16"
     )
     offered = generated_by(FAMILIES[0])
     kernel = next(one for one in offered if re.fullmatch(plain, one.metadata.kernel_name))
     stages, tile_k = kernel.metadata.design.stages, kernel.metadata.design.tile_shape[2]
-    args = awkward_arguments(kernel, 70, 200, (stages + 1) * tile_k, None, values="integers")
+    args = awkward_arguments(kernel, 70, 300, (stages + 1) * tile_k, None, values="integers")
     return EmulatedKernel.compile(kernel, args), args
 
 

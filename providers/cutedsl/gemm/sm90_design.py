@@ -324,6 +324,10 @@ _MEETING = (
 #: For so few tiles of so many products that a cluster of each leaves most multiprocessors idle.
 _EVEN = (
     "128x256 2x1 even parallel",
+    "128x160 1x2 even parallel",
+    "192x192 2x1 even parallel",
+    "64x160 1x2 even parallel",
+    "128x224 2x1 even parallel",
     "128x128 2x1 even parallel",
     "128x128 2x2 even parallel",
     "64x128 2x2 even parallel",
