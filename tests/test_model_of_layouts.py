@@ -34,6 +34,19 @@ def test_what_is_contiguous_along_columns_arrives_slowly_in_parts_of_lines(candi
     assert ratio == pytest.approx(longer, rel=0.12)
 
 
+def test_rows_along_m_that_begin_within_a_line_take_l2_longer():
+    """200x4096x4096 in 128x64 takes 17.7 us where A is K-major, and 30.0 us where its rows of 400
+    bytes are 200 of M. Kernels that read the same k tile at one time do not take as much longer:
+    24.6 and 27.9 us."""
+    small = Candidate((128, 64, 64), (2, 1), "cooperative", 8)
+    even = Candidate((128, 128, 64), (2, 1), "cooperative", 6, even_k=True, parallel=True)
+    split, plain = (Problem.of(of_layout(200, 4096, 4096, one)) for one in ("nnt", "tnt"))
+    assert split.A_straddles
+    for candidate, longer in ((small, 1.70), (even, 1.14)):
+        ratio = model.seconds(split, candidate, SHIPPED) / model.seconds(plain, candidate, SHIPPED)
+        assert ratio == pytest.approx(longer, rel=0.2)
+
+
 def test_other_tiles_are_first_for_what_is_contiguous_along_columns():
     """128x192 takes 159 us there, 128x160 takes 172."""
     for layouts, first in (("ntt", (128, 192)), ("tnt", (128, 160))):

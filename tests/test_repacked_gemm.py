@@ -66,11 +66,11 @@ def test_8_bit_operands_that_are_not_along_k_are_turned_and_no_others(
     assert ka.get_kernels(args, cc=90)[0] == offered[0]
 
 
-def test_a_copy_has_rows_of_whole_pieces_and_begins_at_a_multiple_of_128():
+def test_a_copy_has_rows_of_whole_lines_and_begins_at_a_multiple_of_128():
     M, N, K, L = 33, 70, 1001, 3
     args = gemm_arguments(M, N, K, L, types=BF16, layouts="tnt", device="meta")
     kernel = repacked(args)[0]
-    row = 2 * 1008
+    row = 2048  # of 2002 bytes, whole lines
     a, b = (-(-row * rows * L // 128) * 128 for rows in (M, N))
     assert kernel.get_workspace_size(args) == ZEROED + a + b
 
@@ -83,11 +83,21 @@ def test_a_copy_of_16_bit_elements_keeps_what_is_contiguous():
     assert kernel.get_workspace_size(args) == ZEROED + 2 * 72 * K
 
 
-def test_partial_sums_and_copies_do_not_share_a_workspace():
+def test_partial_sums_have_their_place_behind_copies():
+    args = gemm_arguments(300, 300, 50000, types=BF16, layouts="ntt", device="meta")
+    first = repacked(args)[0]
+    assert first.metadata.design.even_k
+    assert first.metadata.design.parallel
+    alone = first.metadata.design.workspace_bytes(300, 300, 50000, 1, 132) - ZEROED
+    assert alone > 300 * 300 * 4
+    assert first.get_workspace_size(args) == ZEROED + 2 * (640 * 50000) + alone
+
+
+def test_counters_and_copies_do_not_share_a_workspace():
     cutlass = pytest.importorskip("cutlass")
     from kernel_api.implementations.sm90.gemm import Gemm
 
-    with pytest.raises(ValueError, match="leave no room for partial sums in the workspace"):
+    with pytest.raises(ValueError, match="leave no room for counters in the workspace"):
         Gemm(
             (128, 128, 64),
             a_type=cutlass.BFloat16,

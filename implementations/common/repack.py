@@ -10,14 +10,16 @@ from cutlass.memory import SmemAllocator
 THREADS = 256
 ROWS = 64  # of a tile, which has ROW_BYTES of each
 ROW_BYTES = 128
-PIECE = 16  # bytes that are written at once, and what rows of the copy are multiples of
-ALIGNMENT = 128  # of the copy's address
+PIECE = 16  # bytes that are written at once
+ALIGNMENT = 128  # of the copy's address, and the bytes of a line of L2
+LONG_ROW = 512  # bytes of a row, from which on the next one begins with a line
 
 _BITS = {8: Int8, 16: Int16, 32: Int32}
 
 
 class Repack:
-    """Copies (R, C, L) into rows along C that start at multiples of 16 bytes.
+    """Copies (R, C, L) into rows along C that start at multiples of 16 bytes, and long ones of 128:
+    what is read of those is in as few lines as it fits.
 
     The matrix has any strides, of which that of C is 1, or that of R if `transposes`. A block
     copies a tile: its threads read along what is contiguous, into shared memory, and write rows
@@ -38,8 +40,8 @@ class Repack:
     def __call__(self, mX: cute.Tensor, address: Int64, stream: cuda.CUstream):
         """Launches the copy of mX to the address; returns it as a tensor of the same modes."""
         rows, columns, batches = mX.shape
-        pitch = cute.ceil_div(columns, self.piece) * self.piece
-        pitch = cute.assume(Int64(pitch), divby=self.piece)
+        pitch = pitch_bytes(mX) * 8 // self.element_type.width
+        pitch = cute.assume(pitch, divby=self.piece)
         layout = cute.make_layout((rows, columns, batches), stride=(pitch, 1, pitch * rows))
         pointer = cute.make_ptr(
             self.element_type, address, AddressSpace.gmem, assumed_align=ALIGNMENT
@@ -99,8 +101,17 @@ def _as(tensor, element_type):
     return cute.make_tensor(pointer, tensor.layout)
 
 
-def copy_bytes(mX: cute.Tensor):
+@cute.jit
+def pitch_bytes(mX: cute.Tensor) -> Int64:
+    """Of the rows of the copy of (R, C, L)."""
+    size = Int64(mX.shape[1]) * (mX.element_type.width // 8)
+    multiple = Int64(PIECE)
+    if size >= LONG_ROW:
+        multiple = Int64(ALIGNMENT)
+    return (size + multiple - 1) // multiple * multiple
+
+
+def copy_bytes(mX: cute.Tensor) -> Int64:
     """Of the copy of (R, C, L), up to where the next one may begin."""
-    rows, columns, batches = mX.shape
-    pitch = cute.ceil_div(columns * mX.element_type.width, 8 * PIECE) * PIECE
-    return cute.ceil_div(Int64(pitch) * rows * batches, ALIGNMENT) * ALIGNMENT
+    rows, _, batches = mX.shape
+    return cute.ceil_div(pitch_bytes(mX) * rows * batches, ALIGNMENT) * ALIGNMENT

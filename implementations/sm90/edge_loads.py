@@ -150,7 +150,8 @@ class PanelLoad(EdgeLoad):
 class Edge(NamedTuple):
     """A tile of which some rows may lie outside.
 
-    source: (TMA, pieces, boxes along K) of the matrix; target: (TMA, pieces, boxes along K, stages).
+    source: (TMA, pieces, boxes along K) of the matrix.
+    target: (TMA, pieces, boxes along K, stages).
     inside: Pieces that have rows of the matrix.
     rank: Of this block among the sharers.
     """

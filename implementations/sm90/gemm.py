@@ -49,9 +49,9 @@ class Gemm(GemmProducer, GemmConsumer):
     Pipelines: the main loop (`stages` × [A | B]); the turns (pingpong only); per consumer the
     ring of `Output`, which writes D.
     Clusters: blocks side by side share rows of A or columns of B, each loads a part for all.
-    Edges: tiles beyond the last row of A or B are loaded in pieces (`EdgeLoad`, `PanelLoad`), unless
-           the rows are halves or pairs of more than 8, more than those of the tile are loaded, or
-           float32 is split.
+    Edges: tiles beyond the last row of A or B are loaded in pieces (`EdgeLoad`, `PanelLoad`),
+           unless the rows are halves or pairs of more than 8, more than those of the tile are
+           loaded, or float32 is split.
     Heads: where a tile does not hold whole ones, it has 32 columns of the left and of the right
            half of a head in turns (`Epilogue.heads`), loaded in pieces by `HeadLoad`.
     Registers: producer 40, two consumers 232 (24 and 240 if the accumulators need them), three
@@ -77,7 +77,8 @@ class Gemm(GemmProducer, GemmConsumer):
                     copies boxes as wide as the swizzle that divides them, row by row, and takes
                     less time for few wide ones.
     repacked: whether A and B are copied before, which then may have any address and strides, of
-             which one is 1. The copies are K-major where wgmma wants it.
+             which one is 1. The copies are K-major where wgmma wants it. Partial sums have their
+             place behind them if a kernel of its own adds them up, which needs no counters.
     dependent_launch: blocks may start while the kernel before still runs, and let the next one do
              so where there is room (`grid_of`): setting up overlaps its end. They wait for it
              before they read or write anything.
@@ -120,11 +121,8 @@ class Gemm(GemmProducer, GemmConsumer):
     @cute.jit
     def launch(self, mA, mB, mD, operands, workspace, max_clusters, stream):
         mA, mB, mD = gemm_modes(mA, mB, mD)
-        address = workspace + COUNTER_BYTES
-        if const_expr(self.repacked[0]):
-            mA, address = self._repack(mA, address, stream)
-        if const_expr(self.repacked[1]):
-            mB, address = self._repack(mB, address, stream)
+        if const_expr(any(self.repacked)):
+            mA, mB, workspace = self._repack_both(mA, mB, workspace, stream)
         scales = ()
         if const_expr(self.block_scales):
             scales, operands = scale_modes(*operands[:2]), operands[2:]
@@ -263,6 +261,15 @@ class Gemm(GemmProducer, GemmConsumer):
             stream=stream,
             use_pdl=self.dependent_launch,
         )
+
+    def _repack_both(self, mA, mB, workspace, stream):
+        """(A, B, the workspace for all else: with no zeros, which nobody behind copies asks for)"""
+        address = workspace + COUNTER_BYTES
+        if self.repacked[0]:
+            mA, address = self._repack(mA, address, stream)
+        if self.repacked[1]:
+            mB, address = self._repack(mB, address, stream)
+        return mA, mB, address - COUNTER_BYTES
 
     def _repack(self, tensor, address, stream):
         """(a copy of (M or N, K, L), the address behind it). It is K-major, unless elements of 16

@@ -185,8 +185,9 @@ class GemmPlan:
         self._check_parallel()
         if self.block_scales:
             self._check_scales()
-        if any(self.repacked) and (self.split_k is not None or self.epilogue.reduced):
-            raise ValueError("copies of operands leave no room for partial sums in the workspace")
+        counts = (self.split_k is not None and not self.parallel) or self.epilogue.reduced
+        if any(self.repacked) and counts:
+            raise ValueError("copies of operands leave no room for counters in the workspace")
         if self.loaded_columns not in range(tile_n, MOST_COLUMNS + 1):
             raise ValueError(
                 f"columns that are loaded are those of the tile, {tile_n}, and others up to "

@@ -173,8 +173,8 @@ def test_the_sample_covers_the_family():
 
 @pytest.fixture(scope="module")
 def cooperative():
-    """With more subtiles of D than buffers, more k tiles than stages, several tiles per block: whole
-    ones, and some at an edge of A, of B and of both, which have loops of their own."""
+    """With more subtiles of D than buffers, more k tiles than stages, several tiles per block: a
+    whole one, and some at an edge of A, of B and of both, which have loops of their own."""
     plain = (
         r"sm90_gemm_bf16_bf16_bf16_.*_tile64x256x64_cluster1x1_cooperative_stages\d+_align16x16x16"
     )

@@ -14,6 +14,7 @@ GPU = {
         "summed": 2e12,
         "promotion": 0.0,
         "straddling": 1.3,
+        "split_rows": 2.5,
         "short_rows": {"64": 1.5, "32": 4.0},
         "in_turn": 1.0,
         "spared": {"pingpong": 1.0},

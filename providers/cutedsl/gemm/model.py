@@ -211,6 +211,8 @@ class Constants:
         arrival: Bytes that it reads in the time in which one arrives there.
         load: Bytes per second that one multiprocessor takes from L2.
         straddling: Of the time of a load, and of L2's, what rows take that begin within a line.
+        split_rows: Of L2's time, what such rows take that lie along M or N, unless those that read
+            the same k tile do so at one time.
         short_rows: Of the time of a load, what it takes of tiles that are no multiples of 128 bytes
             along their columns, by the most bytes that divide them.
         step: Seconds that a step along K waits beside its work, with each block of columns.
@@ -251,6 +253,7 @@ class Constants:
     arrival: float
     load: float
     straddling: float
+    split_rows: float
     short_rows: dict[str, float]
     step: float
     promotion: float
@@ -434,11 +437,14 @@ def _plan(
     """
     c = constants
     a_size, b_size, moved, read, operations, kind, *straddle, a_turned, b_turned = types
-    lines_a, lines_b = (c.straddling if one else 1.0 for one in straddle)
     if candidate.swap_ab:
         a_size, b_size = b_size, a_size
-        lines_a, lines_b = lines_b, lines_a
-        b_turned = a_turned
+        straddle, a_turned, b_turned = straddle[::-1], b_turned, a_turned
+    lines_a, lines_b = (c.straddling if one else 1.0 for one in straddle)
+    l2_lines = lines_a, lines_b
+    if not candidate.parallel:
+        turned = zip(straddle, (a_turned, b_turned), l2_lines, strict=True)
+        l2_lines = tuple(c.split_rows if all(both) else lines for *both, lines in turned)
     tile_m, tile_n, tile_k = candidate.tile_shape
     cluster_m, cluster_n = candidate.cluster_shape[:2]
     # Rows that take longer are copied once for all CTAs that share them.
@@ -483,7 +489,7 @@ def _plan(
     slots = resident_clusters(c.multiprocessors, math.prod(candidate.cluster_shape))
     rows, columns = tile_m * cluster_m, tile_n * cluster_n
     times = (step, alone, epilogue, late, partial, exposed)
-    return rows, columns, slots, overlapping, *times, (lines_a, lines_b)
+    return rows, columns, slots, overlapping, *times, l2_lines
 
 
 def _row_cost(extent: int, constants: Constants) -> float:

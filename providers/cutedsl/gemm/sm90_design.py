@@ -440,6 +440,10 @@ REPACKED = (
     "64x64 1x1",
     "16x64 1x1 swap deep",
     "64x128 1x1 swap",
+    "128x256 2x1 even parallel",
+    "128x160 1x2 even parallel",
+    "64x128 2x2 even parallel",
+    "64x64 2x2 even parallel",
 )
 REPACKED_PROMOTED = (
     "128x192 2x1",

@@ -8,7 +8,8 @@ padded and transposed as needed, by a kernel that is launched before.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 from kernel_api._workspaces import ALIGNMENT, ZEROED
@@ -20,12 +21,15 @@ from kernel_api.space import Miss, Operands, Space, rule
 
 TMA_BYTES = 16
 _K_MODES = {"A": -1, "B": -2}
+#: Bytes of a row of a copy, from which on the next one begins with a line of L2.
+_LONG_ROW = 512
 
 
 class RepackedGemmFamily(Sm90GemmFamily):
     """Hopper GEMMs that copy A, B or both."""
 
     fuses = False
+    takes_more = True
 
     @rule("operands are copied only where TMA cannot read them as they are")
     def _(operands: GemmOperandsMetadata, args: Any) -> bool | Miss:
@@ -44,41 +48,51 @@ class RepackedGemmFamily(Sm90GemmFamily):
         copied = set(copied_operands(self.metadata.operands))
         return "A" in copied, "B" in copied
 
-    @property
-    def takes_more(self) -> bool:
-        return True
-
     def workspace_for(self, *tensors: Any) -> int:
         A, B, _ = (tensor.shape for tensor in tensors)
-        return self._copies(A[-2], B[-1], A[-1], A[0] if len(A) == 3 else 1)
+        sizes = A[-2], B[-1], A[-1], A[0] if len(A) == 3 else 1
+        return self._copies(*sizes) + (super().workspace_for(*tensors) or ZEROED)
 
     def get_workspace_size(self, args: Any) -> int:
-        return self._copies(args.M, args.N, args.K, args.L)
+        copies = self._copies(args.M, args.N, args.K, args.L)
+        return copies + (super().get_workspace_size(args) or ZEROED)
 
     def _copies(self, M: int, N: int, K: int, L: int) -> int:
-        """Bytes, behind those that are zero."""
-        return ZEROED + sum(self._copy_bytes(name, M, N, K, L) for name in self._copied)
+        """Bytes, beside those that are zero and partial sums."""
+        return sum(self._copy_bytes(name, M, N, K, L) for name in self._copied)
 
     @cached_property
     def _copied(self) -> tuple[str, ...]:
         return tuple(copied_operands(self.metadata.operands))
 
     def _copy_bytes(self, name: str, M: int, N: int, K: int, L: int) -> int:
-        """Rows of multiples of 16 bytes, from a multiple of 128."""
+        """Rows of multiples of 16 bytes, long ones of 128, from a multiple of 128."""
         rows, columns = (M if name == "A" else N), K
         attributes = self.metadata.operands.tensors[name]
         assert attributes.dtype is not None
         if attributes.unit_mode != _K_MODES[name] and attributes.dtype.itemsize == 2:
             rows, columns = columns, rows
-        pitch = -(-columns * attributes.dtype.itemsize // TMA_BYTES) * TMA_BYTES
-        return -(-pitch * rows * L // ALIGNMENT) * ALIGNMENT
+        size = columns * attributes.dtype.itemsize
+        multiple = TMA_BYTES if size < _LONG_ROW else ALIGNMENT
+        return -(-(-(-size // multiple) * multiple * rows * L) // ALIGNMENT) * ALIGNMENT
 
     def predict(self, args: Any) -> float:
         """The copies are read and written, by launches of their own."""
         constants = model.constants_on(args.device, self.family)
-        moved = 2 * (self.get_workspace_size(args) - ZEROED)
+        moved = 2 * self._copies(args.M, args.N, args.K, args.L)
         copies = len(self._copied) * constants.overhead + moved / constants.bandwidth
-        return float(super().predict(args) + copies)
+        problem = _copied_problem(model.Problem.of(args), *self.repacked)
+        return model.seconds(problem, self.candidate, constants) + copies
+
+
+@lru_cache(maxsize=64)
+def _copied_problem(problem: model.Problem, a_copied: bool, b_copied: bool) -> model.Problem:
+    """As kernels find it whose operands are copied: no rows straddle lines, but short ones."""
+    return replace(
+        problem,
+        A_straddles=problem.A_straddles and not a_copied,
+        B_straddles=problem.B_straddles and not b_copied,
+    )
 
 
 def _readable(name: str, attributes: TensorAttributes, alignment: int) -> bool:
