@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute import AddressSpace
 
+_VALUES_AT_ONCE = 128  # of partial tiles that a thread asks for before it waits for one
 _AT_ONCE = 16  # workers whose parts of a vector are asked for before one is waited for
 COUNTER_BYTES = 65536  # at the start of the workspace; zero before and after every launch
 
@@ -192,7 +193,8 @@ class PartialSums:
         for i in cutlass.range_constexpr(self.values):
             accumulators[i] = accumulators.element_type(0)
         quad = cute.make_rmem_tensor(4, accumulators.element_type)
-        for worker in cutlass.range(first, first + workers, unroll=1):
+        at_once = max(_VALUES_AT_ONCE // self.values, 1)
+        for worker in cutlass.range(first, first + workers, unroll=at_once):
             partial = self._partial(
                 split, worker, worker == first, group, thread, accumulators.element_type
             )

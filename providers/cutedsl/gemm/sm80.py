@@ -98,9 +98,11 @@ _COMMON = (
     "16x128x128 1x4 4",
     "16x64x128 1x4 6",
 )
-#: For few tiles.
+#: For few tiles, and very few of very many products.
 _SPLIT = (
     "64x64x128 2x2 4 split4",
+    "64x64x128 2x2 4 split16",
+    "64x64x128 2x2 4 split64",
     "16x64x128 1x4 6 split4",
     "16x64x128 1x4 6 split8",
 )
@@ -117,6 +119,7 @@ _NARROW_K = (
     "64x128x64 2x2 4",
     *_SPLIT,
     "128x128x64 2x4 4 split2",
+    "128x128x64 2x4 4 split8",
     *_WIDE_WARPS,
 )
 _WIDE_K = (
@@ -126,6 +129,7 @@ _WIDE_K = (
     "64x128x128 2x2 4",
     *_SPLIT,
     "128x128x128 2x4 3 split2",
+    "128x128x128 2x4 3 split8",
     *_WIDE_WARPS,
 )
 
