@@ -40,6 +40,19 @@ def test_every_norm_among_the_fusions_has_a_one_call_form():
         assert form.__doc__ == fusion.__doc__
 
 
+@pytest.mark.parametrize("kind", [ka.RmsNormArguments, ka.LayerNormArguments])
+def test_a_norm_has_one_eps_by_default_whichever_way_it_is_called(kind):
+    calls = [kind, *(getattr(ways, kind.kind) for ways in (ka.fusions, ka.ops, ka.nn))]
+    assert len({inspect.signature(call).parameters["eps"].default for call in calls}) == 1
+
+
+def test_a_layer_norm_has_the_eps_of_torch_and_a_transform_that_of_cudnn_by_default():
+    eps = inspect.signature(ka.LayerNormArguments).parameters["eps"].default
+    assert eps == inspect.signature(torch.nn.functional.layer_norm).parameters["eps"].default
+    for ways in (ka.fusions, ka.ops):
+        assert inspect.signature(ways.rmsnorm_rht_amax).parameters["eps"].default == 1e-5
+
+
 @every_forward
 def test_out_is_allocated_in_the_shape_and_type_of_x(name, centred):
     form = getattr(ka.ops, name)

@@ -269,7 +269,7 @@ def test_one_wrong_element_of_any_output_is_noticed(kind, name):
     ("kind", "wrong"),
     [
         (RMS, lambda x, w: x * statistics(x, True, 1e-6)[1][:, None] * w),  # deviation, not rms
-        (LAYER, lambda x, w: norm(x, w, centred=False, eps=1e-6)),
+        (LAYER, lambda x, w: norm(x, w, centred=False, eps=1e-5)),
         (RMS, lambda x, w: norm(x, w, centred=False, eps=1e-3)),
         (RMS, lambda x, w: norm(x, centred=False, eps=1e-6)),
         (LAYER, lambda x, w: (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True) * w),
@@ -307,7 +307,9 @@ def test_a_large_mean_costs_no_more_than_its_rounding():
     """x is 1000 times its deviation: what torch is off by there is allowed, and not twice that."""
     draw = Draw(32, 256, shift=1000.0)
     args = draw.arguments(LAYER, weight=draw.columns())
-    torch_one = torch.nn.functional.layer_norm(args.x.tensor, (256,), args.weight.tensor, eps=1e-6)
+    torch_one = torch.nn.functional.layer_norm(
+        args.x.tensor, (256,), args.weight.tensor, eps=args.eps
+    )
     args.out.tensor.copy_(torch_one)
     assert judge(args, FACTOR)
     exact = only(args, "reference").exact(args)["out"]
@@ -315,7 +317,7 @@ def test_a_large_mean_costs_no_more_than_its_rounding():
     variance = (one_pass**2).mean(1) - one_pass.mean(1) ** 2
     args.out.tensor.copy_(
         (one_pass - one_pass.mean(1, keepdim=True))
-        * torch.rsqrt(variance + 1e-6)[:, None]
+        * torch.rsqrt(variance + args.eps)[:, None]
         * args.weight.tensor
     )
     assert not judge(args, FACTOR)

@@ -299,7 +299,7 @@ class LayerNormArguments(_ForwardArguments):
         out: (M, N); written. May not share memory with an operand.
         weight: (N,).
         bias: (N,).
-        eps: What keeps a row of equal values finite.
+        eps: What keeps a row of equal values finite; by default torch's.
         rstd: (M,), written: what a backward pass needs.
         mean: (M,), written: the same.
         epilogue: A function of the result.
@@ -326,7 +326,7 @@ class LayerNormArguments(_ForwardArguments):
         weight: Any = None,
         *,
         bias: Any = None,
-        eps: float = 1e-6,
+        eps: float = 1e-5,
         rstd: Any = None,
         mean: Any = None,
         epilogue: EpilogueArguments | None = None,

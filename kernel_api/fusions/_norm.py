@@ -145,6 +145,7 @@ def rmsnorm_rht_amax(
             before values are rounded.
         global_amax: (), written: the same over all rows.
         rows_per_block: By default 8, 4 or 2: the largest that gives 148 blocks, or 2.
+        eps: By default that of cuDNN's function, which is not :func:`rmsnorm`'s.
         signs: (16,); absent, they are all 1.
     """
     return RmsNormArguments(

@@ -145,7 +145,7 @@ def test_the_best_kernel_agrees_with_the_formula(kind, M, N):
         close(args.dx.tensor, exact["dx"], 2.0**-8)
         close(args.dweight.tensor, exact["dweight"], 1e-5)
     else:
-        close(args.out.tensor, norm(x, weight, centred=centred, eps=1e-6), 2.0**-8)
+        close(args.out.tensor, norm(x, weight, centred=centred, eps=args.eps), 2.0**-8)
 
 
 def test_a_large_transform_agrees_with_the_formula_in_every_block():
