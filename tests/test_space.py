@@ -9,6 +9,7 @@ import kernel_api as ka
 from kernel_api.dtypes import dtype
 from kernel_api.errors import PluginWarning, RegistrationError
 from kernel_api.metadata import DesignMetadata, GemmOperandsMetadata
+from kernel_api.provider import providers
 from kernel_api.space import Miss, Operands, Rule, Space, rule
 
 MODES = ka.GemmArguments.modes
@@ -275,6 +276,18 @@ def test_a_rule_with_a_wrong_verdict_leaves_the_family_out_and_the_others_answer
 
 def test_repr_of_a_rule_is_its_sentence():
     assert repr(Rule("tiles are even", lambda: True)) == "<rule: tiles are even>"
+
+
+def test_no_rule_of_the_registered_families_is_written_twice():
+    families = [family for one in providers() for family in one.families()]
+    rules = dict.fromkeys(one for family in families for one in family.rules)
+    places = {}
+    for one in rules:
+        # Rules that one function makes are of one code, and what they close over tells them apart.
+        code = one._predicate.__code__
+        places.setdefault((one.text, code.co_code, code.co_names), set()).add(code)
+    assert len(rules) > 100
+    assert {look[0]: codes for look, codes in places.items() if len(codes) > 1} == {}
 
 
 # A declared family -----------------------------------------------------------------------

@@ -12,7 +12,13 @@ from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata, OperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
-from kernel_api.providers.cutedsl.norm.base import FLOATS, PIECE, row_operands, vector_of
+from kernel_api.providers.cutedsl.norm.base import (
+    FLOATS,
+    PIECE,
+    row_operands,
+    vector_of,
+    whole_vectors,
+)
 from kernel_api.space import Miss, Space, rule
 
 #: Of an H200: bytes per second that a copy reads and writes, seconds of a launch, and blocks of 128
@@ -72,11 +78,7 @@ class IndexedRowsKernel(CuteDslKernel):
         extents = (*args.x.shape, *args.out.shape, args.k)
         return max(extents) <= 2**30 or Miss(f"they are {extents}")
 
-    @rule("rows are whole vectors")
-    def _(operands: OperandsMetadata, args: IndexedRowsArguments) -> bool | Miss:
-        vector = vector_of(operands)
-        padded = -(-args.N // vector) * vector
-        return padded == args.N or Miss(f"N is {args.N}", f"would match with N padded to {padded}")
+    has_whole_vectors = whole_vectors
 
     @rule("a launch has less than 2³¹ CTAs")
     def _(

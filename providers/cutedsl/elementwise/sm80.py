@@ -27,17 +27,18 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     fits_tile,
     flat_reductions,
     full_outputs,
-    halves_fit,
+    known_epilogue,
     operands_fit,
     reduction_sizes,
     signed_operands,
     spans_rows,
-    types_fit,
+    whole_halves,
     whole_pieces,
 )
 from kernel_api.providers.cutedsl.epilogue.plan import LANES, Plan, plan
-from kernel_api.providers.cutedsl.gemm.fusing import alignment_of, lowered, output_types
+from kernel_api.providers.cutedsl.gemm.fusing import alignment_of, lowered, output_types, types_rule
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
+from kernel_api.providers.cutedsl.norm.base import counted_in_32_bits
 from kernel_api.space import Miss, Operands, Space, rule
 from kernel_api.status import Status
 
@@ -178,9 +179,7 @@ class Sm80Elementwise(CuteDslKernel):
         copied = args.epilogue is None and args.x.dtype is args.out.dtype
         return copied or args.out.dtype.name in _STORED or Miss(f"it is {args.out.dtype}")
 
-    @rule("rows and columns are counted in 32 bits, 2³⁰ at most")
-    def _(args: ElementwiseArguments) -> bool | Miss:
-        return max(args.M, args.N) <= 2**30 or Miss(f"they are {args.M} and {args.N}")
+    counts_in_32_bits = counted_in_32_bits
 
     @rule("rows of x and out are whole vectors")
     def _(operands: NormOperandsMetadata, args: ElementwiseArguments) -> bool | Miss:
@@ -198,14 +197,8 @@ class Sm80Elementwise(CuteDslKernel):
         empty = [name for name in ("M", "N", "L") if getattr(args, name) == 0]
         return args.epilogue is None or not empty or Miss(f"{empty[0]} is 0")
 
-    @rule("the epilogue is one that kernels compute as they write their tiles")
-    def _(args: ElementwiseArguments) -> bool | Miss:
-        planned = plan(args.epilogue.graph) if args.epilogue is not None else None
-        return Miss(planned) if isinstance(planned, str) else True
-
-    @rule("halves of columns are dealt out to tiles 32 at a time")
-    def _(args: ElementwiseArguments) -> bool | Miss:
-        return args.epilogue is None or halves_fit(args.epilogue.graph, args.N)
+    is_known = known_epilogue
+    has_whole_halves = whole_halves
 
     @rule("what an epilogue reads and writes by columns is as aligned as out")
     def _(operands: NormOperandsMetadata, args: ElementwiseArguments) -> bool | Miss:
@@ -216,13 +209,7 @@ class Sm80Elementwise(CuteDslKernel):
 
     has_flat_reductions = flat_reductions
     reads_signed = signed_operands
-
-    @rule(
-        f"an epilogue writes matrices of {', '.join(_STORED)}, "
-        "and else signed numbers of 8 to 32 bits"
-    )
-    def _(args: ElementwiseArguments) -> bool | Miss:
-        return args.epilogue is None or types_fit(args.epilogue, _STORED)
+    stored_types = types_rule(_STORED)
 
     @rule("a tile has whole bundles of the columns that the epilogue looks at together")
     def _(design: ElementwiseDesign, args: ElementwiseArguments) -> bool | Miss:

@@ -173,6 +173,17 @@ def _operands_are_signed(args: Any) -> bool | Miss:
 signed_operands = rule("an epilogue reads no unsigned integers as numbers")(_operands_are_signed)
 
 
+@rule("the epilogue is one that kernels compute as they write their tiles")
+def known_epilogue(args: Any) -> bool | Miss:
+    planned = plan(args.epilogue.graph) if args.epilogue is not None else None
+    return Miss(planned) if isinstance(planned, str) else True
+
+
+@rule("halves of columns are dealt out to tiles 32 at a time")
+def whole_halves(args: Any) -> bool | Miss:
+    return args.epilogue is None or halves_fit(args.epilogue.graph, args.N)
+
+
 def fits_tile(
     graph: Graph,
     columns: int,

@@ -20,11 +20,12 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     epilogue_values,
     flat_reductions,
     full_outputs,
-    halves_fit,
+    known_epilogue,
     operands_fit,
     reduction_sizes,
     signed_operands,
     types_fit,
+    whole_halves,
     written,
 )
 from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
@@ -52,17 +53,10 @@ class FusedGemm(SplitGemm):
         empty = [name for name in ("M", "N", "K") if getattr(args, name) == 0]
         return Miss(f"{empty[0]} is 0") if empty else True
 
-    @rule("the epilogue is one that kernels compute as they write their tiles")
-    def _(args: Any) -> bool | Miss:
-        planned = plan(args.epilogue.graph) if args.epilogue is not None else None
-        return Miss(planned) if isinstance(planned, str) else True
-
+    is_known = known_epilogue
     has_flat_reductions = flat_reductions
     reads_signed = signed_operands
-
-    @rule("halves of columns are dealt out to tiles 32 at a time")
-    def _(args: Any) -> bool | Miss:
-        return args.epilogue is None or halves_fit(args.epilogue.graph, args.N)
+    has_whole_halves = whole_halves
 
     @classmethod
     def class_status(

@@ -87,6 +87,18 @@ def staged_bytes(design: RowDesign, operands: OperandsMetadata) -> int:
     return design.stages * design.threads * design.elements * element_bytes
 
 
+@rule("rows and columns are counted in 32 bits, 2³⁰ at most")
+def counted_in_32_bits(args: Any) -> bool | Miss:
+    return max(args.M, args.N) <= 2**30 or Miss(f"they are {args.M} and {args.N}")
+
+
+@rule("rows are whole vectors")
+def whole_vectors(operands: OperandsMetadata, args: Any) -> bool | Miss:
+    vector = vector_of(operands)
+    padded = -(-args.N // vector) * vector
+    return padded == args.N or Miss(f"N is {args.N}", f"would match with N padded to {padded}")
+
+
 class NormKernel(CuteDslKernel):
     """A norm of rows: sums along rows, and over them, are formed in parts."""
 
@@ -104,15 +116,8 @@ class NormKernel(CuteDslKernel):
     def _(design: RowDesign, operands: OperandsMetadata) -> bool:
         return not design.elements or operands.tensors["x"].alignment >= LEAST_PIECE
 
-    @rule("rows and columns are counted in 32 bits, 2³⁰ at most")
-    def _(args: NormArguments) -> bool | Miss:
-        return max(args.M, args.N) <= 2**30 or Miss(f"they are {args.M} and {args.N}")
-
-    @rule("rows are whole vectors")
-    def _(operands: OperandsMetadata, args: NormArguments) -> bool | Miss:
-        vector = vector_of(operands)
-        padded = -(-args.N // vector) * vector
-        return padded == args.N or Miss(f"N is {args.N}", f"would match with N padded to {padded}")
+    counts_in_32_bits = counted_in_32_bits
+    has_whole_vectors = whole_vectors
 
     @rule("a row has room in its threads")
     def _(design: RowDesign, args: NormArguments) -> bool | Miss:
