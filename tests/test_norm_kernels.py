@@ -5,10 +5,11 @@ import re
 
 import pytest
 import torch
+from support.cute_on_cpu import lender
 from support.norms import KINDS, LAYER, LAYER_BACKWARD, RMS, RMS_BACKWARD, Draw, arguments_for
 
 import kernel_api as ka
-from kernel_api import provider
+from kernel_api import _workspaces, provider
 from kernel_api.cli._main import main
 from kernel_api.metadata import KernelMetadata
 
@@ -230,6 +231,19 @@ def test_a_workspace_is_asked_for_sums_over_rows_and_maxima_only():
     assert offered(draw.arguments(RMS))[0].get_workspace_size(draw.arguments(RMS)) == 0
     maximum = draw.arguments(RMS, global_amax=draw.statistic(()))
     assert offered(maximum)[0].get_workspace_size(maximum) == 65536
+
+
+def test_launches_borrow_what_the_sums_that_they_are_asked_for_take(monkeypatch):
+    borrowed, draw = [], meta(1000, 4096)
+    monkeypatch.setattr(_workspaces, "lender", lender(borrowed))
+    for names in ((), ("dbias",), ("dweight", "dbias")):
+        sums = {name: draw.columns(read=False) for name in names}
+        args = draw.arguments(RMS_BACKWARD, **sums)
+        kernel, values = offered(args)[0], dict(args.launch_values)
+        launch = kernel._with_more(lambda *given: None, 0, tuple(values))
+        launch(*args.tensors[: len(args.operands)], **values)
+        assert sum(borrowed) == kernel.get_workspace_size(args)
+        borrowed.clear()
 
 
 # Compiled --------------------------------------------------------------------------------

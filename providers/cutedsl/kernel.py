@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kernel_api import _compile_cache, _workspaces
@@ -15,6 +15,12 @@ from kernel_api.operands import Operand
 from kernel_api.providers.cutedsl import compiler, linking, machine_code
 from kernel_api.providers.streams import on_stream
 from kernel_api.targets import CcLike, target
+
+#: The bytes of workspace that a launch needs, of its operands and of what it takes by name.
+WorkspaceFinder = Callable[[Sequence[Any], Mapping[str, Any]], int]
+
+#: Sets of sizes that a launch remembers the workspace of.
+SIZES_KEPT = 256
 
 
 class CuteDslKernel(Kernel):
@@ -91,8 +97,13 @@ class CuteDslKernel(Kernel):
 
     def workspace_for(self, *tensors: Any) -> int:
         """Bytes that a launch on these operands needs, see :meth:`get_workspace_size`; the first
-        ``_workspaces.ZEROED`` are zero at launch, and left so."""
+        ``_workspaces.ZEROED`` are zero at launch, and left so. 0 where that depends on what else is
+        given: then :meth:`_workspace_finder` says."""
         return 0
+
+    def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
+        """For launches that are given values of these names."""
+        return remembered_by_shape(self.workspace_for)
 
     def _compile(self, args: Any, cc: CcLike = None) -> CompiledArtifact:
         implementation: Any = self.implementation_for(args)
@@ -187,17 +198,17 @@ class CuteDslKernel(Kernel):
     ) -> Callable[..., None]:
         """The function of operands and scalars, which adds what it takes between them."""
         operands = len(self.metadata.operands.tensors)
-        size_of = _remembered_by_shape(self.workspace_for)
+        size_of = self._workspace_finder(names)
         lend = _workspaces.lender(index)
 
         def call(*values: Any, workspace: Any = None, **others: Any) -> None:
             tensors, scalars = values[:operands], values[operands:]
             more = tuple([others[name] for name in names])
-            size, address = size_of(tensors), 0
+            address = 0
             if workspace is not None:
                 workspace[: _workspaces.ZEROED].zero_()
                 address = workspace.data_ptr()
-            elif size:
+            elif size := size_of(tensors, others):
                 buffer = lend(size)
                 address = buffer.address
             function(*tensors, more, address, *scalars)
@@ -214,19 +225,15 @@ class CuteDslKernel(Kernel):
         return None
 
 
-#: Sets of sizes that a launch remembers the workspace of.
-_SIZES_KEPT = 256
-
-
-def _remembered_by_shape(workspace_for: Callable[..., int]) -> Callable[[Sequence[Any]], int]:
-    """The bytes that a launch on tensors of these shapes needs."""
+def remembered_by_shape(workspace_for: Callable[..., int]) -> WorkspaceFinder:
+    """The bytes that a launch on operands of these shapes needs."""
     sizes: dict[tuple[Any, ...], int] = {}
 
-    def size_of(tensors: Sequence[Any]) -> int:
+    def size_of(tensors: Sequence[Any], others: Mapping[str, Any]) -> int:
         key = tuple([tensor.shape for tensor in tensors])
         size = sizes.get(key)
         if size is None:
-            if len(sizes) >= _SIZES_KEPT:
+            if len(sizes) >= SIZES_KEPT:
                 sizes.clear()
             size = sizes[key] = workspace_for(*tensors)
         return size

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +12,7 @@ from kernel_api.arguments import LayerNormBackwardArguments, RmsNormBackwardArgu
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import NormBackwardOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
+from kernel_api.providers.cutedsl.kernel import WorkspaceFinder, remembered_by_shape
 from kernel_api.providers.cutedsl.norm import model
 from kernel_api.providers.cutedsl.norm.base import (
     SHARED_MEMORY_BYTES,
@@ -112,7 +112,7 @@ class NormBackward(NormKernel):
 
     @rule("threads have registers for the sums over rows that are asked for")
     def _(design: NormBackwardDesign, args: Any) -> bool | Miss:
-        asked = sum(name in args.further for name in _SUMS)
+        asked = _sums_among(args.further)
         held = design.threads * design.elements * asked
         weight = args.further.get("weight")
         room = _MOST_HELD if weight is None else _SUMS_HELD.get(weight.dtype.itemsize, _MOST_HELD)
@@ -142,27 +142,23 @@ class NormBackward(NormKernel):
         parts = blocks * (1 if design.elements else design.rows)
         return ZEROED + sums * parts * -(-N // 4) * 4 * _SUM_BYTES if sums else 0
 
-    #: Sums that launches are asked for; a launch has a kernel of its own, which knows.
-    _asked = len(_SUMS)
-
-    def _with_more(
-        self, function: Callable[..., None], index: int, names: tuple[str, ...]
-    ) -> Callable[..., None]:
-        launched = copy.copy(self)
-        launched._asked = sum(name in names for name in _SUMS)
-        return super(NormBackward, launched)._with_more(function, index, names)
-
-    def workspace_for(self, *tensors: Any) -> int:
-        multiprocessors = multiprocessors_of(tensors[0].device)
-        return self._workspace_bytes(tensors[0].shape[-1], self._asked, multiprocessors)
+    def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
+        sums = _sums_among(names)
+        return remembered_by_shape(
+            lambda dy, *_: self._workspace_bytes(dy.shape[-1], sums, multiprocessors_of(dy.device))
+        )
 
     def get_workspace_size(self, args: Any) -> int:
-        sums = sum(name in args.further for name in _SUMS)
+        sums = _sums_among(args.further)
         return self._workspace_bytes(args.N, sums, multiprocessors_of(args.device))
 
     def predict(self, args: Any) -> float:
         design = self._design
         return model.backward(args, design, self.metadata.operands, design.resident)
+
+
+def _sums_among(names: Collection[str]) -> int:
+    return sum(name in names for name in _SUMS)
 
 
 @CuTeDSLProvider.register

@@ -7,19 +7,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from kernel_api import _workspaces
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.kernel import LauncherInOrder
 from kernel_api.metadata import DesignMetadata
-from kernel_api.providers.cutedsl.kernel import CuteDslKernel
+from kernel_api.providers.cutedsl.kernel import SIZES_KEPT, CuteDslKernel, WorkspaceFinder
 from kernel_api.space import Miss, Rule, rule
 
 WHY_ALIGNED = "rows are copied in vectors of 16 bytes, whose addresses and pitches are multiples"
 
 #: Extents that are counted in 32 bits, with room for a tile behind them.
 _MOST = 2**30
-#: Sizes of a workspace that a launch remembers.
-_SIZES_KEPT = 256
 
 
 @dataclass(frozen=True)
@@ -107,31 +104,18 @@ class AttentionKernel(CuteDslKernel):
         how many sequences there are."""
         raise NotImplementedError
 
-    def _with_workspace_for(
-        self, operand: int, function: Callable[..., None], index: int, names: tuple[str, ...]
-    ) -> Callable[..., None]:
-        """As `_with_more`, where `_workspace_bytes` says what the shape of an operand asks for."""
-        operands = len(self.metadata.operands.tensors)
-        size_of = lru_cache(maxsize=_SIZES_KEPT)(self._workspace_bytes)
-        lend = _workspaces.lender(index)
-
-        def call(*values: Any, workspace: Any = None, **others: Any) -> None:
-            tensors, scalars = values[:operands], values[operands:]
-            if workspace is not None:
-                workspace[: _workspaces.ZEROED].zero_()
-                address = workspace.data_ptr()
-            else:
-                shape, sequences = tensors[operand].shape, 0
-                if len(shape) == 3:
-                    sequences = others["cu_seqlens_q"].shape[0] - 1
-                elif "page_table" in names:
-                    shape = _without_pages(shape, others["page_table"].shape)
-                buffer = lend(size_of(shape, sequences))
-                address = buffer.address
-            more = tuple([others[name] for name in names])
-            function(*tensors, more, address, *scalars)
-
-        return call
+    def _finder_by(self, operand: int, names: tuple[str, ...]) -> WorkspaceFinder:
+        """Where `_workspace_bytes` says what the shape of an operand asks for."""
+        size_of = lru_cache(maxsize=SIZES_KEPT)(self._workspace_bytes)
+        if "page_table" in names:
+            return lambda tensors, others: size_of(
+                _without_pages(tensors[operand].shape, others["page_table"].shape), 0
+            )
+        if "cu_seqlens_q" in names:
+            return lambda tensors, others: size_of(
+                tensors[operand].shape, others["cu_seqlens_q"].shape[0] - 1
+            )
+        return lambda tensors, others: size_of(tensors[operand].shape, 0)
 
     @property
     def _design(self) -> Any:

@@ -12,6 +12,7 @@ from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import SdpaArguments
 from kernel_api.metadata import SdpaOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
+from kernel_api.providers.cutedsl.kernel import WorkspaceFinder
 from kernel_api.providers.cutedsl.sdpa import model
 from kernel_api.providers.cutedsl.sdpa.base import (
     WHY_ALIGNED,
@@ -333,12 +334,8 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
             rows, room = batches * heads * columns, sdpa_workspace.keys_with_room(keys)
         return int(ZEROED + rows * room)
 
-    def _with_more(
-        self, function: Callable[..., None], index: int, names: tuple[str, ...]
-    ) -> Callable[..., None]:
-        if not {"cu_seqlens_q", "page_table"} & set(names):
-            return super()._with_more(function, index, names)
-        return self._with_workspace_for(2, function, index, names)
+    def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
+        return self._finder_by(2, names)
 
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
         scores, longest_first = self.scores(args), hides_later(args)

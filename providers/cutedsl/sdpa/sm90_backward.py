@@ -11,6 +11,7 @@ from kernel_api.arguments import SdpaBackwardArguments
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import SdpaBackwardOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
+from kernel_api.providers.cutedsl.kernel import WorkspaceFinder
 from kernel_api.providers.cutedsl.sdpa.base import (
     WHY_ALIGNED,
     AttentionDesign,
@@ -203,10 +204,8 @@ class Sm90SdpaBackward(AttentionKernel):
         floats = tile * (2 + design.head_dim[0])
         return int(_workspaces.ZEROED + tiles * (floats * _FLOAT_BYTES + 2 * _COUNTER_BYTES))
 
-    def _with_more(
-        self, function: Callable[..., None], index: int, names: tuple[str, ...]
-    ) -> Callable[..., None]:
-        return self._with_workspace_for(0, function, index, names)
+    def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
+        return self._finder_by(0, names)
 
     def predict(self, args: Any) -> float:
         design: Any = self.metadata.design
