@@ -101,7 +101,7 @@ class IndexedRowsKernel(CuteDslKernel):
     def _built(self, implementation: Callable[..., Any]) -> Callable[..., None]:
         from kernel_api.implementations.common.rows import RowThreads
 
-        design: Any = self.metadata.design
+        design = self._design
         vector = vector_of(self.metadata.operands)
         found: Callable[..., None] = implementation(
             RowThreads(design.threads, design.threads_per_row, vector),
@@ -120,7 +120,7 @@ class IndexedRowsKernel(CuteDslKernel):
         return launch_unless_empty
 
     def predict(self, args: IndexedRowsArguments) -> float:
-        design: Any = self.metadata.design
+        design = self._design
         operands = self.metadata.operands
         vector = vector_of(operands)
         ctas = _ctas(design, operands, args)

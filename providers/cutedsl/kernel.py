@@ -33,6 +33,11 @@ class CuteDslKernel(Kernel):
 
     code_files = linking.CODE_FILES
 
+    @property
+    def _design(self) -> Any:
+        """Of the family's own type."""
+        return self.metadata.design
+
     def implementation(self) -> Callable[..., None]:
         """The ``cute.jit`` callable for this kernel's metadata."""
         raise TypeError(f"{type(self).__name__} implements neither implementation nor compile")

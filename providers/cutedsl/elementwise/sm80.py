@@ -160,6 +160,7 @@ class Sm80Elementwise(CuteDslKernel):
     )
     operands_metadata = NormOperandsMetadata
     design = ElementwiseDesign
+    _design: ElementwiseDesign
     space = Space(*DESIGNS)
 
     def __init__(self, metadata: KernelMetadata) -> None:
@@ -262,11 +263,6 @@ class Sm80Elementwise(CuteDslKernel):
         return [kernel for kernel in kernels if not kernel._design.whole_rows]
 
     # How it is built ---------------------------------------------------------------------
-
-    @property
-    def _design(self) -> ElementwiseDesign:
-        design: Any = self.metadata.design
-        return design  # type: ignore[no-any-return]
 
     @property
     def _graph(self) -> Graph | None:

@@ -92,9 +92,9 @@ class FusedGemm(SplitGemm):
         counters = self._reductions(args.M, args.N, args.L)[0]
         if not counters:
             return Status.success()
-        if self._split.meets_in_workspace:
-            tiles = self._split.clusters(args.M, args.N, args.L) * self._split.cluster_size
-            counters += tiles * self._split.summing_groups
+        if self._design.meets_in_workspace:
+            tiles = self._design.clusters(args.M, args.N, args.L) * self._design.cluster_size
+            counters += tiles * self._design.summing_groups
         most = self.counters
         if counters <= most:
             return Status.success()

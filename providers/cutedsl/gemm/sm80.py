@@ -159,6 +159,7 @@ class Sm80GemmFamily(FusedGemm):
 
     targets = ("sm_80",)
     design = Sm80GemmDesign
+    _design: Sm80GemmDesign
 
     @rule("the tile is one of those for operands of this width")
     def _(design: Sm80GemmDesign, operands: GemmOperandsMetadata) -> bool:
@@ -192,11 +193,6 @@ class Sm80GemmFamily(FusedGemm):
         if args.epilogue is None:
             return True
         return spans_rows(args.epilogue.graph, args.N, design.warp_columns)
-
-    @property
-    def _design(self) -> Sm80GemmDesign:
-        design: Any = self.metadata.design
-        return design  # type: ignore[no-any-return]
 
     def _implementation(
         self, more_outputs: tuple[Any, ...] = (), others: tuple[Any, ...] = ()

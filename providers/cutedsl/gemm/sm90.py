@@ -73,6 +73,7 @@ class Sm90GemmFamily(FusedGemm):
 
     targets = ("sm_90a",)
     design = Sm90GemmDesign
+    _design: Sm90GemmDesign
     #: Whether products are added up outside of the tensor cores, see the implementation.
     promoted: ClassVar[bool] = False
 
@@ -216,11 +217,6 @@ class Sm90GemmFamily(FusedGemm):
     def repacked(self) -> tuple[bool, bool]:
         """Whether A and B are copied to where TMA can read them."""
         return False, False
-
-    @property
-    def _design(self) -> Sm90GemmDesign:
-        design: Any = self.metadata.design
-        return design  # type: ignore[no-any-return]
 
     def _implementation(
         self, more_outputs: tuple[Any, ...] = (), others: tuple[Any, ...] = ()

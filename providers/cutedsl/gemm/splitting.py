@@ -79,9 +79,11 @@ class SplitDesign(BLASDesignMetadata):
 class SplitGemm(CuteDslGemm):
     """A family whose designs are :class:`SplitDesign`, and whose operands may carry scales."""
 
+    _design: SplitDesign
+
     def __init__(self, metadata: KernelMetadata) -> None:
         super().__init__(metadata)
-        self.reorders_accumulation = self._split.splits
+        self.reorders_accumulation = self._design.splits
 
     @rule("every part of K has a k tile")
     def _(design: SplitDesign, args: GemmArguments) -> bool | Miss:
@@ -103,27 +105,22 @@ class SplitGemm(CuteDslGemm):
         parts = design.clusters(args.M, args.N, args.L) * design.split_k
         return design.split_k == 1 or parts < 512 or Miss(f"there would be {parts}")
 
-    @property
-    def _split(self) -> SplitDesign:
-        design: Any = self.metadata.design
-        return design  # type: ignore[no-any-return]
-
     @cached_property
     def takes_more(self) -> bool:
         scaled = any(tensor.scale is not None for tensor in self.metadata.operands.tensors.values())
-        return scaled or self._split.meets_in_workspace
+        return scaled or self._design.meets_in_workspace
 
     def more_values(self, args: Any) -> dict[str, Any]:
         return {f"{name}_scale": scale for name, scale in aligned_scales(args).items()}
 
     def workspace_for(self, *tensors: Any) -> int:
-        if not self._split.meets_in_workspace:
+        if not self._design.meets_in_workspace:
             return 0
         A, B, _ = (tensor.shape for tensor in tensors)
         L = A[0] if len(A) == 3 else 1
         multiprocessors = multiprocessors_of(tensors[0].device)
-        return self._split.workspace_bytes(A[-2], B[-1], A[-1], L, multiprocessors)
+        return self._design.workspace_bytes(A[-2], B[-1], A[-1], L, multiprocessors)
 
     def get_workspace_size(self, args: Any) -> int:
         multiprocessors = multiprocessors_of(args.device)
-        return self._split.workspace_bytes(args.M, args.N, args.K, args.L, multiprocessors)
+        return self._design.workspace_bytes(args.M, args.N, args.K, args.L, multiprocessors)

@@ -57,6 +57,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
     """What the families share; they differ in which mode is cut into groups, and element types."""
 
     design = Sm90GroupedGemmDesign
+    _design: Sm90GroupedGemmDesign
     #: Whose constants the performance model takes.
     modelled_as: ClassVar[str] = "sm90.grouped_gemm"
 
@@ -89,23 +90,20 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         return Miss(f"{empty[0]} is 0") if empty else True
 
     @property
-    def _scheduler(self) -> str:
-        design: Any = self.metadata.design
-        return design.scheduler  # type: ignore[no-any-return]
-
-    @property
     def counters(self) -> int:
         """Tiles are taken from the last one."""
-        return super().counters - (1 if self._scheduler == "dynamic" else 0)
+        return super().counters - (1 if self._design.scheduler == "dynamic" else 0)
 
     def _with_reductions(self, size: int, M: int, N: int, L: int) -> int:
-        counted = ZEROED if self._scheduler == "dynamic" else 0
+        counted = ZEROED if self._design.scheduler == "dynamic" else 0
         return super()._with_reductions(max(size, counted), M, N, L)
 
     def _built(
         self, gemm: Any, more_outputs: tuple[Any, ...], others: tuple[Any, ...], **options: Any
     ) -> Callable[..., None]:
-        return super()._built(gemm, more_outputs, others, scheduler=self._scheduler, **options)
+        return super()._built(
+            gemm, more_outputs, others, scheduler=self._design.scheduler, **options
+        )
 
     @property
     def _rows_per_tile(self) -> int:
@@ -121,7 +119,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
 
     def _factor(self, args: Any) -> float:
         """On what the model has of dense products, where groups fill tiles."""
-        design: Any = self._design
+        design = self._design
         (tile_m, tile_n, _), (cluster_m, cluster_n, *_) = design.tile_shape, design.cluster_shape
         factor = 1.0
         if design.schedule == "pingpong" and cluster_m == 1:

@@ -183,10 +183,6 @@ class NormKernel(CuteDslKernel):
 
     # How it is built and launched --------------------------------------------------------
 
-    @property
-    def _design(self) -> Any:
-        return self.metadata.design
-
     def _launched(self) -> dict[str, Any]:
         """How the implementation's rows lie on threads and how it is launched, as its constructor
         takes it."""

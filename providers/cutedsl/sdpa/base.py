@@ -117,10 +117,6 @@ class AttentionKernel(CuteDslKernel):
             )
         return lambda tensors, others: size_of(tensors[operand].shape, 0)
 
-    @property
-    def _design(self) -> Any:
-        return self.metadata.design
-
     def implementation(self) -> Callable[..., None]:
         """Of scores that are products times a scale."""
         from kernel_api.implementations.common.attention.scores import Scores

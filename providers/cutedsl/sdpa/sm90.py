@@ -253,7 +253,7 @@ class Sm90SdpaForward(Sm90Sdpa):
     ) -> Callable[..., None]:
         from kernel_api.implementations.sm90.sdpa_forward import SdpaForward, SdpaForwardPaged
 
-        design: Any = self._design
+        design = self._design
         forward = SdpaForward if page_size is None else SdpaForwardPaged
         found: Callable[..., None] = forward(
             *self._design_values(scores),
@@ -441,7 +441,7 @@ class Sm90SdpaDecode(Sm90Sdpa):
         from kernel_api.implementations.sm90.sdpa_decode import SdpaDecode
         from kernel_api.implementations.sm90.sdpa_decode_cluster import SdpaDecodeCluster
 
-        design: Any = self._design
+        design = self._design
         values = self._design_values(scores)
         found: Callable[..., None]
         if design.cluster == 1:

@@ -174,7 +174,7 @@ class Sm90SdpaBackward(AttentionKernel):
     def _built(self, scores: Any, *, deterministic: bool = False) -> Callable[..., None]:
         from kernel_api.implementations.sm90.sdpa_backward import SdpaBackward
 
-        design: Any = self.metadata.design
+        design = self._design
         q: Any = self.metadata.operands.tensors["Q"].dtype
         found: Callable[..., None] = SdpaBackward(
             design.head_dim,
@@ -195,7 +195,7 @@ class Sm90SdpaBackward(AttentionKernel):
 
     def _workspace_bytes(self, shape: tuple[int, ...], sequences: int) -> int:
         """shape: of Q. Of every row two numbers and the sums of dQ, of every tile two counters."""
-        design: Any = self.metadata.design
+        design = self._design
         tile = design.tile_shape[0]
         if len(shape) == 3:
             tiles = shape[1] * ((shape[0] + sequences * tile) // tile)
@@ -208,7 +208,7 @@ class Sm90SdpaBackward(AttentionKernel):
         return self._finder_by(0, names)
 
     def predict(self, args: Any) -> float:
-        design: Any = self.metadata.design
+        design = self._design
         (queries, keys), (wide, wide_v) = design.tile_shape, design.head_dim
         tiles = -(-args.S_q // queries) * seen(args) * (args.H // max(args.H_kv, 1))
         products = queries * keys * (3 * wide + 2 * wide_v)
