@@ -26,7 +26,7 @@ from kernel_api.arguments import SdpaBackwardArguments
 from kernel_api.arguments.attention import operands_of_score, score_of, values_of_functions
 from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
-from kernel_api.operands import Operand
+from kernel_api.operands import Operand, becomes_node
 
 _Options = dict[str, Any]
 
@@ -53,7 +53,7 @@ def sdpa(Q: Any, K: Any, V: Any, out: Any, lse: Any, return_lse: bool, options: 
     if learns and _need_gradient(Q, K, V, options):
         _check_outputs(out, lse)
         found = _learned(Q, K, V, options)
-    elif _is_traced(Q):
+    elif becomes_node(Q):
         values = dict(zip(("out", "lse"), _traced(Q, K, V, options), strict=True))
         operands = {"Q": Q, "K": K, "V": V}
         found = (*_written(values, {"out": out, "lse": lse}, operands).values(),)
@@ -106,7 +106,7 @@ def _named(options: _Options, names: tuple[str, ...]) -> _Options:
 
 
 def _learned(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:
-    if _is_traced(Q):
+    if becomes_node(Q):
         return _traced(Q, K, V, options, learns=True)
     check_traced(Q=Q, K=K, V=V, bias=options.get("bias"), sink=options.get("sink"))
     rest = dict(options)
@@ -212,7 +212,7 @@ def sdpa_backward(operands: tuple[Any, ...], written: _Options, options: _Option
                 f"have it allocated"
             )
     check_outputs(written.items())
-    if _is_traced(operands[0]):
+    if becomes_node(operands[0]):
         found = _traced_backward(operands, written, options)
     else:
         found = _backward(operands, written, options)
@@ -274,17 +274,6 @@ _BACKWARD = (
     f"(Tensor Q, Tensor K, Tensor V, Tensor out, Tensor dO, Tensor lse, bool deterministic, "
     f"bool dBias, bool dSink, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-
-
-def _is_traced(Q: Any) -> bool:
-    """Whether the call becomes a node of a graph."""
-    if torch.compiler.is_compiling():
-        return True
-    if type(Q) is torch.Tensor or type(Q) is torch.nn.Parameter:
-        return False
-    from torch._subclasses.fake_tensor import is_fake
-
-    return bool(is_fake(Q))
 
 
 def _traced(Q: Any, K: Any, V: Any, options: _Options, learns: bool = False) -> tuple[Any, Any]:

@@ -36,13 +36,13 @@ from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError, NoKernelError
 from kernel_api.kernel import Kernel, LauncherInOrder, require_data
 from kernel_api.offsets import check_is_asked
-from kernel_api.operands import MAX_ALIGNMENT, Operand
+from kernel_api.operands import MAX_ALIGNMENT, Operand, is_fake
 
 #: What :func:`repeated` returns where nothing is known of such a call.
 NEW = object()
 
-#: Whether torch.compile reads what is called, to make a graph of it.
-is_traced = torch.compiler.is_dynamo_compiling
+#: Whether torch.compile reads what is called, to make a graph of it. Of torch.export, tensors tell.
+is_read_by_dynamo = torch.compiler.is_dynamo_compiling
 
 #: Subclasses may mean something else by what they hold: those of torch that trace do.
 TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -230,7 +230,7 @@ def first(form: Form, call: Call) -> Any:
     """Run a call that looks like no earlier one, or that has to be looked at every time."""
     check_outputs(form.given(call.out, call.options))
     A, B = form.operands(call.A, call.B)
-    if type(A.tensor) not in TENSORS and _is_fake(A.tensor):
+    if is_fake(A.tensor):
         from kernel_api import _operators
 
         return _operators.traced(form, *call)
@@ -244,13 +244,6 @@ def first(form: Form, call: Call) -> Any:
     kernel.run(args, artifact, assume_supported_args=True)
     _remember(form, call, out, complete, args, kernel, artifact)
     return form.results(out, complete)
-
-
-def _is_fake(tensor: Any) -> bool:
-    """Whether the tensor stands for one in a graph: that of torch.export, for one."""
-    from torch._subclasses.fake_tensor import is_fake
-
-    return bool(is_fake(tensor))
 
 
 def _out_dtype(form: Form, call: Call, A: Operand, B: Operand) -> Any:

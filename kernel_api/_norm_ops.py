@@ -16,7 +16,7 @@ from kernel_api._results import results_type
 from kernel_api.arguments.norm import NormArguments, default_rows_per_block
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
-from kernel_api.operands import Operand
+from kernel_api.operands import Operand, becomes_node
 
 __all__ = [
     "layernorm",
@@ -158,7 +158,7 @@ def _one_call(
             raise TypeError(f"{fusion.__name__}(): {error}") from None
         form.check(given)
         complete = form.completed(given)
-        if is_traced(complete["x"]):
+        if becomes_node(complete["x"]):
             from kernel_api import _norm_operators
 
             _norm_operators.traced(form, complete)
@@ -178,17 +178,6 @@ def run(form: NormForm, complete: dict[str, Any]) -> None:
 
     args = form.fusion(**complete)
     best(args).run(args)
-
-
-def is_traced(x: Any) -> bool:
-    """Whether the call becomes a node of a graph: torch.compile, torch.export."""
-    import torch
-
-    if torch.compiler.is_compiling():
-        return True
-    from torch._subclasses.fake_tensor import is_fake
-
-    return type(x) is not torch.Tensor and bool(is_fake(x))
 
 
 #: Every form, as it is made.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kernel_api._norm_ops import is_traced
 from kernel_api._numbers import whole_number
 from kernel_api.arguments.indexed import (
     GatherRowsArguments,
@@ -14,7 +13,7 @@ from kernel_api.arguments.indexed import (
 )
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
-from kernel_api.operands import Operand
+from kernel_api.operands import Operand, becomes_node
 
 __all__ = ["gather_rows", "scatter_rows"]
 
@@ -102,7 +101,7 @@ def _run(
     elif out_dtype is not None:
         check_type(out, out_dtype)
     check_outputs([("out", out)])
-    if is_traced(x):
+    if becomes_node(x):
         from kernel_api import _row_operators
 
         _row_operators.traced(kind, x, row_index, weight, out)

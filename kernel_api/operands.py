@@ -186,7 +186,7 @@ class Operand:
     @property
     def has_data(self) -> bool:
         """False for meta and fake tensors: they can be compiled for, not run on."""
-        return not (self.tensor.is_meta or _is_fake(self.tensor))
+        return not (self.tensor.is_meta or is_fake(self.tensor))
 
     @property
     def alignment(self) -> int:
@@ -235,7 +235,7 @@ def require_tensors(**given: Any) -> None:
         if one.is_nested or one.layout is not torch.strided:
             kind = "nested" if one.is_nested else one.layout
             raise ArgumentError(f"{name} is a {kind} tensor; expected a strided one")
-        if not torch.compiler.is_compiling() and not _is_fake(one):
+        if not torch.compiler.is_compiling() and not is_fake(one):
             try:
                 one.data_ptr()
             except RuntimeError as error:
@@ -301,10 +301,22 @@ def is_read_only(value: Any) -> bool:
     return getattr(getattr(value, "flags", None), "writeable", True) is False
 
 
-def _is_fake(tensor: Any) -> bool:
-    # A failed hasattr costs more than all else that is asked of a tensor.
+def is_fake(tensor: Any) -> bool:
+    """Whether it stands for a tensor in a graph: that of torch.export, for one."""
     torch = sys.modules["torch"]
-    return type(tensor) is not torch.Tensor and hasattr(tensor, "fake_mode")
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:  # to ask more takes microseconds
+        return False
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.is_fake(tensor)
+
+
+def becomes_node(tensor: Any) -> bool:
+    """Whether a call on it becomes a node of a graph: torch.compile, torch.export."""
+    import torch
+
+    return torch.compiler.is_compiling() or is_fake(tensor)
 
 
 def overlap(a: Operand, b: Operand) -> bool:

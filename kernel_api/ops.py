@@ -74,7 +74,7 @@ def _one_call_of_groups(fusion: Fusion, *optional: str, **how: Any) -> Callable[
 def _caller(form: Form) -> Callable[..., Any]:
     def call(A: Any, B: Any, *, out: Any = None, out_dtype: Any = None, **options: Any) -> Any:
         launches = _launches or _loaded()
-        if launches.is_traced():
+        if launches.is_read_by_dynamo():
             return _traced(form, A, B, out, out_dtype, options)
         found = launches.repeated(form, A, B, out, out_dtype, options)
         if found is not launches.NEW:

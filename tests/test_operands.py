@@ -12,7 +12,7 @@ import kernel_api as ka
 from kernel_api import operands
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
-from kernel_api.operands import MAX_ALIGNMENT, Operand, overlap, self_overlapping
+from kernel_api.operands import MAX_ALIGNMENT, Operand, is_fake, overlap, self_overlapping
 
 BF16 = torch.bfloat16
 
@@ -89,6 +89,24 @@ def test_fake_tensors_are_operands_without_data():
     assert on_gpu.address == 0
     assert on_gpu.alignment == MAX_ALIGNMENT
     assert shifted.alignment == 2
+
+
+def test_what_stands_for_a_tensor_in_a_graph_is_told_from_tensors_and_other_subclasses():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    with FakeTensorMode():
+        fake = torch.nn.Parameter(torch.empty(4))
+    with FunctionalTensorMode():
+        functional = [FunctionalTensor.to_functional(one) for one in (fake, torch.empty(4))]
+    assert is_fake(fake) and is_fake(functional[0]) and not is_fake(functional[1])
+
+    class Other(torch.Tensor):
+        pass
+
+    plain = torch.empty(4)
+    for one in (plain, torch.nn.Parameter(plain), plain.as_subclass(Other), plain.numpy()):
+        assert not is_fake(one)
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16, np.int8, np.float64])
