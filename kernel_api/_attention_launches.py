@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from kernel_api import _compile_cache, provider
-from kernel_api._launches import NEVER_NEGATIVE, TENSORS, chosen
+from kernel_api._launches import NEVER_NEGATIVE, TENSORS, run_best
 from kernel_api._overwritten import teller
 from kernel_api._readers import Reader, reader_of
 from kernel_api._score import ScoreFunction
@@ -229,8 +229,7 @@ def _first(
     made_out = empty_out(q, v) if out is None else out
     made_lse = empty_lse(q, options) if lse is None and with_lse else lse
     args = SdpaArguments(q, k, v, made_out, made_lse, **options)
-    kernel, artifact = chosen(args)
-    kernel.run(args, artifact, assume_supported_args=True)
+    kernel, artifact = run_best(args)
     if look is not None and args.writes_anything:
         taken = kernel._launch_operands(args)
         found = _sources(args, taken, options)

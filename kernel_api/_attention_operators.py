@@ -18,7 +18,7 @@ import torch
 from kernel_api import masks
 from kernel_api._attention_launches import empty_like, empty_lse, empty_out, forward
 from kernel_api._autograd import changeable, check_outputs, differentiable_once
-from kernel_api._launches import chosen
+from kernel_api._launches import run_best
 from kernel_api._numbers import whether
 from kernel_api._results import results_type
 from kernel_api._transforms import check_traced
@@ -226,9 +226,7 @@ def _backward(operands: tuple[Any, ...], written: _Options, options: _Options) -
     tensors: _Options = {n: None if one is None else Operand(one, n).tensor for one, n in given}
     sources = {**tensors, "Bias": options.get("bias"), "Sink": options.get("sink")}
     found: _Options = {n: _target(n, written, sources[n[1:]]) for n in _GRADIENTS}
-    args = SdpaBackwardArguments(**tensors, **found, **options)
-    kernel, artifact = chosen(args)
-    kernel.run(args, artifact, assume_supported_args=True)
+    run_best(SdpaBackwardArguments(**tensors, **found, **options))
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from kernel_api._results import results_type
+from kernel_api._results import ResultsTypes
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._shared import matrices
@@ -45,7 +45,7 @@ class Form:
         self.fusion = fusion
         self.always, self.outputs = always, (*always, *optional)
         self.width, self.element = width, element
-        self._types: dict[tuple[str, ...], Callable[..., Any]] = {}
+        self.results_types = ResultsTypes(self.name, "out")
 
     @property
     def signature(self) -> inspect.Signature:
@@ -141,13 +141,7 @@ class Form:
         written = self.written(options)
         if not written:
             return out
-        return self.results_type(written)(out, *[options[name] for name in written])
-
-    def results_type(self, written: tuple[str, ...]) -> Callable[..., Any]:
-        """The named tuple of ``out`` and these outputs."""
-        if written not in self._types:
-            self._types[written] = results_type(self.name, ("out", *written))
-        return self._types[written]
+        return self.results_types.of(written)(out, *[options[name] for name in written])
 
 
 def out_type(element: Any, *, scaled: bool = False) -> Any:

@@ -240,8 +240,7 @@ def first(form: Form, call: Call) -> Any:
         A.tensor, B, call.out, _out_dtype(form, call, A, B), call.options
     )
     args = form.fusion(A, B, out=out, **complete)
-    kernel, artifact = chosen(args)
-    kernel.run(args, artifact, assume_supported_args=True)
+    kernel, artifact = run_best(args)
     _remember(form, call, out, complete, args, kernel, artifact)
     return form.results(out, complete)
 
@@ -254,11 +253,11 @@ def _out_dtype(form: Form, call: Call, A: Operand, B: Operand) -> Any:
     return out_type(A.tensor.dtype, scaled=True) if scaled else None
 
 
-def check_type(out: Any, out_dtype: Any) -> None:
-    """Raise ArgumentError where ``out`` has another type than is asked for."""
-    given, asked = experts(out, "out").dtype, dtype(out_dtype)
+def check_type(out: Any, out_dtype: Any, name: str = "out") -> None:
+    """Raise ArgumentError where an output has another type than is asked for."""
+    given, asked = experts(out, name).dtype, dtype(out_dtype)
     if given is not asked:
-        raise ArgumentError(f"out is {given} and out_dtype {asked}; one of them is enough")
+        raise ArgumentError(f"{name} is {given} and {name}_dtype {asked}; one of them is enough")
 
 
 _chosen: dict[_Key, tuple[Kernel, CompiledArtifact]] = {}
@@ -280,6 +279,13 @@ def chosen(args: Arguments) -> tuple[Kernel, CompiledArtifact]:
                 _chosen.clear()
             _chosen[key] = found
     return found
+
+
+def run_best(args: Arguments) -> tuple[Kernel, CompiledArtifact]:
+    """Run the kernel that is :func:`chosen`, and return that."""
+    kernel, artifact = chosen(args)
+    kernel.run(args, artifact, assume_supported_args=True)
+    return kernel, artifact
 
 
 def best(args: Arguments) -> Kernel:

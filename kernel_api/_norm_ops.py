@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 from kernel_api import fusions
 from kernel_api._numbers import whole_number
-from kernel_api._results import results_type
+from kernel_api._results import ResultsTypes
 from kernel_api.arguments.norm import NormArguments, default_rows_per_block
 from kernel_api.dtypes import dtype
-from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand, becomes_node
 
 __all__ = [
@@ -50,7 +48,8 @@ class NormForm:
         self.name: str = fusion.__name__
         self.written = written
         self.always = (written[0], *always)
-        self._types = _results_types(self.name, written)
+        self._results_types = ResultsTypes(self.name, written[0])
+        self._results_types.make_all(written[1:])
         parameters = inspect.signature(fusion).parameters.values()
         self.matrices = tuple(
             one.name for one in parameters if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -77,6 +76,8 @@ class NormForm:
         """The options with every output that is asked for."""
         import torch
 
+        from kernel_api._launches import check_type
+
         complete = dict(options)
         x = options["x"]
         if not isinstance(x, torch.Tensor) or x.is_nested:  # of which the latter is refused
@@ -85,11 +86,7 @@ class NormForm:
         asked = complete.pop(f"{first}_dtype", None)
         given = complete.get(first)
         if given is not None and asked is not None:
-            element = Operand(given, first).dtype
-            if element is not dtype(asked):
-                raise ArgumentError(
-                    f"{first} is {element} and {first}_dtype {dtype(asked)}; one of them is enough"
-                )
+            check_type(given, asked, first)
         for name in self.written:
             value = complete.get(name)
             if value is True or (value is None and name in self.always):
@@ -106,22 +103,11 @@ class NormForm:
 
     def results(self, options: dict[str, Any]) -> Any:
         """The first output, or all by name where there are several."""
-        names = [name for name in self.written if options.get(name) is not None]
-        if len(names) == 1:
-            return options[names[0]]
-        return self._types[tuple(names)](*[options[name] for name in names])
-
-
-def _results_types(
-    name: str, written: tuple[str, ...]
-) -> dict[tuple[str, ...], Callable[..., Any]]:
-    """Named tuples of the first output with others, whichever are asked for."""
-    found: dict[tuple[str, ...], Callable[..., Any]] = {}
-    for count in range(1, len(written)):
-        for others in itertools.combinations(written[1:], count):
-            fields = (written[0], *others)
-            found[fields] = results_type(name, fields)
-    return found
+        first, *others = (name for name in self.written if options.get(name) is not None)
+        if not others:
+            return options[first]
+        found = self._results_types.of(tuple(others))
+        return found(options[first], *[options[name] for name in others])
 
 
 def _allocated(name: str, x: Any, asked: Any, options: dict[str, Any]) -> Any:
@@ -174,10 +160,9 @@ def _one_call(
 
 def run(form: NormForm, complete: dict[str, Any]) -> None:
     """The best kernel on options with all outputs."""
-    from kernel_api._launches import best
+    from kernel_api._launches import run_best
 
-    args = form.fusion(**complete)
-    best(args).run(args)
+    run_best(form.fusion(**complete))
 
 
 #: Every form, as it is made.

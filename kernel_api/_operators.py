@@ -43,9 +43,7 @@ def _register(form: Form, call: Callable[..., Any]) -> None:
     _library.define(f"{form.name}{_SCHEMA}")
     _library.impl(form.name, functools.partial(_run, call), "CompositeExplicitAutograd")
     torch.library.register_fake(name, functools.partial(_check, form), lib=_library)
-    for count in range(1, len(form.outputs) + 1):  # a tracer can read them, but make none
-        for names in itertools.combinations(form.outputs, count):
-            form.results_type(names)
+    form.results_types.make_all(form.outputs)
 
 
 def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import namedtuple
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +18,25 @@ def results_type(function: str, fields: tuple[str, ...]) -> Any:
         found = _types.setdefault((function, fields), namedtuple(title, fields))
         found.__reduce__ = lambda results: (_of, (function, fields, tuple(results)))
     return found
+
+
+class ResultsTypes:
+    """Those of a function's first output with others, made when they are first asked for."""
+
+    def __init__(self, function: str, first: str) -> None:
+        self._function, self._first = function, first
+        self._made: dict[tuple[str, ...], Any] = {}
+
+    def of(self, others: tuple[str, ...]) -> Any:
+        if others not in self._made:
+            self._made[others] = results_type(self._function, (self._first, *others))
+        return self._made[others]
+
+    def make_all(self, others: tuple[str, ...]) -> None:
+        """For a tracer, which can read them, but make none."""
+        for count in range(1, len(others) + 1):
+            for some in itertools.combinations(others, count):
+                self.of(some)
 
 
 def _of(function: str, fields: tuple[str, ...], values: Iterable[Any]) -> Any:

@@ -112,11 +112,9 @@ def _run(
 
 def run(kind: type[IndexedRowsArguments], x: Any, row_index: Any, weight: Any, out: Any) -> None:
     """By the best kernel."""
-    from kernel_api._launches import chosen
+    from kernel_api._launches import run_best
 
-    args = kind(x, out, row_index, weight)
-    kernel, artifact = chosen(args)
-    kernel.run(args, artifact, assume_supported_args=True)
+    run_best(kind(x, out, row_index, weight))
 
 
 def _allocated(x: Any, rows: tuple[Any, ...], out_dtype: Any) -> Any:

@@ -231,7 +231,7 @@ def test_one_call_forms_of_norms_take_what_was_tuned(name, options, registry, mo
     args = getattr(ka.fusions, name)(*matrices, **given)
     first, *_, last = ka.get_kernels(args)
     ran = []
-    monkeypatch.setattr(ka.Kernel, "run", lambda kernel, args: ran.append(kernel))
+    monkeypatch.setattr(ka.Kernel, "run", lambda kernel, *given, **how: ran.append(kernel))
     getattr(ka.ops, name)(*matrices, **given)
     here = Environment.of("cpu", Policy.usual("cpu"))
     Store.open(here).record(measured(last, Problem.of(args), 1.0, environment=here))

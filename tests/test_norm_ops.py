@@ -8,6 +8,7 @@ from support.norms import block_maxima, hadamard, norm, poisoned, statistics
 from torch.testing import assert_close
 
 import kernel_api as ka
+from kernel_api import _launches
 from kernel_api.errors import ArgumentError, NoKernelError
 
 EPS = 0.03
@@ -24,6 +25,12 @@ X, WEIGHT, BIAS = random(*SHAPE), random(48, seed=1), random(48, seed=2)
 MATRIX = X.view(15, 48)
 
 every_forward = pytest.mark.parametrize(("name", "centred"), FORWARD.items(), ids=str)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch):
+    """Providers are asked anew: by some of the tests others than by the rest."""
+    monkeypatch.setattr(_launches, "_chosen", {})
 
 
 # ops -------------------------------------------------------------------------------------
