@@ -125,7 +125,7 @@ def is_disabled() -> bool:
 _told: set[str] = set()
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
     """Once per text: every compilation would say it again."""
     if text not in _told:
         _told.add(text)
@@ -174,9 +174,9 @@ class DiskCache:
         try:
             return cls.at(directory())
         except ArgumentError as error:
-            _warn(str(error))
+            warn(str(error))
         except OSError as error:
-            _warn(f"the cache directory {directory()} cannot be used: {error}")
+            warn(f"the cache directory {directory()} cannot be used: {error}")
         return None
 
     @classmethod
@@ -186,7 +186,7 @@ class DiskCache:
         for folder in (root, root / "kernels", root / "locks"):
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
-            _check_owner(folder)
+            check_owner(folder)
         return cls(root)
 
     # One entry ---------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class DiskCache:
         return len(old)
 
 
-def _check_owner(folder: Path) -> None:
+def check_owner(folder: Path) -> None:
     """Raises OSError for a folder that others could put code into."""
     found = folder.stat()
     if found.st_uid != os.geteuid():

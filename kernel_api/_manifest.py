@@ -17,7 +17,7 @@ from typing import Any
 from kernel_api import _elf
 from kernel_api.artifact import Resources
 from kernel_api.errors import ArgumentError, LibraryError
-from kernel_api.metadata import KernelMetadata, _decode, _encode
+from kernel_api.metadata import KernelMetadata, decode, encode
 from kernel_api.targets import Target, target
 
 FORMAT = 1
@@ -55,7 +55,7 @@ class Identity:
     ) -> Identity:
         """Raises ArgumentError for what cannot be written as JSON."""
         kernel = {k: v for k, v in metadata.to_dict().items() if k != "provider"}
-        return cls(kernel, _encode(signature), str(target), dict(fingerprint))
+        return cls(kernel, encode(signature), str(target), dict(fingerprint))
 
     @cached_property
     def key(self) -> str:
@@ -161,7 +161,7 @@ class Manifest:
     def signature(self) -> tuple[Hashable, ...]:
         """Raises ArgumentError for what is no signature."""
         try:
-            found: tuple[Hashable, ...] = _decode(self.identity.signature)
+            found: tuple[Hashable, ...] = decode(self.identity.signature)
         except (KeyError, TypeError, AttributeError, ImportError, ValueError) as error:
             raise ArgumentError(f"this is no signature: {error!r}") from error
         return found

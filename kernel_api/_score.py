@@ -49,15 +49,15 @@ from kernel_api.epilogue.graph import (
     canonical,
 )
 from kernel_api.epilogue.shape import SCALAR
-from kernel_api.epilogue.tracing import RESULT, Parameters, _line_of, parameters_of, place_of
+from kernel_api.epilogue.tracing import RESULT, Parameters, line_of, parameters_of, place_of
 from kernel_api.epilogue.value import (
     Input,
     Tracer,
     Value,
-    _running,
     fail,
     inside,
     numeric,
+    trace_apart,
 )
 from kernel_api.errors import ArgumentError, EpilogueError
 from kernel_api.operands import Operand
@@ -308,13 +308,10 @@ def _trace(
     leading = ("score", *INDICES) if has_score else INDICES
     parameters, place = parameters_of(fn), place_of(fn)
     _check_parameters(parameters, leading, operands, place)
-    token = _running.set(None)
-    try:
+    with trace_apart() as run:
         tracer = ScoreTracer(operands, has_score, place)
-        _running.set(tracer)
+        run(tracer)
         root = _root(tracer, _called(fn, leading, tracer, place), has_score, place)
-    finally:
-        _running.reset(token)
     graph, kept = canonical(tracer.nodes, [(RESULT, root)])
     for index, node in enumerate(graph.nodes):
         if node.op not in _ELEMENTWISE | _OTHERS:
@@ -352,7 +349,7 @@ def _called(
     except EpilogueError:
         raise
     except Exception as error:
-        where, name = _line_of(error, fn) or place, type(error).__name__
+        where, name = line_of(error, fn) or place, type(error).__name__
         raise EpilogueError(f"{where}: fn raised {name} while it was traced: {error}") from error
     if tracer.failure is not None:
         raise tracer.failure

@@ -288,7 +288,7 @@ class KernelMetadata:
         return self.kernel_class(self)
 
     def to_dict(self) -> dict[str, Any]:
-        encoded = {name: _encode(getattr(self, name)) for name in _compared_fields(type(self))}
+        encoded = {name: encode(getattr(self, name)) for name in _compared_fields(type(self))}
         return {**encoded, "provider": self.provider}
 
     def to_json(self) -> str:
@@ -298,7 +298,7 @@ class KernelMetadata:
     def from_dict(cls, data: dict[str, Any]) -> KernelMetadata:
         """Inverse of ``to_dict``; raises ArgumentError for what does not describe a kernel."""
         try:
-            return cls(**{name: _decode(data[name]) for name in _compared_fields(cls)})
+            return cls(**{name: decode(data[name]) for name in _compared_fields(cls)})
         except (KeyError, TypeError, AttributeError, ImportError, ValueError) as error:
             own = isinstance(error, AttributeError) and "'__main__'" in str(error)
             what = (
@@ -333,7 +333,8 @@ def _path_of(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """As JSON has it; raises ArgumentError for what it cannot have."""
     if type(value) in _JSON_SCALARS:
         return value
     if isinstance(value, DType):
@@ -345,20 +346,21 @@ def _encode(value: Any) -> Any:
     if isinstance(value, type):
         return {"class": _path_of(value)}
     if dataclasses.is_dataclass(value):
-        encoded = {name: _encode(getattr(value, name)) for name in _all_fields(type(value))}
+        encoded = {name: encode(getattr(value, name)) for name in _all_fields(type(value))}
         return {"type": _path_of(type(value)), "fields": encoded}
     if isinstance(value, (tuple, list)):
-        return [_encode(v) for v in value]
+        return [encode(v) for v in value]
     if isinstance(value, (int, float, str)):
         return value
     raise ArgumentError(f"{value!r} in a kernel's metadata cannot be written as JSON")
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
+    """What :func:`encode` was given, lists as tuples."""
     if type(value) in _JSON_SCALARS:
         return value
     if isinstance(value, list):
-        return tuple([_decode(v) for v in value])
+        return tuple([decode(v) for v in value])
     if not isinstance(value, dict):
         return value
     if "dtype" in value:
@@ -370,7 +372,7 @@ def _decode(value: Any) -> Any:
     if "class" in value:
         return _class_at(value["class"], _kernel_base())
     cls = _class_at(value["type"], (TensorAttributes, OperandsMetadata, DesignMetadata))
-    return cls(**{name: _decode(v) for name, v in value["fields"].items()})
+    return cls(**{name: decode(v) for name, v in value["fields"].items()})
 
 
 def _kernel_base() -> type:

@@ -101,6 +101,28 @@ def test_providers_import_the_dsl_and_implementations_only_when_a_function_is_ca
     assert early == []
 
 
+@pytest.mark.parametrize(
+    "path", [*files("kernel_api"), *files("providers"), *files("implementations")]
+)
+def test_nothing_private_of_a_module_of_ours_is_imported_by_another(path):
+    private = [
+        module
+        for module, _ in imports(path)
+        if inside(module, "kernel_api") and is_private(module) and not is_module(module)
+    ]
+    assert private == []
+
+
+def is_private(module):
+    name = module.rpartition(".")[2]
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_module(module):
+    place = ROOT.joinpath(*module.split("."))
+    return place.with_suffix(".py").exists() or place.is_dir()
+
+
 def test_a_wheel_has_every_package():
     project = (ROOT / "pyproject.toml").read_text().split("packages = [")[1].split("]")[0]
     listed = {line.strip().strip('",') for line in project.splitlines() if line.strip()}

@@ -31,21 +31,23 @@ def uniform_of_pairs(
         first: Even column of the pair; the threads of a quad have 8 columns side by side.
     """
     odd = lane % 2 == 1
-    words = _philox(first // 4, select(odd, rows[1], rows[0]), offset, seed)
+    words = philox(first // 4, select(odd, rows[1], rows[0]), offset, seed)
     own = [select(odd, words[2 + i], words[i]) for i in range(2)]
     others = [
         cute.arch.shuffle_sync_bfly(select(odd, words[i], words[2 + i]), offset=1) for i in range(2)
     ]
-    upper = [_unit(select(odd, other, mine)) for mine, other in zip(own, others, strict=True)]
-    lower = [_unit(select(odd, mine, other)) for mine, other in zip(own, others, strict=True)]
+    upper = [unit(select(odd, other, mine)) for mine, other in zip(own, others, strict=True)]
+    lower = [unit(select(odd, mine, other)) for mine, other in zip(own, others, strict=True)]
     return upper, lower
 
 
-def _unit(word: _Value) -> _Value:
+def unit(word: _Value) -> _Value:
+    """In [0, 1)."""
     return Float32(Int32(word >> Uint32(8))) * Float32(2.0**-24)
 
 
-def _philox(n: _Value, row: _Value, offset: _Value, seed: _Value) -> list[_Value]:
+def philox(n: _Value, row: _Value, offset: _Value, seed: _Value) -> list[_Value]:
+    """The four words of a counter."""
     counter = [Uint32(n), Uint32(row), *_halves(Uint64(offset))]
     key = _halves(Uint64(seed))
     for _ in range(_ROUNDS):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from kernel_api._numbers import real_number, whole_number
 from kernel_api._score import ScoreFunction
 from kernel_api.arguments import _attention_checks as checks
-from kernel_api.arguments.base import Arguments, _alike, check_number
+from kernel_api.arguments.base import Arguments, alike, check_number
 from kernel_api.arguments.dropout import Dropout, one_number
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue.graph import Graph
@@ -306,7 +306,7 @@ class AttentionArguments(Arguments):
                 given["score_mod"] = score.with_operands(_stripped(values, "score_"))
             if "dropout_p" in values:
                 given["dropout"] = Dropout(*(values[name] for name in _STATE))
-            return kind(*_alike(tensors[:count], makers), **given)
+            return kind(*alike(tensors[:count], makers), **given)
 
         return make
 

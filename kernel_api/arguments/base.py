@@ -25,7 +25,7 @@ def check_number(tensors: Sequence[Any], names: Sequence[str], further: Sequence
         )
 
 
-def _alike(tensors: Iterable[Any], makers: Iterable[Callable[[Any], Any] | None]) -> list[Any]:
+def alike(tensors: Iterable[Any], makers: Iterable[Callable[[Any], Any] | None]) -> list[Any]:
     """Tensors as the operands that others are; an operand is taken as it is."""
     return [
         tensor if make is None or isinstance(tensor, Operand) else make(tensor)
@@ -162,7 +162,7 @@ class Arguments:
                 given["epilogue"] = bare.applied_to(**others)
             elif others:
                 raise ArgumentError(f"there is no epilogue, so it has no {', '.join(others)}")
-            return kind(*_alike(tensors, makers), **keywords, **given)
+            return kind(*alike(tensors, makers), **keywords, **given)
 
         return make
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kernel_api.epilogue.graph import Graph, canonical
 from kernel_api.epilogue.shape import Problem
 from kernel_api.epilogue.structure import over_batches
-from kernel_api.epilogue.value import Input, Tracer, Value, _running, inside, numeric
+from kernel_api.epilogue.value import Input, Tracer, Value, inside, numeric, trace_apart
 from kernel_api.errors import EpilogueError
 
 RESULT = "D"
@@ -132,14 +132,11 @@ def trace(
         EpilogueError: something cannot be traced; the text starts with the line.
     """
     place = place_of(fn)
-    token = _running.set(None)
-    try:
+    with trace_apart() as run:
         tracer = Tracer(inputs, extents, str(problem), place)
-        _running.set(tracer)
+        run(tracer)
         returned = _called(fn, parameters, tracer, place)
         roots = _roots(tracer, returned, tuple(outputs), problem, place)
-    finally:
-        _running.reset(token)
     graph, kept = canonical(tracer.nodes, roots)
     _check_use(tracer, graph, place)
     return Trace(graph, tuple(tracer.lines[index] for index in kept), place)
@@ -157,7 +154,7 @@ def _called(
     except EpilogueError:
         raise
     except Exception as error:
-        where = _line_of(error, fn) or place
+        where = line_of(error, fn) or place
         name = type(error).__name__
         raise EpilogueError(f"{where}: fn raised {name} while it was traced: {error}") from error
     if tracer.failure is not None:
@@ -256,7 +253,7 @@ def place_of(fn: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno} in {inner.__name__}"
 
 
-def _line_of(error: Exception, fn: Any) -> str | None:
+def line_of(error: Exception, fn: Any) -> str | None:
     """The innermost line in the file of ``fn`` that the error went through."""
     code = getattr(fn, "__code__", None)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

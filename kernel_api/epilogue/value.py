@@ -391,6 +391,17 @@ def here() -> str:
 
 
 @contextlib.contextmanager
+def trace_apart() -> Iterator[Callable[[Tracer], object]]:
+    """For a trace of its own, also while another one runs; gives what a tracer runs by once it is
+    made. What is refused before is no failure of the other one."""
+    token = _running.set(None)
+    try:
+        yield _running.set
+    finally:
+        _running.reset(token)
+
+
+@contextlib.contextmanager
 def inside(tracer: Tracer) -> Iterator[None]:
     """While fn runs."""
     place, tracer.outside = tracer.outside, None

@@ -12,7 +12,7 @@ from typing import Any
 from kernel_api._description import described
 from kernel_api.arguments import Arguments
 from kernel_api.errors import ArgumentError
-from kernel_api.metadata import _encode
+from kernel_api.metadata import encode
 from kernel_api.tuning._canonical import as_object, canonical, digest, taken
 
 #: Bytes that alignment is counted to: allocators differ beyond that, also from call to call.
@@ -45,7 +45,7 @@ class Problem:
         found = described(args)
         keywords = {name: _plain(value) for name, value in found["keywords"].items()}
         data = {
-            "signature": _encode(args.signature),
+            "signature": encode(args.signature),
             "arguments": {
                 "class": found["class"],
                 "operands": [_plain(one) for one in found["operands"]],

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kernel_api import _log
-from kernel_api._disk_cache import DiskCache, _check_owner, _warn
+from kernel_api._disk_cache import DiskCache, check_owner, warn
 from kernel_api.errors import ArgumentError
 from kernel_api.tuning._canonical import digest, parsed
 from kernel_api.tuning._environment import Environment
@@ -60,9 +60,9 @@ class Store(RowFiles):
         folder = cache.root / "tuning"
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            _check_owner(folder)
+            check_owner(folder)
         except OSError as error:
-            _warn(f"the tuning store {folder} cannot be used: {error}")
+            warn(f"the tuning store {folder} cannot be used: {error}")
             return None
         return cls(folder, environment, beneath=beneath)
 

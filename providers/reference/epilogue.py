@@ -14,7 +14,7 @@ from kernel_api.epilogue.graph import HADAMARD_BLOCK, rotated_columns
 from kernel_api.operands import Operand
 from kernel_api.providers.reference.philox import uniform
 
-_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "neg": torch.neg,
     "abs": torch.abs,
     "exp": torch.exp,
@@ -108,8 +108,8 @@ class _Evaluation:
             for i in node.inputs:
                 if last[i] == index and i not in kept:
                     found[i] = None  # a matrix in float64 is large
-            if node.op in _ELEMENTWISE:
-                found.append(_ELEMENTWISE[node.op](*inputs))
+            if node.op in ELEMENTWISE:
+                found.append(ELEMENTWISE[node.op](*inputs))
             else:
                 found.append(getattr(self, f"_op_{node.op}")(node, *inputs))
         return found

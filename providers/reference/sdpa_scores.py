@@ -13,7 +13,7 @@ from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue.graph import Graph, Node
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
-from kernel_api.providers.reference.epilogue import _ELEMENTWISE, rounded
+from kernel_api.providers.reference.epilogue import ELEMENTWISE, rounded
 from kernel_api.providers.reference.philox import philox
 
 _MOST = torch.iinfo(torch.int64).max
@@ -298,12 +298,12 @@ def _evaluated(
         if node.op in ("floordiv", "remainder"):
             divide = torch.floor_divide if node.op == "floordiv" else torch.remainder
             found.append(divide(*_integers((inputs[0], node["divisor"]), attention)))
-        elif node.op not in _ELEMENTWISE:
+        elif node.op not in ELEMENTWISE:
             found.append(_leaf(node, inputs, score, indices, operands, attention))
         elif as_integers:
-            found.append(_ELEMENTWISE[node.op](*_integers(inputs, attention)))
+            found.append(ELEMENTWISE[node.op](*_integers(inputs, attention)))
         else:
-            found.append(_ELEMENTWISE[node.op](*(_real(one, attention) for one in inputs)))
+            found.append(ELEMENTWISE[node.op](*(_real(one, attention) for one in inputs)))
     return _real(found[graph.outputs[0][1]], attention)
 
 

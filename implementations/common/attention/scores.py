@@ -10,7 +10,7 @@ from cutlass import Boolean, Float16, Float32, Int32, Int64
 
 from ..conversion import select
 from ..functions import functions_for
-from ..philox import _philox, _unit, uniform_of_pairs
+from ..philox import philox, uniform_of_pairs, unit
 from .sequences import Sequence
 from .values import Values
 
@@ -299,11 +299,11 @@ def _order(tile: Tile, *, by_columns: bool) -> list[tuple[int, int]]:
 
 def _uniform(place: Place, offset: Int64, seed: Int64) -> Float32:
     """Of one element, without its neighbours."""
-    words = _philox(place.key // 4, place.query, offset, seed)
+    words = philox(place.key // 4, place.query, offset, seed)
     word = words[3]
     for i in range(3):
         word = select(place.key % 4 == i, words[i], word)
-    return _unit(word)
+    return unit(word)
 
 
 def _least(a: Int32, b: Int32) -> Int32:
