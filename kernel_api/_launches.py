@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 
 from kernel_api import _compile_cache, _float32, provider
 from kernel_api._autograd import check_outputs
+from kernel_api._checks import require_data
 from kernel_api._forms import FACTORS, Form, out_type
 from kernel_api._overwritten import teller
 from kernel_api.arguments import Arguments
@@ -34,7 +35,7 @@ from kernel_api.artifact import CompiledArtifact
 from kernel_api.discovery import explain, get_kernels
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError, NoKernelError
-from kernel_api.kernel import Kernel, LauncherInOrder, require_data
+from kernel_api.kernel import Kernel, LauncherInOrder
 from kernel_api.offsets import check_is_asked
 from kernel_api.operands import MAX_ALIGNMENT, Operand, is_fake
 

@@ -16,12 +16,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernel_api import _log
+from kernel_api._checks import require_arguments
 from kernel_api._filters import MetadataFilter, filtered
 from kernel_api._offer import Offer
 from kernel_api.arguments import Arguments
 from kernel_api.devices import query_target, target_of
 from kernel_api.errors import PluginWarning
-from kernel_api.kernel import Kernel, require_arguments
+from kernel_api.kernel import Kernel
 from kernel_api.matching import BEHIND_OPERANDS, match_layouts, match_types, types_of
 from kernel_api.metadata import KernelMetadata, OperandsMetadata
 from kernel_api.provider import Provider, generation, providers

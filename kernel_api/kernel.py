@@ -12,6 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernel_api import _compile_cache, _recording
+from kernel_api._checks import (
+    device_of,
+    epilogue_mismatch,
+    not_arguments,
+    require_arguments,
+    require_data,
+)
 from kernel_api._kernel_type import KernelType
 from kernel_api._naming import name_of
 from kernel_api._numbers import whole_number
@@ -22,7 +29,6 @@ from kernel_api.arguments.experts import tensors_of
 from kernel_api.artifact import CompiledArtifact, Resources
 from kernel_api.devices import capturing, query_target, require_streams, target_of
 from kernel_api.errors import (
-    ArgumentError,
     ArtifactError,
     CaptureError,
     CompileError,
@@ -180,7 +186,7 @@ class Kernel(metaclass=KernelType):
 
     def supports(self, args: Arguments) -> Status:
         """Whether this kernel can take the arguments; falsy with the reason if not."""
-        return self.status(args, query_target(_device_of(args), None))
+        return self.status(args, query_target(device_of(args), None))
 
     def compile(self, args: Arguments, cc: CcLike = None) -> CompiledArtifact:
         """The artifact for the signature of the arguments, from the cache if it is there.
@@ -314,10 +320,7 @@ class Kernel(metaclass=KernelType):
     ) -> Status:
         """The checks that are the same for all kernels of the class, see :meth:`status`."""
         if not isinstance(args, Arguments):
-            return Status.fail(
-                f"expected an arguments object such as GemmArguments, got {type(args).__name__}",
-                rule=KIND_OF_OPERATION,
-            )
+            return Status.fail(not_arguments(args), rule=KIND_OF_OPERATION)
         if cls.arguments is not None and not isinstance(args, cls.arguments):
             return Status.fail(
                 f"the kernel computes {cls.arguments.__name__}, these are {type(args).__name__}",
@@ -359,7 +362,7 @@ class Kernel(metaclass=KernelType):
                 progress=BEHIND_OPERANDS,
             )
         if not self.any_epilogue:
-            refusal = _epilogue_mismatch(metadata.epilogue, args.epilogue)
+            refusal = epilogue_mismatch(metadata.epilogue, args.epilogue)
             if refusal is not None:
                 return Status.fail(refusal, rule="epilogue", progress=BEHIND_OPERANDS + 1)
         for step, one in type(self).design_rules:
@@ -477,7 +480,7 @@ class Kernel(metaclass=KernelType):
 
     def compile_target(self, args: Arguments, cc: CcLike) -> Target | None:
         """What :meth:`compile` compiles for, and the errors that it raises before."""
-        asked = query_target(_device_of(args), cc)
+        asked = query_target(device_of(args), cc)
         self._require(args, asked)
         return self._compile_target(args, asked)
 
@@ -578,17 +581,6 @@ def _with_operands(launch: Callable[..., None], prepared: dict[str, Any]) -> Cal
     return launch_with
 
 
-def _epilogue_mismatch(own: Graph | str | None, asked: EpilogueArguments | None) -> str | None:
-    """Why a kernel with one epilogue does not compute another."""
-    if asked is None:
-        return None if own is None else f"no epilogue is asked for; the kernel applies {own}"
-    if own is None:
-        return "an epilogue is asked for; the kernel stores the accumulator as it is"
-    if asked.identity == (own if isinstance(own, str) else own.identity):
-        return None
-    return f"another epilogue is asked for, {asked.graph}; the kernel applies {own}"
-
-
 def _names(targets: Iterable[Target]) -> str:
     return " or ".join(map(str, targets))
 
@@ -597,27 +589,3 @@ def _advanced(status: Status, progress: int) -> Status:
     from dataclasses import replace
 
     return replace(status, progress=progress)
-
-
-def _device_of(args: object) -> Any:
-    """That of the operands; None for what is no arguments object, which is refused later."""
-    return args.device if isinstance(args, Arguments) else None
-
-
-def require_arguments(args: object) -> Arguments:
-    """The arguments, or an ArgumentError that says what was passed instead."""
-    if not isinstance(args, Arguments):
-        raise ArgumentError(
-            f"expected an arguments object such as GemmArguments, got {type(args).__name__}"
-        )
-    return args
-
-
-def require_data(args: Arguments) -> None:
-    """Raise DeviceError for arguments that can be compiled for, but not run on."""
-    for operand in args._all_operands():
-        if not (operand._address or operand.address or operand.has_data):
-            raise DeviceError(
-                f"{args._name_of(operand)} is a meta or fake tensor: it can be compiled for, not "
-                f"run on"
-            )

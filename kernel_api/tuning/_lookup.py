@@ -7,9 +7,10 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from kernel_api import _log, provider
+from kernel_api._checks import require_arguments
 from kernel_api.arguments import Arguments
 from kernel_api.errors import ArgumentError, KernelApiError
-from kernel_api.kernel import Kernel, require_arguments
+from kernel_api.kernel import Kernel
 from kernel_api.tuning._environment import Environment
 from kernel_api.tuning._measurement import Measurement
 from kernel_api.tuning._policy import Policy

@@ -1,0 +1,49 @@
+"""What is asked of arguments before a kernel is, and what is said where they do not do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kernel_api.arguments import Arguments, EpilogueArguments
+from kernel_api.errors import ArgumentError, DeviceError
+
+if TYPE_CHECKING:
+    from kernel_api.epilogue import Graph
+
+
+def require_arguments(args: object) -> Arguments:
+    """The arguments, or an ArgumentError that says what was passed instead."""
+    if not isinstance(args, Arguments):
+        raise ArgumentError(not_arguments(args))
+    return args
+
+
+def require_data(args: Arguments) -> None:
+    """Raise DeviceError for arguments that can be compiled for, but not run on."""
+    for operand in args._all_operands():
+        if not (operand._address or operand.address or operand.has_data):
+            raise DeviceError(
+                f"{args._name_of(operand)} is a meta or fake tensor: it can be compiled for, not "
+                f"run on"
+            )
+
+
+def not_arguments(given: object) -> str:
+    """Why what is no arguments object is refused."""
+    return f"expected an arguments object such as GemmArguments, got {type(given).__name__}"
+
+
+def epilogue_mismatch(own: Graph | str | None, asked: EpilogueArguments | None) -> str | None:
+    """Why a kernel with one epilogue does not compute another."""
+    if asked is None:
+        return None if own is None else f"no epilogue is asked for; the kernel applies {own}"
+    if own is None:
+        return "an epilogue is asked for; the kernel stores the accumulator as it is"
+    if asked.identity == (own if isinstance(own, str) else own.identity):
+        return None
+    return f"another epilogue is asked for, {asked.graph}; the kernel applies {own}"
+
+
+def device_of(args: object) -> Any:
+    """That of the operands; None for what is no arguments object, which is refused later."""
+    return args.device if isinstance(args, Arguments) else None
