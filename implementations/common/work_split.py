@@ -79,9 +79,7 @@ class EvenSplit:
     workspace: Int64
 
     def k_range(self, worker: Int32, tile: Int32) -> tuple:
-        part = worker - tile * self.parts
-        first = part * self.k_tiles // self.parts
-        return first, (part + 1) * self.k_tiles // self.parts - first
+        return share(worker - tile * self.parts, self.parts, self.k_tiles)
 
     def workers_on(self, tile: Int32) -> tuple:
         return tile * self.parts, Int32(self.parts)
@@ -149,7 +147,7 @@ class PartialSums:
         return complete
 
     @cute.jit
-    def leave(self, accumulators, split, worker: Int32, tile: Int32, group: Int32, thread: Int32):
+    def leave(self, accumulators, split, worker: Int32, group: Int32, thread: Int32):
         """Only leaves them in the workspace, for `total` in a kernel behind this one: of workers
         that have one tile at most, which they may have to themselves."""
         self._deposit(accumulators, split, worker, False, group, thread)
@@ -218,6 +216,12 @@ class PartialSums:
         return cute.make_tensor(
             pointer, cute.make_layout((4, self.values // 4), stride=(1, 4 * self.threads))
         )
+
+
+def share(part: Int32, parts: int, k_tiles: Int32) -> tuple:
+    """(first k tile, number of them) of one of so many equal parts."""
+    first = part * k_tiles // parts
+    return first, (part + 1) * k_tiles // parts - first
 
 
 @cute.jit

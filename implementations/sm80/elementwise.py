@@ -127,7 +127,7 @@ class Elementwise:
 
     @cute.jit
     def __call__(self, mX: cute.Tensor, mOut: cute.Tensor, stream: cuda.CUstream):
-        self.launch(mX, mOut, (), Int64(0), stream)
+        self.with_operands(mX, mOut, (), Int64(0), stream)
 
     @cute.jit
     def with_operands(
@@ -140,10 +140,6 @@ class Elementwise:
     ):
         """operands: a tuple of what the epilogue reads, and its outputs beside out; workspace: an
         address, used if anything is reduced."""
-        self.launch(mX, mOut, operands, workspace, stream)
-
-    @cute.jit
-    def launch(self, mX, mOut, operands, workspace, stream):
         copies = self.plain and mX.element_type is mOut.element_type
         self.conversions = None if copies else self.epilogue.conversions
         if const_expr(copies):

@@ -159,7 +159,7 @@ class Gemm:
 
     @cute.jit
     def __call__(self, mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor, stream: cuda.CUstream):
-        self.launch(mA, mB, mD, (), Int64(0), stream)
+        self.with_operands(mA, mB, mD, (), Int64(0), stream)
 
     @cute.jit
     def with_operands(
@@ -173,10 +173,6 @@ class Gemm:
     ):
         """operands: a tuple of what the epilogue reads, and its outputs beside D; workspace: an
         address, used if K is split or anything is reduced."""
-        self.launch(mA, mB, mD, operands, workspace, stream)
-
-    @cute.jit
-    def launch(self, mA, mB, mD, operands, workspace, stream):
         mA, mB, mD = gemm_modes(mA, mB, mD)
         read = len(self.epilogue.kinds)
         written = read + len(self.epilogue.full) - 1

@@ -18,7 +18,7 @@ from ..common.modes import gemm_modes, operand_batch_last, transposed_modes
 from ..common.reductions import ReductionSpace
 from ..common.repack import Repack, copy_bytes
 from ..common.tile_order import make_tile_order, preferred_band_widths
-from ..common.work_split import COUNTER_BYTES, EvenSplit, WorkSplit
+from ..common.work_split import COUNTER_BYTES, WorkSplit, share
 from . import tile_queue
 from .gemm_consumer import GemmConsumer
 from .gemm_producer import GemmProducer
@@ -54,8 +54,9 @@ class Gemm(GemmProducer, GemmConsumer):
            loaded, or float32 is split.
     Heads: where a tile does not hold whole ones, it has 32 columns of the left and of the right
            half of a head in turns (`Epilogue.heads`), loaded in pieces by `HeadLoad`.
-    Registers: producer 40, two consumers 232 (24 and 240 if the accumulators need them), three
-    160; one consumer alone finds enough at launch. Shared memory: see `GemmPlan`.
+    Registers: producer 40 and two consumers 232 (24 and 240 if the accumulators need them), or 32
+               and three 160; one consumer alone finds enough at launch.
+    Shared memory: see `GemmPlan`.
 
     split_k: None, a block computes whole tiles. A number: every tile is cut along K into so many
              parts, a block computes one. "stream": the k tiles of all tiles are dealt out evenly
@@ -100,7 +101,7 @@ class Gemm(GemmProducer, GemmConsumer):
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(mA, mB, mD, (), Int64(0), max_clusters, stream)
+        self.with_operands(mA, mB, mD, (), Int64(0), max_clusters, stream)
 
     @cute.jit
     def with_operands(
@@ -116,10 +117,6 @@ class Gemm(GemmProducer, GemmConsumer):
         """operands: a tuple of tensors: the block scales of A and B if there are, what the epilogue
         reads, and its outputs beside D; workspace: an address, used if the work is split, operands
         are repacked or the epilogue reduces."""
-        self.launch(mA, mB, mD, operands, workspace, max_clusters, stream)
-
-    @cute.jit
-    def launch(self, mA, mB, mD, operands, workspace, max_clusters, stream):
         mA, mB, mD = gemm_modes(mA, mB, mD)
         if const_expr(any(self.repacked)):
             mA, mB, workspace = self._repack_both(mA, mB, workspace, stream)
@@ -449,13 +446,13 @@ class Gemm(GemmProducer, GemmConsumer):
         if self.split_k is None:
             return Int32(0), k_tiles
         if not self.meets_in_workspace:
-            first, count = EvenSplit(self.cluster_k, k_tiles, Int64(0)).k_range(block, tile)
+            first, count = share(block - tile * self.cluster_k, self.cluster_k, k_tiles)
         else:
             first, count = split.k_range(block // self.cluster_k, tile)
             if self.cluster_k == 1:
                 return first, count
             rank = cute.arch.block_idx_in_cluster()
-            before, count = EvenSplit(self.cluster_k, count, Int64(0)).k_range(rank, Int32(0))
+            before, count = share(rank, self.cluster_k, count)
             first += before
         missing = cutlass.max(1 - count, 0)
         return first + missing * (k_tiles - first), count + missing

@@ -156,7 +156,7 @@ class GemmConsumer(GemmPlan):
         if const_expr(self.split_k is None):
             self.output.write(consumer, accumulators, *destination, carried=carried, threads=early)
         elif const_expr(self.parallel):
-            self._leave(consumer, accumulators, split, tile)
+            self._leave(consumer, accumulators, split)
         else:
             if self._combine(consumer, accumulators, split, tile, storage):
                 self.output.write(consumer, accumulators, *destination)
@@ -255,11 +255,11 @@ class GemmConsumer(GemmPlan):
             barrier_id=CONSUMER_BARRIERS + consumer,
         )
 
-    def _leave(self, consumer, accumulators, split, tile):
+    def _leave(self, consumer, accumulators, split):
         """A part of a tile, or all of it, for a kernel that adds them up."""
         worker, thread = cute.arch.block_idx()[2], cute.arch.thread_idx()[0] % GROUP
         group = self._summing_group(consumer)
-        self.partial_sums.leave(accumulators, split, worker, tile, group, thread)
+        self.partial_sums.leave(accumulators, split, worker, group, thread)
 
     def _summing_group(self, consumer):
         """Its number among those of the cluster."""

@@ -67,18 +67,6 @@ class GroupedSumGemm(ScheduledGemm):
         )
 
     @cute.jit
-    def __call__(
-        self,
-        mA: cute.Tensor,
-        mB: cute.Tensor,
-        mD: cute.Tensor,
-        offsets: cute.Tensor,
-        max_clusters: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.with_operands(mA, mB, mD, offsets, (), Int64(0), max_clusters, stream)
-
-    @cute.jit
     def with_operands(
         self,
         mA: cute.Tensor,

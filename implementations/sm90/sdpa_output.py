@@ -28,7 +28,8 @@ OWN = 4  # named barriers: one per consumer from this one on
 class SdpaOutput:
     """O goes through shared memory, row by row of a consumer, and from there in whole vectors.
 
-    A part of the kernel, which has `head_dim_v`, `output_type`, `scores` and `_mma_pv`.
+    A part of the kernel, which has `tile_m`, `consumers`, `head_dim_v`, `output_type`, `scores` and
+    `_mma_pv`.
     """
 
     @cute.jit
