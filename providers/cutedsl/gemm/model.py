@@ -14,6 +14,8 @@ part (the sum of n-th powers, so that parts of equal length slow each other down
              through the workspace
     power    the arithmetic at the rate that the GPU sustains
 
+and behind that, where a kernel of its own adds up the parts of tiles, that one.
+
 Constants are per GPU and family in ``model.json``; ``benchmarks/fit_model.py`` finds them. A
 query asks for tens of designs at once: what depends on the problem alone is computed once.
 """
@@ -24,10 +26,11 @@ import copy
 import dataclasses
 import json
 import math
+import operator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernel_api.arguments import GemmArguments
 from kernel_api.devices import gpu_name_of
@@ -331,10 +334,10 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
     rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed, lines = _plan(
         candidate, constants, problem.types
     )
-    m, n, k, matrices, a_size, b_size, long_bytes, short_bytes, dram, operations = problem.facts
+    m, n, k, matrices, a_size, b_size, a_bytes, b_bytes, dram, operations = problem.facts
     if candidate.swap_ab:
         m, n, a_size, b_size = n, m, b_size, a_size
-        long_bytes, short_bytes = short_bytes, long_bytes
+        a_bytes, b_bytes = b_bytes, a_bytes
     parts, power = candidate.split_k, constants.sharpness
     split = 1 if candidate.meets else parts  # through the workspace
 
@@ -361,14 +364,14 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
 
     # What all of them move: through L2, and from device memory where L2 has forgotten it.
     of_a, of_b = m * a_size * clusters_n * lines[0], n * b_size * clusters_m * lines[1]
-    smaller, readers = (of_a, clusters_n) if long_bytes < short_bytes else (of_b, clusters_m)
+    smaller, readers = (of_a, clusters_n) if a_bytes < b_bytes else (of_b, clusters_m)
     l2 = of_a + of_b
     if readers > _UNTIL_NEAR:
         l2 -= smaller * (1 - constants.near) * (1 - _UNTIL_NEAR / readers)
     l2 *= k * matrices
     crossing = 0.0
     if not candidate.parallel:  # those that read the same k tile do so at one time
-        crossing = long_bytes * _others(clusters_n) + short_bytes * _others(clusters_m)
+        crossing = a_bytes * _others(clusters_n) + b_bytes * _others(clusters_m)
     if split > 1:
         blocks += each * (constants.handover + split * partial)
         l2 += 2 * split * m * n * matrices * _PARTIAL_SUM_BYTES
@@ -384,26 +387,18 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
         blocks += constants.seam + (1 + min(slots / clusters, k_tiles)) * partial
         l2 += 2 * slots * rows * columns * _PARTIAL_SUM_BYTES
         # Others read the same k tile at other times, when L2 may have forgotten it.
-        if clusters_n > 1 and long_bytes > constants.l2_bytes:
-            dram += long_bytes
-        if clusters_m > 1 and short_bytes > constants.l2_bytes:
-            dram += short_bytes
+        if clusters_n > 1 and a_bytes > constants.l2_bytes:
+            dram += a_bytes
+        if clusters_m > 1 and b_bytes > constants.l2_bytes:
+            dram += b_bytes
     if candidate.in_pieces:
         blocks += problem.out_bytes / constants.pieces
-    kept = constants.l2_bytes
-    if dram > kept:
-        # Tiles that run at once cover about a square; bands of that width cut the short side.
-        side = (slots * rows * columns) ** 0.5
-        short, long, short_size = n, m, b_size
-        if m < n:
-            short, long, short_size = m, n, a_size
-            long_bytes, short_bytes = short_bytes, long_bytes
-        if short > side and long_bytes > kept:
-            dram += (short / side - 1) * long_bytes
-        if long > side and min(short, side) * k * short_size > kept:
-            dram += (long / side - 1) * short_bytes
-
     arrives = dram + constants.crossing * crossing
+    if dram > constants.l2_bytes:
+        side = (slots * rows * columns) ** 0.5
+        along = sorted(((n, b_size, b_bytes), (m, a_size, a_bytes)), key=_extent)
+        arrives += _read_again(side, k, constants.l2_bytes, *along)
+
     sustained = constants.sustained[problem.kind] * constants.spared.get(candidate.schedule, 1.0)
     slowest: float = (
         blocks**power
@@ -412,6 +407,27 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
         + (operations / sustained) ** power
     ) ** (1 / power)
     return constants.overhead + exposed + slowest
+
+
+_extent = operator.itemgetter(0)
+
+
+def _read_again(
+    side: float, k: int, kept: float, short: tuple[int, int, int], long: tuple[int, int, int]
+) -> float:
+    """Bytes that L2, of which so many are kept, forgets between two visits. Tiles that run at once
+    cover about a square of that side; bands of its width cut the short side of out.
+
+    short, long: The extent of out, and bytes of an element and of all, of the operand that has it.
+    """
+    extent, size, of_short = short
+    along, _, of_long = long
+    again = 0.0
+    if extent > side and of_long > kept:
+        again += (extent / side - 1) * of_long
+    if along > side and min(extent, side) * k * size > kept:
+        again += (along / side - 1) * of_short
+    return again
 
 
 def _others(clusters: int) -> float:
@@ -423,32 +439,51 @@ def _others(clusters: int) -> float:
 _OTHERS = tuple(1 - 0.5 ** max(clusters - 1, 0) for clusters in range(32))
 
 
-@lru_cache(maxsize=4096)
-def _plan(
-    candidate: Candidate, constants: Constants, types: Types
-) -> tuple[int, int, int, int, float, float, float, float, float, float, tuple[float, float]]:
-    """What a design takes whatever the size of the problem.
+class _Plan(NamedTuple):
+    """What a design takes whatever the size of the problem; times in seconds.
 
-    Rows and columns of a cluster's tiles; clusters that run at once; tiles of a multiprocessor
-    that overlap; and in seconds: the work of a step along K, a step of a CTA that has nothing
-    else to do, what its tile takes beside its steps, what of that others do not hide, the writing
-    or reading of a tile of partial sums, and the filling of the first pipeline. Then what
-    straddling makes of the time in which the kernel's A comes from L2, and its B.
+    Attributes:
+        rows, columns: Of a cluster's tiles.
+        slots: Clusters that run at once.
+        overlapping: Tiles of a multiprocessor that overlap.
+        step: The work of a step along K.
+        alone: A step of a CTA that has nothing else to do.
+        epilogue: What its tile takes beside its steps.
+        late: What of that others do not hide.
+        partial: The writing or reading of a tile of partial sums.
+        exposed: The filling of the first pipeline.
+        lines: What straddling makes of the time in which the kernel's A comes from L2, and its B.
     """
+
+    rows: int
+    columns: int
+    slots: int
+    overlapping: int
+    step: float
+    alone: float
+    epilogue: float
+    late: float
+    partial: float
+    exposed: float
+    lines: tuple[float, ...]
+
+
+@lru_cache(maxsize=4096)
+def _plan(candidate: Candidate, constants: Constants, types: Types) -> _Plan:
     c = constants
     a_size, b_size, moved, read, operations, kind, *straddle, a_turned, b_turned = types
     if candidate.swap_ab:
         a_size, b_size = b_size, a_size
         straddle, a_turned, b_turned = straddle[::-1], b_turned, a_turned
     lines_a, lines_b = (c.straddling if one else 1.0 for one in straddle)
-    l2_lines = lines_a, lines_b
+    l2_lines: tuple[float, ...] = lines_a, lines_b
     if not candidate.parallel:
         turned = zip(straddle, (a_turned, b_turned), l2_lines, strict=True)
         l2_lines = tuple(c.split_rows if all(both) else lines for *both, lines in turned)
     tile_m, tile_n, tile_k = candidate.tile_shape
     cluster_m, cluster_n = candidate.cluster_shape[:2]
     # Rows that take longer are copied once for all CTAs that share them.
-    rows = 1 + (_row_cost(tile_n * b_size, c) - 1) / cluster_m if b_turned else 1.0
+    row_cost = 1 + (_row_cost(tile_n * b_size, c) - 1) / cluster_m if b_turned else 1.0
     schedule, power = candidate.schedule, c.sharpness
 
     arithmetic = 2 * tile_m * tile_n * tile_k / (c.rate[kind] * c.share.get(schedule, 1.0))
@@ -461,7 +496,7 @@ def _plan(
     feed = (
         c.arrival * tile_bytes + row_bytes * candidate.column_blocks + groups * column_bytes
     ) / c.feed  # written once, read by every group of instructions
-    load = (row_bytes * lines_a + column_bytes * lines_b * rows) / c.load
+    load = (row_bytes * lines_a + column_bytes * lines_b * row_cost) / c.load
     step = (arithmetic**power + feed**power + load**power) ** (1 / power)
     # A group's own products, and what it makes of them, follow each other.
     own = arithmetic / groups + c.promotion * tile_n * tile_k / _PROMOTED_K
@@ -489,7 +524,7 @@ def _plan(
     slots = resident_clusters(c.multiprocessors, math.prod(candidate.cluster_shape))
     rows, columns = tile_m * cluster_m, tile_n * cluster_n
     times = (step, alone, epilogue, late, partial, exposed)
-    return rows, columns, slots, overlapping, *times, l2_lines
+    return _Plan(rows, columns, slots, overlapping, *times, l2_lines)
 
 
 def _row_cost(extent: int, constants: Constants) -> float:
