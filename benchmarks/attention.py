@@ -11,13 +11,13 @@ norm. A reference of all heads would not fit.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
-import gc
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import driver
 import harness
 import rows
 import suite
@@ -159,16 +159,8 @@ class Suite:
 class Measurement:
     """One problem: its kernels verified, then timed together with a peer."""
 
-    def __init__(
-        self,
-        of: Suite,
-        problem: Problem,
-        options: argparse.Namespace,
-        journal: rows.Journal,
-        outcome: suite.Outcome,
-    ) -> None:
-        self.suite, self.problem, self.options = of, problem, options
-        self.journal, self.outcome = journal, outcome
+    def __init__(self, of: Suite, problem: Problem, run: driver.Run) -> None:
+        self.suite, self.problem, self.run, self.options = of, problem, run, run.options
         self.sets = [problem.arguments(harness.DEVICE) for _ in range(problem.sets)]
 
     def rows(self) -> list[rows.Row]:
@@ -176,14 +168,14 @@ class Measurement:
         offered = suite.candidates(self.sets[0], self.options)
         if not offered:
             why = "; ".join(suite.refusals(self.sets[0], None))
-            self.outcome.unserved.append(f"{problem.label} ({why or 'filtered out'})")
+            self.run.unserved.append(f"{problem.label} ({why or 'filtered out'})")
             return []
         peers, expected = self._peer()
         libraries = self._libraries(expected)
         subjects: dict[Kernel, harness.Calls] = {}
         for kernel in offered:
             own = functools.partial(self._own, kernel, expected)
-            calls = self._guarded(kernel.metadata.kernel_name, own)
+            calls = self.run.guarded(problem.label, kernel.metadata.kernel_name, own)
             if calls is not None:
                 subjects[kernel] = calls
         return self._timed(offered, subjects, peers, libraries) if subjects else []
@@ -200,10 +192,10 @@ class Measurement:
         beside = dict(problem.beside(self.sets))
         if not peers and not beside:
             raise RuntimeError("no peer takes the problem")
-        if self.journal.lost(problem.label, "timing"):
+        if self.run.journal.lost(problem.label, "timing"):
             raise RuntimeError("timing ended a process before")
         policy = self.suite.policy if options.policy == "auto" else options.policy
-        with self.journal.attempt(problem.label, "timing", options.patience):
+        with self.run.journal.attempt(problem.label, "timing", options.patience):
             calls = {**peers, **libraries, **named, **beside, **self._clocks()}
             found, how = harness.interleaved(calls, problem.bytes, policy, options.rounds)
             if policy == "graph" and peers and beside and how.startswith("eager"):
@@ -246,28 +238,11 @@ class Measurement:
         long = harness.DEVICE == "cuda" and self.problem.operations > enough
         return {MATMUL: [harness.matmul()]} if long else {}
 
-    def _guarded(self, what: str, prepare: Callable[[], Any], essential: bool = True) -> Any:
-        """What it gives, or None if it cannot be had; a lost GPU raises."""
-        label = self.problem.label
-        if self.journal.lost(label, what):
-            return None
-        try:
-            with self.journal.attempt(label, what, self.options.patience):
-                return prepare()
-        except Exception as error:
-            reason = f"{label}: {what}: {suite._reason(error)}"
-            if not harness.alive():
-                raise suite.GpuLostError(reason) from error
-            if essential:
-                self.outcome.failures.append(reason)
-            else:
-                print(f"left out: {reason}", file=sys.stderr, flush=True)
-            return None
-
     def _peer(self) -> tuple[dict[str, harness.Calls], list[torch.Tensor] | None]:
         """The first that takes the problem, by its name, and what it computes."""
         for name, peer in self.problem.peers().items():
-            found = self._guarded(name, functools.partial(self._called, peer), essential=False)
+            called = functools.partial(self._called, peer)
+            found = self.run.guarded(self.problem.label, name, called, essential=False)
             if found is not None:
                 return {name: found[0]}, found[1]
         return {}, None
@@ -277,7 +252,7 @@ class Measurement:
         found = {}
         for name, peer in self.problem.libraries().items():
             prepare = functools.partial(self._compared, name, peer, expected)
-            calls = self._guarded(name, prepare, essential=False)
+            calls = self.run.guarded(self.problem.label, name, prepare, essential=False)
             if calls is not None:
                 found[name] = calls
         return found
@@ -338,40 +313,14 @@ def run(of: Suite, description: str | None, arguments: Sequence[str] | None) -> 
     parser.set_defaults(rounds=11)
     parser.add_argument("--quick", action="store_true", help="a few problems")
     options = parser.parse_args(arguments)
-    harness.rest_after_calls(options.rest)
-    problems = [
-        problem
-        for problem in (of.quick if options.quick else of.problems)
-        if not options.only or options.only in problem.label
-    ][: options.limit]
-    if options.dry_run:
-        for problem in problems:
-            print("\n".join(described(problem, options)))
-        print(f"{of.name}: {len(problems)} problems")
-        return suite.DONE
-    if harness.DEVICE == "cuda" and not torch.cuda.is_available():
-        print("there is no GPU here; --dry-run lists what would be timed", file=sys.stderr)
-        return suite.FAILURES
-    torch.manual_seed(options.seed)
-    gc.freeze()
-    compile_ahead(problems, options)
-    journal = rows.Journal(rows.path_of(of.name, options.out), options.resume)
-    outcome = measure_all(of, problems, options, journal)
-    shown = suite.Suite(of.name, (), report=of.report)
-    return suite.summarise(shown, journal, outcome)
-
-
-def measure_all(
-    of: Suite, problems: list[Problem], options: argparse.Namespace, journal: rows.Journal
-) -> suite.Outcome:
-    """Problem by problem, as long as the budget and the GPU last."""
-    outcome = suite.Outcome()
-
-    def measure(problem: Problem) -> list[rows.Row]:
-        return Measurement(of, problem, options, journal, outcome).rows()
-
-    suite.through(problems, of.name, options, journal, outcome, measure, line)
-    return outcome
+    return driver.drive(
+        dataclasses.replace(of, problems=of.quick) if options.quick else of,
+        options,
+        described=lambda problem: described(problem, options),
+        measure=lambda problem, run: Measurement(of, problem, run).rows(),
+        line=line,
+        ahead=lambda problems: compile_ahead(problems, options),
+    )
 
 
 def compile_ahead(problems: Sequence[Problem], options: argparse.Namespace) -> None:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import driver
 import harness
 import rows
-import suite
 import torch
 
 import kernel_api as ka
@@ -268,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("there is no GPU here; these would be timed:", file=sys.stderr)
         print("\n".join(problem.label for problem in chosen))
-        return suite.FAILURES
+        return driver.FAILURES
     torch.manual_seed(0)
     found: list[rows.Row] = []
     budget = harness.Budget(options.seconds)
@@ -281,14 +281,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.write(rows.path_of(NAME, options.out), found)
         print(line(found[-1]), flush=True)
     print("\n".join(host()))
-    return suite.DONE
+    return driver.DONE
 
 
 def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="problems whose label has TEXT")
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="(default: 20)")
-    suite.rest_option(parser)
+    driver.rest_option(parser)
     parser.add_argument("--seconds", type=float, metavar="S", help="stop before S seconds are over")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the rows")
     return parser

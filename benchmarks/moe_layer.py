@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import driver
 import harness
 import rows
 import suite
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("there is no GPU here; these would be timed:", file=sys.stderr)
         print("\n".join(problem.label for problem in chosen))
-        return suite.FAILURES
+        return driver.FAILURES
     torch.manual_seed(0)
     found: list[rows.Row] = []
     for problem in _within(chosen, options.seconds):
@@ -148,12 +149,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.write(rows.path_of(NAME, options.out), found)
         print(suite.line(found[-1]), flush=True)
     print("\n".join(suite.mean_ratio(found)))
-    return suite.DONE
+    return driver.DONE
 
 
 def _within(chosen: Sequence[Problem], seconds: float | None) -> Iterator[Problem]:
     budget = harness.Budget(seconds)
-    for problem in suite.progress(chosen, NAME):  # type: ignore[arg-type]
+    for problem in driver.progress(chosen, NAME):
         if budget.allows_another():
             with budget.step():
                 yield problem
@@ -165,7 +166,7 @@ def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="problems whose label has TEXT")
     parser.add_argument("--rounds", type=int, default=12, metavar="N", help="(default: 12)")
-    suite.rest_option(parser)
+    driver.rest_option(parser)
     parser.add_argument("--seconds", type=float, metavar="S", help="stop before S seconds are over")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the rows")
     return parser

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import driver
 import harness
 import rows
 import suite
-import torch
 from gemm_decode import COPIED_BYTES, COPY, _copy
 from tables import geometric_mean
 
@@ -79,28 +77,13 @@ class Suite:
 def main(of: Suite, description: str | None, arguments: Sequence[str] | None = None) -> int:
     """Measure the problems that the arguments of the command line say."""
     options = suite.options(of.name, description).parse_args(arguments)
-    harness.rest_after_calls(options.rest)
-    asked = [p for p in of.problems if not options.only or options.only in p.label]
-    problems = asked[: options.limit]
-    if options.dry_run:
-        for problem in problems:
-            print("\n".join(_described(of, problem, options)))
-        print(f"{of.name}: {len(problems)} problems")
-        return suite.DONE
-    if harness.DEVICE == "cuda" and not torch.cuda.is_available():
-        print("there is no GPU here; --dry-run lists what would be timed", file=sys.stderr)
-        return suite.FAILURES
-    torch.manual_seed(options.seed)
-    gc.freeze()
-    journal = rows.Journal(rows.path_of(of.name, options.out), options.resume)
-    outcome = suite.Outcome()
-
-    def measure(problem: Problem) -> list[rows.Row]:
-        return _measure(of, problem, options, journal, outcome)
-
-    suite.through(problems, of.name, options, journal, outcome, measure, _line)
-    shown = suite.Suite(of.name, (), report=of.report)
-    return suite.summarise(shown, journal, outcome)
+    return driver.drive(
+        of,
+        options,
+        described=lambda problem: _described(of, problem, options),
+        measure=lambda problem, run: _measure(of, problem, run),
+        line=_line,
+    )
 
 
 def _described(of: Suite, problem: Problem, options: argparse.Namespace) -> Iterator[str]:
@@ -112,32 +95,21 @@ def _described(of: Suite, problem: Problem, options: argparse.Namespace) -> Iter
         yield f"    {rank:2} {kernel.metadata.kernel_name}  {1e6 * seconds:9.1f} us expected"
 
 
-def _measure(
-    of: Suite,
-    problem: Problem,
-    options: argparse.Namespace,
-    journal: rows.Journal,
-    outcome: suite.Outcome,
-) -> list[rows.Row]:
+def _measure(of: Suite, problem: Problem, run: driver.Run) -> list[rows.Row]:
     """The rows of a problem: of its best ranked kernels, or of all."""
+    options = run.options
     count = min(harness.operand_sets(problem.bytes), max(2, suite.MOST_BYTES // problem.bytes))
     sets = [problem.arguments(harness.DEVICE) for _ in range(count)]
     subjects: dict[Kernel, harness.Calls] = {}
     offered = suite.candidates(sets[0], options)
     if not offered:
-        outcome.unserved.append(f"{problem.label} ({'; '.join(suite.refusals(sets[0], None))})")
+        run.unserved.append(f"{problem.label} ({'; '.join(suite.refusals(sets[0], None))})")
         return []
     for kernel in offered:
-        name = kernel.metadata.kernel_name
-        if journal.lost(problem.label, name):
-            continue
-        try:
-            with journal.attempt(problem.label, name, options.patience):
-                subjects[kernel] = _prepared(kernel, sets)
-        except Exception as error:
-            outcome.failures.append(f"{problem.label}: {name}: {error}")
-            if not harness.alive():
-                raise suite.GpuLostError(name) from error
+        own = functools.partial(_prepared, kernel, sets)
+        launches = run.guarded(problem.label, kernel.metadata.kernel_name, own)
+        if launches is not None:
+            subjects[kernel] = launches
     if not subjects:
         return []
     beside = [of.peers_of(problem, args) for args in sets]
@@ -147,7 +119,7 @@ def _measure(
         **{kernel.metadata.kernel_name: own for kernel, own in subjects.items()},
         COPY: _copy(),
     }
-    with journal.attempt(problem.label, "timing", options.patience):
+    with run.journal.attempt(problem.label, "timing", options.patience):
         found, policy = harness.interleaved(calls, problem.bytes, options.policy, options.rounds)
     ranks = {kernel: rank for rank, kernel in enumerate(offered)}
     return [

@@ -1,9 +1,7 @@
-"""What the scripts of the GEMM suites share: their options, and the way through the problems.
+"""What the scripts of the GEMM suites share: their options, and how a problem is measured.
 
 Of every problem: the kernels that are offered, best first; each verified, then all of them timed
-beside the peers in one run. Rows are on disk before the next problem begins. A kernel that raises
-or is wrong costs its own row only; one that hangs or breaks the GPU ends the process (exit code
-1), and ``--resume`` goes on behind it.
+beside the peers in one run.
 """
 
 from __future__ import annotations
@@ -11,14 +9,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import gc
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import driver
 import harness
 import rows
 import torch
@@ -35,8 +31,6 @@ from kernel_api.verification import FACTOR, FACTOR_REORDERED, Expected, judge, p
 NOT_OURS = ("torch", "reference")
 #: Memory that the operand sets of a problem may take.
 MOST_BYTES = 24 << 30
-
-DONE, DIED, FAILURES = 0, 1, 2
 
 #: Further callables timed in the same run, neither subject nor peer: by name, with the bytes
 #: that they move if that is what they are about.
@@ -77,20 +71,6 @@ class Suite:
     report: Callable[[list[rows.Row]], list[str]] = lambda all_rows: []
 
 
-@dataclass
-class Outcome:
-    """What became of a run, beside its rows."""
-
-    skipped: list[str] = field(default_factory=list)
-    unserved: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    died: bool = False
-
-
-class GpuLostError(Exception):
-    """The GPU does not answer any more."""
-
-
 def options(suite: str, description: str | None) -> argparse.ArgumentParser:
     """The options that every suite has."""
     parser = argparse.ArgumentParser(
@@ -109,7 +89,7 @@ def options(suite: str, description: str | None) -> argparse.ArgumentParser:
     what.add_argument("--skip", action="append", default=[], metavar="TEXT", help="but not TEXT")
     how = parser.add_argument_group("how")
     how.add_argument("--rounds", type=int, default=20, metavar="N", help="(default: 20)")
-    rest_option(how)
+    driver.rest_option(how)
     how.add_argument("--policy", choices=("auto", "graph", "eager"), default="auto")
     how.add_argument("--seconds", type=float, metavar="S", help="stop before S seconds are over")
     how.add_argument(
@@ -127,102 +107,15 @@ def options(suite: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def rest_option(parser: Any) -> None:
-    """What is given to `harness.rest_after_calls`."""
-    parser.add_argument(
-        "--rest",
-        type=float,
-        default=0.0,
-        metavar="N",
-        help="let the GPU rest after each call, N times as long; rows go to files named -rested",
-    )
-
-
 def run(suite: Suite, options: argparse.Namespace) -> int:
     """Measure, or list, the suite; returns the exit code."""
-    harness.rest_after_calls(options.rest)
-    problems = [
-        p for p in suite.problems if not options.only or options.only in f"{p.label} {p.origin}"
-    ][: options.limit]
-    if options.dry_run:
-        for problem in problems:
-            print("\n".join(described(problem, options, suite.peers)))
-        print(f"{suite.name}: {len(problems)} problems")
-        return DONE
-    if harness.DEVICE == "cuda" and not torch.cuda.is_available():
-        print("there is no GPU here; --dry-run lists what would be timed", file=sys.stderr)
-        return FAILURES
-    torch.manual_seed(options.seed)
-    gc.freeze()  # or every capture of a graph would look through all that was imported
-    journal = rows.Journal(rows.path_of(suite.name, options.out), options.resume)
-    outcome = measure_all(suite, problems, options, journal)
-    return summarise(suite, journal, outcome)
-
-
-def through(
-    problems: Sequence[Any],
-    name: str,
-    options: argparse.Namespace,
-    journal: rows.Journal,
-    outcome: Outcome,
-    measure: Callable[[Any], list[rows.Row]],
-    line: Callable[[rows.Row], str],
-) -> None:
-    """Problem by problem, as long as the budget and the GPU last.
-
-    Args:
-        measure: Gives the rows of a problem.
-        line: What is printed of one.
-    """
-    budget = harness.Budget(options.seconds)
-    for problem in progress(problems, name):
-        if journal.has(problem.label):
-            continue
-        if outcome.died or not budget.allows_another():
-            outcome.skipped.append(problem.label)
-            continue
-        try:
-            with budget.step():
-                found = measure(problem)
-        except Exception as error:
-            outcome.failures.append(f"{problem.label}: {_reason(error)}")
-            outcome.died = isinstance(error, GpuLostError) or not harness.alive()
-            continue
-        if found:
-            journal.add(found)
-        for row in found:
-            print(line(row), flush=True)
-
-
-def measure_all(
-    suite: Suite, problems: list[Problem], options: argparse.Namespace, journal: rows.Journal
-) -> Outcome:
-    """Problem by problem, as long as the budget and the GPU last."""
-    outcome = Outcome()
-
-    def measure(problem: Problem) -> list[rows.Row]:
-        return Measurement(suite, problem, options, journal, outcome).rows()
-
-    through(problems, suite.name, options, journal, outcome, measure, line)
-    return outcome
-
-
-def summarise(suite: Suite, journal: rows.Journal, outcome: Outcome) -> int:
-    """Say what was measured and what was not."""
-    for row in suite.report(journal.rows):
-        print(row)
-    for problem in outcome.unserved:
-        print(f"nothing but torch is offered: {problem}")
-    for failure in outcome.failures:
-        print(f"FAILED {failure}")
-    for problem, what in journal.never_returned:
-        print(f"never returned, left out: {what} on {problem}")
-    if outcome.skipped:
-        print(f"skipped {len(outcome.skipped)}: {'; '.join(outcome.skipped)}")
-    print(f"{len(journal.rows)} rows in {journal.path}", flush=True)
-    if outcome.died:
-        return DIED
-    return FAILURES if outcome.failures else DONE
+    return driver.drive(
+        suite,
+        options,
+        described=lambda problem: described(problem, options, suite.peers),
+        measure=lambda problem, run: Measurement(suite, problem, run).rows(),
+        line=line,
+    )
 
 
 # One problem -----------------------------------------------------------------------------
@@ -231,16 +124,8 @@ def summarise(suite: Suite, journal: rows.Journal, outcome: Outcome) -> int:
 class Measurement:
     """One problem: its kernels verified, then timed together with its peers."""
 
-    def __init__(
-        self,
-        suite: Suite,
-        problem: Problem,
-        options: argparse.Namespace,
-        journal: rows.Journal,
-        outcome: Outcome,
-    ) -> None:
-        self.suite, self.problem, self.options = suite, problem, options
-        self.journal, self.outcome = journal, outcome
+    def __init__(self, suite: Suite, problem: Problem, run: driver.Run) -> None:
+        self.suite, self.problem, self.run, self.options = suite, problem, run, run.options
         most = max(2, MOST_BYTES // max(problem.bytes, 1))
         sets = min(harness.operand_sets(problem.bytes), most)
         self.sets = [problem.arguments(harness.DEVICE) for _ in range(sets)]
@@ -251,19 +136,20 @@ class Measurement:
         offered = candidates(self.sets[0], options)
         if not offered:
             why = "; ".join(refusals(self.sets[0], None))
-            self.outcome.unserved.append(f"{problem.label} ({why or 'filtered out'})")
+            self.run.unserved.append(f"{problem.label} ({why or 'filtered out'})")
             return []
         subjects: dict[Kernel, harness.Calls] = {}
         for rank, kernel in enumerate(offered):
             own = functools.partial(self._own, kernel, whole=rank < options.candidates)
-            calls = self._guarded(kernel.metadata.kernel_name, own)
+            calls = self.run.guarded(problem.label, kernel.metadata.kernel_name, own)
             if calls is not None:
                 subjects[kernel] = calls
         if not subjects:
             return []
         peers = {}
         for name, peer in self.suite.peers(problem).items():
-            calls = self._guarded(name, functools.partial(self._peer, peer), essential=False)
+            taken = functools.partial(self._peer, peer)
+            calls = self.run.guarded(problem.label, name, taken, essential=False)
             if calls is not None:
                 peers[name] = calls
         if not peers:
@@ -280,10 +166,10 @@ class Measurement:
         named = {kernel.metadata.kernel_name: calls for kernel, calls in subjects.items()}
         beside = self.suite.beside(problem, self.sets)
         everything = {**peers, **named, **beside}
-        if self.journal.lost(problem.label, "timing"):
-            self.outcome.failures.append(f"{problem.label}: timing ended a process before")
+        if self.run.journal.lost(problem.label, "timing"):
+            self.run.failures.append(f"{problem.label}: timing ended a process before")
             return []
-        with self.journal.attempt(problem.label, "timing", options.patience):
+        with self.run.journal.attempt(problem.label, "timing", options.patience):
             found, policy = harness.interleaved(
                 everything, problem.bytes, options.policy, options.rounds
             )
@@ -311,26 +197,6 @@ class Measurement:
                 rows.row(self.suite.name, problem.label, subject, best_peer, True, policy, **extra)
             )
         return measured
-
-    def _guarded(
-        self, what: str, prepare: Callable[[], harness.Calls], essential: bool = True
-    ) -> harness.Calls | None:
-        """The callables, or None if they cannot be had; a lost GPU raises."""
-        label = self.problem.label
-        if self.journal.lost(label, what):
-            return None
-        try:
-            with self.journal.attempt(label, what, self.options.patience):
-                return prepare()
-        except Exception as error:
-            reason = f"{label}: {what}: {_reason(error)}"
-            if not harness.alive():
-                raise GpuLostError(f"{what}: {_reason(error)}") from error
-            if essential:
-                self.outcome.failures.append(reason)
-            else:
-                print(f"left out: {reason}", file=sys.stderr, flush=True)
-            return None
 
     def _own(self, kernel: Kernel, whole: bool) -> harness.Calls:
         """Verified and prepared. Where it is one of many candidates, only what it computes is
@@ -464,28 +330,6 @@ def line(row: rows.Row) -> str:
     )
 
 
-def progress(items: Sequence[Problem], doing: str) -> Iterator[Problem]:
-    """The items one by one; a bar on stderr if rich is here and someone watches, else lines."""
-    if sys.stderr.isatty():
-        try:
-            from rich.console import Console
-            from rich.progress import track
-        except ImportError:
-            pass
-        else:
-            yield from track(items, doing, console=Console(stderr=True), transient=True)
-            return
-    started = time.monotonic()
-    for number, item in enumerate(items, 1):
-        spent = time.monotonic() - started
-        print(
-            f"[{spent:6.1f} s] {doing} {number}/{len(items)} {item.label}",
-            file=sys.stderr,
-            flush=True,
-        )
-        yield item
-
-
 def mean_ratio(measured: list[rows.Row]) -> list[str]:
     """Of the best ranked kernels."""
     ratios = [row["ratio"] for row in measured if not row["rank"]]
@@ -499,8 +343,3 @@ def mean_and_ten_worst(measured: list[rows.Row]) -> list[str]:
     first = sorted((row for row in measured if not row["rank"]), key=lambda row: row["ratio"])
     worst = [f"  {line(row)}  {row.get('origin', '')}" for row in first[:10]]
     return [*mean_ratio(measured), "the worst:", *worst] if first else []
-
-
-def _reason(error: Exception) -> str:
-    text = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {text[0][:300]}"

@@ -17,8 +17,8 @@ from kernel_api.metadata import BLASDesignMetadata
 from kernel_api.space import Operands, Space
 from kernel_api.verification import judge
 
-harness, rows, suite, problems, peers = map(
-    script, ("harness", "rows", "suite", "problems", "peers")
+driver, harness, rows, suite, problems, peers = map(
+    script, ("driver", "harness", "rows", "suite", "problems", "peers")
 )
 
 #: What every row has.
@@ -46,7 +46,7 @@ def test_a_dry_run_lists_every_problem_with_its_peers(name, capsys):
 def test_layers_of_experts_are_listed_where_there_is_no_gpu(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert script("moe_layer").main(["--only", "Mixtral"]) == suite.FAILURES
+    assert script("moe_layer").main(["--only", "Mixtral"]) == driver.FAILURES
     assert "Mixtral-8x7B, 4096 tokens" in capsys.readouterr().out
 
 
@@ -66,7 +66,7 @@ def test_where_nothing_but_torch_is_offered_it_says_so_and_why(capsys):
 def test_without_a_gpu_the_suites_say_what_can_be_done(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    assert script("gemm_bf16").main([]) == suite.FAILURES
+    assert script("gemm_bf16").main([]) == driver.FAILURES
     assert "--dry-run" in capsys.readouterr().err
 
 
@@ -228,7 +228,7 @@ def test_a_row_has_every_field_and_the_better_peer(lab, monkeypatch):
             "made up",
         ),
     )
-    assert lab.run("--limit", "1") == suite.DONE
+    assert lab.run("--limit", "1") == driver.DONE
     (row,) = json.loads(lab.file.read_text())
     assert set(row) >= FIELDS
     assert (row["peer"], row["ratio"], row["verified"], row["rank"]) == ("torch.mm", 1.5, True, 0)
@@ -237,7 +237,7 @@ def test_a_row_has_every_field_and_the_better_peer(lab, monkeypatch):
 
 
 def test_a_kernel_that_is_wrong_or_raises_costs_its_own_row_only(lab, capsys):
-    assert lab.run("--candidates", "3") == suite.FAILURES
+    assert lab.run("--candidates", "3") == driver.FAILURES
     text = capsys.readouterr().out
     assert "WRONG" in text
     assert "this one raises" in text
@@ -260,7 +260,7 @@ def test_a_peer_that_computes_something_else_is_left_out(lab, monkeypatch, capsy
 
 def test_a_problem_that_nothing_of_ours_takes_is_named(lab, capsys):
     half = problems.Problem(16, 32, 64, "float16")
-    assert lab.run(what=(half, *SMALL)) == suite.DONE
+    assert lab.run(what=(half, *SMALL)) == driver.DONE
     assert f"nothing but torch is offered: {half.label}" in capsys.readouterr().out
     assert len(json.loads(lab.file.read_text())) == 3
 
@@ -272,7 +272,7 @@ def test_a_run_that_resumes_measures_only_what_is_missing(lab, monkeypatch):
     monkeypatch.setattr(
         harness, "interleaved", lambda calls, *a: timed_now.append(1) or timed(calls, *a)
     )
-    assert lab.run("--resume") == suite.DONE
+    assert lab.run("--resume") == driver.DONE
     after = json.loads(lab.file.read_text())
     assert after[:2] == before
     assert [row["problem"] for row in after] == [p.label for p in SMALL]
@@ -286,7 +286,7 @@ def test_a_run_that_does_not_resume_starts_a_new_file(lab):
 
 
 def test_a_run_out_of_time_stops_and_says_what_it_skipped(lab, capsys):
-    assert lab.run("--seconds", "0") == suite.DONE
+    assert lab.run("--seconds", "0") == driver.DONE
     text = capsys.readouterr().out
     assert "skipped 3" in text
     assert SMALL[2].label in text
@@ -325,7 +325,7 @@ def test_a_lost_gpu_ends_the_run_and_keeps_the_rows(lab, monkeypatch, capsys):
         return timed(calls, *more)
 
     monkeypatch.setattr(harness, "interleaved", lost)
-    assert lab.run() == suite.DIED
+    assert lab.run() == driver.DIED
     assert len(json.loads(lab.file.read_text())) == 1
     assert "illegal memory access" in capsys.readouterr().out
 
@@ -339,7 +339,7 @@ def test_a_hang_ends_the_process_and_is_remembered(tmp_path):
         "with journal.attempt('b', 'kernel', 0.5): time.sleep(60)\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
-    assert found.returncode == suite.DIED
+    assert found.returncode == driver.DIED
     journal = rows.Journal(tmp_path / "x.json", resume=True)
     assert journal.has("a")
     assert journal.lost("b", "kernel")
@@ -356,7 +356,7 @@ def test_all_candidates_are_kept_for_the_fit(lab):
 
 
 def test_candidates_behind_the_best_are_verified_too(lab, capsys):
-    assert lab.run("--all", "--limit", "1") == suite.FAILURES
+    assert lab.run("--all", "--limit", "1") == driver.FAILURES
     text = capsys.readouterr().out
     assert "WRONG" in text
     assert "this one raises" in text

@@ -12,7 +12,7 @@ from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata
 from kernel_api.space import Operands, Space
 
-harness, norm, streams = script("harness"), script("norm"), script("streams")
+driver, harness, norm, streams = map(script, ("driver", "harness", "norm", "streams"))
 
 
 def test_a_dry_run_lists_every_problem_with_its_peer_and_the_best_kernels(capsys):
@@ -116,6 +116,6 @@ def test_a_row_says_what_was_moved_beside_a_copy(lab):
 def test_a_kernel_that_is_wrong_has_no_row(lab, monkeypatch, capsys):
     monkeypatch.setattr(CpuNorm, "wrong", 1.01)
     code, file = lab()
-    assert code == script("suite").FAILURES
+    assert code == driver.FAILURES
     assert "WRONG" in capsys.readouterr().out
     assert not file.exists() or json.loads(file.read_text()) == []

@@ -19,8 +19,8 @@ from kernel_api.metadata import (
 from kernel_api.providers.reference.sdpa import ReferenceSdpa, ReferenceSdpaBackward
 from kernel_api.space import Operands, Space
 
-harness, suite, attention, plots, tables = map(
-    script, ("harness", "suite", "attention", "plots", "tables")
+driver, harness, attention, plots, tables = map(
+    script, ("driver", "harness", "attention", "plots", "tables")
 )
 forward, backward, decode = map(script, ("sdpa_forward", "sdpa_backward", "sdpa_decode"))
 SUITES = {"sdpa-forward": forward, "sdpa-backward": backward, "sdpa-decode": decode}
@@ -214,7 +214,7 @@ def lab(monkeypatch, registry, tmp_path):
 @pytest.mark.parametrize("name", SUITES)
 def test_rows_say_what_was_timed_and_how_fast(name, lab, capsys):
     code, found = lab(name)
-    assert code == suite.DONE, capsys.readouterr().out
+    assert code == driver.DONE, capsys.readouterr().out
     assert [row["problem"] for row in found] == [p.label for p in SMALL[name]]
     for row, problem in zip(found, SMALL[name], strict=True):
         assert (row["suite"], row["verified"], row["ratio"], row["rank"]) == (name, True, 2.0, 0)
@@ -246,7 +246,7 @@ def test_rows_say_at_which_clocks_a_long_problem_ran(lab, monkeypatch):
 def test_a_kernel_that_is_wrong_has_no_row(name, lab, monkeypatch, capsys):
     monkeypatch.setattr(CpuSdpa, "wrong", 0.1)
     code, found = lab(name)
-    assert code == suite.FAILURES
+    assert code == driver.FAILURES
     assert "WRONG" in capsys.readouterr().out
     assert found == []
 
@@ -257,7 +257,7 @@ def test_heads_that_are_not_computed_in_float64_are_compared_with_the_peer(
     monkeypatch.setattr(CpuSdpa, "wrong", 0.1)
     monkeypatch.setattr(forward.Problem, "parts", lambda self, args: ())
     code, _ = lab("sdpa-forward")
-    assert code == suite.FAILURES
+    assert code == driver.FAILURES
     assert "of what is allowed off the peer" in capsys.readouterr().out
 
 
@@ -268,7 +268,7 @@ def test_the_first_peer_that_takes_the_problem_is_timed(lab, monkeypatch, capsys
     peers = {"refuses": refuses, "takes": forward.Problem.peers(None)["cuDNN"]}
     monkeypatch.setattr(forward.Problem, "peers", lambda self: peers)
     code, found = lab("sdpa-forward")
-    assert code == suite.DONE
+    assert code == driver.DONE
     assert {row["peer"] for row in found} == {"takes"}
     assert "refuses: RuntimeError: no such kernel" in capsys.readouterr().err
 
@@ -298,7 +298,7 @@ def test_an_installed_library_is_timed_beside_the_peer_if_it_is_right(
     finally:
         for module in [one for one in sys.modules if one.partition(".")[0] == "flash_attn"]:
             del sys.modules[module]
-    assert code == suite.DONE
+    assert code == driver.DONE
     flash = script("flash").NAME
     for row in found:
         assert row["peer"] != flash and row["ratio"] == 2.0
@@ -313,7 +313,7 @@ def test_without_a_peer_decoding_is_timed_beside_the_copy(lab, monkeypatch):
 
     monkeypatch.setattr(decode, "by_torch", refused)
     code, found = lab("sdpa-decode")
-    assert code == suite.DONE
+    assert code == driver.DONE
     assert {row["peer"] for row in found} == {decode.COPIES[0]}
 
 
@@ -342,7 +342,7 @@ def test_a_run_that_resumes_measures_only_what_is_missing(lab, capsys):
 
 def test_without_a_gpu_the_suites_say_what_can_be_done(capsys):
     if not torch.cuda.is_available():
-        assert decode.main([]) == suite.FAILURES
+        assert decode.main([]) == driver.FAILURES
         assert "--dry-run" in capsys.readouterr().err
 
 
