@@ -9,7 +9,6 @@ own copy); ``of_ceiling`` is the kernel's share of it.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,35 +16,20 @@ from typing import Any
 import harness
 import rows
 import suite
-import torch
 from problems import Problem
 
 import kernel_api as ka
 
 ROWS = (16, 1, 4, 8, 32, 64)
 N = K = 8192
-COPY = "copy"
-COPIED_BYTES = 1 << 30
-
-
-@functools.lru_cache(maxsize=1)
-def _copy() -> harness.Calls:
-    source = torch.randn(COPIED_BYTES // 4, device=harness.DEVICE)
-    return [functools.partial(torch.mul, source, 1.0, out=torch.empty_like(source))]
 
 
 def beside(problem: Problem, args: Sequence[ka.GemmArguments]) -> Mapping[str, harness.Calls]:
-    return {COPY: _copy()}
+    return {harness.COPY: harness.copy()}
 
 
 def extra(problem: Problem, microseconds: float, medians: Mapping[str, float]) -> Mapping[str, Any]:
-    ceiling = 2 * COPIED_BYTES / medians[COPY]
-    reached = problem.bytes / microseconds
-    return {
-        "ceiling_tb_s": round(1e-6 * ceiling, 3),
-        "tb_s": round(1e-6 * reached, 3),
-        "of_ceiling": round(reached / ceiling, 4),
-    }
+    return harness.beside_copy(problem.bytes, microseconds, medians[harness.COPY])
 
 
 def report(measured: list[rows.Row]) -> list[str]:

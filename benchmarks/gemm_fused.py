@@ -21,7 +21,6 @@ import problems
 import rows
 import suite
 import torch
-from gemm_decode import COPIED_BYTES, COPY, _copy
 from peers import Peer
 
 import kernel_api as ka
@@ -230,7 +229,7 @@ def beside(
     products = [ka.GemmArguments(*a.tensors[:2], a.A.tensor.new_empty(M, N)) for a in args]
     kernel = suite.candidates(products[0], suite.options("", None).parse_args([]))[0]
     calls = [functools.partial(kernel.prepare(a), *a.tensors) for a in products]
-    return {PLAIN: calls, COPY: _copy()}
+    return {PLAIN: calls, harness.COPY: harness.copy()}
 
 
 def extra(
@@ -238,7 +237,7 @@ def extra(
 ) -> Mapping[str, Any]:
     problem = cast(Problem, problem)
     plain, limit = medians[PLAIN], FUSIONS[problem.fusion].limit
-    copied = problem.extra_bytes * medians[COPY] / (2 * COPIED_BYTES)
+    copied = problem.extra_bytes * medians[harness.COPY] / (2 * harness.COPIED_BYTES)
     found = {
         "plain_us": round(plain, 2),
         "of_plain": round(microseconds / plain, 4),

@@ -129,14 +129,14 @@ def beside(problem: problems.Problem, args: Sequence[Any]) -> Mapping[str, harne
     ]
     kernel = suite.candidates(products[0], suite.options("", None).parse_args([]))[0]
     calls = [functools.partial(kernel.prepare(a), *a.tensors) for a in products]
-    return {gemm_fused.PLAIN: calls, gemm_fused.COPY: gemm_fused._copy()}
+    return {gemm_fused.PLAIN: calls, harness.COPY: harness.copy()}
 
 
 def extra(
     problem: problems.Problem, microseconds: float, medians: Mapping[str, float]
 ) -> Mapping[str, Any]:
     plain = medians[gemm_fused.PLAIN]
-    pace = medians[gemm_fused.COPY] / (2 * gemm_fused.COPIED_BYTES)
+    pace = medians[harness.COPY] / (2 * harness.COPIED_BYTES)
     copied = cast(Problem, problem).extra_bytes * pace
     return {
         "plain_us": round(plain, 2),

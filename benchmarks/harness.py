@@ -187,6 +187,29 @@ def matmul() -> Callable[[], Any]:
     return functools.partial(torch.mm, a, b)
 
 
+#: How the copy is called that tells how fast memory is moved.
+COPY = "copy"
+COPIED_BYTES = 1 << 30
+
+
+@functools.lru_cache(maxsize=1)
+def copy() -> Calls:
+    """An element-wise kernel that copies a large tensor, which is faster than the driver's copy."""
+    source = torch.randn(COPIED_BYTES // 4, device=DEVICE)
+    return [functools.partial(torch.mul, source, 1.0, out=torch.empty_like(source))]
+
+
+def beside_copy(moved: int, microseconds: float, copy_us: float) -> dict[str, float]:
+    """What a row says of the rate at which bytes are moved, and of the copy's, which reads and
+    writes."""
+    ceiling, reached = 2 * COPIED_BYTES / copy_us, moved / microseconds
+    return {
+        "ceiling_tb_s": round(1e-6 * ceiling, 3),
+        "tb_s": round(1e-6 * reached, 3),
+        "of_ceiling": round(reached / ceiling, 4),
+    }
+
+
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

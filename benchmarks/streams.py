@@ -17,7 +17,6 @@ import driver
 import harness
 import rows
 import suite
-from gemm_decode import COPIED_BYTES, COPY, _copy
 from tables import geometric_mean
 
 import kernel_api as ka
@@ -117,7 +116,7 @@ def _measure(of: Suite, problem: Problem, run: driver.Run) -> list[rows.Row]:
     calls = {
         **peers,
         **{kernel.metadata.kernel_name: own for kernel, own in subjects.items()},
-        COPY: _copy(),
+        harness.COPY: harness.copy(),
     }
     with run.journal.attempt(problem.label, "timing", options.patience):
         found, policy = harness.interleaved(calls, problem.bytes, options.policy, options.rounds)
@@ -140,16 +139,12 @@ def _row(
 ) -> rows.Row:
     name = kernel.metadata.kernel_name
     peer = min(peers, key=lambda one: found[one].median)
-    ceiling = 2 * COPIED_BYTES / found[COPY].median
-    reached = problem.bytes / found[name].median
     extra = {
         "family": kernel.family_name(),
         "rank": rank,
         "bytes": problem.bytes,
         "peers_us": {one: round(found[one].median, 2) for one in peers},
-        "ceiling_tb_s": round(1e-6 * ceiling, 3),
-        "tb_s": round(1e-6 * reached, 3),
-        "of_ceiling": round(reached / ceiling, 4),
+        **harness.beside_copy(problem.bytes, found[name].median, found[harness.COPY].median),
         "predicted_us": round(1e6 * (kernel.predict(args) or 0.0), 2),
     }
     subject, beside = (name, found[name]), (peer, found[peer])

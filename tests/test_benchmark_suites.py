@@ -379,8 +379,8 @@ def test_what_a_suite_times_beside_is_in_its_rows(lab):
 def test_decode_compares_with_the_copy():
     module = script("gemm_decode")
     problem = module.SUITE.problems[0]
-    copy_us = 2e-6 * module.COPIED_BYTES / 4.0  # 4 TB/s
-    found = module.extra(problem, 1e-6 * problem.bytes / 3.6, {module.COPY: copy_us})
+    copy_us = 2e-6 * harness.COPIED_BYTES / 4.0  # 4 TB/s
+    found = module.extra(problem, 1e-6 * problem.bytes / 3.6, {harness.COPY: copy_us})
     assert found["ceiling_tb_s"] == pytest.approx(4.0)
     assert found["of_ceiling"] == pytest.approx(0.9)
 
@@ -540,9 +540,9 @@ def test_what_fusions_move_beyond_the_plain_product():
 def test_the_limit_of_a_fusion_counts_the_plain_product_and_the_bytes_beyond():
     fused = script("gemm_fused")
     problem = fused.Problem(24, 256, 64, fusion="swiglu, preactivation stored")
-    medians = {fused.PLAIN: 100.0, fused.COPY: 500.0}
+    medians = {fused.PLAIN: 100.0, harness.COPY: 500.0}
     found = fused.extra(problem, 110.0, medians)
-    copied = problem.extra_bytes * 500.0 / (2 * fused.COPIED_BYTES)
+    copied = problem.extra_bytes * 500.0 / (2 * harness.COPIED_BYTES)
     assert found["of_plain"] == 1.1
     assert found["of_limit"] == pytest.approx(110.0 / (103.0 + copied), rel=1e-3)
 

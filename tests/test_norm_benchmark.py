@@ -12,7 +12,7 @@ from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata
 from kernel_api.space import Operands, Space
 
-driver, harness, norm, streams = map(script, ("driver", "harness", "norm", "streams"))
+driver, harness, norm = map(script, ("driver", "harness", "norm"))
 
 
 def test_a_dry_run_lists_every_problem_with_its_peer_and_the_best_kernels(capsys):
@@ -88,7 +88,7 @@ def lab(monkeypatch, registry, tmp_path):
     monkeypatch.setattr(harness, "environment", lambda: {"gpu": "made up"})
     small = dataclasses.replace(norm.SUITE, problems=(norm.Problem("rmsnorm", 48, 64),))
     monkeypatch.setattr(norm, "SUITE", small)
-    monkeypatch.setattr(streams, "_copy", lambda: [lambda: None])
+    monkeypatch.setattr(harness, "copy", lambda: [lambda: None])
     return lambda *options: (
         norm.main(["--out", str(tmp_path), *options]),
         tmp_path / "norm.json",
@@ -108,7 +108,7 @@ def test_a_row_says_what_was_moved_beside_a_copy(lab):
     )
     assert row["bytes"] == 2 * 48 * 64 * 2
     moved = row["bytes"] / 10.0
-    ceiling = 2 * streams.COPIED_BYTES / 20.0
+    ceiling = 2 * harness.COPIED_BYTES / 20.0
     assert row["of_ceiling"] == round(moved / ceiling, 4)
     assert {"subject", "subject_us", "peer_us", "spread", "policy", "env", "date"} <= set(row)
 
