@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import harness
@@ -181,3 +182,55 @@ def rest_option(parser: Any) -> None:
         metavar="N",
         help="let the GPU rest after each call, N times as long; rows go to files named -rested",
     )
+
+
+# Suites whose problems have one subject --------------------------------------------------
+
+
+def few_options(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """The options of a suite without candidates and journal, for `in_turn`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--only", default="", metavar="TEXT", help="problems whose label has TEXT")
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, metavar="N", help=f"(default: {rounds})"
+    )
+    rest_option(parser)
+    parser.add_argument("--seconds", type=float, metavar="S", help="stop before S seconds are over")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the rows")
+    return parser
+
+
+def in_turn(
+    name: str,
+    problems: Sequence[Any],
+    options: argparse.Namespace,
+    measure: Callable[[Any, int], rows.Row],
+    line: Callable[[rows.Row], str],
+    report: Callable[[list[rows.Row]], Iterable[str]],
+) -> int:
+    """Measure the problems, or list them where there is no GPU; returns the exit code.
+
+    Args:
+        measure: Gives the row of a problem, from so many rounds.
+        line: What is printed of a row.
+        report: Lines that are printed at the end, from all rows.
+    """
+    harness.rest_after_calls(options.rest)
+    chosen = [problem for problem in problems if options.only in problem.label]
+    if not torch.cuda.is_available():
+        print("there is no GPU here; these would be timed:", file=sys.stderr)
+        print("\n".join(problem.label for problem in chosen))
+        return FAILURES
+    torch.manual_seed(0)
+    found: list[rows.Row] = []
+    budget = harness.Budget(options.seconds)
+    for problem in progress(chosen, name):
+        if not budget.allows_another():
+            print(f"skipped {problem.label}", file=sys.stderr)
+            continue
+        with budget.step():
+            found.append(measure(problem, options.rounds))
+        rows.write(rows.path_of(name, options.out), found)
+        print(line(found[-1]), flush=True)
+    print("\n".join(report(found)))
+    return DONE

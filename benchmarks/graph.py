@@ -11,7 +11,6 @@ built.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import importlib.util
@@ -262,36 +261,8 @@ def _microseconds(call: Callable[[], Any]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options().parse_args(arguments)
-    harness.rest_after_calls(options.rest)
-    chosen = [problem for problem in PROBLEMS if options.only in problem.label]
-    if not torch.cuda.is_available():
-        print("there is no GPU here; these would be timed:", file=sys.stderr)
-        print("\n".join(problem.label for problem in chosen))
-        return driver.FAILURES
-    torch.manual_seed(0)
-    found: list[rows.Row] = []
-    budget = harness.Budget(options.seconds)
-    for problem in chosen:
-        if not budget.allows_another():
-            print(f"skipped {problem.label}", file=sys.stderr)
-            continue
-        with budget.step():
-            found.append(measure(problem, options.rounds))
-        rows.write(rows.path_of(NAME, options.out), found)
-        print(line(found[-1]), flush=True)
-    print("\n".join(host()))
-    return driver.DONE
-
-
-def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", metavar="TEXT", help="problems whose label has TEXT")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="(default: 20)")
-    driver.rest_option(parser)
-    parser.add_argument("--seconds", type=float, metavar="S", help="stop before S seconds are over")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the rows")
-    return parser
+    options = driver.few_options(__doc__, rounds=20).parse_args(arguments)
+    return driver.in_turn(NAME, PROBLEMS, options, measure, line, lambda found: host())
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ gradients with each other.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,41 +134,8 @@ def _steps(layers: Layers, operands: Operands) -> dict[str, Callable[[], Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options().parse_args(arguments)
-    harness.rest_after_calls(options.rest)
-    chosen = [problem for problem in problems() if options.only in problem.label]
-    if not torch.cuda.is_available():
-        print("there is no GPU here; these would be timed:", file=sys.stderr)
-        print("\n".join(problem.label for problem in chosen))
-        return driver.FAILURES
-    torch.manual_seed(0)
-    found: list[rows.Row] = []
-    for problem in _within(chosen, options.seconds):
-        found.append(measure(problem, options.rounds))
-        rows.write(rows.path_of(NAME, options.out), found)
-        print(suite.line(found[-1]), flush=True)
-    print("\n".join(suite.mean_ratio(found)))
-    return driver.DONE
-
-
-def _within(chosen: Sequence[Problem], seconds: float | None) -> Iterator[Problem]:
-    budget = harness.Budget(seconds)
-    for problem in driver.progress(chosen, NAME):
-        if budget.allows_another():
-            with budget.step():
-                yield problem
-        else:
-            print(f"skipped {problem.label}", file=sys.stderr)
-
-
-def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", metavar="TEXT", help="problems whose label has TEXT")
-    parser.add_argument("--rounds", type=int, default=12, metavar="N", help="(default: 12)")
-    driver.rest_option(parser)
-    parser.add_argument("--seconds", type=float, metavar="S", help="stop before S seconds are over")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the rows")
-    return parser
+    options = driver.few_options(__doc__, rounds=12).parse_args(arguments)
+    return driver.in_turn(NAME, problems(), options, measure, suite.line, suite.mean_ratio)
 
 
 if __name__ == "__main__":
