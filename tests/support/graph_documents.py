@@ -49,10 +49,6 @@ def copied_blocks(document: str) -> list[Block]:
     return of_text((_COPIES / f"{document}.md").read_text())
 
 
-def is_at_hand(document: str) -> bool:
-    return (_DOCUMENTS / DOCUMENTS[document]).exists()
-
-
 def as_copy(document: str) -> str:
     """What the copy has to be: headings and code, without the text in between."""
     parts, heading = [f"The code of {DOCUMENTS[document]}, without its text.\n"], None

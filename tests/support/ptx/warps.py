@@ -192,11 +192,6 @@ class Gang(Threads):
         some = mask.reshape(-1, WARP).any(axis=1)
         return [warp for warp, active in zip(self.warps, some, strict=True) if active]
 
-    def mask_of(self, warps: list[Warp], mask: Mask) -> np.ndarray:
-        """The active threads of these warps."""
-        chosen = np.repeat([warp in warps for warp in self.warps], WARP)
-        return chosen if mask is None else chosen & mask
-
 
 def poisoned(size: int, dtype: np.dtype) -> np.ndarray:
     return np.full(size * dtype.itemsize, POISON, np.uint8).view(dtype)
