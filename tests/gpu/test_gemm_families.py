@@ -23,13 +23,12 @@ EVERY_KERNEL = os.environ.get("KERNEL_API_TEST_EVERY_KERNEL") == "1"
 
 
 def registered():
-    """(kernel, place of its configuration), for what this GPU runs."""
-    cc = None
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        cc = f"{major}.{minor}"
+    """(kernel, place of its configuration), for what this GPU runs; without one, none."""
+    if not torch.cuda.is_available():
+        return []  # to list them takes seconds
+    major, minor = torch.cuda.get_device_capability()
     configurations = {}
-    for kernel in ka.get_kernels(cc=cc, providers=["cutedsl"]):
+    for kernel in ka.get_kernels(cc=f"{major}.{minor}", providers=["cutedsl"]):
         if kernel.arguments is not ka.GemmArguments:
             continue
         metadata = kernel.metadata
