@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ import kernel_api as ka
 from kernel_api import _compile_cache
 from kernel_api._workspaces import ZEROED
 from kernel_api.providers.cutedsl import compiler
-from kernel_api.targets import target
+from kernel_api.targets import Target, target
 from support.ptx.gemm import storage_bytes
 from support.ptx.hopper import launch
 from support.ptx.host import HostFunction, HostTensor
@@ -65,7 +65,16 @@ class EmulatedKernel:
 
     @classmethod
     def compile(cls, kernel: ka.Kernel, args: Any, cc: str = "sm_90a") -> EmulatedKernel:
-        asked = target(cc)
+        """Tests of a file often run a kernel on several operands: the last ones are kept."""
+        key = kernel, args.signature, cc
+        if key not in _compiled:
+            if len(_compiled) == _KEPT:
+                del _compiled[next(iter(_compiled))]
+            _compiled[key] = cls._compile(kernel, args, target(cc))
+        return _compiled[key]
+
+    @classmethod
+    def _compile(cls, kernel: ka.Kernel, args: Any, asked: Target) -> EmulatedKernel:
         with tempfile.TemporaryDirectory() as folder:
             options = f"{compiler.OPTIONS} --keep-ptx --dump-dir {folder}"
             compilation = _compile_cache.Compilation(kernel, args, asked)
@@ -114,6 +123,10 @@ class EmulatedKernel:
         self.artifact.launchers.clear()
         (call,) = calls
         return call
+
+
+_KEPT = 16
+_compiled: dict[tuple[ka.Kernel, Hashable, str], EmulatedKernel] = {}
 
 
 class _Tensors:
