@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from kernel_api.cli import main
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -22,3 +24,13 @@ def test_an_example_runs_alone(text, cache_directory, tmp_path):
     path = tmp_path / "example.py"  # an epilogue is read from its file
     path.write_text(block_with(text))
     exec(compile(path.read_text(), str(path), "exec"), {"__name__": "example"})
+
+
+def test_what_a_command_is_said_to_print_is_what_it_prints(capsys):
+    """Some of its lines, in their order, with "..." for others; columns are as wide as they are."""
+    (block,) = re.findall(r"^```\n\$ kernel-api (.*?)^```$", README.read_text(), re.M | re.S)
+    command, *said = block.splitlines()
+    assert main(command.split()) == 0
+    printed = iter(" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
+    for line in said:
+        assert line == "..." or " ".join(line.split()) in printed
