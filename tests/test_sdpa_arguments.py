@@ -386,6 +386,20 @@ def test_a_function_that_cannot_be_traced_is_refused_with_its_line():
         make(score_mod=branches)
 
 
+@pytest.mark.parametrize("name", ["max", "sum_exp"])
+@pytest.mark.parametrize("make", [make, backward])
+def test_an_operand_of_a_function_is_called_like_no_statistic(make, name):
+    functions = {"max": lambda s, b, h, q, kv, max: s * max[h]}
+    functions["sum_exp"] = lambda s, b, h, q, kv, sum_exp: s * sum_exp[h]
+    read = torch.ones(H)
+    options = {"score_mod": functions[name], "score_operands": {name: read}}
+    with pytest.raises(EpilogueError, match=f"called {name}; launches take it as score_{name}"):
+        make(**options)
+    with pytest.raises(EpilogueError, match=f"called {name}; launches take it as score_{name}"):
+        ka.ops.sdpa(*(torch.randn(B, H, S, D) for _ in "QKV"), **options)
+    assert read.eq(1).all()
+
+
 # What tells two problems apart -----------------------------------------------------------
 
 
@@ -491,6 +505,8 @@ def test_the_same_problem_on_other_tensors(kind):
     assert list(moved.launch_values) == list(args.launch_values)
     made = args.blueprint()(*others, **args.launch_values)
     assert made.signature == args.signature
+    if args.score is not None:
+        assert list(made.score.operands) == list(args.score.operands)  # and no statistics
 
 
 def test_launch_values_are_given_anew_by_name():

@@ -14,7 +14,7 @@ from kernel_api.arguments.base import Arguments, alike, check_number
 from kernel_api.arguments.dropout import Dropout, one_number
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue.graph import Graph
-from kernel_api.errors import ArgumentError
+from kernel_api.errors import ArgumentError, EpilogueError
 from kernel_api.masks import Mask
 from kernel_api.operands import Operand, as_torch
 
@@ -30,6 +30,9 @@ TENSORS = (
 #: Launch values that no keyword of the constructor has the name of.
 _BOUNDS = ("left", "right", "left_end", "right_end")
 _STATE = ("dropout_p", "dropout_seed", "dropout_offset")
+
+#: What launches call the operands of functions begins with these.
+_MASK, _SCORE = "mask_", "score_"
 
 _Fitting = tuple[Any, ...]
 
@@ -119,6 +122,11 @@ class AttentionArguments(Arguments):
             given["blocks"] = self.mask.blocks.table
         self.further = {n: operand_of(one, n) for n, one in given.items() if one is not None}
         for name, one in self._function_operands.items():
+            if name in TENSORS:
+                raise EpilogueError(
+                    f"an operand of score_mod is called {name.removeprefix(_SCORE)}; launches take "
+                    f"it as {name}, which is taken by the arguments: choose another name"
+                )
             if isinstance(one, Operand):
                 self.further[name] = one
         for name in ("max_seqlen_q", "max_seqlen_kv"):
@@ -300,10 +308,11 @@ class AttentionArguments(Arguments):
             given.update(zip(behind, tensors[count:], strict=False))
             if mask is not None:
                 bounds = {name: values[name] for name in _BOUNDS if name in values}
-                operands = _stripped(values, "mask_")
+                operands = _own(mask.operands, values, _MASK)
                 given["mask"] = mask.rebuilt(bounds, values.get("blocks"), operands)
             if score is not None:
-                given["score_mod"] = score.with_operands(_stripped(values, "score_"))
+                operands = _own(score.operands, values, _SCORE)
+                given["score_mod"] = score.with_operands(operands)
             if "dropout_p" in values:
                 given["dropout"] = Dropout(*(values[name] for name in _STATE))
             return kind(*alike(tensors[:count], makers), **given)
@@ -399,7 +408,7 @@ class AttentionArguments(Arguments):
         parts = [repr(self.mask)] if self.mask is not None else []
         parts += ["softcap"] * (self.softcap is not None) + ["score_mod"] * (self.score is not None)
         parts += ["dropout"] * (self.dropout is not None)
-        parts += [name for name in beside if not name.startswith(("mask_", "blocks"))]
+        parts += [name for name in beside if not name.startswith((_MASK, "blocks"))]
         parts += [name for name, on in self._own_options().items() if on]
         return (
             f"{type(self).__name__}({form}{self.B}x{heads}x{self.S_q}x{self.S_kv} (B x H x S_q x "
@@ -426,9 +435,9 @@ def nothing(*values: Any) -> bool:
 _SCALARS = ("scale", "softcap", "max_seqlen_q", "max_seqlen_kv")
 
 
-def _stripped(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    found = values.items()
-    return {name[len(prefix) :]: value for name, value in found if name.startswith(prefix)}
+def _own(operands: Iterable[str], values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Of launch values, those of a function's operands, by the names that it has for them."""
+    return {name: values[prefix + name] for name in operands if prefix + name in values}
 
 
 def values_of_functions(mask: Mask | None, score: ScoreFunction | None) -> dict[str, Any]:
@@ -462,9 +471,9 @@ def _operands_of_functions(
     mask: Mask | None, score: ScoreFunction | None
 ) -> dict[str, Operand | float]:
     found: dict[str, Operand | float] = {}
-    for prefix, one in (("mask", mask), ("score", score)):
+    for prefix, one in ((_MASK, mask), (_SCORE, score)):
         if one is not None:
-            found.update((f"{prefix}_{name}", value) for name, value in one.operands.items())
+            found.update((prefix + name, value) for name, value in one.operands.items())
     return found
 
 

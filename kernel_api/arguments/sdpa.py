@@ -57,7 +57,8 @@ class SdpaArguments(AttentionArguments):
         softcap: A positive number.
         sink: float32 (H,).
         score_mod: A function of (score, b, h, q, kv, **operands); see :mod:`kernel_api._score`.
-        score_operands: What its further parameters are, by name.
+        score_operands: What its further parameters are, by name; none is ``max`` or ``sum_exp``,
+            as launches take them with ``score_`` in front.
         dropout: A :class:`~kernel_api.arguments.Dropout`.
         seq_lens_q, seq_lens_kv: int32 (B,). Keys behind a length are not visible, and may hold
             anything; queries behind theirs are rows without keys and without a sink.
