@@ -392,6 +392,19 @@ def test_names_of_operands_are_taken():
         of_rows(epilogue=epilogue)
 
 
+@pytest.mark.parametrize("name", ["row_index", "out_row_index"])
+def test_names_of_indices_are_taken_where_they_are_given(name):
+    read = {name: torch.zeros(20, 1)}
+    function = {
+        "row_index": lambda accum, row_index: accum + row_index,
+        "out_row_index": lambda accum, out_row_index: accum + out_row_index,
+    }[name]
+    epilogue = ka.EpilogueArguments(function, **read)
+    assert of_rows(epilogue=epilogue).epilogue.operands.keys() == read.keys()
+    with pytest.raises(EpilogueError, match=f"called {name}, which is taken"):
+        of_rows(epilogue=epilogue, **{name: torch.arange(20, dtype=torch.int32)})
+
+
 # Metadata --------------------------------------------------------------------------------
 
 

@@ -219,7 +219,7 @@ class Arguments:
             raise ArgumentError(
                 f"epilogue is a {type(epilogue).__name__}; expected EpilogueArguments(fn, ...)"
             )
-        for name in (*self.operand_names, *_LAUNCH_NAMES):
+        for name in (*self.operand_names, *self.launch_values, *_LAUNCH_NAMES):
             if name in epilogue.operands:
                 raise EpilogueError(
                     f"an operand of the epilogue is called {name}, which is taken by the "
