@@ -46,6 +46,19 @@ def of_rows(epilogue=None, columns=N, discrete=False, **options):
     )  # fmt: skip
 
 
+def test_an_epilogue_names_its_operands_as_it_likes_where_experts_lie_anywhere():
+    bias = empty(N)
+    epilogue = ka.EpilogueArguments(
+        lambda accum, B_columns, B_pitch: accum + B_columns * B_pitch, B_columns=bias, B_pitch=bias
+    )
+    args = of_rows(epilogue, discrete=True)
+    for kernel in families(args).values():
+        described, pitch, *others = kernel.more_values(args).values()
+        assert (described, pitch) == (N, K)
+        assert all(one is bias for one in others)
+        assert len(others) == 2
+
+
 # Scales of experts that lie anywhere -----------------------------------------------------
 
 

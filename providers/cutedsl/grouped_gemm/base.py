@@ -144,7 +144,8 @@ class ExpertPointersGemm(CuteDslGroupedGemm):
     def more_values(self, args: GroupedGemmArguments) -> dict[str, Any]:
         one, found = getattr(args, self.anywhere), super().more_values(args)
         pitch = one.stride[-2 if one.unit_mode == -1 else -1]
-        columns = {f"{self.anywhere}_columns": one.shape[-1], f"{self.anywhere}_pitch": pitch}
+        # Names that no operand of an epilogue has.
+        columns = {f"columns of {self.anywhere}": one.shape[-1], f"pitch of {self.anywhere}": pitch}
         described = {**args.launch_values, **columns}
         return {**described, **{n: value for n, value in found.items() if n not in described}}
 
