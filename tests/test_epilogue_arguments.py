@@ -328,6 +328,20 @@ def test_a_prepared_launch_takes_epilogue_operands_by_name():
         torch.testing.assert_close(amax, out.abs().max())
 
 
+def test_an_operand_may_be_called_self():
+    A, B, out = gemm_tensors(M, N, K)
+    epilogue = ka.EpilogueArguments(lambda accum, self: accum + self, self=torch.zeros(N))
+    args = ka.GemmArguments(A, B, out, epilogue=epilogue)
+    launch = reference_kernel(args).prepare(args)
+    launch(A, B, out, self=torch.ones(N))
+    torch.testing.assert_close(out, A @ B + 1)
+    for made in (args.rebuilt, args.blueprint()):
+        assert made(A, B, out, self=torch.zeros(N)).signature == args.signature
+    x = torch.randn(M, N)
+    norm = ka.RmsNormArguments(x, x.clone(), epilogue=epilogue)
+    assert norm.rebuilt(x, x.clone(), self=torch.ones(N)).signature == norm.signature
+
+
 def test_a_prepared_launch_keeps_the_operands_that_are_not_named():
     args = arguments()
     launch = reference_kernel(args).prepare(args)

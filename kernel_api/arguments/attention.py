@@ -279,7 +279,7 @@ class AttentionArguments(Arguments):
 
     # Made again --------------------------------------------------------------------------
 
-    def rebuilt(self, *tensors: Any, **others: Any) -> AttentionArguments:
+    def rebuilt(self, /, *tensors: Any, **others: Any) -> AttentionArguments:
         """The same problem on other tensors: the operands, then ``lse`` of the forward pass, or by
         the names of launch values. Those that are not given stay."""
         placed = ("lse",) if len(tensors) > len(self.operands) else ()

@@ -130,7 +130,7 @@ class Arguments:
         """Names of outputs that are added to: read, and written."""
         return ()
 
-    def rebuilt(self, *tensors: Any, **others: Any) -> Arguments:
+    def rebuilt(self, /, *tensors: Any, **others: Any) -> Arguments:
         """The same problem on other tensors; a scaled operand keeps its scale.
 
         What is beside the operands, and operands of the epilogue, are given by name; those that

@@ -165,7 +165,7 @@ class EpilogueArguments:
         """Inputs, then outputs."""
         return {**self._inputs, **self._outputs}
 
-    def with_operands(self, **operands: Any) -> EpilogueArguments:
+    def with_operands(self, /, **operands: Any) -> EpilogueArguments:
         """The same epilogue on other operands; those not named stay. It is not traced again.
 
         Raises EpilogueError for a name that it does not have.
@@ -184,7 +184,7 @@ class EpilogueArguments:
         made._take({})
         return made
 
-    def applied_to(self, **operands: Any) -> EpilogueArguments:
+    def applied_to(self, /, **operands: Any) -> EpilogueArguments:
         """The same function on these operands alone; what was traced before is not again.
 
         Raises EpilogueError as the constructor does.

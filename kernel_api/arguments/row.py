@@ -59,7 +59,7 @@ class RowArguments(Arguments):
         """Tensors and numbers beside the matrices, by name: what a launch may be given anew."""
         return {**{name: o.tensor for name, o in self.further.items()}, **self._numbers()}
 
-    def rebuilt(self, *tensors: Any, **others: Any) -> Arguments:
+    def rebuilt(self, /, *tensors: Any, **others: Any) -> Arguments:
         """The same problem on other tensors: the matrices, then the further ones in the order of
         the fields, or by name. Those that are not given stay, and so do numbers."""
         own = {name: others.pop(name) for name in self._own_names() if name in others}
