@@ -5,6 +5,7 @@ import torch
 from support.grouped import GROUPS, GroupedDraw
 
 import kernel_api as ka
+from kernel_api.errors import ArgumentError
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -51,6 +52,26 @@ def test_a_prepared_launch_takes_other_tensors_and_offsets():
     assert out[8:].isnan().all()
     expected = other.product(A.double(), B.double())
     torch.testing.assert_close(out[:8].double(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("form", [of_rows, of_sums])
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([-1, 3, 9], r"offsets\[0\] is -1 and the first group begins at 0"),
+        ([4, 3, 9], r"offsets\[1\] is 3 and offsets\[0\] is 4; they may not decrease"),
+        ([3, 3, 12], r"offsets\[2\] is 12; there are T = 11 tokens"),
+    ],
+)
+def test_offsets_on_the_host_are_checked(form, given, text):
+    args = form(GroupedDraw([3, 3, 9], 11, 16, 24, element=BF16))
+    (kernel,) = ka.get_kernels(args, providers=["torch"])
+    launch = kernel.prepare(args)
+    bad = torch.tensor(given, dtype=torch.int32)
+    for call in (launch, lambda *tensors: kernel.run(args.rebuilt(*tensors))):
+        with pytest.raises(ArgumentError, match=text):
+            call(*args.tensors[:3], bad)
+    assert args.out.tensor.isnan().all()
 
 
 def test_an_out_of_any_strides_is_written():

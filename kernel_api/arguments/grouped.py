@@ -82,11 +82,11 @@ class GroupedGemmArguments(ProductArguments):
             one per group, (E, N) or (E,), and takes part in it what the group has.
         fp32_precision: As of :class:`~kernel_api.arguments.GemmArguments`.
 
-    All operands are on one device. Any strides are taken; kernels may ask for more. With
-    ``KERNEL_API_CHECK_OFFSETS=1`` in the environment runs, one-call forms that saw no such call
-    without it, and launches that are prepared then, check offsets and indices before, and raise
-    ArgumentError; captures of CUDA graphs do not, and executions of :mod:`kernel_api.graph` need
-    not.
+    All operands are on one device. Any strides are taken; kernels may ask for more. On the CPU
+    offsets and indices are checked as they are read. With ``KERNEL_API_CHECK_OFFSETS=1`` in the
+    environment runs, one-call forms that saw no such call without it, and launches that are
+    prepared then, check offsets and indices before, and raise ArgumentError; captures of CUDA
+    graphs do not, and executions of :mod:`kernel_api.graph` need not.
 
     Raises:
         ArgumentError: shapes, ranks, devices, types or memory contradict each other.

@@ -9,6 +9,7 @@ import torch
 
 from kernel_api.arguments import GroupedGemmArguments
 from kernel_api.metadata import DesignMetadata, GroupedGemmOperandsMetadata
+from kernel_api.offsets import check_offsets
 from kernel_api.providers.torch import TorchProvider
 from kernel_api.providers.torch.gemm import TorchProduct
 from kernel_api.space import Miss, Operands, Space, rule
@@ -157,13 +158,21 @@ class TorchScaledGroupedGemm(TorchGroupedProduct):
 
 
 def _of_rows(A: Any, B: Any, out: Any, offsets: Any) -> None:
+    _check_on_host(offsets, A.shape[0])
     with torch.no_grad():
         _keep_rest(torch._grouped_mm(A, B, offs=offsets), out, offsets)
 
 
 def _of_sums(A: Any, B: Any, out: Any, offsets: Any) -> None:
+    _check_on_host(offsets, A.shape[1])
     with torch.no_grad():
         out.copy_(torch._grouped_mm(A, B, offs=offsets))
+
+
+def _check_on_host(offsets: Any, T: int) -> None:
+    """torch computes something of any offsets. Those of the host are read without a wait."""
+    if offsets.device.type == "cpu":
+        check_offsets(offsets, T)
 
 
 def _keep_rest(found: Any, out: Any, offsets: Any) -> None:
