@@ -21,6 +21,7 @@ from kernel_api.dtypes import dtype
 from kernel_api.epilogue.graph import Graph
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
+from kernel_api.utils import untraced
 
 __all__ = ["BlockSparse", "Causal", "Mask", "MaskMod", "Padding", "SlidingWindow"]
 
@@ -222,6 +223,7 @@ class MaskMod(Mask):
 
     function: ScoreFunction
 
+    @untraced
     def __init__(self, fn: Callable[..., Any], /, **operands: Any) -> None:
         self.function = ScoreFunction(fn, False, operands)
 

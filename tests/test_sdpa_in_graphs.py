@@ -230,6 +230,22 @@ def test_a_mask_of_blocks_is_made_inside_a_graph():
     assert_close(found, function(Q, K, V, table))
 
 
+@pytest.mark.filterwarnings("error:Dynamo")
+@pytest.mark.parametrize("form", [ka.ops.sdpa, ka.nn.attention])
+def test_a_mask_of_a_function_is_made_between_graphs(form):
+    reach = torch.tensor([1, 2, 3, 4])
+
+    def function(q, k, v):
+        near = masks.MaskMod(lambda b, h, q, kv, reach: q - kv < reach[h], reach=reach)
+        return form(q * 2, k, v, mask=masks.Causal() & near) + 1
+
+    found = compiled(function)(Q, K, V)
+    assert_close(found, function(Q, K, V))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="does this between graphs of torch"):
+        compiled(function, fullgraph=True)(Q, K, V)
+
+
 # Outputs that are given ------------------------------------------------------------------
 
 OUT, LSE = torch.empty_like(DO), DRAW.wides(2, 4, 5)
