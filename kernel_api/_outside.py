@@ -20,5 +20,5 @@ _WHY = "kernel_api does this between graphs of torch, which hold no such thing"
 
 
 @torch.compiler.disable(reason=_WHY)  # type: ignore[no-untyped-call,untyped-decorator]
-def outside(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def outside(function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
     return function(*given, **named)

@@ -81,6 +81,11 @@ def with_epilogue(x, w, out):
     return ka.GemmArguments(x * 2, w, out, epilogue=epilogue)
 
 
+def with_an_operand_of_any_name(x, w, out):
+    epilogue = ka.EpilogueArguments(lambda acc, function: acc + function, function=x.new_zeros(6))
+    return ka.GemmArguments(x * 2, w, out, epilogue=epilogue)
+
+
 def with_scales(x, w, out):
     scales = (torch.full((), factor, dtype=torch.float32) for factor in (2.0, 1.0))
     operands = map(ka.ScaledOperand, (x, w), scales, [ka.ScaleMode.PER_TENSOR] * 2)
@@ -88,7 +93,7 @@ def with_scales(x, w, out):
 
 
 @pytest.mark.filterwarnings("error:Dynamo does not know")
-@pytest.mark.parametrize("make", [plain, with_epilogue, with_scales])
+@pytest.mark.parametrize("make", [plain, with_epilogue, with_an_operand_of_any_name, with_scales])
 def test_a_kernel_that_is_run(make):
     out = torch.full((4, 6), float("nan"))
 
