@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 import threading
 import warnings
@@ -218,7 +219,9 @@ def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
     if kind in _NUMBERS and name in FACTORS:
         if kind is int and not -_BEYOND // 2 <= value < _BEYOND:
             raise TypeError
-        return kind, value == 1, 0 <= value <= 1, name != "limit" or value >= 0
+        # Of limits, which of those that are refused somewhere it is.
+        limit = (value >= 0, 0 < value < math.inf) if name == "limit" else None
+        return kind, value == 1, 0 <= value <= 1, limit
     if kind in _VALUES:
         return kind, value
     raise TypeError

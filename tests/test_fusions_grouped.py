@@ -1,5 +1,6 @@
 """Fusions of products of groups, against torch and its autograd."""
 
+import numpy as np
 import pytest
 import torch
 from support.fusions import GLU, close, gradient, pairs
@@ -307,6 +308,21 @@ def test_squared_relu_and_its_gradient_are_those_of_autograd(limit, groups):
     rows_close(draw, backward["dprob"], dprob)
     close(backward["dbias"], draw.summed(dx))
     close(backward["amax"], draw.largest(dx))
+
+
+@pytest.mark.parametrize("limit", [0, 0.0, -1.0, float("nan"), float("inf"), np.float32(-0.5)])
+def test_a_limit_of_squared_relu_is_above_0_every_time(limit):
+    x, w, ends = torch.randn(4, 8), torch.randn(1, 8, 16), torch.tensor([4], dtype=torch.int32)
+    z = torch.randn(4, 16)
+    for call in (
+        lambda limit: ka.ops.grouped_gemm_srelu(x, w, ends, limit=limit),
+        lambda limit: ka.ops.grouped_gemm_dsrelu(x, w, ends, preactivation=z, limit=limit),
+    ):
+        for _ in range(2):  # calls that look like an earlier one are not checked again
+            for taken in (7, 7.0, 1, 0.5, np.float32(2.5)):
+                assert not call(taken).isnan().any()
+            with pytest.raises(ArgumentError, match=r"limit is .*; expected a finite number"):
+                call(limit)
 
 
 # Quantisation ----------------------------------------------------------------------------

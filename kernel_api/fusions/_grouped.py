@@ -15,6 +15,7 @@ from kernel_api.fusions._activation import bent_dsrelu, dactivation_of, srelu
 from kernel_api.fusions._glu import check_halves, checked_pairs, dglu_of, glu_of, limits_of
 from kernel_api.fusions._shared import (
     Function,
+    above_0,
     epilogue_of,
     one_of,
     real,
@@ -373,14 +374,14 @@ def grouped_gemm_srelu(
     out = max(x, 0)² · prob, amax = max |out| per expert.
 
     Args:
-        limit: With it, out = (limit · tanh(max(x, 0) / limit))² · prob.
+        limit: A number above 0; with it, out = (limit · tanh(max(x, 0) / limit))² · prob.
     """
     groups = _groups(A, B)
     reads = {
         "alpha": groups.per_expert("alpha", alpha),
         "bias": groups.bias(bias),
         "prob": groups.per_token("prob", prob),
-        "limit": real("limit", limit),
+        "limit": above_0("limit", limit),
     }
     writes = {
         "preactivation": groups.matrix("preactivation", preactivation, groups.N),
@@ -423,7 +424,7 @@ def grouped_gemm_dsrelu(
         "preactivation": required("preactivation", preactivation, (groups.T, N)),
         "alpha": groups.per_expert("alpha", alpha),
         "prob": groups.per_token("prob", prob),
-        "limit": real("limit", limit),
+        "limit": above_0("limit", limit),
     }
     writes = {**_sums(groups, dprob, dbias, N), "amax": groups.amax(amax)}
     function = dactivation_of("squared_relu") if limit is None else bent_dsrelu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -113,6 +114,14 @@ def real(name: str, value: Any) -> Any:
     if isinstance(value, bool):
         raise ArgumentError(f"{name} is {value}; expected a number")
     return real_number(name, value)
+
+
+def above_0(name: str, value: Any) -> Any:
+    """A factor that is divided by; what a tensor holds is not looked at."""
+    factor = real(name, value)
+    if isinstance(factor, float) and not 0 < factor < math.inf:
+        raise ArgumentError(f"{name} is {value}; expected a finite number above 0")
+    return factor
 
 
 def whole(name: str, value: Any, of: str = "columns") -> int:
