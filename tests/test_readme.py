@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernel_api.cli import main
 
@@ -34,3 +35,13 @@ def test_what_a_command_is_said_to_print_is_what_it_prints(capsys):
     printed = iter(" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
     for line in said:
         assert line == "..." or " ".join(line.split()) in printed
+
+
+def test_the_fusion_computes_what_the_function_before_it_does(cache_directory, tmp_path):
+    path = tmp_path / "example.py"
+    path.write_text(block_with("ep.glu_pair("))
+    found = {"__name__": "example"}
+    exec(compile(path.read_text(), str(path), "exec"), found)
+    written = found["args"].out.tensor
+    assert found["out"] is not written
+    torch.testing.assert_close(found["out"], written, rtol=0.02, atol=1e-3)

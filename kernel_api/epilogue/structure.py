@@ -28,7 +28,8 @@ def glu_pair(x: Any, order: str = "gate_up", granularity: Any = 32) -> tuple[Val
     """(gate, up) out of the columns of x, each with half as many.
 
     Args:
-        order: ``"gate_up"``: the gate stands first in every pair; ``"up_gate"``: second.
+        order: ``"gate_up"``: the gate stands first in every pair; ``"up_gate"``: second, which
+            :func:`~kernel_api.fusions.gemm_glu` has by default.
         granularity: Blocks of so many columns alternate; ``"halves"``: the first half of the
             columns and the second.
     """

@@ -66,7 +66,8 @@ def gemm_glu(
 
         preactivation: (M, N), alpha · acc + bias, written for :func:`gemm_dglu`; ``out`` is
             computed from what it is before it is rounded or clamped.
-        order: Which stands first in a pair.
+        order: Which stands first in a pair. Products of groups, and
+            :func:`~kernel_api.epilogue.glu_pair`, have ``"gate_up"`` by default.
         granularity: Blocks of so many columns alternate; ``"halves"``: the first half of the
             columns and the second.
         limit, offset: Of ``"geglu_clamped"``, 7 and 1 by default; a limit is from 0 up.
