@@ -38,6 +38,7 @@ class SdpaArguments(AttentionArguments):
     ========  =========================  ================================  =====================
 
     Any strides are taken whose last is 1. V and out may have another last mode, D_v, than Q and K.
+    Both are multiples of 8 of 16-bit operands, of 16 of 8-bit ones.
 
     Args:
         Q, K, V: Of one floating type; 8-bit ones with ``descale_*`` give an ``out`` of 16 bits or
