@@ -10,7 +10,7 @@ from kernel_api.errors import GraphError, GraphStateError, VariantPackError
 from kernel_api.graph._enums import element_type
 from kernel_api.graph._graph import pygraph
 from kernel_api.graph._handle import Handle
-from kernel_api.graph._tensor import Tensor
+from kernel_api.graph._tensor import Tensor, with_a_mode
 from kernel_api.operands import Operand
 
 #: Objects by identity: what gives the object, if it is still there, and its tensor.
@@ -180,9 +180,10 @@ class Calls:
                 continue
             if not hasattr(value, "stride"):
                 pack[tensor] = value = Operand(value, str(tensor)).tensor
-            differs = value.shape != tensor.dim or value.stride() != tensor.stride
+            shape, stride = with_a_mode(value.shape), with_a_mode(value.stride())
+            differs = shape != tensor.dim or stride != tensor.stride
             if differs or not tensor.is_input:
-                named.append((tensor.uid, tuple(value.shape), tuple(value.stride())))
+                named.append((tensor.uid, shape, stride))
             is_other = is_other or differs
         if not is_other:
             return None

@@ -277,7 +277,8 @@ class Execution:
         )
 
     def _fitted(self, value: Any, slot: Slot) -> Any:
-        """What was given in another form, or with other strides in modes of extent 1."""
+        """What was given in another form, without a mode, or with other strides in modes of extent
+        1."""
         tensor = slot.tensor
         if tensor.is_pass_by_value:
             return number_for(value, slot)
@@ -294,6 +295,8 @@ class Execution:
             if not tensor.is_input and is_read_only(value):
                 raise VariantPackError(f"{slot} is a read-only array, and the graph writes it")
             value = _viewed(value, str(slot))
+        if not value.shape and slot.dim == (1,):
+            value = value.view(1)
         found = (tuple(value.shape), value.dtype, value.device)
         if found != (slot.dim, slot.element, slot.device):
             raise VariantPackError(

@@ -27,7 +27,7 @@ from kernel_api.graph._node import Node
 from kernel_api.graph._operations import Operations
 from kernel_api.graph._options import listed, number, optional_whole, refused, text, wholes
 from kernel_api.graph._planning.listing import PlanList
-from kernel_api.graph._tensor import Tensor, packed_strides
+from kernel_api.graph._tensor import Tensor, packed_strides, with_a_mode
 from kernel_api.graph._validation import validate
 from kernel_api.targets import target
 
@@ -130,8 +130,9 @@ class pygraph(Operations):
     def tensor_like(self, like: Any, name: str = "") -> Tensor:
         """An input as a torch tensor, another DLPack tensor or a tensor of a graph is.
 
-        A tensor of one element on the CPU becomes a number of the host's, as in cuDNN's frontend,
-        unless the graph is for the CPU; its value is taken at every execution.
+        One without modes has dim (1,). A tensor of one element on the CPU becomes a number of the
+        host's, as in cuDNN's frontend, unless the graph is for the CPU; its value is taken at every
+        execution.
         """
         self.check_open("no tensor can be added")
         if isinstance(like, Tensor):
@@ -142,11 +143,10 @@ class pygraph(Operations):
         from kernel_api.operands import Operand
 
         operand = Operand(like, name or "the tensor")
-        made = self.tensor(operand.shape, operand.stride, operand.dtype, name=name)
-        if operand.device.type == "cpu" and operand.shape in ((), (1,), (1,) * len(operand.shape)):
+        shape, stride = with_a_mode(operand.shape), with_a_mode(operand.stride)
+        made = self.tensor(shape, stride, operand.dtype, name=name)
+        if operand.device.type == "cpu" and shape == (1,) * len(shape):
             made.is_pass_by_value = self._planned_device().type != "cpu"
-            made.dim = made.dim or (1,)
-            made.stride = made.stride or (1,)
         if not made.is_pass_by_value:
             made.device = operand.device
         return made

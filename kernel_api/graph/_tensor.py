@@ -195,6 +195,11 @@ class Tensor(Uncopied):
         return f"<{kind}{self} {element}{list(self.dim)}:{list(self.stride)} uid={self.uid}>"
 
 
+def with_a_mode(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Extents or strides of data as a graph has them, in which no dim is one that is not known."""
+    return tuple(numbers) or (1,)
+
+
 def packed_strides(dim: Iterable[int], order: Iterable[int] | None = None) -> tuple[int, ...]:
     """Strides of a tensor without gaps.
 
