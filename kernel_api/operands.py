@@ -359,7 +359,11 @@ def _rows(operand: Operand) -> tuple[int, int]:
 
 def self_overlapping(operand: Operand) -> bool:
     """Whether two indices of the operand are the same element (a broadcast, a window)."""
-    shape, stride = operand.shape, operand.stride
+    return repeats(operand.shape, operand.stride)
+
+
+def repeats(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two indices of a tensor that lies like this are the same element."""
     if 0 in shape:
         return False
     if len(shape) == 2 and stride[1] == 1 and stride[0] >= shape[1]:

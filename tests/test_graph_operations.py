@@ -232,6 +232,26 @@ def test_pointwise_operations_broadcast_and_keep_strides():
     assert (z.dim, z.stride) == ((4, 5, 3), (15, 3, 1))
 
 
+def test_results_of_inputs_with_an_element_in_several_places_have_one_for_each():
+    g = Nodes()
+    row, window = g.given(random(1, 4).expand(3, 4)), g.given(random(6).unfold(0, 4, 1))
+    columns = g.given(random(4, 3).t())
+    gain = g.given(random(1).expand(4))
+    alone = [
+        g.relu(row),
+        g.relu(window),
+        g.rmsnorm(row, gain, epsilon=1e-5)[0],
+        *g.rmsnorm_backward(row, row, gain, epsilon=1e-5)[:2],
+        g.rope(row, g.given(random(2)), g.given(random(2)), head_dim=4),
+        g.block_scale_quantize(row, 2)[0],
+    ]
+    beside = [g.add(row, columns), g.add(columns, row)]
+    g.infer()
+    for one in alone:
+        assert one.stride == (4, 1)[2 - one.rank :], one
+    assert [one.stride for one in beside] == [columns.stride] * 2
+
+
 def test_pointwise_operations_name_dims_that_do_not_broadcast():
     g = Nodes()
     g.add(g.unknown((4, 3)), g.unknown((4, 5)))

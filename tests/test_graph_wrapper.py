@@ -178,6 +178,15 @@ def test_outputs_have_the_strides_of_the_graph():
     as_is_compared(found, X.double() @ W.double(), X @ W)
 
 
+def test_outputs_of_broadcast_inputs_are_row_major():
+    row, column = torch.randn(1, 4).expand(3, 4), torch.randn(3, 1).expand(3, 4)
+    for x in (row, column):
+        with cudnn.Graph() as graph:
+            graph.neg(graph.relu(x)).set_output(True)
+        found = graph(x)
+        assert torch.equal(found, -x.relu()) and found.is_contiguous()
+
+
 def test_an_exception_in_the_block_is_the_users():
     graph = cudnn.Graph()
     with pytest.raises(ZeroDivisionError), graph:

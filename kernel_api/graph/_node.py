@@ -11,6 +11,7 @@ from kernel_api.graph._copies import Uncopied
 from kernel_api.graph._enums import data_type, element_type
 from kernel_api.graph._kinds import WHOLE, Kind
 from kernel_api.graph._tensor import Tensor, packed_strides
+from kernel_api.operands import repeats
 
 #: What an operation is given: a tensor, several, or none.
 Given = Tensor | tuple[Tensor, ...] | None
@@ -232,6 +233,11 @@ def settle(
         )
     if tensor.data_type is data_type.NOT_SET:
         tensor.data_type = element
+
+
+def strides_of(*tensors: Tensor) -> tuple[int, ...] | None:
+    """Of the first that can be written as it lies; None, which is row-major, if none can."""
+    return next((one.stride for one in tensors if not repeats(one.dim, one.stride)), None)
 
 
 def check_single(node: Node, *names: str) -> None:

@@ -10,7 +10,7 @@ from kernel_api.errors import ArgumentError, GraphError
 from kernel_api.graph._enums import data_type, element_type
 from kernel_api.graph._node import Node
 from kernel_api.graph._tensor import Tensor, memory_order, packed_strides
-from kernel_api.operands import Operand, self_overlapping
+from kernel_api.operands import repeats
 
 _FLOATING = frozenset(
     (
@@ -182,10 +182,7 @@ def _complete(tensor: Tensor, node: Node, graph: Any, readers: dict[int, list[No
 
 def _check_written(tensor: Tensor) -> None:
     """Raise GraphError where elements that are written are one in memory."""
-    import torch
-
-    seen = torch.empty_strided(tensor.dim, tensor.stride, device="meta")
-    if self_overlapping(Operand(seen, str(tensor))):
+    if repeats(tensor.dim, tensor.stride):
         raise GraphError(
             f"{tensor} has dim {list(tensor.dim)} and stride {list(tensor.stride)}: several of its "
             f"elements are one in memory, so it cannot be written"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
 from kernel_api.graph._kinds import WHOLE, Kind, either, one_of, optional, whole
-from kernel_api.graph._node import Node, Operation, broadcast_dim, settle
+from kernel_api.graph._node import Node, Operation, broadcast_dim, settle, strides_of
 from kernel_api.graph._options import as_whole, one_whole, optional_whole
 from kernel_api.graph._tensor import memory_order, packed_strides
 
@@ -173,7 +173,7 @@ class Rope(Operation):
                     f"{node} has {name} of dim {list(dim)}; expected (..., M, width / 2) = "
                     f"{list(rows)}"
                 )
-        settle(node, node.outputs.get("OUT_0"), x.dim, x.stride)
+        settle(node, node.outputs.get("OUT_0"), x.dim, strides_of(x))
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         import torch

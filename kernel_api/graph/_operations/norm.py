@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from kernel_api.errors import GraphError
 from kernel_api.graph._enums import data_type
 from kernel_api.graph._kinds import TRUTH, Kind
-from kernel_api.graph._node import Node, Operation, check_single, settle
+from kernel_api.graph._node import Node, Operation, check_single, settle, strides_of
 from kernel_api.graph._tensor import Tensor
 
 #: Norms whose parameters are one per channel.
@@ -121,7 +121,7 @@ class _Norm(Operation):
         for name in ("scale", "bias"):
             if name in node.inputs:
                 aligned_dim(node, node.input(name))
-        settle(node, node.outputs.get("Y"), x.dim, x.stride)
+        settle(node, node.outputs.get("Y"), x.dim, strides_of(x))
         for name in ("mean", "inv_var"):
             settle(node, node.outputs.get(name), statistics_dim(node), element=_statistic(node))
 
@@ -175,7 +175,8 @@ class Batchnorm(_Norm):
             running = node.optional(f"in_{name.removeprefix('next_')}")
             if running is not None:
                 _check_each_channel(node, running)
-                settle(node, node.outputs.get(name), running.dim, running.stride, _statistic(node))
+                stride = strides_of(running)
+                settle(node, node.outputs.get(name), running.dim, stride, _statistic(node))
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         found = super().evaluate(node, given)
@@ -203,7 +204,7 @@ class BatchnormInference(Operation):
         _check_modes(node)
         for name in ("mean", "inv_variance", "scale", "bias"):
             aligned_dim(node, node.input(name))
-        settle(node, node.outputs.get("Y"), x.dim, x.stride)
+        settle(node, node.outputs.get("Y"), x.dim, strides_of(x))
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         mean, inverse = (_aligned(node, given, name) for name in ("mean", "inv_variance"))
@@ -243,9 +244,9 @@ class _NormBackward(Operation):
         for name in ("scale", "mean", "inv_variance"):
             if name in node.inputs:
                 aligned_dim(node, node.input(name))
-        settle(node, node.outputs.get("dx"), x.dim, x.stride)
+        settle(node, node.outputs.get("dx"), x.dim, strides_of(x))
         for name in ("dscale", "dbias"):
-            settle(node, node.outputs.get(name), scale.dim, scale.stride)
+            settle(node, node.outputs.get(name), scale.dim, strides_of(scale))
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         x, grad, modes = given["input"], given["grad"], normalised_modes(node)

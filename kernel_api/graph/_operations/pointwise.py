@@ -12,7 +12,7 @@ from kernel_api.epilogue.value import Value, numeric, power
 from kernel_api.errors import GraphError
 from kernel_api.graph._enums import data_type
 from kernel_api.graph._kinds import NUMBER, WHOLE, optional
-from kernel_api.graph._node import Node, Operation, broadcast_dim, settle
+from kernel_api.graph._node import Node, Operation, broadcast_dim, settle, strides_of
 from kernel_api.graph._tensor import Tensor
 
 
@@ -269,10 +269,11 @@ class PointwiseOperation(Operation):
     result = ("OUT_0",)
 
     def infer(self, node: Node) -> None:
-        """Dims broadcast; strides are those of the first input that has the same dims."""
+        """Dims broadcast; strides are those of the first input that has the same dims, and every
+        element once."""
         given = [_tensor(node, name) for name in POINTWISE[self.name].arguments]
         dim = broadcast_dim(node, *(one.dim for one in given))
-        stride = next((one.stride for one in given if one.dim == dim), None)
+        stride = strides_of(*(one for one in given if one.dim == dim))
         axis = node["axis"]
         if axis is not None and not -len(dim) <= axis < len(dim):
             raise GraphError(f"{node} has axis {axis}; its input has dim {list(dim)}")

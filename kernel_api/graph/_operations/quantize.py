@@ -9,7 +9,7 @@ from kernel_api.errors import GraphError
 from kernel_api.graph._builder import Builder
 from kernel_api.graph._enums import data_type, element_type
 from kernel_api.graph._kinds import WHOLE, Kind, list_of, whole
-from kernel_api.graph._node import Node, Operation, settle
+from kernel_api.graph._node import Node, Operation, settle, strides_of
 from kernel_api.graph._options import one_whole, optional_whole, whole_or_wholes
 from kernel_api.graph._tensor import memory_order, packed_strides
 
@@ -117,7 +117,7 @@ class BlockScaleQuantize(Operation):
         axis = _axis(node, x.dim)
         blocks = list(x.dim)
         blocks[axis] = -(-blocks[axis] // node["block_size"])
-        settle(node, node.outputs["Y"], x.dim, x.stride, data_type.FP8_E4M3)
+        settle(node, node.outputs["Y"], x.dim, strides_of(x), data_type.FP8_E4M3)
         order = memory_order(x.dim, x.stride)
         scale = node.outputs["scale"]
         settle(node, scale, tuple(blocks), packed_strides(blocks, order), data_type.FP8_E8M0)
@@ -163,7 +163,7 @@ class BlockScaleDequantize(Operation):
                 f"{node} has descale of dim {list(descale.dim)}; its input {list(x.dim)} has "
                 f"{list(expected)} blocks"
             )
-        settle(node, node.outputs.get("Y"), x.dim, x.stride)
+        settle(node, node.outputs.get("Y"), x.dim, strides_of(x))
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         x, descale = (given[name].to(node.arithmetic) for name in ("input", "descale"))
