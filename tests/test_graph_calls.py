@@ -4,7 +4,13 @@ import pytest
 import torch
 
 import kernel_api.graph as cudnn
-from kernel_api.errors import GraphError, GraphNotSupportedError, VariantPackError
+from kernel_api.errors import (
+    GraphError,
+    GraphNotSupportedError,
+    GraphStateError,
+    VariantPackError,
+)
+from kernel_api.graph._execution import Execution
 
 X, Y = torch.randn(4, 8), torch.randn(4, 8)
 
@@ -94,6 +100,66 @@ def test_one_name_bars_engines_as_a_list_of_it_does():
     found.build_plans()
     with pytest.raises(GraphNotSupportedError, match=r"deselect_engines\('torch'\)"):
         planned().deselect_engines("torch").build_plans()
+
+
+@pytest.fixture
+def product():
+    found = new()
+    a = found.tensor((8, 8), name="a").set_uid(1)
+    found.relu(found.matmul(a, a)).set_output(True).set_uid(2)
+    found.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    return found
+
+
+def run_plan(graph, monkeypatch):
+    """Names of the plans that an execution runs."""
+    x, out = torch.randn(8, 8), torch.empty(8, 8)
+    launched = []
+    launch = Execution._launch
+    monkeypatch.setattr(
+        Execution,
+        "_launch",
+        lambda self, *given: (launched.append(self._plan.name), launch(self, *given)),
+    )
+    graph.execute({1: x, 2: out})
+    torch.testing.assert_close(out, (x @ x).relu())
+    return launched
+
+
+def test_a_plan_that_is_barred_when_it_is_built_is_not_executed(product, monkeypatch):
+    first, second = (product.get_plan_name_at_index(i) for i in (0, 1))
+    assert product.get_plan_name() == first
+    product.deselect_engines([first])
+    assert product.get_plan_name() == second
+    assert run_plan(product, monkeypatch) == [second]
+    with pytest.raises(GraphNotSupportedError, match="can be built") as caught:
+        product.deselect_workspace_greater_than(-1)
+    assert set(caught.value.reasons) == {first, second}
+    with pytest.raises(GraphStateError, match="no plan of the graph is built"):
+        product.execute({1: torch.randn(8, 8), 2: torch.empty(8, 8)})
+
+
+def test_barring_another_plan_keeps_what_is_selected(product, monkeypatch):
+    first, second = (product.get_plan_name_at_index(i) for i in (0, 1))
+    product.deselect_engines([second])
+    assert run_plan(product, monkeypatch) == [first]
+
+
+def test_calls_of_a_block_run_no_plan_that_is_barred():
+    x = torch.randn(8, 8)
+    with cudnn.Graph() as graph:
+        graph.relu(graph.matmul(x, x)).set_output(True)
+    first = graph.get_plan_name()
+    graph.deselect_engines(first)
+    assert graph.get_plan_name() != first
+    torch.testing.assert_close(graph(x), (x @ x).relu())
+
+
+def test_a_name_that_bars_no_plan_is_logged(product, caplog):
+    product.deselect_engines(["sm90.nothing", "reference"])
+    (record,) = caplog.records
+    assert "deselect_engines('sm90.nothing') bars none of the plans" in record.getMessage()
+    assert "reference_gemm" in record.getMessage()
 
 
 @pytest.mark.parametrize("names", [3, [3]])

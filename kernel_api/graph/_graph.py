@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kernel_api.errors import (
@@ -284,15 +284,19 @@ class pygraph(Operations):
         return list(self._selected().numerical_notes)
 
     def deselect_engines(self, names: Iterable[str]) -> pygraph:
-        """Bar plans with a kernel whose name contains one of these; indices stay as they are."""
+        """Bar plans with a kernel whose name contains one of these; indices stay as they are.
+
+        If a plan is built, the next one that can be takes the place of the selected one that is
+        barred, as of every other method that bars plans; GraphNotSupportedError if none can be.
+        A name that no plan has is a warning in the log.
+        """
         named = [names] if isinstance(names, str) else names
         barred = list(named) if isinstance(named, Iterable) else [named]
         if not all(isinstance(name, str) for name in barred):
             raise GraphError(
                 f"deselect_engines was given {names!r}; expected names, or parts of them"
             )
-        self._planned().bar_engines(barred)
-        return self
+        return self._bar(lambda plans: plans.bar_engines(barred))
 
     def deselect_numeric_notes(self, notes: Iterable[Any]) -> pygraph:
         return self._bar_notes("deselect_numeric_notes", numerical_note, notes, having=True)
@@ -308,13 +312,20 @@ class pygraph(Operations):
 
     def _bar_notes(self, method: str, kind: Any, notes: Any, having: bool) -> pygraph:
         chosen = [member_of(kind, note) for note in listed(method, "notes", notes, "notes")]
-        self._planned().bar_notes(chosen, having=having)
-        return self
+        return self._bar(lambda plans: plans.bar_notes(chosen, having=having))
 
     def deselect_workspace_greater_than(self, size: int) -> pygraph:
         """Bar plans that need more bytes."""
         most = number("deselect_workspace_greater_than", "size", size)
-        self._planned().bar_workspace(int(most))
+        return self._bar(lambda plans: plans.bar_workspace(int(most)))
+
+    def _bar(self, bar: Callable[[PlanList], None]) -> pygraph:
+        with self._lock:
+            plans = self._planned()
+            bar(plans)
+            if plans.selected is not None and plans.selected.barred:
+                plans.selected = self._execution = None
+                self.build_plans()
         return self
 
     @property

@@ -94,6 +94,10 @@ class PlanList:
     # Barring -----------------------------------------------------------------------------
 
     def bar_engines(self, names: list[str]) -> None:
+        for name in names:
+            if not any(name in plan.name for plan in self.plans):
+                shown = "; ".join(plan.name for plan in self.plans)
+                logger.warning("deselect_engines(%r) bars none of the plans: %s", name, shown)
         for plan in self.plans:
             hit = [name for name in names if name in plan.name]
             if hit:
@@ -131,7 +135,7 @@ class PlanList:
                 failures[plan.name] = reason(error)
                 logger.warning("plan %s cannot be built: %s", plan.name, reason(error))
                 continue
-            if self.selected is None or self.selected.barred:
+            if self.selected is None:
                 self.selected = plan
             if not every:
                 return
