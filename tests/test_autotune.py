@@ -340,6 +340,21 @@ def test_the_default_is_measured_though_the_filter_leaves_it_out(registry, optio
     assert tune(args, provider, policy=None, max_candidates=1).default is None
 
 
+@pytest.mark.parametrize("chosen", ["reference", ["reference"]])
+def test_the_default_is_measured_though_the_providers_leave_it_out(chosen):
+    args = arguments()
+    result = ka.autotune(args, providers=chosen)
+    assert {row.kernel.rebuild().provider_name() for row in result.rows} == {"reference"}
+    assert result.default.kernel.rebuild() == ka.get_kernels(args)[0]
+    assert ka.tuned(args).provider_name() == ka.tuned(arguments(N=44)).provider_name() == "torch"
+
+
+def test_the_default_is_of_those_that_are_named_where_all_others_are_left_out(monkeypatch):
+    monkeypatch.setenv("KERNEL_API_PROVIDERS", "cutedsl")
+    result = ka.autotune(arguments(), providers=["torch"], policy=QUICK)
+    assert result.default is None and result.kernel.provider_name() == "torch"
+
+
 def test_none_that_the_filter_keeps_passes_though_the_default_does(registry):
     provider = registry.register(hostile.FastGemm, hostile.WrongGemm)
     with pytest.raises(NoKernelError, match="none of 1 candidates passed") as caught:

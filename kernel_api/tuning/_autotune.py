@@ -54,8 +54,9 @@ class TuningResult:
         problem: What was computed.
         environment: Where and how it was measured.
         measured: How many of the rows are new.
-        default: What came of the kernel that is chosen without tuning, if the filter leaves it
-            out: it is measured all the same, and has no place among the rows.
+        default: What came of the kernel that is chosen without tuning, if the filter or
+            ``providers`` leave it out: it is measured all the same, and has no place among the
+            rows.
     """
 
     kernel: Kernel
@@ -132,13 +133,12 @@ def autotune(
             written: operands are random, of the same types, sizes, strides and alignment. Meta
             tensors will do.
         metadata_filter: Which candidates compete, as in ``get_kernels``. What is chosen without
-            tuning, the first of ``get_kernels`` without the filter, is measured even if the filter
-            leaves it out, and is then no part of the result: so the result is the best of those
-            that were asked for, and :func:`tuned`, which goes by all rows, never slower than the
-            default.
+            tuning, the first of ``get_kernels(args)``, is measured even if the filter or
+            ``providers`` leave it out, and is then no part of the result: so the result is the
+            best of those that were asked for, and :func:`tuned`, which goes by all rows, never
+            slower than the default.
         cc: Architecture to compile for; that of the device by default.
-        providers: Those whose kernels compete; all but ``reference`` by default. The default above
-            is one of theirs, too.
+        providers: Those whose kernels compete; all but ``reference`` by default.
         budget_s: Seconds for a problem after which no more candidates are begun, but the default,
             and the first if none is known to pass. One that is to be measured again, and is not
             begun, keeps its row. Finite: inf is refused, None is no limit.

@@ -31,7 +31,7 @@ class Candidates(NamedTuple):
 
     Attributes:
         kernels: Those that compete, in their order.
-        default: What is chosen without tuning; the filter may have left it out.
+        default: What is chosen without tuning; the filter or ``providers`` may leave it out.
     """
 
     kernels: Sequence[Kernel]
@@ -94,18 +94,20 @@ class Choice:
         Raises NoKernelError; ArgumentError if ``order`` gives others than it got.
         """
         kind = device.partition(":")[0]
-        found = get_kernels(args, cc=self.cc, providers=self.providers)
-        able = [kernel for kernel in found if kind in kernel.devices]
-        kept = self._without_oracle(filtered(able, self.metadata_filter))
+        able = self._able(args, kind, self.providers)
+        kept = filtered(able, self.metadata_filter)
+        if self.providers is None:
+            kept = _without_oracle(kept)
         if not kept:
             raise NoKernelError(explain(args, self.metadata_filter, self.cc, self.providers))
-        default = self._without_oracle(able)[0]
+        # KERNEL_API_PROVIDERS may leave out of "all" those that are named.
+        of_all = self._able(args, kind, None) if self.providers is not None else able
+        default = _without_oracle(of_all or able)[0]
         return Candidates(_first(self._ordered(kept, args), self.max_candidates, default), default)
 
-    def _without_oracle(self, kernels: list[Kernel]) -> list[Kernel]:
-        if self.providers is not None:
-            return kernels
-        return [k for k in kernels if type(k).provider_name() != _ORACLE] or kernels
+    def _able(self, args: Arguments, kind: str, chosen: ProviderChoice | None) -> list[Kernel]:
+        found = get_kernels(args, cc=self.cc, providers=chosen)
+        return [kernel for kernel in found if kind in kernel.devices]
 
     def _ordered(self, kernels: list[Kernel], args: Arguments) -> list[Kernel]:
         if self.order is None:
@@ -121,6 +123,10 @@ class Choice:
                 f"expected the same ones: leave out candidates by metadata_filter"
             )
         return found
+
+
+def _without_oracle(kernels: list[Kernel]) -> list[Kernel]:
+    return [k for k in kernels if type(k).provider_name() != _ORACLE] or kernels
 
 
 def _first(kernels: Sequence[Kernel], count: int | None, default: Kernel) -> list[Kernel]:
