@@ -11,7 +11,7 @@ from support import hostile_kernels as hostile
 from support.tuning import measured
 
 import kernel_api as ka
-from kernel_api.errors import ArgumentError, FilterError, NoKernelError
+from kernel_api.errors import ArgumentError, DeviceError, FilterError, NoKernelError
 from kernel_api.providers.reference.norm import ReferenceRmsNorm, ReferenceRmsNormBackward
 from kernel_api.tuning import Environment, Policy, Problem, Status, Store, _lookup, _spread, _worker
 
@@ -388,6 +388,17 @@ def test_the_first_of_every_provider_competes(registry):
     other.register(hostile.FastGemm)
     result = ka.autotune(arguments(), providers=[one, other], policy=QUICK, max_candidates=1)
     assert set(by_class(result)) == {"SlowGemm", "FastGemm"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_an_architecture_is_not_asked_of_the_cpu(monkeypatch, device):
+    monkeypatch.setattr(_spread, "devices_here", lambda: ["cpu"])
+    A = torch.empty(64, 64, dtype=torch.bfloat16, device=device)
+    args = ka.GemmArguments(A, torch.empty_like(A), torch.empty_like(A))
+    with pytest.raises(DeviceError, match="cc is 90 but the problem is measured on the CPU"):
+        ka.autotune(args, cc=90)
+    (found,) = ka.autotune([args], cc="sm_90a")
+    assert isinstance(found, DeviceError) and "cc is 'sm_90a'" in str(found)
 
 
 @pytest.mark.parametrize("name", ["budget_s", "timeout_s", "max_candidates"])

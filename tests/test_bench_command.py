@@ -156,12 +156,18 @@ def test_options_say_how_it_is_measured(capsys, monkeypatch):
 
     monkeypatch.setattr(_comparison, "compared", compared)
     words = ("--launches", "eager", "--l2", "warm", "--rounds", 7, "--rest", 0, "--seed", 3)
-    run(capsys, *SIZES, *words, "--timeout", 4, "--cc", 90, "--no-verify")
+    run(capsys, *SIZES, *words, "--timeout", 4, "--no-verify")
     ((where, count, policy, device, choice, how),) = asked
     assert (where, count, device) == ("cpu", 1, "cpu")  # torch's
     assert policy == Policy("eager", "warm", 7, rest=0, seed=3)
-    assert (choice.timeout_s, choice.cc) == (4.0, "90")
+    assert choice.timeout_s == 4
     assert how == {"verify": False, "progress": False}
+
+
+def test_an_architecture_is_not_asked_of_the_cpu(capsys):
+    code, out, err = run(capsys, *SIZES, "--cc", 90, "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert "cc is '90' but the problem is measured on the CPU" in err
 
 
 def test_a_problem_without_a_kernel_or_without_data_fails(capsys, monkeypatch):

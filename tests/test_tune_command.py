@@ -227,6 +227,12 @@ def test_what_no_problem_can_be_asked_is_refused(capsys, words, message):
     assert message in err
 
 
+def test_an_architecture_is_not_asked_of_the_cpu(capsys):
+    code, told = run_json(capsys, "tune", *SIZES, "--device", "cpu", "--cc", 90)
+    assert code == 1
+    assert told["problems"][0]["reason"].startswith("DeviceError: cc is '90' but the problem is")
+
+
 @pytest.mark.parametrize(("words", "count"), [(["--limit", 3], 3), (["--all"], None)])
 def test_the_number_of_candidates_can_be_set(capsys, tuner, words, count):
     run(capsys, "tune", *SIZES, *words)

@@ -137,7 +137,7 @@ def autotune(
             ``providers`` leave it out, and is then no part of the result: so the result is the
             best of those that were asked for, and :func:`tuned`, which goes by all rows, never
             slower than the default.
-        cc: Architecture to compile for; that of the device by default.
+        cc: Architecture to compile for; that of the device by default. The CPU has none.
         providers: Those whose kernels compete; all but ``reference`` by default.
         budget_s: Seconds for a problem after which no more candidates are begun, but the default,
             and the first if none is known to pass. One that is to be measured again, and is not
@@ -163,6 +163,7 @@ def autotune(
         NoKernelError: no kernel takes the arguments, or none of the candidates passed; the text
             has their statuses.
         BenchError: nothing can be measured, such as a problem whose data has no room.
+        DeviceError: ``cc`` is given, and a problem is measured on the CPU.
         CaptureError: a CUDA graph is being captured.
         ArgumentError: what is passed is not as above, or as ``get_kernels`` has it.
         FilterError: as ``get_kernels``.

@@ -13,7 +13,7 @@ from kernel_api._filters import MetadataFilter, filtered
 from kernel_api._numbers import whole_number
 from kernel_api.arguments import Arguments
 from kernel_api.discovery import ProviderChoice, explain, get_kernels
-from kernel_api.errors import ArgumentError, NoKernelError
+from kernel_api.errors import ArgumentError, DeviceError, NoKernelError
 from kernel_api.kernel import Kernel
 from kernel_api.provider import providers
 from kernel_api.targets import CcLike, target
@@ -91,9 +91,15 @@ class Choice:
     def candidates(self, args: Arguments, device: str) -> Candidates:
         """In the order of the performance model, or the one that is asked for.
 
-        Raises NoKernelError; ArgumentError if ``order`` gives others than it got.
+        Raises NoKernelError; ArgumentError if ``order`` gives others than it got; DeviceError for
+        an architecture where it is measured on the CPU.
         """
         kind = device.partition(":")[0]
+        if self.cc is not None and kind == "cpu":
+            raise DeviceError(
+                f"cc is {self.cc!r} but the problem is measured on the CPU, which is of no "
+                f"architecture; leave it out, or measure on a GPU"
+            )
         able = self._able(args, kind, self.providers)
         kept = filtered(able, self.metadata_filter)
         if self.providers is None:
