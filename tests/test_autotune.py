@@ -390,6 +390,22 @@ def test_the_first_of_every_provider_competes(registry):
     assert set(by_class(result)) == {"SlowGemm", "FastGemm"}
 
 
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (Policy(l2="warm"), "launches = 'graph', but the CPU has no graphs of launches"),
+        (Policy("eager"), "l2 = 'cold', but on the CPU no cache is emptied"),
+    ],
+)
+def test_what_the_cpu_does_not_have_is_not_said_of_its_times(monkeypatch, policy, words):
+    with pytest.raises(ArgumentError, match=words):
+        ka.autotune(arguments(), policy=policy)
+    monkeypatch.setattr(_spread, "devices_here", lambda: ["cpu"])
+    on_meta = ka.GemmArguments(*(one.to("meta") for one in arguments().tensors))
+    (found,) = ka.autotune([on_meta], policy=policy)
+    assert isinstance(found, ArgumentError) and words in str(found)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_an_architecture_is_not_asked_of_the_cpu(monkeypatch, device):
     monkeypatch.setattr(_spread, "devices_here", lambda: ["cpu"])

@@ -72,13 +72,12 @@ def policy(options: argparse.Namespace) -> Policy:
 
 def _check_on_cpu(options: argparse.Namespace) -> None:
     """Raises ArgumentError for what would be said of times, and not be so."""
-    refused = {
-        "launches": (options.launches == "graph", "the CPU has no graphs of launches"),
-        "l2": (options.l2 == "cold", "on the CPU no cache is emptied"),
-        "rest": (options.rest, "the CPU does not rest"),
-    }
-    for name, (is_given, why) in refused.items():
-        if is_given:
+    from kernel_api.tuning._policy import why_not_on_cpu
+
+    refused = {name: why_not_on_cpu(name, getattr(options, name)) for name in ("launches", "l2")}
+    refused["rest"] = "the CPU does not rest" if options.rest else None
+    for name, why in refused.items():
+        if why is not None:
             raise ArgumentError(
                 f"--{name} {getattr(options, name)}: {why}; leave it out, or pass --device cuda"
             )

@@ -145,8 +145,8 @@ def autotune(
         max_candidates: So many of the order, the default and the first of every provider; None:
             all.
         timeout_s: Seconds that no step of a candidate may take. Finite: inf is refused.
-        policy: How to measure; CUDA graphs and a cold L2 cache by default, and on the CPU eager
-            launches. :func:`tuned` goes by what was measured in the usual way
+        policy: How to measure; CUDA graphs and a cold L2 cache by default, and on the CPU, which
+            has neither, eager launches. :func:`tuned` goes by what was measured in the usual way
             (:meth:`Policy.usual`).
         order: Puts candidates, which it gets with the arguments, in the order in which they are
             begun, such as :func:`kernel_api.tuning.heuristics.ranked`; that of the performance

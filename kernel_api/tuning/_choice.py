@@ -17,7 +17,7 @@ from kernel_api.errors import ArgumentError, DeviceError, NoKernelError
 from kernel_api.kernel import Kernel
 from kernel_api.provider import providers
 from kernel_api.targets import CcLike, target
-from kernel_api.tuning._policy import Policy
+from kernel_api.tuning._policy import Policy, why_not_on_cpu
 
 #: Puts candidates in the order in which they are begun; all of them.
 Order = Callable[[Sequence[Kernel], Arguments], Sequence[Kernel]]
@@ -86,7 +86,17 @@ class Choice:
             )
 
     def policy_on(self, device: str) -> Policy:
-        return self.policy or Policy.usual(device)
+        """How it is measured there. Raises ArgumentError for what there is not on the CPU."""
+        policy = self.policy or Policy.usual(device)
+        if device == "cpu":
+            for name, value in policy.to_dict().items():
+                why = why_not_on_cpu(name, value)
+                if why is not None:
+                    raise ArgumentError(
+                        f"policy has {name} = {value!r}, but {why}: pass one such as "
+                        f"Policy(launches='eager', l2='warm'), or leave it out"
+                    )
+        return policy
 
     def candidates(self, args: Arguments, device: str) -> Candidates:
         """In the order of the performance model, or the one that is asked for.

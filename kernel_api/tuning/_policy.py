@@ -18,6 +18,12 @@ _L2 = ("cold", "warm")
 _LEAST = {"rounds": 1, "operand_sets": 1, "launches_per_graph": 1, "rest": 0, "seed": 0}
 _OPTIONAL = ("operand_sets", "launches_per_graph")
 
+#: What cannot be on the CPU: it would be said of times, and not be so.
+_NOT_ON_CPU = {
+    ("launches", "graph"): "the CPU has no graphs of launches",
+    ("l2", "cold"): "on the CPU no cache is emptied",
+}
+
 #: Of the environment: ``rest`` of the usual policy.
 _REST = "KERNEL_API_REST"
 
@@ -92,6 +98,11 @@ class Policy:
     def digest(self) -> str:
         """A short hash of the canonical text."""
         return digest(self.to_json())
+
+
+def why_not_on_cpu(name: str, value: Any) -> str | None:
+    """Why nothing is measured on the CPU with this value of a policy; None if it can be."""
+    return _NOT_ON_CPU.get((name, value))
 
 
 def _whole(given: str) -> int:
