@@ -27,7 +27,7 @@ from kernel_api.matching import BEHIND_OPERANDS, match_layouts, match_types, typ
 from kernel_api.metadata import KernelMetadata, OperandsMetadata
 from kernel_api.provider import Provider, generation, providers
 from kernel_api.space import Variants
-from kernel_api.status import Status
+from kernel_api.status import Status, with_true_nearest
 from kernel_api.targets import CcLike, Target, fitting
 from kernel_api.utils import untraced
 
@@ -100,13 +100,14 @@ def explain(
 
     require_arguments(args)
     accepted, rejected = [], []
+    target = query_target(args.device, cc)
     for verdict in _survey(args, cc, providers).verdicts:
         family, provider = verdict.family.family_name(), verdict.family.provider_name()
         kept = filtered(verdict.kernels, metadata_filter)
         if kept:
             accepted.append(Acceptance(family, provider, tuple(kept)))
             continue
-        status = verdict.status
+        status = _with_true_nearest(verdict, args, target)
         if verdict.kernels:
             status = Status.fail(
                 f"metadata_filter refused all {len(verdict.kernels)} designs",
@@ -211,12 +212,14 @@ def _judge(catalogue: Catalogue, args: Arguments, target: Target | None) -> Verd
         return Verdict(family, (), _plugin_fault(family, error))
 
 
-def _judge_kernels(catalogue: Catalogue, args: Arguments, target: Target | None) -> Verdict:
+def _judge_kernels(
+    catalogue: Catalogue, args: Arguments, target: Target | None, but_for: str | None = None
+) -> Verdict:
     family = catalogue.family
     accepted: list[Kernel] = []
     misses: list[Status] = []
     for variants in catalogue.operands(args, target):
-        status = match_types(variants.first, args)
+        status = match_types(variants.first, args, but_for)
         if not status:
             misses.append(status)
             continue
@@ -272,6 +275,15 @@ def _nearest_miss(misses: list[Status]) -> Status:
 
 def _verb(status: Status) -> str:
     return "carries" if status.rule == "scales" else "is"
+
+
+def _with_true_nearest(verdict: Verdict, args: Arguments, target: Target | None) -> Status:
+    def fits(but_for: str) -> object:
+        with _lock:
+            _forget_if_changed()
+            return _judge_kernels(_catalogue(verdict.family), args, target, but_for).kernels
+
+    return with_true_nearest(verdict.status, fits)
 
 
 _faults_told: set[tuple[type, str]] = set()

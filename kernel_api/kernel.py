@@ -47,7 +47,7 @@ from kernel_api.metadata import (
     OperandsMetadata,
 )
 from kernel_api.space import Operands, Space, Variants
-from kernel_api.status import KIND_OF_OPERATION, Status
+from kernel_api.status import DEVICE, KIND_OF_OPERATION, Status, with_true_nearest
 from kernel_api.targets import CcLike, Target, fitting
 from kernel_api.utils import is_traced, is_watched, untraced
 
@@ -305,14 +305,18 @@ class Kernel(metaclass=KernelType):
         What is ``compiled`` does without the provider's compiler.
         """
         status = self.class_status(args, target, compiled=compiled)
-        if not status:
-            return status
-        status = match_operands(self.metadata.operands, args, self.why_aligned())
         if status:
-            status = self.status_of_operands(self.metadata.operands, args)
-        if not status:
-            return status
-        return self.status_behind_operands(args, target)
+            status = self._status_behind_class(args, target)
+        return with_true_nearest(status, lambda rule: self._status_behind_class(args, target, rule))
+
+    def _status_behind_class(
+        self, args: Any, target: Target | None, but_for: str | None = None
+    ) -> Status:
+        operands = self.metadata.operands
+        status = match_operands(operands, args, self.why_aligned(), but_for)
+        if status:
+            status = self.status_of_operands(operands, args)
+        return self.status_behind_operands(args, target) if status else status
 
     @classmethod
     def class_status(
@@ -333,7 +337,7 @@ class Kernel(metaclass=KernelType):
         if device not in cls.devices and device != "meta":
             return Status.fail(
                 f"the operands are on {args.device}; the kernel runs on {' or '.join(cls.devices)}",
-                rule="device",
+                rule=DEVICE,
                 nearest=f"would match with operands on {cls.devices[0]}",
                 progress=1,
             )

@@ -9,7 +9,7 @@ from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import TF32, TF32X3
 from kernel_api.metadata import OperandsMetadata, TensorAttributes
 from kernel_api.operands import Operand
-from kernel_api.status import KIND_OF_OPERATION, Status
+from kernel_api.status import KIND_OF_OPERATION, ROUNDED_FLOAT32, Status
 
 if TYPE_CHECKING:
     from kernel_api.arguments import Arguments
@@ -35,10 +35,16 @@ BEHIND_OPERANDS = _FITS
 
 
 def match_operands(
-    operands: OperandsMetadata, args: Arguments, why_aligned: str | None = None
+    operands: OperandsMetadata,
+    args: Arguments,
+    why_aligned: str | None = None,
+    but_for: str | None = None,
 ) -> Status:
-    """Types first, then majors, then alignment; the first mismatch is the status."""
-    status = match_types(operands, args)
+    """Types first, then majors, then alignment; the first mismatch is the status.
+
+    ``but_for``: see :func:`match_types`.
+    """
+    status = match_types(operands, args, but_for)
     return match_layouts(operands, args, why_aligned) if status else status
 
 
@@ -49,8 +55,11 @@ def types_of(operands: OperandsMetadata) -> tuple[Hashable, ...]:
     return (operands.names, types, *further)
 
 
-def match_types(operands: OperandsMetadata, args: Arguments) -> Status:
-    """The kind of operation, element types, and how products and sums are formed."""
+def match_types(operands: OperandsMetadata, args: Arguments, but_for: str | None = None) -> Status:
+    """The kind of operation, element types, and how products and sums are formed.
+
+    ``but_for``: a rule that is not asked, of those of how products are formed.
+    """
     if operands.names != args.operand_names:
         return Status.fail(
             f"the kernel takes operands {operands.names}, these are {type(args).__name__}",
@@ -74,7 +83,8 @@ def match_types(operands: OperandsMetadata, args: Arguments) -> Status:
         mode = getattr(getattr(args, name), "mode", None)
         if attributes.scale != "any" and mode is not attributes.scale:
             return _scale_mismatch(name, mode, attributes, _SCALES + step)
-    return _match_arithmetic(operands, args)
+    status = _match_arithmetic(operands, args)
+    return status if status.rule != but_for else Status.success()
 
 
 def _form_mismatch(operands: OperandsMetadata, args: Any) -> str | None:
@@ -140,7 +150,7 @@ def _match_arithmetic(operands: OperandsMetadata, args: Arguments) -> Status:
         bits, names = _MANTISSA_BITS[multiplication], _ALLOWED_BY[multiplication]
         return Status.fail(
             f"the kernel multiplies float32 with {bits} mantissa bits, and {allowed} is asked",
-            rule="tfloat32 has to be allowed",
+            rule=ROUNDED_FLOAT32,
             nearest=f"would match with fp32_precision={names[0]!r}, or "
             "torch.set_float32_matmul_precision('high')",
             progress=_MAJORS - 1,

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 #: The rule that arguments of another operation fail.
 KIND_OF_OPERATION = "the kind of operation"
+
+#: The rule that operands on a device of another type fail.
+DEVICE = "device"
+
+#: The rule that products fail whose operands may not be rounded as the kernel does.
+ROUNDED_FLOAT32 = "tfloat32 has to be allowed"
+
+#: Rules asked before others, so that what would match by them may not by those.
+_ASKED_BEFORE_OTHERS = (DEVICE, ROUNDED_FLOAT32)
 
 
 @dataclass(frozen=True)
@@ -61,3 +72,16 @@ class Status:
 
 
 _SUCCESS = Status()
+
+
+def with_true_nearest(status: Status, fits: Callable[[str], object]) -> Status:
+    """The status, without ``nearest`` where another rule fails as well.
+
+    ``fits``: whether all rules but the named one hold.
+    """
+    if status.rule not in _ASKED_BEFORE_OTHERS:
+        return status
+    with contextlib.suppress(Exception):  # rules may rely on what the named one asks
+        if fits(status.rule):
+            return status
+    return replace(status, nearest=None)

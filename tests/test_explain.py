@@ -61,6 +61,44 @@ def test_a_cuda_family_rejects_cpu_tensors_naming_both_devices(registry):
     assert told.nearest == "would match with operands on cuda"
 
 
+@pytest.mark.parametrize(
+    "given", [{"types": ("float64",) * 3}, {"types": BF16, "layouts": "ttt"}, {"types": BF16}]
+)
+def test_another_device_is_told_only_if_nothing_else_is_in_the_way(registry, given):
+    class ContiguousInK(CudaGemm):
+        family = "k.major"
+        operands = (
+            Operands(A="bf16", B="bf16", out="f32", accumulator="f32", majors="A:k B:k out:n"),
+        )
+
+        @rule("K is a multiple of 32")
+        def _(args):
+            return args.K % 32 == 0
+
+    provider = registry.register(ContiguousInK)
+    (kernel,) = ka.get_kernels(providers=[provider])
+    for K in (40, 64):
+        args = gemm_arguments(64, 64, K, **{"layouts": "tnt", **given})
+        told, status = rejection("k.major", args), kernel.supports(args)
+        fits = given == {"types": BF16} and K == 64
+        assert told.rule == status.rule == "device"
+        assert told.nearest == status.nearest
+        assert told.nearest == ("would match with operands on cuda" if fits else None)
+
+
+def test_what_a_family_raises_of_operands_on_another_device_tells_no_nearest(registry):
+    class Raising(CudaGemm):
+        family = "raising"
+
+        def _supports(self, args):
+            raise RuntimeError("no such device")
+
+    kernel, *_ = ka.get_kernels(providers=[registry.register(Raising)])
+    args = gemm_arguments(64, 64, 64, types=BF16)
+    for told in (rejection("raising", args), kernel.supports(args)):
+        assert (told.rule, told.nearest) == ("device", None)
+
+
 @pytest.mark.parametrize("kind", ["int16", "bool", "complex64"])
 def test_an_odd_type_is_rejected_by_name_by_all_but_the_reference(registry, kind):
     registry.register(CudaGemm, LoopGemm)
@@ -204,6 +242,25 @@ def test_a_tf32_family_says_how_to_allow_it(registry):
     assert "set_float32_matmul_precision('high')" in told.nearest
     allowed = gemm_arguments(64, 64, 64, device="meta", fp32_precision="tf32")
     assert "tf32.gemm" in families(ka.explain(allowed).accepted)
+
+
+@pytest.mark.parametrize(("layouts", "device"), [("ttt", "meta"), ("tnt", "meta"), ("tnt", "cpu")])
+def test_how_to_allow_tf32_is_told_only_if_nothing_else_is_in_the_way(registry, layouts, device):
+    class Tf32(CudaGemm):
+        family = "tf32.gemm"
+        operands = (
+            Operands(A="f32", B="f32", out="f32", accumulator="f32", multiplication="tf32",
+                     majors="A:k B:k out:n"),
+        )  # fmt: skip
+
+    (kernel,) = ka.get_kernels(providers=[registry.register(Tf32)])
+    given = {"layouts": layouts, "device": device}
+    full = gemm_arguments(64, 64, 64, fp32_precision="ieee", **given)
+    told, status = rejection("tf32.gemm", full), kernel.supports(full)
+    assert told.nearest == status.nearest
+    assert (told.nearest is not None) == (given == {"layouts": "tnt", "device": "meta"})
+    allowed = gemm_arguments(64, 64, 64, fp32_precision="tf32", **given)
+    assert bool(kernel.supports(allowed)) == (told.nearest is not None)
 
 
 def test_alternatives_of_a_type_are_joined(registry):
