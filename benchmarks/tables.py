@@ -59,6 +59,7 @@ ABOUT = {
     "gemm-layouts": "gradients of linear layers, bfloat16",
     "gemm-models": "layers of language models and odd sizes, bfloat16",
     "gemm-other": "products of int8 and tf32",
+    "gemm-unaligned": "rows that begin anywhere in memory, bfloat16",
     "graph": "graphs, and a whole transformer block",
     "grouped": "products of groups of tokens, weight gradients too",
     "grouped-fusion": "products of groups with fused epilogues",
