@@ -211,6 +211,49 @@ def test_a_transformer_block_computes_what_torch_does():
     assert verdict, verdict.reason
 
 
+# What fused plans compute -----------------------------------------------------------------
+
+
+def both(make, *given, **types):
+    """The results of a fused plan and of single operations, and what the fused one launches."""
+    found = []
+    for mode in (cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK):
+        handle = cudnn.create_handle("cpu")
+        kinds = {"io_data_type": FLOAT, "intermediate_data_type": FLOAT, **types}
+        with cudnn.Graph(handle=handle, heuristics=[mode], **kinds) as graph:
+            results = make(graph, *given)
+            for one in results if isinstance(results, tuple) else (results,):
+                one.set_output(True)
+        found.append((graph(*given), [step.kind for step in graph.selected.steps]))
+    (fused, kinds), (single, _) = found
+    return fused, single, kinds
+
+
+def into_and_behind(g, x, w):
+    h = g.relu(x)
+    return g.add(g.matmul(h, w), h)
+
+
+def into_and_behind_groups(g, x, w, starts):
+    h = g.relu(x)
+    return g.add(g.moe_grouped_matmul(h, w, starts, mode="NONE"), h)
+
+
+@pytest.mark.parametrize("make", [into_and_behind, into_and_behind_groups])
+def test_what_a_product_reads_is_computed_before_it_where_its_epilogue_reads_it_too(make):
+    x, w = torch.randn(8, 16), torch.randn(16, 16)
+    given = (x, w)
+    if make is into_and_behind_groups:
+        given = (x[None], w.expand(2, 16, 16), torch.tensor([0, 3], dtype=torch.int32))
+    fused, single, kinds = both(make, *given)
+    torch.testing.assert_close(fused, single)
+    assert kinds.count("kernel") == 2
+    graph = hopper()
+    h = graph.relu(graph.tensor((512, 256)))
+    graph.add(graph.matmul(h, graph.tensor((256, 256))), h).set_output(True)
+    assert len(launches(planned(graph))) == 2
+
+
 # What torch computes ----------------------------------------------------------------------
 
 

@@ -298,7 +298,7 @@ class _Partitioner:
                     continue
                 if id(producer) in behind:
                     return f"it needs {tensor}, which is computed from what the kernel writes"
-                if self._serves_only(producer, [*region.covered, *joined], region.frame):
+                if self._serves_only(producer, [*region.nodes, *joined], region.frame):
                     joined.insert(0, producer)
                     pending.append(producer)
         trial = Region(region.anchor, region.accumulator, region.frame, [*region.nodes, *joined])
@@ -312,7 +312,11 @@ class _Partitioner:
         return joined
 
     def _serves_only(self, producer: Node, members: list[Node], frame: Frame) -> bool:
-        """Whether a node is needed by these alone, and can be computed with them."""
+        """Whether a node is needed by these alone, and can be computed with them.
+
+        Args:
+            members: Of the epilogue: what the anchor reads has to be in memory.
+        """
         if not self.units.is_free(producer) or isinstance(folded(producer, frame), str):
             return False
         if producer.op in ("glu_pair", "slice", "rope", "reduction"):
