@@ -254,6 +254,17 @@ def test_what_a_product_reads_is_computed_before_it_where_its_epilogue_reads_it_
     assert len(launches(planned(graph))) == 2
 
 
+def test_what_serves_a_node_that_is_left_out_too_is_computed_for_both():
+    def make(g, x, w, y):
+        product, factor = g.matmul(x, w), g.exp(y)
+        product = g.mul(product, factor)
+        return product, g.mul(product, factor).set_data_type("int64")  # which no epilogue stores
+
+    fused, single, kinds = both(make, torch.randn(8, 16), torch.randn(16, 16), torch.randn(8, 16))
+    assert kinds == ["kernel", "kernel", "torch"]
+    torch.testing.assert_close(fused, single)
+
+
 # What torch computes ----------------------------------------------------------------------
 
 

@@ -244,14 +244,18 @@ class _Partitioner:
         self._prune(region)
 
     def _prune(self, region: Region) -> None:
-        """Leave no node in that does not depend on the accumulator and feeds nothing in."""
+        """Leave no node in that does not depend on the accumulator, and feeds nothing in or others
+        as well: such a result is not stored."""
         changed = True
         while changed:
             changed = False
             needed = {id(t) for n in region.nodes for t in n.reads}
+            members = {id(n) for n in region.nodes}
             live = self._depending(region)
             for node in list(region.nodes):
-                if id(node) not in live and not any(id(t) in needed for t in node.writes):
+                serves = any(id(t) in needed for t in node.writes)
+                leaves = any(self.units.leaves(t, members) for t in node.writes)
+                if id(node) not in live and (leaves or not serves):
                     region.nodes.remove(node)
                     changed = True
 
