@@ -265,6 +265,19 @@ def test_what_serves_a_node_that_is_left_out_too_is_computed_for_both():
     torch.testing.assert_close(fused, single)
 
 
+@pytest.mark.parametrize("begin", [0, 4])
+@pytest.mark.parametrize("behind", [False, True], ids=["alone", "and-in-the-epilogue"])
+def test_half_of_a_product_is_a_view_for_what_is_not_its_epilogue(behind, begin):
+    def make(g, x, w, gain):
+        half = g.slice(g.matmul(x, w), [slice(None), slice(begin, begin + 4)])
+        normed, _ = g.rmsnorm(half, gain)
+        return (normed, g.silu(half)) if behind else normed
+
+    fused, single, kinds = both(make, torch.randn(3, 16), torch.randn(16, 8), torch.randn(4))
+    assert kinds == ["kernel", "view", *["kernel"] * (1 + behind)]
+    torch.testing.assert_close(fused, single)
+
+
 # What torch computes ----------------------------------------------------------------------
 
 

@@ -191,7 +191,11 @@ class _Partitioner:
             if region.anchor is None and not region.nodes:
                 return None
             region.stored = self._stored(region)
-            step = self.prober.step(region.covered, build.with_region(region))
+            # Others find it in the memory of what it is a view of, so that would have to be stored.
+            view = next((t for t in region.stored if view_of(t) is not None), None)
+            step: KernelStep | str = f"others read {view}, which is a view"
+            if view is None:
+                step = self.prober.step(region.covered, build.with_region(region))
             if not isinstance(step, str):
                 return self._cheaper(step, region, build, refusals)
             if not region.nodes:
