@@ -278,6 +278,21 @@ def test_half_of_a_product_is_a_view_for_what_is_not_its_epilogue(behind, begin)
     torch.testing.assert_close(fused, single)
 
 
+@pytest.mark.parametrize("mode", ["ADD", "MAX", "MIN", "AMAX", "AVG", "NORM1"])
+@pytest.mark.parametrize("axes", [(0, 1, 2), (1, 2)], ids=["all", "of-a-batch"])
+@pytest.mark.parametrize("first", ["matmul", "add"])
+def test_what_is_reduced_is_used_in_the_same_kernel(first, axes, mode):
+    def make(g, a, b):
+        x = getattr(g, first)(a, b)
+        reduced = g.reduction(x, mode, axis=axes)
+        return g.mul(x, reduced), reduced
+
+    b = torch.randn(2, 4, 4) + 3.0 * torch.arange(2).view(2, 1, 1)
+    fused, single, kinds = both(make, torch.randn(2, 4, 4), b)
+    assert kinds == ["kernel"]
+    torch.testing.assert_close(fused, single)
+
+
 # What torch computes ----------------------------------------------------------------------
 
 

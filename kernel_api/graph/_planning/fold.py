@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kernel_api import epilogue as ep
-from kernel_api.epilogue.structure import mean
+from kernel_api.epilogue.structure import mean, over_batches
+from kernel_api.epilogue.value import Value, running
 from kernel_api.graph._enums import data_type, element_type, reduction_mode
 from kernel_api.graph._node import Node
 from kernel_api.graph._operations.pointwise import POINTWISE, POWERS
@@ -115,7 +116,10 @@ def _reduction(node: Node, frame: Frame) -> Folded | str:
 
     def fold(values: Mapping[str, Any]) -> dict[str, Any]:
         (value,) = values.values()
-        return {result: of(value, axis) for result in node.outputs}
+        found = of(value, axis)
+        if any(batch):  # an epilogue's own functions go over one
+            found = Value(running(), over_batches(running(), found.node))
+        return dict.fromkeys(node.outputs, found)
 
     return fold
 
