@@ -173,7 +173,7 @@ POINTWISE: dict[str, Pointwise] = {
     "sub": _alike("a b", lambda a, b: a - b),
     "mul": _alike("a b", lambda a, b: a * b),
     "scale": _alike("input scale", lambda a, b: a * b),
-    "div": _alike("a b", lambda a, b: a / b),
+    "div": Pointwise(("a", "b"), lambda a, b: a / b, lambda a, b: a / b),
     "add_square": _alike("a b", lambda a, b: a + b * b),
     "max": _binary("input0 input1", lambda a, b: _joined("maximum", a, b), ep.maximum),
     "min": _binary("input0 input1", lambda a, b: _joined("minimum", a, b), ep.minimum),
@@ -284,20 +284,21 @@ class PointwiseOperation(Operation):
         values = _tensors(node, [given[name] for name in entry.arguments])
         if not entry.is_exact:
             values = [one if one.is_floating_point() else one.to(node.arithmetic) for one in values]
-        elif self.name not in _OF_TRUTHS:
+        elif self.name not in _AS_THEY_ARE:
             values = [_counted(one) for one in values]
         attributes = {name: node[name] for name in entry.attributes if node[name] is not None}
         return {"OUT_0": entry.torch(*values, **attributes)}
 
 
-#: Operations that take truth values as they are; to others they are 1 and 0, as in epilogues.
-_OF_TRUTHS = ("logical_and", "logical_or", "logical_not", "identity")
+#: Operations that take integers and truth values as they are; to others truth values are 1 and 0,
+#: as in epilogues, and integers have 64 bits, for results may be larger than what makes them.
+_AS_THEY_ARE = ("logical_and", "logical_or", "logical_not", "identity")
 
 
 def _counted(value: Any) -> Any:
     import torch
 
-    return value.to(torch.int32) if value.dtype is torch.bool else value
+    return value if value.is_floating_point() else value.to(torch.int64)
 
 
 def _tensor(node: Node, name: str) -> Tensor:

@@ -108,10 +108,13 @@ class Reduction(Operation):
         return True
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
+        import torch
+
         x, dim = given["input"], node.outputs["Y"].dim
         modes = reduced_modes(tuple(x.shape), dim)
-        if not x.is_floating_point() and node["mode"] in ("AVG", "NORM2"):
-            x = x.to(node.arithmetic)
+        if not x.is_floating_point():
+            # The magnitude of the smallest integer is larger than the largest one.
+            x = x.to(node.arithmetic if node["mode"] in ("AVG", "NORM2") else torch.int64)
         return {"Y": _REDUCTIONS[node["mode"]](x, modes) if modes else _of_one(node["mode"], x)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 from kernel_api import epilogue as ep
@@ -27,6 +28,10 @@ TABLES = {"rope": ("cos", "sin")}
 
 def why_not(node: Node) -> str | None:
     """Why an operation can be part of no epilogue; None if it may be."""
+    return _why_no_form(node) or _why_no_integers(node)
+
+
+def _why_no_form(node: Node) -> str | None:
     if node.op in POINTWISE:
         if POINTWISE[node.op].epilogue is None:
             return f"{node.op} has no form in epilogues"
@@ -51,6 +56,54 @@ def _why_no_power(node: Node) -> str | None:
         f"epilogues have no power {exponent.value}; expected 0.5, a whole number up to 16, or "
         f"minus one of these"
     )
+
+
+def _why_no_integers(node: Node) -> str | None:
+    """Why arithmetic in float32 would not do; where a floating number takes part, it does."""
+    if not _is_exact(node):
+        return None
+    given = [t for name, t in node.inputs.items() if name != "mask" and isinstance(t, Tensor)]
+    if any(element_type(tensor.data_type).is_float for tensor in given):
+        return None
+    sizes = [_largest(tensor) for tensor in given]
+    found = _LARGEST[node.op](*sizes) if node.op in _LARGEST else max(sizes)
+    if node.op == "reduction" and node["mode"] in ("ADD", "NORM1"):
+        found *= prod(given[0].dim) // max(prod(next(node.writes).dim), 1)
+    if found <= _HELD:
+        return None
+    shown = " and ".join(f"{tensor}, {tensor.data_type.name}" for tensor in given)
+    return f"it may make integers above 2^24 of {shown}; epilogues compute in float32"
+
+
+#: Up to this float32 holds every integer.
+_HELD = 2**24
+
+#: The largest magnitude that comes of two; of what is not here, that of the larger one.
+_LARGEST: dict[str, Callable[[int, int], int]] = {
+    **dict.fromkeys(("add", "bias", "sub"), lambda a, b: a + b),
+    **dict.fromkeys(("mul", "scale"), lambda a, b: a * b),
+    "add_square": lambda a, b: a + b * b,
+}
+
+
+def _is_exact(node: Node) -> bool:
+    """Whether it makes integers, or truth values, of what integers are."""
+    if node.op in POINTWISE:
+        is_float = node.op == "identity" and next(node.writes).data_type is data_type.FLOAT
+        return POINTWISE[node.op].is_exact and not node.op.startswith("logical") and not is_float
+    return node.op in ("glu_pair", "slice") or (node.op == "reduction" and node["mode"] != "AVG")
+
+
+def _largest(tensor: Tensor) -> int:
+    """A magnitude that integers do not exceed."""
+    producer = tensor.producer
+    if tensor.is_constant:
+        assert tensor.value is not None
+        return abs(int(tensor.value))
+    if producer is not None and producer.op == "gen_index":
+        return max(tensor.dim)
+    kind = element_type(tensor.data_type)
+    return 1 if kind.kind == "bool" else 2**kind.bits
 
 
 def folded(node: Node, frame: Frame) -> Folded | str:
