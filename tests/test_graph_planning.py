@@ -356,6 +356,47 @@ def test_indices_are_compared_in_a_kernel():
     assert launches(planned(graph))[2].startswith("sm80_elementwise")
 
 
+DOUBLE = cudnn.data_type.DOUBLE
+
+
+@pytest.mark.parametrize("kind", [FLOAT, INT64, INT32, HALF], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("first", ["add", "matmul"])
+def test_what_is_kept_between_operations_in_float64_is_rounded_to_its_type(first, kind):
+    def make(g, x, y):
+        exact = getattr(g, first)(x, y)
+        return g.sub(exact, g.mul(exact, 1.0).set_data_type(kind)).set_data_type(DOUBLE)
+
+    types = dict.fromkeys(("io_data_type", "intermediate_data_type", "compute_data_type"), DOUBLE)
+    given = [torch.rand(8, 8, dtype=torch.float64) for _ in range(2)]
+    fused, single, _ = both(make, *given, **types)
+    torch.testing.assert_close(fused, single, rtol=0, atol=1e-14)
+    assert single.abs().max() > 1e-9
+
+
+def test_whole_numbers_of_64_bits_are_rounded_between_operations():
+    fused, single, _ = both(
+        lambda g, x: g.mul(g.mul(x, 10.0).set_data_type(INT64), 0.5), torch.randn(8, 8)
+    )
+    assert torch.equal(fused, single) and torch.equal(fused * 2, (fused * 2).round())
+
+
+@pytest.mark.parametrize("first", ["add", "matmul", "rmsnorm"])
+def test_kernels_in_float32_compute_nothing_that_is_to_be_in_float64(first):
+    def make(g, x, y, z):
+        made = getattr(g, first)(x, y)
+        made = made[0] if first == "rmsnorm" else made
+        return g.add(made, z).set_data_type(DOUBLE)
+
+    y = torch.randn(8) if first == "rmsnorm" else torch.randn(8, 8)
+    z = torch.rand(8, 8, dtype=torch.float64) + 2.0**24
+    fused, single, kinds = both(make, torch.randn(8, 8), y, z)
+    torch.testing.assert_close(fused, single, rtol=0, atol=1e-5)
+    assert kinds == ["kernel", "kernel"]
+    fused, single, kinds = both(make, torch.randn(8, 8), y, z, compute_data_type=DOUBLE)
+    torch.testing.assert_close(fused, single, rtol=0, atol=1e-5)
+    assert kinds == (["kernel"] if first == "add" else ["torch", "kernel"])
+
+
 # What torch computes ----------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ TABLES = {"rope": ("cos", "sin")}
 
 def why_not(node: Node) -> str | None:
     """Why an operation can be part of no epilogue; None if it may be."""
-    return _why_no_form(node) or _why_no_integers(node)
+    return _why_no_form(node) or _why_no_rounding(node) or _why_no_integers(node)
 
 
 def _why_no_form(node: Node) -> str | None:
@@ -56,6 +56,11 @@ def _why_no_power(node: Node) -> str | None:
         f"epilogues have no power {exponent.value}; expected 0.5, a whole number up to 16, or "
         f"minus one of these"
     )
+
+
+def _why_no_rounding(node: Node) -> str | None:
+    wide = next((one for one in node.writes if one.data_type is data_type.INT64), None)
+    return None if wide is None else f"{wide} is INT64, which epilogues do not round to"
 
 
 def _why_no_integers(node: Node) -> str | None:
@@ -122,13 +127,23 @@ def folded(node: Node, frame: Frame) -> Folded | str:
     return _pointwise(node)
 
 
-def rounded(value: Any, tensor: Tensor) -> Any:
-    """A value as a tensor of its type holds it."""
+def is_double(node: Node) -> bool:
+    """Whether a node asks for arithmetic in float64; by a number alone it does not."""
+    given = (one.data_type for one in node.reads if not one.is_pass_by_value)
+    return data_type.DOUBLE in (node.compute, *given)
+
+
+def rounded(value: Any, tensor: Tensor, in_double: bool) -> Any:
+    """A value as a tensor of its type holds it.
+
+    Args:
+        in_double: Whether it is computed in float64; else in float32.
+    """
     kind = tensor.data_type
     if kind is data_type.BOOLEAN:
         return value if value.is_boolean else value != 0
     name = element_type(kind).name
-    if name in ("float32", "float64", "int64") or value.is_boolean:
+    if value.is_boolean or name == "float64" or (name == "float32" and not in_double):
         return value
     return ep.cast(value, name)
 

@@ -6,11 +6,12 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kernel_api.graph._enums import data_type
 from kernel_api.graph._node import Node
 from kernel_api.graph._planning.anchors import ANCHORS
 from kernel_api.graph._planning.builds import FusedBuilds, PlainBuilds
-from kernel_api.graph._planning.fold import folded, why_not
-from kernel_api.graph._planning.frame import Frame, memory_frames
+from kernel_api.graph._planning.fold import folded, is_double, why_not
+from kernel_api.graph._planning.frame import memory_frames
 from kernel_api.graph._planning.products import elementwise
 from kernel_api.graph._planning.refusal import Refusal
 from kernel_api.graph._planning.region import Region, Units
@@ -77,6 +78,9 @@ class _Partitioner:
         for node in self.nodes:
             anchor = ANCHORS.get(node.op)
             if anchor is None or not self.units.is_free(node):
+                continue
+            if is_double(node) and next(node.reads).data_type is not data_type.DOUBLE:
+                self.refusals.append(Refusal(node, "has no kernel", "it computes in DOUBLE"))
                 continue
             builds = anchor(node, functools.partial(self.units.leaves, members={id(node)}))
             if isinstance(builds, str):
@@ -292,9 +296,9 @@ class _Partitioner:
 
     def _joining(self, region: Region, node: Node) -> list[Node] | str:
         """The node, behind those that can only serve it; or why it cannot join."""
-        fold = folded(node, region.frame)
-        if isinstance(fold, str):
-            return fold
+        why = _why_not_in(region, node)
+        if why is not None:
+            return why
         behind = self.units.behind(region.covered or [node])
         joined = [node]
         pending = [node]
@@ -306,7 +310,7 @@ class _Partitioner:
                     continue
                 if id(producer) in behind:
                     return f"it needs {tensor}, which is computed from what the kernel writes"
-                if self._serves_only(producer, [*region.nodes, *joined], region.frame):
+                if self._serves_only(producer, [*region.nodes, *joined], region):
                     joined.insert(0, producer)
                     pending.append(producer)
         trial = Region(region.anchor, region.accumulator, region.frame, [*region.nodes, *joined])
@@ -319,13 +323,13 @@ class _Partitioner:
                     return f"{tensor} is no matrix in the modes of the kernel"
         return joined
 
-    def _serves_only(self, producer: Node, members: list[Node], frame: Frame) -> bool:
+    def _serves_only(self, producer: Node, members: list[Node], region: Region) -> bool:
         """Whether a node is needed by these alone, and can be computed with them.
 
         Args:
             members: Of the epilogue: what the anchor reads has to be in memory.
         """
-        if not self.units.is_free(producer) or isinstance(folded(producer, frame), str):
+        if not self.units.is_free(producer) or _why_not_in(region, producer) is not None:
             return False
         if producer.op in ("glu_pair", "slice", "rope", "reduction"):
             return False
@@ -342,6 +346,14 @@ class _Partitioner:
         if region.anchor is not None:
             members.add(id(region.anchor))
         return [t for t in found if id(t) in own and self.units.leaves(t, members)]
+
+
+def _why_not_in(region: Region, node: Node) -> str | None:
+    """Why a node cannot be part of a region, whatever else is; None if it can."""
+    if is_double(node) and not region.in_double:
+        return "it computes in DOUBLE, and the kernel in FLOAT"
+    fold = folded(node, region.frame)
+    return fold if isinstance(fold, str) else None
 
 
 def _size(tensor: Tensor) -> int:

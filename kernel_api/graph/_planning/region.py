@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kernel_api.graph._enums import data_type
 from kernel_api.graph._node import Node
 from kernel_api.graph._planning.fold import STATIC_INPUTS, TABLES, Folded, folded, rounded
 from kernel_api.graph._planning.frame import Frame, Layout
@@ -40,6 +41,12 @@ class Region:
         """Ids of the tensors that are values of the epilogue."""
         own = {id(t) for node in self.nodes for t in node.writes}
         return own | {id(self.accumulator)}
+
+    @property
+    def in_double(self) -> bool:
+        """Whether the kernel computes in float64."""
+        first = self.accumulator if self.anchor is None else next(self.anchor.reads)
+        return first.data_type is data_type.DOUBLE
 
     @property
     def is_plain(self) -> bool:
@@ -82,13 +89,15 @@ class Region:
         steps = [(node, _fold_of(node, self.frame)) for node in self.nodes]
         names = {(id(o.tensor), o.is_table): name for name, o in operands.items()}
         reread = {id(t) for node in self.nodes for t in node.reads}
+        in_double = self.in_double
 
         def epilogue(accumulator: Any, **given: Any) -> Any:
             values: dict[int, Any] = {}
 
             def keep(tensor: Tensor, value: Any) -> None:
                 # What is stored and not read here is rounded when it is stored.
-                values[id(tensor)] = rounded(value, tensor) if id(tensor) in reread else value
+                is_read = id(tensor) in reread
+                values[id(tensor)] = rounded(value, tensor, in_double) if is_read else value
 
             if self.anchor is None:
                 values[id(self.accumulator)] = accumulator  # it was loaded as it is
