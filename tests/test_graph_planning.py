@@ -397,6 +397,26 @@ def test_kernels_in_float32_compute_nothing_that_is_to_be_in_float64(first):
     assert kinds == (["kernel"] if first == "add" else ["torch", "kernel"])
 
 
+VIEWS = {
+    "transpose": lambda g, x: g.transpose(x, [1, 0]),
+    "slice": lambda g, x: g.slice(x, [slice(None), slice(1, 5)]),
+    "reshape": lambda g, x: g.reshape(x, shape=(4, 16)),
+}
+
+
+@pytest.mark.parametrize("kind", [INT8, HALF, FLOAT, DOUBLE], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("given", [FLOAT, HALF], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_another_type_is_a_copy_unless_it_is_float32_of_16_bits(name, given, kind):
+    def make(g, x):
+        return g.relu(VIEWS[name](g, x).set_data_type(kind)).set_data_type(DOUBLE)
+
+    x = (100 * torch.randn(8, 8)).to(getattr(torch, given.value))
+    fused, single, kinds = both(make, x)
+    assert torch.equal(fused, single)
+    assert ("view" in kinds) == (kind in (given, FLOAT))
+
+
 # What torch computes ----------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kernel_api.arguments import Arguments
 from kernel_api.errors import ArgumentError, KernelApiError
-from kernel_api.graph._enums import element_type
+from kernel_api.graph._enums import data_type, element_type
 from kernel_api.graph._kinds import WHOLE
 from kernel_api.graph._node import Node
 from kernel_api.graph._planning.frame import Layout
@@ -177,10 +177,15 @@ def view_of(tensor: Tensor) -> Any:
     assert producer is not None
     result = next(name for name, one in producer.outputs.items() if one is tensor)
     view = of(producer)[result]
-    if view is None or view.dim != tensor.dim:
+    if view is None or view.dim != tensor.dim or not _holds(tensor.data_type, view.input.data_type):
         return None
     modes = zip(tensor.dim, view.stride, tensor.stride, strict=True)
     return view if all(n == 1 or own == said for n, own, said in modes) else None
+
+
+def _holds(kind: data_type, other: data_type) -> bool:
+    """Whether elements of another type are read as they would be if they were converted."""
+    return kind is other or (kind is data_type.FLOAT and element_type(other).bits <= 16)
 
 
 class Origin(NamedTuple):
