@@ -266,6 +266,27 @@ def test_graphs_of_both_zeros(numbers):
         assert torch.equal(out, a / number)
 
 
+def test_a_tensor_that_is_given_twice_is_one_tensor_of_the_graph():
+    handle = cudnn.create_handle("cpu")
+
+    @cudnn.graph_cache()
+    def total(handle, *terms, last):
+        with cudnn.Graph(handle=handle) as g:
+            sum_of_all = g.add(g.add(*terms), last)
+            sum_of_all.set_output(True)
+        return g
+
+    x, y, z = (torch.randn(3, 4) for _ in "xyz")
+    graphs = {}
+    for given in ((x, x, x), (x, y, x), (x, x, y), (x, y, y), (x, y, z)):
+        graph = total(handle, *given[:2], last=given[2])
+        different = list({id(one): one for one in given}.values())
+        torch.testing.assert_close(graph(*different), sum(given))
+        graphs[id(graph)] = graph
+    assert len(graphs) == 5
+    assert total(handle, y, z, last=y) in graphs.values()
+
+
 def test_what_has_no_hash_asks_for_a_key_of_ones_own():
     class Odd:
         __hash__ = None

@@ -100,8 +100,9 @@ def graph_cache(
 
     Args:
         key_fn: Makes the key of the arguments. By default it is the shapes, strides, types and
-            devices of tensors, whatever else of the arguments by its type and value, handles by
-            identity. A key of one's own has to hold all that the graph depends on.
+            devices of tensors and which of them are one, whatever else of the arguments by its type
+            and value, handles by identity. A key of one's own has to hold all that the graph
+            depends on.
 
     Raises ArgumentError, when called, if an argument that is no tensor cannot be part of a key.
     """
@@ -172,39 +173,48 @@ class _Cache:
 
 
 def default_key(*given: Any, **named: Any) -> Hashable:
-    """All of the arguments, of tensors what graphs depend on: everything but their elements.
+    """All of the arguments, of tensors what graphs depend on: everything but their elements, and
+    which of them are one object, which is one tensor of the graph.
 
     Raises ArgumentError for what has no hash.
     """
+    places: dict[int, int] = {}
     return (
-        tuple(_key_of(value, f"argument {i}") for i, value in enumerate(given)),
-        tuple((name, _key_of(named[name], name)) for name in sorted(named)),
+        tuple(_key_of(value, f"argument {i}", places) for i, value in enumerate(given)),
+        tuple((name, _key_of(named[name], name, places)) for name in sorted(named)),
     )
 
 
-def _key_of(value: Any, what: str) -> Hashable:
+def _key_of(value: Any, what: str, places: dict[int, int]) -> Hashable:
+    """The part of a key that one value is.
+
+    Args:
+        places: Of tensors by id: how many others came before.
+    """
     kind = type(value)
     if isinstance(value, (list, tuple)):
-        return (kind, *(_key_of(one, f"{what}[{i}]") for i, one in enumerate(value)))
+        return (kind, *(_key_of(one, f"{what}[{i}]", places) for i, one in enumerate(value)))
     if isinstance(value, Mapping):
         return (
             kind,
             *(
-                (_key_of(key, f"a key of {what}"), _key_of(one, f"{what}[{key!r}]"))
+                (_key_of(key, f"a key of {what}", places), _key_of(one, f"{what}[{key!r}]", places))
                 for key, one in value.items()
             ),
         )
     if isinstance(value, (set, frozenset)):
-        return (kind, frozenset(_key_of(one, f"an element of {what}") for one in value))
+        return (kind, frozenset(_key_of(one, f"an element of {what}", places) for one in value))
     if hasattr(type(value), "__dlpack__"):
         from kernel_api.operands import Operand
 
         operand = Operand(value.detach() if hasattr(value, "detach") else value, what)
-        return (Operand, operand.shape, operand.stride, operand.dtype.name, str(operand.device))
+        place = places.setdefault(id(value), len(places))
+        layout = operand.shape, operand.stride, operand.dtype.name
+        return (Operand, place, *layout, str(operand.device))
     dataclass = getattr(kind, "__dataclass_params__", None)
     if dataclass is not None and dataclass.eq:  # compared by its fields
         names = [one.name for one in dataclasses.fields(kind) if one.compare]
-        return (kind, *(_key_of(getattr(value, name), f"{what}.{name}") for name in names))
+        return (kind, *(_key_of(getattr(value, name), f"{what}.{name}", places) for name in names))
     try:
         hash(value)
     except TypeError:
