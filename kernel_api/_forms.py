@@ -127,10 +127,10 @@ class Form:
         return empty(blocks, torch.float8_e8m0fnu, A) if mode == "mx" else None
 
     def written(self, options: dict[str, Any]) -> tuple[str, ...]:
-        """The outputs beside ``out``, of options that are complete."""
+        """The outputs beside ``out``, of options that are complete, or as a call has them."""
         reads = ("scale",) if options.get("mode", "tensor") == "tensor" else ()
-        names = [name for name in self.outputs if options.get(name) is not None]
-        return tuple([name for name in names if name not in reads])
+        given = [(name, options.get(name)) for name in self.outputs if name not in reads]
+        return tuple([name for name, one in given if one is not None and one is not False])
 
     def given(self, out: Any, options: dict[str, Any]) -> list[tuple[str, Any]]:
         """The outputs that a call is given or asks for, with their names."""

@@ -196,6 +196,7 @@ def matrix(rows=M, columns=N, seed=0, batch=()):
 
 A, B, C = matrix(M, K), matrix(K, N, 1), matrix(M, N, 2)
 ROW, COLUMN = matrix(1, M, 3)[0], matrix(1, N, 4)[0]
+ONE_GROUP = torch.tensor([M], dtype=torch.int32)
 
 
 def test_every_fusion_has_a_one_call_form():
@@ -260,6 +261,35 @@ def test_what_is_false_or_none_is_not_computed():
     for absent in (False, None):
         out = ka.ops.gemm_reglu(A, B, preactivation=absent)
         assert torch.is_tensor(out)
+
+
+@pytest.mark.parametrize(
+    ("call", "fields"),
+    [
+        (
+            lambda: ka.ops.gemm_dglu(
+                A, B[:, ::2], preactivation=C, granularity="halves", dprob=False, dbias=True
+            ),
+            "out dbias",
+        ),
+        (
+            lambda: ka.ops.gemm_dactivation(A, B, preactivation=C, dprob=False, dbias=True),
+            "out dbias",
+        ),
+        (
+            lambda: ka.ops.gemm_quantize(A.float(), B.float(), mode="row", amax=False),
+            "out scale",
+        ),
+        (
+            lambda: ka.ops.grouped_gemm_glu(A, B[None], ONE_GROUP, preactivation=True, amax=False),
+            "out preactivation",
+        ),
+    ],
+    ids=["dglu", "dactivation", "quantize", "grouped_glu"],
+)
+def test_what_is_false_does_not_come_back_from_a_repeated_call_either(call, fields):
+    for _ in range(3):
+        assert call()._fields == tuple(fields.split())
 
 
 def test_types_of_what_is_allocated():
