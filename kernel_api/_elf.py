@@ -20,7 +20,7 @@ def section(data: bytes, name: str) -> tuple[int, int] | None:
         # name, type, flags, address, offset, size
         headers = [struct.unpack_from("<IIQQQQ", data, table + entry * i) for i in range(count)]
         names = headers[names_index][4]
-    except (struct.error, IndexError):
+    except (struct.error, IndexError, OverflowError):
         raise ValueError("its table of sections is cut off") from None
     wanted = name.encode() + b"\0"
     for at, _, _, _, offset, size in headers:

@@ -207,6 +207,16 @@ def test_a_flipped_byte_is_found(library, where):
         ka.load(library)
 
 
+def test_a_flipped_bit_of_the_header_is_found(library):
+    whole = Path(library).read_bytes()
+    for bit in range(8 * 64):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        Path(library).write_bytes(data)
+        with pytest.raises(LibraryError, match=r"gemm\.so is "):
+            ka.load(library)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.0001, 0.3, 0.9, 0.999])
 def test_a_truncated_file_is_no_complete_library(library, share):
     damaged(library, _cut(share))
