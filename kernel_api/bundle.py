@@ -95,7 +95,8 @@ class BundledKernel(Kernel):
     def compile(self, args: Arguments, cc: CcLike = None) -> CompiledArtifact:
         found = self._held(args, self.compile_target(args, cc))
         artifact = artifact_of(read_manifest(found.path), found.path)
-        if artifact.kernel != self or artifact.signature != args.signature:
+        held = artifact.kernel, artifact.signature, artifact.target
+        if held != (self, args.signature, found.target):
             raise LibraryError(f"{found.path} is another library than the bundle's index says")
         return artifact
 

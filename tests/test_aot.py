@@ -413,6 +413,19 @@ def test_a_damaged_library_of_a_bundle_is_named_when_it_is_used(packed, registry
         kernel.compile(arguments(), cc=80)
 
 
+@pytest.mark.parametrize("other", ["small90", "large90"])
+def test_a_library_in_the_place_of_another_is_named_when_it_is_used(packed, registry, other):
+    path, _ = packed
+    ka.load_bundle(path)
+    (kernel,) = from_bundle(arguments(), cc=80)
+    small, large = (k.metadata.kernel_name for k in kernels()[:2])
+    (file,) = path.glob(f"{large}-sm_80-*.so")
+    name = {"small90": small, "large90": large}[other]
+    shutil.copy(next(path.glob(f"{name}-sm_90-*.so")), file)
+    with pytest.raises(LibraryError, match="is another library than the bundle's index says"):
+        kernel.compile(arguments(), cc=80)
+
+
 # Without the compiler ---------------------------------------------------------------------
 
 
