@@ -125,11 +125,11 @@ def is_disabled() -> bool:
 _told: set[str] = set()
 
 
-def warn(text: str) -> None:
+def warn(text: str, outcome: str = "kernels compile without the cache") -> None:
     """Once per text: every compilation would say it again."""
     if text not in _told:
         _told.add(text)
-        warnings.warn(f"{text}; kernels compile without the cache", CacheWarning, stacklevel=3)
+        warnings.warn(f"{text}; {outcome}", CacheWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ class Store(RowFiles):
             folder.mkdir(mode=0o700, exist_ok=True)
             check_owner(folder)
         except OSError as error:
-            warn(f"the tuning store {folder} cannot be used: {error}")
+            outcome = "nothing measured is kept or found there"
+            warn(f"the tuning store {folder} cannot be used: {error}", outcome)
             return None
         return cls(folder, environment, beneath=beneath)
 
