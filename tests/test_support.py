@@ -73,5 +73,15 @@ def test_the_registry_is_as_before_after_a_test():
         assert ka.get_kernels(providers=[name])
         assert registered() != before
     assert registered() == before
+    assert LoopGemm.provider_name() == ""
     with pytest.raises(ka.errors.ArgumentError):
         ka.get_kernels(providers=[name])
+
+
+def test_a_class_that_was_registered_before_a_test_has_its_provider_afterwards():
+    with restored_registry() as outer:
+        name = outer.register(LoopGemm).name
+        with restored_registry() as registry:
+            registry.register(LoopGemm)
+            assert LoopGemm.provider_name() != name
+        assert LoopGemm.provider_name() == name

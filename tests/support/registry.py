@@ -30,12 +30,20 @@ class Registry:
 
 @contextlib.contextmanager
 def restored_registry() -> Iterator[Registry]:
-    """Whatever is registered inside is gone afterwards, and what was there before is back."""
+    """Whatever is registered inside is gone afterwards, and what was there before is back; so are
+    the providers that classes know as theirs."""
     families = {found: dict(found._families) for found in provider.providers()}
     names = dict(provider._providers)
+    owners = {one: one._provider for before in families.values() for one in before.values()}
     try:
         yield Registry()
     finally:
+        for found in provider._providers.values():
+            for one in found._families.values():
+                if one in owners:
+                    one._provider = owners[one]
+                elif vars(one).get("_provider") is found:
+                    del one._provider
         for found, before in families.items():
             found._families.clear()
             found._families.update(before)
