@@ -136,6 +136,8 @@ def _look(
     addresses, joined = [], 0
     for tensor in tensors:
         address = tensor.data_ptr()
+        if not address:  # empty, or freed
+            raise TypeError
         addresses.append(address)
         joined |= address
     if joined & _LOW_BITS:  # else all are as aligned as any kernel asks

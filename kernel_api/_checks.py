@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kernel_api.arguments import Arguments, EpilogueArguments
+from kernel_api.arguments.experts import memory_of
 from kernel_api.errors import ArgumentError, DeviceError
 
 if TYPE_CHECKING:
     from kernel_api.epilogue import Graph
+    from kernel_api.operands import Operand
 
 
 def require_arguments(args: object) -> Arguments:
@@ -19,12 +21,37 @@ def require_arguments(args: object) -> Arguments:
 
 
 def require_data(args: Arguments) -> None:
-    """Raise DeviceError for arguments that can be compiled for, but not run on."""
+    """Raise DeviceError for arguments that can be compiled for, but not run on.
+
+    Storages are asked again: they may have been freed since the arguments were made.
+    """
     for operand in args._all_operands():
-        if not (operand._address or operand.address or operand.has_data):
+        if (
+            operand.mode is not None
+            or operand.discrete
+            or not (operand._address or operand.address)
+            or not operand.tensor.untyped_storage().nbytes()
+        ):
+            _require_memory(args, operand)
+
+
+def _require_memory(args: Arguments, operand: Operand) -> None:
+    scale = getattr(operand, "scale", None)
+    parts = memory_of(operand)
+    for part in parts if scale is None else (*parts, scale):
+        if part.address and part.tensor.untyped_storage().nbytes():
+            continue
+        if not part.has_data:
             raise DeviceError(
                 f"{args._name_of(operand)} is a meta or fake tensor: it can be compiled for, not "
                 f"run on"
+            )
+        if 0 not in part.shape:
+            name = args._name_of(scale if part is scale else operand)
+            place = f"[{parts.index(part)}]" if len(parts) > 1 and part is not scale else ""
+            raise DeviceError(
+                f"{name}{place} has shape {part.shape} and no memory: its storage was freed, or it "
+                f"wraps others"
             )
 
 

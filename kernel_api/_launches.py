@@ -183,6 +183,8 @@ def _look(
         raise TypeError
     # Written out: this is most of what a call costs.
     element, start, other_start = A.dtype, A.data_ptr(), B.data_ptr()
+    if not (start and other_start):  # empty, or freed
+        raise TypeError
     if element is not NEVER_NEGATIVE and (A.is_neg() or B.is_neg()):
         raise TypeError
     addresses, joined = [start, other_start], start | other_start
@@ -195,6 +197,8 @@ def _look(
         if type(out) not in TENSORS or (out.dtype is not NEVER_NEGATIVE and out.is_neg()):
             raise TypeError
         start = out.data_ptr()
+        if not start:
+            raise TypeError
         addresses.append(start)
         joined |= start
         key += (out.dtype, out.shape, out.stride(), out.device)
@@ -214,7 +218,10 @@ def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
     if kind in TENSORS:
         if value.dtype is not NEVER_NEGATIVE and value.is_neg():
             raise TypeError
-        addresses.append(value.data_ptr())
+        address = value.data_ptr()
+        if not address:
+            raise TypeError
+        addresses.append(address)
         return value.dtype, value.shape, value.stride(), value.device
     if kind in _NUMBERS and name in FACTORS:
         if kind is int and not -_BEYOND // 2 <= value < _BEYOND:

@@ -133,7 +133,7 @@ class LinkError(KernelApiError, RuntimeError):
 
 
 class DeviceError(KernelApiError, RuntimeError):
-    """There is no GPU where one is needed, or a tensor lies on the wrong one."""
+    """There is no GPU where one is needed, or a tensor lies on the wrong one, or nowhere."""
 
 
 class CaptureError(KernelApiError, RuntimeError):

@@ -301,6 +301,22 @@ def test_a_meta_tensor_is_refused_where_a_call_with_data_looked_the_same(which):
         call()
 
 
+@pytest.mark.parametrize("which", ["A", "B", "out", "C"])
+def test_memory_that_was_freed_is_refused_where_a_call_with_data_looked_the_same(which, launched):
+    tensors = {"A": matrix(M, K), "B": matrix(K, N), "out": nan(M, N), "C": matrix(M, N)}
+
+    def call():
+        return ka.ops.gemm_residual(tensors["A"], tensors["B"], C=tensors["C"], out=tensors["out"])
+
+    call(), call()
+    before = len(launched)
+    tensors[which] = _empty(tensors[which].shape, dtype=torch.float64)
+    tensors[which].untyped_storage().resize_(0)
+    with pytest.raises(DeviceError, match=f"{which} has shape .* and no memory"):
+        call()
+    assert len(launched) == before > 0
+
+
 def test_values_that_fusions_refuse_are_refused_though_others_were_taken():
     a, b, c = matrix(M, K), matrix(K, N), matrix(M, N)
     for _ in range(2):

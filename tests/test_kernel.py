@@ -137,6 +137,51 @@ def test_fake_tensors_are_not_run_on():
             cpu_kernel().run(one)
 
 
+@pytest.mark.parametrize("freed", ["before", "behind"])
+@pytest.mark.parametrize("name", ["A", "B", "out"])
+def test_what_has_no_memory_any_more_is_not_run_on(name, freed):
+    tensors = dict(zip(("A", "B", "out"), gemm_tensors(4, 4, 4), strict=True))
+    storage = tensors[name].untyped_storage()
+    if freed == "before":
+        storage.resize_(0)
+    args = ka.GemmArguments(*tensors.values())
+    storage.resize_(0)
+    for kernel in ka.get_kernels(args):
+        with pytest.raises(DeviceError, match=rf"{name} has shape \(4, 4\) and no memory"):
+            kernel.run(args)
+        with pytest.raises(DeviceError, match=rf"{name} has shape \(4, 4\) and no memory"):
+            kernel.prepare(args)
+
+
+def test_a_part_of_what_has_no_memory_any_more_is_not_run_on():
+    whole, B, out = torch.ones(8, 4), torch.ones(4, 4), torch.ones(4, 4)
+    A = whole[4:]
+    whole.untyped_storage().resize_(0)
+    assert A.data_ptr()
+    with pytest.raises(DeviceError, match=r"A has shape .* and no memory"):
+        ka.ops.gemm(A, B, out=out)
+
+
+def test_scales_and_experts_without_memory_are_named():
+    A, B, scale = torch.ones(4, 4), [torch.ones(4, 4), torch.ones(4, 4)], torch.ones(())
+    offsets = torch.tensor([2, 4], dtype=torch.int32)
+    scale.untyped_storage().resize_(0)
+    scaled = ka.ScaledOperand(A, scale, ka.ScaleMode.PER_TENSOR)
+    with pytest.raises(DeviceError, match=r"A's scale has shape \(\) and no memory"):
+        ka.ops.gemm(scaled, B[0])
+    B[1].untyped_storage().resize_(0)
+    with pytest.raises(DeviceError, match=r"B\[1\] has shape \(4, 4\) and no memory"):
+        ka.ops.grouped_gemm(A, B, offsets)
+
+
+def test_a_tensor_that_wraps_others_has_no_memory_of_its_own():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    A = TwoTensor(torch.ones(4, 4), torch.ones(4, 4))
+    with pytest.raises(DeviceError, match=r"A has shape .* and no memory.*or it wraps others"):
+        cpu_kernel().run(ka.GemmArguments(A, torch.ones(4, 4), torch.ones(4, 4)))
+
+
 def test_unsupported_arguments_are_refused_before_anything_is_written():
     A, B, out = gemm_tensors(4, 4, 4, types=("int16",) * 3)
     out.fill_(7)

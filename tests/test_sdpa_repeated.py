@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import kernel_api as ka
 from kernel_api import _attention_launches, masks
 from kernel_api.arguments import Dropout
-from kernel_api.errors import ArgumentError
+from kernel_api.errors import ArgumentError, DeviceError
 
 DRAW = Draw(S_q=5, S_kv=6, D=8)
 Q, K, V = DRAW.queries(), DRAW.keys(), DRAW.values()
@@ -49,6 +49,15 @@ def test_the_state_of_dropout_shares_no_memory_with_what_is_written(unchecked, s
     twice(lambda: call(apart))
     with pytest.raises(ArgumentError, match=f"out shares memory with {shared}"):
         call({**apart, shared: memory[3:4].view(())})
+
+
+@pytest.mark.parametrize("place", range(4), ids=["Q", "K", "V", "out"])
+def test_memory_that_was_freed_is_refused_every_time(unchecked, place):
+    tensors = [Q.clone(), K.clone(), V.clone(), torch.zeros(*Q.shape[:-1], V.shape[-1])]
+    twice(lambda: ka.ops.sdpa(*tensors[:3], out=tensors[3]))
+    tensors[place].untyped_storage().resize_(0)
+    with pytest.raises(DeviceError, match=r"has shape .* and no memory"):
+        ka.ops.sdpa(*tensors[:3], out=tensors[3])
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap"])
