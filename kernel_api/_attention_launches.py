@@ -28,6 +28,7 @@ from kernel_api.errors import ArgumentError
 from kernel_api.kernel import LauncherInOrder
 from kernel_api.masks import BlockSparse, Mask, MaskMod
 from kernel_api.operands import MAX_ALIGNMENT, Operand
+from kernel_api.provider import PROVIDERS, raw_setting
 
 _KEPT = 1024
 _LOW_BITS = MAX_ALIGNMENT - 1
@@ -121,7 +122,7 @@ def _look(
     # Written out: this is most of what a call costs.
     tensors = [Q, K, V]
     key: _Key = (
-        provider._generation, _compile_cache._era, with_lse,
+        provider._generation, raw_setting(PROVIDERS), _compile_cache._era, with_lse,
         Q.dtype, Q.shape, Q.stride(), Q.device,
         K.dtype, K.shape, K.stride(), K.device,
         V.dtype, V.shape, V.stride(), V.device,

@@ -6,8 +6,9 @@ time, by their type and by what fusions ask of their values. Of a call that look
 one only the addresses are new. So whether memory is shared is asked again; all else was checked
 then, and the call goes straight to the kernel's launcher: no arguments are made.
 
-What is remembered keeps no tensor alive. It is valid until a provider or kernel class changes, or
-the compiled kernels are forgotten; what was not used lately is forgotten first.
+What is remembered keeps no tensor alive. It is valid until a provider or kernel class changes,
+other providers are named by the environment, or the compiled kernels are forgotten; what was not
+used lately is forgotten first.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from kernel_api.errors import ArgumentError, NoKernelError
 from kernel_api.kernel import Kernel, LauncherInOrder
 from kernel_api.offsets import check_is_asked
 from kernel_api.operands import MAX_ALIGNMENT, Operand, is_fake
+from kernel_api.provider import PROVIDERS, raw_setting
 
 #: What :func:`repeated` returns where nothing is known of such a call.
 NEW = object()
@@ -189,7 +191,7 @@ def _look(
         raise TypeError
     addresses, joined = [start, other_start], start | other_start
     key: _Key = (
-        provider._generation, _compile_cache._era, form, out_dtype,
+        provider._generation, raw_setting(PROVIDERS), _compile_cache._era, form, out_dtype,
         element, A.shape, A.stride(), A.device,
         B.dtype, B.shape, B.stride(), B.device,
     )  # fmt: skip
@@ -280,7 +282,7 @@ def chosen(args: Arguments) -> tuple[Kernel, CompiledArtifact]:
     Raises NoKernelError, and what :meth:`Kernel.run` does before it launches.
     """
     require_data(args)
-    key = (provider._generation, _compile_cache._era, args.key)
+    key = (provider._generation, raw_setting(PROVIDERS), _compile_cache._era, args.key)
     found = _chosen.get(key)
     if found is None:
         kernel = best(args)

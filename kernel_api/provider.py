@@ -25,6 +25,14 @@ logger = _log.logger(__name__)
 
 ENTRY_POINT_GROUP = "kernel_api.providers"
 
+#: Of the environment: names of the providers to ask, separated by commas.
+_NAMES = "KERNEL_API_PROVIDERS"
+
+#: ``raw_setting(PROVIDERS)`` is what it says, in bytes, for keys of what calls remember: os.environ
+#: translates what it is asked and what it answers, which takes fifty times as long.
+PROVIDERS = os.fsencode(_NAMES)
+raw_setting: Callable[[bytes], bytes | None] = getattr(os.environ, "_data", {}).get
+
 #: Of the environment: paths of bundles, separated by colons.
 _BUNDLES = "KERNEL_API_BUNDLE"
 
@@ -206,7 +214,7 @@ def providers(chosen: Iterable[str | type[Provider]] | None = None) -> list[type
     """
     _scan()
     if chosen is None:
-        return list(_by_default(os.environ.get("KERNEL_API_PROVIDERS"), generation()))
+        return list(_by_default(os.environ.get(_NAMES), generation()))
     return _chosen(chosen)
 
 
@@ -215,7 +223,7 @@ def _by_default(named: str | None, valid_for: int) -> list[type[Provider]]:
     try:
         return _chosen([n.strip() for n in named.split(",") if n.strip()] if named else None)
     except ArgumentError as error:
-        raise ArgumentError(f"KERNEL_API_PROVIDERS is {named!r}: {error}") from None
+        raise ArgumentError(f"{_NAMES} is {named!r}: {error}") from None
 
 
 def _chosen(chosen: Iterable[str | type[Provider]] | None) -> list[type[Provider]]:

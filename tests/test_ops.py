@@ -136,6 +136,43 @@ def test_the_best_kernel_is_used_also_when_it_is_registered_later(registry):
     assert len(ran) == 1
 
 
+def test_a_repeated_call_goes_by_the_providers_that_are_named_at_the_time(registry, monkeypatch):
+    ran = []
+
+    class Counting(CpuGemm):
+        def _run(self, args, artifact, stream, workspace=None):
+            ran.append(args)
+            super()._run(args, artifact, stream, workspace)
+
+    registry.provider("counting", rank=-5).register(Counting)
+    A, B, _ = gemm_tensors(4, 4, 4, values="integers")
+    for turn in range(2):
+        monkeypatch.delenv("KERNEL_API_PROVIDERS", raising=False)
+        ka.ops.gemm(A, B), ka.ops.gemm(A, B)
+        assert len(ran) == 2 * turn + 2
+        monkeypatch.setenv("KERNEL_API_PROVIDERS", "reference")
+        ka.ops.gemm(A, B), ka.ops.gemm(A, B)
+        assert len(ran) == 2 * turn + 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: ka.ops.gemm(x, x),
+        lambda x: ka.ops.grouped_gemm(x, x[None], torch.tensor([4], dtype=torch.int32)),
+        lambda x: ka.ops.sdpa(x[None, None], x[None, None], x[None, None]),
+        lambda x: ka.ops.rmsnorm(x),
+    ],
+    ids=["gemm", "grouped_gemm", "sdpa", "rmsnorm"],
+)
+def test_providers_that_there_are_not_are_refused_also_by_a_repeated_call(call, monkeypatch):
+    x = torch.eye(4)
+    call(x), call(x)
+    monkeypatch.setenv("KERNEL_API_PROVIDERS", "torhc")
+    with pytest.raises(ArgumentError, match="KERNEL_API_PROVIDERS is 'torhc': no provider is"):
+        call(x)
+
+
 def test_contradicting_operands_are_refused_with_both_values():
     with pytest.raises(ArgumentError, match="A has K = 6 but B has K = 7"):
         ka.ops.gemm(torch.empty(4, 6), torch.empty(7, 5))
