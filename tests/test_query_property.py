@@ -87,7 +87,7 @@ def test_query_equals_the_whole_enumeration_for_common_signatures(
 
 def made_for(kernel, device="meta"):
     return [
-        arguments_for(kernel, M, N, 2048, batch, device=device)
+        arguments_for(kernel, M, N, 8192, batch, device=device)
         for M, N in ((64, 256), (16, 64))
         for batch in (1, None)
     ]
