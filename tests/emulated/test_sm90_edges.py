@@ -71,13 +71,11 @@ def test_only_pieces_with_rows_of_the_matrix_are_loaded(loaded, design, M, N, ro
     ("layout", "design", "M", "N", "rows"),
     [
         ("ntt", "128x128x64_cluster1x1_cooperative", 64, 65, 64 + 128),
-        ("ttt", "128x128x64_cluster1x1_cooperative", 20, 64, 32 + 64),
         ("nnt", "128x128x64_cluster1x1_cooperative", 129, 128, 128 + 64 + 2 * 128),
         # Each of two blocks has half of the k tile of what both of them need.
         ("ntt", "64x64x64_cluster1x1_cooperative", 72, 8, 2 * (64 + 64)),
         ("ntt", "128x128x64_cluster1x2_pingpong", 64, 200, 2 * 64 + 128 + 128),
         ("ntt", "128x128x64_cluster1x2_pingpong", 64, 64, 2 * 64 + 64),
-        ("ntt", "128x128x64_cluster2x1_pingpong", 129, 8, 128 + 64 + 2 * 64),
         ("ntt", "128x160x64_cluster2x1_pingpong", 8, 97, 64 + 2 * 128),
         ("ntt", "64x64x64_cluster2x2_cooperative", 20, 8, 2 * 64 + 2 * 64 + 2 * 64),
     ],
