@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from kernel_api.cli import main
+from kernel_api.verification import judge
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -42,6 +42,8 @@ def test_the_fusion_computes_what_the_function_before_it_does(cache_directory, t
     path.write_text(block_with("ep.glu_pair("))
     found = {"__name__": "example"}
     exec(compile(path.read_text(), str(path), "exec"), found)
-    written = found["args"].out.tensor
-    assert found["out"] is not written
-    torch.testing.assert_close(found["out"], written, rtol=0.02, atol=1e-3)
+    args, out = found["args"], found["out"]
+    assert out is not args.out.tensor
+    assert judge(args)
+    args.out.tensor.copy_(out)
+    assert judge(args)
