@@ -1,6 +1,7 @@
 """How a consumer group multiplies the k tiles of an output tile."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import cutlass
 import cutlass.cute as cute
@@ -9,6 +10,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .promotion import BlockScales, promote
 from .split_float32 import SMALL_BUFFERS, FloatSplitter
+
+STEPS = 4  # that are promoted in a row, each while the next one is multiplied
 
 
 @dataclass
@@ -36,17 +39,21 @@ class Mainloop:
     ---------  ------------------------------------------  ---------------------------------
     plain      added to the accumulators by wgmma          when the next one has been issued
     promoted   formed apart, added by float32 arithmetic   at once
+    ahead      the same, while the next ones are formed    when its last products are there
 
     promoted, with block_scales: each part of a k tile has factors.
     promoted, with a splitter: three products of parts of float32; the groups that share a tile
     make the small parts of every stage together.
 
     parts: Of a k tile, whose products are promoted one part after the other.
+    ahead: Whether registers hold the products of two parts at once: tensor cores form the next
+        ones while a group promotes some.
     """
 
     block_scales: BlockScales | None
     splitter: FloatSplitter | None
     parts: int = 1
+    ahead: bool = False
 
     @cute.jit
     def multiply(
@@ -103,19 +110,26 @@ class Mainloop:
     ):
         """Nothing is left in flight. scales: those of A and B per block, or (); place: (row,
         column, batch) where this group's part of the tile begins. Returns the stage after it."""
-        blocks = cute.size(fragments.B, mode=[1])
-        products = _products(accumulators, blocks)
-        scaled, factors = None, None
+        scaled = None
         if const_expr(self.block_scales is not None):
             scaled = self.block_scales.registers()
-            factors = scaled[-1]
             self.block_scales.read(scaled, scales, place, first_k * self.parts)
         accumulators.fill(0.0)
-        for k in cutlass.range(first_k, first_k + k_tiles, unroll=1):
+        work = (tiled_mma, fragments, accumulators, (scaled, scales, place, first_k), pipeline)
+        if const_expr(self.ahead):
+            return self._promote_ahead(*work, first_k, k_tiles, stage)
+        return self._promote_at_once(*work, first_k, k_tiles, stage)
+
+    @cute.jit
+    def _promote_at_once(
+        self, tiled_mma, fragments, accumulators, scaling, pipeline, first, k_tiles, stage
+    ):
+        """The k tiles from `first` on: their products are promoted as soon as they are there."""
+        blocks = cute.size(fragments.B, mode=[1])
+        products = _products(accumulators, blocks)
+        for k in cutlass.range(first, first + k_tiles, unroll=1):
             for part in cutlass.range_constexpr(self.parts):
-                if const_expr(self.block_scales is not None):
-                    turn = ((k - first_k) * self.parts + part) % self.block_scales.readers
-                    self.block_scales.advance(scaled, scales, place, k * self.parts + part, turn)
+                self._next_scales(scaling, k, part)
                 if const_expr(part == 0):
                     pipeline.consumer_wait(stage)
                 if const_expr(self.splitter is not None):
@@ -123,14 +137,120 @@ class Mainloop:
                     self.splitter.split(fragments.tiles, stage.index, buffer, fragments.barrier_id)
                 for block in cutlass.range_constexpr(blocks):
                     self._issue_block(tiled_mma, fragments, products, part, block, stage)
-                    if const_expr(self.block_scales is not None and block == 0):
-                        self.block_scales.hand_out(scaled, turn)
+                    if const_expr(block == 0):
+                        self._hand_out(scaling, k, part)
                     warpgroup.wait_group(0)
                     if const_expr(part == self.parts - 1 and block == blocks - 1):
                         pipeline.consumer_release(stage)
-                    promote(accumulators, products, block, self.block_scales, factors)
+                    self._promote(accumulators, products, block, scaling)
             stage.advance()
         return stage
+
+    @cute.jit
+    def _promote_ahead(
+        self, tiled_mma, fragments, accumulators, scaling, pipeline, first, k_tiles, stage
+    ):
+        """The same while the next ones are formed. Products take turns with two sets of registers.
+        Nothing is in flight between rounds: where registers are read in another turn of a loop than
+        wgmma was issued in, ptxas lets it run alone. k tiles beside whole rounds come first."""
+        work = (tiled_mma, fragments, accumulators, scaling, pipeline)
+        blocks = cute.size(fragments.B, mode=[1])
+        tiles = max(STEPS // (self.parts * blocks), 1)
+        beside = k_tiles % tiles
+        if const_expr(tiles > 1):
+            stage = self._promote_at_once(*work, first, beside, stage)
+        steps = tuple(product(range(tiles), range(self.parts), range(blocks)))
+        both = tuple(_products(accumulators, blocks) for _ in range(2))
+        last = stage.clone()
+        for k in cutlass.range(first + beside, first + k_tiles, tiles, unroll=1):
+            stage = self._begin(*work, both, steps, 0, stage)
+            for step in cutlass.range_constexpr(len(steps)):
+                in_flight = 0
+                if const_expr(step + 1 < len(steps)):
+                    stage = self._begin(*work, both, steps, step + 1, stage)
+                    in_flight = 1
+                last = self._end(*work, both, steps, step, k, last, in_flight)
+        return stage
+
+    @cute.jit
+    def _begin(
+        self,
+        tiled_mma,
+        fragments,
+        accumulators,
+        scaling,
+        pipeline,
+        both,
+        steps: cutlass.Constexpr,
+        step: cutlass.Constexpr,
+        stage,
+    ):
+        """Issues what a step multiplies; the stage of the next one."""
+        _, part, block = steps[step]
+        if const_expr(part == 0 and block == 0):
+            pipeline.consumer_wait(stage)
+        self._issue_block(tiled_mma, fragments, both[step % 2], part, block, stage)
+        if const_expr(self._ends_tile(steps, step)):
+            stage.advance()
+        return stage
+
+    @cute.jit
+    def _end(
+        self,
+        tiled_mma,
+        fragments,
+        accumulators,
+        scaling,
+        pipeline,
+        both,
+        steps: cutlass.Constexpr,
+        step: cutlass.Constexpr,
+        k,
+        last,
+        in_flight: cutlass.Constexpr,
+    ):
+        """Promotes what a step has multiplied, of a k tile from k on; the stage of the next one.
+        in_flight: Steps that began behind it."""
+        tile, part, block = steps[step]
+        if const_expr(block == 0):
+            self._next_scales(scaling, k + tile, part)
+            self._hand_out(scaling, k + tile, part)
+        warpgroup.wait_group(in_flight)
+        if const_expr(self._ends_tile(steps, step)):
+            pipeline.consumer_release(last)
+            last.advance()
+        self._promote(accumulators, both[step % 2], block, scaling)
+        return last
+
+    def _ends_tile(self, steps: tuple, step: int) -> bool:
+        """Whether a step is the last one of its k tile."""
+        return step + 1 == len(steps) or steps[step + 1][0] != steps[step][0]
+
+    @cute.jit
+    def _next_scales(self, scaling, k, part: cutlass.Constexpr):
+        if const_expr(self.block_scales is not None):
+            scaled, scales, place, _ = scaling
+            turn = self._turn(scaling, k, part)
+            self.block_scales.advance(scaled, scales, place, k * self.parts + part, turn)
+
+    @cute.jit
+    def _hand_out(self, scaling, k, part: cutlass.Constexpr):
+        if const_expr(self.block_scales is not None):
+            scaled, _, place, _ = scaling
+            self.block_scales.hand_out(scaled, place, self._turn(scaling, k, part))
+
+    @cute.jit
+    def _turn(self, scaling, k, part: cutlass.Constexpr):
+        """Whose scales a part of a k tile has, of the threads that read them."""
+        first_k = scaling[-1]
+        return ((k - first_k) * self.parts + part) % self.block_scales.readers
+
+    @cute.jit
+    def _promote(self, accumulators, products, block: cutlass.Constexpr, scaling):
+        factors = None
+        if const_expr(self.block_scales is not None):
+            factors = scaling[0][-1]
+        promote(accumulators, products, block, self.block_scales, factors)
 
     @cute.jit
     def _issue_block(
@@ -143,6 +263,7 @@ class Mainloop:
         stage,
     ):
         """The products of one part of a k tile with one block of columns, as one wgmma group."""
+        tiled_mma = _apart(tiled_mma)
         large_A = _of_part(fragments.A, part, self.parts)
         large_B = _columns(_of_part(fragments.B, part, self.parts), block)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -174,6 +295,11 @@ class Mainloop:
             cute.gemm(tiled_mma, accumulators, a, b, accumulators)
             if const_expr(not accumulates):
                 tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+
+
+def _apart(tiled_mma):
+    """The same instruction, whose fields may be set in a loop: what is used behind it stays."""
+    return cutlass.new_from_mlir_values(tiled_mma, cutlass.extract_mlir_values(tiled_mma))
 
 
 def _products(accumulators: cute.Tensor, blocks: int) -> cute.Tensor:

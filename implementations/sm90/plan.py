@@ -17,7 +17,10 @@ from .promotion import (
     BlockScales,
     ColumnScales,
     RowScales,
+    StraddlingRowScales,
     promoted_columns,
+    straddled_blocks,
+    straddling_pieces,
 )
 from .split_float32 import SMALL_BUFFERS, FloatSplitter
 from .tile_queue import BYTES as QUEUE_BYTES
@@ -32,6 +35,9 @@ MOST_ALONG_K = 8  # blocks of a cluster: as many as every GPU takes
 
 #: Registers of a thread for what is read early, and together with its accumulators.
 MOST_EARLY, EARLY_AND_ACCUMULATORS = 64, 212
+
+#: Of a thread's registers, for accumulators and the products of two steps.
+MOST_AHEAD = 192
 
 CONSUMER_BARRIERS = 1  # named barriers 1, 2, 3: one per consumer group
 
@@ -115,6 +121,14 @@ class GemmPlan:
                 f"tile {tile_m}x{tile_n}, {schedule}: {self.row_blocks} blocks of rows "
                 "per consumer cannot be promoted"
             )
+        #: Whether registers hold the products of two steps, where no other group multiplies while
+        #: one promotes.
+        self.ahead = (
+            self.promoted
+            and not split_float32
+            and self.consumers == 1
+            and self.accumulators + 2 * (self.columns // 2) <= MOST_AHEAD
+        )
         self.registers = self._plan_registers()
         written = self.epilogue.transposed() if swap_ab else self.epilogue
         self.output = (Output if written.row_pairs is None else PairedOutput)(
@@ -139,7 +153,7 @@ class GemmPlan:
         self.early_registers = 0
         if self.consumers == self.groups_per_tile == 2 and not split_k:
             self.early_registers = min(MOST_EARLY, EARLY_AND_ACCUMULATORS - self._accumulated())
-        self.mainloop = Mainloop(self._plan_scales(), splitter, self._plan_parts())
+        self.mainloop = Mainloop(self._plan_scales(), splitter, self._plan_parts(), self.ahead)
         self.partial_sums = PartialSums(
             threads=GROUP,
             groups=self.consumers * self.cluster_shape[0] * self.cluster_shape[1],
@@ -214,8 +228,11 @@ class GemmPlan:
                     f"{tile_n} columns with block scales of their own take longer than their "
                     f"products; at most {MOST_SCALED_COLUMNS} do not"
                 )
-        elif tile_n % SCALE_BLOCK and SCALE_BLOCK % tile_n:
-            raise ValueError(f"a tile N of {tile_n} straddles blocks of scales")
+        elif straddled_blocks(tile_n) > 2:
+            raise ValueError(
+                f"a tile N of {tile_n} straddles {straddled_blocks(tile_n)} blocks of scales, at "
+                "most 2 are chosen from"
+            )
 
     def _plan_parts(self) -> int:
         """Of a k tile that are promoted one after the other: 8-bit floats stay apart for as many
@@ -226,7 +243,11 @@ class GemmPlan:
         if not self.block_scales:
             return None
         tile_n = self.tile_shape[1]
-        return ColumnScales(tile_n) if self.swap_ab else RowScales(tile_n // self.columns)
+        if self.swap_ab:
+            return ColumnScales(tile_n)
+        if straddling_pieces(tile_n) > 1:
+            return StraddlingRowScales(tile_n)
+        return RowScales(tile_n // self.columns)
 
     def _check_cluster_along_k(self) -> None:
         if self.cluster_k == 1:
@@ -296,7 +317,7 @@ class GemmPlan:
     def _accumulated(self) -> int:
         """Registers of a thread: its accumulators, and products that are promoted."""
         products = self.row_blocks * self.columns // 2 if self.promoted else 0
-        return self.accumulators + products
+        return self.accumulators + products * (2 if self.ahead else 1)
 
     def _plan_shared_memory(self, stages: int | None) -> tuple[int, int, int]:
         """(stages, store buffers, bytes). In this order: A stages, B stages, D buffers, small parts

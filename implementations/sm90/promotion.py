@@ -5,10 +5,13 @@ k tile are formed apart, and added to the accumulators by ordinary float32 arith
 also where a scale per block of K can be applied (DeepSeek-V3 technical report, section 3.3.2).
 """
 
+from math import gcd
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from ..common.conversion import select
 from ..common.modes import operand_batch_last
 from .output import GROUP
 
@@ -20,10 +23,21 @@ _WITHIN_QUAD = (32 - QUAD) << 8 | 31  # a shuffle's segments
 _WITHIN_WARP = 31
 
 
+def straddling_pieces(tile_n: int) -> int:
+    """Of a tile's columns, which have one block scale each wherever it begins; 1: all have."""
+    return tile_n // gcd(tile_n, SCALE_BLOCK) if tile_n % SCALE_BLOCK else 1
+
+
+def straddled_blocks(tile_n: int) -> int:
+    """Of scales, that a tile has columns of at most, if it may begin within one; else 1."""
+    apart = tile_n - gcd(tile_n, SCALE_BLOCK)
+    return 1 + -(-apart // SCALE_BLOCK) if straddling_pieces(tile_n) > 1 else 1
+
+
 def promoted_columns(tile_n: int, rows_scaled: bool) -> int:
     """Columns that are multiplied at once: of the whole tile if they are few enough, because every
-    wgmma reads A again; where rows have block scales, those that share a scale of B."""
-    most = SCALE_BLOCK if rows_scaled else COLUMNS
+    wgmma reads A again; where rows have block scales, those that share one of B, if all do."""
+    most = SCALE_BLOCK if rows_scaled and straddling_pieces(tile_n) == 1 else COLUMNS
     blocks = -(-tile_n // most)
     while tile_n % (blocks * 16):
         blocks += 1
@@ -50,6 +64,7 @@ class BlockScales:
         readers: Threads that share scales of A.
         of_a, of_b: How many scales a thread reads of a k tile.
         shape: Of its factors.
+        handed: The shape of those that products are multiplied with.
     """
 
     readers: int
@@ -57,8 +72,12 @@ class BlockScales:
     of_b: int
     shape: tuple[int, ...]
 
+    @property
+    def handed(self) -> tuple[int, ...]:
+        return self.shape
+
     def registers(self) -> tuple:
-        shapes = (self.of_a, self.of_b, self.shape, self.shape)
+        shapes = (self.of_a, self.of_b, self.shape, self.handed)
         return tuple(cute.make_rmem_tensor(shape, Float32) for shape in shapes)
 
     @cute.jit
@@ -89,12 +108,16 @@ class BlockScales:
             self.read(registers, scales, place, k_block + self.readers)
 
     @cute.jit
-    def hand_out(self, registers: tuple, turn: Int32):
+    def hand_out(self, registers: tuple, place: tuple, turn: Int32):
         """The factors of a k tile; this one of the readers has them."""
         _, _, own, factors = registers
-        source, segments = self.source(turn)
         for i in cutlass.range_constexpr(cute.size(own)):
-            factors[i] = cute.arch.shuffle_sync(own[i], offset=source, mask_and_clamp=segments)
+            factors[i] = self._taken(own[i], turn)
+
+    def _taken(self, factor, turn: Int32):
+        """A factor of the reader whose turn it is."""
+        source, segments = self.source(turn)
+        return cute.arch.shuffle_sync(factor, offset=source, mask_and_clamp=segments)
 
 
 class RowScales(BlockScales):
@@ -125,6 +148,34 @@ class RowScales(BlockScales):
     def factor(self, factors, i: int, block: int):
         """Of the i-th product of a block."""
         return factors[i // 2 % 2, block]
+
+
+class StraddlingRowScales(RowScales):
+    """Of tiles whose columns may begin within a block of scales and end within the next: pieces of
+    them, as wide as divides tile and block, have the scale of the one or the other."""
+
+    def __init__(self, tile_n: int):
+        super().__init__(blocks=2)
+        self.pieces = straddling_pieces(tile_n)
+        self.width = tile_n // self.pieces
+
+    @property
+    def handed(self) -> tuple[int, ...]:
+        return 2, self.pieces
+
+    @cute.jit
+    def hand_out(self, registers: tuple, place: tuple, turn: Int32):
+        _, _, own, factors = registers
+        _, column, _ = place
+        of_first = (SCALE_BLOCK - column % SCALE_BLOCK) // self.width
+        for i in cutlass.range_constexpr(self.of_a):
+            first, second = (self._taken(own[i, block], turn) for block in range(2))
+            for piece in cutlass.range_constexpr(self.pieces):
+                factors[i, piece] = select(of_first > piece, first, second)
+
+    def factor(self, factors, i: int, block: int):
+        """All columns are multiplied at once."""
+        return factors[i // 2 % 2, i // 4 * 8 // self.width]
 
 
 class ColumnScales(BlockScales):

@@ -80,10 +80,15 @@ CASES = {
         {"M": 11, "N": 140, "K": 3 * BLOCK, "batch": 3, "along": "M"},
     ),
     "batches": ("64x128x128_cluster2x2", {"M": 70, "N": 140, "K": 6 * BLOCK, "batch": 3}),
+    # Columns that begin in the middle of a block of scales, and end in the next.
+    "straddling, two thirds": ("128x192x128_cluster2x1", {"M": 70, "N": 400, "K": 5 * BLOCK + 16}),
+    "straddling, four fifths": ("128x160x128_cluster2x1", {"M": 70, "N": 330, "K": 3 * BLOCK}),
+    "straddling, one group": ("64x96x128_cluster2x1", {"M": 70, "N": 300, "K": 6 * BLOCK + 48}),
+    "straddling, deep": ("128x80x256_cluster1x2", {"M": 70, "N": 330, "K": 3 * BLOCK + 64}),
 }
 
 
-@pytest.mark.parametrize("name", some(CASES, 6))
+@pytest.mark.parametrize("name", some(CASES, 8))
 def test_products_of_blocks_are_right(name):
     part, how = CASES[name]
     args = scaled_by_blocks(**how)

@@ -44,6 +44,8 @@ _INSTRUCTION_ROWS = 64
 _PARTIAL_SUM_BYTES = 4
 #: Elements along K whose products are formed apart where they are promoted.
 _PROMOTED_K = 128
+#: Steps that are promoted in a row while the next ones are formed.
+_AHEAD = 4
 #: Operations of an epilogue per second of one multiprocessor. Where it reads a value per row,
 #: reduces, or writes more than one output, what it waits for is as much as so many of them; where
 #: it only reads matrices, which it does in vectors, less.
@@ -93,6 +95,7 @@ class Candidate:
         parallel: Whether a kernel that is launched behind adds up their partial sums.
         swap_ab: Whether the kernel computes the transposed product, its M being N of out.
         column_blocks: Parts of the tile's columns that are multiplied one after the other.
+        ahead: Whether products are promoted while the next ones are formed, four steps in a row.
         in_pieces: Whether threads write out, in pieces of rows that begin anywhere.
     """
 
@@ -107,6 +110,7 @@ class Candidate:
     parallel: bool = False
     swap_ab: bool = False
     column_blocks: int = 1
+    ahead: bool = False
     in_pieces: bool = False
 
     @property
@@ -498,11 +502,14 @@ def _plan(candidate: Candidate, constants: Constants, types: Types) -> _Plan:
     ) / c.feed  # written once, read by every group of instructions
     load = (row_bytes * lines_a + column_bytes * lines_b * row_cost) / c.load
     step = (arithmetic**power + feed**power + load**power) ** (1 / power)
-    # A group's own products, and what it makes of them, follow each other.
-    own = arithmetic / groups + c.promotion * tile_n * tile_k / _PROMOTED_K
-    step = max(step, own)
+    waits = float(candidate.column_blocks)
+    if candidate.ahead:
+        waits /= _AHEAD
+    else:  # A group's own products, and what it makes of them, follow each other.
+        own = arithmetic / groups + c.promotion * tile_n * tile_k / _PROMOTED_K
+        step = max(step, own)
     on_their_way = max(candidate.stages - c.held, 1.0)
-    alone = max(step, c.latency / on_their_way) + c.step * candidate.column_blocks
+    alone = max(step, c.latency / on_their_way) + c.step * waits
 
     written = tile_m * tile_n * (moved / c.store + operations / _ELEMENTWISE)
     epilogue = c.epilogue + written * (c.narrow if tile_n % SUBTILE[1] else 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from math import gcd
 from typing import Any, ClassVar
 
 from kernel_api.arguments import GemmArguments
@@ -44,6 +45,8 @@ from kernel_api.space import Miss, Operands, Rule, Space, rule
 
 #: That are multiplied at once where products are promoted.
 _PROMOTED_COLUMNS = 192
+#: Registers for accumulators and the products of two steps, where one group of threads multiplies.
+_MOST_AHEAD = 192
 #: Rows of A that have block scales of their own in a tile, as columns of the instruction.
 _MOST_SCALED_COLUMNS = 32
 
@@ -310,6 +313,7 @@ class Sm90GemmFamily(FusedGemm):
             parallel=design.parallel,
             swap_ab=design.swap_ab,
             column_blocks=self._column_blocks(),
+            ahead=self._promotes_ahead(),
             in_pieces=self._writes_pieces(),
         )
 
@@ -325,11 +329,27 @@ class Sm90GemmFamily(FusedGemm):
         """Of a promoted tile; see the implementation."""
         if not self.promoted:
             return 1
-        most = BLOCK if scaled_by_blocks(self.metadata.operands) else _PROMOTED_COLUMNS
-        return -(-self._design.kernel_tile[1] // most)
+        columns = self._design.kernel_tile[1]
+        share = scaled_by_blocks(self.metadata.operands) and columns % BLOCK == 0
+        return -(-columns // (BLOCK if share else _PROMOTED_COLUMNS))
+
+    def _promotes_ahead(self) -> bool:
+        """Whether registers hold the products of two steps; see the implementation."""
+        design, columns = self._design, self._design.kernel_tile[1] // self._column_blocks()
+        return (
+            self.promoted
+            and not _small_parts(self.metadata.operands)
+            and design.consumers == 1
+            and design.accumulators + 2 * (columns // 2) <= _MOST_AHEAD
+        )
 
     def predict(self, args: GemmArguments) -> float:
         return model.predict(args, self.candidate, model.constants_on(args.device, self.family))
+
+
+def _fits_blocks(columns: int) -> bool:
+    """Whether tiles of so many columns are of whole blocks of scales, or of two at most."""
+    return columns % BLOCK == 0 or columns - gcd(columns, BLOCK) <= BLOCK
 
 
 def _are_at_most(each: float, design: Sm90GemmDesign, args: GemmArguments) -> bool | Miss:
@@ -501,11 +521,9 @@ class Sm90Fp8Gemm(Sm90GemmFamily):
         ),
     )
     columns_of_blocks = Rule(
-        "columns of a tile do not straddle blocks of scales",
+        "columns of a tile are of two blocks of scales at most, wherever it begins",
         lambda design, operands: (
-            not scaled_by_blocks(operands)
-            or not design.tile_shape[1] % BLOCK
-            or not BLOCK % design.tile_shape[1]
+            not scaled_by_blocks(operands) or design.swap_ab or _fits_blocks(design.tile_shape[1])
         ),
     )
 

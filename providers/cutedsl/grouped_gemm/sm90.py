@@ -262,8 +262,8 @@ class Sm90Fp8GroupedPointerGemm(Sm90ExpertPointers, Sm90Fp8GroupedGemm):
     family: ClassVar[str] = "sm90.grouped_gemm_fp8_pointers"
 
     @rule("192 columns that are promoted at once leave no registers for descriptors")
-    def _(design: Sm90GroupedGemmDesign, operands: GroupedGemmOperandsMetadata) -> bool:
-        return design.tile_shape[1] != _PROMOTED_COLUMNS or scaled_by_blocks(operands)
+    def _(design: Sm90GroupedGemmDesign) -> bool:
+        return design.tile_shape[1] != _PROMOTED_COLUMNS
 
 
 @CuTeDSLProvider.register
