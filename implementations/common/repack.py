@@ -3,14 +3,17 @@
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int8, Int16, Int32, Int64, const_expr
+from cutlass import Boolean, Int8, Int16, Int32, Int64, Uint32, Uint64, const_expr
 from cutlass.cute import AddressSpace
 from cutlass.memory import SmemAllocator
 
+from .conversion import select
+
 THREADS = 256
-ROWS = 64  # of a tile, which has ROW_BYTES of each
-ROW_BYTES = 128
-PIECE = 16  # bytes that are written at once
+ROW_BYTES = 128  # that a tile has of each of its rows
+ROWS, TURNED_ROWS = 128, 64  # of a tile
+PIECE = 16  # bytes that are read and written at once
+WORD = 4
 ALIGNMENT = 128  # of the copy's address, and the bytes of a line of L2
 LONG_ROW = 512  # bytes of a row, from which on the next one begins with a line
 
@@ -22,8 +25,13 @@ class Repack:
     what is read of those is in as few lines as it fits.
 
     The matrix has any strides, of which that of C is 1, or that of R if `transposes`. A block
-    copies a tile: its threads read along what is contiguous, into shared memory, and write rows
-    of whole pieces. What a row has behind its last element is zero.
+    copies a tile. What a row has behind its last element is zero.
+
+    rows are  threads
+    --------  ---------------------------------------------------------------------------------
+    copied    read two aligned pieces, of which the one that is written is a part, wherever the
+              matrix begins and ends: elsewhere element by element
+    turned    read along what is contiguous, into shared memory, and write rows of whole pieces
     """
 
     def __init__(
@@ -33,8 +41,12 @@ class Repack:
         self.dependent_launch = dependent_launch
         self.transposes = transposes
         self.bits = _BITS[element_type.width]
-        self.columns = ROW_BYTES * 8 // element_type.width  # of a tile
-        self.piece = PIECE * 8 // element_type.width  # elements
+        self.size = element_type.width // 8
+        self.rows = TURNED_ROWS if transposes else ROWS
+        self.columns = ROW_BYTES // self.size  # of a tile
+        self.piece = PIECE // self.size  # elements
+        self.across = ROW_BYTES // PIECE  # pieces of a tile's row
+        self.each = self.rows * self.across // THREADS  # pieces that a thread writes
 
     @cute.jit
     def __call__(self, mX: cute.Tensor, address: Int64, stream: cuda.CUstream):
@@ -48,7 +60,7 @@ class Repack:
         )
         mY = cute.make_tensor(pointer, layout)
         self.kernel(_as(mX, self.bits), _as(mY, self.bits)).launch(
-            grid=(cute.ceil_div(columns, self.columns), cute.ceil_div(rows, ROWS), batches),
+            grid=(cute.ceil_div(columns, self.columns), cute.ceil_div(rows, self.rows), batches),
             block=(THREADS, 1, 1),
             stream=stream,
             use_pdl=self.dependent_launch,
@@ -57,48 +69,132 @@ class Repack:
 
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mY: cute.Tensor):
-        tid, _, _ = cute.arch.thread_idx()
         tile_column, tile_row, batch = cute.arch.block_idx()
-        first_row, first_column = tile_row * ROWS, tile_column * self.columns
-        rows, columns, _ = mX.shape
         if const_expr(self.dependent_launch):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
+        mX, mY = mX[None, None, batch], mY[None, None, batch]
+        first = (tile_row * self.rows, tile_column * self.columns)
+        if const_expr(self.transposes):
+            self._turn(mX, mY, *first)
+        else:
+            self._copy(mX, mY, *first)
 
+    @cute.jit
+    def _copy(self, mX: cute.Tensor, mY: cute.Tensor, first_row: Int32, first_column: Int32):
+        tid, _, _ = cute.arch.thread_idx()
+        rows, columns = mX.shape
+        begin = mX.iterator.toint()
+        end = mX[rows - 1, None].iterator.toint() + Int64(columns) * self.size
+        read = [
+            [cute.make_rmem_tensor(PIECE // WORD, Uint32) for _ in range(2)]
+            for _ in range(self.each)
+        ]
+        for i in cutlass.range_constexpr(self.each):
+            for piece in read[i]:
+                piece.fill(0)
+            row, column = self._place(tid, i, first_row, first_column)
+            if row < rows and column < columns:
+                aligned, count = self._pieces(mX, row, column)
+                if _lie_within(aligned, count, begin, end):
+                    cute.autovec_copy(_words(aligned, AddressSpace.gmem), read[i][0])
+                    if count == 2:
+                        cute.autovec_copy(_words(aligned + PIECE, AddressSpace.gmem), read[i][1])
+        for i in cutlass.range_constexpr(self.each):
+            row, column = self._place(tid, i, first_row, first_column)
+            if row < rows and column < columns:
+                aligned, count = self._pieces(mX, row, column)
+                left = cutlass.min(columns - column, self.piece)
+                written = cute.make_rmem_tensor(PIECE // WORD, Uint32)
+                if _lie_within(aligned, count, begin, end):
+                    offset = Int32(_address(mX, row, column, self.size) - aligned)
+                    _cut(read[i], offset, left * self.size, written)
+                else:
+                    elements = cute.recast_tensor(written, self.bits)
+                    for j in cutlass.range_constexpr(self.piece):
+                        element = self.bits(0)
+                        if j < left:
+                            element = mX[row, column + j]
+                        elements[j] = element
+                to = _address(mY, row, column, self.size)
+                cute.autovec_copy(written, _words(to, AddressSpace.gmem))
+
+    def _pieces(self, mX: cute.Tensor, row: Int32, column: Int32) -> tuple:
+        """(address, count) of the aligned pieces that have the elements of one."""
+        left = cutlass.min(mX.shape[1] - column, self.piece)
+        start = _address(mX, row, column, self.size)
+        offset = Int32(start % PIECE)
+        return start - offset, (offset + left * self.size + PIECE - 1) // PIECE
+
+    @cute.jit
+    def _turn(self, mX: cute.Tensor, mY: cute.Tensor, first_row: Int32, first_column: Int32):
+        tid, _, _ = cute.arch.thread_idx()
+        rows, columns = mX.shape
         # One piece more per row, so that reading columns of it does not hit one bank.
-        shared = cute.make_layout((ROWS, self.columns), stride=(self.columns + self.piece, 1))
+        shared = cute.make_layout((self.rows, self.columns), stride=(self.columns + self.piece, 1))
         sX = SmemAllocator().allocate_tensor(self.bits, shared, byte_alignment=PIECE)
-        for i in cutlass.range_constexpr(ROWS * self.columns // THREADS):
+        for i in cutlass.range_constexpr(self.rows * self.columns // THREADS):
             place = tid + i * THREADS
-            row, column = place // self.columns, place % self.columns
-            if const_expr(self.transposes):
-                row, column = place % ROWS, place // ROWS
+            row, column = place % self.rows, place // self.rows
             element = self.bits(0)
             if first_row + row < rows and first_column + column < columns:
-                element = mX[first_row + row, first_column + column, batch]
+                element = mX[first_row + row, first_column + column]
             sX[row, column] = element
         cute.arch.barrier()
-
-        pieces = self.columns // self.piece
-        for i in cutlass.range_constexpr(ROWS * pieces // THREADS):
-            place = tid + i * THREADS
-            row, column = place // pieces, place % pieces * self.piece
+        for i in cutlass.range_constexpr(self.each):
+            row, column = self._place(tid, i, 0, 0)
             if first_row + row < rows and first_column + column < columns:
-                to = mY[first_row + row, None, batch].iterator + (first_column + column)
+                to = _address(mY, first_row + row, first_column + column, self.size)
                 cute.autovec_copy(
-                    self._piece(sX[row, None].iterator + column, AddressSpace.smem),
-                    self._piece(to, AddressSpace.gmem),
+                    _words(_address(sX, row, column, self.size), AddressSpace.smem),
+                    _words(to, AddressSpace.gmem),
                 )
 
-    def _piece(self, pointer, space):
-        aligned = cute.make_ptr(self.bits, pointer.toint(), space, assumed_align=PIECE)
-        return cute.make_tensor(aligned, cute.make_layout(self.piece))
+    def _place(self, tid, i: int, first_row, first_column):
+        """(row, column) where the i-th piece of a thread begins."""
+        place = tid + i * THREADS
+        return first_row + place // self.across, first_column + place % self.across * self.piece
 
 
 def _as(tensor, element_type):
     """The same memory, of another type of the same width."""
     pointer = cute.recast_ptr(tensor.iterator, dtype=element_type)
     return cute.make_tensor(pointer, tensor.layout)
+
+
+def _address(tensor, row, column, size: int):
+    """Of an element of a matrix that is contiguous along its columns."""
+    return tensor[row, None].iterator.toint() + column * size
+
+
+def _words(address, space):
+    """An aligned piece."""
+    pointer = cute.make_ptr(Uint32, address, space, assumed_align=PIECE)
+    return cute.make_tensor(pointer, cute.make_layout(PIECE // WORD))
+
+
+@cute.jit
+def _lie_within(aligned: Int64, count: Int32, begin: Int64, end: Int64) -> Boolean:
+    """Whether so many pieces are the matrix's, which begins and ends there."""
+    return aligned >= begin and aligned + count * PIECE <= end
+
+
+@cute.jit
+def _cut(read: list, offset: Int32, count: Int32, written: cute.Tensor):
+    """The piece that begins `offset` bytes behind where the two of `read` do; zeros behind
+    `count`."""
+    words = [piece[i] for piece in read for i in range(PIECE // WORD)]
+    for power in (1, 2):
+        skips = offset // WORD & power != 0
+        words = [
+            select(skips, later, word) for word, later in zip(words, words[power:], strict=False)
+        ]
+    shift = Uint64(offset % WORD * 8)
+    for i in cutlass.range_constexpr(PIECE // WORD):
+        both = Uint64(words[i + 1]) << Uint64(32) | Uint64(words[i])
+        bits = Uint32(cutlass.min(cutlass.max(count - i * WORD, 0), WORD) * 8)
+        kept = (Uint64(1) << Uint64(bits)) - Uint64(1)
+        written[i] = Uint32(both >> shift & kept)
 
 
 @cute.jit

@@ -135,6 +135,7 @@ class _Tensors:
     def __init__(self, args: Any, kernel: Any) -> None:
         self.memory = GlobalMemory()
         self._attributes = kernel.metadata.operands.tensors
+        self._cuts_pieces = kernel.family.endswith("_repacked")
         self._placed: dict[int, tuple[torch.Tensor, Placed]] = {}  # by pointer
         self._outputs: list[str] = list(args.outputs)
         self._left = _bytes_left(args)
@@ -174,6 +175,7 @@ class _Tensors:
             alignment=asked.alignment if asked is not None else _alignment(tensor),
             output=output,
             scratch=scratch,
+            whole_pieces=self._cuts_pieces and not output,
         )
         self._placed[tensor.data_ptr()] = tensor, placed
         return placed

@@ -107,6 +107,7 @@ class GlobalMemory:
         alignment: int,
         output: bool = False,
         scratch: bool = False,
+        whole_pieces: bool = False,
     ) -> Placed:
         """Copy a tensor in; its address is a multiple of `alignment` and of no more.
 
@@ -116,6 +117,8 @@ class GlobalMemory:
             strides: In bytes.
             output: It is written and not read.
             scratch: It is read and written, by threads that order what they do.
+            whole_pieces: What lies between its elements may be read with them, in aligned pieces
+                of 16 bytes; it is poison, if it is so in the storage.
         """
         elements = np.zeros(storage.size, bool)
         for byte in range(itemsize if 0 not in shape else 0):
@@ -133,6 +136,11 @@ class GlobalMemory:
             self._writable[inside] = elements
         if not output:
             self._readable[inside] = elements
+        if whole_pieces and elements.any():
+            first, last = begin + np.flatnonzero(elements)[[0, -1]]
+            pieces = self._readable.reshape(-1, _LONGEST)
+            held = np.repeat(pieces.any(axis=1), _LONGEST)[first:last]
+            self._readable[first:last] |= held
         self._scratch[inside] = scratch
         return Placed(name, self.BASE + begin + offset, inside, elements)
 
