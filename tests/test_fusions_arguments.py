@@ -219,6 +219,8 @@ def test_an_epilogue_of_the_users_takes_the_place_of_all_terms():
         ("gemm", {"C": None}, "beta is 0.25 and there is no C"),
         ("gemm", {"alpha": True}, "alpha is True; expected a number"),
         ("gemm", {"alpha": "1"}, "alpha is a str"),
+        ("gemm", {"alpha": torch.ones(N)}, "alpha has shape (64,); expected one number"),
+        ("gemm", {"beta": torch.ones(M, 1)}, "beta has shape (6, 1); expected one number"),
         ("gemm", {"activation": "mish"}, "activation is 'mish'; expected one of relu, leaky_relu"),
         ("gemm_residual", {"C": None}, "C is None; gemm_residual adds it"),
         ("gemm_amax", {"amax": None}, "amax is None; gemm_amax writes it"),
@@ -235,6 +237,8 @@ def test_an_epilogue_of_the_users_takes_the_place_of_all_terms():
         ("gemm_glu", {"granularity": 48}, "B has N = 64; pairs of 48 columns need a multiple of"),
         ("gemm_glu", {"out": matrix()}, "out has shape (6, 64); expected (6, 32)"),
         ("gemm_glu", {"prob": torch.ones(5)}, "prob has shape (5,); expected (6,) or (6, 1)"),
+        ("gemm_glu", {"limit": torch.ones(N // 2)}, "limit has shape (32,); expected one number"),
+        ("gemm_glu", {"offset": torch.ones(M, 1)}, "offset has shape (6, 1); expected one number"),
         ("gemm_glu", {"kind": "geglu"}, "limit is 5.0 and kind is 'geglu'"),
         ("gemm_swiglu", {"offset": 1.0}, "offset is 1.0 and kind is 'swiglu'"),
         ("gemm_dglu", {"preactivation": None}, "preactivation is None; expected a tensor (6, 128)"),
@@ -265,6 +269,7 @@ def test_an_epilogue_of_the_users_takes_the_place_of_all_terms():
             "out's type is 'float32'; expected one of float8_e4m3",
         ),
         ("gemm_quantize", {"scale": None}, "scale is None; it is read if mode is 'tensor'"),
+        ("gemm_quantize", {"scale": torch.ones(N)}, "scale has shape (64,); expected one number"),
         ("gemm_quantize", {"mode": "row", "scale": torch.ones(N)}, "scale has shape (64,)"),
         (
             "gemm_quantize",
@@ -273,6 +278,7 @@ def test_an_epilogue_of_the_users_takes_the_place_of_all_terms():
         ),
         ("gemm_quantize", {"mode": "mx", "scale": torch.ones(M, 2)}, "expected float8_e8m0fnu"),
         ("gemm_quantize", {"mode": "mx", "scale": torch.ones(M)}, "(6,); expected (6, 2)"),
+        ("gemm_dropout", {"p": torch.ones(M, N)}, "p has shape (6, 64); expected one number"),
         ("gemm_dropout", {"p": 1.5}, "p is 1.5; expected a probability from 0 to 1"),
     ],
 )

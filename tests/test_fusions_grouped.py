@@ -325,6 +325,12 @@ def test_a_limit_of_squared_relu_is_above_0_every_time(limit):
                 call(limit)
 
 
+def test_a_limit_is_one_number():
+    x, w, ends = torch.randn(4, 8), torch.randn(1, 8, 16), torch.tensor([4], dtype=torch.int32)
+    with pytest.raises(ArgumentError, match=r"limit has shape \(16,\); expected one number"):
+        ka.ops.grouped_gemm_srelu(x, w, ends, limit=torch.ones(16))
+
+
 # Quantisation ----------------------------------------------------------------------------
 
 E4M3 = torch.float8_e4m3fn

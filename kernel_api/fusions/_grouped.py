@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 from typing import Any, NamedTuple
 
 from kernel_api import epilogue as ep
@@ -94,9 +95,8 @@ def _groups(A: Any, B: Any, row_index: Any = None) -> _Groups:
 
 def per_expert(name: str, value: Any, E: int) -> Any:
     """A number, a tensor () or (E,); as it broadcasts against the accumulator."""
-    value = real(name, value)
-    if value is None or isinstance(value, float):
-        return value
+    if value is None or isinstance(value, numbers.Real):
+        return real(name, value)
     operand = shaped(name, value, (E,), ())
     assert operand is not None
     return operand if not operand.rank else Operand(operand.tensor.view(E, 1, 1))

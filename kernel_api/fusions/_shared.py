@@ -109,11 +109,16 @@ def per_column(name: str, value: Any, A: Operand, N: int) -> Operand | None:
 
 def real(name: str, value: Any) -> Any:
     """A factor: a number, passed at run time as a float, or a tensor that holds one."""
-    if value is None or not isinstance(value, numbers.Real):
-        return value
+    if value is None:
+        return None
     if isinstance(value, bool):
         raise ArgumentError(f"{name} is {value}; expected a number")
-    return real_number(name, value)
+    if isinstance(value, numbers.Real):
+        return real_number(name, value)
+    operand = value if isinstance(value, Operand) else Operand(value, name)
+    if any(extent != 1 for extent in operand.shape):
+        raise ArgumentError(f"{name} has shape {operand.shape}; expected one number")
+    return operand
 
 
 def above_0(name: str, value: Any) -> Any:
