@@ -59,6 +59,16 @@ def test_rope_turns_pairs_of_complex_numbers(how, setting):
     close(computed(args)["out"], expected.flatten(-2))
 
 
+def test_batches_may_share_the_angles_of_rope():
+    draw = Draw(7, 24, 5, batch=3)
+    A, B, angle = draw.A, draw.B, draw.random(7, 6)
+    found = [
+        ka.ops.gemm_rope(A, B, cos=given.cos(), sin=given.sin(), head_dim=12)
+        for given in (angle, angle.expand(3, 7, 6))
+    ]
+    close(*found)
+
+
 @pytest.mark.parametrize("given", ["16", 16.0, True, [16]], ids=repr)
 @pytest.mark.parametrize("name", ["head_dim", "start", "width"])
 def test_columns_of_heads_are_whole_numbers(name, given):

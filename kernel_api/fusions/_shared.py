@@ -144,8 +144,8 @@ def one_of(name: str, value: Any, choices: Iterable[Any]) -> Any:
     return value
 
 
-def required(name: str, value: Any, shape: Extents) -> Operand:
-    operand = shaped(name, value, shape)
+def required(name: str, value: Any, shape: Extents, *others: Extents) -> Operand:
+    operand = shaped(name, value, shape, *others)
     if operand is None:
         raise ArgumentError(f"{name} is None; expected a tensor {shape}")
     return operand

@@ -79,8 +79,8 @@ def gemm_rope(
             f"heads is {rotated}; expected 1 to {N // head_dim}, the heads of {head_dim} columns "
             f"in N = {N}, or None for all"
         )
-    tables = (*rows(A), turned // 2)
-    reads = {"cos": required("cos", cos, tables), "sin": required("sin", sin, tables)}
+    tables = (*rows(A), turned // 2), (A.shape[-2], turned // 2)
+    reads = {"cos": required("cos", cos, *tables), "sin": required("sin", sin, *tables)}
     out = shaped("out", out, (*rows(A), N))
     return fused(_rope(head_dim, start, turned, style, rotated), A, B, out, reads=reads)
 
