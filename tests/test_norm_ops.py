@@ -23,6 +23,7 @@ def random(*shape, seed=0, element=torch.float64):
 
 X, WEIGHT, BIAS = random(*SHAPE), random(48, seed=1), random(48, seed=2)
 MATRIX = X.view(15, 48)
+SCALED = ka.ScaledOperand(X, torch.tensor(2.0), ka.ScaleMode.PER_TENSOR)
 
 every_forward = pytest.mark.parametrize(("name", "centred"), FORWARD.items(), ids=str)
 
@@ -129,6 +130,7 @@ def test_a_transform_comes_back_with_the_maxima_of_blocks_of_rows():
     [
         (lambda: ka.ops.rmsnorm(X.transpose(0, 1)), ArgumentError, "no view of it has shape"),
         (lambda: ka.ops.rmsnorm(X, out=X.float(), out_dtype="f16"), ArgumentError, "one of them"),
+        (lambda: ka.ops.rmsnorm(SCALED), ArgumentError, "x is a ScaledOperand; expected a plain"),
         (lambda: ka.ops.rmsnorm(torch.tensor(1.0)), ArgumentError, "x has no modes; expected"),
         (lambda: ka.ops.rmsnorm(X, weight=WEIGHT[:47]), ArgumentError, r"expected \(N\) = \(48"),
         (lambda: ka.ops.layernorm(X, colour=3), TypeError, "unexpected keyword argument 'colour'"),

@@ -164,7 +164,7 @@ def rmsnorm_rht_amax(
 def _rows(name: str, value: Any) -> Operand:
     """(..., N) as (M, N)."""
     operand = value if isinstance(value, Operand) else Operand(value, name)
-    if operand.rank == 2:
+    if operand.rank == 2 or operand.mode is not None:  # a scale is refused by the arguments
         return operand
     if not operand.rank:
         raise ArgumentError(f"{name} has no modes; expected (..., N)")
