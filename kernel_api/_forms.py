@@ -107,7 +107,7 @@ class Form:
         return (*A.shape[:-1], self.columns(N))
 
     def allocated(self, name: str, A: Any, N: int, out: Any, options: dict[str, Any]) -> Any:
-        """An output beside ``out``; None where its operation only reads what has that name."""
+        """An output beside ``out``; where its operation only reads what has that name, that."""
         import torch
 
         element = torch.float64 if A.dtype is torch.float64 else torch.float32
@@ -124,7 +124,7 @@ class Form:
         if mode == "row":
             return empty(A.shape[:-1], torch.float32, A)
         blocks = (*A.shape[:-1], N // 32)
-        return empty(blocks, torch.float8_e8m0fnu, A) if mode == "mx" else None
+        return empty(blocks, torch.float8_e8m0fnu, A) if mode == "mx" else options.get(name)
 
     def written(self, options: dict[str, Any]) -> tuple[str, ...]:
         """The outputs beside ``out``, of options that are complete, or as a call has them."""

@@ -363,6 +363,16 @@ def test_scales_are_allocated_where_they_are_written(options, fields, scale_shap
         assert (real - A @ B).abs().max() < 0.05 * (A @ B).abs().max()
 
 
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_scale_that_is_read_is_not_allocated(groups):
+    with pytest.raises(ArgumentError, match="scale is True; expected a number"):
+        if groups:
+            offsets = torch.tensor([M], dtype=torch.int32)
+            ka.ops.grouped_gemm_quantize(A, B[None], offsets, scale=True)
+        else:
+            ka.ops.gemm_quantize(A, B, scale=True)
+
+
 def test_rope_and_dropout():
     angle = matrix(M, 8, 5)
     turned = ka.ops.gemm_rope(A, B, cos=angle.cos(), sin=angle.sin(), head_dim=16)
