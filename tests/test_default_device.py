@@ -16,6 +16,7 @@ CALLS = {
     "function": lambda: ka.ops.sdpa(Q, Q, Q, mask=ka.masks.MaskMod(lambda b, h, i, j: i >= j)),
     "gemm": lambda: ka.ops.gemm(X, EXPERTS[0]),
     "grouped_gemm": lambda: ka.ops.grouped_gemm(X, EXPERTS, ENDS),
+    "a factor per expert": lambda: ka.ops.grouped_gemm(X, EXPERTS, ENDS, alpha=HEADS),
     "experts anywhere": lambda: ka.ops.grouped_gemm(X, list(EXPERTS.unbind(0)), ENDS),
     "grouped_gemm_wgrad": lambda: ka.ops.grouped_gemm_wgrad(X.t(), X, ENDS),
     "grouped_gemm_glu": lambda: ka.ops.grouped_gemm_glu(X, EXPERTS, ENDS),

@@ -209,7 +209,7 @@ class _RaggedEvaluation(_Evaluation):
     def __init__(self, groups: Sequence[slice], *given: Any) -> None:
         super().__init__(*given)
         self._groups = groups
-        self._sizes = torch.tensor([rows.stop - rows.start for rows in groups])
+        self._sizes = torch.tensor([rows.stop - rows.start for rows in groups], device="cpu")
 
     def _aligned(self, node: Node, index: int, value: Any) -> Any:
         shape = self._graph.nodes[index].shape
