@@ -454,3 +454,15 @@ def test_described_arguments_are_drawn_with_groups_that_can_be():
     assert all(part.tensor.any() for part in drawn.B.memory)
     (kernel,) = ka.get_kernels(drawn, providers=["reference"])
     assert ka.verify(kernel, drawn)
+
+
+def test_described_tokens_belong_to_a_group_as_far_as_there_are_rows_for_them():
+    places = torch.zeros(20, dtype=torch.int32)
+    args = ka.GroupedGemmArguments(
+        zeros(20, 8), zeros(3, 8, 6), zeros(9, 6), OFFSETS, out_row_index=places
+    )  # fmt: skip
+    drawn = random_arguments(described(args), "cpu", 0)
+    assert drawn.offsets.tensor.tolist() == [3, 6, 9]
+    assert sorted(drawn.out_row_index.tensor[:9].tolist()) == list(range(9))
+    (kernel,) = ka.get_kernels(drawn, providers=["reference"])
+    assert ka.verify(kernel, drawn)

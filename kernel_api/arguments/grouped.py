@@ -207,18 +207,21 @@ class GroupedGemmArguments(ProductArguments):
         return ("out",) if self.accumulate else ()
 
     def draw_indices(self, random: Any) -> None:
-        """Groups of equal size; tokens that are picked and placed at random; scales of experts."""
+        """Groups of equal size, of as many tokens as ``out`` has rows for; tokens that are picked
+        and placed at random; scales of experts."""
         import torch
 
         device, T = self.device, self.T
+        used = T if self.out_row_index is None else min(T, self.out.shape[0])
         groups = torch.arange(1, self.L + 1, device=device)
-        self.offsets.tensor.copy_(groups * T // self.L)
+        self.offsets.tensor.copy_(groups * used // self.L)
         if self.row_index is not None:
             picked = torch.randint(self.A.shape[0], (T,), generator=random, device=device)
             self.row_index.tensor.copy_(picked)
         if self.out_row_index is not None:
             placed = torch.randperm(self.out.shape[0], generator=random, device=device)
-            self.out_row_index.tensor.copy_(placed[:T])
+            self.out_row_index.tensor[:used] = placed[:used]
+            self.out_row_index.tensor[used:] = -1
         if self.B_scale is not None:
             scale = self.B_scale.tensor
             scale.copy_(torch.rand(scale.shape, generator=random, device=device) + 0.5)
