@@ -17,7 +17,7 @@ from kernel_api._autocast import cast
 from kernel_api._autograd import differentiable_once, zeros
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions import GLU_KINDS
-from kernel_api.operands import require_tensors
+from kernel_api.operands import require_one_device, require_tensors
 
 __all__ = ["moe"]
 
@@ -68,10 +68,10 @@ def moe(
     """
     if kind not in GLU_KINDS:
         raise ArgumentError(f"kind is {kind!r}; expected one of {', '.join(GLU_KINDS)}")
-    others = {"expert_index": expert_index, "expert_weight": expert_weight}
-    others |= {"w_up": w_up, "w_down": w_down}
-    require_tensors(x=x, **others)
-    _check_device(x, **others)
+    given = {"x": x, "expert_index": expert_index, "expert_weight": expert_weight}
+    given |= {"w_up": w_up, "w_down": w_down}
+    require_tensors(**given)
+    require_one_device(**given)
     _check_tokens(x, expert_index, expert_weight)
     _check_weights(x, w_up, w_down)
     x, w_up, w_down = cast(x, w_up, w_down)
@@ -106,14 +106,6 @@ def _check_tokens(x: Any, expert_index: Any, expert_weight: Any) -> None:
             f"expert_weight has shape {tuple(expert_weight.shape)}; expected "
             f"{tuple(expert_index.shape)}, that of expert_index"
         )
-
-
-def _check_device(x: Any, **others: Any) -> None:
-    for name, one in others.items():
-        if one.device != x.device:
-            raise ArgumentError(
-                f"{name} is on {one.device} but x is on {x.device}; expected one device for all"
-            )
 
 
 def _check_weights(x: Any, w_up: Any, w_down: Any) -> None:

@@ -34,7 +34,7 @@ from kernel_api._forms import out_type
 from kernel_api._moe_nn import moe
 from kernel_api._norm_nn import layernorm, rmsnorm
 from kernel_api.errors import ArgumentError
-from kernel_api.operands import require_tensors
+from kernel_api.operands import require_one_device, require_tensors
 
 __all__ = [
     "attention",
@@ -146,7 +146,9 @@ class Function(NamedTuple):
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, function: Function
 ) -> torch.Tensor:
-    require_tensors(x=x, weight=weight, **({} if bias is None else {"bias": bias}))
+    given = {"x": x, "weight": weight, **({} if bias is None else {"bias": bias})}
+    require_tensors(**given)
+    require_one_device(**given)
     _check(x, weight, bias)
     x, weight, bias = cast(x, weight, bias)
     y: torch.Tensor

@@ -248,6 +248,17 @@ def require_tensors(**given: Any) -> None:
         check_traced(**given)
 
 
+def require_one_device(**given: Any) -> None:
+    """Raise ArgumentError where a tensor is on another device than the first."""
+    (first, one), *others = given.items()
+    for name, other in others:
+        if other.device != one.device:
+            raise ArgumentError(
+                f"{name} is on {other.device} but {first} is on {one.device}; expected one device "
+                f"for all"
+            )
+
+
 def _refuse_tangent(tensor: Any, name: str) -> None:
     if _has_tangent(tensor):
         raise ArgumentError(

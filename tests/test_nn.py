@@ -251,6 +251,8 @@ def test_products_of_eight_bits_are_of_a_type_that_holds_them(element, taken):
         ({"weight": torch.ones(64, 5)}, r"x has shape \(5, 6\) and weight \(64, 5\)"),
         ({"weight": torch.ones(6)}, r"weight \(6,\); expected \(\.\.\., K\) and \(N, K\)"),
         ({"bias": torch.ones(32)}, r"bias has shape \(32,\); expected \(64,\)"),
+        ({"weight": torch.ones(64, 6, device="meta")}, "weight is on meta but x is on cpu"),
+        ({"bias": torch.ones(64, device="meta")}, "bias is on meta but x is on cpu; expected one"),
         ({"kind": "mish"}, "kind is 'mish'; expected one of glu, swiglu"),
         ({"granularity": 48}, "B has N = 64; pairs of 48 columns need a multiple of 96"),
         ({"granularity": "thirds"}, "granularity is 'thirds'"),
