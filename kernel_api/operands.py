@@ -174,6 +174,18 @@ class Operand:
         that is the tensor itself."""
         return None
 
+    def viewed(self, tensor: Any, name: str) -> Operand:
+        """The same memory with other modes.
+
+        Raises ArgumentError where a scale would be lost.
+        """
+        if self.mode is not None:
+            raise ArgumentError(f"{name} is a {type(self).__name__}; expected a plain tensor")
+        made = Operand(tensor, name)
+        if self.layout.read_only:
+            made.layout = _layout_of(tensor, read_only=True)
+        return made
+
     @property
     def rank(self) -> int:
         return len(self.shape)
@@ -220,7 +232,9 @@ class Operand:
 
 def require_tensor(value: Any, name: str) -> None:
     """Raise ArgumentError for what has no shape: others are read like tensors."""
-    if not hasattr(value, "shape"):
+    if getattr(value, "is_nested", False):
+        Operand(value, name)  # which refuses it
+    elif not hasattr(value, "shape"):
         as_torch(value, name)
 
 

@@ -74,6 +74,7 @@ CASES = {
     },
     "gemm_dropout": {"p": 0.25, "seed": 1, "offset": 2, "alpha": 0.5},
 }
+SCALED = ka.ScaledOperand(torch.ones(M), torch.tensor(2.0), ka.ScaleMode.PER_TENSOR)
 FACTORS = ("alpha", "beta", "limit", "offset", "scale", "p", "seed")
 
 
@@ -239,6 +240,7 @@ def test_an_epilogue_of_the_users_takes_the_place_of_all_terms():
         ("gemm_glu", {"prob": torch.ones(5)}, "prob has shape (5,); expected (6,) or (6, 1)"),
         ("gemm_glu", {"limit": torch.ones(N // 2)}, "limit has shape (32,); expected one number"),
         ("gemm_glu", {"offset": torch.ones(M, 1)}, "offset has shape (6, 1); expected one number"),
+        ("gemm_glu", {"prob": SCALED}, "prob is a ScaledOperand; expected a plain tensor"),
         ("gemm_glu", {"kind": "geglu"}, "limit is 5.0 and kind is 'geglu'"),
         ("gemm_swiglu", {"offset": 1.0}, "offset is 1.0 and kind is 'swiglu'"),
         ("gemm_dglu", {"preactivation": None}, "preactivation is None; expected a tensor (6, 128)"),

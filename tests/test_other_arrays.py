@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import kernel_api as ka
+from kernel_api.errors import ArgumentError
 
 
 class Array:
@@ -40,6 +41,32 @@ def test_rows_that_an_index_names_are_in_them():
     assert torch.equal(found, ka.ops.gather_rows(rows, index))
     scattered = ka.ops.scatter_rows(Array(rows[:2]), Array(index[:, :1].clone()), rows=7)
     assert torch.equal(scattered[5], rows[0])
+
+
+X, EXPERTS, ENDS = torch.randn(4, 8), torch.randn(2, 8, 2), torch.tensor([1, 4]).int()
+
+
+@pytest.mark.parametrize(
+    ("shape", "call"),
+    [
+        ((2, 2, 8), lambda out: ka.ops.rmsnorm(X.view(2, 2, 8), out=out)),
+        ((2, 2), lambda mean: ka.ops.layernorm(X.view(2, 2, 8), mean=mean)),
+        (
+            (2, 2),
+            lambda amax: ka.ops.grouped_gemm_dglu(
+                X, EXPERTS, ENDS, preactivation=X[:, :4], granularity=1, amax=amax
+            ),
+        ),
+        ((8, 3), lambda out: ka.ops.grouped_gemm_wgrad(X.t(), X[:, :3], ENDS, out=[out, out])),
+    ],
+    ids=["norm", "statistics", "one part of it", "a list"],
+)
+def test_what_may_not_be_written_is_not_seen_through_either(shape, call):
+    given = np.zeros(shape, np.float32)
+    given.flags.writeable = False
+    with pytest.raises(ArgumentError, match="is an array that may not be written"):
+        call(given)
+    assert not given.any()
 
 
 @pytest.mark.parametrize("element", [np.float32, np.int8])

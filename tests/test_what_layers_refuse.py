@@ -79,6 +79,10 @@ def scores_of(number):
         (lambda: ka.ops.grouped_gemm_wgrad(torch.tensor(1.0), X, ENDS), "A has shape ()"),
         (lambda: ka.ops.gemm(X, W.t(), out=torch.tensor(1.0)), "out has shape ()"),
         (lambda: ka.ops.sdpa_backward(*[torch.tensor(1.0)] * 6), "an operand has shape ()"),
+        (
+            lambda: ka.ops.gemm(X, W.t(), out=torch.nested.nested_tensor([X, X])),
+            "out is a nested tensor; expected a strided one",
+        ),
         (lambda: ka.ops.gemm_bias_activation(X, W.t(), out=1, activation="relu"), "out is a int"),
         *(
             (

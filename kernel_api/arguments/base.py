@@ -33,6 +33,20 @@ def alike(tensors: Iterable[Any], makers: Iterable[Callable[[Any], Any] | None])
     ]
 
 
+def check_writable(name: str, out: Operand) -> None:
+    """Raise ArgumentError for what may not be written, or not each element by itself."""
+    if out.layout.read_only:
+        raise ArgumentError(
+            f"{name} is an array that may not be written (flags.writeable is False); pass a copy "
+            f"of it"
+        )
+    if self_overlapping(out):
+        raise ArgumentError(
+            f"{name} has shape {out.shape} and stride {out.stride}: several of its elements are "
+            f"one in memory, so it cannot be written"
+        )
+
+
 class Arguments:
     """Base of the argument classes.
 
@@ -252,16 +266,7 @@ class Arguments:
             self._check_written(name, out, operands)
 
     def _check_written(self, name: str, out: Operand, operands: Iterable[Operand]) -> None:
-        if out.layout.read_only:
-            raise ArgumentError(
-                f"{name} is an array that may not be written (flags.writeable is False); pass a "
-                f"copy of it"
-            )
-        if self_overlapping(out):
-            raise ArgumentError(
-                f"{name} has shape {out.shape} and stride {out.stride}: several of its "
-                f"elements are one in memory, so it cannot be written"
-            )
+        check_writable(name, out)
         self._check_apart(out, operands)
 
     def _check_apart(self, out: Operand, operands: Iterable[Operand]) -> None:

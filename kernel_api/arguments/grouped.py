@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar
 
 from kernel_api._numbers import whether
+from kernel_api.arguments.base import check_writable
 from kernel_api.arguments.epilogue import EpilogueArguments
 from kernel_api.arguments.experts import Experts, ExpertTensors, experts, memory_of
 from kernel_api.arguments.gemm import (
@@ -20,7 +21,7 @@ from kernel_api.dtypes import dtype
 from kernel_api.epilogue.shape import Problem
 from kernel_api.errors import ArgumentError
 from kernel_api.offsets import check_groups, check_is_asked
-from kernel_api.operands import Layout, Operand, overlap, self_overlapping
+from kernel_api.operands import Layout, Operand, overlap
 
 _INT32 = dtype("int32")
 
@@ -293,8 +294,7 @@ class GroupedGemmArguments(ProductArguments):
                 self._check_written(name, output, others.values())
         parts = self.out.memory if isinstance(self.out, ExpertTensors) else ()
         for place, part in enumerate(parts):
-            if self_overlapping(part):
-                raise ArgumentError(f"out[{place}] has stride {part.stride} and cannot be written")
+            check_writable(f"out[{place}]", part)
             for name, other in others.items():
                 if overlap(part, other):
                     raise ArgumentError(f"out[{place}] shares memory with {name}")

@@ -49,7 +49,7 @@ class _Groups(NamedTuple):
         operand = shaped(name, value, (self.T,), (self.T, 1))
         if operand is None or operand.rank == 2:
             return operand
-        return Operand(operand.tensor.unsqueeze(-1))
+        return operand.viewed(operand.tensor.unsqueeze(-1), name)
 
     def per_expert(self, name: str, value: Any) -> Any:
         """A number, a tensor () or (E,); as it broadcasts against the accumulator."""
@@ -60,7 +60,7 @@ class _Groups(NamedTuple):
         operand = shaped("bias", value, (self.E, self.N), (self.N,))
         if operand is None or operand.rank == 1:
             return operand
-        return Operand(operand.tensor.unsqueeze(-2))
+        return operand.viewed(operand.tensor.unsqueeze(-2), "bias")
 
     def matrix(self, name: str, value: Any, columns: int) -> Operand | None:
         return shaped(name, value, (self.T, columns))
@@ -99,7 +99,7 @@ def per_expert(name: str, value: Any, E: int) -> Any:
         return real(name, value)
     operand = shaped(name, value, (E,), ())
     assert operand is not None
-    return operand if not operand.rank else Operand(operand.tensor.view(E, 1, 1))
+    return operand if not operand.rank else operand.viewed(operand.tensor.view(E, 1, 1), name)
 
 
 # Plain products --------------------------------------------------------------------------
@@ -281,8 +281,8 @@ def grouped_gemm_dglu(
     }
     writes = {
         **_sums(groups, dprob, dbias, wide),
-        "amax_gate": None if pair is None else Operand(pair.tensor[:, 0]),
-        "amax_up": None if pair is None else Operand(pair.tensor[:, 1]),
+        "amax_gate": None if pair is None else pair.viewed(pair.tensor[:, 0], "amax"),
+        "amax_up": None if pair is None else pair.viewed(pair.tensor[:, 1], "amax"),
     }
     out = groups.matrix("out", out, wide)
     function = dglu_of(kind, order, granularity, alpha_power)

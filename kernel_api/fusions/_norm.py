@@ -164,7 +164,7 @@ def rmsnorm_rht_amax(
 def _rows(name: str, value: Any) -> Operand:
     """(..., N) as (M, N)."""
     operand = value if isinstance(value, Operand) else Operand(value, name)
-    if operand.rank == 2 or operand.mode is not None:  # a scale is refused by the arguments
+    if operand.rank == 2:
         return operand
     if not operand.rank:
         raise ArgumentError(f"{name} has no modes; expected (..., N)")
@@ -181,7 +181,7 @@ def _flat(name: str, value: Any) -> Operand | None:
 
 def _viewed(name: str, operand: Operand, shape: tuple[int, ...]) -> Operand:
     try:
-        return Operand(operand.tensor.view(shape), name)
+        return operand.viewed(operand.tensor.view(shape), name)
     except RuntimeError:
         raise ArgumentError(
             f"{name} has shape {operand.shape} and strides {operand.stride}, and no view of it "

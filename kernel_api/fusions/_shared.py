@@ -96,7 +96,7 @@ def per_row(name: str, value: Any, A: Operand) -> Operand | None:
     operand = shaped(name, value, *shapes)
     if operand is None or operand.shape not in shapes[:2]:
         return operand
-    return Operand(operand.tensor.unsqueeze(-1))
+    return operand.viewed(operand.tensor.unsqueeze(-1), name)
 
 
 def per_column(name: str, value: Any, A: Operand, N: int) -> Operand | None:
@@ -104,7 +104,7 @@ def per_column(name: str, value: Any, A: Operand, N: int) -> Operand | None:
     operand = shaped(name, value, (N,), (*batches(A), N))
     if operand is None or operand.rank == 1:
         return operand
-    return Operand(operand.tensor.unsqueeze(-2))
+    return operand.viewed(operand.tensor.unsqueeze(-2), name)
 
 
 def real(name: str, value: Any) -> Any:
