@@ -1,6 +1,9 @@
 """The norms' one-call forms as operators of torch, for the graphs of torch.compile and
-torch.export: ``torch.ops.kernel_api.rmsnorm(x, *, out, weight, ...)`` and so on. They write outputs
-that are there; nobody comes here in eager mode."""
+torch.export: ``torch.ops.kernel_api.rmsnorm(x, out, weight, ...)`` and so on. They write outputs
+that are there; nobody comes here in eager mode.
+
+Everything is passed by place: a keyword ``out`` with gaps between its rows would break the graph of
+torch.compile, whatever the operator is."""
 
 from __future__ import annotations
 
@@ -28,9 +31,12 @@ def _schema(form: NormForm) -> str:
         written = f"({letters[name]}!)" if name in letters else ""
         return f"Tensor{written}{'' if name in required else '?'} {name}"
 
-    matrices = ", ".join(map(described, form.matrices))
-    others = ", ".join(map(described, form.defaults))
-    return f"({matrices}, *, {others}) -> ()"
+    return f"({', '.join(map(described, _names(form)))}) -> ()"
+
+
+def _names(form: NormForm) -> tuple[str, ...]:
+    """What an operator takes, in order."""
+    return (*form.matrices, *form.defaults)
 
 
 def _register(form: NormForm) -> None:
@@ -42,16 +48,15 @@ def _register(form: NormForm) -> None:
 def traced(form: NormForm, complete: dict[str, Any]) -> None:
     """The call in a graph."""
     check_traced(**complete)
-    matrices = [complete[name] for name in form.matrices]
-    options = {name: complete.get(name, default) for name, default in form.defaults.items()}
-    getattr(torch.ops.kernel_api, form.name)(*matrices, **options)
+    given = {**form.defaults, **complete}
+    getattr(torch.ops.kernel_api, form.name)(*[given[name] for name in _names(form)])
 
 
-def _run(form: NormForm, *matrices: Any, **options: Any) -> None:
-    run(form, {**dict(zip(form.matrices, matrices, strict=True)), **options})
+def _run(form: NormForm, *given: Any) -> None:
+    run(form, dict(zip(_names(form), given, strict=True)))
 
 
-def _check(*matrices: Any, **options: Any) -> None:
+def _check(*given: Any) -> None:
     """Outputs are there; what they hold is not looked at."""
 
 

@@ -225,6 +225,18 @@ def test_torch_compiles_and_exports_one_call_forms():
     assert_close(exported.module()(X, WEIGHT), ka.ops.layernorm(X, weight=WEIGHT))
 
 
+@every_forward
+def test_a_graph_takes_an_out_with_gaps_between_its_rows(name, centred):
+    def call(x, buffer):
+        getattr(ka.ops, name)(x, out=buffer[:, 8:56], eps=EPS)
+        return buffer + 1
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    buffers = [torch.zeros(15, 64, dtype=torch.float64) for _ in range(2)]
+    assert_close(compiled(MATRIX, buffers[0]), call(MATRIX, buffers[1]))
+    assert_close(*buffers)
+
+
 @pytest.mark.parametrize(
     "name", ["rmsnorm", "layernorm", "rmsnorm_backward", "layernorm_backward", "rmsnorm_rht_amax"]
 )
