@@ -84,7 +84,7 @@ class Form:
             element = out_dtype
             if element is None:
                 element = self.element or out_type(A.dtype)
-            out = empty(self.out_shape(A, N, options), torch_type(element), A)
+            out = empty(self.out_shape(A, B, options), torch_type(element), A)
         for name in self.outputs:
             given = options.get(name)
             if given is True or (given is None and name in self.always):
@@ -103,8 +103,8 @@ class Form:
         """Of ``out``."""
         return N * self.width.numerator // self.width.denominator
 
-    def out_shape(self, A: Any, N: int, options: dict[str, Any]) -> tuple[int, ...]:
-        return (*A.shape[:-1], self.columns(N))
+    def out_shape(self, A: Any, B: Any, options: dict[str, Any]) -> tuple[int, ...]:
+        return (*A.shape[:-1], self.columns(B.shape[-1]))
 
     def allocated(self, name: str, A: Any, N: int, out: Any, options: dict[str, Any]) -> Any:
         """An output beside ``out``; where its operation only reads what has that name, that."""

@@ -50,14 +50,15 @@ class GroupedForm(Form):
             return [("out", given), *others]
         return [*((f"out[{place}]", one) for place, one in enumerate(given)), *others]
 
-    def out_shape(self, A: Any, N: int, options: dict[str, Any]) -> tuple[int, ...]:
+    def out_shape(self, A: Any, B: Any, options: dict[str, Any]) -> tuple[int, ...]:
         for name in ("accumulate", "out_row_index"):
             given = options.get(name)
             if given is not None and given is not False:
                 raise ArgumentError(f"{name} is given and there is no out; pass the one it is for")
-        if self.name == "grouped_gemm_wgrad":
-            return options["offsets"].shape[0], A.shape[0], N
-        return _tokens(A, options), self.columns(N)
+        of_matrices = self.name == "grouped_gemm" and len(B.shape) == 2
+        if of_matrices or self.name == "grouped_gemm_wgrad":
+            return options["offsets"].shape[0], A.shape[0], B.shape[-1]
+        return _tokens(A, options), self.columns(B.shape[-1])
 
     def allocated(self, name: str, A: Any, N: int, out: Any, options: dict[str, Any]) -> Any:
         import torch

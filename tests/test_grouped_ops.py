@@ -86,13 +86,24 @@ def test_picked_tokens_give_the_rows_of_out(draw):
     close(out[3:], A[pick[3:].long()] @ B[2])
 
 
-def test_gradients_of_weights_are_allocated_and_added_to_what_is_given(draw):
+@pytest.mark.parametrize("form", [ka.ops.grouped_gemm_wgrad, ka.ops.grouped_gemm])
+def test_gradients_of_weights_are_allocated_and_added_to_what_is_given(form, draw):
     A, B = draw.A.t(), draw.per_token(7)
-    out = ka.ops.grouped_gemm_wgrad(A, B, draw.offsets)
+    out = form(A, B, draw.offsets)
+    close(form(A, B, draw.offsets, alpha=2.0), 2 * out)
     assert out.shape == (3, 5, 7)
     assert not out[1].any()
-    doubled = ka.ops.grouped_gemm_wgrad(A, B, draw.offsets, out=out.clone(), accumulate=True)
+    doubled = form(A, B, draw.offsets, out=out.clone(), accumulate=True)
     close(doubled, 2 * out)
+
+
+def test_gradients_of_weights_are_no_rows(draw):
+    rows = ka.ops.grouped_gemm(draw.A, draw.B, draw.offsets)
+    refusal = r"out has shape \(.*\); expected \(E, M, N\), a sum of each group"
+    with pytest.raises(ArgumentError, match=refusal):
+        ka.ops.grouped_gemm_wgrad(draw.A, draw.B, draw.offsets, out=rows)
+    with pytest.raises(ArgumentError, match="B rank 3, out rank 3; expected"):
+        ka.ops.grouped_gemm_wgrad(draw.A, draw.B, draw.offsets)
 
 
 @pytest.mark.parametrize("form", [ka.ops.grouped_gemm_wgrad, ka.ops.grouped_gemm])

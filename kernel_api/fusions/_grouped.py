@@ -169,6 +169,9 @@ def grouped_gemm_wgrad(
         out: (E, M, N), or a list of E tensors (M, N).
         accumulate: Add to ``out``.
     """
+    out = experts(out, "out")
+    if out.rank != 3:
+        raise ArgumentError(f"out has shape {out.shape}; expected (E, M, N), a sum of each group")
     if alpha is None:
         return GroupedGemmArguments(A, B, out, offsets, accumulate=accumulate)
     return _sum_over_tokens(A, B, offsets, out, alpha, accumulate=accumulate)
