@@ -167,6 +167,15 @@ def test_every_provider_computes_the_same(kind, types, weight):
         assert verdict, verdict
 
 
+def test_scales_of_blocks_move_as_their_rows_do():
+    scales = torch.tensor([[0.25, 1.0], [2.0, 8.0], [0.5, 4.0]]).to(torch.float8_e8m0fnu)
+    places = torch.tensor([[3], [-1], [0]], dtype=torch.int32)
+    moved = ka.ops.scatter_rows(scales, places, rows=4)
+    assert torch.equal(moved[[3, 0]].float(), scales[[0, 2]].float())
+    back = ka.ops.gather_rows(moved, places[[0, 2]])
+    assert torch.equal(back.float(), scales[[0, 2]].float())
+
+
 @every_kind
 @pytest.mark.parametrize(("M", "k", "rows"), [(0, 2, 4), (3, 0, 4), (3, 2, 0), (0, 0, 0)])
 def test_there_may_be_nothing_to_move(kind, M, k, rows):

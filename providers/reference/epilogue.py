@@ -294,6 +294,13 @@ def saturated(x: Any, to: DType) -> Any:
     return within if to.is_float else within.nan_to_num(nan=0.0)
 
 
+def put(out: Any, rows: Any, values: Any) -> None:
+    """Write rows of a tensor, of values that have its type."""
+    if out.dtype is torch.float8_e8m0fnu:  # which torch cannot write where an index says
+        out, values = out.view(torch.uint8), values.view(torch.uint8)
+    out[rows] = values
+
+
 def _power_of_two_above(x: Any) -> Any:
     mantissa, exponent = torch.frexp(x.double())  # x = mantissa · 2 ** exponent, in [0.5, 1)
     finite = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).to(exponent.dtype))

@@ -21,7 +21,7 @@ from kernel_api.metadata import GroupedGemmOperandsMetadata
 from kernel_api.offsets import check_groups
 from kernel_api.operands import Layout, Operand
 from kernel_api.providers.reference import ReferenceProvider
-from kernel_api.providers.reference.epilogue import evaluate
+from kernel_api.providers.reference.epilogue import evaluate, put
 from kernel_api.providers.reference.gemm import exact_product, float32_product, rounding
 from kernel_api.providers.reference.oracle import ProductOracle, ReferenceProduct
 from kernel_api.space import Miss, Operands, rule
@@ -186,7 +186,7 @@ class ReferenceGroupedGemm(ReferenceProduct):
     @staticmethod
     def store(out: Operand, rows: Any, values: Any) -> None:
         if not out.discrete:
-            out.tensor[rows] = values
+            put(out.tensor, rows, values)
             return
         for group, matrix in enumerate(values):
             _expert(out, group).tensor.copy_(matrix)

@@ -23,7 +23,7 @@ from kernel_api.metadata import (
     NormOperandsMetadata,
 )
 from kernel_api.providers.reference import ReferenceProvider
-from kernel_api.providers.reference.epilogue import evaluate, held, rounded, saturated
+from kernel_api.providers.reference.epilogue import evaluate, held, put, rounded, saturated
 from kernel_api.providers.streams import on_stream
 from kernel_api.space import Operands, Space
 
@@ -45,7 +45,7 @@ class ReferenceRows(Kernel):
             rows = args.rows_written()
             for name, values in self.exact(args).items():
                 written = args.outputs[name]
-                written.tensor[rows.get(name, ...)] = rounded(values, written.dtype)
+                put(written.tensor, rows.get(name, ...), rounded(values, written.dtype))
 
     @classmethod
     def exact(cls, args: Any) -> Values:

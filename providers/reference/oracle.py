@@ -12,7 +12,7 @@ from kernel_api.epilogue.tracing import RESULT
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata
 from kernel_api.operands import Operand
-from kernel_api.providers.reference.epilogue import evaluate, rounded, saturated
+from kernel_api.providers.reference.epilogue import evaluate, put, rounded, saturated
 from kernel_api.providers.streams import on_stream
 from kernel_api.space import Space
 from kernel_api.status import Status
@@ -206,7 +206,7 @@ class ReferenceProduct(Kernel):
 
     @staticmethod
     def store(out: Operand, rows: Any, values: Any) -> None:
-        out.tensor[rows] = values
+        put(out.tensor, rows, values)
 
     @classmethod
     def exact(cls, args: Any) -> dict[str, Any]:
