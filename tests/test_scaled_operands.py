@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import kernel_api as ka
 from kernel_api import GemmArguments, ScaledOperand, ScaleMode
 from kernel_api.errors import ArgumentError
+from kernel_api.operands import Operand
 
 M, N, K = 48, 64, 256
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -292,3 +293,18 @@ def test_a_scale_on_another_device_is_refused():
     a = ScaledOperand(operand(M, K, E4M3, 1), scale().to("meta"), ScaleMode.PER_TENSOR)
     with pytest.raises(ArgumentError, match="A's scale is on meta"):
         GemmArguments(a, operand(K, N, E4M3, 2), torch.empty(M, N))
+
+
+def test_an_operand_may_not_be_written_where_it_is_read():
+    stored, B = operand(8, 8, E4M3, 1), torch.zeros(8, 8)
+    A, x = ScaledOperand(stored, scale(), ScaleMode.PER_TENSOR), Operand(torch.zeros(8, 8))
+    for _ in range(2):  # layouts that were seen before, too
+        with pytest.raises(ArgumentError, match="out shares memory with A"):
+            ka.ops.gemm(A, B, out=A)
+        with pytest.raises(ArgumentError, match="out shares memory with B"):
+            GemmArguments(B, x, x)
+        with pytest.raises(ArgumentError, match="out shares memory with x"):
+            ka.RmsNormArguments(x, x)
+        with pytest.raises(ArgumentError, match="out shares memory with preactivation"):
+            ka.ops.gemm_bias_activation(B, B, out=x, preactivation=x)
+        GemmArguments(B, B.clone(), torch.empty(8, 8))

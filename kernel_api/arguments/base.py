@@ -270,11 +270,19 @@ class Arguments:
         self._check_apart(out, operands)
 
     def _check_apart(self, out: Operand, operands: Iterable[Operand]) -> None:
+        """Raise ArgumentError where an output shares memory with one of the operands, among which
+        it stands itself."""
+        met = False
         for other in operands:
-            if other is not out and overlap(out, other):
+            if other is out and not met:
+                met = True
+            elif overlap(out, other):
+                named = {**self.named_operands, **self._scales()}
+                name = next(name for name, one in self.outputs.items() if one is out)
+                shared = next(n for n, one in named.items() if one is other and n != name)
                 raise ArgumentError(
-                    f"{self._name_of(out)} shares memory with {self._name_of(other)}; "
-                    f"the kernel would read what it has overwritten"
+                    f"{name} shares memory with {shared}; the kernel would read what it has "
+                    f"overwritten"
                 )
 
     def _name_of(self, operand: Operand) -> str:

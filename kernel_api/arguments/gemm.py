@@ -120,7 +120,7 @@ class GemmArguments(ProductArguments):
         layouts = (A.layout, B.layout, out.layout)
         if plain and layouts in _fitting:
             self.device = A.device
-            self._check_apart(out, (A, B))
+            self._check_apart(out, self.operands)
             return
         self._check_shapes(epilogue)
         self._check_devices()

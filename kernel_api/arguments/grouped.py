@@ -147,7 +147,7 @@ class GroupedGemmArguments(ProductArguments):
         layouts = (A.layout, B.layout, out.layout, offsets.layout, accumulate)
         if plain and layouts in _fitting and not out.discrete:
             self.device = A.device
-            self._check_apart(out, (A, B, offsets))
+            self._check_apart(out, self.operands)
             return
         self._check_ranks()
         self._check_offsets()
