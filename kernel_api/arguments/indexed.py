@@ -85,9 +85,10 @@ class IndexedRowsArguments(RowArguments):
         for name in self.operand_names:
             operand = getattr(self, name)
             if operand.rank != 2:
+                advice = f": see trailing modes as one, {name}.flatten(1)"
                 raise ArgumentError(
-                    f"{name} has shape {operand.shape}; expected {self._letters(name)}: see "
-                    f"trailing modes as one, {name}.flatten(1)"
+                    f"{name} has shape {operand.shape}; expected {self._letters(name)}"
+                    f"{advice if operand.rank > 2 else ''}"
                 )
             if name == self.in_order and operand.shape[0] != self.M:
                 raise ArgumentError(
@@ -107,9 +108,10 @@ class IndexedRowsArguments(RowArguments):
         if self.row_index.dtype is not _INT32:
             raise ArgumentError(f"row_index is {self.row_index.dtype}; expected int32")
         if self.row_index.rank != 2:
+            advice = ": of one row each, row_index.unsqueeze(1)"
             raise ArgumentError(
-                f"row_index has shape {self.row_index.shape}; expected (M, k): of one row each, "
-                f"row_index.unsqueeze(1)"
+                f"row_index has shape {self.row_index.shape}; expected (M, k)"
+                f"{advice if self.row_index.rank == 1 else ''}"
             )
 
     def _check_weight(self) -> None:
