@@ -66,6 +66,15 @@ def either_mask(w):
     return lambda x: x.masked_fill(~full, -INFINITY).softmax(-1)
 
 
+def infinite_window(w):
+    g = w.graph
+    p = scores(w)
+    i, j = indices(g, p)
+    seen = g.logical_and(g.cmp_ge(i, j), g.cmp_lt(g.sub(i, j), INFINITY))
+    attend(w, softmax(g, select(w, p, seen)))
+    return lambda x: x.masked_fill(~band(0), -INFINITY).softmax(-1)
+
+
 def mask_of_the_caller(w):
     g = w.graph
     mask = torch.rand(B, 1, S, T, generator=torch.Generator().manual_seed(5)) < 0.7
@@ -118,6 +127,7 @@ COMPUTED = [
     small_fill,
     every_other_key,
     either_mask,
+    infinite_window,
     mask_of_the_caller,
     finite_lengths,
     capped,

@@ -324,7 +324,7 @@ def _linear(flow: Flow, tensor: Tensor, dim: tuple[int, ...]) -> Linear:
 
 def _index(flow: Flow, tensor: Tensor, dim: tuple[int, ...]) -> Linear:
     if tensor.value is not None:
-        if float(tensor.value) != int(tensor.value):
+        if not float(tensor.value).is_integer():  # infinities are none either
             raise Miss(f"an index is compared with {tensor.value}, which is no whole number")
         return Linear(constant=int(tensor.value))
     node = flow.writer.get(tensor)
