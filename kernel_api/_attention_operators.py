@@ -19,10 +19,11 @@ from kernel_api import masks
 from kernel_api._attention_launches import empty_like, empty_lse, empty_out, forward
 from kernel_api._autograd import changeable, check_outputs, differentiable_once
 from kernel_api._launches import run_best
-from kernel_api._numbers import whether
+from kernel_api._numbers import python_number, whether
 from kernel_api._results import results_type
 from kernel_api._transforms import check_traced
 from kernel_api.arguments import SdpaBackwardArguments
+from kernel_api.arguments._attention_checks import instance_of
 from kernel_api.arguments.attention import operands_of_score, score_of, values_of_functions
 from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
@@ -277,6 +278,7 @@ _BACKWARD = (
 def _traced(Q: Any, K: Any, V: Any, options: _Options, learns: bool = False) -> tuple[Any, Any]:
     """(out, lse) in a graph."""
     check_traced(Q=Q, K=K, V=V)
+    _check_objects(options)
     if _is_outside(options):
         found = _outside(Q, K, V, options)
     else:
@@ -292,6 +294,7 @@ def _traced(Q: Any, K: Any, V: Any, options: _Options, learns: bool = False) -> 
 
 def _traced_backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> _Options:
     check_traced(**dict(zip(_READ, operands, strict=True)))
+    _check_objects(options)
     if _is_outside(options):
         return _outside_backward(operands, written, options)  # type: ignore[no-any-return]
     options = dict(options)
@@ -337,6 +340,12 @@ def _check_target(name: str, target: Any, value: Any) -> None:
         raise ArgumentError(f"{name} is on {target.device}; expected {value.device}")
 
 
+def _check_objects(options: _Options) -> None:
+    """Raise as arguments do, which come later, for what is taken apart before."""
+    instance_of("mask", options.get("mask"), masks.Mask)
+    instance_of("dropout", options.get("dropout"), Dropout)
+
+
 def _is_outside(options: _Options) -> bool:
     for name in ("score_mod", "score_operands", *_BESIDE_LSE):
         if options.get(name) is not None:
@@ -378,8 +387,10 @@ def _packed(options: _Options) -> list[Any]:
                 known[f"{name}_tensor"] = one.tensor
             else:
                 known[f"dropout_{name}"] = one
+    for name in (*_FLOATS, *_INTEGERS):
+        known[name] = python_number(known.get(name))
     for name in _FLOATS:
-        if isinstance(known.get(name), int):
+        if isinstance(known[name], int):
             known[name] = float(known[name])
     return [known.get(name) for name in _NAMES]
 

@@ -10,6 +10,11 @@ from kernel_api.errors import ArgumentError
 _BEYOND = 2**64  # what 64 bits hold, with a sign or without
 
 
+def python_number(value: Any) -> Any:
+    """A number of NumPy as Python has it, for graphs of torch: to its compiler it is an array."""
+    return value.item() if type(value).__module__ == "numpy" else value
+
+
 def whole_number(value: Any) -> int | None:
     """As an int, one of NumPy too; None for what is no whole number, as True and 2.0 are none."""
     if type(value) is int:

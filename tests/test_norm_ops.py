@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from support.norms import block_maxima, hadamard, norm, poisoned, statistics
@@ -210,7 +211,8 @@ def test_torch_compiles_functions_with_gradients_in_one_graph(name, centred):
 
 def test_torch_compiles_and_exports_one_call_forms():
     def call(x, weight):
-        return ka.ops.rmsnorm_rht_amax(x, weight=weight, global_amax=True)
+        eps = np.float64(0.5)
+        return ka.ops.rmsnorm_rht_amax(x, weight=weight, global_amax=True, eps=eps)
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     for found, exact in zip(compiled(X, WEIGHT), call(X, WEIGHT), strict=True):

@@ -1,5 +1,6 @@
 """Attention in graphs of torch.compile and torch.export."""
 
+import numpy as np
 import pytest
 import torch
 from support.sdpa import Draw
@@ -183,6 +184,28 @@ def test_operands_of_a_function_that_is_not_there_are_refused_in_graphs_too():
     function = compiled(lambda q: ka.ops.sdpa(q, K, V, score_operands={"t": ALIBI}))
     with pytest.raises(ArgumentError, match="score_operands are given and score_mod is not"):
         function(Q)
+
+
+@pytest.mark.parametrize("options", [{"mask": "causal"}, {"mask": masks.Causal}, {"dropout": 0.1}])
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_a_mask_or_dropout_that_is_none_is_refused_in_graphs_too(options, is_backward):
+    def function(q):
+        if is_backward:
+            return ka.ops.sdpa_backward(q, K, V, DO, DO, LSE, **options)
+        return ka.ops.sdpa(q, K, V, **options)
+
+    name = next(iter(options))
+    for call in (function, compiled(function)):
+        with pytest.raises(ArgumentError, match=f"{name} is .*; expected (a|one)"):
+            call(Q)
+
+
+@pytest.mark.parametrize("options", [{"scale": 1 / np.sqrt(7)}, {"softcap": np.float64(2)}])
+def test_numbers_of_numpy_are_taken_in_graphs_too(options):
+    def function(q):
+        return ka.ops.sdpa(q, K, V, **options)
+
+    assert_close(compiled(function, fullgraph=True)(Q), function(Q))
 
 
 # Dropout and blocks ----------------------------------------------------------------------
