@@ -105,6 +105,12 @@ def test_attention_has_its_operands(tmp_path):
     assert args.dropout.p == 0.25
     (args,) = listed(tmp_path, {**entry, "dtype": "f16", "page_size": 16, "L": 2})
     assert args.is_paged and args.K.shape == (8, 4, 16, 64)
+    (args,) = listed(tmp_path, {**entry, "dtype": "f16", "page_size": 16, "padding": "true"})
+    assert args.is_paged and {"seq_lens_q", "seq_lens_kv"} <= args.further.keys()
+    (args,) = listed(tmp_path, {**entry, "dtype": "f64", "sink": "true", "alibi": "true"})
+    assert args.sink.dtype is args.alibi.dtype is args.lse.dtype is args.Q.dtype
+    (args,) = listed(tmp_path, {**entry, "L": 0})
+    assert args.B == 0
     (args,) = listed(tmp_path, {**entry, "dtype": "f16", "bshd": "true", "M": 5})
     assert args.Q.shape == (1, 4, 5, 64) and args.Q.stride[1:] == (64, 256, 1)
 

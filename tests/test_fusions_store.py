@@ -219,6 +219,13 @@ def test_dropout_of_nothing_and_of_all(p, factor):
     close(computed(args)["out"], factor * (A @ B))
 
 
+@pytest.mark.parametrize("sizes", [(0, 7), (5, 0)])
+def test_dropout_has_no_elements(sizes):
+    A, B = torch.ones(sizes[0], 3), torch.ones(3, sizes[1])
+    args = ka.fusions.gemm_dropout(A, B, out=torch.empty(sizes), p=0.5, seed=1, offset=2)
+    assert ka.verify(ka.get_kernels(args)[0], args)
+
+
 @pytest.mark.parametrize("element", TOPS, ids=str)
 @pytest.mark.parametrize("largest", [1e-45, 1e-43, 1e-38, 1e-30])
 def test_rows_of_tiny_values_have_scales_that_can_be_divided_by(element, largest):

@@ -69,7 +69,7 @@ class _Operands:
 
     Attributes:
         element: Of Q, K and V.
-        wide: Of what has a number for each row.
+        wide: Of what has a number for each row, or for each head.
         page_size: None without pages.
     """
 
@@ -81,7 +81,8 @@ class _Operands:
         given: dict[str, Any],
     ) -> None:
         self.S_q, self.S_kv, self.D = sizes
-        self.B, self.H = options.batch or 1, options.heads or 1
+        self.B = 1 if options.batch is None else options.batch
+        self.H = options.heads or 1
         self.H_kv = options.heads_kv or self.H
         self.D_v = _count(given, "d_v") or self.D
         self.page_size = _count(given, "page_size")
@@ -102,7 +103,8 @@ class _Operands:
         statistics = {name: self.row_sums(fill=False) for name in names if name in self._given}
         q, k, v = self._inputs()
         out = self.queries(self.D_v, self.out_element, fill=False)
-        return ka.SdpaArguments(q, k, v, out, **statistics, **self._options(), **self._pages())
+        further = {**statistics, **self._options(), **self._pages()}
+        return ka.SdpaArguments(q, k, v, out, **further)
 
     def backward(self) -> Any:
         import kernel_api as ka
@@ -149,7 +151,7 @@ class _Operands:
 
     def _heads(self, *, fill: bool) -> Any:
         """(H,)"""
-        return self._tensor((1, 1, 1, self.H), _FLOAT32, fill)[0, 0, 0]
+        return self._tensor((1, 1, 1, self.H), self.wide, fill)[0, 0, 0]
 
     def _scores(self, *, fill: bool) -> Any:
         """(1, H, S_q, S_kv)"""

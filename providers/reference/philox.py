@@ -46,7 +46,7 @@ def uniform(seed: Any, offset: Any, extents: tuple[int, int, int], device: Any) 
     counter = (groups.expand(shape), row.expand(shape), low.expand(shape), high.expand(shape))
     words = torch.stack(philox(counter, (seed_low, seed_high)), dim=-1)
     drawn = (words >> 8).double() * 2.0**-24
-    return drawn.reshape(batches, rows, -1)[..., :columns]
+    return drawn.reshape(batches, rows, 4 * len(groups))[..., :columns]
 
 
 def uniform_apart(seed: Any, offset: Any, extents: tuple[int, int, int], device: Any) -> Any:
