@@ -509,6 +509,27 @@ def test_other_extents_are_taken_where_they_are_enabled():
         as_is_compared(given, torch.relu(exact @ w.double()), torch.relu(same @ w))
 
 
+def test_other_extents_are_those_of_a_function_of_scores():
+    def capped(graph, score):
+        far = graph.sub(graph.gen_index(score, axis=3), graph.gen_index(score, axis=2))
+        return graph.add(graph.mul(graph.tanh(score), 2.0), graph.abs(far))
+
+    def made(q, k, dO, o, stats):
+        with cudnn.Graph(is_dynamic_shape_enabled=True) as graph:
+            graph.sdpa(q, k, k, score_mod=capped)[0].set_output(True)
+            for one in graph.sdpa_backward(q, k, k, o, dO, stats, score_mod=capped):
+                one.set_output(True)
+        return graph
+
+    def tensors(S_q, S_kv):
+        q, dO, o = (torch.randn(2, 3, S_q, 16) for _ in range(3))
+        return q, torch.randn(2, 3, S_kv, 16), dO, o, torch.randn(2, 3, S_q, 1) + 9
+
+    graph, given = made(*tensors(5, 6)), tensors(9, 4)
+    for own, other in zip(graph(*given), made(*given)(*given), strict=True):
+        assert torch.equal(own, other)
+
+
 def test_other_extents_are_taken_after_deserialisation_and_of_other_libraries():
     graph = cudnn.Graph.deserialize(attention_block(is_dynamic_shape_enabled=True).serialize())
     q, w = torch.randn(4, 3, 7, 16), torch.randn(16, 9)

@@ -107,6 +107,9 @@ def _forget_results(graph: Any, named: set[int]) -> list[Tensor]:
         if id(tensor) not in stays:
             graph._orders[id(tensor)] = memory_order(tensor.dim, tensor.stride)
             tensor.dim, tensor.stride = (), ()
+    for body in (node.body for node in graph.nodes if node.body is not None):
+        for tensor in (one for node in body.nodes for one in node.writes):
+            tensor.dim, tensor.stride = (), ()
     return kept
 
 
