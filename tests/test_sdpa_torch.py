@@ -160,6 +160,20 @@ def test_what_a_backend_lacks_is_told(options, refused, words):
     assert words in refusal(args, f"sdpa_{refused[0]}")
 
 
+@pytest.mark.parametrize("name", ["Q", "K", "V", "out", "dO"])
+def test_what_is_read_lies_at_multiples_of_16_bytes(name):
+    args = on_meta()
+    tensors = dict(zip(args.operand_names, args.tensors, strict=True))
+    gradients = {f"d{n}": tensors[n].clone() for n in "QKV"}
+    whole = {**tensors, "lse": args.lse.tensor, "dO": tensors["out"].clone(), **gradients}
+    apart = {**whole, name: torch.empty(2, 4, 64, 65, device="meta").bfloat16()[..., 1:]}
+    forward = ka.SdpaArguments(*(apart[n] for n in ("Q", "K", "V", "out", "lse")))
+    if name in "QKV":
+        assert families(forward) == {"torch.flex_attention"}
+        assert f"{name}'s address and strides" in refusal(forward, "sdpa_flash")
+    assert families(BACKWARD(**whole)) and not families(BACKWARD(**apart))
+
+
 def test_gradients_that_torch_does_not_give_are_told():
     args = on_meta(bias=torch.zeros(1, 1, 64, 64).bfloat16())
     given = [torch.empty_like(o.tensor) for o in (args.Q, args.K, args.V)]

@@ -150,8 +150,9 @@ def square(args: AttentionArguments) -> bool | Miss:
 
 @rule("the operator reads vectors of 16 bytes")
 def whole_vectors(args: AttentionArguments) -> bool | Miss:
-    for name in ("Q", "K", "V", "dO"):
-        operand = getattr(args, name) if name in args.operand_names else args.Q
+    read = ("Q", "K", "V", "out", "dO") if "dO" in args.operand_names else ("Q", "K", "V")
+    for name in read:
+        operand = getattr(args, name)
         if operand.alignment % 16:
             return Miss(f"{name}'s address and strides are multiples of {operand.alignment} bytes")
     return True
@@ -281,6 +282,7 @@ class _Flash(TorchAttention):
     takes_no_bias = no_bias
     has_same_dims = same_dims
     is_square = square
+    reads_whole_vectors = whole_vectors
 
     @rule("torch's flash attention has heads of 256 elements at most")
     def _(args: AttentionArguments) -> bool | Miss:
