@@ -243,6 +243,9 @@ def test_numbers_and_addresses_that_are_no_multiples_of_16(scaled):
     assert len(scaled._execution._programs) == 2 * 3
     with pytest.raises(VariantPackError, match="factor is a number of the host's; a str"):
         scaled.execute({**operands(), "factor": "two"})
+    for several in (torch.ones(2), numpy.ones((3, 0))):
+        with pytest.raises(VariantPackError, match=r"number of the host's; a tensor of \[[23]"):
+            scaled.execute({**operands(), "factor": several})
 
 
 @pytest.mark.parametrize("number", [True, False, 1, 0, 0.5, torch.tensor(True), numpy.bool_(0)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -79,7 +80,13 @@ def number_for(value: Any, slot: Slot) -> int | float:
     """
     import torch
 
-    value = value.item() if hasattr(value, "item") else value
+    if hasattr(value, "item"):
+        extents = tuple(getattr(value, "shape", ()))
+        if math.prod(extents) != 1:
+            raise VariantPackError(
+                f"{slot.tensor} is a number of the host's; a tensor of {list(extents)} was given"
+            )
+        value = value.item()
     if not isinstance(value, (int, float)):
         raise VariantPackError(
             f"{slot.tensor} is a number of the host's; a {type(value).__name__} was given"
