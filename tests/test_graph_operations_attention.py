@@ -10,10 +10,16 @@ from support.sdpa import kept
 
 import kernel_api as ka
 from kernel_api.errors import EpilogueError, GraphError, GraphNotSupportedError
-from kernel_api.graph._enums import attention_implementation, data_type, diagonal_alignment
+from kernel_api.graph._enums import (
+    attention_implementation,
+    data_type,
+    diagonal_alignment,
+    element_type,
+)
 from kernel_api.graph._operations import attention_arguments
 from kernel_api.graph._operations._attention_arguments import alibi_slopes
 from kernel_api.graph._operations.attention import block_table
+from kernel_api.providers.reference import epilogue
 
 DOUBLE = torch.float64
 B, H, H_KV, S_Q, S_KV, D, D_V = 2, 4, 2, 9, 13, 8, 16
@@ -194,6 +200,27 @@ def with_remainder(g):
 J_MINUS_I = torch.arange(S_KV) - torch.arange(S_Q).view(-1, 1)
 CASES["score-with-remainder"] = (
     with_remainder, {"modify": lambda s: s + 0.2 * torch.fmod(J_MINUS_I, 3)}
+)  # fmt: skip
+
+
+def in_buckets(sway):
+    """Keys of four neighbours have one number, rounded to even, and the third key another gain."""
+
+    def modified(g, score):
+        j = g.gen_index(score, 3)
+        bucket = g.mul(j, 0.25).set_data_type(data_type.INT32)
+        other = g.sub(j, 2).set_data_type(data_type.BOOLEAN)
+        bucket = g.sin(bucket) if sway else bucket
+        return g.add(score, g.mul(bucket, g.binary_select(0.3, 0.7, other)))
+
+    return lambda g: {"score_mod": modified}
+
+
+BUCKETS = (torch.arange(S_KV) / 4).round()
+GAINS = torch.where(torch.arange(S_KV) == 2, 0.7, 0.3)
+CASES["score-by-buckets"] = in_buckets(False), {"modify": lambda s: s + BUCKETS * GAINS}
+CASES["score-by-buckets-that-kernels-do-not-have"] = (
+    in_buckets(True), {"modify": lambda s: s + torch.sin(BUCKETS.to(s)) * GAINS}
 )  # fmt: skip
 
 
@@ -520,6 +547,30 @@ def test_scores_of_operations_that_kernels_do_not_have():
     with pytest.raises(EpilogueError, match=r"the exponent is 1\.3"):
         arguments(lambda g, s: g.pow(g.abs(s), 1.3))
     assert arguments(lambda g, s: g.relu(s)).score is not None
+
+
+@pytest.mark.parametrize("sway", [False, True])
+@pytest.mark.parametrize("kind", ["INT32", "UINT8", "FP8_E4M3", "BOOLEAN", "HALF"])
+def test_scores_are_kept_in_the_types_that_are_set_but_for_floats_of_16_bits(kind, sway):
+    q, k, v = tensors()
+
+    def modified(g, score):
+        kept = g.mul(score, 3.0).set_data_type(data_type[kind])
+        return g.cos(kept) if sway else g.mul(kept, 1.5)
+
+    g = Nodes()
+    o, _ = g.sdpa(*map(g.given, (q, k, v)), SCALE, score_mod=modified)
+    found = g.compute(o)
+
+    def modify(s):
+        if kind != "HALF":
+            s = epilogue.rounded(3 * s, element_type(data_type[kind])).to(s) / 3
+        return torch.cos(3 * s) if sway else 4.5 * s
+
+    exact, same = (attention(*(x.to(t) for x in (q, k, v)), modify=modify)[0] for t in (
+        DOUBLE, torch.float32
+    ))  # fmt: skip
+    close(found, exact, same)
 
 
 # To arguments ----------------------------------------------------------------------------

@@ -10,8 +10,10 @@ from typing import Any
 
 import kernel_api as ka
 from kernel_api import epilogue as ep
-from kernel_api._score import ScoreFunction
+from kernel_api._score import ScoreFunction, whole_numbers
+from kernel_api.epilogue.value import Value
 from kernel_api.errors import GraphNotSupportedError
+from kernel_api.graph._enums import data_type, element_type
 from kernel_api.graph._node import Body, Node
 from kernel_api.graph._operations.pointwise import POINTWISE
 from kernel_api.graph._tensor import Tensor
@@ -236,7 +238,7 @@ def _traced(
         for node in body.nodes:
             made = _of_scores(node, value, indices)
             for tensor in node.writes:
-                values[id(tensor)] = made
+                values[id(tensor)] = _held(made, tensor)
         return values[id(body.result)]
 
     parameters = ("score", *_INDICES, *operands)
@@ -266,6 +268,24 @@ def _of_scores(node: Node, value: Callable[[Tensor], Any], indices: tuple[Any, .
     assert entry.epilogue is not None
     attributes = {name: node[name] for name in entry.attributes if node[name] is not None}
     return entry.epilogue(*values, **attributes)
+
+
+def _held(value: Any, tensor: Tensor) -> Any:
+    """A value as a tensor of its type holds it, see :func:`is_kept`."""
+    if is_kept(tensor) or not isinstance(value, Value) or value.is_boolean:
+        return value
+    if tensor.data_type is data_type.BOOLEAN:
+        return value != 0
+    element = element_type(tensor.data_type)
+    whole = whole_numbers(value.tracer.nodes[: value.node + 1])[value.node]
+    return value if whole and element.bits >= 32 else ep.cast(value, element.name)
+
+
+def is_kept(tensor: Tensor) -> bool:
+    """Whether what a function of scores computes stays as it is in a tensor: floating numbers of 16
+    bits or more stay in the type of the arithmetic."""
+    element = element_type(tensor.data_type)
+    return element.is_float and element.bits >= 16
 
 
 def _remainder(a: Any, b: Any) -> Any:

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kernel_api.errors import EpilogueError, GraphNotSupportedError
+from kernel_api.graph._enums import element_type
 from kernel_api.graph._node import Node
-from kernel_api.graph._operations._attention_arguments import score_function
+from kernel_api.graph._operations._attention_arguments import is_kept, score_function
 from kernel_api.graph._tensor import Tensor
 
 
@@ -111,5 +112,15 @@ def _modified(node: Node, tensors: Mapping[str, Any], score: Any) -> Any:
     for inner in node.body.nodes:
         given = {name: value(tensor) for name, tensor in inner.inputs.items()}
         found = inner.operation.evaluate(inner, given)
-        values.update((id(tensor), found[name]) for name, tensor in inner.outputs.items())
+        values.update((id(one), _held(found[name], one)) for name, one in inner.outputs.items())
     return values[id(node.body.result)].expand(score.shape)
+
+
+def _held(value: Any, tensor: Tensor) -> Any:
+    """A value as a tensor of its type holds it; its gradient is as if it were not rounded."""
+    from kernel_api.providers.reference.epilogue import rounded
+
+    if is_kept(tensor) or not value.is_floating_point():
+        return value
+    exact = rounded(value.detach(), element_type(tensor.data_type)).to(value.dtype)
+    return value + (exact - value.detach())
