@@ -7,6 +7,7 @@ from support.sass import sass
 from support.sdpa import BACKWARD, Draw
 
 import kernel_api as ka
+from kernel_api import epilogue as ep
 from kernel_api import masks, provider
 from kernel_api.arguments import Dropout
 
@@ -20,6 +21,7 @@ HEADS = {(8, 64): 0, (40, 72): 1, (128, 128): 1, (192, 128): 2, (136, 136): 3, (
 both = pytest.mark.parametrize("name", NAMES)
 #: What a multiprocessor of the smallest of these GPUs gives a block.
 MOST_SHARED_MEMORY = 99 * 1024
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
 def meta(name=NAMES[0], D=64, D_v=64, *, element="bfloat16", pad=0, B=2, S=512, **options):
@@ -110,6 +112,7 @@ def test_rows_that_begin_anywhere_are_copied_one_by_one(name):
         ({"D": 264}, "the head dimensions have room; they are (264, 64)"),
         ({"S": 48, "scale": -1.0}, "scale is -1.0"),
         ({"element": "float32"}, "float32"),
+        ({"bias": lambda d: d.random(1, 1, element=E4M3)}, "be of; bias is float8_e4m3fn"),
     ],
 )
 def test_what_is_refused_is_told(name, how, words):
@@ -137,6 +140,28 @@ def test_every_option_is_served_by_designs_with_registers_left(name, option, D):
     assert found
     assert set(found) <= set(designs(plain))
     assert max(design.tile_shape[1] for design in found) <= 32
+
+
+@pytest.mark.parametrize("name", ["bias", "dBias"])
+def test_a_bias_of_powers_of_two_has_no_kernel_on_any_gpu(name):
+    given = {"bias": lambda d: d.random(d.S_q, d.S_kv)}
+    given["dBias"] = given[name] = lambda d: d.random(d.S_q, d.S_kv, element=E8M0)
+    for one in NAMES[name == "dBias" :]:
+        args = meta(one, **{n: make for n, make in given.items() if n == "bias" or one == NAMES[1]})
+        for cc in (80, 90):
+            assert not ka.get_kernels(args, cc=cc, providers=["cutedsl"])
+
+
+@pytest.mark.parametrize(("cc", "in_hardware"), [(80, False), (86, False), (89, True), (90, True)])
+def test_functions_convert_floats_of_8_bits_where_the_hardware_does_not(
+    monkeypatch, cc, in_hardware
+):
+    from kernel_api.providers.cutedsl import compiler
+    from kernel_api.providers.cutedsl.sdpa.scores import functions_of
+
+    monkeypatch.setattr(compiler, "target_cc", lambda: cc)
+    args = meta(score_mod=lambda d: lambda score, b, h, q, kv: score + ep.cast(kv, E4M3))
+    assert functions_of(args).score._conversions.float8 is in_hardware
 
 
 def test_short_and_long_sequences_have_their_tiles():

@@ -110,7 +110,9 @@ def test_attention_is_right(case):
 
 
 #: They change scores in two ways, or by tables of small blocks.
-UNSHARED = ("everything, padded", "softcap, alibi, sink", "blocks", "functions")
+UNSHARED = (
+    "everything, padded", "softcap, alibi, sink", "blocks", "functions", "functions of 8 bits",
+)  # fmt: skip
 OF_64 = [case for case in CASES if max(case.sizes[5:]) <= 64 and case.name not in UNSHARED]
 SHARED = OF_64 if EVERY else [case for case in OF_64 if case.name in ("plain", MEASURED)]
 

@@ -262,6 +262,24 @@ def whole_numbers(draw: Draw) -> dict[str, Any]:
     }
 
 
+def of_8_bits(draw: Draw) -> dict[str, Any]:
+    """Floats that the oldest of the GPUs do not convert, in operands and on the way."""
+
+    def changed(score: Any, b: Any, h: Any, q: Any, kv: Any, t: Any, u: Any, scale: Any) -> Any:
+        kept = epilogue.cast(kv * 0.375, "float8_e4m3fn") - epilogue.cast(q * 1.25, "float8_e5m2")
+        return score * t[h, kv] + u[q] * scale[0] + kept * 0.1
+
+    def seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return epilogue.cast(kv * 0.5, "float8_e5m2") <= epilogue.cast(q * 1.0, "float8_e4m3fn")
+
+    operands = {
+        "t": draw.random(draw.H, draw.S_kv, element=torch.float8_e4m3fn),
+        "u": draw.random(draw.S_q, element=torch.float8_e5m2),
+        "scale": torch.tensor([0.25]).to(torch.float8_e8m0fnu),
+    }
+    return {"score_mod": changed, "score_operands": operands, "mask": masks.MaskMod(seen)}
+
+
 def far_below(draw: Draw) -> dict[str, Any]:
     """Log-sum-exps are about -200."""
     return {"bias": torch.full((1, 1, 1, 1), -200.0)}
@@ -312,6 +330,7 @@ FORWARD = [
     Case("blocks", sizes=(1, 3, 1, 70, 100, 64, 64), options=blocks),
     Case("dropout", options=dropped),
     Case("functions", sizes=(2, 2, 1, 70, 100, 64, 64), options=functions),
+    Case("functions of 8 bits", sizes=(1, 2, 1, 20, 40, 64, 64), options=of_8_bits),
     Case("no keys", sizes=(1, 2, 1, 70, 0, 64, 64), options=lambda d: {"sink": d.wides(d.H)}),
     Case(
         "more queries than keys",
@@ -411,6 +430,7 @@ BACKWARD = [
     Case("blocks", tile=(64, 16), sizes=(1, 3, 1, 70, 100, 64, 64), options=blocks),
     Case("dropout", tile=(64, 16), options=dropped),
     Case("functions", tile=(64, 16), sizes=(2, 2, 1, 70, 100, 64, 64), options=functions),
+    Case("8 bits", tile=(64, 16), sizes=(1, 2, 1, 20, 40, 64, 64), options=of_8_bits),
     Case("no keys", sizes=(1, 2, 1, 70, 0, 64, 64)),
     Case("no queries", sizes=(1, 2, 1, 0, 70, 64, 64)),
     Case(

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from kernel_api.artifact import CompiledArtifact
+from kernel_api.dtypes import DType
 from kernel_api.kernel import LauncherInOrder
 from kernel_api.metadata import DesignMetadata
 from kernel_api.providers.cutedsl.kernel import SIZES_KEPT, CuteDslKernel, WorkspaceFinder
@@ -47,6 +48,14 @@ def changes(args: Any) -> list[str]:
     return [*found, *(name for name in ("bias", "alibi") if name in args.further)]
 
 
+def refused_bias(args: Any, refuses: Callable[[DType], bool]) -> bool | Miss:
+    """Of a rule about the type of a bias and of its gradient."""
+    for name in ("bias", "dBias"):
+        if name in args.further and refuses(element := args.further[name].dtype):
+            return Miss(f"{name} is {element}", f"would match with {name} of bfloat16")
+    return True
+
+
 class AttentionKernel(CuteDslKernel):
     """Attention: its kernels take what `launch_values` has of the arguments between the matrices
     and the stream."""
@@ -57,6 +66,10 @@ class AttentionKernel(CuteDslKernel):
     @rule("scale is positive: then the largest product has the largest score")
     def _(args: Any) -> bool | Miss:
         return args.scale > 0 or Miss(f"scale is {args.scale}")
+
+    @rule("nothing converts what a bias of float8_e8m0fnu holds, powers of two alone")
+    def _(args: Any) -> bool | Miss:
+        return refused_bias(args, lambda element: element.short == "e8m0")
 
     @rule("rows are counted in 32 bits, 2³⁰ at most")
     def _(args: Any) -> bool | Miss:

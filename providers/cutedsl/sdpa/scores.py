@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float16, Float32, Int32, Int64
+from cutlass import Boolean, Float8E8M0FNU, Float16, Float32, Int32, Int64
 
 from kernel_api._score import among_whole_numbers
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue.graph import Graph, Node
 from kernel_api.implementations.common.attention.scores import Place, ScoreFunctions
-from kernel_api.implementations.common.conversion import Conversions, select
+from kernel_api.implementations.common.conversion import FLOAT8, Conversions, select
 from kernel_api.implementations.common.functions import Functions, functions_for
+from kernel_api.providers.cutedsl import compiler
 
 _Value = Any  # Float32, Int32, Int64 or Boolean; of a constant int or float
 _INDICES = {"b": "batch", "h": "head", "q": "query", "kv": "key"}
+#: The first compute capability that converts 8-bit floats.
+_CONVERTS_8_BITS = 89
+_OF_8_BITS = (*FLOAT8, Float8E8M0FNU)
 #: Whole numbers of 32 bits.
 _MOST, _LEAST = 2**31 - 1, -(2**31)
 
@@ -40,7 +44,7 @@ class _Function:
         self._graph = graph
         self._as_integers = among_whole_numbers(graph.nodes)
         self._functions, _ = functions_for((Float16,), (Float16,))
-        self._conversions = Conversions()
+        self._conversions = Conversions(compiler.target_cc() >= _CONVERTS_8_BITS)
 
     def __call__(self, score: _Value, place: Place, operands: dict[str, Any]) -> _Value:
         values: list[_Value] = []
@@ -69,12 +73,31 @@ class _Function:
             number = float.fromhex(node["value"])
             return int(number) if self._as_integers[index] else number
         if node.op in ("operand", "scalar", "lookup"):
-            return _element(node, operands[node["name"]], inputs)
+            return self._element(node, operands[node["name"]], inputs)
         if node.op == "cast":
             return self._cast(inputs[0], dtype(node["to"]))
         if self._as_integers[index]:
             return _of_integers(node, self._functions, inputs)
         return self._functions[node.op](*map(_real, inputs))
+
+    def _element(self, node: Node, operand: Any, indices: list[_Value]) -> _Value:
+        """A number, or an element of a tensor; an index beyond an end is that end."""
+        if node.op == "lookup":
+            numbers = (_integer(index) for index in indices)
+            bounded = [
+                cutlass.max(cutlass.min(number, type(number)(extent) - 1), type(number)(0))
+                for number, extent in zip(numbers, operand.shape, strict=True)
+            ]
+            operand = operand[tuple(bounded)]
+        elif node.op == "operand":
+            operand = operand[()]
+        if node["type"] == "bool":
+            return Boolean(operand != 0)
+        if node["type"] == "integer":
+            return _integer(operand)
+        if type(operand) in _OF_8_BITS:
+            return self._conversions.widened(operand)
+        return Float32(operand)
 
     def _cast(self, value: _Value, to: DType) -> _Value:
         if not to.is_integer:
@@ -140,19 +163,3 @@ def _divided(op: str, number: _Value, by: _Value) -> _Value:
         return select(below, rest + by, rest)
     quotient = (number - rest) // by
     return select(below, quotient - type(number)(1), quotient)
-
-
-def _element(node: Node, operand: Any, indices: list[_Value]) -> _Value:
-    """A number, or an element of a tensor; an index beyond an end is that end."""
-    if node.op == "lookup":
-        numbers = (_integer(index) for index in indices)
-        bounded = [
-            cutlass.max(cutlass.min(number, type(number)(extent) - 1), type(number)(0))
-            for number, extent in zip(numbers, operand.shape, strict=True)
-        ]
-        operand = operand[tuple(bounded)]
-    elif node.op == "operand":
-        operand = operand[()]
-    if node["type"] == "bool":
-        return Boolean(operand != 0)
-    return _integer(operand) if node["type"] == "integer" else Float32(operand)

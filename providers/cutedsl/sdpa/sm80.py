@@ -17,6 +17,7 @@ from kernel_api.providers.cutedsl.sdpa.base import (
     AttentionDesign,
     AttentionKernel,
     least_room,
+    refused_bias,
 )
 from kernel_api.space import Miss, Operands, Space, rule
 
@@ -64,6 +65,10 @@ class Sm80Sdpa(AttentionKernel):
     targets: ClassVar[tuple[str, ...]] = ("sm_80",)
     design = AttentionDesign
     takes_least = least_room(_FORWARD)
+
+    @rule("the oldest of these GPUs convert no floats of 8 bits, as a bias may be of")
+    def _(args: Any) -> bool | Miss:
+        return refused_bias(args, lambda element: element.bits == 8)
 
     @property
     def _aligned(self) -> bool:
