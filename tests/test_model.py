@@ -314,7 +314,7 @@ def test_kernels_predict_for_the_arguments_asked_about():
 def test_a_query_asks_for_forty_designs_in_a_tenth_of_a_millisecond():
     """Compared with plain arithmetic on the same machine, which may be slow or busy: 0.1 ms is
     what 4000 additions in a loop take where Python runs one in 25 ns. Beside other processes they
-    lose less than what needs more of a cache: a query has 1.4 times as long alone, and up to 1.7."""
+    lose less than what needs more of a cache: a query takes 1.4 times as long alone, or 1.7."""
     candidates = [dataclasses.replace(SQUARE, stages=2 + i % 4) for i in range(40)]
 
     def ask():

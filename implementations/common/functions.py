@@ -25,6 +25,10 @@ _TAIL += (-1.9976379e-5,)
 _LONG_TAIL = (-1.62791693, -0.918323874, -0.148806989, 0.0287307482, -1.02603529e-3)
 _LONG_TAIL += (-1.5760432e-3, 6.06951711e-4, -1.15695395e-4, 1.18785383e-5, -5.21937068e-7)
 
+#: Below it tanh(x) is x, x³ and x⁵ by its series, to 2e-7 of it: a difference of 1 and what is
+#: nearly 1 would keep few digits, and what is written may be a large multiple of them.
+_SMALL = 0.125
+
 
 def functions_for(full: tuple[Any, ...], all_: tuple[Any, ...]) -> tuple[Functions, bool]:
     """By operation, and whether they are approximations; these have also ``one_plus_erf``, which
@@ -90,7 +94,9 @@ def _approximations(shortest: bool, tail: tuple[float, ...]) -> Functions:
     def tanh(x: _Value) -> _Value:
         if shortest:
             return cute.math.tanh(x, approx=True)
-        return 1.0 - 2.0 * _reciprocal(1.0 + _power_of_two(x * (2.0 * _LOG2_E)))
+        large = 1.0 - 2.0 * _reciprocal(1.0 + _power_of_two(x * (2.0 * _LOG2_E)))
+        small = cute.math.fma(x, _polynomial(x * x, (-1 / 3, 2 / 15)), x)
+        return select(cute.math.abs(x) < _SMALL, small, large)
 
     def sigmoid(x: _Value) -> _Value:
         if shortest:

@@ -125,3 +125,14 @@ def test_a_sum_ends_where_each_half_of_the_columns_does():
     EmulatedKernel.compile(kernel, args, "sm_80").run(args)
     verdict = judge(args, FACTOR_REORDERED)
     assert verdict, verdict.reason
+
+
+def test_small_values_of_tanh_keep_their_digits():
+    """Where a multiple of it is written: 1 less what is nearly 1 would have few."""
+    draw = Draw(M=16, N=64, K=64, element=F16)
+    epilogue = ka.EpilogueArguments(lambda accum: ep.softcap(accum * 1e-4, 50.0))
+    args = ka.GemmArguments(draw.A, draw.B, draw.written(64), epilogue=epilogue)
+    kernel = smallest(ka.get_kernels(on_meta(args), cc=80, providers=["cutedsl"]), "plain")
+    EmulatedKernel.compile(kernel, args, "sm_80").run(args)
+    verdict = judge(args, FACTOR)
+    assert verdict, verdict.reason
