@@ -21,6 +21,9 @@ from kernel_api.errors import DeviceError
 #: Bytes at the start of a borrowed workspace that are zero.
 ZEROED = 65536
 
+#: Bytes of a counter in them, and of a partial sum behind.
+COUNTER_BYTES = PART_BYTES = 4
+
 #: Bytes that the address of a workspace is a multiple of.
 ALIGNMENT = 128
 

@@ -5,7 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 from cutlass.memory import SmemAllocator
 
-from .rows import WARP, combined
+from .rows import combined
+from .threads import WARP
 
 
 class ColumnSums:

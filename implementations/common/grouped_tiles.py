@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-WARP = 32
+from .threads import WARP
 
 
 def most_row_tiles(rows, groups, rows_per_tile: int):

@@ -11,7 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-WARP = 32
+from .threads import WARP
+
 WINDOWS = 4  # groups of a lane: lane, lane + 32, ...
 MOST_GROUPS = WINDOWS * WARP
 

@@ -15,7 +15,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute import AddressSpace
 
 from .reductions import is_last
-from .rows import WARP, combined, over_lanes
+from .rows import combined, over_lanes
+from .threads import WARP
 
 SHARED_BLOCKS = 8000  # of rows, that have places in the workspace
 _PLACE_BYTES = 8  # a largest value and a counter

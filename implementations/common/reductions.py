@@ -20,8 +20,8 @@ from cutlass.cute import AddressSpace
 from .conversion import select
 from .epilogue import HALF, Epilogue, PerBlock, Reduced, Thread
 from .modes import operand_batch_last
+from .threads import WARP
 
-WARP = 32
 OF_MATRIX = ("matrix", "all")  # what is reduced over rows and columns
 QUAD, COLUMN_OF_QUADS, WHOLE_WARP = 0b00011, 0b11100, 0b11111  # lanes: bits in which they differ
 _BYTES = 4  # of a counter, and of a part

@@ -8,9 +8,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Numeric, Uint16, Uint32, const_expr
 
 from .conversion import bfloat16_pair
+from .threads import WARP
 from .vectors import VECTOR, braced
 
-WARP = 32
 _WORD_BYTES = 4
 _PIECE_BYTES = 16  # that one instruction moves at most
 

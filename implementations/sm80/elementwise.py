@@ -21,10 +21,11 @@ from ..common.modes import operand_batch_last
 from ..common.reductions import (
     ReductionSpace,
 )
+from ..common.threads import WARP
 from ..common.work_split import COUNTER_BYTES
 from .row_thread import WIDTH, RowThread, moved
 from .row_vectors import as_bits, is_one, store_inside, vector_of, words_of
-from .tile_sums import HALVES, WARP, TileSums
+from .tile_sums import HALVES, TileSums
 
 WHOLE_WARP = WARP - 1  # bits in which its lanes differ
 MOST_ELEMENTS = 64  # of a thread at a time, so that nothing spills

@@ -16,16 +16,15 @@ from ..common.modes import gemm_modes, operand_batch_last
 from ..common.operand_tiles import OperandTiles, TileSource
 from ..common.output_tile import OutputTile
 from ..common.reductions import ReductionSpace
+from ..common.threads import WARP, WHOLE_BLOCK
 from ..common.work_split import COUNTER_BYTES, EvenSplit, PartialSums
 from .mma import MMA_N, check_types, mma_k, mma_operation
 from .output import WarpOutput
 from .reduced_output import ReducedOutput
 from .sliced_output import SlicedOutput
 
-WARP = 32
 WARP_M, WARP_N = 16, 16  # what a warp multiplies at once: one mma.sync along M, two along N
 PLACE = 4  # integers: where a block's tile is, then a flag
-WHOLE_BLOCK = 0  # the barrier of all threads
 MAXIMUM_ACCUMULATORS = 128  # per thread, so that nothing spills
 MAXIMUM_ACCUMULATORS_BESIDE = 64  # operands on their way through registers, or sums of others
 MINIMUM_K_BLOCKS = 2  # one to multiply while the next one is read

@@ -12,7 +12,6 @@ from ..common.conversion import select
 from ..common.hadamard import BLOCK, hadamard
 from ..common.maxima import Maxima, bits_of_magnitude, larger, shares
 from ..common.rows import (
-    WARP,
     GlobalRow,
     RowThreads,
     SharedRow,
@@ -20,6 +19,7 @@ from ..common.rows import (
     single_row,
 )
 from ..common.staged_rows import StagedRows, Turns
+from ..common.threads import WARP
 
 MOST_VECTORS = 4  # at a time, so that registers are left for other blocks
 MOST_FACTORS = 32  # of a thread, kept across rows

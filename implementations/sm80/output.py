@@ -10,9 +10,9 @@ from cutlass.cute import AddressSpace
 from ..common.conversion import CONVERTED
 from ..common.epilogue import HALF, Epilogue, Thread, places, store_per_block
 from ..common.output_tile import OutputTile
+from ..common.threads import WARP
 from .reduced_output import ReducedOutput
 
-WARP = 32
 ROWS = 16  # of a warp at a time, as of an mma.sync
 WIDTH = 32  # columns that a warp writes at most at once
 

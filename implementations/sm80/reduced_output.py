@@ -8,17 +8,15 @@ from cutlass.cute import AddressSpace
 from ..common.epilogue import Epilogue
 from ..common.reductions import (
     COLUMN_OF_QUADS,
-    QUAD,
-    WARP,
     Reductions,
     combined,
     floats_at,
     identity,
     reduced_over_lanes,
 )
+from ..common.threads import QUAD, WARP, WHOLE_BLOCK
 
 ROWS = 16  # of a warp at a time
-WHOLE_BLOCK = 0  # the barrier of all threads
 _BYTES = Float32.width // 8
 
 

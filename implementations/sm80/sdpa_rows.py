@@ -14,10 +14,10 @@ from ..common.attention.softmax import LOG2_E, power_of_two
 from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.rows import GlobalRow, Vector, added, combined, over_lanes
+from ..common.threads import WARP
 from ..common.work_split import COUNTER_BYTES
 from .sdpa_tiles import THREADS, VECTOR, matrix_of
 
-_WARP = 32
 _LANES = 8  # that share a row
 _BYTES = Float32.width // 8
 
@@ -137,12 +137,12 @@ class SinkGradient:
         for i in cutlass.range(thread, rows * batches, THREADS, unroll=1):
             place = (Int64(i // rows) * heads + head) * pitch + i % rows
             total = total - power_of_two(sink - lse[place]) * delta[place]
-        (total,) = over_lanes((total,), added, _WARP)
-        sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout(THREADS // _WARP))
-        if thread % _WARP == 0:
-            sums[thread // _WARP] = total
+        (total,) = over_lanes((total,), added, WARP)
+        sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout(THREADS // WARP))
+        if thread % WARP == 0:
+            sums[thread // WARP] = total
         cute.arch.sync_threads()
         if thread == 0:
             mSink = values["dSink"]
-            whole = combined([sums[warp] for warp in range(THREADS // _WARP)])
+            whole = combined([sums[warp] for warp in range(THREADS // WARP)])
             mSink[head] = whole.to(mSink.element_type)

@@ -9,8 +9,7 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 
 from ..common.epilogue import PAIR, Epilogue, Thread
 from ..common.output_tile import OutputTile
-
-WARP = 32
+from ..common.threads import WARP
 
 
 class SlicedOutput:

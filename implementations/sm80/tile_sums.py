@@ -15,11 +15,10 @@ from ..common.reductions import (
     reduced_over_lanes,
     with_what_was_lost,
 )
+from ..common.threads import WARP, WHOLE_BLOCK
 from .row_thread import moved
 
-WARP = 32
 HALVES = 2  # rows of a thread at a time
-WHOLE_BLOCK = 0  # the barrier of all threads
 
 
 class TileSums:

@@ -12,9 +12,9 @@ from cutlass.cute import AddressSpace
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.expert_matrices import ExpertMatrices
+from ..common.threads import WARP
 
 BYTES = 128
-WARP = 32
 
 _PLACES = tensor_utils.TensorMapManager(tensor_utils.TensorMapUpdateMode.GMEM, BYTES)
 

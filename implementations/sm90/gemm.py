@@ -17,6 +17,7 @@ from ..common.epilogue import halves_in_turn
 from ..common.modes import gemm_modes, operand_batch_last, transposed_modes
 from ..common.reductions import ReductionSpace
 from ..common.repack import Repack, copy_bytes
+from ..common.threads import GROUP
 from ..common.tile_order import make_tile_order, preferred_band_widths
 from ..common.work_split import COUNTER_BYTES, WorkSplit, share
 from . import tile_queue
@@ -24,7 +25,6 @@ from .gemm_consumer import GemmConsumer
 from .gemm_producer import GemmProducer
 from .grid import Grid, grid_of
 from .mma import make_tiled_mma, multiplied_as
-from .output import GROUP
 from .promotion import scale_modes
 from .split_float32 import SMALL_BUFFERS
 

@@ -6,10 +6,10 @@ import cutlass.pipeline as pipeline
 from cutlass import const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from ..common.threads import GROUP
 from .cluster_sums import ClusterShare
 from .mainloop import Fragments
 from .mma import WGMMA_M, make_tiled_mma
-from .output import GROUP
 from .plan import CONSUMER_BARRIERS, GemmPlan
 from .split_float32 import SMALL_BUFFERS
 

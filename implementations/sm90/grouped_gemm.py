@@ -14,6 +14,7 @@ from ..common.expert_matrices import ExpertMatrices
 from ..common.grouped_reductions import GroupedReductions
 from ..common.grouped_tiles import GroupedTiles, GroupTile
 from ..common.modes import gemm_modes, operand_batch_last
+from ..common.threads import GROUP
 from ..common.work_split import COUNTER_BYTES
 from .descriptors import BYTES as DESCRIPTOR_BYTES
 from .descriptors import Descriptors, descriptor_of
@@ -22,7 +23,6 @@ from .gemm_producer import tma_copy_options
 from .grid import grid_of
 from .grouped_output import ScatteredOutput, written_as
 from .mma import WGMMA_M
-from .output import GROUP
 from .paired_output import ROWS, MatricesOfPairs
 from .promotion import scale_modes
 from .ragged import ending_at

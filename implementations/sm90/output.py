@@ -23,9 +23,10 @@ from ..common.epilogue import (
     store_per_block,
 )
 from ..common.reductions import OF_MATRIX, identity
+from ..common.threads import GROUP
 from .mma import WGMMA_M
 from .ragged import of_group, stored_by_groups
-from .reduced_output import GROUP, WARPS, ReducedOutput
+from .reduced_output import WARPS, ReducedOutput
 from .thread_stores import VECTOR_BYTES, ThreadStores
 
 WIDTH = 32  # columns that a group writes at most at once: 64 or 128 bytes, a swizzle

@@ -8,10 +8,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from ..common.epilogue import Epilogue, Thread, places, store_element
+from ..common.threads import GROUP
 from ..common.tile_order import TileOrder
 from ..common.work_split import PartialSums, WorkSplit
 from .mma import WGMMA_M
-from .output import GROUP
 
 _COLUMNS = 8  # of a quad of threads, which have a vector of four accumulators each of them
 

@@ -4,11 +4,12 @@ import cutlass
 from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float16, Float32, Int32
 
 from ..common.epilogue import Epilogue, Finish
+from ..common.threads import GROUP
 from ..common.work_split import PartialSums
 from .cluster_sums import ClusterSums
 from .mainloop import Mainloop
 from .mma import K_BYTES, WGMMA_M, check_types
-from .output import GROUP, Output
+from .output import Output
 from .paired_output import PairedOutput
 from .parallel_sums import ParallelSums
 from .promotion import (

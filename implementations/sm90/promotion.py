@@ -13,12 +13,11 @@ from cutlass import Float32, Int32, const_expr
 
 from ..common.conversion import select
 from ..common.modes import operand_batch_last
-from .output import GROUP
+from ..common.threads import GROUP, QUAD
 
 COLUMNS = 192  # multiplied at once, so that products and accumulators fit into registers
 MOST_SCALED_COLUMNS = 32  # that have a scale each: factors of more take longer than products
 SCALE_BLOCK = 128  # elements along K, and along N for B
-QUAD = 4  # threads that share rows of accumulators
 _WITHIN_QUAD = (32 - QUAD) << 8 | 31  # a shuffle's segments
 _WITHIN_WARP = 31
 

@@ -8,8 +8,6 @@ from ..common.epilogue import Epilogue, Thread
 from ..common.reductions import (
     COLUMN_OF_QUADS,
     OF_MATRIX,
-    QUAD,
-    WARP,
     Reductions,
     ReductionSpace,
     combined,
@@ -17,9 +15,9 @@ from ..common.reductions import (
     identity,
     reduced_over_lanes,
 )
+from ..common.threads import GROUP, QUAD, WARP
 from .mma import WGMMA_M
 
-GROUP = 128
 WARPS = GROUP // WARP
 
 

@@ -3,8 +3,8 @@
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
+from ..common.threads import GROUP
 from .gemm import Gemm
-from .output import GROUP
 from .tile_queue import TileQueue, counter_of
 
 WARPS = GROUP // 32  # of a consumer

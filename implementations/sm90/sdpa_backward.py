@@ -13,10 +13,11 @@ from ..common.attention.modes import attention_modes
 from ..common.attention.sequences import queries_seeing, sequence_of
 from ..common.attention.values import Values
 from ..common.conversion import select
+from ..common.threads import GROUP
 from ..common.work_split import COUNTER_BYTES
 from .sdpa_backward_bias import TiledBiasGradient
 from .sdpa_backward_consumer import BackwardConsumer
-from .sdpa_backward_plan import CONSUMERS, GROUP, tile_layout
+from .sdpa_backward_plan import CONSUMERS, tile_layout
 from .sdpa_backward_rows import QueryGradients, RowSums, SinkGradients
 from .sdpa_backward_work import Work, search_of
 from .sdpa_loads import load, tma_load, tma_pipeline

@@ -13,7 +13,8 @@ from cutlass.cute.nvgpu import warpgroup
 from ..common.attention.scores import Tile, rows_and_columns
 from ..common.attention.softmax import LOG2_E, power_of_two
 from ..common.attention.values import Values
-from .sdpa_backward_plan import CONSUMERS, GROUP, BackwardPlan, tile_layout, transposed_layout
+from ..common.threads import GROUP
+from .sdpa_backward_plan import CONSUMERS, BackwardPlan, tile_layout, transposed_layout
 from .sdpa_backward_rows import (
     RowTile,
     add_accumulators,

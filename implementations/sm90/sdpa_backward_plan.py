@@ -14,9 +14,9 @@ from cutlass.cute.nvgpu.warpgroup import OperandSource, SmemLayoutAtomKind
 from ..common.attention.blocks import are_searched
 from ..common.attention.scores import Scores
 from ..common.attention.values import Values
+from ..common.threads import GROUP
 from .mma import WGMMA_M
 from .plan import SHARED_MEMORY
-from .reduced_output import GROUP
 
 CONSUMERS = 2  # warp groups that multiply
 

@@ -12,7 +12,8 @@ from ..common.attention.softmax import LOG2_E, power_of_two
 from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.rows import matrix_row
-from .sdpa_backward_plan import CONSUMERS, GROUP, BackwardPlan, Known, floats_at, tile_layout
+from ..common.threads import GROUP
+from .sdpa_backward_plan import CONSUMERS, BackwardPlan, Known, floats_at, tile_layout
 
 _PIECE = 4  # float32 numbers that an instruction moves
 

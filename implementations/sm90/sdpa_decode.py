@@ -18,10 +18,10 @@ from ..common.attention.softmax import LN_2, LOG2_E, Finished, finished, finite,
 from ..common.attention.statistics import statistics_rows, where_seen, write_statistics
 from ..common.attention.values import Values
 from ..common.conversion import select
+from ..common.threads import GROUP
 from ..common.tile_order import Divisor
 from ..common.work_split import COUNTER_BYTES
 from .mma import WGMMA_M
-from .reduced_output import GROUP
 from .sdpa_ahead import AsksAhead
 from .sdpa_forward import SdpaForward
 from .sdpa_forward_consumer import TOGETHER

@@ -10,8 +10,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from ..common.attention.scores import Scores
 from ..common.attention.values import Values
 from ..common.conversion import select
+from ..common.threads import GROUP
 from .mma import WGMMA_M
-from .reduced_output import GROUP
 from .sdpa_decode import DecodeTiles, Parts, SdpaDecode, Sum, log_sum_exp, parts_of, store
 from .sdpa_output import OWN
 from .sdpa_tiles import Work

@@ -14,9 +14,9 @@ from ..common.attention.blocks import are_searched
 from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Scores
 from ..common.attention.values import Values
+from ..common.threads import GROUP
 from .mma import WGMMA_M
 from .plan import SHARED_MEMORY
-from .reduced_output import GROUP
 from .sdpa_forward_consumer import ForwardConsumer
 from .sdpa_loads import load, tma_load, tma_pipeline
 from .sdpa_pages import REGISTERS_FOR_PAGES, PagedKeys

@@ -13,8 +13,8 @@ from ..common.attention.scores import Place, Tile, rows_and_columns
 from ..common.attention.sequences import Range, sequence_of
 from ..common.attention.softmax import LOG2_E, softmax_of, update
 from ..common.attention.values import Values
+from ..common.threads import GROUP
 from .mma import WGMMA_M
-from .reduced_output import GROUP
 from .sdpa_output import OWN, SdpaOutput
 from .sdpa_tiles import AHEAD, Tiles, Work, blocks_of, keys_in_pages, receive
 

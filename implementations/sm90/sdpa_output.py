@@ -18,8 +18,8 @@ from ..common.attention.statistics import (
 )
 from ..common.attention.values import Values
 from ..common.conversion import select
+from ..common.threads import GROUP
 from .mma import WGMMA_M
-from .reduced_output import GROUP
 from .sdpa_tiles import Tiles, Work
 
 OWN = 4  # named barriers: one per consumer from this one on

@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import Int64, const_expr
 from cutlass.cute import AddressSpace
 
+from ..common.threads import GROUP
 from .mma import WGMMA_M
-from .reduced_output import GROUP
 
 VECTOR_BYTES = 16  # that TMA asks of addresses, strides and rows, and so all operands have
 

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from ..conversion import select
+from ..threads import QUAD
 
 LOG2_E = 1.0 / math.log(2.0)
 LN_2 = math.log(2.0)
@@ -17,7 +18,6 @@ _LN_2_FLOAT = 0.693147182464599609375  # as float32 has it
 _LN_2_REST = LN_2 - _LN_2_FLOAT
 
 _CHAINS = 4  # independent maxima or sums of a row, so that they do not wait for each other
-_QUAD = 4  # threads that share a row
 
 
 class OnlineSoftmax(NamedTuple):
@@ -158,6 +158,6 @@ def _largest(values: list) -> Float32:
 
 
 def _of_quad(value: Float32, combine) -> Float32:
-    for offset in (1, _QUAD // 2):
+    for offset in (1, QUAD // 2):
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
     return value

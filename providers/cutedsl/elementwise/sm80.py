@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from kernel_api._workspaces import ZEROED
+from kernel_api._workspaces import COUNTER_BYTES, PART_BYTES, ZEROED
 from kernel_api.arguments import ElementwiseArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.epilogue import Graph
@@ -41,8 +41,6 @@ from kernel_api.providers.cutedsl.kernel import CuteDslKernel
 from kernel_api.providers.cutedsl.norm.base import counted_in_32_bits
 from kernel_api.space import Miss, Operands, Space, rule
 from kernel_api.status import Status
-
-_COUNTER_BYTES = _PART_BYTES = 4
 
 #: Elements of a thread at a time, and quads of a warp.
 _MOST_ELEMENTS, _QUADS = 64, 8
@@ -246,7 +244,7 @@ class Sm80Elementwise(CuteDslKernel):
     def _supports(self, args: ElementwiseArguments) -> Status:
         """A workspace has room for so many counters."""
         counters = self._reductions(args.M, args.N, args.L)[0]
-        most = ZEROED // _COUNTER_BYTES
+        most = ZEROED // COUNTER_BYTES
         if counters <= most:
             return Status.success()
         return Status.fail(
@@ -353,7 +351,7 @@ class Sm80Elementwise(CuteDslKernel):
 
     def _workspace_bytes(self, M: int, N: int, L: int) -> int:
         counters, parts = self._reductions(M, N, L)
-        return ZEROED + _PART_BYTES * parts if counters else 0
+        return ZEROED + PART_BYTES * parts if counters else 0
 
     def _reductions(self, M: int, N: int, L: int) -> tuple[int, int]:
         """(counters, parts)"""
@@ -393,7 +391,7 @@ class Sm80Elementwise(CuteDslKernel):
             design.steps,
             along,
             max(1, min(vector, 2 * merged * widest)),
-            _PART_BYTES * self._reductions(args.M, args.N, args.L)[1],
+            PART_BYTES * self._reductions(args.M, args.N, args.L)[1],
             self._parts_of_a_value(args.M, args.N),
             "columns" in self._over and not design.whole_rows,
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from kernel_api._workspaces import ZEROED
+from kernel_api._workspaces import COUNTER_BYTES, PART_BYTES, ZEROED
 from kernel_api.arguments import EpilogueArguments, GemmArguments
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue import Graph
@@ -33,8 +33,6 @@ from kernel_api.providers.cutedsl.gemm.splitting import SplitGemm
 from kernel_api.space import Miss, Rule, rule
 from kernel_api.status import Status
 from kernel_api.targets import Target
-
-_COUNTER_BYTES = _PART_BYTES = 4
 
 _EIGHT_BITS = "8 bits are written in units of a scale, or as an epilogue says"
 
@@ -103,7 +101,7 @@ class FusedGemm(SplitGemm):
     @property
     def counters(self) -> int:
         """That a workspace has room for, beside others that the kernel uses."""
-        return ZEROED // _COUNTER_BYTES
+        return ZEROED // COUNTER_BYTES
 
     # Built with an epilogue --------------------------------------------------------------
 
@@ -176,7 +174,7 @@ class FusedGemm(SplitGemm):
     def _with_reductions(self, size: int, M: int, N: int, L: int) -> int:
         """Behind what a split takes: the parts of what an epilogue reduces."""
         parts = self._reductions(M, N, L)[1]
-        return max(size, ZEROED) + _PART_BYTES * parts if parts else size
+        return max(size, ZEROED) + PART_BYTES * parts if parts else size
 
     def _reductions(self, M: int, N: int, L: int) -> tuple[int, int]:
         """(counters, parts)"""

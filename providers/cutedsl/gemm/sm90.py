@@ -44,7 +44,7 @@ from kernel_api.providers.cutedsl.gemm.sm90_design import Sm90GemmDesign
 from kernel_api.space import Miss, Operands, Rule, Space, rule
 
 #: That are multiplied at once where products are promoted.
-_PROMOTED_COLUMNS = 192
+PROMOTED_COLUMNS = 192
 #: Registers for accumulators and the products of two steps, where one group of threads multiplies.
 _MOST_AHEAD = 192
 #: Rows of A that have block scales of their own in a tile, as columns of the instruction.
@@ -331,7 +331,7 @@ class Sm90GemmFamily(FusedGemm):
             return 1
         columns = self._design.kernel_tile[1]
         share = scaled_by_blocks(self.metadata.operands) and columns % BLOCK == 0
-        return -(-columns // (BLOCK if share else _PROMOTED_COLUMNS))
+        return -(-columns // (BLOCK if share else PROMOTED_COLUMNS))
 
     def _promotes_ahead(self) -> bool:
         """Whether registers hold the products of two steps; see the implementation."""

@@ -12,15 +12,13 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from kernel_api._workspaces import ZEROED
+from kernel_api._workspaces import COUNTER_BYTES, PART_BYTES, ZEROED
 from kernel_api.arguments import GemmArguments
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import BLASDesignMetadata, KernelMetadata
 from kernel_api.providers.cutedsl.gemm.base import CuteDslGemm
 from kernel_api.providers.cutedsl.gemm.scaling import aligned_scales
 from kernel_api.space import Miss, rule
-
-_COUNTER_BYTES = _PARTIAL_SUM_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class SplitDesign(BLASDesignMetadata):
         tile_m, tile_n, _ = self.tile_shape
         of_cluster = prod(self.cluster_shape[:2])
         tiles = self.partial_tiles(M, N, K, L, multiprocessors) * of_cluster
-        return ZEROED + tiles * tile_m * tile_n * _PARTIAL_SUM_BYTES
+        return ZEROED + tiles * tile_m * tile_n * PART_BYTES
 
 
 class SplitGemm(CuteDslGemm):
@@ -98,7 +96,7 @@ class SplitGemm(CuteDslGemm):
             return True
         groups = design.cluster_size * design.summing_groups
         counters = design.clusters(args.M, args.N, args.L) * groups
-        return counters * _COUNTER_BYTES <= ZEROED or Miss(f"{counters} are needed")
+        return counters * COUNTER_BYTES <= ZEROED or Miss(f"{counters} are needed")
 
     @rule("a split along K is for less than 512 parts of tiles")
     def _(design: SplitDesign, args: GemmArguments) -> bool | Miss:

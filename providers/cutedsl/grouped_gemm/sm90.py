@@ -15,6 +15,7 @@ from kernel_api.providers.cutedsl.gemm.fusing import output_types
 from kernel_api.providers.cutedsl.gemm.scaling import scaled_by_blocks
 from kernel_api.providers.cutedsl.gemm.sm90 import (
     ALIGNMENTS,
+    PROMOTED_COLUMNS,
     WHY_ALIGNED,
     Sm90Fp8Gemm,
     Sm90GemmFamily,
@@ -34,8 +35,6 @@ from kernel_api.providers.cutedsl.grouped_gemm.sm90_design import Sm90GroupedGem
 from kernel_api.space import Miss, Operands, Space, rule
 
 _DESCRIPTOR_BYTES = 128
-#: The most that are, see the implementation.
-_PROMOTED_COLUMNS = 192
 #: Rows that are gathered are complete two stages after they were begun.
 _GATHER_STAGES = 4
 # Factors on the time that the model of dense products has, measured on an H200.
@@ -263,7 +262,7 @@ class Sm90Fp8GroupedPointerGemm(Sm90ExpertPointers, Sm90Fp8GroupedGemm):
 
     @rule("192 columns that are promoted at once leave no registers for descriptors")
     def _(design: Sm90GroupedGemmDesign) -> bool:
-        return design.tile_shape[1] != _PROMOTED_COLUMNS
+        return design.tile_shape[1] != PROMOTED_COLUMNS
 
 
 @CuTeDSLProvider.register

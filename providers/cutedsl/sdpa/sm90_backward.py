@@ -93,7 +93,6 @@ _CROWDED_BY = {
 
 _NAMES = ("Q", "K", "V", "out", "dO", "dQ", "dK", "dV")
 
-_FLOAT_BYTES, _COUNTER_BYTES = 4, 4
 
 #: Bytes per second that launches beside the main one move, and seconds of the three.
 _BANDWIDTH, _OVERHEAD = 4.0e12, 8e-6
@@ -202,7 +201,10 @@ class Sm90SdpaBackward(AttentionKernel):
         else:
             tiles = shape[0] * shape[1] * -(-shape[2] // tile)
         floats = tile * (2 + design.head_dim[0])
-        return int(_workspaces.ZEROED + tiles * (floats * _FLOAT_BYTES + 2 * _COUNTER_BYTES))
+        return int(
+            _workspaces.ZEROED
+            + tiles * (floats * _workspaces.PART_BYTES + 2 * _workspaces.COUNTER_BYTES)
+        )
 
     def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
         return self._finder_by(0, names)
