@@ -11,6 +11,7 @@ from kernel_api.arguments.indexed import IndexedRowsArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata, OperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
+from kernel_api.providers.cutedsl.h200 import BANDWIDTH
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
 from kernel_api.providers.cutedsl.norm.base import (
     FLOATS,
@@ -21,9 +22,8 @@ from kernel_api.providers.cutedsl.norm.base import (
 )
 from kernel_api.space import Miss, Space, rule
 
-#: Of an H200: bytes per second that a copy reads and writes, seconds of a launch, and blocks of 128
-#: threads per second that are started.
-_BANDWIDTH, _OVERHEAD, _BLOCKS = 4.3e12, 2.5e-6, 6e8
+#: Seconds of a launch, and blocks of 128 threads per second that are started.
+_OVERHEAD, _BLOCKS = 2.5e-6, 6e8
 #: Of the time: vectors that are shorter take more instructions.
 _VECTOR_COST = {16: 1.0, 8: 1.1, 4: 1.4, 2: 2.5}
 
@@ -125,7 +125,7 @@ class IndexedRowsKernel(CuteDslKernel):
         vector = vector_of(operands)
         ctas = _ctas(design, operands, args)
         moved = sum(o.dtype.itemsize * (args.k if o is args.indexed else 1) for o in args.operands)
-        seconds = args.M * args.N * moved / _BANDWIDTH
+        seconds = args.M * args.N * moved / BANDWIDTH
         seconds *= _VECTOR_COST[min(vector * args.x.dtype.itemsize, PIECE)]
         # Threads behind the ends of rows ask for nothing.
         used = args.M * args.N / vector / (ctas * design.threads) if ctas else 1.0

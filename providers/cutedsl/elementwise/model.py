@@ -23,9 +23,14 @@ from typing import NamedTuple
 from kernel_api.arguments import ElementwiseArguments
 from kernel_api.devices import multiprocessors_of
 from kernel_api.operands import Operand
+from kernel_api.providers.cutedsl.h200 import (
+    BANDWIDTH,
+    L2_BANDWIDTH,
+    MOST_CTAS,
+    REGISTERS,
+    THREADS,
+)
 
-#: Bytes per second that a copy reads and writes, and that are read from L2.
-_BANDWIDTH, _L2_BANDWIDTH = 4.3e12, 6e12
 #: Seconds from a request to the end of what is done with it; more if rows are summed then.
 _LATENCY, _ROW_SUMS = 0.55e-6, 1.2e-6
 #: Seconds of a launch.
@@ -45,7 +50,6 @@ _ROW_BYTES, _HALF_ROW_COST = 8192, 0.015
 #: Elements a second that a multiprocessor computes.
 _ELEMENTS = 60e9
 
-_THREADS, _REGISTERS, _MOST_CTAS = 2048, 64 * 1024, 32
 _REGISTER_BYTES = 4
 #: Registers of a thread beside what it has loaded: a number, and for each element.
 _FIXED, _PER_ELEMENT = 26, 0.3
@@ -91,7 +95,7 @@ def seconds(args: ElementwiseArguments, shape: Shape) -> float:
     used = args.N / (tiles_n * shape.tile[1]) if args.N else 1.0
     share = min(1.0, min(resident, of_one) * shape.threads * loaded * used / _IN_FLIGHT)
     moved = sum(map(moved_bytes, args.named_operands.values()))
-    memory = moved / (_BANDWIDTH * share) * _VECTOR_COST[shape.vector_bytes]
+    memory = moved / (BANDWIDTH * share) * _VECTOR_COST[shape.vector_bytes]
     memory *= of_one * multiprocessors / tiles * _row_cost(args, shape)
     if any(_is_strided(one) for one in (args.x, args.out)):
         memory *= _STRIDED_COST
@@ -101,7 +105,7 @@ def seconds(args: ElementwiseArguments, shape: Shape) -> float:
     latency = _LATENCY + _ROW_SUMS * shape.leaves_rows
     found = max(memory, computed, waves * steps * latency) + waves * _LATENCY / 4
     if shape.part_bytes:
-        found += 2 * shape.part_bytes / _L2_BANDWIDTH + waves * _COUNT + shape.parts * _PART
+        found += 2 * shape.part_bytes / L2_BANDWIDTH + waves * _COUNT + shape.parts * _PART
     return _OVERHEAD + found
 
 
@@ -134,5 +138,5 @@ def _resident(shape: Shape, loaded: float) -> int:
     """CTAs that share a multiprocessor, if threads have so many registers."""
     needed = _FIXED + loaded / _REGISTER_BYTES + _PER_ELEMENT * shape.elements
     registers = min(-(-int(needed) // 8) * 8, 255)
-    fitting = _REGISTERS // (shape.threads * registers)
-    return max(1, min(_THREADS // shape.threads, fitting, _MOST_CTAS))
+    fitting = REGISTERS // (shape.threads * registers)
+    return max(1, min(THREADS // shape.threads, fitting, MOST_CTAS))

@@ -17,10 +17,15 @@ from __future__ import annotations
 from kernel_api.arguments.norm import LayerNormArguments, NormArguments
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import OperandsMetadata
+from kernel_api.providers.cutedsl.h200 import (
+    BANDWIDTH,
+    L2_BANDWIDTH,
+    MOST_CTAS,
+    REGISTERS,
+    THREADS,
+)
 from kernel_api.providers.cutedsl.norm.base import RowDesign, staged_bytes, vector_of
 
-#: Bytes per second that a copy reads and writes, and that are read from L2.
-_BANDWIDTH, _L2_BANDWIDTH = 4.3e12, 6e12
 #: Seconds from the request of a row to the end of what is done with it.
 _LATENCY = 1.5e-6
 #: Seconds of a launch.
@@ -39,8 +44,8 @@ _MAXIMA_LATENCY = 2.5e-6
 #: By bytes of a vector: narrow ones take more instructions.
 _VECTOR_COST = {16: 1.0, 8: 1.15, 4: 1.5, 2: 3.0}
 
-_THREADS, _REGISTERS, _SHARED_MEMORY = 2048, 64 * 1024, 220 * 1024
-_MOST_CTAS = 32
+#: Of a multiprocessor.
+_SHARED_MEMORY = 220 * 1024
 #: Of a thread: a number, and one per element that it has of a row.
 _REGISTERS_OF_ROW, _REGISTERS_OF_TURNS = (24, 0.6), (48, 0.4)
 _REGISTERS_OF_MEAN, _REGISTERS_OF_TRANSFORM, _MOST_FACTORS = 8, 12, 32
@@ -87,8 +92,8 @@ def backward(
         return seconds
     part = 4 * args.N * sums
     if not design.elements:  # read and written for every row
-        seconds += 2 * args.M * part / _L2_BANDWIDTH
-    seconds += _OVERHEAD + 2 * blocks * part / _L2_BANDWIDTH
+        seconds += 2 * args.M * part / L2_BANDWIDTH
+    seconds += _OVERHEAD + 2 * blocks * part / L2_BANDWIDTH
     return seconds
 
 
@@ -100,10 +105,10 @@ def _factors_kept(design: RowDesign) -> int:
 def _resident(design: RowDesign, operands: OperandsMetadata, registers: int) -> int:
     """CTAs that share a multiprocessor, if threads have so many registers."""
     return min(
-        _THREADS // design.threads,
-        max(1, _REGISTERS // (design.threads * registers)),
+        THREADS // design.threads,
+        max(1, REGISTERS // (design.threads * registers)),
         _SHARED_MEMORY // (staged_bytes(design, operands) + 1024),
-        _MOST_CTAS,
+        MOST_CTAS,
     )
 
 
@@ -121,9 +126,9 @@ def _seconds(
     ahead = max(design.stages - 1, _PART_OF_TIME)
     in_flight = resident * design.rows * row * ahead
     share = min(1.0, in_flight / _IN_FLIGHT)
-    seconds = args.M * args.N * sum(sizes.values()) / (_BANDWIDTH * share)
+    seconds = args.M * args.N * sum(sizes.values()) / (BANDWIDTH * share)
     if not design.elements:
-        seconds += args.M * row / _L2_BANDWIDTH
+        seconds += args.M * row / L2_BANDWIDTH
     x = operands.tensors["x"].dtype
     assert x is not None
     seconds *= _VECTOR_COST[vector_of(operands) * x.itemsize]
