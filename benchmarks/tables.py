@@ -55,6 +55,7 @@ ABOUT = {
     "gemm-extremes": "long sums of few outputs, few columns, bfloat16",
     "gemm-f16": "six products of float16",
     "gemm-fp8": "products of e4m3: scales per tensor, per row, in blocks",
+    "gemm-fp8-layers": "layers of language models in e4m3, 16 to 1024 rows",
     "gemm-fused": "products with fused epilogues",
     "gemm-layouts": "gradients of linear layers, bfloat16",
     "gemm-models": "layers of language models and odd sizes, bfloat16",
