@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 import torch
@@ -556,6 +557,18 @@ def test_what_is_nearly_attention_stays_as_it_is(write, caplog):
     assert "sdpa" not in w.nodes()
     assert why in caplog.text and why in str(w.graph.explain())
     assert_product(w, found, probabilities)
+
+
+def test_a_mask_of_nan_hides_nothing():
+    """It is a function of scores, of which NaN comes."""
+    w = new(None)
+    g = w.graph
+    p = scores(w)
+    p = select(w, p, g.cmp_lt(g.gen_index(p, 3), lengths(w, "lens_kv")), math.nan)
+    attend(w, softmax(g, p))
+    found = w.run()["o"]
+    assert found.isnan().any()
+    assert_product(w, found, lambda x: x.masked_fill(~padded(), math.nan).softmax(-1))
 
 
 @pytest.mark.parametrize("element", [torch.float32, torch.bfloat16], ids=str)

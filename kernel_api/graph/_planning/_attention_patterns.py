@@ -139,11 +139,12 @@ def _scores(flow: Flow, tensor: Tensor) -> Scores:
         score, hidden = (one, other.value) if one.value is None else (other, one.value)
         if hidden is None:
             raise Miss(f"{node} selects between two tensors; expected a number where it hides")
-        fill = max(fill, _as_kept(float(hidden), tensor))
+        kept = _as_kept(float(hidden), tensor)
+        if not kept <= _HIDDEN:  # as NaN is not
+            raise Miss(f"a mask puts {kept} where it hides; expected {_HIDDEN:.0e} or less, or −∞")
+        fill = max(fill, kept)
         found += conditions(flow, mask, dim, score is one)
         tensor = flow.value(score, inner)
-    if fill > _HIDDEN:
-        raise Miss(f"a mask puts {fill} where it hides; expected {_HIDDEN:.0e} or less, or −∞")
     if len(dim) != 4:
         raise Miss(f"scores have dim {list(dim)}; expected four modes")
     seen = visible(found, dim)
