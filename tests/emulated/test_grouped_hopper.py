@@ -43,6 +43,21 @@ OF_ROWS = [
         Case("swiglu", sizes=(0, 65, 1, 0, 7), epilogue=swiglu, N=192, layouts=WEIGHTS),
     ),
     (
+        "128x192x128_cluster1x2",
+        Case(
+            "blocks, straddled",
+            sizes=FEW,
+            N=400,
+            other=656,
+            scales="blocks",
+            **{**EIGHT_BITS, "discrete": False},
+        ),
+    ),
+    (
+        "64x128x128_cluster1x1",
+        Case("blocks, ahead", sizes=FEW, N=136, other=784, scales="blocks", **EIGHT_BITS),
+    ),
+    (
         "64x128x128_cluster1x1",
         Case("blocks anywhere", sizes=FEW, N=136, other=272, scales="blocks", **EIGHT_BITS),
     ),
