@@ -109,6 +109,13 @@ class Mask(Described):
             return NotImplemented
         return _Combined((*self.parts, *other.parts))
 
+    def __bool__(self) -> bool:
+        """`and` would take one of two masks, and forget the other."""
+        raise ArgumentError(
+            "a mask is neither true nor false: two are combined with `&`, and `mask is not None` "
+            "tells whether there is one"
+        )
+
     def _bounds(self) -> Iterator[tuple[str, int]]:
         return iter(())
 

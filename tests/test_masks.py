@@ -181,3 +181,9 @@ def test_masks_combine_with_masks_alone():
     with pytest.raises(EpilogueError):
         MaskMod(lambda b, h, q, kv: q if b > 0 else kv)
     assert sorted(masks.__all__) == masks.__all__
+
+
+@pytest.mark.parametrize("mask", [masks.Causal(), masks.Causal() & masks.Padding()], ids=repr)
+def test_no_mask_is_forgotten_by_and(mask):
+    with pytest.raises(ArgumentError, match="two are combined with `&`"):
+        mask and masks.Padding()
