@@ -11,6 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Processes that test side by side share the cores: threads that wait for each other by trying again
+# would take them from the others. Numpy and torch look at these when they are loaded.
+if _processes := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    _threads = max(1, len(os.sched_getaffinity(0)) // int(_processes))
+    for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(_name, str(_threads))
+
 import torch
 
 # "python -m pytest" puts the repository first on the path, where kernel_api is a folder without its
