@@ -86,12 +86,16 @@ def _divide(a: Array, b: Array) -> tuple[Array, Array]:
 
 def _shift_left(a: Array, amount: Array) -> Array:
     bits = 8 * a.dtype.itemsize
+    if amount.size == 1:  # as it is in the usual case
+        return a << a.dtype.type(amount[0]) if amount[0] < bits else np.zeros_like(a)
     shifted = a << np.minimum(amount, bits - 1).astype(a.dtype)
     return np.where(amount < bits, shifted, np.zeros_like(a))
 
 
 def _shift_right(a: Array, amount: Array) -> Array:
     bits = 8 * a.dtype.itemsize
+    if amount.size == 1 and amount[0] < bits:  # as it is in the usual case
+        return a >> a.dtype.type(amount[0])
     shifted = a >> np.minimum(amount, bits - 1).astype(a.dtype)
     return shifted if a.dtype.kind == "i" else np.where(amount < bits, shifted, np.zeros_like(a))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from support.ptx import decoded
 from support.ptx import functions as _functions  # noqa: F401  it adds operations
 from support.ptx import instructions as common
 from support.ptx.atomics import ATOMICS
@@ -50,7 +51,7 @@ def launch(
         raise EmulationError(f"the grid {asked.grid} is no multiple of {asked.cluster}")
     machine = Machine(
         program,
-        [handler_of(instruction) for instruction in program.instructions],
+        [handler_of(instruction, program) for instruction in program.instructions],
         memory,
         dict(zip(program.parameters, asked.parameters, strict=True)),
         grid=asked.grid,
@@ -64,9 +65,14 @@ def launch(
         machine.run()
 
 
-def handler_of(instruction: Instruction) -> Handler:
+def handler_of(instruction: Instruction, program: Program) -> Handler:
     """EmulationError if the instruction is not known."""
-    return _handler_of(instruction.name) or common.handler_of(instruction)  # type: ignore[return-value]
+    return (
+        decoded.parameter(instruction, program)
+        or _handler_of(instruction.name)
+        or decoded.computation(instruction, program)
+        or common.handler_of(instruction)  # type: ignore[return-value]
+    )
 
 
 @cache

@@ -124,6 +124,8 @@ def _parameter(grid: Grid, address: Operand, size: int, mask: Mask) -> np.ndarra
         data = grid.parameters[address.base.name][address.offset :][:size]
         return np.frombuffer(data, np.uint8)[None]
     places = grid.addresses(address, U64, mask)
+    if (places == places[0]).all():  # as they are in the usual case
+        places = places[:1]
     return np.stack([np.frombuffer(grid.parameter_at(int(p), size), np.uint8) for p in places])
 
 

@@ -23,7 +23,7 @@ from support.ptx.mbarrier import Barrier, BarrierError
 from support.ptx.memory import WARP, GlobalMemory
 from support.ptx.order import Order
 from support.ptx.ordered_memory import RANK_SHIFT, OrderedSharedMemory
-from support.ptx.program import Instruction, Program, Register, Symbol, Vector
+from support.ptx.program import Instruction, Program, Register, Symbol
 from support.ptx.threads import Mask
 from support.ptx.warps import GROUP, Block, Gang, Suspend, Warp, poisoned
 
@@ -99,8 +99,7 @@ class Machine:
         self.bulk = BulkCopies(self)
         self.matrices: dict[tuple[int, int], deque[Any]] = {}  # wgmma in order, by warp group
         self.parameter_offsets = self._lay_out_parameters()
-        self.touched = [frozenset(one.registers()) for one in program.instructions]
-        self.matrix_registers = _matrix_registers(program)
+        self.touched = program.registers_touched
         self.progress = 0  # counts what others may be waiting for
 
     def _make_blocks(self) -> list[Block]:
@@ -207,10 +206,9 @@ class Machine:
         owner = self.blocks[barrier.block]
         if owner is not block and owner.over:
             raise EmulationError(f"signals {barrier}, which has exited")
-        initialised = np.array([barrier.initialised])
-        if not self.order.observed(warp.number, initialised).all():
+        if not self.order.relies_on(warp.number, barrier.initialised):
             raise EmulationError(f"uses {barrier} before it has seen the initialisation")
-        if remote and not self.order.fenced(warp.number, initialised).all():
+        if remote and not self.order.relies_on(warp.number, barrier.initialised, fenced=True):
             raise EmulationError(f"uses {barrier}, with no fence behind its initialisation")
         return barrier
 
@@ -305,23 +303,24 @@ class Machine:
         return Gang(self, fellows)
 
     def _execute(self, gang: Gang, counter: int, longest: int) -> None:
-        lanes, end = gang.lanes, len(self.program.instructions)
+        lanes, instructions = gang.lanes, self.program.instructions
+        end = len(instructions)
         for _ in range(longest):
             if counter == end or (lanes is not None and counter >= gang.meeting):
                 break
             gang.counter = counter
-            instruction = self.program.instructions[counter]
+            instruction = instructions[counter]
             mask = lanes
             if instruction.guard is not None:
-                taken = gang.everywhere(
-                    gang.read(instruction.guard, PREDICATE) ^ instruction.guard_negated
-                )
-                mask = taken if lanes is None else taken & lanes
-                if mask.all():
+                mask = gang.read(instruction.guard, PREDICATE) ^ instruction.guard_negated
+                if lanes is not None:
+                    mask &= lanes
+                taken = np.count_nonzero(mask)
+                if not taken:
+                    counter += 1
+                    continue
+                if taken == mask.size:
                     mask = None
-            if mask is not None and not mask.any():
-                counter += 1
-                continue
             try:
                 if gang.in_flight and not gang.in_flight.isdisjoint(self.touched[counter]):
                     self._require_not_in_flight(gang, instruction)
@@ -411,17 +410,6 @@ def _coordinates(number: np.ndarray, extents: Sequence[int]) -> list[np.ndarray]
 def _number(coordinates: Sequence[np.ndarray], extents: Sequence[int]) -> np.ndarray:
     (a, b, c), (x, y, _) = coordinates, extents
     return a + x * (b + y * c)
-
-
-def _matrix_registers(program: Program) -> frozenset[str]:
-    """Those that wgmma reads or writes."""
-    found: set[str] = set()
-    for one in program.instructions:
-        if one.name.startswith("wgmma.mma"):
-            for operand in one.operands[:2]:
-                if isinstance(operand, Vector):
-                    found |= {e.name for e in operand.elements if isinstance(e, Register)}
-    return frozenset(found)
 
 
 __all__ = ["GROUP", "Answer", "Handler", "Machine"]

@@ -50,7 +50,8 @@ class Barrier:
             )
         self.pending -= count
         if view is not None:
-            self._arrived = self.order.grown(self._arrived)
+            if self._arrived.seen.size < view.seen.size:
+                self._arrived = self.order.grown(self._arrived)
             self._arrived.join(view)
         self._advance()
 

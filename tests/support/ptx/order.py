@@ -129,10 +129,19 @@ class Order:
         fenced = self._covered(self._fenced, warps, marks)
         return np.where(by_warp, fenced, self.observed(warps, marks))
 
+    def relies_on(self, warp: int, marked: int, *, fenced: bool = False) -> bool:
+        """Whether the warp may rely on one access; through the async proxy, if it is to be `fenced`
+        and a warp has made it."""
+        if marked == NOBODY:
+            return True
+        agent, count = marked >> _SHIFT, marked & _COUNT
+        clocks = self._fenced if fenced and agent < self.warps else self._seen
+        return bool(clocks[warp, agent] >= count)
+
     def seen(self, warps: np.ndarray | int, agents: np.ndarray | slice) -> np.ndarray:
         return self._seen[warps, agents]
 
     @staticmethod
     def _covered(clocks: np.ndarray, warps: np.ndarray | int, marks: np.ndarray) -> np.ndarray:
-        agents = np.where(marks == NOBODY, 0, marks >> _SHIFT)
-        return (marks == NOBODY) | (clocks[warps, agents] >= (marks & _COUNT))
+        # NOBODY is a negative agent, and thus the last one.
+        return (marks == NOBODY) | (clocks[warps, marks >> _SHIFT] >= (marks & _COUNT))

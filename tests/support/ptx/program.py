@@ -150,6 +150,22 @@ class Program:
         """By any instruction."""
         return set().union(*(one.registers_read() for one in self.instructions))
 
+    @cached_property
+    def registers_touched(self) -> list[frozenset[str]]:
+        """By each instruction."""
+        return [frozenset(one.registers()) for one in self.instructions]
+
+    @cached_property
+    def matrix_registers(self) -> frozenset[str]:
+        """Those that wgmma reads or writes."""
+        found: set[str] = set()
+        for one in self.instructions:
+            if one.name.startswith("wgmma.mma"):
+                for operand in one.operands[:2]:
+                    if isinstance(operand, Vector):
+                        found |= {e.name for e in operand.elements if isinstance(e, Register)}
+        return frozenset(found)
+
 
 _KERNEL = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", re.DOTALL)
 

@@ -70,11 +70,13 @@ class Threads(ABC):
 
     def read(self, operand: Operand, dtype: np.dtype) -> np.ndarray:
         """The value for each thread; of one element if it is the same for all."""
-        if isinstance(operand, Immediate):
+        if isinstance(operand, Register):
+            pass
+        elif isinstance(operand, Immediate):
             return operand.array(dtype)
-        if isinstance(operand, Vector):
+        elif isinstance(operand, Vector):
             return self._packed(operand, dtype)
-        if isinstance(operand, Negated):
+        elif isinstance(operand, Negated):
             return ~self.read(operand.predicate, dtype)
         bits = self._bits(operand)
         if bits.dtype.itemsize != dtype.itemsize:

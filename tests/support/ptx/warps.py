@@ -134,6 +134,7 @@ class Gang(Threads):
         self.program = machine.program
         self.shared = machine.shared
         self.parameters = machine.parameters
+        self.registers = machine.registers
         self.warps = warps
         self.block = warps[0].block
         self.counter = 0
@@ -170,10 +171,14 @@ class Gang(Threads):
             table[self.index] = bits
         else:
             table[self.threads[mask]] = bits[mask] if bits.size > 1 else bits
-        if register.name in self.machine.matrix_registers:
-            for warp in self.warps:
-                if warp.touched is not None:
-                    warp.touched.add(register.name)
+        if register.name in self.program.matrix_registers:
+            self.note_written(register.name)
+
+    def note_written(self, name: str) -> None:
+        """A register of wgmma."""
+        for warp in self.warps:
+            if warp.touched is not None:
+                warp.touched.add(name)
 
     def special(self, name: str) -> np.ndarray | int:
         value = self.machine.specials[name]
