@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 # One test process per core, up to 8: each of them loads torch and the compiler. Who is done takes
-# tests from the others: the slow ones stand together, at the beginning.
+# tests from the others: the slow ones stand together, at the beginning. Many tests start Python
+# again, which finds the bytecode of those before.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n)))
 PYTEST ?=
 
@@ -26,7 +27,7 @@ demo: $(VENV)/.cli$(cu13)  ## the linear layers of a Llama-3-8B block: find, com
 	$(bin)/python examples/llama_linear_layers.py
 
 test: $(VENV)/.test,cli$(cu13)  ## the tests; WORKERS=n processes, PYTEST='-k name' to choose
-	$(bin)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
+	PYTHONDONTWRITEBYTECODE= $(bin)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
 
 lint: $(VENV)/.dev $(types)/kernel_api  ## ruff (rules and format), then mypy --strict
 	$(bin)/ruff check .
