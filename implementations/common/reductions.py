@@ -23,7 +23,7 @@ from .modes import operand_batch_last
 from .threads import WARP
 
 OF_MATRIX = ("matrix", "all")  # what is reduced over rows and columns
-QUAD, COLUMN_OF_QUADS, WHOLE_WARP = 0b00011, 0b11100, 0b11111  # lanes: bits in which they differ
+ROW_OF_QUAD, COLUMN_OF_QUADS, WHOLE_WARP = 0b00011, 0b11100, 0b11111  # bits where lanes differ
 _BYTES = 4  # of a counter, and of a part
 
 

@@ -8,13 +8,14 @@ from cutlass.cute import AddressSpace
 from ..common.epilogue import Epilogue
 from ..common.reductions import (
     COLUMN_OF_QUADS,
+    ROW_OF_QUAD,
     Reductions,
     combined,
     floats_at,
     identity,
     reduced_over_lanes,
 )
-from ..common.threads import QUAD, WARP, WHOLE_BLOCK
+from ..common.threads import WARP, WHOLE_BLOCK
 
 ROWS = 16  # of a warp at a time
 _BYTES = Float32.width // 8
@@ -86,7 +87,7 @@ class ReducedOutput:
         for output, bundle, registers in zip(self.outputs, gathered, sums, strict=True):
             if output.over != "rows":
                 for half in sorted(bundle):
-                    value = reduced_over_lanes(output.kind, bundle.pop(half), QUAD)
+                    value = reduced_over_lanes(output.kind, bundle.pop(half), ROW_OF_QUAD)
                     found = registers[half, row_block]
                     registers[half, row_block] = combined(output.kind, found, value)
 

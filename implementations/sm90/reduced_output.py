@@ -8,6 +8,7 @@ from ..common.epilogue import Epilogue, Thread
 from ..common.reductions import (
     COLUMN_OF_QUADS,
     OF_MATRIX,
+    ROW_OF_QUAD,
     Reductions,
     ReductionSpace,
     combined,
@@ -15,7 +16,7 @@ from ..common.reductions import (
     identity,
     reduced_over_lanes,
 )
-from ..common.threads import GROUP, QUAD, WARP
+from ..common.threads import GROUP, WARP
 from .mma import WGMMA_M
 
 WARPS = GROUP // WARP
@@ -69,7 +70,7 @@ class ReducedOutput:
         kind, over = self.outputs[index].kind, self.outputs[index].over
         for half, value in bundle.items():
             if over not in OF_MATRIX:
-                value = reduced_over_lanes(kind, value, QUAD)
+                value = reduced_over_lanes(kind, value, ROW_OF_QUAD)
             registers[half, row_block] = combined(kind, registers[half, row_block], value)
 
     def over_rows(self, index: int, thread: Thread, bundle: dict, scratch: cute.Tensor, tid):

@@ -29,7 +29,7 @@ from kernel_api.implementations.common.functions import exact_functions, functio
 from kernel_api.implementations.common.paired_rows import PairedRows
 from kernel_api.implementations.common.philox import uniform_of_pairs
 from kernel_api.implementations.common.reductions import (
-    QUAD,
+    ROW_OF_QUAD,
     combined,
     identity,
     reduced_over_lanes,
@@ -483,7 +483,7 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
             if node["axis"] == "columns":
                 value = self._inside(source, thread, at, value, kind)
             found = combined(kind, found, value)
-        found = reduced_over_lanes(kind, found, QUAD)
+        found = reduced_over_lanes(kind, found, ROW_OF_QUAD)
         return (
             found / self._row_length(node, thread.extents[1]) if node["kind"] == "mean" else found
         )
