@@ -214,6 +214,13 @@ def sloped(draw: Draw) -> dict[str, Any]:
     return {"alibi": draw.wides(draw.H) / 8, "sink": draw.wides(draw.H), "softcap": 3.0}
 
 
+def far_apart(draw: Draw) -> dict[str, Any]:
+    """Sinks, of which the first has an exponential of 0."""
+    sink = draw.wides(draw.H)
+    sink[0] = -200.0
+    return {"sink": sink}
+
+
 def everything(draw: Draw) -> dict[str, Any]:
     mask = masks.SlidingWindow(50, 9) & masks.SlidingWindow(None, 12, "bottom_right")
     return {
@@ -357,7 +364,7 @@ FORWARD = [
         "statistics, a sink",
         sizes=(2, 4, 2, 140, 70, 64, 64),
         lengths=((139, 66), (20, 70)),
-        options=lambda d: {"sink": d.wides(d.H)},
+        options=far_apart,
         statistics=True,
         keywords={"mask": masks.Causal("bottom_right")},
     ),

@@ -117,7 +117,8 @@ def finished(softmax: OnlineSoftmax, row: int, sink: Float32 | None = None) -> F
         further = sink * LOG2_E
         nothing = softmax.maxima[row] == Float32(-math.inf)
         most = cute.arch.fmax(select(nothing, Float32(-math.inf), base), further)
-        factor = power_of_two(base - finite(most))
+        # Without scores, base is 0 and may be far above the sink: 0 times infinity is no number.
+        factor = power_of_two(cute.arch.fmin(base - finite(most), Float32(0.0)))
         base = finite(most)
         total = cute.math.fma(total, factor, power_of_two(further - base + softmax.largest))
     nothing = total == 0.0
