@@ -62,14 +62,14 @@ def test_an_epilogue_names_its_operands_as_it_likes_where_experts_lie_anywhere()
 # Scales of experts that lie anywhere -----------------------------------------------------
 
 
-def eight_bits(of_A, B_scale):
+def eight_bits(of_A, B_scale, **options):
     A = empty(T, K, element=F8)
     if of_A is not None:
         mode, *shape = of_A
         A = ka.ScaledOperand(A, empty(*shape, element=F32), ka.ScaleMode(mode))
     B = [empty(N, K, element=F8).t() for _ in range(E)]
     scale = None if B_scale is None else empty(*B_scale, element=F32)
-    return ka.GroupedGemmArguments(A, B, empty(T, N), OFFSETS, B_scale=scale)
+    return ka.GroupedGemmArguments(A, B, empty(T, N), OFFSETS, B_scale=scale, **options)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,18 @@ def test_scales_that_do_not_go_together_are_refused():
     args = eight_bits(("per_row", T), (E,))
     assert families(args) == {}
     assert "scale" in reason(args, "sm90.grouped_gemm_fp8_pointers")
+
+
+@pytest.mark.parametrize(
+    ("of_A", "B_scale"),
+    [(("per_row", T), (E, N)), (("block_1x128", T, 2), (E, 2, 1))],
+)
+def test_rows_are_not_gathered_whose_scales_would_have_to_be(of_A, B_scale):
+    args = eight_bits(of_A, B_scale, row_index=empty(T, element=torch.int32))
+    assert families(args) == {}
+    assert reason(args, "sm90.grouped_gemm_fp8_pointers").endswith(f"A carries {of_A[0]}")
+    alone = eight_bits(("per_tensor",), (E,), row_index=empty(T, element=torch.int32))
+    assert families(alone)
 
 
 # Sums that lie anywhere ------------------------------------------------------------------

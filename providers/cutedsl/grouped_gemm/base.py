@@ -101,8 +101,10 @@ class RaggedRowsGemm(CuteDslGroupedGemm):
 
     @rule("rows that are gathered carry no scales of their own")
     def _(args: GroupedGemmArguments) -> bool | Miss:
-        alone = args.row_index is None or args.A.mode is not ScaleMode.PER_ROW
-        return alone or Miss("A carries one per row")
+        mode = args.A.mode
+        if args.row_index is None or mode is None or mode is ScaleMode.PER_TENSOR:
+            return True
+        return Miss(f"A carries {mode.value}")
 
     @rule("an epilogue reduces rows, columns of a group or groups, and draws no random numbers")
     def _(args: GroupedGemmArguments) -> bool | Miss:
