@@ -216,6 +216,7 @@ COPIES = [
     (torch.bool, torch.bool, "tn", 5),
     (torch.float8_e5m2, torch.float8_e5m2, "tt", 16),
     (F32, torch.float8_e8m0fnu, "tt", 1),
+    (F16, torch.float8_e8m0fnu, "tt", 1),
 ]
 
 

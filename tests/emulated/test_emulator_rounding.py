@@ -46,3 +46,11 @@ def test_what_is_not_finite_stays():
         with np.errstate(invalid="ignore"):
             assert np.isposinf(add(infinity, np.float32([1])))
             assert np.isnan(add(nan, infinity))
+
+
+@pytest.mark.parametrize(("name", "infinity"), [("f16", 0x7C00), ("bf16", 0x7F80)])
+def test_halves_are_compared_by_whether_they_are_numbers(name, infinity):
+    a, b = np.uint16([1, infinity, infinity, infinity + 1]), np.uint16([2, 2, 0xFFFF, 2])
+    numbers = np.array([True, True, False, False])
+    assert (OPERATIONS[f"setp.num.{name}"].function(a, b) == numbers).all()
+    assert (OPERATIONS[f"setp.nan.{name}"].function(a, b) == ~numbers).all()

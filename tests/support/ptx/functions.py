@@ -189,6 +189,15 @@ for _name, _t in HALVES.items():
         _define(f"setp.{_comparison}u.{_name}", PREDICATE, _both, _or_nan)
     _unlike = _compared_halves(operator.ne, _t, unordered=True)
     _define(f"setp.neu.{_name}", PREDICATE, _both, _unlike)
+    for _comparison, _function in (("nan", operator.or_), ("num", lambda a, b: ~(a | b))):
+        _define(
+            f"setp.{_comparison}.{_name}",
+            PREDICATE,
+            _both,
+            _compared_halves(
+                lambda a, b, f=_function: f(np.isnan(a), np.isnan(b)), _t, unordered=False
+            ),
+        )
 
 for _name, _t in HALVES.items():
     for _packed, _container in (("", BITS["b16"]), ("x2", BITS["b32"])):
