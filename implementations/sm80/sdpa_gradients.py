@@ -9,7 +9,6 @@ from ..common.attention.scores import Scores, Tile, rows_and_columns
 from ..common.attention.sequences import Sequence
 from ..common.attention.softmax import LOG2_E, power_of_two
 from ..common.attention.values import Values
-from ..common.conversion import select
 
 
 class TileStatistics(NamedTuple):
@@ -106,21 +105,7 @@ def differentiate_changes(scores: Scores, tile: Tile, found: Recomputed, values:
     """Derivatives by scores into those by scale · products."""
     if found.products is None:
         return
-    products = rows_and_columns(found.products)
-    if scores.functions.score is None:
-        scores.multiply_by_slopes(tile, products, values)
-        return
-    # The slope of a score that is not seen may be anything.
-    before = cute.make_rmem_tensor(found.powers.layout, Float32)
-    before.store(found.powers.load())
-    scores.multiply_by_slopes(tile, products, values)
-    unchanged = rows_and_columns(before)
-    rows, columns = tile.extents
-    for row in range(rows):
-        for column in range(columns):
-            nothing = unchanged[row, column] == Float32(0.0)
-            found_slope = tile.values[row, column]
-            tile.values[row, column] = select(nothing, Float32(0.0), found_slope)
+    scores.multiply_by_slopes(tile, rows_and_columns(found.products), values)
 
 
 def _product(a: cute.Tensor, b: cute.Tensor) -> cute.Tensor:

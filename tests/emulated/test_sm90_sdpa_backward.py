@@ -220,6 +220,15 @@ def test_very_negative_scores_of_half_a_tile_are_finite(plain):
     assert verdict, verdict
 
 
+def test_a_score_that_is_not_seen_may_have_any_slope():
+    """Of the key behind each query it is infinite."""
+
+    def divided(draw: Draw) -> dict[str, Any]:
+        return {"score_mod": lambda score, b, h, q, kv: score / (q - kv + 1), **CAUSAL}
+
+    check(Case("", (1, 1, 1, 20, 20, 64, 64), (64, 128), options=divided), None)
+
+
 def test_no_barrier_of_the_consumers_can_be_left_out(plain):
     found, args = plain
     parts = found.text.split("bar.sync \t1, 256;")

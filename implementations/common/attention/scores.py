@@ -180,7 +180,12 @@ class Scores:
         for row in range(rows):
             for column in range(columns):
                 slope = self._slope(products[row, column], tile.place(row, column), values)
-                tile.values[row, column] = tile.values[row, column] * slope
+                before = tile.values[row, column]
+                found = before * slope
+                if self.functions.score is not None:
+                    # The slope of a score that is not seen may be anything.
+                    found = select(before == Float32(0.0), Float32(0.0), found)
+                tile.values[row, column] = found
 
     def drop(self, tile: Tile, heads: Int32, values: Values) -> None:
         """What is dropped becomes 0, what is kept is divided by the probability that it is."""
