@@ -29,6 +29,8 @@ from .sdpa_workspace import PERMUTED, first_of_packed, keys_with_room
 #: consumers need the usual 240, and the producer gets by with 24.
 _FEW_COLUMNS = 288
 
+_LEAST = 2.0**-126  # that scores are multiplied with: the smallest normal number
+
 _PIECE = 16  # accumulators of 32 columns that a thread has: a k block of the second product
 
 _KEYS, _COLUMNS, _THREADS = 128, 64, 128  # of a block of `ValuesAcross`
@@ -157,7 +159,11 @@ class SdpaForwardFp8(PagedKeys, SdpaForward):
 
     def _multiplier(self, values: Values, place: Place, tiles: Tiles) -> Float32:
         found = super()._multiplier(values, place, tiles)
-        return found * _descale_of_products(values, place, tiles) if self.scores.plain else found
+        if not self.scores.plain:
+            return found
+        # 0 times the -inf of what is hidden would be no number.
+        found = found * _descale_of_products(values, place, tiles)
+        return cute.arch.fmax(found, Float32(_LEAST), nan=True)
 
     def _factor(self, factor: Float32, values: Values, place: Place, tiles: Tiles) -> Float32:
         return factor * _descale(values, "descale_v", place, tiles)

@@ -263,6 +263,13 @@ def test_8_bit_floats_are_right(given):
     check(fp8_arguments(**given), "sm90.sdpa_forward_fp8")
 
 
+def test_keys_that_are_multiplied_with_0_count_alike():
+    """As they do where all of them were 0 before they were scaled."""
+    args = fp8_arguments(**FP8[0])
+    args.further["descale_k"].tensor[0] = 0.0
+    check(args, "sm90.sdpa_forward_fp8")
+
+
 def packed_fp8_arguments(sizes, lengths, **options):
     """The same of sequences one behind the other, which begin within a tile of the one before.
 
