@@ -411,7 +411,7 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
             largest = cute.arch.fmax(largest, sink)
             factor = power_of_two((added.largest - finite(largest)) * LOG2_E)
             total = cute.math.fma(total, factor, power_of_two((sink - finite(largest)) * LOG2_E))
-        exists = (total > 0.0) & (query < work.sequence.queries)
+        exists = (total != 0.0) & (query < work.sequence.queries)
         scale = select(exists, factor / total, Float32(0.0))
         if column < mO.shape[1]:
             rounded = cute.make_rmem_tensor(cute.size(added.values), self.element_type)

@@ -212,6 +212,14 @@ def test_an_infinite_value_stays_infinite(cluster):
 
 
 @pytest.mark.parametrize("cluster", (1, 8) if EVERY else (8,))
+def test_rows_that_are_no_numbers_have_no_statistics_either(cluster):
+    args = Draw(1, 8, 1, 1, 256, 64, 64, element="bfloat16").arguments()
+    args.Q.tensor[:, 0, :, 0] = NAN
+    check(args, FEW, cluster=cluster, multiprocessors=16)
+    assert args.lse.tensor[:, 0].isnan().all()
+
+
+@pytest.mark.parametrize("cluster", (1, 8) if EVERY else (8,))
 def test_parts_are_added_up_in_one_order(cluster):
     """Whoever comes last: of several clusters, and in each of them."""
     args = MEETING[0].arguments()
