@@ -420,7 +420,8 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
         lse = log_sum_exp(Sum(added.values, largest, total))
         score_max, score_sum_exp = Float32(0.0), Float32(0.0)
         if const_expr(self.numbers > 1):
-            score_max = self._largest_score(parts, local, sink)
+            # Maxima do not tell of what is no number.
+            score_max = self._largest_score(parts, local, sink) + (total - total)
             score_sum_exp = total * power_of_two((largest - score_max) * LOG2_E)
         done = where_seen(exists, Finished(scale, lse, score_max, score_sum_exp))
         statistics = statistics_rows(values, work.place.batch, head, work.sequence)

@@ -124,7 +124,7 @@ def finished(softmax: OnlineSoftmax, row: int, sink: Float32 | None = None) -> F
     nothing = total == 0.0
     scale = select(nothing, Float32(0.0), factor / total)
     lse = natural(base, cute.math.log2(total) - softmax.largest)
-    score_max = natural(base, Float32(0.0))
+    score_max = natural(base, total - total)  # of what is no number, maxima do not tell
     return Finished(
         scale,
         select(nothing, Float32(-math.inf), lse),
