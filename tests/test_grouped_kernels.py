@@ -99,16 +99,13 @@ def test_scales_that_do_not_go_together_are_refused():
     assert "scale" in reason(args, "sm90.grouped_gemm_fp8_pointers")
 
 
-@pytest.mark.parametrize(
-    ("of_A", "B_scale"),
-    [(("per_row", T), (E, N)), (("block_1x128", T, 2), (E, 2, 1))],
-)
-def test_rows_are_not_gathered_whose_scales_would_have_to_be(of_A, B_scale):
-    args = eight_bits(of_A, B_scale, row_index=empty(T, element=torch.int32))
-    assert families(args) == {}
-    assert reason(args, "sm90.grouped_gemm_fp8_pointers").endswith(f"A carries {of_A[0]}")
-    alone = eight_bits(("per_tensor",), (E,), row_index=empty(T, element=torch.int32))
-    assert families(alone)
+def test_rows_are_gathered_with_their_scales_in_blocks_and_with_no_others():
+    picked = {"row_index": empty(T, element=torch.int32)}
+    by_row = eight_bits(("per_row", T), (E, N), **picked)
+    assert families(by_row) == {}
+    assert reason(by_row, "sm90.grouped_gemm_fp8_pointers").endswith("A carries one per row")
+    assert families(eight_bits(("per_tensor",), (E,), **picked))
+    assert families(eight_bits(("block_1x128", T, 2), (E, 2, 1), **picked))
 
 
 # Sums that lie anywhere ------------------------------------------------------------------

@@ -146,6 +146,8 @@ class GroupedGemm(ScheduledGemm):
             (columns, pitch), operands = operands[:2], operands[2:]
         if const_expr(self.block_scales):
             scales, operands = scale_modes(*operands[:2]), operands[2:]
+            if const_expr(self.gathered):
+                scales = (*scales, picked)
         descriptors, described, parts = None, (), workspace + COUNTER_BYTES
         if const_expr(self.experts is not None):
             shape = (Int32(columns), mA.shape[1])

@@ -83,13 +83,18 @@ class BlockScales:
     def read(self, registers: tuple, scales: tuple, place: tuple, k_block: Int32):
         """Starts to read those of as many k tiles as there are readers, from this one on.
 
+        scales: Those of A and B, and if rows of A are picked, (M,) Int32 of which they are.
         place: (row, column, batch) where the accumulators of the group of threads begin.
         """
-        (scale_a, scale_b), (rows, columns, batch) = scales, self.scaled(place)
+        scale_a, scale_b, *picked = scales
+        rows, columns, batch = self.scaled(place)
         read_a, read_b, _, _ = registers
         k_block = cutlass.min(k_block + self.reader(), scale_a.shape[1] - 1)
         for i in cutlass.range_constexpr(self.of_a):
-            m = cutlass.min(rows + self.row(i), scale_a.shape[0] - 1)
+            m = rows + self.row(i)
+            if const_expr(len(picked) > 0):
+                m = picked[0][cutlass.min(m, picked[0].shape[0] - 1)]
+            m = cutlass.min(m, scale_a.shape[0] - 1)
             read_a[i] = scale_a[m, k_block, batch]
         for block in cutlass.range_constexpr(self.of_b):
             n = cutlass.min(columns // SCALE_BLOCK + block, scale_b.shape[0] - 1)

@@ -43,6 +43,18 @@ OF_ROWS = [
         Case("swiglu", sizes=(0, 65, 1, 0, 7), epilogue=swiglu, N=192, layouts=WEIGHTS),
     ),
     (
+        "128x128x128_cluster1x1",
+        Case(
+            "blocks, picked",
+            indices=BOTH,
+            sizes=FEW,
+            N=136,
+            other=784,
+            scales="blocks",
+            **EIGHT_BITS,
+        ),
+    ),
+    (
         "128x192x128_cluster1x2",
         Case(
             "blocks, straddled",

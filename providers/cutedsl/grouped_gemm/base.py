@@ -99,12 +99,10 @@ class RaggedRowsGemm(CuteDslGroupedGemm):
                 return Miss(f"{index} is given and {name} has strides {operand.stride}")
         return True
 
-    @rule("rows that are gathered carry no scales of their own")
+    @rule("rows that are gathered carry no scales of their own, but in blocks")
     def _(args: GroupedGemmArguments) -> bool | Miss:
-        mode = args.A.mode
-        if args.row_index is None or mode is None or mode is ScaleMode.PER_TENSOR:
-            return True
-        return Miss(f"A carries {mode.value}")
+        alone = args.row_index is None or args.A.mode is not ScaleMode.PER_ROW
+        return alone or Miss("A carries one per row")
 
     @rule("an epilogue reduces rows, columns of a group or groups, and draws no random numbers")
     def _(args: GroupedGemmArguments) -> bool | Miss:
