@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.random_graphs import REDUCTIONS
 
 import kernel_api as ka
 import kernel_api.graph as cudnn
@@ -296,17 +297,7 @@ def test_half_of_a_product_is_a_view_for_what_is_not_its_epilogue(behind, begin)
     check_as_precise(fused, single, (normed, silu) if behind else normed)
 
 
-REDUCED = {
-    "ADD": lambda x, axes: x.sum(axes, keepdim=True),
-    "MAX": lambda x, axes: x.amax(axes, keepdim=True),
-    "MIN": lambda x, axes: x.amin(axes, keepdim=True),
-    "AMAX": lambda x, axes: x.abs().amax(axes, keepdim=True),
-    "AVG": lambda x, axes: x.mean(axes, keepdim=True),
-    "NORM1": lambda x, axes: x.abs().sum(axes, keepdim=True),
-}
-
-
-@pytest.mark.parametrize("mode", REDUCED)
+@pytest.mark.parametrize("mode", REDUCTIONS)
 @pytest.mark.parametrize("axes", [(0, 1, 2), (1, 2)], ids=["all", "of-a-batch"])
 @pytest.mark.parametrize("first", ["matmul", "add"])
 def test_what_is_reduced_is_used_in_the_same_kernel(first, axes, mode):
@@ -320,7 +311,7 @@ def test_what_is_reduced_is_used_in_the_same_kernel(first, axes, mode):
     fused, single, kinds = both(make, a, b)
     assert kinds == ["kernel"]
     x = getattr(torch, first)(a.double(), b.double())
-    reduced = REDUCED[mode](x, axes)
+    reduced = REDUCTIONS[mode](x, axes)
     check_as_precise(fused, single, (reduced, x * reduced))  # in the order of their making
 
 

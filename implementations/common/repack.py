@@ -95,7 +95,7 @@ class Repack:
                 piece.fill(0)
             row, column = self._place(tid, i, first_row, first_column)
             if row < rows and column < columns:
-                aligned, count = self._pieces(mX, row, column)
+                aligned, _, count = self._pieces(mX, row, column)
                 if _lie_within(aligned, count, begin, end):
                     cute.autovec_copy(_words(aligned, AddressSpace.gmem), read[i][0])
                     if count == 2:
@@ -103,11 +103,10 @@ class Repack:
         for i in cutlass.range_constexpr(self.each):
             row, column = self._place(tid, i, first_row, first_column)
             if row < rows and column < columns:
-                aligned, count = self._pieces(mX, row, column)
+                aligned, offset, count = self._pieces(mX, row, column)
                 left = cutlass.min(columns - column, self.piece)
                 written = cute.make_rmem_tensor(PIECE // WORD, Uint32)
                 if _lie_within(aligned, count, begin, end):
-                    offset = Int32(_address(mX, row, column, self.size) - aligned)
                     _cut(read[i], offset, left * self.size, written)
                 else:
                     elements = cute.recast_tensor(written, self.bits)
@@ -120,11 +119,12 @@ class Repack:
                 cute.autovec_copy(written, _words(to, AddressSpace.gmem))
 
     def _pieces(self, mX: cute.Tensor, row: Int32, column: Int32) -> tuple:
-        """(address, count) of the aligned pieces that have the elements of one."""
+        """Of the aligned pieces that have the elements of one: (address, bytes in front of those,
+        count)."""
         left = cutlass.min(mX.shape[1] - column, self.piece)
         start = _address(mX, row, column, self.size)
         offset = Int32(start % PIECE)
-        return start - offset, (offset + left * self.size + PIECE - 1) // PIECE
+        return start - offset, offset, (offset + left * self.size + PIECE - 1) // PIECE
 
     @cute.jit
     def _turn(self, mX: cute.Tensor, mY: cute.Tensor, first_row: Int32, first_column: Int32):

@@ -153,23 +153,25 @@ class Mainloop:
         """The same while the next ones are formed. Products take turns with two sets of registers.
         Nothing is in flight between rounds: where registers are read in another turn of a loop than
         wgmma was issued in, ptxas lets it run alone. k tiles beside whole rounds come first."""
-        work = (tiled_mma, fragments, accumulators, scaling, pipeline)
         blocks = cute.size(fragments.B, mode=[1])
         tiles = max(STEPS // (self.parts * blocks), 1)
         beside = k_tiles % tiles
         if const_expr(tiles > 1):
+            work = (tiled_mma, fragments, accumulators, scaling, pipeline)
             stage = self._promote_at_once(*work, first, beside, stage)
         steps = tuple(product(range(tiles), range(self.parts), range(blocks)))
         both = tuple(_products(accumulators, blocks) for _ in range(2))
+        multiplied, promoted = (tiled_mma, fragments, pipeline), (accumulators, scaling, pipeline)
         last = stage.clone()
         for k in cutlass.range(first + beside, first + k_tiles, tiles, unroll=1):
-            stage = self._begin(*work, both, steps, 0, stage)
+            stage = self._begin(*multiplied, both[0], steps, 0, stage)
             for step in cutlass.range_constexpr(len(steps)):
                 in_flight = 0
                 if const_expr(step + 1 < len(steps)):
-                    stage = self._begin(*work, both, steps, step + 1, stage)
+                    following = both[(step + 1) % 2]
+                    stage = self._begin(*multiplied, following, steps, step + 1, stage)
                     in_flight = 1
-                last = self._end(*work, both, steps, step, k, last, in_flight)
+                last = self._end(*promoted, both[step % 2], steps, step, k, last, in_flight)
         return stage
 
     @cute.jit
@@ -177,10 +179,8 @@ class Mainloop:
         self,
         tiled_mma,
         fragments,
-        accumulators,
-        scaling,
         pipeline,
-        both,
+        products,
         steps: cutlass.Constexpr,
         step: cutlass.Constexpr,
         stage,
@@ -189,7 +189,7 @@ class Mainloop:
         _, part, block = steps[step]
         if const_expr(part == 0 and block == 0):
             pipeline.consumer_wait(stage)
-        self._issue_block(tiled_mma, fragments, both[step % 2], part, block, stage)
+        self._issue_block(tiled_mma, fragments, products, part, block, stage)
         if const_expr(self._ends_tile(steps, step)):
             stage.advance()
         return stage
@@ -197,12 +197,10 @@ class Mainloop:
     @cute.jit
     def _end(
         self,
-        tiled_mma,
-        fragments,
         accumulators,
         scaling,
         pipeline,
-        both,
+        products,
         steps: cutlass.Constexpr,
         step: cutlass.Constexpr,
         k,
@@ -219,7 +217,7 @@ class Mainloop:
         if const_expr(self._ends_tile(steps, step)):
             pipeline.consumer_release(last)
             last.advance()
-        self._promote(accumulators, both[step % 2], block, scaling)
+        self._promote(accumulators, products, block, scaling)
         return last
 
     def _ends_tile(self, steps: tuple, step: int) -> bool:
