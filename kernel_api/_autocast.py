@@ -18,7 +18,8 @@ def cast(*operands: Any) -> tuple[Any, ...]:
     have the type that they had. Unlike torch, which keeps what it has made of a parameter until
     autocast ends, every call casts."""
     device = operands[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # torch.amp.is_autocast_available says it of every device, but not every Dynamo traces it.
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return operands
     if any(one is not None and one.dtype not in _CAST for one in operands):
         return operands

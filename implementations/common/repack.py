@@ -32,14 +32,22 @@ class Repack:
     copied    read two aligned pieces, of which the one that is written is a part, wherever the
               matrix begins and ends: elsewhere element by element
     turned    read along what is contiguous, into shared memory, and write rows of whole pieces
+
+    follows: Whether the kernel before is such a copy, of something else: this one waits for it at
+        its end, for the sake of the kernel behind. What was before both has ended when it begins.
     """
 
     def __init__(
-        self, element_type: type[cutlass.Numeric], transposes: bool, dependent_launch: bool
+        self,
+        element_type: type[cutlass.Numeric],
+        transposes: bool,
+        dependent_launch: bool,
+        follows: bool,
     ):
         self.element_type = element_type
         self.dependent_launch = dependent_launch
         self.transposes = transposes
+        self.follows = follows
         self.bits = _BITS[element_type.width]
         self.size = element_type.width // 8
         self.rows = TURNED_ROWS if transposes else ROWS
@@ -71,7 +79,8 @@ class Repack:
     def kernel(self, mX: cute.Tensor, mY: cute.Tensor):
         tile_column, tile_row, batch = cute.arch.block_idx()
         if const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_wait()
+            if const_expr(not self.follows):
+                cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         mX, mY = mX[None, None, batch], mY[None, None, batch]
         first = (tile_row * self.rows, tile_column * self.columns)
@@ -79,6 +88,8 @@ class Repack:
             self._turn(mX, mY, *first)
         else:
             self._copy(mX, mY, *first)
+        if const_expr(self.dependent_launch and self.follows):
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def _copy(self, mX: cute.Tensor, mY: cute.Tensor, first_row: Int32, first_column: Int32):

@@ -263,12 +263,12 @@ class Gemm(GemmProducer, GemmConsumer):
         """(A, B, the workspace for all else: with no zeros, which nobody behind copies asks for)"""
         address = workspace + COUNTER_BYTES
         if self.repacked[0]:
-            mA, address = self._repack(mA, address, stream)
+            mA, address = self._repack(mA, address, stream, follows=False)
         if self.repacked[1]:
-            mB, address = self._repack(mB, address, stream)
+            mB, address = self._repack(mB, address, stream, follows=self.repacked[0])
         return mA, mB, address - COUNTER_BYTES
 
-    def _repack(self, tensor, address, stream):
+    def _repack(self, tensor, address, stream, follows: bool):
         """(a copy of (M or N, K, L), the address behind it). It is K-major, unless elements of 16
         bits are not."""
         k_major = LayoutEnum.from_tensor(tensor).is_k_major_a()
@@ -276,7 +276,7 @@ class Gemm(GemmProducer, GemmConsumer):
         if turned:
             tensor = transposed_modes(tensor)
         transposes = not k_major and not turned
-        copy = Repack(tensor.element_type, transposes, self.dependent_launch)
+        copy = Repack(tensor.element_type, transposes, self.dependent_launch, follows)
         copied, behind = copy(tensor, address, stream), address + copy_bytes(tensor)
         return transposed_modes(copied) if turned else copied, behind
 

@@ -34,12 +34,15 @@ def launch(
     *,
     seed: int = 0,
     cuts_edges: bool = False,
+    reads_at_once: bool = False,
 ) -> None:
     """Run what the host code has launched.
 
     Args:
         seed: Of the interleaving of warps and asynchronous copies.
         cuts_edges: Whether rows that are never written are multiplied too: none of them is stored.
+        reads_at_once: Whether what it reads was there before the kernel before it began, so that it
+            does not wait for that.
 
     Raises:
         EmulationError: with the instruction, and the block and warp or thread, that did wrong.
@@ -60,6 +63,7 @@ def launch(
         shared_bytes=asked.shared_bytes,
         seed=seed,
         cuts_edges=cuts_edges,
+        reads_at_once=reads_at_once,
     )
     with np.errstate(all="ignore"):  # of threads that are not active
         machine.run()

@@ -109,9 +109,16 @@ class EmulatedKernel:
             if size:
                 memory.add_workspace(workspace)
             asked = self._launch_arguments(args, workspace if size else None)
-        for one in self.host.launches(*map(memory.argument, asked)):
-            cuts_edges = self.kernel.family.startswith("sm90.gemm")
-            launch(self.programs[one.kernel], memory.memory, one, seed=seed, cuts_edges=cuts_edges)
+        copies = sum(getattr(self.kernel, "repacked", ()))
+        for turn, one in enumerate(self.host.launches(*map(memory.argument, asked))):
+            launch(
+                self.programs[one.kernel],
+                memory.memory,
+                one,
+                seed=seed,
+                cuts_edges=self.kernel.family.startswith("sm90.gemm"),
+                reads_at_once=0 < turn < copies,  # of two copies the second
+            )
         memory.copy_back()
 
     def _launch_arguments(self, args: Any, workspace: Any) -> tuple[Any, ...]:

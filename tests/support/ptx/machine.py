@@ -62,11 +62,12 @@ class Machine:
         shared_bytes: int,
         seed: int,
         cuts_edges: bool,
+        reads_at_once: bool,
     ) -> None:
         self.program = program
         self.handlers = handlers
         self.memory = memory
-        self.waits_for_others = any(
+        self.waits_for_others = not reads_at_once and any(
             one.name == "griddepcontrol.wait" for one in program.instructions
         )
         self.parameters = parameters
