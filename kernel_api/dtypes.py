@@ -119,6 +119,8 @@ def dtype(value: Any) -> DType:
 
     Raises ArgumentError for what names no element type.
     """
+    if isinstance(value, DType):
+        return value
     try:
         return _FOUND[value]
     except (KeyError, TypeError):
@@ -132,8 +134,6 @@ def dtype(value: Any) -> DType:
 
 
 def _find(value: Any) -> DType | None:
-    if isinstance(value, DType):
-        return value
     if isinstance(value, str):
         return _BY_NAME.get(value.rpartition(".")[2].lower())
     torch = sys.modules.get("torch")

@@ -64,6 +64,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
+@pytest.fixture(autouse=True)
+def _gpu_is_for_tests_of_it(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What tests without a marker say of machines without a GPU holds where there is one, too."""
+    markers = {mark.name for mark in request.node.iter_markers()}
+    if torch.cuda.is_available() and markers.isdisjoint(("gpu", "gpu_or_cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compiling makes so many objects that Python looks for garbage often: not among these."""
     gc.collect()

@@ -44,8 +44,6 @@ def test_a_dry_run_lists_every_problem_with_its_peers(name, capsys):
 
 
 def test_layers_of_experts_are_listed_where_there_is_no_gpu(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     assert script("moe_layer").main(["--only", "Mixtral"]) == driver.FAILURES
     assert "Mixtral-8x7B, 4096 tokens" in capsys.readouterr().out
 
@@ -64,8 +62,6 @@ def test_where_nothing_but_torch_is_offered_it_says_so_and_why(capsys):
 
 
 def test_without_a_gpu_the_suites_say_what_can_be_done(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
     assert script("gemm_bf16").main([]) == driver.FAILURES
     assert "--dry-run" in capsys.readouterr().err
 
@@ -136,7 +132,12 @@ def test_variants_for_operands_aligned_to_less_are_no_candidates():
         problems.Problem(32, 48, 64, "float32", "float32"),
         problems.Problem(32, 48, 64, "int8", "int32"),
         problems.Problem(32, 48, 64, "float8_e4m3fn", "bfloat16", "per_tensor"),
-        problems.Problem(32, 48, 64, "float8_e4m3fn", "bfloat16", "per_row"),
+        pytest.param(
+            problems.Problem(32, 48, 64, "float8_e4m3fn", "bfloat16", "per_row"),
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.13", reason="the peer scales rows on GPUs alone"
+            ),
+        ),
     ],
     ids=lambda p: p.label,
 )

@@ -16,6 +16,8 @@ import kernel_api.graph as cudnn
 from kernel_api.graph._tensor import packed_strides
 from kernel_api.verification import compare
 
+pytestmark = pytest.mark.gpu_or_cpu
+
 GUIDE = Path(__file__).parents[1] / "docs" / "graph.md"
 LOW, REFERENCE = DOCUMENTS
 BLOCKS = {block.name: block for block in graph_documents.blocks(REFERENCE)}

@@ -8,6 +8,7 @@ from cutlass.cute import AddressSpace
 from cutlass.memory import SmemAllocator
 
 from .conversion import select
+from .flat_grid import flat_block_idx, flat_grid
 
 THREADS = 256
 ROW_BYTES = 128  # that a tile has of each of its rows
@@ -68,7 +69,7 @@ class Repack:
         )
         mY = cute.make_tensor(pointer, layout)
         self.kernel(_as(mX, self.bits), _as(mY, self.bits)).launch(
-            grid=(cute.ceil_div(columns, self.columns), cute.ceil_div(rows, self.rows), batches),
+            grid=flat_grid(*self._tiles(mX), batches),
             block=(THREADS, 1, 1),
             stream=stream,
             use_pdl=self.dependent_launch,
@@ -77,7 +78,7 @@ class Repack:
 
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mY: cute.Tensor):
-        tile_column, tile_row, batch = cute.arch.block_idx()
+        tile_column, tile_row, batch = flat_block_idx(*self._tiles(mX))
         if const_expr(self.dependent_launch):
             if const_expr(not self.follows):
                 cute.arch.griddepcontrol_wait()
@@ -90,6 +91,11 @@ class Repack:
             self._copy(mX, mY, *first)
         if const_expr(self.dependent_launch and self.follows):
             cute.arch.griddepcontrol_wait()
+
+    def _tiles(self, mX: cute.Tensor) -> tuple[Int32, Int32]:
+        """Of a matrix: beside each other, and below."""
+        rows, columns, _ = mX.shape
+        return cute.ceil_div(columns, self.columns), cute.ceil_div(rows, self.rows)
 
     @cute.jit
     def _copy(self, mX: cute.Tensor, mY: cute.Tensor, first_row: Int32, first_column: Int32):

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from ..common.epilogue import Epilogue, Thread, places, store_element
+from ..common.flat_grid import flat_block_idx, flat_grid
 from ..common.threads import GROUP
 from ..common.tile_order import TileOrder
 from ..common.work_split import PartialSums, WorkSplit
@@ -62,7 +63,7 @@ class ParallelSums:
         """mD: outputs (M,N,L), as they are multiplied; operands: what the epilogue reads; extents:
         (M, N)."""
         self.kernel(mD, operands, extents, order, split).launch(
-            grid=(self.sums.vectors, self.sums.groups, order.total),
+            grid=flat_grid(self.sums.vectors, self.sums.groups, order.total),
             block=(GROUP, 1, 1),
             stream=stream,
             use_pdl=self.dependent_launch,
@@ -73,7 +74,7 @@ class ParallelSums:
         self, mD: tuple, operands: tuple, extents: tuple, order: TileOrder, split: WorkSplit
     ):
         tid, _, _ = cute.arch.thread_idx()
-        vector, group, cluster = cute.arch.block_idx()
+        vector, group, cluster = flat_block_idx(self.sums.vectors, self.sums.groups)
         row, column, batch = self._place(vector, group, order.coordinates(cluster))
         if const_expr(self.dependent_launch):
             cute.arch.griddepcontrol_wait()

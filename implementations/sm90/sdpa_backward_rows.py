@@ -11,6 +11,7 @@ from ..common.attention.sequences import sequence_of
 from ..common.attention.softmax import LOG2_E, power_of_two
 from ..common.attention.values import Values
 from ..common.conversion import select
+from ..common.flat_grid import flat_block_idx, flat_grid
 from ..common.rows import matrix_row
 from ..common.threads import GROUP
 from .sdpa_backward_plan import CONSUMERS, BackwardPlan, Known, floats_at, tile_layout
@@ -35,20 +36,29 @@ class RowSums:
     @cute.jit
     def __call__(self, mO, mdO, mLSE, operands, workspace: Int64, queries, batches, stream):
         """mO, mdO: (S,D,H,B); queries: of a sequence, at most."""
-        self.kernel(mO, mdO, mLSE, operands, workspace).launch(
-            grid=(cute.ceil_div(queries, self.plan.tile_m), mO.shape[2], batches),
+        blocks = cute.ceil_div(queries, self.plan.tile_m)
+        self.kernel(mO, mdO, mLSE, operands, workspace, blocks).launch(
+            grid=flat_grid(blocks, mO.shape[2], batches),
             block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, operands, workspace):
+    def kernel(
+        self,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        operands,
+        workspace,
+        blocks: Int32,
+    ):
         plan = self.plan
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         values = Values(plan.scores.names, operands)
-        block, head, batch = cute.arch.block_idx()
+        block, head, batch = flat_block_idx(blocks, mO.shape[2])
         thread = cute.arch.thread_idx()[0]
         sequence = sequence_of(values, batch, mO.shape[0], Int32(0))
         space = plan.space(workspace, mO, values)
@@ -161,22 +171,23 @@ class QueryGradients:
             dq: cute.struct.Align[cute.struct.MemRange[plan.element_type, elements], 1024]
 
         self.shared_storage = SharedStorage
-        self.kernel(mdQ, operands, workspace).launch(
-            grid=(cute.ceil_div(queries, plan.tile_m), mdQ.shape[2], batches),
+        blocks = cute.ceil_div(queries, plan.tile_m)
+        self.kernel(mdQ, operands, workspace, blocks).launch(
+            grid=flat_grid(blocks, mdQ.shape[2], batches),
             block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(self, mdQ: cute.Tensor, operands, workspace):
+    def kernel(self, mdQ: cute.Tensor, operands, workspace, blocks: Int32):
         plan = self.plan
         storage = SmemAllocator().allocate(self.shared_storage)
         shared = RowTile(plan, plan.tile_m, plan.head_dim)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         values = Values(plan.scores.names, operands)
-        block, head, batch = cute.arch.block_idx()
+        block, head, batch = flat_block_idx(blocks, mdQ.shape[2])
         thread = cute.arch.thread_idx()[0]
         sequence = sequence_of(values, batch, mdQ.shape[0], Int32(0))
         space = plan.space(workspace, mdQ, values)
@@ -192,7 +203,6 @@ class QueryGradients:
             own = cute.domain_offset((sequence.first_query, 0), mdQ[None, None, head, place])
             shared.copy_out(storage.dq, own, block * plan.tile_m, sequence.query_rows, thread)
         if const_expr(plan.packed):
-            blocks, _, _ = cute.arch.grid_dim()
             behind = behind_last(
                 *(values["cu_seqlens_q"], batch, mdQ.shape[0], block, blocks),
                 *(thread, self.threads),

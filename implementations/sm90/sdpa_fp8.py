@@ -18,6 +18,7 @@ from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Place, Tile
 from ..common.attention.sequences import Sequence, sequence_of
 from ..common.attention.values import Values
+from ..common.flat_grid import flat_block_idx, flat_grid
 from ..common.work_split import COUNTER_BYTES
 from .sdpa_forward import SdpaForward
 from .sdpa_loads import tma_load
@@ -221,12 +222,9 @@ class ValuesAcross:
         )
         pointer = cute.make_ptr(self.element_type, address, AddressSpace.gmem, assumed_align=128)
         mVt = cute.make_tensor(pointer, layout)
-        self.kernel(mV, mVt, operands).launch(
-            grid=(
-                cute.ceil_div(longest, _KEYS),
-                cute.ceil_div(columns, _COLUMNS) * heads,
-                sequences,
-            ),
+        blocks = cute.ceil_div(longest, _KEYS)
+        self.kernel(mV, mVt, operands, blocks).launch(
+            grid=flat_grid(blocks, heads, cute.ceil_div(columns, _COLUMNS), sequences),
             block=(_THREADS, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -234,15 +232,15 @@ class ValuesAcross:
         return mVt
 
     @cute.kernel
-    def kernel(self, mV: cute.Tensor, mVt: cute.Tensor, operands):
-        block, other, batch = cute.arch.block_idx()
-        keys, _, heads, _ = mV.shape
+    def kernel(self, mV: cute.Tensor, mVt: cute.Tensor, operands, blocks: Int32):
+        keys, columns, heads, _ = mV.shape
+        parts = cute.ceil_div(columns, _COLUMNS)
+        block, head, part, batch = flat_block_idx(blocks, heads, parts)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         values = Values(self.names, operands)
         if const_expr(self.page_size is not None):
             keys = keys_in_pages(values, self.page_size)
-        head, part = other % heads, other // heads
         sequence = sequence_of(values, batch, Int32(0), keys)
         if const_expr(self.packed):
             first = first_of_packed(sequence.first_key, batch, self.tile)

@@ -196,6 +196,11 @@ class TorchScaledGemm(TorchProduct):
     def _(args: GemmArguments) -> bool:
         return args.device.type == "cpu" or (args.N % 16 == 0 and args.K % 16 == 0)
 
+    @rule("torch before 2.13 scales rows on GPUs alone")
+    def _(args: Any) -> bool:
+        on_cpu = args.device.type == "cpu" and args.A.mode is ScaleMode.PER_ROW
+        return not on_cpu or torch.__version__ >= "2.13"
+
     def product(self, args: Any) -> Callable[..., None]:
         scale_a, scale_b = args.A.scale.tensor, args.B.scale.tensor
         if args.A.mode is ScaleMode.PER_ROW:

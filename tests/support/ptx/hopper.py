@@ -52,6 +52,8 @@ def launch(
         raise EmulationError(f"the kernel is for {program.threads} threads, not {threads}")
     if any(extent % part for extent, part in zip(asked.grid, asked.cluster, strict=True)):
         raise EmulationError(f"the grid {asked.grid} is no multiple of {asked.cluster}")
+    if not within_limits(asked.grid):
+        raise EmulationError(f"the grid {asked.grid} has more blocks than GPUs take")
     machine = Machine(
         program,
         [handler_of(instruction, program) for instruction in program.instructions],
@@ -67,6 +69,11 @@ def launch(
     )
     with np.errstate(all="ignore"):  # of threads that are not active
         machine.run()
+
+
+def within_limits(grid: Sequence[int]) -> bool:
+    """Whether GPUs take it (CUDA C++ Programming Guide, Technical Specifications)."""
+    return grid[0] < 1 << 31 and max(grid[1:]) < 1 << 16
 
 
 def handler_of(instruction: Instruction, program: Program) -> Handler:

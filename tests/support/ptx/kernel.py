@@ -25,7 +25,7 @@ from kernel_api.providers.cutedsl import compiler
 from kernel_api.targets import Target, target
 from support.ptx.gemm import storage_bytes
 from support.ptx.hopper import launch
-from support.ptx.host import HostFunction, HostTensor
+from support.ptx.host import HostFunction, HostTensor, Launch
 from support.ptx.memory import GlobalMemory, Placed
 from support.ptx.program import Program, parse_all
 
@@ -121,6 +121,14 @@ class EmulatedKernel:
             )
         memory.copy_back()
 
+    def launches(self, args: Any, *, multiprocessors: int = 132) -> list[Launch]:
+        """What a call would launch, of operands of any size: nothing is read."""
+        with _pretended(multiprocessors):
+            size = self.kernel.get_workspace_size(args)
+            workspace = torch.empty(size, dtype=torch.uint8) if size else None
+            asked = self._launch_arguments(args, workspace)
+        return self.host.launches(*map(_host_argument, asked))
+
     def _launch_arguments(self, args: Any, workspace: Any) -> tuple[Any, ...]:
         """What the kernel would call the TVM-FFI function with."""
         calls: list[tuple[Any, ...]] = []
@@ -213,8 +221,7 @@ class _Tensors:
             return self._addresses.get(value, value)
         found = self._placed.get(value.data_ptr())
         placed = found[1] if found else self._add(f"tensor {len(self._placed)}", value)
-        kind = (_DLPACK_CODES[value.dtype], 8 * value.element_size(), 1)
-        return HostTensor(placed.pointer, kind, tuple(value.shape), tuple(value.stride()))
+        return _host_tensor(value, placed.pointer)
 
     def copy_back(self) -> None:
         for tensor, placed in self._placed.values():
@@ -227,6 +234,18 @@ class _Tensors:
             if placed.name == "workspace":
                 left = self.memory.storage(placed)[:ZEROED]
                 assert not left.any(), "the beginning of the workspace is not left zero"
+
+
+def _host_tensor(tensor: torch.Tensor, pointer: int) -> HostTensor:
+    kind = (_DLPACK_CODES[tensor.dtype], 8 * tensor.element_size(), 1)
+    return HostTensor(pointer, kind, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def _host_argument(value: Any) -> Any:
+    """As the host code takes it, where it is."""
+    if isinstance(value, tuple):
+        return tuple(map(_host_argument, value))
+    return _host_tensor(value, value.data_ptr()) if isinstance(value, torch.Tensor) else value
 
 
 def _bytes_left(args: Any) -> dict[str, int]:
