@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import Any
 
@@ -111,7 +110,8 @@ TF32 = _BY_NAME["tfloat32"]
 #: float32 as a sum of two tfloat32: three products, of which 21 bits are right.
 TF32X3 = _BY_NAME["tfloat32x3"]
 
-_FOUND: dict[Any, DType] = {}
+#: Keys are of one type that every Dynamo can hash.
+_OF_TORCH: dict[Any, DType] = {}
 
 
 def dtype(value: Any) -> DType:
@@ -119,17 +119,10 @@ def dtype(value: Any) -> DType:
 
     Raises ArgumentError for what names no element type.
     """
-    if isinstance(value, DType):
-        return value
-    try:
-        return _FOUND[value]
-    except (KeyError, TypeError):
-        found = _find(value)
+    found = value if isinstance(value, DType) else _find(value)
     if found is None:
         known = ", ".join(row[0] for row in _TABLE)
         raise ArgumentError(f"{value!r} names no element type; known are {known}")
-    with contextlib.suppress(TypeError):
-        _FOUND[value] = found
     return found
 
 
@@ -138,7 +131,7 @@ def _find(value: Any) -> DType | None:
         return _BY_NAME.get(value.rpartition(".")[2].lower())
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.dtype):
-        return _from_torch(value)
+        return _OF_TORCH.get(value) or _OF_TORCH.setdefault(value, _from_torch(value))
     # numpy scalar types, ml_dtypes and cutlass numeric types are classes; numpy.dtype has .name.
     # Their names are exact: Python's float is no float32, and float8_e4m3 no float8_e4m3fn.
     name = getattr(value, "name", None) if not isinstance(value, type) else value.__name__

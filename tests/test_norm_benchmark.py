@@ -114,7 +114,7 @@ def test_a_row_says_what_was_moved_beside_a_copy(lab):
 
 
 def test_a_kernel_that_is_wrong_has_no_row(lab, monkeypatch, capsys):
-    monkeypatch.setattr(CpuNorm, "wrong", 1.01)
+    monkeypatch.setattr(CpuNorm, "wrong", 1.1)
     code, file = lab()
     assert code == driver.FAILURES
     assert "WRONG" in capsys.readouterr().out

@@ -225,6 +225,8 @@ def bent(score, b, h, q, kv, table, gain):
 FLEX = {
     "plain": {},
     "bias": {"bias": torch.linspace(-1, 1, 24).view(1, 1, 1, 24)},
+    "one bias": {"bias": torch.full((1, 1, 1, 1), 0.3)},
+    "biases": {"bias": torch.linspace(-1, 1, 2 * 4 * 16 * 24).view(2, 4, 16, 24)},
     "softcap": {"softcap": 1.5, "alibi": torch.linspace(0, 1, 4)},
     "score": {
         "score_mod": bent,

@@ -139,6 +139,10 @@ def _modifications(args: SdpaArguments) -> tuple[Any, Any]:
     """score_mod and mask_mod; None where there is nothing to do."""
     values = {n: _tensor(one, args) for n, one in args.launch_values.items() if n != "lse"}
     values["beyond"] = _tensor(args.S_kv - args.S_q, args)
+    # Not every torch takes numbers beside the indices of a score: other modes are not there.
+    for name, modes in (("bias", (0, 1, 2, 3)), ("blocks", (0, 1))):
+        if name in values:
+            values[name] = values[name].squeeze(modes)
     score, mask = _score_text(args), _mask_text(args)
     return tuple(  # type: ignore[return-value]
         None if text is None else _made(text, tuple(values))(**values) for text in (score, mask)
@@ -172,7 +176,9 @@ def _score_text(args: SdpaArguments) -> str | None:
         lines += [*_lines("score", args.score.graph, args.score.operands)]
     if "bias" in args.further:
         modes = zip(("b", "h", "q", "kv"), args.further["bias"].shape, strict=True)
-        lines.append(f"score = score + bias[{', '.join(n if e > 1 else '0' for n, e in modes)}]")
+        places = [name for name, extent in modes if extent > 1]
+        index = f"[{', '.join(places)}]" if places else ""
+        lines.append(f"score = score + bias{index}")
     if "alibi" in args.further:
         lines.append("score = score + alibi[h] * (kv - q)")
     return _text("def fn(score, b, h, q, kv):", lines, "score") if lines else None
@@ -187,10 +193,11 @@ def _mask_text(args: SdpaArguments) -> str | None:
     }
     lines = [f"seen = seen & ({tests[name]})" for name in args.bounds]
     if args.block_shape is not None:
-        B, H = args.further["blocks"].shape[:2]
-        places = ("b" if B > 1 else "0", "h" if H > 1 else "0")
+        modes = zip("bh", args.further["blocks"].shape[:2], strict=True)
+        places = [name for name, extent in modes if extent > 1]
         rows, columns = args.block_shape
-        lines.append(f"seen = seen & blocks[{', '.join(places)}, q // {rows}, kv // {columns}]")
+        places += [f"q // {rows}", f"kv // {columns}"]
+        lines.append(f"seen = seen & blocks[{', '.join(places)}]")
     if args.mask is not None and args.mask_graph is not None:
         lines += [*_lines("mask", args.mask_graph, args.mask.operands), "seen = seen & mask"]
     return _text("def fn(b, h, q, kv):", ["seen = q >= 0", *lines], "seen") if lines else None
