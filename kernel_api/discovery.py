@@ -38,7 +38,7 @@ logger = _log.logger(__name__)
 
 ProviderChoice = Iterable["str | type[Provider]"]
 
-_SURVEYS_KEPT = 4096
+_SURVEYS_KEPT = 1024
 
 
 class Verdict(NamedTuple):
@@ -122,7 +122,7 @@ def explain(
 
 
 #: Combinations of operands and epilogues whose kernels are remembered.
-_FUSED_KEPT = 4096
+_FUSED_KEPT = 512
 
 
 class Catalogue:

@@ -199,7 +199,8 @@ def test_gradients_are_paired_as_the_preactivation_is(order, granularity):
     close(computed(args)["out"], gradient(result, pre, A @ B))
 
 
-def test_the_gradient_at_a_limit_is_that_of_torch():
+def test_the_gradient_at_a_limit_is_that_of_inside():
+    """What torch gives for a number that is at its limit is not the same in every version."""
     pre = torch.tensor([[1.0, -1.0, 0.5, 1.0, 2.0, -2.0, -1.0, 0.25]], dtype=torch.float64)
     A, B = torch.ones(1, 1).double(), torch.ones(1, 4).double()
     args = ka.fusions.gemm_dglu(
@@ -213,6 +214,6 @@ def test_the_gradient_at_a_limit_is_that_of_torch():
         offset=0.5,
     )
     found = computed(args)["out"]
-    leaf = pre.requires_grad_()
+    leaf = torch.where(pre.abs() == 1, pre * (1 - 1e-15), pre).requires_grad_()
     result = forward(leaf, "geglu_clamped", "up_gate", 1, limit=1.0, offset=0.5)
     close(found, gradient(result, leaf, A @ B))
