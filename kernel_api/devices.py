@@ -136,7 +136,9 @@ def _said_by_nvidia_smi() -> str:
 def query_target(device: Any, cc: CcLike) -> Target | None:
     """The architecture that a query is about; None means all of them.
 
-    In this order: ``cc``, the device of the operands, ``KERNEL_API_ARCH``, the current device.
+    In this order: ``cc``, the device of the operands, ``KERNEL_API_ARCH``, the current device;
+    of operands on the CPU not the last, which would begin to use the GPU (and not in a process
+    that was forked from one that does).
     """
     if cc is not None:
         return target(cc)
@@ -148,7 +150,7 @@ def query_target(device: Any, cc: CcLike) -> Target | None:
             return target(arch)
         except ArgumentError as error:
             raise ArgumentError(f"KERNEL_API_ARCH: {error}") from None
-    if cuda_available():
+    if (device is None or device.type != "cpu") and cuda_available():
         import torch
 
         return device_target(torch.cuda.current_device())

@@ -44,6 +44,8 @@ os.environ["KERNEL_API_CACHE_DIR"] = os.path.join(_CACHE.name, "cache")
 
 from support.registry import Registry, restored_registry  # noqa: E402
 
+from kernel_api import devices  # noqa: E402
+
 try:
     from hypothesis import settings
 except ImportError:  # the tests in tests/gpu do without
@@ -65,14 +67,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _gpu_is_for_tests_of_it(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _gpu_is_for_tests_of_it(request: pytest.FixtureRequest) -> Iterator[None]:
     """What tests without a marker say of machines without a GPU holds where there is one, too."""
     markers = {mark.name for mark in request.node.iter_markers()}
-    if torch.cuda.is_available() and markers.isdisjoint(("gpu", "gpu_or_cpu")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    if not torch.cuda.is_available() or not markers.isdisjoint(("gpu", "gpu_or_cpu")):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(torch.cuda, "device_count", lambda: 0)
+        devices.cuda_available.cache_clear()
+        yield
+    devices.cuda_available.cache_clear()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -551,6 +551,8 @@ class Builder:
 def _is_built_before(kernel: Kernel, meta: Arguments, cc: CcLike) -> bool:
     """Whether its code can be on disk. What else it does to compile, it does where it is measured:
     that may be anything."""
+    if kernel.code_files is None:
+        return False
     try:
         target = kernel.compile_target(meta, cc)
     except KernelApiError:

@@ -34,7 +34,8 @@ def run_here(problems: Sequence[Arguments], choice: Choice, progress: bool) -> l
     """A thread for each device, which takes one problem after another: those that lie on the
     device, and, if it is like the first, those that lie on none."""
     results: dict[int, Any] = {}
-    anywhere = _alike(devices_here())
+    lies_nowhere = any(_device_of(args) is None for args in problems)
+    anywhere = _alike(devices_here()) if lies_nowhere else []
     tasks: dict[int, Task] = {}
     for index, args in enumerate(problems):
         try:
