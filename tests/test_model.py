@@ -177,6 +177,16 @@ def test_two_groups_hide_what_one_makes_of_its_products():
     assert slower[1] >= 1
 
 
+def test_memory_is_read_sooner_by_long_steps():
+    short = Candidate((64, 64, 128), (1, 1), "cooperative", 12)
+    long = Candidate((64, 64, 256), (1, 1), "cooperative", 6)
+    paged = dataclasses.replace(CONSTANTS, long_steps=0.9)
+    weights = problem(64, 7168, 16384, size=1, kind="float8")
+    times = {d: model.seconds(weights, d, paged) for d in (short, long)}
+    assert times[short] == model.seconds(weights, short, CONSTANTS)
+    assert times[long] < 0.95 * model.seconds(weights, long, CONSTANTS)
+
+
 def test_multicast_saves_reads_of_l2():
     alone = dataclasses.replace(WIDE, cluster_shape=(1, 1))
     assert seconds(WIDE, 8192, 8192, 8192) < seconds(alone, 8192, 8192, 8192)

@@ -16,6 +16,7 @@ GPU = {
         "straddling": 1.3,
         "split_rows": 2.5,
         "short_rows": {"64": 1.5, "32": 4.0},
+        "long_steps": 1.0,
         "in_turn": 1.0,
         "spared": {"pingpong": 1.0},
         "sustained": {"float16": 8.2e14, "float8": 1.55e15, "int8": 1.6e15, "float32": 4.2e14},

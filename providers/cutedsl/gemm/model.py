@@ -66,6 +66,8 @@ _UNTIL_NEAR = 8
 _LINE_BYTES = 128
 #: Bytes of a row of a stage of what is contiguous along M or N: the most that divide a tile's.
 _ROW_BYTES = (128, 64, 32)
+#: Bytes of a row in a step along K of which neighbours are read together.
+_LONG_STEP = 256
 #: Of an element that a stage has in that order: others are turned before.
 _TURNED_SIZE = 2
 
@@ -222,6 +224,8 @@ class Constants:
             the same k tile do so at one time.
         short_rows: Of the time of a load, what it takes of tiles that are no multiples of 128 bytes
             along their columns, by the most bytes that divide them.
+        long_steps: Of the time in which device memory is read, what it takes if a step along K has
+            256 bytes of a row or more: neighbours lie in one page of it.
         step: Seconds that a step along K waits beside its work, with each block of columns.
         promotion: Seconds in which a group adds up what it has multiplied of a column with one
             instruction's K; 0 where the tensor cores do.
@@ -262,6 +266,7 @@ class Constants:
     straddling: float
     split_rows: float
     short_rows: dict[str, float]
+    long_steps: float
     step: float
     promotion: float
     store: float
@@ -335,9 +340,10 @@ def predict(args: GemmArguments, candidate: Candidate, constants: Constants) -> 
 
 def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> float:
     """Seconds for one design; see the module for how."""
-    rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed, lines = _plan(
-        candidate, constants, problem.types
-    )
+    (
+        rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed, lines,
+        paged,
+    ) = _plan(candidate, constants, problem.types)  # fmt: skip
     m, n, k, matrices, a_size, b_size, a_bytes, b_bytes, dram, operations = problem.facts
     if candidate.swap_ab:
         m, n, a_size, b_size = n, m, b_size, a_size
@@ -406,7 +412,7 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
     sustained = constants.sustained[problem.kind] * constants.spared.get(candidate.schedule, 1.0)
     slowest: float = (
         blocks**power
-        + (arrives / constants.bandwidth) ** power
+        + (arrives * paged / constants.bandwidth) ** power
         + (l2 / constants.l2_bandwidth) ** power
         + (operations / sustained) ** power
     ) ** (1 / power)
@@ -457,6 +463,7 @@ class _Plan(NamedTuple):
         partial: The writing or reading of a tile of partial sums.
         exposed: The filling of the first pipeline.
         lines: What straddling makes of the time in which the kernel's A comes from L2, and its B.
+        paged: What long steps make of the time in which both come from device memory.
     """
 
     rows: int
@@ -470,6 +477,7 @@ class _Plan(NamedTuple):
     partial: float
     exposed: float
     lines: tuple[float, ...]
+    paged: float
 
 
 @lru_cache(maxsize=4096)
@@ -531,7 +539,8 @@ def _plan(candidate: Candidate, constants: Constants, types: Types) -> _Plan:
     slots = resident_clusters(c.multiprocessors, math.prod(candidate.cluster_shape))
     rows, columns = tile_m * cluster_m, tile_n * cluster_n
     times = (step, alone, epilogue, late, partial, exposed)
-    return _Plan(rows, columns, slots, overlapping, *times, l2_lines)
+    paged = c.long_steps if tile_k * min(a_size, b_size) >= _LONG_STEP else 1.0
+    return _Plan(rows, columns, slots, overlapping, *times, l2_lines, paged)
 
 
 def _row_cost(extent: int, constants: Constants) -> float:
