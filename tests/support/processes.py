@@ -66,8 +66,10 @@ def hurry() -> None:
 
 
 def start(target: Callable[..., None], *args: Any, **environment: str) -> Any:
-    """A process that runs a function of a module, with more variables in its environment."""
-    process = _context.Process(target=_run, args=(target, args, {**os.environ, **environment}))
+    """A process that runs a function of a module, with more variables in its environment. It sees
+    no GPU: a process that is forked from one that uses a GPU cannot."""
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
+    process = _context.Process(target=_run, args=(target, args, variables))
     process.start()
     return process
 
