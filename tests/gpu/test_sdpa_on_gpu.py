@@ -1,9 +1,9 @@
 """Attention on this GPU: every family on a random grid of sizes, strides, masks and options, by the
 rule of ``verify``; the same bits when repeated; and what surrounds kernels: gradients, graphs.
 
-All kernels are compiled together before the first test, so run the file in one process. Of what
-computes gradients on Hopper, two designs take turns where there are masks or options;
-``KERNEL_API_TEST_EVERY_KERNEL=1`` takes all.
+All kernels are compiled together before the first test; where processes share the tests (``-n``),
+every test compiles its own. Of what computes gradients on Hopper, two designs take turns where
+there are masks or options; ``KERNEL_API_TEST_EVERY_KERNEL=1`` takes all.
 """
 
 import math
@@ -74,6 +74,8 @@ GRID = list(cases())
 @pytest.fixture(scope="module", autouse=True)
 def _compiled(request):
     """All kernels that the chosen tests need, by several processes."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
     wanted = {}
     names = set()
     for item in request.session.items:
