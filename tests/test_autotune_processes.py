@@ -120,6 +120,7 @@ def test_tuners_of_the_same_problems_at_once_lose_no_row(mark):
 
 def tune_until_interrupted(devices):
     """Problems on devices that are none, which end; and one each that does not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     _spread.devices_here = lambda: devices
     _autotune._lock_of = lambda device: None
     processes.tune(PAIR, [1, 2, 3, 4])

@@ -95,7 +95,7 @@ def sample():
             chosen += [(k, p, turn) for k in everything for p in PROBLEMS for turn in range(3)]
             continue
         met: Counter[tuple] = Counter()
-        every = 8 if family is FAMILIES[0] else 60
+        every = 10 if family is FAMILIES[0] else 60
         if ASKED == "designs":
             every = 1
         for kernels in list(by_design.values())[::every]:
