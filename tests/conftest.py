@@ -69,8 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _gpu_is_for_tests_of_it(request: pytest.FixtureRequest) -> Iterator[None]:
     """What tests without a marker say of machines without a GPU holds where there is one, too."""
-    markers = {mark.name for mark in request.node.iter_markers()}
-    if not torch.cuda.is_available() or not markers.isdisjoint(("gpu", "gpu_or_cpu")):
+    has_marker = map(request.node.get_closest_marker, ("gpu", "gpu_or_cpu"))
+    if not torch.cuda.is_available() or any(has_marker):
         yield
         return
     with pytest.MonkeyPatch.context() as patch:

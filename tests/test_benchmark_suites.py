@@ -135,7 +135,7 @@ def test_variants_for_operands_aligned_to_less_are_no_candidates():
         pytest.param(
             problems.Problem(32, 48, 64, "float8_e4m3fn", "bfloat16", "per_row"),
             marks=pytest.mark.skipif(
-                torch.__version__ < "2.13", reason="the peer scales rows on GPUs alone"
+                torch.__version__ < "2.13", reason="torch before 2.13 scales rows on GPUs alone"
             ),
         ),
     ],
