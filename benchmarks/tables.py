@@ -71,6 +71,7 @@ ABOUT = {
     "sdpa-backward": "gradients of attention",
     "sdpa-decode": "attention of one query to many keys, in pages too",
     "sdpa-forward": "attention",
+    "sdpa-latent": "attention of one query to latent vectors (MLA), in pages too",
     "tuning": "the products of gemm-models, as the tuner chooses",
 }
 #: Ends the name of a suite that was timed while the GPU rests after every call.

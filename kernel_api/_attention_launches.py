@@ -141,6 +141,8 @@ def _look(
             raise TypeError
         addresses.append(address)
         joined |= address
+    if addresses[1] == addresses[2]:
+        key += (True,)  # of arguments, `values_in_keys`
     if joined & _LOW_BITS:  # else all are as aligned as any kernel asks
         key += (tuple([each & -each & _LOW_BITS for each in addresses]),)
     return key, tensors, addresses

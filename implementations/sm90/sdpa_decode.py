@@ -21,7 +21,6 @@ from ..common.conversion import select
 from ..common.threads import GROUP
 from ..common.tile_order import Divisor
 from ..common.work_split import COUNTER_BYTES
-from .mma import WGMMA_M
 from .sdpa_ahead import AsksAhead
 from .sdpa_forward import SdpaForward
 from .sdpa_forward_consumer import TOGETHER
@@ -147,27 +146,38 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
         mQ, mK, mV, mO = (attention_modes(tensor) for tensor in (mQ, mK, mV, mO))
         queries, _, heads, batches = mQ.shape
         tma_k, tK = self._tma_rows(mK, self.head_dim)
-        tma_v, tV = self._tma_rows(mV, self.head_dim_v)
+        tma_v, tV = self._tma_of_values(mV)
 
         group = heads // mK.shape[2]
         rows = queries * group
         blocks, key_heads = cute.ceil_div(rows, self.tile_m), mK.shape[2]
         tiles = blocks * key_heads * batches
         keys = cute.ceil_div(self._keys(mK, values), self.tile_n)
-        parts = self._parts(tiles, keys, multiprocessors)
+        parts = self._parts(tiles, rows, keys, multiprocessors)
         total = tiles * parts
         partial = workspace + COUNTER_BYTES
-        tiles = self.tiles(
-            *(blocks, key_heads, total, Int32(1), workspace),
-            *(parts, Divisor(group), rows, partial),
+        # A kernel that is launched takes them over.
+        tiles, of_sums = (
+            self.tiles(
+                *(blocks, key_heads, total, Int32(1), workspace),
+                *(parts, Divisor(group), rows, partial),
+            )
+            for _ in range(2)
         )
         self._launch(
             *(None, mQ, tma_k, tK, tma_v, tV, mO),
             *(self._shared_layouts(), operands, tiles, multiprocessors, stream),
         )
+        self._launch_sums(mQ, mK, mO, operands, of_sums, stream)
 
-    def _parts(self, tiles: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
-        """That each tile is cut into, which has so many blocks of keys."""
+    def _launch_sums(self, mQ, mK, mO, operands, tiles: DecodeTiles, stream) -> None:
+        """Parts are added up by who comes last of a tile."""
+
+    def _tma_of_values(self, mV: cute.Tensor) -> tuple:
+        return self._tma_rows(mV, self.head_dim_v)
+
+    def _parts(self, tiles: Int32, rows: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
+        """That each tile of some rows is cut into, which has so many blocks of keys."""
         return parts_of(tiles, blocks, multiprocessors)
 
     def _work(self, tiles: DecodeTiles, tile: Int32, values: Values, mQ, mK) -> Work:
@@ -251,16 +261,20 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
 
     def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles) -> None:
         """The consumers load them: heads of queries have rows in turns."""
-        # Other warps of the group may still multiply those of the tile before.
-        cute.arch.barrier(barrier_id=OWN + thread // GROUP, number_of_threads=GROUP)
+        # Other warps may still multiply those of the tile before.
+        self._meet(thread // GROUP)
         self._load_queries(thread, mQ, sQ, work, tiles)
+
+    def _meet(self, consumer) -> None:
+        """Of the warps that multiply the same queries."""
+        cute.arch.barrier(barrier_id=OWN + consumer, number_of_threads=GROUP)
 
     def _release_queries(self, pipeline_q, state) -> None:
         """Nobody waits."""
 
     @cute.jit
     def _load_queries(self, thread, mQ, sQ, work: Work, tiles: DecodeTiles):
-        """64 rows of a tile by each group. Rows behind the last are that one again."""
+        """Its share of a tile's rows by each group. Rows behind the last are that one again."""
         lane, consumer = thread % GROUP, thread // GROUP
         vector = 128 // self.element_type.width
         across = SLAB // vector
@@ -271,10 +285,11 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
         copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vector)))
         copy = copy.get_slice(lane)
         place, slabs = work.place, self.head_dim // SLAB
-        at_once = WGMMA_M * across // GROUP
+        rows = self.tile_m // self.consumers
+        at_once = rows * across // GROUP
         # All loads before the first of them is waited for.
         loaded = cute.make_rmem_tensor((vector, at_once, slabs), self.element_type)
-        first = place.query + consumer * WGMMA_M + lane // across
+        first = place.query + consumer * rows + lane // across
         for i in cutlass.range_constexpr(at_once):
             row = cutlass.min(first + i * (GROUP // across), tiles.rows - 1)
             query, head = query_and_head(place, row - place.query, tiles)
@@ -284,7 +299,7 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
                 column = cutlass.min(column, mQ.shape[1] - vector)
                 _load(source, column, loaded[None, i, slab])
         for slab in cutlass.range_constexpr(slabs):
-            target = cute.local_tile(sQ, (WGMMA_M, SLAB, 1), (consumer, slab, 0))
+            target = cute.local_tile(sQ, (rows, SLAB, 1), (consumer, slab, 0))
             tQsQ = copy.partition_D(target[None, None, 0])
             exists = slab * SLAB + lane % across * vector < mQ.shape[1]
             for i in cutlass.range_constexpr(at_once):
@@ -294,7 +309,7 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
                     fragment[j] = select(exists, value, self.element_type(0.0))
                 cute.copy(atom, fragment, tQsQ[None, i, 0])
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=OWN + consumer, number_of_threads=GROUP)
+        self._meet(consumer)
 
     # Scores and results ------------------------------------------------------------------
 
@@ -331,7 +346,7 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
     @cute.jit
     def _write(self, consumer, thread, tOrO, memory, mO, softmax, work: Work, values, tiles):
         """The rows of a tile, or of a part of it."""
-        own = thread // 32 * 16 + thread % 32 // 4  # over all consumers
+        own, first = self._own_place(consumer, thread)
         outputs = rows_and_columns(tOrO)
         part, numbers = self._own_part(consumer, memory, work, tiles)
         for i in cutlass.range_constexpr(2):
@@ -346,19 +361,27 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
             if work.place.query + local < tiles.rows:
                 scale = select(exists, done.factor, Float32(0.0))
                 if tiles.parts > 1:
-                    _store_row(outputs, i, scale, exists, part[local, None], thread)
-                    if thread % 4 == 0:
+                    _store_row(outputs, i, scale, exists, part[local, None], first, thread)
+                    if self._tells(consumer, thread):
                         found = done.lse, done.score_max
                         for j in cutlass.range_constexpr(self.numbers):
                             numbers[local, j] = found[j]
                 else:
                     row = mO[query, None, head, work.place.batch]
-                    _store_row(outputs, i, scale, exists, row, thread)
+                    _store_row(outputs, i, scale, exists, row, first, thread)
                     rows = statistics_rows(values, work.place.batch, head, work.sequence)
-                    if thread % 4 == 0:
+                    if self._tells(consumer, thread):
                         write_statistics(rows, query, done)
         if tiles.parts > 1:
             self._combine(thread, memory, mO, work, values, tiles)
+
+    def _own_place(self, consumer, thread) -> tuple:
+        """The first row and column of O that a thread has."""
+        return thread // 32 * 16 + thread % 32 // 4, 0
+
+    def _tells(self, consumer, thread) -> Boolean:
+        """Whether a thread tells of the rows that it has."""
+        return thread % 4 == 0
 
     def _own_part(self, consumer, memory, work: Work, tiles) -> tuple:
         """Where the rows of this block are to lie, and their numbers."""
@@ -492,10 +515,10 @@ _AT_ONCE = 8  # columns of parts, by a thread
 
 
 @cute.jit
-def _store_row(outputs, i: cutlass.Constexpr, scale, exists, row, thread):
-    """Of accumulators, in pairs of columns; 0 where the query does not exist."""
+def _store_row(outputs, i: cutlass.Constexpr, scale, exists, row, first, thread):
+    """Of accumulators, in pairs of columns from the first on; 0 where the query does not exist."""
     for j in cutlass.range_constexpr(0, cute.size(outputs, mode=[1]), 2):
-        column = 4 * j + thread % 4 * 2
+        column = first + 4 * j + thread % 4 * 2
         if column < row.shape[0]:
             pair = cute.make_rmem_tensor(2, Float32)
             for lane in cutlass.range_constexpr(2):

@@ -101,7 +101,7 @@ class SdpaDecodeCluster(SdpaDecode):
         if left > stored:
             raise ValueError(f"{tile} rows of {self.head_dim_v} columns do not fit where K was")
 
-    def _parts(self, tiles: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
+    def _parts(self, tiles: Int32, rows: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
         """As many as a cluster has, or some clusters have."""
         resident = multiprocessors // _OF_A_GPC * _OF_A_GPC
         resident = select(resident > 0, resident, multiprocessors)

@@ -5,7 +5,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int8, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -67,6 +67,8 @@ class SdpaForward(ForwardConsumer):
     """
 
     largest_power = 0.0  # exponent of 2
+    values_in_keys = False  # V is columns of K, in its memory
+    exchanged = 0  # bytes of shared memory that consumers tell each other through
     asks_ahead = False  # for keys and values, while the kernels before run
 
     def __init__(
@@ -189,6 +191,7 @@ class SdpaForward(ForwardConsumer):
         stream,
     ) -> None:
         q_layout, k_layout, v_layout, o_layout = layouts
+        of_values = 0 if self.values_in_keys else cute.cosize(v_layout)
         staged = cute.cosize(o_layout) if self.output_memory == "apart" else 0
 
         @cute.struct
@@ -199,10 +202,9 @@ class SdpaForward(ForwardConsumer):
             K: cute.struct.Align[
                 cute.struct.MemRange[self.element_type, cute.cosize(k_layout)], 1024
             ]
-            V: cute.struct.Align[
-                cute.struct.MemRange[self.element_type, cute.cosize(v_layout)], 1024
-            ]
+            V: cute.struct.Align[cute.struct.MemRange[self.element_type, of_values], 1024]
             output: cute.struct.Align[cute.struct.MemRange[self.output_type, staged], 1024]
+            exchange: cute.struct.Align[cute.struct.MemRange[Int8, self.exchanged], 1024]
             flag: cute.struct.MemRange[Int32, 1]
             tiles: cute.struct.MemRange[Int32, AHEAD]
             tile_stages: cute.struct.MemRange[Int64, 2 * AHEAD]
@@ -263,7 +265,8 @@ class SdpaForward(ForwardConsumer):
         storage = SmemAllocator().allocate(self.shared_storage)
         sQ = storage.Q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sK = storage.K.get_tensor(k_layout.outer, swizzle=k_layout.inner)
-        sV = storage.V.get_tensor(v_layout.outer, swizzle=v_layout.inner)
+        of_values = storage.K if self.values_in_keys else storage.V
+        sV = of_values.get_tensor(v_layout.outer, swizzle=v_layout.inner)
         sO = self._staged_output(storage, o_layout)
         sTiles = storage.tiles.get_tensor(cute.make_layout(AHEAD))
         pipelines = (

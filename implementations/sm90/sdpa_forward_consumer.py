@@ -47,18 +47,7 @@ class ForwardConsumer(SdpaOutput):
         """One group: 64 queries of every tile of this block."""
         values = Values(self.scores.names, operands)
         thread = cute.arch.thread_idx()[0] - GROUP
-        mma_qk, mma_pv = self._mma_qk(), self._mma_pv()
-        group_qk, group_pv = (mma.get_slice(consumer * GROUP) for mma in (mma_qk, mma_pv))
-        tCrQ = mma_qk.make_fragment_A(group_qk.partition_A(sQ))[None, None, None, 0]
-        tCrK = mma_qk.make_fragment_B(group_qk.partition_B(sK))
-        tCrV = mma_pv.make_fragment_B(group_pv.partition_B(sV))
-        tSrS = cute.make_rmem_tensor(mma_qk.partition_shape_C((self.tile_m, self.tile_n)), Float32)
-        tOrO = cute.make_rmem_tensor(
-            mma_pv.partition_shape_C((self.tile_m, self.head_dim_v)), Float32
-        )
-        tOrP = cute.make_rmem_tensor(cute.size(tSrS), self.element_type)
-        identity = cute.make_identity_tensor((self.tile_m, self.tile_n))
-        local = rows_and_columns(mma_qk.get_slice(thread).partition_C(identity))
+        fragments, registers, local = self._parts_of_products(consumer, thread, sQ, sK, sV)
         states = tuple(
             pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
             for stages in (1, self.stages, self.stages)
@@ -71,11 +60,28 @@ class ForwardConsumer(SdpaOutput):
         while tile < tiles.total:
             work = self._work(tiles, tile, values, mQ, mK)
             states = self._attend(
-                *(consumer, thread, (tCrQ, tCrK, tCrV), (tSrS, tOrP, tOrO), local),
+                *(consumer, thread, fragments, registers, local),
                 *(mQ, sQ, sV, sO, mO, pipelines, states, work, values, tiles),
             )
             tile = receive(queue, sTiles, received)
             received.advance()
+
+    def _parts_of_products(self, consumer, thread, sQ, sK, sV) -> tuple:
+        """Of this group: (fragments of Q, K and V), (registers of scores, powers and O), and where
+        its scores stand in a tile."""
+        mma_qk, mma_pv = self._mma_qk(), self._mma_pv()
+        group_qk, group_pv = (mma.get_slice(consumer * GROUP) for mma in (mma_qk, mma_pv))
+        tCrQ = mma_qk.make_fragment_A(group_qk.partition_A(sQ))[None, None, None, 0]
+        tCrK = mma_qk.make_fragment_B(group_qk.partition_B(sK))
+        tCrV = mma_pv.make_fragment_B(group_pv.partition_B(sV))
+        tSrS = cute.make_rmem_tensor(mma_qk.partition_shape_C((self.tile_m, self.tile_n)), Float32)
+        tOrO = cute.make_rmem_tensor(
+            mma_pv.partition_shape_C((self.tile_m, self.head_dim_v)), Float32
+        )
+        tOrP = cute.make_rmem_tensor(cute.size(tSrS), self.element_type)
+        identity = cute.make_identity_tensor((self.tile_m, self.tile_n))
+        local = rows_and_columns(mma_qk.get_slice(thread).partition_C(identity))
+        return (tCrQ, tCrK, tCrV), (tSrS, tOrP, tOrO), local
 
     @cute.jit
     def _attend(
@@ -112,7 +118,7 @@ class ForwardConsumer(SdpaOutput):
         if blocks.end > blocks.begin:
             last = blocks.end - 1
             pipeline_k.consumer_wait(k_state)
-            _multiply(self._mma_qk(), tSrS, tCrQ, tCrK[None, None, None, k_state.index], fresh=True)
+            multiply(self._mma_qk(), tSrS, tCrQ, tCrK[None, None, None, k_state.index], fresh=True)
             warpgroup.wait_group(0)
             pipeline_k.consumer_release(k_state)
             k_state.advance()
@@ -148,7 +154,7 @@ class ForwardConsumer(SdpaOutput):
             pipeline_v.consumer_wait(v_state)
             if const_expr(self.scaling != "at_once"):
                 self._scale(tOrO, factors)
-            _multiply(
+            multiply(
                 self._mma_pv(),
                 tOrO,
                 self._operand(tOrP, tSrS),
@@ -236,11 +242,11 @@ class ForwardConsumer(SdpaOutput):
         k_state, v_state = states
         pipeline_k.consumer_wait(k_state)
         self._await_turn(consumer)
-        _multiply(self._mma_qk(), tSrS, tCrQ, tCrK[None, None, None, k_state.index], fresh=True)
+        multiply(self._mma_qk(), tSrS, tCrQ, tCrK[None, None, None, k_state.index], fresh=True)
         if const_expr(self.scaling != "at_once"):
             self._scale(tOrO, factors)
         pipeline_v.consumer_wait(v_state)
-        _multiply(
+        multiply(
             self._mma_pv(),
             tOrO,
             self._operand(tOrP, tSrS),
@@ -266,9 +272,9 @@ class ForwardConsumer(SdpaOutput):
         outputs = rows_and_columns(tOrO)
         if const_expr(self.scaling == "seldom"):
             if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
-                _scale_rows(outputs, factors)
+                scale_rows(outputs, factors)
         else:
-            _scale_rows(outputs, factors)
+            scale_rows(outputs, factors)
 
     def _of_block(self, tile: Tile, block: Int32) -> Tile:
         """Of keys."""
@@ -398,13 +404,13 @@ class ForwardConsumer(SdpaOutput):
         )
 
 
-def _scale_rows(outputs: cute.Tensor, factors: cute.Tensor) -> None:
+def scale_rows(outputs: cute.Tensor, factors: cute.Tensor) -> None:
     for row in range(2):
         for column in range(cute.size(outputs, mode=[1])):
             outputs[row, column] = outputs[row, column] * factors[row]
 
 
-def _multiply(tiled_mma, accumulators, tCrA, tCrB, fresh: bool) -> None:
+def multiply(tiled_mma, accumulators, tCrA, tCrB, fresh: bool) -> None:
     """One wgmma group. fresh: the accumulators are overwritten."""
     warpgroup.fence()
     for k in range(cute.size(tCrA, mode=[2])):

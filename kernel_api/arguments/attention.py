@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from kernel_api._numbers import real_number, whole_number
 from kernel_api._score import ScoreFunction
+from kernel_api._sketch import Sketch
 from kernel_api.arguments import _attention_checks as checks
 from kernel_api.arguments.base import Arguments, alike, check_number
 from kernel_api.arguments.dropout import Dropout, one_number
@@ -50,6 +51,7 @@ class AttentionArguments(Arguments):
         softcap: None without one.
         mask, score, dropout: None without one.
         max_seqlen_q, max_seqlen_kv: Of packed sequences; else None.
+        values_in_keys: Whether V is the first columns of K, in the same memory.
     """
 
     __slots__ = (
@@ -65,6 +67,7 @@ class AttentionArguments(Arguments):
         "scale",
         "score",
         "softcap",
+        "values_in_keys",
     )
 
     Q: Operand
@@ -79,6 +82,7 @@ class AttentionArguments(Arguments):
     dropout: Dropout | None
     max_seqlen_q: int | None
     max_seqlen_kv: int | None
+    values_in_keys: bool
 
     #: Keywords of tensors that the constructor takes, of those in ``TENSORS``.
     tensor_names: ClassVar[tuple[str, ...]]
@@ -90,6 +94,7 @@ class AttentionArguments(Arguments):
         self.accumulator_type = _FLOAT64 if operands[0].dtype is _FLOAT64 else _FLOAT32
         self.epilogue = self.softcap = self.mask = self.score = self.dropout = None
         self.max_seqlen_q = self.max_seqlen_kv = None
+        self.values_in_keys = False
         self._signature = self._key = None
         self._accepted = {}
 
@@ -231,7 +236,10 @@ class AttentionArguments(Arguments):
 
     @property
     def least_factor(self) -> float:
-        """A tanh of scores adds to their error."""
+        """A tanh of scores adds to their error; so do tensor cores, which cut every sum of 16
+        products off, where there are many: it shows where a row sees a key or two."""
+        if self.D > 256:
+            return 4.0
         return 0.0 if self.softcap is None else 3.0
 
     @property
@@ -327,6 +335,7 @@ class AttentionArguments(Arguments):
         """A launch with the head dimensions and the page size that kernels are chosen and compiled
         for."""
         count, D, D_v, page_size = len(self.operands), self.D, self.D_v, self.page_size
+        within = self.values_in_keys
         operands, behind = self.operand_names, self._behind_operands()
         state = () if self.dropout is None else tuple(self.dropout.tensors)
 
@@ -343,6 +352,11 @@ class AttentionArguments(Arguments):
                 raise _prepared_for("V", "D_v", tensors[2].shape[-1], D_v)
             if page_size is not None and tensors[1].shape[2] != page_size:
                 raise _prepared_for("K", "page_size", tensors[1].shape[2], page_size)
+            if within and not _begin_together(tensors[1], tensors[2]):
+                raise ArgumentError(
+                    "V lies apart from K; the launch is prepared for values that are the first "
+                    "columns of K: pass K[..., :D_v], or prepare another launch"
+                )
             if state:
                 others.update((name, one_number(others[name])) for name in state)
             launch(*tensors, **others)
@@ -415,6 +429,26 @@ class AttentionArguments(Arguments):
             f"S_kv), D = {dims}, {q} -> {out}"
             f"{''.join(f', {part}' for part in parts)}, on {self.device})"
         )
+
+
+def are_in_keys(K: Operand, V: Operand) -> bool:
+    """Whether V is the first columns of K, in the same memory."""
+    if K.stride != V.stride or K.address != V.address or K.shape[:-1] != V.shape[:-1]:
+        return False
+    if K.dtype is not V.dtype or not K.shape or V.shape[-1] > K.shape[-1]:
+        return False
+    if K.address:
+        return True
+    one, other = K.tensor, V.tensor
+    if isinstance(one, Sketch) or isinstance(other, Sketch):
+        return False
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(same and one.storage_offset() == other.storage_offset())
+
+
+def _begin_together(K: Any, V: Any) -> bool:
+    """The same of tensors whose extents are known to fit."""
+    return bool(K.data_ptr() == V.data_ptr() and K.stride() == V.stride())
 
 
 def _prepared_for(name: str, letter: str, given: int, prepared: int) -> ArgumentError:

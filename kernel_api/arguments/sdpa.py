@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
+from kernel_api._numbers import whether
+from kernel_api._sketch import Sketch
 from kernel_api.arguments._attention_checks import STATISTICS
 from kernel_api.arguments.attention import (
     TENSORS,
     AttentionArguments,
+    are_in_keys,
     nothing,
     operand_of,
     scale_of,
 )
 from kernel_api.arguments.dropout import Dropout
+from kernel_api.errors import ArgumentError
 from kernel_api.masks import Mask
 from kernel_api.operands import Operand
 
@@ -68,6 +73,9 @@ class SdpaArguments(AttentionArguments):
         page_table: int32 (B, max_pages): the pages of each sequence, which ``seq_lens_kv`` ends.
         descale_q, descale_k, descale_v: float32 () or (B, H_kv): what 8-bit operands are
             multiplied with.
+        values_in_keys: Whether the values are the first D_v columns of K, as those of multi-head
+            latent attention are: kernels that read them once are for this alone. By default, V is
+            looked at: ``K[..., :D_v]`` is that. If True, V says how many columns, and is not read.
 
     Lengths are read by kernels alone, so they may change between replays of a CUDA graph.
 
@@ -117,16 +125,16 @@ class SdpaArguments(AttentionArguments):
         descale_q: Any = None,
         descale_k: Any = None,
         descale_v: Any = None,
+        values_in_keys: bool | None = None,
     ) -> None:
         lse = None if lse is None else operand_of(lse, "lse")
-        operands = (
-            operand_of(Q, "Q"),
-            operand_of(K, "K"),
-            operand_of(V, "V"),
-            operand_of(out, "out"),
-        )
+        q, k, v = operand_of(Q, "Q"), operand_of(K, "K"), operand_of(V, "V")
+        if values_in_keys is not None and whether("values_in_keys", values_in_keys):
+            v = _columns_of(k, v)
+        operands = (q, k, v, operand_of(out, "out"))
         self.lse = lse
         self._begin(operands)
+        self.values_in_keys = are_in_keys(k, v) if values_in_keys is None else bool(values_in_keys)
         D = operands[0].shape[-1] if operands[0].shape else 0
         self.scale = scale_of(scale, D, self.accumulator_type)
         plain = nothing(
@@ -144,3 +152,19 @@ class SdpaArguments(AttentionArguments):
         self._take(locals())
         if look:
             self._remember(look)
+
+    def _own_options(self) -> dict[str, Any]:
+        return {"values_in_keys": True} if self.values_in_keys else {}
+
+
+def _columns_of(K: Operand, V: Operand) -> Operand:
+    """The first columns of K, as many as V has."""
+    if not K.shape or not V.shape or V.shape[-1] > K.shape[-1]:
+        raise ArgumentError(
+            f"values_in_keys is True and V has shape {V.shape}; expected at most as many columns "
+            f"as K, which has shape {K.shape}"
+        )
+    whole, columns = K.tensor, V.shape[-1]
+    if isinstance(whole, Sketch):
+        return K.viewed(replace(whole, shape=(*whole.shape[:-1], columns)), "V")
+    return K.viewed(whole[..., :columns], "V")

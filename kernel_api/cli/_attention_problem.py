@@ -18,14 +18,14 @@ ATTENTION = ("sdpa", "sdpa_backward")
 #: What ``--with`` may name.
 ATTENTION_OPTIONS = (
     "alibi", "alignment", "bias", "bshd", "causal", "d_v", "deterministic", "dropout", "lse",
-    "padding", "page_size", "scale", "score_max", "score_sum_exp", "sink", "softcap", "window",
-    "window_right",
+    "padding", "page_size", "scale", "score_max", "score_sum_exp", "sink", "softcap",
+    "values_in_keys", "window", "window_right",
 )  # fmt: skip
 
 #: Those that are there or not.
 _FLAGS = (
     "alibi", "bias", "bshd", "causal", "deterministic", "lse", "padding", "score_max",
-    "score_sum_exp", "sink",
+    "score_sum_exp", "sink", "values_in_keys",
 )  # fmt: skip
 
 _BFLOAT16, _FLOAT32, _FLOAT64 = dtype("bfloat16"), dtype("float32"), dtype("float64")
@@ -104,13 +104,14 @@ class _Operands:
         q, k, v = self._inputs()
         out = self.queries(self.D_v, self.out_element, fill=False)
         further = {**statistics, **self._options(), **self._pages()}
-        return ka.SdpaArguments(q, k, v, out, **further)
+        within = True if "values_in_keys" in self._given else None
+        return ka.SdpaArguments(q, k, v, out, values_in_keys=within, **further)
 
     def backward(self) -> Any:
         import kernel_api as ka
 
         _, *statistics = ka.SdpaArguments.output_names
-        for name in ("page_size", *statistics):
+        for name in ("page_size", "values_in_keys", *statistics):
             if name in self._given:
                 raise ArgumentError(f"sdpa_backward, --with {name}: sdpa takes it")
         q, k, v = self._inputs()

@@ -123,7 +123,8 @@ def arguments_for(
     how = {"element": element, "pad": pad, "device": device, "seed": seed}
     draw = Draw(*sizes, **how)
     out = draw.results(read=False).to(dtype(asked.out.dtype or element).torch)
-    forward = draw.arguments(out=out, lse=None)
+    within = True if kernel.family == "sm90.sdpa_latent" else None
+    forward = draw.arguments(out=out, lse=None, values_in_keys=within)
     if kernel.arguments is SDPA:
         return forward
     lse = draw.lse().fill_(math.log(max(S_kv, 1)) + 0.5)

@@ -106,12 +106,26 @@ def update(softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor | N
         softmax.sums[row] = total
 
 
+def adopt(softmax: OnlineSoftmax, largest: list, factors: cute.Tensor) -> None:
+    """Other threads had the scores behind these: of each row, the largest one so far.
+
+    factors: Written, as by `update`.
+    """
+    for row, most in enumerate(largest):
+        before, base_before = softmax.maxima[row], softmax.bases[row]
+        base = finite(most) * softmax.multiplier
+        factor = power_of_two(base_before - base)
+        factors[row] = select(before == Float32(-math.inf), Float32(0.0), factor)
+        softmax.maxima[row], softmax.bases[row] = most, base
+        softmax.sums[row] = softmax.sums[row] * factors[row]
+
+
 def finished(softmax: OnlineSoftmax, row: int, sink: Float32 | None = None) -> Finished:
     """Its largest score is that of all only without slack.
 
     sink: Of a further score whose value is 0.
     """
-    total = _of_quad(softmax.sums[row], lambda a, b: a + b)
+    total = sum_of_quad(softmax.sums[row])
     base, factor = softmax.bases[row], Float32(1.0)
     if sink is not None:
         further = sink * LOG2_E
@@ -147,6 +161,10 @@ def power_of_two(x: Float32) -> Float32:
 def finite(x: Float32) -> Float32:
     """0 in place of -inf: a row that sees nothing has powers of 0, not of NaN."""
     return select(x == Float32(-math.inf), Float32(0.0), x)
+
+
+def sum_of_quad(value: Float32) -> Float32:
+    return _of_quad(value, lambda a, b: a + b)
 
 
 def _largest(values: list) -> Float32:

@@ -149,6 +149,23 @@ def decode_seconds(args: Any, design: Any) -> float:
     return float(tiles * max(bytes_read / read, multiplied, least) + alone)
 
 
+#: Of latent vectors: seconds that nothing hides, of a block of keys on a multiprocessor, and of sums
+#: of the parts that all multiprocessors together have, of 64 rows each.
+_ALONE_LATENT, _LATENT_BLOCK, _LATENT_SUMS = 8e-6, 2.05e-6, 10e-6
+
+
+def latent_seconds(args: Any, design: Any) -> float:
+    """Of few queries whose values are columns of the keys, which are read once per tile of rows."""
+    rows, heads = args.S_q * args.H // max(args.H_kv, 1), args.H_kv * args.B
+    most, keys = design.tile_shape
+    tiles, seen_keys = heads * -(-rows // most), args.S_kv * seen(args)
+    multiplied = tiles * seen_keys / keys * _LATENT_BLOCK / _MULTIPROCESSORS
+    read = heads * seen_keys * args.D * args.K.dtype.itemsize / _READ
+    parts = tiles < _MULTIPROCESSORS and seen_keys > keys
+    sums = _LATENT_SUMS * min(rows, most) / most if parts else 0.0
+    return float(_ALONE_LATENT + max(multiplied, read) + sums)
+
+
 def seen(args: Any) -> float:
     """Of the keys, about what a query sees."""
     bounds, keys = args.bounds, max(args.S_kv, 1)

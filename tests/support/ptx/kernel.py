@@ -178,6 +178,9 @@ class _Tensors:
     def _add(
         self, name: str, tensor: torch.Tensor, *, output: bool = False, scratch: bool = False
     ) -> Placed:
+        before = self._placed.get(tensor.data_ptr())
+        if before is not None and before[0].numel() >= tensor.numel() > 0:
+            return before[1]  # a view of the same elements
         itemsize = tensor.element_size()
         asked = self._attributes.get(name)
         placed = self.memory.place(

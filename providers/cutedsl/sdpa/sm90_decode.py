@@ -1,0 +1,143 @@
+"""What the Hopper attention families for few queries offer, and how they are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kernel_api._workspaces import ZEROED
+from kernel_api.arguments import SdpaArguments
+from kernel_api.providers.cutedsl import CuTeDSLProvider
+from kernel_api.providers.cutedsl.sdpa import model
+from kernel_api.providers.cutedsl.sdpa.base import AttentionDesign, least_room
+from kernel_api.providers.cutedsl.sdpa.sm90 import Sm90Sdpa, pages_fit
+from kernel_api.space import Miss, Space, rule
+
+
+@dataclass(frozen=True)
+class DecodeDesign(AttentionDesign):
+    """How a block of the decode family computes attention.
+
+    Attributes:
+        cluster: Blocks, at most, that add up their parts of a tile in shared memory; 1: all parts
+            go through the workspace.
+    """
+
+    cluster: int = 1
+
+    def label(self) -> str:
+        return super().label() + ("" if self.cluster == 1 else f"_cluster{self.cluster}")
+
+
+#: Of tiles of 64 keys: few enough that a multiprocessor has room for a block of the next kernel.
+_STAGES_IN_CLUSTERS = (((64, 64), 6), ((128, 128), 3))
+#: Of decoding, where all rows of a head of keys are one tile: stages are what is on its way.
+_FEW_QUERIES = (
+    DecodeDesign((64, 128), (64, 64), 6),
+    DecodeDesign((64, 128), (128, 128), 3),
+    DecodeDesign((64, 64), (192, 128), 4),
+    DecodeDesign((64, 64), (192, 192), 3),
+    DecodeDesign((64, 64), (256, 256), 3),
+    DecodeDesign((128, 128), (64, 64), 5),
+    DecodeDesign((128, 128), (128, 128), 2),
+    DecodeDesign((128, 64), (256, 256), 2),
+    *(
+        DecodeDesign((64, 64), room, stages, cluster)
+        for room, stages in _STAGES_IN_CLUSTERS
+        for cluster in (8, 16)
+    ),
+)
+#: (queries, keys), room of K and of V in it: two blocks of keys are all that fits beside Q.
+_LATENT = DecodeDesign((64, 64), (576, 512), 2)
+_ROOMS = tuple(design.head_dim for design in (*_FEW_QUERIES, _LATENT))
+_MOST_ROWS = 256
+
+
+class Sm90FewQueries(Sm90Sdpa):
+    """What the families share."""
+
+    design = DecodeDesign
+    takes_least = least_room(sorted(_ROOMS))
+    takes_pages = pages_fit
+
+    @rule("sequences are not packed")
+    def _(args: SdpaArguments) -> bool:
+        return not args.is_packed
+
+    @rule("dropout is for one head: rows side by side are of several")
+    def _(args: SdpaArguments) -> bool:
+        return args.dropout is None
+
+    def workspace_for(self, *tensors: Any) -> int:
+        return self._with_parts()
+
+    def get_workspace_size(self, args: SdpaArguments) -> int:
+        return self._with_parts()
+
+    def _with_parts(self) -> int:
+        from kernel_api.implementations.sm90 import sdpa_workspace
+
+        rows, columns = self._design.tile_shape[0], self._design.head_dim[1]
+        part = sdpa_workspace.part_bytes(rows, columns, sdpa_workspace.MOST_NUMBERS)
+        return int(ZEROED + sdpa_workspace.MOST_PARTS * part)
+
+    def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
+        return self._built(self.scores(args), page_size=args.page_size)
+
+
+@CuTeDSLProvider.register
+class Sm90SdpaDecode(Sm90FewQueries):
+    """Attention of few queries to many keys for Hopper: keys are cut into parts, and may be in
+    pages."""
+
+    family: ClassVar[str] = "sm90.sdpa_decode"
+    space = Space(*_FEW_QUERIES)
+
+    @rule("queries of all heads that share one of keys are 256 at most")
+    def _(args: SdpaArguments) -> bool | Miss:
+        rows = args.S_q * args.H // args.H_kv
+        return rows <= _MOST_ROWS or Miss(f"they are {rows}")
+
+    def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
+        from kernel_api.implementations.sm90.sdpa_decode import SdpaDecode
+        from kernel_api.implementations.sm90.sdpa_decode_cluster import SdpaDecodeCluster
+
+        design = self._design
+        values = self._design_values(scores)
+        found: Callable[..., None]
+        if design.cluster == 1:
+            found = SdpaDecode(*values, page_size=page_size)
+        else:
+            found = SdpaDecodeCluster(*values, cluster=design.cluster, page_size=page_size)
+        return found
+
+    def predict(self, args: SdpaArguments) -> float:
+        return model.decode_seconds(args, self._design)
+
+
+@CuTeDSLProvider.register
+class Sm90SdpaLatent(Sm90FewQueries):
+    """The same where V is the first columns of K, as in multi-head latent attention: both are read
+    once."""
+
+    family: ClassVar[str] = "sm90.sdpa_latent"
+    space = Space(_LATENT)
+
+    @rule("values are the first columns of keys")
+    def _(args: SdpaArguments) -> bool | Miss:
+        near = f"would match with V = K[..., :{args.D_v}]"
+        return args.values_in_keys or Miss("V lies apart from K", near)
+
+    @rule("all blocks of keys are loaded, one after the other: there is no table of blocks")
+    def _(args: SdpaArguments) -> bool:
+        return args.block_shape is None
+
+    def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
+        from kernel_api.implementations.sm90.sdpa_latent import SdpaLatent
+
+        found: Callable[..., None] = SdpaLatent(*self._design_values(scores), page_size=page_size)
+        return found
+
+    def predict(self, args: SdpaArguments) -> float:
+        return model.latent_seconds(args, self._design)

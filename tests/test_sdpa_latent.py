@@ -1,0 +1,161 @@
+"""Attention whose values are the first columns of the keys: arguments, queries, launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.sass import sass
+from support.sdpa import NAN, Draw
+
+import kernel_api as ka
+from kernel_api import _description, masks
+from kernel_api.errors import ArgumentError
+
+FAMILY = "sm90.sdpa_latent"
+BF16 = torch.bfloat16
+
+
+def operands(device="cpu", B=2, H=4, S=37, D=576, D_v=512):
+    draw = torch.empty if device == "meta" else torch.randn
+    Q, K = (draw(B, h, s, D, dtype=BF16, device=device) for h, s in ((H, 1), (1, S)))
+    return Q, K, torch.empty(B, H, 1, D_v, dtype=BF16, device=device)
+
+
+def arguments(device="meta", **options):
+    D_v = options.pop("D_v", 512)
+    Q, K, out = operands(device, D_v=D_v)
+    return ka.SdpaArguments(Q, K, K[..., :D_v], out, **options)
+
+
+def reason(args, family=FAMILY):
+    (found,) = [one for one in ka.explain(args, cc=90).rejected if one.family == family]
+    return f"{found.rule}; {found.reason}; {found.nearest}"
+
+
+# Arguments -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_view_of_the_keys_is_told_from_what_lies_apart(device):
+    Q, K, out = operands(device)
+    assert ka.SdpaArguments(Q, K, K[..., :512], out).values_in_keys
+    assert not ka.SdpaArguments(Q, K, K[..., :512].clone(), out).values_in_keys
+    assert not ka.SdpaArguments(Q, K, K[..., 64:], out).values_in_keys
+    longer = torch.empty(2, 1, 38, 576, dtype=BF16, device=device)
+    assert not ka.SdpaArguments(Q, longer[:, :, 1:], longer[:, :, :-1, :512], out).values_in_keys
+
+
+def test_values_are_taken_from_the_keys_where_that_is_said():
+    Q, K, out = operands()
+    given = torch.full((2, 1, 37, 512), NAN, dtype=BF16)
+    args = ka.SdpaArguments(Q, K, given, out, values_in_keys=True)
+    assert args.values_in_keys
+    assert args.V.address == args.K.address
+    ka.get_kernels(args, providers=["reference"])[0].run(args)
+    assert bool(out.isfinite().all())
+    apart = ka.SdpaArguments(Q, K, K[..., :512], out, values_in_keys=False)
+    assert not apart.values_in_keys
+
+
+@pytest.mark.parametrize("columns, words", [(584, "V has shape"), (0, "D_v = 0")])
+def test_values_have_columns_of_keys_alone(columns, words):
+    Q, K, _ = operands()
+    V, out = torch.empty(2, 1, 37, columns, dtype=BF16), torch.empty(2, 4, 1, columns, dtype=BF16)
+    with pytest.raises(ArgumentError, match=words):
+        ka.SdpaArguments(Q, K, V, out, values_in_keys=True)
+
+
+def test_what_is_neither_yes_nor_no_is_refused():
+    with pytest.raises(ArgumentError, match="values_in_keys"):
+        arguments(values_in_keys=1)
+
+
+def test_problems_are_told_apart():
+    Q, K, out = operands()
+    within, apart = (ka.SdpaArguments(Q, K, V, out) for V in (K[..., :512], K[..., :512].clone()))
+    assert within.key != apart.key
+    assert within.signature != apart.signature
+    assert "values_in_keys" in repr(within)
+    assert "values_in_keys" not in repr(apart)
+
+
+def test_it_is_made_again_on_other_tensors():
+    args = arguments("cpu", mask=masks.Causal("bottom_right"))
+    other = args.rebuilt(*(torch.zeros_like(tensor) for tensor in args.tensors))
+    assert other.values_in_keys
+    assert other.V.address == other.K.address
+    described = _description.rebuilt(_description.described(args))
+    assert described.values_in_keys
+    assert described.key[0] == args.key[0]
+    sketched = _description.rebuilt(_description.described(args), _description.SKETCHED)
+    assert sketched.values_in_keys
+
+
+# Queries ---------------------------------------------------------------------------------
+
+
+def test_the_family_is_offered_for_values_in_keys():
+    kernels = ka.get_kernels(arguments(), cc=90, providers=["cutedsl"])
+    assert [kernel.family for kernel in kernels] == [FAMILY]
+
+
+def test_each_no_has_its_reason():
+    Q, K, out = operands("meta")
+    apart = ka.SdpaArguments(Q, K, torch.empty_like(K[..., :512]), out)
+    assert "would match with V = K[..., :512]" in reason(apart)
+    table = masks.BlockSparse(torch.ones(2, 4, 1, 1, dtype=torch.bool, device="meta"), (64, 64))
+    assert "no table of blocks" in reason(arguments(mask=table))
+    small = ka.SdpaArguments(Q[..., :128], K[..., :128], K[..., :64], out[..., :64])
+    assert "the least room" in reason(small)
+    wide = torch.empty(2, 1, 37, 640, dtype=BF16, device="meta")
+    queries = torch.empty(2, 4, 1, 640, dtype=BF16, device="meta")
+    assert "(640, 512)" in reason(ka.SdpaArguments(queries, wide, wide[..., :512], out))
+
+
+def test_others_take_the_problem_on_the_cpu():
+    draw = Draw(2, 4, 1, 3, 37, 576, 512, element="float64")
+    K = draw.keys()
+    out = draw.results(read=False)
+    args = ka.SdpaArguments(draw.queries(), K, K[..., :512], out, draw.lse())
+    for kernel in ka.get_kernels(args):
+        assert ka.verify(kernel, args), kernel
+
+
+# Launches --------------------------------------------------------------------------------
+
+
+def test_a_prepared_launch_refuses_values_that_lie_apart():
+    args = arguments("cpu")
+    launch = ka.get_kernels(args, providers=["reference"])[0].prepare(args)
+    Q, K, V, out = args.tensors
+    launch(Q, K, V, out)
+    with pytest.raises(ArgumentError, match="V lies apart from K"):
+        launch(Q, K, V.clone(), out)
+    with pytest.raises(ArgumentError, match="V lies apart from K"):
+        launch(Q, K.clone(), V, out)
+
+
+def test_an_op_that_was_called_before_looks_where_values_lie():
+    Q, K, _ = operands()
+    within, apart = K[..., :512], torch.randn(2, 1, 37, 512, dtype=BF16)
+    apart = torch.nn.functional.pad(apart, (0, 64))[..., :512]  # strides are those of K
+    assert apart.stride() == within.stride()
+    for _ in range(2):
+        for V in (within, apart):
+            expected = torch.softmax(Q.float() @ K.float().mT / 24, -1) @ V.float()
+            torch.testing.assert_close(ka.ops.sdpa(Q, K, V).float(), expected, atol=0.02, rtol=0.02)
+
+
+# What is compiled ------------------------------------------------------------------------
+
+
+@pytest.mark.compile
+def test_no_block_is_read_twice_and_nothing_spills():
+    args = arguments()
+    (kernel,) = ka.get_kernels(args, cc=90, providers=["cutedsl"])
+    artifact = kernel.compile(args, cc=90)
+    assert artifact.resources.spill_bytes == 0
+    code = sass(artifact)
+    assert "HGMMA.64x64x16" in code  # scores
+    assert "HGMMA.64x256x16" in code  # half of the values
+    assert "UTMALDG" in code
