@@ -149,8 +149,8 @@ def decode_seconds(args: Any, design: Any) -> float:
     return float(tiles * max(bytes_read / read, multiplied, least) + alone)
 
 
-#: Of latent vectors: seconds that nothing hides, of a block of keys on a multiprocessor, and of sums
-#: of the parts that all multiprocessors together have, of 64 rows each.
+#: Of latent vectors: seconds that nothing hides, of a block of keys on a multiprocessor, and of
+#: sums of the parts that all multiprocessors together have, of 64 rows each.
 _ALONE_LATENT, _LATENT_BLOCK, _LATENT_SUMS = 8e-6, 2.05e-6, 10e-6
 
 
