@@ -203,6 +203,18 @@ def test_statistics_are_the_largest_score_and_the_sum_relative_to_it(sink):
     assert_close(found["lse"], largest + total.log(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_rows_with_a_score_that_is_no_number_or_infinite_have_no_statistics(score):
+    draw = Draw()
+    bias = torch.zeros(5, 7)
+    bias[3, 2] = score
+    statistics = {name: draw.lse() for name in ("score_max", "score_sum_exp")}
+    found = run(draw.arguments(bias=bias, **statistics))
+    for name in ("out", "lse", "score_max", "score_sum_exp"):
+        assert found[name][:, :, 3].isnan().all()
+        assert found[name][:, :, :3].isfinite().all()
+
+
 def test_all_options_together_keep_their_order():
     draw = Draw(seed=3)
     bias = draw.random(2, 1, 5, 7)

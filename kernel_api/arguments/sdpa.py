@@ -52,7 +52,7 @@ class SdpaArguments(AttentionArguments):
         lse: float32 (float64 where Q is) (B, H, S_q), or packed (H, T), written: the natural
             logarithm of the sum that the softmax divides by.
         score_max: Like lse, written: the largest score of a row, its sink among them; −∞ where
-            there is none.
+            there is none. NaN, as lse and score_sum_exp are, where one is NaN or +∞.
         score_sum_exp: Like lse, written: Σ exp(score − score_max), the sink among them; 0 where
             there is none.
         scale: 1 / √D by default; a run-time value, as ``softcap`` is.

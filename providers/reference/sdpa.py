@@ -151,6 +151,8 @@ class _Forward(_Computation):
         kept = p if keep is None else p * keep
         if not self._bounds:
             out, lse = self.factor(kept) @ v * inverse, torch.log(total) + shift
+            # Relative to a largest score of infinity no score is a number, nor is their sum.
+            largest = torch.where(total.isnan(), total, largest)
             return {"out": out, "lse": lse, "score_max": largest, "score_sum_exp": total}
         kept = kept * inverse
         of_scores = self._small * (1 + _largest(scores))

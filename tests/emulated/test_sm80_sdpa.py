@@ -37,10 +37,12 @@ def test_gradients_are_right(case):
     check(case, case.backward(), "sm80.sdpa_backward")
 
 
-def test_rows_that_are_no_numbers_have_no_statistics_either():
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_rows_that_are_no_numbers_have_no_statistics_either(number):
     case = next(case for case in FORWARD if case.statistics)
     args = case.arguments()
-    args.Q.tensor[0, 0, 130, 0] = float("nan")
+    args.Q.tensor[0, 0, 130, 0] = float(number)
+    args.K.tensor[0, 0, :, 0] = 1.0  # so that infinity is the score of every key
     check(case, args, "sm80.sdpa_forward")
     assert args.further["score_max"].tensor[0, 0, 130].isnan()
 
