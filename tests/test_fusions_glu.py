@@ -199,6 +199,27 @@ def test_gradients_are_paired_as_the_preactivation_is(order, granularity):
     close(computed(args)["out"], gradient(result, pre, A @ B))
 
 
+@pytest.mark.parametrize("fusion", ["gemm_dglu", "gemm_recompute_dglu", "grouped_gemm_dglu"])
+def test_gradients_of_no_columns_are_empty_and_their_sums_zero(fusion):
+    """Computed by the graph that other problems have, so that no further kernel is needed."""
+
+    def made(N):
+        grouped, recompute = fusion.startswith("grouped"), "recompute" in fusion
+        wide = N if recompute else 2 * N
+        given = {"upstream": torch.ones(7, N // 2)} if recompute else {}
+        given = given or {"preactivation": torch.ones(7, wide)}
+        B = torch.ones(1, 5, N) if grouped else torch.ones(5, N)
+        ends = [torch.tensor([7], dtype=torch.int32)] if grouped else []
+        written = {"out": torch.empty(7, wide), "dprob": torch.full((7,), torch.nan)}
+        given["prob"] = torch.ones(7)
+        return getattr(ka.fusions, fusion)(torch.ones(7, 5), B, *ends, **written, **given)
+
+    args = made(0)
+    assert args.epilogue.identity == made(64).epilogue.identity
+    found = computed(args)
+    assert found["out"].shape == (7, 0) and torch.equal(found["dprob"], torch.zeros(7))
+
+
 def test_the_gradient_at_a_limit_is_that_of_inside():
     """What torch gives for a number that is at its limit is not the same in every version."""
     pre = torch.tensor([[1.0, -1.0, 0.5, 1.0, 2.0, -2.0, -1.0, 0.25]], dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import numbers
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -217,13 +218,7 @@ class EpilogueArguments:
     def _join(self, problem: Problem, out: Operand) -> EpilogueArguments:
         inputs = tuple(self._described(name, problem) for name in self._read_names())
         outputs = tuple(Output(name, len(o.shape)) for name, o in self._outputs.items())
-        key = (inputs, outputs, problem.L is not None)
-        found = self._traces.get(key)
-        if found is None:
-            found = self._traced(key, inputs, outputs, problem)
-            if len(self._traces) >= _TRACES_KEPT:
-                self._traces.clear()
-            self._traces[key] = found
+        found = self._fitting(inputs, outputs, problem)
         written = {RESULT: out, **self._outputs}
         found.check(problem, {name: operand.shape for name, operand in written.items()})
         _check_types(found, written)
@@ -239,6 +234,33 @@ class EpilogueArguments:
         made._inputs = {n: self._inputs[n] for n in found.graph.leaves if n in self._inputs}
         made.scalars = {n: self.scalars[n] for n in found.graph.leaves if n in self.scalars}
         return made
+
+    def _fitting(
+        self, inputs: tuple[Input, ...], outputs: tuple[Output, ...], problem: Problem
+    ) -> Trace:
+        if problem.N:
+            return self._trace_of(inputs, outputs, problem)
+        # No columns are as many as N, 2N and N/2 of none: which of them, fn tells.
+        refused: EpilogueError | None = None
+        for reading in itertools.product(*map(_of_any_width, inputs)):
+            try:
+                return self._trace_of(reading, outputs, problem)
+            except EpilogueError as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
+
+    def _trace_of(
+        self, inputs: tuple[Input, ...], outputs: tuple[Output, ...], problem: Problem
+    ) -> Trace:
+        key = (inputs, outputs, problem.L is not None)
+        found = self._traces.get(key)
+        if found is None:
+            found = self._traced(key, inputs, outputs, problem)
+            if len(self._traces) >= _TRACES_KEPT:
+                self._traces.clear()
+            self._traces[key] = found
+        return found
 
     def _traced(
         self, key: Any, inputs: tuple[Input, ...], outputs: tuple[Output, ...], problem: Problem
@@ -298,6 +320,15 @@ class EpilogueArguments:
         names = ", ".join(f"{name}={value!r}" for name, value in self.operands.items())
         function = getattr(self.fn, "__name__", repr(self.fn))
         return f"EpilogueArguments({function}{', ' if names else ''}{names})"
+
+
+def _of_any_width(given: Input) -> list[Input]:
+    """An operand without columns, where it has the mode: as N, as pairs joined and as split."""
+    shape = given.shape
+    if shape is None or not shape.columns:
+        return [given]
+    widths = shape.columns, 2 * shape.columns, shape.columns / 2
+    return [given._replace(shape=shape._replace(columns=width)) for width in widths]
 
 
 def _check_types(found: Trace, written: Mapping[str, Operand]) -> None:
