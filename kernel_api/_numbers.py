@@ -24,6 +24,12 @@ def whole_number(value: Any) -> int | None:
     return int(value)
 
 
+def size_or_whole_number(value: Any) -> int | None:
+    """The same; what depends on sizes that torch's tracers leave open stays as it is, and open."""
+    is_open = type(value).__module__ == "torch" and type(value).__name__ == "SymInt"
+    return value if is_open else whole_number(value)
+
+
 def of_64_bits(name: str, value: Any) -> int:
     """A whole number as an int that launches can pass on; raises ArgumentError beyond those."""
     if not -_BEYOND // 2 <= value < _BEYOND:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernel_api._described import Described
-from kernel_api._numbers import whole_number
+from kernel_api._numbers import size_or_whole_number
 from kernel_api._score import ScoreFunction, conjunction
 from kernel_api.dtypes import dtype
 from kernel_api.epilogue.graph import Graph
@@ -308,7 +308,7 @@ def _check_alignment(alignment: Any) -> None:
 
 
 def _bound(name: str, given: Any) -> int:
-    bound = whole_number(given)
+    bound = size_or_whole_number(given)
     if bound is None:
         raise ArgumentError(f"{name} is {given!r}; expected a whole number, or None")
     if bound < 0:
@@ -320,7 +320,7 @@ def _bound(name: str, given: Any) -> int:
 
 
 def _block_shape(given: Any) -> tuple[int, ...]:
-    found = [whole_number(one) for one in given] if isinstance(given, Iterable) else []
+    found = [size_or_whole_number(one) for one in given] if isinstance(given, Iterable) else []
     shape = tuple([one for one in found if one is not None])
     if len(found) != 2 or len(shape) != 2:
         raise ArgumentError(f"block_shape is {given!r}; expected (queries, keys)")

@@ -105,6 +105,25 @@ def test_torch_exports_a_module():
     assert_close(exported.module()(Q, K, V), ka.ops.sdpa(Q, K, V, mask=masks.Causal()))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_numbers_that_depend_on_sizes_stay_open_in_what_is_exported(strict):
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v, table):
+            S = q.shape[2]
+            mask = masks.SlidingWindow(S // 2, 0) & masks.SlidingWindow(S, S - 2, "bottom_right")
+            mask = mask & masks.BlockSparse(table, (S, S))
+            return ka.ops.sdpa(q, k, v, mask=mask, dropout=Dropout(0.3, S, 3 * S))
+
+    table = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    length = {2: torch.export.Dim("S", min=3, max=64)}
+    exported = torch.export.export(
+        Module(), (Q, Q, Q, table), dynamic_shapes=(*[length] * 3, {}), strict=strict
+    )
+    longer = torch.randn(2, 4, 9, 8, dtype=Q.dtype)
+    for q in (Q, longer):
+        assert_close(exported.module()(q, q, q, table), Module()(q, q, q, table))
+
+
 def test_operators_pass_the_checks_of_torch():
     from kernel_api import _attention_operators as operators
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernel_api._described import Described
+from kernel_api._numbers import size_or_whole_number
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
@@ -69,10 +70,11 @@ class Dropout(Described):
 
 
 def _state(name: str, value: Any) -> Operand | int:
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        if not 0 <= int(value) <= _LARGEST:
+    whole = size_or_whole_number(value)
+    if whole is not None:
+        if not 0 <= whole <= _LARGEST:
             raise ArgumentError(f"{name} of Dropout is {value}; expected from 0 up to 2 ** 63 - 1")
-        return int(value)
+        return whole
     if isinstance(value, (bool, float)):
         raise ArgumentError(f"{name} of Dropout is {value!r}; expected a whole number")
     operand = value if isinstance(value, Operand) else Operand(value, f"{name} of Dropout")
