@@ -19,7 +19,7 @@ from kernel_api import masks
 from kernel_api._attention_launches import empty_like, empty_lse, empty_out, forward
 from kernel_api._autograd import changeable, check_outputs, differentiable_once
 from kernel_api._launches import run_best
-from kernel_api._numbers import python_number, whether
+from kernel_api._numbers import known_or_wide, python_number, whether
 from kernel_api._results import results_type
 from kernel_api._transforms import check_traced
 from kernel_api.arguments import SdpaBackwardArguments
@@ -387,9 +387,10 @@ def _packed(options: _Options) -> list[Any]:
                 known[f"{name}_tensor"] = one.tensor
             else:
                 known[f"dropout_{name}"] = one
-    for name in (*_FLOATS, *_INTEGERS):
+    for name in _INTEGERS:
         known[name] = python_number(known.get(name))
     for name in _FLOATS:
+        known[name] = known_or_wide(known.get(name))
         if isinstance(known[name], int):
             known[name] = float(known[name])
     return [known.get(name) for name in _NAMES]

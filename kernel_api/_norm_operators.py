@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kernel_api._norm_ops import FORMS, NormForm, run
-from kernel_api._numbers import python_number
+from kernel_api._numbers import known_number, known_or_wide
 from kernel_api._transforms import check_traced
 
 _NUMBERS = {"eps": "float", "rows_per_block": "int?"}
@@ -50,8 +50,9 @@ def traced(form: NormForm, complete: dict[str, Any]) -> None:
     """The call in a graph."""
     check_traced(**complete)
     given = {**form.defaults, **complete}
-    for name in _NUMBERS.keys() & given.keys():
-        given[name] = python_number(given[name])
+    for name, read in (("eps", known_or_wide), ("rows_per_block", known_number)):
+        if name in given:
+            given[name] = read(given[name])
     getattr(torch.ops.kernel_api, form.name)(*[given[name] for name in _names(form)])
 
 

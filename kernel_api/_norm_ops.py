@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kernel_api import fusions
-from kernel_api._numbers import whole_number
+from kernel_api._numbers import known_number, whole_number
 from kernel_api._results import ResultsTypes
 from kernel_api.arguments.norm import NormArguments, default_rows_per_block
 from kernel_api.dtypes import dtype
@@ -124,7 +124,7 @@ def _allocated(name: str, x: Any, asked: Any, options: dict[str, Any]) -> Any:
         return x.new_empty((), dtype=element)
     assert name == "amax", name
     rows = math.prod(x.shape[:-1])
-    per_block = whole_number(options.get("rows_per_block"))
+    per_block = whole_number(known_number(options.get("rows_per_block")))
     if per_block is None or per_block <= 0:  # absent, or refused where the arguments are made
         per_block = default_rows_per_block(rows)
     return x.new_empty(-(-rows // per_block), dtype=element)

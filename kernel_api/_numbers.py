@@ -6,6 +6,7 @@ import numbers
 from typing import Any
 
 from kernel_api.errors import ArgumentError
+from kernel_api.utils import is_traced
 
 _BEYOND = 2**64  # what 64 bits hold, with a sign or without
 
@@ -13,6 +14,21 @@ _BEYOND = 2**64  # what 64 bits hold, with a sign or without
 def python_number(value: Any) -> Any:
     """A number of NumPy as Python has it, for graphs of torch: to its compiler it is an array."""
     return value.item() if type(value).__module__ == "numpy" else value
+
+
+def known_number(value: Any) -> Any:
+    """The same where its value has to be known, which no graph knows: it is read between two."""
+    if is_traced() and type(value).__module__ == "numpy" and value.ndim == 0:
+        from kernel_api._outside import item
+
+        return item(value)
+    return value
+
+
+def known_or_wide(value: Any) -> Any:
+    """The same of a real number, which graphs hold as a constant: that they know of float64."""
+    is_wide = type(value).__module__ == "numpy" and value.itemsize >= 8
+    return python_number(value) if is_wide else known_number(value)
 
 
 def whole_number(value: Any) -> int | None:
@@ -25,7 +41,8 @@ def whole_number(value: Any) -> int | None:
 
 
 def size_or_whole_number(value: Any) -> int | None:
-    """The same; what depends on sizes that torch's tracers leave open stays as it is, and open."""
+    """The same in graphs of torch, too, where what depends on sizes may stay open."""
+    value = known_number(value)
     is_open = type(value).__module__ == "torch" and type(value).__name__ == "SymInt"
     return value if is_open else whole_number(value)
 

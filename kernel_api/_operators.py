@@ -30,8 +30,8 @@ _SCHEMA = (
 
 _IN_GRAPHS = (torch.Tensor, torch.SymInt, torch.SymFloat, int, float, str, type(None))
 _WHY = (
-    "an epilogue, an operand with a scale, or experts that lie anywhere, is nothing that a graph "
-    "of torch holds"
+    "an epilogue, an operand with a scale, a number of NumPy, or experts that lie anywhere, is "
+    "nothing that a graph of torch holds"
 )
 
 _library: Any = torch.library.Library("kernel_api", "FRAGMENT")  # type: ignore[no-untyped-call]

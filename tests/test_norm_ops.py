@@ -227,6 +227,19 @@ def test_torch_compiles_and_exports_one_call_forms():
     assert_close(exported.module()(X, WEIGHT), ka.ops.layernorm(X, weight=WEIGHT))
 
 
+@pytest.mark.parametrize("number", [{"eps": np.float32(0.5)}, {"rows_per_block": np.int64(4)}])
+def test_numbers_of_numpy_that_graphs_do_not_know_are_read_between_two(number):
+    def call(x, weight):
+        return ka.ops.rmsnorm_rht_amax(x, weight=weight, **number)
+
+    compiled = torch.compile(call, backend="aot_eager")
+    for found, exact in zip(compiled(X, WEIGHT), call(X, WEIGHT), strict=True):
+        assert_close(found, exact)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a number of NumPy is an array"):
+        torch.compile(call, backend="aot_eager", fullgraph=True)(X, WEIGHT)
+
+
 @every_forward
 def test_a_graph_takes_an_out_with_gaps_between_its_rows(name, centred):
     def call(x, buffer):

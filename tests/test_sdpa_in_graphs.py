@@ -227,6 +227,27 @@ def test_numbers_of_numpy_are_taken_in_graphs_too(options):
     assert_close(compiled(function, fullgraph=True)(Q), function(Q))
 
 
+@pytest.mark.parametrize("what", ["scale", "mask", "block_shape", "dropout", "p"])
+def test_numbers_of_numpy_that_graphs_do_not_know_are_read_between_two(what):
+    half, three = np.float32(0.5), np.int64(3)
+
+    def function(q, table):
+        options = {
+            "scale": lambda: {"scale": half},
+            "mask": lambda: {"mask": masks.SlidingWindow(three, 0)},
+            "block_shape": lambda: {"mask": masks.BlockSparse(table, (three, 2))},
+            "dropout": lambda: {"dropout": Dropout(0.5, three, three)},
+            "p": lambda: {"dropout": Dropout(half, 3, 3)},
+        }
+        return ka.ops.sdpa(q, K, V, **options[what]())
+
+    given = Q, BLOCKS.table.tensor
+    assert_close(compiled(function)(*given), function(*given))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a number of NumPy is an array"):
+        compiled(function, fullgraph=True)(*given)
+
+
 # Dropout and blocks ----------------------------------------------------------------------
 
 

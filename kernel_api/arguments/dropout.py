@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernel_api._described import Described
-from kernel_api._numbers import size_or_whole_number
+from kernel_api._numbers import known_number, size_or_whole_number
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
@@ -38,7 +38,7 @@ class Dropout(Described):
     offset: Any
 
     def __post_init__(self) -> None:
-        p = self.p
+        p = known_number(self.p)
         if isinstance(p, bool) or not isinstance(p, numbers.Real) or not 0 <= float(p) < 1:
             raise ArgumentError(
                 f"p of Dropout is {p!r}; expected a probability from 0 up to 1, which would leave "
