@@ -330,9 +330,10 @@ class Kernel(metaclass=KernelType):
                 f"the kernel computes {cls.arguments.__name__}, these are {type(args).__name__}",
                 rule=KIND_OF_OPERATION,
             )
-        available = cls.provider_status()
-        if not available and not compiled:
-            return available
+        if not compiled:
+            available = cls.provider_status()
+            if not available:
+                return available
         device = args.device.type
         if device not in cls.devices and device != "meta":
             return Status.fail(
@@ -442,7 +443,12 @@ class Kernel(metaclass=KernelType):
 
     @classmethod
     def provider_status(cls) -> Status:
-        return cls._provider.available() if cls._provider is not None else Status.success()
+        if cls._provider is None:
+            return Status.success()
+        status = cls._provider.available()
+        if not isinstance(status, Status):
+            raise TypeError(f"available() of the provider returned {status!r}; expected a Status")
+        return status
 
     @classmethod
     def why_aligned(cls) -> str | None:

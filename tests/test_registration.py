@@ -1,5 +1,6 @@
 """Registering providers and kernel classes: kernel_api.provider."""
 
+import re
 from dataclasses import InitVar, dataclass, field
 
 import pytest
@@ -7,7 +8,7 @@ from support.data import gemm_arguments
 from support.kernels import CpuGemm, CudaGemm, LoopGemm
 
 import kernel_api as ka
-from kernel_api.errors import ArgumentError, RegistrationError
+from kernel_api.errors import ArgumentError, PluginWarning, RegistrationError
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata
 from kernel_api.space import Operands, Space, rule
 
@@ -385,6 +386,29 @@ def test_a_provider_may_say_that_its_compiler_is_missing(registry):
     assert ka.get_kernels(args, providers=[provider]) == []
     (rejection,) = ka.explain(args, providers=[provider]).rejected
     assert rejection.reason == "the compiler is not installed"
+
+
+@pytest.mark.parametrize(
+    ("available", "reason"),
+    [
+        (lambda cls: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda cls: False, r"available\(\) of the provider returned False; expected a Status"),
+        (lambda cls: None, r"available\(\) of the provider returned None; expected a Status"),
+    ],
+)
+def test_a_provider_that_cannot_say_whether_it_is_there_is_left_out(registry, available, reason):
+    class Lonely(LoopGemm):
+        """Which no other test knows: a class keeps its last provider."""
+
+    provider = registry.register(Lonely)
+    provider.available = classmethod(available)
+    args = gemm_arguments(4, 4, 4)
+    asked = [provider, "reference"]
+    with pytest.warns(PluginWarning, match=f"provider '{provider.name}'.* is left out: .*{reason}"):
+        found = ka.get_kernels(args, providers=asked)
+    assert [kernel.metadata.kernel_name for kernel in found] == ["reference_gemm"]
+    (rejection,) = ka.explain(args, providers=asked).rejected[:1]
+    assert re.search(reason, rejection.reason)
 
 
 def test_a_provider_has_a_whole_number_as_rank():
