@@ -21,10 +21,9 @@ from kernel_api.operands import require_one_device, require_tensors
 
 __all__ = ["moe"]
 
-_INTEGERS = (
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-)
+#: Integers without a sign that torch only stores.
+_STORED = (torch.uint16, torch.uint32, torch.uint64)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, *_STORED)
 
 #: Experts whose number, and one more, int16 holds; the sort takes half as long as of int32.
 _MOST_OF_INT16 = 2**15 - 2
@@ -101,6 +100,8 @@ def _check_tokens(x: Any, expert_index: Any, expert_weight: Any) -> None:
             f"expert_index has shape {tuple(expert_index.shape)}; expected at least one expert per "
             f"token"
         )
+    if expert_weight.dtype.is_complex or expert_weight.dtype in _STORED:
+        raise ArgumentError(f"expert_weight is {expert_weight.dtype}; expected a floating type")
     if expert_weight.shape != expert_index.shape:
         raise ArgumentError(
             f"expert_weight has shape {tuple(expert_weight.shape)}; expected "

@@ -376,6 +376,11 @@ def test_a_layer_of_fake_tensors_has_sizes_and_nothing_to_warn_of():
         ({"expert_index": TWO[:, :0]}, r"expert_index has shape \(7, 0\); expected at least one"),
         ({"expert_weight": torch.ones(7, 3)}, r"expert_weight has shape \(7, 3\); expected \(7, 2"),
         (
+            {"expert_weight": TWO.to(torch.uint64)},
+            "expert_weight is torch.uint64; expected a floating type",
+        ),
+        ({"expert_weight": TWO * 1j}, "expert_weight is torch.complex64; expected a floating type"),
+        (
             {"w_up": torch.ones(E, 5, 2 * INNER)},
             r"w_up has shape \(4, 5, 64\); expected \(E, 6, 2I\)",
         ),
