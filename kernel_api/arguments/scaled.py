@@ -48,6 +48,7 @@ class ScaledOperand(Operand):
         scale: float32, of the shape that ``mode`` says; checked by the arguments that it joins.
             Any strides will do. One per row of B is read fastest where columns of B are a multiple
             of 4, their scales side by side, and addresses and other strides multiples of 16 bytes.
+            Those of out are 2⁻¹²⁶ at least: kernels multiply with the inverse.
         mode: Which elements share a scale.
 
     Raises:

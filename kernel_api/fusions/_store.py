@@ -108,9 +108,10 @@ def gemm_quantize(
 
     Args:
         out: (M, N) of float8_e4m3fn, float8_e5m2 or int8, whose largest value is called top.
-        mode: ``"tensor"``: ``scale`` is read, a number or a tensor (). ``"row"``: it is written,
-            (M,) float32: max |x| of the row / top, 2⁻¹²⁶ at least, 1 where x is 0; kernels compute
-            it of up to 256 columns, which a tile holds. ``"mx"``: it is written,
+        mode: ``"tensor"``: ``scale`` is read, a number or a tensor (), from 2⁻¹²⁶ up: kernels
+            multiply with its inverse, which is infinite of what is much smaller. ``"row"``: it is
+            written, (M,) float32: max |x| of the row / top, 2⁻¹²⁶ at least, 1 where x is 0; kernels
+            compute it of up to 256 columns, which a tile holds. ``"mx"``: it is written,
             (M, N / 32) float8_e8m0fnu: max |x| of 32 columns / top, rounded up to a power of two
             (OCP Microscaling Formats, whose scales are rounded down, so that the largest values
             saturate).
