@@ -203,6 +203,19 @@ def test_statistics_are_the_largest_score_and_the_sum_relative_to_it(sink):
     assert_close(found["lse"], largest + total.log(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("element", ["float32", "float64"])
+def test_keys_that_a_large_negative_bias_hides_are_not_seen(element):
+    """In float64, which has digits left, scores are what they are."""
+    bias = torch.zeros(5, 7)
+    bias[1], bias[2, 3:] = -1e9, -1e9
+    found = run(Draw(element=element).arguments(bias=bias))
+    alone = found["lse"][:, :, 1].isinf() & (found["out"][:, :, 1] == 0).all(-1)
+    assert alone.all() if element == "float32" else not alone.any()
+    partly = torch.zeros(5, 7).masked_fill(bias < 0, -math.inf)
+    exact = run(Draw(element=element).arguments(bias=partly))
+    assert_close(found["out"][:, :, 2], exact["out"][:, :, 2])
+
+
 @pytest.mark.parametrize("score", [math.nan, math.inf])
 def test_rows_with_a_score_that_is_no_number_or_infinite_have_no_statistics(score):
     draw = Draw()

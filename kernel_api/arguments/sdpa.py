@@ -28,8 +28,10 @@ class SdpaArguments(AttentionArguments):
 
     A score is, in this order: ``scale`` · q·k; c · tanh(score / c) with c the ``softcap``; what
     ``score_mod`` makes of it; plus ``bias``; plus ``alibi`` · (j − i); −∞ where the mask does not
-    let query i see key j. With a ``sink``, exp(sink) is added to the sum that the softmax divides
-    by. Then ``dropout``. Head h of the queries uses head h // (H / H_kv) of K and V.
+    let query i see key j, or where a ``bias`` or ``score_mod`` leaves less than −2²⁶: in float32
+    such scores have no digits that tell them apart. With a ``sink``, exp(sink) is added to the sum
+    that the softmax divides by. Then ``dropout``. Head h of the queries uses head h // (H / H_kv)
+    of K and V.
 
     A row that sees no key gives zeros, and −∞ as ``lse``, or the sink. Of each row, lse =
     ``score_max`` + ln ``score_sum_exp``.

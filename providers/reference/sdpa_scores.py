@@ -20,6 +20,9 @@ _MOST = torch.iinfo(torch.int64).max
 #: Scores that are held at a time.
 _ELEMENTS = 1 << 24
 
+#: Scores of float32 below are −∞: no digits are left to tell them apart.
+_LEAST = -(2.0**26)
+
 _WORD = 0xFFFFFFFF
 
 
@@ -63,6 +66,7 @@ class Attention:
     def __init__(self, args: AttentionArguments, wide: torch.dtype) -> None:
         self.args, self.wide = args, wide
         self._arithmetic = args.accumulator_type.torch
+        self._hides_below = args.accumulator_type.bits == 32
         self.groups = args.H // args.H_kv if args.H_kv else 1
 
     # Sequences ---------------------------------------------------------------------------
@@ -183,6 +187,8 @@ class Attention:
         i, j = self._places(rows)
         if "alibi" in args.further:
             values = values + self.per_head("alibi") * (j - i).to(self.wide)
+        if self._hides_below and (args.score is not None or "bias" in args.further):
+            values = values.masked_fill(values < _LEAST, float("-inf"))
         visible = self._visible(rows)
         if visible is not None:
             values = values.masked_fill(~visible, float("-inf"))

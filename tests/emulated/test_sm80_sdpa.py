@@ -6,6 +6,7 @@ KERNEL_API_EMULATE in the environment every case runs, else those in front.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from support.ptx import EmulationError
 from support.ptx.kernel import poison
-from support.sdpa_cases import BACKWARD, FORWARD, Case, bias_gradient, biased, check
+from support.sdpa_cases import BACKWARD, FORWARD, Case, bias_gradient, biased, check, hidden_by
 
 from kernel_api import masks
 
@@ -45,6 +46,16 @@ def test_rows_that_are_no_numbers_have_no_statistics_either(number):
     args.K.tensor[0, 0, :, 0] = 1.0  # so that infinity is the score of every key
     check(case, args, "sm80.sdpa_forward")
     assert args.further["score_max"].tensor[0, 0, 130].isnan()
+
+
+@pytest.mark.parametrize("number", [-1e10, torch.finfo(torch.float32).min])
+def test_rows_that_a_large_negative_bias_hides_see_nothing(number):
+    case = Case("hidden", options=hidden_by(number), statistics=True)
+    args = case.arguments()
+    check(case, args, "sm80.sdpa_forward")
+    assert args.out.tensor[:, :, :3].count_nonzero() == 0
+    case = dataclasses.replace(case, statistics=False, gradient=bias_gradient(2, 3))
+    check(case, case.backward(), "sm80.sdpa_backward")
 
 
 if EVERY:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.ptx.kernel import EmulatedKernel
 from support.sdpa import NAN, Draw
-from support.sdpa_cases import BF16, FORWARD, Case, biased, dropped, on_meta
+from support.sdpa_cases import BF16, FORWARD, Case, biased, dropped, hidden_by, on_meta
 
 import kernel_api as ka
 from kernel_api import masks
@@ -99,6 +99,15 @@ def check(args, family, scaling="at_once", tile=None, cluster=None, **where):
     verdict = judge(args, FACTOR_REORDERED)
     assert verdict, f"{kernels[0].metadata.kernel_name}: {verdict}"
     return compiled
+
+
+@pytest.mark.parametrize("family", [FAMILY, FEW])
+def test_rows_that_a_large_negative_bias_hides_see_nothing(family):
+    sizes = (1, 2, 1, 70, 100, 64, 64) if family == FAMILY else (1, 8, 1, 4, 150, 64, 64)
+    case = Case("hidden", sizes=sizes, options=hidden_by(-1e10), statistics=True)
+    args = case.arguments()
+    check(args, family, cluster=None if family == FAMILY else 1)
+    assert args.out.tensor[:, :, :3].count_nonzero() == 0
 
 
 CHOSEN = CASES if EVERY else [*CASES[:2], CASES[3], *(c for c in CASES if c.name == MEASURED)]

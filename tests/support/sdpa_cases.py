@@ -292,6 +292,17 @@ def far_below(draw: Draw) -> dict[str, Any]:
     return {"bias": torch.full((1, 1, 1, 1), -200.0)}
 
 
+def hidden_by(number: float) -> Options:
+    """A bias with which some queries see nothing, and others not all keys."""
+
+    def options(draw: Draw) -> dict[str, Any]:
+        bias = torch.zeros(1, 1, draw.S_q, draw.S_kv)
+        bias[..., :3, :] = bias[..., 5:9, 10:] = number
+        return {"bias": bias}
+
+    return options
+
+
 #: Those in front are run every time.
 FORWARD = [
     Case(

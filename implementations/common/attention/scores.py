@@ -17,6 +17,10 @@ from .values import Values
 #: What changes scores beside the scale.
 _CHANGES = ("softcap", "bias", "alibi")
 
+#: Scores below are -inf, so that a row has others or sees nothing: float32 has no digits that tell
+#: such scores apart, and their exponentials relative to the largest would be any powers.
+_LEAST = -(2.0**26)
+
 _COLUMNS = 8  # of an accumulator, of which a thread has two side by side
 
 
@@ -108,7 +112,8 @@ def rows_and_columns(accumulators: cute.Tensor) -> cute.Tensor:
 
 class Scores:
     """softmax's argument: s = scale · product -> softcap -> score function -> + bias -> + alibi,
-    of those that are there, and -inf where a query does not see a key.
+    of those that are there, and -inf where a query does not see a key; or as good as does not, by a
+    bias or a function.
 
     names: Of `Values`.
     block_shape: (queries, keys) of an entry of the table "blocks".
@@ -212,6 +217,8 @@ class Scores:
         if "alibi" in values:
             distance = Float32(place.key - place.query)
             score = score + Float32(values.element("alibi", place.head)) * distance
+        if self.functions.score is not None or "bias" in values:
+            score = select(score < Float32(_LEAST), Float32(-math.inf), score)
         return score
 
     def _capped(self, score: Float32, values: Values) -> Float32:
