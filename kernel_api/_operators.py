@@ -90,7 +90,7 @@ def _in_lists(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     """What :func:`_options` reads; int makes a number of a tracer's symbol."""
-    return f"{int(value)}" if type(value) is int else repr(value)
+    return f"{int(value)}" if type(value) in (int, torch.SymInt) else repr(value)
 
 
 def _refused(form: Form, *call: Any) -> Any:

@@ -195,6 +195,20 @@ def test_an_exported_program_is_saved_and_takes_other_sizes():
         close(loaded(x, BIAS), (torch.nn.functional.gelu(z), z))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_option_that_depends_on_a_size_makes_it_one_size(strict):
+    class Blocks(torch.nn.Module):
+        def forward(self, a, b):
+            return ka.ops.gemm_glu(a, b, granularity=a.shape[0])
+
+    given = A, torch.cat((B, B, B), dim=1)  # of pairs of 6 columns
+    exported = torch.export.export(Blocks(), given, strict=strict).module()
+    close(exported(*given), Blocks()(*given))
+    rows = ({0: torch.export.Dim("rows", min=2)}, None)
+    with pytest.raises(torch._dynamo.exc.UserError, match="specialized it to be a constant"):
+        torch.export.export(Blocks(), given, dynamic_shapes=rows, strict=strict)
+
+
 @pytest.mark.parametrize("tracer", ["export", "make_fx"])
 def test_factors_of_sizes_are_what_they_are(tracer):
     """Not the whole numbers below them; torch then guards the size."""
