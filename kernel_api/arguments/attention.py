@@ -236,10 +236,7 @@ class AttentionArguments(Arguments):
 
     @property
     def least_factor(self) -> float:
-        """A tanh of scores adds to their error; so do tensor cores, which cut every sum of 16
-        products off, where there are many: it shows where a row sees a key or two."""
-        if self.D > 256:
-            return 4.0
+        """A tanh of scores adds to their error."""
         return 0.0 if self.softcap is None else 3.0
 
     @property
