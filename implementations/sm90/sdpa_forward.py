@@ -269,11 +269,7 @@ class SdpaForward(ForwardConsumer):
         sV = of_values.get_tensor(v_layout.outer, swizzle=v_layout.inner)
         sO = self._staged_output(storage, o_layout)
         sTiles = storage.tiles.get_tensor(cute.make_layout(AHEAD))
-        pipelines = (
-            self._pipeline(storage.q_full, q_layout, 1),
-            self._pipeline(storage.k_stages, k_layout, self.stages),
-            self._pipeline(storage.v_stages, v_layout, self.stages),
-        )
+        pipelines = self._pipelines(storage, q_layout, k_layout, v_layout)
         queue = pipeline.PipelineAsync.create(
             num_stages=AHEAD,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 32),
@@ -312,6 +308,14 @@ class SdpaForward(ForwardConsumer):
         """Where O is, on its way out."""
         memory = storage.output if self.output_memory == "apart" else storage.Q
         return memory.get_tensor(layout.outer, swizzle=layout.inner)
+
+    def _pipelines(self, storage, q_layout, k_layout, v_layout) -> tuple:
+        """Of Q, K and V."""
+        return (
+            self._pipeline(storage.q_full, q_layout, 1),
+            self._pipeline(storage.k_stages, k_layout, self.stages),
+            self._pipeline(storage.v_stages, v_layout, self.stages),
+        )
 
     def _pipeline(self, barriers, layout, stages):
         stage = cute.size_in_bytes(self.element_type, cute.slice_(layout, (None, None, 0)))

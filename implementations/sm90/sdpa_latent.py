@@ -16,8 +16,9 @@ from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.threads import GROUP
 from .mma import WGMMA_M
-from .sdpa_decode import DecodeTiles, SdpaDecode
+from .sdpa_decode import SLAB, DecodeTiles, SdpaDecode
 from .sdpa_forward_consumer import TOGETHER, multiply, scale_rows
+from .sdpa_loads import tma_pipeline
 from .sdpa_output import OWN
 from .sdpa_pages import REGISTERS_FOR_PAGES
 from .sdpa_tiles import Work
@@ -27,6 +28,7 @@ _GROUPS = 2  # of consumers
 _READY = 1  # named barriers: powers of a block are there, one per group from this one on
 _VECTOR = 4  # columns of parts, by a thread
 _FEW_PARTS = 4
+_WGMMA_K = 16
 
 #: What takes as long as a row of a part that is written and added up: a block of keys, how a tile
 #: begins in blocks of keys, and a round of the sums. Measured on an H100.
@@ -62,7 +64,7 @@ class SdpaLatent(SdpaDecode):
     2           consumer  the same of blocks 1, 3, ...                 the same       the same
 
     A block of keys is in shared memory until both groups have added its values, and there is room
-    for two. While a group has the softmax of its block, the other one forms scores of the next; P
+    for two. It arrives in two parts of its columns, so that scores begin with the first. While a group has the softmax of its block, the other one forms scores of the next; P
     is in registers for its own product, and in shared memory for the other's. The first group adds
     the values of a block that is there already before it waits for its own next one; the second
     one, whose next block comes later, forms scores first.
@@ -159,6 +161,23 @@ class SdpaLatent(SdpaDecode):
             cute.make_tensor(behind + cute.cosize(numbers), numbers),
         )
 
+    def _pipelines(self, storage, q_layout, k_layout, v_layout) -> tuple:
+        """None of Q; of two parts of the slabs of K: scores begin when the first are there."""
+        slab = self.tile_n * SLAB * self.element_type.width // 8
+        warps = self.consumers * GROUP // 32
+        return None, *(
+            tma_pipeline(barriers, self.stages, len(slabs) * slab, warps)
+            for barriers, slabs in zip(
+                (storage.k_stages, storage.v_stages), self._slabs, strict=True
+            )
+        )
+
+    @property
+    def _slabs(self) -> tuple[range, range]:
+        """Of a block of keys, those that arrive together."""
+        count = self.head_dim // SLAB
+        return range(count // 2 + 1), range(count // 2 + 1, count)
+
     # Loads -------------------------------------------------------------------------------
 
     def _tma_of_values(self, mV: cute.Tensor) -> tuple:
@@ -182,14 +201,25 @@ class SdpaLatent(SdpaDecode):
         values,
     ):
         place, sequence, blocks = work.place, work.sequence, work.blocks
-        _, pipeline_k, _ = pipelines
+        _, *of_slabs = pipelines
         q_state, k_state, v_state = states
         tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head)
-        pages = self._no_pages()
+        pages, pieces = self._no_pages(), self.tile_n // self.rows_at_once
         for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
             block = blocks.end - 1 - i
             pages = self._pages_of(pages, block, place.batch, sequence, values)
-            self._load_block(tma_k, tKgK, tKsK, block, pages, pipeline_k, k_state, place.batch)
+            for one in of_slabs:
+                one.producer_acquire(k_state)
+            for piece in cutlass.range(pieces, unroll=1):
+                row, at = self._piece(block * pieces + piece, piece, pages, place.batch)
+                for one, slabs in zip(of_slabs, self._slabs, strict=True):
+                    for slab in slabs:
+                        cute.copy(
+                            tma_k,
+                            tKgK[None, row, slab, at],
+                            tKsK[None, piece, slab, k_state.index],
+                            tma_bar_ptr=one.producer_get_barrier(k_state),
+                        )
             k_state.advance()
         return q_state, k_state, v_state
 
@@ -216,7 +246,7 @@ class SdpaLatent(SdpaDecode):
     ):
         tSrS, _, tOrO = registers
         place, blocks = work.place, work.blocks
-        _, pipeline_k, _ = pipelines
+        _, *of_keys = pipelines
         q_state, k_state, v_state = states
         tile = Tile(rows_and_columns(tSrS), local, place.query, Int32(0), place.batch, place.head)
         tile = tile._replace(group=self._group(tiles))
@@ -228,7 +258,7 @@ class SdpaLatent(SdpaDecode):
             factors.fill(1.0)
             lane = thread % GROUP
             of_tile = (lane, fragments, registers, tile, softmax, factors, exchange)
-            beside = (work, values, tiles, pipeline_k, k_state)
+            beside = (work, values, tiles, of_keys, k_state)
             if consumer == 0:
                 k_state = self._attend_first(*of_tile, sV, *beside)
             else:
@@ -251,15 +281,14 @@ class SdpaLatent(SdpaDecode):
         work: Work,
         values,
         tiles,
-        pipeline_k,
+        pipelines,
         state,
     ):
         """Returns the state of the pipeline behind the tile."""
         _, _, tOrO = registers
         blocks = work.blocks
         last, count = blocks.end - 1, blocks.end - blocks.begin
-        pipeline_k.consumer_wait(state)
-        self._multiply_keys(fragments, registers, state)
+        self._multiply_keys(fragments, registers, pipelines, state)
         warpgroup.wait_group(0)
         of_block = self._of_block(tile, last)
         self._score_block(of_block, last, work, values, tiles)
@@ -269,31 +298,30 @@ class SdpaLatent(SdpaDecode):
             self._clear_values(lane, sV[None, None, state.index], last, work.sequence)
         self._publish(0, lane, registers, softmax, exchange)
         for pair in cutlass.range((count - 1) // 2, unroll=1):
-            self._add_own(fragments, registers, pipeline_k, state)
+            self._add_own(fragments, registers, pipelines, state)
             state.advance()
             self._add_others(
-                0, lane, fragments, registers, softmax, factors, exchange, pipeline_k, state
+                0, lane, fragments, registers, softmax, factors, exchange, pipelines, state
             )
             warpgroup.wait_group(0)
-            pipeline_k.consumer_release(state)
+            _leave(pipelines, state)
             state.advance()
             block = last - 2 - 2 * pair
-            pipeline_k.consumer_wait(state)
-            self._multiply_keys(fragments, registers, state)
+            self._multiply_keys(fragments, registers, pipelines, state)
             warpgroup.wait_group(0)
             self._score_block(self._of_block(tile, block), block, work, values, tiles)
             update(softmax, tile.values, factors)
             self._round(registers)
             self._publish(0, lane, registers, softmax, exchange)
             self._scale(tOrO, factors)
-        self._add_own(fragments, registers, pipeline_k, state)
+        self._add_own(fragments, registers, pipelines, state)
         state.advance()
         if count % 2 == 0:
             self._add_others(
-                0, lane, fragments, registers, softmax, factors, exchange, pipeline_k, state
+                0, lane, fragments, registers, softmax, factors, exchange, pipelines, state
             )
             warpgroup.wait_group(0)
-            pipeline_k.consumer_release(state)
+            _leave(pipelines, state)
             state.advance()
         return state
 
@@ -310,7 +338,7 @@ class SdpaLatent(SdpaDecode):
         work: Work,
         values,
         tiles,
-        pipeline_k,
+        pipelines,
         state,
     ):
         """The same of blocks 1, 3, ..."""
@@ -321,43 +349,51 @@ class SdpaLatent(SdpaDecode):
             block = last - 1 - 2 * pair
             following = state.clone()
             following.advance()
-            pipeline_k.consumer_wait(following)
-            self._multiply_keys(fragments, registers, following)
+            self._multiply_keys(fragments, registers, pipelines, following)
             self._add_others(
-                1, lane, fragments, registers, softmax, factors, exchange, pipeline_k, state
+                1, lane, fragments, registers, softmax, factors, exchange, pipelines, state
             )
             warpgroup.wait_group(1)
             self._score_block(self._of_block(tile, block), block, work, values, tiles)
             update(softmax, tile.values, factors)
             self._round(registers)
-            pipeline_k.consumer_wait(following)
+            _await(pipelines, following)
             warpgroup.wait_group(0)
-            pipeline_k.consumer_release(state)
+            _leave(pipelines, state)
             state.advance()
             self._publish(1, lane, registers, softmax, exchange)
             self._scale(tOrO, factors)
-            self._add_own(fragments, registers, pipeline_k, state)
+            self._add_own(fragments, registers, pipelines, state)
             state.advance()
         if count % 2 == 1:
             self._add_others(
-                1, lane, fragments, registers, softmax, factors, exchange, pipeline_k, state
+                1, lane, fragments, registers, softmax, factors, exchange, pipelines, state
             )
             warpgroup.wait_group(0)
-            pipeline_k.consumer_release(state)
+            _leave(pipelines, state)
             state.advance()
         return state
 
-    def _multiply_keys(self, fragments, registers, state) -> None:
+    def _multiply_keys(self, fragments, registers, pipelines, state) -> None:
         (tCrQ, tCrK, _), (tSrS, _, _) = fragments, registers
-        multiply(self._mma_qk(), tSrS, tCrQ, tCrK[None, None, None, state.index], fresh=True)
+        mma, step = self._mma_qk(), SLAB // _WGMMA_K
+        for part, of_part in enumerate(pipelines):
+            of_part.consumer_wait(state)
+            slabs = self._slabs[part]
+            warpgroup.fence()
+            for k in range(slabs.start * step, slabs.stop * step):
+                mma.set(warpgroup.Field.ACCUMULATE, k > 0)
+                tCrB = tCrK[None, None, k, state.index]
+                cute.gemm(mma, tSrS, tCrQ[None, None, k], tCrB, tSrS)
+            warpgroup.commit_group()
 
-    def _add_own(self, fragments, registers, pipeline_k, state) -> None:
+    def _add_own(self, fragments, registers, pipelines, state) -> None:
         """Values of this group's block, which is left then."""
         (_, _, tCrV), (tSrS, tOrP, tOrO) = fragments, registers
         powers = self._operand(tOrP, tSrS)
         multiply(self._mma_pv(), tOrO, powers, tCrV[None, None, None, state.index], fresh=False)
         warpgroup.wait_group(0)
-        pipeline_k.consumer_release(state)
+        _leave(pipelines, state)
 
     def _add_others(
         self,
@@ -368,7 +404,7 @@ class SdpaLatent(SdpaDecode):
         softmax,
         factors,
         exchange,
-        pipeline_k,
+        pipelines,
         state,
     ) -> None:
         """Starts to add those of the other group's block."""
@@ -381,7 +417,7 @@ class SdpaLatent(SdpaDecode):
         mma = self._mma_pv_of_other()
         powers = mma.make_fragment_A(mma.get_slice(0).partition_A(exchange.powers))
         powers = powers[None, None, None, 0]
-        pipeline_k.consumer_wait(state)  # it is there: the other group has seen it
+        _await(pipelines, state)  # it is there: the other group has seen it
         multiply(mma, tOrO, powers, tCrV[None, None, None, state.index], fresh=False)
 
     @cute.jit
@@ -509,6 +545,16 @@ class SdpaLatent(SdpaDecode):
         parts = self._parts_of_tile(work, tiles)
         added = self._sum(parts, local, column, _VECTOR, at_once)
         self._finish(added, parts, local, column, mO, work, values, tiles)
+
+
+def _await(pipelines, state) -> None:
+    for one in pipelines:
+        one.consumer_wait(state)
+
+
+def _leave(pipelines, state) -> None:
+    for one in pipelines:
+        one.consumer_release(state)
 
 
 def _first_row(lane: Int32) -> Int32:
