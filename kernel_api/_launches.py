@@ -39,7 +39,7 @@ from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError, NoKernelError
 from kernel_api.kernel import Kernel, LauncherInOrder
 from kernel_api.offsets import check_is_asked
-from kernel_api.operands import MAX_ALIGNMENT, Operand, is_fake
+from kernel_api.operands import MAX_ALIGNMENT, Operand, becomes_node
 from kernel_api.provider import PROVIDERS, raw_setting
 
 #: What :func:`repeated` returns where nothing is known of such a call.
@@ -62,6 +62,7 @@ _BEYOND = 2**64  # what 64 bits hold, with a sign or without
 _KEPT = 1024
 _LOW_BITS = MAX_ALIGNMENT - 1
 _tell = teller()
+_modes = torch._C._len_torch_dispatch_stack
 _FLOAT32 = torch.float32
 
 _Key = tuple[Any, ...]
@@ -183,6 +184,8 @@ def _look(
     for what is not looked at."""
     if type(A) not in TENSORS or type(B) not in TENSORS or forward_ad._current_level >= 0:
         raise TypeError
+    if _modes():  # of which some trace whatever is called
+        raise TypeError
     # Written out: this is most of what a call costs.
     element, start, other_start = A.dtype, A.data_ptr(), B.data_ptr()
     if not (start and other_start):  # empty, or freed
@@ -243,7 +246,7 @@ def first(form: Form, call: Call) -> Any:
     """Run a call that looks like no earlier one, or that has to be looked at every time."""
     check_outputs(form.given(call.out, call.options))
     A, B = form.operands(call.A, call.B)
-    if is_fake(A.tensor):
+    if becomes_node(A.tensor):
         from kernel_api import _operators
 
         return _operators.traced(form, *call)

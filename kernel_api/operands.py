@@ -338,10 +338,20 @@ def is_fake(tensor: Any) -> bool:
 
 
 def becomes_node(tensor: Any) -> bool:
-    """Whether a call on it becomes a node of a graph: torch.compile, torch.export."""
+    """Whether a call on it becomes a node of a graph: torch.compile, torch.export, make_fx."""
     import torch
 
-    return torch.compiler.is_compiling() or is_fake(tensor)
+    return torch.compiler.is_compiling() or is_fake(tensor) or _is_traced()
+
+
+def _is_traced() -> bool:
+    """Whether torch traces whatever is called, be it of tensors that have memory: constants of a
+    module that torch.export traces, and all operands of make_fx."""
+    torch = sys.modules["torch"]
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    modes = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(one) is not None for one in (modes.FAKE, modes.PROXY))
 
 
 def overlap(a: Operand, b: Operand) -> bool:

@@ -79,6 +79,33 @@ def test_every_form_is_an_operator_that_computes_what_the_form_does(form, call):
     ]
 
 
+def test_make_fx_of_tensors_with_memory_makes_nodes_too():
+    """Whatever computes them then, be it nothing that torch's dispatcher sees."""
+
+    def function(a, b):
+        return ka.ops.rmsnorm(ka.ops.gemm(a, b)) + ka.ops.gemm(A, B)
+
+    expected = function(A, B)
+    graph = make_fx(function)(A, B)
+    targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert targets.count(torch.ops.kernel_api.gemm.default) == 2
+    assert targets.count(torch.ops.kernel_api.rmsnorm.default) == 1
+    close(graph(A, B), expected)
+
+
+def test_calls_among_fake_tensors_run_nothing_though_their_operands_have_memory():
+    buffer = torch.zeros(M, N, dtype=torch.float64)
+    for _ in range(2):
+        ka.ops.gemm(A, B), ka.ops.gemm(A, B, out=buffer)
+    buffer.zero_()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert mode.is_our_fake(ka.ops.gemm(A, B))
+        assert mode.is_our_fake(ka.ops.gemm(A, mode.from_tensor(B)))
+        assert mode.is_our_fake(ka.ops.rmsnorm(A, weight=torch.empty(K, dtype=A.dtype)))
+        ka.ops.gemm(A, B, out=buffer)
+    assert not buffer.any()
+
+
 def test_the_library_checks_the_operators():
     ka.ops.register_operators()
     written = [torch.empty(M, N, dtype=torch.float64)]
@@ -207,6 +234,22 @@ def test_an_option_that_depends_on_a_size_makes_it_one_size(strict):
     rows = ({0: torch.export.Dim("rows", min=2)}, None)
     with pytest.raises(torch._dynamo.exc.UserError, match="specialized it to be a constant"):
         torch.export.export(Blocks(), given, dynamic_shapes=rows, strict=strict)
+
+
+class Constant(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = A.clone()  # neither a parameter nor a buffer
+
+    def forward(self, b):
+        return ka.ops.gemm(self.matrix, b), ka.ops.gemm(self.matrix, B)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_tensors_that_a_module_holds_are_operands_of_exported_programs(strict):
+    layer = Constant()
+    program = torch.export.export(layer, (-B,), strict=strict)
+    close(program.module()(2 * B), layer(2 * B))
 
 
 @pytest.mark.parametrize("tracer", ["export", "make_fx"])
