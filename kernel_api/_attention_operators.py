@@ -279,7 +279,7 @@ def _traced(Q: Any, K: Any, V: Any, options: _Options, learns: bool = False) -> 
     """(out, lse) in a graph."""
     check_traced(Q=Q, K=K, V=V)
     _check_objects(options)
-    if _is_outside(options):
+    if _is_outside(options) and torch.compiler.is_dynamo_compiling():
         found = _outside(Q, K, V, options)
     else:
         packed = _packed(options)
@@ -295,7 +295,7 @@ def _traced(Q: Any, K: Any, V: Any, options: _Options, learns: bool = False) -> 
 def _traced_backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> _Options:
     check_traced(**dict(zip(_READ, operands, strict=True)))
     _check_objects(options)
-    if _is_outside(options):
+    if _is_outside(options) and torch.compiler.is_dynamo_compiling():
         return _outside_backward(operands, written, options)  # type: ignore[no-any-return]
     options = dict(options)
     deterministic = whether("deterministic", options.pop("deterministic", False))
@@ -367,7 +367,7 @@ _outside_backward: Callable[..., Any] = torch.compiler.disable(_backward, reason
 def _packed(options: _Options) -> list[Any]:
     """Options in the order of the operators' parameters."""
     if _is_outside(options):
-        raise ArgumentError(_WHY)
+        raise ArgumentError(f"{_WHY}; call it outside of torch.export")
     known = {name: options[name] for name in _NAMES if name in options}
     for name in options:
         if name not in (*_NAMES, "mask", "dropout", "score_mod", "score_operands", *_BESIDE_LSE):
