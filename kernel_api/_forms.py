@@ -27,7 +27,7 @@ class Form:
         always: Outputs beside ``out`` that are allocated if they are None or True.
         outputs: All beside ``out``; the others are allocated if they are True.
         width: Columns of ``out`` in units of N.
-        element: Type of ``out``; None: that of products of A, see :func:`out_type`.
+        element: Type of ``out``; None: see :func:`product_type`.
     """
 
     #: Tensors that arguments have behind A, B and out; they stand among the options.
@@ -71,7 +71,7 @@ class Form:
         self, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """``out`` and the options with every output that is asked for. A is a tensor, B has a
-        shape."""
+        shape and an element type."""
         if not (A.shape and B.shape):
             name = "B" if A.shape else "A"
             raise ArgumentError(f"{name} has shape (); expected a matrix, or several")
@@ -83,7 +83,7 @@ class Form:
         else:
             element = out_dtype
             if element is None:
-                element = self.element or out_type(A.dtype)
+                element = self.element or product_type(A.dtype, torch_type(B.dtype))
             out = empty(self.out_shape(A, B, options), torch_type(element), A)
         for name in self.outputs:
             given = options.get(name)
@@ -144,6 +144,16 @@ class Form:
         return self.results_types.of(written)(out, *[options[name] for name in written])
 
 
+def product_type(A: Any, B: Any) -> Any:
+    """:func:`out_type` of the elements of A; of those of B where these alone are no whole numbers,
+    which would round the products."""
+    return out_type(B if _is_whole(A) and not _is_whole(B) else A)
+
+
+def _is_whole(element: Any) -> bool:
+    return not (element.is_floating_point or element.is_complex)
+
+
 def out_type(element: Any, *, scaled: bool = False) -> Any:
     """That of products of such elements: 8 bits hold hardly any.
 
@@ -152,7 +162,7 @@ def out_type(element: Any, *, scaled: bool = False) -> Any:
     """
     import torch
 
-    if scaled and not (element.is_floating_point or element.is_complex):
+    if scaled and _is_whole(element):
         return torch.bfloat16 if element.itemsize == 1 else torch.float32
     if element.itemsize > 1:
         return element

@@ -16,7 +16,8 @@ GradientError in eager mode, by torch's own errors in compiled graphs.
 
 Under ``torch.autocast`` the operands of products and of attention (x, weights and bias; q, k, v and
 bias) are cast as those of torch's own are, in every call anew, and "x's element type" is that of
-the cast; where one of them has 8 or 64 bits, all stay as they are. Norms take their operands as
+the cast; where one of them has 8 or 64 bits, all stay as they are. Where x alone has whole numbers,
+it is that of the weights. Norms take their operands as
 they are, and so do the functions of :mod:`kernel_api.ops`.
 """
 
@@ -30,7 +31,7 @@ from kernel_api import fusions, ops
 from kernel_api._attention_nn import attention
 from kernel_api._autocast import cast
 from kernel_api._autograd import changeable, differentiable_once, zeros
-from kernel_api._forms import out_type
+from kernel_api._forms import product_type
 from kernel_api._moe_nn import moe
 from kernel_api._norm_nn import layernorm, rmsnorm
 from kernel_api.errors import ArgumentError
@@ -247,7 +248,8 @@ def _operator(x: Any, weight: Any, bias: Any, *function: Any) -> torch.Tensor:
 @_operator.register_fake
 def _(x: Any, weight: Any, bias: Any, *function: Any) -> torch.Tensor:
     N = weight.shape[0] // (2 if Function(*function).is_glu else 1)
-    return x.new_empty((*x.shape[:-1], N), dtype=out_type(x.dtype))  # type: ignore[no-any-return]
+    element = product_type(x.dtype, weight.dtype)
+    return x.new_empty((*x.shape[:-1], N), dtype=element)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("kernel_api::linear_backward", mutates_args=(), schema=_BACKWARD)

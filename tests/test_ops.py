@@ -59,6 +59,25 @@ def test_products_of_8_bits_are_not_stored_in_8_bits(element, taken):
     assert (out == torch.tensor(32 * value * value).to(taken)).all()
 
 
+@pytest.mark.parametrize("whole", [torch.bool, torch.int8, torch.int64])
+@pytest.mark.parametrize(
+    ("element", "taken"),
+    [(torch.float32, torch.float32), (torch.float8_e4m3fn, torch.bfloat16)],
+)
+def test_products_of_whole_numbers_and_others_are_not_rounded_to_whole_ones(whole, element, taken):
+    A, B = torch.eye(4).to(whole), torch.full((4, 4), 0.25).to(element)
+    ends = torch.tensor([4], dtype=torch.int32)
+    calls = [
+        lambda: ka.ops.gemm(A, B),
+        lambda: ka.ops.grouped_gemm(A, [B], ends),
+        lambda: ka.nn.linear_activation(A, B, activation="relu"),
+    ]
+    for call in calls:
+        assert torch.equal(call(), B.to(taken))
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(call, backend="aot_eager")(), B.to(taken))
+
+
 @pytest.mark.parametrize(
     ("element", "taken"), [(torch.int8, torch.bfloat16), (torch.int16, torch.float32)]
 )
