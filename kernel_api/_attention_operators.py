@@ -9,7 +9,6 @@ the other statistics of rows.
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from kernel_api._attention_launches import empty_like, empty_lse, empty_out, for
 from kernel_api._autograd import changeable, check_outputs, differentiable_once
 from kernel_api._launches import run_best
 from kernel_api._numbers import known_or_wide, python_number, whether
-from kernel_api._results import results_type
+from kernel_api._results import results_type, serialize_all
 from kernel_api._transforms import check_traced
 from kernel_api.arguments import SdpaBackwardArguments
 from kernel_api.arguments._attention_checks import instance_of
@@ -31,9 +30,9 @@ from kernel_api.operands import Operand, becomes_node
 
 _Options = dict[str, Any]
 
-_Sdpa = namedtuple("_Sdpa", ("out", "lse"))
-_SdpaStatistics = namedtuple("_SdpaStatistics", ("out", "lse", "score_max", "score_sum_exp"))
 _BESIDE_LSE = ("score_max", "score_sum_exp")
+_Sdpa: Any = results_type("sdpa", ("out", "lse"))
+_SdpaStatistics: Any = results_type("sdpa", ("out", "lse", *_BESIDE_LSE))
 _WITHOUT_GRADIENT = ("alibi", "page_table", "descale_q", "descale_k", "descale_v")
 _GRADIENTS = ("dQ", "dK", "dV", "dBias", "dSink")
 _READ = ("Q", "K", "V", "out", "dO", "lse")
@@ -500,3 +499,4 @@ def _operator_backward(ctx: Any, dO: Any, _: Any) -> Any:
 
 
 _operator.register_autograd(_operator_backward, setup_context=_keep)
+serialize_all()

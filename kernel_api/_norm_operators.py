@@ -14,6 +14,7 @@ import torch
 
 from kernel_api._norm_ops import FORMS, NormForm, run
 from kernel_api._numbers import known_number, known_or_wide
+from kernel_api._results import serialize_all
 from kernel_api._transforms import check_traced
 
 _NUMBERS = {"eps": "float", "rows_per_block": "int?"}
@@ -66,3 +67,4 @@ def _check(*given: Any) -> None:
 
 for _form in FORMS:
     _register(_form)
+serialize_all()

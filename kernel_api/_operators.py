@@ -19,6 +19,7 @@ import torch
 from kernel_api._autograd import check_outputs
 from kernel_api._forms import FACTORS, Form
 from kernel_api._launches import Call, first
+from kernel_api._results import serialize_all
 from kernel_api._transforms import check_traced
 from kernel_api.errors import ArgumentError
 from kernel_api.ops import FORMS, GROUPED_FORMS
@@ -132,3 +133,4 @@ def _check(form: Form, A: Any, B: Any, out: Any, *rest: Any) -> None:
 
 for _form, _call in (*FORMS, *GROUPED_FORMS):
     _register(_form, _call)
+serialize_all()

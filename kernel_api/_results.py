@@ -20,6 +20,20 @@ def results_type(function: str, fields: tuple[str, ...]) -> Any:
     return found
 
 
+_serialized: set[Any] = set()
+
+
+def serialize_all() -> None:
+    """Let torch.export.save take programs that return them, of all that are made."""
+    from torch.utils import _pytree
+
+    for (function, fields), found in list(_types.items()):
+        if found not in _serialized:
+            _serialized.add(found)
+            name = f"kernel_api.{function}({', '.join(fields)})"
+            _pytree._register_namedtuple(found, serialized_type_name=name)
+
+
 class ResultsTypes:
     """Those of a function's first output with others, made when they are first asked for."""
 

@@ -236,6 +236,26 @@ def test_an_option_that_depends_on_a_size_makes_it_one_size(strict):
         torch.export.export(Blocks(), given, dynamic_shapes=rows, strict=strict)
 
 
+class SeveralResults(torch.nn.Module):
+    def forward(self, a, b):
+        q = a.view(1, 1, *a.shape)
+        return [
+            ka.ops.gemm_swiglu(a, b, preactivation=True),
+            ka.ops.rmsnorm(a, rstd=True),
+            ka.ops.sdpa(q, q, q, return_lse=True),
+        ]
+
+
+def test_an_exported_program_that_returns_several_results_by_name_is_saved():
+    program, file = torch.export.export(SeveralResults(), (A, B)), io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    found = torch.export.load(file).module()(A, B)
+    for one, expected in zip(found, SeveralResults()(A, B), strict=True):
+        assert type(one) is type(expected)
+        close(one, expected)
+
+
 class Constant(torch.nn.Module):
     def __init__(self):
         super().__init__()
