@@ -65,8 +65,9 @@ def is_traced() -> bool:
 def is_watched() -> bool:
     """Whether torch's compiler looks at every function that is called here, and all that these are
     given: because it left a caller as it is, or meets this call, which it cannot read."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.compiler.is_dynamo_compiling():
+    # While another thread imports torch, that has no compiler yet.
+    torch_compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    if torch_compiler is not None and torch_compiler.is_dynamo_compiling():
         return True  # it reads this line, and could not read what follows
     compiler = sys.modules.get("torch._C._dynamo.eval_frame")
     ask = getattr(compiler, "get_eval_frame_callback", None)

@@ -4,10 +4,12 @@ hold locks: each in a process of its own, which would otherwise hang these tests
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 
 from kernel_api import provider
+from kernel_api.utils import untraced
 
 BEGINNING = """
 import importlib, os, signal, sys, threading
@@ -125,3 +127,8 @@ def test_a_child_has_the_precision_of_its_parent_back():
         done.set()
         """)
     assert found == ["high", "0"]
+
+
+def test_calls_go_on_while_another_thread_imports_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))  # as it is at first
+    assert untraced(lambda: "answered")() == "answered"
