@@ -22,16 +22,18 @@ from kernel_api.space import Operands, Space
 driver, harness, attention, plots, tables = map(
     script, ("driver", "harness", "attention", "plots", "tables")
 )
-forward, backward, decode, latent = map(
-    script, ("sdpa_forward", "sdpa_backward", "sdpa_decode", "sdpa_latent")
+forward, backward, decode, decode_fp8, latent = map(
+    script,
+    ("sdpa_forward", "sdpa_backward", "sdpa_decode", "sdpa_decode_fp8", "sdpa_latent"),
 )
 SUITES = {
     "sdpa-forward": forward,
     "sdpa-backward": backward,
     "sdpa-decode": decode,
+    "sdpa-decode-fp8": decode_fp8,
     "sdpa-latent": latent,
 }
-BESIDE_A_COPY = ("sdpa-decode", "sdpa-latent")
+BESIDE_A_COPY = ("sdpa-decode", "sdpa-decode-fp8", "sdpa-latent")
 
 SMALL = {
     "sdpa-forward": (
@@ -45,6 +47,10 @@ SMALL = {
     "sdpa-decode": (
         decode.Problem(2, 4, 2, 64, 16),
         decode.Problem(2, 4, 2, 64, 16, page_size=16),
+    ),
+    "sdpa-decode-fp8": (
+        decode_fp8.Problem(2, 4, 2, 64, 16),
+        decode_fp8.Problem(2, 4, 2, 64, 16, page_size=16),
     ),
     "sdpa-latent": (
         latent.Problem(2, 4, 1, 64, latent.D),
@@ -171,7 +177,7 @@ class CpuSdpa(Kernel):
 
     arguments = ka.SdpaArguments
     devices = ("cpu",)
-    operands = (Operands(Q="bf16", K="bf16", V="bf16", out="bf16", accumulator="f32",
+    operands = (Operands(Q="bf16 | e4m3", K="like Q", V="like Q", out="bf16", accumulator="f32",
                          majors="strided"),)  # fmt: skip
     operands_metadata = SdpaOperandsMetadata
     space = Space()

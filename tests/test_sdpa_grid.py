@@ -26,7 +26,8 @@ def test_every_case_has_a_kernel_for_every_gpu_and_those_of_8_bits_for_hopper():
         for cc in ("80", "90"):
             families = {k.family_name() for k in ka.get_kernels(args, cc=cc, providers=["cutedsl"])}
             if KINDS[case.kind].element == F8:
-                assert families == ({"sm90.sdpa_forward_fp8"} if cc == "90" else set()), case
+                found = families - {"sm90.sdpa_decode_fp8"}
+                assert found == ({"sm90.sdpa_forward_fp8"} if cc == "90" else set()), case
             else:
                 direction = "backward" if case.gradient else "forward"
                 assert f"sm80.sdpa_{direction}" in families, case

@@ -118,11 +118,13 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
         scores: Scores,
         *,
         page_size: int | None,
+        **options,
     ):
         super().__init__(
             *(head_dims, tile, stages, element_type, scores),
             longest_first=False,
             page_size=page_size,
+            **options,
         )
         self.output_memory = "none"  # it is not staged
         #: Of a row of a part: the log-sum-exp, then the largest score if it is asked for.
@@ -178,7 +180,7 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
 
     def _parts(self, tiles: Int32, rows: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
         """That each tile of some rows is cut into, which has so many blocks of keys."""
-        return parts_of(tiles, blocks, multiprocessors)
+        return parts_of(tiles, blocks, multiprocessors * self.resident)
 
     def _work(self, tiles: DecodeTiles, tile: Int32, values: Values, mQ, mK) -> Work:
         return self._part_of(tiles, tile, values, mQ, mK)
@@ -276,15 +278,15 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
     def _load_queries(self, thread, mQ, sQ, work: Work, tiles: DecodeTiles):
         """Its share of a tile's rows by each group. Rows behind the last are that one again."""
         lane, consumer = thread % GROUP, thread // GROUP
-        vector = 128 // self.element_type.width
-        across = SLAB // vector
+        vector, columns = 128 // self.element_type.width, self._slab(self.head_dim)
+        across = columns // vector
         atom = cute.make_copy_atom(
             cute.nvgpu.CopyUniversalOp(), self.element_type, num_bits_per_copy=128
         )
         threads = cute.make_ordered_layout((GROUP // across, across), order=(1, 0))
         copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vector)))
         copy = copy.get_slice(lane)
-        place, slabs = work.place, self.head_dim // SLAB
+        place, slabs = work.place, self.head_dim // columns
         rows = self.tile_m // self.consumers
         at_once = rows * across // GROUP
         # All loads before the first of them is waited for.
@@ -295,13 +297,13 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
             query, head = query_and_head(place, row - place.query, tiles)
             source = mQ[query, None, head, place.batch]
             for slab in cutlass.range_constexpr(slabs):
-                column = slab * SLAB + lane % across * vector
+                column = slab * columns + lane % across * vector
                 column = cutlass.min(column, mQ.shape[1] - vector)
                 _load(source, column, loaded[None, i, slab])
         for slab in cutlass.range_constexpr(slabs):
-            target = cute.local_tile(sQ, (rows, SLAB, 1), (consumer, slab, 0))
+            target = cute.local_tile(sQ, (rows, columns, 1), (consumer, slab, 0))
             tQsQ = copy.partition_D(target[None, None, 0])
-            exists = slab * SLAB + lane % across * vector < mQ.shape[1]
+            exists = slab * columns + lane % across * vector < mQ.shape[1]
             for i in cutlass.range_constexpr(at_once):
                 fragment = cute.make_rmem_tensor(vector, self.element_type)
                 for j in cutlass.range_constexpr(vector):
@@ -359,7 +361,8 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
                 done = _either(tiles.parts == 1, done, finished(softmax, i, None))
             done = where_seen(exists, done)
             if work.place.query + local < tiles.rows:
-                scale = select(exists, done.factor, Float32(0.0))
+                factor = self._factor(done.factor, values, work.place, tiles)
+                scale = select(exists, factor, Float32(0.0))
                 if tiles.parts > 1:
                     _store_row(outputs, i, scale, exists, part[local, None], first, thread)
                     if self._tells(consumer, thread):
@@ -437,8 +440,8 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
         exists = (total != 0.0) & (query < work.sequence.queries)
         scale = select(exists, factor / total, Float32(0.0))
         if column < mO.shape[1]:
-            rounded = cute.make_rmem_tensor(cute.size(added.values), self.element_type)
-            rounded.store((added.values.load() * scale).to(self.element_type))
+            rounded = cute.make_rmem_tensor(cute.size(added.values), self.output_type)
+            rounded.store((added.values.load() * scale).to(self.output_type))
             store(rounded, mO[query, None, head, work.place.batch], column)
         lse = log_sum_exp(Sum(added.values, largest, total))
         score_max, score_sum_exp = Float32(0.0), Float32(0.0)

@@ -27,7 +27,13 @@ _SMALL = 2048  # bytes of shared memory for barriers, and to align what is large
 _SLACK = 8.0  # exponent of 2: powers so large are rounded to 16 bits like others
 
 #: (producer, each consumer), by consumers of a block and blocks of a multiprocessor.
-_REGISTERS = {(1, 1): None, (2, 1): (24, 240), (3, 1): (32, 160), (1, 3): (24, 136)}
+_REGISTERS = {
+    (1, 1): None,
+    (2, 1): (24, 240),
+    (3, 1): (32, 160),
+    (1, 2): (40, 216),
+    (1, 3): (24, 136),
+}
 
 
 class SdpaForward(ForwardConsumer):
@@ -90,6 +96,7 @@ class SdpaForward(ForwardConsumer):
         self.stages = stages
         self.element_type = element_type
         self.output_type = output_type or element_type
+        self.powers_type = element_type  # as operand of the second product
         self.scores = scores
         self.searches = are_searched(scores.block_shape, tile)
         self.longest_first = longest_first

@@ -47,7 +47,7 @@ class ForwardConsumer(SdpaOutput):
         """One group: 64 queries of every tile of this block."""
         values = Values(self.scores.names, operands)
         thread = cute.arch.thread_idx()[0] - GROUP
-        fragments, registers, local = self._parts_of_products(consumer, thread, sQ, sK, sV)
+        fragments, registers, local = self._parts_of_products(consumer, thread, sQ, sK, sV, sO)
         states = tuple(
             pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
             for stages in (1, self.stages, self.stages)
@@ -66,7 +66,7 @@ class ForwardConsumer(SdpaOutput):
             tile = receive(queue, sTiles, received)
             received.advance()
 
-    def _parts_of_products(self, consumer, thread, sQ, sK, sV) -> tuple:
+    def _parts_of_products(self, consumer, thread, sQ, sK, sV, sO) -> tuple:
         """Of this group: (fragments of Q, K and V), (registers of scores, powers and O), and where
         its scores stand in a tile."""
         mma_qk, mma_pv = self._mma_qk(), self._mma_pv()
@@ -78,7 +78,7 @@ class ForwardConsumer(SdpaOutput):
         tOrO = cute.make_rmem_tensor(
             mma_pv.partition_shape_C((self.tile_m, self.head_dim_v)), Float32
         )
-        tOrP = cute.make_rmem_tensor(cute.size(tSrS), self.element_type)
+        tOrP = cute.make_rmem_tensor(cute.size(tSrS), self.powers_type)
         identity = cute.make_identity_tensor((self.tile_m, self.tile_n))
         local = rows_and_columns(mma_qk.get_slice(thread).partition_C(identity))
         return (tCrQ, tCrK, tCrV), (tSrS, tOrP, tOrO), local
@@ -151,16 +151,11 @@ class ForwardConsumer(SdpaOutput):
             k_state, v_state = inner
             if const_expr(self.output_memory != "queries"):
                 self._release_queries(pipeline_q, q_state)
-            pipeline_v.consumer_wait(v_state)
+            values_of = self._await_values(tCrV, pipeline_v, v_state)
             if const_expr(self.scaling != "at_once"):
                 self._scale(tOrO, factors)
-            multiply(
-                self._mma_pv(),
-                tOrO,
-                self._operand(tOrP, tSrS),
-                tCrV[None, None, None, v_state.index],
-                fresh=False,
-            )
+            powers = self._operand(tOrP, tSrS)
+            multiply(self._mma_pv(), tOrO, powers, values_of, fresh=False)
             warpgroup.wait_group(0)
             pipeline_v.consumer_release(v_state)
             v_state.advance()
@@ -245,14 +240,9 @@ class ForwardConsumer(SdpaOutput):
         multiply(self._mma_qk(), tSrS, tCrQ, tCrK[None, None, None, k_state.index], fresh=True)
         if const_expr(self.scaling != "at_once"):
             self._scale(tOrO, factors)
-        pipeline_v.consumer_wait(v_state)
-        multiply(
-            self._mma_pv(),
-            tOrO,
-            self._operand(tOrP, tSrS),
-            tCrV[None, None, None, v_state.index],
-            fresh=False,
-        )
+        values_of = self._await_values(tCrV, pipeline_v, v_state)
+        powers = self._operand(tOrP, tSrS)
+        multiply(self._mma_pv(), tOrO, powers, values_of, fresh=False)
         self._pass_turn(consumer)
         warpgroup.wait_group(1)
         pipeline_k.consumer_release(k_state)
@@ -266,6 +256,11 @@ class ForwardConsumer(SdpaOutput):
         k_state.advance()
         v_state.advance()
         return k_state, v_state
+
+    def _await_values(self, tCrV, pipeline_v, state) -> cute.Tensor:
+        """Of a block of keys."""
+        pipeline_v.consumer_wait(state)
+        return tCrV[None, None, None, state.index]
 
     @cute.jit
     def _scale(self, tOrO, factors):
@@ -308,7 +303,7 @@ class ForwardConsumer(SdpaOutput):
         for first in range(0, cute.size(tSrS), _PIECE):
             powers = cute.make_tensor(tSrS.iterator + first, cute.make_layout(_PIECE))
             rounded = cute.make_tensor(tOrP.iterator + first, cute.make_layout(_PIECE))
-            rounded.store(powers.load().to(self.element_type))
+            rounded.store(powers.load().to(self.powers_type))
 
     def _operand(self, tOrP: cute.Tensor, tSrS: cute.Tensor) -> cute.Tensor:
         """Accumulators, rounded, as the first operand of the next product: 16 of their columns are

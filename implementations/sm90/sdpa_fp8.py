@@ -45,28 +45,53 @@ class Fp8Tiles(Tiles):
     group: Int32
 
 
-def _descale_of_products(values: Values, place: Place | Tile, tiles: Fp8Tiles) -> Float32:
-    return _descale(values, "descale_q", place, tiles) * _descale(values, "descale_k", place, tiles)
+class Descaled:
+    """A part of a kernel: "descale_q", "descale_k", "descale_v" of the scores' names are what Q, K
+    and V are multiplied with, one number, or one per sequence and head of keys."""
+
+    def _key_head(self, place: Place | Tile, tiles: Tiles) -> Int32:
+        """Whose keys a place or tile sees."""
+        return place.head // tiles.group
+
+    def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool | Hidden) -> None:
+        if not self.scores.plain:
+            descale = self._descale_of_products(values, tile, tiles)
+            rows, columns = tile.extents
+            for row in range(rows):
+                for column in range(columns):
+                    tile.values[row, column] = tile.values[row, column] * descale
+        super()._score(tile, sequence, values, tiles, hidden)
+
+    def _multiplier(self, values: Values, place: Place, tiles: Tiles) -> Float32:
+        found = super()._multiplier(values, place, tiles)
+        if not self.scores.plain:
+            return found
+        # 0 times the -inf of what is hidden would be no number.
+        found = found * self._descale_of_products(values, place, tiles)
+        return cute.arch.fmax(found, Float32(_LEAST), nan=True)
+
+    def _factor(self, factor: Float32, values: Values, place: Place, tiles: Tiles) -> Float32:
+        return factor * self._descale(values, "descale_v", place, tiles)
+
+    def _descale_of_products(self, values: Values, place: Place | Tile, tiles: Tiles) -> Float32:
+        of_queries = self._descale(values, "descale_q", place, tiles)
+        return of_queries * self._descale(values, "descale_k", place, tiles)
+
+    def _descale(self, values: Values, name: str, place: Place | Tile, tiles: Tiles) -> Float32:
+        tensor = values[name]
+        if tensor is None:
+            return Float32(1.0)
+        if not tensor.shape:
+            return Float32(tensor[()])
+        return Float32(tensor[place.batch, self._key_head(place, tiles)])
 
 
-def _descale(values: Values, name: str, place: Place | Tile, tiles: Fp8Tiles) -> Float32:
-    tensor = values[name]
-    if tensor is None:
-        return Float32(1.0)
-    if not tensor.shape:
-        return Float32(tensor[()])
-    return Float32(tensor[place.batch, place.head // tiles.group])
-
-
-class SdpaForwardFp8(PagedKeys, SdpaForward):
+class SdpaForwardFp8(Descaled, PagedKeys, SdpaForward):
     """The same of 8-bit floats: wgmma reads V along its keys, so a kernel before writes Vᵀ to the
     workspace. P is as large as its type takes: the largest of a row is 256.
 
     K and V may be pages: (pages, H_kv, page_size, D), page `page_table[b, i]` has keys
     i · page_size and following of sequence b. Vᵀ is not.
-
-    "descale_q", "descale_k", "descale_v" of the scores' names: what Q, K and V are multiplied with,
-    one number, or one per sequence and head of keys.
     """
 
     largest_power = 8.0
@@ -148,26 +173,6 @@ class SdpaForwardFp8(PagedKeys, SdpaForward):
 
     def _clear_behind(self, thread, sV, block, sequence, pipeline_v, v_state) -> None:
         """Vᵀ is clear there."""
-
-    def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool | Hidden) -> None:
-        if not self.scores.plain:
-            descale = _descale_of_products(values, tile, tiles)
-            rows, columns = tile.extents
-            for row in range(rows):
-                for column in range(columns):
-                    tile.values[row, column] = tile.values[row, column] * descale
-        super()._score(tile, sequence, values, tiles, hidden)
-
-    def _multiplier(self, values: Values, place: Place, tiles: Tiles) -> Float32:
-        found = super()._multiplier(values, place, tiles)
-        if not self.scores.plain:
-            return found
-        # 0 times the -inf of what is hidden would be no number.
-        found = found * _descale_of_products(values, place, tiles)
-        return cute.arch.fmax(found, Float32(_LEAST), nan=True)
-
-    def _factor(self, factor: Float32, values: Values, place: Place, tiles: Tiles) -> Float32:
-        return factor * _descale(values, "descale_v", place, tiles)
 
 
 class ValuesAcross:

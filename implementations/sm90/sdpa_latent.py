@@ -100,7 +100,7 @@ class SdpaLatent(SdpaDecode):
     def _mma_pv_of_other(self) -> cute.TiledMma:
         return self._mma(self.own_columns, OperandMajorMode.MN, OperandSource.SMEM)
 
-    def _parts_of_products(self, consumer, thread, sQ, sK, sV) -> tuple:
+    def _parts_of_products(self, consumer, thread, sQ, sK, sV, sO) -> tuple:
         mma_qk, mma_pv = self._mma_qk(), self._mma_pv()
         group_qk, group_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
         columns = (self.own_columns, self.tile_n, self.stages)

@@ -268,6 +268,19 @@ class Sm90SdpaForward(Sm90Sdpa):
         return model.seconds(args, self._design)
 
 
+OPERANDS_FP8 = (
+    Operands(
+        Q="e4m3",
+        K="e4m3",
+        V="e4m3",
+        out="f16 | bf16",
+        accumulator="f32",
+        majors="Q:d K:d V:e out:e",
+        alignments=(_ALIGNED,),
+        why_aligned=WHY_ALIGNED,
+    ),
+)
+
 _FP8_TILES = {
     (64, 64): ((192, 128), (128, 128)),
     (128, 128): ((128, 128), (128, 160), (128, 192), (128, 224)),
@@ -286,18 +299,7 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
     """Attention of 8-bit floats for Hopper: a kernel before turns V over."""
 
     family: ClassVar[str] = "sm90.sdpa_forward_fp8"
-    operands = (
-        Operands(
-            Q="e4m3",
-            K="e4m3",
-            V="e4m3",
-            out="f16 | bf16",
-            accumulator="f32",
-            majors="Q:d K:d V:e out:e",
-            alignments=(_ALIGNED,),
-            why_aligned=WHY_ALIGNED,
-        ),
-    )
+    operands = OPERANDS_FP8
     space = Space(
         *(
             AttentionDesign(tile, room, _STAGES)

@@ -11,7 +11,7 @@ from kernel_api.arguments import SdpaArguments
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.sdpa import model
 from kernel_api.providers.cutedsl.sdpa.base import AttentionDesign, least_room
-from kernel_api.providers.cutedsl.sdpa.sm90 import Sm90Sdpa, pages_fit
+from kernel_api.providers.cutedsl.sdpa.sm90 import OPERANDS_FP8, Sm90Sdpa, pages_fit
 from kernel_api.space import Miss, Space, rule
 
 
@@ -54,11 +54,16 @@ _ROOMS = tuple(design.head_dim for design in (*_FEW_QUERIES, _LATENT))
 _MOST_ROWS = 256
 
 
+@rule("queries of all heads that share one of keys are 256 at most")
+def few_rows(args: SdpaArguments) -> bool | Miss:
+    rows = args.S_q * args.H // args.H_kv
+    return rows <= _MOST_ROWS or Miss(f"they are {rows}")
+
+
 class Sm90FewQueries(Sm90Sdpa):
     """What the families share."""
 
     design = DecodeDesign
-    takes_least = least_room(sorted(_ROOMS))
     takes_pages = pages_fit
 
     @rule("sequences are not packed")
@@ -96,11 +101,9 @@ class Sm90SdpaDecode(Sm90FewQueries):
 
     family: ClassVar[str] = "sm90.sdpa_decode"
     space = Space(*_FEW_QUERIES)
+    takes_least = least_room(sorted(_ROOMS))
 
-    @rule("queries of all heads that share one of keys are 256 at most")
-    def _(args: SdpaArguments) -> bool | Miss:
-        rows = args.S_q * args.H // args.H_kv
-        return rows <= _MOST_ROWS or Miss(f"they are {rows}")
+    has_few_rows = few_rows
 
     def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
         from kernel_api.implementations.sm90.sdpa_decode import SdpaDecode
@@ -119,6 +122,58 @@ class Sm90SdpaDecode(Sm90FewQueries):
         return model.decode_seconds(args, self._design)
 
 
+@dataclass(frozen=True)
+class DecodeFp8Design(DecodeDesign):
+    """The same of 8-bit floats.
+
+    Attributes:
+        resident: Blocks that share a multiprocessor.
+    """
+
+    resident: int = 1
+
+    def label(self) -> str:
+        return super().label() + ("" if self.resident == 1 else f"_resident{self.resident}")
+
+
+#: Of wide tiles for few of them, and of blocks that share a multiprocessor for more than there are
+#: multiprocessors: while one begins a tile, the other reads.
+_FEW_QUERIES_FP8 = (
+    DecodeFp8Design((64, 64), (64, 64), 8, resident=2),
+    DecodeFp8Design((64, 64), (128, 128), 4, resident=2),
+    DecodeFp8Design((64, 128), (128, 128), 4),
+    DecodeFp8Design((64, 64), (256, 256), 3),
+)
+
+
+@CuTeDSLProvider.register
+class Sm90SdpaDecodeFp8(Sm90FewQueries):
+    """Attention of few queries to many keys of 8-bit floats for Hopper."""
+
+    family: ClassVar[str] = "sm90.sdpa_decode_fp8"
+    operands = OPERANDS_FP8
+    design = DecodeFp8Design
+    space = Space(*_FEW_QUERIES_FP8)
+    takes_least = least_room(sorted(design.head_dim for design in _FEW_QUERIES_FP8))
+    has_few_rows = few_rows
+
+    def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
+        from kernel_api.implementations.sm90.sdpa_decode_fp8 import SdpaDecodeFp8
+
+        out = self.metadata.operands.tensors["out"]
+        assert out.dtype is not None
+        found: Callable[..., None] = SdpaDecodeFp8(
+            *self._design_values(scores),
+            page_size=page_size,
+            output_type=out.dtype.cutlass,
+            resident=self._design.resident,
+        )
+        return found
+
+    def predict(self, args: SdpaArguments) -> float:
+        return model.decode_fp8_seconds(args, self._design)
+
+
 @CuTeDSLProvider.register
 class Sm90SdpaLatent(Sm90FewQueries):
     """The same where V is the first columns of K, as in multi-head latent attention: both are read
@@ -126,6 +181,7 @@ class Sm90SdpaLatent(Sm90FewQueries):
 
     family: ClassVar[str] = "sm90.sdpa_latent"
     space = Space(_LATENT)
+    takes_least = least_room(sorted(_ROOMS))
 
     @rule("values are the first columns of keys")
     def _(args: SdpaArguments) -> bool | Miss:

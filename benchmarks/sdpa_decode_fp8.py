@@ -1,0 +1,110 @@
+"""Suite sdpa-decode-fp8: one query per sequence and many keys of 8-bit floats.
+
+    python benchmarks/sdpa_decode_fp8.py [--quick] [--candidates N | --all] [--seconds S]
+
+As suite sdpa-decode, of e4m3 with a scale per sequence and head of keys, so a copy has half as many
+bytes. torch has no such attention: the peer is that of bfloat16, on as many keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import attention
+import sdpa_decode
+import torch
+from sdpa_forward import by_torch
+
+import kernel_api as ka
+
+E4M3 = torch.float8_e4m3fn
+BATCHES = (1, 4, 16, 64)
+LENGTHS = (1 << 10, 1 << 12, 1 << 14, 1 << 16)
+
+
+@dataclass(frozen=True)
+class Problem(sdpa_decode.Problem):
+    """One query of each sequence, and S keys, of 8 bits."""
+
+    @property
+    def label(self) -> str:
+        return super().label.replace("decode", "decode e4m3")
+
+    @property
+    def bytes(self) -> int:
+        return super().bytes // 2
+
+    def arguments(self, device: str) -> Any:
+        args = super().arguments(device)
+        Q, K, V, out = args.tensors
+        scale = functools.partial(torch.rand, (self.B, self.H_kv), device=device)
+        names = ("descale_q", "descale_k", "descale_v")
+        given = {name: 0.5 + scale() for name in names}
+        for name in ("page_table", "seq_lens_kv"):
+            if name in args.further:
+                given[name] = args.further[name].tensor
+        return ka.SdpaArguments(*(one.to(E4M3) for one in (Q, K, V)), out, **given)
+
+    def peers(self) -> dict[str, attention.Peer]:
+        return {"torch, bfloat16": _Wide(self)}
+
+    def parts(self, args: Any) -> Iterator[Any]:
+        group = self.H // self.H_kv
+        Q, K, V, out = args.tensors
+        for b, h_kv in self.ends(self.H_kv):
+            of_queries = (b, slice(h_kv * group, (h_kv + 1) * group))
+            heads, further = slice(h_kv, h_kv + 1), args.launch_values
+            given = {n: further[n][b] for n in ("page_table", "seq_lens_kv") if n in further}
+            of_keys = (slice(None) if given else b, heads)
+            scales = {n: further[n][b, heads] for n in further if n.startswith("descale")}
+            operands = Q[of_queries], K[of_keys], V[of_keys], out[of_queries]
+            yield ka.SdpaArguments(*operands, **given, **scales)
+
+
+class _Wide:
+    """torch's function on as much in bfloat16, side by side."""
+
+    comparable = False
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def __call__(self, args: Any) -> Callable[[], Any]:
+        one = self._problem
+        shape = (one.B, one.H_kv, one.S, one.D)
+        Q, K, V, out = args.tensors
+        K, V = (tensor.to(torch.bfloat16).view(shape) for tensor in (K, V))
+        return by_torch(ka.SdpaArguments(Q.to(torch.bfloat16), K, V, out), sdpa_decode.BACKENDS)
+
+
+def problems(batches: Sequence[int], lengths: Sequence[int]) -> Iterator[Problem]:
+    for page_size in (0, sdpa_decode.PAGE):
+        for B in batches:
+            for S in lengths:
+                one = Problem(
+                    B, sdpa_decode.HEADS, sdpa_decode.HEADS_KV, S, sdpa_decode.D,
+                    page_size=page_size,
+                )  # fmt: skip
+                if one.bytes <= sdpa_decode.MOST_BYTES // 4:
+                    yield one
+
+
+SUITE = attention.Suite(
+    "sdpa-decode-fp8",
+    problems=tuple(problems(BATCHES, LENGTHS)),
+    quick=tuple(problems((1, 16), (1 << 14,))),
+    report=sdpa_decode.report,
+    policy="graph",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return attention.run(SUITE, __doc__, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Attention of few queries to 8-bit floats for Hopper is right: its PTX runs in the emulator.
+
+With KERNEL_API_EMULATE in the environment every case runs, else those in front.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from support.ptx.kernel import EmulatedKernel
+from support.sdpa_cases import on_meta
+from support.sdpa_fp8 import fp8_arguments, paged_fp8_arguments
+
+import kernel_api as ka
+from kernel_api import masks
+from kernel_api.verification import FACTOR_REORDERED, conduct, judge
+
+pytestmark = pytest.mark.compile
+
+FAMILY = "sm90.sdpa_decode_fp8"
+END = masks.Causal("bottom_right")
+EVERY = ("lse", "score_max", "score_sum_exp")
+
+#: Of `paged_fp8_arguments` where there is a size of pages: B, H, H_kv, S_q, D; else S_kv in front
+#: of D.
+CASES = {
+    "pages, several queries": {
+        "sizes": (2, 8, 2, 3, 128), "lengths": (300, 130), "size": 16, "mask": END,
+    },
+    "padded, all statistics": {
+        "sizes": (2, 8, 1, 2, 400, 64), "lengths": (391, 0), "statistics": EVERY,
+    },
+    "one block": {"sizes": (1, 16, 2, 1, 30, 128)},
+    "two tiles": {"sizes": (1, 40, 1, 2, 200, 128), "softcap": 5.0},
+    "256 columns": {"sizes": (2, 4, 2, 1, 300, 256), "lengths": (300, 77)},
+    "80 of 128 columns": {"sizes": (1, 8, 2, 1, 260, 80), "mask": masks.SlidingWindow(90, 0)},
+    "large pages, no keys": {"sizes": (3, 8, 2, 1, 64), "lengths": (300, 0, 64), "size": 256},
+    "no descales of one": {"sizes": (2, 8, 2, 1, 70, 64), "descale_q": None},
+}  # fmt: skip
+CHOSEN = [*CASES] if os.environ.get("KERNEL_API_EMULATE") else [*CASES][:2]
+
+
+def arguments(name):
+    given = dict(CASES[name])
+    return paged_fp8_arguments(**given) if "size" in given else fp8_arguments(**given)
+
+
+def check(args, multiprocessors=12):
+    offered = ka.get_kernels(on_meta(args), cc="sm_90a", providers=["cutedsl"])
+    (kernel,) = [one for one in offered if one.family == FAMILY]
+    compiled = EmulatedKernel.compile(kernel, args)
+    broken = conduct(args, lambda: compiled.run(args, multiprocessors=multiprocessors))
+    assert broken is None, broken
+    verdict = judge(args, FACTOR_REORDERED)
+    assert verdict, verdict
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_few_queries_attend_to_8_bits(name):
+    check(arguments(name))
+
+
+def test_a_scale_of_zero_leaves_what_is_hidden_hidden():
+    args = arguments("padded, all statistics")
+    args.further["descale_k"].tensor[0] = 0.0
+    check(args)
