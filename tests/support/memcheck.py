@@ -90,6 +90,12 @@ def attention(S_q: int, S_kv: int, element: torch.dtype = BF16, **options: Any) 
     )
 
 
+def latent_vectors() -> Any:
+    B, H, S_kv, D, D_v = 2, 20, 1001, 576, 512
+    K, out = empty(B, 1, S_kv, D), empty(B, H, 1, D_v)
+    return ka.SdpaArguments(empty(B, H, 1, D), K, K[..., :D_v], out, empty(B, H, 1, element=F32))
+
+
 def gradients() -> Any:
     args = attention(133, 197, mask=masks.Causal())
     given = {name: empty(*one.shape) for name, one in zip("QKV", args.operands, strict=False)}
@@ -171,6 +177,8 @@ PROBLEMS: dict[str, Callable[[], Any]] = {
     "attention": lambda: attention(133, 197, mask=masks.Causal()),
     "attention of 8 bits": lambda: attention(133, 197, F8),
     "few queries": lambda: attention(3, 1001),
+    "few queries to 8 bits": lambda: attention(3, 1001, F8),
+    "few queries to latent vectors": latent_vectors,
     "gradients of attention": gradients,
     "norm": norm,
     "norm and transform": lambda: ka.RmsNormArguments(
