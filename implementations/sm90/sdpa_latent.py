@@ -22,7 +22,7 @@ from .sdpa_loads import tma_pipeline
 from .sdpa_output import OWN
 from .sdpa_pages import REGISTERS_FOR_PAGES
 from .sdpa_tiles import Work
-from .sdpa_workspace import MOST_PARTS
+from .sdpa_workspace import MOST_LATENT_PARTS
 
 _GROUPS = 2  # of consumers
 _READY = 1  # named barriers: powers of a block are there, one per group from this one on
@@ -33,7 +33,7 @@ _WGMMA_K = 16
 #: What takes as long as a row of a part that is written and added up: a block of keys, how a tile
 #: begins in blocks of keys, and a round of the sums. Measured on an H100.
 _BLOCK, _BEGIN, _ROUND = 1600, 1, 600
-_WAVES = 4  # of blocks, at most, that parts are made for
+_WAVES = 2  # of blocks, at most, that parts are made for
 
 
 class Exchange(NamedTuple):
@@ -499,7 +499,7 @@ class SdpaLatent(SdpaDecode):
     def _parts(self, tiles: Int32, rows: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
         """The number that costs least, of all that are blocks of one wave or of few."""
         rows = cutlass.min(rows, self.tile_m)
-        most = cutlass.min(_WAVES * multiprocessors, Int32(MOST_PARTS)) // tiles
+        most = cutlass.min(_WAVES * multiprocessors, Int32(MOST_LATENT_PARTS)) // tiles
         best, least = Int32(1), Int32(2**31 - 1)
         for parts in cutlass.range(1, cutlass.max(cutlass.min(most, blocks), 1) + 1, unroll=1):
             waves = cute.ceil_div(tiles * parts, multiprocessors)

@@ -2,6 +2,7 @@
 
 MOST_NUMBERS = 2  # of a row of a part: the logarithm of its sum, and the largest score
 MOST_PARTS = 640  # of the keys of all tiles together, where there are several of a tile
+MOST_LATENT_PARTS = 288  # the same of latent vectors, whose parts are large
 PERMUTED = 16  # keys that change places, see `ValuesAcross`
 
 _FLOAT_BYTES = 4

@@ -85,7 +85,13 @@ class Sm90FewQueries(Sm90Sdpa):
 
         rows, columns = self._design.tile_shape[0], self._design.head_dim[1]
         part = sdpa_workspace.part_bytes(rows, columns, sdpa_workspace.MOST_NUMBERS)
-        return int(ZEROED + sdpa_workspace.MOST_PARTS * part)
+        return int(ZEROED + self._most_parts() * part)
+
+    def _most_parts(self) -> int:
+        """Of all tiles together."""
+        from kernel_api.implementations.sm90.sdpa_workspace import MOST_PARTS
+
+        return MOST_PARTS
 
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
         return self._built(self.scores(args), page_size=args.page_size)
@@ -197,6 +203,11 @@ class Sm90SdpaLatent(Sm90FewQueries):
 
         found: Callable[..., None] = SdpaLatent(*self._design_values(scores), page_size=page_size)
         return found
+
+    def _most_parts(self) -> int:
+        from kernel_api.implementations.sm90.sdpa_workspace import MOST_LATENT_PARTS
+
+        return MOST_LATENT_PARTS
 
     def predict(self, args: SdpaArguments) -> float:
         return model.latent_seconds(args, self._design)
