@@ -91,7 +91,7 @@ class Sm90FewQueries(Sm90Sdpa):
         """Of all tiles together."""
         from kernel_api.implementations.sm90.sdpa_workspace import MOST_PARTS
 
-        return MOST_PARTS
+        return int(MOST_PARTS)
 
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
         return self._built(self.scores(args), page_size=args.page_size)
@@ -207,7 +207,7 @@ class Sm90SdpaLatent(Sm90FewQueries):
     def _most_parts(self) -> int:
         from kernel_api.implementations.sm90.sdpa_workspace import MOST_LATENT_PARTS
 
-        return MOST_LATENT_PARTS
+        return int(MOST_LATENT_PARTS)
 
     def predict(self, args: SdpaArguments) -> float:
         return model.latent_seconds(args, self._design)
