@@ -25,6 +25,7 @@ from .sdpa_tiles import Work
 from .sdpa_workspace import MOST_LATENT_PARTS
 
 _GROUPS = 2  # of consumers
+_REGISTERS_FOR_PLACES = (24, 240)  # producer, and each consumer: it has where scores stand
 _READY = 1  # named barriers: powers of a block are there, one per group from this one on
 _VECTOR = 4  # columns of parts, by a thread
 _FEW_PARTS = 4
@@ -84,6 +85,10 @@ class SdpaLatent(SdpaDecode):
         self.consumers = _GROUPS
         self.threads = GROUP * (1 + _GROUPS)
         self.registers = REGISTERS_FOR_PAGES
+        functions = self.scores.functions
+        places = functions.score is not None or functions.visible is not None
+        if self.page_size is None and (places or "bias" in self.scores.names):
+            self.registers = _REGISTERS_FOR_PLACES
         self.own_columns = self.head_dim_v // _GROUPS
 
     # What a group has of a tile ----------------------------------------------------------
