@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from support.sass import sass
@@ -133,6 +134,17 @@ def test_a_prepared_launch_refuses_values_that_lie_apart():
         launch(Q, K, V.clone(), out)
     with pytest.raises(ArgumentError, match="V lies apart from K"):
         launch(Q, K.clone(), V, out)
+
+
+def test_a_prepared_launch_looks_where_arrays_of_numpy_lie():
+    Q, K, out = (one.float().numpy() for one in operands())
+    args = ka.SdpaArguments(Q, K, K[..., :512], out)
+    launch = ka.get_kernels(args, providers=["reference"])[0].prepare(args)
+    out[:] = NAN
+    launch(Q, K, K[..., :512], out)
+    assert np.isfinite(out).all()
+    with pytest.raises(ArgumentError, match="V lies apart from K"):
+        launch(Q, K, K[..., :512].copy(), out)
 
 
 def test_an_op_that_was_called_before_looks_where_values_lie():

@@ -445,6 +445,8 @@ def are_in_keys(K: Operand, V: Operand) -> bool:
 
 def _begin_together(K: Any, V: Any) -> bool:
     """The same of tensors whose extents are known to fit."""
+    if not (hasattr(K, "data_ptr") and hasattr(V, "data_ptr")):  # arrays of other libraries
+        K, V = as_torch(K, "K"), as_torch(V, "V")
     return bool(K.data_ptr() == V.data_ptr() and K.stride() == V.stride())
 
 
