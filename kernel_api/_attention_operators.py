@@ -25,12 +25,14 @@ from kernel_api.arguments import SdpaBackwardArguments
 from kernel_api.arguments._attention_checks import instance_of
 from kernel_api.arguments.attention import operands_of_score, score_of, values_of_functions
 from kernel_api.arguments.dropout import Dropout
+from kernel_api.arguments.sdpa import columns_in_keys
 from kernel_api.errors import ArgumentError
-from kernel_api.operands import Operand, becomes_node
+from kernel_api.operands import Operand, as_torch, becomes_node
 
 _Options = dict[str, Any]
 
 _BESIDE_LSE = ("score_max", "score_sum_exp")
+_WITHIN = "values_in_keys"
 _Sdpa: Any = results_type("sdpa", ("out", "lse"))
 _SdpaStatistics: Any = results_type("sdpa", ("out", "lse", *_BESIDE_LSE))
 _WITHOUT_GRADIENT = ("alibi", "page_table", "descale_q", "descale_k", "descale_v")
@@ -46,6 +48,8 @@ def sdpa(Q: Any, K: Any, V: Any, out: Any, lse: Any, return_lse: bool, options: 
     """See :func:`kernel_api.ops.sdpa`."""
     wants_lse = return_lse or lse is True
     lse = None if isinstance(lse, bool) else lse
+    if _WITHIN in options:
+        V, options = _values_of(K, V, options)
     learns = torch.is_grad_enabled()
     if learns:
         _check_operands(options)
@@ -60,6 +64,19 @@ def sdpa(Q: Any, K: Any, V: Any, out: Any, lse: Any, return_lse: bool, options: 
     else:
         found = forward(Q, K, V, out, lse, wants_lse, options)
     return _Sdpa(*found) if return_lse else found[0]
+
+
+def _values_of(K: Any, V: Any, options: _Options) -> tuple[Any, _Options]:
+    """V and the other options, where values are said to be columns of K: as such they are given,
+    and gradients of K are those of both."""
+    said = options[_WITHIN]
+    if said is not None and not whether(_WITHIN, said):
+        return V, options  # for arguments, which a node of a graph has none of
+    rest = {name: one for name, one in options.items() if name != _WITHIN}
+    if said is None:
+        return V, rest
+    K, V = as_torch(K, "K"), as_torch(V, "V")
+    return K[..., : columns_in_keys(K, V)], rest
 
 
 def sdpa_with_statistics(Q: Any, K: Any, V: Any, out: Any, lse: Any, options: _Options) -> Any:
@@ -146,7 +163,8 @@ def _present(**values: Any) -> _Options:
 
 def _kept(options: _Options) -> _Options:
     """The options of the backward pass, whose dropout is that of now."""
-    options = {name: one for name, one in options.items() if name not in _BESIDE_LSE}
+    forward_alone = (*_BESIDE_LSE, _WITHIN)
+    options = {name: one for name, one in options.items() if name not in forward_alone}
     dropout = options.get("dropout")
     if dropout is None or not dropout.tensors:
         return options
@@ -368,8 +386,9 @@ def _packed(options: _Options) -> list[Any]:
     if _is_outside(options):
         raise ArgumentError(f"{_WHY}; call it outside of torch.export")
     known = {name: options[name] for name in _NAMES if name in options}
+    others = ("mask", "dropout", "score_mod", "score_operands", *_BESIDE_LSE, _WITHIN)
     for name in options:
-        if name not in (*_NAMES, "mask", "dropout", "score_mod", "score_operands", *_BESIDE_LSE):
+        if name not in (*_NAMES, *others):
             raise TypeError(f"sdpa got an unexpected keyword argument {name!r}")
     mask, dropout = options.get("mask"), options.get("dropout")
     known["padding"] = False

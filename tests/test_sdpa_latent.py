@@ -158,6 +158,43 @@ def test_an_op_that_was_called_before_looks_where_values_lie():
             torch.testing.assert_close(ka.ops.sdpa(Q, K, V).float(), expected, atol=0.02, rtol=0.02)
 
 
+# Gradients and graphs --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", [None, True, False])
+@pytest.mark.parametrize("graph", [False, True])
+def test_keys_that_are_values_have_gradients_as_both(graph, said):
+    torch._dynamo.reset()
+    draw = Draw(2, 4, 1, 3, 7, 24, 16)
+    given = [draw.queries().requires_grad_(), draw.keys().requires_grad_()]
+    elsewhere = torch.full((2, 1, 7, 16), NAN, dtype=torch.float64, requires_grad=True)
+
+    def function(q, k):
+        if said is None:
+            return ka.nn.attention(q, k, k[..., :16])
+        v = elsewhere if said else k[..., :16]
+        return ka.ops.sdpa(q, k, v, values_in_keys=said)
+
+    called = torch.compile(function, backend="aot_eager", fullgraph=True) if graph else function
+    found = called(*given)
+    Q, K = given
+    expected = torch.softmax(Q @ K.mT * 24**-0.5, -1) @ K[..., :16]
+    torch.testing.assert_close(found, expected)
+    dO = draw.results()
+    gradients = (torch.autograd.grad(one, given, dO) for one in (found, expected))
+    torch.testing.assert_close(*gradients)
+    with torch.no_grad():
+        torch.testing.assert_close(called(*given), expected)
+
+
+def test_an_op_refuses_to_take_more_values_than_keys_have():
+    Q, K, _ = operands()
+    with pytest.raises(ArgumentError, match="at most as many columns"):
+        ka.ops.sdpa(Q, K[..., :64], K, values_in_keys=True)
+    with pytest.raises(ArgumentError, match="values_in_keys is 'no'"):
+        ka.ops.sdpa(Q, K, K, values_in_keys="no")
+
+
 # What is compiled ------------------------------------------------------------------------
 
 

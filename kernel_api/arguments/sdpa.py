@@ -77,7 +77,8 @@ class SdpaArguments(AttentionArguments):
             multiplied with.
         values_in_keys: Whether the values are the first D_v columns of K, as those of multi-head
             latent attention are: kernels that read them once are for this alone. By default, V is
-            looked at: ``K[..., :D_v]`` is that. If True, V says how many columns, and is not read.
+            looked at: ``K[..., :D_v]`` is that. If True, V says how many columns, is not read, and
+            has no gradient.
 
     Lengths are read by kernels alone, so they may change between replays of a CUDA graph.
 
@@ -159,14 +160,19 @@ class SdpaArguments(AttentionArguments):
         return {"values_in_keys": True} if self.values_in_keys else {}
 
 
-def _columns_of(K: Operand, V: Operand) -> Operand:
-    """The first columns of K, as many as V has."""
+def columns_in_keys(K: Any, V: Any) -> int:
+    """How many of the first columns of K are the values, which V tells."""
     if not K.shape or not V.shape or V.shape[-1] > K.shape[-1]:
         raise ArgumentError(
-            f"values_in_keys is True and V has shape {V.shape}; expected at most as many columns "
-            f"as K, which has shape {K.shape}"
+            f"values_in_keys is True and V has shape {tuple(V.shape)}; expected at most as many "
+            f"columns as K, which has shape {tuple(K.shape)}"
         )
-    whole, columns = K.tensor, V.shape[-1]
+    return V.shape[-1]  # type: ignore[no-any-return]
+
+
+def _columns_of(K: Operand, V: Operand) -> Operand:
+    """The first columns of K, as many as V has."""
+    whole, columns = K.tensor, columns_in_keys(K, V)
     if isinstance(whole, Sketch):
         return K.viewed(replace(whole, shape=(*whole.shape[:-1], columns)), "V")
     return K.viewed(whole[..., :columns], "V")
