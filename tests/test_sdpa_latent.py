@@ -46,6 +46,18 @@ def test_a_view_of_the_keys_is_told_from_what_lies_apart(device):
     assert not ka.SdpaArguments(Q, longer[:, :, 1:], longer[:, :, :-1, :512], out).values_in_keys
 
 
+def test_steps_of_a_single_head_tell_nothing():
+    cache = torch.randn(2, 37, 576)
+    Q = torch.randn(2, 4, 1, 576)
+    K, V = (one.unsqueeze(2).transpose(1, 2) for one in (cache, cache[..., :512]))
+    assert K.stride() != V.stride()
+    args = ka.SdpaArguments(Q, K, V, torch.empty(2, 4, 1, 512))
+    assert args.values_in_keys
+    launch = ka.get_kernels(args, providers=["reference"])[0].prepare(args)
+    launch(*args.tensors)
+    launch(Q, K, K[..., :512], args.out.tensor)
+
+
 def test_values_are_taken_from_the_keys_where_that_is_said():
     Q, K, out = operands()
     given = torch.full((2, 1, 37, 512), NAN, dtype=BF16)

@@ -430,9 +430,9 @@ class AttentionArguments(Arguments):
 
 def are_in_keys(K: Operand, V: Operand) -> bool:
     """Whether V is the first columns of K, in the same memory."""
-    if K.stride != V.stride or K.address != V.address or K.shape[:-1] != V.shape[:-1]:
+    if K.address != V.address or K.shape[:-1] != V.shape[:-1] or K.dtype is not V.dtype:
         return False
-    if K.dtype is not V.dtype or not K.shape or V.shape[-1] > K.shape[-1]:
+    if not K.shape or V.shape[-1] > K.shape[-1] or not _step_alike(V.shape, K.stride, V.stride):
         return False
     if K.address:
         return True
@@ -447,7 +447,15 @@ def _begin_together(K: Any, V: Any) -> bool:
     """The same of tensors whose extents are known to fit."""
     if not (hasattr(K, "data_ptr") and hasattr(V, "data_ptr")):  # arrays of other libraries
         K, V = as_torch(K, "K"), as_torch(V, "V")
-    return bool(K.data_ptr() == V.data_ptr() and K.stride() == V.stride())
+    same = K.data_ptr() == V.data_ptr()
+    return bool(same and _step_alike(V.shape, K.stride(), V.stride()))
+
+
+def _step_alike(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether strides are the same; that of a single head is what torch made of it."""
+    if one == other:
+        return True
+    return all(a == b for extent, a, b in zip(shape, one, other, strict=True) if extent > 1)
 
 
 def _prepared_for(name: str, letter: str, given: int, prepared: int) -> ArgumentError:
