@@ -67,16 +67,17 @@ def sdpa(Q: Any, K: Any, V: Any, out: Any, lse: Any, return_lse: bool, options: 
 
 
 def _values_of(K: Any, V: Any, options: _Options) -> tuple[Any, _Options]:
-    """V and the other options, where values are said to be columns of K: as such they are given,
-    and gradients of K are those of both."""
-    said = options[_WITHIN]
-    if said is not None and not whether(_WITHIN, said):
-        return V, options  # for arguments, which a node of a graph has none of
+    """V and the options, where values may be said to be columns of K: they are given as such, so
+    gradients of K are those of both. A node says it again, as torch's compiler may compute keys,
+    and their columns apart from them."""
     rest = {name: one for name, one in options.items() if name != _WITHIN}
-    if said is None:
+    if options[_WITHIN] is None:
         return V, rest
+    if not whether(_WITHIN, options[_WITHIN]):
+        return V, {**rest, _WITHIN: False}
     K, V = as_torch(K, "K"), as_torch(V, "V")
-    return K[..., : columns_in_keys(K, V)], rest
+    columns = K[..., : columns_in_keys(K, V)]
+    return columns, {**rest, _WITHIN: True} if becomes_node(K) else rest
 
 
 def sdpa_with_statistics(Q: Any, K: Any, V: Any, out: Any, lse: Any, options: _Options) -> Any:
@@ -273,7 +274,7 @@ _INTEGERS = (
     "dropout_seed", "dropout_offset", "left", "right", "left_end", "right_end", "block_rows",
     "block_columns", "max_seqlen_q", "max_seqlen_kv",
 )  # fmt: skip
-_NAMES = (*_TENSORS, *_FLOATS, *_INTEGERS, "padding")
+_NAMES = (*_TENSORS, *_FLOATS, *_INTEGERS, "padding", _WITHIN)
 _STATE = ("seed_tensor", "offset_tensor")
 #: Outputs of one type alone.
 _EXACT = ("lse", "dSink")
@@ -283,7 +284,7 @@ _OPTIONS = ", ".join(
     [f"Tensor? {name}" for name in _TENSORS]
     + [f"float? {name}" for name in _FLOATS]
     + [f"SymInt? {name}" for name in _INTEGERS]
-    + ["bool padding"]
+    + ["bool padding", f"bool? {_WITHIN}"]
 )
 _FORWARD = f"(Tensor Q, Tensor K, Tensor V, {_OPTIONS}) -> (Tensor, Tensor)"
 _BACKWARD = (
@@ -386,9 +387,8 @@ def _packed(options: _Options) -> list[Any]:
     if _is_outside(options):
         raise ArgumentError(f"{_WHY}; call it outside of torch.export")
     known = {name: options[name] for name in _NAMES if name in options}
-    others = ("mask", "dropout", "score_mod", "score_operands", *_BESIDE_LSE, _WITHIN)
     for name in options:
-        if name not in (*_NAMES, *others):
+        if name not in (*_NAMES, "mask", "dropout", "score_mod", "score_operands", *_BESIDE_LSE):
             raise TypeError(f"sdpa got an unexpected keyword argument {name!r}")
     mask, dropout = options.get("mask"), options.get("dropout")
     known["padding"] = False
@@ -452,7 +452,10 @@ def _(state: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("kernel_api::sdpa", mutates_args=(), schema=_FORWARD)
 def _operator(Q: Any, K: Any, V: Any, *values: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return forward(Q, K, V, None, None, True, _unpacked(values))
+    options = _unpacked(values)
+    if _WITHIN in options:
+        V, options = _values_of(K, V, options)
+    return forward(Q, K, V, None, None, True, options)
 
 
 @_operator.register_fake
@@ -475,6 +478,7 @@ def _backward_operator(
     *values: Any,
 ) -> tuple[torch.Tensor, ...]:
     options = {**_unpacked(values), "deterministic": deterministic}
+    options.pop(_WITHIN, None)  # of the forward pass alone
     wanted = {"dBias": dBias, "dSink": dSink}
     found = _gradients(Q, K, V, out, lse, dO, options, wanted)
     return tuple(Q.new_empty(0) if one is None else one for one in found)

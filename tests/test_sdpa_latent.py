@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.sass import sass
 from support.sdpa import NAN, Draw
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernel_api as ka
 from kernel_api import _description, masks
@@ -197,6 +198,18 @@ def test_keys_that_are_values_have_gradients_as_both(graph, said):
     torch.testing.assert_close(*gradients)
     with torch.no_grad():
         torch.testing.assert_close(called(*given), expected)
+
+
+def test_a_node_of_a_graph_says_that_values_are_in_keys():
+    """A compiler of torch may compute keys, and their first columns again."""
+    draw = Draw(2, 4, 1, 3, 7, 24, 16)
+    Q, K = draw.queries(), draw.keys()
+    graph = make_fx(lambda q, k: ka.ops.sdpa(q, k, k[..., :16], values_in_keys=True))(Q, K)
+    (node,) = [one for one in graph.graph.nodes if "kernel_api" in str(one.target)]
+    given = [{"q_1": Q, "k_1": K}.get(str(one), one) for one in node.args]
+    given[2] = torch.full((2, 1, 7, 16), NAN, dtype=torch.float64)
+    out, _ = node.target(*given)
+    torch.testing.assert_close(out, ka.ops.sdpa(Q, K, K[..., :16]))
 
 
 def test_an_op_refuses_to_take_more_values_than_keys_have():
