@@ -107,6 +107,8 @@ def test_attention_has_its_operands(tmp_path):
     assert args.is_paged and args.K.shape == (8, 4, 16, 64)
     (args,) = listed(tmp_path, {**entry, "dtype": "f16", "page_size": 16, "padding": "true"})
     assert args.is_paged and {"seq_lens_q", "seq_lens_kv"} <= args.further.keys()
+    (args,) = listed(tmp_path, {**entry, "dtype": "f16", "values_in_keys": "true", "d_v": 32})
+    assert args.values_in_keys and args.V.address == args.K.address
     (args,) = listed(tmp_path, {**entry, "dtype": "f64", "sink": "true", "alibi": "true"})
     assert args.sink.dtype is args.alibi.dtype is args.lse.dtype is args.Q.dtype
     (args,) = listed(tmp_path, {**entry, "L": 0})
@@ -146,6 +148,10 @@ ROPE = {"op": "gemm_rope"}
         ({"op": "sdpa", "alignment": "top_left"}, "it is of causal or window; name one of them"),
         ({"op": "sdpa", "deterministic": "true"}, "sdpa_backward takes it"),
         ({"op": "sdpa_backward", "page_size": 16}, "--with page_size: sdpa takes it"),
+        (
+            {"op": "sdpa_backward", "values_in_keys": "true"},
+            "--with values_in_keys: sdpa takes it",
+        ),
         ({"op": "sdpa", "heads": 3, "heads_kv": 2}, "3 heads"),
     ],
 )
