@@ -223,6 +223,24 @@ def test_an_op_refuses_to_take_more_values_than_keys_have():
 # What is compiled ------------------------------------------------------------------------
 
 
+def options():
+    """Those that leave registers to all that is kept of a block, and pages."""
+    rows = {name: torch.empty(2, 4, 1, device="meta") for name in ka.SdpaArguments.output_names[1:]}
+    heads = {name: torch.empty(4, device="meta") for name in ("alibi", "sink")}
+    return {**rows, **heads, "softcap": 3.0, "mask": masks.SlidingWindow(70, 3, "bottom_right")}
+
+
+@pytest.mark.compile
+def test_options_spill_nothing():
+    Q, _, out = operands("meta")
+    pages = torch.empty(16, 1, 64, 576, dtype=BF16, device="meta")
+    table, lengths = (torch.empty(n, dtype=torch.int32, device="meta") for n in ((2, 8), (2,)))
+    paged = {"page_table": table, "seq_lens_kv": lengths}
+    args = ka.SdpaArguments(Q, pages, pages[..., :512], out, **paged, **options())
+    (kernel,) = ka.get_kernels(args, cc=90, providers=["cutedsl"])
+    assert kernel.compile(args, cc=90).resources.spill_bytes == 0
+
+
 @pytest.mark.compile
 def test_no_block_is_read_twice_and_nothing_spills():
     args = arguments()

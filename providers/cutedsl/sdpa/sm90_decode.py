@@ -48,7 +48,9 @@ _FEW_QUERIES = (
         for cluster in (8, 16)
     ),
 )
-#: (queries, keys), room of K and of V in it: two blocks of keys are all that fits beside Q.
+#: (queries, keys), room of K and of V in it: two blocks of keys are all that fits beside Q. With a
+#: bias it spills up to 80 bytes, with functions of scores or indices up to 152, mostly of what is
+#: the same for all blocks; there is no smaller tile.
 _LATENT = DecodeDesign((64, 64), (576, 512), 2)
 _ROOMS = tuple(design.head_dim for design in (*_FEW_QUERIES, _LATENT))
 _MOST_ROWS = 256
