@@ -160,6 +160,27 @@ def test_a_prepared_launch_looks_where_arrays_of_numpy_lie():
         launch(Q, K, K[..., :512].copy(), out)
 
 
+@pytest.mark.parametrize("columns", [512, 576])
+def test_a_launch_for_values_apart_takes_any(columns):
+    """By chance in keys, and as where tokens attend to themselves."""
+    Q, K, out = operands(D_v=columns)
+    apart = torch.randn(2, 1, 37, columns, dtype=BF16)
+    launch = ka.get_kernels(args := ka.SdpaArguments(Q, K, apart, out), providers=["reference"])[0]
+    launch = launch.prepare(args)
+    for V in (apart, K[..., :columns]):
+        launch(Q, K, V, out)
+        expected = torch.softmax(Q.float() @ K.float().mT / 24, -1) @ V.float()
+        torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0.02)
+
+
+def test_tokens_that_attend_to_themselves_are_no_latent_vectors():
+    Q, K, out = operands(D_v=576)
+    args = ka.SdpaArguments(Q, K, K, out)
+    assert not args.values_in_keys
+    launch = ka.get_kernels(args, providers=["reference"])[0].prepare(args)
+    launch(Q, K, K.clone(), out)
+
+
 def test_an_op_that_was_called_before_looks_where_values_lie():
     Q, K, _ = operands()
     within, apart = K[..., :512], torch.randn(2, 1, 37, 512, dtype=BF16)

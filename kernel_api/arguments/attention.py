@@ -299,7 +299,7 @@ class AttentionArguments(Arguments):
         makers = [operand.maker() for operand in self.operands]
         mask, score = _without_data(self.mask, self.score)
         names, known = self.tensor_names, (*self.launch_values, "lse")
-        options = self._own_options()
+        options = self._lasting_options()
 
         def make(*tensors: Any, **values: Any) -> Arguments:
             unknown = [name for name in values if name not in known]
@@ -363,6 +363,10 @@ class AttentionArguments(Arguments):
     def _own_options(self) -> dict[str, Any]:
         """What the constructor takes beside launch values."""
         return {}
+
+    def _lasting_options(self) -> dict[str, Any]:
+        """The same, of all arguments that a launch is prepared for."""
+        return self._own_options()
 
     def _keywords(self) -> dict[str, Any]:
         names = self.tensor_names
@@ -429,10 +433,11 @@ class AttentionArguments(Arguments):
 
 
 def are_in_keys(K: Operand, V: Operand) -> bool:
-    """Whether V is the first columns of K, in the same memory."""
+    """Whether V is the first columns of K, in the same memory; not all of them, as where tokens
+    attend to themselves by chance."""
     if K.address != V.address or K.shape[:-1] != V.shape[:-1] or K.dtype is not V.dtype:
         return False
-    if not K.shape or V.shape[-1] > K.shape[-1] or not _step_alike(V.shape, K.stride, V.stride):
+    if not K.shape or V.shape[-1] >= K.shape[-1] or not _step_alike(V.shape, K.stride, V.stride):
         return False
     if K.address:
         return True

@@ -77,8 +77,8 @@ class SdpaArguments(AttentionArguments):
             multiplied with.
         values_in_keys: Whether the values are the first D_v columns of K, as those of multi-head
             latent attention are: kernels that read them once are for this alone. By default, V is
-            looked at: ``K[..., :D_v]`` is that. If True, V says how many columns, is not read, and
-            has no gradient.
+            looked at: ``K[..., :D_v]`` is that, of fewer columns than K has. If True, V says how
+            many columns, is not read, and has no gradient.
 
     Lengths are read by kernels alone, so they may change between replays of a CUDA graph.
 
@@ -158,6 +158,9 @@ class SdpaArguments(AttentionArguments):
 
     def _own_options(self) -> dict[str, Any]:
         return {"values_in_keys": True} if self.values_in_keys else {}
+
+    def _lasting_options(self) -> dict[str, Any]:
+        return {"values_in_keys": self.values_in_keys}
 
 
 def columns_in_keys(K: Any, V: Any) -> int:

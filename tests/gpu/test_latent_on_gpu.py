@@ -37,7 +37,8 @@ def arguments(B, H, S_q, S_kv, D=576, D_v=512, page_size=None, lengths=None, **o
         pages = torch.full((B * each, 1, page_size, D), NAN, dtype=Q.dtype, device="cuda")
         pages[order] = K.reshape(B, 1, each, page_size, D).flatten(0, 2)[:, None]
         K, options["page_table"] = pages, order.int().view(B, each)
-    return ka.SdpaArguments(Q, K, K[..., :D_v], out, lse, **options)
+    within = True if D_v == D else None  # else it is seen
+    return ka.SdpaArguments(Q, K, K[..., :D_v], out, lse, values_in_keys=within, **options)
 
 
 def kernel_for(args):

@@ -16,6 +16,7 @@ from kernel_api.errors import GraphNotSupportedError
 from kernel_api.graph._enums import data_type, element_type
 from kernel_api.graph._node import Body, Node
 from kernel_api.graph._operations.pointwise import POINTWISE
+from kernel_api.graph._planning.steps import origin_of
 from kernel_api.graph._tensor import Tensor
 
 _INDICES = ("b", "h", "q", "kv")
@@ -71,10 +72,19 @@ def attention_arguments(
         v,
         outputs["O"],
         page_table=_pages(node, tensors),
+        values_in_keys=None if _values_are_keys(node) else False,
         **{name: _rows(outputs.get(result)) for result, name in STATISTICS.items()},
         **{name: _single(tensors[name]) for name in DESCALES if name in tensors},
         **options,
     )
+
+
+def _values_are_keys(node: Node) -> bool:
+    """Whether V is in the memory of K in every execution, not by chance in the first."""
+    k, v = node.inputs["k"], node.inputs["v"]
+    assert isinstance(k, Tensor)
+    assert isinstance(v, Tensor)
+    return origin_of(k) == origin_of(v)
 
 
 def _decline_ragged(node: Node) -> None:

@@ -49,8 +49,8 @@ _FEW_QUERIES = (
     ),
 )
 #: (queries, keys), room of K and of V in it: two blocks of keys are all that fits beside Q. With a
-#: bias, or functions of scores or indices, it spills 8 bytes; up to 152 if keys are in pages as
-#: well, mostly of what is the same for all blocks. There is no smaller tile.
+#: bias, or functions of scores or indices, it spills 8 to 112 bytes, up to 152 if keys are in pages
+#: as well, mostly of what is the same for all blocks. There is no smaller tile.
 _LATENT = DecodeDesign((64, 64), (576, 512), 2)
 _ROOMS = tuple(design.head_dim for design in (*_FEW_QUERIES, _LATENT))
 _MOST_ROWS = 256
