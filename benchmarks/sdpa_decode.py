@@ -106,6 +106,7 @@ class Problem(attention.Problem):
             heads, further = slice(h_kv, h_kv + 1), args.launch_values
             given = {n: further[n][b] for n in ("page_table", "seq_lens_kv") if n in further}
             of_keys = (slice(None) if given else b, heads)
+            given |= {n: further[n][b, heads] for n in further if n.startswith("descale")}
             operands = Q[of_queries], K[of_keys], V[of_keys], out[of_queries]
             yield ka.SdpaArguments(*operands, **given)
 
@@ -155,12 +156,17 @@ def report(measured: list[rows.Row]) -> list[str]:
     return found + suite.mean_ratio(measured)
 
 
-def problems(batches: Sequence[int], lengths: Sequence[int]) -> Iterator[Problem]:
+def problems(
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    kind: type[Problem] = Problem,
+    most_bytes: int = MOST_BYTES,
+) -> Iterator[Any]:
     for page_size in (0, PAGE):
         for B in batches:
             for S in lengths:
-                one = Problem(B, HEADS, HEADS_KV, S, D, page_size=page_size)
-                if one.bytes <= MOST_BYTES:
+                one = kind(B, HEADS, HEADS_KV, S, D, page_size=page_size)
+                if one.bytes <= most_bytes:
                     yield one
 
 

@@ -52,18 +52,6 @@ class Problem(sdpa_decode.Problem):
     def peers(self) -> dict[str, attention.Peer]:
         return {"torch, bfloat16": _Wide(self)}
 
-    def parts(self, args: Any) -> Iterator[Any]:
-        group = self.H // self.H_kv
-        Q, K, V, out = args.tensors
-        for b, h_kv in self.ends(self.H_kv):
-            of_queries = (b, slice(h_kv * group, (h_kv + 1) * group))
-            heads, further = slice(h_kv, h_kv + 1), args.launch_values
-            given = {n: further[n][b] for n in ("page_table", "seq_lens_kv") if n in further}
-            of_keys = (slice(None) if given else b, heads)
-            scales = {n: further[n][b, heads] for n in further if n.startswith("descale")}
-            operands = Q[of_queries], K[of_keys], V[of_keys], out[of_queries]
-            yield ka.SdpaArguments(*operands, **given, **scales)
-
 
 class _Wide:
     """torch's function on as much in bfloat16, side by side."""
@@ -82,15 +70,8 @@ class _Wide:
 
 
 def problems(batches: Sequence[int], lengths: Sequence[int]) -> Iterator[Problem]:
-    for page_size in (0, sdpa_decode.PAGE):
-        for B in batches:
-            for S in lengths:
-                one = Problem(
-                    B, sdpa_decode.HEADS, sdpa_decode.HEADS_KV, S, sdpa_decode.D,
-                    page_size=page_size,
-                )  # fmt: skip
-                if one.bytes <= sdpa_decode.MOST_BYTES // 4:
-                    yield one
+    most = sdpa_decode.MOST_BYTES // 4
+    yield from sdpa_decode.problems(batches, lengths, Problem, most)
 
 
 SUITE = attention.Suite(

@@ -330,10 +330,8 @@ class Kernel(metaclass=KernelType):
                 f"the kernel computes {cls.arguments.__name__}, these are {type(args).__name__}",
                 rule=KIND_OF_OPERATION,
             )
-        if not compiled:
-            available = cls.provider_status()
-            if not available:
-                return available
+        if not compiled and not (available := cls.provider_status()):
+            return available
         device = args.device.type
         if device not in cls.devices and device != "meta":
             return Status.fail(

@@ -25,11 +25,10 @@ from .sdpa_ahead import AsksAhead
 from .sdpa_forward import SdpaForward
 from .sdpa_forward_consumer import TOGETHER
 from .sdpa_output import OWN
-from .sdpa_pages import SLAB_BYTES, RowLoads
+from .sdpa_pages import RowLoads
 from .sdpa_tiles import Tiles, Work
 from .sdpa_workspace import MOST_PARTS, part_bytes
 
-SLAB = SLAB_BYTES // 2  # columns of 16 bits
 _OVERHEAD = 2  # of a part, in blocks of keys
 _WAVES = 4  # of blocks, at most, that parts are made for
 

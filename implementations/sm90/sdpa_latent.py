@@ -16,7 +16,7 @@ from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.threads import GROUP
 from .mma import WGMMA_M
-from .sdpa_decode import SLAB, DecodeTiles, SdpaDecode
+from .sdpa_decode import DecodeTiles, SdpaDecode
 from .sdpa_forward_consumer import TOGETHER, multiply, scale_rows
 from .sdpa_loads import tma_pipeline
 from .sdpa_output import OWN
@@ -169,7 +169,7 @@ class SdpaLatent(SdpaDecode):
 
     def _pipelines(self, storage, q_layout, k_layout, v_layout) -> tuple:
         """None of Q; of two parts of the slabs of K: scores begin when the first are there."""
-        slab = self.tile_n * SLAB * self.element_type.width // 8
+        slab = self.tile_n * self._slab(self.head_dim) * self.element_type.width // 8
         warps = self.consumers * GROUP // 32
         return None, *(
             tma_pipeline(barriers, self.stages, len(slabs) * slab, warps)
@@ -181,7 +181,7 @@ class SdpaLatent(SdpaDecode):
     @property
     def _slabs(self) -> tuple[range, range]:
         """Of a block of keys, those that arrive together."""
-        count = self.head_dim // SLAB
+        count = self.head_dim // self._slab(self.head_dim)
         return range(count // 2 + 1), range(count // 2 + 1, count)
 
     # Loads -------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ class SdpaLatent(SdpaDecode):
 
     def _multiply_keys(self, fragments, registers, pipelines, state) -> None:
         (tCrQ, tCrK, _), (tSrS, _, _) = fragments, registers
-        mma, step = self._mma_qk(), SLAB // _WGMMA_K
+        mma, step = self._mma_qk(), self._slab(self.head_dim) // _WGMMA_K
         for part, of_part in enumerate(pipelines):
             of_part.consumer_wait(state)
             slabs = self._slabs[part]
