@@ -159,7 +159,7 @@ def report(measured: list[rows.Row]) -> list[str]:
 def problems(
     batches: Sequence[int],
     lengths: Sequence[int],
-    kind: type[Problem] = Problem,
+    kind: Callable[..., Any] = Problem,
     most_bytes: int = MOST_BYTES,
 ) -> Iterator[Any]:
     for page_size in (0, PAGE):

@@ -3,7 +3,8 @@
     python benchmarks/sdpa_decode_fp8.py [--quick] [--candidates N | --all] [--seconds S]
 
 As suite sdpa-decode, of e4m3 with a scale per sequence and head of keys, so a copy has half as many
-bytes. torch has no such attention: the peer is that of bfloat16, on as many keys.
+bytes; also of queries of bfloat16. torch has no such attention: the peer is that of bfloat16, on as
+many keys.
 """
 
 from __future__ import annotations
@@ -28,11 +29,18 @@ LENGTHS = (1 << 10, 1 << 12, 1 << 14, 1 << 16)
 
 @dataclass(frozen=True)
 class Problem(sdpa_decode.Problem):
-    """One query of each sequence, and S keys, of 8 bits."""
+    """One query of each sequence, and S keys, of 8 bits.
+
+    Attributes:
+        mixed: Whether queries are of bfloat16.
+    """
+
+    mixed: bool = False
 
     @property
     def label(self) -> str:
-        return super().label.replace("decode", "decode e4m3")
+        types = "bf16, e4m3" if self.mixed else "e4m3"
+        return super().label.replace("decode", f"decode {types}")
 
     @property
     def bytes(self) -> int:
@@ -42,12 +50,15 @@ class Problem(sdpa_decode.Problem):
         args = super().arguments(device)
         Q, K, V, out = args.tensors
         scale = functools.partial(torch.rand, (self.B, self.H_kv), device=device)
-        names = ("descale_q", "descale_k", "descale_v")
+        names = (
+            ("descale_k", "descale_v") if self.mixed else ("descale_q", "descale_k", "descale_v")
+        )
         given = {name: 0.5 + scale() for name in names}
         for name in ("page_table", "seq_lens_kv"):
             if name in args.further:
                 given[name] = args.further[name].tensor
-        return ka.SdpaArguments(*(one.to(E4M3) for one in (Q, K, V)), out, **given)
+        Q = Q if self.mixed else Q.to(E4M3)
+        return ka.SdpaArguments(Q, K.to(E4M3), V.to(E4M3), out, **given)
 
     def peers(self) -> dict[str, attention.Peer]:
         return {"torch, bfloat16": _Wide(self)}
@@ -71,7 +82,8 @@ class _Wide:
 
 def problems(batches: Sequence[int], lengths: Sequence[int]) -> Iterator[Problem]:
     most = sdpa_decode.MOST_BYTES // 4
-    yield from sdpa_decode.problems(batches, lengths, Problem, most)
+    for kind in (Problem, functools.partial(Problem, mixed=True)):
+        yield from sdpa_decode.problems(batches, lengths, kind, most)
 
 
 SUITE = attention.Suite(

@@ -26,6 +26,10 @@ def x(*shape, element=torch.bfloat16):
     return torch.zeros(shape, dtype=element)
 
 
+def e(*shape):
+    return x(*shape, element=torch.float8_e4m3fn)
+
+
 def i(*shape):
     return torch.zeros(shape, dtype=torch.int32)
 
@@ -221,7 +225,15 @@ def test_the_longest_may_be_a_number_of_numpy():
         (lambda: make(Q=x(B, H, D, S).mT), r"Q has strides \(384, 96, 1, 6\); the last one must be "
          r"1: pass Q.contiguous\(\)"),
         (lambda: make(out=x(B, H, E, S).mT), "out has strides .* the last one must be 1"),
-        (lambda: make(K=f(B, H_KV, T, D)), "K is float32 but Q is bfloat16"),
+        (lambda: make(K=f(B, H_KV, T, D)), "K is float32 but Q is bfloat16; expected the same, or "
+         "8-bit keys of 16-bit queries"),
+        (lambda: make(V=f(B, H_KV, T, E)), "V is float32 but K is bfloat16"),
+        (lambda: make(Q=f(B, H, S, D), K=e(B, H_KV, T, D), V=e(B, H_KV, T, D)),
+         "K is float8_e4m3fn but Q is float32; expected the same, or 8-bit keys of 16-bit que"),
+        (lambda: make(K=e(B, H_KV, T, D), V=e(B, H_KV, T, E)),
+         "V has D_v = 8; expected a multiple of 16 for float8_e4m3fn"),
+        (lambda: make(K=e(B, H_KV, T, D), V=e(B, H_KV, T, D), out=x(B, H, S, D),
+                      descale_q=torch.ones(())), "descale_q is given and Q is bfloat16"),
         (lambda: make(Q=i(B, H, S, D)), "Q is int32; expected a floating type"),
         (lambda: make(out=i(B, H, S, E)), "out is int32; expected a floating type"),
         (lambda: make(Q="q"), "Q is a str; expected a torch tensor"),

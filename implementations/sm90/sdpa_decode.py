@@ -260,11 +260,11 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
             q_state.advance()
         return q_state, k_state, v_state
 
-    def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles) -> None:
+    def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles, factors) -> None:
         """The consumers load them: heads of queries have rows in turns."""
         # Other warps may still multiply those of the tile before.
         self._meet(thread // GROUP)
-        self._load_queries(thread, mQ, sQ, work, tiles)
+        self._load_queries(thread, mQ, sQ, work, tiles, factors)
 
     def _meet(self, consumer) -> None:
         """Of the warps that multiply the same queries."""
@@ -274,7 +274,7 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
         """Nobody waits."""
 
     @cute.jit
-    def _load_queries(self, thread, mQ, sQ, work: Work, tiles: DecodeTiles):
+    def _load_queries(self, thread, mQ, sQ, work: Work, tiles: DecodeTiles, factors):
         """Its share of a tile's rows by each group. Rows behind the last are that one again."""
         lane, consumer = thread % GROUP, thread // GROUP
         vector, columns = 128 // self.element_type.width, self._slab(self.head_dim)
@@ -298,7 +298,7 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
             for slab in cutlass.range_constexpr(slabs):
                 column = slab * columns + lane % across * vector
                 column = cutlass.min(column, mQ.shape[1] - vector)
-                _load(source, column, loaded[None, i, slab])
+                load_vector(source, column, loaded[None, i, slab])
         for slab in cutlass.range_constexpr(slabs):
             target = cute.local_tile(sQ, (rows, columns, 1), (consumer, slab, 0))
             tQsQ = copy.partition_D(target[None, None, 0])
@@ -493,7 +493,7 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
         for i in cutlass.range_constexpr(at_once):
             part, numbers = parts.at(cutlass.min(first + i, parts.count - 1))
             logs[i] = _number(numbers, local, 0)
-            _load(part[local, None], column, loaded[None, i])
+            load_vector(part[local, None], column, loaded[None, i])
         most = largest
         for i in cutlass.range_constexpr(at_once):
             logs[i] = select(first + i < parts.count, logs[i], Float32(-math.inf))
@@ -577,12 +577,12 @@ def store(fragment: cute.Tensor, row: cute.Tensor, column) -> None:
     cute.autovec_copy(fragment, _at(row, column, cute.size(fragment)))
 
 
-def _load(row: cute.Tensor, column, fragment: cute.Tensor) -> None:
+def load_vector(row: cute.Tensor, column, fragment: cute.Tensor) -> None:
     cute.autovec_copy(_at(row, column, cute.size(fragment)), fragment)
 
 
 def _number(numbers: cute.Tensor, row, index: int) -> Float32:
     """One of a row; in a way that memory of other blocks is read as well."""
     loaded = cute.make_rmem_tensor(1, Float32)
-    _load(numbers[None, index], row, loaded)
+    load_vector(numbers[None, index], row, loaded)
     return loaded[0]

@@ -141,11 +141,16 @@ class SdpaForward(ForwardConsumer):
         tma_v, tV = self._tma_values(mV, v_layout)
         blocks, heads = cute.ceil_div(queries, self.tile_m), mQ.shape[2]
         together = self._together(mK, values, blocks, heads, batches)
-        tiles = Tiles(blocks, heads, blocks * heads * batches, together, workspace)
+        total, group = blocks * heads * batches, heads // mK.shape[2]
+        tiles = self._tiles(blocks, heads, total, together, workspace, group)
         self._launch(
             *(tma_q, tQ, tma_k, tK, tma_v, tV, mO),
             *(layouts, operands, tiles, multiprocessors, stream),
         )
+
+    def _tiles(self, *sizes_and_group) -> Tiles:
+        """What `Tiles` takes, then the heads of queries that share one of keys."""
+        return Tiles(*sizes_and_group[:-1])
 
     def _tma_keys(self, mK: cute.Tensor, layout) -> tuple:
         return tma_load(mK, layout, (self.tile_n, self.head_dim))

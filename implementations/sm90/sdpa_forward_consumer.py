@@ -109,12 +109,12 @@ class ForwardConsumer(SdpaOutput):
         q_state, k_state, v_state = states
         scores = rows_and_columns(tSrS)
         tile = Tile(scores, local, place.query, Int32(0), place.batch, place.head)
-        tile = tile._replace(group=self._group(tiles))
+        tile = tile._replace(group=self._group(tiles), factors=self._factors_of_rows())
         multiplier = self._multiplier(values, place, tiles)
         softmax = softmax_of(2, multiplier, self.largest_power, self._slack)
         tOrO.fill(0.0)
         if self._takes_queries(blocks):
-            self._await_queries(thread, mQ, sQ, pipeline_q, q_state, work, tiles)
+            self._await_queries(thread, mQ, sQ, pipeline_q, q_state, work, tiles, tile.factors)
         if blocks.end > blocks.begin:
             last = blocks.end - 1
             pipeline_k.consumer_wait(k_state)
@@ -177,7 +177,11 @@ class ForwardConsumer(SdpaOutput):
         """Heads whose queries are the rows of a tile, see `Tile`."""
         return None
 
-    def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles) -> None:
+    def _factors_of_rows(self) -> cute.Tensor | None:
+        """See `Tile`; they are known when queries are there."""
+        return None
+
+    def _await_queries(self, thread, mQ, sQ, pipeline_q, state, work: Work, tiles, factors) -> None:
         pipeline_q.consumer_wait(state)
 
     def _takes_queries(self, blocks: Range) -> Boolean:
@@ -406,9 +410,11 @@ def scale_rows(outputs: cute.Tensor, factors: cute.Tensor) -> None:
 
 
 def multiply(tiled_mma, accumulators, tCrA, tCrB, fresh: bool) -> None:
-    """One wgmma group. fresh: the accumulators are overwritten."""
+    """One wgmma group. fresh: the accumulators are overwritten. Of several A side by side, the
+    products of all with B are added up."""
     warpgroup.fence()
     for k in range(cute.size(tCrA, mode=[2])):
         tiled_mma.set(warpgroup.Field.ACCUMULATE, not (fresh and k == 0))
-        cute.gemm(tiled_mma, accumulators, tCrA[None, None, k], tCrB[None, None, k], accumulators)
+        of_B = tCrB[None, None, k % cute.size(tCrB, mode=[2])]
+        cute.gemm(tiled_mma, accumulators, tCrA[None, None, k], of_B, accumulators)
     warpgroup.commit_group()

@@ -39,7 +39,7 @@ _VECTOR = 16  # bytes
 
 
 @dataclass
-class Fp8Tiles(Tiles):
+class DescaledTiles(Tiles):
     """group: Heads of queries that share a head of keys."""
 
     group: Int32
@@ -48,6 +48,9 @@ class Fp8Tiles(Tiles):
 class Descaled:
     """A part of a kernel: "descale_q", "descale_k", "descale_v" of the scores' names are what Q, K
     and V are multiplied with, one number, or one per sequence and head of keys."""
+
+    def _tiles(self, *sizes_and_group) -> DescaledTiles:
+        return DescaledTiles(*sizes_and_group)
 
     def _key_head(self, place: Place | Tile, tiles: Tiles) -> Int32:
         """Whose keys a place or tile sees."""
@@ -126,9 +129,9 @@ class SdpaForwardFp8(Descaled, PagedKeys, SdpaForward):
         tma_k, tK = self._tma_keys(mK, k_layout)
         tma_v, tV = tma_load(mVt, v_layout, (self.head_dim_v, self.tile_n))
         blocks, heads = cute.ceil_div(queries, self.tile_m), mQ.shape[2]
-        group = heads // mK.shape[2]
         together = self._together(mK, values, blocks, heads, batches)
-        tiles = Fp8Tiles(blocks, heads, blocks * heads * batches, together, workspace, group)
+        total, group = blocks * heads * batches, heads // mK.shape[2]
+        tiles = self._tiles(blocks, heads, total, together, workspace, group)
         self._launch(
             *(tma_q, tQ, tma_k, tK, tma_v, tV, mO),
             *(layouts, operands, tiles, multiprocessors, stream),

@@ -259,7 +259,7 @@ class SdpaLatent(SdpaDecode):
         softmax = softmax_of(2, self._multiplier(values, place, tiles))
         tOrO.fill(0.0)
         if blocks.end > blocks.begin:
-            self._await_queries(thread, mQ, sQ, None, q_state, work, tiles)
+            self._await_queries(thread, mQ, sQ, None, q_state, work, tiles, None)
             factors = cute.make_rmem_tensor(2, Float32)
             factors.fill(1.0)
             lane = thread % GROUP

@@ -155,19 +155,32 @@ def _check_types(args: AttentionArguments) -> None:
         operand = getattr(args, name)
         if operand.dtype.kind != "float":
             raise ArgumentError(f"{name} is {operand.dtype}; expected a floating type")
-    for name in ("K", "V"):
-        operand = getattr(args, name)
-        if operand.dtype is not Q.dtype:
-            raise ArgumentError(f"{name} is {operand.dtype} but Q is {Q.dtype}")
-    if Q.dtype.bits == 8 and "dQ" in args.operand_names:
-        raise ArgumentError(f"Q is {Q.dtype}; gradients are of 16-bit types and wider ones")
+    _check_keys(Q.dtype, args.K.dtype, args.V.dtype)
+    for name in ("Q", "K"):
+        element = getattr(args, name).dtype
+        if element.bits == 8 and "dQ" in args.operand_names:
+            raise ArgumentError(
+                f"{name} is {element}; gradients are of 16-bit types and wider ones"
+            )
     for name in args.operand_names[3:]:
         operand = getattr(args, name)
         if operand.dtype.bits == 8:
             raise ArgumentError(f"{name} is {operand.dtype}; expected 16 bits or more")
-    for name in ("descale_q", "descale_k", "descale_v"):
-        if name in args.further and Q.dtype.bits != 8:
-            raise ArgumentError(f"{name} is given and Q is {Q.dtype}; it is for 8-bit floats")
+    for name, of in (("descale_q", "Q"), ("descale_k", "K"), ("descale_v", "V")):
+        element = getattr(args, of).dtype
+        if name in args.further and element.bits != 8:
+            raise ArgumentError(f"{name} is given and {of} is {element}; it is for 8-bit floats")
+
+
+def _check_keys(Q: DType, K: DType, V: DType) -> None:
+    """Keys and values that are kept for later may have 8 bits where queries have 16."""
+    kept = Q.bits == 16 and K.bits == 8
+    if K is not Q and not kept:
+        raise ArgumentError(
+            f"K is {K} but Q is {Q}; expected the same, or 8-bit keys of 16-bit queries"
+        )
+    if V is not K:
+        raise ArgumentError(f"V is {V} but K is {K}")
 
 
 def _check_shapes(args: AttentionArguments) -> None:
@@ -232,7 +245,7 @@ def _check_shapes(args: AttentionArguments) -> None:
 
 
 def _check_head_dims(args: AttentionArguments) -> None:
-    for name, letter in (("Q", "D"), ("V", "D_v")):
+    for name, letter in (("Q", "D"), ("K", "D"), ("V", "D_v")):
         operand = getattr(args, name)
         multiple = max(16 // operand.dtype.itemsize, 1) if operand.dtype.bits <= 16 else 1
         if operand.shape[-1] % multiple or not operand.shape[-1]:

@@ -48,8 +48,8 @@ class SdpaArguments(AttentionArguments):
     Both are multiples of 8 of 16-bit operands, of 16 of 8-bit ones.
 
     Args:
-        Q, K, V: Of one floating type; 8-bit ones with ``descale_*`` give an ``out`` of 16 bits or
-            more.
+        Q, K, V: Of one floating type, or K and V of an 8-bit one where Q has 16 bits, as a cache of
+            keys and values may. 8-bit ones with ``descale_*`` give an ``out`` of 16 bits or more.
         out: Written. May not share memory with what is read.
         lse: float32 (float64 where Q is) (B, H, S_q), or packed (H, T), written: the natural
             logarithm of the sum that the softmax divides by.

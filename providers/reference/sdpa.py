@@ -87,7 +87,7 @@ class _Computation:
         #: Half a unit in the last place of what is multiplied, and what arithmetic is off by.
         self._unit: float = torch.finfo(args.Q.dtype.torch).eps / 2
         self._small = 2.0**-22
-        if args.Q.dtype.bits == 8 and args.device.type == "cuda":
+        if args.K.dtype.bits == 8 and args.device.type == "cuda":
             self._small = _EIGHT_BITS * max(1.0, args.S_kv / _CUT_OFF)
         if args.accumulator_type.bits == 64:
             self._small = (args.S_kv + args.S_q + args.D) * 2.0**-50

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from support.ptx.kernel import EmulatedKernel
 from support.sdpa_cases import on_meta
 from support.sdpa_fp8 import fp8_arguments, paged_fp8_arguments
@@ -37,6 +38,21 @@ CASES = {
     "80 of 128 columns": {"sizes": (1, 8, 2, 1, 260, 80), "mask": masks.SlidingWindow(90, 0)},
     "large pages, no keys": {"sizes": (3, 8, 2, 1, 64), "lengths": (300, 0, 64), "size": 256},
     "no descales of one": {"sizes": (2, 8, 2, 1, 70, 64), "descale_q": None},
+    "bfloat16 queries": {"sizes": (2, 8, 2, 3, 300, 128), "queries": torch.bfloat16, "mask": END},
+    "float16 queries": {
+        "sizes": (2, 8, 1, 2, 400, 64), "lengths": (391, 0), "queries": torch.float16,
+        "statistics": EVERY, "softcap": 5.0,
+    },
+    "bfloat16 queries, pages": {
+        "sizes": (2, 8, 2, 3, 96), "lengths": (300, 130), "size": 16, "queries": torch.bfloat16,
+    },
+    "float16 queries, 256 columns": {
+        "sizes": (2, 4, 2, 1, 300, 256), "queries": torch.float16, "descale_k": None,
+    },
+    "bfloat16 queries, 64 columns": {"sizes": (2, 8, 2, 3, 300, 64), "queries": torch.bfloat16},
+    "float16 queries, 80 of 128 columns": {
+        "sizes": (1, 40, 1, 2, 200, 80), "queries": torch.float16,
+    },
 }  # fmt: skip
 CHOSEN = [*CASES] if os.environ.get("KERNEL_API_EMULATE") else [*CASES][:1]
 

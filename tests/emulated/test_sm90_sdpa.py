@@ -12,7 +12,13 @@ import torch
 from support.ptx.kernel import EmulatedKernel
 from support.sdpa import NAN, Draw
 from support.sdpa_cases import BF16, FORWARD, Case, biased, dropped, hidden_by, on_meta
-from support.sdpa_fp8 import fp8_arguments, keys_of, paged_fp8_arguments, pages_of
+from support.sdpa_fp8 import (
+    fp8_arguments,
+    keys_of,
+    packed_fp8_arguments,
+    paged_fp8_arguments,
+    pages_of,
+)
 
 import kernel_api as ka
 from kernel_api import masks
@@ -263,33 +269,6 @@ def test_keys_that_are_multiplied_with_0_count_alike():
     args = fp8_arguments(**FP8[0])
     args.further["descale_k"].tensor[0] = 0.0
     check(args, "sm90.sdpa_forward_fp8")
-
-
-def packed_fp8_arguments(sizes, lengths, **options):
-    """The same of sequences one behind the other, which begin within a tile of the one before.
-
-    Of those without queries no key and no value is a number, nor of rows behind the last one.
-    """
-    H, H_kv, D = sizes
-    queries, keys = lengths
-    draw = Draw(1, H, H_kv, sum(queries), sum(keys) + 9, D, D, element="float8_e4m3fn", pad=16)
-    out = Draw(1, H, H_kv, sum(queries), 1, D, D, element=BF16, pad=8).results(read=False)
-    tensors = {"Q": draw.queries(), "K": draw.keys(), "V": draw.values(), "out": out}
-    packed = {name: one[0].transpose(0, 1) for name, one in tensors.items()}
-    for side, lens in zip(("q", "kv"), lengths, strict=True):
-        ends = torch.tensor((0, *lens)).cumsum(0)
-        packed |= {f"cu_seqlens_{side}": ends.int(), f"max_seqlen_{side}": max(lens) + 2}
-    begin = 0
-    for rows, length in zip((*queries, 0), (*keys, 9), strict=True):
-        if not rows:
-            packed["K"][begin : begin + length] = packed["V"][begin : begin + length] = NAN
-        begin += length
-    scales = {
-        "descale_q": torch.tensor(0.7),
-        "descale_k": 0.5 + draw.random(len(queries), H_kv, element=torch.float32).abs(),
-        "descale_v": 0.5 + draw.random(len(queries), H_kv, element=torch.float32).abs(),
-    }
-    return ka.SdpaArguments(**packed, lse=draw.lse()[0], **scales, **options)
 
 
 END = masks.Causal("bottom_right")

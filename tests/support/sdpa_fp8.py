@@ -9,8 +9,8 @@ from support.sdpa import NAN, Draw
 from support.sdpa_cases import BF16
 
 
-def fp8_arguments(sizes, lengths=None, statistics=("lse",), **options):
-    """Of e4m3, with what they are multiplied with."""
+def fp8_arguments(sizes, lengths=None, statistics=("lse",), queries=None, **options):
+    """Of e4m3, with what they are multiplied with. queries: The type of Q and out, if not that."""
     B, H, H_kv, S_q, S_kv, D = sizes
     options |= {name: torch.empty(B, H, S_q) for name in statistics}
     random = torch.Generator().manual_seed(3)
@@ -19,6 +19,8 @@ def fp8_arguments(sizes, lengths=None, statistics=("lse",), **options):
         return torch.randn(shape, generator=random).to(torch.float8_e4m3fn)
 
     Q, K, V = drawn(B, H, S_q, D), drawn(B, H_kv, S_kv, D), drawn(B, H_kv, S_kv, D)
+    if queries is not None:
+        Q = wide_queries(B, H, S_q, D, random, queries)
     if lengths is not None:
         for b, keys in enumerate(lengths):
             V[b, :, keys:] = float("nan")
@@ -28,8 +30,17 @@ def fp8_arguments(sizes, lengths=None, statistics=("lse",), **options):
         "descale_k": 0.5 + torch.rand((B, H_kv), generator=random),
         "descale_v": 0.5 + torch.rand((B, H_kv), generator=random),
     }
-    out = torch.empty(B, H, S_q, D, dtype=torch.bfloat16)
+    if queries is not None:
+        del scales["descale_q"]
+    out = torch.empty(B, H, S_q, D, dtype=queries or torch.bfloat16)
     return ka.SdpaArguments(Q, K, V, out, **{**scales, **options})
+
+
+def wide_queries(B, H, S_q, D, random, element):
+    """Some of which are much larger than others."""
+    rows = torch.randn((B, H, S_q, D), generator=random)
+    sizes = torch.exp2(torch.randint(-12, 3, (B, H, S_q, 1), generator=random))
+    return (rows * sizes).to(element)
 
 
 def pages_of(draw, lengths, size):
@@ -56,7 +67,7 @@ def keys_of(lengths, size):
     return (-(-max(lengths) // size) + 1) * size
 
 
-def paged_fp8_arguments(sizes, lengths, size, statistics=("lse",), **options):
+def paged_fp8_arguments(sizes, lengths, size, statistics=("lse",), queries=None, **options):
     """The same in pages."""
     B, H, H_kv, S_q, D = sizes
     S_kv = keys_of(lengths, size)
@@ -66,11 +77,52 @@ def paged_fp8_arguments(sizes, lengths, size, statistics=("lse",), **options):
         "descale_k": 0.5 + draw.random(B, H_kv, element=torch.float32).abs(),
         "descale_v": 0.5 + draw.random(B, H_kv, element=torch.float32).abs(),
     }
+    Q, element = draw.queries(), BF16
+    if queries is not None:
+        Q = wide_queries(B, H, S_q, D, torch.Generator().manual_seed(4), queries)
+        element = queries
+        del scales["descale_q"]
     return ka.SdpaArguments(
-        draw.queries(),
-        out=Draw(B, H, H_kv, S_q, 1, D, D, element=BF16, pad=8).results(read=False),
+        Q,
+        out=Draw(B, H, H_kv, S_q, 1, D, D, element=element, pad=8).results(read=False),
         **pages_of(draw, lengths, size),
         **{name: draw.lse() for name in statistics},
-        **scales,
-        **options,
+        **{**scales, **options},
     )
+
+
+def packed_fp8_arguments(sizes, lengths, queries=None, **options):
+    """The same of sequences one behind the other, which begin within a tile of the one before.
+
+    Of those without queries no key and no value is a number, nor of rows behind the last one.
+    """
+    H, H_kv, D = sizes
+    rows, keys = lengths
+    draw = Draw(1, H, H_kv, sum(rows), sum(keys) + 9, D, D, element="float8_e4m3fn", pad=16)
+    out = Draw(1, H, H_kv, sum(rows), 1, D, D, element=queries or BF16, pad=8)
+    tensors = {
+        "Q": draw.queries(),
+        "K": draw.keys(),
+        "V": draw.values(),
+        "out": out.results(read=False),
+    }
+    if queries is not None:
+        random = torch.Generator().manual_seed(4)
+        tensors["Q"] = wide_queries(1, H, sum(rows), D, random, queries)
+    packed = {name: one[0].transpose(0, 1) for name, one in tensors.items()}
+    for side, lens in zip(("q", "kv"), lengths, strict=True):
+        ends = torch.tensor((0, *lens)).cumsum(0)
+        packed |= {f"cu_seqlens_{side}": ends.int(), f"max_seqlen_{side}": max(lens) + 2}
+    begin = 0
+    for count, length in zip((*rows, 0), (*keys, 9), strict=True):
+        if not count:
+            packed["K"][begin : begin + length] = packed["V"][begin : begin + length] = NAN
+        begin += length
+    scales = {
+        "descale_q": torch.tensor(0.7),
+        "descale_k": 0.5 + draw.random(len(rows), H_kv, element=torch.float32).abs(),
+        "descale_v": 0.5 + draw.random(len(rows), H_kv, element=torch.float32).abs(),
+    }
+    if queries is not None:
+        del scales["descale_q"]
+    return ka.SdpaArguments(**packed, lse=draw.lse()[0], **scales, **options)

@@ -58,6 +58,7 @@ class Tile(NamedTuple):
     group: Heads of queries that share the head of keys, if all of them have rows, query by query:
         what is said of queries in `local` and `first_query` is said of such rows. None: the rows
         are queries.
+    factors: Of the rows: what products with their query are multiplied with; None: 1.
     """
 
     values: cute.Tensor
@@ -68,6 +69,7 @@ class Tile(NamedTuple):
     head: Int32
     transposed: bool = False
     group: Int32 | None = None
+    factors: cute.Tensor | None = None
 
     @property
     def extents(self) -> tuple[int, int]:

@@ -81,7 +81,7 @@ def update(softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor | N
     """
     columns = cute.size(scores, mode=[1])
     for row in range(cute.size(scores, mode=[0])):
-        largest = _of_quad(_largest([scores[row, c] for c in range(columns)]), cute.arch.fmax)
+        largest = largest_of_quad(_largest([scores[row, c] for c in range(columns)]))
         before, base_before = softmax.maxima[row], softmax.bases[row]
         if factors is not None:
             largest = cute.arch.fmax(largest, before)
@@ -161,6 +161,10 @@ def power_of_two(x: Float32) -> Float32:
 def finite(x: Float32) -> Float32:
     """0 in place of -inf: a row that sees nothing has powers of 0, not of NaN."""
     return select(x == Float32(-math.inf), Float32(0.0), x)
+
+
+def largest_of_quad(value: Float32) -> Float32:
+    return _of_quad(value, cute.arch.fmax)
 
 
 def sum_of_quad(value: Float32) -> Float32:

@@ -167,6 +167,16 @@ def decode_fp8_seconds(args: Any, design: Any) -> float:
     return float(alone + further * max(tiles / _MULTIPROCESSORS - 1, 0.0) + read)
 
 
+#: Bytes per second of kernels that write keys and values in 16 bits before they are read.
+_WIDENED = 3e12
+
+
+def widening_seconds(args: Any) -> float:
+    """Of keys and values of 8-bit floats, to 16 bits."""
+    elements = args.B * args.H_kv * args.S_kv * (args.D + args.D_v)
+    return float(2 * _LAUNCH + 3 * elements / _WIDENED)
+
+
 #: Of latent vectors: seconds that nothing hides, of a block of keys on a multiprocessor, and of
 #: sums of the parts that all multiprocessors together have, of 64 rows each.
 _ALONE_LATENT, _LATENT_BLOCK, _LATENT_SUMS = 8e-6, 2.05e-6, 10e-6

@@ -58,18 +58,15 @@ _BIASED_IN_PAGES = (((96, 96), (192, 96)), ((256, 256), (128, 80)))
 _ALIGNED = {"Q": 16, "K": 16, "V": 16, "out": 16}
 
 
-_OPERANDS = (
-    Operands(
-        Q="f16 | bf16",
-        K="like Q",
-        V="like Q",
-        out="like Q",
+def operands_of(**types: str) -> Operands:
+    """Rows of these types, one after the other in memory."""
+    return Operands(
         accumulator="f32",
         majors="Q:d K:d V:e out:e",
         alignments=(_ALIGNED,),
         why_aligned=WHY_ALIGNED,
-    ),
-)
+        **types,  # type: ignore[arg-type]
+    )
 
 
 def few_dropped(most: Mapping[tuple[int, int], int]) -> Rule:
@@ -119,6 +116,11 @@ def pages_fit(design: AttentionDesign, args: SdpaArguments) -> bool | Miss:
     return Miss(f"they hold {size}")
 
 
+@rule("what is written for keys or values has some: TMA describes nothing that is empty")
+def some_keys(args: SdpaArguments) -> bool | Miss:
+    return args.S_kv > 0 or Miss("the page table has no place for one")
+
+
 def hides_later(args: SdpaArguments) -> bool:
     """Whether the last queries see the most keys."""
     return "right" in args.bounds or "right_end" in args.bounds
@@ -130,8 +132,11 @@ class Sm90Sdpa(AttentionKernel):
     targets: ClassVar[tuple[str, ...]] = ("sm_90a",)
     arguments = SdpaArguments
     operands_metadata = SdpaOperandsMetadata
-    operands = _OPERANDS
+    operands: ClassVar[tuple[Operands, ...]] = (
+        operands_of(Q="f16 | bf16", K="like Q", V="like Q", out="like Q"),
+    )
     design = AttentionDesign
+    multiplied: ClassVar[str] = "K"  # in whose type products are formed
     space = Space(
         *(AttentionDesign(tile, room, _STAGES) for room, tiles in _TILES.items() for tile in tiles)
     )
@@ -148,9 +153,9 @@ class Sm90Sdpa(AttentionKernel):
 
     def _design_values(self, scores: Any) -> tuple[Any, ...]:
         """As the implementation takes them."""
-        design, Q = self._design, self.metadata.operands.tensors["Q"]
-        assert Q.dtype is not None
-        return design.head_dim, design.tile_shape, design.stages, Q.dtype.cutlass, scores
+        design, of = self._design, self.metadata.operands.tensors[self.multiplied]
+        assert of.dtype is not None
+        return design.head_dim, design.tile_shape, design.stages, of.dtype.cutlass, scores
 
 
 @dataclass(frozen=True)
@@ -172,11 +177,9 @@ class ForwardDesign(AttentionDesign):
         return found + ("" if self.resident == 1 else f"_resident{self.resident}")
 
 
-@CuTeDSLProvider.register
-class Sm90SdpaForward(Sm90Sdpa):
-    """Attention of 16-bit floats for Hopper: TMA loads, wgmma, softmax while others multiply."""
+class Sm90SdpaOf16Bits(Sm90Sdpa):
+    """What the families share that multiply 16-bit floats."""
 
-    family: ClassVar[str] = "sm90.sdpa_forward"
     design = ForwardDesign
     space = Space(
         *(
@@ -194,17 +197,6 @@ class Sm90SdpaForward(Sm90Sdpa):
     takes_least = least_room(_TILES)
     drops_few = few_dropped(_MOST_DROPPED)
     hides_few = few_hidden(_MOST_HIDDEN)
-    takes_pages = pages_fit
-    reads_few = few_in_pages(_MOST_IN_PAGES)
-
-    @rule("numbers of pages and a bias leave registers to some tiles alone")
-    def _(design: ForwardDesign, args: SdpaArguments) -> bool:
-        biased = args.is_paged and "bias" in args.further
-        return not biased or (design.head_dim, design.tile_shape) in _BIASED_IN_PAGES
-
-    @rule("numbers of pages and dropout leave no registers to tiles of 128 columns")
-    def _(design: ForwardDesign, args: SdpaArguments) -> bool:
-        return design.head_dim != (128, 128) or not args.is_paged or args.dropout is None
 
     @rule(
         "scores that are more than products of which a band is seen leave no registers to scale "
@@ -212,10 +204,6 @@ class Sm90SdpaForward(Sm90Sdpa):
     )
     def _(design: ForwardDesign, args: SdpaArguments) -> bool:
         return design.scaling == "at_once" or not changes(args)
-
-    @rule("blocks that share a multiprocessor have no registers for numbers of pages")
-    def _(design: ForwardDesign, args: SdpaArguments) -> bool:
-        return design.resident == 1 or not args.is_paged
 
     @rule(
         "blocks that share a multiprocessor have registers for scores that are changed in one way, "
@@ -248,6 +236,31 @@ class Sm90SdpaForward(Sm90Sdpa):
         scores, longest_first = self.scores(args), hides_later(args)
         return self._built(scores, longest_first=longest_first, page_size=args.page_size)
 
+    def predict(self, args: SdpaArguments) -> float:
+        return model.seconds(args, self._design)
+
+
+@CuTeDSLProvider.register
+class Sm90SdpaForward(Sm90SdpaOf16Bits):
+    """Attention of 16-bit floats for Hopper: TMA loads, wgmma, softmax while others multiply."""
+
+    family: ClassVar[str] = "sm90.sdpa_forward"
+    takes_pages = pages_fit
+    reads_few = few_in_pages(_MOST_IN_PAGES)
+
+    @rule("numbers of pages and a bias leave registers to some tiles alone")
+    def _(design: ForwardDesign, args: SdpaArguments) -> bool:
+        biased = args.is_paged and "bias" in args.further
+        return not biased or (design.head_dim, design.tile_shape) in _BIASED_IN_PAGES
+
+    @rule("numbers of pages and dropout leave no registers to tiles of 128 columns")
+    def _(design: ForwardDesign, args: SdpaArguments) -> bool:
+        return design.head_dim != (128, 128) or not args.is_paged or args.dropout is None
+
+    @rule("blocks that share a multiprocessor have no registers for numbers of pages")
+    def _(design: ForwardDesign, args: SdpaArguments) -> bool:
+        return design.resident == 1 or not args.is_paged
+
     def _built(
         self, scores: Any, *, longest_first: bool = False, page_size: int | None = None
     ) -> Callable[..., None]:
@@ -264,22 +277,10 @@ class Sm90SdpaForward(Sm90Sdpa):
         )
         return found
 
-    def predict(self, args: SdpaArguments) -> float:
-        return model.seconds(args, self._design)
 
-
-OPERANDS_FP8 = (
-    Operands(
-        Q="e4m3",
-        K="e4m3",
-        V="e4m3",
-        out="f16 | bf16",
-        accumulator="f32",
-        majors="Q:d K:d V:e out:e",
-        alignments=(_ALIGNED,),
-        why_aligned=WHY_ALIGNED,
-    ),
-)
+OPERANDS_FP8 = operands_of(Q="e4m3", K="e4m3", V="e4m3", out="f16 | bf16")
+#: Of keys and values that are kept for later, and queries as they come.
+OPERANDS_MIXED = operands_of(Q="f16 | bf16", K="e4m3", V="e4m3", out="like Q")
 
 _FP8_TILES = {
     (64, 64): ((192, 128), (128, 128)),
@@ -299,7 +300,7 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
     """Attention of 8-bit floats for Hopper: a kernel before turns V over."""
 
     family: ClassVar[str] = "sm90.sdpa_forward_fp8"
-    operands = OPERANDS_FP8
+    operands = (OPERANDS_FP8,)
     space = Space(
         *(
             AttentionDesign(tile, room, _STAGES)
@@ -307,6 +308,7 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
             for tile in tiles
         )
     )
+    has_some_keys = some_keys
     takes_least = least_room(_FP8_TILES)
     drops_few = few_dropped(_MOST_DROPPED_FP8)
     hides_few = few_hidden(_MOST_HIDDEN_FP8)

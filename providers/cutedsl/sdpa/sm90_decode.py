@@ -11,7 +11,7 @@ from kernel_api.arguments import SdpaArguments
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.sdpa import model
 from kernel_api.providers.cutedsl.sdpa.base import AttentionDesign, least_room
-from kernel_api.providers.cutedsl.sdpa.sm90 import OPERANDS_FP8, Sm90Sdpa, pages_fit
+from kernel_api.providers.cutedsl.sdpa.sm90 import OPERANDS_FP8, OPERANDS_MIXED, Sm90Sdpa, pages_fit
 from kernel_api.space import Miss, Space, rule
 
 
@@ -56,8 +56,7 @@ _ROOMS = tuple(design.head_dim for design in (*_FEW_QUERIES, _LATENT))
 _MOST_ROWS = 256
 
 
-@rule("queries of all heads that share one of keys are 256 at most")
-def few_rows(args: SdpaArguments) -> bool | Miss:
+def _are_few(args: SdpaArguments) -> bool | Miss:
     rows = args.S_q * args.H // args.H_kv
     return rows <= _MOST_ROWS or Miss(f"they are {rows}")
 
@@ -111,7 +110,9 @@ class Sm90SdpaDecode(Sm90FewQueries):
     space = Space(*_FEW_QUERIES)
     takes_least = least_room(sorted(_ROOMS))
 
-    has_few_rows = few_rows
+    @rule("queries of all heads that share one of keys are 256 at most")
+    def _(args: SdpaArguments) -> bool | Miss:
+        return _are_few(args)
 
     def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
         from kernel_api.implementations.sm90.sdpa_decode import SdpaDecode
@@ -159,23 +160,33 @@ class Sm90SdpaDecodeFp8(Sm90FewQueries):
     """Attention of few queries to many keys of 8-bit floats for Hopper."""
 
     family: ClassVar[str] = "sm90.sdpa_decode_fp8"
-    operands = OPERANDS_FP8
+    operands = (OPERANDS_FP8, OPERANDS_MIXED)
     design = DecodeFp8Design
     space = Space(*_FEW_QUERIES_FP8)
     takes_least = least_room(sorted(design.head_dim for design in _FEW_QUERIES_FP8))
-    has_few_rows = few_rows
+
+    @rule("queries of 8 bits, of all heads that share one of keys, are 256 at most")
+    def _(args: SdpaArguments) -> bool | Miss:
+        return args.Q.dtype.bits > 8 or _are_few(args)
 
     def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
         from kernel_api.implementations.sm90.sdpa_decode_fp8 import SdpaDecodeFp8
+        from kernel_api.implementations.sm90.sdpa_decode_mixed import SdpaDecodeMixed
 
-        out = self.metadata.operands.tensors["out"]
-        assert out.dtype is not None
-        found: Callable[..., None] = SdpaDecodeFp8(
-            *self._design_values(scores),
-            page_size=page_size,
-            output_type=out.dtype.cutlass,
-            resident=self._design.resident,
-        )
+        tensors = self.metadata.operands.tensors
+        Q, out = tensors["Q"].dtype, tensors["out"].dtype
+        assert Q is not None and out is not None
+        values = self._design_values(scores)
+        options = {
+            "page_size": page_size,
+            "output_type": out.cutlass,
+            "resident": self._design.resident,
+        }
+        found: Callable[..., None]
+        if Q.bits == 8:
+            found = SdpaDecodeFp8(*values, **options)
+        else:
+            found = SdpaDecodeMixed(*values, queries_type=Q.cutlass, **options)
         return found
 
     def predict(self, args: SdpaArguments) -> float:

@@ -1,0 +1,105 @@
+"""Attention of 16-bit queries to keys and values of 8 bits, as a cache may hold them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.sdpa_cases import on_meta
+from support.sdpa_fp8 import fp8_arguments, packed_fp8_arguments, paged_fp8_arguments
+
+import kernel_api as ka
+from kernel_api import masks
+from kernel_api.errors import ArgumentError
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+FEW, MANY = "sm90.sdpa_decode_fp8", "sm90.sdpa_forward_mixed"
+
+
+def operands(S_q=3, device="cpu"):
+    random = torch.Generator().manual_seed(0)
+    Q = torch.randn((2, 8, S_q, 64), generator=random).to(BF16)
+    K, V = (torch.randn((2, 2, 40, 64), generator=random).to(E4M3) for _ in range(2))
+    return tuple(one.to(device) for one in (Q, K, V))
+
+
+def by_torch(Q, K, V, of_keys, of_values):
+    keys, values = (one.double() * scale for one, scale in ((K, of_keys), (V, of_values)))
+    return torch.nn.functional.scaled_dot_product_attention(
+        Q.double(), keys, values, enable_gqa=True
+    )
+
+
+def test_numbers_are_those_of_wide_keys_and_values():
+    Q, K, V = operands()
+    found = ka.ops.sdpa(Q, K, V, descale_k=torch.tensor(0.5), descale_v=torch.tensor(3.0))
+    assert found.dtype is BF16
+    torch.testing.assert_close(found.double(), by_torch(Q, K, V, 0.5, 3.0), rtol=2**-8, atol=1e-3)
+
+
+def test_torch_compiles_it():
+    Q, K, V = operands()
+    own = torch.compile(lambda *qkv: ka.ops.sdpa(*qkv), backend="aot_eager", fullgraph=True)
+    assert torch.equal(own(Q, K, V), ka.ops.sdpa(Q, K, V))
+
+
+def test_there_are_no_gradients():
+    Q, K, V = operands()
+    found = ka.ops.sdpa(Q.requires_grad_(), K, V)
+    with pytest.raises(ArgumentError, match="K is float8_e4m3fn; gradients are of 16-bit types"):
+        found.sum().backward()
+
+
+def families(args):
+    kernels = ka.get_kernels(args, cc=90, providers=["cutedsl"])
+    return list(dict.fromkeys(kernel.family for kernel in kernels))
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (fp8_arguments((2, 8, 2, 1, 4096, 128), queries=BF16), [FEW, MANY]),
+        (fp8_arguments((1, 32, 8, 2048, 2048, 128), queries=BF16, statistics=()), [MANY, FEW]),
+        (paged_fp8_arguments((2, 8, 2, 3, 128), (300, 90), 16, queries=BF16), [FEW, MANY]),
+        (paged_fp8_arguments((2, 8, 2, 3, 128), (300, 90), 24, queries=BF16), [MANY]),
+        (packed_fp8_arguments((4, 2, 64), ((40, 0), (70, 20)), queries=torch.float16), [MANY]),
+    ],
+    ids=["few", "many", "pages", "pages of 24", "packed"],
+)
+def test_few_queries_read_keys_as_they_are_and_many_wide_ones(args, expected):
+    assert families(on_meta(args)) == expected
+
+
+def test_room_for_wide_keys_and_values_is_asked_for():
+    """That of all pages that the table has places for, not of those that there are."""
+    args = on_meta(paged_fp8_arguments((2, 8, 2, 300, 64), (300, 90), 16, queries=BF16))
+    (kernel, *_) = (k for k in ka.get_kernels(args, cc=90) if k.family == MANY)
+    keys = args.further["page_table"].shape[1] * 16
+    assert kernel.get_workspace_size(args) == 65536 + 2 * 2 * keys * (64 + 64) * 2
+
+
+@pytest.mark.parametrize("element", [BF16, E4M3])
+def test_a_table_without_pages_is_for_kernels_that_write_no_keys_or_values(element):
+    def empty(*shape, element=torch.int32):
+        return torch.empty(shape, dtype=element, device="meta")
+
+    K, out = empty(5, 2, 16, 64, element=E4M3), empty(2, 4, 300, 64, element=BF16)
+    table, lengths = empty(2, 0), empty(2)
+    Q = empty(2, 4, 300, 64, element=element)
+    args = ka.SdpaArguments(Q, K, K, out, page_table=table, seq_lens_kv=lengths)
+    assert families(args) == ([FEW] if element is BF16 else [])
+    assert "the page table has no place for one" in str(ka.explain(args, cc=90))
+
+
+def test_other_types_of_a_cache_are_left_to_the_reference():
+    Q, K, V = (one.to("meta") for one in operands())
+    args = ka.SdpaArguments(Q, K.to(torch.float8_e5m2), V.to(torch.float8_e5m2), Q)
+    assert families(args) == []
+    assert "K is float8_e5m2; expected float8_e4m3fn" in str(ka.explain(args, cc=90))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("sizes", [(2, 8, 2, 1, 4096, 128), (1, 8, 2, 512, 512, 64)])
+def test_kernels_spill_nothing(sizes):
+    args = on_meta(fp8_arguments(sizes, queries=BF16, mask=masks.Causal("bottom_right")))
+    first = ka.get_kernels(args, cc=90, providers=["cutedsl"])[0]
+    assert first.compile(args, cc="90a").resources.spill_bytes == 0
