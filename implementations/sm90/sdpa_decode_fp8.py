@@ -19,6 +19,8 @@ from .sdpa_output import OWN
 from .sdpa_tiles import Work
 
 _VECTOR = 16  # bytes
+_SLAB = 64  # 16-bit columns of a swizzle
+_OTHER_BANKS = 5  # of rows whose numbers differ in these bits: of a slab of 8 bits, and of 16
 
 
 class Memory(NamedTuple):
@@ -101,28 +103,30 @@ class SdpaDecodeFp8(Descaled, SdpaDecode):
 
     @cute.jit
     def _convert(self, values: Converted, stage):
-        """By all threads of the group."""
+        """By all threads of the group. Eight neighbours have the vectors of one slab of two rows,
+        which differ in what is swizzled so that neither reads nor writes meet in a bank."""
         lane = cute.arch.thread_idx()[0] % GROUP
-        across = self.head_dim_v // _VECTOR
-        threads = cute.make_ordered_layout((GROUP // across, across), order=(1, 0))
-        layout = cute.make_layout((1, _VECTOR))
-        copies = tuple(
+        read, write = (
             cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), element, num_bits_per_copy=128)
             for element in (self.element_type, Float16)
         )
-        read, written = (
-            cute.make_tiled_copy_tv(atom, threads, layout).get_slice(lane) for atom in copies
-        )
-        source = read.partition_S(values.loaded[None, None, stage])
-        target = written.partition_D(values.stored)
+        slabs = self.head_dim_v // _SLAB
         # Other warps may still multiply those of the block before.
         cute.arch.barrier(barrier_id=OWN, number_of_threads=GROUP)
-        for i in cutlass.range_constexpr(cute.size(source, mode=[1])):
-            loaded = cute.make_rmem_tensor_like(source[None, i, 0])
-            cute.copy(copies[0], source[None, i, 0], loaded)
-            wide = cute.make_rmem_tensor_like(target[None, i, 0])
-            wide.store(loaded.load().to(Float16))
-            cute.copy(copies[1], wide, target[None, i, 0])
+        for i in cutlass.range_constexpr(self.tile_n * self.head_dim_v // _VECTOR // GROUP):
+            pair = (lane // 8 + i * (GROUP // 8)) // slabs
+            slab = (lane // 8 + i * (GROUP // 8)) % slabs
+            row = pair // 4 * 8 + (pair % 4 ^ lane % 8 // 4 * _OTHER_BANKS)
+            column = slab * (_SLAB // _VECTOR) + lane % 4
+            narrow = cute.make_rmem_tensor(_VECTOR, self.element_type)
+            source = cute.local_tile(values.loaded, (1, _VECTOR, 1), (row, column, stage))
+            cute.copy(read, source[0, None, 0], narrow)
+            wide = cute.make_rmem_tensor((_VECTOR // 2, 2), Float16)
+            wide.store(narrow.load().to(Float16).reshape(wide.shape))
+            for half in cutlass.range_constexpr(2):
+                place = (row, 2 * column + half)
+                target = cute.local_tile(values.stored, (1, _VECTOR // 2), place)
+                cute.copy(write, wide[None, half], target[0, None])
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=OWN, number_of_threads=GROUP)
 

@@ -77,16 +77,23 @@ def sums_of_groups(anywhere: bool) -> Any:
     )
 
 
-def attention(S_q: int, S_kv: int, element: torch.dtype = BF16, **options: Any) -> Any:
+def attention(
+    S_q: int,
+    S_kv: int,
+    element: torch.dtype = BF16,
+    queries: torch.dtype | None = None,
+    **options: Any,
+) -> Any:
+    """queries: The type of Q, if not that of K and V."""
     B, H, H_kv, D = 2, 4, 2, 64
 
-    def heads(count: int, rows: int) -> torch.Tensor:
+    def heads(count: int, rows: int, element: torch.dtype = element) -> torch.Tensor:
         return empty(B, rows, count, D, element=element).transpose(1, 2)
 
-    out = empty(B, S_q, H, D).transpose(1, 2)
+    Q, out = heads(H, S_q, queries or element), empty(B, S_q, H, D).transpose(1, 2)
     lse = empty(B, H, S_q, element=F32)
     return ka.SdpaArguments(
-        Q=heads(H, S_q), K=heads(H_kv, S_kv), V=heads(H_kv, S_kv), out=out, lse=lse, **options
+        Q, K=heads(H_kv, S_kv), V=heads(H_kv, S_kv), out=out, lse=lse, **options
     )
 
 
@@ -178,6 +185,8 @@ PROBLEMS: dict[str, Callable[[], Any]] = {
     "attention of 8 bits": lambda: attention(133, 197, F8),
     "few queries": lambda: attention(3, 1001),
     "few queries to 8 bits": lambda: attention(3, 1001, F8),
+    "16-bit queries to 8 bits": lambda: attention(133, 197, F8, BF16),
+    "few 16-bit queries to 8 bits": lambda: attention(3, 1001, F8, BF16),
     "few queries to latent vectors": latent_vectors,
     "gradients of attention": gradients,
     "norm": norm,
