@@ -129,7 +129,7 @@ def test_clusters_that_cannot_be_built_are_refused_with_the_rule(design):
     assert redesigned(known, **design).predict(args) > 0
 
 
-@pytest.mark.parametrize("scale", some(["BLOCK", "ROW", "TENSOR"], 2))
+@pytest.mark.parametrize("scale", some(["BLOCK", "ROW", "TENSOR"], 1))
 def test_scales_are_those_of_a_part(scale):
     """Of blocks along K, a part begins with others."""
     kernel = next(

@@ -59,7 +59,7 @@ CASES = [
     ),
     ("sm90.gemm_int8_repacked", r"i32_i32_ttt_tile64x64x128.*align16x1", (66, 30, 5, None), 53),
 ]
-SAMPLE = range(len(CASES)) if EVERY else (0, 2, 3, 9)
+SAMPLE = range(len(CASES)) if EVERY else (0, 3, 9)
 
 
 def drawn(kernel, sizes, values, seed=0):
@@ -147,7 +147,7 @@ FUSED = [
     Case("amax", make.an_amax, "meeting", {"M": 13, "N": 56, "K": 2056}),
     Case("swiglu", make.a_glu("swiglu"), "meeting", {"M": 13, "N": 64, "K": 2056}),
 ]
-FUSED_SAMPLE = range(len(FUSED)) if EVERY else (0, 1, 3)
+FUSED_SAMPLE = range(len(FUSED)) if EVERY else (1, 3)
 
 
 @pytest.mark.parametrize("turn", FUSED_SAMPLE, ids=[FUSED[turn].name for turn in FUSED_SAMPLE])
@@ -188,7 +188,7 @@ def test_blocks_of_a_cluster_without_rows_and_columns_do_not_overtake_others():
     kernel = kernel_of("sm90.gemm", r"bf16_bf16_bf16.*tnt_tile64x64x64.*2x2_.*parallel")
     args = drawn(kernel, (64, 64, 41, None), "integers")
     compiled = EmulatedKernel.compile(kernel, args)
-    for seed in range(8):
+    for seed in some(range(8), 3):
         compiled.run(args, multiprocessors=5, seed=seed)
         assert judge(args, FACTOR_REORDERED)
 
