@@ -24,6 +24,7 @@ from support.elementwise import (
 from support.ptx import EmulationError, machine
 from support.ptx.gemm import storage_bytes
 from support.ptx.kernel import EmulatedKernel, poison
+from support.sampling import some
 
 import kernel_api as ka
 from kernel_api import epilogue as ep
@@ -174,7 +175,7 @@ WHOLE_ROWS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WHOLE_ROWS)
+@pytest.mark.parametrize("name", some(WHOLE_ROWS, 2))
 def test_reductions_along_whole_rows_are_right(name):
     args = WHOLE_ROWS[name]()
     kernels = [k for k in offered(args, "sm_90") if k.metadata.design.whole_rows]
