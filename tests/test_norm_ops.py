@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.norms import block_maxima, hadamard, norm, poisoned, statistics
+from support.sampling import some
 from torch.testing import assert_close
 
 import kernel_api as ka
@@ -227,7 +228,10 @@ def test_torch_compiles_and_exports_one_call_forms():
     assert_close(exported.module()(X, WEIGHT), ka.ops.layernorm(X, weight=WEIGHT))
 
 
-@pytest.mark.parametrize("number", [{"eps": np.float32(0.5)}, {"rows_per_block": np.int64(4)}])
+NUMBERS = [{"eps": np.float32(0.5)}, {"rows_per_block": np.int64(4)}]
+
+
+@pytest.mark.parametrize("number", some(NUMBERS, 1))
 def test_numbers_of_numpy_that_graphs_do_not_know_are_read_between_two(number):
     def call(x, weight):
         return ka.ops.rmsnorm_rht_amax(x, weight=weight, **number)
@@ -235,7 +239,13 @@ def test_numbers_of_numpy_that_graphs_do_not_know_are_read_between_two(number):
     compiled = torch.compile(call, backend="aot_eager")
     for found, exact in zip(compiled(X, WEIGHT), call(X, WEIGHT), strict=True):
         assert_close(found, exact)
-    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_of_numpy_are_refused_where_there_is_one_graph(number):
+    def call(x, weight):
+        return ka.ops.rmsnorm_rht_amax(x, weight=weight, **number)
+
     with pytest.raises(torch._dynamo.exc.Unsupported, match="a number of NumPy is an array"):
         torch.compile(call, backend="aot_eager", fullgraph=True)(X, WEIGHT)
 

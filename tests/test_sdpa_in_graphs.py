@@ -1,8 +1,11 @@
 """Attention in graphs of torch.compile and torch.export."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from support.sampling import some
 from support.sdpa import Draw
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -231,7 +234,7 @@ def test_numbers_of_numpy_are_taken_in_graphs_too(options):
     assert_close(compiled(function, fullgraph=True)(Q), function(Q))
 
 
-@pytest.mark.parametrize("what", ["scale", "mask", "block_shape", "dropout", "p"])
+@pytest.mark.parametrize("what", some(["scale", "mask", "block_shape", "dropout", "p"], 3))
 def test_numbers_of_numpy_that_graphs_do_not_know_are_read_between_two(what):
     half, three = np.float32(0.5), np.int64(3)
 
@@ -255,8 +258,11 @@ def test_numbers_of_numpy_that_graphs_do_not_know_are_read_between_two(what):
 # Dropout and blocks ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "inside"),
+    # Of what changes inside of a graph inductor makes C++, which takes seconds to compile.
+    some(itertools.product(["aot_eager", "inductor"], [False, True]), 3),
+)
 def test_zeros_of_dropout_stay_those_of_the_forward_pass(backend, inside):
     seed = torch.tensor(3)
     dropout = Dropout(0.4, seed, 1)
@@ -319,27 +325,34 @@ OUT, LSE = torch.empty_like(DO), DRAW.wides(2, 4, 5)
 WHOLE = torch.empty_like(Q)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"out": OUT.int()}, "out is (torch.)?int32; expected a floating type"),
-        ({"out": OUT.new_empty(3, *OUT.shape)}, r"out has shape \(3, 2, 4, 5, 16\); expected"),
-        ({"out": "out"}, "out is a str; expected a torch tensor"),
-        ({"out": Q}, "(out and Q are one tensor|out shares memory with Q)"),
-        ({"lse": LSE.int()}, "lse is (torch.)?int32; expected (torch.)?float64"),
-        ({"lse": LSE.float()}, "lse is (torch.)?float32; expected (torch.)?float64"),
-        ({"lse": LSE[0]}, r"lse has shape \(4, 5\); expected"),
-        ({"out": OUT.to("meta")}, "out is on meta"),
-        ({"dQ": WHOLE.int()}, "dQ is (torch.)?int32; expected a floating type"),
-        ({"dQ": WHOLE.new_empty(5, *WHOLE.shape[1:])}, r"dQ has shape \(5, 4, 5, 8\); expected"),
-        ({"dK": K.clone(), "dV": 3}, "dV is a int; expected a torch tensor"),
-        ({"dSink": SINK.float(), "sink": SINK}, "dSink is (torch.)?float32; expected"),
-        ({"dBias": BIAS[:, :2], "bias": BIAS}, r"dBias has shape \(1, 2, 5, 6\); expected"),
-        ({"dQ": False}, "dQ is False; dQ, dK and dV are always computed"),
-        ({"dV": False}, "dV is False; dQ, dK and dV are always computed"),
-    ],
-)
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+def in_both_modes(cases, count):
+    """All of the cases in eager mode, so many of them compiled."""
+    return [
+        *(("eager", *case) for case in cases),
+        *(("compiled", *case) for case in some(cases, count)),
+    ]
+
+
+REFUSED = [
+    ({"out": OUT.int()}, "out is (torch.)?int32; expected a floating type"),
+    ({"out": OUT.new_empty(3, *OUT.shape)}, r"out has shape \(3, 2, 4, 5, 16\); expected"),
+    ({"out": "out"}, "out is a str; expected a torch tensor"),
+    ({"out": Q}, "(out and Q are one tensor|out shares memory with Q)"),
+    ({"lse": LSE.int()}, "lse is (torch.)?int32; expected (torch.)?float64"),
+    ({"lse": LSE.float()}, "lse is (torch.)?float32; expected (torch.)?float64"),
+    ({"lse": LSE[0]}, r"lse has shape \(4, 5\); expected"),
+    ({"out": OUT.to("meta")}, "out is on meta"),
+    ({"dQ": WHOLE.int()}, "dQ is (torch.)?int32; expected a floating type"),
+    ({"dQ": WHOLE.new_empty(5, *WHOLE.shape[1:])}, r"dQ has shape \(5, 4, 5, 8\); expected"),
+    ({"dK": K.clone(), "dV": 3}, "dV is a int; expected a torch tensor"),
+    ({"dSink": SINK.float(), "sink": SINK}, "dSink is (torch.)?float32; expected"),
+    ({"dBias": BIAS[:, :2], "bias": BIAS}, r"dBias has shape \(1, 2, 5, 6\); expected"),
+    ({"dQ": False}, "dQ is False; dQ, dK and dV are always computed"),
+    ({"dV": False}, "dV is False; dQ, dK and dV are always computed"),
+]
+
+
+@pytest.mark.parametrize(("how", "given", "words"), in_both_modes(REFUSED, 6))
 def test_outputs_are_checked_in_graphs_as_they_are_in_eager_mode(how, given, words):
     backward = any(name.startswith("d") for name in given)
     v = V[..., :8] if given.get("out") is Q else V
@@ -362,8 +375,10 @@ def test_one_tensor_is_not_taken_for_two_outputs(how):
         (compiled(function) if how == "compiled" else function)(torch.empty_like(K))
 
 
-@pytest.mark.parametrize("name", ["out", "lse", "score_max", "score_sum_exp", "dQ", "dV", "dSink"])
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+OUTPUTS = [("out",), ("lse",), ("score_max",), ("score_sum_exp",), ("dQ",), ("dV",), ("dSink",)]
+
+
+@pytest.mark.parametrize(("how", "name"), in_both_modes(OUTPUTS, 4))
 def test_outputs_that_need_a_gradient_are_refused(how, name):
     shape = {"out": OUT, "dQ": Q, "dV": V, "dSink": SINK}.get(name, LSE)
     leaf = torch.zeros_like(shape).requires_grad_()
