@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from support.sampling import some
+from support.sampling import EVERY, some
 
 import kernel_api.graph as cudnn
 from kernel_api.errors import GraphNotSupportedError, KernelApiError, SerializedGraphError
@@ -229,7 +229,7 @@ def test_every_damage_of_a_node_is_found_or_gives_a_graph(content):
     """Then the graph is executed, for it may be found as late as that."""
     nodes = list(places(content["graph"]["nodes"], ("graph", "nodes")))
     draw = random.Random(0)
-    for path in some(nodes, 60):
+    for path in some(nodes, 40):
         for change in ("remove", "repeat", *draw.sample(STRANGE, 6)):
             graph = deserialised(changed(content, path, change))
             if graph is not None:
@@ -239,7 +239,7 @@ def test_every_damage_of_a_node_is_found_or_gives_a_graph(content):
 def test_damage_of_everything_else_is_found_or_gives_a_graph(content):
     others = [path for path in places(content) if path[:2] != ("graph", "nodes")]
     draw = random.Random(1)
-    for path in draw.sample(others, min(len(others), 150)):
+    for path in draw.sample(others, min(len(others), 150 if EVERY else 100)):
         for change in ("remove", *draw.sample(STRANGE, 2)):
             graph = deserialised(changed(content, path, change))
             assert graph is None or graph.selected is not None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from support.grouped_fuzz import DEFECTS, OF_EACH_FORM, problems
+from support.sampling import EVERY
 
 import kernel_api as ka
 from kernel_api.arguments.experts import ExpertPointers
@@ -17,7 +18,7 @@ from kernel_api.verification import compare, conduct, prepare
 
 EXAMPLES = 90
 #: Kernels that are compiled, of all that were offered.
-COMPILED = 4
+COMPILED = 4 if EVERY else 2
 ARCHITECTURES = ("80", "sm_90a")
 
 repeatedly = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), deadline=None)
