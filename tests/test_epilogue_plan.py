@@ -332,7 +332,7 @@ def test_few_operations_on_pairs_are_for_192_accumulators_too(name):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", some(LIGHT, 4))
+@pytest.mark.parametrize("name", some(LIGHT, 2))
 def test_few_operations_on_pairs_fit_beside_192_accumulators(name):
     args = LIGHT[name]()
     for kernel in of_192_registers(args):
