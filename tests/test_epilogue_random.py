@@ -152,7 +152,7 @@ def test_every_kernel_that_is_offered_for_a_random_epilogue_can_be_built(turn):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("family", TARGETS)
-@pytest.mark.parametrize("turn", range(COUNT) if EVERYTHING else (21, 43))
+@pytest.mark.parametrize("turn", range(COUNT) if EVERYTHING else (21,))
 def test_a_random_epilogue_is_computed_by_kernels(turn, family):
     args = arguments_for_kernels(example(turn), ELEMENTS[turn % 2])
     kernels = kernels_for(family, args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.sampling import some
 from support.sass import sass
 from support.sdpa import NAN, Draw
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -251,20 +252,26 @@ def options():
     return {**rows, **heads, "softcap": 3.0, "mask": masks.SlidingWindow(70, 3, "bottom_right")}
 
 
-@pytest.mark.compile
-def test_options_spill_nothing():
+def paged():
+    """With all of them, so that one compilation shows more than one thing."""
     Q, _, out = operands("meta")
     pages = torch.empty(16, 1, 64, 576, dtype=BF16, device="meta")
     table, lengths = (torch.empty(n, dtype=torch.int32, device="meta") for n in ((2, 8), (2,)))
-    paged = {"page_table": table, "seq_lens_kv": lengths}
-    args = ka.SdpaArguments(Q, pages, pages[..., :512], out, **paged, **options())
+    numbers = {"page_table": table, "seq_lens_kv": lengths}
+    return ka.SdpaArguments(Q, pages, pages[..., :512], out, **numbers, **options())
+
+
+@pytest.mark.compile
+def test_options_spill_nothing():
+    args = paged()
     (kernel,) = ka.get_kernels(args, cc=90, providers=["cutedsl"])
     assert kernel.compile(args, cc=90).resources.spill_bytes == 0
 
 
 @pytest.mark.compile
-def test_no_block_is_read_twice_and_nothing_spills():
-    args = arguments()
+@pytest.mark.parametrize("made", some([paged, arguments], 1))
+def test_no_block_is_read_twice_and_nothing_spills(made):
+    args = made()
     (kernel,) = ka.get_kernels(args, cc=90, providers=["cutedsl"])
     artifact = kernel.compile(args, cc=90)
     assert artifact.resources.spill_bytes == 0
