@@ -48,8 +48,11 @@ class Draw:
         self._generator = torch.Generator().manual_seed(seed)
 
     def random(self, *shape: int, element: Any = None) -> torch.Tensor:
+        element = element or self.element
+        if self.device.type == "meta":  # it would take a while, and nobody sees it
+            return torch.empty(shape, dtype=element, device=self.device)
         drawn = torch.randn(shape, generator=self._generator, dtype=torch.float64)
-        return drawn.to(element or self.element).to(self.device)
+        return drawn.to(element).to(self.device)
 
     def wides(self, *shape: int) -> torch.Tensor:
         """Numbers in the type of the arithmetic."""
