@@ -23,8 +23,12 @@ def arguments():
 
 
 def printed(code):
+    return in_fresh_interpreter(code, BEGINNING)
+
+
+def in_fresh_interpreter(code, beginning="import importlib, sys\n"):
     """What a process prints; it fails where it takes a minute."""
-    whole = BEGINNING + textwrap.dedent(code)
+    whole = beginning + textwrap.dedent(code)
     ran = subprocess.run(
         [sys.executable, "-c", whole], capture_output=True, text=True, timeout=60, check=False
     )
@@ -49,6 +53,45 @@ def test_one_thread_may_import_a_provider_while_another_asks_for_the_first_time(
         print(*(one.is_alive() for one in threads), len(provider.providers(["{name}"])))
         """)
     assert found == ["False", "False", "1"]
+
+
+@pytest.mark.parametrize("module", ["epilogue.graph", "tuning.heuristics"])
+def test_one_thread_may_import_a_module_while_another_imports_its_package(module):
+    found = in_fresh_interpreter(f"""
+        import importlib.machinery, threading, time
+        slow, failed = threading.Event(), []
+
+        class Slow(importlib.machinery.SourceFileLoader):
+            def exec_module(self, module):
+                slow.set()
+                time.sleep(0.2)
+                super().exec_module(module)
+
+        class Finder(importlib.machinery.PathFinder):
+            @classmethod
+            def find_spec(cls, name, path=None, target=None):
+                found = super().find_spec(name, path, target)
+                if name == "kernel_api":  # which both want first, and one holds its package
+                    found.loader = Slow(name, found.origin)
+                return found
+
+        def imports(name):
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                failed.append(error)
+
+        sys.meta_path.insert(0, Finder)
+        names = "kernel_api.{module.partition(".")[0]}", "kernel_api.{module}"
+        threads = [threading.Thread(target=imports, args=(one,), daemon=True) for one in names]
+        threads[0].start()
+        slow.wait()
+        threads[1].start()
+        for one in threads:
+            one.join(30)
+        print(*(one.is_alive() for one in threads), *failed)
+        """)
+    assert found == ["False", "False"]
 
 
 @pytest.mark.parametrize("module", ["cutedsl.sdpa", "torch.elementwise"])

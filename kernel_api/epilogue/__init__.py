@@ -48,49 +48,64 @@ width, style
 Everything else (activations, derivatives, dropout, mean squares) is composed of these.
 """
 
-from kernel_api.epilogue.functions import (
-    abs,
-    cast,
-    clamp,
-    derivative,
-    elu,
-    erf,
-    exp,
-    gelu,
-    gelu_tanh,
-    hardswish,
-    leaky_relu,
-    log,
-    maximum,
-    minimum,
-    quantize,
-    reciprocal,
-    relu,
-    rsqrt,
-    sigmoid,
-    silu,
-    softcap,
-    softplus,
-    sqrt,
-    squared_relu,
-    tanh,
-    where,
-)
-from kernel_api.epilogue.graph import Graph, Node
-from kernel_api.epilogue.shape import Problem, Shape
-from kernel_api.epilogue.structure import (
-    amax,
-    dropout,
-    glu_pair,
-    hadamard,
-    interleave,
-    max,
-    mean_square,
-    min,
-    repeat,
-    rotate,
-    sum,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kernel_api.epilogue.functions import (
+        abs,
+        cast,
+        clamp,
+        derivative,
+        elu,
+        erf,
+        exp,
+        gelu,
+        gelu_tanh,
+        hardswish,
+        leaky_relu,
+        log,
+        maximum,
+        minimum,
+        quantize,
+        reciprocal,
+        relu,
+        rsqrt,
+        sigmoid,
+        silu,
+        softcap,
+        softplus,
+        sqrt,
+        squared_relu,
+        tanh,
+        where,
+    )
+    from kernel_api.epilogue.graph import Graph, Node
+    from kernel_api.epilogue.shape import Problem, Shape
+    from kernel_api.epilogue.structure import (
+        amax,
+        dropout,
+        glu_pair,
+        hadamard,
+        interleave,
+        max,
+        mean_square,
+        min,
+        repeat,
+        rotate,
+        sum,
+    )
+
+#: Loaded on first use: a thread that imports one of the modules first waits for this package, which
+#: may not wait for it at the same time.
+_HOME_OF = {
+    **dict.fromkeys(("Graph", "Node"), "graph"),
+    **dict.fromkeys(("Problem", "Shape"), "shape"),
+    **dict.fromkeys(("amax", "dropout", "glu_pair", "hadamard", "interleave", "max"), "structure"),
+    **dict.fromkeys(("mean_square", "min", "repeat", "rotate", "sum"), "structure"),
+}
 
 __all__ = [
     "Graph",
@@ -135,3 +150,16 @@ __all__ = [
     "tanh",
     "where",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOME_OF.get(name, "functions")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
