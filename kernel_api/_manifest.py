@@ -102,6 +102,8 @@ class Manifest:
         """Raises LibraryError for what is no manifest."""
         try:
             fields = json.loads(text)
+            if not isinstance(fields, dict):
+                raise TypeError(f"it is {fields!r:.99}; expected an object")
             if fields["format"] != FORMAT:
                 raise LibraryError(
                     f"the manifest has format {fields['format']!r}; expected {FORMAT}"
@@ -110,18 +112,24 @@ class Manifest:
             identity = Identity(
                 fields["kernel"], fields["signature"], fields["target"], fields["fingerprint"]
             )
+            if not (found is None or isinstance(found, dict)):
+                raise TypeError(f"resources is {found!r:.99}; expected an object, or null")
             resources = Resources(**found) if found is not None else None
             sha256, cuda = fields["sha256"], fields.get("cuda")
             if not (isinstance(sha256, str) and len(sha256) == len(_UNSEALED)):
-                raise TypeError(f"sha256 is {sha256!r}")
+                raise TypeError(f"sha256 is {sha256!r:.99}; expected 64 hexadecimal digits")
+            if not isinstance(identity.kernel, dict):
+                raise TypeError(f"kernel is {identity.kernel!r:.99}; expected an object")
             if not isinstance(identity.kernel["kernel_name"], str):
-                raise TypeError(f"kernel_name is {identity.kernel['kernel_name']!r}")
+                name = identity.kernel["kernel_name"]
+                raise TypeError(f"kernel_name is {name!r:.99}; expected a text")
             if not (cuda is None or isinstance(cuda, int)):
-                raise TypeError(f"cuda is {cuda!r}")
+                raise TypeError(f"cuda is {cuda!r:.99}; expected a version such as 12")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, LibraryError):
                 raise
-            raise LibraryError(f"the manifest cannot be read: {error!r}") from error
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise LibraryError(f"the manifest cannot be read: {why}") from error
         return cls(identity, resources, sha256, text, cuda)
 
     @classmethod

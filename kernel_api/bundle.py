@@ -200,19 +200,36 @@ def _libraries_at(source: Path) -> list[Path]:
 
 
 def _index(folder: Path) -> list[tuple[str, Manifest]]:
+    """The files of a bundle, and what its index says of each."""
     try:
         index = json.loads((folder / INDEX).read_text())
-        if index["format"] != _FORMAT:
-            raise LibraryError(
-                f"{folder}: the index has format {index['format']!r}; expected {_FORMAT}"
-            )
-        return [(k["file"], Manifest.parsed(json.dumps(k["manifest"]))) for k in index["kernels"]]
     except OSError as error:
         raise LibraryError(f"{folder} is no bundle: {INDEX}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, LibraryError):
-            raise
+    except (ValueError, RecursionError) as error:
         raise LibraryError(f"{folder} is no bundle: {INDEX} cannot be read: {error!r}") from error
+    what = f"{folder} is no bundle: {INDEX} cannot be read"
+    if not isinstance(index, dict):
+        raise LibraryError(f"{what}: it is {index!r:.99}; expected an object with format, kernels")
+    if index.get("format") != _FORMAT:
+        raise LibraryError(
+            f"{folder}: the index has format {index.get('format')!r:.99}; expected {_FORMAT}"
+        )
+    kernels = index.get("kernels")
+    if not isinstance(kernels, list):
+        raise LibraryError(f"{what}: kernels is {kernels!r:.99}; expected a list")
+    return [_entry(entry, f"{what}: kernels[{i}]") for i, entry in enumerate(kernels)]
+
+
+def _entry(entry: Any, what: str) -> tuple[str, Manifest]:
+    if not isinstance(entry, dict):
+        raise LibraryError(f"{what} is {entry!r:.99}; expected an object with file, manifest")
+    file = entry.get("file")
+    if not isinstance(file, str):
+        raise LibraryError(f"{what}.file is {file!r:.99}; expected the name of a library")
+    try:
+        return file, Manifest.parsed(json.dumps(entry.get("manifest")))
+    except LibraryError as error:
+        raise LibraryError(f"{what}: {error}") from error
 
 
 _families: dict[type[Kernel], type[BundledKernel]] = {}

@@ -50,6 +50,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         data = Path(path).read_bytes()
     except OSError as error:
         raise LibraryError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a name that no file can have
+        raise LibraryError(f"{str(path)!r} cannot be read: {error}") from error
     try:
         manifest = Manifest.of_library(data)
         manifest.check(data)

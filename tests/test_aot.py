@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,8 @@ def test_a_library_of_others_carries_no_manifest():
 def test_other_files_are_named_errors(tmp_path):
     with pytest.raises(LibraryError, match=r"missing\.so cannot be read: No such file"):
         ka.load(tmp_path / "missing.so")
+    with pytest.raises(LibraryError, match=r"'gemm\\x00\.so' cannot be read: embedded null"):
+        ka.load("gemm\0.so")
     (tmp_path / "text.so").write_text("text")
     with pytest.raises(LibraryError, match="not a complete shared library: it is no ELF file"):
         ka.load(tmp_path / "text.so")
@@ -373,6 +376,72 @@ def test_what_is_no_bundle_says_so(packed, tmp_path, folder):
         (path / "index.json").write_text(text)
         with pytest.raises(LibraryError, match=match):
             ka.load_bundle(path)
+
+
+WRONG = (None, 7, "x", [], ["x"], {}, {"type": "a:b", "fields": {}}, {"class": "os:path"})
+
+
+@pytest.mark.parametrize(
+    ("place", "match"),
+    [
+        ([], "index.json cannot be read: it is None; expected an object with format, kernels"),
+        (["format"], "the index has format None; expected 1"),
+        (["kernels"], r"kernels is None; expected a list"),
+        (["kernels", 0], r"kernels\[0\] is None; expected an object with file, manifest"),
+        (["kernels", 0, "file"], r"kernels\[0\].file is None; expected the name of a library"),
+        (["kernels", 0, "manifest"], r"kernels\[0\]: .* it is None; expected an object"),
+        (["kernels", 0, "manifest", "kernel"], "kernel is None; expected an object"),
+        (["kernels", 0, "manifest", "sha256"], "sha256 is None; expected 64 hexadecimal digits"),
+    ],
+)
+def test_a_bundle_with_another_value_in_its_index_says_which(packed, place, match):
+    path, _ = packed
+    put(path / "index.json", place, None)
+    with pytest.raises(LibraryError, match=match):
+        ka.load_bundle(path)
+
+
+def test_a_bundle_with_any_value_in_its_index_is_refused_or_left_out(packed, registry):
+    path, _ = packed
+    index = json.loads((path / "index.json").read_text())
+    index["kernels"] = index["kernels"][:1]
+    places = [place for place in places_in(index) if "signature" not in place[:-1]]
+    refused = 0
+    for at, place in enumerate(places):
+        for wrong in (WRONG[at % len(WRONG)], WRONG[(at * 3 + 1) % len(WRONG)], GONE):
+            (path / "index.json").write_text(json.dumps(index))
+            put(path / "index.json", place, wrong)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PluginWarning)
+                try:
+                    assert all(isinstance(k, ka.Kernel) for k in ka.load_bundle(path))
+                except LibraryError as error:
+                    assert str(path) in str(error)
+                    refused += 1
+    assert refused > 30
+
+
+GONE = object()
+
+
+def put(file, place, value):
+    """Write JSON with another value in a place; GONE: with none."""
+    whole = {"": json.loads(file.read_text())}
+    inside, last = whole, ""
+    for key in place:
+        inside, last = inside[last], key
+    if value is GONE and place:
+        del inside[last]
+    else:
+        inside[last] = None if value is GONE else value
+    file.write_text(json.dumps(whole[""]))
+
+
+def places_in(value, above=()):
+    yield above
+    keys = value if isinstance(value, dict) else range(len(value)) if type(value) is list else ()
+    for key in keys:
+        yield from places_in(value[key], (*above, key))
 
 
 def test_a_path_that_is_no_bundle_is_a_warning_and_the_others_are_loaded(
