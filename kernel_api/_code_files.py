@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from kernel_api._manifest import Manifest
+from kernel_api.errors import LinkError
 
 #: The name of the one function in a file of code.
 FUNCTION = "kernel"
@@ -41,6 +43,19 @@ def load_library(path: Path) -> Callable[..., Any]:
 
     function: Callable[..., Any] = tvm_ffi.load_module(str(path))[FUNCTION]
     return function
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is removed afterwards; raises LinkError where nothing can be written there."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+    except OSError as error:
+        raise LinkError(
+            f"temporary files cannot be written: {error}; make room, or set TMPDIR to another "
+            f"folder"
+        ) from error
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -7,10 +7,9 @@ signature, the target and the fingerprint; the same text stands beside it in a f
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
-from kernel_api._code_files import LIBRARY, OBJECT, load_library, replace_durably
+from kernel_api._code_files import LIBRARY, OBJECT, load_library, replace_durably, temporary_folder
 from kernel_api._fingerprint import driver_major, versions
 from kernel_api._manifest import Identity, Manifest
 from kernel_api.artifact import CompiledArtifact
@@ -93,8 +92,8 @@ def export(artifact: CompiledArtifact, path: str | os.PathLike[str]) -> Path:
     """Write an artifact as a shared library, and its manifest beside it.
 
     Raises:
-        LinkError: there is no linker here, the kernel has no code that can be linked, or the file
-            that it was loaded from is another one now.
+        LinkError: there is no linker here or no room for temporary files, the kernel has no code
+            that can be linked, or the file that it was loaded from is another one now.
         ArgumentError: the kernel's metadata or the signature cannot be written as JSON, or the
             library not to that path.
     """
@@ -181,7 +180,7 @@ def link(artifact: CompiledArtifact, identity: Identity, code: bytes) -> tuple[M
     files = artifact.kernel.code_files
     assert files is not None
     manifest = Manifest.unsealed(identity, artifact.resources, files.cuda_version())
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"kernel{LIBRARY}"
+    with temporary_folder() as folder:
+        path = folder / f"kernel{LIBRARY}"
         files.link(code, manifest, path)
         return manifest.sealed(path.read_bytes())

@@ -209,14 +209,20 @@ def _as_ours(kernel: Kernel, error: Exception) -> KernelApiError:
 
 
 def cache_to_share() -> DiskCache:
-    """Where workers put what they compile."""
+    """Where workers put what they compile; raises CompileError where there is no such place."""
     return DiskCache.open() or _cache_of_this_process()
 
 
 @functools.lru_cache(maxsize=1)
 def _cache_of_this_process() -> DiskCache:
     """Where there is no cache on disk: one in a folder that is removed when the process ends."""
-    folder = tempfile.mkdtemp(prefix="kernel_api-")
+    try:
+        folder = tempfile.mkdtemp(prefix="kernel_api-")
+    except OSError as error:
+        raise CompileError(
+            f"there is no cache, and no temporary folder can be made to compile into: {error}; "
+            f"make room, or set KERNEL_API_CACHE_DIR or TMPDIR to another folder"
+        ) from error
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return DiskCache.at(Path(folder))
 

@@ -1,10 +1,12 @@
 """Libraries: artifact.export, kernel_api.load, and bundles of them."""
 
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import warnings
 from pathlib import Path
@@ -164,6 +166,17 @@ def test_export_says_what_the_linker_said(tmp_path):
     artifact = kernels()[2].compile(arguments(), cc=87)
     artifact.file, artifact.compiled_obj = None, b"no object file"
     with pytest.raises(LinkError, match=r"cc failed: .*(not recognized|format)"):
+        artifact.export(tmp_path / "gemm.so")
+
+
+def test_export_without_room_for_temporary_files_says_what_to_do(monkeypatch, tmp_path):
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    artifact = kernels()[2].compile(arguments(), cc=89)
+    artifact.file, artifact.compiled_obj = None, b"code"
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(LinkError, match="No space left on device; make room, or set TMPDIR"):
         artifact.export(tmp_path / "gemm.so")
 
 

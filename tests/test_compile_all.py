@@ -1,9 +1,11 @@
 """Compilation by several processes: kernel_api.compile_all."""
 
+import errno
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import pytest
@@ -80,6 +82,17 @@ def test_what_is_in_a_cache_starts_no_process(monkeypatch):
     again = ka.compile_all(kernels[:2], args, cc=90)
     assert [one.kernel for one in again] == kernels[:2]
     assert len(compilations()) == 2
+
+
+def test_without_a_cache_and_a_temporary_folder_it_says_what_to_set(monkeypatch):
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("KERNEL_API_DISABLE_CACHE", "1")
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    parallel._cache_of_this_process.cache_clear()
+    with pytest.raises(CompileError, match="No space left on device; make room, or set KERNEL_API"):
+        parallel.cache_to_share()
 
 
 def test_without_a_cache_the_workers_hand_the_code_back(monkeypatch, cache_directory, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import time
 import warnings
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kernel_api import _compile_cache, _log
+from kernel_api._code_files import temporary_folder
 from kernel_api.dtypes import dtype
 from kernel_api.errors import CompileError
 from kernel_api.metadata import TensorAttributes
@@ -158,13 +158,16 @@ def raw_function(compiled: Any) -> Callable[..., None]:
 
 
 def object_code(compiled: Any, function_name: str) -> bytes | None:
-    """A relocatable object file of what ``cute.compile`` returned, made once; None for others."""
+    """A relocatable object file of what ``cute.compile`` returned, made once; None for others.
+
+    Raises LinkError where no temporary file can be written.
+    """
     if not hasattr(compiled, "export_to_c"):
         return None
     made: dict[str, bytes] = vars(compiled).setdefault("_kernel_api_object_code", {})
-    with _lock, tempfile.TemporaryDirectory() as folder:
+    with _lock, temporary_folder() as folder:
         if function_name not in made:
-            path = Path(folder) / "kernel.o"
+            path = folder / "kernel.o"
             compiled.export_to_c(object_file_path=str(path), function_name=function_name)
             made[function_name] = path.read_bytes()
     return made[function_name]

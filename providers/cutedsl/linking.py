@@ -12,14 +12,13 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kernel_api import _fingerprint, _manifest
-from kernel_api._code_files import FUNCTION, CodeFiles
+from kernel_api._code_files import FUNCTION, CodeFiles, temporary_folder
 from kernel_api._manifest import Manifest
 from kernel_api.errors import LinkError
 from kernel_api.providers.cutedsl import compiler
@@ -73,8 +72,8 @@ class CuteCodeFiles(CodeFiles):
             "bytes": ",".join(map(str, text)),
         }
         tools = toolchain()
-        with tempfile.TemporaryDirectory() as folder:
-            object_file = Path(folder) / "kernel.o"
+        with temporary_folder() as folder:
+            object_file = folder / "kernel.o"
             object_file.write_bytes(code)
             command = _command(tools, object_file, path)
             try:
