@@ -22,7 +22,7 @@ CcLike = Union[int, str, "Target", None]
 #: The major version that names with a suffix begin at.
 _SUFFIXES = {"a": 9, "f": 10}
 
-_PATTERN = re.compile(r"(?:sm_?)?(\d+)(?:\.(\d))?([af]?)", re.IGNORECASE)
+_PATTERN = re.compile(r"(?:sm_?)?(\d{1,4})(?:\.(\d))?([af]?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,14 @@ def test_a_compressed_archive_that_is_damaged_cannot_be_read(filled, tmp_path, c
     assert "cannot be read: " in found.err if code == 2 else "1 are damaged" in found.out
 
 
+def test_a_file_that_is_no_archive_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "text.tar").write_text("text")
+    assert main(["cache", "import", str(tmp_path / "text.tar")]) == 2
+    told = capsys.readouterr().err
+    assert told.endswith("text.tar cannot be read: it is no archive, or a damaged one\n")
+    assert told.count("\n") == 1
+
+
 def test_import_takes_only_the_kernels_that_are_asked_for(filled, tmp_path, capsys, monkeypatch):
     archive = tmp_path / "kernels.tar"
     answer(capsys, "cache", "export", archive)

@@ -276,6 +276,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "list.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ArgumentError, match=r"list\.csv cannot be read: .*utf-8"):
         problems(tmp_path / "list.csv", options())
+    (tmp_path / "list.csv").write_text(f"m,n,k\n{'8' * 200_000},8,8\n")
+    with pytest.raises(ArgumentError, match=r"list\.csv cannot be read: line 2: field larger"):
+        problems(tmp_path / "list.csv", options())
 
 
 @pytest.mark.parametrize("cut", [1, 40, -1])

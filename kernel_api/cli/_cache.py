@@ -240,6 +240,9 @@ def _members(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
                 if found and member.isreg() and member.size <= _LARGEST_MEMBER:
                     file: Any = archive.extractfile(member) or io.BytesIO()
                     entries.setdefault(found[1], {})[found[2]] = file.read()
+    except tarfile.ReadError as error:
+        why = "it is no archive, or a damaged one"  # in a line for each format of archives there
+        raise ArgumentError(f"{path} cannot be read: {why}") from error
     except (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}") from error
     yield from entries.items()

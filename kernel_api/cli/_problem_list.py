@@ -238,14 +238,17 @@ def _recorded_lines(text: str, path: Path) -> list[Entry]:
     return found
 
 
+def _cells(number: int, line: str) -> list[str]:
+    try:
+        return [cell.strip() for cell in next(csv.reader([line], skipinitialspace=True))]
+    except csv.Error as error:
+        raise ArgumentError(f"line {number}: {error}") from error
+
+
 def _rows(text: str) -> list[Entry]:
     """Those below the header; what is behind a # is a comment."""
     lines = ((number, line.partition("#")[0]) for number, line in enumerate(text.splitlines(), 1))
-    rows = [
-        (number, [cell.strip() for cell in next(csv.reader([line], skipinitialspace=True))])
-        for number, line in lines
-        if line.strip()
-    ]
+    rows = [(number, _cells(number, line)) for number, line in lines if line.strip()]
     if not rows:
         return []
     (number, header), *rows = rows
