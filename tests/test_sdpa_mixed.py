@@ -10,6 +10,7 @@ from support.sdpa_fp8 import fp8_arguments, packed_fp8_arguments, paged_fp8_argu
 import kernel_api as ka
 from kernel_api import masks
 from kernel_api.errors import ArgumentError
+from kernel_api.providers.cutedsl.sdpa import model
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 FEW, MANY = "sm90.sdpa_decode_fp8", "sm90.sdpa_forward_mixed"
@@ -103,3 +104,43 @@ def test_kernels_spill_nothing(sizes):
     args = on_meta(fp8_arguments(sizes, queries=BF16, mask=masks.Causal("bottom_right")))
     first = ka.get_kernels(args, cc=90, providers=["cutedsl"])[0]
     assert first.compile(args, cc="90a").resources.spill_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "first"),
+    [
+        ((1, 64, 8, 128, 8192, 128), FEW),
+        ((1, 64, 8, 512, 8192, 128), MANY),
+        ((1, 32, 8, 512, 8192, 256), MANY),
+        ((1, 32, 8, 2048, 2048, 64), MANY),
+    ],
+)
+def test_what_was_faster_on_an_h100_is_first(sizes, first):
+    B, H, H_kv, S_q, S_kv, D = sizes
+    Q, K = (
+        torch.empty(shape, dtype=element, device="meta")
+        for shape, element in (((B, H, S_q, D), BF16), ((B, H_kv, S_kv, D), E4M3))
+    )
+    args = ka.SdpaArguments(Q, K, K, torch.empty_like(Q), mask=masks.Causal("bottom_right"))
+    assert families(args)[0] == first
+
+
+@pytest.mark.parametrize(
+    ("S_q", "S_kv", "alignment", "share"),
+    [
+        (100, 100, "top_left", 0.5),
+        (100, 100, "bottom_right", 0.5),
+        (1, 1000, "bottom_right", 0.9995),
+        (100, 1000, "bottom_right", 0.95),
+        (1000, 100, "bottom_right", 0.05),
+        (100, 1000, "top_left", 0.05),
+        (1000, 100, "top_left", 0.95),
+    ],
+)
+def test_the_model_knows_how_much_a_causal_mask_hides(S_q, S_kv, alignment, share):
+    Q, K = (torch.empty(1, 1, rows, 64, dtype=BF16, device="meta") for rows in (S_q, S_kv))
+    mask = masks.Causal(alignment)
+    args = ka.SdpaArguments(Q, K, K.clone(), torch.empty_like(Q), mask=mask)
+    visible = torch.ones(S_q, S_kv).tril(0 if alignment == "top_left" else S_kv - S_q)
+    assert model.seen(args) == pytest.approx(share)
+    assert model.seen(args) == pytest.approx(visible.mean().item(), abs=0.01)

@@ -153,6 +153,8 @@ def decode_seconds(args: Any, design: Any) -> float:
 #: every further tile of a multiprocessor, and what is saved where no part has a second block of
 #: keys. Measured on an H100.
 _ALONE_FP8 = {1: (7.5e-6, 2.6e-6, 0.0), 2: (8.3e-6, 0.0, 1.8e-6)}
+#: Of a multiprocessor, however often keys are read: seconds per key of a tile, and per column.
+_KEY_FP8, _COLUMN_FP8 = 11e-9, 44e-12
 
 
 def decode_fp8_seconds(args: Any, design: Any) -> float:
@@ -164,7 +166,9 @@ def decode_fp8_seconds(args: Any, design: Any) -> float:
     blocks = -(-keys // design.tile_shape[1])
     if tiles * blocks <= _MULTIPROCESSORS * design.resident:
         alone -= saved
-    return float(alone + further * max(tiles / _MULTIPROCESSORS - 1, 0.0) + read)
+    of_key = max(_KEY_FP8, _COLUMN_FP8 * (args.D + args.D_v))
+    multiplied = tiles * keys * of_key / _MULTIPROCESSORS if tiles > heads else 0.0
+    return float(alone + further * max(tiles / _MULTIPROCESSORS - 1, 0.0) + max(read, multiplied))
 
 
 #: Bytes per second of kernels that write keys and values in 16 bits before they are read.
@@ -196,7 +200,13 @@ def latent_seconds(args: Any, design: Any) -> float:
 
 def seen(args: Any) -> float:
     """Of the keys, about what a query sees."""
-    bounds, keys = args.bounds, max(args.S_kv, 1)
-    share = 0.5 if "right" in bounds or "right_end" in bounds else 1.0
-    left = [bounds[name] for name in ("left", "left_end") if name in bounds]
-    return float(min([share, *((width + 1) / keys for width in left)]))
+    bounds, keys, queries = args.bounds, max(args.S_kv, 1), max(args.S_q, 1)
+    # Of a triangle that is cut off at the queries or at the keys, whichever are fewer.
+    half = min(keys, queries) / max(keys, queries) / 2
+    shares = [1.0]
+    if "right" in bounds:
+        shares.append(half if queries <= keys else 1 - half)
+    if "right_end" in bounds:
+        shares.append(1 - half if queries <= keys else half)
+    shares += [(bounds[name] + 1) / keys for name in ("left", "left_end") if name in bounds]
+    return float(min(shares))

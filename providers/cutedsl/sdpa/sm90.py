@@ -236,6 +236,11 @@ class Sm90SdpaOf16Bits(Sm90Sdpa):
         scores, longest_first = self.scores(args), hides_later(args)
         return self._built(scores, longest_first=longest_first, page_size=args.page_size)
 
+    def _built(
+        self, scores: Any, *, longest_first: bool = False, page_size: int | None = None
+    ) -> Callable[..., None]:
+        raise NotImplementedError
+
     def predict(self, args: SdpaArguments) -> float:
         return model.seconds(args, self._design)
 
