@@ -119,15 +119,16 @@ def arguments_for(
     """Plain arguments that a kernel takes, at no more than the alignment that it asks."""
     asked = kernel.metadata.operands
     D, D_v = getattr(kernel.metadata.design, "head_dim", (64, 64))
-    element = asked.Q.dtype or "float32"
+    element = asked.K.dtype or "float32"
     sizes = (B or 1, 2, 2, S_q, S_kv, D, D_v)
     # torch's operators take any majors and say in a rule that they read vectors.
-    pad = 8 if asked.Q.stride is None else asked.Q.divisibility
+    pad = 8 if asked.Q.stride is None else asked.K.divisibility
     how = {"element": element, "pad": pad, "device": device, "seed": seed}
     draw = Draw(*sizes, **how)
+    Q = draw.queries().to(dtype(asked.Q.dtype or element).torch)
     out = draw.results(read=False).to(dtype(asked.out.dtype or element).torch)
     within = True if kernel.family == "sm90.sdpa_latent" else None
-    forward = draw.arguments(out=out, lse=None, values_in_keys=within)
+    forward = draw.arguments(Q=Q, out=out, lse=None, values_in_keys=within)
     if kernel.arguments is SDPA:
         return forward
     lse = draw.lse().fill_(math.log(max(S_kv, 1)) + 0.5)
