@@ -83,7 +83,8 @@ def options(suite: str, description: str | None) -> argparse.ArgumentParser:
     what.add_argument(
         "--all",
         action="store_true",
-        help=f"time every candidate, and keep the times in {rows.Candidates.SUITE}.json",
+        help=f"time every candidate; keep the times of dense products in "
+        f"{rows.Candidates.SUITE}.json, and others as rows",
     )
     what.add_argument("--filter", default="", metavar="TEXT", help="kernels whose name has TEXT")
     what.add_argument("--skip", action="append", default=[], metavar="TEXT", help="but not TEXT")
@@ -126,12 +127,13 @@ class Measurement:
 
     def __init__(self, suite: Suite, problem: Problem, run: driver.Run) -> None:
         self.suite, self.problem, self.run, self.options = suite, problem, run, run.options
-        most = max(2, MOST_BYTES // max(problem.bytes, 1))
+        most = max(1, MOST_BYTES // max(problem.bytes, 1))
         sets = min(harness.operand_sets(problem.bytes), most)
         self.sets = [problem.arguments(harness.DEVICE) for _ in range(sets)]
 
     def rows(self) -> list[rows.Row]:
-        """The rows of the best ranked kernels; all times go to the candidates' file."""
+        """The rows of the best ranked kernels. Times of all kernels of dense products go to the
+        candidates' file; of others they are rows."""
         problem, options = self.problem, self.options
         offered = candidates(self.sets[0], options)
         if not offered:
@@ -175,10 +177,13 @@ class Measurement:
             )
         medians = {name: timing.median for name, timing in found.items()}
         peer = min(peers, key=lambda name: medians[name])
-        if options.all:
+        told = options.candidates
+        if options.all and type(self.sets[0]) is ka.GemmArguments:
             self._keep_candidates(subjects, medians, peer, policy)
+        elif options.all:
+            told = len(offered)
         measured = []
-        for rank, kernel in enumerate(offered[: options.candidates]):
+        for rank, kernel in enumerate(offered[:told]):
             name = kernel.metadata.kernel_name
             if kernel not in subjects:
                 continue

@@ -1,6 +1,7 @@
 """The GEMM suites: what they measure, what they write, and what they do when something fails."""
 
 import contextlib
+import functools
 import json
 import subprocess
 import sys
@@ -13,12 +14,12 @@ from support.benchmarks import FOLDER, SUITES, script
 import kernel_api as ka
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.kernel import Kernel
-from kernel_api.metadata import BLASDesignMetadata
+from kernel_api.metadata import BLASDesignMetadata, GroupedGemmOperandsMetadata
 from kernel_api.space import Operands, Space
 from kernel_api.verification import judge
 
-driver, harness, rows, suite, problems, peers = map(
-    script, ("driver", "harness", "rows", "suite", "problems", "peers")
+driver, harness, rows, suite, problems, peers, grouped = map(
+    script, ("driver", "harness", "rows", "suite", "problems", "peers", "gemm_grouped")
 )
 
 #: What every row has.
@@ -354,6 +355,59 @@ def test_all_candidates_are_kept_for_the_fit(lab):
     (times,) = {tuple(row["times_us"].values()) for row in found["problems"]}
     assert times == (10.0,)
     assert found["problems"][0]["sizes"]["K"] == 64
+
+
+class CpuGroups(Kernel):
+    """Products of groups that the CPU computes, in two designs."""
+
+    arguments = ka.GroupedGemmArguments
+    devices = ("cpu",)
+    operands = (
+        Operands(
+            A="bf16", B="bf16", out="bf16", offsets="i32", accumulator="f32", majors="strided"
+        ),
+    )
+    operands_metadata = GroupedGemmOperandsMetadata
+    space = Space(tile_shape=((1, 1, 1), (2, 2, 2)))
+    design = BLASDesignMetadata
+
+    def _compile(self, args, cc=None):
+        return CompiledArtifact(None, self)
+
+    def _run(self, args, artifact, stream, workspace=None):
+        multiply_groups(args)
+
+
+def multiply_groups(args):
+    A, B, out, offsets = args.tensors
+    begin = 0
+    for matrix, end in zip(B, offsets.tolist(), strict=True):
+        out[begin:end] = A[begin:end] @ matrix
+        begin = end
+
+
+def test_all_candidates_of_other_suites_are_rows(lab, registry):
+    registry.register(CpuGroups)
+    problem = grouped.Problem(24, 16, 8, groups=3)
+    by_torch = {"torch": lambda args: functools.partial(multiply_groups, args)}
+    assert lab.run("--all", what=[problem], peers=lambda problem: by_torch) == driver.DONE
+    assert [row["rank"] for row in json.loads(lab.file.read_text())] == [0, 1]
+    assert not (lab.folder / "gemm-candidates.json").exists()
+
+
+def test_large_operands_have_one_set(lab, registry, monkeypatch):
+    """None of them is in L2 when it is read again, and several may not be in memory."""
+    made = []
+    own = CpuGemm._run
+
+    def run(self, args, *rest):
+        made.append(args.A.tensor.data_ptr())
+        return own(self, args, *rest)
+
+    monkeypatch.setattr(CpuGemm, "_run", run)
+    monkeypatch.setattr(suite, "MOST_BYTES", SMALL[0].bytes)
+    lab.run("--limit", "1")
+    assert len(set(made)) == 1
 
 
 def test_candidates_behind_the_best_are_verified_too(lab, capsys):
