@@ -70,7 +70,7 @@ ABOUT = {
     "norm": "norms of rows and their gradients",
     "sdpa-backward": "gradients of attention",
     "sdpa-decode": "attention of one query to many keys, in pages too",
-    "sdpa-decode-fp8": "the same of e4m3, beside torch's of bfloat16",
+    "sdpa-decode-fp8": "the same of e4m3, queries of bfloat16 too, beside torch's of bfloat16",
     "sdpa-forward": "attention",
     "sdpa-latent": "attention of one query to latent vectors (MLA), in pages too",
     "tuning": "the products of gemm-models, as the tuner chooses",
