@@ -23,6 +23,14 @@ def launched(plan):
     return [step.title.split("_e4m3")[0].split("_f32")[0] for step in plan.steps]
 
 
+@pytest.mark.parametrize("options", [{"sm_version": 80}, {"sm_version": 90, "element": E5M2}])
+def test_other_gpus_and_other_floats_of_8_bits_have_the_portable_kernel(options):
+    plan = written(**options).plans[0]
+    assert [step.kind for step in plan.steps] == ["kernel", "kernel"]
+    assert plan.steps[-1].title.startswith("sm80_sdpa_forward_fp8")
+    assert not plan.refusals
+
+
 @pytest.mark.parametrize("beside", [(), ("stats",)], ids=str)
 @pytest.mark.parametrize("out", [HALF, BF16], ids=str)
 def test_it_is_the_kernel_of_8_bit_floats_behind_the_product_of_scales(out, beside):
@@ -70,8 +78,6 @@ LEFT = {
     "both": ({"beside": ("amax_S", "amax_O")}, "kernels do not write Amax_S and Amax_O"),
     "O of 8 bits": ({"out": E4M3}, "kernels write O in 16 bits, not as FP8_E4M3"),
     "O of 32 bits": ({"out": FLOAT}, "sm90.sdpa_forward_fp8: out is float32"),
-    "e5m2": ({"element": E5M2}, "sm90.sdpa_forward_fp8: Q is float8_e5m2"),
-    "Ampere": ({"sm_version": 80}, "sm90.sdpa_forward_fp8: the kernel is for sm_90a"),
     "descale_k of the host": ({"of_host": ("descale_k",)}, "descale_k: numbers of the host"),
     "all of the host": (
         {"of_host": ("descale_v", "scale_s"), "known": ("descale_s", "scale_o")},

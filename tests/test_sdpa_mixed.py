@@ -14,6 +14,7 @@ from kernel_api.providers.cutedsl.sdpa import model
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 FEW, MANY = "sm90.sdpa_decode_fp8", "sm90.sdpa_forward_mixed"
+ANY = "sm80.sdpa_forward_fp8"
 
 
 def operands(S_q=3, device="cpu"):
@@ -67,7 +68,7 @@ def families(args):
     ids=["few", "many", "pages", "pages of 24", "packed"],
 )
 def test_few_queries_read_keys_as_they_are_and_many_wide_ones(args, expected):
-    assert families(on_meta(args)) == expected
+    assert families(on_meta(args)) == [*expected, ANY]
 
 
 def test_room_for_wide_keys_and_values_is_asked_for():
@@ -91,11 +92,22 @@ def test_a_table_without_pages_is_for_kernels_that_write_no_keys_or_values(eleme
     assert "the page table has no place for one" in str(ka.explain(args, cc=90))
 
 
-def test_other_types_of_a_cache_are_left_to_the_reference():
+def test_other_types_of_a_cache_are_for_the_kernel_of_all_gpus():
     Q, K, V = (one.to("meta") for one in operands())
     args = ka.SdpaArguments(Q, K.to(torch.float8_e5m2), V.to(torch.float8_e5m2), Q)
-    assert families(args) == []
+    assert families(args) == [ANY]
     assert "K is float8_e5m2; expected float8_e4m3fn" in str(ka.explain(args, cc=90))
+
+
+@pytest.mark.parametrize("cc", [80, 89, 120])
+@pytest.mark.parametrize("queries", [None, BF16])
+def test_other_gpus_have_a_kernel_of_8_bits(cc, queries):
+    args = on_meta(fp8_arguments((2, 8, 2, 5, 300, 128), queries=queries))
+    kernels = ka.get_kernels(args, cc=cc, providers=["cutedsl"])
+    assert {kernel.family for kernel in kernels} == {ANY}
+    sizes = {kernel.get_workspace_size(args) for kernel in kernels}
+    of_queries = 2 * 8 * 5 * 128 if queries is None else 0
+    assert sizes == {65536 + 2 * (2 * 2 * 300 * (128 + 128) + of_queries)}
 
 
 @pytest.mark.compile

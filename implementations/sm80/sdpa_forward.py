@@ -156,9 +156,7 @@ class SdpaForward:
             self._fetch(self.k, k, begin + ahead, end, memory_k, ahead, thread)
 
         queries, keys = self.tile
-        multiplier = Float32(LOG2_E)
-        if const_expr(self.scores.plain):
-            multiplier = values.number("scale") * LOG2_E
+        multiplier = self._multiplier(values, batch, head, mQ.shape[1])
         rO = mine.accumulators(queries, self.v.columns)
         places = rows_and_columns(mine.places(queries, keys))
         softmax = softmax_of(cute.size(places, mode=[0]), multiplier)
@@ -177,11 +175,23 @@ class SdpaForward:
             self._sum(mine, rO, rS, memory_v, stage)
         arrived()  # where Q was, O will be
 
-        self._finish(rO, places, softmax, values, sequence, batch, head, first)
+        self._finish(rO, places, softmax, values, sequence, batch, head, first, mQ.shape[1])
         mine.store(rO, self.out.tensor(memory))
         cute.arch.sync_warp()
         out = matrix_of(mO, batch, head, sequence.first_query, sequence.query_rows)
         self.out.write(memory, out, first, thread)
+
+    def _multiplier(self, values: Values, batch, head, heads) -> Float32:
+        """Of scores, to exponents of 2."""
+        return values.number("scale") * LOG2_E if self.scores.plain else Float32(LOG2_E)
+
+    def _change(self, tile: Tile, values: Values, heads) -> None:
+        """Products into scores."""
+        self.scores.change(tile, values)
+
+    def _factor(self, factor: Float32, values: Values, batch, head, heads) -> Float32:
+        """Of what was summed up."""
+        return factor
 
     def _products(self, mine: Products, memory, memory_k, stage) -> cute.Tensor:
         rS = mine.accumulators(*self.tile)
@@ -195,7 +205,7 @@ class SdpaForward:
         partly: Whether a query may not see a key of the block.
         """
         if const_expr(not self.scores.plain):
-            self.scores.change(tile, values)
+            self._change(tile, values, heads)
         if const_expr(self.scores.hides_anywhere):
             self.scores.hide(tile, sequence, values)
         else:
@@ -223,7 +233,7 @@ class SdpaForward:
         commit()
 
     @cute.jit
-    def _finish(self, rO, places, softmax, values, sequence, batch, head, first):
+    def _finish(self, rO, places, softmax, values, sequence, batch, head, first, heads):
         """Divides by the sums of powers; writes statistics."""
         factors = cute.make_rmem_tensor((cute.size(places, mode=[0]),), Float32)
         sink = None
@@ -234,7 +244,8 @@ class SdpaForward:
             query = first + local
             done = finished(softmax, row, sink)
             exists = query < sequence.queries
-            factors[row] = select(exists, done.factor, Float32(0.0))
+            factor = self._factor(done.factor, values, batch, head, heads)
+            factors[row] = select(exists, factor, Float32(0.0))
             done = where_seen(exists, done)
             if (column == 0) & (query < sequence.query_rows):
                 place = batch, head, query

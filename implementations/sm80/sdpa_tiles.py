@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Numeric
 from cutlass.cute.nvgpu import warp
 
+from ..common.attention.sequences import keys_in_pages
 from ..common.attention.values import Values
 from .mma import MMA_M, mma_k, mma_operation
 
@@ -47,7 +48,7 @@ def extents_of(
         return Extents(values["cu_seqlens_q"].shape[0] - 1, *heads, *longest)
     keys = mK.shape[2]
     if page_size is not None:
-        keys = values["page_table"].shape[1] * page_size
+        keys = keys_in_pages(values, page_size)
     return Extents(mQ.shape[0], *heads, mQ.shape[2], keys)
 
 

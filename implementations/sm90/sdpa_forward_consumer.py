@@ -10,13 +10,13 @@ from cutlass.cute.nvgpu.warpgroup import OperandSource
 
 from ..common.attention.blocks import Hidden, Rows, Seen, following, seen_of
 from ..common.attention.scores import Place, Tile, rows_and_columns
-from ..common.attention.sequences import Range, sequence_of
+from ..common.attention.sequences import Range, keys_in_pages, sequence_of
 from ..common.attention.softmax import LOG2_E, softmax_of, update
 from ..common.attention.values import Values
 from ..common.threads import GROUP
 from .mma import WGMMA_M
 from .sdpa_output import OWN, SdpaOutput
-from .sdpa_tiles import AHEAD, Tiles, Work, blocks_of, keys_in_pages, receive
+from .sdpa_tiles import AHEAD, Tiles, Work, blocks_of, receive
 
 TURNS = 1  # named barriers: one per consumer from this one on
 TOGETHER = OWN + 3  # of all consumers

@@ -16,14 +16,14 @@ from cutlass.tensor_utils import LayoutEnum
 from ..common.attention.blocks import Hidden
 from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Place, Tile
-from ..common.attention.sequences import Sequence, sequence_of
+from ..common.attention.sequences import Sequence, keys_in_pages, sequence_of
 from ..common.attention.values import Values
 from ..common.flat_grid import flat_block_idx, flat_grid
 from ..common.work_split import COUNTER_BYTES
 from .sdpa_forward import SdpaForward
 from .sdpa_loads import tma_load
 from .sdpa_pages import REGISTERS_FOR_PAGES, PagedKeys
-from .sdpa_tiles import Tiles, Work, keys_in_pages
+from .sdpa_tiles import Tiles, Work
 from .sdpa_workspace import PERMUTED, first_of_packed, keys_with_room
 
 #: Columns of scores and of O together that leave the producer registers to read pages. Of more,

@@ -11,7 +11,6 @@ from cutlass.cute import AddressSpace
 from ..common.attention.blocks import Rows, Seen
 from ..common.attention.scores import Place
 from ..common.attention.sequences import Range, Sequence, keys_seen
-from ..common.attention.values import Values
 from ..common.conversion import select
 
 
@@ -136,11 +135,6 @@ class Work(NamedTuple):
     blocks: Range
     rows: Rows | None = None
     seen: Seen | None = None
-
-
-def keys_in_pages(values: Values, page_size: int) -> Int32:
-    """Of a sequence, at most."""
-    return Int32(values["page_table"].shape[1]) * page_size
 
 
 def blocks_of(sequence: Sequence, place: Place, rows: int, keys: int) -> Range:

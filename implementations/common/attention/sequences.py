@@ -78,6 +78,11 @@ def _band(values: Values, behind: Int32) -> tuple:
     return low, high
 
 
+def keys_in_pages(values: Values, page_size: int) -> Int32:
+    """Of a sequence, at most."""
+    return Int32(values["page_table"].shape[1]) * page_size
+
+
 def keys_seen(sequence: Sequence, first: Int32, rows: int, block: int) -> Range:
     """By queries first, first + 1, ... first + rows - 1, in blocks of keys.
 

@@ -19,6 +19,7 @@ from kernel_api.providers.cutedsl.sdpa.base import (
     least_room,
     refused_bias,
 )
+from kernel_api.providers.cutedsl.sdpa.widened import WideOperands
 from kernel_api.space import Miss, Operands, Space, rule
 
 _ALIGNED = 16
@@ -96,25 +97,11 @@ class Sm80Sdpa(AttentionKernel):
         return _LAUNCH + (seconds if self._aligned else _ONE_BY_ONE * seconds)
 
 
-@CuTeDSLProvider.register
-class Sm80SdpaForward(Sm80Sdpa):
-    """Attention for every GPU from Ampere on: cp.async, ldmatrix, mma.sync; every option."""
+class Sm80Forward(Sm80Sdpa):
+    """What the forward passes share."""
 
-    family: ClassVar[str] = "sm80.sdpa_forward"
     arguments = SdpaArguments
     operands_metadata = SdpaOperandsMetadata
-    operands = (
-        Operands(
-            Q="f16 | bf16",
-            K="like Q",
-            V="like Q",
-            out="like Q",
-            accumulator="f32",
-            majors="Q:d K:d V:e out:e",
-            alignments=(dict.fromkeys(("Q", "K", "V", "out"), _ALIGNED), {}),
-            why_aligned=WHY_ALIGNED,
-        ),
-    )
     space = _space(_FORWARD)
 
     @rule("what becomes of scores beside a band leaves registers for fewer of them at once")
@@ -130,6 +117,31 @@ class Sm80SdpaForward(Sm80Sdpa):
         return self._built(self.scores(args), page_size=args.page_size)
 
     def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
+        raise NotImplementedError
+
+    def predict(self, args: SdpaArguments) -> float:
+        return self._seconds(args, args.S_q, args.S_kv, sum(self._design.head_dim))
+
+
+@CuTeDSLProvider.register
+class Sm80SdpaForward(Sm80Forward):
+    """Attention for every GPU from Ampere on: cp.async, ldmatrix, mma.sync; every option."""
+
+    family: ClassVar[str] = "sm80.sdpa_forward"
+    operands = (
+        Operands(
+            Q="f16 | bf16",
+            K="like Q",
+            V="like Q",
+            out="like Q",
+            accumulator="f32",
+            majors="Q:d K:d V:e out:e",
+            alignments=(dict.fromkeys(("Q", "K", "V", "out"), _ALIGNED), {}),
+            why_aligned=WHY_ALIGNED,
+        ),
+    )
+
+    def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
         from kernel_api.implementations.sm80.sdpa_forward import SdpaForward
 
         design = self._design
@@ -141,8 +153,42 @@ class Sm80SdpaForward(Sm80Sdpa):
         )
         return found
 
+
+def _of_8_bits(**types: str) -> Operands:
+    return Operands(
+        accumulator="f32",
+        majors="Q:d K:d V:e out:e",
+        alignments=(dict.fromkeys(("Q", "K", "V", "out"), _ALIGNED),),
+        why_aligned=WHY_ALIGNED,
+        **types,  # type: ignore[arg-type]
+    )
+
+
+@CuTeDSLProvider.register
+class Sm80SdpaForwardFp8(WideOperands, Sm80Forward):
+    """Attention of 8-bit floats, or of 16-bit queries to them, for every GPU from Ampere on:
+    kernels before write them in the type of the output."""
+
+    family: ClassVar[str] = "sm80.sdpa_forward_fp8"
+    operands = (
+        _of_8_bits(Q="e4m3 | e5m2", K="like Q", V="like Q", out="f16 | bf16"),
+        _of_8_bits(Q="f16 | bf16", K="e4m3 | e5m2", V="like K", out="like Q"),
+    )
+
+    def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
+        from kernel_api.implementations.sm80.sdpa_forward_fp8 import SdpaForwardFp8
+
+        design, out = self._design, self.metadata.operands.tensors["out"]
+        assert out.dtype is not None
+        found: Callable[..., None] = SdpaForwardFp8(
+            *(design.head_dim, design.tile_shape, design.stages),
+            *(out.dtype.cutlass, scores),
+            keys_in_page=page_size,
+        )
+        return found
+
     def predict(self, args: SdpaArguments) -> float:
-        return self._seconds(args, args.S_q, args.S_kv, sum(self._design.head_dim))
+        return super().predict(args) + model.widening_seconds(args)
 
 
 @CuTeDSLProvider.register

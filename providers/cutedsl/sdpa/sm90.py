@@ -22,6 +22,7 @@ from kernel_api.providers.cutedsl.sdpa.base import (
     least_room,
     nothing_empty,
 )
+from kernel_api.providers.cutedsl.sdpa.widened import some_keys
 from kernel_api.space import Miss, Operands, Rule, Space, rule
 
 #: (queries, keys) of tiles, for (columns of Q and K, columns of V) that there is room for.
@@ -114,11 +115,6 @@ def pages_fit(design: AttentionDesign, args: SdpaArguments) -> bool | Miss:
     if size is None or (size % 8 == 0 and (keys % size == 0 or size % keys == 0)):
         return True
     return Miss(f"they hold {size}")
-
-
-@rule("what is written for keys or values has some: TMA describes nothing that is empty")
-def some_keys(args: SdpaArguments) -> bool | Miss:
-    return args.S_kv > 0 or Miss("the page table has no place for one")
 
 
 def hides_later(args: SdpaArguments) -> bool:
