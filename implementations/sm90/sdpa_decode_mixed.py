@@ -115,4 +115,6 @@ def _power_and_inverse(row: cute.Tensor) -> tuple[Float32, Float32]:
     exponent = cutlass.max(exponent, Int32((_EXPONENT + 1) << _MANTISSA))  # else its inverse is 0
     power = Int32((2 * _BIAS + _EXPONENT) << _MANTISSA) - exponent
     inverse = exponent - Int32(_EXPONENT << _MANTISSA)
+    # 8 bits hold a large number in place of infinity.
+    inverse = select(exponent == Int32(_EXPONENT_BITS), exponent, inverse)
     return power.bitcast(Float32), inverse.bitcast(Float32)

@@ -26,6 +26,9 @@ EVERY = ("lse", "score_max", "score_sum_exp")
 #: Of `paged_fp8_arguments` where there is a size of pages: B, H, H_kv, S_q, D; else S_kv in front
 #: of D.
 CASES = {
+    "bfloat16 queries, pages": {
+        "sizes": (2, 8, 2, 3, 96), "lengths": (300, 130), "size": 16, "queries": torch.bfloat16,
+    },
     "pages, several queries": {
         "sizes": (2, 8, 2, 3, 128), "lengths": (300, 130), "size": 16, "mask": END,
     },
@@ -42,9 +45,6 @@ CASES = {
     "float16 queries": {
         "sizes": (2, 8, 1, 2, 400, 64), "lengths": (391, 0), "queries": torch.float16,
         "statistics": EVERY, "softcap": 5.0,
-    },
-    "bfloat16 queries, pages": {
-        "sizes": (2, 8, 2, 3, 96), "lengths": (300, 130), "size": 16, "queries": torch.bfloat16,
     },
     "float16 queries, 256 columns": {
         "sizes": (2, 4, 2, 1, 300, 256), "queries": torch.float16, "descale_k": None,
@@ -77,3 +77,14 @@ def check(args, multiprocessors=12):
 @pytest.mark.parametrize("name", CHOSEN)
 def test_few_queries_attend_to_8_bits(name):
     check(arguments(name))
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+def test_what_is_no_number_stays_in_its_row(number):
+    args = arguments("bfloat16 queries, pages")
+    Q, out = args.Q.tensor, args.out.tensor
+    Q[1, 3, 1, 7] = float(number)
+    check(args)
+    rows = out.isnan().any(-1)
+    assert rows[1, 3, 1]
+    assert rows.sum() == 1
