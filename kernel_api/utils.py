@@ -9,6 +9,11 @@ from typing import Any, TypeVar, cast
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+#: torch, and what is in front of each call where its compiler is at work, if they came before this:
+#: the compiler that reads a look at ``sys.modules`` makes variables of all that is there.
+_TORCH = sys.modules.get("torch")
+_EVAL_FRAME = sys.modules.get("torch._C._dynamo.eval_frame")
+
 
 def to_cuda_stream(stream: Any = None) -> Any:
     """The ``cuda.bindings.driver.CUstream`` of a stream; None is torch's current stream.
@@ -58,7 +63,7 @@ def strides_to_layout_string(*strides: Sequence[int]) -> str:
 
 def is_traced() -> bool:
     """Whether torch's compiler reads the code that calls this, to make a graph of it."""
-    torch = sys.modules.get("torch")
+    torch = sys.modules.get("torch") if _TORCH is None else _TORCH
     return torch is not None and bool(torch.compiler.is_compiling())
 
 
@@ -66,10 +71,13 @@ def is_watched() -> bool:
     """Whether torch's compiler looks at every function that is called here, and all that these are
     given: because it left a caller as it is, or meets this call, which it cannot read."""
     # While another thread imports torch, that has no compiler yet.
-    torch_compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    torch = sys.modules.get("torch") if _TORCH is None else _TORCH
+    torch_compiler = getattr(torch, "compiler", None)
     if torch_compiler is not None and torch_compiler.is_dynamo_compiling():
         return True  # it reads this line, and could not read what follows
-    compiler = sys.modules.get("torch._C._dynamo.eval_frame")
+    compiler = _EVAL_FRAME
+    if compiler is None:
+        compiler = sys.modules.get("torch._C._dynamo.eval_frame")
     ask = getattr(compiler, "get_eval_frame_callback", None)
     return ask is not None and callable(ask())
 

@@ -1,5 +1,7 @@
 """What torch's compiler makes no node of is called between its graphs, and is right."""
 
+import importlib.util
+
 import pytest
 import torch
 from support.cute_on_cpu import formula, registered
@@ -118,3 +120,13 @@ def test_a_launch_is_prepared():
         return out + 1
 
     close(compiled(function, X, W), 2 * X @ W + 1)
+
+
+def test_whether_a_compiler_reads_is_asked_without_a_look_at_all_modules():
+    """It would make a variable of each, whenever it reads that."""
+    utils = importlib.util.find_spec("kernel_api.utils")
+    module = importlib.util.module_from_spec(utils)
+    utils.loader.exec_module(module)  # torch is there by now
+    module.sys = None
+    assert not module.is_traced()
+    assert not module.is_watched()
