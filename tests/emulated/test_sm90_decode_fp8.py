@@ -10,6 +10,7 @@ import os
 import pytest
 import torch
 from support.ptx.kernel import EmulatedKernel
+from support.sampling import some
 from support.sdpa_cases import on_meta
 from support.sdpa_fp8 import fp8_arguments, paged_fp8_arguments
 
@@ -79,7 +80,7 @@ def test_few_queries_attend_to_8_bits(name):
     check(arguments(name))
 
 
-@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("number", some(["inf", "nan", "-inf"], 1))
 def test_what_is_no_number_stays_in_its_row(number):
     args = arguments("bfloat16 queries, pages")
     Q, out = args.Q.tensor, args.out.tensor
