@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kernel_api._lazy import attribute
+
 if TYPE_CHECKING:
     from kernel_api.arguments import (
         ElementwiseArguments,
@@ -140,14 +142,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME_OF:
-        value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    elif name in _MODULES:
+    if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    return attribute(__name__, name, _HOME_OF)
 
 
 def __dir__() -> list[str]:

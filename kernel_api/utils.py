@@ -63,7 +63,7 @@ def strides_to_layout_string(*strides: Sequence[int]) -> str:
 
 def is_traced() -> bool:
     """Whether torch's compiler reads the code that calls this, to make a graph of it."""
-    torch = sys.modules.get("torch") if _TORCH is None else _TORCH
+    torch = _TORCH or sys.modules.get("torch")
     return torch is not None and bool(torch.compiler.is_compiling())
 
 
@@ -71,13 +71,11 @@ def is_watched() -> bool:
     """Whether torch's compiler looks at every function that is called here, and all that these are
     given: because it left a caller as it is, or meets this call, which it cannot read."""
     # While another thread imports torch, that has no compiler yet.
-    torch = sys.modules.get("torch") if _TORCH is None else _TORCH
+    torch = _TORCH or sys.modules.get("torch")
     torch_compiler = getattr(torch, "compiler", None)
     if torch_compiler is not None and torch_compiler.is_dynamo_compiling():
         return True  # it reads this line, and could not read what follows
-    compiler = _EVAL_FRAME
-    if compiler is None:
-        compiler = sys.modules.get("torch._C._dynamo.eval_frame")
+    compiler = _EVAL_FRAME or sys.modules.get("torch._C._dynamo.eval_frame")
     ask = getattr(compiler, "get_eval_frame_callback", None)
     return ask is not None and callable(ask())
 

@@ -156,7 +156,7 @@ class SdpaForward:
             self._fetch(self.k, k, begin + ahead, end, memory_k, ahead, thread)
 
         queries, keys = self.tile
-        multiplier = self._multiplier(values, batch, head, mQ.shape[1])
+        multiplier = self._multiplier(values, batch, head_kv)
         rO = mine.accumulators(queries, self.v.columns)
         places = rows_and_columns(mine.places(queries, keys))
         softmax = softmax_of(cute.size(places, mode=[0]), multiplier)
@@ -171,25 +171,25 @@ class SdpaForward:
             self._fetch(self.k, k, block + self.stages, end, memory_k, stage, thread)
             tile = Tile(rows_and_columns(rS), places, first, block * keys, batch, head)
             partly = (block < seen.full_begin) | (block >= seen.full_end)
-            self._powers(tile, rO, softmax, sequence, values, partly, mQ.shape[1])
+            self._powers(tile, rO, softmax, sequence, values, partly, mQ.shape[1], head_kv)
             self._sum(mine, rO, rS, memory_v, stage)
         arrived()  # where Q was, O will be
 
-        self._finish(rO, places, softmax, values, sequence, batch, head, first, mQ.shape[1])
+        self._finish(rO, places, softmax, values, sequence, batch, head, first, head_kv)
         mine.store(rO, self.out.tensor(memory))
         cute.arch.sync_warp()
         out = matrix_of(mO, batch, head, sequence.first_query, sequence.query_rows)
         self.out.write(memory, out, first, thread)
 
-    def _multiplier(self, values: Values, batch, head, heads) -> Float32:
+    def _multiplier(self, values: Values, batch, key_head) -> Float32:
         """Of scores, to exponents of 2."""
         return values.number("scale") * LOG2_E if self.scores.plain else Float32(LOG2_E)
 
-    def _change(self, tile: Tile, values: Values, heads) -> None:
+    def _change(self, tile: Tile, values: Values, key_head) -> None:
         """Products into scores."""
         self.scores.change(tile, values)
 
-    def _factor(self, factor: Float32, values: Values, batch, head, heads) -> Float32:
+    def _factor(self, factor: Float32, values: Values, batch, key_head) -> Float32:
         """Of what was summed up."""
         return factor
 
@@ -199,13 +199,13 @@ class SdpaForward:
         return rS
 
     @cute.jit
-    def _powers(self, tile, rO, softmax, sequence, values, partly, heads):
+    def _powers(self, tile, rO, softmax, sequence, values, partly, heads, head_kv):
         """Products into what is multiplied with V; what O has so far becomes relative to them.
 
         partly: Whether a query may not see a key of the block.
         """
         if const_expr(not self.scores.plain):
-            self._change(tile, values, heads)
+            self._change(tile, values, head_kv)
         if const_expr(self.scores.hides_anywhere):
             self.scores.hide(tile, sequence, values)
         else:
@@ -233,7 +233,7 @@ class SdpaForward:
         commit()
 
     @cute.jit
-    def _finish(self, rO, places, softmax, values, sequence, batch, head, first, heads):
+    def _finish(self, rO, places, softmax, values, sequence, batch, head, first, head_kv):
         """Divides by the sums of powers; writes statistics."""
         factors = cute.make_rmem_tensor((cute.size(places, mode=[0]),), Float32)
         sink = None
@@ -244,7 +244,7 @@ class SdpaForward:
             query = first + local
             done = finished(softmax, row, sink)
             exists = query < sequence.queries
-            factor = self._factor(done.factor, values, batch, head, heads)
+            factor = self._factor(done.factor, values, batch, head_kv)
             factors[row] = select(exists, factor, Float32(0.0))
             done = where_seen(exists, done)
             if (column == 0) & (query < sequence.query_rows):

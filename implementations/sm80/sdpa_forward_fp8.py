@@ -4,21 +4,17 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr
 
+from ..common.attention.descale import descale, descale_products, descaled
 from ..common.attention.scores import Tile
 from ..common.attention.values import Values
 from ..common.attention.widened import Widened
 from ..common.work_split import COUNTER_BYTES
 from .sdpa_forward import SdpaForward
 
-_LEAST = 2.0**-126  # that scores are multiplied with: the smallest normal number
-
 
 class SdpaForwardFp8(SdpaForward):
     """`SdpaForward` of 8-bit floats, which kernels before write to the workspace in the type of the
     output: 16 bits hold them exactly. Queries may have 16 bits.
-
-    "descale_q", "descale_k", "descale_v" of the scores' names are what Q, K and V are multiplied
-    with, one number, or one per sequence and head of keys.
 
     keys_in_page: Rows of a page of K and V; None: they have no pages.
     """
@@ -54,33 +50,13 @@ class SdpaForwardFp8(SdpaForward):
         # `super` is not known where code is traced.
         SdpaForward.with_operands(self, wQ, wK, wV, mO, operands, workspace, stream)
 
-    def _multiplier(self, values: Values, batch, head, heads) -> Float32:
-        found = super()._multiplier(values, batch, head, heads)
-        if not self.scores.plain:
-            return found
-        # 0 times the -inf of what is hidden would be no number.
-        found = found * self._of_products(values, batch, head, heads)
-        return cute.arch.fmax(found, Float32(_LEAST), nan=True)
+    def _multiplier(self, values: Values, batch, key_head) -> Float32:
+        found = super()._multiplier(values, batch, key_head)
+        return descaled(found, values, batch, key_head) if self.scores.plain else found
 
-    def _change(self, tile: Tile, values: Values, heads) -> None:
-        descale = self._of_products(values, tile.batch, tile.head, heads)
-        rows, columns = tile.extents
-        for row in range(rows):
-            for column in range(columns):
-                tile.values[row, column] = tile.values[row, column] * descale
-        super()._change(tile, values, heads)
+    def _change(self, tile: Tile, values: Values, key_head) -> None:
+        descale_products(tile, values, key_head)
+        super()._change(tile, values, key_head)
 
-    def _factor(self, factor: Float32, values: Values, batch, head, heads) -> Float32:
-        return factor * self._descale("descale_v", values, batch, head, heads)
-
-    def _of_products(self, values: Values, batch, head, heads) -> Float32:
-        of_queries = self._descale("descale_q", values, batch, head, heads)
-        return of_queries * self._descale("descale_k", values, batch, head, heads)
-
-    def _descale(self, name: str, values: Values, batch, head, heads) -> Float32:
-        tensor = values[name]
-        if tensor is None:
-            return Float32(1.0)
-        if not tensor.shape:
-            return Float32(tensor[()])
-        return Float32(tensor[batch, head // (heads // tensor.shape[1])])
+    def _factor(self, factor: Float32, values: Values, batch, key_head) -> Float32:
+        return factor * descale(values, "descale_v", batch, key_head)

@@ -14,6 +14,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from ..common.attention.blocks import Hidden
+from ..common.attention.descale import descale, descale_products, descaled
 from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Place, Tile
 from ..common.attention.sequences import Sequence, keys_in_pages, sequence_of
@@ -30,8 +31,6 @@ from .sdpa_workspace import PERMUTED, first_of_packed, keys_with_room
 #: consumers need the usual 240, and the producer gets by with 24.
 _FEW_COLUMNS = 288
 
-_LEAST = 2.0**-126  # that scores are multiplied with: the smallest normal number
-
 _PIECE = 16  # accumulators of 32 columns that a thread has: a k block of the second product
 
 _KEYS, _COLUMNS, _THREADS = 128, 64, 128  # of a block of `ValuesAcross`
@@ -46,8 +45,7 @@ class DescaledTiles(Tiles):
 
 
 class Descaled:
-    """A part of a kernel: "descale_q", "descale_k", "descale_v" of the scores' names are what Q, K
-    and V are multiplied with, one number, or one per sequence and head of keys."""
+    """A part of a kernel, which takes what `descale` takes."""
 
     def _tiles(self, *sizes_and_group) -> DescaledTiles:
         return DescaledTiles(*sizes_and_group)
@@ -58,35 +56,17 @@ class Descaled:
 
     def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool | Hidden) -> None:
         if not self.scores.plain:
-            descale = self._descale_of_products(values, tile, tiles)
-            rows, columns = tile.extents
-            for row in range(rows):
-                for column in range(columns):
-                    tile.values[row, column] = tile.values[row, column] * descale
+            descale_products(tile, values, self._key_head(tile, tiles))
         super()._score(tile, sequence, values, tiles, hidden)
 
     def _multiplier(self, values: Values, place: Place, tiles: Tiles) -> Float32:
         found = super()._multiplier(values, place, tiles)
         if not self.scores.plain:
             return found
-        # 0 times the -inf of what is hidden would be no number.
-        found = found * self._descale_of_products(values, place, tiles)
-        return cute.arch.fmax(found, Float32(_LEAST), nan=True)
+        return descaled(found, values, place.batch, self._key_head(place, tiles))
 
     def _factor(self, factor: Float32, values: Values, place: Place, tiles: Tiles) -> Float32:
-        return factor * self._descale(values, "descale_v", place, tiles)
-
-    def _descale_of_products(self, values: Values, place: Place | Tile, tiles: Tiles) -> Float32:
-        of_queries = self._descale(values, "descale_q", place, tiles)
-        return of_queries * self._descale(values, "descale_k", place, tiles)
-
-    def _descale(self, values: Values, name: str, place: Place | Tile, tiles: Tiles) -> Float32:
-        tensor = values[name]
-        if tensor is None:
-            return Float32(1.0)
-        if not tensor.shape:
-            return Float32(tensor[()])
-        return Float32(tensor[place.batch, self._key_head(place, tiles)])
+        return factor * descale(values, "descale_v", place.batch, self._key_head(place, tiles))
 
 
 class SdpaForwardFp8(Descaled, PagedKeys, SdpaForward):

@@ -50,8 +50,9 @@ Everything else (activations, derivatives, dropout, mean squares) is composed of
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from kernel_api._lazy import attribute
 
 if TYPE_CHECKING:
     from kernel_api.epilogue.functions import (
@@ -98,15 +99,6 @@ if TYPE_CHECKING:
         sum,
     )
 
-#: Loaded on first use: a thread that imports one of the modules first waits for this package, which
-#: may not wait for it at the same time.
-_HOME_OF = {
-    **dict.fromkeys(("Graph", "Node"), "graph"),
-    **dict.fromkeys(("Problem", "Shape"), "shape"),
-    **dict.fromkeys(("amax", "dropout", "glu_pair", "hadamard", "interleave", "max"), "structure"),
-    **dict.fromkeys(("mean_square", "min", "repeat", "rotate", "sum"), "structure"),
-}
-
 __all__ = [
     "Graph",
     "Node",
@@ -151,14 +143,22 @@ __all__ = [
     "where",
 ]
 
+#: Loaded on first use: a thread that imports one of the modules first waits for this package, which
+#: may not wait for it at the same time.
+_HOME_OF = {
+    **dict.fromkeys(__all__, "epilogue.functions"),
+    **dict.fromkeys(("Graph", "Node"), "epilogue.graph"),
+    **dict.fromkeys(("Problem", "Shape"), "epilogue.shape"),
+    **dict.fromkeys(
+        ("amax", "dropout", "glu_pair", "hadamard", "interleave", "max", "mean_square", "min"),
+        "epilogue.structure",
+    ),
+    **dict.fromkeys(("repeat", "rotate", "sum"), "epilogue.structure"),
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOME_OF.get(name, "functions")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
+    return attribute(__name__, name, _HOME_OF)
 
 
 def __dir__() -> list[str]:

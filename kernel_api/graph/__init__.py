@@ -49,8 +49,9 @@ Everything here is loaded on first use: importing the module loads no torch.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from kernel_api._lazy import attribute
 
 if TYPE_CHECKING:
     from kernel_api.errors import (
@@ -173,12 +174,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _OTHER_NAMES.get(name, name)
-    if home not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"kernel_api.{_HOME_OF[home]}"), home)
-    globals()[name] = value
-    return value
+    if name in _OTHER_NAMES:
+        return attribute(__name__, _OTHER_NAMES[name], _HOME_OF)
+    return attribute(__name__, name, _HOME_OF)
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kernel_api._lazy import attribute
+
 if TYPE_CHECKING:
     from kernel_api.errors import BenchError
     from kernel_api.tuning import heuristics
@@ -56,11 +58,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "heuristics":
         return importlib.import_module(f"{__name__}.heuristics")
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"kernel_api.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
+    return attribute(__name__, name, _HOME_OF)
 
 
 def __dir__() -> list[str]:

@@ -5,18 +5,12 @@ With KERNEL_API_EMULATE in the environment every case runs, else those in front.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-from support.ptx.kernel import EmulatedKernel
 from support.sampling import some
-from support.sdpa_cases import on_meta
-from support.sdpa_fp8 import fp8_arguments, paged_fp8_arguments
+from support.sdpa_fp8 import arguments_of, check
 
-import kernel_api as ka
 from kernel_api import masks
-from kernel_api.verification import FACTOR_REORDERED, conduct, judge
 
 pytestmark = pytest.mark.compile
 
@@ -24,8 +18,7 @@ FAMILY = "sm90.sdpa_decode_fp8"
 END = masks.Causal("bottom_right")
 EVERY = ("lse", "score_max", "score_sum_exp")
 
-#: Of `paged_fp8_arguments` where there is a size of pages: B, H, H_kv, S_q, D; else S_kv in front
-#: of D.
+#: Of `arguments_of`.
 CASES = {
     "bfloat16 queries, pages": {
         "sizes": (2, 8, 2, 3, 96), "lengths": (300, 130), "size": 16, "queries": torch.bfloat16,
@@ -55,37 +48,23 @@ CASES = {
         "sizes": (1, 40, 1, 2, 200, 80), "queries": torch.float16,
     },
 }  # fmt: skip
-CHOSEN = [*CASES] if os.environ.get("KERNEL_API_EMULATE") else [*CASES][:1]
 
 
-def arguments(name):
-    given = dict(CASES[name])
-    return paged_fp8_arguments(**given) if "size" in given else fp8_arguments(**given)
+def few(args):
+    check(args, FAMILY, every=True, multiprocessors=12)
 
 
-def check(args, multiprocessors=12):
-    offered = ka.get_kernels(on_meta(args), cc="sm_90a", providers=["cutedsl"])
-    kernels = [one for one in offered if one.family == FAMILY]
-    assert kernels
-    for kernel in kernels:
-        compiled = EmulatedKernel.compile(kernel, args)
-        broken = conduct(args, lambda: compiled.run(args, multiprocessors=multiprocessors))  # noqa: B023
-        assert broken is None, broken
-        verdict = judge(args, FACTOR_REORDERED)
-        assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
-
-
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", some(CASES, 1))
 def test_few_queries_attend_to_8_bits(name):
-    check(arguments(name))
+    few(arguments_of(CASES[name]))
 
 
 @pytest.mark.parametrize("number", some(["inf", "nan", "-inf"], 1))
 def test_what_is_no_number_stays_in_its_row(number):
-    args = arguments("bfloat16 queries, pages")
+    args = arguments_of(CASES["bfloat16 queries, pages"])
     Q, out = args.Q.tensor, args.out.tensor
     Q[1, 3, 1, 7] = float(number)
-    check(args)
+    few(args)
     rows = out.isnan().any(-1)
     assert rows[1, 3, 1]
     assert rows.sum() == 1

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.ptx.kernel import EmulatedKernel
 from support.sampling import some
-from support.sdpa_cases import on_meta
-from support.sdpa_fp8 import fp8_arguments, packed_fp8_arguments, paged_fp8_arguments
+from support.sdpa_fp8 import arguments_of, check
 
-import kernel_api as ka
 from kernel_api import masks
-from kernel_api.verification import FACTOR_REORDERED, conduct, judge
 
 pytestmark = pytest.mark.compile
 
@@ -22,8 +18,7 @@ FAMILY = "sm90.sdpa_forward_mixed"
 END = masks.Causal("bottom_right")
 EVERY = ("lse", "score_max", "score_sum_exp")
 
-#: Of `packed_fp8_arguments` where there are lengths of two sides, of `paged_fp8_arguments` where
-#: there is a size of pages, else of `fp8_arguments`.
+#: Of `arguments_of`.
 CASES = {
     "pages that divide no tile": {
         "sizes": (2, 4, 2, 100, 64), "lengths": (130, 70), "size": 24, "mask": END,
@@ -44,22 +39,6 @@ CASES = {
 }  # fmt: skip
 
 
-def arguments(name):
-    given = dict(CASES[name])
-    if "size" in given:
-        return paged_fp8_arguments(**given)
-    if len(given["sizes"]) == 3:
-        return packed_fp8_arguments(**given)
-    return fp8_arguments(**given)
-
-
 @pytest.mark.parametrize("name", some(CASES, 2))
 def test_many_queries_attend_to_8_bits(name):
-    args = arguments(name)
-    offered = ka.get_kernels(on_meta(args), cc="sm_90a", providers=["cutedsl"])
-    kernel = next(one for one in offered if one.family == FAMILY)
-    compiled = EmulatedKernel.compile(kernel, args)
-    broken = conduct(args, lambda: compiled.run(args))
-    assert broken is None, broken
-    verdict = judge(args, FACTOR_REORDERED)
-    assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+    check(arguments_of(CASES[name]), FAMILY)

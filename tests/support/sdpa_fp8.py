@@ -1,12 +1,14 @@
-"""Problems of attention of 8-bit floats for the emulator, and keys in pages."""
+"""Problems of attention of 8-bit floats for the emulator, which runs them, and keys in pages."""
 
 from __future__ import annotations
 
 import torch
 
 import kernel_api as ka
+from kernel_api.verification import FACTOR_REORDERED, conduct, judge
+from support.ptx.kernel import EmulatedKernel
 from support.sdpa import NAN, Draw
-from support.sdpa_cases import BF16
+from support.sdpa_cases import BF16, on_meta
 
 
 def fp8_arguments(sizes, lengths=None, statistics=("lse",), queries=None, **options):
@@ -126,3 +128,27 @@ def packed_fp8_arguments(sizes, lengths, queries=None, **options):
     if queries is not None:
         del scales["descale_q"]
     return ka.SdpaArguments(**packed, lse=draw.lse()[0], **scales, **options)
+
+
+def arguments_of(case):
+    """In pages where there is a size of them, packed where sizes name no sequences."""
+    if "size" in case:
+        return paged_fp8_arguments(**case)
+    if len(case["sizes"]) == 3:
+        return packed_fp8_arguments(**case)
+    return fp8_arguments(**case)
+
+
+def check(args, family, cc="sm_90a", *, every=False, multiprocessors=4):
+    """Runs the family's first kernel in the emulator, or every one, and compares with the
+    reference."""
+    offered = ka.get_kernels(on_meta(args), cc=cc, providers=["cutedsl"])
+    kernels = [kernel for kernel in offered if kernel.family == family]
+    assert kernels
+    for kernel in kernels if every else kernels[:1]:
+        compiled = EmulatedKernel.compile(kernel, args, cc)
+        assert compiled.artifact.resources.spill_bytes == 0
+        broken = conduct(args, lambda: compiled.run(args, multiprocessors=multiprocessors))  # noqa: B023
+        assert broken is None, broken
+        verdict = judge(args, FACTOR_REORDERED)
+        assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,12 +12,24 @@ from kernel_api.dtypes import DType
 from kernel_api.kernel import LauncherInOrder
 from kernel_api.metadata import DesignMetadata
 from kernel_api.providers.cutedsl.kernel import SIZES_KEPT, CuteDslKernel, WorkspaceFinder
-from kernel_api.space import Miss, Rule, rule
+from kernel_api.space import Miss, Operands, Rule, rule
 
 WHY_ALIGNED = "rows are copied in vectors of 16 bytes, whose addresses and pitches are multiples"
+ALIGNED = dict.fromkeys(("Q", "K", "V", "out"), 16)
 
 #: Extents that are counted in 32 bits, with room for a tile behind them.
 _MOST = 2**30
+
+
+def operands_of(alignments: tuple[Mapping[str, int], ...] = (ALIGNED,), **types: str) -> Operands:
+    """Of a forward pass: columns lie side by side."""
+    return Operands(
+        accumulator="f32",
+        majors="Q:d K:d V:e out:e",
+        alignments=alignments,
+        why_aligned=WHY_ALIGNED,
+        **types,  # type: ignore[arg-type]
+    )
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,8 @@ class AttentionKernel(CuteDslKernel):
 
     takes_more = True
     reorders_accumulation = True
+    #: The implementation for scores, and for what else depends on arguments, by name.
+    _built: Callable[..., Callable[..., None]]
 
     @rule("scale is positive: then the largest product has the largest score")
     def _(args: Any) -> bool | Miss:
@@ -135,10 +149,6 @@ class AttentionKernel(CuteDslKernel):
         from kernel_api.implementations.common.attention.scores import Scores
 
         return self._built(Scores(("scale",)))
-
-    def _built(self, scores: Any) -> Callable[..., None]:
-        """Subclasses take what else depends on arguments by name."""
-        raise NotImplementedError
 
     def scores(self, args: Any) -> Any:
         """What the implementation makes of products."""

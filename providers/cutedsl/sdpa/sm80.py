@@ -13,10 +13,12 @@ from kernel_api.metadata import SdpaBackwardOperandsMetadata, SdpaOperandsMetada
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.sdpa import model
 from kernel_api.providers.cutedsl.sdpa.base import (
+    ALIGNED,
     WHY_ALIGNED,
     AttentionDesign,
     AttentionKernel,
     least_room,
+    operands_of,
     refused_bias,
 )
 from kernel_api.providers.cutedsl.sdpa.widened import WideOperands
@@ -116,9 +118,6 @@ class Sm80Forward(Sm80Sdpa):
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
         return self._built(self.scores(args), page_size=args.page_size)
 
-    def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
-        raise NotImplementedError
-
     def predict(self, args: SdpaArguments) -> float:
         return self._seconds(args, args.S_q, args.S_kv, sum(self._design.head_dim))
 
@@ -128,18 +127,7 @@ class Sm80SdpaForward(Sm80Forward):
     """Attention for every GPU from Ampere on: cp.async, ldmatrix, mma.sync; every option."""
 
     family: ClassVar[str] = "sm80.sdpa_forward"
-    operands = (
-        Operands(
-            Q="f16 | bf16",
-            K="like Q",
-            V="like Q",
-            out="like Q",
-            accumulator="f32",
-            majors="Q:d K:d V:e out:e",
-            alignments=(dict.fromkeys(("Q", "K", "V", "out"), _ALIGNED), {}),
-            why_aligned=WHY_ALIGNED,
-        ),
-    )
+    operands = (operands_of((ALIGNED, {}), Q="f16 | bf16", K="like Q", V="like Q", out="like Q"),)
 
     def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
         from kernel_api.implementations.sm80.sdpa_forward import SdpaForward
@@ -154,16 +142,6 @@ class Sm80SdpaForward(Sm80Forward):
         return found
 
 
-def _of_8_bits(**types: str) -> Operands:
-    return Operands(
-        accumulator="f32",
-        majors="Q:d K:d V:e out:e",
-        alignments=(dict.fromkeys(("Q", "K", "V", "out"), _ALIGNED),),
-        why_aligned=WHY_ALIGNED,
-        **types,  # type: ignore[arg-type]
-    )
-
-
 @CuTeDSLProvider.register
 class Sm80SdpaForwardFp8(WideOperands, Sm80Forward):
     """Attention of 8-bit floats, or of 16-bit queries to them, for every GPU from Ampere on:
@@ -171,8 +149,8 @@ class Sm80SdpaForwardFp8(WideOperands, Sm80Forward):
 
     family: ClassVar[str] = "sm80.sdpa_forward_fp8"
     operands = (
-        _of_8_bits(Q="e4m3 | e5m2", K="like Q", V="like Q", out="f16 | bf16"),
-        _of_8_bits(Q="f16 | bf16", K="e4m3 | e5m2", V="like K", out="like Q"),
+        operands_of(Q="e4m3 | e5m2", K="like Q", V="like Q", out="f16 | bf16"),
+        operands_of(Q="f16 | bf16", K="e4m3 | e5m2", V="like K", out="like Q"),
     )
 
     def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:

@@ -15,12 +15,12 @@ from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.kernel import WorkspaceFinder
 from kernel_api.providers.cutedsl.sdpa import model
 from kernel_api.providers.cutedsl.sdpa.base import (
-    WHY_ALIGNED,
     AttentionDesign,
     AttentionKernel,
     changes,
     least_room,
     nothing_empty,
+    operands_of,
 )
 from kernel_api.providers.cutedsl.sdpa.widened import some_keys
 from kernel_api.space import Miss, Operands, Rule, Space, rule
@@ -56,18 +56,6 @@ _MOST_IN_PAGES = {(128, 128): 128 * 160}
 #: Tiles that spill nothing where keys are in pages and there is a bias: others spill 8 to 128
 #: bytes. With dropout instead, the tile of (128, 128) spills 16 or 56.
 _BIASED_IN_PAGES = (((96, 96), (192, 96)), ((256, 256), (128, 80)))
-_ALIGNED = {"Q": 16, "K": 16, "V": 16, "out": 16}
-
-
-def operands_of(**types: str) -> Operands:
-    """Rows of these types, one after the other in memory."""
-    return Operands(
-        accumulator="f32",
-        majors="Q:d K:d V:e out:e",
-        alignments=(_ALIGNED,),
-        why_aligned=WHY_ALIGNED,
-        **types,  # type: ignore[arg-type]
-    )
 
 
 def few_dropped(most: Mapping[tuple[int, int], int]) -> Rule:
@@ -231,11 +219,6 @@ class Sm90SdpaOf16Bits(Sm90Sdpa):
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
         scores, longest_first = self.scores(args), hides_later(args)
         return self._built(scores, longest_first=longest_first, page_size=args.page_size)
-
-    def _built(
-        self, scores: Any, *, longest_first: bool = False, page_size: int | None = None
-    ) -> Callable[..., None]:
-        raise NotImplementedError
 
     def predict(self, args: SdpaArguments) -> float:
         return model.seconds(args, self._design)

@@ -97,9 +97,6 @@ class Sm90FewQueries(Sm90Sdpa):
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
         return self._built(self.scores(args), page_size=args.page_size)
 
-    def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
-        raise NotImplementedError
-
 
 @CuTeDSLProvider.register
 class Sm90SdpaDecode(Sm90FewQueries):
