@@ -192,6 +192,24 @@ def test_multicast_saves_reads_of_l2():
     assert seconds(WIDE, 8192, 8192, 8192) < seconds(alone, 8192, 8192, 8192)
 
 
+def test_blocks_without_a_cluster_read_at_once():
+    slow = dataclasses.replace(CONSTANTS, l2_bandwidth=1e12, at_once=0.0)
+    once = dataclasses.replace(slow, at_once=1.0)
+    product, more = problem(1408, 1536, 4096), problem(4096, 4096, 4096)
+    assert model.seconds(product, SQUARE, once) < 0.3 * model.seconds(product, SQUARE, slow)
+    assert model.seconds(product, WIDE, once) == model.seconds(product, WIDE, slow)
+    assert model.seconds(more, SQUARE, once) == model.seconds(
+        more, SQUARE, slow
+    )  # one after another
+
+
+def test_a_row_of_tiles_has_nobody_to_read_with():
+    slow = dataclasses.replace(CONSTANTS, l2_bandwidth=1e12, at_once=0.0)
+    once = dataclasses.replace(slow, at_once=1.0)
+    one = problem(128, 128, 65536)
+    assert model.seconds(one, SQUARE, once) == model.seconds(one, SQUARE, slow)
+
+
 def test_pingpong_hides_epilogues_of_short_products():
     assert seconds(PINGPONG, 8192, 8192, 512) < seconds(SQUARE, 8192, 8192, 512)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from math import prod
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -23,11 +24,13 @@ from ..common.work_split import COUNTER_BYTES, WorkSplit, share
 from . import tile_queue
 from .gemm_consumer import GemmConsumer
 from .gemm_producer import GemmProducer
+from .gpc import IN_STEP, by_gpc
 from .grid import Grid, grid_of
 from .mma import make_tiled_mma, multiplied_as
 from .promotion import scale_modes
 from .split_float32 import SMALL_BUFFERS
 
+FEW_COLUMNS = 64  # a tile that has less is for products that have no more: nobody shares its rows
 CONCURRENT_TILES = 132  # multiprocessors of the SXM parts; only the visiting order depends on it
 
 
@@ -125,7 +128,7 @@ class Gemm(GemmProducer, GemmConsumer):
             scales, operands = scale_modes(*operands[:2]), operands[2:]
         mA, mB, mD, mR, operands = self._modes(mA, mB, mD, operands)
         extents, batches = (mA.shape[0], mB.shape[0]), mD[0].shape[2]
-        order = self._order(extents, batches)
+        order = self._order(extents, batches, max_clusters)
         k_tiles = cute.ceil_div(mA.shape[1], self.tile_shape[2])
         clusters, split = self._workers(order.total, k_tiles, max_clusters, workspace)
         space = self._reduction_space(extents, batches, order, clusters, workspace)
@@ -153,14 +156,25 @@ class Gemm(GemmProducer, GemmConsumer):
         self._check_operands(mA, mB, mD)
         return mA, mB, mD, mR, operands
 
-    def _order(self, extents, batches):
-        tiles = (
+    @cute.jit
+    def _order(self, extents, batches, max_clusters):
+        tiles = tuple(
             cute.ceil_div(extent, tile * cluster)
             for extent, tile, cluster in zip(
                 extents, self.tile_shape[:2], self.cluster_shape, strict=True
             )
         )
-        return make_tile_order(*tiles, batches, self._band_widths())
+        shared = "" if self.split_k is not None else self._read_by_each
+        in_step = Boolean(True)
+        if const_expr(shared != "ab"):
+            in_step = cute.size(tiles) * batches <= IN_STEP * max_clusters
+        return make_tile_order(*tiles, batches, self._band_widths(), shared, in_step)
+
+    @property
+    def _read_by_each(self) -> str:
+        """The operands that are not multicast, but read by each block."""
+        cluster_m, cluster_n = self.cluster_shape
+        return ("a" if cluster_n == 1 else "") + ("b" if cluster_m == 1 else "")
 
     def _band_widths(self):
         return preferred_band_widths(self.tile_shape, self.cluster_shape, CONCURRENT_TILES)
@@ -230,6 +244,9 @@ class Gemm(GemmProducer, GemmConsumer):
             numbers: cute.struct.MemRange[Int32, tile_queue.SLOTS if self.dynamic else 0]
 
         self.shared_storage = SharedStorage
+        cluster = cluster_m, cluster_n, self.cluster_k
+        # Blocks in no cluster are dealt out GPC by GPC. A stream of weights has nothing of that.
+        in_clusters = prod(cluster) > 1 or self.split_k is not None or tile_n < FEW_COLUMNS
         if const_expr(len(described) > 0):
             self._describe(tma_a, tma_b, *described, stream)
         self.kernel(
@@ -253,7 +270,7 @@ class Gemm(GemmProducer, GemmConsumer):
         ).launch(
             grid=(cluster_m, cluster_n, grid.clusters * self.cluster_k),
             block=(self.threads, 1, 1),
-            cluster=(cluster_m, cluster_n, self.cluster_k),
+            cluster=cluster if in_clusters else None,
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=self.dependent_launch,
@@ -432,11 +449,19 @@ class Gemm(GemmProducer, GemmConsumer):
         """The tiles of this cluster, as arguments of a range."""
         cluster = cute.arch.block_idx()[2] // self.cluster_k
         if self.split_k is None:
-            return cluster, order.total, cute.arch.grid_dim()[2]
+            clusters = cute.arch.grid_dim()[2]
+            return self._number(cluster, clusters, order), order.total, clusters
         if not self.meets_in_workspace:
             return cluster, cluster + 1, 1
         first, end = split.tiles_of(cluster)
         return first, end, 1
+
+    @cute.jit
+    def _number(self, cluster, clusters, order):
+        """Of a cluster: those of a GPC follow each other where tiles that do so share operands."""
+        if order.neighbours_share == 1:
+            cluster = by_gpc(cluster, clusters, prod(self.cluster_shape))
+        return cluster
 
     def _k_range(self, k_tiles, split, tile, batch):
         """(first k tile, number of them) that this block, or all of its cluster that share

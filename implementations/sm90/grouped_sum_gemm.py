@@ -100,7 +100,7 @@ class GroupedSumGemm(ScheduledGemm):
         extents, batches = (mA.shape[0], mB.shape[0]), mD[0].shape[2]
         if const_expr(self.experts is not None):
             batches, operands = offsets.shape[0], (*operands, described)
-        order = self._order(extents, batches)
+        order = self._order(extents, batches, max_clusters)
         clusters = cutlass.min(order.total, max_clusters)
         space = self._reduction_space(extents, batches, order, clusters, workspace)
         if const_expr(self.experts is not None):

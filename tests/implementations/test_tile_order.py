@@ -13,6 +13,7 @@ from on_the_cpu import operand
 from kernel_api.implementations.common.tile_order import make_tile_order, preferred_band_widths
 from kernel_api.implementations.sm80.gemm import Gemm
 from kernel_api.implementations.sm90.gemm import CONCURRENT_TILES
+from kernel_api.implementations.sm90.gpc import by_gpc
 from kernel_api.providers.cutedsl.gemm.sm90 import Sm90Gemm
 
 #: (tile, cluster) that the Hopper family offers.
@@ -28,30 +29,32 @@ def all_tiles(count_m, count_n, batches):
 # Persistent kernels: TileOrder -------------------------------------------------------------------
 
 
-@cute.jit
-def write_order(
-    visited: cute.Tensor,
-    clusters_m: Int32,
-    clusters_n: Int32,
-    batches: Int32,
-    width_m: Int32,
-    width_n: Int32,
-):
-    order = make_tile_order(clusters_m, clusters_n, batches, (width_m, width_n))
-    for i in cutlass.range(order.total):
-        visited[i, 0], visited[i, 1], visited[i, 2] = order.coordinates(i)
-
-
 @cache
-def compiled_order():
-    return cute.compile(write_order, operand(np.empty((1, 3), np.int32), 1), *[Int32(1)] * 5)
+def compiled_order(shared):
+    @cute.jit
+    def write_order(
+        visited: cute.Tensor,
+        clusters_m: Int32,
+        clusters_n: Int32,
+        batches: Int32,
+        width_m: Int32,
+        width_n: Int32,
+        neighbours_share: Int32,
+    ):
+        widths = width_m, width_n
+        share = neighbours_share == 1
+        order = make_tile_order(clusters_m, clusters_n, batches, widths, shared, share)
+        for i in cutlass.range(order.total):
+            visited[i, 0], visited[i, 1], visited[i, 2] = order.coordinates(i)
+
+    return cute.compile(write_order, operand(np.empty((1, 3), np.int32), 1), *[Int32(1)] * 6)
 
 
-def visits(count_m, count_n, batches, widths):
+def visits(count_m, count_n, batches, widths, shared="", share=True):
     """(m, n, batch) in the order of visits."""
     visited = np.full((count_m * count_n * batches, 3), -1, np.int32)
-    arguments = (Int32(value) for value in (count_m, count_n, batches, *widths))
-    compiled_order()(operand(visited, 1), *arguments)
+    arguments = (Int32(value) for value in (count_m, count_n, batches, *widths, share))
+    compiled_order(shared)(operand(visited, 1), *arguments)
     return [tuple(tile) for tile in visited.tolist()]
 
 
@@ -105,6 +108,38 @@ def test_a_band_begins_with_the_operand_that_the_last_one_ended_on(counts, width
         assert m == next_m or n == next_n or abs(m - next_m) == 1 or abs(n - next_n) == 1
 
 
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("widths", [(1, 1), (3, 5), (8, 8), (100, 100)])
+@pytest.mark.parametrize("shared", ["a", "b", "ab"])
+def test_every_tile_is_visited_once_where_neighbours_share(counts, widths, shared):
+    visited = visits(*counts, 2, widths, shared)
+    assert sorted(visited) == all_tiles(*counts, 2)
+
+
+def test_neighbours_share_an_operand():
+    assert [m for m, _, _ in visits(8, 16, 1, (8, 8), "a")] == [*np.arange(8).repeat(4)] * 4
+    assert [m for m, _, _ in visits(8, 16, 1, (8, 8), "b")] == [*range(8)] * 16
+    assert [n for _, n, _ in visits(16, 8, 1, (8, 8), "b")] == [*np.arange(8).repeat(4)] * 4
+    assert [n for _, n, _ in visits(16, 8, 1, (8, 8), "a")] == [*range(8)] * 16
+
+
+def test_sixteen_neighbours_that_share_both_operands_are_four_by_four():
+    visited = visits(8, 16, 1, (8, 8), "ab")
+    assert set(visited[:16]) == {(m, n, 0) for m in range(4) for n in range(4)}
+
+
+@pytest.mark.parametrize("shared", ["a", "b", "ab"])
+def test_neighbours_that_drift_apart_share_what_the_short_side_has(shared):
+    assert visits(8, 16, 1, (8, 8), shared, share=False) == visits(8, 16, 1, (8, 8))
+
+
+def test_what_is_left_of_a_band_is_a_shorter_block():
+    order = np.zeros((2, 6), int)
+    for index, (m, n, _) in enumerate(visits(2, 6, 1, (2, 2), "a")):
+        order[m, n] = index
+    assert order.tolist() == [[0, 1, 2, 3, 8, 9], [4, 5, 6, 7, 10, 11]]
+
+
 @pytest.mark.parametrize(("tile_shape", "cluster_shape"), TILES, ids=str)
 def test_preferred_widths_make_the_footprint_about_square(tile_shape, cluster_shape):
     side = (CONCURRENT_TILES * tile_shape[0] * tile_shape[1]) ** 0.5
@@ -116,6 +151,46 @@ def test_preferred_widths_make_the_footprint_about_square(tile_shape, cluster_sh
 
 def test_a_band_is_never_narrower_than_one_cluster():
     assert preferred_band_widths((256, 16, 64), (2, 1), concurrent_tiles=1) == (1, 4)
+
+
+# Clusters of one GPC ------------------------------------------------------------------------------
+
+
+@cache
+def compiled_numbers(blocks):
+    @cute.jit
+    def write_numbers(numbers: cute.Tensor, clusters: Int32):
+        for cluster in cutlass.range(clusters):
+            numbers[cluster] = by_gpc(cluster, clusters, blocks)
+
+    return cute.compile(write_numbers, operand(np.empty(1, np.int32), 0), Int32(1))
+
+
+def numbers(clusters, blocks):
+    found = np.full(clusters, -1, np.int32)
+    compiled_numbers(blocks)(operand(found, 0), Int32(clusters))
+    return found.tolist()
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 8])
+def test_every_cluster_has_a_number_of_its_own(blocks):
+    for clusters in (*range(1, 80), 132, 200):
+        assert sorted(numbers(clusters, blocks)) == list(range(clusters))
+
+
+def gpc_of(cluster, blocks):
+    """Of a cluster of an empty GPU, as %smid says; -1 of those that are alone."""
+    alone, each = {2: (4, 4), 4: (0, 2)}[blocks]
+    turns = [range(8)] * each + [range(1, 8)] * each
+    dealt = [gpc for turn in turns for gpc in turn]
+    return -1 if cluster < alone else dealt[cluster - alone]
+
+
+@pytest.mark.parametrize(("blocks", "clusters"), [(2, 64), (2, 40), (2, 7), (4, 30), (4, 9)])
+def test_clusters_of_a_gpc_have_numbers_that_follow_each_other(blocks, clusters):
+    by_number = sorted(range(clusters), key=numbers(clusters, blocks).__getitem__)
+    gpcs = [gpc_of(cluster, blocks) for cluster in by_number]
+    assert gpcs == sorted(gpcs)
 
 
 # Ampere: one block per tile, in bands of `raster` rows --------------------------------------------

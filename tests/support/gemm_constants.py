@@ -8,6 +8,7 @@ GPU = {
         "l2_bandwidth": 9.0e12,
         "crossing": 0.6,
         "near": 0.6,
+        "at_once": 0.1,
         "l2_bytes": 3.0e7,
         "pieces": 2.5e12,
         "behind": 2e-6,

@@ -59,6 +59,8 @@ _NAMING = ("split", "interleave", "repeat", "store")
 #: Bytes of an element that a consumer reads in time though it has no registers to read ahead.
 _READ_IN_TIME = 2
 
+#: Of what so many multiprocessors of a GPC read, what L2 spares if it sends it once to up to four.
+_SPARED = (0.0, 0.0, 1 / 2, 2 / 3, 3 / 4)
 #: Clusters that read an operand until both halves of L2 have it.
 _UNTIL_NEAR = 8
 
@@ -206,6 +208,8 @@ class Constants:
             clusters read it: each half of L2 has it from the other one.
         near: Of the time that the larger operand takes to come from L2, what the smaller one does
             that very many clusters read: both halves of L2 soon have it.
+        at_once: Of what L2 could send once to several blocks that are in no cluster, what it does
+            if each has one tile.
         l2_bytes: What L2 keeps from one visit of the tiles around to the next.
         sustained: Operations per second of the whole GPU that its power allows, by kind.
         spared: That a schedule reaches with the same power.
@@ -251,6 +255,7 @@ class Constants:
     l2_bandwidth: float
     crossing: float
     near: float
+    at_once: float
     l2_bytes: float
     sustained: dict[str, float]
     spared: dict[str, float]
@@ -342,7 +347,7 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
     """Seconds for one design; see the module for how."""
     (
         rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed, lines,
-        paged,
+        paged, alone_in_cluster,
     ) = _plan(candidate, constants, problem.types)  # fmt: skip
     m, n, k, matrices, a_size, b_size, a_bytes, b_bytes, dram, operations = problem.facts
     if candidate.swap_ab:
@@ -374,6 +379,9 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
 
     # What all of them move: through L2, and from device memory where L2 has forgotten it.
     of_a, of_b = m * a_size * clusters_n * lines[0], n * b_size * clusters_m * lines[1]
+    if alone_in_cluster and each == 1:  # later they read at other times
+        of_a *= 1 - constants.at_once * _SPARED[min(clusters_n, len(_SPARED) - 1)]
+        of_b *= 1 - constants.at_once * _SPARED[min(clusters_m, len(_SPARED) - 1)]
     smaller, readers = (of_a, clusters_n) if a_bytes < b_bytes else (of_b, clusters_m)
     l2 = of_a + of_b
     if readers > _UNTIL_NEAR:
@@ -464,6 +472,7 @@ class _Plan(NamedTuple):
         exposed: The filling of the first pipeline.
         lines: What straddling makes of the time in which the kernel's A comes from L2, and its B.
         paged: What long steps make of the time in which both come from device memory.
+        alone_in_cluster: Whether blocks wait for no others, and neighbours in a GPC read at once.
     """
 
     rows: int
@@ -478,6 +487,7 @@ class _Plan(NamedTuple):
     exposed: float
     lines: tuple[float, ...]
     paged: float
+    alone_in_cluster: bool
 
 
 @lru_cache(maxsize=4096)
@@ -501,6 +511,7 @@ def _plan(candidate: Candidate, constants: Constants, types: Types) -> _Plan:
     arithmetic = 2 * tile_m * tile_n * tile_k / (c.rate[kind] * c.share.get(schedule, 1.0))
     if schedule == "pingpong" and cluster_n > cluster_m:
         arithmetic *= c.in_turn
+    alone_in_cluster = schedule != "multistage" and math.prod(candidate.cluster_shape) == 1
     column_bytes = tile_n * tile_k * b_size
     tile_bytes = tile_m * tile_k * a_size + column_bytes
     groups = max(tile_m / _INSTRUCTION_ROWS, 1.0)
@@ -540,7 +551,7 @@ def _plan(candidate: Candidate, constants: Constants, types: Types) -> _Plan:
     rows, columns = tile_m * cluster_m, tile_n * cluster_n
     times = (step, alone, epilogue, late, partial, exposed)
     paged = c.long_steps if tile_k * min(a_size, b_size) >= _LONG_STEP else 1.0
-    return _Plan(rows, columns, slots, overlapping, *times, l2_lines, paged)
+    return _Plan(rows, columns, slots, overlapping, *times, l2_lines, paged, alone_in_cluster)
 
 
 def _row_cost(extent: int, constants: Constants) -> float:

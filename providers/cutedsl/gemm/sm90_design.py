@@ -246,11 +246,23 @@ _WIDE = (
     "128x112 1x2 pingpong",
     "64x256 2x1 pingpong",
     "64x256 1x2 pingpong",
+    "128x224 1x1",
+    "176x192 1x1 swap",
+    "192x128 1x1 pingpong swap",
+    "160x128 1x1 pingpong swap",
+    "128x176 1x1 pingpong",
+    "128x160 1x1 pingpong",
 )
 #: For about as many tiles as there are multiprocessors.
 _NARROW = (
     "128x128 1x1",
+    "128x128 1x1 pingpong",
     "64x256 1x1",
+    "192x96 1x1",
+    "128x96 1x1",
+    "128x80 1x1",
+    "96x128 1x1 swap",
+    "64x48 1x1 deep",
     "64x224 2x1",
     "64x176 2x2 pingpong",
     "192x96 2x1",
