@@ -11,7 +11,7 @@ every second band backwards, so that a band begins with the operand that the las
     23 21 19 17 15 13
 
 Those whose numbers follow each other share the operand of the long side. If they are to share the
-other one, a band is visited in blocks, each of them lengthwise first:
+other one, a band is visited in blocks, each of them lengthwise first (`BlockedTileOrder`):
 
     0  1  2  3  8  9       band 0 (width 2), in blocks of 4 along it
     4  5  6  7  10 11
@@ -26,9 +26,6 @@ from cutlass import Boolean, Int32
 Divisor = cute.FastDivmodDivisorV2
 
 
-NEIGHBOURS = 4  # clusters that follow each other and share an operand, if they are to
-
-
 @dataclass
 class TileOrder:
     """Run-time facts, made on the host and passed to the kernel; unit: one cluster of tiles."""
@@ -36,39 +33,69 @@ class TileOrder:
     total: Int32  # clusters in all batches
     per_batch: Divisor
     per_band: Divisor
-    width: Int32  # of a band
-    per_block: Divisor
-    per_last_block: Divisor  # of the last band, which may be narrower
+    width: Divisor  # of a band
+    last_width: Divisor  # of the last band, which may be narrower
     whole_bands: Int32
     length: Int32  # the long side
     bands_cut_m: Int32  # 1: M is the short side, 0: N is
-    depth: Int32  # of a block, along the band
-    neighbours_share: Int32  # 1: clusters that follow each other share what they are to
 
     @cute.jit
     def coordinates(self, index: Int32) -> tuple:
         """Cluster coordinates (m, n) and batch l of the index-th cluster."""
         batch, in_batch = divmod(index, self.per_batch)
         band, in_band = divmod(in_batch, self.per_band)
-        along, row = Int32(0), Int32(0)
-        if band < self.whole_bands:
-            quotient, remainder = divmod(in_band, self.per_block)
-            along, row = Int32(quotient), Int32(remainder)
-        else:
-            quotient, remainder = divmod(in_band, self.per_last_block)
-            along, row = Int32(quotient), Int32(remainder)
-        if self.depth > 1:
-            first, in_block = along * NEIGHBOURS, row
-            depth = cutlass.min(NEIGHBOURS, self.length - first)
-            row = in_block // depth
-            along = first + in_block - row * depth
-        across = Int32(band) * self.width + row
+        along, across = self._in_band(Int32(band), Int32(in_band))
         if band % 2 == 1:
             along = self.length - 1 - along
         m, n = along, across
         if self.bands_cut_m == 1:
             m, n = across, along
         return m, n, Int32(batch)
+
+    @cute.jit
+    def _in_band(self, band: Int32, in_band: Int32) -> tuple:
+        """(along, across) of a place in a band that is visited forwards."""
+        along, across = Int32(0), Int32(0)
+        if band < self.whole_bands:
+            quotient, remainder = divmod(in_band, self.width)
+            along, across = Int32(quotient), Int32(remainder)
+        else:
+            quotient, remainder = divmod(in_band, self.last_width)
+            along, across = Int32(quotient), Int32(remainder)
+        across += band * Int32(self.width.divisor)
+        return along, across
+
+
+NEIGHBOURS = 4  # clusters that follow each other and share an operand
+
+
+@dataclass
+class BlockedTileOrder(TileOrder):
+    """The same for neighbours that share an operand, where they are to: see `make_tile_order`."""
+
+    share: Int32  # 1: they are
+    per_block: Divisor
+    per_last_block: Divisor  # of the last band
+    blocks: Int32  # 1: bands are visited in blocks, as the long side does not have that operand
+
+    @cute.jit
+    def _in_band(self, band: Int32, in_band: Int32) -> tuple:
+        along, across = Int32(0), Int32(0)
+        if self.blocks == 0:
+            along, across = TileOrder._in_band(self, band, in_band)
+        else:
+            block, in_block = Int32(0), Int32(0)
+            if band < self.whole_bands:
+                quotient, remainder = divmod(in_band, self.per_block)
+                block, in_block = Int32(quotient), Int32(remainder)
+            else:
+                quotient, remainder = divmod(in_band, self.per_last_block)
+                block, in_block = Int32(quotient), Int32(remainder)
+            depth = cutlass.min(NEIGHBOURS, self.length - block * NEIGHBOURS)
+            row = in_block // depth
+            along = block * NEIGHBOURS + in_block - row * depth
+            across = band * Int32(self.width.divisor) + row
+        return along, across
 
 
 @cute.jit
@@ -78,48 +105,49 @@ def make_tile_order(
     batches: Int32,
     band_widths: tuple,
     shared: cutlass.Constexpr[str] = "",
-    neighbours_share: Boolean | bool = True,
+    share: Boolean | bool = True,
 ) -> TileOrder:
     """
     Args:
         band_widths: The preferred width, in clusters, of a band cut along M and along N.
         shared: The operand that clusters which follow each other are to share: `"a"`, `"b"`,
             neither, or of 16 of them 4 either one, `"ab"`.
-        neighbours_share: Whether they are to at all.
+        share: Whether they are to in this launch.
     """
     length, short, preferred = clusters_m, clusters_n, Int32(band_widths[1])
     bands_cut_m = Int32(0)
     if clusters_m < clusters_n:
         length, short, preferred = clusters_n, clusters_m, Int32(band_widths[0])
         bands_cut_m = Int32(1)
-    # All tiles of a single row or column have one operand in common anyway.
-    share = Boolean(neighbours_share) & (clusters_m > 1) & (clusters_n > 1)
-    if cutlass.const_expr(shared == ""):
-        share = Boolean(False)
-    # Along a band that is cut along M is N.
-    lengthwise = Boolean(shared == "ab")
-    if cutlass.const_expr(shared != "ab"):
-        lengthwise = (bands_cut_m == 1) == Boolean(shared == "a")
-    depth = Int32(1)
-    if share & lengthwise:
-        depth = Int32(NEIGHBOURS)
     width = cutlass.min(preferred, short)
     whole_bands = short // width
     last_width = short - whole_bands * width
     if last_width == 0:
         last_width = width
-    return TileOrder(
-        total=clusters_m * clusters_n * batches,
-        per_batch=Divisor(clusters_m * clusters_n),
-        per_band=Divisor(width * length),
-        width=width,
-        per_block=Divisor(width * depth),
-        per_last_block=Divisor(last_width * depth),
-        whole_bands=whole_bands,
-        length=length,
-        bands_cut_m=bands_cut_m,
-        depth=depth,
-        neighbours_share=Int32(share),
+    facts = {
+        "total": clusters_m * clusters_n * batches,
+        "per_batch": Divisor(clusters_m * clusters_n),
+        "per_band": Divisor(width * length),
+        "width": Divisor(width),
+        "last_width": Divisor(last_width),
+        "whole_bands": whole_bands,
+        "length": length,
+        "bands_cut_m": bands_cut_m,
+    }
+    if cutlass.const_expr(shared == ""):
+        return TileOrder(**facts)
+    # All tiles of a single row or column have one operand in common anyway.
+    wanted = Boolean(share) & (clusters_m > 1) & (clusters_n > 1)
+    # Along a band that is cut along M is N, where tiles share A.
+    blocks = wanted
+    if cutlass.const_expr(shared != "ab"):
+        blocks = wanted & ((bands_cut_m == 1) == Boolean(shared == "a"))
+    return BlockedTileOrder(
+        **facts,
+        share=Int32(wanted),
+        per_block=Divisor(width * NEIGHBOURS),
+        per_last_block=Divisor(last_width * NEIGHBOURS),
+        blocks=Int32(blocks),
     )
 
 

@@ -164,15 +164,16 @@ class Gemm(GemmProducer, GemmConsumer):
                 extents, self.tile_shape[:2], self.cluster_shape, strict=True
             )
         )
-        shared = "" if self.split_k is not None else self._read_by_each
-        in_step = Boolean(True)
+        shared, in_step = self._shared_in_gpc, Boolean(True)
         if const_expr(shared != "ab"):
             in_step = cute.size(tiles) * batches <= IN_STEP * max_clusters
         return make_tile_order(*tiles, batches, self._band_widths(), shared, in_step)
 
     @property
-    def _read_by_each(self) -> str:
-        """The operands that are not multicast, but read by each block."""
+    def _shared_in_gpc(self) -> str:
+        """The operands that are not multicast, and which blocks of a GPC are to read at once."""
+        if self.split_k is not None or self.tile_shape[1] < FEW_COLUMNS:
+            return ""
         cluster_m, cluster_n = self.cluster_shape
         return ("a" if cluster_n == 1 else "") + ("b" if cluster_m == 1 else "")
 
@@ -245,8 +246,8 @@ class Gemm(GemmProducer, GemmConsumer):
 
         self.shared_storage = SharedStorage
         cluster = cluster_m, cluster_n, self.cluster_k
-        # Blocks in no cluster are dealt out GPC by GPC. A stream of weights has nothing of that.
-        in_clusters = prod(cluster) > 1 or self.split_k is not None or tile_n < FEW_COLUMNS
+        # Blocks in no cluster are dealt out GPC by GPC.
+        in_clusters = self._shared_in_gpc != "ab"
         if const_expr(len(described) > 0):
             self._describe(tma_a, tma_b, *described, stream)
         self.kernel(
@@ -450,7 +451,9 @@ class Gemm(GemmProducer, GemmConsumer):
         cluster = cute.arch.block_idx()[2] // self.cluster_k
         if self.split_k is None:
             clusters = cute.arch.grid_dim()[2]
-            return self._number(cluster, clusters, order), order.total, clusters
+            if self._shared_in_gpc:
+                cluster = self._number(cluster, clusters, order)
+            return cluster, order.total, clusters
         if not self.meets_in_workspace:
             return cluster, cluster + 1, 1
         first, end = split.tiles_of(cluster)
@@ -459,7 +462,7 @@ class Gemm(GemmProducer, GemmConsumer):
     @cute.jit
     def _number(self, cluster, clusters, order):
         """Of a cluster: those of a GPC follow each other where tiles that do so share operands."""
-        if order.neighbours_share == 1:
+        if order.share == 1:
             cluster = by_gpc(cluster, clusters, prod(self.cluster_shape))
         return cluster
 

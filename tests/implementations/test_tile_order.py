@@ -39,11 +39,10 @@ def compiled_order(shared):
         batches: Int32,
         width_m: Int32,
         width_n: Int32,
-        neighbours_share: Int32,
+        share: Int32,
     ):
         widths = width_m, width_n
-        share = neighbours_share == 1
-        order = make_tile_order(clusters_m, clusters_n, batches, widths, shared, share)
+        order = make_tile_order(clusters_m, clusters_n, batches, widths, shared, share == 1)
         for i in cutlass.range(order.total):
             visited[i, 0], visited[i, 1], visited[i, 2] = order.coordinates(i)
 
