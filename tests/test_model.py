@@ -198,9 +198,7 @@ def test_blocks_without_a_cluster_read_at_once():
     product, more = problem(1408, 1536, 4096), problem(4096, 4096, 4096)
     assert model.seconds(product, SQUARE, once) < 0.3 * model.seconds(product, SQUARE, slow)
     assert model.seconds(product, WIDE, once) == model.seconds(product, WIDE, slow)
-    assert model.seconds(more, SQUARE, once) == model.seconds(
-        more, SQUARE, slow
-    )  # one after another
+    assert model.seconds(more, SQUARE, once) == model.seconds(more, SQUARE, slow)
 
 
 def test_a_row_of_tiles_has_nobody_to_read_with():

@@ -55,15 +55,20 @@ class TileOrder:
     @cute.jit
     def _in_band(self, band: Int32, in_band: Int32) -> tuple:
         """(along, across) of a place in a band that is visited forwards."""
-        along, across = Int32(0), Int32(0)
+        along, across = self._divided(band, in_band, self.width, self.last_width)
+        return along, band * Int32(self.width.divisor) + across
+
+    @cute.jit
+    def _divided(self, band: Int32, in_band: Int32, whole: Divisor, last: Divisor) -> tuple:
+        """(quotient, remainder) of a place by what a whole band has, or by what the last one has."""
+        many, rest = Int32(0), Int32(0)
         if band < self.whole_bands:
-            quotient, remainder = divmod(in_band, self.width)
-            along, across = Int32(quotient), Int32(remainder)
+            quotient, remainder = divmod(in_band, whole)
+            many, rest = Int32(quotient), Int32(remainder)
         else:
-            quotient, remainder = divmod(in_band, self.last_width)
-            along, across = Int32(quotient), Int32(remainder)
-        across += band * Int32(self.width.divisor)
-        return along, across
+            quotient, remainder = divmod(in_band, last)
+            many, rest = Int32(quotient), Int32(remainder)
+        return many, rest
 
 
 NEIGHBOURS = 4  # clusters that follow each other and share an operand
@@ -84,13 +89,7 @@ class BlockedTileOrder(TileOrder):
         if self.blocks == 0:
             along, across = TileOrder._in_band(self, band, in_band)
         else:
-            block, in_block = Int32(0), Int32(0)
-            if band < self.whole_bands:
-                quotient, remainder = divmod(in_band, self.per_block)
-                block, in_block = Int32(quotient), Int32(remainder)
-            else:
-                quotient, remainder = divmod(in_band, self.per_last_block)
-                block, in_block = Int32(quotient), Int32(remainder)
+            block, in_block = self._divided(band, in_band, self.per_block, self.per_last_block)
             depth = cutlass.min(NEIGHBOURS, self.length - block * NEIGHBOURS)
             row = in_block // depth
             along = block * NEIGHBOURS + in_block - row * depth

@@ -208,8 +208,7 @@ class Constants:
             clusters read it: each half of L2 has it from the other one.
         near: Of the time that the larger operand takes to come from L2, what the smaller one does
             that very many clusters read: both halves of L2 soon have it.
-        at_once: Of what L2 could send once to several blocks that are in no cluster, what it does
-            if each has one tile.
+        at_once: Of what L2 could send once to blocks without clusters of one tile, what it does.
         l2_bytes: What L2 keeps from one visit of the tiles around to the next.
         sustained: Operations per second of the whole GPU that its power allows, by kind.
         spared: That a schedule reaches with the same power.
@@ -347,7 +346,7 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
     """Seconds for one design; see the module for how."""
     (
         rows, columns, slots, overlapping, step, alone, epilogue, late, partial, exposed, lines,
-        paged, alone_in_cluster,
+        paged, reads_at_once,
     ) = _plan(candidate, constants, problem.types)  # fmt: skip
     m, n, k, matrices, a_size, b_size, a_bytes, b_bytes, dram, operations = problem.facts
     if candidate.swap_ab:
@@ -379,7 +378,7 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
 
     # What all of them move: through L2, and from device memory where L2 has forgotten it.
     of_a, of_b = m * a_size * clusters_n * lines[0], n * b_size * clusters_m * lines[1]
-    if alone_in_cluster and each == 1:  # later they read at other times
+    if reads_at_once and each == 1:  # later they read at other times
         of_a *= 1 - constants.at_once * _SPARED[min(clusters_n, len(_SPARED) - 1)]
         of_b *= 1 - constants.at_once * _SPARED[min(clusters_m, len(_SPARED) - 1)]
     smaller, readers = (of_a, clusters_n) if a_bytes < b_bytes else (of_b, clusters_m)
@@ -472,7 +471,7 @@ class _Plan(NamedTuple):
         exposed: The filling of the first pipeline.
         lines: What straddling makes of the time in which the kernel's A comes from L2, and its B.
         paged: What long steps make of the time in which both come from device memory.
-        alone_in_cluster: Whether blocks wait for no others, and neighbours in a GPC read at once.
+        reads_at_once: Whether blocks of a GPC, which are in no cluster, have tiles that share.
     """
 
     rows: int
@@ -487,7 +486,7 @@ class _Plan(NamedTuple):
     exposed: float
     lines: tuple[float, ...]
     paged: float
-    alone_in_cluster: bool
+    reads_at_once: bool
 
 
 @lru_cache(maxsize=4096)
@@ -511,7 +510,10 @@ def _plan(candidate: Candidate, constants: Constants, types: Types) -> _Plan:
     arithmetic = 2 * tile_m * tile_n * tile_k / (c.rate[kind] * c.share.get(schedule, 1.0))
     if schedule == "pingpong" and cluster_n > cluster_m:
         arithmetic *= c.in_turn
-    alone_in_cluster = schedule != "multistage" and math.prod(candidate.cluster_shape) == 1
+    cut = (
+        candidate.split_k > 1 or candidate.stream_k or candidate.even_k or schedule == "multistage"
+    )
+    reads_at_once = not cut and math.prod(candidate.cluster_shape) == 1
     column_bytes = tile_n * tile_k * b_size
     tile_bytes = tile_m * tile_k * a_size + column_bytes
     groups = max(tile_m / _INSTRUCTION_ROWS, 1.0)
@@ -551,7 +553,7 @@ def _plan(candidate: Candidate, constants: Constants, types: Types) -> _Plan:
     rows, columns = tile_m * cluster_m, tile_n * cluster_n
     times = (step, alone, epilogue, late, partial, exposed)
     paged = c.long_steps if tile_k * min(a_size, b_size) >= _LONG_STEP else 1.0
-    return _Plan(rows, columns, slots, overlapping, *times, l2_lines, paged, alone_in_cluster)
+    return _Plan(rows, columns, slots, overlapping, *times, l2_lines, paged, reads_at_once)
 
 
 def _row_cost(extent: int, constants: Constants) -> float:
