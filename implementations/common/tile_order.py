@@ -60,7 +60,7 @@ class TileOrder:
 
     @cute.jit
     def _divided(self, band: Int32, in_band: Int32, whole: Divisor, last: Divisor) -> tuple:
-        """(quotient, remainder) of a place by what a whole band has, or by what the last one has."""
+        """(quotient, remainder) of a place, by what a whole band has or by what the last one has"""
         many, rest = Int32(0), Int32(0)
         if band < self.whole_bands:
             quotient, remainder = divmod(in_band, whole)
