@@ -7,7 +7,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute import AddressSpace
 
 from ..common.attention.blocks import Hidden
@@ -304,11 +304,10 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
             tQsQ = copy.partition_D(target[None, None, 0])
             exists = slab * columns + lane % across * vector < mQ.shape[1]
             for i in cutlass.range_constexpr(at_once):
-                fragment = cute.make_rmem_tensor(vector, self.element_type)
-                for j in cutlass.range_constexpr(vector):
-                    value = loaded[j, i, slab]
-                    fragment[j] = select(exists, value, self.element_type(0.0))
-                cute.copy(atom, fragment, tQsQ[None, i, 0])
+                words = cute.recast_tensor(loaded[None, i, slab], Int32)
+                for j in cutlass.range_constexpr(cute.size(words)):
+                    words[j] = select(exists, words[j], Int32(0))
+                cute.copy(atom, loaded[None, i, slab], tQsQ[None, i, 0])
         cute.arch.fence_view_async_shared()
         self._meet(consumer)
 
@@ -516,18 +515,36 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
 _AT_ONCE = 8  # columns of parts, by a thread
 
 
-@cute.jit
-def _store_row(outputs, i: cutlass.Constexpr, scale, exists, row, first, thread):
+def _store_row(outputs, i: int, scale, exists, row, first, thread) -> None:
     """Of accumulators, in pairs of columns from the first on; 0 where the query does not exist."""
-    for j in cutlass.range_constexpr(0, cute.size(outputs, mode=[1]), 2):
-        column = first + 4 * j + thread % 4 * 2
-        if column < row.shape[0]:
-            pair = cute.make_rmem_tensor(2, Float32)
-            for lane in cutlass.range_constexpr(2):
-                pair[lane] = select(exists, outputs[i, j + lane] * scale, Float32(0.0))
-            rounded = cute.make_rmem_tensor(2, row.element_type)
-            rounded.store(pair.load().to(row.element_type))
-            store(rounded, row, column)
+    own = first + thread % 4 * 2
+    begin = _at(row, own, 2).iterator
+    left = row.shape[0] - own
+    for j in range(0, cute.size(outputs, mode=[1]), 2):
+        pair = cute.make_rmem_tensor(2, Float32)
+        for lane in range(2):
+            pair[lane] = select(exists, outputs[i, j + lane] * scale, Float32(0.0))
+        rounded = cute.make_rmem_tensor(2, row.element_type)
+        rounded.store(pair.load().to(row.element_type))
+        if cute.is_static(row.shape):
+            cute.autovec_copy(rounded, cute.make_tensor(begin + 4 * j, cute.make_layout(2)))
+        else:
+            _store_if(left > 4 * j, begin, 4 * j, rounded)
+
+
+def _store_if(inside: Boolean, begin: cute.Pointer, offset: int, pair: cute.Tensor) -> None:
+    """To global memory; predicated, not branched around: the compiler would find the address anew
+    in each branch."""
+    size = pair.element_type.width // 8
+    word = Int16 if size == 1 else Int32
+    words = cute.recast_tensor(pair, word)
+    values = ", ".join(f"{{$r{i + 1}}}" for i in range(cute.size(words)))
+    cute.arch.inline_ptx(
+        f"st.global.v{cute.size(words)}.b{word.width} [{{$r0}} + {offset * size}], {{{values}}};"
+        .replace(".v1", ""),
+        read_only_args=[begin.toint(), *(words[i] for i in range(cute.size(words)))],
+        predicate=inside,
+    )
 
 
 def log_sum_exp(added: Sum) -> Float32:

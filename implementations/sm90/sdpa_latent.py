@@ -168,11 +168,11 @@ class SdpaLatent(SdpaDecode):
         )
 
     def _pipelines(self, storage, q_layout, k_layout, v_layout) -> tuple:
-        """None of Q; of two parts of the slabs of K: scores begin when the first are there."""
+        """None of Q; of K those of each group's slabs, which that group alone leaves: it has formed
+        its part of O when nobody forms scores of the block any more."""
         slab = self.tile_n * self._slab(self.head_dim) * self.element_type.width // 8
-        warps = self.consumers * GROUP // 32
         return None, *(
-            tma_pipeline(barriers, self.stages, len(slabs) * slab, warps)
+            tma_pipeline(barriers, self.stages, len(slabs) * slab, GROUP // 32)
             for barriers, slabs in zip(
                 (storage.k_stages, storage.v_stages), self._slabs, strict=True
             )
@@ -180,9 +180,11 @@ class SdpaLatent(SdpaDecode):
 
     @property
     def _slabs(self) -> tuple[range, range]:
-        """Of a block of keys, those that arrive together."""
-        count = self.head_dim // self._slab(self.head_dim)
-        return range(count // 2 + 1), range(count // 2 + 1, count)
+        """Of a block of keys, those that arrive together: a group's columns of V, and behind those
+        of the second one what is of K alone."""
+        slab = self._slab(self.head_dim)
+        own = self.own_columns // slab
+        return range(own), range(own, self.head_dim // slab)
 
     # Loads -------------------------------------------------------------------------------
 
@@ -214,11 +216,10 @@ class SdpaLatent(SdpaDecode):
         for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
             block = blocks.end - 1 - i
             pages = self._pages_of(pages, block, place.batch, sequence, values)
-            for one in of_slabs:
+            for one, slabs in zip(of_slabs, self._slabs, strict=True):
                 one.producer_acquire(k_state)
-            for piece in cutlass.range(pieces, unroll=1):
-                row, at = self._piece(block * pieces + piece, piece, pages, place.batch)
-                for one, slabs in zip(of_slabs, self._slabs, strict=True):
+                for piece in cutlass.range(pieces, unroll=1):
+                    row, at = self._piece(block * pieces + piece, piece, pages, place.batch)
                     for slab in slabs:
                         cute.copy(
                             tma_k,
@@ -304,13 +305,13 @@ class SdpaLatent(SdpaDecode):
             self._clear_values(lane, sV[None, None, state.index], last, work.sequence)
         self._publish(0, lane, registers, softmax, exchange)
         for pair in cutlass.range((count - 1) // 2, unroll=1):
-            self._add_own(fragments, registers, pipelines, state)
+            self._add_own(0, fragments, registers, pipelines, state)
             state.advance()
             self._add_others(
                 0, lane, fragments, registers, softmax, factors, exchange, pipelines, state
             )
             warpgroup.wait_group(0)
-            _leave(pipelines, state)
+            pipelines[0].consumer_release(state)
             state.advance()
             block = last - 2 - 2 * pair
             self._multiply_keys(fragments, registers, pipelines, state)
@@ -320,14 +321,14 @@ class SdpaLatent(SdpaDecode):
             self._round(registers)
             self._publish(0, lane, registers, softmax, exchange)
             self._scale(tOrO, factors)
-        self._add_own(fragments, registers, pipelines, state)
+        self._add_own(0, fragments, registers, pipelines, state)
         state.advance()
         if count % 2 == 0:
             self._add_others(
                 0, lane, fragments, registers, softmax, factors, exchange, pipelines, state
             )
             warpgroup.wait_group(0)
-            _leave(pipelines, state)
+            pipelines[0].consumer_release(state)
             state.advance()
         return state
 
@@ -363,20 +364,20 @@ class SdpaLatent(SdpaDecode):
             self._score_block(self._of_block(tile, block), block, work, values, tiles)
             update(softmax, tile.values, factors)
             self._round(registers)
-            _await(pipelines, following)
+            pipelines[1].consumer_wait(following)
             warpgroup.wait_group(0)
-            _leave(pipelines, state)
+            pipelines[1].consumer_release(state)
             state.advance()
             self._publish(1, lane, registers, softmax, exchange)
             self._scale(tOrO, factors)
-            self._add_own(fragments, registers, pipelines, state)
+            self._add_own(1, fragments, registers, pipelines, state)
             state.advance()
         if count % 2 == 1:
             self._add_others(
                 1, lane, fragments, registers, softmax, factors, exchange, pipelines, state
             )
             warpgroup.wait_group(0)
-            _leave(pipelines, state)
+            pipelines[1].consumer_release(state)
             state.advance()
         return state
 
@@ -393,13 +394,13 @@ class SdpaLatent(SdpaDecode):
                 cute.gemm(mma, tSrS, tCrQ[None, None, k], tCrB, tSrS)
             warpgroup.commit_group()
 
-    def _add_own(self, fragments, registers, pipelines, state) -> None:
-        """Values of this group's block, which is left then."""
+    def _add_own(self, consumer: int, fragments, registers, pipelines, state) -> None:
+        """Values of this group's block; its columns are left then."""
         (_, _, tCrV), (tSrS, tOrP, tOrO) = fragments, registers
         powers = self._operand(tOrP, tSrS)
         multiply(self._mma_pv(), tOrO, powers, tCrV[None, None, None, state.index], fresh=False)
         warpgroup.wait_group(0)
-        _leave(pipelines, state)
+        pipelines[consumer].consumer_release(state)
 
     def _add_others(
         self,
@@ -423,7 +424,8 @@ class SdpaLatent(SdpaDecode):
         mma = self._mma_pv_of_other()
         powers = mma.make_fragment_A(mma.get_slice(0).partition_A(exchange.powers))
         powers = powers[None, None, None, 0]
-        _await(pipelines, state)  # it is there: the other group has seen it
+        # It is there: the other group has seen it. Its own columns may be left by now.
+        pipelines[consumer].consumer_wait(state)
         multiply(mma, tOrO, powers, tCrV[None, None, None, state.index], fresh=False)
 
     @cute.jit
@@ -551,16 +553,6 @@ class SdpaLatent(SdpaDecode):
         parts = self._parts_of_tile(work, tiles)
         added = self._sum(parts, local, column, _VECTOR, at_once)
         self._finish(added, parts, local, column, mO, work, values, tiles)
-
-
-def _await(pipelines, state) -> None:
-    for one in pipelines:
-        one.consumer_wait(state)
-
-
-def _leave(pipelines, state) -> None:
-    for one in pipelines:
-        one.consumer_release(state)
 
 
 def _first_row(lane: Int32) -> Int32:
