@@ -84,7 +84,8 @@ class AsksAhead:
         row_bytes = self.element_type.width // 8 * self.tile_n
         of_keys, of_values = self.head_dim * row_bytes, self.head_dim_v * row_bytes
         of_both = of_keys + of_values
-        read = Int64(tiles.total // tiles.parts) * cute.ceil_div(sequence.keys, self.tile_n)
+        whole, _ = divmod(tiles.total, tiles.by_part)
+        read = Int64(whole) * cute.ceil_div(sequence.keys, self.tile_n)
         ahead = select(read * of_both <= _SMALL, Int32(_ALL), Int32(self.ahead_of_more))
         pages = self._no_pages()
         count = cutlass.min(blocks.end - blocks.begin, cute.ceil_div(ahead, of_both))

@@ -41,23 +41,32 @@ class DecodeTiles(Tiles):
     head of keys are those of its `group` heads of queries, query by query.
 
     partial: An address: of each part the rows in float32, then their numbers.
+    by_part, by_block, by_head: Divide by `parts`, `blocks` and `heads`: a block that has one tile
+        waits for each division before its first load.
     """
 
     parts: Int32
     group: Divisor
     rows: Int32
     partial: Int64
+    by_part: Divisor
+    by_block: Divisor
+    by_head: Divisor
 
     def place(self, tile: Int32, rows: int, last_first: bool) -> Place:
         """Of the first row; its head is that of the keys, its key is the number of the part."""
-        others, part = tile // self.parts, tile % self.parts
-        place = super().place(others, rows, last_first)
-        return place._replace(key=part)
+        others, part = divmod(tile, self.by_part)
+        others, block = divmod(others, self.by_block)
+        batch, head = divmod(others, self.by_head)
+        if last_first:
+            block = self.blocks - 1 - block
+        return Place(batch, head, block * rows, part)
 
 
 def arrivals(tiles: DecodeTiles, tile: Int32) -> cute.Pointer:
     """Counts the parts of a tile that are there; zero before and after every launch."""
-    address = tiles.counters + Int64(_COUNTERS + tile // tiles.parts) * (Int32.width // 8)
+    others, _ = divmod(tile, tiles.by_part)
+    address = tiles.counters + Int64(_COUNTERS + others) * (Int32.width // 8)
     return cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4)
 
 
@@ -162,6 +171,7 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
             self.tiles(
                 *(blocks, key_heads, total, Int32(1), workspace),
                 *(parts, Divisor(group), rows, partial),
+                *map(Divisor, (parts, cutlass.max(blocks, 1), cutlass.max(key_heads, 1))),
             )
             for _ in range(2)
         )
@@ -192,7 +202,7 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
         blocks = keys_seen(sequence, first, last // tiles.group - first + 1, self.tile_n)
         blocks = blocks._replace(end=select(first < sequence.queries, blocks.end, blocks.begin))
         count, part = blocks.end - blocks.begin, place.key
-        each, further = count // tiles.parts, count % tiles.parts
+        each, further = divmod(count, tiles.by_part)
         begin = blocks.begin + each * part + cutlass.min(part, further)
         end = begin + each + select(part < further, Int32(1), Int32(0))
         full_begin = cutlass.min(cutlass.max(blocks.full_begin, begin), end)
@@ -540,8 +550,9 @@ def _store_if(inside: Boolean, begin: cute.Pointer, offset: int, pair: cute.Tens
     words = cute.recast_tensor(pair, word)
     values = ", ".join(f"{{$r{i + 1}}}" for i in range(cute.size(words)))
     cute.arch.inline_ptx(
-        f"st.global.v{cute.size(words)}.b{word.width} [{{$r0}} + {offset * size}], {{{values}}};"
-        .replace(".v1", ""),
+        f"st.global.v{cute.size(words)}.b{word.width} [{{$r0}} + {offset * size}], {{{values}}};".replace(
+            ".v1", ""
+        ),
         read_only_args=[begin.toint(), *(words[i] for i in range(cute.size(words)))],
         predicate=inside,
     )

@@ -15,6 +15,7 @@ from ..common.attention.softmax import adopt, softmax_of, sum_of_quad, update
 from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.threads import GROUP
+from ..common.tile_order import Divisor
 from .mma import WGMMA_M
 from .sdpa_decode import DecodeTiles, SdpaDecode
 from .sdpa_forward_consumer import TOGETHER, multiply, scale_rows
@@ -524,7 +525,7 @@ class SdpaLatent(SdpaDecode):
     def _launch_sums(self, mQ, mK, mO, operands, tiles: DecodeTiles, stream):
         if tiles.parts > 1:
             rows = cutlass.min(tiles.rows, self.tile_m)
-            self.sums(mQ, mK, mO, operands, tiles, rows).launch(
+            self.sums(mQ, mK, mO, operands, tiles, Divisor(rows)).launch(
                 grid=(tiles.total // tiles.parts * rows, 1, 1),
                 block=(self.head_dim_v // _VECTOR, 1, 1),
                 stream=stream,
@@ -532,10 +533,11 @@ class SdpaLatent(SdpaDecode):
             )
 
     @cute.kernel
-    def sums(self, mQ: cute.Tensor, mK: cute.Tensor, mO: cute.Tensor, operands, tiles, rows: Int32):
+    def sums(self, mQ, mK, mO, operands, tiles: DecodeTiles, rows: Divisor):
         """A row of a tile by each block. rows: Of a tile, at most."""
-        block, column = cute.arch.block_idx()[0], cute.arch.thread_idx()[0] * _VECTOR
-        tile, local = block // rows * tiles.parts, block % rows
+        column = cute.arch.thread_idx()[0] * _VECTOR
+        tile, local = divmod(cute.arch.block_idx()[0], rows)
+        tile *= tiles.parts
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         values = Values(self.scores.names, operands)
