@@ -80,21 +80,26 @@ class AsksAhead:
         work = self._part_of(tiles, tile, values, mQ, mK)
         place, sequence, blocks = work.place, work.sequence, work.blocks
         tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head)
-        tVsV, tVgV = self._partitioned(tma_v, mV, sV, self.head_dim_v, place.head)
         row_bytes = self.element_type.width // 8 * self.tile_n
-        of_keys, of_values = self.head_dim * row_bytes, self.head_dim_v * row_bytes
-        of_both = of_keys + of_values
+        of_keys = of_both = self.head_dim * row_bytes
+        if const_expr(not self.values_in_keys):
+            tVsV, tVgV = self._partitioned(tma_v, mV, sV, self.head_dim_v, place.head)
+            of_both += self.head_dim_v * row_bytes
         whole, _ = divmod(tiles.total, tiles.by_part)
         read = Int64(whole) * cute.ceil_div(sequence.keys, self.tile_n)
         ahead = select(read * of_both <= _SMALL, Int32(_ALL), Int32(self.ahead_of_more))
         pages = self._no_pages()
         count = cutlass.min(blocks.end - blocks.begin, cute.ceil_div(ahead, of_both))
+        if const_expr(self.values_in_keys):
+            # Blocks of rows that read the same keys were slower where each asked for them.
+            count = select(tiles.blocks == 1, count, Int32(0))
         for i in cutlass.range(count, unroll=1):
             block = blocks.end - 1 - i
             pages = self._pages_of(pages, block, place.batch, sequence, values)
             self._ask_for_block(tma_k, tKgK, tKsK, block, pages, place.batch)
-            if i * of_both + of_keys < ahead:
-                self._ask_for_block(tma_v, tVgV, tVsV, block, pages, place.batch)
+            if const_expr(not self.values_in_keys):
+                if i * of_both + of_keys < ahead:
+                    self._ask_for_block(tma_v, tVgV, tVsV, block, pages, place.batch)
 
 
 def _early(name: str, value):

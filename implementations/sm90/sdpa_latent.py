@@ -77,7 +77,6 @@ class SdpaLatent(SdpaDecode):
     """
 
     values_in_keys = True
-    asks_ahead = False
 
     def __init__(self, *design, **options):
         super().__init__(*design, **options)
