@@ -10,7 +10,7 @@ import numpy as np
 
 from support.ptx.arithmetic import TYPES
 from support.ptx.errors import EmulationError
-from support.ptx.memory import NOBODY, WARP, Accesses
+from support.ptx.memory import WARP, Accesses
 from support.ptx.order import Order, View
 from support.ptx.program import Address, Instruction, Operand, Symbol, Vector
 from support.ptx.threads import Mask
@@ -28,9 +28,9 @@ class GlobalOrder:
 
     def __init__(self, order: Order, size: int) -> None:
         self.order = order
-        self._writes = np.full(size, NOBODY, np.int64)
+        self._writes = np.zeros(size, np.int64)
         self._strong = np.zeros(size, bool)  # the last write is no weak one
-        self._reads = np.full(size, NOBODY, np.int64)  # the last one
+        self._reads = np.zeros(size, np.int64)  # the last one
         self._views: dict[int, View] = {}  # by address
 
     def note_load(self, accesses: Accesses) -> None:

@@ -19,7 +19,9 @@ POISON = 0xFF  # all ones are a NaN in every floating-point type
 WARP = 32
 WARPS = 64  # more than a block has
 
-NOBODY = -1
+#: Of who marks what is theirs, counted from 1: tables of marks are zeros, which the system maps to
+#: memory where they are touched.
+NOBODY = 0
 _LONGEST = 16  # bytes of an access
 
 
@@ -85,13 +87,15 @@ class GlobalMemory:
 
     BASE = 0x7F00_0000_0000  # no 32-bit calculation gets this right
     GAP = 4096  # addresses are multiples of it, plus the alignment asked for
+    CAPACITY = 1 << 26  # of tables to begin with; no tensor has what is behind the last one
 
     def __init__(self) -> None:
-        self.bytes = np.zeros(0, np.uint8)
-        self._readable = np.zeros(0, bool)
-        self._writable = np.zeros(0, bool)
-        self._scratch = np.zeros(0, bool)
-        self._writer = np.zeros(0, np.int64)
+        self._end = 0
+        self.bytes = np.zeros(self.CAPACITY, np.uint8)
+        self._readable = np.zeros(self.CAPACITY, bool)
+        self._writable = np.zeros(self.CAPACITY, bool)
+        self._scratch = np.zeros(self.CAPACITY, bool)
+        self._writer = np.zeros(self.CAPACITY, np.int32)  # thread + 1
         #: What decides whether accesses to scratch are ordered; it is told of each.
         self.order: Any = None
 
@@ -123,30 +127,33 @@ class GlobalMemory:
         elements = np.zeros(storage.size, bool)
         for byte in range(itemsize if 0 not in shape else 0):
             np.lib.stride_tricks.as_strided(elements[offset + byte :], shape, strides)[...] = True
-        begin = self.GAP * ((len(self.bytes) + offset) // self.GAP + 2) + alignment - offset
-        size = self.GAP * ((begin + storage.size) // self.GAP + 2)
-        self.bytes = self._grown(self.bytes, size, POISON)
-        self._readable = self._grown(self._readable, size, False)
-        self._writable = self._grown(self._writable, size, False)
-        self._scratch = self._grown(self._scratch, size, False)
-        self._writer = self._grown(self._writer, size, NOBODY)
+        begin = self.GAP * ((self._end + offset) // self.GAP + 2) + alignment - offset
+        end = self.GAP * ((begin + storage.size) // self.GAP + 2)
+        for table in ("bytes", "_readable", "_writable", "_scratch", "_writer"):
+            setattr(self, table, self._with_room(getattr(self, table), end))
         inside = slice(begin, begin + storage.size)
+        self.bytes[self._end : begin] = POISON
         self.bytes[inside] = storage
+        self.bytes[inside.stop : end] = POISON
+        self._end = end
         if output or scratch:
             self._writable[inside] = elements
         if not output:
             self._readable[inside] = elements
         if whole_pieces and elements.any():
             first, last = begin + np.flatnonzero(elements)[[0, -1]]
-            pieces = self._readable.reshape(-1, _LONGEST)
+            pieces = self._readable[:end].reshape(-1, _LONGEST)
             held = np.repeat(pieces.any(axis=1), _LONGEST)[first:last]
             self._readable[first:last] |= held
         self._scratch[inside] = scratch
         return Placed(name, self.BASE + begin + offset, inside, elements)
 
-    @staticmethod
-    def _grown(table: np.ndarray, size: int, entry: int) -> np.ndarray:
-        return np.append(table, np.full(size - len(table), entry, table.dtype))
+    def _with_room(self, table: np.ndarray, end: int) -> np.ndarray:
+        if end <= len(table):
+            return table
+        grown = np.zeros(max(2 * len(table), end), table.dtype)
+        grown[: self._end] = table[: self._end]
+        return grown
 
     def storage(self, placed: Placed) -> np.ndarray:
         """The bytes of the tensor's storage as they are now."""
@@ -183,10 +190,10 @@ class GlobalMemory:
             self.order.note_store(accesses)
             accesses.write(self.bytes, data)
             return
-        before, threads = accesses.read(self._writer), threads[:, None]
-        accesses.require((before == NOBODY) | (before == threads), "writes what another wrote")
-        accesses.write(self._writer, threads)
-        accesses.require(accesses.read(self._writer) == threads, "writes what another writes")
+        before, mine = accesses.read(self._writer), threads[:, None] + 1
+        accesses.require((before == NOBODY) | (before == mine), "writes what another wrote")
+        accesses.write(self._writer, mine)
+        accesses.require(accesses.read(self._writer) == mine, "writes what another writes")
         accesses.write(self.bytes, data)
 
     def _is_scratch(self, accesses: Accesses) -> bool:
@@ -207,7 +214,7 @@ class GlobalMemory:
 
     def store_strong(self, addresses: np.ndarray, data: np.ndarray, threads: np.ndarray) -> None:
         accesses = self._accesses(addresses, data.shape[1], threads)
-        accesses.write(self._writer, threads[:, None])
+        accesses.write(self._writer, threads[:, None] + 1)
         accesses.write(self.bytes, data)
 
     # Rows of any length, which bulk copies move ---------------------------------------------------
@@ -224,7 +231,8 @@ class GlobalMemory:
         if inside.any() and columns.stop > columns.start:
             size = columns.stop - columns.start
             index = self._index(addresses[inside] + columns.start, size)
-            self._require(self._readable, index, "reads what is no element of an input", thread)
+            fine = self._readable[index]
+            self._require(fine, index, "reads what is no element of an input", thread)
             rows[inside, columns] = self.bytes[index]
         return rows
 
@@ -234,9 +242,11 @@ class GlobalMemory:
         if reduction is not None:
             raise FaultError(thread, f"reduces by {reduction}, which the emulator does not know")
         index = self._index(addresses, data.shape[1])
-        self._require(self._writable, index, "writes what is no element of an output", thread)
-        self._require(self._writer == NOBODY, index, "writes what another wrote", thread)
-        self._writer[index] = thread
+        fine = self._writable[index]
+        self._require(fine, index, "writes what is no element of an output", thread)
+        unwritten = self._writer[index] == NOBODY
+        self._require(unwritten, index, "writes what another wrote", thread)
+        self._writer[index] = thread + 1
         self.bytes[index] = data
 
     def add_floats(self, address: int, data: np.ndarray, thread: int) -> None:
@@ -253,9 +263,8 @@ class GlobalMemory:
         return np.where((index >= 0) & (index < len(self.bytes)), index, 0)
 
     def _require(self, fine: np.ndarray, index: np.ndarray, reason: str, thread: int) -> None:
-        found = fine[index]
-        if not found.all():
-            raise FaultError(thread, f"{reason}, at {self.BASE + int(index[~found][0]):#x}")
+        if not fine.all():
+            raise FaultError(thread, f"{reason}, at {self.BASE + int(index[~fine][0]):#x}")
 
     def _accesses(self, addresses: np.ndarray, size: int, threads: np.ndarray) -> Accesses:
         """What is outside of the buffer becomes an access to its first gap."""
@@ -310,11 +319,11 @@ class SharedMemory:
         self.bytes = np.full(bytes_, POISON, np.uint8)
         self._written = np.zeros(bytes_, bool)
         self._on_its_way = np.zeros(bytes_, bool)
-        self._epoch = 0
+        self._epoch = 1
         # The last access of each kind: epoch · WARPS + warp for reads, the last number standing
         # for several warps; for writes the same with threads, which are 32 to a warp.
-        self._write_mark = np.full(bytes_, NOBODY, np.int32)
-        self._read_mark = np.full(bytes_, NOBODY, np.int32)
+        self._write_mark = np.zeros(bytes_, np.int32)
+        self._read_mark = np.zeros(bytes_, np.int32)
         self._groups = np.zeros(blocks * threads_per_block, np.int64)  # committed by each thread
         self._copies: list[Copies] = []
 

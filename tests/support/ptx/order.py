@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from support.ptx.memory import NOBODY
-
 _SHIFT = 40
 _COUNT = (1 << _SHIFT) - 1
 #: The count of what has not happened yet.
@@ -52,7 +50,7 @@ class Order:
         capacity = 2 * warps + 256
         self._seen = np.zeros((warps, capacity), np.int64)
         self._fenced = np.zeros((warps, capacity), np.int64)
-        np.fill_diagonal(self._seen, 1)
+        np.fill_diagonal(self._seen, 1)  # so that no mark of the first warp is NOBODY
         self._released: dict[tuple[int, str], View] = {}  # at a warp's last fence, by its scope
         self._pending: dict[int, View] = {}  # what a warp's next fence acquires
 
@@ -132,8 +130,6 @@ class Order:
     def relies_on(self, warp: int, marked: int, *, fenced: bool = False) -> bool:
         """Whether the warp may rely on one access; through the async proxy, if it is to be `fenced`
         and a warp has made it."""
-        if marked == NOBODY:
-            return True
         agent, count = marked >> _SHIFT, marked & _COUNT
         clocks = self._fenced if fenced and agent < self.warps else self._seen
         return bool(clocks[warp, agent] >= count)
@@ -143,5 +139,5 @@ class Order:
 
     @staticmethod
     def _covered(clocks: np.ndarray, warps: np.ndarray | int, marks: np.ndarray) -> np.ndarray:
-        # NOBODY is a negative agent, and thus the last one.
-        return (marks == NOBODY) | (clocks[warps, marks >> _SHIFT] >= (marks & _COUNT))
+        # NOBODY is a warp's count of zero, which is behind all clocks.
+        return clocks[warps, marks >> _SHIFT] >= (marks & _COUNT)

@@ -58,7 +58,7 @@ class OrderedSharedMemory:
         self._warps_per_block = threads_per_block // WARP
         total = self.pitch * blocks
         self.bytes = np.full(total, POISON, np.uint8)
-        self._writes = np.full(total, NOBODY, np.int64)
+        self._writes = np.zeros(total, np.int64)
         self._reads = np.zeros((self._warps_per_block, total // _WORD), np.int32)
         self._remote_reads: dict[int, dict[int, int]] = {}  # by word: counts of warps elsewhere
         self._async_readers = np.zeros(total // GRANULE, np.int16)
