@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ def launch(
         raise EmulationError(f"the grid {asked.grid} has more blocks than GPUs take")
     machine = Machine(
         program,
-        [handler_of(instruction, program) for instruction in program.instructions],
+        _handlers(program),
         memory,
         dict(zip(program.parameters, asked.parameters, strict=True)),
         grid=asked.grid,
@@ -74,6 +74,11 @@ def launch(
 def within_limits(grid: Sequence[int]) -> bool:
     """Whether GPUs take it (CUDA C++ Programming Guide, Technical Specifications)."""
     return grid[0] < 1 << 31 and max(grid[1:]) < 1 << 16
+
+
+@lru_cache(maxsize=32)  # tests often run a program on several operands, and by several seeds
+def _handlers(program: Program) -> list[Handler]:
+    return [handler_of(instruction, program) for instruction in program.instructions]
 
 
 def handler_of(instruction: Instruction, program: Program) -> Handler:

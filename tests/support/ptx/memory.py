@@ -25,6 +25,15 @@ NOBODY = 0
 _LONGEST = 16  # bytes of an access
 
 
+def write_rows(table: np.ndarray, rows: np.ndarray, size: int, values: Any) -> None:
+    """`values`: (rows, size) or (rows, 1), or one for all."""
+    entries = np.empty((len(values) if np.ndim(values) else 1, size), table.dtype)
+    entries[...] = values
+    # As one value per row, which numpy assigns many times faster than rows of values.
+    whole = f"V{size * table.itemsize}"
+    table.view(whole)[rows] = entries.view(whole)[:, 0]
+
+
 @dataclass(frozen=True)
 class Accesses:
     """Made at once by `threads`, to `size` bytes each, which are a row of memory."""
@@ -54,11 +63,7 @@ class Accesses:
         return table.reshape(-1, self.size).take(self.rows, axis=0)
 
     def write(self, table: np.ndarray, values: np.ndarray | bool) -> None:
-        rows = np.empty((len(self.rows), self.size), table.dtype)
-        rows[...] = values
-        # As one value per row, which numpy assigns many times faster than rows of values.
-        whole = f"V{self.size * table.itemsize}"
-        table.view(whole)[self.rows] = rows.view(whole)[:, 0]
+        write_rows(table, self.rows, self.size, values)
 
     def require(self, fine: np.ndarray, reason: str) -> None:
         """Fault at the first of (accesses, bytes) that is not fine."""

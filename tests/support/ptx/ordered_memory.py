@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from support.ptx.errors import FaultError
-from support.ptx.memory import NOBODY, POISON, WARP, Accesses, Copies
+from support.ptx.memory import NOBODY, POISON, WARP, Accesses, Copies, write_rows
 from support.ptx.order import ON_ITS_WAY, Order, agents_of, mark
 
 GRANULE = 16  # bytes that the async proxy reads and writes together
@@ -301,8 +301,8 @@ class OrderedSharedMemory:
         """The warp has waited for it."""
         if warp not in read.warps:
             return
-        words = self._reads[warp % self._warps_per_block].reshape(-1, GRANULE // _WORD)
-        words[read.granules] = self.order.counts([warp])[0]
+        words, count = self._reads[warp % self._warps_per_block], self.order.counts([warp])[0]
+        write_rows(words, read.granules, GRANULE // _WORD, count)
         read.warps.remove(warp)
         if not read.warps:
             self._async_readers[read.granules] -= 1
@@ -331,8 +331,8 @@ class OrderedSharedMemory:
         self._write_granules(granules, data, mark(agent, count))
 
     def _write_granules(self, granules: np.ndarray, data: np.ndarray, marked: int) -> None:
-        self.bytes.reshape(-1, GRANULE)[granules] = data
-        self._writes.reshape(-1, GRANULE)[granules] = marked
+        write_rows(self.bytes, granules, GRANULE, data)
+        write_rows(self._writes, granules, GRANULE, marked)
 
     @staticmethod
     def _granules(table: np.ndarray, granules: np.ndarray) -> np.ndarray:

@@ -121,7 +121,7 @@ def _registers(operand: Operand | None) -> set[str]:
     return set()
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """One kernel.
 
