@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from cutlass._mlir._mlir_libs._cutlass_ir import _aot_support
 
 from support.ptx.elf import LoadedObject
 from support.ptx.errors import EmulationError
@@ -69,10 +69,10 @@ class HostFunction:
     """
 
     def __init__(self, compiled: Any, sizes: Callable[[str], Sequence[int]]) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "kernel.o")
-            compiled.export_to_c(object_file_path=str(path), function_name="function")
-            image = path.read_bytes()
+        # What its export_to_c does, but for the time that optimising code takes that runs once.
+        image = _aot_support.export_module_to_bytes(
+            compiled.ir_module, format="o", opt_level=0, enable_pic=True
+        )
         self._sizes = sizes
         self._launches: list[Launch] = []
         self._kernels: dict[int, str] = {}
@@ -81,7 +81,7 @@ class HostFunction:
         self._functions = {name: self._callback(name) for name in _SIGNATURES}
         self._object = LoadedObject(image, self._resolve)
         prototype = ctypes.CFUNCTYPE(_int, _pointer, _pointer, ctypes.c_int32, _pointer)
-        self._call = prototype(self._object.address("__tvm_ffi_function"))
+        self._call = prototype(self._object.address(f"__tvm_ffi_{compiled.function_name}"))
 
     def launches(self, *args: Argument) -> list[Launch]:
         """What a call with these arguments would launch.
@@ -176,6 +176,10 @@ class HostFunction:
         self._launches.append(Launch(name, grid, block, cluster, shared, parameters))
         return 0
 
+    def printf(self, form: int) -> int:
+        """By code that is there for callers without TVM-FFI."""
+        return 0
+
     # TVM-FFI -------------------------------------------------------------------------------------
 
     def TVMFFIEnvGetStream(self, device_type: int, device: int) -> int:
@@ -209,6 +213,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "_cudaFuncSetAttribute": (_address, _int, _int),
     "_cudaKernelSetAttributeForDevice": (_address, _int, _int, _int),
     "_cudaLaunchKernelEx": (_address,) * 3,
+    "printf": (_address,),
     "TVMFFIEnvGetStream": (_int, _int),
     "TVMFFIErrorSetRaisedFromCStr": (_address, _address),
     "TVMFFIErrorSetRaisedFromCStrParts": (_address, _address, _int),
