@@ -95,6 +95,15 @@ def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
+@pytest.fixture(autouse=True)
+def _code_to_look_at_is_not_kept(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To link a library of what is compiled and to keep it takes a tenth of the time."""
+    if request.node.get_closest_marker("compile") and "cache_directory" not in request.fixturenames:
+        monkeypatch.setenv("KERNEL_API_DISABLE_CACHE", "1")
+
+
 @pytest.fixture
 def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user without a home folder, as in containers: nothing says where a cache may be."""
