@@ -307,7 +307,7 @@ def test_sizes_that_nothing_can_have_are_exit_code_2(capsys, arguments, message)
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 @pytest.mark.parametrize(
-    "words", some(["explain", "explain --json", "list --provider torch --limit 1"], 2)
+    "words", some(["explain", "explain --json", "list --provider torch --limit 1"], 1)
 )
 def test_an_answer_that_cannot_be_written_is_one_line_and_exit_code_2(words):
     command = [sys.executable, "-m", "kernel_api", *words.split()]

@@ -73,7 +73,7 @@ READ_IN_FRONT = {
 }
 
 
-@pytest.mark.parametrize("name", some(READ_IN_FRONT, 3))
+@pytest.mark.parametrize("name", some(READ_IN_FRONT, 2))
 def test_vectors_are_read_before_products_are_formed(name):
     make, tile, loads = READ_IN_FRONT[name]
     assert reads_and_products(make(), tile).index("P") == loads

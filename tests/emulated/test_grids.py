@@ -4,6 +4,7 @@ The host code of kernels says what it would launch; nothing is computed.
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
@@ -75,11 +76,15 @@ PROBLEMS = (
 )  # fmt: skip
 
 
+def tile_of(kernel: ka.Kernel) -> int:
+    return prod(getattr(kernel.metadata.design, "tile_shape", ()))
+
+
 def of_families(args: Any) -> dict[str, ka.Kernel]:
-    """The first kernel of each that is offered, and the first that adds up parts of tiles in a
-    kernel of its own."""
+    """One kernel of each that is offered, and one that adds up parts of tiles in a kernel of its
+    own: those with the smallest tiles, of which there are most."""
     found: dict[str, ka.Kernel] = {}
-    for kernel in ka.get_kernels(args, cc=90, providers=["cutedsl"]):
+    for kernel in sorted(ka.get_kernels(args, cc=90, providers=["cutedsl"]), key=tile_of):
         found.setdefault(kernel.family_name(), kernel)
         if getattr(kernel.metadata.design, "parallel", False):
             found.setdefault(f"{kernel.family_name()}, sums behind", kernel)

@@ -24,7 +24,7 @@ FAMILIES = {
     "8 bits, one turned": ("sm90.gemm_int8_repacked", "i32_i32_nnt_tile64x64x128_cluster1x1", 1),
 }
 #: Rows shorter than a piece; of 16 bits longer than 512 bytes; several tiles of a copy; batches.
-SIZES = ((5, 3, 3, None), (70, 67, 259, None), (140, 65, 9, 2))
+SIZES = ((5, 3, 3, 1), (70, 67, 259, 1), (140, 65, 9, 2))
 
 
 @functools.cache

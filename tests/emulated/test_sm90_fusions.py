@@ -240,7 +240,7 @@ def test_matrices_are_read_in_vectors_of_their_rows_where_these_are_aligned(case
     assert judge(args, FACTOR_REORDERED), compiled.kernel.metadata.kernel_name
 
 
-@pytest.mark.parametrize(("element", "off"), [(make.BF16, 2.0**-8), (F16, 2.0**-10)])
+@pytest.mark.parametrize(("element", "off"), some([(F16, 2.0**-10), (make.BF16, 2.0**-8)], 1))
 def test_gelu_keeps_the_digits_of_what_is_nearly_nothing(element, off):
     """1 + erf(x) of negative x is small: its error is a share of it, not of 1."""
     x = torch.cat([torch.linspace(-9, 9, 58), torch.tensor([0.0, -0.0, 1e-4, -1e-4])])
@@ -287,7 +287,7 @@ def test_one_plus_erf_is_right_in_either_order_and_beside_erf_itself(out):
     more = {"second_order": draw.written(element=out), "itself": draw.written(element=out)}
     epilogue = ka.EpilogueArguments(fn, first=-0.7, second=1.3, **more)
     args = ka.GemmArguments(draw.A, draw.B, draw.written(element=out), epilogue=epilogue)
-    compiled = emulated(args, "pingpong")
+    compiled = emulated(args, "swapped")  # has the fewest elements for each thread to compute
     compiled.run(args, multiprocessors=2)
     verdict = judge(args, FACTOR_REORDERED)
     assert verdict, f"{compiled.kernel.metadata.kernel_name}: {verdict}"

@@ -1,11 +1,15 @@
 """Clusters of a GPC have tiles that share operands: whatever the number of tiles and of clusters,
-each is computed once. The PTX runs in the emulator, which knows no GPCs."""
+each is computed once. The PTX runs in the emulator, which knows no GPCs.
+
+With KERNEL_API_EMULATE in the environment every case runs, else a sample.
+"""
 
 import pytest
 import torch
 from support.kernels import generated_by
 from support.ptx.kernel import EmulatedKernel
 from support.ptx.problems import awkward_arguments
+from support.sampling import EVERY
 
 from kernel_api import provider
 
@@ -14,6 +18,9 @@ pytestmark = pytest.mark.compile
 (CUTEDSL,) = provider.providers(["cutedsl"])
 (GEMM,) = (one for one in CUTEDSL.families() if one.family == "sm90.gemm")
 CLUSTERS = [(1, 1), (2, 1), (1, 2), (4, 1)]
+TURNS = [(cluster, multiprocessors) for cluster in CLUSTERS for multiprocessors in (4, 132)]
+#: Clusters along each mode all at once; of those without fellows, and of the longest, a few.
+SAMPLE = TURNS if EVERY else [*TURNS[:1], *TURNS[2:-1]]
 
 
 def smallest(cluster):
@@ -28,8 +35,7 @@ def smallest(cluster):
     return min(found, key=lambda kernel: kernel.metadata.design.tile_shape[:2])
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
-@pytest.mark.parametrize("multiprocessors", [4, 132])
+@pytest.mark.parametrize(("cluster", "multiprocessors"), SAMPLE, ids=str)
 def test_every_tile_is_computed_once(cluster, multiprocessors):
     """9 by 3 clusters: a few of them in turns, and all at once."""
     kernel = smallest(cluster)

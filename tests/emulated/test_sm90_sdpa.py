@@ -169,11 +169,11 @@ def test_the_largest_score_is_kept_where_sums_are_scaled_late(case):
     check(case.arguments(), FAMILY, "late")
 
 
-@pytest.mark.parametrize(
-    "case", FEW_QUERIES if EVERY else FEW_QUERIES[1:2], ids=lambda case: case.name
-)
-def test_few_queries_are_right(case):
-    check(case.arguments(), FEW, cluster=1)
+if EVERY:  # else clusters read pages, and blocks that are in none read many of them
+
+    @pytest.mark.parametrize("case", FEW_QUERIES, ids=lambda case: case.name)
+    def test_few_queries_are_right(case):
+        check(case.arguments(), FEW, cluster=1)
 
 
 # A multiprocessor has two blocks of a cluster, so rows are no wider.

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.ptx import EmulationError
 from support.ptx.kernel import EmulatedKernel
+from support.sass import sass
 from support.sdpa import NAN, Draw, backward_of, run
 from support.sdpa_cases import (
     F16,
@@ -49,12 +50,15 @@ def compiled(kernel: Any, args: Any) -> EmulatedKernel:
     return EmulatedKernel.compile(kernel, args, "sm_90a")
 
 
+def kernel_of(case: Case, args: Any) -> Any:
+    served = [k for k in kernels(case.element) if k.supports(on_meta(args))]
+    return next(k for k in served if k.metadata.design.tile_shape == case.tile)
+
+
 def check(case: Case, kernel: Any | None) -> tuple[Any, Any]:
     """By the kernel, or the first that serves the case with its tile."""
     args = case.backward()
-    if kernel is None:
-        served = [k for k in kernels(case.element) if k.supports(on_meta(args))]
-        kernel = next(k for k in served if k.metadata.design.tile_shape == case.tile)
+    kernel = kernel or kernel_of(case, args)
     found = compiled(kernel, args)
     broken = conduct(args, lambda: found.run(args))
     assert broken is None, broken
@@ -196,6 +200,14 @@ def test_gradients_are_right(case, kernel):
         before = {name: output.tensor.clone() for name, output in args.outputs.items()}
         found.run(args, seed=1)
         assert all(torch.equal(before[n], one.tensor) for n, one in args.outputs.items())
+
+
+def test_dbias_is_made_beside_wgmma():
+    args = CASES[1].backward()
+    artifact = compiled(kernel_of(CASES[1], args), args).artifact
+    assert artifact.resources.spill_bytes == 0
+    products = [part for part in sass(artifact).split(".text.") if "MMA" in part]
+    assert {"HGMMA" in part for part in products} == {True, False}
 
 
 @pytest.fixture(scope="module")
