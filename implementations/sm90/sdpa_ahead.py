@@ -98,7 +98,8 @@ class AsksAhead:
             pages = self._pages_of(pages, block, place.batch, sequence, values)
             self._ask_for_block(tma_k, tKgK, tKsK, block, pages, place.batch)
             if const_expr(not self.values_in_keys):
-                if i * of_both + of_keys < ahead:
+                left = ahead - (i * of_both + of_keys)
+                if left > 0:
                     self._ask_for_block(tma_v, tVgV, tVsV, block, pages, place.batch)
 
 

@@ -546,14 +546,13 @@ def _store_if(inside: Boolean, begin: cute.Pointer, offset: int, pair: cute.Tens
     """To global memory; predicated, not branched around: the compiler would find the address anew
     in each branch."""
     size = pair.element_type.width // 8
-    word = Int16 if size == 1 else Int32
-    words = cute.recast_tensor(pair, word)
-    values = ", ".join(f"{{$r{i + 1}}}" for i in range(cute.size(words)))
+    found = cute.recast_tensor(pair, Int16 if size == 1 else Int32)
+    words = [found[i] for i in range(cute.size(found))]
+    several = ".v2" if len(words) == 2 else ""
+    registers = ", ".join(f"{{$r{i + 1}}}" for i in range(len(words)))
     cute.arch.inline_ptx(
-        f"st.global.v{cute.size(words)}.b{word.width} [{{$r0}} + {offset * size}], {{{values}}};".replace(
-            ".v1", ""
-        ),
-        read_only_args=[begin.toint(), *(words[i] for i in range(cute.size(words)))],
+        f"st.global{several}.b{words[0].width} [{{$r0}} + {offset * size}], {{{registers}}};",
+        read_only_args=[begin.toint(), *words],
         predicate=inside,
     )
 
