@@ -96,13 +96,11 @@ def test_latent_vectors_are_attended_to(case):
 
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda one: one.name)
 def test_no_block_is_read_twice_and_nothing_spills(case):
-    args = case.arguments()
-    artifact = compiled_for(args).artifact
+    artifact = compiled_for(case.arguments()).artifact
     assert artifact.resources.spill_bytes == 0
-    code = sass(artifact)
+    (code,) = (part for part in sass(artifact).split(".text.") if "HGMMA" in part)  # no sums
     if case is CASES[1]:  # it is known where keys are
         assert 0 < code.find("UTMAPF") < code.find("ACQBULK")
     assert "HGMMA.64x64x16" in code  # scores
-    half = args.V.tensor.shape[-1] // 2
-    assert f"HGMMA.64x{half}x16" in code  # of the values
+    assert "HGMMA.64x256x16" in code  # half of the values
     assert "UTMALDG" in code
