@@ -57,3 +57,29 @@ def test_the_model_is_near_what_was_measured():
     assert len(ratios) > 60
     assert 0.9 < statistics.geometric_mean(ratios.values()) < 1.05
     assert all(0.75 < one < 1.15 for one in ratios.values()), ratios
+
+
+#: Of B, H, H_kv, S_q, S_kv, D under a causal mask: what was fastest on an H100, or within a tenth.
+FEW = {
+    (1, 8, 8, 128, 128, 256): ("sm90.sdpa_forward", 1),
+    (1, 16, 16, 200, 200, 256): ("sm90.sdpa_forward", 1),
+    (2, 16, 4, 64, 512, 256): ("sm90.sdpa_forward", 1),
+    (1, 16, 16, 64, 1024, 256): ("sm90.sdpa_forward", 1),
+    (1, 16, 16, 16, 1024, 256): ("sm90.sdpa_decode", 1),
+    (1, 8, 8, 128, 128, 128): ("sm90.sdpa_forward", 1),
+    (1, 32, 8, 64, 64, 128): ("sm90.sdpa_decode", 8),
+    (1, 32, 8, 16, 2048, 128): ("sm90.sdpa_decode", 8),
+    (1, 32, 8, 32, 1024, 128): ("sm90.sdpa_decode", 8),
+    (1, 32, 8, 64, 1024, 128): ("sm90.sdpa_decode", 8),
+    (1, 64, 8, 32, 4096, 128): ("sm90.sdpa_decode", 1),
+}
+
+
+@pytest.mark.parametrize(("sizes", "expected"), FEW.items(), ids=str)
+def test_what_adds_up_parts_of_many_queries_is_expected_to_take_long(sizes, expected):
+    B, H, H_kv, S_q, S_kv, D = sizes
+    shapes = (B, H, S_q, D), (B, H_kv, S_kv, D), (B, H_kv, S_kv, D), (B, H, S_q, D)
+    operands = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    args = ka.SdpaArguments(*operands, mask=masks.Causal("bottom_right"))
+    first = ka.get_kernels(args, cc=90, providers=["cutedsl"])[0]
+    assert (first.family, getattr(first.metadata.design, "cluster", 1)) == expected
