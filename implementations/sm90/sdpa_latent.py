@@ -65,12 +65,12 @@ class SdpaLatent(SdpaDecode):
                           blocks                                       other group
     2           consumer  the same of blocks 1, 3, ...                 the same       the same
 
-    A block of keys is in shared memory until both groups have added its values, and there is room
-    for two. It arrives in two parts of its columns, so that scores begin with the first. While a
-    group has the softmax of its block, the other one forms scores of the next; P is in registers
-    for its own product, and in shared memory for the other's. The first group adds the values of a
-    block that is there already before it waits for its own next one; the second one, whose next
-    block comes later, forms scores first.
+    There is room for two blocks of keys. Each arrives in two parts, the columns of the values of
+    either group: scores begin with the first one, and a part is loaded anew as soon as its group
+    has added its values. While a group has the softmax of its block, the other one forms scores of
+    the next; P is in registers for its own product, and in shared memory for the other's. The first
+    group adds the values of a block that is there already before it waits for its own next one; the
+    second one, whose next block comes later, forms scores first.
 
     Parts of a tile are 128 KB each, so a kernel behind adds them up, if there are several: each
     block of it a row.
