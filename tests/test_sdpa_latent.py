@@ -238,3 +238,29 @@ def test_an_op_refuses_to_take_more_values_than_keys_have():
         ka.ops.sdpa(Q, K[..., :64], K, values_in_keys=True)
     with pytest.raises(ArgumentError, match="values_in_keys is 'no'"):
         ka.ops.sdpa(Q, K, K, values_in_keys="no")
+
+
+# What is compiled ------------------------------------------------------------------------
+
+
+def options():
+    """Those that leave registers to all that is kept of a block, and pages."""
+    rows = {name: torch.empty(2, 4, 1, device="meta") for name in ka.SdpaArguments.output_names[1:]}
+    heads = {name: torch.empty(4, device="meta") for name in ("alibi", "sink")}
+    return {**rows, **heads, "softcap": 3.0, "mask": masks.SlidingWindow(70, 3, "bottom_right")}
+
+
+def paged():
+    """With all of them, so that one compilation shows more than one thing."""
+    Q, _, out = operands("meta")
+    pages = torch.empty(16, 1, 64, 576, dtype=BF16, device="meta")
+    table, lengths = (torch.empty(n, dtype=torch.int32, device="meta") for n in ((2, 8), (2,)))
+    numbers = {"page_table": table, "seq_lens_kv": lengths}
+    return ka.SdpaArguments(Q, pages, pages[..., :512], out, **numbers, **options())
+
+
+@pytest.mark.compile
+def test_options_spill_nothing():
+    args = paged()
+    (kernel,) = ka.get_kernels(args, cc=90, providers=["cutedsl"])
+    assert kernel.compile(args, cc=90).resources.spill_bytes == 0

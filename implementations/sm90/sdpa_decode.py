@@ -7,7 +7,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int16, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute import AddressSpace
 
 from ..common.attention.blocks import Hidden
@@ -26,6 +26,7 @@ from .sdpa_forward import SdpaForward
 from .sdpa_forward_consumer import TOGETHER
 from .sdpa_output import OWN
 from .sdpa_pages import RowLoads
+from .sdpa_rows import load_vector, number, store, store_row
 from .sdpa_tiles import Tiles, Work
 from .sdpa_workspace import MOST_PARTS, part_bytes
 
@@ -372,14 +373,14 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
                 factor = self._factor(done.factor, values, work.place, tiles)
                 scale = select(exists, factor, Float32(0.0))
                 if tiles.parts > 1:
-                    _store_row(outputs, i, scale, exists, part[local, None], first, thread)
+                    store_row(outputs, i, scale, exists, part[local, None], first, thread)
                     if self._tells(consumer, thread):
                         found = done.lse, done.score_max
                         for j in cutlass.range_constexpr(self.numbers):
                             numbers[local, j] = found[j]
                 else:
                     row = mO[query, None, head, work.place.batch]
-                    _store_row(outputs, i, scale, exists, row, first, thread)
+                    store_row(outputs, i, scale, exists, row, first, thread)
                     rows = statistics_rows(values, work.place.batch, head, work.sequence)
                     if self._tells(consumer, thread):
                         write_statistics(rows, query, done)
@@ -470,7 +471,7 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
             largest = sink
         for part in cutlass.range(parts.count, unroll=8):
             _, numbers = parts.at(part)
-            largest = cute.arch.fmax(largest, _number(numbers, local, 1))
+            largest = cute.arch.fmax(largest, number(numbers, local, 1))
         return largest
 
     @cute.jit
@@ -501,7 +502,7 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
         loaded = cute.make_rmem_tensor((width, at_once), Float32)
         for i in cutlass.range_constexpr(at_once):
             part, numbers = parts.at(cutlass.min(first + i, parts.count - 1))
-            logs[i] = _number(numbers, local, 0)
+            logs[i] = number(numbers, local, 0)
             load_vector(part[local, None], column, loaded[None, i])
         most = largest
         for i in cutlass.range_constexpr(at_once):
@@ -523,38 +524,6 @@ class SdpaDecode(AsksAhead, RowLoads, SdpaForward):
 
 
 _AT_ONCE = 8  # columns of parts, by a thread
-
-
-def _store_row(outputs, i: int, scale, exists, row, first, thread) -> None:
-    """Of accumulators, in pairs of columns from the first on; 0 where the query does not exist."""
-    own = first + thread % 4 * 2
-    begin = _at(row, own, 2).iterator
-    left = row.shape[0] - own
-    for j in range(0, cute.size(outputs, mode=[1]), 2):
-        pair = cute.make_rmem_tensor(2, Float32)
-        for lane in range(2):
-            pair[lane] = select(exists, outputs[i, j + lane] * scale, Float32(0.0))
-        rounded = cute.make_rmem_tensor(2, row.element_type)
-        rounded.store(pair.load().to(row.element_type))
-        if cute.is_static(row.shape):
-            cute.autovec_copy(rounded, cute.make_tensor(begin + 4 * j, cute.make_layout(2)))
-        else:
-            _store_if(left > 4 * j, begin, 4 * j, rounded)
-
-
-def _store_if(inside: Boolean, begin: cute.Pointer, offset: int, pair: cute.Tensor) -> None:
-    """To global memory; predicated, not branched around: the compiler would find the address anew
-    in each branch."""
-    size = pair.element_type.width // 8
-    found = cute.recast_tensor(pair, Int16 if size == 1 else Int32)
-    words = [found[i] for i in range(cute.size(found))]
-    several = ".v2" if len(words) == 2 else ""
-    registers = ", ".join(f"{{$r{i + 1}}}" for i in range(len(words)))
-    cute.arch.inline_ptx(
-        f"st.global{several}.b{words[0].width} [{{$r0}} + {offset * size}], {{{registers}}};",
-        read_only_args=[begin.toint(), *words],
-        predicate=inside,
-    )
 
 
 def log_sum_exp(added: Sum) -> Float32:
@@ -585,31 +554,3 @@ def parts_of(tiles: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
         parts = cutlass.max(cutlass.min(most, blocks), Int32(1))
         best = select(rounds(parts) < rounds(best), parts, best)
     return best
-
-
-def _at(row: cute.Tensor, column, count: int) -> cute.Tensor:
-    """Elements side by side, that begin at a multiple of their size."""
-    element_type = row.element_type
-    size = element_type.width // 8
-    pointer = cute.make_ptr(
-        element_type,
-        row.iterator.toint() + column * size,
-        row.memspace,
-        assumed_align=count * size,
-    )
-    return cute.make_tensor(pointer, cute.make_layout(count))
-
-
-def store(fragment: cute.Tensor, row: cute.Tensor, column) -> None:
-    cute.autovec_copy(fragment, _at(row, column, cute.size(fragment)))
-
-
-def load_vector(row: cute.Tensor, column, fragment: cute.Tensor) -> None:
-    cute.autovec_copy(_at(row, column, cute.size(fragment)), fragment)
-
-
-def _number(numbers: cute.Tensor, row, index: int) -> Float32:
-    """One of a row; in a way that memory of other blocks is read as well."""
-    loaded = cute.make_rmem_tensor(1, Float32)
-    load_vector(numbers[None, index], row, loaded)
-    return loaded[0]

@@ -12,8 +12,9 @@ from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.threads import GROUP
 from .mma import WGMMA_M
-from .sdpa_decode import DecodeTiles, Parts, SdpaDecode, Sum, log_sum_exp, parts_of, store
+from .sdpa_decode import DecodeTiles, Parts, SdpaDecode, Sum, log_sum_exp, parts_of
 from .sdpa_output import OWN
+from .sdpa_rows import store
 from .sdpa_tiles import Work
 from .sdpa_workspace import part_bytes
 

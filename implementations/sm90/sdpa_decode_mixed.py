@@ -12,8 +12,9 @@ from ..common.attention.softmax import largest_of_quad
 from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.threads import GROUP, QUAD, WARP
-from .sdpa_decode import DecodeTiles, load_vector, query_and_head
+from .sdpa_decode import DecodeTiles, query_and_head
 from .sdpa_decode_fp8 import SdpaDecodeFp8
+from .sdpa_rows import load_vector
 from .sdpa_tiles import Work
 
 #: 8-bit floats of 4 digits that hold the digits of a type together.

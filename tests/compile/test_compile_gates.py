@@ -24,7 +24,6 @@ from kernel_api.targets import target
 pytestmark = pytest.mark.compile
 
 PAIRS = 26  # (kernel, signature), over all families together
-LONG = ("sm90.sdpa_latent",)  # to compile, which is looked at where the emulator runs it
 REGISTERS = 64 * 1024  # of a multiprocessor
 SHARED_MEMORY = {8: 163 * 1024, 9: 227 * 1024, 10: 227 * 1024, 12: 99 * 1024}  # by major
 
@@ -46,8 +45,6 @@ def sampled_pairs():
     pairs = []
     listed = families()
     for family in listed:
-        if family.family in LONG and not EVERY:
-            continue
         kernels = kernels_of(family)
         for kernel in chosen.sample(kernels, min(len(kernels), -(-PAIRS // len(listed)))):
             M, N, K, batch = _sizes_for(kernel, chosen)

@@ -33,26 +33,26 @@ def case(name, sizes, **how):
     return Case(name, sizes=(B, H, 1, *others), keywords=keywords, **how)
 
 
+IN_PAGES = {
+    "sizes": (2, 20, 3, 300, 576, 512),
+    "page_size": 16,
+    "lengths": ((3, 2), (300, 130)),
+    "statistics": True,
+}
 #: The first with all that takes registers, for what it compiles to.
 CASES = [
     case(
         "pages, several queries, statistics, all options",
-        (2, 20, 3, 300, 576, 512),
-        page_size=16,
-        lengths=((3, 2), (300, 130)),
+        **IN_PAGES,
         options=sloped,
-        statistics=True,
         keywords={"mask": masks.SlidingWindow(170, 3, "bottom_right")},
     ),
     # A group waits for nothing that the other one has left by then, and that is loaded anew.
     case("many blocks of two tiles by one multiprocessor", (1, 80, 1, 700, 320, 256)),
     case(
         "a causal mask, a sink",
-        (2, 20, 3, 300, 576, 512),
-        page_size=16,
-        lengths=((3, 2), (300, 130)),
+        **IN_PAGES,
         options=sinks,
-        statistics=True,
         keywords={"mask": masks.Causal("bottom_right")},
     ),
     case("two tiles, an odd number of blocks", (1, 80, 1, 190, 576, 512)),
