@@ -5,16 +5,18 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from ..common.attention.scores import Scores
 from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.threads import GROUP
 from .mma import WGMMA_M
-from .sdpa_decode import DecodeTiles, Parts, SdpaDecode, Sum, log_sum_exp, parts_of
+from .sdpa_decode import SdpaDecode
 from .sdpa_output import OWN
+from .sdpa_parts import DecodeTiles, Parts, Sum, choose, log_sum_exp
 from .sdpa_rows import store
+from .sdpa_split import Costs, Size, parts_of
 from .sdpa_tiles import Work
 from .sdpa_workspace import part_bytes
 
@@ -24,6 +26,7 @@ _REGISTERS_OF_TWO = (40, 216)  # (producer, consumer)
 _AT_ONCE = 4  # columns of parts, by a thread
 _APART = 8  # columns between rows, so that those of a warp are in different banks
 _OF_A_GPC = 16  # multiprocessors of a full H100 or H200, at least: no cluster is of several
+_IN_BLOCKS = Costs(tile=2.0, block=1.0, read=0.0, part=0.0, sums=0.0)
 _BY_WORKSPACE = 3  # blocks of keys that are read while sums of clusters are added up
 
 
@@ -102,17 +105,25 @@ class SdpaDecodeCluster(SdpaDecode):
         if left > stored:
             raise ValueError(f"{tile} rows of {self.head_dim_v} columns do not fit where K was")
 
-    def _parts(self, tiles: Int32, rows: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
+    def _parts(self, size: Size, rows: Int32) -> Int32:
         """As many as a cluster has, or some clusters have."""
-        resident = multiprocessors // _OF_A_GPC * _OF_A_GPC
-        resident = select(resident > 0, resident, multiprocessors)
-        found = parts_of(tiles, blocks, resident)
+        resident = size.multiprocessors // _OF_A_GPC * _OF_A_GPC
+        resident = select(resident > 0, resident, size.multiprocessors)
+        found = parts_of(size._replace(multiprocessors=resident), _IN_BLOCKS, choose)
+        blocks = size.blocks
         less = Int32(1)
         for size in _sizes(self.most):
             less = select(found >= size, Int32(size), less)
         more = cutlass.max(found // self.most, 1) * self.most
         saved = (blocks + self.most - 1) // self.most - (blocks + more - 1) // more
         return select(saved > _BY_WORKSPACE, more, less)
+
+    def _are_many(self, rows: Int32) -> Boolean:
+        """All blocks of a cluster add up."""
+        return Boolean(False)
+
+    def _launch_sums(self, mQ, mK, mO, operands, tiles: ClusterTiles, stream) -> None:
+        """None is behind."""
 
     def _blocks(self, tiles: ClusterTiles, multiprocessors: Int32) -> Int32:
         return tiles.total
@@ -170,7 +181,7 @@ class SdpaDecodeCluster(SdpaDecode):
         cute.arch.cluster_arrive_relaxed()
         if tiles.parts > cute.arch.cluster_size():
             # `super` is not known where code is traced.
-            SdpaDecode._combine(self, thread, memory.flag, mO, work, values, tiles)
+            SdpaDecode._combine_last(self, thread, memory.flag, mO, work, values, tiles)
         cute.arch.cluster_wait()
 
     @cute.jit

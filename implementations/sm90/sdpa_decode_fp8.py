@@ -13,9 +13,10 @@ from cutlass.tensor_utils import LayoutEnum
 from ..common.attention.scores import Place, Tile
 from ..common.threads import GROUP
 from .mma import WGMMA_M
-from .sdpa_decode import DecodeTiles, SdpaDecode
+from .sdpa_decode import SdpaDecode
 from .sdpa_fp8 import Descaled
 from .sdpa_output import OWN
+from .sdpa_parts import DecodeTiles
 from .sdpa_tiles import Work
 
 _VECTOR = 16  # bytes

@@ -12,8 +12,8 @@ from ..common.attention.softmax import largest_of_quad
 from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.threads import GROUP, QUAD, WARP
-from .sdpa_decode import DecodeTiles, query_and_head
 from .sdpa_decode_fp8 import SdpaDecodeFp8
+from .sdpa_parts import DecodeTiles, query_and_head
 from .sdpa_rows import load_vector
 from .sdpa_tiles import Work
 

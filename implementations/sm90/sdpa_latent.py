@@ -12,24 +12,22 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..common.attention.scores import Tile, rows_and_columns
 from ..common.attention.softmax import adopt, softmax_of, sum_of_quad, update
-from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.threads import GROUP
-from ..common.tile_order import Divisor
 from .mma import WGMMA_M
-from .sdpa_decode import DecodeTiles, SdpaDecode
+from .sdpa_decode import SdpaDecode
 from .sdpa_forward_consumer import TOGETHER, multiply, scale_rows
 from .sdpa_loads import tma_pipeline
 from .sdpa_output import OWN
 from .sdpa_pages import REGISTERS_FOR_PAGES
+from .sdpa_parts import DecodeTiles
+from .sdpa_split import Size
 from .sdpa_tiles import Work
 from .sdpa_workspace import MOST_LATENT_PARTS
 
 _GROUPS = 2  # of consumers
 _REGISTERS_FOR_PLACES = (24, 240)  # producer, and each consumer: it has where scores stand
 _READY = 1  # named barriers: powers of a block are there, one per group from this one on
-_VECTOR = 4  # columns of parts, by a thread
-_FEW_PARTS = 4
 _WGMMA_K = 16
 
 #: What takes as long as a row of a part that is written and added up: a block of keys, how a tile
@@ -72,8 +70,7 @@ class SdpaLatent(SdpaDecode):
     group adds the values of a block that is there already before it waits for its own next one; the
     second one, whose next block comes later, forms scores first.
 
-    Parts of a tile are 128 KB each, so a kernel behind adds them up, if there are several: each
-    block of it a row.
+    Parts of a tile are 128 KB each, so a kernel behind adds them up, however few their rows are.
     """
 
     values_in_keys = True
@@ -503,8 +500,9 @@ class SdpaLatent(SdpaDecode):
     # Sums of parts -----------------------------------------------------------------------
 
     @cute.jit
-    def _parts(self, tiles: Int32, rows: Int32, blocks: Int32, multiprocessors: Int32) -> Int32:
+    def _parts(self, size: Size, rows: Int32) -> Int32:
         """The number that costs least, of all that are blocks of one wave or of few."""
+        tiles, _, blocks, multiprocessors = size
         rows = cutlass.min(rows, self.tile_m)
         most = cutlass.min(_WAVES * multiprocessors, Int32(MOST_LATENT_PARTS)) // tiles
         best, least = Int32(1), Int32(2**31 - 1)
@@ -518,42 +516,10 @@ class SdpaLatent(SdpaDecode):
         return best
 
     def _combine(self, thread, exchange, mO, work: Work, values, tiles) -> None:
-        """The kernel behind does."""
+        """A kernel behind does."""
 
-    @cute.jit
-    def _launch_sums(self, mQ, mK, mO, operands, tiles: DecodeTiles, stream):
-        if tiles.parts > 1:
-            rows = cutlass.min(tiles.rows, self.tile_m)
-            self.sums(mQ, mK, mO, operands, tiles, Divisor(rows)).launch(
-                grid=(tiles.total // tiles.parts * rows, 1, 1),
-                block=(self.head_dim_v // _VECTOR, 1, 1),
-                stream=stream,
-                use_pdl=True,
-            )
-
-    @cute.kernel
-    def sums(self, mQ, mK, mO, operands, tiles: DecodeTiles, rows: Divisor):
-        """A row of a tile by each block. rows: Of a tile, at most."""
-        column = cute.arch.thread_idx()[0] * _VECTOR
-        tile, local = divmod(cute.arch.block_idx()[0], rows)
-        tile *= tiles.parts
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        values = Values(self.scores.names, operands)
-        work = self._work(tiles, tile, values, mQ, mK)
-        if work.place.query + local < tiles.rows:
-            # What is loaded at once is loaded however few there are.
-            if tiles.parts <= _FEW_PARTS:
-                self._sum_row(local, column, mO, work, values, tiles, _FEW_PARTS)
-            else:
-                self._sum_row(local, column, mO, work, values, tiles, self.sums_at_once)
-
-    @cute.jit
-    def _sum_row(self, local, column, mO, work: Work, values, tiles, at_once: cutlass.Constexpr):
-        """A vector of it."""
-        parts = self._parts_of_tile(work, tiles)
-        added = self._sum(parts, local, column, _VECTOR, at_once)
-        self._finish(added, parts, local, column, mO, work, values, tiles)
+    def _are_many(self, rows: Int32) -> Boolean:
+        return Boolean(True)
 
 
 def _first_row(lane: Int32) -> Int32:

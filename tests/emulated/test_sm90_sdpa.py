@@ -68,7 +68,14 @@ FEW_QUERIES = [
         keywords={"mask": BAND},
     ),
     Case("128 columns", sizes=(1, 16, 2, 5, 150, 128, 120), keywords={"mask": BAND}),
-    Case("two groups", sizes=(2, 8, 1, 12, 300, 64, 64), keywords={"mask": BAND}),
+    Case(
+        "many rows, two groups",
+        sizes=(2, 8, 1, 12, 1000, 64, 64),
+        lengths=((12, 9), (1000, 77)),
+        options=sinks,
+        statistics=True,
+        keywords={"mask": BAND},
+    ),
     Case("256 columns", sizes=(1, 2, 1, 1, 150, 256, 256)),
     Case("several tiles of a block", sizes=(2, 8, 4, 3, 400, 64, 64)),
     Case(
@@ -169,11 +176,15 @@ def test_the_largest_score_is_kept_where_sums_are_scaled_late(case):
     check(case.arguments(), FAMILY, "late")
 
 
-if EVERY:  # else clusters read pages, and blocks that are in none read many of them
+#: Else clusters read pages, and blocks that are in none read many of them.
+ADDED_UP_BEHIND = [case for case in FEW_QUERIES if case.name == "many rows, two groups"]
 
-    @pytest.mark.parametrize("case", FEW_QUERIES, ids=lambda case: case.name)
-    def test_few_queries_are_right(case):
-        check(case.arguments(), FEW, cluster=1)
+
+@pytest.mark.parametrize(
+    "case", FEW_QUERIES if EVERY else ADDED_UP_BEHIND, ids=lambda case: case.name
+)
+def test_few_queries_are_right(case):
+    check(case.arguments(), FEW, cluster=1, multiprocessors=16)
 
 
 # A multiprocessor has two blocks of a cluster, so rows are no wider.

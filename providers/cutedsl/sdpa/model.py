@@ -12,7 +12,7 @@ from kernel_api.providers.cutedsl.sdpa.base import AttentionDesign
 #: Seconds of a launch.
 _LAUNCH = 2.2e-6
 #: Multiprocessors of an H200, and products that one of them adds per second while others wait.
-_MULTIPROCESSORS, _RATE = 132, 3.2e12
+MULTIPROCESSORS, RATE = 132, 3.2e12
 #: Seconds of a tile beside its products, by columns of Q and K, or those and the tile: loads that
 #: nothing hides, and what it writes. Fitted to the rows of an H200.
 _TILE, _OTHER_TILES = (
@@ -74,19 +74,19 @@ def seconds(args: Any, design: AttentionDesign) -> float:
     (queries, keys), (wide, wide_v) = design.tile_shape, design.head_dim
     rows = -(-args.S_q // queries)
     products = queries * keys * (wide + wide_v)
-    rate = _RATE * _REACHED.get((wide, design.tile_shape), _OTHERS) * _scaled(args, design)
+    rate = RATE * _REACHED.get((wide, design.tile_shape), _OTHERS) * _scaled(args, design)
     fixed = _OTHER_TILES.get((wide, design.tile_shape), _OTHER_TILES.get(wide, _TILE))
     average = blocks_seen(args, queries, keys)
     most = longest(args, -(-args.S_kv // keys), average)
     tile, longest_tile = (blocks * products / rate + fixed for blocks in (average, most))
     tiles, resident = rows * args.H * args.B, getattr(design, "resident", 1)
     together = resident
-    if resident > 1 and tiles <= _MULTIPROCESSORS:
+    if resident > 1 and tiles <= MULTIPROCESSORS:
         together = _BY_ITSELF
     if most > average:  # tiles are of all lengths, and the longest come first
-        found = max(tiles / _MULTIPROCESSORS * tile, together * longest_tile)
+        found = max(tiles / MULTIPROCESSORS * tile, together * longest_tile)
     else:
-        found = -(-tiles // (_MULTIPROCESSORS * resident)) * together * tile
+        found = -(-tiles // (MULTIPROCESSORS * resident)) * together * tile
     if resident > 1 and min(args.K.alignment, args.V.alignment) < _SECTOR:
         found *= _APART
     return float(_LAUNCH + found)
@@ -115,94 +115,6 @@ def longest(args: Any, blocks: float, average: float) -> float:
     return min(blocks, 2 * average) if len(args.bounds) == 1 else average
 
 
-#: Bytes per second that keys and values are read with, and seconds that nothing hides: where parts
-#: go through the workspace, where they meet in clusters, and where a tile is no parts in those.
-_READ, _ALONE = 4.3e12, 5.5e-6
-_READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS = 2.9e12, 4.1e-6
-_READ_WHOLE, _ALONE_WHOLE = 4.25e12, 3.3e-6
-_OF_A_CLUSTER = 16  # blocks, at most
-#: Of a tile whose clusters' sums go through the workspace, and blocks of keys per cluster's block
-#: from which on it has several.
-_SEVERAL_CLUSTERS, _KEYS_FOR_SEVERAL = 0.5e-6, 6
-#: Seconds of each block of a cluster, and of each tile without, all multiprocessors together,
-#: however little they do.
-_BLOCK_OF_A_CLUSTER, _SMALLEST_TILE = 2.1e-9, 30e-9
-#: Vectors of a tile that are added up in the time that is counted for all, and of each further
-#: one the seconds, for any number of parts and for each. Of clusters, whose blocks all read as many
-#: of others, the seconds by blocks of one. Measured on an H100.
-_FEW_VECTORS, _VECTOR, _VECTOR_OF_A_PART = 128, 5e-9, 0.6e-9
-_FEW_OF_A_CLUSTER, _VECTOR_OF_A_CLUSTER = 256, 0.225e-9
-
-
-def _adding_up(rows: int, columns: int, parts: float) -> float:
-    """Seconds that the block takes which comes last of a tile, beyond those of few rows."""
-    if parts <= 1:
-        return 0.0
-    further = max(rows * columns / 8 - _FEW_VECTORS, 0.0)
-    return further * (_VECTOR + parts * _VECTOR_OF_A_PART)
-
-
-def _adding_up_in_clusters(rows: int, columns: int, cluster: int) -> float:
-    """The same of clusters with so many blocks, at most."""
-    further = max(rows * columns / 4 - _FEW_OF_A_CLUSTER, 0.0)
-    return further * cluster * _VECTOR_OF_A_CLUSTER
-
-
-def _parts(tiles: int, blocks: int, room: int) -> float:
-    """That each of some tiles is cut into, of so many blocks of keys."""
-    return min(blocks, max(room // max(tiles, 1), 1))
-
-
-def decode_seconds(args: Any, design: Any) -> float:
-    """Of few queries: keys and values are read once per tile of rows."""
-    rows, heads = args.S_q * args.H // max(args.H_kv, 1), args.H_kv * args.B
-    tiles = heads * -(-rows // design.tile_shape[0])
-    bytes_read = args.S_kv * seen(args) * (args.D + args.D_v) * args.K.dtype.itemsize
-    products = args.S_kv * seen(args) * design.tile_shape[0] * sum(design.head_dim)
-    multiplied = products / (0.4 * _RATE * _MULTIPROCESSORS)
-    read, alone = _READ, _ALONE
-    if design.cluster > 1 and tiles >= _MULTIPROCESSORS // _OF_A_CLUSTER * _OF_A_CLUSTER:
-        read, alone = _READ_WHOLE, _ALONE_WHOLE
-    elif design.cluster > 1:
-        read, alone = _READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS
-        blocks = -(-args.S_kv // design.tile_shape[1])
-        are_several = blocks > _KEYS_FOR_SEVERAL * design.cluster
-        if are_several and 2 * design.cluster * tiles <= _MULTIPROCESSORS:
-            alone += _SEVERAL_CLUSTERS
-    least = design.cluster * _BLOCK_OF_A_CLUSTER if design.cluster > 1 else _SMALLEST_TILE
-    parts = _parts(tiles, -(-args.S_kv // design.tile_shape[1]), _MULTIPROCESSORS)
-    of_tile = min(rows, design.tile_shape[0]), design.head_dim[1]
-    if design.cluster > 1 and parts > 1:
-        alone += _adding_up_in_clusters(*of_tile, design.cluster)
-    elif design.cluster == 1:
-        alone += _adding_up(*of_tile, parts)
-    return float(tiles * max(bytes_read / read, multiplied, least) + alone)
-
-
-#: Of 8-bit floats, by blocks that share a multiprocessor: seconds that nothing hides, those of
-#: every further tile of a multiprocessor, and what is saved where no part has a second block of
-#: keys. Measured on an H100.
-_ALONE_FP8 = {1: (7.5e-6, 2.6e-6, 0.0), 2: (8.3e-6, 0.0, 1.8e-6)}
-#: Of a multiprocessor, however often keys are read: seconds per key of a tile, and per column.
-_KEY_FP8, _COLUMN_FP8 = 11e-9, 44e-12
-
-
-def decode_fp8_seconds(args: Any, design: Any) -> float:
-    """Of few queries to keys of 8-bit floats."""
-    rows, heads = args.S_q * args.H // max(args.H_kv, 1), args.H_kv * args.B
-    tiles, keys = heads * -(-rows // design.tile_shape[0]), args.S_kv * seen(args)
-    alone, further, saved = _ALONE_FP8[design.resident]
-    read = tiles * keys * (args.D + args.D_v) * args.K.dtype.itemsize / _READ
-    blocks = -(-keys // design.tile_shape[1])
-    if tiles * blocks <= _MULTIPROCESSORS * design.resident:
-        alone -= saved
-    parts = _parts(tiles, math.ceil(blocks), _MULTIPROCESSORS * design.resident)
-    alone += _adding_up(min(rows, design.tile_shape[0]), design.head_dim[1], parts)
-    of_key = max(_KEY_FP8, _COLUMN_FP8 * (args.D + args.D_v))
-    multiplied = tiles * keys * of_key / _MULTIPROCESSORS if tiles > heads else 0.0
-    return float(alone + further * max(tiles / _MULTIPROCESSORS - 1, 0.0) + max(read, multiplied))
-
-
 #: Bytes per second of kernels that write keys and values in 16 bits before they are read.
 _WIDENED = 3e12
 
@@ -211,23 +123,6 @@ def widening_seconds(args: Any) -> float:
     """Of keys and values of 8-bit floats, to 16 bits."""
     elements = args.B * args.H_kv * args.S_kv * (args.D + args.D_v)
     return float(2 * _LAUNCH + 3 * elements / _WIDENED)
-
-
-#: Of latent vectors: seconds that nothing hides, of a block of keys on a multiprocessor, and of
-#: sums of the parts that all multiprocessors together have, of 64 rows each.
-_ALONE_LATENT, _LATENT_BLOCK, _LATENT_SUMS = 7e-6, 2.0e-6, 9e-6
-
-
-def latent_seconds(args: Any, design: Any) -> float:
-    """Of few queries whose values are columns of the keys, which are read once per tile of rows."""
-    rows, heads = args.S_q * args.H // max(args.H_kv, 1), args.H_kv * args.B
-    most, keys = design.tile_shape
-    tiles, seen_keys = heads * -(-rows // most), args.S_kv * seen(args)
-    multiplied = tiles * seen_keys / keys * _LATENT_BLOCK / _MULTIPROCESSORS
-    read = heads * seen_keys * args.D * args.K.dtype.itemsize / _READ
-    parts = min(tiles * seen_keys / keys, _MULTIPROCESSORS) if tiles < _MULTIPROCESSORS else 0
-    sums = _LATENT_SUMS * parts / _MULTIPROCESSORS * min(rows, most) / most
-    return float(_ALONE_LATENT + max(multiplied, read) + sums)
 
 
 def seen(args: Any) -> float:

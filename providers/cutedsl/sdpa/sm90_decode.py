@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import SdpaArguments
 from kernel_api.providers.cutedsl import CuTeDSLProvider
-from kernel_api.providers.cutedsl.sdpa import model
+from kernel_api.providers.cutedsl.sdpa import decode_model
 from kernel_api.providers.cutedsl.sdpa.base import AttentionDesign, least_room
 from kernel_api.providers.cutedsl.sdpa.sm90 import OPERANDS_FP8, OPERANDS_MIXED, Sm90Sdpa, pages_fit
 from kernel_api.space import Miss, Space, rule
@@ -53,12 +53,13 @@ _FEW_QUERIES = (
 #: as well, mostly of what is the same for all blocks. There is no smaller tile.
 _LATENT = DecodeDesign((64, 64), (576, 512), 2)
 _ROOMS = tuple(design.head_dim for design in (*_FEW_QUERIES, _LATENT))
-_MOST_ROWS = 256
+#: Of a head of keys. Of 8-bit queries there is no larger tile than of 64.
+_MOST_ROWS, _MOST_ROWS_FP8 = 4096, 256
 
 
-def _are_few(args: SdpaArguments) -> bool | Miss:
+def _are_few(args: SdpaArguments, most: int) -> bool | Miss:
     rows = args.S_q * args.H // args.H_kv
-    return rows <= _MOST_ROWS or Miss(f"they are {rows}")
+    return rows <= most or Miss(f"they are {rows}")
 
 
 class Sm90FewQueries(Sm90Sdpa):
@@ -107,9 +108,9 @@ class Sm90SdpaDecode(Sm90FewQueries):
     space = Space(*_FEW_QUERIES)
     takes_least = least_room(sorted(_ROOMS))
 
-    @rule("queries of all heads that share one of keys are 256 at most")
+    @rule(f"queries of all heads that share one of keys are {_MOST_ROWS} at most")
     def _(args: SdpaArguments) -> bool | Miss:
-        return _are_few(args)
+        return _are_few(args, _MOST_ROWS)
 
     def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
         from kernel_api.implementations.sm90.sdpa_decode import SdpaDecode
@@ -125,7 +126,7 @@ class Sm90SdpaDecode(Sm90FewQueries):
         return found
 
     def predict(self, args: SdpaArguments) -> float:
-        return model.decode_seconds(args, self._design)
+        return decode_model.decode_seconds(args, self._design)
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,9 @@ class Sm90SdpaDecodeFp8(Sm90FewQueries):
     space = Space(*_FEW_QUERIES_FP8)
     takes_least = least_room(sorted(design.head_dim for design in _FEW_QUERIES_FP8))
 
-    @rule("queries of 8 bits, of all heads that share one of keys, are 256 at most")
+    @rule(f"queries of 8 bits, of all heads that share one of keys, are {_MOST_ROWS_FP8} at most")
     def _(args: SdpaArguments) -> bool | Miss:
-        return args.Q.dtype.bits > 8 or _are_few(args)
+        return args.Q.dtype.bits > 8 or _are_few(args, _MOST_ROWS_FP8)
 
     def _built(self, scores: Any, *, page_size: int | None = None) -> Callable[..., None]:
         from kernel_api.implementations.sm90.sdpa_decode_fp8 import SdpaDecodeFp8
@@ -187,7 +188,7 @@ class Sm90SdpaDecodeFp8(Sm90FewQueries):
         return found
 
     def predict(self, args: SdpaArguments) -> float:
-        return model.decode_fp8_seconds(args, self._design)
+        return decode_model.decode_fp8_seconds(args, self._design)
 
 
 @CuTeDSLProvider.register
@@ -220,4 +221,4 @@ class Sm90SdpaLatent(Sm90FewQueries):
         return int(MOST_LATENT_PARTS)
 
     def predict(self, args: SdpaArguments) -> float:
-        return model.latent_seconds(args, self._design)
+        return decode_model.latent_seconds(args, self._design)

@@ -1,0 +1,143 @@
+"""How long attention of few queries takes, to rank designs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kernel_api.providers.cutedsl.sdpa.model import (
+    MULTIPROCESSORS,
+    RATE,
+    blocks_seen,
+    longest,
+    seen,
+)
+
+#: Bytes per second that keys and values are read with, and seconds that nothing hides: where parts
+#: go through the workspace, where they meet in clusters, and where a tile is no parts in those.
+_READ, _ALONE_BY_WORKSPACE = 4.3e12, 3.0e-6
+_READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS = 2.9e12, 4.1e-6
+_READ_WHOLE, _ALONE_WHOLE = 4.25e12, 3.3e-6
+_OF_A_CLUSTER = 16  # blocks, at most
+#: Of a tile whose clusters' sums go through the workspace, and blocks of keys per cluster's block
+#: from which on it has several.
+_SEVERAL_CLUSTERS, _KEYS_FOR_SEVERAL = 0.5e-6, 6
+#: Seconds of each block of a cluster, all multiprocessors together, however little it does.
+_BLOCK_OF_A_CLUSTER = 2.1e-9
+#: Vectors of a tile that are added up in the time that is counted for all, and of each further
+#: one the seconds, for any number of parts and for each. Of clusters, whose blocks all read as many
+#: of others, the seconds by blocks of one. Measured on an H100.
+_FEW_VECTORS, _VECTOR, _VECTOR_OF_A_PART = 128, 5e-9, 0.6e-9
+_FEW_OF_A_CLUSTER, _VECTOR_OF_A_CLUSTER = 256, 0.225e-9
+
+
+def _adding_up(rows: int, columns: int, parts: float) -> float:
+    """Seconds that the block takes which comes last of a tile, beyond those of few rows."""
+    if parts <= 1:
+        return 0.0
+    further = max(rows * columns / 8 - _FEW_VECTORS, 0.0)
+    return further * (_VECTOR + parts * _VECTOR_OF_A_PART)
+
+
+def _adding_up_in_clusters(rows: int, columns: int, cluster: int) -> float:
+    """The same of clusters with so many blocks, at most."""
+    further = max(rows * columns / 4 - _FEW_OF_A_CLUSTER, 0.0)
+    return further * cluster * _VECTOR_OF_A_CLUSTER
+
+
+def _parts(tiles: int, blocks: int, room: int) -> float:
+    """That each of some tiles is cut into, of so many blocks of keys."""
+    return min(blocks, max(room // max(tiles, 1), 1))
+
+
+def decode_seconds(args: Any, design: Any) -> float:
+    """Of few queries: keys and values are read once per tile of rows."""
+    return _in_clusters(args, design) if design.cluster > 1 else _by_workspace(args, design)
+
+
+def _by_workspace(args: Any, design: Any) -> float:
+    """Of as many parts as the kernel makes."""
+    from kernel_api.implementations.sm90 import sdpa_split
+
+    (most, keys), group = design.tile_shape, args.H // max(args.H_kv, 1)
+    rows, heads = args.S_q * group, args.H_kv * args.B
+    row_blocks = max(-(-rows // most), 1)
+    tiles = max(heads * row_blocks, 1)
+    size = sdpa_split.Size(tiles, row_blocks, -(-args.S_kv // keys), MULTIPROCESSORS)
+    of_tile = (design.tile_shape, design.head_dim, args.K.dtype.itemsize, rows)
+    costs = sdpa_split.costs_of(*of_tile, 1, _choose)
+    parts = sdpa_split.parts_of(size, costs, _choose)
+    met = blocks_seen(args, -(-most // group), keys)
+    if tiles * parts <= MULTIPROCESSORS:
+        met = longest(args, size.blocks, met)
+    found = sdpa_split.nanoseconds(parts, size._replace(blocks=math.ceil(met)), costs, _choose)
+    if not sdpa_split.are_many(rows, most, design.head_dim[1], _choose):
+        found += 1e9 * _adding_up(min(rows, most), design.head_dim[1], parts)
+    queries = args.B * args.H * args.S_q * (args.D + args.D_v) * args.Q.dtype.itemsize
+    return float(_ALONE_BY_WORKSPACE + 1e-9 * found + queries / _READ)
+
+
+def _choose(condition: Any, one: Any, other: Any) -> Any:
+    return one if condition else other
+
+
+def _in_clusters(args: Any, design: Any) -> float:
+    rows, heads = args.S_q * args.H // max(args.H_kv, 1), args.H_kv * args.B
+    tiles = heads * -(-rows // design.tile_shape[0])
+    bytes_read = args.S_kv * seen(args) * (args.D + args.D_v) * args.K.dtype.itemsize
+    products = args.S_kv * seen(args) * design.tile_shape[0] * sum(design.head_dim)
+    multiplied = products / (0.4 * RATE * MULTIPROCESSORS)
+    blocks = -(-args.S_kv // design.tile_shape[1])
+    if tiles >= MULTIPROCESSORS // _OF_A_CLUSTER * _OF_A_CLUSTER:
+        read, alone = _READ_WHOLE, _ALONE_WHOLE
+    else:
+        read, alone = _READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS
+        are_several = blocks > _KEYS_FOR_SEVERAL * design.cluster
+        if are_several and 2 * design.cluster * tiles <= MULTIPROCESSORS:
+            alone += _SEVERAL_CLUSTERS
+    if _parts(tiles, blocks, MULTIPROCESSORS) > 1:
+        of_tile = min(rows, design.tile_shape[0]), design.head_dim[1]
+        alone += _adding_up_in_clusters(*of_tile, design.cluster)
+    least = design.cluster * _BLOCK_OF_A_CLUSTER
+    return float(tiles * max(bytes_read / read, multiplied, least) + alone)
+
+
+#: Of 8-bit floats, by blocks that share a multiprocessor: seconds that nothing hides, those of
+#: every further tile of a multiprocessor, and what is saved where no part has a second block of
+#: keys. Measured on an H100.
+_ALONE_FP8 = {1: (7.5e-6, 2.6e-6, 0.0), 2: (8.3e-6, 0.0, 1.8e-6)}
+#: Of a multiprocessor, however often keys are read: seconds per key of a tile, and per column.
+_KEY_FP8, _COLUMN_FP8 = 11e-9, 44e-12
+
+
+def decode_fp8_seconds(args: Any, design: Any) -> float:
+    """Of few queries to keys of 8-bit floats."""
+    rows, heads = args.S_q * args.H // max(args.H_kv, 1), args.H_kv * args.B
+    tiles, keys = heads * -(-rows // design.tile_shape[0]), args.S_kv * seen(args)
+    alone, further, saved = _ALONE_FP8[design.resident]
+    read = tiles * keys * (args.D + args.D_v) * args.K.dtype.itemsize / _READ
+    blocks = -(-keys // design.tile_shape[1])
+    if tiles * blocks <= MULTIPROCESSORS * design.resident:
+        alone -= saved
+    parts = _parts(tiles, math.ceil(blocks), MULTIPROCESSORS * design.resident)
+    alone += _adding_up(min(rows, design.tile_shape[0]), design.head_dim[1], parts)
+    of_key = max(_KEY_FP8, _COLUMN_FP8 * (args.D + args.D_v))
+    multiplied = tiles * keys * of_key / MULTIPROCESSORS if tiles > heads else 0.0
+    return float(alone + further * max(tiles / MULTIPROCESSORS - 1, 0.0) + max(read, multiplied))
+
+
+#: Of latent vectors: seconds that nothing hides, of a block of keys on a multiprocessor, and of
+#: sums of the parts that all multiprocessors together have, of 64 rows each.
+_ALONE_LATENT, _LATENT_BLOCK, _LATENT_SUMS = 7e-6, 2.0e-6, 9e-6
+
+
+def latent_seconds(args: Any, design: Any) -> float:
+    """Of few queries whose values are columns of the keys, which are read once per tile of rows."""
+    rows, heads = args.S_q * args.H // max(args.H_kv, 1), args.H_kv * args.B
+    most, keys = design.tile_shape
+    tiles, seen_keys = heads * -(-rows // most), args.S_kv * seen(args)
+    multiplied = tiles * seen_keys / keys * _LATENT_BLOCK / MULTIPROCESSORS
+    read = heads * seen_keys * args.D * args.K.dtype.itemsize / _READ
+    parts = min(tiles * seen_keys / keys, MULTIPROCESSORS) if tiles < MULTIPROCESSORS else 0
+    sums = _LATENT_SUMS * parts / MULTIPROCESSORS * min(rows, most) / most
+    return float(_ALONE_LATENT + max(multiplied, read) + sums)
