@@ -74,6 +74,7 @@ ABOUT = {
     "sdpa-forward": "attention",
     "sdpa-latent": "attention of one query to latent vectors (MLA), in pages too",
     "sdpa-short": "attention of short prompts, and of few queries to many keys",
+    "sdpa-short-backward": "gradients of attention of few or short sequences",
     "tuning": "the products of gemm-models, as the tuner chooses",
 }
 #: Ends the name of a suite that was timed while the GPU rests after every call.

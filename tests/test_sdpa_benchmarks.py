@@ -23,7 +23,8 @@ driver, harness, attention, plots, tables = map(
     script, ("driver", "harness", "attention", "plots", "tables")
 )
 _NAMES = "sdpa_forward sdpa_backward sdpa_decode sdpa_decode_fp8 sdpa_latent sdpa_short"
-forward, backward, decode, decode_fp8, latent, short = map(script, _NAMES.split())
+_NAMES += " sdpa_short_backward"
+forward, backward, decode, decode_fp8, latent, short, short_backward = map(script, _NAMES.split())
 SUITES = {
     "sdpa-forward": forward,
     "sdpa-backward": backward,
@@ -31,9 +32,10 @@ SUITES = {
     "sdpa-decode-fp8": decode_fp8,
     "sdpa-latent": latent,
     "sdpa-short": short,
+    "sdpa-short-backward": short_backward,
 }
 BESIDE_A_COPY = ("sdpa-decode", "sdpa-decode-fp8", "sdpa-latent")
-BY_GRAPHS = (*BESIDE_A_COPY, "sdpa-short")
+BY_GRAPHS = (*BESIDE_A_COPY, "sdpa-short", "sdpa-short-backward")
 
 SMALL = {
     "sdpa-forward": (
@@ -59,6 +61,10 @@ SMALL = {
     "sdpa-short": (
         short.Problem(2, 4, 2, 24, 16, causal=True, S_q=24),
         short.Problem(1, 4, 1, 33, 16, causal=True, S_q=7),
+    ),
+    "sdpa-short-backward": (
+        backward.Problem(1, 2, 1, 24, 16),
+        backward.Problem(2, 4, 2, 33, 16, causal=True),
     ),
 }
 
@@ -406,7 +412,9 @@ def results(tmp_path):
 def test_a_cloud_lies_along_the_keys_of_a_sequence(results):
     pictures = plots.drawn(results)
     assert {f"h200-{name}.svg" for name in SUITES} <= set(pictures)
-    for name, module in SUITES.items():
+    clouds = {n: m for n, m in SUITES.items() if len(m.SUITE.problems) > plots.MOST_LINES}
+    assert len(clouds) == len(SUITES) - 1
+    for name, module in clouds.items():
         root = ElementTree.fromstring(picture := pictures[f"h200-{name}.svg"])
         assert "S, keys of a sequence" in picture
         origins = {problem.origin for problem in module.SUITE.problems}

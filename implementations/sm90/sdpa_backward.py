@@ -17,10 +17,13 @@ from ..common.threads import GROUP
 from ..common.work_split import COUNTER_BYTES
 from .sdpa_backward_bias import TiledBiasGradient
 from .sdpa_backward_consumer import BackwardConsumer
+from .sdpa_backward_keys import KeyGradients
 from .sdpa_backward_plan import CONSUMERS, tile_layout
 from .sdpa_backward_rows import QueryGradients, RowSums, SinkGradients
+from .sdpa_backward_shares import shares_of
 from .sdpa_backward_work import Work, search_of
 from .sdpa_loads import load, tma_load, tma_pipeline
+from .sdpa_parts import choose
 from .sdpa_tiles import in_turn
 
 _REGISTERS = (24, 240)  # producer, each consumer
@@ -34,8 +37,8 @@ class SdpaBackward(BackwardConsumer):
     """dQ, dK, dV of attention on Hopper: TMA, wgmma, warp-specialised, in three launches.
 
     Before, `RowSums` makes what is needed of every row of queries; behind, `QueryGradients` rounds
-    dQ, which blocks add up in float32; `SinkGradients` and `TiledBiasGradient` have launches of
-    their own.
+    dQ, which blocks add up in float32; `KeyGradients`, `SinkGradients` and `TiledBiasGradient` have
+    launches of their own.
 
     warp group  role      does                                      waits on       signals
     ----------  --------  ----------------------------------------  -------------  -------------
@@ -46,8 +49,10 @@ class SdpaBackward(BackwardConsumer):
                           and dV of its keys or columns
 
     A block has `tile[1]` keys of a head of keys, and all tiles of `tile[0]` queries that see them,
-    of all heads of queries that share the keys: dK and dV need no atomics. Where the first keys
-    have the most queries, heads take turns, so that what is left at the end is short.
+    of all heads of queries that share the keys: dK and dV need no atomics. With few blocks, several
+    have some of these heads each, as if there were more heads of keys, and leave dK and dV in
+    float32 for `KeyGradients`. Where the first keys have the most queries, heads take turns, so
+    that what is left at the end is short.
 
     Pipelines: Q with log-sum-exps, dO with the row sums (`stages` each). dS lies in shared memory
     for dQ = dS · K, `stages[2]` times; dK and dV where K and V were, when all is done.
@@ -93,18 +98,31 @@ class SdpaBackward(BackwardConsumer):
         )
         start, workspace = workspace, workspace + COUNTER_BYTES
         RowSums(self)(mO, mdO, mLSE, operands, workspace, queries, batches, stream)
+        shares = self._shares(mQ, mK, keys, batches)
+        left = self.left_address(self.space(workspace, mQ, values))
         self._launch(
             *(mQ, mK, mV, mdO, mdK, mdV),
-            *(operands, workspace, keys, batches, stream),
+            *(operands, workspace, keys, batches, shares, left, stream),
         )
         if const_expr("dSink" in self.scores.names):
             SinkGradients(self)(mdO, operands, workspace, stream)
         QueryGradients(self)(mdQ, operands, workspace, queries, batches, stream)
+        if const_expr(self.shares_keys):
+            KeyGradients(self)(mdK, mdV, operands, left, shares, stream)
         if const_expr("dBias" in self.scores.names):
             TiledBiasGradient(self).launch(*read, operands, start, stream)
 
+    def _shares(self, mQ, mK, keys: Int32, batches: Int32) -> Int32:
+        """Of each block of keys. mQ, mK: (S,D,H,B)"""
+        if not self.shares_keys:
+            return Int32(1)
+        blocks = cute.ceil_div(keys, self.tile_n) * mK.shape[2] * batches
+        return shares_of(blocks, mQ.shape[2] // mK.shape[2], choose)
+
     @cute.jit
-    def _launch(self, mQ, mK, mV, mdO, mdK, mdV, operands, workspace, keys, batches, stream):
+    def _launch(
+        self, mQ, mK, mV, mdO, mdK, mdV, operands, workspace, keys, batches, shares, left, stream
+    ):
         m, n, d, e = self.tile_m, self.tile_n, self.head_dim, self.head_dim_v
         one = self.element_type
         layouts = {
@@ -138,11 +156,13 @@ class SdpaBackward(BackwardConsumer):
             do_full: cute.struct.MemRange[Int64, 2 * self.do_stages]
 
         self.shared_storage = SharedStorage
-        blocks, heads = cute.ceil_div(keys, n), mK.shape[2] * batches
-        together = self._together(mQ, operands, blocks, heads) if self.descends else Int32(1)
+        blocks, heads = cute.ceil_div(keys, n), mK.shape[2] * batches * shares
+        together = Int32(1)
+        if const_expr(self.descends):
+            together = self._together(mQ, operands, blocks, heads)
         self.kernel(
             *(tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO),
-            *(mdK, mdV, operands, workspace, blocks, heads, together),
+            *(mdK, mdV, operands, workspace, blocks, heads, together, shares, left),
         ).launch(
             grid=(blocks * heads, 1, 1),
             block=(self.threads, 1, 1),
@@ -151,9 +171,11 @@ class SdpaBackward(BackwardConsumer):
             use_pdl=True,
         )
 
+    @cute.jit
     def _together(self, mQ, operands, blocks: Int32, heads: Int32) -> Int32:
         """Of heads of keys of all sequences, how many take turns: one or two blocks for each
-        multiprocessor, as few as L2 keeps the queries and the gradients of. mQ: (S,D,H,B)"""
+        multiprocessor, as few as L2 keeps the queries and the gradients of, and the same number
+        in every turn if that is not far less. mQ: (S,D,H,B)"""
         values = Values(self.scores.names, operands)
         queries = Int32(values["max_seqlen_q"]) if self.packed else mQ.shape[0]
         elements = (self.head_dim + self.head_dim_v) * self.element_type.width // 8
@@ -162,7 +184,11 @@ class SdpaBackward(BackwardConsumer):
         kept = Int32(cutlass.min(_KEPT // bytes_of_head, Int64(heads)))
         least = cute.ceil_div(_BLOCKS_AT_ONCE, blocks)
         most = select(blocks > _SHORT, cute.ceil_div(2 * _BLOCKS_AT_ONCE, blocks), least)
-        return cutlass.min(cutlass.max(cutlass.min(kept, most), least), heads)
+        found = cutlass.min(cutlass.max(cutlass.min(kept, most), least), heads)
+        even = cutlass.max(found, 1)
+        while heads % even != 0:
+            even -= 1
+        return select(3 * even >= 2 * found, even, found)
 
     @cute.kernel
     def kernel(
@@ -182,8 +208,12 @@ class SdpaBackward(BackwardConsumer):
         blocks: Int32,
         heads: Int32,
         together: Int32,
+        shares: Int32,
+        left: Int64,
     ):
-        """blocks: Of keys, of each of so many heads of keys of all sequences."""
+        """blocks: Of keys, of each of so many heads of keys of all sequences, which are `shares`
+        times as many as there are: each has as many times fewer heads of queries. left: Where what
+        they leave is."""
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp_index // 4
         if warp_index == 0:
@@ -207,7 +237,9 @@ class SdpaBackward(BackwardConsumer):
         values = Values(self.scores.names, operands)
         index, _, _ = cute.arch.block_idx()
         head, block = in_turn(index, blocks, heads, together)
-        key_head, batch = head % mK.shape[2], head // mK.shape[2]
+        key_heads = mK.shape[2] * (shares if const_expr(self.shares_keys) else 1)
+        own_head, batch = head % key_heads, head // key_heads
+        key_head = own_head // shares if const_expr(self.shares_keys) else own_head
         if const_expr(self.last_first):
             block = blocks - 1 - block
         first_key = block * n
@@ -217,7 +249,7 @@ class SdpaBackward(BackwardConsumer):
             starts = values["cu_seqlens_kv"]
             key_rows = starts[batch + 1] - starts[batch]
         seeing = queries_seeing(sequence, first_key, n, m)
-        sharing = mQ.shape[2] // mK.shape[2]
+        sharing = mQ.shape[2] // key_heads
         total = Int32(0)
         if first_key < sequence.keys:
             total = sharing * (seeing.end - seeing.begin)
@@ -225,7 +257,7 @@ class SdpaBackward(BackwardConsumer):
         if const_expr(self.descends):
             first, step = seeing.end - 1, Int32(-1)
         work = Work(
-            *(batch, key_head, key_head * sharing, first_key, key_rows, total),
+            *(batch, key_head, own_head * sharing, first_key, key_rows, total),
             *(seeing, first, step),
         )
 
@@ -241,9 +273,10 @@ class SdpaBackward(BackwardConsumer):
             cute.arch.setmaxregister_increase(registers[1])
             if first_key < key_rows:
                 space = self.space(workspace, mQ, values)
+                own = left + Int64(head * blocks + block) * self.share_bytes
                 self._consume(
                     *(group - 1, storage, pipelines, mdK, mdV),
-                    *(work, sequence, operands, space),
+                    *(work, sequence, operands, space, shares, own),
                 )
             if const_expr(self.packed):
                 behind = behind_last(

@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 from ..common.attention.scores import Tile, rows_and_columns
 from ..common.attention.softmax import LOG2_E, power_of_two
 from ..common.attention.values import Values
+from ..common.conversion import select
 from ..common.threads import GROUP
 from .sdpa_backward_plan import CONSUMERS, BackwardPlan, tile_layout, transposed_layout
 from .sdpa_backward_rows import (
@@ -22,6 +23,7 @@ from .sdpa_backward_rows import (
     await_copy,
     await_turn,
     pass_turn,
+    store_accumulators,
     store_matrices,
 )
 from .sdpa_backward_work import Work, following, search_of
@@ -88,9 +90,20 @@ class BackwardConsumer(BackwardPlan):
 
     @cute.jit
     def _consume(
-        self, consumer, storage, pipelines, mdK, mdV, work: Work, sequence, operands, space
+        self,
+        consumer,
+        storage,
+        pipelines,
+        mdK,
+        mdV,
+        work: Work,
+        sequence,
+        operands,
+        space,
+        shares,
+        left,
     ):
-        """One of two groups: dK and dV of a block of keys."""
+        """One of two groups: dK and dV of a block of keys. left: An address, for a share of it."""
         values = Values(self.scores.names, operands)
         thread = cute.arch.thread_idx()[0] - GROUP
         fragments = self._fragments(storage, consumer)
@@ -134,7 +147,11 @@ class BackwardConsumer(BackwardPlan):
                     self._form(turn, fragments, sums, context)
                     self._apply(turn, None, fragments, sums, context)
                     turn = self._next_turn(turn, work)
-        self._write(sums, storage, mdK, mdV, work, sequence, values, thread)
+        end = work.key_rows
+        if const_expr(self.shares_keys):
+            self._leave(sums, left, shares > 1, thread)
+            end = select(shares > 1, Int32(0), end)
+        self._write(sums, storage, mdK, mdV, work, end, sequence, values, thread)
 
     def _following(self, search, work: Work, sequence, values):
         tile = self.tile_m, self.tile_n
@@ -438,9 +455,15 @@ class BackwardConsumer(BackwardPlan):
 
     # What is written ---------------------------------------------------------------------
 
+    def _leave(self, sums: Sums, address, is_shared, thread) -> None:
+        """dK and dV in float32, for who adds them up."""
+        store_accumulators(sums.dk, address, is_shared, thread)
+        behind = self.tile_n * self.head_dim * Float32.width // 8
+        store_accumulators(sums.dv, address + behind, is_shared, thread)
+
     @cute.jit
-    def _write(self, sums: Sums, storage, mdK, mdV, work: Work, sequence, values, thread):
-        """dK and dV, by way of where K and V were."""
+    def _write(self, sums: Sums, storage, mdK, mdV, work: Work, end, sequence, values, thread):
+        """dK and dV of keys before an end, by way of where K and V were."""
         batch = Int32(0) if const_expr(self.packed) else work.batch
         dK = RowTile(self, self.tile_n, self.head_dim)
         dV = RowTile(self, self.tile_n, self.head_dim_v)
@@ -455,8 +478,8 @@ class BackwardConsumer(BackwardPlan):
             cute.domain_offset((sequence.first_key, 0), m[None, None, work.key_head, batch])
             for m in (mdK, mdV)
         )
-        dK.copy_out(storage.K, mdK, work.first_key, work.key_rows, thread)
-        dV.copy_out(storage.V, mdV, work.first_key, work.key_rows, thread)
+        dK.copy_out(storage.K, mdK, work.first_key, end, thread)
+        dV.copy_out(storage.V, mdV, work.first_key, end, thread)
 
 
 def _at(fragment: cute.Tensor, stage) -> cute.Tensor:

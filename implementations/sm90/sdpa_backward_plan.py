@@ -17,6 +17,7 @@ from ..common.attention.values import Values
 from ..common.threads import GROUP
 from .mma import WGMMA_M
 from .plan import SHARED_MEMORY
+from .sdpa_backward_shares import may_share, share_bytes
 
 CONSUMERS = 2  # warp groups that multiply
 
@@ -107,7 +108,8 @@ class Space(NamedTuple):
     """Where in the workspace things are, tile of queries by tile of queries.
 
     address: Of the log-sum-exps in base 2. The row sums of out · dO follow, then the gradients of
-        queries in float32, then how many blocks have added to a tile, for each consumer.
+        queries in float32, then how many blocks have added to a tile, for each consumer, and what
+        is left of dK and dV where blocks share keys.
     tiles: Of a head: of a sequence, or of all together if they are packed.
     heads: Of queries.
     rows: Of all tiles.
@@ -128,6 +130,7 @@ class BackwardPlan(Known):
         transposed: Whether scores stand as keys × queries. Then each consumer has 64 keys, and
             their probabilities and those' gradients are operands from its registers; else they
             are from shared memory, and consumers share the columns of dK and dV.
+        shares_keys: Whether several blocks may have some of the heads of the same keys each.
         searches: Whether tiles that a table hides are left out. In a fixed order they are not:
             those that wait count the blocks before them.
         swaps_dkv, swaps_dq: Whether gradients stand as head dimension × keys or queries.
@@ -168,6 +171,7 @@ class BackwardPlan(Known):
         self.swaps_dkv = self.tile_n % WGMMA_M != 0
         self.swaps_dq = self.tile_m % WGMMA_M != 0
         self.packed = "cu_seqlens_q" in scores.names
+        self.shares_keys = may_share(tile, head_dims, self.packed)
         names = scores.names
         self.queries_end_early = self.packed or "seq_lens_q" in names
         self.keys_end_early = self.packed or "seq_lens_kv" in names
@@ -264,6 +268,15 @@ class BackwardPlan(Known):
     def counter_address(self, space: Space, tile: Int32, consumer: Int32) -> Int64:
         behind = space.address + (2 + self.head_dim) * space.rows * _FLOAT_BYTES
         return behind + (Int64(tile) * CONSUMERS + consumer) * _COUNTER_BYTES
+
+    def left_address(self, space: Space) -> Int64:
+        """Of what blocks that share keys leave: of each dK, behind which dV is."""
+        tiles = Int32(space.rows // self.tile_m)
+        return (self.counter_address(space, tiles, Int32(0)) + 15) // 16 * 16
+
+    @property
+    def share_bytes(self) -> int:
+        return share_bytes(self.tile_n, (self.head_dim, self.head_dim_v))
 
 
 # Tiles in shared memory --------------------------------------------------------------------

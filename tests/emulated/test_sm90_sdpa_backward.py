@@ -113,6 +113,7 @@ def of_bias(*modes: int, **further: Any) -> dict[str, Any]:
 #: Those in front are run every time.
 CASES = [
     Case("causal", (1, 1, 1, 130, 140, 128, 128), (64, 128), keywords=CAUSAL),
+    Case("shares", (1, 4, 2, 70, 150, 128, 120), (64, 128), keywords=ENDING),
     Case("dBias of all heads, causal", (1, 2, 1, 66, 40, 64, 64), (64, 128), keywords=CAUSAL,
          **of_bias(0, 2, 3, deterministic=True)),
     Case(
@@ -150,6 +151,11 @@ CASES = [
          keywords={"mask": masks.SlidingWindow(50, 9)}),
     Case("in order, packed", (2, 2, 1, 1, 1, 256, 256), (64, 80), packed=True, gradient=in_order,
          lengths=((100, 70), (90, 200)), keywords={"mask": masks.SlidingWindow(50, None)}),
+    Case("shares of two heads", (1, 32, 1, 20, 30, 64, 64), (64, 64), gradient=in_order,
+         keywords=ENDING),
+    Case("no shares of 17 heads", (1, 17, 1, 20, 30, 64, 64), (64, 64), keywords=ENDING),
+    Case("three shares of 80 keys", (2, 6, 2, 70, 90, 256, 200), (64, 80),
+         lengths=((70, 9), (90, 3))),
     Case("a bias", (1, 2, 1, 70, 140, 64, 64), (64, 128), options=biased(1, 2, 3)),
     Case("a score function", (1, 2, 1, 70, 140, 64, 64), (64, 128), options=modified),
     Case("dropout", (1, 2, 1, 70, 140, 64, 64), (64, 64), options=dropped),
@@ -190,7 +196,7 @@ EVERYTHING = [*((case, None) for case in CASES), *designs()]
 
 @pytest.mark.parametrize(
     ("case", "kernel"),
-    EVERYTHING if EVERY else EVERYTHING[:2],
+    EVERYTHING if EVERY else EVERYTHING[:3],
     ids=lambda one: one.name if isinstance(one, Case) else "",
 )
 def test_gradients_are_right(case, kernel):
@@ -203,8 +209,8 @@ def test_gradients_are_right(case, kernel):
 
 
 def test_dbias_is_made_beside_wgmma():
-    args = CASES[1].backward()
-    artifact = compiled(kernel_of(CASES[1], args), args).artifact
+    args = CASES[2].backward()
+    artifact = compiled(kernel_of(CASES[2], args), args).artifact
     assert artifact.resources.spill_bytes == 0
     products = [part for part in sass(artifact).split(".text.") if "MMA" in part]
     assert {"HGMMA" in part for part in products} == {True, False}

@@ -65,7 +65,7 @@ _SECTOR, _APART = 32, 1.6
 #: The same of one such block that has a multiprocessor for itself, because there are few.
 _BY_ITSELF = 1.46
 
-_BOUNDS = frozenset(itertools.chain(*BOUNDS.values()))
+BOUND_NAMES = frozenset(itertools.chain(*BOUNDS.values()))
 
 
 def seconds(args: Any, design: AttentionDesign) -> float:
@@ -98,14 +98,14 @@ def _scaled(args: Any, design: AttentionDesign) -> float:
     if scaling == "at_once":
         return 1.0
     known = _SCALED.get((design.head_dim[0], design.tile_shape, scaling), _OTHER_SCALED)
-    return known[any(name in args.bounds for name in _BOUNDS)]
+    return known[any(name in args.bounds for name in BOUND_NAMES)]
 
 
 def blocks_seen(args: Any, queries: int, keys: int) -> float:
     """Blocks of keys that a tile of queries meets, on average: where a bound runs through it, half
     a tile's more than its queries see, and half of what is rounded up to whole blocks."""
     blocks = -(-args.S_kv // keys)
-    edges = sum(name in args.bounds for name in _BOUNDS)
+    edges = sum(name in args.bounds for name in BOUND_NAMES)
     further = edges * (queries / keys + 1 - math.gcd(queries, keys) / keys) / 2
     return float(max(1.0, min(blocks, blocks * seen(args) + further)))
 

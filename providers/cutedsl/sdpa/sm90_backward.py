@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from kernel_api import _workspaces
@@ -11,7 +13,7 @@ from kernel_api.arguments import SdpaBackwardArguments
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import SdpaBackwardOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
-from kernel_api.providers.cutedsl.kernel import WorkspaceFinder
+from kernel_api.providers.cutedsl.kernel import SIZES_KEPT, WorkspaceFinder
 from kernel_api.providers.cutedsl.sdpa.base import (
     WHY_ALIGNED,
     AttentionDesign,
@@ -21,7 +23,7 @@ from kernel_api.providers.cutedsl.sdpa.base import (
     least_room,
     nothing_empty,
 )
-from kernel_api.providers.cutedsl.sdpa.model import seen
+from kernel_api.providers.cutedsl.sdpa.model import BOUND_NAMES, longest, seen
 from kernel_api.space import Miss, Operands, Space, rule
 
 
@@ -94,12 +96,25 @@ _CROWDED_BY = {
 _NAMES = ("Q", "K", "V", "out", "dO", "dQ", "dK", "dV")
 
 
-#: Bytes per second that launches beside the main one move, and seconds of the three.
-_BANDWIDTH, _OVERHEAD = 4.0e12, 8e-6
-#: Products per second of a multiprocessor, and what a block takes beside them.
-_RATE, _BLOCK = 2.4e12, 3e-6
-#: Of that rate, tiles of fewer keys than registers suffice for: none was measured, they come last.
-_FEWER_KEYS = 0.4
+_ROUNDED_UP = 16  # bytes, at most: what lies behind counters begins at a multiple
+#: Bytes per second that launches beside the main one move.
+_BANDWIDTH = 2.9e12
+#: Products per second of a multiprocessor, by columns of Q and K and the tile. Fitted, as the
+#: seconds below, to rows of an H200, and to all candidates of short sequences on an H100.
+_RATES = {
+    (64, (128, 128)): 2.17e12,
+    (64, (64, 128)): 1.97e12,
+    (64, (64, 64)): 1.6e12,
+    (128, (64, 128)): 2.34e12,
+    (128, (80, 128)): 2.15e12,
+    (256, (64, 80)): 1.95e12,
+    (256, (64, 48)): 1.57e12,
+}
+_OTHER_RATES = 1.62e12
+#: Seconds of all launches, however little there is to do, and of a block beside its products.
+_ALONE = {64: (5.9e-6, 3.3e-6), 128: (9.7e-6, 1.5e-6), 192: (14e-6, 1e-6), 256: (19e-6, 0.2e-6)}
+#: Bytes per second of what is left where blocks share keys, and seconds of who adds it up.
+_LEFT, _ADDING_UP = 3.3e12, 1.5e-6
 
 
 @CuTeDSLProvider.register
@@ -190,37 +205,83 @@ class Sm90SdpaBackward(AttentionKernel):
     # The workspace -----------------------------------------------------------------------
 
     def get_workspace_size(self, args: Any) -> int:
-        return self._workspace_bytes(args.Q.shape, args.B)
+        return self._workspace_of(args.Q.shape, args.K.shape, args.B)
 
-    def _workspace_bytes(self, shape: tuple[int, ...], sequences: int) -> int:
-        """shape: of Q. Of every row two numbers and the sums of dQ, of every tile two counters."""
+    def _workspace_of(self, Q: tuple[int, ...], K: tuple[int, ...], sequences: int) -> int:
+        """Of shapes. Of every row two numbers and the sums of dQ, of every tile two counters; of
+        every block of keys that blocks share what each leaves of dK and dV."""
         design = self._design
-        tile = design.tile_shape[0]
-        if len(shape) == 3:
-            tiles = shape[1] * ((shape[0] + sequences * tile) // tile)
+        tile, keys = design.tile_shape
+        left = 0
+        if len(Q) == 3:
+            tiles = Q[1] * ((Q[0] + sequences * tile) // tile)
         else:
-            tiles = shape[0] * shape[1] * -(-shape[2] // tile)
+            tiles = Q[0] * Q[1] * -(-Q[2] // tile)
+            blocks = K[0] * K[1] * -(-K[2] // keys)
+            shares = self._shares(blocks, Q[1] // max(K[1], 1), packed=False)
+            if shares > 1:
+                left = _ROUNDED_UP + shares * blocks * _share_bytes(design)
         floats = tile * (2 + design.head_dim[0])
         return int(
             _workspaces.ZEROED
             + tiles * (floats * _workspaces.PART_BYTES + 2 * _workspaces.COUNTER_BYTES)
+            + left
         )
 
+    def _shares(self, blocks: int, sharing: int, packed: bool) -> int:
+        from kernel_api.implementations.sm90.sdpa_backward_shares import may_share, shares_of
+
+        if not may_share(self._design.tile_shape, self._design.head_dim, packed):
+            return 1
+        return int(shares_of(blocks, sharing, lambda condition, a, b: a if condition else b))
+
     def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
-        return self._finder_by(0, names)
+        size_of = lru_cache(maxsize=SIZES_KEPT)(self._workspace_of)
+        Q, K = (self.arguments.operand_names.index(name) for name in "QK")
+        packed = "cu_seqlens_q" in names
+
+        def found(tensors: Any, others: Any) -> int:
+            sequences = others["cu_seqlens_q"].shape[0] - 1 if packed else 0
+            return size_of(tensors[Q].shape, tensors[K].shape, sequences)
+
+        return found
 
     def predict(self, args: Any) -> float:
+        """Of blocks, one after the other on each multiprocessor; no less than the longest takes."""
         design = self._design
         (queries, keys), (wide, wide_v) = design.tile_shape, design.head_dim
-        tiles = -(-args.S_q // queries) * seen(args) * (args.H // max(args.H_kv, 1))
-        products = queries * keys * (3 * wide + 2 * wide_v)
-        rate = _RATE * (_FEWER_KEYS if _has_fewer_keys(design) else 1.0)
-        block = max(tiles, 1) * products / rate + _BLOCK
-        blocks = args.B * args.H_kv * -(-args.S_kv // keys)
-        rows = args.B * args.H * args.S_q
-        moved = rows * (12 * wide + 4 * wide_v)
-        rounds = max(1.0, blocks / multiprocessors_of(args.device))
-        return float(_OVERHEAD + moved / _BANDWIDTH + rounds * block)
+        rate = _RATES.get((wide, design.tile_shape), _OTHER_RATES)
+        tile = queries * keys * (3 * wide + 2 * wide_v) / rate
+        blocks, sharing = args.B * args.H_kv * -(-args.S_kv // keys), args.H // max(args.H_kv, 1)
+        shares = self._shares(blocks, sharing, args.is_packed)
+        found, begin = _ALONE[wide]
+        average, most = (
+            begin + sharing // shares * tiles * tile for tiles in _tiles_seen(args, queries, keys)
+        )
+        rounds = blocks * shares / multiprocessors_of(args.device)
+        if 1 < rounds <= 2:
+            rounds = 2.0
+        found += max(rounds * average, most)
+        found += args.B * args.H * args.S_q * (12 * wide + 4 * wide_v) / _BANDWIDTH
+        if shares > 1:
+            left = blocks * shares * _share_bytes(design)
+            found += _ADDING_UP + 2 * left / _LEFT
+        return float(found)
+
+
+def _share_bytes(design: AttentionGradientDesign) -> int:
+    from kernel_api.implementations.sm90.sdpa_backward_shares import share_bytes
+
+    return int(share_bytes(design.tile_shape[1], design.head_dim))
+
+
+def _tiles_seen(args: Any, queries: int, keys: int) -> tuple[float, float]:
+    """Of so many queries, those that see some of a block of keys: on average, and at most."""
+    tiles = -(-args.S_q // queries)
+    edges = sum(name in args.bounds for name in BOUND_NAMES)
+    further = edges * (keys / queries + 1 - math.gcd(queries, keys) / queries) / 2
+    average = max(1.0, min(tiles, tiles * seen(args) + further))
+    return average, longest(args, tiles, average)
 
 
 def _has_fewer_keys(design: AttentionGradientDesign) -> bool:
