@@ -120,10 +120,24 @@ def decode_fp8_seconds(args: Any, design: Any) -> float:
     if tiles * blocks <= MULTIPROCESSORS * design.resident:
         alone -= saved
     parts = _parts(tiles, math.ceil(blocks), MULTIPROCESSORS * design.resident)
-    alone += _adding_up(min(rows, design.tile_shape[0]), design.head_dim[1], parts)
+    alone += _adding_up_fp8(design, rows, tiles, parts)
     of_key = max(_KEY_FP8, _COLUMN_FP8 * (args.D + args.D_v))
     multiplied = tiles * keys * of_key / MULTIPROCESSORS if tiles > heads else 0.0
     return float(alone + further * max(tiles / MULTIPROCESSORS - 1, 0.0) + max(read, multiplied))
+
+
+def _adding_up_fp8(design: Any, rows: int, tiles: int, parts: float) -> float:
+    """Seconds beyond those of few rows, by who comes last of a tile or by a kernel behind."""
+    from kernel_api.implementations.sm90 import sdpa_split
+
+    (most, _), (_, columns) = design.tile_shape, design.head_dim
+    if parts <= 1 or not sdpa_split.are_many(rows, most, columns, _choose):
+        return _adding_up(min(rows, most), columns, parts)
+    few, many = (
+        sdpa_split.costs_of(design.tile_shape, design.head_dim, 1, n, design.resident, _choose)
+        for n in (1, rows)
+    )
+    return float(1e-9 * (many.sums - few.sums + tiles * parts * many.part))
 
 
 #: Of latent vectors: seconds that nothing hides, of a block of keys on a multiprocessor, and of

@@ -53,8 +53,9 @@ _FEW_QUERIES = (
 #: as well, mostly of what is the same for all blocks. There is no smaller tile.
 _LATENT = DecodeDesign((64, 64), (576, 512), 2)
 _ROOMS = tuple(design.head_dim for design in (*_FEW_QUERIES, _LATENT))
-#: Of a head of keys. Of 8-bit queries there is no larger tile than of 64.
-_MOST_ROWS, _MOST_ROWS_FP8 = 4096, 256
+#: Of a head of keys: more are tiles of 128 for all multiprocessors anyhow. Of 8-bit queries there
+#: is no larger tile than of 64.
+_MOST_ROWS, _MOST_ROWS_FP8 = 16384, 256
 
 
 def _are_few(args: SdpaArguments, most: int) -> bool | Miss:
