@@ -22,9 +22,10 @@ from kernel_api.space import Operands, Space
 driver, harness, attention, plots, tables = map(
     script, ("driver", "harness", "attention", "plots", "tables")
 )
-_NAMES = "sdpa_forward sdpa_backward sdpa_decode sdpa_decode_fp8 sdpa_latent sdpa_short"
-_NAMES += " sdpa_short_backward"
-forward, backward, decode, decode_fp8, latent, short, short_backward = map(script, _NAMES.split())
+forward, backward, decode, decode_fp8, latent, short, short_backward = (
+    script(f"sdpa_{name}")
+    for name in ("forward", "backward", "decode", "decode_fp8", "latent", "short", "short_backward")
+)
 SUITES = {
     "sdpa-forward": forward,
     "sdpa-backward": backward,

@@ -149,6 +149,7 @@ class BackwardConsumer(BackwardPlan):
                     turn = self._next_turn(turn, work)
         end = work.key_rows
         if const_expr(self.shares_keys):
+            # Both without a branch: of a share no rows are before the end.
             self._leave(sums, left, shares > 1, thread)
             end = select(shares > 1, Int32(0), end)
         self._write(sums, storage, mdK, mdV, work, end, sequence, values, thread)
@@ -458,8 +459,7 @@ class BackwardConsumer(BackwardPlan):
     def _leave(self, sums: Sums, address, is_shared, thread) -> None:
         """dK and dV in float32, for who adds them up."""
         store_accumulators(sums.dk, address, is_shared, thread)
-        behind = self.tile_n * self.head_dim * Float32.width // 8
-        store_accumulators(sums.dv, address + behind, is_shared, thread)
+        store_accumulators(sums.dv, address + self.share_of_dk_bytes, is_shared, thread)
 
     @cute.jit
     def _write(self, sums: Sums, storage, mdK, mdV, work: Work, end, sequence, values, thread):

@@ -54,11 +54,11 @@ class KeyGradients:
         block, is_of_values = index // 2, index % 2
         first = (batch * mdK.shape[2] + head) * shares * blocks + block
         address = left + Int64(first) * plan.share_bytes
-        of_keys = plan.tile_n * plan.head_dim * Float32.width // 8
         if is_of_values == 1:
             target = mdV[None, None, head, batch]
             self._add_up(
-                *(storage, plan.dv_product, plan.head_dim_v, address + of_keys, target),
+                *(storage, plan.dv_product, plan.head_dim_v),
+                *(address + plan.share_of_dk_bytes, target),
                 *(Float32(1.0), block, blocks, shares),
             )
         else:

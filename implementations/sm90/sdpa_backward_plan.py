@@ -17,7 +17,7 @@ from ..common.attention.values import Values
 from ..common.threads import GROUP
 from .mma import WGMMA_M
 from .plan import SHARED_MEMORY
-from .sdpa_backward_shares import may_share, share_bytes
+from .sdpa_backward_shares import ALIGNMENT, may_share, share_bytes
 
 CONSUMERS = 2  # warp groups that multiply
 
@@ -272,11 +272,16 @@ class BackwardPlan(Known):
     def left_address(self, space: Space) -> Int64:
         """Of what blocks that share keys leave: of each dK, behind which dV is."""
         tiles = Int32(space.rows // self.tile_m)
-        return (self.counter_address(space, tiles, Int32(0)) + 15) // 16 * 16
+        end = self.counter_address(space, tiles, Int32(0))
+        return (end + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
 
     @property
     def share_bytes(self) -> int:
         return share_bytes(self.tile_n, (self.head_dim, self.head_dim_v))
+
+    @property
+    def share_of_dk_bytes(self) -> int:
+        return share_bytes(self.tile_n, (self.head_dim, 0))
 
 
 # Tiles in shared memory --------------------------------------------------------------------

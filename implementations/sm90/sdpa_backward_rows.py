@@ -235,26 +235,23 @@ def store_accumulators(
     sums: cute.Tensor, address: Int64, condition: Boolean, thread: Int32
 ) -> None:
     """As `load_accumulators` loads them, if a condition holds."""
-    own, there = _pieces(sums, address, thread, 1, 0)
-    first = there.iterator.toint()
-    for i in range(cute.size(own, mode=[1])):
-        offset = i * there.stride[1] * 4
-        cute.arch.inline_ptx(
-            f"st.global.v4.f32 [{{$r0}} + {offset}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
-            read_only_args=[first, *(own[j, i] for j in range(_PIECE))],
-            predicate=condition,
-        )
+    _to_memory("st.global", *_pieces(sums, address, thread, 1, 0), condition)
 
 
 def add_accumulators(sums, address: Int64, thread: Int32, parts: int, part: int) -> None:
-    """To what is there: four numbers of a thread at a time."""
-    own, there = _pieces(sums, address, thread, parts, part)
+    """To what is there."""
+    _to_memory("red.global.add", *_pieces(sums, address, thread, parts, part), None)
+
+
+def _to_memory(operation: str, own, there, condition: Boolean | None) -> None:
+    """Four numbers of a thread at a time."""
     first = there.iterator.toint()
     for i in range(cute.size(own, mode=[1])):
         offset = i * there.stride[1] * 4
         cute.arch.inline_ptx(
-            f"red.global.add.v4.f32 [{{$r0}} + {offset}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
+            f"{operation}.v4.f32 [{{$r0}} + {offset}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
             read_only_args=[first, *(own[j, i] for j in range(_PIECE))],
+            predicate=condition,
         )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 _BLOCKS = 132  # of a launch: one for each multiprocessor
 _MOST = 16
+_FLOAT_BYTES = 4
+ALIGNMENT = 16  # of what they leave
 
 
 def shares_of(blocks: Any, sharing: Any, select: Callable) -> Any:
@@ -34,4 +36,4 @@ def may_share(tile: tuple[int, int], head_dims: tuple[int, int], packed: bool) -
 
 def share_bytes(keys: int, head_dims: tuple[int, int]) -> int:
     """Of dK and dV in float32, of a block of so many keys."""
-    return keys * sum(head_dims) * 4
+    return keys * sum(head_dims) * _FLOAT_BYTES

@@ -87,8 +87,8 @@ class SdpaDecode(AddsUpParts, AsksAhead, RowLoads, SdpaForward):
         blocks, key_heads = cute.ceil_div(rows, self.tile_m), mK.shape[2]
         tiles = blocks * key_heads * batches
         keys = cute.ceil_div(self._keys(mK, values), self.tile_n)
-        at_least_one = (cutlass.max(count, 1) for count in (tiles, blocks))
-        size = Size(*at_least_one, keys, multiprocessors * self.resident)
+        row_blocks = cutlass.max(blocks, 1)
+        size = Size(cutlass.max(tiles, 1), row_blocks, keys, multiprocessors * self.resident)
         parts = self._parts(size, rows)
         behind = (parts > 1) & self._are_many(rows)
         total = tiles * parts
@@ -98,7 +98,7 @@ class SdpaDecode(AddsUpParts, AsksAhead, RowLoads, SdpaForward):
             self.tiles(
                 *(blocks, key_heads, total, Int32(1), workspace),
                 *(parts, Divisor(group), rows, partial, behind),
-                *map(Divisor, (parts, cutlass.max(blocks, 1), cutlass.max(key_heads, 1))),
+                *map(Divisor, (parts, row_blocks, cutlass.max(key_heads, 1))),
             )
             for _ in range(2)
         )

@@ -110,12 +110,11 @@ class SdpaDecodeCluster(SdpaDecode):
         resident = size.multiprocessors // _OF_A_GPC * _OF_A_GPC
         resident = select(resident > 0, resident, size.multiprocessors)
         found = parts_of(size._replace(multiprocessors=resident), _IN_BLOCKS, choose)
-        blocks = size.blocks
         less = Int32(1)
-        for size in _sizes(self.most):
-            less = select(found >= size, Int32(size), less)
+        for count in _sizes(self.most):
+            less = select(found >= count, Int32(count), less)
         more = cutlass.max(found // self.most, 1) * self.most
-        saved = (blocks + self.most - 1) // self.most - (blocks + more - 1) // more
+        saved = cute.ceil_div(size.blocks, self.most) - cute.ceil_div(size.blocks, more)
         return select(saved > _BY_WORKSPACE, more, less)
 
     def _are_many(self, rows: Int32) -> Boolean:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .sdpa_workspace import MOST_PARTS
 
-WAVES = 4  # of blocks, at most, that parts are made for
+_WAVES = 4  # of blocks, at most, that parts are made for
 _OF_A_WAVE = (2, 4)  # and shares of one wave that they are made for, if they are costly
 
 #: Elements of a tile's part from which on a kernel behind adds parts up.
@@ -108,7 +108,7 @@ def parts_of(size: Size, costs: Costs, select: Callable) -> Any:
     room, tiles = size.multiprocessors, size.tiles
     best: Any = 1
     least = nanoseconds(best, size, costs, select)
-    several = [waves * room for waves in range(1, WAVES + 1)]
+    several = [waves * room for waves in range(1, _WAVES + 1)]
     for together in (*several, *(room // share for share in _OF_A_WAVE)):
         most = select(together < MOST_PARTS, together, MOST_PARTS) // tiles
         parts = _most(select(most < size.blocks, most, size.blocks), 1, select)

@@ -126,23 +126,26 @@ class AttentionKernel(CuteDslKernel):
             return bare
         return lambda tensors, values: bare(tensors[:count], values)  # it is one of the values
 
-    def _workspace_bytes(self, shape: tuple[int, ...], sequences: int) -> int:
-        """Of a launch whose workspace depends on the shape of an operand and, if that is packed, on
-        how many sequences there are."""
+    def _workspace_bytes(self, shapes: tuple[tuple[int, ...], ...], sequences: int) -> int:
+        """Of a launch whose workspace depends on the shapes of operands and, if those are packed,
+        on how many sequences there are."""
         raise NotImplementedError
 
-    def _finder_by(self, operand: int, names: tuple[str, ...]) -> WorkspaceFinder:
-        """Where `_workspace_bytes` says what the shape of an operand asks for."""
+    def _finder_by(self, names: tuple[str, ...], *operands: int) -> WorkspaceFinder:
+        """Where `_workspace_bytes` says what the shapes of operands ask for."""
         size_of = lru_cache(maxsize=SIZES_KEPT)(self._workspace_bytes)
         if "page_table" in names:
             return lambda tensors, others: size_of(
-                _without_pages(tensors[operand].shape, others["page_table"].shape), 0
+                tuple(
+                    _without_pages(tensors[i].shape, others["page_table"].shape) for i in operands
+                ),
+                0,
             )
         if "cu_seqlens_q" in names:
             return lambda tensors, others: size_of(
-                tensors[operand].shape, others["cu_seqlens_q"].shape[0] - 1
+                tuple(tensors[i].shape for i in operands), others["cu_seqlens_q"].shape[0] - 1
             )
-        return lambda tensors, others: size_of(tensors[operand].shape, 0)
+        return lambda tensors, others: size_of(tuple(tensors[i].shape for i in operands), 0)
 
     def implementation(self) -> Callable[..., None]:
         """Of scores that are products times a scale."""

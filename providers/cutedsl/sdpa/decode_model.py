@@ -9,6 +9,7 @@ from kernel_api.providers.cutedsl.sdpa.model import (
     MULTIPROCESSORS,
     RATE,
     blocks_seen,
+    choose,
     longest,
     seen,
 )
@@ -65,20 +66,16 @@ def _by_workspace(args: Any, design: Any) -> float:
     tiles = max(heads * row_blocks, 1)
     size = sdpa_split.Size(tiles, row_blocks, -(-args.S_kv // keys), MULTIPROCESSORS)
     of_tile = (design.tile_shape, design.head_dim, args.K.dtype.itemsize, rows)
-    costs = sdpa_split.costs_of(*of_tile, 1, _choose)
-    parts = sdpa_split.parts_of(size, costs, _choose)
+    costs = sdpa_split.costs_of(*of_tile, 1, choose)
+    parts = sdpa_split.parts_of(size, costs, choose)
     met = blocks_seen(args, -(-most // group), keys)
     if tiles * parts <= MULTIPROCESSORS:
         met = longest(args, size.blocks, met)
-    found = sdpa_split.nanoseconds(parts, size._replace(blocks=math.ceil(met)), costs, _choose)
-    if not sdpa_split.are_many(rows, most, design.head_dim[1], _choose):
+    found = sdpa_split.nanoseconds(parts, size._replace(blocks=math.ceil(met)), costs, choose)
+    if not sdpa_split.are_many(rows, most, design.head_dim[1], choose):
         found += 1e9 * _adding_up(min(rows, most), design.head_dim[1], parts)
     queries = args.B * args.H * args.S_q * (args.D + args.D_v) * args.Q.dtype.itemsize
     return float(_ALONE_BY_WORKSPACE + 1e-9 * found + queries / _READ)
-
-
-def _choose(condition: Any, one: Any, other: Any) -> Any:
-    return one if condition else other
 
 
 def _in_clusters(args: Any, design: Any) -> float:
@@ -131,10 +128,10 @@ def _adding_up_fp8(design: Any, rows: int, tiles: int, parts: float) -> float:
     from kernel_api.implementations.sm90 import sdpa_split
 
     (most, _), (_, columns) = design.tile_shape, design.head_dim
-    if parts <= 1 or not sdpa_split.are_many(rows, most, columns, _choose):
+    if parts <= 1 or not sdpa_split.are_many(rows, most, columns, choose):
         return _adding_up(min(rows, most), columns, parts)
     few, many = (
-        sdpa_split.costs_of(design.tile_shape, design.head_dim, 1, n, design.resident, _choose)
+        sdpa_split.costs_of(design.tile_shape, design.head_dim, 1, n, design.resident, choose)
         for n in (1, rows)
     )
     return float(1e-9 * (many.sums - few.sums + tiles * parts * many.part))

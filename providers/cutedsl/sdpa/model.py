@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
-from kernel_api.masks import BOUNDS
 from kernel_api.providers.cutedsl.sdpa.base import AttentionDesign
 
 #: Seconds of a launch.
@@ -65,8 +63,6 @@ _SECTOR, _APART = 32, 1.6
 #: The same of one such block that has a multiprocessor for itself, because there are few.
 _BY_ITSELF = 1.46
 
-BOUND_NAMES = frozenset(itertools.chain(*BOUNDS.values()))
-
 
 def seconds(args: Any, design: AttentionDesign) -> float:
     """Of the tiles of all heads, one after the other on each multiprocessor; no less than the
@@ -98,16 +94,30 @@ def _scaled(args: Any, design: AttentionDesign) -> float:
     if scaling == "at_once":
         return 1.0
     known = _SCALED.get((design.head_dim[0], design.tile_shape, scaling), _OTHER_SCALED)
-    return known[any(name in args.bounds for name in BOUND_NAMES)]
+    return known[bool(args.bounds)]
 
 
 def blocks_seen(args: Any, queries: int, keys: int) -> float:
-    """Blocks of keys that a tile of queries meets, on average: where a bound runs through it, half
-    a tile's more than its queries see, and half of what is rounded up to whole blocks."""
-    blocks = -(-args.S_kv // keys)
-    edges = sum(name in args.bounds for name in BOUND_NAMES)
-    further = edges * (queries / keys + 1 - math.gcd(queries, keys) / keys) / 2
-    return float(max(1.0, min(blocks, blocks * seen(args) + further)))
+    """Blocks of keys that a tile of queries meets, on average."""
+    return _met(args, -(-args.S_kv // keys), queries, keys)
+
+
+def tiles_seen(args: Any, queries: int, keys: int) -> float:
+    """Tiles of queries that meet a block of keys, on average."""
+    return _met(args, -(-args.S_q // queries), keys, queries)
+
+
+def _met(args: Any, count: int, own: int, others: int) -> float:
+    """Of so many tiles of `others` keys or queries, those that one of `own` queries or keys meets:
+    where a bound runs through it, half a tile's more than is seen, and half of what is rounded up
+    to whole tiles."""
+    further = len(args.bounds) * (own / others + 1 - math.gcd(own, others) / others) / 2
+    return float(max(1.0, min(count, count * seen(args) + further)))
+
+
+def choose(condition: Any, one: Any, other: Any) -> Any:
+    """What the same formulas of a kernel's host code choose by, of Python's numbers."""
+    return one if condition else other
 
 
 def longest(args: Any, blocks: float, average: float) -> float:

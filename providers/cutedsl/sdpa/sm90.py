@@ -302,17 +302,18 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
     def workspace_for(self, *tensors: Any) -> int:
         """Of packed sequences, 0: what they need depends on how many there are."""
         V = tensors[2].shape
-        return self._workspace_bytes(V, V[0]) if len(V) == 4 else 0
+        return self._workspace_bytes((V,), V[0]) if len(V) == 4 else 0
 
     def get_workspace_size(self, args: SdpaArguments) -> int:
         if args.is_packed:
-            return self._workspace_bytes(args.V.shape, args.B)
-        return self._workspace_bytes((args.B, args.H_kv, args.S_kv, args.D_v), args.B)
+            return self._workspace_bytes((args.V.shape,), args.B)
+        return self._workspace_bytes(((args.B, args.H_kv, args.S_kv, args.D_v),), args.B)
 
-    def _workspace_bytes(self, shape: tuple[int, ...], sequences: int) -> int:
-        """shape: of V, not in pages. Counters, and room for Vᵀ."""
+    def _workspace_bytes(self, shapes: tuple[tuple[int, ...], ...], sequences: int) -> int:
+        """shapes: of V alone, not in pages. Counters, and room for Vᵀ."""
         from kernel_api.implementations.sm90 import sdpa_workspace
 
+        (shape,) = shapes
         if len(shape) == 3:
             keys, heads, columns = shape
             tile = self._design.tile_shape[1]
@@ -323,7 +324,7 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
         return int(ZEROED + rows * room)
 
     def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
-        return self._finder_by(2, names)
+        return self._finder_by(names, 2)
 
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
         scores, longest_first = self.scores(args), hides_later(args)

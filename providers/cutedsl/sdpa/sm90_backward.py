@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from kernel_api import _workspaces
@@ -13,7 +11,7 @@ from kernel_api.arguments import SdpaBackwardArguments
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import SdpaBackwardOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
-from kernel_api.providers.cutedsl.kernel import SIZES_KEPT, WorkspaceFinder
+from kernel_api.providers.cutedsl.kernel import WorkspaceFinder
 from kernel_api.providers.cutedsl.sdpa.base import (
     WHY_ALIGNED,
     AttentionDesign,
@@ -23,7 +21,7 @@ from kernel_api.providers.cutedsl.sdpa.base import (
     least_room,
     nothing_empty,
 )
-from kernel_api.providers.cutedsl.sdpa.model import BOUND_NAMES, longest, seen
+from kernel_api.providers.cutedsl.sdpa.model import choose, longest, tiles_seen
 from kernel_api.space import Miss, Operands, Space, rule
 
 
@@ -96,7 +94,6 @@ _CROWDED_BY = {
 _NAMES = ("Q", "K", "V", "out", "dO", "dQ", "dK", "dV")
 
 
-_ROUNDED_UP = 16  # bytes, at most: what lies behind counters begins at a multiple
 #: Bytes per second that launches beside the main one move.
 _BANDWIDTH = 2.9e12
 #: Products per second of a multiprocessor, by columns of Q and K and the tile. Fitted, as the
@@ -119,7 +116,7 @@ _LEFT, _ADDING_UP = 3.3e12, 1.5e-6
 
 @CuTeDSLProvider.register
 class Sm90SdpaBackward(AttentionKernel):
-    """The gradient of attention of 16-bit floats for Hopper: TMA loads, wgmma, three launches."""
+    """The gradient of attention of 16-bit floats for Hopper: TMA loads, wgmma, some launches."""
 
     family: ClassVar[str] = "sm90.sdpa_backward"
     targets: ClassVar[tuple[str, ...]] = ("sm_90a",)
@@ -205,12 +202,12 @@ class Sm90SdpaBackward(AttentionKernel):
     # The workspace -----------------------------------------------------------------------
 
     def get_workspace_size(self, args: Any) -> int:
-        return self._workspace_of(args.Q.shape, args.K.shape, args.B)
+        return self._workspace_bytes((args.Q.shape, args.K.shape), args.B)
 
-    def _workspace_of(self, Q: tuple[int, ...], K: tuple[int, ...], sequences: int) -> int:
-        """Of shapes. Of every row two numbers and the sums of dQ, of every tile two counters; of
-        every block of keys that blocks share what each leaves of dK and dV."""
-        design = self._design
+    def _workspace_bytes(self, shapes: tuple[tuple[int, ...], ...], sequences: int) -> int:
+        """shapes: of Q and K. Of every row two numbers and the sums of dQ, of every tile two
+        counters; of every block of keys that blocks share what each leaves of dK and dV."""
+        (Q, K), design = shapes, self._design
         tile, keys = design.tile_shape
         left = 0
         if len(Q) == 3:
@@ -220,7 +217,7 @@ class Sm90SdpaBackward(AttentionKernel):
             blocks = K[0] * K[1] * -(-K[2] // keys)
             shares = self._shares(blocks, Q[1] // max(K[1], 1), packed=False)
             if shares > 1:
-                left = _ROUNDED_UP + shares * blocks * _share_bytes(design)
+                left = _left_bytes(shares * blocks, design)
         floats = tile * (2 + design.head_dim[0])
         return int(
             _workspaces.ZEROED
@@ -233,18 +230,10 @@ class Sm90SdpaBackward(AttentionKernel):
 
         if not may_share(self._design.tile_shape, self._design.head_dim, packed):
             return 1
-        return int(shares_of(blocks, sharing, lambda condition, a, b: a if condition else b))
+        return int(shares_of(blocks, sharing, choose))
 
     def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
-        size_of = lru_cache(maxsize=SIZES_KEPT)(self._workspace_of)
-        Q, K = (self.arguments.operand_names.index(name) for name in "QK")
-        packed = "cu_seqlens_q" in names
-
-        def found(tensors: Any, others: Any) -> int:
-            sequences = others["cu_seqlens_q"].shape[0] - 1 if packed else 0
-            return size_of(tensors[Q].shape, tensors[K].shape, sequences)
-
-        return found
+        return self._finder_by(names, 0, 1)
 
     def predict(self, args: Any) -> float:
         """Of blocks, one after the other on each multiprocessor; no less than the longest takes."""
@@ -255,33 +244,24 @@ class Sm90SdpaBackward(AttentionKernel):
         blocks, sharing = args.B * args.H_kv * -(-args.S_kv // keys), args.H // max(args.H_kv, 1)
         shares = self._shares(blocks, sharing, args.is_packed)
         found, begin = _ALONE[wide]
-        average, most = (
-            begin + sharing // shares * tiles * tile for tiles in _tiles_seen(args, queries, keys)
-        )
+        met = tiles_seen(args, queries, keys)
+        most_met = longest(args, -(-args.S_q // queries), met)
+        average, most = (begin + sharing // shares * tiles * tile for tiles in (met, most_met))
         rounds = blocks * shares / multiprocessors_of(args.device)
         if 1 < rounds <= 2:
             rounds = 2.0
         found += max(rounds * average, most)
         found += args.B * args.H * args.S_q * (12 * wide + 4 * wide_v) / _BANDWIDTH
         if shares > 1:
-            left = blocks * shares * _share_bytes(design)
-            found += _ADDING_UP + 2 * left / _LEFT
+            found += _ADDING_UP + 2 * _left_bytes(shares * blocks, design) / _LEFT
         return float(found)
 
 
-def _share_bytes(design: AttentionGradientDesign) -> int:
-    from kernel_api.implementations.sm90.sdpa_backward_shares import share_bytes
+def _left_bytes(blocks: int, design: AttentionGradientDesign) -> int:
+    """Of what so many blocks that share keys leave, behind counters."""
+    from kernel_api.implementations.sm90.sdpa_backward_shares import ALIGNMENT, share_bytes
 
-    return int(share_bytes(design.tile_shape[1], design.head_dim))
-
-
-def _tiles_seen(args: Any, queries: int, keys: int) -> tuple[float, float]:
-    """Of so many queries, those that see some of a block of keys: on average, and at most."""
-    tiles = -(-args.S_q // queries)
-    edges = sum(name in args.bounds for name in BOUND_NAMES)
-    further = edges * (keys / queries + 1 - math.gcd(queries, keys) / queries) / 2
-    average = max(1.0, min(tiles, tiles * seen(args) + further))
-    return average, longest(args, tiles, average)
+    return int(ALIGNMENT + blocks * share_bytes(design.tile_shape[1], design.head_dim))
 
 
 def _has_fewer_keys(design: AttentionGradientDesign) -> bool:
