@@ -17,13 +17,15 @@ def test_the_code_of_the_document_runs(capsys):
     names = {}
     for block in blocks:
         exec(block, names)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     assert "reference.sdpa" in capsys.readouterr().out
     assert names["out"].shape == (2, 4, 48, 64)
     assert names["packed"].shape == (48, 4, 64)
     assert names["decoded"].shape == (2, 8, 1, 64)
     assert names["attended"].shape == (2, 16, 1, 512)
     assert names["step"].isfinite().all()
+    assert names["mixed"].shape == (25, 4, 64)
+    assert names["mixed"].isfinite().all()
     assert names["dq"].isfinite().all()
 
 

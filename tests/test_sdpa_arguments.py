@@ -57,6 +57,13 @@ def paged(**options):
     return make(**{**given, "page_table": i(B, 3), "seq_lens_kv": i(B), **options})
 
 
+def packed_paged(**options):
+    """Packed queries of keys in pages."""
+    given = {"cu_seqlens_kv": None, "max_seqlen_kv": None, "page_table": i(2, 3)}
+    given |= {"K": x(7, H_KV, 16, D), "V": x(7, H_KV, 16, E), "seq_lens_kv": i(2)}
+    return packed(**{**given, **options})
+
+
 def backward(**options):
     given = {**operands(), "dO": x(B, H, S, E), "lse": f(B, H, S)}
     given |= {"dQ": x(B, H, S, D), "dK": x(B, H_KV, T, D), "dV": x(B, H_KV, T, E)}
@@ -113,6 +120,19 @@ def test_sizes_are_read_from_the_operands():
     assert args.is_paged
     assert args.is_padded
     assert (args.B, args.S_q, args.S_kv, args.page_size) == (B, S, 48, 16)
+    args = packed_paged()
+    assert args.is_packed
+    assert args.is_paged
+    assert (args.B, args.S_q, args.S_kv, args.page_size) == (2, 5, 48, 16)
+
+
+def test_rows_of_packed_tensors_are_sizes():
+    """Which the longest sequence does not tell: of a batch, most may decode one token."""
+    of_all = {"B": 2, "H": H, "H_kv": H_KV, "S_q": 5, "D": D, "D_v": E}
+    assert packed().sizes == {**of_all, "S_kv": 7, "T": 9, "T_kv": 11}
+    assert packed_paged().sizes == {**of_all, "S_kv": 48, "T": 9}
+    more = packed_paged(Q=x(18, H, D), out=x(18, H, E))
+    assert Problem.of(packed_paged()).distance(Problem.of(more)) == (1.0, 1.0)
 
 
 def test_the_scale_is_one_over_the_root_of_the_head_dimension():
@@ -138,6 +158,10 @@ def test_launch_values_are_what_is_there_in_one_order():
         "lse", "cu_seqlens_q", "cu_seqlens_kv", "scale", "max_seqlen_q", "max_seqlen_kv",
     ]  # fmt: skip
     assert list(paged().launch_values) == ["seq_lens_kv", "page_table", "scale"]
+    assert list(packed_paged(lse=f(H, 9)).launch_values) == [
+        "lse", "seq_lens_kv", "cu_seqlens_q", "page_table", "scale", "max_seqlen_q",
+    ]  # fmt: skip
+    assert packed_paged().launch_values["max_seqlen_q"] == 5
     more = {"bias": f(1, 1, 1, 1), "dBias": f(1, 1, 1, 1), "sink": f(H), "dSink": f(H)}
     names = list(backward(**more, mask=masks.Causal()).launch_values)
     assert names == ["bias", "sink", "dBias", "dSink", "scale", "right"]
@@ -164,7 +188,9 @@ def test_text_says_what_is_computed():
     text = repr(every())
     for word in ("softcap", "score_mod", "dropout", "bias", "alibi", "sink"):
         assert f", {word}" in text
-    assert "packed 2x4/2x5x7" in repr(packed())
+    assert "(packed 2x4/2x5x7" in repr(packed())
+    assert "(paged 2x4/2x6x48" in repr(paged())
+    assert "(packed paged 2x4/2x5x48" in repr(packed_paged())
     assert ", deterministic, on cpu)" in repr(backward(deterministic=True))
 
 
@@ -286,16 +312,20 @@ def test_the_longest_may_be_a_number_of_numpy():
         (lambda: packed(bias=f(2, H, 5, 7)), "bias and cu_seqlens are given; a bias .* score_mod"),
         (lambda: packed(V=x(12, H_KV, E)), "K has T_kv = 11 but V has T_kv = 12"),
         (lambda: packed(Q=x(1, H, 9, D)), r"Q has shape .*; expected \(T, H, D\)"),
+        (lambda: packed(seq_lens_kv=i(2)), "seq_lens_kv and cu_seqlens are given; packed sequence"),
         # Pages.
         (lambda: paged(page_table=i(B, 3).long()), "page_table is int64; expected int32"),
         (lambda: paged(page_table=i(3, 3)), r"page_table has shape \(3, 3\); expected \(B, max_pa"),
         (lambda: paged(page_table=i(B)), r"page_table has shape \(2,\); expected \(B, max_pages\)"),
         (lambda: paged(page_table=i(3, B).t()), r"page_table has strides \(1, 2\); the pages of a"),
         (lambda: paged(seq_lens_kv=None), "page_table is given and seq_lens_kv is None"),
-        (lambda: packed(page_table=i(2, 3)), "page_table and cu_seqlens are given"),
         (lambda: paged(V=x(7, H_KV, 8, E)), "K has page_size = 16 but V has page_size = 8"),
         (lambda: paged(V=x(8, H_KV, 16, E)), "K has pages = 7 but V has pages = 8"),
         (lambda: paged(K=x(7, 2, 0, D), V=x(7, 2, 0, E)), "K has page_size = 0; expected a key at"),
+        (lambda: paged(K=x(9, H_KV, D)), r"K has shape .*; expected \(pages, H_kv, page_size, D.$"),
+        (lambda: paged(max_seqlen_kv=48), "max_seqlen_kv is 48 and page_table is given; page_ta"),
+        (lambda: packed(page_table=i(2, 3)), "cu_seqlens_kv and page_table are given"),
+        (lambda: paged(cu_seqlens_kv=i(3)), "cu_seqlens_kv and page_table are given"),
         # Beside the operands.
         (lambda: make(alibi=f(H_KV)), r"alibi has shape \(2,\); expected \(H,\) = \(4,\)"),
         (lambda: make(alibi=x(H)), "alibi is bfloat16; expected float32"),
@@ -332,6 +362,7 @@ def test_the_longest_may_be_a_number_of_numpy():
         (lambda: backward(dSink=f(H)), "dSink is given and sink is None"),
         (lambda: backward(sink=f(H), dSink=f(1)), r"dSink has shape \(1,\); expected"),
         (lambda: backward(page_table=i(B, 3), seq_lens_kv=i(B)), "pages and 8-bit operands have n"),
+        (lambda: backward(cu_seqlens_q=i(3)), "and cu_seqlens_kv is None; packed .* need both$"),
         (lambda: backward(deterministic="no"), "deterministic is 'no'; expected True or False"),
         (lambda: backward(dK=x(B, H_KV, D, T).mT), "dK has strides .* the last one must be 1"),
     ],
@@ -456,6 +487,7 @@ def test_what_compiled_code_depends_on_is_in_the_signature(change):
 def test_forms_and_modes_of_the_gradient_are_in_the_signature():
     assert backward().signature != backward(deterministic=True).signature
     assert paged().signature != paged(K=x(7, H_KV, 8, D), V=x(7, H_KV, 8, E)).signature
+    assert len({make().signature for make in (packed, paged, packed_paged)}) == 3
     tables = [x(1, 1, 1, 1).bool(), x(1, 1, 1, 1).bool()]
     one, other = (
         make(mask=masks.BlockSparse(table, shape))
@@ -471,6 +503,7 @@ ARGUMENTS = {
     "every": every,
     "packed": packed,
     "paged": paged,
+    "packed paged": packed_paged,
     "backward": lambda: backward(mask=masks.Causal(), deterministic=True),
     "backward with sums": lambda: backward(
         bias=f(1, 1, S, T), dBias=f(1, 1, S, T), sink=f(H), dSink=f(H)
@@ -500,8 +533,11 @@ def test_random_data_makes_sense_and_can_be_computed(kind):
     kernel.run(args)
     if kind == "every":
         assert args.seq_lens_kv.tensor.tolist() == [T, T]
-    if kind == "packed":
+    if args.is_packed:
         assert args.cu_seqlens_q.tensor.tolist() == [0, 4, 9]
+    if args.is_paged:
+        assert args.page_table.tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert args.seq_lens_kv.tensor.tolist() == [48, 48]
     for output in args.outputs.values():
         assert output.tensor.isfinite().any()
 

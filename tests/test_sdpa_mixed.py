@@ -66,9 +66,13 @@ def families(args):
         (fp8_arguments((1, 32, 8, 2048, 2048, 128), queries=BF16, statistics=()), [MANY, FEW]),
         (paged_fp8_arguments((2, 8, 2, 3, 128), (300, 90), 16, queries=BF16), [FEW, MANY]),
         (paged_fp8_arguments((2, 8, 2, 3, 128), (300, 90), 24, queries=BF16), [MANY]),
-        (packed_fp8_arguments((4, 2, 64), ((40, 0), (70, 20)), queries=torch.float16), [MANY]),
+        (packed_fp8_arguments((4, 2, 64), ((40, 0), (70, 20)), queries=torch.float16), [FEW, MANY]),
+        (
+            paged_fp8_arguments((2, 8, 2, 3, 128), (90, 3), 16, queries=BF16, rows=(1, 9)),
+            [FEW, MANY],
+        ),
     ],
-    ids=["few", "many", "pages", "pages of 24", "packed"],
+    ids=["few", "many", "pages", "pages of 24", "packed", "packed, pages"],
 )
 def test_few_queries_read_keys_as_they_are_and_many_wide_ones(args, expected):
     assert families(on_meta(args)) == [*expected, ANY]

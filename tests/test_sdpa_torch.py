@@ -211,6 +211,11 @@ def test_packed_and_paged_sequences_are_not_torchs():
         x, x, x, x.clone(), cu_seqlens_q=i, cu_seqlens_kv=i, max_seqlen_q=4, max_seqlen_kv=4
     )
     assert "they are packed" in refusal(args, "sdpa_math")
+    pages = torch.zeros(3, 4, 16, 64).half()
+    told = {"cu_seqlens_q": i, "max_seqlen_q": 4, "page_table": i[:2].view(2, 1)}
+    args = ka.SdpaArguments(x, pages, pages, x.clone(), seq_lens_kv=i[:2], **told)
+    for family in ("sdpa_math", "sdpa_flash_cpu"):
+        assert "they are packed" in refusal(args, family)
 
 
 # flex_attention --------------------------------------------------------------------------

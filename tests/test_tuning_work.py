@@ -111,7 +111,7 @@ def test_other_masks_count_bytes_only():
     assert found.bytes == work(attention()).bytes
 
 
-@pytest.mark.parametrize("name", ["cu_seqlens", "page_table"])
+@pytest.mark.parametrize("name", ["cu_seqlens", "page_table", "both"])
 def test_nothing_is_known_of_packed_or_paged_sequences(name):
     if name == "cu_seqlens":
         q, ends = empty(70, 6, 64), empty(3, element=torch.int32)
@@ -120,10 +120,12 @@ def test_nothing_is_known_of_packed_or_paged_sequences(name):
     else:
         table, lengths = (empty(*s, element=torch.int32) for s in ((2, 4), (2,)))
         pages = empty(8, 3, 16, 64)
+        told = {"page_table": table, "seq_lens_kv": lengths}
         q = empty(2, 6, 1, 64)
-        args = ka.SdpaArguments(
-            q, pages, pages, q.clone(), page_table=table, seq_lens_kv=lengths
-        )  # fmt: skip
+        if name == "both":
+            q = empty(70, 6, 64)
+            told |= {"cu_seqlens_q": empty(3, element=torch.int32), "max_seqlen_q": 69}
+        args = ka.SdpaArguments(q, pages, pages, q.clone(), **told)
     assert work(args) is None
     assert least_us(Problem.of(args), "NVIDIA H200", Policy()) == 0
 

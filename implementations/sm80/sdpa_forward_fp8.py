@@ -40,7 +40,10 @@ class SdpaForwardFp8(SdpaForward):
             Widened(element_type, names, tiles.columns, in_page, hopper=False)
             for tiles in (self.k, self.v)
         )
-        address, sequences = workspace + COUNTER_BYTES, mQ.shape[0]
+        address = workspace + COUNTER_BYTES
+        sequences = mQ.shape[0]
+        if const_expr("cu_seqlens_q" in names):
+            sequences = Values(names, operands)["cu_seqlens_q"].shape[0] - 1
         wK, address = of_keys(mK, operands, address, sequences, stream)
         wV, address = of_values(mV, operands, address, sequences, stream)
         wQ = mQ

@@ -42,14 +42,17 @@ def extents_of(
     values: Values,
     page_size: int | None = None,
 ) -> Extents:
-    heads = mQ.shape[1], mK.shape[1]
     if "cu_seqlens_q" in values:
-        longest = (Int32(values[name]) for name in ("max_seqlen_q", "max_seqlen_kv"))
-        return Extents(values["cu_seqlens_q"].shape[0] - 1, *heads, *longest)
-    keys = mK.shape[2]
-    if page_size is not None:
+        batches, queries = values["cu_seqlens_q"].shape[0] - 1, Int32(values["max_seqlen_q"])
+    else:
+        batches, queries = mQ.shape[0], mQ.shape[2]
+    if "cu_seqlens_kv" in values:
+        keys = Int32(values["max_seqlen_kv"])
+    elif page_size is not None:
         keys = keys_in_pages(values, page_size)
-    return Extents(mQ.shape[0], *heads, mQ.shape[2], keys)
+    else:
+        keys = mK.shape[2]
+    return Extents(batches, mQ.shape[1], mK.shape[1], queries, keys)
 
 
 class Pages(NamedTuple):

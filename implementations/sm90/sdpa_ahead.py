@@ -9,7 +9,9 @@ from ..common.attention.values import Values
 from ..common.conversion import select
 
 #: Of launch values, those that a block uses behind its first loads if at all.
-_NOT_READ_FIRST = frozenset(("scale", "lse", "score_max", "score_sum_exp", "sink"))
+_NOT_READ_FIRST = frozenset(
+    ("scale", "lse", "score_max", "score_sum_exp", "sink", "max_seqlen_q", "max_seqlen_kv")
+)
 #: And those that it needs to know where its keys lie.
 _READ_FIRST = frozenset(
     ("page_table", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv")
@@ -59,9 +61,11 @@ class AsksAhead:
     @cute.jit
     def _ask_for_places(self, tma_k, mK, sK, tma_v, mV, sV, mQ, tiles, operands):
         """For lengths, and numbers of pages as far as the lanes of a warp go."""
-        values = Values(self.scores.names, operands)
-        batch = tiles.place(Int32(cute.arch.block_idx()[0]), self.tile_m, False).batch
-        for name in sorted(_READ_FIRST & set(self.scores.names)):
+        names = self.scores.names
+        values = Values(names, operands)
+        early = Values(names, tuple(map(_early, names, operands)))
+        batch = self._place(tiles, Int32(cute.arch.block_idx()[0]), early).batch
+        for name in sorted(_READ_FIRST & set(names)):
             tensor = values[name]
             index = batch
             if const_expr(name == "page_table"):
@@ -79,11 +83,12 @@ class AsksAhead:
         tile = Int32(cute.arch.block_idx()[0])
         work = self._part_of(tiles, tile, values, mQ, mK)
         place, sequence, blocks = work.place, work.sequence, work.blocks
-        tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head)
+        first_key, batch = self._first_key(sequence), self._batch_of_keys(place)
+        tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head, first_key)
         row_bytes = self.element_type.width // 8 * self.tile_n
         of_keys = of_both = self.head_dim * row_bytes
         if const_expr(not self.values_in_keys):
-            tVsV, tVgV = self._partitioned(tma_v, mV, sV, self.head_dim_v, place.head)
+            tVsV, tVgV = self._partitioned(tma_v, mV, sV, self.head_dim_v, place.head, first_key)
             of_both += self.head_dim_v * row_bytes
         whole, _ = divmod(tiles.total, tiles.by_part)
         read = Int64(whole) * cute.ceil_div(sequence.keys, self.tile_n)
@@ -96,11 +101,11 @@ class AsksAhead:
         for i in cutlass.range(count, unroll=1):
             block = blocks.end - 1 - i
             pages = self._pages_of(pages, block, place.batch, sequence, values)
-            self._ask_for_block(tma_k, tKgK, tKsK, block, pages, place.batch)
+            self._ask_for_block(tma_k, tKgK, tKsK, block, pages, batch)
             if const_expr(not self.values_in_keys):
                 left = ahead - (i * of_both + of_keys)
                 if left > 0:
-                    self._ask_for_block(tma_v, tVgV, tVsV, block, pages, place.batch)
+                    self._ask_for_block(tma_v, tVgV, tVsV, block, pages, batch)
 
 
 def _early(name: str, value):
@@ -121,9 +126,20 @@ class _FromL2:
         self.shape = tensor.shape
 
     def __getitem__(self, index) -> Int32:
+        return self.of_lane(index) if self._of_lanes else self._read(_read_by_one, index)
+
+    def of_lane(self, index) -> Int32:
+        """Each lane reads one of its own."""
+        return self._read(_read, index)
+
+    def _read(self, read, index) -> Int32:
         address = self._tensor.iterator + cute.crd2idx(index, self._tensor.layout)
-        read = _read if self._of_lanes else _read_by_one
         return read(address, self._tensor.element_type)
+
+
+def of_lane(numbers, index) -> Int32:
+    """Of a tensor, as it is or as it may be read while the kernels before run."""
+    return numbers.of_lane(index) if isinstance(numbers, _FromL2) else numbers[index]
 
 
 def _read(address: cute.Pointer, element_type) -> cutlass.Numeric:

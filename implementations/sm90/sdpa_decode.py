@@ -7,12 +7,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from ..common.attention.behind import behind_last, fill_behind
 from ..common.attention.blocks import Hidden
 from ..common.attention.modes import attention_modes
-from ..common.attention.scores import Scores, Tile, rows_and_columns
+from ..common.attention.scores import Place, Scores, Tile, rows_and_columns
 from ..common.attention.sequences import keys_seen, sequence_of
 from ..common.attention.softmax import Finished, finished
-from ..common.attention.statistics import statistics_rows, where_seen, write_statistics
+from ..common.attention.statistics import (
+    fill_statistics_behind,
+    statistics_rows,
+    where_seen,
+    write_statistics,
+)
 from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.threads import GROUP
@@ -21,6 +27,7 @@ from ..common.work_split import COUNTER_BYTES
 from .sdpa_ahead import AsksAhead
 from .sdpa_forward import SdpaForward
 from .sdpa_output import OWN
+from .sdpa_packed import TakesPacked, blocks_of_packed, first_block
 from .sdpa_pages import RowLoads
 from .sdpa_parts import AddsUpParts, DecodeTiles, query_and_head
 from .sdpa_rows import load_vector, store_row
@@ -28,13 +35,13 @@ from .sdpa_split import Size
 from .sdpa_tiles import Work
 
 
-class SdpaDecode(AddsUpParts, AsksAhead, RowLoads, SdpaForward):
+class SdpaDecode(TakesPacked, AddsUpParts, AsksAhead, RowLoads, SdpaForward):
     """The same for few queries: the rows of a tile are the queries of all heads that share a
     head of keys, and its keys are cut into parts, so that all multiprocessors read some. They are
     added up in their order, see `AddsUpParts`.
 
     K and V may be pages: (pages, H_kv, page_size, D), page `page_table[b, i]` has keys
-    i · page_size and following of sequence b.
+    i · page_size and following of sequence b. Queries may be packed, see `TakesPacked`.
 
     page_size: None, or a divisor or multiple of `tile[1]` and a multiple of 8.
     """
@@ -77,18 +84,25 @@ class SdpaDecode(AddsUpParts, AsksAhead, RowLoads, SdpaForward):
         """operands: a tuple of what the scores are called by; workspace: an address, of counters
         that are zero, then of room for parts."""
         values = Values(self.scores.names, operands)
+        sequences, queries = self._sequences(mQ, values)
         mQ, mK, mV, mO = (attention_modes(tensor) for tensor in (mQ, mK, mV, mO))
-        queries, _, heads, batches = mQ.shape
         tma_k, tK = self._tma_rows(mK, self.head_dim)
         tma_v, tV = self._tma_of_values(mV)
 
-        group = heads // mK.shape[2]
+        heads, key_heads = mQ.shape[2], mK.shape[2]
+        group = heads // key_heads
         rows = queries * group
-        blocks, key_heads = cute.ceil_div(rows, self.tile_m), mK.shape[2]
+        blocks, batches = cute.ceil_div(rows, self.tile_m), sequences
+        listed = Boolean(False)
+        if const_expr(self.packed):
+            blocks, batches, listed = blocks_of_packed(
+                blocks, sequences, mQ.shape[0] * group, self.tile_m
+            )
         tiles = blocks * key_heads * batches
-        keys = cute.ceil_div(self._keys(mK, values), self.tile_n)
+        keys = cute.ceil_div(self._most_keys(mK, values), self.tile_n)
         row_blocks = cutlass.max(blocks, 1)
-        size = Size(cutlass.max(tiles, 1), row_blocks, keys, multiprocessors * self.resident)
+        each = cutlass.max(tiles // cutlass.max(key_heads * sequences, 1), 1)
+        size = Size(cutlass.max(tiles, 1), each, keys, multiprocessors * self.resident)
         parts = self._parts(size, rows)
         behind = (parts > 1) & self._are_many(rows)
         total = tiles * parts
@@ -97,7 +111,7 @@ class SdpaDecode(AddsUpParts, AsksAhead, RowLoads, SdpaForward):
         tiles, of_sums = (
             self.tiles(
                 *(blocks, key_heads, total, Int32(1), workspace),
-                *(parts, Divisor(group), rows, partial, behind),
+                *(parts, Divisor(group), rows, partial, behind, listed),
                 *map(Divisor, (parts, row_blocks, cutlass.max(key_heads, 1))),
             )
             for _ in range(2)
@@ -115,10 +129,12 @@ class SdpaDecode(AddsUpParts, AsksAhead, RowLoads, SdpaForward):
         return self._part_of(tiles, tile, values, mQ, mK)
 
     def _part_of(self, tiles: DecodeTiles, tile: Int32, values: Values, mQ, mK) -> Work:
-        place = tiles.place(tile, self.tile_m, self.longest_first)
+        place = self._place(tiles, tile, values)
         sequence = sequence_of(values, place.batch, mQ.shape[0], self._keys(mK, values))
         first = place.query // tiles.group
-        last = cutlass.min(place.query + self.tile_m, tiles.rows) - 1
+        last = cutlass.min(place.query + self.tile_m, self._rows(sequence, tiles)) - 1
+        if self.packed:
+            last = cutlass.max(last, 0)
         blocks = keys_seen(sequence, first, last // tiles.group - first + 1, self.tile_n)
         blocks = blocks._replace(end=select(first < sequence.queries, blocks.end, blocks.begin))
         count, part = blocks.end - blocks.begin, place.key
@@ -155,11 +171,12 @@ class SdpaDecode(AddsUpParts, AsksAhead, RowLoads, SdpaForward):
         place, sequence, blocks = work.place, work.sequence, work.blocks
         _, pipeline_k, pipeline_v = pipelines
         q_state, k_state, v_state = states
-        tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head)
-        tVsV, tVgV = self._partitioned(tma_v, mV, sV, self.head_dim_v, place.head)
+        first_key = self._first_key(sequence)
+        tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head, first_key)
+        tVsV, tVgV = self._partitioned(tma_v, mV, sV, self.head_dim_v, place.head, first_key)
         if blocks.end > blocks.begin:
-            last, batch = blocks.end - 1, place.batch
-            of_batch = (batch, sequence, values)
+            last, batch = blocks.end - 1, self._batch_of_keys(place)
+            of_batch = (place.batch, sequence, values)
             pages = self._pages_of(self._no_pages(), last, *of_batch)
             self._load_block(tma_k, tKgK, tKsK, last, pages, pipeline_k, k_state, batch)
             k_state.advance()
@@ -221,10 +238,11 @@ class SdpaDecode(AddsUpParts, AsksAhead, RowLoads, SdpaForward):
         # All loads before the first of them is waited for.
         loaded = cute.make_rmem_tensor((vector, at_once, slabs), self.element_type)
         first = place.query + consumer * rows + lane // across
+        last = self._rows(work.sequence, tiles) - 1
         for i in cutlass.range_constexpr(at_once):
-            row = cutlass.min(first + i * (GROUP // across), tiles.rows - 1)
+            row = cutlass.min(first + i * (GROUP // across), last)
             query, head = query_and_head(place, row - place.query, tiles)
-            source = mQ[query, None, head, place.batch]
+            source = self._row(mQ, query, head, work)
             for slab in cutlass.range_constexpr(slabs):
                 column = slab * columns + lane % across * vector
                 column = cutlass.min(column, mQ.shape[1] - vector)
@@ -279,6 +297,7 @@ class SdpaDecode(AddsUpParts, AsksAhead, RowLoads, SdpaForward):
         own, first = self._own_place(consumer, thread)
         outputs = rows_and_columns(tOrO)
         part, numbers = self._own_part(consumer, memory, work, tiles)
+        end = self._rows(work.sequence, tiles)
         for i in cutlass.range_constexpr(2):
             local = own + 8 * i
             query, head = query_and_head(work.place, local, tiles)
@@ -288,7 +307,7 @@ class SdpaDecode(AddsUpParts, AsksAhead, RowLoads, SdpaForward):
             if const_expr(sink is not None):
                 done = _either(tiles.parts == 1, done, finished(softmax, i, None))
             done = where_seen(exists, done)
-            if work.place.query + local < tiles.rows:
+            if work.place.query + local < end:
                 factor = self._factor(done.factor, values, work.place, tiles)
                 scale = select(exists, factor, Float32(0.0))
                 if tiles.parts > 1:
@@ -298,13 +317,34 @@ class SdpaDecode(AddsUpParts, AsksAhead, RowLoads, SdpaForward):
                         for j in cutlass.range_constexpr(self.numbers):
                             numbers[local, j] = found[j]
                 else:
-                    row = mO[query, None, head, work.place.batch]
+                    row = self._row(mO, query, head, work)
                     store_row(outputs, i, scale, exists, row, first, thread)
                     rows = statistics_rows(values, work.place.batch, head, work.sequence)
                     if self._tells(consumer, thread):
                         write_statistics(rows, query, done)
+        if const_expr(self.packed):
+            self._fill_behind(thread, mO, work.place, values, tiles)
         if tiles.parts > 1:
             self._combine(thread, memory, mO, work, values, tiles)
+
+    @cute.jit
+    def _fill_behind(self, thread, mO, place: Place, values, tiles: DecodeTiles):
+        """By the first parts of the tiles of the last sequence."""
+        starts = values["cu_seqlens_q"]
+        last = Int32(starts.shape[0]) - 2
+        if (place.key == 0) & (place.batch == last):
+            blocks = tiles.blocks
+            if tiles.listed:
+                rows = starts[last] * tiles.group.divisor
+                blocks = blocks - first_block(rows, last, self.tile_m)
+            behind = behind_last(
+                *(starts, last, mO.shape[0], place.query // self.tile_m, blocks),
+                *(thread, self.consumers * GROUP),
+            )
+            for i in cutlass.range(tiles.group.divisor, unroll=1):
+                head = place.head * tiles.group.divisor + i
+                fill_behind(mO[None, None, head, 0], behind)
+                fill_statistics_behind(values, head, behind)
 
     def _own_place(self, consumer, thread) -> tuple:
         """The first row and column of O that a thread has."""

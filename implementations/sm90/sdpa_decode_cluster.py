@@ -191,7 +191,7 @@ class SdpaDecodeCluster(SdpaDecode):
         parts = PartsOfCluster(memory.rows, memory.numbers, size)
         sums, other = self._parts_of_tile(work, tiles).at(work.place.key // size)
         across = self.head_dim_v // _AT_ONCE
-        rows = cutlass.min(tiles.rows - work.place.query, self.tile_m)
+        rows = cutlass.min(self._rows(work.sequence, tiles) - work.place.query, self.tile_m)
         each = (rows * across + size - 1) // size
         first = cute.arch.block_idx_in_cluster() * each
         end = cutlass.min(first + each, rows * across)

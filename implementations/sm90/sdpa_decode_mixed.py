@@ -61,11 +61,12 @@ class SdpaDecodeMixed(SdpaDecodeFp8):
         # All loads before the first of them is waited for.
         loaded = cute.make_rmem_tensor((_VECTOR, vectors, _OWN_ROWS), self.queries_type)
         first = lane % QUAD * _VECTOR
+        last = self._rows(work.sequence, tiles) - 1
         for i in cutlass.range_constexpr(_OWN_ROWS):
             local = (warp * _OWN_ROWS + i) * _ROWS + lane // QUAD
-            row = cutlass.min(place.query + local, tiles.rows - 1)
+            row = cutlass.min(place.query + local, last)
             query, head = query_and_head(place, row - place.query, tiles)
-            source = mQ[query, None, head, place.batch]
+            source = self._row(mQ, query, head, work)
             for j in cutlass.range_constexpr(vectors):
                 column = cutlass.min(first + j * across, mQ.shape[1] - _VECTOR)
                 load_vector(source, column, loaded[None, j, i])

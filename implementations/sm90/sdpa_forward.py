@@ -12,7 +12,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..common.attention.blocks import are_searched
 from ..common.attention.modes import attention_modes
-from ..common.attention.scores import Scores
+from ..common.attention.scores import Place, Scores
 from ..common.attention.values import Values
 from ..common.threads import GROUP
 from .mma import WGMMA_M
@@ -170,11 +170,20 @@ class SdpaForward(ForwardConsumer):
         """Heads that take turns, of all sequences. mK: (S,D,H,B)"""
         if not self.longest_first:
             return Int32(1)
-        packed = "cu_seqlens_kv" in self.scores.names
-        keys = Int32(values["max_seqlen_kv"]) if packed else self._keys(mK, values)
+        keys = self._most_keys(mK, values)
         row = (self.head_dim + self.head_dim_v) * self.element_type.width // 8
         read = Int64(keys) * row * mK.shape[2] // heads
         return heads_together(heads * batches, blocks, read)
+
+    def _most_keys(self, mK, values: Values) -> Int32:
+        """Of a sequence. mK: (S,D,H,B)"""
+        if "cu_seqlens_kv" in values:
+            return Int32(values["max_seqlen_kv"])
+        return self._keys(mK, values)
+
+    def _batch_of_keys(self, place: Place) -> Int32:
+        """Of K and V as they lie: packed, they have one."""
+        return Int32(0) if "cu_seqlens_kv" in self.scores.names else place.batch
 
     def _shared_layouts(self) -> tuple:
         """Of Q, K, V as columns of the second product, and O; the stages are behind."""
@@ -398,10 +407,9 @@ class SdpaForward(ForwardConsumer):
         pipeline_q, pipeline_k, pipeline_v = pipelines
         q_state, k_state, v_state = states
         key_head = place.head // (mQ.shape[2] // mK.shape[2])
-        batch = place.batch
-        if const_expr("cu_seqlens_q" in self.scores.names):
-            batch = Int32(0)
+        batch = Int32(0) if const_expr("cu_seqlens_q" in self.scores.names) else place.batch
         mQ = cute.domain_offset((sequence.first_query, 0), mQ[None, None, place.head, batch])
+        batch = self._batch_of_keys(place)
         keys = self._keys_to_load(tma_k, mK, sK, key_head, batch, sequence)
         columns = self._values_to_load(tma_v, mV, sV, key_head, batch, work)
         gQ = cute.local_tile(mQ, (self.tile_m, self.head_dim), (None, 0))

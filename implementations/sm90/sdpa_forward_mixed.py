@@ -4,6 +4,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from ..common.attention.values import Values
 from ..common.attention.widened import Widened
 from ..common.work_split import COUNTER_BYTES
 from .sdpa_forward import SdpaForward
@@ -43,7 +44,8 @@ class SdpaForwardMixed(Descaled, SdpaForward):
             Widened(element_type, names, columns, in_page, hopper=True)
             for columns in (self.head_dim, self.head_dim_v)
         )
-        address, sequences = workspace + COUNTER_BYTES, mQ.shape[0]
+        address = workspace + COUNTER_BYTES
+        sequences, _ = self._sequences(mQ, Values(names, operands))
         wK, address = of_keys(mK, operands, address, sequences, stream)
         wV, _ = of_values(mV, operands, address, sequences, stream)
         # `super` is not known where code is traced.

@@ -208,7 +208,8 @@ class SdpaLatent(SdpaDecode):
         place, sequence, blocks = work.place, work.sequence, work.blocks
         _, *of_slabs = pipelines
         q_state, k_state, v_state = states
-        tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head)
+        first_key, batch = self._first_key(sequence), self._batch_of_keys(place)
+        tKsK, tKgK = self._partitioned(tma_k, mK, sK, self.head_dim, place.head, first_key)
         pages, pieces = self._no_pages(), self.tile_n // self.rows_at_once
         for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
             block = blocks.end - 1 - i
@@ -216,7 +217,7 @@ class SdpaLatent(SdpaDecode):
             for one, slabs in zip(of_slabs, self._slabs, strict=True):
                 one.producer_acquire(k_state)
                 for piece in cutlass.range(pieces, unroll=1):
-                    row, at = self._piece(block * pieces + piece, piece, pages, place.batch)
+                    row, at = self._piece(block * pieces + piece, piece, pages, batch)
                     for slab in slabs:
                         cute.copy(
                             tma_k,

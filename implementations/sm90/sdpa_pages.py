@@ -52,15 +52,21 @@ class RowLoads:
         )
         return tma_load(tensor, layout, (self.rows_at_once, slab))
 
-    def _partitioned(self, tma, tensor, shared, columns: int, head) -> tuple:
+    def _partitioned(self, tma, tensor, shared, columns: int, head, first=None) -> tuple:
         """((TMA, pieces of rows, slabs, stages), (TMA, pieces of rows, slabs, batches)). The tiles
-        lie in shared memory as rows of a slab, slab by slab."""
+        lie in shared memory as rows of a slab, slab by slab.
+
+        first: The row where those of a sequence begin, if that is not always the first.
+        """
         tile = (self.tile_m, self.tile_n, columns)
         layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.element_type, self.stages)
         rows = cute.make_tensor(shared.iterator, layout.outer)
         piece = (self.rows_at_once, self._slab(columns))
         pieces = cute.local_tile(rows, piece, (None, None, None))
-        source = cute.local_tile(tensor[None, None, head, None], piece, (None, None, None))
+        of_head = tensor[None, None, head, None]
+        if first is not None:
+            of_head = cute.domain_offset((first, 0, 0), of_head)
+        source = cute.local_tile(of_head, piece, (None, None, None))
         return cpasync.tma_partition(
             tma,
             0,

@@ -38,6 +38,7 @@ class DecodeTiles(Tiles):
 
     partial: An address: of each part the rows in float32, then their numbers.
     behind: Whether a kernel behind adds parts up.
+    listed: Whether `blocks` are a list of those of all packed sequences, see `TakesPacked`.
     by_part, by_block, by_head: Divide by `parts`, `blocks` and `heads`: a block that has one tile
         waits for each division before its first load.
     """
@@ -47,6 +48,7 @@ class DecodeTiles(Tiles):
     rows: Int32
     partial: Int64
     behind: Boolean
+    listed: Boolean
     by_part: Divisor
     by_block: Divisor
     by_head: Divisor
@@ -151,7 +153,8 @@ class AddsUpParts:
         if self._completes(thread, flag, work.tile, tiles):
             parts = self._parts_of_tile(work, tiles)
             across = self.head_dim_v // _AT_ONCE
-            rows = cutlass.min(tiles.rows - work.place.query, self.tile_m)
+            end = self._rows(work.sequence, tiles)
+            rows = cutlass.min(end - work.place.query, self.tile_m)
             for vector in cutlass.range(thread, rows * across, GROUP * self.consumers, unroll=1):
                 local, column = vector // across, vector % across * _AT_ONCE
                 added = self._sum(parts, local, column, _AT_ONCE, self.sums_at_once)
@@ -187,7 +190,7 @@ class AddsUpParts:
         if column < mO.shape[1]:
             rounded = cute.make_rmem_tensor(cute.size(added.values), self.output_type)
             rounded.store((added.values.load() * scale).to(self.output_type))
-            store(rounded, mO[query, None, head, work.place.batch], column)
+            store(rounded, self._row(mO, query, head, work), column)
         lse = log_sum_exp(Sum(added.values, largest, total))
         score_max, score_sum_exp = Float32(0.0), Float32(0.0)
         if const_expr(self.numbers > 1):
@@ -278,13 +281,13 @@ class AddsUpParts:
         tile *= tiles.parts
         across = self.head_dim_v // _AT_ONCE_BEHIND
         local, column = vector // across, vector % across * _AT_ONCE_BEHIND
-        place = tiles.place(tile, self.tile_m, False)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         values = Values(self.scores.names, operands)
+        place = self._place(tiles, tile, values)
         sequence = sequence_of(values, place.batch, mQ.shape[0], self._keys(mK, values))
         work = Work(tile, place, sequence, None)
-        if (local < self.tile_m) & (place.query + local < tiles.rows):
+        if (local < self.tile_m) & (place.query + local < self._rows(sequence, tiles)):
             # What is loaded at once is loaded however few there are.
             if tiles.parts <= _FEW_PARTS:
                 self._sum_vector(local, column, mO, work, values, tiles, _FEW_PARTS)

@@ -34,6 +34,8 @@ _LETTERS = {
     "out": "(B, H, S_q, D_v)",
 }
 _PACKED = {"Q": "(T, H, D)", "K": "(T_kv, H_kv, D)", "V": "(T_kv, H_kv, D_v)", "out": "(T, H, D_v)"}
+#: Of keys and values in pages, whatever form the queries have.
+_PAGED = {"K": "(pages, H_kv, page_size, D)", "V": "(pages, H_kv, page_size, D_v)"}
 
 #: Operands that look like others.
 _LIKE = {"dO": "out", "dQ": "Q", "dK": "K", "dV": "V"}
@@ -89,22 +91,23 @@ def instance_of(name: str, value: Any, kind: type[_T]) -> _T | None:
 
 
 def _check_form(args: AttentionArguments) -> None:
-    further = args.further
+    further, in_pages = args.further, args.is_paged
     cumulative = [n for n in ("cu_seqlens_q", "cu_seqlens_kv") if n in further]
-    if len(cumulative) == 1:
-        missing = "cu_seqlens_kv" if cumulative == ["cu_seqlens_q"] else "cu_seqlens_q"
+    if in_pages:
+        _check_no_packed_keys(args)
+    elif len(cumulative) == 1:
+        is_query = cumulative == ["cu_seqlens_q"]
+        missing = "cu_seqlens_kv" if is_query else "cu_seqlens_q"
+        has_pages = is_query and "page_table" in args.tensor_names
+        unless = ", unless keys are in pages (page_table)" if has_pages else ""
         raise ArgumentError(
-            f"{cumulative[0]} is given and {missing} is None; packed sequences need both"
+            f"{cumulative[0]} is given and {missing} is None; packed sequences need both{unless}"
         )
-    for name in ("max_seqlen_q", "max_seqlen_kv"):
-        _check_longest(name, getattr(args, name), packed=bool(cumulative))
+    _check_longest("max_seqlen_q", args.max_seqlen_q, packed=bool(cumulative))
+    if not in_pages:
+        _check_longest("max_seqlen_kv", args.max_seqlen_kv, packed=bool(cumulative))
     if cumulative:
-        if "page_table" in further:
-            raise ArgumentError(
-                "page_table and cu_seqlens are given; pages are for queries (B, H, S_q, D) that "
-                "are not packed"
-            )
-        for name in ("seq_lens_q", "seq_lens_kv"):
+        for name in ("seq_lens_q",) if in_pages else ("seq_lens_q", "seq_lens_kv"):
             if name in further:
                 raise ArgumentError(
                     f"{name} and cu_seqlens are given; packed sequences are as long as cu_seqlens "
@@ -115,7 +118,7 @@ def _check_form(args: AttentionArguments) -> None:
                 "bias and cu_seqlens are given; a bias (B, H, S_q, S_kv) is for sequences that "
                 "are not packed, add it in score_mod"
             )
-    if "page_table" in further and "seq_lens_kv" not in further:
+    if in_pages and "seq_lens_kv" not in further:
         raise ArgumentError(
             "page_table is given and seq_lens_kv is None; pages hold whole sequences only by their "
             "lengths"
@@ -124,10 +127,26 @@ def _check_form(args: AttentionArguments) -> None:
         missing_lens = [n for n in ("seq_lens_q", "seq_lens_kv") if n not in further]
         if missing_lens:
             instead = "; cu_seqlens alone say it of packed sequences" if cumulative else ""
+            if cumulative and in_pages:
+                instead = "; cu_seqlens_q and seq_lens_kv alone say it of packed queries"
             raise ArgumentError(
                 f"the mask has Padding() and {missing_lens[0]} is None; it needs seq_lens_q and "
                 f"seq_lens_kv{instead}"
             )
+
+
+def _check_no_packed_keys(args: AttentionArguments) -> None:
+    """Of keys in pages: raise for what tells where packed ones lie."""
+    if "cu_seqlens_kv" in args.further:
+        raise ArgumentError(
+            "cu_seqlens_kv and page_table are given; the lengths of keys in pages are told by "
+            "seq_lens_kv: leave cu_seqlens_kv out"
+        )
+    if args.max_seqlen_kv is not None:
+        raise ArgumentError(
+            f"max_seqlen_kv is {args.max_seqlen_kv!r} and page_table is given; page_table and "
+            f"seq_lens_kv say how many keys there are: leave it out"
+        )
 
 
 def _check_longest(name: str, value: Any, packed: bool) -> None:
@@ -184,19 +203,14 @@ def _check_keys(Q: DType, K: DType, V: DType) -> None:
 
 
 def _check_shapes(args: AttentionArguments) -> None:
-    letters = _PACKED if args.is_packed else _LETTERS
-    if args.is_paged:
-        letters = {
-            **letters,
-            "K": "(pages, H_kv, page_size, D)",
-            "V": "(pages, H_kv, page_size, D_v)",
-        }
+    pages = _PAGED if args.is_paged else {}
+    letters = {**(_PACKED if args.is_packed else _LETTERS), **pages}
     Q, K, V, out = args.Q.shape, args.K.shape, args.V.shape, args.out.shape
-    rank = 3 if args.is_packed else 4
+    packed = "" if args.is_packed else "; of packed sequences (T, H, D), pass cu_seqlens"
     for name, shape in zip(("Q", "K", "V", "out"), (Q, K, V, out), strict=True):
-        if len(shape) != rank:
-            packed = "" if args.is_packed else "; of packed sequences (T, H, D), pass cu_seqlens"
-            raise ArgumentError(f"{name} has shape {shape}; expected {letters[name]}{packed}")
+        if len(shape) != letters[name].count(",") + 1:
+            hint = "" if name in pages else packed
+            raise ArgumentError(f"{name} has shape {shape}; expected {letters[name]}{hint}")
 
     def shown(*names: str) -> str:
         return ", ".join(f"{n} {letters[n]} = {getattr(args, n).shape}" for n in names)
@@ -210,7 +224,7 @@ def _check_shapes(args: AttentionArguments) -> None:
             f"Q has H = {Q[1]} heads and K has H_kv = {K[1]}; for grouped-query attention, H must "
             f"be a multiple of H_kv"
         )
-    if args.is_packed:
+    if args.is_packed and not args.is_paged:
         if K[0] != V[0]:
             raise ArgumentError(f"K has T_kv = {K[0]} but V has T_kv = {V[0]} ({shown('K', 'V')})")
     else:
@@ -269,15 +283,15 @@ def _check_head_dims(args: AttentionArguments) -> None:
 
 def _check_lengths(args: AttentionArguments) -> None:
     further = args.further
-    for name in ("seq_lens_q", "seq_lens_kv"):
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):  # the former tells B
         if name in further:
-            _check_integers(name, further[name], f"(B,) = ({args.B},)", (args.B,))
-    if args.is_packed:
-        count = further["cu_seqlens_q"].shape[:1]
-        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+            count = further["cu_seqlens_q"].shape[:1]
             if further[name].rank == 1 and not further[name].shape[0]:
                 raise ArgumentError(f"{name} is empty; expected (B + 1,), from 0 to the last end")
             _check_integers(name, further[name], f"(B + 1,) = {count}", count)
+    for name in ("seq_lens_q", "seq_lens_kv"):
+        if name in further:
+            _check_integers(name, further[name], f"(B,) = ({args.B},)", (args.B,))
     if args.is_paged:
         table = further["page_table"]
         if table.dtype is not _INT32:

@@ -28,8 +28,9 @@ def draw(args: AttentionArguments) -> None:
             ("cu_seqlens_q", args.Q.shape[0], args.S_q),
             ("cu_seqlens_kv", args.K.shape[0], args.S_kv),
         ):
-            filled = min(rows, args.B * longest)
-            tensors[name].copy_(parts * filled // max(args.B, 1))
+            if name in tensors:  # keys may be in pages
+                filled = min(rows, args.B * longest)
+                tensors[name].copy_(parts * filled // max(args.B, 1))
     if args.is_paged:
         table = tensors["page_table"]
         pages = torch.arange(table.numel(), device=args.device)

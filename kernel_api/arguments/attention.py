@@ -50,7 +50,7 @@ class AttentionArguments(Arguments):
         scale: What products of queries and keys are multiplied with.
         softcap: None without one.
         mask, score, dropout: None without one.
-        max_seqlen_q, max_seqlen_kv: Of packed sequences; else None.
+        max_seqlen_q, max_seqlen_kv: Of packed queries and packed keys; else None.
         values_in_keys: Whether V is the first columns of K, in the same memory.
     """
 
@@ -154,7 +154,8 @@ class AttentionArguments(Arguments):
 
     @property
     def is_packed(self) -> bool:
-        """Whether sequences of different lengths stand one behind the other: Q (T, H, D)."""
+        """Whether sequences of different lengths stand one behind the other: Q (T, H, D). So do
+        keys that are not in pages."""
         return "cu_seqlens_q" in self.further
 
     @property
@@ -232,7 +233,12 @@ class AttentionArguments(Arguments):
     @property
     def sizes(self) -> dict[str, int]:
         names = ("B", "H", "H_kv", "S_q", "S_kv", "D", "D_v")
-        return {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in names}
+        if self.is_packed:  # few sequences may be as long as the longest
+            found["T"] = self.Q.shape[0]
+            if not self.is_paged:
+                found["T_kv"] = self.K.shape[0]
+        return found
 
     @property
     def least_factor(self) -> float:
@@ -414,7 +420,7 @@ class AttentionArguments(Arguments):
 
     def __repr__(self) -> str:
         q, out = self.Q.dtype.short, self.operands[3].dtype.short
-        form = "packed " if self.is_packed else "paged " if self.is_paged else ""
+        form = "packed " * self.is_packed + "paged " * self.is_paged
         heads, dims = (
             one if one == other else f"{one}/{other}"
             for one, other in ((self.H, self.H_kv), (self.D, self.D_v))

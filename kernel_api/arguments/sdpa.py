@@ -36,13 +36,14 @@ class SdpaArguments(AttentionArguments):
     A row that sees no key gives zeros, and −∞ as ``lse``, or the sink. Of each row, lse =
     ``score_max`` + ln ``score_sum_exp``.
 
-    ========  =========================  ================================  =====================
-    form      Q, out                     K, V                              told by
-    ========  =========================  ================================  =====================
-    dense     (B, H, S_q, D)             (B, H_kv, S_kv, D)
-    packed    (T, H, D)                  (T_kv, H_kv, D)                   cu_seqlens_q, _kv
-    paged     (B, H, S_q, D)             (pages, H_kv, page_size, D)       page_table
-    ========  =========================  ================================  =====================
+    ============  =====================  ============================  ========================
+    form          Q, out                 K, V                          told by
+    ============  =====================  ============================  ========================
+    dense         (B, H, S_q, D)         (B, H_kv, S_kv, D)
+    packed        (T, H, D)              (T_kv, H_kv, D)               cu_seqlens_q, _kv
+    paged         (B, H, S_q, D)         (pages, H_kv, page_size, D)   page_table
+    packed paged  (T, H, D)              (pages, H_kv, page_size, D)   cu_seqlens_q, page_table
+    ============  =====================  ============================  ========================
 
     Any strides are taken whose last is 1. V and out may have another last mode, D_v, than Q and K.
     Both are multiples of 8 of 16-bit operands, of 16 of 8-bit ones.
@@ -59,8 +60,8 @@ class SdpaArguments(AttentionArguments):
             there is none.
         scale: 1 / √D by default; a run-time value, as ``softcap`` is.
         mask: One of :mod:`kernel_api.masks`, or several combined with ``&``.
-        bias: Broadcastable to (B, H, S_q, S_kv), any floating type. Kernels see four modes, those
-            that lack in front as 1, and so a prepared launch takes it.
+        bias: Broadcastable to (B, H, S_q, S_kv), any floating type; not of packed queries. Kernels
+            see four modes, those that lack in front as 1, and so a prepared launch takes it.
         alibi: float32 (H,), slopes.
         softcap: A positive number.
         sink: float32 (H,).
@@ -68,11 +69,15 @@ class SdpaArguments(AttentionArguments):
         score_operands: What its further parameters are, by name; none is ``max`` or ``sum_exp``,
             as launches take them with ``score_`` in front.
         dropout: A :class:`~kernel_api.arguments.Dropout`.
-        seq_lens_q, seq_lens_kv: int32 (B,). Keys behind a length are not visible, and may hold
-            anything; queries behind theirs are rows without keys and without a sink.
-        cu_seqlens_q, cu_seqlens_kv: int32 (B + 1,), from 0: where packed sequences begin and end.
-        max_seqlen_q, max_seqlen_kv: Of packed sequences, the longest, or more.
-        page_table: int32 (B, max_pages): the pages of each sequence, which ``seq_lens_kv`` ends.
+        seq_lens_q, seq_lens_kv: int32 (B,), of what is not packed. Keys behind a length are not
+            visible, and may hold anything; queries behind theirs are rows without keys and without
+            a sink.
+        cu_seqlens_q, cu_seqlens_kv: int32 (B + 1,), from 0: where packed sequences begin and end;
+            the former alone where keys are in pages.
+        max_seqlen_q, max_seqlen_kv: Of packed sequences, the longest, or more; the former alone
+            where keys are in pages.
+        page_table: int32 (B, max_pages): the pages of each sequence, which ``seq_lens_kv`` ends;
+            S_kv is max_pages · page_size.
         descale_q, descale_k, descale_v: float32 () or (B, H_kv): what 8-bit operands are
             multiplied with.
         values_in_keys: Whether the values are the first D_v columns of K, as those of multi-head

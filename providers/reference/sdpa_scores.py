@@ -83,7 +83,7 @@ class Attention:
     def length(self, which: str, b: int) -> int:
         """Of a sequence's queries or keys."""
         args = self.args
-        if args.is_packed:
+        if args.is_packed and not (which == "kv" and args.is_paged):
             tokens = self._packed(which, b)
             return int(tokens.stop - tokens.start)
         most = args.S_q if which == "q" else args.S_kv
@@ -99,9 +99,9 @@ class Attention:
     def of_keys(self, tensor: Any, b: int) -> Any:
         """(H_kv, keys, ...) of a tensor like K."""
         args, keys = self.args, self.length("kv", b)
-        if args.is_packed:
-            return tensor[self._packed("kv", b)].transpose(0, 1)
         if not args.is_paged:
+            if args.is_packed:
+                return tensor[self._packed("kv", b)].transpose(0, 1)
             return tensor[b, :, :keys]
         assert args.page_size is not None
         pages = args.further["page_table"].tensor[b, : -(-keys // args.page_size)].long()

@@ -35,6 +35,13 @@ CASES = {
     "128 columns, a window": {
         "sizes": (1, 4, 2, 70, 200, 128), "mask": masks.SlidingWindow(40, 3), "descale_v": None,
     },
+    "packed 16-bit queries, pages": {
+        "sizes": (3, 4, 2, 1, 64), "rows": (40, 0, 3), "lengths": (130, 70, 20), "size": 24,
+        "queries": torch.bfloat16, "mask": END,
+    },
+    "packed, pages": {
+        "sizes": (3, 4, 2, 1, 64), "rows": (40, 0, 3), "lengths": (130, 70, 20), "size": 24,
+    },
     "256 columns, large pages": {"sizes": (2, 2, 1, 40, 256), "lengths": (300, 0), "size": 256},
 }  # fmt: skip
 

@@ -35,7 +35,7 @@ class Case:
         aligned: Whether it asks for rows at multiples of 16 bytes.
         lengths: Of queries and of keys, per sequence.
         behind: Rows of packed queries and keys behind the last sequence.
-        packed, page_size: How sequences lie.
+        packed, page_size: How sequences lie; with both, queries are packed and keys in pages.
         options: From the draw to the arguments' further options.
         gradient: The same, of the backward pass alone.
         factor: Q is multiplied with.
@@ -75,7 +75,7 @@ class Case:
         }
         tensors["Q"] *= self.factor
         if self.lengths is not None:
-            tensors |= self._padded(tensors)
+            tensors = self._padded(tensors)
         if self.page_size is not None:
             tensors |= self._paged(tensors)
         return ka.SdpaArguments(**tensors, **given)
@@ -103,7 +103,7 @@ class Case:
             tensors["K"][b, :, keys:] = NAN
             tensors["V"][b, :, keys:] = NAN
         lens = (torch.tensor(one, dtype=torch.int32) for one in self.lengths)
-        return dict(zip(("seq_lens_q", "seq_lens_kv"), lens, strict=True))
+        return tensors | dict(zip(("seq_lens_q", "seq_lens_kv"), lens, strict=True))
 
     def _packed(self, draw: Draw) -> dict[str, Any]:
         """Q, K, V, out with their lengths."""
@@ -125,6 +125,10 @@ class Case:
         for name, end in (("Q", used), ("K", used_kv), ("V", used_kv)):
             tensors[name][:, :, end:] = NAN
         found |= {name: one[0].transpose(0, 1) for name, one in tensors.items()}
+        if self.page_size is not None:
+            padded = self._padded({"Q": draw.queries(), "K": draw.keys(), "V": draw.values()})
+            found |= self._paged(padded) | {"seq_lens_kv": padded["seq_lens_kv"]}
+            del found["cu_seqlens_kv"], found["max_seqlen_kv"]
         return found | {name: wide.lse()[0] for name in self._statistics()}
 
     def _statistics(self) -> tuple[str, ...]:
@@ -393,6 +397,15 @@ FORWARD = [
         lengths=((65, 0, 20), (70, 9, 0)),
         statistics=True,
         keywords={"scale": 0.3},
+    ),
+    Case(
+        "packed, pages",
+        sizes=(3, 2, 1, 1, 80, 64, 64),
+        packed=True,
+        page_size=24,
+        lengths=((65, 0, 3), (70, 9, 31)),
+        options=sloped,
+        keywords={"mask": masks.Causal("bottom_right")},
     ),
 ]
 

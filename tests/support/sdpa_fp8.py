@@ -10,6 +10,8 @@ from support.ptx.kernel import EmulatedKernel
 from support.sdpa import NAN, Draw
 from support.sdpa_cases import BF16, on_meta
 
+BEHIND = 5  # rows of packed queries
+
 
 def fp8_arguments(sizes, lengths=None, statistics=("lse",), queries=None, **options):
     """Of e4m3, with what they are multiplied with. queries: The type of Q and out, if not that."""
@@ -69,27 +71,37 @@ def keys_of(lengths, size):
     return (-(-max(lengths) // size) + 1) * size
 
 
-def paged_fp8_arguments(sizes, lengths, size, statistics=("lse",), queries=None, **options):
-    """The same in pages."""
+def paged_fp8_arguments(
+    sizes, lengths, size, statistics=("lse",), queries=None, rows=None, **options
+):
+    """The same in pages. rows: Of packed queries, by sequence; some follow that are of none."""
     B, H, H_kv, S_q, D = sizes
     S_kv = keys_of(lengths, size)
     draw = Draw(B, H, H_kv, S_q, S_kv, D, D, element="float8_e4m3fn", pad=16)
+    of_queries, sequences = draw, B
+    if rows is not None:
+        sequences, S_q = 1, sum(rows) + BEHIND
+        of_queries = Draw(1, H, H_kv, S_q, S_kv, D, D, element="float8_e4m3fn", pad=16)
+        ends = torch.tensor((0, *rows)).cumsum(0)
+        options |= {"cu_seqlens_q": ends.int(), "max_seqlen_q": max(rows) + 2}
     scales = {
         "descale_q": torch.tensor(0.7),
         "descale_k": 0.5 + draw.random(B, H_kv, element=torch.float32).abs(),
         "descale_v": 0.5 + draw.random(B, H_kv, element=torch.float32).abs(),
     }
-    Q, element = draw.queries(), BF16
+    Q, element = of_queries.queries(), BF16
     if queries is not None:
-        Q = wide_queries(B, H, S_q, D, torch.Generator().manual_seed(4), queries)
+        Q = wide_queries(sequences, H, S_q, D, torch.Generator().manual_seed(4), queries)
         element = queries
         del scales["descale_q"]
+    out = Draw(sequences, H, H_kv, S_q, 1, D, D, element=element, pad=8).results(read=False)
+    found = {name: of_queries.lse() for name in statistics}
+    if rows is not None:
+        Q[:, :, sum(rows) :] = NAN
+        Q, out = (one[0].transpose(0, 1) for one in (Q, out))
+        found = {name: one[0] for name, one in found.items()}
     return ka.SdpaArguments(
-        Q,
-        out=Draw(B, H, H_kv, S_q, 1, D, D, element=element, pad=8).results(read=False),
-        **pages_of(draw, lengths, size),
-        **{name: draw.lse() for name in statistics},
-        **{**scales, **options},
+        Q, out=out, **pages_of(draw, lengths, size), **found, **{**scales, **options}
     )
 
 

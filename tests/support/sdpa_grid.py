@@ -154,7 +154,7 @@ class Kind:
         options: From the draw to the arguments' options.
         head_dims: Some of HEAD_DIMS.
         count: Of cases for each of them.
-        form: ``dense``, ``padded``, ``packed`` or ``paged``.
+        form: ``dense``, ``padded``, ``packed``, ``paged`` or ``packed paged``.
         gradients: Names of those beside dQ, dK and dV; None: there is no backward pass.
         element: Of what is multiplied.
         pads: Elements between rows of heads.
@@ -237,6 +237,17 @@ KINDS = {
     "pages, many queries": Kind(
         bottom_right, (*_64_128, (96, 96), (256, 256)), form="paged", count=2, gradients=None
     ),
+    "pages, packed queries": Kind(
+        bottom_right, (*_64_128, (256, 256)), form="packed paged", count=3, gradients=None
+    ),
+    "pages, few packed queries": Kind(
+        sloped_at_the_end,
+        _64_128,
+        form="packed paged",
+        queries=_FEW,
+        gradients=None,
+        statistics=_BOTH,
+    ),
 }
 
 
@@ -286,6 +297,12 @@ class Case:
         options = kind.options(draw)
         if kind.form == "packed":
             return draw, ka.SdpaArguments(**self._packed(draw, how), **options)
+        if kind.form == "packed paged":
+            packed = self._packed(draw, how)
+            for name in ("cu_seqlens_kv", "max_seqlen_kv"):
+                del packed[name]
+            pages = self._paged(draw, {"K": draw.keys(), "V": draw.values()})
+            return draw, ka.SdpaArguments(**{**packed, **pages}, **options)
         tensors = {
             "Q": draw.queries(),
             "K": draw.keys(),
@@ -380,7 +397,7 @@ def cases() -> Iterator[Case]:
 def _extents(kind: Kind, choice: random.Random) -> tuple[int, int, int, int, int]:
     """B, H, H_kv, S_q, S_kv"""
     S_q, S_kv = choice.choice(kind.queries), choice.choice(kind.keys)
-    B = 5 if kind.form == "packed" else 3 if kind.form == "padded" else choice.choice((1, 2, 3))
+    B = 5 if "packed" in kind.form else 3 if kind.form == "padded" else choice.choice((1, 2, 3))
     H, H_kv = choice.choice(HEADS)
     while B * H * S_q * S_kv > MOST_SCORES and H > 1:
         H, H_kv = 2 if H > 2 else 1, 1

@@ -11,6 +11,7 @@ from kernel_api.providers.cutedsl.sdpa.model import (
     blocks_seen,
     choose,
     longest,
+    row_tiles,
     seen,
 )
 
@@ -60,10 +61,9 @@ def _by_workspace(args: Any, design: Any) -> float:
     """Of as many parts as the kernel makes."""
     from kernel_api.implementations.sm90 import sdpa_split
 
-    (most, keys), group = design.tile_shape, args.H // max(args.H_kv, 1)
-    rows, heads = args.S_q * group, args.H_kv * args.B
-    row_blocks = max(-(-rows // most), 1)
-    tiles = max(heads * row_blocks, 1)
+    (most, keys), group = design.tile_shape, _group(args)
+    rows, tiles = args.S_q * group, max(_tiles(args, design), 1)
+    row_blocks = max(tiles // max(args.H_kv * args.B, 1), 1)
     size = sdpa_split.Size(tiles, row_blocks, -(-args.S_kv // keys), MULTIPROCESSORS)
     of_tile = (design.tile_shape, design.head_dim, args.K.dtype.itemsize, rows)
     costs = sdpa_split.costs_of(*of_tile, 1, choose)
@@ -74,13 +74,22 @@ def _by_workspace(args: Any, design: Any) -> float:
     found = sdpa_split.nanoseconds(parts, size._replace(blocks=math.ceil(met)), costs, choose)
     if not sdpa_split.are_many(rows, most, design.head_dim[1], choose):
         found += 1e9 * _adding_up(min(rows, most), design.head_dim[1], parts)
-    queries = args.B * args.H * args.S_q * (args.D + args.D_v) * args.Q.dtype.itemsize
+    queries = math.prod(args.Q.shape[:-1]) * (args.D + args.D_v) * args.Q.dtype.itemsize
     return float(_ALONE_BY_WORKSPACE + 1e-9 * found + queries / _READ)
 
 
+def _group(args: Any) -> int:
+    """Rows of a query that share a head of keys."""
+    return int(args.H // max(args.H_kv, 1))
+
+
+def _tiles(args: Any, design: Any) -> int:
+    """Of all heads of keys."""
+    return int(args.H_kv * row_tiles(args, design.tile_shape[0], _group(args)))
+
+
 def _in_clusters(args: Any, design: Any) -> float:
-    rows, heads = args.S_q * args.H // max(args.H_kv, 1), args.H_kv * args.B
-    tiles = heads * -(-rows // design.tile_shape[0])
+    rows, tiles = args.S_q * _group(args), _tiles(args, design)
     bytes_read = args.S_kv * seen(args) * (args.D + args.D_v) * args.K.dtype.itemsize
     products = args.S_kv * seen(args) * design.tile_shape[0] * sum(design.head_dim)
     multiplied = products / (0.4 * RATE * MULTIPROCESSORS)
@@ -109,8 +118,8 @@ _KEY_FP8, _COLUMN_FP8 = 11e-9, 44e-12
 
 def decode_fp8_seconds(args: Any, design: Any) -> float:
     """Of few queries to keys of 8-bit floats."""
-    rows, heads = args.S_q * args.H // max(args.H_kv, 1), args.H_kv * args.B
-    tiles, keys = heads * -(-rows // design.tile_shape[0]), args.S_kv * seen(args)
+    rows, heads = args.S_q * _group(args), args.H_kv * args.B
+    tiles, keys = _tiles(args, design), args.S_kv * seen(args)
     alone, further, saved = _ALONE_FP8[design.resident]
     read = tiles * keys * (args.D + args.D_v) * args.K.dtype.itemsize / _READ
     blocks = -(-keys // design.tile_shape[1])
@@ -144,9 +153,9 @@ _ALONE_LATENT, _LATENT_BLOCK, _LATENT_SUMS = 7e-6, 2.0e-6, 9e-6
 
 def latent_seconds(args: Any, design: Any) -> float:
     """Of few queries whose values are columns of the keys, which are read once per tile of rows."""
-    rows, heads = args.S_q * args.H // max(args.H_kv, 1), args.H_kv * args.B
+    rows, heads = args.S_q * _group(args), args.H_kv * args.B
     most, keys = design.tile_shape
-    tiles, seen_keys = heads * -(-rows // most), args.S_kv * seen(args)
+    tiles, seen_keys = _tiles(args, design), args.S_kv * seen(args)
     multiplied = tiles * seen_keys / keys * _LATENT_BLOCK / MULTIPROCESSORS
     read = heads * seen_keys * args.D * args.K.dtype.itemsize / _READ
     parts = min(tiles * seen_keys / keys, MULTIPROCESSORS) if tiles < MULTIPROCESSORS else 0

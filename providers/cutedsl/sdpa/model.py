@@ -68,14 +68,13 @@ def seconds(args: Any, design: AttentionDesign) -> float:
     """Of the tiles of all heads, one after the other on each multiprocessor; no less than the
     longest takes."""
     (queries, keys), (wide, wide_v) = design.tile_shape, design.head_dim
-    rows = -(-args.S_q // queries)
     products = queries * keys * (wide + wide_v)
     rate = RATE * _REACHED.get((wide, design.tile_shape), _OTHERS) * _scaled(args, design)
     fixed = _OTHER_TILES.get((wide, design.tile_shape), _OTHER_TILES.get(wide, _TILE))
     average = blocks_seen(args, queries, keys)
     most = longest(args, -(-args.S_kv // keys), average)
     tile, longest_tile = (blocks * products / rate + fixed for blocks in (average, most))
-    tiles, resident = rows * args.H * args.B, getattr(design, "resident", 1)
+    tiles, resident = row_tiles(args, queries) * args.H, getattr(design, "resident", 1)
     together = resident
     if resident > 1 and tiles <= MULTIPROCESSORS:
         together = _BY_ITSELF
@@ -95,6 +94,14 @@ def _scaled(args: Any, design: AttentionDesign) -> float:
         return 1.0
     known = _SCALED.get((design.head_dim[0], design.tile_shape, scaling), _OTHER_SCALED)
     return known[bool(args.bounds)]
+
+
+def row_tiles(args: Any, rows: int, rows_of_query: int = 1) -> int:
+    """Tiles of so many rows, of the queries of all sequences."""
+    found = args.B * -(-args.S_q * rows_of_query // rows)
+    if args.is_packed:
+        found = min(found, args.Q.shape[0] * rows_of_query // rows + args.B)
+    return int(found)
 
 
 def blocks_seen(args: Any, queries: int, keys: int) -> float:

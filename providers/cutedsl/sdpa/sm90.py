@@ -305,7 +305,7 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
         return self._workspace_bytes((V,), V[0]) if len(V) == 4 else 0
 
     def get_workspace_size(self, args: SdpaArguments) -> int:
-        if args.is_packed:
+        if args.is_packed and not args.is_paged:
             return self._workspace_bytes((args.V.shape,), args.B)
         return self._workspace_bytes(((args.B, args.H_kv, args.S_kv, args.D_v),), args.B)
 

@@ -58,6 +58,10 @@ _ROOMS = tuple(design.head_dim for design in (*_FEW_QUERIES, _LATENT))
 _MOST_ROWS, _MOST_ROWS_FP8 = 16384, 256
 
 
+#: Of all packed sequences together, which are counted in 32 bits.
+_MOST_TOGETHER = 2**30
+
+
 def _are_few(args: SdpaArguments, most: int) -> bool | Miss:
     rows = args.S_q * args.H // args.H_kv
     return rows <= most or Miss(f"they are {rows}")
@@ -69,9 +73,10 @@ class Sm90FewQueries(Sm90Sdpa):
     design = DecodeDesign
     takes_pages = pages_fit
 
-    @rule("sequences are not packed")
-    def _(args: SdpaArguments) -> bool:
-        return not args.is_packed
+    @rule("packed queries of all heads that share one of keys are counted in 32 bits, 2³⁰ at most")
+    def _(args: SdpaArguments) -> bool | Miss:
+        rows = args.Q.shape[0] * args.H // args.H_kv
+        return not args.is_packed or rows <= _MOST_TOGETHER or Miss(f"they are {rows}")
 
     @rule("dropout is for one head: rows side by side are of several")
     def _(args: SdpaArguments) -> bool:

@@ -1,0 +1,175 @@
+"""Suite sdpa-packed: packed queries and keys in pages, as servers have them, beside torch's.
+
+    python benchmarks/sdpa_packed.py [--quick] [--candidates N | --all] [--seconds S]
+
+A batch has sequences of which the next token is asked for, chunks of prompts behind keys that are
+there already, and whole prompts, side by side; the last query of a sequence sees all of its keys.
+Keys lie in pages of PAGE in random order, which torch's flash takes multiples of 256 of. The table
+has room for twice as many keys as the longest sequence has. Everything is timed by CUDA graphs of
+several launches.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import attention
+import torch
+
+import kernel_api as ka
+
+PAGE = 256
+_ROOM = 2
+
+
+@dataclass(frozen=True)
+class Problem(attention.Problem):
+    """Sequences of some queries and keys each.
+
+    Attributes:
+        name: What a batch is.
+        lengths: Of queries and of keys.
+    """
+
+    name: str = ""
+    lengths: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def label(self) -> str:
+        queries = sum(own for own, _ in self.lengths)
+        sizes = f"{self.B}x{self.H}/{self.H_kv}x{queries}:{self.S}x{self.D}"
+        return f"{sizes} (B x H x T_q:S_kv x D) {self.name}"
+
+    @property
+    def origin(self) -> str:
+        return f"D{self.D}"
+
+    @property
+    def operations(self) -> int:
+        seen = sum(own * keys - own * (own - 1) // 2 for own, keys in self.lengths)
+        return 4 * self.H * self.D * seen
+
+    @property
+    def bytes(self) -> int:
+        queries, keys = (sum(one) for one in zip(*self.lengths, strict=True))
+        return 4 * self.D * (self.H * queries + self.H_kv * keys)
+
+    def arguments(self, device: str) -> Any:
+        queries, keys = zip(*self.lengths, strict=True)
+
+        def numbers(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32).to(device)
+
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=device, dtype=attention.BF16)
+
+        each = [-(-count // PAGE) for count in keys]
+        order = torch.randperm(sum(each)).int()
+        table = torch.zeros(self.B, _ROOM * max(each), dtype=torch.int32)
+        for b, (count, own) in enumerate(zip(each, order.split(each), strict=True)):
+            table[b, :count] = own
+        K, V = (drawn(sum(each), PAGE, self.H_kv, self.D).transpose(1, 2) for _ in range(2))
+        Q = drawn(sum(queries), self.H, self.D)
+        return ka.SdpaArguments(
+            *(Q, K, V, torch.empty_like(Q)),
+            mask=ka.masks.Causal("bottom_right"),
+            cu_seqlens_q=numbers([0, *torch.tensor(queries).cumsum(0).tolist()]),
+            max_seqlen_q=max(queries),
+            seq_lens_kv=numbers(keys),
+            page_table=table.to(device),
+        )
+
+    def peers(self) -> dict[str, attention.Peer]:
+        return {"torch's flash": by_torch}
+
+    def compared(self, args: Any) -> list[torch.Tensor]:
+        return [args.out.tensor]
+
+    def parts(self, args: Any) -> Iterator[Any]:
+        group = self.H // self.H_kv
+        Q, K, V, out = args.tensors
+        further = args.launch_values
+        end = sum(own for own, _ in self.lengths)
+        begins = (0, self.lengths[0][0]), (end - self.lengths[-1][0], end)
+        for (b, h_kv), rows in zip(self.ends(self.H_kv), begins, strict=False):
+            heads = slice(h_kv * group, (h_kv + 1) * group)
+            of_queries = (one[slice(*rows), heads].transpose(0, 1)[None] for one in (Q, out))
+            of_keys = (one[:, h_kv : h_kv + 1] for one in (K, V))
+            (own_Q, own_out), (own_K, own_V) = of_queries, of_keys
+            given = {name: further[name][b] for name in ("page_table", "seq_lens_kv")}
+            yield ka.SdpaArguments(own_Q, own_K, own_V, own_out, mask=args.mask, **given)
+
+
+def by_torch(args: Any) -> Callable[[], torch.Tensor]:
+    """torch's flash, which takes the pages; on the CPU, the reference."""
+    Q, K, V, out = args.tensors
+    if not Q.is_cuda:
+        (kernel, *_) = ka.get_kernels(args, providers=["reference"])
+        return lambda: (kernel.run(args), out)[1]
+    from torch.nn.attention.varlen import varlen_attn
+
+    given = args.launch_values
+    starts = given["cu_seqlens_q"]
+    lens = given["seq_lens_kv"]
+    keys = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+    operands = Q, K.transpose(1, 2), V.transpose(1, 2), starts, keys, args.S_q, args.S_kv
+    how = {"scale": args.scale, "window_size": (-1, 0), "enable_gqa": args.H_kv != args.H}
+    pages = {"seqused_k": lens, "block_table": given["page_table"]}
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            return varlen_attn(*operands, **how, **pages)
+
+    return call
+
+
+def uneven(count: int, least: int, most: int) -> list[int]:
+    """Numbers from one to the other, the large ones as rare as the small ones, in disorder."""
+    drawn = torch.rand(count, generator=torch.Generator().manual_seed(count)).tolist()
+    return [round(least * (most / least) ** one) for one in drawn]
+
+
+def decoding(count: int, least: int, most: int, queries: int = 1) -> list[tuple[int, int]]:
+    return [(queries, keys) for keys in uneven(count, least, most)]
+
+
+CHUNKED = (256, 700, 2048, 5000)
+BATCHES: tuple[tuple[str, list[tuple[int, int]]], ...] = (
+    ("8 decode", decoding(8, 1024, 16384)),
+    ("64 decode", decoding(64, 512, 8192)),
+    ("256 decode", decoding(256, 256, 2048)),
+    ("16 decode, 5 queries", decoding(16, 1024, 16384, 5)),
+    ("32 decode, a chunk", [*decoding(32, 512, 8192), (512, 4096)]),
+    ("128 decode, a chunk", [*decoding(128, 512, 4096), (384, 1024)]),
+    ("4 decode, a long chunk", [*decoding(4, 8192, 32768), (2048, 16384)]),
+    ("60 decode, 4 chunks", [*decoding(60, 512, 4096), *((256, n) for n in CHUNKED)]),
+    ("a chunk", [(512, 32768)]),
+    ("prompts", [(n, n) for n in uneven(12, 32, 2048)]),
+)
+HEADS = ((32, 8, 128), (64, 8, 128), (16, 4, 256), (32, 8, 64))
+
+
+def problems(batches: Sequence[tuple[str, list[tuple[int, int]]]]) -> Iterator[Problem]:
+    for H, H_kv, D in HEADS:
+        for name, lengths in batches:
+            longest = max(keys for _, keys in lengths)
+            yield Problem(len(lengths), H, H_kv, longest, D, True, name, tuple(lengths))
+
+
+SUITE = attention.Suite(
+    "sdpa-packed",
+    problems=tuple(problems(BATCHES)),
+    quick=tuple(problems(BATCHES[4:5])),
+    policy="graph",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return attention.run(SUITE, __doc__, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
