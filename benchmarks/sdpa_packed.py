@@ -4,9 +4,9 @@
 
 A batch has sequences of which the next token is asked for, chunks of prompts behind keys that are
 there already, and whole prompts, side by side; the last query of a sequence sees all of its keys.
-Keys lie in pages of PAGE in random order, which torch's flash takes multiples of 256 of. The table
-has room for twice as many keys as the longest sequence has. Everything is timed by CUDA graphs of
-several launches.
+Keys lie in pages of PAGE in random order. The table has room for twice as many keys as the longest
+sequence has. Where torch's flash takes no pages (torch 2.11), or none of that size, it reads the
+same keys one behind the other. Everything is timed by CUDA graphs of several launches.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Problem(attention.Problem):
         )
 
     def peers(self) -> dict[str, attention.Peer]:
-        return {"torch's flash": by_torch}
+        return {"torch's flash": by_pages, "torch's flash, no pages": by_rows}
 
     def compared(self, args: Any) -> list[torch.Tensor]:
         return [args.out.tensor]
@@ -103,27 +103,41 @@ class Problem(attention.Problem):
             yield ka.SdpaArguments(own_Q, own_K, own_V, own_out, mask=args.mask, **given)
 
 
-def by_torch(args: Any) -> Callable[[], torch.Tensor]:
-    """torch's flash, which takes the pages; on the CPU, the reference."""
+def by_pages(args: Any) -> Callable[[], torch.Tensor]:
+    """torch's flash, if it takes pages; on the CPU, the reference."""
     Q, K, V, out = args.tensors
     if not Q.is_cuda:
         (kernel, *_) = ka.get_kernels(args, providers=["reference"])
         return lambda: (kernel.run(args), out)[1]
-    from torch.nn.attention.varlen import varlen_attn
-
     given = args.launch_values
-    starts = given["cu_seqlens_q"]
+    table, lens = given["page_table"], given["seq_lens_kv"]
+    keys = (one.transpose(1, 2) for one in (K, V))
+    return _flash(args, *keys, seqused_k=lens, block_table=table)
+
+
+def by_rows(args: Any) -> Callable[[], torch.Tensor]:
+    """torch's flash of the same keys, packed ahead."""
+    table, lens = (args.launch_values[name].tolist() for name in ("page_table", "seq_lens_kv"))
+    pages = [own[: -(-keys // PAGE)] for own, keys in zip(table, lens, strict=True)]
+
+    def packed(tensor: torch.Tensor) -> torch.Tensor:
+        rows = (
+            tensor[own].transpose(1, 2).flatten(0, 1)[:keys]
+            for own, keys in zip(pages, lens, strict=True)
+        )
+        return torch.cat(list(rows))
+
+    return _flash(args, *map(packed, args.tensors[1:3]))
+
+
+def _flash(args: Any, K: Any, V: Any, **pages: Any) -> Callable[[], torch.Tensor]:
+    operator: Any = torch.ops.aten._flash_attention_forward
+    given = args.launch_values
     lens = given["seq_lens_kv"]
-    keys = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-    operands = Q, K.transpose(1, 2), V.transpose(1, 2), starts, keys, args.S_q, args.S_kv
-    how = {"scale": args.scale, "window_size": (-1, 0), "enable_gqa": args.H_kv != args.H}
-    pages = {"seqused_k": lens, "block_table": given["page_table"]}
-
-    def call() -> torch.Tensor:
-        with torch.no_grad():
-            return varlen_attn(*operands, **how, **pages)
-
-    return call
+    ends = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+    lengths = given["cu_seqlens_q"], ends, args.S_q, int(lens.max())
+    operands = (args.tensors[0], K, V, *lengths, 0.0, True, False)
+    return lambda: operator(*operands, scale=args.scale, **pages)[0]
 
 
 def uneven(count: int, least: int, most: int) -> list[int]:
