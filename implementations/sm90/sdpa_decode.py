@@ -11,7 +11,7 @@ from ..common.attention.behind import behind_last, fill_behind
 from ..common.attention.blocks import Hidden
 from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Place, Scores, Tile, rows_and_columns
-from ..common.attention.sequences import keys_seen, sequence_of
+from ..common.attention.sequences import Sequence, keys_seen, sequence_of
 from ..common.attention.softmax import Finished, finished
 from ..common.attention.statistics import (
     fill_statistics_behind,
@@ -27,15 +27,17 @@ from ..common.work_split import COUNTER_BYTES
 from .sdpa_ahead import AsksAhead
 from .sdpa_forward import SdpaForward
 from .sdpa_output import OWN
-from .sdpa_packed import TakesPacked, blocks_of_packed, first_block
+from .sdpa_packed import blocks_of_packed
 from .sdpa_pages import RowLoads
 from .sdpa_parts import AddsUpParts, DecodeTiles, query_and_head
 from .sdpa_rows import load_vector, store_row
+from .sdpa_schedule import Scheduled
 from .sdpa_split import Size
 from .sdpa_tiles import Work
+from .sdpa_workspace import first_place, part_bytes
 
 
-class SdpaDecode(TakesPacked, AddsUpParts, AsksAhead, RowLoads, SdpaForward):
+class SdpaDecode(Scheduled, AddsUpParts, AsksAhead, RowLoads, SdpaForward):
     """The same for few queries: the rows of a tile are the queries of all heads that share a
     head of keys, and its keys are cut into parts, so that all multiprocessors read some. They are
     added up in their order, see `AddsUpParts`.
@@ -93,9 +95,9 @@ class SdpaDecode(TakesPacked, AddsUpParts, AsksAhead, RowLoads, SdpaForward):
         group = heads // key_heads
         rows = queries * group
         blocks, batches = cute.ceil_div(rows, self.tile_m), sequences
-        listed = Boolean(False)
+        joined = Boolean(False)
         if const_expr(self.packed):
-            blocks, batches, listed = blocks_of_packed(
+            blocks, batches, joined = blocks_of_packed(
                 blocks, sequences, mQ.shape[0] * group, self.tile_m
             )
         tiles = blocks * key_heads * batches
@@ -103,24 +105,35 @@ class SdpaDecode(TakesPacked, AddsUpParts, AsksAhead, RowLoads, SdpaForward):
         row_blocks = cutlass.max(blocks, 1)
         each = cutlass.max(tiles // cutlass.max(key_heads * sequences, 1), 1)
         size = Size(cutlass.max(tiles, 1), each, keys, multiprocessors * self.resident)
-        parts = self._parts(size, rows)
-        behind = (parts > 1) & self._are_many(rows)
-        total = tiles * parts
+        if const_expr(self.scheduled):
+            parts, total = Int32(1), tiles + self.most_parts
+            behind = self._are_many(rows)
+        else:
+            parts = self._parts(size, rows)
+            total = tiles * parts
+            behind = (parts > 1) & self._are_many(rows)
         partial = workspace + COUNTER_BYTES
+        of_part = part_bytes(self.tile_m, self.head_dim_v, self.numbers)
+        schedule = partial + self.most_parts * of_part
         # A kernel that is launched takes them over.
-        tiles, of_sums = (
+        of_schedule, tiles, of_sums = (
             self.tiles(
                 *(blocks, key_heads, total, Int32(1), workspace),
-                *(parts, Divisor(group), rows, partial, behind, listed),
+                *(parts, Divisor(group), rows, partial, behind),
+                *(joined, blocks * batches, schedule, Int32(0)),
                 *map(Divisor, (parts, row_blocks, cutlass.max(key_heads, 1))),
             )
-            for _ in range(2)
+            for _ in range(3)
         )
+        self._launch_schedule(mQ, mK, operands, of_schedule, multiprocessors, stream)
         self._launch(
             *(None, mQ, tma_k, tK, tma_v, tV, mO),
             *(self._shared_layouts(), operands, tiles, multiprocessors, stream),
         )
-        self._launch_sums(mQ, mK, mO, operands, of_sums, stream)
+        if const_expr(self.scheduled):
+            self._launch_scheduled_sums(mQ, mK, mO, operands, of_sums, stream)
+        else:
+            self._launch_sums(mQ, mK, mO, operands, of_sums, stream)
 
     def _tma_of_values(self, mV: cute.Tensor) -> tuple:
         return self._tma_rows(mV, self.head_dim_v)
@@ -129,16 +142,14 @@ class SdpaDecode(TakesPacked, AddsUpParts, AsksAhead, RowLoads, SdpaForward):
         return self._part_of(tiles, tile, values, mQ, mK)
 
     def _part_of(self, tiles: DecodeTiles, tile: Int32, values: Values, mQ, mK) -> Work:
-        place = self._place(tiles, tile, values)
+        place, parts = self._item(tiles, tile, values)
         sequence = sequence_of(values, place.batch, mQ.shape[0], self._keys(mK, values))
-        first = place.query // tiles.group
-        last = cutlass.min(place.query + self.tile_m, self._rows(sequence, tiles)) - 1
-        if self.packed:
-            last = cutlass.max(last, 0)
-        blocks = keys_seen(sequence, first, last // tiles.group - first + 1, self.tile_n)
-        blocks = blocks._replace(end=select(first < sequence.queries, blocks.end, blocks.begin))
+        first, last, blocks = self._seen(sequence, place.query, tiles)
         count, part = blocks.end - blocks.begin, place.key
-        each, further = divmod(count, tiles.by_part)
+        if self.scheduled:
+            each, further = count // parts, count % parts
+        else:
+            each, further = divmod(count, tiles.by_part)
         begin = blocks.begin + each * part + cutlass.min(part, further)
         end = begin + each + select(part < further, Int32(1), Int32(0))
         full_begin = cutlass.min(cutlass.max(blocks.full_begin, begin), end)
@@ -146,8 +157,18 @@ class SdpaDecode(TakesPacked, AddsUpParts, AsksAhead, RowLoads, SdpaForward):
         blocks = type(blocks)(begin, end, full_begin, full_end)
         last_query = cutlass.min(last // tiles.group, sequence.queries - 1)
         heads = place.head * tiles.group.divisor, tiles.group.divisor
-        work = Work(tile, place, sequence, blocks)
+        work = Work(tile, place, sequence, blocks, parts)
         return self._searched(work, heads, first, last_query, values)
+
+    def _seen(self, sequence: Sequence, row: Int32, tiles: DecodeTiles) -> tuple:
+        """(the first query and last row of those from a row on, blocks of keys that they see)"""
+        first = row // tiles.group
+        last = cutlass.min(row + self.tile_m, self._rows(sequence, tiles)) - 1
+        if self.packed:
+            last = cutlass.max(last, 0)
+        blocks = keys_seen(sequence, first, last // tiles.group - first + 1, self.tile_n)
+        end = select(first < sequence.queries, blocks.end, blocks.begin)
+        return first, last, blocks._replace(end=end)
 
     # Loads -------------------------------------------------------------------------------
 
@@ -305,12 +326,12 @@ class SdpaDecode(TakesPacked, AddsUpParts, AsksAhead, RowLoads, SdpaForward):
             done = finished(softmax, i, sink)
             exists = query < work.sequence.queries
             if const_expr(sink is not None):
-                done = _either(tiles.parts == 1, done, finished(softmax, i, None))
+                done = _either(work.parts == 1, done, finished(softmax, i, None))
             done = where_seen(exists, done)
             if work.place.query + local < end:
                 factor = self._factor(done.factor, values, work.place, tiles)
                 scale = select(exists, factor, Float32(0.0))
-                if tiles.parts > 1:
+                if work.parts > 1:
                     store_row(outputs, i, scale, exists, part[local, None], first, thread)
                     if self._tells(consumer, thread):
                         found = done.lse, done.score_max
@@ -324,7 +345,7 @@ class SdpaDecode(TakesPacked, AddsUpParts, AsksAhead, RowLoads, SdpaForward):
                         write_statistics(rows, query, done)
         if const_expr(self.packed):
             self._fill_behind(thread, mO, work.place, values, tiles)
-        if tiles.parts > 1:
+        if work.parts > 1:
             self._combine(thread, memory, mO, work, values, tiles)
 
     @cute.jit
@@ -334,9 +355,12 @@ class SdpaDecode(TakesPacked, AddsUpParts, AsksAhead, RowLoads, SdpaForward):
         last = Int32(starts.shape[0]) - 2
         if (place.key == 0) & (place.batch == last):
             blocks = tiles.blocks
-            if tiles.listed:
+            if tiles.joined:
                 rows = starts[last] * tiles.group.divisor
-                blocks = blocks - first_block(rows, last, self.tile_m)
+                blocks = blocks - first_place(rows, last, self.tile_m)
+            if const_expr(self.scheduled):
+                rows = (starts[last + 1] - starts[last]) * tiles.group.divisor
+                blocks = cutlass.max(cute.ceil_div(rows, self.tile_m), 1)
             behind = behind_last(
                 *(starts, last, mO.shape[0], place.query // self.tile_m, blocks),
                 *(thread, self.consumers * GROUP),

@@ -85,6 +85,7 @@ class SdpaDecodeCluster(SdpaDecode):
     """
 
     tiles = ClusterTiles
+    schedules = False  # parts of a tile are there together
     sums_at_once = 4
     ahead_of_more = 0  # blocks begin while others read
 

@@ -303,6 +303,7 @@ class SdpaForward(ForwardConsumer):
         if const_expr(self.asks_ahead):
             self._ask_ahead(warp_index, tma_k, mK, sK, tma_v, mV, sV, mQ, tiles, operands)
         self._await_launch()
+        tiles = self._known(tiles)
 
         if group == 0:
             if const_expr(self.registers is not None):
@@ -324,6 +325,10 @@ class SdpaForward(ForwardConsumer):
         """What the kernels before wrote is there, and the next one may start."""
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+
+    def _known(self, tiles: Tiles) -> Tiles:
+        """The same, with what kernels before have written."""
+        return tiles
 
     def _staged_output(self, storage, layout):
         """Where O is, on its way out."""

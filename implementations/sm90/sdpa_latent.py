@@ -74,6 +74,7 @@ class SdpaLatent(SdpaDecode):
     """
 
     values_in_keys = True
+    most_parts = MOST_LATENT_PARTS
 
     def __init__(self, *design, **options):
         super().__init__(*design, **options)

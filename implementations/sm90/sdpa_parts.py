@@ -27,8 +27,8 @@ from .sdpa_workspace import part_bytes
 _COUNTERS = 2  # of `Tiles`; those of the tiles follow
 
 #: Columns of parts, by a thread of the block that adds them up, and of a kernel that does.
-_AT_ONCE, _AT_ONCE_BEHIND = 8, 4
-_FEW_PARTS = 4
+_AT_ONCE, AT_ONCE_BEHIND = 8, 4
+FEW_PARTS = 4
 
 
 @dataclass
@@ -38,7 +38,9 @@ class DecodeTiles(Tiles):
 
     partial: An address: of each part the rows in float32, then their numbers.
     behind: Whether a kernel behind adds parts up.
-    listed: Whether `blocks` are a list of those of all packed sequences, see `TakesPacked`.
+    joined: Whether `blocks` are places of those of all packed sequences, see `TakesPacked`.
+    places: Blocks of rows of a head of keys, of all sequences.
+    schedule, split: An address, and parts of tiles that have several, see `Scheduled`.
     by_part, by_block, by_head: Divide by `parts`, `blocks` and `heads`: a block that has one tile
         waits for each division before its first load.
     """
@@ -48,7 +50,10 @@ class DecodeTiles(Tiles):
     rows: Int32
     partial: Int64
     behind: Boolean
-    listed: Boolean
+    joined: Boolean
+    places: Int32
+    schedule: Int64
+    split: Int32
     by_part: Divisor
     by_block: Divisor
     by_head: Divisor
@@ -63,10 +68,10 @@ class DecodeTiles(Tiles):
         return Place(batch, head, block * rows, part)
 
 
-def arrivals(tiles: DecodeTiles, tile: Int32) -> cute.Pointer:
+def arrivals(tiles: DecodeTiles, work: Work) -> cute.Pointer:
     """Counts the parts of a tile that are there; zero before and after every launch."""
-    others, _ = divmod(tile, tiles.by_part)
-    address = tiles.counters + Int64(_COUNTERS + others) * (Int32.width // 8)
+    first = work.tile - work.place.key
+    address = tiles.counters + Int64(_COUNTERS + first) * (Int32.width // 8)
     return cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4)
 
 
@@ -135,7 +140,7 @@ class AddsUpParts:
     def _parts_of_tile(self, work: Work, tiles) -> Parts:
         shape = self.tile_m, self.head_dim_v, self.numbers
         first = work.tile - work.place.key
-        return Parts(tiles.partial + Int64(first) * part_bytes(*shape), tiles.parts, shape)
+        return Parts(tiles.partial + Int64(first) * part_bytes(*shape), work.parts, shape)
 
     def _sink(self, values: Values, head):
         if "sink" not in self.scores.names:
@@ -150,7 +155,7 @@ class AddsUpParts:
 
     @cute.jit
     def _combine_last(self, thread, flag, mO, work: Work, values, tiles):
-        if self._completes(thread, flag, work.tile, tiles):
+        if self._completes(thread, flag, work, tiles):
             parts = self._parts_of_tile(work, tiles)
             across = self.head_dim_v // _AT_ONCE
             end = self._rows(work.sequence, tiles)
@@ -161,19 +166,19 @@ class AddsUpParts:
                 self._finish(added, parts, local, column, mO, work, values, tiles)
 
     @cute.jit
-    def _completes(self, thread, flag, tile, tiles) -> Boolean:
+    def _completes(self, thread, flag, work: Work, tiles) -> Boolean:
         """Whether all parts of a tile are there, for the block that wrote the last one."""
         threads = GROUP * self.consumers
         cute.arch.barrier(barrier_id=TOGETHER, number_of_threads=threads)
         if thread == 0:
-            counter = arrivals(tiles, tile)
+            counter = arrivals(tiles, work)
             # What all threads of the block wrote in front of the barrier is released with it.
             arrived = cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
-            if arrived == tiles.parts - 1:
+            if arrived == work.parts - 1:
                 counter.store(Int32(0))  # for the next launch
             flag.store(arrived)
         cute.arch.barrier(barrier_id=TOGETHER, number_of_threads=threads)
-        return flag.load() == tiles.parts - 1
+        return flag.load() == work.parts - 1
 
     @cute.jit
     def _finish(self, added: Sum, parts, local, column, mO, work: Work, values, tiles):
@@ -265,7 +270,7 @@ class AddsUpParts:
     def _launch_sums(self, mQ, mK, mO, operands, tiles: DecodeTiles, stream: cuda.CUstream):
         if tiles.behind:
             rows = cutlass.min(tiles.rows, self.tile_m)
-            blocks = cute.ceil_div(rows * (self.head_dim_v // _AT_ONCE_BEHIND), GROUP)
+            blocks = cute.ceil_div(rows * (self.head_dim_v // AT_ONCE_BEHIND), GROUP)
             self.sums(mQ, mK, mO, operands, tiles, Divisor(blocks)).launch(
                 grid=(tiles.total // tiles.parts * blocks, 1, 1),
                 block=(GROUP, 1, 1),
@@ -279,25 +284,25 @@ class AddsUpParts:
         tile, block = divmod(cute.arch.block_idx()[0], blocks)
         vector = block * GROUP + cute.arch.thread_idx()[0]
         tile *= tiles.parts
-        across = self.head_dim_v // _AT_ONCE_BEHIND
-        local, column = vector // across, vector % across * _AT_ONCE_BEHIND
+        across = self.head_dim_v // AT_ONCE_BEHIND
+        local, column = vector // across, vector % across * AT_ONCE_BEHIND
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         values = Values(self.scores.names, operands)
         place = self._place(tiles, tile, values)
         sequence = sequence_of(values, place.batch, mQ.shape[0], self._keys(mK, values))
-        work = Work(tile, place, sequence, None)
+        work = Work(tile, place, sequence, None, parts=tiles.parts)
         if (local < self.tile_m) & (place.query + local < self._rows(sequence, tiles)):
             # What is loaded at once is loaded however few there are.
-            if tiles.parts <= _FEW_PARTS:
-                self._sum_vector(local, column, mO, work, values, tiles, _FEW_PARTS)
+            if tiles.parts <= FEW_PARTS:
+                self._sum_vector(local, column, mO, work, values, tiles, FEW_PARTS)
             else:
                 self._sum_vector(local, column, mO, work, values, tiles, self.sums_at_once)
 
     @cute.jit
     def _sum_vector(self, local, column, mO, work: Work, values, tiles, at_once: cutlass.Constexpr):
         parts = self._parts_of_tile(work, tiles)
-        added = self._sum(parts, local, column, _AT_ONCE_BEHIND, at_once)
+        added = self._sum(parts, local, column, AT_ONCE_BEHIND, at_once)
         self._finish(added, parts, local, column, mO, work, values, tiles)
 
 

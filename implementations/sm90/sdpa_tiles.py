@@ -125,6 +125,7 @@ def receive(queue, sTiles, state):
 class Work(NamedTuple):
     """A tile: its number, what it is, and the blocks of keys that its queries see.
 
+    parts: That the keys of a tile are cut into, if they may be.
     rows, seen: Of a table that is searched for blocks to be left out: what the tile meets of it,
         and the last block, which the others stand in front of. Else None.
     """
@@ -133,6 +134,7 @@ class Work(NamedTuple):
     place: Place
     sequence: Sequence
     blocks: Range
+    parts: Int32 | None = None
     rows: Rows | None = None
     seen: Seen | None = None
 

@@ -1,16 +1,54 @@
 """What attention for Hopper has in its workspace; no compiler is loaded to allocate one."""
 
+from typing import Any, NamedTuple
+
 MOST_NUMBERS = 2  # of a row of a part: the logarithm of its sum, and the largest score
 MOST_PARTS = 640  # of the keys of all tiles together, where there are several of a tile
 MOST_LATENT_PARTS = 288  # the same of latent vectors, whose parts are large
 PERMUTED = 16  # keys that change places, see `ValuesAcross`
 
-_FLOAT_BYTES = 4
+ENTRY_NUMBERS = 4  # of a `Listing`, 32 bits each
+
+_FLOAT_BYTES = _NUMBER_BYTES = 4
 
 
 def part_bytes(rows: int, columns: int, numbers: int) -> int:
     """Of the rows of a part in float32, and of some numbers of each."""
     return rows * (columns + numbers) * _FLOAT_BYTES
+
+
+class Listing(NamedTuple):
+    """Of parts of packed sequences: some numbers, an entry for each part of tiles that have
+    several, for each other tile, and a number for each block of rows.
+
+    places: For blocks of rows of a head of keys.
+    """
+
+    most_parts: Any
+    places: Any
+    heads: Any
+
+    def addresses(self, first: Any) -> tuple:
+        """Of what begins at the first one: of numbers, entries, and numbers of blocks."""
+        entry = ENTRY_NUMBERS * _NUMBER_BYTES
+        entries = self.most_parts + self.places * self.heads
+        return first, first + entry, first + entry + entries * entry
+
+    @property
+    def bytes(self) -> int:
+        *_, last = self.addresses(0)
+        return int(last + self.places * _NUMBER_BYTES)
+
+
+def first_place(rows: Any, sequence: Any, tile: int) -> Any:
+    """Of a sequence's blocks of rows, behind as many other sequences with so many rows together:
+    that of all rows and all sequences is how many places there are.
+
+    As if every sequence before had one block more than its rows fill. None reaches the next one: n
+    rows behind r others of a block add ⌊(r + n) / tile⌋ + 1 places, and the ⌈n / tile⌉ blocks that
+    they fill are no more.
+    """
+    return rows // tile + sequence
 
 
 def keys_with_room(keys):
