@@ -1,43 +1,45 @@
 """What decoding of packed sequences has to do, part by part: a kernel in front writes it down."""
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute import AddressSpace
+from cutlass.memory import SmemAllocator
 
 from ..common.attention.scores import Place
 from ..common.attention.sequences import sequence_of
 from ..common.attention.values import Values
 from ..common.conversion import select
-from ..common.threads import GROUP
+from ..common.threads import GROUP, WARP
 from .sdpa_packed import TakesPacked
-from .sdpa_parts import AT_ONCE_BEHIND, FEW_PARTS, DecodeTiles
+from .sdpa_parts import AT_ONCE_BEHIND, FEW_PARTS, DecodeTiles, choose
 from .sdpa_rows import load_vector, store
+from .sdpa_split import costs_of
 from .sdpa_tiles import Work
 from .sdpa_workspace import ENTRY_NUMBERS, MOST_PARTS, Listing
 
 _THREADS = 512
-_SPLIT, _WHOLE, _BLOCKS = range(3)  # numbers in front
+_SPLIT, _WHOLE = range(2)  # numbers in front
 _BITS = 16  # of a number of parts
-_LEAST = 512  # keys of a part, if all multiprocessors have some
+_LEAST = 256  # keys of a part
+_MOST_WAVES = 5  # of blocks, that parts are made for
 _SHARES = 4  # of a part's share of the sums, by as many blocks
 
 
 class Schedule(NamedTuple):
     """In memory, see `Listing`.
 
-    counts: Parts of tiles that have several, other tiles, and blocks of keys of all tiles.
-    entries: Those parts, then from `most` on the other tiles.
-    seen: Of a block of rows, the blocks of keys that it meets; -1 if there is nothing to do.
+    counts: Parts of tiles that have several, and other tiles.
+    entries: Those parts, then from `most_parts` on the other tiles.
     """
 
     counts: cute.Tensor
     entries: cute.Tensor
-    seen: cute.Tensor
 
 
 class Scheduled(TakesPacked):
@@ -77,7 +79,7 @@ class Scheduled(TakesPacked):
         return Place(batch, head, row, part >> _BITS), part & (1 << _BITS) - 1
 
     def _schedule(self, tiles: DecodeTiles) -> Schedule:
-        listing = Listing(self.most_parts, tiles.places, tiles.heads)
+        listing = Listing(self.most_parts, tiles.places * tiles.heads)
         return Schedule(*map(_numbers, listing.addresses(tiles.schedule)))
 
     # The kernel in front -----------------------------------------------------------------
@@ -86,65 +88,90 @@ class Scheduled(TakesPacked):
         self, mQ, mK, operands, tiles: DecodeTiles, multiprocessors, stream: cuda.CUstream
     ) -> None:
         if self.scheduled:
-            self.schedule(mQ, mK, operands, tiles, multiprocessors).launch(
+            self.schedule(mQ, mK, operands, tiles, multiprocessors * self.resident).launch(
                 grid=(1, 1, 1), block=(_THREADS, 1, 1), stream=stream, use_pdl=True
             )
 
     @cute.kernel
-    def schedule(self, mQ, mK, operands, tiles: DecodeTiles, multiprocessors: Int32):
-        """By one block, a thread for each block of rows."""
+    def schedule(self, mQ, mK, operands, tiles: DecodeTiles, room: Int32):
+        """By one block, a thread for each block of rows. room: Blocks of the kernel behind."""
         thread = cute.arch.thread_idx()[0]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         values = Values(self.scores.names, operands)
-        counts, _, seen = self._schedule(tiles)
-        if thread < ENTRY_NUMBERS:
-            counts[thread] = Int32(0)
-        cute.arch.sync_threads()
+        sSums = SmemAllocator().allocate_tensor(Int32, cute.make_layout(_THREADS // WARP))
+        rounds = cute.ceil_div(tiles.places, _THREADS)
         met = Int32(0)
-        for place in cutlass.range(thread, tiles.places, _THREADS, unroll=1):
-            count = self._count(tiles, place, values, mQ, mK)
-            seen[place] = count
+        for i in cutlass.range(rounds, unroll=1):
+            _, _, count = self._met(tiles, thread + i * _THREADS, values, mQ, mK)
             met = met + cutlass.max(count, 0)
-        if met > 0:
-            cute.arch.atomic_add((counts.iterator + _BLOCKS).llvm_ptr, met)
-        cute.arch.sync_threads()
-        length = self._length(counts[_BLOCKS] * tiles.heads, multiprocessors)
-        for place in cutlass.range(thread, tiles.places, _THREADS, unroll=1):
-            if seen[place] >= 0:
-                parts = cutlass.max(seen[place] // length, 1)
-                self._enter(tiles, place, parts, values)
+        _, met = _before_and_all(met, sSums, thread)
+        lengths = cute.make_rmem_tensor(_MOST_WAVES, Int32)
+        parts = cute.make_rmem_tensor(_MOST_WAVES, Int32)
+        for w in cutlass.range_constexpr(_MOST_WAVES):
+            lengths[w] = self._length(met * tiles.heads, (w + 1) * room)
+            parts[w] = Int32(0)
+        for i in cutlass.range(rounds, unroll=1):
+            _, _, count = self._met(tiles, thread + i * _THREADS, values, mQ, mK)
+            for w in cutlass.range_constexpr(_MOST_WAVES):
+                parts[w] = parts[w] + select(count < 0, Int32(0), _parts(count, lengths[w]))
+        length, least = lengths[0], Float32(math.inf)
+        for w in cutlass.range_constexpr(_MOST_WAVES):
+            _, every = _before_and_all(parts[w], sSums, thread)
+            expected = self._nanoseconds(met, cutlass.max(every, 1), tiles, room)
+            length = select(expected < least, lengths[w], length)
+            least = cute.arch.fmin(expected, least)
+        split, whole = Int32(0), Int32(0)
+        for i in cutlass.range(rounds, unroll=1):
+            batch, row, count = self._met(tiles, thread + i * _THREADS, values, mQ, mK)
+            parts_of_row = _parts(count, length)
+            are_several = parts_of_row > 1
+            own = select(count < 0, Int32(0), parts_of_row) * tiles.heads
+            before, every = _before_and_all(select(are_several, own, Int32(0)), sSums, thread)
+            others, alone = _before_and_all(select(are_several, Int32(0), own), sSums, thread)
+            first = select(are_several, split + before, self.most_parts + whole + others)
+            self._enter(tiles, first, own, parts_of_row, batch, row)
+            split, whole = split + every, whole + alone
+        if thread == 0:
+            counts, _ = self._schedule(tiles)
+            counts[_SPLIT], counts[_WHOLE] = split, whole
 
-    def _length(self, blocks: Int32, multiprocessors: Int32) -> Int32:
-        """Of a part, in blocks of keys, of which all tiles together have so many. Parts of tiles
-        that have several are not more than there is room for: none is shorter."""
-        each = cute.ceil_div(blocks, multiprocessors * self.resident)
-        few = cutlass.min(each, Int32(max(_LEAST // self.tile_n, 1)))
-        return cutlass.max(cutlass.max(few, cute.ceil_div(blocks, self.most_parts)), 1)
+    def _length(self, blocks: Int32, parts: Int32) -> Int32:
+        """In blocks of keys, of so many parts; there is room for as many as none is shorter."""
+        least = max(_LEAST // self.tile_n, 1)
+        several = cutlass.min(parts, Int32(self.most_parts))
+        return cutlass.max(cute.ceil_div(blocks, several), Int32(least))
+
+    def _nanoseconds(self, met: Int32, parts: Int32, tiles: DecodeTiles, room: Int32) -> Float32:
+        """What is expected of so many parts of a head of keys, with all blocks that they meet."""
+        costs = costs_of(
+            *((self.tile_m, self.tile_n), (self.head_dim, self.head_dim_v)),
+            *(self.element_type.width // 8, tiles.rows, self.resident, choose),
+        )
+        waves = Float32(cute.ceil_div(parts * tiles.heads, room))
+        of_part = Float32(met) / Float32(parts) * costs.block + costs.tile
+        further = Float32((parts - tiles.places) * tiles.heads)
+        return waves * of_part + further * costs.part
 
     @cute.jit
-    def _count(self, tiles: DecodeTiles, place, values, mQ, mK):
-        """Blocks of keys that a block of rows meets. One of the last sequence has to be there: it
-        clears the rows behind it."""
-        batch, block = divmod(place, tiles.by_block)
+    def _met(self, tiles: DecodeTiles, place, values, mQ, mK):
+        """(sequence, first row, blocks of keys that a block of rows meets); -1 if there is nothing
+        to do. A block of the last sequence has to be there: it clears the rows behind it."""
+        last = Int32(values["cu_seqlens_q"].shape[0]) - 2
+        inside = cutlass.min(place, tiles.places - 1)
+        batch, block = divmod(inside, tiles.by_block)
         batch, row = self._in_sequence(tiles, batch, block, values)
         sequence = sequence_of(values, batch, mQ.shape[0], self._keys(mK, values))
         _, _, blocks = self._seen(sequence, row, tiles)
-        count = blocks.end - blocks.begin
-        last = Int32(values["cu_seqlens_q"].shape[0]) - 2
         exists = (row < self._rows(sequence, tiles)) | ((batch == last) & (row == 0))
-        return select(exists, count, Int32(-1))
+        count = select(exists & (place == inside), blocks.end - blocks.begin, Int32(-1))
+        return batch, row, count
 
     @cute.jit
-    def _enter(self, tiles: DecodeTiles, place, parts, values):
-        counts, entries, _ = self._schedule(tiles)
-        batch, block = divmod(place, tiles.by_block)
-        batch, row = self._in_sequence(tiles, batch, block, values)
-        which = select(parts > 1, Int32(_SPLIT), Int32(_WHOLE))
-        own = parts * tiles.heads
-        first = cute.arch.atomic_add((counts.iterator + which).llvm_ptr, own)
-        first = first + select(parts > 1, Int32(0), Int32(self.most_parts))
-        for i in cutlass.range(own, unroll=1):
+    def _enter(self, tiles: DecodeTiles, first, count, parts, batch, row):
+        """Entries of all heads, from the first on."""
+        _, entries = self._schedule(tiles)
+        for i in cutlass.range(count, unroll=1):
             entry = cute.make_rmem_tensor(ENTRY_NUMBERS, Int32)
             entry[0], entry[1], entry[2] = batch, row, i // parts
             entry[3] = (i % parts << _BITS) | parts
@@ -185,6 +212,30 @@ class Scheduled(TakesPacked):
                     self._sum_vector(local, column, mO, work, values, tiles, FEW_PARTS)
                 else:
                     self._sum_vector(local, column, mO, work, values, tiles, self.sums_at_once)
+
+
+def _parts(blocks: Int32, length: Int32) -> Int32:
+    """Of a tile that meets so many blocks of keys."""
+    return cutlass.max(blocks // length, 1)
+
+
+@cute.jit
+def _before_and_all(number: Int32, sSums: cute.Tensor, thread: Int32):
+    """(the sum of the threads in front, that of all), by a whole block."""
+    lane, warp = thread % WARP, thread // WARP
+    before = number
+    for i in cutlass.range_constexpr(WARP.bit_length() - 1):
+        other = cute.arch.shuffle_sync_up(before, 1 << i, mask_and_clamp=0)
+        before = before + select(lane >= 1 << i, other, Int32(0))
+    if lane == WARP - 1:
+        sSums[warp] = before
+    cute.arch.sync_threads()
+    before, every = before - number, Int32(0)
+    for i in cutlass.range_constexpr(_THREADS // WARP):
+        before = before + select(warp > i, sSums[i], Int32(0))
+        every = every + sSums[i]
+    cute.arch.sync_threads()
+    return before, every
 
 
 def _numbers(address: Int64) -> cute.Tensor:

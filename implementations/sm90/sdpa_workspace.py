@@ -18,26 +18,19 @@ def part_bytes(rows: int, columns: int, numbers: int) -> int:
 
 
 class Listing(NamedTuple):
-    """Of parts of packed sequences: some numbers, an entry for each part of tiles that have
-    several, for each other tile, and a number for each block of rows.
-
-    places: For blocks of rows of a head of keys.
-    """
+    """Of parts of packed sequences: some numbers, then an entry for each part of tiles that have
+    several, and for each other tile."""
 
     most_parts: Any
-    places: Any
-    heads: Any
+    tiles: Any
 
     def addresses(self, first: Any) -> tuple:
-        """Of what begins at the first one: of numbers, entries, and numbers of blocks."""
-        entry = ENTRY_NUMBERS * _NUMBER_BYTES
-        entries = self.most_parts + self.places * self.heads
-        return first, first + entry, first + entry + entries * entry
+        """Of numbers, which begin at the first one, and of entries."""
+        return first, first + ENTRY_NUMBERS * _NUMBER_BYTES
 
     @property
     def bytes(self) -> int:
-        *_, last = self.addresses(0)
-        return int(last + self.places * _NUMBER_BYTES)
+        return int((1 + self.most_parts + self.tiles) * ENTRY_NUMBERS * _NUMBER_BYTES)
 
 
 def first_place(rows: Any, sequence: Any, tile: int) -> Any:

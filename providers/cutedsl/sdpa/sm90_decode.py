@@ -108,7 +108,7 @@ class Sm90FewQueries(Sm90Sdpa):
         T, H, _ = queries
         tile = self._design.tile_shape[0]
         places = sdpa_workspace.first_place(T * H // max(key_heads, 1), sequences, tile)
-        listing = sdpa_workspace.Listing(self._most_parts(), places, key_heads)
+        listing = sdpa_workspace.Listing(self._most_parts(), places * key_heads)
         return self._with_parts() + listing.bytes
 
     def _with_parts(self) -> int:
