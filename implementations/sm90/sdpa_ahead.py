@@ -126,9 +126,20 @@ class _FromL2:
         self.shape = tensor.shape
 
     def __getitem__(self, index) -> Int32:
+        return self.of_lane(index) if self._of_lanes else self._read(_read_by_one, index)
+
+    def of_lane(self, index) -> Int32:
+        """Each lane reads one of its own."""
+        return self._read(_read, index)
+
+    def _read(self, read, index) -> Int32:
         address = self._tensor.iterator + cute.crd2idx(index, self._tensor.layout)
-        read = _read if self._of_lanes else _read_by_one
         return read(address, self._tensor.element_type)
+
+
+def of_lane(numbers, index) -> Int32:
+    """Of a tensor, as it is or as it may be read while the kernels before run."""
+    return numbers.of_lane(index) if isinstance(numbers, _FromL2) else numbers[index]
 
 
 def _read(address: cute.Pointer, element_type) -> cutlass.Numeric:

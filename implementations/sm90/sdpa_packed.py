@@ -1,11 +1,14 @@
 """Which of the packed sequences a tile of decoding is of, and where its rows lie."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from ..common.attention.scores import Place, Scores
 from ..common.attention.sequences import Sequence
 from ..common.conversion import select
+from ..common.threads import WARP
+from .sdpa_ahead import of_lane
 from .sdpa_parts import DecodeTiles
 from .sdpa_tiles import Work
 from .sdpa_workspace import first_place
@@ -35,18 +38,43 @@ class TakesPacked:
 
     @cute.jit
     def _in_sequence(self, tiles: DecodeTiles, batch, block, values):
-        """(the sequence that has a block, the first row of it there)"""
+        """(the sequence that has a block, the first row of it there), by a whole warp."""
         first, block = Int32(batch), Int32(block)
         if tiles.joined:
-            starts, group = values["cu_seqlens_q"], tiles.group.divisor
+            starts, lane = values["cu_seqlens_q"], cute.arch.lane_idx()
+            last = Int32(starts.shape[0]) - 2
+            first, left, own = Int32(0), last + 1, Int32(0)
+            while left > 0:
+                # As many sequences as there are lanes, and between them as many others each.
+                apart = cute.ceil_div(left, WARP)
+                sequence = cutlass.min(first + lane * apart, last)
+                begin = self._first_place(of_lane(starts, sequence), sequence, tiles)
+                begun = cute.arch.vote_ballot_sync((lane * apart < left) & (begin <= block))
+                found = cutlass.max(Int32(cute.arch.popc(begun)) - 1, 0)
+                own = cute.arch.shuffle_sync(begin, found)
+                first = first + found * apart
+                left = select(apart > 1, cutlass.min(apart, left - found * apart), Int32(0))
+            block = block - own
+        return first, block * self.tile_m
+
+    @cute.jit
+    def _in_sequence_of_thread(self, tiles: DecodeTiles, batch, block, values):
+        """The same by each thread, of a block of its own."""
+        first, block = Int32(batch), Int32(block)
+        if tiles.joined:
+            starts = values["cu_seqlens_q"]
             first, last = Int32(0), Int32(starts.shape[0]) - 2
             while first < last:
                 middle = (first + last + 1) // 2
-                begun = first_place(starts[middle] * group, middle, self.tile_m) <= block
+                begun = self._first_place(starts[middle], middle, tiles) <= block
                 first = select(begun, middle, first)
                 last = select(begun, last, middle - 1)
-            block = block - first_place(starts[first] * group, first, self.tile_m)
+            block = block - self._first_place(starts[first], first, tiles)
         return first, block * self.tile_m
+
+    def _first_place(self, query: Int32, sequence: Int32, tiles: DecodeTiles) -> Int32:
+        """Of a sequence that begins at a query."""
+        return first_place(query * tiles.group.divisor, sequence, self.tile_m)
 
     def _rows(self, sequence: Sequence, tiles: DecodeTiles) -> Int32:
         """Of a head of keys."""

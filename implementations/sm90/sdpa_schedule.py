@@ -1,6 +1,8 @@
 """What decoding of packed sequences has to do, part by part: a kernel in front writes it down."""
 
 import math
+import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,6 +30,8 @@ _SPLIT, _WHOLE = range(2)  # numbers in front
 _BITS = 16  # of a number of parts
 _LEAST = 256  # keys of a part
 _MOST_WAVES = 5  # of blocks, that parts are made for
+_UNEVEN = 0.25  # of the time of keys that a part has more than others, what nothing hides
+_SUMS = 3  # of all threads of a block at once
 _SHARES = 4  # of a part's share of the sums, by as many blocks
 
 
@@ -99,42 +103,33 @@ class Scheduled(TakesPacked):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         values = Values(self.scores.names, operands)
-        sSums = SmemAllocator().allocate_tensor(Int32, cute.make_layout(_THREADS // WARP))
+        of_warps = cute.make_layout((_SUMS, _THREADS // WARP))
+        sSums = SmemAllocator().allocate_tensor(Int32, of_warps)
         rounds = cute.ceil_div(tiles.places, _THREADS)
         met = Int32(0)
         for i in cutlass.range(rounds, unroll=1):
             _, _, count = self._met(tiles, thread + i * _THREADS, values, mQ, mK)
             met = met + cutlass.max(count, 0)
-        _, met = _before_and_all(met, sSums, thread)
+        (met,) = _over_block((met,), (), sSums, thread)
         lengths = cute.make_rmem_tensor(_MOST_WAVES, Int32)
-        parts = cute.make_rmem_tensor(_MOST_WAVES, Int32)
+        sizes = cute.make_rmem_tensor((3, _MOST_WAVES), Int32)
+        sizes.fill(0)
         for w in cutlass.range_constexpr(_MOST_WAVES):
             lengths[w] = self._length(met * tiles.heads, (w + 1) * room)
-            parts[w] = Int32(0)
         for i in cutlass.range(rounds, unroll=1):
             _, _, count = self._met(tiles, thread + i * _THREADS, values, mQ, mK)
             for w in cutlass.range_constexpr(_MOST_WAVES):
-                parts[w] = parts[w] + select(count < 0, Int32(0), _parts(count, lengths[w]))
-        length, least = lengths[0], Float32(math.inf)
+                self._count(sizes[None, w], count, lengths[w])
+        length, least, split = lengths[0], Float32(math.inf), Int32(0)
         for w in cutlass.range_constexpr(_MOST_WAVES):
-            _, every = _before_and_all(parts[w], sSums, thread)
-            expected = self._nanoseconds(met, cutlass.max(every, 1), tiles, room)
+            parts, several, longest = _over_block(
+                (sizes[0, w], sizes[1, w]), (sizes[2, w],), sSums, thread
+            )
+            expected = self._nanoseconds(met, parts, several, longest, tiles, room)
             length = select(expected < least, lengths[w], length)
+            split = select(expected < least, several, split)
             least = cute.arch.fmin(expected, least)
-        split, whole = Int32(0), Int32(0)
-        for i in cutlass.range(rounds, unroll=1):
-            batch, row, count = self._met(tiles, thread + i * _THREADS, values, mQ, mK)
-            parts_of_row = _parts(count, length)
-            are_several = parts_of_row > 1
-            own = select(count < 0, Int32(0), parts_of_row) * tiles.heads
-            before, every = _before_and_all(select(are_several, own, Int32(0)), sSums, thread)
-            others, alone = _before_and_all(select(are_several, Int32(0), own), sSums, thread)
-            first = select(are_several, split + before, self.most_parts + whole + others)
-            self._enter(tiles, first, own, parts_of_row, batch, row)
-            split, whole = split + every, whole + alone
-        if thread == 0:
-            counts, _ = self._schedule(tiles)
-            counts[_SPLIT], counts[_WHOLE] = split, whole
+        self._write_entries(tiles, rounds, length, split, values, mQ, mK, sSums, thread)
 
     def _length(self, blocks: Int32, parts: Int32) -> Int32:
         """In blocks of keys, of so many parts; there is room for as many as none is shorter."""
@@ -142,16 +137,66 @@ class Scheduled(TakesPacked):
         several = cutlass.min(parts, Int32(self.most_parts))
         return cutlass.max(cute.ceil_div(blocks, several), Int32(least))
 
-    def _nanoseconds(self, met: Int32, parts: Int32, tiles: DecodeTiles, room: Int32) -> Float32:
-        """What is expected of so many parts of a head of keys, with all blocks that they meet."""
+    def _count(self, sizes: cute.Tensor, blocks: Int32, length: Int32) -> None:
+        """One block of rows more: (parts, those of tiles that have several, the longest part)."""
+        parts = select(blocks < 0, Int32(0), _parts(blocks, length))
+        sizes[0] = sizes[0] + parts
+        sizes[1] = sizes[1] + select(parts > 1, parts, Int32(0))
+        sizes[2] = cutlass.max(sizes[2], cute.ceil_div(blocks, cutlass.max(parts, 1)))
+
+    def _nanoseconds(
+        self,
+        met: Int32,
+        parts: Int32,
+        several: Int32,
+        longest: Int32,
+        tiles: DecodeTiles,
+        room: Int32,
+    ) -> Float32:
+        """What is expected of the parts of all heads of keys, each head's with so many blocks of
+        keys together: waves of average ones, or the same work and what the longest one takes when
+        most others have ended, of which it has more of the memory."""
         costs = costs_of(
             *((self.tile_m, self.tile_n), (self.head_dim, self.head_dim_v)),
             *(self.element_type.width // 8, tiles.rows, self.resident, choose),
         )
-        waves = Float32(cute.ceil_div(parts * tiles.heads, room))
-        of_part = Float32(met) / Float32(parts) * costs.block + costs.tile
-        further = Float32((parts - tiles.places) * tiles.heads)
-        return waves * of_part + further * costs.part
+        every = parts * tiles.heads
+        average = Float32(met) / Float32(cutlass.max(parts, 1))
+        of_part = average * costs.block + costs.tile
+        waves = Float32(cute.ceil_div(every, room)) * of_part
+        uneven = (Float32(longest) - average) * (costs.block * _UNEVEN)
+        apart = Float32(every) / Float32(room) * of_part + uneven
+        return cute.arch.fmax(waves, apart) + Float32(several * tiles.heads) * costs.part
+
+    @cute.jit
+    def _write_entries(
+        self, tiles: DecodeTiles, rounds, length, split, values, mQ, mK, sSums, thread
+    ):
+        """Head by head of keys, so that sequences of few and of many queries take turns.
+
+        split: Of a head, parts of tiles that have several.
+        """
+        begun, alone = Int32(0), Int32(0)
+        counts, entries = self._schedule(tiles)
+        for i in cutlass.range(rounds, unroll=1):
+            batch, row, count = self._met(tiles, thread + i * _THREADS, values, mQ, mK)
+            parts = select(count < 0, Int32(0), _parts(count, length))
+            several = select(parts > 1, parts, Int32(0))
+            whole = parts - several
+            first, others = _before(several, sSums, thread), _before(whole, sSums, thread)
+            more, further = _over_block((several, whole), (), sSums, thread)
+            first, others = begun + first, alone + others
+            begun, alone = begun + more, alone + further
+            for part in cutlass.range(parts, unroll=1):
+                for head in cutlass.range(tiles.heads, unroll=1):
+                    entry = cute.make_rmem_tensor(ENTRY_NUMBERS, Int32)
+                    entry[0], entry[1], entry[2], entry[3] = batch, row, head, part << _BITS | parts
+                    at = first + part + head * split
+                    if parts == 1:
+                        at = self.most_parts + others * tiles.heads + head
+                    store(entry, entries, at * ENTRY_NUMBERS)
+        if thread == 0:
+            counts[_SPLIT], counts[_WHOLE] = begun * tiles.heads, alone * tiles.heads
 
     @cute.jit
     def _met(self, tiles: DecodeTiles, place, values, mQ, mK):
@@ -160,22 +205,12 @@ class Scheduled(TakesPacked):
         last = Int32(values["cu_seqlens_q"].shape[0]) - 2
         inside = cutlass.min(place, tiles.places - 1)
         batch, block = divmod(inside, tiles.by_block)
-        batch, row = self._in_sequence(tiles, batch, block, values)
+        batch, row = self._in_sequence_of_thread(tiles, batch, block, values)
         sequence = sequence_of(values, batch, mQ.shape[0], self._keys(mK, values))
         _, _, blocks = self._seen(sequence, row, tiles)
         exists = (row < self._rows(sequence, tiles)) | ((batch == last) & (row == 0))
         count = select(exists & (place == inside), blocks.end - blocks.begin, Int32(-1))
         return batch, row, count
-
-    @cute.jit
-    def _enter(self, tiles: DecodeTiles, first, count, parts, batch, row):
-        """Entries of all heads, from the first on."""
-        _, entries = self._schedule(tiles)
-        for i in cutlass.range(count, unroll=1):
-            entry = cute.make_rmem_tensor(ENTRY_NUMBERS, Int32)
-            entry[0], entry[1], entry[2] = batch, row, i // parts
-            entry[3] = (i % parts << _BITS) | parts
-            store(entry, entries, (first + i) * ENTRY_NUMBERS)
 
     # Sums --------------------------------------------------------------------------------
 
@@ -220,22 +255,47 @@ def _parts(blocks: Int32, length: Int32) -> Int32:
 
 
 @cute.jit
-def _before_and_all(number: Int32, sSums: cute.Tensor, thread: Int32):
-    """(the sum of the threads in front, that of all), by a whole block."""
+def _before(number: Int32, sSums: cute.Tensor, thread: Int32):
+    """Of the numbers of a block, the sum of those of the threads in front."""
     lane, warp = thread % WARP, thread // WARP
     before = number
     for i in cutlass.range_constexpr(WARP.bit_length() - 1):
-        other = cute.arch.shuffle_sync_up(before, 1 << i, mask_and_clamp=0)
+        other = cute.arch.shuffle_sync_up(before, 1 << i)
         before = before + select(lane >= 1 << i, other, Int32(0))
     if lane == WARP - 1:
-        sSums[warp] = before
+        sSums[0, warp] = before
     cute.arch.sync_threads()
-    before, every = before - number, Int32(0)
+    before = before - number
     for i in cutlass.range_constexpr(_THREADS // WARP):
-        before = before + select(warp > i, sSums[i], Int32(0))
-        every = every + sSums[i]
+        before = before + select(warp > i, sSums[0, i], Int32(0))
     cute.arch.sync_threads()
-    return before, every
+    return before
+
+
+def _over_block(sums: tuple, largest: tuple, sSums: cute.Tensor, thread: Int32) -> list[Int32]:
+    """Of the numbers of a block, some sums and then the largest of some; of none less than 0."""
+    kinds = [operator.add] * len(sums) + [cutlass.max] * len(largest)
+    found = [_over_warp(n, kind) for n, kind in zip((*sums, *largest), kinds, strict=True)]
+    _leave(found, sSums, thread)
+    lane, warps = thread % WARP, _THREADS // WARP
+    own = [select(lane < warps, sSums[i, lane % warps], Int32(0)) for i in range(len(found))]
+    cute.arch.sync_threads()
+    return [_over_warp(n, kind) for n, kind in zip(own, kinds, strict=True)]
+
+
+@cute.jit
+def _leave(numbers: list, sSums: cute.Tensor, thread: Int32):
+    """Those of each warp in shared memory."""
+    if thread % WARP == 0:
+        for i in cutlass.range_constexpr(len(numbers)):
+            sSums[i, thread // WARP] = numbers[i]
+    cute.arch.sync_threads()
+
+
+def _over_warp(number: Int32, combine: Callable) -> Int32:
+    for i in range(WARP.bit_length() - 1):
+        number = combine(number, cute.arch.shuffle_sync_bfly(number, 1 << i))
+    return number
 
 
 def _numbers(address: Int64) -> cute.Tensor:
