@@ -29,7 +29,7 @@ _THREADS = 512
 _SPLIT, _WHOLE = range(2)  # numbers in front
 _BITS = 16  # of a number of parts
 _LEAST = 256  # keys of a part
-_MOST_WAVES = 5  # of blocks, that parts are made for
+_WAVES = (1, 2, 3, 5)  # of blocks, that parts are made for
 _UNEVEN = 0.25  # of the time of keys that a part has more than others, what nothing hides
 _SUMS = 3  # of all threads of a block at once
 _SHARES = 4  # of a part's share of the sums, by as many blocks
@@ -106,30 +106,48 @@ class Scheduled(TakesPacked):
         of_warps = cute.make_layout((_SUMS, _THREADS // WARP))
         sSums = SmemAllocator().allocate_tensor(Int32, of_warps)
         rounds = cute.ceil_div(tiles.places, _THREADS)
-        met = Int32(0)
+        found, met = self._met(tiles, thread, values, mQ, mK), Int32(0)
         for i in cutlass.range(rounds, unroll=1):
-            _, _, count = self._met(tiles, thread + i * _THREADS, values, mQ, mK)
-            met = met + cutlass.max(count, 0)
+            found = self._met_in_round(i, found, tiles, thread, values, mQ, mK)
+            met = met + cutlass.max(found[2], 0)
         (met,) = _over_block((met,), (), sSums, thread)
-        lengths = cute.make_rmem_tensor(_MOST_WAVES, Int32)
-        sizes = cute.make_rmem_tensor((3, _MOST_WAVES), Int32)
+        lengths = [self._length(met * tiles.heads, waves * room) for waves in _WAVES]
+        sizes = cute.make_rmem_tensor((3, len(_WAVES)), Int32)
         sizes.fill(0)
-        for w in cutlass.range_constexpr(_MOST_WAVES):
-            lengths[w] = self._length(met * tiles.heads, (w + 1) * room)
         for i in cutlass.range(rounds, unroll=1):
-            _, _, count = self._met(tiles, thread + i * _THREADS, values, mQ, mK)
-            for w in cutlass.range_constexpr(_MOST_WAVES):
-                self._count(sizes[None, w], count, lengths[w])
-        length, least, split = lengths[0], Float32(math.inf), Int32(0)
-        for w in cutlass.range_constexpr(_MOST_WAVES):
+            found = self._met_in_round(i, found, tiles, thread, values, mQ, mK)
+            for w in cutlass.range_constexpr(len(_WAVES)):
+                self._count(sizes[None, w], found[2], lengths[w])
+        length, least, split, whole = lengths[0], Float32(math.inf), Int32(0), Int32(0)
+        for w in cutlass.range_constexpr(len(_WAVES)):
             parts, several, longest = _over_block(
                 (sizes[0, w], sizes[1, w]), (sizes[2, w],), sSums, thread
             )
             expected = self._nanoseconds(met, parts, several, longest, tiles, room)
             length = select(expected < least, lengths[w], length)
             split = select(expected < least, several, split)
+            whole = select(expected < least, parts - several, whole)
             least = cute.arch.fmin(expected, least)
-        self._write_entries(tiles, rounds, length, split, values, mQ, mK, sSums, thread)
+        begun, alone = Int32(0), Int32(0)
+        for i in cutlass.range(rounds, unroll=1):
+            found = self._met_in_round(i, found, tiles, thread, values, mQ, mK)
+            parts = select(found[2] < 0, Int32(0), _parts(found[2], length))
+            several = select(parts > 1, parts, Int32(0))
+            first = begun + _before(several, sSums, thread)
+            place = alone + _before(parts - several, sSums, thread)
+            more, others = _over_block((several, parts - several), (), sSums, thread)
+            begun, alone = begun + more, alone + others
+            self._enter(tiles, found, parts, (first, place), (split, whole))
+        if thread == 0:
+            counts, _ = self._schedule(tiles)
+            counts[_SPLIT], counts[_WHOLE] = split * tiles.heads, whole * tiles.heads
+
+    @cute.jit
+    def _met_in_round(self, i, found, tiles, thread, values, mQ, mK):
+        """What `_met` found, if there is one round only."""
+        if tiles.places > _THREADS:
+            found = self._met(tiles, thread + i * _THREADS, values, mQ, mK)
+        return found
 
     def _length(self, blocks: Int32, parts: Int32) -> Int32:
         """In blocks of keys, of so many parts; there is room for as many as none is shorter."""
@@ -169,34 +187,22 @@ class Scheduled(TakesPacked):
         return cute.arch.fmax(waves, apart) + Float32(several * tiles.heads) * costs.part
 
     @cute.jit
-    def _write_entries(
-        self, tiles: DecodeTiles, rounds, length, split, values, mQ, mK, sSums, thread
-    ):
-        """Head by head of keys, so that sequences of few and of many queries take turns.
+    def _enter(self, tiles: DecodeTiles, found: tuple, parts, places: tuple, of_head: tuple):
+        """A block of rows, head by head of keys: sequences of few and of many queries take turns.
 
-        split: Of a head, parts of tiles that have several.
+        places, of_head: Of the first part, and of a head the number, where tiles have several
+            parts; and the same of others.
         """
-        begun, alone = Int32(0), Int32(0)
-        counts, entries = self._schedule(tiles)
-        for i in cutlass.range(rounds, unroll=1):
-            batch, row, count = self._met(tiles, thread + i * _THREADS, values, mQ, mK)
-            parts = select(count < 0, Int32(0), _parts(count, length))
-            several = select(parts > 1, parts, Int32(0))
-            whole = parts - several
-            first, others = _before(several, sSums, thread), _before(whole, sSums, thread)
-            more, further = _over_block((several, whole), (), sSums, thread)
-            first, others = begun + first, alone + others
-            begun, alone = begun + more, alone + further
-            for part in cutlass.range(parts, unroll=1):
-                for head in cutlass.range(tiles.heads, unroll=1):
-                    entry = cute.make_rmem_tensor(ENTRY_NUMBERS, Int32)
-                    entry[0], entry[1], entry[2], entry[3] = batch, row, head, part << _BITS | parts
+        (batch, row, _), (first, place), (split, whole) = found, places, of_head
+        _, entries = self._schedule(tiles)
+        for part in cutlass.range(parts, unroll=1):
+            for head in cutlass.range(tiles.heads, unroll=1):
+                at = self.most_parts + place + head * whole
+                if parts > 1:
                     at = first + part + head * split
-                    if parts == 1:
-                        at = self.most_parts + others * tiles.heads + head
-                    store(entry, entries, at * ENTRY_NUMBERS)
-        if thread == 0:
-            counts[_SPLIT], counts[_WHOLE] = begun * tiles.heads, alone * tiles.heads
+                entry = cute.make_rmem_tensor(ENTRY_NUMBERS, Int32)
+                entry[0], entry[1], entry[2], entry[3] = batch, row, head, part << _BITS | parts
+                store(entry, entries, at * ENTRY_NUMBERS)
 
     @cute.jit
     def _met(self, tiles: DecodeTiles, place, values, mQ, mK):

@@ -71,6 +71,10 @@ CASES = {
         *(FEW, 3, (8, 1), (128, 128), ((12, 1, 9), (1000, 0, 77)), {"tile": (64, 128)}),
         page_size=32, options=sinks, keywords={"mask": BAND},
     ),
+    "more sequences than the schedule has threads": case(
+        *(FEW, 530, (2, 1), (64, 64), ((*(1,) * 528, 40, 1), (*(3,) * 527, 600, 30, 9))),
+        {"tile": (64, 128)}, page_size=64,
+    ),
     "one part": case(
         *(FEW, 3, (4, 2), (64, 64), ((30, 1, 2), (70, 31, 90))),
         {"cluster": 1, "multiprocessors": 2}, options=sinks, statistics=True,
