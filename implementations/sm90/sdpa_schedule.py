@@ -25,13 +25,15 @@ from .sdpa_split import costs_of
 from .sdpa_tiles import Work
 from .sdpa_workspace import ENTRY_NUMBERS, MOST_PARTS, Listing
 
-_THREADS = 512
+_THREADS = 256
 _SPLIT, _WHOLE = range(2)  # numbers in front
 _BITS = 16  # of a number of parts
+_LOW = (1 << _BITS) - 1
 _LEAST = 256  # keys of a part
 _WAVES = (1, 2, 3, 5)  # of blocks, that parts are made for
-_UNEVEN = 0.25  # of the time of keys that a part has more than others, what nothing hides
-_SUMS = 3  # of all threads of a block at once
+_UNEVEN = 0.3  # of the time of keys that a part has more than others, what nothing hides
+_ALIKE = 1.25  # how much longer than others a part may be that is like them
+_SUMS = 3 * len(_WAVES)  # of all threads of a block at once
 _SHARES = 4  # of a part's share of the sums, by as many blocks
 
 
@@ -80,7 +82,7 @@ class Scheduled(TakesPacked):
         own = cute.make_rmem_tensor(ENTRY_NUMBERS, Int32)
         load_vector(self._schedule(tiles).entries, entry * ENTRY_NUMBERS, own)
         batch, row, head, part = (own[i] for i in range(ENTRY_NUMBERS))
-        return Place(batch, head, row, part >> _BITS), part & (1 << _BITS) - 1
+        return Place(batch, head, row, part >> _BITS), part & _LOW
 
     def _schedule(self, tiles: DecodeTiles) -> Schedule:
         listing = Listing(self.most_parts, tiles.places * tiles.heads)
@@ -119,10 +121,10 @@ class Scheduled(TakesPacked):
             for w in cutlass.range_constexpr(len(_WAVES)):
                 self._count(sizes[None, w], found[2], lengths[w])
         length, least, split, whole = lengths[0], Float32(math.inf), Int32(0), Int32(0)
+        kinds = [[sizes[kind, w] for w in range(len(_WAVES))] for kind in range(3)]
+        every = _over_block((*kinds[0], *kinds[1]), kinds[2], sSums, thread)
         for w in cutlass.range_constexpr(len(_WAVES)):
-            parts, several, longest = _over_block(
-                (sizes[0, w], sizes[1, w]), (sizes[2, w],), sSums, thread
-            )
+            parts, several, longest = every[w :: len(_WAVES)]
             expected = self._nanoseconds(met, parts, several, longest, tiles, room)
             length = select(expected < least, lengths[w], length)
             split = select(expected < least, several, split)
@@ -133,11 +135,11 @@ class Scheduled(TakesPacked):
             found = self._met_in_round(i, found, tiles, thread, values, mQ, mK)
             parts = select(found[2] < 0, Int32(0), _parts(found[2], length))
             several = select(parts > 1, parts, Int32(0))
-            first = begun + _before(several, sSums, thread)
-            place = alone + _before(parts - several, sSums, thread)
-            more, others = _over_block((several, parts - several), (), sSums, thread)
-            begun, alone = begun + more, alone + others
-            self._enter(tiles, found, parts, (first, place), (split, whole))
+            both = several << _BITS | parts - several  # at once: neither is large
+            before, all_of_round = _before_and_all(both, sSums, thread)
+            places = begun + (before >> _BITS), alone + (before & _LOW)
+            self._enter(tiles, found, parts, places, (split, whole))
+            begun, alone = begun + (all_of_round >> _BITS), alone + (all_of_round & _LOW)
         if thread == 0:
             counts, _ = self._schedule(tiles)
             counts[_SPLIT], counts[_WHOLE] = split * tiles.heads, whole * tiles.heads
@@ -172,8 +174,8 @@ class Scheduled(TakesPacked):
         room: Int32,
     ) -> Float32:
         """What is expected of the parts of all heads of keys, each head's with so many blocks of
-        keys together: waves of average ones, or the same work and what the longest one takes when
-        most others have ended, of which it has more of the memory."""
+        keys together. Parts that are alike end in waves; of others the longest one may be left at
+        the end, when it has more of the memory for itself."""
         costs = costs_of(
             *((self.tile_m, self.tile_n), (self.head_dim, self.head_dim_v)),
             *(self.element_type.width // 8, tiles.rows, self.resident, choose),
@@ -181,10 +183,11 @@ class Scheduled(TakesPacked):
         every = parts * tiles.heads
         average = Float32(met) / Float32(cutlass.max(parts, 1))
         of_part = average * costs.block + costs.tile
-        waves = Float32(cute.ceil_div(every, room)) * of_part
         uneven = (Float32(longest) - average) * (costs.block * _UNEVEN)
-        apart = Float32(every) / Float32(room) * of_part + uneven
-        return cute.arch.fmax(waves, apart) + Float32(several * tiles.heads) * costs.part
+        waves = Float32(every) / Float32(room)
+        if_alike = Float32(cute.ceil_div(every, room)) * of_part
+        found = select(longest <= average * _ALIKE, if_alike, waves * of_part + uneven)
+        return found + Float32(several * tiles.heads) * costs.part
 
     @cute.jit
     def _enter(self, tiles: DecodeTiles, found: tuple, parts, places: tuple, of_head: tuple):
@@ -261,8 +264,8 @@ def _parts(blocks: Int32, length: Int32) -> Int32:
 
 
 @cute.jit
-def _before(number: Int32, sSums: cute.Tensor, thread: Int32):
-    """Of the numbers of a block, the sum of those of the threads in front."""
+def _before_and_all(number: Int32, sSums: cute.Tensor, thread: Int32):
+    """Of the numbers of a block, the sum of those of the threads in front, and of all."""
     lane, warp = thread % WARP, thread // WARP
     before = number
     for i in cutlass.range_constexpr(WARP.bit_length() - 1):
@@ -271,11 +274,12 @@ def _before(number: Int32, sSums: cute.Tensor, thread: Int32):
     if lane == WARP - 1:
         sSums[0, warp] = before
     cute.arch.sync_threads()
-    before = before - number
+    before, every = before - number, Int32(0)
     for i in cutlass.range_constexpr(_THREADS // WARP):
         before = before + select(warp > i, sSums[0, i], Int32(0))
+        every = every + sSums[0, i]
     cute.arch.sync_threads()
-    return before
+    return before, every
 
 
 def _over_block(sums: tuple, largest: tuple, sSums: cute.Tensor, thread: Int32) -> list[Int32]:
