@@ -24,20 +24,16 @@ class DecodeDesign(AttentionDesign):
     Attributes:
         cluster: Blocks, at most, that add up their parts of a tile in shared memory; 1: all parts
             go through the workspace.
-        resident: Blocks that share a multiprocessor.
     """
 
     cluster: int = 1
-    resident: int = 1
 
     def label(self) -> str:
-        found = super().label() + ("" if self.cluster == 1 else f"_cluster{self.cluster}")
-        return found + ("" if self.resident == 1 else f"_resident{self.resident}")
+        return super().label() + ("" if self.cluster == 1 else f"_cluster{self.cluster}")
 
 
-#: Of tiles of 64 keys: few enough that a multiprocessor has room for another block, which is of the
-#: next kernel where blocks are in clusters.
-_STAGES_OF_HALF = (((64, 64), 6), ((128, 128), 3))
+#: Of tiles of 64 keys: few enough that a multiprocessor has room for a block of the next kernel.
+_STAGES_IN_CLUSTERS = (((64, 64), 6), ((128, 128), 3))
 #: Of decoding, where all rows of a head of keys are one tile: stages are what is on its way.
 _FEW_QUERIES = (
     DecodeDesign((64, 128), (64, 64), 6),
@@ -50,10 +46,9 @@ _FEW_QUERIES = (
     DecodeDesign((128, 64), (256, 256), 2),
     *(
         DecodeDesign((64, 64), room, stages, cluster)
-        for room, stages in _STAGES_OF_HALF
+        for room, stages in _STAGES_IN_CLUSTERS
         for cluster in (8, 16)
     ),
-    *(DecodeDesign((64, 64), room, stages, resident=2) for room, stages in _STAGES_OF_HALF),
 )
 #: (queries, keys), room of K and of V in it: two blocks of keys are all that fits beside Q. With a
 #: bias, or functions of scores or indices, it spills 8 to 112 bytes, up to 152 if keys are in pages
@@ -142,10 +137,6 @@ class Sm90SdpaDecode(Sm90FewQueries):
     space = Space(*_FEW_QUERIES)
     takes_least = least_room(sorted(_ROOMS))
 
-    @rule("blocks that share a multiprocessor are for packed sequences, of few and of many queries")
-    def _(design: DecodeDesign, args: SdpaArguments) -> bool:
-        return design.resident == 1 or args.is_packed
-
     @rule(f"queries of all heads that share one of keys are {_MOST_ROWS} at most")
     def _(args: SdpaArguments) -> bool | Miss:
         return _are_few(args, _MOST_ROWS)
@@ -158,7 +149,7 @@ class Sm90SdpaDecode(Sm90FewQueries):
         values = self._design_values(scores)
         found: Callable[..., None]
         if design.cluster == 1:
-            found = SdpaDecode(*values, page_size=page_size, resident=design.resident)
+            found = SdpaDecode(*values, page_size=page_size)
         else:
             found = SdpaDecodeCluster(*values, cluster=design.cluster, page_size=page_size)
         return found
@@ -167,13 +158,27 @@ class Sm90SdpaDecode(Sm90FewQueries):
         return decode_model.decode_seconds(args, self._design)
 
 
+@dataclass(frozen=True)
+class DecodeFp8Design(DecodeDesign):
+    """The same of 8-bit floats.
+
+    Attributes:
+        resident: Blocks that share a multiprocessor.
+    """
+
+    resident: int = 1
+
+    def label(self) -> str:
+        return super().label() + ("" if self.resident == 1 else f"_resident{self.resident}")
+
+
 #: Of wide tiles for few of them, and of blocks that share a multiprocessor for more than there are
 #: multiprocessors: while one begins a tile, the other reads.
 _FEW_QUERIES_FP8 = (
-    DecodeDesign((64, 64), (64, 64), 8, resident=2),
-    DecodeDesign((64, 64), (128, 128), 4, resident=2),
-    DecodeDesign((64, 128), (128, 128), 4),
-    DecodeDesign((64, 64), (256, 256), 3),
+    DecodeFp8Design((64, 64), (64, 64), 8, resident=2),
+    DecodeFp8Design((64, 64), (128, 128), 4, resident=2),
+    DecodeFp8Design((64, 128), (128, 128), 4),
+    DecodeFp8Design((64, 64), (256, 256), 3),
 )
 
 
@@ -183,6 +188,7 @@ class Sm90SdpaDecodeFp8(Sm90FewQueries):
 
     family: ClassVar[str] = "sm90.sdpa_decode_fp8"
     operands = (OPERANDS_FP8, OPERANDS_MIXED)
+    design = DecodeFp8Design
     space = Space(*_FEW_QUERIES_FP8)
     takes_least = least_room(sorted(design.head_dim for design in _FEW_QUERIES_FP8))
 
