@@ -27,6 +27,7 @@ _AT_ONCE = 4  # columns of parts, by a thread
 _APART = 8  # columns between rows, so that those of a warp are in different banks
 _OF_A_GPC = 16  # multiprocessors of a full H100 or H200, at least: no cluster is of several
 _IN_BLOCKS = Costs(tile=2.0, block=1.0, read=0.0, part=0.0, sums=0.0)
+_WAVES_OF_PACKED = 4  # of parts of packed sequences, some of which are much longer than others
 _BY_WORKSPACE = 3  # blocks of keys that are read while sums of clusters are added up
 
 
@@ -110,6 +111,8 @@ class SdpaDecodeCluster(SdpaDecode):
         """As many as a cluster has, or some clusters have."""
         resident = size.multiprocessors // _OF_A_GPC * _OF_A_GPC
         resident = select(resident > 0, resident, size.multiprocessors)
+        if self.packed:
+            resident = resident * _WAVES_OF_PACKED
         found = parts_of(size._replace(multiprocessors=resident), _IN_BLOCKS, choose)
         less = Int32(1)
         for count in _sizes(self.most):

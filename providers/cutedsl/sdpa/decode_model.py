@@ -54,7 +54,33 @@ def _parts(tiles: int, blocks: int, room: int) -> float:
 
 def decode_seconds(args: Any, design: Any) -> float:
     """Of few queries: keys and values are read once per tile of rows."""
+    if args.is_packed:
+        return _of_packed(args, design)
     return _in_clusters(args, design) if design.cluster > 1 else _by_workspace(args, design)
+
+
+#: Of packed sequences: seconds until they are scheduled and sums are there, and the time that tiles
+#: take over that where blocks are in clusters, of which a multiprocessor has two. Measured on an
+#: H100.
+_SCHEDULE, _SCHEDULED = 10e-6, 1.15
+
+
+def _of_packed(args: Any, design: Any) -> float:
+    """Parts are of about as many keys each, so all multiprocessors have as much to do."""
+    from kernel_api.implementations.sm90 import sdpa_split
+
+    (most, keys), group = design.tile_shape, _group(args)
+    of_tile = (design.tile_shape, design.head_dim, args.K.dtype.itemsize, args.S_q * group)
+    costs = sdpa_split.costs_of(*of_tile, 1, choose)
+    tiles = max(_tiles(args, design), 1)
+    each = max(tiles // max(args.H_kv * args.B, 1), 1)
+    met = tiles * blocks_seen(args, -(-most // group), keys) / MULTIPROCESSORS
+    found = 1e-9 * (
+        max(met * costs.block, met * costs.read / each) + tiles * costs.tile / MULTIPROCESSORS
+    )
+    if design.cluster > 1:
+        return float(_ALONE_IN_CLUSTERS + found)
+    return float(_ALONE_BY_WORKSPACE + _SCHEDULE + _SCHEDULED * found)
 
 
 def _by_workspace(args: Any, design: Any) -> float:
