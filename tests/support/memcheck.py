@@ -8,6 +8,7 @@ kernel reads or writes too far is in no allocation.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -94,6 +95,21 @@ def attention(
     lse = empty(B, H, S_q, element=F32)
     return ka.SdpaArguments(
         Q, K=heads(H_kv, S_kv), V=heads(H_kv, S_kv), out=out, lse=lse, **options
+    )
+
+
+def packed_in_pages() -> Any:
+    """One sequence has several tiles of rows."""
+    B, H, H_kv, D, pages, size = 5, 8, 2, 64, 40, 64
+    T, integers = 133, functools.partial(empty, element=torch.int32)
+    K, V = (empty(pages, size, H_kv, D).transpose(1, 2) for _ in range(2))
+    return ka.SdpaArguments(
+        *(empty(T, H, D), K, V, empty(T, H, D), empty(H, T, element=F32)),
+        cu_seqlens_q=integers(B + 1),
+        max_seqlen_q=100,
+        page_table=integers(B, pages // B),
+        seq_lens_kv=integers(B),
+        mask=masks.Causal("bottom_right"),
     )
 
 
@@ -188,6 +204,7 @@ PROBLEMS: dict[str, Callable[[], Any]] = {
     "16-bit queries to 8 bits": lambda: attention(133, 197, F8, BF16),
     "few 16-bit queries to 8 bits": lambda: attention(3, 1001, F8, BF16),
     "few queries to latent vectors": latent_vectors,
+    "packed queries in pages": packed_in_pages,
     "gradients of attention": gradients,
     "norm": norm,
     "norm and transform": lambda: ka.RmsNormArguments(
@@ -211,7 +228,10 @@ def chosen(args: Any, cc: Any) -> list[Any]:
 def _kind(kernel: Any) -> tuple[Any, ...]:
     design = kernel.metadata.design
     cluster = [*getattr(design, "cluster_shape", ()), 1, 1, 1][:3]
-    named = ("schedule", "swap_ab", "stream_k", "even_k", "parallel", "scheduler", "stages_kv")
+    named = (
+        *("schedule", "swap_ab", "stream_k", "even_k", "parallel", "scheduler", "stages_kv"),
+        "cluster",
+    )
     split = getattr(design, "split_k", 1) > 1
     return kernel.family, split, cluster[2] > 1, *(getattr(design, name, None) for name in named)
 
