@@ -105,18 +105,15 @@ class Problem(attention.Problem):
 
 def by_pages(args: Any) -> Callable[[], torch.Tensor]:
     """torch's flash, if it takes pages; on the CPU, the reference."""
-    Q, K, V, out = args.tensors
-    if not Q.is_cuda:
-        (kernel, *_) = ka.get_kernels(args, providers=["reference"])
-        return lambda: (kernel.run(args), out)[1]
-    given = args.launch_values
-    table, lens = given["page_table"], given["seq_lens_kv"]
-    keys = (one.transpose(1, 2) for one in (K, V))
-    return _flash(args, *keys, seqused_k=lens, block_table=table)
+    if not args.Q.tensor.is_cuda:
+        return _by_reference(args)
+    given, (K, V) = args.launch_values, args.tensors[1:3]
+    pages = {"seqused_k": given["seq_lens_kv"], "block_table": given["page_table"]}
+    return _flash(args, K.transpose(1, 2), V.transpose(1, 2), **pages)
 
 
 def by_rows(args: Any) -> Callable[[], torch.Tensor]:
-    """torch's flash of the same keys, packed ahead."""
+    """torch's flash of the same keys, packed ahead; on the CPU, the reference."""
     table, lens = (args.launch_values[name].tolist() for name in ("page_table", "seq_lens_kv"))
     pages = [own[: -(-keys // PAGE)] for own, keys in zip(table, lens, strict=True)]
 
@@ -127,17 +124,33 @@ def by_rows(args: Any) -> Callable[[], torch.Tensor]:
         )
         return torch.cat(list(rows))
 
-    return _flash(args, *map(packed, args.tensors[1:3]))
+    Q, out = args.Q.tensor, torch.empty_like(args.out.tensor)
+    K, V = map(packed, args.tensors[1:3])
+    if Q.is_cuda:
+        return _flash(args, K, V)
+    starts = args.launch_values["cu_seqlens_q"]
+    ends = {"cu_seqlens_q": starts, "cu_seqlens_kv": _ends(args)}
+    longest = {"max_seqlen_q": args.S_q, "max_seqlen_kv": max(lens)}
+    return _by_reference(ka.SdpaArguments(Q, K, V, out, mask=args.mask, **ends, **longest))
 
 
 def _flash(args: Any, K: Any, V: Any, **pages: Any) -> Callable[[], torch.Tensor]:
     operator: Any = torch.ops.aten._flash_attention_forward
     given = args.launch_values
-    lens = given["seq_lens_kv"]
-    ends = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-    lengths = given["cu_seqlens_q"], ends, args.S_q, int(lens.max())
+    lengths = given["cu_seqlens_q"], _ends(args), args.S_q, int(given["seq_lens_kv"].max())
     operands = (args.tensors[0], K, V, *lengths, 0.0, True, False)
     return lambda: operator(*operands, scale=args.scale, **pages)[0]
+
+
+def _ends(args: Any) -> torch.Tensor:
+    """Of keys one behind the other."""
+    lens = args.launch_values["seq_lens_kv"]
+    return torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _by_reference(args: Any) -> Callable[[], torch.Tensor]:
+    (kernel,) = ka.get_kernels(args, providers=["reference"])
+    return lambda: (kernel.run(args), args.out.tensor)[1]
 
 
 def uneven(count: int, least: int, most: int) -> list[int]:

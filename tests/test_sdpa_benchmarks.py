@@ -22,9 +22,12 @@ from kernel_api.space import Operands, Space
 driver, harness, attention, plots, tables = map(
     script, ("driver", "harness", "attention", "plots", "tables")
 )
-forward, backward, decode, decode_fp8, latent, short, short_backward = (
+forward, backward, decode, decode_fp8, latent, packed, short, short_backward = (
     script(f"sdpa_{name}")
-    for name in ("forward", "backward", "decode", "decode_fp8", "latent", "short", "short_backward")
+    for name in (
+        *("forward", "backward", "decode", "decode_fp8", "latent", "packed"),
+        *("short", "short_backward"),
+    )
 )
 SUITES = {
     "sdpa-forward": forward,
@@ -32,11 +35,12 @@ SUITES = {
     "sdpa-decode": decode,
     "sdpa-decode-fp8": decode_fp8,
     "sdpa-latent": latent,
+    "sdpa-packed": packed,
     "sdpa-short": short,
     "sdpa-short-backward": short_backward,
 }
 BESIDE_A_COPY = ("sdpa-decode", "sdpa-decode-fp8", "sdpa-latent")
-BY_GRAPHS = (*BESIDE_A_COPY, "sdpa-short", "sdpa-short-backward")
+BY_GRAPHS = (*BESIDE_A_COPY, "sdpa-packed", "sdpa-short", "sdpa-short-backward")
 
 SMALL = {
     "sdpa-forward": (
@@ -58,6 +62,10 @@ SMALL = {
     "sdpa-latent": (
         latent.Problem(2, 4, 1, 64, latent.D),
         latent.Problem(2, 4, 1, 64, latent.D, page_size=16),
+    ),
+    "sdpa-packed": (
+        packed.Problem(3, 4, 2, 300, 16, True, "decode, a chunk", ((1, 300), (20, 257), (5, 5))),
+        packed.Problem(1, 4, 1, 33, 16, True, "a prompt", ((33, 33),)),
     ),
     "sdpa-short": (
         short.Problem(2, 4, 2, 24, 16, causal=True, S_q=24),
@@ -110,6 +118,15 @@ def test_few_queries_see_the_keys_up_to_their_own():
     assert one.operations == pytest.approx(4 * 3 * 8 * 16 * seen, rel=0.03)
     assert one.bytes == sum(2 * tensor.numel() for tensor in args.tensors[:4])
     assert {p.origin for p in short.SUITE.problems} == {"prompts", "chunks"}
+
+
+def test_packed_queries_see_the_keys_up_to_their_own():
+    one = SMALL["sdpa-packed"][0]
+    args = one.arguments("meta")
+    seen = sum(keys - own + i + 1 for own, keys in one.lengths for i in range(own))
+    assert one.operations == 4 * 4 * 16 * seen
+    assert args.S_kv >= 2 * one.S
+    assert one.bytes == 2 * (2 * args.Q.tensor.numel() + 2 * 562 * 2 * 16)
 
 
 def test_decoding_is_of_every_length_that_there_is_room_for():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.benchmarks import script
 
 import kernel_api as ka
 from kernel_api import masks
@@ -84,20 +85,30 @@ def short_backward(problem):
     return ka.SdpaBackwardArguments(Q, K, V, out, out, lse, Q, K, V, mask=mask)
 
 
+def packed(problem):
+    """Of `sdpa_packed`."""
+    known = {one.label: one for one in script("sdpa_packed").SUITE.problems}
+    return known[problem].arguments("meta")
+
+
 @pytest.mark.parametrize(
     ("measured", "arguments", "count"),
-    [("sdpa_short", short, 70), ("sdpa_short_backward", short_backward, 22)],
+    [
+        ("sdpa_short", short, 70),
+        ("sdpa_short_backward", short_backward, 22),
+        ("sdpa_packed", packed, 40),
+    ],
 )
 def test_the_first_choice_of_short_sequences_is_near_the_best(measured, arguments, count):
     """Of all candidates that `benchmarks/sdpa_short.py --all` has timed on an H100, and of further
-    sizes; the same backward."""
+    sizes; the same backward, and of packed sequences, whose lengths the model does not know."""
     over = {}
     for problem, times in json.loads((DATA / f"{measured}_h100.json").read_text()).items():
         offered = ka.get_kernels(arguments(problem), cc=90, providers=["cutedsl"])
         first = next(times[name] for name in map(short_name, offered) if name in times)
         over[problem] = first / min(times.values())
     assert len(over) == count
-    assert statistics.geometric_mean(over.values()) < 1.03
+    assert statistics.geometric_mean(over.values()) < (1.05 if arguments is packed else 1.03)
     assert max(over.values()) < 1.25, over
 
 

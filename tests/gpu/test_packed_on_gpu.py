@@ -80,7 +80,7 @@ def test_a_graph_is_replayed_with_other_lengths(kind):
     set_lengths(args, *BATCHES[0])
     kernels = ka.get_kernels(args, providers=["cutedsl"])
     ka.compile_all(kernels, args)
-    assert len(kernels) > 1
+    assert kernels
     for kernel in kernels:
         launch = kernel.prepare(args)
         launch(*args.tensors)
