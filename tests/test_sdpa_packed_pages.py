@@ -277,3 +277,58 @@ def test_torch_compiles_a_call_in_one_graph(given):
     call = (Q.nan_to_num(), K, V, *operators._packed(told))
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(operators._operator, call, test_utils=checks)
+
+
+# What Hopper offers ----------------------------------------------------------------------
+
+
+def on_hopper(T=300, B=5, heads=(32, 8), D=128, most=200, pages=64, page=64):
+    """On no device; 16 bits."""
+
+    def i(*shape):
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    def b(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    H, H_kv = heads
+    K = b(pages, H_kv, page, D)
+    told = {"cu_seqlens_q": i(B + 1), "max_seqlen_q": most, "seq_lens_kv": i(B)}
+    return SDPA(b(T, H, D), K, K, b(T, H, D), page_table=i(B, pages), **told)
+
+
+def families(args):
+    found = ka.get_kernels(args, cc=90, providers=["cutedsl"])
+    return list(dict.fromkeys(kernel.family for kernel in found))
+
+
+def test_sequences_that_decode_and_chunks_of_prompts_have_kernels_for_few_and_for_many_queries():
+    few, many, any_gpu = "sm90.sdpa_decode", "sm90.sdpa_forward", "sm80.sdpa_forward"
+    assert families(on_hopper()) == [few, many, any_gpu]
+    assert families(on_hopper(page=24)) == [any_gpu]
+    args = on_hopper(T=9000, most=5000)
+    assert families(args) == [many, any_gpu]
+    reasons = str(ka.explain(args, cc=90))
+    assert (
+        "queries of all heads that share one of keys are 16384 at most: they are 20000" in reasons
+    )
+
+
+def test_places_and_blocks_are_counted_in_32_bits():
+    for args, words in (
+        (on_hopper(T=2**29, most=2), "are counted in 32 bits, 2³⁰ at most: they are 2147483648"),
+        (on_hopper(T=2**22, most=2, pages=2**13), "2⁴² pairs with keys at most"),
+    ):
+        assert "sm90.sdpa_decode" not in families(args)
+        assert words in str(ka.explain(args, cc=90))
+
+
+def test_workspaces_have_room_for_what_all_sequences_may_have_to_do():
+    def size(**how):
+        args = on_hopper(**how)
+        (kernel, *_) = (k for k in ka.get_kernels(args, cc=90) if k.family == "sm90.sdpa_decode")
+        return kernel.get_workspace_size(args)
+
+    tile, entry = 64, 16  # rows, and bytes
+    assert size(T=300 + 16 * tile) - size() == 4 * 16 * 8 * entry  # 4 heads of 16 tiles more
+    assert size(B=15) - size() == 10 * 8 * entry

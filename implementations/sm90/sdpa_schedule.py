@@ -107,22 +107,34 @@ class Scheduled(TakesPacked):
         values = Values(self.scores.names, operands)
         of_warps = cute.make_layout((_SUMS, _THREADS // WARP))
         sSums = SmemAllocator().allocate_tensor(Int32, of_warps)
-        rounds = cute.ceil_div(tiles.places, _THREADS)
+        found, met = self._all_met(tiles, values, mQ, mK, sSums, thread)
+        lengths = [self._length(met, waves * room, tiles) for waves in _WAVES]
+        of_head = self._chosen(lengths, found, met, tiles, room, values, mQ, mK, sSums, thread)
+        self._write_entries(*of_head, found, tiles, values, mQ, mK, sSums, thread)
+
+    @cute.jit
+    def _all_met(self, tiles: DecodeTiles, values, mQ, mK, sSums, thread):
+        """(what `_met` found of this thread's last block of rows, blocks of keys that all meet)"""
         found, met = self._met(tiles, thread, values, mQ, mK), Int32(0)
-        for i in cutlass.range(rounds, unroll=1):
+        for i in cutlass.range(self._rounds(tiles), unroll=1):
             found = self._met_in_round(i, found, tiles, thread, values, mQ, mK)
             met = met + cutlass.max(found[2], 0)
         (met,) = _over_block((met,), (), sSums, thread)
-        lengths = [self._length(met * tiles.heads, waves * room) for waves in _WAVES]
+        return found, met
+
+    @cute.jit
+    def _chosen(self, lengths: list, found, met, tiles, room, values, mQ, mK, sSums, thread):
+        """(the length of which the least time is expected; of a head of keys, parts of tiles that
+        have several, and other tiles)"""
         sizes = cute.make_rmem_tensor((3, len(_WAVES)), Int32)
         sizes.fill(0)
-        for i in cutlass.range(rounds, unroll=1):
+        for i in cutlass.range(self._rounds(tiles), unroll=1):
             found = self._met_in_round(i, found, tiles, thread, values, mQ, mK)
             for w in cutlass.range_constexpr(len(_WAVES)):
                 self._count(sizes[None, w], found[2], lengths[w])
-        length, least, split, whole = lengths[0], Float32(math.inf), Int32(0), Int32(0)
         kinds = [[sizes[kind, w] for w in range(len(_WAVES))] for kind in range(3)]
         every = _over_block((*kinds[0], *kinds[1]), kinds[2], sSums, thread)
+        length, least, split, whole = lengths[0], Float32(math.inf), Int32(0), Int32(0)
         for w in cutlass.range_constexpr(len(_WAVES)):
             parts, several, longest = every[w :: len(_WAVES)]
             expected = self._nanoseconds(met, parts, several, longest, tiles, room)
@@ -130,8 +142,12 @@ class Scheduled(TakesPacked):
             split = select(expected < least, several, split)
             whole = select(expected < least, parts - several, whole)
             least = cute.arch.fmin(expected, least)
+        return length, split, whole
+
+    @cute.jit
+    def _write_entries(self, length, split, whole, found, tiles, values, mQ, mK, sSums, thread):
         begun, alone = Int32(0), Int32(0)
-        for i in cutlass.range(rounds, unroll=1):
+        for i in cutlass.range(self._rounds(tiles), unroll=1):
             found = self._met_in_round(i, found, tiles, thread, values, mQ, mK)
             parts = select(found[2] < 0, Int32(0), _parts(found[2], length))
             several = select(parts > 1, parts, Int32(0))
@@ -144,18 +160,22 @@ class Scheduled(TakesPacked):
             counts, _ = self._schedule(tiles)
             counts[_SPLIT], counts[_WHOLE] = split * tiles.heads, whole * tiles.heads
 
+    def _rounds(self, tiles: DecodeTiles) -> Int32:
+        return cute.ceil_div(tiles.places, _THREADS)
+
     @cute.jit
     def _met_in_round(self, i, found, tiles, thread, values, mQ, mK):
-        """What `_met` found, if there is one round only."""
+        """What was found, if there is one round only."""
         if tiles.places > _THREADS:
             found = self._met(tiles, thread + i * _THREADS, values, mQ, mK)
         return found
 
-    def _length(self, blocks: Int32, parts: Int32) -> Int32:
+    def _length(self, met: Int32, parts: Int32, tiles: DecodeTiles) -> Int32:
         """In blocks of keys, of so many parts; there is room for as many as none is shorter."""
-        least = max(_LEAST // self.tile_n, 1)
-        several = cutlass.min(parts, Int32(self.most_parts))
-        return cutlass.max(cute.ceil_div(blocks, several), Int32(least))
+        several = Int64(cutlass.min(parts, Int32(self.most_parts)))
+        blocks = Int64(met) * tiles.heads
+        length = Int32((blocks + several - 1) // several)
+        return cutlass.max(length, Int32(max(_LEAST // self.tile_n, 1)))
 
     def _count(self, sizes: cute.Tensor, blocks: Int32, length: Int32) -> None:
         """One block of rows more: (parts, those of tiles that have several, the longest part)."""

@@ -60,8 +60,9 @@ _ROOMS = tuple(design.head_dim for design in (*_FEW_QUERIES, _LATENT))
 _MOST_ROWS, _MOST_ROWS_FP8 = 16384, 256
 
 
-#: Of all packed sequences together, which are counted in 32 bits.
-_MOST_TOGETHER = 2**30
+#: Of all packed sequences together: rows, and pairs of a row and a key. Blocks of both, of 64 each
+#: at least, are counted in 32 bits.
+_MOST_TOGETHER, _MOST_PAIRS = 2**30, 2**42
 
 
 def _are_few(args: SdpaArguments, most: int) -> bool | Miss:
@@ -79,6 +80,11 @@ class Sm90FewQueries(Sm90Sdpa):
     def _(args: SdpaArguments) -> bool | Miss:
         rows = args.Q.shape[0] * args.H // args.H_kv
         return not args.is_packed or rows <= _MOST_TOGETHER or Miss(f"they are {rows}")
+
+    @rule("packed queries of such heads have 2⁴² pairs with keys at most: their blocks are counted")
+    def _(args: SdpaArguments) -> bool | Miss:
+        pairs = args.Q.shape[0] * args.H // args.H_kv * args.S_kv
+        return not args.is_packed or pairs <= _MOST_PAIRS or Miss(f"they have {pairs}")
 
     @rule("dropout is for one head: rows side by side are of several")
     def _(args: SdpaArguments) -> bool:
@@ -109,7 +115,7 @@ class Sm90FewQueries(Sm90Sdpa):
         tile = self._design.tile_shape[0]
         places = sdpa_workspace.first_place(T * H // max(key_heads, 1), sequences, tile)
         listing = sdpa_workspace.Listing(self._most_parts(), places * key_heads)
-        return self._with_parts() + listing.bytes
+        return int(self._with_parts() + listing.bytes)
 
     def _with_parts(self) -> int:
         from kernel_api.implementations.sm90 import sdpa_workspace
