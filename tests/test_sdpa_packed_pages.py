@@ -310,13 +310,13 @@ def test_sequences_that_decode_and_chunks_of_prompts_have_kernels_for_few_and_fo
     assert families(args) == [many, any_gpu]
     reasons = str(ka.explain(args, cc=90))
     assert (
-        "queries of all heads that share one of keys are 16384 at most: they are 20000" in reasons
+        "queries of all heads that share one of keys are 16384 at most; they are 20000" in reasons
     )
 
 
 def test_places_and_blocks_are_counted_in_32_bits():
     for args, words in (
-        (on_hopper(T=2**29, most=2), "are counted in 32 bits, 2³⁰ at most: they are 2147483648"),
+        (on_hopper(T=2**29, most=2), "are counted in 32 bits, 2³⁰ at most; they are 2147483648"),
         (on_hopper(T=2**22, most=2, pages=2**13), "2⁴² pairs with keys at most"),
     ):
         assert "sm90.sdpa_decode" not in families(args)
