@@ -48,6 +48,11 @@ def case(family, B, heads, columns, lengths, how=None, **given):
 #: Multiprocessors are 16 unless `how` says so.
 CASES = {
     "a list, pages": case(
+        FEW, 6, (4, 2), (64, 64), ((1, 0, 50, 3, 1, 70), (40, 40, 90, 10, 290, 75)),
+        {"tile": (64, 128), "cluster": 1},
+        page_size=16, options=sinks, statistics=True, keywords={"mask": END},
+    ),
+    "a list of more than a warp, pages": case(
         *(FEW, 40, (4, 2), (64, 64), (MIXED, KEYS), {"tile": (64, 128), "cluster": 1}),
         page_size=16, options=sinks, statistics=True, keywords={"mask": END},
     ),
@@ -62,6 +67,13 @@ CASES = {
     "clusters, pages": case(
         *(FEW, 3, (8, 2), (64, 64), ((1, 0, 2), (290, 31, 400)), {"cluster": 8}),
         page_size=16, keywords={"mask": END},
+    ),
+    "clusters ask ahead, pages": case(
+        *(FEW, 40, (4, 2), (64, 64), (MIXED, KEYS), {"tile": (64, 64), "cluster": 8}),
+        page_size=16,
+    ),
+    "clusters ask ahead": case(
+        *(FEW, 3, (8, 2), (64, 64), ((30, 1, 2), (290, 31, 400)), {"cluster": 8})
     ),
     "sums by a kernel behind": case(
         *(FEW, 2, (8, 1), (128, 128), ((12, 9), (1000, 77)), {"cluster": 1}),
@@ -129,13 +141,13 @@ def test_packed_sequences_are_attended_to(name):
 
 #: Of `paged_fp8_arguments`, beside the family.
 OF_8_BITS = {
-    "few, bfloat16 queries": {
-        "family": "sm90.sdpa_decode_fp8", "sizes": (3, 8, 2, 3, 128), "rows": (1, 30, 2),
-        "lengths": (300, 130, 2), "size": 16, "queries": torch.bfloat16, "mask": END,
-    },
     "few": {
         "family": "sm90.sdpa_decode_fp8", "sizes": (3, 8, 2, 3, 64), "rows": (1, 0, 5),
         "lengths": (300, 130, 20), "size": 64,
+    },
+    "few, bfloat16 queries": {
+        "family": "sm90.sdpa_decode_fp8", "sizes": (3, 8, 2, 3, 128), "rows": (1, 30, 2),
+        "lengths": (300, 130, 2), "size": 16, "queries": torch.bfloat16, "mask": END,
     },
     "many": {
         "family": "sm90.sdpa_forward_fp8", "sizes": (3, 2, 1, 3, 64), "rows": (150, 0, 5),
@@ -148,7 +160,7 @@ OF_8_BITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(OF_8_BITS, 0))
+@pytest.mark.parametrize("name", some(OF_8_BITS, 1))
 def test_packed_sequences_attend_to_8_bits(name):
     given = dict(OF_8_BITS[name])
     check_8_bits(
