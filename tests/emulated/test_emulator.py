@@ -152,6 +152,8 @@ def test_instructions_of_two_words(instruction, expected):
         ("lt.f32", "0f3F800000", "0f40000000", True),
         ("eq.f32", "0f7FC00000", "0f7FC00000", False),
         ("neu.f32", "0f7FC00000", "0f7FC00000", True),
+        ("ne.f32", "0f3F800000", "0f40000000", True),
+        ("ne.f32", "0f3F800000", "0f7FC00000", False),
     ],
 )
 def test_comparisons(comparison, a, b, expected):

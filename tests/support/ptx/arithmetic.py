@@ -256,6 +256,8 @@ for _comparison, _function in _COMPARISONS.items():
     for _name, _t in FLOATS.items():
         # numpy's == and < are false for NaN, as PTX's eq and lt are; its != is PTX's neu.
         _compare(_name, _t, "neu" if _comparison == "ne" else _comparison, _function)
+for _name, _t in FLOATS.items():
+    _compare(_name, _t, "ne", lambda a, b: (a < b) | (a > b))
 for _name, _t in {**_INTEGERS, **BITS, **FLOATS}.items():
     _define(f"selp.{_name}", _t, (_t, _t, PREDICATE), lambda a, b, p: np.where(p, a, b))
 

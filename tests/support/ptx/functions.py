@@ -135,12 +135,6 @@ for _comparison in ("eq", "neu", "lt", "le", "gt", "ge"):
 for _name, _f in FLOATS.items():
     _define(f"setp.nan.{_name}", PREDICATE, (_f, _f), lambda a, b: np.isnan(a) | np.isnan(b))
     _define(f"setp.num.{_name}", PREDICATE, (_f, _f), lambda a, b: ~(np.isnan(a) | np.isnan(b)))
-    _define(
-        f"setp.ne.{_name}",
-        PREDICATE,
-        (_f, _f),
-        lambda a, b: (a != b) & ~(np.isnan(a) | np.isnan(b)),
-    )
     for _comparison, _function in (
         ("equ", operator.eq),
         ("ltu", operator.lt),
