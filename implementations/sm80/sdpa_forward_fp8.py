@@ -41,9 +41,7 @@ class SdpaForwardFp8(SdpaForward):
             for tiles in (self.k, self.v)
         )
         address = workspace + COUNTER_BYTES
-        sequences = mQ.shape[0]
-        if const_expr("cu_seqlens_q" in names):
-            sequences = Values(names, operands)["cu_seqlens_q"].shape[0] - 1
+        sequences = self._extents(mQ, mK, Values(names, operands)).batches
         wK, address = of_keys(mK, operands, address, sequences, stream)
         wV, address = of_values(mV, operands, address, sequences, stream)
         wQ = mQ

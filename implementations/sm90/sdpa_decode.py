@@ -101,14 +101,14 @@ class SdpaDecode(Scheduled, AddsUpParts, AsksAhead, RowLoads, SdpaForward):
                 blocks, sequences, mQ.shape[0] * group, self.tile_m
             )
         tiles = blocks * key_heads * batches
-        keys = cute.ceil_div(self._most_keys(mK, values), self.tile_n)
         row_blocks = cutlass.max(blocks, 1)
-        each = cutlass.max(tiles // cutlass.max(key_heads * sequences, 1), 1)
-        size = Size(cutlass.max(tiles, 1), each, keys, multiprocessors * self.resident)
         if const_expr(self.scheduled):
             parts, total = Int32(1), tiles + self.most_parts
             behind = self._are_many(rows)
         else:
+            keys = cute.ceil_div(self._most_keys(mK, values), self.tile_n)
+            each = cutlass.max(tiles // cutlass.max(key_heads * sequences, 1), 1)
+            size = Size(cutlass.max(tiles, 1), each, keys, multiprocessors * self.resident)
             parts = self._parts(size, rows)
             total = tiles * parts
             behind = (parts > 1) & self._are_many(rows)

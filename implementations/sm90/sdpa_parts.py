@@ -28,7 +28,7 @@ _COUNTERS = 2  # of `Tiles`; those of the tiles follow
 
 #: Columns of parts, by a thread of the block that adds them up, and of a kernel that does.
 _AT_ONCE, AT_ONCE_BEHIND = 8, 4
-FEW_PARTS = 4
+_FEW_PARTS = 4
 
 
 @dataclass
@@ -286,21 +286,27 @@ class AddsUpParts:
         tile *= tiles.parts
         across = self.head_dim_v // AT_ONCE_BEHIND
         local, column = vector // across, vector % across * AT_ONCE_BEHIND
+        place = tiles.place(tile, self.tile_m, False)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         values = Values(self.scores.names, operands)
-        place = self._place(tiles, tile, values)
         sequence = sequence_of(values, place.batch, mQ.shape[0], self._keys(mK, values))
         work = Work(tile, place, sequence, None, parts=tiles.parts)
-        if (local < self.tile_m) & (place.query + local < self._rows(sequence, tiles)):
-            # What is loaded at once is loaded however few there are.
-            if tiles.parts <= FEW_PARTS:
-                self._sum_vector(local, column, mO, work, values, tiles, FEW_PARTS)
-            else:
-                self._sum_vector(local, column, mO, work, values, tiles, self.sums_at_once)
+        if (local < self.tile_m) & (place.query + local < tiles.rows):
+            self._sum_vector(local, column, mO, work, values, tiles)
 
     @cute.jit
-    def _sum_vector(self, local, column, mO, work: Work, values, tiles, at_once: cutlass.Constexpr):
+    def _sum_vector(self, local, column, mO, work: Work, values, tiles):
+        # What is loaded at once is loaded however few there are.
+        if work.parts <= _FEW_PARTS:
+            self._sum_at_once(local, column, mO, work, values, tiles, _FEW_PARTS)
+        else:
+            self._sum_at_once(local, column, mO, work, values, tiles, self.sums_at_once)
+
+    @cute.jit
+    def _sum_at_once(
+        self, local, column, mO, work: Work, values, tiles, at_once: cutlass.Constexpr
+    ):
         parts = self._parts_of_tile(work, tiles)
         added = self._sum(parts, local, column, AT_ONCE_BEHIND, at_once)
         self._finish(added, parts, local, column, mO, work, values, tiles)

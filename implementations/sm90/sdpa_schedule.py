@@ -1,8 +1,6 @@
 """What decoding of packed sequences has to do, part by part: a kernel in front writes it down."""
 
 import math
-import operator
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,9 +15,10 @@ from ..common.attention.scores import Place
 from ..common.attention.sequences import sequence_of
 from ..common.attention.values import Values
 from ..common.conversion import select
+from ..common.rows import added, over_lanes
 from ..common.threads import GROUP, WARP
 from .sdpa_packed import TakesPacked
-from .sdpa_parts import AT_ONCE_BEHIND, FEW_PARTS, DecodeTiles, choose
+from .sdpa_parts import AT_ONCE_BEHIND, DecodeTiles, choose
 from .sdpa_rows import load_vector, store
 from .sdpa_split import costs_of
 from .sdpa_tiles import Work
@@ -133,7 +132,7 @@ class Scheduled(TakesPacked):
             for w in cutlass.range_constexpr(len(_WAVES)):
                 self._count(sizes[None, w], found[2], lengths[w])
         kinds = [[sizes[kind, w] for w in range(len(_WAVES))] for kind in range(3)]
-        every = _over_block((*kinds[0], *kinds[1]), kinds[2], sSums, thread)
+        every = _over_block((*kinds[0], *kinds[1]), tuple(kinds[2]), sSums, thread)
         length, least, split, whole = lengths[0], Float32(math.inf), Int32(0), Int32(0)
         for w in cutlass.range_constexpr(len(_WAVES)):
             parts, several, longest = every[w :: len(_WAVES)]
@@ -272,10 +271,7 @@ class Scheduled(TakesPacked):
             step = parts * _SHARES * GROUP
             for vector in cutlass.range(first, rows * across, step, unroll=1):
                 local, column = vector // across, vector % across * AT_ONCE_BEHIND
-                if parts <= FEW_PARTS:
-                    self._sum_vector(local, column, mO, work, values, tiles, FEW_PARTS)
-                else:
-                    self._sum_vector(local, column, mO, work, values, tiles, self.sums_at_once)
+                self._sum_vector(local, column, mO, work, values, tiles)
 
 
 def _parts(blocks: Int32, length: Int32) -> Int32:
@@ -302,30 +298,24 @@ def _before_and_all(number: Int32, sSums: cute.Tensor, thread: Int32):
     return before, every
 
 
-def _over_block(sums: tuple, largest: tuple, sSums: cute.Tensor, thread: Int32) -> list[Int32]:
-    """Of the numbers of a block, some sums and then the largest of some; of none less than 0."""
-    kinds = [operator.add] * len(sums) + [cutlass.max] * len(largest)
-    found = [_over_warp(n, kind) for n, kind in zip((*sums, *largest), kinds, strict=True)]
+def _over_block(sums: tuple, largest: tuple, sSums: cute.Tensor, thread: Int32) -> tuple:
+    """Of the numbers of a block, some sums and then the largest of some."""
+    warps = _THREADS // WARP
+    found = (*over_lanes(sums, added, WARP), *over_lanes(largest, cutlass.max, WARP))
     _leave(found, sSums, thread)
-    lane, warps = thread % WARP, _THREADS // WARP
-    own = [select(lane < warps, sSums[i, lane % warps], Int32(0)) for i in range(len(found))]
+    own = tuple(sSums[i, thread % warps] for i in range(len(found)))
     cute.arch.sync_threads()
-    return [_over_warp(n, kind) for n, kind in zip(own, kinds, strict=True)]
+    sums, largest = own[: len(sums)], own[len(sums) :]
+    return *over_lanes(sums, added, warps), *over_lanes(largest, cutlass.max, warps)
 
 
 @cute.jit
-def _leave(numbers: list, sSums: cute.Tensor, thread: Int32):
+def _leave(numbers: tuple, sSums: cute.Tensor, thread: Int32):
     """Those of each warp in shared memory."""
     if thread % WARP == 0:
         for i in cutlass.range_constexpr(len(numbers)):
             sSums[i, thread // WARP] = numbers[i]
     cute.arch.sync_threads()
-
-
-def _over_warp(number: Int32, combine: Callable) -> Int32:
-    for i in range(WARP.bit_length() - 1):
-        number = combine(number, cute.arch.shuffle_sync_bfly(number, 1 << i))
-    return number
 
 
 def _numbers(address: Int64) -> cute.Tensor:

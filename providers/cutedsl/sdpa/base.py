@@ -137,9 +137,12 @@ class AttentionKernel(CuteDslKernel):
         if "page_table" in names:
             return lambda tensors, others: size_of(
                 tuple(
-                    _without_pages(tensors[i].shape, others["page_table"].shape) for i in operands
+                    _without_pages(tensors[i].shape, others["page_table"].shape)
+                    if i
+                    else tensors[i].shape  # queries are in none
+                    for i in operands
                 ),
-                0,
+                others["page_table"].shape[0],
             )
         if "cu_seqlens_q" in names:
             return lambda tensors, others: size_of(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import SdpaArguments
 from kernel_api.providers.cutedsl import CuTeDSLProvider
-from kernel_api.providers.cutedsl.kernel import SIZES_KEPT, WorkspaceFinder
+from kernel_api.providers.cutedsl.kernel import WorkspaceFinder
 from kernel_api.providers.cutedsl.sdpa import decode_model
 from kernel_api.providers.cutedsl.sdpa.base import AttentionDesign, least_room
 from kernel_api.providers.cutedsl.sdpa.sm90 import OPERANDS_FP8, OPERANDS_MIXED, Sm90Sdpa, pages_fit
@@ -96,22 +95,19 @@ class Sm90FewQueries(Sm90Sdpa):
 
     def get_workspace_size(self, args: SdpaArguments) -> int:
         if args.is_packed:
-            return self._with_schedule(args.Q.shape, args.H_kv, args.B)
+            return self._workspace_bytes((args.Q.shape, args.K.shape), args.B)
         return self._with_parts()
 
     def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
         if "cu_seqlens_q" not in names:
             return super()._workspace_finder(names)
-        size_of = lru_cache(maxsize=SIZES_KEPT)(self._with_schedule)
-        return lambda tensors, others: size_of(
-            tensors[0].shape, tensors[1].shape[1], others["cu_seqlens_q"].shape[0] - 1
-        )
+        return self._finder_by(names, 0, 1)
 
-    def _with_schedule(self, queries: tuple[int, ...], key_heads: int, sequences: int) -> int:
-        """queries: (T, H, D)"""
+    def _workspace_bytes(self, shapes: tuple[tuple[int, ...], ...], sequences: int) -> int:
+        """shapes: Of packed Q, and of K."""
         from kernel_api.implementations.sm90 import sdpa_workspace
 
-        T, H, _ = queries
+        (T, H, _), (_, key_heads, *_) = shapes
         tile = self._design.tile_shape[0]
         places = sdpa_workspace.first_place(T * H // max(key_heads, 1), sequences, tile)
         listing = sdpa_workspace.Listing(self._most_parts(), places * key_heads)
