@@ -373,7 +373,8 @@ def test_the_file_of_constants_names_every_constant_and_no_other():
         for family in gpu["families"].values():
             assert {*gpu["machine"], *family} == names
     for like in (gpu for gpu in tables.values() if "like" in gpu):
-        assert like.keys() == {"like", "shares"} and names >= like["shares"].keys()
+        assert like.keys() == {"like", "shares", "families"}
+        assert names >= {*like["shares"]}.union(*like["families"].values())
 
 
 def test_a_familys_own_constants_go_before_those_of_the_machine():
@@ -395,6 +396,9 @@ def test_a_gpu_that_is_like_another_has_shares_of_its_constants():
     assert own.bandwidth == pytest.approx(0.69 * like.bandwidth)
     same = {f.name for f in dataclasses.fields(own)} - {"bandwidth"}
     assert all(getattr(own, name) == getattr(like, name) for name in same)
+    groups = "sm90.grouped_gemm"
+    own, like = (model.constants(groups, f"NVIDIA {n}") for n in ("H100 80GB HBM3", "H200"))
+    assert own.turns["large"] == 1.0 > like.turns["large"]
     tables = json.loads(model.CONSTANTS.read_text())
     assert model.table_of(tables, "NVIDIA H200") is tables["NVIDIA H200"]
     assert model.table_of(tables, "NVIDIA H100 80GB HBM3")["families"].keys() == {

@@ -20,6 +20,7 @@ GPU = {
         "long_steps": 1.0,
         "in_turn": 1.0,
         "spared": {"pingpong": 1.0},
+        "turns": {},
         "sustained": {"float16": 8.2e14, "float8": 1.55e15, "int8": 1.6e15, "float32": 4.2e14},
     },
     "families": {

@@ -212,6 +212,10 @@ class Constants:
         l2_bytes: What L2 keeps from one visit of the tiles around to the next.
         sustained: Operations per second of the whole GPU that its power allows, by kind.
         spared: That a schedule reaches with the same power.
+        turns: Of groups' time, what they take if K is short, consumers take turns and no cluster
+            waits for a block behind the end of a group, which also hides the search for a group
+            and what its last tile writes: where groups are ``large``, ``small``, or small and
+            ``fused``.
         overhead: Seconds of a launch that does nothing.
         latency: Seconds from the request of a stage to its arrival.
         held: Stages that are not on their way, because the consumers have them.
@@ -258,6 +262,7 @@ class Constants:
     l2_bytes: float
     sustained: dict[str, float]
     spared: dict[str, float]
+    turns: dict[str, float]
     overhead: float
     latency: float
     held: float
@@ -315,7 +320,8 @@ def constants_on(device: Any, family: str) -> Constants:
 def table_of(tables: dict[str, Any], gpu: str | None) -> dict[str, Any]:
     """What a file says of a GPU, the first one by default.
 
-    Of one that is like another but for some constants, ``shares`` says what it has of those.
+    Of one that is like another but for some constants, ``shares`` says what it has of those, and
+    ``families`` which are its own.
     """
     found: dict[str, Any] = tables.get(gpu or "") or next(iter(tables.values()))
     if "like" not in found:
@@ -325,6 +331,8 @@ def table_of(tables: dict[str, Any], gpu: str | None) -> dict[str, Any]:
         for name, share in found["shares"].items():
             if name in values:
                 values[name] *= share
+    for family, own in found["families"].items():
+        table["families"][family].update(own)
     return table
 
 

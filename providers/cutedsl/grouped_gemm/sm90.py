@@ -38,10 +38,6 @@ _DESCRIPTOR_BYTES = 128
 #: Rows that are gathered are complete two stages after they were begun.
 _GATHER_STAGES = 4
 # Factors on the time that the model of dense products has, measured on an H200.
-#: Where K is short, consumers take turns and no cluster waits for a block behind the end of a
-#: group: turns also hide the search for a group, and what its last tile writes. Of large groups, of
-#: others, and of those with a fused epilogue.
-_HIDDEN_LARGE, _HIDDEN, _HIDDEN_FUSED = 0.885, 0.97, 0.94
 #: Where clusters take their tiles; see `_gains_by_taking`.
 _TAKEN = 0.985
 #: Where a cluster's tile is as high as wide, so that it loads the least, and many rows are summed
@@ -111,18 +107,17 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
 
     def predict(self, args: Any) -> float:
         rows = self._rows_per_tile
-        seconds = predict(
-            args, rows, self.candidate, model.constants_on(args.device, self.modelled_as)
-        )
-        return seconds if are_small(args, rows) else seconds * self._factor(args)
+        constants = model.constants_on(args.device, self.modelled_as)
+        seconds = predict(args, rows, self.candidate, constants)
+        return seconds if are_small(args, rows) else seconds * self._factor(args, constants)
 
-    def _factor(self, args: Any) -> float:
+    def _factor(self, args: Any, constants: model.Constants) -> float:
         """On what the model has of dense products, where groups fill tiles."""
         design = self._design
         (tile_m, tile_n, _), (cluster_m, cluster_n, *_) = design.tile_shape, design.cluster_shape
         factor = 1.0
-        if design.schedule == "pingpong" and cluster_m == 1:
-            factor *= _gain_by_turns(args)
+        if design.schedule == "pingpong" and cluster_m == 1 and args.K <= _SHORT_K:
+            factor *= constants.turns[_kind_of_turns(args)]
         if design.takes_tiles and self._gains_by_taking(args):
             factor *= _TAKEN
         square = args.ragged == "K" and tile_m * cluster_m == tile_n * cluster_n
@@ -148,13 +143,11 @@ def _has_groups_of(rows: int, args: Any) -> bool:
     return bool(rows * args.L <= args.T)
 
 
-def _gain_by_turns(args: Any) -> float:
-    """On the time of consumers that take turns."""
-    if args.K > _SHORT_K:
-        return 1.0
+def _kind_of_turns(args: Any) -> str:
+    """Of those that `model.Constants` tells apart."""
     if _has_groups_of(_LARGE_ROWS, args):
-        return _HIDDEN_LARGE
-    return _HIDDEN if args.epilogue is None else _HIDDEN_FUSED
+        return "large"
+    return "small" if args.epilogue is None else "fused"
 
 
 @CuTeDSLProvider.register
