@@ -11,92 +11,33 @@ from support.cute_on_cpu import LENT, lender
 from support.kernels import EVERY_KERNEL
 from support.sass import sass
 from support.sdpa import Draw
+from support.sdpa_offered import (
+    BANDS,
+    DECODE,
+    DROPOUT,
+    EVERY_ROOM,
+    FORWARD,
+    FP8,
+    OPTIONS,
+    ROOMS,
+    blocks,
+    meta,
+    offered,
+    paged,
+    some,
+)
 
 import kernel_api as ka
 from kernel_api import _workspaces, masks
-from kernel_api.arguments import Dropout
 from kernel_api.implementations.sm90.sdpa_workspace import first_of_packed
 
-FORWARD, FP8, DECODE = "sm90.sdpa_forward", "sm90.sdpa_forward_fp8", "sm90.sdpa_decode"
-ROOMS = {
-    FORWARD: ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
-    FP8: ((64, 64), (128, 128), (256, 256)),
-}
-EVERY_ROOM = [(name, room) for name, rooms in ROOMS.items() for room in rooms]
-BANDS = {
-    "": None,
-    "causal": masks.Causal(),
-    "window": masks.SlidingWindow(70, 3, "bottom_right"),
-}
-DROPOUT = Dropout(0.1, 1, 2)
 WHY = "random numbers of dropout leave registers for fewer scores at once"
-
-
-def meta(name, room, **options):
-    """Arguments of a family."""
-    element = "float8_e4m3fn" if name == FP8 else "bfloat16"
-    draw = Draw(2, 4, 2, 512, 512, *room, element=element, device="meta")
-    return draw.arguments(out=draw.results(read=False).bfloat16(), **options)
-
-
-def offered(name, room, **options):
-    kernels = ka.get_kernels(meta(name, room, **options), cc="sm_90a", providers=["cutedsl"])
-    return [kernel for kernel in kernels if kernel.family == name]
 
 
 def tiles(name, room, **options):
     """Of blocks that have a multiprocessor for themselves."""
     designs = [kernel.metadata.design for kernel in offered(name, room, **options)]
     return {design.tile_shape for design in designs if getattr(design, "resident", 1) == 1}
-
-
-def sharing(**options):
-    """Kernels whose blocks share a multiprocessor."""
-    kernels = offered(FORWARD, (64, 64), **options)
-    return [kernel for kernel in kernels if kernel.metadata.design.resident > 1]
-
-
-def widths(**options):
-    return {kernel.metadata.design.tile_shape[1] for kernel in sharing(**options)}
-
-
-def test_blocks_of_short_sequences_share_a_multiprocessor():
-    def first(keys, mask=None):
-        Q = torch.empty(16384 // keys, 32, keys, 64, dtype=torch.bfloat16, device="meta")
-        args = ka.SdpaArguments(Q, Q.clone(), Q.clone(), Q.clone(), mask=mask)
-        return ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])[0].metadata.design
-
-    causal = masks.Causal()
-    assert first(512).tile_shape == first(512, causal).tile_shape == (64, 64)
-    assert first(1024).tile_shape == first(2048, causal).tile_shape == (64, 96)
-    assert first(512).resident == first(2048, causal).resident == 3
-    assert first(2048).resident == first(16384, causal).resident == 1
-    assert not any(k.metadata.design.resident > 1 for k in offered(FORWARD, (128, 128)))
-
-
-@pytest.mark.parametrize(("D", "resident"), [(32, 3), (40, 1), (48, 3), (56, 1), (64, 3)])
-def test_blocks_share_a_multiprocessor_where_rows_begin_at_sectors(D, resident):
-    Q = torch.empty(32, 32, 512, D, dtype=torch.bfloat16, device="meta")
-    args = ka.SdpaArguments(Q, Q.clone(), Q.clone(), Q.clone(), mask=masks.Causal())
-    kernel = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])[0]
-    assert kernel.metadata.design.resident == resident
-
-
-def test_blocks_that_share_registers_take_what_they_have_room_for_and_it_is_told():
-    assert widths() == widths(mask=masks.Causal()) == {64, 96}
-    for options in ({"softcap": 5.0}, {"dropout": DROPOUT}, {"mask": BANDS["window"]}):
-        assert widths(**options) == {64}
-        told = [k.supports(meta(FORWARD, (64, 64), **options)) for k in sharing()]
-        words = "registers for more than 64 keys at once where scores are products"
-        assert any(words in str(status) for status in told if not status)
-    small, bias = blocks(512, 512, (32, 64)), torch.empty(1, 4, 512, 512, device="meta")
-    for options in ({"mask": small}, {"softcap": 5.0, "bias": bias.bfloat16()}):
-        assert not sharing(**options)
-        told = [str(k.supports(meta(FORWARD, (64, 64), **options))) for k in sharing()]
-        assert any("scores that are changed in one way" in one for one in told)
-    args = paged(FORWARD, (64, 64))
-    words = "blocks that share a multiprocessor have no registers for numbers of pages"
-    assert all(words in str(kernel.supports(args)) for kernel in sharing())
 
 
 @pytest.mark.parametrize(("name", "room"), EVERY_ROOM)
@@ -174,17 +115,6 @@ def test_fp8_takes_packed_sequences_by_every_tile(room):
     assert {kernel.metadata.design.tile_shape for kernel in packed} == tiles(FP8, room)
 
 
-def paged(name=FP8, room=(128, 128), size=32, most=16, **options):
-    """Two sequences in pages, for a family."""
-    element = "float8_e4m3fn" if name == FP8 else "bfloat16"
-    draw = Draw(2, 8, 2, 300, most * size, *room, element=element, device="meta")
-    for name, columns in zip("KV", room, strict=True):
-        options[name] = torch.empty(40, 2, size, columns, dtype=draw.element, device="meta")
-    options["page_table"] = torch.zeros(2, most, dtype=torch.int32, device="meta")
-    options["seq_lens_kv"] = torch.zeros(2, dtype=torch.int32, device="meta")
-    return draw.arguments(out=draw.results(read=False).bfloat16(), **options)
-
-
 def offered_paged(name=FP8, *given, **options):
     kernels = ka.get_kernels(paged(name, *given, **options), cc="sm_90a", providers=["cutedsl"])
     return [kernel for kernel in kernels if kernel.family == name]
@@ -193,7 +123,8 @@ def offered_paged(name=FP8, *given, **options):
 @pytest.mark.parametrize(("name", "room"), EVERY_ROOM)
 @pytest.mark.parametrize("size", [8, 16, 32, 64, 128, 256])
 def test_pages_are_taken_by_tiles_that_they_fit(name, room, size):
-    found = {kernel.metadata.design.tile_shape for kernel in offered_paged(name, room, size)}
+    designs = [kernel.metadata.design for kernel in offered_paged(name, room, size)]
+    found = {one.tile_shape for one in designs if getattr(one, "resident", 1) == 1}
     every = tiles(name, room) - {(128, 176), (128, 224)}
     assert found == {t for t in every if t[1] % size == 0 or size % t[1] == 0}
 
@@ -300,23 +231,6 @@ def test_fp8_borrows_room_by_the_table_of_pages(most, monkeypatch):
     assert borrowed == [size, _workspaces.ZEROED + 3 * 2 * 128 * 7 * 32]
 
 
-#: What the scores of few queries may be made of.
-OPTIONS = {
-    "bias": lambda d: {"bias": d.random(1, d.H, d.S_q, d.S_kv)},
-    "alibi": lambda d: {"alibi": d.wides(d.H), "sink": d.wides(d.H), "softcap": 5.0},
-    "score_mod": lambda d: {"score_mod": lambda score, b, h, q, kv: 2 * score},
-    "mask_mod": lambda d: {"mask": masks.MaskMod(lambda b, h, q, kv: kv >= 2 * q)},
-    "blocks": lambda d: {"mask": blocks(d.S_q, d.S_kv) & masks.Causal("bottom_right")},
-}
-
-
-def blocks(S_q, S_kv, shape=(128, 128)):
-    rows, columns = -(-S_q // shape[0]), -(-S_kv // shape[1])
-    return masks.BlockSparse(
-        torch.ones(1, 1, rows, columns, dtype=torch.bool, device="meta"), shape
-    )
-
-
 def few(form, make):
     """Arguments of few queries, dense or in pages."""
     draw = Draw(2, 8, 2, 3, 512, 128, 128, element="bfloat16", device="meta")
@@ -352,11 +266,14 @@ def test_scaling_is_late_where_scores_are_plain_and_it_is_told():
     assert scalings() == scalings(mask=BANDS["window"]) == {"at_once", "late", "seldom"}
     assert scalings(softcap=5.0) == {"at_once"}
     first, masked = (
-        offered(FORWARD, (128, 128))[0],
-        offered(FORWARD, (128, 128), mask=ka.masks.Causal()),
+        next(k.metadata.design for k in found if k.metadata.design.resident == 1)
+        for found in (
+            offered(FORWARD, (128, 128)),
+            offered(FORWARD, (128, 128), mask=ka.masks.Causal()),
+        )
     )
-    assert first.metadata.design.scaling == "late"
-    assert masked[0].metadata.design.scaling == "at_once"
+    assert first.scaling == "late"
+    assert masked.scaling == "at_once"
     args = meta(FORWARD, (128, 128), softcap=5.0)
     for kernel in offered(FORWARD, (128, 128)):
         if kernel.metadata.design.scaling != "at_once":
@@ -458,13 +375,6 @@ def test_dropout_spills_nothing(name, room, band, kernel):
     assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
 
 
-def some(kernels):
-    """All of them, or one of the largest tiles, which have the fewest registers left."""
-    if EVERY_KERNEL:
-        return kernels
-    return sorted(kernels, key=lambda one: math.prod(one.metadata.design.tile_shape))[-1:]
-
-
 @pytest.mark.compile
 @pytest.mark.parametrize("room", ROOMS[FORWARD] if EVERY_KERNEL else [(256, 256)])
 def test_late_scaling_spills_nothing(room):
@@ -472,35 +382,6 @@ def test_late_scaling_spills_nothing(room):
     found = offered(FORWARD, room, mask=args.mask)
     for kernel in some([one for one in found if one.metadata.design.scaling != "at_once"]):
         assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
-
-
-#: Ways to change scores of which blocks that share a multiprocessor take one.
-ONE_WAY = {
-    **OPTIONS,
-    "none": lambda d: {},
-    "alibi": lambda d: {"alibi": d.wides(d.H), "sink": d.wides(d.H)},
-    "softcap": lambda d: {"softcap": 5.0},
-    "dropout": lambda d: {"dropout": DROPOUT},
-}
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("option", ONE_WAY if EVERY_KERNEL else ["none"])
-@pytest.mark.parametrize("band", BANDS if EVERY_KERNEL else ["causal"])
-def test_blocks_that_share_a_multiprocessor_fit_and_spill_nothing(option, band):
-    draw = Draw(2, 4, 2, 512, 512, 64, 64, element="bfloat16", device="meta")
-    more = ONE_WAY[option](draw)
-    if BANDS[band] is not None:
-        more["mask"] = more["mask"] & BANDS[band] if "mask" in more else BANDS[band]
-    args = draw.arguments(**more)
-    kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
-    shared = [k for k in kernels if getattr(k.metadata.design, "resident", 1) > 1]
-    assert shared
-    for kernel in some(shared):
-        needed, blocks = kernel.compile(args, cc="90a").resources, kernel.metadata.design.resident
-        assert needed.spill_bytes == 0
-        assert blocks * needed.registers * needed.threads <= 1 << 16
-        assert blocks * (needed.shared_memory_bytes + 1024) <= 228 * 1024
 
 
 @pytest.mark.compile

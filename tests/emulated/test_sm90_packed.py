@@ -105,6 +105,14 @@ CASES = {
         *(MANY, 2, (2, 1), (64, 64), ((70, 3), (100, 77))),
         page_size=128, keywords={"dropout": Dropout(0.3, torch.tensor(0x1234_5678), 5)},
     ),
+    "blocks that share a multiprocessor, pages": case(
+        *(MANY, 4, (2, 1), (128, 128), ((150, 1, 0, 30), (300, 77, 40, 0)), {"tile": (64, 64)}),
+        page_size=16, statistics=True, keywords={"mask": END},
+    ),
+    "blocks of 96 columns that share a multiprocessor": case(
+        *(MANY, 3, (2, 1), (96, 80), ((70, 1, 30), (300, 77, 40)), {"tile": (64, 64)}),
+        keywords={"mask": BAND},
+    ),
     "latent, pages": case(
         *(LATENT, 3, (20, 1), (576, 512), ((5, 1, 0), (300, 70, 9))),
         page_size=16, options=sinks, keywords={"mask": END, "values_in_keys": True},

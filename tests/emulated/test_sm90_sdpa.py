@@ -146,6 +146,12 @@ def test_blocks_that_share_a_multiprocessor_are_right(case):
 
 
 @pytest.mark.parametrize("scaling", ["at_once", "seldom"] if EVERY else ["seldom"])
+def test_blocks_of_128_columns_that_share_a_multiprocessor_are_right(scaling):
+    (wide,) = [case for case in CASES if case.name == "128"]
+    check(wide.arguments(), FAMILY, scaling, tile=(64, 64))
+
+
+@pytest.mark.parametrize("scaling", ["at_once", "seldom"] if EVERY else ["seldom"])
 def test_blocks_of_96_keys_that_share_a_multiprocessor_are_right(scaling):
     (plain,) = [case for case in OF_64 if case.name == "plain"]
     check(plain.arguments(), FAMILY, scaling, tile=(64, 96))

@@ -15,7 +15,14 @@ MULTIPROCESSORS, RATE = 132, 3.2e12
 #: nothing hides, and what it writes. Fitted to the rows of an H200.
 _TILE, _OTHER_TILES = (
     2.0e-6,
-    {256: 4.3e-6, (64, (128, 128)): 1.33e-6, (64, (64, 64)): 0.5e-6, (64, (64, 96)): 0.5e-6},
+    {
+        256: 4.3e-6,
+        (64, (128, 128)): 1.33e-6,
+        (64, (64, 64)): 0.5e-6,
+        (64, (64, 96)): 0.5e-6,
+        (96, (64, 64)): 0.48e-6,
+        (128, (64, 64)): 0.52e-6,
+    },
 )
 #: Of the rate, by (columns of Q and K, tile): what designs reached on an H200.
 _REACHED = {
@@ -23,8 +30,10 @@ _REACHED = {
     (64, (128, 128)): 0.52,
     (64, (64, 64)): 0.527,
     (64, (64, 96)): 0.575,
+    (96, (64, 64)): 0.49,
     (96, (128, 128)): 0.7,
     (96, (192, 96)): 0.65,
+    (128, (64, 64)): 0.653,
     (128, (128, 128)): 0.87,
     (128, (128, 160)): 0.85,
     (128, (128, 176)): 0.84,
@@ -44,6 +53,7 @@ _SCALED = {
     (64, (128, 128), "seldom"): (0.975, 1.005),
     (64, (64, 64), "seldom"): (1.02, 1.02),
     (64, (64, 96), "seldom"): (1.02, 1.02),
+    (128, (64, 64), "seldom"): (1.002, 1.002),
     (128, (128, 128), "late"): (1.025, 0.998),
     (128, (128, 128), "seldom"): (1.02, 0.985),
     (128, (128, 160), "late"): (1.045, 0.985),
@@ -56,11 +66,20 @@ _SCALED = {
     (256, (128, 64), "seldom"): (1.11, 1.105),
 }
 _OTHER_SCALED = (0.99, 0.99)
+#: The same of packed sequences: a chunk of a prompt behind many keys shows the most of it.
+_SCALED_PACKED = {
+    (64, (128, 128), "late"): 0.98,
+    (64, (128, 128), "seldom"): 0.97,
+    (128, (128, 128), "late"): 1.01,
+}
+#: Of the keys that a table of pages has room for, what a packed sequence has, about.
+_FILLED = 0.35
 #: Bytes that rows of keys and values begin at multiples of, so that TMA moves no more than them,
 #: and how much longer blocks that share a multiprocessor take where they do not: they have few
 #: queries each, and read the more keys.
 _SECTOR, _APART = 32, 1.6
-#: The same of one such block that has a multiprocessor for itself, because there are few.
+#: The same of one such block that has a multiprocessor for itself, because there are few, or few
+#: are left.
 _BY_ITSELF = 1.46
 
 
@@ -72,16 +91,16 @@ def seconds(args: Any, design: AttentionDesign) -> float:
     rate = RATE * _REACHED.get((wide, design.tile_shape), _OTHERS) * _scaled(args, design)
     fixed = _OTHER_TILES.get((wide, design.tile_shape), _OTHER_TILES.get(wide, _TILE))
     average = blocks_seen(args, queries, keys)
-    most = longest(args, -(-args.S_kv // keys), average)
+    most = longest(args, -(-keys_of(args) // keys), average)
     tile, longest_tile = (blocks * products / rate + fixed for blocks in (average, most))
     tiles, resident = row_tiles(args, queries) * args.H, getattr(design, "resident", 1)
-    together = resident
-    if resident > 1 and tiles <= MULTIPROCESSORS:
-        together = _BY_ITSELF
+    rounds, left = divmod(tiles, MULTIPROCESSORS * resident)
+    last = max(left / MULTIPROCESSORS, _BY_ITSELF) if resident > 1 else 1
     if most > average:  # tiles are of all lengths, and the longest come first
+        together = resident if tiles > MULTIPROCESSORS else last
         found = max(tiles / MULTIPROCESSORS * tile, together * longest_tile)
     else:
-        found = -(-tiles // (MULTIPROCESSORS * resident)) * together * tile
+        found = (rounds * resident + (last if left else 0)) * tile
     if resident > 1 and min(args.K.alignment, args.V.alignment) < _SECTOR:
         found *= _APART
     return float(_LAUNCH + found)
@@ -92,6 +111,9 @@ def _scaled(args: Any, design: AttentionDesign) -> float:
     scaling = getattr(design, "scaling", "at_once")
     if scaling == "at_once":
         return 1.0
+    of_packed = _SCALED_PACKED.get((design.head_dim[0], design.tile_shape, scaling))
+    if of_packed is not None and args.is_packed:
+        return of_packed
     known = _SCALED.get((design.head_dim[0], design.tile_shape, scaling), _OTHER_SCALED)
     return known[bool(args.bounds)]
 
@@ -104,17 +126,22 @@ def row_tiles(args: Any, rows: int, rows_of_query: int = 1) -> int:
     return int(found)
 
 
+def keys_of(args: Any) -> int:
+    """A sequence, as far as is known: where they are packed, most have less than there is room."""
+    return math.ceil(_FILLED * args.S_kv) if args.is_packed and args.is_paged else int(args.S_kv)
+
+
 def blocks_seen(args: Any, queries: int, keys: int) -> float:
     """Blocks of keys that a tile of queries meets, on average."""
-    return _met(args, -(-args.S_kv // keys), queries, keys)
+    return met(args, -(-keys_of(args) // keys), queries, keys)
 
 
 def tiles_seen(args: Any, queries: int, keys: int) -> float:
     """Tiles of queries that meet a block of keys, on average."""
-    return _met(args, -(-args.S_q // queries), keys, queries)
+    return met(args, -(-args.S_q // queries), keys, queries)
 
 
-def _met(args: Any, count: int, own: int, others: int) -> float:
+def met(args: Any, count: int, own: int, others: int) -> float:
     """Of so many tiles of `others` keys or queries, those that one of `own` queries or keys meets:
     where a bound runs through it, half a tile's more than is seen, and half of what is rounded up
     to whole tiles."""
@@ -144,7 +171,7 @@ def widening_seconds(args: Any) -> float:
 
 def seen(args: Any) -> float:
     """Of the keys, about what a query sees."""
-    bounds, keys, queries = args.bounds, max(args.S_kv, 1), max(args.S_q, 1)
+    bounds, keys, queries = args.bounds, max(keys_of(args), 1), max(args.S_q, 1)
     # Of a triangle that is cut off at the queries or at the keys, whichever are fewer.
     half = min(keys, queries) / max(keys, queries) / 2
     shares = [1.0]

@@ -48,8 +48,8 @@ _RATE = 1.4e12
 _REACHED = {(128, 64): 0.6, (64, 64): 0.5, (64, 32): 0.4, (64, 16): 0.25}
 #: Of the time, where elements are copied one by one.
 _ONE_BY_ONE = 4.0
-#: Seconds of a launch.
-_LAUNCH = 4e-6
+#: Seconds of a launch, and of a tile's row, however few rows it visits.
+_LAUNCH, _ROW = 4e-6, 8e-9
 
 
 def _space(designs: dict[tuple[int, int], Any]) -> Space:
@@ -91,11 +91,12 @@ class Sm80Sdpa(AttentionKernel):
         rows, at_once = self._design.tile_shape
         blocks = args.B * args.H * -(-own // rows)
         most = -(-visited // at_once)
-        steps = max(math.ceil(most * model.seen(args)), 1)
+        steps = model.met(args, most, rows, at_once)
         longest = model.longest(args, most, steps)
         rate = _RATE * _REACHED[self._design.tile_shape]
         rounds = max(1.0, blocks / multiprocessors_of(args.device))
         seconds: float = rows * at_once * columns * max(rounds * steps, longest) / rate
+        seconds += rounds * rows * _ROW
         return _LAUNCH + (seconds if self._aligned else _ONE_BY_ONE * seconds)
 
 

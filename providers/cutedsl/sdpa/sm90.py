@@ -37,7 +37,12 @@ _TILES = {
 _STAGES = 2
 #: (queries, keys), head dimensions that there is room for, and blocks of a multiprocessor: while
 #: one begins or ends a tile, which is most of the time of short sequences, the others multiply.
-_SHARING = (((64, 64), (64, 64), 3), ((64, 96), (64, 64), 3))
+_SHARING = (
+    ((64, 64), (64, 64), 3),
+    ((64, 96), (64, 64), 3),
+    ((64, 64), (96, 96), 2),
+    ((64, 64), (128, 128), 2),
+)
 #: Scores of a tile, at most, where dropout draws a number for each. With a causal mask, kernels for
 #: sm_90a with more of them spill 24 to 192 bytes; those that are left spill nothing, but for 80 of
 #: (128, 128), which has no smaller tile.
@@ -191,7 +196,7 @@ class Sm90SdpaOf16Bits(Sm90Sdpa):
 
     @rule(
         "blocks that share a multiprocessor have registers for scores that are changed in one way, "
-        "by tables of no smaller blocks than a tile"
+        "by tables of no smaller blocks than a tile, and of more than 64 columns for products"
     )
     def _(design: ForwardDesign, args: SdpaArguments) -> bool | Miss:
         entry, ways = args.block_shape, changes(args)
@@ -199,7 +204,8 @@ class Sm90SdpaOf16Bits(Sm90Sdpa):
             return True
         if entry is not None and any(map(operator.lt, entry, design.tile_shape)):
             return Miss(f"they are of {entry[0]} x {entry[1]}")
-        return len(ways) <= 1 or Miss(f"there are {' and '.join(ways)}")
+        most = 1 if design.head_dim[0] <= 64 else 0
+        return len(ways) <= most or Miss(f"there is {' and '.join(ways)}")
 
     @rule(
         "blocks that share a multiprocessor have registers for more than 64 keys at once where "
@@ -241,9 +247,9 @@ class Sm90SdpaForward(Sm90SdpaOf16Bits):
     def _(design: ForwardDesign, args: SdpaArguments) -> bool:
         return design.head_dim != (128, 128) or not args.is_paged or args.dropout is None
 
-    @rule("blocks that share a multiprocessor have no registers for numbers of pages")
+    @rule("three blocks that share a multiprocessor have no registers for numbers of pages")
     def _(design: ForwardDesign, args: SdpaArguments) -> bool:
-        return design.resident == 1 or not args.is_paged
+        return design.resident < 3 or not args.is_paged
 
     def _built(
         self, scores: Any, *, longest_first: bool = False, page_size: int | None = None
