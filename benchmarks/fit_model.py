@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parent / "results" / "h200"
 ROWS = (RESULTS / "gemm-candidates.json", RESULTS / "gemm-candidates-later.json")
 
 #: What the GPU says of itself, where the model jumps, and what rows of plain products leave open.
-NOT_FITTED = ("multiprocessors", "l2_bytes", "arrival", "late", "pieces")
+NOT_FITTED = ("multiprocessors", "l2_bytes", "arrival", "late", "pieces", "alone")
 #: Relative error that is expected of the model, and by how much a constant may be wrong (in
 #: logarithms): together they say how strongly a constant is drawn towards what it was.
 NOISE, PRIOR = 0.05, 1.0

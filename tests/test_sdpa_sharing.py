@@ -19,6 +19,9 @@ from support.sdpa_offered import (
 import kernel_api as ka
 from kernel_api import masks
 
+#: Columns of which two blocks share a multiprocessor.
+OF_TWO = [(96, 96), (128, 128), (192, 128)]
+
 
 def sharing(*, room=(64, 64), **options):
     """Kernels whose blocks share a multiprocessor."""
@@ -43,7 +46,7 @@ def test_blocks_of_short_sequences_share_a_multiprocessor():
     assert first(2048).resident == first(16384, causal).resident == 1
     assert first(512, causal, 128).resident == 2
     assert first(512, D=128).resident == first(1024, causal, 128).resident == 1
-    assert not any(k.metadata.design.resident > 1 for k in offered(FORWARD, (192, 128)))
+    assert not any(k.metadata.design.resident > 1 for k in offered(FORWARD, (256, 256)))
 
 
 @pytest.mark.parametrize(("D", "resident"), [(32, 3), (40, 1), (48, 3), (56, 1), (64, 3)])
@@ -71,7 +74,7 @@ def test_blocks_that_share_registers_take_what_they_have_room_for_and_it_is_told
     assert all(words in str(kernel.supports(args)) for kernel in sharing())
 
 
-@pytest.mark.parametrize("room", [(96, 96), (128, 128)])
+@pytest.mark.parametrize("room", OF_TWO)
 def test_two_blocks_of_more_columns_share_a_multiprocessor_where_scores_are_products(room):
     kernels = sharing(room=room)
     assert {(k.metadata.design.tile_shape, k.metadata.design.resident) for k in kernels} == {
@@ -96,7 +99,7 @@ ONE_WAY = {
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("room", [(96, 96), (128, 128)])
+@pytest.mark.parametrize("room", OF_TWO)
 @pytest.mark.parametrize("band", [*BANDS, "pages"] if EVERY_KERNEL else ["pages"])
 def test_two_blocks_of_a_multiprocessor_fit_and_spill_nothing(room, band):
     in_pages = band == "pages"

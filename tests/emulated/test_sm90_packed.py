@@ -113,6 +113,10 @@ CASES = {
         *(MANY, 3, (2, 1), (96, 80), ((70, 1, 30), (300, 77, 40)), {"tile": (64, 64)}),
         keywords={"mask": BAND},
     ),
+    "blocks of 192 columns that share a multiprocessor, pages": case(
+        *(MANY, 3, (2, 1), (192, 128), ((70, 1, 30), (150, 77, 40)), {"tile": (64, 64)}),
+        page_size=64, keywords={"mask": END},
+    ),
     "latent, pages": case(
         *(LATENT, 3, (20, 1), (576, 512), ((5, 1, 0), (300, 70, 9))),
         page_size=16, options=sinks, keywords={"mask": END, "values_in_keys": True},

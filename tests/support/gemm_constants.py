@@ -21,6 +21,7 @@ GPU = {
         "in_turn": 1.0,
         "spared": {"pingpong": 1.0},
         "turns": {},
+        "alone": 1.0,
         "sustained": {"float16": 8.2e14, "float8": 1.55e15, "int8": 1.6e15, "float32": 4.2e14},
     },
     "families": {

@@ -216,6 +216,7 @@ class Constants:
             waits for a block behind the end of a group, which also hides the search for a group
             and what its last tile writes: where groups are ``large``, ``small``, or small and
             ``fused``.
+        alone: The same of blocks without a cluster where groups are small.
         overhead: Seconds of a launch that does nothing.
         latency: Seconds from the request of a stage to its arrival.
         held: Stages that are not on their way, because the consumers have them.
@@ -263,6 +264,7 @@ class Constants:
     sustained: dict[str, float]
     spared: dict[str, float]
     turns: dict[str, float]
+    alone: float
     overhead: float
     latency: float
     held: float

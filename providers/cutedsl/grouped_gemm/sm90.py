@@ -118,6 +118,8 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         factor = 1.0
         if design.schedule == "pingpong" and cluster_m == 1 and args.K <= _SHORT_K:
             factor *= constants.turns[_kind_of_turns(args)]
+        if cluster_m * cluster_n == 1 and not _has_groups_of(_LARGE_ROWS, args):
+            factor *= constants.alone
         if design.takes_tiles and self._gains_by_taking(args):
             factor *= _TAKEN
         square = args.ragged == "K" and tile_m * cluster_m == tile_n * cluster_n

@@ -12,7 +12,8 @@ _LAUNCH = 2.2e-6
 #: Multiprocessors of an H200, and products that one of them adds per second while others wait.
 MULTIPROCESSORS, RATE = 132, 3.2e12
 #: Seconds of a tile beside its products, by columns of Q and K, or those and the tile: loads that
-#: nothing hides, and what it writes. Fitted to the rows of an H200.
+#: nothing hides, and what it writes. Fitted to the rows of an H200; of tiles of 64 x 64 with more
+#: than 64 columns, and of 192 columns, to those of an H100, here and below.
 _TILE, _OTHER_TILES = (
     2.0e-6,
     {
@@ -22,6 +23,9 @@ _TILE, _OTHER_TILES = (
         (64, (64, 96)): 0.5e-6,
         (96, (64, 64)): 0.48e-6,
         (128, (64, 64)): 0.52e-6,
+        (192, (64, 64)): 2.8e-6,
+        (192, (128, 112)): 5.4e-6,
+        (192, (128, 128)): 6.0e-6,
     },
 )
 #: Of the rate, by (columns of Q and K, tile): what designs reached on an H200.
@@ -39,6 +43,9 @@ _REACHED = {
     (128, (128, 176)): 0.84,
     (128, (128, 192)): 0.9,
     (128, (128, 224)): 0.89,
+    (192, (64, 64)): 0.876,
+    (192, (128, 112)): 1.026,
+    (192, (128, 128)): 1.003,
     (256, (128, 128)): 0.97,
     (256, (128, 80)): 0.95,
     (256, (128, 64)): 0.91,
@@ -60,6 +67,11 @@ _SCALED = {
     (128, (128, 160), "seldom"): (0.87, 0.98),
     (128, (128, 176), "late"): (1.07, 1.0),
     (128, (128, 176), "seldom"): (1.077, 0.995),
+    (192, (64, 64), "seldom"): (1.02, 1.003),
+    (192, (128, 112), "late"): (1.0, 0.995),
+    (192, (128, 112), "seldom"): (0.96, 0.946),
+    (192, (128, 128), "late"): (1.009, 1.004),
+    (192, (128, 128), "seldom"): (0.99, 0.94),
     (256, (128, 80), "late"): (1.045, 1.045),
     (256, (128, 80), "seldom"): (1.055, 1.055),
     (256, (128, 64), "late"): (1.075, 1.07),

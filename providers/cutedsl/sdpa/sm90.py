@@ -42,6 +42,7 @@ _SHARING = (
     ((64, 96), (64, 64), 3),
     ((64, 64), (96, 96), 2),
     ((64, 64), (128, 128), 2),
+    ((64, 64), (192, 128), 2),
 )
 #: Scores of a tile, at most, where dropout draws a number for each. With a causal mask, kernels for
 #: sm_90a with more of them spill 24 to 192 bytes; those that are left spill nothing, but for 80 of
