@@ -56,8 +56,8 @@ class SdpaForward(ForwardConsumer):
 
     Pipelines: Q (one stage), K and V (`stages` each), numbers of tiles. O has shared memory of its
     own, or that of Q if there is none left.
-    Registers: producer 24 and two consumers 240, or 32 and three 160; 24 and 136 where three blocks
-    of one consumer share a multiprocessor.
+    Registers: producer 24 and two consumers 240, or 32 and three 160; where blocks of one consumer
+    share a multiprocessor, 40 and 216 of each of two, or 24 and 136 of three.
 
     head_dims: Of Q and K, of V: there is room for as many columns; TMA fills up with zeros.
     longest_first: The last queries of a head first, and heads take turns: where keys behind a
