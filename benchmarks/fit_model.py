@@ -32,7 +32,7 @@ import numpy as np
 from fit_rows import Measured, Time, joined, load, merged, tuned
 from tables import geometric_mean
 
-from kernel_api.providers.cutedsl.gemm import model
+from kernel_api.providers.cutedsl.gemm import machine, model
 
 RESULTS = Path(__file__).parent / "results" / "h200"
 ROWS = (RESULTS / "gemm-candidates.json", RESULTS / "gemm-candidates-later.json")
@@ -94,7 +94,7 @@ class Parameters:
         self.paths: list[Path_] = list(self._paths(("machine",)))
         for family in self.families:
             if family not in table["families"]:
-                values = model.Constants.of(table, family)
+                values = machine.Constants.of(table, family)
                 own = {n: getattr(values, n) for n in vars(values) if n not in table["machine"]}
                 table["families"][family] = copy.deepcopy(own)
             self.paths += self._paths(("families", family))
@@ -120,11 +120,11 @@ class Parameters:
             _at(table, path[:-1])[path[-1]] = float(f"{value:.4g}")
         return table
 
-    def constants_at(self, point: np.ndarray) -> dict[str, model.Constants]:
+    def constants_at(self, point: np.ndarray) -> dict[str, machine.Constants]:
         table = copy.deepcopy(self.table)
         for path, value in zip(self.paths, np.exp(point), strict=True):
             _at(table, path[:-1])[path[-1]] = float(value)
-        return {family: model.Constants.of(table, family) for family in self.families}
+        return {family: machine.Constants.of(table, family) for family in self.families}
 
 
 def _keep(table: Table, family: str) -> None:
@@ -244,13 +244,13 @@ class Fit:
         return np.stack(columns, axis=1)
 
 
-def _estimate(problem: Measured, time: Time, constants: dict[str, model.Constants]) -> float:
+def _estimate(problem: Measured, time: Time, constants: dict[str, machine.Constants]) -> float:
     return time.factor * model.seconds(problem.sizes, time.candidate, constants[time.family])
 
 
-def constants_of(table: Table, problems: Iterable[Measured]) -> dict[str, model.Constants]:
+def constants_of(table: Table, problems: Iterable[Measured]) -> dict[str, machine.Constants]:
     families = {t.family for p in problems for t in p.times}
-    return {family: model.Constants.of(table, family) for family in families}
+    return {family: machine.Constants.of(table, family) for family in families}
 
 
 def choices(problems: Sequence[Measured], table: Table) -> list[Choice]:
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rows", type=Path, action="append", metavar="FILE")
     parser.add_argument("--table", type=Path, action="append", default=[], metavar="FILE")
-    parser.add_argument("--constants", type=Path, default=model.CONSTANTS, metavar="FILE")
+    parser.add_argument("--constants", type=Path, default=machine.CONSTANTS, metavar="FILE")
     parser.add_argument("--polish", action="store_true", help="see above")
     parser.add_argument("--everything", action="store_true", help="hold nothing out")
     parser.add_argument("--write", action="store_true", help="change the file of constants")
@@ -316,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in options.table:
         problems = merged(problems, tuned(path))
     tables = json.loads(options.constants.read_text())
-    before = copy.deepcopy(model.table_of(tables, gpu))
+    before = copy.deepcopy(machine.table_of(tables, gpu))
     fitted, held_out = (problems, []) if options.everything else split(problems)
     parameters = Parameters(before, fitted)
     print(report("before, fitted on", fitted, parameters.table))

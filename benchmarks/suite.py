@@ -24,7 +24,7 @@ from tables import geometric_mean
 
 import kernel_api as ka
 from kernel_api.kernel import Kernel
-from kernel_api.providers.cutedsl.gemm import model
+from kernel_api.providers.cutedsl.gemm import machine, model
 from kernel_api.verification import FACTOR, FACTOR_REORDERED, Expected, judge, poison, prepare
 
 #: Providers of what the user already has: peers, not subjects.
@@ -292,7 +292,7 @@ def known_of(kernel: Any, args: ka.GemmArguments, sizes: model.Problem) -> rows.
     known: rows.Row = {"family": kernel.family_name()}
     if candidate is not None:
         estimate = model.seconds(
-            sizes, candidate, model.constants_on(args.device, kernel.family_name())
+            sizes, candidate, machine.constants_on(args.device, kernel.family_name())
         )
         known["candidate"] = dataclasses.asdict(candidate)
         known["factor"] = round(kernel.predict(args) / estimate, 6)

@@ -16,7 +16,7 @@ from support.tuning import arguments as tuned_arguments
 
 import kernel_api as ka
 from kernel_api.fusions import rmsnorm
-from kernel_api.providers.cutedsl.gemm import model
+from kernel_api.providers.cutedsl.gemm import machine, model
 from kernel_api.providers.cutedsl.gemm.model import Candidate, Problem
 from kernel_api.tuning import Problem as TunedProblem
 from kernel_api.tuning import Status
@@ -75,7 +75,7 @@ def truth():
 def rows(truth, tmp_path_factory):
     """A file of candidates' times: those of the true constants, and noise."""
     dice = random.Random(7)
-    constants = model.Constants.of(truth, FAMILY)
+    constants = machine.Constants.of(truth, FAMILY)
     problems = []
     for m, n, k in SIZES:
         sizes = Problem(m, n, k, 1, 2, 2, 2, 2 * m * k, 2 * n * k, 2 * m * n, "float16")
@@ -135,7 +135,7 @@ def test_what_the_tensor_cores_do_is_found_again(fitted, truth):
 
 def test_times_of_problems_held_out_are_predicted(fitted, truth):
     found, held_out = fitted
-    guess, wanted = (model.Constants.of(t, FAMILY) for t in (found, truth))
+    guess, wanted = (machine.Constants.of(t, FAMILY) for t in (found, truth))
     for problem in held_out:
         for name, candidate in CANDIDATES.items():
             expected = model.seconds(problem.sizes, candidate, wanted)
@@ -165,7 +165,8 @@ def test_constants_that_no_row_depends_on_stay(fitted):
 def test_families_without_rows_keep_what_they_had_of_the_machine(fitted):
     found, before = fitted[0], table()
     for family in before["families"].keys() - {FAMILY}:
-        assert vars(model.Constants.of(found, family)) == vars(model.Constants.of(before, family))
+        after, kept = (machine.Constants.of(one, family) for one in (found, before))
+        assert vars(after) == vars(kept)
     assert found["machine"]["bandwidth"] != before["machine"]["bandwidth"]
 
 
@@ -208,7 +209,7 @@ def test_the_script_prints_the_hold_out_and_writes_what_the_model_reads(rows, tm
     assert "instead of" in text
     written = json.loads(path.read_text())["NVIDIA H200"]
     assert written["machine"]["bandwidth"] != table()["machine"]["bandwidth"]
-    assert model.Constants.of(written, FAMILY).multiprocessors == 132
+    assert machine.Constants.of(written, FAMILY).multiprocessors == 132
 
 
 # Times of tuners -------------------------------------------------------------------------
@@ -264,7 +265,7 @@ def test_a_table_has_times_of_kernels_that_the_model_knows(dense, tmp_path):
         one = known[kernel.metadata.kernel_name]
         assert one.measured == pytest.approx(1e-6 * microseconds)
         assert dataclasses.asdict(one.candidate) == dataclasses.asdict(kernel.candidate)
-        constants = model.constants(one.family)
+        constants = machine.constants(one.family)
         estimate = one.factor * model.seconds(found.sizes, one.candidate, constants)
         assert estimate == pytest.approx(kernel.predict(args), rel=1e-5)
     weights = [known[k.metadata.kernel_name].weight for k in (first, second)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kernel_api as ka
-from kernel_api.providers.cutedsl.gemm import model
+from kernel_api.providers.cutedsl.gemm import machine
 
 #: (T, E, K, N, what is fused): of each design that was timed.
 MEASURED = {
@@ -225,7 +225,7 @@ def test_the_first_choice_is_within_3_percent_of_the_fastest(problem):
 
 @pytest.mark.parametrize("problem", MEASURED_ON_AN_H100, ids=str)
 def test_the_same_on_an_h100(problem, monkeypatch):
-    monkeypatch.setattr(model, "gpu_name_of", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(machine, "gpu_name_of", lambda device: "NVIDIA H100 80GB HBM3")
     args = arguments(*problem)
     # Not as they come: a query remembers what it was told of an H200.
     first = min(ka.get_kernels(args, cc=90), key=lambda kernel: kernel.predict(args) or math.inf)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from support.gemm_constants import GPU
 
 import kernel_api as ka
-from kernel_api.providers.cutedsl.gemm import model
+from kernel_api.providers.cutedsl.gemm import machine, model
 from kernel_api.providers.cutedsl.gemm.model import Candidate, Problem
 from kernel_api.providers.cutedsl.gemm.sm90_design import resident_clusters
 
-CONSTANTS = model.Constants.of(GPU, "sm90.gemm")
+CONSTANTS = machine.Constants.of(GPU, "sm90.gemm")
 WIDE = Candidate((128, 256, 64), (2, 1), "cooperative", 4)
 SQUARE = Candidate((128, 128, 64), (1, 1), "cooperative", 6)
 PINGPONG = Candidate((128, 128, 64), (1, 1), "pingpong", 6)
@@ -367,9 +367,9 @@ def _least(call, repeats=100):
 
 
 def test_the_file_of_constants_names_every_constant_and_no_other():
-    tables = json.loads(model.CONSTANTS.read_text())
-    names = {field.name for field in dataclasses.fields(model.Constants)}
-    for gpu in (model.table_of(tables, one) for one in tables):
+    tables = json.loads(machine.CONSTANTS.read_text())
+    names = {field.name for field in dataclasses.fields(machine.Constants)}
+    for gpu in (machine.table_of(tables, one) for one in tables):
         for family in gpu["families"].values():
             assert {*gpu["machine"], *family} == names
     for like in (gpu for gpu in tables.values() if "like" in gpu):
@@ -378,30 +378,30 @@ def test_the_file_of_constants_names_every_constant_and_no_other():
 
 
 def test_a_familys_own_constants_go_before_those_of_the_machine():
-    (table, *_) = json.loads(model.CONSTANTS.read_text()).values()
+    (table, *_) = json.loads(machine.CONSTANTS.read_text()).values()
     own = {**table["families"]["sm90.gemm"], "bandwidth": 1.0}
     changed = {**table, "families": {**table["families"], "sm90.gemm": own}}
-    assert model.Constants.of(changed, "sm90.gemm").bandwidth == 1.0
-    other = model.Constants.of(changed, "sm80.gemm").bandwidth
+    assert machine.Constants.of(changed, "sm90.gemm").bandwidth == 1.0
+    other = machine.Constants.of(changed, "sm80.gemm").bandwidth
     assert other == table["machine"]["bandwidth"]
 
 
 def test_an_unknown_family_has_the_constants_of_its_architecture():
-    assert model.constants("sm90.not_fitted_yet").feed == model.constants("sm90.gemm").feed
-    assert model.constants("sm80.not_fitted_yet").feed == model.constants("sm80.gemm").feed
+    assert machine.constants("sm90.not_fitted_yet").feed == machine.constants("sm90.gemm").feed
+    assert machine.constants("sm80.not_fitted_yet").feed == machine.constants("sm80.gemm").feed
 
 
 def test_a_gpu_that_is_like_another_has_shares_of_its_constants():
-    own, like = (model.constants("sm90.gemm", f"NVIDIA {n}") for n in ("H100 80GB HBM3", "H200"))
+    own, like = (machine.constants("sm90.gemm", f"NVIDIA {n}") for n in ("H100 80GB HBM3", "H200"))
     assert own.bandwidth == pytest.approx(0.69 * like.bandwidth)
     same = {f.name for f in dataclasses.fields(own)} - {"bandwidth"}
     assert all(getattr(own, name) == getattr(like, name) for name in same)
     groups = "sm90.grouped_gemm"
-    own, like = (model.constants(groups, f"NVIDIA {n}") for n in ("H100 80GB HBM3", "H200"))
+    own, like = (machine.constants(groups, f"NVIDIA {n}") for n in ("H100 80GB HBM3", "H200"))
     assert own.turns["large"] == 1.0 > like.turns["large"]
-    tables = json.loads(model.CONSTANTS.read_text())
-    assert model.table_of(tables, "NVIDIA H200") is tables["NVIDIA H200"]
-    assert model.table_of(tables, "NVIDIA H100 80GB HBM3")["families"].keys() == {
+    tables = json.loads(machine.CONSTANTS.read_text())
+    assert machine.table_of(tables, "NVIDIA H200") is tables["NVIDIA H200"]
+    assert machine.table_of(tables, "NVIDIA H100 80GB HBM3")["families"].keys() == {
         *tables["NVIDIA H200"]["families"]
     }
 
@@ -411,9 +411,9 @@ def test_kernels_are_ranked_by_the_gpu_of_their_operands(monkeypatch):
     args = ka.GemmArguments(A[:16], A.t(), A[:16].new_empty(16, 4096))
     kernel = next(k for k in ka.get_kernels(args, cc="90a") if k.family_name() == "sm90.gemm")
     on_an_h200 = kernel.predict(args)
-    monkeypatch.setattr(model, "gpu_name_of", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(machine, "gpu_name_of", lambda device: "NVIDIA H100 80GB HBM3")
     assert 1.2 * on_an_h200 < kernel.predict(args) < 1.5 * on_an_h200
 
 
 def test_an_unknown_gpu_has_the_constants_of_the_first_one():
-    assert model.constants("sm90.gemm", "no such GPU").feed == model.constants("sm90.gemm").feed
+    assert machine.constants("sm90.gemm", "no such GPU").feed == machine.constants("sm90.gemm").feed

@@ -6,10 +6,10 @@ import pytest
 from support.data import gemm_arguments
 
 import kernel_api as ka
-from kernel_api.providers.cutedsl.gemm import model
+from kernel_api.providers.cutedsl.gemm import machine, model
 from kernel_api.providers.cutedsl.gemm.model import Candidate, Problem
 
-SHIPPED = model.constants("sm90.gemm")
+SHIPPED = machine.constants("sm90.gemm")
 
 
 def of_layout(M, N, K, layouts):

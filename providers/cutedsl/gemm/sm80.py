@@ -12,7 +12,7 @@ from kernel_api.arguments import GemmArguments
 from kernel_api.metadata import GemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import Tiling, fits_tile, spans_rows
-from kernel_api.providers.cutedsl.gemm import model
+from kernel_api.providers.cutedsl.gemm import machine, model
 from kernel_api.providers.cutedsl.gemm.fusing import (
     FusedGemm,
     lowered,
@@ -250,7 +250,8 @@ class Sm80GemmFamily(FusedGemm):
         return _LOAD_COST[self.metadata.operands.tensors["A"].alignment]
 
     def predict(self, args: GemmArguments) -> float:
-        seconds = model.predict(args, self.candidate, model.constants_on(args.device, self.family))
+        constants = machine.constants_on(args.device, self.family)
+        seconds = model.predict(args, self.candidate, constants)
         return seconds * self._load_cost
 
 

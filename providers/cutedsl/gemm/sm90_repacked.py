@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from kernel_api._workspaces import ALIGNMENT, ZEROED
 from kernel_api.metadata import GemmOperandsMetadata, TensorAttributes
 from kernel_api.providers.cutedsl import CuTeDSLProvider
-from kernel_api.providers.cutedsl.gemm import model, sm90_design
+from kernel_api.providers.cutedsl.gemm import machine, model, sm90_design
 from kernel_api.providers.cutedsl.gemm.sm90 import Sm90GemmFamily
 from kernel_api.space import Miss, Operands, Space, rule
 
@@ -78,7 +78,7 @@ class RepackedGemmFamily(Sm90GemmFamily):
 
     def predict(self, args: Any) -> float:
         """The copies are read and written, by launches of their own."""
-        constants = model.constants_on(args.device, self.family)
+        constants = machine.constants_on(args.device, self.family)
         moved = 2 * self._copies(args.M, args.N, args.K, args.L)
         copies = len(self._copied) * constants.overhead + moved / constants.bandwidth
         problem = _copied_problem(model.Problem.of(args), *self.repacked)

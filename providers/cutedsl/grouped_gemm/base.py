@@ -19,7 +19,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     reduction_sizes,
 )
 from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
-from kernel_api.providers.cutedsl.gemm import model
+from kernel_api.providers.cutedsl.gemm import machine, model
 from kernel_api.providers.cutedsl.gemm.fusing import FusedGemm
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
 from kernel_api.space import Miss, rule
@@ -229,7 +229,7 @@ def predict(
     args: GroupedGemmArguments,
     rows_per_tile: int,
     candidate: model.Candidate,
-    constants: model.Constants,
+    constants: machine.Constants,
 ) -> float:
     """Seconds for one design; rows_per_tile: of what a group is cut into."""
     known = _problems(args.key)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from kernel_api.metadata import GemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
-from kernel_api.providers.cutedsl.gemm import model
+from kernel_api.providers.cutedsl.gemm import machine
 from kernel_api.providers.cutedsl.gemm.fusing import output_types
 from kernel_api.providers.cutedsl.gemm.sm80 import (
     DESIGNS,
@@ -80,7 +80,7 @@ class Sm80GroupedGemmFamily(Sm80GemmFamily):
     operands = tuple(map(_with_offsets, Sm80Gemm.operands))
 
     def predict(self, args: Any) -> float:
-        candidate, constants = self.candidate, model.constants_on(args.device, self.family)
+        candidate, constants = self.candidate, machine.constants_on(args.device, self.family)
         seconds = predict(args, candidate.tile_shape[0], candidate, constants)
         return _SLOWER * seconds * self._load_cost
 

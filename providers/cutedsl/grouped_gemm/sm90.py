@@ -10,7 +10,7 @@ from kernel_api.arguments.grouped import GroupedGemmArguments
 from kernel_api.metadata import GroupedGemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import TMA_PIECE
-from kernel_api.providers.cutedsl.gemm import model
+from kernel_api.providers.cutedsl.gemm import machine
 from kernel_api.providers.cutedsl.gemm.fusing import output_types
 from kernel_api.providers.cutedsl.gemm.scaling import scaled_by_blocks
 from kernel_api.providers.cutedsl.gemm.sm90 import (
@@ -107,11 +107,11 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
 
     def predict(self, args: Any) -> float:
         rows = self._rows_per_tile
-        constants = model.constants_on(args.device, self.modelled_as)
+        constants = machine.constants_on(args.device, self.modelled_as)
         seconds = predict(args, rows, self.candidate, constants)
         return seconds if are_small(args, rows) else seconds * self._factor(args, constants)
 
-    def _factor(self, args: Any, constants: model.Constants) -> float:
+    def _factor(self, args: Any, constants: machine.Constants) -> float:
         """On what the model has of dense products, where groups fill tiles."""
         design = self._design
         (tile_m, tile_n, _), (cluster_m, cluster_n, *_) = design.tile_shape, design.cluster_shape
@@ -146,7 +146,7 @@ def _has_groups_of(rows: int, args: Any) -> bool:
 
 
 def _kind_of_turns(args: Any) -> str:
-    """Of those that `model.Constants` tells apart."""
+    """Of those that `machine.Constants` tells apart."""
     if _has_groups_of(_LARGE_ROWS, args):
         return "large"
     return "small" if args.epilogue is None else "fused"
