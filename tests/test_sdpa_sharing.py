@@ -103,15 +103,9 @@ ONE_WAY = {
 @pytest.mark.parametrize("band", [*BANDS, "pages"] if EVERY_KERNEL else ["pages"])
 def test_two_blocks_of_a_multiprocessor_fit_and_spill_nothing(room, band):
     in_pages = band == "pages"
-    args = paged(FORWARD, room) if in_pages else meta(FORWARD, room, mask=BANDS[band])
-    kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
-    shared = [k for k in kernels if getattr(k.metadata.design, "resident", 1) > 1]
-    assert shared
-    for kernel in some(shared):
-        needed = kernel.compile(args, cc="90a").resources
-        assert needed.spill_bytes == 0
-        assert 2 * needed.registers * needed.threads <= 1 << 16
-        assert 2 * (needed.shared_memory_bytes + 1024) <= 228 * 1024
+    assert_that_blocks_fit(
+        paged(FORWARD, room) if in_pages else meta(FORWARD, room, mask=BANDS[band])
+    )
 
 
 @pytest.mark.compile
@@ -122,7 +116,11 @@ def test_blocks_that_share_a_multiprocessor_fit_and_spill_nothing(option, band):
     more = ONE_WAY[option](draw)
     if BANDS[band] is not None:
         more["mask"] = more["mask"] & BANDS[band] if "mask" in more else BANDS[band]
-    args = draw.arguments(**more)
+    assert_that_blocks_fit(draw.arguments(**more))
+
+
+def assert_that_blocks_fit(args):
+    """Those that share a multiprocessor, and spill nothing."""
     kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
     shared = [k for k in kernels if getattr(k.metadata.design, "resident", 1) > 1]
     assert shared
