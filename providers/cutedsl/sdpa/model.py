@@ -123,11 +123,10 @@ def _scaled(args: Any, design: AttentionDesign) -> float:
     scaling = getattr(design, "scaling", "at_once")
     if scaling == "at_once":
         return 1.0
-    of_packed = _SCALED_PACKED.get((design.head_dim[0], design.tile_shape, scaling))
-    if of_packed is not None and args.is_packed:
-        return of_packed
-    known = _SCALED.get((design.head_dim[0], design.tile_shape, scaling), _OTHER_SCALED)
-    return known[bool(args.bounds)]
+    key = design.head_dim[0], design.tile_shape, scaling
+    if args.is_packed and key in _SCALED_PACKED:
+        return _SCALED_PACKED[key]
+    return _SCALED.get(key, _OTHER_SCALED)[bool(args.bounds)]
 
 
 def row_tiles(args: Any, rows: int, rows_of_query: int = 1) -> int:
