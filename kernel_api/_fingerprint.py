@@ -38,8 +38,9 @@ _SETTINGS = "CUTE_DSL_"
 def fingerprint(kernel_class: type) -> dict[str, str] | None:
     """Of the code that a kernel class compiles to in this process.
 
-    It has the sources that :mod:`kernel_api._sources` finds: kernels that stand beside it, and how
-    kernels are found and timed, have no part in it.
+    It has the versions of what the class's provider says that its kernels run, and the sources
+    that :mod:`kernel_api._sources` finds: kernels that stand beside it, and how kernels are found
+    and timed, have no part in it.
 
     None where it cannot be known: the class stands in no file, or a source is newer than this
     process, which may run what was there before.
@@ -53,7 +54,14 @@ def fingerprint(kernel_class: type) -> dict[str, str] | None:
         logger.info("%s changed after this process started: nothing is kept", newest.path)
         return None
     text = "".join(f"{one.name} {one.sha256}\n" for one in found)
-    return {**_environment(), "sources": hashlib.sha256(text.encode()).hexdigest()}
+    run = {n: version for n in _run_by(kernel_class) if (version := version_of(n))}
+    return {**_environment(), **run, "sources": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _run_by(kernel_class: type) -> tuple[str, ...]:
+    """What the provider of a class says; nothing for one that is no kernel, or not registered."""
+    found: tuple[str, ...] = getattr(getattr(kernel_class, "_provider", None), "distributions", ())
+    return found
 
 
 def versions(kernel_class: type) -> dict[str, str]:

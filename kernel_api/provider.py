@@ -70,11 +70,14 @@ class Provider:
         rank: Place among the providers; kernels of a lower rank are listed first.
         architectures: Compute capabilities, such as 90, that its compiler generates code for; None
             for all.
+        distributions: What its kernels run that is not compiled from their sources, by the names
+            that pip has for it: what was measured holds for these versions of it.
     """
 
     name: ClassVar[str] = ""
     rank: ClassVar[int] = 0
     architectures: ClassVar[tuple[int, ...] | None] = None
+    distributions: ClassVar[tuple[str, ...]] = ()
     _families: ClassVar[dict[str, type[Kernel]]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -84,6 +87,11 @@ class Provider:
         if whole_number(cls.rank) is None:
             raise RegistrationError(
                 f"provider {cls.__qualname__} has rank {cls.rank!r}; expected a whole number"
+            )
+        if isinstance(cls.distributions, str):
+            raise RegistrationError(
+                f"provider {cls.__qualname__} has distributions {cls.distributions!r}; expected a "
+                f"tuple of names: write ({cls.distributions!r},)"
             )
         cls._families = {}
         with _lock:

@@ -1,10 +1,12 @@
 """Measurements that come with the library."""
 
+import dataclasses
 import json
 
 import pytest
-from support.tuning import ENVIRONMENT, OTHER, measured, problem, some_kernels
+from support.tuning import ENVIRONMENT, OTHER, arguments, measured, problem, some_kernels
 
+import kernel_api as ka
 from kernel_api.tuning import KernelIdentity, Status, Store
 from kernel_api.tuning._row import Row
 from kernel_api.tuning._table import FOLDER, Table, write
@@ -26,7 +28,7 @@ def rows():
 
 def test_a_table_is_looked_up_like_a_store(rows, tmp_path):
     (path,) = write(rows, tmp_path)
-    assert path.name == f"{ENVIRONMENT.digest}.json"
+    assert path.name == f"{ENVIRONMENT.hardware_digest}.json"
     table = Table.of(ENVIRONMENT, tmp_path)
     first, _, third = some_kernels()
     assert table.best(problem(256)) == rows[1].measurement
@@ -49,12 +51,53 @@ def test_what_was_measured_here_hides_what_came_with_the_library(rows, tmp_path)
     assert store.find(problem(256), some_kernels()[1]) == slower
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 3}', "\xff"])
-def test_a_damaged_table_has_nothing(text, tmp_path):
-    (tmp_path / f"{ENVIRONMENT.digest}.json").write_text(text)
-    table = Table.of(ENVIRONMENT, tmp_path)
-    assert table.best(problem(256)) is None and table.nearest(problem(256)) is None
-    assert list(table.rows()) == []
+def elsewhere(driver=1, torch="0.1"):
+    """The same hardware and policy, with another driver and another torch."""
+    packages = {**ENVIRONMENT.packages, "torch": torch}
+    return dataclasses.replace(ENVIRONMENT, driver=driver, packages=packages)
+
+
+def test_a_table_holds_for_other_drivers_and_versions_of_torch(rows, tmp_path):
+    write(rows, tmp_path)
+    table = Table.of(elsewhere(), tmp_path)
+    assert table.environment == ENVIRONMENT
+    assert table.best(problem(256)) == rows[1].measurement
+    assert table.nearest(problem(310)) == problem(300)
+    store = Store(tmp_path / "store", elsewhere(), beneath=table)
+    assert store.best(problem(256)) == rows[1].measurement
+
+
+@pytest.mark.parametrize("provider", ["torch", "reference"])
+def test_what_kernels_of_torch_took_holds_for_one_torch(provider, rows, tmp_path):
+    """What they run is not in their sources."""
+    of_torch = ka.get_kernels(arguments(), providers=[provider])[0]
+    times = [0.25] * ENVIRONMENT.policy.rounds
+    fastest = measured(of_torch, problem(256), *times)
+    other = {**fastest.kernel.fingerprint, "torch": "0.1"}
+    outdated = dataclasses.replace(
+        fastest, kernel=dataclasses.replace(fastest.kernel, fingerprint=other)
+    )
+    for number, (row, best) in enumerate([(fastest, fastest), (outdated, rows[1].measurement)]):
+        folder = tmp_path / str(number)
+        write([*rows, Row(ENVIRONMENT, row)], folder)
+        assert Table.of(ENVIRONMENT, folder).best(problem(256)) == best
+
+
+def test_a_table_is_of_one_environment(rows, tmp_path):
+    other = dataclasses.replace(rows[0].measurement, environment=elsewhere().digest)
+    with pytest.raises(ka.errors.ArgumentError, match="are of unlike drivers or packages"):
+        write([*rows, Row(elsewhere(), other)], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "{}", '{"a": 3}', '{"a": {"b": {}}}', '{"a": {"b": {"c": 1}}}', "\xff"]
+)
+def test_a_damaged_table_is_none(text, tmp_path, caplog):
+    (tmp_path / f"{ENVIRONMENT.hardware_digest}.json").write_text(text)
+    with caplog.at_level("WARNING", logger="kernel_api"):
+        assert Table.of(ENVIRONMENT, tmp_path) is None
+    assert f"{ENVIRONMENT.hardware_digest}.json is not used: " in caplog.text
 
 
 def test_a_row_that_was_changed_is_not_served(rows, tmp_path):
@@ -81,7 +124,7 @@ def test_the_tables_that_are_shipped_can_be_read():
         rows = shipped(path)
         assert rows
         for name, row in rows:
-            assert (row.environment.digest, row.place.name) == (path.stem, name)
+            assert (row.environment.hardware_digest, row.place.name) == (path.stem, name)
             assert row.measurement.passed
 
 
@@ -98,7 +141,9 @@ def test_the_tables_that_are_shipped_are_of_the_kernels_as_they_are(path):
 
 
 def _is_as_measured(one):
-    """Versions of packages may be others here, sources may not; of those that somebody writes while
-    this runs nothing is known."""
+    """Versions of packages may be others here, but not their names, nor the sources; of those that
+    somebody writes while this runs nothing is known."""
     now = KernelIdentity.of(one.rebuild()).fingerprint
-    return now is None or now["sources"] == one.fingerprint["sources"]
+    return now is None or (
+        now.keys() == one.fingerprint.keys() and now["sources"] == one.fingerprint["sources"]
+    )

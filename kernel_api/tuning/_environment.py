@@ -108,6 +108,13 @@ class Environment:
         """A short hash of the canonical text; the name of a folder of the store."""
         return digest(self.to_json())
 
+    @cached_property
+    def hardware_digest(self) -> str:
+        """As ``digest``, for whatever driver and packages: what a kernel is made of says its own
+        fingerprint, and no package beside has a part in how long it takes on a GPU."""
+        known = self.to_dict()
+        return digest(canonical({n: known[n] for n in known if n not in ("driver", "packages")}))
+
     def __hash__(self) -> int:
         return hash(self.digest)
 

@@ -33,7 +33,8 @@ def tuned(args: Arguments, device: Any = None) -> Kernel | None:
     all but sizes, none of which is more than twice or less than half of its own (see
     :meth:`Store.nearest`). It takes the arguments. None where nothing was measured in this
     environment, with these versions and sources, by the usual policy (:meth:`Policy.usual`):
-    neither here nor before the library was released, for the GPUs that it has tables of.
+    neither here nor before the library was released, for the GPUs that it has tables of. These
+    hold for any driver, and but for kernels of torch for any version of torch.
 
     What other processes measure meanwhile is seen after the next ``autotune`` (by
     :func:`changed`).

@@ -1,21 +1,23 @@
 """Measurements that come with the library, of GPUs that problems were tuned on beforehand.
 
-There is a file for each environment, ``tables/<its digest>.json``: the files of a store as texts,
-by likeness of the problem, problem and name. Like those of a store, rows of kernels that have
-changed since are not used.
+There is a file for each GPU and policy, ``tables/<digest of these>.json``: the files of a store as
+texts, by likeness of the problem, problem and name. Like those of a store, rows of kernels that
+have changed since are not used; those of torch's kernels hold for the torch that was measured, all
+others for any, and for any driver.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from kernel_api import _log
 from kernel_api._code_files import replace_durably
+from kernel_api.errors import ArgumentError
 from kernel_api.tuning._canonical import as_object, parsed
 from kernel_api.tuning._environment import Environment
 from kernel_api.tuning._row import Row
@@ -30,22 +32,30 @@ _ROWS = 3
 
 
 class Table(Store):
-    """What comes with the library for one environment. It is never written to."""
+    """What comes with the library for one GPU and policy. It is never written to.
+
+    Its environment is the one that it was measured in.
+    """
 
     @classmethod
     def of(cls, environment: Environment, folder: Path = FOLDER) -> Table | None:
-        """None for an environment without one."""
-        path = folder / f"{environment.digest}.json"
-        return cls(path, environment) if path.exists() else None
+        """None for an environment without one, or whose one cannot be read."""
+        path = folder / f"{environment.hardware_digest}.json"
+        return cls._read_once(path) if path.exists() else None
 
-    @cached_property
-    def _texts(self) -> dict[str, Any]:
-        """By likeness, problem and name."""
+    @classmethod
+    @functools.lru_cache(maxsize=8)
+    def _read_once(cls, path: Path) -> Table | None:
         try:
-            return dict(as_object(parsed(self.folder.read_bytes()), "the table"))
+            texts = dict(as_object(parsed(path.read_bytes()), "the table"))
+            return cls(path, _environment_of(texts), texts)
         except (OSError, ValueError) as error:
-            logger.warning("%s is not used: %s", self.folder, error)
-            return {}
+            logger.warning("%s is not used: %s", path, error)
+            return None
+
+    def __init__(self, path: Path, environment: Environment, texts: dict[str, Any]) -> None:
+        super().__init__(path, environment)
+        self._texts = texts  # by likeness, problem and name
 
     def _below(self, folder: str | Path) -> Any:
         """What the table has at a place below its environment; an empty object for nothing."""
@@ -77,8 +87,22 @@ class Table(Store):
                     yield root / likeness / problem / name
 
 
+def _environment_of(texts: dict[str, Any]) -> Environment:
+    """That of all rows of a table, as its first one says; raises ArgumentError without one."""
+    text: Any = texts
+    for what in ("likeness", "problem", "row"):
+        text = next(iter(as_object(text, "the table").values()), None)
+        if text is None:
+            raise ArgumentError(f"there is no {what} in it")
+    row = as_object(parsed(text.encode() if isinstance(text, str) else b""), "the row")
+    return Environment.from_dict(row.get("environment"))
+
+
 def write(rows: Iterable[Row], folder: Path = FOLDER) -> list[Path]:
-    """Make the tables of the environments that rows are from, in place of earlier ones."""
+    """Make the tables of the environments that rows are from, in place of earlier ones.
+
+    Raises ArgumentError for rows of a GPU and policy with unlike drivers or packages.
+    """
     problems: defaultdict[tuple[Environment, Path], list[Row]] = defaultdict(list)
     for row in rows:
         if row.measurement.passed:
@@ -89,9 +113,14 @@ def write(rows: Iterable[Row], folder: Path = FOLDER) -> list[Path]:
         best = sorted(found, key=lambda row: row.measurement.place(rounds))[:_ROWS]
         texts = {row.place.name: row.text.data.decode() for row in best}
         tables[environment][place.parent.name][place.name] = texts
+    if len({one.hardware_digest for one in tables}) < len(tables):
+        names = "; ".join(sorted(map(str, tables)))
+        raise ArgumentError(
+            f"rows for one table are of unlike drivers or packages ({names}); pass rows of one"
+        )
     folder.mkdir(exist_ok=True)
     paths = []
     for environment, table in tables.items():
-        paths.append(folder / f"{environment.digest}.json")
+        paths.append(folder / f"{environment.hardware_digest}.json")
         replace_durably(paths[-1], f"{json.dumps(table, indent=0, sort_keys=True)}\n".encode())
     return paths

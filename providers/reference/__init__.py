@@ -12,6 +12,7 @@ class ReferenceProvider(Provider):
 
     name: ClassVar[str] = "reference"
     rank: ClassVar[int] = 200
+    distributions: ClassVar[tuple[str, ...]] = ("torch",)
 
 
 from kernel_api.providers.reference import (  # noqa: E402  (they register)

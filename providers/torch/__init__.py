@@ -12,6 +12,7 @@ class TorchProvider(Provider):
 
     name: ClassVar[str] = "torch"
     rank: ClassVar[int] = 100
+    distributions: ClassVar[tuple[str, ...]] = ("torch",)
 
 
 from kernel_api.providers.torch import (  # noqa: E402  (they register)
