@@ -1,9 +1,8 @@
 """Who imports whom: implementations nothing of ours, kernel_api only itself, providers both."""
 
 import ast
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("kernel_api", "providers", "implementations", "tests", "support", "examples", "benchmarks")
@@ -13,9 +12,10 @@ DEFERRED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 def files(folder):
     found = sorted((ROOT / folder).rglob("*.py"))
     assert found
-    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in found]
+    return found
 
 
+@cache
 def imports(path):
     """Every module that a file imports, with whether that waits for a function to be called."""
 
@@ -49,34 +49,40 @@ def is_ours(module):
     return any(inside(module, package) for package in OURS)
 
 
-@pytest.mark.parametrize("path", files("implementations"))
-def test_implementations_import_nothing_of_ours_but_each_other(path):
-    foreign = [
-        module
-        for module, _ in imports(path)
-        if is_ours(module)
-        and module != "kernel_api"
-        and not inside(module, "kernel_api.implementations")
-    ]
-    assert foreign == []
+def offenders(folders, is_wrong):
+    """What files import that ``is_wrong(module, deferred)``, by file."""
+    found = {
+        str(path.relative_to(ROOT)): [m for m, deferred in imports(path) if is_wrong(m, deferred)]
+        for folder in folders
+        for path in files(folder)
+    }
+    return {path: modules for path, modules in found.items() if modules}
 
 
-@pytest.mark.parametrize("path", files("kernel_api"))
-def test_the_api_imports_providers_and_implementations_only_when_a_function_is_called(path):
-    foreign = [
-        module
-        for module, deferred in imports(path)
-        if inside(module, "kernel_api.implementations")
-        or (inside(module, "kernel_api.providers") and not deferred)
-        or (is_ours(module) and not inside(module, "kernel_api"))
-    ]
-    assert foreign == []
+def test_implementations_import_nothing_of_ours_but_each_other():
+    def is_foreign(module, deferred):
+        ours = module == "kernel_api" or inside(module, "kernel_api.implementations")
+        return is_ours(module) and not ours
+
+    assert offenders(["implementations"], is_foreign) == {}
 
 
-@pytest.mark.parametrize("path", files("providers"))
-def test_providers_import_the_api_and_implementations_under_the_one_name(path):
-    foreign = [m for m, _ in imports(path) if is_ours(m) and not inside(m, "kernel_api")]
-    assert foreign == []
+def test_the_api_imports_providers_and_implementations_only_when_a_function_is_called():
+    def is_foreign(module, deferred):
+        return (
+            inside(module, "kernel_api.implementations")
+            or (inside(module, "kernel_api.providers") and not deferred)
+            or (is_ours(module) and not inside(module, "kernel_api"))
+        )
+
+    assert offenders(["kernel_api"], is_foreign) == {}
+
+
+def test_providers_import_the_api_and_implementations_under_the_one_name():
+    def is_foreign(module, deferred):
+        return is_ours(module) and not inside(module, "kernel_api")
+
+    assert offenders(["providers"], is_foreign) == {}
 
 
 #: Modules that are code for kernels themselves, imported where implementations are.
@@ -86,31 +92,22 @@ LOWERING = (
 )
 
 
-@pytest.mark.parametrize("path", files("providers"))
-def test_providers_import_the_dsl_and_implementations_only_when_a_function_is_called(path):
-    if absolute(path, 1, path.stem) in LOWERING:
-        return
-    early = [
-        module
-        for module, deferred in imports(path)
-        if not deferred
-        and any(
-            inside(module, p) for p in ("cutlass", "cuda", "kernel_api.implementations", *LOWERING)
-        )
-    ]
-    assert early == []
+def test_providers_import_the_dsl_and_implementations_only_when_a_function_is_called():
+    of_kernels = ("cutlass", "cuda", "kernel_api.implementations", *LOWERING)
+
+    def is_early(module, deferred):
+        return not deferred and any(inside(module, package) for package in of_kernels)
+
+    early = offenders(["providers"], is_early)
+    lowering = {absolute(ROOT / path, 1, Path(path).stem): path for path in early}
+    assert [path for module, path in lowering.items() if module not in LOWERING] == []
 
 
-@pytest.mark.parametrize(
-    "path", [*files("kernel_api"), *files("providers"), *files("implementations")]
-)
-def test_nothing_private_of_a_module_of_ours_is_imported_by_another(path):
-    private = [
-        module
-        for module, _ in imports(path)
-        if inside(module, "kernel_api") and is_private(module) and not is_module(module)
-    ]
-    assert private == []
+def test_nothing_private_of_a_module_of_ours_is_imported_by_another():
+    def is_of_another(module, deferred):
+        return inside(module, "kernel_api") and is_private(module) and not is_module(module)
+
+    assert offenders(["kernel_api", "providers", "implementations"], is_of_another) == {}
 
 
 def is_private(module):
