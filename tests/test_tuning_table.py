@@ -100,6 +100,14 @@ def test_a_damaged_table_is_none(text, tmp_path, caplog):
     assert f"{ENVIRONMENT.hardware_digest}.json is not used: " in caplog.text
 
 
+def test_a_table_under_the_name_of_another_is_none(rows, tmp_path, caplog):
+    (path,) = write(rows, tmp_path)
+    path.rename(tmp_path / f"{OTHER.hardware_digest}.json")
+    with caplog.at_level("WARNING", logger="kernel_api"):
+        assert Table.of(OTHER, tmp_path) is None
+    assert f"it is of {ENVIRONMENT}, not of what its name says" in caplog.text
+
+
 def test_a_row_that_was_changed_is_not_served(rows, tmp_path):
     (path,) = write(rows, tmp_path)
     text = path.read_text()

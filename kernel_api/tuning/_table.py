@@ -48,7 +48,10 @@ class Table(Store):
     def _read_once(cls, path: Path) -> Table | None:
         try:
             texts = dict(as_object(parsed(path.read_bytes()), "the table"))
-            return cls(path, _environment_of(texts), texts)
+            environment = _environment_of(texts)
+            if path.stem != environment.hardware_digest:
+                raise ArgumentError(f"it is of {environment}, not of what its name says")
+            return cls(path, environment, texts)
         except (OSError, ValueError) as error:
             logger.warning("%s is not used: %s", path, error)
             return None
