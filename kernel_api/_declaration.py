@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from kernel_api._numbers import are_names
 from kernel_api.arguments import Arguments, GemmArguments
 from kernel_api.errors import ArgumentError
 from kernel_api.metadata import DesignMetadata, OperandsMetadata
@@ -28,7 +29,7 @@ def faults_of_class(family: type[Kernel]) -> Iterator[str]:
         yield f"family is {name!r}; expected a name"
     else:
         yield from _faults_of_name(family)
-    if not (_are_names(devices) and devices):
+    if not (are_names(devices) and devices):
         yield f"devices is {devices!r}; expected a tuple of names, as in ('cuda',)"
     if targets is None:
         return
@@ -50,10 +51,6 @@ def _faults_of_name(family: type[Kernel]) -> Iterator[str]:
     else:
         if not isinstance(found, str):
             yield f"family_name gives {found!r}; expected a name"
-
-
-def _are_names(given: Any) -> bool:
-    return isinstance(given, (tuple, list)) and all(isinstance(name, str) for name in given)
 
 
 def faults(family: type[Kernel]) -> Iterator[str]:

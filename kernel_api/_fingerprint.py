@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterable
 
 from kernel_api import _compile_cache, _log
 from kernel_api._known_sources import sources
@@ -54,7 +55,7 @@ def fingerprint(kernel_class: type) -> dict[str, str] | None:
         logger.info("%s changed after this process started: nothing is kept", newest.path)
         return None
     text = "".join(f"{one.name} {one.sha256}\n" for one in found)
-    run = {n: version for n in _run_by(kernel_class) if (version := version_of(n))}
+    run = versions_of(_run_by(kernel_class))
     return {**_environment(), **run, "sources": hashlib.sha256(text.encode()).hexdigest()}
 
 
@@ -80,9 +81,18 @@ def is_importable(cls: type) -> bool:
 @functools.lru_cache(maxsize=1)
 def _environment() -> dict[str, str]:
     """Versions, and the settings that a compiler reads."""
-    found = {name: version for name in DISTRIBUTIONS if (version := version_of(name))}
     settings = {n: v for n, v in sorted(os.environ.items()) if n.startswith(_SETTINGS)}
-    return {**found, **settings, **code_generator(), "machine": platform.machine()}
+    return {
+        **versions_of(DISTRIBUTIONS),
+        **settings,
+        **code_generator(),
+        "machine": platform.machine(),
+    }
+
+
+def versions_of(distributions: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    return {name: version for name in distributions if (version := version_of(name))}
 
 
 def version_of(distribution: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Numbers and truth values as callers give them."""
+"""Numbers, truth values and names as callers give them."""
 
 from __future__ import annotations
 
@@ -76,3 +76,8 @@ def whether(name: str, value: Any) -> bool:
     if found is None:
         raise ArgumentError(f"{name} is {value!r}; expected True or False")
     return found
+
+
+def are_names(given: Any) -> bool:
+    """Whether it is a tuple of names, or a list: a name alone is none, though it is a sequence."""
+    return isinstance(given, (tuple, list)) and all(isinstance(name, str) for name in given)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kernel_api import _log
-from kernel_api._numbers import whole_number
+from kernel_api._numbers import are_names, whole_number
 from kernel_api.errors import ArgumentError, PluginWarning, RegistrationError
 from kernel_api.status import Status
 
@@ -88,10 +88,10 @@ class Provider:
             raise RegistrationError(
                 f"provider {cls.__qualname__} has rank {cls.rank!r}; expected a whole number"
             )
-        if isinstance(cls.distributions, str):
+        if not are_names(cls.distributions):
             raise RegistrationError(
                 f"provider {cls.__qualname__} has distributions {cls.distributions!r}; expected a "
-                f"tuple of names: write ({cls.distributions!r},)"
+                f"tuple of names, as in ('torch',)"
             )
         cls._families = {}
         with _lock:

@@ -411,9 +411,11 @@ def test_a_provider_that_cannot_say_whether_it_is_there_is_left_out(registry, av
     assert re.search(reason, rejection.reason)
 
 
-def test_what_a_provider_runs_is_a_tuple():
-    with pytest.raises(RegistrationError, match=r"expected a tuple of names: write \('cupy',\)"):
-        type("First", (ka.Provider,), {"name": "first", "distributions": "cupy"})
+@pytest.mark.parametrize("given", ["cupy", ("cupy", 3), None])
+def test_what_a_provider_runs_is_a_tuple_of_names(given):
+    words = f"has distributions {given!r}; expected a tuple of names, as in ('torch',)"
+    with pytest.raises(RegistrationError, match=re.escape(words)):
+        type("First", (ka.Provider,), {"name": "first", "distributions": given})
 
 
 def test_a_provider_has_a_whole_number_as_rank():

@@ -7,9 +7,15 @@ import pytest
 from support.tuning import ENVIRONMENT, OTHER, arguments, measured, problem, some_kernels
 
 import kernel_api as ka
+from kernel_api import _fingerprint
 from kernel_api.tuning import KernelIdentity, Status, Store
 from kernel_api.tuning._row import Row
 from kernel_api.tuning._table import FOLDER, Table, write
+
+#: The same hardware and policy, with another driver and another torch.
+ELSEWHERE = dataclasses.replace(
+    ENVIRONMENT, driver=1, packages={**ENVIRONMENT.packages, "torch": "0.1"}
+)
 
 
 @pytest.fixture
@@ -28,7 +34,7 @@ def rows():
 
 def test_a_table_is_looked_up_like_a_store(rows, tmp_path):
     (path,) = write(rows, tmp_path)
-    assert path.name == f"{ENVIRONMENT.hardware_digest}.json"
+    assert path.name == f"{ENVIRONMENT.gpu_and_policy_digest}.json"
     table = Table.of(ENVIRONMENT, tmp_path)
     first, _, third = some_kernels()
     assert table.best(problem(256)) == rows[1].measurement
@@ -51,19 +57,13 @@ def test_what_was_measured_here_hides_what_came_with_the_library(rows, tmp_path)
     assert store.find(problem(256), some_kernels()[1]) == slower
 
 
-def elsewhere(driver=1, torch="0.1"):
-    """The same hardware and policy, with another driver and another torch."""
-    packages = {**ENVIRONMENT.packages, "torch": torch}
-    return dataclasses.replace(ENVIRONMENT, driver=driver, packages=packages)
-
-
 def test_a_table_holds_for_other_drivers_and_versions_of_torch(rows, tmp_path):
     write(rows, tmp_path)
-    table = Table.of(elsewhere(), tmp_path)
+    table = Table.of(ELSEWHERE, tmp_path)
     assert table.environment == ENVIRONMENT
     assert table.best(problem(256)) == rows[1].measurement
     assert table.nearest(problem(310)) == problem(300)
-    store = Store(tmp_path / "store", elsewhere(), beneath=table)
+    store = Store(tmp_path / "store", ELSEWHERE, beneath=table)
     assert store.best(problem(256)) == rows[1].measurement
 
 
@@ -84,9 +84,9 @@ def test_what_kernels_of_torch_took_holds_for_one_torch(provider, rows, tmp_path
 
 
 def test_a_table_is_of_one_environment(rows, tmp_path):
-    other = dataclasses.replace(rows[0].measurement, environment=elsewhere().digest)
+    other = dataclasses.replace(rows[0].measurement, environment=ELSEWHERE.digest)
     with pytest.raises(ka.errors.ArgumentError, match="are of unlike drivers or packages"):
-        write([*rows, Row(elsewhere(), other)], tmp_path)
+        write([*rows, Row(ELSEWHERE, other)], tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -94,15 +94,15 @@ def test_a_table_is_of_one_environment(rows, tmp_path):
     "text", ["", "[]", "{", "{}", '{"a": 3}', '{"a": {"b": {}}}', '{"a": {"b": {"c": 1}}}', "\xff"]
 )
 def test_a_damaged_table_is_none(text, tmp_path, caplog):
-    (tmp_path / f"{ENVIRONMENT.hardware_digest}.json").write_text(text)
+    (tmp_path / f"{ENVIRONMENT.gpu_and_policy_digest}.json").write_text(text)
     with caplog.at_level("WARNING", logger="kernel_api"):
         assert Table.of(ENVIRONMENT, tmp_path) is None
-    assert f"{ENVIRONMENT.hardware_digest}.json is not used: " in caplog.text
+    assert f"{ENVIRONMENT.gpu_and_policy_digest}.json is not used: " in caplog.text
 
 
 def test_a_table_under_the_name_of_another_is_none(rows, tmp_path, caplog):
     (path,) = write(rows, tmp_path)
-    path.rename(tmp_path / f"{OTHER.hardware_digest}.json")
+    path.rename(tmp_path / f"{OTHER.gpu_and_policy_digest}.json")
     with caplog.at_level("WARNING", logger="kernel_api"):
         assert Table.of(OTHER, tmp_path) is None
     assert f"it is of {ENVIRONMENT}, not of what its name says" in caplog.text
@@ -132,8 +132,15 @@ def test_the_tables_that_are_shipped_can_be_read():
         rows = shipped(path)
         assert rows
         for name, row in rows:
-            assert (row.environment.hardware_digest, row.place.name) == (path.stem, name)
+            assert (row.environment.gpu_and_policy_digest, row.place.name) == (path.stem, name)
             assert row.measurement.passed
+            assert row.measurement.kernel.fingerprint.keys() == names_in_fingerprints(row)
+
+
+def names_in_fingerprints(row):
+    """Of an installation: one that lacks a name is of kernels that no user has."""
+    run = type(row.measurement.kernel.rebuild())._provider.distributions
+    return {*_fingerprint.DISTRIBUTIONS, "code generator", "machine", "sources", *run}
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, id=p.stem) for p in FOLDER.glob("*.json")])
@@ -149,9 +156,7 @@ def test_the_tables_that_are_shipped_are_of_the_kernels_as_they_are(path):
 
 
 def _is_as_measured(one):
-    """Versions of packages may be others here, but not their names, nor the sources; of those that
-    somebody writes while this runs nothing is known."""
+    """Versions of packages may be others here, sources may not; of those that somebody writes while
+    this runs nothing is known."""
     now = KernelIdentity.of(one.rebuild()).fingerprint
-    return now is None or (
-        now.keys() == one.fingerprint.keys() and now["sources"] == one.fingerprint["sources"]
-    )
+    return now is None or now["sources"] == one.fingerprint["sources"]

@@ -109,7 +109,7 @@ class Environment:
         return digest(self.to_json())
 
     @cached_property
-    def hardware_digest(self) -> str:
+    def gpu_and_policy_digest(self) -> str:
         """As ``digest``, for whatever driver and packages: what a kernel is made of says its own
         fingerprint, and no package beside has a part in how long it takes on a GPU."""
         known = self.to_dict()
@@ -126,6 +126,5 @@ class Environment:
 @functools.lru_cache(maxsize=1)
 def packages() -> Mapping[str, str]:
     """Versions of what compiles, runs and competes."""
-    names = (*_fingerprint.DISTRIBUTIONS, "torch")
-    found = {name: version for name in names if (version := _fingerprint.version_of(name))}
+    found = _fingerprint.versions_of((*_fingerprint.DISTRIBUTIONS, "torch"))
     return {**found, **_fingerprint.code_generator()}

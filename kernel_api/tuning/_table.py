@@ -40,7 +40,7 @@ class Table(Store):
     @classmethod
     def of(cls, environment: Environment, folder: Path = FOLDER) -> Table | None:
         """None for an environment without one, or whose one cannot be read."""
-        path = folder / f"{environment.hardware_digest}.json"
+        path = folder / f"{environment.gpu_and_policy_digest}.json"
         return cls._read_once(path) if path.exists() else None
 
     @classmethod
@@ -49,7 +49,7 @@ class Table(Store):
         try:
             texts = dict(as_object(parsed(path.read_bytes()), "the table"))
             environment = _environment_of(texts)
-            if path.stem != environment.hardware_digest:
+            if path.stem != environment.gpu_and_policy_digest:
                 raise ArgumentError(f"it is of {environment}, not of what its name says")
             return cls(path, environment, texts)
         except (OSError, ValueError) as error:
@@ -92,13 +92,12 @@ class Table(Store):
 
 def _environment_of(texts: dict[str, Any]) -> Environment:
     """That of all rows of a table, as its first one says; raises ArgumentError without one."""
-    text: Any = texts
-    for what in ("likeness", "problem", "row"):
-        text = next(iter(as_object(text, "the table").values()), None)
-        if text is None:
-            raise ArgumentError(f"there is no {what} in it")
-    row = as_object(parsed(text.encode() if isinstance(text, str) else b""), "the row")
-    return Environment.from_dict(row.get("environment"))
+    found: Any = texts
+    for what in ("all rows", "rows of problems that are alike", "rows of a problem"):
+        found = next(iter(as_object(found, what).values()), None)
+    if not isinstance(found, str):
+        raise ArgumentError("there is no row in it")
+    return Environment.from_dict(as_object(parsed(found), "the row").get("environment"))
 
 
 def write(rows: Iterable[Row], folder: Path = FOLDER) -> list[Path]:
@@ -116,7 +115,7 @@ def write(rows: Iterable[Row], folder: Path = FOLDER) -> list[Path]:
         best = sorted(found, key=lambda row: row.measurement.place(rounds))[:_ROWS]
         texts = {row.place.name: row.text.data.decode() for row in best}
         tables[environment][place.parent.name][place.name] = texts
-    if len({one.hardware_digest for one in tables}) < len(tables):
+    if len({one.gpu_and_policy_digest for one in tables}) < len(tables):
         names = "; ".join(sorted(map(str, tables)))
         raise ArgumentError(
             f"rows for one table are of unlike drivers or packages ({names}); pass rows of one"
@@ -124,6 +123,6 @@ def write(rows: Iterable[Row], folder: Path = FOLDER) -> list[Path]:
     folder.mkdir(exist_ok=True)
     paths = []
     for environment, table in tables.items():
-        paths.append(folder / f"{environment.hardware_digest}.json")
+        paths.append(folder / f"{environment.gpu_and_policy_digest}.json")
         replace_durably(paths[-1], f"{json.dumps(table, indent=0, sort_keys=True)}\n".encode())
     return paths
