@@ -364,13 +364,14 @@ def test_a_design_counts_the_ring_that_the_kernel_has():
     assert sm90_design._RING_BYTES == tile_queue.BYTES
 
 
-def test_rows_are_not_gathered_later_than_tiles_are_taken():
+def test_the_ring_has_room_for_the_tiles_of_all_stages():
     from cutlass import BFloat16
 
     from kernel_api.implementations.sm90.grouped_gemm import GroupedGemm
+    from kernel_api.implementations.sm90.tile_queue import MOST_STAGES
 
-    how = {"a_type": BFloat16, "b_type": BFloat16, "output_types": (BFloat16,), "gathered": True}
-    GroupedGemm((64, 128, 64), stages=6, scheduler="dynamic", **how)
-    GroupedGemm((64, 128, 64), stages=7, **how)
-    with pytest.raises(ValueError, match="numbers of tiles are on their way"):
-        GroupedGemm((64, 128, 64), stages=7, scheduler="dynamic", **how)
+    how = {"a_type": BFloat16, "b_type": BFloat16, "output_types": (BFloat16,)}
+    GroupedGemm((64, 64, 32), stages=MOST_STAGES, scheduler="dynamic", **how)
+    GroupedGemm((64, 64, 32), stages=MOST_STAGES + 1, **how)
+    with pytest.raises(ValueError, match="15 stages may hold as many tiles; .* for 14"):
+        GroupedGemm((64, 64, 32), stages=MOST_STAGES + 1, scheduler="dynamic", **how)

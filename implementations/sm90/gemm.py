@@ -241,7 +241,7 @@ class Gemm(GemmProducer, GemmConsumer):
             stages: cute.struct.MemRange[Int64, 2 * self.stages]
             turns: cute.struct.MemRange[Int64, 2]
             flags: cute.struct.MemRange[Int32, 4]
-            queue: cute.struct.MemRange[Int64, tile_queue.BARRIERS if self.dynamic else 0]
+            queue: cute.struct.MemRange[Int64, tile_queue.SLOTS if self.dynamic else 0]
             numbers: cute.struct.MemRange[Int32, tile_queue.SLOTS if self.dynamic else 0]
 
         self.shared_storage = SharedStorage

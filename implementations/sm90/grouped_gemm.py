@@ -27,7 +27,6 @@ from .paired_output import ROWS, MatricesOfPairs
 from .promotion import scale_modes
 from .ragged import ending_at
 from .scheduled import ScheduledGemm
-from .tile_queue import SLOTS
 
 
 class MatricesInHalves(ExpertMatrices):
@@ -101,11 +100,6 @@ class GroupedGemm(ScheduledGemm):
             )
         if self.tile_shape[2] * width != 8 * ROW_BYTES:
             raise ValueError(f"rows are gathered {ROW_BYTES} bytes of K at a time")
-        if self.dynamic and stages_behind(self.stages) > SLOTS:
-            raise ValueError(
-                f"of {self.stages} stages one may be told of {stages_behind(self.stages)} tiles "
-                f"late, and {SLOTS} numbers of tiles are on their way"
-            )
         self.gathered = True
         self.producer_warps = 4
         self._row_gather = RowGather(self.tile_shape[0], width // 8)

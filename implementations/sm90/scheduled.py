@@ -3,11 +3,8 @@
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from ..common.threads import GROUP
 from .gemm import Gemm
-from .tile_queue import TileQueue, counter_of
-
-WARPS = GROUP // 32  # of a consumer
+from .tile_queue import MOST_STAGES, TileQueue, counter_of
 
 
 class ScheduledGemm(Gemm):
@@ -25,6 +22,11 @@ class ScheduledGemm(Gemm):
             raise ValueError(f"scheduler is static or dynamic, not {scheduler!r}")
         self.dynamic = scheduler == "dynamic"
         super().__init__(*args, **keywords)
+        if self.dynamic and self.stages > MOST_STAGES:
+            raise ValueError(
+                f"{self.stages} stages may hold as many tiles; the ring of their numbers is for "
+                f"{MOST_STAGES}"
+            )
 
     def _counter(self, workspace: Int64):
         """The address of the one that tiles are taken from; None without."""
@@ -33,13 +35,10 @@ class ScheduledGemm(Gemm):
     def _make_queue(self, storage, counter):
         if counter is None:
             return None
-        blocks = self.cluster_shape[0] * self.cluster_shape[1]
-        loaders = self.producer_warps * blocks - 1  # but the leader
-        readers = blocks * self.groups_per_tile * WARPS + loaders
         _, _, clusters = cute.arch.grid_dim()
         queue = TileQueue(
             *(storage.queue.data_ptr(), storage.numbers.data_ptr(), counter, Int32(clusters)),
-            *(blocks, readers),
+            self.cluster_shape[0] * self.cluster_shape[1],
         )
         queue.set_up()
         return queue
@@ -86,9 +85,8 @@ class ScheduledGemm(Gemm):
                 queue.put(index, position)
             else:
                 queue.read(position)
-            position += 1
         if leads:
-            queue.finish(index, tiles, position)
+            queue.finish(index, tiles)
 
     # What a consumer does ------------------------------------------------------------------
 

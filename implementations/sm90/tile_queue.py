@@ -6,6 +6,10 @@ long one while other clusters are free, and the stages that are loaded by then h
 the counter takes. One warp of the cluster takes numbers, its leader; a ring in the shared memory of
 each block brings them to all others that need them.
 
+Nobody tells that a number has been read. The leader takes one behind the loads of the tile before,
+so all but the last `stages` tiles have been multiplied, and their numbers read, by every consumer
+of the cluster that they were loaded for; the ring has more slots than that.
+
 Every cluster that has a tile takes numbers until one is behind the last tile, so altogether as many
 are taken as there are tiles: who took the last one sets the counter to zero for the next launch.
 """
@@ -19,11 +23,11 @@ from cutlass.cute import AddressSpace
 
 from ..common.work_split import COUNTER_BYTES
 
-# Numbers on their way: even, so that consumers in turn have slots of their own; and no fewer than
-# the stages that gathered rows are told of late, which are tiles where K is short.
-SLOTS = 4
-BARRIERS = 2 * SLOTS
-BYTES = BARRIERS * 8 + SLOTS * 4
+SLOTS = 16
+#: Of the main loop: each may hold a tile by itself; and consumers in turn are told twice, one
+#: position apart, that there is no further tile.
+MOST_STAGES = SLOTS - 2
+BYTES = SLOTS * (8 + 4)
 
 _NUMBER_BYTES = 4
 
@@ -38,14 +42,13 @@ class TileQueue:
     """The ring of a cluster; warps call it as a whole.
 
     Positions are those of numbers in the order in which they are taken, from 0 on. Whoever reads
-    the ring counts its own; a slot is empty when `readers` warps have read it.
+    the ring counts its own.
 
     Args:
-        barriers, numbers: In shared memory, `BARRIERS` of 64 bits and `SLOTS` of 32.
+        barriers, numbers: In shared memory, `SLOTS` of 64 and of 32 bits.
         counter: An address in the workspace.
         clusters: Of the launch.
         blocks: Of a cluster.
-        readers: Warps of all blocks of the cluster that read a number.
     """
 
     barriers: cute.Pointer
@@ -53,7 +56,6 @@ class TileQueue:
     counter: Int64
     clusters: Int32
     blocks: int
-    readers: int
 
     @cute.jit
     def set_up(self):
@@ -62,7 +64,6 @@ class TileQueue:
             with cute.arch.elect_one():
                 for slot in cutlass.range_constexpr(SLOTS):
                     cute.arch.mbarrier_init(self.barriers + slot, 1)
-                    cute.arch.mbarrier_init(self.barriers + SLOTS + slot, self.readers)
 
     @cute.jit
     def take(self) -> Int32:
@@ -76,40 +77,27 @@ class TileQueue:
     def put(self, number: Int32, position: Int32):
         """By the leader, for all that read."""
         slot = position % SLOTS
-        full, empty = self.barriers + slot, self.barriers + SLOTS + slot
-        cute.arch.mbarrier_wait(empty, position // SLOTS % 2 ^ 1)
-        lane = cute.arch.lane_idx()
+        barrier, lane = self.barriers + slot, cute.arch.lane_idx()
         if const_expr(self.blocks == 1):
             if lane == 0:
                 (self.numbers + slot).store(number)
-                cute.arch.mbarrier_arrive(full)
+                cute.arch.mbarrier_arrive(barrier)
         else:
             if lane < self.blocks:
-                cute.arch.mbarrier_arrive_and_expect_tx(full, _NUMBER_BYTES, lane)
-                cute.arch.store_async_dsmem(self.numbers + slot, number, full, lane)
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, _NUMBER_BYTES, lane)
+                cute.arch.store_async_dsmem(self.numbers + slot, number, barrier, lane)
 
     @cute.jit
     def read(self, position: Int32) -> Int32:
         slot = position % SLOTS
         cute.arch.mbarrier_wait(self.barriers + slot, position // SLOTS % 2)
-        number = (self.numbers + slot).load()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            leader = None if const_expr(self.blocks == 1) else 0
-            cute.arch.mbarrier_arrive(self.barriers + SLOTS + slot, leader)
-        return number
+        return (self.numbers + slot).load()
 
     @cute.jit
-    def finish(self, number: Int32, tiles: Int32, position: Int32):
-        """By the leader, whose last number is behind the last tile; position: of the next one."""
+    def finish(self, number: Int32, tiles: Int32):
+        """By the leader, whose last number is behind the last tile."""
         if (number - self.clusters == tiles - 1) & (cute.arch.lane_idx() == 0):
             self._counter().store(Int32(0))
-        if const_expr(self.blocks > 1):
-            # The other blocks still signal this one's barriers: stay until they are done.
-            for ahead in cutlass.range_constexpr(SLOTS):
-                at = position + ahead
-                empty = self.barriers + SLOTS + at % SLOTS
-                cute.arch.mbarrier_wait(empty, at // SLOTS % 2 ^ 1)
 
     def _counter(self) -> cute.Pointer:
         return cute.make_ptr(Int32, self.counter, AddressSpace.gmem, assumed_align=4)

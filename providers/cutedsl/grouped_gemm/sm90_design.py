@@ -9,8 +9,8 @@ from typing import Any
 from kernel_api.providers.cutedsl.gemm import sm90_design
 from kernel_api.providers.cutedsl.gemm.sm90_design import Sm90GemmDesign
 
-#: Of shared memory: a ring of four tile numbers, each with two mbarriers.
-_RING_BYTES = 4 * (2 * 8 + 4)
+#: Of shared memory: a ring of 16 tile numbers, each with an mbarrier.
+_RING_BYTES = 16 * (8 + 4)
 
 
 @dataclass(frozen=True)
