@@ -373,5 +373,5 @@ def test_the_ring_has_room_for_the_tiles_of_all_stages():
     how = {"a_type": BFloat16, "b_type": BFloat16, "output_types": (BFloat16,)}
     GroupedGemm((64, 64, 32), stages=MOST_STAGES, scheduler="dynamic", **how)
     GroupedGemm((64, 64, 32), stages=MOST_STAGES + 1, **how)
-    with pytest.raises(ValueError, match="15 stages may hold as many tiles; .* for 14"):
+    with pytest.raises(ValueError, match=r"15 stages may hold as many tiles; .* for 14"):
         GroupedGemm((64, 64, 32), stages=MOST_STAGES + 1, scheduler="dynamic", **how)
