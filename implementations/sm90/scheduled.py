@@ -78,14 +78,10 @@ class ScheduledGemm(Gemm):
     @cute.jit
     def _finish_loading(self, queue, index, tiles, position):
         """index: Of the first that is no tile; tiles: how many there are."""
-        leads = self._leads()
-        if const_expr(self.pingpong):
-            # The other consumer has not been told that there is no further tile.
-            if leads:
+        if self._leads():
+            if const_expr(self.pingpong):
+                # The other consumer has not been told that there is no further tile.
                 queue.put(index, position)
-            else:
-                queue.read(position)
-        if leads:
             queue.finish(index, tiles)
 
     # What a consumer does ------------------------------------------------------------------
