@@ -150,14 +150,19 @@ def report(measured: list[rows.Row]) -> list[str]:
 UNEVEN = ("even", "zipf", "half empty")
 #: (groups, tokens, N, K)
 LARGE = ((8, 16384, 4096, 4096), (64, 16384, 2048, 2048))
-#: Tokens times 8 of DeepSeek-V3's experts: up and gate, then down.
-FEW = (*((tokens, 4096, 7168) for tokens in (256, 512, 1024, 4096)), (256, 7168, 2048))
+#: The same, of tokens times 8 for DeepSeek-V3's experts and times 2 for Mixtral-8x7B's: up and
+#: gate, then down.
+FEW = (
+    *((256, tokens, 4096, 7168) for tokens in (256, 512, 1024, 4096)),
+    (256, 256, 7168, 2048),
+    *((8, tokens, N, K) for tokens in (32, 512) for N, K in ((28672, 4096), (4096, 14336))),
+)
 
 SUITE = suite.Suite(
     "grouped",
     (
         *(Problem(T, N, K, groups=E, sizes=sizes) for E, T, N, K in LARGE for sizes in UNEVEN),
-        *(Problem(T, N, K, groups=256, sizes="routed") for T, N, K in FEW),
+        *(Problem(T, N, K, groups=E, sizes="routed") for E, T, N, K in FEW),
         *(
             Problem(T, N, K, groups=E, sizes=sizes, sums=True)
             for E, T, N, K in LARGE
