@@ -91,7 +91,7 @@ OF_ROWS = [
     ("256x128x64_cluster1x2", Case("wide out", out=F32, sizes=AWAY, N=136)),
     ("64x256x64_cluster1x1_pingpong", Case("one group", sizes=(129,), element=F16)),
     ("128x256x64_cluster1x1", Case("none", sizes=(0, 0), epilogue=gradient)),
-    ("64x128x64_cluster1x1_cooperative_stages8_swap", Case("swapped", sizes=AWAY, N=264)),
+    ("80x128x128_cluster1x1", Case("swapped", sizes=(*AWAY, 80, 81), N=264)),
     ("64x128x64_cluster1x1_pingpong", Case("many groups", sizes=(1, 0) * 20, N=64)),
     ("128x128x64_cluster1x1", Case("scattered", indices=BOTH[1:], sizes=AWAY, epilogue=gradient)),
     (
@@ -106,7 +106,7 @@ OF_ROWS = [
         "64x128x64_cluster1x1_pingpong",
         Case("halves anywhere", discrete=True, epilogue=halves, N=192, layouts=WEIGHTS),
     ),
-    ("32x128x64", Case("anywhere, swapped", discrete=True, sizes=FEW, N=136, layouts=WEIGHTS)),
+    ("48x128x128", Case("anywhere, swapped", discrete=True, sizes=FEW, N=136, layouts=WEIGHTS)),
     (
         "128x256x128_cluster1x2",
         Case("rows anywhere", sizes=AWAY, N=264, other=144, scales="rows", **EIGHT_BITS),
@@ -139,11 +139,11 @@ OF_ROWS = [
         Case("gated 8 bits", N=192, epilogue=gated(stores=False), **{**EIGHT_BITS, **PACKED}),
     ),
     (
-        "32x128x64",
+        "48x128x128",
         Case("gated anywhere", discrete=True, epilogue=gated(), N=192, layouts=WEIGHTS),
     ),
     (
-        "64x128x64_cluster1x1_cooperative_stages8_swap",
+        "48x128x128",
         Case("gated halves", sizes=AWAY, epilogue=gated("halves"), N=448, layouts=WEIGHTS),
     ),
     (
@@ -199,6 +199,11 @@ OF_ROWS_TAKEN = [
     ("128x128x64_cluster1x2_pingpong dynamic", Case("one group", sizes=(129,), element=F16)),
     ("128x256x64_cluster1x1 dynamic", Case("none", sizes=(0, 0), epilogue=gradient)),
     ("16x128x128 dynamic", Case("few rows", sizes=(1, 0, 3, 17), N=392, layouts=WEIGHTS)),
+    ("96x128x128 dynamic", Case("swapped", sizes=UNEVEN, N=264, other=392, layouts=WEIGHTS)),
+    (
+        "128x128x128_cluster1x2 dynamic",
+        Case("long steps", sizes=UNEVEN, epilogue=swiglu, N=192, other=392, layouts=WEIGHTS),
+    ),
     ("256x128x64_cluster1x2 dynamic", Case("tall", sizes=UNEVEN, N=520, out=F32)),
     ("64x256x64_cluster1x1_pingpong dynamic", Case("none in turns", sizes=(0, 0))),
     ("128x256x64_cluster1x2 dynamic", Case("wide out", sizes=UNEVEN, N=136, out=F32)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -199,8 +200,8 @@ class _Dense:
 
 
 def dense_problem(args: GroupedGemmArguments, rows_per_tile: int) -> model.Problem:
-    """As the performance model takes it. Groups that fill a tile leave half of one empty, small
-    ones have one each, and are as many products of few rows."""
+    """As the performance model takes it. Groups that fill a tile leave half of one empty; smaller
+    ones are as many products as they have tiles, each of few rows."""
     asked: Any
     operands = args.operands[:3]
     if args.ragged == "K":
@@ -208,10 +209,20 @@ def dense_problem(args: GroupedGemmArguments, rows_per_tile: int) -> model.Probl
     else:
         groups = max(1, min(args.T, args.L))
         rows, products = args.T + groups * rows_per_tile // 2, 1
-        if are_small(args, rows_per_tile):
-            rows, products = -(-args.T // groups), groups
+        if groups * rows_per_tile > args.T:
+            products = round(groups * _tiles_of_a_group(args.T / groups, rows_per_tile))
+            rows = -(-args.T // products)
         asked = _Dense(rows, args.N, args.K, products, operands, args.epilogue)
     return model.Problem.of(asked)
+
+
+def _tiles_of_a_group(rows: float, rows_per_tile: int) -> float:
+    """On average, where groups have anything between half of so many rows and half as many more:
+    a router does not deal them out evenly."""
+    least, most = rows / 2, 3 * rows / 2
+    further = range(1, math.ceil(most / rows_per_tile))
+    reached = (most - max(least, tile * rows_per_tile) for tile in further)
+    return 1 + sum(reached) / (most - least) if rows else 1.0
 
 
 def are_small(args: GroupedGemmArguments, rows_per_tile: int) -> bool:

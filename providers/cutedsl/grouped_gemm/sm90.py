@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -109,7 +110,10 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         rows = self._rows_per_tile
         constants = machine.constants_on(args.device, self.modelled_as)
         seconds = predict(args, rows, self.candidate, constants)
-        return seconds if are_small(args, rows) else seconds * self._factor(args, constants)
+        if not are_small(args, rows):
+            return seconds * self._factor(args, constants)
+        in_turn = self._design.schedule == "pingpong"
+        return seconds * (_TAKEN if self._design.takes_tiles and not in_turn else 1.0)
 
     def _factor(self, args: Any, constants: machine.Constants) -> float:
         """On what the model has of dense products, where groups fill tiles."""
@@ -118,7 +122,8 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         factor = 1.0
         if design.schedule == "pingpong" and cluster_m == 1 and args.K <= _SHORT_K:
             factor *= constants.turns[_kind_of_turns(args)]
-        if cluster_m * cluster_n == 1 and not _has_groups_of(_LARGE_ROWS, args):
+        between = _has_groups_of(_FEW_ROWS, args) and not _has_groups_of(_LARGE_ROWS, args)
+        if cluster_m * cluster_n == 1 and between:
             factor *= constants.alone
         if design.takes_tiles and self._gains_by_taking(args):
             factor *= _TAKEN
@@ -258,6 +263,11 @@ class Sm90Fp8GroupedPointerGemm(Sm90ExpertPointers, Sm90Fp8GroupedGemm):
     @rule("192 columns that are promoted at once leave no registers for descriptors")
     def _(design: Sm90GroupedGemmDesign) -> bool:
         return design.tile_shape[1] != PROMOTED_COLUMNS
+
+    @rule("clusters that take tiles of 256 columns leave no registers for scales of blocks")
+    def _(design: Sm90GroupedGemmDesign, operands: GroupedGemmOperandsMetadata) -> bool:
+        alone = math.prod(design.cluster_shape) == 1 or not design.takes_tiles
+        return alone or not scaled_by_blocks(operands)
 
 
 @CuTeDSLProvider.register

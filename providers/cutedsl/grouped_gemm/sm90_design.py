@@ -41,7 +41,8 @@ class Sm90GroupedGemmDesign(Sm90GemmDesign):
 # are too few to take tiles.
 
 #: Wide tiles for large groups, few rows for small ones. Clusters along N share rows of one group,
-#: whatever its size; those along M lie idle in part where a group ends.
+#: whatever its size; those along M lie idle in part where a group ends. Groups of up to some 130
+#: rows take as long as their matrices are read, which is soonest in steps of 256 bytes along K.
 OF_ROWS = (
     "128x128 1x2 pingpong",
     "128x128 1x2 pingpong dynamic",
@@ -60,8 +61,10 @@ OF_ROWS = (
     "64x128 1x1",
     "16x128 1x1 swap deep",
     "16x128 1x1 swap deep dynamic",
-    "32x128 1x1 swap",
-    "64x128 1x1 swap",
+    "48x128 1x1 swap deep",
+    "80x128 1x1 swap deep",
+    "96x128 1x1 swap deep dynamic",
+    "128x128 1x2 deep dynamic",
 )
 #: Those whose accumulators leave room for the products to be promoted.
 PROMOTED_OF_ROWS = (
