@@ -1,7 +1,7 @@
 """The layer of experts with gradients, see :func:`kernel_api.nn.moe`.
 
-Pairs of a token and one of its k choices are sorted by expert: a stable sort on the device, whose
-sizes nobody waits for. Then a layer is a copy of rows to where their groups lie, two products of
+Pairs of a token and one of its k choices are sorted by expert on the device, and nobody waits for
+their sizes. Then a layer is a copy of rows to where their groups lie, two products of
 groups and a sum of rows. The first product multiplies its results with the weights of the pairs.
 Pairs without an expert are sorted behind all groups: nothing reads or writes their rows.
 """
@@ -24,9 +24,6 @@ __all__ = ["moe"]
 #: Integers without a sign that torch only stores.
 _STORED = (torch.uint16, torch.uint32, torch.uint64)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, *_STORED)
-
-#: Experts whose number, and one more, int16 holds; the sort takes half as long as of int32.
-_MOST_OF_INT16 = 2**15 - 2
 
 #: Types of rows that kernels move.
 _MOVED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -81,9 +78,8 @@ def moe(
             x, expert_index, expert_weight, w_up, w_down, function
         )
         return y
-    routing = Routing.of(expert_index, w_up.shape[0])
-    weight = routing.sorted(expert_weight)
-    hidden = _hidden(x, routing, weight, w_up, function)
+    routing = Routing.of(expert_index, expert_weight, w_up.shape[0])
+    hidden = _hidden(x, routing, w_up, function)
     return routing.summed(hidden, w_down)
 
 
@@ -140,30 +136,20 @@ class Routing(NamedTuple):
 
     Attributes:
         offsets: int32 (E,): where the pairs of each expert end.
-        place: int64 (T · k,): of each sorted pair, token · k + choice.
+        place: int32 (T · k,): of each sorted pair, token · k + choice.
         rank: int32 (T, k): of each pair, its place among those sorted; -1 without an expert.
+        weight: (T · k,): of each sorted pair.
     """
 
     offsets: torch.Tensor
     place: torch.Tensor
     rank: torch.Tensor
+    weight: torch.Tensor
 
     @classmethod
-    def of(cls, expert_index: torch.Tensor, E: int) -> Routing:
-        # What names no expert becomes -1 or E, which int32 holds, and then E: behind all experts.
-        # Large ones of uint64 become negative.
-        bounded = expert_index.long().flatten().clamp(-1, E)
-        bounded = bounded.to(torch.int16 if E <= _MOST_OF_INT16 else torch.int32)
-        expert, place = bounded.remainder(E + 1).sort(stable=True)
-        every = torch.arange(E, dtype=expert.dtype, device=expert.device)
-        offsets = torch.searchsorted(expert, every, right=True, out_int32=True)
-        order = torch.arange(place.shape[0], dtype=torch.int32, device=place.device)
-        rank = torch.empty_like(order).index_copy_(0, place, order.masked_fill(expert == E, -1))
-        return cls(offsets, place, rank.view(expert_index.shape))
-
-    def sorted(self, values: torch.Tensor) -> torch.Tensor:
-        """(T, k), one after the other as the pairs are."""
-        return values.flatten().index_select(0, self.place)
+    def of(cls, expert_index: torch.Tensor, expert_weight: torch.Tensor, E: int) -> Routing:
+        found = ops.group_rows(expert_index, E, weight=expert_weight)
+        return cls(found.offsets, found.place, found.row_index, found.grouped)
 
     def unsorted(self, values: torch.Tensor) -> torch.Tensor:
         """(T, k), of one per pair; zeros where the pair has no expert, whatever was there."""
@@ -208,7 +194,6 @@ class Routing(NamedTuple):
 def _hidden(
     x: torch.Tensor,
     routing: Routing,
-    weight: torch.Tensor,
     w_up: torch.Tensor,
     function: Function,
     **outputs: bool,
@@ -222,7 +207,7 @@ def _hidden(
         routing.scattered(x),
         w_up,
         routing.offsets,
-        prob=weight,
+        prob=routing.weight,
         **function._asdict(),
         **outputs,
     )
@@ -241,9 +226,8 @@ class _Moe(torch.autograd.Function):
         w_down: Any,
         function: Function,
     ) -> Any:
-        routing = Routing.of(expert_index, w_up.shape[0])
-        weight = routing.sorted(expert_weight)
-        hidden, preactivation = _hidden(x, routing, weight, w_up, function, preactivation=True)
+        routing = Routing.of(expert_index, expert_weight, w_up.shape[0])
+        hidden, preactivation = _hidden(x, routing, w_up, function, preactivation=True)
         kept = hidden if ctx.needs_input_grad[4] else None
         ctx.save_for_backward(x, expert_weight, w_up, w_down, preactivation, kept, *routing)
         ctx.function = function
@@ -269,7 +253,7 @@ class _Moe(torch.autograd.Function):
                 w_down.mT,
                 routing.offsets,
                 preactivation=preactivation,
-                prob=routing.sorted(expert_weight),
+                prob=routing.weight,
                 dprob=wants_weight,
                 **ctx.function._asdict(),
             )

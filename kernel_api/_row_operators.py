@@ -1,6 +1,7 @@
-"""The one-call forms of indexed rows as operators of torch, for the graphs of torch.compile and
-torch.export: ``torch.ops.kernel_api.gather_rows(x, row_index, weight, out)`` and
-``scatter_rows``. They write an output that is there; nobody comes here in eager mode."""
+"""The one-call forms of rows as operators of torch, for the graphs of torch.compile and
+torch.export: ``torch.ops.kernel_api.gather_rows(x, row_index, weight, out)``, ``scatter_rows``, and
+``group_rows(index, weight, offsets, row_index, place, grouped)``. They write outputs that are
+there; nobody comes here in eager mode."""
 
 from __future__ import annotations
 
@@ -9,12 +10,18 @@ from typing import Any
 
 import torch
 
-from kernel_api._row_ops import run
+from kernel_api._launches import run_best
+from kernel_api._row_ops import GroupedRows, run
 from kernel_api._transforms import check_traced
-from kernel_api.arguments import GatherRowsArguments, ScatterRowsArguments
+from kernel_api.arguments import GatherRowsArguments, GroupRowsArguments, ScatterRowsArguments
 from kernel_api.arguments.indexed import IndexedRowsArguments
 
 _SCHEMA = "(Tensor x, Tensor row_index, Tensor? weight, Tensor(a!) out) -> ()"
+
+_GROUP_ROWS = (
+    "group_rows(Tensor index, Tensor? weight, Tensor(a!) offsets, Tensor(b!) row_index, "
+    "Tensor(c!) place, Tensor(d!)? grouped) -> ()"
+)
 
 _library: Any = torch.library.Library("kernel_api", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -25,6 +32,17 @@ def traced(kind: type[IndexedRowsArguments], x: Any, row_index: Any, weight: Any
     getattr(torch.ops.kernel_api, kind.kind)(x, row_index, weight, out)
 
 
+def traced_groups(index: Any, weight: Any, found: GroupedRows) -> None:
+    """The same of rows that are grouped."""
+    check_traced(index=index, weight=weight)
+    torch.ops.kernel_api.group_rows(index, weight, *found)
+
+
+def _group_rows(index: Any, weight: Any, *found: Any) -> None:
+    offsets, row_index, place, grouped = found
+    run_best(GroupRowsArguments(index, offsets, row_index, place, weight, grouped))
+
+
 def _check(*operands: Any) -> None:
     """The output is there; what it holds is not looked at."""
 
@@ -33,3 +51,7 @@ for _kind in (GatherRowsArguments, ScatterRowsArguments):
     _library.define(f"{_kind.kind}{_SCHEMA}")
     _library.impl(_kind.kind, functools.partial(run, _kind), "CompositeExplicitAutograd")
     torch.library.register_fake(f"kernel_api::{_kind.kind}", _check, lib=_library)
+
+_library.define(_GROUP_ROWS)
+_library.impl("group_rows", _group_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("kernel_api::group_rows", _check, lib=_library)

@@ -1,11 +1,12 @@
-"""The one-call forms of indexed rows, see :mod:`kernel_api.ops`."""
+"""The one-call forms of rows, grouped, gathered and scattered, see :mod:`kernel_api.ops`."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernel_api._numbers import whole_number
+from kernel_api.arguments.grouping import GroupRowsArguments
 from kernel_api.arguments.indexed import (
     GatherRowsArguments,
     IndexedRowsArguments,
@@ -15,7 +16,57 @@ from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand, becomes_node
 
-__all__ = ["gather_rows", "scatter_rows"]
+__all__ = ["GroupedRows", "gather_rows", "group_rows", "scatter_rows"]
+
+
+class GroupedRows(NamedTuple):
+    """What :func:`group_rows` returns.
+
+    Attributes:
+        offsets: int32 (E,): where the pairs of each group end.
+        row_index: int32 (M, k): the place of each pair among the sorted ones; -1 without a group.
+        place: int32 (M · k,): of each sorted pair, m · k + j.
+        grouped: (M · k,): the weight of each sorted pair; None where none was given.
+    """
+
+    offsets: Any
+    row_index: Any
+    place: Any
+    grouped: Any
+
+
+def group_rows(index: Any, groups: int, *, weight: Any = None) -> GroupedRows:
+    """Sort pairs of a row and one of its choices by the group that each chooses; stable.
+
+    See :class:`~kernel_api.arguments.grouping.GroupRowsArguments`. Nothing waits for the device.
+
+    Args:
+        index: Integers (M, k). What is no group, such as -1, has no place and comes last.
+        groups: How many there are, E.
+        weight: (M, k), sorted with the pairs.
+    """
+    import torch
+
+    from kernel_api._launches import run_best
+
+    count = groups if isinstance(groups, torch.SymInt) else whole_number(groups)
+    if count is None or count < 1:
+        raise ArgumentError(f"groups is {groups!r}; expected a number of groups, 1 at least")
+    if not isinstance(index, torch.Tensor) or index.is_nested:  # of which the latter is refused
+        index = Operand(index, "index").tensor
+    pairs = math.prod(index.shape)
+    new = index.new_empty
+    offsets = new((count,), dtype=torch.int32)
+    row_index, place = new(index.shape, dtype=torch.int32), new((pairs,), dtype=torch.int32)
+    grouped = None if weight is None else _allocated(weight, (pairs,), None, "weight")
+    found = GroupedRows(offsets, row_index, place, grouped)
+    if becomes_node(index):
+        from kernel_api import _row_operators
+
+        _row_operators.traced_groups(index, weight, found)
+    else:
+        run_best(GroupRowsArguments(index, offsets, row_index, place, weight, grouped))
+    return found
 
 
 def gather_rows(
@@ -76,12 +127,12 @@ def _count(rows: Any) -> Any:
     return count
 
 
-def _shape(row_index: Any) -> Any:
+def _shape(row_index: Any, name: str = "row_index") -> Any:
     import torch
 
     if isinstance(row_index, torch.Tensor) and not row_index.is_nested:
         return row_index.shape
-    return Operand(row_index, "row_index").shape
+    return Operand(row_index, name).shape
 
 
 def _run(
@@ -97,7 +148,7 @@ def _run(
     from kernel_api._launches import check_type
 
     if out is None:
-        out = _allocated(x, rows, out_dtype)
+        out = _allocated(x, (*rows, *_shape(x, "x")[1:]), out_dtype)
     elif out_dtype is not None:
         check_type(out, out_dtype)
     check_outputs([("out", out)])
@@ -117,10 +168,10 @@ def run(kind: type[IndexedRowsArguments], x: Any, row_index: Any, weight: Any, o
     run_best(kind(x, out, row_index, weight))
 
 
-def _allocated(x: Any, rows: tuple[Any, ...], out_dtype: Any) -> Any:
+def _allocated(x: Any, shape: tuple[Any, ...], out_dtype: Any, name: str = "x") -> Any:
     import torch
 
     if not isinstance(x, torch.Tensor) or x.is_nested:  # of which the latter is refused
-        x = Operand(x, "x").tensor
+        x = Operand(x, name).tensor
     element = x.dtype if out_dtype is None else dtype(out_dtype).torch
-    return x.new_empty((*rows, *x.shape[1:]), dtype=element)
+    return x.new_empty(shape, dtype=element)

@@ -158,6 +158,18 @@ class NormOperandsMetadata(OperandsMetadata):
 
 
 @dataclass(frozen=True)
+class GroupRowsOperandsMetadata(OperandsMetadata):
+    """Operands of the sort of rows by group. Weights that are sorted with them may be absent and
+    are what rules are about; the accumulator is the type that rows are counted in."""
+
+    index: TensorAttributes
+    offsets: TensorAttributes
+    row_index: TensorAttributes
+    place: TensorAttributes
+    accumulator_type: DType | None
+
+
+@dataclass(frozen=True)
 class NormBackwardOperandsMetadata(OperandsMetadata):
     """The same of its gradient."""
 

@@ -373,5 +373,10 @@ def test_the_ring_has_room_for_the_tiles_of_all_stages():
     how = {"a_type": BFloat16, "b_type": BFloat16, "output_types": (BFloat16,)}
     GroupedGemm((64, 64, 32), stages=MOST_STAGES, scheduler="dynamic", **how)
     GroupedGemm((64, 64, 32), stages=MOST_STAGES + 1, **how)
-    with pytest.raises(ValueError, match=r"15 stages may hold as many tiles; .* for 14"):
+    with pytest.raises(ValueError, match=r"15 stages may hold 15 tiles that .* for 14"):
         GroupedGemm((64, 64, 32), stages=MOST_STAGES + 1, scheduler="dynamic", **how)
+    # Where one block shares nothing with the leader, it may be twice as far behind.
+    square = {"cluster_shape": (2, 2), "scheduler": "dynamic", **how}
+    GroupedGemm((64, 64, 32), stages=MOST_STAGES // 2, **square)
+    with pytest.raises(ValueError, match=r"8 stages may hold 16 tiles"):
+        GroupedGemm((64, 64, 32), stages=MOST_STAGES // 2 + 1, **square)

@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .threads import WARP
+from .threads import WARP, summed_through
 
 
 def most_row_tiles(rows, groups, rows_per_tile: int):
@@ -90,7 +90,7 @@ class GroupedTiles:
                 end_row = self.offsets[group]
                 tiles += self._row_tiles(row, end_row)
                 row = end_row
-            through = _summed(tiles)
+            through = summed_through(tiles)
             beyond = cute.arch.vote_ballot_sync(through * self.tiles_n > index)
             lane = cutlass.min(WARP - cute.arch.popc(beyond), WARP - 1)
             window, before = _of_lane(first, lane), _of_lane(through - tiles, lane)
@@ -127,7 +127,7 @@ class GroupedTiles:
         previous = cute.arch.shuffle_sync_up(end_row, offset=1)
         if lane > 0:
             first_row = previous
-        through = before + _summed(self._row_tiles(first_row, end_row))
+        through = before + summed_through(self._row_tiles(first_row, end_row))
         return window, before, first_row, end_row, through
 
     @cute.jit
@@ -166,14 +166,3 @@ class GroupedTiles:
 
 def _of_lane(value: Int32, lane: Int32) -> Int32:
     return cute.arch.shuffle_sync(value, offset=lane)
-
-
-@cute.jit
-def _summed(value: Int32) -> Int32:
-    """Of the lanes up to each."""
-    lane = cute.arch.lane_idx()
-    for bit in cutlass.range_constexpr(5):
-        other = cute.arch.shuffle_sync_up(value, offset=1 << bit)
-        if lane >= 1 << bit:
-            value += other
-    return value

@@ -50,6 +50,11 @@ class EdgeLoad:
         """Of a tile."""
         return self.rows // self.piece
 
+    @property
+    def pieces_of_all(self) -> int:
+        """The first so many are of all sharers."""
+        return self.pieces - self.pieces // self.sharers + 1
+
     def box(self, tile_k: int) -> tuple[int, int]:
         """Rows and columns of a copy."""
         return self.piece, tile_k
@@ -123,6 +128,10 @@ class PanelLoad(EdgeLoad):
     @property
     def piece(self) -> int:
         return next(panel for panel in _PANELS if self.rows % panel == 0)
+
+    @property
+    def pieces_of_all(self) -> int:
+        return 1
 
     def box(self, tile_k: int) -> tuple[int, int]:
         return self.piece, tile_k // self.sharers

@@ -156,10 +156,10 @@ class GemmProducer(GemmPlan):
                 tma, source, target = pieces[operand]
                 inside = load.pieces_inside(tiles[operand], extents[operand])
                 if operand == 0 and min(self.cluster_shape) > 1:
-                    # A block that waits for nothing releases a stage twice while the one across,
-                    # whose data is written there then, still reads it. It waits for a piece of A
-                    # of a neighbour, which is behind that one.
-                    inside = cutlass.max(inside, 1)
+                    # A block that waits for its own loads alone releases a stage twice while the
+                    # one across still reads it, whose data is written there then. It waits for a
+                    # piece of A of a neighbour, which is behind that one.
+                    inside = cutlass.max(inside, load.pieces_of_all)
                 of_batch = tma, source[None, None, None, batch], target
                 edges.append(Edge(*of_batch, tiles[operand], inside, ranks[operand]))
                 bytes_inside += inside * (load.piece * row_bytes)

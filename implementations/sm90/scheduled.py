@@ -22,10 +22,12 @@ class ScheduledGemm(Gemm):
             raise ValueError(f"scheduler is static or dynamic, not {scheduler!r}")
         self.dynamic = scheduler == "dynamic"
         super().__init__(*args, **keywords)
-        if self.dynamic and self.stages > MOST_STAGES:
+        # A block across from the leader shares no operand with it, but with blocks that do.
+        tiles = self.stages * (2 if min(self.cluster_shape) > 1 else 1)
+        if self.dynamic and tiles > MOST_STAGES:
             raise ValueError(
-                f"{self.stages} stages may hold as many tiles; the ring of their numbers is for "
-                f"{MOST_STAGES}"
+                f"{self.stages} stages may hold {tiles} tiles that others have not read; the ring "
+                f"of their numbers is for {MOST_STAGES}"
             )
 
     def _counter(self, workspace: Int64):

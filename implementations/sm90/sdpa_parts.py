@@ -86,6 +86,10 @@ class Parts:
     count: Int32
     shape: tuple[int, int, int]  # known while tracing
 
+    def read_instead(self) -> Int32:
+        """The number of a part that is read where there is none, and not used."""
+        return self.count - 1
+
     def at(self, part: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """((rows, columns), (rows, numbers))"""
         rows, columns, numbers = self.shape
@@ -245,7 +249,8 @@ class AddsUpParts:
         logs = cute.make_rmem_tensor(at_once, Float32)
         loaded = cute.make_rmem_tensor((width, at_once), Float32)
         for i in cutlass.range_constexpr(at_once):
-            part, numbers = parts.at(cutlass.min(first + i, parts.count - 1))
+            there = first + i < parts.count
+            part, numbers = parts.at(select(there, first + i, parts.read_instead()))
             logs[i] = number(numbers, local, 0)
             load_vector(part[local, None], column, loaded[None, i])
         most = largest
@@ -258,7 +263,7 @@ class AddsUpParts:
         for j in cutlass.range_constexpr(width):
             added[j] = added[j] * factor
         for i in cutlass.range_constexpr(at_once):
-            # Where there is no further part, the last one may be infinite, and its weight is zero.
+            # Where there is no further part, what was read may be infinite, and its weight is zero.
             if first + i < parts.count:
                 weight = power_of_two(cute.math.fma(logs[i], Float32(LOG2_E), -base))
                 total = total + weight

@@ -16,7 +16,7 @@ from ..common.attention.sequences import sequence_of
 from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.rows import added, over_lanes
-from ..common.threads import GROUP, WARP
+from ..common.threads import GROUP, WARP, summed_through
 from .sdpa_packed import TakesPacked
 from .sdpa_parts import AT_ONCE_BEHIND, DecodeTiles, choose
 from .sdpa_rows import load_vector, store
@@ -283,10 +283,7 @@ def _parts(blocks: Int32, length: Int32) -> Int32:
 def _before_and_all(number: Int32, sSums: cute.Tensor, thread: Int32):
     """Of the numbers of a block, the sum of those of the threads in front, and of all."""
     lane, warp = thread % WARP, thread // WARP
-    before = number
-    for i in cutlass.range_constexpr(WARP.bit_length() - 1):
-        other = cute.arch.shuffle_sync_up(before, 1 << i)
-        before = before + select(lane >= 1 << i, other, Int32(0))
+    before = summed_through(number)
     if lane == WARP - 1:
         sSums[0, warp] = before
     cute.arch.sync_threads()

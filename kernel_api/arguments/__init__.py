@@ -7,6 +7,7 @@ from kernel_api.arguments.epilogue import EpilogueArguments
 from kernel_api.arguments.experts import ExpertPointers
 from kernel_api.arguments.gemm import GemmArguments
 from kernel_api.arguments.grouped import GroupedGemmArguments
+from kernel_api.arguments.grouping import GroupRowsArguments
 from kernel_api.arguments.indexed import GatherRowsArguments, ScatterRowsArguments
 from kernel_api.arguments.norm import (
     LayerNormArguments,
@@ -26,6 +27,7 @@ __all__ = [
     "ExpertPointers",
     "GatherRowsArguments",
     "GemmArguments",
+    "GroupRowsArguments",
     "GroupedGemmArguments",
     "LayerNormArguments",
     "LayerNormBackwardArguments",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from kernel_api.arguments.base import Arguments, check_number
 from kernel_api.arguments.scaled import ScaledOperand
-from kernel_api.dtypes import dtype
+from kernel_api.dtypes import DType, dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
 
@@ -38,10 +38,15 @@ class RowArguments(Arguments):
             setattr(self, name, None if value is None else _operand(name, value))
         present = ((name, getattr(self, name)) for name in self.further_names)
         self.further = {name: operand for name, operand in present if operand is not None}
-        self.accumulator_type = _FLOAT64 if self.x.dtype is _FLOAT64 else _FLOAT32
+        self.accumulator_type = self.arithmetic
         self.epilogue = None
         self._signature = self._key = None
         self._accepted = {}
+
+    @property
+    def arithmetic(self) -> DType:
+        """The type of what is computed."""
+        return _FLOAT64 if self.x.dtype is _FLOAT64 else _FLOAT32
 
     @property
     def named_operands(self) -> dict[str, Operand]:

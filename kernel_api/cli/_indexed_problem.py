@@ -1,4 +1,5 @@
-"""Operands of rows that an index names, made from the options that describe a problem."""
+"""Operands of rows that are grouped, or that an index names, made from the options that describe a
+problem."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from kernel_api.arguments import GroupRowsArguments
     from kernel_api.arguments.indexed import IndexedRowsArguments
     from kernel_api.cli._problem import Maker
 
-INDEXED = ("gather_rows", "scatter_rows")
+INDEXED = ("gather_rows", "scatter_rows", "group_rows")
 
 #: k, if it is not given.
 PLACES = 2
@@ -21,8 +23,9 @@ PLACES = 2
 
 def indexed_arguments(
     options: argparse.Namespace, maker: Maker, sizes: tuple[int, int, int]
-) -> IndexedRowsArguments:
-    """Of a row_index (M, K) of rows of N columns, of which there are M · K, with a weight of each.
+) -> IndexedRowsArguments | GroupRowsArguments:
+    """Of a row_index (M, K) of rows of N columns, of which there are M · K, with a weight of each;
+    or of (M, K) pairs to be sorted into N groups, with a weight of each.
 
     Raises:
         ArgumentError: the options contradict each other.
@@ -38,6 +41,8 @@ def indexed_arguments(
             f"leave this out"
         )
     M, N, k = sizes
+    if options.operation == "group_rows":
+        return _grouped(options, maker, sizes)
     element = dtype(options.dtype)
     out_element = dtype(options.out_dtype) if options.out_dtype else element
     gathers = options.operation == "gather_rows"
@@ -51,6 +56,32 @@ def indexed_arguments(
     row_index = torch.empty((M, k), dtype=torch.int32, device=maker.device)
     made = getattr(fusions, options.operation)(x, row_index, out=out, weight=matrix(M, k, wide))
     args: IndexedRowsArguments = made
+    if maker.random is not None:
+        args.draw_indices(maker.random)
+    return args
+
+
+def _grouped(
+    options: argparse.Namespace, maker: Maker, sizes: tuple[int, int, int]
+) -> GroupRowsArguments:
+    import torch
+
+    from kernel_api import fusions
+
+    M, groups, k = sizes
+
+    def integers(*shape: int, element: Any = torch.int32) -> Any:
+        return torch.zeros(shape, dtype=element, device=maker.device)
+
+    weight = maker.tensor((M, k), dtype(options.dtype), "t", fill=True)
+    args = fusions.group_rows(
+        integers(M, k, element=torch.int64),
+        offsets=integers(groups),
+        row_index=integers(M, k),
+        place=integers(M * k),
+        weight=weight,
+        grouped=weight.new_empty(M * k),
+    )
     if maker.random is not None:
         args.draw_indices(maker.random)
     return args

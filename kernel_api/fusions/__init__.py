@@ -76,7 +76,7 @@ from kernel_api.fusions._grouped import (
     grouped_gemm_srelu,
     grouped_gemm_wgrad,
 )
-from kernel_api.fusions._indexed import gather_rows, scatter_rows
+from kernel_api.fusions._indexed import gather_rows, group_rows, scatter_rows
 from kernel_api.fusions._linear import (
     ACTIVATIONS,
     gemm,
@@ -119,6 +119,7 @@ __all__ = [
     "gemm_rope",
     "gemm_srelu",
     "gemm_swiglu",
+    "group_rows",
     "grouped_gemm",
     "grouped_gemm_dglu",
     "grouped_gemm_dsrelu",

@@ -74,7 +74,7 @@ from kernel_api.providers.cutedsl import (  # noqa: E402  (they register)
 
 # isort: split
 # Behind products, which are what most questions are about.
-from kernel_api.providers.cutedsl import elementwise, indexed  # noqa: E402
+from kernel_api.providers.cutedsl import elementwise, grouping, indexed  # noqa: E402
 
 __all__ = [
     "CuTeDSLProvider",
@@ -82,6 +82,7 @@ __all__ = [
     "elementwise",
     "gemm",
     "grouped_gemm",
+    "grouping",
     "indexed",
     "kernel",
     "norm",

@@ -49,6 +49,12 @@ class IndexedRowsDesign(DesignMetadata):
         return f"threads{self.threads}_row{self.threads_per_row}"
 
 
+@rule("weight is float32, float16 or bfloat16")
+def weight_is_float(args: Any) -> bool | Miss:
+    weight = args.weight
+    return weight is None or weight.dtype.name in FLOATS or Miss(f"it is {weight.dtype}")
+
+
 class IndexedRowsKernel(CuteDslKernel):
     """Rows named by an index, for every GPU from Ampere on, moved in vectors."""
 
@@ -87,10 +93,7 @@ class IndexedRowsKernel(CuteDslKernel):
         ctas = _ctas(design, operands, args)
         return ctas < 2**31 or Miss(f"there would be {ctas}")
 
-    @rule("weight is float32, float16 or bfloat16")
-    def _(args: IndexedRowsArguments) -> bool | Miss:
-        weight = args.weight
-        return weight is None or weight.dtype.name in FLOATS or Miss(f"it is {weight.dtype}")
+    weight_is_float = weight_is_float
 
     def more_values(self, args: Any) -> dict[str, Any]:
         values: dict[str, Any] = args.launch_values

@@ -24,6 +24,15 @@ from kernel_api.providers.reference import (  # noqa: E402  (they register)
 
 # isort: split
 # Behind products, which are what most questions are about.
-from kernel_api.providers.reference import elementwise, indexed  # noqa: E402
+from kernel_api.providers.reference import elementwise, grouping, indexed  # noqa: E402
 
-__all__ = ["ReferenceProvider", "elementwise", "gemm", "grouped", "indexed", "norm", "sdpa"]
+__all__ = [
+    "ReferenceProvider",
+    "elementwise",
+    "gemm",
+    "grouped",
+    "grouping",
+    "indexed",
+    "norm",
+    "sdpa",
+]

@@ -25,13 +25,14 @@ from kernel_api.providers.torch import (  # noqa: E402  (they register)
 
 # isort: split
 # Behind products, which are what most questions are about.
-from kernel_api.providers.torch import elementwise, indexed  # noqa: E402
+from kernel_api.providers.torch import elementwise, grouping, indexed  # noqa: E402
 
 __all__ = [
     "TorchProvider",
     "elementwise",
     "gemm",
     "grouped",
+    "grouping",
     "indexed",
     "norm",
     "sdpa",

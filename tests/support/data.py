@@ -149,6 +149,10 @@ def arguments_for(
         from support import elementwise
 
         return elementwise.arguments_for(kernel, M, N, L, device=device, seed=seed)
+    if kernel.arguments is ka.GroupRowsArguments:
+        from support import grouping
+
+        return grouping.arguments_for(kernel, M, device=device, seed=seed)
     if is_indexed(kernel):
         from support import indexed
 
@@ -223,7 +227,8 @@ def is_grouped(kernel: ka.Kernel) -> bool:
 def supported_sizes(kernel: ka.Kernel, M: int, N: int, K: int) -> tuple[int, int, int]:
     """The sizes, enlarged where the kernel asks: K for a split along it, M or N of an output that
     is written 16 bytes at once. Those of other operations stay."""
-    if any(asks(kernel) for asks in (is_norm, is_attention, is_elementwise, is_indexed)):
+    others = (is_norm, is_attention, is_elementwise, is_indexed)
+    if kernel.arguments is ka.GroupRowsArguments or any(asks(kernel) for asks in others):
         return M, N, K
     design, out = kernel.metadata.design, kernel.metadata.operands.out
     split = getattr(design, "split_k", 1)

@@ -166,7 +166,14 @@ def indexed(kind: Any) -> Any:
     return kind(*matrices, empty(T, 3, element=torch.int32), empty(T, 3, element=F32))
 
 
+def grouping() -> Any:
+    places = (empty(*shape, element=torch.int32) for shape in ((E,), (T, 3), (3 * T,)))
+    weights = empty(T, 3, element=F32), empty(3 * T, element=F32)
+    return ka.GroupRowsArguments(empty(T, 3, element=torch.int64), *places, *weights)
+
+
 PROBLEMS: dict[str, Callable[[], Any]] = {
+    "grouped rows": grouping,
     "gathered rows": lambda: indexed(ka.GatherRowsArguments),
     "scattered rows": lambda: indexed(ka.ScatterRowsArguments),
     "product": lambda: product(BF16, BF16),
