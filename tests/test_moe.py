@@ -448,7 +448,7 @@ def test_the_code_of_the_document_runs():
     names = {}
     for block in blocks:
         exec(block, names)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     assert names["y"].shape == names["x"].shape
 
 

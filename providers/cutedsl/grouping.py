@@ -90,12 +90,13 @@ class Sm80GroupRows(CuteDslKernel):
         from kernel_api.implementations.sm80.group_rows import GroupRows
 
         design = self._design
-        return GroupRows(
+        built: Callable[..., None] = GroupRows(
             design.threads,
             design.most_groups,
             dependent_launch=compiler.target_cc() >= compiler.DEPENDENT_LAUNCH,
         )
+        return built
 
     def predict(self, args: GroupRowsArguments) -> float:
-        turns = -(-args.M * args.k // self._design.threads)
+        turns = -(-args.M * args.k // int(self._design.threads))
         return _OVERHEAD + turns * _TURN + args.L * _SLOT
