@@ -12,6 +12,7 @@ import kernel_api as ka
 from kernel_api._description import described, rebuilt
 from kernel_api.cli._main import main
 from kernel_api.errors import ArgumentError
+from kernel_api.providers.cutedsl.kernel import CuteDslKernel
 
 FAMILY = "sm80.group_rows"
 
@@ -171,6 +172,22 @@ def test_prepared_launches_take_operands_by_their_places():
             operand.tensor.fill_(-7)
         kernel.prepare(args)(*(operand.tensor for operand in args.named_operands.values()))
         check(args)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_our_launches_take_weights_by_their_places_and_by_name(monkeypatch, by_name):
+    given = []
+
+    def launcher(self, args, artifact):
+        return lambda *tensors, **others: given.append((tensors, others))
+
+    monkeypatch.setattr(CuteDslKernel, "_launcher", launcher)
+    args = arguments(9, 3, 5, device="meta")
+    (kernel,) = ka.get_kernels(args, cc=90, providers=["cutedsl"])
+    launch = kernel._launcher(args, None)
+    names = {"weight": 4, "grouped": 5}
+    launch(*range(4), **names) if by_name else launch(*range(6))
+    assert given == [((0, 1, 2, 3), names)]
 
 
 def test_fusions_have_it_too():

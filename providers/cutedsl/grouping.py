@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kernel_api.arguments import GroupRowsArguments
+from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, GroupRowsOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.indexed import weight_is_float
@@ -18,7 +19,7 @@ _FEWEST_GROUPS, _MOST_GROUPS = 255, 2047
 #: Pairs that one CTA sorts sooner than many do in several launches.
 _MOST_PAIRS = 2**16
 #: Seconds of a launch, of 32 pairs that a warp counts and then places, and of a slot.
-_OVERHEAD, _TURN, _SLOT = 4e-6, 4e-7, 2e-9
+_OVERHEAD, _TURN, _SLOT = 3e-6, 7e-7, 2e-9
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Sm80GroupRows(CuteDslKernel):
             return True
         return Miss(f"there are {args.L}", f"would match with {_MOST_GROUPS} or fewer")
 
-    @rule("groups have room, and no design of more warps has room for them")
+    @rule("groups have room and take half of it, unless it is the least")
     def _(design: GroupRowsDesign, args: GroupRowsArguments) -> bool:
         smallest = design.most_groups == _FEWEST_GROUPS
         return design.most_groups >= args.L and (smallest or design.most_groups < 2 * args.L)
@@ -96,6 +97,16 @@ class Sm80GroupRows(CuteDslKernel):
             dependent_launch=compiler.target_cc() >= compiler.DEPENDENT_LAUNCH,
         )
         return built
+
+    def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
+        launch, names = super()._launcher(args, artifact), tuple(args.further)
+
+        def launch_by_place(*tensors: Any, **others: Any) -> None:
+            count = len(GroupRowsArguments.operand_names)
+            others.update(zip(names, tensors[count:], strict=False))
+            launch(*tensors[:count], **others)
+
+        return launch_by_place
 
     def predict(self, args: GroupRowsArguments) -> float:
         turns = -(-args.M * args.k // int(self._design.threads))

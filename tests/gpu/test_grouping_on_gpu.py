@@ -28,6 +28,15 @@ def test_every_kernel_is_right_and_repeatable(M, k, E, element):
             check(args)
 
 
+def test_prepared_launches_take_operands_by_their_places():
+    args = arguments(90, 3, 5, device="cuda")
+    for kernel in ka.get_kernels(args):
+        for operand in args.outputs.values():
+            operand.tensor.fill_(-7)
+        kernel.prepare(args)(*(operand.tensor for operand in args.named_operands.values()))
+        check(args)
+
+
 def test_more_pairs_than_one_block_sorts_are_sorted_by_torch():
     args = arguments(8193, 8, 64, device="cuda")
     kernels = ka.get_kernels(args)
