@@ -107,7 +107,7 @@ def last_block_is_late(monkeypatch):
     ("layout", "M", "N"), [("tnt", 20, 8), ("tnt", 20, 40), ("tnt", 40, 8), ("ntt", 20, 8)]
 )
 def test_blocks_wait_for_one_that_is_late(last_block_is_late, layout, M, N):
-    products("64x64x64_cluster2x2_cooperative", M, N, 40 * 64, layout)
+    products("64x64x64_cluster2x2_cooperative", M, N, 28 * 64, layout)
 
 
 @pytest.mark.parametrize("share", range(8, 257, 8))
