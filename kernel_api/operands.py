@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from math import gcd
 from typing import Any
@@ -375,6 +375,17 @@ def overlap(a: Operand, b: Operand) -> bool:
         return True
     offset = (start_b - start_a) % pitch
     return offset < row_a or offset + row_b > pitch
+
+
+def side_by_side(operands: Iterable[Operand]) -> bool:
+    """Whether all of them end before the next one begins, so that no two share memory: sooner
+    told than of each two."""
+    end = 0
+    for start, span in sorted([(o._address or o.address, o.layout.span) for o in operands]):
+        if start < end:
+            return False
+        end = start + span
+    return True
 
 
 def _rows(operand: Operand) -> tuple[int, int]:

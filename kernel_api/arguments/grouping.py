@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from kernel_api.arguments.row import RowArguments
 from kernel_api.dtypes import DType, dtype
 from kernel_api.errors import ArgumentError
-from kernel_api.operands import Operand
+from kernel_api.operands import Operand, side_by_side
 
 _INT32 = dtype("int32")
 _MOST_PAIRS = 2**31 - 1
@@ -85,8 +85,9 @@ class GroupRowsArguments(RowArguments):
             _remember_fitting(layouts)
             return
         self.device = self.index.device
-        for out in self.outputs.values():
-            self._check_apart(out, self._all_operands())
+        if not side_by_side(self._all_operands()):
+            for out in self.outputs.values():
+                self._check_apart(out, self._all_operands())
 
     @property
     def arithmetic(self) -> DType:
