@@ -148,7 +148,8 @@ class Routing(NamedTuple):
 
     @classmethod
     def of(cls, expert_index: torch.Tensor, expert_weight: torch.Tensor, E: int) -> Routing:
-        found = ops.group_rows(expert_index, E, weight=expert_weight)
+        weight = expert_weight if expert_weight.is_floating_point() else expert_weight.float()
+        found = ops.group_rows(expert_index, E, weight=weight)
         return cls(found.offsets, found.place, found.row_index, found.grouped)
 
     def unsorted(self, values: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,10 +105,9 @@ class CompiledArtifact:
                 f"not by {kernel.metadata.kernel_name}"
             )
         if self.signature is not args.signature and self.signature != args.signature:
-            raise SignatureError(
-                f"the artifact was compiled for {self.signature}, "
-                f"the arguments have {args.signature}; compile for them"
-            )
+            differing = _differences(self.signature, args.signature, args.operand_names)
+            told = ", ".join(f"{one} where the arguments have {other}" for one, other in differing)
+            raise SignatureError(f"the artifact was compiled for {told}; compile for them")
         if self.target is None or device is None:
             return
         if not self.runs_on(device):
@@ -131,3 +130,23 @@ def code_runs_on(target: Target, device: Target) -> bool:
     if target.suffix == "a":
         return target.cc == device.cc
     return target.major == device.major and target.minor <= device.minor
+
+
+def _differences(
+    one: Any, other: Any, operands: tuple[str, ...] = (), label: str = ""
+) -> Iterator[tuple[str, str]]:
+    """What differs in two signatures, of the one and of the other; operands by their names."""
+    if one == other:
+        return
+    if not (isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other)):
+        yield f"{label}{one}", f"{other}"
+        return
+    if one and isinstance(one[0], str) and one[0] == other[0]:
+        label = f"{one[0]} "
+    for place, pair in enumerate(zip(one, other, strict=True)):
+        if operands and place == 1:  # behind the kind
+            for name, of_one, of_other in zip(operands, *pair, strict=False):
+                if of_one != of_other:
+                    yield f"{name} {of_one}", f"{of_other}"
+        else:
+            yield from _differences(*pair, label=label)

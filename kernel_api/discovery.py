@@ -256,7 +256,7 @@ def _nearest_miss(misses: list[Status]) -> Status:
     """The refusal that came last in the order of checks; alternatives are joined."""
     if not misses:
         return Status.fail("the family has no kernels", rule="empty family")
-    nearest = max(misses, key=lambda s: s.progress)
+    nearest = max(misses, key=lambda s: (s.progress, s.limit))
     level = [s for s in misses if s.progress == nearest.progress and s.rule == nearest.rule]
     alternatives = list(dict.fromkeys(s.expected or "" for s in level))
     if nearest.rule not in _RULES_WITH_ALTERNATIVES or len(alternatives) < 2:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kernel_api.arguments.scaled import ScaleMode
@@ -127,9 +127,8 @@ def match_layouts(
         if not status:
             return status
     for step, (name, attributes) in enumerate(asked.items()):
-        status = _match_alignment(name, getattr(args, name), attributes, args, why_aligned, step)
-        if not status:
-            return status
+        if not _is_aligned(getattr(args, name), attributes):
+            return _misaligned(asked, args, why_aligned, name, step)
     return Status.success()
 
 
@@ -185,34 +184,48 @@ def _match_major(
     )
 
 
-def _match_alignment(
-    name: str,
-    operand: Operand,
-    asked: TensorAttributes,
+def _is_aligned(operand: Operand, asked: TensorAttributes) -> bool:
+    return asked.divisibility == 1 or operand.alignment % _bytes_of(operand, asked) == 0
+
+
+def _bytes_of(operand: Operand, asked: TensorAttributes) -> int:
+    return asked.divisibility * operand.dtype.itemsize
+
+
+def _misaligned(
+    asked: Mapping[str, TensorAttributes],
     args: Arguments,
     why_aligned: str | None,
+    name: str,
     step: int,
 ) -> Status:
-    if asked.divisibility == 1:
-        return Status.success()
-    needed = asked.divisibility * operand.dtype.itemsize
-    if operand.alignment % needed == 0:
-        return Status.success()
+    """Of the first operand that is, with what would mend all of them."""
+    changes: dict[str, int] = {}
+    actual = ""
+    for other in list(asked)[step:]:
+        operand = getattr(args, other)
+        if _is_aligned(operand, asked[other]):
+            continue
+        needed = _bytes_of(operand, asked[other])
+        found, change, value = _misalignment(other, operand, needed, args.modes[other])
+        actual = actual or found
+        changes[change] = max(value, changes.get(change, 0))
+    needed = _bytes_of(getattr(args, name), asked[name])
     reason = why_aligned or f"address and strides must be multiples of {needed} bytes"
-    actual, nearest = _misalignment(name, operand, needed, args.modes[name])
+    mended = " and ".join(change.format(value) for change, value in changes.items())
     return Status.fail(
         f"{reason}; {actual}",
         rule=reason,
         operand=name,
         expected=f"{needed} bytes",
         actual=actual,
-        nearest=nearest,
+        nearest=f"would match {mended}",
         progress=_ALIGNMENT + step,
     )
 
 
-def _misalignment(name: str, operand: Operand, needed: int, letters: str) -> tuple[str, str]:
-    """Which of the address and the strides is off, and what would mend it."""
+def _misalignment(name: str, operand: Operand, needed: int, letters: str) -> tuple[str, str, int]:
+    """Which of the address and the strides is off, and what would mend it to which number."""
     itemsize = operand.dtype.itemsize
     unit = operand.unit_mode or -1
     for mode in reversed(range(operand.rank)):
@@ -220,12 +233,16 @@ def _misalignment(name: str, operand: Operand, needed: int, letters: str) -> tup
         if mode - operand.rank == unit or stride % needed == 0:
             continue
         padded = -(-stride // needed) * needed // itemsize
-        if mode >= operand.rank - 2:
-            letter = letters[unit]
-            return f"{name}'s is {stride}", f"would match with {letter} padded to {padded}"
-        return f"{name}'s batch stride is {stride}", f"would match with batches {padded} apart"
+        if mode < operand.rank - 2:
+            known = len(letters) == operand.rank
+            of = letters[mode] if known else "batch"
+            apart = "with batches {} apart"
+            if known:
+                apart = f"with a stride of {{}} along {of} for {name}"
+            return f"{name}'s {of} stride is {stride}", apart, padded
+        if operand.stride[mode] == operand.shape[unit]:
+            return f"{name}'s is {stride}", f"with {letters[unit]} padded to {{}}", padded
+        return f"{name}'s is {stride}", f"with a pitch of {{}} for {name}", padded
     offset = operand.address or operand.tensor.storage_offset() * itemsize
-    return (
-        f"{name}'s address is {offset % needed} bytes off",
-        f"would match if {name} started at a multiple of {needed} bytes",
-    )
+    started = f"if {name} started at a multiple of {{}} bytes"
+    return f"{name}'s address is {offset % needed} bytes off", started, needed

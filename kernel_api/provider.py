@@ -228,8 +228,14 @@ def providers(chosen: Iterable[str | type[Provider]] | None = None) -> list[type
 
 @functools.lru_cache(maxsize=16)
 def _by_default(named: str | None, valid_for: int) -> list[type[Provider]]:
+    names = [n.strip() for n in named.split(",") if n.strip()] if named else None
+    if names == []:
+        raise ArgumentError(
+            f"{_NAMES} is {named!r}, which names no provider; expected names separated by commas, "
+            f"or nothing"
+        )
     try:
-        return _chosen([n.strip() for n in named.split(",") if n.strip()] if named else None)
+        return _chosen(names)
     except ArgumentError as error:
         raise ArgumentError(f"{_NAMES} is {named!r}: {error}") from None
 

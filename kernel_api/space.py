@@ -26,18 +26,28 @@ from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import DType, dtype
 from kernel_api.errors import ArgumentError, RegistrationError
 from kernel_api.metadata import DesignMetadata, OperandsMetadata, TensorAttributes
+from kernel_api.operands import MAX_ALIGNMENT
 from kernel_api.status import Status
 
 _SCALES = ("any", *(mode.value for mode in ScaleMode))
+#: That the alignment of operands is told in.
+_ALIGNMENTS = tuple(1 << bits for bits in range(MAX_ALIGNMENT.bit_length()))
 _RULE_PARAMETERS = ("design", "operands", "args")
 
 
 @dataclass(frozen=True)
 class Miss:
-    """A rule's "no" with the value that it saw and the nearest one that it would accept."""
+    """A rule's "no" with the value that it saw and the nearest one that it would accept.
+
+    Attributes:
+        actual, nearest: As the messages say them.
+        limit: What would do at most, if that is what the designs of a family differ in: the one
+            with the largest is told.
+    """
 
     actual: str
     nearest: str | None = None
+    limit: float = 0.0
 
     def __bool__(self) -> bool:
         return False
@@ -95,6 +105,7 @@ class Rule:
                 rule=self.text,
                 actual=verdict.actual,
                 nearest=verdict.nearest,
+                limit=verdict.limit,
             )
         if verdict is not None and self._truth(verdict):
             return Status.success()
@@ -337,8 +348,11 @@ class Operands:
             return
         yield from self._unknown("alignments", alignment)
         for name, size in alignment.items():
-            if not isinstance(size, int) or size < 1:
-                yield f"the alignment of {name} is {size!r}; expected bytes, 1 or more"
+            if not isinstance(size, int) or size not in _ALIGNMENTS:
+                yield (
+                    f"the alignment of {name} is {size!r}; expected bytes, a power of two up to "
+                    f"{_ALIGNMENTS[-1]}"
+                )
 
     def _unknown(self, of: str, names: Iterable[str]) -> Iterator[str]:
         for name in names:

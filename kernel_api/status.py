@@ -31,6 +31,8 @@ class Status:
         actual: What the arguments have instead.
         nearest: What change would satisfy the rule ("would match with K padded to 1008").
         progress: How many checks had passed before; the family's nearest miss has the most.
+        limit: What the kernel takes at most, where kernels of a family differ in that; of those
+            that are as near, the nearest miss has the largest.
     """
 
     error: str | None = None
@@ -40,6 +42,7 @@ class Status:
     actual: str | None = None
     nearest: str | None = None
     progress: int = 0
+    limit: float = 0.0
 
     @classmethod
     def success(cls) -> Status:
@@ -56,11 +59,12 @@ class Status:
         actual: str | None = None,
         nearest: str | None = None,
         progress: int = 0,
+        limit: float = 0.0,
     ) -> Status:
         if not error:
             raise ValueError("Status.fail needs a reason")
         reason = str(error)
-        return cls(reason, rule or reason, operand, expected, actual, nearest, progress)
+        return cls(reason, rule or reason, operand, expected, actual, nearest, progress, limit)
 
     def __bool__(self) -> bool:
         return self.error is None

@@ -230,6 +230,10 @@ def test_8_bits_are_written_with_an_epilogue_and_not_without():
         assert not offered(plain, family)
         assert refusals(plain)[family].rule == rule
         assert "out is float8_e4m3fn, and there is neither" in refusals(plain)[family].reason
+        assert refusals(plain)[family].nearest == "would match with the epilogue of gemm_quantize"
+    whole = [empty(*shape, dtype=torch.int8) for shape in ((128, 64), (256, 64), (128, 256))]
+    args = ka.GemmArguments(whole[0], whole[1].t(), whole[2])
+    assert refusals(args)["sm90.gemm_int8"].nearest is None
 
 
 def test_what_is_written_beside_8_bits_may_be_too_wide_for_narrow_subtiles():

@@ -152,6 +152,7 @@ def test_a_misaligned_leading_dimension_names_reason_operand_bytes_and_padding(r
         ((64, 64, 1001), "ttt", "A's is 2002", "K padded to 1008"),
         ((1001, 64, 64), "ntt", "A's is 2002", "M padded to 1008"),
         ((64, 1001, 64), "ttt", "B's is 2002", "N padded to 1008"),
+        ((64, 1001, 1001), "ttt", "A's is 2002", "K padded to 1008 and with N padded to 1008"),
         ((64, 64, 1001), "nnt", "B's is 2002", "K padded to 1008"),
         ((64, 1001, 64), "tnt", "out's is 4004", "N padded to 1004"),
         ((1001, 64, 64), "ttn", "out's is 4004", "M padded to 1004"),
@@ -165,6 +166,15 @@ def test_the_nearest_aligned_size_is_named_by_the_letter_of_its_mode(
     told = rejection("aligned.gemm", args)
     assert told.reason.endswith(actual)
     assert told.nearest == f"would match with {nearest}"
+
+
+def test_a_pitch_is_told_from_a_size(registry):
+    registry.register(AlignedOnly)
+    plain = gemm_arguments(64, 64, 64, types=BF16, device="meta")
+    A = torch.empty(64, 67, dtype=torch.bfloat16, device="meta")[:, :64]
+    told = rejection("aligned.gemm", ka.GemmArguments(A, plain.B.tensor, plain.out.tensor))
+    assert told.reason.endswith("A's is 134")
+    assert told.nearest == "would match with a pitch of 72 for A"
 
 
 def test_a_misaligned_address_is_told_from_a_misaligned_stride(registry):

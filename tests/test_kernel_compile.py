@@ -348,6 +348,20 @@ def test_refused_artifacts_write_nothing():
     kernel = cpu_kernel()
     args = gemm_arguments(4, 4, 4)
     args.out.tensor.fill_(7)
-    with pytest.raises(SignatureError):
+    with pytest.raises(
+        SignatureError, match=r"for A \('float32', 3, -1, None\) where"
+    ):
         kernel.run(args, kernel.compile(gemm_arguments(4, 4, 4, 2)))
     assert (args.out.tensor == 7).all()
+
+
+def test_what_two_signatures_differ_in_is_told_by_its_name():
+    def biased(element):
+        A, B, out = (torch.zeros(4, 4) for _ in range(3))
+        return ka.fusions.gemm(A, B, out=out, bias=torch.zeros(4, dtype=element))
+
+    args = biased(torch.float32)
+    kernel = ka.get_kernels(args)[0]
+    words = "the artifact was compiled for bias float32 where the arguments have float16; compile f"
+    with pytest.raises(SignatureError, match=words):
+        kernel.run(biased(torch.float16), kernel.compile(args))

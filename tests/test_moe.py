@@ -115,6 +115,14 @@ def test_indices_may_be_any_integers_and_lie_anywhere(index):
     check(leaves(), routing)
 
 
+@pytest.mark.parametrize("element", [torch.int64, torch.uint8, torch.bool])
+def test_weights_may_be_whole_numbers(element):
+    x, _, up, down = (one.detach() for one in leaves())
+    weight = torch.tensor([0, 1]).expand(TWO.shape).to(element)
+    found, expected = (ka.nn.moe(x, TWO, one, up, down) for one in (weight, weight.to(x.dtype)))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("experts", [2, 32766, 32767, 32768, 40000])
 def test_experts_may_be_as_many_as_there_are(experts):
     index = torch.tensor([[0, -1], [experts - 1, experts], [1, experts + 5], [1, 1]])

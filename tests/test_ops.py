@@ -190,6 +190,9 @@ def test_providers_that_there_are_not_are_refused_also_by_a_repeated_call(call, 
     monkeypatch.setenv("KERNEL_API_PROVIDERS", "torhc")
     with pytest.raises(ArgumentError, match="KERNEL_API_PROVIDERS is 'torhc': no provider is"):
         call(x)
+    monkeypatch.setenv("KERNEL_API_PROVIDERS", " ,")
+    with pytest.raises(ArgumentError, match="KERNEL_API_PROVIDERS is ' ,', which names no provi"):
+        call(x)
 
 
 def test_contradicting_operands_are_refused_with_both_values():

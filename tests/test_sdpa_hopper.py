@@ -145,6 +145,17 @@ def reasons(args):
     return " ".join(r.reason for r in ka.explain(args, cc="sm_90a").rejected if r.family == FORWARD)
 
 
+def test_the_largest_head_dimension_that_there_is_is_told():
+    q = torch.empty(1, 4, 128, 264, dtype=torch.bfloat16, device="meta")
+    (told,) = [
+        one
+        for one in ka.explain(ka.SdpaArguments(q, q, q, q.clone()), cc="sm_90a").rejected
+        if one.family == FORWARD
+    ]
+    assert told.reason == "the head dimensions have room; they are (264, 264) of (256, 256)"
+    assert told.nearest == "would match with 256 of Q and K and 256 of V at most"
+
+
 def test_pages_and_a_bias_are_for_tiles_with_registers_left_and_it_is_told():
     bias = torch.empty(1, 8, 300, 256, dtype=torch.bfloat16, device="meta")
     served = {room: offered_paged(FORWARD, room, 16, bias=bias) for room in ROOMS[FORWARD]}

@@ -161,7 +161,10 @@ def test_the_type_of_products_is_kept_beside_that_of_the_operands():
         ({"alignments": ()}, "alignments is (); expected a tuple such as ({'A': 16}"),
         ({"alignments": (16,)}, "alignments have 16; expected mappings such as {'A': 16, 'B': 16}"),
         ({"alignments": ({"C": 16},)}, "alignments name C; expected one of A, B, out"),
-        ({"alignments": ({"A": "16"},)}, "the alignment of A is '16'; expected bytes, 1 or more"),
+        ({"alignments": ({"A": "16"},)}, "the alignment of A is '16'; expected bytes, a power"),
+        ({"alignments": ({"A": 24},)}, "the alignment of A is 24; expected bytes, a power"),
+        ({"alignments": ({"A": 256},)}, "the alignment of A is 256; expected bytes, a power"),
+        ({"alignments": ({"A": 0},)}, "the alignment of A is 0; expected bytes, a power"),
     ],
 )
 def test_operands_that_name_what_there_is_not_are_refused_where_they_stand(given, message):

@@ -140,6 +140,7 @@ def spans_rows(graph: Graph, N: int, columns: int) -> bool | Miss:
         f"N is {N}, and {columns} columns are together",
         f"would match with N of {columns} or less; or let a second kernel do what needs the row, "
         f"or reduce blocks of columns, as gemm_quantize does with mode='mx'",
+        limit=columns,
     )
 
 

@@ -65,13 +65,19 @@ class FusedGemm(SplitGemm):
             return status
         if args.out.dtype.bits > 8 or not cls._multiplies(args.A.dtype):
             return status
+        fused = "would match with the epilogue of gemm_quantize"
         return Status.fail(
             f"{_EIGHT_BITS}; out is {args.out.dtype}, and there is neither",
             rule=_EIGHT_BITS,
             operand="out",
-            nearest="would match with the epilogue of gemm_quantize",
+            nearest=fused if cls._writes_8_bits() else None,
             progress=BEHIND_OPERANDS,
         )
+
+    @classmethod
+    def _writes_8_bits(cls) -> bool:
+        types = (row.types["out"].split("|") for row in cls.operands)
+        return any(dtype(one.strip()).bits == 8 for row in types for one in row)
 
     @classmethod
     def _multiplies(cls, element: DType) -> bool:

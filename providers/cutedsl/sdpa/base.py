@@ -106,7 +106,8 @@ class AttentionKernel(CuteDslKernel):
     def _(design: AttentionDesign, args: Any) -> bool | Miss:
         asked, room = head_dims(args), design.head_dim
         fits = asked[0] <= room[0] and asked[1] <= room[1]
-        return fits or Miss(f"they are {asked} of {room}")
+        near = f"would match with {room[0]} of Q and K and {room[1]} of V at most"
+        return fits or Miss(f"they are {asked} of {room}", near, limit=sum(room))
 
     def more_values(self, args: Any) -> dict[str, Any]:
         values: dict[str, Any] = args.launch_values

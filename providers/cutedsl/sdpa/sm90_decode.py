@@ -233,7 +233,7 @@ class Sm90SdpaLatent(Sm90FewQueries):
 
     @rule("values are the first columns of keys")
     def _(args: SdpaArguments) -> bool | Miss:
-        near = f"would match with V = K[..., :{args.D_v}]"
+        near = f"would match with V = K[..., :{args.D_v}] and values_in_keys=True"
         return args.values_in_keys or Miss("V lies apart from K", near)
 
     @rule("all blocks of keys are loaded, one after the other: there is no table of blocks")
