@@ -348,9 +348,7 @@ def test_refused_artifacts_write_nothing():
     kernel = cpu_kernel()
     args = gemm_arguments(4, 4, 4)
     args.out.tensor.fill_(7)
-    with pytest.raises(
-        SignatureError, match=r"for A \('float32', 3, -1, None\) where"
-    ):
+    with pytest.raises(SignatureError, match=r"for A \('float32', 3, -1, None\) where"):
         kernel.run(args, kernel.compile(gemm_arguments(4, 4, 4, 2)))
     assert (args.out.tensor == 7).all()
 
