@@ -51,6 +51,7 @@ def group_rows(index: Any, groups: int, *, weight: Any = None) -> GroupedRows:
 
     count = groups if isinstance(groups, torch.SymInt) else whole_number(groups)
     if count is None or count < 1:
+        Operand(index, "index")  # inside torch.jit.trace no size is a number, which this tells
         raise ArgumentError(f"groups is {groups!r}; expected a number of groups, 1 at least")
     if not isinstance(index, torch.Tensor) or index.is_nested:  # of which the latter is refused
         index = Operand(index, "index").tensor

@@ -14,10 +14,10 @@ def index_of(M: int, k: int, E: int, element: Any = torch.int64, seed: int = 0) 
     """(M, k), with a gap between its rows; about one in six names no group, be it by -1, E, or what
     no group could be."""
     generator = torch.Generator().manual_seed(seed)
-    limits = torch.iinfo(element)
+    limits, most = torch.iinfo(element), torch.iinfo(torch.int64).max
     found = torch.randint(E, (M, k), generator=generator)
     absent = torch.rand((M, k), generator=generator) < 1 / 6
-    nowhere = torch.tensor([max(-1, limits.min), E, limits.min, limits.max])
+    nowhere = torch.tensor([max(-1, limits.min), E, limits.min, min(limits.max, most)])
     others = nowhere[torch.randint(4, (M, k), generator=generator)]
     return matrix((M, k), element, pad=1).copy_(torch.where(absent, others, found))
 
