@@ -174,20 +174,37 @@ def test_prepared_launches_take_operands_by_their_places():
         check(args)
 
 
+def normed():
+    x, weight = torch.empty(9, 64, device="meta"), torch.empty(64, device="meta")
+    return ka.RmsNormArguments(x, x.clone(), weight, rstd=torch.empty(9, device="meta"))
+
+
+def moved():
+    x, index = torch.empty(9, 64, device="meta"), torch.empty(9, 2, device="meta").int()
+    return ka.GatherRowsArguments(x, x.clone(), index, torch.empty(9, 2, device="meta"))
+
+
+@pytest.mark.parametrize("make", [lambda: arguments(9, 3, 5, device="meta"), normed, moved])
 @pytest.mark.parametrize("by_name", [False, True])
-def test_our_launches_take_weights_by_their_places_and_by_name(monkeypatch, by_name):
+def test_our_launches_take_what_is_beside_the_operands_by_place_and_by_name(
+    monkeypatch, make, by_name
+):
     given = []
 
     def launcher(self, args, artifact):
         return lambda *tensors, **others: given.append((tensors, others))
 
     monkeypatch.setattr(CuteDslKernel, "_launcher", launcher)
-    args = arguments(9, 3, 5, device="meta")
-    (kernel,) = ka.get_kernels(args, cc=90, providers=["cutedsl"])
+    args = make()
+    kernel = ka.get_kernels(args, cc=90, providers=["cutedsl"])[0]
     launch = kernel._launcher(args, None)
-    names = {"weight": 4, "grouped": 5}
-    launch(*range(4), **names) if by_name else launch(*range(6))
-    assert given == [((0, 1, 2, 3), names)]
+    tensors = tuple(operand.tensor for operand in args.operands)
+    further = {name: operand.tensor for name, operand in args.further.items()}
+    assert further
+    launch(*tensors, **further) if by_name else launch(*tensors, *further.values())
+    ((matrices, others),) = given
+    assert all(one is other for one, other in zip(matrices, tensors, strict=True))
+    assert {name for name in further if others[name] is further[name]} == {*further}
 
 
 def test_fusions_have_it_too():

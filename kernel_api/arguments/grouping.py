@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, ClassVar
 
-from kernel_api.arguments.row import RowArguments
+from kernel_api.arguments.row import RowArguments, fitting, remember_fitting
 from kernel_api.dtypes import DType, dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand, side_by_side
 
 _INT32 = dtype("int32")
 _MOST_PAIRS = 2**31 - 1
-
-#: Layouts of operands that have passed all checks but that of their memory.
-_fitting: set[tuple[Hashable, ...]] = set()
-_FITTING_KEPT = 4096
 
 
 class GroupRowsArguments(RowArguments):
@@ -79,10 +74,10 @@ class GroupRowsArguments(RowArguments):
         operands = {"index": index, "offsets": offsets, "row_index": row_index, "place": place}
         self._take(operands, {"weight": weight, "grouped": grouped})
         absent = self.weight is None, self.grouped is None
-        layouts = (*(one.layout for one in self._all_operands()), absent)
-        if layouts not in _fitting:
+        layouts = (self.kind, *(one.layout for one in self._all_operands()), absent)
+        if layouts not in fitting:
             self._check()
-            _remember_fitting(layouts)
+            remember_fitting(layouts)
             return
         self.device = self.index.device
         if not side_by_side(self._all_operands()):
@@ -175,9 +170,3 @@ class GroupRowsArguments(RowArguments):
             f"{type(self).__name__}({self.M}x{self.k} of {self.L} groups, "
             f"{self.index.dtype.short}{weighted}, on {self.device})"
         )
-
-
-def _remember_fitting(layouts: tuple[Hashable, ...]) -> None:
-    if len(_fitting) >= _FITTING_KEPT:
-        _fitting.clear()
-    _fitting.add(layouts)

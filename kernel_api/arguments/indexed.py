@@ -8,20 +8,16 @@ gathering, where every row is named once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from kernel_api.arguments.row import RowArguments
+from kernel_api.arguments.row import RowArguments, fitting, remember_fitting
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.offsets import check_is_asked, check_scattered
 from kernel_api.operands import Operand
 
 _INT32 = dtype("int32")
-
-#: Layouts of operands that have passed all checks but that of their memory.
-_fitting: set[tuple[Hashable, ...]] = set()
-_FITTING_KEPT = 4096
 
 
 class IndexedRowsArguments(RowArguments):
@@ -48,12 +44,12 @@ class IndexedRowsArguments(RowArguments):
         self._take({"x": x, "out": out}, {"row_index": row_index, "weight": weight})
         weighted = self.weight
         layouts = (self.kind, *(one.layout for one in self._all_operands()), weighted is None)
-        if layouts in _fitting:
+        if layouts in fitting:
             self.device = self.x.device
             self._check_apart(self.out, self._all_operands())
             return
         self._check()
-        _remember_fitting(layouts)
+        remember_fitting(layouts)
 
     @property
     def M(self) -> int:
@@ -229,9 +225,3 @@ class ScatterRowsArguments(IndexedRowsArguments):
         drawn = torch.randperm(max(rows, places), generator=random, device=self.device)[:places]
         drawn = torch.where(drawn < rows, drawn, -1).to(torch.int32)
         self.row_index.tensor.copy_(drawn.view(shape))
-
-
-def _remember_fitting(layouts: tuple[Hashable, ...]) -> None:
-    if len(_fitting) >= _FITTING_KEPT:
-        _fitting.clear()
-    _fitting.add(layouts)

@@ -13,6 +13,10 @@ from kernel_api.operands import Operand
 
 _FLOAT32, _FLOAT64 = dtype("float32"), dtype("float64")
 
+#: Layouts of operands that have passed all checks but that of their memory.
+fitting: set[tuple[Hashable, ...]] = set()
+_FITTING_KEPT = 4096
+
 
 class RowArguments(Arguments):
     """Matrices of rows, x among them, and operands beside them that may be absent.
@@ -130,3 +134,9 @@ def _operand(name: str, value: Any) -> Operand:
     if isinstance(value, ScaledOperand):
         raise ArgumentError(f"{name} is a ScaledOperand; expected a plain tensor")
     return value if isinstance(value, Operand) else Operand(value, name)
+
+
+def remember_fitting(layouts: tuple[Hashable, ...]) -> None:
+    if len(fitting) >= _FITTING_KEPT:
+        fitting.clear()
+    fitting.add(layouts)

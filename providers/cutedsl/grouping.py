@@ -11,7 +11,7 @@ from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, GroupRowsOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.indexed import weight_is_float
-from kernel_api.providers.cutedsl.kernel import CuteDslKernel
+from kernel_api.providers.cutedsl.kernel import CuteDslKernel, by_place
 from kernel_api.space import Miss, Operands, Space, rule
 
 #: That the smallest design has room for, and the largest.
@@ -99,14 +99,7 @@ class Sm80GroupRows(CuteDslKernel):
         return built
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
-        launch, names = super()._launcher(args, artifact), tuple(args.further)
-
-        def launch_by_place(*tensors: Any, **others: Any) -> None:
-            count = len(GroupRowsArguments.operand_names)
-            others.update(zip(names, tensors[count:], strict=False))
-            launch(*tensors[:count], **others)
-
-        return launch_by_place
+        return by_place(super()._launcher(args, artifact), args)
 
     def predict(self, args: GroupRowsArguments) -> float:
         turns = -(-args.M * args.k // int(self._design.threads))

@@ -12,7 +12,7 @@ from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata, OperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.h200 import BANDWIDTH
-from kernel_api.providers.cutedsl.kernel import CuteDslKernel
+from kernel_api.providers.cutedsl.kernel import CuteDslKernel, by_place
 from kernel_api.providers.cutedsl.norm.base import (
     FLOATS,
     PIECE,
@@ -113,14 +113,13 @@ class IndexedRowsKernel(CuteDslKernel):
         return found
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
-        launch, names = super()._launcher(args, artifact), tuple(args.further)
+        launch = super()._launcher(args, artifact)
 
-        def launch_unless_empty(x: Any, out: Any, *further: Any, **others: Any) -> None:
-            others.update(zip(names, further, strict=False))
+        def launch_unless_empty(x: Any, out: Any, **others: Any) -> None:
             if 0 not in out.shape and others["row_index"].shape[0]:
                 launch(x, out, **others)
 
-        return launch_unless_empty
+        return by_place(launch_unless_empty, args)
 
     def predict(self, args: IndexedRowsArguments) -> float:
         design = self._design

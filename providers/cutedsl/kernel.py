@@ -230,6 +230,18 @@ class CuteDslKernel(Kernel):
         return None
 
 
+def by_place(launch: Callable[..., None], args: Any) -> Callable[..., None]:
+    """A launcher that takes what is beside the operands by name, for which their places do, too."""
+    count, names = len(args.operands), tuple(args.further)
+
+    def launch_by_place(*tensors: Any, **others: Any) -> None:
+        if len(tensors) > count:
+            others.update(zip(names, tensors[count:], strict=False))
+        launch(*tensors[:count], **others)
+
+    return launch_by_place
+
+
 def remembered_by_shape(workspace_for: Callable[..., int]) -> WorkspaceFinder:
     """The bytes that a launch on operands of these shapes needs."""
     sizes: dict[tuple[Any, ...], int] = {}

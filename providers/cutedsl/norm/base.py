@@ -10,7 +10,7 @@ from kernel_api.arguments.norm import NormArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, OperandsMetadata
 from kernel_api.providers.cutedsl import compiler
-from kernel_api.providers.cutedsl.kernel import CuteDslKernel
+from kernel_api.providers.cutedsl.kernel import CuteDslKernel, by_place
 from kernel_api.providers.streams import on_stream
 from kernel_api.space import Miss, Operands, rule
 
@@ -198,13 +198,9 @@ class NormKernel(CuteDslKernel):
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
         launch = super()._launcher(args, artifact)
-        count, names = len(args.operands), tuple(args.further)
         sums = tuple(n for n in ("dweight", "dbias", "global_amax") if n in args.further)
 
-        def launch_unless_empty(*tensors: Any, stream: Any = None, **others: Any) -> None:
-            matrices, further = tensors[:count], tensors[count:]
-            if further:
-                others.update(zip(names, further, strict=False))
+        def launch_unless_empty(*matrices: Any, stream: Any = None, **others: Any) -> None:
             if matrices[0].numel():
                 launch(*matrices, stream=stream, **others)
                 return
@@ -212,7 +208,7 @@ class NormKernel(CuteDslKernel):
                 for name in sums:  # of no rows
                     others[name].zero_()
 
-        return launch_unless_empty
+        return by_place(launch_unless_empty, args)
 
 
 def columns_of(args: Any) -> dict[str, Any]:
