@@ -135,17 +135,8 @@ def test_hopper_kernels_take_halves_of_a_k_major_matrix_only():
 
 @pytest.mark.parametrize(("empty_mode", "sizes"), [("M", (0, 8, 8)), ("K", (8, 8, 0))])
 def test_a_product_of_nothing_has_no_epilogue(empty_mode, sizes):
-    rule = "an epilogue takes operands without scales, and at least one row, column and product"
+    rule = "an epilogue takes at least one row, column and product"
     by_rule(arguments(identity, *sizes), rule, f"{empty_mode} is 0", [AMPERE])
-
-
-def test_scaled_operands_have_no_epilogue():
-    A, B = (empty(64, 64, dtype=torch.float8_e4m3fn) for _ in range(2))
-    scaled = [ka.ScaledOperand(x, empty(dtype=F32), ka.ScaleMode.PER_TENSOR) for x in (A, B.t())]
-    epilogue = ka.EpilogueArguments(identity)
-    args = ka.GemmArguments(*scaled, empty(64, 64), epilogue=epilogue)
-    rule = "an epilogue takes operands without scales, and at least one row, column and product"
-    by_rule(args, rule, "A, B carry scales", ["sm90.gemm_fp8"])
 
 
 def test_an_output_of_64_bits_is_refused():

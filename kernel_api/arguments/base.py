@@ -233,7 +233,8 @@ class Arguments:
             raise ArgumentError(
                 f"epilogue is a {type(epilogue).__name__}; expected EpilogueArguments(fn, ...)"
             )
-        for name in (*self.operand_names, *self.launch_values, *_LAUNCH_NAMES):
+        scales = [f"{name}_scale" for name in self.scaled]
+        for name in (*self.operand_names, *self.launch_values, *scales, *_LAUNCH_NAMES):
             if name in epilogue.operands:
                 raise EpilogueError(
                     f"an operand of the epilogue is called {name}, which is taken by the "

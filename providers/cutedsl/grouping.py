@@ -16,10 +16,12 @@ from kernel_api.space import Miss, Operands, Space, rule
 
 #: That the smallest design has room for, and the largest.
 _FEWEST_GROUPS, _MOST_GROUPS = 255, 2047
-#: Pairs that one CTA sorts sooner than many do in several launches.
-_MOST_PAIRS = 2**16
-#: Seconds of a launch, of 32 pairs that a warp counts and then places, and of a slot.
-_OVERHEAD, _TURN, _SLOT = 3e-6, 7e-7, 2e-9
+#: Pairs that one CTA sorts as soon as many do in several launches.
+_MOST_PAIRS = 2**15
+#: Seconds of a launch, of waiting for 32 pairs that a warp counts and then places, and of a slot.
+_OVERHEAD, _TURN, _SLOT = 2.7e-6, 1.07e-6, 2e-9
+#: Of the work for a pair, and what is added to it where neighbours are of many groups.
+_PAIR, _SCATTERED, _MANY_GROUPS = 0.7e-9, 1.1e-9, 64
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Sm80GroupRows(CuteDslKernel):
         smallest = design.most_groups == _FEWEST_GROUPS
         return design.most_groups >= args.L and (smallest or design.most_groups < 2 * args.L)
 
-    @rule("one CTA sorts 65536 pairs at most: of more, several sort sooner")
+    @rule("one CTA sorts 32768 pairs at most: of more, several sort sooner")
     def _(args: GroupRowsArguments) -> bool | Miss:
         pairs = args.M * args.k
         return pairs <= _MOST_PAIRS or Miss(f"there are {pairs}")
@@ -102,5 +104,7 @@ class Sm80GroupRows(CuteDslKernel):
         return by_place(super()._launcher(args, artifact), args)
 
     def predict(self, args: GroupRowsArguments) -> float:
-        turns = -(-args.M * args.k // int(self._design.threads))
-        return _OVERHEAD + turns * _TURN + args.L * _SLOT
+        pairs = args.M * args.k
+        turns = -(-pairs // int(self._design.threads))
+        work = _PAIR + _SCATTERED * min(1.0, args.L / _MANY_GROUPS)
+        return _OVERHEAD + turns * _TURN + pairs * work + args.L * _SLOT

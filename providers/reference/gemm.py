@@ -71,7 +71,7 @@ def exact_product(args: GemmArguments) -> Any:
 def rounding(args: GemmArguments) -> Any:
     """See :meth:`ProductOracle.rounding`."""
     unit = args.K * 2.0**-52 if args.accumulator_type.bits == 64 else 2.0**-23
-    wide = _wide_type(args.A.tensor, args.B.tensor)
+    wide = _wide_type(args.A.tensor, args.B.tensor, scaled=bool(args.scaled))
     rows = _norm(_real(args, "A", wide), -1)
     columns = _norm(_real(args, "B", wide), -2)
     return unit * rows * (columns.amax(-1, keepdim=True) if columns.numel() else 0.0)

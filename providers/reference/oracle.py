@@ -137,11 +137,11 @@ class ProductOracle:
     def _fused_allowance(self) -> dict[str, Any]:
         args = self.args
         outputs = {name: 0.0 if o.dtype.is_float else 0.5 for name, o in args.outputs.items()}
-        if not floating(args) or not args.K or not args.writes_anything:
+        if of_integers(args) or not args.K or not args.writes_anything:
             return {n: self._everywhere(least) for n, least in outputs.items() if least}
         product = self.exact_product()
         error = self.rounding()
-        if args.accumulator_type.bits < 64:
+        if args.accumulator_type.bits < 64 and floating(args):
             off = self.float32_product().double() - product
             off = torch.nan_to_num(off, posinf=0.0, neginf=0.0)
             error = error + FACTOR * (off.abs().max() if off.numel() else 0.0)

@@ -66,7 +66,7 @@ OF_SUMS = [
 ]
 
 
-def integers(scaled):
+def integers(scaled, epilogue=None):
     """Groups of rows of 8-bit integers; scaled: one factor per row, and per column of a group."""
     case, random = Case("integers", rows=32), torch.Generator().manual_seed(0)
     T, E, N, K = case.T, len(SIZES), 72, 48
@@ -78,8 +78,10 @@ def integers(scaled):
     if scaled:
         A = ka.ScaledOperand(A, torch.rand(T, generator=random), ka.ScaleMode.PER_ROW)
         B = ka.ScaledOperand(B, torch.rand(E, N, generator=random), ka.ScaleMode.PER_ROW)
-    out = matrix(T, N, element=BF16) if scaled else torch.zeros(T, N, dtype=torch.int32)
-    return case, GroupedGemmArguments(A, B, out, case.offsets)
+    fused, columns = epilogue(T, N, E) if epilogue else (None, N)
+    floats = scaled or epilogue
+    out = matrix(T, columns, element=BF16) if floats else torch.zeros(T, N, dtype=torch.int32)
+    return case, GroupedGemmArguments(A, B, out, case.offsets, epilogue=fused)
 
 
 EVERY = bool(os.environ.get("KERNEL_API_EMULATE"))
@@ -118,6 +120,7 @@ def test_groups_are_summed_over(case):
 
 if EVERY:
 
+    @pytest.mark.parametrize("epilogue", [None, gradient])
     @pytest.mark.parametrize("scaled", [False, True])
-    def test_groups_of_rows_of_integers_are_multiplied(scaled):
-        checked(*integers(scaled))
+    def test_groups_of_rows_of_integers_are_multiplied(scaled, epilogue):
+        checked(*integers(scaled, epilogue))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import fusion_cases as make
 from support.fusion_cases import E5M2, F16, F32, Case, on_meta
+from support.hopper_designs import smallest
 from support.ptx.kernel import EmulatedKernel
 from support.sampling import EVERY, some
 
@@ -19,19 +20,6 @@ from kernel_api import epilogue as ep
 from kernel_api.verification import FACTOR, FACTOR_REORDERED, judge
 
 pytestmark = pytest.mark.compile
-
-DESIGNS = {
-    "cooperative": lambda d: d.schedule == "cooperative" and not d.splits and not d.swap_ab,
-    "pingpong": lambda d: d.schedule == "pingpong",
-    "clusters": lambda d: d.cluster_size > 1 and not d.splits and not d.swap_ab,
-    "split": lambda d: d.split_k > 1 and not d.swap_ab,
-    "stream": lambda d: d.stream_k,
-    "swapped": lambda d: d.swap_ab and not d.splits,
-    "swapped split": lambda d: d.swap_ab and d.splits,
-    "stream of few rows": lambda d: d.swap_ab and d.stream_k,
-    "meeting": lambda d: d.cluster_shape[2] > 1 and not d.swap_ab,
-    "swapped meeting": lambda d: d.cluster_shape[2] > 1 and d.swap_ab,
-}
 
 GELU, DSILU = make.a_bias_activation("gelu"), make.a_recomputed_dactivation("silu")
 DSRELU = make.a_dactivation("squared_relu")
@@ -98,20 +86,6 @@ CASES = [
         {"M": 1, "N": 384, "element": F16},
     ),
 ]
-
-
-def smallest(kernels, design):
-    """Of the kernels with such a design, the one with the smallest tiles."""
-    hopper = [k for k in kernels if k.metadata.targets == ("sm_90a",)]
-    fitting = [k for k in hopper if DESIGNS[design](k.metadata.design)]
-    assert fitting, f"{design} is not among {len(kernels)} kernels"
-
-    def size(kernel):
-        one = kernel.metadata.design
-        rows, columns, _ = one.tile_shape
-        return one.cluster_size, rows * columns
-
-    return min(fitting, key=size)
 
 
 def emulated(args, design, fits=lambda design: True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -29,12 +29,14 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     written,
 )
 from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
+from kernel_api.providers.cutedsl.epilogue.scales import scaled
 from kernel_api.providers.cutedsl.gemm.splitting import SplitGemm
 from kernel_api.space import Miss, Rule, rule
 from kernel_api.status import Status
 from kernel_api.targets import Target
 
 _EIGHT_BITS = "8 bits are written in units of a scale, or as an epilogue says"
+_WHOLE_SUMS = "sums of integers become floats by scales of A and B, or by an epilogue"
 
 
 class FusedGemm(SplitGemm):
@@ -42,12 +44,10 @@ class FusedGemm(SplitGemm):
 
     fuses = True
 
-    @rule("an epilogue takes operands without scales, and at least one row, column and product")
+    @rule("an epilogue takes at least one row, column and product")
     def _(args: Any) -> bool | Miss:
         if args.epilogue is None:
             return True
-        if args.scaled:
-            return Miss(f"{', '.join(args.scaled)} carry scales")
         empty = [name for name in ("M", "N", "K") if getattr(args, name) == 0]
         return Miss(f"{empty[0]} is 0") if empty else True
 
@@ -61,23 +61,24 @@ class FusedGemm(SplitGemm):
         cls, args: Any, target: Target | None = None, *, compiled: bool = False
     ) -> Status:
         status = super().class_status(args, target, compiled=compiled)
-        if not status or args.epilogue is not None or "out" in args.scaled:
+        if not status or args.epilogue is not None or not cls._multiplies(args.A.dtype):
             return status
-        if args.out.dtype.bits > 8 or not cls._multiplies(args.A.dtype):
+        text = _unsaid(args.A.dtype, args.A.mode, args.out.dtype, args.out.mode)
+        if text is None:
             return status
-        fused = "would match with the epilogue of gemm_quantize"
+        fused = "the epilogue of gemm_quantize" if args.out.dtype.bits == 8 else "an epilogue"
         return Status.fail(
-            f"{_EIGHT_BITS}; out is {args.out.dtype}, and there is neither",
-            rule=_EIGHT_BITS,
+            f"{text}; out is {args.out.dtype}, and there is neither",
+            rule=text,
             operand="out",
-            nearest=fused if cls._writes_8_bits() else None,
+            nearest=f"would match with {fused}" if cls._writes(args.out.dtype) else None,
             progress=BEHIND_OPERANDS,
         )
 
     @classmethod
-    def _writes_8_bits(cls) -> bool:
+    def _writes(cls, element: DType) -> bool:
         types = (row.types["out"].split("|") for row in cls.operands)
-        return any(dtype(one.strip()).bits == 8 for row in types for one in row)
+        return any(element is dtype(one.strip()) for row in types for one in row)
 
     @classmethod
     def _multiplies(cls, element: DType) -> bool:
@@ -86,8 +87,8 @@ class FusedGemm(SplitGemm):
 
     @classmethod
     def kernels_for(cls, operands: OperandsMetadata, epilogue: Graph | None = None) -> list[Kernel]:
-        out = operands.tensors["out"]
-        if epilogue is None and out.scale is None and out.dtype is not None and out.dtype.bits == 8:
+        A, out = operands.tensors["A"], operands.tensors["out"]
+        if epilogue is None and _unsaid(A.dtype, A.scale, out.dtype, out.scale):
             return []
         return super().kernels_for(operands, epilogue)
 
@@ -134,9 +135,8 @@ class FusedGemm(SplitGemm):
         return super().takes_more or self.metadata.epilogue is not None
 
     def more_values(self, args: Any) -> dict[str, Any]:
-        if args.epilogue is None:
-            return super().more_values(args)
-        return epilogue_values(args.epilogue)
+        scales = super().more_values(args)
+        return scales if args.epilogue is None else {**scales, **epilogue_values(args.epilogue)}
 
     def more_placeholders(self, args: Any) -> tuple[Any, ...]:
         """Outputs are stored as out is: by what is known of its mode of stride 1 and alignment.
@@ -144,17 +144,22 @@ class FusedGemm(SplitGemm):
         Of what is read, only columns are known to lie side by side. Rows are columns of a product
         that is transposed, and nothing has asked how they are aligned.
         """
-        if args.epilogue is None:
-            return super().more_placeholders(args)
-        full, inputs = full_outputs(args.epilogue), args.epilogue.inputs
+        aligned, epilogue = self.aligned_values(args), args.epilogue
+        full = full_outputs(epilogue) if epilogue is not None else {}
+        inputs = epilogue.inputs if epilogue is not None else {}
         return tuple(
             self._stored(full[name])
             if name in full
             else compiler.fake_tensor(inputs[name], None)
             if name in inputs and inputs[name].unit_mode == -1
-            else compiler.placeholder(value)
+            else compiler.placeholder(value, aligned.get(name))
             for name, value in self.more_values(args).items()
         )
+
+    def aligned_values(self, args: Any) -> dict[str, int]:
+        """Of what a kernel takes by name and reads in vectors: the bytes that addresses, strides
+        and rows are multiples of."""
+        return {}
 
     def _stored(self, operand: Operand) -> Any:
         divisibility = max(1, self.alignment_asked // operand.dtype.itemsize)
@@ -186,6 +191,16 @@ class FusedGemm(SplitGemm):
         """(counters, parts)"""
         graph = self.metadata.epilogue
         return reduction_sizes(graph, self.tiling(M, N), L) if isinstance(graph, Graph) else (0, 0)
+
+
+def _unsaid(A: DType | None, A_scale: Any, out: DType | None, out_scale: Any) -> str | None:
+    """The rule that a product without an epilogue breaks where nothing says how sums become what
+    is written; None: something does."""
+    if A is None or out is None:
+        return None
+    if out_scale is None and out.bits == 8:
+        return _EIGHT_BITS
+    return _WHOLE_SUMS if A_scale is None and A.is_integer and out.is_float else None
 
 
 def output_types(epilogue: EpilogueArguments | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -226,11 +241,17 @@ def types_rule(matrices: tuple[str, ...]) -> Rule:
 
 
 def lowered(
-    graph: Any, output_types: tuple[Any, ...], *, float8: bool = True, by_heads: bool = False
+    graph: Any,
+    output_types: tuple[Any, ...],
+    *,
+    scales: Mapping[str, str] = {},
+    float8: bool = True,
+    by_heads: bool = False,
 ) -> Any:
     """The epilogue that is traced with a kernel; None for no graph.
 
     Args:
+        scales: As `scaled` takes them.
         float8: Whether the hardware converts 8-bit floats.
         by_heads: Whether columns of heads are dealt out to tiles 32 of each half in turns.
     """
@@ -239,6 +260,7 @@ def lowered(
     from kernel_api.implementations.common.conversion import Conversions
     from kernel_api.providers.cutedsl.epilogue.lower import GraphEpilogue
 
+    graph = scaled(graph, scales)
     planned = plan(graph)
     assert isinstance(planned, Plan), planned
     return GraphEpilogue(graph, planned, output_types, Conversions(float8), by_heads)

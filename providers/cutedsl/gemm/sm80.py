@@ -19,7 +19,7 @@ from kernel_api.providers.cutedsl.gemm.fusing import (
     operands_rule,
     types_rule,
 )
-from kernel_api.providers.cutedsl.gemm.scaling import scaling
+from kernel_api.providers.cutedsl.gemm.scaling import scale_kinds, scaling
 from kernel_api.providers.cutedsl.gemm.splitting import SplitDesign
 from kernel_api.space import Miss, Operands, Space, rule
 
@@ -211,7 +211,10 @@ class Sm80GemmFamily(FusedGemm):
         accumulator: Any = getattr(operands, "accumulator_type", None)
         # On the oldest of these GPUs nothing converts 8-bit floats.
         epilogue = lowered(
-            self.metadata.epilogue, (out.cutlass, *more_outputs, *others), float8=False
+            self.metadata.epilogue,
+            (out.cutlass, *more_outputs, *others),
+            scales=scale_kinds(operands),
+            float8=False,
         )
         found: Callable[..., None] = gemm(
             design.tile_shape,
@@ -303,9 +306,9 @@ class Sm80Int8Gemm(Sm80GemmFamily):
             why_aligned=_WHY_ALIGNED,
         )
         for scales, out in (
-            ({}, "i32 | i8"),
-            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
-            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32"),
+            ({}, "i32 | f16 | bf16 | f32 | i8"),
+            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32 | i8"),
+            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32 | i8"),
         )
     )
     space = Space(*DESIGNS[1])

@@ -13,7 +13,7 @@ from kernel_api.devices import multiprocessors_of
 from kernel_api.dtypes import TF32X3
 from kernel_api.epilogue import Graph
 from kernel_api.metadata import GemmOperandsMetadata
-from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
+from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import (
     SUBTILE,
     TMA_PIECE,
@@ -37,6 +37,7 @@ from kernel_api.providers.cutedsl.gemm.fusing import (
 )
 from kernel_api.providers.cutedsl.gemm.scaling import (
     alignments_of_scales,
+    scale_kinds,
     scaled_by_blocks,
     scaling,
 )
@@ -49,6 +50,8 @@ PROMOTED_COLUMNS = 192
 _MOST_AHEAD = 192
 #: Rows of A that have block scales of their own in a tile, as columns of the instruction.
 _MOST_SCALED_COLUMNS = 32
+#: Rows of a transposed tile, beside whose scales there are no registers for what is read.
+_MANY_SCALED_ROWS = 192
 
 WHY_ALIGNED = "TMA needs addresses and leading dimensions in multiples of 16 bytes"
 LOADS_ALIGNED = {"A": 16, "B": 16}
@@ -195,6 +198,17 @@ class Sm90GemmFamily(FusedGemm):
     def _(operands: GemmOperandsMetadata, args: Any) -> bool:
         return args.epilogue is None or operands.B.unit_mode == -2 or not in_halves(args.epilogue)
 
+    @rule("columns that share a scale of blocks lie side by side where they are multiplied")
+    def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata, args: Any) -> bool | Miss:
+        if args.epilogue is None or not scaled_by_blocks(operands):
+            return True
+        if in_halves(args.epilogue):
+            return Miss(
+                "tiles take columns of both halves in turns", "would match with pairs of 32 columns"
+            )
+        pairs = row_pairs(args.epilogue) if design.swap_ab else None
+        return not isinstance(pairs, int) or 2 * pairs <= BLOCK
+
     @rule("a tile of the transposed product has at most 64 columns where its rows are pairs")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
         columns = design.kernel_tile[1]
@@ -266,18 +280,14 @@ class Sm90GemmFamily(FusedGemm):
         )
         return found
 
-    def more_placeholders(self, args: Any) -> tuple[Any, ...]:
-        if args.epilogue is not None:
-            return super().more_placeholders(args)
-        aligned = alignments_of_scales(args)
-        return tuple(
-            compiler.placeholder(value, aligned.get(name))
-            for name, value in self.more_values(args).items()
-        )
+    def aligned_values(self, args: Any) -> dict[str, int]:
+        return alignments_of_scales(args)
 
     def _lowered(self, output_types: tuple[Any, ...]) -> Any:
         graph, columns = self.metadata.epilogue, self._design.kernel_tile[1]
-        return lowered(graph, output_types, by_heads=heads_of(graph, columns) is not None)
+        scales = scale_kinds(self.metadata.operands)
+        by_heads = heads_of(graph, columns) is not None
+        return lowered(graph, output_types, scales=scales, by_heads=by_heads)
 
     @property
     def _has_tma_stores(self) -> bool:
@@ -373,6 +383,8 @@ def _deals_heads(design: Sm90GemmDesign, operands: Any, args: Any) -> bool:
     graph = args.epilogue.graph
     heads = heads_of(graph, design.kernel_tile[1])
     if heads is None or not isinstance(args, GemmArguments) or args.N % heads:
+        return False
+    if scaled_by_blocks(operands):
         return False
     if not _is_short(graph):
         return False
@@ -500,9 +512,9 @@ class Sm90Fp8Gemm(Sm90GemmFamily):
         )
         for scales, out in (
             ({}, "f16 | bf16 | f32 | e4m3 | e5m2"),
-            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
-            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32"),
-            ({"A": "block_1x128", "B": "block_128x128"}, "f16 | bf16 | f32"),
+            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32 | e4m3 | e5m2"),
+            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32 | e4m3 | e5m2"),
+            ({"A": "block_1x128", "B": "block_128x128"}, "f16 | bf16 | f32 | e4m3 | e5m2"),
             ({"A": "per_tensor", "B": "per_tensor", "out": "per_tensor"}, "e4m3 | e5m2"),
             ({"A": "per_row", "B": "per_row", "out": "per_tensor"}, "e4m3 | e5m2"),
         )
@@ -545,9 +557,15 @@ class Sm90Int8Gemm(Sm90GemmFamily):
             why_aligned=WHY_ALIGNED,
         )
         for scales, out in (
-            ({}, "i32"),
+            ({}, "i32 | f16 | bf16 | f32"),
             ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
             ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32"),
         )
     )
     space = Space(*sm90_design.points(sm90_design.ALL, operand_bytes=1))
+
+    @rule("transposed tiles of 192 rows and more have no registers for scales beside a matrix")
+    def _(design: Sm90GemmDesign, args: Any) -> bool:
+        if args.epilogue is None or not args.scaled or design.tile_shape[0] < _MANY_SCALED_ROWS:
+            return True
+        return not (design.swap_ab and reads_matrix(args.epilogue.graph))

@@ -243,9 +243,9 @@ class Sm90Fp8GroupedGemm(Sm90GroupedGemm):
         )
         for scales, out in (
             ({}, "f16 | bf16 | f32 | e4m3 | e5m2"),
-            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
-            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32"),
-            ({"A": "block_1x128", "B": "block_128x128"}, "f16 | bf16 | f32"),
+            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32 | e4m3 | e5m2"),
+            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32 | e4m3 | e5m2"),
+            ({"A": "block_1x128", "B": "block_128x128"}, "f16 | bf16 | f32 | e4m3 | e5m2"),
         )
     )
     space = Space(*sm90_design.points(sm90_design.PROMOTED_OF_ROWS, operand_bytes=1))
