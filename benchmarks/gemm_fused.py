@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import harness
+import peers
 import problems
 import rows
 import suite
@@ -42,8 +43,8 @@ class Fusion:
 
     Attributes:
         arguments: From A, B, and functions that make operands by shape: random ones, ones to write.
-        formula: The outputs, in the order of the epilogue's, from A, B and a function that gives
-            the operand of a name.
+        formula: The outputs, in the order of the epilogue's, from the product and a function that
+            gives the operand of a name.
         limit: Of the plain product's time; beside it, what is moved beyond the plain product.
     """
 
@@ -116,33 +117,31 @@ def _rope(A: Any, B: Any, drawn: Drawn, out: Drawn) -> ka.GemmArguments:
 
 FUSIONS = {
     "swiglu": Fusion(
-        functools.partial(_glu, stored=False), lambda A, B, of: (_swiglu(A @ B),), limit=1.05
+        functools.partial(_glu, stored=False), lambda AB, of: (_swiglu(AB),), limit=1.05
     ),
     "swiglu, preactivation stored": Fusion(
         functools.partial(_glu, stored=True),
-        lambda A, B, of: (_swiglu(AB := A @ B), AB),
+        lambda AB, of: (_swiglu(AB), AB),
         limit=1.03,
     ),
     "swiglu of halves": Fusion(
         functools.partial(_glu, stored=False, granularity="halves"),
-        lambda A, B, of: (_halves(A @ B),),
+        lambda AB, of: (_halves(AB),),
         limit=1.05,
     ),
     "bias, gelu": Fusion(
         _bias_gelu,
-        lambda A, B, of: (torch.nn.functional.gelu(A @ B + of("bias")),),
+        lambda AB, of: (torch.nn.functional.gelu(AB + of("bias")),),
         limit=1.04,
     ),
-    "amax": Fusion(
-        _amax, lambda A, B, of: (D := 0.7 * (A @ B), D.abs().amax().float()), limit=1.02
-    ),
-    "residual": Fusion(_residual, lambda A, B, of: (0.7 * (A @ B) - 1.3 * of("C"),), limit=1.10),
+    "amax": Fusion(_amax, lambda AB, of: (D := 0.7 * AB, D.abs().amax().float()), limit=1.02),
+    "residual": Fusion(_residual, lambda AB, of: (0.7 * AB - 1.3 * of("C"),), limit=1.10),
     "dswiglu, dprob": Fusion(
         _dglu,
-        lambda A, B, of: _dswiglu(A @ B, of("preactivation"), of("prob").view(-1)),
+        lambda AB, of: _dswiglu(AB, of("preactivation"), of("prob").view(-1)),
         limit=1.10,
     ),
-    "rope": Fusion(_rope, lambda A, B, of: (_rotated(A @ B, of("cos"), of("sin")),)),
+    "rope": Fusion(_rope, lambda AB, of: (_rotated(AB, of("cos"), of("sin")),)),
 }
 
 
@@ -162,7 +161,7 @@ class Problem(problems.Problem):
 
     @functools.cached_property
     def bytes(self) -> int:
-        """Bytes of all operands; what is no matrix may be counted twice."""
+        """Bytes of all operands but scales; what is no matrix may be counted twice."""
         args = self.arguments("meta")
         of_epilogue = args.epilogue.tensors.values() if args.epilogue else ()
         tensors = [*args.tensors, *(operand.tensor for operand in of_epilogue)]
@@ -175,7 +174,7 @@ class Problem(problems.Problem):
 
     def arguments(self, device: str) -> ka.GemmArguments:
         plain = super().arguments(device)
-        element = plain.A.tensor.dtype
+        element = plain.out.tensor.dtype
 
         def drawn(*shape: int, dtype: torch.dtype = element) -> torch.Tensor:
             return torch.randn(shape, device=device).to(dtype)
@@ -183,31 +182,62 @@ class Problem(problems.Problem):
         def out(*shape: int, dtype: torch.dtype = element) -> torch.Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
 
-        return FUSIONS[self.fusion].arguments(plain.A.tensor, plain.B.tensor, drawn, out)
+        return FUSIONS[self.fusion].arguments(plain.A, plain.B, drawn, out)
 
 
-def writer(fusion: Fusion) -> Callable[..., None]:
-    """The formula as one would write it, into the outputs of the arguments."""
+def behind(fusion: Fusion) -> Callable[..., None]:
+    """The formula as one would write it behind a product, into the outputs of the arguments."""
 
-    def written(A: torch.Tensor, B: torch.Tensor, read: Any, outputs: Any) -> None:
-        found = fusion.formula(A, B, read.__getitem__)
+    def written(AB: torch.Tensor, read: Any, outputs: Any) -> None:
+        found = fusion.formula(AB, read.__getitem__)
         for output, value in zip(outputs, found, strict=True):
             output.copy_(value)
 
     return written
 
 
-def bound(written: Callable[..., None], args: ka.GemmArguments) -> Callable[[], Any]:
+def writer(fusion: Fusion) -> Callable[..., None]:
+    """The same with the product, of operands without scales."""
+    formula = behind(fusion)
+
+    def written(A: torch.Tensor, B: torch.Tensor, read: Any, outputs: Any) -> None:
+        formula(A @ B, read, outputs)
+
+    return written
+
+
+def of_epilogue(args: ka.GemmArguments) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """What it reads, by name, and all outputs."""
     assert args.epilogue is not None
     read = {name: operand.tensor for name, operand in args.epilogue.inputs.items()}
-    outputs = [operand.tensor for operand in args.outputs.values()]
-    return functools.partial(written, args.A.tensor, args.B.tensor, read, outputs)
+    return read, [operand.tensor for operand in args.outputs.values()]
+
+
+def bound(written: Callable[..., None], args: ka.GemmArguments) -> Callable[[], Any]:
+    return functools.partial(written, args.A.tensor, args.B.tensor, *of_epilogue(args))
+
+
+def bound_behind(formula: Callable[..., None], args: ka.GemmArguments) -> Callable[[], Any]:
+    """torch.compile leaves a product of scaled operands as it is: it is called by itself."""
+    AB = args.out.tensor.new_empty(args.M, args.N)
+    product = peers.scaled_mm(ka.GemmArguments(args.A, args.B, AB))
+    read, outputs = of_epilogue(args)
+
+    def call() -> None:
+        product()
+        formula(AB, read, outputs)
+
+    return call
 
 
 def peers_of(problem: problems.Problem) -> dict[str, Peer]:
     torch.compiler.reset()  # sizes of the problem before would make this one's dynamic
+    fusion = FUSIONS[cast(Problem, problem).fusion]
+    if problem.scales:
+        compiled = torch.compile(behind(fusion), fullgraph=True)
+        return {"torch._scaled_mm, torch.compile": functools.partial(bound_behind, compiled)}
     # Compiled as one, it writes into the outputs from the kernel that it makes.
-    written = torch.compile(writer(FUSIONS[cast(Problem, problem).fusion]), fullgraph=True)
+    written = torch.compile(writer(fusion), fullgraph=True)
     return {"torch.compile": functools.partial(bound, written)}
 
 
@@ -226,7 +256,7 @@ def beside(
 ) -> Mapping[str, harness.Calls]:
     """The plain product on the same A and B, and a copy."""
     M, N = problem.M, problem.N
-    products = [ka.GemmArguments(*a.tensors[:2], a.A.tensor.new_empty(M, N)) for a in args]
+    products = [ka.GemmArguments(a.A, a.B, a.out.tensor.new_empty(M, N)) for a in args]
     kernel = suite.candidates(products[0], suite.options("", None).parse_args([]))[0]
     calls = [functools.partial(kernel.prepare(a), *a.tensors) for a in products]
     return {PLAIN: calls, harness.COPY: harness.copy()}
@@ -257,16 +287,23 @@ def report(measured: list[rows.Row]) -> list[str]:
         said.append(
             f"{row['problem']}: {row['of_plain']:.3f} of the plain {row['plain_us']:.1f} us, "
             f"{row['extra_bytes_us']:.1f} us of bytes beyond, {row.get('of_limit', 0):.3f} of the "
-            f"limit {verdict}, {row['ratio']:.3f} of torch.compile"
+            f"limit {verdict}, {row['ratio']:.3f} of the peer"
         )
     return said + suite.mean_ratio(measured)
 
 
 SHAPES = ((8192, 8192, 4096), (4096, 4096, 4096))
+#: Of 8 bits, with their scales: an activation, pairs, and a matrix beside.
+SCALED = tuple(
+    Problem(*shape, element="float8_e4m3fn", out="bfloat16", scales=scales, fusion=fusion)
+    for shape in ((64, 8192, 4096), (4096, 4096, 4096))
+    for scales in ("per_row", "blocks")
+    for fusion in ("bias, gelu", "swiglu", "residual")
+)
 
 SUITE = suite.Suite(
     "gemm-fused",
-    tuple(Problem(*shape, fusion=fusion) for shape in SHAPES for fusion in FUSIONS),
+    (*(Problem(*shape, fusion=fusion) for shape in SHAPES for fusion in FUSIONS), *SCALED),
     peers=peers_of,
     wrong=wrong,
     beside=beside,

@@ -76,7 +76,8 @@ class Problem(gemm_grouped.Problem):
 
     @property
     def label(self) -> str:
-        return f"{super().label} {self.fusion}"
+        types = f" e4m3 {self.scales.replace('_', ' ')}" if self.scales else ""
+        return f"{super().label}{types} {self.fusion}"
 
     @functools.cached_property
     def extra_bytes(self) -> int:
@@ -88,11 +89,22 @@ class Problem(gemm_grouped.Problem):
     def arguments(self, device: str) -> Any:
         A, B, offsets = self.operands(device)
         new = functools.partial(torch.empty, device=device)
+        element = A.dtype
+        if self.scales:
+            A, B = _per_row(A), _per_row(B.mT, "B")
 
-        def empty(*shape: int, dtype: torch.dtype = A.dtype) -> torch.Tensor:
+        def empty(*shape: int, dtype: torch.dtype = element) -> torch.Tensor:
             return new(shape, dtype=dtype)
 
         return FUSIONS[self.fusion].arguments(A, B, offsets, empty)
+
+
+def _per_row(matrix: torch.Tensor, name: str = "A") -> ka.ScaledOperand:
+    """In units of a scale per row, of a token or a column of B."""
+    scale = torch.rand(matrix.shape[:-1], device=matrix.device) + 0.5
+    stored = matrix.to(torch.float8_e4m3fn)
+    stored = stored if name == "A" else stored.mT
+    return ka.ScaledOperand(stored, scale, ka.ScaleMode.PER_ROW)
 
 
 def peers_of(problem: problems.Problem) -> dict[str, Peer]:
@@ -102,13 +114,29 @@ def peers_of(problem: problems.Problem) -> dict[str, Peer]:
     def written(A: Any, B: Any, offsets: Any, read: Any, out: torch.Tensor) -> None:
         out.copy_(formula(torch._grouped_mm(A, B, offs=offsets), read))
 
-    compiled = torch.compile(written)
+    def behind(AB: Any, read: Any, out: torch.Tensor) -> None:
+        out.copy_(formula(AB, read))
+
+    compiled = torch.compile(behind if problem.scales else written)
 
     def bound(args: Any) -> Callable[[], Any]:
         A, B, out, offsets = args.tensors
         read = {name: operand.tensor for name, operand in args.epilogue.inputs.items()}
         return functools.partial(compiled, A, B, offsets, read, out)
 
+    def bound_behind(args: Any) -> Callable[[], Any]:
+        A, B, out, offsets = args.tensors
+        read = {name: operand.tensor for name, operand in args.epilogue.inputs.items()}
+        scales = args.A.scale.tensor, args.B.scale.tensor
+        types = {"offs": offsets, "out_dtype": out.dtype}
+
+        def call() -> None:
+            compiled(torch._scaled_grouped_mm(A, B, *scales, **types), read, out)
+
+        return call
+
+    if problem.scales:
+        return {"torch._scaled_grouped_mm, torch.compile": bound_behind}
     return {"torch.compile": bound}
 
 
@@ -124,8 +152,7 @@ def wrong(args: Any) -> str | None:
 def beside(problem: problems.Problem, args: Sequence[Any]) -> Mapping[str, harness.Calls]:
     """The plain product on the same A and B, and a copy."""
     products = [
-        ka.GroupedGemmArguments(A, B, A.new_empty(A.shape[0], B.shape[-1]), offsets)
-        for A, B, _, offsets in (a.tensors for a in args)
+        ka.GroupedGemmArguments(a.A, a.B, a.out.tensor.new_empty(a.T, a.N), a.offsets) for a in args
     ]
     kernel = suite.candidates(products[0], suite.options("", None).parse_args([]))[0]
     calls = [functools.partial(kernel.prepare(a), *a.tensors) for a in products]
@@ -148,11 +175,17 @@ def extra(
 
 SUITE = suite.Suite(
     "grouped-fusion",
-    tuple(
-        Problem(T, N, K, groups=E, sizes=sizes, fusion=fusion)
-        for E, T, N, K in gemm_grouped.LARGE
-        for sizes in ("even", "zipf")
-        for fusion in FUSIONS
+    (
+        *(
+            Problem(T, N, K, groups=E, sizes=sizes, fusion=fusion)
+            for E, T, N, K in gemm_grouped.LARGE
+            for sizes in ("even", "zipf")
+            for fusion in FUSIONS
+        ),
+        *(
+            Problem(T, N, K, groups=E, sizes="routed", scales="per_row", fusion="swiglu")
+            for E, T, N, K in (*gemm_grouped.LARGE, (8, 256, 28672, 4096))
+        ),
     ),
     peers=peers_of,
     wrong=wrong,

@@ -453,6 +453,15 @@ def test_formulas_beside_fusions_compute_the_same(name):
     assert fused.wrong(args).startswith("out: ")
 
 
+def test_the_formula_behind_a_scaled_product_computes_the_same():
+    fused = script("gemm_fused")
+    types = {"element": "float8_e4m3fn", "out": "bfloat16", "scales": "per_row"}
+    for problem in (p for p in fused.SCALED if p.scales == "per_row" and p.M == 64):
+        args = fused.Problem(24, 256, 64, fusion=problem.fusion, **types).arguments("cpu")
+        fused.bound_behind(fused.behind(fused.FUSIONS[problem.fusion]), args)()
+        assert fused.wrong(args) is None
+
+
 def test_what_fusions_move_beyond_the_plain_product():
     fused = script("gemm_fused")
     M, N, K = 24, 256, 64

@@ -112,7 +112,7 @@ def test_every_gpu_from_ampere_on_is_served(cc, E, room):
 @pytest.mark.parametrize(
     ("M", "E", "how", "words"),
     [
-        (8192, 8, {"k": 9}, "one CTA sorts 65536 pairs at most.*there are 73728"),
+        (4096, 8, {"k": 9}, "one CTA sorts 32768 pairs at most.*there are 36864"),
         (4, 2048, {}, "would match with 2047 or fewer"),
         (4, 8, {"element": torch.uint8}, "index is uint8; expected int32 or int64"),
         (4, 8, {"weight": torch.float64}, "it is float64"),
