@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from kernel_api._results import ResultsTypes
+from kernel_api.arguments.scaled import BLOCK
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._shared import matrices
@@ -17,6 +18,11 @@ Fusion = Callable[..., Any]
 
 #: Options that are numbers, or tensors of one number: known at run time.
 FACTORS = frozenset(("alpha", "beta", "limit", "offset", "p", "scale", "seed"))
+
+
+_SCALE = "scale"
+#: Type of ``out`` where it is stored in units of scales, and nothing says another.
+_QUANTIZED = "float8_e4m3fn"
 
 
 class Form:
@@ -83,7 +89,7 @@ class Form:
         else:
             element = out_dtype
             if element is None:
-                element = self.element or product_type(A.dtype, torch_type(B.dtype))
+                element = self.element_of(options) or product_type(A.dtype, torch_type(B.dtype))
             out = empty(self.out_shape(A, B, options), torch_type(element), A)
         for name in self.outputs:
             given = options.get(name)
@@ -92,6 +98,11 @@ class Form:
             elif given is False:
                 complete[name] = None
         return out, complete
+
+    def element_of(self, options: dict[str, Any]) -> str | None:
+        """Type of ``out`` for these options; None: see :func:`product_type`."""
+        in_units = _SCALE in self.written(options) and _SCALE not in self.always
+        return _QUANTIZED if in_units else self.element
 
     def require_out(self, out: Any) -> None:
         """Raise ArgumentError for an ``out`` of a kind that the fusion does not take."""
@@ -112,23 +123,36 @@ class Form:
 
         element = torch.float64 if A.dtype is torch.float64 else torch.float32
         if name == "preactivation":
-            return empty((*A.shape[:-1], N), torch_type(out.dtype), A)
+            return empty((*A.shape[:-1], N), self.kept_type(out, options), A)
         if name == "amax":
             return empty((), element, A)
         if name == "dprob":
             return empty(A.shape[:-1], element, A)
         if name == "dbias":
             return empty((*A.shape[:-2], out.shape[-1]), element, A)
-        assert name == "scale", name
-        mode = options.get("mode")
-        if mode == "row":
-            return empty(A.shape[:-1], torch.float32, A)
-        blocks = (*A.shape[:-1], N // 32)
+        assert name == _SCALE, name
+        rows = out.shape[:-1]
+        if (mode := self._mode(options)) == "row":
+            return empty(rows, torch.float32, A)
+        if mode == "block":
+            return empty((*rows, out.shape[-1] // BLOCK), torch.float32, A)
+        blocks = (*rows, N // 32)
         return empty(blocks, torch.float8_e8m0fnu, A) if mode == "mx" else options.get(name)
+
+    def kept_type(self, out: Any, options: dict[str, Any]) -> Any:
+        """Of a pre-activation: that of ``out``, unless this is in units of scales."""
+        import torch
+
+        in_units = self.element_of(options) == _QUANTIZED
+        return torch.bfloat16 if in_units else torch_type(out.dtype)
+
+    def _mode(self, options: dict[str, Any]) -> Any:
+        """How ``out`` is quantised; where it need not be, in blocks."""
+        return options.get("mode", "tensor") if _SCALE in self.always else "block"
 
     def written(self, options: dict[str, Any]) -> tuple[str, ...]:
         """The outputs beside ``out``, of options that are complete, or as a call has them."""
-        reads = ("scale",) if options.get("mode", "tensor") == "tensor" else ()
+        reads = (_SCALE,) if self._mode(options) == "tensor" else ()
         given = [(name, options.get(name)) for name in self.outputs if name not in reads]
         return tuple([name for name, one in given if one is not None and one is not False])
 

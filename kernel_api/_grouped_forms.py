@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernel_api._forms import Form, empty, torch_type
+from kernel_api._forms import Form, empty
 from kernel_api.arguments.experts import experts
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand, as_torch, require_tensor
@@ -66,7 +66,7 @@ class GroupedForm(Form):
         T, E = _tokens(A, options), options["offsets"].shape[0]
         element = torch.float64 if A.dtype is torch.float64 else torch.float32
         if name == "preactivation":
-            return empty((T, N), torch_type(out.dtype), A)
+            return empty((T, N), self.kept_type(out, options), A)
         if name == "amax":
             return empty((E, 2) if self.name == "grouped_gemm_dglu" else (E,), element, A)
         if name == "dprob":

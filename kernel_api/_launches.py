@@ -263,7 +263,7 @@ def first(form: Form, call: Call) -> Any:
 
 def _out_dtype(form: Form, call: Call, A: Operand, B: Operand) -> Any:
     """What the call says; else, of operands with scales, what holds real numbers; else None."""
-    if call.out is not None or call.out_dtype is not None or form.element is not None:
+    if call.out is not None or call.out_dtype is not None or form.element_of(call.options):
         return call.out_dtype
     scaled = A.mode or B.mode or call.options.get("B_scale") is not None
     return out_type(A.tensor.dtype, scaled=True) if scaled else None

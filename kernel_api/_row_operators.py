@@ -1,7 +1,8 @@
 """The one-call forms of rows as operators of torch, for the graphs of torch.compile and
-torch.export: ``torch.ops.kernel_api.gather_rows(x, row_index, weight, out)``, ``scatter_rows``, and
-``group_rows(index, weight, offsets, row_index, place, grouped)``. They write outputs that are
-there; nobody comes here in eager mode."""
+torch.export: ``torch.ops.kernel_api.gather_rows(x, row_index, weight, out)``, ``scatter_rows``,
+``group_rows(index, weight, offsets, row_index, place, grouped)`` and
+``quantize(x, given, out, scale, mode)``. They write outputs that are there; nobody comes here in
+eager mode."""
 
 from __future__ import annotations
 
@@ -11,10 +12,13 @@ from typing import Any
 import torch
 
 from kernel_api._launches import run_best
+from kernel_api._quantize_ops import Quantized
+from kernel_api._quantize_ops import run as run_quantize
 from kernel_api._row_ops import GroupedRows, run
 from kernel_api._transforms import check_traced
 from kernel_api.arguments import GatherRowsArguments, GroupRowsArguments, ScatterRowsArguments
 from kernel_api.arguments.indexed import IndexedRowsArguments
+from kernel_api.operands import Operand
 
 _SCHEMA = "(Tensor x, Tensor row_index, Tensor? weight, Tensor(a!) out) -> ()"
 
@@ -22,6 +26,8 @@ _GROUP_ROWS = (
     "group_rows(Tensor index, Tensor? weight, Tensor(a!) offsets, Tensor(b!) row_index, "
     "Tensor(c!) place, Tensor(d!)? grouped) -> ()"
 )
+
+_QUANTIZE = "quantize(Tensor x, Tensor? given, Tensor(a!) out, Tensor(b!)? scale, str mode) -> ()"
 
 _library: Any = torch.library.Library("kernel_api", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -43,6 +49,19 @@ def _group_rows(index: Any, weight: Any, *found: Any) -> None:
     run_best(GroupRowsArguments(index, offsets, row_index, place, weight, grouped))
 
 
+def traced_quantize(x: Any, found: Quantized, is_given: bool) -> None:
+    """The same of a matrix that is quantised."""
+    scales = (found.scale, None) if is_given else (None, found.scale)
+    check_traced(x=x, scale=scales[0])
+    torch.ops.kernel_api.quantize(x, scales[0], found.out, scales[1], found.mode)
+
+
+def _quantize(x: Any, given: Any, out: Any, scale: Any, mode: str) -> None:
+    is_given = given is not None
+    found = Quantized(out, given if is_given else scale, mode)
+    run_quantize(Operand(x, "x"), found, is_given)
+
+
 def _check(*operands: Any) -> None:
     """The output is there; what it holds is not looked at."""
 
@@ -52,6 +71,10 @@ for _kind in (GatherRowsArguments, ScatterRowsArguments):
     _library.impl(_kind.kind, functools.partial(run, _kind), "CompositeExplicitAutograd")
     torch.library.register_fake(f"kernel_api::{_kind.kind}", _check, lib=_library)
 
-_library.define(_GROUP_ROWS)
-_library.impl("group_rows", _group_rows, "CompositeExplicitAutograd")
-torch.library.register_fake("kernel_api::group_rows", _check, lib=_library)
+for _name, _schema, _implementation in (
+    ("group_rows", _GROUP_ROWS, _group_rows),
+    ("quantize", _QUANTIZE, _quantize),
+):
+    _library.define(_schema)
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kernel_api::{_name}", _check, lib=_library)

@@ -37,6 +37,7 @@ from kernel_api._attention_ops import *  # noqa: F403
 from kernel_api._forms import Form, Fusion
 from kernel_api._grouped_forms import GroupedForm
 from kernel_api._norm_ops import *  # noqa: F403
+from kernel_api._quantize_ops import *  # noqa: F403
 from kernel_api._row_ops import *  # noqa: F403
 
 #: Every form of a fusion, and the function that is it.
@@ -137,10 +138,10 @@ gemm = _one_call(fusions.gemm)
 gemm_bias_activation = _one_call(fusions.gemm_bias_activation, "preactivation")
 gemm_residual = _one_call(fusions.gemm_residual)
 gemm_amax = _one_call(fusions.gemm_amax, always=("amax",))
-gemm_glu = _one_call(fusions.gemm_glu, "preactivation", width=_HALF)
-gemm_swiglu = _one_call(fusions.gemm_swiglu, "preactivation", width=_HALF)
-gemm_geglu = _one_call(fusions.gemm_geglu, "preactivation", width=_HALF)
-gemm_reglu = _one_call(fusions.gemm_reglu, "preactivation", width=_HALF)
+gemm_glu = _one_call(fusions.gemm_glu, "preactivation", "scale", width=_HALF)
+gemm_swiglu = _one_call(fusions.gemm_swiglu, "preactivation", "scale", width=_HALF)
+gemm_geglu = _one_call(fusions.gemm_geglu, "preactivation", "scale", width=_HALF)
+gemm_reglu = _one_call(fusions.gemm_reglu, "preactivation", "scale", width=_HALF)
 gemm_dglu = _one_call(fusions.gemm_dglu, *_GRADIENT, width=2)
 gemm_dswiglu = _one_call(fusions.gemm_dswiglu, *_GRADIENT, width=2)
 gemm_recompute_dglu = _one_call(fusions.gemm_recompute_dglu, *_GRADIENT)
@@ -156,7 +157,7 @@ gemm_dropout = _one_call(fusions.gemm_dropout)
 _TOKENS = ("preactivation", "amax")
 
 grouped_gemm = _one_call_of_groups(fusions.grouped_gemm)
-grouped_gemm_glu = _one_call_of_groups(fusions.grouped_gemm_glu, *_TOKENS, width=_HALF)
+grouped_gemm_glu = _one_call_of_groups(fusions.grouped_gemm_glu, *_TOKENS, "scale", width=_HALF)
 grouped_gemm_dglu = _one_call_of_groups(fusions.grouped_gemm_dglu, *_GRADIENT, "amax", width=2)
 grouped_gemm_srelu = _one_call_of_groups(fusions.grouped_gemm_srelu, *_TOKENS)
 grouped_gemm_dsrelu = _one_call_of_groups(fusions.grouped_gemm_dsrelu, *_GRADIENT, "amax")

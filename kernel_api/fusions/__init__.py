@@ -91,6 +91,7 @@ from kernel_api.fusions._norm import (
     rmsnorm_backward,
     rmsnorm_rht_amax,
 )
+from kernel_api.fusions._quantize import quantize
 from kernel_api.fusions._store import gemm_dropout, gemm_quantize, gemm_rope
 
 #: What ``kind`` of a gated linear unit may be, see :func:`gemm_glu`.
@@ -130,6 +131,7 @@ __all__ = [
     "grouped_gemm_wgrad",
     "layernorm",
     "layernorm_backward",
+    "quantize",
     "rmsnorm",
     "rmsnorm_backward",
     "rmsnorm_rht_amax",

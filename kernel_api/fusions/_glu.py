@@ -26,6 +26,8 @@ from kernel_api.fusions._shared import (
     shaped,
     times,
 )
+from kernel_api.fusions._store import in_blocks, largest_of, scale_of_blocks
+from kernel_api.operands import Operand
 
 ORDERS = ("up_gate", "gate_up")
 
@@ -44,6 +46,7 @@ def gemm_glu(
     granularity: int | str = 32,
     limit: Any = None,
     offset: Any = None,
+    scale: Any = None,
 ) -> GemmArguments:
     """out = f(gate) · h(up) · prob, of the column pairs gate and up of alpha · acc + bias.
 
@@ -71,6 +74,8 @@ def gemm_glu(
         granularity: Blocks of so many columns alternate; ``"halves"``: the first half of the
             columns and the second.
         limit, offset: Of ``"geglu_clamped"``, 7 and 1 by default; a limit is from 0 up.
+        scale: (M, N / 256) float32, written: ``out``, of 8 bits, is in units of it, one for each
+            128 of its columns, as :func:`gemm_quantize` has them in mode ``"block"``.
     """
     A, B = matrices(A, B)
     N = B.shape[-1]
@@ -84,11 +89,24 @@ def gemm_glu(
     }
     writes = {"preactivation": shaped("preactivation", preactivation, (*rows(A), N))}
     out = shaped("out", out, (*rows(A), N // 2))
-    return fused(glu_of(kind, order, granularity), A, B, out, reads=reads, writes=writes)
+    writes["scale"], top = of_blocks(scale, out, rows(A), N // 2)
+    return fused(glu_of(kind, order, granularity, top), A, B, out, reads=reads, writes=writes)
+
+
+def of_blocks(
+    scale: Any, out: Operand | None, of_rows: tuple[int, ...], columns: int
+) -> tuple[Operand | None, float | None]:
+    """The scales of ``out``, and the largest value of its type; None and None without any."""
+    if scale is None or out is None:
+        return None, None
+    found = scale_of_blocks(scale, of_rows, columns, f"out has {columns} columns")
+    return found, largest_of(out)
 
 
 @functools.lru_cache
-def glu_of(kind: str, order: str, granularity: int | str) -> Function:
+def glu_of(kind: str, order: str, granularity: int | str, top: float | None = None) -> Function:
+    """top: The largest value of out's type, where that is quantised in blocks."""
+
     def fn(
         accum: Any,
         alpha: Any = None,
@@ -101,7 +119,10 @@ def glu_of(kind: str, order: str, granularity: int | str) -> Function:
         gate, up = ep.glu_pair(x, order, granularity)
         y = gated(kind, gate, up, limit, offset).result
         y = y if prob is None else y * prob
-        return {"out": y, "preactivation": x, "amax": ep.amax(y, None)}
+        written = {"out": y, "preactivation": x, "amax": ep.amax(y, None)}
+        if top is not None:
+            written["out"], written["scale"] = in_blocks(y, top)
+        return written
 
     return fn
 

@@ -13,7 +13,14 @@ from kernel_api.arguments.experts import experts
 from kernel_api.epilogue.graph import HADAMARD_BLOCK
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._activation import bent_dsrelu, dactivation_of, srelu
-from kernel_api.fusions._glu import check_halves, checked_pairs, dglu_of, glu_of, limits_of
+from kernel_api.fusions._glu import (
+    check_halves,
+    checked_pairs,
+    dglu_of,
+    glu_of,
+    limits_of,
+    of_blocks,
+)
 from kernel_api.fusions._shared import (
     Function,
     above_0,
@@ -209,10 +216,12 @@ def grouped_gemm_glu(
     granularity: int | str = 32,
     limit: Any = None,
     offset: Any = None,
+    scale: Any = None,
     row_index: Any = None,
 ) -> GroupedGemmArguments:
     """:func:`gemm_glu` of the expert of each token: out = f(gate) · h(up) · prob, of the column
-    pairs gate and up of alpha · acc + bias, the ``preactivation``; amax = max |out| per expert."""
+    pairs gate and up of alpha · acc + bias, the ``preactivation``; amax = max |out| per expert,
+    before that is in units of ``scale``, (T, N / 256)."""
     groups = _groups(A, B, row_index)
     granularity = checked_pairs(kind, order, granularity)
     check_halves("B has N", groups.N, granularity)
@@ -227,7 +236,8 @@ def grouped_gemm_glu(
         "amax": groups.amax(amax),
     }
     out = groups.matrix("out", out, groups.N // 2)
-    function = glu_of(kind, order, granularity)
+    writes["scale"], top = of_blocks(scale, out, (groups.T,), groups.N // 2)
+    function = glu_of(kind, order, granularity, top)
     return groups.fused(function, out, offsets, reads, writes, row_index=row_index)
 
 
@@ -455,8 +465,8 @@ def grouped_gemm_quantize(
     row_scale · acc · prob, or with a bias x = alpha · row_scale · acc + bias · prob.
 
     Args:
-        scale: As there, (T,) or (T, N / 32) where it is written. Where it is read: a number, a
-            tensor () or one per expert, (E,); absent, 1.
+        scale: As there, (T,), (T, N / 32) or (T, N / 128) where it is written. Where it is read: a
+            number, a tensor () or one per expert, (E,); absent, 1.
         row_scale: (T,).
         amax: (E,): max |x| per expert.
     """

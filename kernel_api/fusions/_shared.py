@@ -58,10 +58,10 @@ def epilogue_of(
 
 
 def matrices(A: Any, B: Any) -> tuple[Operand, Operand]:
-    return _matrix(A, "A"), _matrix(B, "B")
+    return matrix(A, "A"), matrix(B, "B")
 
 
-def _matrix(value: Any, name: str) -> Operand:
+def matrix(value: Any, name: str) -> Operand:
     operand = value if isinstance(value, Operand) else Operand(value, name)
     if operand.rank not in (2, 3):
         raise ArgumentError(f"{name} has rank {operand.rank}; expected 2, or 3 with a batch")

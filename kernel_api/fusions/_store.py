@@ -7,6 +7,7 @@ from typing import Any
 
 from kernel_api import epilogue as ep
 from kernel_api.arguments import GemmArguments
+from kernel_api.arguments.scaled import BLOCK
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._shared import (
     Extents,
@@ -32,7 +33,7 @@ _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 _MX_BLOCK = 32
 #: The smallest normal float32: what is divided by less is no number, or not near it.
 _LEAST_SCALE = 2.0**-126
-MODES = ("tensor", "row", "mx")
+MODES = ("tensor", "row", "mx", "block")
 
 
 def gemm_rope(
@@ -114,7 +115,9 @@ def gemm_quantize(
             compute it of up to 256 columns, which a tile holds. ``"mx"``: it is written,
             (M, N / 32) float8_e8m0fnu: max |x| of 32 columns / top, rounded up to a power of two
             (OCP Microscaling Formats, whose scales are rounded down, so that the largest values
-            saturate).
+            saturate). ``"block"``: it is written, (M, N / 128) float32: what ``"row"`` writes, of
+            128 columns; out and scale are then what the next product takes as
+            ``ScaledOperand(out, scale, ScaleMode.BLOCK_1x128)``.
         amax: max |x|, whatever the mode.
     """
     A, B = matrices(A, B)
@@ -132,18 +135,32 @@ def gemm_quantize(
     return fused(quantized(mode, out), A, B, out, reads=reads, writes=writes)
 
 
-def written_scale(mode: str, scale: Any, of_rows: Extents, N: int) -> Operand:
-    """The scales that a quantisation by rows or by blocks writes."""
+def written_scale(mode: str, scale: Any, of_rows: Extents, N: int, name: str = "B") -> Operand:
+    """The scales that a quantisation by rows or by blocks writes; name: of what has N columns."""
     if mode == "row":
         return typed("scale", required("scale", scale, of_rows), "float32")
+    if mode == "block":
+        return scale_of_blocks(scale, of_rows, N, f"{name} has N = {N}")
     if N % _MX_BLOCK:
-        raise ArgumentError(f"B has N = {N}; blocks of {_MX_BLOCK} columns need a multiple")
+        raise ArgumentError(f"{name} has N = {N}; blocks of {_MX_BLOCK} columns need a multiple")
     return typed("scale", required("scale", scale, (*of_rows, N // _MX_BLOCK)), "float8_e8m0fnu")
+
+
+def scale_of_blocks(scale: Any, of_rows: Extents, columns: int, told: str) -> Operand:
+    """Those that are written of blocks of columns; told: how many there are, as messages say it."""
+    if columns % BLOCK:
+        raise ArgumentError(f"{told}; blocks of {BLOCK} columns need a multiple")
+    return typed("scale", required("scale", scale, (*of_rows, columns // BLOCK)), "float32")
+
+
+def largest_of(out: Operand) -> float:
+    """The largest value of the type that is quantised to; raises ArgumentError for others."""
+    return _LARGEST[one_of("out's type", out.dtype.name, _LARGEST)]
 
 
 def quantized(mode: str, out: Operand) -> Function:
     """What a quantisation computes for an ``out`` of this type."""
-    top = _LARGEST[one_of("out's type", out.dtype.name, _LARGEST)]
+    top = largest_of(out)
     return _quantize_by_tensor if mode == "tensor" else _quantize_by(mode, top)
 
 
@@ -165,16 +182,28 @@ def _quantize_by(mode: str, top: float) -> Function:
         accum: Any, alpha: Any = None, bias: Any = None, prob: Any = None, row_scale: Any = None
     ) -> dict[str, Any]:
         x = weighted(accum, alpha, bias, prob, row_scale)
-        if mode == "row":
-            largest = ep.amax(x, -1)
-            least = ep.maximum(largest / top, _LEAST_SCALE)
-            scale = divisor = ep.where(largest == 0.0, 1.0, least)
-        else:
+        if mode == "mx":
             scale = ep.cast(ep.amax(x, -1, _MX_BLOCK) / top, "float8_e8m0fnu")
-            divisor = ep.repeat(scale, _MX_BLOCK)
-        return {"out": x / divisor, "scale": scale, "amax": ep.amax(x, None)}
+            stored = x / ep.repeat(scale, _MX_BLOCK)
+        elif mode == "block":
+            stored, scale = in_blocks(x, top)
+        else:
+            scale = scale_of(ep.amax(x, -1), top)
+            stored = x / scale
+        return {"out": stored, "scale": scale, "amax": ep.amax(x, None)}
 
     return fn
+
+
+def in_blocks(x: Any, top: float) -> tuple[Any, Any]:
+    """x in units of the scales of blocks of columns, and these."""
+    scale = scale_of(ep.amax(x, -1, BLOCK), top)
+    return x / ep.repeat(scale, BLOCK), scale
+
+
+def scale_of(largest: Any, top: float) -> Any:
+    """With which the largest magnitude becomes the largest value of the type."""
+    return ep.where(largest == 0.0, 1.0, ep.maximum(largest / top, _LEAST_SCALE))
 
 
 def gemm_dropout(

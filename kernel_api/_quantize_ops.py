@@ -1,0 +1,143 @@
+"""The one-call form of quantisation, see :mod:`kernel_api.ops`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from kernel_api import epilogue as ep
+from kernel_api.arguments import ElementwiseArguments, EpilogueArguments, ScaledOperand, ScaleMode
+from kernel_api.dtypes import dtype
+from kernel_api.errors import ArgumentError
+from kernel_api.fusions import quantize as arguments_of
+from kernel_api.fusions._shared import matrix, one_of
+from kernel_api.fusions._store import MODES, largest_of, scale_of
+from kernel_api.operands import Operand, becomes_node
+
+__all__ = ["Quantized", "quantize"]
+
+#: Columns of a block, and the type of their scales.
+_BLOCKS = {"block": (128, "float32"), "mx": (32, "float8_e8m0fnu")}
+_MODES = {
+    "tensor": ScaleMode.PER_TENSOR,
+    "row": ScaleMode.PER_ROW,
+    "block": ScaleMode.BLOCK_1x128,
+}
+
+
+class Quantized(NamedTuple):
+    """What :func:`quantize` returns.
+
+    Attributes:
+        out: (M, N), of 8 bits.
+        scale: () in mode ``"tensor"``, (M,) in ``"row"``, (M, N / 128) in ``"block"``, all float32;
+            (M, N / 32) of float8_e8m0fnu in ``"mx"``.
+        mode: That one.
+    """
+
+    out: Any
+    scale: Any
+    mode: str
+
+    @property
+    def operand(self) -> ScaledOperand:
+        """Both, as a product takes its A. Of B (K, N), stored (N, K) as torch.nn.Linear does, it is
+        ``ScaledOperand(q.out.t(), q.scale, ScaleMode.PER_ROW)`` in mode ``"row"``.
+
+        Raises ArgumentError in mode ``"mx"``, whose scales no product takes yet.
+        """
+        if self.mode not in _MODES:
+            raise ArgumentError(f"mode is {self.mode!r}; products take {', '.join(_MODES)}")
+        return ScaledOperand(self.out, self.scale, _MODES[self.mode])
+
+
+def quantize(
+    x: Any, mode: str = "block", *, scale: Any = None, out: Any = None, out_dtype: Any = None
+) -> Quantized:
+    """round(x / scale), so that x ≈ out × scale; it saturates.
+
+    See :func:`kernel_api.fusions.quantize`. One launch; but three where a scale of rows or of the
+    whole matrix is to be found: for the largest magnitudes, the scales, and ``out``.
+
+    Args:
+        x: (M, N), or (L, M, N).
+        mode: Which elements share a scale: ``"block"``, 128 columns of a row; ``"mx"``, 32 of
+            them; ``"row"``; ``"tensor"``, all, of all matrices.
+        scale: Of mode ``"tensor"``: float32 (), what is known from elsewhere; by default it is
+            found.
+        out: (M, N) of ``out_dtype``, float8_e4m3fn by default; also float8_e5m2 or int8.
+    """
+    from kernel_api._autograd import check_outputs
+    from kernel_api._launches import check_type
+
+    one_of("mode", mode, MODES)
+    if scale is not None and mode != "tensor":
+        raise ArgumentError(f"scale is given and mode is {mode!r}, which finds its own")
+    x = matrix(x, "x")
+    tensor = x.tensor
+    if out is None:
+        element = dtype("float8_e4m3fn" if out_dtype is None else out_dtype)
+        out = tensor.new_empty(x.shape, dtype=element.torch)
+    elif out_dtype is not None:
+        check_type(out, out_dtype)
+    check_outputs([("out", out)])
+    given = scale is not None
+    found = Quantized(out, scale if given else _empty(mode, x), mode)
+    if becomes_node(tensor):
+        from kernel_api import _row_operators
+
+        _row_operators.traced_quantize(tensor, found, given)
+    else:
+        run(x, found, given)
+    return found
+
+
+def _empty(mode: str, x: Operand) -> Any:
+    """Room for scales."""
+    import torch
+
+    new, (*of_rows, columns) = x.tensor.new_empty, x.shape
+    if mode in _BLOCKS:
+        width, element = _BLOCKS[mode]
+        return new((*of_rows, columns // width), dtype=dtype(element).torch)
+    return new(of_rows if mode == "row" else (), dtype=torch.float32)
+
+
+def run(x: Operand, found: Quantized, given: bool) -> None:
+    """By the best kernels; given: the scale is read."""
+    from kernel_api._launches import run_best
+
+    if given or found.mode in _BLOCKS:
+        run_best(arguments_of(x, out=found.out, scale=found.scale, mode=found.mode))
+        return
+    out = Operand(found.out, "out")
+    largest, top = found.scale.new_empty(found.scale.shape), largest_of(out)
+    by_row = found.mode == "row"
+    run_best(ElementwiseArguments(x, epilogue=EpilogueArguments(_largest(by_row), largest=largest)))
+    # As a matrix of one row, which many threads have.
+    flat = largest.reshape(1, -1), found.scale.view(1, -1)
+    run_best(ElementwiseArguments(*flat, epilogue=EpilogueArguments(_scale(top))))
+    scale = found.scale.unsqueeze(-1) if by_row else found.scale
+    run_best(ElementwiseArguments(x, out, epilogue=EpilogueArguments(_divided, scale=scale)))
+
+
+@functools.lru_cache
+def _largest(by_row: bool) -> Any:
+    axis = -1 if by_row else None
+
+    def largest(x: Any) -> tuple[Any, Any]:
+        return x, ep.amax(x, axis)
+
+    return largest
+
+
+@functools.lru_cache
+def _scale(top: float) -> Any:
+    def scale(largest: Any) -> Any:
+        return scale_of(largest, top)
+
+    return scale
+
+
+def _divided(x: Any, scale: Any) -> Any:
+    return x / scale
