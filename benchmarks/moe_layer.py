@@ -30,6 +30,9 @@ Layers = Mapping[str, Callable[..., Any]]
 Operands = tuple[torch.Tensor, ...]
 
 NAME, SUBJECT, PEER = "moe-layer", "kernel_api.nn.moe", "torch.compile of torch._grouped_mm"
+#: Of the norm, that quantised tokens and experts may make.
+ERROR_OF_8_BITS = 0.1
+BLOCK, LARGEST = 128, 448.0
 TOKENS = (16, 256, 4096, 16384)
 TOKENS_OF_TRAINING = (4096, 16384)
 
@@ -50,15 +53,18 @@ class Problem:
 
     Attributes:
         learns: Whether all gradients are computed, too.
+        bits: Of the experts, as this layer has them; those of torch's have 16.
     """
 
     layer: str
     tokens: int
     learns: bool = False
+    bits: int = 16
 
     @property
     def label(self) -> str:
-        return f"{self.layer}, {self.tokens} tokens{', with gradients' if self.learns else ''}"
+        further = ", with gradients" if self.learns else ", experts of 8 bits" * (self.bits == 8)
+        return f"{self.layer}, {self.tokens} tokens{further}"
 
     @property
     def operations(self) -> int:
@@ -69,9 +75,13 @@ class Problem:
 
 def problems() -> list[Problem]:
     return [
-        Problem(layer, tokens, learns)
+        Problem(layer, tokens, learns, bits)
         for layer in example().LAYERS
-        for learns, all_tokens in ((False, TOKENS), (True, TOKENS_OF_TRAINING))
+        for learns, bits, all_tokens in (
+            (False, 16, TOKENS),
+            (True, 16, TOKENS_OF_TRAINING),
+            (False, 8, TOKENS),
+        )
         for tokens in all_tokens
     ]
 
@@ -82,8 +92,13 @@ def measure(problem: Problem, rounds: int) -> rows.Row:
     operands = (*layer.tokens(problem.tokens, harness.DEVICE), *weights)
     torch.compiler.reset()  # or sizes that differ from the last ones would become symbols
     layers = {SUBJECT: ka.nn.moe, PEER: torch.compile(example().layer_of_torch)}
-    makes = _steps if problem.learns else _forward
-    calls = {name: [call] for name, call in makes(layers, operands).items()}
+    if problem.learns:
+        made = _steps(layers, operands)
+    elif problem.bits == 8:
+        made = _forward({**layers, SUBJECT: _of_8_bits(weights)}, operands, rough=(SUBJECT,))
+    else:
+        made = _forward(layers, operands)
+    calls = {name: [call] for name, call in made.items()}
     moved = (4 if problem.learns else 2) * layer.weight_bytes
     found, policy = harness.interleaved(calls, moved, "eager", rounds)
     tflops = 1e-6 * problem.operations / found[SUBJECT].median
@@ -96,14 +111,38 @@ def measure(problem: Problem, rounds: int) -> rows.Row:
     )
 
 
-def _forward(layers: Layers, operands: Operands) -> dict[str, Callable[[], Any]]:
-    """Calls without gradients, which are near a loop in float32."""
+def _of_8_bits(weights: Operands) -> Callable[..., Any]:
+    """The layer with its experts quantised in blocks, whatever weights it is called with."""
+    experts = tuple(map(_quantized, weights))
+
+    def layer(x: Any, index: Any, weight: Any, *_: Any) -> Any:
+        return ka.nn.moe(x, index, weight, *experts)
+
+    return layer
+
+
+def _quantized(weight: torch.Tensor) -> ka.ScaledOperand:
+    """In blocks of 128 x 128 of (E, K, N), stored (E, N, K)."""
+    stored, scales = [], []
+    for one in weight.mT:
+        blocks = one.float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+        scale = blocks.abs().amax((1, 3), keepdim=True) / LARGEST
+        stored.append((blocks / scale).to(torch.float8_e4m3fn).view(one.shape))
+        scales.append(scale[:, 0, :, 0])
+    mode = ka.ScaleMode.BLOCK_128x128
+    return ka.ScaledOperand(torch.stack(stored).mT, torch.stack(scales).mT, mode)
+
+
+def _forward(
+    layers: Layers, operands: Operands, rough: tuple[str, ...] = ()
+) -> dict[str, Callable[[], Any]]:
+    """Calls without gradients, which are near a loop in float32; rough: those of 8 bits."""
     calls = {name: functools.partial(_without_gradients, f, operands) for name, f in layers.items()}
     with torch.no_grad():
         exact = example().layer_by_expert(*operands)
     for name, call in calls.items():
         error = example().error(call(), exact)
-        if not error <= example().ERROR_ALLOWED:
+        if not error <= (ERROR_OF_8_BITS if name in rough else example().ERROR_ALLOWED):
             raise RuntimeError(f"{name} is off by {error:.3g} of the norm")
     return calls
 

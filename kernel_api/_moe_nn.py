@@ -15,6 +15,10 @@ import torch
 from kernel_api import ops
 from kernel_api._autocast import cast
 from kernel_api._autograd import differentiable_once, zeros
+from kernel_api._moe_8_bits import is_of_8_bits
+from kernel_api._moe_8_bits import moe as moe_of_8_bits
+from kernel_api._moe_routing import Routing
+from kernel_api.arguments import ScaledOperand
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions import GLU_KINDS
 from kernel_api.operands import require_one_device, require_tensors
@@ -25,16 +29,13 @@ __all__ = ["moe"]
 _STORED = (torch.uint16, torch.uint32, torch.uint64)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, *_STORED)
 
-#: Types of rows that kernels move.
-_MOVED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 
 def moe(
     x: torch.Tensor,
     expert_index: torch.Tensor,
     expert_weight: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
+    w_up: torch.Tensor | ScaledOperand,
+    w_down: torch.Tensor | ScaledOperand,
     *,
     kind: str = "swiglu",
     order: str = "gate_up",
@@ -53,6 +54,11 @@ def moe(
             and (E, K, I), they are passed as ``w_up.mT`` and ``w_down.mT``.
         kind, order, granularity: See :func:`kernel_api.fusions.gemm_glu`.
 
+    Weights may both be a :class:`~kernel_api.ScaledOperand` of 8-bit floats with a scale for each
+    block of 128 x 128, K a multiple of 128 and 2I of 256. Then tokens, and what the first product
+    makes of them, are quantised in blocks of 128 columns (DeepSeek-V3 technical report, section
+    3.3), and there are no gradients.
+
     Nothing waits for the device, so a CUDA graph can hold the layer, and equal inputs give equal
     results; but for float64, and float32 unless it may be multiplied as tf32 (by
     ``torch.set_float32_matmul_precision("high")``), there is only the reference, which does wait.
@@ -60,18 +66,23 @@ def moe(
 
     Raises:
         ArgumentError: operands or options contradict each other.
+        GradientError: weights have 8 bits, and a gradient is asked for.
         NoKernelError: no kernel takes the operands; says why.
     """
     if kind not in GLU_KINDS:
         raise ArgumentError(f"kind is {kind!r}; expected one of {', '.join(GLU_KINDS)}")
     given = {"x": x, "expert_index": expert_index, "expert_weight": expert_weight}
-    given |= {"w_up": w_up, "w_down": w_down}
+    of_8_bits = is_of_8_bits(w_up, w_down)
+    stored = {"w_up": w_up, "w_down": w_down}
+    given |= {name: one.tensor for name, one in stored.items()} if of_8_bits else stored
     require_tensors(**given)
     require_one_device(**given)
     _check_tokens(x, expert_index, expert_weight)
     _check_weights(x, w_up, w_down)
-    x, w_up, w_down = cast(x, w_up, w_down)
     function = Function(kind, order, granularity)
+    if of_8_bits:
+        return moe_of_8_bits(x, expert_index, expert_weight, w_up, w_down, **function._asdict())
+    x, w_up, w_down = cast(x, w_up, w_down)
     learns = any(one.requires_grad for one in (x, expert_weight, w_up, w_down))
     if learns and torch.is_grad_enabled():
         y: torch.Tensor = _Moe.apply(  # type: ignore[no-untyped-call]
@@ -106,7 +117,7 @@ def _check_tokens(x: Any, expert_index: Any, expert_weight: Any) -> None:
 
 
 def _check_weights(x: Any, w_up: Any, w_down: Any) -> None:
-    if w_up.dim() != 3 or w_up.shape[1] != x.shape[1] or w_up.shape[2] % 2:
+    if len(w_up.shape) != 3 or w_up.shape[1] != x.shape[1] or w_up.shape[2] % 2:
         raise ArgumentError(
             f"w_up has shape {tuple(w_up.shape)}; expected (E, {x.shape[1]}, 2I), the columns of x "
             f"by pairs"
@@ -129,67 +140,6 @@ class Function(NamedTuple):
     kind: str
     order: str
     granularity: int | str
-
-
-class Routing(NamedTuple):
-    """Pairs of a token and one of its choices, sorted by expert; those without one come last.
-
-    Attributes:
-        offsets: int32 (E,): where the pairs of each expert end.
-        place: int32 (T · k,): of each sorted pair, token · k + choice.
-        rank: int32 (T, k): of each pair, its place among those sorted; -1 without an expert.
-        weight: (T · k,): of each sorted pair.
-    """
-
-    offsets: torch.Tensor
-    place: torch.Tensor
-    rank: torch.Tensor
-    weight: torch.Tensor
-
-    @classmethod
-    def of(cls, expert_index: torch.Tensor, expert_weight: torch.Tensor, E: int) -> Routing:
-        weight = expert_weight if expert_weight.is_floating_point() else expert_weight.float()
-        found = ops.group_rows(expert_index, E, weight=weight)
-        return cls(found.offsets, found.place, found.row_index, found.grouped)
-
-    def unsorted(self, values: torch.Tensor) -> torch.Tensor:
-        """(T, k), of one per pair; zeros where the pair has no expert, whatever was there."""
-        found = values.index_select(0, self.rank.flatten().clamp(min=0)).view(self.rank.shape)
-        return found.masked_fill(self.rank < 0, 0)
-
-    def scattered(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows of tokens, one per pair; what is behind all experts is not initialised."""
-        if x.dtype in _MOVED:
-            if x.stride(1) != 1:  # as the gradient of a sum, which is one number all over
-                x = x.contiguous()
-            rows: torch.Tensor = ops.scatter_rows(x, self.rank)
-            return rows
-        return x.index_select(0, self.place // self.rank.shape[1])
-
-    def gathered(self, rows: torch.Tensor) -> torch.Tensor:
-        """Per token, the sum of the rows of its pairs."""
-        if rows.dtype in _MOVED:
-            found: torch.Tensor = ops.gather_rows(rows, self.rank)
-            return found
-        chosen = rows.index_select(0, self.rank.flatten().clamp(min=0))
-        chosen = chosen.view(*self.rank.shape, rows.shape[1])
-        chosen = chosen.masked_fill_(self.rank.unsqueeze(-1) < 0, 0)
-        return chosen.sum(1, dtype=rows.dtype)
-
-    def summed(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Per token, the sum of what A, which has a row per pair, gives with the experts' B."""
-        rows = A.new_empty(A.shape[0], B.shape[-1])
-        ops.grouped_gemm(A, B, self.offsets, out=rows)
-        return self.gathered(rows)
-
-    def gradient_of(self, weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Aᵀ · B of the pairs of each expert, laid out as its weight is."""
-        found: torch.Tensor
-        if weight.stride(-1) == 1:
-            found = ops.grouped_gemm_wgrad(A.t(), B, self.offsets, out_dtype=weight.dtype)
-            return found
-        found = ops.grouped_gemm_wgrad(B.t(), A, self.offsets, out_dtype=weight.dtype)
-        return found.mT
 
 
 def _hidden(

@@ -150,7 +150,8 @@ class BenchError(KernelApiError):
 
 
 class GradientError(KernelApiError, RuntimeError):
-    """A gradient is differentiated again, and there are no kernels of second derivatives."""
+    """A gradient is asked for that no kernel computes: one is differentiated again, or it is that
+    of a layer of 8 bits."""
 
 
 class GraphError(KernelApiError, ValueError):

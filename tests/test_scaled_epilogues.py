@@ -149,14 +149,20 @@ def test_one_call_forms_fuse_operands_with_scales():
 # What is refused -------------------------------------------------------------------------
 
 
-def test_halves_of_columns_that_share_scales_of_blocks_are_refused():
+def test_halves_of_columns_have_whole_blocks_of_scales():
     halves = make.a_glu("swiglu", granularity="halves")
     one = told(arguments(halves, scales="blocks"), "sm90.gemm_fp8")
     assert one.rule == (
-        "columns that share a scale of blocks lie side by side where they are multiplied"
+        "columns that share a scale of blocks lie side by side, or in halves of whole blocks"
     )
-    assert one.nearest == "would match with pairs of 32 columns"
+    assert one.nearest == (
+        "would match with whole blocks of 128 columns in each half, or pairs of 32 columns"
+    )
     assert families(arguments(halves, scales="rows"), 90) == {"sm90.gemm_fp8"}
+    args = on_device(arguments(halves, M=16, N=512, scales="blocks"), "meta")
+    found = [k.metadata.design for k in ka.get_kernels(args, cc=90, providers=["cutedsl"])]
+    assert {design.tile_shape[1] for design in found} == {64, 128, 256}
+    assert not any(design.swap_ab for design in found)
 
 
 @pytest.mark.parametrize(("granularity", "transposed"), [(32, True), (64, True), (128, False)])

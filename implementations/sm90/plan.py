@@ -17,6 +17,7 @@ from .promotion import (
     SCALE_BLOCK,
     BlockScales,
     ColumnScales,
+    HalvedRowScales,
     RowScales,
     StraddlingRowScales,
     promoted_columns,
@@ -246,6 +247,8 @@ class GemmPlan:
         tile_n = self.tile_shape[1]
         if self.swap_ab:
             return ColumnScales(tile_n)
+        if 1 in self.epilogue.halves:
+            return HalvedRowScales()
         if straddling_pieces(tile_n) > 1:
             return StraddlingRowScales(tile_n)
         return RowScales(tile_n // self.columns)

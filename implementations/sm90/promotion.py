@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ..common.conversion import select
+from ..common.epilogue import HALF
 from ..common.modes import operand_batch_last
 from ..common.threads import GROUP, QUAD
 
@@ -97,8 +98,13 @@ class BlockScales:
             m = cutlass.min(m, scale_a.shape[0] - 1)
             read_a[i] = scale_a[m, k_block, batch]
         for block in cutlass.range_constexpr(self.of_b):
-            n = cutlass.min(columns // SCALE_BLOCK + block, scale_b.shape[0] - 1)
-            read_b[block] = scale_b[n, k_block, batch]
+            n = self.column(columns, block, scale_b.shape[0])
+            read_b[block] = scale_b[cutlass.min(n, scale_b.shape[0] - 1), k_block, batch]
+
+    def column(self, columns: Int32, block: int, count: Int32) -> Int32:
+        """Of the scales of B, of which there are so many: the one of a block of columns, of a tile
+        that begins at `columns`."""
+        return columns // SCALE_BLOCK + block
 
     @cute.jit
     def advance(self, registers: tuple, scales: tuple, place: tuple, k_block: Int32, turn: Int32):
@@ -152,6 +158,21 @@ class RowScales(BlockScales):
     def factor(self, factors, i: int, block: int):
         """Of the i-th product of a block."""
         return factors[i // 2 % 2, block]
+
+
+class HalvedRowScales(RowScales):
+    """Of tiles that have 32 columns of the left half of B and 32 of the right half in turns, half a
+    block of scales or a whole one of each."""
+
+    def __init__(self):
+        super().__init__(blocks=2)
+
+    def column(self, columns: Int32, block: int, count: Int32) -> Int32:
+        return columns // (2 * SCALE_BLOCK) + block * (count // 2)
+
+    def factor(self, factors, i: int, block: int):
+        """What is multiplied at once begins with the left half."""
+        return factors[i // 2 % 2, i // 4 * 8 // HALF % 2]
 
 
 class StraddlingRowScales(RowScales):

@@ -151,6 +151,16 @@ OF_ROWS = [
         ),
     ),
     (
+        "128x256x128_cluster1x2",
+        Case(
+            "blocks, gated halves",
+            N=768,
+            scales="blocks",
+            epilogue=halves,
+            **{**EIGHT_BITS, "sizes": (65, 0, 3), "other": 272},
+        ),
+    ),
+    (
         "64x128x128_cluster1x1",
         Case(
             "tensors, gradient, scattered",

@@ -67,6 +67,31 @@ CASES = [
         "swiglu, wide pairs", make.a_glu("swiglu", granularity=64), "swapped", M=7, N=384, K=272
     ),
     blocks(
+        "swiglu, halves",
+        make.a_glu("swiglu", granularity="halves"),
+        "cooperative",
+        M=70,
+        N=512,
+        K=400,
+    ),
+    blocks(
+        "geglu, halves",
+        make.a_glu("geglu", granularity="halves"),
+        "clusters",
+        M=140,
+        N=768,
+        K=272,
+    ),
+    blocks(
+        "swiglu, halves of 256",
+        make.a_glu("swiglu", granularity="halves"),
+        "256 columns",
+        M=70,
+        N=1280,
+        K=272,
+        of_A=E5M2,
+    ),
+    blocks(
         "dswiglu, halves",
         make.a_dglu("swiglu", granularity="halves"),
         "cooperative",

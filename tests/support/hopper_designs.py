@@ -13,6 +13,7 @@ DESIGNS = {
     "stream of few rows": lambda d: d.swap_ab and d.stream_k,
     "meeting": lambda d: d.cluster_shape[2] > 1 and not d.swap_ab,
     "swapped meeting": lambda d: d.cluster_shape[2] > 1 and d.swap_ab,
+    "256 columns": lambda d: d.tile_shape[1] == 256 and not d.splits and not d.swap_ab,
     "parallel": lambda d: d.parallel,
 }
 

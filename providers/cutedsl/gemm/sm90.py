@@ -198,14 +198,12 @@ class Sm90GemmFamily(FusedGemm):
     def _(operands: GemmOperandsMetadata, args: Any) -> bool:
         return args.epilogue is None or operands.B.unit_mode == -2 or not in_halves(args.epilogue)
 
-    @rule("columns that share a scale of blocks lie side by side where they are multiplied")
+    @rule("columns that share a scale of blocks lie side by side, or in halves of whole blocks")
     def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata, args: Any) -> bool | Miss:
         if args.epilogue is None or not scaled_by_blocks(operands):
             return True
         if in_halves(args.epilogue):
-            return Miss(
-                "tiles take columns of both halves in turns", "would match with pairs of 32 columns"
-            )
+            return _halves_share_scales(design, args.N)
         pairs = row_pairs(args.epilogue) if design.swap_ab else None
         return not isinstance(pairs, int) or 2 * pairs <= BLOCK
 
@@ -360,6 +358,16 @@ class Sm90GemmFamily(FusedGemm):
 def _fits_blocks(columns: int) -> bool:
     """Whether tiles of so many columns are of whole blocks of scales, or of two at most."""
     return columns % BLOCK == 0 or columns - gcd(columns, BLOCK) <= BLOCK
+
+
+def _halves_share_scales(design: Sm90GemmDesign, N: int) -> bool | Miss:
+    """Whether what a tile has of each half of the columns lies in one block of scales."""
+    if N % (2 * BLOCK):
+        blocks = "whole blocks of 128 columns in each half"
+        return Miss(f"N is {N}", f"would match with {blocks}, or pairs of 32 columns")
+    if design.swap_ab:
+        return Miss("rows of the transposed product are of both halves in turns")
+    return 2 * BLOCK % design.tile_shape[1] == 0 or Miss(f"a tile has {design.tile_shape[1]}")
 
 
 def _are_at_most(each: float, design: Sm90GemmDesign, args: GemmArguments) -> bool | Miss:

@@ -1,0 +1,83 @@
+"""The layer of experts of 8 bits, see :func:`kernel_api.nn.moe`: without gradients.
+
+Tokens are quantised in blocks of 128 columns; the first product takes each token's row from where
+it lies, and quantises what it writes in the same way, for the second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernel_api import ops
+from kernel_api._moe_routing import Routing
+from kernel_api.arguments import ScaledOperand, ScaleMode
+from kernel_api.arguments.scaled import BLOCK
+from kernel_api.errors import ArgumentError, GradientError
+
+_BLOCKS = ScaleMode.BLOCK_128x128
+#: Types that tokens may have.
+_TOKENS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def is_of_8_bits(w_up: Any, w_down: Any) -> bool:
+    """Whether experts are in units of scales; raises ArgumentError where one is alone."""
+    names = {"w_up": w_up, "w_down": w_down}
+    scaled = [name for name, one in names.items() if isinstance(one, ScaledOperand)]
+    if len(scaled) == 1:
+        (other,) = set(names) - set(scaled)
+        raise ArgumentError(
+            f"{scaled[0]} is a ScaledOperand and {other} is none; both are, or none"
+        )
+    return bool(scaled)
+
+
+def moe(
+    x: torch.Tensor,
+    expert_index: torch.Tensor,
+    expert_weight: torch.Tensor,
+    w_up: ScaledOperand,
+    w_down: ScaledOperand,
+    **function: Any,
+) -> torch.Tensor:
+    """The layer of checked operands; function: ``kind``, ``order`` and ``granularity``."""
+    _check(x, w_up, w_down)
+    learning = [one for one in (x, expert_weight) if one.requires_grad]
+    if learning and torch.is_grad_enabled():
+        raise GradientError(
+            "experts of 8 bits have no gradients; call the layer within torch.no_grad(), or pass "
+            "weights of 16 bits"
+        )
+    routing = Routing.of(expert_index, expert_weight, w_up.shape[0])
+    hidden = ops.grouped_gemm_glu(
+        ops.quantize(x).operand,
+        w_up,
+        routing.offsets,
+        prob=routing.weight,
+        row_index=routing.place // expert_index.shape[1],
+        scale=True,
+        **function,
+    )
+    A = ScaledOperand(hidden.out, hidden.scale, ScaleMode.BLOCK_1x128)
+    rows = x.new_empty(A.shape[0], w_down.shape[-1])
+    ops.grouped_gemm(A, w_down, routing.offsets, out=rows)
+    return routing.gathered(rows)
+
+
+def _check(x: torch.Tensor, w_up: ScaledOperand, w_down: ScaledOperand) -> None:
+    if x.dtype not in _TOKENS:
+        expected = ", ".join(map(str, _TOKENS))
+        raise ArgumentError(f"x is {x.dtype}; beside experts of 8 bits expected one of {expected}")
+    for name, one in (("w_up", w_up), ("w_down", w_down)):
+        if one.mode is not _BLOCKS:
+            raise ArgumentError(
+                f"{name} carries a {one.mode.value} scale; expected {_BLOCKS.value}, because what "
+                f"it is multiplied with is quantised in blocks"
+            )
+    for letter, extent, multiple in (("K", w_up.shape[1], BLOCK), ("2I", w_up.shape[2], 2 * BLOCK)):
+        if extent % multiple:
+            raise ArgumentError(
+                f"w_up has {letter} = {extent}; expected a multiple of {multiple}, whole blocks of "
+                f"128 columns"
+            )

@@ -1,0 +1,115 @@
+"""Quantisation in blocks, and the layer of experts of 8 bits, on this GPU."""
+
+import pytest
+import torch
+
+import kernel_api as ka
+
+pytestmark = [pytest.mark.gpu, pytest.mark.compile, pytest.mark.timeout(600)]
+
+BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def drawn(*shape, seed=0):
+    random = torch.Generator("cuda").manual_seed(seed)
+    values = torch.randn(shape, generator=random, device="cuda")
+    values[..., 0, :] = 0
+    return values.to(BF16)
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (7, 384), (3, 5, 1024), (129, 7168), (2000, 256)])
+@pytest.mark.parametrize("mode", ["tensor", "row", "block", "mx"])
+def test_a_matrix_is_quantised_as_on_the_cpu(mode, shape):
+    x = drawn(*shape)
+    found, expected = (ka.ops.quantize(one, mode) for one in (x, x.cpu()))
+    torch.testing.assert_close(found.scale.cpu().float(), expected.scale.float(), rtol=1e-6, atol=0)
+    apart = found.out.cpu().view(torch.int8).int() - expected.out.view(torch.int8).int()
+    assert apart.abs().max() <= 1  # a tie that a rounding of the scale decides
+    assert (apart != 0).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("name", ["gemm_quantize", "gemm_swiglu"])
+@pytest.mark.parametrize("M", [1, 13, 129, 1000])
+def test_products_quantise_in_blocks(name, M):
+    A, B = drawn(M, 264, seed=1), drawn(512, 264, seed=2).t()
+    columns = 256 if name == "gemm_swiglu" else 512
+    out, scale = A.new_empty(M, columns, dtype=F8), A.new_empty(M, columns // 128).float()
+    how = {} if name == "gemm_swiglu" else {"mode": "block"}
+    args = getattr(ka.fusions, name)(A, B, out=out, scale=scale, **how)
+    kernels = ka.get_kernels(args, providers=["cutedsl"])
+    assert kernels, str(ka.explain(args))
+    for kernel in kernels[:: max(1, len(kernels) // 6)]:
+        verdict = ka.verify(kernel, args)
+        assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+
+
+def gated_groups(sizes, picked, granularity, N=1024, K=400):
+    """A gated product of groups, of operands in blocks, that is quantised in blocks."""
+    random = torch.Generator("cuda").manual_seed(len(sizes))
+    T, E, blocks = sum(sizes) + 5, len(sizes), -(-K // 128)
+
+    def uniform(*shape):
+        return torch.rand(shape, generator=random, device="cuda") + 0.25
+
+    def normal(*shape):
+        return torch.randn(shape, generator=random, device="cuda").to(F8)
+
+    rows = 31 if picked else T
+    A = ka.ScaledOperand(normal(rows, K), uniform(rows, blocks), ka.ScaleMode.BLOCK_1x128)
+    of_B = uniform(E, blocks, N // 128)
+    B = ka.ScaledOperand(normal(E, N, K).mT, of_B, ka.ScaleMode.BLOCK_128x128)
+    index = torch.randint(31, (T,), generator=random, device="cuda").int() if picked else None
+    return ka.fusions.grouped_gemm_glu(
+        *(A, B, torch.tensor(sizes, device="cuda").cumsum(0).int()),
+        out=torch.empty(T, N // 2, device="cuda", dtype=F8),
+        scale=torch.empty(T, N // 256, device="cuda"),
+        prob=uniform(T),
+        granularity=granularity,
+        row_index=index,
+    )
+
+
+@pytest.mark.parametrize("granularity", [32, "halves"])
+@pytest.mark.parametrize("picked", [False, True])
+@pytest.mark.parametrize("sizes", [(1,), (0, 7, 65, 0, 129), (300, 1, 0), (0, 0)])
+def test_gated_groups_quantise_in_blocks(sizes, picked, granularity):
+    args = gated_groups(sizes, picked, granularity)
+    kernels = ka.get_kernels(args, providers=["cutedsl"])
+    assert bool(kernels) == (torch.cuda.get_device_capability() == (9, 0))
+    for kernel in kernels:
+        verdict = ka.verify(kernel, args)
+        assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+
+
+def quantized(weight):
+    """(E, N, K) in blocks of 128 x 128, as (E, K, N)."""
+    blocks = weight.unflatten(1, (-1, 128)).unflatten(3, (-1, 128))
+    scale = blocks.abs().amax((2, 4), keepdim=True) / 448
+    stored = (blocks / scale).view(weight.shape).to(F8)
+    return ka.ScaledOperand(stored.mT, scale[:, :, 0, :, 0].mT, ka.ScaleMode.BLOCK_128x128)
+
+
+def on_cpu(operand):
+    if isinstance(operand, torch.Tensor):
+        return operand.cpu()
+    return ka.ScaledOperand(operand.tensor.cpu(), operand.scale.tensor.cpu(), operand.mode)
+
+
+@pytest.mark.parametrize("T", [0, 1, 33, 700])
+@pytest.mark.parametrize("granularity", [32, "halves"])
+def test_the_layer_of_experts_of_8_bits_is_that_of_the_cpu(T, granularity):
+    E, K, inner, k = 6, 256, 384, 2
+    random = torch.Generator("cuda").manual_seed(T)
+    up = quantized(torch.randn(E, 2 * inner, K, generator=random, device="cuda") / 16)
+    down = quantized(torch.randn(E, K, inner, generator=random, device="cuda") / 19)
+    x = torch.randn(T, K, generator=random, device="cuda").to(BF16)
+    index = torch.randint(-1, E + 1, (T, k), generator=random, device="cuda")
+    weight = torch.rand(T, k, generator=random, device="cuda")
+    operands = (x, index, weight, up, down)
+    found = ka.nn.moe(*operands, granularity=granularity)
+    expected = ka.nn.moe(*map(on_cpu, operands), granularity=granularity)
+    again = ka.nn.moe(*operands, granularity=granularity)
+    assert torch.equal(found, again)
+    if T:
+        apart = (found.cpu().double() - expected.double()).norm() / expected.double().norm()
+        assert apart < 0.01  # what one more step of 8 bits here and there makes
