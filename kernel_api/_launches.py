@@ -33,6 +33,7 @@ from kernel_api._overwritten import teller
 from kernel_api.arguments import Arguments
 from kernel_api.arguments.experts import experts
 from kernel_api.arguments.gemm import ProductArguments
+from kernel_api.arguments.scaled import ScaledOperand
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.discovery import explain, get_kernels
 from kernel_api.dtypes import dtype
@@ -83,6 +84,18 @@ class Call(NamedTuple):
         """What may be tensors, in the order that they are looked at."""
         out = {} if self.out is None else {"out": self.out}
         return {"A": self.A, "B": self.B, **out, **self.options}
+
+    @property
+    def without_scales(self) -> Call:
+        """The same of what is stored; scales and their modes are further options then, whose names
+        no option has."""
+        options, stored = dict(self.options), {"A": self.A, "B": self.B}
+        for name, operand in stored.items():
+            if type(operand) is ScaledOperand:
+                stored[name] = operand.tensor
+                options[_scale_of(name)] = operand.scale.tensor
+                options[f"mode of {name}"] = operand.mode.value
+        return self._replace(**stored, options=options)
 
 
 class Launch:
@@ -148,6 +161,8 @@ _lock = threading.Lock()
 
 def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]) -> Any:
     """Run a call that looks like an earlier one, and return what it returns; else NEW."""
+    if type(A) is ScaledOperand or type(B) is ScaledOperand:
+        A, B, _, _, options = Call(A, B, out, out_dtype, options).without_scales
     try:
         key, addresses = _look(form, A, B, out, out_dtype, options)
         launch = _launches.get(key)
@@ -340,6 +355,7 @@ def _remember(
         out, complete: Its outputs and options when all outputs were there.
         args: Its arguments, which the kernel ran.
     """
+    call = call.without_scales
     try:
         key, _ = _look(form, *call)
     except (RuntimeError, TypeError):
@@ -356,7 +372,13 @@ def _remember(
     if found is None:
         return
     made |= found
-    names = tuple(kernel._launch_operands(args))
+    taken = kernel._launch_operands(args)
+    for name in args.scaled:
+        of = _scale_made_of(call.options.get(_scale_of(name)), taken.get(f"{name}_scale"))
+        if of is None:  # what the kernel was given once, it would take again
+            return
+        made[f"{name}_scale"] = _scale_of(name), of
+    names = tuple(taken)
     if not made.keys() >= set(names):
         return
     if form.further and check_is_asked():
@@ -445,6 +467,19 @@ def _made_of(option: Any, value: Any) -> Callable[[Any], Any] | None:
         if _view(option.unsqueeze(mode)) == _view(tensor):
             return operator.methodcaller("unsqueeze", mode)
     return None
+
+
+def _scale_of(name: str) -> str:
+    return f"scale of {name}"
+
+
+def _scale_made_of(scale: Any, taken: Any) -> Callable[[Any], Any] | None:
+    """What makes what a kernel takes of a scale of these sizes: it sees the same memory."""
+    if scale is None or taken is None or scale.data_ptr() != taken.data_ptr():
+        return None
+    if scale is taken:
+        return _itself
+    return operator.methodcaller("as_strided", tuple(taken.shape), tuple(taken.stride()))
 
 
 def _itself(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """The layer of experts of 8 bits, see :func:`kernel_api.nn.moe`: without gradients.
 
-Tokens are quantised in blocks of 128 columns; the first product takes each token's row from where
-it lies, and quantises what it writes in the same way, for the second.
+Tokens are quantised in blocks of 128 columns, once each, and copied with their scales to where
+their groups lie, as words of four elements. The first product quantises what it writes in the same
+way, for the second.
 """
 
 from __future__ import annotations
@@ -21,16 +22,12 @@ _BLOCKS = ScaleMode.BLOCK_128x128
 _TOKENS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def is_of_8_bits(w_up: Any, w_down: Any) -> bool:
-    """Whether experts are in units of scales; raises ArgumentError where one is alone."""
-    names = {"w_up": w_up, "w_down": w_down}
-    scaled = [name for name, one in names.items() if isinstance(one, ScaledOperand)]
-    if len(scaled) == 1:
-        (other,) = set(names) - set(scaled)
-        raise ArgumentError(
-            f"{scaled[0]} is a ScaledOperand and {other} is none; both are, or none"
-        )
-    return bool(scaled)
+def both_of_8_bits(w_up: Any, w_down: Any) -> tuple[ScaledOperand, ScaledOperand]:
+    """Experts in units of scales; raises ArgumentError where one of the two is not."""
+    if isinstance(w_up, ScaledOperand) and isinstance(w_down, ScaledOperand):
+        return w_up, w_down
+    one, other = ("w_up", "w_down") if isinstance(w_up, ScaledOperand) else ("w_down", "w_up")
+    raise ArgumentError(f"{one} is a ScaledOperand and {other} is none; both are, or none")
 
 
 def moe(
@@ -50,12 +47,16 @@ def moe(
             "weights of 16 bits"
         )
     routing = Routing.of(expert_index, expert_weight, w_up.shape[0])
+    tokens = ops.quantize(x)
     hidden = ops.grouped_gemm_glu(
-        ops.quantize(x).operand,
+        ScaledOperand(
+            routing.scattered(tokens.out.view(torch.float32)).view(tokens.out.dtype),
+            routing.scattered(tokens.scale),
+            ScaleMode.BLOCK_1x128,
+        ),
         w_up,
         routing.offsets,
         prob=routing.weight,
-        row_index=routing.place // expert_index.shape[1],
         scale=True,
         **function,
     )

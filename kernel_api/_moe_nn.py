@@ -15,7 +15,7 @@ import torch
 from kernel_api import ops
 from kernel_api._autocast import cast
 from kernel_api._autograd import differentiable_once, zeros
-from kernel_api._moe_8_bits import is_of_8_bits
+from kernel_api._moe_8_bits import both_of_8_bits
 from kernel_api._moe_8_bits import moe as moe_of_8_bits
 from kernel_api._moe_routing import Routing
 from kernel_api.arguments import ScaledOperand
@@ -71,27 +71,31 @@ def moe(
     """
     if kind not in GLU_KINDS:
         raise ArgumentError(f"kind is {kind!r}; expected one of {', '.join(GLU_KINDS)}")
+    function = Function(kind, order, granularity)
+    routed = x, expert_index, expert_weight
+    if isinstance(w_up, ScaledOperand) or isinstance(w_down, ScaledOperand):
+        experts = both_of_8_bits(w_up, w_down)
+        _check(*routed, *(one.tensor for one in experts))
+        return moe_of_8_bits(*routed, *experts, **function._asdict())
+    _check(*routed, w_up, w_down)
+    x, up, down = cast(x, w_up, w_down)
+    learns = any(one.requires_grad for one in (x, expert_weight, up, down))
+    if learns and torch.is_grad_enabled():
+        y: torch.Tensor = _Moe.apply(  # type: ignore[no-untyped-call]
+            x, expert_index, expert_weight, up, down, function
+        )
+        return y
+    routing = Routing.of(expert_index, expert_weight, up.shape[0])
+    return routing.summed(_hidden(x, routing, up, function), down)
+
+
+def _check(x: Any, expert_index: Any, expert_weight: Any, w_up: Any, w_down: Any) -> None:
     given = {"x": x, "expert_index": expert_index, "expert_weight": expert_weight}
-    of_8_bits = is_of_8_bits(w_up, w_down)
-    stored = {"w_up": w_up, "w_down": w_down}
-    given |= {name: one.tensor for name, one in stored.items()} if of_8_bits else stored
+    given |= {"w_up": w_up, "w_down": w_down}
     require_tensors(**given)
     require_one_device(**given)
     _check_tokens(x, expert_index, expert_weight)
     _check_weights(x, w_up, w_down)
-    function = Function(kind, order, granularity)
-    if of_8_bits:
-        return moe_of_8_bits(x, expert_index, expert_weight, w_up, w_down, **function._asdict())
-    x, w_up, w_down = cast(x, w_up, w_down)
-    learns = any(one.requires_grad for one in (x, expert_weight, w_up, w_down))
-    if learns and torch.is_grad_enabled():
-        y: torch.Tensor = _Moe.apply(  # type: ignore[no-untyped-call]
-            x, expert_index, expert_weight, w_up, w_down, function
-        )
-        return y
-    routing = Routing.of(expert_index, expert_weight, w_up.shape[0])
-    hidden = _hidden(x, routing, w_up, function)
-    return routing.summed(hidden, w_down)
 
 
 def _check_tokens(x: Any, expert_index: Any, expert_weight: Any) -> None:
@@ -117,7 +121,7 @@ def _check_tokens(x: Any, expert_index: Any, expert_weight: Any) -> None:
 
 
 def _check_weights(x: Any, w_up: Any, w_down: Any) -> None:
-    if len(w_up.shape) != 3 or w_up.shape[1] != x.shape[1] or w_up.shape[2] % 2:
+    if w_up.dim() != 3 or w_up.shape[1] != x.shape[1] or w_up.shape[2] % 2:
         raise ArgumentError(
             f"w_up has shape {tuple(w_up.shape)}; expected (E, {x.shape[1]}, 2I), the columns of x "
             f"by pairs"
