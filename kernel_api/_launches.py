@@ -61,9 +61,9 @@ _REFERENCE = "reference"
 _BEYOND = 2**64  # what 64 bits hold, with a sign or without
 
 _KEPT = 1024
-_LOW_BITS = MAX_ALIGNMENT - 1
+LOW_BITS = MAX_ALIGNMENT - 1
 _tell = teller()
-_modes = torch._C._len_torch_dispatch_stack
+dispatch_modes = torch._C._len_torch_dispatch_stack
 _FLOAT32 = torch.float32
 
 _Key = tuple[Any, ...]
@@ -199,7 +199,7 @@ def _look(
     for what is not looked at."""
     if type(A) not in TENSORS or type(B) not in TENSORS or forward_ad._current_level >= 0:
         raise TypeError
-    if _modes():  # of which some trace whatever is called
+    if dispatch_modes():  # of which some trace whatever is called
         raise TypeError
     # Written out: this is most of what a call costs.
     element, start, other_start = A.dtype, A.data_ptr(), B.data_ptr()
@@ -228,8 +228,8 @@ def _look(
         joined = functools.reduce(operator.or_, addresses)
     if element is _FLOAT32:
         key += (_float32.setting(),)
-    if joined & _LOW_BITS:  # else all are as aligned as any kernel asks
-        key += (tuple([each & -each & _LOW_BITS for each in addresses]),)
+    if joined & LOW_BITS:  # else all are as aligned as any kernel asks
+        key += (tuple([each & -each & LOW_BITS for each in addresses]),)
     return key, addresses
 
 

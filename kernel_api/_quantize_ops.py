@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from kernel_api import _compile_cache
 from kernel_api import epilogue as ep
 from kernel_api.arguments import ElementwiseArguments, EpilogueArguments, ScaledOperand, ScaleMode
 from kernel_api.dtypes import dtype
@@ -13,9 +12,7 @@ from kernel_api.errors import ArgumentError
 from kernel_api.fusions import quantize as arguments_of
 from kernel_api.fusions._shared import matrix, one_of
 from kernel_api.fusions._store import MODES, largest_of, scale_of
-from kernel_api.kernel import LauncherInOrder
 from kernel_api.operands import Operand, becomes_node
-from kernel_api.provider import PROVIDERS, raw_setting
 
 __all__ = ["Quantized", "quantize"]
 
@@ -71,19 +68,16 @@ def quantize(
         out: (M, N) of ``out_dtype``, float8_e4m3fn by default; also float8_e5m2 or int8.
     """
     from kernel_api._autograd import check_outputs
-    from kernel_api._launches import TENSORS, check_type, is_read_by_dynamo
+    from kernel_api._launches import check_type
 
     one_of("mode", mode, MODES)
     if scale is not None and mode != "tensor":
         raise ArgumentError(f"scale is given and mode is {mode!r}, which finds its own")
-    if out is None and type(x) in TENSORS and not is_read_by_dynamo():
-        again = _repeated(x, mode, out_dtype)
-        if again is not None:
-            return again
     is_fresh, x = out is None, matrix(x, "x")
     tensor = x.tensor
     if out is None:
-        out = tensor.new_empty(x.shape, dtype=_element(out_dtype))
+        element = dtype("float8_e4m3fn" if out_dtype is None else out_dtype)
+        out = tensor.new_empty(x.shape, dtype=element.torch)
     elif out_dtype is not None:
         check_type(out, out_dtype)
     check_outputs([("out", out)])
@@ -93,9 +87,21 @@ def quantize(
         from kernel_api import _row_operators
 
         _row_operators.traced_quantize(tensor, found, given)
+    elif is_fresh and not given and mode in _BLOCKS:
+        _run_again(x, found)
     else:
-        run(x, found, given, is_fresh)
+        run(x, found, given)
     return found
+
+
+def _run_again(x: Operand, found: Quantized) -> None:
+    """In one launch, into outputs that were made for the call."""
+    from kernel_api import _again
+
+    key = _again.look((x.tensor,), "quantize", found.mode, found.out.dtype)
+    if not _again.repeated(key, (x.tensor, found.out), (found.scale,)):
+        args = arguments_of(x, out=found.out, scale=found.scale, mode=found.mode)
+        _again.run(key, args, ("scale",))
 
 
 def _empty(mode: str, x: Any) -> Any:
@@ -109,20 +115,12 @@ def _empty(mode: str, x: Any) -> Any:
     return new(of_rows if mode == "row" else (), dtype=torch.float32)
 
 
-def run(x: Operand, found: Quantized, given: bool, is_fresh: bool = False) -> None:
-    """By the best kernels.
-
-    Args:
-        given: The scale is read.
-        is_fresh: The outputs share memory with nothing, and so do those of calls like this one.
-    """
+def run(x: Operand, found: Quantized, given: bool) -> None:
+    """By the best kernels; given: the scale is read."""
     from kernel_api._launches import run_best
 
     if given or found.mode in _BLOCKS:
-        args = arguments_of(x, out=found.out, scale=found.scale, mode=found.mode)
-        kernel, artifact = run_best(args)
-        if is_fresh and not given and args.writes_anything:
-            _remember(x.tensor, found, kernel._launcher_in_order(args, artifact))
+        run_best(arguments_of(x, out=found.out, scale=found.scale, mode=found.mode))
         return
     out = Operand(found.out, "out")
     largest, top = found.scale.new_empty(found.scale.shape), largest_of(out)
@@ -133,50 +131,6 @@ def run(x: Operand, found: Quantized, given: bool, is_fresh: bool = False) -> No
     run_best(ElementwiseArguments(*flat, epilogue=EpilogueArguments(_scale(top))))
     scale = found.scale.unsqueeze(-1) if by_row else found.scale
     run_best(ElementwiseArguments(x, out, epilogue=EpilogueArguments(_divided, scale=scale)))
-
-
-# Calls that look like an earlier one -------------------------------------------------------
-
-_launchers: dict[Any, LauncherInOrder] = {}
-_KEPT = 1024
-
-
-def _look(x: Any, mode: str, element: Any) -> Any:
-    """What a call looks like that finds its scales in blocks; None: it is not looked at."""
-    from torch.autograd import forward_ad
-
-    from kernel_api import _launches, provider
-
-    if mode not in _BLOCKS or _launches._modes() or forward_ad._current_level >= 0:
-        return None
-    if becomes_node(x) or not x.data_ptr() or x.is_neg():
-        return None
-    state = provider._generation, raw_setting(PROVIDERS), _compile_cache._era
-    low_bits = x.data_ptr() & _launches._LOW_BITS
-    return (*state, mode, element, x.dtype, x.shape, x.stride(), x.device, low_bits)
-
-
-def _repeated(x: Any, mode: str, out_dtype: Any) -> Quantized | None:
-    """The result of a call like an earlier one."""
-    element = _element(out_dtype)
-    launcher = _launchers.get(_look(x, mode, element))
-    if launcher is None:
-        return None
-    found = Quantized(x.new_empty(x.shape, dtype=element), _empty(mode, x), mode)
-    launcher((x, found.out), (found.scale,))
-    return found
-
-
-def _remember(x: Any, found: Quantized, launcher: LauncherInOrder) -> None:
-    key = _look(x, found.mode, found.out.dtype)
-    if key is not None:
-        if len(_launchers) >= _KEPT:
-            _launchers.clear()
-        _launchers[key] = launcher
-
-
-def _element(out_dtype: Any) -> Any:
-    return dtype("float8_e4m3fn" if out_dtype is None else out_dtype).torch
 
 
 # Scales of rows and of all ------------------------------------------------------------------

@@ -47,8 +47,6 @@ def group_rows(index: Any, groups: int, *, weight: Any = None) -> GroupedRows:
     """
     import torch
 
-    from kernel_api._launches import run_best
-
     count = groups if isinstance(groups, torch.SymInt) else whole_number(groups)
     if count is None or count < 1:
         Operand(index, "index")  # inside torch.jit.trace no size is a number, which this tells
@@ -66,8 +64,18 @@ def group_rows(index: Any, groups: int, *, weight: Any = None) -> GroupedRows:
 
         _row_operators.traced_groups(index, weight, found)
     else:
-        run_best(GroupRowsArguments(index, offsets, row_index, place, weight, grouped))
+        _group(index, weight, found)
     return found
+
+
+def _group(index: Any, weight: Any, found: GroupedRows) -> None:
+    from kernel_api import _again
+
+    key = _again.look((index, weight), "group_rows", found.offsets.shape)
+    operands, beside = (index, *found[:3]), (weight, found.grouped)
+    given = () if weight is None else beside
+    if not _again.repeated(key, operands, given):
+        _again.run(key, GroupRowsArguments(*operands, *beside), ("weight", "grouped")[: len(given)])
 
 
 def gather_rows(
@@ -148,7 +156,8 @@ def _run(
     from kernel_api._autograd import check_outputs
     from kernel_api._launches import check_type
 
-    if out is None:
+    is_fresh = out is None
+    if is_fresh:
         out = _allocated(x, (*rows, *_shape(x, "x")[1:]), out_dtype)
     elif out_dtype is not None:
         check_type(out, out_dtype)
@@ -157,9 +166,24 @@ def _run(
         from kernel_api import _row_operators
 
         _row_operators.traced(kind, x, row_index, weight, out)
+    elif is_fresh:
+        _run_again(kind, x, row_index, weight, out)
     else:
         run(kind, x, row_index, weight, out)
     return out
+
+
+def _run_again(
+    kind: type[IndexedRowsArguments], x: Any, row_index: Any, weight: Any, out: Any
+) -> None:
+    """Into an output that was made for the call."""
+    from kernel_api import _again
+
+    key = _again.look((x, row_index, weight), kind.kind, out.dtype, out.shape)
+    values = (row_index,) if weight is None else (row_index, weight)
+    if not _again.repeated(key, (x, out), values):
+        args = kind(x, out, row_index, weight)
+        _again.run(key, args, ("row_index", "weight")[: len(values)])
 
 
 def run(kind: type[IndexedRowsArguments], x: Any, row_index: Any, weight: Any, out: Any) -> None:

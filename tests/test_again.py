@@ -1,0 +1,133 @@
+"""One-call forms that allocate all they write: calls that look alike are launched at once, each on
+its own tensors."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import kernel_api as ka
+from kernel_api import _again, _compile_cache, _launches
+from kernel_api.arguments import GroupRowsArguments
+
+BF16 = torch.bfloat16
+
+
+def drawn(seed, *shape, element=BF16):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(element)
+
+
+def places(seed, M=7, k=2):
+    """No row twice; one is none."""
+    found = torch.randperm(M * k, generator=torch.Generator().manual_seed(seed)).int()
+    found[seed % (M * k)] = -1
+    return found.view(M, k)
+
+
+def weights(seed):
+    return drawn(seed + 50, 7, 2, element=torch.float32)
+
+
+CALLS = {
+    "gather_rows": lambda s: ka.ops.gather_rows(drawn(s, 14, 24), places(s)),
+    "gather_rows, weighted": lambda s: ka.ops.gather_rows(
+        drawn(s, 14, 24), places(s), weight=weights(s)
+    ),
+    "scatter_rows": lambda s: ka.ops.scatter_rows(drawn(s, 7, 24), places(s))[
+        places(s).flatten().long().clamp(min=0).sort().values[2:]
+    ],
+    "group_rows": lambda s: ka.ops.group_rows(places(s), 5)[:3],
+    "group_rows, weighted": lambda s: ka.ops.group_rows(places(s), 5, weight=weights(s)),
+    "quantize": lambda s: ka.ops.quantize(drawn(s, 9, 256))[:2],
+    "quantize, mx": lambda s: ka.ops.quantize(drawn(s, 9, 256), "mx", out_dtype="int8")[:2],
+}
+
+
+def bits(found):
+    tensors = found if isinstance(found, tuple) else (found,)
+    return [one.float() for one in tensors if one is not None]
+
+
+@pytest.fixture
+def nothing_remembered(monkeypatch):
+    """But the providers are there; tensors of the CPU lie at any multiple of 64 bytes."""
+    ka.get_kernels(providers=["reference"])
+    monkeypatch.setattr(_again, "LOW_BITS", 63)
+    _again._launchers.clear()
+    yield
+    _again._launchers.clear()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_look_alike_compute_what_they_are_given(name, nothing_remembered):
+    call = CALLS[name]
+    alone = []
+    for seed in range(3):
+        alone.append(bits(call(seed)))
+        _again._launchers.clear()
+    for seed in range(3):
+        for one, other in zip(bits(call(seed)), alone[seed], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        assert len(_again._launchers) == 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_like_an_earlier_one_makes_no_arguments(name, nothing_remembered, monkeypatch):
+    CALLS[name](0)
+
+    def refused(*args):
+        raise AssertionError("it ran the long way")
+
+    monkeypatch.setattr(_launches, "run_best", refused)
+    monkeypatch.setattr(_again, "run_best", refused)
+    CALLS[name](1)
+
+
+def test_what_is_remembered_keeps_no_tensor_alive(nothing_remembered):
+    x, index = drawn(0, 14, 24), places(0)
+    known = [weakref.ref(one) for one in (x, index, ka.ops.gather_rows(x, index))]
+    assert _again._launchers
+    del x, index
+    gc.collect()
+    assert not any(one() is not None for one in known)
+
+
+@pytest.mark.parametrize(
+    ("look", "other"),
+    [
+        (lambda: drawn(0, 14, 24), lambda: drawn(0, 14, 32)),
+        (lambda: drawn(0, 14, 24), lambda: drawn(0, 14, 24, element=torch.float32)),
+        (lambda: drawn(0, 14, 24), lambda: drawn(0, 24, 14).t()),
+        (lambda: drawn(0, 14, 32)[:, :24], lambda: drawn(0, 14, 32)[:, 1:25]),
+    ],
+    ids=["sizes", "types", "strides", "alignment"],
+)
+def test_calls_that_look_different_are_told_apart(look, other, nothing_remembered):
+    for made in (look, other):
+        ka.ops.gather_rows(made(), places(0))
+    assert len(_again._launchers) == 2
+
+
+def test_it_is_forgotten_when_kernels_are(nothing_remembered):
+    key = _again.look((drawn(0, 3, 8),), "kind")
+    _compile_cache.clear()
+    assert _again.look((drawn(0, 3, 8),), "kind") != key
+
+
+def test_what_is_checked_at_each_launch_is_never_remembered(nothing_remembered, monkeypatch):
+    monkeypatch.setenv("KERNEL_API_CHECK_OFFSETS", "1")
+    assert _again.look((drawn(0, 3, 8),), "kind") is None
+
+
+def test_empty_tensors_are_not_looked_at(nothing_remembered):
+    assert ka.ops.gather_rows(drawn(0, 0, 8), places(0)[:0]).shape == (0, 8)
+    assert ka.ops.quantize(drawn(0, 0, 128)).out.shape == (0, 128)
+    assert not _again._launchers
+
+
+def test_a_kernel_that_takes_other_names_is_not_remembered(nothing_remembered):
+    index, outputs = places(0), ka.ops.group_rows(places(1), 5)[:3]
+    key = _again.look((index,), "group_rows", "another")
+    _again.run(key, GroupRowsArguments(index, *outputs), ("weight",))
+    assert key not in _again._launchers
