@@ -228,8 +228,14 @@ def in_turn(
         if not budget.allows_another():
             print(f"skipped {problem.label}", file=sys.stderr)
             continue
-        with budget.step():
-            found.append(measure(problem, options.rounds))
+        try:
+            with budget.step():
+                found.append(measure(problem, options.rounds))
+        except torch.OutOfMemoryError as error:
+            print(f"left out: {problem.label}: {_reason(error)}", file=sys.stderr, flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+            continue
         rows.write(rows.path_of(name, options.out), found)
         print(line(found[-1]), flush=True)
     print("\n".join(report(found)))
