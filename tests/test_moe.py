@@ -456,8 +456,9 @@ def test_the_code_of_the_document_runs():
     names = {}
     for block in blocks:
         exec(block, names)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     assert names["y"].shape == names["x"].shape
+    assert names["y8"].shape == names["large"].shape
 
 
 def test_the_functions_that_the_document_names_are_there():
