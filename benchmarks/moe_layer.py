@@ -75,18 +75,14 @@ class Problem:
 
 def problems() -> list[Problem]:
     return [
-        Problem(layer, tokens, learns, bits)
+        Problem(layer, tokens, learns)
         for layer in example().LAYERS
-        for learns, bits, all_tokens in (
-            (False, 16, TOKENS),
-            (True, 16, TOKENS_OF_TRAINING),
-            (False, 8, TOKENS),
-        )
+        for learns, all_tokens in ((False, TOKENS), (True, TOKENS_OF_TRAINING))
         for tokens in all_tokens
     ]
 
 
-def measure(problem: Problem, rounds: int) -> rows.Row:
+def measure(problem: Problem, rounds: int, name: str = NAME) -> rows.Row:
     layer = example().LAYERS[problem.layer]
     weights = layer.weights(harness.DEVICE)
     operands = (*layer.tokens(problem.tokens, harness.DEVICE), *weights)
@@ -103,7 +99,7 @@ def measure(problem: Problem, rounds: int) -> rows.Row:
     found, policy = harness.interleaved(calls, moved, "eager", rounds)
     tflops = 1e-6 * problem.operations / found[SUBJECT].median
     return rows.row(
-        *(NAME, problem.label, (SUBJECT, found[SUBJECT]), (PEER, found[PEER]), True, policy),
+        *(name, problem.label, (SUBJECT, found[SUBJECT]), (PEER, found[PEER]), True, policy),
         rank=0,
         operations=problem.operations,
         bytes=layer.weight_bytes,

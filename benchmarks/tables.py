@@ -33,6 +33,8 @@ NOTHING = "No rows are recorded yet; `benchmarks/` has the scripts."
 
 #: Suites of more problems show so many of them, those with the lowest ratio.
 MOST_PROBLEMS = 24
+#: The GPU whose tables stand first: the one that the kernels were made on.
+FIRST = "h200"
 #: What some suites say beside, and the columns' names.
 FURTHER = {
     "of_ceiling": "of the copy ceiling",
@@ -67,6 +69,7 @@ ABOUT = {
     "host": "what calls cost on the CPU",
     "indexed-rows": "rows gathered and scattered by an index",
     "moe-layer": "whole layers of experts",
+    "moe-layer-8-bits": "layers of experts of 8 bits, beside those of 16",
     "norm": "norms of rows and their gradients",
     "sdpa-backward": "gradients of attention",
     "sdpa-decode": "attention of one query to many keys, in pages too",
@@ -190,13 +193,14 @@ def _cells(cells: list[str]) -> str:
 
 
 def recorded(results: Path = RESULTS) -> dict[str, dict[str, list[Row]]]:
-    """The rows by GPU and suite, of suites that have a verified one; most suites first."""
+    """The rows by GPU and suite, of suites that have a verified one; `FIRST`, then
+    most suites first."""
     found: dict[str, dict[str, list[Row]]] = {}
     for path in sorted(results.glob("*/*.json")):
         rows = json.loads(path.read_text())
         if isinstance(rows, list) and best_rows(rows):  # what a model is fitted to is no suite
             found.setdefault(path.parent.name, {})[path.stem] = rows
-    return dict(sorted(found.items(), key=lambda one: -len(one[1])))
+    return dict(sorted(found.items(), key=lambda one: (one[0] != FIRST, -len(one[1]))))
 
 
 def ceilings(rows: list[Row]) -> dict[str, Any] | None:

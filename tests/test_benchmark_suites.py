@@ -503,6 +503,41 @@ def test_layers_of_experts_are_compared_with_their_peer_before_they_are_timed():
             makes(wrong, operands)
 
 
+def test_layers_of_8_bits_are_compared_with_their_peer_less_closely():
+    moe_layer = script("moe_layer")
+    example = moe_layer.example()
+    layer = example.Layer(experts=4, chosen=2, hidden=256, inner=128)
+    weights = layer.weights("cpu")
+    operands = (*layer.tokens(40, "cpu"), *weights)
+    layers = {"ours": moe_layer._of_8_bits(weights), "theirs": example.layer_by_expert}
+    assert list(moe_layer._forward(layers, operands, rough=("ours",))) == list(layers)
+    with pytest.raises(RuntimeError, match="ours is off by"):
+        moe_layer._forward(layers, operands)
+    listed = script("moe_layer_8_bits").problems()
+    assert {problem.bits for problem in listed} == {8}
+    assert "Mixtral-8x7B, 16 tokens, experts of 8 bits" in [problem.label for problem in listed]
+
+
+def test_what_takes_more_memory_than_there_is_costs_its_own_row_only(monkeypatch, tmp_path, capsys):
+    moe_layer = script("moe_layer")
+    measured = []
+
+    def measure(problem, rounds):
+        measured.append(problem)
+        if len(measured) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"suite": "some", "rank": 0, "problem": problem.label}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options = driver.few_options("", rounds=1).parse_args(["--out", str(tmp_path)])
+    problems = moe_layer.problems()[:3]
+    lines = (lambda row: row["problem"], lambda found: [f"{len(found)} rows"])
+    assert driver.in_turn("some", problems, options, measure, *lines) == driver.DONE
+    shown = capsys.readouterr()
+    assert "2 rows" in shown.out
+    assert f"left out: {problems[0].label}: OutOfMemoryError: CUDA out of m" in shown.err
+
+
 @pytest.mark.parametrize(
     ("name", "folder"),
     [

@@ -1,0 +1,36 @@
+"""Suite moe-layer-8-bits: layers of experts of 8 bits, beside torch's layer of 16 bits, compiled.
+
+    python benchmarks/moe_layer_8_bits.py [--only TEXT] [--rounds N] [--seconds S] [--out FOLDER]
+
+As the suite moe-layer, with weights in blocks of 128 x 128, for which torch has no product of
+groups: its layer has the same weights in bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+
+import driver
+import moe_layer
+import suite
+
+NAME = "moe-layer-8-bits"
+
+
+def problems() -> list[moe_layer.Problem]:
+    layers = moe_layer.example().LAYERS
+    return [
+        moe_layer.Problem(layer, tokens, bits=8) for layer in layers for tokens in moe_layer.TOKENS
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = driver.few_options(__doc__, rounds=12).parse_args(arguments)
+    measure = functools.partial(moe_layer.measure, name=NAME)
+    return driver.in_turn(NAME, problems(), options, measure, suite.line, suite.mean_ratio)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
