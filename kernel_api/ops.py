@@ -6,9 +6,9 @@
 The names and operands are those of :mod:`kernel_api.fusions`. If ``out`` is not given, it is
 allocated row-major, of ``out_dtype`` or the element type of A, or of B where A alone has whole
 numbers; where that has 8 bits, which hold hardly any product, of int32 or bfloat16; where A has
-integers and A or B a scale, of bfloat16, or float32 for more than 8 bits. An output that one may do
-without is allocated if it is True; those that the operation is for (``amax`` of ``gemm_amax``,
-``scale`` of ``gemm_quantize``) always are.
+integers and A or B a scale, of bfloat16, or float32 for more than 8 bits; of float8_e4m3fn where
+``scale`` is an output. An output that one may do without is allocated if it is True; those that the
+operation is for (``amax`` of ``gemm_amax``, ``scale`` of ``gemm_quantize``) always are.
 What comes back is ``out``, or a named tuple of all outputs where there are several.
 
 Products of groups take ``offsets`` behind A and B. Where they allocate ``out``, rows of tokens that

@@ -244,14 +244,14 @@ def lowered(
     graph: Any,
     output_types: tuple[Any, ...],
     *,
-    scales: Mapping[str, str] = {},
+    scales: Mapping[str, str] | None = None,
     float8: bool = True,
     by_heads: bool = False,
 ) -> Any:
     """The epilogue that is traced with a kernel; None for no graph.
 
     Args:
-        scales: As `scaled` takes them.
+        scales: As `scaled` takes them; None: there are none.
         float8: Whether the hardware converts 8-bit floats.
         by_heads: Whether columns of heads are dealt out to tiles 32 of each half in turns.
     """
@@ -260,7 +260,7 @@ def lowered(
     from kernel_api.implementations.common.conversion import Conversions
     from kernel_api.providers.cutedsl.epilogue.lower import GraphEpilogue
 
-    graph = scaled(graph, scales)
+    graph = scaled(graph, scales or {})
     planned = plan(graph)
     assert isinstance(planned, Plan), planned
     return GraphEpilogue(graph, planned, output_types, Conversions(float8), by_heads)
