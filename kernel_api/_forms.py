@@ -12,6 +12,7 @@ from kernel_api.arguments.scaled import BLOCK
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._shared import matrices
+from kernel_api.fusions._store import MX_BLOCK
 from kernel_api.operands import Operand, as_torch, require_tensor
 
 Fusion = Callable[..., Any]
@@ -136,7 +137,7 @@ class Form:
             return empty(rows, torch.float32, A)
         if mode == "block":
             return empty((*rows, out.shape[-1] // BLOCK), torch.float32, A)
-        blocks = (*rows, N // 32)
+        blocks = (*rows, N // MX_BLOCK)
         return empty(blocks, torch.float8_e8m0fnu, A) if mode == "mx" else options.get(name)
 
     def kept_type(self, out: Any, options: dict[str, Any]) -> Any:

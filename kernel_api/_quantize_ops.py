@@ -7,17 +7,18 @@ from typing import Any, NamedTuple
 
 from kernel_api import epilogue as ep
 from kernel_api.arguments import ElementwiseArguments, EpilogueArguments, ScaledOperand, ScaleMode
+from kernel_api.arguments.scaled import BLOCK
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions import quantize as arguments_of
 from kernel_api.fusions._shared import matrix, one_of
-from kernel_api.fusions._store import MODES, largest_of, scale_of
+from kernel_api.fusions._store import MODES, MX_BLOCK, largest_of, scale_of
 from kernel_api.operands import Operand, becomes_node
 
 __all__ = ["Quantized", "quantize"]
 
 #: Columns of a block, and the type of their scales.
-_BLOCKS = {"block": (128, "float32"), "mx": (32, "float8_e8m0fnu")}
+_BLOCKS = {"block": (BLOCK, "float32"), "mx": (MX_BLOCK, "float8_e8m0fnu")}
 _MODES = {
     "tensor": ScaleMode.PER_TENSOR,
     "row": ScaleMode.PER_ROW,

@@ -30,7 +30,8 @@ from kernel_api.operands import Operand
 
 #: Largest values of the types that are quantised to.
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
-_MX_BLOCK = 32
+#: Columns that share a scale of mode ``"mx"``; of ``"block"`` they are BLOCK.
+MX_BLOCK = 32
 #: The smallest normal float32: what is divided by less is no number, or not near it.
 _LEAST_SCALE = 2.0**-126
 MODES = ("tensor", "row", "mx", "block")
@@ -141,9 +142,9 @@ def written_scale(mode: str, scale: Any, of_rows: Extents, N: int, name: str = "
         return typed("scale", required("scale", scale, of_rows), "float32")
     if mode == "block":
         return scale_of_blocks(scale, of_rows, N, f"{name} has N = {N}")
-    if N % _MX_BLOCK:
-        raise ArgumentError(f"{name} has N = {N}; blocks of {_MX_BLOCK} columns need a multiple")
-    return typed("scale", required("scale", scale, (*of_rows, N // _MX_BLOCK)), "float8_e8m0fnu")
+    if N % MX_BLOCK:
+        raise ArgumentError(f"{name} has N = {N}; blocks of {MX_BLOCK} columns need a multiple")
+    return typed("scale", required("scale", scale, (*of_rows, N // MX_BLOCK)), "float8_e8m0fnu")
 
 
 def scale_of_blocks(scale: Any, of_rows: Extents, columns: int, told: str) -> Operand:
@@ -183,8 +184,8 @@ def _quantize_by(mode: str, top: float) -> Function:
     ) -> dict[str, Any]:
         x = weighted(accum, alpha, bias, prob, row_scale)
         if mode == "mx":
-            scale = ep.cast(ep.amax(x, -1, _MX_BLOCK) / top, "float8_e8m0fnu")
-            stored = x / ep.repeat(scale, _MX_BLOCK)
+            scale = ep.cast(ep.amax(x, -1, MX_BLOCK) / top, "float8_e8m0fnu")
+            stored = x / ep.repeat(scale, MX_BLOCK)
         elif mode == "block":
             stored, scale = in_blocks(x, top)
         else:
