@@ -120,13 +120,11 @@ def peers_of(problem: problems.Problem) -> dict[str, Peer]:
     compiled = torch.compile(behind if problem.scales else written)
 
     def bound(args: Any) -> Callable[[], Any]:
-        A, B, out, offsets = args.tensors
-        read = {name: operand.tensor for name, operand in args.epilogue.inputs.items()}
+        (A, B, out, offsets), (read, _) = args.tensors, gemm_fused.of_epilogue(args)
         return functools.partial(compiled, A, B, offsets, read, out)
 
     def bound_behind(args: Any) -> Callable[[], Any]:
-        A, B, out, offsets = args.tensors
-        read = {name: operand.tensor for name, operand in args.epilogue.inputs.items()}
+        (A, B, out, offsets), (read, _) = args.tensors, gemm_fused.of_epilogue(args)
         scales = args.A.scale.tensor, args.B.scale.tensor
         types = {"offs": offsets, "out_dtype": out.dtype}
 

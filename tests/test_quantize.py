@@ -7,6 +7,7 @@ from support.fusions import computed
 
 import kernel_api as ka
 from kernel_api.errors import ArgumentError
+from kernel_api.verification import judge
 
 F8, F32, BF16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
 TOP, LEAST = 448.0, 2.0**-126
@@ -40,6 +41,11 @@ def expected(x, mode):
     return (x / each).clamp(-TOP, TOP).to(F8), scale
 
 
+def judged(x, found):
+    """What was called, by the error-ratio rule."""
+    return judge(ka.fusions.quantize(x, out=found.out, scale=found.scale, mode=found.mode))
+
+
 def same(found, wanted):
     return torch.equal(found.float(), wanted.float())
 
@@ -50,6 +56,7 @@ def test_a_matrix_is_quantised_as_the_definition_says(mode, batch):
     x = drawn(*batch, 7, 384)
     found = ka.ops.quantize(x, mode)
     stored, scale = expected(x, mode)
+    assert judged(x, found)
     assert found.out.dtype is F8 and found.scale.dtype is F32
     assert same(found.scale, scale) and same(found.out, stored)
     assert found.operand.mode.value == {"block": "block_1x128"}.get(mode, f"per_{mode}")
@@ -107,6 +114,12 @@ def test_gated_products_are_what_the_next_product_takes(grouped):
     else:
         found = ka.ops.gemm_swiglu(x, up.t(), order="gate_up", scale=True)
     assert found.out.dtype is F8 and found.scale.shape == (9, 2)
+    written = {"out": found.out, "scale": found.scale}
+    if grouped:
+        args = ka.fusions.grouped_gemm_glu(x, up.expand(2, -1, -1).mT, ends, **written)
+    else:
+        args = ka.fusions.gemm_swiglu(x, up.t(), order="gate_up", **written)
+    assert judge(args)
     stored, scales = expected(hidden, "block")
     torch.testing.assert_close(found.scale, scales, rtol=1e-5, atol=0)
     A = ka.ScaledOperand(found.out, found.scale, ka.ScaleMode.BLOCK_1x128)

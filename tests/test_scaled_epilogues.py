@@ -3,9 +3,9 @@
 import pytest
 import torch
 from support import fusion_cases as make
-from support.fusion_cases import BF16, E4M3, F32, same_bits
+from support.fusion_cases import BF16, E4M3, F32, on_meta, same_bits
 from support.fusions import computed
-from support.scaled_fusions import MODES, ScaledCase, ScaledDraw, on_device
+from support.scaled_fusions import MODES, ScaledCase, ScaledDraw
 
 import kernel_api as ka
 from kernel_api.epilogue import Graph
@@ -14,6 +14,7 @@ from kernel_api.operands import Operand
 from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
 from kernel_api.providers.cutedsl.epilogue.scales import scaled
 from kernel_api.providers.reference.epilogue import evaluate
+from kernel_api.verification import judge
 
 INT8 = {"of_A": torch.int8, "of_B": torch.int8}
 SIZES = {"M": 64, "N": 192, "K": 256, "pad": 16}
@@ -24,12 +25,12 @@ def arguments(fusion, **how):
 
 
 def families(args, cc):
-    meta = on_device(args, "meta")
+    meta = on_meta(args)
     return {k.family for k in ka.get_kernels(meta, cc=cc, providers=["cutedsl"])}
 
 
 def told(args, family, cc=90):
-    explained = ka.explain(on_device(args, "meta"), cc=cc, providers=["cutedsl"]).rejected
+    explained = ka.explain(on_meta(args), cc=cc, providers=["cutedsl"]).rejected
     return next(one for one in explained if one.family == family)
 
 
@@ -109,7 +110,7 @@ def test_without_scales_a_graph_stays_the_same_one():
 def test_hopper_fuses_epilogues_of_8_bit_floats_in_every_mode(name, scales):
     args = arguments(make.CATALOGUE[name], scales=scales)
     assert families(args, 90) == {"sm90.gemm_fp8"}
-    first = ka.get_kernels(on_device(args, "meta"), cc=90)[0]
+    first = ka.get_kernels(on_meta(args), cc=90)[0]
     assert first.metadata.operands.A.scale is MODES[scales][0]
     assert first.metadata.epilogue == args.epilogue.graph
 
@@ -141,6 +142,8 @@ def test_one_call_forms_fuse_operands_with_scales():
     A, B, bias = draw.A, draw.B, draw.random(64)
     found = ka.ops.gemm_bias_activation(A, B, bias=bias, activation="gelu")
     assert found.dtype is BF16
+    args = ka.fusions.gemm_bias_activation(A, B, out=found, bias=bias, activation="gelu")
+    assert judge(args)
     wide = [one.tensor.double() * expanded(one, name) for one, name in ((A, "A"), (B, "B"))]
     expected = torch.nn.functional.gelu(wide[0] @ wide[1] + bias.double())
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6)
@@ -159,7 +162,7 @@ def test_halves_of_columns_have_whole_blocks_of_scales():
         "would match with whole blocks of 128 columns in each half, or pairs of 32 columns"
     )
     assert families(arguments(halves, scales="rows"), 90) == {"sm90.gemm_fp8"}
-    args = on_device(arguments(halves, M=16, N=512, scales="blocks"), "meta")
+    args = on_meta(arguments(halves, M=16, N=512, scales="blocks"))
     found = [k.metadata.design for k in ka.get_kernels(args, cc=90, providers=["cutedsl"])]
     assert {design.tile_shape[1] for design in found} == {64, 128, 256}
     assert not any(design.swap_ab for design in found)
@@ -168,7 +171,7 @@ def test_halves_of_columns_have_whole_blocks_of_scales():
 @pytest.mark.parametrize(("granularity", "transposed"), [(32, True), (64, True), (128, False)])
 def test_transposed_tiles_take_pairs_of_which_both_share_a_scale_of_blocks(granularity, transposed):
     glu = make.a_glu("swiglu", granularity=granularity)
-    args = on_device(arguments(glu, M=8, N=512, scales="blocks"), "meta")
+    args = on_meta(arguments(glu, M=8, N=512, scales="blocks"))
     kernels = ka.get_kernels(args, cc=90, providers=["cutedsl"])
     assert kernels
     assert any(k.metadata.design.swap_ab for k in kernels) == transposed
@@ -178,7 +181,7 @@ def test_heads_are_not_taken_apart_where_they_share_scales_of_blocks():
     rope = make.a_rope(head_dim=128)
     columns = {}
     for scales in ("rows", "blocks"):
-        args = on_device(arguments(rope, N=384, scales=scales), "meta")
+        args = on_meta(arguments(rope, N=384, scales=scales))
         kernels = ka.get_kernels(args, cc=90, providers=["cutedsl"])
         columns[scales] = {k.metadata.design.tile_shape[1] for k in kernels}
     assert any(one % 128 for one in columns["rows"])

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from support import fusion_cases as make
-from support.fusion_cases import E4M3, E5M2
+from support.fusion_cases import E4M3, E5M2, on_meta
 from support.hopper_designs import smallest
 from support.ptx.kernel import EmulatedKernel
 from support.sampling import some
-from support.scaled_fusions import ScaledCase, on_device
+from support.scaled_fusions import ScaledCase
 
 import kernel_api as ka
 from kernel_api import epilogue as ep
@@ -123,7 +123,7 @@ TURNS = some(range(len(CASES)), 4)
 @pytest.mark.parametrize("turn", TURNS, ids=[named(CASES[turn]) for turn in TURNS])
 def test_an_epilogue_sees_the_accumulator_in_units_of_its_scales(turn):
     args = CASES[turn].drawn(turn)
-    kernels = ka.get_kernels(on_device(args, "meta"), cc=90, providers=["cutedsl"])
+    kernels = ka.get_kernels(on_meta(args), cc=90, providers=["cutedsl"])
     kernel = smallest(kernels, CASES[turn].design)
     compiled = EmulatedKernel.compile(kernel, args)
     assert not compiled.artifact.resources.spill_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,27 +29,42 @@ class Case:
     """
 
     name: str
-    make: Callable[[Draw], ka.GemmArguments]
+    make: Callable[[Any], ka.GemmArguments]
     design: str = "plain"
     how: dict[str, Any] = field(default_factory=dict)
 
+    draws: ClassVar[type[Draw]] = Draw
+    K: ClassVar[int] = 72
+
     def drawn(self, turn: int) -> ka.GemmArguments:
         """Every other output is not aligned to 16 bytes; float32 is multiplied as tfloat32."""
-        how = {"K": 72, "element": BF16, "pad": 8 if turn % 2 else 3, "seed": turn, **self.how}
-        args = self.make(Draw(**how))
+        how = {"K": self.K, "element": BF16, "pad": 8 if turn % 2 else 3, "seed": turn, **self.how}
+        args = self.make(self.draws(**how))
         if how["element"] is not F32:
             return args
         return ka.GemmArguments(*args.tensors, epilogue=args.epilogue, fp32_precision="tf32")
 
 
+def on_device(args: ka.GemmArguments, device: str) -> ka.GemmArguments:
+    """The same with all tensors elsewhere, scales as well; strides are kept."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        shape, strides = tensor.shape, tensor.stride()
+        found = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
+        return found if device == "meta" else found.copy_(tensor)
+
+    def operand(one: Any) -> Any:
+        if one.mode is None:
+            return moved(one.tensor)
+        return ka.ScaledOperand(moved(one.tensor), moved(one.scale.tensor), one.mode)
+
+    epilogue = {name: moved(one.tensor) for name, one in args.epilogue.tensors.items()}
+    return args.rebuilt(*map(operand, args.operands), **epilogue)
+
+
 def on_meta(args: ka.GemmArguments) -> ka.GemmArguments:
     """The same for any device: a query asks tensors of a GPU or of none."""
-
-    def meta(tensor):
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-    epilogue = {name: meta(one.tensor) for name, one in args.epilogue.tensors.items()}
-    return args.rebuilt(*map(meta, args.tensors), **epilogue)
+    return on_device(args, "meta")
 
 
 def a_gemm(draw):
@@ -352,15 +367,18 @@ CATALOGUE = {
 
 def on_gpu(args: ka.GemmArguments) -> ka.GemmArguments:
     """The same values and strides, on the current GPU."""
+    return on_device(args, "cuda")
 
-    def copied(tensor):
-        found = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda"
-        )
-        return found.copy_(tensor)
 
-    epilogue = {name: copied(one.tensor) for name, one in args.epilogue.tensors.items()}
-    return args.rebuilt(*map(copied, args.tensors), **epilogue)
+def check_twice(kernel: ka.Kernel, args: Any) -> None:
+    """A kernel is right, and gives the same bits when it runs again."""
+    verdict = ka.verify(kernel, args)
+    assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+    first = {name: one.tensor.clone() for name, one in args.outputs.items()}
+    kernel.run(args)
+    for name, one in args.outputs.items():
+        same = same_bits(one.tensor, first[name])
+        assert same, f"{kernel.metadata.kernel_name}: {name} differs when repeated"
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 import kernel_api as ka
 from kernel_api.arguments.scaled import BLOCK
 from support.data import strided_empty
-from support.fusion_cases import BF16, E4M3
+from support.fusion_cases import BF16, E4M3, Case
 from support.fusions import Draw
 
 MODES = {
@@ -78,42 +76,11 @@ class Described(ScaledDraw):
         return self.random(*shape, element=element)
 
 
-@dataclass(frozen=True)
-class ScaledCase:
-    """A fusion of `fusion_cases`, of operands with scales.
+class ScaledCase(Case):
+    """A fusion of operands with scales."""
 
-    Attributes:
-        design: Word for the kind of design that runs it, or a part of a kernel's name.
-    """
-
-    name: str
-    make: Callable[[Any], ka.GemmArguments]
-    design: str = "plain"
-    how: dict[str, Any] = field(default_factory=dict)
-
-    def drawn(self, turn: int) -> ka.GemmArguments:
-        """Every other output is not aligned to 16 bytes."""
-        how = {"K": 144, "element": BF16, "pad": 8 if turn % 2 else 3, "seed": turn, **self.how}
-        return self.make(ScaledDraw(**how))
+    draws, K = ScaledDraw, 144
 
     def described(self) -> ka.GemmArguments:
+        """Without data."""
         return self.make(Described(**{"element": BF16, **self.how}))
-
-
-def on_device(args: ka.GemmArguments, device: str) -> ka.GemmArguments:
-    """The same with all tensors elsewhere, scales as well; strides are kept."""
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        found = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-        )
-        return found if device == "meta" else found.copy_(tensor)
-
-    def operand(one: Any) -> Any:
-        if one.mode is None:
-            return moved(one.tensor)
-        return ka.ScaledOperand(moved(one.tensor), moved(one.scale.tensor), one.mode)
-
-    others = {name: moved(one.tensor) for name, one in args.epilogue.tensors.items()}
-    epilogue = args.epilogue.with_operands(**others)
-    return ka.GemmArguments(*map(operand, args.operands), epilogue=epilogue)
