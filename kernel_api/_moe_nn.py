@@ -20,7 +20,7 @@ from kernel_api._moe_8_bits import moe as moe_of_8_bits
 from kernel_api._moe_routing import Routing
 from kernel_api.arguments import ScaledOperand
 from kernel_api.errors import ArgumentError
-from kernel_api.fusions import GLU_KINDS
+from kernel_api.fusions._glu import check_halves, checked_pairs
 from kernel_api.operands import require_one_device, require_tensors
 
 __all__ = ["moe"]
@@ -69,15 +69,13 @@ def moe(
         GradientError: weights have 8 bits, and a gradient is asked for.
         NoKernelError: no kernel takes the operands; says why.
     """
-    if kind not in GLU_KINDS:
-        raise ArgumentError(f"kind is {kind!r}; expected one of {', '.join(GLU_KINDS)}")
-    function = Function(kind, order, granularity)
+    function = Function(kind, order, checked_pairs(kind, order, granularity))
     routed = x, expert_index, expert_weight
     if isinstance(w_up, ScaledOperand) or isinstance(w_down, ScaledOperand):
         experts = both_of_8_bits(w_up, w_down)
-        _check(*routed, *(one.tensor for one in experts))
+        _check(*routed, *(one.tensor for one in experts), function)
         return moe_of_8_bits(*routed, *experts, **function._asdict())
-    _check(*routed, w_up, w_down)
+    _check(*routed, w_up, w_down, function)
     x, up, down = cast(x, w_up, w_down)
     learns = any(one.requires_grad for one in (x, expert_weight, up, down))
     if learns and torch.is_grad_enabled():
@@ -89,13 +87,16 @@ def moe(
     return routing.summed(_hidden(x, routing, up, function), down)
 
 
-def _check(x: Any, expert_index: Any, expert_weight: Any, w_up: Any, w_down: Any) -> None:
+def _check(
+    x: Any, expert_index: Any, expert_weight: Any, w_up: Any, w_down: Any, function: Function
+) -> None:
     given = {"x": x, "expert_index": expert_index, "expert_weight": expert_weight}
     given |= {"w_up": w_up, "w_down": w_down}
     require_tensors(**given)
     require_one_device(**given)
     _check_tokens(x, expert_index, expert_weight)
     _check_weights(x, w_up, w_down)
+    check_halves("w_up has 2I", w_up.shape[2], function.granularity)
 
 
 def _check_tokens(x: Any, expert_index: Any, expert_weight: Any) -> None:

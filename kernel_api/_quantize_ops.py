@@ -68,26 +68,18 @@ def quantize(
             found.
         out: (M, N) of ``out_dtype``, float8_e4m3fn by default; also float8_e5m2 or int8.
     """
-    from kernel_api._autograd import check_outputs
-    from kernel_api._launches import check_type
+    import torch
 
-    one_of("mode", mode, MODES)
-    if scale is not None and mode != "tensor":
-        raise ArgumentError(f"scale is given and mode is {mode!r}, which finds its own")
-    is_fresh, x = out is None, matrix(x, "x")
-    tensor = x.tensor
-    if out is None:
-        element = dtype("float8_e4m3fn" if out_dtype is None else out_dtype)
-        out = tensor.new_empty(x.shape, dtype=element.torch)
-    elif out_dtype is not None:
-        check_type(out, out_dtype)
-    check_outputs([("out", out)])
+    checked_mode(mode, scale)
+    if not isinstance(x, torch.Tensor) or x.is_nested or x.dim() not in (2, 3):
+        x = matrix(x, "x").tensor  # or it is refused
+    is_fresh, out = out is None, quantized_like(x, out, out_dtype)
     given = scale is not None
-    found = Quantized(out, scale if given else _empty(mode, tensor), mode)
-    if becomes_node(tensor):
+    found = Quantized(out, scale if given else scales_of(mode, x), mode)
+    if becomes_node(x):
         from kernel_api import _row_operators
 
-        _row_operators.traced_quantize(tensor, found, given)
+        _row_operators.traced_quantize(x, found, given)
     elif is_fresh and not given and mode in _BLOCKS:
         _run_again(x, found)
     else:
@@ -95,17 +87,38 @@ def quantize(
     return found
 
 
-def _run_again(x: Operand, found: Quantized) -> None:
+def _run_again(x: Any, found: Quantized) -> None:
     """In one launch, into outputs that were made for the call."""
     from kernel_api import _again
 
-    key = _again.look((x.tensor,), "quantize", found.mode, found.out.dtype)
-    if not _again.repeated(key, (x.tensor, found.out), (found.scale,)):
+    key = _again.look((x,), "quantize", found.mode, found.out.dtype)
+    if not _again.repeated(key, (x, found.out), (found.scale,)):
         args = arguments_of(x, out=found.out, scale=found.scale, mode=found.mode)
         _again.run(key, args, ("scale",))
 
 
-def _empty(mode: str, x: Any) -> Any:
+def checked_mode(mode: str, scale: Any) -> None:
+    """Raise ArgumentError for a mode that does not exist, or that a scale is not for."""
+    one_of("mode", mode, MODES)
+    if scale is not None and mode != "tensor":
+        raise ArgumentError(f"scale is given and mode is {mode!r}, which finds its own")
+
+
+def quantized_like(x: Any, out: Any, out_dtype: Any) -> Any:
+    """``out``, or one of x's shape where there is none."""
+    from kernel_api._autograd import check_outputs
+    from kernel_api._launches import check_type
+
+    if out is None:
+        element = dtype("float8_e4m3fn" if out_dtype is None else out_dtype)
+        out = x.new_empty(x.shape, dtype=element.torch)
+    elif out_dtype is not None:
+        check_type(out, out_dtype)
+    check_outputs([("out", out)])
+    return out
+
+
+def scales_of(mode: str, x: Any) -> Any:
     """Room for scales of a tensor."""
     import torch
 
@@ -116,7 +129,7 @@ def _empty(mode: str, x: Any) -> Any:
     return new(of_rows if mode == "row" else (), dtype=torch.float32)
 
 
-def run(x: Operand, found: Quantized, given: bool) -> None:
+def run(x: Any, found: Quantized, given: bool) -> None:
     """By the best kernels; given: the scale is read."""
     from kernel_api._launches import run_best
 

@@ -1,7 +1,7 @@
 """The one-call forms of rows as operators of torch, for the graphs of torch.compile and
 torch.export: ``torch.ops.kernel_api.gather_rows(x, row_index, weight, out)``, ``scatter_rows``,
 ``group_rows(index, weight, offsets, row_index, place, grouped)`` and
-``quantize(x, given, out, scale, mode)``. They write outputs that are there; nobody comes here in
+``quantize(x, given, out, scale, by)``. They write outputs that are there; nobody comes here in
 eager mode."""
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from kernel_api._row_ops import GroupedRows, run
 from kernel_api._transforms import check_traced
 from kernel_api.arguments import GatherRowsArguments, GroupRowsArguments, ScatterRowsArguments
 from kernel_api.arguments.indexed import IndexedRowsArguments
-from kernel_api.operands import Operand
 
 _SCHEMA = "(Tensor x, Tensor row_index, Tensor? weight, Tensor(a!) out) -> ()"
 
@@ -27,7 +26,8 @@ _GROUP_ROWS = (
     "Tensor(c!) place, Tensor(d!)? grouped) -> ()"
 )
 
-_QUANTIZE = "quantize(Tensor x, Tensor? given, Tensor(a!) out, Tensor(b!)? scale, str mode) -> ()"
+#: torch has an argument called mode of its own where operators are traced.
+_QUANTIZE = "quantize(Tensor x, Tensor? given, Tensor(a!) out, Tensor(b!)? scale, str by) -> ()"
 
 _library: Any = torch.library.Library("kernel_api", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -56,10 +56,9 @@ def traced_quantize(x: Any, found: Quantized, is_given: bool) -> None:
     torch.ops.kernel_api.quantize(x, scales[0], found.out, scales[1], found.mode)
 
 
-def _quantize(x: Any, given: Any, out: Any, scale: Any, mode: str) -> None:
+def _quantize(x: Any, given: Any, out: Any, scale: Any, by: str) -> None:
     is_given = given is not None
-    found = Quantized(out, given if is_given else scale, mode)
-    run_quantize(Operand(x, "x"), found, is_given)
+    run_quantize(x, Quantized(out, given if is_given else scale, by), is_given)
 
 
 def _check(*operands: Any) -> None:

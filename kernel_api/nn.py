@@ -35,6 +35,7 @@ from kernel_api._forms import product_type
 from kernel_api._moe_nn import moe
 from kernel_api._norm_nn import layernorm, rmsnorm
 from kernel_api.errors import ArgumentError
+from kernel_api.fusions._glu import check_halves, checked_pairs
 from kernel_api.operands import require_one_device, require_tensors
 
 __all__ = [
@@ -97,8 +98,7 @@ def linear_glu(
         ArgumentError: operands or options contradict each other.
         NoKernelError: no kernel takes the operands; says why.
     """
-    if kind not in fusions.GLU_KINDS:
-        raise ArgumentError(f"kind is {kind!r}; expected one of {', '.join(fusions.GLU_KINDS)}")
+    granularity = checked_pairs(kind, order, granularity)
     for name, one in (("limit", limit), ("offset", offset)):
         if isinstance(one, torch.Tensor):
             raise ArgumentError(f"{name} is a tensor; expected a number: it has no gradient")
@@ -130,15 +130,19 @@ class Function(NamedTuple):
         return self.name in fusions.GLU_KINDS
 
     @property
+    def columns(self) -> int | str:
+        """The granularity, as fusions take it."""
+        return int(self.granularity) if self.granularity.isdecimal() else self.granularity
+
+    @property
     def options(self) -> dict[str, Any]:
         """Of the fusions that compute it."""
         if not self.is_glu:
             return {"activation": self.name}
-        blocks = self.granularity
         return {
             "kind": self.name,
             "order": self.order,
-            "granularity": int(blocks) if blocks.isdecimal() else blocks,
+            "granularity": self.columns,
             "limit": self.limit,
             "offset": self.offset,
         }
@@ -150,7 +154,7 @@ def _linear(
     given = {"x": x, "weight": weight, **({} if bias is None else {"bias": bias})}
     require_tensors(**given)
     require_one_device(**given)
-    _check(x, weight, bias)
+    _check(x, weight, bias, function)
     x, weight, bias = cast(x, weight, bias)
     y: torch.Tensor
     if torch.compiler.is_compiling():
@@ -160,7 +164,9 @@ def _linear(
     return y
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _check(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, function: Function
+) -> None:
     if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[-1]:
         raise ArgumentError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; expected (..., K) "
@@ -170,6 +176,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         raise ArgumentError(
             f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), the rows of weight"
         )
+    if function.is_glu:
+        check_halves("weight has N", weight.shape[0], function.columns)
 
 
 # Forward and backward --------------------------------------------------------------------

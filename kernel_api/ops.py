@@ -38,6 +38,7 @@ from kernel_api._forms import Form, Fusion
 from kernel_api._grouped_forms import GroupedForm
 from kernel_api._norm_ops import *  # noqa: F403
 from kernel_api._quantize_ops import *  # noqa: F403
+from kernel_api._quantized_norm_ops import *  # noqa: F403
 from kernel_api._row_ops import *  # noqa: F403
 
 #: Every form of a fusion, and the function that is it.

@@ -376,7 +376,7 @@ def test_a_layer_of_fake_tensors_has_sizes_and_nothing_to_warn_of():
     [
         ({"kind": "mish"}, "kind is 'mish'; expected one of glu, swiglu"),
         ({"order": "both"}, "order is 'both'"),
-        ({"granularity": 48}, "pairs of 48 columns need a multiple of 96"),
+        ({"granularity": 48}, "w_up has 2I = 64; pairs of 48 columns need a multiple of 96"),
         ({"x": torch.ones(2, 7, K)}, r"x has shape \(2, 7, 6\) and expert_index \(7, 2\)"),
         ({"x": torch.ones(6, K)}, r"expert_index \(7, 2\); expected \(T, K\) and \(T, k\)"),
         ({"expert_index": TWO.float()}, "expert_index is torch.float32; expected integers"),

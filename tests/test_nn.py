@@ -254,7 +254,7 @@ def test_products_of_eight_bits_are_of_a_type_that_holds_them(element, taken):
         ({"weight": torch.ones(64, 6, device="meta")}, "weight is on meta but x is on cpu"),
         ({"bias": torch.ones(64, device="meta")}, "bias is on meta but x is on cpu; expected one"),
         ({"kind": "mish"}, "kind is 'mish'; expected one of glu, swiglu"),
-        ({"granularity": 48}, "B has N = 64; pairs of 48 columns need a multiple of 96"),
+        ({"granularity": 48}, "weight has N = 64; pairs of 48 columns need a multiple of 96"),
         ({"granularity": "thirds"}, "granularity is 'thirds'"),
         ({"limit": 3.0}, "limit is 3.0 and kind is 'swiglu'"),
     ],

@@ -43,7 +43,8 @@ def refusal(args, family):
 
 
 def test_there_is_a_family_for_every_norm():
-    assert set(FAMILIES) == {*FAMILY_OF.values(), "sm80.rmsnorm_rht_amax"}
+    of_8_bits = {"sm80.rmsnorm_quantize", "sm80.layernorm_quantize"}
+    assert set(FAMILIES) == {*FAMILY_OF.values(), "sm80.rmsnorm_rht_amax", *of_8_bits}
 
 
 @every_kind

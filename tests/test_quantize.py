@@ -79,11 +79,12 @@ def test_a_scale_that_is_known_is_taken():
     assert same(found.out, (x.float() / scale).clamp(-TOP, TOP).to(F8))
 
 
+@pytest.mark.parametrize("element", [BF16, F32])
 @pytest.mark.parametrize("mode", ["tensor", "row", "block", "mx"])
-def test_compiled_graphs_quantise_alike(mode):
-    x = drawn(7, 384)
+def test_compiled_graphs_quantise_alike(mode, element):
+    x = drawn(7, 384, element=element)
     compiled = torch.compile(
-        lambda x: ka.ops.quantize(x, mode)[:2], fullgraph=True, backend="eager"
+        lambda x: ka.ops.quantize(x, mode)[:2], fullgraph=True, backend="aot_eager"
     )
     for one, other in zip(compiled(x), ka.ops.quantize(x, mode), strict=False):
         assert same(one, other)

@@ -27,10 +27,15 @@ def bits_of_magnitude(values: list) -> Int32:
     """Of the largest one."""
     if len(values) == 1:
         return values[0].bitcast(Int32) & _MAGNITUDE
-    return combined(values, _larger_magnitude).bitcast(Int32)
+    return largest_magnitude(values).bitcast(Int32)
 
 
-def _larger_magnitude(a: Float32, b: Float32) -> Float32:
+def largest_magnitude(values: list) -> Float32:
+    """Of two or more; NaN if one is."""
+    return combined(values, larger_magnitude)
+
+
+def larger_magnitude(a: Float32, b: Float32) -> Float32:
     """NaN if one is; not negative."""
     return cute.arch.inline_ptx(
         "{ .reg .f32 a, b; abs.f32 a, {$r0}; abs.f32 b, {$r1}; max.NaN.f32 {$w0}, a, b; }",

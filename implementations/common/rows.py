@@ -18,6 +18,10 @@ _PIECE_BYTES = 16  # that one instruction moves at most
 CONSTANT, WRITTEN = ".nc", ""
 
 
+def added(a: Numeric, b: Numeric) -> Numeric:
+    return a + b
+
+
 @dataclass(frozen=True)
 class RowThreads:
     """`per_row` threads lie along a row, a vector each, and step on along it.
@@ -63,11 +67,11 @@ class RowThreads:
         """Of the thread's first element."""
         return thread % self.per_row * self.vector
 
-    def partials(self, allocator, values: int) -> cute.Tensor | None:
+    def partials(self, allocator, values: int, buffers: int = 2) -> cute.Tensor | None:
         """Shared memory for `across`, for so many values; (buffers, values, warps)."""
         if self.warps_per_row == 1:
             return None
-        layout = cute.make_layout((2, values, self.threads // WARP))
+        layout = cute.make_layout((buffers, values, self.threads // WARP))
         return allocator.allocate_tensor(Float32, layout, byte_alignment=16)
 
     @cute.jit
@@ -77,12 +81,14 @@ class RowThreads:
         thread: Int32,
         sPartials: cute.Tensor | None,
         buffer: Int32,
+        of_two: cutlass.Constexpr[Callable] = added,
     ) -> tuple:
-        """Sums over the row of what its threads have; all of them get the same.
+        """Sums over the row of what its threads have, or what else is found of two values in any
+        order; all of them get the same.
 
-        buffer: 0 or 1, another one than the last time.
+        buffer: Another one than the last time.
         """
-        values = over_lanes(values, added, min(self.per_row, WARP))
+        values = over_lanes(values, of_two, min(self.per_row, WARP))
         if const_expr(self.warps_per_row > 1):
             warp = thread // WARP
             if thread % WARP == 0:
@@ -91,7 +97,7 @@ class RowThreads:
             cute.arch.sync_threads()
             mine = warp // self.warps_per_row * self.warps_per_row + thread % self.warps_per_row
             of_warps = tuple(sPartials[buffer, i, mine] for i in range(len(values)))
-            values = over_lanes(of_warps, added, self.warps_per_row)
+            values = over_lanes(of_warps, of_two, self.warps_per_row)
         return values
 
 
@@ -103,10 +109,6 @@ def over_lanes(values: tuple, combined: Callable, lanes: int) -> tuple:
         values = tuple(map(combined, values, others))
         offset *= 2
     return values
-
-
-def added(a: Numeric, b: Numeric) -> Numeric:
-    return a + b
 
 
 def combined(values: list, of_two: Callable = added) -> Numeric:
@@ -209,7 +211,11 @@ class GlobalRow:
 
     def store(self, first: Int32, values: list) -> None:
         """Float32 values, rounded; nothing behind the end."""
-        vector, words = self.vector, self.vector.packed(values)
+        self.store_words(first, self.vector.packed(values))
+
+    def store_words(self, first: Int32, words: list) -> None:
+        """A vector; nothing behind the end."""
+        vector = self.vector
         for offset, count in vector.pieces:
             names = [f"{{$r{i + 3}}}" for i in range(count)]
             start = offset // _WORD_BYTES

@@ -1,6 +1,7 @@
 """Rows of a matrix, each divided by its root mean square or its standard deviation."""
 
 import operator
+from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -23,6 +24,25 @@ from ..common.threads import WARP
 
 MOST_VECTORS = 4  # at a time, so that registers are left for other blocks
 MOST_FACTORS = 32  # of a thread, kept across rows
+
+
+@dataclass
+class Place:
+    """Of a thread.
+
+    Attributes:
+        row: Of the matrix.
+        column: Of its first element.
+        N: Columns of the matrix.
+        turn: Rows that it has had before.
+        thread: Its number.
+    """
+
+    row: Int32
+    column: Int32
+    N: Int32
+    turn: Int32
+    thread: Int32
 
 
 class Norm:
@@ -103,6 +123,11 @@ class Norm:
         return self.rows.rows * self.turns
 
     @property
+    def buffers(self) -> int:
+        """Of what warps tell each other."""
+        return 2
+
+    @property
     def unroll(self) -> int:
         """Vectors that a thread works on at a time, as far as the compiler likes."""
         return min(max(self.vectors, 1), MOST_VECTORS)
@@ -155,7 +180,7 @@ class Norm:
         block, _, _ = cute.arch.block_idx()
         allocator = SmemAllocator()
         memory = self.x.allocated(allocator)
-        sSums = self.rows.partials(allocator, 1)
+        sSums = self.rows.partials(allocator, 1, self.buffers)
         if const_expr(self.dependent_launch):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
@@ -195,9 +220,11 @@ class Norm:
             source = self.x.row(mX, turns, turn, memory, thread)
             target = self.x.global_row(mOut, turns, turn, thread)
             mean, rstd = self._measured(source, target, mX.shape[1], operands, sSums, turn, thread)
-            if column == 0 and turns.row(turn) < end:
-                self._write_statistics(mean, rstd, operands, turns.row(turn))
-            found = self._write(source, target, mX.shape[1], mean, rstd, operands, factors, column)
+            row = turns.row(turn)
+            if column == 0 and row < end:
+                self._write_statistics(mean, rstd, operands, row)
+            place = Place(row, column, mX.shape[1], turn, thread)
+            found = self._write(source, target, mean, rstd, operands, factors, place, sSums)
             largest = larger(largest, found)
         return largest
 
@@ -253,16 +280,16 @@ class Norm:
         return [value - mean for value in values] if self.centred else values
 
     @cute.jit
-    def _write(self, source, target, N, mean, rstd, operands, factors, column) -> Int32:
+    def _write(self, source, target, mean, rstd, operands, factors, place, sPartials) -> Int32:
         """Writes the thread's part of out; the bits of the largest magnitude in it."""
-        largest = Int32(0)
+        largest, column = Int32(0), place.column
         if const_expr(self.keeps_factors):
             for v in cutlass.range_constexpr(self.vectors):
                 values = self._distances(source, v, mean)
                 values = hadamard(values, column, factors[v], rstd)
                 largest = larger(largest, self._stored(target, v, values))
         else:
-            for v in cutlass.range(self._vectors(N), unroll=self.unroll):
+            for v in cutlass.range(self._vectors(place.N), unroll=self.unroll):
                 values = self._distances(source, v, mean)
                 first = column + v * self.rows.step
                 if const_expr(self.hadamard and "bias" not in self.operands):

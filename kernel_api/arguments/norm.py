@@ -79,10 +79,10 @@ class NormArguments(RowArguments):
         Args:
             out_columns: Whether the matrix that is written has the columns of x.
         """
-        for name, operand in self.named_operands.items():
-            if operand.dtype.kind != "float":
-                raise ArgumentError(f"{name} is {operand.dtype}; expected a floating type")
         written = self.output_names[0]
+        for name, operand in self.named_operands.items():
+            if operand.dtype.kind != "float" and not self._is_of_epilogue(name):
+                raise ArgumentError(f"{name} is {operand.dtype}; expected a floating type")
         for name in self.operand_names:
             operand = getattr(self, name)
             if operand.rank != 2:
@@ -98,6 +98,11 @@ class NormArguments(RowArguments):
         self._check_further({"M": self.M, "N": self.N})
         self._check_devices()
         self._check_outputs()
+
+    def _is_of_epilogue(self, name: str) -> bool:
+        """Whether that operand has the type that an epilogue reads or writes."""
+        written = self.output_names[0]
+        return self.epilogue is not None and (name == written or name in self.epilogue.tensors)
 
     def _check_further(self, extents: Mapping[str, int]) -> None:
         for name, operand in self.further.items():

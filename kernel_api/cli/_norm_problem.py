@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kernel_api.arguments.scaled import BLOCK
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 
@@ -58,14 +60,16 @@ class _Operands:
     def __init__(self, options: argparse.Namespace, maker: Maker, M: int, N: int) -> None:
         self.M, self.N, self._maker = M, N, maker
         self.element = dtype(options.dtype)
-        self.out_element = dtype(options.out_dtype) if options.out_dtype else self.element
+        self._out_element = options.out_dtype
         self.wide = _FLOAT64 if self.element is _FLOAT64 else _FLOAT32
 
     def read(self) -> Any:
         return self._maker.tensor((self.M, self.N), self.element, "t", fill=True)
 
-    def written(self) -> Any:
-        return self._maker.tensor((self.M, self.N), self.out_element, "t", fill=False)
+    def written(self, element: Any = None) -> Any:
+        """(M, N) of the type that is asked for; by default of this one, or that of the problem."""
+        element = dtype(self._out_element or element or self.element)
+        return self._maker.tensor((self.M, self.N), element, "t", fill=False)
 
     def columns(self, *, fill: bool = True) -> Any:
         """(N,)"""
@@ -133,6 +137,18 @@ def _rmsnorm_rht_amax(made: _Operands) -> NormArguments:
     )
 
 
+def _quantized(made: _Operands, *, centred: bool) -> NormArguments:
+    from kernel_api import fusions
+
+    x, out, weight = made.read(), made.written("float8_e4m3fn"), made.columns()
+    scale = made.statistic(size=made.M * (made.N // BLOCK)).view(made.M, -1)
+    if centred:
+        return fusions.layernorm_quantize(
+            x, out=out, scale=scale, weight=weight, bias=made.columns()
+        )
+    return fusions.rmsnorm_quantize(x, out=out, scale=scale, weight=weight)
+
+
 #: By the name of the operation.
 NORMS: dict[str, Callable[[_Operands], NormArguments]] = {
     "rmsnorm": _rmsnorm,
@@ -140,4 +156,6 @@ NORMS: dict[str, Callable[[_Operands], NormArguments]] = {
     "rmsnorm_backward": _rmsnorm_backward,
     "layernorm_backward": _layernorm_backward,
     "rmsnorm_rht_amax": _rmsnorm_rht_amax,
+    "rmsnorm_quantize": functools.partial(_quantized, centred=False),
+    "layernorm_quantize": functools.partial(_quantized, centred=True),
 }

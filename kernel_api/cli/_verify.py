@@ -107,14 +107,19 @@ def _sizes(options: argparse.Namespace) -> tuple[tuple[int, int, int], ...]:
 
 def _columns_taken_together(options: argparse.Namespace) -> int:
     """What N is a multiple of."""
+    from kernel_api.arguments.scaled import BLOCK
     from kernel_api.epilogue.graph import HADAMARD_BLOCK
     from kernel_api.fusions import gemm_glu
+    from kernel_api.fusions._store import MX_BLOCK
 
     operation, given = options.operation, dict(options.beside or ())
     if operation == "gemm_rope":
         return _positive(given.get("head_dim"))
     if operation == "rmsnorm_rht_amax":
         return HADAMARD_BLOCK
+    if operation.endswith("_quantize"):
+        mode = "block" if operation in NORMS else given.get("mode")
+        return {"block": BLOCK, "mx": MX_BLOCK}.get(mode, 1)
     if "glu" not in operation:
         return 1
     usual = inspect.signature(gemm_glu).parameters["granularity"].default

@@ -87,8 +87,10 @@ from kernel_api.fusions._linear import (
 from kernel_api.fusions._norm import (
     layernorm,
     layernorm_backward,
+    layernorm_quantize,
     rmsnorm,
     rmsnorm_backward,
+    rmsnorm_quantize,
     rmsnorm_rht_amax,
 )
 from kernel_api.fusions._quantize import quantize
@@ -131,9 +133,11 @@ __all__ = [
     "grouped_gemm_wgrad",
     "layernorm",
     "layernorm_backward",
+    "layernorm_quantize",
     "quantize",
     "rmsnorm",
     "rmsnorm_backward",
+    "rmsnorm_quantize",
     "rmsnorm_rht_amax",
     "scatter_rows",
     "sdpa",

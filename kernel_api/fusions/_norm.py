@@ -10,12 +10,15 @@ from math import prod
 from typing import Any
 
 from kernel_api.arguments import (
+    EpilogueArguments,
     LayerNormArguments,
     LayerNormBackwardArguments,
     RmsNormArguments,
     RmsNormBackwardArguments,
 )
 from kernel_api.errors import ArgumentError
+from kernel_api.fusions._shared import epilogue_of, one_of, real, rows
+from kernel_api.fusions._store import MODES, quantized, written_scale
 from kernel_api.operands import Operand
 
 
@@ -30,7 +33,7 @@ def rmsnorm(
         rstd: (...), written: what :func:`rmsnorm_backward` needs.
     """
     return RmsNormArguments(
-        _rows("x", x), _rows("out", out), weight, bias=bias, eps=eps, rstd=_flat("rstd", rstd)
+        as_rows("x", x), as_rows("out", out), weight, bias=bias, eps=eps, rstd=_flat("rstd", rstd)
     )
 
 
@@ -52,14 +55,87 @@ def layernorm(
         mean, rstd: (...), written: what :func:`layernorm_backward` needs.
     """
     return LayerNormArguments(
-        _rows("x", x),
-        _rows("out", out),
+        as_rows("x", x),
+        as_rows("out", out),
         weight,
         bias=bias,
         eps=eps,
         rstd=_flat("rstd", rstd),
         mean=_flat("mean", mean),
     )
+
+
+def rmsnorm_quantize(
+    x: Any,
+    *,
+    out: Any,
+    scale: Any,
+    mode: str = "block",
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-6,
+    rstd: Any = None,
+) -> RmsNormArguments:
+    """out = round(y / scale) of what :func:`rmsnorm` makes y of, so that y ≈ out × scale; it
+    saturates. What a product of 8 bits takes, without y in memory.
+
+    Args:
+        x: (..., N).
+        out: (..., N) of float8_e4m3fn, float8_e5m2 or int8.
+        scale, mode: As :func:`gemm_quantize` has them, but that kernels compute ``"row"`` of any
+            number of columns: (...) in mode ``"row"``, (..., N / 128) in ``"block"``, (..., N / 32)
+            in ``"mx"``; read in ``"tensor"``.
+        weight, bias, eps, rstd: As :func:`rmsnorm` has them.
+    """
+    x, out = as_rows("x", x), as_rows("out", out)
+    return RmsNormArguments(
+        x,
+        out,
+        weight,
+        bias=bias,
+        eps=eps,
+        rstd=_flat("rstd", rstd),
+        epilogue=_quantization(mode, x, out, scale),
+    )
+
+
+def layernorm_quantize(
+    x: Any,
+    *,
+    out: Any,
+    scale: Any,
+    mode: str = "block",
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    mean: Any = None,
+    rstd: Any = None,
+) -> LayerNormArguments:
+    """The same of what :func:`layernorm` makes y of; see :func:`rmsnorm_quantize`."""
+    x, out = as_rows("x", x), as_rows("out", out)
+    return LayerNormArguments(
+        x,
+        out,
+        weight,
+        bias=bias,
+        eps=eps,
+        rstd=_flat("rstd", rstd),
+        mean=_flat("mean", mean),
+        epilogue=_quantization(mode, x, out, scale),
+    )
+
+
+def _quantization(mode: str, x: Operand, out: Operand, scale: Any) -> EpilogueArguments:
+    """Of x (M, N)."""
+    one_of("mode", mode, MODES)
+    if mode == "tensor":
+        if scale is None:
+            raise ArgumentError("scale is None; it is read if mode is 'tensor'")
+        return epilogue_of(quantized(mode, out), {"scale": real("scale", scale)}, {})
+    if scale is not None:
+        scale = _flat("scale", scale) if mode == "row" else as_rows("scale", scale)
+    found = written_scale(mode, scale, rows(x), x.shape[-1], "x")
+    return epilogue_of(quantized(mode, out), {}, {"scale": found})
 
 
 def rmsnorm_backward(
@@ -82,9 +158,9 @@ def rmsnorm_backward(
         dweight, dbias: (N,), written.
     """
     return RmsNormBackwardArguments(
-        _rows("dy", dy),
-        _rows("x", x),
-        _rows("dx", dx),
+        as_rows("dy", dy),
+        as_rows("x", x),
+        as_rows("dx", dx),
         _flat("rstd", rstd),
         weight,
         dweight=dweight,
@@ -113,9 +189,9 @@ def layernorm_backward(
         dweight, dbias: (N,), written.
     """
     return LayerNormBackwardArguments(
-        _rows("dy", dy),
-        _rows("x", x),
-        _rows("dx", dx),
+        as_rows("dy", dy),
+        as_rows("x", x),
+        as_rows("dx", dx),
         _flat("mean", mean),
         _flat("rstd", rstd),
         weight,
@@ -149,8 +225,8 @@ def rmsnorm_rht_amax(
         signs: (16,); absent, they are all 1.
     """
     return RmsNormArguments(
-        _rows("x", x),
-        _rows("out", out),
+        as_rows("x", x),
+        as_rows("out", out),
         weight,
         eps=eps,
         hadamard=True,
@@ -161,7 +237,7 @@ def rmsnorm_rht_amax(
     )
 
 
-def _rows(name: str, value: Any) -> Operand:
+def as_rows(name: str, value: Any) -> Operand:
     """(..., N) as (M, N)."""
     operand = value if isinstance(value, Operand) else Operand(value, name)
     if operand.rank == 2:

@@ -21,7 +21,7 @@ Extents = tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=512)
-def _epilogue(function: Function, written: tuple[str, ...]) -> EpilogueArguments:
+def writing(function: Function, written: tuple[str, ...]) -> EpilogueArguments:
     """The epilogue that writes those values; without operands, which it is applied to."""
 
     @functools.wraps(function)
@@ -51,7 +51,7 @@ def epilogue_of(
     """What a function computes of what is there, on operands that are there."""
     written = {name: value for name, value in writes.items() if value is not None}
     operands = {name: value for name, value in reads.items() if value is not None}
-    return _epilogue(function, tuple(written)).applied_to(**operands, **written)
+    return writing(function, tuple(written)).applied_to(**operands, **written)
 
 
 # Operands --------------------------------------------------------------------------------

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import itertools
+import math
+from typing import Any, NamedTuple
 
 from kernel_api import epilogue as ep
 from kernel_api.arguments import GemmArguments
 from kernel_api.arguments.scaled import BLOCK
+from kernel_api.epilogue import Graph
+from kernel_api.epilogue.shape import SCALAR, Problem
+from kernel_api.epilogue.tracing import Output, parameters_of, trace
+from kernel_api.epilogue.value import Input
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._shared import (
     Extents,
@@ -25,6 +31,7 @@ from kernel_api.fusions._shared import (
     typed,
     weighted,
     whole,
+    writing,
 )
 from kernel_api.operands import Operand
 
@@ -163,6 +170,41 @@ def quantized(mode: str, out: Operand) -> Function:
     """What a quantisation computes for an ``out`` of this type."""
     top = largest_of(out)
     return _quantize_by_tensor if mode == "tensor" else _quantize_by(mode, top)
+
+
+class Quantization(NamedTuple):
+    """What a quantisation does.
+
+    Attributes:
+        mode: As :func:`gemm_quantize` has it.
+        top: The largest value of the type that is quantised to; not known in mode ``"tensor"``.
+    """
+
+    mode: str
+    top: float
+
+
+def quantization_of(graph: Graph) -> Quantization | None:
+    """What an epilogue does that is a quantisation and nothing else, without ``amax``."""
+    return _quantizations().get(graph)
+
+
+@functools.cache
+def _quantizations() -> dict[Graph, Quantization]:
+    found = {}
+    for is_number in (True, False):
+        scale = Input("scale", "real", is_number, SCALAR, None, 0)
+        found[_graph(_quantize_by_tensor, (scale,), ())] = Quantization("tensor", math.nan)
+    for mode, top in itertools.product(("row", "mx", "block"), _LARGEST.values()):
+        found[_graph(_quantize_by(mode, top), (), ("scale",))] = Quantization(mode, top)
+    return found
+
+
+def _graph(function: Function, reads: tuple[Input, ...], writes: tuple[str, ...]) -> Graph:
+    """What a function computes of a matrix, whatever its size."""
+    fn = writing(function, writes).fn
+    outputs = [Output(name, 1) for name in writes]
+    return trace(fn, parameters_of(fn), reads, outputs, {}, Problem(None, 1, BLOCK)).graph
 
 
 def _quantize_by_tensor(

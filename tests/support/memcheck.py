@@ -218,6 +218,12 @@ PROBLEMS: dict[str, Callable[[], Any]] = {
         empty(M, 208), empty(M, 208), empty(208), hadamard=True, global_amax=empty(element=F32)
     ),
     "layer norm": lambda: ka.LayerNormArguments(empty(M, N), empty(M, N), empty(N)),
+    "norm in 8 bits": lambda: fusions.rmsnorm_quantize(
+        empty(M, 384), out=empty(M, 384, element=F8), scale=empty(M, 3, element=F32)
+    ),
+    "layer norm in 8 bits": lambda: fusions.layernorm_quantize(
+        empty(M, N), out=empty(M, N, element=F8), scale=empty(M, element=F32), mode="row"
+    ),
     "gradients of a norm": norm_gradients,
     "gradients of a layer norm": layer_norm_gradients,
     "element-wise": elementwise,

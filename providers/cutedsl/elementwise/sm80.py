@@ -56,7 +56,7 @@ _STORED = (
 )  # fmt: skip
 
 #: The first compute capability that converts 8-bit floats.
-_CONVERTS_8_BITS = 89
+CONVERTS_8_BITS = 89
 
 _WHY_ALIGNED = "rows are moved in vectors, whose addresses and row pitches are multiples of them"
 
@@ -290,7 +290,7 @@ class Sm80Elementwise(CuteDslKernel):
         from kernel_api.implementations.sm80.elementwise import AsItIs, Elementwise
 
         design, cc = self._design, compiler.target_cc()
-        float8 = cc >= _CONVERTS_8_BITS
+        float8 = cc >= CONVERTS_8_BITS
         vector_bytes = _vector_bytes(self.metadata.operands)
         epilogue = lowered(self._graph, types, float8=float8) or AsItIs(Conversions(float8))
         found: Callable[..., None] = Elementwise(

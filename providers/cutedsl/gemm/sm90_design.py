@@ -426,6 +426,9 @@ PROMOTED = (
     "64x128 1x1x4 split4",
     "64x64 1x1x4 split4",
     "16x64 1x1x4 swap split4",
+    "64x256 1x1x2 split2",
+    "64x256 1x1x4 split4",
+    "64x256 1x1x8 split8",
 )
 #: Those that have two stages beside the small parts of float32.
 SPLIT_FLOAT32 = (

@@ -1,0 +1,53 @@
+"""Quantised norms as operators of torch, for the graphs of torch.compile and torch.export:
+``torch.ops.kernel_api.rmsnorm_quantize(x, weight, bias, given, out, scale, eps, number, by)``
+and so on. They write outputs that are there; nobody comes here in eager mode."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from kernel_api._numbers import known_or_wide
+from kernel_api._quantize_ops import Quantized
+from kernel_api._quantized_norm_ops import __all__ as names
+from kernel_api._quantized_norm_ops import run
+from kernel_api._transforms import check_traced
+
+#: given, number: the scale that is read; scale: that which is written; by: the mode, which is what
+#: torch calls an argument of its own where operators are traced.
+_SCHEMA = (
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? given, Tensor(a!) out, Tensor(b!)? scale, "
+    "float eps, float? number, str by) -> ()"
+)
+
+_library: Any = torch.library.Library("kernel_api", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def traced(name: str, x: Any, weight: Any, bias: Any, eps: float, found: Quantized) -> None:
+    """The call in a graph."""
+    out, scale, mode = found
+    is_tensor, is_read = isinstance(scale, torch.Tensor), mode == "tensor"
+    given = scale if is_read and is_tensor else None
+    number = known_or_wide(scale) if is_read and not is_tensor else None
+    check_traced(x=x, weight=weight, bias=bias, scale=given)
+    getattr(torch.ops.kernel_api, name)(
+        x, weight, bias, given, out, None if is_read else scale, known_or_wide(eps), number, mode
+    )
+
+
+def _run(name: str, x: Any, weight: Any, bias: Any, *others: Any) -> None:
+    given, out, scale, eps, number, by = others
+    (scale,) = (one for one in (given, scale, number) if one is not None)
+    run(name, x, weight, bias, eps, Quantized(out, scale, by))
+
+
+def _check(*operands: Any) -> None:
+    """Outputs are there; what they hold is not looked at."""
+
+
+for _name in names:
+    _library.define(f"{_name}{_SCHEMA}")
+    _library.impl(_name, functools.partial(_run, _name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kernel_api::{_name}", _check, lib=_library)

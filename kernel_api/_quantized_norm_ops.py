@@ -1,0 +1,127 @@
+"""The one-call forms of norms whose results are quantised, see :mod:`kernel_api.ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kernel_api import fusions
+from kernel_api._quantize_ops import Quantized, checked_mode, quantized_like, scales_of
+from kernel_api.arguments.norm import NormArguments
+from kernel_api.errors import ArgumentError
+from kernel_api.fusions._norm import as_rows
+from kernel_api.operands import becomes_node
+
+__all__ = ["layernorm_quantize", "rmsnorm_quantize"]
+
+_FUSIONS: dict[str, Callable[..., NormArguments]] = {
+    "rmsnorm_quantize": fusions.rmsnorm_quantize,
+    "layernorm_quantize": fusions.layernorm_quantize,
+}
+
+
+def rmsnorm_quantize(
+    x: Any,
+    mode: str = "block",
+    *,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-6,
+    scale: Any = None,
+    out: Any = None,
+    out_dtype: Any = None,
+) -> Quantized:
+    """round(y / scale) of what :func:`rmsnorm` makes y of, so that y ≈ out × scale; it saturates.
+
+    See :func:`kernel_api.fusions.rmsnorm_quantize`. One launch; y is not written.
+
+    Args:
+        x: (..., N).
+        mode: Which elements share a scale, as :func:`quantize` has it.
+        weight, bias: (N,).
+        scale: Of mode ``"tensor"``: a number or float32 (), what is known from elsewhere.
+        out: (..., N) of ``out_dtype``, float8_e4m3fn by default; also float8_e5m2 or int8.
+    """
+    return _called("rmsnorm_quantize", x, mode, weight, bias, eps, scale, out, out_dtype)
+
+
+def layernorm_quantize(
+    x: Any,
+    mode: str = "block",
+    *,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    scale: Any = None,
+    out: Any = None,
+    out_dtype: Any = None,
+) -> Quantized:
+    """The same of what :func:`layernorm` makes y of; see :func:`rmsnorm_quantize`."""
+    return _called("layernorm_quantize", x, mode, weight, bias, eps, scale, out, out_dtype)
+
+
+def _called(
+    name: str,
+    x: Any,
+    mode: str,
+    weight: Any,
+    bias: Any,
+    eps: float,
+    scale: Any,
+    out: Any,
+    out_dtype: Any,
+) -> Quantized:
+    checked_mode(mode, scale)
+    if mode == "tensor" and scale is None:
+        raise ArgumentError("scale is None; it is read if mode is 'tensor', of what is not there")
+    import torch
+
+    if not isinstance(x, torch.Tensor) or x.is_nested or not x.dim():  # of which only the first may
+        x = as_rows("x", x).tensor
+    is_fresh, out = out is None, quantized_like(x, out, out_dtype)
+    found = Quantized(out, scales_of(mode, x) if scale is None else scale, mode)
+    if becomes_node(x):
+        from kernel_api import _quantized_norm_operators
+
+        _quantized_norm_operators.traced(name, x, weight, bias, eps, found)
+    elif is_fresh:
+        _run_again(name, as_rows("x", x).tensor, weight, bias, eps, found)
+    else:
+        run(name, x, weight, bias, eps, found)
+    return found
+
+
+def run(name: str, x: Any, weight: Any, bias: Any, eps: float, found: Quantized) -> None:
+    """By the best kernel, into what is there."""
+    from kernel_api._launches import run_best
+
+    run_best(_arguments(name, x, weight, bias, eps, found))
+
+
+def _arguments(
+    name: str, x: Any, weight: Any, bias: Any, eps: float, found: Quantized
+) -> NormArguments:
+    beside = {"weight": weight, "bias": bias, "eps": eps}
+    return _FUSIONS[name](x, out=found.out, scale=found.scale, mode=found.mode, **beside)
+
+
+def _run_again(name: str, rows: Any, weight: Any, bias: Any, eps: float, found: Quantized) -> None:
+    """Into outputs that were made for the call; rows: x as a matrix."""
+    from kernel_api import _again
+
+    columns = {n: one for n, one in (("weight", weight), ("bias", bias)) if one is not None}
+    read = found.scale if hasattr(found.scale, "data_ptr") and found.mode == "tensor" else None
+    how = (name, found.mode, found.out.dtype, *columns)
+    key = _again.look((rows, read, *columns.values()), *how)
+    found = _of_rows(found, rows)
+    values = {**columns, "eps": eps, "scale": found.scale}
+    if not _again.repeated(key, (rows, found.out), tuple(values.values())):
+        _again.run(key, _arguments(name, rows, weight, bias, eps, found), tuple(values))
+
+
+def _of_rows(found: Quantized, rows: Any) -> Quantized:
+    """The same as a matrix."""
+    out, scale, mode = found
+    if mode != "tensor":
+        scale = scale.view(rows.shape[0], *scale.shape[out.dim() - 1 :])
+    return Quantized(out.view(rows.shape), scale, mode)

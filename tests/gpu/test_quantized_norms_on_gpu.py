@@ -1,0 +1,59 @@
+"""Norms with quantised results are right on a GPU: every design, by the rule of ``verify`` and by
+the formulas; the one-call forms and graphs give what these do."""
+
+import pytest
+import torch
+from support.quantized_norms import MODES, STORED, check, drawn
+
+import kernel_api as ka
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+NAMES = ("rmsnorm_quantize", "layernorm_quantize")
+COLUMNS = (128, 384, 1024, 2560, 4096, 7168, 16384, 40960)
+
+
+@pytest.mark.parametrize("N", COLUMNS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_design_is_right_and_the_same_when_repeated(name, mode, N):
+    index = COLUMNS.index(N) + MODES.index(mode)
+    element = (torch.bfloat16, torch.float32, torch.float16)[index % 3]
+    stored = list(STORED)[index // 2 % 3]
+    args = drawn(name, mode, 37 if N > 4096 else 301, N, element, stored, seed=index, device="cuda")
+    kernels = [kernel for kernel in ka.get_kernels(args) if kernel.family == f"sm80.{name}"]
+    assert kernels
+    for kernel in kernels:
+        artifact = kernel.compile(args)
+        assert artifact.resources.spill_bytes == 0
+        found = []
+        for _ in range(2):
+            for output in args.outputs.values():
+                output.tensor.view(torch.uint8).fill_(0xFF)
+            kernel.run(args, artifact)
+            check(args, mode)
+            found.append(
+                [output.tensor.clone().view(torch.uint8) for output in args.outputs.values()]
+            )
+        assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("mode", ["block", "row"])
+def test_graphs_and_calls_give_what_products_take(mode):
+    x = torch.randn(3, 50, 512, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(512, device="cuda", dtype=torch.bfloat16)
+    found = [ka.ops.rmsnorm_quantize(x, mode, weight=weight) for _ in range(3)][-1]
+    args = ka.fusions.rmsnorm_quantize(
+        x, out=found.out, scale=found.scale, mode=mode, weight=weight
+    )
+    assert ka.verification.judge(args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = ka.ops.rmsnorm_quantize(x, mode, weight=weight)
+    graph.replay()
+    assert torch.equal(again.out.view(torch.uint8), found.out.view(torch.uint8))
+    assert torch.equal(again.scale, found.scale)
+    compiled = torch.compile(
+        lambda x: ka.ops.rmsnorm_quantize(x, mode, weight=weight)[:2], fullgraph=True
+    )
+    assert torch.equal(compiled(x)[0].view(torch.uint8), found.out.view(torch.uint8))

@@ -1,0 +1,138 @@
+"""Norms with quantised results: by the definition, in one call, in graphs; what refuses them."""
+
+import pytest
+import torch
+from support.fusions import computed
+from support.quantized_norms import MODES, STORED, check, drawn
+
+import kernel_api as ka
+from kernel_api.errors import ArgumentError
+from kernel_api.fusions._store import Quantization, quantization_of
+
+F8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+NAMES = ("rmsnorm_quantize", "layernorm_quantize")
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_quantised_as_the_definition_says(name, mode, stored):
+    index = NAMES.index(name) + MODES.index(mode)
+    args = drawn(name, mode, 9, 256, stored=stored, seed=index)
+    found = computed(args)
+    args.out.tensor.copy_(found["out"])
+    if mode != "tensor":
+        args.epilogue.outputs["scale"].tensor.copy_(found["scale"])
+    check(args, mode)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("mode", MODES)
+def test_calls_and_graphs_give_what_the_norm_and_a_quantisation_do(name, mode):
+    x, weight, bias = torch.randn(2, 5, 256), torch.randn(256), torch.randn(256)
+    given = {"weight": weight, "bias": bias}
+    if mode == "tensor":
+        given["scale"] = torch.tensor(0.02)
+    called = getattr(ka.ops, name)
+    found = called(x, mode, **given)
+    plain = getattr(ka.ops, name.removesuffix("_quantize"))(x, weight=weight, bias=bias)
+    wanted = ka.ops.quantize(plain, mode, **({"scale": given["scale"]} if mode == "tensor" else {}))
+    assert found.out.shape == x.shape and found.mode == mode
+    assert found.scale.shape == wanted.scale.shape and found.scale.dtype is wanted.scale.dtype
+    steps = (found.out.float() - wanted.out.float()).abs() / (wanted.out.float().abs() / 8 + 1e-3)
+    assert steps.max() <= 1.01 and (steps > 0).float().mean() < 0.02
+    compiled = torch.compile(
+        lambda x: called(x, mode, **given)[:2], fullgraph=True, backend="aot_eager"
+    )
+    for one, other in zip(compiled(x), found, strict=False):
+        assert torch.equal(one.float(), other.float())
+
+
+def test_a_number_is_a_scale_in_graphs_too():
+    x = torch.randn(5, 64)
+    found = ka.ops.rmsnorm_quantize(x, "tensor", scale=0.25, out_dtype="int8")
+    assert found.out.dtype is torch.int8 and found.scale == 0.25
+    compiled = torch.compile(
+        lambda x: ka.ops.rmsnorm_quantize(x, "tensor", scale=0.25, out_dtype="int8").out,
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    assert torch.equal(compiled(x), found.out)
+
+
+def test_what_is_written_is_what_a_product_takes():
+    x, w = torch.randn(6, 256, dtype=BF16), torch.randn(128, 256) / 16
+    q, weights = ka.ops.rmsnorm_quantize(x, "row"), ka.ops.quantize(w, "row")
+    B = ka.ScaledOperand(weights.out.t(), weights.scale, ka.ScaleMode.PER_ROW)
+    y = ka.ops.gemm(q.operand, B)
+    wanted = torch.nn.functional.rms_norm(x.float(), (256,), eps=1e-6) @ w.t()
+    assert (y.float() - wanted).norm() < 0.06 * wanted.norm()
+
+
+def test_an_output_that_is_given_is_written():
+    x, out = torch.randn(4, 128), torch.empty(4, 128, dtype=torch.float8_e5m2)
+    found = ka.ops.layernorm_quantize(x, out=out)
+    assert found.out is out
+    assert torch.equal(
+        out.float(), ka.ops.layernorm_quantize(x, out_dtype="float8_e5m2").out.float()
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("mode", MODES)
+def test_kernels_take_every_quantisation_and_nothing_else(name, mode):
+    for stored, top in STORED.items():
+        args = drawn(name, mode, 64, 4096, stored=stored, device="meta", seed=3)
+        found = quantization_of(args.epilogue.graph)
+        assert found.mode == mode and (mode == "tensor" or found == Quantization(mode, top))
+        offered = ka.get_kernels(args, cc=90, providers=["cutedsl"])
+        assert offered and {kernel.family for kernel in offered} == {f"sm80.{name}"}
+        assert all(kernel.predict(args) > 0 for kernel in offered)
+    kind = type(args)
+    doubled = kind(
+        args.x, args.out, epilogue=ka.EpilogueArguments(lambda accum, by: accum * by, by=2.0)
+    )
+    told = ka.explain(doubled, cc=90, providers=["cutedsl"])
+    (refused,) = (one for one in told.rejected if one.family == f"sm80.{name}")
+    assert refused.reason == "an epilogue is a quantisation of the result, and nothing else"
+
+
+def test_results_that_are_not_scaled_are_of_8_bits_too():
+    x, out = (torch.empty(64, 512, dtype=one, device="meta") for one in (BF16, F8))
+    offered = ka.get_kernels(ka.RmsNormArguments(x, out), cc=90, providers=["cutedsl"])
+    assert {kernel.family for kernel in offered} == {"sm80.rmsnorm_quantize"}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: ka.ops.rmsnorm_quantize(x, "rows"), "mode is 'rows'; expected one of tensor, "),
+        (lambda x: ka.ops.rmsnorm_quantize(x, "row", scale=1.0), "scale is given and mode is 'row"),
+        (lambda x: ka.ops.rmsnorm_quantize(x, "tensor"), "scale is None; it is read if mode is "),
+        (lambda x: ka.ops.rmsnorm_quantize(x[:, :100]), "x has N = 100; blocks of 128 columns ne"),
+        (lambda x: ka.ops.rmsnorm_quantize(x[0, 0]), r"x has no modes; expected \(..., N\)"),
+        (lambda x: ka.ops.rmsnorm_quantize(x, out_dtype=BF16), "out's type is 'bfloat16'; expec"),
+        (
+            lambda x: ka.ops.layernorm_quantize(x, weight=torch.ones(5)),
+            r"weight has shape \(5,\); expected \(N\) = \(128,\)",
+        ),
+        (
+            lambda x: ka.fusions.rmsnorm_quantize(x, out=x.to(F8), scale=torch.empty(4)),
+            r"scale has shape \(1, 4\); expected \(4, 1\)",
+        ),
+        (
+            lambda x: ka.fusions.rmsnorm_quantize(x, out=x.to(F8), scale=None, mode="row"),
+            r"scale is None; expected a tensor \(4,\)",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(call, message):
+    with pytest.raises(ArgumentError, match=message):
+        call(torch.randn(4, 128))
+
+
+def test_rows_that_are_no_whole_vectors_are_told():
+    x, out = (torch.empty(8, 104, dtype=one, device="meta")[:, :100] for one in (BF16, F8))
+    args = ka.fusions.rmsnorm_quantize(x, out=out, scale=x.new_empty(8).float(), mode="row")
+    told = str(ka.explain(args, cc=90, providers=["cutedsl"]))
+    assert "rows are whole vectors" in told and "N padded to 104" in told
