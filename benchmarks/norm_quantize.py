@@ -1,5 +1,5 @@
-"""Suite norm-quantize: norms of rows whose results are quantised, beside torch's, and beside a copy
-in the same run.
+"""Suite norm-quantize: rows that are quantised, of norms and as they are, beside torch's, and beside a
+copy in the same run.
 
     python benchmarks/norm_quantize.py [--only block] [--candidates N | --all] [--seconds S]
 
@@ -29,15 +29,20 @@ TOP, LEAST, BLOCK = 448.0, 2.0**-126, 128
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows of x (M, N) over their root mean square, with a weight; what shares a scale."""
+    """Rows of x (M, N); what shares a scale.
+
+    Attributes:
+        norm: Whether they are divided by their root mean square before, with a weight.
+    """
 
     mode: str
     M: int
     N: int
+    norm: bool = True
 
     @property
     def operation(self) -> str:
-        return f"rmsnorm_quantize by {self.mode}"
+        return f"{'rmsnorm_' if self.norm else ''}quantize by {self.mode}"
 
     @property
     def label(self) -> str:
@@ -61,23 +66,26 @@ class Problem:
         )
         if self.mode == "tensor":
             scale.fill_(0.013)
-        return ka.fusions.rmsnorm_quantize(
-            torch.randn(M, N, device=device, dtype=BF16),
-            out=torch.empty(M, N, device=device, dtype=F8),
-            weight=torch.randn(N, device=device, dtype=BF16),
-            scale=scale,
-            mode=self.mode,
-            eps=EPS,
-        )
+        x = torch.randn(M, N, device=device, dtype=BF16)
+        written = {"out": torch.empty(M, N, device=device, dtype=F8), "scale": scale}
+        if not self.norm:
+            return ka.fusions.quantize(x, **written, mode=self.mode)
+        weight = torch.randn(N, device=device, dtype=BF16)
+        return ka.fusions.rmsnorm_quantize(x, **written, weight=weight, mode=self.mode, eps=EPS)
 
 
 SIZES = ((16, 7168), (256, 7168), (4096, 4096), (4096, 7168), (16384, 4096), (8192, 16384))
 MODES = ("block", "row", "tensor")
-PROBLEMS = tuple(Problem(mode, M, N) for mode in MODES for M, N in SIZES)
+PROBLEMS = (
+    *(Problem(mode, M, N) for mode in MODES for M, N in SIZES),
+    *(Problem(mode, M, N, norm=False) for mode in ("row", "block") for M, N in SIZES),
+)
 
 
-def _written(mode: str, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> Any:
-    y = functional.rms_norm(x.float(), x.shape[-1:], weight.float(), EPS)
+def _written(mode: str, x: torch.Tensor, weight: torch.Tensor | None, scale: torch.Tensor) -> Any:
+    y = x.float()
+    if weight is not None:
+        y = functional.rms_norm(y, x.shape[-1:], weight.float(), EPS)
     if mode == "tensor":
         return (y / scale).clamp(-TOP, TOP).to(F8)
     blocks = y.unflatten(-1, (-1, BLOCK)) if mode == "block" else y
@@ -94,9 +102,10 @@ def _compiled(mode: str) -> Callable[..., Any]:
 
 def _peers(problem: Problem, args: Any) -> dict[str, Callable[[], Any]]:
     """What torch has, by name, on the operands of the arguments."""
+    torch.compiler.reset()  # of other sizes it keeps few
     epilogue = args.epilogue
     scale = {**epilogue.inputs, **epilogue.outputs}["scale"].tensor
-    given = args.x.tensor, args.weight.tensor, scale
+    given = args.x.tensor, args.weight.tensor if problem.norm else None, scale
     return {
         "torch.compile": functools.partial(_compiled(problem.mode), *given),
         "torch": functools.partial(_written, problem.mode, *given),

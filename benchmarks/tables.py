@@ -71,7 +71,7 @@ ABOUT = {
     "moe-layer": "whole layers of experts",
     "moe-layer-8-bits": "layers of experts of 8 bits, beside those of 16",
     "norm": "norms of rows and their gradients",
-    "norm-quantize": "norms of rows in 8 bits, with the scales that products take",
+    "norm-quantize": "rows in 8 bits with the scales that products take, of norms and as they are",
     "sdpa-backward": "gradients of attention",
     "sdpa-decode": "attention of one query to many keys, in pages too",
     "sdpa-decode-fp8": "the same of e4m3, queries of bfloat16 too, beside torch's of bfloat16",

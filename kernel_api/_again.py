@@ -11,6 +11,7 @@ import threading
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import torch
 from torch.autograd import forward_ad
 
 from kernel_api import _compile_cache, provider
@@ -33,6 +34,8 @@ def look(read: Sequence[Any], *how: Hashable) -> tuple[Hashable, ...] | None:
         how: What else tells it from others: its kind, element types and sizes of what is written.
     """
     if dispatch_modes() or forward_ad._current_level >= 0 or check_is_asked():
+        return None
+    if torch._C._are_functorch_transforms_active():
         return None
     key: tuple[Hashable, ...] = (
         provider._generation, raw_setting(PROVIDERS), _compile_cache._era, *how,

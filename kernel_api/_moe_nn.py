@@ -73,9 +73,9 @@ def moe(
     routed = x, expert_index, expert_weight
     if isinstance(w_up, ScaledOperand) or isinstance(w_down, ScaledOperand):
         experts = both_of_8_bits(w_up, w_down)
-        _check(*routed, *(one.tensor for one in experts), function)
+        _check(function, *routed, *(one.tensor for one in experts))
         return moe_of_8_bits(*routed, *experts, **function._asdict())
-    _check(*routed, w_up, w_down, function)
+    _check(function, *routed, w_up, w_down)
     x, up, down = cast(x, w_up, w_down)
     learns = any(one.requires_grad for one in (x, expert_weight, up, down))
     if learns and torch.is_grad_enabled():
@@ -88,7 +88,7 @@ def moe(
 
 
 def _check(
-    x: Any, expert_index: Any, expert_weight: Any, w_up: Any, w_down: Any, function: Function
+    function: Function, x: Any, expert_index: Any, expert_weight: Any, w_up: Any, w_down: Any
 ) -> None:
     given = {"x": x, "expert_index": expert_index, "expert_weight": expert_weight}
     given |= {"w_up": w_up, "w_down": w_down}

@@ -57,8 +57,9 @@ def quantize(
 ) -> Quantized:
     """round(x / scale), so that x ≈ out × scale; it saturates.
 
-    See :func:`kernel_api.fusions.quantize`. One launch; but three where a scale of rows or of the
-    whole matrix is to be found: for the largest magnitudes, the scales, and ``out``.
+    See :func:`kernel_api.fusions.quantize`. One launch; but three where the scale of the whole
+    matrix is to be found, or those of rows that no kernel takes: for the largest magnitudes, the
+    scales, and ``out``.
 
     Args:
         x: (M, N), or (L, M, N).
@@ -80,7 +81,7 @@ def quantize(
         from kernel_api import _row_operators
 
         _row_operators.traced_quantize(x, found, given)
-    elif is_fresh and not given and mode in _BLOCKS:
+    elif is_fresh and not given and mode != "tensor":
         _run_again(x, found)
     else:
         run(x, found, given)
@@ -88,13 +89,34 @@ def quantize(
 
 
 def _run_again(x: Any, found: Quantized) -> None:
-    """In one launch, into outputs that were made for the call."""
+    """Into outputs that were made for the call."""
     from kernel_api import _again
 
-    key = _again.look((x,), "quantize", found.mode, found.out.dtype)
-    if not _again.repeated(key, (x, found.out), (found.scale,)):
-        args = arguments_of(x, out=found.out, scale=found.scale, mode=found.mode)
+    matrix, written = (x, found) if found.mode in _BLOCKS else _as_one_matrix(x, found)
+    key = _again.look((matrix,), "quantize", found.mode, found.out.dtype)
+    if _again.repeated(key, (matrix, written.out), (written.scale,)):
+        return
+    args = arguments_of(matrix, out=written.out, scale=written.scale, mode=found.mode)
+    if _has_kernel(args):
         _again.run(key, args, ("scale",))
+    else:
+        run(x, found, given=False)
+
+
+def _as_one_matrix(x: Any, found: Quantized) -> tuple[Any, Quantized]:
+    """Rows of several matrices as those of one, where that is a view."""
+    if x.dim() == 2 or not x.is_contiguous():
+        return x, found
+    rows = x.view(-1, x.shape[-1])
+    return rows, Quantized(found.out.view(rows.shape), found.scale.view(-1), found.mode)
+
+
+def _has_kernel(args: ElementwiseArguments) -> bool:
+    """Whether another than the reference, which waits for the device."""
+    from kernel_api.discovery import get_kernels
+
+    best = get_kernels(args)[0]
+    return args.device.type == "cpu" or best.provider_name() != "reference"
 
 
 def checked_mode(mode: str, scale: Any) -> None:
@@ -133,9 +155,11 @@ def run(x: Any, found: Quantized, given: bool) -> None:
     """By the best kernels; given: the scale is read."""
     from kernel_api._launches import run_best
 
-    if given or found.mode in _BLOCKS:
-        run_best(arguments_of(x, out=found.out, scale=found.scale, mode=found.mode))
-        return
+    if given or found.mode != "tensor":
+        args = arguments_of(x, out=found.out, scale=found.scale, mode=found.mode)
+        if found.mode != "row" or _has_kernel(args):
+            run_best(args)
+            return
     out = Operand(found.out, "out")
     largest, top = found.scale.new_empty(found.scale.shape), largest_of(out)
     by_row = found.mode == "row"

@@ -84,8 +84,8 @@ def _called(
         from kernel_api import _quantized_norm_operators
 
         _quantized_norm_operators.traced(name, x, weight, bias, eps, found)
-    elif is_fresh:
-        _run_again(name, as_rows("x", x).tensor, weight, bias, eps, found)
+    elif is_fresh and type(eps) is float:
+        _run_again(name, as_rows("x", x).tensor if x.dim() != 2 else x, weight, bias, eps, found)
     else:
         run(name, x, weight, bias, eps, found)
     return found
@@ -110,10 +110,12 @@ def _run_again(name: str, rows: Any, weight: Any, bias: Any, eps: float, found: 
     from kernel_api import _again
 
     columns = {n: one for n, one in (("weight", weight), ("bias", bias)) if one is not None}
-    read = found.scale if hasattr(found.scale, "data_ptr") and found.mode == "tensor" else None
-    how = (name, found.mode, found.out.dtype, *columns)
-    key = _again.look((rows, read, *columns.values()), *how)
-    found = _of_rows(found, rows)
+    is_number = type(found.scale) is float
+    how, read = (name, found.mode, found.out.dtype, eps, *columns), (rows, *columns.values())
+    if found.mode == "tensor" and not is_number:
+        read += (found.scale,)  # one that is no tensor is not looked at
+    key = _again.look(read, *how, is_number)
+    found = found if found.out.dim() == 2 else _of_rows(found, rows)
     values = {**columns, "eps": eps, "scale": found.scale}
     if not _again.repeated(key, (rows, found.out), tuple(values.values())):
         _again.run(key, _arguments(name, rows, weight, bias, eps, found), tuple(values))

@@ -39,6 +39,32 @@ CALLS = {
     ],
     "group_rows": lambda s: ka.ops.group_rows(places(s), 5)[:3],
     "group_rows, weighted": lambda s: ka.ops.group_rows(places(s), 5, weight=weights(s)),
+    "rmsnorm": lambda s: ka.ops.rmsnorm(drawn(s, 9, 128), weight=drawn(s + 9, 128), rstd=True),
+    "layernorm": lambda s: ka.ops.layernorm(drawn(s, 3, 2, 64), bias=drawn(s + 9, 64), mean=True),
+    "rmsnorm_backward": lambda s: ka.ops.rmsnorm_backward(
+        drawn(s, 9, 64), drawn(s + 1, 9, 64), rstd=weights(s)[:, :1].abs().new_ones(9), dweight=True
+    ),
+    "layernorm_backward": lambda s: ka.ops.layernorm_backward(
+        drawn(s, 7, 64),
+        drawn(s + 1, 7, 64),
+        mean=weights(s)[:, 0].clone(),
+        rstd=weights(s)[:, 1].abs(),
+        weight=drawn(s + 2, 64),
+        dbias=True,
+    ),
+    "rmsnorm_quantize": lambda s: ka.ops.rmsnorm_quantize(
+        drawn(s, 2, 4, 128), weight=drawn(s + 9, 128)
+    )[:2],
+    "layernorm_quantize": lambda s: ka.ops.layernorm_quantize(
+        drawn(s, 9, 64), "row", bias=drawn(s + 9, 64)
+    )[:2],
+    "rmsnorm_quantize by a scale": lambda s: (
+        ka.ops.rmsnorm_quantize(drawn(s, 9, 64), "tensor", scale=torch.tensor(0.01 + s)).out
+    ),
+    "rmsnorm_quantize by a number": lambda s: (
+        ka.ops.rmsnorm_quantize(drawn(s, 9, 64), "tensor", scale=0.01 + s).out
+    ),
+    "quantize, rows": lambda s: ka.ops.quantize(drawn(s, 2, 9, 256), "row")[:2],
     "quantize": lambda s: ka.ops.quantize(drawn(s, 9, 256))[:2],
     "quantize, mx": lambda s: ka.ops.quantize(drawn(s, 9, 256), "mx", out_dtype="int8")[:2],
 }
@@ -131,3 +157,41 @@ def test_a_kernel_that_takes_other_names_is_not_remembered(nothing_remembered):
     key = _again.look((index,), "group_rows", "another")
     _again.run(key, GroupRowsArguments(index, *outputs), ("weight",))
     assert key not in _again._launchers
+
+
+def test_norms_that_differ_are_not_taken_for_each_other(nothing_remembered):
+    x, w = drawn(1, 4, 128), drawn(2, 128)
+    calls = (
+        lambda: ka.ops.rmsnorm(x, weight=w),
+        lambda: ka.ops.rmsnorm(x),
+        lambda: ka.ops.rmsnorm(x, weight=w, eps=1e-3),
+        lambda: ka.ops.rmsnorm(x, weight=w, rstd=True),
+        lambda: ka.ops.rmsnorm(x, weight=w, out_dtype="float32"),
+        lambda: ka.ops.rmsnorm(x[:, :64], weight=w[:64]),
+        lambda: ka.ops.rmsnorm(x, bias=w),
+        lambda: ka.ops.layernorm(x, weight=w),
+        lambda: ka.ops.layernorm_quantize(x, weight=w),
+        lambda: ka.ops.layernorm_quantize(x, "mx", weight=w),
+        lambda: ka.ops.layernorm_quantize(x, weight=w, eps=1e-3),
+        lambda: ka.ops.layernorm_quantize(x, weight=w, out_dtype="int8"),
+    )
+    for count, call in enumerate(calls, 1):
+        call(), call()
+        assert len(_again._launchers) == count
+    with pytest.raises(ka.errors.ArgumentError, match=r"eps is -1\.0"):
+        ka.ops.rmsnorm(x, weight=w, eps=-1.0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: ka.ops.rmsnorm(x, out=torch.empty_like(x)),
+        lambda x: ka.ops.rmsnorm(x, eps=0),
+        lambda x: ka.ops.rmsnorm_rht_amax(x, weight=x[0]),
+        lambda x: ka.ops.rmsnorm_quantize(x, eps=0),
+        lambda x: ka.ops.rmsnorm_quantize(x, "tensor", scale=2),
+    ],
+)
+def test_norms_with_outputs_and_numbers_of_other_types_are_not_remembered(call, nothing_remembered):
+    call(drawn(1, 4, 128))
+    assert not _again._launchers

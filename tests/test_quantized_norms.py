@@ -136,3 +136,20 @@ def test_rows_that_are_no_whole_vectors_are_told():
     args = ka.fusions.rmsnorm_quantize(x, out=out, scale=x.new_empty(8).float(), mode="row")
     told = str(ka.explain(args, cc=90, providers=["cutedsl"]))
     assert "rows are whole vectors" in told and "N padded to 104" in told
+
+
+def test_rows_of_any_width_are_quantised_by_a_kernel():
+    for N in (256, 4096, 100_000):
+        args = drawn("quantize", "row", 64, N, device="meta")
+        assert ka.get_kernels(args, cc=80)[0].family == "sm80.quantize_rows"
+    told = ka.explain(
+        ka.fusions.quantize(
+            torch.empty(2, 3, 4096, device="meta"),
+            out=torch.empty(2, 3, 4096, device="meta", dtype=F8),
+            scale=torch.empty(2, 3, device="meta"),
+            mode="row",
+        ),
+        cc=80,
+    )
+    (refused,) = (one for one in told.rejected if one.family == "sm80.quantize_rows")
+    assert "x has rank 3 (would match with x.flatten(0, 1))" in str(refused)

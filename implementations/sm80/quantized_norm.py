@@ -50,13 +50,21 @@ class QuantizedNorm(Norm):
     ---------  ------------------------------------------------------------------------------
     scale      (M,), or (M, N / columns), Float32, or float8_e8m0fnu of powers; written. Without
                `scales` a number or (), read; or absent: out is y.
+
+    normalises: False: y is x.
     """
 
     def __init__(
-        self, *args, scales: FoundScales | None = None, conversions: Conversions, **options
+        self,
+        *args,
+        scales: FoundScales | None = None,
+        normalises: bool = True,
+        conversions: Conversions,
+        **options,
     ):
         super().__init__(*args, **options)
         self.scales = scales
+        self.normalises = normalises
         self.conversions = conversions
         if self.columns is not None and (self.rows.step % self.columns or self.lanes > WARP):
             raise ValueError(
@@ -77,6 +85,12 @@ class QuantizedNorm(Norm):
     @property
     def buffers(self) -> int:
         return 3
+
+    @cute.jit
+    def _measured(self, source, target, N, operands, sSums, turn, thread):
+        if const_expr(not self.normalises):
+            return Float32(0), Float32(1)
+        return super()._measured(source, target, N, operands, sSums, turn, thread)
 
     @cute.jit
     def _write(self, source, target, mean, rstd, operands, factors, place, sPartials) -> Int32:
@@ -139,9 +153,9 @@ class QuantizedNorm(Norm):
         if self.scales.powers:
             scale = self.conversions.converted(largest / self.scales.top, Float8E8M0FNU)
             return scale, reciprocal_of_power(self.conversions.widened(scale))
-        scale = larger_magnitude(largest / self.scales.top, Float32(LEAST_SCALE))
+        scale = larger_magnitude(largest * (1.0 / self.scales.top), Float32(LEAST_SCALE))
         scale = select(largest == Float32(0), Float32(1), scale)
-        return scale, Float32(1) / scale
+        return scale, cute.math.rcp(scale, approx=True)
 
     def _number(self, scale) -> Float32:
         if isinstance(scale, cute.Tensor):

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kernel_api.cli._attention_problem import ATTENTION
 from kernel_api.cli._indexed_problem import INDEXED
@@ -118,8 +118,8 @@ def _columns_taken_together(options: argparse.Namespace) -> int:
     if operation == "rmsnorm_rht_amax":
         return HADAMARD_BLOCK
     if operation.endswith("_quantize"):
-        mode = "block" if operation in NORMS else given.get("mode")
-        return {"block": BLOCK, "mx": MX_BLOCK}.get(mode, 1)
+        widths: dict[Any, int] = {"block": BLOCK, "mx": MX_BLOCK}
+        return widths.get("block" if operation in NORMS else given.get("mode"), 1)
     if "glu" not in operation:
         return 1
     usual = inspect.signature(gemm_glu).parameters["granularity"].default

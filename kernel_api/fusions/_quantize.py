@@ -27,8 +27,8 @@ def quantize(
 
     Args:
         x: (M, N), or (L, M, N).
-        out, scale, mode, amax: As there. Kernels compute ``"row"`` of up to 128 columns;
-            :func:`kernel_api.ops.quantize` of any number, in several launches.
+        out, scale, mode, amax: As there, but that kernels compute ``"row"`` of any number of
+            columns, of one matrix and without ``amax``.
     """
     x = matrix(x, "x")
     one_of("mode", mode, MODES)

@@ -10,6 +10,7 @@ import kernel_api as ka
 from kernel_api.dtypes import dtype
 from support.data import strided_empty
 from support.fusions import Draw
+from support.norms import columns_for
 from support.ptx.gemm import storage_bytes
 
 BF16 = torch.bfloat16
@@ -106,7 +107,7 @@ def arguments_for(
     further apart than it asks."""
     operands = kernel.metadata.operands
     vector = max(asked.divisibility for asked in operands.tensors.values())
-    N = -(-N // vector) * vector
+    N = -(-columns_for(kernel, N) // vector) * vector
     batch = () if L is None else (L,)
     x_type, out_type = (one.dtype or "float32" for one in operands.tensors.values())
     x = drawn((*batch, M, N), x_type, pad=vector, seed=seed)

@@ -224,6 +224,9 @@ PROBLEMS: dict[str, Callable[[], Any]] = {
     "layer norm in 8 bits": lambda: fusions.layernorm_quantize(
         empty(M, N), out=empty(M, N, element=F8), scale=empty(M, element=F32), mode="row"
     ),
+    "rows in 8 bits": lambda: fusions.quantize(
+        empty(M, 1000), out=empty(M, 1000, element=F8), scale=empty(M, element=F32), mode="row"
+    ),
     "gradients of a norm": norm_gradients,
     "gradients of a layer norm": layer_norm_gradients,
     "element-wise": elementwise,

@@ -1,4 +1,5 @@
-"""Norms whose results are quantised: operands, and what they compute by the formulas."""
+"""Norms whose results are quantised, and rows that are: operands, and what comes of them by the
+formulas."""
 
 from __future__ import annotations
 
@@ -28,12 +29,16 @@ def drawn(
     seed: int = 0,
     device: Any = "cpu",
 ) -> Any:
-    """Arguments of a fusion: rows of very different size, one of zeros, weights or none."""
+    """Arguments of a fusion, a norm's or ``quantize``: rows of very different size, one of zeros;
+    weights or none."""
     draw = Draw(M, N, element, pad=16, offset=16, device=device, seed=seed)
     x = draw.matrix()
     if not x.is_meta:
         x *= 2.0 ** torch.arange(-3, M - 3, device=device).remainder(7)[:, None]
         x[M // 2] = 0
+    out, scale = draw.matrix(read=False, element=stored), _scale(mode, M, N, seed, x)
+    if name == "quantize":
+        return ka.fusions.quantize(x, out=out, scale=scale, mode=mode)
     given: dict[str, Any] = {"eps": EPS}
     if seed % 3:
         given["weight"] = draw.columns(element=("float32", None)[seed % 2])
@@ -41,8 +46,6 @@ def drawn(
         given["bias"] = draw.columns()
     if seed % 2:
         given["rstd"] = draw.statistic()
-    out = draw.matrix(read=False, element=stored)
-    scale = _scale(mode, M, N, seed, x)
     return getattr(ka.fusions, name)(x, out=out, scale=scale, mode=mode, **given)
 
 
@@ -61,8 +64,7 @@ def check(args: Any, mode: str) -> None:
     """By the rule of ``verify``, and against the formulas."""
     verdict = judge(args, FACTOR_REORDERED)
     assert verdict, verdict
-    weight, bias = (None if one is None else one.tensor for one in (args.weight, args.bias))
-    y = norm(args.x.tensor, weight, bias, centred=isinstance(args, LAYER), eps=EPS)
+    y = _rows(args)
     out, top = args.out.tensor, STORED[args.out.tensor.dtype]
     if mode == "tensor":
         each = torch.full((), 0.037, dtype=torch.float64, device=y.device)
@@ -80,6 +82,14 @@ def check(args: Any, mode: str) -> None:
     eps = torch.finfo(out.dtype).eps
     steps = (out.double() - stored).abs() / (stored.abs() * eps + 2.0**-8)
     assert steps.max() <= 0.51
+
+
+def _rows(args: Any) -> torch.Tensor:
+    """What is quantised, in float64."""
+    if isinstance(args, ka.ElementwiseArguments):
+        return args.x.tensor.double()
+    weight, bias = (None if one is None else one.tensor for one in (args.weight, args.bias))
+    return norm(args.x.tensor, weight, bias, centred=isinstance(args, LAYER), eps=EPS)
 
 
 def _found(y: torch.Tensor, mode: str, top: float) -> torch.Tensor:

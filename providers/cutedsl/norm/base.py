@@ -99,14 +99,26 @@ def whole_vectors(operands: OperandsMetadata, args: Any) -> bool | Miss:
     return padded == args.N or Miss(f"N is {args.N}", f"would match with N padded to {padded}")
 
 
-class NormKernel(CuteDslKernel):
-    """A norm of rows: sums along rows, and over them, are formed in parts."""
+@rule("the rows in flight fit in shared memory")
+def rows_fit(design: RowDesign, operands: OperandsMetadata) -> bool:
+    return staged_bytes(design, operands) <= SHARED_MEMORY_BYTES
+
+
+@rule("a thread has 16 vectors of a row at most")
+def few_vectors(design: RowDesign, operands: OperandsMetadata) -> bool:
+    return design.elements <= 16 * vector_of(operands)
+
+
+@rule("one of 1024 threads has registers for one vector of a row")
+def few_registers(design: RowDesign, operands: OperandsMetadata) -> bool:
+    return design.threads < 1024 or design.elements <= vector_of(operands)
+
+
+class RowKernel(CuteDslKernel):
+    """Of rows that are looked at several times: how they lie on threads."""
 
     targets: ClassVar[tuple[str, ...]] = ("sm_80",)
-    reorders_accumulation = True
     takes_more = True
-
-    # How rows lie on threads -------------------------------------------------------------
 
     @rule("a thread has whole vectors of a row")
     def _(design: RowDesign, operands: OperandsMetadata) -> bool:
@@ -120,16 +132,35 @@ class NormKernel(CuteDslKernel):
     has_whole_vectors = whole_vectors
 
     @rule("a row has room in its threads")
-    def _(design: RowDesign, args: NormArguments) -> bool | Miss:
+    def _(design: RowDesign, args: Any) -> bool | Miss:
         if not design.elements or design.room >= args.N:
             return True
         return Miss(f"N is {args.N}", f"would match with N of {design.room} or less")
 
     @rule("a row takes more than half of the room")
-    def _(design: RowDesign, args: NormArguments) -> bool | Miss:
+    def _(design: RowDesign, args: Any) -> bool | Miss:
         if not design.elements or design.room < 2 * args.N or design.room == SMALLEST_ROOM:
             return True
         return Miss(f"N is {args.N}", f"would match with N of {design.room // 2 + 1} or more")
+
+    def _launched(self) -> dict[str, Any]:
+        """How the implementation's rows lie on threads and how it is launched, as its constructor
+        takes it."""
+        from kernel_api.implementations.common.rows import RowThreads
+
+        design, vector = self._design, vector_of(self.metadata.operands)
+        return {
+            "rows": RowThreads(design.threads, design.threads_per_row, vector),
+            "vectors": design.elements // vector,
+            "stages": design.stages,
+            "dependent_launch": compiler.target_cc() >= compiler.DEPENDENT_LAUNCH,
+        }
+
+
+class NormKernel(RowKernel):
+    """A norm of rows: sums along rows, and over them, are formed in parts."""
+
+    reorders_accumulation = True
 
     # What comes beside the matrices ------------------------------------------------------
 
@@ -181,20 +212,7 @@ class NormKernel(CuteDslKernel):
             operand.dtype.cutlass, (cute.sym_int(),), (1,), assumed_align=alignment
         )
 
-    # How it is built and launched --------------------------------------------------------
-
-    def _launched(self) -> dict[str, Any]:
-        """How the implementation's rows lie on threads and how it is launched, as its constructor
-        takes it."""
-        from kernel_api.implementations.common.rows import RowThreads
-
-        design, vector = self._design, vector_of(self.metadata.operands)
-        return {
-            "rows": RowThreads(design.threads, design.threads_per_row, vector),
-            "vectors": design.elements // vector,
-            "stages": design.stages,
-            "dependent_launch": compiler.target_cc() >= compiler.DEPENDENT_LAUNCH,
-        }
+    # How it is launched ------------------------------------------------------------------
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
         launch = super()._launcher(args, artifact)

@@ -14,14 +14,15 @@ from kernel_api.metadata import NormOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.norm import model
 from kernel_api.providers.cutedsl.norm.base import (
-    SHARED_MEMORY_BYTES,
     NormKernel,
     RowDesign,
+    few_registers,
+    few_vectors,
     row_operands,
-    staged_bytes,
+    rows_fit,
     vector_of,
 )
-from kernel_api.space import Miss, Space, rule
+from kernel_api.space import Miss, Operands, Space, rule
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ _STAGED = (
 _FLIGHTS = ((2, 4), (3, 8), (1, 1))
 _STREAMED = ((128, 32), (256, 256), (1024, 1024))
 
-_SPACE = Space(
+SPACE = Space(
     *(
         NormDesign(*threads, stages, turns)
         for threads, (stages, turns) in itertools.product(_STAGED, _FLIGHTS)
@@ -74,7 +75,7 @@ _SPACE = Space(
 class NormForward(NormKernel):
     """What the forward families share."""
 
-    operands = (
+    operands: ClassVar[tuple[Operands, ...]] = (
         row_operands("f16 | bf16", "like x", (16, 16), (4, 4)),
         row_operands("f16 | bf16", "f32", (16, 16), (4, 8)),
         row_operands("f32", "f32", (16, 16)),
@@ -82,19 +83,11 @@ class NormForward(NormKernel):
     )
     operands_metadata = NormOperandsMetadata
     design = NormDesign
-    space = _SPACE
+    space = SPACE
 
-    @rule("the rows in flight fit in shared memory")
-    def _(design: NormDesign, operands: NormOperandsMetadata) -> bool:
-        return staged_bytes(design, operands) <= SHARED_MEMORY_BYTES
-
-    @rule("a thread has 16 vectors of a row at most")
-    def _(design: NormDesign, operands: NormOperandsMetadata) -> bool:
-        return design.elements <= 16 * vector_of(operands)
-
-    @rule("one of 1024 threads has registers for one vector of a row")
-    def _(design: NormDesign, operands: NormOperandsMetadata) -> bool:
-        return design.threads < 1024 or design.elements <= vector_of(operands)
+    rows_fit = rows_fit
+    has_few_vectors = few_vectors
+    has_few_registers = few_registers
 
     def implementation(self) -> Callable[..., None]:
         return self._implementation(("eps",))

@@ -7,12 +7,15 @@
     waves    no less than one latency of the memory for each turn of each wave
     turns    what a CTA that takes several rows waits for between them
     maxima   an atomic of every CTA, which holds its place until it has returned
+    lanes    what they tell each other of every vector
     parts    sums over rows that CTAs leave and another kernel adds up, through L2
 
 The constants are those of an H200.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from kernel_api.arguments.norm import LayerNormArguments, NormArguments
 from kernel_api.devices import multiprocessors_of
@@ -41,6 +44,8 @@ _TURNS_COST = 1.07
 _FACTORS_COST = 1.1
 #: Seconds from the last row of a CTA until the largest value is with the others'.
 _MAXIMA_LATENCY = 2.5e-6
+#: Seconds until the scale of a vector is found from the lanes that share it.
+_EXCHANGE_LATENCY = 0.35e-6
 #: By bytes of a vector: narrow ones take more instructions.
 _VECTOR_COST = {16: 1.0, 8: 1.15, 4: 1.5, 2: 3.0}
 
@@ -52,9 +57,14 @@ _REGISTERS_OF_MEAN, _REGISTERS_OF_TRANSFORM, _MOST_FACTORS = 8, 12, 32
 
 
 def forward(
-    args: NormArguments, design: RowDesign, operands: OperandsMetadata, turns: int
+    args: Any, design: RowDesign, operands: OperandsMetadata, turns: int, *, exchanges: bool = False
 ) -> float:
-    """Seconds; turns: times that a CTA takes new rows."""
+    """Seconds.
+
+    Args:
+        turns: Times that a CTA takes new rows.
+        exchanges: Whether lanes tell each other of every vector before it is written.
+    """
     multiprocessors = multiprocessors_of(args.device)
     transformed = getattr(args, "hadamard", False)
     registers = _registers(design, turns, isinstance(args, LayerNormArguments), transformed)
@@ -65,7 +75,10 @@ def forward(
         seconds *= _TURNS_COST
         if transformed and not _factors_kept(design):
             seconds *= _FACTORS_COST
-    if args.further.keys() & {"amax", "global_amax"}:
+    if exchanges:
+        vectors = -(-args.N // (design.threads_per_row * vector_of(operands)))
+        seconds += waves * turns * vectors * _EXCHANGE_LATENCY
+    if getattr(args, "finds_maxima", False):
         seconds += waves * _MAXIMA_LATENCY
     return seconds
 
@@ -113,7 +126,7 @@ def _resident(design: RowDesign, operands: OperandsMetadata, registers: int) -> 
 
 
 def _seconds(
-    args: NormArguments,
+    args: Any,
     design: RowDesign,
     operands: OperandsMetadata,
     resident: int,
@@ -126,7 +139,7 @@ def _seconds(
     ahead = max(design.stages - 1, _PART_OF_TIME)
     in_flight = resident * design.rows * row * ahead
     share = min(1.0, in_flight / _IN_FLIGHT)
-    seconds = args.M * args.N * sum(sizes.values()) / (BANDWIDTH * share)
+    seconds: float = args.M * args.N * sum(sizes.values()) / (BANDWIDTH * share)
     if not design.elements:
         seconds += args.M * row / L2_BANDWIDTH
     x = operands.tensors["x"].dtype
