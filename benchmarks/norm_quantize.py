@@ -1,5 +1,5 @@
-"""Suite norm-quantize: rows that are quantised, of norms and as they are, beside torch's, and beside a
-copy in the same run.
+"""Suite norm-quantize: rows that are quantised, of norms and as they are, beside torch's, and
+beside a copy in the same run.
 
     python benchmarks/norm_quantize.py [--only block] [--candidates N | --all] [--seconds S]
 

@@ -61,6 +61,9 @@ class NormForm:
             for one in parameters
             if one.name not in self.matrices
         }
+        named = [one for one in self.signature.parameters.values() if one.name in self.defaults]
+        self._required = {one.name for one in named if one.default is one.empty}
+        self._taken = {*self.defaults, f"{written[0]}_dtype"}
 
     @property
     def signature(self) -> inspect.Signature:
@@ -73,6 +76,16 @@ class NormForm:
             if one.name == self.written[0]:
                 parameters.append(one.replace(name=f"{one.name}_dtype", default=None))
         return found.replace(parameters=parameters, return_annotation=Any)
+
+    def bound(self, matrices: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """What a call gives, by name; raises TypeError as a function of this signature does."""
+        fits = len(matrices) == len(self.matrices) and options.keys() <= self._taken
+        if fits and options.keys() >= self._required:
+            return {**dict(zip(self.matrices, matrices, strict=True)), **options}
+        try:
+            return dict(self.signature.bind(*matrices, **options).arguments)
+        except TypeError as error:
+            raise TypeError(f"{self.name}(): {error}") from None
 
     def completed(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with every output that is asked for."""
@@ -140,14 +153,10 @@ def _one_call(
     fusion: Callable[..., NormArguments], *written: str, always: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
     form = NormForm(fusion, written, always)
-    signature = form.signature
 
     @functools.wraps(fusion)
     def call(*matrices: Any, **options: Any) -> Any:
-        try:
-            given = signature.bind(*matrices, **options).arguments
-        except TypeError as error:
-            raise TypeError(f"{fusion.__name__}(): {error}") from None
+        given = form.bound(matrices, options)
         form.check(given)
         complete = form.completed(given)
         if becomes_node(complete["x"]):
@@ -161,7 +170,7 @@ def _one_call(
         return form.results(complete)
 
     call.__module__ = "kernel_api.ops"
-    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__signature__ = form.signature  # type: ignore[attr-defined]
     FORMS.append(form)
     return call
 

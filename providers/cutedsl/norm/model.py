@@ -45,7 +45,7 @@ _FACTORS_COST = 1.1
 #: Seconds from the last row of a CTA until the largest value is with the others'.
 _MAXIMA_LATENCY = 2.5e-6
 #: Seconds until the scale of a vector is found from the lanes that share it.
-_EXCHANGE_LATENCY = 0.35e-6
+_EXCHANGE_LATENCY = 0.2e-6
 #: By bytes of a vector: narrow ones take more instructions.
 _VECTOR_COST = {16: 1.0, 8: 1.15, 4: 1.5, 2: 3.0}
 

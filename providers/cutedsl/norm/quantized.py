@@ -30,6 +30,8 @@ from kernel_api.space import Miss, Operands, rule
 #: Columns that share a scale, of the modes in which not all of a row do.
 _COLUMNS = {"block": BLOCK, "mx": MX_BLOCK}
 _LANES = 32
+#: Of the time of a norm, where a CTA takes several rows after each other.
+_TURNS_COST = 1.06
 
 
 #: Whole vectors: columns that share a scale are with few threads.
@@ -118,6 +120,8 @@ def _seconds(args: Any, design: NormDesign, operands: OperandsMetadata) -> float
     asked = _asked(args)
     of_blocks = asked is not None and asked.mode in _COLUMNS
     seconds = model.forward(args, design, operands, design.turns, exchanges=of_blocks)
+    if design.turns > 1:
+        seconds *= _TURNS_COST
     if not design.elements and asked is not None and asked.mode == "row":  # looked at once more
         seconds += args.M * args.N * args.x.dtype.itemsize / L2_BANDWIDTH
     return seconds
