@@ -81,6 +81,25 @@ def _faults_of_operands(family: type[Kernel]) -> Iterator[str]:
         else:
             yield f"operands has {row!r}; expected Operands(...)"
     yield from _faults_of_metadata(family.operands_metadata, arguments)
+    yield from _faults_of_repeats([row for row in rows if isinstance(row, Operands)])
+
+
+def _faults_of_repeats(rows: Iterable[Operands]) -> Iterator[str]:
+    """What is there twice, so that two kernels would have one name. Rows of the same types may
+    differ in what else they have, of which no part is compared with a part."""
+    seen = set()
+    for row in rows:
+        alignments = [frozenset(one.items()) for one in row.alignments]
+        if len(set(alignments)) < len(alignments):
+            yield f"operands has alignments {row.alignments!r}; expected each of them once"
+        for types in row.combinations():
+            told = (*types.items(), *row.scales.items(), *alignments)
+            key = (frozenset(told), row.accumulator, row.multiplication, row.majors)
+            if key in seen:
+                shown = ", ".join(f"{name}={types[name] or 'any'}" for name in row.types)
+                yield f"operands has {shown} twice; expected it once"
+                return
+            seen.add(key)
 
 
 def _faults_of_row(row: Operands, arguments: type[Arguments]) -> Iterator[str]:

@@ -359,12 +359,23 @@ class Operands:
             if name not in self.types:
                 yield f"{of} name {name}; expected one of {', '.join(self.types)}"
 
+    def combinations(self) -> Iterator[dict[str, DType | None]]:
+        """Types of each operand."""
+        names = list(self.types)
+        free = [n for n in names if not _is_like(self.types[n])]
+        for chosen in itertools.product(*(self.types[n].split("|") for n in free)):
+            types = {n: _type(text.strip()) for n, text in zip(free, chosen, strict=True)}
+            for name in names:
+                if name not in types:
+                    types[name] = types[self.types[name].removeprefix("like ").strip()]
+            yield types
+
     def groups(
         self, metadata: Callable[..., OperandsMetadata], modes: Mapping[str, str]
     ) -> Iterator[Variants]:
         """Every combination of types; the variants of each are made as they are asked for."""
         majors = self._unit_modes(modes)
-        for types in self._type_combinations():
+        for types in self.combinations():
             yield Variants(self._variants(types, majors, metadata))
 
     def variants(
@@ -389,16 +400,6 @@ class Operands:
                     for name, unit in zip(majors, units, strict=True)
                 }
                 yield metadata(**tensors, **extra)
-
-    def _type_combinations(self) -> Iterator[dict[str, DType | None]]:
-        names = list(self.types)
-        free = [n for n in names if not _is_like(self.types[n])]
-        for chosen in itertools.product(*(self.types[n].split("|") for n in free)):
-            types = {n: _type(text.strip()) for n, text in zip(free, chosen, strict=True)}
-            for name in names:
-                if name not in types:
-                    types[name] = types[self.types[name].removeprefix("like ").strip()]
-            yield types
 
     def _unit_modes(self, modes: Mapping[str, str]) -> dict[str, tuple[int | None, ...]]:
         if self.majors == "strided":

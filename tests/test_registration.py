@@ -98,6 +98,23 @@ DECLARATIONS = {
         {"space": Space(*({"tile_shape": (32, 32, 1)},) * 2)},
         "space has {'tile_shape': (32, 32, 1)} twice; expected it once",
     ),
+    "a type twice": (
+        {"operands": (Operands(A="f32 | f32", B="f32", out="f32", accumulator="f32"),)},
+        "operands has A=float32, B=float32, out=float32 twice; expected it once",
+    ),
+    "a row within another one": (
+        {
+            "operands": (
+                Operands(A="f32", B="like A", out="f32", accumulator="f32"),
+                Operands(A="f16 | f32", B="f32", out="f32", accumulator="f32"),
+            )
+        },
+        "operands has A=float32, B=float32, out=float32 twice; expected it once",
+    ),
+    "an alignment twice": (
+        {"operands": (Operands(**ROW, alignments=({"A": 16}, {}, {"A": 16})),)},
+        "operands has alignments ({'A': 16}, {}, {'A': 16}); expected each of them once",
+    ),
     "a field that there is not": (
         {"space": Space(tile_shape=((32, 32, 1),), frobnicate=(1, 2))},
         "space has frobnicate; BLASDesignMetadata has tile_shape, cluster_shape: leave it out",
