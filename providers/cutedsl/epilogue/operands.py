@@ -69,6 +69,15 @@ class Tiling:
     tiles: tuple[int, int]
 
 
+def sums_both_ways(epilogue: EpilogueArguments | None) -> bool:
+    """Whether something is reduced over rows, and something over columns of several tiles."""
+    planned = plan(epilogue.graph) if epilogue is not None else None
+    if epilogue is None or not isinstance(planned, Plan):
+        return False
+    axes = {epilogue.graph.nodes[index]["axis"] for _, index in planned.reduced}
+    return {"rows", "columns"} <= axes
+
+
 def reduction_sizes(graph: Graph, tiling: Tiling, L: int) -> tuple[int, int]:
     """(counters, parts) in a workspace."""
     planned = plan(graph)

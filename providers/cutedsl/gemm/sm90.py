@@ -25,6 +25,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     in_halves,
     row_pairs,
     spans_rows,
+    sums_both_ways,
     whole_pieces,
 )
 from kernel_api.providers.cutedsl.epilogue.plan import QUAD, Plan, plan
@@ -70,6 +71,8 @@ _FEW_OPERATIONS = 5
 _FEW_OF_HEADS = 6
 #: Of a tile, beside whose tables registers are left for more than to rotate.
 _COLUMNS_OF_ANY_HEADS = 192
+#: Of a tile; beside so many there are registers for sums in one direction.
+MOST_COLUMNS = 256
 #: Columns, per byte of an element of out, of which a buffer holds what is reduced.
 _BUFFERED_PER_BYTE = 128
 
@@ -174,6 +177,11 @@ class Sm90GemmFamily(FusedGemm):
             return True
         light = len(planned.names) == 1 and _is_light(args, planned)
         return (light and design.accumulators <= 192) or Miss(f"they take {design.accumulators}")
+
+    @rule("tiles of 256 columns that groups have in turns take sums over rows or over columns")
+    def _(design: Sm90GemmDesign, args: Any) -> bool:
+        narrow = design.kernel_tile[1] < MOST_COLUMNS
+        return narrow or design.schedule != "pingpong" or not sums_both_ways(args.epilogue)
 
     @rule("of tiles of more than 192 columns all heads are rotated, and nothing else is computed")
     def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:

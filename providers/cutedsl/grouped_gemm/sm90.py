@@ -10,12 +10,13 @@ from kernel_api._workspaces import ZEROED
 from kernel_api.arguments.grouped import GroupedGemmArguments
 from kernel_api.metadata import GroupedGemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
-from kernel_api.providers.cutedsl.epilogue.operands import TMA_PIECE
+from kernel_api.providers.cutedsl.epilogue.operands import TMA_PIECE, sums_both_ways
 from kernel_api.providers.cutedsl.gemm import machine
 from kernel_api.providers.cutedsl.gemm.fusing import output_types
 from kernel_api.providers.cutedsl.gemm.scaling import scaled_by_blocks
 from kernel_api.providers.cutedsl.gemm.sm90 import (
     ALIGNMENTS,
+    MOST_COLUMNS,
     PROMOTED_COLUMNS,
     WHY_ALIGNED,
     Sm90Fp8Gemm,
@@ -75,6 +76,10 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
     ) -> bool:
         fits = operands.out.alignment >= TMA_PIECE and not design.swap_ab
         return fits or "out_row_index" not in args.indices
+
+    @rule("of groups, tiles of 256 columns take sums over rows or over columns")
+    def _(design: Sm90GroupedGemmDesign, args: GroupedGemmArguments) -> bool:
+        return design.kernel_tile[1] < MOST_COLUMNS or not sums_both_ways(args.epilogue)
 
     @rule("columns of out that are dealt out in halves are in rows that lie side by side")
     def _(args: GroupedGemmArguments) -> bool:
