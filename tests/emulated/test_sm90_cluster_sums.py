@@ -60,7 +60,7 @@ CASES = [
 
 
 #: Of 16 bits some; of every other type one, and tiles that are swapped.
-SAMPLE = range(len(CASES)) if EVERY else (0, 5, 11, 15)
+SAMPLE = range(len(CASES)) if EVERY else (5, 15)
 
 
 def drawn(kernel, sizes, values, seed=0):
@@ -96,10 +96,13 @@ def redesigned(kernel, **design):
 
 @pytest.mark.parametrize(
     ("pattern", "parts", "sizes"),
-    [
-        (r"bf16_bf16_bf16.*tnt_tile16x64x128.*1x1x4_.*swap", 7, (9, 66, 8, None)),
-        (r"f16_f16_f16.*tnt_tile128x96x64.*1x1x4", 5, (30, 99, 7, 2)),
-    ],
+    some(
+        [
+            (r"bf16_bf16_bf16.*tnt_tile16x64x128.*1x1x4_.*swap", 7, (9, 66, 8, None)),
+            (r"f16_f16_f16.*tnt_tile128x96x64.*1x1x4", 5, (30, 99, 7, 2)),
+        ],
+        1,
+    ),
 )
 def test_shares_of_parts_need_not_divide_a_tile(pattern, parts, sizes):
     known = kernel_of("sm90.gemm", pattern)

@@ -59,7 +59,7 @@ CASES = [
     ),
     ("sm90.gemm_int8_repacked", r"i32_i32_ttt_tile64x64x128.*align16x1", (66, 30, 5, None), 53),
 ]
-SAMPLE = range(len(CASES)) if EVERY else (0, 3, 9)
+SAMPLE = range(len(CASES)) if EVERY else (3, 9)
 
 
 def drawn(kernel, sizes, values, seed=0):
@@ -85,7 +85,7 @@ def test_integers_are_added_up_exactly(turn):
     assert torch.equal(args.out.tensor, product.to(args.out.tensor.dtype))
 
 
-@pytest.mark.parametrize("pattern", some([r"tile64x64x64.*parallel", r"tile16x64x128.*1x1x8"], 2))
+@pytest.mark.parametrize("pattern", some([r"tile64x64x64.*parallel", r"tile16x64x128.*1x1x8"], 1))
 def test_sums_do_not_depend_on_who_comes_when(pattern):
     kernel = kernel_of("sm90.gemm", f"bf16_bf16_f32.*tnt_{pattern}")
     args = drawn(kernel, (13, 99, 21, None), "random")
@@ -147,7 +147,7 @@ FUSED = [
     Case("amax", make.an_amax, "meeting", {"M": 13, "N": 56, "K": 2056}),
     Case("swiglu", make.a_glu("swiglu"), "meeting", {"M": 13, "N": 64, "K": 2056}),
 ]
-FUSED_SAMPLE = range(len(FUSED)) if EVERY else (1, 3)
+FUSED_SAMPLE = range(len(FUSED)) if EVERY else (3,)
 
 
 @pytest.mark.parametrize("turn", FUSED_SAMPLE, ids=[FUSED[turn].name for turn in FUSED_SAMPLE])
