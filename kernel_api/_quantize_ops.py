@@ -7,18 +7,15 @@ from typing import Any, NamedTuple
 
 from kernel_api import epilogue as ep
 from kernel_api.arguments import ElementwiseArguments, EpilogueArguments, ScaledOperand, ScaleMode
-from kernel_api.arguments.scaled import BLOCK
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions import quantize as arguments_of
 from kernel_api.fusions._shared import matrix, one_of
-from kernel_api.fusions._store import MODES, MX_BLOCK, largest_of, scale_of
+from kernel_api.fusions._store import MODES, WIDTHS, largest_of, scale_of
 from kernel_api.operands import Operand, becomes_node
 
 __all__ = ["Quantized", "quantize"]
 
-#: Columns of a block, and the type of their scales.
-_BLOCKS = {"block": (BLOCK, "float32"), "mx": (MX_BLOCK, "float8_e8m0fnu")}
 _MODES = {
     "tensor": ScaleMode.PER_TENSOR,
     "row": ScaleMode.PER_ROW,
@@ -92,31 +89,34 @@ def _run_again(x: Any, found: Quantized) -> None:
     """Into outputs that were made for the call."""
     from kernel_api import _again
 
-    matrix, written = (x, found) if found.mode in _BLOCKS else _as_one_matrix(x, found)
+    matrix, written = _as_one_matrix(x, found)
     key = _again.look((matrix,), "quantize", found.mode, found.out.dtype)
     if _again.repeated(key, (matrix, written.out), (written.scale,)):
         return
     args = arguments_of(matrix, out=written.out, scale=written.scale, mode=found.mode)
-    if _has_kernel(args):
+    if _in_one_launch(args, found.mode):
         _again.run(key, args, ("scale",))
     else:
         run(x, found, given=False)
 
 
 def _as_one_matrix(x: Any, found: Quantized) -> tuple[Any, Quantized]:
-    """Rows of several matrices as those of one, where that is a view."""
-    if x.dim() == 2 or not x.is_contiguous():
+    """Rows of several matrices as those of one, where they have scales of their own and that is a
+    view."""
+    out, scale, mode = found
+    if mode != "row" or x.dim() == 2 or not (x.is_contiguous() and out.is_contiguous()):
         return x, found
-    rows = x.view(-1, x.shape[-1])
-    return rows, Quantized(found.out.view(rows.shape), found.scale.view(-1), found.mode)
+    return x.flatten(0, 1), Quantized(out.flatten(0, 1), scale.flatten(), mode)
 
 
-def _has_kernel(args: ElementwiseArguments) -> bool:
-    """Whether another than the reference, which waits for the device."""
+def _in_one_launch(args: ElementwiseArguments, mode: str) -> bool:
+    """Whether another than the reference does it, which waits for the device."""
     from kernel_api.discovery import get_kernels
 
-    best = get_kernels(args)[0]
-    return args.device.type == "cpu" or best.provider_name() != "reference"
+    if mode != "row" or args.device.type == "cpu":
+        return True
+    offered = get_kernels(args)
+    return not offered or offered[0].provider_name() != "reference"
 
 
 def checked_mode(mode: str, scale: Any) -> None:
@@ -145,10 +145,10 @@ def scales_of(mode: str, x: Any) -> Any:
     import torch
 
     new, (*of_rows, columns) = x.new_empty, x.shape
-    if mode in _BLOCKS:
-        width, element = _BLOCKS[mode]
-        return new((*of_rows, columns // width), dtype=dtype(element).torch)
-    return new(of_rows if mode == "row" else (), dtype=torch.float32)
+    element = torch.float8_e8m0fnu if mode == "mx" else torch.float32
+    if mode in WIDTHS:
+        return new((*of_rows, columns // WIDTHS[mode]), dtype=element)
+    return new(of_rows if mode == "row" else (), dtype=element)
 
 
 def run(x: Any, found: Quantized, given: bool) -> None:
@@ -156,8 +156,9 @@ def run(x: Any, found: Quantized, given: bool) -> None:
     from kernel_api._launches import run_best
 
     if given or found.mode != "tensor":
-        args = arguments_of(x, out=found.out, scale=found.scale, mode=found.mode)
-        if found.mode != "row" or _has_kernel(args):
+        matrix, written = _as_one_matrix(x, found)
+        args = arguments_of(matrix, out=written.out, scale=written.scale, mode=found.mode)
+        if _in_one_launch(args, found.mode):
             run_best(args)
             return
     out = Operand(found.out, "out")

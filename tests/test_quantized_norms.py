@@ -153,3 +153,72 @@ def test_rows_of_any_width_are_quantised_by_a_kernel():
     )
     (refused,) = (one for one in told.rejected if one.family == "sm80.quantize_rows")
     assert "x has rank 3 (would match with x.flatten(0, 1))" in str(refused)
+
+
+def families(args):
+    return {kernel.family for kernel in ka.get_kernels(args, cc=90, providers=["cutedsl"])}
+
+
+def test_a_transform_and_largest_magnitudes_are_not_left_out():
+    x, out = (torch.empty(64, 512, dtype=one, device="meta") for one in (BF16, F8))
+    number = torch.empty((), device="meta")
+    assert families(ka.RmsNormArguments(x, out)) == {"sm80.rmsnorm_quantize"}
+    for given in ({"hadamard": True}, {"global_amax": number}):
+        assert not families(ka.RmsNormArguments(x, out, **given))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_scale_of_one_element_is_a_number_whatever_its_shape(shape, rows):
+    x, scale = torch.randn(rows, 64), torch.full(shape, 0.02)
+    found = ka.ops.rmsnorm_quantize(x, "tensor", scale=scale)
+    wanted = ka.ops.rmsnorm_quantize(x, "tensor", scale=0.02)
+    assert torch.equal(found.out.float(), wanted.out.float())
+    out = torch.empty(rows, 64, dtype=F8, device="meta")
+    args = ka.fusions.rmsnorm_quantize(x.to("meta"), out=out, scale=scale.to("meta"), mode="tensor")
+    assert families(args) == {"sm80.rmsnorm_quantize"}
+    kernel = ka.get_kernels(args, cc=90, providers=["cutedsl"])[0]
+    assert kernel.compile(args, cc=90).resources.spill_bytes == 0
+
+
+@pytest.mark.parametrize("name", [*NAMES, "quantize"])
+def test_scales_of_another_type_are_refused(name):
+    args = drawn(name, "row", 8, 256, device="meta")
+    assert families(args) & {f"sm80.{name}", "sm80.quantize_rows"}
+    scale = torch.empty(8, dtype=BF16, device="meta")
+    others = args.rebuilt(*args.tensors, scale=scale)
+    told = ka.explain(others, cc=90, providers=["cutedsl"])
+    family = "sm80.quantize_rows" if name == "quantize" else f"sm80.{name}"
+    (refused,) = (one for one in told.rejected if one.family == family)
+    assert "scales are float32" in refused.reason and "bfloat16" in refused.reason
+
+
+def test_rows_without_columns_have_scales_of_one():
+    for shape in ((5, 0), (2, 3, 0)):
+        found = ka.ops.quantize(torch.empty(shape), "row")
+        assert found.out.shape == shape and found.scale.eq(1).all()
+    x = torch.empty(5, 256, device="meta")[:, :0]
+    out = torch.empty(5, 256, dtype=F8, device="meta")[:, :0]
+    args = ka.fusions.quantize(x, out=out, scale=x.new_empty(5), mode="row")
+    assert "sm80.quantize_rows" not in families(args)
+
+
+def test_where_nothing_takes_rows_that_is_told(monkeypatch):
+    monkeypatch.setenv("KERNEL_API_PROVIDERS", "cutedsl")
+    for mode in ("row", "block"):
+        with pytest.raises(ka.errors.NoKernelError, match="no kernel takes these arguments"):
+            ka.ops.quantize(torch.randn(4, 256), mode)
+
+
+def test_rows_of_several_matrices_are_those_of_one_in_graphs_too(monkeypatch):
+    from kernel_api import _quantize_ops
+
+    ranks = []
+    arguments_of = _quantize_ops.arguments_of
+    monkeypatch.setattr(
+        _quantize_ops, "arguments_of", lambda x, **k: ranks.append(x.dim()) or arguments_of(x, **k)
+    )
+    x, out = torch.randn(2, 3, 256), torch.empty(2, 3, 256, dtype=F8)
+    graph = torch.compile(lambda x: ka.ops.quantize(x, "row").out, backend="aot_eager")
+    assert torch.equal(graph(x).float(), ka.ops.quantize(x, "row", out=out).out.float())
+    assert set(ranks) == {2}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E8M0FNU, Float32, Int32, Numeric, Uint16, Uint32, const_expr
+from cutlass import Float8E8M0FNU, Float32, Int32, Numeric, Uint32, const_expr
 
 from ..common.conversion import Conversions, reciprocal_of_power, select
 from ..common.maxima import larger_magnitude, largest_magnitude
@@ -13,16 +13,16 @@ from ..common.threads import WARP
 from .norm import Norm
 
 LEAST_SCALE = 2.0**-126  # the smallest normal number, of which the inverse is one
-_OF_ROWS = 2  # the buffer of largest magnitudes: sums take turns with those before
+_OF_ROWS = 2  # the buffer of largest magnitudes, where sums take turns with those before
 
 
 @dataclass(frozen=True)
 class FoundScales:
-    """Which elements share a scale, and what their largest magnitude becomes.
+    """Which elements share a scale.
 
     Attributes:
         columns: So many neighbours do; None: a row.
-        top: The largest value of the type of out.
+        top: What the largest magnitude becomes.
         powers: Scales are powers of two, rounded up.
     """
 
@@ -125,7 +125,7 @@ class QuantizedNorm(Norm):
         """The inverse of a row's scale, which is written."""
         mScale = self.operand("scale", operands)
         part = self._largest(source, target, mean, rstd, operands, place)
-        buffer = Int32(_OF_ROWS)
+        buffer = Int32(_OF_ROWS) if self.normalises else place.turn % 2
         (largest,) = self.rows.across((part,), place.thread, sPartials, buffer, larger_magnitude)
         scale, inverse = self._scale(largest)
         if place.column == 0 and target.has(Int32(0)):
@@ -159,14 +159,13 @@ class QuantizedNorm(Norm):
 
     def _number(self, scale) -> Float32:
         if isinstance(scale, cute.Tensor):
-            scale = scale[()]
+            scale = scale[(0,) * cute.rank(scale)]
         return self.conversions.widened(scale)
 
     def _put(self, target: GlobalRow, v: Int32, values: list) -> None:
         fragment = cute.make_rmem_tensor(len(values), target.vector.element_type)
         self.conversions.put(values, fragment)
-        word = Uint32 if target.vector.bytes >= 4 else Uint16
-        packed = cute.recast_tensor(fragment, word)
+        packed = cute.recast_tensor(fragment, Uint32)
         words = [packed[i] for i in range(target.vector.words)]
         target.store_words(v * self.rows.step, words)
 

@@ -141,7 +141,8 @@ def _quantized(made: _Operands, *, centred: bool) -> NormArguments:
     from kernel_api import fusions
 
     x, out, weight = made.read(), made.written("float8_e4m3fn"), made.columns()
-    scale = made.statistic(size=made.M * (made.N // BLOCK)).view(made.M, -1)
+    blocks = made.N // BLOCK
+    scale = made.statistic(size=made.M * blocks).view(made.M, blocks)
     if centred:
         return fusions.layernorm_quantize(
             x, out=out, scale=scale, weight=weight, bias=made.columns()

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kernel_api.cli._attention_problem import ATTENTION
 from kernel_api.cli._indexed_problem import INDEXED
@@ -107,10 +107,9 @@ def _sizes(options: argparse.Namespace) -> tuple[tuple[int, int, int], ...]:
 
 def _columns_taken_together(options: argparse.Namespace) -> int:
     """What N is a multiple of."""
-    from kernel_api.arguments.scaled import BLOCK
     from kernel_api.epilogue.graph import HADAMARD_BLOCK
     from kernel_api.fusions import gemm_glu
-    from kernel_api.fusions._store import MX_BLOCK
+    from kernel_api.fusions._store import WIDTHS
 
     operation, given = options.operation, dict(options.beside or ())
     if operation == "gemm_rope":
@@ -118,8 +117,8 @@ def _columns_taken_together(options: argparse.Namespace) -> int:
     if operation == "rmsnorm_rht_amax":
         return HADAMARD_BLOCK
     if operation.endswith("_quantize"):
-        widths: dict[Any, int] = {"block": BLOCK, "mx": MX_BLOCK}
-        return widths.get("block" if operation in NORMS else given.get("mode"), 1)
+        mode = "block" if operation in NORMS else given.get("mode", "tensor")
+        return WIDTHS.get(str(mode), 1)
     if "glu" not in operation:
         return 1
     usual = inspect.signature(gemm_glu).parameters["granularity"].default

@@ -131,7 +131,10 @@ def _quantization(mode: str, x: Operand, out: Operand, scale: Any) -> EpilogueAr
     if mode == "tensor":
         if scale is None:
             raise ArgumentError("scale is None; it is read if mode is 'tensor'")
-        return epilogue_of(quantized(mode, out), {"scale": real("scale", scale)}, {})
+        scale = real("scale", scale)
+        if isinstance(scale, Operand):
+            scale = _viewed("scale", scale, ())
+        return epilogue_of(quantized(mode, out), {"scale": scale}, {})
     if scale is not None:
         scale = _flat("scale", scale) if mode == "row" else as_rows("scale", scale)
     found = written_scale(mode, scale, rows(x), x.shape[-1], "x")

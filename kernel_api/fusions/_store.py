@@ -39,6 +39,8 @@ from kernel_api.operands import Operand
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 #: Columns that share a scale of mode ``"mx"``; of ``"block"`` they are BLOCK.
 MX_BLOCK = 32
+#: Columns that share a scale, of the modes in which not all of a row do.
+WIDTHS = {"mx": MX_BLOCK, "block": BLOCK}
 #: The smallest normal float32: what is divided by less is no number, or not near it.
 _LEAST_SCALE = 2.0**-126
 MODES = ("tensor", "row", "mx", "block")

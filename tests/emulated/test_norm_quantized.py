@@ -62,3 +62,17 @@ def test_what_is_no_number_makes_its_scale_none(mode):
     scale = args.epilogue.outputs["scale"].tensor
     assert scale.view(5, -1).isnan().all(1).tolist() == [False, False, False, True, False]
     assert args.out.tensor.float().isnan().all(1).tolist() == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_warps_of_a_row_do_not_overtake_each_other_from_turn_to_turn(name):
+    def several(design):
+        return design.threads_per_row > 32 and design.turns > 1 and design.stages > 1
+
+    on_meta = drawn(name, "row", 7, 1024, device="meta")
+    kernel = next(k for k in kernels_for(name, on_meta) if several(k.metadata.design))
+    args = drawn(name, "row", 2 * kernel.metadata.design.turns - 1, 1024)
+    compiled = EmulatedKernel.compile(kernel, args)
+    for seed in range(2):
+        compiled.run(args, multiprocessors=1, seed=seed)
+        check(args, "row")

@@ -72,6 +72,11 @@ SPACE = Space(
 )
 
 
+@rule("a Hadamard transform and largest magnitudes are of sm80.rmsnorm_rht_amax")
+def neither_transform_nor_maxima(args: RmsNormArguments) -> bool:
+    return not (args.hadamard or args.finds_maxima)
+
+
 class NormForward(NormKernel):
     """What the forward families share."""
 
@@ -122,9 +127,7 @@ class Sm80RmsNorm(NormForward):
     family: ClassVar[str] = "sm80.rmsnorm"
     arguments = RmsNormArguments
 
-    @rule("a Hadamard transform and largest magnitudes are of sm80.rmsnorm_rht_amax")
-    def _(args: RmsNormArguments) -> bool:
-        return not (args.hadamard or args.finds_maxima)
+    has_neither = neither_transform_nor_maxima
 
 
 @CuTeDSLProvider.register

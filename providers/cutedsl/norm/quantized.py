@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from kernel_api.arguments import ElementwiseArguments, LayerNormArguments, RmsNormArguments
-from kernel_api.arguments.scaled import BLOCK
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.epilogue import Graph
-from kernel_api.fusions._store import MX_BLOCK, Quantization, quantization_of
-from kernel_api.metadata import NormOperandsMetadata, OperandsMetadata
+from kernel_api.fusions._store import WIDTHS, Quantization, quantization_of
+from kernel_api.metadata import NormOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.elementwise.sm80 import CONVERTS_8_BITS
 from kernel_api.providers.cutedsl.epilogue.operands import epilogue_values
@@ -24,15 +23,17 @@ from kernel_api.providers.cutedsl.norm.base import (
     rows_fit,
     vector_of,
 )
-from kernel_api.providers.cutedsl.norm.forward import SPACE, NormDesign, NormForward
+from kernel_api.providers.cutedsl.norm.forward import (
+    SPACE,
+    NormDesign,
+    NormForward,
+    neither_transform_nor_maxima,
+)
 from kernel_api.space import Miss, Operands, rule
 
-#: Columns that share a scale, of the modes in which not all of a row do.
-_COLUMNS = {"block": BLOCK, "mx": MX_BLOCK}
 _LANES = 32
-#: Of the time of a norm, where a CTA takes several rows after each other.
-_TURNS_COST = 1.06
-
+#: Of the time of a norm that takes several rows after each other, where results are quantised.
+_QUANTIZED_TURNS_COST = 1.06
 
 #: Whole vectors: columns that share a scale are with few threads.
 _OPERANDS = tuple(
@@ -48,33 +49,32 @@ _OPERANDS = tuple(
 )
 
 
-class QuantizedNorm(NormForward):
-    """What they share: out has 8 bits, and the epilogue is a quantisation."""
+class QuantizedRows(RowKernel):
+    """What all share: out has 8 bits, and an epilogue is a quantisation."""
 
     fuses = True
     operands = _OPERANDS
+    design = NormDesign
+    _design: NormDesign
 
-    @rule("an epilogue is a quantisation of the result, and nothing else")
-    def _(args: Any) -> bool:
-        return args.epilogue is None or quantization_of(args.epilogue.graph) is not None
+    @rule("scales are float32, or powers of two of float8_e8m0fnu in mode mx")
+    def _(args: Any) -> bool | Miss:
+        asked = _asked(args)
+        if asked is None or asked.mode == "tensor":
+            return True
+        element = args.epilogue.outputs["scale"].dtype
+        expected = "float8_e8m0fnu" if asked.mode == "mx" else "float32"
+        return element.name == expected or Miss(f"they are {element}")
 
     @rule("columns that share a scale are with the threads of a row at once, in one warp")
     def _(design: NormDesign, operands: NormOperandsMetadata, args: Any) -> bool | Miss:
         asked = _asked(args)
-        columns = None if asked is None else _COLUMNS.get(asked.mode)
+        columns = None if asked is None else WIDTHS.get(asked.mode)
         if columns is None:
             return True
         vector = vector_of(operands)
         fits = design.threads_per_row * vector % columns == 0 and columns <= _LANES * vector
         return fits or Miss(f"{columns} do")
-
-    @classmethod
-    def kernels_for(cls, operands: Any, epilogue: Graph | None = None) -> list[Any]:
-        """Whole numbers are in units of scales."""
-        if epilogue is None and operands.out.dtype.kind != "float":
-            return []
-        kernels: list[Any] = super().kernels_for(operands, epilogue)
-        return kernels
 
     def more_values(self, args: Any) -> dict[str, Any]:
         values = super().more_values(args)
@@ -89,42 +89,55 @@ class QuantizedNorm(NormForward):
     def _quantized(
         self, operands: tuple[str, ...], asked: Quantization | None
     ) -> Callable[..., None]:
-        centred = self.arguments is LayerNormArguments
-        launched = {**self._launched(), "turns": self._design.turns, "centred": centred}
-        return _implementation(asked, operands=operands, **launched)
+        from kernel_api.implementations.common.conversion import Conversions
+        from kernel_api.implementations.sm80 import quantized_norm as implemented
+
+        scales = None
+        if asked is not None and asked.mode != "tensor":
+            columns = WIDTHS.get(asked.mode)
+            scales = implemented.FoundScales(columns, asked.top, powers=asked.mode == "mx")
+        found: Callable[..., None] = implemented.QuantizedNorm(
+            **self._launched(),
+            turns=self._design.turns,
+            centred=self.arguments is LayerNormArguments,
+            normalises=self.arguments is not ElementwiseArguments,
+            operands=operands,
+            scales=scales,
+            conversions=Conversions(compiler.target_cc() >= CONVERTS_8_BITS),
+        )
+        return found
 
     def predict(self, args: Any) -> float:
-        return _seconds(args, self._design, self.metadata.operands)
+        design, asked = self._design, _asked(args)
+        mode = None if asked is None else asked.mode
+        seconds = model.forward(
+            args, design, self.metadata.operands, design.turns, exchanges=mode in WIDTHS
+        )
+        if design.turns > 1:
+            seconds *= _QUANTIZED_TURNS_COST
+        if not design.elements and mode == "row" and self.arguments is not ElementwiseArguments:
+            seconds += args.M * args.N * args.x.dtype.itemsize / L2_BANDWIDTH  # looked at once more
+        return seconds
+
+
+class QuantizedNorm(QuantizedRows, NormForward):
+    """Of the results of a norm."""
+
+    @rule("an epilogue is a quantisation of the result, and nothing else")
+    def _(args: Any) -> bool:
+        return args.epilogue is None or _asked(args) is not None
+
+    @classmethod
+    def kernels_for(cls, operands: Any, epilogue: Graph | None = None) -> list[Any]:
+        """Whole numbers are in units of scales."""
+        if epilogue is None and operands.out.dtype.kind != "float":
+            return []
+        kernels: list[Any] = super().kernels_for(operands, epilogue)
+        return kernels
 
 
 def _asked(args: Any) -> Quantization | None:
     return None if args.epilogue is None else quantization_of(args.epilogue.graph)
-
-
-def _implementation(asked: Quantization | None, **options: Any) -> Callable[..., None]:
-    from kernel_api.implementations.common.conversion import Conversions
-    from kernel_api.implementations.sm80 import quantized_norm as implemented
-
-    scales = None
-    if asked is not None and asked.mode != "tensor":
-        columns = _COLUMNS.get(asked.mode)
-        scales = implemented.FoundScales(columns, asked.top, powers=asked.mode == "mx")
-    conversions = Conversions(compiler.target_cc() >= CONVERTS_8_BITS)
-    found: Callable[..., None] = implemented.QuantizedNorm(
-        scales=scales, conversions=conversions, **options
-    )
-    return found
-
-
-def _seconds(args: Any, design: NormDesign, operands: OperandsMetadata) -> float:
-    asked = _asked(args)
-    of_blocks = asked is not None and asked.mode in _COLUMNS
-    seconds = model.forward(args, design, operands, design.turns, exchanges=of_blocks)
-    if design.turns > 1:
-        seconds *= _TURNS_COST
-    if not design.elements and asked is not None and asked.mode == "row":  # looked at once more
-        seconds += args.M * args.N * args.x.dtype.itemsize / L2_BANDWIDTH
-    return seconds
 
 
 @CuTeDSLProvider.register
@@ -133,6 +146,7 @@ class Sm80QuantizedRmsNorm(QuantizedNorm):
 
     family: ClassVar[str] = "sm80.rmsnorm_quantize"
     arguments = RmsNormArguments
+    has_neither = neither_transform_nor_maxima
 
 
 @CuTeDSLProvider.register
@@ -145,16 +159,12 @@ class Sm80QuantizedLayerNorm(QuantizedNorm):
 
 
 @CuTeDSLProvider.register
-class Sm80QuantizeRows(RowKernel):
+class Sm80QuantizeRows(QuantizedRows):
     """Rows in units of their largest magnitudes, in 8 bits, for every GPU from Ampere on."""
 
     family: ClassVar[str] = "sm80.quantize_rows"
     arguments = ElementwiseArguments
-    fuses = True
-    operands = _OPERANDS
     operands_metadata = NormOperandsMetadata
-    design = NormDesign
-    _design: NormDesign
     space = SPACE
     rows_fit = rows_fit
     has_few_vectors = few_vectors
@@ -165,26 +175,16 @@ class Sm80QuantizeRows(RowKernel):
         asked = _asked(args)
         return args.epilogue is None or (asked is not None and asked.mode == "row")
 
-    @rule("there is one matrix, and one that is stored")
+    @rule("there is one matrix, with columns, and one that is stored")
     def _(args: ElementwiseArguments) -> bool | Miss:
-        if args.x.rank == 2:
-            return args.stores_out or Miss("out is None")
-        return Miss(f"x has rank {args.x.rank}", "would match with x.flatten(0, 1)")
-
-    def more_values(self, args: ElementwiseArguments) -> dict[str, Any]:
-        return {} if args.epilogue is None else epilogue_values(args.epilogue)
+        if args.x.rank != 2:
+            return Miss(f"x has rank {args.x.rank}", "would match with x.flatten(0, 1)")
+        if not args.N:
+            return Miss(f"x has shape {args.x.shape}")
+        return args.stores_out or Miss("out is None")
 
     def implementation(self) -> Callable[..., None]:
         return self._quantized((), None)
-
-    def implementation_for(self, args: ElementwiseArguments) -> Callable[..., None]:
-        return self._quantized(tuple(self.more_values(args)), _asked(args))
-
-    def _quantized(
-        self, operands: tuple[str, ...], asked: Quantization | None
-    ) -> Callable[..., None]:
-        launched = {**self._launched(), "turns": self._design.turns, "normalises": False}
-        return _implementation(asked, operands=operands, **launched)
 
     def _launcher(
         self, args: ElementwiseArguments, artifact: CompiledArtifact
@@ -196,6 +196,3 @@ class Sm80QuantizeRows(RowKernel):
                 launch(x, out, **others)
 
         return launch_unless_empty
-
-    def predict(self, args: ElementwiseArguments) -> float:
-        return _seconds(args, self._design, self.metadata.operands)
