@@ -44,7 +44,9 @@ def look(read: Sequence[Any], *how: Hashable) -> tuple[Hashable, ...] | None:
         if one is None:
             key += (None,)
             continue
-        if type(one) not in TENSORS or (one.dtype is not NEVER_NEGATIVE and one.is_neg()):
+        if type(one) not in TENSORS or one.layout is not torch.strided:
+            return None
+        if one.dtype is not NEVER_NEGATIVE and one.is_neg():
             return None
         address = one.data_ptr()
         if not address:  # empty, or freed

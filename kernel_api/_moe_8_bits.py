@@ -71,6 +71,8 @@ def _check(x: torch.Tensor, w_up: ScaledOperand, w_down: ScaledOperand) -> None:
         expected = ", ".join(map(str, _TOKENS))
         raise ArgumentError(f"x is {x.dtype}; beside experts of 8 bits expected one of {expected}")
     for name, one in (("w_up", w_up), ("w_down", w_down)):
+        if not one.tensor.dtype.is_floating_point or one.tensor.dtype.itemsize != 1:
+            raise ArgumentError(f"{name} is {one.tensor.dtype}; expected 8-bit floats")
         if one.mode is not _BLOCKS:
             raise ArgumentError(
                 f"{name} carries a {one.mode.value} scale; expected {_BLOCKS.value}, because what "

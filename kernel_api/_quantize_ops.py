@@ -29,7 +29,7 @@ class Quantized(NamedTuple):
     Attributes:
         out: (M, N), of 8 bits.
         scale: () in mode ``"tensor"``, (M,) in ``"row"``, (M, N / 128) in ``"block"``, all float32;
-            (M, N / 32) of float8_e8m0fnu in ``"mx"``.
+            (M, N / 32) of float8_e8m0fnu in ``"mx"``. One that was given is as it was.
         mode: That one.
     """
 
@@ -46,7 +46,17 @@ class Quantized(NamedTuple):
         """
         if self.mode not in _MODES:
             raise ArgumentError(f"mode is {self.mode!r}; products take {', '.join(_MODES)}")
-        return ScaledOperand(self.out, self.scale, _MODES[self.mode])
+        return ScaledOperand(self.out, self._stored_scale(), _MODES[self.mode])
+
+    def _stored_scale(self) -> Any:
+        """As products take it."""
+        import torch
+
+        if self.mode != "tensor":
+            return self.scale
+        if not isinstance(self.scale, torch.Tensor):
+            return torch.full((), self.scale, dtype=torch.float32, device=self.out.device)
+        return self.scale.view(()).float()
 
 
 def quantize(
@@ -62,8 +72,8 @@ def quantize(
         x: (M, N), or (L, M, N).
         mode: Which elements share a scale: ``"block"``, 128 columns of a row; ``"mx"``, 32 of
             them; ``"row"``; ``"tensor"``, all, of all matrices.
-        scale: Of mode ``"tensor"``: float32 (), what is known from elsewhere; by default it is
-            found.
+        scale: Of mode ``"tensor"``: a number or float32 (), what is known from elsewhere; by
+            default it is found.
         out: (M, N) of ``out_dtype``, float8_e4m3fn by default; also float8_e5m2 or int8.
     """
     import torch

@@ -13,6 +13,7 @@ from kernel_api._numbers import known_or_wide
 from kernel_api._quantize_ops import Quantized
 from kernel_api._quantized_norm_ops import __all__ as names
 from kernel_api._quantized_norm_ops import run
+from kernel_api._row_operators import scales_by_kind
 from kernel_api._transforms import check_traced
 
 #: given, number: the scale that is read; scale: that which is written; by: the mode, which is what
@@ -27,13 +28,10 @@ _library: Any = torch.library.Library("kernel_api", "FRAGMENT")  # type: ignore[
 
 def traced(name: str, x: Any, weight: Any, bias: Any, eps: float, found: Quantized) -> None:
     """The call in a graph."""
-    out, scale, mode = found
-    is_tensor, is_read = isinstance(scale, torch.Tensor), mode == "tensor"
-    given = scale if is_read and is_tensor else None
-    number = known_or_wide(scale) if is_read and not is_tensor else None
+    given, number, written = scales_by_kind(found, found.mode == "tensor")
     check_traced(x=x, weight=weight, bias=bias, scale=given)
     getattr(torch.ops.kernel_api, name)(
-        x, weight, bias, given, out, None if is_read else scale, known_or_wide(eps), number, mode
+        x, weight, bias, given, found.out, written, known_or_wide(eps), number, found.mode
     )
 
 

@@ -73,7 +73,10 @@ def _called(
 ) -> Quantized:
     checked_mode(mode, scale)
     if mode == "tensor" and scale is None:
-        raise ArgumentError("scale is None; it is read if mode is 'tensor', of what is not there")
+        raise ArgumentError(
+            "scale is None; mode 'tensor' takes one that is known from elsewhere: give it, or "
+            "quantize the result of the norm, which finds one"
+        )
     import torch
 
     if not isinstance(x, torch.Tensor) or x.is_nested or not x.dim():  # of which only the first may

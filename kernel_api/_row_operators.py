@@ -1,8 +1,8 @@
 """The one-call forms of rows as operators of torch, for the graphs of torch.compile and
 torch.export: ``torch.ops.kernel_api.gather_rows(x, row_index, weight, out)``, ``scatter_rows``,
 ``group_rows(index, weight, offsets, row_index, place, grouped)`` and
-``quantize(x, given, out, scale, by)``. They write outputs that are there; nobody comes here in
-eager mode."""
+``quantize(x, given, out, scale, number, by)``. They write outputs that are there; nobody comes here
+in eager mode."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kernel_api._launches import run_best
+from kernel_api._numbers import known_or_wide
 from kernel_api._quantize_ops import Quantized
 from kernel_api._quantize_ops import run as run_quantize
 from kernel_api._row_ops import GroupedRows, run
@@ -27,7 +28,10 @@ _GROUP_ROWS = (
 )
 
 #: torch has an argument called mode of its own where operators are traced.
-_QUANTIZE = "quantize(Tensor x, Tensor? given, Tensor(a!) out, Tensor(b!)? scale, str by) -> ()"
+_QUANTIZE = (
+    "quantize(Tensor x, Tensor? given, Tensor(a!) out, Tensor(b!)? scale, float? number, str by) "
+    "-> ()"
+)
 
 _library: Any = torch.library.Library("kernel_api", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -51,14 +55,25 @@ def _group_rows(index: Any, weight: Any, *found: Any) -> None:
 
 def traced_quantize(x: Any, found: Quantized, is_given: bool) -> None:
     """The same of a matrix that is quantised."""
-    scales = (found.scale, None) if is_given else (None, found.scale)
-    check_traced(x=x, scale=scales[0])
-    torch.ops.kernel_api.quantize(x, scales[0], found.out, scales[1], found.mode)
+    given, number, written = scales_by_kind(found, is_given)
+    check_traced(x=x, scale=given)
+    torch.ops.kernel_api.quantize(x, given, found.out, written, number, found.mode)
 
 
-def _quantize(x: Any, given: Any, out: Any, scale: Any, by: str) -> None:
-    is_given = given is not None
-    run_quantize(x, Quantized(out, given if is_given else scale, by), is_given)
+def scales_by_kind(found: Quantized, is_given: bool) -> tuple[Any, float | None, Any]:
+    """The scale as a tensor that is read, as a number, and as a tensor that is written: one of
+    them, the others are None."""
+    if not is_given:
+        return None, None, found.scale
+    if isinstance(found.scale, torch.Tensor):
+        return found.scale, None, None
+    return None, known_or_wide(found.scale), None
+
+
+def _quantize(x: Any, given: Any, out: Any, scale: Any, number: float | None, by: str) -> None:
+    is_given = scale is None
+    (scale,) = (one for one in (given, scale, number) if one is not None)
+    run_quantize(x, Quantized(out, scale, by), is_given)
 
 
 def _check(*operands: Any) -> None:

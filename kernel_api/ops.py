@@ -102,6 +102,7 @@ def register_operators() -> None:
         _attention_operators,
         _norm_operators,
         _operators,
+        _quantized_norm_operators,
         _row_operators,
     )
 

@@ -155,6 +155,9 @@ def test_verify_has_odd_sizes_of_attention(capsys, operation):
         ("grouped_gemm_glu_hadamard", ("granularity=8",), [32, 32, 32, 64, 160, 256, 128, 32]),
         ("gemm_rope", ("head_dim=24",), [24, 24, 24, 48, 144, 264, 120, 24]),
         ("rmsnorm_rht_amax", (), [16, 16, 16, 48, 144, 256, 128, 16]),
+        ("rmsnorm_quantize", (), [128, 128, 128, 128, 256, 256, 128, 128]),
+        ("layernorm_quantize", ("mode=mx",), [32, 32, 32, 64, 160, 256, 128, 32]),
+        ("gemm_quantize", ("mode=block",), [128, 128, 128, 128, 256, 256, 128, 128]),
     ],
 )
 def test_verify_has_odd_sizes_of_what_takes_columns_together(capsys, operation, beside, columns):

@@ -53,6 +53,10 @@ def test_compiled_graphs_break_around_it_and_compute_the_same():
     assert torch.equal(compiled(*operands), ka.nn.moe(*operands))
 
 
+def whole(operand):
+    return ka.ScaledOperand(operand.tensor.to(torch.int8), operand.scale.tensor, operand.mode)
+
+
 def by_row(operand):
     scale = torch.ones(E, operand.shape[-1])
     return ka.ScaledOperand(operand.tensor, scale, ka.ScaleMode.PER_ROW)
@@ -63,6 +67,7 @@ def by_row(operand):
     [
         ({"w_up": UP_HELD}, ArgumentError, "w_down is a ScaledOperand and w_up is none"),
         ({"w_down": DOWN_HELD}, ArgumentError, "w_up is a ScaledOperand and w_down is none"),
+        ({"w_up": whole(UP)}, ArgumentError, "w_up is torch.int8; expected 8-bit floats"),
         ({"w_up": by_row(UP)}, ArgumentError, "w_up carries a per_row scale; expected block_128"),
         ({"w_down": by_row(DOWN)}, ArgumentError, "w_down carries a per_row scale"),
         ({"x": tokens(torch.float64)[0]}, ArgumentError, "x is torch.float64; beside experts of 8"),

@@ -1,5 +1,8 @@
 """Norms with quantised results: by the definition, in one call, in graphs; what refuses them."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from support.fusions import computed
@@ -108,10 +111,18 @@ def test_results_that_are_not_scaled_are_of_8_bits_too():
     [
         (lambda x: ka.ops.rmsnorm_quantize(x, "rows"), "mode is 'rows'; expected one of tensor, "),
         (lambda x: ka.ops.rmsnorm_quantize(x, "row", scale=1.0), "scale is given and mode is 'row"),
-        (lambda x: ka.ops.rmsnorm_quantize(x, "tensor"), "scale is None; it is read if mode is "),
+        (
+            lambda x: ka.ops.rmsnorm_quantize(x, "tensor"),
+            "scale is None; mode 'tensor' takes one t",
+        ),
         (lambda x: ka.ops.rmsnorm_quantize(x[:, :100]), "x has N = 100; blocks of 128 columns ne"),
         (lambda x: ka.ops.rmsnorm_quantize(x[0, 0]), r"x has no modes; expected \(..., N\)"),
         (lambda x: ka.ops.rmsnorm_quantize(x, out_dtype=BF16), "out's type is 'bfloat16'; expec"),
+        (
+            lambda x: ka.ops.rmsnorm_quantize(x, out=torch.empty(4, 64, dtype=F8)),
+            r"out has shape \(4, 64\); expected \(4, 128\)",
+        ),
+        (lambda x: ka.ops.rmsnorm_quantize(x, x[0]), "mode is Tensor; expected one of tensor, row"),
         (
             lambda x: ka.ops.layernorm_quantize(x, weight=torch.ones(5)),
             r"weight has shape \(5,\); expected \(N\) = \(128,\)",
@@ -222,3 +233,36 @@ def test_rows_of_several_matrices_are_those_of_one_in_graphs_too(monkeypatch):
     graph = torch.compile(lambda x: ka.ops.quantize(x, "row").out, backend="aot_eager")
     assert torch.equal(graph(x).float(), ka.ops.quantize(x, "row", out=out).out.float())
     assert set(ranks) == {2}
+
+
+@pytest.mark.parametrize("scale", [0.25, torch.tensor([0.25]), torch.tensor(0.25, dtype=BF16)])
+@pytest.mark.parametrize("quantized", [ka.ops.quantize, ka.ops.rmsnorm_quantize])
+def test_a_product_takes_what_a_given_scale_made(scale, quantized):
+    x, w = torch.randn(4, 64, dtype=BF16), torch.randn(16, 64)
+    found, weights = quantized(x, "tensor", scale=scale), ka.ops.quantize(w, "tensor")
+    B = ka.ScaledOperand(weights.out.t(), weights.scale, ka.ScaleMode.PER_TENSOR)
+    y = ka.ops.gemm(found.operand, B).double()
+    wanted = 0.25 * found.out.double() @ (weights.scale.double() * weights.out.double()).t()
+    assert (y - wanted).abs().max() <= 2**-7 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("scale", [0.25, torch.tensor(0.25)])
+def test_a_given_scale_is_taken_in_graphs(scale):
+    x = torch.randn(4, 64)
+    graph = torch.compile(
+        lambda x: ka.ops.quantize(x, "tensor", scale=scale).out, fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(graph(x).float(), ka.ops.quantize(x, "tensor", scale=scale).out.float())
+
+
+def test_operators_of_all_forms_are_registered_for_what_was_exported():
+    code = "import torch, kernel_api as ka; ka.ops.register_operators(); " + "; ".join(
+        f"torch.ops.kernel_api.{name}.default" for name in (*NAMES, "quantize", "rmsnorm")
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("call", [ka.ops.rmsnorm, ka.ops.rmsnorm_quantize, ka.ops.quantize])
+def test_sparse_rows_are_refused_by_name(call):
+    with pytest.raises(ArgumentError, match=r"x is a torch\.sparse_coo tensor; expected a strided"):
+        call(torch.eye(128).to_sparse())

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kernel_api.arguments.scaled import BLOCK
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 
@@ -34,12 +33,13 @@ def norm_arguments(options: argparse.Namespace, maker: Maker, M: int, N: int) ->
         ArgumentError: the options contradict each other.
     """
     check_options_of_gemm(options, "a norm is of row-major matrices and")
-    if options.beside:
+    beside = dict(options.beside or ())
+    mode = beside.pop("mode", "block") if options.operation in QUANTIZED else "block"
+    if beside:
         raise ArgumentError(
-            f"--with {options.beside[0][0]}: a norm has every operand that it may have; leave this "
-            f"out"
+            f"--with {next(iter(beside))}: a norm is made with its usual operands; leave this out"
         )
-    return NORMS[options.operation](_Operands(options, maker, M, N))
+    return NORMS[options.operation](_Operands(options, maker, M, N, mode))
 
 
 def check_options_of_gemm(
@@ -57,8 +57,10 @@ def check_options_of_gemm(
 class _Operands:
     """Random or poisoned ones, in the type of the problem or of the arithmetic."""
 
-    def __init__(self, options: argparse.Namespace, maker: Maker, M: int, N: int) -> None:
-        self.M, self.N, self._maker = M, N, maker
+    def __init__(
+        self, options: argparse.Namespace, maker: Maker, M: int, N: int, mode: str
+    ) -> None:
+        self.M, self.N, self.mode, self._maker = M, N, mode, maker
         self.element = dtype(options.dtype)
         self._out_element = options.out_dtype
         self.wide = _FLOAT64 if self.element is _FLOAT64 else _FLOAT32
@@ -82,6 +84,17 @@ class _Operands:
     def number(self) -> Any:
         """(), written."""
         return self.statistic(size=1).view(())
+
+    def scale(self) -> Any:
+        """Of what is quantised in the mode; that of mode tensor is read."""
+        if self.mode == "tensor":
+            return 0.5
+        from kernel_api.fusions._store import WIDTHS
+
+        columns = () if self.mode == "row" else (self.N // WIDTHS.get(self.mode, 1),)
+        element = dtype("float8_e8m0fnu" if self.mode == "mx" else "float32")
+        size = self.M * (columns[0] if columns else 1)
+        return self._vector(size, element, fill=False).view(self.M, *columns)
 
     def _vector(self, size: int, element: Any, fill: bool) -> Any:
         return self._maker.tensor((1, size), element, "t", fill=fill)[0]
@@ -140,16 +153,15 @@ def _rmsnorm_rht_amax(made: _Operands) -> NormArguments:
 def _quantized(made: _Operands, *, centred: bool) -> NormArguments:
     from kernel_api import fusions
 
-    x, out, weight = made.read(), made.written("float8_e4m3fn"), made.columns()
-    blocks = made.N // BLOCK
-    scale = made.statistic(size=made.M * blocks).view(made.M, blocks)
+    given = {"out": made.written("float8_e4m3fn"), "scale": made.scale(), "mode": made.mode}
+    x, weight = made.read(), made.columns()
     if centred:
-        return fusions.layernorm_quantize(
-            x, out=out, scale=scale, weight=weight, bias=made.columns()
-        )
-    return fusions.rmsnorm_quantize(x, out=out, scale=scale, weight=weight)
+        return fusions.layernorm_quantize(x, **given, weight=weight, bias=made.columns())
+    return fusions.rmsnorm_quantize(x, **given, weight=weight)
 
 
+#: Operations of which ``--with mode=`` says what shares a scale.
+QUANTIZED = ("rmsnorm_quantize", "layernorm_quantize")
 #: By the name of the operation.
 NORMS: dict[str, Callable[[_Operands], NormArguments]] = {
     "rmsnorm": _rmsnorm,

@@ -117,7 +117,7 @@ def _columns_taken_together(options: argparse.Namespace) -> int:
     if operation == "rmsnorm_rht_amax":
         return HADAMARD_BLOCK
     if operation.endswith("_quantize"):
-        mode = "block" if operation in NORMS else given.get("mode", "tensor")
+        mode = given.get("mode", "block" if operation in NORMS else "tensor")
         return WIDTHS.get(str(mode), 1)
     if "glu" not in operation:
         return 1

@@ -17,7 +17,7 @@ from kernel_api.arguments import (
     RmsNormBackwardArguments,
 )
 from kernel_api.errors import ArgumentError
-from kernel_api.fusions._shared import epilogue_of, one_of, real, rows
+from kernel_api.fusions._shared import epilogue_of, one_of, real, required, rows
 from kernel_api.fusions._store import MODES, quantized, written_scale
 from kernel_api.operands import Operand
 
@@ -83,11 +83,11 @@ def rmsnorm_quantize(
         x: (..., N).
         out: (..., N) of float8_e4m3fn, float8_e5m2 or int8.
         scale, mode: As :func:`gemm_quantize` has them, but that kernels compute ``"row"`` of any
-            number of columns: (...) in mode ``"row"``, (..., N / 128) in ``"block"``, (..., N / 32)
-            in ``"mx"``; read in ``"tensor"``.
+            number of whole vectors of columns (16 bytes): (...) in mode ``"row"``, (..., N / 128)
+            in ``"block"``, (..., N / 32) in ``"mx"``; read in ``"tensor"``.
         weight, bias, eps, rstd: As :func:`rmsnorm` has them.
     """
-    x, out = as_rows("x", x), as_rows("out", out)
+    x, out = _rows_of_both(x, out)
     return RmsNormArguments(
         x,
         out,
@@ -112,7 +112,7 @@ def layernorm_quantize(
     rstd: Any = None,
 ) -> LayerNormArguments:
     """The same of what :func:`layernorm` makes y of; see :func:`rmsnorm_quantize`."""
-    x, out = as_rows("x", x), as_rows("out", out)
+    x, out = _rows_of_both(x, out)
     return LayerNormArguments(
         x,
         out,
@@ -123,6 +123,12 @@ def layernorm_quantize(
         mean=_flat("mean", mean),
         epilogue=_quantization(mode, x, out, scale),
     )
+
+
+def _rows_of_both(x: Any, out: Any) -> tuple[Operand, Operand]:
+    """x and an ``out`` of its shape, as matrices."""
+    x = x if isinstance(x, Operand) else Operand(x, "x")
+    return as_rows("x", x), as_rows("out", required("out", out, x.shape))
 
 
 def _quantization(mode: str, x: Operand, out: Operand, scale: Any) -> EpilogueArguments:

@@ -28,7 +28,7 @@ def quantize(
     Args:
         x: (M, N), or (L, M, N).
         out, scale, mode, amax: As there, but that kernels compute ``"row"`` of any number of
-            columns, of one matrix and without ``amax``.
+            whole vectors of columns (16 bytes), of one matrix and without ``amax``.
     """
     x = matrix(x, "x")
     one_of("mode", mode, MODES)

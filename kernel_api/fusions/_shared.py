@@ -140,7 +140,8 @@ def whole(name: str, value: Any, of: str = "columns") -> int:
 def one_of(name: str, value: Any, choices: Iterable[Any]) -> Any:
     # Tensors are compared element by element, and have no answer.
     if not isinstance(value, (str, numbers.Real)) or value not in choices:
-        raise ArgumentError(f"{name} is {value!r}; expected one of {', '.join(map(str, choices))}")
+        shown = repr(value) if isinstance(value, (str, numbers.Real)) else type(value).__name__
+        raise ArgumentError(f"{name} is {shown}; expected one of {', '.join(map(str, choices))}")
     return value
 
 

@@ -127,7 +127,7 @@ def gemm_quantize(
             (OCP Microscaling Formats, whose scales are rounded down, so that the largest values
             saturate). ``"block"``: it is written, (M, N / 128) float32: what ``"row"`` writes, of
             128 columns; out and scale are then what the next product takes as
-            ``ScaledOperand(out, scale, ScaleMode.BLOCK_1x128)``.
+            ``ScaledOperand(out, scale, ScaleMode.BLOCK_1x128)``. int8 saturates at −128.
         amax: max |x|, whatever the mode.
     """
     A, B = matrices(A, B)
