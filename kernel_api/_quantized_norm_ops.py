@@ -113,20 +113,26 @@ def _run_again(name: str, rows: Any, weight: Any, bias: Any, eps: float, found: 
     from kernel_api import _again
 
     columns = {n: one for n, one in (("weight", weight), ("bias", bias)) if one is not None}
-    is_number = type(found.scale) is float
+    found, is_number = _of_rows(found, rows), type(found.scale) is float
     how, read = (name, found.mode, found.out.dtype, eps, *columns), (rows, *columns.values())
     if found.mode == "tensor" and not is_number:
         read += (found.scale,)  # one that is no tensor is not looked at
     key = _again.look(read, *how, is_number)
-    found = found if found.out.dim() == 2 else _of_rows(found, rows)
     values = {**columns, "eps": eps, "scale": found.scale}
     if not _again.repeated(key, (rows, found.out), tuple(values.values())):
         _again.run(key, _arguments(name, rows, weight, bias, eps, found), tuple(values))
 
 
 def _of_rows(found: Quantized, rows: Any) -> Quantized:
-    """The same as a matrix."""
+    """The same as a matrix, as launches take it: one scale is ()."""
+    import torch
+
     out, scale, mode = found
-    if mode != "tensor":
-        scale = scale.view(rows.shape[0], *scale.shape[out.dim() - 1 :])
-    return Quantized(out.view(rows.shape), scale, mode)
+    if mode == "tensor":
+        is_one = isinstance(scale, torch.Tensor) and scale.numel() == 1
+        return Quantized(out.view(rows.shape), scale.view(()) if is_one else scale, mode)
+    if out.dim() == 2:
+        return found
+    return Quantized(
+        out.view(rows.shape), scale.view(rows.shape[0], *scale.shape[out.dim() - 1 :]), mode
+    )

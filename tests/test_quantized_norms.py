@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from support.fusions import computed
@@ -266,3 +267,23 @@ def test_operators_of_all_forms_are_registered_for_what_was_exported():
 def test_sparse_rows_are_refused_by_name(call):
     with pytest.raises(ArgumentError, match=r"x is a torch\.sparse_coo tensor; expected a strided"):
         call(torch.eye(128).to_sparse())
+
+
+def test_launches_are_given_a_scale_without_modes(monkeypatch):
+    from kernel_api import _again
+
+    given = []
+    monkeypatch.setattr(
+        _again, "repeated", lambda key, tensors, values: given.append(values[-1].shape)
+    )
+    for shape in ((), (1,), (1, 1)):
+        ka.ops.rmsnorm_quantize(torch.randn(2, 3, 64), "tensor", scale=torch.full(shape, 0.5))
+    assert given == [()] * 3
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.5), np.full((), 0.5), np.full((1,), 0.5), 1])
+def test_scales_of_numpy_are_numbers_or_tensors(scale):
+    x = torch.randn(2, 64)
+    found = ka.ops.rmsnorm_quantize(x, "tensor", scale=scale)
+    wanted = ka.ops.rmsnorm_quantize(x, "tensor", scale=float(np.asarray(scale).item()))
+    assert torch.equal(found.out.float(), wanted.out.float())
