@@ -123,7 +123,10 @@ def test_results_that_are_not_scaled_are_of_8_bits_too():
             lambda x: ka.ops.rmsnorm_quantize(x, out=torch.empty(4, 64, dtype=F8)),
             r"out has shape \(4, 64\); expected \(4, 128\)",
         ),
-        (lambda x: ka.ops.rmsnorm_quantize(x, x[0]), "mode is Tensor; expected one of tensor, row"),
+        (
+            lambda x: ka.ops.rmsnorm_quantize(x, x[0]),
+            "mode is a Tensor; expected one of tensor, row",
+        ),
         (
             lambda x: ka.ops.layernorm_quantize(x, weight=torch.ones(5)),
             r"weight has shape \(5,\); expected \(N\) = \(128,\)",

@@ -219,7 +219,10 @@ def test_quantisation_has_the_scale_of_its_mode(tmp_path, mode):
         (["M,N,K,layout", "1,2,3,xy"], "line 2: --layout is 'xy'; expected t or n"),
         (["op,M,N,K", "conv,1,2,3"], "line 2: argument --operation: invalid choice: 'conv'"),
         (["op,M,N,K", "rmsnorm,1,2,3"], "line 2: K is 3; rmsnorm has sizes M, N, leave it out"),
-        (["op,M,N,bias", "rmsnorm,1,2,true"], "--with bias: a norm has every operand"),
+        (
+            ["op,M,N,bias", "rmsnorm,1,2,true"],
+            "--with bias: a norm is made with its usual operands",
+        ),
         (["op,M,N,fp32_precision", "rmsnorm,1,2,tf32"], "--fp32-precision is 'tf32'"),
         (
             ["op,M,N,K,kind", "gemm_srelu,1,2,3,x"],

@@ -19,6 +19,9 @@ Function = Callable[..., dict[str, Any]]
 
 Extents = tuple[int, ...]
 
+#: Characters of a value that messages leave out.
+_LONG = 80
+
 
 @functools.lru_cache(maxsize=512)
 def writing(function: Function, written: tuple[str, ...]) -> EpilogueArguments:
@@ -140,7 +143,9 @@ def whole(name: str, value: Any, of: str = "columns") -> int:
 def one_of(name: str, value: Any, choices: Iterable[Any]) -> Any:
     # Tensors are compared element by element, and have no answer.
     if not isinstance(value, (str, numbers.Real)) or value not in choices:
-        shown = repr(value) if isinstance(value, (str, numbers.Real)) else type(value).__name__
+        shown = repr(value)
+        if len(shown) > _LONG:
+            shown = f"a {type(value).__name__}"
         raise ArgumentError(f"{name} is {shown}; expected one of {', '.join(map(str, choices))}")
     return value
 
