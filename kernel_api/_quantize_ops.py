@@ -107,7 +107,7 @@ def _run_again(x: Any, found: Quantized) -> None:
     if _in_one_launch(args, found.mode):
         _again.run(key, args, ("scale",))
     else:
-        run(x, found, given=False)
+        _run_in_three(x, found)
 
 
 def _as_one_matrix(x: Any, found: Quantized) -> tuple[Any, Quantized]:
@@ -171,6 +171,13 @@ def run(x: Any, found: Quantized, given: bool) -> None:
         if _in_one_launch(args, found.mode):
             run_best(args)
             return
+    _run_in_three(x, found)
+
+
+def _run_in_three(x: Any, found: Quantized) -> None:
+    """Largest magnitudes, scales, and ``out``; of rows, or of the whole matrix."""
+    from kernel_api._launches import run_best
+
     out = Operand(found.out, "out")
     largest, top = found.scale.new_empty(found.scale.shape), largest_of(out)
     by_row = found.mode == "row"

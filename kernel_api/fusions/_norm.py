@@ -87,16 +87,8 @@ def rmsnorm_quantize(
             in ``"block"``, (..., N / 32) in ``"mx"``; read in ``"tensor"``.
         weight, bias, eps, rstd: As :func:`rmsnorm` has them.
     """
-    x, out = _rows_of_both(x, out)
-    return RmsNormArguments(
-        x,
-        out,
-        weight,
-        bias=bias,
-        eps=eps,
-        rstd=_flat("rstd", rstd),
-        epilogue=_quantization(mode, x, out, scale),
-    )
+    given = {"weight": weight, "bias": bias, "eps": eps, "rstd": _flat("rstd", rstd)}
+    return RmsNormArguments(**_quantized_rows(x, out, scale, mode), **given)
 
 
 def layernorm_quantize(
@@ -112,23 +104,16 @@ def layernorm_quantize(
     rstd: Any = None,
 ) -> LayerNormArguments:
     """The same of what :func:`layernorm` makes y of; see :func:`rmsnorm_quantize`."""
-    x, out = _rows_of_both(x, out)
-    return LayerNormArguments(
-        x,
-        out,
-        weight,
-        bias=bias,
-        eps=eps,
-        rstd=_flat("rstd", rstd),
-        mean=_flat("mean", mean),
-        epilogue=_quantization(mode, x, out, scale),
-    )
+    given = {"weight": weight, "bias": bias, "eps": eps, "rstd": _flat("rstd", rstd)}
+    mean = _flat("mean", mean)
+    return LayerNormArguments(**_quantized_rows(x, out, scale, mode), **given, mean=mean)
 
 
-def _rows_of_both(x: Any, out: Any) -> tuple[Operand, Operand]:
-    """x and an ``out`` of its shape, as matrices."""
+def _quantized_rows(x: Any, out: Any, scale: Any, mode: str) -> dict[str, Any]:
+    """x and an ``out`` of its shape, as matrices, and what quantises one into the other."""
     x = x if isinstance(x, Operand) else Operand(x, "x")
-    return as_rows("x", x), as_rows("out", required("out", out, x.shape))
+    x, out = as_rows("x", x), as_rows("out", required("out", out, x.shape))
+    return {"x": x, "out": out, "epilogue": _quantization(mode, x, out, scale)}
 
 
 def _quantization(mode: str, x: Operand, out: Operand, scale: Any) -> EpilogueArguments:

@@ -230,6 +230,16 @@ class CuteDslKernel(Kernel):
         return None
 
 
+def unless_empty(launch: Callable[..., None]) -> Callable[..., None]:
+    """A launcher that does nothing where x has no elements."""
+
+    def launch_unless_empty(x: Any, out: Any, **others: Any) -> None:
+        if x.numel():
+            launch(x, out, **others)
+
+    return launch_unless_empty
+
+
 def by_place(launch: Callable[..., None], args: Any) -> Callable[..., None]:
     """A launcher that takes what is beside the operands by name, for which their places do, too."""
     count, names = len(args.operands), tuple(args.further)

@@ -6,7 +6,7 @@ import torch
 from support.quantized_norms import MODES, STORED, check, drawn
 
 import kernel_api as ka
-from kernel_api.verification import poison
+from kernel_api.verification import judge, poison
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -46,7 +46,7 @@ def test_graphs_and_calls_give_what_products_take(mode):
     args = ka.fusions.rmsnorm_quantize(
         x, out=found.out, scale=found.scale, mode=mode, weight=weight
     )
-    assert ka.verification.judge(args)
+    assert judge(args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         again = ka.ops.rmsnorm_quantize(x, mode, weight=weight)
@@ -68,5 +68,5 @@ def test_rows_of_any_number_of_columns_are_quantised_in_one_launch(N):
         torch.cuda.synchronize()
     on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     assert len(on_gpu) == 1
-    scale = x.float().abs().amax(-1) / 448
-    torch.testing.assert_close(found.scale, scale, rtol=1e-6, atol=0)
+    args = ka.fusions.quantize(x, out=found.out, scale=found.scale, mode="row")
+    assert judge(args)

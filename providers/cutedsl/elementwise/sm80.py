@@ -37,7 +37,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
 )
 from kernel_api.providers.cutedsl.epilogue.plan import LANES, Plan, plan
 from kernel_api.providers.cutedsl.gemm.fusing import alignment_of, lowered, output_types, types_rule
-from kernel_api.providers.cutedsl.kernel import CuteDslKernel
+from kernel_api.providers.cutedsl.kernel import CuteDslKernel, unless_empty
 from kernel_api.providers.cutedsl.norm.base import counted_in_32_bits
 from kernel_api.space import Miss, Operands, Space, rule
 from kernel_api.status import Status
@@ -370,13 +370,7 @@ class Sm80Elementwise(CuteDslKernel):
     def _launcher(
         self, args: ElementwiseArguments, artifact: CompiledArtifact
     ) -> Callable[..., None]:
-        launch = super()._launcher(args, artifact)
-
-        def launch_unless_empty(x: Any, out: Any, **others: Any) -> None:
-            if x.numel():
-                launch(x, out, **others)
-
-        return launch_unless_empty
+        return unless_empty(super()._launcher(args, artifact))
 
     def predict(self, args: ElementwiseArguments) -> float:
         design, vector = self._design, _vector_bytes(self.metadata.operands)

@@ -14,6 +14,7 @@ from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.elementwise.sm80 import CONVERTS_8_BITS
 from kernel_api.providers.cutedsl.epilogue.operands import epilogue_values
 from kernel_api.providers.cutedsl.h200 import L2_BANDWIDTH
+from kernel_api.providers.cutedsl.kernel import unless_empty
 from kernel_api.providers.cutedsl.norm import model
 from kernel_api.providers.cutedsl.norm.base import (
     WHY_ALIGNED,
@@ -189,10 +190,4 @@ class Sm80QuantizeRows(QuantizedRows):
     def _launcher(
         self, args: ElementwiseArguments, artifact: CompiledArtifact
     ) -> Callable[..., None]:
-        launch = super()._launcher(args, artifact)
-
-        def launch_unless_empty(x: Any, out: Any, **others: Any) -> None:
-            if x.numel():
-                launch(x, out, **others)
-
-        return launch_unless_empty
+        return unless_empty(super()._launcher(args, artifact))
