@@ -30,6 +30,7 @@ Layers = Mapping[str, Callable[..., Any]]
 Operands = tuple[torch.Tensor, ...]
 
 NAME, SUBJECT, PEER = "moe-layer", "kernel_api.nn.moe", "torch.compile of torch._grouped_mm"
+PEER_OF_ROWS = "torch._scaled_grouped_mm, torch.compile"
 #: Of the norm, that quantised tokens and experts may make.
 ERROR_OF_8_BITS = 0.1
 BLOCK, LARGEST = 128, 448.0
@@ -53,18 +54,24 @@ class Problem:
 
     Attributes:
         learns: Whether all gradients are computed, too.
-        bits: Of the experts, as this layer has them; those of torch's have 16.
+        scales: Of experts of 8 bits: in ``"blocks"``, for which torch has no product of groups, so
+            that its experts have 16 bits; or of ``"rows"``. Without them experts have 16.
     """
 
     layer: str
     tokens: int
     learns: bool = False
-    bits: int = 16
+    scales: str = ""
 
     @property
     def label(self) -> str:
-        further = ", with gradients" if self.learns else ", experts of 8 bits" * (self.bits == 8)
+        of_8_bits = {"": "", "blocks": ", experts of 8 bits", "rows": ", experts of 8 bits by rows"}
+        further = ", with gradients" if self.learns else of_8_bits[self.scales]
         return f"{self.layer}, {self.tokens} tokens{further}"
+
+    @property
+    def peer(self) -> str:
+        return PEER_OF_ROWS if self.scales == "rows" else PEER
 
     @property
     def operations(self) -> int:
@@ -90,16 +97,19 @@ def measure(problem: Problem, rounds: int, name: str = NAME) -> rows.Row:
     layers = {SUBJECT: ka.nn.moe, PEER: torch.compile(example().layer_of_torch)}
     if problem.learns:
         made = _steps(layers, operands)
-    elif problem.bits == 8:
-        made = _forward({**layers, SUBJECT: _of_8_bits(weights)}, operands, rough=(SUBJECT,))
+    elif problem.scales == "rows":
+        made = _forward(_of_rows(weights), operands, rough=(SUBJECT, PEER_OF_ROWS))
+    elif problem.scales:
+        experts = tuple(map(_in_blocks, weights))
+        made = _forward({**layers, SUBJECT: _of_8_bits(experts)}, operands, rough=(SUBJECT,))
     else:
         made = _forward(layers, operands)
-    calls = {name: [call] for name, call in made.items()}
+    calls, peer = {name: [call] for name, call in made.items()}, problem.peer
     moved = (4 if problem.learns else 2) * layer.weight_bytes
     found, policy = harness.interleaved(calls, moved, "eager", rounds)
     tflops = 1e-6 * problem.operations / found[SUBJECT].median
     return rows.row(
-        *(name, problem.label, (SUBJECT, found[SUBJECT]), (PEER, found[PEER]), True, policy),
+        *(name, problem.label, (SUBJECT, found[SUBJECT]), (peer, found[peer]), True, policy),
         rank=0,
         operations=problem.operations,
         bytes=layer.weight_bytes,
@@ -107,9 +117,8 @@ def measure(problem: Problem, rounds: int, name: str = NAME) -> rows.Row:
     )
 
 
-def _of_8_bits(weights: Operands) -> Callable[..., Any]:
-    """The layer with its experts quantised in blocks, whatever weights it is called with."""
-    experts = tuple(map(_quantized, weights))
+def _of_8_bits(experts: Sequence[ka.ScaledOperand]) -> Callable[..., Any]:
+    """The layer of these experts, whatever weights it is called with."""
 
     def layer(x: Any, index: Any, weight: Any, *_: Any) -> Any:
         return ka.nn.moe(x, index, weight, *experts)
@@ -117,7 +126,64 @@ def _of_8_bits(weights: Operands) -> Callable[..., Any]:
     return layer
 
 
-def _quantized(weight: torch.Tensor) -> ka.ScaledOperand:
+def _of_rows(weights: Operands) -> Layers:
+    """Layers whose experts have a scale per column, and tokens one of their own."""
+    experts = tuple(map(_by_rows, weights))
+    stored = [part for one in experts for part in (one.tensor, one.scale.tensor)]
+
+    def layer(x: Any, index: Any, weight: Any, *_: Any) -> Any:
+        return _layer_of_torch(x, index, weight, *stored)
+
+    return {SUBJECT: _of_8_bits(experts), PEER_OF_ROWS: layer}
+
+
+def _layer_of_torch(
+    x: Any, index: Any, weight: Any, up: Any, of_up: Any, down: Any, of_down: Any
+) -> Any:
+    """What is around torch's products of groups is compiled."""
+    tokens, of_tokens, place, offsets = _sorted_tokens(x, index, up)
+    types = {"offs": offsets, "out_dtype": x.dtype, "use_fast_accum": True}
+    made = torch._scaled_grouped_mm(tokens, up, of_tokens, of_up, **types)
+    hidden, of_hidden = _gated(made)
+    rows = torch._scaled_grouped_mm(hidden, down, of_hidden, of_down, **types)
+    return _summed(rows, place, weight)
+
+
+@torch.compile
+def _sorted_tokens(x: Any, index: Any, experts: Any) -> Any:
+    expert, place = index.flatten().sort(stable=True)
+    every = torch.arange(len(experts), device=x.device)
+    offsets = torch.searchsorted(expert, every, right=True, out_int32=True)
+    stored, scale = _rows_of_8_bits(x)
+    token = place // index.shape[1]
+    return stored[token], scale[token], place, offsets
+
+
+@torch.compile
+def _gated(made: Any) -> Any:
+    gate, up = made.chunk(2, -1)
+    return _rows_of_8_bits(torch.nn.functional.silu(gate.float()) * up.float())
+
+
+@torch.compile
+def _summed(rows: Any, place: Any, weight: Any) -> Any:
+    pair = torch.empty_like(place).scatter_(0, place, torch.arange(len(place), device=place.device))
+    of_token = rows[pair].view(*weight.shape, rows.shape[-1])
+    return (of_token * weight.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+def _rows_of_8_bits(x: Any) -> Any:
+    scale = x.abs().amax(-1, keepdim=True).float() / LARGEST
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale.squeeze(-1)
+
+
+def _by_rows(weight: torch.Tensor) -> ka.ScaledOperand:
+    """Of (E, K, N), stored (E, N, K), a scale for each column of each expert."""
+    stored, scales = zip(*map(_rows_of_8_bits, weight.mT), strict=True)
+    return ka.ScaledOperand(torch.stack(stored).mT, torch.stack(scales), ka.ScaleMode.PER_ROW)
+
+
+def _in_blocks(weight: torch.Tensor) -> ka.ScaledOperand:
     """In blocks of 128 x 128 of (E, K, N), stored (E, N, K)."""
     stored, scales = [], []
     for one in weight.mT:

@@ -1,9 +1,10 @@
-"""Suite moe-layer-8-bits: layers of experts of 8 bits, beside torch's layer of 16 bits, compiled.
+"""Suite moe-layer-8-bits: layers of experts of 8 bits, beside torch's.
 
     python benchmarks/moe_layer_8_bits.py [--only TEXT] [--rounds N] [--seconds S] [--out FOLDER]
 
-As the suite moe-layer, with weights in blocks of 128 x 128, for which torch has no product of
-groups: its layer has the same weights in bfloat16.
+As the suite moe-layer, with weights of 8 bits: with a scale per column, beside the same of
+torch._scaled_grouped_mm and what torch compiles around it; and in blocks of 128 x 128, for which
+torch has no product of groups, so that its layer, compiled, has the weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ NAME = "moe-layer-8-bits"
 def problems() -> list[moe_layer.Problem]:
     layers = moe_layer.example().LAYERS
     return [
-        moe_layer.Problem(layer, tokens, bits=8) for layer in layers for tokens in moe_layer.TOKENS
+        moe_layer.Problem(layer, tokens, scales=scales)
+        for scales in ("blocks", "rows")
+        for layer in layers
+        for tokens in moe_layer.TOKENS
     ]
 
 

@@ -69,7 +69,7 @@ ABOUT = {
     "host": "what calls cost on the CPU",
     "indexed-rows": "rows gathered and scattered by an index",
     "moe-layer": "whole layers of experts",
-    "moe-layer-8-bits": "layers of experts of 8 bits, beside those of 16",
+    "moe-layer-8-bits": "layers of experts of 8 bits, beside those of 8 or 16",
     "norm": "norms of rows and their gradients",
     "norm-quantize": "rows in 8 bits with the scales that products take, of norms and as they are",
     "sdpa-backward": "gradients of attention",

@@ -33,7 +33,7 @@ from kernel_api._overwritten import teller
 from kernel_api.arguments import Arguments
 from kernel_api.arguments.experts import experts
 from kernel_api.arguments.gemm import ProductArguments
-from kernel_api.arguments.scaled import ScaledOperand
+from kernel_api.arguments.scaled import ScaledOperand, ScaleMode
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.discovery import explain, get_kernels
 from kernel_api.dtypes import dtype
@@ -89,13 +89,36 @@ class Call(NamedTuple):
     def without_scales(self) -> Call:
         """The same of what is stored; scales and their modes are further options then, whose names
         no option has."""
-        options, stored = dict(self.options), {"A": self.A, "B": self.B}
+        options, stored = dict(self.options), {"A": self.A, "B": self.B, "out": self.out}
         for name, operand in stored.items():
             if type(operand) is ScaledOperand:
                 stored[name] = operand.tensor
                 options[_scale_of(name)] = operand.scale.tensor
-                options[f"mode of {name}"] = operand.mode.value
+                options[_mode_of(name)] = operand.mode.value
         return self._replace(**stored, options=options)
+
+    @property
+    def with_scales(self) -> Call:
+        """The call that this is :attr:`without_scales` of."""
+        options, scaled = dict(self.options), {"A": self.A, "B": self.B, "out": self.out}
+        for name, tensor in scaled.items():
+            if _mode_of(name) in options:
+                mode = ScaleMode(options.pop(_mode_of(name)))
+                scaled[name] = ScaledOperand(tensor, options.pop(_scale_of(name)), mode)
+        return self._replace(**scaled, options=options)
+
+    def with_its_out(self, found: Any) -> Any:
+        """What the call returns, of what it does without scales."""
+        if found is NEW or type(self.out) is not ScaledOperand:
+            return found
+        return found._replace(out=self.out) if isinstance(found, tuple) else self.out
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether A or B is, of a call without scales: one of what is stored, or of columns of B
+        that are multiplied as they are."""
+        names = (*map(_scale_of, ("A", "B")), "B_scale")
+        return any(self.options.get(name) is not None for name in names)
 
 
 class Launch:
@@ -161,8 +184,9 @@ _lock = threading.Lock()
 
 def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]) -> Any:
     """Run a call that looks like an earlier one, and return what it returns; else NEW."""
-    if type(A) is ScaledOperand or type(B) is ScaledOperand:
-        A, B, _, _, options = Call(A, B, out, out_dtype, options).without_scales
+    if type(A) is ScaledOperand or type(B) is ScaledOperand or type(out) is ScaledOperand:
+        call = Call(A, B, out, out_dtype, options)
+        return call.with_its_out(repeated(form, *call.without_scales))
     try:
         key, addresses = _look(form, A, B, out, out_dtype, options)
         launch = _launches.get(key)
@@ -267,21 +291,19 @@ def first(form: Form, call: Call) -> Any:
         return _operators.traced(form, *call)
     if call.out is not None and call.out_dtype is not None:
         check_type(call.out, call.out_dtype)
-    out, complete = form.completed(
-        A.tensor, B, call.out, _out_dtype(form, call, A, B), call.options
-    )
+    out_dtype = type_of_out(form, call.without_scales)
+    out, complete = form.completed(A.tensor, B, call.out, out_dtype, call.options)
     args = form.fusion(A, B, out=out, **complete)
     kernel, artifact = run_best(args)
     _remember(form, call, out, complete, args, kernel, artifact)
     return form.results(out, complete)
 
 
-def _out_dtype(form: Form, call: Call, A: Operand, B: Operand) -> Any:
-    """What the call says; else, of operands with scales, what holds real numbers; else None."""
+def type_of_out(form: Form, call: Call) -> Any:
+    """What a call without scales says; else, if it has any, what holds real numbers; else None."""
     if call.out is not None or call.out_dtype is not None or form.element_of(call.options):
         return call.out_dtype
-    scaled = A.mode or B.mode or call.options.get("B_scale") is not None
-    return out_type(A.tensor.dtype, scaled=True) if scaled else None
+    return out_type(call.A.dtype, scaled=True) if call.is_scaled else None
 
 
 def check_type(out: Any, out_dtype: Any, name: str = "out") -> None:
@@ -360,6 +382,7 @@ def _remember(
         key, _ = _look(form, *call)
     except (RuntimeError, TypeError):
         return
+    out = out if call.out is None else call.out
     tensors = {"A": call.A, "B": call.B, "out": out, **complete}
     own = zip(args.operand_names, args.operands, strict=True)
     if key in _launches or not args.writes_anything:
@@ -471,6 +494,10 @@ def _made_of(option: Any, value: Any) -> Callable[[Any], Any] | None:
 
 def _scale_of(name: str) -> str:
     return f"scale of {name}"
+
+
+def _mode_of(name: str) -> str:
+    return f"mode of {name}"
 
 
 def _scale_made_of(scale: Any, taken: Any) -> Callable[[Any], Any] | None:

@@ -1,8 +1,8 @@
 """The layer of experts of 8 bits, see :func:`kernel_api.nn.moe`: without gradients.
 
-Tokens are quantised in blocks of 128 columns, once each, and copied with their scales to where
-their groups lie, as words of four elements. The first product quantises what it writes in the same
-way, for the second.
+Tokens are quantised once each, as the experts they are multiplied with ask, and copied with their
+scales to where their groups lie. What the first product makes of them is quantised for the second:
+blocks of columns by its own epilogue, whole rows by a launch behind it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kernel_api.errors import ArgumentError, GradientError
 _BLOCKS = ScaleMode.BLOCK_128x128
 #: Types that tokens may have.
 _TOKENS = (torch.float16, torch.bfloat16, torch.float32)
+_WORD = 4  # bytes of what is moved at once
 
 
 def both_of_8_bits(w_up: Any, w_down: Any) -> tuple[ScaledOperand, ScaledOperand]:
@@ -47,23 +48,45 @@ def moe(
             "weights of 16 bits"
         )
     routing = Routing.of(expert_index, expert_weight, w_up.shape[0])
-    tokens = ops.quantize(x)
-    hidden = ops.grouped_gemm_glu(
-        ScaledOperand(
-            routing.scattered(tokens.out.view(torch.float32)).view(tokens.out.dtype),
-            routing.scattered(tokens.scale),
-            ScaleMode.BLOCK_1x128,
-        ),
-        w_up,
-        routing.offsets,
-        prob=routing.weight,
-        scale=True,
-        **function,
-    )
-    A = ScaledOperand(hidden.out, hidden.scale, ScaleMode.BLOCK_1x128)
-    rows = x.new_empty(A.shape[0], w_down.shape[-1])
-    ops.grouped_gemm(A, w_down, routing.offsets, out=rows)
+    hidden = _hidden(_scattered(_quantized(x, w_up), routing), w_up, w_down, routing, function)
+    rows = x.new_empty(hidden.shape[0], w_down.shape[-1])
+    ops.grouped_gemm(hidden, w_down, routing.offsets, out=rows)
     return routing.gathered(rows)
+
+
+def _quantized(rows: torch.Tensor, experts: ScaledOperand) -> ScaledOperand:
+    """Rows as what they are multiplied with asks: with scales of blocks of columns, or whole."""
+    mode = "block" if experts.mode is _BLOCKS else "row"
+    element = torch.int8 if experts.tensor.dtype is torch.int8 else torch.float8_e4m3fn
+    return ops.quantize(rows, mode, out_dtype=element).operand
+
+
+def _scattered(tokens: ScaledOperand, routing: Routing) -> ScaledOperand:
+    """Rows and scales of tokens, one per pair."""
+    stored, scale = tokens.tensor, tokens.scale.tensor
+    if stored.shape[1] % _WORD:
+        rows = routing.scattered(stored.view(torch.uint8))
+    else:
+        rows = routing.scattered(stored.view(torch.float32))
+    scales = routing.scattered(scale.view(scale.shape[0], -1))
+    if tokens.mode is ScaleMode.PER_ROW:
+        scales = scales.squeeze(1)
+    return ScaledOperand(rows.view(stored.dtype), scales, tokens.mode)
+
+
+def _hidden(
+    tokens: ScaledOperand,
+    w_up: ScaledOperand,
+    w_down: ScaledOperand,
+    routing: Routing,
+    function: dict[str, Any],
+) -> ScaledOperand:
+    """Per pair, its weight times the gated linear unit, as ``w_down`` asks."""
+    how = {"prob": routing.weight, **function}
+    if w_down.mode is _BLOCKS:
+        found = ops.grouped_gemm_glu(tokens, w_up, routing.offsets, scale=True, **how)
+        return ScaledOperand(found.out, found.scale, ScaleMode.BLOCK_1x128)
+    return _quantized(ops.grouped_gemm_glu(tokens, w_up, routing.offsets, **how), w_down)
 
 
 def _check(x: torch.Tensor, w_up: ScaledOperand, w_down: ScaledOperand) -> None:
@@ -71,16 +94,26 @@ def _check(x: torch.Tensor, w_up: ScaledOperand, w_down: ScaledOperand) -> None:
         expected = ", ".join(map(str, _TOKENS))
         raise ArgumentError(f"x is {x.dtype}; beside experts of 8 bits expected one of {expected}")
     for name, one in (("w_up", w_up), ("w_down", w_down)):
-        if not one.tensor.dtype.is_floating_point or one.tensor.dtype.itemsize != 1:
-            raise ArgumentError(f"{name} is {one.tensor.dtype}; expected 8-bit floats")
-        if one.mode is not _BLOCKS:
+        element = one.tensor.dtype
+        if element is not torch.int8 and not (element.is_floating_point and element.itemsize == 1):
+            raise ArgumentError(f"{name} is {element}; expected 8-bit floats or int8")
+        if element is torch.int8 and one.mode is _BLOCKS:
             raise ArgumentError(
-                f"{name} carries a {one.mode.value} scale; expected {_BLOCKS.value}, because what "
-                f"it is multiplied with is quantised in blocks"
+                f"{name} is int8 with a {one.mode.value} scale; expected one per_row or per_tensor"
             )
-    for letter, extent, multiple in (("K", w_up.shape[1], BLOCK), ("2I", w_up.shape[2], 2 * BLOCK)):
-        if extent % multiple:
+        if one.mode is ScaleMode.BLOCK_1x128:
             raise ArgumentError(
-                f"w_up has {letter} = {extent}; expected a multiple of {multiple}, whole blocks of "
-                f"128 columns"
+                f"{name} carries a {one.mode.value} scale; expected per_tensor, per_row or "
+                f"{_BLOCKS.value}"
             )
+    if w_up.mode is _BLOCKS:
+        _check_blocks("w_up has K", w_up.shape[1], BLOCK)
+    if w_down.mode is _BLOCKS:
+        _check_blocks("w_up has 2I", w_up.shape[2], 2 * BLOCK)
+
+
+def _check_blocks(what: str, extent: int, multiple: int) -> None:
+    if extent % multiple:
+        raise ArgumentError(
+            f"{what} = {extent}; expected a multiple of {multiple}, whole blocks of 128 columns"
+        )

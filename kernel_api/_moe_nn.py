@@ -54,10 +54,12 @@ def moe(
             and (E, K, I), they are passed as ``w_up.mT`` and ``w_down.mT``.
         kind, order, granularity: See :func:`kernel_api.fusions.gemm_glu`.
 
-    Weights may both be a :class:`~kernel_api.ScaledOperand` of 8-bit floats with a scale for each
-    block of 128 x 128, K a multiple of 128 and 2I of 256. Then tokens, and what the first product
-    makes of them, are quantised in blocks of 128 columns (DeepSeek-V3 technical report, section
-    3.3), and there are no gradients.
+    Weights may both be a :class:`~kernel_api.ScaledOperand` of 8-bit floats or int8, w_up (E, K,
+    2I) with a scale per expert (E,) or column (E, 2I), w_down (E, I, K) the same; or of 8-bit
+    floats for each block of 128 x 128, where what is multiplied with has columns in whole blocks.
+    Then tokens, and what the first product makes of them, are quantised: whole rows, in the type of
+    8 bits that the expert has (of floats float8_e4m3fn), or for experts in blocks, blocks of 128
+    columns (DeepSeek-V3 technical report, section 3.3). There are no gradients.
 
     Nothing waits for the device, so a CUDA graph can hold the layer, and equal inputs give equal
     results; but for float64, and float32 unless it may be multiplied as tf32 (by

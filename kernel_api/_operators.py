@@ -2,8 +2,9 @@
 
 ``torch.ops.kernel_api.gemm_swiglu(A, B, out, written, read, floats, integers, names, options)``
 writes ``out`` and the tensors of ``written``. ``names`` are those of what stands in the four
-lists, one after the other; ``options`` are further ones as ``name=value``. Nobody comes here in
-eager mode.
+lists, one after the other; ``options`` are further ones as ``name=value``. A ScaledOperand is what
+it stores, its scale one of ``read``, and the mode of that an option. Nobody comes here in eager
+mode.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from kernel_api._autograd import check_outputs
 from kernel_api._forms import FACTORS, Form
-from kernel_api._launches import Call, first
+from kernel_api._launches import Call, first, type_of_out
 from kernel_api._results import serialize_all
 from kernel_api._transforms import check_traced
 from kernel_api.errors import ArgumentError
@@ -31,8 +32,8 @@ _SCHEMA = (
 
 _IN_GRAPHS = (torch.Tensor, torch.SymInt, torch.SymFloat, int, float, str, type(None))
 _WHY = (
-    "an epilogue, an operand with a scale, a number of NumPy, or experts that lie anywhere, is "
-    "nothing that a graph of torch holds"
+    "an epilogue, a number of NumPy, or experts that lie anywhere, is nothing that a graph of "
+    "torch holds"
 )
 
 _library: Any = torch.library.Library("kernel_api", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -49,12 +50,14 @@ def _register(form: Form, call: Callable[..., Any]) -> None:
 
 def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]) -> Any:
     """The call in a graph: outputs are allocated in it, and the operator writes them."""
+    made = Call(A, B, out, out_dtype, options)
+    A, B, out, _, options = call = made.without_scales
     for value in (A, B, out, *options.values()):
         if not isinstance(value, _IN_GRAPHS):
-            return _refused(form, A, B, out, out_dtype, options)
+            return _refused(form, made)
     check_traced(A=A, B=B, **options)
     check_outputs(form.given(out, options))
-    out, complete = form.completed(A, B, out, out_dtype, options)
+    out, complete = form.completed(A, B, out, type_of_out(form, call), options)
     given = {name: _held(value) for name, value in complete.items() if value is not None}
     tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
     numbers = [name for name in given if name in FACTORS and _in_lists(given[name])]
@@ -72,7 +75,7 @@ def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[s
         names,
         [f"{name}={_text(value)}" for name, value in given.items() if name not in names],
     )
-    return form.results(out, complete)
+    return form.results(out if made.out is None else made.out, complete)
 
 
 def _held(value: Any) -> Any:
@@ -94,15 +97,15 @@ def _text(value: Any) -> str:
     return f"{int(value)}" if type(value) in (int, torch.SymInt) else repr(value)
 
 
-def _refused(form: Form, *call: Any) -> Any:
+def _refused(form: Form, call: Call) -> Any:
     """A call with what no graph holds breaks the graph where that may be."""
     if torch.compiler.is_dynamo_compiling():
-        return _outside(form, *call)
+        return _outside(form, call)
     raise ArgumentError(f"{form.name}: {_WHY}; call it outside of torch.export")
 
 
-def _untraced(form: Form, *call: Any) -> Any:
-    return first(form, Call(*call))
+def _untraced(form: Form, call: Call) -> Any:
+    return first(form, call)
 
 
 _outside: Any = torch.compiler.disable(_untraced, reason=_WHY)  # type: ignore[no-untyped-call]
@@ -118,8 +121,9 @@ def _options(*rest: Any) -> dict[str, Any]:
     return found
 
 
-def _run(call: Callable[..., Any], A: Any, B: Any, out: Any, *rest: Any) -> None:
-    call(A, B, out=out, **_options(*rest))
+def _run(run: Callable[..., Any], A: Any, B: Any, out: Any, *rest: Any) -> None:
+    A, B, out, _, options = Call(A, B, out, None, _options(*rest)).with_scales
+    run(A, B, out=out, **options)
 
 
 def _check(form: Form, A: Any, B: Any, out: Any, *rest: Any) -> None:
@@ -128,6 +132,7 @@ def _check(form: Form, A: Any, B: Any, out: Any, *rest: Any) -> None:
     values = (A, B, out, *options.values())
     sizes = [n for value in values if isinstance(value, torch.Tensor) for n in value.shape]
     if not any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in (*sizes, *values)):
+        A, B, out, _, options = Call(A, B, out, None, options).with_scales
         form.fusion(A, B, out=out, **options)
 
 

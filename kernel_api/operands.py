@@ -169,6 +169,13 @@ class Operand:
             except RuntimeError as error:
                 raise _no_memory(name) from error
 
+    def __getattr__(self, name: str) -> Any:
+        """Of an operand that torch's compiler made for a graph, what graphs have no use for."""
+        if name == "tensor" or name not in Operand.__slots__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        Operand.__init__(self, self.tensor)
+        return getattr(self, name)
+
     def maker(self) -> Callable[[Any], Any] | None:
         """Makes an operand like this of another tensor, and keeps none but a scale; None where
         that is the tensor itself."""

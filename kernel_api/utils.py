@@ -67,10 +67,17 @@ def is_traced() -> bool:
     return torch is not None and bool(torch.compiler.is_compiling())
 
 
+def is_read() -> bool:
+    """Whether it reads that code line by line; torch.export calls it, unless it is to be strict."""
+    torch = _TORCH or sys.modules.get("torch")
+    torch_compiler = getattr(torch, "compiler", None)  # none while another thread imports torch
+    return torch_compiler is not None and bool(torch_compiler.is_dynamo_compiling())
+
+
 def is_watched() -> bool:
     """Whether torch's compiler looks at every function that is called here, and all that these are
     given: because it left a caller as it is, or meets this call, which it cannot read."""
-    # While another thread imports torch, that has no compiler yet.
+    # :func:`is_read`, written out: every query comes here.
     torch = _TORCH or sys.modules.get("torch")
     torch_compiler = getattr(torch, "compiler", None)
     if torch_compiler is not None and torch_compiler.is_dynamo_compiling():

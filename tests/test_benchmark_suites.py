@@ -1,6 +1,7 @@
 """The GEMM suites: what they measure, what they write, and what they do when something fails."""
 
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -503,19 +504,42 @@ def test_layers_of_experts_are_compared_with_their_peer_before_they_are_timed():
             makes(wrong, operands)
 
 
-def test_layers_of_8_bits_are_compared_with_their_peer_less_closely():
+def scaled_grouped_mm(A, B, of_A, of_B, offs, out_dtype, use_fast_accum):
+    """As torch has it on a GPU."""
+    out = torch.zeros(A.shape[0], B.shape[2])
+    for expert, (first, end) in enumerate(itertools.pairwise((0, *offs.tolist()))):
+        product = A[first:end].float() @ B[expert].float()
+        out[first:end] = product * of_A[first:end, None] * of_B[expert]
+    return out.to(out_dtype)
+
+
+@pytest.mark.parametrize("scales", ["blocks", "rows"])
+def test_layers_of_8_bits_are_compared_with_their_peer_less_closely(scales, monkeypatch):
     moe_layer = script("moe_layer")
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
     example = moe_layer.example()
     layer = example.Layer(experts=4, chosen=2, hidden=256, inner=128)
     weights = layer.weights("cpu")
     operands = (*layer.tokens(40, "cpu"), *weights)
-    layers = {"ours": moe_layer._of_8_bits(weights), "theirs": example.layer_by_expert}
-    assert list(moe_layer._forward(layers, operands, rough=("ours",))) == list(layers)
-    with pytest.raises(RuntimeError, match="ours is off by"):
-        moe_layer._forward(layers, operands)
+    if scales == "rows":
+        layers = moe_layer._of_rows(weights)
+        ours, theirs = layers
+        rough = (ours, theirs)
+    else:
+        ours, rough = "ours", ("ours",)
+        experts = tuple(map(moe_layer._in_blocks, weights))
+        layers = {ours: moe_layer._of_8_bits(experts), "theirs": example.layer_by_expert}
+    with torch.compiler.set_stance("force_eager"):
+        assert list(moe_layer._forward(layers, operands, rough)) == list(layers)
+        with pytest.raises(RuntimeError, match=f"{ours} is off by"):
+            moe_layer._forward(layers, operands)
+        with pytest.raises(RuntimeError, match=f"{rough[-1]} is off by"):
+            moe_layer._forward(layers, operands, rough[:-1])
     listed = script("moe_layer_8_bits").problems()
-    assert {problem.bits for problem in listed} == {8}
-    assert "Mixtral-8x7B, 16 tokens, experts of 8 bits" in [problem.label for problem in listed]
+    assert {problem.scales for problem in listed} == {"blocks", "rows"}
+    labels = [problem.label for problem in listed]
+    assert len(set(labels)) == len(labels)
+    assert "Mixtral-8x7B, 16 tokens, experts of 8 bits" in labels
 
 
 def test_what_takes_more_memory_than_there_is_costs_its_own_row_only(monkeypatch, tmp_path, capsys):

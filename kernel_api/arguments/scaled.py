@@ -10,7 +10,7 @@ from typing import Any
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
-from kernel_api.utils import untraced
+from kernel_api.utils import is_read, untraced
 
 BLOCK = 128
 
@@ -58,8 +58,17 @@ class ScaledOperand(Operand):
 
     __slots__ = ("mode", "scale")
 
-    @untraced
     def __init__(self, tensor: Any, scale: Any, mode: ScaleMode) -> None:
+        if is_read() and isinstance(mode, ScaleMode) and _are_tensors(tensor, scale):
+            # What a graph holds; the operator that it becomes an operand of checks the rest.
+            self.tensor, self.shape, self.mode = tensor, tensor.shape, mode
+            self.scale = Operand.__new__(Operand)
+            self.scale.tensor, self.scale.shape = scale, scale.shape
+        else:
+            self._read(tensor, scale, mode)
+
+    @untraced
+    def _read(self, tensor: Any, scale: Any, mode: ScaleMode) -> None:
         for name, given in (("tensor", tensor), ("scale", scale)):
             if isinstance(given, Operand) and (given.mode is not None or given.discrete):
                 raise ArgumentError(
@@ -80,6 +89,12 @@ class ScaledOperand(Operand):
 
     def __repr__(self) -> str:
         return f"{super().__repr__()} x {self.mode.value} scale"
+
+
+def _are_tensors(*given: Any) -> bool:
+    import torch
+
+    return all(isinstance(one, torch.Tensor) for one in given)
 
 
 def in_vectors(operand: Any) -> bool:

@@ -87,10 +87,10 @@ OF_ROWS = [
         Case("gated few rows", sizes=(1, 0, 33), epilogue=gated(), N=192, layouts=WEIGHTS),
     ),
     ("128x192x64_cluster2x1", Case("picked", indices=BOTH, N=200, other=136, layouts=WEIGHTS)),
-    ("128x256x64_cluster1x2", Case("gradient", epilogue=gradient, N=264, sizes=AWAY)),
+    ("256x128x64_cluster1x2", Case("gradient", epilogue=gradient, N=264, sizes=AWAY)),
     ("256x128x64_cluster1x2", Case("wide out", out=F32, sizes=AWAY, N=136)),
     ("64x256x64_cluster1x1_pingpong", Case("one group", sizes=(129,), element=F16)),
-    ("128x256x64_cluster1x1", Case("none", sizes=(0, 0), epilogue=gradient)),
+    ("64x128x64_cluster1x1_cooperative", Case("none", sizes=(0, 0), epilogue=gradient)),
     ("80x128x128_cluster1x1", Case("swapped", sizes=(*AWAY, 80, 81), N=264)),
     ("64x128x64_cluster1x1_pingpong", Case("many groups", sizes=(1, 0) * 20, N=64)),
     ("128x128x64_cluster1x1", Case("scattered", indices=BOTH[1:], sizes=AWAY, epilogue=gradient)),
@@ -109,7 +109,7 @@ OF_ROWS = [
     ("48x128x128", Case("anywhere, swapped", discrete=True, sizes=FEW, N=136, layouts=WEIGHTS)),
     (
         "128x256x128_cluster1x2",
-        Case("rows anywhere", sizes=AWAY, N=264, other=144, scales="rows", **EIGHT_BITS),
+        Case("columns anywhere", sizes=AWAY, N=264, other=144, scales="columns", **EIGHT_BITS),
     ),
     (
         "32x128x128",
@@ -175,7 +175,7 @@ OF_ROWS = [
     ),
     (
         "16x128x128",
-        Case("swapped, rows anywhere", sizes=FEW, N=136, other=144, scales="rows", **EIGHT_BITS),
+        Case("swapped, anywhere", sizes=FEW, N=136, other=144, scales="tokens", **EIGHT_BITS),
     ),
     (
         "128x128x128_cluster1x1",
@@ -205,7 +205,7 @@ OF_ROWS = [
         Case("gated halves", sizes=AWAY, epilogue=gated("halves"), N=448, layouts=WEIGHTS),
     ),
     (
-        "64x256x128_cluster1x1",
+        "64x128x128_cluster1x1",
         Case("8 bits anywhere", sizes=FEW, N=256, other=144, epilogue=swiglu, **EIGHT_BITS),
     ),
 ]
@@ -248,14 +248,14 @@ OF_ROWS_TAKEN = [
     ),
     ("128x128x64_cluster1x1 dynamic", Case("uneven", sizes=UNEVEN, N=200)),
     ("128x256x64_cluster1x2 dynamic", Case("clusters", sizes=UNEVEN, N=1032)),
-    ("128x256x64_cluster1x1 dynamic", Case("gradient", sizes=AWAY, epilogue=gradient, N=520)),
+    ("256x128x64_cluster1x2 dynamic", Case("gradient", sizes=AWAY, epilogue=gradient, N=520)),
     ("64x256x64_cluster1x1_pingpong dynamic", Case("in turns", sizes=UNEVEN, N=264)),
     (
         "64x256x64_cluster1x1_pingpong dynamic",
         Case("picked in turns", indices=BOTH, sizes=UNEVEN, N=264, other=136, layouts=WEIGHTS),
     ),
     ("128x128x64_cluster1x2_pingpong dynamic", Case("one group", sizes=(129,), element=F16)),
-    ("128x256x64_cluster1x1 dynamic", Case("none", sizes=(0, 0), epilogue=gradient)),
+    ("128x128x64_cluster1x1 dynamic", Case("none", sizes=(0, 0), epilogue=gradient)),
     ("16x128x128 dynamic", Case("few rows", sizes=(1, 0, 3, 17), N=392, layouts=WEIGHTS)),
     ("96x128x128 dynamic", Case("swapped", sizes=UNEVEN, N=264, other=392, layouts=WEIGHTS)),
     (

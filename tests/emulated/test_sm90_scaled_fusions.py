@@ -38,12 +38,17 @@ def blocks(name, fusion, design, **how):
 CASES = [
     ScaledCase("swiglu", make.a_glu("swiglu"), "cooperative", {"M": 70, "N": 192}),
     blocks("bias gelu", make.a_bias_activation("gelu"), "swapped", M=13, N=136, K=400),
-    ScaledCase("residual", make.a_residual, "clusters", {"M": 70, "N": 264, **INT8}),
+    ScaledCase(
+        "residual", make.a_residual, "clusters", {"M": 70, "N": 264, "scales": "rows of A", **INT8}
+    ),
     blocks("swiglu", make.a_glu("swiglu"), "cooperative", M=70, N=192, K=272),
     ScaledCase("amax", make.an_amax, "split", {"M": 70, "N": 72, "K": 784}),
     ScaledCase("scaled out", a_scaled_out, "clusters", {"M": 70, "N": 272, "batch": 2}),
     ScaledCase(
-        "swiglu of few rows", make.a_glu("swiglu"), "swapped", {"M": 7, "N": 192, "of_A": E5M2}
+        "swiglu of few rows",
+        make.a_glu("swiglu"),
+        "swapped",
+        {"M": 7, "N": 192, "of_A": E5M2, "scales": "rows of B"},
     ),
     ScaledCase(
         "geglu, halves",

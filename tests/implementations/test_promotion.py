@@ -13,6 +13,7 @@ TYPES = {"a_type": Float8E4M3FN, "b_type": Float8E4M3FN, "output_types": (BFloat
 MODES = {
     "nothing": None,
     "tensors": (ka.ScaleMode.PER_TENSOR, (), ka.ScaleMode.PER_TENSOR, ()),
+    "tokens": (ka.ScaleMode.PER_ROW, (64,), ka.ScaleMode.PER_TENSOR, ()),
     "blocks": (ka.ScaleMode.BLOCK_1x128, (64, 5), ka.ScaleMode.BLOCK_128x128, (5, 3)),
 }
 

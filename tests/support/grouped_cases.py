@@ -105,6 +105,8 @@ class Case:
         modes, shapes = {
             "tensor": (["per_tensor"] * 2, [(), (E,)]),
             "rows": (["per_row"] * 2, [(rows,), (E, N)]),
+            "tokens": (["per_row", "per_tensor"], [(rows,), (E,)]),
+            "columns": (["per_tensor", "per_row"], [(), (E, N)]),
             "blocks": (["block_1x128", "block_128x128"], [(rows, blocks[0]), (E, *blocks)]),
         }[self.scales]
         random = torch.Generator().manual_seed(11)

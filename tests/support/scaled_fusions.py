@@ -15,6 +15,8 @@ from support.fusions import Draw
 MODES = {
     "tensors": (ka.ScaleMode.PER_TENSOR, ka.ScaleMode.PER_TENSOR),
     "rows": (ka.ScaleMode.PER_ROW, ka.ScaleMode.PER_ROW),
+    "rows of A": (ka.ScaleMode.PER_ROW, ka.ScaleMode.PER_TENSOR),
+    "rows of B": (ka.ScaleMode.PER_TENSOR, ka.ScaleMode.PER_ROW),
     "blocks": (ka.ScaleMode.BLOCK_1x128, ka.ScaleMode.BLOCK_128x128),
 }
 
@@ -34,18 +36,16 @@ class ScaledDraw(Draw):
 
     @property
     def A(self) -> ka.ScaledOperand:
-        blocks = -(-self.K // BLOCK)
-        shape = {"tensors": (), "rows": (self.M,), "blocks": (self.M, blocks)}[self.scales]
-        stored = self._stored(self.of_A, self.M, self.K)
-        return ka.ScaledOperand(stored, self._scale(*shape), MODES[self.scales][0])
+        mode, _ = MODES[self.scales]
+        scale = self._scale(*_shape_of_scale(mode, self.M, (self.M, -(-self.K // BLOCK))))
+        return ka.ScaledOperand(self._stored(self.of_A, self.M, self.K), scale, mode)
 
     @property
     def B(self) -> ka.ScaledOperand:
-        blocks = -(-self.K // BLOCK), -(-self.N // BLOCK)
-        shape = {"tensors": (), "rows": (self.N,), "blocks": blocks}[self.scales]
+        _, mode = MODES[self.scales]
+        shape = _shape_of_scale(mode, self.N, (-(-self.K // BLOCK), -(-self.N // BLOCK)))
         stored = self._stored(self.of_B, self.N, self.K).mT
-        scale = self._scale(*shape) / self.K**0.5
-        return ka.ScaledOperand(stored, scale, MODES[self.scales][1])
+        return ka.ScaledOperand(stored, self._scale(*shape) / self.K**0.5, mode)
 
     def _stored(self, element: torch.dtype, rows: int, columns: int) -> torch.Tensor:
         spread = 64 if element is torch.int8 else 1
@@ -58,6 +58,11 @@ class ScaledDraw(Draw):
         batches = self.batches if shape else ()
         drawn = self.random(*batches, *shape, element=torch.float32).abs() + 0.25
         return drawn / 64 if torch.int8 in (self.of_A, self.of_B) else drawn
+
+
+def _shape_of_scale(mode: ka.ScaleMode, rows: int, blocks: tuple[int, int]) -> tuple[int, ...]:
+    whole = {ka.ScaleMode.PER_TENSOR: (), ka.ScaleMode.PER_ROW: (rows,)}
+    return whole.get(mode, blocks)
 
 
 class Described(ScaledDraw):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 from kernel_api.arguments import ScaleMode
 from kernel_api.arguments.scaled import VECTOR_BYTES, in_vectors
 from kernel_api.metadata import OperandsMetadata
+
+#: Scales of A and B that are factors of whole sums: one has nothing to do with the other.
+OF_SUMS = tuple(
+    {"A": of_A, "B": of_B} for of_A, of_B in itertools.product(("per_tensor", "per_row"), repeat=2)
+)
 
 #: More batches than any launch has: what serves all of them is seen with this many.
 _MANY = 1 << 20

@@ -19,7 +19,7 @@ from kernel_api.providers.cutedsl.gemm.fusing import (
     operands_rule,
     types_rule,
 )
-from kernel_api.providers.cutedsl.gemm.scaling import scale_kinds, scaling
+from kernel_api.providers.cutedsl.gemm.scaling import OF_SUMS, scale_kinds, scaling
 from kernel_api.providers.cutedsl.gemm.splitting import SplitDesign
 from kernel_api.space import Miss, Operands, Space, rule
 
@@ -307,8 +307,7 @@ class Sm80Int8Gemm(Sm80GemmFamily):
         )
         for scales, out in (
             ({}, "i32 | f16 | bf16 | f32 | i8"),
-            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32 | i8"),
-            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32 | i8"),
+            *((scales, "f16 | bf16 | f32 | i8") for scales in OF_SUMS),
         )
     )
     space = Space(*DESIGNS[1])

@@ -37,6 +37,7 @@ from kernel_api.providers.cutedsl.gemm.fusing import (
     types_rule,
 )
 from kernel_api.providers.cutedsl.gemm.scaling import (
+    OF_SUMS,
     alignments_of_scales,
     scale_kinds,
     scaled_by_blocks,
@@ -528,11 +529,9 @@ class Sm90Fp8Gemm(Sm90GemmFamily):
         )
         for scales, out in (
             ({}, "f16 | bf16 | f32 | e4m3 | e5m2"),
-            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32 | e4m3 | e5m2"),
-            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32 | e4m3 | e5m2"),
+            *((scales, "f16 | bf16 | f32 | e4m3 | e5m2") for scales in OF_SUMS),
             ({"A": "block_1x128", "B": "block_128x128"}, "f16 | bf16 | f32 | e4m3 | e5m2"),
-            ({"A": "per_tensor", "B": "per_tensor", "out": "per_tensor"}, "e4m3 | e5m2"),
-            ({"A": "per_row", "B": "per_row", "out": "per_tensor"}, "e4m3 | e5m2"),
+            *(({**scales, "out": "per_tensor"}, "e4m3 | e5m2") for scales in OF_SUMS),
         )
     )
     space = Space(*sm90_design.points(sm90_design.PROMOTED, operand_bytes=1))
@@ -574,8 +573,7 @@ class Sm90Int8Gemm(Sm90GemmFamily):
         )
         for scales, out in (
             ({}, "i32 | f16 | bf16 | f32"),
-            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
-            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32"),
+            *((scales, "f16 | bf16 | f32") for scales in OF_SUMS),
         )
     )
     space = Space(*sm90_design.points(sm90_design.ALL, operand_bytes=1))

@@ -16,6 +16,7 @@ from kernel_api._workspaces import ALIGNMENT, ZEROED
 from kernel_api.metadata import GemmOperandsMetadata, TensorAttributes
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.gemm import machine, model, sm90_design
+from kernel_api.providers.cutedsl.gemm.scaling import OF_SUMS
 from kernel_api.providers.cutedsl.gemm.sm90 import Sm90GemmFamily
 from kernel_api.space import Miss, Operands, Space, rule
 
@@ -170,8 +171,7 @@ class Sm90RepackedFp8Gemm(RepackedGemmFamily):
         )
         for scales, out in (
             ({}, "f16 | bf16 | f32"),
-            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
-            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32"),
+            *((scales, "f16 | bf16 | f32") for scales in OF_SUMS),
         )
     )
     space = Space(*sm90_design.points(sm90_design.REPACKED_PROMOTED, operand_bytes=1))
@@ -193,8 +193,7 @@ class Sm90RepackedInt8Gemm(RepackedGemmFamily):
         )
         for scales, out in (
             ({}, "i32"),
-            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32"),
-            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32"),
+            *((scales, "f16 | bf16 | f32") for scales in OF_SUMS),
         )
     )
     space = Space(*sm90_design.points(sm90_design.REPACKED, operand_bytes=1))

@@ -13,7 +13,7 @@ from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import TMA_PIECE, sums_both_ways
 from kernel_api.providers.cutedsl.gemm import machine
 from kernel_api.providers.cutedsl.gemm.fusing import output_types
-from kernel_api.providers.cutedsl.gemm.scaling import scaled_by_blocks
+from kernel_api.providers.cutedsl.gemm.scaling import OF_SUMS, scaled_by_blocks
 from kernel_api.providers.cutedsl.gemm.sm90 import (
     ALIGNMENTS,
     MOST_COLUMNS,
@@ -248,8 +248,7 @@ class Sm90Fp8GroupedGemm(Sm90GroupedGemm):
         )
         for scales, out in (
             ({}, "f16 | bf16 | f32 | e4m3 | e5m2"),
-            ({"A": "per_tensor", "B": "per_tensor"}, "f16 | bf16 | f32 | e4m3 | e5m2"),
-            ({"A": "per_row", "B": "per_row"}, "f16 | bf16 | f32 | e4m3 | e5m2"),
+            *((scales, "f16 | bf16 | f32 | e4m3 | e5m2") for scales in OF_SUMS),
             ({"A": "block_1x128", "B": "block_128x128"}, "f16 | bf16 | f32 | e4m3 | e5m2"),
         )
     )
