@@ -111,7 +111,7 @@ class Call(NamedTuple):
         """What the call returns, of what it does without scales."""
         if found is NEW or type(self.out) is not ScaledOperand:
             return found
-        return found._replace(out=self.out) if isinstance(found, tuple) else self.out
+        return self.out if isinstance(found, torch.Tensor) else found._replace(out=self.out)
 
     @property
     def is_scaled(self) -> bool:

@@ -200,7 +200,7 @@ def _run_again(form: NormForm, complete: dict[str, Any]) -> None:
         run(form, complete)
         return
     tensors = [of_rows[name] for name in form.kind.operand_names]
-    values = [of_rows.get(name, beside[name]) for name in names]
+    values = tuple([of_rows.get(name, beside[name]) for name in names])
     if not _again.repeated(key, tensors, values):
         _again.run(key, form.fusion(**complete), names)
 

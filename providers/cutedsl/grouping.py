@@ -11,7 +11,7 @@ from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, GroupRowsOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.indexed import weight_is_float
-from kernel_api.providers.cutedsl.kernel import CuteDslKernel, by_place
+from kernel_api.providers.cutedsl.kernel import BareWhereSizesAreKnown, by_place
 from kernel_api.space import Miss, Operands, Space, rule
 
 #: That the smallest design has room for, and the largest.
@@ -41,7 +41,7 @@ class GroupRowsDesign(DesignMetadata):
 
 
 @CuTeDSLProvider.register
-class Sm80GroupRows(CuteDslKernel):
+class Sm80GroupRows(BareWhereSizesAreKnown):
     """Rows sorted by group, by one CTA in one launch; for every GPU from Ampere on."""
 
     family: ClassVar[str] = "sm80.group_rows"

@@ -12,7 +12,7 @@ from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata, OperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.h200 import BANDWIDTH
-from kernel_api.providers.cutedsl.kernel import CuteDslKernel, by_place
+from kernel_api.providers.cutedsl.kernel import BareWhereSizesAreKnown, by_place
 from kernel_api.providers.cutedsl.norm.base import (
     FLOATS,
     PIECE,
@@ -55,7 +55,7 @@ def weight_is_float(args: Any) -> bool | Miss:
     return weight is None or weight.dtype.name in FLOATS or Miss(f"it is {weight.dtype}")
 
 
-class IndexedRowsKernel(CuteDslKernel):
+class IndexedRowsKernel(BareWhereSizesAreKnown):
     """Rows named by an index, for every GPU from Ampere on, moved in vectors."""
 
     targets: ClassVar[tuple[str, ...]] = ("sm_80",)

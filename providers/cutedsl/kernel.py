@@ -176,18 +176,18 @@ class CuteDslKernel(Kernel):
         return launch
 
     def _bare_launcher(self, args: Any, artifact: CompiledArtifact) -> LauncherInOrder | None:
-        """On the current stream, for tensors of these sizes; None where there are several devices,
-        so that the current one may be another."""
+        """On the current stream, for tensors of these sizes; None where an operand is empty, or
+        there are several devices, so that the current one may be another."""
         import torch
 
-        if torch.cuda.device_count() > 1:
+        if torch.cuda.device_count() > 1 or any(0 in operand.shape for operand in args.operands):
             return None
         function = compiler.raw_function(artifact.compiled_obj)
         index = args.device.index or 0
         scalars = self.scalars(sm_count(index))
         if not self.takes_more:
             return lambda tensors, values: function(*tensors, *scalars)
-        size = self.workspace_for(*args.tensors)
+        size = self.get_workspace_size(args)
         if not size:
             return lambda tensors, values: function(*tensors, values, 0, *scalars)
         lend = _workspaces.lender(index)
@@ -228,6 +228,15 @@ class CuteDslKernel(Kernel):
             if own is operand:
                 return self.metadata.operands.tensors.get(name)
         return None
+
+
+class BareWhereSizesAreKnown(CuteDslKernel):
+    """A kernel whose :meth:`_launcher` does more only where something is empty, or named: for
+    tensors of known sizes the compiled function is all there is to a launch."""
+
+    def _launcher_in_order(self, args: Any, artifact: CompiledArtifact) -> LauncherInOrder:
+        bare = self._bare_launcher(args, artifact)
+        return bare or super()._launcher_in_order(args, artifact)
 
 
 def unless_empty(launch: Callable[..., None]) -> Callable[..., None]:

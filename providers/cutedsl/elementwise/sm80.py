@@ -37,7 +37,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
 )
 from kernel_api.providers.cutedsl.epilogue.plan import LANES, Plan, plan
 from kernel_api.providers.cutedsl.gemm.fusing import alignment_of, lowered, output_types, types_rule
-from kernel_api.providers.cutedsl.kernel import CuteDslKernel, unless_empty
+from kernel_api.providers.cutedsl.kernel import BareWhereSizesAreKnown, unless_empty
 from kernel_api.providers.cutedsl.norm.base import counted_in_32_bits
 from kernel_api.space import Miss, Operands, Space, rule
 from kernel_api.status import Status
@@ -139,7 +139,7 @@ def _elements(x: str, out: str) -> Operands:
 
 
 @CuTeDSLProvider.register
-class Sm80Elementwise(CuteDslKernel):
+class Sm80Elementwise(BareWhereSizesAreKnown):
     """An epilogue of a matrix in memory, for every GPU from Ampere on, moved in vectors."""
 
     family: ClassVar[str] = "sm80.elementwise"

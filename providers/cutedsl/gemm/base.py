@@ -7,15 +7,14 @@ from typing import Any, ClassVar
 
 from kernel_api.arguments import Arguments, GemmArguments
 from kernel_api.artifact import CompiledArtifact
-from kernel_api.kernel import LauncherInOrder
-from kernel_api.providers.cutedsl.kernel import CuteDslKernel
+from kernel_api.providers.cutedsl.kernel import BareWhereSizesAreKnown
 from kernel_api.providers.streams import on_stream
 from kernel_api.space import Miss, rule
 
 _MOST = 1 << 30  # rows of a tile that begins in front of it end within 32 bits
 
 
-class CuteDslGemm(CuteDslKernel):
+class CuteDslGemm(BareWhereSizesAreKnown):
     """A dense GEMM. Kernels see at least one row, column and product; the rest is done here."""
 
     arguments: ClassVar[type[Arguments] | None] = GemmArguments
@@ -41,11 +40,3 @@ class CuteDslGemm(CuteDslKernel):
                 launch(A, B, out, stream=stream, **others)
 
         return launch_unless_empty
-
-    def _launcher_in_order(
-        self, args: GemmArguments, artifact: CompiledArtifact
-    ) -> LauncherInOrder:
-        bare = None
-        if 0 not in args.A.shape and 0 not in args.B.shape:
-            bare = self._bare_launcher(args, artifact)
-        return bare or super()._launcher_in_order(args, artifact)

@@ -10,7 +10,7 @@ from kernel_api.arguments.norm import NormArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, OperandsMetadata
 from kernel_api.providers.cutedsl import compiler
-from kernel_api.providers.cutedsl.kernel import CuteDslKernel, by_place
+from kernel_api.providers.cutedsl.kernel import BareWhereSizesAreKnown, by_place
 from kernel_api.providers.streams import on_stream
 from kernel_api.space import Miss, Operands, rule
 
@@ -114,7 +114,7 @@ def few_registers(design: RowDesign, operands: OperandsMetadata) -> bool:
     return design.threads < 1024 or design.elements <= vector_of(operands)
 
 
-class RowKernel(CuteDslKernel):
+class RowKernel(BareWhereSizesAreKnown):
     """Of rows that are looked at several times: how they lie on threads."""
 
     targets: ClassVar[tuple[str, ...]] = ("sm_80",)
