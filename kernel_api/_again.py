@@ -8,8 +8,8 @@ kernel's launcher. What is remembered keeps no tensor alive.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -22,11 +22,17 @@ from kernel_api.offsets import check_is_asked
 from kernel_api.provider import PROVIDERS, raw_setting
 
 _KEPT = 1024
-_launchers: dict[tuple[Hashable, ...], LauncherInOrder] = {}
+_Key = tuple[Hashable, ...]
+_Taken = tuple[int, tuple[int, ...] | None]
+_launchers: dict[_Key, LauncherInOrder] = {}
+_calls: dict[_Key, Call] = {}
 _lock = threading.Lock()
 
+#: Options that count by value. Numbers without a fraction are not among them: 1 equals True.
+_PLAIN = frozenset((float, bool, str, torch.dtype, type(None)))
 
-def look(read: Sequence[Any], *how: Hashable) -> tuple[Hashable, ...] | None:
+
+def look(read: Sequence[Any], *how: Hashable) -> _Key | None:
     """What a call looks like; None: it is not looked at.
 
     Args:
@@ -37,14 +43,14 @@ def look(read: Sequence[Any], *how: Hashable) -> tuple[Hashable, ...] | None:
         return None
     if torch._C._are_functorch_transforms_active():
         return None
-    key: tuple[Hashable, ...] = (
+    key: _Key = (
         provider._generation, raw_setting(PROVIDERS), _compile_cache._era, *how,
     )  # fmt: skip
     for one in read:
         if one is None:
             key += (None,)
             continue
-        if type(one) not in TENSORS or one.layout is not torch.strided:
+        if type(one) not in TENSORS or one.layout is not torch.strided or one.is_nested:
             return None
         if one.dtype is not NEVER_NEGATIVE and one.is_neg():
             return None
@@ -55,9 +61,7 @@ def look(read: Sequence[Any], *how: Hashable) -> tuple[Hashable, ...] | None:
     return key
 
 
-def repeated(
-    key: tuple[Hashable, ...] | None, tensors: Sequence[Any], values: Sequence[Any] = ()
-) -> bool:
+def repeated(key: _Key | None, tensors: Sequence[Any], values: Sequence[Any] = ()) -> bool:
     """Launch what is remembered of such calls; False if nothing is.
 
     Args:
@@ -71,19 +75,102 @@ def repeated(
     return True
 
 
-def run(key: tuple[Hashable, ...] | None, args: Arguments, names: Sequence[str]) -> None:
+class Call:
+    """A call that makes all its outputs, from its tensors to what it returns.
+
+    Args:
+        launcher: Of the kernel.
+        made: Shape, element type and device of each output.
+        numbers: That the launcher takes.
+        operands, values: What it takes, in order, of the call's tensors, the outputs and the
+            numbers: the place among all of these, and the shape to view it in, if that is another.
+        results: From the outputs to what the call returns.
+    """
+
+    __slots__ = ("launcher", "made", "numbers", "operands", "results", "values")
+
+    def __init__(
+        self,
+        launcher: LauncherInOrder,
+        made: list[tuple[tuple[int, ...], torch.dtype, torch.device]],
+        numbers: list[float],
+        operands: list[_Taken],
+        values: list[_Taken],
+        results: Callable[[list[Any]], Any],
+    ) -> None:
+        self.launcher, self.made, self.numbers = launcher, made, numbers
+        self.operands, self.values, self.results = operands, values, results
+
+    def __call__(self, tensors: list[Any]) -> Any:
+        outputs = [torch.empty(shape, dtype=kind, device=on) for shape, kind, on in self.made]
+        held = [*tensors, *outputs, *self.numbers]
+        operands = [held[n] if shape is None else held[n].view(shape) for n, shape in self.operands]
+        values = [held[n] if shape is None else held[n].view(shape) for n, shape in self.values]
+        self.launcher(operands, tuple(values))
+        return self.results(outputs)
+
+
+class Seen(NamedTuple):
+    """A call of a form, by what it is given.
+
+    Attributes:
+        key: What it looks like.
+        tensors: In the order in which they are given.
+        names: Of those that are passed by name.
+    """
+
+    key: _Key
+    tensors: list[Any]
+    names: list[str]
+
+    @property
+    def known(self) -> Call | None:
+        """How such a call is made; None if that is not known."""
+        return _calls.get(self.key)
+
+
+def seen(name: str, matrices: Sequence[Any], options: dict[str, Any]) -> Seen | None:
+    """A call of a form of this name; None: it is not looked at."""
+    tensors, names, how = list(matrices), [], [name]
+    for option, value in options.items():
+        kind = type(value)
+        if kind in TENSORS:
+            tensors.append(value)
+            names.append(option)
+        elif kind in _PLAIN:
+            how += option, kind, value
+        else:
+            return None
+    key = look(tensors, *how, *names)
+    return None if key is None else Seen(key, tensors, names)
+
+
+def run(key: _Key | None, args: Arguments, names: Sequence[str]) -> None:
     """Run by the best kernel, and remember that for calls that look alike.
 
     Args:
         names: Of what such calls give beside the operands: all that a launch takes by name.
     """
+    launcher, taken = launched(args)
+    if key is not None and launcher is not None and taken == tuple(names):
+        _keep(_launchers, key, launcher)
+
+
+def launched(args: Arguments) -> tuple[LauncherInOrder | None, tuple[str, ...]]:
+    """Run by the best kernel; its launcher, if anything is written, and what that takes by name."""
     kernel, artifact = run_best(args)
-    if key is None or not args.writes_anything:
-        return
-    if tuple(kernel._launch_operands(args)) != tuple(names):
-        return
-    launcher = kernel._launcher_in_order(args, artifact)
+    if not args.writes_anything:
+        return None, ()
+    return kernel._launcher_in_order(args, artifact), tuple(kernel._launch_operands(args))
+
+
+def keep(key: _Key, call: Call) -> None:
+    """Remember how calls that look alike are made."""
+    _keep(_calls, key, call)
+
+
+def _keep(among: dict[_Key, Any], key: _Key, one: Any) -> None:
     with _lock:
-        if len(_launchers) >= _KEPT:
-            _launchers.clear()
-        _launchers[key] = launcher
+        if len(among) >= _KEPT:
+            among.clear()
+        among[key] = one

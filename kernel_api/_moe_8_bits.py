@@ -68,9 +68,10 @@ def _scattered(tokens: ScaledOperand, routing: Routing) -> ScaledOperand:
         rows = routing.scattered(stored.view(torch.uint8))
     else:
         rows = routing.scattered(stored.view(torch.float32))
-    scales = routing.scattered(scale.view(scale.shape[0], -1))
     if tokens.mode is ScaleMode.PER_ROW:
-        scales = scales.squeeze(1)
+        scales = routing.scattered(scale.unsqueeze(1)).squeeze(1)
+    else:
+        scales = routing.scattered(scale)
     return ScaledOperand(rows.view(stored.dtype), scales, tokens.mode)
 
 

@@ -15,6 +15,7 @@ from kernel_api._results import ResultsTypes
 from kernel_api.arguments.norm import NormArguments, default_rows_per_block
 from kernel_api.dtypes import dtype
 from kernel_api.operands import Operand, becomes_node
+from kernel_api.utils import is_read
 
 __all__ = [
     "layernorm",
@@ -25,6 +26,8 @@ __all__ = [
 ]
 
 _STATISTICS = ("rstd", "mean")
+#: What an output is that is not given.
+_ASKED = (bool, type(None))
 
 
 class NormForm:
@@ -110,10 +113,6 @@ class NormForm:
                 complete[name] = None
         return complete
 
-    def allocates_all(self, given: dict[str, Any]) -> bool:
-        """Whether a call is given no output."""
-        return all(given.get(name) is None or given[name] is True for name in self.written)
-
     def check(self, options: dict[str, Any]) -> None:
         """Raise ArgumentError where the gradient of an output that is given would be lost."""
         from kernel_api._autograd import check_outputs
@@ -156,6 +155,10 @@ def _one_call(
 
     @functools.wraps(fusion)
     def call(*matrices: Any, **options: Any) -> Any:
+        seen = None if is_read() else _seen(form, matrices, options)
+        known = None if seen is None else seen.known
+        if known is not None:
+            return known(seen.tensors)
         given = form.bound(matrices, options)
         form.check(given)
         complete = form.completed(given)
@@ -163,10 +166,8 @@ def _one_call(
             from kernel_api import _norm_operators
 
             _norm_operators.traced(form, complete)
-        elif form.allocates_all(given):
-            _run_again(form, complete)
         else:
-            run(form, complete)
+            run(form, complete, seen)
         return form.results(complete)
 
     call.__module__ = "kernel_api.ops"
@@ -175,50 +176,74 @@ def _one_call(
     return call
 
 
-def run(form: NormForm, complete: dict[str, Any]) -> None:
-    """The best kernel on options with all outputs."""
-    from kernel_api._launches import run_best
-
-    run_best(form.fusion(**complete))
-
-
-def _run_again(form: NormForm, complete: dict[str, Any]) -> None:
-    """Into outputs that were made for the call."""
+def run(form: NormForm, complete: dict[str, Any], seen: Any = None) -> None:
+    """The best kernel on options with all outputs, remembered for calls like one that is seen."""
     from kernel_api import _again
 
-    further = [name for name in form.kind.further_names if complete.get(name) is not None]
-    names = [*further, *(name for name in ("eps",) if name in form.defaults)]
-    beside = {**form.defaults, **complete}
-    read = [complete[n] for n in (*form.matrices, *further) if n not in form.written]
-    of_rows = None
-    if type(beside.get("eps", 0.0)) is float and "rows_per_block" not in beside:
-        key = _again.look(
-            read, form.name, *names, beside.get("eps"), complete[form.written[0]].dtype
-        )
-        of_rows = None if key is None else _as_rows(form, beside)
-    if of_rows is None:
-        run(form, complete)
+    args = form.fusion(**complete)
+    launcher, taken = _again.launched(args)
+    if seen is None or launcher is None:
         return
-    tensors = [of_rows[name] for name in form.kind.operand_names]
-    values = tuple([of_rows.get(name, beside[name]) for name in names])
-    if not _again.repeated(key, tensors, values):
-        _again.run(key, form.fusion(**complete), names)
+    found = _remembered(form, complete, args, launcher, taken, [*form.matrices, *seen.names])
+    if found is not None:
+        _again.keep(seen.key, found)
 
 
-def _as_rows(form: NormForm, beside: dict[str, Any]) -> dict[str, Any] | None:
-    """Matrices as (M, N) and statistics as (M,); None where one is no view."""
-    found = {}
-    for names, modes in ((form.kind.operand_names, 2), (_STATISTICS, 1)):
-        for name in names:
-            one = beside.get(name)
-            if one is None:
-                continue
-            if one.dim() != modes:
-                if not (one.dim() and one.is_contiguous()):
-                    return None
-                one = one.view(-1, one.shape[-1]) if modes == 2 else one.view(-1)
-            found[name] = one
-    return found
+def _seen(form: NormForm, matrices: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The call, if its outputs are made for it."""
+    from kernel_api import _again
+
+    if "rows_per_block" in form.defaults:
+        return None
+    for name in form.written:
+        if type(options.get(name)) not in _ASKED:
+            return None
+    return _again.seen(form.name, matrices, options)
+
+
+def _remembered(
+    form: NormForm,
+    complete: dict[str, Any],
+    args: NormArguments,
+    launcher: Any,
+    taken: tuple[str, ...],
+    tensors: list[str],
+) -> Any:
+    """How calls are made that give tensors of these names; None where it cannot be told.
+
+    Args:
+        complete, args: Of a call that was made.
+        launcher, taken: Of its kernel, and what that takes by name beside the operands.
+    """
+    from kernel_api import _again
+
+    outputs = [name for name in form.written if complete.get(name) is not None]
+    numbers = {name: complete.get(name, form.defaults[name]) for name in taken if name == "eps"}
+    places = {name: n for n, name in enumerate((*tensors, *outputs, *numbers))}
+    operands = {**dict(zip(args.operand_names, args.operands, strict=True)), **args.further}
+    made = []
+    for name in (*args.operand_names, *taken):
+        if name not in places:
+            return None
+        shape = None
+        if name in operands:
+            one, as_taken = complete[name], operands[name].tensor
+            if one.shape != as_taken.shape:
+                shape = tuple(as_taken.shape)
+            if one.data_ptr() != as_taken.data_ptr():  # a copy
+                return None
+        made.append((places[name], shape))
+    count = len(args.operand_names)
+    several = [complete[name] for name in outputs[1:]]
+    kind = form._results_types.of(tuple(outputs[1:])) if several else None
+    return _again.Call(
+        launcher,
+        [(tuple(complete[n].shape), complete[n].dtype, complete[n].device) for n in outputs],
+        list(numbers.values()),
+        made[:count],
+        made[count:],
+        (lambda found: found[0]) if kind is None else (lambda found: kind(*found)),
+    )
 
 
 #: Every form, as it is made.

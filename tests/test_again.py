@@ -75,14 +75,23 @@ def bits(found):
     return [one.float() for one in tensors if one is not None]
 
 
+def forget():
+    _again._launchers.clear()
+    _again._calls.clear()
+
+
+def remembered():
+    return [*_again._launchers, *_again._calls]
+
+
 @pytest.fixture
 def nothing_remembered(monkeypatch):
     """But the providers are there; tensors of the CPU lie at any multiple of 64 bytes."""
     ka.get_kernels(providers=["reference"])
     monkeypatch.setattr(_again, "LOW_BITS", 63)
-    _again._launchers.clear()
+    forget()
     yield
-    _again._launchers.clear()
+    forget()
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -91,11 +100,11 @@ def test_calls_that_look_alike_compute_what_they_are_given(name, nothing_remembe
     alone = []
     for seed in range(3):
         alone.append(bits(call(seed)))
-        _again._launchers.clear()
+        forget()
     for seed in range(3):
         for one, other in zip(bits(call(seed)), alone[seed], strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-        assert len(_again._launchers) == 1
+        assert len(remembered()) == 1
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -113,7 +122,7 @@ def test_a_call_like_an_earlier_one_makes_no_arguments(name, nothing_remembered,
 def test_what_is_remembered_keeps_no_tensor_alive(nothing_remembered):
     x, index = drawn(0, 14, 24), places(0)
     known = [weakref.ref(one) for one in (x, index, ka.ops.gather_rows(x, index))]
-    assert _again._launchers
+    assert remembered()
     del x, index
     gc.collect()
     assert not any(one() is not None for one in known)
@@ -132,7 +141,7 @@ def test_what_is_remembered_keeps_no_tensor_alive(nothing_remembered):
 def test_calls_that_look_different_are_told_apart(look, other, nothing_remembered):
     for made in (look, other):
         ka.ops.gather_rows(made(), places(0))
-    assert len(_again._launchers) == 2
+    assert len(remembered()) == 2
 
 
 def test_it_is_forgotten_when_kernels_are(nothing_remembered):
@@ -149,14 +158,14 @@ def test_what_is_checked_at_each_launch_is_never_remembered(nothing_remembered, 
 def test_empty_tensors_are_not_looked_at(nothing_remembered):
     assert ka.ops.gather_rows(drawn(0, 0, 8), places(0)[:0]).shape == (0, 8)
     assert ka.ops.quantize(drawn(0, 0, 128)).out.shape == (0, 128)
-    assert not _again._launchers
+    assert not remembered()
 
 
 def test_a_kernel_that_takes_other_names_is_not_remembered(nothing_remembered):
     index, outputs = places(0), ka.ops.group_rows(places(1), 5)[:3]
     key = _again.look((index,), "group_rows", "another")
     _again.run(key, GroupRowsArguments(index, *outputs), ("weight",))
-    assert key not in _again._launchers
+    assert key not in remembered()
 
 
 def test_norms_that_differ_are_not_taken_for_each_other(nothing_remembered):
@@ -177,7 +186,7 @@ def test_norms_that_differ_are_not_taken_for_each_other(nothing_remembered):
     )
     for count, call in enumerate(calls, 1):
         call(), call()
-        assert len(_again._launchers) == count
+        assert len(remembered()) == count
     with pytest.raises(ka.errors.ArgumentError, match=r"eps is -1\.0"):
         ka.ops.rmsnorm(x, weight=w, eps=-1.0)
 
@@ -194,4 +203,4 @@ def test_norms_that_differ_are_not_taken_for_each_other(nothing_remembered):
 )
 def test_norms_with_outputs_and_numbers_of_other_types_are_not_remembered(call, nothing_remembered):
     call(drawn(1, 4, 128))
-    assert not _again._launchers
+    assert not remembered()

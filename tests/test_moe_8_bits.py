@@ -78,6 +78,12 @@ def test_the_layer_is_that_of_what_its_experts_hold(element, scales, how):
     assert not found[-1].any()  # without an expert
 
 
+@pytest.mark.parametrize("scales", LAYERS)
+def test_there_may_be_no_tokens(scales):
+    experts = (operand for operand, _ in LAYERS[scales])
+    assert ka.nn.moe(*(one[:0] for one in tokens()), *experts).shape == (0, K)
+
+
 def test_columns_may_be_any_number_beside_scales_of_rows():
     """That none of the words is of which kernels move rows."""
     x, *routed = tokens()

@@ -177,7 +177,7 @@ def test_torch_compiles_a_layer_of_8_bits_into_one_graph(scales):
 
 def test_torch_compiles_quantised_norms_and_products_into_one_graph():
     """A block of a network: scales of rows of tokens, one of the whole of a weight."""
-    x, weight = drawn(33, 256, seed=3), drawn(1, 256, seed=4)[0]
+    x, weight = drawn(33, 256, seed=3), drawn(2, 256, seed=4)[1]
     up, down = drawn(512, 256, seed=5), drawn(256, 256, seed=6)
     of_up, of_down = (ka.ops.quantize(one, "tensor") for one in (up, down))
 

@@ -40,13 +40,13 @@ def cases():
 
 def refused(case, args):
     """Words of the reason, if no kernel takes such a case."""
+    integers = args.A.dtype.is_integer
+    if case.name.startswith("quantize") and (args.out.dtype.is_float == integers):
+        return f"out is {args.out.dtype}"
     if case.name in WHOLE_ROWS and args.N > 256:
         return "whole rows"
     if case.name == "halves" and case.how["scales"] == "blocks":
         return "side by side"
-    integers = args.A.dtype.is_integer
-    if case.name.startswith("quantize") and (args.out.dtype.is_float == integers):
-        return f"out is {args.out.dtype}"
     if not integers and torch.cuda.get_device_capability() != HOPPER:
         return "sm_90a"
     return None
