@@ -131,14 +131,16 @@ class Seen(NamedTuple):
 
 def seen(name: str, matrices: Sequence[Any], options: dict[str, Any]) -> Seen | None:
     """A call of a form of this name; None: it is not looked at."""
-    tensors, names, how = list(matrices), [], [name]
+    tensors: list[Any] = list(matrices)
+    names: list[str] = []
+    how: list[Hashable] = [name]
     for option, value in options.items():
         kind = type(value)
         if kind in TENSORS:
             tensors.append(value)
             names.append(option)
         elif kind in _PLAIN:
-            how += option, kind, value
+            how.extend((option, kind, value))
         else:
             return None
     key = look(tensors, *how, *names)

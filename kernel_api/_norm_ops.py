@@ -156,8 +156,7 @@ def _one_call(
     @functools.wraps(fusion)
     def call(*matrices: Any, **options: Any) -> Any:
         seen = None if is_read() else _seen(form, matrices, options)
-        known = None if seen is None else seen.known
-        if known is not None:
+        if seen is not None and (known := seen.known) is not None:
             return known(seen.tensors)
         given = form.bound(matrices, options)
         form.check(given)
@@ -218,7 +217,8 @@ def _remembered(
     from kernel_api import _again
 
     outputs = [name for name in form.written if complete.get(name) is not None]
-    numbers = {name: complete.get(name, form.defaults[name]) for name in taken if name == "eps"}
+    beside: dict[str, Any] = {**form.defaults, **complete}
+    numbers = {name: beside[name] for name in taken if name == "eps"}
     places = {name: n for n, name in enumerate((*tensors, *outputs, *numbers))}
     operands = {**dict(zip(args.operand_names, args.operands, strict=True)), **args.further}
     made = []
