@@ -140,7 +140,7 @@ def seen(name: str, matrices: Sequence[Any], options: dict[str, Any]) -> Seen | 
             tensors.append(value)
             names.append(option)
         elif kind in _PLAIN:
-            how.extend((option, kind, value))
+            how += [option, kind.__name__, value]
         else:
             return None
     key = look(tensors, *how, *names)
