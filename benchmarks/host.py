@@ -128,6 +128,35 @@ def fused_calls() -> Calls:
     }
 
 
+def calls_of_8_bits() -> Calls:
+    """Of operands with scales, beside torch's own."""
+    (A,), (B,) = (matrices(64, 64, count=1) for _ in range(2))
+    x, y = (ka.ops.quantize(one, "row") for one in (A, B))
+    of_B = ka.ScaledOperand(y.out.t(), y.scale, ka.ScaleMode.PER_ROW)
+    mm = (x.out, y.out.t(), x.scale.unsqueeze(1), y.scale.unsqueeze(0))
+    return {
+        "torch._scaled_mm(A, B, ...)": lambda: torch._scaled_mm(*mm, out_dtype=torch.bfloat16),
+        "ops.gemm(A, B) of scaled operands": lambda: ka.ops.gemm(x.operand, of_B),
+        'ops.quantize(A, "row")': lambda: ka.ops.quantize(A, "row"),
+    }
+
+
+def calls_of_rows() -> Calls:
+    """Of norms and of rows that are moved, beside torch's own."""
+    (x,), (weight,) = matrices(64, 64, count=1), matrices(64, count=1)
+    index = torch.randperm(64, device="cuda").int().unsqueeze(1)
+    norm = torch.nn.functional.rms_norm
+    return {
+        "torch.nn.functional.rms_norm(x, ...)": lambda: norm(x, (64,), weight),
+        "ops.rmsnorm(x, weight=weight)": lambda: ka.ops.rmsnorm(x, weight=weight),
+        "nn.rmsnorm(x, weight)": lambda: ka.nn.rmsnorm(x, weight),
+        "ops.rmsnorm_quantize(x, weight=weight)": lambda: ka.ops.rmsnorm_quantize(
+            x, "row", weight=weight
+        ),
+        "ops.gather_rows(x, row_index)": lambda: ka.ops.gather_rows(x, index),
+    }
+
+
 def first_query() -> harness.Timing:
     """get_kernels on sizes that were not asked before."""
     samples = []
@@ -274,7 +303,8 @@ def main() -> None:
         raise SystemExit(f"{kernel} takes a workspace, which the raw call is not given")
     kernel.run(args)
     verified = bool(ka.verify(kernel, args))
-    times = microseconds({**plain_calls(kernel, args), **fused_calls()})
+    of_rows = {**calls_of_8_bits(), **calls_of_rows()}
+    times = microseconds({**plain_calls(kernel, args), **fused_calls(), **of_rows})
     times["get_kernels(args), first"] = first_query()
     peer = (RAW, times[RAW])
     policy = f"host time per call, in turns, median of {ROUNDS} x {NUMBER} calls"
