@@ -158,6 +158,9 @@ def test_verify_has_odd_sizes_of_attention(capsys, operation):
         ("rmsnorm_quantize", (), [128, 128, 128, 128, 256, 256, 128, 128]),
         ("layernorm_quantize", ("mode=mx",), [32, 32, 32, 64, 160, 256, 128, 32]),
         ("gemm_quantize", ("mode=block",), [128, 128, 128, 128, 256, 256, 128, 128]),
+        ("gemm_swiglu", ("scale", "granularity=halves"), 8 * [256]),
+        ("quantize", (), [128, 128, 128, 128, 256, 256, 128, 128]),
+        ("quantize", ("mode=row",), [1, 8, 5, 33, 129, 255, 120, 8]),
     ],
 )
 def test_verify_has_odd_sizes_of_what_takes_columns_together(capsys, operation, beside, columns):

@@ -60,7 +60,7 @@ def test_groups_cover_all_tokens_and_rows_are_picked_each_once():
     assert args.epilogue.operands["bias"].shape == (5, 1, 16)
 
 
-@pytest.mark.parametrize("scales", ["per_tensor", "per_row", "blocks"])
+@pytest.mark.parametrize("scales", ["per_tensor", "per_row", "blocks", "per_row-per_tensor"])
 def test_experts_may_carry_scales(tmp_path, scales):
     sizes = {"M": 256, "N": 512, "K": 300, "groups": 3}
     types = {"dtype": "e4m3", "out_dtype": "bf16", "layout": "tn"}

@@ -124,7 +124,7 @@ def test_what_an_entry_does_not_say_is_as_on_the_command_line(tmp_path):
     assert (args.M, args.N) == (8, 1024)
 
 
-@pytest.mark.parametrize("scales", ["per_tensor", "per_row", "blocks"])
+@pytest.mark.parametrize("scales", ["per_tensor", "per_row", "blocks", "per_row-per_tensor"])
 def test_operands_may_carry_scales(tmp_path, scales):
     entry = {"M": 256, "N": 512, "K": 300, "dtype": "e4m3", "out_dtype": "bf16", "scales": scales}
     (args,) = read_objects(tmp_path, {**entry, "layout": "tn"})
@@ -221,7 +221,7 @@ def test_quantisation_has_the_scale_of_its_mode(tmp_path, mode):
         (["op,M,N,K", "rmsnorm,1,2,3"], "line 2: K is 3; rmsnorm has sizes M, N, leave it out"),
         (
             ["op,M,N,bias", "rmsnorm,1,2,true"],
-            "--with bias: a norm is made with its usual operands",
+            "--with bias: rmsnorm is made with its usual operands",
         ),
         (["op,M,N,fp32_precision", "rmsnorm,1,2,tf32"], "--fp32-precision is 'tf32'"),
         (

@@ -119,7 +119,7 @@ class Operands:
         A, B = matrices
         self.M, self.N = A.shape[-2], B.shape[-1]
         element = dtype(options.dtype)
-        self.out_element = dtype(options.out_dtype or form.element or element)
+        self.out_element = dtype(options.out_dtype or form.element_of(given) or element)
         self.wide = _FLOAT64 if element is _FLOAT64 else _FLOAT32
         # Nobody keeps a bias in 8 bits.
         fine = (one for one in (element, self.out_element) if one.bits >= 16)
@@ -167,6 +167,8 @@ class Operands:
     def operand(self, name: str) -> Any:
         """A tensor or a number; True for what is allocated later, or is neither."""
         M, N = self.M, self.N
+        if name == "scale" and name in self.form.outputs and name not in self.form.always:
+            return True
         if name in _NUMBERS:
             mode = self.given.get("mode", "tensor")
             return True if name == "scale" and mode != "tensor" else _NUMBERS[name]

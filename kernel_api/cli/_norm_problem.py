@@ -1,4 +1,5 @@
-"""Operands of norms, made from the options that describe a problem."""
+"""Operands of norms, and of rows that are quantised, made from the options that describe a
+problem."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from kernel_api.arguments import Arguments
     from kernel_api.arguments.norm import NormArguments
     from kernel_api.cli._problem import Maker
 
@@ -26,18 +28,19 @@ _OPTIONS_OF_GEMM = {
 _FLOAT32, _FLOAT64 = dtype("float32"), dtype("float64")
 
 
-def norm_arguments(options: argparse.Namespace, maker: Maker, M: int, N: int) -> NormArguments:
+def norm_arguments(options: argparse.Namespace, maker: Maker, M: int, N: int) -> Arguments:
     """Of x (M, N), with every operand that the operation has.
 
     Raises:
         ArgumentError: the options contradict each other.
     """
-    check_options_of_gemm(options, "a norm is of row-major matrices and")
+    check_options_of_gemm(options, f"{options.operation} is of row-major matrices and")
     beside = dict(options.beside or ())
     mode = beside.pop("mode", "block") if options.operation in QUANTIZED else "block"
     if beside:
         raise ArgumentError(
-            f"--with {next(iter(beside))}: a norm is made with its usual operands; leave this out"
+            f"--with {next(iter(beside))}: {options.operation} is made with its usual operands; "
+            f"leave this out"
         )
     return NORMS[options.operation](_Operands(options, maker, M, N, mode))
 
@@ -160,10 +163,17 @@ def _quantized(made: _Operands, *, centred: bool) -> NormArguments:
     return fusions.rmsnorm_quantize(x, **given, weight=weight)
 
 
+def _quantize(made: _Operands) -> Arguments:
+    from kernel_api import fusions
+
+    out, scale = made.written("float8_e4m3fn"), made.scale()
+    return fusions.quantize(made.read(), out=out, scale=scale, mode=made.mode)
+
+
 #: Operations of which ``--with mode=`` says what shares a scale.
-QUANTIZED = ("rmsnorm_quantize", "layernorm_quantize")
+QUANTIZED = ("quantize", "rmsnorm_quantize", "layernorm_quantize")
 #: By the name of the operation.
-NORMS: dict[str, Callable[[_Operands], NormArguments]] = {
+NORMS: dict[str, Callable[[_Operands], Arguments]] = {
     "rmsnorm": _rmsnorm,
     "layernorm": _layernorm,
     "rmsnorm_backward": _rmsnorm_backward,
@@ -171,4 +181,5 @@ NORMS: dict[str, Callable[[_Operands], NormArguments]] = {
     "rmsnorm_rht_amax": _rmsnorm_rht_amax,
     "rmsnorm_quantize": functools.partial(_quantized, centred=False),
     "layernorm_quantize": functools.partial(_quantized, centred=True),
+    "quantize": _quantize,
 }

@@ -29,7 +29,7 @@ _OPERATIONS_WITH = {"groups": GROUPED, "heads": ATTENTION, "heads_kv": ATTENTION
 _SIZE = 1024
 
 #: What ``--scales`` may be.
-SCALES = ("per_tensor", "per_row", "blocks")
+SCALES = ("per_tensor", "per_row", "blocks", "per_row-per_tensor", "per_tensor-per_row")
 _BLOCK = 128
 
 #: Of what torch can number.
@@ -87,7 +87,7 @@ def add_problem_options(
     sizes.add_argument("--out-dtype", metavar="DTYPE", help="(default: that of A)")
     sizes.add_argument("--accumulator", metavar="DTYPE", help="(default: float32, int32, float64)")
     sizes.add_argument(
-        "--scales", choices=SCALES, help="of A and B; blocks: 1x128 of A, 128x128 of B"
+        "--scales", choices=SCALES, help="of A and B, or of A - of B; blocks: 1x128 of A, 128x128 of B"
     )
     sizes.add_argument("--layout", default="ttt", help=_LAYOUT_HELP)
     sizes.add_argument(
@@ -228,10 +228,12 @@ def _scaled(scales: str | None, maker: Maker, A: Any, B: Any) -> tuple[Any, Any]
         of_A = scale(A, m, blocks_k), ScaleMode.BLOCK_1x128
         of_B = scale(B, blocks_k, blocks_n), ScaleMode.BLOCK_128x128
     else:
-        mode = ScaleMode(scales)
-        one = mode is ScaleMode.PER_TENSOR
-        each = ((A, m), (B, n))
-        of_A, of_B = ((_one_each(scale(X, 1, 1 if one else n), one), mode) for X, n in each)
+        modes = map(ScaleMode, scales.split("-") if "-" in scales else (scales, scales))
+        of_A, of_B = (
+            (_one_each(scale(X, 1, 1 if one else size), one), mode)
+            for mode, X, size in zip(modes, (A, B), (m, n), strict=True)
+            for one in [mode is ScaleMode.PER_TENSOR]
+        )
     return ScaledOperand(A, *of_A), ScaledOperand(B, *of_B)
 
 

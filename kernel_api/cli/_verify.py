@@ -116,7 +116,7 @@ def _columns_taken_together(options: argparse.Namespace) -> int:
         return _positive(given.get("head_dim"))
     if operation == "rmsnorm_rht_amax":
         return HADAMARD_BLOCK
-    if operation.endswith("_quantize"):
+    if operation.endswith("quantize"):
         mode = given.get("mode", "block" if operation in NORMS else "tensor")
         return WIDTHS.get(str(mode), 1)
     if "glu" not in operation:
@@ -125,6 +125,8 @@ def _columns_taken_together(options: argparse.Namespace) -> int:
     width = _positive(given.get("granularity", usual))
     if operation in _GRADIENTS_OF_PAIRS:
         return width
+    if given.get("scale"):
+        return math.lcm(2 * width, 2 * WIDTHS["block"])
     return math.lcm(2 * width, 2 * HADAMARD_BLOCK) if "hadamard" in operation else 2 * width
 
 
