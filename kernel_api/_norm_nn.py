@@ -58,8 +58,9 @@ def layernorm(
 
 
 def _norm(x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> torch.Tensor:
-    given = {"weight": weight, "bias": bias}
-    require_tensors(x=x, **{name: one for name, one in given.items() if one is not None})
+    columns = {"weight": weight, "bias": bias}
+    given = {name: one for name, one in columns.items() if one is not None}
+    require_tensors(x=x, **given)
     if not x.dim():
         raise ArgumentError("x has no modes; expected (..., N)")
     found: torch.Tensor
@@ -68,7 +69,10 @@ def _norm(x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> torch.Te
         found = _Norm.apply(x, weight, bias, eps, centred)  # type: ignore[no-untyped-call]
         return found
     forward = ops.layernorm if centred else ops.rmsnorm
-    found = forward(_rows(x), weight=weight, bias=bias, eps=eps)
+    if x.dim() > 1 and x.is_contiguous():
+        found = forward(x, eps=eps, **given)
+        return found
+    found = forward(_rows(x), eps=eps, **given)
     return found.view(x.shape)
 
 
@@ -94,12 +98,14 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, saved: Any, dy: Any) -> Any:
         x, weight, bias, mean, rstd = saved
         _, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        dweight = torch.empty_like(weight) if wants_weight else None
-        dbias = torch.empty_like(bias) if wants_bias else None
-        given = {"rstd": rstd, "weight": weight, "dweight": dweight, "dbias": dbias}
+        asked = {"dweight": weight.dtype if wants_weight else None}
+        asked["dbias"] = bias.dtype if wants_bias else None
+        given = {"rstd": rstd, "weight": weight, **asked}
         backward = ops.rmsnorm_backward if mean is None else ops.layernorm_backward
         if mean is not None:
             given["mean"] = mean
         found = backward(_rows(dy), _rows(x), **given)
-        dx = found if isinstance(found, torch.Tensor) else found.dx
-        return dx.view(x.shape), dweight, dbias, None, None
+        if isinstance(found, torch.Tensor):
+            return found.view(x.shape), None, None, None, None
+        dweight, dbias = (getattr(found, name, None) for name in asked)
+        return found.dx.view(x.shape), dweight, dbias, None, None

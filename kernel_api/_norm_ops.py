@@ -26,8 +26,6 @@ __all__ = [
 ]
 
 _STATISTICS = ("rstd", "mean")
-#: What an output is that is not given.
-_ASKED = (bool, type(None))
 
 
 class NormForm:
@@ -91,7 +89,7 @@ class NormForm:
             raise TypeError(f"{self.name}(): {error}") from None
 
     def completed(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options with every output that is asked for."""
+        """The options with every output that is asked for: by True, or by its element type."""
         import torch
 
         from kernel_api._launches import check_type
@@ -108,7 +106,9 @@ class NormForm:
         for name in self.written:
             value = complete.get(name)
             if value is True or (value is None and name in self.always):
-                complete[name] = _allocated(name, x, asked, options)
+                complete[name] = _allocated(name, x, asked if name == first else None, options)
+            elif isinstance(value, torch.dtype):
+                complete[name] = _allocated(name, x, value, options)
             elif value is False:
                 complete[name] = None
         return complete
@@ -129,11 +129,14 @@ class NormForm:
 
 
 def _allocated(name: str, x: Any, asked: Any, options: dict[str, Any]) -> Any:
+    """asked: The element type; None: the usual one."""
     import torch
 
-    element = torch.float64 if x.dtype is torch.float64 else torch.float32
+    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+    usual = x.dtype if name in ("out", "dx") else wide
+    element = usual if asked is None else dtype(asked).torch
     if name in ("out", "dx"):
-        return x.new_empty(x.shape, dtype=x.dtype if asked is None else dtype(asked).torch)
+        return x.new_empty(x.shape, dtype=element)
     if name in _STATISTICS:
         return x.new_empty(x.shape[:-1], dtype=element)
     if name in ("dweight", "dbias"):
@@ -194,9 +197,8 @@ def _seen(form: NormForm, matrices: tuple[Any, ...], options: dict[str, Any]) ->
 
     if "rows_per_block" in form.defaults:
         return None
-    for name in form.written:
-        if type(options.get(name)) not in _ASKED:
-            return None
+    if any(hasattr(options.get(name), "data_ptr") for name in form.written):
+        return None
     return _again.seen(form.name, matrices, options)
 
 

@@ -87,7 +87,7 @@ def add_problem_options(
     sizes.add_argument("--out-dtype", metavar="DTYPE", help="(default: that of A)")
     sizes.add_argument("--accumulator", metavar="DTYPE", help="(default: float32, int32, float64)")
     sizes.add_argument(
-        "--scales", choices=SCALES, help="of A and B, or of A - of B; blocks: 1x128 of A, 128x128 of B"
+        "--scales", choices=SCALES, help="of A and B, or A-B; blocks: 1x128 of A, 128x128 of B"
     )
     sizes.add_argument("--layout", default="ttt", help=_LAYOUT_HELP)
     sizes.add_argument(
