@@ -116,7 +116,7 @@ class Seen(NamedTuple):
     Attributes:
         key: What it looks like.
         tensors: In the order in which they are given.
-        names: Of those that are passed by name.
+        names: Theirs.
     """
 
     key: _Key
@@ -129,10 +129,16 @@ class Seen(NamedTuple):
         return _calls.get(self.key)
 
 
-def seen(name: str, matrices: Sequence[Any], options: dict[str, Any]) -> Seen | None:
-    """A call of a form of this name; None: it is not looked at."""
+def seen(
+    name: str, places: Sequence[str], matrices: Sequence[Any], options: dict[str, Any]
+) -> Seen | None:
+    """A call of a form of this name; None: it is not looked at.
+
+    Args:
+        places: Names of what is passed by place.
+    """
     tensors: list[Any] = list(matrices)
-    names: list[str] = []
+    names: list[str] = list(places[: len(tensors)])
     how: list[Hashable] = [name]
     for option, value in options.items():
         kind = type(value)
@@ -174,5 +180,6 @@ def keep(key: _Key, call: Call) -> None:
 def _keep(among: dict[_Key, Any], key: _Key, one: Any) -> None:
     with _lock:
         if len(among) >= _KEPT:
-            among.clear()
+            for oldest in list(among)[: _KEPT // 4]:
+                del among[oldest]
         among[key] = one

@@ -91,7 +91,7 @@ class Call(NamedTuple):
         no option has."""
         options, stored = dict(self.options), {"A": self.A, "B": self.B, "out": self.out}
         for name, operand in stored.items():
-            if type(operand) is ScaledOperand:
+            if isinstance(operand, ScaledOperand):
                 stored[name] = operand.tensor
                 options[_scale_of(name)] = operand.scale.tensor
                 options[_mode_of(name)] = operand.mode.value
@@ -109,16 +109,15 @@ class Call(NamedTuple):
 
     def with_its_out(self, found: Any) -> Any:
         """What the call returns, of what it does without scales."""
-        if found is NEW or type(self.out) is not ScaledOperand:
+        if found is NEW or not isinstance(self.out, ScaledOperand):
             return found
         return self.out if isinstance(found, torch.Tensor) else found._replace(out=self.out)
 
     @property
-    def is_scaled(self) -> bool:
-        """Whether A or B is, of a call without scales: one of what is stored, or of columns of B
-        that are multiplied as they are."""
+    def scales_of_products(self) -> list[Any]:
+        """Those of A and B, of a call without scales."""
         names = (*map(_scale_of, ("A", "B")), "B_scale")
-        return any(self.options.get(name) is not None for name in names)
+        return [self.options[name] for name in names if self.options.get(name) is not None]
 
 
 class Launch:
@@ -184,7 +183,11 @@ _lock = threading.Lock()
 
 def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]) -> Any:
     """Run a call that looks like an earlier one, and return what it returns; else NEW."""
-    if type(A) is ScaledOperand or type(B) is ScaledOperand or type(out) is ScaledOperand:
+    if (
+        isinstance(A, ScaledOperand)
+        or isinstance(B, ScaledOperand)
+        or isinstance(out, ScaledOperand)
+    ):
         call = Call(A, B, out, out_dtype, options)
         return call.with_its_out(repeated(form, *call.without_scales))
     try:
@@ -283,7 +286,8 @@ def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
 
 def first(form: Form, call: Call) -> Any:
     """Run a call that looks like no earlier one, or that has to be looked at every time."""
-    check_outputs(form.given(call.out, call.options))
+    stored = call.without_scales
+    check_outputs(form.given(stored.out, call.options))
     A, B = form.operands(call.A, call.B)
     if becomes_node(A.tensor):
         from kernel_api import _operators
@@ -291,7 +295,8 @@ def first(form: Form, call: Call) -> Any:
         return _operators.traced(form, *call)
     if call.out is not None and call.out_dtype is not None:
         check_type(call.out, call.out_dtype)
-    out_dtype = type_of_out(form, call.without_scales)
+    scaled = bool(A.mode or B.mode or stored.scales_of_products)
+    out_dtype = type_of_out(form, call, A.tensor.dtype, scaled)
     out, complete = form.completed(A.tensor, B, call.out, out_dtype, call.options)
     args = form.fusion(A, B, out=out, **complete)
     kernel, artifact = run_best(args)
@@ -299,11 +304,12 @@ def first(form: Form, call: Call) -> Any:
     return form.results(out, complete)
 
 
-def type_of_out(form: Form, call: Call) -> Any:
-    """What a call without scales says; else, if it has any, what holds real numbers; else None."""
+def type_of_out(form: Form, call: Call, element: Any, scaled: bool) -> Any:
+    """What a call says; else, if products of such elements are in units of scales, what holds real
+    numbers; else None."""
     if call.out is not None or call.out_dtype is not None or form.element_of(call.options):
         return call.out_dtype
-    return out_type(call.A.dtype, scaled=True) if call.is_scaled else None
+    return out_type(element, scaled=True) if scaled else None
 
 
 def check_type(out: Any, out_dtype: Any, name: str = "out") -> None:

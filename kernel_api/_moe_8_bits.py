@@ -14,7 +14,7 @@ import torch
 from kernel_api import ops
 from kernel_api._moe_routing import Routing
 from kernel_api.arguments import ScaledOperand, ScaleMode
-from kernel_api.arguments.scaled import BLOCK
+from kernel_api.arguments.scaled import BLOCK, check_scale
 from kernel_api.errors import ArgumentError, GradientError
 
 _BLOCKS = ScaleMode.BLOCK_128x128
@@ -41,8 +41,8 @@ def moe(
 ) -> torch.Tensor:
     """The layer of checked operands; function: ``kind``, ``order`` and ``granularity``."""
     _check(x, w_up, w_down)
-    learning = [one for one in (x, expert_weight) if one.requires_grad]
-    if learning and torch.is_grad_enabled():
+    read = (x, expert_weight, w_up.scale.tensor, w_down.scale.tensor)
+    if torch.is_grad_enabled() and any(one.requires_grad for one in read):
         raise GradientError(
             "experts of 8 bits have no gradients; call the layer within torch.no_grad(), or pass "
             "weights of 16 bits"
@@ -64,7 +64,7 @@ def _quantized(rows: torch.Tensor, experts: ScaledOperand) -> ScaledOperand:
 def _scattered(tokens: ScaledOperand, routing: Routing) -> ScaledOperand:
     """Rows and scales of tokens, one per pair."""
     stored, scale = tokens.tensor, tokens.scale.tensor
-    if stored.shape[1] % _WORD:
+    if stored.shape[1] % _WORD or not stored.shape[1]:
         rows = routing.scattered(stored.view(torch.uint8))
     else:
         rows = routing.scattered(stored.view(torch.float32))
@@ -102,11 +102,7 @@ def _check(x: torch.Tensor, w_up: ScaledOperand, w_down: ScaledOperand) -> None:
             raise ArgumentError(
                 f"{name} is int8 with a {one.mode.value} scale; expected one per_row or per_tensor"
             )
-        if one.mode is ScaleMode.BLOCK_1x128:
-            raise ArgumentError(
-                f"{name} carries a {one.mode.value} scale; expected per_tensor, per_row or "
-                f"{_BLOCKS.value}"
-            )
+        check_scale(name, one, "KN", "K")
     if w_up.mode is _BLOCKS:
         _check_blocks("w_up has K", w_up.shape[1], BLOCK)
     if w_down.mode is _BLOCKS:

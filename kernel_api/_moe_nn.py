@@ -59,11 +59,13 @@ def moe(
     floats for each block of 128 x 128, where what is multiplied with has columns in whole blocks.
     Then tokens, and what the first product makes of them, are quantised: whole rows, in the type of
     8 bits that the expert has (of floats float8_e4m3fn), or for experts in blocks, blocks of 128
-    columns (DeepSeek-V3 technical report, section 3.3). There are no gradients.
+    columns (DeepSeek-V3 technical report, section 3.3). There are no gradients. Kernels take such
+    weights stored as torch.nn.Linear does, of floats with K and I in multiples of 16.
 
     Nothing waits for the device, so a CUDA graph can hold the layer, and equal inputs give equal
-    results; but for float64, and float32 unless it may be multiplied as tf32 (by
-    ``torch.set_float32_matmul_precision("high")``), there is only the reference, which does wait.
+    results; but for other weights of 8 bits, float64, and float32 unless it may be multiplied as
+    tf32 (by ``torch.set_float32_matmul_precision("high")``), there is only the reference, which
+    does wait.
     All gradients but that of ``expert_index`` are there, as far as they are asked for.
 
     Raises:

@@ -186,7 +186,7 @@ def run(form: NormForm, complete: dict[str, Any], seen: Any = None) -> None:
     launcher, taken = _again.launched(args)
     if seen is None or launcher is None:
         return
-    found = _remembered(form, complete, args, launcher, taken, [*form.matrices, *seen.names])
+    found = _remembered(form, complete, args, launcher, taken, seen.names)
     if found is not None:
         _again.keep(seen.key, found)
 
@@ -199,7 +199,7 @@ def _seen(form: NormForm, matrices: tuple[Any, ...], options: dict[str, Any]) ->
         return None
     if any(hasattr(options.get(name), "data_ptr") for name in form.written):
         return None
-    return _again.seen(form.name, matrices, options)
+    return _again.seen(form.name, form.matrices, matrices, options)
 
 
 def _remembered(

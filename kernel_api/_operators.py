@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kernel_api._autograd import check_outputs
-from kernel_api._forms import FACTORS, Form
+from kernel_api._forms import FACTORS, Form, torch_type
 from kernel_api._launches import Call, first, type_of_out
 from kernel_api._results import serialize_all
 from kernel_api._transforms import check_traced
@@ -57,7 +57,10 @@ def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[s
             return _refused(form, made)
     check_traced(A=A, B=B, **options)
     check_outputs(form.given(out, options))
-    out, complete = form.completed(A, B, out, type_of_out(form, call), options)
+    if out is not None and out_dtype is not None and out.dtype is not torch_type(out_dtype):
+        raise ArgumentError(f"out is {out.dtype} and out_dtype {out_dtype}; one of them is enough")
+    asked = type_of_out(form, call, A.dtype, bool(call.scales_of_products))
+    out, complete = form.completed(A, B, out, asked, options)
     given = {name: _held(value) for name, value in complete.items() if value is not None}
     tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
     numbers = [name for name in given if name in FACTORS and _in_lists(given[name])]

@@ -173,8 +173,15 @@ class Operand:
         """Of an operand that torch's compiler made for a graph, what graphs have no use for."""
         if name == "tensor" or name not in Operand.__slots__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        Operand.__init__(self, self.tensor)
+        self._complete()
         return getattr(self, name)
+
+    def _complete(self) -> None:
+        Operand.__init__(self, self.tensor)
+
+    def __reduce__(self) -> Any:
+        """A copy is of a copy of the tensor, which lies elsewhere."""
+        return Operand, (self.tensor,)
 
     def maker(self) -> Callable[[Any], Any] | None:
         """Makes an operand like this of another tensor, and keeps none but a scale; None where

@@ -229,3 +229,33 @@ def test_a_step_of_training_like_an_earlier_one_makes_no_arguments(
     assert [one.dtype for one in found] == [one.dtype for one in expected]
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w, r: ka.ops.rmsnorm(x=x, weight=w),
+        lambda x, w, r: ka.ops.layernorm(weight=w, x=x, rstd=True),
+        lambda x, w, r: ka.ops.rmsnorm_backward(x, x=x * 2, rstd=r, dweight=True),
+        lambda x, w, r: ka.ops.rmsnorm_backward(rstd=r, x=x * 2, dy=x, dweight=True),
+    ],
+)
+def test_matrices_may_be_passed_by_name(call, nothing_remembered):
+    def given(seed):
+        return drawn(seed, 9, 128), drawn(seed + 9, 128), drawn(seed, 9, element=torch.float32)
+
+    alone = []
+    for seed in range(3):
+        alone.append(bits(call(*given(seed))))
+        forget()
+    for seed in range(3):
+        for one, other in zip(bits(call(*given(seed))), alone[seed], strict=True):
+            assert torch.equal(one, other)
+        assert len(remembered()) == 1
+
+
+def test_what_was_known_first_is_forgotten_first(nothing_remembered, monkeypatch):
+    monkeypatch.setattr(_again, "_KEPT", 4)
+    for columns in (64, 128, 192, 256, 320):
+        ka.ops.rmsnorm(drawn(0, 3, columns))
+    assert len(remembered()) == 4

@@ -84,6 +84,14 @@ def test_there_may_be_no_tokens(scales):
     assert ka.nn.moe(*(one[:0] for one in tokens()), *experts).shape == (0, K)
 
 
+def test_tokens_may_have_no_columns():
+    x, *routed = tokens()
+    (up, _), (down, _) = by_rows(2 * 32, 8, 1), by_rows(8, 32, 2)
+    up = ka.ScaledOperand(up.tensor[:, :0], up.scale.tensor, up.mode)
+    down = ka.ScaledOperand(down.tensor[..., :0], down.scale.tensor[:, :0], down.mode)
+    assert ka.nn.moe(x[:, :0], *routed, up, down).shape == (len(x), 0)
+
+
 def test_columns_may_be_any_number_beside_scales_of_rows():
     """That none of the words is of which kernels move rows."""
     x, *routed = tokens()
@@ -105,6 +113,19 @@ def whole(operand):
     return ka.ScaledOperand(operand.tensor.to(torch.int8), operand.scale.tensor, operand.mode)
 
 
+def rescaled(operand, *shape):
+    return ka.ScaledOperand(operand.tensor, torch.ones(shape), PER_ROW)
+
+
+def of_tokens(operand):
+    return ka.ScaledOperand(operand.tensor, torch.ones(E, K), ka.ScaleMode.BLOCK_1x128)
+
+
+def learning(operand):
+    scale = operand.scale.tensor.clone().requires_grad_()
+    return ka.ScaledOperand(operand.tensor, scale, operand.mode)
+
+
 def halved(operand):
     return ka.ScaledOperand(operand.tensor.half(), operand.scale.tensor, operand.mode)
 
@@ -120,6 +141,13 @@ def halved(operand):
             "w_up is int8 with a block_128x128 scale; expected one",
         ),
         ({"w_up": halved(UP)}, ArgumentError, "w_up is torch.float16; expected 8-bit floats or"),
+        ({"w_up": of_tokens(UP)}, ArgumentError, "w_up carries a block_1x128 scale; that is for"),
+        (
+            {"w_down": rescaled(DOWN, E, 7)},
+            ArgumentError,
+            r"w_down's per_row .* \(5, 256\)",
+        ),
+        ({"w_up": learning(UP)}, GradientError, "experts of 8 bits have no gradients"),
         ({"w_down": whole(DOWN)}, ArgumentError, "w_down is int8 with a block_128x128 scale"),
         ({"x": tokens(torch.float64)[0]}, ArgumentError, "x is torch.float64; beside experts of 8"),
         ({"x": tokens()[0].requires_grad_()}, GradientError, "experts of 8 bits have no gradients"),

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import kernel_api as ka
 from kernel_api import _launches
 from kernel_api.errors import ArgumentError, NoKernelError
+from kernel_api.operands import Operand
 
 TENSOR = ka.ScaleMode.PER_TENSOR
 
@@ -503,3 +504,46 @@ def test_the_reference_is_warned_of_on_a_gpu_where_it_has_something_to_compute()
             warnings.simplefilter("error")
             kernel = _launches.best(fake_swiglu(M, K, torch.float16))
         assert kernel.metadata.provider == "reference"
+
+
+class Sub(ka.ScaledOperand):
+    pass
+
+
+@pytest.mark.parametrize("made", [lambda one: one.numpy(), lambda one: Operand(one, "A")])
+def test_what_is_no_tensor_may_stand_beside_an_operand_with_a_scale(made):
+    A = torch.randint(-7, 7, (6, 16), dtype=torch.int8)
+    B = torch.randint(-7, 7, (16, 32), dtype=torch.int8)
+    scaled = ka.ScaledOperand(B, torch.rand(32) / 100, ka.ScaleMode.PER_ROW)
+    found = ka.ops.gemm(made(A), scaled)
+    assert found.dtype is torch.bfloat16
+    assert torch.equal(found, ka.ops.gemm(A, scaled))
+
+
+def test_kinds_of_scaled_operands_are_scaled_operands():
+    A, B = torch.full((2, 2), 3, dtype=torch.int8), torch.eye(2, dtype=torch.int8)
+    for _ in range(2):
+        found = ka.ops.gemm(Sub(A, torch.tensor(0.01), ka.ScaleMode.PER_TENSOR), B)
+        torch.testing.assert_close(found, torch.full((2, 2), 0.03).bfloat16())
+
+
+def test_integers_of_experts_with_scales_anywhere_give_real_numbers():
+    A = torch.randint(-9, 9, (6, 16), dtype=torch.int8)
+    experts = torch.randint(-9, 9, (2, 16, 32), dtype=torch.int8)
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    addresses = torch.tensor([one.data_ptr() for one in experts])
+    pointers = ka.ExpertPointers(addresses, shape=(16, 32), stride=(32, 1), dtype=experts.dtype)
+    scale = torch.full((2, 32), 1e-3)
+    found = ka.ops.grouped_gemm(A, pointers.scaled(scale), ends)
+    expected = ka.ops.grouped_gemm(A, ka.ScaledOperand(experts, scale, ka.ScaleMode.PER_ROW), ends)
+    assert found.dtype is torch.bfloat16 and found.any()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("unit", [0.5, 2.7])
+def test_groups_of_integers_are_stored_in_units_of_a_scale(unit):
+    A, B = torch.tensor([[1]], dtype=torch.int8), torch.tensor([[[0, 1, 2, 3]]], dtype=torch.int8)
+    out, ends = torch.zeros(1, 4), torch.tensor([1], dtype=torch.int32)
+    scale = torch.tensor(unit)
+    ka.ops.grouped_gemm(A, B, ends, out=ka.ScaledOperand(out, scale, ka.ScaleMode.PER_TENSOR))
+    torch.testing.assert_close(out * unit, B[0].float())

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -246,6 +247,22 @@ def test_an_output_is_in_units_of_the_scale_of_its_call():
         torch.testing.assert_close(out * scale, a @ b)
 
 
+# Copies -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_lies_elsewhere(copied):
+    original = ka.ScaledOperand(random(4, 64), scales(4), PER_ROW)
+    for one in (copied(original), copied(ka.operands.Operand(original.tensor, "A"))):
+        assert type(one) in (ka.ScaledOperand, ka.operands.Operand)
+        assert one.address == one.tensor.data_ptr() != original.address
+        assert torch.equal(one.tensor, original.tensor)
+    found, w = copied(original), random(64, 64, seed=1)
+    ka.ops.gemm(found, w, out=original.tensor)
+    with pytest.raises(ArgumentError, match="out shares memory with A"):
+        ka.ops.gemm(found, w, out=found.tensor)
+
+
 # What is refused ----------------------------------------------------------------------------
 
 
@@ -254,6 +271,35 @@ def test_wrong_scales_are_named():
         compiled(product)(A, B, scales(5), PER_ROW, scales(), PER_TENSOR)
     with pytest.raises(Exception, match="scale is float64; expected float32"):
         compiled(product)(A, B, scales(M).double(), PER_ROW, scales(), PER_TENSOR)
+
+
+@pytest.mark.parametrize("element", [torch.float64, torch.float16, torch.int32])
+def test_scales_that_a_graph_did_not_look_at_are_checked_behind_it(element):
+    def made(a, scale):
+        return ka.ScaledOperand(a.clone(), scale, PER_ROW)
+
+    operand = compiled(made)(A, scales(M).to(element))
+    with pytest.raises(ArgumentError, match=r"scale is .*; expected float32"):
+        ka.ops.gemm(operand, B)
+
+
+def test_a_type_that_contradicts_out_is_named():
+    def function(a, b, out):
+        return ka.ops.gemm(a, b, out=out, out_dtype="bfloat16")
+
+    with pytest.raises(ArgumentError, match="out is float32 and out_dtype bfloat16; one of them"):
+        function(A.float(), B.float(), torch.empty(M, N))
+    torch._dynamo.reset()
+    with pytest.raises(
+        ArgumentError, match=r"out is .*float32 and out_dtype bfloat16; one"
+    ):
+        torch.compile(function, backend="aot_eager")(A.float(), B.float(), torch.empty(M, N))
+
+
+def test_an_output_with_a_gradient_is_refused_in_units_of_a_scale_too():
+    out = torch.empty(M, N).requires_grad_()
+    with pytest.raises(ArgumentError, match="out is given and needs a gradient"):
+        into(A.float(), B.float(), out, scales())
 
 
 def test_what_is_no_mode_is_named_outside_of_the_graph():

@@ -46,6 +46,9 @@ class Experts(Operand):
     mode: ScaleMode | None
     scale: Operand | None
 
+    #: A copy is of the same matrices.
+    __reduce__ = object.__reduce__
+
     def _describe(self, count: int, shape: Any, stride: Any, element: Any, device: Any) -> None:
         look = (count, tuple(shape), tuple(stride), element, device)
         if look not in _layouts:

@@ -60,12 +60,19 @@ class ScaledOperand(Operand):
 
     def __init__(self, tensor: Any, scale: Any, mode: ScaleMode) -> None:
         if is_read() and isinstance(mode, ScaleMode) and _are_tensors(tensor, scale):
-            # What a graph holds; the operator that it becomes an operand of checks the rest.
+            # What a graph holds. The rest is read, and checked, where the operand is used: by the
+            # operator that it goes to, or behind the graph.
             self.tensor, self.shape, self.mode = tensor, tensor.shape, mode
             self.scale = Operand.__new__(Operand)
             self.scale.tensor, self.scale.shape = scale, scale.shape
         else:
             self._read(tensor, scale, mode)
+
+    def _complete(self) -> None:
+        self._read(self.tensor, self.scale.tensor, self.mode)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.tensor, self.scale.tensor, self.mode)
 
     @untraced
     def _read(self, tensor: Any, scale: Any, mode: ScaleMode) -> None:

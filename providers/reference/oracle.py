@@ -108,7 +108,8 @@ class ProductOracle:
     def _stored(self, result: Any) -> Any:
         """In units of the scale of ``out``, and added to it where that is asked for."""
         if "out" in self.args.scaled:
-            result = result / self.out_scale(result.dtype)
+            wide = result.dtype if result.is_floating_point() else torch.float64
+            result = result / self.out_scale(wide)
         if "out" in self.args.accumulated:
             result = self.out_before().to(result.dtype) + result
         return result
