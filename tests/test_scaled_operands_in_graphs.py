@@ -290,9 +290,7 @@ def test_a_type_that_contradicts_out_is_named():
     with pytest.raises(ArgumentError, match="out is float32 and out_dtype bfloat16; one of them"):
         function(A.float(), B.float(), torch.empty(M, N))
     torch._dynamo.reset()
-    with pytest.raises(
-        ArgumentError, match=r"out is .*float32 and out_dtype bfloat16; one"
-    ):
+    with pytest.raises(ArgumentError, match=r"out is .*float32 and out_dtype bfloat16; one"):
         torch.compile(function, backend="aot_eager")(A.float(), B.float(), torch.empty(M, N))
 
 
