@@ -25,7 +25,7 @@ _KEPT = 1024
 _Key = tuple[Hashable, ...]
 _Taken = tuple[int, tuple[int, ...] | None]
 _launchers: dict[_Key, LauncherInOrder] = {}
-_calls: dict[_Key, Call] = {}
+_calls: dict[_Key, Known] = {}
 _lock = threading.Lock()
 
 #: Options that count by value. Numbers without a fraction are not among them: 1 equals True.
@@ -75,8 +75,8 @@ def repeated(key: _Key | None, tensors: Sequence[Any], values: Sequence[Any] = (
     return True
 
 
-class Call:
-    """A call that makes all its outputs, from its tensors to what it returns.
+class Known:
+    """How a call is made that allocates all its outputs, from its tensors to what it returns.
 
     Args:
         launcher: Of the kernel.
@@ -124,7 +124,7 @@ class Seen(NamedTuple):
     names: list[str]
 
     @property
-    def known(self) -> Call | None:
+    def known(self) -> Known | None:
         """How such a call is made; None if that is not known."""
         return _calls.get(self.key)
 
@@ -172,7 +172,7 @@ def launched(args: Arguments) -> tuple[LauncherInOrder | None, tuple[str, ...]]:
     return kernel._launcher_in_order(args, artifact), tuple(kernel._launch_operands(args))
 
 
-def keep(key: _Key, call: Call) -> None:
+def keep(key: _Key, call: Known) -> None:
     """Remember how calls that look alike are made."""
     _keep(_calls, key, call)
 

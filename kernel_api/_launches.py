@@ -104,7 +104,8 @@ class Call(NamedTuple):
         for name, tensor in scaled.items():
             if _mode_of(name) in options:
                 mode = ScaleMode(options.pop(_mode_of(name)))
-                scaled[name] = ScaledOperand(tensor, options.pop(_scale_of(name)), mode)
+                scale = options.pop(_scale_of(name))
+                scaled[name] = ScaledOperand.unread(tensor, scale, mode)
         return self._replace(**scaled, options=options)
 
     def with_its_out(self, found: Any) -> Any:

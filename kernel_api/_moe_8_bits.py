@@ -72,7 +72,7 @@ def _scattered(tokens: ScaledOperand, routing: Routing) -> ScaledOperand:
         scales = routing.scattered(scale.unsqueeze(1)).squeeze(1)
     else:
         scales = routing.scattered(scale)
-    return ScaledOperand(rows.view(stored.dtype), scales, tokens.mode)
+    return ScaledOperand.unread(rows.view(stored.dtype), scales, tokens.mode)
 
 
 def _hidden(
@@ -86,7 +86,7 @@ def _hidden(
     how = {"prob": routing.weight, **function}
     if w_down.mode is _BLOCKS:
         found = ops.grouped_gemm_glu(tokens, w_up, routing.offsets, scale=True, **how)
-        return ScaledOperand(found.out, found.scale, ScaleMode.BLOCK_1x128)
+        return ScaledOperand.unread(found.out, found.scale, ScaleMode.BLOCK_1x128)
     return _quantized(ops.grouped_gemm_glu(tokens, w_up, routing.offsets, **how), w_down)
 
 

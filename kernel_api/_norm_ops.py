@@ -231,6 +231,8 @@ def _remembered(
         if name in operands:
             one, as_taken = complete[name], operands[name].tensor
             if one.shape != as_taken.shape:
+                if not one.is_contiguous():
+                    return None
                 shape = tuple(as_taken.shape)
             if one.data_ptr() != as_taken.data_ptr():  # a copy
                 return None
@@ -238,7 +240,7 @@ def _remembered(
     count = len(args.operand_names)
     several = [complete[name] for name in outputs[1:]]
     kind = form._results_types.of(tuple(outputs[1:])) if several else None
-    return _again.Call(
+    return _again.Known(
         launcher,
         [(tuple(complete[n].shape), complete[n].dtype, complete[n].device) for n in outputs],
         list(numbers.values()),

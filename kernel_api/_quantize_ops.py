@@ -46,7 +46,7 @@ class Quantized(NamedTuple):
         """
         if self.mode not in _MODES:
             raise ArgumentError(f"mode is {self.mode!r}; products take {', '.join(_MODES)}")
-        return ScaledOperand(self.out, self._stored_scale(), _MODES[self.mode])
+        return ScaledOperand.unread(self.out, self._stored_scale(), _MODES[self.mode])
 
     def _stored_scale(self) -> Any:
         """As products take it."""

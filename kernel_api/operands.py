@@ -170,7 +170,7 @@ class Operand:
                 raise _no_memory(name) from error
 
     def __getattr__(self, name: str) -> Any:
-        """Of an operand that torch's compiler made for a graph, what graphs have no use for."""
+        """Of an operand that was not read yet, see :meth:`ScaledOperand.unread`."""
         if name == "tensor" or name not in Operand.__slots__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self._complete()

@@ -60,13 +60,25 @@ class ScaledOperand(Operand):
 
     def __init__(self, tensor: Any, scale: Any, mode: ScaleMode) -> None:
         if is_read() and isinstance(mode, ScaleMode) and _are_tensors(tensor, scale):
-            # What a graph holds. The rest is read, and checked, where the operand is used: by the
-            # operator that it goes to, or behind the graph.
-            self.tensor, self.shape, self.mode = tensor, tensor.shape, mode
-            self.scale = Operand.__new__(Operand)
-            self.scale.tensor, self.scale.shape = scale, scale.shape
+            # What a graph holds: the operator that it goes to reads the rest.
+            self._hold(tensor, scale, mode)
         else:
             self._read(tensor, scale, mode)
+
+    @classmethod
+    def unread(cls, tensor: Any, scale: Any, mode: ScaleMode) -> ScaledOperand:
+        """Of what was made to fit: all else is read, and checked, where somebody asks for it. Calls
+        like an earlier one do not, and take less time."""
+        if not _are_tensors(tensor, scale):
+            return cls(tensor, scale, mode)
+        made = cls.__new__(cls)
+        made._hold(tensor, scale, mode)
+        return made
+
+    def _hold(self, tensor: Any, scale: Any, mode: ScaleMode) -> None:
+        self.tensor, self.shape, self.mode = tensor, tensor.shape, mode
+        self.scale = Operand.__new__(Operand)
+        self.scale.tensor, self.scale.shape = scale, scale.shape
 
     def _complete(self) -> None:
         self._read(self.tensor, self.scale.tensor, self.mode)
