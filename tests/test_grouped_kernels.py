@@ -92,10 +92,13 @@ def test_eight_bits_are_offered_with_every_scale(of_A, B_scale):
     )
 
 
-def test_scales_that_do_not_go_together_are_refused():
-    args = eight_bits(("per_row", T), (E,))
+def test_scales_of_blocks_go_with_no_others():
+    args = eight_bits(("block_1x128", T, 2), (E,))
     assert families(args) == {}
     assert "scale" in reason(args, "sm90.grouped_gemm_fp8_pointers")
+    for of_A in (("per_row", T), ("per_tensor",)):
+        for of_B in ((E,), (E, N)):
+            assert families(eight_bits(of_A, of_B))
 
 
 def test_rows_are_gathered_with_their_scales_in_blocks_and_with_no_others():
