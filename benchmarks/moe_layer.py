@@ -56,18 +56,22 @@ class Problem:
         learns: Whether all gradients are computed, too.
         scales: Of experts of 8 bits: in ``"blocks"``, for which torch has no product of groups, so
             that its experts have 16 bits; or of ``"rows"``. Without them experts have 16.
+        policy: ``"eager"``, or ``"graph"``: of few tokens, whose kernels may take less time than
+            their launches.
     """
 
     layer: str
     tokens: int
     learns: bool = False
     scales: str = ""
+    policy: str = "eager"
 
     @property
     def label(self) -> str:
         of_8_bits = {"": "", "blocks": ", experts of 8 bits", "rows": ", experts of 8 bits by rows"}
         further = ", with gradients" if self.learns else of_8_bits[self.scales]
-        return f"{self.layer}, {self.tokens} tokens{further}"
+        graph = ", in a CUDA graph" if self.policy == "graph" else ""
+        return f"{self.layer}, {self.tokens} tokens{further}{graph}"
 
     @property
     def peer(self) -> str:
@@ -106,7 +110,7 @@ def measure(problem: Problem, rounds: int, name: str = NAME) -> rows.Row:
         made = _forward(layers, operands)
     calls, peer = {name: [call] for name, call in made.items()}, problem.peer
     moved = (4 if problem.learns else 2) * layer.weight_bytes
-    found, policy = harness.interleaved(calls, moved, "eager", rounds)
+    found, policy = harness.interleaved(calls, moved, problem.policy, rounds)
     tflops = 1e-6 * problem.operations / found[SUBJECT].median
     return rows.row(
         *(name, problem.label, (SUBJECT, found[SUBJECT]), (peer, found[peer]), True, policy),

@@ -18,15 +18,18 @@ import moe_layer
 import suite
 
 NAME = "moe-layer-8-bits"
+#: Tokens of which layers are in CUDA graphs, too.
+FEW = 256
 
 
 def problems() -> list[moe_layer.Problem]:
     layers = moe_layer.example().LAYERS
     return [
-        moe_layer.Problem(layer, tokens, scales=scales)
+        moe_layer.Problem(layer, tokens, scales=scales, policy=policy)
         for scales in ("blocks", "rows")
         for layer in layers
         for tokens in moe_layer.TOKENS
+        for policy in (("eager", "graph") if tokens <= FEW else ("eager",))
     ]
 
 
