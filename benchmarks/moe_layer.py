@@ -131,49 +131,33 @@ def _of_8_bits(experts: Sequence[ka.ScaledOperand]) -> Callable[..., Any]:
 
 
 def _of_rows(weights: Operands) -> Layers:
-    """Layers whose experts have a scale per column, and tokens one of their own."""
+    """Layers whose experts have a scale per column, and tokens one of their own. What is around
+    torch's products of groups is compiled."""
     experts = tuple(map(_by_rows, weights))
-    stored = [part for one in experts for part in (one.tensor, one.scale.tensor)]
+    (up, of_up), (down, of_down) = ((one.tensor, one.scale.tensor) for one in experts)
+    ahead, between, behind = map(torch.compile, (_sorted_tokens, _gated, example().summed))
 
     def layer(x: Any, index: Any, weight: Any, *_: Any) -> Any:
-        return _layer_of_torch(x, index, weight, *stored)
+        tokens, of_tokens, place, offsets = ahead(x, index, len(up))
+        types = {"offs": offsets, "out_dtype": x.dtype, "use_fast_accum": True}
+        made = torch._scaled_grouped_mm(tokens, up, of_tokens, of_up, **types)
+        hidden, of_hidden = between(made)
+        rows = torch._scaled_grouped_mm(hidden, down, of_hidden, of_down, **types)
+        return behind(rows, place, weight)
 
     return {SUBJECT: _of_8_bits(experts), PEER_OF_ROWS: layer}
 
 
-def _layer_of_torch(
-    x: Any, index: Any, weight: Any, up: Any, of_up: Any, down: Any, of_down: Any
-) -> Any:
-    """What is around torch's products of groups is compiled."""
-    tokens, of_tokens, place, offsets = _sorted_tokens(x, index, up)
-    types = {"offs": offsets, "out_dtype": x.dtype, "use_fast_accum": True}
-    made = torch._scaled_grouped_mm(tokens, up, of_tokens, of_up, **types)
-    hidden, of_hidden = _gated(made)
-    rows = torch._scaled_grouped_mm(hidden, down, of_hidden, of_down, **types)
-    return _summed(rows, place, weight)
-
-
-@torch.compile
-def _sorted_tokens(x: Any, index: Any, experts: Any) -> Any:
-    expert, place = index.flatten().sort(stable=True)
-    every = torch.arange(len(experts), device=x.device)
-    offsets = torch.searchsorted(expert, every, right=True, out_int32=True)
+def _sorted_tokens(x: Any, index: Any, experts: int) -> Any:
+    place, offsets = example().sorted_by_expert(index, experts)
     stored, scale = _rows_of_8_bits(x)
     token = place // index.shape[1]
     return stored[token], scale[token], place, offsets
 
 
-@torch.compile
 def _gated(made: Any) -> Any:
     gate, up = made.chunk(2, -1)
     return _rows_of_8_bits(torch.nn.functional.silu(gate.float()) * up.float())
-
-
-@torch.compile
-def _summed(rows: Any, place: Any, weight: Any) -> Any:
-    pair = torch.empty_like(place).scatter_(0, place, torch.arange(len(place), device=place.device))
-    of_token = rows[pair].view(*weight.shape, rows.shape[-1])
-    return (of_token * weight.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
 def _rows_of_8_bits(x: Any) -> Any:

@@ -102,15 +102,25 @@ def layer_of_torch(
     w_down: torch.Tensor,
 ) -> torch.Tensor:
     """What ka.nn.moe computes, of torch's grouped products; made to be compiled."""
-    choices = expert_index.shape[1]
-    expert, place = expert_index.flatten().sort(stable=True)
-    every = torch.arange(len(w_up), device=x.device)
-    offsets = torch.searchsorted(expert, every, right=True, out_int32=True)
-    gate, up = torch._grouped_mm(x[place // choices], w_up, offs=offsets).chunk(2, -1)
+    place, offsets = sorted_by_expert(expert_index, len(w_up))
+    tokens = x[place // expert_index.shape[1]]
+    gate, up = torch._grouped_mm(tokens, w_up, offs=offsets).chunk(2, -1)
     rows = torch._grouped_mm(functional.silu(gate) * up, w_down, offs=offsets)
-    pair = torch.empty_like(place).scatter_(0, place, torch.arange(len(place), device=x.device))
-    of_token = rows[pair].view(-1, choices, rows.shape[-1])
-    return (of_token * expert_weight.unsqueeze(-1)).sum(1).to(x.dtype)
+    return summed(rows, place, expert_weight)
+
+
+def sorted_by_expert(expert_index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of pairs of a token and an expert, sorted by that, and where each expert's end."""
+    expert, place = expert_index.flatten().sort(stable=True)
+    every = torch.arange(experts, device=place.device)
+    return place, torch.searchsorted(expert, every, right=True, out_int32=True)
+
+
+def summed(rows: torch.Tensor, place: torch.Tensor, expert_weight: torch.Tensor) -> torch.Tensor:
+    """Of sorted pairs, the weighted sum of each token's."""
+    pair = torch.empty_like(place).scatter_(0, place, torch.arange(len(place), device=place.device))
+    of_token = rows[pair].view(*expert_weight.shape, rows.shape[-1])
+    return (of_token * expert_weight.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
 def layer_by_expert(

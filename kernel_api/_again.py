@@ -28,7 +28,7 @@ _launchers: dict[_Key, LauncherInOrder] = {}
 _calls: dict[_Key, Known] = {}
 _lock = threading.Lock()
 
-#: Options that count by value. Numbers without a fraction are not among them: 1 equals True.
+#: Options that count by value. Whole numbers are not among them: launchers take others.
 _PLAIN = frozenset((float, bool, str, torch.dtype, type(None)))
 
 
@@ -159,8 +159,11 @@ def run(key: _Key | None, args: Arguments, names: Sequence[str]) -> None:
     Args:
         names: Of what such calls give beside the operands: all that a launch takes by name.
     """
+    if key is None:
+        run_best(args)
+        return
     launcher, taken = launched(args)
-    if key is not None and launcher is not None and taken == tuple(names):
+    if launcher is not None and taken == tuple(names):
         _keep(_launchers, key, launcher)
 
 

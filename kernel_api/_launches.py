@@ -301,7 +301,7 @@ def first(form: Form, call: Call) -> Any:
     out, complete = form.completed(A.tensor, B, call.out, out_dtype, call.options)
     args = form.fusion(A, B, out=out, **complete)
     kernel, artifact = run_best(args)
-    _remember(form, call, out, complete, args, kernel, artifact)
+    _remember(form, stored, out, complete, args, kernel, artifact)
     return form.results(out, complete)
 
 
@@ -380,11 +380,10 @@ def _remember(
     """Remember how a call was run, if such calls can be run without arguments.
 
     Args:
-        call: The call as it was made.
+        call: The call as it was made, without scales.
         out, complete: Its outputs and options when all outputs were there.
         args: Its arguments, which the kernel ran.
     """
-    call = call.without_scales
     try:
         key, _ = _look(form, *call)
     except (RuntimeError, TypeError):

@@ -69,11 +69,9 @@ def _norm(x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> torch.Te
         found = _Norm.apply(x, weight, bias, eps, centred)  # type: ignore[no-untyped-call]
         return found
     forward = ops.layernorm if centred else ops.rmsnorm
-    if x.dim() > 1 and x.is_contiguous():
-        found = forward(x, eps=eps, **given)
-        return found
-    found = forward(_rows(x), eps=eps, **given)
-    return found.view(x.shape)
+    rows = x if x.dim() > 1 and x.is_contiguous() else _rows(x)
+    found = forward(rows, eps=eps, **given)
+    return found if rows is x else found.view(x.shape)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -183,8 +183,11 @@ def run(form: NormForm, complete: dict[str, Any], seen: Any = None) -> None:
     from kernel_api import _again
 
     args = form.fusion(**complete)
+    if seen is None:
+        _again.run(None, args, ())
+        return
     launcher, taken = _again.launched(args)
-    if seen is None or launcher is None:
+    if launcher is None:
         return
     found = _remembered(form, complete, args, launcher, taken, seen.names)
     if found is not None:

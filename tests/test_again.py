@@ -10,6 +10,7 @@ import torch
 import kernel_api as ka
 from kernel_api import _again, _compile_cache, _launches
 from kernel_api.arguments import GroupRowsArguments
+from kernel_api.kernel import Kernel
 
 BF16 = torch.bfloat16
 
@@ -259,3 +260,18 @@ def test_what_was_known_first_is_forgotten_first(nothing_remembered, monkeypatch
     for columns in (64, 128, 192, 256, 320):
         ka.ops.rmsnorm(drawn(0, 3, columns))
     assert len(remembered()) == 4
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_calls_that_are_not_remembered_make_no_launcher(given, nothing_remembered, monkeypatch):
+    """Of outputs that are given, and in graphs, where operators are called again and again."""
+    made = []
+    monkeypatch.setattr(Kernel, "_launcher_in_order", lambda *of: made.append(of))
+    x = drawn(0, 9, 128)
+    if given:
+        ka.ops.rmsnorm(x, out=torch.empty_like(x))
+        ka.ops.quantize(x, out=torch.empty_like(x, dtype=torch.float8_e4m3fn))
+    else:
+        torch._dynamo.reset()
+        torch.compile(ka.ops.rmsnorm, fullgraph=True, backend="aot_eager")(x)
+    assert not made and not remembered()

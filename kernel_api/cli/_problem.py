@@ -222,24 +222,22 @@ def _scaled(scales: str | None, maker: Maker, A: Any, B: Any) -> tuple[Any, Any]
         batch = of.shape[0] if of.ndim == 3 else None
         return maker.matrices((rows, columns), dtype("float32"), "t", batch, fill=True)
 
+    def whole(of: Any, size: int, mode: Any) -> tuple[Any, Any]:
+        """(L, size), or (L,) where it is one."""
+        if mode is ScaleMode.PER_TENSOR:
+            return scale(of, 1, 1)[..., 0, 0], mode
+        return scale(of, 1, size)[..., 0, :], mode
+
     (m, k), n = A.shape[-2:], B.shape[-1]
     if scales == "blocks":
         blocks_k, blocks_n = -(-k // _BLOCK), -(-n // _BLOCK)
         of_A = scale(A, m, blocks_k), ScaleMode.BLOCK_1x128
         of_B = scale(B, blocks_k, blocks_n), ScaleMode.BLOCK_128x128
     else:
-        modes = map(ScaleMode, scales.split("-") if "-" in scales else (scales, scales))
-        of_A, of_B = (
-            (_one_each(scale(X, 1, 1 if one else size), one), mode)
-            for mode, X, size in zip(modes, (A, B), (m, n), strict=True)
-            for one in [mode is ScaleMode.PER_TENSOR]
-        )
+        for_A, _, for_B = scales.partition("-")
+        of_A = whole(A, m, ScaleMode(for_A))
+        of_B = whole(B, n, ScaleMode(for_B or for_A))
     return ScaledOperand(A, *of_A), ScaledOperand(B, *of_B)
-
-
-def _one_each(scale: Any, one: bool) -> Any:
-    """(L, 1, size) as (L, size), or as (L,)."""
-    return scale[..., 0, 0] if one else scale[..., 0, :]
 
 
 def _layout(text: str) -> str:
