@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
+import moe_layer
 import rows
 import torch
 
@@ -32,6 +33,7 @@ SUITE = "host"
 ROOT = Path(__file__).parents[1]
 
 NUMBER, ROUNDS, PAUSE_AFTER = 1000, 11, 200
+PAUSE_AFTER_LAYERS = 20
 RAW, TORCH, OPS = "raw TVM-FFI call", "torch.mm(A, B, out=out)", "ops.gemm(A, B, out=out)"
 PREPARED, WHOLE_WAY = "prepared launch", "GemmArguments, get_kernels (repeated), run"
 ARGUMENTS, REPEATED = "GemmArguments(A, B, out)", "get_kernels(args), repeated"
@@ -55,8 +57,8 @@ class Limited(NamedTuple):
 # Calls ------------------------------------------------------------------------------------
 
 
-def microseconds(calls: Calls) -> dict[str, harness.Timing]:
-    """Host time of every call, in turns; the GPU drains now and then, so that the queue of
+def microseconds(calls: Calls, pause_after: int = PAUSE_AFTER) -> dict[str, harness.Timing]:
+    """Host time of every call, in turns; the GPU drains after so many calls, so that the queue of
     launches never fills."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -64,10 +66,10 @@ def microseconds(calls: Calls) -> dict[str, harness.Timing]:
     for _ in range(ROUNDS):
         for name, call in calls.items():
             spent = 0.0
-            for _ in range(NUMBER // PAUSE_AFTER):
+            for _ in range(NUMBER // pause_after):
                 torch.cuda.synchronize()
                 started = time.perf_counter()
-                for _ in range(PAUSE_AFTER):
+                for _ in range(pause_after):
                     call()
                 spent += time.perf_counter() - started
             samples[name].append(spent / NUMBER * 1e6)
@@ -154,6 +156,32 @@ def calls_of_rows() -> Calls:
             x, "row", weight=weight
         ),
         "ops.gather_rows(x, row_index)": lambda: ka.ops.gather_rows(x, index),
+    }
+
+
+def calls_of_layers() -> Calls:
+    """Of layers of experts and of a matrix with one scale, which several launches make, beside the
+    layer of torch, compiled."""
+    layer = moe_layer.example().Layer("small", 8, 2, 256, 256)
+    weights = layer.weights("cuda")
+    tokens = layer.tokens(16, "cuda")
+    by_rows = tuple(map(moe_layer.by_rows, weights))
+    in_blocks = tuple(map(moe_layer.in_blocks, weights))
+    leaves = [one.detach().requires_grad_() for one in (tokens[0], tokens[2], *weights)]
+    compiled = torch.compile(moe_layer.example().layer_of_torch)
+
+    def step() -> Any:
+        x, weight, *experts = leaves
+        y = ka.nn.moe(x, tokens[1], weight, *experts)
+        return torch.autograd.grad(y, leaves, tokens[0])
+
+    return {
+        "the layer of torch, compiled": lambda: compiled(*tokens, *weights),
+        "nn.moe": lambda: ka.nn.moe(*tokens, *weights),
+        "nn.moe, experts of 8 bits by rows": lambda: ka.nn.moe(*tokens, *by_rows),
+        "nn.moe, experts of 8 bits in blocks": lambda: ka.nn.moe(*tokens, *in_blocks),
+        "nn.moe and its gradients": step,
+        'ops.quantize(x, "tensor")': lambda: ka.ops.quantize(tokens[0], "tensor"),
     }
 
 
@@ -305,6 +333,7 @@ def main() -> None:
     verified = bool(ka.verify(kernel, args))
     of_rows = {**calls_of_8_bits(), **calls_of_rows()}
     times = microseconds({**plain_calls(kernel, args), **fused_calls(), **of_rows})
+    times |= microseconds(calls_of_layers(), PAUSE_AFTER_LAYERS)
     times["get_kernels(args), first"] = first_query()
     peer = (RAW, times[RAW])
     policy = f"host time per call, in turns, median of {ROUNDS} x {NUMBER} calls"

@@ -104,7 +104,7 @@ def measure(problem: Problem, rounds: int, name: str = NAME) -> rows.Row:
     elif problem.scales == "rows":
         made = _forward(_of_rows(weights), operands, rough=(SUBJECT, PEER_OF_ROWS))
     elif problem.scales:
-        experts = tuple(map(_in_blocks, weights))
+        experts = tuple(map(in_blocks, weights))
         made = _forward({**layers, SUBJECT: _of_8_bits(experts)}, operands, rough=(SUBJECT,))
     else:
         made = _forward(layers, operands)
@@ -133,7 +133,7 @@ def _of_8_bits(experts: Sequence[ka.ScaledOperand]) -> Callable[..., Any]:
 def _of_rows(weights: Operands) -> Layers:
     """Layers whose experts have a scale per column, and tokens one of their own. What is around
     torch's products of groups is compiled."""
-    experts = tuple(map(_by_rows, weights))
+    experts = tuple(map(by_rows, weights))
     (up, of_up), (down, of_down) = ((one.tensor, one.scale.tensor) for one in experts)
     ahead, between, behind = map(torch.compile, (_sorted_tokens, _gated, example().summed))
 
@@ -165,13 +165,13 @@ def _rows_of_8_bits(x: Any) -> Any:
     return (x.float() / scale).to(torch.float8_e4m3fn), scale.squeeze(-1)
 
 
-def _by_rows(weight: torch.Tensor) -> ka.ScaledOperand:
+def by_rows(weight: torch.Tensor) -> ka.ScaledOperand:
     """Of (E, K, N), stored (E, N, K), a scale for each column of each expert."""
     stored, scales = zip(*map(_rows_of_8_bits, weight.mT), strict=True)
     return ka.ScaledOperand(torch.stack(stored).mT, torch.stack(scales), ka.ScaleMode.PER_ROW)
 
 
-def _in_blocks(weight: torch.Tensor) -> ka.ScaledOperand:
+def in_blocks(weight: torch.Tensor) -> ka.ScaledOperand:
     """In blocks of 128 x 128 of (E, K, N), stored (E, N, K)."""
     stored, scales = [], []
     for one in weight.mT:

@@ -14,8 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from kernel_api import _compile_cache, provider
-from kernel_api._launches import LOW_BITS, NEVER_NEGATIVE, TENSORS, dispatch_modes, run_best
+from kernel_api import _compile_cache, _sequence, provider
+from kernel_api._launches import (
+    LOW_BITS,
+    NEVER_NEGATIVE,
+    TENSORS,
+    dispatch_modes,
+    run_best,
+)
 from kernel_api.arguments import Arguments
 from kernel_api.kernel import LauncherInOrder
 from kernel_api.offsets import check_is_asked
@@ -26,6 +32,8 @@ _Key = tuple[Hashable, ...]
 _Taken = tuple[int, tuple[int, ...] | None]
 _launchers: dict[_Key, LauncherInOrder] = {}
 _calls: dict[_Key, Known] = {}
+#: Of calls that are no sequence of launches, None.
+_sequences: dict[_Key, _sequence.Repeated | None] = {}
 _lock = threading.Lock()
 
 #: Options that count by value. Whole numbers are not among them: launchers take others.
@@ -151,6 +159,33 @@ def seen(
             return None
     key = look(tensors, *how, *names)
     return None if key is None else Seen(key, tensors, names)
+
+
+def is_known(key: _Key | None) -> bool:
+    """Whether a call of several launches was made before, so that nothing has to be checked."""
+    return key is not None and key in _sequences
+
+
+def as_one(key: _Key | None, tensors: Sequence[torch.Tensor], make: Callable[[], Any]) -> Any:
+    """What ``make()`` returns, which several launches make: those of an earlier call that looks
+    like this one, if there are, one behind the other. See :func:`kernel_api._sequence.recorded`.
+
+    Args:
+        key: What the call looks like; ``make`` depends on nothing else.
+        tensors: All that are read.
+    """
+    if key is None:
+        return make()
+    known = _sequences.get(key)
+    if known is not None:
+        return known(tensors)
+    if key in _sequences:
+        return make()
+    if len({one.untyped_storage().data_ptr() for one in tensors}) < len(tensors):
+        return make()
+    results, repeated = _sequence.recorded(make, tensors)
+    _keep(_sequences, key, repeated)
+    return results
 
 
 def run(key: _Key | None, args: Arguments, names: Sequence[str]) -> None:

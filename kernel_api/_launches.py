@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from kernel_api import _compile_cache, _float32, provider
+from kernel_api import _compile_cache, _float32, _sequence, provider
 from kernel_api._autograd import check_outputs
 from kernel_api._checks import require_data
 from kernel_api._forms import FACTORS, Form, out_type
@@ -343,6 +343,10 @@ def chosen(args: Arguments) -> tuple[Kernel, CompiledArtifact]:
 
 def run_best(args: Arguments) -> tuple[Kernel, CompiledArtifact]:
     """Run the kernel that is :func:`chosen`, and return that."""
+    return _sequence.run(args, _run_best)
+
+
+def _run_best(args: Arguments) -> tuple[Kernel, CompiledArtifact]:
     kernel, artifact = chosen(args)
     kernel.run(args, artifact, assume_supported_args=True)
     return kernel, artifact

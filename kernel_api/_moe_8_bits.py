@@ -15,7 +15,7 @@ from kernel_api import ops
 from kernel_api._moe_routing import Routing
 from kernel_api.arguments import ScaledOperand, ScaleMode
 from kernel_api.arguments.scaled import BLOCK, check_scale
-from kernel_api.errors import ArgumentError, GradientError
+from kernel_api.errors import ArgumentError
 
 _BLOCKS = ScaleMode.BLOCK_128x128
 #: Types that tokens may have.
@@ -40,13 +40,6 @@ def moe(
     **function: Any,
 ) -> torch.Tensor:
     """The layer of checked operands; function: ``kind``, ``order`` and ``granularity``."""
-    _check(x, w_up, w_down)
-    read = (x, expert_weight, w_up.scale.tensor, w_down.scale.tensor)
-    if torch.is_grad_enabled() and any(one.requires_grad for one in read):
-        raise GradientError(
-            "experts of 8 bits have no gradients; call the layer within torch.no_grad(), or pass "
-            "weights of 16 bits"
-        )
     routing = Routing.of(expert_index, expert_weight, w_up.shape[0])
     hidden = _hidden(_scattered(_quantized(x, w_up), routing), w_up, w_down, routing, function)
     rows = x.new_empty(hidden.shape[0], w_down.shape[-1])
@@ -90,7 +83,8 @@ def _hidden(
     return _quantized(ops.grouped_gemm_glu(tokens, w_up, routing.offsets, **how), w_down)
 
 
-def _check(x: torch.Tensor, w_up: ScaledOperand, w_down: ScaledOperand) -> None:
+def check(x: torch.Tensor, w_up: ScaledOperand, w_down: ScaledOperand) -> None:
+    """What 8 bits ask beside what every layer asks; raises ArgumentError."""
     if x.dtype not in _TOKENS:
         expected = ", ".join(map(str, _TOKENS))
         raise ArgumentError(f"x is {x.dtype}; beside experts of 8 bits expected one of {expected}")

@@ -8,18 +8,21 @@ Pairs without an expert are sorted behind all groups: nothing reads or writes th
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 
-from kernel_api import ops
+from kernel_api import _again, _float32, ops
 from kernel_api._autocast import cast
 from kernel_api._autograd import differentiable_once, zeros
+from kernel_api._launches import is_read_by_dynamo
 from kernel_api._moe_8_bits import both_of_8_bits
+from kernel_api._moe_8_bits import check as check_8_bits
 from kernel_api._moe_8_bits import moe as moe_of_8_bits
 from kernel_api._moe_routing import Routing
 from kernel_api.arguments import ScaledOperand
-from kernel_api.errors import ArgumentError
+from kernel_api.errors import ArgumentError, GradientError
 from kernel_api.fusions._glu import check_halves, checked_pairs
 from kernel_api.operands import require_one_device, require_tensors
 
@@ -73,34 +76,96 @@ def moe(
         GradientError: weights have 8 bits, and a gradient is asked for.
         NoKernelError: no kernel takes the operands; says why.
     """
-    function = Function(kind, order, checked_pairs(kind, order, granularity))
-    routed = x, expert_index, expert_weight
-    if isinstance(w_up, ScaledOperand) or isinstance(w_down, ScaledOperand):
-        experts = both_of_8_bits(w_up, w_down)
-        _check(function, *routed, *(one.tensor for one in experts))
-        return moe_of_8_bits(*routed, *experts, **function._asdict())
-    _check(function, *routed, w_up, w_down)
-    x, up, down = cast(x, w_up, w_down)
-    learns = any(one.requires_grad for one in (x, expert_weight, up, down))
-    if learns and torch.is_grad_enabled():
+    given = x, expert_index, expert_weight, w_up, w_down
+    options = kind, order, granularity
+    is_read = is_read_by_dynamo()
+    if is_read or torch._C._is_any_autocast_enabled():
+        _check(*given, *options)
+        given = _cast(*given)
+    read = *given[:3], *_tensors(given[3]), *_tensors(given[4])
+    learns = _learns(*given)
+    key = None if is_read else _key(read, learns, given, options)
+    if not _again.is_known(key):
+        _check(*given, *options)
+    if learns:
         y: torch.Tensor = _Moe.apply(  # type: ignore[no-untyped-call]
-            x, expert_index, expert_weight, up, down, function
+            *given, _function(*options), key
         )
         return y
-    routing = Routing.of(expert_index, expert_weight, up.shape[0])
-    return routing.summed(_hidden(x, routing, up, function), down)
+    found: torch.Tensor = _again.as_one(key, read, lambda: _computed(*given, _function(*options)))
+    return found
+
+
+def _computed(
+    x: Any, expert_index: Any, expert_weight: Any, w_up: Any, w_down: Any, function: Function
+) -> torch.Tensor:
+    """Of checked operands, without gradients."""
+    if isinstance(w_up, ScaledOperand):
+        return moe_of_8_bits(x, expert_index, expert_weight, w_up, w_down, **function._asdict())
+    routing = Routing.of(expert_index, expert_weight, w_up.shape[0])
+    return routing.summed(_hidden(x, routing, w_up, function), w_down)
+
+
+# Which call it is ------------------------------------------------------------------------
+
+
+def _cast(x: Any, expert_index: Any, expert_weight: Any, w_up: Any, w_down: Any) -> tuple[Any, ...]:
+    """As autocast asks."""
+    if not isinstance(w_up, ScaledOperand):
+        x, w_up, w_down = cast(x, w_up, w_down)
+    return x, expert_index, expert_weight, w_up, w_down
+
+
+def _tensors(experts: Any) -> tuple[Any, ...]:
+    if isinstance(experts, ScaledOperand):
+        return experts.tensor, experts.scale.tensor
+    return (experts,)
+
+
+def _learns(x: Any, expert_index: Any, expert_weight: Any, w_up: Any, w_down: Any) -> bool:
+    """Whether gradients are asked for; raises GradientError where there are none."""
+    if not torch.is_grad_enabled():
+        return False
+    read = x, expert_weight, _tensors(w_up)[-1], _tensors(w_down)[-1]
+    learns = any(getattr(one, "requires_grad", False) for one in read)
+    if learns and isinstance(w_up, ScaledOperand):
+        raise GradientError(
+            "experts of 8 bits have no gradients; call the layer within torch.no_grad(), or pass "
+            "weights of 16 bits"
+        )
+    return learns
+
+
+def _key(read: Any, learns: bool, given: Any, options: Any) -> Any:
+    """What the call looks like; None: it is not looked at."""
+    if any(type(option) not in (str, int) for option in options):
+        return None
+    modes = [one.mode if isinstance(one, ScaledOperand) else None for one in given[3:]]
+    return _again.look(read, "nn.moe", learns, *options, *modes, _float32.setting())
+
+
+def _function(kind: str, order: str, granularity: int | str) -> Function:
+    return Function(kind, order, checked_pairs(kind, order, granularity))
+
+
+# What is checked -------------------------------------------------------------------------
 
 
 def _check(
-    function: Function, x: Any, expert_index: Any, expert_weight: Any, w_up: Any, w_down: Any
+    x: Any, expert_index: Any, expert_weight: Any, w_up: Any, w_down: Any, *options: Any
 ) -> None:
-    given = {"x": x, "expert_index": expert_index, "expert_weight": expert_weight}
-    given |= {"w_up": w_up, "w_down": w_down}
+    function = _function(*options)
+    has_8_bits = isinstance(w_up, ScaledOperand) or isinstance(w_down, ScaledOperand)
+    up, down = both_of_8_bits(w_up, w_down) if has_8_bits else (w_up, w_down)
+    stored = {"w_up": _tensors(up)[0], "w_down": _tensors(down)[0]}
+    given = {"x": x, "expert_index": expert_index, "expert_weight": expert_weight, **stored}
     require_tensors(**given)
     require_one_device(**given)
     _check_tokens(x, expert_index, expert_weight)
-    _check_weights(x, w_up, w_down)
+    _check_weights(x, **stored)
     check_halves("w_up has 2I", w_up.shape[2], function.granularity)
+    if has_8_bits:
+        check_8_bits(x, up, down)
 
 
 def _check_tokens(x: Any, expert_index: Any, expert_weight: Any) -> None:
@@ -173,6 +238,9 @@ def _hidden(
     )
 
 
+# With gradients --------------------------------------------------------------------------
+
+
 class _Moe(torch.autograd.Function):
     """It keeps its operands, and of each pair the pre-activation and what it became."""
 
@@ -185,43 +253,74 @@ class _Moe(torch.autograd.Function):
         w_up: Any,
         w_down: Any,
         function: Function,
+        key: Any,
     ) -> Any:
-        routing = Routing.of(expert_index, expert_weight, w_up.shape[0])
-        hidden, preactivation = _hidden(x, routing, w_up, function, preactivation=True)
+        def make() -> Any:
+            routing = Routing.of(expert_index, expert_weight, w_up.shape[0])
+            hidden, preactivation = _hidden(x, routing, w_up, function, preactivation=True)
+            return routing.summed(hidden, w_down), hidden, preactivation, *routing
+
+        read = x, expert_index, expert_weight, w_up, w_down
+        y, hidden, preactivation, *routing = _again.as_one(key, read, make)
         kept = hidden if ctx.needs_input_grad[4] else None
         ctx.save_for_backward(x, expert_weight, w_up, w_down, preactivation, kept, *routing)
         ctx.function = function
-        return routing.summed(hidden, w_down)
+        return y
 
     @staticmethod
     @differentiable_once("a layer of experts")
     def backward(ctx: Any, saved: Any, dy: Any) -> Any:
-        x, expert_weight, w_up, w_down, preactivation, hidden, *routed = saved
-        routing = Routing(*routed)
-        wants_x, _, wants_weight, wants_up, wants_down = ctx.needs_input_grad[:5]
+        x, expert_weight, w_up, w_down, *_ = saved
+        wants_x, _, *wants_others = ctx.needs_input_grad[:5]
+        wanted = wants_x, *wants_others
         if not w_down.shape[1]:  # every width of pairs of columns is the same
-            wanted = wants_x, wants_weight, wants_up, wants_down
-            dx, *others = zeros((x, expert_weight, w_up, w_down), wanted)
-            return dx, None, *others, None
-        dy = routing.scattered(dy)
-        dx = dweight = dw_up = dw_down = None
-        if wants_down:
-            dw_down = routing.gradient_of(w_down, hidden, dy)
-        if wants_x or wants_weight or wants_up:
-            found = ops.grouped_gemm_dglu(
-                dy,
-                w_down.mT,
-                routing.offsets,
-                preactivation=preactivation,
-                prob=routing.weight,
-                dprob=wants_weight,
-                **ctx.function._asdict(),
-            )
-            dz = found.out if wants_weight else found
-        if wants_x:
-            dx = routing.summed(dz, w_up.mT)
-        if wants_weight:
-            dweight = routing.unsorted(found.dprob).to(expert_weight.dtype)
-        if wants_up:
-            dw_up = routing.gradient_of(w_up, routing.scattered(x), dz)
-        return dx, None, dweight, dw_up, dw_down, None
+            gradients = zeros((x, expert_weight, w_up, w_down), wanted)
+        else:
+            read = [one for one in (*saved, dy) if one is not None]
+            key = None
+            if not is_read_by_dynamo():
+                how = *wanted, *ctx.function, _float32.setting()
+                key = _again.look(read, "gradients of nn.moe", *how)
+            make = functools.partial(_gradients, ctx.function, wanted, dy, *saved)
+            gradients = _again.as_one(key, read, make)
+        dx, *others = gradients
+        return dx, None, *others, None, None
+
+
+def _gradients(
+    function: Function,
+    wanted: tuple[bool, ...],
+    dy: Any,
+    x: Any,
+    expert_weight: Any,
+    w_up: Any,
+    w_down: Any,
+    preactivation: Any,
+    hidden: Any,
+    *routed: Any,
+) -> tuple[Any, ...]:
+    """Those that are wanted of x, expert_weight, w_up and w_down; None for the others."""
+    routing = Routing(*routed)
+    wants_x, wants_weight, wants_up, wants_down = wanted
+    dy = routing.scattered(dy)
+    dx = dweight = dw_up = dw_down = None
+    if wants_down:
+        dw_down = routing.gradient_of(w_down, hidden, dy)
+    if wants_x or wants_weight or wants_up:
+        found = ops.grouped_gemm_dglu(
+            dy,
+            w_down.mT,
+            routing.offsets,
+            preactivation=preactivation,
+            prob=routing.weight,
+            dprob=wants_weight,
+            **function._asdict(),
+        )
+        dz = found.out if wants_weight else found
+    if wants_x:
+        dx = routing.summed(dz, w_up.mT)
+    if wants_weight:
+        dweight = routing.unsorted(found.dprob, expert_weight.dtype)
+    if wants_up:
+        dw_up = routing.gradient_of(w_up, routing.scattered(x), dz)
+    return dx, dweight, dw_up, dw_down

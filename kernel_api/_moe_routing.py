@@ -33,10 +33,15 @@ class Routing(NamedTuple):
         found = ops.group_rows(expert_index, E, weight=weight)
         return cls(found.offsets, found.place, found.row_index, found.grouped)
 
-    def unsorted(self, values: torch.Tensor) -> torch.Tensor:
-        """(T, k), of one per pair; zeros where the pair has no expert, whatever was there."""
+    def unsorted(self, values: torch.Tensor, element: torch.dtype) -> torch.Tensor:
+        """(T, k) of an element type, of one value per pair; zeros where the pair has no expert,
+        whatever was there."""
+        if element in _MOVED and values.dtype in _MOVED:
+            columns = values.unsqueeze(1), self.rank.view(-1, 1)
+            found: torch.Tensor = ops.gather_rows(*columns, out_dtype=element)
+            return found.view(self.rank.shape)
         found = values.index_select(0, self.rank.flatten().clamp(min=0)).view(self.rank.shape)
-        return found.masked_fill(self.rank < 0, 0)
+        return found.masked_fill(self.rank < 0, 0).to(element)
 
     def scattered(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of tokens, one per pair; what is behind all experts is not initialised."""

@@ -81,18 +81,33 @@ def quantize(
     checked_mode(mode, scale)
     if not isinstance(x, torch.Tensor) or x.is_nested or x.dim() not in (2, 3):
         x = matrix(x, "x").tensor  # or it is refused
-    is_fresh, out = out is None, quantized_like(x, out, out_dtype)
-    given = scale is not None
+    is_fresh, given = out is None, scale is not None
+    if is_fresh and not given and mode == "tensor" and not becomes_node(x):
+        return _with_scale_of_all(x, out_dtype)
+    out = quantized_like(x, out, out_dtype)
     found = Quantized(out, scale if given else scales_of(mode, x), mode)
     if becomes_node(x):
         from kernel_api import _row_operators
 
         _row_operators.traced_quantize(x, found, given)
-    elif is_fresh and not given and mode != "tensor":
+    elif is_fresh and not given:
         _run_again(x, found)
     else:
         run(x, found, given)
     return found
+
+
+def _with_scale_of_all(x: Any, out_dtype: Any) -> Quantized:
+    from kernel_api import _again
+
+    def make() -> tuple[Any, Any]:
+        found = Quantized(quantized_like(x, None, out_dtype), scales_of("tensor", x), "tensor")
+        _run_in_three(x, found)
+        return found.out, found.scale
+
+    key = _again.look((x,), "quantize", "tensor", _element(out_dtype))
+    out, scale = _again.as_one(key, (x,), make)
+    return Quantized(out, scale, "tensor")
 
 
 def _run_again(x: Any, found: Quantized) -> None:
@@ -142,12 +157,15 @@ def quantized_like(x: Any, out: Any, out_dtype: Any) -> Any:
     from kernel_api._launches import check_type
 
     if out is None:
-        element = dtype("float8_e4m3fn" if out_dtype is None else out_dtype)
-        out = x.new_empty(x.shape, dtype=element.torch)
+        out = x.new_empty(x.shape, dtype=_element(out_dtype).torch)
     elif out_dtype is not None:
         check_type(out, out_dtype)
     check_outputs([("out", out)])
     return out
+
+
+def _element(out_dtype: Any) -> Any:
+    return dtype("float8_e4m3fn" if out_dtype is None else out_dtype)
 
 
 def scales_of(mode: str, x: Any) -> Any:

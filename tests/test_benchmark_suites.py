@@ -527,7 +527,7 @@ def test_layers_of_8_bits_are_compared_with_their_peer_less_closely(scales, monk
         rough = (ours, theirs)
     else:
         ours, rough = "ours", ("ours",)
-        experts = tuple(map(moe_layer._in_blocks, weights))
+        experts = tuple(map(moe_layer.in_blocks, weights))
         layers = {ours: moe_layer._of_8_bits(experts), "theirs": example.layer_by_expert}
     with torch.compiler.set_stance("force_eager"):
         assert list(moe_layer._forward(layers, operands, rough)) == list(layers)

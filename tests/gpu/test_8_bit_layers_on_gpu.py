@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernel_api as ka
-from kernel_api import _launches
+from kernel_api import _again, _launches
 from kernel_api.verification import judge
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compile, pytest.mark.timeout(600)]
@@ -121,10 +122,21 @@ EXPERTS = {
 }
 
 
-def layer_of(T, scales, K=256, inner=384):
+class ATorchMode(TorchDispatchMode):
+    """Under one that is not ours nothing is remembered."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def of_16_bits(weight):
+    return weight.to(BF16).mT
+
+
+def layer_of(T, scales, K=256, inner=384, seed=0):
     E, k = 6, 2
-    random = torch.Generator("cuda").manual_seed(T)
-    made = EXPERTS[scales]
+    random = torch.Generator("cuda").manual_seed(T + 1000 * seed)
+    made = EXPERTS[scales] if scales else (of_16_bits, of_16_bits)
     up = made[0](torch.randn(E, 2 * inner, K, generator=random, device="cuda") / 16)
     down = made[1](torch.randn(E, K, inner, generator=random, device="cuda") / 19)
     x = torch.randn(T, K, generator=random, device="cuda").to(BF16)
@@ -160,6 +172,65 @@ def test_no_layer_of_8_bits_waits_for_the_reference(scales):
         found = ka.nn.moe(*operands)
     graph.replay()
     assert torch.equal(found, expected)
+
+
+@pytest.fixture
+def long_way(monkeypatch):
+    """The problems that are run the long way."""
+    problems = []
+    run_best = _launches._run_best
+    monkeypatch.setattr(
+        _launches, "_run_best", lambda args: (problems.append(args), run_best(args))[1]
+    )
+    return problems
+
+
+@pytest.mark.parametrize("scales", [*EXPERTS, None])
+def test_a_known_layer_is_launched_as_one_on_its_own_tensors(scales, long_way):
+    """Scales and sizes of groups differ from those that were there when it was made first."""
+    _again._sequences.clear()
+    for seed in range(3):
+        x, *routed, up, down = layer_of(33, scales, seed=seed)
+        del long_way[:]
+        found = ka.nn.moe(x, *routed, up, down)
+        assert bool(long_way) == (seed == 0)
+        with ATorchMode():  # each launch for itself
+            assert torch.equal(found, ka.nn.moe(x, *routed, up, down))
+    assert all(_again._sequences.values())
+
+
+def gradients(operands):
+    x, index, *others = (one.detach() for one in operands)
+    leaves = [one.requires_grad_() for one in (x, *others)]
+    y = ka.nn.moe(x, index, *others)
+    random = torch.Generator("cuda").manual_seed(1)
+    dy = torch.randn(y.shape, generator=random, device="cuda").to(y.dtype)
+    return y, *torch.autograd.grad(y, leaves, dy)
+
+
+def test_known_gradients_of_a_layer_are_launched_as_one(long_way):
+    _again._sequences.clear()
+    for seed in range(3):
+        operands = layer_of(33, None, seed=seed)
+        del long_way[:]
+        found = gradients(operands)
+        assert bool(long_way) == (seed == 0)
+        with ATorchMode():
+            alone = gradients(operands)
+        for one, other in zip(found, alone, strict=True):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
+    assert len(_again._sequences) == 2
+    assert all(_again._sequences.values())
+
+
+def test_a_known_whole_matrix_is_quantised_by_three_launches(long_way):
+    for seed in range(3):
+        x = drawn(33, 512, seed=seed) * (seed + 1)
+        del long_way[:]
+        found = ka.ops.quantize(x, "tensor")
+        assert len(long_way) == (0 if seed else 3)
+        torch.testing.assert_close(found.scale, x.float().abs().max() / 448)
 
 
 @pytest.mark.parametrize("scales", ["blocks", "rows"])
