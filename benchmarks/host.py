@@ -162,7 +162,7 @@ def calls_of_rows() -> Calls:
 def calls_of_layers() -> Calls:
     """Of layers of experts and of a matrix with one scale, which several launches make, beside the
     layer of torch, compiled."""
-    layer = moe_layer.example().Layer("small", 8, 2, 256, 256)
+    layer = moe_layer.example().Layer(experts=8, chosen=2, hidden=256, inner=256)
     weights = layer.weights("cuda")
     tokens = layer.tokens(16, "cuda")
     by_rows = tuple(map(moe_layer.by_rows, weights))
@@ -170,10 +170,12 @@ def calls_of_layers() -> Calls:
     leaves = [one.detach().requires_grad_() for one in (tokens[0], tokens[2], *weights)]
     compiled = torch.compile(moe_layer.example().layer_of_torch)
 
+    dy = torch.randn_like(tokens[0])
+
     def step() -> Any:
         x, weight, *experts = leaves
         y = ka.nn.moe(x, tokens[1], weight, *experts)
-        return torch.autograd.grad(y, leaves, tokens[0])
+        return torch.autograd.grad(y, leaves, dy)
 
     return {
         "the layer of torch, compiled": lambda: compiled(*tokens, *weights),

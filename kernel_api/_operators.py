@@ -59,7 +59,8 @@ def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[s
     check_outputs(form.given(out, options))
     if out is not None and out_dtype is not None and out.dtype is not torch_type(out_dtype):
         raise ArgumentError(f"out is {out.dtype} and out_dtype {out_dtype}; one of them is enough")
-    asked = type_of_out(form, call, A.dtype, bool(call.scales_of_products))
+    scaled = len(call.scales_of_products) > 0  # bool(a list) is read by no Dynamo before 2.12
+    asked = type_of_out(form, call, A.dtype, scaled)
     out, complete = form.completed(A, B, out, asked, options)
     given = {name: _held(value) for name, value in complete.items() if value is not None}
     tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
