@@ -80,8 +80,9 @@ class NormForm:
 
     def bound(self, matrices: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         """What a call gives, by name; raises TypeError as a function of this signature does."""
-        fits = len(matrices) == len(self.matrices) and options.keys() <= self._taken
-        if fits and options.keys() >= self._required:
+        # No comparison of sets with keys, which older versions of torch's compiler cannot read.
+        fits = len(matrices) == len(self.matrices) and all(one in self._taken for one in options)
+        if fits and all(one in options for one in self._required):
             return {**dict(zip(self.matrices, matrices, strict=True)), **options}
         try:
             return dict(self.signature.bind(*matrices, **options).arguments)

@@ -80,24 +80,28 @@ class Layout:
         return (reach + 1) * self.dtype.itemsize
 
 
-_layouts: dict[tuple[Any, ...], Layout] = {}
+_Layouts = dict[tuple[Any, ...], Layout]
+
+_layouts: _Layouts = {}
+#: Apart from those of tensors, whose keys are of types that every Dynamo can hash.
+_of_sketches: _Layouts = {}
 _LAYOUTS_KEPT = 16384
 
 
-def _layout_of(tensor: Any, *, read_only: bool = False) -> Layout:
+def _layout_of(tensor: Any, *, read_only: bool = False, known: _Layouts = _layouts) -> Layout:
     """The one layout of tensors like this; those that are read only have another."""
     shape = tensor.shape
     look: tuple[Any, ...] = (tensor.dtype, shape, tensor.stride(), tensor.device)
     if read_only:
         look = (*look, read_only)
     try:
-        found = _layouts.get(look)
+        found = known.get(look)
     except TypeError:  # sizes of a graph, which are symbols
         return _new_layout(*look)
     if found is None:
-        if len(_layouts) >= _LAYOUTS_KEPT:
-            _layouts.clear()  # those in use stay; others like them are asked about anew
-        found = _layouts.setdefault(look, _new_layout(*look))
+        if len(known) >= _LAYOUTS_KEPT:
+            known.clear()  # those in use stay; others like them are asked about anew
+        found = known.setdefault(look, _new_layout(*look))
     return found
 
 
@@ -147,7 +151,8 @@ class Operand:
             kind = "nested" if tensor.is_nested else tensor.layout
             raise ArgumentError(f"{name} is a {kind} tensor; expected a strided one")
         self.tensor = tensor
-        self.layout = layout = _layout_of(tensor, read_only=read_only)
+        known = _of_sketches if is_sketch else _layouts
+        self.layout = layout = _layout_of(tensor, read_only=read_only, known=known)
         # Whole numbers are not asked, which torch's compiler could not trace.
         if layout.may_be_negated and not is_sketch and tensor.is_neg():
             raise ArgumentError(
