@@ -71,7 +71,8 @@ _Value = tuple[str, Callable[[Any], Any]] | tuple[None, Any]
 
 
 class Call(NamedTuple):
-    """A call as it was made."""
+    """A call as it was made. What is computed of one are functions: Dynamo reads no property of a
+    tuple with names before torch 2.11."""
 
     A: Any
     B: Any
@@ -79,46 +80,47 @@ class Call(NamedTuple):
     out_dtype: Any
     options: dict[str, Any]
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """What may be tensors, in the order that they are looked at."""
-        out = {} if self.out is None else {"out": self.out}
-        return {"A": self.A, "B": self.B, **out, **self.options}
 
-    @property
-    def without_scales(self) -> Call:
-        """The same of what is stored; scales and their modes are further options then, whose names
-        no option has."""
-        options, stored = dict(self.options), {"A": self.A, "B": self.B, "out": self.out}
-        for name, operand in stored.items():
-            if isinstance(operand, ScaledOperand):
-                stored[name] = operand.tensor
-                options[_scale_of(name)] = operand.scale.tensor
-                options[_mode_of(name)] = operand.mode.value
-        return self._replace(**stored, options=options)
+def given_by(call: Call) -> dict[str, Any]:
+    """What may be tensors, in the order that they are looked at."""
+    out = {} if call.out is None else {"out": call.out}
+    return {"A": call.A, "B": call.B, **out, **call.options}
 
-    @property
-    def with_scales(self) -> Call:
-        """The call that this is :attr:`without_scales` of."""
-        options, scaled = dict(self.options), {"A": self.A, "B": self.B, "out": self.out}
-        for name, tensor in scaled.items():
-            if _mode_of(name) in options:
-                mode = ScaleMode(options.pop(_mode_of(name)))
-                scale = options.pop(_scale_of(name))
-                scaled[name] = ScaledOperand.unread(tensor, scale, mode)
-        return self._replace(**scaled, options=options)
 
-    def with_its_out(self, found: Any) -> Any:
-        """What the call returns, of what it does without scales."""
-        if found is NEW or not isinstance(self.out, ScaledOperand):
-            return found
-        return self.out if isinstance(found, torch.Tensor) else found._replace(out=self.out)
+def without_scales(call: Call) -> Call:
+    """The same of what is stored; scales and their modes are further options then, whose names no
+    option has."""
+    options, stored = dict(call.options), {"A": call.A, "B": call.B, "out": call.out}
+    for name, operand in stored.items():
+        if isinstance(operand, ScaledOperand):
+            stored[name] = operand.tensor
+            options[_scale_of(name)] = operand.scale.tensor
+            options[_mode_of(name)] = operand.mode.value
+    return Call(**stored, out_dtype=call.out_dtype, options=options)
 
-    @property
-    def scales_of_products(self) -> list[Any]:
-        """Those of A and B, of a call without scales."""
-        names = (*map(_scale_of, ("A", "B")), "B_scale")
-        return [self.options[name] for name in names if self.options.get(name) is not None]
+
+def with_scales(call: Call) -> Call:
+    """The call that this is :func:`without_scales`."""
+    options, scaled = dict(call.options), {"A": call.A, "B": call.B, "out": call.out}
+    for name, tensor in scaled.items():
+        if _mode_of(name) in options:
+            mode = ScaleMode(options.pop(_mode_of(name)))
+            scale = options.pop(_scale_of(name))
+            scaled[name] = ScaledOperand.unread(tensor, scale, mode)
+    return Call(**scaled, out_dtype=call.out_dtype, options=options)
+
+
+def with_its_out(call: Call, found: Any) -> Any:
+    """What a call returns, of what it does without scales."""
+    if found is NEW or not isinstance(call.out, ScaledOperand):
+        return found
+    return call.out if isinstance(found, torch.Tensor) else found._replace(out=call.out)
+
+
+def scales_of_products(call: Call) -> list[Any]:
+    """Those of A and B, of a call without scales."""
+    names = (*map(_scale_of, ("A", "B")), "B_scale")
+    return [call.options[name] for name in names if call.options.get(name) is not None]
 
 
 class Launch:
@@ -190,7 +192,7 @@ def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict
         or isinstance(out, ScaledOperand)
     ):
         call = Call(A, B, out, out_dtype, options)
-        return call.with_its_out(repeated(form, *call.without_scales))
+        return with_its_out(call, repeated(form, *without_scales(call)))
     try:
         key, addresses = _look(form, A, B, out, out_dtype, options)
         launch = _launches.get(key)
@@ -287,7 +289,7 @@ def _option(name: str, value: Any, addresses: list[int]) -> tuple[Any, ...]:
 
 def first(form: Form, call: Call) -> Any:
     """Run a call that looks like no earlier one, or that has to be looked at every time."""
-    stored = call.without_scales
+    stored = without_scales(call)
     check_outputs(form.given(stored.out, call.options))
     A, B = form.operands(call.A, call.B)
     if becomes_node(A.tensor):
@@ -296,7 +298,7 @@ def first(form: Form, call: Call) -> Any:
         return _operators.traced(form, *call)
     if call.out is not None and call.out_dtype is not None:
         check_type(call.out, call.out_dtype)
-    scaled = bool(A.mode or B.mode or stored.scales_of_products)
+    scaled = bool(A.mode or B.mode or scales_of_products(stored))
     out_dtype = type_of_out(form, call, A.tensor.dtype, scaled)
     out, complete = form.completed(A.tensor, B, call.out, out_dtype, call.options)
     args = form.fusion(A, B, out=out, **complete)
@@ -416,7 +418,7 @@ def _remember(
         return
     if form.further and check_is_asked():
         return
-    places = [name for name, value in call.given.items() if type(value) in TENSORS]
+    places = [name for name, value in given_by(call).items() if type(value) in TENSORS]
     written = {form.option_of(name): operand for name, operand in args.outputs.items()}
     absent = {
         name: (_maker(tensors[name]), operand.alignment)
@@ -425,7 +427,7 @@ def _remember(
     }
     results = form.results if form.written(complete) else None
     launcher = kernel._launcher_in_order(args, artifact)
-    apart = _apart({name: Operand(call.given[name]).span for name in places}, written)
+    apart = _apart({name: Operand(given_by(call)[name]).span for name in places}, written)
     values = [made[name] for name in names]
     plain = (args.A.span, args.B.span, args.out.span) if places == ["A", "B", "out"] else None
     given = [name for name in written if name in places]

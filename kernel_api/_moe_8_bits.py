@@ -13,6 +13,7 @@ import torch
 
 from kernel_api import ops
 from kernel_api._moe_routing import Routing
+from kernel_api._quantize_ops import operand_of
 from kernel_api.arguments import ScaledOperand, ScaleMode
 from kernel_api.arguments.scaled import BLOCK, check_scale
 from kernel_api.errors import ArgumentError
@@ -51,7 +52,7 @@ def _quantized(rows: torch.Tensor, experts: ScaledOperand) -> ScaledOperand:
     """Rows as what they are multiplied with asks: with scales of blocks of columns, or whole."""
     mode = "block" if experts.mode is _BLOCKS else "row"
     element = torch.int8 if experts.tensor.dtype is torch.int8 else torch.float8_e4m3fn
-    return ops.quantize(rows, mode, out_dtype=element).operand
+    return operand_of(ops.quantize(rows, mode, out_dtype=element))
 
 
 def _scattered(tokens: ScaledOperand, routing: Routing) -> ScaledOperand:

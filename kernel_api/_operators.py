@@ -19,7 +19,14 @@ import torch
 
 from kernel_api._autograd import check_outputs
 from kernel_api._forms import FACTORS, Form, torch_type
-from kernel_api._launches import Call, first, type_of_out
+from kernel_api._launches import (
+    Call,
+    first,
+    scales_of_products,
+    type_of_out,
+    with_scales,
+    without_scales,
+)
 from kernel_api._results import serialize_all
 from kernel_api._transforms import check_traced
 from kernel_api.errors import ArgumentError
@@ -51,7 +58,7 @@ def _register(form: Form, call: Callable[..., Any]) -> None:
 def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]) -> Any:
     """The call in a graph: outputs are allocated in it, and the operator writes them."""
     made = Call(A, B, out, out_dtype, options)
-    A, B, out, _, options = call = made.without_scales
+    A, B, out, _, options = call = without_scales(made)
     for value in (A, B, out, *options.values()):
         if not isinstance(value, _IN_GRAPHS):
             return _refused(form, made)
@@ -59,7 +66,7 @@ def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[s
     check_outputs(form.given(out, options))
     if out is not None and out_dtype is not None and out.dtype is not torch_type(out_dtype):
         raise ArgumentError(f"out is {out.dtype} and out_dtype {out_dtype}; one of them is enough")
-    scaled = len(call.scales_of_products) > 0  # bool(a list) is read by no Dynamo before 2.12
+    scaled = len(scales_of_products(call)) > 0  # bool(a list) is read by no Dynamo before 2.12
     asked = type_of_out(form, call, A.dtype, scaled)
     out, complete = form.completed(A, B, out, asked, options)
     given = {name: _held(value) for name, value in complete.items() if value is not None}
@@ -126,7 +133,7 @@ def _options(*rest: Any) -> dict[str, Any]:
 
 
 def _run(run: Callable[..., Any], A: Any, B: Any, out: Any, *rest: Any) -> None:
-    A, B, out, _, options = Call(A, B, out, None, _options(*rest)).with_scales
+    A, B, out, _, options = with_scales(Call(A, B, out, None, _options(*rest)))
     run(A, B, out=out, **options)
 
 
@@ -136,7 +143,7 @@ def _check(form: Form, A: Any, B: Any, out: Any, *rest: Any) -> None:
     values = (A, B, out, *options.values())
     sizes = [n for value in values if isinstance(value, torch.Tensor) for n in value.shape]
     if not any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in (*sizes, *values)):
-        A, B, out, _, options = Call(A, B, out, None, options).with_scales
+        A, B, out, _, options = with_scales(Call(A, B, out, None, options))
         form.fusion(A, B, out=out, **options)
 
 

@@ -43,20 +43,29 @@ class Quantized(NamedTuple):
         ``ScaledOperand(q.out.t(), q.scale, ScaleMode.PER_ROW)`` in mode ``"row"``.
 
         Raises ArgumentError in mode ``"mx"``, whose scales no product takes yet.
+
+        In graphs of torch.compile from torch 2.11 on; before, they hold
+        ``ScaledOperand(q.out, q.scale, ScaleMode.PER_ROW)``.
         """
-        if self.mode not in _MODES:
-            raise ArgumentError(f"mode is {self.mode!r}; products take {', '.join(_MODES)}")
-        return ScaledOperand.unread(self.out, self._stored_scale(), _MODES[self.mode])
+        return operand_of(self)
 
-    def _stored_scale(self) -> Any:
-        """As products take it."""
-        import torch
 
-        if self.mode != "tensor":
-            return self.scale
-        if not isinstance(self.scale, torch.Tensor):
-            return torch.full((), self.scale, dtype=torch.float32, device=self.out.device)
-        return self.scale.view(()).float()
+def operand_of(found: Quantized) -> ScaledOperand:
+    """:attr:`Quantized.operand`, which Dynamo does not read before torch 2.11."""
+    if found.mode not in _MODES:
+        raise ArgumentError(f"mode is {found.mode!r}; products take {', '.join(_MODES)}")
+    return ScaledOperand.unread(found.out, _stored_scale(found), _MODES[found.mode])
+
+
+def _stored_scale(found: Quantized) -> Any:
+    """As products take it."""
+    import torch
+
+    if found.mode != "tensor":
+        return found.scale
+    if not isinstance(found.scale, torch.Tensor):
+        return torch.full((), found.scale, dtype=torch.float32, device=found.out.device)
+    return found.scale.view(()).float()
 
 
 def quantize(

@@ -298,7 +298,8 @@ def test_rows_say_at_which_clocks_a_long_problem_ran(lab, monkeypatch):
 
 @pytest.mark.parametrize("name", SUITES)
 def test_a_kernel_that_is_wrong_has_no_row(name, lab, monkeypatch, capsys):
-    monkeypatch.setattr(CpuSdpa, "wrong", 0.1)
+    # Of 8 bits a tenth is about what is allowed.
+    monkeypatch.setattr(CpuSdpa, "wrong", 0.5 if "fp8" in name else 0.1)
     code, found = lab(name)
     assert code == driver.FAILURES
     assert "WRONG" in capsys.readouterr().out

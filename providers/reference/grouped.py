@@ -135,7 +135,14 @@ def _at(experts: Operand, address: int) -> Operand:
 
 def _part(operand: Operand, index: Any) -> Operand:
     """Of the first mode, with the scales of that."""
-    return _like(operand, operand.tensor[index], _scale(operand, index))
+    return _like(operand, _taken(operand.tensor, index), _scale(operand, index))
+
+
+def _taken(tensor: Any, index: Any) -> Any:
+    if tensor.element_size() > 1:
+        return tensor[index]
+    # Before torch 2.10 the CPU takes no rows of 8-bit floats by their places.
+    return tensor.view(torch.uint8)[index].view(tensor.dtype)
 
 
 def _scale(operand: Any, index: Any = ...) -> Any:
