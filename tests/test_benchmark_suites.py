@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.benchmarks import FOLDER, SUITES, script
+from support.versions import since_torch
 
 import kernel_api as ka
 from kernel_api.artifact import CompiledArtifact
@@ -454,6 +455,7 @@ def test_formulas_beside_fusions_compute_the_same(name):
     assert fused.wrong(args).startswith("out: ")
 
 
+@since_torch("2.12", "multiplies on the CPU by scales of whole tensors alone")
 def test_the_formula_behind_a_scaled_product_computes_the_same():
     fused = script("gemm_fused")
     types = {"element": "float8_e4m3fn", "out": "bfloat16", "scales": "per_row"}
@@ -513,6 +515,7 @@ def scaled_grouped_mm(A, B, of_A, of_B, offs, out_dtype, use_fast_accum):
     return out.to(out_dtype)
 
 
+@since_torch("2.10", "takes no rows of 8-bit floats on the CPU")
 @pytest.mark.parametrize("scales", ["blocks", "rows"])
 def test_layers_of_8_bits_are_compared_with_their_peer_less_closely(scales, monkeypatch):
     moe_layer = script("moe_layer")

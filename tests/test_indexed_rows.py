@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.benchmarks import script
 from support.indexed import GATHER, KINDS, SCATTER, arguments, check, computed
+from support.versions import names_sizes, since_torch
 
 import kernel_api as ka
 from kernel_api._description import described, rebuilt
@@ -168,6 +169,7 @@ def test_every_provider_computes_the_same(kind, types, weight):
         assert verdict, verdict
 
 
+@since_torch("2.10", "takes no rows of 8-bit floats on the CPU")
 def test_scales_of_blocks_move_as_their_rows_do():
     scales = torch.tensor([[0.25, 1.0], [2.0, 8.0], [0.5, 4.0]]).to(torch.float8_e8m0fnu)
     places = torch.tensor([[3], [-1], [0]], dtype=torch.int32)
@@ -288,6 +290,7 @@ def test_graphs_of_torch_hold_the_forms(kind):
     assert torch.equal(compiled(*fewer), form(*fewer))
 
 
+@names_sizes
 def test_exported_graphs_may_have_any_number_of_rows():
     def form(x, row_index):
         return ka.ops.scatter_rows(x, row_index, rows=2 * x.shape[0] + 1)

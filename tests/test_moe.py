@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.fusions import GLU, close, pairs
+from support.versions import names_sizes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_api as ka
@@ -165,6 +166,7 @@ def test_integers_without_tokens_have_no_rows():
     assert ka.nn.moe(x, index, index.float(), up, down).shape == (0, K)
 
 
+@names_sizes
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_layer_takes_any_number_of_tokens(strict):
     class Layer(torch.nn.Module):

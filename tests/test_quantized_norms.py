@@ -45,10 +45,13 @@ def test_calls_and_graphs_give_what_the_norm_and_a_quantisation_do(name, mode):
     assert found.scale.shape == wanted.scale.shape and found.scale.dtype is wanted.scale.dtype
     steps = (found.out.float() - wanted.out.float()).abs() / (wanted.out.float().abs() / 8 + 1e-3)
     assert steps.max() <= 1.01 and (steps > 0).float().mean() < 0.02
-    compiled = torch.compile(
-        lambda x: called(x, mode, **given)[:2], fullgraph=True, backend="aot_eager"
-    )
-    for one, other in zip(compiled(x), found, strict=False):
+
+    def tensors(x):
+        made = called(x, mode, **given)
+        return made.out, made.scale
+
+    compiled = torch.compile(tensors, fullgraph=True, backend="aot_eager")
+    for one, other in zip(compiled(x), (found.out, found.scale), strict=True):
         assert torch.equal(one.float(), other.float())
 
 

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from support.versions import reads_properties
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -130,6 +131,7 @@ OF_BLOCK = (
 )
 
 
+@reads_properties
 def test_a_block_of_a_network_is_one_graph_for_any_number_of_tokens():
     one_graph = compiled(block, dynamic=True)
     for tokens in (M, M + 3, M + 1):
@@ -137,6 +139,7 @@ def test_a_block_of_a_network_is_one_graph_for_any_number_of_tokens():
         same(one_graph(x, *OF_BLOCK), block(x, *OF_BLOCK))
 
 
+@reads_properties
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_block_is_saved_and_takes_other_sizes(strict):
     class Block(torch.nn.Module):
@@ -179,6 +182,7 @@ class Linear(torch.nn.Module):
         return ka.ops.gemm(ka.ops.quantize(x, "row").operand, operand) + 1
 
 
+@reads_properties
 @pytest.mark.parametrize("keeps", [False, True])
 def test_layers_may_keep_operands(keeps):
     layer, x = Linear(keeps), random(M, K)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.sdpa import NAN, Draw
+from support.versions import since_torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernel_api as ka
@@ -194,6 +195,7 @@ def test_an_op_that_was_called_before_looks_where_values_lie():
 # Gradients and graphs --------------------------------------------------------------------
 
 
+@since_torch("2.10", "takes a tensor of a closure for one of another library")
 @pytest.mark.parametrize("said", [None, True, False])
 @pytest.mark.parametrize("graph", [False, True])
 def test_keys_that_are_values_have_gradients_as_both(graph, said):

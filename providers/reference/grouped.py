@@ -25,6 +25,7 @@ from kernel_api.providers.reference.epilogue import evaluate, put
 from kernel_api.providers.reference.gemm import exact_product, float32_product, rounding
 from kernel_api.providers.reference.oracle import ProductOracle, ReferenceProduct
 from kernel_api.space import Miss, Operands, rule
+from kernel_api.verification import taken
 
 
 class GroupedOracle(ProductOracle):
@@ -135,14 +136,7 @@ def _at(experts: Operand, address: int) -> Operand:
 
 def _part(operand: Operand, index: Any) -> Operand:
     """Of the first mode, with the scales of that."""
-    return _like(operand, _taken(operand.tensor, index), _scale(operand, index))
-
-
-def _taken(tensor: Any, index: Any) -> Any:
-    if tensor.element_size() > 1:
-        return tensor[index]
-    # Before torch 2.10 the CPU takes no rows of 8-bit floats by their places.
-    return tensor.view(torch.uint8)[index].view(tensor.dtype)
+    return _like(operand, taken(operand.tensor, index), _scale(operand, index))
 
 
 def _scale(operand: Any, index: Any = ...) -> Any:

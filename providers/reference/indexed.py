@@ -11,6 +11,7 @@ from kernel_api.metadata import NormOperandsMetadata
 from kernel_api.providers.reference import ReferenceProvider
 from kernel_api.providers.reference.norm import ReferenceRows, Values
 from kernel_api.space import Operands
+from kernel_api.verification import taken
 
 
 class _IndexedRows(ReferenceRows):
@@ -47,7 +48,7 @@ class ReferenceScatterRows(_IndexedRows):
     def values(cls, args: Any, wide: torch.dtype) -> Values:
         x, index, weight = args.x.tensor, args.row_index.tensor, _weight(args, wide)
         m, j = _within(index, args.out.shape[0]).nonzero(as_tuple=True)
-        rows = x[m].to(wide)
+        rows = taken(x, m).to(wide)
         return {"out": rows if weight is None else rows * weight[m, j, None]}
 
     @staticmethod
@@ -62,7 +63,7 @@ def _added(args: Any, wide: torch.dtype, *, magnitudes: bool = False) -> Any:
     whole = torch.zeros(args.M, args.N, dtype=wide, device=x.device)
     for j in range(args.k):
         (named,) = _within(index[:, j], len(x)).nonzero(as_tuple=True)
-        rows = x[index[named, j]].to(wide)
+        rows = taken(x, index[named, j]).to(wide)
         if weight is not None:
             rows = rows * weight[named, j, None]
         whole[named] += rows.nan_to_num().abs() if magnitudes else rows
