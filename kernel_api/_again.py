@@ -16,10 +16,12 @@ from torch.autograd import forward_ad
 
 from kernel_api import _compile_cache, _sequence, provider
 from kernel_api._launches import (
+    BEFORE_DISPATCH,
     LOW_BITS,
     NEVER_NEGATIVE,
     TENSORS,
     dispatch_modes,
+    is_included,
     run_best,
 )
 from kernel_api.arguments import Arguments
@@ -32,8 +34,10 @@ _Key = tuple[Hashable, ...]
 _Taken = tuple[int, tuple[int, ...] | None]
 _launchers: dict[_Key, LauncherInOrder] = {}
 _calls: dict[_Key, Known] = {}
-#: Of calls that are no sequence of launches, None.
-_sequences: dict[_Key, _sequence.Repeated | None] = {}
+#: Of calls that were more than launches, how often.
+_sequences: dict[_Key, _sequence.Repeated | int] = {}
+#: Something else may have asked torch for something meanwhile, as Python's garbage may.
+_TIMES = 3
 _lock = threading.Lock()
 
 #: Options that count by value. Whole numbers are not among them: launchers take others.
@@ -47,7 +51,9 @@ def look(read: Sequence[Any], *how: Hashable) -> _Key | None:
         read: The tensors that it reads; None in the place of one that is absent.
         how: What else tells it from others: its kind, element types and sizes of what is written.
     """
-    if dispatch_modes() or forward_ad._current_level >= 0 or check_is_asked():
+    if dispatch_modes() or is_included(BEFORE_DISPATCH):
+        return None
+    if forward_ad._current_level >= 0 or check_is_asked():
         return None
     if torch._C._are_functorch_transforms_active():
         return None
@@ -62,7 +68,10 @@ def look(read: Sequence[Any], *how: Hashable) -> _Key | None:
             return None
         if one.dtype is not NEVER_NEGATIVE and one.is_neg():
             return None
-        address = one.data_ptr()
+        try:
+            address = one.data_ptr()
+        except RuntimeError:  # as of what torch.func wraps
+            return None
         if not address:  # empty, or freed
             return None
         key += (one.dtype, one.shape, one.stride(), one.device, address & LOW_BITS)
@@ -176,16 +185,20 @@ def as_one(key: _Key | None, tensors: Sequence[torch.Tensor], make: Callable[[],
     """
     if key is None:
         return make()
-    known = _sequences.get(key)
-    if known is not None:
-        return known(tensors)
-    if key in _sequences:
-        return make()
-    if len({one.untyped_storage().data_ptr() for one in tensors}) < len(tensors):
+    known = _sequences.get(key, 0)
+    if not isinstance(known, int):
+        results = known(tensors)
+        return make() if results is NotImplemented else results
+    if known >= _TIMES or _are_joined(tensors):
         return make()
     results, repeated = _sequence.recorded(make, tensors)
-    _keep(_sequences, key, repeated)
+    _keep(_sequences, key, repeated or known + 1)
     return results
+
+
+def _are_joined(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two of them share memory, which says nothing of others."""
+    return len({one.untyped_storage().data_ptr() for one in tensors}) < len(tensors)
 
 
 def run(key: _Key | None, args: Arguments, names: Sequence[str]) -> None:

@@ -63,7 +63,12 @@ _BEYOND = 2**64  # what 64 bits hold, with a sign or without
 _KEPT = 1024
 LOW_BITS = MAX_ALIGNMENT - 1
 _tell = teller()
+#: Together, whether some mode of torch may trace whatever is called.
 dispatch_modes = torch._C._len_torch_dispatch_stack
+is_included, BEFORE_DISPATCH = (
+    torch._C._dispatch_tls_is_dispatch_key_included,
+    torch._C.DispatchKey.PreDispatch,
+)
 _FLOAT32 = torch.float32
 
 _Key = tuple[Any, ...]
@@ -229,7 +234,7 @@ def _look(
     for what is not looked at."""
     if type(A) not in TENSORS or type(B) not in TENSORS or forward_ad._current_level >= 0:
         raise TypeError
-    if dispatch_modes():  # of which some trace whatever is called
+    if dispatch_modes() or is_included(BEFORE_DISPATCH):
         raise TypeError
     # Written out: this is most of what a call costs.
     element, start, other_start = A.dtype, A.data_ptr(), B.data_ptr()

@@ -128,7 +128,7 @@ def _learns(x: Any, expert_index: Any, expert_weight: Any, w_up: Any, w_down: An
         return False
     read = x, expert_weight, _tensors(w_up)[-1], _tensors(w_down)[-1]
     learns = any(getattr(one, "requires_grad", False) for one in read)
-    if learns and isinstance(w_up, ScaledOperand):
+    if learns and isinstance(w_up, ScaledOperand) and isinstance(w_down, ScaledOperand):
         raise GradientError(
             "experts of 8 bits have no gradients; call the layer within torch.no_grad(), or pass "
             "weights of 16 bits"

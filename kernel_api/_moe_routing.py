@@ -37,7 +37,7 @@ class Routing(NamedTuple):
         """(T, k) of an element type, of one value per pair; zeros where the pair has no expert,
         whatever was there."""
         if element in _MOVED and values.dtype in _MOVED:
-            columns = values.unsqueeze(1), self.rank.view(-1, 1)
+            columns = values.unsqueeze(1), self.rank.reshape(-1, 1)
             found: torch.Tensor = ops.gather_rows(*columns, out_dtype=element)
             return found.view(self.rank.shape)
         found = values.index_select(0, self.rank.flatten().clamp(min=0)).view(self.rank.shape)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernel_api.arguments import Arguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.kernel import Kernel, LauncherInOrder
+from kernel_api.operands import MAX_ALIGNMENT
 
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
@@ -31,10 +32,13 @@ _ALLOCATIONS = frozenset(
     )
 )
 _NUMBERS = frozenset((float, int, bool, type(None)))
+#: Of an address, those that alignment is counted by.
+LOW_BITS = MAX_ALIGNMENT - 1
 
 #: Of what is held when a launch is made: a place, or no place and a number.
 _Value = tuple[int | None, Any]
-_View = Callable[[list[Any]], torch.Tensor]
+#: Of what is held, something further to hold.
+_Adder = Callable[[Any], torch.Tensor]
 _RunBest = Callable[[Arguments], tuple[Kernel, CompiledArtifact]]
 
 _running = threading.local()
@@ -44,16 +48,16 @@ class Step(NamedTuple):
     """A launch, and what is done around it.
 
     Attributes:
-        made: Makers of tensors, held behind those that are there.
-        views: Of what is held; held behind that.
+        added: Makers of tensors and of views, which are held behind what is there.
+        aligned: Of tensors that are made, the place, and the bits of the address that are 0.
         launcher: Of the kernel.
         operands: Places of its tensors.
         values: What it takes beside them.
         done: Places of what nothing later looks at.
     """
 
-    made: list[Callable[[], torch.Tensor]]
-    views: list[_View]
+    added: list[_Adder]
+    aligned: list[tuple[int, int]]
     launcher: LauncherInOrder
     operands: list[int]
     values: list[_Value]
@@ -65,30 +69,32 @@ class Repeated:
 
     Args:
         steps: In order.
-        views: Behind them all.
+        added: Behind them all.
         results: The places of what is returned; of one tensor, its place.
     """
 
-    __slots__ = ("results", "steps", "views")
+    __slots__ = ("added", "results", "steps")
 
     def __init__(
-        self, steps: list[Step], views: list[_View], results: int | list[int | None]
+        self, steps: list[Step], added: list[_Adder], results: int | list[int | None]
     ) -> None:
-        self.steps, self.views, self.results = steps, views, results
+        self.steps, self.added, self.results = steps, added, results
 
     def __call__(self, tensors: Sequence[Any]) -> Any:
+        """What the call returns; NotImplemented where memory is less aligned than it was."""
         held: list[Any] = list(tensors)
-        for made, views, launcher, operands, values, done in self.steps:
-            for make in made:
-                held.append(make())
-            for view in views:
-                held.append(view(held))
+        for added, aligned, launcher, operands, values, done in self.steps:
+            for add in added:
+                held.append(add(held))
+            for n, bits in aligned:
+                if held[n].data_ptr() & bits:
+                    return NotImplemented
             given = tuple([number if n is None else held[n] for n, number in values])
             launcher([held[n] for n in operands], given)
             for n in done:
                 held[n] = None
-        for view in self.views:
-            held.append(view(held))
+        for add in self.added:
+            held.append(add(held))
         if isinstance(self.results, int):
             return held[self.results]
         return tuple([None if n is None else held[n] for n in self.results])
@@ -119,40 +125,48 @@ class _NotRepeatedError(Exception):
     """A launch is given what would not be there when it is repeated."""
 
 
-class _Whole(NamedTuple):
-    """What lies somewhere in memory, as long as nothing else does."""
+class _Memory:
+    """What a tensor that is given or made lies in, as long as nothing else does.
 
-    place: int
-    start: int
-    memory: StorageWeakRef
+    Attributes:
+        start: The address of the tensor.
+        place: Where it is held; None as long as no launch was given it.
+        base: What views are tried on: the tensor, or a stand-in of one that is made.
+        make: Makes one that is.
+    """
 
-    @classmethod
-    def of(cls, place: int, tensor: torch.Tensor) -> _Whole:
-        memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        return cls(place, tensor.data_ptr(), memory)
+    def __init__(self, tensor: torch.Tensor, place: int | None) -> None:
+        self.start, self.place, self.is_given = tensor.data_ptr(), place, place is not None
+        self.look = _look(tensor)
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        if self.is_given:
+            self.base = tensor
+            return
+        layout = tuple(tensor.shape), tensor.stride()
+        make = functools.partial(torch.empty_strided, *layout, dtype=tensor.dtype)
+        self.base = make(device="meta")
+        made = functools.partial(make, device=tensor.device)
+        self.make: _Adder = lambda held: made()
 
     @property
     def is_there(self) -> bool:
-        return not self.memory.expired()  # type: ignore[no-untyped-call]
+        return not self._storage.expired()  # type: ignore[no-untyped-call]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what is made and launched within it, and gives each tensor the place where it will be
-    held: first those that are given, then what steps make and view, in their order."""
+    """Notes what is launched within it, and gives each tensor the place where it will be held:
+    first those that are given, then what steps make and view, in their order."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._given = len(tensors)
-        #: By place: what views are tried on. Of tensors that are made it is a stand-in.
-        self._bases: list[Any] = list(tensors)
-        #: By the address of memory, the place of what was last there, where that starts, and
-        #: whether it still is there.
-        self._whole = {_memory(one): _Whole.of(n, one) for n, one in enumerate(tensors)}
+        self._given = self._count = len(tensors)
+        #: By address, what was last there.
+        self._memory = {_address(one): _Memory(one, n) for n, one in enumerate(tensors)}
         self._viewed = {(n, 0, *_look(one)): n for n, one in enumerate(tensors)}
         self._last_used: dict[int, int] = {}
         self._steps: list[Step] = []
-        self._made: list[Callable[[], torch.Tensor]] = []
-        self._views: list[_View] = []
+        self._added: list[_Adder] = []
+        self._aligned: list[tuple[int, int]] = []
         self._is_refused = False
 
     def __enter__(self) -> Any:
@@ -166,9 +180,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = function(*args, **(kwargs or {}))
+        _running.recorder = None  # torch has taken the mode off
+        try:
+            found = function(*args, **(kwargs or {}))
+        finally:
+            _running.recorder = self
         if function in _ALLOCATIONS:
-            self._note_made(found)
+            self._memory[_address(found)] = _Memory(found, None)
         elif not _is_view(function, args, found):
             self._is_refused = True
         return found
@@ -179,37 +197,28 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             kernel, artifact = run_best(args)
             if not self._is_refused:
-                self._note_launch(args, kernel, artifact)
+                self._note(args, kernel, artifact)
         finally:
             self.__enter__()
         return kernel, artifact
 
     def repeated(self, results: Any) -> Repeated | None:
         is_one = isinstance(results, torch.Tensor)
-        self._views = []
+        self._added = []
         try:
             places = [self._place(one) for one in ((results,) if is_one else results)]
         except _NotRepeatedError:
             return None
-        if self._is_refused or self._made or not self._steps:
+        if self._is_refused or not self._steps:
             return None
         for place, step in self._last_used.items():
-            if step < len(self._steps) and place >= self._given:
+            if self._given <= place and step < len(self._steps):
                 self._steps[step].done.append(place)
-        return Repeated(self._steps, self._views, places[0] if is_one else places)
+        return Repeated(self._steps, self._added, places[0] if is_one else places)
 
-    def _note_made(self, tensor: torch.Tensor) -> None:
-        layout = tuple(tensor.shape), tensor.stride()
-        make = functools.partial(torch.empty_strided, *layout, dtype=tensor.dtype)
-        place = len(self._bases)
-        self._made.append(functools.partial(make, device=tensor.device))
-        self._bases.append(make(device="meta"))
-        self._whole[_memory(tensor)] = _Whole.of(place, tensor)
-        look = place, 0, *_look(tensor)
-        self._viewed[look] = place
-
-    def _note_launch(self, args: Arguments, kernel: Kernel, artifact: CompiledArtifact) -> None:
-        self._views = []
+    def _note(self, args: Arguments, kernel: Kernel, artifact: CompiledArtifact) -> None:
+        """A launch that was made."""
+        self._added, self._aligned = [], []
         taken = kernel._launch_operands(args)
         try:
             if not args.writes_anything or any(map(self._is_given, args.outputs.values())):
@@ -222,12 +231,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_refused = True
             return
         launcher = kernel._launcher_in_order(args, artifact)
-        self._steps.append(Step(self._made, self._views, launcher, operands, values, []))
-        self._made = []
+        self._steps.append(Step(self._added, self._aligned, launcher, operands, values, []))
 
     def _is_given(self, output: Any) -> bool:
-        whole = self._whole.get(_memory(output.tensor))
-        return whole is None or whole.place < self._given
+        memory = self._memory.get(_address(output.tensor))
+        return memory is None or memory.is_given
 
     def _value(self, value: Any) -> _Value:
         if type(value) in _NUMBERS:
@@ -238,31 +246,50 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Where a launch, or who called, finds it; None for None."""
         if tensor is None:
             return None
-        whole = self._whole.get(_memory(tensor)) if isinstance(tensor, torch.Tensor) else None
-        if whole is None or not whole.is_there:
+        memory = self._memory.get(_address(tensor)) if isinstance(tensor, torch.Tensor) else None
+        if memory is None or not memory.is_there:
             raise _NotRepeatedError
-        behind, rest = divmod(tensor.data_ptr() - whole.start, tensor.element_size())
+        whole = self._whole(memory)
+        behind, rest = divmod(tensor.data_ptr() - memory.start, tensor.element_size())
         if rest:
             raise _NotRepeatedError
-        look = whole.place, behind, *_look(tensor)
+        look = whole, behind, *_look(tensor)
         place = self._viewed.get(look)
         if place is None:
-            place = self._viewed[look] = self._view(whole.place, behind, tensor)
-            self._last_used[whole.place] = len(self._steps)
-        self._last_used[place] = len(self._steps)
+            place = self._viewed[look] = self._add(_view(memory, whole, behind, tensor))
+            self._use(whole)
+        self._use(place)
         return place
 
-    def _view(self, place: int, behind: int, tensor: torch.Tensor) -> int:
-        """The place of a new view of what is held at another."""
-        element = None if tensor.dtype is self._bases[place].dtype else tensor.dtype
-        view = _viewer(place, element, tuple(tensor.shape), tensor.stride(), behind)
-        try:
-            view(self._bases)
-        except RuntimeError as raised:  # as one of wider elements that are not side by side
-            raise _NotRepeatedError from raised
-        self._views.append(view)
-        self._bases.append(None)
-        return len(self._bases) - 1
+    def _whole(self, memory: _Memory) -> int:
+        """The place of the tensor that was given or made."""
+        if memory.place is None:
+            memory.place = self._add(memory.make)
+            whole = memory.place, 0, *memory.look
+            self._viewed[whole] = memory.place
+            bits = (memory.start & -memory.start & LOW_BITS or LOW_BITS + 1) - 1
+            if bits:
+                self._aligned.append((memory.place, bits))
+        return memory.place
+
+    def _add(self, adder: _Adder) -> int:
+        self._added.append(adder)
+        self._count += 1
+        return self._count - 1
+
+    def _use(self, place: int) -> None:
+        self._last_used[place] = len(self._steps)
+
+
+def _view(memory: _Memory, place: int, behind: int, tensor: torch.Tensor) -> _Adder:
+    """Makes a view like this tensor of what is held at a place."""
+    element = None if tensor.dtype is memory.base.dtype else tensor.dtype
+    view = _viewer(place, element, tuple(tensor.shape), tensor.stride(), behind)
+    try:
+        view({place: memory.base})
+    except RuntimeError as raised:  # as one of wider elements that are not side by side
+        raise _NotRepeatedError from raised
+    return view
 
 
 def _viewer(
@@ -271,14 +298,14 @@ def _viewer(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     behind: int,
-) -> _View:
+) -> _Adder:
     """Looks at the memory of what is held at a place, as another element type where that is given,
     from so many elements behind its start."""
     strided = torch.as_strided
     if element is None and not behind:
         return lambda held: strided(held[place], shape, stride)
 
-    def view(held: list[Any]) -> torch.Tensor:
+    def view(held: Any) -> torch.Tensor:
         base = held[place] if element is None else held[place].view(element)
         return strided(base, shape, stride, base.storage_offset() + behind)
 
@@ -288,10 +315,10 @@ def _viewer(
 def _is_view(function: Any, args: Sequence[Any], found: Any) -> bool:
     if not (args and isinstance(args[0], torch.Tensor) and isinstance(found, torch.Tensor)):
         return False
-    return not function._schema.is_mutable and _memory(found) == _memory(args[0])
+    return not function._schema.is_mutable and _address(found) == _address(args[0])
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _address(tensor: torch.Tensor) -> int:
     """The address of what a tensor is a view of."""
     return tensor.untyped_storage().data_ptr()
 

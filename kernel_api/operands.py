@@ -367,6 +367,8 @@ def _is_traced() -> bool:
     """Whether torch traces whatever is called, be it of tensors that have memory: constants of a
     module that torch.export traces, and all operands of make_fx."""
     torch = sys.modules["torch"]
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+        return True
     if not torch._C._len_torch_dispatch_stack():
         return False
     modes = torch._C._TorchDispatchModeKey

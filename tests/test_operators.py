@@ -291,3 +291,29 @@ def test_factors_of_sizes_are_what_they_are(tracer):
     else:
         found = make_fx(Layer(), tracing_mode="symbolic")(A, B)
     torch.testing.assert_close(found(A, B), A @ B / M)
+
+
+UP = torch.randn(1, 32, 64)
+KNOWN = {
+    "gemm": lambda x: ka.ops.gemm(x, x.t()),
+    "gemm_swiglu": lambda x: ka.ops.gemm_swiglu(x, UP[0]),
+    "rmsnorm": lambda x: ka.ops.rmsnorm(x, weight=x[0]),
+    "quantize": lambda x: ka.ops.quantize(x, "row").out,
+    "quantize, one scale": lambda x: ka.ops.quantize(x, "tensor").out,
+    "gather_rows": lambda x: ka.ops.gather_rows(x, torch.ones(3, 1, dtype=torch.int32)),
+    "sdpa": lambda x: ka.ops.sdpa(*[x.view(1, 1, 9, 32)] * 3),
+    "a layer of experts": lambda x: ka.nn.moe(
+        x, torch.zeros(9, 1, dtype=torch.int32), x[:, :1], UP, UP[:, :, :32].mT.contiguous()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("before", [False, True])
+def test_calls_that_are_known_are_nodes_of_what_make_fx_traces(name, before):
+    x, y = (torch.randn(9, 32) for _ in range(2))
+    for _ in range(3):
+        KNOWN[name](x)
+    graph = make_fx(KNOWN[name], pre_dispatch=before)(x)
+    assert any("kernel_api" in str(node.target) for node in graph.graph.nodes)
+    assert torch.equal(graph(y).float(), KNOWN[name](y).float())

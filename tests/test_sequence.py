@@ -37,7 +37,8 @@ def rows(seed, M=7, k=2):
 def nothing_remembered(monkeypatch):
     """But the providers are there; tensors of the CPU lie at any multiple of 64 bytes."""
     ka.get_kernels(providers=["reference"])
-    monkeypatch.setattr(_again, "LOW_BITS", 63)
+    for module in (_again, _sequence):
+        monkeypatch.setattr(module, "LOW_BITS", 63)
     _again._sequences.clear()
     yield
     assert getattr(_sequence._running, "recorder", None) is None
@@ -56,6 +57,13 @@ def long_way(monkeypatch):
 def as_one(make, *tensors, how=()):
     """A call of its own kind per test."""
     return _again.as_one(_again.look(tensors, "test", *how), tensors, make)
+
+
+def repeated():
+    """The sequences that are remembered; none if a call was more than launches."""
+    found = list(_again._sequences.values())
+    assert found
+    return [] if any(isinstance(one, int) for one in found) else found
 
 
 def there_and_back(x, index):
@@ -87,7 +95,7 @@ def test_several_results_keep_their_places_and_what_is_absent_is():
 
     x, index = drawn(0, 7, 24), rows(0)
     first, again = as_one(make, x, index), as_one(make, x, index)
-    assert _again._sequences.popitem()[1] is not None
+    assert repeated()
     assert first[0] is again[0] is None
     for one, other in zip(first[1:], again[1:], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -107,7 +115,7 @@ def test_memory_is_seen_as_other_elements_and_from_other_places():
         assert len(_again._sequences) == 1
         expected = x[7:].repeat_interleave(2, 0)
         assert torch.equal(found[index.flatten().long()], expected[:, 4:])
-    assert all(_again._sequences.values())
+    assert repeated()
 
 
 def test_a_number_is_what_it_was():
@@ -117,7 +125,7 @@ def test_a_number_is_what_it_was():
     x, index = drawn(0, 14, 24), rows(0)
     first, again = as_one(make, x, index), as_one(make, x, index)
     assert torch.equal(first, again)
-    assert all(_again._sequences.values())
+    assert repeated()
 
 
 def test_what_is_no_longer_needed_is_let_go():
@@ -131,10 +139,10 @@ def test_what_is_no_longer_needed_is_let_go():
 
     x, index = drawn(0, 7, 24), rows(0, k=1)
     as_one(make, x, index)
-    (repeated,) = _again._sequences.values()
+    (sequence,) = repeated()
     held, most = 0, 0
-    for step in repeated.steps:
-        held += len(step.made)
+    for step in sequence.steps:
+        held += len(step.aligned)
         most = max(most, held)
         held -= len(step.done)
     assert (held, most) == (1, 2)
@@ -147,7 +155,7 @@ def test_no_tensor_is_kept_alive():
     x, index = drawn(0, 7, 24), rows(0)
     for _ in range(2):
         known = [weakref.ref(one) for one in (x, index, call(x, index))]
-    assert all(_again._sequences.values())
+    assert repeated()
     del x, index
     gc.collect()
     assert not any(one() is not None for one in known)
@@ -194,7 +202,7 @@ def test_what_is_more_than_launches_is_made_anew(name):
         if name == "an operand that was there":
             expected += 2  # of ones that are gathered twice, less two
         torch.testing.assert_close(found, expected)
-    assert list(_again._sequences.values()) == [None]
+    assert not repeated()
 
 
 def test_an_operand_that_is_none_of_those_given_is_no_part_of_it():
@@ -203,7 +211,7 @@ def test_an_operand_that_is_none_of_those_given_is_no_part_of_it():
         x, index = drawn(seed, 7, 24), rows(seed)
         found = as_one(lambda x=x, index=index: there_and_back(x, index), x)
         torch.testing.assert_close(found, 2 * x)
-    assert list(_again._sequences.values()) == [None]
+    assert not repeated()
 
 
 def test_what_is_given_is_never_written():
@@ -213,7 +221,7 @@ def test_what_is_given_is_never_written():
 
     x, index, out = drawn(0, 7, 24), rows(0, k=1), torch.empty(7, 24)
     as_one(make, x, index, out)
-    assert list(_again._sequences.values()) == [None]
+    assert not repeated()
 
 
 def test_what_a_kernel_makes_of_its_operands_is_no_part_of_it(monkeypatch):
@@ -235,7 +243,7 @@ def test_what_a_kernel_makes_of_its_operands_is_no_part_of_it(monkeypatch):
     monkeypatch.setattr(kinds, "_launch_operands", copied)
     x, index = drawn(0, 7, 24), rows(0)
     as_one(make, x, index)
-    assert list(_again._sequences.values()) == [None]
+    assert not repeated()
 
 
 def test_what_is_given_may_be_a_result():
@@ -243,7 +251,7 @@ def test_what_is_given_may_be_a_result():
         x, index = drawn(seed, 7, 24), rows(seed)
         call = lambda x=x, index=index: (there_and_back(x, index), x)  # noqa: E731
         assert as_one(call, x, index)[1] is x
-    assert all(_again._sequences.values())
+    assert repeated()
 
 
 def test_tensors_that_share_memory_say_nothing_of_others():
@@ -257,7 +265,7 @@ def test_tensors_that_share_memory_say_nothing_of_others():
     for _ in range(2):
         for one, other in zip(as_one(call(a, b), a, b, index), (2 * a, 2 * b), strict=True):
             torch.testing.assert_close(one, other)
-    assert all(_again._sequences.values())
+    assert repeated()
     for one, other in zip(
         as_one(call(both[:7], both[7:]), both[:7], both[7:], index), both.split(7), strict=True
     ):
@@ -295,8 +303,71 @@ def test_other_threads_are_not_watched():
     thread.start()
     as_one(make, x, index)
     thread.join()
-    (repeated,) = _again._sequences.values()
-    assert len(repeated.steps) == 2
+    (sequence,) = repeated()
+    assert len(sequence.steps) == 2
+
+
+@torch.library.custom_op("kernel_api_tests::back", mutates_args=())
+def back(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return ka.ops.gather_rows(x, index)
+
+
+def test_what_an_operation_of_torch_launches_is_its_own():
+    """Whoever implements one may do so by calls of ours."""
+    x, index = drawn(0, 7, 24), rows(0)
+    for _ in range(2):
+        found = as_one(lambda: back(ka.ops.scatter_rows(x, index), index), x, index)
+        torch.testing.assert_close(found, 2 * x)
+        assert not torch._C._len_torch_dispatch_stack()
+    assert not repeated()
+
+
+def test_memory_that_is_less_aligned_is_for_another_kernel(monkeypatch):
+    def unaligned(shape, stride, **of):
+        size = 1 + sum((extent - 1) * one for extent, one in zip(shape, stride, strict=True))
+        return torch.empty(size + 1, **of)[1:].as_strided(shape, stride)
+
+    x, index = drawn(0, 7, 24), rows(0)
+    monkeypatch.setattr(_sequence.torch, "empty_strided", unaligned)
+    as_one(lambda: there_and_back(x, index), x, index)
+    (sequence,) = repeated()
+    assert sequence((x, index)) is NotImplemented
+    x = drawn(1, 7, 24)
+    torch.testing.assert_close(as_one(lambda: there_and_back(x, index), x, index), 2 * x)
+
+
+class Garbage:
+    """Asks torch for something when it is let go."""
+
+    def __init__(self, last_words):
+        self.last_words = last_words
+
+    def __del__(self):
+        self.last_words()
+
+
+def test_what_garbage_allocates_is_no_part_of_it():
+    def make():
+        scattered = ka.ops.scatter_rows(x, index)
+        Garbage(lambda: torch.empty(1 << 10))
+        return ka.ops.gather_rows(scattered, index)
+
+    x, index = drawn(0, 7, 24), rows(0)
+    as_one(make, x, index)
+    (sequence,) = repeated()
+    assert [len(step.added) for step in sequence.steps] == [1, 1]
+
+
+def test_a_call_is_recorded_again_where_garbage_asked_for_more():
+    def make():
+        if times:
+            Garbage(lambda: torch.ones(2).add_(times.pop()))
+        return there_and_back(x, index)
+
+    x, index, times = drawn(0, 7, 24), rows(0), [1, 2]
+    for recorded in (False, False, True):
+        torch.testing.assert_close(as_one(make, x, index), 2 * x)
+        assert bool(repeated()) == recorded
 
 
 # Who uses it -----------------------------------------------------------------------------
@@ -389,6 +460,22 @@ def test_what_a_known_layer_refuses_it_refuses_again():
         ka.nn.moe(*operands)
     with pytest.raises(ka.errors.ArgumentError, match="w_down is a ScaledOperand"):
         ka.nn.moe(*operands[:3], operands[3].tensor, operands[4])
+
+
+def test_tensors_without_memory_are_named():
+    """Such as torch.func's, which left the call that they belong to."""
+    x, *others = layer(0)
+    left = []
+    torch.func.vmap(lambda one: left.append(one) or one)(torch.stack((x, x)))
+    with pytest.raises(ka.errors.ArgumentError, match="x has no memory of its own"):
+        ka.nn.moe(*left, *others)
+
+
+def test_one_of_the_weights_alone_in_units_of_scales_is_refused_before_gradients():
+    x, index, weight, up, _ = layer(0, "column")
+    down = torch.nn.Parameter(layer(0)[4])
+    with pytest.raises(ka.errors.ArgumentError, match="w_up is a ScaledOperand and w_down is none"):
+        ka.nn.moe(x, index, weight, up, down)
 
 
 def test_autocast_casts_a_layer_before_it_is_looked_at(long_way):
