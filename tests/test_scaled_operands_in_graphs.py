@@ -6,9 +6,10 @@ import pickle
 
 import pytest
 import torch
-from support.versions import reads_properties
+from support.versions import names_sizes, reads_properties
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import kernel_api as ka
 from kernel_api.dtypes import dtype
@@ -192,6 +193,70 @@ def test_layers_may_keep_operands(keeps):
 def test_operands_may_be_given():
     operands = ka.ScaledOperand(A, scales(M), PER_ROW), ka.ScaledOperand(B, scales(), PER_TENSOR)
     same(compiled(lambda a, b: ka.ops.gemm(a, b) * 2)(*operands), ka.ops.gemm(*operands) * 2)
+
+
+class Product(torch.nn.Module):
+    def forward(self, operands, more):
+        return ka.ops.gemm(*operands) + more["bias"]
+
+
+@names_sizes
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_take_operands_of_any_number_of_rows(strict, capfd):
+    def given(rows):
+        a = ka.ops.quantize(random(rows, K, seed=rows), "row")
+        operands = ka.ScaledOperand(a.out, a.scale, PER_ROW), ka.ScaledOperand(B, SCALE, PER_ROW)
+        return operands, {"bias": random(N).to(BF16)}
+
+    rows, module, file = torch.export.Dim("rows", min=2, max=4096), Product(), io.BytesIO()
+    sizes = ([{0: rows}, {0: rows}], [None, None]), {"bias": None}
+    program = torch.export.export(module, given(M), dynamic_shapes=sizes, strict=strict)
+    assert "kernel_api.gemm" in str([node.target for node in program.graph.nodes])
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    assert "Fallback" not in capfd.readouterr().err
+    for count in (M, M + 5):
+        same(loaded(*given(count)), module(*given(count)))
+
+
+SCALE = scales(N)
+
+
+class Quantised(torch.nn.Module):
+    def forward(self, x):
+        found = ka.ops.quantize(x + 1, "row")
+        return ka.ScaledOperand(found.out, found.scale, PER_ROW)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_return_operands(strict):
+    x, module = random(M, K), Quantised()
+    found = torch.export.export(module, (x,), strict=strict).module()(x)
+    expected = module(x)
+    assert (found.mode, found.shape, found.dtype) == (PER_ROW, (M, K), dtype(F8))
+    same(found.tensor.float(), expected.tensor.float())
+    same(found.scale.tensor, expected.scale.tensor)
+
+
+def test_torch_takes_operands_apart_and_puts_anything_in_their_place():
+    operand = ka.ScaledOperand(A, scales(M), PER_ROW)
+    leaves, spec = tree_flatten([operand, 3])
+    assert leaves[0] is A and leaves[1] is operand.scale.tensor and leaves[2] == 3
+    back, _ = tree_unflatten([A.clone(), scales(M), 3], spec)
+    assert (back.shape, back.stride, back.mode, back.scale.rank) == ((M, K), (K, 1), PER_ROW, 1)
+    same(ka.ops.gemm(back, B), ka.ops.gemm(operand, B))
+    names = tree_map(type, [operand])
+    assert (names[0].tensor, names[0].scale.tensor) == (torch.Tensor, torch.Tensor)
+
+
+def test_operands_are_loaded_as_weights_are():
+    operand, file = ka.ScaledOperand(A, scales(M), PER_ROW), io.BytesIO()
+    torch.save({"operand": operand}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["operand"]
+    assert loaded.mode is PER_ROW and loaded.tensor.dtype is F8
+    same(ka.ops.gemm(loaded, B), ka.ops.gemm(operand, B))
 
 
 def test_what_a_graph_made_is_an_operand_like_any_other():

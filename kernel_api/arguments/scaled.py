@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
@@ -88,6 +89,8 @@ class ScaledOperand(Operand):
 
     @untraced
     def _read(self, tensor: Any, scale: Any, mode: ScaleMode) -> None:
+        if not _is_registered:
+            _register()
         for name, given in (("tensor", tensor), ("scale", scale)):
             if isinstance(given, Operand) and (given.mode is not None or given.discrete):
                 raise ArgumentError(
@@ -108,6 +111,47 @@ class ScaledOperand(Operand):
 
     def __repr__(self) -> str:
         return f"{super().__repr__()} x {self.mode.value} scale"
+
+
+_is_registered = False
+
+
+def _register() -> None:
+    """Let torch look into operands as it does into lists, which may put back anything in the place
+    of a tensor: so torch.export takes them; and load them by ``torch.load(weights_only=True)``.
+    Nothing where torch is not there, or half of it while another thread imports it."""
+    global _is_registered
+
+    torch = sys.modules.get("torch")
+    if getattr(torch, "serialization", None) is None:
+        return
+    from torch.utils import _pytree
+
+    def taken_apart(operand: ScaledOperand) -> tuple[list[Any], str]:
+        return [operand.tensor, operand.scale.tensor], operand.mode.value
+
+    def named(operand: ScaledOperand) -> tuple[list[Any], str]:
+        parts, mode = taken_apart(operand)
+        keys = map(_pytree.GetAttrKey, ("tensor", "scale"))
+        return list(zip(keys, parts, strict=True)), mode
+
+    def put_together(parts: Any, mode: str) -> ScaledOperand:
+        tensor, scale = parts
+        made = ScaledOperand.__new__(ScaledOperand)
+        made.tensor, made.mode, made.scale = tensor, ScaleMode(mode), Operand.__new__(Operand)
+        made.scale.tensor = scale
+        return made
+
+    _is_registered = True
+    _pytree.register_pytree_node(
+        *(ScaledOperand, taken_apart, put_together),
+        serialized_type_name="kernel_api.ScaledOperand",
+        flatten_with_keys_fn=named,
+    )
+    cast(Any, torch).serialization.add_safe_globals([ScaledOperand, ScaleMode])
+
+
+_register()  # or where the first operand is made
 
 
 def _are_tensors(*given: Any) -> bool:
