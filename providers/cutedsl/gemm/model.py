@@ -95,6 +95,7 @@ class Candidate:
         column_blocks: Parts of the tile's columns that are multiplied one after the other.
         ahead: Whether products are promoted while the next ones are formed, four steps in a row.
         in_pieces: Whether threads write out, in pieces of rows that begin anywhere.
+        load_cost: How much longer a step takes because threads load it in pieces.
     """
 
     tile_shape: tuple[int, int, int]
@@ -110,6 +111,7 @@ class Candidate:
     column_blocks: int = 1
     ahead: bool = False
     in_pieces: bool = False
+    load_cost: float = 1.0
 
     @property
     def meets(self) -> bool:
@@ -393,6 +395,7 @@ def _plan(candidate: Candidate, constants: Constants, types: Types) -> _Plan:
         step = max(step, own)
     on_their_way = max(candidate.stages - c.held, 1.0)
     alone = max(step, c.latency / on_their_way) + c.step * waits
+    step, alone = step * candidate.load_cost, alone * candidate.load_cost
 
     written = tile_m * tile_n * (moved / c.store + operations / _ELEMENTWISE)
     epilogue = c.epilogue + written * (c.narrow if tile_n % SUBTILE[1] else 1.0)

@@ -142,8 +142,10 @@ DESIGNS = {
 
 _ALIGNED = {"A": 16, "B": 16, "out": 16}
 _HALF_ALIGNED = {"A": 4, "B": 4, "out": 4}
-#: By bytes of a copy: narrow ones take more instructions, the narrowest a way through registers.
-_LOAD_COST = {16: 1.0, 4: 1.25, 2: 2.0, 1: 4.0}
+#: Of a step along K, by bytes of a copy: narrow ones take more instructions, the narrowest a way
+#: through registers. Of 64 x 64 products, and fewer; more at once share their operands.
+_LOAD_COST = {16: 1.0, 4: 2.0, 2: 3.5, 1: 7.0}
+_COSTLY_TILE = 64
 
 #: What an epilogue may write matrices of.
 _STORED = (
@@ -246,16 +248,19 @@ class Sm80GemmFamily(FusedGemm):
             stages=design.stages,
             blocks_per_multiprocessor=resident,
             split_k=design.split_k,
+            load_cost=self._load_cost,
         )
 
-    @cached_property
+    @property
     def _load_cost(self) -> float:
-        return _LOAD_COST[self.metadata.operands.tensors["A"].alignment]
+        tile_m, tile_n, _ = self._design.tile_shape
+        copied = _COSTLY_TILE * (tile_m + tile_n) / (2 * tile_m * tile_n)
+        cost = _LOAD_COST[self.metadata.operands.tensors["A"].alignment]
+        return 1 + (cost - 1) * min(copied, 1.0)
 
     def predict(self, args: GemmArguments) -> float:
         constants = machine.constants_on(args.device, self.family)
-        seconds = model.predict(args, self.candidate, constants)
-        return seconds * self._load_cost
+        return model.predict(args, self.candidate, constants)
 
 
 @CuTeDSLProvider.register

@@ -82,7 +82,7 @@ class Sm80GroupedGemmFamily(Sm80GemmFamily):
     def predict(self, args: Any) -> float:
         candidate, constants = self.candidate, machine.constants_on(args.device, self.family)
         seconds = predict(args, candidate.tile_shape[0], candidate, constants)
-        return _SLOWER * seconds * self._load_cost
+        return _SLOWER * seconds
 
 
 class Sm80ExpertPointers(ExpertPointersGemm, Sm80GroupedGemmFamily):
