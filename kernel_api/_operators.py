@@ -66,7 +66,7 @@ def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[s
     check_outputs(form.given(out, options))
     if out is not None and out_dtype is not None and out.dtype is not torch_type(out_dtype):
         raise ArgumentError(f"out is {out.dtype} and out_dtype {out_dtype}; one of them is enough")
-    scaled = len(scales_of_products(call)) > 0  # bool(a list) is read by no Dynamo before 2.12
+    scaled = len(scales_of_products(call)) > 0  # torch 2.11 reads no bool(a list)
     asked = type_of_out(form, call, A.dtype, scaled)
     out, complete = form.completed(A, B, out, asked, options)
     given = {name: _held(value) for name, value in complete.items() if value is not None}
