@@ -33,7 +33,7 @@ from kernel_api._overwritten import teller
 from kernel_api.arguments import Arguments
 from kernel_api.arguments.experts import experts
 from kernel_api.arguments.gemm import ProductArguments
-from kernel_api.arguments.scaled import ScaledOperand, ScaleMode
+from kernel_api.arguments.scaled import ScaledOperand, ScaleMode, register_with_torch
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.discovery import explain, get_kernels
 from kernel_api.dtypes import dtype
@@ -63,13 +63,13 @@ _BEYOND = 2**64  # what 64 bits hold, with a sign or without
 _KEPT = 1024
 LOW_BITS = MAX_ALIGNMENT - 1
 _tell = teller()
-#: Together, whether some mode of torch may trace whatever is called.
+#: With :data:`BEFORE_DISPATCH` included, they tell whether a mode may trace whatever is called.
 dispatch_modes = torch._C._len_torch_dispatch_stack
-is_included, BEFORE_DISPATCH = (
-    torch._C._dispatch_tls_is_dispatch_key_included,
-    torch._C.DispatchKey.PreDispatch,
-)
+is_included = torch._C._dispatch_tls_is_dispatch_key_included
+BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _FLOAT32 = torch.float32
+
+register_with_torch()
 
 _Key = tuple[Any, ...]
 _Value = tuple[str, Callable[[Any], Any]] | tuple[None, Any]
@@ -423,7 +423,8 @@ def _remember(
         return
     if form.further and check_is_asked():
         return
-    places = [name for name, value in given_by(call).items() if type(value) in TENSORS]
+    passed = given_by(call)
+    places = [name for name, value in passed.items() if type(value) in TENSORS]
     written = {form.option_of(name): operand for name, operand in args.outputs.items()}
     absent = {
         name: (_maker(tensors[name]), operand.alignment)
@@ -432,7 +433,7 @@ def _remember(
     }
     results = form.results if form.written(complete) else None
     launcher = kernel._launcher_in_order(args, artifact)
-    apart = _apart({name: Operand(given_by(call)[name]).span for name in places}, written)
+    apart = _apart({name: Operand(passed[name]).span for name in places}, written)
     values = [made[name] for name in names]
     plain = (args.A.span, args.B.span, args.out.span) if places == ["A", "B", "out"] else None
     given = [name for name in written if name in places]

@@ -79,15 +79,21 @@ def moe(
     given = x, expert_index, expert_weight, w_up, w_down
     options = kind, order, granularity
     is_read = is_read_by_dynamo()
-    if is_read or torch._C._is_any_autocast_enabled():
+    is_cast = is_read or torch._C._is_any_autocast_enabled()
+    if is_cast:
         _check(*given, *options)
         given = _cast(*given)
     read = *given[:3], *_tensors(given[3]), *_tensors(given[4])
     learns = _learns(*given)
     key = None if is_read else _key(read, learns, given, options)
-    if not _again.is_known(key):
+    if not (is_cast or _again.is_known(key)):
         _check(*given, *options)
     if learns:
+        if isinstance(w_up, ScaledOperand):
+            raise GradientError(
+                "experts of 8 bits have no gradients; call the layer within torch.no_grad(), or "
+                "pass weights of 16 bits"
+            )
         y: torch.Tensor = _Moe.apply(  # type: ignore[no-untyped-call]
             *given, _function(*options), key
         )
@@ -123,17 +129,11 @@ def _tensors(experts: Any) -> tuple[Any, ...]:
 
 
 def _learns(x: Any, expert_index: Any, expert_weight: Any, w_up: Any, w_down: Any) -> bool:
-    """Whether gradients are asked for; raises GradientError where there are none."""
+    """Whether gradients are asked for."""
     if not torch.is_grad_enabled():
         return False
     read = x, expert_weight, _tensors(w_up)[-1], _tensors(w_down)[-1]
-    learns = any(getattr(one, "requires_grad", False) for one in read)
-    if learns and isinstance(w_up, ScaledOperand) and isinstance(w_down, ScaledOperand):
-        raise GradientError(
-            "experts of 8 bits have no gradients; call the layer within torch.no_grad(), or pass "
-            "weights of 16 bits"
-        )
-    return learns
+    return any(getattr(one, "requires_grad", False) for one in read)
 
 
 def _key(read: Any, learns: bool, given: Any, options: Any) -> Any:

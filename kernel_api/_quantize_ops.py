@@ -90,16 +90,17 @@ def quantize(
     checked_mode(mode, scale)
     if not isinstance(x, torch.Tensor) or x.is_nested or x.dim() not in (2, 3):
         x = matrix(x, "x").tensor  # or it is refused
-    is_fresh, given = out is None, scale is not None
-    if is_fresh and not given and mode == "tensor" and not becomes_node(x):
+    given, is_node = scale is not None, becomes_node(x)
+    is_fresh = out is None and not given and not is_node
+    if is_fresh and mode == "tensor":
         return _with_scale_of_all(x, out_dtype)
     out = quantized_like(x, out, out_dtype)
     found = Quantized(out, scale if given else scales_of(mode, x), mode)
-    if becomes_node(x):
+    if is_node:
         from kernel_api import _row_operators
 
         _row_operators.traced_quantize(x, found, given)
-    elif is_fresh and not given:
+    elif is_fresh:
         _run_again(x, found)
     else:
         run(x, found, given)

@@ -126,13 +126,14 @@ class _NotRepeatedError(Exception):
 
 
 class _Memory:
-    """What a tensor that is given or made lies in, as long as nothing else does.
+    """What a tensor lies in that is given, or made within the call, as long as nothing else does.
 
     Attributes:
         start: The address of the tensor.
-        place: Where it is held; None as long as no launch was given it.
+        place: Where it is held; None as long as it is made and no launch was given it.
+        is_given: Whether it is; else ``make`` makes one like it.
+        look: What it looks like.
         base: What views are tried on: the tensor, or a stand-in of one that is made.
-        make: Makes one that is.
     """
 
     def __init__(self, tensor: torch.Tensor, place: int | None) -> None:
@@ -267,9 +268,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory.place = self._add(memory.make)
             whole = memory.place, 0, *memory.look
             self._viewed[whole] = memory.place
-            bits = (memory.start & -memory.start & LOW_BITS or LOW_BITS + 1) - 1
-            if bits:
-                self._aligned.append((memory.place, bits))
+            alignment = min(memory.start & -memory.start, LOW_BITS + 1)
+            self._aligned.append((memory.place, max(alignment, 1) - 1))
         return memory.place
 
     def _add(self, adder: _Adder) -> int:

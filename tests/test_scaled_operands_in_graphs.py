@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -257,6 +259,24 @@ def test_operands_are_loaded_as_weights_are():
     loaded = torch.load(file, weights_only=True)["operand"]
     assert loaded.mode is PER_ROW and loaded.tensor.dtype is F8
     same(ka.ops.gemm(loaded, B), ka.ops.gemm(operand, B))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        # What is imported first comes first in the alphabet, too.
+        "import kernel_api as ka; from kernel_api import ScaledOperand; import torch\n"
+        "operand = ka.ops.quantize(torch.ones(4, 128), 'row').operand\n"
+        "(leaf, _), _ = torch.utils._pytree.tree_flatten([operand])\n"
+        "assert leaf is operand.tensor",
+        "import torch; from kernel_api import ScaledOperand\n"
+        "assert ScaledOperand in torch.serialization.get_safe_globals()",
+    ],
+    ids=["first an operand", "first torch"],
+)
+def test_torch_knows_operands_whichever_is_imported_first(what):
+    done = subprocess.run([sys.executable, "-c", what], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_a_graph_made_is_an_operand_like_any_other():

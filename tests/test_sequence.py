@@ -7,21 +7,14 @@ import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.sequences import ATorchMode, check_gradients_as_one, repeated
 
 import kernel_api as ka
-from kernel_api import _again, _launches, _sequence
+from kernel_api import _again, _sequence
 
 T, K, INNER, E = 9, 32, 64, 4
 F8 = torch.float8_e4m3fn
 PER_TENSOR, PER_ROW = ka.ScaleMode.PER_TENSOR, ka.ScaleMode.PER_ROW
-
-
-class ATorchMode(TorchDispatchMode):
-    """Under one that is not ours nothing is remembered."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
 
 
 def drawn(seed, *shape):
@@ -45,25 +38,9 @@ def nothing_remembered(monkeypatch):
     _again._sequences.clear()
 
 
-@pytest.fixture
-def long_way(monkeypatch):
-    """How many kernels are run the long way."""
-    count = []
-    run_best = _launches._run_best
-    monkeypatch.setattr(_launches, "_run_best", lambda args: (count.append(1), run_best(args))[1])
-    return count
-
-
 def as_one(make, *tensors, how=()):
     """A call of its own kind per test."""
     return _again.as_one(_again.look(tensors, "test", *how), tensors, make)
-
-
-def repeated():
-    """The sequences that are remembered; none if a call was more than launches."""
-    found = list(_again._sequences.values())
-    assert found
-    return [] if any(isinstance(one, int) for one in found) else found
 
 
 def there_and_back(x, index):
@@ -412,25 +389,8 @@ def test_a_layer_of_experts_is_launched_as_one(scales, long_way):
     assert len(_again._sequences) == 1
 
 
-def gradients(operands):
-    x, index, *others = (one.detach() for one in operands)
-    leaves = [one.requires_grad_() for one in (x, *others)]
-    y = ka.nn.moe(x, index, *others)
-    return y, *torch.autograd.grad(y, leaves, drawn(9, *y.shape))
-
-
 def test_gradients_of_a_layer_of_experts_are_launched_as_one(long_way):
-    for seed in range(3):
-        operands = layer(seed)
-        del long_way[:]
-        found = gradients(operands)
-        assert bool(long_way) == (seed == 0)
-        with ATorchMode():
-            alone = gradients(operands)
-        for one, other in zip(found, alone, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
-            assert one.stride() == other.stride()
-    assert len(_again._sequences) == 2
+    check_gradients_as_one(layer, long_way)
 
 
 def test_layers_that_differ_are_not_taken_for_each_other():

@@ -89,8 +89,7 @@ class ScaledOperand(Operand):
 
     @untraced
     def _read(self, tensor: Any, scale: Any, mode: ScaleMode) -> None:
-        if not _is_registered:
-            _register()
+        register_with_torch()
         for name, given in (("tensor", tensor), ("scale", scale)):
             if isinstance(given, Operand) and (given.mode is not None or given.discrete):
                 raise ArgumentError(
@@ -116,14 +115,15 @@ class ScaledOperand(Operand):
 _is_registered = False
 
 
-def _register() -> None:
+def register_with_torch() -> None:
     """Let torch look into operands as it does into lists, which may put back anything in the place
     of a tensor: so torch.export takes them; and load them by ``torch.load(weights_only=True)``.
-    Nothing where torch is not there, or half of it while another thread imports it."""
+    Nothing where that is done, torch is not there, or half of it while another thread imports it.
+    """
     global _is_registered
 
     torch = sys.modules.get("torch")
-    if getattr(torch, "serialization", None) is None:
+    if _is_registered or getattr(torch, "serialization", None) is None:
         return
     from torch.utils import _pytree
 
@@ -151,7 +151,7 @@ def _register() -> None:
     cast(Any, torch).serialization.add_safe_globals([ScaledOperand, ScaleMode])
 
 
-_register()  # or where the first operand is made
+register_with_torch()  # or where torch is loaded with the one-call forms
 
 
 def _are_tensors(*given: Any) -> bool:

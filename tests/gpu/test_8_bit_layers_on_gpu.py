@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.sequences import ATorchMode, check_gradients_as_one, repeated
 
 import kernel_api as ka
 from kernel_api import _again, _launches
@@ -122,13 +122,6 @@ EXPERTS = {
 }
 
 
-class ATorchMode(TorchDispatchMode):
-    """Under one that is not ours nothing is remembered."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
 def of_16_bits(weight):
     return weight.to(BF16).mT
 
@@ -174,17 +167,6 @@ def test_no_layer_of_8_bits_waits_for_the_reference(scales):
     assert torch.equal(found, expected)
 
 
-@pytest.fixture
-def long_way(monkeypatch):
-    """The problems that are run the long way."""
-    problems = []
-    run_best = _launches._run_best
-    monkeypatch.setattr(
-        _launches, "_run_best", lambda args: (problems.append(args), run_best(args))[1]
-    )
-    return problems
-
-
 @pytest.mark.parametrize("scales", [*EXPERTS, None])
 def test_a_known_layer_is_launched_as_one_on_its_own_tensors(scales, long_way):
     """Scales and sizes of groups differ from those that were there when it was made first."""
@@ -196,32 +178,11 @@ def test_a_known_layer_is_launched_as_one_on_its_own_tensors(scales, long_way):
         assert bool(long_way) == (seed == 0)
         with ATorchMode():  # each launch for itself
             assert torch.equal(found, ka.nn.moe(x, *routed, up, down))
-    assert all(_again._sequences.values())
-
-
-def gradients(operands):
-    x, index, *others = (one.detach() for one in operands)
-    leaves = [one.requires_grad_() for one in (x, *others)]
-    y = ka.nn.moe(x, index, *others)
-    random = torch.Generator("cuda").manual_seed(1)
-    dy = torch.randn(y.shape, generator=random, device="cuda").to(y.dtype)
-    return y, *torch.autograd.grad(y, leaves, dy)
+    assert len(repeated()) == 1
 
 
 def test_known_gradients_of_a_layer_are_launched_as_one(long_way):
-    _again._sequences.clear()
-    for seed in range(3):
-        operands = layer_of(33, None, seed=seed)
-        del long_way[:]
-        found = gradients(operands)
-        assert bool(long_way) == (seed == 0)
-        with ATorchMode():
-            alone = gradients(operands)
-        for one, other in zip(found, alone, strict=True):
-            assert torch.equal(one, other)
-            assert one.stride() == other.stride()
-    assert len(_again._sequences) == 2
-    assert all(_again._sequences.values())
+    check_gradients_as_one(lambda seed: layer_of(33, None, seed=seed), long_way)
 
 
 def test_a_known_whole_matrix_is_quantised_by_three_launches(long_way):
