@@ -66,6 +66,19 @@ def cuda_available() -> bool:
     return bool(torch.cuda.is_available())
 
 
+def torch_device(given: Any) -> Any:
+    """What a caller gave as `device`; raises ArgumentError for what is none."""
+    import torch
+
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError):
+        raise ArgumentError(
+            f"device is {given!r}; expected a torch device, or the name of one: pass such as "
+            f"'cuda:0', or leave it out"
+        ) from None
+
+
 def target_of(device: Any) -> Target | None:
     """Architecture of a tensor's device; None for the CPU, meta, and fake CUDA devices."""
     if device.type != "cuda" or not cuda_available():

@@ -15,15 +15,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernel_api._described import Described
-from kernel_api._numbers import size_or_whole_number
+from kernel_api._numbers import size_or_whole_number, whole_number
 from kernel_api._score import ScoreFunction, conjunction
 from kernel_api.dtypes import dtype
 from kernel_api.epilogue.graph import Graph
-from kernel_api.errors import ArgumentError
-from kernel_api.operands import Operand
+from kernel_api.errors import ArgumentError, DeviceError
+from kernel_api.operands import Operand, require_one_device
 from kernel_api.utils import untraced
 
-__all__ = ["BlockSparse", "Causal", "Mask", "MaskMod", "Padding", "SlidingWindow"]
+__all__ = [
+    "BlockSparse",
+    "Causal",
+    "Mask",
+    "MaskMod",
+    "Padding",
+    "SlidingWindow",
+    "with_blocks",
+]
 
 #: Names of the left and the right bound of a band, by what it is aligned to.
 BOUNDS = {"top_left": ("left", "right"), "bottom_right": ("left_end", "right_end")}
@@ -295,6 +303,142 @@ class _Combined(Mask):
 
     def __repr__(self) -> str:
         return " & ".join(map(repr, self._parts))
+
+
+@untraced
+def with_blocks(
+    mask: Mask,
+    S_q: int,
+    S_kv: int,
+    *,
+    B: int | None = None,
+    H: int | None = None,
+    block_shape: tuple[int, int] = (128, 128),
+    device: Any = None,
+) -> Mask:
+    """``mask & BlockSparse(table, block_shape)``, with the table of the blocks that the mask shows
+    any pair of a query and a key of.
+
+    It shows the same pairs as the mask. Kernels leave out what a table hides, and compute a
+    function, of which they know nothing, for all else::
+
+        same = masks.MaskMod(lambda b, h, q, kv, ids: ids[q] == ids[kv], ids=ids)
+        mask = masks.with_blocks(same, S, S)
+
+    The table is made of what the operands of the functions hold now; make another when they
+    change. It costs a look at every pair, some millions at a time, and does not wait for the
+    device. Of functions that compute numbers that are not whole, it shows what they show in
+    float32 or in float64.
+
+    Lengths of sequences are not known here, and hide nothing: the table serves any up to S_q and
+    S_kv, but for bounds aligned ``"bottom_right"``, which are taken as they are of S_q queries and
+    S_kv keys. Where the mask has :class:`Padding` they hide no block. To sequences that have
+    lengths without it, packed or in pages, add them behind:
+    ``with_blocks(same, S_q, S_kv) & Causal("bottom_right")``.
+
+    Args:
+        mask: Without a :class:`BlockSparse`.
+        S_q, S_kv: Queries and keys that a sequence has, at most.
+        B, H: Sequences, and heads of queries. Only functions that look at ``b``, or ``h``, need
+            them; where none does, the table has 1 for all.
+        block_shape: (bq, bkv), queries and keys of a block.
+        device: That the table is made on, or its name, where no function has a tensor; else it
+            is made beside those. By default the current CUDA device, or the CPU without one.
+
+    Returns:
+        A mask; ``.blocks.table.tensor`` is bool (B or 1, H or 1, ceil(S_q / bq), ceil(S_kv / bkv)).
+        It has no data if an operand has none, be it a meta or a fake tensor.
+
+    Raises:
+        ArgumentError: ``mask`` is no mask, or has a table; a size is no whole number from 1; a
+            function looks at b, and B is not given, or at h, and H is not; operands are on several
+            devices, or not on ``device``, or have no element.
+        DeviceError: ``device`` is a GPU, and there is none.
+    """
+    from kernel_api.arguments._attention_checks import check_read, instance_of
+
+    if instance_of("mask", mask, Mask) is None:
+        raise ArgumentError("mask is None; expected a Mask of kernel_api.masks")
+    if mask.blocks is not None:
+        raise ArgumentError(
+            "the mask has a BlockSparse, and with_blocks makes another; pass the mask without it, "
+            "and combine the two tables with `&` to one of one block_shape"
+        )
+    shape, graph = _block_shape(block_shape), mask.graph
+    extents = (
+        _count_if_read("B", B, "b", "sequences", graph),
+        _count_if_read("H", H, "h", "heads of queries", graph),
+        _count("S_q", S_q, "queries"),
+        _count("S_kv", S_kv, "keys"),
+    )
+    check_read("the mask", mask)
+    place = _place_of_table(mask, device)
+    # Made here, for what has no data is of a kind of its own.
+    without = [one for one in _tensors(mask).values() if not one.has_data]
+    if without:
+        blocks = (-(-one // block) for one, block in zip(extents[2:], shape, strict=True))
+        table = without[0].tensor.new_empty((*extents[:2], *blocks), dtype=dtype("bool").torch)
+    else:
+        from kernel_api.providers.reference.sdpa_blocks import shown_blocks
+
+        bounds = mask.bounds
+        if mask.is_padding:  # those from the end are of each sequence's own
+            bounds = {name: bounds[name] for name in BOUNDS["top_left"] if name in bounds}
+        table = shown_blocks(mask, bounds, extents, shape, place)
+    return mask & BlockSparse(table, block_shape)
+
+
+def _tensors(mask: Mask) -> dict[str, Operand]:
+    """Of the operands of functions, those that are tensors, by name."""
+    return {name: one for name, one in mask.operands.items() if isinstance(one, Operand)}
+
+
+def _count(name: str, given: Any, of: str) -> int:
+    count = whole_number(given)
+    if count is None or count < 1:
+        raise ArgumentError(f"{name} is {given!r}; expected a number of {of}, from 1")
+    return count
+
+
+def _count_if_read(name: str, given: Any, index: str, of: str, graph: Graph | None) -> int:
+    """That many, if a function tells them apart by the index; else 1."""
+    nodes = () if graph is None else graph.nodes
+    is_read = any(node.op == "index" and node["name"] == index for node in nodes)
+    if given is None and is_read:
+        raise ArgumentError(
+            f"{name} is None, and a function of the mask looks at {index}; expected the number of "
+            f"{of}: each has blocks of its own"
+        )
+    count = 1 if given is None else _count(name, given, of)
+    return count if is_read else 1
+
+
+def _place_of_table(mask: Mask, given: Any) -> Any:
+    """The device of a mask's operands; without any the given one, or the current."""
+    import torch
+
+    from kernel_api.devices import cuda_available, torch_device
+
+    device = None if given is None else torch_device(given)
+    tensors = _tensors(mask)
+    if tensors:
+        require_one_device(**tensors)
+        name, beside = next((name, one.device) for name, one in tensors.items())
+        same = device is None or (
+            device.type == beside.type and device.index in (None, beside.index)
+        )
+        if not same:
+            raise ArgumentError(
+                f"device is {str(device)!r} and {name} of the mask is on {str(beside)!r}; expected "
+                f"the table beside it: leave device out"
+            )
+        return beside
+    if device is None:
+        here = ("cuda", torch.cuda.current_device()) if cuda_available() else ("cpu",)
+        return torch.device(*here)
+    if device.type == "cuda" and not cuda_available():
+        raise DeviceError(f"device is {str(device)!r} but torch sees no GPU; pass 'cpu'")
+    return device
 
 
 def all_of(parts: Sequence[Mask]) -> Mask:

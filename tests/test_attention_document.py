@@ -17,7 +17,7 @@ def test_the_code_of_the_document_runs(capsys):
     names = {}
     for block in blocks:
         exec(block, names)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     assert "reference.sdpa" in capsys.readouterr().out
     assert names["out"].shape == (2, 4, 48, 64)
     assert names["packed"].shape == (48, 4, 64)

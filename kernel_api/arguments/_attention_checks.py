@@ -346,11 +346,11 @@ def _check_beside(args: AttentionArguments) -> None:
     if "dBias" in further and not further["dBias"].dtype.is_float:
         raise ArgumentError(f"dBias is {further['dBias'].dtype}; expected a floating type")
     if 0 not in (*args.Q.shape, *args.K.shape):
-        _check_read("the mask", args.mask)
-        _check_read("score_mod", args.score)
+        check_read("the mask", args.mask)
+        check_read("score_mod", args.score)
 
 
-def _check_read(reader: str, function: Mask | ScoreFunction | None) -> None:
+def check_read(reader: str, function: Mask | ScoreFunction | None) -> None:
     """Raise where a function, which needs all of its operands, has one without an element."""
     operands = {} if function is None else function.operands
     for name, operand in operands.items():

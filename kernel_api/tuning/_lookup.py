@@ -9,7 +9,8 @@ from typing import Any
 from kernel_api import _log, provider
 from kernel_api._checks import require_arguments
 from kernel_api.arguments import Arguments
-from kernel_api.errors import ArgumentError, KernelApiError
+from kernel_api.devices import torch_device
+from kernel_api.errors import KernelApiError
 from kernel_api.kernel import Kernel
 from kernel_api.tuning._environment import Environment
 from kernel_api.tuning._measurement import Measurement
@@ -46,7 +47,7 @@ def tuned(args: Arguments, device: Any = None) -> Kernel | None:
     Raises ArgumentError for what is no arguments object, or no device.
     """
     require_arguments(args)
-    place = args.device if device is None else _device(device)
+    place = args.device if device is None else torch_device(device)
     key = (provider.generation(), tuple(provider.providers()), place, args.key)
     try:
         return _found[key]
@@ -58,18 +59,6 @@ def tuned(args: Arguments, device: Any = None) -> Kernel | None:
             _found.clear()
         _found[key] = kernel
     return kernel
-
-
-def _device(given: Any) -> Any:
-    import torch
-
-    try:
-        return torch.device(given)
-    except (RuntimeError, TypeError):
-        raise ArgumentError(
-            f"device is {given!r}; expected a torch device, or the name of one: pass such as "
-            f"'cuda:0', or leave it out"
-        ) from None
 
 
 def changed() -> None:

@@ -56,7 +56,29 @@ class Scores(NamedTuple):
     keep: Any
 
 
-class Attention:
+class Arithmetic:
+    """What numbers that are not whole are read and computed in.
+
+    Args:
+        device: Where that is.
+        read: The type that they are read in.
+        wide: The type of all arithmetic.
+    """
+
+    def __init__(self, device: Any, read: torch.dtype, wide: torch.dtype) -> None:
+        self.device, self.wide = device, wide
+        self._read = read
+
+    def converted(self, tensor: Any) -> Any:
+        """As it is read: in the type of the arithmetic, which may then be wider."""
+        return tensor.to(self._read).to(self.wide)
+
+    def number(self, value: float) -> float:
+        """As it is read."""
+        return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(self._read))
+
+
+class Attention(Arithmetic):
     """What some arguments read, in a type.
 
     Args:
@@ -64,8 +86,8 @@ class Attention:
     """
 
     def __init__(self, args: AttentionArguments, wide: torch.dtype) -> None:
-        self.args, self.wide = args, wide
-        self._arithmetic = args.accumulator_type.torch
+        super().__init__(args.device, args.accumulator_type.torch, wide)
+        self.args = args
         self._hides_below = args.accumulator_type.bits == 32
         self.groups = args.H // args.H_kv if args.H_kv else 1
 
@@ -140,14 +162,6 @@ class Attention:
             )
         return slice(first, end)
 
-    def converted(self, tensor: Any) -> Any:
-        """As it is read: in the type of the arithmetic, which may then be wider."""
-        return tensor.to(self._arithmetic).to(self.wide)
-
-    def number(self, value: float) -> float:
-        """As it is read."""
-        return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(self._arithmetic))
-
     def per_head(self, name: str) -> Any:
         """(H, 1, 1) of ``alibi`` or ``sink``."""
         return self.converted(self.args.further[name].tensor).view(-1, 1, 1)
@@ -215,24 +229,14 @@ class Attention:
         return found * capped
 
     def _places(self, rows: Rows) -> tuple[Any, Any]:
-        device = self.args.device
+        device = self.device
         i = torch.arange(rows.start, rows.stop, device=device).view(1, -1, 1)
         return i, torch.arange(rows.keys, device=device).view(1, 1, -1)
 
     def _visible(self, rows: Rows) -> Any:
         args = self.args
         i, j = self._places(rows)
-        beyond = rows.keys - rows.queries
-        bounds = args.bounds
-        found = []
-        if "left" in bounds:
-            found.append(j - i >= -bounds["left"])
-        if "right" in bounds:
-            found.append(j - i <= bounds["right"])
-        if "left_end" in bounds:
-            found.append(j - i >= beyond - bounds["left_end"])
-        if "right_end" in bounds:
-            found.append(j - i <= beyond + bounds["right_end"])
+        found = within_bounds(args.bounds, i, j, rows.keys - rows.queries)
         if args.block_shape is not None:
             table = args.further["blocks"].tensor
             own = table[rows.b if table.shape[0] > 1 else 0]
@@ -250,11 +254,11 @@ class Attention:
     def function(self, graph: Graph, prefix: str, rows: Rows, score: Any) -> Any:
         """What a function of scores or indices gives."""
         i, j = self._places(rows)
-        heads = torch.arange(self.args.H, device=self.args.device).view(-1, 1, 1)
+        heads = torch.arange(self.args.H, device=self.device).view(-1, 1, 1)
         indices = {"b": torch.full_like(heads[:1], rows.b), "h": heads, "q": i, "kv": j}
         part = self.args.mask if prefix == "mask" else self.args.score
         assert part is not None
-        found = _evaluated(graph, score, indices, part.operands, self)
+        found = evaluated(graph, score, indices, part.operands, self)
         return found.expand(self.args.H, rows.stop - rows.start, rows.keys)
 
     def _keep(self, rows: Rows) -> Any:
@@ -263,10 +267,10 @@ class Attention:
             return None
         seed, offset = (_integer(one) for one in (dropout.seed, dropout.offset))
         i, _ = self._places(rows)
-        heads = torch.arange(self.args.H, device=self.args.device).view(-1, 1, 1)
+        heads = torch.arange(self.args.H, device=self.device).view(-1, 1, 1)
         low = (offset & _WORD) + rows.b * self.args.H + heads
         high = ((offset >> 32) + (low >> 32)) & _WORD
-        groups = torch.arange(-(-rows.keys // 4), device=self.args.device).view(1, 1, -1)
+        groups = torch.arange(-(-rows.keys // 4), device=self.device).view(1, 1, -1)
         counter = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
             groups, i, low & _WORD, high
         )
@@ -288,42 +292,67 @@ def _picked(tensor: Any, pages: Any) -> Any:
     return tensor.view(torch.uint8)[pages].view(tensor.dtype)
 
 
-# Functions -------------------------------------------------------------------------------
+# Masks and functions ---------------------------------------------------------------------
 
 
-def _evaluated(
+def within_bounds(bounds: Mapping[str, int], i: Any, j: Any, beyond: int) -> list[Any]:
+    """Whether queries i see keys j, by each bound of a mask.
+
+    Args:
+        beyond: The keys that there are more than queries.
+    """
+    found = []
+    if "left" in bounds:
+        found.append(j >= i - bounds["left"])
+    if "right" in bounds:
+        found.append(j <= i + bounds["right"])
+    if "left_end" in bounds:
+        found.append(j >= i + (beyond - bounds["left_end"]))
+    if "right_end" in bounds:
+        found.append(j <= i + (beyond + bounds["right_end"]))
+    return found
+
+
+def evaluated(
     graph: Graph,
     score: Any,
     indices: Mapping[str, Any],
     operands: Mapping[str, Operand | float],
-    attention: Attention,
+    arithmetic: Arithmetic,
 ) -> Any:
+    """The result of a function of scores, or of indices alone. It does not wait for the device.
+
+    Args:
+        score: None of a function of indices.
+        indices: Whole numbers by name; they broadcast, and so does the result.
+        operands: What the graph reads, by name.
+    """
     found: list[Any] = []
     for node, as_integers in zip(graph.nodes, among_whole_numbers(graph.nodes), strict=True):
         inputs = [found[i] for i in node.inputs]
         if node.op in ("floordiv", "remainder"):
             divide = torch.floor_divide if node.op == "floordiv" else torch.remainder
-            found.append(divide(*_integers((inputs[0], node["divisor"]), attention)))
+            found.append(divide(*_integers((inputs[0], node["divisor"]), arithmetic)))
         elif node.op not in ELEMENTWISE:
-            found.append(_leaf(node, inputs, score, indices, operands, attention))
+            found.append(_leaf(node, inputs, score, indices, operands, arithmetic))
         elif as_integers:
-            found.append(ELEMENTWISE[node.op](*_integers(inputs, attention)))
+            found.append(ELEMENTWISE[node.op](*_integers(inputs, arithmetic)))
         else:
-            found.append(ELEMENTWISE[node.op](*(_real(one, attention) for one in inputs)))
-    return _real(found[graph.outputs[0][1]], attention)
+            found.append(ELEMENTWISE[node.op](*(_real(one, arithmetic) for one in inputs)))
+    return _real(found[graph.outputs[0][1]], arithmetic)
 
 
-def _real(value: Any, attention: Attention) -> Any:
+def _real(value: Any, arithmetic: Arithmetic) -> Any:
     """Beside numbers that are not whole; a constant is a Python number."""
     if not isinstance(value, torch.Tensor):
-        return _number(value, attention)
+        return _number(value, arithmetic)
     whole = not value.is_floating_point() and value.dtype is not torch.bool
-    return attention.converted(value) if whole else value
+    return arithmetic.converted(value) if whole else value
 
 
-def _integers(values: Sequence[Any], attention: Attention) -> list[Any]:
+def _integers(values: Sequence[Any], arithmetic: Arithmetic) -> list[Any]:
     """Whole numbers in the widest type of theirs, and what is bool as it is."""
-    device = attention.args.device
+    device = arithmetic.device
     tensors = [
         value if isinstance(value, torch.Tensor) else _whole_constant(value, device)
         for value in values
@@ -335,7 +364,7 @@ def _integers(values: Sequence[Any], attention: Attention) -> list[Any]:
 
 def _whole_constant(value: float, device: Any) -> Any:
     fits = torch.iinfo(torch.int32).min <= value <= torch.iinfo(torch.int32).max
-    return torch.tensor(int(value), dtype=torch.int32 if fits else torch.int64, device=device)
+    return torch.full((), int(value), dtype=torch.int32 if fits else torch.int64, device=device)
 
 
 def _whole(tensor: Any) -> Any:
@@ -351,7 +380,7 @@ def _leaf(
     score: Any,
     indices: Mapping[str, Any],
     operands: Mapping[str, Operand | float],
-    attention: Attention,
+    arithmetic: Arithmetic,
 ) -> Any:
     if node.op == "score":
         return score
@@ -361,38 +390,39 @@ def _leaf(
         number = float.fromhex(node["value"])
         return int(number) if dict(node.attributes).get("type") == "integer" else number
     if node.op == "cast":
-        return _cast(inputs[0], dtype(node["to"]), attention)
+        return _cast(inputs[0], dtype(node["to"]), arithmetic)
     operand = operands[node["name"]]
     if not isinstance(operand, Operand):
-        whole = node["type"] == "integer"
-        return torch.tensor(operand, device=attention.args.device) if whole else operand
+        if node["type"] != "integer":
+            return operand
+        return torch.full((), operand, dtype=torch.int64, device=arithmetic.device)
     tensor = operand.tensor
     if node.op == "lookup":
         extents = zip(inputs, operand.shape, strict=True)
-        tensor = tensor[tuple(_index(i, extent, attention) for i, extent in extents)]
+        tensor = tensor[tuple(_index(i, extent, arithmetic) for i, extent in extents)]
     if node["type"] == "bool":
         return tensor
-    return _whole(tensor) if node["type"] == "integer" else attention.converted(tensor)
+    return _whole(tensor) if node["type"] == "integer" else arithmetic.converted(tensor)
 
 
-def _index(value: Any, extent: int, attention: Attention) -> Any:
+def _index(value: Any, extent: int, arithmetic: Arithmetic) -> Any:
     """Within a mode; beyond an end, that end."""
-    (number,) = _integers((value,), attention)
+    (number,) = _integers((value,), arithmetic)
     return number.long().clamp(0, max(extent - 1, 0))
 
 
-def _cast(value: Any, to: DType, attention: Attention) -> Any:
+def _cast(value: Any, to: DType, arithmetic: Arithmetic) -> Any:
     if not to.is_integer:
-        return rounded(_real(value, attention), to).to(attention.wide)
+        return rounded(_real(value, arithmetic), to).to(arithmetic.wide)
     if isinstance(value, float):
-        value = _number(value, attention)
+        value = _number(value, arithmetic)
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return _whole(rounded(value, to))
-    (value,) = _integers((value,), attention)
+    (value,) = _integers((value,), arithmetic)
     limits = torch.iinfo(to.torch)
     return _whole(value.long().clamp(limits.min, min(limits.max, _MOST)).to(to.torch))
 
 
-def _number(value: float, attention: Attention) -> Any:
-    device = attention.args.device
-    return torch.tensor(attention.number(value), dtype=attention.wide, device=device)
+def _number(value: float, arithmetic: Arithmetic) -> Any:
+    read = arithmetic.number(value)
+    return torch.full((), read, dtype=arithmetic.wide, device=arithmetic.device)
