@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import driver
 import harness
@@ -54,6 +54,9 @@ class Problem:
     D: int
     causal: bool = False
 
+    #: Whether all peers are timed, and the fastest is what rows compare with; or the first alone.
+    every_peer: ClassVar[bool] = False
+
     @property
     def label(self) -> str:
         """What rows call it."""
@@ -89,7 +92,7 @@ class Problem:
         raise NotImplementedError
 
     def peers(self) -> dict[str, Peer]:
-        """By name; the first that takes the problem is timed."""
+        """By name; those that do not take the problem are left out."""
         raise NotImplementedError
 
     def libraries(self) -> dict[str, Peer]:
@@ -170,7 +173,7 @@ class Measurement:
             why = "; ".join(suite.refusals(self.sets[0], None))
             self.run.unserved.append(f"{problem.label} ({why or 'filtered out'})")
             return []
-        peers, expected = self._peer()
+        peers, expected = self._peers()
         libraries = self._libraries(expected)
         subjects: dict[Kernel, harness.Calls] = {}
         for kernel in offered:
@@ -219,7 +222,7 @@ class Measurement:
                 "predicted_us": round(1e6 * (kernel.predict(self.sets[0]) or 0.0), 2),
                 **problem.extra(medians[name], medians),
             }
-            if libraries:
+            if len(peers) + len(libraries) > 1:
                 extra["peers_us"] = {n: round(medians[n], 2) for n in (*peers, *libraries)}
             if not beside:
                 extra["peer_tflops"] = round(1e-6 * problem.operations / medians[peer], 1)
@@ -238,14 +241,20 @@ class Measurement:
         long = harness.DEVICE == "cuda" and self.problem.operations > enough
         return {MATMUL: [harness.matmul()]} if long else {}
 
-    def _peer(self) -> tuple[dict[str, harness.Calls], list[torch.Tensor] | None]:
-        """The first that takes the problem, by its name, and what it computes."""
+    def _peers(self) -> tuple[dict[str, harness.Calls], list[torch.Tensor] | None]:
+        """Those that are timed by their names, and what the first of them computes."""
+        taken: dict[str, harness.Calls] = {}
+        expected = None
         for name, peer in self.problem.peers().items():
             called = functools.partial(self._called, peer)
             found = self.run.guarded(self.problem.label, name, called, essential=False)
-            if found is not None:
-                return {name: found[0]}, found[1]
-        return {}, None
+            if found is None:
+                continue
+            taken[name] = found[0]
+            expected = expected or found[1]
+            if not self.problem.every_peer:
+                break
+        return taken, expected
 
     def _libraries(self, expected: list[torch.Tensor] | None) -> dict[str, harness.Calls]:
         """Those that take the problem, and are as near to the peer as ours have to be."""

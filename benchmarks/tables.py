@@ -77,6 +77,8 @@ ABOUT = {
     "sdpa-decode-fp8": "the same of e4m3, queries of bfloat16 too, beside torch's of bfloat16",
     "sdpa-forward": "attention",
     "sdpa-latent": "attention of one query to latent vectors (MLA), in pages too",
+    "sdpa-options": "attention whose scores are changed or hidden: windows, biases, functions, ...",
+    "sdpa-options-backward": "gradients of attention whose scores are changed or hidden",
     "sdpa-packed": "attention of packed queries to keys in pages, decoding and chunks of prompts",
     "sdpa-short": "attention of short prompts, and of few queries to many keys",
     "sdpa-short-backward": "gradients of attention of few or short sequences",

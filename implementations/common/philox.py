@@ -19,10 +19,10 @@ _KEYS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
-def uniform_of_pairs(
+def words_of_pairs(
     first: _Value, rows: tuple[_Value, _Value], offset: _Value, seed: _Value, lane: _Value
 ) -> tuple[list[_Value], list[_Value]]:
-    """In [0, 1), for the pair of columns of a thread in each of its two rows.
+    """For the pair of columns of a thread in each of its two rows.
 
     A call gives the words of 4 columns, which two threads side by side have; so each of them
     makes the call for one of the rows, and they exchange what is the other's.
@@ -36,14 +36,26 @@ def uniform_of_pairs(
     others = [
         cute.arch.shuffle_sync_bfly(select(odd, words[i], words[2 + i]), offset=1) for i in range(2)
     ]
-    upper = [unit(select(odd, other, mine)) for mine, other in zip(own, others, strict=True)]
-    lower = [unit(select(odd, mine, other)) for mine, other in zip(own, others, strict=True)]
+    upper = [select(odd, other, mine) for mine, other in zip(own, others, strict=True)]
+    lower = [select(odd, mine, other) for mine, other in zip(own, others, strict=True)]
     return upper, lower
 
 
-def unit(word: _Value) -> _Value:
-    """In [0, 1)."""
+def uniform_of_pairs(*place: Any) -> tuple[list[_Value], list[_Value]]:
+    """The same in [0, 1): the upper 24 bits · 2⁻²⁴."""
+    upper, lower = words_of_pairs(*place)
+    return [*map(_unit, upper)], [*map(_unit, lower)]
+
+
+def _unit(word: _Value) -> _Value:
     return Float32(Int32(word >> Uint32(8))) * Float32(2.0**-24)
+
+
+def least_word(probability: _Value) -> _Value:
+    """Of those whose number in [0, 1) is not below a probability."""
+    least = cute.math.ceil(probability * Float32(2.0**24))
+    most = Float32(2.0**24 - 1)  # words end there
+    return Uint32(Int32(select(least < most, least, most))) << Uint32(8)
 
 
 def philox(n: _Value, row: _Value, offset: _Value, seed: _Value) -> list[_Value]:

@@ -193,7 +193,7 @@ class BackwardConsumer(BackwardPlan):
             *(work.batch, turn.head, self.transposed),
         )
         self._powers(tile, self._numbers(context, context.storage.lse, turn.q), context)
-        self._round_powers(tile, sums, context)
+        kept = self._round_powers(tile, sums, context)
         if self.ds_stages == 1:
             self._meet()
         if not self.transposed:
@@ -204,7 +204,7 @@ class BackwardConsumer(BackwardPlan):
         else:
             warpgroup.wait_group(0)
         deltas = self._numbers(context, context.storage.delta, turn.do)
-        self._gradients(tile, sums, deltas, products, context)
+        self._gradients(tile, sums, deltas, products, kept, context)
         self._store(sums.ds, context.ds_tile, turn, context)
         cute.arch.fence_view_async_shared()
         if self.staged:
@@ -396,23 +396,29 @@ class BackwardConsumer(BackwardPlan):
             )
             self.scores.hide(tile, context.sequence, context.values)
 
-    def _round_powers(self, tile: Tile, sums: Sums, context) -> None:
-        """What values are multiplied with."""
+    def _round_powers(self, tile: Tile, sums: Sums, context) -> cute.Tensor | None:
+        """What values are multiplied with. Returns that of the scores where some are dropped."""
         if not self.scores.drops:
             _round(sums.S, sums.P)
-            return
+            return None
         kept = cute.make_rmem_tensor_like(sums.S)
         kept.store(sums.S.load())
         self.scores.drop(tile.of(rows_and_columns(kept)), context.space.heads, context.values)
         _round(kept, sums.P)
+        return rows_and_columns(kept)
 
-    def _gradients(self, tile: Tile, sums: Sums, deltas: "_RowNumbers", products, context) -> None:
+    def _gradients(
+        self, tile: Tile, sums: Sums, deltas: "_RowNumbers", products, kept, context
+    ) -> None:
         """dS of scale · products, in place of dP, and rounded."""
         powers, gradients = tile.values, rows_and_columns(sums.dp)
-        if self.scores.drops:
-            self.scores.drop(tile.of(gradients), context.space.heads, context.values)
         for row, column, delta in deltas.of(tile):
-            gradients[row, column] = powers[row, column] * (gradients[row, column] - delta)
+            if kept is None:
+                found = powers[row, column] * (gradients[row, column] - delta)
+            else:  # P (keep dP - delta): numbers are drawn once
+                of_sum = -(powers[row, column] * delta)
+                found = cute.math.fma(kept[row, column], gradients[row, column], of_sum)
+            gradients[row, column] = found
         if products is not None:
             products = rows_and_columns(products)
             self.scores.multiply_by_slopes(tile.of(gradients), products, context.values)

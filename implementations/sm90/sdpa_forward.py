@@ -74,6 +74,8 @@ class SdpaForward(ForwardConsumer):
 
     largest_power = 0.0  # exponent of 2
     values_in_keys = False  # V is columns of K, in its memory
+    with_keys = 0  # bytes of shared memory behind those of keys, for what comes with them
+    copied_with_keys = 0  # the bytes of it that come with a stage of keys
     exchanged = 0  # bytes of shared memory that consumers tell each other through
     asks_ahead = False  # for keys and values, while the kernels before run
 
@@ -111,7 +113,8 @@ class SdpaForward(ForwardConsumer):
         element_bytes, output_bytes = element_type.width // 8, self.output_type.width // 8
         read = self.tile_m * self.head_dim + self.tile_n * stages * sum(head_dims)
         written = self.tile_m * self.head_dim_v * output_bytes
-        fits = read * element_bytes + written <= SHARED_MEMORY // resident - _SMALL
+        needed = read * element_bytes + self.with_keys + written
+        fits = needed <= SHARED_MEMORY // resident - _SMALL
         #: Where O is on its way out: ``"apart"``, or ``"queries"``: it has the memory of Q, which
         #: tiles without keys need as well.
         self.output_memory = "apart" if fits else "queries"
@@ -132,7 +135,7 @@ class SdpaForward(ForwardConsumer):
     ):
         """operands: a tuple of what the scores are called by; workspace: an address, of two
         counters that are zero."""
-        values = Values(self.scores.names, operands)
+        values = self._values(operands)
         batches, queries = self._sequences(mQ, values)
         mQ, mK, mV, mO = (attention_modes(tensor) for tensor in (mQ, mK, mV, mO))
         q_layout, k_layout, v_layout, _ = layouts = self._shared_layouts()
@@ -212,6 +215,7 @@ class SdpaForward(ForwardConsumer):
         stream,
     ) -> None:
         q_layout, k_layout, v_layout, o_layout = layouts
+        of_keys = cute.cosize(k_layout) + self.with_keys * 8 // self.element_type.width
         of_values = 0 if self.values_in_keys else cute.cosize(v_layout)
         staged = cute.cosize(o_layout) if self.output_memory == "apart" else 0
 
@@ -220,9 +224,7 @@ class SdpaForward(ForwardConsumer):
             Q: cute.struct.Align[
                 cute.struct.MemRange[self.element_type, cute.cosize(q_layout)], 1024
             ]
-            K: cute.struct.Align[
-                cute.struct.MemRange[self.element_type, cute.cosize(k_layout)], 1024
-            ]
+            K: cute.struct.Align[cute.struct.MemRange[self.element_type, of_keys], 1024]
             V: cute.struct.Align[cute.struct.MemRange[self.element_type, of_values], 1024]
             output: cute.struct.Align[cute.struct.MemRange[self.output_type, staged], 1024]
             exchange: cute.struct.Align[cute.struct.MemRange[Int8, self.exchanged], 1024]
@@ -339,13 +341,18 @@ class SdpaForward(ForwardConsumer):
         """Of Q, K and V."""
         return (
             self._pipeline(storage.q_full, q_layout, 1),
-            self._pipeline(storage.k_stages, k_layout, self.stages),
+            self._pipeline(storage.k_stages, k_layout, self.stages, self.copied_with_keys),
             self._pipeline(storage.v_stages, v_layout, self.stages),
         )
 
-    def _pipeline(self, barriers, layout, stages):
+    def _pipeline(self, barriers, layout, stages, more=0):
+        """more: Bytes of a stage beside those of its layout."""
         stage = cute.size_in_bytes(self.element_type, cute.slice_(layout, (None, None, 0)))
-        return tma_pipeline(barriers, stages, stage, self.consumers * GROUP // 32)
+        return tma_pipeline(barriers, stages, stage + more, self.consumers * GROUP // 32)
+
+    def _values(self, operands, sK: cute.Tensor | None = None) -> Values:
+        """sK: In the kernel."""
+        return Values(self.scores.names, operands)
 
     # Producer ----------------------------------------------------------------------------
 
@@ -368,7 +375,7 @@ class SdpaForward(ForwardConsumer):
         operands,
     ):
         """One warp: fetches tiles, tells the consumers, and loads what they need."""
-        values = Values(self.scores.names, operands)
+        values = self._values(operands, sK)
         states = tuple(
             pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
             for stages in (1, self.stages, self.stages)
@@ -484,4 +491,4 @@ class SdpaForwardPaged(PagedKeys, SdpaForward):
         return tma, *self._partitioned(tma, mV, sV, self.head_dim_v, head)
 
     def _load_values(self, columns: tuple, block, stages, state, work: Work, values) -> None:
-        self._load_keys(columns, block, stages, state, work, values)
+        self._load_rows(columns, block, stages, state, work, values)

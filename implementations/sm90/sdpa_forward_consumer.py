@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource
 
 from ..common.attention.blocks import Hidden, Rows, Seen, following, seen_of
-from ..common.attention.scores import Place, Tile, rows_and_columns
+from ..common.attention.scores import LEAST, Place, Tile, rows_and_columns
 from ..common.attention.sequences import Range, keys_in_pages, sequence_of
 from ..common.attention.softmax import LOG2_E, softmax_of, update
 from ..common.attention.values import Values
@@ -45,7 +45,7 @@ class ForwardConsumer(SdpaOutput):
         operands,
     ):
         """One group: 64 queries of every tile of this block."""
-        values = Values(self.scores.names, operands)
+        values = self._values(operands, sK)
         thread = cute.arch.thread_idx()[0] - GROUP
         fragments, registers, local = self._parts_of_products(consumer, thread, sQ, sK, sV, sO)
         states = tuple(
@@ -111,7 +111,7 @@ class ForwardConsumer(SdpaOutput):
         tile = Tile(scores, local, place.query, Int32(0), place.batch, place.head)
         tile = tile._replace(group=self._group(tiles), factors=self._factors_of_rows())
         multiplier = self._multiplier(values, place, tiles)
-        softmax = softmax_of(2, multiplier, self.largest_power, self._slack)
+        softmax = softmax_of(2, multiplier, self.largest_power, self._slack, self._least)
         tOrO.fill(0.0)
         if self._takes_queries(blocks):
             self._await_queries(thread, mQ, sQ, pipeline_q, q_state, work, tiles, tile.factors)
@@ -120,10 +120,10 @@ class ForwardConsumer(SdpaOutput):
             pipeline_k.consumer_wait(k_state)
             multiply(self._mma_qk(), tSrS, tCrQ, tCrK[None, None, None, k_state.index], fresh=True)
             warpgroup.wait_group(0)
-            pipeline_k.consumer_release(k_state)
-            k_state.advance()
             hidden = self._hidden(work, work.seen) if const_expr(self.searches) else True
-            self._score(self._of_block(tile, last), sequence, values, tiles, hidden)
+            of_block = self._of_block(tile, last)
+            self._score_with(pipeline_k, k_state, of_block, sequence, values, tiles, hidden)
+            k_state.advance()
             update(softmax, scores, None)
             self._store_powers(tOrP, tSrS, self._of_block(tile, last), tiles, values)
             if const_expr(self.keys_end_early):
@@ -172,6 +172,11 @@ class ForwardConsumer(SdpaOutput):
     def _multiplier(self, values: Values, place: Place, tiles: Tiles) -> Float32:
         """Of scores, to exponents of 2."""
         return values.number("scale") * LOG2_E if self.scores.plain else Float32(LOG2_E)
+
+    @property
+    def _least(self) -> float | None:
+        """See `OnlineSoftmax`."""
+        return LEAST if self.scores.hides_by_value else None
 
     def _group(self, tiles: Tiles) -> Int32 | None:
         """Heads whose queries are the rows of a tile, see `Tile`."""
@@ -249,8 +254,8 @@ class ForwardConsumer(SdpaOutput):
         multiply(self._mma_pv(), tOrO, powers, values_of, fresh=False)
         self._pass_turn(consumer)
         warpgroup.wait_group(1)
-        pipeline_k.consumer_release(k_state)
-        self._score(self._of_block(tile, block), sequence, values, tiles, hidden)
+        of_block = self._of_block(tile, block)
+        self._score_with(pipeline_k, k_state, of_block, sequence, values, tiles, hidden)
         update(softmax, tile.values, factors)
         warpgroup.wait_group(0)
         pipeline_v.consumer_release(v_state)
@@ -279,10 +284,15 @@ class ForwardConsumer(SdpaOutput):
         """Of keys."""
         return tile._replace(first_key=block * self.tile_n)
 
+    def _score_with(self, pipeline_k, k_state, tile: Tile, *of_scores) -> None:
+        """Products with a block of keys, which are released, into scores."""
+        pipeline_k.consumer_release(k_state)
+        self._score(tile, *of_scores)
+
     def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool | Hidden) -> None:
         """Products with a block of keys into scores."""
         if not self.scores.plain:
-            self.scores.change(tile, values)
+            self.scores.change(tile, values, by_rows=True)
         if isinstance(hidden, Hidden):
             self._hide_known(tile, sequence, values, hidden)
         elif hidden:
@@ -302,7 +312,7 @@ class ForwardConsumer(SdpaOutput):
     def _store_powers(self, tOrP, tSrS, tile: Tile, tiles: Tiles, values: Values) -> None:
         """The numerators of probabilities, as the second product reads them."""
         if self.scores.drops:
-            self.scores.drop(tile, tiles.heads, values)
+            self.scores.drop(tile, tiles.heads, values, scaled=False)
         # In pieces of registers that the second product takes: others would be put together anew.
         for first in range(0, cute.size(tSrS), _PIECE):
             powers = cute.make_tensor(tSrS.iterator + first, cute.make_layout(_PIECE))

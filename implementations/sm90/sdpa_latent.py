@@ -256,7 +256,7 @@ class SdpaLatent(SdpaDecode):
         q_state, k_state, v_state = states
         tile = Tile(rows_and_columns(tSrS), local, place.query, Int32(0), place.batch, place.head)
         tile = tile._replace(group=self._group(tiles))
-        softmax = softmax_of(2, self._multiplier(values, place, tiles))
+        softmax = softmax_of(2, self._multiplier(values, place, tiles), least=self._least)
         tOrO.fill(0.0)
         if blocks.end > blocks.begin:
             self._await_queries(thread, mQ, sQ, None, q_state, work, tiles, None)
@@ -434,7 +434,7 @@ class SdpaLatent(SdpaDecode):
             self._score(tile, work.sequence, values, tiles, True)
         else:
             if not self.scores.plain:
-                self.scores.change(tile, values)
+                self.scores.change(tile, values, by_rows=True)
             if (block < blocks.full_begin) | (block >= blocks.full_end):
                 self._hide(tile, work.sequence, tiles.group)
 

@@ -63,6 +63,8 @@ class SdpaOutput:
             query = own_row + 8 * row
             done = finished(softmax, row, sink)
             factor = self._factor(done.factor, values, place, tiles)
+            if const_expr(self.scores.drops):
+                factor = factor * self.scores.kept_factor(values)
             exists = query < sequence.queries
             for column in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
                 value = outputs[row, column] * factor

@@ -169,6 +169,10 @@ class PagedKeys(RowLoads):
         if self.page_size is None:
             super()._load_keys(keys, block, stages, state, work, values)
         else:
-            tma, shared, source = keys
-            of_batch = work.place.batch, work.sequence, values
-            self._load_pages(tma, source, shared, block, stages, state, *of_batch)
+            self._load_rows(keys, block, stages, state, work, values)
+
+    def _load_rows(self, rows: tuple, block, stages, state, work, values) -> None:
+        """Of keys or values, in pages."""
+        tma, shared, source = rows
+        of_batch = work.place.batch, work.sequence, values
+        self._load_pages(tma, source, shared, block, stages, state, *of_batch)

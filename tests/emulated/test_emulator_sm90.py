@@ -330,7 +330,9 @@ def test_a_copy_over_what_others_still_read_is_found():
     with pytest.raises(EmulationError, match="writes what another warp reads"):
         run(body, words(16, 8), load_box=Box((8, 16)))
     body = INITIALISE + load(512) + wait() + EVERY_WORD + "bar.sync 0;" + load(512) + wait(1)
-    run(body, words(16, 8), load_box=Box((8, 16)))
+    with pytest.raises(EmulationError, match="was read without fence"):
+        run(body, words(16, 8), load_box=Box((8, 16)))
+    run(body.replace("bar.sync 0;", FENCE + "bar.sync 0;"), words(16, 8), load_box=Box((8, 16)))
 
 
 @pytest.mark.parametrize(

@@ -387,6 +387,18 @@ def test_many_runs_of_a_kernel_give_the_same_bits(name):
     assert not wrong
 
 
+@pytest.mark.parametrize("shape", [None, (32, 1, 1, 512), (32, 1, 512, 512), (1, 16, 512, 512)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_many_runs_of_many_tiles_give_the_same_bits(shape, dim):
+    """More than there is room for at once: shared memory is written again while others read."""
+    _, arguments = made((32, 16, 16, 512, 512, dim), "cuda")
+    bias = None if shape is None else torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    args = arguments(bias=bias)
+    kernels = by_family(args).get("sm90.sdpa_forward", [])
+    found = {kernel.metadata.kernel_name: differing(kernel, args) for kernel in kernels}
+    assert not any(found.values()), found
+
+
 @pytest.mark.parametrize("kind", ["8 bits", "packed", "pages", "dropout", "padded"])
 def test_many_runs_of_other_forms_give_the_same_bits(kind):
     case = next(one for one in GRID if one.kind == kind)

@@ -31,9 +31,12 @@ def meta(name, room, **options):
     return draw.arguments(out=draw.results(read=False).bfloat16(), **options)
 
 
+def offered_of(args):
+    return ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+
+
 def offered(name, room, **options):
-    kernels = ka.get_kernels(meta(name, room, **options), cc="sm_90a", providers=["cutedsl"])
-    return [kernel for kernel in kernels if kernel.family == name]
+    return [k for k in offered_of(meta(name, room, **options)) if k.family == name]
 
 
 def paged(name=FP8, room=(128, 128), size=32, most=16, **options):

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, Int64
+from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint32
 
 from ..conversion import select
 from ..functions import functions_for
-from ..philox import philox, uniform_of_pairs, unit
+from ..philox import least_word, philox, words_of_pairs
 from .sequences import Sequence
 from .values import Values
 
@@ -19,7 +19,7 @@ _CHANGES = ("softcap", "bias", "alibi")
 
 #: Scores below are -inf, so that a row has others or sees nothing: float32 has no digits that tell
 #: such scores apart, and their exponentials relative to the largest would be any powers.
-_LEAST = -(2.0**26)
+LEAST = -(2.0**26)
 
 _COLUMNS = 8  # of an accumulator, of which a thread has two side by side
 
@@ -59,6 +59,7 @@ class Tile(NamedTuple):
         what is said of queries in `local` and `first_query` is said of such rows. None: the rows
         are queries.
     factors: Of the rows: what products with their query are multiplied with; None: 1.
+    bias: Of the scores, (rows, columns); None: it is read where it lies.
     """
 
     values: cute.Tensor
@@ -70,6 +71,7 @@ class Tile(NamedTuple):
     transposed: bool = False
     group: Int32 | None = None
     factors: cute.Tensor | None = None
+    bias: cute.Tensor | None = None
 
     @property
     def extents(self) -> tuple[int, int]:
@@ -136,14 +138,25 @@ class Scores:
         self.hides_anywhere = self.functions.visible is not None or "blocks" in names
         #: Whether a score depends on where it stands.
         self.placed = self.functions.score is not None or bool({"bias", "alibi"} & set(names))
+        #: Whether scores below `LEAST` are as good as hidden.
+        self.hides_by_value = self.functions.score is not None or "bias" in names
         self.drops = "dropout_p" in names
         self._tanh = functions_for((Float16,), (Float16,))[0]["tanh"]
 
-    def change(self, tile: Tile, values: Values) -> None:
-        """Products into scores; unless they are plain."""
+    def change(self, tile: Tile, values: Values, *, by_rows: bool = False) -> None:
+        """Products into scores; unless they are plain.
+
+        by_rows: A row whose scores are all below `LEAST` is taken as one that sees nothing: beside
+            larger ones such scores have powers of 0 as they are.
+        """
+        hides = self.hides_by_value and not by_rows
         for row, column in _order(tile, by_columns=self.placed and tile.group is not None):
             place = tile.place(row, column)
-            tile.values[row, column] = self._score(tile.values[row, column], place, values)
+            bias = None if tile.bias is None else tile.bias[row, column]
+            score = self._score(tile.values[row, column], place, values, bias)
+            if hides:
+                score = select(score < Float32(LEAST), Float32(-math.inf), score)
+            tile.values[row, column] = score
 
     def hide(
         self,
@@ -194,10 +207,13 @@ class Scores:
                     found = select(before == Float32(0.0), Float32(0.0), found)
                 tile.values[row, column] = found
 
-    def drop(self, tile: Tile, heads: Int32, values: Values) -> None:
-        """What is dropped becomes 0, what is kept is divided by the probability that it is."""
-        p = values.number("dropout_p")
-        factor = 1.0 / (1.0 - p)
+    def drop(self, tile: Tile, heads: Int32, values: Values, *, scaled: bool = True) -> None:
+        """What is dropped becomes 0.
+
+        scaled: Whether what is kept is divided by the probability that it is, see `kept_factor`.
+        """
+        least = least_word(values.number("dropout_p"))
+        factor = self.kept_factor(values) if scaled else None
         rows, columns = tile.extents
         for row in range(0, rows, 2):
             for column in range(0, columns, 2):
@@ -205,22 +221,32 @@ class Scores:
                 for half in range(2):
                     for lane in range(2):
                         at = row + half, column + lane
-                        kept = tile.values[at] * factor
-                        tile.values[at] = select(drawn[half][lane] >= p, kept, Float32(0.0))
+                        kept = tile.values[at] * factor if scaled else tile.values[at]
+                        tile.values[at] = select(drawn[half][lane] >= least, kept, Float32(0.0))
+
+    def kept_factor(self, values: Values) -> Float32:
+        """Of what is kept; 0 of a probability that float32 rounds to 1."""
+        p = values.number("dropout_p")
+        return select(p < 1.0, 1.0 / (1.0 - p), Float32(0.0))
 
     # Elements ----------------------------------------------------------------------------
 
-    def _score(self, product: Float32, place: Place, values: Values) -> Float32:
-        score = self._capped(product * values.number("scale"), values)
-        if self.functions.score is not None:
-            score = self.functions.score(score, place, values.with_prefix("score_"))
-        if "bias" in values:
-            score = score + Float32(values.element("bias", *place))
+    def _score(self, product: Float32, place: Place, values: Values, bias=None) -> Float32:
+        """bias: None: it is read where it lies, if there is one."""
+        if bias is None and "bias" in values:
+            bias = values.element("bias", *place)
+        scale = values.number("scale")
+        if bias is not None and self.functions.score is None and "softcap" not in values:
+            score = cute.math.fma(product, scale, Float32(bias))
+        else:
+            score = self._capped(product * scale, values)
+            if self.functions.score is not None:
+                score = self.functions.score(score, place, values.with_prefix("score_"))
+            if bias is not None:
+                score = score + Float32(bias)
         if "alibi" in values:
             distance = Float32(place.key - place.query)
             score = score + Float32(values.element("alibi", place.head)) * distance
-        if self.functions.score is not None or "bias" in values:
-            score = select(score < Float32(_LEAST), Float32(-math.inf), score)
         return score
 
     def _capped(self, score: Float32, values: Values) -> Float32:
@@ -291,16 +317,16 @@ class Scores:
         return None if high is None else key - high - query, last
 
     def _drawn(self, tile: Tile, row: int, column: int, heads: Int32, values: Values) -> tuple:
-        """Random numbers of two columns of two rows."""
+        """Random words of two columns of two rows."""
         place = tile.place(row, column)
         seed = Int64(values.integer("dropout_seed"))
         offset = Int64(values.integer("dropout_offset")) + Int64(place.batch * heads + place.head)
         if not tile.transposed:
             queries = place.query, tile.place(row + 1, column).query
             lane = cute.arch.lane_idx()
-            return uniform_of_pairs(place.key, queries, offset, seed, lane)
+            return words_of_pairs(place.key, queries, offset, seed, lane)
         places = [[tile.place(row + half, column + lane) for lane in (0, 1)] for half in (0, 1)]
-        return tuple([_uniform(place, offset, seed) for place in pair] for pair in places)
+        return tuple([_word(place, offset, seed) for place in pair] for pair in places)
 
 
 def _order(tile: Tile, *, by_columns: bool) -> list[tuple[int, int]]:
@@ -311,13 +337,13 @@ def _order(tile: Tile, *, by_columns: bool) -> list[tuple[int, int]]:
     return [(row, column) for row in range(rows) for column in range(columns)]
 
 
-def _uniform(place: Place, offset: Int64, seed: Int64) -> Float32:
+def _word(place: Place, offset: Int64, seed: Int64) -> Uint32:
     """Of one element, without its neighbours."""
     words = philox(place.key // 4, place.query, offset, seed)
     word = words[3]
     for i in range(3):
         word = select(place.key % 4 == i, words[i], word)
-    return unit(word)
+    return word
 
 
 def _least(a: Int32, b: Int32) -> Int32:

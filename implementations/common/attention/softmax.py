@@ -31,6 +31,7 @@ class OnlineSoftmax(NamedTuple):
         small ones in the type that they are rounded to.
     slack: By how much exponents may be larger before the maximum of a row is replaced: until then
         nothing that was computed with it has to change.
+    least: Rows whose scores are all smaller see nothing; None: those whose scores are all -inf.
     """
 
     maxima: cute.Tensor
@@ -39,6 +40,7 @@ class OnlineSoftmax(NamedTuple):
     multiplier: Float32
     largest: float = 0.0
     slack: float = 0.0
+    least: float | None = None
 
 
 #: What a row that sees nothing has of each statistic, by the names of launch values.
@@ -62,14 +64,18 @@ class Finished(NamedTuple):
 
 
 def softmax_of(
-    rows: int, multiplier: Float32, largest: float = 0.0, slack: float = 0.0
+    rows: int,
+    multiplier: Float32,
+    largest: float = 0.0,
+    slack: float = 0.0,
+    least: float | None = None,
 ) -> OnlineSoftmax:
     """Nothing has arrived."""
     maxima, bases, sums = (cute.make_rmem_tensor((rows,), Float32) for _ in range(3))
     maxima.fill(-math.inf)
     bases.fill(0.0)
     sums.fill(0.0)
-    return OnlineSoftmax(maxima, bases, sums, multiplier, largest, slack)
+    return OnlineSoftmax(maxima, bases, sums, multiplier, largest, slack, least)
 
 
 def update(softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor | None) -> None:
@@ -82,6 +88,8 @@ def update(softmax: OnlineSoftmax, scores: cute.Tensor, factors: cute.Tensor | N
     columns = cute.size(scores, mode=[1])
     for row in range(cute.size(scores, mode=[0])):
         largest = largest_of_quad(_largest([scores[row, c] for c in range(columns)]))
+        if softmax.least is not None:
+            largest = select(largest < Float32(softmax.least), Float32(-math.inf), largest)
         before, base_before = softmax.maxima[row], softmax.bases[row]
         if factors is not None:
             largest = cute.arch.fmax(largest, before)

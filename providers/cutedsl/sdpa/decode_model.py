@@ -8,6 +8,7 @@ from typing import Any
 from kernel_api.providers.cutedsl.sdpa.model import (
     MULTIPROCESSORS,
     RATE,
+    biased,
     blocks_seen,
     choose,
     longest,
@@ -56,7 +57,10 @@ def decode_seconds(args: Any, design: Any) -> float:
     """Of few queries: keys and values are read once per tile of rows."""
     if args.is_packed:
         return _of_packed(args, design)
-    return _in_clusters(args, design) if design.cluster > 1 else _by_workspace(args, design)
+    found = _in_clusters(args, design) if design.cluster > 1 else _by_workspace(args, design)
+    # A bias that is read where it lies takes as long as its rows are many.
+    rows = min(args.S_q * _group(args) / design.tile_shape[0], 1.0)
+    return float(found * (1 + rows * (biased(args, design) - 1)))
 
 
 #: Of packed sequences: seconds until they are scheduled and sums are there, and the time that tiles

@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import SdpaArguments
+from kernel_api.artifact import CompiledArtifact
+from kernel_api.errors import ArgumentError
 from kernel_api.metadata import SdpaOperandsMetadata
-from kernel_api.providers.cutedsl import CuTeDSLProvider
+from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.kernel import WorkspaceFinder
 from kernel_api.providers.cutedsl.sdpa import model
 from kernel_api.providers.cutedsl.sdpa.base import (
@@ -35,6 +37,7 @@ _TILES = {
     (256, 256): ((128, 80), (128, 64)),
 }
 _STAGES = 2
+_VECTOR = 16  # bytes that TMA asks addresses and pitches to be multiples of
 #: (queries, keys), head dimensions that there is room for, and blocks of a multiprocessor: while
 #: one begins or ends a tile, which is most of the time of short sequences, the others multiply.
 _SHARING = (
@@ -44,6 +47,16 @@ _SHARING = (
     ((64, 64), (128, 128), 2),
     ((64, 64), (192, 128), 2),
 )
+#: Those of designs whose shared memory has the tile of a bias beside the keys that it is for.
+_BIASED_TILES = {
+    (64, 64): ((192, 128), (128, 128)),
+    (96, 96): ((128, 128),),
+    (128, 128): ((128, 128),),
+    (192, 128): ((128, 96),),
+    (192, 192): ((128, 80),),
+    (256, 256): ((128, 64),),
+}
+_BIASED_SHARING = (((64, 64), (64, 64), 3),)
 #: Scores of a tile, at most, where dropout draws a number for each. With a causal mask, kernels for
 #: sm_90a with more of them spill 24 to 192 bytes; those that are left spill nothing, but for 80 of
 #: (128, 128), which has no smaller tile.
@@ -157,14 +170,18 @@ class ForwardDesign(AttentionDesign):
             the next scores are formed, or ``seldom``, late and only if powers would be more than
             256 times as large.
         resident: Blocks that share a multiprocessor.
+        bias: How one comes to the scores: it is ``read`` where it lies, or comes to shared memory
+            with the keys, in ``tiles`` of as many queries, or in ``rows`` that are for all of them.
     """
 
     scaling: str = "at_once"
     resident: int = 1
+    bias: str = "read"
 
     def label(self) -> str:
         found = super().label() + ("" if self.scaling == "at_once" else f"_{self.scaling}")
-        return found + ("" if self.resident == 1 else f"_resident{self.resident}")
+        found += "" if self.resident == 1 else f"_resident{self.resident}"
+        return found + ("" if self.bias == "read" else f"_bias_{self.bias}")
 
 
 class Sm90SdpaOf16Bits(Sm90Sdpa):
@@ -236,12 +253,33 @@ class Sm90SdpaForward(Sm90SdpaOf16Bits):
     """Attention of 16-bit floats for Hopper: TMA loads, wgmma, softmax while others multiply."""
 
     family: ClassVar[str] = "sm90.sdpa_forward"
+    space = Space(
+        *Sm90SdpaOf16Bits.space.points,
+        *(
+            ForwardDesign(tile, room, _STAGES, bias=bias)
+            for bias in ("tiles", "rows")
+            for room, tiles in _BIASED_TILES.items()
+            for tile in tiles
+        ),
+        *(
+            ForwardDesign(tile, room, _STAGES, resident=resident, bias=bias)
+            for bias in ("tiles", "rows")
+            for tile, room, resident in _BIASED_SHARING
+        ),
+    )
     takes_pages = pages_fit
     reads_few = few_in_pages(_MOST_IN_PAGES)
 
+    @rule(
+        "a bias comes with keys if it has 16 bits, a row for each query or one for all of them, "
+        "and rows of multiples of 16 bytes"
+    )
+    def _(design: ForwardDesign, args: SdpaArguments) -> bool | Miss:
+        return design.bias == "read" or _comes_with_keys(args, of_queries=design.bias == "tiles")
+
     @rule("numbers of pages and a bias leave registers to some tiles alone")
     def _(design: ForwardDesign, args: SdpaArguments) -> bool:
-        biased = args.is_paged and "bias" in args.further
+        biased = args.is_paged and "bias" in args.further and design.bias == "read"
         return not biased or (design.head_dim, design.tile_shape) in _BIASED_IN_PAGES
 
     @rule("numbers of pages and dropout leave no registers to tiles of 128 columns")
@@ -252,21 +290,79 @@ class Sm90SdpaForward(Sm90SdpaOf16Bits):
     def _(design: ForwardDesign, args: SdpaArguments) -> bool:
         return design.resident < 3 or not args.is_paged
 
-    def _built(
-        self, scores: Any, *, longest_first: bool = False, page_size: int | None = None
-    ) -> Callable[..., None]:
-        from kernel_api.implementations.sm90.sdpa_forward import SdpaForward, SdpaForwardPaged
-
-        design = self._design
-        forward = SdpaForward if page_size is None else SdpaForwardPaged
-        found: Callable[..., None] = forward(
-            *self._design_values(scores),
-            longest_first=longest_first,
-            scaling=design.scaling,
-            page_size=page_size,
-            resident=design.resident,
+    def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
+        if self._design.bias == "read":
+            return super().implementation_for(args)
+        return self._built(
+            self.scores(args),
+            longest_first=hides_later(args),
+            page_size=args.page_size,
+            bias_type=args.further["bias"].dtype.cutlass,
         )
+
+    def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
+        launch = super()._launcher(args, artifact)
+        if self._design.bias == "read":
+            return launch
+        of_queries = self._design.bias == "tiles"
+
+        def launch_biased(*tensors: Any, **others: Any) -> None:
+            if of_queries != ((rows := others["bias"].shape[-2]) > 1):
+                expected = "a row for each query" if of_queries else "one row for all queries"
+                raise ArgumentError(
+                    f"bias has {rows} rows; the launch is prepared for {expected}: prepare "
+                    f"another one"
+                )
+            launch(*tensors, **others)
+
+        return launch_biased
+
+    def more_placeholders(self, args: Any) -> tuple[Any, ...]:
+        """A bias that comes with keys is known to be aligned."""
+        alignments = {} if self._design.bias == "read" else {"bias": _VECTOR}
+        return tuple(
+            compiler.placeholder(value, alignments.get(name))
+            for name, value in self.more_values(args).items()
+        )
+
+    def _built(
+        self,
+        scores: Any,
+        *,
+        longest_first: bool = False,
+        page_size: int | None = None,
+        bias_type: Any = None,
+    ) -> Callable[..., None]:
+        from kernel_api.implementations.sm90 import sdpa_bias, sdpa_forward
+
+        design, paged = self._design, page_size is not None
+        options: dict[str, Any] = {
+            "longest_first": longest_first,
+            "scaling": design.scaling,
+            "page_size": page_size,
+            "resident": design.resident,
+        }
+        forward: Any = sdpa_forward.SdpaForwardPaged if paged else sdpa_forward.SdpaForward
+        if bias_type is not None:
+            forward = sdpa_bias.SdpaForwardBiasedPaged if paged else sdpa_bias.SdpaForwardBiased
+            options |= {"bias_type": bias_type, "of_queries": design.bias == "tiles"}
+        found: Callable[..., None] = forward(*self._design_values(scores), **options)
         return found
+
+
+def _comes_with_keys(args: SdpaArguments, *, of_queries: bool) -> bool | Miss:
+    """Whether TMA copies a bias; of_queries: in tiles with a row for each query."""
+    bias = args.further.get("bias")
+    if bias is None:
+        return Miss("there is none")
+    if bias.dtype.bits != 16:
+        return Miss(f"bias is {bias.dtype}", "would match with bias of bfloat16")
+    *_, rows, keys = bias.shape
+    if keys != args.S_kv or of_queries != (rows > 1):
+        return Miss(f"bias has {rows} x {keys} for {args.S_q} queries and {args.S_kv} keys")
+    if bias.unit_mode != -1 or bias.alignment < _VECTOR or keys % (_VECTOR // bias.dtype.itemsize):
+        return Miss(f"bias is {bias}", f"would match with rows at multiples of {_VECTOR} bytes")
+    return True
 
 
 OPERANDS_FP8 = operands_of(Q="e4m3", K="e4m3", V="e4m3", out="f16 | bf16")

@@ -60,6 +60,7 @@ class OrderedSharedMemory:
         self.bytes = np.full(total, POISON, np.uint8)
         self._writes = np.zeros(total, np.int64)
         self._reads = np.zeros((self._warps_per_block, total // _WORD), np.int32)
+        self._reads_by_threads = np.zeros_like(self._reads)  # the same without asynchronous ones
         self._remote_reads: dict[int, dict[int, int]] = {}  # by word: counts of warps elsewhere
         self._async_readers = np.zeros(total // GRANULE, np.int16)
         self._async_reads: list[AsyncRead] = []
@@ -126,7 +127,8 @@ class OrderedSharedMemory:
         self._require_writes_observed("reads", accesses, marks, unused)
         words, counts = self._words(accesses), self.order.counts(warps)
         own = accesses.rows * size // self.pitch == warps // self._warps_per_block
-        self._reads[(warps[own] % self._warps_per_block)[:, None], words[own]] = counts[own, None]
+        place = (warps[own] % self._warps_per_block)[:, None], words[own]
+        self._reads[place] = self._reads_by_threads[place] = counts[own, None]
         for at in np.flatnonzero(~own).tolist():
             for word in words[at].tolist():
                 self._remote_reads.setdefault(word, {})[int(warps[at])] = int(counts[at])
@@ -322,9 +324,24 @@ class OrderedSharedMemory:
         threads = np.full(len(granules), thread)
         self._require_no_async_read(granules, thread)
         self._require_reads_observed(granules * GRANULE, words, threads)
+        self._require_reads_fenced(granules, words, warp, thread)
         if self._barriers.reshape(-1, GRANULE // 8)[granules].any():
             raise FaultError(thread, "writes over an mbarrier")
         self._write_granules(granules, np.uint8(POISON), mark(agent, ON_ITS_WAY))
+
+    def _require_reads_fenced(
+        self, granules: np.ndarray, words: np.ndarray, warp: int, thread: int
+    ) -> None:
+        """A load that nothing has waited for yet may be behind what TMA writes, even if the warp
+        says already that it has read."""
+        counts = self._reads_by_threads.take(words, axis=1)  # (warps of the block, granules, words)
+        blocks = granules[:, None] * GRANULE // self.pitch
+        for own in np.flatnonzero(counts.any(axis=(1, 2))).tolist():
+            marks = mark(blocks * self._warps_per_block + own, counts[own].astype(np.int64))
+            if not self.order.fenced(warp, marks).all():
+                raise FaultError(
+                    thread, "overwrites what was read without fence.proxy.async behind it"
+                )
 
     def finish_write(self, granules: np.ndarray, data: np.ndarray, agent: int, count: int) -> None:
         """`data`: (granules, 16) bytes; `count`: the agent's, once they may be read."""
