@@ -242,11 +242,12 @@ class Measurement:
         return {MATMUL: [harness.matmul()]} if long else {}
 
     def _peers(self) -> tuple[dict[str, harness.Calls], list[torch.Tensor] | None]:
-        """Those that are timed by their names, and what the first of them computes."""
+        """Those that are timed by their names, and what the first of them computes, which others
+        have to be near to."""
         taken: dict[str, harness.Calls] = {}
         expected = None
         for name, peer in self.problem.peers().items():
-            called = functools.partial(self._called, peer)
+            called = functools.partial(self._compared, name, peer, expected)
             found = self.run.guarded(self.problem.label, name, called, essential=False)
             if found is None:
                 continue
@@ -261,19 +262,19 @@ class Measurement:
         found = {}
         for name, peer in self.problem.libraries().items():
             prepare = functools.partial(self._compared, name, peer, expected)
-            calls = self.run.guarded(self.problem.label, name, prepare, essential=False)
-            if calls is not None:
-                found[name] = calls
+            taken = self.run.guarded(self.problem.label, name, prepare, essential=False)
+            if taken is not None:
+                found[name] = taken[0]
         return found
 
     def _compared(
         self, name: str, peer: Peer, expected: list[torch.Tensor] | None
-    ) -> harness.Calls:
+    ) -> tuple[harness.Calls, list[torch.Tensor] | None]:
         calls, results = self._called(peer)
         for found, other in zip(results or (), expected or (), strict=False):
             if not (apart := distance(found, other)) <= 1:
                 raise RuntimeError(f"{name} is {apart:.3g} of what is allowed off the peer")
-        return calls
+        return calls, results
 
     def _called(self, peer: Peer) -> tuple[harness.Calls, list[torch.Tensor] | None]:
         calls = [peer(args) for args in self.sets]

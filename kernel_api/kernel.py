@@ -272,8 +272,9 @@ class Kernel(metaclass=KernelType):
         The tensors come in the order of the arguments' fields and must have the same types,
         ranks, majors and alignment as those prepared for; sizes may differ (columns with scales of
         their own stay a multiple of 4 if they were one), but neither head dimensions nor page sizes
-        of attention. Operands of an epilogue, tensors and numbers, are passed by name; those that
-        are not are the ones prepared with::
+        of attention, nor whether its bias has one row for all queries and whole vectors of keys,
+        where the kernel's design says how that comes to shared memory. Operands of an epilogue,
+        tensors and numbers, are passed by name; those that are not are the ones prepared with::
 
             launch = kernel.prepare(args)
             launch(A, B, out, bias=bias, alpha=0.5)

@@ -9,6 +9,8 @@ from support.sdpa_offered import BANDS, FORWARD, ROOMS, meta, offered, offered_o
 
 import kernel_api as ka
 from kernel_api import masks
+from kernel_api.errors import ArgumentError
+from kernel_api.providers.cutedsl.sdpa.base import AttentionKernel
 
 WHY = "a bias comes with keys if it has 16 bits"
 FULL, OF_HEADS, OF_KEYS = (2, 4, 512, 512), (1, 4, 512, 512), (2, 1, 1, 512)
@@ -25,7 +27,7 @@ def ways(**options):
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [(FULL, "tiles"), (OF_HEADS, "tiles"), (OF_KEYS, "rows"), ((512,), "rows"),
-     ((512, 512), "tiles")],
+     ((512, 512), "tiles"), ((2, 1, 512, 512), "tiles")],
 )  # fmt: skip
 @pytest.mark.parametrize("room", ROOMS[FORWARD])
 def test_a_bias_comes_with_keys_and_that_is_the_first_choice(room, shape, expected):
@@ -67,6 +69,55 @@ def test_keys_that_are_no_whole_vectors_are_read_where_they_lie():
     args = draw.arguments(out=draw.results(read=False), bias=empty(2, 4, 512, 512)[..., :508])
     found = {k.metadata.design.bias for k in offered_of(args) if k.family == FORWARD}
     assert found == {"read"}
+
+
+def test_queries_that_share_a_row_by_a_stride_of_0_have_one():
+    assert ways(bias=empty(2, 1, 1, 512).expand(2, 4, 512, 512)) == {"read", "rows"}
+    assert ways(bias=empty(1, 1, 512, 512).expand(2, 4, 512, 512)) == {"read", "tiles"}
+
+
+def test_a_prepared_launch_keeps_what_its_bias_is_like(monkeypatch):
+    launched = []
+
+    def recorder(kernel, args, artifact):
+        return lambda *tensors, **others: launched.append(others)
+
+    monkeypatch.setattr(AttentionKernel, "_launcher", recorder)
+    for shape, other, words in (
+        (FULL, OF_KEYS, "a row for each query"),
+        (OF_KEYS, OF_HEADS, "one row for all queries"),
+    ):
+        args = meta(FORWARD, (128, 128), bias=empty(*shape))
+        (kernel,) = (
+            kernel
+            for kernel in offered(FORWARD, (128, 128), bias=empty(*shape))
+            if kernel.metadata.design.bias != "read"
+        )
+        launch = kernel._launcher(args, None)
+        launch(bias=empty(*shape))
+        with pytest.raises(ArgumentError, match=f"the launch is prepared for {words}"):
+            launch(bias=empty(*other))
+    assert len(launched) == 2
+
+
+def test_wide_tiles_have_no_registers_for_a_bias_and_bounds():
+    found = offered(FORWARD, (64, 64), bias=empty(*FULL))
+    (wide,) = (
+        kernel
+        for kernel in found
+        if kernel.metadata.design.bias == "tiles" and kernel.metadata.design.tile_shape[0] == 192
+    )
+    args = meta(FORWARD, (64, 64), bias=empty(*FULL), mask=masks.Causal())
+    assert str(wide.supports(args).error).endswith(
+        "no registers to look for bounds; there is right"
+    )
+
+
+def test_pages_and_a_bias_of_float32_are_told_what_would_match():
+    bias = empty(2, 8, 300, 512, dtype=torch.float32)
+    told = ka.explain(paged(FORWARD, (128, 128), 32, bias=bias), cc="90a", providers=["cutedsl"])
+    (reason,) = (one.reason for one in told.rejected if one.family == FORWARD)
+    assert "bias" in reason and "would match with a bias of bfloat16" in str(told)
 
 
 def test_designs_of_one_bias_refuse_the_other():

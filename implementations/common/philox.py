@@ -41,9 +41,11 @@ def words_of_pairs(
     return upper, lower
 
 
-def uniform_of_pairs(*place: Any) -> tuple[list[_Value], list[_Value]]:
-    """The same in [0, 1): the upper 24 bits · 2⁻²⁴."""
-    upper, lower = words_of_pairs(*place)
+def uniform_of_pairs(
+    first: _Value, rows: tuple[_Value, _Value], offset: _Value, seed: _Value, lane: _Value
+) -> tuple[list[_Value], list[_Value]]:
+    """Of `words_of_pairs`, in [0, 1): the upper 24 bits · 2⁻²⁴."""
+    upper, lower = words_of_pairs(first, rows, offset, seed, lane)
     return [*map(_unit, upper)], [*map(_unit, lower)]
 
 

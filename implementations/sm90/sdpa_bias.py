@@ -20,8 +20,8 @@ from .sdpa_rows import load_vector
 #: tensor of its coordinates; and in the kernel, where it lies in shared memory.
 _TMA, _COORDINATES, _SHARED = "bias_tma", "bias_coordinates", "bias_shared"
 
-
 _BOX_ALIGNMENT = 128  # bytes that TMA asks addresses in shared memory to be multiples of
+_SWIZZLED = 1024  # the same where rows are swizzled
 
 
 class StagedBias:
@@ -74,8 +74,12 @@ class StagedBias:
 
     def _behind_keys(self, sK: cute.Tensor) -> cute.Tensor:
         """(rows, keys, stages) of the bias."""
-        address = sK.iterator.toint() + cute.cosize(sK) * sK.element_type.width // 8
-        pointer = cute.make_ptr(self.bias_type, address, cute.AddressSpace.smem, assumed_align=1024)
+        keys = cute.cosize(sK) * sK.element_type.width // 8
+        assert keys % _SWIZZLED == 0
+        address = sK.iterator.toint() + keys
+        pointer = cute.make_ptr(
+            self.bias_type, address, cute.AddressSpace.smem, assumed_align=_SWIZZLED
+        )
         layout = self._bias_layout()
         if not self.of_queries:
             return cute.make_tensor(pointer, layout)
@@ -129,6 +133,13 @@ class StagedBias:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         pipeline_k.consumer_release(k_state)
+
+    def _write_rows(self, consumer, thread, tOrO, sO, mO, softmax, work, values, tiles):
+        if work.sequence.low is not None:
+            # Nothing is added: but places in shared memory are found anew for each tile then. They
+            # would be kept, and of three loops over keys there is one with no register for them.
+            thread = thread + (work.place.query >> 31)
+        super()._write_rows(consumer, thread, tOrO, sO, mO, softmax, work, values, tiles)
 
     def _bias_of_queries(self, shared: cute.Tensor) -> cute.Tensor:
         """Of a thread's scores, (rows, columns)."""

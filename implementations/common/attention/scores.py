@@ -146,8 +146,9 @@ class Scores:
     def change(self, tile: Tile, values: Values, *, by_rows: bool = False) -> None:
         """Products into scores; unless they are plain.
 
-        by_rows: A row whose scores are all below `LEAST` is taken as one that sees nothing: beside
-            larger ones such scores have powers of 0 as they are.
+        by_rows: A row whose scores are all below `LEAST` is taken as one that sees nothing, and
+            none is hidden by itself: beside larger ones such scores have powers of 0 as they are,
+            but for those that are nearly as large as the largest.
         """
         hides = self.hides_by_value and not by_rows
         for row, column in _order(tile, by_columns=self.placed and tile.group is not None):

@@ -90,13 +90,13 @@ _FILLED = 0.35
 #: and how much longer blocks that share a multiprocessor take where they do not: they have few
 #: queries each, and read the more keys.
 _SECTOR, _APART = 32, 1.6
+#: The same of one such block that has a multiprocessor for itself, because there are few, or few
+#: are left.
+_BY_ITSELF = 1.46
 #: How much longer tiles take where scores have a bias, by how that comes to them, and of some
 #: (columns of Q and K, tile). Measured on an H100.
 _BIASED = {"read": 2.6, "tiles": 1.38, "rows": 1.07}
 _BIASED_TILES = {("read", 64, (192, 128)): 5.2, ("tiles", 64, (128, 128)): 1.27}
-#: The same of one such block that has a multiprocessor for itself, because there are few, or few
-#: are left.
-_BY_ITSELF = 1.46
 
 
 def seconds(args: Any, design: AttentionDesign) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -277,10 +277,20 @@ class Sm90SdpaForward(Sm90SdpaOf16Bits):
     def _(design: ForwardDesign, args: SdpaArguments) -> bool | Miss:
         return design.bias == "read" or _comes_with_keys(args, of_queries=design.bias == "tiles")
 
+    @rule("a bias that comes with keys leaves 192 queries no registers to look for bounds")
+    def _(design: ForwardDesign, args: SdpaArguments) -> bool | Miss:
+        if design.bias == "read" or design.tile_shape[0] < 192:
+            return True
+        return not args.bounds or Miss(f"there is {next(iter(args.bounds))}")
+
     @rule("numbers of pages and a bias leave registers to some tiles alone")
-    def _(design: ForwardDesign, args: SdpaArguments) -> bool:
-        biased = args.is_paged and "bias" in args.further and design.bias == "read"
-        return not biased or (design.head_dim, design.tile_shape) in _BIASED_IN_PAGES
+    def _(design: ForwardDesign, args: SdpaArguments) -> bool | Miss:
+        bias = args.further.get("bias")
+        if not args.is_paged or bias is None or design.bias != "read":
+            return True
+        near = f"would match with a bias of bfloat16 and rows at multiples of {_VECTOR} bytes"
+        fits = (design.head_dim, design.tile_shape) in _BIASED_IN_PAGES
+        return fits or Miss(f"bias is {bias.dtype}", near)
 
     @rule("numbers of pages and dropout leave no registers to tiles of 128 columns")
     def _(design: ForwardDesign, args: SdpaArguments) -> bool:
@@ -307,11 +317,12 @@ class Sm90SdpaForward(Sm90SdpaOf16Bits):
         of_queries = self._design.bias == "tiles"
 
         def launch_biased(*tensors: Any, **others: Any) -> None:
-            if of_queries != ((rows := others["bias"].shape[-2]) > 1):
+            bias = others["bias"]
+            if len(bias.shape) == 4 and of_queries == _is_one_row(bias.shape, bias.stride()):
                 expected = "a row for each query" if of_queries else "one row for all queries"
                 raise ArgumentError(
-                    f"bias has {rows} rows; the launch is prepared for {expected}: prepare "
-                    f"another one"
+                    f"bias has shape {tuple(bias.shape)} and strides {bias.stride()}; the launch "
+                    f"is prepared for {expected}: prepare another one"
                 )
             launch(*tensors, **others)
 
@@ -358,11 +369,16 @@ def _comes_with_keys(args: SdpaArguments, *, of_queries: bool) -> bool | Miss:
     if bias.dtype.bits != 16:
         return Miss(f"bias is {bias.dtype}", "would match with bias of bfloat16")
     *_, rows, keys = bias.shape
-    if keys != args.S_kv or of_queries != (rows > 1):
+    if keys != args.S_kv or of_queries == _is_one_row(bias.shape, bias.stride):
         return Miss(f"bias has {rows} x {keys} for {args.S_q} queries and {args.S_kv} keys")
     if bias.unit_mode != -1 or bias.alignment < _VECTOR or keys % (_VECTOR // bias.dtype.itemsize):
         return Miss(f"bias is {bias}", f"would match with rows at multiples of {_VECTOR} bytes")
     return True
+
+
+def _is_one_row(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Of a bias, whether all queries have the same."""
+    return shape[-2] == 1 or stride[-2] == 0
 
 
 OPERANDS_FP8 = operands_of(Q="e4m3", K="e4m3", V="e4m3", out="f16 | bf16")
