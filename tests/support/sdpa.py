@@ -128,7 +128,10 @@ def arguments_for(
     Q = draw.queries().to(dtype(asked.Q.dtype or element).torch)
     out = draw.results(read=False).to(dtype(asked.out.dtype or element).torch)
     within = True if kernel.family == "sm90.sdpa_latent" else None
-    forward = draw.arguments(Q=Q, out=out, lse=None, values_in_keys=within)
+    options: dict[str, Any] = {"values_in_keys": within}
+    if (how_biased := getattr(kernel.metadata.design, "bias", "read")) != "read":
+        options["bias"] = draw.random(B or 1, 2, S_q if how_biased == "tiles" else 1, S_kv)
+    forward = draw.arguments(Q=Q, out=out, lse=None, **options)
     if kernel.arguments is SDPA:
         return forward
     lse = draw.lse().fill_(math.log(max(S_kv, 1)) + 0.5)

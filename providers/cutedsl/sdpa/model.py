@@ -93,8 +93,8 @@ _SECTOR, _APART = 32, 1.6
 #: The same of one such block that has a multiprocessor for itself, because there are few, or few
 #: are left.
 _BY_ITSELF = 1.46
-#: How much longer tiles take where scores have a bias, by how that comes to them, and of some
-#: (columns of Q and K, tile). Measured on an H100.
+#: How much longer blocks of keys take where scores have a bias, by how that comes to them, and of
+#: some (columns of Q and K, tile). Measured on an H100.
 _BIASED = {"read": 2.6, "tiles": 1.38, "rows": 1.07}
 _BIASED_TILES = {("read", 64, (192, 128)): 5.2, ("tiles", 64, (128, 128)): 1.27}
 
@@ -108,7 +108,8 @@ def seconds(args: Any, design: AttentionDesign) -> float:
     fixed = _OTHER_TILES.get((wide, design.tile_shape), _OTHER_TILES.get(wide, _TILE))
     average = blocks_seen(args, queries, keys)
     most = longest(args, -(-keys_of(args) // keys), average)
-    tile, longest_tile = (blocks * products / rate + fixed for blocks in (average, most))
+    block = products / rate * biased(args, design)
+    tile, longest_tile = (blocks * block + fixed for blocks in (average, most))
     tiles, resident = row_tiles(args, queries) * args.H, getattr(design, "resident", 1)
     rounds, left = divmod(tiles, MULTIPROCESSORS * resident)
     last = max(left / MULTIPROCESSORS, _BY_ITSELF) if resident > 1 else 1
@@ -119,11 +120,11 @@ def seconds(args: Any, design: AttentionDesign) -> float:
         found = (rounds * resident + (last if left else 0)) * tile
     if resident > 1 and min(args.K.alignment, args.V.alignment) < _SECTOR:
         found *= _APART
-    return float(_LAUNCH + found * biased(args, design))
+    return float(_LAUNCH + found)
 
 
 def biased(args: Any, design: Any) -> float:
-    """How much longer tiles take for a bias; 1 without one."""
+    """How much longer blocks of keys take for a bias; 1 without one."""
     if "bias" not in args.further:
         return 1.0
     how = getattr(design, "bias", "read")
