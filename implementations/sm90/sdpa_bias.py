@@ -13,7 +13,6 @@ from ..common.attention.scores import Tile, rows_and_columns
 from ..common.attention.values import Values
 from ..common.threads import GROUP
 from .sdpa_forward import SdpaForward, SdpaForwardPaged
-from .sdpa_pages import REGISTERS_FOR_PAGES
 from .sdpa_rows import load_vector
 
 #: What operands are called that the host adds: the atom that copies a tile of the bias, and the
@@ -42,8 +41,6 @@ class StagedBias:
         elements = tile_m * tile_n if of_queries else self._pitch
         self.with_keys = elements * stages * bias_type.width // 8
         super().__init__(*design, **options)
-        if self.consumers == 2:
-            self.registers = REGISTERS_FOR_PAGES
 
     @cute.jit
     def with_operands(self, mQ, mK, mV, mO, operands, workspace, multiprocessors: Int32, stream):
@@ -135,9 +132,9 @@ class StagedBias:
         pipeline_k.consumer_release(k_state)
 
     def _write_rows(self, consumer, thread, tOrO, sO, mO, softmax, work, values, tiles):
-        if work.sequence.low is not None:
+        if work.sequence.low is not None or work.sequence.high is not None:
             # Nothing is added: but places in shared memory are found anew for each tile then. They
-            # would be kept, and of three loops over keys there is one with no register for them.
+            # would be kept, and of several loops over keys some have no registers for them.
             thread = thread + (work.place.query >> 31)
         super()._write_rows(consumer, thread, tOrO, sO, mO, softmax, work, values, tiles)
 
