@@ -2,9 +2,9 @@
 
     python benchmarks/sdpa_options_backward.py [--only TEXT] [--candidates N | --all] [--seconds S]
 
-Problems are of the kind of the suite sdpa-options, and so are the peers: torch.autograd's gradients
-of what each of them computed, whose forward pass is not timed. A bias has a gradient where the
-label says so. ``tflops`` counts 2.5 times the operations of the forward pass.
+Problems are those of the suite sdpa-options, and some whose bias has a gradient, which the label
+says. Peers are torch.autograd's gradients of what those of that suite computed, whose forward pass
+is not timed. ``tflops`` counts 2.5 times the operations of the forward pass.
 """
 
 from __future__ import annotations
@@ -18,21 +18,7 @@ from typing import Any
 import attention
 import sdpa_options
 import torch
-from sdpa_options import (
-    BLOCKS,
-    CAPPED,
-    DOCUMENTS,
-    DROPPING,
-    LENGTHS,
-    OF_ALL,
-    OF_HEADS,
-    OF_PAIRS,
-    SINK,
-    SLOPES,
-    WIDTHS,
-    window,
-    with_sink,
-)
+from sdpa_options import OF_ALL, OF_HEADS, OF_PAIRS
 
 import kernel_api as ka
 
@@ -140,28 +126,12 @@ class _Differentiable:
 
 
 #: (B, H, H_kv, S, D, causal, option, D_v, whether dBias is computed)
-SIZES: tuple[tuple[Any, ...], ...] = (
-    (2, 32, 8, 8192, 128, False, window(1023)),
-    (2, 64, 8, 8192, 64, False, with_sink(window(127))),
-    (2, 64, 8, 4096, 64, True, SINK),
-    (2, 32, 8, 4096, 128, True, CAPPED),
-    (2, 32, 32, 4096, 128, True, SLOPES),
-    (4, 16, 16, 1024, 64, False, OF_ALL),
+WITH_GRADIENT_OF_BIAS = (
     (4, 16, 16, 1024, 64, False, OF_ALL, 0, True),
-    (8, 16, 16, 2048, 64, False, OF_HEADS),
     (8, 16, 16, 2048, 64, False, OF_HEADS, 0, True),
-    (2, 32, 32, 4096, 128, True, OF_HEADS),
     (4, 16, 16, 2048, 128, False, OF_PAIRS, 0, True),
-    (1, 32, 8, 16384, 128, True, DOCUMENTS),
-    (1, 32, 32, 8192, 128, False, BLOCKS),
-    (32, 16, 16, 512, 64, False, LENGTHS),
-    (8, 32, 8, 2048, 128, False, LENGTHS),
-    (4, 16, 16, 4096, 64, True, DROPPING),
-    (2, 32, 32, 4096, 128, True, DROPPING),
-    (8, 16, 16, 1024, 80, False, WIDTHS),
-    (2, 32, 32, 4096, 96, True, WIDTHS),
-    (1, 128, 128, 4096, 192, True, WIDTHS, 128),
 )
+SIZES = (*sdpa_options.SIZES, *WITH_GRADIENT_OF_BIAS)
 
 SUITE = attention.Suite(
     "sdpa-options-backward",

@@ -465,7 +465,7 @@ def test_a_cloud_lies_along_the_keys_of_a_sequence(results):
     pictures = plots.drawn(results)
     assert {f"h200-{name}.svg" for name in SUITES} <= set(pictures)
     clouds = {n: m for n, m in SUITES.items() if len(m.SUITE.problems) > plots.MOST_LINES}
-    assert set(SUITES) - set(clouds) == {"sdpa-options-backward", "sdpa-short-backward"}
+    assert set(SUITES) - set(clouds) == {"sdpa-short-backward"}
     for name, module in clouds.items():
         root = ElementTree.fromstring(picture := pictures[f"h200-{name}.svg"])
         assert "S, keys of a sequence" in picture

@@ -98,7 +98,13 @@ class CuteDslKernel(Kernel):
 
     def more_placeholders(self, args: Any) -> tuple[Any, ...]:
         """What stands for those values while the kernel is compiled."""
-        return tuple(map(compiler.placeholder, self.more_values(args).values()))
+        aligned, values = self.aligned_values(args), self.more_values(args)
+        return tuple(compiler.placeholder(one, aligned.get(name)) for name, one in values.items())
+
+    def aligned_values(self, args: Any) -> dict[str, int]:
+        """Of what a kernel takes by name and reads in vectors: the bytes that addresses, strides
+        and rows are multiples of."""
+        return {}
 
     def workspace_for(self, *tensors: Any) -> int:
         """Bytes that a launch on these operands needs, see :meth:`get_workspace_size`; the first

@@ -156,11 +156,6 @@ class FusedGemm(SplitGemm):
             for name, value in self.more_values(args).items()
         )
 
-    def aligned_values(self, args: Any) -> dict[str, int]:
-        """Of what a kernel takes by name and reads in vectors: the bytes that addresses, strides
-        and rows are multiples of."""
-        return {}
-
     def _stored(self, operand: Operand) -> Any:
         divisibility = max(1, self.alignment_asked // operand.dtype.itemsize)
         return compiler.fake_tensor(operand, TensorAttributes(operand.dtype, None, divisibility))

@@ -13,7 +13,7 @@ from kernel_api.arguments import SdpaArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.errors import ArgumentError
 from kernel_api.metadata import SdpaOperandsMetadata
-from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
+from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.kernel import WorkspaceFinder
 from kernel_api.providers.cutedsl.sdpa import model
 from kernel_api.providers.cutedsl.sdpa.base import (
@@ -301,13 +301,12 @@ class Sm90SdpaForward(Sm90SdpaOf16Bits):
         return design.resident < 3 or not args.is_paged
 
     def implementation_for(self, args: SdpaArguments) -> Callable[..., None]:
-        if self._design.bias == "read":
-            return super().implementation_for(args)
+        read = self._design.bias == "read"
         return self._built(
             self.scores(args),
             longest_first=hides_later(args),
             page_size=args.page_size,
-            bias_type=args.further["bias"].dtype.cutlass,
+            bias_type=None if read else args.further["bias"].dtype.cutlass,
         )
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
@@ -328,13 +327,8 @@ class Sm90SdpaForward(Sm90SdpaOf16Bits):
 
         return launch_biased
 
-    def more_placeholders(self, args: Any) -> tuple[Any, ...]:
-        """A bias that comes with keys is known to be aligned."""
-        alignments = {} if self._design.bias == "read" else {"bias": _VECTOR}
-        return tuple(
-            compiler.placeholder(value, alignments.get(name))
-            for name, value in self.more_values(args).items()
-        )
+    def aligned_values(self, args: Any) -> dict[str, int]:
+        return {} if self._design.bias == "read" else {"bias": _VECTOR}
 
     def _built(
         self,
