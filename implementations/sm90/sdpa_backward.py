@@ -4,7 +4,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -99,10 +99,11 @@ class SdpaBackward(BackwardConsumer):
         start, workspace = workspace, workspace + COUNTER_BYTES
         RowSums(self)(mO, mdO, mLSE, operands, workspace, queries, batches, stream)
         shares = self._shares(mQ, mK, keys, batches)
-        left = self.left_address(self.space(workspace, mQ, values))
+        scores = self.left_address(self.space(workspace, mQ, values))
+        left = scores + self._left_of_scores(mQ, mK)
         self._launch(
-            *(mQ, mK, mV, mdO, mdK, mdV),
-            *(operands, workspace, keys, batches, shares, left, stream),
+            *(mQ, mK, mV, mdO, mdK, mdV, self._with_tiles(operands, mQ, mK, scores)),
+            *(workspace, keys, batches, shares, left, stream),
         )
         if const_expr("dSink" in self.scores.names):
             SinkGradients(self)(mdO, operands, workspace, stream)
@@ -110,7 +111,26 @@ class SdpaBackward(BackwardConsumer):
         if const_expr(self.shares_keys):
             KeyGradients(self)(mdK, mdV, operands, left, shares, stream)
         if const_expr("dBias" in self.scores.names):
-            TiledBiasGradient(self).launch(*read, operands, start, stream)
+            self._bias_gradient(read, operands, start, scores, stream)
+
+    # What scores have beside: nothing comes with the queries -----------------------------
+
+    def _with_tiles(self, operands: tuple, mQ, mK, scores: Int64) -> tuple:
+        """With what copies tiles."""
+        return operands
+
+    def _left_of_scores(self, mQ, mK) -> Int64:
+        """Bytes of what blocks leave of dS. mQ, mK: (S,D,H,B)"""
+        return Int64(0)
+
+    def _load_with_queries(self, storage, values: Values, work: Work, head, block, stage, full):
+        """Into the stage of a tile of Q."""
+
+    def _bias_gradient(self, read: tuple, operands, start: Int64, scores: Int64, stream) -> None:
+        """dBias. scores: Where dS is left, if it is."""
+        TiledBiasGradient(self).launch(*read, operands, start, stream)
+
+    # Launch ------------------------------------------------------------------------------
 
     def _shares(self, mQ, mK, keys: Int32, batches: Int32) -> Int32:
         """Of each block of keys. mQ, mK: (S,D,H,B)"""
@@ -150,6 +170,9 @@ class SdpaBackward(BackwardConsumer):
             dq: cute.struct.Align[cute.struct.MemRange[Float32, m * d * self.staged], 128]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, m * self.q_stages], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, m * self.do_stages], 128]
+            bias: cute.struct.Align[
+                cute.struct.MemRange[Uint8, self.with_queries * self.q_stages], 1024
+            ]
             k_full: cute.struct.MemRange[Int64, 2]
             v_full: cute.struct.MemRange[Int64, 2]
             q_full: cute.struct.MemRange[Int64, 2 * self.q_stages]
@@ -176,7 +199,7 @@ class SdpaBackward(BackwardConsumer):
         """Of heads of keys of all sequences, how many take turns: one or two blocks for each
         multiprocessor, as few as L2 keeps the queries and the gradients of, and the same number
         in every turn if that is not far less. mQ: (S,D,H,B)"""
-        values = Values(self.scores.names, operands)
+        values = self._values(operands)
         queries = Int32(values["max_seqlen_q"]) if self.packed else mQ.shape[0]
         elements = (self.head_dim + self.head_dim_v) * self.element_type.width // 8
         row = elements + self.head_dim * Float32.width // 8  # dQ is added to in float32
@@ -226,7 +249,10 @@ class SdpaBackward(BackwardConsumer):
         pipelines = (
             tma_pipeline(storage.k_full, 1, n * d * element_bytes, readers),
             tma_pipeline(storage.v_full, 1, n * e * element_bytes, readers),
-            tma_pipeline(storage.q_full, self.q_stages, m * (d * element_bytes + 4), readers),
+            tma_pipeline(
+                *(storage.q_full, self.q_stages),
+                *(m * (d * element_bytes + 4) + self.with_queries, readers),
+            ),
             tma_pipeline(storage.do_full, self.do_stages, m * (e * element_bytes + 4), readers),
         )
         pipeline.pipeline_init_arrive((1, 1), is_relaxed=True)
@@ -234,7 +260,7 @@ class SdpaBackward(BackwardConsumer):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        values = Values(self.scores.names, operands)
+        values = self._values(operands)
         index, _, _ = cute.arch.block_idx()
         head, block = in_turn(index, blocks, heads, together)
         key_heads = mK.shape[2] * (shares if const_expr(self.shares_keys) else 1)
@@ -305,7 +331,7 @@ class SdpaBackward(BackwardConsumer):
         workspace,
     ):
         """One warp: K and V, then what the consumers need of each tile of queries."""
-        values = Values(self.scores.names, operands)
+        values = self._values(operands)
         space = self.space(workspace, mQ, values)
         pipeline_k, pipeline_v, pipeline_q, pipeline_do = pipelines
         m, n, d, e = self.tile_m, self.tile_n, self.head_dim, self.head_dim_v
@@ -338,6 +364,8 @@ class SdpaBackward(BackwardConsumer):
                 tile = self.tile_index(space, work.batch, head, sequence.first_query, block)
                 gQ, gdO = self._rows(mQ, mdO, batch, sequence, head, block)
                 self._load_rows(*queries, gQ, space, tile, q_state)
+                full = pipeline_q.producer_get_barrier(q_state)
+                self._load_with_queries(storage, values, work, head, block, q_state.index, full)
                 self._load_rows(*gradients, gdO, space, tile, do_state)
                 q_state.advance()
                 do_state.advance()
@@ -348,6 +376,8 @@ class SdpaBackward(BackwardConsumer):
                 tile = self.tile_index(space, work.batch, head, sequence.first_query, block)
                 gQ, gdO = self._rows(mQ, mdO, batch, sequence, head, block)
                 self._load_rows(*queries, gQ, space, tile, q_state)
+                full = pipeline_q.producer_get_barrier(q_state)
+                self._load_with_queries(storage, values, work, head, block, q_state.index, full)
                 if i == 0:
                     load(tma_v, gV, 0, sV, pipeline_v, one)
                 self._load_rows(*gradients, gdO, space, tile, do_state)

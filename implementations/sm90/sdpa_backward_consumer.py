@@ -104,7 +104,7 @@ class BackwardConsumer(BackwardPlan):
         left,
     ):
         """One of two groups: dK and dV of a block of keys. left: An address, for a share of it."""
-        values = Values(self.scores.names, operands)
+        values = self._values(operands)
         thread = cute.arch.thread_idx()[0] - GROUP
         fragments = self._fragments(storage, consumer)
         sums = self._sums()
@@ -153,6 +153,7 @@ class BackwardConsumer(BackwardPlan):
             self._leave(sums, left, shares > 1, thread)
             end = select(shares > 1, Int32(0), end)
         self._write(sums, storage, mdK, mdV, work, end, sequence, values, thread)
+        self._end_scores(context, mdK.shape[2] * shares)
 
     def _following(self, search, work: Work, sequence, values):
         tile = self.tile_m, self.tile_n
@@ -192,7 +193,8 @@ class BackwardConsumer(BackwardPlan):
             *(rows_and_columns(sums.S), context.local, turn.block * self.tile_m, work.first_key),
             *(work.batch, turn.head, self.transposed),
         )
-        self._powers(tile, self._numbers(context, context.storage.lse, turn.q), context)
+        lses = self._numbers(context, context.storage.lse, turn.q)
+        self._powers(self._with_bias(tile, turn, context), lses, context)
         kept = self._round_powers(tile, sums, context)
         if self.ds_stages == 1:
             self._meet()
@@ -209,7 +211,25 @@ class BackwardConsumer(BackwardPlan):
         cute.arch.fence_view_async_shared()
         if self.staged:
             await_copy()
+        self._await_scores(context)
         self._meet()
+        self._write_scores(turn, context)
+
+    # What scores have beside: nothing comes with the queries, and dS goes nowhere else -----
+
+    def _with_bias(self, tile: Tile, turn: Turn, context) -> Tile:
+        return tile
+
+    def _await_scores(self, context) -> None:
+        """All dS but the last one may be written over, by those who then meet."""
+
+    def _write_scores(self, turn: Turn, context) -> None:
+        """dS of a tile, which all have met to find in shared memory."""
+
+    def _end_scores(self, context, key_heads: Int32) -> None:
+        """Behind all tiles. key_heads: That heads of queries are dealt out to."""
+
+    # Turns -------------------------------------------------------------------------------
 
     def _store(self, rounded, tiles, turn: Turn, context) -> None:
         tile = tiles[None, None, turn.ds]

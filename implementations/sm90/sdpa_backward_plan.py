@@ -134,10 +134,13 @@ class BackwardPlan(Known):
         searches: Whether tiles that a table hides are left out. In a fixed order they are not:
             those that wait count the blocks before them.
         swaps_dkv, swaps_dq: Whether gradients stand as head dimension × keys or queries.
+        with_queries: Bytes of a stage of Q that are for something else.
         shared_memory_bytes: Of a block.
 
     Raises ValueError for a design that cannot be built.
     """
+
+    with_queries = 0
 
     def __init__(
         self,
@@ -228,7 +231,12 @@ class BackwardPlan(Known):
         elements = n * (d + e) + m * (self.q_stages * d + self.do_stages * e)
         elements += self.ds_stages * m * n * (1 if self.transposed else 2)
         floats = m * (self.q_stages + self.do_stages) + (m * d if self.staged else 0)
-        return elements * self.element_type.width // 8 + floats * _FLOAT_BYTES + _BARRIER_BYTES
+        found = elements * self.element_type.width // 8 + floats * _FLOAT_BYTES
+        return found + self.q_stages * self.with_queries + _BARRIER_BYTES
+
+    def _values(self, operands: tuple) -> Values:
+        """What the main launch takes beside matrices."""
+        return Values(self.scores.names, operands)
 
     # The workspace -----------------------------------------------------------------------
 

@@ -6,13 +6,14 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Int32
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import warp
 from cutlass.tensor_utils import LayoutEnum
 
 from ..common.attention.scores import Tile, rows_and_columns
 from ..common.attention.values import Values
 from ..common.threads import GROUP
 from .sdpa_forward import SdpaForward, SdpaForwardPaged
+from .sdpa_loads import load_scores, scores_modes, tma_load
 from .sdpa_rows import load_vector
 
 #: What operands are called that the host adds: the atom that copies a tile of the bias, and the
@@ -44,15 +45,8 @@ class StagedBias:
 
     @cute.jit
     def with_operands(self, mQ, mK, mV, mO, operands, workspace, multiprocessors: Int32, stream):
-        mBias = Values(self.scores.names, operands)["bias"]
-        # (B,H,S_q,S_kv) seen as (S_q,S_kv,H,B).
-        mBias = cute.make_tensor(mBias.iterator, cute.select(mBias.layout, mode=[2, 3, 1, 0]))
-        tma, coordinates = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            mBias,
-            cute.slice_(self._bias_layout(), (None, None, 0)),
-            self._bias_tile,
-        )
+        mBias = scores_modes(Values(self.scores.names, operands)["bias"])
+        tma, coordinates = tma_load(mBias, self._bias_layout(), self._bias_tile)
         SdpaForward.with_operands(
             self,
             *(mQ, mK, mV, mO, (*operands, tma, coordinates)),
@@ -98,25 +92,12 @@ class StagedBias:
 
     def _load_keys(self, keys: tuple, block, stages, state, work, values: Values) -> None:
         super()._load_keys(keys, block, stages, state, work, values)
-        of_all, place = values[_COORDINATES], work.place
-        head, batch = (
-            cutlass.min(index, Int32(extent) - 1)
-            for index, extent in zip((place.head, place.batch), of_all.shape[2:], strict=True)
-        )
+        place = work.place
         row = place.query // self.tile_m if self.of_queries else Int32(0)
-        tiles = cute.local_tile(of_all[None, None, head, batch], self._bias_tile, (row, None))
-        destination, source = cpasync.tma_partition(
-            values[_TMA],
-            0,
-            cute.make_layout(1),
-            cute.group_modes(values[_SHARED], 0, 2),
-            cute.group_modes(tiles, 0, 2),
-        )
-        cute.copy(
-            values[_TMA],
-            source[None, block],
-            destination[None, state.index],
-            tma_bar_ptr=stages.producer_get_barrier(state),
+        load_scores(
+            *(values[_TMA], values[_COORDINATES], self._bias_tile),
+            *((place.batch, place.head, row, block), values[_SHARED], state.index),
+            stages.producer_get_barrier(state),
         )
 
     # Consumers ---------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """How tiles of attention's operands come to shared memory on Hopper: by TMA, stage by stage."""
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 
@@ -38,6 +40,32 @@ def tma_pipeline(barriers, stages: int, tx_count: int, readers: int) -> pipeline
 def load(tma, tiles: cute.Tensor, index, shared: cute.Tensor, stages, state) -> None:
     """One of (rows, columns, tiles) into its stage, when that is empty."""
     stages.producer_acquire(state)
+    _copy(tma, tiles, index, shared, state.index, stages.producer_get_barrier(state))
+
+
+def scores_modes(tensor: cute.Tensor) -> cute.Tensor:
+    """(B,H,S_q,S_kv) of scores, seen as (S_q,S_kv,H,B)."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 3, 1, 0]))
+
+
+def load_scores(
+    tma, coordinates: cute.Tensor, tiler, place: tuple, shared, stage, barrier: cute.Pointer
+) -> None:
+    """A tile of what is added to scores, into a stage that is empty.
+
+    coordinates: (S_q,S_kv,H,B); of modes of extent 1 all have the same.
+    place: (batch, head, row, column), the last two counted in tiles.
+    """
+    batch, head, row, column = place
+    head, batch = (
+        cutlass.min(index, Int32(extent) - 1)
+        for index, extent in zip((head, batch), coordinates.shape[2:], strict=True)
+    )
+    tiles = cute.local_tile(coordinates[None, None, head, batch], tiler, (row, None))
+    _copy(tma, tiles, column, shared, stage, barrier)
+
+
+def _copy(tma, tiles: cute.Tensor, index, shared: cute.Tensor, stage, barrier) -> None:
     destination, source = cpasync.tma_partition(
         tma,
         0,
@@ -45,9 +73,4 @@ def load(tma, tiles: cute.Tensor, index, shared: cute.Tensor, stages, state) -> 
         cute.group_modes(shared, 0, 2),
         cute.group_modes(tiles, 0, 2),
     )
-    cute.copy(
-        tma,
-        source[None, index],
-        destination[None, state.index],
-        tma_bar_ptr=stages.producer_get_barrier(state),
-    )
+    cute.copy(tma, source[None, index], destination[None, stage], tma_bar_ptr=barrier)

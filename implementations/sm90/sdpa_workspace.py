@@ -10,11 +10,22 @@ PERMUTED = 16  # keys that change places, see `ValuesAcross`
 ENTRY_NUMBERS = 4  # of a `Listing`, 32 bits each
 
 _FLOAT_BYTES = _NUMBER_BYTES = 4
+_ELEMENT_BYTES, _VECTOR = 2, 8  # of 16 bits, and how many 16 bytes are
 
 
 def part_bytes(rows: int, columns: int, numbers: int) -> int:
     """Of the rows of a part in float32, and of some numbers of each."""
     return rows * (columns + numbers) * _FLOAT_BYTES
+
+
+def left_pitch(keys: Any) -> Any:
+    """Elements from one row of dS to the next, where blocks leave it: whole vectors."""
+    return (keys + _VECTOR - 1) // _VECTOR * _VECTOR
+
+
+def left_scores_bytes(batches: Any, heads: Any, queries: Any, keys: Any) -> Any:
+    """Of dS in 16 bits."""
+    return batches * heads * queries * left_pitch(keys) * _ELEMENT_BYTES
 
 
 class Listing(NamedTuple):

@@ -185,6 +185,8 @@ CASES = [
 def designs() -> list[tuple[Case, Any]]:
     found = []
     for kernel in (*kernels(), *kernels(F16)):
+        if kernel.metadata.design.bias != "read":  # see test_sm90_bias_gradient
+            continue
         sizes = (1, 2, 1, 150, 140, *kernel.metadata.design.head_dim)
         name, element = kernel.metadata.design.label(), kernel.metadata.operands.Q.dtype.name
         found.append((Case(f"{name}, {element}", sizes, element=element, keywords=CAUSAL), kernel))

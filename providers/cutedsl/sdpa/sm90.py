@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import SdpaArguments
 from kernel_api.artifact import CompiledArtifact
-from kernel_api.errors import ArgumentError
 from kernel_api.metadata import SdpaOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.kernel import WorkspaceFinder
-from kernel_api.providers.cutedsl.sdpa import model
+from kernel_api.providers.cutedsl.sdpa import biases, model
 from kernel_api.providers.cutedsl.sdpa.base import (
     AttentionDesign,
     AttentionKernel,
@@ -37,7 +36,6 @@ _TILES = {
     (256, 256): ((128, 80), (128, 64)),
 }
 _STAGES = 2
-_VECTOR = 16  # bytes that TMA asks addresses and pitches to be multiples of
 #: (queries, keys), head dimensions that there is room for, and blocks of a multiprocessor: while
 #: one begins or ends a tile, which is most of the time of short sequences, the others multiply.
 _SHARING = (
@@ -275,7 +273,7 @@ class Sm90SdpaForward(Sm90SdpaOf16Bits):
         "and rows of multiples of 16 bytes"
     )
     def _(design: ForwardDesign, args: SdpaArguments) -> bool | Miss:
-        return design.bias == "read" or _comes_with_keys(args, of_queries=design.bias == "tiles")
+        return design.bias == "read" or biases.comes_by_tma(args, of_queries=design.bias == "tiles")
 
     @rule("a bias that comes with keys leaves 192 queries no registers to look for bounds")
     def _(design: ForwardDesign, args: SdpaArguments) -> bool | Miss:
@@ -288,7 +286,7 @@ class Sm90SdpaForward(Sm90SdpaOf16Bits):
         bias = args.further.get("bias")
         if not args.is_paged or bias is None or design.bias != "read":
             return True
-        near = f"would match with a bias of bfloat16 and rows at multiples of {_VECTOR} bytes"
+        near = f"would match with a bias of bfloat16 and rows at multiples of {biases.VECTOR} bytes"
         fits = (design.head_dim, design.tile_shape) in _BIASED_IN_PAGES
         return fits or Miss(f"bias is {bias.dtype}", near)
 
@@ -313,22 +311,10 @@ class Sm90SdpaForward(Sm90SdpaOf16Bits):
         launch = super()._launcher(args, artifact)
         if self._design.bias == "read":
             return launch
-        of_queries = self._design.bias == "tiles"
-
-        def launch_biased(*tensors: Any, **others: Any) -> None:
-            bias = others["bias"]
-            if len(bias.shape) == 4 and of_queries == _is_one_row(bias.shape, bias.stride()):
-                expected = "a row for each query" if of_queries else "one row for all queries"
-                raise ArgumentError(
-                    f"bias has shape {tuple(bias.shape)} and strides {bias.stride()}; the launch "
-                    f"is prepared for {expected}: prepare another one"
-                )
-            launch(*tensors, **others)
-
-        return launch_biased
+        return biases.checked(launch, of_queries=self._design.bias == "tiles")
 
     def aligned_values(self, args: Any) -> dict[str, int]:
-        return {} if self._design.bias == "read" else {"bias": _VECTOR}
+        return {} if self._design.bias == "read" else {"bias": biases.VECTOR}
 
     def _built(
         self,
@@ -353,26 +339,6 @@ class Sm90SdpaForward(Sm90SdpaOf16Bits):
             options |= {"bias_type": bias_type, "of_queries": design.bias == "tiles"}
         found: Callable[..., None] = forward(*self._design_values(scores), **options)
         return found
-
-
-def _comes_with_keys(args: SdpaArguments, *, of_queries: bool) -> bool | Miss:
-    """Whether TMA copies a bias; of_queries: in tiles with a row for each query."""
-    bias = args.further.get("bias")
-    if bias is None:
-        return Miss("there is none")
-    if bias.dtype.bits != 16:
-        return Miss(f"bias is {bias.dtype}", "would match with bias of bfloat16")
-    *_, rows, keys = bias.shape
-    if keys != args.S_kv or of_queries == _is_one_row(bias.shape, bias.stride):
-        return Miss(f"bias has {rows} x {keys} for {args.S_q} queries and {args.S_kv} keys")
-    if bias.unit_mode != -1 or bias.alignment < _VECTOR or keys % (_VECTOR // bias.dtype.itemsize):
-        return Miss(f"bias is {bias}", f"would match with rows at multiples of {_VECTOR} bytes")
-    return True
-
-
-def _is_one_row(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Of a bias, whether all queries have the same."""
-    return shape[-2] == 1 or stride[-2] == 0
 
 
 OPERANDS_FP8 = operands_of(Q="e4m3", K="e4m3", V="e4m3", out="f16 | bf16")

@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 
 from kernel_api import _workspaces
 from kernel_api.arguments import SdpaBackwardArguments
+from kernel_api.artifact import CompiledArtifact
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import SdpaBackwardOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.kernel import WorkspaceFinder
+from kernel_api.providers.cutedsl.sdpa import biases
 from kernel_api.providers.cutedsl.sdpa.base import (
     WHY_ALIGNED,
     AttentionDesign,
@@ -36,17 +38,25 @@ class AttentionGradientDesign(AttentionDesign):
         early: What is issued before its turn: ``values``, ``scores``, of both or none; see the
             implementation.
         staged: Whether dQ is added by bulk copies, or by threads.
+        bias: How one comes to the scores: it is ``read`` where it lies, or comes to shared memory
+            with the queries, in ``tiles``.
+        bias_gradient: How it is made: from scores that are computed ``again``, or of what blocks
+            have, which is stored in ``tiles``, or left in the workspace for ``sums``.
     """
 
     gradient_stages: int
     score_stages: int
     early: tuple[str, ...] = ()
     staged: bool = False
+    bias: str = "read"
+    bias_gradient: str = "again"
 
     def label(self) -> str:
         stages = f"x{self.gradient_stages}x{self.score_stages}"
         early = "".join(f"_early_{name}" for name in self.early)
-        return f"{super().label()}{stages}{early}{'_staged' if self.staged else ''}"
+        found = f"{super().label()}{stages}{early}{'_staged' if self.staged else ''}"
+        found += "" if self.bias == "read" else f"_bias_{self.bias}"
+        return found + ("" if self.bias_gradient == "again" else f"_dbias_{self.bias_gradient}")
 
 
 def _designs(
@@ -65,6 +75,14 @@ def _designs(
     ]
 
 
+def _biased(room: tuple[int, int], tile: tuple[int, int]) -> list[AttentionGradientDesign]:
+    """To whose scores tiles of a bias come, by what becomes of its gradient."""
+    return [
+        AttentionGradientDesign(tile, room, 2, 2, 2, bias="tiles", bias_gradient=how)
+        for how in ("again", "tiles", "sums")
+    ]
+
+
 _NOTHING, _SCORES, _VALUES, _BOTH = (), ("scores",), ("values",), ("values", "scores")
 #: Those of each room for which registers suffice; the first are expected to be the fastest.
 _DESIGNS = (
@@ -79,6 +97,8 @@ _DESIGNS = (
     *_designs((256, 256), (64, 80), (2, 1, 2), _SCORES, _NOTHING, staged=(False,)),
     *_designs((256, 256), (64, 64), (2, 2, 1), _SCORES, _NOTHING, staged=(False,)),
     *_designs((256, 256), (64, 48), (2, 2, 2), _NOTHING, staged=(False,)),
+    *_biased((64, 64), (64, 128)),
+    *_biased((128, 128), (64, 128)),
 )
 
 #: Of rooms that have a tile of fewer keys: how many changes of scores the wider ones have registers
@@ -90,6 +110,11 @@ _CROWDED_BY = {
     "bias": {"left", "left_end", "seq_lens_q"},
     "block_shape": {"blocks"},
 }
+#: The same where tiles of a bias come with queries.
+_CROWDED_BESIDE_TILES = {(128, 128): {"softcap", "block_shape"}}
+
+#: Bytes of dS that blocks leave in the workspace at most.
+_MOST_LEFT = 2 << 30
 
 _NAMES = ("Q", "K", "V", "out", "dO", "dQ", "dK", "dV")
 
@@ -112,6 +137,10 @@ _OTHER_RATES = 1.62e12
 _ALONE = {64: (5.9e-6, 3.3e-6), 128: (9.7e-6, 1.5e-6), 192: (14e-6, 1e-6), 256: (19e-6, 0.2e-6)}
 #: Bytes per second of what is left where blocks share keys, and seconds of who adds it up.
 _LEFT, _ADDING_UP = 3.3e12, 1.5e-6
+#: How much longer products take where scores have a bias, by how that comes to them.
+_BIASED = {"read": 1.7, "tiles": 1.2}
+#: Seconds for each score of its gradient.
+_OF_BIAS = {"again": 4e-12, "tiles": 0.7e-12, "sums": 1.4e-12}
 
 
 @CuTeDSLProvider.register
@@ -165,7 +194,7 @@ class Sm90SdpaBackward(AttentionKernel):
         "leave fewer keys at once"
     )
     def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
-        return _has_fewer_keys(design) or not _is_crowded(design.head_dim, args)
+        return _has_fewer_keys(design) or not _is_crowded(design, args)
 
     @rule(
         "a band of packed sequences, of heads of 192, leaves registers where scores of the next "
@@ -175,19 +204,64 @@ class Sm90SdpaBackward(AttentionKernel):
         crowded = design.head_dim == (192, 192) and not design.early and args.is_packed
         return not (crowded and args.bounds) or bool(changes(args))
 
+    @rule(
+        "a bias comes with queries if it has 16 bits, a row for each of them, and rows of "
+        "multiples of 16 bytes"
+    )
+    def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool | Miss:
+        return design.bias == "read" or biases.comes_by_tma(args, of_queries=True)
+
+    @rule(
+        "blocks have what a gradient of a bias is made of where scores are products to which it "
+        "is added, all tiles are computed, and the gradient has 16 bits"
+    )
+    def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool | Miss:
+        return design.bias_gradient == "again" or _is_of_blocks(args)
+
+    @rule(
+        "blocks store a gradient of a bias if it has all modes, the type of Q, and rows of "
+        "multiples of 16 bytes"
+    )
+    def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool | Miss:
+        return design.bias_gradient != "tiles" or biases.goes_by_tma(args)
+
+    @rule("what blocks leave of the gradients of scores takes 2 GiB at most")
+    def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool | Miss:
+        left = _left_of_scores(design, args.Q.shape, args.K.shape)
+        return left <= _MOST_LEFT or Miss(f"it would take {left / (1 << 30):.1f} GiB")
+
     @rule("bulk copies add dQ in any order")
     def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
         return not (design.staged and args.deterministic)
 
     def implementation_for(self, args: Any) -> Callable[..., None]:
-        return self._built(self.scores(args), deterministic=args.deterministic)
+        options: dict[str, Any] = {"deterministic": args.deterministic}
+        if self._design.bias == "tiles":
+            options["bias_type"] = args.further["bias"].dtype.cutlass
+        return self._built(self.scores(args), **options)
 
-    def _built(self, scores: Any, *, deterministic: bool = False) -> Callable[..., None]:
-        from kernel_api.implementations.sm90.sdpa_backward import SdpaBackward
+    def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
+        launch = super()._launcher(args, artifact)
+        if self._design.bias == "tiles":
+            launch = biases.checked(launch, of_queries=True)
+        if self._design.bias_gradient == "tiles":
+            launch = biases.checked_gradient(launch)
+        return launch
+
+    def aligned_values(self, args: Any) -> dict[str, int]:
+        by_tma = {"bias": self._design.bias, "dBias": self._design.bias_gradient}
+        return {name: biases.VECTOR for name, how in by_tma.items() if how == "tiles"}
+
+    def _built(self, scores: Any, **options: Any) -> Callable[..., None]:
+        from kernel_api.implementations.sm90 import sdpa_backward, sdpa_backward_tiles
 
         design = self._design
         q: Any = self.metadata.operands.tensors["Q"].dtype
-        found: Callable[..., None] = SdpaBackward(
+        gradient: Any = sdpa_backward.SdpaBackward
+        if "bias_type" in options:
+            gradient = sdpa_backward_tiles.SdpaBackwardBiased
+            options["gradient"] = design.bias_gradient
+        found: Callable[..., None] = gradient(
             design.head_dim,
             design.tile_shape,
             (design.stages, design.gradient_stages, design.score_stages),
@@ -195,7 +269,7 @@ class Sm90SdpaBackward(AttentionKernel):
             scores,
             early=frozenset(design.early),
             staged=design.staged,
-            deterministic=deterministic,
+            **options,
         )
         return found
 
@@ -223,6 +297,7 @@ class Sm90SdpaBackward(AttentionKernel):
             _workspaces.ZEROED
             + tiles * (floats * _workspaces.PART_BYTES + 2 * _workspaces.COUNTER_BYTES)
             + left
+            + _left_of_scores(design, Q, K)
         )
 
     def _shares(self, blocks: int, sharing: int, packed: bool) -> int:
@@ -241,6 +316,8 @@ class Sm90SdpaBackward(AttentionKernel):
         (queries, keys), (wide, wide_v) = design.tile_shape, design.head_dim
         rate = _RATES.get((wide, design.tile_shape), _OTHER_RATES)
         tile = queries * keys * (3 * wide + 2 * wide_v) / rate
+        if "bias" in args.further:
+            tile *= _BIASED[design.bias]
         blocks, sharing = args.B * args.H_kv * -(-args.S_kv // keys), args.H // max(args.H_kv, 1)
         shares = self._shares(blocks, sharing, args.is_packed)
         found, begin = _ALONE[wide]
@@ -254,6 +331,8 @@ class Sm90SdpaBackward(AttentionKernel):
         found += args.B * args.H * args.S_q * (12 * wide + 4 * wide_v) / _BANDWIDTH
         if shares > 1:
             found += _ADDING_UP + 2 * _left_bytes(shares * blocks, design) / _LEFT
+        if "dBias" in args.further:
+            found += args.B * args.H * args.S_q * args.S_kv * _OF_BIAS[design.bias_gradient]
         return float(found)
 
 
@@ -264,18 +343,44 @@ def _left_bytes(blocks: int, design: AttentionGradientDesign) -> int:
     return int(ALIGNMENT + blocks * share_bytes(design.tile_shape[1], design.head_dim))
 
 
+def _left_of_scores(design: AttentionGradientDesign, *shapes: tuple[int, ...]) -> int:
+    """Bytes that blocks leave of dS. shapes: of Q and K."""
+    from kernel_api.implementations.sm90.sdpa_backward_shares import ALIGNMENT
+    from kernel_api.implementations.sm90.sdpa_workspace import left_scores_bytes
+
+    if design.bias_gradient != "sums":
+        return 0
+    Q, K = shapes
+    return int(ALIGNMENT + left_scores_bytes(*Q[:3], K[2]))
+
+
+def _is_of_blocks(args: SdpaBackwardArguments) -> bool | Miss:
+    """Whether dS is what dBias is made of."""
+    if "dBias" not in args.further:
+        return Miss("there is none")
+    if args.softcap is not None or args.score is not None:
+        return Miss("scores are changed before")
+    if args.block_shape is not None:
+        return Miss("there is a table of blocks")
+    gradient = args.further["dBias"]
+    near = f"would match with dBias of {args.Q.dtype}"
+    return gradient.dtype.bits == 16 or Miss(f"dBias is {gradient.dtype}", near)
+
+
 def _has_fewer_keys(design: AttentionGradientDesign) -> bool:
     """Than the others of its room."""
     _, keys = _CROWDED.get(design.head_dim, (0, 0))
     return design.tile_shape[1] == keys
 
 
-def _is_crowded(room: tuple[int, int], args: SdpaBackwardArguments) -> bool:
+def _is_crowded(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
     """Whether the wider tiles of a room would spill, or draw random numbers one by one."""
-    found = changes(args)
+    found, room = changes(args), design.head_dim
     most, _ = _CROWDED.get(room, (len(found) + 1, 0))
     if "dropout" in found and max(room) <= 128:
         return True
+    if design.bias == "tiles":
+        return not _CROWDED_BESIDE_TILES.get(room, set()).isdisjoint(found)
     if len(found) != most:
         return len(found) > most
     beside = {*args.bounds, *args.further}
