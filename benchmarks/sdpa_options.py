@@ -412,7 +412,7 @@ SINK = Option(
 )  # fmt: skip
 SLOPES = Option(
     "alibi", lambda problem, device: {
-        "alibi": -drawn(problem.H, device=device, dtype=torch.float32).abs() / 8
+        "alibi": drawn(problem.H, device=device, dtype=torch.float32).abs() / 8
     },
     _with_slopes, {"torch's flash": by_flash},
 )  # fmt: skip

@@ -65,12 +65,17 @@ class Problem(sdpa_options.Problem):
 
     def peers(self) -> dict[str, attention.Peer]:
         return {
-            name: Gradients(peer, self.of_bias)
+            name: Gradients(peer, self.of_bias, self.is_precise(peer))
             for name, peer in super().peers().items()
             # Behind this operator there are no gradients; cuDNN has none of a bias.
             if getattr(peer, "func", peer) is not sdpa_options.by_flash
             and not (self.of_bias and name == "cuDNN")
         }
+
+    def is_precise(self, peer: attention.Peer) -> bool:
+        """Beside a sink, flex_attention's gradients are of an O that was rounded before: of the
+        first rows not much is left."""
+        return getattr(peer, "comparable", True) and "sink" not in self.option.name
 
     def compared(self, args: Any) -> list[torch.Tensor]:
         names = ("dQ", "dK", "dV", *(("dBias",) if self.of_bias else ()))
@@ -94,9 +99,9 @@ class Problem(sdpa_options.Problem):
 class Gradients:
     """Of what a peer computes, by torch.autograd."""
 
-    def __init__(self, peer: attention.Peer, of_bias: bool) -> None:
+    def __init__(self, peer: attention.Peer, of_bias: bool, comparable: bool) -> None:
         self._peer, self._of_bias = peer, of_bias
-        self.comparable = getattr(peer, "comparable", True)
+        self.comparable = comparable
 
     def __call__(self, args: Any) -> Callable[[], Any]:
         import torch._functorch.config  # is loaded with a compiler

@@ -31,6 +31,11 @@ def bias(draw):
     return draw.random(1, draw.H, draw.S_q, draw.S_kv)
 
 
+def wide_bias(draw):
+    """That is read where it lies."""
+    return bias(draw).float()
+
+
 DROPOUT, SOFTCAP = {"dropout": Dropout(0.1, 1, 2)}, {"softcap": 5.0}
 BIAS, ALIBI = {"bias": bias}, {"alibi": lambda d: d.wides(d.H)}
 EVERYTHING = {
@@ -60,7 +65,7 @@ def keys(args):
 
 
 @pytest.mark.parametrize("room", NARROW)
-@pytest.mark.parametrize("options", [{}, SOFTCAP, BIAS, ALIBI])
+@pytest.mark.parametrize("options", [{}, SOFTCAP, {"bias": wide_bias}, ALIBI])
 @pytest.mark.parametrize("length", (64, 512, 4096))
 def test_narrow_heads_have_128_keys_at_once(room, options, length):
     found = keys(meta(room, length, **options))
@@ -86,7 +91,9 @@ def test_the_widest_heads_have_fewer_keys_at_once_where_all_comes_together():
     ("options", "found"),
     [
         ({**SOFTCAP, **ALIBI}, {64}),
-        ({**BIAS, "mask": WINDOW}, {64}),
+        ({"bias": wide_bias, "mask": WINDOW}, {64}),
+        ({**BIAS, "mask": WINDOW}, {128, 64}),
+        ({**BIAS, **SOFTCAP}, {64}),
         ({**SOFTCAP, "deterministic": True}, {64}),
         ({**SOFTCAP, "mask": CAUSAL}, {64}),
         ({"mask": table}, {64}),

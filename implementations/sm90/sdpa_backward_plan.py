@@ -209,8 +209,10 @@ class BackwardPlan(Known):
             self.dk_product = Product(one, (n, d), True, True, False, from_registers=True)
             self.dv_product = Product(one, (n, e), True, True, False, from_registers=True)
         elif self.swaps_dkv:
-            self.dk_product = Product(one, (d, n), True, False, True)
-            self.dv_product = Product(one, (e, n), True, False, True)
+            self.dk_product, self.dv_product = (
+                Product(one, (wide, n), wide % (CONSUMERS * WGMMA_M) == 0, False, True)
+                for wide in (d, e)
+            )
         else:
             self.dk_product = Product(one, (n, d), False, True, False)
             self.dv_product = Product(one, (n, e), False, True, False)
@@ -218,13 +220,14 @@ class BackwardPlan(Known):
             self.dq_product = Product(one, (d, m), True, False, True)
         else:
             by_rows = m == CONSUMERS * WGMMA_M
-            self.dq_product = Product(
-                one, (m, d), by_rows, self.transposed, False, parts=2 if self.swaps_dkv else 1
-            )
+            parts = 2 if self.swaps_dkv and d % (CONSUMERS * 2 * WGMMA_M) == 0 else 1
+            self.dq_product = Product(one, (m, d), by_rows, self.transposed, False, parts=parts)
 
     def span(self, columns: int) -> int:
         """Columns of rows that are side by side in shared memory: a consumer has whole ones."""
-        return gcd(columns if self.transposed or self.swaps_dkv else columns // CONSUMERS, 64)
+        if self.transposed or (self.swaps_dkv and columns % 128 == 0):
+            return gcd(columns, 64)
+        return gcd(columns // CONSUMERS, 64)
 
     def _shared_memory_bytes(self) -> int:
         m, n, d, e = self.tile_m, self.tile_n, self.head_dim, self.head_dim_v

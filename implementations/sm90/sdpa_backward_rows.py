@@ -364,9 +364,14 @@ class RowTile(Known):
         atom = cute.make_copy_atom(
             cute.nvgpu.CopyUniversalOp(), self.element_type, num_bits_per_copy=128
         )
-        for i in cutlass.range(self.rows * across // (CONSUMERS * GROUP), unroll=4):
-            index = i * CONSUMERS * GROUP + thread
-            row, column = index // across, index % across
+        at_once = CONSUMERS * GROUP // across  # rows; a remainder of threads has none
+        own, column = thread // across, thread % across
+        if own >= at_once:
+            end = Int32(0)
+        for i in cutlass.range(-(-self.rows // at_once), unroll=4):
+            row = i * at_once + own
+            if self.rows % at_once:
+                end = cutlass.min(end, first + self.rows)
             if (first + row < end) & (column * vector < mX.shape[1]):
                 fragment = cute.make_rmem_tensor(vector, self.element_type)
                 source = cute.local_tile(tile, (1, vector), (row, column))

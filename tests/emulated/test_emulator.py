@@ -98,6 +98,8 @@ def test_the_high_half_of_a_product_is_that_of_whole_numbers(signed):
         ("lop3.b32 %r9, 0b1100, 0b1010, 0b0110, 0xE8", 0b1110),
         ("prmt.b32 %r9, 0x33221100, 0x77665544, 0x7250", 0x77225500),
         ("prmt.b32 %r9, 0x33221180, 0x77665544, 0x8888", 0xFFFFFFFF),
+        ("dp2a.lo.u32.s32 %r9, 0xFFFF0002, 0xFE03, 5", 11 - 2 * 0xFFFF + (1 << 32)),
+        ("dp2a.hi.s32.u32 %r9, 0xFFFF0002, 0xFE030000, 5", 11 - 0xFE + (1 << 32)),
         ("bfe.u32 %r9, 0xABCD, 4, 8", 0xBC),
         ("bfe.s32 %r9, 0xABCD, 4, 8", MINUS - 0x44),
         ("bfi.b32 %r9, 0xFF, 0x11111111, 8, 4", 0x11111F11),

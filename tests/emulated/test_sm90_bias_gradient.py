@@ -18,7 +18,6 @@ from support.sdpa_cases import F16, Case, on_meta
 import kernel_api as ka
 from kernel_api import masks
 from kernel_api.dtypes import dtype
-from kernel_api.errors import ArgumentError
 from kernel_api.verification import FACTOR_REORDERED, conduct, judge
 
 pytestmark = pytest.mark.compile

@@ -138,7 +138,10 @@ def arguments_for(
     tensors = [operand.tensor for operand in forward.operands]
     dO = draw.results().to(out.dtype)
     written = draw.queries(read=False), draw.keys(read=False), draw.values(read=False)
-    return BACKWARD(*tensors[:3], tensors[3].copy_(draw.results()), dO, lse, *written)
+    further = {"bias": options["bias"]} if "bias" in options else {}
+    if getattr(kernel.metadata.design, "bias_gradient", "again") != "again":
+        further["dBias"] = torch.empty_like(options["bias"])
+    return BACKWARD(*tensors[:3], tensors[3].copy_(draw.results()), dO, lse, *written, **further)
 
 
 # Loops -----------------------------------------------------------------------------------

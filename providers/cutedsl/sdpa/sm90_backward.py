@@ -75,11 +75,13 @@ def _designs(
     ]
 
 
-def _biased(room: tuple[int, int], tile: tuple[int, int]) -> list[AttentionGradientDesign]:
+def _biased(
+    room: tuple[int, int], tile: tuple[int, int], *gradients: str
+) -> list[AttentionGradientDesign]:
     """To whose scores tiles of a bias come, by what becomes of its gradient."""
     return [
         AttentionGradientDesign(tile, room, 2, 2, 2, bias="tiles", bias_gradient=how)
-        for how in ("again", "tiles", "sums")
+        for how in gradients
     ]
 
 
@@ -92,26 +94,39 @@ _DESIGNS = (
     *_designs((128, 128), (64, 128), (2, 2, 2), _SCORES, _VALUES, _NOTHING),
     *_designs((128, 128), (80, 128), (2, 2, 2), _NOTHING, staged=(False,)),
     *_designs((128, 128), (64, 64), (2, 2, 2), _NOTHING, staged=(False,)),
+    *_designs((192, 128), (64, 112), (2, 2, 2), _SCORES, _NOTHING, staged=(False,)),
     *_designs((192, 128), (64, 64), (2, 2, 2), _SCORES, _NOTHING, staged=(False,)),
+    *_designs((192, 192), (64, 96), (2, 2, 2), _SCORES, _NOTHING, staged=(False,)),
     *_designs((192, 192), (64, 64), (2, 2, 2), _SCORES, _NOTHING, staged=(False,)),
     *_designs((256, 256), (64, 80), (2, 1, 2), _SCORES, _NOTHING, staged=(False,)),
     *_designs((256, 256), (64, 64), (2, 2, 1), _SCORES, _NOTHING, staged=(False,)),
     *_designs((256, 256), (64, 48), (2, 2, 2), _NOTHING, staged=(False,)),
-    *_biased((64, 64), (64, 128)),
-    *_biased((128, 128), (64, 128)),
+    *_biased((64, 64), (64, 128), "again", "tiles", "sums"),
+    *_biased((64, 64), (64, 64), "again"),
+    *_biased((128, 128), (64, 128), "again", "tiles", "sums"),
+    *_biased((128, 128), (64, 64), "again"),
 )
 
 #: Of rooms that have a tile of fewer keys: how many changes of scores the wider ones have registers
 #: for, and keys of that tile.
-_CROWDED = {(64, 64): (2, 64), (128, 128): (1, 64), (256, 256): (4, 48)}
+_CROWDED = {
+    (64, 64): (2, 64),
+    (128, 128): (1, 64),
+    (192, 128): (1, 64),
+    (192, 192): (1, 64),
+    (256, 256): (4, 48),
+}
 #: Beside what registers do not suffice for so many, by the change.
 _CROWDED_BY = {
     "softcap": {"left", "left_end", "right", "right_end"},
     "bias": {"left", "left_end", "seq_lens_q"},
     "block_shape": {"blocks"},
 }
-#: The same where tiles of a bias come with queries.
-_CROWDED_BESIDE_TILES = {(128, 128): {"softcap", "block_shape"}}
+#: Changes that registers never suffice for, by the room and how a bias comes to the scores.
+_NEVER_WIDE = {
+    ((128, 128), "tiles"): {"softcap", "block_shape"},
+    ((192, 128), "read"): {"softcap", "dropout", "alibi"},
+}
 
 #: Bytes of dS that blocks leave in the workspace at most.
 _MOST_LEFT = 2 << 30
@@ -129,6 +144,8 @@ _RATES = {
     (64, (64, 64)): 1.6e12,
     (128, (64, 128)): 2.34e12,
     (128, (80, 128)): 2.15e12,
+    (192, (64, 112)): 2.15e12,
+    (192, (64, 96)): 2.0e12,
     (256, (64, 80)): 1.95e12,
     (256, (64, 48)): 1.57e12,
 }
@@ -138,9 +155,9 @@ _ALONE = {64: (5.9e-6, 3.3e-6), 128: (9.7e-6, 1.5e-6), 192: (14e-6, 1e-6), 256: 
 #: Bytes per second of what is left where blocks share keys, and seconds of who adds it up.
 _LEFT, _ADDING_UP = 3.3e12, 1.5e-6
 #: How much longer products take where scores have a bias, by how that comes to them.
-_BIASED = {"read": 1.7, "tiles": 1.2}
-#: Seconds for each score of its gradient.
-_OF_BIAS = {"again": 4e-12, "tiles": 0.7e-12, "sums": 1.4e-12}
+_BIASED = {"read": 1.9, "tiles": 1.2}
+#: Seconds for its gradient, and for each score of that.
+_OF_BIAS = {"again": (10e-6, 5e-12), "tiles": (0.0, 0.7e-12), "sums": (3e-6, 1.4e-12)}
 
 
 @CuTeDSLProvider.register
@@ -332,7 +349,8 @@ class Sm90SdpaBackward(AttentionKernel):
         if shares > 1:
             found += _ADDING_UP + 2 * _left_bytes(shares * blocks, design) / _LEFT
         if "dBias" in args.further:
-            found += args.B * args.H * args.S_q * args.S_kv * _OF_BIAS[design.bias_gradient]
+            at_least, of_score = _OF_BIAS[design.bias_gradient]
+            found += at_least + args.B * args.H * args.S_q * args.S_kv * of_score
         return float(found)
 
 
@@ -379,8 +397,10 @@ def _is_crowded(design: AttentionGradientDesign, args: SdpaBackwardArguments) ->
     most, _ = _CROWDED.get(room, (len(found) + 1, 0))
     if "dropout" in found and max(room) <= 128:
         return True
+    if not _NEVER_WIDE.get((room, design.bias), set()).isdisjoint(found):
+        return True
     if design.bias == "tiles":
-        return not _CROWDED_BESIDE_TILES.get(room, set()).isdisjoint(found)
+        return False
     if len(found) != most:
         return len(found) > most
     beside = {*args.bounds, *args.further}

@@ -5,6 +5,7 @@ The table is written out by type, so that an unknown modifier is an unknown inst
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -174,6 +175,21 @@ def _bfi(a: Array, b: Array, position: Array, length: Array) -> Array:
     return (a.astype(np.uint64) << position & field | b & ~field).astype(np.uint32)
 
 
+def _dp2a(first: int, signed: tuple[bool, bool]) -> Callable[[Array, Array, Array], Array]:
+    """Both halves of a times two bytes of b, the first of which is named, added to c."""
+
+    def add(a: Array, b: Array, c: Array) -> Array:
+        result = c.astype(np.int64)
+        for i in range(2):
+            half, byte = a >> 16 * i & 0xFFFF, b >> 8 * (first + i) & 0xFF
+            half = (half.astype(np.int64) ^ 1 << 15) - (1 << 15) if signed[0] else half
+            byte = (byte.astype(np.int64) ^ 1 << 7) - (1 << 7) if signed[1] else byte
+            result = result + half.astype(np.int64) * byte.astype(np.int64)
+        return result.astype(np.uint32)
+
+    return add
+
+
 def _funnel(left: bool, clamp: bool) -> Callable[[Array, Array, Array], Array]:
     def shift(low: Array, high: Array, amount: Array) -> Array:
         amount = (np.minimum(amount, 32) if clamp else amount & 31).astype(np.uint64)
@@ -196,6 +212,10 @@ _define("prmt.b32", U32, (U32, U32, U32), _prmt)
 _define("bfe.u32", U32, (U32, U32, U32), _bfe)
 _define("bfe.s32", SIGNED["s32"], (SIGNED["s32"], U32, U32), _bfe)
 _define("bfi.b32", U32, (U32, U32, U32, U32), _bfi)
+for _a, _b in itertools.product("us", repeat=2):
+    for _part, _first in (("lo", 0), ("hi", 2)):
+        _signed = _a == "s", _b == "s"
+        _define(f"dp2a.{_part}.{_a}32.{_b}32", U32, (U32, U32, U32), _dp2a(_first, _signed))
 for _side in "lr":
     for _mode in ("wrap", "clamp"):
         _define(

@@ -198,7 +198,28 @@ def _program(before: str, kernel: re.Match[str], body: str) -> Program:
     if together := re.search(r"\.minnctapersm\s+(\d+)", kernel[3]):
         program.blocks_together = int(together[1])
     _Body(program).read(before, body)
+    program.instructions = _with_any_bytes(program.instructions)
     return program
+
+
+_ANY_BYTES = Immediate(0xA5A5A5A5)
+
+
+def _with_any_bytes(instructions: list[Instruction]) -> list[Instruction]:
+    """Of vectors of bytes the compiler leaves out those that nobody looks at: `prmt` puts them
+    together of registers which nothing writes. They hold anything."""
+    permutes = [one for one in instructions if one.name.startswith("prmt")]
+    others = (one.registers() for one in instructions if not one.name.startswith("prmt"))
+    known = set().union(*others, *(_registers(one.operands[0]) for one in permutes))
+
+    def replaced(one: Instruction) -> Instruction:
+        if not one.name.startswith("prmt") or one.registers() <= known:
+            return one
+        target, *sources = one.operands
+        read = (s if _registers(s) <= known else _ANY_BYTES for s in sources)
+        return replace(one, operands=(target, *read))
+
+    return [replaced(one) for one in instructions]
 
 
 _STATEMENT = re.compile(
