@@ -13,7 +13,7 @@ from ..common.rows import matrix_row
 from .sdpa_backward_plan import BackwardPlan
 from .sdpa_workspace import left_pitch
 
-_VECTOR = 8  # elements of 16 bits
+_VECTOR, _ELEMENT_BYTES = 8, 2  # elements of 16 bits
 
 
 def left_scores(element_type, address: Int64, mQ, mK) -> cute.Tensor:
@@ -86,8 +86,21 @@ class BiasSums:
                     row = matrix_row(own, first + i * self.at_once, column, queries, _VECTOR)
                     for j, element in enumerate(row.load(0)):
                         sums[i, j] = sums[i, j] + element
-        for i in cutlass.range_constexpr(rows):
+        self._write(sums, mBias[batch, head, None, None], first, column)
+
+    @cute.jit
+    def _write(self, sums: cute.Tensor, mBias: cute.Tensor, first: Int32, column: Int32):
+        """mBias: (S_q,S_kv); in vectors where they are at multiples of their size."""
+        queries, keys = mBias.shape
+        pitch, step = (Int64(one) for one in mBias.stride)
+        odd = (mBias.iterator.toint() // _ELEMENT_BYTES) | pitch | Int64(keys)
+        in_vectors = (odd % _VECTOR == 0) & (step == 1)
+        for i in cutlass.range_constexpr(cute.size(sums, mode=[0])):
             row = first + i * self.at_once
-            for j in cutlass.range_constexpr(_VECTOR):
-                if (row < queries) & (column + j < keys):
-                    mBias[batch, head, row, column + j] = sums[i, j].to(mBias.element_type)
+            elements = [sums[i, j] for j in range(_VECTOR)]
+            if in_vectors:
+                matrix_row(mBias, row, column, queries, _VECTOR).store(0, elements)
+            else:
+                for j in cutlass.range_constexpr(_VECTOR):
+                    if (row < queries) & (column + j < keys):
+                        mBias[row, column + j] = elements[j].to(mBias.element_type)
