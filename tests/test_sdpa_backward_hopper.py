@@ -22,9 +22,13 @@ WINDOW = masks.SlidingWindow(50, 9) & masks.SlidingWindow(None, 12, "bottom_righ
 MOST_SECONDS, MOST_OF_PLAIN = 5.0, 6.0
 
 
-def table(draw):
-    shape = -(-draw.S_q // 128), -(-draw.S_kv // 128)
-    return masks.BlockSparse(torch.ones(1, 1, *shape, dtype=torch.bool, device="meta"))
+PARITY = masks.MaskMod(lambda b, h, q, kv: (q + kv) % 2 == 0)
+
+
+def table(draw, size=128):
+    shape = -(-draw.S_q // size), -(-draw.S_kv // size)
+    entries = torch.ones(1, 1, *shape, dtype=torch.bool, device="meta")
+    return masks.BlockSparse(entries, (size, size))
 
 
 def bias(draw):
@@ -96,7 +100,11 @@ def test_the_widest_heads_have_fewer_keys_at_once_where_all_comes_together():
         ({**BIAS, **SOFTCAP}, {64}),
         ({**SOFTCAP, "deterministic": True}, {64}),
         ({**SOFTCAP, "mask": CAUSAL}, {64}),
-        ({"mask": table}, {64}),
+        ({"mask": table}, {128, 64}),
+        ({"mask": lambda d: table(d) & PARITY}, {128, 64}),
+        ({"mask": lambda d: table(d, 64)}, {64}),
+        ({"mask": table, "deterministic": True}, {64}),
+        ({"mask": table, **SOFTCAP}, {64}),
         ({**ALIBI, "mask": WINDOW}, {128, 64}),
         ({"mask": WINDOW, "deterministic": True}, {128, 64}),
     ],

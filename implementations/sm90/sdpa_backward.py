@@ -18,10 +18,10 @@ from ..common.work_split import COUNTER_BYTES
 from .sdpa_backward_bias import TiledBiasGradient
 from .sdpa_backward_consumer import BackwardConsumer
 from .sdpa_backward_keys import KeyGradients
-from .sdpa_backward_plan import CONSUMERS, tile_layout
+from .sdpa_backward_plan import CONSUMERS, FOUND, tile_layout
 from .sdpa_backward_rows import QueryGradients, RowSums, SinkGradients
 from .sdpa_backward_shares import shares_of
-from .sdpa_backward_work import Work, search_of
+from .sdpa_backward_work import Work, following, search_of
 from .sdpa_loads import load, tma_load, tma_pipeline
 from .sdpa_parts import choose
 from .sdpa_tiles import in_turn
@@ -176,6 +176,7 @@ class SdpaBackward(BackwardConsumer):
             k_full: cute.struct.MemRange[Int64, 2]
             v_full: cute.struct.MemRange[Int64, 2]
             q_full: cute.struct.MemRange[Int64, 2 * self.q_stages]
+            found: cute.struct.MemRange[Int32, FOUND]
             do_full: cute.struct.MemRange[Int64, 2 * self.do_stages]
 
         self.shared_storage = SharedStorage
@@ -359,17 +360,24 @@ class SdpaBackward(BackwardConsumer):
         if const_expr(self.searches):
             load(tma_v, gV, 0, sV, pipeline_v, one)
             search = self._following(search_of(), work, sequence, values)
-            while search.index < work.total:
-                head, block = work.place(search.index)
+            index = search.index
+            # Behind the last one comes a tile of Q that tells of none; it may be any.
+            while index <= work.total:
+                self._tell(index, storage, q_state)
+                head, block = work.place(cutlass.min(index, work.total - 1))
                 tile = self.tile_index(space, work.batch, head, sequence.first_query, block)
                 gQ, gdO = self._rows(mQ, mdO, batch, sequence, head, block)
                 self._load_rows(*queries, gQ, space, tile, q_state)
                 full = pipeline_q.producer_get_barrier(q_state)
                 self._load_with_queries(storage, values, work, head, block, q_state.index, full)
-                self._load_rows(*gradients, gdO, space, tile, do_state)
                 q_state.advance()
-                do_state.advance()
-                search = self._following(search, work, sequence, values)
+                if index < work.total:
+                    self._load_rows(*gradients, gdO, space, tile, do_state)
+                    do_state.advance()
+                    search = self._following(search, work, sequence, values)
+                    index = search.index
+                else:
+                    index = work.total + 1
         else:
             head, block = work.first_head, work.first
             for i in cutlass.range(work.total, unroll=1):
@@ -384,6 +392,15 @@ class SdpaBackward(BackwardConsumer):
                 q_state.advance()
                 do_state.advance()
                 head, block = work.following(head, block)
+
+    def _following(self, search, work: Work, sequence, values):
+        tile = self.tile_m, self.tile_n
+        return following(search, work, sequence, values, self.scores.block_shape, tile)
+
+    def _tell(self, index: Int32, storage, state) -> None:
+        """Which tile is the next one, before its stage of Q is asked for: by every lane, of which
+        one then arrives at the barrier of that stage."""
+        storage.found.get_tensor(cute.make_layout(FOUND))[state.count % FOUND] = index
 
     def _rows(self, mQ, mdO, batch, sequence, head, block) -> tuple:
         """Of Q and of dO: a tile of queries."""

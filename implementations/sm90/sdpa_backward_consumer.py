@@ -15,7 +15,7 @@ from ..common.attention.softmax import LOG2_E, power_of_two
 from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.threads import GROUP
-from .sdpa_backward_plan import CONSUMERS, BackwardPlan, tile_layout, transposed_layout
+from .sdpa_backward_plan import CONSUMERS, FOUND, BackwardPlan, tile_layout, transposed_layout
 from .sdpa_backward_rows import (
     RowTile,
     add_accumulators,
@@ -26,7 +26,7 @@ from .sdpa_backward_rows import (
     store_accumulators,
     store_matrices,
 )
-from .sdpa_backward_work import Work, following, search_of
+from .sdpa_backward_work import Work
 
 TOGETHER = 1  # the named barrier of all consumers
 OWN = 2  # one for each, from this one on
@@ -132,15 +132,15 @@ class BackwardConsumer(BackwardPlan):
                 self._form(turn, fragments, sums, context)
                 self._apply(turn, None, fragments, sums, context)
             elif const_expr(self.searches):
-                search = self._following(search_of(), work, sequence, values)
-                while search.index < work.total:
-                    head, block = work.place(search.index)
+                index = self._told(turn, context)
+                while index < work.total:
+                    head, block = work.place(index)
                     turn = turn._replace(head=head, block=block)
                     self._begin_scores(turn, fragments, sums, context)
                     self._form(turn, fragments, sums, context)
                     self._apply(turn, None, fragments, sums, context)
                     turn = self._next_turn(turn, work)
-                    search = self._following(search, work, sequence, values)
+                    index = self._told(turn, context)
             else:
                 for _ in cutlass.range(work.total, unroll=1):
                     self._begin_scores(turn, fragments, sums, context)
@@ -155,9 +155,11 @@ class BackwardConsumer(BackwardPlan):
         self._write(sums, storage, mdK, mdV, work, end, sequence, values, thread)
         self._end_scores(context, mdK.shape[2] * shares)
 
-    def _following(self, search, work: Work, sequence, values):
-        tile = self.tile_m, self.tile_n
-        return following(search, work, sequence, values, self.scores.block_shape, tile)
+    def _told(self, turn: Turn, context) -> Int32:
+        """Which tile the producer has found for a turn; it has waited for its Q."""
+        context.pipelines[2].consumer_wait(turn.q)
+        places = context.storage.found.get_tensor(cute.make_layout(FOUND))
+        return cute.arch.make_warp_uniform(places[turn.q.count % FOUND])
 
     def _first_turn(self, work: Work) -> Turn:
         consumer = pipeline.PipelineUserType.Consumer
@@ -400,8 +402,8 @@ class BackwardConsumer(BackwardPlan):
             tile.values[row, column] = power_of_two(exponent)
 
     def _hide(self, tile: Tile, context) -> None:
-        if self.scores.hides_anywhere:
-            self.scores.hide(tile, context.sequence, context.values)
+        if self.hides_by_table or self.scores.functions.visible is not None:
+            self._hide_all(tile, context)
         else:
             self._hide_in_part(tile.values, tile.local, tile.first_query, tile.head, context)
 
@@ -414,7 +416,11 @@ class BackwardConsumer(BackwardPlan):
             tile = Tile(
                 *(scores, local, first_query, work.first_key, work.batch, head, self.transposed)
             )
-            self.scores.hide(tile, context.sequence, context.values)
+            self._hide_all(tile, context)
+
+    def _hide_all(self, tile: Tile, context) -> None:
+        by_table = self.hides_by_table
+        self.scores.hide(tile, context.sequence, context.values, by_table=by_table)
 
     def _round_powers(self, tile: Tile, sums: Sums, context) -> cute.Tensor | None:
         """What values are multiplied with. Returns that of the scores where some are dropped."""

@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource, SmemLayoutAtomKind
 
 from ..common.attention.blocks import are_searched
+from ..common.attention.entries import are_whole
 from ..common.attention.scores import Scores
 from ..common.attention.values import Values
 from ..common.threads import GROUP
@@ -21,7 +22,11 @@ from .sdpa_backward_shares import ALIGNMENT, may_share, share_bytes
 
 CONSUMERS = 2  # warp groups that multiply
 
-_BARRIER_BYTES = 256
+#: Places for tiles that the producer finds, in turn: more than stages of Q, so that it can write
+#: one before it asks for the stage.
+FOUND = 4
+
+_BARRIER_BYTES = 256  # and those places
 
 _FLOAT_BYTES = 4
 _COUNTER_BYTES = 4
@@ -133,6 +138,7 @@ class BackwardPlan(Known):
         shares_keys: Whether several blocks may have some of the heads of the same keys each.
         searches: Whether tiles that a table hides are left out. In a fixed order they are not:
             those that wait count the blocks before them.
+        hides_by_table: Whether a tile that is computed may have keys that the table hides.
         swaps_dkv, swaps_dq: Whether gradients stand as head dimension × keys or queries.
         with_queries: Bytes of a stage of Q that are for something else.
         shared_memory_bytes: Of a block.
@@ -180,6 +186,8 @@ class BackwardPlan(Known):
         self.keys_end_early = self.packed or "seq_lens_kv" in names
         self.has_slopes = "softcap" in names or scores.functions.score is not None
         self.searches = not deterministic and are_searched(scores.block_shape, tile)
+        found_whole = self.searches and are_whole(scores.block_shape, tile)
+        self.hides_by_table = "blocks" in names and not found_whole
         self._check()
         self._plan_products()
         self.shared_memory_bytes = self._shared_memory_bytes()
@@ -187,6 +195,8 @@ class BackwardPlan(Known):
             raise ValueError(f"a block takes {self.shared_memory_bytes} bytes of shared memory")
 
     def _check(self) -> None:
+        if self.q_stages >= FOUND:
+            raise ValueError(f"there are no more than {FOUND - 1} stages of Q")
         if "scores" in self.early and self.q_stages < 2:
             raise ValueError("scores of the next queries need a second stage of Q")
         if "values" in self.early and not self.transposed:

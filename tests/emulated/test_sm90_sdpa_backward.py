@@ -110,6 +110,16 @@ def of_bias(*modes: int, **further: Any) -> dict[str, Any]:
     return {"options": biased(*modes), "gradient": lambda d: {**gradient(d), **further}}
 
 
+def sparse_whole(draw: Draw) -> dict[str, Any]:
+    """Tiles meet one entry each; a function hides more, and of the last keys there is nothing."""
+    rows, columns = -(-draw.S_q // 128), -(-draw.S_kv // 128)
+    table = draw.random(draw.B, draw.H, rows, columns) > 0.3
+    table[..., 1, 0] = True
+    table[..., -1] = False
+    shown = masks.MaskMod(lambda b, h, q, kv: (q + kv) % 5 != 2)
+    return {"mask": masks.BlockSparse(table, (128, 128)) & shown}
+
+
 #: Those in front are run every time.
 CASES = [
     Case("causal", (1, 1, 1, 130, 140, 128, 128), (64, 128), keywords=CAUSAL),
@@ -164,6 +174,9 @@ CASES = [
     Case("blocks, in order", (1, 2, 1, 70, 140, 64, 64), (64, 128), options=blocks,
          gradient=in_order),
     Case("blocks, few seen", (1, 6, 1, 330, 150, 64, 64), (64, 128), options=sparse),
+    Case("whole blocks", (1, 4, 2, 330, 390, 128, 128), (64, 128), options=sparse_whole),
+    Case("whole blocks, padded", (2, 2, 2, 330, 390, 64, 64), (64, 128), options=sparse_whole,
+         lengths=((330, 20), (250, 390))),
     Case("blocks, few seen, padded", (2, 4, 2, 200, 100, 192, 128), (64, 64), options=sparse,
          lengths=((200, 70), (100, 30))),
     Case("dBias", (2, 4, 2, 70, 40, 128, 128), (64, 128), **of_bias(0, 1, 2, 3)),

@@ -118,14 +118,14 @@ _CROWDED = {
 }
 #: Beside what registers do not suffice for so many, by the change.
 _CROWDED_BY = {
-    "softcap": {"left", "left_end", "right", "right_end"},
-    "bias": {"left", "left_end", "seq_lens_q"},
+    "softcap": {"left", "left_end", "right", "right_end", "blocks"},
+    "bias": {"left", "left_end", "seq_lens_q", "blocks"},
     "block_shape": {"blocks"},
 }
 #: Changes that registers never suffice for, by the room and how a bias comes to the scores.
 _NEVER_WIDE = {
     ((128, 128), "tiles"): {"softcap", "block_shape"},
-    ((192, 128), "read"): {"softcap", "dropout", "alibi"},
+    ((192, 128), "read"): {"softcap", "dropout", "alibi", "block_shape"},
 }
 
 #: Bytes of dS that blocks leave in the workspace at most.
@@ -385,6 +385,14 @@ def _is_of_blocks(args: SdpaBackwardArguments) -> bool | Miss:
     return gradient.dtype.bits == 16 or Miss(f"dBias is {gradient.dtype}", near)
 
 
+def _finds_whole(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
+    """Whether of tiles that a table does not hide it hides nothing."""
+    from kernel_api.implementations.common.attention.entries import are_whole
+
+    entry = args.block_shape
+    return entry is not None and not args.deterministic and are_whole(entry, design.tile_shape)
+
+
 def _has_fewer_keys(design: AttentionGradientDesign) -> bool:
     """Than the others of its room."""
     _, keys = _CROWDED.get(design.head_dim, (0, 0))
@@ -394,6 +402,8 @@ def _has_fewer_keys(design: AttentionGradientDesign) -> bool:
 def _is_crowded(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
     """Whether the wider tiles of a room would spill, or draw random numbers one by one."""
     found, room = changes(args), design.head_dim
+    if _finds_whole(design, args):
+        found.remove("block_shape")
     most, _ = _CROWDED.get(room, (len(found) + 1, 0))
     if "dropout" in found and max(room) <= 128:
         return True
