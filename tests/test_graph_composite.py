@@ -41,7 +41,7 @@ from support.composite_attention import (
     window,
 )
 
-from kernel_api.providers.reference.philox import uniform_apart
+from kernel_api.providers.reference.philox import halves_apart, uniform_apart
 from kernel_api.verification import compare
 
 # What becomes one kernel -----------------------------------------------------------------
@@ -96,7 +96,8 @@ def rows_of_tokens(w):
 
 
 def kept_by_dropout(p, seed, offset):
-    return (uniform_apart(seed, offset, (B * H, S, T), "cpu") >= p).reshape(B, H, S, T)
+    drawn = halves_apart(seed, offset, (B * H, torch.arange(S), T), "cpu")
+    return (drawn >= p).reshape(B, H, S, T)
 
 
 def with_dropout(order, masked=False):

@@ -372,7 +372,7 @@ def dropping():
         for band, mask in BANDS.items()
         for kernel in offered(name, room, dropout=DROPOUT, mask=mask)
         # There is no smaller tile.
-        if (name, room) != (FP8, (256, 256)) and not (room == (128, 128) and band == "causal")
+        if (name, room) != (FP8, (256, 256))
         if kernel.metadata.operands.Q.dtype != torch.float16
     ]
 

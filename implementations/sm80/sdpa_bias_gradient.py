@@ -150,7 +150,7 @@ class BiasGradient:
         tile = Tile(rows_and_columns(found), places, first_query, first_key, batch, head)
         powers = recomputed(
             self.scores, tile, found, TileStatistics(lse, delta), sequence, values, extents.heads,
-            Boolean(True),
+            Boolean(True), self.columns,
         )  # fmt: skip
         differentiate(tile, powers, gradients, delta)
         sums.store(sums.load() + found.load())

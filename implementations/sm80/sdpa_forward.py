@@ -215,7 +215,7 @@ class SdpaForward:
         update(softmax, tile.values, factors)
         _multiply_rows(rO, factors)
         if const_expr(self.scores.drops):
-            self.scores.drop(tile, heads, values)
+            self.scores.drop(tile, heads, values, keys=self.tile[1])
 
     def _sum(self, mine: Products, rO, rS, memory_v, stage) -> None:
         mine.of_registers(rO, mine.left_operand(rS), self.v.transposed(memory_v, stage))

@@ -13,6 +13,7 @@ from ..common.attention.scores import Scores, Tile, rows_and_columns
 from ..common.attention.sequences import Sequence, keys_seen, queries_seeing, sequence_of
 from ..common.attention.values import Values
 from ..common.conversion import select
+from .mma import MMA_M
 from .sdpa_gradients import TileStatistics, differentiate, differentiate_changes, recomputed
 from .sdpa_rows import RowStatistics, row_statistics
 from .sdpa_tiles import (
@@ -315,6 +316,7 @@ class GradientPass:
         found = recomputed(
             self.scores, tile, rS, statistics, work.sequence, work.values, work.extents.heads,
             (block < work.full_begin) | (block >= work.full_end),
+            MMA_M if self.of_keys else self.columns,
         )  # fmt: skip
         if const_expr("dV" in self.names):
             visited = self.visited[1].transposed(memory.visited[1], stage)

@@ -46,11 +46,13 @@ def recomputed(
     values: Values,
     heads: Int32,
     partly: Boolean,
+    keys: int,
 ) -> Recomputed:
     """Of products, which become probabilities.
 
     tile: Of the accumulators.
     partly: Whether a query may not see a key.
+    keys: That the first key of each warp is a multiple of.
     """
     products, multiplier = None, Float32(LOG2_E)
     if const_expr(scores.plain):
@@ -68,7 +70,7 @@ def recomputed(
     if const_expr(scores.drops):
         keep = cute.make_rmem_tensor(accumulators.layout, Float32)
         keep.fill(1.0)
-        scores.drop(tile.of(rows_and_columns(keep)), heads, values)
+        scores.drop(tile.of(rows_and_columns(keep)), heads, values, keys=keys)
     return Recomputed(products, accumulators, keep)
 
 

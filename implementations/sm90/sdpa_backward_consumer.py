@@ -429,7 +429,10 @@ class BackwardConsumer(BackwardPlan):
             return None
         kept = cute.make_rmem_tensor_like(sums.S)
         kept.store(sums.S.load())
-        self.scores.drop(tile.of(rows_and_columns(kept)), context.space.heads, context.values)
+        self.scores.drop(
+            *(tile.of(rows_and_columns(kept)), context.space.heads, context.values),
+            keys=self.warp_keys,
+        )
         _round(kept, sums.P)
         return rows_and_columns(kept)
 

@@ -15,7 +15,7 @@ from ..common.attention.blocks import are_searched
 from ..common.attention.entries import are_whole
 from ..common.attention.scores import Scores
 from ..common.attention.values import Values
-from ..common.threads import GROUP
+from ..common.threads import GROUP, WARP
 from .mma import WGMMA_M
 from .plan import SHARED_MEMORY
 from .sdpa_backward_shares import ALIGNMENT, may_share, share_bytes
@@ -193,6 +193,11 @@ class BackwardPlan(Known):
         self.shared_memory_bytes = self._shared_memory_bytes()
         if self.shared_memory_bytes > SHARED_MEMORY:
             raise ValueError(f"a block takes {self.shared_memory_bytes} bytes of shared memory")
+
+    @property
+    def warp_keys(self) -> int:
+        """Side by side among its scores."""
+        return WGMMA_M * WARP // GROUP if self.transposed else self.tile_n // CONSUMERS
 
     def _check(self) -> None:
         if self.q_stages >= FOUND:

@@ -312,7 +312,7 @@ class ForwardConsumer(SdpaOutput):
     def _store_powers(self, tOrP, tSrS, tile: Tile, tiles: Tiles, values: Values) -> None:
         """The numerators of probabilities, as the second product reads them."""
         if self.scores.drops:
-            self.scores.drop(tile, tiles.heads, values, scaled=False)
+            self.scores.drop(tile, tiles.heads, values, keys=self.tile_n, scaled=False)
         # In pieces of registers that the second product takes: others would be put together anew.
         for first in range(0, cute.size(tSrS), _PIECE):
             powers = cute.make_tensor(tSrS.iterator + first, cute.make_layout(_PIECE))

@@ -138,7 +138,7 @@ class SdpaForwardFp8(Descaled, PagedKeys, SdpaForward):
         """A thread has 2 neighbours of every 8 columns, and is to have 4 of every 16: it takes its
         pairs of two as if they were one, which the keys of V were moved for."""
         if self.scores.drops:
-            self.scores.drop(tile, tiles.heads, values, scaled=False)
+            self.scores.drop(tile, tiles.heads, values, keys=self.tile_n, scaled=False)
         for first in range(0, cute.size(tSrS), _PIECE):
             # (pair, of two blocks of 8 columns; row; half of 32 columns)
             order = cute.make_layout((2, 2, 2, 2), stride=(1, 4, 2, 8))

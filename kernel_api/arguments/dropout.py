@@ -19,13 +19,15 @@ _LARGEST = (1 << 63) - 1
 class Dropout(Described):
     """A probability P of attention becomes P / (1 − p) with probability 1 − p, else 0.
 
-    Kept is what has u ≥ p, for u = (word >> 8) · 2⁻²⁴ of Philox4x32-10 under key ``seed`` and a
-    counter of 32, 32 and 64 bits
+    Kept is what has u ≥ p, for u = half · 2⁻¹⁶ of Philox4x32-10 under key ``seed`` and a counter of
+    32, 32 and 64 bits
 
-        (j // 4, i, offset + b · H + h)
+        (4 · (j // 32) + (j mod 8) // 2, i, offset + b · H + h)
 
     of which query i and key j (by their indices within sequence b) of query head h take word
-    j mod 4. The same three numbers give the backward pass the same zeros.
+    (j mod 32) // 8: its lower half for even j, its upper half for odd j. So the probability of a
+    zero is p rounded up to a multiple of 2⁻¹⁶; what is kept is divided by 1 − p all the same. The
+    same three numbers give the backward pass the same zeros.
 
     Args:
         p: From 0 up to, not including, 1.

@@ -11,6 +11,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
+_HALF = 0xFFFF
 
 
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
@@ -57,17 +58,47 @@ def uniform_apart(seed: Any, offset: Any, extents: tuple[int, int, int], device:
     import torch
 
     batches, rows, columns = extents
-    groups = torch.arange(-(-columns // 4), device=device)
-    row = torch.arange(rows, device=device).view(-1, 1)
+    row = torch.arange(rows, device=device)
+    words = _words_apart(seed, offset, (batches, row, -(-columns // 4)), device)
+    drawn = (words >> 8).double() * 2.0**-24
+    return drawn.flatten(-2)[..., :columns]
+
+
+def halves_apart(seed: Any, offset: Any, extents: tuple[int, Any, int], device: Any) -> Any:
+    """Random numbers in [0, 1), multiples of 2⁻¹⁶, as :class:`kernel_api.arguments.Dropout` says.
+
+    Args:
+        extents: Heads, queries (as a tensor of their indices) and keys. The first head draws by the
+            offset, each further one by the next.
+    """
+    import torch
+
+    heads, queries, keys = extents
+    groups = -(-keys // 32)
+    words = _words_apart(seed, offset, (heads, queries, 4 * groups), device)
+    # Of a group: from (pair of neighbours, block of 8, which of the pair) to the order of keys.
+    halves = torch.stack((words & _HALF, words >> 16), dim=-1)
+    halves = halves.view(heads, len(queries), groups, 4, 4, 2).transpose(-3, -2)
+    drawn = halves.double() * 2.0**-16
+    return drawn.flatten(-4)[..., :keys]
+
+
+def _words_apart(seed: Any, offset: Any, extents: tuple[int, Any, int], device: Any) -> Any:
+    """(l, m, n, 4) of counters (n, m, offset + l).
+
+    Args:
+        extents: How many l, which m, and how many n.
+    """
+    import torch
+
+    batches, rows, counters = extents
     key, (low, high) = (_words(state, device) for state in (seed, offset))
     low = low + torch.arange(batches, device=device).view(-1, 1, 1)
     high = (high + (low >> 32)) & _WORD
     counter = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
-        groups, row, low & _WORD, high
+        torch.arange(counters, device=device), rows.view(-1, 1), low & _WORD, high
     )
-    words = torch.stack(philox(tuple(counter), key), dim=-1)
-    drawn = (words >> 8).double() * 2.0**-24
-    return drawn.flatten(-2)[..., :columns]
+    return torch.stack(philox(tuple(counter), key), dim=-1)
 
 
 def _words(state: Any, device: Any) -> tuple[Any, Any]:

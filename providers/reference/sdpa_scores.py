@@ -14,7 +14,7 @@ from kernel_api.epilogue.graph import Graph, Node
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
 from kernel_api.providers.reference.epilogue import ELEMENTWISE, rounded
-from kernel_api.providers.reference.philox import philox
+from kernel_api.providers.reference.philox import halves_apart
 
 _MOST = torch.iinfo(torch.int64).max
 #: Scores that are held at a time.
@@ -22,8 +22,6 @@ _ELEMENTS = 1 << 24
 
 #: Scores of float32 below are −∞: no digits are left to tell them apart.
 _LEAST = -(2.0**26)
-
-_WORD = 0xFFFFFFFF
 
 
 class Rows(NamedTuple):
@@ -266,19 +264,11 @@ class Attention(Arithmetic):
         if dropout is None:
             return None
         seed, offset = (_integer(one) for one in (dropout.seed, dropout.offset))
-        i, _ = self._places(rows)
-        heads = torch.arange(self.args.H, device=self.device).view(-1, 1, 1)
-        low = (offset & _WORD) + rows.b * self.args.H + heads
-        high = ((offset >> 32) + (low >> 32)) & _WORD
-        groups = torch.arange(-(-rows.keys // 4), device=self.device).view(1, 1, -1)
-        counter = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
-            groups, i, low & _WORD, high
-        )
-        key = tuple(torch.tensor((seed >> bits) & _WORD, device=low.device) for bits in (0, 32))
-        words = torch.stack(philox(tuple(counter), (key[0], key[1])), dim=-1).flatten(-2)
-        uniform = (words[..., : rows.keys] >> 8).double() * 2.0**-24
+        extents = (self.args.H, torch.arange(rows.start, rows.stop, device=self.device), rows.keys)
+        uniform = halves_apart(seed, offset + rows.b * self.args.H, extents, self.device)
         p = self.number(dropout.p)
-        return (uniform >= p).to(self.wide) / (1.0 - p)
+        kept = (uniform >= p).to(self.wide)
+        return kept / (1.0 - p) if p < 1.0 else kept  # as read, p may be 1
 
 
 def _integer(state: Any) -> int:

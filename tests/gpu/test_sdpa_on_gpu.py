@@ -11,7 +11,7 @@ import os
 
 import pytest
 import torch
-from support.sdpa import NAN, backward_of, philox, run
+from support.sdpa import NAN, backward_of, run, uniform
 from support.sdpa_grid import BF16, F8, KINDS, Case, Draw, cases, causal
 
 import kernel_api as ka
@@ -317,8 +317,7 @@ def test_both_passes_drop_what_the_generator_says(p, seed, offset, on_device):
     keep = ReferenceSdpa.exact(args)["out"] > 0.5 / N
     for b, h, i, j in ((0, 0, 0, 0), (1, 2, 63, 63), (1, 0, 3, 5), (0, 2, 50, 33), (1, 1, 9, 42)):
         stream = offset + b * args.H + h
-        words = philox((j // 4, i, stream & 0xFFFFFFFF, stream >> 32), seed)
-        assert bool(keep[b, h, i, j]) == ((words[j % 4] >> 8) * 2.0**-24 >= p)
+        assert bool(keep[b, h, i, j]) == (uniform(i, j, stream, seed) >= p)
     share = keep.double().mean().item()
     assert abs(share - (1 - p)) < 5 * math.sqrt(p * (1 - p) / keep.numel())
     heads = keep.view(-1, N, N)

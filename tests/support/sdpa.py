@@ -215,10 +215,15 @@ def kept(B: int, H: int, S_q: int, S_kv: int, p: float, seed: int, offset: int) 
             stream = offset + b * H + h
             for i in range(S_q):
                 for j in range(S_kv):
-                    words = philox((j // 4, i, stream & 0xFFFFFFFF, stream >> 32), seed)
-                    uniform = (words[j % 4] >> 8) * 2.0**-24
-                    found[b, h, i, j] = (uniform >= p) / (1 - p)
+                    found[b, h, i, j] = (uniform(i, j, stream, seed) >= p) / (1 - p)
     return found
+
+
+def uniform(i: int, j: int, stream: int, seed: int) -> float:
+    """What dropout draws for query i and key j; stream: its offset, and which head it is."""
+    counter = (j // 32 * 4 + j % 8 // 2, i, stream & 0xFFFFFFFF, stream >> 32)
+    word = philox(counter, seed)[j % 32 // 8]
+    return (word >> 16 if j % 2 else word & 0xFFFF) * 2.0**-16
 
 
 def philox(counter: tuple[int, int, int, int], seed: int) -> tuple[int, int, int, int]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float16, Float32, Int32, Int64
 
 from ..conversion import select
 from ..functions import functions_for
-from ..philox import least_word, philox, words_of_pairs
+from .dropout import Halves, kept_factor, least_half
 from .sequences import Sequence
 from .values import Values
 
@@ -95,6 +95,19 @@ class Tile(NamedTuple):
         compiler would keep sums with what is not in registers."""
         along, across = cute.crd2idx((row, column), self.local.layout)
         return int(along), int(across)
+
+    @property
+    def lines(self) -> list[list[tuple[int, int]]]:
+        """(row, column) of all scores, query by query."""
+        rows, columns = map(range, self.extents)
+        if self.transposed:
+            return [[(row, column) for row in rows] for column in columns]
+        return [[(row, column) for column in columns] for row in rows]
+
+    def keys_behind(self, row: int, column: int) -> int:
+        """How far the key of a score is behind the first one of this thread."""
+        _, keys = self._queries_and_keys(self.offset(row, column))
+        return keys
 
     def _queries_and_keys(self, pair: tuple) -> tuple:
         return pair[:: -1 if self.transposed else 1]
@@ -208,27 +221,26 @@ class Scores:
                     found = select(before == Float32(0.0), Float32(0.0), found)
                 tile.values[row, column] = found
 
-    def drop(self, tile: Tile, heads: Int32, values: Values, *, scaled: bool = True) -> None:
+    def drop(
+        self, tile: Tile, heads: Int32, values: Values, *, keys: int, scaled: bool = True
+    ) -> None:
         """What is dropped becomes 0.
 
+        keys: That the first key of each warp is a multiple of.
         scaled: Whether what is kept is divided by the probability that it is, see `kept_factor`.
         """
-        least = least_word(values.number("dropout_p"))
+        least = least_half(values.number("dropout_p"))
         factor = self.kept_factor(values) if scaled else None
-        rows, columns = tile.extents
-        for row in range(0, rows, 2):
-            for column in range(0, columns, 2):
-                drawn = self._drawn(tile, row, column, heads, values)
-                for half in range(2):
-                    for lane in range(2):
-                        at = row + half, column + lane
-                        kept = tile.values[at] * factor if scaled else tile.values[at]
-                        tile.values[at] = select(drawn[half][lane] >= least, kept, Float32(0.0))
+        for line in tile.lines:
+            halves = self._halves(tile, line[0], heads, values, keys)
+            for at in line:
+                kept = tile.values[at] * factor if scaled else tile.values[at]
+                drawn = halves(tile.keys_behind(*at))
+                tile.values[at] = select(drawn >= least, kept, Float32(0.0))
 
     def kept_factor(self, values: Values) -> Float32:
-        """Of what is kept; 0 of a probability that float32 rounds to 1."""
-        p = values.number("dropout_p")
-        return select(p < 1.0, 1.0 / (1.0 - p), Float32(0.0))
+        """Of what is kept."""
+        return kept_factor(values.number("dropout_p"))
 
     # Elements ----------------------------------------------------------------------------
 
@@ -317,17 +329,14 @@ class Scores:
         last = select(key < sequence.keys, last - query, Int32(-1))
         return None if high is None else key - high - query, last
 
-    def _drawn(self, tile: Tile, row: int, column: int, heads: Int32, values: Values) -> tuple:
-        """Random words of two columns of two rows."""
-        place = tile.place(row, column)
+    def _halves(
+        self, tile: Tile, at: tuple[int, int], heads: Int32, values: Values, keys: int
+    ) -> Halves:
+        """Random numbers of the query that a score has."""
+        place, (_, first) = tile.place(*at), tile.first
         seed = Int64(values.integer("dropout_seed"))
         offset = Int64(values.integer("dropout_offset")) + Int64(place.batch * heads + place.head)
-        if not tile.transposed:
-            queries = place.query, tile.place(row + 1, column).query
-            lane = cute.arch.lane_idx()
-            return words_of_pairs(place.key, queries, offset, seed, lane)
-        places = [[tile.place(row + half, column + lane) for lane in (0, 1)] for half in (0, 1)]
-        return tuple([_word(place, offset, seed) for place in pair] for pair in places)
+        return Halves(first, place.query, offset, seed, pairs=not tile.transposed, keys=keys)
 
 
 def _order(tile: Tile, *, by_columns: bool) -> list[tuple[int, int]]:
@@ -336,15 +345,6 @@ def _order(tile: Tile, *, by_columns: bool) -> list[tuple[int, int]]:
     if by_columns:
         return [(row, column) for column in range(columns) for row in range(rows)]
     return [(row, column) for row in range(rows) for column in range(columns)]
-
-
-def _word(place: Place, offset: Int64, seed: Int64) -> Uint32:
-    """Of one element, without its neighbours."""
-    words = philox(place.key // 4, place.query, offset, seed)
-    word = words[3]
-    for i in range(3):
-        word = select(place.key % 4 == i, words[i], word)
-    return word
 
 
 def _least(a: Int32, b: Int32) -> Int32:

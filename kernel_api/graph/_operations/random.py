@@ -36,12 +36,13 @@ class RandomMethods(Builder):
     ) -> Any:
         """Y of the given dim and stride (row-major by default); FLOAT unless a type is set.
 
-        Of u in [0, 1), which :class:`kernel_api.arguments.Dropout` of attention draws for the same
-        seed and offset: the last two modes are queries and keys, the others count heads. Of one
-        matrix :func:`kernel_api.epilogue.dropout` draws the same.
+        The last two modes are a matrix; each further one draws by the next offset. u in [0, 1) is
+        what :func:`kernel_api.epilogue.dropout` of one matrix draws for the same seed and offset.
 
         BERNOULLI
-            1 where u ≥ 1 − ``bernoulli_probability``, else 0: what dropout keeps.
+            1 where attention keeps by :class:`kernel_api.arguments.Dropout` of p = 1 −
+            ``bernoulli_probability`` and the same seed and offset, with matrices as its heads, rows
+            as queries and columns as keys; else 0.
         UNIFORM
             min + (max − min) · u.
         NORMAL
@@ -121,18 +122,20 @@ class Rng(Operation):
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         import torch
 
-        from kernel_api.providers.reference.philox import uniform_apart
+        from kernel_api.providers.reference.philox import halves_apart, uniform_apart
 
         state = [given[name] for name in ("seed", "offset")]
         device = next((one.device for one in state if hasattr(one, "device")), None)
         device = _device(node) if device is None else device
         dim = tuple(node["dim"])
         matrix = (1,) * (2 - len(dim)) + dim
-        extents = (math.prod(matrix[:-2]), matrix[-2], matrix[-1])
+        matrices, rows, columns = math.prod(matrix[:-2]), matrix[-2], matrix[-1]
         seed, offset = (_whole(one) for one in state)
-        u = uniform_apart(seed, offset, extents, device).reshape(dim)
         if node["distribution"] == "BERNOULLI":
-            return {"Y": (u >= 1.0 - node["probability"]).to(torch.float32)}
+            places = (matrices, torch.arange(rows, device=device), columns)
+            drawn = halves_apart(seed, offset, places, device).reshape(dim)
+            return {"Y": (drawn >= 1.0 - node["probability"]).to(torch.float32)}
+        u = uniform_apart(seed, offset, (matrices, rows, columns), device).reshape(dim)
         if node["distribution"] == "UNIFORM":
             low, high = node["uniform"]
             return {"Y": low + (high - low) * u}

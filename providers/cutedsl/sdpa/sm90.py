@@ -56,8 +56,7 @@ _BIASED_TILES = {
 }
 _BIASED_SHARING = (((64, 64), (64, 64), 3),)
 #: Scores of a tile, at most, where dropout draws a number for each. With a causal mask, kernels for
-#: sm_90a with more of them spill 24 to 192 bytes; those that are left spill nothing, but for 80 of
-#: (128, 128), which has no smaller tile.
+#: sm_90a with more of them spill up to 168 bytes; those that are left spill nothing.
 _MOST_DROPPED = {
     (64, 64): 128 * 128,
     (96, 96): 128 * 128,
@@ -71,7 +70,7 @@ _MOST_HIDDEN = {(64, 64): 128 * 128, (96, 96): 128 * 128, (128, 128): 128 * 128}
 #: The same where keys are in pages: more of them spill 8 bytes with a table of blocks.
 _MOST_IN_PAGES = {(128, 128): 128 * 160}
 #: Tiles that spill nothing where keys are in pages and there is a bias: others spill 8 to 128
-#: bytes. With dropout instead, the tile of (128, 128) spills 16 or 56.
+#: bytes. With dropout instead, the tile of (128, 128) spills 24 or 32 if a band is seen.
 _BIASED_IN_PAGES = (((96, 96), (192, 96)), ((256, 256), (128, 80)))
 
 
@@ -350,8 +349,8 @@ _FP8_TILES = {
     (128, 128): ((128, 128), (128, 160), (128, 192), (128, 224)),
     (256, 256): ((128, 128), (128, 96)),
 }
-#: The same of 8 bits: more of them spill 56 to 248 bytes, and 64 of (128, 128) are left. Of
-#: (256, 256) either tile spills something.
+#: The same of 8 bits: more of them spill up to 72 bytes. Of (256, 256) either tile spills something
+#: with a band.
 _MOST_DROPPED_FP8 = {(64, 64): 128 * 128, (128, 128): 128 * 128}
 _MOST_HIDDEN_FP8 = {(64, 64): 128 * 128, (128, 128): 128 * 160, (256, 256): 128 * 96}
 #: The same where keys are in pages: more of them spill 56 or 72 bytes if a window is seen.

@@ -400,7 +400,7 @@ def _has_fewer_keys(design: AttentionGradientDesign) -> bool:
 
 
 def _is_crowded(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
-    """Whether the wider tiles of a room would spill, or draw random numbers one by one."""
+    """Whether the wider tiles of a room would spill, or draw random numbers two by two."""
     found, room = changes(args), design.head_dim
     if _finds_whole(design, args):
         found.remove("block_shape")
