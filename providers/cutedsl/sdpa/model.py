@@ -98,6 +98,9 @@ _BY_ITSELF = 1.46
 _BIASED = {"read": 2.6, "tiles": 1.38, "rows": 1.07}
 _BIASED_TILES = {("read", 64, (192, 128)): 5.2, ("tiles", 64, (128, 128)): 1.27}
 
+#: Of its gradient, where scores are made again: seconds, and those of each score.
+_BIAS_AGAIN = 10e-6, 5e-12
+
 
 def seconds(args: Any, design: AttentionDesign) -> float:
     """Of the tiles of all heads, one after the other on each multiprocessor; no less than the
@@ -129,6 +132,14 @@ def biased(args: Any, design: Any) -> float:
         return 1.0
     how = getattr(design, "bias", "read")
     return _BIASED_TILES.get((how, design.head_dim[0], design.tile_shape), _BIASED[how])
+
+
+def bias_again(args: Any) -> float:
+    """Seconds for the gradient of a bias where scores are made again; 0 if it is not asked for."""
+    if "dBias" not in args.further:
+        return 0.0
+    at_least, of_score = _BIAS_AGAIN
+    return float(at_least + args.B * args.H * args.S_q * args.S_kv * of_score)
 
 
 def _scaled(args: Any, design: AttentionDesign) -> float:

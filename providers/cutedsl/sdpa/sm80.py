@@ -234,7 +234,8 @@ class Sm80SdpaBackward(Sm80Sdpa):
     def predict(self, args: SdpaBackwardArguments) -> float:
         # Scores and their derivatives twice, and a sum for each of the three.
         columns = 7 * sum(self._design.head_dim) // 2
-        return 3 * _LAUNCH + self._seconds(args, args.S_q, args.S_kv, columns)
+        found = self._seconds(args, args.S_q, args.S_kv, columns)
+        return 3 * _LAUNCH + found + model.bias_again(args)
 
 
 def _changes(args: Any) -> bool:

@@ -13,7 +13,7 @@ from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import SdpaBackwardOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.kernel import WorkspaceFinder
-from kernel_api.providers.cutedsl.sdpa import biases
+from kernel_api.providers.cutedsl.sdpa import biases, model
 from kernel_api.providers.cutedsl.sdpa.base import (
     WHY_ALIGNED,
     AttentionDesign,
@@ -156,8 +156,8 @@ _ALONE = {64: (5.9e-6, 3.3e-6), 128: (9.7e-6, 1.5e-6), 192: (14e-6, 1e-6), 256: 
 _LEFT, _ADDING_UP = 3.3e12, 1.5e-6
 #: How much longer products take where scores have a bias, by how that comes to them.
 _BIASED = {"read": 1.9, "tiles": 1.2}
-#: Seconds for its gradient, and for each score of that.
-_OF_BIAS = {"again": (10e-6, 5e-12), "tiles": (0.0, 0.7e-12), "sums": (3e-6, 1.4e-12)}
+#: Seconds for its gradient, where it is made of what blocks have, and for each score of that.
+_OF_BIAS = {"tiles": (0.0, 0.7e-12), "sums": (3e-6, 1.4e-12)}
 
 
 @CuTeDSLProvider.register
@@ -348,10 +348,10 @@ class Sm90SdpaBackward(AttentionKernel):
         found += args.B * args.H * args.S_q * (12 * wide + 4 * wide_v) / _BANDWIDTH
         if shares > 1:
             found += _ADDING_UP + 2 * _left_bytes(shares * blocks, design) / _LEFT
-        if "dBias" in args.further:
-            at_least, of_score = _OF_BIAS[design.bias_gradient]
-            found += at_least + args.B * args.H * args.S_q * args.S_kv * of_score
-        return float(found)
+        if design.bias_gradient == "again":
+            return float(found + model.bias_again(args))
+        at_least, of_score = _OF_BIAS[design.bias_gradient]
+        return float(found + at_least + args.B * args.H * args.S_q * args.S_kv * of_score)
 
 
 def _left_bytes(blocks: int, design: AttentionGradientDesign) -> int:
