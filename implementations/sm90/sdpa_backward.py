@@ -56,8 +56,8 @@ class SdpaBackward(BackwardConsumer):
 
     Pipelines: Q with log-sum-exps, dO with the row sums (`stages` each). dS lies in shared memory
     for dQ = dS · K, `stages[2]` times; dK and dV where K and V were, when all is done.
-    Where a table hides tiles whole, each searches for those that it does not.
-    Registers: producer 24, consumers 240, or 40 and 232 where they search.
+    Where a table hides tiles whole, the producer searches for those that it does not, and tells
+    the consumers with each Q. Registers: producer 24, consumers 240, or 40 and 232 where it does.
 
     head_dims: Of Q and K, of V: there is room for as many columns; TMA fills up with zeros.
     early: What is issued before its turn, so that tensor cores are busy while threads compute:
@@ -167,12 +167,12 @@ class SdpaBackward(BackwardConsumer):
             do: cute.struct.Align[cute.struct.MemRange[one, m * e * self.do_stages], 1024]
             P: cute.struct.Align[cute.struct.MemRange[one, 0 if self.transposed else scores], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[one, scores], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, m * d * self.staged], 128]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, m * self.q_stages], 128]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, m * self.do_stages], 128]
             bias: cute.struct.Align[
                 cute.struct.MemRange[Uint8, self.with_queries * self.q_stages], 1024
             ]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, m * d * self.staged], 128]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, m * self.q_stages], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, m * self.do_stages], 128]
             k_full: cute.struct.MemRange[Int64, 2]
             v_full: cute.struct.MemRange[Int64, 2]
             q_full: cute.struct.MemRange[Int64, 2 * self.q_stages]
