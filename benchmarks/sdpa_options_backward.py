@@ -65,17 +65,12 @@ class Problem(sdpa_options.Problem):
 
     def peers(self) -> dict[str, attention.Peer]:
         return {
-            name: Gradients(peer, self.of_bias, self.is_precise(peer))
+            name: Gradients(peer, self.of_bias, rough=int("sink" in self.option.name))
             for name, peer in super().peers().items()
             # Behind this operator there are no gradients; cuDNN has none of a bias.
             if getattr(peer, "func", peer) is not sdpa_options.by_flash
             and not (self.of_bias and name == "cuDNN")
         }
-
-    def is_precise(self, peer: attention.Peer) -> bool:
-        """Beside a sink, flex_attention's gradients are of an O that was rounded before: of the
-        first rows not much is left."""
-        return getattr(peer, "comparable", True) and "sink" not in self.option.name
 
     def compared(self, args: Any) -> list[torch.Tensor]:
         names = ("dQ", "dK", "dV", *(("dBias",) if self.of_bias else ()))
@@ -97,11 +92,16 @@ class Problem(sdpa_options.Problem):
 
 
 class Gradients:
-    """Of what a peer computes, by torch.autograd."""
+    """Of what a peer computes, by torch.autograd.
 
-    def __init__(self, peer: attention.Peer, of_bias: bool, comparable: bool) -> None:
-        self._peer, self._of_bias = peer, of_bias
-        self.comparable = comparable
+    rough: How many of the first are not to be compared with. Beside a sink it is dQ: that of
+        flex_attention is of an O that was rounded before the sink took its share, and of the first
+        rows not much is left.
+    """
+
+    def __init__(self, peer: attention.Peer, of_bias: bool, rough: int) -> None:
+        self._peer, self._of_bias, self._rough = peer, of_bias, rough
+        self.comparable = getattr(peer, "comparable", True)
 
     def __call__(self, args: Any) -> Callable[[], Any]:
         import torch._functorch.config  # is loaded with a compiler
@@ -110,7 +110,13 @@ class Gradients:
         torch._functorch.config.donated_buffer = False
         seen = _Differentiable(args, self._of_bias)
         out, dO = self._peer(seen)(), args.dO.tensor
-        return lambda: torch.autograd.grad(out, seen.leaves, dO, retain_graph=True)
+        rough = self._rough if dO.is_cuda else 0  # the CPU rounds nothing before
+
+        def call() -> list[torch.Tensor | None]:
+            found = torch.autograd.grad(out, seen.leaves, dO, retain_graph=True)
+            return [*[None] * rough, *found[rough:]]
+
+        return call
 
 
 class _Differentiable:

@@ -66,9 +66,10 @@ class SdpaBackwardBiased(SdpaBackward):
         found = (*operands, *tma_load(scores_modes(values["bias"]), layout, tile))
         if not self.leaves_scores:
             return found
-        target = left_scores(self.element_type, scores, mQ, mK)
         if self.gradient == "tiles":
             target = scores_modes(values["dBias"])
+        else:
+            target = left_scores(self.element_type, scores, mQ, mK)
         stored = tile_layout(self.element_type, *tile, self.ds_stages)
         return *found, *cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), target, cute.slice_(stored, (None, None, 0)), tile
