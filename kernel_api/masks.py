@@ -36,6 +36,9 @@ __all__ = [
 #: Names of the left and the right bound of a band, by what it is aligned to.
 BOUNDS = {"top_left": ("left", "right"), "bottom_right": ("left_end", "right_end")}
 
+#: The entry of a table of blocks of which functions show every pair.
+FULL = 2
+
 #: What bounds are at most: 64 bits hold them with the length of a sequence added, and none is
 #: longer.
 _FARTHEST = 2**62
@@ -195,7 +198,10 @@ class BlockSparse(Mask):
     """Blocks of queries see blocks of keys.
 
     Args:
-        table: bool (B or 1, H or 1, ceil(S_q / bq), ceil(S_kv / bkv)); True: they do.
+        table: bool or uint8 (B or 1, H or 1, ceil(S_q / bq), ceil(S_kv / bkv)); True, or not 0:
+            they do. 2 (FULL) says that the functions of the mask it is combined with show every
+            pair of the block as well: a kernel need not ask them there. Bands and lengths hide
+            all the same.
         block_shape: (bq, bkv).
     """
 
@@ -205,14 +211,19 @@ class BlockSparse(Mask):
     def __post_init__(self) -> None:
         table = self.table if isinstance(self.table, Operand) else Operand(self.table, "table")
         object.__setattr__(self, "table", table)
-        if table.dtype is not dtype("bool"):
-            raise ArgumentError(f"table of BlockSparse is {table.dtype}; expected bool")
+        if table.dtype not in (dtype("bool"), dtype("uint8")):
+            raise ArgumentError(f"table of BlockSparse is {table.dtype}; expected bool or uint8")
         if table.rank != 4:
             raise ArgumentError(
                 f"table of BlockSparse has shape {table.shape}; expected (B or 1, H or 1, blocks "
                 f"of queries, blocks of keys)"
             )
         object.__setattr__(self, "block_shape", _block_shape(self.block_shape))
+
+    @property
+    def marks_full(self) -> bool:
+        """Whether entries tell where functions show all."""
+        return bool(self.table.dtype is dtype("uint8"))
 
     def description(self) -> dict[str, Any]:
         return {"table": self.table, "block_shape": list(self.block_shape)}
@@ -319,8 +330,8 @@ def with_blocks(
     """``mask & BlockSparse(table, block_shape)``, with the table of the blocks that the mask shows
     any pair of a query and a key of.
 
-    It shows the same pairs as the mask. Kernels leave out what a table hides, and compute a
-    function, of which they know nothing, for all else::
+    It shows the same pairs as the mask. Kernels leave out what a table hides, and ask a function,
+    of which they know nothing else, only where it hides some pair of a block::
 
         same = masks.MaskMod(lambda b, h, q, kv, ids: ids[q] == ids[kv], ids=ids)
         mask = masks.with_blocks(same, S, S)
@@ -346,8 +357,9 @@ def with_blocks(
             is made beside those. By default the current CUDA device, or the CPU without one.
 
     Returns:
-        A mask; ``.blocks.table.tensor`` is bool (B or 1, H or 1, ceil(S_q / bq), ceil(S_kv / bkv)).
-        It has no data if an operand has none, be it a meta or a fake tensor.
+        A mask; ``.blocks.table.tensor`` is (B or 1, H or 1, ceil(S_q / bq), ceil(S_kv / bkv)),
+        uint8 as :class:`BlockSparse` has it if the mask has functions, else bool. It has no data if
+        an operand has none, be it a meta or a fake tensor.
 
     Raises:
         ArgumentError: ``mask`` is no mask, or has a table; a size is no whole number from 1; a
@@ -362,7 +374,8 @@ def with_blocks(
     if mask.blocks is not None:
         raise ArgumentError(
             "the mask has a BlockSparse, and with_blocks makes another; pass the mask without it, "
-            "and combine the two tables with `&` to one of one block_shape"
+            "and combine the two tables to one of one block_shape, with `&` where they are bool, "
+            "else with torch.minimum"
         )
     shape, graph = _block_shape(block_shape), mask.graph
     extents = (
@@ -377,7 +390,7 @@ def with_blocks(
     without = [one for one in _tensors(mask).values() if not one.has_data]
     if without:
         blocks = (-(-one // block) for one, block in zip(extents[2:], shape, strict=True))
-        table = without[0].tensor.new_empty((*extents[:2], *blocks), dtype=dtype("bool").torch)
+        table = without[0].tensor.new_empty((*extents[:2], *blocks), dtype=dtype("uint8").torch)
     else:
         from kernel_api.providers.reference.sdpa_blocks import shown_blocks
 

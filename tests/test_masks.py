@@ -148,7 +148,7 @@ def test_functions_are_joined_and_keep_their_operands():
         (lambda: SlidingWindow(3, -1), "right is -1; expected how far"),
         (lambda: SlidingWindow(1.5, 0), "left is 1.5; expected a whole number, or None"),
         (lambda: SlidingWindow(True, 0), "left is True; expected a whole number"),
-        (lambda: BlockSparse(TABLE.int()), "table of BlockSparse is int32; expected bool"),
+        (lambda: BlockSparse(TABLE.int()), "table of BlockSparse is int32; expected bool or"),
         (lambda: BlockSparse(TABLE[0]), r"table of BlockSparse has shape \(1, 2, 2\); expected"),
         (lambda: BlockSparse(TABLE, 128), r"block_shape is 128; expected \(queries, keys\)"),
         (lambda: BlockSparse(TABLE, (128,)), r"block_shape is \(128,\); expected \(queries, keys"),

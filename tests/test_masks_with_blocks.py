@@ -13,7 +13,7 @@ import kernel_api as ka
 from kernel_api import epilogue as ep
 from kernel_api import masks
 from kernel_api.errors import ArgumentError, DeviceError
-from kernel_api.masks import BlockSparse, Causal, MaskMod, Padding, SlidingWindow, with_blocks
+from kernel_api.masks import FULL, BlockSparse, Causal, MaskMod, Padding, SlidingWindow, with_blocks
 
 IDS = torch.tensor([0] * 9 + [1] * 3 + [2] * 19 + [3] * 22, dtype=torch.int32)
 IDS_OF_EACH = torch.stack([IDS, IDS.flip(0), (IDS * 7) % 3])
@@ -82,12 +82,16 @@ SIZES = [(37, 53, (8, 16)), (53, 37, (5, 128)), (16, 32, (16, 4)), (1, 9, (128, 
 
 
 def expected(sees, extents, block_shape):
+    """Where some pair of a block is seen, and where all are."""
     B, H, S_q, S_kv = extents
     queries, keys = block_shape
-    table = torch.zeros(B, H, -(-S_q // queries), -(-S_kv // keys), dtype=torch.bool)
+    some = torch.zeros(B, H, -(-S_q // queries), -(-S_kv // keys), dtype=torch.bool)
+    every = torch.ones_like(some)
     for b, h, i, j in itertools.product(*map(range, extents)):
-        table[b, h, i // queries, j // keys] |= bool(sees(b, h, i, j, S_kv - S_q))
-    return table
+        seen = bool(sees(b, h, i, j, S_kv - S_q))
+        some[b, h, i // queries, j // keys] |= seen
+        every[b, h, i // queries, j // keys] &= seen
+    return some, every
 
 
 def table_of(mask, *sizes, **options):
@@ -100,7 +104,20 @@ def test_a_block_is_there_iff_a_pair_of_it_is_shown(mask, looks, sees, sizes):
     S_q, S_kv, block_shape = sizes
     extents = 2 if "b" in looks else 1, 4 if "h" in looks else 1, S_q, S_kv
     found = table_of(mask, S_q, S_kv, B=2, H=4, block_shape=block_shape, device="cpu")
-    assert_close(found, expected(sees, extents, block_shape))
+    some, every = expected(sees, extents, block_shape)
+    assert_close(found != 0, some)
+    assert found.dtype is (torch.uint8 if mask.functions else torch.bool)
+    if mask.functions and not mask.bounds:
+        assert_close(found == FULL, every)
+
+
+def test_a_block_is_full_where_functions_show_all_whatever_a_band_hides():
+    table = table_of(MaskMod(document, ids=IDS) & Causal(), 53, 53, block_shape=(8, 8))
+    of_documents = table_of(MaskMod(document, ids=IDS), 53, 53, block_shape=(8, 8))
+    assert {0, 1, FULL} == set(of_documents.unique().tolist())
+    places = torch.arange(7)
+    assert_close(table, of_documents * (places[:, None] >= places))
+    assert table[0, 0].diagonal().eq(FULL).any()
 
 
 @pytest.mark.parametrize("pairs", [1, 30, 200, 3000])
@@ -140,7 +157,8 @@ def test_many_pairs_are_looked_at_some_at_a_time_and_nothing_is_read_meanwhile()
     first = torch.arange(0, S, block)
     last = (first + block).clamp(max=S) - 1
     shown = (ids[last][None] >= ids[first][:, None]) & (ids[first][None] <= ids[last][:, None])
-    assert_close(found[0, 0], shown & (first[None] <= last[:, None]))
+    full = (ids[first][None] == ids[last][:, None]) & (ids[last][None] == ids[first][:, None])
+    assert_close(found[0, 0], (shown & (first[None] <= last[:, None])) * (1 + full.byte()))
 
 
 @pytest.mark.parametrize("element", ["float32", "float64"])
@@ -169,8 +187,12 @@ def test_a_block_that_any_arithmetic_shows_is_there(kind):
     for fn in (above, below):
         mask = MaskMod(fn, steps=steps)
         blocks = with_blocks(mask, 4, 4, block_shape=(2, 2))
-        assert_close(blocks.blocks.table.tensor[0, 0], torch.eye(2, dtype=torch.bool))
+        assert_close(blocks.blocks.table.tensor[0, 0], torch.eye(2, dtype=torch.uint8))
         assert_close(ka.ops.sdpa(q, q, q, mask=blocks), ka.ops.sdpa(q, q, q, mask=mask))
+
+
+    mask = MaskMod(lambda b, h, q, kv, steps: steps[0] * steps[1] > 0.3, steps=steps)
+    assert_close(table_of(mask, 4, 4, block_shape=(2, 2)), torch.ones(1, 1, 2, 2).byte())
 
 
 def test_the_mask_itself_stays():
@@ -212,7 +234,7 @@ def test_tables_are_made_between_graphs_of_torch():
 def test_of_operands_without_data_a_table_has_none():
     mask = MaskMod(document_of_each, ids=torch.empty(3, 53, dtype=torch.int32, device="meta"))
     found = table_of(mask & Causal(), 37, 53, B=3, H=4, block_shape=(8, 16))
-    assert found.is_meta and found.shape == (3, 1, 5, 4) and found.dtype is torch.bool
+    assert found.is_meta and found.shape == (3, 1, 5, 4) and found.dtype is torch.uint8
     assert table_of(Causal(), 37, 53, device="meta").is_meta
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(IDS)
@@ -255,7 +277,8 @@ ON_META = torch.empty(4, dtype=torch.int32, device="meta")
         (lambda: with_blocks(Causal, 8, 8), r"mask is the class Causal; expected one, Causal\(\)"),
         (
             lambda: with_blocks(with_blocks(EACH, 8, 8, B=2), 8, 8, B=2),
-            "the mask has a BlockSparse, and with_blocks makes another; pass the mask without it",
+            "the mask has a BlockSparse, and with_blocks makes another; pass the mask without it, "
+            "and combine the two tables to one of one block_shape, with `&` where they are bool, ",
         ),
         (lambda: with_blocks(EACH, 0, 8, B=2), "S_q is 0; expected a number of queries, from 1"),
         (lambda: with_blocks(EACH, 8, -1, B=2), "S_kv is -1; expected a number of keys, from 1"),

@@ -363,7 +363,7 @@ class SdpaBackward(BackwardConsumer):
             index = search.index
             # Behind the last one comes a tile of Q that tells of none; it may be any.
             while index <= work.total:
-                self._tell(index, storage, q_state)
+                self._tell(index, search.is_full, storage, q_state)
                 head, block = work.place(cutlass.min(index, work.total - 1))
                 tile = self.tile_index(space, work.batch, head, sequence.first_query, block)
                 gQ, gdO = self._rows(mQ, mdO, batch, sequence, head, block)
@@ -395,12 +395,14 @@ class SdpaBackward(BackwardConsumer):
 
     def _following(self, search, work: Work, sequence, values):
         tile = self.tile_m, self.tile_n
-        return following(search, work, sequence, values, self.scores.block_shape, tile)
+        of_entries = self.scores.block_shape, tile, self.scores.full
+        return following(search, work, sequence, values, *of_entries)
 
-    def _tell(self, index: Int32, storage, state) -> None:
+    def _tell(self, index: Int32, is_full: Int32, storage, state) -> None:
         """Which tile is the next one, before its stage of Q is asked for: by every lane, of which
         one then arrives at the barrier of that stage."""
-        storage.found.get_tensor(cute.make_layout(FOUND))[state.count % FOUND] = index
+        told = index if self.scores.full is None else 2 * index + is_full
+        storage.found.get_tensor(cute.make_layout(FOUND))[state.count % FOUND] = told
 
     def _rows(self, mQ, mdO, batch, sequence, head, block) -> tuple:
         """Of Q and of dO: a tile of queries."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..common.attention.scores import Tile, rows_and_columns
@@ -56,13 +56,17 @@ class Sums(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A tile of queries: the stages of Q, of dO and of dS, its head and its block."""
+    """A tile of queries: the stages of Q, of dO and of dS, its head and its block.
+
+    full: Whether functions of the mask show all of it; None: nobody has told.
+    """
 
     q: pipeline.PipelineState
     do: pipeline.PipelineState
     ds: Int32
     head: Int32
     block: Int32
+    full: Boolean | None = None
 
 
 class Context(NamedTuple):
@@ -132,15 +136,14 @@ class BackwardConsumer(BackwardPlan):
                 self._form(turn, fragments, sums, context)
                 self._apply(turn, None, fragments, sums, context)
             elif const_expr(self.searches):
-                index = self._told(turn, context)
-                while index < work.total:
-                    head, block = work.place(index)
-                    turn = turn._replace(head=head, block=block)
-                    self._begin_scores(turn, fragments, sums, context)
-                    self._form(turn, fragments, sums, context)
-                    self._apply(turn, None, fragments, sums, context)
+                told = self._told(turn, context)
+                while told < self._as_told(work.total):
+                    found = self._found(turn, told, work)
+                    self._begin_scores(found, fragments, sums, context)
+                    self._form(found, fragments, sums, context)
+                    self._apply(found, None, fragments, sums, context)
                     turn = self._next_turn(turn, work)
-                    index = self._told(turn, context)
+                    told = self._told(turn, context)
             else:
                 for _ in cutlass.range(work.total, unroll=1):
                     self._begin_scores(turn, fragments, sums, context)
@@ -156,10 +159,22 @@ class BackwardConsumer(BackwardPlan):
         self._end_scores(context, mdK.shape[2] * shares)
 
     def _told(self, turn: Turn, context) -> Int32:
-        """Which tile the producer has found for a turn; it has waited for its Q."""
+        """What the producer says of the tile that it has found for a turn, whose Q is there."""
         context.pipelines[2].consumer_wait(turn.q)
         places = context.storage.found.get_tensor(cute.make_layout(FOUND))
         return cute.arch.make_warp_uniform(places[turn.q.count % FOUND])
+
+    def _as_told(self, index: Int32) -> Int32:
+        """What is told of a tile, at least, and more than of those before."""
+        return index if self.scores.full is None else 2 * index
+
+    def _found(self, turn: Turn, told: Int32, work: Work) -> Turn:
+        """With the tile that was told."""
+        index, full = told, None
+        if self.scores.full is not None:
+            index, full = told // 2, told % 2 != 0
+        head, block = work.place(index)
+        return turn._replace(head=head, block=block, full=full)
 
     def _first_turn(self, work: Work) -> Turn:
         consumer = pipeline.PipelineUserType.Consumer
@@ -196,7 +211,7 @@ class BackwardConsumer(BackwardPlan):
             *(work.batch, turn.head, self.transposed),
         )
         lses = self._numbers(context, context.storage.lse, turn.q)
-        self._powers(self._with_bias(tile, turn, context), lses, context)
+        self._powers(self._with_bias(tile, turn, context), turn, lses, context)
         kept = self._round_powers(tile, sums, context)
         if self.ds_stages == 1:
             self._meet()
@@ -388,7 +403,7 @@ class BackwardConsumer(BackwardPlan):
         start = memory.data_ptr().toint() + state.index * (self.tile_m * 4)
         return _RowNumbers(Int32(start), context.thread, self.transposed)
 
-    def _powers(self, tile: Tile, lses: "_RowNumbers", context) -> None:
+    def _powers(self, tile: Tile, turn: Turn, lses: "_RowNumbers", context) -> None:
         """Products into probabilities."""
         values = context.values
         multiplier = Float32(LOG2_E)
@@ -396,27 +411,41 @@ class BackwardConsumer(BackwardPlan):
             multiplier = values.number("scale") * LOG2_E
         else:
             self.scores.change(tile, values)
-        self._hide(tile, context)
+        self._hide(tile, turn, context)
         for row, column, lse in lses.of(tile):
             exponent = cute.math.fma(tile.values[row, column], multiplier, -lse)
             tile.values[row, column] = power_of_two(exponent)
 
-    def _hide(self, tile: Tile, context) -> None:
-        if self.hides_by_table or self.scores.functions.visible is not None:
+    def _hide(self, tile: Tile, turn: Turn, context) -> None:
+        of_tile = tile.values, tile.local, tile.first_query, tile.head
+        if turn.full is not None:
+            self._hide_unless_full(*of_tile, turn.full, context)
+        elif self.hides_by_table or self.scores.functions.visible is not None:
             self._hide_all(tile, context)
         else:
-            self._hide_in_part(tile.values, tile.local, tile.first_query, tile.head, context)
+            self._hide_in_part(*of_tile, context)
+
+    @cute.jit
+    def _hide_unless_full(self, scores, local, first_query, head, full, context: Context):
+        if full:
+            self._hide_in_part(scores, local, first_query, head, context)
+        else:
+            self._hide_all(self._tile_of(scores, local, first_query, head, context), context)
 
     @cute.jit
     def _hide_in_part(self, scores, local, first_query, head, context: Context):
-        """Unless the queries see all keys."""
-        work = context.work
+        """By a band, unless the queries see all keys."""
+        blocks = context.work.blocks
         block = first_query // self.tile_m
-        if (block < work.blocks.full_begin) | (block >= work.blocks.full_end):
-            tile = Tile(
-                *(scores, local, first_query, work.first_key, work.batch, head, self.transposed)
-            )
-            self._hide_all(tile, context)
+        if (block < blocks.full_begin) | (block >= blocks.full_end):
+            tile = self._tile_of(scores, local, first_query, head, context)
+            of_sequence = context.sequence, context.values
+            self.scores.hide(tile, *of_sequence, by_table=False, by_functions=False)
+
+    def _tile_of(self, scores, local, first_query, head, context) -> Tile:
+        work = context.work
+        place = first_query, work.first_key, work.batch, head
+        return Tile(scores, local, *place, self.transposed)
 
     def _hide_all(self, tile: Tile, context) -> None:
         by_table = self.hides_by_table

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
 
 from ..common.attention.sequences import Range, Sequence
 from ..common.attention.values import Values
@@ -50,16 +50,23 @@ class Search(NamedTuple):
     """A tile of which the table lets a query see some key.
 
     index: Not less than the number of all if there is none any more.
-    some: A bit for each of 32 tiles, of those that this one is among: whether it is still to come.
+    some, full: A bit for each of 32 tiles, of those that this one is among: whether it is still to
+        come; whether functions show all of it.
     """
 
     index: Int32
     some: Int32
+    full: Int32
+
+    @property
+    def is_full(self) -> Int32:
+        """1 if it is, else 0."""
+        return (self.full >> (self.index & (_ASKED - 1))) & 1
 
 
 def search_of() -> Search:
     """In front of the first call of `following`."""
-    return Search(Int32(-_ASKED), Int32(0))
+    return Search(Int32(-_ASKED), Int32(0), Int32(0))
 
 
 @cute.jit
@@ -70,18 +77,20 @@ def following(
     values: Values,
     block_shape: cutlass.Constexpr,
     tile: cutlass.Constexpr,
+    entry_of_full: cutlass.Constexpr,
 ) -> Search:
     """The next tile; by a whole warp.
 
     block_shape, tile: (queries, keys) of an entry, of a tile.
+    entry_of_full: That says that functions show all; None: there is none.
     """
-    first, some = search.index // _ASKED * _ASKED, search.some
+    first, some, full = search.index // _ASKED * _ASKED, search.some, search.full
     while (some == 0) & (first + _ASKED < work.total):
         first = first + _ASKED
-        some = _ask(first, work, sequence, values, block_shape, tile)
+        some, full = _ask(first, work, sequence, values, block_shape, tile, entry_of_full)
     place = 31 - Int32(cute.arch.clz(some & -some))
     index = select(some == 0, work.total, first + place)
-    return Search(cute.arch.make_warp_uniform(index), some & (some - 1))
+    return Search(cute.arch.make_warp_uniform(index), some & (some - 1), full)
 
 
 @cute.jit
@@ -92,16 +101,23 @@ def _ask(
     values: Values,
     block_shape: cutlass.Constexpr,
     tile: cutlass.Constexpr,
-) -> Int32:
-    """Each lane for a tile; those of which something is seen."""
+    entry_of_full: cutlass.Constexpr,
+):
+    """Each lane for a tile; (those of which something is seen, those that functions show all of)."""
     index = asked + cute.arch.lane_idx()
     head, block = work.place(cutlass.min(index, work.total - 1))
     (queries, keys), (rows, columns) = tile, block_shape
     last_query = cutlass.min((block + 1) * queries, sequence.queries) - 1
     last_key = cutlass.min(work.first_key + keys, sequence.keys) - 1
-    some = Boolean(False)
+    some, full = Boolean(False), Boolean(entry_of_full is not None)
     # One after the other: a consumer has its registers full.
     for row in cutlass.range(block * queries // rows, last_query // rows + 1, unroll=1):
         for column in cutlass.range(work.first_key // columns, last_key // columns + 1, unroll=1):
-            some = some | (values.element("blocks", work.batch, head, row, column) != 0)
-    return Int32(cute.arch.vote_ballot_sync(some & (index < work.total)))
+            entry = values.element("blocks", work.batch, head, row, column)
+            some = some | (entry != 0)
+            if const_expr(entry_of_full is not None):
+                full = full & (entry == entry_of_full)
+    return (
+        Int32(cute.arch.vote_ballot_sync(some & (index < work.total))),
+        Int32(cute.arch.vote_ballot_sync(full)),
+    )

@@ -49,6 +49,7 @@ class SdpaDecode(Scheduled, AddsUpParts, AsksAhead, RowLoads, SdpaForward):
     """
 
     tiles = DecodeTiles
+    of_one_head = False
 
     def __init__(
         self,

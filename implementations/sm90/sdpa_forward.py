@@ -11,6 +11,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from ..common.attention.blocks import are_searched
+from ..common.attention.entries import are_whole
 from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Place, Scores
 from ..common.attention.values import Values
@@ -77,6 +78,7 @@ class SdpaForward(ForwardConsumer):
     with_keys = 0  # bytes of shared memory behind those of keys, for what comes with them
     copied_with_keys = 0  # the bytes of it that come with a stage of keys
     exchanged = 0  # bytes of shared memory that consumers tell each other through
+    of_one_head = True  # are the queries of a tile
     asks_ahead = False  # for keys and values, while the kernels before run
 
     def __init__(
@@ -101,6 +103,8 @@ class SdpaForward(ForwardConsumer):
         self.powers_type = element_type  # as operand of the second product
         self.scores = scores
         self.searches = are_searched(scores.block_shape, tile)
+        #: Whether a table may hide some of the scores of a tile that it shows others of.
+        self.meets_several = not (self.of_one_head and are_whole(scores.block_shape, tile))
         self.longest_first = longest_first
         self.scaling = scaling
         self.page_size = page_size

@@ -301,13 +301,14 @@ class ForwardConsumer(SdpaOutput):
     @cute.jit
     def _hide_known(self, tile: Tile, sequence, values: Values, hidden: Hidden):
         if hidden.by_table:
-            self.scores.hide(tile, sequence, values, keys=self.tile_n)
+            by_table = self.meets_several
+            self.scores.hide(tile, sequence, values, by_table=by_table, keys=self.tile_n)
         else:
-            if const_expr(self.scores.functions.visible is not None):
+            if const_expr(self.scores.functions.visible is not None and self.scores.full is None):
                 self.scores.hide(tile, sequence, values, by_table=False)
             else:
                 if hidden.by_band:
-                    self.scores.hide(tile, sequence, values, by_table=False)
+                    self.scores.hide(tile, sequence, values, by_table=False, by_functions=False)
 
     def _store_powers(self, tOrP, tSrS, tile: Tile, tiles: Tiles, values: Values) -> None:
         """The numerators of probabilities, as the second product reads them."""
@@ -391,9 +392,11 @@ class ForwardConsumer(SdpaOutput):
 
     def _following(self, seen: Seen, work: Work, values: Values) -> Seen:
         begin, (_, columns) = work.blocks.begin, self.scores.block_shape
-        return following(seen, work.rows, begin, work.sequence, values, columns, self.tile_n)
+        of_entries = columns, self.tile_n, self.scores.full
+        return following(seen, work.rows, begin, work.sequence, values, *of_entries)
 
     def _hidden(self, work: Work, seen: Seen) -> Hidden:
+        """By the table also where functions may, if entries tell where they do not."""
         blocks = work.blocks
         by_band = (seen.block < blocks.full_begin) | (seen.block >= blocks.full_end)
         return Hidden(by_band, seen.whole == Boolean(False))

@@ -12,7 +12,7 @@ import torch
 from kernel_api._autocast import off
 from kernel_api._score import whole_numbers
 from kernel_api.epilogue.graph import Graph
-from kernel_api.masks import Mask
+from kernel_api.masks import FULL, Mask
 from kernel_api.providers.reference.sdpa_scores import Arithmetic, evaluated, within_bounds
 
 #: Pairs that are looked at at a time, of all sequences and heads.
@@ -34,8 +34,9 @@ def shown_blocks(
     block_shape: tuple[int, ...],
     device: Any,
 ) -> Any:
-    """bool (B, H, ceil(S_q / bq), ceil(S_kv / bkv)): whether the functions of a mask and bounds
-    show any query of a block any key of it. It does not wait for the device.
+    """(B, H, ceil(S_q / bq), ceil(S_kv / bkv)): whether the functions of a mask and bounds show any
+    query of a block any key of it; uint8 if there are functions, `FULL` where they alone show all
+    of it, else bool. It does not wait for the device.
 
     Args:
         extents: (B, H, S_q, S_kv), at least 1 of each.
@@ -44,15 +45,20 @@ def shown_blocks(
     """
     blocks = [min(*one) for one in zip((1, 1, *block_shape), extents, strict=True)]
     shape = [-(-extent // block) for extent, block in zip(extents, blocks, strict=True)]
-    table = torch.zeros(shape, dtype=torch.bool, device=device)
+    some = torch.zeros(shape, dtype=torch.bool, device=device)
+    full = torch.ones_like(some)
     steps = _steps(extents, blocks)
     with torch.no_grad(), off():
         for cuts in itertools.product(*map(_cuts, extents, blocks, steps)):
             own = zip(cuts, blocks, strict=True)
             place = tuple(slice(cut.start // block, -(-cut.stop // block)) for cut, block in own)
-            seen = _seen(mask, bounds, cuts, extents[3] - extents[2], device)
-            table[place] |= _any_of_blocks(seen, blocks)
-    return table
+            seen, shown = _seen(mask, bounds, cuts, extents[3] - extents[2], device)
+            if shown:
+                seen = seen & functools.reduce(torch.logical_or, shown)
+                hidden = ~functools.reduce(torch.logical_and, shown)
+                full[place] &= ~_any_of_blocks(hidden, blocks)
+            some[place] |= _any_of_blocks(seen, blocks)
+    return some if mask.graph is None else some * torch.where(full, FULL, 1).byte()
 
 
 def _steps(extents: tuple[int, ...], blocks: list[int]) -> list[int]:
@@ -76,23 +82,23 @@ def _cuts(extent: int, block: int, step: int) -> Iterator[slice]:
 
 def _seen(
     mask: Mask, bounds: Mapping[str, int], cuts: tuple[slice, ...], beyond: int, device: Any
-) -> Any:
-    """Which queries see which keys, of some sequences and heads: (B, H, queries, keys)."""
+) -> tuple[Any, list[Any]]:
+    """Which queries see which keys, of some sequences and heads, (B, H, queries, keys): by bounds,
+    and by functions, if there are any, in each arithmetic."""
     b, h, i, j = (
         torch.arange(cut.start, cut.stop, device=device).view(*(1,) * mode, -1, *(1,) * (3 - mode))
         for mode, cut in enumerate(cuts)
     )
-    found = within_bounds(bounds, i, j, beyond)
-    graph = mask.graph
+    extents = [cut.stop - cut.start for cut in cuts]
+    found = [torch.ones((), dtype=torch.bool, device=device)]
+    found += within_bounds(bounds, i, j, beyond)
+    within, shown, graph = functools.reduce(torch.logical_and, found), [], mask.graph
     if graph is not None:
         indices = {"b": b, "h": h, "q": i, "kv": j}
         types = _ARITHMETICS if _is_real(graph) else _ARITHMETICS[:1]
         ways = (Arithmetic(device, *one) for one in types)
         shown = [evaluated(graph, None, indices, mask.operands, way) for way in ways]
-        found.append(functools.reduce(torch.logical_or, shown))
-    found = found or [torch.ones((), dtype=torch.bool, device=device)]
-    seen = functools.reduce(torch.logical_and, found)
-    return seen.expand([cut.stop - cut.start for cut in cuts])
+    return within.expand(extents), [way.expand(extents) for way in shown]
 
 
 def _is_real(graph: Graph) -> bool:

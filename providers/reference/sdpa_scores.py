@@ -239,7 +239,7 @@ class Attention(Arithmetic):
             table = args.further["blocks"].tensor
             own = table[rows.b if table.shape[0] > 1 else 0]
             blocks = (i.flatten() // args.block_shape[0], j.flatten() // args.block_shape[1])
-            found.append(own[:, blocks[0]][:, :, blocks[1]])
+            found.append(own[:, blocks[0]][:, :, blocks[1]] != 0)
         if args.mask_graph is not None:
             found.append(self.function(args.mask_graph, "mask", rows, None))
         if not found:

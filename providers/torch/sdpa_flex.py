@@ -197,7 +197,7 @@ def _mask_text(args: SdpaArguments) -> str | None:
         places = [name for name, extent in modes if extent > 1]
         rows, columns = args.block_shape
         places += [f"q // {rows}", f"kv // {columns}"]
-        lines.append(f"seen = seen & blocks[{', '.join(places)}]")
+        lines.append(f"seen = seen & (blocks[{', '.join(places)}] != 0)")
     if args.mask is not None and args.mask_graph is not None:
         lines += [*_lines("mask", args.mask_graph, args.mask.operands), "seen = seen & mask"]
     return _text("def fn(b, h, q, kv):", ["seen = q >= 0", *lines], "seen") if lines else None

@@ -91,9 +91,27 @@ def blocks(*shape: int, further: masks.Mask | None = None, options: Options = no
     return made
 
 
+def documents(*shape: int, further: masks.Mask | None = None) -> Options:
+    """Of three, and the blocks that they show some of, or all. shape: (queries, keys) of one."""
+
+    def made(draw: Draw) -> dict[str, Any]:
+        ids = torch.arange(draw.S_kv) * 16 // (10 * draw.S_kv) + (torch.arange(draw.S_kv) < 9)
+        mask = masks.MaskMod(lambda b, h, q, kv, ids: ids[q] == ids[kv], ids=ids)
+        mask = mask if further is None else mask & further
+        return {"mask": masks.with_blocks(mask, draw.S_q, draw.S_kv, block_shape=shape)}
+
+    return made
+
+
 CAUSAL, BAND = masks.Causal("bottom_right"), masks.SlidingWindow(90, 3, "bottom_right")
 
 BLOCKS = [
+    Case(
+        "documents, causal",
+        sizes=(1, 2, 1, 390, 390, 64, 64),
+        tile=(128, 128),
+        options=documents(128, 128, further=masks.Causal()),
+    ),
     Case(
         "entries smaller than tiles, causal",
         sizes=(1, 5, 1, 140, 300, 64, 64),
@@ -132,6 +150,13 @@ BLOCKS = [
         options=blocks(64, 128, options=functions),
     ),
     Case(
+        "documents, entries of other sizes than tiles",
+        sizes=(2, 2, 1, 300, 300, 128, 128),
+        tile=(128, 128),
+        lengths=((300, 280), (300, 280)),
+        options=documents(48, 200, further=BAND),
+    ),
+    Case(
         "O where Q was",
         sizes=(1, 5, 1, 140, 300, 256, 256),
         tile=(128, 80),
@@ -140,7 +165,7 @@ BLOCKS = [
 ]
 
 
-@chosen(BLOCKS, 1)
+@chosen(BLOCKS, 2)
 def test_a_table_of_blocks_hides_what_it_says(case):
     check(case.arguments(), FORWARD, case.tile)
 
@@ -221,6 +246,7 @@ FEW_QUERIES = [
     Case("blocks", sizes=(1, 12, 2, 20, 600, 64, 64), options=blocks(8, 128)),
     Case("blocks of all heads", sizes=(1, 6, 1, 13, 300, 128, 120), options=blocks(4, 300)),
     Case("blocks that are not searched", sizes=(1, 5, 1, 13, 300, 64, 64), options=blocks(1, 1)),
+    Case("documents", sizes=(1, 12, 2, 20, 400, 64, 64), options=documents(8, 128, further=BAND)),
     Case("two groups", sizes=(2, 8, 1, 12, 300, 64, 64), tile=(128, 128), options=everything),
     Case(
         "large pages, functions",

@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     """A block of keys of which the table lets a query see some, and those in front of it.
 
     block: Less than the first of all if there is none any more.
-    whole: Whether the table lets every query see all of its keys.
+    whole: Whether the table lets every query see all of its keys; and functions do, if entries tell.
     asked: All from this one on were asked for.
     some, every: A bit per block from that one on: whether it is still to come; whether it is whole.
     """
@@ -74,15 +74,17 @@ def following(
     values: Values,
     columns: cutlass.Constexpr,
     keys: cutlass.Constexpr,
+    full: cutlass.Constexpr,
 ) -> Seen:
     """The next block, not before `begin`; by a whole warp.
 
     columns, keys: Of an entry, of a block.
+    full: The entry that says that functions show all; None: there is none.
     """
     asked, some, every = seen.asked, seen.some, seen.every
     while (some == 0) & (asked > begin):
         asked = asked - _ASKED
-        some, every = _ask(asked, rows, begin, sequence, values, columns, keys)
+        some, every = _ask(asked, rows, begin, sequence, values, columns, keys, full)
     place = (31 - Int32(cute.arch.clz(some))) & 31  # of the last one
     block = select(some == 0, begin - 1, asked + place)
     whole = ((every >> place) & 1) != 0
@@ -98,6 +100,7 @@ def _ask(
     values: Values,
     columns: cutlass.Constexpr,
     keys: cutlass.Constexpr,
+    full: cutlass.Constexpr,
 ):
     """Each lane for a block; (those of which something is seen, those that are seen whole)."""
     block = asked + cute.arch.lane_idx()
@@ -109,8 +112,9 @@ def _ask(
         for row in cutlass.range(rows.first, rows.last + 1, unroll=1):
             for i in cutlass.range(_met(keys, columns), unroll=1):
                 column = cutlass.min(first // columns + i, last // columns)
-                entry = values.element("blocks", rows.batch, rows.head + head, row, column) != 0
-                some, every = some | entry, every & entry
+                entry = values.element("blocks", rows.batch, rows.head + head, row, column)
+                some = some | (entry != 0)
+                every = every & (entry != 0 if full is None else entry == full)
     return (
         cute.arch.vote_ballot_sync(some & (block >= begin)),
         cute.arch.vote_ballot_sync(every),

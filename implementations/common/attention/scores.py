@@ -134,6 +134,7 @@ class Scores:
 
     names: Of `Values`.
     block_shape: (queries, keys) of an entry of the table "blocks".
+    full: The entry that says that functions show all; None: there is none.
     """
 
     def __init__(
@@ -141,10 +142,13 @@ class Scores:
         names: tuple[str, ...],
         functions: ScoreFunctions | None = None,
         block_shape: tuple[int, int] | None = None,
+        *,
+        full: int | None = None,
     ):
         self.names = names
         self.functions = functions or ScoreFunctions()
         self.block_shape = block_shape
+        self.full = None if self.functions.visible is None else full
         #: Whether scores are products times a scale, which may be applied later.
         self.plain = self.functions.score is None and not set(_CHANGES) & set(names)
         #: Whether any key may be hidden, wherever it stands.
@@ -179,14 +183,16 @@ class Scores:
         values: Values,
         *,
         by_table: bool = True,
+        by_functions: bool = True,
         keys: int = 1,
     ) -> None:
         """-inf where a query does not see a key.
 
-        by_table: Whether the table "blocks" may hide one.
+        by_table, by_functions: Whether the table "blocks", or functions, may hide one.
         keys: That `first_key` is a multiple of.
         """
         by_table = by_table and "blocks" in values
+        by_functions = by_functions and self.functions.visible is not None
         span = self._span(keys) if by_table else None
         entries = None if span is None else self._entries(tile, values, span)
         seen = {}
@@ -198,13 +204,16 @@ class Scores:
             hidden = last < other
             if first is not None:
                 hidden = hidden | (first > other)
-            if by_table or self.functions.visible is not None:
-                place, entry = tile.place(row, column), None
-                if entries is not None:
-                    entry = ((entries[row] >> (other // span)) & 1) != 0
-                elif by_table:
+            place = tile.place(row, column) if by_table or by_functions else None
+            if by_table:
+                if entries is None:
                     entry = self._entry(place, values)
-                hidden = hidden | (self._visible(place, values, entry) == Boolean(False))
+                else:
+                    entry = ((entries[row] >> (other // span)) & 1) != 0
+                hidden = hidden | (entry == Boolean(False))
+            if by_functions:
+                visible = self.functions.visible(place, values.with_prefix("mask_"))
+                hidden = hidden | (visible == Boolean(False))
             score = tile.values[row, column]
             tile.values[row, column] = select(hidden, Float32(-math.inf), score)
 
@@ -301,13 +310,6 @@ class Scores:
         queries, keys = self.block_shape
         indices = place.batch, place.head, place.query // queries, place.key // keys
         return values.element("blocks", *indices) != 0
-
-    def _visible(self, place: Place, values: Values, entry: Boolean | None) -> Boolean:
-        """entry: Of the table; None: it hides nothing."""
-        visible = Boolean(True) if entry is None else entry
-        if self.functions.visible is not None:
-            visible = visible & self.functions.visible(place, values.with_prefix("mask_"))
-        return visible
 
     def _seen_in_row(self, tile: Tile, row: int, sequence: Sequence) -> tuple:
         """(first, last) that are seen in a row, counted from its first score of this thread; first

@@ -10,6 +10,7 @@ from typing import Any
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.dtypes import DType
 from kernel_api.kernel import LauncherInOrder
+from kernel_api.masks import FULL
 from kernel_api.metadata import DesignMetadata
 from kernel_api.providers.cutedsl.kernel import SIZES_KEPT, CuteDslKernel, WorkspaceFinder
 from kernel_api.space import Miss, Operands, Rule, rule
@@ -162,7 +163,8 @@ class AttentionKernel(CuteDslKernel):
         from kernel_api.implementations.common.attention.scores import Scores
         from kernel_api.providers.cutedsl.sdpa.scores import functions_of
 
-        return Scores(tuple(self.more_values(args)), functions_of(args), block_shape_of(args))
+        names, functions = tuple(self.more_values(args)), functions_of(args)
+        return Scores(names, functions, block_shape_of(args), full=full_entry_of(args))
 
 
 def _with_lse(launch: Callable[..., None], args: Any) -> Callable[..., None]:
@@ -209,6 +211,13 @@ def nothing_empty(args: Any) -> bool | Miss:
 def head_dims(args: Any) -> tuple[int, int]:
     """(of Q and K, of V)"""
     return args.Q.shape[-1], args.V.shape[-1]
+
+
+def full_entry_of(args: Any) -> int | None:
+    """That says of a block mask that functions show all; None: it does not tell."""
+    mask = getattr(args, "mask", None)
+    blocks = None if mask is None else mask.blocks
+    return FULL if blocks is not None and blocks.marks_full else None
 
 
 def block_shape_of(args: Any) -> tuple[int, int] | None:
