@@ -36,9 +36,6 @@ __all__ = [
 #: Names of the left and the right bound of a band, by what it is aligned to.
 BOUNDS = {"top_left": ("left", "right"), "bottom_right": ("left_end", "right_end")}
 
-#: The entry of a table of blocks of which functions show every pair.
-FULL = 2
-
 #: What bounds are at most: 64 bits hold them with the length of a sequence added, and none is
 #: longer.
 _FARTHEST = 2**62
@@ -199,11 +196,14 @@ class BlockSparse(Mask):
 
     Args:
         table: bool or uint8 (B or 1, H or 1, ceil(S_q / bq), ceil(S_kv / bkv)); True, or not 0:
-            they do. 2 (FULL) says that the functions of the mask it is combined with show every
-            pair of the block as well: a kernel need not ask them there. Bands and lengths hide
-            all the same.
+            they do. 2, which is :attr:`FULL`, says that functions of the mask it is combined with
+            show every pair of the block as well: kernels need not ask them there. Bands and
+            lengths hide pairs all the same.
         block_shape: (bq, bkv).
     """
+
+    #: The entry of a block of which functions show every pair.
+    FULL = 2
 
     table: Any
     block_shape: tuple[int, int] = (128, 128)

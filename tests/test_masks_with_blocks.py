@@ -13,7 +13,7 @@ import kernel_api as ka
 from kernel_api import epilogue as ep
 from kernel_api import masks
 from kernel_api.errors import ArgumentError, DeviceError
-from kernel_api.masks import FULL, BlockSparse, Causal, MaskMod, Padding, SlidingWindow, with_blocks
+from kernel_api.masks import BlockSparse, Causal, MaskMod, Padding, SlidingWindow, with_blocks
 
 IDS = torch.tensor([0] * 9 + [1] * 3 + [2] * 19 + [3] * 22, dtype=torch.int32)
 IDS_OF_EACH = torch.stack([IDS, IDS.flip(0), (IDS * 7) % 3])
@@ -108,16 +108,16 @@ def test_a_block_is_there_iff_a_pair_of_it_is_shown(mask, looks, sees, sizes):
     assert_close(found != 0, some)
     assert found.dtype is (torch.uint8 if mask.functions else torch.bool)
     if mask.functions and not mask.bounds:
-        assert_close(found == FULL, every)
+        assert_close(found == BlockSparse.FULL, every)
 
 
 def test_a_block_is_full_where_functions_show_all_whatever_a_band_hides():
     table = table_of(MaskMod(document, ids=IDS) & Causal(), 53, 53, block_shape=(8, 8))
     of_documents = table_of(MaskMod(document, ids=IDS), 53, 53, block_shape=(8, 8))
-    assert {0, 1, FULL} == set(of_documents.unique().tolist())
+    assert {0, 1, BlockSparse.FULL} == set(of_documents.unique().tolist())
     places = torch.arange(7)
     assert_close(table, of_documents * (places[:, None] >= places))
-    assert table[0, 0].diagonal().eq(FULL).any()
+    assert table[0, 0].diagonal().eq(BlockSparse.FULL).any()
 
 
 @pytest.mark.parametrize("pairs", [1, 30, 200, 3000])

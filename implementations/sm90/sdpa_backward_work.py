@@ -103,7 +103,7 @@ def _ask(
     tile: cutlass.Constexpr,
     entry_of_full: cutlass.Constexpr,
 ):
-    """Each lane for a tile; (those of which something is seen, those that functions show all of)."""
+    """Each lane for a tile; (those of which some is seen, those that functions show all of)."""
     index = asked + cute.arch.lane_idx()
     head, block = work.place(cutlass.min(index, work.total - 1))
     (queries, keys), (rows, columns) = tile, block_shape

@@ -12,7 +12,7 @@ import torch
 from kernel_api._autocast import off
 from kernel_api._score import whole_numbers
 from kernel_api.epilogue.graph import Graph
-from kernel_api.masks import FULL, Mask
+from kernel_api.masks import BlockSparse, Mask
 from kernel_api.providers.reference.sdpa_scores import Arithmetic, evaluated, within_bounds
 
 #: Pairs that are looked at at a time, of all sequences and heads.
@@ -35,8 +35,8 @@ def shown_blocks(
     device: Any,
 ) -> Any:
     """(B, H, ceil(S_q / bq), ceil(S_kv / bkv)): whether the functions of a mask and bounds show any
-    query of a block any key of it; uint8 if there are functions, `FULL` where they alone show all
-    of it, else bool. It does not wait for the device.
+    query of a block any key of it; as :class:`BlockSparse` has it, uint8 if there are functions,
+    else bool. It does not wait for the device.
 
     Args:
         extents: (B, H, S_q, S_kv), at least 1 of each.
@@ -58,7 +58,9 @@ def shown_blocks(
                 hidden = ~functools.reduce(torch.logical_and, shown)
                 full[place] &= ~_any_of_blocks(hidden, blocks)
             some[place] |= _any_of_blocks(seen, blocks)
-    return some if mask.graph is None else some * torch.where(full, FULL, 1).byte()
+    if mask.graph is None:
+        return some
+    return some * torch.where(full, BlockSparse.FULL, 1).byte()
 
 
 def _steps(extents: tuple[int, ...], blocks: list[int]) -> list[int]:

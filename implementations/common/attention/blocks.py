@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     """A block of keys of which the table lets a query see some, and those in front of it.
 
     block: Less than the first of all if there is none any more.
-    whole: Whether the table lets every query see all of its keys; and functions do, if entries tell.
+    whole: Whether the table lets every query see all of its keys, as functions do if entries tell.
     asked: All from this one on were asked for.
     some, every: A bit per block from that one on: whether it is still to come; whether it is whole.
     """

@@ -3,4 +3,6 @@
 
 def are_whole(block_shape: tuple[int, int] | None, tile: tuple[int, int]) -> bool:
     """Whether there is a table, and no tile of (queries, keys) meets more than one entry."""
-    return block_shape is not None and all(entry % size == 0 for entry, size in zip(block_shape, tile, strict=True))
+    if block_shape is None:
+        return False
+    return all(entry % size == 0 for entry, size in zip(block_shape, tile, strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.dtypes import DType
 from kernel_api.kernel import LauncherInOrder
-from kernel_api.masks import FULL
+from kernel_api.masks import BlockSparse
 from kernel_api.metadata import DesignMetadata
 from kernel_api.providers.cutedsl.kernel import SIZES_KEPT, CuteDslKernel, WorkspaceFinder
 from kernel_api.space import Miss, Operands, Rule, rule
@@ -217,7 +217,7 @@ def full_entry_of(args: Any) -> int | None:
     """That says of a block mask that functions show all; None: it does not tell."""
     mask = getattr(args, "mask", None)
     blocks = None if mask is None else mask.blocks
-    return FULL if blocks is not None and blocks.marks_full else None
+    return BlockSparse.FULL if blocks is not None and blocks.marks_full else None
 
 
 def block_shape_of(args: Any) -> tuple[int, int] | None:
