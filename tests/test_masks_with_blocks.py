@@ -190,7 +190,6 @@ def test_a_block_that_any_arithmetic_shows_is_there(kind):
         assert_close(blocks.blocks.table.tensor[0, 0], torch.eye(2, dtype=torch.uint8))
         assert_close(ka.ops.sdpa(q, q, q, mask=blocks), ka.ops.sdpa(q, q, q, mask=mask))
 
-
     mask = MaskMod(lambda b, h, q, kv, steps: steps[0] * steps[1] > 0.3, steps=steps)
     assert_close(table_of(mask, 4, 4, block_shape=(2, 2)), torch.ones(1, 1, 2, 2).byte())
 
