@@ -21,7 +21,7 @@ from .sdpa_backward_keys import KeyGradients
 from .sdpa_backward_plan import CONSUMERS, FOUND, tile_layout
 from .sdpa_backward_rows import QueryGradients, RowSums, SinkGradients
 from .sdpa_backward_shares import shares_of
-from .sdpa_backward_work import Work, following, search_of
+from .sdpa_backward_work import Search, Work, blocks_that_see, following, search_of
 from .sdpa_loads import load, tma_load, tma_pipeline
 from .sdpa_parts import choose
 from .sdpa_tiles import in_turn
@@ -176,7 +176,7 @@ class SdpaBackward(BackwardConsumer):
             k_full: cute.struct.MemRange[Int64, 2]
             v_full: cute.struct.MemRange[Int64, 2]
             q_full: cute.struct.MemRange[Int64, 2 * self.q_stages]
-            found: cute.struct.MemRange[Int32, FOUND]
+            found: cute.struct.MemRange[Int32, 2 * FOUND]
             do_full: cute.struct.MemRange[Int64, 2 * self.do_stages]
 
         self.shared_storage = SharedStorage
@@ -363,8 +363,8 @@ class SdpaBackward(BackwardConsumer):
             index = search.index
             # Behind the last one comes a tile of Q that tells of none; it may be any.
             while index <= work.total:
-                self._tell(index, search.is_full, storage, q_state)
                 head, block = work.place(cutlass.min(index, work.total - 1))
+                self._tell(index, search, head, block, work, sequence, values, storage, q_state)
                 tile = self.tile_index(space, work.batch, head, sequence.first_query, block)
                 gQ, gdO = self._rows(mQ, mdO, batch, sequence, head, block)
                 self._load_rows(*queries, gQ, space, tile, q_state)
@@ -398,11 +398,19 @@ class SdpaBackward(BackwardConsumer):
         of_entries = self.scores.block_shape, tile, self.scores.full
         return following(search, work, sequence, values, *of_entries)
 
-    def _tell(self, index: Int32, is_full: Int32, storage, state) -> None:
+    def _tell(
+        self, index: Int32, search: Search, head, block, work, sequence, values, storage, state
+    ) -> None:
         """Which tile is the next one, before its stage of Q is asked for: by every lane, of which
-        one then arrives at the barrier of that stage."""
-        told = index if self.scores.full is None else 2 * index + is_full
-        storage.found.get_tensor(cute.make_layout(FOUND))[state.count % FOUND] = told
+        one then arrives at the barrier of that stage. And how many blocks add to its dQ before, if
+        that matters."""
+        told = index if self.scores.full is None else 2 * index + search.is_full
+        place = self._place_found(storage, state.count)
+        place[0] = told
+        if self.deterministic:
+            begin, end = self._blocks_before(block, work, sequence)
+            of_table = sequence, values, self.scores.block_shape, (self.tile_m, self.tile_n)
+            place[1] = blocks_that_see(begin, end, work.batch, head, block, *of_table)
 
     def _rows(self, mQ, mdO, batch, sequence, head, block) -> tuple:
         """Of Q and of dO: a tile of queries."""

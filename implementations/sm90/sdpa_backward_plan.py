@@ -22,9 +22,9 @@ from .sdpa_backward_shares import ALIGNMENT, may_share, share_bytes
 
 CONSUMERS = 2  # warp groups that multiply
 
-#: Places for tiles that the producer finds, in turn: more than stages of Q, so that it can write
-#: one before it asks for the stage.
-FOUND = 4
+#: Places for tiles that the producer finds, in turn; a power of 2, and so many more than stages of
+#: Q that it can write one before it asks for the stage while consumers look back at another.
+FOUND = 8
 
 _BARRIER_BYTES = 256  # and those places
 
@@ -136,8 +136,7 @@ class BackwardPlan(Known):
             their probabilities and those' gradients are operands from its registers; else they
             are from shared memory, and consumers share the columns of dK and dV.
         shares_keys: Whether several blocks may have some of the heads of the same keys each.
-        searches: Whether tiles that a table hides are left out. In a fixed order they are not:
-            those that wait count the blocks before them.
+        searches: Whether tiles that a table hides are left out.
         hides_by_table: Whether a tile that is computed may have keys that the table hides.
         swaps_dkv, swaps_dq: Whether gradients stand as head dimension × keys or queries.
         with_queries: Bytes of a stage of Q that are for something else.
@@ -185,7 +184,7 @@ class BackwardPlan(Known):
         self.queries_end_early = self.packed or "seq_lens_q" in names
         self.keys_end_early = self.packed or "seq_lens_kv" in names
         self.has_slopes = "softcap" in names or scores.functions.score is not None
-        self.searches = not deterministic and are_searched(scores.block_shape, tile)
+        self.searches = are_searched(scores.block_shape, tile)
         found_whole = self.searches and are_whole(scores.block_shape, tile)
         self.hides_by_table = "blocks" in names and not found_whole
         self._check()
@@ -200,8 +199,8 @@ class BackwardPlan(Known):
         return WGMMA_M * WARP // GROUP if self.transposed else self.tile_n // CONSUMERS
 
     def _check(self) -> None:
-        if self.q_stages >= FOUND:
-            raise ValueError(f"there are no more than {FOUND - 1} stages of Q")
+        if self.q_stages + 2 > FOUND:
+            raise ValueError(f"there are no more than {FOUND - 2} stages of Q")
         if "scores" in self.early and self.q_stages < 2:
             raise ValueError("scores of the next queries need a second stage of Q")
         if "values" in self.early and not self.transposed:

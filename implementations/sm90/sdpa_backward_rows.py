@@ -274,11 +274,9 @@ def await_turn(counter: Int64, turn: Int32, barrier_id: Int32):
 
 
 @cute.jit
-def pass_turn(counter: Int64, barrier_id: Int32):
-    """The group has added its part."""
-    cute.arch.fence_acq_rel_gpu()
-    cute.arch.barrier(barrier_id=barrier_id, number_of_threads=GROUP)
-    if _first_warp():
+def pass_turn(counter: Int64, exists: Boolean):
+    """The group has added its part, each thread in front of a fence, and then has met."""
+    if _first_warp() & exists:
         with cute.arch.elect_one():
             cute.arch.inline_ptx(
                 "red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter]

@@ -41,9 +41,18 @@ class Work(NamedTuple):
 
     def following(self, head: Int32, block: Int32) -> tuple[Int32, Int32]:
         """What is behind."""
-        last = self.blocks.begin + self.blocks.end - 1 - self.first
-        wraps = block == last
+        wraps = block == self.last
         return select(wraps, head + 1, head), select(wraps, self.first, block + self.step)
+
+    def preceding(self, head: Int32, block: Int32) -> tuple[Int32, Int32]:
+        """What is in front."""
+        wraps = block == self.first
+        return select(wraps, head - 1, head), select(wraps, self.last, block - self.step)
+
+    @property
+    def last(self) -> Int32:
+        """The block that comes last."""
+        return self.blocks.begin + self.blocks.end - 1 - self.first
 
 
 class Search(NamedTuple):
@@ -106,18 +115,59 @@ def _ask(
     """Each lane for a tile; (those of which some is seen, those that functions show all of)."""
     index = asked + cute.arch.lane_idx()
     head, block = work.place(cutlass.min(index, work.total - 1))
-    (queries, keys), (rows, columns) = tile, block_shape
-    last_query = cutlass.min((block + 1) * queries, sequence.queries) - 1
-    last_key = cutlass.min(work.first_key + keys, sequence.keys) - 1
-    some, full = Boolean(False), Boolean(entry_of_full is not None)
-    # One after the other: a consumer has its registers full.
-    for row in cutlass.range(block * queries // rows, last_query // rows + 1, unroll=1):
-        for column in cutlass.range(work.first_key // columns, last_key // columns + 1, unroll=1):
-            entry = values.element("blocks", work.batch, head, row, column)
-            some = some | (entry != 0)
-            if const_expr(entry_of_full is not None):
-                full = full & (entry == entry_of_full)
+    place = work.batch, head, block, work.first_key
+    some, full = _seen(place, sequence, values, block_shape, tile, entry_of_full)
     return (
         Int32(cute.arch.vote_ballot_sync(some & (index < work.total))),
         Int32(cute.arch.vote_ballot_sync(full)),
     )
+
+
+@cute.jit
+def blocks_that_see(
+    begin: Int32,
+    end: Int32,
+    batch: Int32,
+    head: Int32,
+    block: Int32,
+    sequence: Sequence,
+    values: Values,
+    block_shape: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+) -> Int32:
+    """How many blocks of keys begin, ... end - 1 have some that the table lets a block of queries
+    see; by a whole warp."""
+    found = Int32(0)
+    for asked in cutlass.range(begin, end, _ASKED, unroll=1):
+        own = asked + cute.arch.lane_idx()
+        place = batch, head, block, cutlass.min(own, end - 1) * tile[1]
+        some, _ = _seen(place, sequence, values, block_shape, tile, None)
+        found = found + Int32(cute.arch.popc(cute.arch.vote_ballot_sync(some & (own < end))))
+    return found
+
+
+@cute.jit
+def _seen(
+    place: tuple,
+    sequence: Sequence,
+    values: Values,
+    block_shape: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    entry_of_full: cutlass.Constexpr,
+):
+    """Whether the table lets a tile see some key; whether functions show all of it.
+
+    place: (sequence, head, block of queries, first key)
+    """
+    batch, head, block, first_key = place
+    (queries, keys), (rows, columns) = tile, block_shape
+    last_query = cutlass.min((block + 1) * queries, sequence.queries) - 1
+    last_key = cutlass.min(first_key + keys, sequence.keys) - 1
+    some, full = Boolean(False), Boolean(entry_of_full is not None)
+    for row in cutlass.range(block * queries // rows, last_query // rows + 1, unroll=1):
+        for column in cutlass.range(first_key // columns, last_key // columns + 1, unroll=1):
+            entry = values.element("blocks", batch, head, row, column)
+            some = some | (entry != 0)
+            if const_expr(entry_of_full is not None):
+                full = full & (entry == entry_of_full)
+    return some, full

@@ -86,10 +86,10 @@ _SCALED_PACKED = {
 }
 #: Of the keys that a table of pages has room for, what a packed sequence has, about.
 _FILLED = 0.35
-#: Bytes that rows of keys and values begin at multiples of, so that TMA moves no more than them,
-#: and how much longer blocks that share a multiprocessor take where they do not: they have few
-#: queries each, and read the more keys.
-_SECTOR, _APART = 32, 1.6
+#: Bytes that rows of keys and values begin at multiples of, so that TMA moves no more than them;
+#: and seconds that it takes for each piece of a row where they do not, and bytes of a piece: as
+#: long for few bytes as for all. Measured on an H100.
+_SECTOR, _APART, _PIECE = 32, 3.9e-9, 128
 #: The same of one such block that has a multiprocessor for itself, because there are few, or few
 #: are left.
 _BY_ITSELF = 1.46
@@ -111,7 +111,7 @@ def seconds(args: Any, design: AttentionDesign) -> float:
     fixed = _OTHER_TILES.get((wide, design.tile_shape), _OTHER_TILES.get(wide, _TILE))
     average = blocks_seen(args, queries, keys)
     most = longest(args, -(-keys_of(args) // keys), average)
-    block = products / rate * biased(args, design)
+    block = max(products / rate * biased(args, design), _loaded(args, keys))
     tile, longest_tile = (blocks * block + fixed for blocks in (average, most))
     tiles, resident = row_tiles(args, queries) * args.H, getattr(design, "resident", 1)
     rounds, left = divmod(tiles, MULTIPROCESSORS * resident)
@@ -121,9 +121,15 @@ def seconds(args: Any, design: AttentionDesign) -> float:
         found = max(tiles / MULTIPROCESSORS * tile, together * longest_tile)
     else:
         found = (rounds * resident + (last if left else 0)) * tile
-    if resident > 1 and min(args.K.alignment, args.V.alignment) < _SECTOR:
-        found *= _APART
     return float(_LAUNCH + found)
+
+
+def _loaded(args: Any, keys: int) -> float:
+    """Seconds for a block of keys and values, where it may be that which takes longest."""
+    if min(args.K.alignment, args.V.alignment) >= _SECTOR:
+        return 0.0
+    rows = (one.shape[-1] * one.dtype.bits // 8 for one in (args.K, args.V))
+    return keys * _APART * sum(-(-row // _PIECE) for row in rows)
 
 
 def biased(args: Any, design: Any) -> float:

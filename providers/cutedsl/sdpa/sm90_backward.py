@@ -119,7 +119,7 @@ _CROWDED = {
 #: Beside what registers do not suffice for so many, by the change.
 _CROWDED_BY = {
     "softcap": {"left", "left_end", "right", "right_end", "blocks"},
-    "bias": {"left", "left_end", "seq_lens_q", "blocks"},
+    "bias": {"left", "left_end", "seq_lens_q", "blocks", "deterministic"},
     "block_shape": {"blocks"},
 }
 #: Changes that registers never suffice for, by the room and how a bias comes to the scores.
@@ -389,7 +389,7 @@ def _finds_whole(design: AttentionGradientDesign, args: SdpaBackwardArguments) -
     """Whether of tiles that a table does not hide it hides nothing."""
     from kernel_api.implementations.common.attention.entries import are_whole
 
-    return not args.deterministic and are_whole(args.block_shape, design.tile_shape)
+    return are_whole(args.block_shape, design.tile_shape)
 
 
 def _has_fewer_keys(design: AttentionGradientDesign) -> bool:
@@ -412,7 +412,5 @@ def _is_crowded(design: AttentionGradientDesign, args: SdpaBackwardArguments) ->
         return False
     if len(found) != most:
         return len(found) > most
-    beside = {*args.bounds, *args.further}
-    return args.deterministic or any(
-        bool(_CROWDED_BY.get(change, set()) & beside) for change in found
-    )
+    beside = {*args.bounds, *args.further, *["deterministic"] * args.deterministic}
+    return any(bool(_CROWDED_BY.get(change, set()) & beside) for change in found)
