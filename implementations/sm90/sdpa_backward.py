@@ -21,6 +21,7 @@ from .sdpa_backward_keys import KeyGradients
 from .sdpa_backward_plan import CONSUMERS, FOUND, tile_layout
 from .sdpa_backward_rows import QueryGradients, RowSums, SinkGradients
 from .sdpa_backward_shares import shares_of
+from .sdpa_backward_turns import KEEPERS
 from .sdpa_backward_work import Search, Work, blocks_that_see, following, search_of
 from .sdpa_loads import load, tma_load, tma_pipeline
 from .sdpa_parts import choose
@@ -44,7 +45,9 @@ class SdpaBackward(BackwardConsumer):
     ----------  --------  ----------------------------------------  -------------  -------------
     0           producer  warp 0: loads of K and V, then, tile of   stage empty    stage full
                           queries by tile, of Q and dO with the                    (by TMA)
-                          log-sum-exps and sums of their rows
+                          log-sum-exps and sums of their rows;
+                          of a fixed order warps 1, 2: see         dQ added       turns at dQ
+                          `TakesTurns`
     1, 2        consumer  S, dP = dO · Vᵀ, dS; adds dQ; keeps dK    stage full     stage empty
                           and dV of its keys or columns
 
@@ -63,8 +66,8 @@ class SdpaBackward(BackwardConsumer):
     early: What is issued before its turn, so that tensor cores are busy while threads compute:
         "values": dV, before dS is formed; "scores": S of the next queries, behind dK of these.
     staged: Whether dQ goes through shared memory and a bulk copy adds it, or threads do.
-    deterministic: Whether blocks add dQ in a fixed order: each waits for those before it, which
-        have started before it.
+    deterministic: Whether blocks add dQ in a fixed order, see `TakesTurns`: each waits for those
+        before it, which have started before it.
 
     Q, out, dO, dQ (B,H,S,D), K, V, dK, dV (B,H_kv,S_kv,D), or packed (T,H,D): sizes and strides
     known at run time, that of D is 1; addresses and the other strides are multiples of 16 bytes.
@@ -177,6 +180,8 @@ class SdpaBackward(BackwardConsumer):
             v_full: cute.struct.MemRange[Int64, 2]
             q_full: cute.struct.MemRange[Int64, 2 * self.q_stages]
             found: cute.struct.MemRange[Int32, 2 * FOUND]
+            turns: cute.struct.MemRange[Int64, CONSUMERS]
+            added: cute.struct.MemRange[Int64, CONSUMERS]
             do_full: cute.struct.MemRange[Int64, 2 * self.do_stages]
 
         self.shared_storage = SharedStorage
@@ -256,6 +261,8 @@ class SdpaBackward(BackwardConsumer):
             ),
             tma_pipeline(storage.do_full, self.do_stages, m * (e * element_bytes + 4), readers),
         )
+        if const_expr(self.deterministic):
+            self._prepare_turns(storage, warp_index)
         pipeline.pipeline_init_arrive((1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait((1, 1))
         cute.arch.griddepcontrol_wait()
@@ -296,6 +303,11 @@ class SdpaBackward(BackwardConsumer):
                     *(tma_q, mQ, tma_k, mK, tma_v, mV, tma_do, mdO),
                     *(storage, pipelines, work, sequence, operands, workspace),
                 )
+            if const_expr(self.deterministic):
+                keeper = warp_index - KEEPERS
+                if (keeper >= 0) & (keeper < CONSUMERS) & (total > 0):
+                    space = self.space(workspace, mQ, values)
+                    self._keep_turns(keeper, storage, pipelines, work, sequence, space)
         else:
             cute.arch.setmaxregister_increase(registers[1])
             if first_key < key_rows:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..common.attention.scores import Tile, rows_and_columns
@@ -15,17 +15,16 @@ from ..common.attention.softmax import LOG2_E, power_of_two
 from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.threads import GROUP
-from .sdpa_backward_plan import CONSUMERS, FOUND, BackwardPlan, tile_layout, transposed_layout
+from .sdpa_backward_plan import CONSUMERS, tile_layout, transposed_layout
 from .sdpa_backward_rows import (
     RowTile,
     add_accumulators,
     add_by_copy,
     await_copy,
-    await_turn,
-    pass_turn,
     store_accumulators,
     store_matrices,
 )
+from .sdpa_backward_turns import TakesTurns
 from .sdpa_backward_work import Work
 
 TOGETHER = 1  # the named barrier of all consumers
@@ -59,7 +58,6 @@ class Turn(NamedTuple):
     """A tile of queries: the stages of Q, of dO and of dS, its head and its block.
 
     full: Whether functions of the mask show all of it; None: nobody has told.
-    before: The blocks that add to its dQ before this one does; None: as many as the band says.
     """
 
     q: pipeline.PipelineState
@@ -68,7 +66,6 @@ class Turn(NamedTuple):
     head: Int32
     block: Int32
     full: Boolean | None = None
-    before: Int32 | None = None
 
 
 class Context(NamedTuple):
@@ -91,7 +88,7 @@ class Context(NamedTuple):
     ds_tile: cute.Tensor
 
 
-class BackwardConsumer(BackwardPlan):
+class BackwardConsumer(TakesTurns):
     """The consumers' part of `SdpaBackward`."""
 
     @cute.jit
@@ -137,11 +134,10 @@ class BackwardConsumer(BackwardPlan):
                     turn = following
                 self._form(turn, fragments, sums, context)
                 self._apply(turn, None, fragments, sums, context)
-                turn = self._next_turn(turn, work)
             elif const_expr(self.searches):
                 told = self._told(turn, context)
                 while told < self._as_told(work.total):
-                    found = self._found(turn, told, context)
+                    found = self._found(turn, told, work)
                     self._begin_scores(found, fragments, sums, context)
                     self._form(found, fragments, sums, context)
                     self._apply(found, None, fragments, sums, context)
@@ -153,7 +149,6 @@ class BackwardConsumer(BackwardPlan):
                     self._form(turn, fragments, sums, context)
                     self._apply(turn, None, fragments, sums, context)
                     turn = self._next_turn(turn, work)
-            self._tell_added(turn, context)
         end = work.key_rows
         if const_expr(self.shares_keys):
             # Both without a branch: of a share no rows are before the end.
@@ -165,29 +160,19 @@ class BackwardConsumer(BackwardPlan):
     def _told(self, turn: Turn, context) -> Int32:
         """What the producer says of the tile that it has found for a turn, whose Q is there."""
         context.pipelines[2].consumer_wait(turn.q)
-        return self._said(0, turn.q.count, context)
-
-    def _said(self, number: int, count: Int32, context) -> Int32:
-        """Of the tile that was found behind so many others."""
-        return cute.arch.make_warp_uniform(self._place_found(context.storage, count)[number])
-
-    def _place_found(self, storage, count: Int32) -> cute.Tensor:
-        """For which tile it is, and how many blocks add to its dQ before."""
-        return storage.found.get_tensor(cute.make_layout((2, FOUND)))[None, count & (FOUND - 1)]
+        return cute.arch.make_warp_uniform(self._place_found(context.storage, turn.q.count)[0])
 
     def _as_told(self, index: Int32) -> Int32:
         """What is told of a tile, at least, and more than of those before."""
         return index if self.scores.full is None else 2 * index
 
-    def _found(self, turn: Turn, told: Int32, context) -> Turn:
+    def _found(self, turn: Turn, told: Int32, work: Work) -> Turn:
         """With the tile that was told."""
-        index, full, before = told, None, None
+        index, full = told, None
         if self.scores.full is not None:
             index, full = told // 2, told % 2 != 0
-        if self.deterministic:
-            before = self._said(1, turn.q.count, context)
-        head, block = context.work.place(index)
-        return turn._replace(head=head, block=block, full=full, before=before)
+        head, block = work.place(index)
+        return turn._replace(head=head, block=block, full=full)
 
     def _first_turn(self, work: Work) -> Turn:
         consumer = pipeline.PipelineUserType.Consumer
@@ -273,15 +258,6 @@ class BackwardConsumer(BackwardPlan):
         self._issue_dq(0, turn, fragments, sums)
         stages = (turn.ds, turn.q.index)
         self._issue_key_product(self.dk_product, sums.dk, sums.ds, fragments.dk, *stages)
-        if self.deterministic:
-            before = turn.before
-            if before is None:
-                begin, end = self._blocks_before(turn.block, context.work, context.sequence)
-                before = end - begin
-            counter = self._counter(turn.head, turn.block, context)
-            cute.arch.fence_acq_rel_gpu()
-            await_turn(counter, before, OWN + context.consumer)
-            self._pass_turn(turn, context)
         warpgroup.wait_group(1)
         pipeline_do.consumer_release(turn.do)
         self._add_dq(0, turn, sums, context)
@@ -295,53 +271,18 @@ class BackwardConsumer(BackwardPlan):
         pipeline_q.consumer_release(turn.q)
 
     def _add_dq(self, part: int, turn: Turn, sums, context) -> None:
-        tile = self._tile_index(turn.head, turn.block, context)
+        first = context.sequence.first_query
+        tile = self.tile_index(context.space, context.work.batch, turn.head, first, turn.block)
         address = self.dq_address(context.space, tile)
+        if part == 0:
+            self._await_turn(context.consumer, context.storage, turn.q.count)
         if self.staged:
             barrier_id = OWN + context.consumer
             add_by_copy(sums.dq, address, context.storage.dq, context.thread, barrier_id)
         else:
             add_accumulators(sums.dq, address, context.thread, self.dq_product.parts, part)
-
-    def _tile_index(self, head: Int32, block: Int32, context) -> Int32:
-        first = context.sequence.first_query
-        return self.tile_index(context.space, context.work.batch, head, first, block)
-
-    def _counter(self, head: Int32, block: Int32, context) -> Int64:
-        """Of blocks that have added to the dQ of a tile."""
-        tile = self._tile_index(head, block, context)
-        return self.counter_address(context.space, tile, context.consumer)
-
-    def _pass_turn(self, turn: Turn, context) -> None:
-        """Of the tile before, to whose dQ all have added before they met."""
-        if self.deterministic:
-            work = context.work
-            if self.searches:
-                count = turn.q.count
-                exists = count > 0
-                index = self._said(0, cutlass.max(count - 1, 0), context)
-                place = work.place(index if self.scores.full is None else index // 2)
-            else:
-                exists = (turn.head != work.first_head) | (turn.block != work.first)
-                place = work.preceding(turn.head, turn.block)
-            pass_turn(self._counter(*place, context), exists)
-
-    def _tell_added(self, turn: Turn, context) -> None:
-        """Behind the last turn."""
-        if self.deterministic:
-            cute.arch.fence_acq_rel_gpu()
-            self._meet()
-            self._pass_turn(turn, context)
-
-    def _blocks_before(self, block: Int32, work: Work, sequence) -> tuple[Int32, Int32]:
-        """(begin, end) of the blocks of keys that add to the same block of queries, by its band."""
-        own, n, first = work.first_key // self.tile_n, self.tile_n, block * self.tile_m
-        if self.last_first:
-            last_seen = first + (self.tile_m - 1) + sequence.high
-            return own + 1, cutlass.min(last_seen, sequence.keys - 1) // n + 1
-        if sequence.low is None:
-            return Int32(0), own
-        return cutlass.max(first + sequence.low, 0) // n, own
+        if part == self.dq_product.parts - 1:
+            self._tell_added(context.consumer, context.storage)
 
     # Products ----------------------------------------------------------------------------
 

@@ -260,31 +260,6 @@ def counter_at(address: Int64) -> cute.Pointer:
 
 
 @cute.jit
-def await_turn(counter: Int64, turn: Int32, barrier_id: Int32):
-    """A group goes on when so many blocks have added their part."""
-    if _first_warp():
-        arrived = turn - 1
-        while arrived != turn:
-            arrived = cute.arch.inline_ptx(
-                "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];",
-                write_only_types=[Int32],
-                read_only_args=[counter],
-            )
-    cute.arch.barrier(barrier_id=barrier_id, number_of_threads=GROUP)
-
-
-@cute.jit
-def pass_turn(counter: Int64, exists: Boolean):
-    """The group has added its part, each thread in front of a fence, and then has met."""
-    if _first_warp() & exists:
-        with cute.arch.elect_one():
-            cute.arch.inline_ptx(
-                "red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter]
-            )
-        cute.arch.sync_warp()
-
-
-@cute.jit
 def add_by_copy(sums, address: Int64, memory, thread: Int32, barrier_id: Int32):
     """The same by one bulk copy of each group, through its part of shared memory, which the one
     before has left: see `await_copy`."""

@@ -41,18 +41,9 @@ class Work(NamedTuple):
 
     def following(self, head: Int32, block: Int32) -> tuple[Int32, Int32]:
         """What is behind."""
-        wraps = block == self.last
+        last = self.blocks.begin + self.blocks.end - 1 - self.first
+        wraps = block == last
         return select(wraps, head + 1, head), select(wraps, self.first, block + self.step)
-
-    def preceding(self, head: Int32, block: Int32) -> tuple[Int32, Int32]:
-        """What is in front."""
-        wraps = block == self.first
-        return select(wraps, head - 1, head), select(wraps, self.last, block - self.step)
-
-    @property
-    def last(self) -> Int32:
-        """The block that comes last."""
-        return self.blocks.begin + self.blocks.end - 1 - self.first
 
 
 class Search(NamedTuple):
