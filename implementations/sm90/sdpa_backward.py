@@ -275,6 +275,8 @@ class SdpaBackward(BackwardConsumer):
         key_heads = mK.shape[2] * (shares if const_expr(self.shares_keys) else 1)
         own_head, batch = head % key_heads, head // key_heads
         key_head = own_head // shares if const_expr(self.shares_keys) else own_head
+        if const_expr(self.last_first):
+            block = blocks - 1 - block
         first_key = block * n
         sequence = sequence_of(values, batch, mQ.shape[0], mK.shape[0])
         key_rows = Int32(mK.shape[0])

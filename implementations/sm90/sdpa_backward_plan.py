@@ -167,9 +167,13 @@ class BackwardPlan(Known):
         self.early = early
         self.staged = staged
         self.deterministic = deterministic
+        hides_later = bool({"right", "right_end"} & set(scores.names))
+        #: Whether the last keys come first: where keys behind a query are hidden, blocks that add
+        #: to the same queries then reach them one after the other.
+        self.last_first = deterministic and hides_later
         #: Whether the last queries come first: where keys behind a query are hidden, all blocks of
         #: keys have those, and read them at about the same time.
-        self.descends = bool({"right", "right_end"} & set(scores.names))
+        self.descends = hides_later and not deterministic
         self.threads = GROUP * (1 + CONSUMERS)
         self.transposed = self.tile_n == CONSUMERS * WGMMA_M
         self.swaps_dkv = self.tile_n % WGMMA_M != 0

@@ -91,10 +91,13 @@ class TakesTurns(BackwardPlan):
 
     def _blocks_before(self, block: Int32, work: Work, sequence) -> tuple[Int32, Int32]:
         """(begin, end) of the blocks of keys that add to the same block of queries, by its band."""
-        own = work.first_key // self.tile_n
+        own, n, first = work.first_key // self.tile_n, self.tile_n, block * self.tile_m
+        if self.last_first:
+            last_seen = first + (self.tile_m - 1) + sequence.high
+            return own + 1, cutlass.min(last_seen, sequence.keys - 1) // n + 1
         if sequence.low is None:
             return Int32(0), own
-        return cutlass.max(block * self.tile_m + sequence.low, 0) // self.tile_n, own
+        return cutlass.max(first + sequence.low, 0) // n, own
 
     def _counter(self, consumer: Int32, head: Int32, block: Int32, work: Work, sequence, space):
         tile = self.tile_index(space, work.batch, head, sequence.first_query, block)

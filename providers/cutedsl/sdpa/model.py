@@ -129,7 +129,7 @@ def _loaded(args: Any, keys: int) -> float:
     if min(args.K.alignment, args.V.alignment) >= _SECTOR:
         return 0.0
     rows = (one.shape[-1] * one.dtype.bits // 8 for one in (args.K, args.V))
-    return keys * _APART * sum(-(-row // _PIECE) for row in rows)
+    return float(keys * _APART * sum(-(-row // _PIECE) for row in rows))
 
 
 def biased(args: Any, design: Any) -> float:

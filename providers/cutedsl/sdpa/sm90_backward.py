@@ -389,7 +389,7 @@ def _finds_whole(design: AttentionGradientDesign, args: SdpaBackwardArguments) -
     """Whether of tiles that a table does not hide it hides nothing."""
     from kernel_api.implementations.common.attention.entries import are_whole
 
-    return are_whole(args.block_shape, design.tile_shape)
+    return bool(are_whole(args.block_shape, design.tile_shape))
 
 
 def _has_fewer_keys(design: AttentionGradientDesign) -> bool:
