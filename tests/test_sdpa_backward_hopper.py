@@ -25,10 +25,15 @@ MOST_SECONDS, MOST_OF_PLAIN = 5.0, 6.0
 PARITY = masks.MaskMod(lambda b, h, q, kv: (q + kv) % 2 == 0)
 
 
-def table(draw, size=128):
+def table(draw, size=128, element=torch.bool):
     shape = -(-draw.S_q // size), -(-draw.S_kv // size)
-    entries = torch.ones(1, 1, *shape, dtype=torch.bool, device="meta")
+    entries = torch.ones(1, 1, *shape, dtype=element, device="meta")
     return masks.BlockSparse(entries, (size, size))
+
+
+def full_table(draw):
+    """That tells where a function shows all."""
+    return table(draw, element=torch.uint8) & PARITY & CAUSAL
 
 
 def bias(draw):
@@ -98,12 +103,14 @@ def test_the_widest_heads_have_fewer_keys_at_once_where_all_comes_together():
         ({"bias": wide_bias, "mask": WINDOW}, {64}),
         ({**BIAS, "mask": WINDOW}, {128, 64}),
         ({**BIAS, **SOFTCAP}, {64}),
-        ({**SOFTCAP, "deterministic": True}, {64}),
+        ({**SOFTCAP, "deterministic": True}, {128, 64}),
+        ({"bias": wide_bias, "deterministic": True}, {64}),
         ({**SOFTCAP, "mask": CAUSAL}, {64}),
         ({"mask": table}, {128, 64}),
         ({"mask": lambda d: table(d) & PARITY}, {128, 64}),
         ({"mask": lambda d: table(d, 64)}, {64}),
-        ({"mask": table, "deterministic": True}, {64}),
+        ({"mask": table, "deterministic": True}, {128, 64}),
+        ({"mask": lambda d: table(d) & PARITY, "deterministic": True}, {128, 64}),
         ({"mask": table, **SOFTCAP}, {64}),
         ({**ALIBI, "mask": WINDOW}, {128, 64}),
         ({"mask": WINDOW, "deterministic": True}, {128, 64}),
@@ -188,6 +195,8 @@ COMPILED = {
     "dropout": {**DROPOUT, "mask": CAUSAL},
     "everything": EVERYTHING,
     "softcap, in order": {**SOFTCAP, "deterministic": True},
+    "full blocks": {"mask": full_table},
+    "full blocks, in order": {"mask": full_table, "deterministic": True},
 }
 
 

@@ -15,8 +15,9 @@ from kernel_api.epilogue.graph import Graph
 from kernel_api.masks import BlockSparse, Mask
 from kernel_api.providers.reference.sdpa_scores import Arithmetic, evaluated, within_bounds
 
-#: Pairs that are looked at at a time, of all sequences and heads.
-_PAIRS = 1 << 21
+#: Pairs that are looked at at a time, of all sequences and heads; on a GPU, which would wait for
+#: the host with fewer.
+_PAIRS, _PAIRS_OF_GPU = 1 << 21, 1 << 24
 
 #: What kernels read and compute numbers that are not whole in, and what the reference does. They
 #: differ where what is compared is nearly the same; a block is left out if none shows it.
@@ -47,7 +48,7 @@ def shown_blocks(
     shape = [-(-extent // block) for extent, block in zip(extents, blocks, strict=True)]
     some = torch.zeros(shape, dtype=torch.bool, device=device)
     full = torch.ones_like(some)
-    steps = _steps(extents, blocks)
+    steps = _steps(extents, blocks, _PAIRS_OF_GPU if device.type == "cuda" else _PAIRS)
     with torch.no_grad(), off():
         for cuts in itertools.product(*map(_cuts, extents, blocks, steps)):
             own = zip(cuts, blocks, strict=True)
@@ -63,9 +64,12 @@ def shown_blocks(
     return some * torch.where(full, BlockSparse.FULL, 1).byte()
 
 
-def _steps(extents: tuple[int, ...], blocks: list[int]) -> list[int]:
-    """How much of each mode there is room for at a time: whole blocks, or less than one."""
-    room, found = _PAIRS, []
+def _steps(extents: tuple[int, ...], blocks: list[int], room: int) -> list[int]:
+    """How much of each mode there is room for at a time: whole blocks, or less than one.
+
+    room: For so many pairs.
+    """
+    found: list[int] = []
     for extent, block in zip(reversed(extents), reversed(blocks), strict=True):
         step = room // block * block if room > block else max(room, 1)
         found.append(step)
