@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 from support.sdpa import NAN, backward_of, run, uniform
-from support.sdpa_grid import BF16, F8, KINDS, Case, Draw, cases, causal
+from support.sdpa_grid import BF16, F8, KINDS, Case, Draw, cases, causal, documents
 
 import kernel_api as ka
 from kernel_api import masks
@@ -426,6 +426,11 @@ def deterministic(device):
     written = {"dSink": torch.empty_like(sink), "dBias": torch.empty_like(bias)}
     for more, wanted in (({}, {}), (given, written)):
         yield gradient_of(arguments(**more), deterministic=True, **wanted)
+    # More blocks of keys than run at once, and tiles that are left out.
+    for S, dim in ((1500, 64), (1500, 128), (700, 256)):
+        draw, arguments = made((4, 8, 8, S, S, dim), device)
+        for found in ({}, causal(draw), documents(draw)):
+            yield gradient_of(arguments(**found), deterministic=True)
 
 
 def test_deterministic_gradients_have_the_same_bits_every_time():

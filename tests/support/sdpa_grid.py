@@ -120,6 +120,13 @@ def blocks(draw: Draw) -> dict[str, Any]:
     return {"mask": masks.BlockSparse(table, BLOCK) & masks.Causal("bottom_right")}
 
 
+def documents(draw: Draw) -> dict[str, Any]:
+    """Their blocks say where a document is all that is seen."""
+    ids = draw.integers([i * 5 // draw.S_kv for i in range(max(draw.S_q, draw.S_kv))])
+    mask = masks.MaskMod(lambda b, h, q, kv, ids: ids[q] == ids[kv], ids=ids) & masks.Causal()
+    return {"mask": masks.with_blocks(mask, draw.S_q, draw.S_kv, block_shape=BLOCK)}
+
+
 def functions(draw: Draw) -> dict[str, Any]:
     """A score function whose derivative is no constant, and a mask of some diagonals."""
 
@@ -190,6 +197,7 @@ KINDS = {
     "alibi, sink": Kind(sloped, _128, gradients=("dSink",)),
     "dropout": Kind(dropped),
     "blocks": Kind(blocks),
+    "documents": Kind(documents, _64_128, count=4),
     "functions": Kind(functions, _128),
     "few queries": Kind(head_dims=_64_128, queries=_FEW, gradients=None),
     "pages": Kind(form="paged", head_dims=_128, queries=_FEW, gradients=None),
