@@ -120,6 +120,12 @@ def test_128_columns_leave_registers_for_one_change_of_scores(options, found):
     assert set(keys(meta((128, 128), **options))) == found
 
 
+@pytest.mark.parametrize(("deterministic", "found"), [(False, 64), (True, 128)])
+def test_small_tiles_are_no_choice_in_a_fixed_order(deterministic, found):
+    args = meta((128, 128), 1500, heads=(32, 4), mask=CAUSAL, deterministic=deterministic)
+    assert keys(args)[0] == found
+
+
 def test_a_band_of_packed_sequences_of_192_columns_begins_scores_early():
     def packed(**options):
         draw = Draw(1, 4, 2, 512, 512, 192, 192, element="bfloat16", device="meta")

@@ -81,6 +81,15 @@ def test_decode_takes_a_head_dimension_by_its_own_tiles(dim):
     assert {kernel.metadata.design.head_dim for kernel in own} == {(128, 128)}
 
 
+@pytest.mark.parametrize(("dim", "tile"), [(72, (192, 96)), (80, (128, 128)), (88, (192, 96))])
+def test_rows_that_begin_apart_are_for_tiles_of_many_queries(dim, tile):
+    """TMA takes longer for a row that begins at no multiple of 32 bytes."""
+    draw = Draw(8, 16, 16, 1024, 1024, dim, dim, element="bfloat16", device="meta")
+    args = draw.arguments(out=draw.results(read=False))
+    first = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])[0]
+    assert (first.family_name(), first.metadata.design.tile_shape) == (FORWARD, tile)
+
+
 def test_fp8_takes_a_head_dimension_by_its_own_tiles():
     own = offered(FP8, (80, 80))
     assert {kernel.metadata.design.head_dim for kernel in own} == {(128, 128)}

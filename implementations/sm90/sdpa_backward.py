@@ -55,8 +55,8 @@ class SdpaBackward(BackwardConsumer):
     of all heads of queries that share the keys: dK and dV need no atomics. With few blocks, several
     have some of these heads each, as if there were more heads of keys, and leave dK and dV in
     float32 for `KeyGradients`. Where the first keys have the most queries, heads take turns, so
-    that what is left at the end is short; and in a fixed order, so that few blocks that run at the
-    same time wait for each other.
+    that what is left at the end is short. Where all have the same, and add in a fixed order, heads
+    do so that fewer blocks of each run at the same time, and wait for each other.
 
     Pipelines: Q with log-sum-exps, dO with the row sums (`stages` each). dS lies in shared memory
     for dQ = dS · K, `stages[2]` times; dK and dV where K and V were, when all is done.
@@ -188,7 +188,7 @@ class SdpaBackward(BackwardConsumer):
         self.shared_storage = SharedStorage
         blocks, heads = cute.ceil_div(keys, n), mK.shape[2] * batches * shares
         together = Int32(1)
-        if const_expr(self.descends or self.deterministic):
+        if const_expr(self.takes_turns):
             together = self._together(mQ, operands, blocks, heads)
         self.kernel(
             *(tma_q, tQ, tma_k, tK, tma_v, tV, tma_do, tdO),

@@ -174,6 +174,8 @@ class BackwardPlan(Known):
         #: Whether the last queries come first: where keys behind a query are hidden, all blocks of
         #: keys have those, and read them at about the same time.
         self.descends = hides_later and not deterministic
+        #: Whether heads give their first blocks together, then their second ones.
+        self.takes_turns = hides_later != deterministic
         self.threads = GROUP * (1 + CONSUMERS)
         self.transposed = self.tile_n == CONSUMERS * WGMMA_M
         self.swaps_dkv = self.tile_n % WGMMA_M != 0

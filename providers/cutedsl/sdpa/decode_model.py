@@ -11,6 +11,7 @@ from kernel_api.providers.cutedsl.sdpa.model import (
     biased,
     blocks_seen,
     choose,
+    loaded,
     longest,
     row_tiles,
     seen,
@@ -58,6 +59,9 @@ def decode_seconds(args: Any, design: Any) -> float:
     if args.is_packed:
         return _of_packed(args, design)
     found = _in_clusters(args, design) if design.cluster > 1 else _by_workspace(args, design)
+    (rows_of_tile, keys), group = design.tile_shape, _group(args)
+    met = _tiles(args, design) * blocks_seen(args, -(-rows_of_tile // group), keys)
+    found = max(found, met * loaded(args, keys) / MULTIPROCESSORS)
     # A bias that is read where it lies takes as long as its rows are many.
     rows = min(args.S_q * _group(args) / design.tile_shape[0], 1.0)
     return float(found * (1 + rows * (biased(args, design) - 1)))

@@ -36,7 +36,7 @@ _REACHED = {
     (64, (64, 96)): 0.575,
     (96, (64, 64)): 0.49,
     (96, (128, 128)): 0.7,
-    (96, (192, 96)): 0.65,
+    (96, (192, 96)): 0.68,
     (128, (64, 64)): 0.653,
     (128, (128, 128)): 0.87,
     (128, (128, 160)): 0.85,
@@ -111,7 +111,7 @@ def seconds(args: Any, design: AttentionDesign) -> float:
     fixed = _OTHER_TILES.get((wide, design.tile_shape), _OTHER_TILES.get(wide, _TILE))
     average = blocks_seen(args, queries, keys)
     most = longest(args, -(-keys_of(args) // keys), average)
-    block = max(products / rate * biased(args, design), _loaded(args, keys))
+    block = max(products / rate * biased(args, design), loaded(args, keys))
     tile, longest_tile = (blocks * block + fixed for blocks in (average, most))
     tiles, resident = row_tiles(args, queries) * args.H, getattr(design, "resident", 1)
     rounds, left = divmod(tiles, MULTIPROCESSORS * resident)
@@ -124,7 +124,7 @@ def seconds(args: Any, design: AttentionDesign) -> float:
     return float(_LAUNCH + found)
 
 
-def _loaded(args: Any, keys: int) -> float:
+def loaded(args: Any, keys: int) -> float:
     """Seconds for a block of keys and values, where it may be that which takes longest."""
     if min(args.K.alignment, args.V.alignment) >= _SECTOR:
         return 0.0
