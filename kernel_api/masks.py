@@ -198,7 +198,7 @@ class BlockSparse(Mask):
         table: bool or uint8 (B or 1, H or 1, ceil(S_q / bq), ceil(S_kv / bkv)); True, or not 0:
             they do. 2, which is :attr:`FULL`, says that functions of the mask it is combined with
             show every pair of the block as well: kernels need not ask them there. Bands and
-            lengths hide pairs all the same.
+            lengths hide pairs all the same. What two such tables show is torch.minimum of them.
         block_shape: (bq, bkv).
     """
 

@@ -242,6 +242,14 @@ FLEX = {
         "mask": masks.MaskMod(lambda b, h, q, kv, ids: ids[q] == ids[kv], ids=torch.arange(24) // 7)
         & masks.BlockSparse(torch.tensor([[[[1, 1], [1, 0]]]]).bool(), (8, 16))
     },
+    "full blocks": {
+        "mask": masks.with_blocks(
+            masks.MaskMod(lambda b, h, q, kv, ids: ids[q] == ids[kv], ids=torch.arange(24) // 7),
+            16,
+            24,
+            block_shape=(4, 7),
+        )
+    },
 }
 
 

@@ -22,9 +22,9 @@ from .sdpa_backward_shares import ALIGNMENT, may_share, share_bytes
 
 CONSUMERS = 2  # warp groups that multiply
 
-#: Places for tiles that the producer finds, in turn; a power of 2, and so many more than stages of
-#: Q that it can write one before it asks for the stage while consumers look back at another.
-FOUND = 8
+#: Places for tiles that the producer finds, in turn: more than stages of Q, so that it can write
+#: one before it asks for the stage.
+FOUND = 4
 
 _BARRIER_BYTES = 256  # and those places
 
@@ -201,8 +201,8 @@ class BackwardPlan(Known):
         return WGMMA_M * WARP // GROUP if self.transposed else self.tile_n // CONSUMERS
 
     def _check(self) -> None:
-        if self.q_stages + 2 > FOUND:
-            raise ValueError(f"there are no more than {FOUND - 2} stages of Q")
+        if self.q_stages >= FOUND:
+            raise ValueError(f"there are no more than {FOUND - 1} stages of Q")
         if "scores" in self.early and self.q_stages < 2:
             raise ValueError("scores of the next queries need a second stage of Q")
         if "values" in self.early and not self.transposed:

@@ -79,7 +79,7 @@ class TakesTurns(BackwardPlan):
                     cute.arch.mbarrier_init(storage.added.data_ptr() + consumer, _WARPS)
 
     def _await_turn(self, consumer: Int32, storage, number: Int32) -> None:
-        """Of a consumer, to add to the dQ of its so-manieth tile."""
+        """Of a consumer, to add to the dQ of a tile. number: Among those of this block."""
         if self.deterministic:
             cute.arch.mbarrier_wait(storage.turns.data_ptr() + consumer, number % 2)
 
@@ -112,4 +112,4 @@ class TakesTurns(BackwardPlan):
 
     def _place_found(self, storage, count: Int32) -> cute.Tensor:
         """For what is told of a tile, see `SdpaBackward._tell`."""
-        return storage.found.get_tensor(cute.make_layout((2, FOUND)))[None, count & (FOUND - 1)]
+        return storage.found.get_tensor(cute.make_layout((2, FOUND)))[None, count % FOUND]
