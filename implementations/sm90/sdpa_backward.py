@@ -377,7 +377,7 @@ class SdpaBackward(BackwardConsumer):
             # Behind the last one comes a tile of Q that tells of none; it may be any.
             while index <= work.total:
                 head, block = work.place(cutlass.min(index, work.total - 1))
-                self._tell(index, search, head, block, work, sequence, values, storage, q_state)
+                self._tell(search, head, block, work, sequence, values, storage, q_state)
                 tile = self.tile_index(space, work.batch, head, sequence.first_query, block)
                 gQ, gdO = self._rows(mQ, mdO, batch, sequence, head, block)
                 self._load_rows(*queries, gQ, space, tile, q_state)
@@ -411,13 +411,11 @@ class SdpaBackward(BackwardConsumer):
         of_entries = self.scores.block_shape, tile, self.scores.full
         return following(search, work, sequence, values, *of_entries)
 
-    def _tell(
-        self, index: Int32, search: Search, head, block, work, sequence, values, storage, state
-    ) -> None:
+    def _tell(self, search: Search, head, block, work, sequence, values, storage, state) -> None:
         """Which tile is the next one, before its stage of Q is asked for: by every lane, of which
         one then arrives at the barrier of that stage. And how many blocks add to its dQ before, if
         that matters."""
-        told = index if self.scores.full is None else 2 * index + search.is_full
+        told = search.index if self.scores.full is None else 2 * search.index + search.is_full
         place = self._place_found(storage, state.count)
         place[0] = told
         if self.deterministic:

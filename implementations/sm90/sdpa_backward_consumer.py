@@ -168,10 +168,8 @@ class BackwardConsumer(TakesTurns):
 
     def _found(self, turn: Turn, told: Int32, work: Work) -> Turn:
         """With the tile that was told."""
-        index, full = told, None
-        if self.scores.full is not None:
-            index, full = told // 2, told % 2 != 0
-        head, block = work.place(index)
+        full = None if self.scores.full is None else told % 2 != 0
+        head, block = work.place(self._index_told(told))
         return turn._replace(head=head, block=block, full=full)
 
     def _first_turn(self, work: Work) -> Turn:

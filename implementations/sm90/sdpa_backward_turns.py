@@ -107,7 +107,10 @@ class TakesTurns(BackwardPlan):
 
     def _index_found(self, storage, count: Int32) -> Int32:
         """Of the tile that was found behind so many others."""
-        told = self._place_found(storage, count)[0]
+        return self._index_told(self._place_found(storage, count)[0])
+
+    def _index_told(self, told: Int32) -> Int32:
+        """Of a tile, without what functions show of it."""
         return told if self.scores.full is None else told // 2
 
     def _place_found(self, storage, count: Int32) -> cute.Tensor:

@@ -96,8 +96,8 @@ def _seen(
         for mode, cut in enumerate(cuts)
     )
     extents = [cut.stop - cut.start for cut in cuts]
-    found = [torch.ones((), dtype=torch.bool, device=device)]
-    found += within_bounds(bounds, i, j, beyond)
+    found = within_bounds(bounds, i, j, beyond)
+    found = found or [torch.ones((), dtype=torch.bool, device=device)]
     within, shown, graph = functools.reduce(torch.logical_and, found), [], mask.graph
     if graph is not None:
         indices = {"b": b, "h": h, "q": i, "kv": j}

@@ -22,6 +22,7 @@ from support.sdpa_cases import (
     bias_gradient,
     biased,
     blocks,
+    documents,
     dropped,
     every_gradient,
     everything,
@@ -120,23 +121,13 @@ def sparse_whole(draw: Draw) -> dict[str, Any]:
     return {"mask": masks.BlockSparse(table, (128, 128)) & shown}
 
 
-def documents(draw: Draw) -> dict[str, Any]:
-    """Three; of most blocks that they show, they show all."""
-    ids = torch.arange(draw.S_kv) * 16 // (10 * draw.S_kv) + (torch.arange(draw.S_kv) < 9)
-    mask = masks.MaskMod(lambda b, h, q, kv, ids: ids[q] == ids[kv], ids=ids) & masks.Causal()
-    return {"mask": masks.with_blocks(mask, draw.S_q, draw.S_kv)}
-
-
-def documents_smaller(draw: Draw) -> dict[str, Any]:
-    mask = documents(draw)["mask"]
-    without = masks.all_of([part for part in mask.parts if part is not mask.blocks])
-    return {"mask": masks.with_blocks(without, draw.S_q, draw.S_kv, block_shape=(48, 24))}
+WHOLE, SMALLER = (documents(*shape, further=masks.Causal()) for shape in ((128, 128), (48, 24)))
 
 
 #: Those in front are run every time.
 CASES = [
     Case("causal", (1, 1, 1, 130, 140, 128, 128), (64, 128), keywords=CAUSAL),
-    Case("documents", (1, 2, 1, 390, 390, 128, 128), (64, 128), options=documents),
+    Case("documents", (1, 2, 1, 390, 390, 128, 128), (64, 128), options=WHOLE),
     Case("shares", (1, 4, 2, 70, 150, 128, 120), (64, 128), keywords=ENDING),
     Case("dBias of all heads, causal", (1, 2, 1, 66, 40, 64, 64), (64, 128), keywords=CAUSAL,
          **of_bias(0, 2, 3, deterministic=True)),
@@ -195,11 +186,11 @@ CASES = [
     Case("blocks, few seen", (1, 6, 1, 330, 150, 64, 64), (64, 128), options=sparse),
     Case("whole blocks", (1, 4, 2, 330, 390, 128, 128), (64, 128), options=sparse_whole),
     Case("documents, smaller blocks", (2, 4, 2, 300, 300, 64, 64), (64, 64),
-         options=documents_smaller, lengths=((300, 250), (300, 270))),
-    Case("documents, in order", (1, 2, 1, 390, 390, 128, 128), (64, 64), options=documents,
+         options=SMALLER, lengths=((300, 250), (300, 270))),
+    Case("documents, in order", (1, 2, 1, 390, 390, 128, 128), (64, 64), options=WHOLE,
          gradient=in_order),
     Case("documents, smaller blocks, in order", (2, 4, 2, 300, 300, 64, 64), (64, 64),
-         options=documents_smaller, lengths=((300, 250), (300, 270)), gradient=in_order),
+         options=SMALLER, lengths=((300, 250), (300, 270)), gradient=in_order),
     Case("whole blocks, in order", (1, 4, 2, 330, 390, 128, 128), (64, 64), options=sparse_whole,
          gradient=in_order),
     Case("whole blocks, padded", (2, 2, 2, 330, 390, 64, 64), (64, 128), options=sparse_whole,

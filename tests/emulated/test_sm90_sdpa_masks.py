@@ -17,6 +17,7 @@ from support.sdpa_cases import (
     Case,
     Options,
     biased,
+    documents,
     functions,
     nothing,
     on_meta,
@@ -87,18 +88,6 @@ def blocks(*shape: int, further: masks.Mask | None = None, options: Options = no
         for other in (further, found.get("mask")):
             mask = mask if other is None else mask & other
         return {**found, "mask": mask}
-
-    return made
-
-
-def documents(*shape: int, further: masks.Mask | None = None) -> Options:
-    """Of three, and the blocks that they show some of, or all. shape: (queries, keys) of one."""
-
-    def made(draw: Draw) -> dict[str, Any]:
-        ids = torch.arange(draw.S_kv) * 16 // (10 * draw.S_kv) + (torch.arange(draw.S_kv) < 9)
-        mask = masks.MaskMod(lambda b, h, q, kv, ids: ids[q] == ids[kv], ids=ids)
-        mask = mask if further is None else mask & further
-        return {"mask": masks.with_blocks(mask, draw.S_q, draw.S_kv, block_shape=shape)}
 
     return made
 

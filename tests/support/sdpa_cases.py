@@ -214,6 +214,17 @@ def blocks(draw: Draw) -> dict[str, Any]:
     return {"mask": masks.BlockSparse(table, shape)}
 
 
+def documents(*shape: int, further: masks.Mask) -> Options:
+    """Of three, and the blocks that they show some of, or all. shape: (queries, keys) of one."""
+
+    def made(draw: Draw) -> dict[str, Any]:
+        ids = torch.arange(draw.S_kv) * 16 // (10 * draw.S_kv) + (torch.arange(draw.S_kv) < 9)
+        mask = masks.MaskMod(lambda b, h, q, kv, ids: ids[q] == ids[kv], ids=ids) & further
+        return {"mask": masks.with_blocks(mask, draw.S_q, draw.S_kv, block_shape=shape)}
+
+    return made
+
+
 def sloped(draw: Draw) -> dict[str, Any]:
     return {"alibi": draw.wides(draw.H) / 8, "sink": draw.wides(draw.H), "softcap": 3.0}
 
