@@ -83,11 +83,40 @@ def test_narrow_heads_have_128_keys_at_once(room, options, length):
 
 
 @pytest.mark.parametrize("room", NARROW)
-@pytest.mark.parametrize("options", [DROPOUT, EVERYTHING])
-def test_dropout_has_64_keys_at_once(room, options):
-    args = meta(room, **options)
+def test_numbers_of_dropout_are_drawn_for_128_keys_at_once(room):
+    assert keys(meta(room, 4096, **DROPOUT)) == [128, 64]
+    assert {*keys(meta(room, **DROPOUT, mask=CAUSAL))} == {128, 64}
+
+
+@pytest.mark.parametrize("room", NARROW)
+def test_warps_that_keep_turns_draw_no_numbers(room):
+    args = meta(room, **DROPOUT, deterministic=True)
     assert keys(args) == [64]
-    assert ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])[0].family == FAMILY
+
+
+def test_everything_together_is_served_by_the_family():
+    found = {room: set(keys(meta(room, **EVERYTHING))) for room in NARROW}
+    assert found == {(64, 64): {128, 64}, (128, 128): {64}}
+
+
+@pytest.mark.parametrize(
+    ("room", "options", "found"),
+    [
+        ((64, 64), ALIBI, False),
+        ((128, 128), ALIBI, True),
+        ((128, 128), {"mask": PARITY}, True),
+        ((128, 128), SOFTCAP, False),
+        ((128, 128), DROPOUT, False),
+        ((128, 128), {"mask": table}, False),
+        ((192, 192), {"mask": table}, True),
+        ((192, 192), ALIBI, False),
+        ((256, 256), ALIBI, False),
+        ((256, 256), {}, True),
+    ],
+)
+def test_scores_are_issued_early_where_that_gains(room, options, found):
+    first = offered(meta(room, 4096, **options))[0]
+    assert ("scores" in first.metadata.design.early) == found
 
 
 def test_the_widest_heads_have_fewer_keys_at_once_where_all_comes_together():
@@ -113,6 +142,9 @@ def test_the_widest_heads_have_fewer_keys_at_once_where_all_comes_together():
         ({"mask": lambda d: table(d) & PARITY, "deterministic": True}, {128, 64}),
         ({"mask": table, **SOFTCAP}, {64}),
         ({**ALIBI, "mask": WINDOW}, {128, 64}),
+        ({**DROPOUT, "mask": WINDOW}, {64}),
+        ({**DROPOUT, **ALIBI}, {64}),
+        ({**DROPOUT, "bias": bias}, {64}),
         ({"mask": WINDOW, "deterministic": True}, {128, 64}),
     ],
 )
@@ -199,6 +231,8 @@ def compiled(room, options):
 COMPILED = {
     "dBias": {**BIAS, "dBias": bias, "mask": CAUSAL},
     "dropout": {**DROPOUT, "mask": CAUSAL},
+    "dropout, a window": {**DROPOUT, "mask": WINDOW},
+    "alibi": {**ALIBI, "mask": CAUSAL},
     "everything": EVERYTHING,
     "softcap, in order": {**SOFTCAP, "deterministic": True},
     "full blocks": {"mask": full_table},

@@ -4,7 +4,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, Uint16, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -17,8 +17,9 @@ from ..common.threads import GROUP
 from ..common.work_split import COUNTER_BYTES
 from .sdpa_backward_bias import TiledBiasGradient
 from .sdpa_backward_consumer import BackwardConsumer
+from .sdpa_backward_drawn import DRAWERS
 from .sdpa_backward_keys import KeyGradients
-from .sdpa_backward_plan import CONSUMERS, FOUND, tile_layout
+from .sdpa_backward_plan import CONSUMERS, DRAWN, FOUND, tile_layout
 from .sdpa_backward_rows import QueryGradients, RowSums, SinkGradients
 from .sdpa_backward_shares import shares_of
 from .sdpa_backward_turns import KEEPERS
@@ -29,6 +30,7 @@ from .sdpa_tiles import in_turn
 
 _REGISTERS = (24, 240)  # producer, each consumer
 _REGISTERS_SEARCHING = (40, 232)
+_REGISTERS_DRAWING = {64: (88, 208), 128: (40, 232)}  # by the room of Q and K
 #: Of heads that take turns: blocks for each multiprocessor, heads with so few gain nothing by more;
 #: bytes that L2 keeps. Each is what was fastest on an H200.
 _BLOCKS_AT_ONCE, _SHORT, _KEPT = 132, 8, 44 << 20
@@ -48,6 +50,8 @@ class SdpaBackward(BackwardConsumer):
                           log-sum-exps and sums of their rows;
                           of a fixed order warps 1, 2: see         dQ added       turns at dQ
                           `TakesTurns`
+                          dropout's numbers, warps 1 to 3:         read           drawn
+                          see `DrawsAhead`
     1, 2        consumer  S, dP = dO · Vᵀ, dS; adds dQ; keeps dK    stage full     stage empty
                           and dV of its keys or columns
 
@@ -61,7 +65,8 @@ class SdpaBackward(BackwardConsumer):
     Pipelines: Q with log-sum-exps, dO with the row sums (`stages` each). dS lies in shared memory
     for dQ = dS · K, `stages[2]` times; dK and dV where K and V were, when all is done.
     Where a table hides tiles whole, the producer searches for those that it does not, and tells
-    the consumers with each Q. Registers: producer 24, consumers 240, or 40 and 232 where it does.
+    the consumers with each Q. Registers: producer 24, consumers 240, or 40 and 232 where it does or
+    numbers are drawn.
 
     head_dims: Of Q and K, of V: there is room for as many columns; TMA fills up with zeros.
     early: What is issued before its turn, so that tensor cores are busy while threads compute:
@@ -136,6 +141,12 @@ class SdpaBackward(BackwardConsumer):
 
     # Launch ------------------------------------------------------------------------------
 
+    @property
+    def _registers(self) -> tuple[int, int]:
+        if self.draws_ahead:
+            return _REGISTERS_DRAWING[self.head_dim]
+        return _REGISTERS_SEARCHING if self.searches else _REGISTERS
+
     def _shares(self, mQ, mK, keys: Int32, batches: Int32) -> Int32:
         """Of each block of keys. mQ, mK: (S,D,H,B)"""
         if not self.shares_keys:
@@ -181,6 +192,9 @@ class SdpaBackward(BackwardConsumer):
             v_full: cute.struct.MemRange[Int64, 2]
             q_full: cute.struct.MemRange[Int64, 2 * self.q_stages]
             found: cute.struct.MemRange[Int32, 2 * FOUND]
+            drawn: cute.struct.Align[cute.struct.MemRange[Uint16, self.drawn_bytes // 2], 8]
+            drawn_full: cute.struct.MemRange[Int64, DRAWN]
+            drawn_read: cute.struct.MemRange[Int64, DRAWN]
             turns: cute.struct.MemRange[Int64, CONSUMERS]
             added: cute.struct.MemRange[Int64, CONSUMERS]
             do_full: cute.struct.MemRange[Int64, 2 * self.do_stages]
@@ -264,6 +278,8 @@ class SdpaBackward(BackwardConsumer):
         )
         if const_expr(self.deterministic):
             self._prepare_turns(storage, warp_index)
+        if const_expr(self.draws_ahead):
+            self._prepare_drawing(storage, warp_index)
         pipeline.pipeline_init_arrive((1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait((1, 1))
         cute.arch.griddepcontrol_wait()
@@ -296,7 +312,7 @@ class SdpaBackward(BackwardConsumer):
             *(seeing, first, step),
         )
 
-        registers = _REGISTERS_SEARCHING if self.searches else _REGISTERS
+        registers = self._registers
         if group == 0:
             cute.arch.setmaxregister_decrease(registers[0])
             if warp_index == 0 and total > 0:
@@ -309,6 +325,10 @@ class SdpaBackward(BackwardConsumer):
                 if (keeper >= 0) & (keeper < CONSUMERS) & (total > 0):
                     space = self.space(workspace, mQ, values)
                     self._keep_turns(keeper, storage, pipelines, work, sequence, space)
+            if const_expr(self.draws_ahead):
+                drawer = warp_index - DRAWERS
+                if (drawer >= 0) & (total > 0):
+                    self._draw(drawer, storage, pipelines, work, operands, mQ.shape[2])
         else:
             cute.arch.setmaxregister_increase(registers[1])
             if first_key < key_rows:

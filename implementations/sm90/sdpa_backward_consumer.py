@@ -7,7 +7,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..common.attention.scores import Tile, rows_and_columns
@@ -15,6 +15,7 @@ from ..common.attention.softmax import LOG2_E, power_of_two
 from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.threads import GROUP
+from .sdpa_backward_drawn import DrawsAhead, Kept
 from .sdpa_backward_plan import CONSUMERS, tile_layout, transposed_layout
 from .sdpa_backward_rows import (
     RowTile,
@@ -24,7 +25,6 @@ from .sdpa_backward_rows import (
     store_accumulators,
     store_matrices,
 )
-from .sdpa_backward_turns import TakesTurns
 from .sdpa_backward_work import Work
 
 TOGETHER = 1  # the named barrier of all consumers
@@ -57,7 +57,7 @@ class Sums(NamedTuple):
 class Turn(NamedTuple):
     """A tile of queries: the stages of Q, of dO and of dS, its head and its block.
 
-    full: Whether functions of the mask show all of it; None: nobody has told.
+    told: What the producer says of it; None: nothing, it is the next one.
     """
 
     q: pipeline.PipelineState
@@ -65,7 +65,7 @@ class Turn(NamedTuple):
     ds: Int32
     head: Int32
     block: Int32
-    full: Boolean | None = None
+    told: Int32 | None = None
 
 
 class Context(NamedTuple):
@@ -88,7 +88,7 @@ class Context(NamedTuple):
     ds_tile: cute.Tensor
 
 
-class BackwardConsumer(TakesTurns):
+class BackwardConsumer(DrawsAhead):
     """The consumers' part of `SdpaBackward`."""
 
     @cute.jit
@@ -123,32 +123,34 @@ class BackwardConsumer(TakesTurns):
         )
         if work.total > 0:
             self._await_keys(context)
-            turn = self._first_turn(work)
+            turn = self._first_turn(work, context)
             if const_expr("scores" in self.early):
                 self._begin_scores(turn, fragments, sums, context)
                 warpgroup.wait_group(0)
-                for _ in cutlass.range(work.total - 1, unroll=1):
+                if const_expr(self.searches):
+                    while turn.told < self._as_told(work.total):
+                        self._form(turn, fragments, sums, context)
+                        turn = self._apply(turn, fragments, sums, context, goes_on=True)
+                else:
+                    for _ in cutlass.range(work.total - 1, unroll=1):
+                        self._form(turn, fragments, sums, context)
+                        turn = self._apply(turn, fragments, sums, context, goes_on=True)
                     self._form(turn, fragments, sums, context)
-                    following = self._next_turn(turn, work)
-                    self._apply(turn, following, fragments, sums, context)
-                    turn = following
-                self._form(turn, fragments, sums, context)
-                self._apply(turn, None, fragments, sums, context)
+                    self._apply(turn, fragments, sums, context)
             elif const_expr(self.searches):
-                told = self._told(turn, context)
-                while told < self._as_told(work.total):
-                    found = self._found(turn, told, work)
-                    self._begin_scores(found, fragments, sums, context)
-                    self._form(found, fragments, sums, context)
-                    self._apply(found, None, fragments, sums, context)
-                    turn = self._next_turn(turn, work)
-                    told = self._told(turn, context)
+                while turn.told < self._as_told(work.total):
+                    self._begin_scores(turn, fragments, sums, context)
+                    self._form(turn, fragments, sums, context)
+                    self._apply(turn, fragments, sums, context)
+                    turn = self._next_turn(turn, context)
             else:
                 for _ in cutlass.range(work.total, unroll=1):
                     self._begin_scores(turn, fragments, sums, context)
                     self._form(turn, fragments, sums, context)
-                    self._apply(turn, None, fragments, sums, context)
-                    turn = self._next_turn(turn, work)
+                    self._apply(turn, fragments, sums, context)
+                    turn = self._next_turn(turn, context)
+        if const_expr(self.draws_ahead):
+            sums.dv.store(sums.dv.load() * self.scores.kept_factor(values))
         end = work.key_rows
         if const_expr(self.shares_keys):
             # Both without a branch: of a share no rows are before the end.
@@ -157,32 +159,34 @@ class BackwardConsumer(TakesTurns):
         self._write(sums, storage, mdK, mdV, work, end, sequence, values, thread)
         self._end_scores(context, mdK.shape[2] * shares)
 
-    def _told(self, turn: Turn, context) -> Int32:
-        """What the producer says of the tile that it has found for a turn, whose Q is there."""
-        context.pipelines[2].consumer_wait(turn.q)
-        return cute.arch.make_warp_uniform(self._place_found(context.storage, turn.q.count)[0])
-
     def _as_told(self, index: Int32) -> Int32:
         """What is told of a tile, at least, and more than of those before."""
         return index if self.scores.full is None else 2 * index
 
-    def _found(self, turn: Turn, told: Int32, work: Work) -> Turn:
-        """With the tile that was told."""
-        full = None if self.scores.full is None else told % 2 != 0
-        head, block = work.place(self._index_told(told))
-        return turn._replace(head=head, block=block, full=full)
+    def _found(self, turn: Turn, context) -> Turn:
+        """With the tile that the producer has found for it, once its Q is there; behind the last
+        one, with any that there is."""
+        if not self.searches:
+            return turn
+        context.pipelines[2].consumer_wait(turn.q)
+        place = self._place_found(context.storage, turn.q.count)
+        told = cute.arch.make_warp_uniform(place[0])
+        index = cutlass.min(self._index_told(told), context.work.total - 1)
+        head, block = context.work.place(index)
+        return turn._replace(head=head, block=block, told=told)
 
-    def _first_turn(self, work: Work) -> Turn:
+    def _first_turn(self, work: Work, context) -> Turn:
         consumer = pipeline.PipelineUserType.Consumer
         q = pipeline.make_pipeline_state(consumer, self.q_stages)
         do = pipeline.make_pipeline_state(consumer, self.do_stages)
-        return Turn(q, do, Int32(0), work.first_head, work.first)
+        return self._found(Turn(q, do, Int32(0), work.first_head, work.first), context)
 
-    def _next_turn(self, turn: Turn, work: Work) -> Turn:
+    def _next_turn(self, turn: Turn, context) -> Turn:
         q, do = turn.q.clone(), turn.do.clone()
         q.advance()
         do.advance()
-        return Turn(q, do, (turn.ds + 1) % self.ds_stages, *work.following(turn.head, turn.block))
+        place = context.work.following(turn.head, turn.block)
+        return self._found(Turn(q, do, (turn.ds + 1) % self.ds_stages, *place), context)
 
     def _form(self, turn: Turn, fragments, sums, context) -> None:
         """P and dS of a tile; dS, and P if it has to be, go to shared memory.
@@ -208,7 +212,7 @@ class BackwardConsumer(TakesTurns):
         )
         lses = self._numbers(context, context.storage.lse, turn.q)
         self._powers(self._with_bias(tile, turn, context), turn, lses, context)
-        kept = self._round_powers(tile, sums, context)
+        kept = self._round_powers(tile, turn, sums, context)
         if self.ds_stages == 1:
             self._meet()
         if not self.transposed:
@@ -248,8 +252,9 @@ class BackwardConsumer(TakesTurns):
         tile = tiles[None, None, turn.ds]
         store_matrices(self.score_product, rounded, tile, context.thread, True)
 
-    def _apply(self, turn: Turn, following: Turn | None, fragments, sums, context) -> None:
-        """What a tile adds to dV, dQ and dK. following: Whose S is formed meanwhile."""
+    def _apply(self, turn: Turn, fragments, sums, context, *, goes_on: bool = False) -> Turn | None:
+        """What a tile adds to dV, dQ and dK. Returns the next one, if S of that is formed
+        meanwhile: goes_on."""
         _, _, pipeline_q, pipeline_do = context.pipelines
         if "values" not in self.early:
             self._issue_values(turn, fragments, sums)
@@ -259,7 +264,9 @@ class BackwardConsumer(TakesTurns):
         warpgroup.wait_group(1)
         pipeline_do.consumer_release(turn.do)
         self._add_dq(0, turn, sums, context)
-        if following is not None:
+        following = None
+        if goes_on:
+            following = self._next_turn(turn, context)
             self._begin_scores(following, fragments, sums, context)
         for part in range(1, self.dq_product.parts):
             self._issue_dq(part, turn, fragments, sums)
@@ -267,6 +274,7 @@ class BackwardConsumer(TakesTurns):
             self._add_dq(part, turn, sums, context)
         warpgroup.wait_group(0)
         pipeline_q.consumer_release(turn.q)
+        return following
 
     def _add_dq(self, part: int, turn: Turn, sums, context) -> None:
         first = context.sequence.first_query
@@ -401,8 +409,8 @@ class BackwardConsumer(TakesTurns):
 
     def _hide(self, tile: Tile, turn: Turn, context) -> None:
         of_tile = tile.values, tile.local, tile.first_query, tile.head
-        if turn.full is not None:
-            self._hide_unless_full(*of_tile, turn.full, context)
+        if turn.told is not None and self.scores.full is not None:
+            self._hide_unless_full(*of_tile, turn.told % 2 != 0, context)
         elif self.hides_by_table or self.scores.functions.visible is not None:
             self._hide_all(tile, context)
         else:
@@ -434,32 +442,28 @@ class BackwardConsumer(TakesTurns):
         by_table = self.hides_by_table
         self.scores.hide(tile, context.sequence, context.values, by_table=by_table)
 
-    def _round_powers(self, tile: Tile, sums: Sums, context) -> cute.Tensor | None:
-        """What values are multiplied with. Returns that of the scores where some are dropped."""
+    def _round_powers(self, tile: Tile, turn: Turn, sums: Sums, context) -> Kept | None:
+        """What values are multiplied with. Returns what is kept, where some are dropped."""
         if not self.scores.drops:
             _round(sums.S, sums.P)
             return None
-        kept = cute.make_rmem_tensor_like(sums.S)
-        kept.store(sums.S.load())
-        self.scores.drop(
-            *(tile.of(rows_and_columns(kept)), context.space.heads, context.values),
-            keys=self.warp_keys,
-        )
-        _round(kept, sums.P)
-        return rows_and_columns(kept)
+        powers = cute.make_rmem_tensor_like(sums.S)
+        found = self._drop(tile, rows_and_columns(powers), turn.q.count, context)
+        _round(powers, sums.P)
+        return found
 
     def _gradients(
-        self, tile: Tile, sums: Sums, deltas: "_RowNumbers", products, kept, context
+        self, tile: Tile, sums: Sums, deltas: "_RowNumbers", products, kept: Kept | None, context
     ) -> None:
         """dS of scale · products, in place of dP, and rounded."""
         powers, gradients = tile.values, rows_and_columns(sums.dp)
         for row, column, delta in deltas.of(tile):
+            at = row, column
             if kept is None:
-                found = powers[row, column] * (gradients[row, column] - delta)
-            else:  # P (keep dP - delta): numbers are drawn once
-                of_sum = -(powers[row, column] * delta)
-                found = cute.math.fma(kept[row, column], gradients[row, column], of_sum)
-            gradients[row, column] = found
+                found = powers[at] * (gradients[at] - delta)
+            else:
+                found = kept.gradient(at, powers[at], gradients[at], delta)
+            gradients[at] = found
         if products is not None:
             products = rows_and_columns(products)
             self.scores.multiply_by_slopes(tile.of(gradients), products, context.values)

@@ -26,9 +26,15 @@ CONSUMERS = 2  # warp groups that multiply
 #: one before it asks for the stage.
 FOUND = 4
 
+#: Tiles, at most, for which dropout's numbers are drawn ahead.
+DRAWN = 4
+#: Queries of a tile for which warps draw random numbers ahead.
+DRAWN_QUERIES = 64
+
 _BARRIER_BYTES = 256  # and those places
 
 _FLOAT_BYTES = 4
+_WORD_BYTES = 4
 _COUNTER_BYTES = 4
 
 
@@ -138,6 +144,7 @@ class BackwardPlan(Known):
         shares_keys: Whether several blocks may have some of the heads of the same keys each.
         searches: Whether tiles that a table hides are left out.
         hides_by_table: Whether a tile that is computed may have keys that the table hides.
+        draws_ahead: Whether other warps draw the random numbers of dropout, see `DrawsAhead`.
         swaps_dkv, swaps_dq: Whether gradients stand as head dimension × keys or queries.
         with_queries: Bytes of a stage of Q that are for something else.
         shared_memory_bytes: Of a block.
@@ -178,6 +185,7 @@ class BackwardPlan(Known):
         self.takes_turns = hides_later != deterministic
         self.threads = GROUP * (1 + CONSUMERS)
         self.transposed = self.tile_n == CONSUMERS * WGMMA_M
+        self.draws_ahead = scores.drops and self.transposed
         self.swaps_dkv = self.tile_n % WGMMA_M != 0
         self.swaps_dq = self.tile_m % WGMMA_M != 0
         self.packed = "cu_seqlens_q" in scores.names
@@ -200,6 +208,11 @@ class BackwardPlan(Known):
         """Side by side among its scores."""
         return WGMMA_M * WARP // GROUP if self.transposed else self.tile_n // CONSUMERS
 
+    @property
+    def drawn_bytes(self) -> int:
+        """Two words for each thread and tile."""
+        return DRAWN * CONSUMERS * GROUP * 2 * _WORD_BYTES * self.draws_ahead
+
     def _check(self) -> None:
         if self.q_stages >= FOUND:
             raise ValueError(f"there are no more than {FOUND - 1} stages of Q")
@@ -209,6 +222,10 @@ class BackwardPlan(Known):
             raise ValueError("dV starts early only where probabilities are in registers")
         if not self.transposed and self.tile_m != WGMMA_M:
             raise ValueError(f"tile N {self.tile_n} takes a tile M of 64, not {self.tile_m}")
+        if self.draws_ahead and self.tile_m != DRAWN_QUERIES:
+            raise ValueError(f"numbers are drawn for {DRAWN_QUERIES} queries, not {self.tile_m}")
+        if self.draws_ahead and self.deterministic:
+            raise ValueError("the warps that draw numbers keep turns in a fixed order")
         if self.staged and self.deterministic:
             raise ValueError("bulk copies do not tell when they have added dQ")
         if self.staged and self.swaps_dkv:
@@ -251,7 +268,7 @@ class BackwardPlan(Known):
         elements += self.ds_stages * m * n * (1 if self.transposed else 2)
         floats = m * (self.q_stages + self.do_stages) + (m * d if self.staged else 0)
         found = elements * self.element_type.width // 8 + floats * _FLOAT_BYTES
-        return found + self.q_stages * self.with_queries + _BARRIER_BYTES
+        return found + self.q_stages * self.with_queries + self.drawn_bytes + _BARRIER_BYTES
 
     def _values(self, operands: tuple) -> Values:
         """What the main launch takes beside matrices."""

@@ -13,8 +13,8 @@ import pytest
 import torch
 from support.ptx.kernel import EmulatedKernel
 from support.sampling import some
-from support.sdpa import backward_of, run, uniform
-from support.sdpa_cases import F16, Case, dropped, on_meta
+from support.sdpa import Draw, backward_of, run, uniform
+from support.sdpa_cases import F16, Case, documents, dropped, on_meta
 from support.sdpa_fp8 import fp8_arguments
 
 import kernel_api as ka
@@ -39,12 +39,23 @@ def compiled(args: Any, family: str, tile: tuple[int, int]) -> EmulatedKernel:
 
 
 def problem(family: str, sizes: tuple[int, ...], **given: Any) -> Any:
-    case = Case("", sizes, options=dropped, **given)
+    case = Case("", sizes, **{"options": dropped, **given})
     return case.backward() if family.endswith("backward") else case.arguments()
+
+
+def of_documents(draw: Draw) -> dict[str, Any]:
+    return {**dropped(draw), **documents(128, 128, further=masks.Causal())(draw)}
+
+
+def in_order(draw: Draw) -> dict[str, Any]:
+    return {"deterministic": True}
 
 
 PACKED = {"packed": True, "lengths": ((33, 0, 20), (150, 9, 70)), "keywords": END}
 PROBLEMS = {
+    "128 keys, drawn ahead": (
+        BACKWARD, (64, 128), lambda name: problem(name, (1, 4, 2, 130, 150, 128, 120)),
+    ),
     "48 keys, of two groups": (
         BACKWARD, (64, 48), lambda name: problem(name, (1, 1, 1, 66, 150, 256, 248)),
     ),
@@ -70,6 +81,26 @@ PROBLEMS = {
     ),
     "packed, the gradient": (
         BACKWARD, (64, 64), lambda name: problem(name, (3, 2, 1, 1, 1, 64, 64), **PACKED),
+    ),
+    "packed, the gradient, drawn ahead": (
+        BACKWARD, (64, 128), lambda name: problem(name, (3, 2, 1, 1, 1, 64, 64), **PACKED),
+    ),
+    "in order": (
+        BACKWARD, (64, 64),
+        lambda name: problem(
+            name, (2, 2, 2, 200, 300, 64, 64), gradient=in_order, keywords=END,
+            lengths=((200, 70), (300, 130)),
+        ),
+    ),
+    "documents, drawn ahead": (
+        BACKWARD, (64, 128),
+        lambda name: problem(name, (1, 2, 1, 390, 390, 64, 56), options=of_documents),
+    ),
+    "documents in order": (
+        BACKWARD, (64, 64),
+        lambda name: problem(
+            name, (2, 2, 1, 390, 390, 64, 64), gradient=in_order, options=of_documents,
+        ),
     ),
     "packed, 48 keys": (
         BACKWARD, (64, 48), lambda name: problem(name, (3, 2, 1, 1, 1, 256, 256), **PACKED),
@@ -119,6 +150,7 @@ def dropping(p: float) -> tuple[Any, Any]:
     ("forward", "backward"),
     some(
         [
+            ((FORWARD, (128, 128)), (BACKWARD, (64, 128))),
             ((FORWARD, (128, 128)), (BACKWARD, (64, 64))),
             ((OLDER_FORWARD, (64, 32)), (OLDER_BACKWARD, (64, 16))),
         ],

@@ -204,6 +204,8 @@ CASES = [
     Case("dBias of all keys", (1, 2, 1, 70, 100, 64, 64), (64, 128), keywords=ENDING,
          **of_bias(1, 2)),
     Case("dropout, 128", (1, 2, 1, 70, 80, 128, 128), (64, 64), options=dropped),
+    Case("dropout, drawn ahead, a window", (1, 2, 1, 130, 200, 64, 64), (64, 128), options=dropped,
+         keywords={"mask": masks.SlidingWindow(50, 9)}),
     Case("everything, padded", (2, 4, 2, 70, 80, 192, 72), (64, 64),
          lengths=((66, 3), (77, 20)), options=everything, gradient=every_gradient),
     Case("everything, padded, 256", (1, 2, 1, 66, 50, 256, 200), (64, 48),

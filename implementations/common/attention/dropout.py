@@ -18,6 +18,8 @@ _BLOCK = 8  # keys, of which a thread has two side by side, or one
 _WORDS = 4  # of a counter
 _HALF = 16  # bits
 
+COUNTED = _WORDS * _BLOCK  # keys, of which the pairs that are a block apart share a counter
+
 
 def least_half(probability: Float32) -> Uint32:
     """Of those that are kept, in the upper half of a word; the last one if none is."""
@@ -29,6 +31,17 @@ def kept_factor(probability: Float32) -> Float32:
     """Of what is kept; 0 if nothing is."""
     some = probability <= 1.0 - 2.0**-_HALF
     return select(some, 1.0 / (1.0 - probability), Float32(0.0))
+
+
+def counter_of(key: Int32) -> Uint32:
+    """Of a key, and of its neighbour."""
+    key = Uint32(key)
+    return key // COUNTED * _WORDS + key % _BLOCK // 2
+
+
+def halves_of(word: Uint32) -> tuple[Uint32, Uint32]:
+    """Random numbers of an even key and of the next one, as those of `Halves`."""
+    return word << _HALF, word
 
 
 class Halves:
@@ -47,7 +60,7 @@ class Halves:
         first = Uint32(first)
         self._pairs = pairs
         self._up = Uint32(_HALF) - first % 2 * _HALF
-        self._counter = first // (_WORDS * _BLOCK) * _WORDS + first % _BLOCK // 2
+        self._counter = counter_of(first)
         self._of_counter = query, offset, seed
         #: Which word the first key takes, and what that is known to be a multiple of.
         self._word = first // _BLOCK % _WORDS
@@ -62,7 +75,7 @@ class Halves:
         found = self._of_block(block)
         if not self._pairs:
             return found << self._up
-        return found if second else found << _HALF
+        return halves_of(found)[second]
 
     def _of_block(self, block: int) -> Uint32:
         """The word of so many blocks behind that of the first key."""

@@ -124,8 +124,20 @@ _CROWDED_BY = {
 }
 #: Changes that registers never suffice for, by the room and how a bias comes to the scores.
 _NEVER_WIDE = {
-    ((128, 128), "tiles"): {"softcap", "block_shape"},
+    ((128, 128), "tiles"): {"softcap", "block_shape", "dropout"},
     ((192, 128), "read"): {"softcap", "dropout", "alibi", "block_shape"},
+}
+#: What registers never suffice for beside a change, by the room and the change.
+_NEVER_BESIDE = {
+    ((64, 64), "dropout"): {"deterministic"},
+    ((128, 128), "dropout"): {
+        *("deterministic", "left", "left_end", "seq_lens_q", "blocks", "is_packed"),
+    },
+}
+#: Changes that leave registers for early scores, and take less time with them, by the columns of Q.
+_GAINING_BY_EARLY = {
+    128: {"score", "mask_graph", "bias", "alibi"},
+    192: {"block_shape", "mask_graph"},
 }
 
 #: Bytes of dS that blocks leave in the workspace at most.
@@ -210,17 +222,14 @@ class Sm90SdpaBackward(AttentionKernel):
 
     @rule(
         "scores that are more than products of which a band is seen leave registers for 64 "
-        "queries at once, of which nothing is issued early, and threads add dQ"
+        "queries at once, of which little is issued early, and threads add dQ"
     )
     def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
-        queries, keys = design.tile_shape
-        plain = queries == 64 and keys != 80 and not design.early and not design.staged
-        return plain or not changes(args)
+        found, (queries, keys) = changes(args), design.tile_shape
+        early = not design.early or _gains_by_early(design, found)
+        return not found or (queries == 64 and keys != 80 and early and not design.staged)
 
-    @rule(
-        "dropout of heads of 128 and less, and more changes of scores than registers suffice for, "
-        "leave fewer keys at once"
-    )
+    @rule("more changes of scores than registers suffice for leave fewer keys at once")
     def _(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
         return _has_fewer_keys(design) or not _is_crowded(design, args)
 
@@ -421,19 +430,26 @@ def _has_fewer_keys(design: AttentionGradientDesign) -> bool:
     return design.tile_shape[1] == keys
 
 
+def _gains_by_early(design: AttentionGradientDesign, found: list[str]) -> bool:
+    """Whether scores of the next queries are worth their registers, beside changes of scores."""
+    gaining = _GAINING_BY_EARLY.get(max(design.head_dim), set())
+    return "scores" in design.early and gaining.issuperset(found)
+
+
 def _is_crowded(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> bool:
-    """Whether the wider tiles of a room would spill, or draw random numbers two by two."""
+    """Whether the wider tiles of a room would spill."""
     found, room = changes(args), design.head_dim
     if _finds_whole(design, args):
         found.remove("block_shape")
     most, _ = _CROWDED.get(room, (len(found) + 1, 0))
-    if "dropout" in found and max(room) <= 128:
-        return True
     if not _NEVER_WIDE.get((room, design.bias), set()).isdisjoint(found):
+        return True
+    beside = {*args.bounds, *args.further}
+    beside |= {name for name in ("deterministic", "is_packed") if getattr(args, name)}
+    if any(_NEVER_BESIDE.get((room, change), set()) & beside for change in found):
         return True
     if design.bias == "tiles":
         return False
     if len(found) != most:
         return len(found) > most
-    beside = {*args.bounds, *args.further, *["deterministic"] * args.deterministic}
     return any(bool(_CROWDED_BY.get(change, set()) & beside) for change in found)
