@@ -90,13 +90,19 @@ def test_numbers_of_dropout_are_drawn_for_128_keys_at_once(room):
 
 @pytest.mark.parametrize("room", NARROW)
 def test_warps_that_keep_turns_draw_no_numbers(room):
-    args = meta(room, **DROPOUT, deterministic=True)
-    assert keys(args) == [64]
+    assert keys(meta(room, **DROPOUT, deterministic=True)) == [64]
 
 
-def test_everything_together_is_served_by_the_family():
+def test_everything_together_leaves_the_wider_room_64_keys_at_once():
     found = {room: set(keys(meta(room, **EVERYTHING))) for room in NARROW}
     assert found == {(64, 64): {128, 64}, (128, 128): {64}}
+
+
+@pytest.mark.parametrize("room", NARROW)
+@pytest.mark.parametrize("options", [DROPOUT, {**DROPOUT, "deterministic": True}, EVERYTHING])
+def test_dropout_is_best_served_by_the_family(room, options):
+    args = meta(room, **options)
+    assert ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])[0].family == FAMILY
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ class SdpaBackward(BackwardConsumer):
     Pipelines: Q with log-sum-exps, dO with the row sums (`stages` each). dS lies in shared memory
     for dQ = dS · K, `stages[2]` times; dK and dV where K and V were, when all is done.
     Where a table hides tiles whole, the producer searches for those that it does not, and tells
-    the consumers with each Q. Registers: producer 24, consumers 240, or 40 and 232 where it does or
-    numbers are drawn.
+    the consumers with each Q. Registers: producer 24, consumers 240; 40 and 232 where it searches;
+    40 and 232, or 88 and 208 of a room of 64 columns, where numbers are drawn.
 
     head_dims: Of Q and K, of V: there is room for as many columns; TMA fills up with zeros.
     early: What is issued before its turn, so that tensor cores are busy while threads compute:

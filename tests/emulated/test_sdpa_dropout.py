@@ -14,7 +14,7 @@ import torch
 from support.ptx.kernel import EmulatedKernel
 from support.sampling import some
 from support.sdpa import Draw, backward_of, run, uniform
-from support.sdpa_cases import F16, Case, documents, dropped, on_meta
+from support.sdpa_cases import F16, Case, documents, dropped, in_order, on_meta
 from support.sdpa_fp8 import fp8_arguments
 
 import kernel_api as ka
@@ -45,10 +45,6 @@ def problem(family: str, sizes: tuple[int, ...], **given: Any) -> Any:
 
 def of_documents(draw: Draw) -> dict[str, Any]:
     return {**dropped(draw), **documents(128, 128, further=masks.Causal())(draw)}
-
-
-def in_order(draw: Draw) -> dict[str, Any]:
-    return {"deterministic": True}
 
 
 PACKED = {"packed": True, "lengths": ((33, 0, 20), (150, 9, 70)), "keywords": END}

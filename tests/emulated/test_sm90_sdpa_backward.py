@@ -26,6 +26,7 @@ from support.sdpa_cases import (
     dropped,
     every_gradient,
     everything,
+    in_order,
     on_meta,
 )
 
@@ -82,10 +83,6 @@ def with_sink(draw: Draw) -> dict[str, Any]:
 
 def of_sink(draw: Draw) -> dict[str, Any]:
     return {"dSink": torch.full((draw.H,), NAN)}
-
-
-def in_order(draw: Draw) -> dict[str, Any]:
-    return {"deterministic": True}
 
 
 def modified(draw: Draw) -> dict[str, Any]:

@@ -214,6 +214,10 @@ def blocks(draw: Draw) -> dict[str, Any]:
     return {"mask": masks.BlockSparse(table, shape)}
 
 
+def in_order(draw: Draw) -> dict[str, Any]:
+    return {"deterministic": True}
+
+
 def documents(*shape: int, further: masks.Mask) -> Options:
     """Of three, and the blocks that they show some of, or all. shape: (queries, keys) of one."""
 
