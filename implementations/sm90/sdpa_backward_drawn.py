@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
-from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32
 
 from ..common.attention.dropout import COUNTED, counter_of, halves_of, least_half
 from ..common.attention.scores import Tile
@@ -75,21 +74,11 @@ class DrawsAhead(TakesTurns):
     @cute.jit
     def _draw(self, drawer: Int32, storage, pipelines, work: Work, operands, heads: Int32):
         """One warp, for all tiles of a block. heads: Of queries."""
-        if const_expr(self.searches):
-            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.q_stages)
-            pipelines[2].consumer_wait(state)
-            index = self._index_found(storage, state.count)
-            while index < work.total:
-                place = work.place(index)
-                self._draw_tile(drawer, storage, state.count, work, *place, operands, heads)
-                state.advance()
-                pipelines[2].consumer_wait(state)
-                index = self._index_found(storage, state.count)
-        else:
-            head, block = work.first_head, work.first
-            for number in cutlass.range(work.total, unroll=1):
-                self._draw_tile(drawer, storage, number, work, head, block, operands, heads)
-                head, block = work.following(head, block)
+
+        def draw(number: Int32, head: Int32, block: Int32) -> None:
+            self._draw_tile(drawer, storage, number, work, head, block, operands, heads)
+
+        self._for_each_tile(storage, pipelines, work, draw)
 
     @cute.jit
     def _draw_tile(self, drawer: Int32, storage, number: Int32, work, head, block, operands, heads):

@@ -28,26 +28,40 @@ class TakesTurns(BackwardPlan):
     @cute.jit
     def _keep_turns(self, consumer: Int32, storage, pipelines, work: Work, sequence, space):
         """One warp, for all tiles of a block."""
+
+        def keep(number: Int32, head: Int32, block: Int32) -> None:
+            if const_expr(self.searches):
+                before = self._place_found(storage, number)[1]
+            else:
+                begin, end = self._blocks_before(block, work, sequence)
+                before = end - begin
+            counter = self._counter(consumer, head, block, work, sequence, space)
+            self._keep_turn(consumer, storage, counter, before, number)
+
+        self._for_each_tile(storage, pipelines, work, keep)
+
+    @cute.jit
+    def _for_each_tile(self, storage, pipelines, work: Work, do: cutlass.Constexpr):
+        """One warp of the producer's group beside the one that loads.
+
+        do: Called with a tile's number among those of this block, its head and block of queries.
+        """
         if const_expr(self.searches):
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.q_stages)
-            # The consumer cannot leave a stage, nor the producer write its place again, before the
-            # turn is over.
+            # A tile's place comes with its Q. What `do` has consumers wait for keeps the stage from
+            # being written again before.
             pipelines[2].consumer_wait(state)
             index = self._index_found(storage, state.count)
             while index < work.total:
                 head, block = work.place(index)
-                before = self._place_found(storage, state.count)[1]
-                counter = self._counter(consumer, head, block, work, sequence, space)
-                self._keep_turn(consumer, storage, counter, before, state.count)
+                do(state.count, head, block)
                 state.advance()
                 pipelines[2].consumer_wait(state)
                 index = self._index_found(storage, state.count)
         else:
             head, block = work.first_head, work.first
             for number in cutlass.range(work.total, unroll=1):
-                begin, end = self._blocks_before(block, work, sequence)
-                counter = self._counter(consumer, head, block, work, sequence, space)
-                self._keep_turn(consumer, storage, counter, end - begin, number)
+                do(number, head, block)
                 head, block = work.following(head, block)
 
     @cute.jit
