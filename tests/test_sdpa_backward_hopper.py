@@ -10,7 +10,7 @@ from support.sdpa import BACKWARD, Draw
 import kernel_api as ka
 from kernel_api import masks
 from kernel_api.arguments import Dropout
-from kernel_api.implementations.sm90.sdpa_backward_shares import shares_of
+from kernel_api.implementations.sm90.sdpa_backward_shares import Blocks, costs_of, shares_of
 
 FAMILY = "sm90.sdpa_backward"
 ROOMS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -160,7 +160,7 @@ def test_128_columns_leave_registers_for_one_change_of_scores(options, found):
 
 @pytest.mark.parametrize(("deterministic", "found"), [(False, 64), (True, 128)])
 def test_small_tiles_are_no_choice_in_a_fixed_order(deterministic, found):
-    args = meta((128, 128), 1500, heads=(32, 4), mask=CAUSAL, deterministic=deterministic)
+    args = meta((128, 128), 500, heads=(32, 4), mask=CAUSAL, deterministic=deterministic)
     assert keys(args)[0] == found
 
 
@@ -205,7 +205,28 @@ def python_select(condition, one, other):
     [(16, 4, 4), (50, 6, 2), (16, 17, 1), (8, 32, 16), (132, 4, 1), (66, 4, 2), (20, 7, 1)],
 )
 def test_blocks_share_keys_evenly_as_long_as_there_are_multiprocessors(blocks, sharing, found):
-    assert shares_of(blocks, sharing, python_select) == found
+    costs = costs_of((64, 128), (128, 128), ("seq_lens_q",))
+    assert shares_of(Blocks(blocks, sharing, 100), costs, python_select) == found
+
+
+@pytest.mark.parametrize(
+    ("blocks", "sharing", "tiles", "found"),
+    [(412, 4, 128, 4), (128, 4, 32, 1), (256, 4, 64, 1), (320, 4, 79, 2), (20, 7, 8, 7)],
+)
+def test_blocks_share_keys_where_multiprocessors_would_have_different_numbers_of_them(
+    blocks, sharing, tiles, found
+):
+    costs = costs_of((64, 128), (128, 128), ())
+    assert shares_of(Blocks(blocks, sharing, tiles), costs, python_select) == found
+
+
+@pytest.mark.parametrize(
+    ("blocks", "sharing", "tiles", "found"),
+    [(128, 4, 32, 2), (64, 4, 16, 4), (412, 4, 128, 1), (256, 4, 64, 1), (1 << 20, 16, 64, 1)],
+)
+def test_blocks_share_keys_where_the_longest_would_be_waited_for(blocks, sharing, tiles, found):
+    costs = costs_of((64, 128), (128, 128), ("right",))
+    assert shares_of(Blocks(blocks, sharing, tiles), costs, python_select) == found
 
 
 def test_what_blocks_that_share_keys_leave_has_room():

@@ -21,7 +21,7 @@ from .sdpa_backward_drawn import DRAWERS
 from .sdpa_backward_keys import KeyGradients
 from .sdpa_backward_plan import CONSUMERS, DRAWN, FOUND, tile_layout
 from .sdpa_backward_rows import QueryGradients, RowSums, SinkGradients
-from .sdpa_backward_shares import shares_of
+from .sdpa_backward_shares import Blocks, costs_of, shares_of
 from .sdpa_backward_turns import KEEPERS
 from .sdpa_backward_work import Search, Work, blocks_that_see, following, search_of
 from .sdpa_loads import load, tma_load, tma_pipeline
@@ -56,9 +56,10 @@ class SdpaBackward(BackwardConsumer):
                           and dV of its keys or columns
 
     A block has `tile[1]` keys of a head of keys, and all tiles of `tile[0]` queries that see them,
-    of all heads of queries that share the keys: dK and dV need no atomics. With few blocks, several
-    have some of these heads each, as if there were more heads of keys, and leave dK and dV in
-    float32 for `KeyGradients`. Where the first keys have the most queries, heads take turns, so
+    of all heads of queries that share the keys: dK and dV need no atomics. Where multiprocessors
+    would have no block, or one more than others, or wait for the longest one, several have some of
+    these heads each, as if there were more heads of keys, and leave dK and dV in float32 for
+    `KeyGradients`, see `shares_of`. Where the first keys have the most queries, heads take turns, so
     that what is left at the end is short. Where all have the same, and add in a fixed order, heads
     do so that fewer blocks of each run at the same time, and wait for each other.
 
@@ -151,8 +152,14 @@ class SdpaBackward(BackwardConsumer):
         """Of each block of keys. mQ, mK: (S,D,H,B)"""
         if not self.shares_keys:
             return Int32(1)
-        blocks = cute.ceil_div(keys, self.tile_n) * mK.shape[2] * batches
-        return shares_of(blocks, mQ.shape[2] // mK.shape[2], choose)
+        blocks = Blocks(
+            cute.ceil_div(keys, self.tile_n) * mK.shape[2] * batches,
+            mQ.shape[2] // mK.shape[2],
+            cute.ceil_div(mQ.shape[0], self.tile_m),
+        )
+        tile, head_dims = (self.tile_m, self.tile_n), (self.head_dim, self.head_dim_v)
+        costs = costs_of(tile, head_dims, self.scores.names)
+        return shares_of(blocks, costs, choose)
 
     @cute.jit
     def _launch(
@@ -282,8 +289,10 @@ class SdpaBackward(BackwardConsumer):
             self._prepare_drawing(storage, warp_index)
         pipeline.pipeline_init_arrive((1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait((1, 1))
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        # Whatever made K and V had ended before `RowSums` let this launch begin.
+        if warp_index != 0:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
         values = self._values(operands)
         index, _, _ = cute.arch.block_idx()
@@ -390,6 +399,7 @@ class SdpaBackward(BackwardConsumer):
         queries = tma_q, sQ, pipeline_q, storage.lse, self.lse_address
         gradients = tma_do, sdO, pipeline_do, storage.delta, self.delta_address
         load(tma_k, gK, 0, sK, pipeline_k, one)
+        cute.arch.griddepcontrol_wait()
         if const_expr(self.searches):
             load(tma_v, gV, 0, sV, pipeline_v, one)
             search = self._following(search_of(), work, sequence, values)

@@ -13,10 +13,11 @@ from ..common.attention.values import Values
 from ..common.conversion import select
 from ..common.flat_grid import flat_block_idx, flat_grid
 from ..common.rows import matrix_row
-from ..common.threads import GROUP
+from ..common.threads import GROUP, WARP
 from .sdpa_backward_plan import CONSUMERS, BackwardPlan, Known, floats_at, tile_layout
 
 _PIECE = 4  # float32 numbers that an instruction moves
+_AT_ONCE = 16  # rows of queries; each thread has all loads of a tile in flight
 
 
 class RowSums:
@@ -26,12 +27,13 @@ class RowSums:
     Rows that see nothing, or are behind the end, get a log-sum-exp of +inf: powers are zeros.
     """
 
-    threads = 128
-
     def __init__(self, plan: BackwardPlan):
         self.plan = plan
         vectors = plan.head_dim_v * plan.element_type.width // 128
-        self.per_row = min(32, 1 << (vectors - 1).bit_length())
+        self.per_row = min(WARP, 1 << (vectors - 1).bit_length())
+        self.threads = _AT_ONCE * self.per_row
+        if self.threads < plan.tile_m or plan.tile_m % _AT_ONCE:
+            raise ValueError(f"{self.threads} threads for tiles of {plan.tile_m} queries")
 
     @cute.jit
     def __call__(self, mO, mdO, mLSE, operands, workspace: Int64, queries, batches, stream):
@@ -69,29 +71,21 @@ class RowSums:
                 cute.domain_offset((sequence.first_query, 0), m[None, None, head, place])
                 for m in (mO, mdO)
             )
-            lses = floats_at(plan.lse_address(space, tile), plan.tile_m)
-            deltas = floats_at(plan.delta_address(space, tile), plan.tile_m)
-            rows_at_once = self.threads // self.per_row
+            first, end = block * plan.tile_m, sequence.queries
+            lse = Float32(Float32.inf)
+            if (thread < plan.tile_m) & (first + thread < end):
+                if const_expr(plan.packed):
+                    lse = mLSE[head, sequence.first_query + first + thread]
+                else:
+                    lse = mLSE[batch, head, first + thread]
             own, column = thread // self.per_row, thread % self.per_row * 8
-            for i in cutlass.range(plan.tile_m // rows_at_once, unroll=4):
-                row = i * rows_at_once + own
-                query = block * plan.tile_m + row
-                out = matrix_row(mO_head, query, column, sequence.queries, 8).load(0)
-                gradient = matrix_row(mdO_head, query, column, sequence.queries, 8).load(0)
-                total = Float32(0.0)
-                for a, b in zip(out, gradient, strict=True):
-                    total = cute.math.fma(a, b, total)
-                total = cute.arch.warp_reduction_sum(total, threads_in_group=self.per_row)
-                if thread % self.per_row == 0:
-                    lse = Float32(Float32.inf)
-                    if query < sequence.queries:
-                        if const_expr(plan.packed):
-                            lse = mLSE[head, sequence.first_query + query]
-                        else:
-                            lse = mLSE[batch, head, query]
-                    lse = select(lse == -Float32.inf, Float32(Float32.inf), lse)
-                    lses[row] = lse * LOG2_E
-                    deltas[row] = total
+            rows = [i * _AT_ONCE + own for i in range(plan.tile_m // _AT_ONCE)]
+            loaded = [
+                tuple(
+                    matrix_row(m, first + row, column, end, 8).load(0) for m in (mO_head, mdO_head)
+                )
+                for row in rows
+            ]
             if const_expr(plan.deterministic) and thread < CONSUMERS:
                 counter_at(plan.counter_address(space, tile, thread)).store(Int32(0))
             gradients = floats_at(plan.dq_address(space, tile), plan.tile_m * plan.head_dim)
@@ -99,8 +93,21 @@ class RowSums:
             zeros.fill(0.0)
             atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=128)
             pieces = cute.logical_divide(gradients, cute.make_layout(_PIECE))
-            for i in cutlass.range(thread, plan.tile_m * plan.head_dim // _PIECE, self.threads):
+            for i in cutlass.range(
+                thread, plan.tile_m * plan.head_dim // _PIECE, self.threads, unroll=4
+            ):
                 cute.copy(atom, zeros, pieces[None, i])
+            deltas = floats_at(plan.delta_address(space, tile), plan.tile_m)
+            for row, (out, gradient) in zip(rows, loaded, strict=True):
+                total = Float32(0.0)
+                for a, b in zip(out, gradient, strict=True):
+                    total = cute.math.fma(a, b, total)
+                total = cute.arch.warp_reduction_sum(total, threads_in_group=self.per_row)
+                if thread % self.per_row == 0:
+                    deltas[row] = total
+            if thread < plan.tile_m:
+                lse = select(lse == -Float32.inf, Float32(Float32.inf), lse)
+                floats_at(plan.lse_address(space, tile), plan.tile_m)[thread] = lse * LOG2_E
 
 
 class SinkGradients:

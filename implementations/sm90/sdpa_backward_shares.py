@@ -6,24 +6,108 @@ chooses between two of them. No compiler is loaded here.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 _BLOCKS = 132  # of a launch: one for each multiprocessor
 _MOST = 16
 _FLOAT_BYTES = 4
 ALIGNMENT = 16  # of what they leave
 
+#: Products of a multiprocessor in a nanosecond, bytes that blocks leave in one, or that are read
+#: again, and nanoseconds of who adds them up.
+_PRODUCTS, _LEFT, _ADDING_UP = 2000.0, 3300.0, 1500.0
+#: Parts of the time of a tile, in which times are counted: as whole numbers, so that they are the
+#: same for whoever makes a workspace and for the kernel.
+_PARTS = 256
+#: Time of the longest of blocks that see different numbers of queries, in that of an average one.
+_LONGEST = 2
+#: What more shares must gain: of the time with fewer, one in so many.
+_WORTH = 32
+#: Rounds of blocks, and tiles of a head, up to which the numbers stay within 32 bits.
+_ROUNDS, _TILES = 16, 8192
+#: Operands with which it is not known here how many queries see a block of keys; with one bound,
+#: which is not among them, it is some for the first or last block and all for the other.
+_LEFT_BOUNDS, _RIGHT_BOUNDS = frozenset(("left", "left_end")), frozenset(("right", "right_end"))
+_HIDING = frozenset(("blocks", "seq_lens_q", "seq_lens_kv"))
 
-def shares_of(blocks: Any, sharing: Any, select: Callable) -> Any:
-    """The most that have as many heads each, and a multiprocessor.
 
-    blocks: Of keys, of all heads of all sequences; sharing: heads of queries of each.
+class Blocks(NamedTuple):
+    """Of keys, of a launch.
+
+    number: Of all heads of all sequences.
+    sharing: Heads of queries of each.
+    tiles: Of queries, of each of these heads.
     """
+
+    number: Any
+    sharing: Any
+    tiles: Any
+
+
+class Costs(NamedTuple):
+    """By which a launch takes longer, in parts of the time of a tile: for each block that leaves
+    something, and for adding up. And how many bounds there are; None: it is not known which tiles
+    are computed."""
+
+    left: int
+    added: int
+    bounds: int | None
+
+
+def costs_of(tile: tuple[int, int], head_dims: tuple[int, int], names: tuple[str, ...]) -> Costs:
+    """names: Of what scores are called by."""
+    queries, keys = tile
+    bounds: int | None = sum(not one.isdisjoint(names) for one in (_LEFT_BOUNDS, _RIGHT_BOUNDS))
+    if bounds == 2 or not _HIDING.isdisjoint(names):
+        bounds = None
+    part = queries * keys * (3 * head_dims[0] + 2 * head_dims[1]) / _PRODUCTS / _PARTS
+    return Costs(round(_left(tile, head_dims) / part), round(_ADDING_UP / part), bounds)
+
+
+def shares_of(blocks: Blocks, costs: Costs, select: Callable) -> Any:
+    """The most that have as many heads each, and a multiprocessor; or more, where multiprocessors
+    would have different numbers of blocks, or wait for the longest one."""
+    number, sharing, tiles = blocks
     found: Any = 1
-    for shares in range(2, _MOST + 1):
-        fits = (sharing % shares == 0) & (blocks * shares <= _BLOCKS)
+    for shares in _possible(sharing):
+        fits = (sharing % shares == 0) & (number * shares <= _BLOCKS)
         found = select(fits, shares, found)
+    if costs.bounds is None:
+        return found
+    least = _parts(found, blocks, costs, select)
+    for shares in _possible(sharing):
+        expected = _parts(shares, blocks, costs, select)
+        known = (number * shares <= _BLOCKS * _ROUNDS) & (tiles <= _TILES)
+        better = (sharing % shares == 0) & known & (expected < least - least // _WORTH)
+        found, least = select(better, shares, found), select(better, expected, least)
     return found
+
+
+def _possible(sharing: Any) -> list[int]:
+    known = isinstance(sharing, int)
+    return [one for one in range(2, _MOST + 1) if not (known and sharing % one)]
+
+
+def _parts(shares: Any, blocks: Blocks, costs: Costs, select: Callable) -> Any:
+    """What is expected of a launch, in parts of the time of a tile."""
+    number, tiles = blocks.number * shares, blocks.tiles * (blocks.sharing // shares)
+    if costs.bounds == 0:
+        alone = tiles * ((number + (_BLOCKS - 1)) // _BLOCKS * _PARTS)
+    else:
+        rounds = number * _PARTS // _BLOCKS
+        least = _LONGEST * _PARTS
+        alone = tiles * (select(rounds > least, rounds, least) // 2)
+    return alone + select(shares > 1, number * costs.left + costs.added, 0)
+
+
+def _left(tile: tuple[int, int], head_dims: tuple[int, int]) -> float:
+    """Nanoseconds of all, by which a launch takes longer for each block that leaves something."""
+    return 2 * share_bytes(tile[1], head_dims) / _LEFT
+
+
+def adding_up(blocks: int, tile: tuple[int, int], head_dims: tuple[int, int]) -> float:
+    """Seconds of what so many leave, and of adding it up."""
+    return (_left(tile, head_dims) * blocks + _ADDING_UP) * 1e-9
 
 
 def may_share(tile: tuple[int, int], head_dims: tuple[int, int], packed: bool) -> bool:

@@ -500,3 +500,35 @@ def test_nothing_is_accessed_before_what_earlier_kernels_wrote():
     assert (out == np.arange(len(out))).all()
     with pytest.raises(EmulationError, match=r"in front of griddepcontrol\.wait"):
         run(WORD_OUT + LAUNCHED)
+
+
+WORD_IN = "ld.global.b32 %r0, [%rd0];"
+
+
+def test_inputs_are_there_behind_a_kernel_of_the_same_call():
+    body = WORD_IN + LAUNCHED + WORD_OUT
+    assert (run(body, np.full(128, 7, np.uint32), has_inputs=True) == 7).all()
+    with pytest.raises(EmulationError, match=r"in front of griddepcontrol\.wait"):
+        run(body)
+
+
+@pytest.mark.parametrize("early", [WORD_OUT, "ld.global.b32 %r0, [%rd1];"])
+def test_what_kernels_of_a_call_write_is_not_there_before_they_are_awaited(early):
+    with pytest.raises(EmulationError, match=r"in front of griddepcontrol\.wait"):
+        run(early + LAUNCHED + WORD_OUT, scratch=True, has_inputs=True)
+
+
+def test_inputs_come_by_bulk_copies_as_well():
+    body = INITIALISE + load(512) + LAUNCHED + wait() + "ld.shared.b32 %r0, [%r1];" + WORD_OUT
+    box = {"load_box": Box((128, 1))}
+    rows = np.full((1, 128), 7, np.uint32)
+    assert (run(body, rows, has_inputs=True, **box) == 7).all()
+    with pytest.raises(EmulationError, match=r"in front of griddepcontrol\.wait"):
+        run(body, rows, **box)
+
+
+def test_the_next_kernel_begins_behind_the_wait():
+    begin = "griddepcontrol.launch_dependents;"
+    run(LAUNCHED + begin + WORD_OUT)
+    with pytest.raises(EmulationError, match="lets the next kernel begin"):
+        run(begin + LAUNCHED + WORD_OUT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from kernel_api.artifact import CompiledArtifact
@@ -128,14 +128,16 @@ class AttentionKernel(CuteDslKernel):
             return bare
         return lambda tensors, values: bare(tensors[:count], values)  # it is one of the values
 
-    def _workspace_bytes(self, shapes: tuple[tuple[int, ...], ...], sequences: int) -> int:
-        """Of a launch whose workspace depends on the shapes of operands and, if those are packed,
-        on how many sequences there are."""
+    def _workspace_bytes(
+        self, shapes: tuple[tuple[int, ...], ...], sequences: int, names: tuple[str, ...] = ()
+    ) -> int:
+        """Of a launch whose workspace depends on the shapes of operands, on the names of the values
+        beside them and, if they are packed, on how many sequences there are."""
         raise NotImplementedError
 
     def _finder_by(self, names: tuple[str, ...], *operands: int) -> WorkspaceFinder:
         """Where `_workspace_bytes` says what the shapes of operands ask for."""
-        size_of = lru_cache(maxsize=SIZES_KEPT)(self._workspace_bytes)
+        size_of = lru_cache(maxsize=SIZES_KEPT)(partial(self._workspace_bytes, names=names))
         if "page_table" in names:
             return lambda tensors, others: size_of(
                 tuple(

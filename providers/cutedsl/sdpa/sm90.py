@@ -387,7 +387,9 @@ class Sm90SdpaForwardFp8(Sm90Sdpa):
             return self._workspace_bytes((args.V.shape,), args.B)
         return self._workspace_bytes(((args.B, args.H_kv, args.S_kv, args.D_v),), args.B)
 
-    def _workspace_bytes(self, shapes: tuple[tuple[int, ...], ...], sequences: int) -> int:
+    def _workspace_bytes(
+        self, shapes: tuple[tuple[int, ...], ...], sequences: int, names: tuple[str, ...] = ()
+    ) -> int:
         """shapes: of V alone, not in pages. Counters, and room for Vᵀ."""
         from kernel_api.implementations.sm90 import sdpa_workspace
 

@@ -164,7 +164,7 @@ _RATES = {
 _OTHER_RATES = 1.62e12
 #: The same with dropout, measured on an H200: what threads or warps beside them draw takes longer.
 _RATES_OF_DROPOUT = {
-    (64, (64, 128)): 1.04e12,
+    (64, (64, 128)): 1.12e12,
     (64, (64, 64)): 0.95e12,
     (128, (64, 128)): 1.56e12,
     (128, (64, 64)): 1.23e12,
@@ -181,9 +181,7 @@ _RATES_IN_ORDER = {
 }
 _IN_ORDER, _EARLY_IN_ORDER = 0.87, 0.93
 #: Seconds of all launches, however little there is to do, and of a block beside its products.
-_ALONE = {64: (5.9e-6, 3.3e-6), 128: (9.7e-6, 1.5e-6), 192: (14e-6, 1e-6), 256: (19e-6, 0.2e-6)}
-#: Bytes per second of what is left where blocks share keys, and seconds of who adds it up.
-_LEFT, _ADDING_UP = 3.3e12, 1.5e-6
+_ALONE = {64: (2.3e-6, 3.3e-6), 128: (3.7e-6, 1.5e-6), 192: (5.5e-6, 1e-6), 256: (7.5e-6, 0.2e-6)}
 #: How much longer products take where scores have a bias, by how that comes to them.
 _BIASED = {"read": 1.9, "tiles": 1.2}
 #: Seconds for its gradient, where it is made of what blocks have, and for each score of that.
@@ -320,9 +318,12 @@ class Sm90SdpaBackward(AttentionKernel):
     # The workspace -----------------------------------------------------------------------
 
     def get_workspace_size(self, args: Any) -> int:
-        return self._workspace_bytes((args.Q.shape, args.K.shape), args.B)
+        names = tuple(self.more_values(args))
+        return self._workspace_bytes((args.Q.shape, args.K.shape), args.B, names)
 
-    def _workspace_bytes(self, shapes: tuple[tuple[int, ...], ...], sequences: int) -> int:
+    def _workspace_bytes(
+        self, shapes: tuple[tuple[int, ...], ...], sequences: int, names: tuple[str, ...] = ()
+    ) -> int:
         """shapes: of Q and K. Of every row two numbers and the sums of dQ, of every tile two
         counters; of every block of keys that blocks share what each leaves of dK and dV."""
         (Q, K), design = shapes, self._design
@@ -333,7 +334,7 @@ class Sm90SdpaBackward(AttentionKernel):
         else:
             tiles = Q[0] * Q[1] * -(-Q[2] // tile)
             blocks = K[0] * K[1] * -(-K[2] // keys)
-            shares = self._shares(blocks, Q[1] // max(K[1], 1), packed=False)
+            shares = self._shares(blocks, Q[1] // max(K[1], 1), Q[2], names)
             if shares > 1:
                 left = _left_bytes(shares * blocks, design)
         floats = tile * (2 + design.head_dim[0])
@@ -344,18 +345,23 @@ class Sm90SdpaBackward(AttentionKernel):
             + _left_of_scores(design, Q, K)
         )
 
-    def _shares(self, blocks: int, sharing: int, packed: bool) -> int:
-        from kernel_api.implementations.sm90.sdpa_backward_shares import may_share, shares_of
+    def _shares(self, blocks: int, sharing: int, queries: int, names: tuple[str, ...]) -> int:
+        """blocks: of keys; names: of values beside the operands."""
+        from kernel_api.implementations.sm90 import sdpa_backward_shares as by
 
-        if not may_share(self._design.tile_shape, self._design.head_dim, packed):
+        tile, room = self._design.tile_shape, self._design.head_dim
+        if not by.may_share(tile, room, "cu_seqlens_q" in names):
             return 1
-        return int(shares_of(blocks, sharing, choose))
+        costs = by.costs_of(tile, room, names)
+        return int(by.shares_of(by.Blocks(blocks, sharing, -(-queries // tile[0])), costs, choose))
 
     def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
         return self._finder_by(names, 0, 1)
 
     def predict(self, args: Any) -> float:
         """Of blocks, one after the other on each multiprocessor; no less than the longest takes."""
+        from kernel_api.implementations.sm90.sdpa_backward_shares import adding_up
+
         design = self._design
         (queries, keys), (wide, wide_v) = design.tile_shape, design.head_dim
         rate = _rate(design, args)
@@ -363,7 +369,7 @@ class Sm90SdpaBackward(AttentionKernel):
         if "bias" in args.further:
             tile *= _BIASED[design.bias]
         blocks, sharing = args.B * args.H_kv * -(-args.S_kv // keys), args.H // max(args.H_kv, 1)
-        shares = self._shares(blocks, sharing, args.is_packed)
+        shares = self._shares(blocks, sharing, args.S_q, tuple(self.more_values(args)))
         found, begin = _ALONE[wide]
         met = tiles_seen(args, queries, keys)
         most_met = longest(args, -(-args.S_q // queries), met)
@@ -376,7 +382,7 @@ class Sm90SdpaBackward(AttentionKernel):
             found += most - average
         found += args.B * args.H * args.S_q * (12 * wide + 4 * wide_v) / _BANDWIDTH
         if shares > 1:
-            found += _ADDING_UP + 2 * _left_bytes(shares * blocks, design) / _LEFT
+            found += adding_up(shares * blocks, (queries, keys), design.head_dim)
         if design.bias_gradient == "again":
             return float(found + model.bias_again(args))
         at_least, of_score = _OF_BIAS[design.bias_gradient]

@@ -103,7 +103,9 @@ class Sm90FewQueries(Sm90Sdpa):
             return super()._workspace_finder(names)
         return self._finder_by(names, 0, 1)
 
-    def _workspace_bytes(self, shapes: tuple[tuple[int, ...], ...], sequences: int) -> int:
+    def _workspace_bytes(
+        self, shapes: tuple[tuple[int, ...], ...], sequences: int, names: tuple[str, ...] = ()
+    ) -> int:
         """shapes: Of packed Q, and of K."""
         from kernel_api.implementations.sm90 import sdpa_workspace
 

@@ -118,11 +118,13 @@ def run(
     shared_bytes: int = 80 * 1024,
     scratch: bool = False,
     seed: int = 0,
+    has_inputs: bool = False,
 ) -> np.ndarray:
     """The output; one word for each thread by default.
 
     Args:
         scratch: The output may be read, and written several times.
+        has_inputs: Whether a kernel of the same call is before it.
     """
     program = parse(_KERNEL.format(body=body))
     memory = GlobalMemory()
@@ -159,7 +161,7 @@ def run(
         shared_bytes,
         (*pointers, *maps),
     )
-    launch(program, memory, asked, seed=seed)
+    launch(program, memory, asked, seed=seed, has_inputs=has_inputs)
     return memory.storage(placed[1]).view(output.dtype).reshape(output.shape).copy()
 
 

@@ -35,6 +35,7 @@ def launch(
     seed: int = 0,
     cuts_edges: bool = False,
     reads_at_once: bool = False,
+    has_inputs: bool = False,
 ) -> None:
     """Run what the host code has launched.
 
@@ -43,6 +44,8 @@ def launch(
         cuts_edges: Whether rows that are never written are multiplied too: none of them is stored.
         reads_at_once: Whether what it reads was there before the kernel before it began, so that it
             does not wait for that.
+        has_inputs: Whether a kernel of the same call is before it, so that inputs are there when it
+            begins.
 
     Raises:
         EmulationError: with the instruction, and the block and warp or thread, that did wrong.
@@ -66,6 +69,7 @@ def launch(
         seed=seed,
         cuts_edges=cuts_edges,
         reads_at_once=reads_at_once,
+        has_inputs=has_inputs,
     )
     with np.errstate(all="ignore"):  # of threads that are not active
         machine.run()

@@ -123,6 +123,7 @@ class EmulatedKernel:
                 seed=seed,
                 cuts_edges=self.kernel.family.startswith("sm90.gemm"),
                 reads_at_once=0 < turn < copies,  # of two copies the second
+                has_inputs=turn > 0 and copies < 2,
             )
         memory.copy_back()
 

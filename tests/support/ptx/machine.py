@@ -63,6 +63,7 @@ class Machine:
         seed: int,
         cuts_edges: bool,
         reads_at_once: bool,
+        has_inputs: bool,
     ) -> None:
         self.program = program
         self.handlers = handlers
@@ -70,6 +71,7 @@ class Machine:
         self.waits_for_others = not reads_at_once and any(
             one.name == "griddepcontrol.wait" for one in program.instructions
         )
+        self.has_inputs = has_inputs
         self.parameters = parameters
         self.cuts_edges = cuts_edges
         self.random = np.random.default_rng(seed)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from support.ptx.errors import FaultError
+from support.ptx.errors import EmulationError, FaultError
 
 POISON = 0xFF  # all ones are a NaN in every floating-point type
 WARP = 32
@@ -23,6 +23,7 @@ WARPS = 64  # more than a block has
 #: memory where they are touched.
 NOBODY = 0
 _LONGEST = 16  # bytes of an access
+EARLY = "accesses global memory in front of griddepcontrol.wait"
 
 
 def write_rows(table: np.ndarray, rows: np.ndarray, size: int, values: Any) -> None:
@@ -204,6 +205,11 @@ class GlobalMemory:
     def _is_scratch(self, accesses: Accesses) -> bool:
         return self.order is not None and bool(accesses.read(self._scratch).all())
 
+    def holds_for_all(self, index: np.ndarray) -> np.ndarray:
+        """Of bytes, whether no kernel writes them: they are of inputs alone."""
+        found: np.ndarray = self._readable[index] & ~self._writable[index]
+        return found
+
     # Atomics, and loads and stores that are not weak ----------------------------------------------
 
     def load_strong(
@@ -276,6 +282,42 @@ class GlobalMemory:
         accesses = Accesses.to(addresses, size, threads, self.BASE)
         within = (accesses.rows >= 0) & (accesses.rows < len(self.bytes) // size)
         return replace(accesses, rows=np.where(within, accesses.rows, 0))
+
+
+class Inputs:
+    """What of global memory no kernel of a call writes."""
+
+    def __init__(self, memory: GlobalMemory) -> None:
+        self.memory = memory
+
+    def load(
+        self,
+        addresses: np.ndarray,
+        size: int,
+        threads: np.ndarray,
+        inside: np.ndarray | None = None,
+    ) -> np.ndarray:
+        wanted = np.arange(size) < (size if inside is None else inside[:, None])
+        self._require_inputs(addresses, size, int(threads[0]), wanted)
+        return self.memory.load(addresses, size, threads, inside)
+
+    def load_rows(
+        self, addresses: np.ndarray, columns: slice, row_bytes: int, thread: int
+    ) -> np.ndarray:
+        size = max(columns.stop - columns.start, 0)
+        inside = addresses[addresses != -1] + columns.start
+        self._require_inputs(inside, size, thread, np.ones(size, bool))
+        return self.memory.load_rows(addresses, columns, row_bytes, thread)
+
+    def _require_inputs(
+        self, addresses: np.ndarray, size: int, thread: int, wanted: np.ndarray
+    ) -> None:
+        index = self.memory._index(addresses, size)
+        fine = self.memory.holds_for_all(index) | ~wanted
+        self.memory._require(fine, index, f"{EARLY}, which other kernels of a call write", thread)
+
+    def __getattr__(self, name: str) -> Any:
+        raise EmulationError(f"{EARLY}, and not by a plain load")
 
 
 @dataclass

@@ -370,6 +370,11 @@ def _await_others(match: re.Match[str], gang: Gang, instruction: Instruction, ma
         warp.may_access = True
 
 
+def _let_begin(match: re.Match[str], gang: Gang, instruction: Instruction, mask: Mask) -> None:
+    if not gang.may_access:
+        raise EmulationError("lets the next kernel begin in front of griddepcontrol.wait")
+
+
 # Warps and warp groups --------------------------------------------------------------------------
 
 
@@ -502,5 +507,6 @@ SYNCHRONIZATION = (
         _convert_address,
     ),
     (r"griddepcontrol\.wait", _await_others),
-    (r"griddepcontrol\.launch_dependents|nanosleep\.u32|prefetch\..*", _nothing),
+    (r"griddepcontrol\.launch_dependents", _let_begin),
+    (r"nanosleep\.u32|prefetch\..*", _nothing),
 )

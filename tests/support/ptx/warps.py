@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from support.ptx.errors import EmulationError
-from support.ptx.memory import POISON, WARP, GlobalMemory
+from support.ptx.memory import EARLY, POISON, WARP, GlobalMemory, Inputs
 from support.ptx.program import Register, Symbol
 from support.ptx.threads import Mask, Threads
 
@@ -70,7 +70,8 @@ class Warp:
         touched: Registers of wgmma, written since the last wgmma.fence.
         per_thread_registers: As setmaxnreg has set.
         may_access: Whether it may read and write global memory: what the kernels before this one
-            write may not be there, in front of griddepcontrol.wait.
+            write may not be there, in front of griddepcontrol.wait. If the one before is of the
+            same call, and has waited itself before it let this one begin, inputs are there.
     """
 
     def __init__(self, machine: Machine, number: int, block: Block) -> None:
@@ -151,10 +152,16 @@ class Gang(Threads):
         self.note_in_flight()
 
     @property
-    def memory(self) -> GlobalMemory:
-        if not all(warp.may_access for warp in self.warps):
-            raise EmulationError("accesses global memory in front of griddepcontrol.wait")
-        return self.machine.memory
+    def memory(self) -> GlobalMemory | Inputs:
+        if self.may_access:
+            return self.machine.memory
+        if not self.machine.has_inputs:
+            raise EmulationError(EARLY)
+        return Inputs(self.machine.memory)
+
+    @property
+    def may_access(self) -> bool:
+        return all(warp.may_access for warp in self.warps)
 
     def note_in_flight(self) -> None:
         """Again, when wgmma were issued or are complete."""
