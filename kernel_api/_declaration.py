@@ -8,18 +8,36 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kernel_api._numbers import are_names
 from kernel_api.arguments import Arguments, GemmArguments
 from kernel_api.errors import ArgumentError
-from kernel_api.metadata import DesignMetadata, OperandsMetadata
+from kernel_api.metadata import DesignMetadata, OperandsMetadata, encode
 from kernel_api.space import Operands, Space
 from kernel_api.targets import target
 
 if TYPE_CHECKING:
     from kernel_api.kernel import Kernel
+
+
+#: Types of device.
+_DEVICES = ("cuda", "cpu", "xpu", "mps", "hpu", "mtia", "privateuseone", "meta")
+#: What a class may write, and how it is called: values by place, and by name.
+_HOOKS = {
+    "_run": (("args", "artifact", "stream", "workspace"), ()),
+    "_compile": (("args", "cc"), ()),
+    "compile": (("args", "cc"), ()),
+    "_supports": (("args",), ()),
+    "predict": (("args",), ()),
+    "get_workspace_size": (("args",), ()),
+    "read_resources": (("artifact",), ()),
+    "_launcher": (("args", "artifact"), ()),
+    "generate_kernels": (("metadata_filter",), ("epilogue_args", "cc")),
+}
+_OF_CLASS = ("generate_kernels",)
 
 
 def faults_of_class(family: type[Kernel]) -> Iterator[str]:
@@ -31,8 +49,15 @@ def faults_of_class(family: type[Kernel]) -> Iterator[str]:
         yield from _faults_of_name(family)
     if not (are_names(devices) and devices):
         yield f"devices is {devices!r}; expected a tuple of names, as in ('cuda',)"
-    if targets is None:
-        return
+    elif unknown := [one for one in devices if one not in _DEVICES]:
+        yield (
+            f"devices has {unknown[0]!r}; expected types of device as torch has them, without a "
+            f"number: {', '.join(_DEVICES)}"
+        )
+    arguments = family.arguments
+    if arguments is not None and not _is_class_of(arguments, Arguments):
+        yield f"arguments is {arguments!r}; expected a class derived from Arguments"
+    yield from _faults_of_hooks(family)
     if not isinstance(targets, (tuple, list)):
         yield f"targets is {targets!r}; expected a tuple of architectures, as in ('sm_90a',)"
         return
@@ -41,6 +66,26 @@ def faults_of_class(family: type[Kernel]) -> Iterator[str]:
             target(one)
         except ArgumentError as error:
             yield f"targets has {one!r}: {error}"
+
+
+def _faults_of_hooks(family: type[Kernel]) -> Iterator[str]:
+    """Whether what a class writes can be called as it will be."""
+    for name, (places, named) in _HOOKS.items():
+        hook = getattr(family, name)
+        if not callable(hook):
+            yield f"{name} is {hook!r}; expected a method"
+            continue
+        raw = inspect.getattr_static(family, name)
+        of_instance = name not in _OF_CLASS and not isinstance(raw, (classmethod, staticmethod))
+        try:
+            taken = inspect.signature(hook)
+        except ValueError:  # as some of C have none
+            continue
+        try:
+            taken.bind(*["self"] * of_instance, *places, **dict.fromkeys(named))
+        except TypeError:
+            called = ", ".join([*places, *(f"{one}=..." for one in named)])
+            yield f"{name}{taken} is called as {name}({called}); expected one that takes these"
 
 
 def _faults_of_name(family: type[Kernel]) -> Iterator[str]:
@@ -69,19 +114,36 @@ def _faults_of_operands(family: type[Kernel]) -> Iterator[str]:
         yield f"operands is {rows!r}; expected a tuple of Operands{comma}: (Operands(...),)"
         return
     arguments: Any = family.arguments or GemmArguments
-    if not (isinstance(arguments, type) and issubclass(arguments, Arguments)):
-        yield f"arguments is {arguments!r}; expected a class derived from Arguments"
+    if not _is_class_of(arguments, Arguments):
         return
     if not hasattr(arguments, "modes"):
         yield f"{arguments.__name__} has no modes; expected the letters of each operand's modes"
         return
+    found: list[str] = []
     for row in rows:
         if isinstance(row, Operands):
-            yield from _faults_of_row(row, arguments)
+            found += _faults_of_row(row, arguments)
         else:
-            yield f"operands has {row!r}; expected Operands(...)"
-    yield from _faults_of_metadata(family.operands_metadata, arguments)
+            found.append(f"operands has {row!r}; expected Operands(...)")
+    found += _faults_of_metadata(family.operands_metadata, arguments)
+    yield from found or _faults_of_variants(family, rows)
     yield from _faults_of_repeats([row for row in rows if isinstance(row, Operands)])
+
+
+def _faults_of_variants(family: type[Kernel], rows: Iterable[Operands]) -> Iterator[str]:
+    """Of one description of operands for each row."""
+    for row in rows:
+        try:
+            _ = next(iter(family.groups_of_row(row))).first
+        except Exception as error:
+            form = {name: getattr(family, name) for name in ("ragged", "experts")}
+            told = [f"{name} {value!r}" for name, value in form.items() if value is not None]
+            if row.multiplication is not None:
+                told.append(f"multiplication {row.multiplication!r}")
+            beside = f", with {' and '.join(told)}" if told else ""
+            name = family.operands_metadata.__name__
+            yield f"no {name} can be made of {row!r}{beside}: {error!r}"
+            return
 
 
 def _faults_of_repeats(rows: Iterable[Operands]) -> Iterator[str]:
@@ -119,7 +181,7 @@ def _faults_of_row(row: Operands, arguments: type[Arguments]) -> Iterator[str]:
 
 
 def _faults_of_metadata(metadata: Any, arguments: type[Arguments]) -> Iterator[str]:
-    if not (isinstance(metadata, type) and issubclass(metadata, OperandsMetadata)):
+    if not _is_class_of(metadata, OperandsMetadata):
         yield f"operands_metadata is {metadata!r}; expected a class derived from OperandsMetadata"
         return
     for name in _lacking(arguments.modes, [one.name for one in dataclasses.fields(metadata)]):
@@ -127,6 +189,10 @@ def _faults_of_metadata(metadata: Any, arguments: type[Arguments]) -> Iterator[s
             f"operands_metadata is {metadata.__name__}, which has no {name}; expected one with "
             f"{', '.join(arguments.modes)}, the operands of {arguments.__name__}"
         )
+
+
+def _is_class_of(given: Any, base: type) -> bool:
+    return isinstance(given, type) and issubclass(given, base)
 
 
 def _lacking(names: Iterable[str], there: Iterable[str]) -> list[str]:
@@ -141,12 +207,24 @@ def _faults_of_designs(space: Space, design: Any) -> Iterator[str]:
     """Of one design for each group of fields, and for each value of an axis."""
     name = getattr(design, "__name__", repr(design))
     parameters = _parameters(design)
+    made = [(repr(point), point) for point in space.points if isinstance(point, DesignMetadata)]
     for given in space.sample():
-        fault = _fault_of_fields(given, parameters, name) or _fault_of_design(given, design, name)
+        shown = f"{name}({', '.join(f'{field}={value!r}' for field, value in given.items())})"
+        fault = _fault_of_fields(given, parameters, name)
+        if fault is None:
+            try:
+                made.append((shown, design(**given)))
+            except Exception as error:
+                fault = (
+                    f"no design can be made, {shown}: {error!r}; expected an axis of a space to be "
+                    f"a tuple of values, as in tile_shape=((32, 32, 1),)"
+                )
         if fault is not None:
             yield fault
             return
-    if (fault := space.repeated()) is not None:
+    fault = space.repeated() or next(filter(None, itertools.starmap(_fault_of_design, made)), None)
+    fault = fault or _fault_of_labels(made)
+    if fault is not None:
         yield fault
 
 
@@ -176,15 +254,39 @@ def _fault_of_fields(
     return None
 
 
-def _fault_of_design(given: dict[str, Any], design: Any, name: str) -> str | None:
-    shown = ", ".join(f"{field}={value!r}" for field, value in given.items())
+def _fault_of_design(shown: str, made: Any) -> str | None:
+    """What keeps a design from being compared, named or written."""
+    if not isinstance(made, DesignMetadata):
+        return f"{shown} is {made!r}; expected a design, derived from DesignMetadata"
     try:
-        made = design(**given)
-    except Exception as error:
+        hash(made)
+    except TypeError as error:
+        return f"{shown} cannot be compared: {error}; expected values such as tuples"
+    label = made.label()
+    if not isinstance(label, str):
+        return f"label() of {shown} is {label!r}; expected text, the design's part of a name"
+    try:
+        encode(made)
+    except ArgumentError as error:
+        return f"{shown}: {error}; expected numbers, text, and tuples of them"
+    return None
+
+
+def _fault_of_labels(made: Iterable[tuple[str, DesignMetadata]]) -> str | None:
+    """That two are told apart by nothing, or not by what names of kernels say."""
+    seen: dict[str, tuple[str, DesignMetadata]] = {}
+    for shown, design in made:
+        before, other = seen.setdefault(design.label(), (shown, design))
+        if other is design:
+            continue
+        if other == design:
+            fields = ", ".join(one.name for one in dataclasses.fields(design) if one.compare)
+            return (
+                f"{before} and {shown} are one design, by {fields or 'no fields'}; expected a "
+                f"frozen dataclass with fields that tell designs apart, and each of them once"
+            )
         return (
-            f"no design can be made, {name}({shown}): {error!r}; expected an axis of a space to be "
-            f"a tuple of values, as in tile_shape=((32, 32, 1),)"
+            f"{before} and {shown} are both called {design.label()}; expected a label for each, "
+            f"as kernels have their names by it"
         )
-    if isinstance(made, DesignMetadata):
-        return None
-    return f"{name}({shown}) is {made!r}; expected a design, derived from DesignMetadata"
+    return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kernel_api import _compile_cache
 from kernel_api.arguments import Arguments
 from kernel_api.artifact import CompiledArtifact
+from kernel_api.errors import RegistrationError
 from kernel_api.space import Rule
 from kernel_api.targets import CcLike
 
@@ -24,8 +25,15 @@ class _Namespace(dict[str, Any]):
         self.rules: list[Rule] = []
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, (staticmethod, classmethod)) and isinstance(value.__func__, Rule):
+            value = value.__func__  # rules are over what they name, whoever has them
         if isinstance(value, Rule):
             self.rules.append(value)
+        elif name == "rules":
+            raise RegistrationError(
+                f"a class body has rules = {value!r}; rules stand in it by themselves, each a "
+                f"function below @rule(...)"
+            )
         super().__setitem__(name, value)
 
 
@@ -33,7 +41,9 @@ class KernelType(type):
     """Metaclass: keeps the rules of a class body, and stands in front of every ``compile``.
 
     Whoever overrides ``compile`` writes only the compilation; the checks, the cache and the
-    sealing of the artifact come from :func:`Kernel._compiled`, also for methods assigned later.
+    sealing of the artifact come from :func:`Kernel._compiled`, also for methods assigned later and
+    those of bases that are no kernels. Rules count where they stand in the body of a kernel class:
+    elsewhere they raise RegistrationError, for what is not asked would be a wrong "yes".
     """
 
     _own_rules: tuple[Rule, ...]
@@ -51,18 +61,28 @@ class KernelType(type):
     def __new__(
         mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
     ) -> KernelType:
-        if bases and "compile" in namespace:
-            namespace["compile"] = _guarded(namespace["compile"])
         cls = super().__new__(mcs, name, bases, dict(namespace), **kwargs)
-        cls._own_rules = _rules_of(namespace)
-        cls.rules = _inherited_rules(cls)
-        deciding = list(enumerate(r for r in cls.rules if r.needs_args))
-        cls.operand_rules = tuple(one for one in deciding if not one[1].needs_design)
-        cls.design_rules = tuple(one for one in deciding if one[1].needs_design)
-        cls.shaping_rules = tuple(r for r in cls.rules if not r.needs_args)
+        for base in cls.__mro__ if bases else ():
+            _require_no_rules(base, name)
+        if bases and (hook := _unguarded(cls)) is not None:
+            type.__setattr__(cls, "compile", _guarded(hook))
+        type.__setattr__(cls, "_own_rules", _rules_of(namespace))
+        rules = _inherited_rules(cls)
+        deciding = list(enumerate(r for r in rules if r.needs_args))
+        of_operands = tuple(one for one in deciding if not one[1].needs_design)
+        of_designs = tuple(one for one in deciding if one[1].needs_design)
+        type.__setattr__(cls, "rules", rules)
+        type.__setattr__(cls, "operand_rules", of_operands)
+        type.__setattr__(cls, "design_rules", of_designs)
+        type.__setattr__(cls, "shaping_rules", tuple(r for r in rules if not r.needs_args))
         return cls
 
     def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "rules" or isinstance(value, Rule):
+            raise RegistrationError(
+                f"{cls.__qualname__}.{name} is set to {value!r}; a rule counts where it stands in "
+                f"the body of a class: put it there"
+            )
         if name == "compile":
             value = _guarded(value)
         super().__setattr__(name, value)
@@ -78,6 +98,29 @@ def _rules_of(namespace: dict[str, Any]) -> tuple[Rule, ...]:
         return tuple(namespace.rules)
     copied: tuple[Rule, ...] = namespace.get("_own_rules", ())  # that of another class
     return copied or tuple(one for one in namespace.values() if isinstance(one, Rule))
+
+
+def _require_no_rules(base: type, name: str) -> None:
+    """Unless the base is a kernel class, whose metaclass has collected them."""
+    if isinstance(base, KernelType):
+        return
+    for one in vars(base).values():
+        wrapped = getattr(one, "__func__", one)
+        if isinstance(wrapped, Rule):
+            raise RegistrationError(
+                f"{base.__qualname__}, a base of {name}, has the rule {wrapped.text!r} and is no "
+                f"kernel, so that it would not be asked; derive {base.__qualname__} from "
+                f"kernel_api.Kernel"
+            )
+
+
+def _unguarded(cls: type) -> Callable[..., Any] | None:
+    """The ``compile`` of a class, if its body has it or a base that is no kernel."""
+    owner = next(base for base in cls.__mro__ if "compile" in vars(base))
+    if owner is not cls and isinstance(owner, KernelType):
+        return None
+    hook: Callable[..., Any] = vars(owner)["compile"]
+    return hook
 
 
 def _inherited_rules(cls: type) -> tuple[Rule, ...]:

@@ -26,7 +26,12 @@ def name_of(family: str, operands: OperandsMetadata, design: DesignMetadata) -> 
     parts = [family, form, experts, *types, strides_to_layout_string(*strides), design.label()]
     if strides:
         parts.append("align" + "x".join(str(t.alignment) for t in tensors))
-    return re.sub(r"\W+", "_", "_".join(filter(None, parts)))
+    return in_names("_".join(filter(None, parts)))
+
+
+def in_names(text: str) -> str:
+    """As names have it: words, with one ``_`` for what is between them."""
+    return re.sub(r"\W+", "_", text)
 
 
 def _type_label(tensor: TensorAttributes) -> str:

@@ -24,7 +24,7 @@ from kernel_api.devices import query_target, target_of
 from kernel_api.errors import PluginWarning
 from kernel_api.kernel import Kernel
 from kernel_api.matching import BEHIND_OPERANDS, match_layouts, match_types, types_of
-from kernel_api.metadata import KernelMetadata, OperandsMetadata
+from kernel_api.metadata import KernelMetadata, OperandsMetadata, encode
 from kernel_api.provider import Provider, generation, providers
 from kernel_api.space import Variants
 from kernel_api.status import Status, with_true_nearest
@@ -110,12 +110,16 @@ def explain(
         status = _with_true_nearest(verdict, args, target)
         if verdict.kernels:
             status = Status.fail(
-                f"metadata_filter refused all {len(verdict.kernels)} designs",
+                f"metadata_filter refused {_all_of(len(verdict.kernels))}",
                 rule="metadata_filter",
             )
         reason = status.error or "no design"
         rejected.append(Rejection(family, provider, status.rule or reason, reason, status.nearest))
     return Explanation(repr(args), tuple(accepted), tuple(rejected))
+
+
+def _all_of(designs: int) -> str:
+    return "the one design" if designs == 1 else f"all {designs} designs"
 
 
 # One family ------------------------------------------------------------------------------
@@ -194,6 +198,12 @@ def _grouped(family: type[Kernel], made: Any) -> dict[OperandsMetadata, tuple[Ke
         metadata = getattr(kernel, "metadata", None)
         if not isinstance(kernel, Kernel) or not isinstance(metadata, KernelMetadata):
             raise TypeError(f"generate_kernels gave {kernel!r}, which is no kernel with metadata")
+        if not isinstance(kernel, metadata.kernel_class):
+            raise TypeError(
+                f"generate_kernels gave a {type(kernel).__name__} whose metadata say that it is a "
+                f"{metadata.kernel_class.__name__}; expected its own class as kernel_class"
+            )
+        encode(metadata.design)
         if names.setdefault(metadata.kernel_name, metadata) != metadata:
             raise TypeError(f"two different kernels share the name {metadata.kernel_name}")
         groups.setdefault(metadata.operands, []).append(kernel)
@@ -315,7 +325,11 @@ def _told(cls: type, what: str, error: Exception, outcome: str) -> str:
 def _families_of(provider: type[Provider]) -> tuple[type[Kernel], ...]:
     """Its kernel classes; none, with a warning, where it cannot say them."""
     try:
-        return tuple(provider.families())
+        found = tuple(provider.families())
+        for one in found:
+            if not (isinstance(one, type) and issubclass(one, Kernel)):
+                raise TypeError(f"families() gave {one!r}; expected kernel classes")
+        return found
     except Exception as error:
         _told(provider, f"provider {provider.name!r}", error, "raised and is left out")
         return ()
@@ -420,7 +434,8 @@ def _predicted(kernel: Kernel, args: Arguments) -> float | None:
         seconds = kernel.predict(args)
         if seconds is None:
             return None
-        if isinstance(seconds, numbers.Real) and math.isfinite(seconds):
+        is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+        if is_number and math.isfinite(seconds) and seconds >= 0:
             return float(seconds)
         raise TypeError(f"predict returned {seconds!r}; expected seconds or None")
     except Exception as error:

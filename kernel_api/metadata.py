@@ -53,8 +53,8 @@ class TensorAttributes:
                 raise ArgumentError(
                     f"stride pattern {self.stride} must mark one of the last two modes with 1"
                 )
-        if isinstance(self.scale, str) and self.scale != "any":
-            object.__setattr__(self, "scale", ScaleMode(self.scale))
+        if not (self.scale is None or self.scale == "any"):
+            object.__setattr__(self, "scale", _scale_mode(self.scale))
         elements = whole_number(self.divisibility)
         if elements is None or elements < 1:
             raise ArgumentError(
@@ -75,9 +75,25 @@ class TensorAttributes:
         return self.divisibility * (self.dtype.itemsize if self.dtype is not None else 1)
 
 
+def _scale_mode(given: Any) -> ScaleMode:
+    try:
+        return ScaleMode(given)
+    except ValueError:
+        modes = ", ".join(mode.value for mode in ScaleMode)
+        raise ArgumentError(f"scale is {given!r}; expected {modes}, any, or None") from None
+
+
 @dataclass(frozen=True)
 class OperandsMetadata:
     """Base of the per-operation operand descriptions; the tensor fields carry operand names."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            given = getattr(self, one.name)
+            if one.type in ("TensorAttributes", TensorAttributes) and not isinstance(
+                given, TensorAttributes
+            ):
+                raise ArgumentError(f"{one.name} is {given!r}; expected TensorAttributes")
 
     @cached_property
     def tensors(self) -> dict[str, TensorAttributes]:
@@ -95,6 +111,7 @@ class ProductOperandsMetadata(OperandsMetadata):
     """What matrix products have beside their tensors: two types, kept as the canonical ones."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("accumulator_type", "multiplication_type"):
             given = getattr(self, name)
             if given is not None:
@@ -264,6 +281,10 @@ class KernelMetadata:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.targets, (tuple, list)):
+            raise ArgumentError(
+                f"targets is {self.targets!r}; expected a tuple of architectures, as in ('sm_90a',)"
+            )
         targets = [target(one) for one in self.targets]
         object.__setattr__(self, "targets", tuple(map(str, targets)))
         if targets and not self.min_cc:
@@ -276,8 +297,13 @@ class KernelMetadata:
             raise ArgumentError(f"kernel_name is {self.kernel_name!r}; expected a text")
         if self.design is not None and not dataclasses.is_dataclass(self.design):
             raise ArgumentError(f"design is {self.design!r}; expected design metadata, or None")
-        if whole_number(self.min_cc) is None:
+        if whole_number(self.min_cc) is None or (self.min_cc and not _is_cc(self.min_cc)):
             raise ArgumentError(f"min_cc is {self.min_cc!r}; expected a number such as 90")
+        if targets and self.min_cc > (newest := max(one.cc for one in targets)):
+            raise ArgumentError(
+                f"min_cc is {self.min_cc} and targets are {', '.join(self.targets)}; expected "
+                f"{newest} at most, or targets alone"
+            )
         if not (self.epilogue is None or isinstance(self.epilogue, (Graph, str))):
             raise ArgumentError(f"epilogue is {self.epilogue!r}; expected a graph, or its identity")
         identity = [getattr(self, name) for name in _compared_fields(type(self))]
@@ -329,14 +355,24 @@ class KernelMetadata:
         return cls.from_dict(data)
 
 
-#: Names of a class's fields: all, and those that make up the identity.
-_all_fields: Callable[[Any], tuple[str, ...]] = functools.cache(
-    lambda cls: tuple(f.name for f in fields(cls))
+def _is_cc(number: int) -> bool:
+    """Whether it is a compute capability as one number: 90 for 9.0."""
+    try:
+        return target(number).cc == number
+    except ArgumentError:
+        return False
+
+
+#: Names of a class's fields: those that make an object, and those that make up the identity.
+_given_fields: Callable[[Any], tuple[str, ...]] = functools.cache(
+    lambda cls: tuple(f.name for f in fields(cls) if f.init)
 )
 _compared_fields: Callable[[Any], tuple[str, ...]] = functools.cache(
     lambda cls: tuple(f.name for f in fields(cls) if f.compare)
 )
 
+#: What JSON has as a class and its fields.
+_ENCODED = (TensorAttributes, OperandsMetadata, DesignMetadata)
 #: What is the same in JSON.
 _JSON_SCALARS = frozenset((type(None), bool, int, float, str))
 
@@ -357,8 +393,8 @@ def encode(value: Any) -> Any:
         return {"epilogue": value.to_dict()}
     if isinstance(value, type):
         return {"class": _path_of(value)}
-    if dataclasses.is_dataclass(value):
-        encoded = {name: encode(getattr(value, name)) for name in _all_fields(type(value))}
+    if isinstance(value, _ENCODED):
+        encoded = {name: encode(getattr(value, name)) for name in _given_fields(type(value))}
         return {"type": _path_of(type(value)), "fields": encoded}
     if isinstance(value, (tuple, list)):
         return [encode(v) for v in value]
@@ -383,7 +419,7 @@ def decode(value: Any) -> Any:
         return Graph.from_dict(value["epilogue"])
     if "class" in value:
         return _class_at(value["class"], _kernel_base())
-    cls = _class_at(value["type"], (TensorAttributes, OperandsMetadata, DesignMetadata))
+    cls = _class_at(value["type"], _ENCODED)
     return cls(**{name: decode(v) for name, v in value["fields"].items()})
 
 

@@ -88,6 +88,7 @@ class Provider:
             raise RegistrationError(
                 f"provider {cls.__qualname__} has rank {cls.rank!r}; expected a whole number"
             )
+        _require_architectures(cls)
         if not are_names(cls.distributions):
             raise RegistrationError(
                 f"provider {cls.__qualname__} has distributions {cls.distributions!r}; expected a "
@@ -106,7 +107,8 @@ class Provider:
 
     @classmethod
     def register(cls, kernel_class: K) -> K:
-        """Offer a kernel class to discovery; registering it again replaces it.
+        """Offer a kernel class to discovery; registering it again replaces it. A class is of one
+        provider: it is withdrawn from another one.
 
         Raises RegistrationError naming everything that the class lacks, or that contradicts.
         """
@@ -121,6 +123,9 @@ class Provider:
             if missing:
                 name = getattr(kernel_class, "__qualname__", repr(kernel_class))
                 raise RegistrationError(f"{name} cannot be registered: {'; '.join(missing)}")
+            for other in _providers.values():
+                if other is not cls and kernel_class in other._families.values():
+                    del other._families[_path(kernel_class)]
             kernel_class._provider = cls  # type: ignore[attr-defined]
             cls._families[_path(kernel_class)] = kernel_class
             _registered(kernel_class)
@@ -128,12 +133,20 @@ class Provider:
 
     @classmethod
     def _taken_from(cls, kernel_class: Any) -> Iterable[str]:
-        """That another class has its family's name, which the names of kernels begin with."""
-        name = kernel_class.family_name()
+        """That another class has its family's name, as the names of kernels begin with it; or its
+        place, which a class has again only if it is written again."""
+        from kernel_api._naming import in_names
+
+        name, own = kernel_class.family_name(), _path(kernel_class)
         for path, other in cls._families.items():
-            if other.family_name() == name and path != _path(kernel_class):
+            if path != own and in_names(other.family_name()) == in_names(name):
                 yield (
                     f"the family {name!r} is {path}; name another family, or unregister that class"
+                )
+            if path == own and "<locals>" in path and other.family_name() != name:
+                yield (
+                    f"{path} is the family {other.family_name()!r}; classes that a function makes "
+                    f"need a __qualname__ each, as in the class body"
                 )
 
     @classmethod
@@ -176,6 +189,17 @@ class Provider:
             yield "it needs generate_kernels, or a declared space and operands"
         if not _overrides(kernel_class, "_run", Kernel):
             yield "it needs _run"
+
+
+def _require_architectures(provider: type[Provider]) -> None:
+    given = provider.architectures
+    if given is None:
+        return
+    if not isinstance(given, (tuple, list)) or any(whole_number(cc) is None for cc in given):
+        raise RegistrationError(
+            f"provider {provider.__qualname__} has architectures {given!r}; expected a tuple of "
+            f"compute capabilities, as in (90,), or None for all"
+        )
 
 
 def _overrides(cls: type, name: str, base: type) -> bool:
@@ -349,6 +373,8 @@ def _restore(
             known = {**kept(provider._families), **families.get(provider, {})}
             provider._families.clear()
             provider._families.update(known)
+            for kernel_class in known.values():
+                kernel_class._provider = provider
         registry_changed()
 
 

@@ -237,7 +237,7 @@ def _check_axis(name: str, values: Any) -> None:
             f"the axis {name} of a space is {values!r}; expected a tuple of its values, as in "
             f"{name}=({values!r},)"
         )
-    if not values:
+    if not len(values):
         raise RegistrationError(
             f"the axis {name} of a space has no values, so there are no designs; give it one, or "
             f"leave it out"
@@ -352,6 +352,11 @@ class Operands:
                 yield (
                     f"the alignment of {name} is {size!r}; expected bytes, a power of two up to "
                     f"{_ALIGNMENTS[-1]}"
+                )
+            elif size > 1 and self.types[name] == "any":
+                yield (
+                    f"the alignment of {name} is {size} bytes, and its type any, of which nobody "
+                    f"knows how many elements that are; expected types, as in {name}='f16 | bf16'"
                 )
 
     def _unknown(self, of: str, names: Iterable[str]) -> Iterator[str]:

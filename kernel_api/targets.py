@@ -80,9 +80,8 @@ def _parsed(value: str) -> Target:
     digits, minor, suffix = match.groups()
     if minor is None:
         if len(digits) < 2:
-            raise ArgumentError(
-                f"{value!r} names no GPU architecture; write {digits}0 or '{digits}.0'"
-            )
+            nearest = f"write {digits}0 or '{digits}.0'" if int(digits) else "write 90 or '9.0'"
+            raise ArgumentError(f"{value!r} names no GPU architecture; {nearest}")
         digits, minor = digits[:-1], digits[-1]
     found = Target(int(digits), int(minor), suffix.lower())
     if found.major < _SUFFIXES.get(found.suffix, 0):

@@ -6,7 +6,10 @@ The reference is computed in float64 (exactly for integers). A kernel may be off
 
 with factor 2, or 3 where it accumulates in another order or the arguments ask for what is less
 precise. The same holds per row, relative to the row's norm, so that a few wrong rows cannot hide
-behind a large maximum. Integers and infinities must be equal. The reference may add an allowance:
+behind a large maximum; but rows that cancel, of which the baseline has hardly a digit right, may be
+off by what that is off in the worst of them. Integers and infinities must be equal, powers of two
+(e8m0) but for some that are next to the right one. Where the type of the baseline does not hold
+what the reference does, a result is that of either. The reference may add an allowance:
 what one rounding of the accumulator costs, because the baseline's error can be small by luck; for
 float64 an error bound, because there is nothing wider to compare with; behind an epilogue what all
 that changes, and half a unit for the integers that it rounds.
@@ -23,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kernel_api.arguments.experts import ExpertPointers, memory_of
+from kernel_api.arguments.scaled import ScaledOperand
 from kernel_api.errors import ArgumentError
 from kernel_api.provider import providers
 
@@ -103,6 +107,12 @@ def conduct(args: Arguments, run: Callable[[], Any]) -> str | None:
     else; what it did, if it did."""
     outputs = args.outputs
     inputs = [(name, o) for name, o in args.named_operands.items() if name not in outputs]
+    inputs += [
+        (f"the scale of {name}", one.scale)
+        for name, o in args.named_operands.items()
+        for one in memory_of(o)
+        if isinstance(one, ScaledOperand)
+    ]
     before = [[part.tensor.clone() for part in memory_of(operand)] for _, operand in inputs]
     prepare(args)
     written = [(name, one) for name, o in outputs.items() for one in _written(o)]
@@ -113,7 +123,8 @@ def conduct(args: Arguments, run: Callable[[], Any]) -> str | None:
     for (name, operand), copies in zip(inputs, before, strict=True):
         parts = zip(memory_of(operand), copies, strict=True)
         if not all(_same_bits(part.tensor, copy) for part, copy in parts):
-            return f"the kernel changed its input {name}"
+            what = name if name.startswith("the scale") else f"its input {name}"
+            return f"the kernel changed {what}"
     for name, guard in guards:
         if guard.broken():
             return f"the kernel wrote outside of {name}, into memory between its rows"
@@ -335,8 +346,12 @@ def compare(
         allowance: Absolute error that is always allowed, of out's shape or one per row,
             (..., M, 1). Integers without an allowance must be equal.
     """
+    import torch
+
     if out.numel() == 0:
         return Verification(True, 0.0, 0.0)
+    if out.dtype is torch.float8_e8m0fnu:
+        return _compare_powers(out, ref, base, factor)
     if allowance is None and not (out.dtype.is_floating_point or out.dtype.is_complex):
         return _compare_exactly(out, ref)
     return _Limits(out, ref, base, factor, allowance).judge()
@@ -353,6 +368,24 @@ def _compare_exactly(out: Any, ref: Any) -> Verification:
     return _failed(f"{wrong} of {out.numel()} integers differ", error)
 
 
+def _compare_powers(out: Any, ref: Any, base: Any, factor: float) -> Verification:
+    """Of two, by their exponents. One that is the next to the right one may come of a maximum that
+    is all but a power of two: of these there are few."""
+    import torch
+
+    found, right, near = (
+        t.to(torch.float8_e8m0fnu).view(torch.uint8).int() for t in (out, ref, base)
+    )
+    off, allowed = (found - right).abs(), factor * int((near != right).sum()) + out.numel() // 64
+    wrong, most = int((off > 0).sum()), int(off.max())
+    if most > 1 or wrong > allowed:
+        error = float((out.double() - right.double().sub(127).exp2()).abs().max())
+        return _failed(
+            f"{wrong} of {out.numel()} powers of two differ, by 2 ** {most} at most", error
+        )
+    return Verification(True, wrong / max(allowed, 1), 0.0)
+
+
 class _Limits:
     """What is allowed, from one pass over the baseline; then one pass over the result."""
 
@@ -367,23 +400,28 @@ class _Limits:
         floating = out.dtype.is_floating_point or out.dtype.is_complex
         self._eps = torch.finfo(out.dtype).eps if floating else 0.0
         self._allowance = None if allowance is None else _as_rows(allowance)
-        largest_ref = largest_error = worst_row = 0.0
+        largest_ref = largest_error = worst_row = lost = 0.0
         for _, ref_rows, base_rows, finite, _ in self._blocks():
             base_error = torch.where(finite, base_rows - ref_rows, 0.0)
             ref_rows = torch.where(finite, ref_rows, 0.0)
             largest_ref = max(largest_ref, float(ref_rows.abs().max()))
             largest_error = max(largest_error, float(base_error.abs().max()))
-            relative = _norm(base_error) / _norm(ref_rows).clamp_min(_TINY)
+            error, norm = _norm(base_error), _norm(ref_rows)
+            cancels = error > _LOST * norm
+            lost = max(lost, float(torch.where(cancels, error, 0.0).max()))
+            relative = torch.where(cancels, 0.0, error / norm.clamp_min(_TINY))
             worst_row = max(worst_row, float(relative.max()))
         self._allowed = factor * largest_error + self._eps * largest_ref
-        # Rows differ in rounding: any row may have what the baseline's worst row has.
+        # Rows differ in rounding: any row may have what the baseline's worst row has, and if it
+        # cancels as much as others, what the worst of these has.
         self._row = factor * worst_row + self._eps
+        self._lost, self._cancelled = factor * lost, lost / _LOST
 
     def judge(self) -> Verification:
         import torch
 
         largest = worst = worst_row = 0.0
-        for out_rows, ref_rows, _, finite, allowance in self._blocks():
+        for out_rows, ref_rows, base_rows, finite, allowance in self._blocks():
             if not bool(torch.isfinite(out_rows)[finite].all()):
                 return _failed("elements are not finite where the reference is")
             if not bool(torch.isnan(out_rows)[torch.isnan(ref_rows)].all()):
@@ -391,11 +429,16 @@ class _Limits:
             infinite = torch.isinf(ref_rows)
             if not torch.equal(out_rows[infinite], ref_rows[infinite]):
                 return _failed("an infinity of the inputs is lost")
+            beyond = torch.isfinite(ref_rows) & ~torch.isfinite(base_rows)
+            if not self._are_of_either(*(t[beyond] for t in (out_rows, ref_rows, base_rows))):
+                return _failed("elements are wrong where torch in the same type overflows")
             error = torch.where(finite, out_rows - ref_rows, 0.0)
             ref_rows = torch.where(finite, ref_rows, 0.0)
             largest = max(largest, float(error.abs().max()))
             worst = max(worst, _worst(error.abs(), self._allowed + allowance))
-            row_allowed = self._row * _norm(ref_rows) + _norm(allowance.expand_as(error))
+            norm = _norm(ref_rows)
+            row_allowed = self._row * norm + _norm(allowance.expand_as(error))
+            row_allowed += torch.where(norm <= self._cancelled, self._lost, 0.0)
             worst_row = max(worst_row, _worst(_norm(error), row_allowed))
         if worst > 1:
             text = f"largest error {largest:.3g}, {worst:.2f} of what is allowed"
@@ -404,6 +447,12 @@ class _Limits:
             text = f"a row is off by {worst_row:.2f} of what is allowed relative to its norm"
             return _failed(text, largest, worst_row)
         return Verification(True, max(worst, worst_row), largest)
+
+    def _are_of_either(self, out: Any, ref: Any, base: Any) -> bool:
+        """Whether results are those of the baseline, or right."""
+        same = (out == base) | (out.isnan() & base.isnan())
+        right = (out - ref).abs() <= self._allowed + self._eps * ref.abs()
+        return bool((same | right).all())
 
     def _blocks(self) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
         """Rows of out, reference and baseline in float64; where the latter two are finite; and
@@ -422,6 +471,9 @@ class _Limits:
 
 
 _TINY = 1e-300
+#: Error of the baseline, by a row's norm, from which on the row is taken to cancel: such that a row
+#: that is missing altogether is off by more than three times as much.
+_LOST = 1 / 8
 
 
 def _norm(rows: Any) -> Any:

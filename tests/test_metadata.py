@@ -112,7 +112,7 @@ def test_equal_fields_make_equal_and_equally_hashed_metadata():
         {"operands": GemmOperandsMetadata(attributes(), attributes(), attributes("f32"), "f32")},
         {"design": BLASDesignMetadata((128, 64, 64), (2, 1, 1))},
         {"design": None},
-        {"min_cc": 90},
+        {"min_cc": 75},
         {"epilogue": "relu"},
         {"targets": ("sm_90a",)},
     ],

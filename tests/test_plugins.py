@@ -66,12 +66,6 @@ class ForgetsMetadata(LoopGemm):
         pass
 
 
-class WrongParameters(LoopGemm):
-    @classmethod
-    def generate_kernels(cls, metadata_filter):
-        return []
-
-
 class SharesAName(LoopGemm):
     @classmethod
     def metadata_of_tile(cls, tile, name=None):
@@ -85,7 +79,6 @@ BROKEN_GENERATORS = {
     ReturnsNames: "'a kernel', which is no kernel with metadata",
     ReturnsClasses: "which is no kernel with metadata",
     ForgetsMetadata: "metadata",
-    WrongParameters: "epilogue_args",
     SharesAName: "two different kernels share the name the_same_name",
 }
 

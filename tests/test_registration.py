@@ -270,10 +270,13 @@ def test_two_classes_of_a_provider_have_families_of_two_names(registry):
     assert "Mine; name another family, or unregister that class" in text
     assert provider.families() == [Mine]
     assert len(set(names(provider))) == len(names(provider))
-    registry.register(Other)  # with another provider
+    other = registry.register(Other)  # with another provider
+    assert other.families() == [Other]
     provider.unregister(Mine)
     provider.register(Other)
-    assert provider.families() == [Other]
+    assert (provider.families(), other.families()) == ([Other], [])
+    (found,) = {kernel.metadata.provider for kernel in ka.get_kernels(providers=[provider])}
+    assert found == provider.name
 
 
 def test_rules_of_a_class_that_is_made_without_a_body_count(registry):

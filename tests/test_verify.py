@@ -1,5 +1,7 @@
 """A wrong result is detected, a right one passes: ka.verify."""
 
+import math
+
 import pytest
 import torch
 from support.data import gemm_arguments, gemm_tensors
@@ -324,3 +326,82 @@ def test_one_unit_in_the_last_place_is_allowed_where_torch_is_exact():
     one_up = torch.full((4, 4), 1.0 + torch.finfo(torch.float32).eps)
     assert compare(one_up, ref, ref)
     assert not compare(one_up + 3 * torch.finfo(torch.float32).eps, ref, ref)
+
+
+# Where the baseline says little ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.0, -math.inf, 3.0])
+@pytest.mark.parametrize("element", [torch.float16, torch.bfloat16])
+def test_what_is_wrong_where_the_right_result_overflows_is_detected(element, value):
+    large = 300.0 if element is torch.float16 else 3e38
+    A, B = (torch.full(shape, large, dtype=element) for shape in ((8, 16), (16, 8)))
+    args = ka.GemmArguments(A, B, torch.empty(8, 8, dtype=element))
+    args.out.tensor.copy_(A @ B)
+    assert args.out.tensor.isinf().all()
+    assert judge(args)
+    args.out.tensor[3, 4:] = value
+    assert "where torch in the same type overflows" in judge(args).reason
+
+
+def test_a_right_result_passes_where_only_torch_overflows():
+    ref = torch.tensor([[6e4, 1.0, 2.0]], dtype=torch.float64)
+    base = torch.tensor([[math.inf, 1.0, 2.0]], dtype=torch.float16)
+    for right in (6e4, math.inf):
+        assert compare(torch.tensor([[right, 1.0, 2.0]], dtype=torch.float16), ref, base)
+    assert not compare(torch.tensor([[5e4, 1.0, 2.0]], dtype=torch.float16), ref, base)
+
+
+def powers(changed):
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    out = torch.empty(16, 64, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(16, 2, dtype=torch.float8_e8m0fnu)
+    args = ka.fusions.quantize(x, out=out, scale=scale, mode="mx")
+    ka.get_kernels(args, providers=["reference"])[0].run(args)
+    assert judge(args)
+    scale.copy_(changed(scale.clone()))
+    return judge(args)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.25, 2.0, 2.0**-20])
+def test_powers_of_two_that_are_off_are_detected(factor):
+    found = powers(lambda scale: (scale.float() * factor).to(scale.dtype))
+    assert "powers of two differ" in found.reason
+
+
+def test_powers_of_two_in_another_order_are_detected():
+    assert "powers of two differ" in powers(lambda scale: scale.flip(0)).reason
+
+
+def test_lost_rows_are_detected_beside_rows_that_cancel():
+    """The first query sees one key, so that the gradient of its score is zero, but for rounding."""
+    draw = torch.Generator().manual_seed(0)
+    Q, K, V, dO = (torch.randn(2, 1, 64, 64, generator=draw).bfloat16() for _ in range(4))
+    dO[1] *= 1e-3
+    mask = ka.masks.Causal()
+    out, lse = ka.ops.sdpa(Q, K, V, mask=mask, return_lse=True)
+    made = (torch.empty_like(Q) for _ in range(3))
+    args = ka.SdpaBackwardArguments(Q, K, V, out, dO, lse, *made, mask=mask)
+    ka.get_kernels(args, providers=["reference"])[0].run(args)
+    assert judge(args)
+    args.dQ.tensor[1] = 0
+    assert "a row is off" in judge(args).reason
+
+
+def test_a_changed_scale_of_an_input_is_detected(monkeypatch):
+    from kernel_api.providers.reference.gemm import ReferenceGemm
+
+    F8, mode = torch.float8_e4m3fn, ka.ScaleMode.PER_TENSOR
+    scale = torch.ones(())
+    A = ka.ScaledOperand(torch.randn(8, 16).to(F8), scale, mode)
+    B = ka.ScaledOperand(torch.randn(32, 16).to(F8).t(), torch.ones(()), mode)
+    args = ka.GemmArguments(A, B, torch.empty(8, 32, dtype=torch.bfloat16))
+    (kernel,) = ka.get_kernels(args, providers=["reference"])
+    right = ReferenceGemm._run
+
+    def changes(self, args, *rest):
+        scale.mul_(2)
+        right(self, args, *rest)
+
+    monkeypatch.setattr(ReferenceGemm, "_run", changes)
+    assert ka.verify(kernel, args).reason == "the kernel changed the scale of A"

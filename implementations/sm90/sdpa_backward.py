@@ -59,9 +59,9 @@ class SdpaBackward(BackwardConsumer):
     of all heads of queries that share the keys: dK and dV need no atomics. Where multiprocessors
     would have no block, or one more than others, or wait for the longest one, several have some of
     these heads each, as if there were more heads of keys, and leave dK and dV in float32 for
-    `KeyGradients`, see `shares_of`. Where the first keys have the most queries, heads take turns, so
-    that what is left at the end is short. Where all have the same, and add in a fixed order, heads
-    do so that fewer blocks of each run at the same time, and wait for each other.
+    `KeyGradients`, see `shares_of`. Where the first keys have the most queries, heads take turns,
+    so that what is left at the end is short. Where all have the same, and add in a fixed order,
+    heads do so that fewer blocks of each run at the same time, and wait for each other.
 
     Pipelines: Q with log-sum-exps, dO with the row sums (`stages` each). dS lies in shared memory
     for dQ = dS · K, `stages[2]` times; dK and dV where K and V were, when all is done.
