@@ -21,7 +21,7 @@ from kernel_api._overwritten import teller
 from kernel_api._readers import Reader, reader_of
 from kernel_api._score import ScoreFunction
 from kernel_api.arguments import SdpaArguments
-from kernel_api.arguments._attention_checks import LARGEST
+from kernel_api.arguments._attention_checks import LARGEST, LEAST
 from kernel_api.arguments.attention import like_scores, score_of, values_of_functions
 from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
@@ -188,7 +188,7 @@ def _option(name: str, value: Any, tensors: list[Any]) -> tuple[Any, ...]:
         if type(value) not in (int, float):
             raise TypeError
         held = not value or 1 / LARGEST <= abs(value) <= LARGEST
-        return math.isfinite(value), value > 0, held
+        return math.isfinite(value), value >= LEAST, held
     if name == "mask":
         return _mask(value, tensors)
     if name == "score_mod":

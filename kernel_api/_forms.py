@@ -51,7 +51,8 @@ class Form:
         self.name: str = fusion.__name__
         self.fusion = fusion
         self.always, self.outputs = always, (*always, *optional)
-        self.width, self.element = width, element
+        # Two ints, not a fraction: to torch's compiler an int may be a symbol, which is none.
+        self.columns_of, self.element = Fraction(width).as_integer_ratio(), element
         self.results_types = ResultsTypes(self.name, "out")
 
     @property
@@ -113,7 +114,8 @@ class Form:
 
     def columns(self, N: int) -> int:
         """Of ``out``."""
-        return N * self.width.numerator // self.width.denominator
+        numerator, denominator = self.columns_of
+        return N * numerator // denominator
 
     def out_shape(self, A: Any, B: Any, options: dict[str, Any]) -> tuple[int, ...]:
         return (*A.shape[:-1], self.columns(B.shape[-1]))

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -69,7 +70,7 @@ def _one_call_of_groups(fusion: Fusion, *optional: str, **how: Any) -> Callable[
     def call(A: Any, B: Any, offsets: Any, **options: Any) -> Any:
         return run(A, B, offsets=offsets, **options)
 
-    call = _named(form, call)
+    call = _named(form, _with_own_code(call))
     GROUPED_FORMS.append((form, call))
     return call
 
@@ -84,7 +85,21 @@ def _caller(form: Form) -> Callable[..., Any]:
             return found
         return launches.first(form, launches.Call(A, B, out, out_dtype, options))
 
-    return call
+    return _with_own_code(call)
+
+
+def _with_own_code(call: Any) -> Callable[..., Any]:
+    """The function, with a code object that no other form has: torch compiles one so often, and no
+    more (``torch._dynamo.config.recompile_limit``)."""
+    own = types.FunctionType(
+        call.__code__.replace(),
+        call.__globals__,
+        call.__name__,
+        call.__defaults__,
+        call.__closure__,
+    )
+    own.__kwdefaults__ = call.__kwdefaults__
+    return own
 
 
 def _named(form: Form, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,14 +111,16 @@ def _named(form: Form, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register_operators() -> None:
-    """Make every form an operator of torch, ``torch.ops.kernel_api.gemm`` and so on. Tracing one
-    does that too; a process that only loads what torch.export saved has to."""
+    """Make every form an operator of torch, ``torch.ops.kernel_api.gemm`` and so on, and what
+    layers of :mod:`kernel_api.nn` are. Tracing one does that too; a process that only loads what
+    torch.export saved has to."""
     from kernel_api import (  # noqa: F401  (they register)
         _attention_operators,
         _norm_operators,
         _operators,
         _quantized_norm_operators,
         _row_operators,
+        nn,
     )
 
 

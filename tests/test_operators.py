@@ -1,6 +1,8 @@
 """The forms of kernel_api.ops in graphs of torch: fake tensors, torch.compile, torch.export."""
 
 import io
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -317,3 +319,39 @@ def test_calls_that_are_known_are_nodes_of_what_make_fx_traces(name, before):
     graph = make_fx(KNOWN[name], pre_dispatch=before)(x)
     assert any("kernel_api" in str(node.target) for node in graph.graph.nodes)
     assert torch.equal(graph(y).float(), KNOWN[name](y).float())
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_forms_are_compiled_themselves(dynamic):
+    """Without a function of the caller's around them."""
+    torch._dynamo.reset()
+    A, B, preactivation = torch.randn(5, 8), torch.randn(8, 64), torch.randn(5, 128)
+    for form, options in ((ka.ops.gemm, {}), (ka.ops.gemm_dglu, {"preactivation": preactivation})):
+        compiled = torch.compile(form, fullgraph=True, backend="eager", dynamic=dynamic)
+        found, right = compiled(A, B, **options), form(A, B, **options)
+        torch.testing.assert_close(found, right)
+
+
+def test_forms_do_not_share_the_limit_of_compilations():
+    torch._dynamo.reset()
+    A, B, C = torch.randn(5, 8), torch.randn(8, 64), torch.randn(5, 64)
+    before = {"preactivation": C}
+    forms = {
+        "gemm": {}, "gemm_bias_activation": {}, "gemm_residual": {"C": C}, "gemm_amax": {},
+        "gemm_srelu": {}, "gemm_dsrelu": before, "gemm_dactivation": before,
+        "gemm_recompute_dsrelu": {"upstream": C}, "gemm_recompute_dactivation": {"upstream": C},
+    }  # fmt: skip
+    assert len(forms) > torch._dynamo.config.recompile_limit
+    for name, options in forms.items():
+        torch.compile(getattr(ka.ops, name), fullgraph=True, backend="eager")(A, B, **options)
+    codes = [call.__code__ for _, call in (*ka.ops.FORMS, *ka.ops.GROUPED_FORMS)]
+    assert len(set(map(id, codes))) == len(codes)
+
+
+def test_registering_operators_is_enough_to_load_exported_layers():
+    code = (
+        "import torch, kernel_api as ka; ka.ops.register_operators(); "
+        "print(torch.ops.kernel_api.linear.default, torch.ops.kernel_api.linear_backward.default)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

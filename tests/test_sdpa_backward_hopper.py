@@ -211,7 +211,7 @@ def test_blocks_share_keys_evenly_as_long_as_there_are_multiprocessors(blocks, s
 
 @pytest.mark.parametrize(
     ("blocks", "sharing", "tiles", "found"),
-    [(412, 4, 128, 4), (128, 4, 32, 1), (256, 4, 64, 1), (320, 4, 79, 2), (20, 7, 8, 7)],
+    [(412, 4, 128, 2), (128, 4, 32, 1), (256, 4, 64, 1), (320, 4, 79, 2), (20, 7, 8, 7)],
 )
 def test_blocks_share_keys_where_multiprocessors_would_have_different_numbers_of_them(
     blocks, sharing, tiles, found

@@ -42,12 +42,14 @@ def extents_of(
     values: Values,
     page_size: int | None = None,
 ) -> Extents:
+    """mQ, mK: (B,H,S,D), or packed (T,H,D)"""
     if "cu_seqlens_q" in values:
-        batches, queries = values["cu_seqlens_q"].shape[0] - 1, Int32(values["max_seqlen_q"])
+        batches = values["cu_seqlens_q"].shape[0] - 1
+        queries = values.longest("q", mQ.shape[0])
     else:
         batches, queries = mQ.shape[0], mQ.shape[2]
     if "cu_seqlens_kv" in values:
-        keys = Int32(values["max_seqlen_kv"])
+        keys = values.longest("kv", mK.shape[0])
     elif page_size is not None:
         keys = keys_in_pages(values, page_size)
     else:

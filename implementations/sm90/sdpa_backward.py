@@ -102,7 +102,7 @@ class SdpaBackward(BackwardConsumer):
         batches, queries, keys = mQ.shape[0], mQ.shape[2], mK.shape[2]
         if const_expr(self.packed):
             batches = values["cu_seqlens_q"].shape[0] - 1
-            queries, keys = (Int32(values[f"max_seqlen_{x}"]) for x in ("q", "kv"))
+            queries, keys = values.longest("q", mQ.shape[0]), values.longest("kv", mK.shape[0])
         mQ, mK, mV, mO, mdO, mdQ, mdK, mdV = (
             attention_modes(tensor) for tensor in (mQ, mK, mV, mO, mdO, mdQ, mdK, mdV)
         )
@@ -228,7 +228,7 @@ class SdpaBackward(BackwardConsumer):
         multiprocessor, as few as L2 keeps the queries and the gradients of, and the same number
         in every turn if that is not far less. mQ: (S,D,H,B)"""
         values = self._values(operands)
-        queries = Int32(values["max_seqlen_q"]) if self.packed else mQ.shape[0]
+        queries = values.longest("q", mQ.shape[0]) if self.packed else mQ.shape[0]
         elements = (self.head_dim + self.head_dim_v) * self.element_type.width // 8
         row = elements + self.head_dim * Float32.width // 8  # dQ is added to in float32
         bytes_of_head, blocks = Int64(cutlass.max(queries, 1)) * row, cutlass.max(blocks, 1)

@@ -22,7 +22,7 @@ _PARTS = 256
 #: Time of the longest of blocks that see different numbers of queries, in that of an average one.
 _LONGEST = 2
 #: What more shares must gain: of the time with fewer, one in so many.
-_WORTH = 32
+_WORTH = 16
 #: Rounds of blocks, and tiles of a head, up to which the numbers stay within 32 bits.
 _ROUNDS, _TILES = 16, 8192
 #: Operands with which it is not known here how many queries see a block of keys; with one bound,

@@ -170,7 +170,7 @@ class SdpaForward(ForwardConsumer):
     def _sequences(self, mQ, values: Values) -> tuple:
         """(how many, the most queries of one). mQ: (B,H,S,D), or packed (T,H,D)"""
         if cute.rank(mQ) == 3:
-            return values["cu_seqlens_q"].shape[0] - 1, Int32(values["max_seqlen_q"])
+            return values["cu_seqlens_q"].shape[0] - 1, values.longest("q", mQ.shape[0])
         return mQ.shape[0], mQ.shape[2]
 
     def _together(self, mK, values: Values, blocks: Int32, heads: Int32, batches: Int32) -> Int32:
@@ -185,7 +185,7 @@ class SdpaForward(ForwardConsumer):
     def _most_keys(self, mK, values: Values) -> Int32:
         """Of a sequence. mK: (S,D,H,B)"""
         if "cu_seqlens_kv" in values:
-            return Int32(values["max_seqlen_kv"])
+            return values.longest("kv", mK.shape[0])
         return self._keys(mK, values)
 
     def _batch_of_keys(self, place: Place) -> Int32:

@@ -201,7 +201,7 @@ class ValuesAcross:
             keys, batches = keys_in_pages(values, self.page_size), sequences
         longest, room = keys, keys_with_room(keys)
         if const_expr(self.packed):
-            longest = self._whole_tiles(Int32(values["max_seqlen_kv"]))
+            longest = self._whole_tiles(values.longest("kv", keys))
             room = first_of_packed(keys, sequences, self.tile)
         pitch = cute.assume(Int64(room), divby=PERMUTED)
         layout = cute.make_layout(

@@ -21,6 +21,8 @@ _INT32, _FLOAT32 = dtype("int32"), dtype("float32")
 #: What scores of float32 may be scaled with, at most: times log2(e) float32 holds it, which kernels
 #: compute powers of two for.
 LARGEST = 3.4028234663852886e38 / math.log2(math.e)
+#: The least positive number of float32.
+LEAST = 2.0**-149
 _T = TypeVar("_T")
 
 #: Numbers of each row of scores that a forward pass may write.

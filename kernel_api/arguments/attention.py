@@ -411,7 +411,8 @@ class AttentionArguments(Arguments):
         if self._key is None:
             further = tuple([(o.layout, o.alignment) for o in self.further.values()])
             bounds = tuple(self.bounds.values())
-            numbers = (self.scale > 0, self.max_seqlen_q, self.max_seqlen_kv)
+            scale = None if self.scale >= checks.LEAST else self.scale  # kernels take those above
+            numbers = (scale, self.max_seqlen_q, self.max_seqlen_kv)
             self._key = (*super().key, further, bounds, *numbers)
         return self._key
 

@@ -77,9 +77,10 @@ class GemmArguments(ProductArguments):
         epilogue: A function of the accumulator that replaces the plain store; it decides the
             number of columns of ``out``, and may read and write operands of its own.
         fp32_precision: For float32 operands, ``"ieee"``, or ``"tf32"`` to allow multiplication
-            with 10 mantissa bits, or ``"tf32x3"`` with 21. By default what torch's own setting
-            for CUDA's matmul says. Where it says another, torch's kernels change it, which is
-            seen in the whole process, for the length of a call.
+            with 10 mantissa bits, or ``"tf32x3"`` with 21, where an infinity may become NaN (it
+            meets the zeros that other numbers leave behind their first bits). By default what
+            torch's own setting for CUDA's matmul says. Where it says another, torch's kernels
+            change it, which is seen in the whole process, for the length of a call.
 
     All operands are on one device. Any strides are taken; a batch is broadcast by a stride of 0
     (``tensor.expand``). Kernels may ask for more: ``explain`` tells.

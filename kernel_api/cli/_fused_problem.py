@@ -145,7 +145,7 @@ class Operands:
     @property
     def columns(self) -> int:
         """Of out."""
-        return int(self.N * self.form.width)
+        return self.form.columns(self.N)
 
     def out(self, letter: str) -> Any:
         return self.maker.tensor((self.M, self.columns), self.out_element, letter, fill=False)

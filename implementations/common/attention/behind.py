@@ -9,6 +9,8 @@ from cutlass import Int32, Int64, Numeric, const_expr
 
 from ..conversion import select
 
+_COUNTED = 1 << 14  # rows at a time: their elements are counted in 32 bits
+
 
 class Behind(NamedTuple):
     """Those that a block of threads writes to.
@@ -50,13 +52,14 @@ def fill_behind(tensor: cute.Tensor, behind: Behind, value: cutlass.Constexpr = 
     columns = Int32(1)
     if const_expr(len(tensor.shape) == 2):
         columns = Int32(tensor.shape[1])
-    count = (behind.end - behind.first) * columns
-    for i in cutlass.range(behind.thread, count, behind.threads, unroll=1):
-        row, column = behind.first + i // columns, i % columns
-        offset = Int64(row) * tensor.stride[0]
-        if const_expr(len(tensor.shape) == 2):
-            offset = offset + Int64(column) * tensor.stride[1]
-        _store(tensor.element_type, tensor.iterator.toint(), offset, value)
+    for first in cutlass.range(behind.first, behind.end, _COUNTED, unroll=1):
+        count = cutlass.min(behind.end - first, _COUNTED) * columns
+        for i in cutlass.range(behind.thread, count, behind.threads, unroll=1):
+            row, column = first + i // columns, i % columns
+            offset = Int64(row) * tensor.stride[0]
+            if const_expr(len(tensor.shape) == 2):
+                offset = offset + Int64(column) * tensor.stride[1]
+            _store(tensor.element_type, tensor.iterator.toint(), offset, value)
 
 
 def _store(element_type: type[Numeric], address: Int64, offset: Int64, value: float) -> None:

@@ -45,6 +45,12 @@ class Values:
         value = self[name]
         return Int32(cutlass.min(value, type(value)(_FAR)))
 
+    def longest(self, side: str, rows: Int32) -> Int32:
+        """Of packed sequences with so many rows, of queries or keys: those of the longest, or more.
+        What is said may be any number that 64 bits hold."""
+        said = self[f"max_seqlen_{side}"]
+        return Int32(cutlass.min(said, type(said)(rows)))
+
     def element(self, name: str, *indices):
         """Of a tensor; modes of extent 1 serve every index."""
         tensor = self[name]

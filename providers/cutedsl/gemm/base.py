@@ -11,7 +11,9 @@ from kernel_api.providers.cutedsl.kernel import BareWhereSizesAreKnown
 from kernel_api.providers.streams import on_stream
 from kernel_api.space import Miss, rule
 
-_MOST = 1 << 30  # rows of a tile that begins in front of it end within 32 bits
+#: Of a mode: twice its columns, those of a tile behind it, the bytes of a row of float32 and as
+#: many times its tiles as K has parts are within 32 bits.
+_MOST = 1 << 29
 
 
 class CuteDslGemm(BareWhereSizesAreKnown):
@@ -19,7 +21,7 @@ class CuteDslGemm(BareWhereSizesAreKnown):
 
     arguments: ClassVar[type[Arguments] | None] = GemmArguments
 
-    @rule("rows, columns, products and batches are counted in 32 bits, 2³⁰ at most")
+    @rule("rows, columns, products and batches are counted in 32 bits, 2²⁹ at most")
     def _(args: Any) -> bool | Miss:
         most = max([max(operand.shape, default=0) for operand in args.operands])
         return most <= _MOST or Miss(f"one mode has {most}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+from kernel_api.arguments._attention_checks import LEAST
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.dtypes import DType
 from kernel_api.kernel import LauncherInOrder
@@ -78,9 +79,9 @@ class AttentionKernel(CuteDslKernel):
     #: The implementation for scores, and for what else depends on arguments, by name.
     _built: Callable[..., Callable[..., None]]
 
-    @rule("scale is positive: then the largest product has the largest score")
+    @rule("scale is positive, in float32 as well: then the largest product has the largest score")
     def _(args: Any) -> bool | Miss:
-        return args.scale > 0 or Miss(f"scale is {args.scale}")
+        return args.scale >= LEAST or Miss(f"scale is {args.scale}")
 
     @rule("nothing converts what a bias of float8_e8m0fnu holds, powers of two alone")
     def _(args: Any) -> bool | Miss:
@@ -89,7 +90,19 @@ class AttentionKernel(CuteDslKernel):
     @rule("rows are counted in 32 bits, 2³⁰ at most")
     def _(args: Any) -> bool | Miss:
         most = max(max(operand.shape) for operand in args.operands)
+        if args.is_paged and args.S_kv > most:
+            return args.S_kv <= _MOST or Miss(f"pages of a sequence have {args.S_kv} keys")
         return most <= _MOST or Miss(f"one mode has {most}")
+
+    @rule("tiles of all heads and sequences are counted in 32 bits, less than 2³¹")
+    def _(design: AttentionDesign, args: Any) -> bool | Miss:
+        lengths = args.S_q, args.S_kv
+        if args.is_packed:
+            rows = args.Q.shape[0], args.S_kv if args.is_paged else args.K.shape[0]
+            lengths = tuple(map(min, lengths, rows))
+        tiles = (-(-one // of) for one, of in zip(lengths, design.tile_shape, strict=True))
+        most = max(tiles) * args.B * args.H
+        return most < 2 * _MOST or Miss(f"there are {most}")
 
     @rule("rows of packed tensors are cleared by the blocks of a sequence, of which there are some")
     def _(args: Any) -> bool | Miss:
