@@ -276,3 +276,17 @@ def test_layers_without_columns_have_gradients_of_zeros():
     x, w = torch.randn(3, 16, requires_grad=True), torch.randn(0, 16, requires_grad=True)
     ka.nn.linear_glu(x, w, granularity="halves").sum().backward()
     assert torch.equal(x.grad, torch.zeros(3, 16)) and w.grad.shape == (0, 16)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_granularity_may_change_between_calls_of_a_graph(dynamic):
+    torch._dynamo.reset()
+    x, weight = torch.randn(5, 8), torch.randn(16, 8)
+
+    def layer(x, weight, granularity):
+        return ka.nn.linear_glu(x, weight, granularity=granularity)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=dynamic)
+    for granularity in (4, 8, 2, "halves"):
+        right = layer(x, weight, granularity)
+        torch.testing.assert_close(compiled(x, weight, granularity), right)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 from kernel_api import epilogue as ep
@@ -268,7 +269,7 @@ def checked_pairs(kind: str, order: str, granularity: Any) -> int | str:
         raise ArgumentError(
             f"granularity is {granularity!r}; expected a number of columns, or 'halves'"
         )
-    return columns
+    return operator.index(columns)  # known, where torch's compiler has it as a symbol
 
 
 def check_halves(what: str, N: int, granularity: int | str) -> None:
