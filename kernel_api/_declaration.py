@@ -12,19 +12,18 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from kernel_api._naming import in_names
 from kernel_api._numbers import are_names
 from kernel_api.arguments import Arguments, GemmArguments
 from kernel_api.errors import ArgumentError
 from kernel_api.metadata import DesignMetadata, OperandsMetadata, encode
-from kernel_api.space import Operands, Space
+from kernel_api.space import Operands, Rule, Space
 from kernel_api.targets import target
 
 if TYPE_CHECKING:
     from kernel_api.kernel import Kernel
 
 
-#: Types of device.
-_DEVICES = ("cuda", "cpu", "xpu", "mps", "hpu", "mtia", "privateuseone", "meta")
 #: What a class may write, and how it is called: values by place, and by name.
 _HOOKS = {
     "_run": (("args", "artifact", "stream", "workspace"), ()),
@@ -49,10 +48,10 @@ def faults_of_class(family: type[Kernel]) -> Iterator[str]:
         yield from _faults_of_name(family)
     if not (are_names(devices) and devices):
         yield f"devices is {devices!r}; expected a tuple of names, as in ('cuda',)"
-    elif unknown := [one for one in devices if one not in _DEVICES]:
+    elif wrong := [one for one in devices if not one.isidentifier() or one.lower() in ("gpu", "")]:
         yield (
-            f"devices has {unknown[0]!r}; expected types of device as torch has them, without a "
-            f"number: {', '.join(_DEVICES)}"
+            f"devices has {wrong[0]!r}; expected types of device as torch has them, such as 'cuda' "
+            f"or 'cpu', without a number"
         )
     arguments = family.arguments
     if arguments is not None and not _is_class_of(arguments, Arguments):
@@ -77,9 +76,10 @@ def _faults_of_hooks(family: type[Kernel]) -> Iterator[str]:
             continue
         raw = inspect.getattr_static(family, name)
         of_instance = name not in _OF_CLASS and not isinstance(raw, (classmethod, staticmethod))
+        of_instance &= hasattr(raw, "__get__")  # else it is called without the kernel
         try:
             taken = inspect.signature(hook)
-        except ValueError:  # as some of C have none
+        except (ValueError, TypeError):  # as some of C have none
             continue
         try:
             taken.bind(*["self"] * of_instance, *places, **dict.fromkeys(named))
@@ -102,7 +102,7 @@ def faults(family: type[Kernel]) -> Iterator[str]:
     """What a class with a space has to mend; each says what was expected."""
     yield from _faults_of_operands(family)
     if isinstance(family.space, Space):
-        yield from _faults_of_designs(family.space, family.design)
+        yield from _faults_of_designs(family.space, family.design, family.shaping_rules)
     else:
         yield f"space is {family.space!r}; expected a Space, as in Space(stages=(3, 4))"
 
@@ -203,8 +203,9 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"{name}=..." for name in names)
 
 
-def _faults_of_designs(space: Space, design: Any) -> Iterator[str]:
-    """Of one design for each group of fields, and for each value of an axis."""
+def _faults_of_designs(space: Space, design: Any, rules: Iterable[Rule]) -> Iterator[str]:
+    """Of one design for each group of fields, and for each value of an axis; what rules refuse,
+    whatever the operands, does not exist."""
     name = getattr(design, "__name__", repr(design))
     parameters = _parameters(design)
     made = [(repr(point), point) for point in space.points if isinstance(point, DesignMetadata)]
@@ -222,6 +223,8 @@ def _faults_of_designs(space: Space, design: Any) -> Iterator[str]:
         if fault is not None:
             yield fault
             return
+    alone = [one for one in rules if not one.needs_operands]
+    made = [one for one in made if all(rule.allows(one[1]) for rule in alone)]
     fault = space.repeated() or next(filter(None, itertools.starmap(_fault_of_design, made)), None)
     fault = fault or _fault_of_labels(made)
     if fault is not None:
@@ -260,9 +263,12 @@ def _fault_of_design(shown: str, made: Any) -> str | None:
         return f"{shown} is {made!r}; expected a design, derived from DesignMetadata"
     try:
         hash(made)
-    except TypeError as error:
+    except Exception as error:
         return f"{shown} cannot be compared: {error}; expected values such as tuples"
-    label = made.label()
+    try:
+        label = made.label()
+    except Exception as error:
+        return f"label() of {shown} raises {error!r}; expected text, the design's part of a name"
     if not isinstance(label, str):
         return f"label() of {shown} is {label!r}; expected text, the design's part of a name"
     try:
@@ -276,7 +282,7 @@ def _fault_of_labels(made: Iterable[tuple[str, DesignMetadata]]) -> str | None:
     """That two are told apart by nothing, or not by what names of kernels say."""
     seen: dict[str, tuple[str, DesignMetadata]] = {}
     for shown, design in made:
-        before, other = seen.setdefault(design.label(), (shown, design))
+        before, other = seen.setdefault(in_names(design.label()), (shown, design))
         if other is design:
             continue
         if other == design:

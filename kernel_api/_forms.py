@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -204,3 +205,17 @@ def torch_type(element: Any) -> Any:
 
 def empty(shape: tuple[int, ...], element: Any, like: Any) -> Any:
     return like.new_empty(shape, dtype=element)
+
+
+def with_own_code(call: Any) -> Callable[..., Any]:
+    """The function, with a code object that no other form has: torch compiles one so often, and no
+    more (``torch._dynamo.config.recompile_limit``)."""
+    own = types.FunctionType(
+        call.__code__.replace(),
+        call.__globals__,
+        call.__name__,
+        call.__defaults__,
+        call.__closure__,
+    )
+    own.__kwdefaults__ = call.__kwdefaults__
+    return own

@@ -78,7 +78,7 @@ class KernelType(type):
         return cls
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        if name == "rules" or isinstance(value, Rule):
+        if name == "rules" or isinstance(getattr(value, "__func__", value), Rule):
             raise RegistrationError(
                 f"{cls.__qualname__}.{name} is set to {value!r}; a rule counts where it stands in "
                 f"the body of a class: put it there"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, get_type_hints
 
 from kernel_api import fusions
+from kernel_api._forms import with_own_code
 from kernel_api._numbers import known_number, whole_number
 from kernel_api._results import ResultsTypes
 from kernel_api.arguments.norm import NormArguments, default_rows_per_block
@@ -157,8 +158,7 @@ def _one_call(
 ) -> Callable[..., Any]:
     form = NormForm(fusion, written, always)
 
-    @functools.wraps(fusion)
-    def call(*matrices: Any, **options: Any) -> Any:
+    def run_or_trace(*matrices: Any, **options: Any) -> Any:
         seen = None if is_read() else _seen(form, matrices, options)
         if seen is not None and (known := seen.known) is not None:
             return known(seen.tensors)
@@ -173,6 +173,7 @@ def _one_call(
             run(form, complete, seen)
         return form.results(complete)
 
+    call = functools.update_wrapper(with_own_code(run_or_trace), fusion)
     call.__module__ = "kernel_api.ops"
     call.__signature__ = form.signature  # type: ignore[attr-defined]
     FORMS.append(form)

@@ -249,7 +249,8 @@ def _judge_kernels(
                     accepted.append(kernel)
                 else:
                     misses.append(status)
-    return Verdict(family, tuple(accepted), _nearest_miss(misses))
+    # Rows of operands may overlap: one may leave open what another one says.
+    return Verdict(family, tuple(dict.fromkeys(accepted)), _nearest_miss(misses))
 
 
 _NO_DESIGN = Status.fail(
@@ -455,12 +456,12 @@ def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Ker
                 try:
                     if target is not None and family.why_not_for(target) is not None:
                         continue
-                    found += [
+                    found += dict.fromkeys(
                         kernel
                         for variants in catalogue.operands(None, target)
                         for operands in variants
                         for kernel in catalogue.kernels(operands, None, target)
-                    ]
+                    )
                 except Exception as error:
                     _plugin_fault(family, error)
     if target is None:

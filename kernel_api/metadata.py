@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import json
@@ -16,7 +15,7 @@ from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue.graph import Graph
 from kernel_api.errors import ArgumentError
-from kernel_api.targets import Target, target, targets_of
+from kernel_api.targets import Target, is_compute_capability, target, targets_of
 
 if TYPE_CHECKING:
     from kernel_api.kernel import Kernel
@@ -295,9 +294,9 @@ class KernelMetadata:
             raise ArgumentError(f"kernel_class is {self.kernel_class!r}; expected a class")
         if not isinstance(self.kernel_name, str):
             raise ArgumentError(f"kernel_name is {self.kernel_name!r}; expected a text")
-        if self.design is not None and not dataclasses.is_dataclass(self.design):
+        if self.design is not None and not isinstance(self.design, DesignMetadata):
             raise ArgumentError(f"design is {self.design!r}; expected design metadata, or None")
-        if whole_number(self.min_cc) is None or (self.min_cc and not _is_cc(self.min_cc)):
+        if self.min_cc != 0 and not is_compute_capability(self.min_cc):
             raise ArgumentError(f"min_cc is {self.min_cc!r}; expected a number such as 90")
         if targets and self.min_cc > (newest := max(one.cc for one in targets)):
             raise ArgumentError(
@@ -353,14 +352,6 @@ class KernelMetadata:
         if not isinstance(data, dict):
             raise ArgumentError(f"expected a JSON object, got a {type(data).__name__}")
         return cls.from_dict(data)
-
-
-def _is_cc(number: int) -> bool:
-    """Whether it is a compute capability as one number: 90 for 9.0."""
-    try:
-        return target(number).cc == number
-    except ArgumentError:
-        return False
 
 
 #: Names of a class's fields: those that make an object, and those that make up the identity.

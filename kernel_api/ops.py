@@ -28,14 +28,13 @@ from __future__ import annotations
 
 import functools
 import sys
-import types
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 from kernel_api import fusions
 from kernel_api._attention_ops import *  # noqa: F403
-from kernel_api._forms import Form, Fusion
+from kernel_api._forms import Form, Fusion, with_own_code
 from kernel_api._grouped_forms import GroupedForm
 from kernel_api._norm_ops import *  # noqa: F403
 from kernel_api._quantize_ops import *  # noqa: F403
@@ -70,7 +69,7 @@ def _one_call_of_groups(fusion: Fusion, *optional: str, **how: Any) -> Callable[
     def call(A: Any, B: Any, offsets: Any, **options: Any) -> Any:
         return run(A, B, offsets=offsets, **options)
 
-    call = _named(form, _with_own_code(call))
+    call = _named(form, with_own_code(call))
     GROUPED_FORMS.append((form, call))
     return call
 
@@ -85,21 +84,7 @@ def _caller(form: Form) -> Callable[..., Any]:
             return found
         return launches.first(form, launches.Call(A, B, out, out_dtype, options))
 
-    return _with_own_code(call)
-
-
-def _with_own_code(call: Any) -> Callable[..., Any]:
-    """The function, with a code object that no other form has: torch compiles one so often, and no
-    more (``torch._dynamo.config.recompile_limit``)."""
-    own = types.FunctionType(
-        call.__code__.replace(),
-        call.__globals__,
-        call.__name__,
-        call.__defaults__,
-        call.__closure__,
-    )
-    own.__kwdefaults__ = call.__kwdefaults__
-    return own
+    return with_own_code(call)
 
 
 def _named(form: Form, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from kernel_api import _log
 from kernel_api._numbers import are_names, whole_number
 from kernel_api.errors import ArgumentError, PluginWarning, RegistrationError
 from kernel_api.status import Status
+from kernel_api.targets import is_compute_capability
 
 if TYPE_CHECKING:
     from kernel_api.kernel import Kernel
@@ -124,8 +125,9 @@ class Provider:
                 name = getattr(kernel_class, "__qualname__", repr(kernel_class))
                 raise RegistrationError(f"{name} cannot be registered: {'; '.join(missing)}")
             for other in _providers.values():
-                if other is not cls and kernel_class in other._families.values():
-                    del other._families[_path(kernel_class)]
+                for path, one in list(other._families.items()):
+                    if one is kernel_class:  # at the place that it had, if it has another one now
+                        del other._families[path]
             kernel_class._provider = cls  # type: ignore[attr-defined]
             cls._families[_path(kernel_class)] = kernel_class
             _registered(kernel_class)
@@ -195,7 +197,7 @@ def _require_architectures(provider: type[Provider]) -> None:
     given = provider.architectures
     if given is None:
         return
-    if not isinstance(given, (tuple, list)) or any(whole_number(cc) is None for cc in given):
+    if not isinstance(given, (tuple, list)) or not all(map(is_compute_capability, given)):
         raise RegistrationError(
             f"provider {provider.__qualname__} has architectures {given!r}; expected a tuple of "
             f"compute capabilities, as in (90,), or None for all"

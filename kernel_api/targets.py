@@ -70,6 +70,14 @@ def target(value: int | str | Target) -> Target:
     return _parsed(str(value).strip())
 
 
+def is_compute_capability(number: object) -> bool:
+    """As one number: 90 for 9.0."""
+    try:
+        return isinstance(number, int) and target(number).cc == number
+    except ArgumentError:
+        return False
+
+
 @lru_cache(maxsize=256)
 def _parsed(value: str) -> Target:
     match = _PATTERN.fullmatch(value)

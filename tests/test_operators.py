@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernel_api as ka
+from kernel_api import _norm_ops
 from kernel_api.errors import ArgumentError
 
 M, N, K = 6, 64, 5
@@ -344,8 +345,9 @@ def test_forms_do_not_share_the_limit_of_compilations():
     assert len(forms) > torch._dynamo.config.recompile_limit
     for name, options in forms.items():
         torch.compile(getattr(ka.ops, name), fullgraph=True, backend="eager")(A, B, **options)
-    codes = [call.__code__ for _, call in (*ka.ops.FORMS, *ka.ops.GROUPED_FORMS)]
-    assert len(set(map(id, codes))) == len(codes)
+    calls = [call for _, call in (*ka.ops.FORMS, *ka.ops.GROUPED_FORMS)]
+    calls += [getattr(ka.ops, form.name) for form in _norm_ops.FORMS]
+    assert len({id(call.__code__) for call in calls}) == len(calls)
 
 
 def test_registering_operators_is_enough_to_load_exported_layers():

@@ -1,6 +1,7 @@
 """What registration refuses because it would be a wrong "yes", a wrong "no" or a late error: rules
 that nobody asks, designs that nothing tells apart, methods that cannot be called."""
 
+import functools
 import re
 from dataclasses import dataclass, field
 
@@ -166,10 +167,67 @@ def test_designs_that_cannot_be_compared_named_or_written_are_refused(registry, 
     assert words in refusal(registry, Designed)
 
 
+@dataclass(frozen=True)
+class Scheduled(DesignMetadata):
+    schedule: str = "serial"
+    stages: int = 1
+
+    def label(self):
+        return "serial" if self.schedule == "serial" else f"pipe{12 // (self.stages - 1)}"
+
+
+def test_what_rules_refuse_has_no_label(registry):
+    """Rules of designs alone: what they refuse does not exist."""
+
+    class Pipelined(CpuGemm):
+        design = Scheduled
+        space = Space(schedule=("serial", "pipe"), stages=(1, 2, 3))
+
+        @rule("one stage is no pipeline")
+        def _(design):
+            return (design.schedule == "serial") == (design.stages == 1)
+
+    found = ka.get_kernels(providers=[registry.register(Pipelined)])
+    assert len(found) == 3
+
+    class Unruled(CpuGemm):
+        design, space = Scheduled, Space(schedule=("serial",), stages=(1, 2))
+
+    assert "both called serial" in refusal(registry, Unruled)
+
+    class Raises(CpuGemm):
+        design, space = Scheduled, Space(schedule=("pipe",))
+
+    assert "label() of Scheduled(schedule='pipe') raises ZeroDivisionError(" in refusal(
+        registry, Raises
+    )
+
+
+def test_labels_differ_by_words(registry):
+    class Dotted(CpuGemm):
+        design, space = Design, Space(value=("a.b", "a_b"))
+
+    assert "are both called a_b" in refusal(registry, Dotted)
+
+
 def test_fields_that_a_design_makes_itself_are_made_again(registry):
     found = registry.register(type("Designed", (CpuGemm,), {"design": Design, "space": Space()}))
     (kernel,) = ka.get_kernels(providers=[found])
     assert KernelMetadata.from_json(kernel.metadata.to_json()) == kernel.metadata
+
+
+def test_kernels_of_rows_that_overlap_are_offered_once(registry):
+    row = {name: type_ for name, type_ in ROW.items() if name != "majors"}
+
+    class Twice(CpuGemm):
+        operands = (Operands(**row, majors="A:k B:n out:n"), Operands(**row))
+
+    found = registry.register(Twice)
+    for kernels in (
+        ka.get_kernels(providers=[found]),
+        ka.get_kernels(gemm_arguments(4, 4, 4), providers=[found]),
+    ):
+        assert len(kernels) == len(set(kernels))
 
 
 # What a class says -------------------------------------------------------------------------
@@ -185,7 +243,7 @@ class PlainOperands(OperandsMetadata):
 
 DECLARED = {
     "devices": ({"devices": ("gpu",)}, "devices has 'gpu'; expected types of device as torch has"),
-    "a device": ({"devices": ("cuda:0",)}, "without a number: cuda, cpu"),
+    "a device": ({"devices": ("cuda:0",)}, "such as 'cuda' or 'cpu', without a number"),
     "no targets": ({"targets": None}, "targets is None; expected a tuple of architectures"),
     "arguments": ({"arguments": "gemm"}, "arguments is 'gemm'; expected a class derived from"),
     "a form": ({"ragged": "M"}, "with ragged 'M': TypeError("),
@@ -218,6 +276,32 @@ def test_what_could_never_work_is_refused_when_it_is_registered(registry, body, 
     assert words in refusal(registry, type("Declared", (CpuGemm,), body))
 
 
+class Predicts:
+    def __call__(self, args):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    "predict", [functools.partial(lambda args, rate: rate, rate=3), Predicts()]
+)
+def test_a_hook_may_be_any_callable(registry, predict):
+    found = registry.register(type("Predicted", (CpuGemm,), {"predict": predict}))
+    (kernel,) = ka.get_kernels(gemm_arguments(4, 4, 4), providers=[found])
+    assert kernel.predict(None) in (1.0, 3)
+
+
+def test_devices_are_those_that_torch_may_have(registry):
+    registry.register(type("OfAnother", (CpuGemm,), {"devices": ("npu", "cpu")}))
+
+
+def test_a_class_that_is_renamed_moves_to_another_provider(registry):
+    Mine = type("Mine", (CpuGemm,), {})
+    first = registry.register(Mine)
+    Mine.__qualname__ = "Renamed"
+    second = registry.register(Mine)
+    assert (first.families(), second.families()) == ([], [Mine])
+
+
 def test_names_of_families_differ_by_words(registry):
     found = registry.register(type("Mine", (CpuGemm,), {"family": "my.gemm"}))
     with pytest.raises(RegistrationError, match=r"the family 'my_gemm' is .*Mine; name another"):
@@ -245,7 +329,7 @@ def test_the_alignment_of_any_type_is_refused():
         Operands(**{**ROW, "A": "any"}, alignments=({"A": 16},))
 
 
-@pytest.mark.parametrize("given", [("sm_90",), 90, "90"])
+@pytest.mark.parametrize("given", [("sm_90",), 90, "90", (9,)])
 def test_architectures_are_compute_capabilities(given):
     with pytest.raises(RegistrationError, match=re.escape(f"has architectures {given!r}")):
         type("Wrong", (ka.Provider,), {"name": "wrong", "architectures": given})
@@ -277,6 +361,15 @@ def test_the_lowest_compute_capability_is_not_above_the_targets():
 def test_targets_of_metadata_are_a_tuple(given):
     with pytest.raises(ArgumentError, match="expected a tuple of architectures"):
         described(targets=given)
+
+
+def test_a_design_of_metadata_is_one():
+    @dataclass(frozen=True)
+    class Plain:
+        rows: int = 3
+
+    with pytest.raises(ArgumentError, match="expected design metadata"):
+        described(design=Plain())
 
 
 def test_operands_of_metadata_are_attributes():

@@ -1,5 +1,6 @@
 """What the family of attention gradients for Hopper offers: which tiles, dBias, compiled code."""
 
+import random
 import time
 
 import pytest
@@ -207,6 +208,37 @@ def python_select(condition, one, other):
 def test_blocks_share_keys_evenly_as_long_as_there_are_multiprocessors(blocks, sharing, found):
     costs = costs_of((64, 128), (128, 128), ("seq_lens_q",))
     assert shares_of(Blocks(blocks, sharing, 100), costs, python_select) == found
+
+
+class Wrapping(int):
+    """A number of 32 bits, as the host code of kernels has it."""
+
+    def __new__(cls, value):
+        return super().__new__(cls, (int(value) + 2**31) % 2**32 - 2**31)
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    for _side in ("", "r"):
+        _of_int = getattr(int, f"__{_side}{_name}__")
+        setattr(
+            Wrapping, f"__{_side}{_name}__", lambda a, b, of=_of_int: Wrapping(of(int(a), int(b)))
+        )
+
+
+@pytest.mark.parametrize("names", [(), ("right",), ("seq_lens_q",)])
+def test_kernels_count_in_32_bits_what_workspaces_are_made_for(names):
+    draw = random.Random(0)
+    costs, found = costs_of((64, 128), (128, 128), names), set()
+    fixed = [Blocks(1000, 128, 8192), Blocks(2000, 512, 4096), Blocks(1000, 256, 1 << 20)]
+    for _ in range(3000):
+        sharing = draw.choice((1, 2, 3, 4, 7, 8, 16, 24, 64, 128, 256, 512, 4096))
+        blocks = Blocks(*(int(2 ** draw.uniform(0, top)) for top in (20, 0, 24)))
+        fixed.append(blocks._replace(sharing=sharing))
+    for blocks in fixed:
+        right = shares_of(blocks, costs, python_select)
+        assert shares_of(Blocks(*map(Wrapping, blocks)), costs, python_select) == right, blocks
+        found.add(right)
+    assert len(found) > 5
 
 
 @pytest.mark.parametrize(

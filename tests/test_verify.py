@@ -388,6 +388,37 @@ def test_lost_rows_are_detected_beside_rows_that_cancel():
     assert "a row is off" in judge(args).reason
 
 
+def test_lost_rows_are_detected_beside_one_that_the_baseline_gets_wrong():
+    ref = torch.full((64, 8), 0.01, dtype=torch.float64)
+    ref[0] = 0.1
+    base = ref * 1.0001
+    base[0] = ref[0] * 1.2
+    assert compare(base.float(), ref, base.float())
+    out = base.clone()
+    out[1:] = 0
+    assert "a row is off" in compare(out.float(), ref, base.float()).reason
+
+
+def test_rows_that_cancel_altogether_may_be_off_as_the_worst_of_them():
+    ref = torch.ones(64, 8, dtype=torch.float64)
+    ref[:3] = 1e-17
+    base = ref * 1.0001
+    base[0], base[2] = 1e-3, 0.0  # by luck there is no error
+    out = base.clone()
+    out[2] = 1e-3
+    assert compare(out.float(), ref, base.float())
+    out[2] = 4e-3
+    assert not compare(out.float(), ref, base.float())
+
+
+def test_an_infinity_that_is_rightly_rounded_passes_where_torch_has_a_nan():
+    ref = torch.tensor([[7e4, 1.0, 2.0]], dtype=torch.float64)
+    base = torch.tensor([[math.nan, 1.0, 2.0]], dtype=torch.float16)
+    for value, passes in ((math.inf, True), (math.nan, True), (0.0, False), (-math.inf, False)):
+        out = torch.tensor([[value, 1.0, 2.0]], dtype=torch.float16)
+        assert bool(compare(out, ref, base)) == passes
+
+
 def test_a_changed_scale_of_an_input_is_detected(monkeypatch):
     from kernel_api.providers.reference.gemm import ReferenceGemm
 

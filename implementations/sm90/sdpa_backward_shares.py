@@ -23,11 +23,13 @@ _PARTS = 256
 _LONGEST = 2
 #: What more shares must gain: of the time with fewer, one in so many.
 _WORTH = 16
-#: Rounds of blocks, and tiles of a head, up to which the numbers stay within 32 bits.
-_ROUNDS, _TILES = 16, 8192
-#: Operands with which it is not known here how many queries see a block of keys; with one bound,
-#: which is not among them, it is some for the first or last block and all for the other.
+#: Rounds of blocks, tiles of all heads that share keys, and such heads, up to which numbers stay
+#: within 32 bits: the first two and `_PARTS` have a product of 2³⁰, as the last two have.
+_ROUNDS, _TILES, _HEADS = 16, 1 << 18, 1 << 12
+#: Operands by which a band has a bound at either side. With one of both, the first or the last
+#: block of keys is seen by few queries, the other by all, and one by half of them on average.
 _LEFT_BOUNDS, _RIGHT_BOUNDS = frozenset(("left", "left_end")), frozenset(("right", "right_end"))
+#: Operands with which it is not known here how many queries see a block of keys.
 _HIDING = frozenset(("blocks", "seq_lens_q", "seq_lens_kv"))
 
 
@@ -74,10 +76,11 @@ def shares_of(blocks: Blocks, costs: Costs, select: Callable) -> Any:
         found = select(fits, shares, found)
     if costs.bounds is None:
         return found
+    counted = (tiles <= _TILES) & (sharing <= _HEADS) & (tiles * sharing <= _TILES)
     least = _parts(found, blocks, costs, select)
     for shares in _possible(sharing):
         expected = _parts(shares, blocks, costs, select)
-        known = (number * shares <= _BLOCKS * _ROUNDS) & (tiles <= _TILES)
+        known = counted & (number * shares <= _BLOCKS * _ROUNDS)
         better = (sharing % shares == 0) & known & (expected < least - least // _WORTH)
         found, least = select(better, shares, found), select(better, expected, least)
     return found
@@ -96,7 +99,7 @@ def _parts(shares: Any, blocks: Blocks, costs: Costs, select: Callable) -> Any:
     else:
         rounds = number * _PARTS // _BLOCKS
         least = _LONGEST * _PARTS
-        alone = tiles * (select(rounds > least, rounds, least) // 2)
+        alone = tiles * (select(rounds > least, rounds, least) // 2)  # half of all are seen
     return alone + select(shares > 1, number * costs.left + costs.added, 0)
 
 

@@ -99,3 +99,14 @@ def test_grids_are_within_the_limits_of_gpus(problem: Callable[[str], Any]) -> N
     for name, kernel in found.items():
         for launch in EmulatedKernel.compile(kernel, args).launches(args):
             assert within_limits(launch.grid), (name, launch.kernel, launch.grid)
+
+
+def test_modes_of_more_than_32_bits_count_are_refused() -> None:
+    def offered(K: int) -> list[ka.Kernel]:
+        A, B, out = (
+            torch.empty(shape, dtype=BF16, device="meta") for shape in ((8, K), (K, 8), (8, 8))
+        )
+        return ka.get_kernels(ka.GemmArguments(A, B, out), cc=90, providers=["cutedsl"])
+
+    assert offered((1 << 29) - 8)
+    assert not offered(1 << 29)

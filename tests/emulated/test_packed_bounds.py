@@ -120,6 +120,25 @@ def test_pages_of_more_keys_than_are_counted_are_refused():
     assert "pages of a sequence have 2147483648 keys" in reasons(args(2**23))
 
 
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "columns"), [(128, 8, (64, 64)), (128, 1, (576, 512))]
+)
+def test_long_tables_of_pages_are_bounds(heads, key_heads, columns):
+    """Of a server that may decode as many sequences, whose lengths are short: of keys no tiles are
+    launched."""
+    B, pages = 1024, 2**14
+
+    def b(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    Q, K = b(B, heads, 1, columns[0]), b(5000, key_heads, 64, columns[0])
+    V, out = K[..., : columns[1]], b(B, heads, 1, columns[1])
+    table = torch.empty(B, pages, dtype=torch.int32, device="meta")
+    lengths = torch.empty(B, dtype=torch.int32, device="meta")
+    args = ka.SdpaArguments(Q, K, V, out, page_table=table, seq_lens_kv=lengths)
+    assert ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
+
+
 @pytest.mark.parametrize(("scale", "taken"), [(1e-40, True), (1e-46, False), (0.0, False)])
 def test_scales_are_positive_in_float32(scale, taken):
     Q, out = (torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))

@@ -21,10 +21,10 @@ class CuteDslGemm(BareWhereSizesAreKnown):
 
     arguments: ClassVar[type[Arguments] | None] = GemmArguments
 
-    @rule("rows, columns, products and batches are counted in 32 bits, 2²⁹ at most")
+    @rule("rows, columns, products and batches are counted in 32 bits, fewer than 2²⁹")
     def _(args: Any) -> bool | Miss:
         most = max([max(operand.shape, default=0) for operand in args.operands])
-        return most <= _MOST or Miss(f"one mode has {most}")
+        return most < _MOST or Miss(f"one mode has {most}")
 
     def _launcher(self, args: GemmArguments, artifact: CompiledArtifact) -> Callable[..., None]:
         launch = super()._launcher(args, artifact)

@@ -19,6 +19,8 @@ from kernel_api.space import Miss, Operands, Rule, rule
 WHY_ALIGNED = "rows are copied in vectors of 16 bytes, whose addresses and pitches are multiples"
 ALIGNED = dict.fromkeys(("Q", "K", "V", "out"), 16)
 
+#: Of a tile, and of one of keys whose gradients it makes.
+_LEAST_QUERIES, _LEAST_KEYS = 64, 16
 #: Extents that are counted in 32 bits, with room for a tile behind them.
 _MOST = 2**30
 
@@ -94,15 +96,16 @@ class AttentionKernel(CuteDslKernel):
             return args.S_kv <= _MOST or Miss(f"pages of a sequence have {args.S_kv} keys")
         return most <= _MOST or Miss(f"one mode has {most}")
 
-    @rule("tiles of all heads and sequences are counted in 32 bits, less than 2³¹")
-    def _(design: AttentionDesign, args: Any) -> bool | Miss:
-        lengths = args.S_q, args.S_kv
-        if args.is_packed:
-            rows = args.Q.shape[0], args.S_kv if args.is_paged else args.K.shape[0]
-            lengths = tuple(map(min, lengths, rows))
-        tiles = (-(-one // of) for one, of in zip(lengths, design.tile_shape, strict=True))
-        most = max(tiles) * args.B * args.H
-        return most < 2 * _MOST or Miss(f"there are {most}")
+    @rule("tiles of all heads and sequences are counted in 32 bits, fewer than 2³¹")
+    def _(args: Any) -> bool | Miss:
+        counted = [(args.S_q, args.Q, _LEAST_QUERIES)]
+        if "dK" in args.operand_names:
+            counted.append((args.S_kv, args.K, _LEAST_KEYS))
+        most = 0
+        for longest, operand, tile in counted:
+            rows = min(longest, operand.shape[0]) if args.is_packed else longest
+            most = max(most, -(-rows // tile) * args.B * args.H)
+        return most < 2 * _MOST or Miss(f"there may be {most}")
 
     @rule("rows of packed tensors are cleared by the blocks of a sequence, of which there are some")
     def _(args: Any) -> bool | Miss:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from kernel_api import _workspaces
@@ -12,7 +13,7 @@ from kernel_api.artifact import CompiledArtifact
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import SdpaBackwardOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
-from kernel_api.providers.cutedsl.kernel import WorkspaceFinder
+from kernel_api.providers.cutedsl.kernel import SIZES_KEPT, WorkspaceFinder
 from kernel_api.providers.cutedsl.sdpa import biases, model
 from kernel_api.providers.cutedsl.sdpa.base import (
     WHY_ALIGNED,
@@ -347,13 +348,7 @@ class Sm90SdpaBackward(AttentionKernel):
 
     def _shares(self, blocks: int, sharing: int, queries: int, names: tuple[str, ...]) -> int:
         """blocks: of keys; names: of values beside the operands."""
-        from kernel_api.implementations.sm90 import sdpa_backward_shares as by
-
-        tile, room = self._design.tile_shape, self._design.head_dim
-        if not by.may_share(tile, room, "cu_seqlens_q" in names):
-            return 1
-        costs = by.costs_of(tile, room, names)
-        return int(by.shares_of(by.Blocks(blocks, sharing, -(-queries // tile[0])), costs, choose))
+        return _shares_of(self._design, (blocks, sharing, queries), names)
 
     def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
         return self._finder_by(names, 0, 1)
@@ -387,6 +382,20 @@ class Sm90SdpaBackward(AttentionKernel):
             return float(found + model.bias_again(args))
         at_least, of_score = _OF_BIAS[design.bias_gradient]
         return float(found + at_least + args.B * args.H * args.S_q * args.S_kv * of_score)
+
+
+@lru_cache(maxsize=SIZES_KEPT)
+def _shares_of(
+    design: AttentionGradientDesign, sizes: tuple[int, int, int], names: tuple[str, ...]
+) -> int:
+    """sizes: blocks of keys, heads that share one, and their queries."""
+    from kernel_api.implementations.sm90 import sdpa_backward_shares as by
+
+    (queries, _), room = design.tile_shape, design.head_dim
+    if not by.may_share(design.tile_shape, room, "cu_seqlens_q" in names):
+        return 1
+    blocks = by.Blocks(sizes[0], sizes[1], -(-sizes[2] // queries))
+    return int(by.shares_of(blocks, by.costs_of(design.tile_shape, room, names), choose))
 
 
 def _rate(design: AttentionGradientDesign, args: SdpaBackwardArguments) -> float:
