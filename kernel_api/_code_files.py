@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -37,11 +40,28 @@ class CodeFiles(Protocol):
         """The function in an object file; needs the compiler's run-time library."""
 
 
+#: What was loaded from each path: dlopen takes a path that it knows for what it has loaded from it.
+_loaded: dict[str, bytes] = {}
+_loading = threading.Lock()
+
+
 def load_library(path: Path) -> Callable[..., Any]:
-    """The function in a shared library; needs TVM-FFI alone. The file has been checked."""
+    """The function in a shared library; needs TVM-FFI alone. The file has been checked.
+
+    Where another library was loaded from the same path, it is loaded from a copy.
+    """
     import tvm_ffi
 
-    function: Callable[..., Any] = tvm_ffi.load_module(str(path))[FUNCTION]
+    place, digest = os.path.abspath(path), hashlib.sha256(path.read_bytes()).digest()
+    with _loading:
+        if _loaded.setdefault(place, digest) == digest:
+            module = tvm_ffi.load_module(place)
+        else:
+            with temporary_folder() as folder:  # what is loaded stays, without a name
+                copy = folder / f"{digest.hex()}{LIBRARY}"
+                shutil.copyfile(path, copy)
+                module = tvm_ffi.load_module(str(copy))
+    function: Callable[..., Any] = module[FUNCTION]
     return function
 
 

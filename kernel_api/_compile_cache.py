@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -136,3 +137,13 @@ def clear() -> None:
         _era += 1
         _artifacts.clear()
         _flights.clear()
+
+
+def _unlock_in_child() -> None:
+    """A thread that compiled when the process was forked is not in this one."""
+    global _lock
+    _lock = threading.Lock()
+    _flights.clear()
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)

@@ -151,12 +151,20 @@ class Entry:
 
     @property
     def size(self) -> int:
-        return sum(one.stat().st_size for one in self.path.iterdir())
+        """In bytes; 0 if another process has removed it meanwhile."""
+        try:
+            return sum(one.stat().st_size for one in self.path.iterdir())
+        except FileNotFoundError:
+            return 0
 
     @property
     def used(self) -> float:
-        """When it was made, or loaded last, in seconds of the epoch."""
-        return self.path.stat().st_mtime
+        """When it was made, or loaded last, in seconds of the epoch; now if another process has
+        removed it meanwhile."""
+        try:
+            return self.path.stat().st_mtime
+        except FileNotFoundError:
+            return time.time()
 
 
 class DiskCache:

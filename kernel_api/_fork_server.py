@@ -35,6 +35,7 @@ logger = _log.logger(__name__)
 
 _IDLE_SECONDS = 300.0
 _LARGEST_REQUEST = 1 << 20
+_LONGEST_WAIT = 1e8  # seconds; the system takes no more than some times as many
 
 #: How long after its channel ended a child may take to be gone.
 _DEATH_SECONDS = 10.0
@@ -80,7 +81,7 @@ class Child:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError
-            self._channel.settimeout(left)
+            self._channel.settimeout(None if left is None else min(left, _LONGEST_WAIT))
             try:
                 data = self._channel.recv(1 << 16)
             except ConnectionError:

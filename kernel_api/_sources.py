@@ -33,7 +33,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _OWN = "kernel_api"
 _OWN_PACKAGES = tuple(f"{_OWN}.{name}" for name in ("implementations", "providers", "epilogue"))
@@ -432,7 +432,9 @@ def _file_of(name: str) -> str | None:
     places: list[str] | None = None
     origin: str | None = None
     for part in (top, *rest):
-        spec = PathFinder.find_spec(part, places)
+        spec = PathFinder.find_spec(part, places) or (
+            _spec_by_others(part) if part is top else None
+        )
         if spec is None or (spec.origin is None and not spec.submodule_search_locations):
             return None
         origin = spec.origin
@@ -440,10 +442,33 @@ def _file_of(name: str) -> str | None:
     return origin
 
 
+def _spec_by_others(top: str) -> Any:
+    """Of a module without a package, by other finders, such as those of editable installations."""
+    for finder in sys.meta_path:
+        find = None if finder is PathFinder else getattr(finder, "find_spec", None)
+        try:
+            spec = None if find is None else find(top, None)
+        except Exception:
+            spec = None
+        if spec is not None:
+            return spec
+    return None
+
+
+#: Folders that packages are installed to, wherever they are.
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+
+
 @functools.lru_cache(maxsize=1)
 def _installed_places() -> tuple[str, ...]:
-    return tuple(sysconfig.get_paths()[n] for n in ("stdlib", "platstdlib", "purelib", "platlib"))
+    """Those that Python knows, and what of its path has packages with their metadata."""
+    known = [sysconfig.get_paths()[n] for n in ("stdlib", "platstdlib", "purelib", "platlib")]
+    of_path = [place for place in sys.path if place and any(Path(place).glob("*.dist-info"))]
+    return tuple(dict.fromkeys([*known, *of_path]))
 
 
 def _is_installed(path: str) -> bool:
-    return any(Path(path).is_relative_to(place) for place in _installed_places())
+    one = Path(path)
+    if not _INSTALLED.isdisjoint(one.parts):
+        return True
+    return any(one.is_relative_to(place) for place in _installed_places())

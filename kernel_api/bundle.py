@@ -133,7 +133,9 @@ def load_bundle(path: str | os.PathLike[str]) -> list[Kernel]:
         try:
             library = Bundled(folder / file, manifest.signature, manifest.target)
             family = _family(manifest.metadata.kernel_class)
-        except ArgumentError as error:
+            kernel = family(manifest.metadata)
+            _require_one_name(manifest.metadata, family.libraries)
+        except Exception as error:  # of an index that anything may have written
             warnings.warn(
                 f"{manifest.kernel_name} of bundle {folder} is left out: {error}",
                 PluginWarning,
@@ -143,14 +145,13 @@ def load_bundle(path: str | os.PathLike[str]) -> list[Kernel]:
         held = family.libraries.setdefault(manifest.metadata, [])
         if library not in held:
             held.append(library)
-        kernels.append(family(manifest.metadata))
-    for family in _families.values():
-        BundleProvider.register(family)
+        kernels.append(kernel)
     return list(dict.fromkeys(kernels))
 
 
 def pack(sources: Iterable[str | os.PathLike[str]], folder: str | os.PathLike[str]) -> list[str]:
-    """Make a bundle, or add to one: copy libraries into a folder and write its index.
+    """Make a bundle, or add to one: copy libraries into a folder and write its index. Of several
+    builds of a kernel for the same types and target the newest file is the one.
 
     Args:
         sources: Exported libraries, or folders of them.
@@ -172,17 +173,43 @@ def pack(sources: Iterable[str | os.PathLike[str]], folder: str | os.PathLike[st
         raise LibraryError(f"there is no library to pack in {', '.join(map(str, sources))}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path, manifest in zip(libraries, manifests, strict=True):
+        newest = _newest(zip(libraries, manifests, strict=True))
+        for path, manifest in newest.values():
             target = folder / _file_name(manifest.identity)
             if not (target.exists() and path.samefile(target)):
                 replace_durably(target, path.read_bytes())
-        held = [(path, read_manifest(path)) for path in sorted(folder.glob(f"*{LIBRARY}"))]
+        held = []
+        for path in sorted(folder.glob(f"*{LIBRARY}")):
+            manifest = read_manifest(path)
+            new = newest.get(_served(manifest))
+            if new is None or path.name == _file_name(new[1].identity):
+                held.append((path, manifest))
+            else:
+                path.unlink()
         kernels = [{"file": path.name, "manifest": json.loads(m.text)} for path, m in held]
         index = json.dumps({"format": _FORMAT, "kernels": kernels}, indent=1)
         replace_durably(folder / INDEX, index.encode())
     except OSError as error:
         raise ArgumentError(f"{folder} cannot be written: {error.strerror}") from error
     return [manifest.kernel_name for _, manifest in held]
+
+
+def _require_one_name(metadata: KernelMetadata, known: Iterable[KernelMetadata]) -> None:
+    for other in known:
+        if other.kernel_name == metadata.kernel_name and other != metadata:
+            raise ArgumentError("another kernel has its name")
+
+
+def _served(manifest: Manifest) -> tuple[Any, ...]:
+    """What a library is for: of several that are for the same, one is loaded."""
+    return manifest.metadata, manifest.signature, manifest.target
+
+
+def _newest(
+    libraries: Iterable[tuple[Path, Manifest]],
+) -> dict[tuple[Any, ...], tuple[Path, Manifest]]:
+    by_age = sorted(libraries, key=lambda one: one[0].stat().st_mtime_ns)
+    return {_served(manifest): (path, manifest) for path, manifest in by_age}
 
 
 def name_of(artifact: CompiledArtifact) -> str:
@@ -236,7 +263,8 @@ _families: dict[type[Kernel], type[BundledKernel]] = {}
 
 
 def _family(kernel_class: type[Kernel]) -> type[BundledKernel]:
-    """The class of a kernel class's kernels in bundles."""
+    """The class of a kernel class's kernels in bundles, which is offered. Raises RegistrationError
+    for one that cannot be."""
     if kernel_class not in _families:
         body: dict[str, Any] = {
             "__module__": __name__,
@@ -247,5 +275,6 @@ def _family(kernel_class: type[Kernel]) -> type[BundledKernel]:
         }
         metaclass: Any = type(kernel_class)
         name = f"Bundled{kernel_class.__name__}"
-        _families[kernel_class] = metaclass(name, (BundledKernel, kernel_class), body)
-    return _families[kernel_class]
+        made = BundleProvider.register(metaclass(name, (BundledKernel, kernel_class), body))
+        _families[kernel_class] = made
+    return BundleProvider.register(_families[kernel_class])

@@ -20,6 +20,7 @@ from support.registry import restored_registry
 
 import kernel_api as ka
 from kernel_api import _compile_cache, bundle, provider
+from kernel_api import library as library_module
 from kernel_api.errors import (
     ArgumentError,
     ArtifactError,
@@ -260,6 +261,20 @@ def test_other_files_are_named_errors(tmp_path):
     assert issubclass(LibraryError, ArtifactError)
 
 
+def test_another_library_of_a_path_is_loaded_where_one_was_loaded_before(folder, tmp_path):
+    """The loader of the system takes a path that it knows for what it has loaded from it."""
+    path, loaded = tmp_path / "kernel.so", []
+    for name in ("small.so", "large90.so", "small.so"):
+        shutil.copy(folder / name, tmp_path / "new.so")
+        (tmp_path / "new.so").replace(path)
+        loaded.append(ka.load(path))
+    small, large, again = loaded
+    assert small.kernel == again.kernel != large.kernel
+    # What is compiled gives one more of its arguments with every kernel.
+    assert [one.compiled_obj(1) for one in (small, again)] == [1, 1]
+    assert large.compiled_obj(1, 2) == 2
+
+
 # What an artifact refuses -----------------------------------------------------------------
 
 
@@ -325,6 +340,41 @@ def test_a_bundle_offers_its_kernels_for_the_targets_it_has(packed, registry):
     assert artifact.target == target(80)
     assert artifact.compiled_obj(1, 2) == 2
     assert artifact.kernel == kernel == kernels()[1]
+
+
+def test_of_several_builds_of_a_kernel_a_bundle_has_the_newest(monkeypatch, tmp_path):
+    """Whatever their files are called, which have the state of the sources in their names."""
+    bundled, small, real = tmp_path / "bundle", kernels()[0], library_module.versions
+    monkeypatch.setenv("KERNEL_API_DISABLE_CACHE", "1")
+    _compile_cache.clear()
+    for age, state in enumerate("7153"):
+        sources = {"sources": state * 64}
+        monkeypatch.setattr(library_module, "versions", lambda cls, new=sources: real(cls) | new)
+        path = tmp_path / f"{state}.so"
+        small.compile(arguments(), cc=90).export(path)
+        os.utime(path, ns=(10**18 + age * 10**9,) * 2)
+        if age == 1:
+            assert len(bundle.pack(tmp_path.glob("*.so"), bundled)) == 1
+    before = {one.name for one in bundled.glob("*.so")}
+    assert len(bundle.pack([tmp_path / "3.so", tmp_path / "5.so"], bundled)) == 1
+    (held,) = bundled.glob("*.so")
+    assert held.read_bytes() == (tmp_path / "3.so").read_bytes()
+    assert held.name not in before
+    assert len(ka.load_bundle(bundled)) == 1
+
+
+def test_an_index_with_what_is_no_kernel_leaves_that_out(packed, registry):
+    path, names = packed
+    index = json.loads((path / bundle.INDEX).read_text())
+    odd = json.loads(json.dumps(index["kernels"][0]))
+    for change in ({"design": None}, {"kernel_class": {"class": "kernel_api.kernel:Kernel"}}):
+        worse = json.loads(json.dumps(odd))
+        worse["manifest"]["kernel"].update(change)
+        index["kernels"].append(worse)
+    (path / bundle.INDEX).write_text(json.dumps(index))
+    with pytest.warns(PluginWarning, match="is left out"):
+        assert {one.metadata.kernel_name for one in ka.load_bundle(path)} == set(names)
+    assert from_bundle(arguments(), cc=86)
 
 
 @pytest.mark.parametrize("where", [".", "bundle"])

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from support import hostile_kernels as hostile
+from support.kernels import CpuGemm
 from support.tuning import measured
 
 import kernel_api as ka
-from kernel_api.errors import ArgumentError, DeviceError, FilterError, NoKernelError
+from kernel_api import _disk_cache
+from kernel_api.errors import ArgumentError, CacheWarning, DeviceError, FilterError, NoKernelError
 from kernel_api.providers.reference.norm import ReferenceRmsNorm, ReferenceRmsNormBackward
 from kernel_api.tuning import Environment, Policy, Problem, Status, Store, _lookup, _spread, _worker
 
@@ -300,8 +302,8 @@ def test_problems_that_lie_nowhere_go_to_gpus_that_are_alike(registry, monkeypat
     monkeypatch.setattr(_spread, "devices_here", lambda: ["cpu", "cpu:1", "cpu:2"])
     monkeypatch.setattr(_spread, "attempted", attempted)
     provider = registry.register(hostile.FastGemm)
-    tensors = [one.to("meta") for one in arguments().tensors]
-    tune([ka.GemmArguments(*tensors)] * 6, provider)
+    sizes = [[one.to("meta") for one in arguments(M=M).tensors] for M in range(6)]
+    tune([ka.GemmArguments(*tensors) for tensors in sizes], provider)
     assert {*taken} == {"cpu", "cpu:1"}
 
 
@@ -492,3 +494,35 @@ def test_more_candidates_than_finalists_are_timed_in_heats(registry):
 
 def test_status_is_public():
     assert {one.value for one in Status} >= {status for status, _ in hostile.FATES.values()}
+
+
+def test_a_problem_that_stands_twice_is_measured_once(registry):
+    provider = registry.register(hostile.SlowGemm)
+    results = tune([arguments(), arguments(M=47), arguments()], provider)
+    assert len(hostile.runs()) and results[0] is results[2]
+    assert [one.measured for one in results] == [1, 1, 1]
+    assert [one.measured for one in tune([arguments()] * 2, provider)] == [0, 0]
+
+
+def test_what_cannot_be_kept_is_a_warning(registry, monkeypatch):
+    def full(self, row):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Store, "record", full)
+    monkeypatch.setattr(_disk_cache, "_told", set())
+    with pytest.warns(CacheWarning, match="what is measured is not kept: .*No space left"):
+        assert tune(arguments(), registry.register(hostile.SlowGemm)).measured == 1
+
+
+def test_a_long_message_is_cut(registry):
+    class Talks(CpuGemm):
+        def _run(self, args, artifact, stream, workspace=None):
+            raise ValueError("x" * (5 << 20))
+
+    result = tune(arguments(), registry.register(hostile.SlowGemm, Talks))
+    assert max(len(row.message) for row in result.rows) <= 10_000
+
+
+def test_time_may_be_given_without_end(registry):
+    provider = registry.register(hostile.SlowGemm)
+    assert tune(arguments(), provider, timeout_s=1e300).measured == 1

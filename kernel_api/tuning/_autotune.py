@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 logger = _log.logger(__name__)
 
+#: Characters of what a candidate says for itself: rows have an end.
+_LONGEST_MESSAGE = 10_000
+
 #: A compilation that takes longer has failed, in seconds.
 _COMPILE_SECONDS = 300.0
 
@@ -381,7 +384,7 @@ def _kept(store: Store, row: Measurement) -> None:
     try:
         store.record(row)
     except OSError as error:
-        logger.warning("%s is not kept: %s", row, error)
+        _disk_cache.warn(f"what is measured is not kept: {error}", "it is measured again")
 
 
 def measurement(one: Candidate, task: Task) -> Measurement:
@@ -392,7 +395,7 @@ def measurement(one: Candidate, task: Task) -> Measurement:
         problem=task.problem,
         environment=task.environment.digest,
         status=one.status,
-        message=one.message,
+        message=one.message[:_LONGEST_MESSAGE],
         times_us=tuple(one.times_us),
         error_ratio=one.error_ratio,
         sm_mhz=sm_mhz,

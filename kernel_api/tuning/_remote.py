@@ -17,7 +17,7 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
-from kernel_api import _log
+from kernel_api import _disk_cache, _log
 from kernel_api._description import described
 from kernel_api._disk_cache import DiskCache
 from kernel_api.arguments import Arguments
@@ -295,4 +295,4 @@ def _keep(row: Row) -> None:
     try:
         store.add(row)
     except OSError as error:
-        logger.warning("%s is not kept: %s", row.measurement, error)
+        _disk_cache.warn(f"what is measured is not kept: {error}", "it is measured again")

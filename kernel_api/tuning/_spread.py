@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from kernel_api.tuning._autotune import Builder, Task, TuningResult, devices_her
 from kernel_api.tuning._choice import Choice
 from kernel_api.tuning._environment import Environment
 from kernel_api.tuning._policy import Policy
+from kernel_api.tuning._problem import Problem
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -43,6 +44,8 @@ def run_here(problems: Sequence[Arguments], choice: Choice, progress: bool) -> l
             tasks[index] = Task.of(args, choice, device)
         except KernelApiError as error:
             results[index] = error
+    same = _alike_tasks(tasks)
+    tasks = {index: task for index, task in tasks.items() if same[index] == index}
     waiting: dict[str, queue.SimpleQueue[int]] = {}
     for index, task in tasks.items():
         is_free = problems[index].device.type == "meta"
@@ -55,7 +58,16 @@ def run_here(problems: Sequence[Arguments], choice: Choice, progress: bool) -> l
             _run(waiting, anywhere, tasks, builder, advance, results)
     finally:
         builder.close()
+    results.update({index: results[first] for index, first in same.items()})
     return [results[index] for index in range(len(problems))]
+
+
+def _alike_tasks(tasks: Mapping[int, Task]) -> dict[int, int]:
+    """For each task the first of the same problem on the same device: nothing is measured twice."""
+    first: dict[tuple[Problem, str], int] = {}
+    return {
+        index: first.setdefault((task.problem, task.device), index) for index, task in tasks.items()
+    }
 
 
 def _alike(devices: Sequence[str]) -> list[str]:

@@ -181,3 +181,12 @@ def load_object(path: Path, function_name: str) -> Callable[..., None]:
         function_name
     ]
     return function
+
+
+def _unlock_in_child() -> None:
+    """A thread that compiled when the process was forked is not in this one."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)
