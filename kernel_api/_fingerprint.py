@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 from kernel_api import _compile_cache, _log
 from kernel_api._known_sources import sources
+from kernel_api._sources import installed_by, is_ours, modules_of
 
 logger = _log.logger(__name__)
 
@@ -39,8 +40,9 @@ _SETTINGS = "CUTE_DSL_"
 def fingerprint(kernel_class: type) -> dict[str, str] | None:
     """Of the code that a kernel class compiles to in this process.
 
-    It has the versions of what the class's provider says that its kernels run, and the sources
-    that :mod:`kernel_api._sources` finds: kernels that stand beside it, and how kernels are found
+    It has the versions of what the class's provider says that its kernels run, and of what is
+    installed that a contributor's sources import, and the sources that :mod:`kernel_api._sources`
+    finds: kernels that stand beside it, and how kernels are found
     and timed, have no part in it.
 
     None where it cannot be known: the class stands in no file, or a source is newer than this
@@ -55,7 +57,7 @@ def fingerprint(kernel_class: type) -> dict[str, str] | None:
         logger.info("%s changed after this process started: nothing is kept", newest.path)
         return None
     text = "".join(f"{one.name} {one.sha256}\n" for one in found)
-    run = versions_of(_run_by(kernel_class))
+    run = versions_of([*_run_by(kernel_class), *_imported_by(kernel_class)])
     return {**_environment(), **run, "sources": hashlib.sha256(text.encode()).hexdigest()}
 
 
@@ -63,6 +65,16 @@ def _run_by(kernel_class: type) -> tuple[str, ...]:
     """What the provider of a class says; nothing for one that is no kernel, or not registered."""
     found: tuple[str, ...] = getattr(getattr(kernel_class, "_provider", None), "distributions", ())
     return found
+
+
+def _imported_by(kernel_class: type) -> list[str]:
+    """Distributions of what a contributor's sources import."""
+    modules = [name for name in modules_of(kernel_class) if not is_ours(name)]
+    tops = installed_by(kernel_class) if modules else []
+    if not tops:
+        return []
+    known = importlib.metadata.packages_distributions()
+    return sorted({one for top in tops for one in known.get(top, ())})
 
 
 def versions(kernel_class: type) -> dict[str, str]:

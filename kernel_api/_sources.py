@@ -73,6 +73,26 @@ def sources(kernel_class: type) -> list[Source] | None:
     None where one of the class's modules has no source file, such as that of a notebook, and for
     a class that stands in none that may be in.
     """
+    walk = _walked(kernel_class)
+    if walk is None:
+        return None
+    found = {source(one.path, one.sha256) for one in walk.files.values()}
+    return sorted(found, key=lambda one: (one.name, one.sha256, one.path)) or None
+
+
+def installed_by(kernel_class: type) -> list[str]:
+    """What is installed and imported by the sources of a class that are not ours: the names of
+    modules without a package."""
+    walk = _walked(kernel_class)
+    targets: set[str] = set()
+    for module, file in walk.files.items() if walk is not None else ():
+        if _top(module) != _OWN:
+            targets.update(_top(one) for bound in file.bound.values() for one in bound)
+    places = {one: _file_of(one) for one in sorted(targets - {_OWN})}
+    return [one for one, place in places.items() if place is not None and _is_installed(place)]
+
+
+def _walked(kernel_class: type) -> _Walk | None:
     walk = _Walk()
     for name in modules_of(kernel_class):
         module = sys.modules.get(name)
@@ -80,8 +100,7 @@ def sources(kernel_class: type) -> list[Source] | None:
         if not path.endswith(".py") or not os.path.exists(path):
             return None
         walk.start(name, getattr(module, "__package__", None) or "", path)
-    found = {source(one.path, one.sha256) for one in walk.files.values()}
-    return sorted(found, key=lambda one: (one.name, one.sha256, one.path)) or None
+    return walk
 
 
 def modules_of(kernel_class: type) -> list[str]:

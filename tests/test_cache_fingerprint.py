@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shutil
 import sys
 import textwrap
 import time
@@ -103,6 +104,37 @@ def test_it_does_not_change_with_a_file_that_is_not_imported(third_party):
     path.write_text("# changed")
     fingerprint.cache_clear()
     assert fingerprint(one) == before
+
+
+def test_it_changes_with_the_version_of_what_is_installed(third_party, tmp_path, monkeypatch):
+    """And imported by a file that is followed, in a function as well."""
+    place = tmp_path / "site-packages"
+    (place / "installed_lib").mkdir(parents=True)
+    (place / "installed_lib" / "__init__.py").write_text("FACTOR = 1.0")
+    (place / "installed_lib" / "other.py").write_text("import pytest")
+    monkeypatch.syspath_prepend(str(place))
+
+    def install(version):
+        for old in place.glob("*.dist-info"):
+            shutil.rmtree(old)
+        folder = place / f"the_lib-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: the-lib\nVersion: {version}\n"
+        )
+        (folder / "RECORD").write_text("installed_lib/__init__.py,,\n")
+        fingerprint.cache_clear()
+        importlib.invalidate_caches()
+
+    install("1.0")
+    sizes = "def tile():\n    from installed_lib import FACTOR\n    return FACTOR"
+    one = third_party(parts__sizes=sizes)
+    before = fingerprint(one)
+    assert before["the-lib"] == "1.0" and "pytest" not in before
+    install("2.0")
+    after = fingerprint(one)
+    assert after["the-lib"] == "2.0" and after["sources"] == before["sources"]
+    assert "the-lib" not in fingerprint(CuTeDSLProvider.families()[0])
 
 
 def test_the_sources_of_a_base_class_elsewhere_are_in_it():
