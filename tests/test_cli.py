@@ -13,7 +13,7 @@ from support.kernels import CpuGemm
 from support.sampling import some
 
 from kernel_api.cli import _doctor, main
-from kernel_api.cli._render import Output
+from kernel_api.cli._render import Output, Table, plain
 
 SMALL = ["--m", "33", "--n", "17", "--k", "65"]
 
@@ -347,3 +347,8 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     )
     assert done.returncode == 0
     assert done.stderr == ""
+
+
+def test_cells_of_tables_are_lines_that_no_terminal_obeys():
+    table = Table(("kernel", "message"), [("one", "bad\x1b[31m\nnews"), ("two", "ok")])
+    assert plain(table).splitlines()[2:] == ["one     bad [31m news", "two     ok"]

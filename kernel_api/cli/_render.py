@@ -23,15 +23,25 @@ _STYLES = {"passed": "green", "ok": "green", "failed": "bold red", "error": "bol
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text below named columns; columns of numbers are aligned to the right."""
+    """Rows of text below named columns; columns of numbers are aligned to the right. A cell is one
+    line: what ends it, or a terminal would obey, is a blank."""
 
     columns: tuple[str, ...]
     rows: Sequence[Sequence[str]]
     title: str | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", [[_one_line(cell) for cell in row] for row in self.rows])
+
     def is_numeric(self, column: int) -> bool:
         cells = [row[column] for row in self.rows if row[column] not in ("", "-")]
         return bool(cells) and all(_is_number(cell) for cell in cells)
+
+
+def _one_line(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else " " for one in text)
 
 
 class Output:
