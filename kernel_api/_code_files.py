@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import tempfile
@@ -40,25 +39,27 @@ class CodeFiles(Protocol):
         """The function in an object file; needs the compiler's run-time library."""
 
 
-#: What was loaded from each path: dlopen takes a path that it knows for what it has loaded from it.
-_loaded: dict[str, bytes] = {}
+#: The file that was loaded from each path, as the system knows it: dlopen takes a path that it
+#: knows for what it has loaded from it.
+_loaded: dict[str, tuple[int, ...]] = {}
 _loading = threading.Lock()
 
 
 def load_library(path: Path) -> Callable[..., Any]:
     """The function in a shared library; needs TVM-FFI alone. The file has been checked.
 
-    Where another library was loaded from the same path, it is loaded from a copy.
+    Where another file was loaded from the same path, it is loaded from a copy.
     """
     import tvm_ffi
 
-    place, digest = os.path.abspath(path), hashlib.sha256(path.read_bytes()).digest()
+    place, stat = os.path.abspath(path), path.stat()
+    file = stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size
     with _loading:
-        if _loaded.setdefault(place, digest) == digest:
+        if _loaded.setdefault(place, file) == file:
             module = tvm_ffi.load_module(place)
         else:
             with temporary_folder() as folder:  # what is loaded stays, without a name
-                copy = folder / f"{digest.hex()}{LIBRARY}"
+                copy = folder / f"{FUNCTION}{LIBRARY}"
                 shutil.copyfile(path, copy)
                 module = tvm_ffi.load_module(str(copy))
     function: Callable[..., Any] = module[FUNCTION]

@@ -126,24 +126,23 @@ def _faults_of_operands(family: type[Kernel]) -> Iterator[str]:
         else:
             found.append(f"operands has {row!r}; expected Operands(...)")
     found += _faults_of_metadata(family.operands_metadata, arguments)
-    yield from found or _faults_of_variants(family, rows)
+    yield from found or _faults_of_variants(family)
     yield from _faults_of_repeats([row for row in rows if isinstance(row, Operands)])
 
 
-def _faults_of_variants(family: type[Kernel], rows: Iterable[Operands]) -> Iterator[str]:
-    """Of one description of operands for each row."""
-    for row in rows:
-        try:
-            _ = next(iter(family.groups_of_row(row))).first
-        except Exception as error:
-            form = {name: getattr(family, name) for name in ("ragged", "experts")}
-            told = [f"{name} {value!r}" for name, value in form.items() if value is not None]
-            if row.multiplication is not None:
-                told.append(f"multiplication {row.multiplication!r}")
-            beside = f", with {' and '.join(told)}" if told else ""
-            name = family.operands_metadata.__name__
-            yield f"no {name} can be made of {row!r}{beside}: {error!r}"
-            return
+def _faults_of_variants(family: type[Kernel]) -> Iterator[str]:
+    """Of one description of operands for each combination of types."""
+    try:
+        for variants in family.operand_groups():
+            _ = variants.first
+    except Exception as error:
+        kinds = (row.multiplication for row in family.operands if row.multiplication is not None)
+        given = {name: getattr(family, name) for name in ("ragged", "experts")}
+        given["multiplication"] = next(kinds, None)
+        told = [f"{name} {value!r}" for name, value in given.items() if value is not None]
+        name = family.operands_metadata.__name__
+        beside = f", with {' and '.join(told)}" if told else ""
+        yield f"no {name} can be made of the operands{beside}: {error!r}"
 
 
 def _faults_of_repeats(rows: Iterable[Operands]) -> Iterator[str]:

@@ -35,6 +35,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kernel_api import _log
+
+logger = _log.logger(__name__)
+
 _OWN = "kernel_api"
 _OWN_PACKAGES = tuple(f"{_OWN}.{name}" for name in ("implementations", "providers", "epilogue"))
 #: Last part of the names of ours that rank kernels.
@@ -468,6 +472,7 @@ def _spec_by_others(top: str) -> Any:
         try:
             spec = None if find is None else find(top, None)
         except Exception:
+            logger.debug("%r does not say where %s is", finder, top, exc_info=True)
             spec = None
         if spec is not None:
             return spec

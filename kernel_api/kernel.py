@@ -394,16 +394,12 @@ class Kernel(metaclass=KernelType):
     @classmethod
     def operand_groups(cls) -> Iterator[Variants]:
         """Every combination of element types that the declared rows give, with its variants."""
-        for row in cls.operands:
-            yield from cls.groups_of_row(row)
-
-    @classmethod
-    def groups_of_row(cls, row: Operands) -> Iterator[Variants]:
-        """The same of one row."""
+        modes = (cls.arguments or GemmArguments).modes
         form = {"ragged": cls.ragged, "experts": cls.experts}
         given = {name: value for name, value in form.items() if value is not None}
         metadata = functools.partial(cls.operands_metadata, **given)
-        return row.groups(metadata, (cls.arguments or GemmArguments).modes)
+        for row in cls.operands:
+            yield from row.groups(metadata, modes)
 
     @classmethod
     def operand_variants(cls) -> Iterator[OperandsMetadata]:

@@ -87,12 +87,9 @@ class OperandsMetadata:
     """Base of the per-operation operand descriptions; the tensor fields carry operand names."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            given = getattr(self, one.name)
-            if one.type in ("TensorAttributes", TensorAttributes) and not isinstance(
-                given, TensorAttributes
-            ):
-                raise ArgumentError(f"{one.name} is {given!r}; expected TensorAttributes")
+        for name in _tensor_fields(type(self)):
+            if not isinstance(given := getattr(self, name), TensorAttributes):
+                raise ArgumentError(f"{name} is {given!r}; expected TensorAttributes")
 
     @cached_property
     def tensors(self) -> dict[str, TensorAttributes]:
@@ -354,7 +351,13 @@ class KernelMetadata:
         return cls.from_dict(data)
 
 
-#: Names of a class's fields: those that make an object, and those that make up the identity.
+#: Names of a class's fields: those of tensors, those that make an object, and those that make up
+#: the identity.
+_tensor_fields: Callable[[Any], tuple[str, ...]] = functools.cache(
+    lambda cls: tuple(
+        f.name for f in fields(cls) if f.type in ("TensorAttributes", TensorAttributes)
+    )
+)
 _given_fields: Callable[[Any], tuple[str, ...]] = functools.cache(
     lambda cls: tuple(f.name for f in fields(cls) if f.init)
 )

@@ -106,13 +106,12 @@ def conduct(args: Arguments, run: Callable[[], Any]) -> str | None:
     """Run what computes the outputs, which are poisoned before, and see that it touches nothing
     else; what it did, if it did."""
     outputs = args.outputs
-    inputs = [(name, o) for name, o in args.named_operands.items() if name not in outputs]
-    inputs += [
-        (f"the scale of {name}", one.scale)
-        for name, o in args.named_operands.items()
-        for one in memory_of(o)
-        if isinstance(one, ScaledOperand)
-    ]
+    inputs: list[tuple[str, Operand]] = []
+    for name, operand in args.named_operands.items():
+        if name not in outputs:
+            inputs.append((f"its input {name}", operand))
+        scaled = (one for one in memory_of(operand) if isinstance(one, ScaledOperand))
+        inputs += [(f"the scale of {name}", one.scale) for one in scaled]
     before = [[part.tensor.clone() for part in memory_of(operand)] for _, operand in inputs]
     prepare(args)
     written = [(name, one) for name, o in outputs.items() for one in _written(o)]
@@ -120,10 +119,9 @@ def conduct(args: Arguments, run: Callable[[], Any]) -> str | None:
     rest = {n: _Rest(outputs[n].tensor, rows) for n, rows in args.rows_written().items()}
     run()
     _synchronize(args)
-    for (name, operand), copies in zip(inputs, before, strict=True):
+    for (what, operand), copies in zip(inputs, before, strict=True):
         parts = zip(memory_of(operand), copies, strict=True)
         if not all(_same_bits(part.tensor, copy) for part, copy in parts):
-            what = name if name.startswith("the scale") else f"its input {name}"
             return f"the kernel changed {what}"
     for name, guard in guards:
         if guard.broken():
