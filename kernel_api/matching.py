@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import TF32, TF32X3
@@ -123,12 +123,11 @@ def match_layouts(
     """The modes of stride 1, then addresses and strides."""
     asked = operands.tensors
     for step, (name, attributes) in enumerate(asked.items()):
-        status = _match_major(name, getattr(args, name), attributes, args, _MAJORS + step)
-        if not status:
-            return status
+        if not _has_major(getattr(args, name), attributes):
+            return _other_major(asked, args, name, _MAJORS + step)
     for step, (name, attributes) in enumerate(asked.items()):
         if not _is_aligned(getattr(args, name), attributes):
-            return _misaligned(asked, args, why_aligned, name, step)
+            return _misaligned(asked, args, why_aligned, name, _ALIGNMENT + step)
     return Status.success()
 
 
@@ -157,29 +156,33 @@ def _match_arithmetic(operands: OperandsMetadata, args: Arguments) -> Status:
     return Status.success()
 
 
-def _match_major(
-    name: str, operand: Operand, asked: TensorAttributes, args: Arguments, progress: int
+def _has_major(operand: Operand, asked: TensorAttributes) -> bool:
+    return asked.unit_mode is None or operand.unit_mode == asked.unit_mode
+
+
+def _other_major(
+    asked: Mapping[str, TensorAttributes], args: Arguments, name: str, progress: int
 ) -> Status:
-    unit = asked.unit_mode
-    if unit is None or operand.unit_mode == unit:
-        return Status.success()
-    letters = args.modes[name]
-    wanted = f"{letters[unit]}-major"
+    operand, letters = getattr(args, name), args.modes[name]
+    nearest = _mended(asked, args)
     if operand.unit_mode is None:
         return Status.fail(
             f"{name} has strides {operand.stride}; one of its last two modes must have stride 1",
             rule="a mode of stride 1",
             operand=name,
-            nearest=f"would match with {name}.contiguous()",
+            nearest=nearest,
             progress=progress,
         )
+    unit = asked[name].unit_mode
+    assert unit is not None
+    wanted, found = f"{letters[unit]}-major", f"{letters[operand.unit_mode]}-major"
     return Status.fail(
-        f"{name} is {letters[operand.unit_mode]}-major; expected {wanted}",
+        f"{name} is {found}; expected {wanted}",
         rule="majors",
         operand=name,
         expected=wanted,
-        actual=f"{letters[operand.unit_mode]}-major",
-        nearest=f"would match if {name} were {wanted}",
+        actual=found,
+        nearest=nearest,
         progress=progress,
     )
 
@@ -197,41 +200,80 @@ def _misaligned(
     args: Arguments,
     why_aligned: str | None,
     name: str,
-    step: int,
+    progress: int,
 ) -> Status:
-    """Of the first operand that is, with what would mend all of them."""
-    changes: dict[str, int] = {}
-    actual = ""
-    for other in list(asked)[step:]:
-        operand = getattr(args, other)
-        if _is_aligned(operand, asked[other]):
-            continue
-        needed = _bytes_of(operand, asked[other])
-        found, change, value = _misalignment(other, operand, needed, args.modes[other])
-        actual = actual or found
-        changes[change] = max(value, changes.get(change, 0))
-    needed = _bytes_of(getattr(args, name), asked[name])
+    operand = getattr(args, name)
+    needed = _bytes_of(operand, asked[name])
     reason = why_aligned or f"address and strides must be multiples of {needed} bytes"
-    mended = " and ".join(change.format(value) for change, value in changes.items())
+    actual = next(_misalignments(name, operand, needed, args.modes[name])).found
     return Status.fail(
         f"{reason}; {actual}",
         rule=reason,
         operand=name,
         expected=f"{needed} bytes",
         actual=actual,
-        nearest=f"would match {mended}",
-        progress=_ALIGNMENT + step,
+        nearest=_mended(asked, args),
+        progress=progress,
     )
 
 
-def _misalignment(name: str, operand: Operand, needed: int, letters: str) -> tuple[str, str, int]:
-    """Which of the address and the strides is off, and what would mend it to which number."""
+def _mended(asked: Mapping[str, TensorAttributes], args: Arguments) -> str:
+    """What would change the layouts of all operands to those that are asked."""
+    changes: dict[str, int] = {}
+    for name, attributes in asked.items():
+        operand = getattr(args, name)
+        needed, letters = _bytes_of(operand, attributes), args.modes[name]
+        if not _has_major(operand, attributes):
+            change, value = _major_change(name, operand, attributes, needed, letters)
+            changes[change] = value
+        elif not _is_aligned(operand, attributes):
+            for fault in _misalignments(name, operand, needed, letters):
+                changes[fault.change] = max(fault.value, changes.get(fault.change, 0))
+    return "would match " + " and ".join(text.format(n) for text, n in changes.items())
+
+
+def _major_change(
+    name: str, operand: Operand, asked: TensorAttributes, needed: int, letters: str
+) -> tuple[str, int]:
+    """What lays an operand out anew, with a place for a number, and the number."""
+    unit = asked.unit_mode
+    assert unit is not None
+    change = f"if {name} were {letters[unit]}-major"
+    if operand.unit_mode is None and unit == -1:
+        change = f"with {name}.contiguous()"
+    rows, row = operand.shape[-3 - unit], operand.shape[unit] * operand.dtype.itemsize
+    if rows > 1 and row % needed:
+        return f"{change}, its rows {{}} bytes apart", -(-row // needed) * needed
+    return change, 0
+
+
+class _Misalignment(NamedTuple):
+    """Of an address or a stride.
+
+    Attributes:
+        found: In words.
+        change: What would mend it, with a place for a number.
+        value: The number.
+    """
+
+    found: str
+    change: str
+    value: int
+
+
+def _misalignments(
+    name: str, operand: Operand, needed: int, letters: str
+) -> Iterator[_Misalignment]:
+    """All of an operand, but strides that are multiples of another one."""
     itemsize = operand.dtype.itemsize
     unit = operand.unit_mode or -1
+    mended = 0
     for mode in reversed(range(operand.rank)):
         stride = operand.stride[mode] * itemsize
-        if mode - operand.rank == unit or stride % needed == 0:
+        packed = mended and stride % mended == 0
+        if mode - operand.rank == unit or stride % needed == 0 or packed:
             continue
+        mended = mended or stride
         padded = -(-stride // needed) * needed // itemsize
         if mode < operand.rank - 2:
             known = len(letters) == operand.rank
@@ -239,10 +281,13 @@ def _misalignment(name: str, operand: Operand, needed: int, letters: str) -> tup
             apart = "with batches {} apart"
             if known:
                 apart = f"with a stride of {{}} along {of} for {name}"
-            return f"{name}'s {of} stride is {stride}", apart, padded
-        if operand.stride[mode] == operand.shape[unit]:
-            return f"{name}'s is {stride}", f"with {letters[unit]} padded to {{}}", padded
-        return f"{name}'s is {stride}", f"with a pitch of {{}} for {name}", padded
+            yield _Misalignment(f"{name}'s {of} stride is {stride}", apart, padded)
+        elif operand.stride[mode] == operand.shape[unit]:
+            padding = f"with {letters[unit]} padded to {{}}"
+            yield _Misalignment(f"{name}'s is {stride}", padding, padded)
+        else:
+            yield _Misalignment(f"{name}'s is {stride}", f"with a pitch of {{}} for {name}", padded)
     offset = operand.address or operand.tensor.storage_offset() * itemsize
-    started = f"if {name} started at a multiple of {{}} bytes"
-    return f"{name}'s address is {offset % needed} bytes off", started, needed
+    if offset % needed:
+        started = f"if {name} started at a multiple of {{}} bytes"
+        yield _Misalignment(f"{name}'s address is {offset % needed} bytes off", started, needed)

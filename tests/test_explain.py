@@ -226,6 +226,70 @@ def test_majors_are_named_by_letter_with_what_would_match(registry):
     assert str(told) == "B is N-major; expected K-major (would match if B were K-major)"
 
 
+def strided(shape, stride, offset=0, dtype=torch.bfloat16):
+    memory = torch.empty(1 << 16, dtype=dtype, device="meta")
+    return memory.as_strided(shape, stride, offset)
+
+
+@pytest.mark.parametrize(
+    ("A", "mended", "nearest"),
+    [
+        (
+            strided((64, 64), (68, 1), 1),
+            strided((64, 64), (72, 1)),
+            "with a pitch of 72 for A and if A started at a multiple of 16 bytes",
+        ),
+        (
+            strided((2, 64, 64), (4900, 68, 1), 2),
+            strided((2, 64, 64), (4904, 72, 1)),
+            "with a pitch of 72 for A and with batches 4904 apart and "
+            "if A started at a multiple of 16 bytes",
+        ),
+    ],
+)
+def test_all_that_is_misaligned_of_an_operand_is_told(registry, A, mended, nearest):
+    registry.register(AlignedOnly)
+    batches = A.shape[0] if A.ndim == 3 else None
+    plain = gemm_arguments(64, 64, 64, batches, types=BF16, device="meta")
+    rest = plain.B.tensor, plain.out.tensor
+    told = rejection("aligned.gemm", ka.GemmArguments(A, *rest))
+    assert told.nearest == f"would match {nearest}"
+    found = ka.explain(ka.GemmArguments(mended, *rest))
+    assert "aligned.gemm" not in [one.family for one in found.rejected]
+
+
+def test_batches_move_along_where_rows_are_padded(registry):
+    registry.register(AlignedOnly)
+    plain = gemm_arguments(63, 64, 61, 2, types=BF16, device="meta")
+    assert rejection("aligned.gemm", plain).nearest == "would match with K padded to 64"
+
+
+def test_majors_and_alignments_of_all_operands_are_told(registry):
+    class ContiguousInK(AlignedOnly):
+        family = "k.major"
+        operands = (
+            Operands(
+                A="bf16", B="bf16", out="f32", accumulator="f32",
+                majors="A:k B:k out:n",
+                alignments=({"A": 16, "B": 16, "out": 16},),
+            ),
+        )  # fmt: skip
+
+    registry.register(ContiguousInK)
+    given = {"types": BF16, "device": "meta"}
+    both = rejection("k.major", gemm_arguments(64, 64, 64, layouts="ntt", **given))
+    assert both.nearest == "would match if A were K-major and if B were K-major"
+    short = rejection("k.major", gemm_arguments(64, 60, 61, layouts="ntt", **given))
+    assert short.nearest == (
+        "would match if A were K-major, its rows 128 bytes apart and "
+        "if B were K-major, its rows 128 bytes apart"
+    )
+    pitch = strided((64, 64), (68, 1))
+    plain = gemm_arguments(64, 64, 64, layouts="ttt", **given)
+    told = rejection("k.major", ka.GemmArguments(pitch, plain.B.tensor, plain.out.tensor))
+    assert told.nearest == "would match with a pitch of 72 for A and if B were K-major"
+
+
 def test_an_operand_without_unit_stride_is_told_to_be_made_contiguous(registry):
     registry.register(CudaGemm)
     storage = torch.empty(100_000, dtype=torch.bfloat16, device="meta")
