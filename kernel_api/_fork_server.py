@@ -18,6 +18,7 @@ import gc
 import importlib
 import itertools
 import json
+import math
 import os
 import select
 import signal
@@ -26,16 +27,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
 
 from kernel_api import _log
 
 logger = _log.logger(__name__)
 
 _IDLE_SECONDS = 300.0
-_LARGEST_REQUEST = 1 << 20
-_LONGEST_WAIT = 1e8  # seconds; the system takes no more than some times as many
+_LARGEST_REQUEST = 1 << 16
+_LONGEST_WAIT = 2e6  # seconds; the system counts milliseconds in 31 bits
 
 #: How long after its channel ended a child may take to be gone.
 _DEATH_SECONDS = 10.0
@@ -111,7 +112,7 @@ class Child:
         """As :attr:`subprocess.Popen.returncode`; None if it still runs after so many seconds, or
         its server died before it could tell."""
         with self._reaping:
-            if self._end >= 0 and select.select([self._end], [], [], timeout_s)[0]:
+            if self._end >= 0 and _readable([self._end], timeout_s):
                 told = os.read(self._end, 64)
                 os.close(self._end)
                 self._end = -1
@@ -174,14 +175,17 @@ class ForkServer:
     def start(self, target: str, environment: Mapping[str, str]) -> Child:
         """A child that runs ``"module:function"`` with these environment variables.
 
-        Raises OSError if the server is dead.
+        Raises:
+            ConnectionError: the server is dead.
+            OSError: there are no files left.
         """
         ours, theirs = socket.socketpair()
         end, told = os.pipe()
         number = next(self._numbers)
         try:
-            request = {"start": number, "target": target, "environment": dict(environment)}
-            self.request(request, theirs.fileno(), told)
+            with _in_memory(dict(environment)) as file:
+                request = {"start": number, "target": target}
+                self.request(request, theirs.fileno(), told, file.fileno())
         except OSError:
             ours.close()
             os.close(end)
@@ -199,6 +203,24 @@ class ForkServer:
         """Kill what it has started, and end."""
         self._control.close()
         self._process.wait()
+
+
+def _in_memory(value: Any) -> IO[bytes]:
+    """A file of JSON: environments may be longer than a message."""
+    file = os.fdopen(os.memfd_create("kernel-api"), "w+b")
+    file.write(json.dumps(value).encode())
+    file.seek(0)
+    return file
+
+
+def _readable(files: Sequence[int], timeout_s: float | None) -> list[int]:
+    """Those with something to read, or at their end; their numbers may be beyond what select()
+    takes."""
+    poll = select.poll()
+    for file in files:
+        poll.register(file, select.POLLIN)
+    timeout_ms = None if timeout_s is None else math.ceil(min(timeout_s, _LONGEST_WAIT) * 1000)
+    return [file for file, _ in poll.poll(timeout_ms)]
 
 
 _servers: dict[tuple[Any, ...], ForkServer] = {}
@@ -221,7 +243,7 @@ def start(
                 server = _servers[key] = ForkServer(modules, without)
             try:
                 return server.start(target, environment)
-            except OSError:  # it was idle for long, or killed
+            except ConnectionError:  # it was idle for long, or killed
                 del _servers[key]
                 server.close()
                 if is_last:
@@ -284,7 +306,7 @@ def _serve(control_file: int, modules: list[str], without: list[str], idle_s: fl
                     os.close(told)
         if control.fileno() not in ready:
             continue
-        data, files, *_ = socket.recv_fds(control, _LARGEST_REQUEST, 2)
+        data, files, *_ = socket.recv_fds(control, _LARGEST_REQUEST, 3)
         if not data:
             break
         message = json.loads(data)
@@ -292,7 +314,7 @@ def _serve(control_file: int, modules: list[str], without: list[str], idle_s: fl
             for pid in [p for p, (number, _) in children.items() if number == message["kill"]]:
                 _kill_group(pid)
             continue
-        channel, told = files
+        channel, told, environment = files
         pid = os.fork()
         _lead_group(pid)
         if pid == 0:
@@ -302,8 +324,9 @@ def _serve(control_file: int, modules: list[str], without: list[str], idle_s: fl
             for file in (woken, wake, told, *(told for _, told in children.values())):
                 os.close(file)
             control.close()
-            _run(message, channel)
+            _run(message["target"], channel, environment)
         os.close(channel)
+        os.close(environment)
         children[pid] = (message["start"], told)
     for pid in children:
         _kill_group(pid)
@@ -312,8 +335,7 @@ def _serve(control_file: int, modules: list[str], without: list[str], idle_s: fl
 
 def _ready(control: socket.socket, woken: int, is_idle: bool) -> list[int]:
     """Empty after long idleness."""
-    waiting = [control.fileno(), woken]
-    return select.select(waiting, [], [], _IDLE_SECONDS if is_idle else None)[0]
+    return _readable([control.fileno(), woken], _IDLE_SECONDS if is_idle else None)
 
 
 def _lead_group(pid: int) -> None:
@@ -343,13 +365,15 @@ def _die_with(server: int) -> None:
         os._exit(1)
 
 
-def _run(message: Mapping[str, Any], channel: int) -> None:
+def _run(target: str, channel: int, environment: int) -> None:
     """In the child; does not return."""
     code = 1
     try:
+        with os.fdopen(environment, "rb") as file:
+            variables = json.load(file)
         os.environ.clear()
-        os.environ.update(message["environment"])
-        module, _, name = message["target"].partition(":")
+        os.environ.update(variables)
+        module, _, name = target.partition(":")
         with socket.socket(fileno=channel) as one:
             getattr(importlib.import_module(module), name)(one)
         code = 0
