@@ -562,6 +562,10 @@ class Kernel(metaclass=KernelType):
             )
         if given.numel() < size:
             raise WorkspaceError(f"the workspace has {given.numel()} bytes; {size} are needed")
+        if not given.is_contiguous():
+            raise WorkspaceError(
+                f"the workspace has strides {tuple(given.stride())}; expected contiguous bytes"
+            )
         return given
 
     def __eq__(self, other: object) -> bool:

@@ -375,6 +375,15 @@ def _is_traced() -> bool:
     return any(torch._C._get_dispatch_mode(one) is not None for one in (modes.FAKE, modes.PROXY))
 
 
+def without_repetitions(operand: Operand) -> Any:
+    """A view that has each element once: of modes of stride 0, the first one."""
+    tensor = operand.tensor
+    for mode, stride in enumerate(operand.stride):
+        if stride == 0:
+            tensor = tensor.narrow(mode, 0, min(1, tensor.shape[mode]))
+    return tensor
+
+
 def overlap(a: Operand, b: Operand) -> bool:
     """Whether two operands share memory. Never False for those that do.
 

@@ -466,3 +466,14 @@ def test_described_tokens_belong_to_a_group_as_far_as_there_are_rows_for_them():
     assert sorted(drawn.out_row_index.tensor[:9].tolist()) == list(range(9))
     (kernel,) = ka.get_kernels(drawn, providers=["reference"])
     assert ka.verify(kernel, drawn)
+
+
+def test_described_tokens_that_there_are_none_of_belong_to_no_group():
+    picks = torch.zeros(5, dtype=torch.int32)
+    args = ka.GroupedGemmArguments(
+        zeros(0, 8), zeros(3, 8, 6), zeros(5, 6), OFFSETS, row_index=picks
+    )
+    drawn = random_arguments(described(args), "cpu", 0)
+    assert drawn.offsets.tensor.tolist() == [0, 0, 0]
+    (kernel,) = ka.get_kernels(drawn, providers=["reference"])
+    assert ka.verify(kernel, drawn)

@@ -58,6 +58,20 @@ def test_a_description_makes_the_same_problem(kind):
     assert made.weight.stride == args.weight.stride
 
 
+@pytest.mark.parametrize(
+    ("kind", "expanded"),
+    [(GATHER, index(5, 1).expand(5, 2)), (GATHER, index(1, 2).expand(5, 2)),
+     (SCATTER, index(5, 1).expand(5, 2))],
+)  # fmt: skip
+def test_indices_may_be_drawn_where_one_stands_for_several(kind, expanded):
+    args = given_to(kind, row_index=expanded.clone().as_strided(expanded.shape, expanded.stride()))
+    args.draw_indices(torch.Generator().manual_seed(0))
+    drawn = args.row_index.tensor
+    assert drawn.stride() == expanded.stride() and drawn.amax() > 0
+    (kernel,) = ka.get_kernels(args, providers=["reference"])
+    assert ka.verify(kernel, args)
+
+
 @every_kind
 def test_sizes_are_no_part_of_what_is_compiled_but_types_are(kind):
     args = arguments(kind, 5, 8, 2, 12)

@@ -295,6 +295,15 @@ def test_a_workspace_of_another_type_or_device_is_refused():
         kernel.run(args, workspace=torch.empty(64, dtype=torch.uint8, device="meta"))
 
 
+@pytest.mark.parametrize(
+    "workspace",
+    [torch.zeros(1, dtype=torch.uint8).expand(64), torch.zeros(128, dtype=torch.uint8)[::2]],
+)
+def test_a_workspace_that_has_not_the_bytes_that_it_shows_is_refused(workspace):
+    with pytest.raises(WorkspaceError, match="expected contiguous bytes"):
+        cpu_kernel(Scratch).run(gemm_arguments(4, 4, 4), workspace=workspace)
+
+
 @pytest.mark.parametrize("workspace", [64, b"0" * 64, [0] * 64], ids=type)
 def test_a_workspace_that_is_no_tensor_is_refused(workspace):
     with pytest.raises(WorkspaceError):

@@ -1,5 +1,7 @@
 """Operands with scales: their checks, their reference, and who takes them."""
 
+import math
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -161,6 +163,18 @@ def test_torch_scaled_mm_is_offered_and_right(mode):
     kernel = ka.get_kernels(args, providers=["torch"])[0]
     assert kernel.family_name() == "torch.scaled_mm"
     assert ka.verify(kernel, args)
+
+
+def test_torch_scaled_mm_writes_an_output_with_a_gradient():
+    a, b = operand(32, 32, E4M3, 1), operand(32, 32, E4M3, 2).t()
+    out = torch.empty(32, 32, dtype=torch.bfloat16, requires_grad=True)
+    whole = ScaleMode.PER_TENSOR
+    args = GemmArguments(ScaledOperand(a, scale(), whole), ScaledOperand(b, scale(), whole), out)
+    for kernel in ka.get_kernels(args):
+        with torch.no_grad():
+            out.fill_(math.nan)
+        kernel.run(args)
+        assert out.isfinite().all(), kernel
 
 
 def test_torch_int_mm_is_offered_and_exact():

@@ -21,7 +21,7 @@ from kernel_api.dtypes import dtype
 from kernel_api.epilogue.shape import Problem
 from kernel_api.errors import ArgumentError
 from kernel_api.offsets import check_groups, check_is_asked
-from kernel_api.operands import Layout, Operand, overlap
+from kernel_api.operands import Layout, Operand, overlap, without_repetitions
 
 _INT32 = dtype("int32")
 
@@ -214,11 +214,13 @@ class GroupedGemmArguments(ProductArguments):
 
         device, T = self.device, self.T
         used = T if self.out_row_index is None else min(T, self.out.shape[0])
+        rows = self.A.shape[0] if self.row_index is not None else T
+        used = used if rows else 0
         groups = torch.arange(1, self.L + 1, device=device)
         self.offsets.tensor.copy_(groups * used // self.L)
         if self.row_index is not None:
-            picked = torch.randint(self.A.shape[0], (T,), generator=random, device=device)
-            self.row_index.tensor.copy_(picked)
+            index = without_repetitions(self.row_index)
+            index.copy_(torch.randint(max(rows, 1), index.shape, generator=random, device=device))
         if self.out_row_index is not None:
             placed = torch.randperm(self.out.shape[0], generator=random, device=device)
             self.out_row_index.tensor[:used] = placed[:used]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from kernel_api.arguments.row import RowArguments, fitting, remember_fitting
 from kernel_api.dtypes import DType, dtype
 from kernel_api.errors import ArgumentError
-from kernel_api.operands import Operand, side_by_side
+from kernel_api.operands import Operand, side_by_side, without_repetitions
 
 _INT32 = dtype("int32")
 _MOST_PAIRS = 2**31 - 1
@@ -109,8 +109,8 @@ class GroupRowsArguments(RowArguments):
         import torch
 
         how: dict[str, Any] = {"generator": random, "device": self.device}
-        drawn = torch.randint(-1, self.L, self.index.shape, **how)
-        self.index.tensor.copy_(drawn)
+        index = without_repetitions(self.index)
+        index.copy_(torch.randint(-1, self.L, index.shape, **how))
 
     # Checks ------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from kernel_api.arguments.row import RowArguments, fitting, remember_fitting
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError
 from kernel_api.offsets import check_is_asked, check_scattered
-from kernel_api.operands import Operand
+from kernel_api.operands import Operand, without_repetitions
 
 _INT32 = dtype("int32")
 
@@ -164,13 +164,14 @@ class GatherRowsArguments(IndexedRowsArguments):
         """Any rows, and here and there none."""
         import torch
 
+        index = without_repetitions(self.row_index)
         drawn = torch.randint(
-            *(-1, self.x.shape[0], self.row_index.shape),
+            *(-1, self.x.shape[0], index.shape),
             generator=random,
             device=self.device,
             dtype=torch.int32,
         )
-        self.row_index.tensor.copy_(drawn)
+        index.copy_(drawn)
 
 
 class ScatterRowsArguments(IndexedRowsArguments):
@@ -220,8 +221,8 @@ class ScatterRowsArguments(IndexedRowsArguments):
         """Rows of out in any order, each once; where there are too few: none."""
         import torch
 
-        rows, shape = self.out.shape[0], self.row_index.shape
-        places = shape[0] * shape[1]
+        index = without_repetitions(self.row_index)
+        rows, places = self.out.shape[0], index.numel()
         drawn = torch.randperm(max(rows, places), generator=random, device=self.device)[:places]
         drawn = torch.where(drawn < rows, drawn, -1).to(torch.int32)
-        self.row_index.tensor.copy_(drawn.view(shape))
+        index.copy_(drawn.view(index.shape))

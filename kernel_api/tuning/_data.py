@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kernel_api._description import rebuilt
 from kernel_api.arguments import Arguments, ScaledOperand
 from kernel_api.arguments.experts import memory_of
+from kernel_api.operands import without_repetitions
 
 if TYPE_CHECKING:
     from kernel_api.operands import Operand
@@ -40,10 +41,7 @@ def random_arguments(description: dict[str, Any], device: str, seed: int) -> Arg
 def _fill(operand: Operand, random: Any, positive: bool) -> None:
     import torch
 
-    tensor = operand.tensor
-    for mode, stride in enumerate(operand.stride):
-        if stride == 0:  # the same memory again and again
-            tensor = tensor.narrow(mode, 0, min(1, tensor.shape[mode]))
+    tensor = without_repetitions(operand)
     shape, device = tensor.shape, tensor.device
     if tensor.dtype is getattr(torch, "float8_e8m0fnu", None):
         exponents = torch.randint(124, 131, shape, generator=random, device=device)

@@ -207,6 +207,7 @@ class TorchScaledGemm(TorchProduct):
             scale_a, scale_b = scale_a.unsqueeze(1), scale_b.unsqueeze(0)
 
         def multiply(A: Any, B: Any, out: Any) -> None:
-            torch._scaled_mm(A, B, scale_a, scale_b, out_dtype=out.dtype, out=out)
+            with torch.no_grad():
+                torch._scaled_mm(A, B, scale_a, scale_b, out_dtype=out.dtype, out=out)
 
         return multiply

@@ -149,10 +149,11 @@ class TorchScaledGroupedGemm(TorchGroupedProduct):
         scale_a, scale_b = args.A.scale.tensor, args.B.scale.tensor
 
         def multiply(A: Any, B: Any, out: Any, offsets: Any) -> None:
-            found = torch._scaled_grouped_mm(
-                A, B, scale_a, scale_b, offs=offsets, out_dtype=out.dtype
-            )
-            _keep_rest(found, out, offsets)
+            with torch.no_grad():
+                found = torch._scaled_grouped_mm(
+                    A, B, scale_a, scale_b, offs=offsets, out_dtype=out.dtype
+                )
+                _keep_rest(found, out, offsets)
 
         return multiply
 
