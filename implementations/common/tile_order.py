@@ -81,6 +81,7 @@ class BlockedTileOrder(TileOrder):
     share: Int32  # 1: they are
     per_block: Divisor
     per_last_block: Divisor  # of the last band
+    last_depth: Divisor  # of the last block of a band, along it
     blocks: Int32  # 1: bands are visited in blocks, as the long side does not have that operand
 
     @cute.jit
@@ -90,9 +91,11 @@ class BlockedTileOrder(TileOrder):
             along, across = TileOrder._in_band(self, band, in_band)
         else:
             block, in_block = self._divided(band, in_band, self.per_block, self.per_last_block)
-            depth = cutlass.min(NEIGHBOURS, self.length - block * NEIGHBOURS)
-            row = in_block // depth
-            along = block * NEIGHBOURS + in_block - row * depth
+            row, place = in_block // NEIGHBOURS, in_block % NEIGHBOURS
+            if (block + 1) * NEIGHBOURS > self.length:
+                quotient, remainder = divmod(in_block, self.last_depth)
+                row, place = Int32(quotient), Int32(remainder)
+            along = block * NEIGHBOURS + place
             across = band * Int32(self.width.divisor) + row
         return along, across
 
@@ -146,6 +149,7 @@ def make_tile_order(
         share=Int32(wanted),
         per_block=Divisor(width * NEIGHBOURS),
         per_last_block=Divisor(last_width * NEIGHBOURS),
+        last_depth=Divisor((length - 1) % NEIGHBOURS + 1),
         blocks=Int32(blocks),
     )
 

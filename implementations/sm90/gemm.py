@@ -24,7 +24,7 @@ from ..common.work_split import COUNTER_BYTES, WorkSplit, share
 from . import tile_queue
 from .gemm_consumer import GemmConsumer
 from .gemm_producer import GemmProducer
-from .gpc import IN_STEP, by_gpc
+from .gpc import IN_STEP, TileOrderByGpc, by_gpc
 from .grid import Grid, grid_of
 from .mma import make_tiled_mma, multiplied_as
 from .promotion import scale_modes
@@ -167,7 +167,11 @@ class Gemm(GemmProducer, GemmConsumer):
         shared, in_step = self._shared_in_gpc, Boolean(True)
         if const_expr(shared != "ab"):
             in_step = cute.size(tiles) * batches <= IN_STEP * max_clusters
-        return make_tile_order(*tiles, batches, self._band_widths(), shared, in_step)
+        order = make_tile_order(*tiles, batches, self._band_widths(), shared, in_step)
+        if const_expr(shared == ""):
+            return order
+        clusters = cutlass.min(order.total, max_clusters)
+        return by_gpc(order, clusters, prod(self.cluster_shape))
 
     @property
     def _shared_in_gpc(self) -> str:
@@ -382,24 +386,24 @@ class Gemm(GemmProducer, GemmConsumer):
         queue = self._make_queue(storage, counter)
         # No block may signal or write into another of its cluster that is not set up yet.
         pipeline.pipeline_init_arrive(cluster_layout, is_relaxed=True)
+        produces = warp_index < self.producer_warps
+        begin = self._begin(produces, order, split)
         pipeline.pipeline_init_wait(cluster_layout)
-        if const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_wait()
-            if leaves_room:
-                cute.arch.griddepcontrol_launch_dependents()
 
         k_tiles = cute.ceil_div(mA.shape[1], self.tile_shape[2])
         if group == 0:
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_decrease(self.registers[0])
-            if warp_index < self.producer_warps:
+            if produces:
                 self._produce(
                     *(tma_a, mA, sA, tma_b, mB, sB),
                     *(cluster_layout, pipeline_ab, k_tiles, order, split, queue, tma_edges),
+                    *(begin, leaves_room),
                 )
         else:
             if const_expr(self.registers is not None):
                 cute.arch.setmaxregister_increase(self.registers[1])
+            self._await_inputs(leaves_room)
             self._consume(
                 group - 1,
                 *(tiled_mma, sA, sB, a_layout, b_layout, k_tiles),
@@ -408,6 +412,15 @@ class Gemm(GemmProducer, GemmConsumer):
                 *(pipeline_ab, turns, order, split, queue),
                 storage,
             )
+
+    @cute.jit
+    def _await_inputs(self, leaves_room):
+        """Behind the kernel before this one, which may write what is read here, and read what is
+        written. leaves_room: whether the next one may begin."""
+        if const_expr(self.dependent_launch):
+            cute.arch.griddepcontrol_wait()
+            if leaves_room:
+                cute.arch.griddepcontrol_launch_dependents()
 
     def _make_pipeline(self, storage, cluster_layout):
         """A stage is full when its bytes have landed (fewer at edges, see `_load_tile`), empty when
@@ -446,25 +459,27 @@ class Gemm(GemmProducer, GemmConsumer):
         """Of numbers of tiles that are taken from a counter; None where they are not."""
         return
 
+    @cute.jit
+    def _begin(self, produces, order, split):
+        """Of a producer: the tiles of this cluster as arguments of a range, and coordinates of the
+        first one. It finds them while others set up."""
+        first, end, step, m, n, batch = (Int32(0) for _ in range(6))
+        if produces:
+            first, end, step = self._tiles(order, split)
+            m, n, batch = order.coordinates(first)
+        return (first, end, step), (m, n, batch)
+
     def _tiles(self, order, split):
         """The tiles of this cluster, as arguments of a range."""
         cluster = cute.arch.block_idx()[2] // self.cluster_k
         if self.split_k is None:
-            clusters = cute.arch.grid_dim()[2]
-            if self._shared_in_gpc:
-                cluster = self._number(cluster, clusters, order)
-            return cluster, order.total, clusters
+            if isinstance(order, TileOrderByGpc):
+                cluster = order.numbers.of(cluster, prod(self.cluster_shape))
+            return cluster, order.total, cute.arch.grid_dim()[2]
         if not self.meets_in_workspace:
             return cluster, cluster + 1, 1
         first, end = split.tiles_of(cluster)
         return first, end, 1
-
-    @cute.jit
-    def _number(self, cluster, clusters, order):
-        """Of a cluster: those of a GPC follow each other where tiles that do so share operands."""
-        if order.share == 1:
-            cluster = by_gpc(cluster, clusters, prod(self.cluster_shape))
-        return cluster
 
     def _k_range(self, k_tiles, split, tile, batch):
         """(first k tile, number of them) that this block, or all of its cluster that share

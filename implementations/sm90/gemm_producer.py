@@ -94,8 +94,11 @@ class GemmProducer(GemmPlan):
         split,
         queue,
         tma_edges,
+        begin,
+        leaves_room,
     ):
-        """One warp: every stage of every tile of this block, in order."""
+        """One warp: every stage of every tile of this block, in order. It knows where to begin by
+        the time that it may load."""
         tile_m, _, tile_k = self.tile_shape
         block_m, block_n, _ = cute.arch.block_idx()
 
@@ -106,11 +109,12 @@ class GemmProducer(GemmPlan):
         extents = cute.size(mA, mode=[0]), cute.size(mB, mode=[0])
         pieces = self._pieces(tma_edges, (sA, sB))
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        first, end, step = self._tiles(order, split)
+        first, end, step = begin[0]
+        of_cluster_m, of_cluster_n, batch = begin[1]
         for tile in cutlass.range(first, end, step, unroll=1):
-            m, n, batch = order.coordinates(tile)
             first_k, count = self._k_range(k_tiles, split, tile, batch)
-            m, n = m * self.cluster_shape[0] + block_m, n * self.cluster_shape[1] + block_n
+            m = of_cluster_m * self.cluster_shape[0] + block_m
+            n = of_cluster_n * self.cluster_shape[1] + block_n
             gB = self._columns_of_tile(mB, n, batch)
             tBsB, tBgB = self._partition_load(tma_b, sB, gB, block_m, self.cluster_shape[0])
             loads = (
@@ -119,7 +123,10 @@ class GemmProducer(GemmPlan):
                 *(masks, first_k, count, pipeline_ab),
             )
             edges, bytes_inside = self._edges_of(pieces, (m, n), batch, extents)
+            if tile == first:
+                self._await_inputs(leaves_room)
             stage = self._load_inside(loads, edges, bytes_inside, stage)
+            of_cluster_m, of_cluster_n, batch = order.coordinates(tile + step)
         if const_expr(self.cluster_k == 1):
             # Others of the cluster still signal this one's barriers: stay until they are done.
             pipeline_ab.producer_tail(stage)

@@ -205,8 +205,11 @@ class GroupedGemm(ScheduledGemm):
         indices,
         queue,
         tma_edges,
+        begin,
+        leaves_room,
     ):
         """One warp, or four that gather rows: every stage of every tile of this block, in order."""
+        self._await_inputs(leaves_room)
         if const_expr(self.gathered):
             self._gather(
                 *(mA, sA, tma_b, mB, sB),

@@ -133,8 +133,11 @@ class GroupedSumGemm(ScheduledGemm):
         offsets,
         queue,
         tma_edges,
+        begin,
+        leaves_room,
     ):
         """One warp: every stage of every tile of this block, in order."""
+        self._await_inputs(leaves_room)
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         loads = (tma_a, mA, sA, tma_b, mB, sB)
         how = self._multicast_masks(cluster_layout), pipeline_ab

@@ -185,7 +185,9 @@ def swapped():
 
 MEETING = r"barrier\.cluster\.arrive;\s+barrier\.cluster\.wait;"
 #: What the emulator says of memory that is read or written too early.
-FAULTS = r"no barrier in between|exited|never written|what an asynchronous copy wrote"
+FAULTS = (
+    r"no barrier in between|exited|never written|what an asynchronous copy (wrote|is on its way)"
+)
 
 
 @pytest.mark.parametrize("which", [0, 1])

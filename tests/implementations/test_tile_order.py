@@ -7,13 +7,13 @@ import cutlass
 import cutlass.cute as cute
 import numpy as np
 import pytest
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from on_the_cpu import operand
 
 from kernel_api.implementations.common.tile_order import make_tile_order, preferred_band_widths
 from kernel_api.implementations.sm80.gemm import Gemm
 from kernel_api.implementations.sm90.gemm import CONCURRENT_TILES
-from kernel_api.implementations.sm90.gpc import by_gpc
+from kernel_api.implementations.sm90.gpc import TileOrderByGpc, by_gpc
 from kernel_api.providers.cutedsl.gemm.sm90 import Sm90Gemm
 
 #: (tile, cluster) that the Hopper family offers.
@@ -157,16 +157,19 @@ def test_a_band_is_never_narrower_than_one_cluster():
 @cache
 def compiled_numbers(blocks):
     @cute.jit
-    def write_numbers(numbers: cute.Tensor, clusters: Int32):
+    def write_numbers(numbers: cute.Tensor, clusters: Int32, share: Int32):
+        order = by_gpc(make_tile_order(8, 8, 1, (2, 2), "a", share == 1), clusters, blocks)
         for cluster in cutlass.range(clusters):
-            numbers[cluster] = by_gpc(cluster, clusters, blocks)
+            numbers[cluster] = cluster
+            if const_expr(isinstance(order, TileOrderByGpc)):
+                numbers[cluster] = order.numbers.of(cluster, blocks)
 
-    return cute.compile(write_numbers, operand(np.empty(1, np.int32), 0), Int32(1))
+    return cute.compile(write_numbers, operand(np.empty(1, np.int32), 0), Int32(1), Int32(1))
 
 
-def numbers(clusters, blocks):
+def numbers(clusters, blocks, share=1):
     found = np.full(clusters, -1, np.int32)
-    compiled_numbers(blocks)(operand(found, 0), Int32(clusters))
+    compiled_numbers(blocks)(operand(found, 0), Int32(clusters), Int32(share))
     return found.tolist()
 
 
@@ -174,6 +177,16 @@ def numbers(clusters, blocks):
 def test_every_cluster_has_a_number_of_its_own(blocks):
     for clusters in (*range(1, 80), 132, 200):
         assert sorted(numbers(clusters, blocks)) == list(range(clusters))
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 8])
+def test_clusters_of_which_nothing_is_known_keep_their_numbers(blocks):
+    assert numbers(66, blocks) == list(range(66))
+
+
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_clusters_that_are_not_to_share_keep_their_numbers(blocks):
+    assert numbers(66, blocks) != numbers(66, blocks, share=0) == list(range(66))
 
 
 def gpc_of(cluster, blocks):
