@@ -106,7 +106,7 @@ def test_the_grammar_says_every_operation(name):
     arity = 1 if name in {**SMOOTH, **STEPS} else 2 if name in BINARY else 3
     case = {
         "batched": False, "M": 3, "N": 16, "pairing": None, "order": "gate_up", "granularity": 1,
-        "style": "half", "turned": (4, 8), "others": [], "seed": 3,
+        "style": "half", "turned": (4, 8), "others": [], "seed": 3, "drops": False,
         "D": (name, *[("accum",), ("bias",), ("row",)][:arity]),
     }  # fmt: skip
     test_a_random_epilogue_computes_what_its_function_computes_on_tensors.hypothesis.inner_test(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, Uint64
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
 
 from .conversion import select
 
@@ -31,7 +31,7 @@ def words_of_pairs(
         first: Even column of the pair; the threads of a quad have 8 columns side by side.
     """
     odd = lane % 2 == 1
-    words = philox(first // 4, select(odd, rows[1], rows[0]), offset, seed)
+    words = philox(Uint32(first) // 4, select(odd, rows[1], rows[0]), offset, seed)
     own = [select(odd, words[2 + i], words[i]) for i in range(2)]
     others = [
         cute.arch.shuffle_sync_bfly(select(odd, words[i], words[2 + i]), offset=1) for i in range(2)
@@ -62,8 +62,8 @@ def least_word(probability: _Value) -> _Value:
 
 def philox(n: _Value, row: _Value, offset: _Value, seed: _Value) -> list[_Value]:
     """The four words of a counter."""
-    counter = [Uint32(n), Uint32(row), *_halves(Uint64(offset))]
-    key = _halves(Uint64(seed))
+    counter = [Uint32(n), Uint32(row), *_halves(_of_64_bits(offset))]
+    key = _halves(_of_64_bits(seed))
     for _ in range(_ROUNDS):
         products = [
             Uint64(counter[i]) * Uint64(factor) for i, factor in zip((0, 2), _FACTORS, strict=True)
@@ -72,6 +72,11 @@ def philox(n: _Value, row: _Value, offset: _Value, seed: _Value) -> list[_Value]
         counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
         key = [k + Uint32(step) for k, step in zip(key, _KEYS, strict=True)]
     return counter
+
+
+def _of_64_bits(whole: _Value) -> _Value:
+    """Of any width; `Uint64` alone fills up a negative one that is narrower with zeros."""
+    return Uint64(Int64(whole))
 
 
 def _halves(value: _Value) -> list[_Value]:

@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 from support import fusion_cases as make
+from support.epilogues import kept
 from support.fusion_cases import E4M3, E5M2, F16, F32, Case, on_meta
 from support.fusions import Draw
 from support.ptx.kernel import EmulatedKernel
@@ -125,6 +126,19 @@ def test_a_sum_ends_where_each_half_of_the_columns_does():
     EmulatedKernel.compile(kernel, args, "sm_80").run(args)
     verdict = judge(args, FACTOR_REORDERED)
     assert verdict, verdict.reason
+
+
+@pytest.mark.parametrize("what", ["split", "interleave", "shared"])
+def test_dropout_draws_by_the_counters_of_what_it_is_given(what):
+    args = make.a_dropout_of(what)(Draw(M=13, N=160, K=40, element=torch.bfloat16, batch=2))
+    kernel = smallest(ka.get_kernels(on_meta(args), cc=80, providers=["cutedsl"]), "plain")
+    compiled = EmulatedKernel.compile(kernel, args, "sm_80")
+    assert not compiled.artifact.resources.spill_bytes
+    compiled.run(args)
+    seed, offset = (int(args.epilogue.inputs[n].tensor) % 2**64 for n in ("seed", "offset"))
+    shape = args.out.shape[1:] if what == "shared" else args.out.shape
+    expected = kept(shape, 0.25, seed, offset).expand(args.out.shape)
+    assert torch.equal(args.out.tensor != 0, expected)
 
 
 def test_small_values_of_tanh_keep_their_digits():

@@ -58,6 +58,11 @@ CASES = [
         {"M": 70, "N": 192, "layout": "n"},
     ),
     Case("dropout", make.a_dropout, "cooperative", {"M": 13, "N": 72}),
+    Case("dropout of gates", make.a_dropout_of("split"), "split", {"M": 13, "N": 144, "batch": 2}),
+    Case(
+        "dropout of shared", make.a_dropout_of("shared"), "stream", {"M": 13, "N": 72, "batch": 2}
+    ),
+    Case("interleaved", make.a_dropout_of("interleave"), "cooperative", {"M": 70, "N": 96}),
     Case("halves", make.a_glu("swiglu", granularity="halves"), "pingpong", {"M": 70, "N": 192}),
     Case(
         "dswiglu, halves",

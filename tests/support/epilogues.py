@@ -111,6 +111,11 @@ def _hadamard(x, normalised=True, signs=None):
     return y / 4 if normalised else y
 
 
+def _dropout(x, p, seed, offset):
+    state = (int(one) % 2**64 for one in (seed, offset))
+    return torch.where(kept(x.shape, p, *state), x / (1 - p), 0.0)
+
+
 def _amax(x, axis, block=None):
     if block is None:
         return _reduction(lambda y, modes: y.abs().amax(modes, keepdim=True))(x, axis)
@@ -172,6 +177,7 @@ torch_functions = SimpleNamespace(
     interleave=_interleave,
     rotate=_rotate,
     hadamard=_hadamard,
+    dropout=_dropout,
 )
 
 

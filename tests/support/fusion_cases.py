@@ -206,6 +206,33 @@ def a_dropout(draw):
     return ka.fusions.gemm_dropout(draw.A, draw.B, out=draw.written(), alpha=0.7, **state)
 
 
+def a_dropout_of(what):
+    """Of columns taken apart or put together, or of what all batches share, where it keeps what is
+    1; the state is negative, and narrow."""
+
+    def fn(accum, seed, offset):
+        y = accum * 0.0 + 1.0
+        if what == "split":
+            gate, up = ep.glu_pair(y, granularity=8)
+            y = gate * up
+        else:
+            y = ep.interleave(y, y)
+        return ep.dropout(y, 0.25, seed, offset)
+
+    def of_shared(accum, shared, seed, offset):
+        return (accum * 0.0 + 1.0) * ep.dropout(shared, 0.25, seed, offset)
+
+    def make(draw):
+        state = {"seed": torch.tensor(-5).to(torch.int8), "offset": torch.tensor(-(2**20)).int()}
+        if what == "shared":
+            state["shared"] = torch.ones(draw.M, draw.N, dtype=draw.element)
+        epilogue = ka.EpilogueArguments(of_shared if what == "shared" else fn, **state)
+        width = {"split": draw.N // 2, "interleave": 2 * draw.N}.get(what, draw.N)
+        return ka.GemmArguments(draw.A, draw.B, draw.written(width), epilogue=epilogue)
+
+    return make
+
+
 def a_quantize(mode, element=E4M3):
     def make(draw):
         scale = {
@@ -354,6 +381,9 @@ CATALOGUE = {
     "rope, some heads": a_rope(head_dim=64, heads=2),
     "rope, part": a_rope(head_dim=64, start=16, width=32, style="interleaved"),
     "dropout": a_dropout,
+    "dropout of gates": a_dropout_of("split"),
+    "dropout of interleaved": a_dropout_of("interleave"),
+    "dropout of shared": a_dropout_of("shared"),
     "hadamard": a_hadamard,
     "quantize": a_quantize("tensor"),
     "quantize to e5m2": a_quantize("tensor", E5M2),

@@ -130,6 +130,7 @@ def epilogue(choose: Choose) -> dict[str, Any]:
         "D": body(),
         "others": [other() for _ in range(choose(range(4)))],
         "seed": choose(range(100)),
+        "drops": choose((False, True)),
     }
 
 
@@ -165,6 +166,8 @@ def function_of(case, functions, names):
             others.append(getattr(functions, kind)(value, *axis) if axis else value)
         if case["pairing"] == "interleave":
             D = functions.interleave(D, accum * 2, case["order"], case["granularity"])
+        if _drops(case):
+            D = functions.dropout(D, 0.25, values["key"], values["offset"])
         return (D, *others)
 
     scope = {"fn": fn}
@@ -190,6 +193,11 @@ def _paired(case, functions, accum, values):
     return accum
 
 
+def _drops(case) -> bool:
+    """Whether some of what pairs become is dropped; few outputs leave registers to draw with."""
+    return case["drops"] and case["pairing"] in ("split", "interleave") and len(case["others"]) < 2
+
+
 def operands_of(case, element):
     M, N, seed = case["M"], case["N"], case["seed"]
     width = N // 2 if case["pairing"] == "split" else N
@@ -207,6 +215,8 @@ def operands_of(case, element):
     if case["pairing"] == "turn":
         angles = normal(M, case["turned"][1] // 2, seed=seed + 6, dtype=element)
         found.update(cos=angles.cos(), sin=angles.sin())
+    if _drops(case):
+        found.update(key=seed - 50, offset=torch.tensor(2**33 - seed))
     return found
 
 

@@ -461,9 +461,11 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
     def _uniform(self, index: int, thread: Thread, place: Place) -> _Value:
         """Of a pair of columns, in both rows."""
         seed, offset = self._inputs(index, thread, place)
+        shape = self._nodes[index].shape
         first = place.column - place.column % PAIR
-        n = thread.column_of(first, place.lane)
-        rows = tuple(thread.batch * thread.extents[0] + thread.row_of(half) for half in (0, 1))
+        n = thread.column_of(first, place.lane, shape.columns)
+        above = thread.batch * thread.extents[0] if shape.batch else 0
+        rows = tuple(above + thread.row_of(half) for half in (0, 1))
         for half, pair in enumerate(uniform_of_pairs(n, rows, offset, seed, thread.lane)):
             for i, value in enumerate(pair):
                 thread.memory[index, Place(half, first + i, place.lane)] = value
