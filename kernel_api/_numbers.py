@@ -47,10 +47,12 @@ def size_or_whole_number(value: Any) -> int | None:
     return value if is_open else whole_number(value)
 
 
-def of_64_bits(name: str, value: Any) -> int:
-    """A whole number as an int that launches can pass on; raises ArgumentError beyond those."""
-    if not -_BEYOND // 2 <= value < _BEYOND:
-        raise ArgumentError(f"{name} is beyond all whole numbers of 64 bits; pass a float")
+def of_64_bits(name: str, value: Any, signed: bool = False) -> int:
+    """A whole number as an int that 64 bits hold, with a sign or, unless `signed`, without; raises
+    ArgumentError beyond those."""
+    if not -_BEYOND // 2 <= value < (_BEYOND // 2 if signed else _BEYOND):
+        end = "; with a sign they end at 2**63 - 1" if value > 0 and signed else ""
+        raise ArgumentError(f"{name} is beyond all whole numbers of 64 bits; pass a float{end}")
     return int(value)
 
 

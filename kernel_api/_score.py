@@ -93,9 +93,25 @@ class ScoreFunction(Described):
         self.graph = kept(fn, look, lambda: _trace(fn, has_score, self.operands))
 
     def with_operands(self, operands: Mapping[str, Any]) -> ScoreFunction:
-        """The same on other operands; those that are not given stay."""
-        given = {name: _operand(name, value) for name, value in operands.items()}
+        """The same on other operands, of the kinds that it was traced with; those that are not
+        given stay. Raises ArgumentError for one that it does not have, or of another kind."""
+        given = {name: self._replacing(name, value) for name, value in operands.items()}
         return self._of(self.graph, {**self.operands, **given})
+
+    def _replacing(self, name: str, value: Any) -> Operand | float:
+        if name not in self.operands:
+            names = ", ".join(self.operands) or "none"
+            raise ArgumentError(f"the function has no operand {name}; it has {names}")
+        before, operand = self.operands[name], _operand(name, value)
+        if isinstance(before, float) and isinstance(operand, int):
+            operand = real_number(name, operand)  # 2 is as good as 2.0
+        given, traced = _input(name, operand), _input(name, before)
+        if given != traced:
+            raise ArgumentError(
+                f"{name} is {_kind_of(given)}, and the function was traced with "
+                f"{_kind_of(traced)}; expected another of that kind, or a function of its own"
+            )
+        return operand
 
     @classmethod
     def _of(cls, graph: Graph, operands: dict[str, Any]) -> ScoreFunction:
@@ -132,7 +148,7 @@ def _operand(name: str, value: Any) -> Operand | float:
             f"later: let the function take it from outside, or pass 0 or 1"
         )
     if isinstance(value, numbers.Integral):
-        return of_64_bits(name, value)
+        return of_64_bits(name, value, signed=True)
     if isinstance(value, numbers.Real):
         return real_number(name, value)
     operand = value if isinstance(value, Operand) else Operand(value, name)
@@ -297,6 +313,15 @@ def _input(name: str, operand: Operand | float) -> Input:
     if not isinstance(operand, Operand):
         return Input(name, "integer" if isinstance(operand, int) else "real", True, SCALAR, None, 0)
     return Input(name, _KINDS[operand.dtype.kind], False, SCALAR, None, operand.rank)
+
+
+def _kind_of(given: Input) -> str:
+    """For messages."""
+    kind = {"real": "real", "integer": "whole", "bool": "bool"}[given.kind]
+    if given.is_number:
+        return f"a {kind} number"
+    values = kind if given.kind == "bool" else f"{kind} numbers"
+    return f"a tensor of {values} with {given.columns} mode{'' if given.columns == 1 else 's'}"
 
 
 # Tracing ---------------------------------------------------------------------------------

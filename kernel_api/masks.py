@@ -254,7 +254,11 @@ class MaskMod(Mask):
         self.function = ScoreFunction(fn, False, operands)
 
     def with_operands(self, operands: dict[str, Any]) -> MaskMod:
-        """The same function on others of its own operands, as far as they are given."""
+        """The same function on others of its own operands, as far as they are given.
+
+        Raises ArgumentError for one of another kind than the function was traced with: a number
+        for a tensor, a real number for a whole one, more modes.
+        """
         own = {n: operands[n] for n in self.function.operands if n in operands}
         return self._of(self.function.with_operands(own))
 

@@ -263,6 +263,8 @@ def test_a_seed_stays_a_whole_number():
     assert {name: type(value) for name, value in values.items()} == {
         "p": float, "seed": int, "offset": int,
     }  # fmt: skip
+    last = arguments(thinned, p=1, seed=2**64 - 1, offset=2**63)
+    assert kernel.more_values(last) == {"p": 1.0, "seed": -1, "offset": -(2**63)}
 
 
 def test_a_hopper_tile_that_spans_rows_is_written_in_whole_subtiles():

@@ -73,6 +73,38 @@ def test_operands_are_kept_and_replaced():
     assert repr(function).startswith("<function of scores ")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("n", 2.5, "n is a real number, and the function was traced with a whole number; expected"),
+        ("n", torch.tensor(3), "n is a tensor of whole numbers with 0 modes, and the function was"),
+        ("t", torch.arange(5), "t is a tensor of whole numbers with 1 mode, and the function was t"
+         "raced with a tensor of real numbers with 1 mode"),
+        ("t", TABLE, "t is a tensor of real numbers with 2 modes, and"),
+        ("t", TABLE[0] > 0, "t is a tensor of bool with 1 mode, and"),
+        ("m", 3, "the function has no operand m; it has t, n, x"),
+    ],
+)  # fmt: skip
+def test_an_operand_of_another_kind_is_refused(name, value, words):
+    operands = {"t": TABLE[0], "n": 1, "x": 2.0}
+    function = ScoreFunction(lambda s, b, h, q, kv, t, n, x: s * t[h] + n * x, True, operands)
+    with pytest.raises(ArgumentError, match=words):
+        function.with_operands({name: value})
+    moved = function.with_operands({"x": 3, "t": TABLE[1].half()})
+    assert repr(moved.operands["x"]) == "3.0"
+
+
+@pytest.mark.parametrize("others", [{"mask_n": 2.5}, {"score_g": 0.5}])
+def test_arguments_are_not_rebuilt_with_operands_of_another_kind(others):
+    draw = Draw(1, 2, 2, 4, 8)
+    mask = masks.MaskMod(lambda b, h, q, kv, n: kv * 2 < n, n=3)
+    args = draw.arguments(
+        mask=mask, score_mod=lambda s, b, h, q, kv, g: s + g * kv, score_operands={"g": 1}
+    )
+    with pytest.raises(ArgumentError, match="is a real number, and the function was traced with a"):
+        args.rebuilt(*args.tensors, **others)
+
+
 # Refused ---------------------------------------------------------------------------------
 
 

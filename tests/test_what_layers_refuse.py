@@ -111,6 +111,7 @@ def scores_of(number):
         (lambda: ka.ops.sdpa(Q, Q, Q, softcap=10**400), "softcap is beyond all numbers of float64"),
         (lambda: epilogue_of(2**64), "n is beyond all whole numbers of 64 bits; pass a float"),
         (lambda: scores_of(-(2**63) - 1), "n is beyond all whole numbers of 64 bits; pass a float"),
+        (lambda: scores_of(2**63), "n is beyond all whole numbers of 64 bits; pass a float"),
         (
             lambda: ka.verify("any", ka.GemmArguments(X, W.t(), torch.empty(4, 64))),
             "kernel is a str; expected one that get_kernels returns",

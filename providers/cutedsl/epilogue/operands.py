@@ -33,8 +33,11 @@ def epilogue_values(epilogue: EpilogueArguments) -> dict[str, Any]:
 
 
 def _number(leaf: Node, value: float) -> float:
-    """As the type that kernels take it in: 2 is as good a factor as 2.0."""
-    return float(value) if leaf["type"] == "real" else int(value)
+    """As the type that kernels take it in: 2 is as good a factor as 2.0, and whole numbers are the
+    64 bits of a state, which launches pass with a sign."""
+    if leaf["type"] == "real":
+        return float(value)
+    return (int(value) + 2**63) % 2**64 - 2**63
 
 
 def written(graph: Graph) -> tuple[str, ...]:
