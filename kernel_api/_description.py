@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from kernel_api._described import Described
@@ -137,10 +137,14 @@ def _empty(tensor: dict[str, Any], device: str) -> Any:
 
 
 class _GraphFunction:
-    """Stands for the function that a graph was traced from."""
+    """Stands for the function that a graph was traced from.
 
-    def __init__(self, graph: Graph) -> None:
-        names = ("accum", *graph.leaves)
+    operands: Names of what it reads and writes; the accumulator has a longer one than any.
+    """
+
+    def __init__(self, graph: Graph, operands: Collection[str]) -> None:
+        accumulator = "accum".ljust(1 + max(map(len, operands), default=0), "_")
+        names = (accumulator, *graph.leaves)
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         self.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
 
@@ -160,6 +164,6 @@ class _OneTrace(dict[Any, Trace]):
 
 
 def _epilogue_of(graph: Graph, operands: dict[str, Any]) -> EpilogueArguments:
-    made = EpilogueArguments(_GraphFunction(graph), **operands)
+    made = EpilogueArguments(_GraphFunction(graph, operands), **operands)
     made._traces = _OneTrace(graph)
     return made

@@ -214,7 +214,16 @@ def _with_epilogue():
     return ka.GemmArguments(A, B, out, epilogue=epilogue)
 
 
-@pytest.mark.parametrize("make", [_plain, _scaled, _with_epilogue])
+def _with_names_of_an_accumulator():
+    def fn(x, accum):
+        return x * accum, x
+
+    A, B, out, aux = matrices((64, 64), (64, 64), (64, 64), (64, 64))
+    epilogue = EpilogueArguments(fn, accum=torch.ones(64), accum_=aux)
+    return ka.GemmArguments(A, B, out, epilogue=epilogue)
+
+
+@pytest.mark.parametrize("make", [_plain, _scaled, _with_epilogue, _with_names_of_an_accumulator])
 def test_arguments_come_back_with_their_signature_sizes_and_alignment(make):
     import json
 
