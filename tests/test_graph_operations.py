@@ -158,6 +158,15 @@ def test_pointwise_operations_are_those_of_torch(op):
         assert torch.equal(found, exact.to(found.dtype))
 
 
+def test_softplus_has_its_slope_everywhere():
+    x = torch.tensor([-math.inf, -1e3, -20.0, 0.0, 20.0, 1e3, math.inf], requires_grad=True)
+    y = POINTWISE["softplus"].torch(x)
+    y.sum().backward()
+    exact = x.detach().double()
+    torch.testing.assert_close(y.double(), F.softplus(exact, threshold=30), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(x.grad.double(), exact.sigmoid(), rtol=1e-6, atol=1e-30)
+
+
 def in_epilogues():
     """Operations, and whether what is beside the accumulator is numbers."""
     for name, entry in POINTWISE.items():

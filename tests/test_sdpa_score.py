@@ -7,12 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sdpa import Draw, run
+from torch.nn import functional
 from torch.testing import assert_close
 
 import kernel_api as ka
 from kernel_api import epilogue as ep
 from kernel_api import masks
 from kernel_api._score import ScoreFunction, conjunction, derivative_of
+from kernel_api.epilogue.functions import _DERIVATIVES
 from kernel_api.epilogue.graph import Graph
 from kernel_api.errors import ArgumentError, EpilogueError
 
@@ -260,6 +262,28 @@ UNARY = {
 def test_derivatives_are_what_differences_say(name):
     fn = UNARY[name]
     check_derivative(lambda score, b, h, q, kv: fn(score) + 0.1 * q * score)
+
+
+COMPOSED = {
+    "mish": lambda s: s * ep.tanh(ep.softplus(s)),
+    "logsigmoid": lambda s: -ep.softplus(-s),
+}
+
+
+@pytest.mark.parametrize("name", [*_DERIVATIVES, *COMPOSED])
+def test_derivatives_of_activations_are_theirs_at_0_and_where_they_bend(name):
+    parameters = {"cap": 4.0} if name == "softcap" else {}
+    activation = COMPOSED.get(name) or getattr(ep, name)
+    scores = torch.arange(-30.0, 30.0, 0.5, dtype=torch.float64).view(2, 4, 15)
+    if name in COMPOSED:
+        x = scores.clone().requires_grad_()
+        getattr(functional, name)(x).sum().backward()
+        expected = x.grad
+    else:
+        slope = ep.derivative(name)
+        expected = computed_graph(traced(lambda s, b, h, q, kv: slope(s, **parameters)), scores)
+    graph = traced(lambda s, b, h, q, kv: activation(s, **parameters))
+    assert_close(computed_graph(derivative_of(graph), scores), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_what_is_looked_up_by_a_score_is_constant_around_it():

@@ -189,7 +189,9 @@ def _gelu_tanh_derivative(x: Value) -> Value:
 
 def softplus(x: Any) -> Value:
     """log(1 + exp(x)), as max(x, 0) + log1p(exp(−|x|))."""
-    return maximum(x, 0.0) + elementwise("log1p", exp(-abs(x)))
+    # At 0 derivatives take the second of two: of these 0 and x, which make 1/2 together.
+    falling = minimum(-numeric(x), x)
+    return maximum(x, 0.0) + elementwise("log1p", exp(falling))
 
 
 def elu(x: Any, alpha: float = 1.0) -> Value:

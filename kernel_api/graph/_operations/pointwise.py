@@ -59,7 +59,7 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 def _softplus(x: Any) -> Any:
     # torch's own is x above a threshold, or overflows above 88 without one.
-    return x.clamp_min(0.0) + (-x.abs()).exp().log1p()
+    return x.logaddexp(x.new_zeros(()))
 
 
 def _relu(x: Any, slope: float = 0.0, lower: float = 0.0, upper: float | None = None) -> Any:
