@@ -15,9 +15,13 @@ with the line. Plain numbers in ``fn`` are constants; those passed as operands a
 
 The graph is a tuple of nodes in topological order. Arithmetic is in float32 (float64 where the
 accumulator is); operands are converted when they are read, outputs when they are written, as
-``cast`` does. A value has a shape: which of the modes batch, rows and columns it has, and how
-many columns in units of N; missing modes are broadcast. Where groups of rows are batches, what has
-rows has the batch mode in the graph and none in memory. The nodes are
+``cast`` does. Where no matrix that is written has more than 16 bits, kernels may multiply by a
+reciprocal in place of dividing: a divisor nearer to 0 than 2⁻¹²⁶ may then count as 0. Keep scales
+that ``fn`` computes above that, as in ``ep.maximum(ep.amax(x, -1, 32), 1e-30)``.
+
+A value has a shape: which of the modes batch, rows and columns it has, and how many columns in
+units of N; missing modes are broadcast. Where groups of rows are batches, what has rows has the
+batch mode in the graph and none in memory. The nodes are
 
 ==================================  ============================================================
 ``accumulator``                     the matrix product, (L, M, N)
