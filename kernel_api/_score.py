@@ -187,6 +187,30 @@ class ScoreValue(Value):
     def __mod__(self, divisor: Any) -> Value:
         return self._divided("remainder", "%", divisor)
 
+    def __divmod__(self, divisor: Any) -> tuple[Value, Value]:
+        return self // divisor, self % divisor
+
+    def __ifloordiv__(self, divisor: Any) -> Value:
+        return self._replaced_by(self // divisor)
+
+    def __imod__(self, divisor: Any) -> Value:
+        return self._replaced_by(self % divisor)
+
+    def __rfloordiv__(self, dividend: Any) -> NoReturn:
+        self._refuse_as_divisor()
+
+    def __rmod__(self, dividend: Any) -> NoReturn:
+        self._refuse_as_divisor()
+
+    def __rdivmod__(self, dividend: Any) -> NoReturn:
+        self._refuse_as_divisor()
+
+    def _refuse_as_divisor(self) -> NoReturn:
+        fail(f"{self} is a divisor of // or %; expected a whole number, known while fn is traced")
+
+    def __rshift__(self, bits: Any) -> NoReturn:
+        fail(f">> cannot be traced for {self}; use // by a power of two, as in q // 2")
+
     def _divided(self, op: str, symbol: str, divisor: Any) -> Value:
         whole = isinstance(divisor, numbers.Integral) and not isinstance(divisor, bool)
         if not whole or not 1 <= divisor < _BEYOND:

@@ -100,6 +100,10 @@ def test_a_function_is_torchs(fn, expected):
         (lambda x: np.float32(2) * x, lambda x: 2 * x),
         (lambda x: x - np.float64(0.1), lambda x: x - 0.1),
         (lambda x: x * np.int64(3), lambda x: 3 * x),
+        (lambda x: np.array(2.0) * x, lambda x: 2 * x),
+        (lambda x: x * np.array(2.0), lambda x: 2 * x),
+        (lambda x: x + np.bool_(True), lambda x: x + 1),
+        (lambda x: ep.maximum(x, np.array(1)), lambda x: x.clamp(min=1)),
         (lambda x: x * True, lambda x: x),
         (lambda x: (x > 0) * x, functional.relu),
         (lambda x: (x > 0) + (x > 1), lambda x: (x > 0).double() + (x > 1)),
@@ -182,6 +186,12 @@ def test_a_derivative_is_what_autograd_gives(name, parameters):
     found = computed(x, lambda v: ep.derivative(name)(v, **parameters))
     expected = torch_functions.derivative(name)(x, **parameters)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_a_derivative_is_a_function_of_an_accumulator():
+    x = normal(M, N)
+    expected = torch_functions.derivative("softcap")(x, 3.0)
+    torch.testing.assert_close(computed(x, ep.derivative("softcap"), cap=3.0), expected)
 
 
 @pytest.mark.parametrize("name", ["relu", "leaky_relu", "elu", "squared_relu", "hardswish"])

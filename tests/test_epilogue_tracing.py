@@ -102,6 +102,8 @@ def test_a_branch_that_depends_on_data_is_refused(fn, name, offset):
         (lambda x, b: round(b), "round() cannot have it"),
         (lambda x, b: np.asarray(b), "it is no array"),
         (lambda x, b: np.exp(b), "numpy's exp cannot be applied to b"),
+        (lambda x, b: np.multiply(x, 5.0, where=False), "numpy's multiply is traced without where"),
+        (lambda x, b: x + np.array("1"), "a ndarray of shape () is used that fn does not take"),
         (lambda x, b: np.maximum(x, 0.0), "numpy's maximum cannot be applied to the accumulator"),
         (lambda x, b: torch.relu(x), "torch's relu cannot be applied to the accumulator"),
         (lambda x, b: torch.nn.functional.gelu(b), "torch's gelu cannot be applied to b"),
@@ -195,7 +197,23 @@ def test_a_tensor_from_outside_must_be_an_operand(fn):
     assert text.startswith(f"{__file__}:")
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: ep.relu(x, ZERO),
+        lambda x: ep.relu(x, 0.5, ZERO),
+        lambda x: ep.silu(x, beta=ONE),
+        lambda x: ep.derivative("silu")(x, ONE),
+        lambda x: ep.elu(x, ONE),
+        lambda x: np.multiply(x, ONE),
+    ],
+)
+def test_a_number_of_a_tensor_from_outside_is_no_constant(fn):
+    assert "a Tensor of shape () is used that fn does not take; pass it to Ep" in refusal(fn)
+
+
 CAPTURED = torch.ones(N)
+ZERO, ONE = torch.tensor(0.0), torch.tensor(1.0)
 
 
 def test_a_value_of_another_trace_is_refused():

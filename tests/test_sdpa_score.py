@@ -38,6 +38,23 @@ def test_the_graph_has_scores_indices_and_lookups():
     assert list(graph.leaves) == ["table"]
 
 
+def test_indices_are_divided_as_in_python():
+    def by_divmod(score, b, h, q, kv):
+        quotient, rest = divmod(q, 3)
+        return score + quotient - rest
+
+    def in_place(score, b, h, q, kv):
+        quotient, rest = q + 0, q + 0
+        quotient //= 3
+        rest %= 3
+        return score + quotient - rest
+
+    plain = traced(lambda score, b, h, q, kv: score + q // 3 - q % 3)
+    assert traced(by_divmod) == plain
+    divided = [node.op for node in traced(in_place).nodes]
+    assert divided.count("floordiv") == divided.count("remainder") == 1
+
+
 def test_graphs_are_the_same_where_functions_compute_the_same():
     def one(score, b, h, q, kv, gain):
         return gain * score - q
@@ -129,6 +146,11 @@ def test_arguments_are_not_rebuilt_with_operands_of_another_kind(others):
         (lambda s, b, h, q, kv: s // 2, {}, "// is for whole numbers, and the score is none"),
         (lambda s, b, h, q, kv: s + q // 0, {}, "q // 0: expected a whole number from 1 to 2"),
         (lambda s, b, h, q, kv: s + q % kv, {}, "expected a whole number from 1 to"),
+        (lambda s, b, h, q, kv: s + q % 2.0, {}, "q % 2.0: expected a whole number from 1 to"),
+        (lambda s, b, h, q, kv: s + 5 % q, {}, "q is a divisor of // or %; expected a whole num"),
+        (lambda s, b, h, q, kv: s + 5 // kv, {}, "kv is a divisor of // or %; expected a whole"),
+        (lambda s, b, h, q, kv: s + divmod(5, q)[0], {}, "q is a divisor of // or %; expected a w"),
+        (lambda s, b, h, q, kv: s + (q >> 1), {}, ">> cannot be traced for q; use // by a power o"),
         (lambda s, b, h, q, kv: ep.sum(s, -1), {}, "it has no columns to reduce"),
         (lambda s, b, h, q, kv: 1.0, {}, "fn returns 1.0; expected a value computed from the scor"),
         (lambda s, b, h, q, kv: None, {}, "fn returns None"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -125,10 +126,10 @@ def relu(x: Any, slope: float = 0.0, lower: float = 0.0, upper: float | None = N
 
 
 def _relu_derivative(
-    x: Value, slope: float = 0.0, lower: float = 0.0, upper: float | None = None
+    x: Any, slope: float = 0.0, lower: float = 0.0, upper: float | None = None
 ) -> Value:
-    inner = where(x > lower, 1.0, slope)
-    return inner if upper is None else where(x < upper, inner, 0.0)
+    inner = where(numeric(x) > lower, 1.0, slope)
+    return inner if upper is None else where(numeric(x) < upper, inner, 0.0)
 
 
 def leaky_relu(x: Any, slope: float = 0.01) -> Value:
@@ -136,16 +137,16 @@ def leaky_relu(x: Any, slope: float = 0.01) -> Value:
     return relu(x, slope)
 
 
-def _leaky_relu_derivative(x: Value, slope: float = 0.01) -> Value:
+def _leaky_relu_derivative(x: Any, slope: float = 0.01) -> Value:
     return _relu_derivative(x, slope)
 
 
-def _sigmoid_derivative(x: Value) -> Value:
+def _sigmoid_derivative(x: Any) -> Value:
     s = sigmoid(x)
     return s * (1.0 - s)
 
 
-def _tanh_derivative(x: Value) -> Value:
+def _tanh_derivative(x: Any) -> Value:
     t = tanh(x)
     return 1.0 - t * t
 
@@ -155,7 +156,7 @@ def silu(x: Any, beta: float = 1.0) -> Value:
     return numeric(x) * sigmoid(_scaled(x, beta))
 
 
-def _silu_derivative(x: Value, beta: float = 1.0) -> Value:
+def _silu_derivative(x: Any, beta: float = 1.0) -> Value:
     inner = _scaled(x, beta)
     s = sigmoid(inner)
     return s * (1.0 + inner * (1.0 - s))
@@ -166,9 +167,10 @@ def gelu(x: Any) -> Value:
     return 0.5 * numeric(x) * (1.0 + erf(numeric(x) * math.sqrt(0.5)))
 
 
-def _gelu_derivative(x: Value) -> Value:
-    density = exp(-0.5 * x * x) * (1.0 / math.sqrt(2.0 * math.pi))
-    return 0.5 * (1.0 + erf(x * math.sqrt(0.5))) + x * density
+def _gelu_derivative(x: Any) -> Value:
+    value = numeric(x)
+    density = exp(-0.5 * value * value) * (1.0 / math.sqrt(2.0 * math.pi))
+    return 0.5 * (1.0 + erf(value * math.sqrt(0.5))) + value * density
 
 
 _GELU_SLOPE, _GELU_CUBE = math.sqrt(2.0 / math.pi), 0.044715
@@ -181,10 +183,11 @@ def gelu_tanh(x: Any) -> Value:
     return 0.5 * value * (1.0 + tanh(inner))
 
 
-def _gelu_tanh_derivative(x: Value) -> Value:
-    t = tanh(_GELU_SLOPE * x * (1.0 + _GELU_CUBE * x * x))
-    slope = _GELU_SLOPE * (1.0 + 3.0 * _GELU_CUBE * x * x)
-    return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * slope
+def _gelu_tanh_derivative(x: Any) -> Value:
+    value = numeric(x)
+    t = tanh(_GELU_SLOPE * value * (1.0 + _GELU_CUBE * value * value))
+    slope = _GELU_SLOPE * (1.0 + 3.0 * _GELU_CUBE * value * value)
+    return 0.5 * (1.0 + t) + 0.5 * value * (1.0 - t * t) * slope
 
 
 def softplus(x: Any) -> Value:
@@ -200,8 +203,8 @@ def elu(x: Any, alpha: float = 1.0) -> Value:
     return where(numeric(x) > 0.0, x, below if _is(alpha, 1.0) else alpha * below)
 
 
-def _elu_derivative(x: Value, alpha: float = 1.0) -> Value:
-    return where(x > 0.0, 1.0, exp(x) if _is(alpha, 1.0) else alpha * exp(x))
+def _elu_derivative(x: Any, alpha: float = 1.0) -> Value:
+    return where(numeric(x) > 0.0, 1.0, exp(x) if _is(alpha, 1.0) else alpha * exp(x))
 
 
 def hardswish(x: Any) -> Value:
@@ -209,8 +212,9 @@ def hardswish(x: Any) -> Value:
     return numeric(x) * clamp(numeric(x) + 3.0, 0.0, 6.0) * (1.0 / 6.0)
 
 
-def _hardswish_derivative(x: Value) -> Value:
-    return where(x > -3.0, where(x < 3.0, x * (1.0 / 3.0) + 0.5, 1.0), 0.0)
+def _hardswish_derivative(x: Any) -> Value:
+    value = numeric(x)
+    return where(value > -3.0, where(value < 3.0, value * (1.0 / 3.0) + 0.5, 1.0), 0.0)
 
 
 def squared_relu(x: Any) -> Value:
@@ -219,7 +223,7 @@ def squared_relu(x: Any) -> Value:
     return above * above
 
 
-def _squared_relu_derivative(x: Value) -> Value:
+def _squared_relu_derivative(x: Any) -> Value:
     return 2.0 * maximum(x, 0.0)
 
 
@@ -228,8 +232,8 @@ def softcap(x: Any, cap: float) -> Value:
     return cap * tanh(numeric(x) / cap)
 
 
-def _softcap_derivative(x: Value, cap: float) -> Value:
-    return _tanh_derivative(x / cap)
+def _softcap_derivative(x: Any, cap: float) -> Value:
+    return _tanh_derivative(numeric(x) / cap)
 
 
 _DERIVATIVES: dict[str, Callable[..., Value]] = {
@@ -258,12 +262,7 @@ def derivative(name: str) -> Callable[..., Value]:
     """
     if name not in _DERIVATIVES:
         fail(f"there is no derivative of {name!r}; there are those of {', '.join(_DERIVATIVES)}")
-    found = _DERIVATIVES[name]
-
-    def derived(x: Any, *parameters: Any, **named: Any) -> Value:
-        return found(numeric(x), *parameters, **named)
-
-    return derived
+    return _DERIVATIVES[name]
 
 
 def _scaled(x: Any, factor: Any) -> Value:
@@ -271,5 +270,5 @@ def _scaled(x: Any, factor: Any) -> Value:
 
 
 def _is(parameter: Any, number: float) -> bool:
-    """Whether a parameter is that very number, and not a traced value."""
-    return not isinstance(parameter, Value) and float(parameter) == number
+    """Whether a parameter is that very number, and neither traced nor a tensor from outside."""
+    return isinstance(parameter, numbers.Real) and float(parameter) == number

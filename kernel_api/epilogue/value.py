@@ -245,7 +245,11 @@ class Value:
         operator = _UFUNCS.get(ufunc.__name__)
         if operator is None or method != "__call__" or len(inputs) != 2:
             fail(f"numpy's {ufunc.__name__} cannot be applied to {self}; use {_FUNCTIONS}")
-        return elementwise(operator, *(i if isinstance(i, Value) else _item(i) for i in inputs))
+        if kwargs:
+            fail(
+                f"numpy's {ufunc.__name__} is traced without {', '.join(kwargs)}; use {_FUNCTIONS}"
+            )
+        return elementwise(operator, *inputs)
 
     # Operators ---------------------------------------------------------------------------
 
@@ -433,10 +437,10 @@ def as_value(x: Any) -> Value:
     if isinstance(x, Value):
         x.check()
         return x
-    tracer = running()
-    if not isinstance(x, numbers.Real):
+    tracer, number = running(), _item(x)
+    if not isinstance(number, numbers.Real):
         _refuse_captured(x)
-    return tracer.constant(x)
+    return tracer.constant(number)
 
 
 def _refuse_captured(x: Any) -> NoReturn:
@@ -449,8 +453,9 @@ def _refuse_captured(x: Any) -> NoReturn:
 
 
 def _item(x: Any) -> Any:
-    """The number in an array () that NumPy made of a scalar; anything else as it is."""
-    return x.item() if getattr(x, "shape", None) == () else x
+    """The number in an array () of NumPy, which makes them of scalars; anything else as it is."""
+    is_one = type(x).__module__ == "numpy" and getattr(x, "shape", None) == ()
+    return x.item() if is_one else x
 
 
 def numeric(x: Any) -> Value:
@@ -491,6 +496,7 @@ def common_shape(op: str, values: list[Value]) -> Shape:
 
 def power(x: Value, exponent: Any) -> Value:
     """x to a small whole power, 0.5 or -0.5."""
+    exponent = _item(exponent)
     if isinstance(exponent, numbers.Real):
         number = float(exponent)
         if number in (0.5, -0.5):
