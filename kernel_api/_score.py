@@ -94,7 +94,10 @@ class ScoreFunction(Described):
 
     def with_operands(self, operands: Mapping[str, Any]) -> ScoreFunction:
         """The same on other operands, of the kinds that it was traced with; those that are not
-        given stay. Raises ArgumentError for one that it does not have, or of another kind."""
+        given stay.
+
+        Raises ArgumentError for one that it does not have, or of another kind.
+        """
         given = {name: self._replacing(name, value) for name, value in operands.items()}
         return self._of(self.graph, {**self.operands, **given})
 

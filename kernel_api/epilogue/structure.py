@@ -243,7 +243,8 @@ def dropout(x: Any, p: Any, seed: Any, offset: Any) -> Value:
 
         (n // 4, l · M + m, offset mod 2³², offset >> 32)
 
-    of which element (l, m, n) takes word n mod 4. Sizes, tiles and devices make no difference.
+    of which element (l, m, n) of x takes word n mod 4; of what has no batches, l is 0. Negative
+    states are those of two's complement. Sizes, tiles and devices make no difference.
     """
     value = _full(x, "dropout")
     if isinstance(p, numbers.Real) and not 0 <= float(p) <= 1:
