@@ -11,6 +11,8 @@ PYTEST ?=
 
 bin := $(VENV)/bin
 types := build/types
+mypy = $(abspath $(bin))/mypy --config-file $(abspath pyproject.toml) \
+       --cache-dir $(abspath .mypy_cache)
 
 # The DSL's CUDA 13 code generator is the faster one and needs driver 580.
 driver := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null \
@@ -32,8 +34,7 @@ test: $(VENV)/.test,cli$(cu13)  ## the tests; WORKERS=n processes, PYTEST='-k na
 lint: $(VENV)/.dev $(types)/kernel_api  ## ruff (rules and format), then mypy --strict
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
-	cd $(types) && $(abspath $(bin))/mypy --config-file $(abspath pyproject.toml) \
-	  --cache-dir $(abspath .mypy_cache) -p kernel_api
+	cd $(types) && $(mypy) -p kernel_api && $(mypy) $(abspath tests/data/typed_program.py)
 
 format: $(VENV)/.dev  ## let ruff mend what it can
 	$(bin)/ruff check --fix .

@@ -17,6 +17,22 @@ from typing import TYPE_CHECKING, Any
 from kernel_api._lazy import attribute
 
 if TYPE_CHECKING:
+    from kernel_api import arguments as arguments
+    from kernel_api import artifact as artifact
+    from kernel_api import epilogue as epilogue
+    from kernel_api import errors as errors
+    from kernel_api import fusions as fusions
+    from kernel_api import graph as graph
+    from kernel_api import masks as masks
+    from kernel_api import metadata as metadata
+    from kernel_api import nn as nn
+    from kernel_api import ops as ops
+    from kernel_api import providers as providers
+    from kernel_api import space as space
+    from kernel_api import status as status
+    from kernel_api import targets as targets
+    from kernel_api import tuning as tuning
+    from kernel_api import utils as utils
     from kernel_api.arguments import (
         ElementwiseArguments,
         EpilogueArguments,
@@ -144,10 +160,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    return attribute(__name__, name, _HOME_OF)
+if not TYPE_CHECKING:  # to which every name would be there, and of any type
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        return attribute(__name__, name, _HOME_OF)
 
 
 def __dir__() -> list[str]:

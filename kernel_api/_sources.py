@@ -269,7 +269,7 @@ class _File:
         if _is_init(path):
             tree = _parsed(data)
             own = [one for one in tree.body if not _passes_on(one)]
-            lazy = [one for one in own if getattr(one, "name", None) == "__getattr__"]
+            lazy = [one for one in own if _makes_up_names(one)]
             self.makes_up_names = bool(lazy)
             self.needed = {_top(name) for one in own for name in _names(one)}
             self.needed |= {name for one in own for name, _ in _imports(one, package)}
@@ -395,6 +395,14 @@ def _passes_on(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Assign):
         return any(isinstance(one, ast.Name) and one.id == "__all__" for one in statement.targets)
     return isinstance(statement, (ast.Import, ast.ImportFrom))
+
+
+def _makes_up_names(statement: ast.stmt) -> bool:
+    """Whether it defines a function ``__getattr__``, under a condition too: such as one that hides
+    it from checkers of types."""
+    if isinstance(statement, (ast.If, ast.Try)):
+        return any(map(_makes_up_names, (*statement.body, *statement.orelse)))
+    return getattr(statement, "name", None) == "__getattr__"
 
 
 def _lines(statements: Iterable[ast.stmt], data: bytes) -> Iterator[bytes]:

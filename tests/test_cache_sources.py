@@ -347,8 +347,12 @@ def test_where_modules_are_imported_by_name_all_may_be(package):
     assert set(_sources.own_files()) <= {one.path for one in _sources.sources(found)}
 
 
-def test_what_a_package_makes_up_may_be_anything_in_it(package):
-    parts = {"parts/__init__": "def __getattr__(n): return 1", "parts/one": "x = 1"}
+@pytest.mark.parametrize("hides", [False, True])
+def test_what_a_package_makes_up_may_be_anything_in_it(package, hides):
+    made_up = "def __getattr__(n): return 1"
+    if hides:  # from checkers of types
+        made_up = f"from typing import TYPE_CHECKING\nif not TYPE_CHECKING:\n    {made_up}"
+    parts = {"parts/__init__": made_up, "parts/one": "x = 1"}
     assert "one" in others(package("from PACKAGE.parts import x", **parts))
 
 

@@ -161,8 +161,10 @@ _HOME_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    return attribute(__name__, name, _HOME_OF)
+if not TYPE_CHECKING:  # to which every name would be there, and of any type
+
+    def __getattr__(name: str) -> Any:
+        return attribute(__name__, name, _HOME_OF)
 
 
 def __dir__() -> list[str]:

@@ -173,10 +173,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _OTHER_NAMES:
-        return attribute(__name__, _OTHER_NAMES[name], _HOME_OF)
-    return attribute(__name__, name, _HOME_OF)
+if not TYPE_CHECKING:  # to which every name would be there, and of any type
+
+    def __getattr__(name: str) -> Any:
+        if name in _OTHER_NAMES:
+            return attribute(__name__, _OTHER_NAMES[name], _HOME_OF)
+        return attribute(__name__, name, _HOME_OF)
 
 
 def __dir__() -> list[str]:

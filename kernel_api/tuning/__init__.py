@@ -55,10 +55,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "heuristics":
-        return importlib.import_module(f"{__name__}.heuristics")
-    return attribute(__name__, name, _HOME_OF)
+if not TYPE_CHECKING:  # to which every name would be there, and of any type
+
+    def __getattr__(name: str) -> Any:
+        if name == "heuristics":
+            return importlib.import_module(f"{__name__}.heuristics")
+        return attribute(__name__, name, _HOME_OF)
 
 
 def __dir__() -> list[str]:
