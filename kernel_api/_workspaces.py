@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import operator
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -90,16 +91,35 @@ def _of_capture(index: int, stream: int, size: int) -> Buffer:
         buffer = _cleared(_allocated(index, size))
         if capture is not None:
             _captured[key] = capture, buffer
+            _Collections.call(_give_back)
     return buffer
 
 
 def _give_back(phase: str, info: dict[str, int]) -> None:
     """What captures keep; one that has not ended takes other memory for its further launches."""
     if phase == "start" and info["generation"] == _EVERYTHING:
+        # In this order: what another thread keeps meanwhile is cleared too, or heard of again.
+        _Collections.call(operator.is_)
         _captured.clear()
 
 
-gc.callbacks.append(_give_back)
+class _Collections:
+    """What Python calls when it collects garbage: :func:`_give_back` as long as a capture keeps
+    something, otherwise a function of C that does nothing. An interrupt of the user that a function
+    of Python meets there is lost: it is printed, and that is all.
+
+    An object of this class stays in ``gc.callbacks``, whose items Python calls by their places: it
+    would leave out the one behind an item that goes.
+    """
+
+    __call__ = staticmethod(operator.is_)
+
+    @classmethod
+    def call(cls, function: Callable[[str, dict[str, int]], object]) -> None:
+        cls.__call__ = staticmethod(function)  # type: ignore[method-assign]
+
+
+gc.callbacks.append(_Collections())
 
 
 def _capture_of(stream: int) -> int | None:

@@ -1,6 +1,7 @@
 """Memory that launches borrow: one buffer per stream, and another one in every captured graph."""
 
 import gc
+import subprocess
 import sys
 import threading
 import weakref
@@ -120,6 +121,48 @@ def test_behind_a_capture_its_memory_is_given_back_when_garbage_is_collected(cud
     assert captured() is not None
     gc.collect()
     assert captured() is None and eager() is not None
+
+
+INTERRUPTED = """
+import ctypes, gc, operator
+from kernel_api import _workspaces
+
+if {keeps}:
+    _workspaces._allocated = lambda index, size: None
+    _workspaces._cleared = lambda tensor: _workspaces.Buffer(None, 1, 0)
+    _workspaces._capture_of = lambda stream: 1
+    _workspaces._of_capture(0, 7, 1)
+    assert _workspaces._captured
+    gc.collect()
+    assert not _workspaces._captured
+try:
+    # An interrupt that comes while garbage is collected: no function of Python is between them.
+    list(map(operator.methodcaller("__call__"), [ctypes.pythonapi.PyErr_SetInterrupt, gc.collect]))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_interrupt_while_garbage_is_collected_is_not_lost(keeps):
+    code = INTERRUPTED.format(keeps=keeps)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ran.stdout, ran.stderr) == ("interrupted\n", "")
+
+
+def test_who_else_hears_of_collections_hears_of_all(cuda):
+    heard = []
+    gc.callbacks.append(lambda phase, info: heard.append(phase))
+    try:
+        lend = _workspaces.lender(0)
+        cuda.stream = 7
+        for cuda.capture in (1, 2):
+            captured = weakref.ref(lend(10).tensor)
+            heard.clear()
+            gc.collect()
+            assert captured() is None and heard == ["start", "stop"]
+    finally:
+        gc.callbacks.pop()
 
 
 def test_a_capture_that_goes_on_behind_garbage_takes_other_memory(cuda):
