@@ -56,9 +56,9 @@ class Miss:
 class Rule:
     """A named predicate over ``design``, ``operands`` (metadata) and ``args``, as it needs.
 
-    It returns True to agree; False, None, or a :class:`Miss` with details, to refuse; anything else
-    is an error, for a reason is no consent. A rule without ``args`` shapes the family; one with
-    ``args`` decides a query.
+    It returns True to agree; False, or a :class:`Miss` with details, to refuse; anything else is an
+    error: a reason is no consent, and None is what comes of a ``return`` that is missing. A rule
+    without ``args`` shapes the family; one with ``args`` decides a query.
     """
 
     def __init__(self, text: str, predicate: Callable[..., Any]) -> None:
@@ -118,7 +118,7 @@ class Rule:
                 nearest=verdict.nearest,
                 limit=verdict.limit,
             )
-        if verdict is not None and self._truth(verdict):
+        if self._truth(verdict):
             return Status.success()
         return Status.fail(self.text)
 
@@ -126,8 +126,8 @@ class Rule:
         found = truth(verdict)
         if found is None:
             raise RegistrationError(
-                f"rule {self.text!r} returned {verdict!r}; expected True, or False, None or a Miss "
-                f"to refuse"
+                f"rule {self.text!r} returned {verdict!r}; expected True, or False or a Miss to "
+                f"refuse{'; is a return missing?' if verdict is None else ''}"
             )
         return found
 
