@@ -24,6 +24,7 @@ from kernel_api.errors import (
     TargetError,
     UnsupportedError,
 )
+from kernel_api.providers.cutedsl import compiler
 from kernel_api.targets import target
 
 BF16 = ("bf16", "bf16", "f32")
@@ -49,6 +50,39 @@ def test_an_artifact_knows_its_kernel_signature_and_target():
     assert artifact.target == target("sm_90")
     assert kernel.metadata.kernel_name in repr(artifact)
     assert "sm_90" in repr(artifact)
+
+
+class Forgetful:
+    def __call__(self, a, b, out): ...
+
+    def with_operands(self, a, b, out, more, workspace, stream): ...
+
+
+class _FakeTensor: ...
+
+
+class _FakeStream: ...
+
+
+@pytest.mark.parametrize(
+    ("implementation", "takes"),
+    [
+        (Forgetful(), "Forgetful.__call__ takes (a, b, out)"),
+        (
+            Forgetful().with_operands,
+            "Forgetful.with_operands takes (a, b, out, more, workspace, stream)",
+        ),
+    ],
+    ids=["call", "with_operands"],
+)
+def test_an_implementation_that_forgets_an_argument_is_told_what_it_is_called_with(
+    implementation, takes
+):
+    given = (_FakeTensor(), _FakeTensor(), _FakeTensor(), _FakeStream())
+    with pytest.raises(ka.errors.CompileError) as caught:
+        compiler.compile(implementation, given, target("sm_80"))
+    called = "it is called with 4 arguments: tensor, tensor, tensor, stream"
+    assert str(caught.value) == f"{takes}; {called}"
 
 
 def test_compilation_is_not_repeated_for_other_sizes_of_a_signature():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import time
@@ -37,8 +38,9 @@ def compile(
 ) -> Any:
     """Compile a ``cute.jit`` callable for a target; a GPU is not needed.
 
-    Raises CompileError from whatever the DSL raised.
+    Raises CompileError from whatever the DSL raised, and for what cannot be called so.
     """
+    _check_call(implementation, args)
     import cutlass.cute as cute
 
     _look_for_no_gpu()
@@ -60,6 +62,23 @@ def compile(
         time.perf_counter() - started,
     )
     return compiled
+
+
+def _check_call(implementation: Callable[..., None], args: Sequence[Any]) -> None:
+    """Raise CompileError where it does not take these; the DSL would call that a bug of its own."""
+    try:
+        taken = inspect.signature(implementation)
+    except (TypeError, ValueError):  # nothing that says what it takes
+        return
+    try:
+        taken.bind(*args)
+    except TypeError as error:
+        name = getattr(implementation, "__qualname__", f"{type(implementation).__name__}.__call__")
+        given = ", ".join(type(one).__name__.removeprefix("_Fake").lower() for one in args)
+        raise CompileError(
+            f"{name} takes ({', '.join(taken.parameters)}); it is called with {len(args)} "
+            f"arguments: {given}"
+        ) from error
 
 
 def target_cc() -> int:
