@@ -8,11 +8,13 @@ import torch
 
 from kernel_api import _attention_ops as ops
 from kernel_api._autocast import cast
+from kernel_api.fusions._attention import OPTIONS
 from kernel_api.operands import require_tensors
 
 __all__ = ["attention"]
 
 
+@OPTIONS.told
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -43,6 +45,7 @@ def attention(
         ArgumentError: operands contradict each other.
         NoKernelError: no kernel takes the operands; says why.
     """
+    OPTIONS.check("attention", options)
     require_tensors(q=q, k=k, v=v, **({} if bias is None else {"bias": bias}))
     q, k, v, bias = cast(q, k, v, bias)
     given = {"mask": mask, "scale": scale, "bias": bias}

@@ -387,9 +387,6 @@ def _packed(options: _Options) -> list[Any]:
     if _is_outside(options):
         raise ArgumentError(f"{_WHY}; call it outside of torch.export")
     known = {name: options[name] for name in _NAMES if name in options}
-    for name in options:
-        if name not in (*_NAMES, "mask", "dropout", "score_mod", "score_operands", *_BESIDE_LSE):
-            raise TypeError(f"sdpa got an unexpected keyword argument {name!r}")
     mask, dropout = options.get("mask"), options.get("dropout")
     known["padding"] = False
     if mask is not None:

@@ -6,10 +6,12 @@ import sys
 from typing import Any
 
 from kernel_api._numbers import whether
+from kernel_api.fusions._attention import BACKWARD_OPTIONS, OPTIONS
 
 __all__ = ["sdpa", "sdpa_backward"]
 
 
+@OPTIONS.told
 def sdpa(
     Q: Any,
     K: Any,
@@ -46,6 +48,7 @@ def sdpa(
         EpilogueError: a function cannot be traced.
         NoKernelError: no kernel takes the operands; says why.
     """
+    OPTIONS.check("sdpa", options)
     found = _implementation or _loaded()
     if not type(return_lse) is type(return_statistics) is bool:
         return_lse = whether("return_lse", return_lse)
@@ -55,6 +58,7 @@ def sdpa(
     return found.sdpa(Q, K, V, out, lse, return_lse, options)
 
 
+@BACKWARD_OPTIONS.told
 def sdpa_backward(
     Q: Any,
     K: Any,
@@ -81,6 +85,7 @@ def sdpa_backward(
 
     Raises what :func:`sdpa` does.
     """
+    BACKWARD_OPTIONS.check("sdpa_backward", options)
     operands = (Q, K, V, out, dO, lse)
     written = {"dQ": dQ, "dK": dK, "dV": dV, "dBias": dBias, "dSink": dSink}
     return (_implementation or _loaded()).sdpa_backward(operands, written, options)

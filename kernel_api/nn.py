@@ -34,6 +34,7 @@ from kernel_api._autograd import changeable, differentiable_once, zeros
 from kernel_api._forms import product_type
 from kernel_api._moe_nn import moe
 from kernel_api._norm_nn import layernorm, rmsnorm
+from kernel_api._options import Options
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._glu import check_halves, checked_pairs
 from kernel_api.operands import require_one_device, require_tensors
@@ -47,6 +48,10 @@ __all__ = [
     "moe",
     "rmsnorm",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def linear_activation(
@@ -105,10 +110,15 @@ def linear_glu(
     return _linear(x, weight, bias, Function(kind, order, str(granularity), limit, offset))
 
 
+_SWIGLU_OPTIONS = Options(linear_glu, ["kind"])
+
+
+@_SWIGLU_OPTIONS.told
 def linear_swiglu(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor:
     """:func:`linear_glu` of that kind."""
+    _SWIGLU_OPTIONS.check("linear_swiglu", options)
     return linear_glu(x, weight, bias, kind="swiglu", **options)
 
 

@@ -33,13 +33,70 @@ from fractions import Fraction
 from typing import Any
 
 from kernel_api import fusions
-from kernel_api._attention_ops import *  # noqa: F403
+from kernel_api._attention_ops import sdpa, sdpa_backward
 from kernel_api._forms import Form, Fusion, with_own_code
 from kernel_api._grouped_forms import GroupedForm
-from kernel_api._norm_ops import *  # noqa: F403
-from kernel_api._quantize_ops import *  # noqa: F403
-from kernel_api._quantized_norm_ops import *  # noqa: F403
-from kernel_api._row_ops import *  # noqa: F403
+from kernel_api._norm_ops import (
+    layernorm,
+    layernorm_backward,
+    rmsnorm,
+    rmsnorm_backward,
+    rmsnorm_rht_amax,
+)
+from kernel_api._quantize_ops import Quantized, quantize
+from kernel_api._quantized_norm_ops import layernorm_quantize, rmsnorm_quantize
+from kernel_api._row_ops import GroupedRows, gather_rows, group_rows, scatter_rows
+
+__all__ = [
+    "GroupedRows",
+    "Quantized",
+    "gather_rows",
+    "gemm",
+    "gemm_amax",
+    "gemm_bias_activation",
+    "gemm_dactivation",
+    "gemm_dglu",
+    "gemm_dropout",
+    "gemm_dsrelu",
+    "gemm_dswiglu",
+    "gemm_geglu",
+    "gemm_glu",
+    "gemm_quantize",
+    "gemm_recompute_dactivation",
+    "gemm_recompute_dglu",
+    "gemm_recompute_dsrelu",
+    "gemm_reglu",
+    "gemm_residual",
+    "gemm_rope",
+    "gemm_srelu",
+    "gemm_swiglu",
+    "group_rows",
+    "grouped_gemm",
+    "grouped_gemm_dglu",
+    "grouped_gemm_dsrelu",
+    "grouped_gemm_glu",
+    "grouped_gemm_glu_hadamard",
+    "grouped_gemm_quantize",
+    "grouped_gemm_srelu",
+    "grouped_gemm_wgrad",
+    "layernorm",
+    "layernorm_backward",
+    "layernorm_quantize",
+    "quantize",
+    "register_operators",
+    "rmsnorm",
+    "rmsnorm_backward",
+    "rmsnorm_quantize",
+    "rmsnorm_rht_amax",
+    "scatter_rows",
+    "sdpa",
+    "sdpa_backward",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 #: Every form of a fusion, and the function that is it.
 FORMS: list[tuple[Form, Callable[..., Any]]] = []

@@ -1,6 +1,7 @@
 """The names that ``import kernel_api`` offers."""
 
 import copy
+import inspect
 import pickle
 import subprocess
 import sys
@@ -96,3 +97,52 @@ def test_errors_reach_other_processes_as_they_are(again):
         assert type(found) is type(error) and str(found) == str(error)
         assert vars(found).keys() == vars(error).keys()
         assert all(str(found.__dict__[name]) == str(one) for name, one in vars(error).items())
+
+
+FUNCTIONS = [
+    pytest.param(function, id=f"{module.__name__}.{name}")
+    for module in (ka.fusions, ka.ops, ka.nn)
+    for name in module.__all__
+    if inspect.isfunction(function := getattr(module, name)) and name != "register_operators"
+]
+
+
+def test_modules_of_functions_list_these_and_nothing_else():
+    for module in (ka.fusions, ka.ops, ka.nn):
+        assert dir(module) == sorted(module.__all__)
+    forms = {name for name in dir(ka.fusions) if name.islower()}
+    assert {*dir(ka.ops)} == {*forms, "GroupedRows", "Quantized", "register_operators"}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_function_says_all_that_it_takes_and_names_itself_where_it_takes_none_of_a_name(function):
+    taken = inspect.signature(function).parameters.values()
+    assert not any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in taken)
+    given = {one.name: torch.empty(32, 64) for one in taken if one.default is one.empty}
+    named = {one.name for one in taken if one.kind is one.KEYWORD_ONLY}
+    placed = [one for name, one in given.items() if name not in named]
+    options = {name: one for name, one in given.items() if name in named}
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\)") as caught:
+        function(*placed, **options, colour=3)
+    assert "unexpected keyword argument 'colour'" in str(caught.value)
+
+
+def test_functions_that_fix_an_option_of_others_have_these_others():
+    def options(function):
+        return {*inspect.signature(function).parameters}
+
+    glu, dglu = options(ka.fusions.gemm_glu), options(ka.fusions.gemm_dglu)
+    for name in ("gemm_swiglu", "gemm_geglu", "gemm_reglu"):
+        assert options(getattr(ka.fusions, name)) == glu - {"kind"}
+    assert options(ka.fusions.gemm_dswiglu) == dglu - {"kind"}
+    assert options(ka.nn.linear_swiglu) == options(ka.nn.linear_glu) - {"kind"}
+    with pytest.raises(TypeError, match=r"gemm_swiglu\(\) got an .* argument 'kind'"):
+        ka.ops.gemm_swiglu(torch.empty(32, 64), torch.empty(64, 64), kind="geglu")
+
+
+@pytest.mark.parametrize("function", [ka.ops.sdpa, ka.nn.attention], ids=["sdpa", "attention"])
+def test_names_of_torch_are_answered_with_what_to_write(function):
+    Q = torch.empty(1, 2, 8, 16)
+    message = r"unexpected keyword argument 'is_causal'; pass mask=ka\.masks\.Causal\(\)"
+    with pytest.raises(TypeError, match=message):
+        function(Q, Q, Q, is_causal=True)

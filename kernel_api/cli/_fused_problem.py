@@ -44,15 +44,6 @@ def _value(text: str) -> Any:
     return text
 
 
-#: Fusions that are another one with an option of it set, and take its other options.
-_CASES = {
-    "gemm_swiglu": ("gemm_glu", "kind"), "gemm_geglu": ("gemm_glu", "kind"),
-    "gemm_reglu": ("gemm_glu", "kind"), "gemm_dswiglu": ("gemm_dglu", "kind"),
-    "gemm_dsrelu": ("gemm_dactivation", "activation"),
-    "gemm_recompute_dsrelu": ("gemm_recompute_dactivation", "activation"),
-}  # fmt: skip
-
-
 def option_names() -> tuple[str, ...]:
     """Everything that a fusion of the catalogue takes beside A, B and out."""
     from kernel_api.ops import FORMS, GROUPED_FORMS
@@ -64,14 +55,8 @@ def names_of(form: Form) -> list[str]:
     """What a fusion takes beside A, B and out."""
     import inspect
 
-    from kernel_api import fusions
-
-    fusion, fixed = form.fusion, None
-    if form.name in _CASES:
-        general, fixed = _CASES[form.name]
-        fusion = getattr(fusions, general)
-    own = {"A", "B", "out", "offsets", "epilogue", fixed}
-    return [name for name in inspect.signature(fusion).parameters if name not in own]
+    own = {"A", "B", "out", "offsets", "epilogue"}
+    return [name for name in inspect.signature(form.fusion).parameters if name not in own]
 
 
 def fused_arguments(
@@ -160,7 +145,7 @@ class Operands:
 
         parameters = inspect.signature(self.form.fusion).parameters.values()
         names = [one.name for one in parameters if one.default is one.empty]
-        absent = [name for name in names if name not in ("A", "B", "out", "options", *self.given)]
+        absent = [name for name in names if name not in ("A", "B", "out", *self.given)]
         found = {n: self.operand(n) for n in absent if n not in self.form.always or n == "scale"}
         return {name: value for name, value in found.items() if value is not True}
 

@@ -143,3 +143,7 @@ __all__ = [
     "sdpa",
     "sdpa_backward",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from kernel_api import epilogue as ep
+from kernel_api._options import Options
 from kernel_api.arguments import GemmArguments
 from kernel_api.fusions._linear import ACTIVATIONS
 from kernel_api.fusions._shared import (
@@ -148,19 +149,27 @@ def bent_dsrelu(
     return _gradients(times(alpha, accum), prob, *_bent_squared_relu(preactivation, limit))
 
 
+_OPTIONS = Options(gemm_dactivation, ["activation"])
+_RECOMPUTED_OPTIONS = Options(gemm_recompute_dactivation, ["activation"])
+
+
+@_OPTIONS.told
 def gemm_dsrelu(A: Any, B: Any, *, out: Any, preactivation: Any, **options: Any) -> GemmArguments:
     """:func:`gemm_dactivation` of ``"squared_relu"``: out = 2 · alpha · acc · max(preactivation,
     0) · prob, dprob = Σ over columns of alpha · acc · max(preactivation, 0)²."""
+    _OPTIONS.check("gemm_dsrelu", options)
     return gemm_dactivation(
         A, B, out=out, preactivation=preactivation, activation="squared_relu", **options
     )
 
 
+@_RECOMPUTED_OPTIONS.told
 def gemm_recompute_dsrelu(
     A: Any, B: Any, *, out: Any, upstream: Any, **options: Any
 ) -> GemmArguments:
     """:func:`gemm_recompute_dactivation` of ``"squared_relu"``: with x = alpha · acc, out =
     2 · max(x, 0) · upstream · prob, dprob = Σ over columns of max(x, 0)² · upstream."""
+    _RECOMPUTED_OPTIONS.check("gemm_recompute_dsrelu", options)
     return gemm_recompute_dactivation(
         A, B, out=out, upstream=upstream, activation="squared_relu", **options
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from kernel_api import epilogue as ep
 from kernel_api._numbers import whole_number
+from kernel_api._options import Options
 from kernel_api.arguments import GemmArguments
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._gates import KINDS, LIMITED, gated
@@ -238,23 +239,34 @@ def dglu_of(kind: str, order: str, granularity: int | str, alpha_power: int = 1)
     return fn
 
 
+_OPTIONS, _GRADIENT_OPTIONS = Options(gemm_glu, ["kind"]), Options(gemm_dglu, ["kind"])
+
+
+@_OPTIONS.told
 def gemm_swiglu(A: Any, B: Any, *, out: Any, **options: Any) -> GemmArguments:
     """:func:`gemm_glu` of that kind."""
+    _OPTIONS.check("gemm_swiglu", options)
     return gemm_glu(A, B, out=out, kind="swiglu", **options)
 
 
+@_OPTIONS.told
 def gemm_geglu(A: Any, B: Any, *, out: Any, **options: Any) -> GemmArguments:
     """:func:`gemm_glu` of that kind."""
+    _OPTIONS.check("gemm_geglu", options)
     return gemm_glu(A, B, out=out, kind="geglu", **options)
 
 
+@_OPTIONS.told
 def gemm_reglu(A: Any, B: Any, *, out: Any, **options: Any) -> GemmArguments:
     """:func:`gemm_glu` of that kind."""
+    _OPTIONS.check("gemm_reglu", options)
     return gemm_glu(A, B, out=out, kind="reglu", **options)
 
 
+@_GRADIENT_OPTIONS.told
 def gemm_dswiglu(A: Any, B: Any, *, out: Any, preactivation: Any, **options: Any) -> GemmArguments:
     """:func:`gemm_dglu` of that kind."""
+    _GRADIENT_OPTIONS.check("gemm_dswiglu", options)
     return gemm_dglu(A, B, out=out, preactivation=preactivation, kind="swiglu", **options)
 
 
