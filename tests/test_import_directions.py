@@ -17,7 +17,8 @@ def files(folder):
 
 @cache
 def imports(path):
-    """Every module that a file imports, with whether that waits for a function to be called."""
+    """Every module that a file imports, with whether that waits for a function to be called; what
+    only checkers of types read waits for ever."""
 
     def visit(node, deferred):
         for child in ast.iter_child_nodes(node):
@@ -27,9 +28,16 @@ def imports(path):
                 module = absolute(path, child.level, child.module)
                 yield module, deferred
                 yield from ((f"{module}.{alias.name}", deferred) for alias in child.names)
-            yield from visit(child, deferred or isinstance(child, DEFERRED))
+            later = isinstance(child, DEFERRED) or is_for_checkers(child)
+            yield from visit(child, deferred or later)
 
     return list(visit(ast.parse(path.read_text()), False))
+
+
+def is_for_checkers(node):
+    """Whether it is ``if TYPE_CHECKING``, without anything else."""
+    named = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and not node.orelse
+    return named and node.test.id == "TYPE_CHECKING"
 
 
 def absolute(path, level, module):
