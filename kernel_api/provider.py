@@ -107,7 +107,7 @@ class Provider:
             _registered(cls)
 
     @classmethod
-    def register(cls, kernel_class: K) -> K:
+    def register(cls, kernel_class: K = None) -> K:  # type: ignore[assignment]
         """Offer a kernel class to discovery; registering it again replaces it. A class is of one
         provider: it is withdrawn from another one.
 
@@ -180,6 +180,8 @@ class Provider:
 
         if not (isinstance(kernel_class, type) and issubclass(kernel_class, Kernel)):
             yield "it must be a class derived from kernel_api.Kernel"
+            if kernel_class is None:
+                yield f"write @{cls.__qualname__}.register without parentheses"
             return
         yield from faults_of_class(kernel_class)
         declared = kernel_class.space is not None

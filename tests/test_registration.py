@@ -291,6 +291,12 @@ def test_rules_of_a_class_that_is_made_without_a_body_count(registry):
 # Registering, again, and withdrawing -----------------------------------------------------
 
 
+def test_register_with_parentheses_is_told_to_be_written_without(registry):
+    provider = registry.provider()
+    text = refusal(provider.register)
+    assert text.endswith(f"; write @{provider.__qualname__}.register without parentheses")
+
+
 def test_register_is_a_decorator_and_the_class_is_then_offered(registry):
     provider = registry.provider()
 
