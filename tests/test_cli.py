@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from support.kernels import CpuGemm
+from support.kernels import CpuGemm, CudaGemm
 from support.sampling import some
 
 from kernel_api.cli import _doctor, main
@@ -212,6 +212,27 @@ def test_compile_prints_what_the_machine_code_takes(capsys):
     assert code == 0
     text = json.dumps(told)
     assert all(word in text for word in ("registers", "shared_memory_bytes", "spill_bytes"))
+
+
+@pytest.mark.parametrize(
+    ("targets", "code", "lacking"),
+    [
+        (("sm_80", "sm_90"), 0, ["sm_80"]),
+        (("sm_80",), 1, ["sm_80"]),
+        (("sm_75", "sm_80"), 1, ["sm_75", "sm_80"]),
+    ],
+)
+def test_compile_fails_where_no_target_has_a_kernel(registry, capsys, targets, code, lacking):
+    class New(CudaGemm):
+        family = "only_new"
+        targets = ("sm_90",)
+
+    registry.register(New)
+    words = ["compile", "--filter", "only_new", *(f"--target={one}" for one in targets)]
+    assert run_json(capsys, *words)[0] == code
+    assert main(words) == code
+    shown = capsys.readouterr().out
+    assert [line.split(":")[0] for line in shown.splitlines() if "no kernel" in line] == lacking
 
 
 @pytest.mark.compile
