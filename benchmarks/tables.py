@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ FURTHER = {
 }
 
 SUITES_OF_ATTENTION = "sdpa-"
+
+#: How often a row was timed, in its policy.
+REPEATS = re.compile(r"(?<=median of )\d+")
 
 #: Columns, of a line per suite.
 OVERVIEW = [
@@ -128,12 +132,11 @@ def table(gpu: str, suite: str, rows: list[Row], candidates: Candidates) -> str:
         cells += [_further(row, name) for name in further]
         cells += [reasons[row["problem"]]] if any(reasons.values()) else []
         lines.append(_cells(cells))
-    versions = ", ".join(f"{name} {value}" for name, value in best[0]["env"].items())
     if _has_mean(best):
         sentence += f"Geometric mean {geometric_mean([r['ratio'] for r in best]):.3f}. "
     if all("runs" in row for row in best):
         sentence += "".join(f"{line[:1].upper()}{line[1:]}. " for line in figures(best))
-    lines += ["", f"{sentence}{_policy(best)}; {best[0]['date']}; {versions}."]
+    lines += ["", f"{sentence}{_circumstances(best)}."]
     return "\n".join(lines)
 
 
@@ -173,10 +176,7 @@ def _summary(gpu: str, suite: str, best: list[Row]) -> str:
         means = f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}"
         lines.append(_cells([origin.replace(",", ", "), str(len(kind)), *rates, *means]))
     peers = ", ".join(dict.fromkeys(row["peer"] for row in best))
-    versions = ", ".join(f"{name} {value}" for name, value in best[0]["env"].items())
-    return "\n".join(
-        [*lines, "", f"Peers: {peers}. {_policy(best)}; {best[0]['date']}; {versions}."]
-    )
+    return "\n".join([*lines, "", f"Peers: {peers}. {_circumstances(best)}."])
 
 
 def _range(rows: list[Row], name: str, digits: str) -> str:
@@ -184,11 +184,36 @@ def _range(rows: list[Row], name: str, digits: str) -> str:
     return f"{min(values):{digits}} to {max(values):{digits}}"
 
 
+def _circumstances(rows: list[Row]) -> str:
+    """How, when and with what the rows were timed; each of several where they differ."""
+    seen: dict[str, list[Any]] = {}
+    for row in rows:
+        for name, value in row["env"].items():
+            seen.setdefault(name, []).append(value)
+    versions = ", ".join(f"{name} {_each(values)}" for name, values in seen.items())
+    return f"{_policy(rows)}; {_dates(rows)}; {versions}"
+
+
 def _policy(rows: list[Row]) -> str:
     """How the rows were timed; short problems are timed by graphs, long ones call by call."""
-    ways = dict.fromkeys(row["policy"].partition(", ")[0].partition(" of ")[0] for row in rows)
-    _, _, rest = rows[0]["policy"].partition(", ")
-    return ", ".join(filter(None, [" or ".join(ways), rest]))
+    parts = [row["policy"].partition(", ") for row in rows]
+    repeats: dict[str, set[int]] = {}
+    for _, _, rest in parts:
+        found = repeats.setdefault(REPEATS.sub("{}", rest), set())
+        found.update(int(number) for number in REPEATS.findall(rest))
+    ways = _each(way.partition(" of ")[0] for way, _, _ in parts)
+    rests = _each(rest.replace("{}", _each(sorted(found))) for rest, found in repeats.items())
+    return ", ".join(filter(None, [ways, rests]))
+
+
+def _each(values: Iterable[Any]) -> str:
+    """The distinct ones."""
+    return " or ".join(dict.fromkeys(map(str, values)))
+
+
+def _dates(rows: list[Row]) -> str:
+    dates = sorted({row["date"] for row in rows})
+    return " to ".join(dict.fromkeys((dates[0], dates[-1])))
 
 
 def _cells(cells: list[str]) -> str:
@@ -237,8 +262,7 @@ def _overview(gpu: str, suite: str, best: list[Row]) -> str:
     if _has_mean(best):
         mean_and_worst = [f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}"]
     peers = ", ".join(dict.fromkeys(row["peer"] for row in best))
-    latest = max(row["date"] for row in best)
-    return _cells([link, about, str(len(best)), peers, *mean_and_worst, latest])
+    return _cells([link, about, str(len(best)), peers, *mean_and_worst, _dates(best)])
 
 
 def document(results: Path = RESULTS) -> str:

@@ -66,6 +66,33 @@ def test_the_fastest_verified_kernel_of_a_problem_is_shown(tmp_path):
     assert "Geometric mean 4.000" in text
 
 
+def test_rows_of_several_runs_are_told_with_all_their_dates_and_policies(tmp_path):
+    runs = [
+        ("2026-01-05", "eager, cold L2, median of 20", "2.9"),
+        ("2026-01-02", "CUDA graph of 9 calls on 3 operand sets, cold L2, median of 7", "2.9"),
+        ("2026-01-03", "CUDA graph of 8 calls on 4 operand sets, cold L2, median of 7", "2.13"),
+    ]
+    rows = [
+        {
+            **row(f"p{n}", "kernel", 50.0),
+            "date": date,
+            "policy": policy,
+            "env": {"gpu": "NVIDIA H200", "torch": torch},
+            "origin": "one kind",
+            "tflops": 1.0,
+            "peer_tflops": 0.5,
+        }
+        for n, (date, policy, torch) in enumerate(runs)
+    ]
+    told = (
+        "eager or CUDA graph, cold L2, median of 7 or 20; 2026-01-02 to 2026-01-05; "
+        "gpu NVIDIA H200, torch 2.9 or 2.13."
+    )
+    assert told in written(tmp_path, rows, "sdpa-forward")
+    assert told in tables.summary(tmp_path)
+    assert "| 2.000 | 2.000 | 2026-01-02 to 2026-01-05 |" in tables.overview(tmp_path)
+
+
 def test_what_is_beside_a_part_of_itself_has_no_mean(tmp_path):
     rows = [row("torch.mm", "fast", 100.0), row("a whole call", "fast", 200.0)]
     text = written(tmp_path, rows, "host")
