@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -112,6 +113,24 @@ def test_json_is_indented_for_a_person(monkeypatch, terminal, lines):
     Output(as_json=True).show({"kernels": ({"count": 1} for _ in range(1))})
     assert json.loads(written.getvalue()) == {"kernels": [{"count": 1}]}
     assert len(written.getvalue().splitlines()) == lines
+
+
+@pytest.mark.parametrize(("room", "lines"), [(40, 4), (66, 5), (120, 4)])
+def test_a_table_for_a_person_has_names_in_one_piece_in_any_width(monkeypatch, room, lines):
+    pytest.importorskip("rich")
+    name, said = "sm90_sdpa_latent_f16_f16_f16_f16_f32", "tile=64x64 head_dim=576x512"
+    written = io.StringIO()
+    written.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", written)
+    monkeypatch.setenv("COLUMNS", str(room))
+    monkeypatch.setenv("TERM", "xterm")
+    Output().show({}, Table(("name", "design", "us"), [(name, said, "3"), ("short", "none", "12")]))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", written.getvalue())
+    shown = [line for line in text.splitlines() if line.strip()]
+    assert {name, *said.split(), "short"} <= {*text.split()}
+    assert len(shown) == lines
+    if room > 40:
+        assert max(map(len, shown)) <= room
 
 
 def test_explain_prints_what_the_library_says(capsys):

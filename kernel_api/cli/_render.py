@@ -1,7 +1,8 @@
 """The only module of the command line that writes anything: answers, notes, progress.
 
-Tables are drawn by rich where it is installed and the reader is a terminal; otherwise they are
-plain aligned text. ``NO_COLOR`` keeps the tables and drops the colours.
+Tables are drawn by rich where it is installed and the reader is a terminal that has room for every
+word, such as a kernel's name, in one piece; otherwise they are plain aligned text. ``NO_COLOR``
+keeps the tables and drops the colours.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ T = TypeVar("T")
 
 #: Without a progress bar, a line of progress is written at most this often.
 _SECONDS_BETWEEN_LINES = 2.0
+#: Characters of a drawn table that are of no cell, for each column; at the edge there is another.
+_BETWEEN_COLUMNS = 3
 _STYLES = {"passed": "green", "ok": "green", "failed": "bold red", "error": "bold red"}
 
 
@@ -32,6 +35,20 @@ class Table:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", [[_one_line(cell) for cell in row] for row in self.rows])
+
+    def widths(self, room: int) -> list[int] | None:
+        """Of the columns, in as many characters; None where a word would have to be cut."""
+        columns = list(zip(self.columns, *self.rows, strict=True))
+        widths = [max(map(len, cells)) for cells in columns]
+        least = [
+            max(len(word) for cell in cells for word in (cell.split() or [""])) for cells in columns
+        ]
+        while sum(widths) > room:
+            wider = [place for place, width in enumerate(widths) if width > least[place]]
+            if not wider:
+                return None
+            widths[max(wider, key=widths.__getitem__)] -= 1
+        return widths
 
     def is_numeric(self, column: int) -> bool:
         cells = [row[column] for row in self.rows if row[column] not in ("", "-")]
@@ -66,10 +83,15 @@ class Output:
         for block in blocks:
             if isinstance(block, str):
                 sys.stdout.write(f"{block}\n")
-            elif self._console is not None:
-                self._console.print(_rich_table(block))
             else:
-                sys.stdout.write(f"{plain(block)}\n")
+                self._show_table(block)
+
+    def _show_table(self, table: Table) -> None:
+        drawn = None if self._console is None else _rich_table(table, self._console.width)
+        if self._console is None or drawn is None:
+            sys.stdout.write(f"{plain(table)}\n")
+        else:
+            self._console.print(drawn)
 
     def note(self, text: str) -> None:
         """Write a line for the reader beside the answer, on stderr."""
@@ -118,15 +140,19 @@ def _rich_console(stream: TextIO) -> Any:
     return Console(file=stream, highlight=False, soft_wrap=False)
 
 
-def _rich_table(table: Table) -> Any:
+def _rich_table(table: Table, room: int) -> Any:
+    """None where it does not fit into as many columns of characters."""
     import rich.box
     import rich.table
     from rich.text import Text
 
+    widths = table.widths(room - _BETWEEN_COLUMNS * len(table.columns) - 1)
+    if widths is None:
+        return None
     drawn = rich.table.Table(title=table.title, title_justify="left", box=rich.box.SIMPLE_HEAD)
-    for index, column in enumerate(table.columns):
+    for index, (column, width) in enumerate(zip(table.columns, widths, strict=True)):
         justify: Any = "right" if table.is_numeric(index) else "left"
-        drawn.add_column(column, justify=justify, overflow="fold")
+        drawn.add_column(column, justify=justify, width=width)
     for row in table.rows:
         drawn.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
     return drawn
