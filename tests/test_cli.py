@@ -13,7 +13,7 @@ import pytest
 from support.kernels import CpuGemm, CudaGemm
 from support.sampling import some
 
-from kernel_api.cli import _doctor, main
+from kernel_api.cli import _doctor, _render, main
 from kernel_api.cli._render import Output, Table, plain
 
 SMALL = ["--m", "33", "--n", "17", "--k", "65"]
@@ -90,6 +90,9 @@ def test_list_counts_what_it_shows_and_hides(capsys):
     [
         ("--family", "gemm_tf32", lambda k: "gemm_tf32" in k["family"]),
         ("--provider", "torch", lambda k: k["provider"] == "torch"),
+        ("--providers", "torch,reference", lambda k: k["provider"] in ("torch", "reference")),
+        ("--filter", "family=torch.mm", lambda k: k["family"] == "torch.mm"),
+        ("--filter", "torch_mm", lambda k: "torch_mm" in k["kernel_name"]),
         (
             "--dtype",
             "int8",
@@ -131,6 +134,14 @@ def test_a_table_for_a_person_has_names_in_one_piece_in_any_width(monkeypatch, r
     assert len(shown) == lines
     if room > 40:
         assert max(map(len, shown)) <= room
+
+
+def test_progress_that_is_told_is_told_to_its_end(monkeypatch, capsys):
+    for seconds, told in ((60.0, ""), (-1.0, "0 1 2 3")):
+        monkeypatch.setattr(_render, "_SECONDS_BETWEEN_LINES", seconds)
+        assert list(Output().track("abc", "looking")) == ["a", "b", "c"]
+        lines = capsys.readouterr().err.splitlines()
+        assert lines == [f"looking: {n} of 3" for n in told.split()]
 
 
 def test_explain_prints_what_the_library_says(capsys):
@@ -294,6 +305,7 @@ def test_doctor_shows_a_provider_that_cannot_say_whether_it_is_available(registr
         (["explain", "--cc", "hopper"], "names no GPU architecture"),
         (["explain", "--layout", "xyz"], "--layout is 'xyz'"),
         (["explain", "--provider", "nobody"], "no provider is called 'nobody'"),
+        (["explain", "--filter", "foo=1"], "there is no axis foo; expected one of family, "),
         (["explain", "--m", "-1"], "--m"),
         (["frobnicate"], "invalid choice"),
         ([], "required"),

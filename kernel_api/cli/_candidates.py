@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kernel_api.cli._metadata_filter import MetadataFilter, condition
+from kernel_api.cli._query import add_providers_option
 
 
 def add_candidate_options(group: argparse._ArgumentGroup) -> None:
@@ -16,12 +17,7 @@ def add_candidate_options(group: argparse._ArgumentGroup) -> None:
         help="only kernels of that design, as tile=128x128x64 or family=sm90.gemm: what kernel-api "
         "list prints; values may be separated by commas; may be repeated",
     )
-    group.add_argument(
-        "--providers",
-        type=_names,
-        metavar="NAME,NAME",
-        help="only these; without torch, nothing is compared with it",
-    )
+    add_providers_option(group, "only these; without torch, nothing is compared with it")
     group.add_argument(
         "--timeout",
         type=seconds,
@@ -45,10 +41,3 @@ def seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{value} is no number of seconds that is more than 0")
     return value
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise argparse.ArgumentTypeError(f"{text!r} names none; expected such as cutedsl,torch")
-    return names

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         found = [m for m in found if _takes(m, wanted)]
     shown = found[: options.limit]
     data = {"count": len(found), "kernels": (_row(m) for m in shown)}
-    filters = (options.family, options.dtype, options.cc, options.provider, options.filter)
+    filters = (options.family, options.dtype, options.cc, options.providers, options.filter)
     if output.for_reader and not options.all and not options.limit and not any(filters):
         output.show(data, _families(found), _summary(found), "kernel-api list --all names them.")
     else:

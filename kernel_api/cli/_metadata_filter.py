@@ -36,7 +36,7 @@ class MetadataFilter:
         return cls(conditions)
 
     def __call__(self, metadata: KernelMetadata) -> bool:
-        axes = _axes(metadata)
+        axes = _axes(metadata) if self.conditions else {}
         return all(axes.get(axis) in values for axis, values in self.conditions)
 
 

@@ -6,14 +6,42 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from kernel_api.cli._metadata_filter import Condition, MetadataFilter, condition
 from kernel_api.metadata import KernelMetadata
 
 
 def add_provider_options(parser: argparse.ArgumentParser) -> None:
+    add_providers_option(parser, "only these")
     parser.add_argument(
-        "--provider", action="append", metavar="NAME", help="only this provider; may be repeated"
+        "--filter",
+        action="append",
+        type=_text_or_condition,
+        metavar="TEXT",
+        help="only kernels with TEXT in their name, or of a design, as tile=128x128x64; may be "
+        "repeated",
     )
-    parser.add_argument("--filter", metavar="TEXT", help="only kernels with TEXT in their name")
+
+
+def add_providers_option(parser: argparse._ActionsContainer, help: str) -> None:
+    parser.add_argument(
+        *("--providers", "--provider"),
+        action="extend",
+        type=_names,
+        metavar="NAME,NAME",
+        help=f"{help}; may be repeated",
+    )
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names none; expected such as cutedsl,torch")
+    return names
+
+
+def _text_or_condition(text: str) -> str | Condition:
+    """No name of a kernel has an equals sign."""
+    return condition(text) if "=" in text else text
 
 
 def add_limit_option(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +51,17 @@ def add_limit_option(parser: argparse.ArgumentParser) -> None:
 
 
 def metadata_filter(options: argparse.Namespace) -> Callable[[KernelMetadata], bool] | None:
-    """The filter for ``get_kernels`` that ``--filter`` asks for."""
-    text: str | None = options.filter
-    if text is None:
+    """The filter for ``get_kernels`` that ``--filter`` asks for; raises ArgumentError for an axis
+    that there is not."""
+    asked = options.filter or ()
+    texts = [one for one in asked if isinstance(one, str)]
+    if not asked:
         return None
-    return lambda metadata: text in metadata.kernel_name
+    conditions = [one for one in asked if not isinstance(one, str)]
+    of_design = MetadataFilter.checked(conditions) if conditions else MetadataFilter([])
+    return lambda metadata: (
+        all(text in metadata.kernel_name for text in texts) and of_design(metadata)
+    )
 
 
 #: The largest integers that torch takes for a size, and for a seed.
@@ -60,5 +94,5 @@ def query(options: argparse.Namespace, cc: Any = None) -> dict[str, Any]:
     return {
         "metadata_filter": metadata_filter(options),
         "cc": cc if cc is not None else getattr(options, "cc", None),
-        "providers": options.provider,
+        "providers": options.providers,
     }

@@ -105,12 +105,14 @@ class Output:
 
             yield from track(items, doing, console=console, transient=True)
             return
-        told = time.monotonic()
+        told, noted = time.monotonic(), False
         for done, item in enumerate(items):
             if time.monotonic() - told > _SECONDS_BETWEEN_LINES:
-                told = time.monotonic()
+                told, noted = time.monotonic(), True
                 self.note(f"{doing}: {done} of {len(items)}")
             yield item
+        if noted:
+            self.note(f"{doing}: {len(items)} of {len(items)}")
 
 
 def plain(table: Table) -> str:
