@@ -131,12 +131,23 @@ def is_module(module):
     return place.with_suffix(".py").exists() or place.is_dir()
 
 
-def test_a_wheel_has_every_package():
+def test_a_wheel_has_every_package_and_every_folder_of_data():
     project = (ROOT / "pyproject.toml").read_text().split("packages = [")[1].split("]")[0]
     listed = {line.strip().strip('",') for line in project.splitlines() if line.strip()}
     found = {
         ".".join(("kernel_api",) * (folder != "kernel_api") + path.parent.relative_to(ROOT).parts)
         for folder in ("kernel_api", "providers", "implementations")
-        for path in (ROOT / folder).rglob("__init__.py")
+        for pattern in ("__init__.py", "tables/*.json")
+        for path in (ROOT / folder).rglob(pattern)
     }
     assert found == listed
+
+
+def test_the_archive_of_the_sources_has_what_tests_need_and_documents_are():
+    manifest = (ROOT / "MANIFEST.in").read_text().split()
+    folders = {
+        path.name for path in ROOT.iterdir() if any(path.glob("*.py")) or path.name == "docs"
+    }
+    packages = {"implementations", "kernel_api", "providers"}
+    assert folders - packages <= {*manifest}
+    assert {"CONTRIBUTING.md", "Makefile", ".ci/run"} <= {*manifest}
