@@ -328,6 +328,45 @@ def test_probabilities_of_a_function_of_scores_are_kept():
         assert compare(values, results[0][name], results[1][name], factor=3.0), name
 
 
+def capped(w, p):
+    return w.graph.mul(w.graph.tanh(w.graph.div(p, 3.0)), 3.0)
+
+
+def biased(w, p):
+    return w.graph.add(p, w.given("bias", 1, 1, 1, T))
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({}, None),
+        ({"kv_heads": H_KV}, biased),
+        ({"form": "tensor"}, biased),
+        ({}, capped),
+        ({"at": "q"}, None),
+        ({"at": "k", "form": "by value"}, capped),
+        ({"at": "none"}, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kept_as", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_probabilities_are_those_of_scores_in_float32(options, change, kept_as):
+    """Attention gives the log-sum-exp of scores that are not rounded to what the graph keeps."""
+    planned = []
+    for target in (90, None):
+        w = new(target, intermediate_data_type=kept_as)
+        p = scores(w, **{"kv_heads": H, **options})
+        p = softmax(w.graph, p if change is None else change(w, p))
+        w.output("p", p, FLOAT)
+        attend(w, p, w.given("v", B, options.get("kv_heads", H), T, D_V))
+        planned.append(w.planned() if target else w.run()["p"])
+    kernels, found = planned
+    if "kv_heads" not in options:  # no product shares keys
+        assert [name.split("_bf16")[0] for name in kernels] == ["sm90_sdpa_forward", "sm90_gemm"]
+    assert "sdpa" in w.nodes() and "reduction" not in w.nodes()
+    torch.testing.assert_close(found.sum(-1), torch.ones(B, H, S), rtol=0, atol=2e-5)
+
+
 def test_two_products_share_probabilities():
     w = new(None)
     p = softmax(w.graph, scores(w))
@@ -366,6 +405,42 @@ def test_two_layers_share_a_mask():
     w.output("o", g.matmul(p, w.given("v2", B, H_KV, T, D_V)))
     kernels = w.planned()
     assert len(kernels) == 2 and all(name.startswith("sm90_sdpa_forward") for name in kernels)
+
+
+#: Types of Q, of its multiple, and whether a kernel of attention multiplies Q itself.
+MULTIPLES = [
+    (torch.bfloat16, torch.float32, True),
+    (torch.float16, torch.float16, True),
+    (torch.float16, torch.bfloat16, False),
+    (torch.float32, torch.bfloat16, False),
+    (torch.float32, torch.float8_e4m3fn, False),
+    (torch.float32, torch.int8, False),
+    (torch.int8, torch.float16, False),
+]
+
+
+@pytest.mark.parametrize(("given", "kept_as", "is_passed"), MULTIPLES, ids=str)
+@pytest.mark.parametrize("factor", ["q", "k"])
+def test_a_multiple_is_rounded_where_its_type_is_narrower(factor, given, kept_as, is_passed):
+    multiplied = kept_as in (torch.float16, torch.bfloat16, torch.float32)
+    w = new(None, given if is_passed else kept_as if multiplied else torch.float32)
+    g = w.graph
+    kinds = {"q": w.element, "k": w.element, factor: given}
+    values = {"q": 2 * torch.randn(B, H, S, D), "k": 2 * torch.randn(B, H_KV, T, D)}
+    read = {name: w.given(name, values=x.to(kinds[name])) for name, x in values.items()}
+    read[factor] = g.mul(read[factor], 3.0).set_data_type(kept_as)
+    p = g.matmul(read["q"], g.transpose(read["k"], [0, 1, 3, 2]))
+    attend(w, softmax(g, g.mul(p, 0.02)))
+    found = w.run()["o"].double()
+    assert ("sdpa" in w.nodes()) is multiplied and ("mul" in w.nodes()) is not is_passed
+    exact = {name: x.double() for name, x in w.data.items()}
+    multiple = exact[factor] * 3
+    exact[factor] = (
+        (multiple if kept_as.is_floating_point else multiple.round()).to(kept_as).double()
+    )
+    k, v = (exact[name].repeat_interleave(H // H_KV, 1) for name in "kv")
+    expected = (exact["q"] @ k.mT * 0.02).softmax(-1) @ v
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=4e-3)
 
 
 # What is not replaced --------------------------------------------------------------------
@@ -491,6 +566,19 @@ def negative_scale(w):
     return "positive scales", lambda x: (-x).softmax(-1)
 
 
+def dropped_and_rounded(w):
+    g = w.graph
+    kept = g.rng((B, H, S, T), seed=3, offset=5, bernoulli_probability=0.7)
+    dropped = g.mul(g.mul(softmax(g, scores(w)), 1 / 0.7), kept)
+    attend(w, dropped.set_data_type(torch.float8_e4m3fn))
+    mask = kept_by_dropout(0.3, 3, 5)
+
+    def rounded(x):
+        return (x.softmax(-1) / 0.7 * mask).to(torch.float8_e4m3fn).to(x.dtype)
+
+    return "is kept as FP8_E4M3", rounded
+
+
 def values_are_scaled(w):
     v = w.graph.mul(w.given("v", B, H_KV, T, D_V), 1.3)
     attend(w, softmax(w.graph, scores(w)), v)
@@ -542,6 +630,7 @@ LEFT = [
     rounded_indices,
     negative_scale,
     values_are_scaled,
+    dropped_and_rounded,
     no_softmax,
     dropped_in_another_proportion,
     times_other_numbers,

@@ -195,6 +195,13 @@ class Tensor(Uncopied):
         return f"<{kind}{self} {element}{list(self.dim)}:{list(self.stride)} uid={self.uid}>"
 
 
+def constant(name: str, value: float) -> Tensor:
+    """A number that planning knows."""
+    made = Tensor(None, name=name, dim=(1,), stride=(1,), element=data_type.FLOAT)
+    made.is_pass_by_value, made.value = True, value
+    return made
+
+
 def with_a_mode(numbers: Iterable[int]) -> tuple[int, ...]:
     """Extents or strides of data as a graph has them, in which no dim is one that is not known."""
     return tuple(numbers) or (1,)

@@ -13,6 +13,7 @@ from kernel_api.graph._planning._patterns import (
     AS_IT_IS,
     EXCHANGED,
     KEPT_AS,
+    ROUNDED,
     Factor,
     Flow,
     Miss,
@@ -53,6 +54,13 @@ class Scores:
     is_indexed: bool
     values: Tensor
     inner: tuple[Node, ...]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the graph keeps them, or something that they are made of, in 16 bits."""
+        scaled = (n for n in (*self.q.passed, *self.k.passed) if n.op != "transpose")
+        written = (tensor for node in (*self.inner, *scaled) for tensor in node.writes)
+        return any(tensor.data_type in ROUNDED for tensor in written)
 
 
 @dataclass(frozen=True)

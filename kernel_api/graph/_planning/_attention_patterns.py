@@ -279,6 +279,7 @@ def _with_dropout(
 ) -> Forward:
     """Raises Miss where this is no dropout of attention."""
     dropped.check(left)
+    check_values(dropped.inner)
     v = flow.factor(product.input("B"))
     if not v.is_plain:
         raise Miss("V is scaled")

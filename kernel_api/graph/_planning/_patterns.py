@@ -21,7 +21,8 @@ EXCHANGED: Order = (0, 1, 3, 2)
 
 #: Types that values between the operations of a pattern may be kept in: kernels keep float32 there,
 #: and round what they multiply to the type of the operands.
-KEPT_AS = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16)
+ROUNDED = (data_type.HALF, data_type.BFLOAT16)
+KEPT_AS = (data_type.FLOAT, *ROUNDED)
 
 
 class Miss(Exception):  # noqa: N818  (it is no error: the nodes are left as they are)
@@ -71,7 +72,7 @@ class Flow:
         """What a tensor is, apart from scalar factors and transpositions.
 
         Args:
-            converted: Whether conversions are looked behind, too.
+            converted: Whether conversions are looked behind, too, and other roundings to 16 bits.
         """
         order, number, scale = tuple(range(tensor.rank)), 1.0, None
         passed: list[Node] = []
@@ -84,7 +85,7 @@ class Flow:
             elif converted and node.op == "identity" and tensor.data_type in KEPT_AS:
                 tensor = node.input("input")
                 seen = [(tensor, order)]
-            elif (parts := scaled(node)) is not None:
+            elif (parts := scaled(node)) is not None and _keeps(node, parts.tensor, converted):
                 if isinstance(parts.by, Tensor):
                     if scale is not None:
                         break
@@ -162,6 +163,21 @@ def scaled(node: Node) -> Scaled | None:
         if is_scalar and by.data_type in KEPT_AS and math.prod(tensor.dim) != 1:
             return Scaled(tensor, by)
     return None
+
+
+def _keeps(node: Node, tensor: Tensor, converted: bool) -> bool:
+    """Whether a kernel may compute with a tensor itself where a node makes a multiple of it.
+
+    Args:
+        converted: Whether the multiple may have a narrower type.
+    """
+    (result,) = node.writes
+    kinds = KEPT_AS if converted else (data_type.FLOAT, tensor.data_type)
+    return (
+        result.data_type in kinds
+        and tensor.data_type in KEPT_AS
+        and node.compute is not data_type.DOUBLE
+    )
 
 
 def next_of(flow: Flow, tensor: Tensor) -> Node | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kernel_api.graph._enums import data_type
@@ -58,10 +59,16 @@ def function_of_scores(flow: Flow, result: Tensor) -> Function:
         raise Miss(f"{result} does not depend on a product")
     for node in nodes:
         _check(node, depending, scores.dim)
-    made = _Copies(nodes, scores)
+    made = _Copies(nodes, scores, _copy(scores, None))
     body = Body(tuple(made.nodes), made.tensors[scores], made.tensors[result])
     is_indexed = any(node.op == "gen_index" for node in nodes)
     return Function(product, body, tuple(made.operands), tuple(inner), is_indexed)
+
+
+def of_other_scores(body: Body, scores: Tensor) -> Body:
+    """A function of the scores in another tensor, in nodes of its own."""
+    made = _Copies(body.nodes, body.argument, scores)
+    return Body(tuple(made.nodes), scores, made.tensors[body.result])
 
 
 def _between(flow: Flow, result: Tensor) -> tuple[list[Node], Node]:
@@ -118,12 +125,15 @@ def _check(node: Node, depending: set[Tensor], dim: tuple[int, ...]) -> None:
 class _Copies:
     """Nodes of their own, that the graph's tensors need not be changed for.
 
+    Args:
+        scores, instead: What they are a function of, and what the copies are.
+
     Attributes:
         operands: What is read, and written by none of the nodes.
     """
 
-    def __init__(self, nodes: list[Node], scores: Tensor) -> None:
-        self.tensors = {scores: self._copy(scores, None)}
+    def __init__(self, nodes: Iterable[Node], scores: Tensor, instead: Tensor) -> None:
+        self.tensors = {scores: instead}
         self.operands: list[Tensor] = []
         self.nodes = [self._node(node) for node in nodes]
 
@@ -137,16 +147,14 @@ class _Copies:
                 self.operands.append(tensor)
         made = Node(node.op, node.name, inputs, node.attributes, node.compute)
         for name, tensor in node.outputs.items():
-            made.outputs[name] = self.tensors[tensor] = self._copy(tensor, made)
+            made.outputs[name] = self.tensors[tensor] = _copy(tensor, made)
         return made
 
-    def _copy(self, tensor: Tensor, producer: Node | None) -> Tensor:
-        return Tensor(
-            None,
-            name=tensor.name,
-            dim=tensor.dim,
-            stride=tensor.stride,
-            element=tensor.data_type,
-            is_virtual=True,
-            producer=producer,
-        )
+
+def _copy(tensor: Tensor, producer: Node | None) -> Tensor:
+    """In float32 where it may be rounded to 16 bits, as kernels have scores."""
+    kind = data_type.FLOAT if tensor.data_type in KEPT_AS else tensor.data_type
+    return Tensor(
+        None, name=tensor.name, dim=tensor.dim, stride=tensor.stride, element=kind,
+        is_virtual=True, producer=producer,
+    )  # fmt: skip

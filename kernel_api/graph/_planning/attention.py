@@ -15,7 +15,7 @@ from kernel_api.graph._operations._attention_arguments import (
 )
 from kernel_api.graph._planning.builds import Anchored, Needed, PlainBuilds
 from kernel_api.graph._planning.steps import Prober, Take
-from kernel_api.graph._tensor import Tensor
+from kernel_api.graph._tensor import Tensor, constant
 
 #: What kernels write in any case.
 _ALWAYS = ("O", "dQ", "dK", "dV")
@@ -74,13 +74,13 @@ def with_kernel_scales(node: Node, needed: Needed, prober: Prober) -> list[Node]
         known = node.input(name).value
         if known is not None and node["scale"] is not None:
             changed.attributes["scale"] *= float(known)
-            changed.inputs[name] = _number(name, 1.0)
-    changed.inputs.update({name: _number(name, value) for name, value in _OF_RESULTS.items()})
+            changed.inputs[name] = constant(name, 1.0)
+    changed.inputs.update({name: constant(name, value) for name, value in _OF_RESULTS.items()})
     scales = [node.input(name) for name in ("descale_v", *_OF_RESULTS)]
     factors = [one for one in scales if one.value is None]
     numbers = [float(one.value) for one in scales if one.value is not None]
     if math.prod(numbers) != 1.0:
-        factors.append(_number("number", math.prod(numbers)))
+        factors.append(constant("number", math.prod(numbers)))
     of_host = [name for name in DESCALES[:2] if _is_of_host(changed.input(name))]
     if of_host or (factors and all(one.is_pass_by_value for one in factors)):
         shown = " and ".join(of_host) or "all that V is multiplied with"
@@ -101,7 +101,7 @@ def _multiplied(node: Node, factors: list[Tensor]) -> tuple[Tensor, list[Node]]:
     """The product of scales, and the nodes that compute it."""
     made: list[Node] = []
     product, *others = sorted(factors, key=lambda one: one.is_pass_by_value) or [
-        _number("one", 1.0)
+        constant("one", 1.0)
     ]
     for place, factor in enumerate(others):
         name = f"{node.name}::scale{place}"
@@ -111,12 +111,6 @@ def _multiplied(node: Node, factors: list[Tensor]) -> tuple[Tensor, list[Node]]:
         mul.operation.infer(mul)
         made.append(mul)
     return product, made
-
-
-def _number(name: str, value: float) -> Tensor:
-    made = Tensor(None, name=name, dim=(1,), stride=(1,), element=data_type.FLOAT)
-    made.is_pass_by_value, made.value = True, value
-    return made
 
 
 def _taken(take: Take, given: Tensor | tuple[Tensor, ...]) -> Any:

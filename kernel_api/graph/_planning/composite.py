@@ -40,11 +40,12 @@ from kernel_api.graph._planning._patterns import (
     Order,
     without_dead,
 )
+from kernel_api.graph._planning._score_bodies import of_other_scores
 from kernel_api.graph._planning.attention import attention
 from kernel_api.graph._planning.builds import PlainBuilds
 from kernel_api.graph._planning.refusal import Refusal
 from kernel_api.graph._planning.steps import Prober
-from kernel_api.graph._tensor import Tensor, packed_strides
+from kernel_api.graph._tensor import Tensor, constant, packed_strides
 from kernel_api.graph._validation import in_order
 
 _log = logger(__name__)
@@ -195,19 +196,46 @@ class _Replacement:
         self.replaced.update(match.replaced)
 
     def _keep(self, softmax: Softmax, attention: Node) -> None:
-        """Probabilities of the log-sum-exp: exp(score − log-sum-exp)."""
+        """Probabilities of the log-sum-exp: exp(score − log-sum-exp), of the scores it is of."""
         if softmax.out in self._kept:
             return
         self._kept.add(softmax.out)
-        values, name = softmax.scores.values, softmax.node.name
-        inputs = {"a": values, "b": self._statistics(attention)}
-        difference = Node("sub", f"{name}::difference", inputs, {}, data_type.FLOAT)
-        difference.outputs["OUT_0"] = self._virtual(difference, "OUT_0", values)
-        difference.outputs["OUT_0"].data_type = data_type.FLOAT
-        made = Node("exp", name, {"input": difference.outputs["OUT_0"]}, {}, data_type.FLOAT)
+        values, name = self._values(softmax, attention), softmax.node.name
+        stats = self._statistics(attention)
+        difference = self._computed("sub", f"{name}::difference", a=values, b=stats)
+        made = Node("exp", name, {"input": difference}, {}, data_type.FLOAT)
         made.outputs["OUT_0"] = softmax.out
-        self.made += [difference, made]
+        self.made.append(made)
         self.replaced.add(softmax.node)
+
+    def _values(self, softmax: Softmax, attention: Node) -> Tensor:
+        """Scores in float32, as attention has them: the graph's own where it rounds none."""
+        scores, name = softmax.scores, f"{softmax.node.name}::scores"
+        if not scores.is_rounded:
+            return scores.values
+        kt = self._tensor(scores.k.exchanged(), f"{name}::k")
+        values = self._computed("matmul", name, A=attention.input("q"), B=kt)
+        if scores.scale is not None or scores.number != 1:
+            by = scores.scale or constant(f"{name}::scale", scores.number)
+            values = self._computed("mul", f"{name}::scaled", a=values, b=by)
+        if scores.bias is not None:
+            values = self._computed("add", f"{name}::biased", a=values, b=scores.bias)
+        if scores.function is not None:
+            function = of_other_scores(scores.function.body, values)
+            self.made += function.nodes
+            values = function.result
+        return values
+
+    def _computed(self, op: str, name: str, **inputs: Tensor) -> Tensor:
+        """What an operation makes of tensors, in float32."""
+        node = Node(op, name, inputs, {}, data_type.FLOAT)
+        (result,) = node.operation.result
+        node.outputs[result] = made = Tensor(
+            None, name=f"{name}::{result}", element=data_type.FLOAT, is_virtual=True, producer=node
+        )
+        node.operation.infer(node)
+        self.made.append(node)
+        return made
 
     # Nodes of attention ------------------------------------------------------------------
 

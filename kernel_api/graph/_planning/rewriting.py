@@ -11,7 +11,7 @@ from kernel_api.graph._planning.grouped import with_ends
 from kernel_api.graph._planning.ragged import unpacked
 from kernel_api.graph._planning.refusal import Refusal
 from kernel_api.graph._planning.steps import Prober
-from kernel_api.graph._tensor import Tensor, packed_strides
+from kernel_api.graph._tensor import Tensor, constant, packed_strides
 
 _NORMS = ("layernorm", "rmsnorm", "layernorm_backward", "rmsnorm_backward")
 
@@ -71,7 +71,7 @@ def _with_gain(node: Node) -> list[Node]:
     """A norm whose gain is computed before: 1 + scale."""
     scale = node.input("scale")
     gain = _virtual(f"{node.name}::gain", scale.dim, data_type.FLOAT)
-    one = _number(f"{node.name}::one", 1.0)
+    one = constant(f"{node.name}::one", 1.0)
     added = Node("add", f"{node.name}::gain", {"a": scale, "b": one}, {}, data_type.FLOAT)
     added.outputs["OUT_0"] = gain
     gain.producer = added
@@ -86,7 +86,7 @@ def _with_root(node: Node) -> list[Node]:
     x, Y = node.input("input"), next(node.writes)
     element = data_type.DOUBLE if x.data_type is data_type.DOUBLE else data_type.FLOAT
     square, total = _virtual(f"{Y}::square", x.dim, element), _virtual(f"{Y}::sum", Y.dim, element)
-    mode, two = reduction_mode.ADD.name, _number(f"{node.name}::two", 2.0)
+    mode, two = reduction_mode.ADD.name, constant(f"{node.name}::two", 2.0)
     steps = [
         # Of integers as well, powers are floating numbers, as NORM2 is; products are not.
         Node("pow", f"{node.name}::square", {"input0": x, "input1": two}, {}, element),
@@ -100,12 +100,6 @@ def _with_root(node: Node) -> list[Node]:
         if tensor is not Y:
             tensor.producer = step
     return steps
-
-
-def _number(name: str, value: float) -> Tensor:
-    made = Tensor(None, name=name, dim=(1,), stride=(1,), element=data_type.FLOAT)
-    made.is_pass_by_value, made.value = True, value
-    return made
 
 
 def _virtual(name: str, dim: tuple[int, ...], element: data_type) -> Tensor:
