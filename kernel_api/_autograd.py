@@ -24,7 +24,7 @@ def changeable(out: torch.Tensor) -> torch.Tensor:
 def zeros(inputs: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
     """The gradients that are wanted, where nothing was computed of the inputs."""
     pairs = zip(inputs, wanted, strict=True)
-    return tuple([torch.zeros_like(one) if w and one is not None else None for one, w in pairs])
+    return tuple([one.new_zeros(one.shape) if w and one is not None else None for one, w in pairs])
 
 
 def check_outputs(outputs: Iterable[tuple[str, Any]]) -> None:

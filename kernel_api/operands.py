@@ -157,7 +157,8 @@ class Operand:
         if layout.may_be_negated and not is_sketch and tensor.is_neg():
             raise ArgumentError(
                 f"{name} has torch's negative bit set, as imaginary parts of conjugates have, "
-                f"and kernels read memory; pass {name}.resolve_neg()"
+                f"and kernels read memory; pass {name}.resolve_neg(), but for an output a tensor "
+                f"of its own, and copy that back"
             )
         if not is_sketch and torch.autograd.forward_ad._current_level >= 0:
             _refuse_tangent(tensor, name)

@@ -294,6 +294,35 @@ def test_negated_views_are_refused_at_every_execution(reducing, looked_at, name,
             check(plain, plain["largest"])
 
 
+def test_what_a_negated_view_is_to_be_replaced_by(reducing):
+    plain = {**operands(), "largest": torch.zeros(1, 1)}
+    for name, own in (("a", "its resolve_neg"), ("y", "a tensor of its own, and copy it back")):
+        with pytest.raises(VariantPackError, match=rf"{name} .*; pass {own}"):
+            reducing.execute({**plain, name: torch._neg_view(plain[name])})
+
+
+@pytest.mark.parametrize("form", ["vmap", "grad", "torch.sparse_csr", "torch.sparse_coo"])
+def test_tensors_without_strides_or_memory_are_refused_by_name(reducing, looked_at, form):
+    plain = {**operands(), "largest": torch.zeros(1, 1)}
+
+    def execute(a):
+        reducing.execute({**plain, "a": a})
+        return a.sum()
+
+    a = plain["a"]
+    execute(a)
+    expected = r"no memory of its own.*execute it outside"
+    if form.startswith("torch"):
+        expected = f"is a {form} tensor; expected a strided one"
+        call = lambda: execute(a.to_sparse(layout=getattr(torch, form.split(".")[1])))  # noqa: E731
+    elif form == "vmap":
+        call = lambda: torch.func.vmap(execute)(a.expand(2, M, K))  # noqa: E731
+    else:
+        call = lambda: torch.func.grad(execute)(a)  # noqa: E731
+    with pytest.raises(VariantPackError, match=rf"^a \(uid 0\) .*{expected}"):
+        call()
+
+
 @pytest.mark.parametrize("mode", [A, cudnn.heur_mode.FALLBACK])
 def test_neither_gradients_nor_tangents_are_followed(mode):
     """Whatever a plan consists of."""

@@ -70,6 +70,24 @@ def test_norms_and_their_statistics(op, dim, parameters, modes):
             assert tensor.dim == tuple(1 if m in modes else n for m, n in enumerate(dim))
 
 
+@pytest.mark.parametrize("op", CASES)
+@pytest.mark.parametrize("kind", [torch.int32, torch.bool], ids=str)
+def test_norms_of_whole_numbers_are_those_of_their_values(op, kind):
+    dim, parameters, _ = CASES[op][0]
+    x, scale, bias = (one.mul(3).to(kind) for one in drawn(dim, parameters))
+    found = []
+    for values in (x, x.float()):
+        g = Nodes()
+        given = {"input": g.given(values), "scale": g.given(scale.float())}
+        y, *_ = getattr(g, op)(**given, bias=g.given(bias.float()), epsilon=g.passed(EPSILON))
+        grad = g.given(random(*dim, seed=3))
+        backward = getattr(g, f"{op}_backward")(grad, **given, epsilon=g.passed(EPSILON))
+        g.run()
+        found.append([g.value(one).float() for one in (y, *backward) if one is not None])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype))
+
+
 @pytest.mark.parametrize(("op", "dim", "parameters", "modes"), EVERY, ids=IDS)
 @pytest.mark.parametrize("saved", [True, False], ids=["saved", "computed"])
 def test_gradients_of_norms_are_those_of_autograd(op, dim, parameters, modes, saved):

@@ -372,6 +372,24 @@ def test_numbers_that_are_known(value, kept, element):
     assert made.data_type is cudnn.data_type[element]
 
 
+@pytest.mark.parametrize(
+    ("value", "kind", "kept"),
+    [(2.0, "INT32", 2), (2, "BOOLEAN", True), (0.0, "BOOLEAN", False), (3, "DOUBLE", 3)],
+)
+def test_a_number_of_a_type_is_one_of_that_type(value, kind, kept):
+    made = Given().graph.tensor_scalar(value, cudnn.data_type[kind])
+    assert (type(made.value), made.value) == (type(kept), kept)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(2.5, "INT32"), (2**31, "INT32"), (300, "UINT8"), (-1, "UINT8"), (NAN, "INT32")],
+)
+def test_a_number_that_its_type_does_not_hold_is_refused(value, kind):
+    with pytest.raises(GraphError, match=rf"value = {value}; torch.{kind.lower()} holds whole num"):
+        Given().graph.tensor_scalar(value, cudnn.data_type[kind])
+
+
 def test_names():
     given = Given()
     given.graph.relu(given.x, name="once")

@@ -232,6 +232,17 @@ def test_a_tracer_is_told_the_results_that_there_are(element, name, lead):
         assert told == found
 
 
+def test_a_tracer_is_told_the_gradients_of_a_layer_without_columns():
+    """They lie as others do, whatever x and the weights do."""
+    x, weight, dy = torch.ones(7, 5).t(), torch.ones(7, 0).t(), torch.ones(5, 0)
+    function = ("gelu", "up_gate", "32", None, None)
+    wanted = [True, True, False]
+    told, found = both(
+        torch.ops.kernel_api.linear_backward, (dy, x, weight, None), wanted, *function
+    )
+    assert told == found
+
+
 @pytest.mark.parametrize(
     ("element", "taken"), [(torch.float8_e4m3fn, torch.bfloat16), (torch.int8, torch.int32)]
 )

@@ -315,6 +315,8 @@ def test_the_negative_bit_is_refused_by_name():
             call()
     plain = torch.randn(4, 4)
     ka.ops.gemm(plain, plain)  # such a call is known now
+    with pytest.raises(ArgumentError, match=r"out has .* for an output a tensor of its own, and"):
+        ka.ops.gemm(plain, plain, out=C)
     bias = torch.randn(4, dtype=torch.complex64).conj().imag
     with pytest.raises(ArgumentError, match="bias has torch's negative bit set"):
         ka.ops.gemm_bias_activation(plain, plain, bias=bias, activation="relu")

@@ -9,9 +9,9 @@ from typing import Any
 from kernel_api._numbers import truth, whole_number
 from kernel_api.errors import GraphError
 from kernel_api.graph._copies import Uncopied
-from kernel_api.graph._enums import as_data_type, data_type
+from kernel_api.graph._enums import as_data_type, data_type, element_type
 from kernel_api.graph._node import Body, Node, operation
-from kernel_api.graph._options import as_number, refused, text
+from kernel_api.graph._options import as_held, as_number, refused, text, what_holds
 from kernel_api.graph._tensor import Tensor
 
 #: Of numbers that are known when the graph is made.
@@ -125,17 +125,22 @@ class Builder(Uncopied):
         )
 
     def _constant(self, value: Any, name: str, element: Any = None) -> Tensor:
-        """A number that is known now."""
+        """A number that is known now.
+
+        Raises GraphError for what is none, or none of the type that is asked for.
+        """
+        what = name or "tensor_scalar"
         known: bool | int | float | None = truth(value)
         if known is None:
             known = whole_number(value)
         if known is None:
             known = as_number(value)
         if known is None:
-            raise refused(name or "tensor_scalar", "value", value, "a number")
-        if element is None:
-            element = _ELEMENTS[type(known)]
-        made = self._new_tensor(name=name, dim=(1,), stride=(1,), element=as_data_type(element))
+            raise refused(what, "value", value, "a number")
+        kind = _ELEMENTS[type(known)] if element is None else as_data_type(element)
+        if element is not None and kind is not data_type.NOT_SET:
+            known = _held(what, known, kind)
+        made = self._new_tensor(name=name, dim=(1,), stride=(1,), element=kind)
         made.is_pass_by_value = True
         made.value = known
         return made
@@ -147,3 +152,15 @@ class Builder(Uncopied):
             raise GraphError(f"{tensor} is written by {tensor.producer} and by {node}")
         tensor.producer = node
         return tensor
+
+
+def _held(what: str, value: Any, kind: data_type) -> bool | int | float:
+    """A number as a type of whole numbers holds it, and others as they are; raises GraphError where
+    it does not."""
+    element = element_type(kind).torch
+    if element.is_floating_point:
+        return value
+    found = as_held(what, value, element)
+    if found is None:
+        raise GraphError(f"{what} has value = {value!r}; {what_holds(element)}")
+    return bool(found) if kind is data_type.BOOLEAN else found

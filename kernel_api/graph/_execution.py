@@ -19,7 +19,15 @@ from kernel_api.graph._origins import Ref, origins
 from kernel_api.graph._planning.frame import Layout
 from kernel_api.graph._planning.plan import Plan, size_of
 from kernel_api.graph._planning.steps import KernelStep, TorchStep, ViewStep, origin_of
-from kernel_api.graph._slots import NOWHERE, Slot, at_address, check_apart, number_for, shown
+from kernel_api.graph._slots import (
+    NOWHERE,
+    Slot,
+    at_address,
+    check_apart,
+    check_readable,
+    number_for,
+    shown,
+)
 from kernel_api.graph._tensor import Tensor
 from kernel_api.kernel import LauncherInOrder
 from kernel_api.operands import as_torch, is_read_only
@@ -195,10 +203,15 @@ class Execution:
         if read is None:
             read = self._reader_for(tuple(pack))
         slots, alike = [*read(pack)], self._alike
-        if alike is None or not alike(*slots):
-            self._look_at(slots)
-        tensors = [slots[n] for n in self._in_memory] if self._has_numbers else slots
-        addresses = (*map(self._address_of, tensors),)
+        try:
+            if alike is None or not alike(*slots):
+                self._look_at(slots)
+            tensors = [slots[n] for n in self._in_memory] if self._has_numbers else slots
+            addresses = (*map(self._address_of, tensors),)
+        except (NotImplementedError, RuntimeError):
+            for value, slot in zip(slots, self._slots, strict=True):
+                check_readable(value, slot)
+            raise
         misaligned = self._misaligned.get(addresses)
         return slots, self._placed(slots, addresses) if misaligned is None else misaligned
 
@@ -295,6 +308,7 @@ class Execution:
             if not tensor.is_input and is_read_only(value):
                 raise VariantPackError(f"{slot} is a read-only array, and the graph writes it")
             value = _viewed(value, str(slot))
+        check_readable(value, slot)
         if not value.shape and slot.dim == (1,):
             value = value.view(1)
         found = (tuple(value.shape), value.dtype, value.device)
@@ -305,9 +319,12 @@ class Execution:
                 f"override_uids, override_shapes and override_strides"
             )
         if value.is_neg():
+            own = (
+                "its resolve_neg()" if tensor.is_input else "a tensor of its own, and copy it back"
+            )
             raise VariantPackError(
                 f"{slot} has torch's negative bit set, as imaginary parts of conjugates have, and "
-                f"kernels read memory; pass its resolve_neg()"
+                f"kernels take memory as it is; pass {own}"
             )
         strides = zip(slot.dim, value.stride(), slot.stride, strict=True)
         if 0 not in slot.dim and any(n != 1 and own != said for n, own, said in strides):

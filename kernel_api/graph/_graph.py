@@ -152,7 +152,10 @@ class pygraph(Operations):
         return made
 
     def tensor_scalar(self, value: Any, data_type: Any = None) -> Tensor:
-        """A number that is known now."""
+        """A number that is known now, of a type of its own or of ``data_type``.
+
+        Raises GraphError for what is no number, or none that ``data_type`` holds.
+        """
         self.check_open("no number can be added")
         return self._constant(value, "", data_type)
 

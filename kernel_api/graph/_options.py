@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
+from kernel_api._numbers import real_number
 from kernel_api.errors import GraphError
 
 #: What scalars and iterables of other libraries raise where they are not what they may be.
@@ -86,6 +87,28 @@ def as_number(value: Any) -> float | None:
         return float(value)
     except _REFUSALS:
         return None
+
+
+def as_held(what: str, value: Any, element: Any) -> int | float | None:
+    """A number as a type of torch holds it, 0 or 1 for what is true or not; None for one that is
+    none of a type of whole numbers. Floating types round when they are computed with."""
+    import torch
+
+    if element is torch.bool:
+        return int(bool(value))
+    if element.is_floating_point:
+        return real_number(what, value)
+    limits = torch.iinfo(element)
+    fits = value == value and limits.min <= value <= limits.max and value == int(value)
+    return int(value) if fits else None
+
+
+def what_holds(element: Any) -> str:
+    """The whole numbers of a type, for messages."""
+    import torch
+
+    limits = torch.iinfo(element)
+    return f"{element} holds whole numbers from {limits.min} to {limits.max}"
 
 
 def text(what: str, option: str, value: Any) -> str:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kernel_api._numbers import real_number
 from kernel_api.errors import DeviceError, VariantPackError
+from kernel_api.graph._options import as_held, what_holds
 from kernel_api.graph._planning.plan import size_of
 from kernel_api.graph._tensor import Tensor
 
@@ -73,13 +73,27 @@ def _meet(one: Any, other: Any) -> bool:
     return overlap(Operand(one), Operand(other))
 
 
+def check_readable(value: Any, slot: Slot) -> None:
+    """Raise VariantPackError for a tensor that torch tells no strides or no address of."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else value.layout
+        raise VariantPackError(f"{slot} is a {kind} tensor; expected a strided one")
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise VariantPackError(
+            f"{slot} has no memory of its own, as inside torch.func's vmap, grad and jvp, which "
+            f"graphs cannot follow; execute it outside of them"
+        )
+
+
 def number_for(value: Any, slot: Slot) -> int | float:
     """A number of the host's as kernels take it: 0 or 1 for what is true or not.
 
     Raises VariantPackError for what is none, or cannot be of the slot's type.
     """
-    import torch
-
     if hasattr(value, "item"):
         extents = tuple(getattr(value, "shape", ()))
         if math.prod(extents) != 1:
@@ -91,17 +105,13 @@ def number_for(value: Any, slot: Slot) -> int | float:
         raise VariantPackError(
             f"{slot.tensor} is a number of the host's; a {type(value).__name__} was given"
         )
-    if slot.element is torch.bool:
-        return int(bool(value))
-    if slot.element.is_floating_point:
-        return real_number(str(slot.tensor), value)
-    limits = torch.iinfo(slot.element)
-    if value != value or not limits.min <= value <= limits.max or value != int(value):
+    found = as_held(str(slot.tensor), value, slot.element)
+    if found is None:
         raise VariantPackError(
-            f"{slot.tensor} is a number of the host's; {value!r} was given and {slot.element} "
-            f"holds whole numbers from {limits.min} to {limits.max}"
+            f"{slot.tensor} is a number of the host's; {value!r} was given and "
+            f"{what_holds(slot.element)}"
         )
-    return int(value)
+    return found
 
 
 def at_address(address: int, slot: Slot) -> Any:

@@ -126,7 +126,7 @@ class _Norm(Operation):
             settle(node, node.outputs.get(name), statistics_dim(node), element=_statistic(node))
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        x, modes = given["input"], normalised_modes(node)
+        x, modes = _real(node, given["input"]), normalised_modes(node)
         mean = x.mean(modes, keepdim=True) if self.has_mean else None
         centred = x if mean is None else x - mean
         inverse = (centred.square().mean(modes, keepdim=True) + given["epsilon"]).rsqrt()
@@ -180,7 +180,7 @@ class Batchnorm(_Norm):
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
         found = super().evaluate(node, given)
-        x, modes = given["input"], normalised_modes(node)
+        x, modes = _real(node, given["input"]), normalised_modes(node)
         count = x.numel() // max(x.shape[1], 1)
         variance = (x - found["mean"]).square().mean(modes, keepdim=True)
         sample = variance * (count / max(count - 1, 1))
@@ -249,7 +249,7 @@ class _NormBackward(Operation):
             settle(node, node.outputs.get(name), scale.dim, strides_of(scale))
 
     def evaluate(self, node: Node, given: Mapping[str, Any]) -> dict[str, Any]:
-        x, grad, modes = given["input"], given["grad"], normalised_modes(node)
+        x, grad, modes = _real(node, given["input"]), given["grad"], normalised_modes(node)
         centred = x
         if self.has_mean:
             known = "mean" in given
@@ -302,6 +302,11 @@ def _check_each_channel(node: Node, running: Tensor) -> None:
             f"{node} has {running} of dim {list(running.dim)}; expected {list(expected)}, a number "
             f"for each channel"
         )
+
+
+def _real(node: Node, x: Any) -> Any:
+    """Whole numbers in the type of the arithmetic, for they have no mean of their own."""
+    return x if x.is_floating_point() else x.to(node.arithmetic)
 
 
 def _aligned(node: Node, given: Mapping[str, Any], name: str) -> Any:
