@@ -20,8 +20,8 @@ from kernel_api._autograd import changeable, check_outputs, differentiable_once
 from kernel_api._launches import run_best
 from kernel_api._numbers import known_or_wide, python_number, whether
 from kernel_api._results import results_type, serialize_all
-from kernel_api._transforms import check_traced
-from kernel_api.arguments import SdpaBackwardArguments
+from kernel_api._transforms import are_known, check_traced
+from kernel_api.arguments import SdpaArguments, SdpaBackwardArguments
 from kernel_api.arguments._attention_checks import instance_of
 from kernel_api.arguments.attention import operands_of_score, score_of, values_of_functions
 from kernel_api.arguments.dropout import Dropout
@@ -212,11 +212,14 @@ def _gradients(
     """Those of Q, K, V, bias and sink; None of the latter two where they are not wanted."""
     options = dict(options)
     options.setdefault("deterministic", torch.are_deterministic_algorithms_enabled())
-    # A gradient may be one number for all.
-    dO = dO if dO.stride(-1) == 1 and 0 not in dO.stride() else dO.contiguous()
     written = {"dQ": None, "dK": None, "dV": None, **wanted}
-    found = _backward((Q, K, V, out, dO, lse), written, options)
+    found = _backward((Q, K, V, out, _readable(dO), lse), written, options)
     return tuple(found[name] for name in _GRADIENTS)
+
+
+def _readable(dO: Any) -> Any:
+    """As kernels read it: a gradient may be one number for all."""
+    return dO if dO.stride(-1) == 1 and 0 not in dO.stride() else dO.contiguous()
 
 
 # Backward --------------------------------------------------------------------------------
@@ -435,6 +438,11 @@ def _unpacked(values: tuple[Any, ...]) -> _Options:
     return known
 
 
+def _without_columns(options: _Options) -> _Options:
+    """Without what is said of values to the forward pass alone, and not to arguments."""
+    return {name: one for name, one in options.items() if name != _WITHIN}
+
+
 @torch.library.custom_op("kernel_api::state_of_now", mutates_args=())
 def _state_of_now(state: torch.Tensor) -> torch.Tensor:
     """A copy of dropout's seed or offset for the backward pass. torch's compiler would make a plain
@@ -458,7 +466,10 @@ def _operator(Q: Any, K: Any, V: Any, *values: Any) -> tuple[torch.Tensor, torch
 @_operator.register_fake
 def _(Q: Any, K: Any, V: Any, *values: Any) -> tuple[torch.Tensor, torch.Tensor]:
     packed = {"cu_seqlens_q": values[_NAMES.index("cu_seqlens_q")]}
-    return empty_out(Q, V), empty_lse(Q, packed)
+    found = empty_out(Q, V), empty_lse(Q, packed)
+    if are_known((Q, K, V, *values)):  # raises what the call would
+        SdpaArguments(Q, K, V, *found, **_without_columns(_unpacked(values)))
+    return found
 
 
 @torch.library.custom_op("kernel_api::sdpa_backward", mutates_args=(), schema=_BACKWARD)
@@ -474,8 +485,7 @@ def _backward_operator(
     dSink: bool,
     *values: Any,
 ) -> tuple[torch.Tensor, ...]:
-    options = {**_unpacked(values), "deterministic": deterministic}
-    options.pop(_WITHIN, None)  # of the forward pass alone
+    options = {**_without_columns(_unpacked(values)), "deterministic": deterministic}
     wanted = {"dBias": dBias, "dSink": dSink}
     found = _gradients(Q, K, V, out, lse, dO, options, wanted)
     return tuple(Q.new_empty(0) if one is None else one for one in found)
@@ -494,10 +504,14 @@ def _(
     dSink: bool,
     *values: Any,
 ) -> tuple[torch.Tensor, ...]:
-    found = [empty_like(one, one.shape) for one in (Q, K, V)]
+    found: list[Any] = [empty_like(one, one.shape) for one in (Q, K, V)]
     for wanted, one in ((dBias, values[0]), (dSink, values[1])):
-        found.append(one.new_empty(one.shape) if wanted and one is not None else Q.new_empty(0))
-    return tuple(found)
+        found.append(one.new_empty(one.shape) if wanted and one is not None else None)
+    if are_known((Q, K, V, out, dO, lse, *values)):  # raises what the call would
+        options = {**_without_columns(_unpacked(values)), "deterministic": deterministic}
+        named = dict(zip(_GRADIENTS, found, strict=True))
+        SdpaBackwardArguments(Q, K, V, out, _readable(dO), lse, **named, **options)
+    return tuple(Q.new_empty(0) if one is None else one for one in found)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:

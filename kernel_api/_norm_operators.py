@@ -15,7 +15,7 @@ import torch
 from kernel_api._norm_ops import FORMS, NormForm, run
 from kernel_api._numbers import known_number, known_or_wide
 from kernel_api._results import serialize_all
-from kernel_api._transforms import check_traced
+from kernel_api._transforms import are_known, check_traced
 
 _NUMBERS = {"eps": "float", "rows_per_block": "int?"}
 
@@ -44,7 +44,8 @@ def _names(form: NormForm) -> tuple[str, ...]:
 def _register(form: NormForm) -> None:
     _library.define(f"{form.name}{_schema(form)}")
     _library.impl(form.name, functools.partial(_run, form), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"kernel_api::{form.name}", _check, lib=_library)
+    check = functools.partial(_check, form)
+    torch.library.register_fake(f"kernel_api::{form.name}", check, lib=_library)
 
 
 def traced(form: NormForm, complete: dict[str, Any]) -> None:
@@ -61,8 +62,10 @@ def _run(form: NormForm, *given: Any) -> None:
     run(form, dict(zip(_names(form), given, strict=True)))
 
 
-def _check(*given: Any) -> None:
-    """Outputs are there; what they hold is not looked at."""
+def _check(form: NormForm, *given: Any) -> None:
+    """Raises what the call would, where sizes and numbers are known."""
+    if are_known(given):
+        form.fusion(**dict(zip(_names(form), given, strict=True)))
 
 
 for _form in FORMS:

@@ -28,7 +28,7 @@ from kernel_api._launches import (
     without_scales,
 )
 from kernel_api._results import serialize_all
-from kernel_api._transforms import check_traced
+from kernel_api._transforms import are_known, check_traced
 from kernel_api.errors import ArgumentError
 from kernel_api.ops import FORMS, GROUPED_FORMS
 
@@ -140,9 +140,7 @@ def _run(run: Callable[..., Any], A: Any, B: Any, out: Any, *rest: Any) -> None:
 def _check(form: Form, A: Any, B: Any, out: Any, *rest: Any) -> None:
     """Raises what the call would, where sizes and numbers are known."""
     options = _options(*rest)
-    values = (A, B, out, *options.values())
-    sizes = [n for value in values if isinstance(value, torch.Tensor) for n in value.shape]
-    if not any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in (*sizes, *values)):
+    if are_known((A, B, out, *options.values())):
         A, B, out, _, options = with_scales(Call(A, B, out, None, options))
         form.fusion(A, B, out=out, **options)
 

@@ -90,20 +90,16 @@ def _called(
     elif is_fresh and type(eps) is float:
         _run_again(name, as_rows("x", x).tensor if x.dim() != 2 else x, weight, bias, eps, found)
     else:
-        run(name, x, weight, bias, eps, found)
+        from kernel_api._launches import run_best
+
+        run_best(arguments_of(name, x, weight, bias, eps, found))
     return found
 
 
-def run(name: str, x: Any, weight: Any, bias: Any, eps: float, found: Quantized) -> None:
-    """By the best kernel, into what is there."""
-    from kernel_api._launches import run_best
-
-    run_best(_arguments(name, x, weight, bias, eps, found))
-
-
-def _arguments(
+def arguments_of(
     name: str, x: Any, weight: Any, bias: Any, eps: float, found: Quantized
 ) -> NormArguments:
+    """Of a call, with its outputs."""
     beside = {"weight": weight, "bias": bias, "eps": eps}
     return _FUSIONS[name](x, out=found.out, scale=found.scale, mode=found.mode, **beside)
 
@@ -120,7 +116,7 @@ def _run_again(name: str, rows: Any, weight: Any, bias: Any, eps: float, found: 
     key = _again.look(read, *how, is_number)
     values = {**columns, "eps": eps, "scale": found.scale}
     if not _again.repeated(key, (rows, found.out), tuple(values.values())):
-        _again.run(key, _arguments(name, rows, weight, bias, eps, found), tuple(values))
+        _again.run(key, arguments_of(name, rows, weight, bias, eps, found), tuple(values))
 
 
 def _of_rows(found: Quantized, rows: Any) -> Quantized:

@@ -1,4 +1,5 @@
-"""What torch traces inside of torch.func's transforms, and of the forward mode.
+"""What torch traces inside of torch.func's transforms, and of the forward mode; and what a tracer
+knows.
 
 In eager mode tensors tell it: inside of transforms they have no memory. A tracer's never have any,
 so the tracer itself is asked; its graph would have right values, and derivatives of zero.
@@ -6,7 +7,7 @@ so the tracer itself is asked; its graph would have right values, and derivative
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +39,13 @@ def _transformed(given: Mapping[str, Any]) -> str:
             if isinstance(one, torch.Tensor) and _is_wrapped(one):
                 return name
     return next(iter(given))
+
+
+def are_known(given: Iterable[Any]) -> bool:
+    """Whether neither a number nor a size of a tensor depends on what only an execution knows."""
+    values = list(given)
+    sizes = (n for one in values if isinstance(one, torch.Tensor) for n in one.shape)
+    return not any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in (*values, *sizes))
 
 
 # Answers that hold while a graph is traced: it asks for neither again.

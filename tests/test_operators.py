@@ -357,3 +357,51 @@ def test_registering_operators_is_enough_to_load_exported_layers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+#: Calls that contradict themselves, of every form that is an operator.
+CONTRADICTIONS = {
+    "sdpa, D": lambda o: o.sdpa(ones(2, 4, 5, 8), ones(2, 2, 7, 9), ones(2, 2, 7, 9)),
+    "sdpa, heads": lambda o: o.sdpa(ones(2, 4, 5, 8), *[ones(2, 3, 7, 8)] * 2),
+    "sdpa, type": lambda o: o.sdpa(
+        ones(2, 4, 5, 8), ones(2, 2, 7, 8, dtype=torch.float64), ones(2, 2, 7, 8)
+    ),
+    "sdpa, bias": lambda o: o.sdpa(ones(2, 4, 5, 8), *[ones(2, 2, 7, 8)] * 2, bias=ones(3, 3)),
+    "sdpa, scale": lambda o: o.sdpa(*[ones(2, 4, 5, 8)] * 3, scale=float("nan")),
+    "sdpa_backward": lambda o: o.sdpa_backward(*[ones(2, 4, 5, 8)] * 5, ones(2, 4, 6)),
+    "rmsnorm": lambda o: o.rmsnorm(ones(5, 8), weight=ones(7)),
+    "rmsnorm, eps": lambda o: o.rmsnorm(ones(5, 8), eps=-1.0),
+    "layernorm_backward": lambda o: o.layernorm_backward(
+        ones(5, 8), ones(5, 8), mean=ones(5), rstd=ones(4)
+    ),
+    "rmsnorm_quantize": lambda o: o.rmsnorm_quantize(ones(5, 256), weight=ones(255)),
+    "quantize": lambda o: o.quantize(ones(5, 200)),
+    "quantize, type": lambda o: o.quantize(ones(5, 256), mode="row", out_dtype="float32"),
+    "gather_rows": lambda o: o.gather_rows(ones(5, 8), ones(2, 2)),
+    "scatter_rows": lambda o: o.scatter_rows(ones(5, 8), ones(4, 1, dtype=torch.int32)),
+    "group_rows": lambda o: o.group_rows(ones(5, 2, dtype=torch.int32), 3, weight=ones(5, 3)),
+    "gemm": lambda o: o.gemm(ones(5, 8), ones(7, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_tracers_refuse_what_calls_refuse(name):
+    call = CONTRADICTIONS[name]
+    with pytest.raises(ArgumentError) as called:
+        call(ka.ops)
+    with FakeTensorMode(), pytest.raises(ArgumentError) as traced:
+        call(ka.ops)
+    assert str(traced.value) == str(called.value)
+
+
+def test_an_export_refuses_what_calls_refuse():
+    class Attention(torch.nn.Module):
+        def forward(self, q, k):
+            return ka.nn.attention(q, k, k)
+
+    with pytest.raises(ArgumentError, match="Q has D = 8 but K has D = 9"):
+        torch.export.export(Attention(), (ones(2, 4, 5, 8), ones(2, 2, 7, 9)))

@@ -154,7 +154,7 @@ class Builder(Uncopied):
         return tensor
 
 
-def _held(what: str, value: Any, kind: data_type) -> bool | int | float:
+def _held(what: str, value: bool | int | float, kind: data_type) -> bool | int | float:
     """A number as a type of whole numbers holds it, and others as they are; raises GraphError where
     it does not."""
     element = element_type(kind).torch
