@@ -16,7 +16,12 @@ import torch
 
 from kernel_api import masks
 from kernel_api._attention_launches import empty_like, empty_lse, empty_out, forward
-from kernel_api._autograd import changeable, check_outputs, differentiable_once
+from kernel_api._autograd import (
+    changeable,
+    check_outputs,
+    differentiable_once,
+    without_gradient,
+)
 from kernel_api._launches import run_best
 from kernel_api._numbers import known_or_wide, python_number, whether
 from kernel_api._results import results_type, serialize_all
@@ -212,14 +217,11 @@ def _gradients(
     """Those of Q, K, V, bias and sink; None of the latter two where they are not wanted."""
     options = dict(options)
     options.setdefault("deterministic", torch.are_deterministic_algorithms_enabled())
+    # A gradient may be one number for all.
+    dO = dO if dO.stride(-1) == 1 and 0 not in dO.stride() else dO.contiguous()
     written = {"dQ": None, "dK": None, "dV": None, **wanted}
-    found = _backward((Q, K, V, out, _readable(dO), lse), written, options)
+    found = _backward((Q, K, V, out, dO, lse), written, options)
     return tuple(found[name] for name in _GRADIENTS)
-
-
-def _readable(dO: Any) -> Any:
-    """As kernels read it: a gradient may be one number for all."""
-    return dO if dO.stride(-1) == 1 and 0 not in dO.stride() else dO.contiguous()
 
 
 # Backward --------------------------------------------------------------------------------
@@ -239,17 +241,27 @@ def sdpa_backward(operands: tuple[Any, ...], written: _Options, options: _Option
     else:
         found = _backward(operands, written, options)
     names = tuple(name for name in _GRADIENTS if found[name] is not None)
-    return _RESULTS[names](*[found[name] for name in names])
+    results = _RESULTS[names](*[found[name] for name in names])
+    given = (*operands, *written.values(), *options.values())
+    return without_gradient("sdpa_backward", results, given)
 
 
 def _backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> _Options:
     """Every gradient by name, None where it is not wanted."""
+    args, found = _arguments(operands, written, options)
+    run_best(args)
+    return found
+
+
+def _arguments(
+    operands: tuple[Any, ...], written: _Options, options: _Options
+) -> tuple[SdpaBackwardArguments, _Options]:
+    """Of a backward pass, with its gradients by name."""
     given = zip(operands, _READ, strict=True)
     tensors: _Options = {n: None if one is None else Operand(one, n).tensor for one, n in given}
     sources = {**tensors, "Bias": options.get("bias"), "Sink": options.get("sink")}
     found: _Options = {n: _target(n, written, sources[n[1:]]) for n in _GRADIENTS}
-    run_best(SdpaBackwardArguments(**tensors, **found, **options))
-    return found
+    return SdpaBackwardArguments(**tensors, **found, **options), found
 
 
 def _target(name: str, written: Mapping[str, Any], source: Any) -> Any:
@@ -318,11 +330,13 @@ def _traced_backward(operands: tuple[Any, ...], written: _Options, options: _Opt
     _check_objects(options)
     if _is_outside(options) and torch.compiler.is_dynamo_compiling():
         return _outside_backward(operands, written, options)  # type: ignore[no-any-return]
-    options = dict(options)
-    deterministic = whether("deterministic", options.pop("deterministic", False))
+    packed = _packed({name: one for name, one in options.items() if name != "deterministic"})
+    if not torch.compiler.is_dynamo_compiling() and are_known((*operands, *packed)):
+        _arguments(operands, written, options)  # raises what the call would
+    deterministic = whether("deterministic", options.get("deterministic", False))
     left_out = [n for n in _GRADIENTS[3:] if written[n] is None or written[n] is False]
     wanted = [name not in left_out for name in _GRADIENTS[3:]]
-    given = _backward_operator(*operands, deterministic, *wanted, *_packed(options))
+    given = _backward_operator(*operands, deterministic, *wanted, *packed)
     values = {n: one for n, one in zip(_GRADIENTS, given, strict=True) if n not in left_out}
     named = dict(zip(_READ, operands, strict=True))
     return {**dict.fromkeys(left_out), **_written(values, written, named)}
@@ -504,14 +518,11 @@ def _(
     dSink: bool,
     *values: Any,
 ) -> tuple[torch.Tensor, ...]:
-    found: list[Any] = [empty_like(one, one.shape) for one in (Q, K, V)]
+    # What has no gradient is not refused here: autograd asks while it traces the forward pass.
+    found = [empty_like(one, one.shape) for one in (Q, K, V)]
     for wanted, one in ((dBias, values[0]), (dSink, values[1])):
-        found.append(one.new_empty(one.shape) if wanted and one is not None else None)
-    if are_known((Q, K, V, out, dO, lse, *values)):  # raises what the call would
-        options = {**_without_columns(_unpacked(values)), "deterministic": deterministic}
-        named = dict(zip(_GRADIENTS, found, strict=True))
-        SdpaBackwardArguments(Q, K, V, out, _readable(dO), lse, **named, **options)
-    return tuple(Q.new_empty(0) if one is None else one for one in found)
+        found.append(one.new_empty(one.shape) if wanted and one is not None else Q.new_empty(0))
+    return tuple(found)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:

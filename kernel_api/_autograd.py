@@ -4,7 +4,7 @@ refused, and outputs that are given and would have those of what was there befor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,29 @@ def zeros(inputs: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
     """The gradients that are wanted, where nothing was computed of the inputs."""
     pairs = zip(inputs, wanted, strict=True)
     return tuple([one.new_zeros(one.shape) if w and one is not None else None for one, w in pairs])
+
+
+def needs_gradient(given: Iterable[Any]) -> bool:
+    """Whether gradients are followed, and something that is given needs one."""
+    if not torch.is_grad_enabled():
+        return False
+    # A list, which is made faster than few values are asked one by one.
+    return True in [isinstance(one, torch.Tensor) and one.requires_grad for one in given]
+
+
+def without_gradient(name: str, results: Any, given: Sequence[Any]) -> Any:
+    """The results of a form that has no gradient: where what they are made of needs one, those that
+    were made for the call do, and a backward pass that comes to them raises GradientError.
+
+    Args:
+        given: All that the call was given, outputs too.
+    """
+    if not needs_gradient(given):
+        return results
+    from kernel_api._without_gradient import refusing
+
+    # What is exported has no backward pass.
+    return results if torch.compiler.is_exporting() else refusing(name, results, given)
 
 
 def check_outputs(outputs: Iterable[tuple[str, Any]]) -> None:

@@ -26,11 +26,11 @@ import torch
 from torch.autograd import forward_ad
 
 from kernel_api import _compile_cache, _float32, _sequence, provider
-from kernel_api._autograd import check_outputs
+from kernel_api._autograd import check_outputs, without_gradient
 from kernel_api._checks import require_data
 from kernel_api._forms import FACTORS, Form, out_type
 from kernel_api._overwritten import teller
-from kernel_api.arguments import Arguments
+from kernel_api.arguments import Arguments, EpilogueArguments
 from kernel_api.arguments.experts import experts
 from kernel_api.arguments.gemm import ProductArguments
 from kernel_api.arguments.scaled import ScaledOperand, ScaleMode, register_with_torch
@@ -54,6 +54,7 @@ TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 #: Elements that have no complex type, whose conjugates have negative imaginary parts: asking such
 #: a tensor for its negative bit would cost a call 1 %.
 NEVER_NEGATIVE = torch.bfloat16
+_OUTPUTS = frozenset((*TENSORS, type(None)))
 _NUMBERS = frozenset((float, int))
 _VALUES = frozenset((str, bool, int, float, type(None)))
 
@@ -191,13 +192,8 @@ _lock = threading.Lock()
 
 def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]) -> Any:
     """Run a call that looks like an earlier one, and return what it returns; else NEW."""
-    if (
-        isinstance(A, ScaledOperand)
-        or isinstance(B, ScaledOperand)
-        or isinstance(out, ScaledOperand)
-    ):
-        call = Call(A, B, out, out_dtype, options)
-        return with_its_out(call, repeated(form, *without_scales(call)))
+    if type(A) not in TENSORS or type(B) not in TENSORS or type(out) not in _OUTPUTS:
+        return _repeated_without_scales(form, Call(A, B, out, out_dtype, options))
     try:
         key, addresses = _look(form, A, B, out, out_dtype, options)
         launch = _launches.get(key)
@@ -224,17 +220,25 @@ def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict
         given = out if name == "out" else options[name]
         if given.requires_grad and torch.is_grad_enabled():
             return NEW
-    return launch.with_options(A, B, out, options)
+    found = launch.with_options(A, B, out, options)
+    if launch.absent and (A.requires_grad or B.requires_grad or options) and found is not NEW:
+        return without_gradient(form.name, found, (A, B, out, *options.values()))
+    return found
+
+
+def _repeated_without_scales(form: Form, call: Call) -> Any:
+    """The same of a call whose operands are not all plain tensors."""
+    if not any(isinstance(one, ScaledOperand) for one in (call.A, call.B, call.out)):
+        return NEW
+    return with_its_out(call, repeated(form, *without_scales(call)))
 
 
 def _look(
     form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]
 ) -> tuple[_Key, list[int]]:
     """What the call looks like, and the addresses of its tensors in their order; raises TypeError
-    for what is not looked at."""
-    if type(A) not in TENSORS or type(B) not in TENSORS or forward_ad._current_level >= 0:
-        raise TypeError
-    if dispatch_modes() or is_included(BEFORE_DISPATCH):
+    for what is not looked at. A, B and out are tensors."""
+    if forward_ad._current_level >= 0 or dispatch_modes() or is_included(BEFORE_DISPATCH):
         raise TypeError
     # Written out: this is most of what a call costs.
     element, start, other_start = A.dtype, A.data_ptr(), B.data_ptr()
@@ -249,7 +253,7 @@ def _look(
         B.dtype, B.shape, B.stride(), B.device,
     )  # fmt: skip
     if out is not None:
-        if type(out) not in TENSORS or (out.dtype is not NEVER_NEGATIVE and out.is_neg()):
+        if out.dtype is not NEVER_NEGATIVE and out.is_neg():
             raise TypeError
         start = out.data_ptr()
         if not start:
@@ -309,7 +313,18 @@ def first(form: Form, call: Call) -> Any:
     args = form.fusion(A, B, out=out, **complete)
     kernel, artifact = run_best(args)
     _remember(form, stored, out, complete, args, kernel, artifact)
-    return form.results(out, complete)
+    return without_gradient(form.name, form.results(out, complete), values_of(stored))
+
+
+def values_of(call: Call) -> list[Any]:
+    """What a call without scales gives, one by one."""
+    found: list[Any] = []
+    for one in given_by(call).values():
+        if isinstance(one, EpilogueArguments):
+            found += [getattr(value, "tensor", value) for value in one.operands.values()]
+        else:
+            found += one if isinstance(one, (list, tuple)) else [one]
+    return found
 
 
 def type_of_out(form: Form, call: Call, element: Any, scaled: bool) -> Any:
@@ -395,6 +410,9 @@ def _remember(
         out, complete: Its outputs and options when all outputs were there.
         args: Its arguments, which the kernel ran.
     """
+    kinds = type(call.A), type(call.B)
+    if not TENSORS.issuperset(kinds) or type(call.out) not in _OUTPUTS:
+        return
     try:
         key, _ = _look(form, *call)
     except (RuntimeError, TypeError):

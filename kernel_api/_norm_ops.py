@@ -159,9 +159,11 @@ def _one_call(
     form = NormForm(fusion, written, always)
 
     def run_or_trace(*matrices: Any, **options: Any) -> Any:
+        from kernel_api._autograd import without_gradient
+
         seen = None if is_read() else _seen(form, matrices, options)
         if seen is not None and (known := seen.known) is not None:
-            return known(seen.tensors)
+            return without_gradient(form.name, known(seen.tensors), seen.tensors)
         given = form.bound(matrices, options)
         form.check(given)
         complete = form.completed(given)
@@ -171,7 +173,7 @@ def _one_call(
             _norm_operators.traced(form, complete)
         else:
             run(form, complete, seen)
-        return form.results(complete)
+        return without_gradient(form.name, form.results(complete), [*given.values()])
 
     call = functools.update_wrapper(with_own_code(run_or_trace), fusion)
     call.__module__ = "kernel_api.ops"

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from kernel_api._autograd import check_outputs
+from kernel_api._autograd import check_outputs, without_gradient
 from kernel_api._forms import FACTORS, Form, torch_type
 from kernel_api._launches import (
     Call,
     first,
     scales_of_products,
     type_of_out,
+    values_of,
     with_scales,
     without_scales,
 )
@@ -86,7 +87,8 @@ def traced(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[s
         names,
         [f"{name}={_text(value)}" for name, value in given.items() if name not in names],
     )
-    return form.results(out if made.out is None else made.out, complete)
+    found = form.results(out if made.out is None else made.out, complete)
+    return without_gradient(form.name, found, values_of(call))
 
 
 def _held(value: Any) -> Any:

@@ -87,6 +87,8 @@ def quantize(
     """
     import torch
 
+    from kernel_api._autograd import without_gradient
+
     checked_mode(mode, scale)
     if not isinstance(x, torch.Tensor) or x.is_nested or x.dim() not in (2, 3):
         x = matrix(x, "x").tensor  # or it is refused
@@ -94,6 +96,7 @@ def quantize(
     is_fresh = out is None and not given and not is_node
     if is_fresh and mode == "tensor":
         return _with_scale_of_all(x, out_dtype)
+    operands = x, scale, out
     out = quantized_like(x, out, out_dtype)
     found = Quantized(out, scale if given else scales_of(mode, x), mode)
     if is_node:
@@ -104,11 +107,12 @@ def quantize(
         _run_again(x, found)
     else:
         run(x, found, given)
-    return found
+    return without_gradient("quantize", found, operands)  # type: ignore[no-any-return]
 
 
 def _with_scale_of_all(x: Any, out_dtype: Any) -> Quantized:
     from kernel_api import _again
+    from kernel_api._autograd import without_gradient
 
     def make() -> tuple[Any, Any]:
         found = Quantized(quantized_like(x, None, out_dtype), scales_of("tensor", x), "tensor")
@@ -117,7 +121,8 @@ def _with_scale_of_all(x: Any, out_dtype: Any) -> Quantized:
 
     key = _again.look((x,), "quantize", "tensor", _element(out_dtype))
     out, scale = _again.as_one(key, (x,), make)
-    return Quantized(out, scale, "tensor")
+    found = Quantized(out, scale, "tensor")
+    return without_gradient("quantize", found, (x,))  # type: ignore[no-any-return]
 
 
 def _run_again(x: Any, found: Quantized) -> None:

@@ -79,8 +79,11 @@ def _called(
         )
     import torch
 
+    from kernel_api._autograd import without_gradient
+
     if not isinstance(x, torch.Tensor) or x.is_nested or not x.dim():  # of which only the first may
         x = as_rows("x", x).tensor
+    operands = x, weight, bias, scale, out
     is_fresh, out = out is None, quantized_like(x, out, out_dtype)
     found = Quantized(out, scales_of(mode, x) if scale is None else scale, mode)
     if becomes_node(x):
@@ -93,7 +96,7 @@ def _called(
         from kernel_api._launches import run_best
 
         run_best(arguments_of(name, x, weight, bias, eps, found))
-    return found
+    return without_gradient(name, found, operands)  # type: ignore[no-any-return]
 
 
 def arguments_of(

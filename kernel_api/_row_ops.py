@@ -47,6 +47,8 @@ def group_rows(index: Any, groups: int, *, weight: Any = None) -> GroupedRows:
     """
     import torch
 
+    from kernel_api._autograd import without_gradient
+
     count = groups if isinstance(groups, torch.SymInt) else whole_number(groups)
     if count is None or count < 1:
         Operand(index, "index")  # inside torch.jit.trace no size is a number, which this tells
@@ -65,7 +67,7 @@ def group_rows(index: Any, groups: int, *, weight: Any = None) -> GroupedRows:
         _row_operators.traced_groups(index, weight, found)
     else:
         _group(index, weight, found)
-    return found
+    return without_gradient("group_rows", found, (weight,))  # type: ignore[no-any-return]
 
 
 def _group(index: Any, weight: Any, found: GroupedRows) -> None:
@@ -153,7 +155,7 @@ def _run(
     out_dtype: Any,
     rows: tuple[Any, ...],
 ) -> Any:
-    from kernel_api._autograd import check_outputs
+    from kernel_api._autograd import check_outputs, without_gradient
     from kernel_api._launches import check_type
 
     is_fresh = out is None
@@ -170,7 +172,7 @@ def _run(
         _run_again(kind, x, row_index, weight, out)
     else:
         run(kind, x, row_index, weight, out)
-    return out
+    return without_gradient(kind.kind, out, (x, weight)) if is_fresh else out
 
 
 def _run_again(

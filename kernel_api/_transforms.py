@@ -42,10 +42,13 @@ def _transformed(given: Mapping[str, Any]) -> str:
 
 
 def are_known(given: Iterable[Any]) -> bool:
-    """Whether neither a number nor a size of a tensor depends on what only an execution knows."""
+    """Whether arguments can be made of what a tracer has: neither a number nor a size depends on
+    what only an execution knows. Not inside of the forward mode, where they ask for tangents, which
+    tracers do not tell."""
     values = list(given)
     sizes = (n for one in values if isinstance(one, torch.Tensor) for n in one.shape)
-    return not any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in (*values, *sizes))
+    is_open = any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in (*values, *sizes))
+    return not is_open and forward_ad._current_level < 0
 
 
 # Answers that hold while a graph is traced: it asks for neither again.

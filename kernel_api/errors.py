@@ -19,7 +19,7 @@ KernelApiError
  ├── DeviceError (RuntimeError)        no GPU where one is needed, or a tensor on the wrong one
  ├── CaptureError (RuntimeError)       something would compile while a graph is captured
  ├── WorkspaceError (ValueError)       the workspace is too small, misplaced or not of bytes
- ├── GradientError (RuntimeError)      a gradient of a gradient is asked for
+ ├── GradientError (RuntimeError)      a gradient is asked for that no kernel computes
  ├── BenchError                        nothing can be measured: there is no data, or no process
  ├── GraphError (ValueError)           a graph contradicts itself; the text names node or tensor
  │    ├── GraphStateError (RuntimeError)  it is used before it is built, or changed after
@@ -151,7 +151,7 @@ class BenchError(KernelApiError):
 
 class GradientError(KernelApiError, RuntimeError):
     """A gradient is asked for that no kernel computes: one is differentiated again, or it is that
-    of a layer of 8 bits."""
+    of a layer of 8 bits, or of a form of :mod:`kernel_api.ops` that has none."""
 
 
 class GraphError(KernelApiError, ValueError):

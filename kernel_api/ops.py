@@ -20,8 +20,12 @@ operands.
 A call that looks like an earlier one (element types, sizes, strides, alignment, devices, options)
 goes straight to the kernel that was chosen then, with the operands and numbers of its own.
 ``torch.compile`` and ``torch.export`` see the forms as operators, ``torch.ops.kernel_api.gemm``
-and so on; eager calls do not pass through torch's dispatcher. Of them ``sdpa`` has a gradient;
-:mod:`kernel_api.nn` has others.
+and so on; eager calls do not pass through torch's dispatcher.
+
+Of all forms ``sdpa`` has a gradient; :mod:`kernel_api.nn` has others. Where gradients are followed
+and an operand needs one, what any other form allocates needs one as well, and a backward pass that
+comes to it raises GradientError, in graphs of ``torch.compile`` too. Outputs that are given are
+memory that is written: gradients end there.
 """
 
 from __future__ import annotations
@@ -162,6 +166,7 @@ def register_operators() -> None:
         _operators,
         _quantized_norm_operators,
         _row_operators,
+        _without_gradient,
         nn,
     )
 

@@ -1,0 +1,135 @@
+"""Forms of kernel_api.ops that have no gradient, on operands that need one."""
+
+import weakref
+
+import pytest
+import torch
+
+import kernel_api as ka
+from kernel_api import ops
+from kernel_api.errors import GradientError
+
+ROWS = torch.arange(6, dtype=torch.int32)[:, None]
+ENDS = torch.tensor([2, 6], dtype=torch.int32)
+
+#: Calls on x (6, 256), by what is to be used instead.
+FORMS = {
+    "gemm": (lambda x: ops.gemm(x, ones(256, 64)), "torch.matmul"),
+    "gemm of B": (lambda x: ops.gemm(ones(8, 6), x), "torch.matmul"),
+    "a bias": (
+        lambda x: ops.gemm_bias_activation(ones(6, 8), ones(8, 256), bias=x[0]),
+        "nn.linear_",
+    ),
+    "an epilogue": (
+        lambda x: ops.gemm(
+            ones(6, 8), ones(8, 256), epilogue=ka.EpilogueArguments(lambda a, x: a * x, x=x)
+        ),
+        "torch.matmul",
+    ),
+    "gemm_swiglu": (lambda x: ops.gemm_swiglu(x, ones(256, 64)), "nn.linear_swiglu"),
+    "scaled": (lambda x: ops.gemm(ops.quantize(x).operand, ones(256, 64).half()), "detached"),
+    "grouped_gemm": (lambda x: ops.grouped_gemm(x, ones(2, 256, 8), ENDS), "nn.moe"),
+    "rmsnorm": (lambda x: ops.rmsnorm(x), "nn.rmsnorm"),
+    "layernorm": (lambda x: ops.layernorm(x, weight=ones(256)), "nn.layernorm"),
+    "rmsnorm_backward": (lambda x: ops.rmsnorm_backward(x, ones(6, 256), rstd=ones(6)), "detached"),
+    "rmsnorm_quantize": (lambda x: ops.rmsnorm_quantize(x).scale, "detached"),
+    "quantize": (lambda x: ops.quantize(x, "row").out, "detached"),
+    "quantize, all": (lambda x: ops.quantize(x, "tensor").scale, "detached"),
+    "gather_rows": (lambda x: ops.gather_rows(x, ROWS), "nn.moe"),
+    "scatter_rows": (lambda x: ops.scatter_rows(x, ROWS), "nn.moe"),
+    "group_rows": (lambda x: ops.group_rows(ROWS, 6, weight=x[:, :1]).grouped, "nn.moe"),
+}
+parametrized = pytest.mark.parametrize(("call", "instead"), FORMS.values(), ids=FORMS)
+
+
+def ones(*shape):
+    return torch.ones(shape)
+
+
+def leaf():
+    return torch.randn(6, 256, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+@parametrized
+def test_a_backward_pass_raises_and_says_what_to_use(call, instead):
+    """Calls that look the same go another way."""
+    x = leaf()
+    for _ in range(3):
+        found = call(x)
+        assert torch.equal(found.float(), call(x.detach()).float())
+        assert not call(x.detach()).requires_grad
+        with pytest.raises(GradientError, match=rf"has no gradient.*{instead}"):
+            (found.float().sum() + x.sum()).backward()
+        assert x.grad is None
+        with torch.no_grad():
+            assert not call(x).requires_grad
+
+
+@parametrized
+def test_graphs_raise_when_they_run_backwards(call, instead):
+    if call is FORMS["an epilogue"][0]:
+        pytest.skip("it breaks graphs")
+    x = leaf()
+
+    def function(x):
+        return call(x).float().sum() + x.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    loss = compiled(x)
+    torch.testing.assert_close(loss, function(x))
+    with pytest.raises(GradientError, match=rf"has no gradient.*{instead}"):
+        loss.backward()
+    with torch.no_grad():
+        assert not compiled(x).requires_grad
+
+
+def test_every_output_that_is_allocated_needs_a_gradient():
+    x = leaf()
+    for _ in range(2):
+        found = ops.gemm_swiglu(x, ones(256, 64), preactivation=True)
+        assert type(found)._fields == ("out", "preactivation")
+        assert all(one.requires_grad for one in found)
+        kept, rstd = ops.rmsnorm(x, rstd=True)
+        assert kept.requires_grad and rstd.requires_grad
+        assert not ops.quantize(x, out_dtype="int8").out.requires_grad  # whole numbers never do
+
+
+def test_gradients_end_at_an_output_that_is_given():
+    """It is written again and again."""
+    x, out, preactivation = leaf(), torch.empty(6, 32), torch.empty(6, 64)
+    for _ in range(3):
+        assert ops.gemm(x, ones(256, 32), out=out) is out
+        found = ops.gemm_swiglu(x, ones(256, 64), out=out, preactivation=preactivation)
+        assert found.out is out and found.preactivation is preactivation
+        assert not (out.requires_grad or preactivation.requires_grad)
+        assert ops.gemm_swiglu(x, ones(256, 64), out=out, preactivation=True).preactivation.grad_fn
+
+
+def test_what_comes_back_can_be_changed_in_place():
+    for found in (ops.gemm(leaf(), ones(256, 8)), ops.rmsnorm(leaf(), rstd=True).rstd):
+        found += 1
+        with pytest.raises(GradientError):
+            found.sum().backward()
+
+
+def test_an_operand_is_not_kept_by_what_is_made_of_it():
+    x = leaf() * 2
+    found, gone = ops.gemm(x, ones(256, 8)), weakref.ref(x)
+    del x
+    assert gone() is None and found.requires_grad
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_exported_has_nothing_beside(strict):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(ones(256, 8))
+
+        def forward(self, x):
+            return ops.gemm(x, self.weight)
+
+    exported = torch.export.export(Layer(), (ones(6, 256),), strict=strict)
+    called = [str(n.target) for n in exported.graph.nodes if n.op == "call_function"]
+    assert called == ["aten.new_empty.default", "kernel_api.gemm.default"]
