@@ -124,8 +124,10 @@ def test_behind_a_capture_its_memory_is_given_back_when_garbage_is_collected(cud
 
 
 INTERRUPTED = """
-import ctypes, gc, operator
+import ctypes, gc, operator, signal
 from kernel_api import _workspaces
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells ignore in the background
 
 if {keeps}:
     _workspaces._allocated = lambda index, size: None
