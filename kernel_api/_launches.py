@@ -140,6 +140,7 @@ class Launch:
         further: Options that are tensors which the launcher takes behind A, B and out.
         values: What it takes as values: the option and what makes it of that; or None and a number.
         overwritten: Outputs that the call gives.
+        read: Options that are tensors and no outputs.
         results: From ``out`` and the options to what the call returns; None: it is ``out``.
         plain: Sizes in bytes of A, B and out where the call gives these and nothing else has to be
             done; else None.
@@ -147,8 +148,8 @@ class Launch:
     """
 
     __slots__ = (
-        *("absent", "apart", "further", "launcher", "overwritten", "plain", "results", "used"),
-        "values",
+        *("absent", "apart", "further", "launcher", "overwritten", "plain", "read", "results"),
+        *("used", "values"),
     )
 
     def __init__(
@@ -159,12 +160,13 @@ class Launch:
         further: tuple[str, ...],
         values: list[_Value],
         overwritten: list[str],
+        read: list[str],
         results: Callable[[Any, dict[str, Any]], Any] | None,
         plain: tuple[int, int, int] | None,
     ) -> None:
         self.launcher, self.absent, self.apart = launcher, absent, apart
         self.further, self.values, self.results = further, values, results
-        self.overwritten = overwritten
+        self.overwritten, self.read = overwritten, read
         self.plain = None if absent or further or values or results else plain
         self.used = next(_clock)
 
@@ -221,7 +223,12 @@ def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict
         if given.requires_grad and torch.is_grad_enabled():
             return NEW
     found = launch.with_options(A, B, out, options)
-    if launch.absent and (A.requires_grad or B.requires_grad or options) and found is not NEW:
+    if not launch.absent or found is NEW:
+        return found
+    learns = A.requires_grad or B.requires_grad
+    for name in launch.read:
+        learns = learns or options[name].requires_grad
+    if learns:
         return without_gradient(form.name, found, (A, B, out, *options.values()))
     return found
 
@@ -455,7 +462,8 @@ def _remember(
     values = [made[name] for name in names]
     plain = (args.A.span, args.B.span, args.out.span) if places == ["A", "B", "out"] else None
     given = [name for name in written if name in places]
-    launch = Launch(launcher, absent, apart, form.further, values, given, results, plain)
+    read = [name for name in places if name not in ("A", "B") and name not in written]
+    launch = Launch(launcher, absent, apart, form.further, values, given, read, results, plain)
     with _lock:
         if len(_launches) >= _KEPT:
             _forget_some()

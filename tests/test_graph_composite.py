@@ -347,7 +347,7 @@ def biased(w, p):
         ({"at": "k", "form": "by value"}, capped),
         ({"at": "none"}, None),
     ],
-    ids=str,
+    ids=lambda one: getattr(one, "__name__", str(one)),
 )
 @pytest.mark.parametrize("kept_as", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_probabilities_are_those_of_scores_in_float32(options, change, kept_as):
