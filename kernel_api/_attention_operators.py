@@ -242,7 +242,8 @@ def sdpa_backward(operands: tuple[Any, ...], written: _Options, options: _Option
         found = _backward(operands, written, options)
     names = tuple(name for name in _GRADIENTS if found[name] is not None)
     results = _RESULTS[names](*[found[name] for name in names])
-    given = (*operands, *written.values(), *options.values())
+    of_functions = (options.get("score_operands") or {}).values()
+    given = (*operands, *written.values(), *options.values(), *of_functions)
     return without_gradient("sdpa_backward", results, given)
 
 

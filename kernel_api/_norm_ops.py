@@ -159,11 +159,12 @@ def _one_call(
     form = NormForm(fusion, written, always)
 
     def run_or_trace(*matrices: Any, **options: Any) -> Any:
-        from kernel_api._autograd import without_gradient
-
         seen = None if is_read() else _seen(form, matrices, options)
         if seen is not None and (known := seen.known) is not None:
-            return without_gradient(form.name, known(seen.tensors), seen.tensors)
+            found = known(seen.tensors)
+            if True in [one.requires_grad for one in seen.tensors]:
+                return _without_gradient(form.name, found, seen.tensors)
+            return found
         given = form.bound(matrices, options)
         form.check(given)
         complete = form.completed(given)
@@ -173,13 +174,19 @@ def _one_call(
             _norm_operators.traced(form, complete)
         else:
             run(form, complete, seen)
-        return without_gradient(form.name, form.results(complete), [*given.values()])
+        return _without_gradient(form.name, form.results(complete), [*given.values()])
 
     call = functools.update_wrapper(with_own_code(run_or_trace), fusion)
     call.__module__ = "kernel_api.ops"
     call.__signature__ = form.signature  # type: ignore[attr-defined]
     FORMS.append(form)
     return call
+
+
+def _without_gradient(name: str, results: Any, given: list[Any]) -> Any:
+    from kernel_api._autograd import without_gradient
+
+    return without_gradient(name, results, given)
 
 
 def run(form: NormForm, complete: dict[str, Any], seen: Any = None) -> None:

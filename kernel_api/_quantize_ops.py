@@ -71,7 +71,8 @@ def _stored_scale(found: Quantized) -> Any:
 def quantize(
     x: Any, mode: str = "block", *, scale: Any = None, out: Any = None, out_dtype: Any = None
 ) -> Quantized:
-    """round(x / scale), so that x ≈ out × scale; it saturates.
+    """round(x / scale), so that x ≈ out × scale; it saturates. The results are constants, of
+    an x that needs a gradient, too.
 
     See :func:`kernel_api.fusions.quantize`. One launch; but three where the scale of the whole
     matrix is to be found, or those of rows that no kernel takes: for the largest magnitudes, the
@@ -87,8 +88,6 @@ def quantize(
     """
     import torch
 
-    from kernel_api._autograd import without_gradient
-
     checked_mode(mode, scale)
     if not isinstance(x, torch.Tensor) or x.is_nested or x.dim() not in (2, 3):
         x = matrix(x, "x").tensor  # or it is refused
@@ -96,7 +95,6 @@ def quantize(
     is_fresh = out is None and not given and not is_node
     if is_fresh and mode == "tensor":
         return _with_scale_of_all(x, out_dtype)
-    operands = x, scale, out
     out = quantized_like(x, out, out_dtype)
     found = Quantized(out, scale if given else scales_of(mode, x), mode)
     if is_node:
@@ -107,12 +105,11 @@ def quantize(
         _run_again(x, found)
     else:
         run(x, found, given)
-    return without_gradient("quantize", found, operands)  # type: ignore[no-any-return]
+    return found
 
 
 def _with_scale_of_all(x: Any, out_dtype: Any) -> Quantized:
     from kernel_api import _again
-    from kernel_api._autograd import without_gradient
 
     def make() -> tuple[Any, Any]:
         found = Quantized(quantized_like(x, None, out_dtype), scales_of("tensor", x), "tensor")
@@ -121,8 +118,7 @@ def _with_scale_of_all(x: Any, out_dtype: Any) -> Quantized:
 
     key = _again.look((x,), "quantize", "tensor", _element(out_dtype))
     out, scale = _again.as_one(key, (x,), make)
-    found = Quantized(out, scale, "tensor")
-    return without_gradient("quantize", found, (x,))  # type: ignore[no-any-return]
+    return Quantized(out, scale, "tensor")
 
 
 def _run_again(x: Any, found: Quantized) -> None:

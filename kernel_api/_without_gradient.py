@@ -2,7 +2,8 @@
 of torch's own operators without a derivative do, and a backward pass that comes to them raises.
 
 In a graph of torch an operator raises when the backward pass runs: that pass is traced as soon as
-the forward pass is, whether anybody asks for it or not.
+the forward pass is, whether anybody asks for it or not. It comes to all results of the graph, with
+zeros to those that nobody uses, whose gradient is zero.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from kernel_api.errors import GradientError
+from kernel_api.operands import as_torch
 
 #: What has the gradient that a form has not.
 _INSTEAD = {
@@ -36,22 +38,31 @@ def refusing(name: str, results: Any, given: Iterable[Any]) -> Any:
         given: All that the call was given. Results that are among it stay as they are: memory that
             is written again and again belongs to no graph.
     """
-    sources = [one for one in given if isinstance(one, torch.Tensor)]
-    values = [results] if isinstance(results, torch.Tensor) else list(results)
-    places = [place for place, one in enumerate(values) if _may_need(one, sources)]
+    several = isinstance(results, tuple)
+    values = list(results) if several else [results]
+    given = list(given)
+    places = [place for place, one in enumerate(values) if _may_need(one, given)]
     if not places:
         return results
     outputs = [values[place] for place in places]
+    sources = [one for one in given if isinstance(one, torch.Tensor)]
     made = _Refusing.apply(name, len(outputs), *outputs, *sources)  # type: ignore[no-untyped-call]
     for place, one in zip(places, made, strict=True):
         values[place] = one
-    return values[0] if isinstance(results, torch.Tensor) else type(results)(*values)
+    return type(results)(*values) if several else values[0]
 
 
-def _may_need(value: Any, sources: list[torch.Tensor]) -> bool:
-    if not isinstance(value, torch.Tensor) or any(value is one for one in sources):
+def _may_need(value: Any, given: list[Any]) -> bool:
+    if not isinstance(value, torch.Tensor) or any(_is_in(value, one) for one in given):
         return False
     return value.is_floating_point() or value.is_complex()
+
+
+def _is_in(value: torch.Tensor, given: Any) -> bool:
+    """Whether a result is what was given, or in the memory of another library's tensor."""
+    if isinstance(given, torch.Tensor) or not hasattr(given, "__dlpack__"):
+        return value is given
+    return bool(value.data_ptr() == as_torch(given, "an output").data_ptr())
 
 
 class _Refusing(torch.autograd.Function):
@@ -67,19 +78,22 @@ class _Refusing(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> Any:
         if not torch.compiler.is_compiling():
             raise _refusal(ctx.name)
-        refused = _refused(upstream[0], ctx.name)
+        refused = _refused([one for one in upstream if one is not None], ctx.name)
         found = [refused.to(element).expand(shape) for shape, element in ctx.kinds]
         return None, None, *(None for _ in range(ctx.count)), *found
 
 
 @torch.library.custom_op("kernel_api::refused_gradient", mutates_args=())
-def _refused(upstream: torch.Tensor, name: str) -> torch.Tensor:
-    raise _refusal(name)
+def _refused(upstream: list[torch.Tensor], name: str) -> torch.Tensor:
+    """Zero, where the gradients that it is made of are."""
+    if any((one.float() if one.itemsize == 1 else one).any() for one in upstream):
+        raise _refusal(name)
+    return upstream[0].new_zeros(())
 
 
 @_refused.register_fake
-def _(upstream: torch.Tensor, name: str) -> torch.Tensor:
-    return upstream.new_empty(())
+def _(upstream: list[torch.Tensor], name: str) -> torch.Tensor:
+    return upstream[0].new_empty(())
 
 
 def _refusal(name: str) -> GradientError:

@@ -563,9 +563,7 @@ class Kernel(metaclass=KernelType):
         if given.numel() < size:
             raise WorkspaceError(f"the workspace has {given.numel()} bytes; {size} are needed")
         if not given.is_contiguous():
-            raise WorkspaceError(
-                f"the workspace has strides {tuple(given.stride())}; expected contiguous bytes"
-            )
+            raise WorkspaceError(f"the workspace has strides {given.stride()}; expected contiguous")
         return given
 
     def __eq__(self, other: object) -> bool:

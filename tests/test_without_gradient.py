@@ -27,14 +27,10 @@ FORMS = {
         "torch.matmul",
     ),
     "gemm_swiglu": (lambda x: ops.gemm_swiglu(x, ones(256, 64)), "nn.linear_swiglu"),
-    "scaled": (lambda x: ops.gemm(ops.quantize(x).operand, ones(256, 64).half()), "detached"),
     "grouped_gemm": (lambda x: ops.grouped_gemm(x, ones(2, 256, 8), ENDS), "nn.moe"),
     "rmsnorm": (lambda x: ops.rmsnorm(x), "nn.rmsnorm"),
     "layernorm": (lambda x: ops.layernorm(x, weight=ones(256)), "nn.layernorm"),
     "rmsnorm_backward": (lambda x: ops.rmsnorm_backward(x, ones(6, 256), rstd=ones(6)), "detached"),
-    "rmsnorm_quantize": (lambda x: ops.rmsnorm_quantize(x).scale, "detached"),
-    "quantize": (lambda x: ops.quantize(x, "row").out, "detached"),
-    "quantize, all": (lambda x: ops.quantize(x, "tensor").scale, "detached"),
     "gather_rows": (lambda x: ops.gather_rows(x, ROWS), "nn.moe"),
     "scatter_rows": (lambda x: ops.scatter_rows(x, ROWS), "nn.moe"),
     "group_rows": (lambda x: ops.group_rows(ROWS, 6, weight=x[:, :1]).grouped, "nn.moe"),
@@ -91,7 +87,6 @@ def test_every_output_that_is_allocated_needs_a_gradient():
         assert all(one.requires_grad for one in found)
         kept, rstd = ops.rmsnorm(x, rstd=True)
         assert kept.requires_grad and rstd.requires_grad
-        assert not ops.quantize(x, out_dtype="int8").out.requires_grad  # whole numbers never do
 
 
 def test_gradients_end_at_an_output_that_is_given():
@@ -132,3 +127,66 @@ def test_what_is_exported_has_nothing_beside(strict):
     exported = torch.export.export(Layer(), (ones(6, 256),), strict=strict)
     called = [str(n.target) for n in exported.graph.nodes if n.op == "call_function"]
     assert called == ["aten.new_empty.default", "kernel_api.gemm.default"]
+
+
+class OfAnotherLibrary:
+    """Memory of a tensor, told by DLPack alone."""
+
+    def __init__(self, tensor):
+        self.tensor, self.shape = tensor, tensor.shape
+
+    def __dlpack__(self, **options):
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+
+@pytest.mark.parametrize("library", [OfAnotherLibrary, torch.Tensor.numpy])
+def test_gradients_end_at_outputs_of_other_libraries(library):
+    x, memory = leaf(), torch.empty(6, 256)
+    for _ in range(3):
+        found = ops.gemm(x, torch.eye(256), out=library(memory))
+        assert not getattr(found, "requires_grad", False)
+        torch.testing.assert_close(memory, x.detach())
+        ops.rmsnorm(x, out=library(memory))
+        assert not memory.requires_grad
+
+
+def test_gradients_end_at_an_output_with_a_scale():
+    x, out = leaf(), ops.quantize(torch.randn(6, 256), "row").operand
+    for _ in range(3):
+        assert ops.gemm(x, torch.eye(256), out=out) is out
+
+
+@pytest.mark.parametrize("mode", ["row", "tensor", "block"])
+def test_what_is_quantized_is_a_constant(mode):
+    """Weights are, as they are read for inference."""
+    x = leaf()
+    for _ in range(3):
+        made = (*ops.quantize(x, mode)[:2], *ops.rmsnorm_quantize(x, mode="row")[:2])
+        assert not any(one.requires_grad for one in made)
+
+
+def test_a_result_that_nobody_uses_asks_for_no_gradient():
+    x = leaf()
+
+    def function(x):
+        return x.square().sum(), ops.gemm(x, ones(256, 8)), ops.rmsnorm(x, rstd=True)
+
+    torch._dynamo.reset()
+    for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+        x.grad = None
+        loss, product, _ = call(x)
+        loss.backward(retain_graph=True)
+        torch.testing.assert_close(x.grad, 2 * x.detach())
+        with pytest.raises(GradientError, match=r"ops\.gemm has no gradient"):
+            product.sum().backward()
+
+
+def test_gradients_of_attention_are_refused_for_operands_of_functions():
+    q, lse, w = torch.randn(1, 1, 8, 8), torch.zeros(1, 1, 8), torch.tensor(0.5).requires_grad_()
+    of = {"score_mod": lambda score, b, h, i, j, w: score * w, "score_operands": {"w": w}}
+    found = ops.sdpa_backward(q, q, q, q, q, lse, **of)
+    with pytest.raises(GradientError, match="sdpa_backward has no gradient"):
+        found.dQ.sum().backward()

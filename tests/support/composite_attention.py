@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 import kernel_api.graph as cudnn
+from kernel_api.providers.reference.philox import halves_apart
 from kernel_api.verification import compare
 
 HALF, BF16, FLOAT = cudnn.data_type.HALF, cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT
@@ -215,3 +216,8 @@ CAUSAL = {
     "i + 1 > j": lambda w, i, j: w.graph.cmp_gt(w.graph.add(1, i), j),
     "i − j ≥ 0": lambda w, i, j: w.graph.cmp_ge(w.graph.sub(i, j), 0),
 }
+
+
+def kept_by_dropout(p, seed, offset):
+    drawn = halves_apart(seed, offset, (B * H, torch.arange(S), T), "cpu")
+    return (drawn >= p).reshape(B, H, S, T)
