@@ -40,7 +40,7 @@ from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError, NoKernelError
 from kernel_api.kernel import Kernel, LauncherInOrder
 from kernel_api.offsets import check_is_asked
-from kernel_api.operands import MAX_ALIGNMENT, Operand, becomes_node
+from kernel_api.operands import MAX_ALIGNMENT, Operand, becomes_node, traced_by_jit
 from kernel_api.provider import PROVIDERS, raw_setting
 
 #: What :func:`repeated` returns where nothing is known of such a call.
@@ -54,6 +54,8 @@ TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 #: Elements that have no complex type, whose conjugates have negative imaginary parts: asking such
 #: a tensor for its negative bit would cost a call 1 %.
 NEVER_NEGATIVE = torch.bfloat16
+#: What torch.jit.trace says of the sizes of a parameter.
+_OF_A_TRACE = "requires grad as a constant"
 _OUTPUTS = frozenset((*TENSORS, type(None)))
 _NUMBERS = frozenset((float, int))
 _VALUES = frozenset((str, bool, int, float, type(None)))
@@ -199,7 +201,11 @@ def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict
     try:
         key, addresses = _look(form, A, B, out, out_dtype, options)
         launch = _launches.get(key)
-    except (RuntimeError, TypeError):  # a tensor without strides, an option without hash
+    except TypeError:  # an option without hash
+        return NEW
+    except RuntimeError as error:  # a tensor without strides
+        if _OF_A_TRACE in str(error):  # torch crashes where this is caught and a call returns
+            raise traced_by_jit() from error
         return NEW
     if launch is None:
         return NEW

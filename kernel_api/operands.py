@@ -110,11 +110,15 @@ def _new_layout(
 ) -> Layout:
     torch = sys.modules.get("torch")
     if torch is not None and torch.jit.is_tracing():
-        raise ArgumentError(
-            "a call is traced by torch.jit.trace, whose sizes are no numbers and whose graphs hold "
-            "no kernels of ours; use torch.compile or torch.export"
-        )
+        raise traced_by_jit()
     return Layout(tuple(shape), stride, dtype(element), device, read_only)
+
+
+def traced_by_jit() -> ArgumentError:
+    return ArgumentError(
+        "a call is traced by torch.jit.trace, whose sizes are no numbers and whose graphs hold no "
+        "kernels of ours; use torch.compile or torch.export"
+    )
 
 
 class Operand:

@@ -263,6 +263,14 @@ def test_traces_of_torch_jit_are_named(call):
         torch.jit.trace(call, (X,))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", [ka.ops.gemm, ka.ops.gemm_swiglu])
+def test_traces_of_torch_jit_are_named_where_an_operand_is_a_parameter(form):
+    weight = torch.nn.Parameter(torch.ones(X.shape[-1], 64))
+    with pytest.raises(ArgumentError, match=r"torch\.jit\.trace.* torch\.compile or torch"):
+        torch.jit.trace(lambda x: form(x, weight), (X,))
+
+
 def in_one_graph(function):
     torch._dynamo.reset()
     return torch.compile(function, backend="aot_eager", fullgraph=True)
