@@ -72,6 +72,12 @@ def test_indices_may_be_drawn_where_one_stands_for_several(kind, expanded):
     assert ka.verify(kernel, args)
 
 
+def test_rows_that_share_an_index_are_drawn_no_place():
+    args = given_to(SCATTER, row_index=index(1, 2).clone().expand(5, 2))
+    args.draw_indices(torch.Generator().manual_seed(0))
+    assert (args.row_index.tensor == -1).all()
+
+
 @every_kind
 def test_sizes_are_no_part_of_what_is_compiled_but_types_are(kind):
     args = arguments(kind, 5, 8, 2, 12)

@@ -218,10 +218,14 @@ class ScatterRowsArguments(IndexedRowsArguments):
         return checked_launch
 
     def draw_indices(self, random: Any) -> None:
-        """Rows of out in any order, each once; where there are too few: none."""
+        """Rows of out in any order, each once; where there are too few, or rows of x have the same
+        one: none."""
         import torch
 
         index = without_repetitions(self.row_index)
+        if index.shape[0] < self.row_index.shape[0]:
+            index.fill_(-1)
+            return
         rows, places = self.out.shape[0], index.numel()
         drawn = torch.randperm(max(rows, places), generator=random, device=self.device)[:places]
         drawn = torch.where(drawn < rows, drawn, -1).to(torch.int32)

@@ -52,7 +52,7 @@ def refused(case, args):
     return None
 
 
-@pytest.mark.parametrize(("case", "turn"), cases())
+@pytest.mark.parametrize(("case", "turn"), list(cases()))
 def test_a_fusion_of_scaled_operands_is_what_the_reference_computes(case, turn):
     args = on_gpu(case.drawn(turn))
     families = {}
