@@ -23,7 +23,13 @@ from kernel_api.arguments import Arguments
 from kernel_api.devices import query_target, target_of
 from kernel_api.errors import PluginWarning
 from kernel_api.kernel import Kernel
-from kernel_api.matching import BEHIND_OPERANDS, match_layouts, match_types, types_of
+from kernel_api.matching import (
+    BEHIND_OPERANDS,
+    match_layouts,
+    match_types,
+    types_of,
+    with_mend,
+)
 from kernel_api.metadata import KernelMetadata, OperandsMetadata, encode
 from kernel_api.provider import Provider, generation, providers
 from kernel_api.space import Variants
@@ -227,30 +233,34 @@ def _judge_kernels(
 ) -> Verdict:
     family = catalogue.family
     accepted: list[Kernel] = []
-    misses: list[Status] = []
+    misses: list[_Miss] = []
     for variants in catalogue.operands(args, target):
         status = match_types(variants.first, args, but_for)
         if not status:
-            misses.append(status)
+            misses.append((status, variants.first))
             continue
         for operands in variants:
             status = match_layouts(operands, args, family.why_aligned())
             if status:
                 status = family.status_of_operands(operands, args)
             if not status:
-                misses.append(status)
+                misses.append((status, operands))
                 continue
             kernels = catalogue.kernels(operands, args, target)
             if not kernels:
-                misses.append(_NO_DESIGN)
+                misses.append((_NO_DESIGN, operands))
             for kernel in kernels:
                 status = kernel.status_behind_operands(args, target)
                 if status:
                     accepted.append(kernel)
                 else:
-                    misses.append(status)
+                    misses.append((status, operands))
     # Rows of operands may overlap: one may leave open what another one says.
-    return Verdict(family, tuple(dict.fromkeys(accepted)), _nearest_miss(misses))
+    return Verdict(family, tuple(dict.fromkeys(accepted)), _nearest_miss(misses, args))
+
+
+#: A refusal, and the operands of the kernels that it is of.
+_Miss = tuple[Status, OperandsMetadata]
 
 
 _NO_DESIGN = Status.fail(
@@ -263,12 +273,13 @@ _NO_DESIGN = Status.fail(
 _RULES_WITH_ALTERNATIVES = ("element types", "scales", "accumulator type", "majors")
 
 
-def _nearest_miss(misses: list[Status]) -> Status:
+def _nearest_miss(misses: list[_Miss], args: Arguments) -> Status:
     """The refusal that came last in the order of checks; alternatives are joined."""
     if not misses:
         return Status.fail("the family has no kernels", rule="empty family")
-    nearest = max(misses, key=lambda s: (s.progress, s.limit))
-    level = [s for s in misses if s.progress == nearest.progress and s.rule == nearest.rule]
+    nearest, operands = max(misses, key=lambda miss: (miss[0].progress, miss[0].limit))
+    nearest = with_mend(nearest, operands, args)
+    level = [s for s, _ in misses if s.progress == nearest.progress and s.rule == nearest.rule]
     alternatives = list(dict.fromkeys(s.expected or "" for s in level))
     if nearest.rule not in _RULES_WITH_ALTERNATIVES or len(alternatives) < 2:
         return nearest

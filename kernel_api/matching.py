@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernel_api.arguments.scaled import ScaleMode
@@ -45,7 +46,9 @@ def match_operands(
     ``but_for``: see :func:`match_types`.
     """
     status = match_types(operands, args, but_for)
-    return match_layouts(operands, args, why_aligned) if status else status
+    if status:
+        status = match_layouts(operands, args, why_aligned)
+    return with_mend(status, operands, args)
 
 
 def types_of(operands: OperandsMetadata) -> tuple[Hashable, ...]:
@@ -120,15 +123,24 @@ def _scale_mismatch(
 def match_layouts(
     operands: OperandsMetadata, args: Arguments, why_aligned: str | None = None
 ) -> Status:
-    """The modes of stride 1, then addresses and strides."""
+    """The modes of stride 1, then addresses and strides; what would mend them, :func:`with_mend`
+    says."""
     asked = operands.tensors
     for step, (name, attributes) in enumerate(asked.items()):
         if not _has_major(getattr(args, name), attributes):
-            return _other_major(asked, args, name, _MAJORS + step)
+            return _other_major(attributes, args, name, _MAJORS + step)
     for step, (name, attributes) in enumerate(asked.items()):
         if not _is_aligned(getattr(args, name), attributes):
-            return _misaligned(asked, args, why_aligned, name, _ALIGNMENT + step)
+            return _misaligned(attributes, args, why_aligned, name, _ALIGNMENT + step)
     return Status.success()
+
+
+def with_mend(status: Status, operands: OperandsMetadata, args: Arguments) -> Status:
+    """The status; of a mismatch of layouts, with what would change those of all operands. Apart, as
+    most of many mismatches are told to nobody."""
+    if status or not _MAJORS <= status.progress < _FITS:
+        return status
+    return replace(status, nearest=_mended(operands.tensors, args))
 
 
 def _match_arithmetic(operands: OperandsMetadata, args: Arguments) -> Status:
@@ -160,20 +172,16 @@ def _has_major(operand: Operand, asked: TensorAttributes) -> bool:
     return asked.unit_mode is None or operand.unit_mode == asked.unit_mode
 
 
-def _other_major(
-    asked: Mapping[str, TensorAttributes], args: Arguments, name: str, progress: int
-) -> Status:
+def _other_major(asked: TensorAttributes, args: Arguments, name: str, progress: int) -> Status:
     operand, letters = getattr(args, name), args.modes[name]
-    nearest = _mended(asked, args)
     if operand.unit_mode is None:
         return Status.fail(
             f"{name} has strides {operand.stride}; one of its last two modes must have stride 1",
             rule="a mode of stride 1",
             operand=name,
-            nearest=nearest,
             progress=progress,
         )
-    unit = asked[name].unit_mode
+    unit = asked.unit_mode
     assert unit is not None
     wanted, found = f"{letters[unit]}-major", f"{letters[operand.unit_mode]}-major"
     return Status.fail(
@@ -182,7 +190,6 @@ def _other_major(
         operand=name,
         expected=wanted,
         actual=found,
-        nearest=nearest,
         progress=progress,
     )
 
@@ -196,14 +203,14 @@ def _bytes_of(operand: Operand, asked: TensorAttributes) -> int:
 
 
 def _misaligned(
-    asked: Mapping[str, TensorAttributes],
+    asked: TensorAttributes,
     args: Arguments,
     why_aligned: str | None,
     name: str,
     progress: int,
 ) -> Status:
     operand = getattr(args, name)
-    needed = _bytes_of(operand, asked[name])
+    needed = _bytes_of(operand, asked)
     reason = why_aligned or f"address and strides must be multiples of {needed} bytes"
     actual = next(_misalignments(name, operand, needed, args.modes[name])).found
     return Status.fail(
@@ -212,7 +219,6 @@ def _misaligned(
         operand=name,
         expected=f"{needed} bytes",
         actual=actual,
-        nearest=_mended(asked, args),
         progress=progress,
     )
 
