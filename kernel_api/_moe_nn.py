@@ -221,7 +221,7 @@ def _hidden(
     routing: Routing,
     w_up: torch.Tensor,
     function: Function,
-    **outputs: bool,
+    **outputs: Any,
 ) -> Any:
     """Per pair, its weight times the gated linear unit; and further outputs.
 

@@ -31,16 +31,10 @@ What ``quantize`` and norms that quantize make is constant.
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 from kernel_api import fusions
 from kernel_api._attention_ops import sdpa, sdpa_backward
-from kernel_api._forms import Form, Fusion, with_own_code
-from kernel_api._grouped_forms import GroupedForm
 from kernel_api._norm_ops import (
     layernorm,
     layernorm_backward,
@@ -48,6 +42,9 @@ from kernel_api._norm_ops import (
     rmsnorm_backward,
     rmsnorm_rht_amax,
 )
+from kernel_api._one_call import FORMS as FORMS
+from kernel_api._one_call import GROUPED_FORMS as GROUPED_FORMS
+from kernel_api._one_call import one_call, one_call_of_groups
 from kernel_api._quantize_ops import Quantized, quantize
 from kernel_api._quantized_norm_ops import layernorm_quantize, rmsnorm_quantize
 from kernel_api._row_ops import GroupedRows, gather_rows, group_rows, scatter_rows
@@ -103,60 +100,6 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-#: Every form of a fusion, and the function that is it.
-FORMS: list[tuple[Form, Callable[..., Any]]] = []
-
-#: The same of products of groups.
-GROUPED_FORMS: list[tuple[Form, Callable[..., Any]]] = []
-
-
-def _one_call(fusion: Fusion, *optional: str, **how: Any) -> Callable[..., Any]:
-    """The form of a fusion that allocates its outputs and runs.
-
-    Args:
-        optional: Outputs that are allocated if they are True.
-        how: Further arguments of :class:`~kernel_api._forms.Form`.
-    """
-    form = Form(fusion, optional, **how)
-    call = _named(form, _caller(form))
-    FORMS.append((form, call))
-    return call
-
-
-def _one_call_of_groups(fusion: Fusion, *optional: str, **how: Any) -> Callable[..., Any]:
-    """The same of a fusion of products of groups."""
-    form = GroupedForm(fusion, optional, **how)
-    run = _caller(form)
-
-    def call(A: Any, B: Any, offsets: Any, **options: Any) -> Any:
-        return run(A, B, offsets=offsets, **options)
-
-    call = _named(form, with_own_code(call))
-    GROUPED_FORMS.append((form, call))
-    return call
-
-
-def _caller(form: Form) -> Callable[..., Any]:
-    def call(A: Any, B: Any, *, out: Any = None, out_dtype: Any = None, **options: Any) -> Any:
-        launches = _launches or _loaded()
-        if launches.is_read_by_dynamo():
-            return _traced(form, A, B, out, out_dtype, options)
-        found = launches.repeated(form, A, B, out, out_dtype, options)
-        if found is not launches.NEW:
-            return found
-        return launches.first(form, launches.Call(A, B, out, out_dtype, options))
-
-    return with_own_code(call)
-
-
-def _named(form: Form, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call, which looks like the fusion."""
-    functools.update_wrapper(call, form.fusion)
-    call.__module__ = __name__
-    call.__signature__ = form.signature  # type: ignore[attr-defined]
-    return call
-
-
 def register_operators() -> None:
     """Make every form an operator of torch, ``torch.ops.kernel_api.gemm`` and so on, and what
     layers of :mod:`kernel_api.nn` are. Tracing one does that too; a process that only loads what
@@ -172,66 +115,40 @@ def register_operators() -> None:
     )
 
 
-# Modules that need torch -----------------------------------------------------------------
-
-_launches: Any = None
-
-
-def _loaded() -> Any:
-    """Launches need torch, which importing this module does not load."""
-    global _launches
-    from kernel_api import _launches as found
-
-    _launches = found
-    return found
-
-
-if "torch" in sys.modules:  # a tracer that came before the first call would see it change
-    _loaded()
-
-
-def _traced(*call: Any) -> Any:
-    from kernel_api import _operators
-
-    return _operators.traced(*call)
-
-
-# The forms -------------------------------------------------------------------------------
-
 _HALF = Fraction(1, 2)
 _GRADIENT = ("dprob", "dbias")
 
-gemm = _one_call(fusions.gemm)
-gemm_bias_activation = _one_call(fusions.gemm_bias_activation, "preactivation")
-gemm_residual = _one_call(fusions.gemm_residual)
-gemm_amax = _one_call(fusions.gemm_amax, always=("amax",))
-gemm_glu = _one_call(fusions.gemm_glu, "preactivation", "scale", width=_HALF)
-gemm_swiglu = _one_call(fusions.gemm_swiglu, "preactivation", "scale", width=_HALF)
-gemm_geglu = _one_call(fusions.gemm_geglu, "preactivation", "scale", width=_HALF)
-gemm_reglu = _one_call(fusions.gemm_reglu, "preactivation", "scale", width=_HALF)
-gemm_dglu = _one_call(fusions.gemm_dglu, *_GRADIENT, width=2)
-gemm_dswiglu = _one_call(fusions.gemm_dswiglu, *_GRADIENT, width=2)
-gemm_recompute_dglu = _one_call(fusions.gemm_recompute_dglu, *_GRADIENT)
-gemm_srelu = _one_call(fusions.gemm_srelu, "preactivation")
-gemm_dsrelu = _one_call(fusions.gemm_dsrelu, *_GRADIENT)
-gemm_dactivation = _one_call(fusions.gemm_dactivation, *_GRADIENT)
-gemm_recompute_dsrelu = _one_call(fusions.gemm_recompute_dsrelu, *_GRADIENT)
-gemm_recompute_dactivation = _one_call(fusions.gemm_recompute_dactivation, *_GRADIENT)
-gemm_rope = _one_call(fusions.gemm_rope)
-gemm_quantize = _one_call(fusions.gemm_quantize, "amax", always=("scale",), element="float8_e4m3fn")
-gemm_dropout = _one_call(fusions.gemm_dropout)
+gemm = one_call(fusions.gemm)
+gemm_bias_activation = one_call(fusions.gemm_bias_activation, "preactivation")
+gemm_residual = one_call(fusions.gemm_residual)
+gemm_amax = one_call(fusions.gemm_amax, always=("amax",))
+gemm_glu = one_call(fusions.gemm_glu, "preactivation", "scale", width=_HALF)
+gemm_swiglu = one_call(fusions.gemm_swiglu, "preactivation", "scale", width=_HALF)
+gemm_geglu = one_call(fusions.gemm_geglu, "preactivation", "scale", width=_HALF)
+gemm_reglu = one_call(fusions.gemm_reglu, "preactivation", "scale", width=_HALF)
+gemm_dglu = one_call(fusions.gemm_dglu, *_GRADIENT, width=2)
+gemm_dswiglu = one_call(fusions.gemm_dswiglu, *_GRADIENT, width=2)
+gemm_recompute_dglu = one_call(fusions.gemm_recompute_dglu, *_GRADIENT)
+gemm_srelu = one_call(fusions.gemm_srelu, "preactivation")
+gemm_dsrelu = one_call(fusions.gemm_dsrelu, *_GRADIENT)
+gemm_dactivation = one_call(fusions.gemm_dactivation, *_GRADIENT)
+gemm_recompute_dsrelu = one_call(fusions.gemm_recompute_dsrelu, *_GRADIENT)
+gemm_recompute_dactivation = one_call(fusions.gemm_recompute_dactivation, *_GRADIENT)
+gemm_rope = one_call(fusions.gemm_rope)
+gemm_quantize = one_call(fusions.gemm_quantize, "amax", always=("scale",), element="float8_e4m3fn")
+gemm_dropout = one_call(fusions.gemm_dropout)
 
 _TOKENS = ("preactivation", "amax")
 
-grouped_gemm = _one_call_of_groups(fusions.grouped_gemm)
-grouped_gemm_glu = _one_call_of_groups(fusions.grouped_gemm_glu, *_TOKENS, "scale", width=_HALF)
-grouped_gemm_dglu = _one_call_of_groups(fusions.grouped_gemm_dglu, *_GRADIENT, "amax", width=2)
-grouped_gemm_srelu = _one_call_of_groups(fusions.grouped_gemm_srelu, *_TOKENS)
-grouped_gemm_dsrelu = _one_call_of_groups(fusions.grouped_gemm_dsrelu, *_GRADIENT, "amax")
-grouped_gemm_glu_hadamard = _one_call_of_groups(
+grouped_gemm = one_call_of_groups(fusions.grouped_gemm)
+grouped_gemm_glu = one_call_of_groups(fusions.grouped_gemm_glu, *_TOKENS, "scale", width=_HALF)
+grouped_gemm_dglu = one_call_of_groups(fusions.grouped_gemm_dglu, *_GRADIENT, "amax", width=2)
+grouped_gemm_srelu = one_call_of_groups(fusions.grouped_gemm_srelu, *_TOKENS)
+grouped_gemm_dsrelu = one_call_of_groups(fusions.grouped_gemm_dsrelu, *_GRADIENT, "amax")
+grouped_gemm_glu_hadamard = one_call_of_groups(
     fusions.grouped_gemm_glu_hadamard, *_TOKENS, width=_HALF
 )
-grouped_gemm_quantize = _one_call_of_groups(
+grouped_gemm_quantize = one_call_of_groups(
     fusions.grouped_gemm_quantize, "amax", always=("scale",), element="float8_e4m3fn"
 )
-grouped_gemm_wgrad = _one_call_of_groups(fusions.grouped_gemm_wgrad)
+grouped_gemm_wgrad = one_call_of_groups(fusions.grouped_gemm_wgrad)
