@@ -68,13 +68,14 @@ class KernelType(type):
             type.__setattr__(cls, "compile", _guarded(hook))
         type.__setattr__(cls, "_own_rules", _rules_of(namespace))
         rules = _inherited_rules(cls)
-        deciding = list(enumerate(r for r in rules if r.needs_args))
-        of_operands = tuple(one for one in deciding if not one[1].needs_design)
-        of_designs = tuple(one for one in deciding if one[1].needs_design)
+        shaping = tuple(r for r in rules if not (r.needs_args or r.needs_graph))
+        deciding = list(enumerate(r for r in rules if r not in shaping))
+        of_designs = tuple(one for one in deciding if one[1].needs_design or one[1].needs_graph)
+        of_operands = tuple(one for one in deciding if one not in of_designs)
         type.__setattr__(cls, "rules", rules)
         type.__setattr__(cls, "operand_rules", of_operands)
         type.__setattr__(cls, "design_rules", of_designs)
-        type.__setattr__(cls, "shaping_rules", tuple(r for r in rules if not r.needs_args))
+        type.__setattr__(cls, "shaping_rules", shaping)
         return cls
 
     def __setattr__(cls, name: str, value: Any) -> None:

@@ -28,6 +28,7 @@ from kernel_api.matching import (
     match_layouts,
     match_types,
     types_of,
+    types_of_arguments,
     with_mend,
 )
 from kernel_api.metadata import KernelMetadata, OperandsMetadata, encode
@@ -130,7 +131,11 @@ def _all_of(designs: int) -> str:
 
 # One family ------------------------------------------------------------------------------
 
+#: A refusal, and the operands of the kernels that it is of.
+_Miss = tuple[Status, OperandsMetadata]
 
+#: Combinations of types that a family remembers which of its operands they are of.
+_TYPES_KEPT = 512
 #: Combinations of operands and epilogues whose kernels are remembered.
 _FUSED_KEPT = 512
 
@@ -143,6 +148,7 @@ class Catalogue:
         self._declared = family.space is not None and bool(family.operands)
         self._variants: dict[Any, dict[OperandsMetadata, tuple[Kernel, ...]]] = {}
         self._operands: tuple[Variants, ...] | None = None
+        self._of_types: dict[Any, tuple[list[Variants], list[_Miss]]] = {}
         self._built: dict[Any, tuple[Kernel, ...]] = {}
 
     def operands(self, args: Arguments | None, target: Target | None) -> Iterable[Variants]:
@@ -152,6 +158,23 @@ class Catalogue:
         if self._operands is None:
             self._operands = tuple(self.family.operand_groups())
         return self._operands
+
+    def of_types(
+        self, args: Arguments, target: Target | None, but_for: str | None = None
+    ) -> tuple[list[Variants], list[_Miss]]:
+        """The operands of the arguments' types, and why the others are not.
+
+        ``but_for``: see :func:`~kernel_api.matching.match_types`.
+        """
+        if not self._declared or but_for is not None:
+            return _of_types(self.operands(args, target), args, but_for)
+        key = types_of_arguments(args)
+        found = self._of_types.get(key)
+        if found is None:
+            if len(self._of_types) >= _TYPES_KEPT:
+                self._of_types.clear()
+            found = self._of_types[key] = _of_types(self.operands(args, target), args)
+        return found
 
     def kernels(
         self, operands: OperandsMetadata, args: Arguments | None, target: Target | None
@@ -188,6 +211,19 @@ def _by_types(operands: Iterable[OperandsMetadata]) -> tuple[Variants, ...]:
     for one in operands:
         groups.setdefault(types_of(one), []).append(one)
     return tuple(map(Variants, groups.values()))
+
+
+def _of_types(
+    variants: Iterable[Variants], args: Arguments, but_for: str | None = None
+) -> tuple[list[Variants], list[_Miss]]:
+    fitting, misses = [], []
+    for one in variants:
+        status = match_types(one.first, args, but_for)
+        if status:
+            fitting.append(one)
+        else:
+            misses.append((status, one.first))
+    return fitting, misses
 
 
 def _everything(metadata: KernelMetadata) -> bool:
@@ -233,12 +269,9 @@ def _judge_kernels(
 ) -> Verdict:
     family = catalogue.family
     accepted: list[Kernel] = []
-    misses: list[_Miss] = []
-    for variants in catalogue.operands(args, target):
-        status = match_types(variants.first, args, but_for)
-        if not status:
-            misses.append((status, variants.first))
-            continue
+    fitting, others = catalogue.of_types(args, target, but_for)
+    misses = others.copy()
+    for variants in fitting:
         for operands in variants:
             status = match_layouts(operands, args, family.why_aligned())
             if status:
@@ -257,10 +290,6 @@ def _judge_kernels(
                     misses.append((status, operands))
     # Rows of operands may overlap: one may leave open what another one says.
     return Verdict(family, tuple(dict.fromkeys(accepted)), _nearest_miss(misses, args))
-
-
-#: A refusal, and the operands of the kernels that it is of.
-_Miss = tuple[Status, OperandsMetadata]
 
 
 _NO_DESIGN = Status.fail(

@@ -24,6 +24,7 @@ from kernel_api._naming import name_of
 from kernel_api._numbers import whole_number
 from kernel_api._offer import Offer
 from kernel_api._overwritten import tell_autograd
+from kernel_api._questions import BEFORE_RULES, Questions
 from kernel_api.arguments import Arguments, EpilogueArguments, GemmArguments
 from kernel_api.arguments.experts import tensors_of
 from kernel_api.artifact import CompiledArtifact, Resources
@@ -353,13 +354,13 @@ class Kernel(metaclass=KernelType):
         for step, one in cls.operand_rules:
             verdict = one.check(operands=operands, args=args)
             if not verdict:
-                return _advanced(verdict, BEHIND_OPERANDS + 2 + step)
+                return verdict.at(BEFORE_RULES + step)
         return Status.success()
 
     def status_behind_operands(self, args: Arguments, target: Target | None) -> Status:
         """Target, epilogue, rules of the design and the kernel's own checks."""
         metadata = self.metadata
-        if target is not None and fitting(metadata.parsed_targets, target) is None:
+        if target is not None and not any(t.runs_on(target) for t in metadata.parsed_targets):
             return Status.fail(
                 f"the kernel is for {_names(metadata.parsed_targets)}, the device is {target}",
                 rule="target",
@@ -369,15 +370,18 @@ class Kernel(metaclass=KernelType):
             refusal = epilogue_mismatch(metadata.epilogue, args.epilogue)
             if refusal is not None:
                 return Status.fail(refusal, rule="epilogue", progress=BEHIND_OPERANDS + 1)
-        for step, one in type(self).design_rules:
-            verdict = one.check(design=metadata.design, operands=metadata.operands, args=args)
-            if not verdict:
-                return _advanced(verdict, BEHIND_OPERANDS + 2 + step)
+        broken = self._questions.refusal(args)
+        if broken is not None:
+            return broken
         verdict = self._supports(args)
         if not isinstance(verdict, Status):
             name = type(self).__name__
             raise TypeError(f"{name}._supports returned {verdict!r}; expected a Status")
-        return verdict if verdict else _advanced(verdict, 1000)
+        return verdict if verdict else verdict.at(1000)
+
+    @functools.cached_property
+    def _questions(self) -> Questions:
+        return Questions(type(self).design_rules, self.metadata)
 
     @classmethod
     def why_not_for(cls, target: Target, compiled: bool = False) -> str | None:
@@ -566,6 +570,10 @@ class Kernel(metaclass=KernelType):
             raise WorkspaceError(f"the workspace has strides {given.stride()}; expected contiguous")
         return given
 
+    def __reduce__(self) -> Any:
+        """A copy is made of the metadata."""
+        return type(self), (self.metadata,)
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -594,9 +602,3 @@ def _with_operands(launch: Callable[..., None], prepared: dict[str, Any]) -> Cal
 
 def _names(targets: Iterable[Target]) -> str:
     return " or ".join(map(str, targets))
-
-
-def _advanced(status: Status, progress: int) -> Status:
-    from dataclasses import replace
-
-    return replace(status, progress=progress)

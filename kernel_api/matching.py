@@ -58,6 +58,13 @@ def types_of(operands: OperandsMetadata) -> tuple[Hashable, ...]:
     return (operands.names, types, *further)
 
 
+def types_of_arguments(args: Arguments) -> tuple[Any, ...]:
+    """All that :func:`match_types` looks at, of arguments."""
+    operands = tuple([(o.dtype, o.mode, o.discrete) for o in args.operands])
+    ragged, precision = getattr(args, "ragged", None), getattr(args, "fp32_precision", None)
+    return type(args), args.operand_names, operands, ragged, args.accumulator_type, precision
+
+
 def match_types(operands: OperandsMetadata, args: Arguments, but_for: str | None = None) -> Status:
     """The kind of operation, element types, and how products and sums are formed.
 

@@ -308,7 +308,7 @@ class KernelMetadata:
     def __hash__(self) -> int:
         return self._hash
 
-    @property
+    @cached_property
     def parsed_targets(self) -> tuple[Target, ...]:
         return targets_of(self.targets, self.min_cc)
 

@@ -32,7 +32,7 @@ from kernel_api.status import Status
 _SCALES = ("any", *(mode.value for mode in ScaleMode))
 #: That the alignment of operands is told in.
 _ALIGNMENTS = tuple(1 << bits for bits in range(MAX_ALIGNMENT.bit_length()))
-_RULE_PARAMETERS = ("design", "operands", "args")
+_RULE_PARAMETERS = ("design", "operands", "graph", "args")
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,13 @@ class Miss:
 
 
 class Rule:
-    """A named predicate over ``design``, ``operands`` (metadata) and ``args``, as it needs.
+    """A named predicate over ``design``, ``operands`` and ``graph``, the epilogue's or None, which
+    are of the metadata, and ``args``, as it needs.
 
     It returns True to agree; False, or a :class:`Miss` with details, to refuse; anything else is an
     error: a reason is no consent, and None is what comes of a ``return`` that is missing. A rule
-    without ``args`` shapes the family; one with ``args`` decides a query.
+    over design and operands alone shapes the family; one with ``graph`` or ``args`` decides a
+    query. What a graph says is asked once per kernel, what arguments say in every query.
     """
 
     def __init__(self, text: str, predicate: Callable[..., Any]) -> None:
@@ -91,6 +93,10 @@ class Rule:
         return "args" in self._names
 
     @property
+    def needs_graph(self) -> bool:
+        return "graph" in self._names
+
+    @property
     def needs_design(self) -> bool:
         return "design" in self._names
 
@@ -105,9 +111,20 @@ class Rule:
         except Exception:
             return True
 
-    def check(self, *, design: Any = None, operands: Any = None, args: Any = None) -> Status:
-        given = (design, operands, args)
-        verdict = self._predicate(*[given[place] for place in self._places])
+    def check(
+        self, *, design: Any = None, operands: Any = None, graph: Any = None, args: Any = None
+    ) -> Status:
+        return self.status_of(self.bound(design, operands, graph)(args))
+
+    def bound(self, design: Any, operands: Any, graph: Any = None) -> Callable[[Any], Any]:
+        """The predicate over arguments alone."""
+        known = (design, operands, graph)
+        if self._names[-1:] == ("args",):  # what is called in every query, without more around it
+            return functools.partial(self._predicate, *[known[n] for n in self._places[:-1]])
+        return lambda args: self._predicate(*[(*known, args)[n] for n in self._places])
+
+    def status_of(self, verdict: Any) -> Status:
+        """What the predicate returned."""
         if verdict is True:
             return Status.success()
         if isinstance(verdict, Miss):

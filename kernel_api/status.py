@@ -66,6 +66,19 @@ class Status:
         reason = str(error)
         return cls(reason, rule or reason, operand, expected, actual, nearest, progress, limit)
 
+    def at(self, progress: int) -> Status:
+        """The same, that so many checks had passed before."""
+        return Status(
+            self.error,
+            self.rule,
+            self.operand,
+            self.expected,
+            self.actual,
+            self.nearest,
+            progress,
+            self.limit,
+        )
+
     def __bool__(self) -> bool:
         return self.error is None
 

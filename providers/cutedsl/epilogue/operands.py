@@ -72,12 +72,12 @@ class Tiling:
     tiles: tuple[int, int]
 
 
-def sums_both_ways(epilogue: EpilogueArguments | None) -> bool:
+def sums_both_ways(graph: Graph | None) -> bool:
     """Whether something is reduced over rows, and something over columns of several tiles."""
-    planned = plan(epilogue.graph) if epilogue is not None else None
-    if epilogue is None or not isinstance(planned, Plan):
+    planned = plan(graph) if graph is not None else None
+    if graph is None or not isinstance(planned, Plan):
         return False
-    axes = {epilogue.graph.nodes[index]["axis"] for _, index in planned.reduced}
+    axes = {graph.nodes[index]["axis"] for _, index in planned.reduced}
     return {"rows", "columns"} <= axes
 
 
@@ -119,9 +119,9 @@ def in_halves(epilogue: EpilogueArguments) -> bool:
     return not isinstance(planned, str) and 1 in planned.halves
 
 
-def row_pairs(epilogue: EpilogueArguments | None) -> int | str | None:
+def row_pairs(graph: Graph | None) -> int | str | None:
     """As `Plan.row_pairs` says; None without an epilogue."""
-    planned = plan(epilogue.graph) if epilogue is not None else None
+    planned = plan(graph) if graph is not None else None
     return planned.row_pairs if isinstance(planned, Plan) else None
 
 

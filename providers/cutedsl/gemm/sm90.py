@@ -107,10 +107,10 @@ class Sm90GemmFamily(FusedGemm):
         return _are_at_most(2.0, design, args)
 
     @rule("a kernel that adds up parts of tiles computes elements that stand alone")
-    def _(design: Sm90GemmDesign, args: Any) -> bool:
-        if not design.parallel or args.epilogue is None:
+    def _(design: Sm90GemmDesign, graph: Graph | None) -> bool:
+        if not design.parallel or graph is None:
             return True
-        planned = plan(args.epilogue.graph)
+        planned = plan(graph)
         return isinstance(planned, Plan) and planned.alone and not planned.per_block
 
     @rule("tiles that are cut for all resident clusters are at most half as many as these")
@@ -120,14 +120,14 @@ class Sm90GemmFamily(FusedGemm):
         return _are_at_most(0.5, design, args)
 
     @rule("tiles are cut anywhere, evenly, or into so many parts; a kernel adds up even parts")
-    def _(design: Sm90GemmDesign, args: Any) -> bool:
+    def _(design: Sm90GemmDesign, graph: Graph | None) -> bool:
         parts_of_cluster = design.cluster_shape[2]
         if design.even_k and (design.stream_k or design.split_k != parts_of_cluster):
             return False
         return not design.parallel or (design.even_k and parts_of_cluster == 1)
 
     @rule("a cluster along K has the parts of one tile or of a part of it, up to 8, and no other")
-    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
+    def _(design: Sm90GemmDesign, graph: Graph | None) -> bool | Miss:
         *others, parts = design.cluster_shape
         if parts == 1 or (others == [1, 1] and parts == design.split_k <= MOST_ALONG_K):
             return True
@@ -159,8 +159,8 @@ class Sm90GemmFamily(FusedGemm):
         return spans_rows(args.epilogue.graph, args.N, design.kernel_tile[1])
 
     @rule("whole rows are written in subtiles of 32 columns")
-    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
-        planned = plan(args.epilogue.graph) if args.epilogue is not None else None
+    def _(design: Sm90GemmDesign, graph: Graph | None) -> bool | Miss:
+        planned = plan(graph) if graph is not None else None
         if not isinstance(planned, Plan) or not planned.spans_row:
             return True
         columns = design.kernel_tile[1]
@@ -170,26 +170,27 @@ class Sm90GemmFamily(FusedGemm):
         "accumulators of up to 160 registers leave room for columns that are looked at together, "
         "of up to 192 for one output of few operations that reads no matrix"
     )
-    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
-        if args.epilogue is None or design.accumulators <= 160:
+    def _(
+        design: Sm90GemmDesign, operands: GemmOperandsMetadata, graph: Graph | None
+    ) -> bool | Miss:
+        if graph is None or design.accumulators <= 160:
             return True
-        planned = plan(args.epilogue.graph)
+        planned = plan(graph)
         if isinstance(planned, str) or planned.bundle == 1:
             return True
-        light = len(planned.names) == 1 and _is_light(args, planned)
+        light = len(planned.names) == 1 and _is_light(graph, operands, planned)
         return (light and design.accumulators <= 192) or Miss(f"they take {design.accumulators}")
 
     @rule("tiles of 256 columns that groups have in turns take sums over rows or over columns")
-    def _(design: Sm90GemmDesign, args: Any) -> bool:
+    def _(design: Sm90GemmDesign, graph: Graph | None) -> bool:
         narrow = design.kernel_tile[1] < MOST_COLUMNS
-        return narrow or design.schedule != "pingpong" or not sums_both_ways(args.epilogue)
+        return narrow or design.schedule != "pingpong" or not sums_both_ways(graph)
 
     @rule("of tiles of more than 192 columns all heads are rotated, and nothing else is computed")
-    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
+    def _(design: Sm90GemmDesign, graph: Graph | None) -> bool | Miss:
         columns = design.kernel_tile[1]
-        if args.epilogue is None or columns <= _COLUMNS_OF_ANY_HEADS:
+        if graph is None or columns <= _COLUMNS_OF_ANY_HEADS:
             return True
-        graph = args.epilogue.graph
         crowded = any("heads" in dict(node.attributes) for node in graph.nodes)
         planned = plan(graph)
         if isinstance(planned, Plan) and planned.heads is not None:
@@ -197,11 +198,10 @@ class Sm90GemmFamily(FusedGemm):
         return not crowded or Miss(f"a tile has {columns}")
 
     @rule("blocks that share B each load whole pairs of what lies in its halves, or one of a pair")
-    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
-        if args.epilogue is None or design.swap_ab:
+    def _(design: Sm90GemmDesign, graph: Graph | None) -> bool | Miss:
+        if graph is None or design.swap_ab:
             return True
-        columns = design.kernel_tile[1] // design.kernel_cluster[0]
-        return halves_fit_shares(args.epilogue.graph, columns)
+        return halves_fit_shares(graph, design.kernel_tile[1] // design.kernel_cluster[0])
 
     @rule("B is K-major where its halves are taken in turns: a swizzle is wider than 32 columns")
     def _(operands: GemmOperandsMetadata, args: Any) -> bool:
@@ -213,19 +213,19 @@ class Sm90GemmFamily(FusedGemm):
             return True
         if in_halves(args.epilogue):
             return _halves_share_scales(design, args.N)
-        pairs = row_pairs(args.epilogue) if design.swap_ab else None
+        pairs = row_pairs(args.epilogue.graph) if design.swap_ab else None
         return not isinstance(pairs, int) or 2 * pairs <= BLOCK
 
     @rule("a tile of the transposed product has at most 64 columns where its rows are pairs")
-    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
+    def _(design: Sm90GemmDesign, graph: Graph | None) -> bool | Miss:
         columns = design.kernel_tile[1]
-        if not design.swap_ab or columns <= _COLUMNS_OF_PAIRS or row_pairs(args.epilogue) is None:
+        if not design.swap_ab or columns <= _COLUMNS_OF_PAIRS or row_pairs(graph) is None:
             return True
         return Miss(f"it has {columns}")
 
     @rule("rows of a transposed tile are whole blocks of pairs, or blocks whole tiles")
-    def _(design: Sm90GemmDesign, args: Any) -> bool | Miss:
-        granularity = row_pairs(args.epilogue) if design.swap_ab else None
+    def _(design: Sm90GemmDesign, graph: Graph | None) -> bool | Miss:
+        granularity = row_pairs(graph) if design.swap_ab else None
         if granularity in (None, QUAD, "halves"):
             return True
         rows, block = design.kernel_tile[0], 2 * int(granularity)
@@ -233,8 +233,8 @@ class Sm90GemmFamily(FusedGemm):
         return fits or Miss(f"it has {rows}, blocks have {block}")
 
     @rule("B is K-major where transposed tiles take pairs: a swizzle has 8 of their rows")
-    def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata, args: Any) -> bool:
-        dealt_out = design.swap_ab and row_pairs(args.epilogue) not in (None, QUAD)
+    def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata, graph: Graph | None) -> bool:
+        dealt_out = design.swap_ab and row_pairs(graph) not in (None, QUAD)
         return operands.B.unit_mode == -2 or not dealt_out
 
     @cached_property
@@ -420,12 +420,11 @@ def reads_matrix(graph: Graph) -> bool:
     return any(leaf.shape.rows and leaf.shape.columns for leaf in graph.leaves.values())
 
 
-def _is_light(args: Any, planned: Plan) -> bool:
+def _is_light(graph: Graph, operands: Any, planned: Plan) -> bool:
     """Whether an epilogue needs few registers beside accumulators."""
-    graph = args.epilogue.graph
     leaves = graph.leaves.values()
     few = _FEW_OPERATIONS
-    if planned.heads is not None and args.out.dtype.bits == 16:
+    if planned.heads is not None and operands.out.dtype.bits == 16:
         by_row = any(leaf.shape.rows and leaf.op != "table" for leaf in leaves)
         by_batch = any(leaf.shape.batch for leaf in leaves)
         few = _FEW_OPERATIONS if by_row or by_batch else _FEW_OF_HEADS

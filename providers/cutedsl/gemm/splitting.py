@@ -100,8 +100,10 @@ class SplitGemm(CuteDslGemm):
 
     @rule("a split along K is for less than 512 parts of tiles")
     def _(design: SplitDesign, args: GemmArguments) -> bool | Miss:
+        if design.split_k == 1:
+            return True
         parts = design.clusters(args.M, args.N, args.L) * design.split_k
-        return design.split_k == 1 or parts < 512 or Miss(f"there would be {parts}")
+        return parts < 512 or Miss(f"there would be {parts}")
 
     @cached_property
     def takes_more(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments.grouped import GroupedGemmArguments
+from kernel_api.epilogue import Graph
 from kernel_api.metadata import GroupedGemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import TMA_PIECE, sums_both_ways
@@ -80,8 +81,8 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         return fits or "out_row_index" not in args.indices
 
     @rule("of groups, tiles of 256 columns take sums over rows or over columns")
-    def _(design: Sm90GroupedGemmDesign, args: GroupedGemmArguments) -> bool:
-        return design.kernel_tile[1] < MOST_COLUMNS or not sums_both_ways(args.epilogue)
+    def _(design: Sm90GroupedGemmDesign, graph: Graph | None) -> bool:
+        return design.kernel_tile[1] < MOST_COLUMNS or not sums_both_ways(graph)
 
     @rule("columns of out that are dealt out in halves are in rows that lie side by side")
     def _(args: GroupedGemmArguments) -> bool:
