@@ -28,6 +28,9 @@ logger = _log.logger(__name__)
 #: Longer than what file systems round the time of a change to.
 _TICK_NS = 100_000_000
 
+#: Below folders of problems that are alike, as of when they had last changed.
+_problems: dict[Path, tuple[int, frozenset[Problem]]] = {}
+
 
 class Store(RowFiles):
     """The measurements of one environment below a folder.
@@ -154,22 +157,33 @@ class Store(RowFiles):
         than twice, or less than half of it. Ties go by the sum of these, then by the text.
         """
         near = []
-        for one in self._problems_like(problem):
+        for one in self._problems_like(problem.likeness):
             distance = problem.distance(one)
             if distance is not None and distance[0] <= 1:
                 near.append((distance, one.text, one))
         return next((one for *_, one in sorted(near) if self.best(one) is not None), None)
 
-    def _problems_like(self, problem: Problem) -> set[Problem]:
-        found = set() if self.beneath is None else self.beneath._problems_like(problem)
-        folder = Path(self.environment.digest, problem.likeness)
-        for name in self._names(folder):
-            texts = (self._text(folder / name, place.name) for place in self._files(folder / name))
-            ours = (one for one in texts if one and one.environment == self._environment_text)
-            like = next(filter(None, map(_problem_of, ours)), None)
-            if like is not None and self._folder_of(like) == folder / name:
-                found.add(like)
-        return found
+    def _problems_like(self, likeness: str) -> frozenset[Problem]:
+        """Those that rows are of; ours are read again where a problem has come or gone."""
+        folder = Path(self.environment.digest, likeness)
+        place, changed = self.folder / folder, self._changed(folder)
+        known = _problems.get(place)
+        if known is None or known[0] != changed:
+            found = [self._problem_in(folder / name) for name in self._names(folder)]
+            known = changed, frozenset(filter(None, found))
+            if None not in found and 0 < changed < time.time_ns() - _TICK_NS:
+                _problems[place] = known
+        return (
+            known[1] if self.beneath is None else known[1] | self.beneath._problems_like(likeness)
+        )
+
+    def _problem_in(self, folder: Path) -> Problem | None:
+        """That the rows in a folder are of; None where there are none yet, or they are of another
+        environment or problem."""
+        texts = (self._text(folder, place.name) for place in self._files(folder))
+        ours = (one for one in texts if one and one.environment == self._environment_text)
+        found = next(filter(None, map(_problem_of, ours)), None)
+        return found if found is not None and self._folder_of(found) == folder else None
 
     def _rows(self, problem: Problem) -> dict[str, RowText]:
         """Those of a problem, by the names of their files; our own hide those beneath."""

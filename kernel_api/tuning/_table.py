@@ -20,6 +20,7 @@ from kernel_api._code_files import replace_durably
 from kernel_api.errors import ArgumentError
 from kernel_api.tuning._canonical import as_object, parsed
 from kernel_api.tuning._environment import Environment
+from kernel_api.tuning._problem import Problem
 from kernel_api.tuning._row import Row
 from kernel_api.tuning._store import Store
 
@@ -59,6 +60,7 @@ class Table(Store):
     def __init__(self, path: Path, environment: Environment, texts: dict[str, Any]) -> None:
         super().__init__(path, environment)
         self._texts = texts  # by likeness, problem and name
+        self._known: dict[str, frozenset[Problem]] = {}
 
     def _below(self, folder: str | Path) -> Any:
         """What the table has at a place below its environment; an empty object for nothing."""
@@ -82,6 +84,12 @@ class Table(Store):
 
     def _changed(self, folder: Path) -> int:
         return 0
+
+    def _problems_like(self, likeness: str) -> frozenset[Problem]:
+        found = self._known.get(likeness)
+        if found is None:
+            found = self._known[likeness] = super()._problems_like(likeness)
+        return found
 
     def _all_files(self, temporary: bool = False) -> Iterator[Path]:
         for likeness in self._names(root := Path(self.environment.digest)):
