@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import kernel_api as ka
 from kernel_api.cli import main
 from kernel_api.verification import judge
 
@@ -25,6 +26,19 @@ def test_an_example_runs_alone(text, cache_directory, tmp_path):
     path = tmp_path / "example.py"  # an epilogue is read from its file
     path.write_text(block_with(text))
     exec(compile(path.read_text(), str(path), "exec"), {"__name__": "example"})
+
+
+def test_what_a_server_chooses_is_compiled_ahead(cache_directory):
+    block = block_with("ka.compile_all(chosen")
+    assert "range(1, 8193)" in block
+    found = {}
+    exec(block.replace("range(1, 8193)", "(1, 2, 30, 700)"), found)
+    assert 1 < len(found["chosen"]) < 4  # one token takes the kernel of two
+    assert all(isinstance(one, ka.CompiledArtifact) for one in found["artifacts"])
+    args = found["layer"](2)
+    kernel = ka.get_kernels(args, cc=90)[0]
+    assert kernel in found["chosen"]
+    assert kernel.compile(args, cc=90) is found["artifacts"][list(found["chosen"]).index(kernel)]
 
 
 def test_what_a_command_is_said_to_print_is_what_it_prints(capsys):
