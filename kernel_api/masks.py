@@ -36,6 +36,9 @@ __all__ = [
 #: Names of the left and the right bound of a band, by what it is aligned to.
 BOUNDS = {"top_left": ("left", "right"), "bottom_right": ("left_end", "right_end")}
 
+#: Scores of float32 below hide a key, as −∞ does: no digits are left to tell them apart.
+HIDDEN_BELOW = -(2.0**26)
+
 #: What bounds are at most: 64 bits hold them with the length of a sequence added, and none is
 #: longer.
 _FARTHEST = 2**62

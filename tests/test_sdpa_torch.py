@@ -71,11 +71,20 @@ def test_what_runs_on_the_cpu_is_right(mask, H_kv, S_q, S_kv):
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 24, 40), (1, 1, 24, 40), (2, 1, 1, 40)])
-@pytest.mark.parametrize("element", ["float32", "float64", "bfloat16"])
-def test_a_bias_may_hide_every_key(element, shape):
+@pytest.mark.parametrize(
+    ("element", "hidden"),
+    [
+        ("float32", -torch.inf),
+        ("float64", -torch.inf),
+        ("bfloat16", -torch.inf),
+        ("float32", -1e9),
+        ("bfloat16", torch.finfo(torch.bfloat16).min),
+    ],
+)
+def test_a_bias_may_hide_every_key(element, hidden, shape):
     draw = Draw(H_kv=4, S_q=24, S_kv=40, D=16, D_v=16, element=element)
     bias = draw.random(*shape)
-    bias[-1, 0, -1] = -torch.inf
+    bias[-1, 0, -1] = hidden
     args = draw.arguments(bias=bias)
     for one in (args, draw.arguments(bias=bias, lse=None)):
         for kernel in ka.get_kernels(one, providers=["torch"]):
@@ -232,6 +241,10 @@ FLEX = {
     "bias": {"bias": torch.linspace(-1, 1, 24).view(1, 1, 1, 24)},
     "one bias": {"bias": torch.full((1, 1, 1, 1), 0.3)},
     "biases": {"bias": torch.linspace(-1, 1, 2 * 4 * 16 * 24).view(2, 4, 16, 24)},
+    "hidden rows": {"bias": -1e9 * (torch.arange(16) % 3 == 0).view(1, 1, 16, 1)},
+    "hidden by a function": {
+        "score_mod": lambda score, b, h, q, kv: ep.where(q % 3 == 0, -1e9, score)
+    },
     "softcap": {"softcap": 1.5, "alibi": torch.linspace(0, 1, 4)},
     "score": {
         "score_mod": bent,

@@ -12,6 +12,7 @@ from kernel_api.arguments.attention import AttentionArguments
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue.graph import Graph, Node
 from kernel_api.errors import ArgumentError
+from kernel_api.masks import HIDDEN_BELOW
 from kernel_api.operands import Operand
 from kernel_api.providers.reference.epilogue import ELEMENTWISE, rounded
 from kernel_api.providers.reference.philox import halves_apart
@@ -19,9 +20,6 @@ from kernel_api.providers.reference.philox import halves_apart
 _MOST = torch.iinfo(torch.int64).max
 #: Scores that are held at a time.
 _ELEMENTS = 1 << 24
-
-#: Scores of float32 below are −∞: no digits are left to tell them apart.
-_LEAST = -(2.0**26)
 
 
 class Rows(NamedTuple):
@@ -200,7 +198,7 @@ class Attention(Arithmetic):
         if "alibi" in args.further:
             values = values + self.per_head("alibi") * (j - i).to(self.wide)
         if self._hides_below and (args.score is not None or "bias" in args.further):
-            values = values.masked_fill(values < _LEAST, float("-inf"))
+            values = values.masked_fill(values < HIDDEN_BELOW, float("-inf"))
         visible = self._visible(rows)
         if visible is not None:
             values = values.masked_fill(~visible, float("-inf"))

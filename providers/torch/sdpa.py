@@ -16,6 +16,7 @@ from kernel_api.arguments.attention import AttentionArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.devices import target_of
 from kernel_api.kernel import Kernel
+from kernel_api.masks import HIDDEN_BELOW
 from kernel_api.metadata import (
     DesignMetadata,
     SdpaBackwardOperandsMetadata,
@@ -105,9 +106,13 @@ def _is_square_causal(args: AttentionArguments) -> bool:
 
 
 def bias_of(args: AttentionArguments) -> Any:
-    """(B, H, S_q, S_kv), or None."""
-    bias = args.further.get("bias")
-    return None if bias is None else bias.tensor.expand(args.B, args.H, args.S_q, args.S_kv)
+    """(B, H, S_q, S_kv), or None. What hides a key is −∞, as torch does not take it for that."""
+    if "bias" not in args.further:
+        return None
+    bias = args.further["bias"].tensor
+    if args.Q.dtype.bits < 64:
+        bias = bias.masked_fill(bias < HIDDEN_BELOW, -_INFINITY)
+    return bias.expand(args.B, args.H, args.S_q, args.S_kv)
 
 
 # Rules that some of the operators share --------------------------------------------------
@@ -411,12 +416,12 @@ class TorchCpuSdpa(_Forward, _OnCpu):
 
     def _computed(self, args: Any) -> dict[str, Any]:
         q, k, v, _ = args.tensors
+        bias = bias_of(args)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal(args), attn_mask=bias_of(args), scale=args.scale
+            q, k, v, 0.0, is_causal(args), attn_mask=bias, scale=args.scale
         )
-        if "lse" in args.further and "bias" in args.further:  # it has 0 where a row sees nothing
-            hidden = args.further["bias"].tensor == -_INFINITY
-            lse = lse.masked_fill(hidden.all(-1), -_INFINITY)
+        if "lse" in args.further and bias is not None:  # it has 0 where a row sees nothing
+            lse = lse.masked_fill((bias == -_INFINITY).all(-1), -_INFINITY)
         return {"out": out, "lse": lse}
 
 

@@ -13,6 +13,7 @@ from kernel_api.arguments import SdpaArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.epilogue.graph import Graph, Node
 from kernel_api.kernel import Kernel
+from kernel_api.masks import HIDDEN_BELOW
 from kernel_api.metadata import DesignMetadata, SdpaOperandsMetadata
 from kernel_api.operands import Operand
 from kernel_api.providers.streams import on_stream
@@ -181,6 +182,8 @@ def _score_text(args: SdpaArguments) -> str | None:
         lines.append(f"score = score + bias{index}")
     if "alibi" in args.further:
         lines.append("score = score + alibi[h] * (kv - q)")
+    if args.score is not None or "bias" in args.further:
+        lines.append(f"score = torch.where(score < {HIDDEN_BELOW}, -float('inf'), score)")
     return _text("def fn(score, b, h, q, kv):", lines, "score") if lines else None
 
 
