@@ -6,6 +6,7 @@ whose rules agree -> ranked. A survey is remembered by everything it may depend 
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import os
@@ -189,7 +190,9 @@ class Catalogue:
         if built is None:
             if graph is not None and len(self._built) > _FUSED_KEPT:
                 self._built.clear()
-            built = self._built[key] = tuple(self.family.kernels_for(operands, graph))
+            built = tuple(self.family.kernels_for(operands, graph))
+            _claim_names(self.family, built)
+            self._built[key] = built
         return built
 
     def _generated(
@@ -202,7 +205,9 @@ class Catalogue:
                 self._variants.clear()
             cc = target.cc if target is not None else None
             made = self.family.generate_kernels(_everything, epilogue_args=epilogue, cc=cc)
-            self._variants[key] = _grouped(self.family, made)
+            groups = _grouped(self.family, made)
+            _claim_names(self.family, itertools.chain.from_iterable(groups.values()))
+            self._variants[key] = groups
         return self._variants[key]
 
 
@@ -250,6 +255,19 @@ def _grouped(family: type[Kernel], made: Any) -> dict[OperandsMetadata, tuple[Ke
             raise TypeError(f"two different kernels share the name {metadata.kernel_name}")
         groups.setdefault(metadata.operands, []).append(kernel)
     return {operands: tuple(dict.fromkeys(kernels)) for operands, kernels in groups.items()}
+
+
+def _claim_names(family: type[Kernel], kernels: Iterable[Kernel]) -> None:
+    """Raise TypeError where another class of the provider has a kernel of such a name."""
+    for kernel in kernels:
+        if kernel.metadata.epilogue is None:  # others are named after those, and there is no end
+            name = kernel.metadata.kernel_name
+            owner = _owners.setdefault((family._provider, name), family)
+            if owner is not family:
+                raise TypeError(
+                    f"{owner.__module__}.{owner.__qualname__} of the same provider has a kernel of "
+                    f"the name {name}, too; expected names of its own"
+                )
 
 
 def _judge(catalogue: Catalogue, args: Arguments, target: Target | None) -> Verdict:
@@ -400,6 +418,8 @@ class _Survey:
 _lock = threading.RLock()
 _surveys: OrderedDict[Any, _Survey] = OrderedDict()
 _catalogues: dict[type[Kernel], Catalogue] = {}
+#: Of names, by provider.
+_owners: dict[tuple[type[Provider] | None, str], type[Kernel]] = {}
 _valid_for = -1
 _devices_with_target: set[Any] = set()
 
@@ -449,6 +469,7 @@ def _forget_if_changed() -> None:
     if _valid_for != generation():
         _surveys.clear()
         _catalogues.clear()
+        _owners.clear()
         _valid_for = generation()
 
 

@@ -116,6 +116,37 @@ def test_explain_gives_the_fault_of_a_broken_generator_as_the_reason(registry, b
     assert BROKEN_GENERATORS[broken] in rejection.reason
 
 
+def of_one_name(name):
+    class Named(LoopGemm):
+        tiles = (16,)
+
+        @classmethod
+        def metadata_of_tile(cls, tile, _=None):
+            return super().metadata_of_tile(tile, name)
+
+    return Named
+
+
+@pytest.mark.parametrize("args", [ARGS, None], ids=["query", "enumeration"])
+def test_the_second_class_of_a_provider_with_a_name_is_left_out(registry, args):
+    first, second = of_one_name("the_same_name"), of_one_name("the_same_name")
+    provider = registry.register(first)
+    second.__qualname__ = second.__name__ = second.family = "Second"
+    provider.register(second)
+    told = "of the same provider has a kernel of the name the_same_name, too; expected names of its"
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kernels = ka.get_kernels(args, providers=[provider])
+        assert [type(kernel) for kernel in kernels] == [first]
+    assert not caught
+    (rejection,) = ka.explain(ARGS, providers=[provider]).rejected
+    assert (rejection.family, rejection.rule) == ("Second", "plug-in fault")
+    assert told in rejection.reason
+    other = registry.register(of_one_name("the_same_name"))
+    assert len(ka.get_kernels(args, providers=[provider, other])) == 2
+
+
 # Kernel classes that break a query -------------------------------------------------------
 
 

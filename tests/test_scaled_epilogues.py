@@ -211,3 +211,19 @@ def test_products_to_8_bits_say_how():
     rejected = ka.explain(ka.GemmArguments(*operands, out), cc=90, providers=["cutedsl"]).rejected
     (one,) = [one for one in rejected if one.family == "sm90.gemm_fp8"]
     assert one.rule == "8 bits are written in units of a scale, or as an epilogue says"
+    assert one.nearest.endswith("gemm_quantize, or with per_tensor scales of A, B and out")
+
+
+def test_a_scale_of_out_alone_is_refused_by_what_would_match():
+    def product(*scaled):
+        A, B, out = (torch.empty(64, 64, dtype=E4M3, device="meta") for _ in range(3))
+        named = {"A": A, "B": B.t(), "out": out}
+        one = torch.empty((), device="meta")
+        for name in scaled:
+            named[name] = ka.ScaledOperand(named[name], one, ka.ScaleMode.PER_TENSOR)
+        return ka.explain(ka.GemmArguments(**named), cc=90, providers=["cutedsl"])
+
+    (refused,) = [one for one in product("out").rejected if one.family == "sm90.gemm_fp8"]
+    assert refused.reason.endswith("in units of theirs, be it 1; out alone has a per_tensor scale")
+    assert refused.nearest == "would match with per_tensor scales of A and B"
+    assert [one.family for one in product("A", "B", "out").accepted] == ["sm90.gemm_fp8"]

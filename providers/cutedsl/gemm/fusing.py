@@ -36,6 +36,7 @@ from kernel_api.status import Status
 from kernel_api.targets import Target
 
 _EIGHT_BITS = "8 bits are written in units of a scale, or as an epilogue says"
+_UNITS_OF_OUT = "out is written in units of a scale where A and B are in units of theirs, be it 1"
 _WHOLE_SUMS = "sums of integers become floats by scales of A and B, or by an epilogue"
 
 
@@ -63,10 +64,21 @@ class FusedGemm(SplitGemm):
         status = super().class_status(args, target, compiled=compiled)
         if not status or args.epilogue is not None or not cls._multiplies(args.A.dtype):
             return status
+        in_units = any("out" in row.scales for row in cls.operands)
+        if in_units and args.scaled == ("out",):
+            return Status.fail(
+                f"{_UNITS_OF_OUT}; out alone has a {args.out.mode.value} scale",
+                rule=_UNITS_OF_OUT,
+                operand="out",
+                nearest="would match with per_tensor scales of A and B",
+                progress=BEHIND_OPERANDS,
+            )
         text = _unsaid(args.A.dtype, args.A.mode, args.out.dtype, args.out.mode)
         if text is None:
             return status
         fused = "the epilogue of gemm_quantize" if args.out.dtype.bits == 8 else "an epilogue"
+        if in_units and args.out.dtype.bits == 8:
+            fused += ", or with per_tensor scales of A, B and out"
         return Status.fail(
             f"{text}; out is {args.out.dtype}, and there is neither",
             rule=text,
