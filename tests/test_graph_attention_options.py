@@ -184,14 +184,15 @@ def test_scores_are_kept_in_the_types_that_are_set_but_for_floats_of_16_bits(kin
 # To arguments ----------------------------------------------------------------------------
 
 
-def test_arguments_are_made_of_tensors_without_data():
+@pytest.mark.parametrize("element", [torch.int32, torch.int64])
+def test_arguments_are_made_of_tensors_without_data(element):
     g = Nodes()
     q, k, v = tensors()
     options = {
         **padded(g), "bias": g.given(BIAS), "use_alibi_mask": True, "use_causal_mask": True,
         "sink_token": g.given(SINK.view(1, H, 1, 1)),
         "attn_scale": g.given(torch.tensor([[[[SCALE]]]])),
-        "dropout": (0.2, 5, g.given(torch.tensor([[[[7]]]]))),
+        "dropout": (0.2, 5, g.given(torch.tensor([[[[7]]]], dtype=element))),
         "score_mod": CASES["softcap"][0](g)["score_mod"],
     }  # fmt: skip
     g.sdpa(*map(g.given, (q, k, v)), generate_stats=True, **options)

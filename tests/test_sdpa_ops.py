@@ -406,8 +406,9 @@ def test_slices_of_a_projection_are_taken_and_have_gradients():
     assert ka.nn.attention(turned, K, V).shape == (2, 4, 5, 16)
 
 
-def test_zeros_of_dropout_stay_those_of_the_forward_pass():
-    seed = torch.tensor(3)
+@pytest.mark.parametrize("element", [torch.int32, torch.int64])
+def test_zeros_of_dropout_stay_those_of_the_forward_pass(element):
+    seed = torch.tensor(3, dtype=element)
     q, k, v = leaves(Q, K, V)
     dropout = Dropout(0.4, seed, 1)
     out = ka.ops.sdpa(q, k, v, dropout=dropout)

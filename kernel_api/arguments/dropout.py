@@ -31,8 +31,8 @@ class Dropout(Described):
 
     Args:
         p: From 0 up to, not including, 1.
-        seed, offset: Whole numbers from 0, or int64 tensors () or (1,) on the device, which are
-            kept as ().
+        seed, offset: Whole numbers from 0, or int32 or int64 tensors () or (1,) on the device,
+            which are kept as ().
     """
 
     p: float
@@ -80,8 +80,8 @@ def _state(name: str, value: Any) -> Operand | int:
     if isinstance(value, (bool, float)):
         raise ArgumentError(f"{name} of Dropout is {value!r}; expected a whole number")
     operand = value if isinstance(value, Operand) else Operand(value, f"{name} of Dropout")
-    if operand.dtype is not dtype("int64"):
-        raise ArgumentError(f"{name} of Dropout is {operand.dtype}; expected int64")
+    if operand.dtype not in (dtype("int32"), dtype("int64")):
+        raise ArgumentError(f"{name} of Dropout is {operand.dtype}; expected int32 or int64")
     if operand.shape == ():
         return operand
     if operand.shape != (1,):

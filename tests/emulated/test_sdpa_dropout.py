@@ -137,7 +137,7 @@ def dropping(p: float) -> tuple[Any, Any]:
     q, k = (torch.zeros(1, 1, n, 64, dtype=torch.float16) for n in (S, S_KV))
     v, dO = (torch.eye(n, 64, dtype=torch.float16).expand(1, 1, n, 64) for n in (S_KV, S))
     out, lse = torch.empty_like(q), torch.full((1, 1, S), math.log(S_KV))
-    dropout = Dropout(p, torch.tensor(SEED), torch.tensor(OFFSET))
+    dropout = Dropout(p, torch.tensor(SEED, dtype=torch.int32), torch.tensor(OFFSET))
     args = ka.SdpaArguments(q, k, v.contiguous(), out, lse, dropout=dropout)
     return args, backward_of(args, dO.contiguous())
 
