@@ -113,10 +113,10 @@ class Problem:
 
         A size of 0 is infinitely far from any other. None for problems that are not alike.
         """
-        mine, its = self.sizes, other.sizes
+        mine, its = self._data["sizes"], other._data["sizes"]  # canonical: their names are sorted
         if self.likeness != other.likeness or mine.keys() != its.keys():
             return None
-        steps = [_step(mine[name], its[name]) for name in sorted(mine)]
+        steps = [_step(size, its[name]) for name, size in mine.items()]
         return max(steps, default=0.0), sum(steps)
 
     @cached_property
