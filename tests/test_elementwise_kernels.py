@@ -197,6 +197,31 @@ def test_what_is_refused_is_told(args, words):
     assert offered(args) == []
 
 
+@pytest.mark.parametrize(
+    ("shape", "axis", "most"),
+    [
+        ((16, 1, 3 << 22), -1, 16 * 3 << 22),  # a part for each element
+        (((1 << 19) + 64, 1 << 15), -2, 2**31 - 1),  # counted in 32 bits
+    ],
+)
+def test_reductions_that_leave_more_parts_than_there_is_sense_in_are_refused(shape, axis, most):
+    kept = meta(*shape[: axis % len(shape)], *shape[axis % len(shape) + 1 :], element=F32)
+    sums = ka.EpilogueArguments(
+        lambda a: (a, ep.sum(a, axis), ep.max(a, axis)), sums=kept, largest=kept
+    )
+    args = ka.ElementwiseArguments(meta(*shape, element=torch.int8), epilogue=sums)
+    room = 65536 + 4 * most
+    assert max(kernel.get_workspace_size(args) for kernel in offered(args)) <= room
+    statuses = [
+        str(kernel.supports(args))
+        for kernel in SM80.generate_kernels(bool, args.epilogue)
+        if kernel.get_workspace_size(args) > room
+    ]
+    told = f"the epilogue's reductions leave \\d+ parts of {most}"
+    assert any(re.fullmatch(told, status) for status in statuses), statuses
+    assert "supported" not in statuses
+
+
 def test_operands_that_are_not_aligned_are_read_in_smaller_vectors():
     def alignments(b):
         args = fused(lambda accum, b: accum + b, b=b)

@@ -1,6 +1,7 @@
 """What of epilogues the GEMM families take, and with which words they refuse the rest."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -173,6 +174,13 @@ def test_rows_beyond_a_tile_are_refused_with_what_to_do_instead():
 def test_more_counters_than_a_workspace_has_are_refused():
     args = arguments(row_sum, M=64 << 15, total=empty(64 << 15, dtype=F32))
     assert "the epilogue's reductions take 32768 counters of 16384" in refusals(args)[HOPPER].reason
+
+
+def test_more_parts_of_reductions_than_are_counted_in_32_bits_are_refused():
+    args = arguments(row_sum, M=1 << 19, N=1 << 21, total=empty(1 << 19, dtype=F32))
+    for family in BOTH:
+        told = r"the epilogue's reductions leave \d+ parts of 2147483647"
+        assert re.match(told, refusals(args)[family].reason)
 
 
 # Designs that fit ------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from kernel_api._workspaces import COUNTER_BYTES, PART_BYTES, ZEROED
+from kernel_api._workspaces import PART_BYTES, ZEROED
 from kernel_api.arguments import ElementwiseArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.epilogue import Graph
@@ -22,6 +22,7 @@ from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.elementwise import model
 from kernel_api.providers.cutedsl.elementwise.columns import bundles, merged_groups
 from kernel_api.providers.cutedsl.epilogue.operands import (
+    MOST_PARTS,
     Tiling,
     epilogue_values,
     fits_tile,
@@ -30,6 +31,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     known_epilogue,
     operands_fit,
     reduction_sizes,
+    reductions_fit,
     signed_operands,
     spans_rows,
     whole_halves,
@@ -47,6 +49,9 @@ _MOST_ELEMENTS, _QUADS = 64, 8
 
 #: Rows of a thread at a time.
 _HALVES = 2
+
+#: Parts of reductions that a workspace has room for, whatever x is.
+_FEW_PARTS = 2**24
 
 #: Types of x and out; what epilogues write.
 _FLOATS, _OTHERS = "f32 | f16 | bf16", "e4m3 | e5m2 | i32 | i16 | i8"
@@ -242,15 +247,11 @@ class Sm80Elementwise(BareWhereSizesAreKnown):
         return tiles < 2**31 or Miss(f"there would be {tiles}")
 
     def _supports(self, args: ElementwiseArguments) -> Status:
-        """A workspace has room for so many counters."""
-        counters = self._reductions(args.M, args.N, args.L)[0]
-        most = ZEROED // COUNTER_BYTES
-        if counters <= most:
-            return Status.success()
-        return Status.fail(
-            f"the epilogue's reductions take {counters} counters of {most}",
-            rule="a workspace has room for the counters of reductions",
-        )
+        """Reductions leave no more parts than there are elements, unless that is few: tall tiles
+        have parts for rows that are not there."""
+        counters, parts = self._reductions(args.M, args.N, args.L)
+        elements = max(args.M * args.N * args.L, _FEW_PARTS)
+        return reductions_fit(counters, parts, most=min(elements, MOST_PARTS))
 
     @classmethod
     def kernels_for(cls, operands: Any, epilogue: Graph | None = None) -> list[Any]:

@@ -7,17 +7,22 @@ from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Any
 
+from kernel_api._workspaces import COUNTER_BYTES, ZEROED
 from kernel_api.arguments import EpilogueArguments
 from kernel_api.epilogue import Graph, Node
 from kernel_api.operands import Operand
 from kernel_api.providers.cutedsl.epilogue.plan import HALF, QUAD, Plan, plan
 from kernel_api.space import Miss, rule
+from kernel_api.status import Status
 
 #: Columns that a kernel writes at once, and so the narrowest bundle.
 SUBTILE = 32
 
 #: Bytes that TMA writes at once.
 TMA_PIECE = 16
+
+#: Counters that a workspace has room for, and parts that kernels count in 32 bits.
+COUNTERS, MOST_PARTS = ZEROED // COUNTER_BYTES, 2**31 - 1
 
 
 def epilogue_values(epilogue: EpilogueArguments) -> dict[str, Any]:
@@ -101,6 +106,23 @@ def reduction_sizes(graph: Graph, tiling: Tiling, L: int) -> tuple[int, int]:
             counters += L if node["axis"] == "matrix" else 1
             parts += L * tiles_m * tiles_n * tiling.groups
     return counters, parts
+
+
+def reductions_fit(
+    counters: int, parts: int, room: int = COUNTERS, most: int = MOST_PARTS
+) -> Status:
+    """Whether a workspace has room for what reductions count and leave; most: parts."""
+    if counters > room:
+        return Status.fail(
+            f"the epilogue's reductions take {counters} counters of {room}",
+            rule="a workspace has room for the counters of reductions",
+        )
+    if parts > most:
+        return Status.fail(
+            f"the epilogue's reductions leave {parts} parts of {most}",
+            rule="a workspace has room for the parts of reductions",
+        )
+    return Status.success()
 
 
 def halves_fit(graph: Graph, N: int) -> bool | Miss:

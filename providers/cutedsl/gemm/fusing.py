@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
-from kernel_api._workspaces import COUNTER_BYTES, PART_BYTES, ZEROED
+from kernel_api._workspaces import PART_BYTES, ZEROED
 from kernel_api.arguments import EpilogueArguments, GemmArguments
 from kernel_api.dtypes import DType, dtype
 from kernel_api.epilogue import Graph
@@ -16,6 +16,7 @@ from kernel_api.metadata import GemmOperandsMetadata, OperandsMetadata, TensorAt
 from kernel_api.operands import Operand
 from kernel_api.providers.cutedsl import compiler
 from kernel_api.providers.cutedsl.epilogue.operands import (
+    COUNTERS,
     Tiling,
     epilogue_values,
     flat_reductions,
@@ -23,6 +24,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     known_epilogue,
     operands_fit,
     reduction_sizes,
+    reductions_fit,
     signed_operands,
     types_fit,
     whole_halves,
@@ -106,21 +108,16 @@ class FusedGemm(SplitGemm):
 
     def _supports(self, args: GemmArguments) -> Status:
         """A workspace has room for so many counters, those of a split included."""
-        counters = self._reductions(args.M, args.N, args.L)[0]
-        if not counters:
-            return Status.success()
-        if self._design.meets_in_workspace:
+        counters, parts = self._reductions(args.M, args.N, args.L)
+        if counters and self._design.meets_in_workspace:
             tiles = self._design.clusters(args.M, args.N, args.L) * self._design.cluster_size
             counters += tiles * self._design.summing_groups
-        most = self.counters
-        if counters <= most:
-            return Status.success()
-        return Status.fail(f"the epilogue's reductions take {counters} counters of {most}")
+        return reductions_fit(counters, parts, self.counters)
 
     @property
     def counters(self) -> int:
         """That a workspace has room for, beside others that the kernel uses."""
-        return ZEROED // COUNTER_BYTES
+        return COUNTERS
 
     # Built with an epilogue --------------------------------------------------------------
 
