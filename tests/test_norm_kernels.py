@@ -247,6 +247,20 @@ def test_launches_borrow_what_the_sums_that_they_are_asked_for_take(monkeypatch)
         borrowed.clear()
 
 
+@pytest.mark.parametrize("kind", [RMS_BACKWARD, LAYER_BACKWARD])
+@pytest.mark.parametrize(("M", "N"), [(4, 1 << 15), (4096, 1 << 17), (8, 1 << 20), (3, 100)])
+def test_there_are_no_parts_of_sums_for_rows_that_are_not_there(kind, M, N):
+    draw = meta(M, N)
+    sums = {name: draw.columns(read=False) for name in ("dweight", "dbias")}
+    args = draw.arguments(kind, **sums)
+    for kernel in offered(args):
+        design, size = kernel.metadata.design, kernel.get_workspace_size(args) - 65536
+        at_once = 1 if design.elements else design.rows
+        assert size <= 2 * 4 * N * -(-M // design.rows) * at_once
+        assert size <= max(4 * (2 * M * N), 1 << 20), "more than four times what x has"
+        assert kernel._workspace_finder(tuple(sums))(args.tensors, {}) == size + 65536
+
+
 # Compiled --------------------------------------------------------------------------------
 
 

@@ -33,6 +33,10 @@ _SUMS_HELD, _MOST_HELD = {4: 16 * 1024}, 32 * 1024
 
 _MOST_STAGES = 3
 
+#: Elements of rows that a CTA streams side by side, each of which leaves parts of sums: of longer
+#: ones those would be gigabytes.
+_SIDE_BY_SIDE = 8192
+
 
 @dataclass(frozen=True)
 class NormBackwardDesign(RowDesign):
@@ -48,6 +52,12 @@ class NormBackwardDesign(RowDesign):
     def sum_bytes(self) -> int:
         """Of shared memory, where the sums of several rows at once come together."""
         return _SUM_BYTES * self.threads * self.elements if self.rows > 1 else 0
+
+    @property
+    def parts(self) -> int:
+        """Of each sum over rows, that a CTA leaves: threads keep those of rows that are streamed in
+        the workspace."""
+        return 1 if self.elements else self.rows
 
     def label(self) -> str:
         return f"{super().label()}_resident{self.resident}"
@@ -118,6 +128,13 @@ class NormBackward(NormKernel):
         room = _MOST_HELD if weight is None else _SUMS_HELD.get(weight.dtype.itemsize, _MOST_HELD)
         return held <= room or Miss(f"they are {held}, the registers hold {room}")
 
+    @rule(
+        "where each leaves parts of sums, rows of 8192 elements at most are streamed side by side"
+    )
+    def _(design: NormBackwardDesign, args: Any) -> bool | Miss:
+        few = design.parts == 1 or args.N <= _SIDE_BY_SIDE or not _sums_among(args.further)
+        return few or Miss(f"N is {args.N}", f"would match with N of {_SIDE_BY_SIDE} or less")
+
     def implementation(self) -> Callable[..., None]:
         return self._implementation(("rstd",))
 
@@ -136,25 +153,30 @@ class NormBackward(NormKernel):
     def scalars(self, multiprocessors: int) -> tuple[int, ...]:
         return (self._design.resident * multiprocessors,)
 
-    def _workspace_bytes(self, N: int, sums: int, multiprocessors: int) -> int:
-        design = self._design
-        (blocks,) = self.scalars(multiprocessors)
-        parts = blocks * (1 if design.elements else design.rows)
-        return ZEROED + sums * parts * -(-N // 4) * 4 * _SUM_BYTES if sums else 0
+    def _workspace_bytes(self, M: int, N: int, sums: int, multiprocessors: int) -> int:
+        if not sums:
+            return 0
+        design: NormBackwardDesign = self._design
+        blocks = min(*self.scalars(multiprocessors), -(-M // design.rows))
+        return ZEROED + sums * blocks * design.parts * -(-N // 4) * 4 * _SUM_BYTES
 
     def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
         sums = _sums_among(names)
-        return remembered_by_shape(
-            lambda dy, *_: self._workspace_bytes(dy.shape[-1], sums, multiprocessors_of(dy.device))
-        )
+
+        def size_of(dy: Any, *_: Any) -> int:
+            M, N = dy.shape
+            return self._workspace_bytes(M, N, sums, multiprocessors_of(dy.device))
+
+        return remembered_by_shape(size_of)
 
     def get_workspace_size(self, args: Any) -> int:
         sums = _sums_among(args.further)
-        return self._workspace_bytes(args.N, sums, multiprocessors_of(args.device))
+        return self._workspace_bytes(args.M, args.N, sums, multiprocessors_of(args.device))
 
     def predict(self, args: Any) -> float:
         design = self._design
-        return model.backward(args, design, self.metadata.operands, design.resident)
+        operands = self.metadata.operands
+        return model.backward(args, design, operands, design.resident, design.parts)
 
 
 def _sums_among(names: Collection[str]) -> int:

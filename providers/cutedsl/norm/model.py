@@ -93,9 +93,18 @@ def _registers(design: RowDesign, turns: int, centred: bool, transformed: bool) 
 
 
 def backward(
-    args: NormArguments, design: RowDesign, operands: OperandsMetadata, resident: int
+    args: NormArguments,
+    design: RowDesign,
+    operands: OperandsMetadata,
+    resident: int,
+    parts_of_cta: int,
 ) -> float:
-    """Seconds; resident: CTAs per multiprocessor."""
+    """Seconds.
+
+    Args:
+        resident: CTAs per multiprocessor.
+        parts_of_cta: Of each sum over rows.
+    """
     multiprocessors = multiprocessors_of(args.device)
     blocks = min(resident * multiprocessors, -(-args.M // design.rows))
     turns = -(-args.M // max(design.rows * blocks, 1))
@@ -106,7 +115,7 @@ def backward(
     part = 4 * args.N * sums
     if not design.elements:  # read and written for every row
         seconds += 2 * args.M * part / L2_BANDWIDTH
-    seconds += _OVERHEAD + 2 * blocks * part / L2_BANDWIDTH
+    seconds += _OVERHEAD + 2 * blocks * parts_of_cta * part / L2_BANDWIDTH
     return seconds
 
 
