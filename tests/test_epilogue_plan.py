@@ -504,3 +504,18 @@ def test_unsigned_integers_are_not_taken_for_signed_ones(family):
     assert offered(arguments(fn, other=empty(128, 256, dtype=torch.int8)), family)
     refusal = refusals(arguments(fn, other=empty(128, 256, dtype=torch.uint8)))[family]
     assert "other is uint8" in refusal.reason
+
+
+@pytest.mark.parametrize("family", BOTH)
+def test_the_state_of_dropout_is_of_signed_integers_or_of_64_bits(family):
+    def problem(**state):
+        given = {"seed": 1, "offset": 2, **state}
+        return arguments(lambda a, seed, offset: ep.dropout(a, 0.5, seed, offset), **given)
+
+    for element in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint64):
+        assert offered(problem(seed=empty(dtype=element)), family)
+    for name in ("seed", "offset"):
+        for element in (torch.uint8, torch.uint16, torch.uint32):
+            told = refusals(problem(**{name: empty(dtype=element)}))[family]
+            assert f"{name} is {element}".replace("torch.", "") in told.reason
+            assert told.nearest == f"would match with {name} of a signed type"

@@ -235,8 +235,8 @@ def dropout(x: Any, p: Any, seed: Any, offset: Any) -> Value:
 
     Args:
         p: Probability of a zero, a number from 0 to 1 or an operand.
-        seed, offset: Operands: Python integers, or tensors () of integers. A run-time value, so a
-            new seed compiles nothing.
+        seed, offset: Operands: Python integers, or tensors () of integers, for compiled kernels of
+            signed ones or uint64. A run-time value, so a new seed compiles nothing.
 
     Kept is what has u ≥ p, for u = (word >> 8) · 2⁻²⁴ of Philox4x32-10 (Salmon et al., Parallel
     Random Numbers: As Easy as 1, 2, 3) under key (seed mod 2³², seed >> 32) and counter

@@ -199,13 +199,17 @@ def _operands_are_signed(args: Any) -> bool | Miss:
         return True
     leaves = args.epilogue.graph.leaves
     for name, operand in args.epilogue.inputs.items():
-        if operand.dtype.kind == "uint" and leaves[name]["type"] == "real":
-            return Miss(f"{name} is {operand.dtype}", f"would match with {name} of a signed type")
+        element = operand.dtype
+        if element.kind == "uint" and (leaves[name]["type"] == "real" or element.bits < 64):
+            return Miss(f"{name} is {element}", f"would match with {name} of a signed type")
     return True
 
 
-#: Compiled code knows the width of integers, and takes them for signed ones.
-signed_operands = rule("an epilogue reads no unsigned integers as numbers")(_operands_are_signed)
+#: Compiled code knows the width of integers, and takes them for signed ones; of 64 bits that are a
+#: state, all are the same.
+signed_operands = rule("an epilogue reads no unsigned integers but 64 bits of a state")(
+    _operands_are_signed
+)
 
 
 @rule("the epilogue is one that kernels compute as they write their tiles")
