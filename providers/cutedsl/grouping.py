@@ -10,6 +10,7 @@ from kernel_api.arguments import GroupRowsArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, GroupRowsOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
+from kernel_api.providers.cutedsl.extents import counted_in_32_bits
 from kernel_api.providers.cutedsl.indexed import weight_is_float
 from kernel_api.providers.cutedsl.kernel import BareWhereSizesAreKnown, by_place
 from kernel_api.space import Miss, Operands, Space, rule
@@ -83,6 +84,7 @@ class Sm80GroupRows(BareWhereSizesAreKnown):
         pairs = args.M * args.k
         return pairs <= _MOST_PAIRS or Miss(f"there are {pairs}")
 
+    counts_in_32_bits = counted_in_32_bits
     weight_is_float = weight_is_float
 
     def more_values(self, args: Any) -> dict[str, Any]:

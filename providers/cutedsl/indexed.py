@@ -11,6 +11,7 @@ from kernel_api.arguments.indexed import IndexedRowsArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata, OperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
+from kernel_api.providers.cutedsl.extents import counted_in_32_bits
 from kernel_api.providers.cutedsl.h200 import BANDWIDTH
 from kernel_api.providers.cutedsl.kernel import BareWhereSizesAreKnown, by_place
 from kernel_api.providers.cutedsl.norm.base import (
@@ -79,11 +80,7 @@ class IndexedRowsKernel(BareWhereSizesAreKnown):
             return True
         return Miss(f"N is {args.N}", f"would match with N of {room // 4 + 1} or more")
 
-    @rule("rows and columns are counted in 32 bits, 2³⁰ at most")
-    def _(args: IndexedRowsArguments) -> bool | Miss:
-        extents = (*args.x.shape, *args.out.shape, args.k)
-        return max(extents) <= 2**30 or Miss(f"they are {extents}")
-
+    counts_in_32_bits = counted_in_32_bits
     has_whole_vectors = whole_vectors
 
     @rule("a launch has less than 2³¹ CTAs")

@@ -38,9 +38,9 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     whole_pieces,
 )
 from kernel_api.providers.cutedsl.epilogue.plan import LANES, Plan, plan
+from kernel_api.providers.cutedsl.extents import counted_in_32_bits
 from kernel_api.providers.cutedsl.gemm.fusing import alignment_of, lowered, output_types, types_rule
 from kernel_api.providers.cutedsl.kernel import BareWhereSizesAreKnown, unless_empty
-from kernel_api.providers.cutedsl.norm.base import counted_in_32_bits
 from kernel_api.space import Miss, Operands, Space, rule
 from kernel_api.status import Status
 

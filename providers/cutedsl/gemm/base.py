@@ -23,7 +23,8 @@ class CuteDslGemm(BareWhereSizesAreKnown):
 
     @rule("rows, columns, products and batches are counted in 32 bits, fewer than 2²⁹")
     def _(args: Any) -> bool | Miss:
-        most = max([max(operand.shape, default=0) for operand in args.operands])
+        operands = args.operands if args.epilogue is None else args.named_operands.values()
+        most = max([max(operand.shape, default=0) for operand in operands])
         return most < _MOST or Miss(f"one mode has {most}")
 
     def _launcher(self, args: GemmArguments, artifact: CompiledArtifact) -> Callable[..., None]:

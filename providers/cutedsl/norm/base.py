@@ -10,6 +10,7 @@ from kernel_api.arguments.norm import NormArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, OperandsMetadata
 from kernel_api.providers.cutedsl import compiler
+from kernel_api.providers.cutedsl.extents import counted_in_32_bits
 from kernel_api.providers.cutedsl.kernel import BareWhereSizesAreKnown, by_place
 from kernel_api.providers.streams import on_stream
 from kernel_api.space import Miss, Operands, rule
@@ -85,11 +86,6 @@ def staged_bytes(design: RowDesign, operands: OperandsMetadata) -> int:
     read = [t for name, t in operands.tensors.items() if name in ("x", "dy")]
     element_bytes = sum(t.dtype.itemsize for t in read if t.dtype is not None)
     return design.stages * design.threads * design.elements * element_bytes
-
-
-@rule("rows and columns are counted in 32 bits, fewer than 2³⁰")
-def counted_in_32_bits(args: Any) -> bool | Miss:
-    return max(args.M, args.N) < 2**30 or Miss(f"they are {args.M} and {args.N}")
 
 
 @rule("rows are whole vectors")

@@ -13,6 +13,7 @@ from kernel_api.dtypes import DType
 from kernel_api.kernel import LauncherInOrder
 from kernel_api.masks import BlockSparse
 from kernel_api.metadata import DesignMetadata
+from kernel_api.providers.cutedsl.extents import MOST, counted_in_32_bits
 from kernel_api.providers.cutedsl.kernel import SIZES_KEPT, CuteDslKernel, WorkspaceFinder
 from kernel_api.space import Miss, Operands, Rule, rule
 
@@ -21,8 +22,6 @@ ALIGNED = dict.fromkeys(("Q", "K", "V", "out"), 16)
 
 #: Of a tile, and of one of keys whose gradients it makes.
 _LEAST_QUERIES, _LEAST_KEYS = 64, 16
-#: Extents that are counted in 32 bits, with room for a tile behind them.
-_MOST = 2**30
 
 
 def operands_of(alignments: tuple[Mapping[str, int], ...] = (ALIGNED,), **types: str) -> Operands:
@@ -89,12 +88,12 @@ class AttentionKernel(CuteDslKernel):
     def _(args: Any) -> bool | Miss:
         return refused_bias(args, lambda element: element.short == "e8m0")
 
-    @rule("rows are counted in 32 bits, 2³⁰ at most")
+    counts_in_32_bits = counted_in_32_bits
+
+    @rule("keys are counted in 32 bits, 2³⁰ at most")
     def _(args: Any) -> bool | Miss:
-        most = max(max(operand.shape) for operand in args.operands)
-        if args.is_paged and args.S_kv > most:
-            return args.S_kv <= _MOST or Miss(f"pages of a sequence have {args.S_kv} keys")
-        return most <= _MOST or Miss(f"one mode has {most}")
+        fits = not args.is_paged or args.S_kv <= MOST
+        return fits or Miss(f"pages of a sequence have {args.S_kv} keys")
 
     @rule("tiles of all heads and sequences are counted in 32 bits, fewer than 2³¹")
     def _(args: Any) -> bool | Miss:
@@ -105,7 +104,7 @@ class AttentionKernel(CuteDslKernel):
         for longest, operand, tile in counted:
             rows = min(longest, operand.shape[0]) if args.is_packed else longest
             most = max(most, -(-rows // tile) * args.B * args.H)
-        return most < 2 * _MOST or Miss(f"there may be {most}")
+        return most < 2 * MOST or Miss(f"there may be {most}")
 
     @rule("rows of packed tensors are cleared by the blocks of a sequence, of which there are some")
     def _(args: Any) -> bool | Miss:
