@@ -455,6 +455,18 @@ def repeats(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     )
     for step, extent in modes:
         if step <= reach:
-            return True
+            return _meet(modes)
         reach += (extent - 1) * step
     return False
+
+
+def _meet(modes: list[tuple[int, int]]) -> bool:
+    """Whether modes of ascending (stride, extent) that are not within each other have an element
+    twice; of more than two that take turns it is assumed."""
+    while modes[-1][0] > sum((extent - 1) * step for step, extent in modes[:-1]):
+        modes = modes[:-1]
+    if len(modes) != 2:
+        return True
+    (a, a_extent), (b, b_extent) = modes
+    common = gcd(a, b)  # b / common steps of a are a / common steps of b
+    return not common or (b // common < a_extent and a // common < b_extent)

@@ -291,6 +291,23 @@ def test_self_overlap_is_never_denied_to_a_view_with_a_doubled_element(view):
         assert self_overlapping(Operand(tensor))
 
 
+@settings(max_examples=300)
+@given(st.tuples(*[st.integers(0, 5)] * 2), st.tuples(*[st.integers(0, 9)] * 2), st.integers(1, 3))
+def test_two_modes_that_take_turns_overlap_themselves_if_an_element_is_doubled(
+    shape, stride, batches
+):
+    apart = 100  # more than any of these reach
+    view = (batches, *shape), (apart, *stride), 0
+    tensor = torch.empty(300).as_strided(*view)
+    doubled = len(elements(*view)) < tensor.numel()
+    assert self_overlapping(Operand(tensor)) == doubled
+
+
+def test_a_matrix_whose_columns_are_between_rows_of_others_is_written():
+    out = torch.empty(8).as_strided((2, 3), (3, 2))  # elements 0 2 4 and 3 5 7
+    assert ka.ElementwiseArguments(torch.ones(2, 3), out).out.stride == (3, 2)
+
+
 @pytest.mark.parametrize("shape", [(4, 5), (3, 4, 5), (1, 1), (0, 5), (4, 0)])
 def test_a_contiguous_tensor_and_its_transpose_do_not_overlap_themselves(shape):
     tensor = torch.empty(shape)
