@@ -126,7 +126,8 @@ _outside: Any = torch.compiler.disable(_untraced, reason=_WHY)  # type: ignore[n
 
 def _options(*rest: Any) -> dict[str, Any]:
     """The options of a form, of what an operator gets behind ``out``."""
-    *groups, names, texts = rest
+    # AOTInductor's packages give some lists that are empty as None.
+    *groups, names, texts = [given or () for given in rest]
     found = dict(zip(names, itertools.chain(*groups), strict=True))
     for text in texts:
         name, _, value = text.partition("=")

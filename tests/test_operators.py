@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernel_api as ka
-from kernel_api import _norm_ops
+from kernel_api import _norm_ops, _operators
 from kernel_api.errors import ArgumentError
 
 M, N, K = 6, 64, 5
@@ -119,6 +119,13 @@ def test_the_library_checks_the_operators():
         (A, B, out, written, [BIAS], [0.5], [], ["preactivation", "bias", "alpha"],
          ["kind='geglu'", "granularity=32"]),
     )  # fmt: skip
+
+
+def test_lists_that_are_none_are_empty():
+    """AOTInductor's packages give those that a call has nothing for so."""
+    out = torch.empty(M, N, dtype=torch.float64)
+    _operators._run(ka.ops.gemm, A, B, out, None, None, None, None, None, None)
+    torch.testing.assert_close(out, A @ B)
 
 
 # torch.compile ----------------------------------------------------------------------------
