@@ -220,7 +220,7 @@ def _gradients(
     # A gradient may be one number for all.
     dO = dO if dO.stride(-1) == 1 and 0 not in dO.stride() else dO.contiguous()
     written = {"dQ": None, "dK": None, "dV": None, **wanted}
-    found = _backward((Q, K, V, out, dO, lse), written, options)
+    found = _computed((Q, K, V, out, dO, lse), written, options)
     return tuple(found[name] for name in _GRADIENTS)
 
 
@@ -236,10 +236,7 @@ def sdpa_backward(operands: tuple[Any, ...], written: _Options, options: _Option
                 f"have it allocated"
             )
     check_outputs(written.items())
-    if becomes_node(operands[0]):
-        found = _traced_backward(operands, written, options)
-    else:
-        found = _backward(operands, written, options)
+    found = _computed(operands, written, options)
     names = tuple(name for name in _GRADIENTS if found[name] is not None)
     results = _RESULTS[names](*[found[name] for name in names])
     of_functions = (options.get("score_operands") or {}).values()
@@ -247,8 +244,14 @@ def sdpa_backward(operands: tuple[Any, ...], written: _Options, options: _Option
     return without_gradient("sdpa_backward", results, given)
 
 
-def _backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> _Options:
+def _computed(operands: tuple[Any, ...], written: _Options, options: _Options) -> _Options:
     """Every gradient by name, None where it is not wanted."""
+    backward = _traced_backward if becomes_node(operands[0]) else _backward
+    return backward(operands, written, options)
+
+
+def _backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> _Options:
+    """In eager mode."""
     args, found = _arguments(operands, written, options)
     run_best(args)
     return found

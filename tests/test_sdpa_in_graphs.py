@@ -255,6 +255,28 @@ def test_numbers_of_numpy_that_graphs_do_not_know_are_read_between_two(what):
         compiled(function, fullgraph=True)(*given)
 
 
+IN_BACKWARD_GRAPHS = {
+    "numbers": ({"mask": masks.SlidingWindow(3, 1), "dropout": Dropout(0.4, 3, 1)}, True),
+    "tensors": ({"mask": BLOCKS, "dropout": Dropout(0.4, torch.tensor(3), 1)}, False),
+    "a function": ({"score_mod": lambda score, b, h, i, j: score * (i - j)}, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "is_one"), IN_BACKWARD_GRAPHS.values(), ids=[*IN_BACKWARD_GRAPHS]
+)
+def test_compiled_autograd_takes_the_gradients(options, is_one):
+    """In one graph, but for what is kept beside the operands."""
+    compiler = torch.compile(backend="aot_eager", fullgraph=is_one)
+    eager, given = leaves(Q, K, V, BIAS, SINK), leaves(Q, K, V, BIAS, SINK)
+    ka.nn.attention(*eager[:3], bias=eager[3], sink=eager[4], **options).backward(DO)
+    out = ka.nn.attention(*given[:3], bias=given[3], sink=given[4], **options)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        out.backward(DO)
+    for one, leaf in zip(given, eager, strict=True):
+        assert_close(one.grad, leaf.grad)
+
+
 # Dropout and blocks ----------------------------------------------------------------------
 
 
