@@ -46,7 +46,7 @@ def without_gradient(name: str, results: Any, given: Sequence[Any]) -> Any:
         return results
     from kernel_api._without_gradient import refusing
 
-    # What is exported has no backward pass.
+    # In what is exported the operators say so.
     return results if torch.compiler.is_exporting() else refusing(name, results, given)
 
 

@@ -171,6 +171,13 @@ class Form:
             return out
         return self.results_types.of(written)(out, *[options[name] for name in written])
 
+    def results_of(self, made: list[Any], options: dict[str, Any]) -> Any:
+        """The same of outputs that were all made for a call with these options."""
+        if len(made) == 1:
+            return made[0]
+        usual = {name: True for name in self.always if options.get(name) is None}
+        return self.results_types.of(self.written({**options, **usual}))(*made)
+
 
 def product_type(A: Any, B: Any) -> Any:
     """:func:`out_type` of the elements of A; of those of B where these alone are no whole numbers,

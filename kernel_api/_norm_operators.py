@@ -1,6 +1,7 @@
 """The norms' one-call forms as operators of torch, for the graphs of torch.compile and
-torch.export: ``torch.ops.kernel_api.rmsnorm(x, out, weight, ...)`` and so on. They write outputs
-that are there; nobody comes here in eager mode.
+torch.export: ``torch.ops.kernel_api.rmsnorm(x, out, weight, ...)`` takes the element types of the
+outputs that are asked for, allocates these and returns them; ``rmsnorm.out`` writes outputs that
+are there. Nobody comes here in eager mode.
 
 Everything is passed by place: a keyword ``out`` with gaps between its rows would break the graph of
 torch.compile, whatever the operator is."""
@@ -8,32 +9,37 @@ torch.compile, whatever the operator is."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from kernel_api._norm_ops import FORMS, NormForm, run
+from kernel_api._norm_ops import FORMS, NormForm, run, tensor
 from kernel_api._numbers import known_number, known_or_wide
 from kernel_api._results import serialize_all
+from kernel_api._torch_operators import define, define_without_gradient
 from kernel_api._transforms import are_known, check_traced
+from kernel_api._without_gradient import beside_outputs
 
 _NUMBERS = {"eps": "float", "rows_per_block": "int?"}
 
-_library: Any = torch.library.Library("kernel_api", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+def _register(form: NormForm) -> None:
+    make, fake = functools.partial(_make, form), functools.partial(_make_fake, form)
+    types = dict.fromkeys(form.written, "ScalarType?")
+    types[form.written[0]] = "ScalarType"
+    define_without_gradient(form.name, f"({_described(form, types)}) -> Tensor[]", make, fake)
+    # Tensors that are written are named by letters.
+    targets = {n: f"Tensor({a}!)?" for n, a in zip(form.written, "abcdefgh", strict=False)}
+    targets[form.written[0]] = "Tensor(a!)"
+    run, check = functools.partial(_run, form), functools.partial(_check, form)
+    define(f"{form.name}.out", f"({_described(form, targets)}) -> ()", run, check)
 
 
-def _schema(form: NormForm) -> str:
-    """Tensors that are written are named by letters."""
-    letters = dict(zip(form.written, "abcdefgh", strict=False))
-    required = (*form.matrices, form.written[0])
-
-    def described(name: str) -> str:
-        if name in _NUMBERS:
-            return f"{_NUMBERS[name]} {name}"
-        written = f"({letters[name]}!)" if name in letters else ""
-        return f"Tensor{written}{'' if name in required else '?'} {name}"
-
-    return f"({', '.join(map(described, _names(form)))}) -> ()"
+def _described(form: NormForm, written: dict[str, str]) -> str:
+    required = dict.fromkeys(form.matrices, "Tensor")
+    known = {**required, **_NUMBERS, **written}
+    return ", ".join(f"{known.get(name, 'Tensor?')} {name}" for name in _names(form))
 
 
 def _names(form: NormForm) -> tuple[str, ...]:
@@ -41,21 +47,41 @@ def _names(form: NormForm) -> tuple[str, ...]:
     return (*form.matrices, *form.defaults)
 
 
-def _register(form: NormForm) -> None:
-    _library.define(f"{form.name}{_schema(form)}")
-    _library.impl(form.name, functools.partial(_run, form), "CompositeExplicitAutograd")
-    check = functools.partial(_check, form)
-    torch.library.register_fake(f"kernel_api::{form.name}", check, lib=_library)
+def traced(form: NormForm, options: dict[str, Any]) -> Any:
+    """The call in a graph: one operator."""
+    check_traced(**options)
+    operator = getattr(torch.ops.kernel_api, form.name)
+    elements = form.elements(tensor(options["x"]), options)
+    absent = [n for n in form.written if options.get(n) is None or options.get(n) is False]
+    if all(name in elements or name in absent for name in form.written):
+        found = operator.default(*_packed(form, {**options, **dict.fromkeys(absent), **elements}))
+        return form.results(dict(zip(elements, found, strict=True)))
+    complete = form.completed(options)
+    operator.out(*_packed(form, complete))
+    return beside_outputs(form.name, form.results(complete), [*options.values()])
 
 
-def traced(form: NormForm, complete: dict[str, Any]) -> None:
-    """The call in a graph."""
-    check_traced(**complete)
-    given = {**form.defaults, **complete}
+def _packed(form: NormForm, options: dict[str, Any]) -> list[Any]:
+    given = {**form.defaults, **options}
     for name, read in (("eps", known_or_wide), ("rows_per_block", known_number)):
         if name in given:
             given[name] = read(given[name])
-    getattr(torch.ops.kernel_api, form.name)(*[given[name] for name in _names(form)])
+    return [given[name] for name in _names(form)]
+
+
+def _make(form: NormForm, *given: Any) -> list[Any]:
+    return _made(form, run, given)
+
+
+def _make_fake(form: NormForm, *given: Any) -> list[Any]:
+    return _made(form, _check_call, given)
+
+
+def _made(form: NormForm, call: Callable[..., None], given: Any) -> list[Any]:
+    """Outputs, made for what an operator gets; call: what is done with them."""
+    complete = form.completed(dict(zip(_names(form), given, strict=True)))
+    call(form, complete)
+    return [complete[name] for name in form.written if complete[name] is not None]
 
 
 def _run(form: NormForm, *given: Any) -> None:
@@ -63,9 +89,13 @@ def _run(form: NormForm, *given: Any) -> None:
 
 
 def _check(form: NormForm, *given: Any) -> None:
+    _check_call(form, dict(zip(_names(form), given, strict=True)))
+
+
+def _check_call(form: NormForm, complete: dict[str, Any]) -> None:
     """Raises what the call would, where sizes and numbers are known."""
-    if are_known(given):
-        form.fusion(**dict(zip(_names(form), given, strict=True)))
+    if are_known(complete.values()):
+        form.fusion(**complete)
 
 
 for _form in FORMS:

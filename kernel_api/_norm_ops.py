@@ -65,7 +65,8 @@ class NormForm:
         }
         named = [one for one in self.signature.parameters.values() if one.name in self.defaults]
         self._required = {one.name for one in named if one.default is one.empty}
-        self._taken = {*self.defaults, f"{written[0]}_dtype"}
+        self._type_of_first = f"{written[0]}_dtype"
+        self._taken = {*self.defaults, self._type_of_first}
 
     @property
     def signature(self) -> inspect.Signature:
@@ -91,29 +92,34 @@ class NormForm:
             raise TypeError(f"{self.name}(): {error}") from None
 
     def completed(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options with every output that is asked for: by True, or by its element type."""
+        """The options with every output that is asked for."""
+        x = tensor(options["x"])
+        complete = {name: one for name, one in options.items() if name != self._type_of_first}
+        for name in self.written:
+            if complete.get(name) is False:
+                complete[name] = None
+        for name, element in self.elements(x, options).items():
+            complete[name] = _allocated(name, x, element, options)
+        return complete
+
+    def elements(self, x: Any, options: dict[str, Any]) -> dict[str, Any]:
+        """Element types of the outputs that are asked for and not given: by True, or by theirs."""
         import torch
 
         from kernel_api._launches import check_type
 
-        complete = dict(options)
-        x = options["x"]
-        if not isinstance(x, torch.Tensor) or x.is_nested:  # of which the latter is refused
-            x = Operand(x, "x").tensor
-        first = self.written[0]
-        asked = complete.pop(f"{first}_dtype", None)
-        given = complete.get(first)
+        first, found = self.written[0], {}
+        asked, given = options.get(self._type_of_first), options.get(first)
         if given is not None and asked is not None:
             check_type(given, asked, first)
         for name in self.written:
-            value = complete.get(name)
-            if value is True or (value is None and name in self.always):
-                complete[name] = _allocated(name, x, asked if name == first else None, options)
-            elif isinstance(value, torch.dtype):
-                complete[name] = _allocated(name, x, value, options)
-            elif value is False:
-                complete[name] = None
-        return complete
+            value = options.get(name)
+            if isinstance(value, torch.dtype):
+                found[name] = value
+            elif value is True or (value is None and name in self.always):
+                is_asked = name == first and asked is not None
+                found[name] = dtype(asked).torch if is_asked else _usual(name, x.dtype)
+        return found
 
     def check(self, options: dict[str, Any]) -> None:
         """Raise ArgumentError where the gradient of an output that is given would be lost."""
@@ -130,13 +136,25 @@ class NormForm:
         return found(options[first], *[options[name] for name in others])
 
 
-def _allocated(name: str, x: Any, asked: Any, options: dict[str, Any]) -> Any:
-    """asked: The element type; None: the usual one."""
+def tensor(x: Any) -> Any:
+    """As torch has it."""
     import torch
 
-    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-    usual = x.dtype if name in ("out", "dx") else wide
-    element = usual if asked is None else dtype(asked).torch
+    if not isinstance(x, torch.Tensor) or x.is_nested:  # of which the latter is refused
+        return Operand(x, "x").tensor
+    return x
+
+
+def _usual(name: str, element: Any) -> Any:
+    """Element type of an output of which nothing says it, of that of x."""
+    import torch
+
+    if name in ("out", "dx"):
+        return element
+    return torch.float64 if element is torch.float64 else torch.float32
+
+
+def _allocated(name: str, x: Any, element: Any, options: dict[str, Any]) -> Any:
     if name in ("out", "dx"):
         return x.new_empty(x.shape, dtype=element)
     if name in _STATISTICS:
@@ -167,13 +185,12 @@ def _one_call(
             return found
         given = form.bound(matrices, options)
         form.check(given)
-        complete = form.completed(given)
-        if becomes_node(complete["x"]):
+        if becomes_node(given["x"]):
             from kernel_api import _norm_operators
 
-            _norm_operators.traced(form, complete)
-        else:
-            run(form, complete, seen)
+            return _norm_operators.traced(form, given)
+        complete = form.completed(given)
+        run(form, complete, seen)
         return _without_gradient(form.name, form.results(complete), [*given.values()])
 
     call = functools.update_wrapper(with_own_code(run_or_trace), fusion)

@@ -55,29 +55,41 @@ def group_rows(index: Any, groups: int, *, weight: Any = None) -> GroupedRows:
         raise ArgumentError(f"groups is {groups!r}; expected a number of groups, 1 at least")
     if not isinstance(index, torch.Tensor) or index.is_nested:  # of which the latter is refused
         index = Operand(index, "index").tensor
-    pairs = math.prod(index.shape)
-    new = index.new_empty
-    offsets = new((count,), dtype=torch.int32)
-    row_index, place = new(index.shape, dtype=torch.int32), new((pairs,), dtype=torch.int32)
-    grouped = None if weight is None else _allocated(weight, (pairs,), None, "weight")
-    found = GroupedRows(offsets, row_index, place, grouped)
     if becomes_node(index):
         from kernel_api import _row_operators
 
-        _row_operators.traced_groups(index, weight, found)
-    else:
-        _group(index, weight, found)
+        return _row_operators.traced_groups(index, weight, count)
+    found = room_for_groups(index, weight, count)
+    _group(index, weight, found)
     return without_gradient("group_rows", found, (weight,))  # type: ignore[no-any-return]
+
+
+def room_for_groups(index: Any, weight: Any, count: Any) -> GroupedRows:
+    """What a sort writes."""
+    import torch
+
+    pairs, new = math.prod(index.shape), index.new_empty
+    offsets = new((count,), dtype=torch.int32)
+    row_index, place = new(index.shape, dtype=torch.int32), new((pairs,), dtype=torch.int32)
+    grouped = None if weight is None else _allocated(weight, (pairs,), None, "weight")
+    return GroupedRows(offsets, row_index, place, grouped)
+
+
+def groups_of(
+    index: Any, weight: Any, offsets: Any, row_index: Any, place: Any, grouped: Any
+) -> GroupRowsArguments:
+    """The arguments of a sort."""
+    return GroupRowsArguments(index, offsets, row_index, place, weight, grouped)
 
 
 def _group(index: Any, weight: Any, found: GroupedRows) -> None:
     from kernel_api import _again
 
     key = _again.look((index, weight), "group_rows", found.offsets.shape)
-    operands, beside = (index, *found[:3]), (weight, found.grouped)
-    given = () if weight is None else beside
+    operands = (index, *found[:3])
+    given = () if weight is None else (weight, found.grouped)
     if not _again.repeated(key, operands, given):
-        _again.run(key, GroupRowsArguments(*operands, *beside), ("weight", "grouped")[: len(given)])
+        _again.run(key, groups_of(index, weight, *found), ("weight", "grouped")[: len(given)])
 
 
 def gather_rows(
@@ -158,21 +170,37 @@ def _run(
     from kernel_api._autograd import check_outputs, without_gradient
     from kernel_api._launches import check_type
 
-    is_fresh = out is None
+    is_fresh, is_node = out is None, becomes_node(x)
+    if is_fresh and is_node:
+        return _traced(kind, x, row_index, weight, _element(x, out_dtype), rows)
     if is_fresh:
         out = _allocated(x, (*rows, *_shape(x, "x")[1:]), out_dtype)
     elif out_dtype is not None:
         check_type(out, out_dtype)
     check_outputs([("out", out)])
-    if becomes_node(x):
+    if is_node:
         from kernel_api import _row_operators
 
-        _row_operators.traced(kind, x, row_index, weight, out)
+        _row_operators.traced_into(kind, x, row_index, weight, out)
     elif is_fresh:
         _run_again(kind, x, row_index, weight, out)
     else:
         run(kind, x, row_index, weight, out)
     return without_gradient(kind.kind, out, (x, weight)) if is_fresh else out
+
+
+def _traced(
+    kind: type[IndexedRowsArguments],
+    x: Any,
+    row_index: Any,
+    weight: Any,
+    element: Any,
+    rows: tuple[Any, ...],
+) -> Any:
+    from kernel_api import _row_operators
+
+    made = (element, *rows) if kind is ScatterRowsArguments else (element,)
+    return _row_operators.traced(kind, x, row_index, weight, *made)
 
 
 def _run_again(
@@ -196,9 +224,17 @@ def run(kind: type[IndexedRowsArguments], x: Any, row_index: Any, weight: Any, o
 
 
 def _allocated(x: Any, shape: tuple[Any, ...], out_dtype: Any, name: str = "x") -> Any:
+    x = _tensor(x, name)
+    return x.new_empty(shape, dtype=_element(x, out_dtype))
+
+
+def _element(x: Any, out_dtype: Any) -> Any:
+    return _tensor(x, "x").dtype if out_dtype is None else dtype(out_dtype).torch
+
+
+def _tensor(x: Any, name: str) -> Any:
     import torch
 
     if not isinstance(x, torch.Tensor) or x.is_nested:  # of which the latter is refused
-        x = Operand(x, name).tensor
-    element = x.dtype if out_dtype is None else dtype(out_dtype).torch
-    return x.new_empty(shape, dtype=element)
+        return Operand(x, name).tensor
+    return x

@@ -24,8 +24,9 @@ and so on; eager calls do not pass through torch's dispatcher.
 
 Of all forms ``sdpa`` has a gradient; :mod:`kernel_api.nn` has others. Where gradients are followed
 and an operand needs one, what any other form allocates needs one as well, and a backward pass that
-comes to it raises GradientError, in graphs of ``torch.compile`` too. Outputs that are given are
-memory that is written: gradients end there; so no result that needs a gradient can be given as one.
+comes to it raises GradientError, in graphs of ``torch.compile`` and programs of ``torch.export``
+too. Outputs that are given are memory that is written: gradients end there; so no result that needs
+a gradient can be given as one.
 What ``quantize`` and norms that quantize make is constant.
 """
 

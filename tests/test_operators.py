@@ -114,11 +114,16 @@ def test_the_library_checks_the_operators():
     ka.ops.register_operators()
     written = [torch.empty(M, N, dtype=torch.float64)]
     out = torch.empty(M, N // 2, dtype=torch.float64)
+    options = ["kind='geglu'", "granularity=32"]
+    torch.library.opcheck(
+        torch.ops.kernel_api.gemm_glu.out,
+        (A, B, out, written, [BIAS], [0.5], [], ["preactivation", "bias", "alpha"], options),
+    )
+    options.append("preactivation=True")
     torch.library.opcheck(
         torch.ops.kernel_api.gemm_glu.default,
-        (A, B, out, written, [BIAS], [0.5], [], ["preactivation", "bias", "alpha"],
-         ["kind='geglu'", "granularity=32"]),
-    )  # fmt: skip
+        (A, B, torch.float32, [BIAS], [0.5], [], ["bias", "alpha"], options),
+    )
 
 
 def test_lists_that_are_none_are_empty():
@@ -327,6 +332,30 @@ def test_calls_that_are_known_are_nodes_of_what_make_fx_traces(name, before):
     graph = make_fx(KNOWN[name], pre_dispatch=before)(x)
     assert any("kernel_api" in str(node.target) for node in graph.graph.nodes)
     assert torch.equal(graph(y).float(), KNOWN[name](y).float())
+
+
+REGIONS = {
+    "cond": lambda call: (
+        lambda x: torch.cond(x.sum() > 0, lambda x: call(x) * 2.0, lambda x: call(x) * 3.0, (x,))
+    ),
+    "nested_compile_region": lambda call: (lambda region: lambda x: region(x) + region(x * 2))(
+        torch.compiler.nested_compile_region(call)
+    ),
+}
+IN_REGIONS = ["gemm", "gemm_swiglu", "rmsnorm", "gather_rows", "sdpa"]
+
+
+@pytest.mark.parametrize(
+    ("name", "region"),
+    [*((name, "cond") for name in IN_REGIONS), ("gemm", "nested_compile_region")],
+)
+def test_forms_are_part_of_what_may_not_write(name, region):
+    torch._dynamo.reset()
+    call, x = (lambda x: KNOWN[name](x).float()), torch.randn(9, 32)
+    expected = call(x) + call(x * 2) if region != "cond" else call(x) * (2 if x.sum() > 0 else 3)
+    function = REGIONS[region](call)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -1,9 +1,11 @@
 """Forms of kernel_api.ops that have no gradient, on operands that need one."""
 
+import itertools
 import weakref
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernel_api as ka
 from kernel_api import ops
@@ -79,6 +81,66 @@ def test_graphs_raise_when_they_run_backwards(form):
         assert not compiled(x).requires_grad
 
 
+TRACERS = {
+    "export": lambda call: torch.export.export(Called(call), (leaf(),)).module(),
+    "decomposed": lambda call: (
+        torch.export.export(Called(call), (leaf(),)).run_decompositions().module()
+    ),
+    "export without gradients": lambda call: torch.export.export(
+        Called(call), (leaf().detach(),)
+    ).module(),
+    "make_fx": lambda call: make_fx(call)(leaf()),
+}
+
+
+class Called(torch.nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.forward = call
+
+
+@pytest.mark.parametrize(
+    ("form", "tracer"),
+    [
+        *((name, "export") for name in FORMS if name != BREAKS_GRAPHS),
+        *itertools.product(["gemm", "rmsnorm", "gather_rows"], list(TRACERS)[1:]),
+    ],
+)
+def test_programs_that_are_traced_raise_when_they_run_backwards(form, tracer):
+    (call, instead), x = FORMS[form], leaf()
+    program = TRACERS[tracer](lambda x: call(x).float().sum() + x.sum())
+    torch.testing.assert_close(program(x), call(x).float().sum() + x.sum())
+    torch._dynamo.reset()
+    for found in (program, torch.compile(program, backend="aot_eager")):
+        with pytest.raises(GradientError, match=rf"has no gradient.*{instead}"):
+            found(x).backward()
+        assert x.grad is None
+
+
+#: Calls that are given one of two results.
+OF_TWO = {
+    "gemm_swiglu": lambda x, out: (
+        ops.gemm_swiglu(x, ones(256, 512), out=out, preactivation=True).preactivation
+    ),
+    "rmsnorm": lambda x, out: ops.rmsnorm(x, weight=ones(256), out=out, rstd=True).rstd,
+}
+
+
+@pytest.mark.parametrize("call", OF_TWO.values(), ids=OF_TWO)
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_gradients_of_programs_end_at_an_output_that_is_given(call, tracer):
+    def function(x):
+        out = torch.empty_like(x)
+        return out, call(x, out)
+
+    x = leaf()
+    out, made = TRACERS[tracer](function)(x)
+    torch.testing.assert_close((out, made), function(x))
+    assert not out.requires_grad
+    with pytest.raises(GradientError, match="has no gradient"):
+        made.sum().backward()
+
+
 def test_every_output_that_is_allocated_needs_a_gradient():
     x = leaf()
     for _ in range(2):
@@ -126,7 +188,7 @@ def test_what_is_exported_has_nothing_beside(strict):
 
     exported = torch.export.export(Layer(), (ones(6, 256),), strict=strict)
     called = [str(n.target) for n in exported.graph.nodes if n.op == "call_function"]
-    assert called == ["aten.new_empty.default", "kernel_api.gemm.default"]
+    assert called == ["kernel_api.gemm.default", "<built-in function getitem>"]
 
 
 class OfAnotherLibrary:
