@@ -16,6 +16,8 @@ from torch.autograd import forward_ad
 from kernel_api import operands
 from kernel_api.errors import ArgumentError
 
+_is_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD: Any = torch._C.DispatchKey.AutogradFunctionality
 _is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -61,4 +63,5 @@ def _is_transformed() -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_forward_mode() -> bool:
-    return forward_ad._current_level >= 0
+    """Not below autograd, as where operators tell sizes: there nothing has a tangent."""
+    return forward_ad._current_level >= 0 and not _is_excluded(_AUTOGRAD)

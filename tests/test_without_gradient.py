@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from support.programs import TRACERS
 
 import kernel_api as ka
 from kernel_api import ops
@@ -81,24 +81,6 @@ def test_graphs_raise_when_they_run_backwards(form):
         assert not compiled(x).requires_grad
 
 
-TRACERS = {
-    "export": lambda call: torch.export.export(Called(call), (leaf(),)).module(),
-    "decomposed": lambda call: (
-        torch.export.export(Called(call), (leaf(),)).run_decompositions().module()
-    ),
-    "export without gradients": lambda call: torch.export.export(
-        Called(call), (leaf().detach(),)
-    ).module(),
-    "make_fx": lambda call: make_fx(call)(leaf()),
-}
-
-
-class Called(torch.nn.Module):
-    def __init__(self, call):
-        super().__init__()
-        self.forward = call
-
-
 @pytest.mark.parametrize(
     ("form", "tracer"),
     [
@@ -108,7 +90,7 @@ class Called(torch.nn.Module):
 )
 def test_programs_that_are_traced_raise_when_they_run_backwards(form, tracer):
     (call, instead), x = FORMS[form], leaf()
-    program = TRACERS[tracer](lambda x: call(x).float().sum() + x.sum())
+    program = TRACERS[tracer](lambda x: call(x).float().sum() + x.sum(), [x])
     torch.testing.assert_close(program(x), call(x).float().sum() + x.sum())
     torch._dynamo.reset()
     for found in (program, torch.compile(program, backend="aot_eager")):
@@ -134,7 +116,7 @@ def test_gradients_of_programs_end_at_an_output_that_is_given(call, tracer):
         return out, call(x, out)
 
     x = leaf()
-    out, made = TRACERS[tracer](function)(x)
+    out, made = TRACERS[tracer](function, [x])(x)
     torch.testing.assert_close((out, made), function(x))
     assert not out.requires_grad
     with pytest.raises(GradientError, match="has no gradient"):
