@@ -24,7 +24,7 @@ from kernel_api._moe_routing import Routing
 from kernel_api.arguments import ScaledOperand
 from kernel_api.errors import ArgumentError, GradientError
 from kernel_api.fusions._glu import check_halves, checked_pairs
-from kernel_api.operands import require_one_device, require_tensors
+from kernel_api.operands import becomes_node, require_one_device, require_tensors
 
 __all__ = ["moe"]
 
@@ -85,15 +85,19 @@ def moe(
         given = _cast(*given)
     read = *given[:3], *_tensors(given[3]), *_tensors(given[4])
     learns = _learns(*given)
-    key = None if is_read else _key(read, learns, given, options)
+    is_node = is_read or becomes_node(x)
+    key = None if is_node else _key(read, learns, given, options)
     if not (is_cast or _again.is_known(key)):
         _check(*given, *options)
-    if learns:
-        if isinstance(w_up, ScaledOperand):
+    if isinstance(w_up, ScaledOperand):
+        if learns:
             raise GradientError(
                 "experts of 8 bits have no gradients; call the layer within torch.no_grad(), or "
                 "pass weights of 16 bits"
             )
+    elif is_node:
+        return _traced(*given, _function(*options), learns)
+    elif learns:
         y: torch.Tensor = _Moe.apply(  # type: ignore[no-untyped-call]
             *given, _function(*options), key
         )
@@ -242,7 +246,8 @@ def _hidden(
 
 
 class _Moe(torch.autograd.Function):
-    """It keeps its operands, and of each pair the pre-activation and what it became."""
+    """In eager mode. It keeps its operands, and of each pair the pre-activation and what it
+    became."""
 
     @staticmethod
     def forward(
@@ -255,13 +260,8 @@ class _Moe(torch.autograd.Function):
         function: Function,
         key: Any,
     ) -> Any:
-        def make() -> Any:
-            routing = Routing.of(expert_index, expert_weight, w_up.shape[0])
-            hidden, preactivation = _hidden(x, routing, w_up, function, preactivation=True)
-            return routing.summed(hidden, w_down), hidden, preactivation, *routing
-
-        read = x, expert_index, expert_weight, w_up, w_down
-        y, hidden, preactivation, *routing = _again.as_one(key, read, make)
+        given = x, expert_index, expert_weight, w_up, w_down
+        y, hidden, preactivation, *routing = _forward(*given, function, key)
         kept = hidden if ctx.needs_input_grad[4] else None
         ctx.save_for_backward(x, expert_weight, w_up, w_down, preactivation, kept, *routing)
         ctx.function = function
@@ -270,21 +270,49 @@ class _Moe(torch.autograd.Function):
     @staticmethod
     @differentiable_once("a layer of experts")
     def backward(ctx: Any, saved: Any, dy: Any) -> Any:
-        x, expert_weight, w_up, w_down, *_ = saved
         wants_x, _, *wants_others = ctx.needs_input_grad[:5]
-        wanted = wants_x, *wants_others
-        if not w_down.shape[1]:  # every width of pairs of columns is the same
-            gradients = zeros((x, expert_weight, w_up, w_down), wanted)
-        else:
-            read = [one for one in (*saved, dy) if one is not None]
-            key = None
-            if not is_read_by_dynamo():
-                how = *wanted, *ctx.function, _float32.setting()
-                key = _again.look(read, "gradients of nn.moe", *how)
-            make = functools.partial(_gradients, ctx.function, wanted, dy, *saved)
-            gradients = _again.as_one(key, read, make)
-        dx, *others = gradients
+        dx, *others = _backward(ctx.function, (wants_x, *wants_others), dy, saved)
         return dx, None, *others, None, None
+
+
+def _forward(
+    x: Any,
+    expert_index: Any,
+    expert_weight: Any,
+    w_up: Any,
+    w_down: Any,
+    function: Function,
+    key: Any,
+) -> tuple[torch.Tensor, ...]:
+    """The result, and what a backward pass asks for: of each pair what it became and the
+    pre-activation, and the routing."""
+
+    def make() -> Any:
+        routing = Routing.of(expert_index, expert_weight, w_up.shape[0])
+        hidden, preactivation = _hidden(x, routing, w_up, function, preactivation=True)
+        return routing.summed(hidden, w_down), hidden, preactivation, *routing
+
+    read = x, expert_index, expert_weight, w_up, w_down
+    found: tuple[torch.Tensor, ...] = _again.as_one(key, read, make)
+    return found
+
+
+def _backward(
+    function: Function, wanted: tuple[bool, ...], dy: Any, saved: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """See :func:`_gradients`."""
+    x, expert_weight, w_up, w_down, *_ = saved
+    if not w_down.shape[1]:  # every width of pairs of columns is the same
+        nothing: tuple[Any, ...] = zeros((x, expert_weight, w_up, w_down), wanted)
+        return nothing
+    read = [one for one in (*saved, dy) if one is not None]
+    key = None
+    if not is_read_by_dynamo():
+        how = *wanted, *function, _float32.setting()
+        key = _again.look(read, "gradients of nn.moe", *how)
+    make = functools.partial(_gradients, function, wanted, dy, *saved)
+    found: tuple[Any, ...] = _again.as_one(key, read, make)
+    return found
 
 
 def _gradients(
@@ -324,3 +352,101 @@ def _gradients(
     if wants_up:
         dw_up = routing.gradient_of(w_up, routing.scattered(x), dz)
     return dx, dweight, dw_up, dw_down
+
+
+# Operators of torch ----------------------------------------------------------------------
+
+_FUNCTION = "str kind, str order, str granularity"
+_MOE = (
+    "(Tensor x, Tensor expert_index, Tensor expert_weight, Tensor w_up, Tensor w_down, "
+    f"{_FUNCTION}, bool keeps) -> Tensor[]"
+)
+_MOE_BACKWARD = (
+    "(Tensor dy, Tensor x, Tensor expert_weight, Tensor w_up, Tensor w_down, "
+    "Tensor preactivation, Tensor? hidden, Tensor offsets, Tensor place, Tensor rank, "
+    f"Tensor weight, bool[] wanted, {_FUNCTION}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _traced(
+    x: Any,
+    expert_index: Any,
+    expert_weight: Any,
+    w_up: Any,
+    w_down: Any,
+    function: Function,
+    learns: bool,
+) -> torch.Tensor:
+    """The layer in a graph: one operator."""
+    kind, order, granularity = function
+    given = x, expert_index, expert_weight, w_up, w_down
+    found: torch.Tensor = _operator(*given, kind, order, str(granularity), learns)[0]
+    return found
+
+
+def _make(
+    x: Any,
+    expert_index: Any,
+    expert_weight: Any,
+    w_up: Any,
+    w_down: Any,
+    kind: str,
+    order: str,
+    granularity: str,
+    keeps: bool,
+) -> list[torch.Tensor]:
+    """The result, with what a backward pass asks for if that is likely."""
+    given = x, expert_index, expert_weight, w_up, w_down
+    function = _function_of(kind, order, granularity)
+    key = _key(given, keeps, given, function)
+    if keeps:
+        return [*_forward(*given, function, key)]
+    return [_again.as_one(key, given, lambda: _computed(*given, function))]
+
+
+def _function_of(kind: str, order: str, granularity: str) -> Function:
+    return Function(kind, order, int(granularity) if granularity.isdecimal() else granularity)
+
+
+_operator = torch.library.custom_op("kernel_api::moe", _make, mutates_args=(), schema=_MOE)
+_operator.register_fake(_make)
+
+
+def _make_gradients(dy: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+    *saved, wanted, kind, order, granularity = given
+    function = _function_of(kind, order, granularity)
+    found = _backward(function, tuple(wanted), dy, tuple(saved))
+    return tuple(dy.new_empty(0) if gradient is None else gradient for gradient in found)
+
+
+_backward_operator = torch.library.custom_op(
+    "kernel_api::moe_backward", _make_gradients, mutates_args=(), schema=_MOE_BACKWARD
+)
+_backward_operator.register_fake(_make_gradients)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    *operands, kind, order, granularity, _ = inputs
+    kept: list[Any] = output[1:]
+    ctx.mark_non_differentiable(*kept)
+    if kept and not ctx.needs_input_grad[4]:
+        kept[0] = None
+    ctx.save_for_backward(*operands, *kept)
+    ctx.function = kind, order, granularity
+
+
+def _operator_backward(ctx: Any, upstream: list[Any]) -> Any:
+    x, expert_index, expert_weight, w_up, w_down, *kept = ctx.saved_tensors
+    if not kept:
+        operands = x, expert_index, expert_weight, w_up, w_down
+        _, *kept = _operator(*operands, *ctx.function, True)
+    hidden, preactivation, *routing = kept
+    wants_x, _, *wants_others = ctx.needs_input_grad[:5]
+    wanted = [wants_x, *wants_others]
+    saved = x, expert_weight, w_up, w_down, preactivation, hidden, *routing
+    found = _backward_operator(upstream[0], *saved, wanted, *ctx.function)
+    dx, *others = [one if asked else None for one, asked in zip(found, wanted, strict=True)]
+    return dx, None, *others, None, None, None, None
+
+
+_operator.register_autograd(_operator_backward, setup_context=_keep)

@@ -10,7 +10,8 @@ the gradients of x and weight, as far as they are asked for. So a training step 
 in place of three, and the memory of no intermediate. A layer of experts (:func:`moe`) keeps its
 intermediates, and :func:`attention` one number per row.
 
-``torch.compile`` sees the operators ``torch.ops.kernel_api.linear`` and ``linear_backward``;
+``torch.compile`` and ``torch.export`` see the operators ``torch.ops.kernel_api.linear`` and
+``linear_backward``, ``norm``, ``moe`` and ``sdpa`` with theirs, so what is exported trains as well;
 in eager mode the functions call the same code without them. Gradients of gradients are refused, by
 GradientError in eager mode, by torch's own errors in compiled graphs.
 

@@ -1,17 +1,25 @@
 """Layers of kernel_api.nn in programs that torch.export and make_fx give: they train as in eager
 mode, whatever needed a gradient when they were traced."""
 
+import itertools
+
 import pytest
 import torch
 from support.programs import TRACERS
 
 import kernel_api as ka
 
+ROUTING = torch.tensor([[0, 1], [3, 1], [2, 0], [1, -1]])
+
 #: Layers, and the shapes of what may need a gradient.
 LAYERS = {
     "rmsnorm": (lambda x, w: ka.nn.rmsnorm(x, w), [(2, 3, 16), (16,)]),
     "rmsnorm of x alone": (lambda x: ka.nn.rmsnorm(x, eps=1e-3), [(4, 16)]),
     "layernorm": (lambda x, w, b: ka.nn.layernorm(x, w, b), [(4, 16), (16,), (16,)]),
+    "moe": (
+        lambda x, p, u, d: ka.nn.moe(x, ROUTING, p, u, d, kind="geglu"),
+        [(4, 16), (4, 2), (4, 16, 64), (4, 32, 16)],
+    ),
     "linear_swiglu": (lambda x, w, b: ka.nn.linear_swiglu(x, w, b), [(4, 16), (64, 16), (64,)]),
     "attention": (lambda q, k: ka.nn.attention(q, k, k), [(1, 4, 5, 16), (1, 2, 5, 16)]),
 }
@@ -32,8 +40,8 @@ def gradients(call, given):
 @pytest.mark.parametrize(
     ("name", "tracer"),
     [
-        *(("rmsnorm", tracer) for tracer in TRACERS),
-        *((name, "export") for name in LAYERS if name != "rmsnorm"),
+        *itertools.product(["rmsnorm", "moe"], TRACERS),
+        *((name, "export") for name in LAYERS if name not in ("rmsnorm", "moe")),
     ],
 )
 def test_programs_train(name, tracer):
@@ -48,3 +56,24 @@ def test_programs_train(name, tracer):
     torch._dynamo.reset()
     for one in (program, torch.compile(program, backend="aot_eager")):
         torch.testing.assert_close(gradients(one, given), expected)
+
+
+@pytest.mark.parametrize("name", ["rmsnorm", "moe"])
+@pytest.mark.parametrize("region", ["cond", "nested_compile_region"])
+def test_layers_train_in_what_may_not_write(name, region):
+    layer, shapes = LAYERS[name]
+    nested = torch.compiler.nested_compile_region(layer)
+
+    def function(*given):
+        if region == "cond":
+            return torch.cond(given[0].sum() > 0, lambda *g: layer(*g), lambda *g: g[0] * 2, given)
+        return nested(*given) + nested(*given)
+
+    def expected(*given):
+        return layer(*given) if region == "cond" else layer(*given) * 2
+
+    given = leaves(shapes)
+    given[0].data.abs_()
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradients(compiled, given), gradients(expected, given))

@@ -342,7 +342,7 @@ REGIONS = {
         torch.compiler.nested_compile_region(call)
     ),
 }
-IN_REGIONS = ["gemm", "gemm_swiglu", "rmsnorm", "gather_rows", "sdpa"]
+IN_REGIONS = ["gemm", "gemm_swiglu", "rmsnorm", "gather_rows", "sdpa", "a layer of experts"]
 
 
 @pytest.mark.parametrize(
