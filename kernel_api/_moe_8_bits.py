@@ -43,8 +43,7 @@ def moe(
     """The layer of checked operands; function: ``kind``, ``order`` and ``granularity``."""
     routing = Routing.of(expert_index, expert_weight, w_up.shape[0])
     hidden = _hidden(_scattered(_quantized(x, w_up), routing), w_up, w_down, routing, function)
-    rows = x.new_empty(hidden.shape[0], w_down.shape[-1])
-    ops.grouped_gemm(hidden, w_down, routing.offsets, out=rows)
+    rows = ops.grouped_gemm(hidden, w_down, routing.offsets, out_dtype=x.dtype)
     return routing.gathered(rows)
 
 

@@ -109,6 +109,21 @@ def test_it_is_part_of_one_graph(scales):
     assert torch.equal(compiled(*operands), ka.nn.moe(*operands))
 
 
+@pytest.mark.parametrize("scales", ["blocks", "rows"])
+def test_it_is_part_of_what_may_not_write(scales):
+    torch._dynamo.reset()
+    (up, _), (down, _) = LAYERS[scales]
+
+    def function(x, index, weight):
+        def layer(x, index, weight):
+            return ka.nn.moe(x, index, weight, up, down)
+
+        return torch.cond(x[0, 0] > 1e9, lambda x, i, w: x * 2, layer, (x, index, weight))
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*tokens()), ka.nn.moe(*tokens(), up, down))
+
+
 def whole(operand):
     return ka.ScaledOperand(operand.tensor.to(torch.int8), operand.scale.tensor, operand.mode)
 
