@@ -14,6 +14,7 @@ import torch
 from kernel_api import _norm_ops as ops
 from kernel_api._autograd import changeable, differentiable_once
 from kernel_api._numbers import known_or_wide
+from kernel_api._torch_operators import define, register_autograd
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import becomes_node, require_tensors
 
@@ -156,8 +157,8 @@ def _make(
     return [form(_rows(x), weight=weight, bias=bias, eps=eps).view(x.shape)]
 
 
-_operator = torch.library.custom_op("kernel_api::norm", _make, mutates_args=(), schema=_NORM)
-_operator.register_fake(_make)
+define("norm", _NORM, _make, _make)
+_operator = torch.ops.kernel_api.norm
 
 
 def _make_gradients(
@@ -167,10 +168,8 @@ def _make_gradients(
     return tuple(x.new_empty(0) if gradient is None else gradient for gradient in found)
 
 
-_backward_operator = torch.library.custom_op(
-    "kernel_api::norm_backward", _make_gradients, mutates_args=(), schema=_NORM_BACKWARD
-)
-_backward_operator.register_fake(_make_gradients)
+define("norm_backward", _NORM_BACKWARD, _make_gradients, _make_gradients)
+_backward_operator = torch.ops.kernel_api.norm_backward
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
@@ -193,4 +192,4 @@ def _operator_backward(ctx: Any, upstream: list[Any]) -> Any:
     return *gradients, None, None, None
 
 
-_operator.register_autograd(_operator_backward, setup_context=_keep)
+register_autograd("norm", _operator_backward, _keep)

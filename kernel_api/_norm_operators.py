@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kernel_api import _norm_ops
 from kernel_api._norm_ops import FORMS, NormForm, run, tensor
 from kernel_api._numbers import known_number, known_or_wide
 from kernel_api._results import serialize_all
@@ -25,7 +26,8 @@ _NUMBERS = {"eps": "float", "rows_per_block": "int?"}
 
 
 def _register(form: NormForm) -> None:
-    make, fake = functools.partial(_make, form), functools.partial(_make_fake, form)
+    make = functools.partial(_make, form, getattr(_norm_ops, form.name))
+    fake = functools.partial(_make_fake, form)
     types = dict.fromkeys(form.written, "ScalarType?")
     types[form.written[0]] = "ScalarType"
     define_without_gradient(form.name, f"({_described(form, types)}) -> Tensor[]", make, fake)
@@ -69,18 +71,18 @@ def _packed(form: NormForm, options: dict[str, Any]) -> list[Any]:
     return [given[name] for name in _names(form)]
 
 
-def _make(form: NormForm, *given: Any) -> list[Any]:
-    return _made(form, run, given)
+def _make(form: NormForm, call: Callable[..., Any], *given: Any) -> list[Any]:
+    """By the form, which remembers calls."""
+    named = zip(_names(form), given, strict=True)
+    options = {name: one for name, one in named if one is not None}
+    matrices = [options.pop(name) for name in form.matrices]
+    found = call(*matrices, **options)
+    return list(found) if isinstance(found, tuple) else [found]
 
 
 def _make_fake(form: NormForm, *given: Any) -> list[Any]:
-    return _made(form, _check_call, given)
-
-
-def _made(form: NormForm, call: Callable[..., None], given: Any) -> list[Any]:
-    """Outputs, made for what an operator gets; call: what is done with them."""
     complete = form.completed(dict(zip(_names(form), given, strict=True)))
-    call(form, complete)
+    _check_call(form, complete)
     return [complete[name] for name in form.written if complete[name] is not None]
 
 
