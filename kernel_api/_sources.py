@@ -57,7 +57,8 @@ class Source(NamedTuple):
         path: Where it is.
         sha256: Of what counts.
         content: SHA-256 of all of it.
-        changed: When, in seconds of the epoch.
+        changed: When it came to be what it is, in seconds of the epoch; the date that it bears may
+            be that of an original.
     """
 
     path: str
@@ -123,7 +124,7 @@ def own_files() -> list[str]:
     return sorted(_own_modules().values())
 
 
-_read: dict[str, tuple[int, int, bytes, str]] = {}
+_read: dict[str, tuple[tuple[int, int, int], bytes, str]] = {}
 
 
 def source(path: str, sha256: str) -> Source:
@@ -135,13 +136,13 @@ def source(path: str, sha256: str) -> Source:
 def _content(path: str) -> tuple[bytes, str, float]:
     """The bytes, their SHA-256 and when they changed; read once for as long as they stay."""
     stat = os.stat(path)
+    state = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size
     known = _read.get(path)
-    if known is None or known[:2] != (stat.st_mtime_ns, stat.st_size):
+    if known is None or known[0] != state:
         with open(path, "rb") as file:
             data = file.read()
-        known = stat.st_mtime_ns, stat.st_size, data, hashlib.sha256(data).hexdigest()
-        _read[path] = known
-    return known[2], known[3], stat.st_mtime
+        known = _read[path] = state, data, hashlib.sha256(data).hexdigest()
+    return known[1], known[2], max(stat.st_mtime, stat.st_ctime)
 
 
 class _Walk:

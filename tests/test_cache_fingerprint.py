@@ -3,6 +3,7 @@
 import importlib
 import os
 import shutil
+import subprocess
 import sys
 import textwrap
 import time
@@ -29,8 +30,10 @@ _KERNEL = """
 
 @pytest.fixture
 def third_party(tmp_path, monkeypatch):
-    """Writes a package of a name of its own, and gives its kernel class; files by their names."""
+    """Writes a package of a name of its own, and gives its kernel class; files by their names. The
+    process starts when the test has ended: what a test changes is what runs."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(_compile_cache, "STARTED", time.time() + 3600)
     number = iter(range(10))
 
     def make(**files):
@@ -50,8 +53,6 @@ def third_party(tmp_path, monkeypatch):
             **{n.replace("__", "/") + ".py": t for n, t in files.items()},
         }.items():
             (folder / name).write_text(text)
-            past = time.time() - 1000
-            os.utime(folder / name, (past, past))
         importlib.invalidate_caches()
         return importlib.import_module(f"{package}.kernel").Kernel
 
@@ -157,6 +158,34 @@ def test_a_source_that_is_newer_than_the_process_gives_none(monkeypatch):
     fingerprint.cache_clear()
     assert fingerprint(CodeGemm) is None
     fingerprint.cache_clear()
+
+
+def test_a_source_that_was_replaced_by_one_of_an_older_date_gives_none(third_party, monkeypatch):
+    """As copies are that keep the dates of the originals."""
+    one = third_party()
+    monkeypatch.setattr(_compile_cache, "STARTED", time.time())
+    assert fingerprint(one) is not None
+    time.sleep(0.05)  # the clock of files may be behind
+    path = next(p for p in paths(one) if p.stem == "sizes")
+    path.write_text("TILE = 128")
+    os.utime(path, (0, 0))
+    fingerprint.cache_clear()
+    assert fingerprint(one) is None
+
+
+def test_a_process_starts_before_it_imports_anything():
+    """So what changed between an import and that of kernel_api is newer than the process."""
+    code = """
+        import time
+        time.sleep(0.1)
+        before = time.time()
+        from kernel_api import _compile_cache
+        print(_compile_cache.STARTED, before)
+    """
+    begun = time.time()
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    started, before = map(float, subprocess.check_output(command, text=True).split())
+    assert begun - 1 < started < before
 
 
 def test_a_class_without_a_file_gives_none(monkeypatch):
