@@ -67,6 +67,7 @@ class BundledKernel(Kernel):
     libraries: ClassVar[dict[KernelMetadata, list[Bundled]]]
     space = None
     code_files = None
+    _made_by = Kernel._made_by  # nothing that compiles is loaded
 
     @classmethod
     def generate_kernels(

@@ -118,6 +118,41 @@ def test_a_first_query_that_is_interrupted_loses_no_kernel(module):
     assert found == ["interrupted", *expected]
 
 
+@pytest.mark.compile
+def test_a_first_compilation_that_is_interrupted_can_be_repeated():
+    """What the compiler has registered with native code cannot be registered again."""
+    found = printed("""
+        import importlib.machinery
+
+        class Interrupted(importlib.machinery.SourceFileLoader):
+            def exec_module(self, module):
+                super().exec_module(module)
+                sys.meta_path.remove(Finder)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        class Finder(importlib.machinery.PathFinder):
+            @classmethod
+            def find_spec(cls, name, path=None, target=None):
+                found = super().find_spec(name, path, target)
+                if name == "cutlass._mlir.dialects._gpu_ops_gen":
+                    found.loader = Interrupted(name, found.origin)
+                return found
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.meta_path.insert(0, Finder)
+        os.environ["KERNEL_API_DISABLE_CACHE"] = "1"
+        sizes = dict(dtype=torch.float16, device="meta")
+        args = ka.GemmArguments(*(torch.empty(256, 256, **sizes) for _ in range(3)))
+        kernel = ka.get_kernels(args, cc=80, providers=["cutedsl"])[0]
+        try:
+            kernel.compile(args, cc=80)
+        except KeyboardInterrupt:
+            print("interrupted")
+        print(kernel.compile(args, cc=80).target)
+        """)
+    assert found == ["interrupted", "sm_80"]
+
+
 def test_a_child_waits_for_no_thread_that_only_its_parent_has():
     found = printed("""
         args = arguments()

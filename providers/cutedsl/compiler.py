@@ -26,11 +26,46 @@ _lock = threading.Lock()
 
 OPTIONS = "--enable-tvm-ffi --opt-level 3"
 
+#: That imports the DSL, from when it is asked for.
+_loading: _Loading | None = None
+
 #: The first compute capability whose kernels may start while the one before still ends.
 DEPENDENT_LAUNCH = 90
 
 #: The architecture that the DSL assumes where there is no GPU.
 _WITHOUT_GPU = "sm_100a"
+
+
+class _Loading(threading.Thread):
+    """Imports all of the DSL that compiling needs."""
+
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            import cutlass.cute
+            import cutlass.cute.runtime
+            import cutlass.cutlass_dsl.tvm_ffi_provider  # noqa: F401
+        except BaseException as error:
+            self.error = error
+
+
+def load() -> None:
+    """Import the DSL, in a thread of its own: an interrupt ends the wait for it and no more.
+
+    An import that is broken off cannot be repeated: what the DSL has registered with native code
+    stays there. Raises what the import raises.
+    """
+    global _loading
+    loading = _loading
+    if loading is None:
+        loading = _Loading(name="kernel_api-loads-the-DSL")
+        loading.start()
+        _loading = loading
+    loading.join()
+    if loading.error is not None:
+        _loading = None
+        raise loading.error
 
 
 def compile(
@@ -194,6 +229,7 @@ def object_code(compiled: Any, function_name: str) -> bytes | None:
 
 def load_object(path: Path, function_name: str) -> Callable[..., None]:
     """The function in an object file, through the DSL's run-time library."""
+    load()
     import cutlass.cute as cute
 
     function: Callable[..., None] = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[

@@ -127,6 +127,15 @@ class CuteDslKernel(Kernel):
         compiled = self.cute_compile(implementation, *args.operands, *more, *scalars, stream)
         return CompiledArtifact(compiled, self)
 
+    def _made_by(
+        self, hook: Callable[..., CompiledArtifact], args: Any, cc: CcLike
+    ) -> CompiledArtifact:
+        def loaded(*given: Any) -> CompiledArtifact:
+            compiler.load()
+            return hook(*given)
+
+        return super()._made_by(loaded, args, cc)
+
     def _run(
         self, args: Any, artifact: CompiledArtifact, stream: Any, workspace: Any = None
     ) -> None:
