@@ -7,14 +7,13 @@ kernel's launcher. What is remembered keeps no tensor alive.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
-from kernel_api import _compile_cache, _sequence, provider
+from kernel_api import _compile_cache, _locks, _sequence, provider
 from kernel_api._launches import (
     BEFORE_DISPATCH,
     LOW_BITS,
@@ -38,7 +37,7 @@ _calls: dict[_Key, Known] = {}
 _sequences: dict[_Key, _sequence.Repeated | int] = {}
 #: Something else may have asked torch for something meanwhile, as Python's garbage may.
 _TIMES = 3
-_lock = threading.Lock()
+_lock = _locks.lock()
 
 #: Options that count by value. Whole numbers are not among them: launchers take others.
 _PLAIN = frozenset((float, bool, str, torch.dtype, type(None)))

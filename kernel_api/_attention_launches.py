@@ -8,14 +8,13 @@ bounds of masks, and what functions compute, are part of how it looks.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
-from kernel_api import _compile_cache, provider
+from kernel_api import _compile_cache, _locks, provider
 from kernel_api._launches import NEVER_NEGATIVE, TENSORS, run_best
 from kernel_api._overwritten import teller
 from kernel_api._readers import Reader, reader_of
@@ -74,7 +73,7 @@ class _Launch(NamedTuple):
 
 
 _launches: dict[_Key, _Launch] = {}
-_lock = threading.Lock()
+_lock = _locks.lock()
 
 
 def forward(

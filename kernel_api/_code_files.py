@@ -6,11 +6,11 @@ import contextlib
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from kernel_api import _locks
 from kernel_api._manifest import Manifest
 from kernel_api.errors import LinkError
 
@@ -42,7 +42,7 @@ class CodeFiles(Protocol):
 #: The file that was loaded from each path, as the system knows it: dlopen takes a path that it
 #: knows for what it has loaded from it.
 _loaded: dict[str, tuple[int, ...]] = {}
-_loading = threading.Lock()
+_loading = _locks.lock()
 
 
 def load_library(path: Path) -> Callable[..., Any]:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kernel_api import _locks
+
 if TYPE_CHECKING:
     from kernel_api.arguments import Arguments
     from kernel_api.artifact import CompiledArtifact
@@ -69,7 +71,7 @@ class _Entry:
 _clock = itertools.count()
 _artifacts: dict[_Key, _Entry] = {}
 _flights: dict[_Key, threading.Lock] = {}
-_lock = threading.Lock()
+_lock = _locks.lock()
 #: Changes whenever the artifacts are forgotten; launches that remember some read it each time.
 _era = 0
 
@@ -103,7 +105,7 @@ def get_or_build(
     if found is not None:
         return found
     with _lock:
-        flight = _flights.setdefault(key, threading.Lock())
+        flight = _flights.setdefault(key, _locks.lock())
     with flight:
         found = _used(key)
         if found is not None:
@@ -151,13 +153,3 @@ def clear() -> None:
         _era += 1
         _artifacts.clear()
         _flights.clear()
-
-
-def _unlock_in_child() -> None:
-    """A thread that compiled when the process was forked is not in this one."""
-    global _lock
-    _lock = threading.Lock()
-    _flights.clear()
-
-
-os.register_at_fork(after_in_child=_unlock_in_child)

@@ -20,6 +20,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from kernel_api import _locks
+from kernel_api._cached_property import cached_property
+
 _BACKENDS = ("cuda", "mkldnn")
 _OF_THEIR_OWN = (("cuda", "conv"), ("cuda", "rnn"))  # others inherit by default
 _EXACT = frozenset(("none", "ieee"))  # "none": nothing is set, and the default is exact
@@ -84,7 +87,7 @@ class _Operation:
         #: Odd while another precision than the user's is set.
         self._changes = 0
         self._users = "none"
-        self._entrance, self._lock = threading.Lock(), threading.Lock()
+        self._entrance, self._lock = _locks.lock(), _locks.lock()
         self._idle = threading.Condition(self._lock)
         self._of_calls: bool | None = None
         self._calls = 0
@@ -99,7 +102,7 @@ class _Operation:
                 return self._users if self._changes & 1 else self._readers[0]()
         return found
 
-    @functools.cached_property
+    @cached_property
     def _readers(self) -> list[Callable[[], str]]:
         """One per backend."""
         read: Any = sys.modules["torch"]._C._get_fp32_precision_getter  # what launches call
@@ -136,7 +139,6 @@ class _Operation:
 
     def forget_in_child(self) -> None:
         """Of threads that the process which was forked had, only this one is left."""
-        self._entrance, self._lock = threading.Lock(), threading.Lock()
         self._idle = threading.Condition(self._lock)
         thread = threading.get_ident()
         self._nested = {one: n for one, n in self._nested.items() if one == thread}

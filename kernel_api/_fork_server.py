@@ -25,12 +25,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from kernel_api import _log
+from kernel_api import _locks, _log
 
 logger = _log.logger(__name__)
 
@@ -63,7 +62,7 @@ class Child:
         self._server, self._number, self._channel, self._end = server, number, channel, end
         self._received = b""
         self._exit_code: int | None = None
-        self._reaping = threading.Lock()
+        self._reaping = _locks.lock()
 
     def send(self, message: Any) -> None:
         """Raises OSError if it is dead."""
@@ -170,7 +169,7 @@ class ForkServer:
             )
         self._control = ours
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = _locks.lock()
 
     def start(self, target: str, environment: Mapping[str, str]) -> Child:
         """A child that runs ``"module:function"`` with these environment variables.
@@ -224,7 +223,7 @@ def _readable(files: Sequence[int], timeout_s: float | None) -> list[int]:
 
 
 _servers: dict[tuple[Any, ...], ForkServer] = {}
-_lock = threading.Lock()
+_lock = _locks.lock()
 
 
 def start(
@@ -265,8 +264,6 @@ def _close_all() -> None:
 
 def _forget_in_child() -> None:
     """The servers of the process that was forked are not this one's."""
-    global _lock
-    _lock = threading.Lock()
     _servers.clear()
 
 

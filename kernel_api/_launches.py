@@ -17,7 +17,6 @@ import functools
 import itertools
 import math
 import operator
-import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from kernel_api import _compile_cache, _float32, _sequence, provider
+from kernel_api import _compile_cache, _float32, _locks, _sequence, provider
 from kernel_api._autograd import check_outputs, without_gradient
 from kernel_api._checks import require_data
 from kernel_api._forms import FACTORS, Form, out_type
@@ -191,7 +190,7 @@ class Launch:
 
 _launches: dict[_Key, Launch] = {}
 _clock = itertools.count()
-_lock = threading.Lock()
+_lock = _locks.lock()
 
 
 def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict[str, Any]) -> Any:

@@ -11,10 +11,10 @@ import hashlib
 import json
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from kernel_api import _elf
+from kernel_api._cached_property import cached_property
 from kernel_api.artifact import Resources
 from kernel_api.errors import ArgumentError, LibraryError
 from kernel_api.metadata import KernelMetadata, decode, encode

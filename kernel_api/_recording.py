@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernel_api import _log
+from kernel_api import _locks, _log
 from kernel_api.errors import CacheWarning
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class _Recorder:
         self._path = os.path.abspath(path)  # a program may change its folder
         self._known = _digests(self._path)
         self._seen: set[Any] = set()
-        self._lock = threading.Lock()
+        self._lock = _locks.lock()
 
     def record(self, args: Arguments) -> None:
         try:
@@ -83,7 +82,7 @@ class _FirstUse:
 
 
 _recorder: _FirstUse | _Recorder | None = _FirstUse()
-_lock = threading.Lock()
+_lock = _locks.lock()
 
 
 def _stop(why: str) -> None:

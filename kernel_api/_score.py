@@ -30,9 +30,9 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NoReturn
 
+from kernel_api._cached_property import cached_property
 from kernel_api._described import Described
 from kernel_api._numbers import of_64_bits, real_number
 from kernel_api.dtypes import dtype

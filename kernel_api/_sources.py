@@ -30,12 +30,12 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kernel_api import _log
+from kernel_api._cached_property import cached_property
 
 logger = _log.logger(__name__)
 

@@ -10,13 +10,12 @@ import itertools
 import math
 import numbers
 import os
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kernel_api import _log
+from kernel_api import _locks, _log
 from kernel_api._checks import require_arguments
 from kernel_api._filters import MetadataFilter, filtered
 from kernel_api._offer import Offer
@@ -415,7 +414,7 @@ class _Survey:
         self.offer = Offer(kernels, valid_for)
 
 
-_lock = threading.RLock()
+_lock = _locks.rlock()
 _surveys: OrderedDict[Any, _Survey] = OrderedDict()
 _catalogues: dict[type[Kernel], Catalogue] = {}
 #: Of names, by provider.
@@ -530,12 +529,11 @@ def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Ker
     return [k for k in found if fitting(k.metadata.parsed_targets, target) is not None]
 
 
-def _unlock_in_child() -> None:
+def _forget_in_child() -> None:
     """A thread that asked when the process was forked is not in this one: what it was building is
     built anew."""
-    global _lock, _valid_for
-    _lock = threading.RLock()
+    global _valid_for
     _valid_for = -1
 
 
-os.register_at_fork(after_in_child=_unlock_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernel_api import _compile_cache, _recording
+from kernel_api._cached_property import cached_property
 from kernel_api._checks import (
     device_of,
     epilogue_mismatch,
@@ -379,7 +380,7 @@ class Kernel(metaclass=KernelType):
             raise TypeError(f"{name}._supports returned {verdict!r}; expected a Status")
         return verdict if verdict else verdict.at(1000)
 
-    @functools.cached_property
+    @cached_property
     def _questions(self) -> Questions:
         return Questions(type(self).design_rules, self.metadata)
 

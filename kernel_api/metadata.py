@@ -7,9 +7,9 @@ import importlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from kernel_api._cached_property import cached_property
 from kernel_api._numbers import whole_number
 from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import DType, dtype

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from math import gcd
 from typing import Any
 
+from kernel_api._cached_property import cached_property
 from kernel_api._sketch import Sketch
 from kernel_api.dtypes import DType, dtype
 from kernel_api.errors import ArgumentError

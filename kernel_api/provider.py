@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from kernel_api import _log
+from kernel_api import _locks, _log
 from kernel_api._numbers import are_names, whole_number
 from kernel_api.errors import ArgumentError, PluginWarning, RegistrationError
 from kernel_api.status import Status
@@ -47,9 +47,9 @@ K = TypeVar("K", bound=type)
 
 #: Of the registry; held for moments. Nobody imports a module meanwhile: another thread may be
 #: importing it, and wait for this to register what it defines.
-_lock = threading.RLock()
+_lock = _locks.rlock()
 #: Of the one thread that loads providers and plug-ins.
-_scan_lock = threading.RLock()
+_scan_lock = _locks.rlock()
 _providers: dict[str, type[Provider]] = {}
 _scanned = False
 _scanner: int | None = None
@@ -424,12 +424,11 @@ def rescan() -> None:
         registry_changed()
 
 
-def _unlock_in_child() -> None:
+def _forget_in_child() -> None:
     """A thread that scanned when the process was forked is not in this one."""
-    global _lock, _scan_lock, _scanner
-    _lock, _scan_lock = threading.RLock(), threading.RLock()
+    global _scanner
     if _scanner != threading.get_ident():
         _scanner = None
 
 
-os.register_at_fork(after_in_child=_unlock_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)

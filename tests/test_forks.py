@@ -1,42 +1,138 @@
-"""A process that is forked while a thread of it compiles."""
+"""A process that is forked while its threads hold locks."""
 
 import os
+import re
+import signal
 import threading
+from pathlib import Path
 
 import pytest
 
-from kernel_api import _compile_cache
+import kernel_api as ka
+from kernel_api import _compile_cache, _locks
+from kernel_api._cached_property import cached_property
+from kernel_api.graph import graph_cache, pygraph
 from kernel_api.providers.cutedsl import compiler
 
+SOURCES = [p for one in (ka, ka.providers) for p in Path(one.__path__[0]).rglob("*.py")]
 
-@pytest.mark.parametrize("module", [_compile_cache, compiler], ids=lambda one: one.__name__)
-def test_a_lock_that_a_thread_held_is_free_in_the_child(module):
-    held, over = threading.Event(), threading.Event()
 
-    def hold():
-        with module._lock:
-            held.set()
+@pytest.fixture
+def meanwhile():
+    """Another thread does something until the test ends, here from when it says so."""
+    over, threads = threading.Event(), []
+
+    def start(work):
+        inside = threading.Event()
+
+        def wait():
+            inside.set()
             over.wait(60)
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait(60)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if module._lock.acquire(timeout=10) else 1)
+        threads.append(threading.Thread(target=work, args=(wait,)))
+        threads[-1].start()
+        assert inside.wait(60)
+
+    yield start
     over.set()
-    thread.join()
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    for one in threads:
+        one.join()
 
 
-def test_a_compilation_of_another_thread_is_not_waited_for_in_the_child():
-    key = object(), (), None
-    flight = _compile_cache._flights[key] = threading.Lock()
-    flight.acquire()
+def in_child(work):
+    """The exit code of a child that does something; it may take 20 seconds."""
     child = os.fork()
     if child == 0:
-        os._exit(len(_compile_cache._flights))
+        signal.alarm(20)
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
     _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_every_lock_that_a_thread_held_is_free_in_the_child(meanwhile):
+    graph = pygraph()
+    every = list(_locks._made)
+    assert {_compile_cache._lock, compiler._lock, graph._lock} <= set(every)
+
+    def hold(wait):
+        for one in every:
+            assert one.acquire(timeout=10)
+        wait()
+        for one in every:
+            one.release()
+
+    def acquire():
+        assert all(one.acquire(timeout=10) for one in every)
+
+    meanwhile(hold)
+    assert in_child(acquire) == 0
+
+
+def test_every_lock_is_one_that_is_free_in_a_child():
+    makes = re.compile(r"\b(Lock|RLock|Semaphore|BoundedSemaphore|Condition)\(\)|from threading")
+    found = [path.name for path in SOURCES if makes.search(path.read_text())]
+    assert found == ["_locks.py"]
+
+
+def test_a_lock_that_the_forking_thread_holds_is_its_own_in_the_child():
+    lock = _locks.rlock()
+    with lock:
+        assert in_child(lock.release) == 0
+
+
+def test_a_compilation_of_another_thread_is_not_waited_for_in_the_child(meanwhile):
+    key = object(), (), None
+
+    def compile_(wait):
+        with _compile_cache._flights.setdefault(key, _locks.lock()):
+            wait()
+
+    def compile_too():
+        assert _compile_cache._flights[key].acquire(timeout=10)
+
+    meanwhile(compile_)
+    assert in_child(compile_too) == 0
     del _compile_cache._flights[key]
-    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_graph_that_another_thread_makes_is_made_in_the_child(meanwhile):
+    waits = []
+
+    @graph_cache(key_fn=lambda: 0)
+    def make():
+        for wait in waits:
+            wait()
+
+    def make_there(wait):
+        waits.append(wait)
+        make()
+
+    def make_here():
+        waits.clear()
+        make()
+
+    meanwhile(make_there)
+    assert in_child(make_here) == 0
+
+
+def test_what_another_thread_computes_once_is_not_waited_for(meanwhile):
+    class Computed:
+        def __init__(self, wait):
+            self.wait = wait
+
+        @cached_property
+        def value(self):
+            """What it is."""
+            self.wait()
+            return [self]
+
+    meanwhile(lambda wait: Computed(wait).value)
+    one = Computed(lambda: None)
+    assert in_child(lambda: one.value) == 0
+    assert one.value is one.value
+    assert Computed.value.__doc__ == "What it is."

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
+from kernel_api._cached_property import cached_property
 from kernel_api._numbers import whole_number
 from kernel_api.arguments.scaled import ScaleMode
 from kernel_api.dtypes import dtype

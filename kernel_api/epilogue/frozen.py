@@ -14,10 +14,11 @@ import dis
 import functools
 import math
 import sys
-import threading
 from collections.abc import Callable, Hashable
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
+
+from kernel_api import _locks
 
 _T = TypeVar("_T")
 
@@ -37,7 +38,7 @@ _FUNCTIONS_KEPT = 256
 _TRACES_KEPT = 32  # of a function
 
 _kept: dict[Hashable, dict[Any, Any]] = {}
-_lock = threading.Lock()
+_lock = _locks.lock()
 
 
 def kept(fn: Any, look: Hashable, trace: Callable[[], _T]) -> _T:

@@ -6,9 +6,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
+from kernel_api._cached_property import cached_property
 from kernel_api.epilogue.shape import SCALAR, Problem, Shape
 from kernel_api.errors import ArgumentError
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kernel_api import _locks
 from kernel_api.errors import ArgumentError, GraphError
 from kernel_api.graph._enums import data_type, heur_mode
 from kernel_api.graph._handle import Handle
@@ -125,7 +126,7 @@ class _Cache:
         self._function, self._key_of, self._maxsize = function, key_of, maxsize
         self._kept: dict[Hashable, Any] = {}
         self._making: dict[Hashable, threading.RLock] = {}
-        self._lock = threading.Lock()
+        self._lock = _locks.lock()
         self._hits = self._misses = 0
         self.decorated: Any = _wrapped(function, self._get)
         self.decorated.cache_info = self._info
@@ -137,7 +138,7 @@ class _Cache:
         if found is not _NOTHING:
             return found
         with self._lock:
-            making = self._making.setdefault(key, threading.RLock())
+            making = self._making.setdefault(key, _locks.rlock())
         with making:
             found = self._found(key)
             if found is not _NOTHING:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from kernel_api import _locks
 from kernel_api._overwritten import teller
 from kernel_api._readers import Reader, reader_of
 from kernel_api.devices import require_streams
@@ -136,7 +136,7 @@ class Execution:
         self._programs: dict[Any, _Program] = {}
         self._overridden: dict[Any, Execution] = {}
         self._workspace_views = _NO_WORKSPACE
-        self._lock = threading.Lock()
+        self._lock = _locks.lock()
         own = weakref.ref(self)  # the workspace's end does not keep this
 
         def forget(of: Any) -> None:

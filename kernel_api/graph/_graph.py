@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from kernel_api import _locks
 from kernel_api.errors import (
     DeviceError,
     GraphError,
@@ -80,7 +80,7 @@ class pygraph(Operations):
         self._ordered: list[Node] | None = None
         self._plans: PlanList | None = None
         self._execution: Execution | None = None
-        self._lock = threading.RLock()
+        self._lock = _locks.rlock()
 
     # Tensors -----------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
+from kernel_api._cached_property import cached_property
 from kernel_api.provider import registered_class
 from kernel_api.report._model import Model
 from kernel_api.report._problem import Description, describe

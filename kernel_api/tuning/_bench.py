@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 
-from kernel_api import _fork_server, _log
+from kernel_api import _fork_server, _locks, _log
 from kernel_api._recording import VARIABLE as RECORD
 from kernel_api.errors import BenchError
 from kernel_api.kernel import Kernel
@@ -36,7 +35,7 @@ class Halt:
     """Ends what other threads measure."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = _locks.lock()
         self._is_set = False
         self._children: set[_fork_server.Child] = set()
 
@@ -294,7 +293,7 @@ class _Workers:
     """Workers that wait for the next problem: one for each environment."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = _locks.lock()
         self._idle: dict[tuple[tuple[str, str], ...], _fork_server.Child] = {}
 
     def take(self, environment: dict[str, str]) -> _fork_server.Child:

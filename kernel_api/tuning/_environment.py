@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from kernel_api import _fingerprint, devices
+from kernel_api._cached_property import cached_property
 from kernel_api.errors import ArgumentError, DeviceError
 from kernel_api.tuning._canonical import as_object, as_texts, canonical, digest, taken
 from kernel_api.tuning._policy import Policy

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from kernel_api._cached_property import cached_property
 from kernel_api._fingerprint import fingerprint
 from kernel_api.errors import ArgumentError
 from kernel_api.metadata import KernelMetadata

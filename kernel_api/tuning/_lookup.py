@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from kernel_api import _log, provider
+from kernel_api import _locks, _log, provider
 from kernel_api._checks import require_arguments
 from kernel_api.arguments import Arguments
 from kernel_api.devices import torch_device
@@ -24,7 +23,7 @@ logger = _log.logger(__name__)
 _KEPT = 4096
 
 _found: dict[Hashable, Kernel | None] = {}
-_lock = threading.Lock()
+_lock = _locks.lock()
 
 
 def tuned(args: Arguments, device: Any = None) -> Kernel | None:

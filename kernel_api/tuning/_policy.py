@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
 from typing import Any
 
+from kernel_api._cached_property import cached_property
 from kernel_api.errors import ArgumentError
 from kernel_api.tuning._canonical import canonical, digest, taken
 

@@ -6,9 +6,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
+from kernel_api._cached_property import cached_property
 from kernel_api._description import described
 from kernel_api.arguments import Arguments
 from kernel_api.errors import ArgumentError

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Hashable
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kernel_api import _log
+from kernel_api._cached_property import cached_property
 from kernel_api._disk_cache import DiskCache, check_owner, warn
 from kernel_api.errors import ArgumentError
 from kernel_api.tuning._canonical import digest, parsed

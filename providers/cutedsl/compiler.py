@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kernel_api import _compile_cache, _log
+from kernel_api import _compile_cache, _locks, _log
 from kernel_api._code_files import temporary_folder
 from kernel_api.dtypes import dtype
 from kernel_api.errors import CompileError
@@ -22,7 +22,7 @@ from kernel_api.targets import Target
 logger = _log.logger(__name__)
 
 # The compiler aborts the process when two threads are in it.
-_lock = threading.Lock()
+_lock = _locks.lock()
 
 OPTIONS = "--enable-tvm-ffi --opt-level 3"
 
@@ -236,12 +236,3 @@ def load_object(path: Path, function_name: str) -> Callable[..., None]:
         function_name
     ]
     return function
-
-
-def _unlock_in_child() -> None:
-    """A thread that compiled when the process was forked is not in this one."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_unlock_in_child)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
+from kernel_api._cached_property import cached_property
 from kernel_api.arguments import (
     ExpertPointers,
     GemmArguments,

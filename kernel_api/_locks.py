@@ -1,0 +1,36 @@
+"""Locks that are free in a child which this process forks.
+
+A thread that holds one at that moment is not in the child, which would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any
+
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def lock() -> threading.Lock:
+    """As ``threading.Lock()``."""
+    made = threading.Lock()
+    _made.add(made)
+    return made
+
+
+def rlock() -> threading.RLock:
+    """As ``threading.RLock()``; whoever forks while holding it, holds it in the child as well."""
+    made = threading.RLock()
+    _made.add(made)
+    return made
+
+
+def _free_in_child() -> None:
+    for one in list(_made):
+        if not getattr(one, "_is_owned", bool)():
+            one._at_fork_reinit()  # as the locks of Python's own modules
+
+
+os.register_at_fork(after_in_child=_free_in_child)
