@@ -45,10 +45,14 @@ def fingerprint(kernel_class: type) -> dict[str, str] | None:
     finds: kernels that stand beside it, and how kernels are found
     and timed, have no part in it.
 
-    None where it cannot be known: the class stands in no file, or a source is newer than this
-    process, which may run what was there before.
+    None where it cannot be known: the class stands in no file, or in one that cannot be read, or a
+    source is newer than this process, which may run what was there before.
     """
-    found = sources(kernel_class) if is_importable(kernel_class) else None
+    try:
+        found = sources(kernel_class) if is_importable(kernel_class) else None
+    except OSError as error:
+        logger.info("%s is not kept on disk: %s", kernel_class, error)
+        return None
     if found is None:
         logger.debug("%s is not kept on disk: it has no name or no file", kernel_class)
         return None

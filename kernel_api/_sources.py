@@ -496,8 +496,15 @@ _INSTALLED = frozenset(("site-packages", "dist-packages"))
 def _installed_places() -> tuple[str, ...]:
     """Those that Python knows, and what of its path has packages with their metadata."""
     known = [sysconfig.get_paths()[n] for n in ("stdlib", "platstdlib", "purelib", "platlib")]
-    of_path = [place for place in sys.path if place and any(Path(place).glob("*.dist-info"))]
+    of_path = filter(_has_metadata, sys.path)
     return tuple(dict.fromkeys([*known, *of_path]))
+
+
+def _has_metadata(place: str) -> bool:
+    try:
+        return bool(place) and any(Path(place).glob("*.dist-info"))
+    except OSError:  # imports pass over what cannot be read, too
+        return False
 
 
 def _is_installed(path: str) -> bool:

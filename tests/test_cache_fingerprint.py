@@ -188,6 +188,16 @@ def test_a_process_starts_before_it_imports_anything():
     assert begun - 1 < started < before
 
 
+def test_a_source_that_cannot_be_read_gives_none(third_party, monkeypatch):
+    one = third_party()
+
+    def unreadable(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(_sources, "_content", unreadable)
+    assert fingerprint(one) is None
+
+
 def test_a_class_without_a_file_gives_none(monkeypatch):
     notebook = types.ModuleType("notebook_of_this_test")
     monkeypatch.setitem(sys.modules, notebook.__name__, notebook)

@@ -33,6 +33,13 @@ def test_packages_of_other_places_are_installed(tmp_path, monkeypatch):
     assert not _sources._is_installed(str(own / "kernel.py"))
 
 
+def test_a_place_that_cannot_be_looked_into_has_nothing_installed(tmp_path, monkeypatch):
+    """Imports pass over it as well."""
+    (tmp_path / "torch-2.13.dist-info").mkdir()
+    monkeypatch.setattr(sys, "path", ["", "x" * 300, str(tmp_path), *sys.path])
+    assert _sources._is_installed(str(tmp_path / "torch" / "nn.py"))
+
+
 def test_modules_of_an_editable_installation_are_found(tmp_path, monkeypatch):
     """By the finder that it leaves on sys.meta_path."""
     package = tmp_path / "edited_plug"
