@@ -95,10 +95,17 @@ def identity_of(
 def directory() -> Path:
     """Where the cache is: ``KERNEL_API_CACHE_DIR``, or the user's cache folder.
 
-    Raises ArgumentError where neither is known: a user without a home folder.
+    Raises ArgumentError where neither is known: a user without a home folder, a path that is
+    relative to a folder that is gone.
     """
     if named := os.environ.get(_DIRECTORY):
-        return _absolute(named)
+        try:
+            return _absolute(named)
+        except FileNotFoundError:
+            raise ArgumentError(
+                f"{_DIRECTORY} is {named!r}, relative to the folder that this process works in, "
+                f"which is gone; set it to an absolute path"
+            ) from None
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else _home() / ".cache") / "kernel_api"
 
@@ -204,7 +211,7 @@ class DiskCache:
         from kernel_api.library import artifact_of
 
         folder = self.entries_at / key
-        if not folder.exists():
+        if not self.has(key):
             return None
         entry = self.read(folder)
         if entry.manifest is None or entry.file is None or entry.reason is not None:
@@ -226,8 +233,12 @@ class DiskCache:
         return artifact
 
     def has(self, key: str) -> bool:
-        """Whether there is an entry, good or not."""
-        return (self.entries_at / key).exists()
+        """Whether there is an entry, good or not; none where nobody can tell."""
+        try:
+            return (self.entries_at / key).exists()
+        except OSError as error:
+            logger.warning("%s cannot be looked into: %s", self.entries_at, error)
+            return False
 
     def read(self, folder: Path) -> Entry:
         """What is in a folder, checked in full."""

@@ -68,7 +68,7 @@ def _read(file: Path) -> list[Source] | None:
         same = all(one.content == content for one, (*_, content) in zip(found, rows, strict=True))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         logger.info("%s is not used: %r", file, error)
         return None
     return found if same else None

@@ -73,12 +73,18 @@ class _FirstUse:
     """Stands for the recorder until something runs: the variable may be set until then."""
 
     def record(self, args: Arguments) -> None:
+        path = os.environ.get(VARIABLE)
+        try:
+            self._give_way(path)
+        except OSError as error:  # the folder that a relative path is in
+            _stop(f"{VARIABLE}: {path} cannot be found, nothing is recorded: {error}")
+        record(args)
+
+    def _give_way(self, path: str | None) -> None:
         global _recorder
         with _lock:
             if _recorder is self:
-                path = os.environ.get(VARIABLE)
                 _recorder = _Recorder(path) if path else None
-        record(args)
 
 
 _recorder: _FirstUse | _Recorder | None = _FirstUse()
@@ -110,7 +116,7 @@ def _digests(path: str) -> set[str]:
     for line in text.splitlines():
         try:
             found.add(str(json.loads(line)["problem"]))
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             continue
     return found
 

@@ -276,6 +276,32 @@ def test_a_relative_directory_stays_the_folder_that_it_was_at_first(tmp_path, mo
     assert _disk_cache.directory() == tmp_path / "relative_cache"
 
 
+def test_a_directory_relative_to_a_folder_that_is_gone_is_a_warning(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setenv("KERNEL_API_CACHE_DIR", "relative_to_what_is_gone")
+    refused("relative to the folder .* which is gone; set it to an absolute path")
+
+
+def test_entries_that_cannot_be_looked_for_are_compiled(cache_directory, monkeypatch, caplog):
+    """A folder that this user may not search, say."""
+    compiled()
+    exists = Path.exists
+
+    def denied(path, **how):
+        if path.parent.name == "kernels":
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path, **how)
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with caplog.at_level(logging.WARNING, logger="kernel_api"):
+        assert compiled().compiled_obj == machine_code()
+    assert "kernels cannot be looked into: [Errno 13] Permission denied" in caplog.text
+    assert not DiskCache.open().has(entry(cache_directory).name)
+
+
 def test_an_entry_that_cannot_be_written_is_a_log_line(cache_directory, monkeypatch, caplog):
     def full(self, key, files):
         raise OSError(28, "No space left on device")

@@ -399,7 +399,17 @@ def test_what_is_known_is_not_looked_for_again(known, monkeypatch):
     assert _known_sources.sources(kernel_class) == expected
 
 
-@pytest.mark.parametrize("damage", ["", "null", "{}", '{"digest": "", "sources": []}', "shorter"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "null",
+        "{}",
+        '{"digest": "", "sources": []}',
+        "shorter",
+        pytest.param("[" * 10**5, id="deep"),
+    ],
+)
 def test_what_is_damaged_is_looked_for_again(known, damage):
     kernel_class, expected, file = known
     fields = json.loads(file.read_text())

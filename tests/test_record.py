@@ -210,11 +210,12 @@ def test_alignment_beyond_what_counts_is_no_other_problem(recorded):
 
 
 def test_what_else_is_in_the_file_stays(recorded):
-    recorded.write_bytes(b'no JSON\n[1]\n{"m": 1}\n{"problem": "of a writer that was ki')
+    text = b'no JSON\n[1]\n{"m": 1}\n%b\n{"problem": "of a writer that was ki'
+    recorded.write_bytes(text % (b"[" * 100_000))
     _recording.record(arguments(4, 5, 6))
     head, *others = recorded.read_text().splitlines()
     assert head == "no JSON"
-    assert len(others) == 4
+    assert len(others) == 5
     assert json.loads(others[-1])["class"] == ["kernel_api.arguments.gemm", "GemmArguments"]
 
 
@@ -263,6 +264,18 @@ def test_a_file_that_cannot_be_written_is_one_warning(recorded, tmp_path, place,
     (warning,) = caught
     told = str(warning.message)
     assert told.startswith(f"KERNEL_API_RECORD: {path} cannot be written, nothing more is recorded")
+
+
+def test_a_file_relative_to_a_folder_that_is_gone_is_one_warning(recorded, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setenv(_recording.VARIABLE, "relative")
+    with pytest.warns(CacheWarning, match="cannot be found, nothing is recorded") as caught:
+        for M in (4, 5, 6):
+            _recording.record(arguments(M, 5, 6))
+    assert len(caught) == 1
 
 
 @pytest.mark.filterwarnings("error::kernel_api.errors.CacheWarning")
