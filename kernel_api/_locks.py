@@ -1,13 +1,18 @@
-"""Locks that are free in a child which this process forks.
+"""Locks of threads, and of processes.
 
-A thread that holds one at that moment is not in the child, which would wait for it for ever.
+Those of threads are free in a child which this process forks. A thread that holds one at that
+moment is not in the child, which would wait for it for ever.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import threading
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -34,3 +39,18 @@ def _free_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_free_in_child)
+
+
+@contextlib.contextmanager
+def alone_at(path: Path) -> Iterator[None]:
+    """One thread of one process at a time, of all that ask for the file or folder; all at once
+    where the system cannot lock it. Raises OSError where nothing is there."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)  # also for children that have it open
+        os.close(file)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kernel_api import _locks
 from kernel_api._code_files import LIBRARY, replace_durably
 from kernel_api._manifest import Identity, Manifest
 from kernel_api.arguments import Arguments, EpilogueArguments
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
 INDEX = "index.json"
+
+#: By what they are for: their files, and what these say of themselves.
+_Libraries = dict[tuple[Any, ...], tuple[Path, Manifest]]
 
 _FORMAT = 1
 
@@ -174,24 +178,29 @@ def pack(sources: Iterable[str | os.PathLike[str]], folder: str | os.PathLike[st
         raise LibraryError(f"there is no library to pack in {', '.join(map(str, sources))}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        newest = _newest(zip(libraries, manifests, strict=True))
-        for path, manifest in newest.values():
-            target = folder / _file_name(manifest.identity)
-            if not (target.exists() and path.samefile(target)):
-                replace_durably(target, path.read_bytes())
-        held = []
-        for path in sorted(folder.glob(f"*{LIBRARY}")):
-            manifest = read_manifest(path)
-            new = newest.get(_served(manifest))
-            if new is None or path.name == _file_name(new[1].identity):
-                held.append((path, manifest))
-            else:
-                path.unlink()
-        kernels = [{"file": path.name, "manifest": json.loads(m.text)} for path, m in held]
-        index = json.dumps({"format": _FORMAT, "kernels": kernels}, indent=1)
-        replace_durably(folder / INDEX, index.encode())
+        with _locks.alone_at(folder):  # an index has what the folder has
+            return _add(_newest(zip(libraries, manifests, strict=True)), folder)
     except OSError as error:
         raise ArgumentError(f"{folder} cannot be written: {error.strerror}") from error
+
+
+def _add(newest: _Libraries, folder: Path) -> list[str]:
+    """The names of the kernels that the folder has then."""
+    for path, manifest in newest.values():
+        target = folder / _file_name(manifest.identity)
+        if not (target.exists() and path.samefile(target)):
+            replace_durably(target, path.read_bytes())
+    held = []
+    for path in sorted(folder.glob(f"*{LIBRARY}")):
+        manifest = read_manifest(path)
+        new = newest.get(_served(manifest))
+        if new is None or path.name == _file_name(new[1].identity):
+            held.append((path, manifest))
+        else:
+            path.unlink()
+    kernels = [{"file": path.name, "manifest": json.loads(m.text)} for path, m in held]
+    index = json.dumps({"format": _FORMAT, "kernels": kernels}, indent=1)
+    replace_durably(folder / INDEX, index.encode())
     return [manifest.kernel_name for _, manifest in held]
 
 
@@ -206,9 +215,7 @@ def _served(manifest: Manifest) -> tuple[Any, ...]:
     return manifest.metadata, manifest.signature, manifest.target
 
 
-def _newest(
-    libraries: Iterable[tuple[Path, Manifest]],
-) -> dict[tuple[Any, ...], tuple[Path, Manifest]]:
+def _newest(libraries: Iterable[tuple[Path, Manifest]]) -> _Libraries:
     by_age = sorted(libraries, key=lambda one: one[0].stat().st_mtime_ns)
     return {_served(manifest): (path, manifest) for path, manifest in by_age}
 

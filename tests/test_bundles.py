@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 import warnings
 
 import pytest
@@ -144,6 +145,28 @@ def test_a_bundle_can_be_added_to(packed, folder, tmp_path):
     kernels()[2].compile(arguments(), cc=90).export(tmp_path / "third.so")
     assert len(bundle.pack([tmp_path / "third.so"], path)) == len(names) + 1
     assert len(bundle.pack([folder], path)) == len(names) + 1
+
+
+def test_a_bundle_may_be_added_to_by_two_at_once(packed, tmp_path, monkeypatch):
+    """The second begins when the first has listed what is there: it has to wait for the index."""
+    path, names = packed
+    kernels()[2].compile(arguments(), cc=90).export(tmp_path / "third.so")
+    kernels()[2].compile(arguments(), cc=80).export(tmp_path / "fourth.so")
+    second = threading.Thread(target=bundle.pack, args=([tmp_path / "fourth.so"], path))
+    replace = bundle.replace_durably
+
+    def replaced(file, data):
+        if file.name == bundle.INDEX and second.ident is None:
+            second.start()
+            second.join(0.3)
+        replace(file, data)
+
+    monkeypatch.setattr(bundle, "replace_durably", replaced)
+    bundle.pack([tmp_path / "third.so"], path)
+    second.join()
+    held = {file for file, _ in bundle._index(path)}
+    assert held == {one.name for one in path.glob("*.so")}
+    assert len(held) == len(names) + 2
 
 
 def test_what_is_no_bundle_says_so(packed, tmp_path, folder):
