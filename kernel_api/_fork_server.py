@@ -162,7 +162,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, *texts],
                 stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__ and sys.__stderr__.fileno(),
+                stdout=_stderr(),
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -202,6 +202,14 @@ class ForkServer:
         """Kill what it has started, and end."""
         self._control.close()
         self._process.wait()
+
+
+def _stderr() -> int:
+    """Where this process says what is wrong: what it prints itself is no place for others."""
+    try:
+        return subprocess.DEVNULL if sys.__stderr__ is None else sys.__stderr__.fileno()
+    except ValueError:  # it is closed
+        return subprocess.DEVNULL
 
 
 def _in_memory(value: Any) -> IO[bytes]:

@@ -3,6 +3,7 @@
 import os
 import resource
 import socket
+import sys
 
 import pytest
 
@@ -32,6 +33,15 @@ def test_an_environment_may_be_longer_than_a_message(server):
     longest = {f"LONG{i}": "x" * 100_000 for i in range(12)}
     child = server.start(TARGET, longest)
     assert asked(child, "LONG11") == 100_000 and asked(child, "HOME") == 0
+    assert ended(child) == 0
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_program_may_have_no_stderr(is_closed, tmp_path, monkeypatch, request):
+    with open(tmp_path / "stderr", "w") as stderr:
+        monkeypatch.setattr(sys, "__stderr__", stderr if is_closed else None)
+    child = request.getfixturevalue("server").start(TARGET, {"A": "123"})
+    assert asked(child, "A") == 3
     assert ended(child) == 0
 
 
