@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 
 import pytest
 import torch
@@ -516,6 +517,40 @@ def test_prune_removes_other_environments_and_their_folders(store, kernels):
     assert [path.name for path in store.folder.iterdir()] == [ENVIRONMENT.digest]
     assert store.prune(older_than=0.0) == 1
     assert list(store.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("look", [lambda s: list(s.rows()), Store.verify, Store.prune])
+def test_a_folder_that_another_process_removes_meanwhile_is_passed_over(
+    store, kernels, monkeypatch, look
+):
+    for size in (256, 512):
+        store.record(measured(kernels[0], problem(size), 2.0))
+    scandir, gone = os.scandir, files(store)[0].parent
+
+    def removed_before(path="."):
+        if os.fspath(path) == str(gone) and gone.exists():
+            for file in os.listdir(gone):
+                os.remove(gone / file)
+            gone.rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removed_before)
+    look(store)
+    assert not gone.exists() and len(files(store)) == 1
+
+
+def test_a_folder_that_is_removed_while_it_is_made_is_made_again(store, kernels, monkeypatch):
+    mkdir, times = Path.mkdir, []
+
+    def is_there_and_gone(path, *how, **options):
+        times.append(path)
+        if len(times) == 1:
+            raise FileExistsError(17, "File exists", str(path))
+        mkdir(path, *how, **options)
+
+    monkeypatch.setattr(Path, "mkdir", is_there_and_gone)
+    assert store.record(measured(kernels[0], problem(), 2.0))
+    assert len(files(store)) == 1
 
 
 def test_a_temporary_file_is_no_row_and_is_pruned_when_it_is_old(store, one_file):

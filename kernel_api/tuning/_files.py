@@ -155,7 +155,7 @@ class RowFiles:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 replace_durably(path, row.text.data)
                 return
-            except FileNotFoundError:
+            except (FileNotFoundError, FileExistsError):  # one that mkdir found is gone as well
                 if attempt == _ATTEMPTS - 1:
                     raise
 
@@ -192,13 +192,14 @@ class RowFiles:
         return [folder / n for n in self._names(folder) if not is_temporary(n)]
 
     def _all_files(self, temporary: bool = False) -> Iterator[Path]:
-        for path in sorted(self.folder.rglob("*")):
-            hidden = is_temporary(path.name)
-            if not path.is_dir() and (temporary or not hidden):
+        # Others may remove folders meanwhile: os.walk passes over what is gone.
+        found = [Path(at, name) for at, _, names in os.walk(self.folder) for name in names]
+        for path in sorted(found):
+            if temporary or not is_temporary(path.name):
                 yield path.relative_to(self.folder)
 
     def _remove_empty_folders(self) -> None:
-        for path in sorted(self.folder.rglob("*"), reverse=True):
-            if path.is_dir():
+        for at, *_ in os.walk(self.folder, topdown=False):
+            if Path(at) != self.folder:
                 with contextlib.suppress(OSError):  # not empty
-                    path.rmdir()
+                    os.rmdir(at)
