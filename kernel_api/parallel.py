@@ -223,8 +223,14 @@ def _cache_of_this_process() -> DiskCache:
             f"there is no cache, and no temporary folder can be made to compile into: {error}; "
             f"make room, or set KERNEL_API_CACHE_DIR or TMPDIR to another folder"
         ) from error
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_remove, folder, os.getpid())
     return DiskCache.at(Path(folder))
+
+
+def _remove(folder: str, owner: int) -> None:
+    """Unless this is a child of the process that made it: that goes on using it."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _planned(

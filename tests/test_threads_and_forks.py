@@ -1,6 +1,7 @@
 """Threads that begin at once, a process that is interrupted, and children of one whose threads
 hold locks: each in a process of its own, which would otherwise hang these tests."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -181,6 +182,24 @@ def test_a_child_waits_for_no_thread_that_only_its_parent_has():
         done.set()
         """)
     assert found == ["0"]
+
+
+def test_a_child_that_ends_leaves_its_parent_what_that_has_compiled():
+    found = in_fresh_interpreter("""
+        import os
+        from kernel_api import parallel
+
+        os.environ["KERNEL_API_DISABLE_CACHE"] = "1"
+        cache = parallel.cache_to_share()
+        child = os.fork()
+        if not child:
+            sys.exit()
+        os.waitpid(child, 0)
+        print(cache.root, cache.root.exists())
+        """)
+    root, is_there = found
+    assert is_there == "True"
+    assert not os.path.exists(root)
 
 
 def test_a_child_has_the_precision_of_its_parent_back():
