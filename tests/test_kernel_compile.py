@@ -1,6 +1,7 @@
 """compile of a kernel, and the artifacts that it gives: kernel_api.kernel, artifact."""
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -50,6 +51,21 @@ def test_an_artifact_knows_its_kernel_signature_and_target():
     assert artifact.target == target("sm_90")
     assert kernel.metadata.kernel_name in repr(artifact)
     assert "sm_90" in repr(artifact)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_compilation_silences_advice_and_leaves_what_others_set_of_warnings(monkeypatch):
+    def compiles(implementation, **options):
+        warnings.warn("This static loop has 64 iterations", stacklevel=1)
+        other = threading.Thread(target=warnings.simplefilter, args=("always", BytesWarning))
+        other.start()
+        other.join()
+
+    compiler.load()
+    monkeypatch.setattr("cutlass.cute.compile", compiles)
+    before = list(warnings.filters)
+    compiler.compile(lambda: None, [], target("sm_80"))
+    assert warnings.filters == [("always", None, BytesWarning, None, 0), *before]
 
 
 class Forgetful:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
+import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ OPTIONS = "--enable-tvm-ffi --opt-level 3"
 
 #: That imports the DSL, from when it is asked for.
 _loading: _Loading | None = None
+
+#: What the DSL advises about a kernel's loops and arguments is for its author, not for its user.
+_ADVICE = (re.compile("This static loop has"), re.compile("Argument .* cannot be converted"))
 
 #: The first compute capability whose kernels may start while the one before still ends.
 DEPENDENT_LAUNCH = 90
@@ -82,10 +87,7 @@ def compile(
     started = time.perf_counter()
     wanted = f"--gpu-arch {target} {OPTIONS} {options}".strip()
     try:
-        with _lock, warnings.catch_warnings():
-            # What the DSL advises about a kernel's loops is for its author, not for its user.
-            warnings.filterwarnings("ignore", message="This static loop has")
-            warnings.filterwarnings("ignore", message="Argument .* cannot be converted")
+        with _lock, _without_advice():
             compiled = cute.compile(implementation, *args, options=wanted)
     except Exception as error:
         name = type(implementation).__name__
@@ -97,6 +99,20 @@ def compile(
         time.perf_counter() - started,
     )
     return compiled
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """``warnings.catch_warnings`` would take back what other threads set meanwhile."""
+    ours = [("ignore", text, Warning, None, 0) for text in _ADVICE]
+    filters: Any = warnings.filters
+    filters[:0] = ours
+    try:
+        yield
+    finally:
+        for one in ours:
+            with contextlib.suppress(ValueError):
+                filters.remove(one)
 
 
 def _check_call(implementation: Callable[..., None], args: Sequence[Any]) -> None:
