@@ -320,7 +320,8 @@ class DiskCache:
         shutil.rmtree(entry.path, ignore_errors=True)
 
     def sweep(self, older_than: float) -> int:
-        """Remove what killed processes left, and what was moved aside, if it is old enough.
+        """Remove what killed processes left, what was moved aside, and what is known of sources and
+        would be found again, if it is old enough.
 
         Args:
             older_than: In seconds.
@@ -332,6 +333,7 @@ class DiskCache:
             *self.entries_at.glob(f"{_TEMPORARY}*"),
             *(self.root / "aside").glob("*"),
             *(self.root / "locks").glob("*.lock"),
+            *(self.root / "sources").glob("*"),
         ]
         old = [path for path in left if path.exists() and path.lstat().st_mtime < oldest]
         for path in old:

@@ -118,10 +118,15 @@ def test_prune_keeps_kernels_of_plug_ins_that_are_not_imported(filled, capsys, m
 
 def test_prune_all_leaves_nothing(filled, cache_directory, capsys):
     (cache_directory / "kernels" / "tmp-0123").mkdir()
+    sources = cache_directory / "sources"
+    sources.mkdir(exist_ok=True)
+    for name in (".of_a_killed_writer", "known.json"):
+        (sources / name).write_text("")
     code, found = answer(capsys, "cache", "prune", "--all")
     assert (code, len(found["removed"])) == (0, 2)
     assert not list((cache_directory / "kernels").iterdir())
     assert not list((cache_directory / "locks").iterdir())
+    assert not list(sources.iterdir())
 
 
 def test_an_archive_moves_entries_to_another_cache(filled, tmp_path, capsys, monkeypatch):
