@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
+
+from kernel_api.errors import ArgumentError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -28,28 +31,39 @@ def to_cuda_stream(stream: Any = None) -> Any:
 
 
 def stream_handle(stream: Any = None) -> int:
-    """The address of a CUDA stream, as an int; None is torch's current stream."""
+    """The address of a CUDA stream, as an int; None is torch's current stream.
+
+    Raises TypeError for what is no stream, ArgumentError for what is no address.
+    """
     if stream is None:
         import torch
 
-        return int(torch.cuda.current_stream().cuda_stream)
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        return stream
-    if hasattr(stream, "cuda_stream"):
-        return int(stream.cuda_stream)
-    if hasattr(stream, "__cuda_stream__"):
-        return int(stream.__cuda_stream__()[1])
-    if hasattr(stream, "native_handle"):  # torch.Stream, of whatever device
-        return int(stream.native_handle)
+        stream = torch.cuda.current_stream()
     try:
-        if isinstance(stream, (bool, str)):  # which int would take
-            raise TypeError
-        return int(stream)
-    except (TypeError, ValueError):
+        handle = _handle_of(stream)
+    except (TypeError, LookupError):
         raise TypeError(
             f"stream is a {type(stream).__name__}; expected None, a torch stream, an int, "
-            f"a CUstream or an object with __cuda_stream__"
+            f"a CUstream or an object whose __cuda_stream__ gives (0, handle)"
         ) from None
+    if not 0 <= handle < 1 << 64:
+        raise ArgumentError(f"stream is the handle {handle}; expected the address of a stream")
+    return handle
+
+
+def _handle_of(stream: Any) -> int:
+    """Raises TypeError or LookupError for what has none."""
+    if isinstance(stream, bool):
+        raise TypeError
+    if isinstance(stream, int):
+        return stream
+    if hasattr(stream, "cuda_stream"):
+        return operator.index(stream.cuda_stream)
+    if hasattr(stream, "__cuda_stream__"):
+        return operator.index(stream.__cuda_stream__()[1])
+    if hasattr(stream, "native_handle"):  # torch.Stream, of whatever device
+        return operator.index(stream.native_handle)
+    return operator.index(stream)
 
 
 def strides_to_layout_string(*strides: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ def on_stream(stream: Any, index: int | None = None) -> contextlib.AbstractConte
     Raises:
         DeviceError: the stream is one of another device.
         TypeError: it is no stream.
+        ArgumentError: it is an int, or gives one, that is no address.
     """
     if stream is None:
         return contextlib.nullcontext()

@@ -1,6 +1,8 @@
 """Streams in every form, and captures that compilation would break; without a GPU."""
 
 import contextlib
+import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import kernel_api as ka
 import kernel_api.graph as cudnn
 from kernel_api import devices
-from kernel_api.errors import CaptureError, DeviceError
+from kernel_api.errors import ArgumentError, CaptureError, DeviceError
 from kernel_api.providers.streams import on_stream
 from kernel_api.utils import stream_handle, to_cuda_stream
 
@@ -81,12 +83,35 @@ def test_torchs_streams_are_taken_as_they_are_and_generic_ones_as_cudas(entered)
     assert entered[1].given["stream_id"] == generic.stream_id
 
 
+class Malformed:
+    def __init__(self, given):
+        self.given = given
+
+    def __cuda_stream__(self):
+        return self.given
+
+
 @pytest.mark.parametrize(
-    "stream", ["default", "0", True, 1.5j, [], object()], ids=lambda stream: type(stream).__name__
+    "stream",
+    [
+        *("default", "0", b"5", True, 1.0, math.inf, 1.5j, Fraction(5, 2), [], object()),
+        *(torch.tensor(5.5), Malformed(None), Malformed((0,)), Malformed((0, "x")), Malformed),
+    ],
+    ids=lambda stream: type(stream).__name__,
 )
 def test_what_is_no_stream_is_refused_by_name(stream, entered):
     for take in (on_stream, stream_handle, to_cuda_stream):
         with pytest.raises(TypeError, match=rf"stream is a {type(stream).__name__}; expected"):
+            take(stream)
+    assert entered == []
+
+
+@pytest.mark.parametrize("stream", [-1, 2**70, Malformed((0, -5))], ids=type)
+def test_what_is_no_address_is_refused(stream, entered):
+    for take in (on_stream, stream_handle, to_cuda_stream):
+        with pytest.raises(
+            ArgumentError, match=r"stream is the handle -?\d+; expected the address"
+        ):
             take(stream)
     assert entered == []
 
