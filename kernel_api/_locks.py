@@ -47,10 +47,19 @@ def alone_at(path: Path) -> Iterator[None]:
     where the system cannot lock it. Raises OSError where nothing is there."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with alone_with(file):
+            yield
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def alone_with(file: int) -> Iterator[None]:
+    """The same, of all that have opened the file themselves."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)  # also for children that have it open
-        os.close(file)
+            fcntl.flock(file, fcntl.LOCK_UN)  # children that were forked meanwhile have it open

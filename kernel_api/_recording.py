@@ -1,7 +1,7 @@
 """The problems that a program runs, appended to the file that ``KERNEL_API_RECORD`` names.
 
-Each stands there once, as a line of JSON that :func:`kernel_api._description.rebuilt` reads. A line
-is appended by one write, so that processes that record into one file are not in each other's way.
+Each stands there once, as a line of JSON that :func:`kernel_api._description.rebuilt` reads. Before
+a process appends one, it looks at what others have, one process at a time.
 Recording never raises: a problem that cannot be kept is a line in the log, a file that cannot be
 written is a CacheWarning, once.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernel_api import _locks, _log
@@ -39,7 +38,8 @@ class _Recorder:
 
     def __init__(self, path: str) -> None:
         self._path = os.path.abspath(path)  # a program may change its folder
-        self._known = _digests(self._path)
+        self._known: set[str] = set()
+        self._end = 0  # of what was looked at in the file
         self._seen: set[Any] = set()
         self._lock = _locks.lock()
 
@@ -66,7 +66,38 @@ class _Recorder:
             return
         self._known.add(digest)
         line = json.dumps({"problem": digest, **described(args)}, allow_nan=False)
-        _append(self._path, f"{line}\n".encode())
+        self._append(digest, f"{line}\n".encode())
+
+    def _append(self, digest: str, line: bytes) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        file = os.open(self._path, flags, 0o666)
+        try:
+            with _locks.alone_with(file):
+                others = self._added(file)
+                if digest not in others:
+                    _write(file, line)
+        finally:
+            os.close(file)
+        self._known |= others
+
+    def _added(self, file: int) -> set[str]:
+        """The problems that have come to the file since the last time."""
+        text = self._rest()
+        self._end += len(text)
+        if text and not text.endswith(b"\n"):
+            _write(file, b"\n")  # a writer was killed; what follows is a line of its own
+        return set(filter(None, map(_digest, text.splitlines())))
+
+    def _rest(self) -> bytes:
+        try:
+            if not os.path.isfile(self._path):
+                return b""
+            with open(self._path, "rb") as file:
+                file.seek(self._end)
+                return file.read()
+        except OSError as error:
+            logger.warning("%s cannot be read: %s", self._path, error)
+            return b""
 
 
 class _FirstUse:
@@ -103,30 +134,16 @@ def _stop(why: str) -> None:
             logger.warning(why)
 
 
-def _digests(path: str) -> set[str]:
-    """Of the problems in a file. Whatever else is there stays."""
-    found: set[str] = set()
+def _digest(line: bytes) -> str | None:
+    """Of the problem in a line; None for whatever else is there."""
     try:
-        text = Path(path).read_bytes() if Path(path).is_file() else b""
-        if text and not text.endswith(b"\n"):
-            _append(path, b"\n")  # a writer was killed; what follows is a line of its own
-    except OSError as error:
-        logger.warning("%s cannot be read: %s", path, error)
-        return found
-    for line in text.splitlines():
-        try:
-            found.add(str(json.loads(line)["problem"]))
-        except (ValueError, LookupError, TypeError, RecursionError):
-            continue
-    return found
+        return str(json.loads(line)["problem"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
-def _append(path: str, data: bytes) -> None:
-    """At the end of the file, whoever else writes to it; raises OSError."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        written = os.write(file, data)
-    finally:
-        os.close(file)
+def _write(file: int, data: bytes) -> None:
+    """All of it, or OSError."""
+    written = os.write(file, data)
     if written != len(data):
         raise OSError(f"only {written} of {len(data)} bytes could be written")

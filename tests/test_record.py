@@ -189,6 +189,16 @@ def test_what_is_in_the_file_already_is_not_appended_again(recorded):
     assert recorded.read_bytes() == before
 
 
+def test_what_another_process_has_appended_meanwhile_is_not_appended_again(recorded):
+    first, second = (_recording._Recorder(str(recorded)) for _ in range(2))
+    for M in (4, 5, 4, 6):
+        for one in (first, second):
+            one.record(arguments(M, 5, 6))
+        first, second = second, first
+    assert [problem.sizes["M"] for problem in read(recorded)] == [4, 5, 6]
+    assert len(lines(recorded)) == 3
+
+
 def test_a_relative_file_stays_where_it_was_at_first(recorded, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
