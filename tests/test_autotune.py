@@ -1,5 +1,6 @@
 """The tuner, on kernels of the CPU: what it measures, keeps and survives."""
 
+import contextlib
 import re
 import time
 from dataclasses import replace
@@ -15,7 +16,17 @@ import kernel_api as ka
 from kernel_api import _disk_cache
 from kernel_api.errors import ArgumentError, CacheWarning, DeviceError, FilterError, NoKernelError
 from kernel_api.providers.reference.norm import ReferenceRmsNorm, ReferenceRmsNormBackward
-from kernel_api.tuning import Environment, Policy, Problem, Status, Store, _lookup, _spread, _worker
+from kernel_api.tuning import (
+    Environment,
+    Policy,
+    Problem,
+    Status,
+    Store,
+    _autotune,
+    _lookup,
+    _spread,
+    _worker,
+)
 
 QUICK = Policy(launches="eager", l2="warm", rounds=8)
 
@@ -82,6 +93,22 @@ def test_what_was_measured_is_not_measured_again(registry):
     assert again.measured == 0 and again.rows == first.rows and len(hostile.runs()) == count
     assert tune(arguments(M=47), provider).measured == 2
     assert tune(arguments(), provider, policy=Policy("eager", "warm", rounds=7)).measured == 2
+
+
+def test_what_others_measured_while_it_waited_is_not_measured_again(registry, monkeypatch):
+    provider, others = registry.register(hostile.SlowGemm, hostile.FastGemm), []
+
+    @contextlib.contextmanager
+    def alone_on(device, halt):
+        if not others:
+            others.append(None)
+            others.append(tune(arguments(), provider))
+        yield
+
+    monkeypatch.setattr(_autotune, "alone_on", alone_on)
+    result = tune(arguments(), provider)
+    assert others[1].measured == 2 and others[1].rows == result.rows
+    assert result.measured == 0
 
 
 def test_what_ran_out_of_memory_is_the_only_failure_that_is_tried_again(registry):

@@ -264,13 +264,17 @@ class Task:
         """With what is known of it here."""
         problem = Problem.of(rebuilt(description))
         environment = Environment.of(device, policy)
-        store = Store.open(environment)
-        known = {}
-        if store is not None:
-            found = ((kernel, store.find(problem, kernel)) for kernel in candidates.with_default)
-            known = {kernel: row for kernel, row in found if row is not None}
-        limits = budget_s, timeout_s
-        return cls(description, problem, candidates, device, environment, store, known, *limits)
+        store, limits = Store.open(environment), (budget_s, timeout_s)
+        made = cls(description, problem, candidates, device, environment, store, {}, *limits)
+        return made.looked_up()
+
+    def looked_up(self) -> Task:
+        """The same with what is known of it by now."""
+        if self.store is None:
+            return self
+        kernels = self.candidates.with_default
+        found = ((kernel, self.store.find(self.problem, kernel)) for kernel in kernels)
+        return replace(self, known={kernel: row for kernel, row in found if row is not None})
 
     @property
     def rounds(self) -> int:
@@ -305,7 +309,7 @@ def tune(task: Task, builder: Builder, advance: Callable[[], None] = lambda: Non
     Raises NoKernelError, BenchError; HaltedError once the builder is closed.
     """
     rows = dict(task.known)
-    add_rows(rows, task, builder, advance)
+    task = add_rows(rows, task, builder, advance)
     return result_of(rows, task, lambda: explain(task.meta()))
 
 
@@ -314,10 +318,11 @@ def add_rows(
     task: Task,
     builder: Builder,
     advance: Callable[[], None] = lambda: None,
-) -> None:
+) -> Task:
     """Measure what is due, and put each row among the others as soon as it is there.
 
-    Raises BenchError; HaltedError once the builder is closed.
+    Returns the task with what was known when measuring began: while it waits for a GPU, others may
+    measure what it is about to. Raises BenchError; HaltedError once the builder is closed.
     """
 
     def done(one: Candidate) -> None:
@@ -326,14 +331,18 @@ def add_rows(
             _kept(task.store, row)
         advance()
 
-    candidates = [one for one in seeded(task.candidates) if task.is_due(one.kernel)]
-    for _ in range(len(task.candidates.with_default) - len(candidates)):
-        advance()
-    try:
+    with contextlib.ExitStack() as held:
+        held.callback(_lookup.changed)  # rows known here may be news to lookups: others wrote them
+        if any(map(task.is_due, task.candidates.with_default)):
+            held.enter_context(alone_on(task.device, builder.halt))
+            task = task.looked_up()
+            rows.update(task.known)
+        candidates = [one for one in seeded(task.candidates) if task.is_due(one.kernel)]
+        for _ in range(len(task.candidates.with_default) - len(candidates)):
+            advance()
         if candidates:
             measure(task, candidates, builder, done)
-    finally:
-        _lookup.changed()  # rows that are known here may be news to lookups: others wrote them
+    return task
 
 
 def measure(
@@ -345,7 +354,7 @@ def measure(
     verify: bool = True,
     recheck: bool = True,
 ) -> None:
-    """Check and time candidates of a task in a process of their own.
+    """Check and time candidates of a task in a process of their own, alone on their device.
 
     Args:
         done: Is called with each candidate when all is known of it.
@@ -355,18 +364,15 @@ def measure(
     Raises BenchError; HaltedError once the builder is closed.
     """
     meta = task.meta()
-    with (
-        _alone_on(task.device, builder.halt),
-        Bench(
-            task.description,
-            task.device,
-            task.environment.policy,
-            task.timeout_s,
-            builder.environment,
-            builder.halt,
-            verify=verify,
-        ) as bench,
-    ):
+    with Bench(
+        task.description,
+        task.device,
+        task.environment.policy,
+        task.timeout_s,
+        builder.environment,
+        builder.halt,
+        verify=verify,
+    ) as bench:
         search(
             bench,
             candidates,
@@ -430,7 +436,7 @@ def result_of(
 
 
 @contextlib.contextmanager
-def _alone_on(device: str, halt: Halt) -> Iterator[None]:
+def alone_on(device: str, halt: Halt) -> Iterator[None]:
     """While another process measures on a GPU, wait: both would measure each other."""
     lock = _lock_of(device)
     if lock is None:

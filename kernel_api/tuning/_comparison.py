@@ -9,7 +9,7 @@ from kernel_api._description import described
 from kernel_api.arguments import Arguments
 from kernel_api.kernel import Kernel
 from kernel_api.parallel import progress_bar
-from kernel_api.tuning._autotune import Builder, Task, measure, measurement
+from kernel_api.tuning._autotune import Builder, Task, alone_on, measure, measurement
 from kernel_api.tuning._choice import Candidates, Choice
 from kernel_api.tuning._environment import Environment
 from kernel_api.tuning._measurement import Measurement
@@ -53,7 +53,8 @@ def compared(
                 rows.append(measurement(one, task))
                 advance()
 
-            measure(task, all_of_them, builder, done, verify=verify, recheck=False)
+            with alone_on(device, builder.halt):
+                measure(task, all_of_them, builder, done, verify=verify, recheck=False)
     finally:
         builder.close()
     return sorted(rows, key=lambda row: row.place(task.rounds))

@@ -176,7 +176,7 @@ def _measure_on(device: str, message: dict[str, Any], found: dict[str, Any]) -> 
     builder = Builder([task], None)
     rows = dict(task.known)
     try:
-        add_rows(rows, task, builder)
+        task = add_rows(rows, task, builder)
     finally:
         builder.close()
         found["rows"] = [
