@@ -257,11 +257,12 @@ def _grouped(family: type[Kernel], made: Any) -> dict[OperandsMetadata, tuple[Ke
 
 
 def _claim_names(family: type[Kernel], kernels: Iterable[Kernel]) -> None:
-    """Raise TypeError where another class of the provider has a kernel of such a name."""
+    """Raise TypeError where another class of the provider has a kernel of such a name. One that
+    offers kernels of others, as bundles do, may have it of each."""
     for kernel in kernels:
         if kernel.metadata.epilogue is None:  # others are named after those, and there is no end
-            name = kernel.metadata.kernel_name
-            owner = _owners.setdefault((family._provider, name), family)
+            name, of = kernel.metadata.kernel_name, kernel.metadata.provider
+            owner = _owners.setdefault((family._provider, of, name), family)
             if owner is not family:
                 raise TypeError(
                     f"{owner.__module__}.{owner.__qualname__} of the same provider has a kernel of "
@@ -417,8 +418,8 @@ class _Survey:
 _lock = _locks.rlock()
 _surveys: OrderedDict[Any, _Survey] = OrderedDict()
 _catalogues: dict[type[Kernel], Catalogue] = {}
-#: Of names, by provider.
-_owners: dict[tuple[type[Provider] | None, str], type[Kernel]] = {}
+#: Of names, by the provider that offers a kernel and the one that it is of.
+_owners: dict[tuple[type[Provider] | None, str, str], type[Kernel]] = {}
 _valid_for = -1
 _devices_with_target: set[Any] = set()
 
