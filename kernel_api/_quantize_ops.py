@@ -95,12 +95,16 @@ def quantize(
     is_fresh = out is None and not given and not is_node
     if is_fresh and mode == "tensor":
         return _with_scale_of_all(x, out_dtype)
+    if is_node and out is None:
+        from kernel_api import _row_operators
+
+        return _row_operators.traced_quantize(x, mode, scale, element_of(out_dtype).torch)
     out = quantized_like(x, out, out_dtype)
     found = Quantized(out, scale if given else scales_of(mode, x), mode)
     if is_node:
         from kernel_api import _row_operators
 
-        _row_operators.traced_quantize(x, found, given)
+        _row_operators.traced_quantize_into(x, found, given)
     elif is_fresh:
         _run_again(x, found)
     else:
@@ -116,7 +120,7 @@ def _with_scale_of_all(x: Any, out_dtype: Any) -> Quantized:
         _run_in_three(x, found)
         return found.out, found.scale
 
-    key = _again.look((x,), "quantize", "tensor", _element(out_dtype))
+    key = _again.look((x,), "quantize", "tensor", element_of(out_dtype))
     out, scale = _again.as_one(key, (x,), make)
     return Quantized(out, scale, "tensor")
 
@@ -168,14 +172,15 @@ def quantized_like(x: Any, out: Any, out_dtype: Any) -> Any:
     from kernel_api._launches import check_type
 
     if out is None:
-        out = x.new_empty(x.shape, dtype=_element(out_dtype).torch)
+        out = x.new_empty(x.shape, dtype=element_of(out_dtype).torch)
     elif out_dtype is not None:
         check_type(out, out_dtype)
     check_outputs([("out", out)])
     return out
 
 
-def _element(out_dtype: Any) -> Any:
+def element_of(out_dtype: Any) -> Any:
+    """Of ``out``, for what a call says of it."""
     return dtype("float8_e4m3fn" if out_dtype is None else out_dtype)
 
 

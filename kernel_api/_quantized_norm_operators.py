@@ -1,6 +1,7 @@
 """Quantised norms as operators of torch, for the graphs of torch.compile and torch.export:
-``torch.ops.kernel_api.rmsnorm_quantize(x, weight, bias, given, out, scale, eps, number, by)``
-and so on. They write outputs that are there; nobody comes here in eager mode."""
+``torch.ops.kernel_api.rmsnorm_quantize(x, weight, bias, given, eps, number, element, by)`` and so
+on allocate what they return, ``rmsnorm_quantize.out(x, weight, bias, given, out, scale, eps,
+number, by)`` and so on write outputs that are there. Nobody comes here in eager mode."""
 
 from __future__ import annotations
 
@@ -9,32 +10,72 @@ from typing import Any
 
 import torch
 
+from kernel_api import _quantized_norm_ops
 from kernel_api._launches import run_best
 from kernel_api._numbers import known_or_wide
-from kernel_api._quantize_ops import Quantized
+from kernel_api._quantize_ops import Quantized, scales_of
 from kernel_api._quantized_norm_ops import __all__ as names
 from kernel_api._quantized_norm_ops import arguments_of
-from kernel_api._row_operators import scales_by_kind
+from kernel_api._row_operators import first_of, outputs_of, quantized_of, scale_read
+from kernel_api._torch_operators import define, define_constant
 from kernel_api._transforms import are_known, check_traced
 from kernel_api.arguments.norm import NormArguments
 
-#: given, number: the scale that is read; scale: that which is written; by: the mode, which is what
-#: torch calls an argument of its own where operators are traced.
+#: As of ``quantize``.
 _SCHEMA = (
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? given, float eps, float? number, "
+    "ScalarType element, str by) -> Tensor[]"
+)
+_SCHEMA_OUT = (
     "(Tensor x, Tensor? weight, Tensor? bias, Tensor? given, Tensor(a!) out, Tensor(b!)? scale, "
     "float eps, float? number, str by) -> ()"
 )
 
-_library: Any = torch.library.Library("kernel_api", "FRAGMENT")  # type: ignore[no-untyped-call]
 
-
-def traced(name: str, x: Any, weight: Any, bias: Any, eps: float, found: Quantized) -> None:
-    """The call in a graph."""
-    given, number, written = scales_by_kind(found, found.mode == "tensor")
+def traced(
+    name: str,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    eps: float,
+    scale: Any,
+    mode: str,
+    element: Any,
+) -> Quantized:
+    """The call in a graph; scale: that is given, or None."""
+    given, number = scale_read(scale)
     check_traced(x=x, weight=weight, bias=bias, scale=given)
-    getattr(torch.ops.kernel_api, name)(
-        x, weight, bias, given, found.out, written, known_or_wide(eps), number, found.mode
-    )
+    operator = getattr(torch.ops.kernel_api, name).default
+    found = operator(x, weight, bias, given, known_or_wide(eps), number, element, mode)
+    return quantized_of(found, scale, mode)
+
+
+def traced_into(name: str, x: Any, weight: Any, bias: Any, eps: float, found: Quantized) -> None:
+    """The same into an output that is given."""
+    is_given = found.mode == "tensor"
+    given, number = scale_read(found.scale if is_given else None)
+    check_traced(x=x, weight=weight, bias=bias, scale=given)
+    written = None if is_given else found.scale
+    operator = getattr(torch.ops.kernel_api, name).out
+    operator(x, weight, bias, given, found.out, written, known_or_wide(eps), number, found.mode)
+
+
+def _make(name: str, x: Any, weight: Any, bias: Any, given: Any, eps: float, *rest: Any) -> Any:
+    number, element, by = rest
+    scale, form = first_of(given, number), getattr(_quantized_norm_ops, name)
+    beside = {"weight": weight, "bias": bias, "eps": eps}
+    return outputs_of(form(x, by, scale=scale, out_dtype=element, **beside), scale)
+
+
+def _make_fake(
+    name: str, x: Any, weight: Any, bias: Any, given: Any, eps: float, *rest: Any
+) -> Any:
+    number, element, by = rest
+    scale, out = first_of(given, number), x.new_empty(x.shape, dtype=element)
+    found = Quantized(out, scales_of(by, x) if scale is None else scale, by)
+    if are_known((x, weight, bias, eps, *found)):
+        arguments_of(name, x, weight, bias, eps, found)
+    return outputs_of(found, scale)
 
 
 def _run(name: str, *given: Any) -> None:
@@ -49,12 +90,11 @@ def _check(name: str, *given: Any) -> None:
 
 def _arguments(name: str, x: Any, weight: Any, bias: Any, *others: Any) -> NormArguments:
     given, out, scale, eps, number, by = others
-    (scale,) = (one for one in (given, scale, number) if one is not None)
-    return arguments_of(name, x, weight, bias, eps, Quantized(out, scale, by))
+    found = Quantized(out, first_of(given, scale, number), by)
+    return arguments_of(name, x, weight, bias, eps, found)
 
 
 for _name in names:
-    _library.define(f"{_name}{_SCHEMA}")
-    _library.impl(_name, functools.partial(_run, _name), "CompositeExplicitAutograd")
-    _fake = functools.partial(_check, _name)
-    torch.library.register_fake(f"kernel_api::{_name}", _fake, lib=_library)
+    _parts = [functools.partial(part, _name) for part in (_make, _make_fake, _run, _check)]
+    define_constant(_name, _SCHEMA, *_parts[:2])
+    define(f"{_name}.out", _SCHEMA_OUT, *_parts[2:])

@@ -6,7 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from kernel_api import fusions
-from kernel_api._quantize_ops import Quantized, checked_mode, quantized_like, scales_of
+from kernel_api._quantize_ops import (
+    Quantized,
+    checked_mode,
+    element_of,
+    quantized_like,
+    scales_of,
+)
 from kernel_api.arguments.norm import NormArguments
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._norm import as_rows
@@ -81,12 +87,18 @@ def _called(
 
     if not isinstance(x, torch.Tensor) or x.is_nested or not x.dim():  # of which only the first may
         x = as_rows("x", x).tensor
-    is_fresh, out = out is None, quantized_like(x, out, out_dtype)
-    found = Quantized(out, scales_of(mode, x) if scale is None else scale, mode)
-    if becomes_node(x):
-        from kernel_api import _quantized_norm_operators
+    is_fresh, is_node = out is None, becomes_node(x)
+    if is_node and is_fresh:
+        from kernel_api import _quantized_norm_operators as operators
 
-        _quantized_norm_operators.traced(name, x, weight, bias, eps, found)
+        element = element_of(out_dtype).torch
+        return operators.traced(name, x, weight, bias, eps, scale, mode, element)
+    out = quantized_like(x, out, out_dtype)
+    found = Quantized(out, scales_of(mode, x) if scale is None else scale, mode)
+    if is_node:
+        from kernel_api import _quantized_norm_operators as operators
+
+        operators.traced_into(name, x, weight, bias, eps, found)
     elif is_fresh and type(eps) is float:
         _run_again(name, as_rows("x", x).tensor if x.dim() != 2 else x, weight, bias, eps, found)
     else:

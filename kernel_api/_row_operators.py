@@ -1,9 +1,9 @@
 """The one-call forms of rows as operators of torch, for the graphs of torch.compile and
 torch.export: ``torch.ops.kernel_api.gather_rows(x, row_index, weight, element)``, ``scatter_rows``,
-and ``group_rows(index, weight, groups)`` allocate what they return;
-``gather_rows.out(x, row_index, weight, out)``, ``scatter_rows.out`` and
-``quantize(x, given, out, scale, number, by)`` write outputs that are there. Nobody comes here in
-eager mode."""
+``group_rows(index, weight, groups)`` and ``quantize(x, given, number, element, by)`` allocate what
+they return; ``gather_rows.out(x, row_index, weight, out)``, ``scatter_rows.out`` and
+``quantize.out(x, given, out, scale, number, by)`` write outputs that are there. Nobody comes here
+in eager mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from kernel_api._launches import run_best
 from kernel_api._numbers import known_or_wide
-from kernel_api._quantize_ops import Quantized
+from kernel_api._quantize_ops import Quantized, quantize, scales_of
 from kernel_api._quantize_ops import run as run_quantize
 from kernel_api._row_ops import (
     GroupedRows,
@@ -25,12 +25,12 @@ from kernel_api._row_ops import (
     room_for_groups,
     scatter_rows,
 )
-from kernel_api._torch_operators import define, define_without_gradient
+from kernel_api._torch_operators import define, define_constant, define_without_gradient
 from kernel_api._transforms import are_known, check_traced
 from kernel_api.arguments import GatherRowsArguments, ScatterRowsArguments
 from kernel_api.arguments.base import Arguments
 from kernel_api.arguments.indexed import IndexedRowsArguments
-from kernel_api.fusions import quantize
+from kernel_api.fusions import quantize as arguments_of_quantize
 
 _GATHER = "(Tensor x, Tensor row_index, Tensor? weight, ScalarType element) -> Tensor"
 _SCATTER = "(Tensor x, Tensor row_index, Tensor? weight, ScalarType element, SymInt rows) -> Tensor"
@@ -38,8 +38,10 @@ _OUT = "(Tensor x, Tensor row_index, Tensor? weight, Tensor(a!) out) -> ()"
 
 _GROUP_ROWS = "(Tensor index, Tensor? weight, SymInt groups) -> Tensor[]"
 
-#: torch has an argument called mode of its own where operators are traced.
-_QUANTIZE = (
+#: given, number: the scale that is read; scale: that which is written; by: the mode, which is what
+#: torch calls an argument of its own where operators are traced.
+_QUANTIZE = "(Tensor x, Tensor? given, float? number, ScalarType element, str by) -> Tensor[]"
+_QUANTIZE_OUT = (
     "(Tensor x, Tensor? given, Tensor(a!) out, Tensor(b!)? scale, float? number, str by) -> ()"
 )
 
@@ -71,40 +73,69 @@ def traced_groups(index: Any, weight: Any, groups: Any) -> GroupedRows:
     return GroupedRows(*found, *([None] if weight is None else []))
 
 
-def traced_quantize(x: Any, found: Quantized, is_given: bool) -> None:
-    """The same of a matrix that is quantised."""
-    given, number, written = scales_by_kind(found, is_given)
+def traced_quantize(x: Any, mode: str, scale: Any, element: Any) -> Quantized:
+    """The same of a matrix that is quantised; scale: that is given, or None."""
+    given, number = scale_read(scale)
     check_traced(x=x, scale=given)
-    torch.ops.kernel_api.quantize(x, given, found.out, written, number, found.mode)
+    found = torch.ops.kernel_api.quantize.default(x, given, number, element, mode)
+    return quantized_of(found, scale, mode)
 
 
-def scales_by_kind(found: Quantized, is_given: bool) -> tuple[Any, float | None, Any]:
-    """The scale as a tensor that is read, as a number, and as a tensor that is written: one of
-    them, the others are None."""
-    if not is_given:
-        return None, None, found.scale
-    if isinstance(found.scale, torch.Tensor):
-        return found.scale, None, None
-    return None, known_or_wide(found.scale), None
+def traced_quantize_into(x: Any, found: Quantized, is_given: bool) -> None:
+    """The same into an output that is given."""
+    given, number = scale_read(found.scale if is_given else None)
+    check_traced(x=x, scale=given)
+    written = None if is_given else found.scale
+    torch.ops.kernel_api.quantize.out(x, given, found.out, written, number, found.mode)
 
 
-def _quantize(x: Any, *others: Any) -> None:
-    found, is_given = _quantized(*others)
-    run_quantize(x, found, is_given)
+def scale_read(scale: Any) -> tuple[Any, float | None]:
+    """One that is given, or None, as a tensor and as a number."""
+    if scale is None or isinstance(scale, torch.Tensor):
+        return scale, None
+    return None, known_or_wide(scale)
 
 
-def _quantizing(x: Any, *others: Any) -> Any:
-    found, _ = _quantized(*others)
-    return quantize(x, **found._asdict())
+def quantized_of(found: list[Any], scale: Any, mode: str) -> Quantized:
+    """What an operator returned; scale: that was given, or None."""
+    out, *written = found
+    return Quantized(out, written[0] if scale is None else scale, mode)
 
 
-def _quantized(
-    given: Any, out: Any, scale: Any, number: float | None, by: str
-) -> tuple[Quantized, bool]:
-    """The outputs, and whether the scale is given."""
-    is_given = scale is None
-    (scale,) = (one for one in (given, scale, number) if one is not None)
-    return Quantized(out, scale, by), is_given
+def outputs_of(found: Quantized, scale: Any) -> list[Any]:
+    """What an operator returns, see :func:`quantized_of`."""
+    return [found.out] if scale is not None else [found.out, found.scale]
+
+
+def first_of(*values: Any) -> Any:
+    """Of values of which one at most is not None, that."""
+    return next((one for one in values if one is not None), None)
+
+
+def _make_quantized(x: Any, given: Any, number: Any, element: Any, by: str) -> list[Any]:
+    scale = first_of(given, number)
+    return outputs_of(quantize(x, by, scale=scale, out_dtype=element), scale)
+
+
+def _make_fake_quantized(x: Any, given: Any, number: Any, element: Any, by: str) -> list[Any]:
+    scale = first_of(given, number)
+    out = x.new_empty(x.shape, dtype=element)
+    found = Quantized(out, scales_of(by, x) if scale is None else scale, by)
+    _check(_quantizing, x, *found)
+    return outputs_of(found, scale)
+
+
+def _quantize_into(x: Any, given: Any, out: Any, scale: Any, number: Any, by: str) -> None:
+    found = Quantized(out, first_of(given, scale, number), by)
+    run_quantize(x, found, scale is None)
+
+
+def _check_into(x: Any, given: Any, out: Any, scale: Any, number: Any, by: str) -> None:
+    _check(_quantizing, x, out, first_of(given, scale, number), by)
+
+
+def _quantizing(x: Any, out: Any, scale: Any, mode: str) -> Arguments:
+    return arguments_of_quantize(x, out=out, scale=scale, mode=mode)
 
 
 def _make_rows(form: Callable[..., Any], x: Any, row_index: Any, *others: Any) -> Any:
@@ -162,4 +193,5 @@ for _kind, _schema, _form in _ROWS:
     _write, _fake = functools.partial(_run, _into), functools.partial(_check, _into)
     define(f"{_kind.kind}.out", _OUT, _write, _fake)
 define_without_gradient("group_rows", _GROUP_ROWS, _make_groups, _make_fake_groups)
-define("quantize", _QUANTIZE, _quantize, functools.partial(_check, _quantizing))
+define_constant("quantize", _QUANTIZE, _make_quantized, _make_fake_quantized)
+define("quantize.out", _QUANTIZE_OUT, _quantize_into, _check_into)

@@ -120,6 +120,28 @@ def test_a_call_like_an_earlier_one_makes_no_arguments(name, nothing_remembered,
     CALLS[name](1)
 
 
+IN_GRAPHS = {
+    "rmsnorm": lambda x, index: ka.ops.rmsnorm(x, weight=x[0]),
+    "quantize": lambda x, index: ka.ops.quantize(x, "row")[:2],
+    "layernorm_quantize": lambda x, index: ka.ops.layernorm_quantize(x, "row")[:2],
+    "gather_rows": lambda x, index: ka.ops.gather_rows(x, index),
+}
+
+
+@pytest.mark.parametrize("name", IN_GRAPHS)
+def test_a_call_in_a_graph_makes_no_arguments_either(name, nothing_remembered, monkeypatch):
+    torch._dynamo.reset()
+    graph = torch.compile(IN_GRAPHS[name], fullgraph=True, backend="eager")
+    graph(drawn(0, 14, 64), places(0))
+
+    def refused(*args):
+        raise AssertionError("it ran the long way")
+
+    monkeypatch.setattr(_launches, "run_best", refused)
+    monkeypatch.setattr(_again, "run_best", refused)
+    graph(drawn(1, 14, 64), places(1))
+
+
 def test_what_is_remembered_keeps_no_tensor_alive(nothing_remembered):
     x, index = drawn(0, 14, 24), places(0)
     known = [weakref.ref(one) for one in (x, index, ka.ops.gather_rows(x, index))]

@@ -315,6 +315,8 @@ KNOWN = {
     "rmsnorm": lambda x: ka.ops.rmsnorm(x, weight=x[0]),
     "quantize": lambda x: ka.ops.quantize(x, "row").out,
     "quantize, one scale": lambda x: ka.ops.quantize(x, "tensor").out,
+    "quantize, a scale that is given": lambda x: ka.ops.quantize(x, "tensor", scale=0.5).out,
+    "rmsnorm_quantize": lambda x: ka.ops.rmsnorm_quantize(x, "row", weight=x[0]).out,
     "gather_rows": lambda x: ka.ops.gather_rows(x, torch.ones(3, 1, dtype=torch.int32)),
     "sdpa": lambda x: ka.ops.sdpa(*[x.view(1, 1, 9, 32)] * 3),
     "a layer of experts": lambda x: ka.nn.moe(
@@ -342,7 +344,7 @@ REGIONS = {
         torch.compiler.nested_compile_region(call)
     ),
 }
-IN_REGIONS = ["gemm", "gemm_swiglu", "rmsnorm", "gather_rows", "sdpa", "a layer of experts"]
+IN_REGIONS = KNOWN.keys()
 
 
 @pytest.mark.parametrize(
