@@ -122,6 +122,7 @@ def test_a_call_like_an_earlier_one_makes_no_arguments(name, nothing_remembered,
 
 IN_GRAPHS = {
     "rmsnorm": lambda x, index: ka.ops.rmsnorm(x, weight=x[0]),
+    "nn.layernorm": lambda x, index: ka.nn.layernorm(x, x[0], x[1]),
     "quantize": lambda x, index: ka.ops.quantize(x, "row")[:2],
     "layernorm_quantize": lambda x, index: ka.ops.layernorm_quantize(x, "row")[:2],
     "gather_rows": lambda x, index: ka.ops.gather_rows(x, index),

@@ -10,7 +10,7 @@ from support.sampling import some
 from torch.testing import assert_close
 
 import kernel_api as ka
-from kernel_api import _launches, _norm_ops
+from kernel_api import _launches
 from kernel_api.errors import ArgumentError, NoKernelError
 
 EPS = 0.03
@@ -309,16 +309,3 @@ def test_an_exported_transform_takes_any_number_of_rows():
         given = torch.randn(count, 32)
         for one, other in zip(exported(given), Module()(given), strict=True):
             assert_close(one, other)
-
-
-@pytest.mark.parametrize("form", [ka.ops.rmsnorm, ka.nn.rmsnorm], ids=["ops", "nn"])
-def test_calls_in_graphs_are_remembered_as_others_are(form, monkeypatch):
-    made = []
-    run = _norm_ops.run
-    monkeypatch.setattr(_norm_ops, "run", lambda *given: made.append(given) or run(*given))
-    compiled = torch.compile(lambda x: form(x, weight=WEIGHT), backend="eager", fullgraph=True)
-    x = torch.randn(7, 48)
-    first = compiled(x)
-    for _ in range(3):
-        assert torch.equal(compiled(x), first)
-    assert len(made) == 1
