@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextvars
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Hashable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernel_api import _locks
@@ -28,20 +26,8 @@ if TYPE_CHECKING:
 _Key = tuple[Hashable, ...]
 
 
-def _start_of_process() -> float:
-    """In seconds of the epoch; now where the system does not say."""
-    now = time.time()
-    try:
-        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-        # Rounded up to a whole tick: what is written right before a process starts is what it runs.
-        start = (int(fields[19]) + 1) / os.sysconf("SC_CLK_TCK")
-        return min(now, now - time.clock_gettime(time.CLOCK_BOOTTIME) + start)
-    except (OSError, ValueError, LookupError, AttributeError):
-        return now
-
-
-#: Before anything was imported. A source that changed later may not be what runs here.
-STARTED = _start_of_process()
+#: Before any kernel class was imported. A source that changed later may not be what runs here.
+STARTED = time.time()
 
 
 class Compilation(NamedTuple):

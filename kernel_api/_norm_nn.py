@@ -152,9 +152,10 @@ def _make(
 ) -> list[torch.Tensor]:
     """The result, with the statistics of rows if a backward pass is likely."""
     if keeps:
-        return [one for one in _forward(x, weight, bias, eps, centred) if one is not None]
+        out, *statistics = _forward(x, weight, bias, eps, centred)
+        return [changeable(out), *(one for one in statistics if one is not None)]
     form = ops.layernorm if centred else ops.rmsnorm
-    return [form(_rows(x), weight=weight, bias=bias, eps=eps).view(x.shape)]
+    return [changeable(form(_rows(x), weight=weight, bias=bias, eps=eps).view(x.shape))]
 
 
 define("norm", _NORM, _make, _make)

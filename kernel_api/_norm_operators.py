@@ -73,15 +73,21 @@ def _packed(form: NormForm, options: dict[str, Any]) -> list[Any]:
 
 def _make(form: NormForm, call: Callable[..., Any], *given: Any) -> list[Any]:
     """By the form, which remembers calls."""
-    named = zip(_names(form), given, strict=True)
-    options = {name: one for name, one in named if one is not None}
+    options = _options(form, given)
     matrices = [options.pop(name) for name in form.matrices]
     found = call(*matrices, **options)
     return list(found) if isinstance(found, tuple) else [found]
 
 
+def _options(form: NormForm, given: tuple[Any, ...]) -> dict[str, Any]:
+    """What an operator gets, by name; outputs that are None are not wanted."""
+    named = zip(_names(form), given, strict=True)
+    present = {name: one for name, one in named if one is not None}
+    return {**dict.fromkeys(form.written, False), **present}
+
+
 def _make_fake(form: NormForm, *given: Any) -> list[Any]:
-    complete = form.completed(dict(zip(_names(form), given, strict=True)))
+    complete = form.completed({**dict.fromkeys(form.defaults), **_options(form, given)})
     _check_call(form, complete)
     return [complete[name] for name in form.written if complete[name] is not None]
 

@@ -26,7 +26,12 @@ def known_number(value: Any) -> Any:
 
 
 def known_or_wide(value: Any) -> Any:
-    """The same of a real number, which graphs hold as a constant: that they know of float64."""
+    """The same of a real number, which graphs hold as a constant: that they know of float64.
+
+    Raises ArgumentError for a bool, of which an operator of torch would make a number.
+    """
+    if isinstance(value, bool):
+        raise ArgumentError(f"{value} is given for a number; expected one")
     is_wide = type(value).__module__ == "numpy" and value.itemsize >= 8
     return python_number(value) if is_wide else known_number(value)
 

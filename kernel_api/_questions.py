@@ -21,14 +21,22 @@ class Questions:
     Args:
         rules: With their places among all of the family.
         metadata: Of the kernel.
+        any_epilogue: Whether it computes whatever epilogue arguments have.
     """
 
-    def __init__(self, rules: Iterable[tuple[int, Rule]], metadata: KernelMetadata) -> None:
+    def __init__(
+        self,
+        rules: Iterable[tuple[int, Rule]],
+        metadata: KernelMetadata,
+        any_epilogue: bool = False,
+    ) -> None:
+        is_open = any_epilogue or isinstance(metadata.epilogue, str)
         self._open: list[tuple[int, Rule, Callable[[Any], Any]]] = []
         self._refusal: Status | None = None
         for place, rule in rules:
-            holds = _over_arguments(rule, metadata)
-            if rule.needs_args or isinstance(metadata.epilogue, str):
+            bind = _over_their_graph if is_open and rule.needs_graph else _over_arguments
+            holds = bind(rule, metadata)
+            if rule.needs_args or bind is _over_their_graph:
                 self._open.append((place, rule, holds))
             elif not (status := rule.status_of(holds(None))):
                 self._refusal = status.at(BEFORE_RULES + place)
@@ -44,7 +52,14 @@ class Questions:
 
 
 def _over_arguments(rule: Rule, metadata: KernelMetadata) -> Callable[[Any], Any]:
-    design, operands, graph = metadata.design, metadata.operands, metadata.epilogue
-    if isinstance(graph, str):  # the arguments have the graph of that identity
-        return lambda args: rule.bound(design, operands, args.epilogue.graph)(args)
-    return rule.bound(design, operands, graph)
+    return rule.bound(metadata.design, metadata.operands, metadata.epilogue)
+
+
+def _over_their_graph(rule: Rule, metadata: KernelMetadata) -> Callable[[Any], Any]:
+    """The same where metadata have no graph, or its identity alone: that of the arguments."""
+
+    def holds(args: Any) -> Any:
+        graph = None if args.epilogue is None else args.epilogue.graph
+        return rule.bound(metadata.design, metadata.operands, graph)(args)
+
+    return holds

@@ -23,15 +23,19 @@ def results_type(function: str, fields: tuple[str, ...]) -> Any:
 _serialized: set[Any] = set()
 
 
-def serialize_all() -> None:
-    """Let torch.export.save take programs that return them, of all that are made."""
+def serialize(kind: Any, name: str) -> None:
+    """Let torch.export.save take programs that return such a named tuple."""
     from torch.utils import _pytree
 
+    if kind not in _serialized:
+        _serialized.add(kind)
+        _pytree._register_namedtuple(kind, serialized_type_name=name)
+
+
+def serialize_all() -> None:
+    """The same of all that are made."""
     for (function, fields), found in list(_types.items()):
-        if found not in _serialized:
-            _serialized.add(found)
-            name = f"kernel_api.{function}({', '.join(fields)})"
-            _pytree._register_namedtuple(found, serialized_type_name=name)
+        serialize(found, f"kernel_api.{function}({', '.join(fields)})")
 
 
 class ResultsTypes:

@@ -17,6 +17,7 @@ from kernel_api._launches import run_best
 from kernel_api._numbers import known_or_wide
 from kernel_api._quantize_ops import Quantized, quantize, scales_of
 from kernel_api._quantize_ops import run as run_quantize
+from kernel_api._results import serialize
 from kernel_api._row_ops import (
     GroupedRows,
     gather_rows,
@@ -192,6 +193,7 @@ for _kind, _schema, _form in _ROWS:
     _into = functools.partial(_indexed, _kind)
     _write, _fake = functools.partial(_run, _into), functools.partial(_check, _into)
     define(f"{_kind.kind}.out", _OUT, _write, _fake)
+serialize(GroupedRows, "kernel_api.GroupedRows")
 define_without_gradient("group_rows", _GROUP_ROWS, _make_groups, _make_fake_groups)
 define_constant("quantize", _QUANTIZE, _make_quantized, _make_fake_quantized)
 define("quantize.out", _QUANTIZE_OUT, _quantize_into, _check_into)

@@ -124,7 +124,7 @@ def own_files() -> list[str]:
     return sorted(_own_modules().values())
 
 
-_read: dict[str, tuple[tuple[int, int, int], bytes, str]] = {}
+_read: dict[str, tuple[tuple[int, int, int], bytes, str, float]] = {}
 
 
 def source(path: str, sha256: str) -> Source:
@@ -134,15 +134,20 @@ def source(path: str, sha256: str) -> Source:
 
 
 def _content(path: str) -> tuple[bytes, str, float]:
-    """The bytes, their SHA-256 and when they changed; read once for as long as they stay."""
+    """The bytes, their SHA-256 and when they changed; read once for as long as they stay.
+
+    What is put in the place of a file may have an older date, but no older entry of its folder.
+    Links and modes change that as well, so of a file that was read before, its date counts.
+    """
     stat = os.stat(path)
-    state = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size
+    state = stat.st_ino, stat.st_mtime_ns, stat.st_size
     known = _read.get(path)
     if known is None or known[0] != state:
         with open(path, "rb") as file:
             data = file.read()
-        known = _read[path] = state, data, hashlib.sha256(data).hexdigest()
-    return known[1], known[2], max(stat.st_mtime, stat.st_ctime)
+        changed = max(stat.st_mtime, stat.st_ctime)
+        known = _read[path] = state, data, hashlib.sha256(data).hexdigest(), changed
+    return known[1:]
 
 
 class _Walk:

@@ -6,7 +6,6 @@ whose rules agree -> ranked. A survey is remembered by everything it may depend 
 
 from __future__ import annotations
 
-import itertools
 import math
 import numbers
 import os
@@ -145,7 +144,7 @@ class Catalogue:
 
     def __init__(self, family: type[Kernel]) -> None:
         self.family = family
-        self._declared = family.space is not None and bool(family.operands)
+        self._declared = family.is_declared()
         self._variants: dict[Any, dict[OperandsMetadata, tuple[Kernel, ...]]] = {}
         self._operands: tuple[Variants, ...] | None = None
         self._of_types: dict[Any, tuple[list[Variants], list[_Miss]]] = {}
@@ -189,9 +188,7 @@ class Catalogue:
         if built is None:
             if graph is not None and len(self._built) > _FUSED_KEPT:
                 self._built.clear()
-            built = tuple(self.family.kernels_for(operands, graph))
-            _claim_names(self.family, built)
-            self._built[key] = built
+            built = self._built[key] = tuple(self.family.kernels_for(operands, graph))
         return built
 
     def _generated(
@@ -204,9 +201,7 @@ class Catalogue:
                 self._variants.clear()
             cc = target.cc if target is not None else None
             made = self.family.generate_kernels(_everything, epilogue_args=epilogue, cc=cc)
-            groups = _grouped(self.family, made)
-            _claim_names(self.family, itertools.chain.from_iterable(groups.values()))
-            self._variants[key] = groups
+            self._variants[key] = _grouped(self.family, made)
         return self._variants[key]
 
 
@@ -254,20 +249,6 @@ def _grouped(family: type[Kernel], made: Any) -> dict[OperandsMetadata, tuple[Ke
             raise TypeError(f"two different kernels share the name {metadata.kernel_name}")
         groups.setdefault(metadata.operands, []).append(kernel)
     return {operands: tuple(dict.fromkeys(kernels)) for operands, kernels in groups.items()}
-
-
-def _claim_names(family: type[Kernel], kernels: Iterable[Kernel]) -> None:
-    """Raise TypeError where another class of the provider has a kernel of such a name. One that
-    offers kernels of others, as bundles do, may have it of each."""
-    for kernel in kernels:
-        if kernel.metadata.epilogue is None:  # others are named after those, and there is no end
-            name, of = kernel.metadata.kernel_name, kernel.metadata.provider
-            owner = _owners.setdefault((family._provider, of, name), family)
-            if owner is not family:
-                raise TypeError(
-                    f"{owner.__module__}.{owner.__qualname__} of the same provider has a kernel of "
-                    f"the name {name}, too; expected names of its own"
-                )
 
 
 def _judge(catalogue: Catalogue, args: Arguments, target: Target | None) -> Verdict:
@@ -418,8 +399,6 @@ class _Survey:
 _lock = _locks.rlock()
 _surveys: OrderedDict[Any, _Survey] = OrderedDict()
 _catalogues: dict[type[Kernel], Catalogue] = {}
-#: Of names, by the provider that offers a kernel and the one that it is of.
-_owners: dict[tuple[type[Provider] | None, str, str], type[Kernel]] = {}
 _valid_for = -1
 _devices_with_target: set[Any] = set()
 
@@ -450,10 +429,12 @@ def _surveyed(args: Arguments, target: Target | None, key: tuple[Any, ...]) -> _
         _forget_if_changed()
         if key in _surveys:  # another thread was first
             return _surveys[key]
-        verdicts = tuple(
-            _judge(_catalogue(family), args, target)
-            for provider in asked
-            for family in _families_of(provider)
+        verdicts = _without_namesakes(
+            [
+                _judge(_catalogue(family), args, target)
+                for provider in asked
+                for family in _families_of(provider)
+            ]
         )
         survey = _Survey(_ranked(verdicts, args), verdicts, key[0])
         # A catalogue built during the survey may have registered something: then do not keep it.
@@ -464,12 +445,35 @@ def _surveyed(args: Arguments, target: Target | None, key: tuple[Any, ...]) -> _
         return survey
 
 
+def _without_namesakes(verdicts: list[Verdict]) -> tuple[Verdict, ...]:
+    """Without the kernels of families that have a name which an earlier family of their provider
+    has. One that offers kernels of several providers, as bundles do, may have it of each."""
+    if all(verdict.family.is_declared() for verdict in verdicts if verdict.kernels):
+        return tuple(verdicts)  # their names begin with the family's
+    owners: dict[Any, type[Kernel]] = {}
+    return tuple(_apart(verdict, owners) for verdict in verdicts)
+
+
+def _apart(verdict: Verdict, owners: dict[Any, type[Kernel]]) -> Verdict:
+    """owners: The families that names of kernels, by provider, are of."""
+    family = verdict.family
+    for kernel in verdict.kernels:
+        name = kernel.metadata.kernel_name
+        owner = owners.setdefault((family._provider, kernel.metadata.provider, name), family)
+        if owner is not family:
+            error = TypeError(
+                f"{owner.__module__}.{owner.__qualname__} of the same provider has a kernel of the "
+                f"name {name}, too; expected names of its own"
+            )
+            return Verdict(family, (), _plugin_fault(family, error, "is left out"))
+    return verdict
+
+
 def _forget_if_changed() -> None:
     global _valid_for
     if _valid_for != generation():
         _surveys.clear()
         _catalogues.clear()
-        _owners.clear()
         _valid_for = generation()
 
 
@@ -507,7 +511,7 @@ def _predicted(kernel: Kernel, args: Arguments) -> float | None:
 
 def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Kernel]:
     """Every kernel of every family, those without arguments to judge included."""
-    found: list[Kernel] = []
+    found: list[Verdict] = []
     asked = providers(chosen)
     with _lock:
         _forget_if_changed()
@@ -517,17 +521,19 @@ def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Ker
                 try:
                     if target is not None and family.why_not_for(target) is not None:
                         continue
-                    found += dict.fromkeys(
+                    kernels = dict.fromkeys(
                         kernel
                         for variants in catalogue.operands(None, target)
                         for operands in variants
                         for kernel in catalogue.kernels(operands, None, target)
                     )
+                    found.append(Verdict(family, tuple(kernels), Status.success()))
                 except Exception as error:
                     _plugin_fault(family, error)
+        listed = [kernel for verdict in _without_namesakes(found) for kernel in verdict.kernels]
     if target is None:
-        return found
-    return [k for k in found if fitting(k.metadata.parsed_targets, target) is not None]
+        return listed
+    return [k for k in listed if fitting(k.metadata.parsed_targets, target) is not None]
 
 
 def _forget_in_child() -> None:

@@ -382,7 +382,7 @@ class Kernel(metaclass=KernelType):
 
     @cached_property
     def _questions(self) -> Questions:
-        return Questions(type(self).design_rules, self.metadata)
+        return Questions(type(self).design_rules, self.metadata, self.any_epilogue)
 
     @classmethod
     def why_not_for(cls, target: Target, compiled: bool = False) -> str | None:
@@ -436,6 +436,11 @@ class Kernel(metaclass=KernelType):
             epilogue=epilogue,
             targets=cls.targets,
         )
+
+    @classmethod
+    def is_declared(cls) -> bool:
+        """Whether its kernels are those of a declared space; else it generates them itself."""
+        return cls.space is not None and bool(cls.operands)
 
     @classmethod
     def family_name(cls) -> str:
@@ -571,9 +576,9 @@ class Kernel(metaclass=KernelType):
             raise WorkspaceError(f"the workspace has strides {given.stride()}; expected contiguous")
         return given
 
-    def __reduce__(self) -> Any:
-        """A copy is made of the metadata."""
-        return type(self), (self.metadata,)
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy asks its rules itself; predicates cannot be pickled."""
+        return {name: one for name, one in vars(self).items() if name != "_questions"}
 
     def __eq__(self, other: object) -> bool:
         if self is other:

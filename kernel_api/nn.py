@@ -38,7 +38,7 @@ from kernel_api._norm_nn import layernorm, rmsnorm
 from kernel_api._options import Options
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._glu import check_halves, checked_pairs
-from kernel_api.operands import require_one_device, require_tensors
+from kernel_api.operands import becomes_node, require_one_device, require_tensors
 
 __all__ = [
     "attention",
@@ -168,7 +168,7 @@ def _linear(
     _check(x, weight, bias, function)
     x, weight, bias = cast(x, weight, bias)
     y: torch.Tensor
-    if torch.compiler.is_compiling():
+    if becomes_node(x):
         y = _operator(x, weight, bias, *function)
     else:
         y = _Linear.apply(x, weight, bias, function)  # type: ignore[no-untyped-call]
@@ -261,7 +261,7 @@ _BACKWARD = (
 
 @torch.library.custom_op("kernel_api::linear", mutates_args=(), schema=_FORWARD)
 def _operator(x: Any, weight: Any, bias: Any, *function: Any) -> torch.Tensor:
-    return _forward(x, weight, bias, Function(*function))
+    return changeable(_forward(x, weight, bias, Function(*function)))
 
 
 @_operator.register_fake

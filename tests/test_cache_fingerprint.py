@@ -3,7 +3,6 @@
 import importlib
 import os
 import shutil
-import subprocess
 import sys
 import textwrap
 import time
@@ -173,19 +172,18 @@ def test_a_source_that_was_replaced_by_one_of_an_older_date_gives_none(third_par
     assert fingerprint(one) is None
 
 
-def test_a_process_starts_before_it_imports_anything():
-    """So what changed between an import and that of kernel_api is newer than the process."""
-    code = """
-        import time
-        time.sleep(0.1)
-        before = time.time()
-        from kernel_api import _compile_cache
-        print(_compile_cache.STARTED, before)
-    """
-    begun = time.time()
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    started, before = map(float, subprocess.check_output(command, text=True).split())
-    assert begun - 1 < started < before
+@pytest.mark.parametrize("change", [lambda p: os.link(p, f"{p}.link"), lambda p: p.chmod(0o600)])
+def test_links_to_a_source_and_its_mode_have_no_part_in_it(third_party, monkeypatch, change):
+    """Installers link the files of one cache into many environments."""
+    one = third_party()
+    before = fingerprint(one)
+    time.sleep(0.05)
+    monkeypatch.setattr(_compile_cache, "STARTED", time.time() - 0.01)
+    time.sleep(0.05)
+    change(next(p for p in paths(one) if p.stem == "sizes"))
+    fingerprint.cache_clear()
+    assert before is not None
+    assert fingerprint(one) == before
 
 
 def test_a_source_that_cannot_be_read_gives_none(third_party, monkeypatch):

@@ -79,6 +79,12 @@ def test_every_lock_is_one_that_is_free_in_a_child():
     assert found == ["_locks.py"]
 
 
+def test_no_property_is_cached_behind_a_lock():
+    """As functools does before Python 3.12."""
+    takes = re.compile(r"functools(\.| import .*\b)cached_property")
+    assert not [path.name for path in SOURCES if takes.search(path.read_text())]
+
+
 def test_a_lock_that_the_forking_thread_holds_is_its_own_in_the_child():
     lock = _locks.rlock()
     with lock:

@@ -211,6 +211,25 @@ def test_torch_compiles_functions_with_gradients_in_one_graph(name, centred):
         assert_close(found, eager)
 
 
+@pytest.mark.parametrize("options", [{}, {"global_amax": True}])
+def test_an_output_that_is_not_wanted_is_none_of_a_graph(options):
+    def call(x, weight):
+        return ka.ops.rmsnorm_rht_amax(x, weight=weight, amax=False, **options)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)(X, WEIGHT)
+    expected = call(X, WEIGHT)
+    assert getattr(compiled, "_fields", ()) == getattr(expected, "_fields", ())
+    torch.testing.assert_close(compiled, expected)
+
+
+@pytest.mark.parametrize("form", [ka.ops.rmsnorm, ka.nn.layernorm])
+def test_true_is_no_number_in_graphs_either(form):
+    with pytest.raises(Exception, match=r"expected (a number|one)"):
+        form(X, eps=True)
+    with pytest.raises(Exception, match="True is given for a number; expected one"):
+        torch.compile(lambda x: form(x, eps=True), backend="eager", fullgraph=True)(X)
+
+
 def test_torch_compiles_and_exports_one_call_forms():
     def call(x, weight):
         eps = np.float64(0.5)

@@ -147,6 +147,27 @@ def test_the_second_class_of_a_provider_with_a_name_is_left_out(registry, args):
     assert len(ka.get_kernels(args, providers=[provider, other])) == 2
 
 
+@pytest.mark.parametrize("order", [("cpu", "meta"), ("meta", "cpu")])
+def test_what_was_asked_before_decides_no_name(registry, order):
+    """A class that a query is not for leaves its names to others."""
+    for_cpu, for_gpu = of_one_name("the_same_name"), of_one_name("the_same_name")
+    for_gpu.family, for_gpu.devices, for_gpu.__qualname__ = "Gpu", ("cuda",), "Gpu"
+    provider = registry.register(for_cpu)
+    provider.register(for_gpu)
+    found = {
+        device: [
+            type(kernel)
+            for kernel in ka.get_kernels(
+                gemm_arguments(4, 4, 4, device=device),
+                cc=None if device == "cpu" else 80,
+                providers=[provider],
+            )
+        ]
+        for device in order
+    }
+    assert found == {"cpu": [for_cpu], "meta": [for_gpu]}
+
+
 # Kernel classes that break a query -------------------------------------------------------
 
 

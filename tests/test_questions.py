@@ -106,6 +106,22 @@ def test_a_kernel_that_knows_its_epilogue_by_name_asks_the_graph_of_the_argument
     assert not named.supports(problem(64))
 
 
+def test_a_family_of_any_epilogue_is_asked_about_that_of_the_arguments(registry):
+    class Plain(CpuGemm):
+        any_epilogue = True
+
+        @rule("no epilogue is computed")
+        def _(graph):
+            return graph is None
+
+    provider = registry.register(Plain)
+    args = gemm_arguments(4, 4, 4)
+    fused = ka.GemmArguments(*args.tensors, epilogue=relu(0.5))
+    assert ka.get_kernels(args, providers=[provider])
+    assert ka.get_kernels(fused, providers=[provider]) == []
+    assert ka.get_kernels(args, providers=[provider])
+
+
 def test_a_rule_over_the_graph_that_raises_leaves_the_family_out_every_time(registry):
     class Raising(CudaGemm):
         @rule("nothing is divided by zero")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
+from kernel_api._cached_property import cached_property
 from kernel_api._workspaces import PART_BYTES, ZEROED
 from kernel_api.arguments import ElementwiseArguments
 from kernel_api.artifact import CompiledArtifact

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any
 
+from kernel_api._cached_property import cached_property
 from kernel_api._workspaces import PART_BYTES, ZEROED
 from kernel_api.arguments import EpilogueArguments, GemmArguments
 from kernel_api.dtypes import DType, dtype

@@ -25,9 +25,10 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+from kernel_api._cached_property import cached_property
 from kernel_api.arguments import GemmArguments
 from kernel_api.epilogue.graph import Graph, Node
 from kernel_api.providers.cutedsl.gemm.machine import Constants

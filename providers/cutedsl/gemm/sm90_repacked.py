@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, ClassVar
 
+from kernel_api._cached_property import cached_property
 from kernel_api._workspaces import ALIGNMENT, ZEROED
 from kernel_api.metadata import GemmOperandsMetadata, TensorAttributes
 from kernel_api.providers.cutedsl import CuTeDSLProvider

@@ -8,10 +8,10 @@ meet in shared memory instead; clusters that share a tile leave their sums in th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any
 
+from kernel_api._cached_property import cached_property
 from kernel_api._workspaces import COUNTER_BYTES, PART_BYTES, ZEROED
 from kernel_api.arguments import GemmArguments
 from kernel_api.devices import multiprocessors_of

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, ClassVar
 
+from kernel_api._cached_property import cached_property
 from kernel_api.arguments import EpilogueArguments, ScaleMode
 from kernel_api.arguments.experts import Experts
 from kernel_api.arguments.grouped import GroupedGemmArguments
