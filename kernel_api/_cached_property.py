@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 class cached_property(Generic[T]):  # noqa: N801  (it stands for that of functools)
-    """Computed when it is first asked for; by two threads at once maybe twice, and one is kept."""
+    """Computed when it is first asked for, by two threads at once maybe twice. What computes it may
+    ask a base class for its own."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self._compute, self.__doc__ = compute, compute.__doc__
@@ -30,4 +31,5 @@ class cached_property(Generic[T]):  # noqa: N801  (it stands for that of functoo
     def __get__(self, instance: object, owner: type) -> Any:
         if instance is None:
             return self
-        return instance.__dict__.setdefault(self._name, self._compute(instance))
+        found = instance.__dict__[self._name] = self._compute(instance)
+        return found

@@ -142,3 +142,24 @@ def test_what_another_thread_computes_once_is_not_waited_for(meanwhile):
     assert in_child(lambda: one.value) == 0
     assert one.value is one.value
     assert Computed.value.__doc__ == "What it is."
+
+
+def test_a_cached_property_may_ask_the_one_of_a_base_class():
+    class Base:
+        @cached_property
+        def sizes(self):
+            """Those of the base."""
+            asked.append("base")
+            return (1,)
+
+    class Derived(Base):
+        @cached_property
+        def sizes(self):
+            asked.append("derived")
+            return (*super().sizes, 2)
+
+    asked = []
+    one = Derived()
+    assert one.sizes == (1, 2) == one.sizes
+    assert asked == ["derived", "base"]
+    assert Base.sizes.__doc__ == "Those of the base."
