@@ -34,7 +34,7 @@ from kernel_api.metadata import KernelMetadata, OperandsMetadata, encode
 from kernel_api.provider import Provider, generation, providers
 from kernel_api.space import Variants
 from kernel_api.status import Status, with_true_nearest
-from kernel_api.targets import CcLike, Target, fitting
+from kernel_api.targets import CcLike, Target
 from kernel_api.utils import untraced
 
 if TYPE_CHECKING:
@@ -215,14 +215,14 @@ def _by_types(operands: Iterable[OperandsMetadata]) -> tuple[Variants, ...]:
 def _of_types(
     variants: Iterable[Variants], args: Arguments, but_for: str | None = None
 ) -> tuple[list[Variants], list[_Miss]]:
-    fitting, misses = [], []
+    alike, misses = [], []
     for one in variants:
         status = match_types(one.first, args, but_for)
         if status:
-            fitting.append(one)
+            alike.append(one)
         else:
             misses.append((status, one.first))
-    return fitting, misses
+    return alike, misses
 
 
 def _everything(metadata: KernelMetadata) -> bool:
@@ -268,9 +268,9 @@ def _judge_kernels(
 ) -> Verdict:
     family = catalogue.family
     accepted: list[Kernel] = []
-    fitting, others = catalogue.of_types(args, target, but_for)
+    alike, others = catalogue.of_types(args, target, but_for)
     misses = others.copy()
-    for variants in fitting:
+    for variants in alike:
         for operands in variants:
             status = match_layouts(operands, args, family.why_aligned())
             if status:
@@ -533,7 +533,7 @@ def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Ker
         listed = [kernel for verdict in _without_namesakes(found) for kernel in verdict.kernels]
     if target is None:
         return listed
-    return [k for k in listed if fitting(k.metadata.parsed_targets, target) is not None]
+    return [kernel for kernel in listed if kernel.metadata.runs_on(target)]
 
 
 def _forget_in_child() -> None:

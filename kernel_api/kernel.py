@@ -361,7 +361,7 @@ class Kernel(metaclass=KernelType):
     def status_behind_operands(self, args: Arguments, target: Target | None) -> Status:
         """Target, epilogue, rules of the design and the kernel's own checks."""
         metadata = self.metadata
-        if target is not None and not any(t.runs_on(target) for t in metadata.parsed_targets):
+        if target is not None and not metadata.runs_on(target):
             return Status.fail(
                 f"the kernel is for {_names(metadata.parsed_targets)}, the device is {target}",
                 rule="target",

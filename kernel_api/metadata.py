@@ -312,6 +312,10 @@ class KernelMetadata:
     def parsed_targets(self) -> tuple[Target, ...]:
         return targets_of(self.targets, self.min_cc)
 
+    def runs_on(self, device: Target) -> bool:
+        """Whether one of the targets does."""
+        return any(one.runs_on(device) for one in self.parsed_targets)
+
     @property
     def provider(self) -> str:
         """Name of the provider that the kernel class is registered with."""
