@@ -6,13 +6,14 @@ The reference is computed in float64 (exactly for integers). A kernel may be off
 
 with factor 2, or 3 where it accumulates in another order or the arguments ask for what is less
 precise. The same holds per row, relative to the row's norm, so that a few wrong rows cannot hide
-behind a large maximum; but rows that cancel, of which the baseline has hardly a digit right, may be
-off by what that is off in the worst of them. Integers and infinities must be equal, powers of two
-(e8m0) but for some that are next to the right one. Where the type of the baseline does not hold
-what the reference does, a result is that of either. The reference may add an allowance:
-what one rounding of the accumulator costs, because the baseline's error can be small by luck; for
-float64 an error bound, because there is nothing wider to compare with; behind an epilogue what all
-that changes, and half a unit for the integers that it rounds.
+behind a large maximum; but rows of which the baseline has hardly a digit right, as they cancel or
+the type does not hold them, may be off by what that is off in them, or in the worst that is alike.
+Integers and infinities must be equal, powers of two (e8m0) but for some that are next to the right
+one. Where the type of the baseline does not hold what the reference does, a result is that of
+either. The reference may add an allowance: what one rounding of the accumulator costs, because the
+baseline's error can be small by luck; for float64 an error bound, because there is nothing wider to
+compare with; behind an epilogue what all that changes, and half a unit for the integers that it
+rounds.
 
 Rows of an output that are not written have to stay. An output that is added to begins with numbers
 that are the same every time.
@@ -414,7 +415,7 @@ class _Limits:
         # Rows differ in rounding: any row may have what the baseline's worst row has, and if it
         # cancels as much as others, what the worst of these has.
         self._row = factor * worst_row + self._eps
-        self._lost, self._worst_lost = factor * lost, lost
+        self._factor, self._worst_lost = factor, lost
 
     def judge(self) -> Verification:
         import torch
@@ -437,7 +438,7 @@ class _Limits:
             worst = max(worst, _worst(error.abs(), self._allowed + allowance))
             norm, base_error = _norm(ref_rows), torch.where(finite, base_rows - ref_rows, 0.0)
             row_allowed = self._row * norm + _norm(allowance.expand_as(error))
-            row_allowed += torch.where(self._cancel(norm, _norm(base_error)), self._lost, 0.0)
+            row_allowed += self._allowed_of_lost(norm, _norm(base_error))
             worst_row = max(worst_row, _worst(_norm(error), row_allowed))
         if worst > 1:
             text = f"largest error {largest:.3g}, {worst:.2f} of what is allowed"
@@ -446,6 +447,14 @@ class _Limits:
             text = f"a row is off by {worst_row:.2f} of what is allowed relative to its norm"
             return _failed(text, largest, worst_row)
         return Verification(True, max(worst, worst_row), largest)
+
+    def _allowed_of_lost(self, norm: Any, base_error: Any) -> Any:
+        """By row, what is allowed for having hardly a digit right, as the baseline has not: the
+        error of the worst of such rows where this one is like those, else that of the same row."""
+        import torch
+
+        own = torch.where(base_error > _LOST * norm, base_error, 0.0)
+        return self._factor * torch.where(self._cancel(norm, base_error), self._worst_lost, own)
 
     def _cancel(self, norm: Any, base_error: Any) -> Any:
         """Whether rows cancel as those do of which the baseline has no digit: altogether; or

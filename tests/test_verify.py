@@ -411,6 +411,17 @@ def test_rows_that_cancel_altogether_may_be_off_as_the_worst_of_them():
     assert not compare(out.float(), ref, base.float())
 
 
+def test_rows_that_a_type_hardly_holds_may_be_off_as_the_baseline_is_in_the_same_row():
+    """Numbers below half of the smallest one of 8 bits are 0, in whatever is right."""
+    draw = torch.randn(64, 96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ref = draw * torch.logspace(-8, 2, 64, dtype=torch.float64)[:, None]
+    right = ref.to(torch.float8_e4m3fn)
+    assert compare(right, ref, right)
+    largest = ref.abs().amax(1, keepdim=True)
+    lost = torch.where((largest > 2.0**-6) & (largest < 2.0**-4), 0.0, ref)
+    assert "a row is off" in compare(lost.to(right.dtype), ref, right).reason
+
+
 def test_an_infinity_that_is_rightly_rounded_passes_where_torch_has_a_nan():
     ref = torch.tensor([[7e4, 1.0, 2.0]], dtype=torch.float64)
     base = torch.tensor([[math.nan, 1.0, 2.0]], dtype=torch.float16)
