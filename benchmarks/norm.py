@@ -104,6 +104,7 @@ PROBLEMS = (
     Problem("rmsnorm", 1024, 8192),
     Problem("rmsnorm", 64, 8192),
     Problem("rmsnorm", 8192, 65536),
+    *(Problem(f"{kind}_backward", 4096, 32768) for kind in ("rmsnorm", "layernorm")),
     Problem("rmsnorm", 8192, 8192, "float32"),
     Problem("layernorm", 8192, 8192, "float32"),
     Problem("layernorm_backward", 8192, 8192, "float32"),

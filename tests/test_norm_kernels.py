@@ -172,6 +172,30 @@ def test_rows_too_long_for_shared_memory_are_streamed():
     assert {k.metadata.design.elements for k in offered(draw.arguments(RMS))} == {0}
 
 
+@pytest.mark.parametrize("kind", [RMS, RMS_BACKWARD])
+@pytest.mark.parametrize("M", [8, 128])
+def test_few_rows_that_are_streamed_have_many_threads(kind, M):
+    draw = meta(M, 1 << 18)
+    assert offered(draw.arguments(kind))[0].metadata.design.threads_per_row >= 512
+
+
+@pytest.mark.parametrize("kind", [RMS, RMS_BACKWARD])
+def test_no_more_rows_are_streamed_at_once_than_stay_in_L2_if_that_can_be(kind):
+    draw = meta(8192, 1 << 16)
+    best, *others = offered(draw.arguments(kind))
+    assert best.metadata.design.threads == best.metadata.design.threads_per_row == 1024
+    assert {k.metadata.design.elements for k in others} == {0}
+
+
+def test_sums_over_rows_that_are_streamed_take_a_second_reading():
+    draw = meta(1024, 1 << 16)
+    sums = {name: draw.columns(read=False) for name in ("dweight", "dbias")}
+    plain, both = draw.arguments(LAYER_BACKWARD), draw.arguments(LAYER_BACKWARD, **sums)
+    kernel = offered(both)[0]
+    again = 2 * 1024 * (1 << 16) * 2 / 4.3e12
+    assert again < kernel.predict(both) - kernel.predict(plain) < 1.5 * again
+
+
 def with_both_sums(N, weight):
     draw = meta(512, N)
     sums = {name: draw.columns(read=False) for name in ("dweight", "dbias")}
@@ -255,8 +279,7 @@ def test_there_are_no_parts_of_sums_for_rows_that_are_not_there(kind, M, N):
     args = draw.arguments(kind, **sums)
     for kernel in offered(args):
         design, size = kernel.metadata.design, kernel.get_workspace_size(args) - 65536
-        at_once = 1 if design.elements else design.rows
-        assert size <= 2 * 4 * N * -(-M // design.rows) * at_once
+        assert size <= 2 * 4 * N * -(-M // (design.rows if design.elements else 16))
         assert size <= max(4 * (2 * M * N), 1 << 20), "more than four times what x has"
         assert kernel._workspace_finder(tuple(sums))(args.tensors, {}) == size + 65536
 

@@ -14,9 +14,6 @@ from .vectors import VECTOR, braced
 _WORD_BYTES = 4
 _PIECE_BYTES = 16  # that one instruction moves at most
 
-#: How loads take what no kernel writes meanwhile, and what the thread itself has written.
-CONSTANT, WRITTEN = ".nc", ""
-
 
 def added(a: Numeric, b: Numeric) -> Numeric:
     return a + b
@@ -193,15 +190,15 @@ class GlobalRow:
     def has(self, first: Int32) -> Boolean:
         return self.left > first
 
-    def load(self, first: Int32, kind: str = CONSTANT) -> list:
-        """As Float32; zeros behind the end."""
+    def load(self, first: Int32) -> list:
+        """As Float32; zeros behind the end. No kernel writes there meanwhile."""
         vector, loaded = self.vector, []
         for offset, count in vector.pieces:
             names = [f"{{$w{i}}}" for i in range(count)]
             zeros = " ".join(f"mov.b{vector.word.width} {name}, 0;" for name in names)
             piece = cute.arch.inline_ptx(
                 f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {{$r2}}; {zeros} @inside "
-                f"ld.global{kind}{VECTOR[count]}.b{vector.word.width} {braced(names)}, "
+                f"ld.global.nc{VECTOR[count]}.b{vector.word.width} {braced(names)}, "
                 f"[{{$r0}} + {offset}]; }}",
                 write_only_types=[vector.word] * count,
                 read_only_args=[self._at(first), self.left, Int32(first)],

@@ -9,12 +9,11 @@ from cutlass.memory import SmemAllocator
 
 from ..common.column_sums import ColumnSums
 from ..common.rows import (
-    WRITTEN,
     GlobalRow,
     RowThreads,
     Vector,
-    added,
     combined,
+    matrix_row,
     single_row,
 )
 from ..common.staged_rows import StagedRows, Turns
@@ -41,12 +40,13 @@ class NormBackward:
     write    whole vectors of dx; adds to the thread's sums over rows        nothing
     part     the thread's sums, behind its last row, to the workspace        nothing
 
-    A second kernel adds up the parts, in their order: the sums are the same in every run.
+    A second kernel adds up the parts, in their order: the sums are the same in every run. Rows that
+    are not staged are longer than registers hold sums for: another kernel (`RowSums`) makes parts.
 
     Shared memory: `stages` rows of dy and of x, `vectors` vectors per thread, of which every thread
     reads what it has copied itself; two sums of each warp; sums over rows where a block has several
     rows at once. Registers: sums over rows. Without stages, rows are read twice, mostly from L1 or
-    L2, and their length is any; the sums over rows are kept in the workspace.
+    L2, and their length is any.
 
     dy, x, dx (M, N) of one type, N side by side, whole vectors; the rest is in a tuple, in the
     order of `operands`, of those that are there:
@@ -57,7 +57,7 @@ class NormBackward:
     weight           (N,), side by side; any float
     dweight, dbias   (N,), written
 
-    The workspace has a part per sum and block, or, without stages, per sum, block and row at once;
+    The workspace has a part per sum and block, or, without stages, per sum and `RowSums.shares`;
     all are behind its first 65536 bytes.
 
     dependent_launch: as in `Norm`, of both kernels.
@@ -93,11 +93,6 @@ class NormBackward:
     def sums(self) -> tuple[str, ...]:
         return tuple(name for name in SUMS if name in self.operands)
 
-    @property
-    def parts_per_block(self) -> int:
-        """In the workspace."""
-        return 1 if self.vectors > 0 else self.rows.rows
-
     def operand(self, name: str, operands: tuple):
         """None if it is not there."""
         return operands[self.operands.index(name)] if name in self.operands else None
@@ -115,9 +110,10 @@ class NormBackward:
     ):
         self.dy = StagedRows(self.rows, self.vectors, self.stages, mDy.element_type)
         self.x = StagedRows(self.rows, self.vectors, self.stages, mX.element_type)
+        resident = blocks
         blocks = cutlass.min(blocks, cute.ceil_div(mX.shape[0], self.rows.rows))
         mParts = None
-        if const_expr(self.sums):
+        if const_expr(len(self.sums) > 0 and self.vectors > 0):
             mParts = self._parts(workspace, blocks, mX.shape[1])
         self.kernel(mDy, mX, mDx, operands, mParts).launch(
             grid=(blocks, 1, 1),
@@ -126,17 +122,21 @@ class NormBackward:
             stream=stream,
             use_pdl=self.dependent_launch,
         )
+        if const_expr(len(self.sums) > 0 and self.vectors == 0):
+            apart = RowSums(self)
+            mParts = self._parts(workspace, apart.shares(mX, resident), mX.shape[1])
+            apart.launch(mDy, mX, operands, mParts, resident, stream)
         if const_expr(self.sums):
             ColumnSums(self.dependent_launch).launch(
                 mParts, tuple(self.operand(name, operands) for name in self.sums), stream
             )
 
-    def _parts(self, workspace: Int64, blocks: Int32, N: Int32) -> cute.Tensor:
+    def _parts(self, workspace: Int64, parts: Int32, N: Int32) -> cute.Tensor:
         """(parts, N, sums) of float32; rows start at multiples of 16 bytes."""
         pointer = cute.make_ptr(
             Float32, workspace + COUNTERS_BYTES, AddressSpace.gmem, assumed_align=16
         )
-        parts, pitch = blocks * self.parts_per_block, cute.ceil_div(N, 4) * 4
+        pitch = cute.ceil_div(N, 4) * 4
         layout = cute.make_layout(
             (parts, N, len(self.sums)), stride=(Int64(pitch), 1, Int64(parts) * pitch)
         )
@@ -159,23 +159,20 @@ class NormBackward:
         for early in cutlass.range_constexpr(self.stages - 1):
             self._fetch(mDy, mX, turns, Int32(early), memories, thread)
         totals = self._zeros()
-        mean, rstd = self._statistics(operands, turns, Int32(0))
+        mean, rstd = self.statistics(operands, turns, Int32(0))
         for turn in cutlass.range(cute.ceil_div(mX.shape[0] - first, apart), unroll=1):
             self._fetch(mDy, mX, turns, turn + max(self.stages - 1, 0), memories, thread)
-            next_mean, next_rstd = self._statistics(operands, turns, turn + 1)
+            next_mean, next_rstd = self.statistics(operands, turns, turn + 1)
             self.x.arrived()
             dy = self.dy.row(mDy, turns, turn, memories[0], thread)
             x = self.x.row(mX, turns, turn, memories[1], thread)
             target = self.x.global_row(mDx, turns, turn, thread)
             means = self._means(dy, x, mX.shape[1], mean, rstd, operands, sSums, turn, thread)
             if const_expr(self.vectors > 0):
-                terms = mean, rstd, means
-                self._write(dy, x, target, terms, operands, totals, thread)
+                self._write(dy, x, target, (mean, rstd, means), operands, totals, thread)
             else:
-                part = block * self.rows.rows + self.rows.slot(thread)
-                rows = self._part_rows(mParts, part, thread)
-                terms = mean, rstd, means
-                self._write_any(dy, x, target, mX.shape[1], terms, operands, rows, turn, thread)
+                columns = mX.shape[1]
+                self._write_any(dy, x, target, columns, (mean, rstd, means), operands, thread)
             mean, rstd = next_mean, next_rstd
         if const_expr(self.vectors > 0 and len(self.sums) > 0):
             self._part(totals, mParts, allocator, block, thread)
@@ -185,7 +182,7 @@ class NormBackward:
         """What the block has of the sums over rows; of several slots, one after the other."""
         rows = self.rows
         if const_expr(rows.rows == 1):
-            for i, part in enumerate(self._part_rows(mParts, block, thread)):
+            for i, part in enumerate(self.part_rows(mParts, block, rows.column(thread))):
                 for v in cutlass.range_constexpr(self.vectors):
                     part.store(v * rows.step, [totals[e, v, i] for e in range(rows.vector)])
         else:
@@ -211,9 +208,8 @@ class NormBackward:
         totals.fill(Float32(0))
         return totals
 
-    def _part_rows(self, mParts: cute.Tensor | None, part: Int32, thread: Int32) -> list[GlobalRow]:
-        """The thread's columns of its part, of each sum."""
-        column = self.rows.column(thread)
+    def part_rows(self, mParts: cute.Tensor, part: Int32, column: Int32) -> list[GlobalRow]:
+        """A part of each sum, from a column on."""
         vector = Vector(self.rows.vector, Float32)
         found = []
         for i in range(len(self.sums)):
@@ -228,7 +224,7 @@ class NormBackward:
         self.x.commit()
 
     @cute.jit
-    def _statistics(self, operands, turns, turn):
+    def statistics(self, operands, turns, turn):
         """(mean, rstd) of a row; zeros where there is none."""
         row = turns.row(turn)
         mean = rstd = Float32(0)
@@ -243,7 +239,7 @@ class NormBackward:
     def _terms(self, dy, x, first: Int32, mean, rstd, operands, thread) -> tuple:
         """(dy, g, x̂) of a vector."""
         gradient = dy.load(first)
-        normal = [(value - mean if self.centred else value) * rstd for value in x.load(first)]
+        normal = self.normal(x.load(first), mean, rstd)
         mW = self.operand("weight", operands)
         if mW is None:
             return gradient, gradient, normal
@@ -256,7 +252,7 @@ class NormBackward:
         """(mean of g · x̂, mean of g), the same in all threads of the row."""
         product = plain = Float32(0)
         count = self.vectors if const_expr(self.vectors > 0) else cute.ceil_div(N, self.rows.step)
-        for v in cutlass.range(count, unroll=min(max(self.vectors, 1), 2)):
+        for v in cutlass.range(count, unroll=2 if self.vectors != 1 else 1):
             _, g, normal = self._terms(dy, x, v * self.rows.step, mean, rstd, operands, thread)
             product += combined([a * b for a, b in zip(g, normal, strict=True)])
             if const_expr(self.centred):
@@ -272,30 +268,108 @@ class NormBackward:
         for v in cutlass.range_constexpr(self.vectors):
             first = v * self.rows.step
             gradient, g, normal = self._terms(dy, x, first, mean, rstd, operands, thread)
-            for i, values in enumerate(self._addends(gradient, normal)):
+            for i, values in enumerate(self.addends(gradient, normal)):
                 for e in cutlass.range_constexpr(self.rows.vector):
                     totals[e, v, i] += values[e]
             target.store(first, self._gradient(g, normal, rstd, means))
 
     @cute.jit
-    def _write_any(self, dy, x, target, N, terms, operands, rows, turn, thread):
-        """The same of a row of any length; its sums are in the thread's part of the workspace."""
+    def _write_any(self, dy, x, target, N, terms, operands, thread):
+        """dx of a row of any length."""
         mean, rstd, means = terms
-        for v in cutlass.range(cute.ceil_div(N, self.rows.step), unroll=1):
+        for v in cutlass.range(cute.ceil_div(N, self.rows.step), unroll=2):
             first = v * self.rows.step
-            gradient, g, normal = self._terms(dy, x, first, mean, rstd, operands, thread)
+            _, g, normal = self._terms(dy, x, first, mean, rstd, operands, thread)
             target.store(first, self._gradient(g, normal, rstd, means))
-            for row, values in zip(rows, self._addends(gradient, normal), strict=True):
-                before = GlobalRow(row.address, row.left * Int32(turn > 0), row.vector)
-                sums = map(added, before.load(first, WRITTEN), values)
-                row.store(first, list(sums))
 
     def _gradient(self, g: list, normal: list, rstd: Float32, means: tuple) -> list:
         product, plain = means
         found = [a - b * product for a, b in zip(g, normal, strict=True)]
         return [(a - plain if self.centred else a) * rstd for a in found]
 
-    def _addends(self, gradient: list, normal: list) -> list:
+    def normal(self, x: list, mean: Float32, rstd: Float32) -> list:
+        """x̂"""
+        return [(value - mean if self.centred else value) * rstd for value in x]
+
+    def addends(self, gradient: list, normal: list) -> list:
         """What a vector adds to each of the sums over rows."""
         products = [a * b for a, b in zip(gradient, normal, strict=True)]
         return [{"dweight": products, "dbias": gradient}[name] for name in self.sums]
+
+
+class RowSums:
+    """Parts of the sums over rows of a `NormBackward`, of rows of any length.
+
+    Each thread has a vector of columns, in a share of the rows, of which it loads several at once.
+    What the kernel has read before it reads again, from device memory, as sums that every row is
+    added to there take more.
+    """
+
+    threads = 256
+    at_once = 4  # rows, of which the vectors are on their way together
+    fewest = 16  # rows of a share: a part takes as long to write and to add up as two rows to read
+
+    def __init__(self, norm: NormBackward):
+        self.norm = norm
+
+    @property
+    def columns(self) -> int:
+        """Of a block."""
+        return self.threads * self.norm.rows.vector
+
+    def shares(self, mX: cute.Tensor, resident: Int32) -> Int32:
+        """Shares of the rows, each of which has a part, where so many blocks run at once."""
+        return cute.ceil_div(mX.shape[0], self._rows(mX, resident))
+
+    def _rows(self, mX: cute.Tensor, resident: Int32) -> Int32:
+        """Of a share."""
+        panels = cute.ceil_div(mX.shape[1], self.columns)
+        blocks = resident * self.norm.threads // self.threads  # as many threads
+        wanted = cute.ceil_div(blocks, panels)
+        return cutlass.max(cute.ceil_div(mX.shape[0], wanted), self.fewest)
+
+    def launch(self, mDy, mX, operands, mParts: cute.Tensor, resident: Int32, stream) -> None:
+        """mParts (shares, N, sums)."""
+        panels = cute.ceil_div(mX.shape[1], self.columns)
+        self.kernel(mDy, mX, operands, mParts, self._rows(mX, resident)).launch(
+            grid=(panels, mParts.shape[0], 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=self.norm.dependent_launch,
+        )
+
+    @cute.kernel
+    def kernel(self, mDy, mX, operands, mParts: cute.Tensor, rows: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        panel, share, _ = cute.arch.block_idx()
+        vector, sums = self.norm.rows.vector, self.norm.sums
+        column = panel * self.columns + thread * vector
+        first = share * rows
+        turns = Turns(first, Int32(1), first + cutlass.min(rows, mX.shape[0] - first))
+        totals = cute.make_rmem_tensor((vector, len(sums)), Float32)
+        totals.fill(Float32(0))
+        if const_expr(self.norm.dependent_launch):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        for turn in cutlass.range(0, rows, self.at_once, unroll=1):
+            loaded = [
+                self._loaded(mDy, mX, operands, turns, turn + i, column)
+                for i in range(self.at_once)
+            ]
+            for dy, x, mean, rstd in loaded:
+                addends = self.norm.addends(dy, self.norm.normal(x, mean, rstd))
+                for i, values in enumerate(addends):
+                    for e in cutlass.range_constexpr(vector):
+                        totals[e, i] += values[e]
+        for i, part in enumerate(self.norm.part_rows(mParts, share, column)):
+            part.store(Int32(0), [totals[e, i] for e in range(vector)])
+
+    def _loaded(self, mDy, mX, operands, turns: Turns, turn: Int32, column: Int32) -> tuple:
+        """(dy, x, mean, rstd) of a row; zeros behind the last one."""
+        vector = self.norm.rows.vector
+        dy, x = (
+            matrix_row(one, turns.row(turn), column, turns.end, vector).load(Int32(0))
+            for one in (mDy, mX)
+        )
+        return dy, x, *self.norm.statistics(operands, turns, turn)

@@ -33,9 +33,8 @@ _SUMS_HELD, _MOST_HELD = {4: 16 * 1024}, 32 * 1024
 
 _MOST_STAGES = 3
 
-#: Elements of rows that a CTA streams side by side, each of which leaves parts of sums: of longer
-#: ones those would be gigabytes.
-_SIDE_BY_SIDE = 8192
+#: Of the kernel that adds up shares of rows that are streamed: threads of a CTA, rows of a share.
+_SHARE_THREADS, _FEWEST_ROWS = 256, 16
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,15 @@ class NormBackwardDesign(RowDesign):
         """Of shared memory, where the sums of several rows at once come together."""
         return _SUM_BYTES * self.threads * self.elements if self.rows > 1 else 0
 
-    @property
-    def parts(self) -> int:
-        """Of each sum over rows, that a CTA leaves: threads keep those of rows that are streamed in
-        the workspace."""
-        return 1 if self.elements else self.rows
+    def parts(self, M: int, N: int, vector: int, blocks: int) -> int:
+        """Of each sum over rows, where so many CTAs run at once: one of each that has rows, or, of
+        rows that are streamed, of each share that a kernel behind has."""
+        if self.elements:
+            return min(blocks, -(-M // self.rows))
+        panels = max(-(-N // (_SHARE_THREADS * vector)), 1)
+        wanted = -(-blocks * self.threads // (_SHARE_THREADS * panels))
+        rows = max(-(-M // wanted), _FEWEST_ROWS)
+        return -(-M // rows)
 
     def label(self) -> str:
         return f"{super().label()}_resident{self.resident}"
@@ -77,7 +80,7 @@ _STAGED = (
     ((256, 256, 32), 1),
     ((512, 512, 32), 1),
 )
-_STREAMED = (((256, 32), 4), ((512, 512), 2))
+_STREAMED = (((512, 512), 2), ((1024, 1024), 1), ((256, 32), 4))
 
 
 class NormBackward(NormKernel):
@@ -128,13 +131,6 @@ class NormBackward(NormKernel):
         room = _MOST_HELD if weight is None else _SUMS_HELD.get(weight.dtype.itemsize, _MOST_HELD)
         return held <= room or Miss(f"they are {held}, the registers hold {room}")
 
-    @rule(
-        "where each leaves parts of sums, rows of 8192 elements at most are streamed side by side"
-    )
-    def _(design: NormBackwardDesign, args: Any) -> bool | Miss:
-        few = design.parts == 1 or args.N <= _SIDE_BY_SIDE or not _sums_among(args.further)
-        return few or Miss(f"N is {args.N}", f"would match with N of {_SIDE_BY_SIDE} or less")
-
     def implementation(self) -> Callable[..., None]:
         return self._implementation(("rstd",))
 
@@ -157,8 +153,9 @@ class NormBackward(NormKernel):
         if not sums:
             return 0
         design: NormBackwardDesign = self._design
-        blocks = min(*self.scalars(multiprocessors), -(-M // design.rows))
-        return ZEROED + sums * blocks * design.parts * -(-N // 4) * 4 * _SUM_BYTES
+        vector = vector_of(self.metadata.operands)
+        parts = design.parts(M, N, vector, *self.scalars(multiprocessors))
+        return ZEROED + sums * parts * -(-N // 4) * 4 * _SUM_BYTES
 
     def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
         sums = _sums_among(names)

@@ -4,7 +4,8 @@
              is looked at again, from L2
     memory   its bandwidth, or less where too few bytes are on their way at a time: those of all
              CTAs that share a multiprocessor (Little's law)
-    waves    no less than one latency of the memory for each turn of each wave
+    waves    no less than one latency of the memory for each turn of each wave, and for each
+             vector of a thread where rows are streamed
     turns    what a CTA that takes several rows waits for between them
     maxima   an atomic of every CTA, which holds its place until it has returned
     lanes    what they tell each other of every vector
@@ -15,6 +16,7 @@ The constants are those of an H200.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kernel_api.arguments.norm import LayerNormArguments, NormArguments
@@ -29,8 +31,12 @@ from kernel_api.providers.cutedsl.h200 import (
 )
 from kernel_api.providers.cutedsl.norm.base import RowDesign, staged_bytes, vector_of
 
+#: What L2 keeps until it is read again.
+_L2_BYTES = 30e6
 #: Seconds from the request of a row to the end of what is done with it.
 _LATENCY = 1.5e-6
+#: Seconds that a thread waits for a vector where rows are streamed.
+_STEP = 0.27e-6
 #: Seconds of a launch.
 _OVERHEAD = 2.5e-6
 #: Bytes that a multiprocessor must have on their way to see all of its share of the memory.
@@ -97,13 +103,13 @@ def backward(
     design: RowDesign,
     operands: OperandsMetadata,
     resident: int,
-    parts_of_cta: int,
+    parts: Callable[[int, int, int, int], int],
 ) -> float:
     """Seconds.
 
     Args:
         resident: CTAs per multiprocessor.
-        parts_of_cta: Of each sum over rows.
+        parts: Of M, N, elements of a vector and CTAs at once, how many there are of each sum.
     """
     multiprocessors = multiprocessors_of(args.device)
     blocks = min(resident * multiprocessors, -(-args.M // design.rows))
@@ -112,10 +118,11 @@ def backward(
     sums = sum(name in args.further for name in ("dweight", "dbias"))
     if not sums:
         return seconds
-    part = 4 * args.N * sums
-    if not design.elements:  # read and written for every row
-        seconds += 2 * args.M * part / L2_BANDWIDTH
-    seconds += _OVERHEAD + 2 * blocks * parts_of_cta * part / L2_BANDWIDTH
+    if not design.elements:  # they are made of what is read again
+        read = _sizes(operands)["x"] + _sizes(operands)["dy"]
+        seconds += _OVERHEAD + args.M * args.N * read / BANDWIDTH
+    count = parts(args.M, args.N, vector_of(operands), resident * multiprocessors)
+    seconds += _OVERHEAD + 2 * count * 4 * args.N * sums / L2_BANDWIDTH
     return seconds
 
 
@@ -142,16 +149,35 @@ def _seconds(
     turns: int,
     waves: int,
 ) -> float:
-    sizes = {name: t.dtype.itemsize for name, t in operands.tensors.items() if t.dtype is not None}
+    sizes = _sizes(operands)
     read = sum(size for name, size in sizes.items() if name in ("x", "dy"))
     row = args.N * read
     ahead = max(design.stages - 1, _PART_OF_TIME)
     in_flight = resident * design.rows * row * ahead
     share = min(1.0, in_flight / _IN_FLIGHT)
+    multiprocessors = multiprocessors_of(args.device)
     seconds: float = args.M * args.N * sum(sizes.values()) / (BANDWIDTH * share)
     if not design.elements:
-        seconds += args.M * row / L2_BANDWIDTH
-    x = operands.tensors["x"].dtype
-    assert x is not None
-    seconds *= _VECTOR_COST[vector_of(operands) * x.itemsize]
-    return _OVERHEAD + max(seconds, turns * _LATENCY) + waves * _LATENCY / 4
+        seconds += _read_again(args.M * row, resident * design.rows * row * multiprocessors)
+    seconds *= _VECTOR_COST[vector_of(operands) * sizes["x"]]
+    of_row = _LATENCY + _STEP * _steps(args.N, design, operands)
+    return _OVERHEAD + max(seconds, turns * of_row) + waves * _LATENCY / 4
+
+
+def _sizes(operands: OperandsMetadata) -> dict[str, int]:
+    """Bytes of an element of each matrix."""
+    return {name: t.dtype.itemsize for name, t in operands.tensors.items() if t.dtype is not None}
+
+
+def _steps(N: int, design: RowDesign, operands: OperandsMetadata) -> int:
+    """Vectors of a row that is streamed, which a thread waits for one after the other, twice."""
+    if design.elements:
+        return 0
+    return 2 * -(-N // (design.threads_per_row * vector_of(operands)))
+
+
+def _read_again(amount: int, in_use: int) -> float:
+    """Seconds for so many bytes, of which so many are in use at a time: what L2 does not keep of
+    those comes from memory once more."""
+    kept = min(1.0, _L2_BYTES / max(min(in_use, amount), 1))
+    return amount * (kept / L2_BANDWIDTH + (1 - kept) / BANDWIDTH)
