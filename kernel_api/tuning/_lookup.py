@@ -8,11 +8,12 @@ from typing import Any
 from kernel_api import _locks, _log, provider
 from kernel_api._checks import require_arguments
 from kernel_api.arguments import Arguments
-from kernel_api.devices import torch_device
+from kernel_api.devices import target_of, torch_device
 from kernel_api.errors import KernelApiError
 from kernel_api.kernel import Kernel
 from kernel_api.tuning._environment import Environment
 from kernel_api.tuning._measurement import Measurement
+from kernel_api.tuning._nearby import FASTEST, expected_fastest
 from kernel_api.tuning._policy import Policy
 from kernel_api.tuning._problem import Problem
 from kernel_api.tuning._store import Store
@@ -29,12 +30,16 @@ _lock = _locks.lock()
 def tuned(args: Arguments, device: Any = None) -> Kernel | None:
     """The fastest kernel for the arguments, as far as anything was measured.
 
-    That is the fastest of those measured on this very problem; else on the nearest one: alike in
-    all but sizes, none of which is more than twice or less than half of its own (see
-    :meth:`Store.nearest`). It takes the arguments. None where nothing was measured in this
-    environment, with these versions and sources, by the usual policy (:meth:`Policy.usual`):
-    neither here nor before the library was released, for the GPUs that it has tables of. These
-    hold for any driver, and but for kernels of torch for any version of torch.
+    That is the fastest of those measured on this very problem. Else the nearest one is asked:
+    alike in all but sizes, none of which is more than twice or less than half of its own (see
+    :meth:`Store.nearest`). Of the three that were fastest there, and what the performance model
+    would choose, the one is taken that the model, corrected by what was measured there, expects to
+    be fastest; where they have no model, the fastest there.
+
+    It takes the arguments. None where nothing was measured in this environment, with these versions
+    and sources, by the usual policy (:meth:`Policy.usual`): neither here nor before the library was
+    released, for the GPUs that it has tables of. These hold for any driver, and but for kernels of
+    torch for any version of torch.
 
     What other processes measure meanwhile is seen after the next ``autotune`` (by
     :func:`changed`).
@@ -75,7 +80,7 @@ def _looked_up(args: Arguments, device: Any) -> Kernel | None:
         problem = Problem.of(args)
         kernel = _fastest(store, problem, args)
         if kernel is None and (nearest := store.nearest(problem)) is not None:
-            kernel = _fastest(store, nearest, args)
+            kernel = _of_nearby(store, nearest, args, device)
         return kernel
     except (KernelApiError, OSError) as error:
         logger.info("nothing that was tuned is used: %s", error)
@@ -86,6 +91,19 @@ def _fastest(store: Store, problem: Problem, args: Arguments) -> Kernel | None:
     """Of those measured on a problem that take the arguments."""
     kernels = (_kernel_of(row, args) for row in _fastest_first(store, problem))
     return next(filter(None, kernels), None)
+
+
+def _of_nearby(store: Store, nearest: Problem, args: Arguments, device: Any) -> Kernel | None:
+    """What is expected to be fastest by what was measured on a problem of other sizes."""
+    measured: dict[Kernel, float] = {}
+    for row in _fastest_first(store, nearest):
+        kernel = _kernel_of(row, args)
+        if kernel is not None and len(measured) < FASTEST:
+            measured[kernel] = row.median_us
+    if not measured:
+        return None
+    cc = None if args.device.type == "cuda" else target_of(device)
+    return expected_fastest(args, nearest, measured, cc)
 
 
 def _fastest_first(store: Store, problem: Problem) -> Iterator[Measurement]:

@@ -1,0 +1,139 @@
+"""What is taken for sizes that were not measured, by what was measured on others."""
+
+import pytest
+import torch
+
+import kernel_api as ka
+from kernel_api import fusions, masks
+from kernel_api._description import described, rebuilt
+from kernel_api.tuning import _nearby
+from kernel_api.tuning._problem import Problem
+
+BF16, F32, F8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
+def meta(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def product(M, N=512, K=256):
+    return ka.GemmArguments(meta(M, K), meta(N, K).T, meta(M, N))
+
+
+class Modelled:
+    """A kernel of tiles of so many rows, of which a GPU computes eight at a time."""
+
+    def __init__(self, rows, error=1.0):
+        self.rows, self.error = rows, error
+
+    def seconds(self, M):
+        """What it takes."""
+        return self.rows * -(-M // (8 * self.rows))
+
+    def predict(self, args):
+        assert args.device.type == "meta"
+        return self.error * self.seconds(args.M)
+
+
+class Unmodelled:
+    def predict(self, args):
+        return None
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What is taken for M, if `choice` is the model's, by kernels that were measured on 128 rows in
+    so many microseconds."""
+
+    def take(M, measured, choice):
+        monkeypatch.setattr(_nearby, "get_kernels", lambda args, cc: [choice])
+        return _nearby.expected_fastest(product(M), Problem.of(product(128)), measured)
+
+    return take
+
+
+def test_tiles_that_fill_a_gpu_once_are_not_taken_for_a_few_rows_more(taken):
+    small, large = Modelled(16), Modelled(32)
+    measured = {small: 16.0, large: 30.0}
+    assert taken(128, measured, small) is small
+    assert taken(129, measured, small) is large
+
+
+def test_a_model_that_is_wrong_about_a_kernel_is_corrected(taken):
+    praised, right = Modelled(16, error=0.5), Modelled(16)
+    assert taken(200, {right: 16.0, praised: 24.0}, praised) is right
+
+
+def test_the_choice_of_the_model_is_taken_where_what_was_fastest_does_not_suit(taken):
+    small, choice = Modelled(16), Modelled(40)
+    assert taken(256, {small: 16.0}, choice) is small
+    assert taken(260, {small: 16.0}, choice) is choice
+
+
+def test_a_choice_that_is_none_of_the_three_fastest_took_as_long_as_the_third(taken):
+    measured = {Modelled(16): 16.0, Modelled(16): 16.1, Modelled(16): 30.0}
+    choice = Modelled(16, error=0.9)
+    assert taken(120, measured, choice) is next(iter(measured))
+    assert taken(120, dict(list(measured.items())[:2]), choice) is choice
+
+
+def test_without_models_the_fastest_is_taken(taken):
+    first, second = Unmodelled(), Unmodelled()
+    assert taken(200, {first: 1.0, second: 2.0}, Modelled(16)) is first
+
+
+def test_a_kernel_without_a_model_changes_as_the_fastest_one_that_has_one(taken):
+    other, small, choice = Unmodelled(), Modelled(16), Modelled(40)
+    assert taken(120, {other: 15.0, small: 16.0}, choice) is other
+    assert taken(120, {small: 15.0, other: 16.0}, choice) is small
+    assert taken(260, {other: 15.0, small: 16.0}, choice) is choice
+
+
+def attention(S, **options):
+    Q, K = meta(2, 8, S, 64), meta(2, 2, S, 64)
+    return ka.SdpaArguments(Q, K, K.clone(), torch.empty_like(Q), **options)
+
+
+def scaled(M):
+    A = ka.ScaledOperand(meta(M, 256, dtype=F8), meta(M, dtype=F32), ka.ScaleMode.PER_ROW)
+    B = ka.ScaledOperand(meta(512, 256, dtype=F8).T, meta(512, dtype=F32), ka.ScaleMode.PER_ROW)
+    return ka.GemmArguments(A, B, meta(M, 512))
+
+
+def fused(M):
+    A, B = meta(M, 256), meta(512, 256).T
+    return fusions.gemm_bias_activation(A, B, bias=meta(512), alpha=0.3, out=meta(M, 512))
+
+
+def of_groups(T):
+    offsets = torch.empty(4, dtype=torch.int32, device="meta")
+    return ka.GroupedGemmArguments(meta(T, 256), meta(4, 512, 256).mT, meta(T, 512), offsets)
+
+
+def of_rows(M):
+    return ka.RmsNormArguments(meta(M, 512), meta(M, 512), weight=meta(512), eps=1e-3)
+
+
+def capped(score, b, h, q, kv):
+    return score * 0.5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        product,
+        scaled,
+        fused,
+        of_groups,
+        of_rows,
+        attention,
+        lambda S: attention(S, mask=masks.SlidingWindow(48, 0), scale=0.3),
+        lambda S: attention(S, score_mod=capped, lse=meta(2, 8, S, dtype=F32)),
+        lambda S: attention(S, mask=masks.Causal() & masks.SlidingWindow(16, 0)),
+    ],
+)
+def test_a_problem_has_its_sizes_again_and_the_rest_of_what_is_like_it(make):
+    args, nearby = make(96), Problem.of(make(128))
+    assert Problem.of(args).distance(nearby) is not None
+    there = rebuilt(_nearby._filled(described(args), nearby.to_dict()["arguments"]))
+    assert Problem.of(there) == nearby
