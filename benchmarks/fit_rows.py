@@ -1,8 +1,9 @@
 """Times that the performance model is fitted to: of all candidates, and of tuned problems.
 
-``load`` reads gemm-candidates.json. ``tuned`` reads what a tuner left: a table of
-``kernel_api/tuning/tables``, which has the fastest kernels of a problem, or tuning.json, which has
-all that were candidates. ``merged`` puts them together; what is newer wins.
+``load`` reads gemm-candidates.json, and of what a tuner timed in fewer rounds how many these were.
+``tuned`` reads what a tuner left: a table of ``kernel_api/tuning/tables``, which has the fastest
+kernels of a problem, or tuning.json, which has all that were candidates. ``merged`` puts them
+together; what is newer wins.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def load(path: Path) -> tuple[str, list[Measured]]:
     known = {name: _candidate(k["candidate"]) for name, k in kernels.items()}
     problems = []
     for row in found["problems"]:
+        rounds = row.get("rounds", {})
         times = tuple(
             Time(
                 name,
@@ -92,6 +94,7 @@ def load(path: Path) -> tuple[str, list[Measured]]:
                 known[name],
                 kernels[name]["factor"],
                 1e-6 * microseconds / kernels[name]["factor"],
+                _weight(rounds[name]) if name in rounds else 1.0,
             )
             for name, microseconds in row["times_us"].items()
             if name in known
@@ -183,11 +186,15 @@ def _measured(
         if name not in found or "candidate" not in known:
             continue
         (microseconds, rounds), factor = found[name], known["factor"]
-        candidate, weight = _candidate(known["candidate"]), rounds / (rounds + _HALF)
-        seconds = 1e-6 * microseconds / factor
+        candidate, seconds = _candidate(known["candidate"]), 1e-6 * microseconds / factor
+        weight = _weight(rounds)
         times.append(Time(name, known["family"], candidate, factor, seconds, weight, True))
     peers = [microseconds for name, (microseconds, _) in found.items() if name.startswith("torch")]
     return Measured(label, sizes, tuple(times), 1e-6 * min(peers) if peers else None)
+
+
+def _weight(rounds: int) -> float:
+    return rounds / (rounds + _HALF)
 
 
 # Together --------------------------------------------------------------------------------

@@ -291,6 +291,16 @@ def test_the_rows_of_the_suite_tuning_have_all_candidates(tmp_path):
     assert all(t.is_tuned for t in found.times)
 
 
+def test_times_of_few_rounds_weigh_less(rows, tmp_path):
+    found = json.loads(rows.read_text())
+    name = next(iter(found["problems"][0]["times_us"]))
+    found["problems"][0]["rounds"] = {name: 5}
+    (path := tmp_path / "rows.json").write_text(json.dumps(found))
+    weights = {time.kernel: time.weight for time in fit_rows.load(path)[1][0].times}
+    assert weights.pop(name) == 0.5
+    assert set(weights.values()) == {1.0}
+
+
 def test_newer_times_win_and_older_ones_are_shifted_by_the_ratio_of_clocks():
     older = [problem(time("a", 100), time("b", 120), time("c", 200), peer=150e-6)]
     newer = [problem(time("a", 110), time("d", 130))]

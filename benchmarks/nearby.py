@@ -1,0 +1,105 @@
+"""How good the choice is for sizes that were not tuned, by what was tuned of others.
+
+    python benchmarks/nearby.py [--rows FILE]
+
+Of the products in gemm-candidates-tuned.json, which has times of all that a tuner took for
+candidates on an H200, each is left out in turn: what ``kernel_api.tuned`` would take for it by the
+nearest of the others, what was fastest there, and what the performance model would choose, over the
+best of its own candidates. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import gemm_extremes
+import gemm_fp8_layers
+import gemm_layouts
+import gemm_models
+from tables import geometric_mean
+
+import kernel_api as ka
+from kernel_api.arguments import Arguments
+from kernel_api.kernel import Kernel
+from kernel_api.tuning._nearby import FASTEST, expected_fastest
+from kernel_api.tuning._problem import Problem
+
+ROWS = Path(__file__).parent / "results" / "h200" / "gemm-candidates-tuned.json"
+SUITES = (gemm_models, gemm_layouts, gemm_extremes, gemm_fp8_layers)
+CC = 90
+#: As :meth:`kernel_api.tuning.Store.nearest` has it.
+MOST_DISTANT = 1.0
+
+
+class Tuned(NamedTuple):
+    """A product, its kernels in the model's order, and microseconds of those that were timed."""
+
+    args: Arguments
+    problem: Problem
+    kernels: dict[str, Kernel]
+    times: dict[str, float]
+
+
+def load(path: Path) -> list[Tuned]:
+    known = {one.label: one for suite in SUITES for one in suite.SUITE.problems}
+    found = []
+    for row in json.loads(path.read_text())["problems"]:
+        args = known[row["problem"]].arguments("meta")
+        kernels = {k.metadata.kernel_name: k for k in ka.get_kernels(args, cc=CC)}
+        times = {name: us for name, us in row["times_us"].items() if name in kernels}
+        found.append(Tuned(args, Problem.of(args), kernels, times))
+    return found
+
+
+def nearest(one: Tuned, others: Iterable[Tuned]) -> Tuned | None:
+    distances = ((one.problem.distance(other.problem), other) for other in others)
+    near = [(d, other) for d, other in distances if d is not None and d[0] <= MOST_DISTANT]
+    return min(near, key=lambda found: (found[0], found[1].problem.text))[1] if near else None
+
+
+def choices(problems: Sequence[Tuned]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Of each that has another nearby: its name, and what choices take over the best."""
+    for one in problems:
+        other = nearest(one, (p for p in problems if p is not one))
+        if other is None:
+            continue
+        there = sorted(other.times, key=other.times.__getitem__)
+        usable = [name for name in there if name in one.kernels][:FASTEST]
+        measured = {one.kernels[name]: other.times[name] for name in usable}
+        taken = expected_fastest(one.args, other.problem, measured, CC)
+        chosen = {
+            "by what is nearby": taken.metadata.kernel_name,
+            "the fastest nearby": usable[0],
+            "by the model": next(iter(one.kernels)),
+        }
+        best = min(one.times.values())
+        yield (
+            str(one.args),
+            {how: one.times.get(name, float("nan")) / best for how, name in chosen.items()},
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=Path, default=ROWS, metavar="FILE")
+    found = list(choices(load(parser.parse_args(arguments).rows)))
+    for how in found[0][1]:
+        timed = [(of[how], name) for name, of in found if of[how] == of[how]]
+        ratios = [ratio for ratio, _ in timed]
+        print(
+            f"{how}: {len(found)} products, {len(found) - len(timed)} of which without a time; "
+            f"over the best: geometric mean {geometric_mean(ratios):.4f}, worst "
+            f"{max(timed)[0]:.3f} ({max(timed)[1]}), {sum(r > 1.08 for r in ratios)} above 1.08"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
