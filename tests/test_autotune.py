@@ -4,6 +4,7 @@ import contextlib
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from support.tuning import measured
 import kernel_api as ka
 from kernel_api import _disk_cache
 from kernel_api.errors import ArgumentError, CacheWarning, DeviceError, FilterError, NoKernelError
+from kernel_api.graph import _autotune as graph_autotune
 from kernel_api.providers.reference.norm import ReferenceRmsNorm, ReferenceRmsNormBackward
 from kernel_api.tuning import (
     Environment,
@@ -202,6 +204,19 @@ def test_the_nearest_problem_is_looked_for_only_if_the_very_one_is_unknown(regis
     tune(arguments(), registry.register(hostile.FastGemm), policy=None)
     monkeypatch.setattr(Store, "nearest", None)
     assert type(ka.tuned(arguments())) is hostile.FastGemm
+
+
+def test_plans_of_graphs_measure_what_was_measured_of_other_sizes_alone(registry, monkeypatch):
+    tune(arguments(), registry.register(hostile.SlowGemm, hostile.FastGemm), policy=None)
+    now = SimpleNamespace(kernel="measured now")
+    monkeypatch.setattr("kernel_api.tuning.autotune", lambda args: now)
+
+    def kernel_for(M):
+        step = SimpleNamespace(build=lambda take: arguments(M=M), with_kernel=lambda kernel: kernel)
+        return graph_autotune._tuned(step, torch.device("cpu"))
+
+    assert type(kernel_for(48)) is hostile.FastGemm
+    assert kernel_for(90) == "measured now"
 
 
 def test_one_call_forms_take_what_was_tuned(registry, monkeypatch):

@@ -101,11 +101,11 @@ def tuned_steps(steps: Iterable[Step], device: Any) -> list[Step]:
 
 def _tuned(step: KernelStep, device: Any) -> Step:
     from kernel_api.tuning import autotune as tune
-    from kernel_api.tuning import tuned
+    from kernel_api.tuning._lookup import measured
 
     try:
         args = step.build(_Memory(device).take)
-        kernel = tuned(args) or tune(args).kernel
+        kernel = measured(args) or tune(args).kernel
     except KernelApiError:
         return step
     return step.with_kernel(kernel) if kernel is not None else step
