@@ -113,11 +113,17 @@ class Problem:
 
         A size of 0 is infinitely far from any other. None for problems that are not alike.
         """
-        mine, its = self._data["sizes"], other._data["sizes"]  # canonical: their names are sorted
-        if self.likeness != other.likeness or mine.keys() != its.keys():
+        (names, mine), (its_names, its) = self._logarithms, other._logarithms
+        if self.likeness != other.likeness or names != its_names:
             return None
-        steps = [_step(size, its[name]) for name, size in mine.items()]
+        steps = [0.0 if a == b else abs(a - b) for a, b in zip(mine, its, strict=True)]
         return max(steps, default=0.0), sum(steps)
+
+    @cached_property
+    def _logarithms(self) -> tuple[tuple[str, ...], list[float]]:
+        """Names of the sizes, sorted as they are in the text, and log2 of them."""
+        sizes = self._data["sizes"]
+        return tuple(sizes), [math.log2(size) if size else -math.inf for size in sizes.values()]
 
     @cached_property
     def _data(self) -> Mapping[str, Any]:
@@ -127,12 +133,6 @@ class Problem:
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} = {size}" for name, size in self.sizes.items())
         return f"{self._data['arguments']['class'][1]} with {sizes} ({self.digest})"
-
-
-def _step(one: int, other: int) -> float:
-    if one == other:
-        return 0.0
-    return abs(math.log2(one / other)) if one and other else math.inf
 
 
 def _is_number(value: Any) -> bool:
