@@ -15,7 +15,8 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import gemm_extremes
 import gemm_fp8_layers
@@ -62,20 +63,31 @@ def nearest(one: Tuned, others: Iterable[Tuned]) -> Tuned | None:
     return min(near, key=lambda found: (found[0], found[1].problem.text))[1] if near else None
 
 
+def _row(one: Tuned, name: str) -> Any:
+    """As a table has it."""
+    kernel = SimpleNamespace(name=name)
+    return SimpleNamespace(
+        problem=one.problem, kernel=kernel, median_us=one.times[name], passed=True
+    )
+
+
 def choices(problems: Sequence[Tuned]) -> Iterator[tuple[str, dict[str, float]]]:
     """Of each that has another nearby: its name, and what choices take over the best."""
     for one in problems:
         other = nearest(one, (p for p in problems if p is not one))
         if other is None:
             continue
-        there = sorted(other.times, key=other.times.__getitem__)
-        usable = [name for name in there if name in one.kernels][:FASTEST]
-        measured = {one.kernels[name]: other.times[name] for name in usable}
-        taken = expected_fastest(one.args, other.problem, measured, CC)
+        there = sorted(other.times, key=other.times.__getitem__)[:FASTEST]
+        table = [_row(other, name) for name in there]
+        taken = {
+            one.kernels[row.kernel.name]: row for row in table if row.kernel.name in one.kernels
+        }
+        choice = next(iter(one.kernels.values()))
+        expected = expected_fastest(one.args, table, taken, choice) if taken else choice
         chosen = {
-            "by what is nearby": taken.metadata.kernel_name,
-            "the fastest nearby": usable[0],
-            "by the model": next(iter(one.kernels)),
+            "by what is nearby": expected.metadata.kernel_name,
+            "the fastest nearby": there[0],
+            "by the model": choice.metadata.kernel_name,
         }
         best = min(one.times.values())
         yield (

@@ -490,12 +490,13 @@ def _ranked(verdicts: Iterable[Verdict], args: Arguments) -> tuple[Kernel, ...]:
         provider = verdict.family._provider
         rank = provider.rank if provider is not None else 0
         for kernel in verdict.kernels:
-            seconds = _predicted(kernel, args)
+            seconds = predicted(kernel, args)
             order.append((rank, seconds is None, seconds or 0.0, len(order), kernel))
     return tuple(entry[-1] for entry in sorted(order, key=lambda entry: entry[:-1]))
 
 
-def _predicted(kernel: Kernel, args: Arguments) -> float | None:
+def predicted(kernel: Kernel, args: Arguments) -> float | None:
+    """Seconds by the kernel's performance model; None without one, or with a faulty one."""
     try:
         seconds = kernel.predict(args)
         if seconds is None:

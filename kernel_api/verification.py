@@ -438,7 +438,7 @@ class _Limits:
             worst = max(worst, _worst(error.abs(), self._allowed + allowance))
             norm, base_error = _norm(ref_rows), torch.where(finite, base_rows - ref_rows, 0.0)
             row_allowed = self._row * norm + _norm(allowance.expand_as(error))
-            row_allowed += self._allowed_of_lost(norm, _norm(base_error))
+            row_allowed = self._with_lost(row_allowed, norm, _norm(base_error))
             worst_row = max(worst_row, _worst(_norm(error), row_allowed))
         if worst > 1:
             text = f"largest error {largest:.3g}, {worst:.2f} of what is allowed"
@@ -448,13 +448,17 @@ class _Limits:
             return _failed(text, largest, worst_row)
         return Verification(True, max(worst, worst_row), largest)
 
-    def _allowed_of_lost(self, norm: Any, base_error: Any) -> Any:
-        """By row, what is allowed for having hardly a digit right, as the baseline has not: the
-        error of the worst of such rows where this one is like those, else that of the same row."""
+    def _with_lost(self, allowed: Any, norm: Any, base_error: Any) -> Any:
+        """What is allowed in rows, also for having hardly a digit right as the baseline has not:
+        the error of the worst of such rows where one is like those, else that of the same row. But
+        a row that is missing is not like one that the baseline has."""
         import torch
 
-        own = torch.where(base_error > _LOST * norm, base_error, 0.0)
-        return self._factor * torch.where(self._cancel(norm, base_error), self._worst_lost, own)
+        cancels = self._cancel(norm, base_error)
+        allowed = allowed + torch.where(cancels, self._factor * self._worst_lost, 0.0)
+        present = torch.maximum(base_error, (1 - _LOST) * norm)
+        own = torch.minimum(self._factor * base_error, present)
+        return torch.where(base_error > _LOST * norm, torch.maximum(allowed, own), allowed)
 
     def _cancel(self, norm: Any, base_error: Any) -> Any:
         """Whether rows cancel as those do of which the baseline has no digit: altogether; or

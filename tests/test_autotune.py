@@ -200,6 +200,32 @@ def test_what_was_tuned_is_looked_up_by_problem_and_by_the_nearest_size(registry
     assert ka.tuned(arguments(M=97)) is None  # more than twice
 
 
+class ModelledGemm(hostile.FastGemm):
+    """With a performance model."""
+
+    def predict(self, args):
+        return 1e-3
+
+
+class PraisedOnGpus(CpuGemm):
+    """A kernel of GPUs whose model promises much."""
+
+    devices = ("cuda",)
+
+    def predict(self, args):
+        return 1e-9
+
+
+def test_what_is_not_for_a_device_is_not_taken_for_it(registry):
+    tune(arguments(), registry.register(ModelledGemm), policy=None)
+    registry.register(PraisedOnGpus)
+    args = arguments(M=64)
+    meta = ka.GemmArguments(*(torch.empty_like(one, device="meta") for one in args.tensors))
+    assert type(ka.get_kernels(meta)[0]) is PraisedOnGpus
+    assert type(ka.tuned(args)) is ModelledGemm
+    assert type(ka.tuned(meta, "cpu")) is ModelledGemm
+
+
 def test_the_nearest_problem_is_looked_for_only_if_the_very_one_is_unknown(registry, monkeypatch):
     tune(arguments(), registry.register(hostile.FastGemm), policy=None)
     monkeypatch.setattr(Store, "nearest", None)

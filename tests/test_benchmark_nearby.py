@@ -23,6 +23,10 @@ def test_choices_for_sizes_that_were_not_tuned_are_near_the_best(found):
     assert max(of["by what is nearby"] for of in found) < 1.4
 
 
+def test_they_are_no_worse_than_those_of_a_model_that_was_fitted(found):
+    assert mean(found, "by what is nearby") < 1.005 * mean(found, "by the model")
+
+
 def test_they_are_better_than_what_was_fastest_nearby(found):
     timed = [of for of in found if of["the fastest nearby"] == of["the fastest nearby"]]
     assert mean(timed, "by what is nearby") < 0.96 * mean(timed, "the fastest nearby")

@@ -1,11 +1,14 @@
 """What is taken for sizes that were not measured, by what was measured on others."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import kernel_api as ka
 from kernel_api import fusions, masks
 from kernel_api._description import described, rebuilt
+from kernel_api.errors import PluginWarning
 from kernel_api.tuning import _nearby
 from kernel_api.tuning._problem import Problem
 
@@ -23,69 +26,130 @@ def product(M, N=512, K=256):
 class Modelled:
     """A kernel of tiles of so many rows, of which a GPU computes eight at a time."""
 
-    def __init__(self, rows, error=1.0):
-        self.rows, self.error = rows, error
+    def __init__(self, rows, error=1.0, least=0):
+        self.rows, self.error, self.least = rows, error, least
+        self.metadata = SimpleNamespace(kernel_name=f"kernel {id(self)}")
 
-    def seconds(self, M):
-        """What it takes."""
-        return self.rows * -(-M // (8 * self.rows))
+    def supports(self, args):
+        return self.least <= args.M
 
     def predict(self, args):
         assert args.device.type == "meta"
-        return self.error * self.seconds(args.M)
+        return self.error * self.rows * -(-args.M // (8 * self.rows))
 
 
-class Unmodelled:
+class Unmodelled(Modelled):
+    def __init__(self):
+        super().__init__(1)
+
     def predict(self, args):
         return None
 
 
-@pytest.fixture
-def taken(monkeypatch):
-    """What is taken for M, if `choice` is the model's, by kernels that were measured on 128 rows in
-    so many microseconds."""
+class Faulty(Modelled):
+    @classmethod
+    def provider_name(cls):
+        return "mine"
 
-    def take(M, measured, choice):
-        monkeypatch.setattr(_nearby, "get_kernels", lambda args, cc: [choice])
-        return _nearby.expected_fastest(product(M), Problem.of(product(128)), measured)
-
-    return take
+    def predict(self, args):
+        raise ValueError("no such size")
 
 
-def test_tiles_that_fill_a_gpu_once_are_not_taken_for_a_few_rows_more(taken):
+def taken(M, measured, choice=None, failed=(), untaken=()):
+    """What is taken for M rows, if `choice` is the model's, by kernels that were measured on 128
+    rows in so many microseconds: all of them but `untaken` take M rows, and `failed` did not pass.
+    """
+    problem = Problem.of(product(128))
+    rows = {
+        kernel: SimpleNamespace(
+            problem=problem,
+            kernel=SimpleNamespace(name=kernel.metadata.kernel_name),
+            median_us=microseconds,
+            passed=kernel not in failed,
+        )
+        for kernel, microseconds in measured.items()
+    }
+    usable = [k for k in rows if k not in failed and k not in untaken][: _nearby.FASTEST]
+    fastest = {kernel: rows[kernel] for kernel in usable}
+    return _nearby.expected_fastest(product(M), [*rows.values()], fastest, choice)
+
+
+def test_tiles_that_fill_a_gpu_once_are_not_taken_for_a_few_rows_more():
     small, large = Modelled(16), Modelled(32)
     measured = {small: 16.0, large: 30.0}
     assert taken(128, measured, small) is small
     assert taken(129, measured, small) is large
 
 
-def test_a_model_that_is_wrong_about_a_kernel_is_corrected(taken):
+def test_a_model_that_is_wrong_about_a_kernel_is_corrected():
     praised, right = Modelled(16, error=0.5), Modelled(16)
     assert taken(200, {right: 16.0, praised: 24.0}, praised) is right
 
 
-def test_the_choice_of_the_model_is_taken_where_what_was_fastest_does_not_suit(taken):
+def test_the_choice_of_the_model_is_taken_where_what_was_fastest_does_not_suit():
     small, choice = Modelled(16), Modelled(40)
     assert taken(256, {small: 16.0}, choice) is small
     assert taken(260, {small: 16.0}, choice) is choice
 
 
-def test_a_choice_that_is_none_of_the_three_fastest_took_as_long_as_the_third(taken):
-    measured = {Modelled(16): 16.0, Modelled(16): 16.1, Modelled(16): 30.0}
+def three(*microseconds):
+    """Kernels with rows, all of them the same but for their times."""
+    return {Modelled(16): one for one in microseconds}
+
+
+@pytest.mark.parametrize(("third", "is_taken"), [(30.0, True), (40.0, False)])
+def test_a_choice_that_is_none_of_the_three_fastest_took_as_long_as_the_third(third, is_taken):
+    """It has one round for 200 rows as for 128, the others two: the fastest needs 32 us."""
+    measured, choice = three(16.0, 16.1, third), Modelled(32, error=0.5)
+    assert taken(200, measured, choice) is (choice if is_taken else next(iter(measured)))
+
+
+def test_two_rows_say_nothing_of_what_else_was_measured():
     choice = Modelled(16, error=0.9)
+    assert taken(120, three(16.0, 16.1), choice) is choice
+    assert taken(120, three(16.0, 16.1, 16.2), choice) is not choice
+
+
+def test_rows_of_kernels_that_do_not_take_the_sizes_say_nothing_either():
+    staged, slow = Modelled(16), three(60.0, 61.0, 62.0)
+    choice = Modelled(16, error=0.9)
+    assert taken(120, {staged: 16.0, **slow}, choice, untaken={staged}) is choice
+
+
+def test_a_choice_that_cannot_run_on_the_other_sizes_was_not_slow_there():
+    choice = Modelled(16, error=0.9)
+    choice.supports = lambda args: args.M < 128
+    assert taken(120, three(16.0, 16.1, 30.0), choice) is choice
+
+
+@pytest.mark.parametrize("microseconds", [1000.0, 17.0])
+def test_a_choice_with_a_row_takes_what_it_says(microseconds):
+    choice = Modelled(16, error=0.5)
+    measured = {**three(16.0, 16.5, 16.6), choice: microseconds}
     assert taken(120, measured, choice) is next(iter(measured))
-    assert taken(120, dict(list(measured.items())[:2]), choice) is choice
 
 
-def test_without_models_the_fastest_is_taken(taken):
+def test_a_choice_that_failed_is_not_taken():
+    choice = Modelled(16, error=0.1)
+    measured = {**three(16.0), choice: 0.0}
+    assert taken(120, measured, choice, failed={choice}) is next(iter(measured))
+
+
+def test_without_models_the_fastest_is_taken():
     first, second = Unmodelled(), Unmodelled()
     assert taken(200, {first: 1.0, second: 2.0}, Modelled(16)) is first
 
 
-def test_a_kernel_without_a_model_changes_as_the_fastest_one_that_has_one(taken):
-    other, small, choice = Unmodelled(), Modelled(16), Modelled(40)
-    assert taken(120, {other: 15.0, small: 16.0}, choice) is other
-    assert taken(120, {small: 15.0, other: 16.0}, choice) is small
+def test_a_faulty_model_is_none():
+    first, second = Faulty(16), Faulty(16)
+    with pytest.warns(PluginWarning, match="without a prediction: ValueError: no such size"):
+        assert taken(200, {first: 1.0, second: 2.0}, Faulty(16)) is first
+
+
+def test_a_kernel_without_a_model_changes_as_the_fastest_one_that_has_one():
+    other, small, large, choice = Unmodelled(), Modelled(16), Modelled(64), Modelled(40)
+    assert taken(120, {other: 15.0, small: 16.0, large: 90.0}, choice) is other
+    assert taken(120, {small: 15.0, other: 16.0, large: 90.0}, choice) is small
     assert taken(260, {other: 15.0, small: 16.0}, choice) is choice
 
 

@@ -422,6 +422,25 @@ def test_rows_that_a_type_hardly_holds_may_be_off_as_the_baseline_is_in_the_same
     assert "a row is off" in compare(lost.to(right.dtype), ref, right).reason
 
 
+@pytest.mark.parametrize("factor", [2.0, 3.0])
+def test_a_row_may_be_off_by_no_more_than_the_baseline_allows_or_is_missing(factor):
+    draw = torch.Generator().manual_seed(0)
+    ref, noise = (torch.randn(64, 96, generator=draw, dtype=torch.float64) for _ in range(2))
+    ref[0] *= 1000  # the norm of row 1 is nothing beside its error
+    base = ref * (1 + 1e-4 * noise)
+    away = noise / noise.norm(dim=1, keepdim=True) * ref.norm(dim=1, keepdim=True)
+    base[:2] += 0.27 * away[:2]
+
+    def judged(row):
+        out = ref.clone()
+        out[1] = row
+        return compare(out.float(), ref, base, factor=factor)
+
+    assert judged(ref[1] + 0.27 * 0.95 * factor * away[1])
+    for wrong in (torch.zeros(96), ref[1] + 0.27 * 1.05 * factor * away[1]):
+        assert "a row is off" in judged(wrong).reason
+
+
 def test_an_infinity_that_is_rightly_rounded_passes_where_torch_has_a_nan():
     ref = torch.tensor([[7e4, 1.0, 2.0]], dtype=torch.float64)
     base = torch.tensor([[math.nan, 1.0, 2.0]], dtype=torch.float16)

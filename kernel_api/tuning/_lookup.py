@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from itertools import islice
 from typing import Any
 
 from kernel_api import _locks, _log, provider
 from kernel_api._checks import require_arguments
 from kernel_api.arguments import Arguments
 from kernel_api.devices import target_of, torch_device
+from kernel_api.discovery import get_kernels
 from kernel_api.errors import KernelApiError
 from kernel_api.kernel import Kernel
 from kernel_api.tuning._environment import Environment
@@ -105,15 +107,18 @@ def _fastest(store: Store, problem: Problem, args: Arguments) -> Kernel | None:
 
 def _of_nearby(store: Store, nearest: Problem, args: Arguments, device: Any) -> Kernel | None:
     """What is expected to be fastest by what was measured on a problem of other sizes."""
-    measured: dict[Kernel, float] = {}
-    for row in _fastest_first(store, nearest):
-        kernel = _kernel_of(row, args)
-        if kernel is not None and len(measured) < FASTEST:
-            measured[kernel] = row.median_us
-    if not measured:
-        return None
+    rows = store.measurements(nearest)
+    kernels = ((_kernel_of(row, args), row) for row in rows)
+    found = ((kernel, row) for kernel, row in kernels if kernel is not None)
+    taken = dict(islice(found, FASTEST))
+    return expected_fastest(args, rows, taken, _choice(args, device)) if taken else None
+
+
+def _choice(args: Arguments, device: Any) -> Kernel | None:
+    """What the performance model would choose for a device."""
     cc = None if args.device.type == "cuda" else target_of(device)
-    return expected_fastest(args, nearest, measured, cc)
+    offered = get_kernels(args, cc=cc)
+    return next((kernel for kernel in offered if device.type in kernel.devices), None)
 
 
 def _fastest_first(store: Store, problem: Problem) -> Iterator[Measurement]:

@@ -3,26 +3,29 @@
 What is fastest there need not be here: if tiles fill a GPU once, a few more take twice as long. The
 performance model knows that, and what was measured knows how wrong the model is. So the three that
 were fastest there, and the one that the model would choose, are expected to take what the model
-says of them here, times what they took there over what the model says of there. Where the model's
-choice is none of the three, it took at least as long as the third. To a kernel without a model a
+says of them here, times what they took there over what the model says of there.
+
+The model's choice may have no row. If it could have run there it is none of the three fastest, of
+which a table has no more: it took at least as long as the third. To a kernel without a model a
 change of sizes does what it does to the fastest one that has a model; if none has, what was fastest
 there is taken.
 
-Each of 159 products that were tuned on an H200 by the nearest one of the others: what is taken so
-needs 1.7 % more than the best of all candidates, the model's choice 1.8 %, what was fastest there
-10 %.
+Each of 159 products that were tuned on an H200 by the nearest one of the others
+(``benchmarks/nearby.py``): what is taken so needs 1.5 % more than the best of all candidates, as
+the model's choice does, 1.6 %; what was fastest there, where it is a candidate at all, 8 %.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kernel_api._description import described, rebuilt
 from kernel_api.arguments import Arguments
-from kernel_api.discovery import get_kernels
+from kernel_api.discovery import predicted
 from kernel_api.kernel import Kernel
+from kernel_api.tuning._measurement import Measurement
 from kernel_api.tuning._problem import Problem
 
 #: Kernels that are looked at, of those that were measured: a table has no more.
@@ -30,30 +33,39 @@ FASTEST = 3
 
 
 def expected_fastest(
-    args: Arguments, nearby: Problem, measured: Mapping[Kernel, float], cc: Any = None
+    args: Arguments,
+    rows: Sequence[Measurement],
+    taken: Mapping[Kernel, Measurement],
+    choice: Kernel | None,
 ) -> Kernel:
-    """Of the fastest that were measured on a problem that is like the arguments, and take them, in
-    microseconds and in that order; and of the one that the model would choose.
+    """The one that is expected to be.
 
     Args:
-        cc: As ``get_kernels`` takes it.
+        rows: Of a problem that is like the arguments, fastest first.
+        taken: Those of them whose kernels passed and take the arguments: the first ``FASTEST``, or
+            fewer if there are no more.
+        choice: Of the performance model, for the arguments.
     """
-    sizes = _Sizes(args, nearby)
-    said = {kernel: sizes.said_by(kernel) for kernel in measured}
+    sizes = _Sizes(args, rows[0].problem)
+    measured = {kernel: row.median_us for kernel, row in taken.items()}
+    said = {kernel: sizes.said_by(kernel) for kernel in taken}
     modelled = {kernel: one for kernel, one in said.items() if one is not None}
     if not modelled:
-        return next(iter(measured))
+        return next(iter(taken))
     wrong = {kernel: measured[kernel] / there for kernel, (_, there) in modelled.items()}
     expected = {kernel: here * wrong[kernel] for kernel, (here, _) in modelled.items()}
     fastest = next(iter(modelled))
     change = expected[fastest] / measured[fastest]
-    expected |= {kernel: change * measured[kernel] for kernel in measured if kernel not in modelled}
-    choice = get_kernels(args, cc=cc)[0]
-    said_of_choice = None if choice in measured else sizes.said_by(choice)
-    if said_of_choice is not None:
+    expected |= {kernel: change * measured[kernel] for kernel in taken if kernel not in modelled}
+    said_of_choice = None if choice is None or choice in taken else sizes.said_by(choice)
+    if choice is not None and said_of_choice is not None:
         here, there = said_of_choice
-        least = max(measured.values()) / there if len(measured) == FASTEST else 0.0
-        expected[choice] = here * max(statistics.median(wrong.values()), least)
+        row = next((one for one in rows if one.kernel.name == choice.metadata.kernel_name), None)
+        if row is None:
+            least = sizes.least(choice, rows, taken) / there
+            expected[choice] = here * max(statistics.median(wrong.values()), least)
+        elif row.passed:
+            expected[choice] = here * row.median_us / there
     return min(expected, key=expected.__getitem__)
 
 
@@ -67,8 +79,17 @@ class _Sizes:
 
     def said_by(self, kernel: Kernel) -> tuple[float, float] | None:
         """Seconds by the kernel's model, of the arguments and of the problem; None without one."""
-        here, there = kernel.predict(self._here), kernel.predict(self._there)
+        here, there = predicted(kernel, self._here), predicted(kernel, self._there)
         return (here, there) if here is not None and there else None
+
+    def least(
+        self, kernel: Kernel, rows: Sequence[Measurement], taken: Mapping[Kernel, Measurement]
+    ) -> float:
+        """Microseconds that a kernel without a row took at least; 0 if it could not run, or if more
+        than those that are taken were faster."""
+        could_run, first = kernel.supports(self._there), [*taken.values()]
+        are_fastest = len(first) == FASTEST and first == [*rows[:FASTEST]]
+        return first[-1].median_us if could_run and are_fastest else 0.0
 
 
 def _filled(description: Any, problem: Any) -> Any:
