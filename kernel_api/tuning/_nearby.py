@@ -57,16 +57,34 @@ def expected_fastest(
     fastest = next(iter(modelled))
     change = expected[fastest] / measured[fastest]
     expected |= {kernel: change * measured[kernel] for kernel in taken if kernel not in modelled}
-    said_of_choice = None if choice is None or choice in taken else sizes.said_by(choice)
-    if choice is not None and said_of_choice is not None:
-        here, there = said_of_choice
-        row = next((one for one in rows if one.kernel.name == choice.metadata.kernel_name), None)
-        if row is None:
-            least = sizes.least(choice, rows, taken) / there
-            expected[choice] = here * max(statistics.median(wrong.values()), least)
-        elif row.passed:
-            expected[choice] = here * row.median_us / there
+    if choice is not None and choice not in taken:
+        usual = statistics.median(wrong.values())
+        seconds = _expected_of_choice(choice, sizes, rows, taken, usual)
+        if seconds is not None:
+            expected[choice] = seconds
     return min(expected, key=expected.__getitem__)
+
+
+def _expected_of_choice(
+    choice: Kernel,
+    sizes: _Sizes,
+    rows: Sequence[Measurement],
+    taken: Mapping[Kernel, Measurement],
+    usual: float,
+) -> float | None:
+    """None for one that has no model, or failed. The usual ratio of a time to what a model says is
+    that of one without a row, unless it must have been slower."""
+    said = sizes.said_by(choice)
+    if said is None:
+        return None
+    here, there = said
+    row = next((one for one in rows if one.kernel.name == choice.metadata.kernel_name), None)
+    if row is not None:
+        return here * row.median_us / there if row.passed else None
+    first = [*taken.values()]
+    are_fastest = len(first) == FASTEST and first == [*rows[:FASTEST]]
+    could_be_faster = not are_fastest or not sizes.suit(choice)
+    return here * (usual if could_be_faster else max(usual, first[-1].median_us / there))
 
 
 class _Sizes:
@@ -82,14 +100,9 @@ class _Sizes:
         here, there = predicted(kernel, self._here), predicted(kernel, self._there)
         return (here, there) if here is not None and there else None
 
-    def least(
-        self, kernel: Kernel, rows: Sequence[Measurement], taken: Mapping[Kernel, Measurement]
-    ) -> float:
-        """Microseconds that a kernel without a row took at least; 0 if it could not run, or if more
-        than those that are taken were faster."""
-        could_run, first = kernel.supports(self._there), [*taken.values()]
-        are_fastest = len(first) == FASTEST and first == [*rows[:FASTEST]]
-        return first[-1].median_us if could_run and are_fastest else 0.0
+    def suit(self, kernel: Kernel) -> bool:
+        """Whether a kernel could run on the problem's."""
+        return bool(kernel.supports(self._there))
 
 
 def _filled(description: Any, problem: Any) -> Any:
