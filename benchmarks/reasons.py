@@ -1,7 +1,7 @@
 """Why a product is slower than its peer, as far as the rows tell: what the choice loses against the
 best of all our candidates, and how much of what the multiprocessors compute is of the matrix.
 
-Both are facts of the kernel that was timed, not guesses: the first from ``gemm-candidates.json``,
+Both are facts of the kernel that was timed, not guesses: the first from the times of candidates,
 the second from its tiles.
 """
 
@@ -15,7 +15,8 @@ from typing import Any
 
 from kernel_api.providers.cutedsl.gemm.sm90_design import resident_clusters
 
-CANDIDATES = "gemm-candidates.json"
+#: Newer ones win.
+CANDIDATES = ("gemm-candidates.json", "gemm-candidates-tuned.json")
 
 #: A choice that loses less is as good as the best, and tiles that are filled so far are full.
 _NOTICED, _FULL = 0.02, 0.95
@@ -29,18 +30,19 @@ Row = dict[str, Any]
 class Candidates:
     """The times of all our kernels for the problems that the model is fitted to.
 
-    found: As in the file; None: there is none, and nothing is known.
+    files: As they are, older ones first.
     """
 
-    def __init__(self, found: dict[str, Any] | None) -> None:
-        found = found or {"kernels": {}, "problems": []}
-        self._designs = {name: one["candidate"] for name, one in found["kernels"].items()}
-        self._times = {one["problem"]: one["times_us"] for one in found["problems"]}
+    def __init__(self, *files: dict[str, Any]) -> None:
+        self._designs = {n: k["candidate"] for file in files for n, k in file["kernels"].items()}
+        self._times = [
+            {one["problem"]: one["times_us"] for one in file["problems"]} for file in files
+        ]
 
     @classmethod
     def beside(cls, folder: Path) -> Candidates:
-        path = folder / CANDIDATES
-        return cls(json.loads(path.read_text()) if path.exists() else None)
+        paths = (folder / name for name in CANDIDATES)
+        return cls(*(json.loads(path.read_text()) for path in paths if path.exists()))
 
     def reason(self, row: Row) -> str:
         """What is known of a row; nothing of one that is ahead of its peer, or of no candidate."""
@@ -54,10 +56,11 @@ class Candidates:
 
     def _choice(self, row: Row) -> str | None:
         """What the choice loses; nothing if it does not, None if that is not known."""
-        times = self._times.get(row["problem"], {})
-        chosen = times.get(row["subject"])
-        if chosen is None:
+        known = (file.get(row["problem"], {}) for file in reversed(self._times))
+        times = next((one for one in known if row["subject"] in one), None)
+        if times is None:
             return None
+        chosen = times[row["subject"]]
         best = min(times, key=lambda name: times[name])
         lost = 1 - times[best] / chosen
         if lost < _NOTICED:

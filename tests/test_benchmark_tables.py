@@ -171,6 +171,18 @@ def test_a_reason_says_what_the_choice_loses():
     assert "choice" not in reason(times={**times, "tile64x128x64_b": 9.9})
 
 
+def test_newer_times_of_a_choice_win():
+    row = {"problem": PROBLEM, "subject": "tile_a", "ratio": 0.9, "env": {}}
+
+    def file(**times):
+        kernels = {name: {"candidate": DESIGN} for name in times}
+        return {"kernels": kernels, "problems": [{"problem": PROBLEM, "times_us": times}]}
+
+    older, newer = file(tile_a=10.0, tile_b=9.0), file(tile_a=10.0, tile_c=8.0)
+    assert "20% less" in Candidates(older, newer).reason(row)
+    assert "10% less" in Candidates(older, file(tile_c=8.0)).reason(row)
+
+
 @pytest.mark.parametrize(
     ("words", "problem", "design"),
     [
@@ -202,7 +214,7 @@ def test_nothing_is_said_of_what_is_not_known():
 
 def test_what_is_ahead_or_no_candidate_needs_no_reason():
     assert reason(ratio=1.0) == ""
-    assert Candidates(None).reason({"subject": "x", "ratio": 0.5}) == ""
+    assert Candidates().reason({"subject": "x", "ratio": 0.5}) == ""
 
 
 def test_reasons_stand_beside_the_worst(tmp_path):
