@@ -499,8 +499,8 @@ def predicted(kernel: Kernel, args: Arguments) -> float | None:
     """Seconds by the kernel's performance model; None without one, or with a faulty one."""
     try:
         seconds = kernel.predict(args)
-        if seconds is None:
-            return None
+        if seconds is None or (type(seconds) is float and 0.0 <= seconds < math.inf):
+            return seconds
         is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
         if is_number and math.isfinite(seconds) and seconds >= 0:
             return float(seconds)

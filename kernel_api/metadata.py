@@ -314,7 +314,15 @@ class KernelMetadata:
 
     def runs_on(self, device: Target) -> bool:
         """Whether one of the targets does."""
-        return any(one.runs_on(device) for one in self.parsed_targets)
+        known, cc = self._runs_on, device.cc
+        if cc not in known:
+            known[cc] = any(one.runs_on(device) for one in self.parsed_targets)
+        return known[cc]
+
+    @cached_property
+    def _runs_on(self) -> dict[int, bool]:
+        """By compute capability, as every query asks of every kernel."""
+        return {}
 
     @property
     def provider(self) -> str:
