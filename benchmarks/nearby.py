@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -33,8 +33,6 @@ from kernel_api.tuning._problem import Problem
 ROWS = Path(__file__).parent / "results" / "h200" / "gemm-candidates-tuned.json"
 SUITES = (gemm_models, gemm_layouts, gemm_extremes, gemm_fp8_layers)
 CC = 90
-#: As :meth:`kernel_api.tuning.Store.nearest` has it.
-MOST_DISTANT = 1.0
 
 
 class Tuned(NamedTuple):
@@ -57,12 +55,6 @@ def load(path: Path) -> list[Tuned]:
     return found
 
 
-def nearest(one: Tuned, others: Iterable[Tuned]) -> Tuned | None:
-    distances = ((one.problem.distance(other.problem), other) for other in others)
-    near = [(d, other) for d, other in distances if d is not None and d[0] <= MOST_DISTANT]
-    return min(near, key=lambda found: (found[0], found[1].problem.text))[1] if near else None
-
-
 def _row(one: Tuned, name: str) -> Any:
     """As a table has it."""
     kernel = SimpleNamespace(name=name)
@@ -73,10 +65,12 @@ def _row(one: Tuned, name: str) -> Any:
 
 def choices(problems: Sequence[Tuned]) -> Iterator[tuple[str, dict[str, float]]]:
     """Of each that has another nearby: its name, and what choices take over the best."""
+    known = {one.problem: one for one in problems}
     for one in problems:
-        other = nearest(one, (p for p in problems if p is not one))
-        if other is None:
+        near = one.problem.near(known.keys() - {one.problem})
+        if not near:
             continue
+        other = known[near[0]]
         there = sorted(other.times, key=other.times.__getitem__)[:FASTEST]
         table = [_row(other, name) for name in there]
         taken = {

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 import torch
-from support.tuning import ENVIRONMENT, OTHER, measured, problem, some_kernels
+from support.tuning import ENVIRONMENT, OTHER, files, measured, problem, some_kernels
 
 from kernel_api.errors import ArgumentError, CacheWarning
 from kernel_api.tuning import (
@@ -33,10 +33,6 @@ def kernels():
 @pytest.fixture
 def store(tmp_path):
     return Store(tmp_path / "tuning", ENVIRONMENT)
-
-
-def files(store):
-    return sorted(path for path in store.folder.rglob("*") if path.is_file())
 
 
 # Lookups ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.tuning import ENVIRONMENT, measured, problem, some_kernels
+from support.tuning import ENVIRONMENT, files, measured, problem, some_kernels
 
 from kernel_api.tuning import Store
 
@@ -24,17 +24,13 @@ def store(tmp_path):
     return Store(tmp_path / "tuning", ENVIRONMENT)
 
 
-def files(store):
-    return [path for path in store.folder.rglob("*") if path.is_file()]
-
-
 @pytest.mark.parametrize("look", [lambda s: list(s.rows()), Store.verify, Store.prune])
 def test_a_folder_that_another_process_removes_meanwhile_is_passed_over(
     store, kernels, monkeypatch, look
 ):
     for size in (256, 512):
         store.record(measured(kernels[0], problem(size), 2.0))
-    scandir, gone = os.scandir, sorted(files(store))[0].parent
+    scandir, gone = os.scandir, files(store)[0].parent
 
     def removed_before(path="."):
         if os.fspath(path) == str(gone) and gone.exists():

@@ -34,7 +34,7 @@ def tuned(args: Arguments, device: Any = None) -> Kernel | None:
 
     That is the fastest of those measured on this very problem. Else the nearest one is asked:
     alike in all but sizes, none of which is more than twice or less than half of its own (see
-    :meth:`Store.nearest`). Of the three that were fastest there, and what the performance model
+    :meth:`Problem.near`). Of the three that were fastest there, and what the performance model
     would choose, the one is taken that the model, corrected by what was measured there, expects to
     be fastest; where they have no model, the fastest there.
 
@@ -59,7 +59,7 @@ def tuned(args: Arguments, device: Any = None) -> Kernel | None:
         return _found[key]
     except KeyError:
         pass
-    kernel = _looked_up(args, place)
+    kernel = _looked_up(args, place, nearby=True)
     with _lock:
         if len(_found) >= _KEPT:
             _found.clear()
@@ -69,12 +69,7 @@ def tuned(args: Arguments, device: Any = None) -> Kernel | None:
 
 def measured(args: Arguments) -> Kernel | None:
     """The fastest kernel of those measured on this very problem, on the operands' device."""
-    try:
-        store = _store(args.device)
-        return None if store is None else _fastest(store, Problem.of(args), args)
-    except (KernelApiError, OSError) as error:
-        logger.info("nothing that was tuned is used: %s", error)
-    return None
+    return _looked_up(args, args.device, nearby=False)
 
 
 def changed() -> None:
@@ -84,14 +79,15 @@ def changed() -> None:
     provider.registry_changed()
 
 
-def _looked_up(args: Arguments, device: Any) -> Kernel | None:
+def _looked_up(args: Arguments, device: Any, *, nearby: bool) -> Kernel | None:
+    """nearby: Whether other sizes are asked where these were not measured."""
     try:
         store = _store(device)
         if store is None:
             return None
         problem = Problem.of(args)
         kernel = _fastest(store, problem, args)
-        if kernel is None and (nearest := store.nearest(problem)) is not None:
+        if kernel is None and nearby and (nearest := store.nearest(problem)) is not None:
             kernel = _of_nearby(store, nearest, args, device)
         return kernel
     except (KernelApiError, OSError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,18 @@ class Problem:
             return None
         steps = [0.0 if a == b else abs(a - b) for a, b in zip(mine, its, strict=True)]
         return max(steps, default=0.0), sum(steps)
+
+    def near(self, others: Iterable[Problem]) -> list[Problem]:
+        """Those that are alike in all but the sizes (see :attr:`likeness`), none of which is more
+        than twice as large, or less than half as large. Nearest, and first, is where the largest
+        |log2| of the ratios of sizes is smallest; ties go by the sum of these, then by the text.
+        """
+        found = []
+        for one in others:
+            distance = self.distance(one)
+            if distance is not None and distance[0] <= 1:
+                found.append((distance, one.text, one))
+        return [one for *_, one in sorted(found)]
 
     @cached_property
     def _logarithms(self) -> tuple[tuple[str, ...], list[float]]:

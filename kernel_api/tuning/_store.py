@@ -150,18 +150,9 @@ class Store(RowFiles):
         return self._measurement(row, problem)
 
     def nearest(self, problem: Problem) -> Problem | None:
-        """The problem with a kernel that passed whose sizes are nearest, of those that are alike.
-
-        Alike is all but the sizes (see :attr:`Problem.likeness`). Nearest is where the largest
-        |log2| of the ratios of M, N, K and L is smallest, and it is at most 1: no size is more
-        than twice, or less than half of it. Ties go by the sum of these, then by the text.
-        """
-        near = []
-        for one in self._problems_like(problem.likeness):
-            distance = problem.distance(one)
-            if distance is not None and distance[0] <= 1:
-                near.append((distance, one.text, one))
-        return next((one for *_, one in sorted(near) if self.best(one) is not None), None)
+        """The first of those that are near (see :meth:`Problem.near`) with a kernel that passed."""
+        near = problem.near(self._problems_like(problem.likeness))
+        return next((one for one in near if self.best(one) is not None), None)
 
     def _problems_like(self, likeness: str) -> frozenset[Problem]:
         """Those that rows are of; ours are read again where a problem has come or gone."""

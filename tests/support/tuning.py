@@ -41,6 +41,11 @@ def measured(kernel, what, *times, environment=ENVIRONMENT, **fields):
     )
 
 
+def files(store):
+    """All of a store, sorted."""
+    return sorted(path for path in store.folder.rglob("*") if path.is_file())
+
+
 def some_kernels():
     """Three, for any problem of these."""
     found = ka.get_kernels(arguments(), cc=90, providers=["cutedsl"])[:3]

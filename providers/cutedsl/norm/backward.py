@@ -152,10 +152,12 @@ class NormBackward(NormKernel):
     def _workspace_bytes(self, M: int, N: int, sums: int, multiprocessors: int) -> int:
         if not sums:
             return 0
+        return ZEROED + sums * self._parts(M, N, multiprocessors) * -(-N // 4) * 4 * _SUM_BYTES
+
+    def _parts(self, M: int, N: int, multiprocessors: int) -> int:
         design: NormBackwardDesign = self._design
         vector = vector_of(self.metadata.operands)
-        parts = design.parts(M, N, vector, *self.scalars(multiprocessors))
-        return ZEROED + sums * parts * -(-N // 4) * 4 * _SUM_BYTES
+        return design.parts(M, N, vector, *self.scalars(multiprocessors))
 
     def _workspace_finder(self, names: tuple[str, ...]) -> WorkspaceFinder:
         sums = _sums_among(names)
@@ -173,7 +175,8 @@ class NormBackward(NormKernel):
     def predict(self, args: Any) -> float:
         design = self._design
         operands = self.metadata.operands
-        return model.backward(args, design, operands, design.resident, design.parts)
+        parts = self._parts(args.M, args.N, multiprocessors_of(args.device))
+        return model.backward(args, design, operands, design.resident, parts)
 
 
 def _sums_among(names: Collection[str]) -> int:

@@ -16,7 +16,6 @@ The constants are those of an H200.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from kernel_api.arguments.norm import LayerNormArguments, NormArguments
@@ -103,13 +102,13 @@ def backward(
     design: RowDesign,
     operands: OperandsMetadata,
     resident: int,
-    parts: Callable[[int, int, int, int], int],
+    parts: int,
 ) -> float:
     """Seconds.
 
     Args:
         resident: CTAs per multiprocessor.
-        parts: Of M, N, elements of a vector and CTAs at once, how many there are of each sum.
+        parts: Of each sum over rows.
     """
     multiprocessors = multiprocessors_of(args.device)
     blocks = min(resident * multiprocessors, -(-args.M // design.rows))
@@ -119,10 +118,10 @@ def backward(
     if not sums:
         return seconds
     if not design.elements:  # they are made of what is read again
-        read = _sizes(operands)["x"] + _sizes(operands)["dy"]
+        sizes = _sizes(operands)
+        read = sizes["x"] + sizes["dy"]
         seconds += _OVERHEAD + args.M * args.N * read / BANDWIDTH
-    count = parts(args.M, args.N, vector_of(operands), resident * multiprocessors)
-    seconds += _OVERHEAD + 2 * count * 4 * args.N * sums / L2_BANDWIDTH
+    seconds += _OVERHEAD + 2 * parts * 4 * args.N * sums / L2_BANDWIDTH
     return seconds
 
 
