@@ -198,9 +198,8 @@ def test_pages_that_do_not_fit_are_refused_and_it_is_told(name, size):
 def test_many_queries_to_keys_in_pages_are_for_hopper_first(band, size):
     args = paged(FORWARD, (128, 128), size, most=4096 // size, mask=BANDS[band])
     kernels = ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])
-    families = list(dict.fromkeys(kernel.family for kernel in kernels))
-    assert {*families} == {FORWARD, DECODE, "sm80.sdpa_forward"}
-    assert families[-1] == "sm80.sdpa_forward"
+    assert {kernel.family for kernel in kernels} == {FORWARD, DECODE, "sm80.sdpa_forward"}
+    assert kernels[0].family in (FORWARD, DECODE)
 
 
 def test_packed_sequences_have_whole_tiles_of_their_own():
@@ -475,7 +474,7 @@ def test_few_keys_are_read_by_parts_that_meet():
         return ka.get_kernels(args, cc="sm_90a", providers=["cutedsl"])[0].metadata.design
 
     assert first(1, 1024).cluster > 1
-    assert first(1, 1 << 14).cluster == first(4, 1024).cluster == 1
+    assert first(1, 1 << 14).cluster == first(4, 4096).cluster == 1
     assert first(16, 1024).cluster > 1  # tiles are no parts, and the next kernel's find room
     assert first(64, 1 << 16).cluster == 1
 

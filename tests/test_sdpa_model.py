@@ -87,28 +87,41 @@ def short_backward(problem):
 
 def packed(problem):
     """Of `sdpa_packed`."""
-    known = {one.label: one for one in script("sdpa_packed").SUITE.problems}
+    return of_suite("sdpa_packed", problem)
+
+
+def decode(problem):
+    """Of `sdpa_decode`."""
+    return of_suite("sdpa_decode", problem)
+
+
+def of_suite(name, problem):
+    known = {one.label: one for one in script(name).SUITE.problems}
     return known[problem].arguments("meta")
 
 
 @pytest.mark.parametrize(
-    ("measured", "arguments", "count"),
+    ("measured", "arguments", "count", "mean"),
     [
-        ("sdpa_short", short, 113),
-        ("sdpa_short_backward", short_backward, 22),
-        ("sdpa_packed", packed, 40),
+        ("sdpa_short_h100", short, 113, 1.015),
+        ("sdpa_short_backward_h100", short_backward, 22, 1.03),
+        ("sdpa_packed_h100", packed, 40, 1.02),
+        ("sdpa_short_h200", short, 39, 1.015),
+        ("sdpa_short_backward_h200", short_backward, 24, 1.015),
+        ("sdpa_decode_h200", decode, 25, 1.01),
     ],
 )
-def test_the_first_choice_of_short_sequences_is_near_the_best(measured, arguments, count):
+def test_the_first_choice_of_short_sequences_is_near_the_best(measured, arguments, count, mean):
     """Of all candidates that `benchmarks/sdpa_short.py --all` has timed on an H100, and of further
-    sizes; the same backward, and of packed sequences, whose lengths the model does not know."""
+    sizes; the same backward, and of packed sequences, whose lengths the model does not know. Of 14
+    candidates that `autotune` has timed on an H200."""
     over = {}
-    for problem, times in json.loads((DATA / f"{measured}_h100.json").read_text()).items():
+    for problem, times in json.loads((DATA / f"{measured}.json").read_text()).items():
         offered = ka.get_kernels(arguments(problem), cc=90, providers=["cutedsl"])
         first = next(times[name] for name in map(short_name, offered) if name in times)
         over[problem] = first / min(times.values())
     assert len(over) == count
-    assert statistics.geometric_mean(over.values()) < 1.03
+    assert statistics.geometric_mean(over.values()) < mean
     assert max(over.values()) < 1.21, over
 
 

@@ -16,7 +16,7 @@ from .sdpa_decode import SdpaDecode
 from .sdpa_output import OWN
 from .sdpa_parts import DecodeTiles, Parts, Sum, choose, log_sum_exp
 from .sdpa_rows import store
-from .sdpa_split import Costs, Size, parts_of
+from .sdpa_split import Size, cluster_of, parts_in_clusters
 from .sdpa_tiles import Work
 from .sdpa_workspace import part_bytes
 
@@ -25,10 +25,7 @@ _HALF = 112 * 1024
 _REGISTERS_OF_TWO = (40, 216)  # (producer, consumer)
 _AT_ONCE = 4  # columns of parts, by a thread
 _APART = 8  # columns between rows, so that those of a warp are in different banks
-_OF_A_GPC = 16  # multiprocessors of a full H100 or H200, at least: no cluster is of several
-_IN_BLOCKS = Costs(tile=2.0, block=1.0, read=0.0, part=0.0, sums=0.0)
 _WAVES_OF_PACKED = 4  # of parts of packed sequences, some of which are much longer than others
-_BY_WORKSPACE = 3  # blocks of keys that are read while sums of clusters are added up
 
 
 @dataclass
@@ -37,10 +34,7 @@ class ClusterTiles(DecodeTiles):
 
     def cluster(self, most: int) -> Int32:
         """Blocks of one: the largest power of two of a tile's parts."""
-        found = Int32(1)
-        for size in _sizes(most):
-            found = select(self.parts >= size, Int32(size), found)
-        return found
+        return Int32(cluster_of(self.parts, most, choose))
 
     def fetch(self) -> Int32:
         """There is no other."""
@@ -113,17 +107,8 @@ class SdpaDecodeCluster(SdpaDecode):
 
     def _parts(self, size: Size, rows: Int32) -> Int32:
         """As many as a cluster has, or some clusters have."""
-        resident = size.multiprocessors // _OF_A_GPC * _OF_A_GPC
-        resident = select(resident > 0, resident, size.multiprocessors)
-        if self.packed:
-            resident = resident * _WAVES_OF_PACKED
-        found = parts_of(size._replace(multiprocessors=resident), _IN_BLOCKS, choose)
-        less = Int32(1)
-        for count in _sizes(self.most):
-            less = select(found >= count, Int32(count), less)
-        more = cutlass.max(found // self.most, 1) * self.most
-        saved = cute.ceil_div(size.blocks, self.most) - cute.ceil_div(size.blocks, more)
-        return select(saved > _BY_WORKSPACE, more, less)
+        waves = _WAVES_OF_PACKED if self.packed else 1
+        return Int32(parts_in_clusters(size, self.most, waves, choose))
 
     def _are_many(self, rows: Int32) -> Boolean:
         """All blocks of a cluster add up."""
@@ -224,11 +209,6 @@ class SdpaDecodeCluster(SdpaDecode):
             numbers[local, 0] = log_sum_exp(added)
             if const_expr(self.numbers > 1):
                 numbers[local, 1] = self._largest_score(parts, local, None)
-
-
-def _sizes(most: int) -> list[int]:
-    """Of clusters, ascending."""
-    return [size for size in (2, 4, 8, 16) if size <= most]
 
 
 def _of_block(tensor: cute.Tensor, rank: Int32) -> cute.Tensor:

@@ -33,6 +33,10 @@ _READ, _READ_ALONE, _MOVED = 32.6, 78.0, 4300.0
 _SUMS_BY_LAST, _SUMS_BEHIND = 1000.0, 1500.0
 _TILE_OF_128 = 1300.0
 
+#: Of clusters: multiprocessors that may be in one of them, at least, so none is of several; and
+#: blocks of keys that are read while sums of clusters are added up.
+_OF_A_GPC, _BY_WORKSPACE = 16, 3
+
 
 class Costs(NamedTuple):
     """Nanoseconds.
@@ -49,6 +53,10 @@ class Costs(NamedTuple):
     read: float
     part: Any
     sums: Any
+
+
+#: Blocks are counted.
+_IN_BLOCKS = Costs(tile=2.0, block=1.0, read=0.0, part=0.0, sums=0.0)
 
 
 class Size(NamedTuple):
@@ -116,6 +124,26 @@ def parts_of(size: Size, costs: Costs, select: Callable) -> Any:
         is_less = expected < least
         best, least = select(is_less, parts, best), select(is_less, expected, least)
     return best
+
+
+def parts_in_clusters(size: Size, most: int, waves: int, select: Callable) -> Any:
+    """Where a cluster adds parts up: as many as it has blocks, or as some have. They are made for
+    so many waves, of clusters with so many blocks at most."""
+    resident = size.multiprocessors // _OF_A_GPC * _OF_A_GPC
+    resident = select(resident > 0, resident, size.multiprocessors) * waves
+    found = parts_of(size._replace(multiprocessors=resident), _IN_BLOCKS, select)
+    more = _most(found // most, 1, select) * most
+    saved = (size.blocks + most - 1) // most - (size.blocks + more - 1) // more
+    return select(saved > _BY_WORKSPACE, more, cluster_of(found, most, select))
+
+
+def cluster_of(parts: Any, most: int, select: Callable) -> Any:
+    """Blocks of a cluster: the largest power of two of a tile's parts."""
+    found: Any = 1
+    for count in (2, 4, 8, 16):
+        if count <= most:
+            found = select(parts >= count, count, found)
+    return found
 
 
 def _most(one: Any, other: Any, select: Callable) -> Any:

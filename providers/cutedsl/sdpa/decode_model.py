@@ -7,7 +7,6 @@ from typing import Any
 
 from kernel_api.providers.cutedsl.sdpa.model import (
     MULTIPROCESSORS,
-    RATE,
     biased,
     blocks_seen,
     choose,
@@ -18,21 +17,29 @@ from kernel_api.providers.cutedsl.sdpa.model import (
 )
 
 #: Bytes per second that keys and values are read with, and seconds that nothing hides: where parts
-#: go through the workspace, where they meet in clusters, and where a tile is no parts in those.
+#: go through the workspace, or there are none.
 _READ, _ALONE_BY_WORKSPACE = 4.3e12, 3.0e-6
-_READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS = 2.9e12, 4.1e-6
-_READ_WHOLE, _ALONE_WHOLE = 4.25e12, 3.3e-6
-_OF_A_CLUSTER = 16  # blocks, at most
-#: Of a tile whose clusters' sums go through the workspace, and blocks of keys per cluster's block
-#: from which on it has several.
-_SEVERAL_CLUSTERS, _KEYS_FOR_SEVERAL = 0.5e-6, 6
-#: Seconds of each block of a cluster, all multiprocessors together, however little it does.
-_BLOCK_OF_A_CLUSTER = 2.1e-9
+#: Of clusters. Seconds that nothing hides, by columns of Q and K; bytes per second that all
+#: multiprocessors together are given from memory, and one of them from L2, by whether tiles have
+#: parts.
+_ALONE_IN_CLUSTERS = {64: 2.75e-6, 128: 3.17e-6}
+_READ_IN_CLUSTERS, _READ_BY_ONE = {False: 4.25e12, True: 4.05e12}, {False: 67e9, True: 44.5e9}
+#: Seconds of a block of keys, by columns of Q and K: of one block of threads on a multiprocessor,
+#: and where these come one after the other; and of how each begins and ends.
+_BLOCK_OF_KEYS = {64: (0.43e-6, 0.42e-6), 128: (0.575e-6, 0.466e-6)}
+_BEGIN_OF_128 = 1.1e-6
+#: Seconds in which 64 rows of 128 columns of all parts are added up; and where clusters of several
+#: blocks ask for nearly all multiprocessors, those of any tile, and of such rows.
+_ADD_UP, _FULL, _ADD_UP_FULL = 3.05e-6, 1.04e-6, 1.46e-6
+_LARGE, _NEARLY_ALL = 4, 100
+#: Of a tile with parts for the largest clusters: seconds that these lose until they have read some
+#: blocks of keys each.
+_MOST_OF_A_TILE, _LOST, _UNTIL = 16, 5.8e-6, 16
+#: Of parts whose keys are in pages: what each of as many blocks of keys takes longer.
+_IN_PAGES = 0.2e-6
 #: Vectors of a tile that are added up in the time that is counted for all, and of each further
-#: one the seconds, for any number of parts and for each. Of clusters, whose blocks all read as many
-#: of others, the seconds by blocks of one. Measured on an H100.
+#: one the seconds, for any number of parts and for each. Measured on an H100.
 _FEW_VECTORS, _VECTOR, _VECTOR_OF_A_PART = 128, 5e-9, 0.6e-9
-_FEW_OF_A_CLUSTER, _VECTOR_OF_A_CLUSTER = 256, 0.225e-9
 
 
 def _adding_up(rows: int, columns: int, parts: float) -> float:
@@ -41,12 +48,6 @@ def _adding_up(rows: int, columns: int, parts: float) -> float:
         return 0.0
     further = max(rows * columns / 8 - _FEW_VECTORS, 0.0)
     return further * (_VECTOR + parts * _VECTOR_OF_A_PART)
-
-
-def _adding_up_in_clusters(rows: int, columns: int, cluster: int) -> float:
-    """The same of clusters with so many blocks, at most."""
-    further = max(rows * columns / 4 - _FEW_OF_A_CLUSTER, 0.0)
-    return further * cluster * _VECTOR_OF_A_CLUSTER
 
 
 def _parts(tiles: int, blocks: int, room: int) -> float:
@@ -70,7 +71,7 @@ def decode_seconds(args: Any, design: Any) -> float:
 #: Of packed sequences: seconds until they are scheduled and sums are there, and the time that tiles
 #: take over that where blocks are in clusters, of which a multiprocessor has two. Measured on an
 #: H100.
-_SCHEDULE, _SCHEDULED = 12e-6, 1.15
+_SCHEDULE, _SCHEDULED, _ALONE_IN_PACKED = 12e-6, 1.15, 4.1e-6
 
 
 def _of_packed(args: Any, design: Any) -> float:
@@ -87,7 +88,7 @@ def _of_packed(args: Any, design: Any) -> float:
         max(met * costs.block, met * costs.read / each) + tiles * costs.tile / MULTIPROCESSORS
     )
     if design.cluster > 1:
-        return float(_ALONE_IN_CLUSTERS + found)
+        return float(_ALONE_IN_PACKED + found)
     return float(_ALONE_BY_WORKSPACE + _SCHEDULE + _SCHEDULED * found)
 
 
@@ -123,23 +124,37 @@ def _tiles(args: Any, design: Any) -> int:
 
 
 def _in_clusters(args: Any, design: Any) -> float:
-    rows, tiles = args.S_q * _group(args), _tiles(args, design)
-    bytes_read = args.S_kv * seen(args) * (args.D + args.D_v) * args.K.dtype.itemsize
-    products = args.S_kv * seen(args) * design.tile_shape[0] * sum(design.head_dim)
-    multiplied = products / (0.4 * RATE * MULTIPROCESSORS)
-    blocks = -(-args.S_kv // design.tile_shape[1])
-    if tiles >= MULTIPROCESSORS // _OF_A_CLUSTER * _OF_A_CLUSTER:
-        read, alone = _READ_WHOLE, _ALONE_WHOLE
+    """Of as many parts as the kernel makes."""
+    from kernel_api.implementations.sm90 import sdpa_split
+
+    (most_rows, keys), columns = design.tile_shape, design.head_dim[0]
+    group, tiles = _group(args), max(_tiles(args, design), 1)
+    size = sdpa_split.Size(tiles, 1, -(-args.S_kv // keys), MULTIPROCESSORS)
+    parts = sdpa_split.parts_in_clusters(size, design.cluster, 1, choose)
+    blocks, each = tiles * parts, math.ceil(size.blocks / parts)
+    met = blocks_seen(args, -(-most_rows // group), keys)
+    of_keys = args.D + args.D_v
+    keys_read = min(args.B * args.H_kv * size.blocks, tiles * met) * keys
+    found = keys_read * of_keys * args.K.dtype.itemsize / _READ_IN_CLUSTERS[parts > 1]
+    by_one = keys * sum(design.head_dim) * args.K.dtype.itemsize / _READ_BY_ONE[parts > 1]
+    alone, in_turn = _BLOCK_OF_KEYS[columns]
+    if blocks <= MULTIPROCESSORS:
+        found = max(found, min(each, longest(args, size.blocks, met)) * max(by_one, alone))
     else:
-        read, alone = _READ_BY_CLUSTERS, _ALONE_IN_CLUSTERS
-        are_several = blocks > _KEYS_FOR_SEVERAL * design.cluster
-        if are_several and 2 * design.cluster * tiles <= MULTIPROCESSORS:
-            alone += _SEVERAL_CLUSTERS
-    if _parts(tiles, blocks, MULTIPROCESSORS) > 1:
-        of_tile = min(rows, design.tile_shape[0]), design.head_dim[1]
-        alone += _adding_up_in_clusters(*of_tile, design.cluster)
-    least = design.cluster * _BLOCK_OF_A_CLUSTER
-    return float(tiles * max(bytes_read / read, multiplied, least) + alone)
+        begin, of_each = _BEGIN_OF_128 * columns / 128, met / parts
+        of_one = max(begin + of_each * in_turn, of_each * by_one)
+        found = max(found, blocks / MULTIPROCESSORS * of_one)
+    if parts > 1:
+        rows = min(args.S_q * group, most_rows) / 64 * columns / 128
+        found += _ADD_UP * rows
+        if blocks >= _NEARLY_ALL and sdpa_split.cluster_of(parts, design.cluster, choose) >= _LARGE:
+            found += _FULL + _ADD_UP_FULL * rows
+        if parts >= _MOST_OF_A_TILE:
+            found += _LOST * min(each, _UNTIL) / _UNTIL
+        elif args.is_paged:
+            found += _IN_PAGES * min(each, _UNTIL)
+    queries = math.prod(args.Q.shape[:-1]) * of_keys * args.Q.dtype.itemsize
+    return float(_ALONE_IN_CLUSTERS[columns] + found + queries / _READ)
 
 
 #: Of 8-bit floats, by blocks that share a multiprocessor: seconds that nothing hides, those of

@@ -17,7 +17,7 @@ MULTIPROCESSORS, RATE = 132, 3.2e12
 _TILE, _OTHER_TILES = (
     2.0e-6,
     {
-        256: 4.3e-6,
+        256: 3.4e-6,
         (64, (128, 128)): 1.33e-6,
         (64, (64, 64)): 0.5e-6,
         (64, (64, 96)): 0.5e-6,
@@ -37,7 +37,7 @@ _REACHED = {
     (96, (64, 64)): 0.49,
     (96, (128, 128)): 0.7,
     (96, (192, 96)): 0.68,
-    (128, (64, 64)): 0.653,
+    (128, (64, 64)): 0.645,
     (128, (128, 128)): 0.87,
     (128, (128, 160)): 0.85,
     (128, (128, 176)): 0.84,
@@ -90,9 +90,14 @@ _FILLED = 0.35
 #: and seconds that it takes for each piece of a row where they do not, and bytes of a piece: as
 #: long for few bytes as for all. Measured on an H100.
 _SECTOR, _APART, _PIECE = 32, 3.9e-9, 128
-#: The same of one such block that has a multiprocessor for itself, because there are few, or few
-#: are left.
-_BY_ITSELF = 1.46
+#: Of blocks that share a multiprocessor, by how many do: how much longer one takes that has it for
+#: itself, because there are few, or few are left, than its share of the time of all.
+_BY_ITSELF = {2: 1.11, 3: 1.46}
+#: Seconds until these scale seldom, instead of at once.
+_SELDOM = 0.1e-6
+#: Bytes per second of what blocks load before they can begin, and store when they end, while no
+#: other block of their multiprocessor does anything.
+_MOVED = 4.2e12
 #: How much longer blocks of keys take where scores have a bias, by how that comes to them, and of
 #: some (columns of Q and K, tile). Measured on an H100.
 _BIASED = {"read": 2.6, "tiles": 1.38, "rows": 1.07}
@@ -115,13 +120,26 @@ def seconds(args: Any, design: AttentionDesign) -> float:
     tile, longest_tile = (blocks * block + fixed for blocks in (average, most))
     tiles, resident = row_tiles(args, queries) * args.H, getattr(design, "resident", 1)
     rounds, left = divmod(tiles, MULTIPROCESSORS * resident)
-    last = max(left / MULTIPROCESSORS, _BY_ITSELF) if resident > 1 else 1
+    last = max(left / MULTIPROCESSORS, _BY_ITSELF[resident]) if resident > 1 else 1
     if most > average:  # tiles are of all lengths, and the longest come first
         together = resident if tiles > MULTIPROCESSORS else last
         found = max(tiles / MULTIPROCESSORS * tile, together * longest_tile)
     else:
         found = (rounds * resident + (last if left else 0)) * tile
-    return float(_LAUNCH + found)
+    if resident > 1 and getattr(design, "scaling", "at_once") == "seldom":
+        found += _SELDOM
+    return float(_LAUNCH + found + _moved(args, tiles, resident, average))
+
+
+def _moved(args: Any, tiles: int, resident: int, blocks: float) -> float:
+    """Seconds in which nothing is multiplied, as the first tiles of all multiprocessors begin and
+    the last ones end."""
+    queries = math.prod(args.Q.shape[:-1]) * args.Q.dtype.itemsize
+    keys = args.B * args.H_kv * keys_of(args)
+    if args.is_packed:
+        keys = min(keys, math.prod(args.K.shape[:-1]))
+    moved = (queries + keys * args.K.dtype.itemsize / blocks) * (args.D + args.D_v)
+    return float(moved / _MOVED * min(MULTIPROCESSORS * resident / max(tiles, 1), 1.0))
 
 
 def loaded(args: Any, keys: int) -> float:
