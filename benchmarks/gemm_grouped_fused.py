@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import gemm_fused
+import fusion_dense
 import gemm_grouped
 import harness
 import problems
@@ -120,11 +120,11 @@ def peers_of(problem: problems.Problem) -> dict[str, Peer]:
     compiled = torch.compile(behind if problem.scales else written)
 
     def bound(args: Any) -> Callable[[], Any]:
-        (A, B, out, offsets), (read, _) = args.tensors, gemm_fused.of_epilogue(args)
+        (A, B, out, offsets), (read, _) = args.tensors, fusion_dense.of_epilogue(args)
         return functools.partial(compiled, A, B, offsets, read, out)
 
     def bound_behind(args: Any) -> Callable[[], Any]:
-        (A, B, out, offsets), (read, _) = args.tensors, gemm_fused.of_epilogue(args)
+        (A, B, out, offsets), (read, _) = args.tensors, fusion_dense.of_epilogue(args)
         scales = args.A.scale.tensor, args.B.scale.tensor
         types = {"offs": offsets, "out_dtype": out.dtype}
 
@@ -144,7 +144,7 @@ def wrong(args: Any) -> str | None:
 
     exact = ReferenceGroupedGemm.exact(args)["out"].double()
     error = (args.out.tensor.double() - exact).abs().max()
-    return None if error <= gemm_fused.ROUNDED * exact.abs().max() else f"off by {error:.3g}"
+    return None if error <= fusion_dense.ROUNDED * exact.abs().max() else f"off by {error:.3g}"
 
 
 def beside(problem: problems.Problem, args: Sequence[Any]) -> Mapping[str, harness.Calls]:
@@ -154,13 +154,13 @@ def beside(problem: problems.Problem, args: Sequence[Any]) -> Mapping[str, harne
     ]
     kernel = suite.candidates(products[0], suite.options("", None).parse_args([]))[0]
     calls = [functools.partial(kernel.prepare(a), *a.tensors) for a in products]
-    return {gemm_fused.PLAIN: calls, harness.COPY: harness.copy()}
+    return {fusion_dense.PLAIN: calls, harness.COPY: harness.copy()}
 
 
 def extra(
     problem: problems.Problem, microseconds: float, medians: Mapping[str, float]
 ) -> Mapping[str, Any]:
-    plain = medians[gemm_fused.PLAIN]
+    plain = medians[fusion_dense.PLAIN]
     pace = medians[harness.COPY] / (2 * harness.COPIED_BYTES)
     copied = cast(Problem, problem).extra_bytes * pace
     return {
@@ -189,7 +189,7 @@ SUITE = suite.Suite(
     wrong=wrong,
     beside=beside,
     extra=extra,
-    report=gemm_fused.report,
+    report=fusion_dense.report,
 )
 
 

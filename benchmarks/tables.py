@@ -56,13 +56,13 @@ OVERVIEW = [
 #: What suites are about; those of `RESTED` are about the same.
 ABOUT = {
     "elementwise": "chains of element-wise operations, sums of rows",
+    "fusion-dense": "products with fused epilogues",
     "gemm-bf16": "six products of bfloat16",
     "gemm-decode": "1 to 64 rows times the weights of a layer",
     "gemm-extremes": "long sums of few outputs, few columns, bfloat16",
     "gemm-f16": "six products of float16",
     "gemm-fp8": "products of e4m3: scales per tensor, per row, in blocks",
     "gemm-fp8-layers": "layers of language models in e4m3, 16 to 1024 rows",
-    "gemm-fused": "products with fused epilogues",
     "gemm-layouts": "gradients of linear layers, bfloat16",
     "gemm-models": "layers of language models and odd sizes, bfloat16",
     "gemm-other": "products of int8 and tf32",

@@ -444,9 +444,9 @@ def test_decode_compares_with_the_copy():
 # Fused epilogues -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", script("gemm_fused").FUSIONS)
+@pytest.mark.parametrize("name", script("fusion_dense").FUSIONS)
 def test_formulas_beside_fusions_compute_the_same(name):
-    fused = script("gemm_fused")
+    fused = script("fusion_dense")
     problem = fused.Problem(24, 256, 64, fusion=name)
     args = problem.arguments("cpu")
     fused.bound(fused.writer(fused.FUSIONS[name]), args)()
@@ -457,7 +457,7 @@ def test_formulas_beside_fusions_compute_the_same(name):
 
 @since_torch("2.12", "multiplies on the CPU by scales of whole tensors alone")
 def test_the_formula_behind_a_scaled_product_computes_the_same():
-    fused = script("gemm_fused")
+    fused = script("fusion_dense")
     types = {"element": "float8_e4m3fn", "out": "bfloat16", "scales": "per_row"}
     for problem in (p for p in fused.SCALED if p.scales == "per_row" and p.M == 64):
         args = fused.Problem(24, 256, 64, fusion=problem.fusion, **types).arguments("cpu")
@@ -466,7 +466,7 @@ def test_the_formula_behind_a_scaled_product_computes_the_same():
 
 
 def test_what_fusions_move_beyond_the_plain_product():
-    fused = script("gemm_fused")
+    fused = script("fusion_dense")
     M, N, K = 24, 256, 64
     moved = {name: fused.Problem(M, N, K, fusion=name).extra_bytes for name in fused.FUSIONS}
     assert moved["swiglu"] == 0  # it writes half as much
@@ -476,7 +476,7 @@ def test_what_fusions_move_beyond_the_plain_product():
 
 
 def test_the_limit_of_a_fusion_counts_the_plain_product_and_the_bytes_beyond():
-    fused = script("gemm_fused")
+    fused = script("fusion_dense")
     problem = fused.Problem(24, 256, 64, fusion="swiglu, preactivation stored")
     medians = {fused.PLAIN: 100.0, harness.COPY: 500.0}
     found = fused.extra(problem, 110.0, medians)

@@ -1,6 +1,6 @@
-"""Suite gemm-fused: fused epilogues beside torch.compile, and beside the plain product.
+"""Suite fusion-dense: fused epilogues beside torch.compile, and beside the plain product.
 
-    python benchmarks/gemm_fused.py [--only swiglu] [--candidates N] [--seconds S]
+    python benchmarks/fusion_dense.py [--only swiglu] [--candidates N] [--seconds S]
 
 What an epilogue may cost beyond the plain product is said by a limit: a share of the plain
 product's time (our own first choice, timed in the same run), and for what it reads and writes
@@ -302,7 +302,7 @@ SCALED = tuple(
 )
 
 SUITE = suite.Suite(
-    "gemm-fused",
+    "fusion-dense",
     (*(Problem(*shape, fusion=fusion) for shape in SHAPES for fusion in FUSIONS), *SCALED),
     peers=peers_of,
     wrong=wrong,
