@@ -79,6 +79,8 @@ class Kernel(metaclass=KernelType):
         fuses: Whether the declared kernels exist with any epilogue as well; rules say with which.
         any_epilogue: Whether it computes whatever epilogue the arguments carry; else the one
             that its metadata names, or none.
+        compiles_as_it_runs: Whether the first run of a signature compiles, which ``compile`` cannot
+            do ahead: the tuner measures it only where its provider is named, or nothing else is.
         code_files: How its compiled code becomes a file; None if it does not: then it is neither
             kept on disk nor exported.
     """
@@ -96,6 +98,7 @@ class Kernel(metaclass=KernelType):
     reorders_accumulation: bool = False
     fuses: ClassVar[bool] = False
     any_epilogue: ClassVar[bool] = False
+    compiles_as_it_runs: ClassVar[bool] = False
     code_files: ClassVar[CodeFiles | None] = None
 
     _provider: ClassVar[type[Provider] | None] = None

@@ -141,7 +141,9 @@ def autotune(
             best of those that were asked for, and :func:`tuned`, which goes by all rows, never
             slower than the default.
         cc: Architecture to compile for; that of the device by default. The CPU has none.
-        providers: Those whose kernels compete; all but ``reference`` by default.
+        providers: Those whose kernels compete; all but ``reference`` by default, and but for
+            kernels that compile as they run, such as torch's flex_attention, which may take longer
+            than ``timeout_s``.
         budget_s: Seconds for a problem after which no more candidates are begun, but the default,
             and the first if none is known to pass. One that is to be measured again, and is not
             begun, keeps its row. Finite: inf is refused, None is no limit.

@@ -113,7 +113,7 @@ class Choice:
         able = self._able(args, kind, self.providers)
         kept = filtered(able, self.metadata_filter)
         if self.providers is None:
-            kept = _without_oracle(kept)
+            kept = _ready(_without_oracle(kept))
         if not kept:
             raise NoKernelError(explain(args, self.metadata_filter, self.cc, self.providers))
         # KERNEL_API_PROVIDERS may leave out of "all" those that are named.
@@ -143,6 +143,11 @@ class Choice:
 
 def _without_oracle(kernels: list[Kernel]) -> list[Kernel]:
     return [k for k in kernels if type(k).provider_name() != _ORACLE] or kernels
+
+
+def _ready(kernels: list[Kernel]) -> list[Kernel]:
+    """Without those that compile as they run: one takes longer than all others together."""
+    return [kernel for kernel in kernels if not kernel.compiles_as_it_runs] or kernels
 
 
 def _first(kernels: Sequence[Kernel], count: int | None, default: Kernel) -> list[Kernel]:

@@ -48,6 +48,7 @@ class TorchFlexAttention(Kernel):
     targets: ClassVar[tuple[str, ...]] = ("sm_80",)
     space = Space()
     design = DesignMetadata
+    compiles_as_it_runs = True
     gives_no_statistics = no_statistics
 
     @rule("flex_attention is compiled by Triton, which is not installed")
