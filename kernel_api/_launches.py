@@ -27,6 +27,7 @@ from torch.autograd import forward_ad
 from kernel_api import _compile_cache, _float32, _locks, _sequence, provider
 from kernel_api._autograd import check_outputs, without_gradient
 from kernel_api._checks import require_data
+from kernel_api._first_kernel import first_kernel
 from kernel_api._forms import FACTORS, Form, out_type
 from kernel_api._overwritten import teller
 from kernel_api.arguments import Arguments, EpilogueArguments
@@ -34,7 +35,7 @@ from kernel_api.arguments.experts import experts
 from kernel_api.arguments.gemm import ProductArguments
 from kernel_api.arguments.scaled import ScaledOperand, ScaleMode, register_with_torch
 from kernel_api.artifact import CompiledArtifact
-from kernel_api.discovery import explain, get_kernels
+from kernel_api.discovery import explain
 from kernel_api.dtypes import dtype
 from kernel_api.errors import ArgumentError, NoKernelError
 from kernel_api.kernel import Kernel, LauncherInOrder
@@ -390,7 +391,7 @@ def best(args: Arguments) -> Kernel:
     """What was tuned; else the first of the performance model. Raises NoKernelError."""
     from kernel_api.tuning import tuned
 
-    kernel = tuned(args) or next(iter(get_kernels(args)), None)
+    kernel = tuned(args) or first_kernel(args)
     if kernel is None:
         raise NoKernelError(explain(args))
     is_reference = kernel.metadata.provider == _REFERENCE and args.device.type == "cuda"

@@ -6,12 +6,13 @@ whose rules agree -> ranked. A survey is remembered by everything it may depend 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernel_api import _locks, _log
@@ -24,6 +25,7 @@ from kernel_api.errors import PluginWarning
 from kernel_api.kernel import Kernel
 from kernel_api.matching import (
     BEHIND_OPERANDS,
+    layouts_of_arguments,
     match_layouts,
     match_types,
     types_of,
@@ -133,7 +135,7 @@ def _all_of(designs: int) -> str:
 #: A refusal, and the operands of the kernels that it is of.
 _Miss = tuple[Status, OperandsMetadata]
 
-#: Combinations of types that a family remembers which of its operands they are of.
+#: Combinations of types, and of these and layouts, of which a family remembers its operands.
 _TYPES_KEPT = 512
 #: Combinations of operands and epilogues whose kernels are remembered.
 _FUSED_KEPT = 512
@@ -148,6 +150,7 @@ class Catalogue:
         self._variants: dict[Any, dict[OperandsMetadata, tuple[Kernel, ...]]] = {}
         self._operands: tuple[Variants, ...] | None = None
         self._of_types: dict[Any, tuple[list[Variants], list[_Miss]]] = {}
+        self._fitting: dict[Any, list[OperandsMetadata]] = {}
         self._built: dict[Any, tuple[Kernel, ...]] = {}
 
     def operands(self, args: Arguments | None, target: Target | None) -> Iterable[Variants]:
@@ -173,6 +176,20 @@ class Catalogue:
             if len(self._of_types) >= _TYPES_KEPT:
                 self._of_types.clear()
             found = self._of_types[key] = _of_types(self.operands(args, target), args)
+        return found
+
+    def fitting(self, args: Arguments, target: Target | None) -> list[OperandsMetadata]:
+        """The operands of the arguments' types and layouts."""
+        key = (types_of_arguments(args), layouts_of_arguments(args)) if self._declared else None
+        found = self._fitting.get(key)
+        if found is None:
+            why = self.family.why_aligned()
+            alike = (one for variants in self.of_types(args, target)[0] for one in variants)
+            found = [one for one in alike if match_layouts(one, args, why)]
+            if key is not None:
+                if len(self._fitting) >= _TYPES_KEPT:
+                    self._fitting.clear()
+                self._fitting[key] = found
         return found
 
     def kernels(
@@ -331,7 +348,7 @@ def _with_true_nearest(verdict: Verdict, args: Arguments, target: Target | None)
     def fits(but_for: str) -> object:
         with _lock:
             _forget_if_changed()
-            return _judge_kernels(_catalogue(verdict.family), args, target, but_for).kernels
+            return _judge_kernels(catalogue_of(verdict.family), args, target, but_for).kernels
 
     return with_true_nearest(verdict.status, fits)
 
@@ -404,11 +421,34 @@ _devices_with_target: set[Any] = set()
 
 
 def _survey(args: Arguments, cc: CcLike, chosen: ProviderChoice | None) -> _Survey:
-    own = cc is None and _has_target(args.device)
-    asked = tuple(providers(chosen))
-    key = (generation(), args.key, own or query_target(args.device, cc), asked)
+    key = _key(args, cc, chosen)
     found = _surveys.get(key)
     return _surveyed(args, query_target(args.device, cc), key) if found is None else found
+
+
+def _key(args: Arguments, cc: CcLike, chosen: ProviderChoice | None = None) -> tuple[Any, ...]:
+    """What an answer depends on: the registry's generation first, the providers last."""
+    own = cc is None and _has_target(args.device)
+    asked = tuple(providers(chosen))
+    return generation(), args.key, own or query_target(args.device, cc), asked
+
+
+def question(args: Arguments, cc: CcLike) -> tuple[tuple[Any, ...], Target | None]:
+    """The key of a query of all providers, and the architecture that it is about."""
+    return _key(args, cc), query_target(args.device, cc)
+
+
+def is_remembered(key: tuple[Any, ...]) -> bool:
+    """Whether a query has an answer already."""
+    return key in _surveys
+
+
+@contextlib.contextmanager
+def current() -> Iterator[None]:
+    """While catalogues are those of the registry as it is, and nobody else builds any."""
+    with _lock:
+        _forget_if_changed()
+        yield
 
 
 def _has_target(device: Any) -> bool:
@@ -431,7 +471,7 @@ def _surveyed(args: Arguments, target: Target | None, key: tuple[Any, ...]) -> _
             return _surveys[key]
         verdicts = _without_namesakes(
             [
-                _judge(_catalogue(family), args, target)
+                _judge(catalogue_of(family), args, target)
                 for provider in asked
                 for family in _families_of(provider)
             ]
@@ -477,7 +517,8 @@ def _forget_if_changed() -> None:
         _valid_for = generation()
 
 
-def _catalogue(family: type[Kernel]) -> Catalogue:
+def catalogue_of(family: type[Kernel]) -> Catalogue:
+    """That of a family, while :func:`current`."""
     if family not in _catalogues:
         _catalogues[family] = Catalogue(family)
     return _catalogues[family]
@@ -518,7 +559,7 @@ def _enumerate(target: Target | None, chosen: ProviderChoice | None) -> list[Ker
         _forget_if_changed()
         for provider in asked:
             for family in _families_of(provider):
-                catalogue = _catalogue(family)
+                catalogue = catalogue_of(family)
                 try:
                     if target is not None and family.why_not_for(target) is not None:
                         continue

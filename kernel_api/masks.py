@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kernel_api._cached_property import cached_property
 from kernel_api._described import Described
 from kernel_api._numbers import size_or_whole_number, whole_number
 from kernel_api._score import ScoreFunction, conjunction
@@ -55,7 +56,7 @@ class Mask(Described):
         """What it is combined of."""
         return (self,)
 
-    @property
+    @cached_property
     def bounds(self) -> dict[str, int]:
         """Those of all bands together: with d the keys that there are more than queries,
         −left ≤ j − i ≤ right, and d − left_end ≤ j − i ≤ d + right_end; only those that exist."""

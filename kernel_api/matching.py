@@ -65,6 +65,11 @@ def types_of_arguments(args: Arguments) -> tuple[Any, ...]:
     return type(args), args.operand_names, operands, ragged, args.accumulator_type, precision
 
 
+def layouts_of_arguments(args: Arguments) -> tuple[Any, ...]:
+    """All that :func:`match_layouts` looks at beside types, of arguments."""
+    return tuple([(operand.unit_mode, operand.alignment) for operand in args.operands])
+
+
 def match_types(operands: OperandsMetadata, args: Arguments, but_for: str | None = None) -> Status:
     """The kind of operation, element types, and how products and sums are formed.
 

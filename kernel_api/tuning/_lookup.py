@@ -8,6 +8,7 @@ from typing import Any
 
 from kernel_api import _locks, _log, provider
 from kernel_api._checks import require_arguments
+from kernel_api._first_kernel import first_kernel
 from kernel_api.arguments import Arguments
 from kernel_api.devices import target_of, torch_device
 from kernel_api.discovery import get_kernels
@@ -113,8 +114,11 @@ def _of_nearby(store: Store, nearest: Problem, args: Arguments, device: Any) -> 
 def _choice(args: Arguments, device: Any) -> Kernel | None:
     """What the performance model would choose for a device."""
     cc = None if args.device.type == "cuda" else target_of(device)
+    kernel = first_kernel(args, cc)
+    if kernel is None or device.type in kernel.devices:
+        return kernel
     offered = get_kernels(args, cc=cc)
-    return next((kernel for kernel in offered if device.type in kernel.devices), None)
+    return next((one for one in offered if device.type in one.devices), None)
 
 
 def _fastest_first(store: Store, problem: Problem) -> Iterator[Measurement]:

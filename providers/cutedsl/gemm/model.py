@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from kernel_api._cached_property import cached_property
 from kernel_api.arguments import GemmArguments
 from kernel_api.epilogue.graph import Graph, Node
+from kernel_api.providers.cutedsl.gemm import machine
 from kernel_api.providers.cutedsl.gemm.machine import Constants
 from kernel_api.providers.cutedsl.gemm.sm90_design import SUBTILE, resident_clusters
 
@@ -193,18 +194,22 @@ class Problem:
         return self.M, self.N, self.K, self.L, self.A_size, self.B_size, *amounts, operations
 
 
-#: The key of the last arguments asked about, and their problem: a query asks for many kernels.
-_last: tuple[Any, Problem | None] = (None, None)
+#: The key of the last arguments asked about, their problem, and constants of families on their
+#: device: a query asks for many kernels.
+_last: tuple[Any, Problem | None, dict[str, Constants]] = (None, None, {})
 
 
-def predict(args: GemmArguments, candidate: Candidate, constants: Constants) -> float:
-    """Seconds for one design."""
+def predict(args: GemmArguments, candidate: Candidate, family: str) -> float:
+    """Seconds for one design of a family."""
     global _last
-    key, problem = _last
+    key, problem, constants = _last
     if problem is None or key is not args.key:
-        problem = Problem.of(args)
-        _last = (args.key, problem)
-    return seconds(problem, candidate, constants)
+        problem, constants = Problem.of(args), {}
+        _last = (args.key, problem, constants)
+    of_family = constants.get(family)
+    if of_family is None:
+        of_family = constants[family] = machine.constants_on(args.device, family)
+    return seconds(problem, candidate, of_family)
 
 
 def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> float:

@@ -12,7 +12,7 @@ from kernel_api.arguments import GemmArguments
 from kernel_api.metadata import GemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import Tiling, fits_tile, spans_rows
-from kernel_api.providers.cutedsl.gemm import machine, model
+from kernel_api.providers.cutedsl.gemm import model
 from kernel_api.providers.cutedsl.gemm.fusing import (
     FusedGemm,
     lowered,
@@ -259,8 +259,7 @@ class Sm80GemmFamily(FusedGemm):
         return 1 + (cost - 1) * min(copied, 1.0)
 
     def predict(self, args: GemmArguments) -> float:
-        constants = machine.constants_on(args.device, self.family)
-        return model.predict(args, self.candidate, constants)
+        return model.predict(args, self.candidate, self.family)
 
 
 @CuTeDSLProvider.register

@@ -29,7 +29,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     whole_pieces,
 )
 from kernel_api.providers.cutedsl.epilogue.plan import QUAD, Plan, plan
-from kernel_api.providers.cutedsl.gemm import machine, model, sm90_design
+from kernel_api.providers.cutedsl.gemm import model, sm90_design
 from kernel_api.providers.cutedsl.gemm.fusing import (
     FusedGemm,
     lowered,
@@ -361,7 +361,7 @@ class Sm90GemmFamily(FusedGemm):
         )
 
     def predict(self, args: GemmArguments) -> float:
-        return model.predict(args, self.candidate, machine.constants_on(args.device, self.family))
+        return model.predict(args, self.candidate, self.family)
 
 
 def _fits_blocks(columns: int) -> bool:

@@ -1,0 +1,104 @@
+"""The first of what :func:`~kernel_api.discovery.get_kernels` lists, without asking all others.
+
+Whoever runs one kernel needs no list, and sizes that are new are many: a server sees another number
+of tokens in every prompt. So of the kernels whose operands fit, the one that is expected to be
+fastest is asked first, and the next only if it cannot. Providers behind the one that has it are
+not asked at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kernel_api import discovery
+from kernel_api._checks import require_arguments
+from kernel_api._offer import Offer
+from kernel_api._sources import is_ours
+from kernel_api.arguments import Arguments
+from kernel_api.kernel import Kernel
+from kernel_api.provider import Provider, generation
+from kernel_api.targets import CcLike, Target
+from kernel_api.utils import untraced
+
+_rank = operator.attrgetter("rank")
+
+
+@untraced
+def first_kernel(args: Arguments, cc: CcLike = None) -> Kernel | None:
+    """The same as the first of ``get_kernels(args, cc=cc)``; None if there is none. Raises what it
+    does.
+
+    That is asked where only it can say: kernel classes of others are warned of if they raise, and
+    so are ours.
+    """
+    require_arguments(args)
+    key, target = discovery.question(args, cc)
+    kernel = None if discovery.is_remembered(key) else _asked_in_order(args, key, target)
+    if kernel is None:
+        return next(iter(discovery.get_kernels(args, cc=cc)), None)
+    if cc is None:
+        args._accepted[Offer] = Offer((kernel,), key[0])
+    return kernel
+
+
+def _asked_in_order(args: Arguments, key: tuple[Any, ...], target: Target | None) -> Kernel | None:
+    """None where all have to be asked, or none can."""
+    asked: Sequence[type[Provider]] = key[-1]
+    with discovery.current():
+        try:
+            for _, equals in itertools.groupby(sorted(asked, key=_rank), _rank):
+                families = [family for provider in equals for family in _own_families(provider)]
+                kernel = _fastest(families, args, target)
+                if kernel is not None:
+                    return kernel if key[0] == generation() else None
+        except Exception:
+            return None
+    return None
+
+
+def _own_families(provider: type[Provider]) -> Iterator[type[Kernel]]:
+    """Raises TypeError where another's are among them."""
+    for family in provider.families():
+        if not is_ours(family.__module__) or family._provider is not provider:
+            raise TypeError(f"{family} is not of the library")
+        yield family
+
+
+def _fastest(
+    families: Sequence[type[Kernel]], args: Arguments, target: Target | None
+) -> Kernel | None:
+    """The first in the order of ``get_kernels`` that can."""
+    kernels = [kernel for family in families for kernel in _of_operands(family, args, target)]
+    expected = [_seconds(kernel, args) for kernel in kernels]
+    places = sorted(range(len(kernels)), key=expected.__getitem__)
+    return next((k for k in map(kernels.__getitem__, places) if _can(k, args, target)), None)
+
+
+def _of_operands(family: type[Kernel], args: Arguments, target: Target | None) -> Iterator[Kernel]:
+    """Kernels of a family that ask for such operands, whatever their rules say."""
+    if family.arguments is not None and not isinstance(args, family.arguments):
+        return
+    if not family.class_status(args, target):
+        return
+    catalogue = discovery.catalogue_of(family)
+    for operands in catalogue.fitting(args, target):
+        if family.status_of_operands(operands, args):
+            yield from catalogue.kernels(operands, args, target)
+
+
+def _seconds(kernel: Kernel, args: Arguments) -> tuple[bool, float]:
+    """By its model, and behind all others without one; raises what a faulty one raises."""
+    seconds = kernel.predict(args)
+    if seconds is None:
+        return True, 0.0
+    if not 0.0 <= seconds < math.inf:
+        raise ValueError(f"{kernel} expects {seconds} seconds")
+    return False, seconds
+
+
+def _can(kernel: Kernel, args: Arguments, target: Target | None) -> bool:
+    return bool(kernel.status_behind_operands(args, target))

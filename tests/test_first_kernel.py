@@ -1,0 +1,122 @@
+"""One kernel for arguments is the first of all that can, and few others are asked for it."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from support.benchmarks import script
+from support.kernels import CudaGemm
+from support.sampling import some
+from support.strategies import gemm_signatures
+
+import kernel_api as ka
+from kernel_api import discovery
+from kernel_api._first_kernel import first_kernel
+from kernel_api._offer import Offer
+from kernel_api.errors import PluginWarning
+from kernel_api.providers.cutedsl.gemm.sm90 import Sm90Gemm
+from kernel_api.providers.torch import TorchProvider
+
+SUITES = (
+    *("gemm_fp8", "gemm_other", "gemm_unaligned", "fusion_dense", "gemm_grouped"),
+    *("gemm_grouped_fused", "sdpa_short", "sdpa_options", "sdpa_packed", "sdpa_backward"),
+)
+
+
+def product(M=300, N=512, K=768, device="meta"):
+    A, B = (torch.empty(n, K, dtype=torch.bfloat16, device=device) for n in (M, N))
+    return ka.GemmArguments(A, B.T, A.new_empty(M, N))
+
+
+def listed(args, cc):
+    return next(iter(ka.get_kernels(args, cc=cc)), None)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The questions that have to be put to all."""
+    discovery._surveys.clear()
+    found, ask = [], ka.get_kernels
+
+    def get_kernels(args, **how):
+        found.append(args)
+        return ask(args, **how)
+
+    monkeypatch.setattr(discovery, "get_kernels", get_kernels)
+    return found
+
+
+def test_it_is_the_first_of_all_for_any_product(asked):
+    @settings(max_examples=150, suppress_health_check=list(HealthCheck))
+    @given(gemm_signatures())
+    def check(args):
+        for cc in (None,) if args.device.type == "cpu" else (None, "sm_90a", 80):
+            discovery._surveys.clear()
+            assert first_kernel(args, cc) == listed(args, cc)
+
+    check()
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_it_is_the_first_of_all_for_all_that_is_timed(suite, asked):
+    problems = some(script(suite).SUITE.problems, 6)
+    for problem in problems:
+        for cc in ("sm_90a", 80):
+            args = problem.arguments("meta")
+            assert first_kernel(args, cc) == listed(args, cc)
+    assert len(asked) <= len(problems)  # where nothing of ours can, as of 8 bits on sm_80
+
+
+def test_few_are_asked(monkeypatch, asked):
+    judged, judge = [], ka.Kernel.status_behind_operands
+
+    def status(kernel, *given):
+        judged.append(kernel)
+        return judge(kernel, *given)
+
+    monkeypatch.setattr(ka.Kernel, "status_behind_operands", status)
+    monkeypatch.setattr(TorchProvider, "families", None)
+    kernel = first_kernel(product(), "sm_90a")
+    assert len(judged) < 20 and not asked
+    monkeypatch.undo()
+    assert kernel == listed(product(), "sm_90a")
+
+
+class Fastest(CudaGemm):
+    def predict(self, args):
+        return 0.0
+
+
+def test_kernels_of_others_are_among_all(registry, asked):
+    registry.register(Fastest)
+    args = product()
+    kernel = first_kernel(args, 90)
+    assert type(kernel) is Fastest and asked == [args]
+
+
+def test_one_of_ours_that_raises_is_warned_of(monkeypatch, asked):
+    def predict(kernel, args):
+        raise ValueError("no such size")
+
+    monkeypatch.setattr(Sm90Gemm, "predict", predict)
+    args = product(301)
+    with pytest.warns(PluginWarning, match="no such size"):
+        kernel = first_kernel(args, "sm_90a")
+    assert asked == [args] and kernel == listed(args, "sm_90a")
+
+
+def test_where_none_can_there_is_none(asked):
+    A = torch.empty(8, 8, dtype=torch.complex64, device="meta")
+    args = ka.GemmArguments(A, A.clone(), A.clone())
+    assert (first_kernel(args, 90) is None) == (not ka.get_kernels(args, cc=90))
+
+
+def test_what_is_no_arguments_object_is_refused():
+    with pytest.raises(ka.errors.ArgumentError, match="expected an arguments object"):
+        first_kernel(torch.empty(3))
+
+
+def test_arguments_carry_that_they_were_offered_it(asked):
+    args = product(device="cpu")
+    kernel = first_kernel(args)
+    assert args._accepted[Offer].holds(kernel) and not asked
+    kernel.run(args)
