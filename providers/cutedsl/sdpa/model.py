@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernel_api.providers.cutedsl.sdpa.base import AttentionDesign
 
@@ -134,12 +134,9 @@ def seconds(args: Any, design: AttentionDesign) -> float:
 def _moved(args: Any, tiles: int, resident: int, blocks: float) -> float:
     """Seconds in which nothing is multiplied, as the first tiles of all multiprocessors begin and
     the last ones end."""
-    queries = math.prod(args.Q.shape[:-1]) * args.Q.dtype.itemsize
-    keys = args.B * args.H_kv * keys_of(args)
-    if args.is_packed:
-        keys = min(keys, math.prod(args.K.shape[:-1]))
-    moved = (queries + keys * args.K.dtype.itemsize / blocks) * (args.D + args.D_v)
-    return float(moved / _MOVED * min(MULTIPROCESSORS * resident / max(tiles, 1), 1.0))
+    queries, keys = _facts(args).moved
+    share = min(MULTIPROCESSORS * resident / max(tiles, 1), 1.0)
+    return float((queries + keys / blocks) / _MOVED * share)
 
 
 def loaded(args: Any, keys: int) -> float:
@@ -185,9 +182,49 @@ def row_tiles(args: Any, rows: int, rows_of_query: int = 1) -> int:
     return int(found)
 
 
+class _Facts(NamedTuple):
+    """What estimates of all designs begin with.
+
+    Attributes:
+        keys: Of a sequence, as far as is known: where they are packed, most have less than there is
+            room.
+        seen: Of the keys, about what a query sees.
+        moved: Bytes of queries and what comes of them, and of keys and values.
+    """
+
+    keys: int
+    seen: float
+    moved: tuple[int, int]
+
+    @classmethod
+    def of(cls, args: Any) -> _Facts:
+        keys = int(args.S_kv)
+        if args.is_packed and args.is_paged:
+            keys = math.ceil(_FILLED * keys)
+        queries, read = math.prod(args.Q.shape[:-1]), args.B * args.H_kv * keys
+        if args.is_packed:
+            read = min(read, math.prod(args.K.shape[:-1]))
+        columns = args.D + args.D_v
+        moved = queries * columns * args.Q.dtype.itemsize, read * columns * args.K.dtype.itemsize
+        return cls(keys, _share_seen(args, max(keys, 1)), moved)
+
+
+#: The key of the last arguments asked about, and their facts: a query asks for many kernels.
+_last: tuple[Any, _Facts | None] = (None, None)
+
+
+def _facts(args: Any) -> _Facts:
+    global _last
+    key, facts = _last
+    if facts is None or key is not args.key:
+        facts = _Facts.of(args)
+        _last = (args.key, facts)
+    return facts
+
+
 def keys_of(args: Any) -> int:
     """A sequence, as far as is known: where they are packed, most have less than there is room."""
-    return math.ceil(_FILLED * args.S_kv) if args.is_packed and args.is_paged else int(args.S_kv)
+    return _facts(args).keys
 
 
 def blocks_seen(args: Any, queries: int, keys: int) -> float:
@@ -230,7 +267,11 @@ def widening_seconds(args: Any) -> float:
 
 def seen(args: Any) -> float:
     """Of the keys, about what a query sees."""
-    bounds, keys, queries = args.bounds, max(keys_of(args), 1), max(args.S_q, 1)
+    return _facts(args).seen
+
+
+def _share_seen(args: Any, keys: int) -> float:
+    bounds, queries = args.bounds, max(args.S_q, 1)
     # Of a triangle that is cut off at the queries or at the keys, whichever are fewer.
     half = min(keys, queries) / max(keys, queries) / 2
     shares = [1.0]
