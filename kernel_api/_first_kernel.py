@@ -61,10 +61,11 @@ def _asked_in_order(args: Arguments, key: tuple[Any, ...], target: Target | None
 
 
 def _own_families(provider: type[Provider]) -> Iterator[type[Kernel]]:
-    """Raises TypeError where another's are among them."""
+    """Raises TypeError where another's are among them, or some whose names are not their own."""
     for family in provider.families():
-        if not is_ours(family.__module__) or family._provider is not provider:
-            raise TypeError(f"{family} is not of the library")
+        is_own = is_ours(family.__module__) and family._provider is provider
+        if not (is_own and family.is_declared()):
+            raise TypeError(f"{family} is not declared by the library")
         yield family
 
 

@@ -87,7 +87,10 @@ def get_kernels(
             metadata_filter,
         )
     require_arguments(args)
-    survey = _survey(args, cc, providers)
+    key = _key(args, cc, providers)
+    survey = _surveys.get(key)
+    if survey is None:
+        survey = _surveyed(args, query_target(args.device, cc), key)
     if cc is None:
         args._accepted[Offer] = survey.offer
     return filtered(survey.kernels, metadata_filter)
@@ -109,7 +112,7 @@ def explain(
     require_arguments(args)
     accepted, rejected = [], []
     target = query_target(args.device, cc)
-    for verdict in _survey(args, cc, providers).verdicts:
+    for verdict in _surveyed(args, target, _key(args, cc, providers)).verdicts:
         family, provider = verdict.family.family_name(), verdict.family.provider_name()
         kept = filtered(verdict.kernels, metadata_filter)
         if kept:
@@ -420,12 +423,6 @@ _valid_for = -1
 _devices_with_target: set[Any] = set()
 
 
-def _survey(args: Arguments, cc: CcLike, chosen: ProviderChoice | None) -> _Survey:
-    key = _key(args, cc, chosen)
-    found = _surveys.get(key)
-    return _surveyed(args, query_target(args.device, cc), key) if found is None else found
-
-
 def _key(args: Arguments, cc: CcLike, chosen: ProviderChoice | None = None) -> tuple[Any, ...]:
     """What an answer depends on: the registry's generation first, the providers last."""
     own = cc is None and _has_target(args.device)
@@ -463,11 +460,11 @@ def _has_target(device: Any) -> bool:
 
 
 def _surveyed(args: Arguments, target: Target | None, key: tuple[Any, ...]) -> _Survey:
-    """Ask every family, for a query that is not remembered."""
+    """Ask every family, unless the query is remembered."""
     asked = key[-1]
     with _lock:
         _forget_if_changed()
-        if key in _surveys:  # another thread was first
+        if key in _surveys:
             return _surveys[key]
         verdicts = _without_namesakes(
             [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.composite_attention import (
+    ATTENTION,
     INFINITY,
     SCALE,
     B,
@@ -141,7 +142,7 @@ def test_a_function_of_scores_is_part_of_one_kernel(write):
     w = new()
     write(w)
     (kernel,) = w.planned()
-    assert kernel.startswith("sm90_sdpa_forward")
+    assert kernel.startswith(ATTENTION)
 
 
 @pytest.mark.parametrize("write", COMPUTED, ids=lambda write: write.__name__)

@@ -14,6 +14,8 @@ HALF, BF16, FLOAT = cudnn.data_type.HALF, cudnn.data_type.BFLOAT16, cudnn.data_t
 INT32 = cudnn.data_type.INT32
 ADD, MAX = cudnn.reduction_mode.ADD, cudnn.reduction_mode.MAX
 INFINITY = float("inf")
+#: What kernels of attention for Hopper are called: of few queries, or keys, another one is faster.
+ATTENTION = ("sm90_sdpa_forward", "sm90_sdpa_decode")
 
 B, H, H_KV, S, T, D, D_V = 2, 4, 2, 37, 53, 40, 24
 SCALE = 0.2137
