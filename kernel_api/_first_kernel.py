@@ -32,8 +32,8 @@ def first_kernel(args: Arguments, cc: CcLike = None) -> Kernel | None:
     """The same as the first of ``get_kernels(args, cc=cc)``; None if there is none. Raises what it
     does.
 
-    That is asked where only it can say: kernel classes of others are warned of if they raise, and
-    so are ours.
+    That is asked where only it can say, as of kernel classes of others, which are warned of if they
+    raise. So are ours, as far as they are asked.
     """
     require_arguments(args)
     key, target = discovery.question(args, cc)
@@ -73,7 +73,8 @@ def _fastest(
     families: Sequence[type[Kernel]], args: Arguments, target: Target | None
 ) -> Kernel | None:
     """The first in the order of ``get_kernels`` that can."""
-    kernels = [kernel for family in families for kernel in _of_operands(family, args, target)]
+    offered = (kernel for family in families for kernel in _of_operands(family, args, target))
+    kernels = [k for k in offered if target is None or k.metadata.runs_on(target)]
     expected = [_seconds(kernel, args) for kernel in kernels]
     places = sorted(range(len(kernels)), key=expected.__getitem__)
     return next((k for k in map(kernels.__getitem__, places) if _can(k, args, target)), None)

@@ -80,7 +80,8 @@ class Kernel(metaclass=KernelType):
         any_epilogue: Whether it computes whatever epilogue the arguments carry; else the one
             that its metadata names, or none.
         compiles_as_it_runs: Whether the first run of a signature compiles, which ``compile`` cannot
-            do ahead: the tuner measures it only where its provider is named, or nothing else is.
+            do ahead: the tuner measures it only where ``providers=`` names its provider, or where
+            there is no other.
         code_files: How its compiled code becomes a file; None if it does not: then it is neither
             kept on disk nor exported.
     """

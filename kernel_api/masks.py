@@ -56,10 +56,14 @@ class Mask(Described):
         """What it is combined of."""
         return (self,)
 
-    @cached_property
+    @property
     def bounds(self) -> dict[str, int]:
         """Those of all bands together: with d the keys that there are more than queries,
         −left ≤ j − i ≤ right, and d − left_end ≤ j − i ≤ d + right_end; only those that exist."""
+        return self._bounds_of_parts.copy()
+
+    @cached_property
+    def _bounds_of_parts(self) -> dict[str, int]:
         found: dict[str, int] = {}
         for part in self.parts:
             for name, bound in part._bounds():

@@ -19,6 +19,7 @@ from kernel_api.providers.torch import TorchProvider
 SUITES = (
     *("gemm_fp8", "gemm_other", "gemm_unaligned", "fusion_dense", "gemm_grouped"),
     *("gemm_grouped_fused", "sdpa_short", "sdpa_options", "sdpa_packed", "sdpa_backward"),
+    *("norm", "norm_quantize", "elementwise"),
 )
 
 

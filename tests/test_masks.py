@@ -187,3 +187,9 @@ def test_masks_combine_with_masks_alone():
 def test_no_mask_is_forgotten_by_and(mask):
     with pytest.raises(ArgumentError, match="two are combined with `&`"):
         mask and masks.Padding()
+
+
+def test_bounds_that_were_given_out_are_no_part_of_the_mask():
+    mask = masks.SlidingWindow(5, 0)
+    mask.bounds.clear()
+    assert mask.bounds == {"left": 5, "right": 0}

@@ -1,5 +1,6 @@
 """How many blocks of keys the performance model of attention counts, and how near rows it is."""
 
+import itertools
 import json
 import math
 import re
@@ -12,7 +13,7 @@ from support.benchmarks import script
 
 import kernel_api as ka
 from kernel_api import masks
-from kernel_api.providers.cutedsl.sdpa.model import blocks_seen
+from kernel_api.providers.cutedsl.sdpa.model import blocks_seen, seen
 
 ROWS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200" / "sdpa-forward.json"
 DATA = Path(__file__).parent / "data"
@@ -41,8 +42,30 @@ def test_blocks_that_a_causal_mask_cuts_are_counted_whole(S, tile):
 
 
 def test_a_window_is_as_wide_as_it_is_and_half_a_tile_more_on_both_sides():
-    args = attention(1, 1, 1, 4096, 64, masks.SlidingWindow(1023, 0))
+    args = attention(1, 1, 1, 65536, 64, masks.SlidingWindow(1023, 0))
     assert blocks_seen(args, 128, 128) == pytest.approx(9, rel=0.01)
+
+
+BANDS = [
+    *(masks.Causal(alignment) for alignment in ("top_left", "bottom_right")),
+    *(masks.SlidingWindow(*sides, "bottom_right") for sides in ((5, 0), (5, 3), (0, None))),
+    *(masks.SlidingWindow(*sides) for sides in ((5, None), (30, None), (None, 4), (60, 60))),
+]
+
+
+@pytest.mark.parametrize("mask", BANDS, ids=str)
+@pytest.mark.parametrize(("S_q", "S_kv"), [(1, 1), (1, 40), (16, 40), (40, 40), (40, 7)])
+def test_what_a_band_shows_is_counted(mask, S_q, S_kv):
+    Q, K = (torch.empty(1, 1, S, 64, dtype=torch.bfloat16, device="meta") for S in (S_q, S_kv))
+    args, last = ka.SdpaArguments(Q, K, K.clone(), Q.clone(), mask=mask), S_kv - S_q
+    shown = 0
+    for i, j in itertools.product(range(S_q), range(S_kv)):
+        sides = {"right": i, "right_end": i + last}, {"left": i, "left_end": i + last}
+        before = all(j <= sides[0][n] + b for n, b in mask.bounds.items() if n in sides[0])
+        shown += before and all(
+            j >= sides[1][n] - b for n, b in mask.bounds.items() if n in sides[1]
+        )
+    assert seen(args) == pytest.approx(shown / (S_q * S_kv))
 
 
 def test_the_model_is_near_what_was_measured():

@@ -85,8 +85,8 @@ class ElementwiseDesign(DesignMetadata):
     whole_rows: bool = False
 
     def rows(self, bundle: int) -> int:
-        """Of a tile, if a quad has so many columns together."""
-        quads = self.threads // LANES // (self.columns // bundle)
+        """Of a tile, if a quad has so many columns together, of the tile's."""
+        quads = self.threads // LANES // max(self.columns // bundle, 1)
         return quads * _HALVES * (1 if self.whole_rows else self.turns * self.steps)
 
     @property

@@ -115,7 +115,7 @@ def _by_workspace(args: Any, design: Any) -> float:
 
 def _group(args: Any) -> int:
     """Rows of a query that share a head of keys."""
-    return int(args.H // max(args.H_kv, 1))
+    return max(int(args.H // max(args.H_kv, 1)), 1)
 
 
 def _tiles(args: Any, design: Any) -> int:

@@ -272,12 +272,23 @@ def seen(args: Any) -> float:
 
 def _share_seen(args: Any, keys: int) -> float:
     bounds, queries = args.bounds, max(args.S_q, 1)
-    # Of a triangle that is cut off at the queries or at the keys, whichever are fewer.
-    half = min(keys, queries) / max(keys, queries) / 2
     shares = [1.0]
-    if "right" in bounds:
-        shares.append(half if queries <= keys else 1 - half)
-    if "right_end" in bounds:
-        shares.append(1 - half if queries <= keys else half)
-    shares += [(bounds[name] + 1) / keys for name in ("left", "left_end") if name in bounds]
+    for left, right, behind in (("left", "right", 0), ("left_end", "right_end", keys - queries)):
+        if left in bounds or right in bounds:
+            end = _share_before(bounds[right] + 1 + behind, queries, keys) if right in bounds else 1
+            begin = _share_before(behind - bounds[left], queries, keys) if left in bounds else 0
+            shares.append(max(end - begin, 0.0))
     return float(min(shares))
+
+
+def _share_before(places: int, queries: int, keys: int) -> float:
+    """Of the keys, those before the one that lies so many places behind a query's own: on average
+    of all queries."""
+    together = _keys_before(places + queries, keys) - _keys_before(places, keys)
+    return together / (queries * keys)
+
+
+def _keys_before(end: int, keys: int) -> int:
+    """Before each place up to an end, as many keys as there are: of all places together."""
+    inside = min(max(end, 0), keys + 1)
+    return inside * (inside - 1) // 2 + keys * max(end - keys - 1, 0)
