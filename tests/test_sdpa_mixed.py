@@ -144,22 +144,11 @@ def test_what_was_faster_on_an_h100_is_first(sizes, first):
     assert families(args)[0] == first
 
 
-@pytest.mark.parametrize(
-    ("S_q", "S_kv", "alignment", "share"),
-    [
-        (100, 100, "top_left", 0.5),
-        (100, 100, "bottom_right", 0.5),
-        (1, 1000, "bottom_right", 0.9995),
-        (100, 1000, "bottom_right", 0.95),
-        (1000, 100, "bottom_right", 0.05),
-        (100, 1000, "top_left", 0.05),
-        (1000, 100, "top_left", 0.95),
-    ],
-)
-def test_the_model_knows_how_much_a_causal_mask_hides(S_q, S_kv, alignment, share):
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize(("S_q", "S_kv"), [(100, 100), (1, 1000), (100, 1000), (1000, 100)])
+def test_the_model_knows_how_much_a_causal_mask_hides(S_q, S_kv, alignment):
     Q, K = (torch.empty(1, 1, rows, 64, dtype=BF16, device="meta") for rows in (S_q, S_kv))
     mask = masks.Causal(alignment)
     args = ka.SdpaArguments(Q, K, K.clone(), torch.empty_like(Q), mask=mask)
     visible = torch.ones(S_q, S_kv).tril(0 if alignment == "top_left" else S_kv - S_q)
-    assert model.seen(args) == pytest.approx(share)
-    assert model.seen(args) == pytest.approx(visible.mean().item(), abs=0.01)
+    assert model.seen(args) == pytest.approx(visible.mean().item())
