@@ -78,7 +78,7 @@ TYPES = ("bf16-bf16-bf16", "f16-f16-f32", "f32-f32-f32", "i8-i8-i32")
 COMMON = itertools.product(SIZES_ASKED, TYPES, ("ttt", "tnt", "nnn"))
 
 
-@pytest.mark.parametrize(("sizes", "types", "layouts"), some(COMMON, 12))
+@pytest.mark.parametrize(("sizes", "types", "layouts"), some(COMMON, 8))
 def test_query_equals_the_whole_enumeration_for_common_signatures(
     enumeration, sizes, types, layouts
 ):

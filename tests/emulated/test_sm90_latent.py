@@ -48,7 +48,7 @@ CASES = [
         keywords={"mask": masks.SlidingWindow(170, 3, "bottom_right")},
     ),
     # A group waits for nothing that the other one has left by then, and that is loaded anew.
-    case("many blocks of two tiles by one multiprocessor", (1, 80, 1, 700, 320, 256)),
+    case("many blocks of two tiles by one multiprocessor", (1, 80, 1, 444, 320, 256)),
     case(
         "a causal mask, a sink",
         **IN_PAGES,
