@@ -68,9 +68,9 @@ def decode_seconds(args: Any, design: Any) -> float:
     return float(found * (1 + rows * (biased(args, design) - 1)))
 
 
-#: Of packed sequences: seconds until they are scheduled and sums are there, and the time that tiles
-#: take over that where blocks are in clusters, of which a multiprocessor has two. Measured on an
-#: H100.
+#: Of packed sequences: seconds until they are scheduled and sums are there, the time that tiles
+#: take over that where blocks are in clusters, of which a multiprocessor has two, and seconds that
+#: nothing hides in those. Measured on an H100.
 _SCHEDULE, _SCHEDULED, _ALONE_IN_PACKED = 12e-6, 1.15, 4.1e-6
 
 
