@@ -14,7 +14,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kernel_api import discovery
+from kernel_api import _log, discovery
 from kernel_api._checks import require_arguments
 from kernel_api._offer import Offer
 from kernel_api._sources import is_ours
@@ -23,6 +23,8 @@ from kernel_api.kernel import Kernel
 from kernel_api.provider import Provider, generation
 from kernel_api.targets import CcLike, Target
 from kernel_api.utils import untraced
+
+logger = _log.logger(__name__)
 
 _rank = operator.attrgetter("rank")
 
@@ -55,8 +57,8 @@ def _asked_in_order(args: Arguments, key: tuple[Any, ...], target: Target | None
                 kernel = _fastest(families, args, target)
                 if kernel is not None:
                     return kernel if key[0] == generation() else None
-        except Exception:
-            return None
+        except Exception as error:  # whoever asks all of them warns of it
+            logger.debug("all kernels are asked for %s: %s", args, error)
     return None
 
 

@@ -29,7 +29,6 @@ from kernel_api.tuning import (
     _spread,
     _worker,
 )
-from kernel_api.tuning._choice import Choice
 
 QUICK = Policy(launches="eager", l2="warm", rounds=8)
 
@@ -459,24 +458,6 @@ def test_the_first_of_every_provider_competes(registry):
     other.register(hostile.FastGemm)
     result = ka.autotune(arguments(), providers=[one, other], policy=QUICK, max_candidates=1)
     assert set(by_class(result)) == {"SlowGemm", "FastGemm"}
-
-
-def test_what_compiles_as_it_runs_competes_where_it_is_asked_for():
-    """torch's flex_attention takes more than 10 s for each new size."""
-
-    def heads(count, S):
-        shape = 1, count, S, 128
-        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-
-    Q, K = heads(32, 64), heads(8, 1024)
-    args = ka.SdpaArguments(Q, K, K.clone(), Q.clone(), mask=ka.masks.Causal("bottom_right"))
-
-    def competes(**asked):
-        kernels = Choice(cc=90, **asked).candidates(args, "cuda").kernels
-        return "torch.flex_attention" in {kernel.family for kernel in kernels}
-
-    assert competes(providers=["cutedsl", "torch"]) and not competes()
-    assert competes(metadata_filter=lambda metadata: "flex" in metadata.kernel_name)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import kernel_api as ka
 from kernel_api import epilogue as ep
 from kernel_api import masks
 from kernel_api.arguments import Dropout
+from kernel_api.tuning._choice import Choice
 from kernel_api.verification import conduct, judge
 
 FORWARD = ("cudnn", "flash", "efficient")
@@ -304,3 +305,21 @@ def test_what_flex_attention_lacks_is_told(options, words):
 def test_flex_attention_takes_every_function_of_scores():
     assert "torch.flex_attention" in families(on_meta(score_mod=lambda s, b, h, q, kv: s - q))
     assert "torch.flex_attention" in families(on_meta(mask=masks.SlidingWindow(8, 0), softcap=5.0))
+
+
+def test_what_compiles_as_it_runs_competes_where_it_is_asked_for():
+    """torch's flex_attention takes more than 10 s for each new size."""
+
+    def heads(count, S):
+        shape = 1, count, S, 128
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    Q, K = heads(32, 64), heads(8, 1024)
+    args = ka.SdpaArguments(Q, K, K.clone(), Q.clone(), mask=masks.Causal("bottom_right"))
+
+    def competes(**asked):
+        kernels = Choice(cc=90, **asked).candidates(args, "cuda").kernels
+        return "torch.flex_attention" in {kernel.family for kernel in kernels}
+
+    assert competes(providers=["cutedsl", "torch"]) and not competes()
+    assert competes(metadata_filter=lambda metadata: "flex" in metadata.kernel_name)
