@@ -1,12 +1,13 @@
-"""Every configuration of every CuTe DSL family computes what it says, on odd shapes.
+"""Every design of every CuTe DSL family computes what it says, on odd shapes.
 
 The kernels are those that the registry offers for this GPU; a new family is tested by being
-registered. A configuration is a design with its element types and alignments; the majors rotate
-over the configurations. ``KERNEL_API_TEST_EVERY_KERNEL=1`` takes every configuration with every
-majors: compilation is most of the time, so add ``-n 8``.
+registered. Of every class they are a sample that has each design, each combination of element
+types, of alignments, of majors and of scales. ``KERNEL_API_TEST_EVERY_KERNEL=1`` takes every
+kernel: compilation is most of the time, so add ``-n 8``.
 """
 
 import os
+import random
 
 import pytest
 import torch
@@ -22,22 +23,38 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 EVERY_KERNEL = os.environ.get("KERNEL_API_TEST_EVERY_KERNEL") == "1"
 
 
+def facets(kernel):
+    """What each value of is to be seen with every class of kernels."""
+    metadata = kernel.metadata
+    tensors = tuple(metadata.operands.tensors.values())
+    return {
+        (type(kernel), "design", metadata.design),
+        *(
+            (type(kernel), name, tuple(getattr(tensor, name) for tensor in tensors))
+            for name in ("dtype", "divisibility", "stride", "scale")
+        ),
+    }
+
+
+def sample(kernels):
+    """Those that show something which none before them has shown, in an order without a pattern."""
+    seen = set()
+    for kernel in random.Random(0).sample(kernels, len(kernels)):
+        if not facets(kernel) <= seen:
+            seen |= facets(kernel)
+            yield kernel
+
+
 def registered():
-    """(kernel, place of its configuration), for what this GPU runs; without one, none."""
+    """(kernel, place in the sample), for what this GPU runs; without one, none."""
     if not torch.cuda.is_available():
         return []  # to list them takes seconds
     major, minor = torch.cuda.get_device_capability()
-    configurations = {}
-    for kernel in ka.get_kernels(cc=f"{major}.{minor}", providers=["cutedsl"]):
-        if kernel.arguments is not ka.GemmArguments:
-            continue
-        metadata = kernel.metadata
-        tensors = tuple((t.dtype, t.divisibility) for t in metadata.operands.tensors.values())
-        configurations.setdefault((type(kernel), metadata.design, tensors), []).append(kernel)
+    offered = ka.get_kernels(cc=f"{major}.{minor}", providers=["cutedsl"])
+    kernels = [kernel for kernel in offered if kernel.arguments is ka.GemmArguments]
     return [
         pytest.param(kernel, place, id=kernel.metadata.kernel_name)
-        for place, kernels in enumerate(configurations.values())
-        for kernel in (kernels if EVERY_KERNEL else [kernels[3 * place % len(kernels)]])
+        for place, kernel in enumerate(kernels if EVERY_KERNEL else sample(kernels))
     ]
 
 
