@@ -3,11 +3,13 @@
 Whoever runs one kernel needs no list, and sizes that are new are many: a server sees another number
 of tokens in every prompt. So of the kernels whose operands fit, the one that is expected to be
 fastest is asked first, and the next only if it cannot. Providers behind the one that has it are
-not asked at all.
+not asked at all, and a design for operands of less alignment only behind the same design for those
+of more, as it is not expected to be faster.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import operator
@@ -15,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kernel_api import _log, discovery
+from kernel_api._catalogue import Aligned
 from kernel_api._checks import require_arguments
 from kernel_api._offer import Offer
 from kernel_api._sources import is_ours
@@ -75,23 +78,39 @@ def _fastest(
     families: Sequence[type[Kernel]], args: Arguments, target: Target | None
 ) -> Kernel | None:
     """The first in the order of ``get_kernels`` that can."""
-    offered = (kernel for family in families for kernel in _of_operands(family, args, target))
-    kernels = [k for k in offered if target is None or k.metadata.runs_on(target)]
-    expected = [_seconds(kernel, args) for kernel in kernels]
-    places = sorted(range(len(kernels)), key=expected.__getitem__)
-    return next((k for k in map(kernels.__getitem__, places) if _can(k, args, target)), None)
+    waiting = []
+    for number, family in enumerate(families):
+        for variant in _of_operands(family, args, target):
+            waiting += _expected(variant, number, args, target)
+    heapq.heapify(waiting)
+    while waiting:
+        *_, number, _, variant = heapq.heappop(waiting)
+        if variant.kernel.status_behind_operands(args, target):
+            return variant.kernel
+        for laxer in variant.laxer:
+            for one in _expected(laxer, number, args, target):
+                heapq.heappush(waiting, one)
+    return None
 
 
-def _of_operands(family: type[Kernel], args: Arguments, target: Target | None) -> Iterator[Kernel]:
+def _of_operands(family: type[Kernel], args: Arguments, target: Target | None) -> Sequence[Aligned]:
     """Kernels of a family that ask for such operands, whatever their rules say."""
     if family.arguments is not None and not isinstance(args, family.arguments):
-        return
+        return ()
     if not family.class_status(args, target):
+        return ()
+    return discovery.catalogue_of(family).most_aligned(args, target)
+
+
+def _expected(
+    variant: Aligned, number: int, args: Arguments, target: Target | None
+) -> Iterator[tuple[bool, float, int, int, Aligned]]:
+    """What orders a kernel, or those of less alignment where it is of another architecture."""
+    if target is None or variant.kernel.metadata.runs_on(target):
+        yield *_seconds(variant.kernel, args), number, variant.place, variant
         return
-    catalogue = discovery.catalogue_of(family)
-    for operands in catalogue.fitting(args, target):
-        if family.status_of_operands(operands, args):
-            yield from catalogue.kernels(operands, args, target)
+    for laxer in variant.laxer:
+        yield from _expected(laxer, number, args, target)
 
 
 def _seconds(kernel: Kernel, args: Arguments) -> tuple[bool, float]:
@@ -102,7 +121,3 @@ def _seconds(kernel: Kernel, args: Arguments) -> tuple[bool, float]:
     if not 0.0 <= seconds < math.inf:
         raise ValueError(f"{kernel} expects {seconds} seconds")
     return False, seconds
-
-
-def _can(kernel: Kernel, args: Arguments, target: Target | None) -> bool:
-    return bool(kernel.status_behind_operands(args, target))

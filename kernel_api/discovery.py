@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernel_api import _locks, _log
+from kernel_api._catalogue import Catalogue, Miss
 from kernel_api._checks import require_arguments
 from kernel_api._filters import MetadataFilter, filtered
 from kernel_api._offer import Offer
@@ -25,16 +26,10 @@ from kernel_api.errors import PluginWarning
 from kernel_api.kernel import Kernel
 from kernel_api.matching import (
     BEHIND_OPERANDS,
-    layouts_of_arguments,
     match_layouts,
-    match_types,
-    types_of,
-    types_of_arguments,
     with_mend,
 )
-from kernel_api.metadata import KernelMetadata, OperandsMetadata, encode
 from kernel_api.provider import Provider, generation, providers
-from kernel_api.space import Variants
 from kernel_api.status import Status, with_true_nearest
 from kernel_api.targets import CcLike, Target
 from kernel_api.utils import untraced
@@ -135,141 +130,6 @@ def _all_of(designs: int) -> str:
 
 # One family ------------------------------------------------------------------------------
 
-#: A refusal, and the operands of the kernels that it is of.
-_Miss = tuple[Status, OperandsMetadata]
-
-#: Combinations of types, and of these and layouts, of which a family remembers its operands.
-_TYPES_KEPT = 512
-#: Combinations of operands and epilogues whose kernels are remembered.
-_FUSED_KEPT = 512
-
-
-class Catalogue:
-    """The kernels of one family, by the operands they ask for; built as they are needed."""
-
-    def __init__(self, family: type[Kernel]) -> None:
-        self.family = family
-        self._declared = family.is_declared()
-        self._variants: dict[Any, dict[OperandsMetadata, tuple[Kernel, ...]]] = {}
-        self._operands: tuple[Variants, ...] | None = None
-        self._of_types: dict[Any, tuple[list[Variants], list[_Miss]]] = {}
-        self._fitting: dict[Any, list[OperandsMetadata]] = {}
-        self._built: dict[Any, tuple[Kernel, ...]] = {}
-
-    def operands(self, args: Arguments | None, target: Target | None) -> Iterable[Variants]:
-        """What the kernels ask of operands; variants of the same element types together."""
-        if not self._declared:
-            return _by_types(self._generated(args, target))
-        if self._operands is None:
-            self._operands = tuple(self.family.operand_groups())
-        return self._operands
-
-    def of_types(
-        self, args: Arguments, target: Target | None, but_for: str | None = None
-    ) -> tuple[list[Variants], list[_Miss]]:
-        """The operands of the arguments' types, and why the others are not.
-
-        ``but_for``: see :func:`~kernel_api.matching.match_types`.
-        """
-        if not self._declared or but_for is not None:
-            return _of_types(self.operands(args, target), args, but_for)
-        key = types_of_arguments(args)
-        found = self._of_types.get(key)
-        if found is None:
-            if len(self._of_types) >= _TYPES_KEPT:
-                self._of_types.clear()
-            found = self._of_types[key] = _of_types(self.operands(args, target), args)
-        return found
-
-    def fitting(self, args: Arguments, target: Target | None) -> list[OperandsMetadata]:
-        """The operands of the arguments' types and layouts."""
-        key = (types_of_arguments(args), layouts_of_arguments(args)) if self._declared else None
-        found = self._fitting.get(key)
-        if found is None:
-            why = self.family.why_aligned()
-            alike = (one for variants in self.of_types(args, target)[0] for one in variants)
-            found = [one for one in alike if match_layouts(one, args, why)]
-            if key is not None:
-                if len(self._fitting) >= _TYPES_KEPT:
-                    self._fitting.clear()
-                self._fitting[key] = found
-        return found
-
-    def kernels(
-        self, operands: OperandsMetadata, args: Arguments | None, target: Target | None
-    ) -> tuple[Kernel, ...]:
-        if not self._declared:
-            return self._generated(args, target)[operands]
-        graph = None
-        if args is not None and args.epilogue is not None and self.family.fuses:
-            graph = args.epilogue.graph
-        key = (operands, graph)
-        built = self._built.get(key)
-        if built is None:
-            if graph is not None and len(self._built) > _FUSED_KEPT:
-                self._built.clear()
-            built = self._built[key] = tuple(self.family.kernels_for(operands, graph))
-        return built
-
-    def _generated(
-        self, args: Arguments | None, target: Target | None
-    ) -> dict[OperandsMetadata, tuple[Kernel, ...]]:
-        epilogue = args.epilogue if args is not None else None
-        key = (target, epilogue.signature if epilogue is not None else None)
-        if key not in self._variants:
-            if len(self._variants) > _FUSED_KEPT:
-                self._variants.clear()
-            cc = target.cc if target is not None else None
-            made = self.family.generate_kernels(_everything, epilogue_args=epilogue, cc=cc)
-            self._variants[key] = _grouped(self.family, made)
-        return self._variants[key]
-
-
-def _by_types(operands: Iterable[OperandsMetadata]) -> tuple[Variants, ...]:
-    groups: dict[Any, list[OperandsMetadata]] = {}
-    for one in operands:
-        groups.setdefault(types_of(one), []).append(one)
-    return tuple(map(Variants, groups.values()))
-
-
-def _of_types(
-    variants: Iterable[Variants], args: Arguments, but_for: str | None = None
-) -> tuple[list[Variants], list[_Miss]]:
-    alike, misses = [], []
-    for one in variants:
-        status = match_types(one.first, args, but_for)
-        if status:
-            alike.append(one)
-        else:
-            misses.append((status, one.first))
-    return alike, misses
-
-
-def _everything(metadata: KernelMetadata) -> bool:
-    return True
-
-
-def _grouped(family: type[Kernel], made: Any) -> dict[OperandsMetadata, tuple[Kernel, ...]]:
-    """Check what ``generate_kernels`` returned, and order it by operands."""
-    if not isinstance(made, (list, tuple)):
-        raise TypeError(f"generate_kernels returned {type(made).__name__}; expected a list")
-    groups: dict[OperandsMetadata, list[Kernel]] = {}
-    names: dict[str, KernelMetadata] = {}
-    for kernel in made:
-        metadata = getattr(kernel, "metadata", None)
-        if not isinstance(kernel, Kernel) or not isinstance(metadata, KernelMetadata):
-            raise TypeError(f"generate_kernels gave {kernel!r}, which is no kernel with metadata")
-        if not isinstance(kernel, metadata.kernel_class):
-            raise TypeError(
-                f"generate_kernels gave a {type(kernel).__name__} whose metadata say that it is a "
-                f"{metadata.kernel_class.__name__}; expected its own class as kernel_class"
-            )
-        encode(metadata.design)
-        if names.setdefault(metadata.kernel_name, metadata) != metadata:
-            raise TypeError(f"two different kernels share the name {metadata.kernel_name}")
-        groups.setdefault(metadata.operands, []).append(kernel)
-    return {operands: tuple(dict.fromkeys(kernels)) for operands, kernels in groups.items()}
-
 
 def _judge(catalogue: Catalogue, args: Arguments, target: Target | None) -> Verdict:
     """One family's answer. A family that raises is a warning and a reason, not an error."""
@@ -321,7 +181,7 @@ _NO_DESIGN = Status.fail(
 _RULES_WITH_ALTERNATIVES = ("element types", "scales", "accumulator type", "majors")
 
 
-def _nearest_miss(misses: list[_Miss], args: Arguments) -> Status:
+def _nearest_miss(misses: list[Miss], args: Arguments) -> Status:
     """The refusal that came last in the order of checks; alternatives are joined."""
     if not misses:
         return Status.fail("the family has no kernels", rule="empty family")

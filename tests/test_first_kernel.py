@@ -13,8 +13,10 @@ from kernel_api import discovery
 from kernel_api._first_kernel import first_kernel
 from kernel_api._offer import Offer
 from kernel_api.errors import PluginWarning
+from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.gemm.sm90 import Sm90Gemm
 from kernel_api.providers.torch import TorchProvider
+from kernel_api.status import Status
 
 SUITES = (
     *("gemm_fp8", "gemm_other", "gemm_unaligned", "fusion_dense", "gemm_grouped"),
@@ -67,6 +69,33 @@ def test_it_is_the_first_of_all_for_all_that_is_timed(suite, asked):
     assert len(asked) <= len(problems)  # where nothing of ours can, as of 8 bits on sm_80
 
 
+def of_less_alignment(variants):
+    for variant in variants:
+        yield from ((variant.kernel, laxer.kernel) for laxer in variant.laxer)
+        yield from of_less_alignment(variant.laxer)
+
+
+def pairs(args, cc):
+    """A kernel, and the same design for less alignment."""
+    _, target = discovery.question(args, cc)
+    for family in CuTeDSLProvider.families():
+        if isinstance(args, family.arguments) and family.class_status(args, target):
+            yield from of_less_alignment(discovery.catalogue_of(family).most_aligned(args, target))
+
+
+def test_a_design_is_not_expected_to_be_faster_for_less_alignment():
+    """So it waits behind that of more alignment."""
+    seen = 0
+    for suite in SUITES:
+        for problem in some(script(suite).SUITE.problems, 6):
+            args = problem.arguments("meta")
+            for strict, lax in (*pairs(args, 90), *pairs(args, 80)):
+                assert lax.metadata.design == strict.metadata.design
+                assert lax.predict(args) >= strict.predict(args), (strict, lax)
+                seen += 1
+    assert seen > 1000
+
+
 def test_few_are_asked(monkeypatch, asked):
     judged, judge = [], ka.Kernel.status_behind_operands
 
@@ -80,6 +109,19 @@ def test_few_are_asked(monkeypatch, asked):
     assert len(judged) < 20 and not asked
     monkeypatch.undo()
     assert kernel == listed(product(), "sm_90a")
+
+
+def test_those_of_less_alignment_are_asked_where_those_of_more_cannot(monkeypatch, asked):
+    judge = ka.Kernel.status_behind_operands
+
+    def status(kernel, *given):
+        aligned = kernel.metadata.operands.out.divisibility > 1
+        return Status.fail("out is aligned", rule="test") if aligned else judge(kernel, *given)
+
+    monkeypatch.setattr(ka.Kernel, "status_behind_operands", status)
+    kernel = first_kernel(product(302), "sm_90a")
+    assert isinstance(kernel, Sm90Gemm) and not asked
+    assert kernel == listed(product(302), "sm_90a")
 
 
 class Fastest(CudaGemm):

@@ -1,0 +1,218 @@
+"""The kernels of one family, by the operands that they ask for; built as they are needed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from kernel_api.arguments import Arguments
+from kernel_api.kernel import Kernel
+from kernel_api.matching import (
+    layouts_of_arguments,
+    match_layouts,
+    match_types,
+    types_of,
+    types_of_arguments,
+)
+from kernel_api.metadata import KernelMetadata, OperandsMetadata, encode
+from kernel_api.space import Variants
+from kernel_api.status import Status
+from kernel_api.targets import Target
+
+#: A refusal, and the operands of the kernels that it is of.
+Miss = tuple[Status, OperandsMetadata]
+
+#: Combinations of types, and of these and layouts, of which a family remembers its operands.
+_TYPES_KEPT = 512
+#: Combinations of operands and epilogues whose kernels are remembered.
+_FUSED_KEPT = 512
+
+
+class Aligned(NamedTuple):
+    """A kernel, and what there is of its design for operands of less alignment.
+
+    Attributes:
+        place: Among the kernels of its family whose operands fit.
+    """
+
+    place: int
+    kernel: Kernel
+    laxer: list[Aligned]
+
+
+class Catalogue:
+    """The kernels of one family, by the operands they ask for; built as they are needed."""
+
+    def __init__(self, family: type[Kernel]) -> None:
+        self.family = family
+        self._declared = family.is_declared()
+        self._variants: dict[Any, dict[OperandsMetadata, tuple[Kernel, ...]]] = {}
+        self._operands: tuple[Variants, ...] | None = None
+        self._of_types: dict[Any, tuple[list[Variants], list[Miss]]] = {}
+        self._fitting: dict[Any, list[OperandsMetadata]] = {}
+        self._built: dict[Any, tuple[Kernel, ...]] = {}
+        self._most_aligned: dict[Any, list[Aligned]] = {}
+
+    def operands(self, args: Arguments | None, target: Target | None) -> Iterable[Variants]:
+        """What the kernels ask of operands; variants of the same element types together."""
+        if not self._declared:
+            return _by_types(self._generated(args, target))
+        if self._operands is None:
+            self._operands = tuple(self.family.operand_groups())
+        return self._operands
+
+    def of_types(
+        self, args: Arguments, target: Target | None, but_for: str | None = None
+    ) -> tuple[list[Variants], list[Miss]]:
+        """The operands of the arguments' types, and why the others are not.
+
+        ``but_for``: see :func:`~kernel_api.matching.match_types`.
+        """
+        if not self._declared or but_for is not None:
+            return _of_types(self.operands(args, target), args, but_for)
+        key = types_of_arguments(args)
+        found = self._of_types.get(key)
+        if found is None:
+            if len(self._of_types) >= _TYPES_KEPT:
+                self._of_types.clear()
+            found = self._of_types[key] = _of_types(self.operands(args, target), args)
+        return found
+
+    def fitting(self, args: Arguments, target: Target | None) -> list[OperandsMetadata]:
+        """The operands of the arguments' types and layouts."""
+        key = (types_of_arguments(args), layouts_of_arguments(args)) if self._declared else None
+        found = self._fitting.get(key)
+        if found is None:
+            why = self.family.why_aligned()
+            alike = (one for variants in self.of_types(args, target)[0] for one in variants)
+            found = [one for one in alike if match_layouts(one, args, why)]
+            if key is not None:
+                if len(self._fitting) >= _TYPES_KEPT:
+                    self._fitting.clear()
+                self._fitting[key] = found
+        return found
+
+    def kernels(
+        self, operands: OperandsMetadata, args: Arguments | None, target: Target | None
+    ) -> tuple[Kernel, ...]:
+        if not self._declared:
+            return self._generated(args, target)[operands]
+        graph = self._graph(args)
+        key = (operands, graph)
+        built = self._built.get(key)
+        if built is None:
+            if graph is not None and len(self._built) > _FUSED_KEPT:
+                self._built.clear()
+            built = self._built[key] = tuple(self.family.kernels_for(operands, graph))
+        return built
+
+    def most_aligned(self, args: Arguments, target: Target | None) -> list[Aligned]:
+        """The kernels whose operands fit, whatever further rules say; of a declared family.
+
+        Those of the same design that ask for less alignment than one before them are behind it.
+        """
+        status = self.family.status_of_operands
+        fitting = tuple(one for one in self.fitting(args, target) if status(one, args))
+        key = (fitting, self._graph(args))
+        found = self._most_aligned.get(key)
+        if found is None:
+            if len(self._most_aligned) >= _FUSED_KEPT:
+                self._most_aligned.clear()
+            made = [(one, self.kernels(one, args, target)) for one in fitting]
+            found = self._most_aligned[key] = _by_alignment(made)
+        return found
+
+    def _graph(self, args: Arguments | None) -> Any:
+        fused = args is not None and args.epilogue is not None and self.family.fuses
+        return args.epilogue.graph if fused else None
+
+    def _generated(
+        self, args: Arguments | None, target: Target | None
+    ) -> dict[OperandsMetadata, tuple[Kernel, ...]]:
+        epilogue = args.epilogue if args is not None else None
+        key = (target, epilogue.signature if epilogue is not None else None)
+        if key not in self._variants:
+            if len(self._variants) > _FUSED_KEPT:
+                self._variants.clear()
+            cc = target.cc if target is not None else None
+            made = self.family.generate_kernels(_everything, epilogue_args=epilogue, cc=cc)
+            self._variants[key] = _grouped(self.family, made)
+        return self._variants[key]
+
+
+def _by_alignment(
+    kernels: Iterable[tuple[OperandsMetadata, tuple[Kernel, ...]]],
+) -> list[Aligned]:
+    first: list[Aligned] = []
+    designs: dict[OperandsMetadata, dict[Any, Aligned]] = {}
+    places = itertools.count()
+    for operands, group in kernels:
+        stricter = [of for one, of in designs.items() if _is_less_aligned(operands, one)]
+        own = designs.setdefault(operands, {})
+        for kernel in group:
+            design = kernel.metadata.design
+            of_more = next((of[design] for of in reversed(stricter) if design in of), None)
+            one = own[design] = Aligned(next(places), kernel, [])
+            (first if of_more is None else of_more.laxer).append(one)
+    return first
+
+
+def _is_less_aligned(operands: OperandsMetadata, than: OperandsMetadata) -> bool:
+    """The same but for divisibilities, each of which divides the other's."""
+    pairs = list(zip(operands.tensors.values(), than.tensors.values(), strict=False))
+    if any(more.divisibility % less.divisibility for less, more in pairs):
+        return False
+    return _without_alignment(operands) == _without_alignment(than)
+
+
+def _without_alignment(operands: OperandsMetadata) -> OperandsMetadata:
+    loose = {name: replace(one, divisibility=1) for name, one in operands.tensors.items()}
+    return replace(operands, **loose)
+
+
+def _by_types(operands: Iterable[OperandsMetadata]) -> tuple[Variants, ...]:
+    groups: dict[Any, list[OperandsMetadata]] = {}
+    for one in operands:
+        groups.setdefault(types_of(one), []).append(one)
+    return tuple(map(Variants, groups.values()))
+
+
+def _of_types(
+    variants: Iterable[Variants], args: Arguments, but_for: str | None = None
+) -> tuple[list[Variants], list[Miss]]:
+    alike, misses = [], []
+    for one in variants:
+        status = match_types(one.first, args, but_for)
+        if status:
+            alike.append(one)
+        else:
+            misses.append((status, one.first))
+    return alike, misses
+
+
+def _everything(metadata: KernelMetadata) -> bool:
+    return True
+
+
+def _grouped(family: type[Kernel], made: Any) -> dict[OperandsMetadata, tuple[Kernel, ...]]:
+    """Check what ``generate_kernels`` returned, and order it by operands."""
+    if not isinstance(made, (list, tuple)):
+        raise TypeError(f"generate_kernels returned {type(made).__name__}; expected a list")
+    groups: dict[OperandsMetadata, list[Kernel]] = {}
+    names: dict[str, KernelMetadata] = {}
+    for kernel in made:
+        metadata = getattr(kernel, "metadata", None)
+        if not isinstance(kernel, Kernel) or not isinstance(metadata, KernelMetadata):
+            raise TypeError(f"generate_kernels gave {kernel!r}, which is no kernel with metadata")
+        if not isinstance(kernel, metadata.kernel_class):
+            raise TypeError(
+                f"generate_kernels gave a {type(kernel).__name__} whose metadata say that it is a "
+                f"{metadata.kernel_class.__name__}; expected its own class as kernel_class"
+            )
+        encode(metadata.design)
+        if names.setdefault(metadata.kernel_name, metadata) != metadata:
+            raise TypeError(f"two different kernels share the name {metadata.kernel_name}")
+        groups.setdefault(metadata.operands, []).append(kernel)
+    return {operands: tuple(dict.fromkeys(kernels)) for operands, kernels in groups.items()}
