@@ -125,8 +125,9 @@ class Catalogue:
         return found
 
     def _graph(self, args: Arguments | None) -> Any:
-        fused = args is not None and args.epilogue is not None and self.family.fuses
-        return args.epilogue.graph if fused else None
+        if args is None or args.epilogue is None or not self.family.fuses:
+            return None
+        return args.epilogue.graph
 
     def _generated(
         self, args: Arguments | None, target: Target | None

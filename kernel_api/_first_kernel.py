@@ -29,6 +29,10 @@ from kernel_api.utils import untraced
 
 logger = _log.logger(__name__)
 
+#: What comes first is asked first: whether there is no model, the seconds, the number of the family
+#: and the place in it.
+_Expected = tuple[bool, float, int, int, Aligned]
+
 _rank = operator.attrgetter("rank")
 
 
@@ -78,13 +82,13 @@ def _fastest(
     families: Sequence[type[Kernel]], args: Arguments, target: Target | None
 ) -> Kernel | None:
     """The first in the order of ``get_kernels`` that can."""
-    waiting = []
+    waiting: list[_Expected] = []
     for number, family in enumerate(families):
         for variant in _of_operands(family, args, target):
             waiting += _expected(variant, number, args, target)
     heapq.heapify(waiting)
     while waiting:
-        *_, number, _, variant = heapq.heappop(waiting)
+        _, _, number, _, variant = heapq.heappop(waiting)
         if variant.kernel.status_behind_operands(args, target):
             return variant.kernel
         for laxer in variant.laxer:
@@ -104,7 +108,7 @@ def _of_operands(family: type[Kernel], args: Arguments, target: Target | None) -
 
 def _expected(
     variant: Aligned, number: int, args: Arguments, target: Target | None
-) -> Iterator[tuple[bool, float, int, int, Aligned]]:
+) -> Iterator[_Expected]:
     """What orders a kernel, or those of less alignment where it is of another architecture."""
     if target is None or variant.kernel.metadata.runs_on(target):
         yield *_seconds(variant.kernel, args), number, variant.place, variant
