@@ -26,6 +26,7 @@ import rows
 import torch
 
 import kernel_api as ka
+from kernel_api._first_kernel import first_kernel
 from kernel_api.errors import LinkError
 from kernel_api.providers.cutedsl import compiler
 
@@ -187,13 +188,13 @@ def calls_of_layers() -> Calls:
     }
 
 
-def first_query() -> harness.Timing:
-    """get_kernels on sizes that were not asked before."""
+def of_new_sizes(ask: Callable[[ka.GemmArguments], Any], smallest: int) -> harness.Timing:
+    """A question about sizes that nothing was asked about before."""
     samples = []
-    for size in range(64, 64 + 8 * 20, 8):
+    for size in range(smallest, smallest + 16 * 20, 16):
         args = ka.GemmArguments(*matrices(size, size))
         started = time.perf_counter()
-        ka.get_kernels(args)
+        ask(args)
         samples.append((time.perf_counter() - started) * 1e6)
     return harness.Timing(samples)
 
@@ -336,7 +337,8 @@ def main() -> None:
     of_rows = {**calls_of_8_bits(), **calls_of_rows()}
     times = microseconds({**plain_calls(kernel, args), **fused_calls(), **of_rows})
     times |= microseconds(calls_of_layers(), PAUSE_AFTER_LAYERS)
-    times["get_kernels(args), first"] = first_query()
+    times["get_kernels(args), new sizes"] = of_new_sizes(ka.get_kernels, 96)
+    times["the first of them alone, new sizes"] = of_new_sizes(first_kernel, 104)
     peer = (RAW, times[RAW])
     policy = f"host time per call, in turns, median of {ROUNDS} x {NUMBER} calls"
     measured = [
