@@ -235,11 +235,12 @@ def process_numbers() -> Iterator[Limited]:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o700)
         environment = {**os.environ, "KERNEL_API_CACHE_DIR": f"{folder}/cache"}
-        environment.pop("KERNEL_API_DISABLE_CACHE", None)
+        for name in ("KERNEL_API_DISABLE_CACHE", "PYTHONDONTWRITEBYTECODE"):
+            environment.pop(name, None)
         copies = library_copies(Path(folder))
         command = [sys.executable, "-c", _PROCESS, json.dumps(sys.path), *copies]
         found: dict[str, Any] = {}
-        for _ in range(3):  # the first fills the cache, the second the system's
+        for _ in range(3):  # the first fills the caches, the second the system's
             started = time.perf_counter()
             ran = subprocess.run(command, capture_output=True, text=True, env=environment)
             seconds = time.perf_counter() - started

@@ -10,6 +10,7 @@ from support.kernels import CpuGemm, CudaGemm, LoopGemm
 import kernel_api as ka
 from kernel_api.errors import ArgumentError, PluginWarning, RegistrationError
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata
+from kernel_api.provider import providers
 from kernel_api.space import Operands, Space, rule
 
 
@@ -25,6 +26,15 @@ def names(provider):
 
 
 # What a kernel class must have -----------------------------------------------------------
+
+
+def test_ours_lack_nothing_though_they_are_not_asked_when_they_register(monkeypatch):
+    ours = [(one, family) for one in providers() for family in one.families()]
+    assert len(ours) >= 80
+    assert not [fault for one, family in ours for fault in one.missing_from(family)]
+    monkeypatch.setattr(ka.Provider, "missing_from", None)
+    for one, family in ours:
+        assert one.register(family) is family
 
 
 def test_a_class_without_its_methods_is_refused_naming_all_of_them(registry):
