@@ -25,7 +25,7 @@ KERNELS = [
     if family.arguments in KINDS
     for kernel in generated_by(family)
 ]
-SPARSELY = 1 if os.environ.get("KERNEL_API_EMULATE") in ("designs", "all") else 6
+SPARSELY = 1 if os.environ.get("KERNEL_API_EMULATE") in ("designs", "all") else 12
 CHOICES = (1, 2, 3, 4, 5, 8, 9)
 WEIGHTS = (None, "float32", "bfloat16", "float16")
 

@@ -122,7 +122,7 @@ def named(case):
     return f"{case.name}, {case.how.get('scales', 'rows')}, {case.design}"
 
 
-TURNS = some(range(len(CASES)), 4)
+TURNS = some(range(len(CASES)), 2)
 
 
 @pytest.mark.parametrize("turn", TURNS, ids=[named(CASES[turn]) for turn in TURNS])
