@@ -10,7 +10,7 @@ from support.data import gemm_arguments
 from support.kernels import CpuGemm, CudaGemm
 
 import kernel_api as ka
-from kernel_api import discovery
+from kernel_api import _catalogue
 from kernel_api.space import Miss, Operands, Space, rule
 
 TYPES = ("bf16", "bf16", "f32")
@@ -155,9 +155,9 @@ def test_types_are_matched_once_for_all_sizes(registry, monkeypatch):
 
     provider = registry.register(OfFloats)
     matched = []
-    match = discovery.match_types
+    match = _catalogue.match_types
     monkeypatch.setattr(
-        discovery, "match_types", lambda one, *how: matched.append(one) or match(one, *how)
+        _catalogue, "match_types", lambda one, *how: matched.append(one) or match(one, *how)
     )
 
     def accepts(M, element):

@@ -30,7 +30,7 @@ def offered(name, scales):
 
 
 @pytest.mark.parametrize(
-    ("name", "scales"), some([(name, scales) for name in FUSIONS for scales in MODES], 4)
+    ("name", "scales"), some([(name, scales) for name in FUSIONS for scales in MODES], 2)
 )
 def test_epilogues_beside_scales_spill_nothing(name, scales):
     for kernel, args in some(offered(name, scales), 1):

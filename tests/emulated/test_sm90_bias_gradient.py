@@ -120,7 +120,7 @@ def kernel_of(args: Any, gradient: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("case", "gradient"), CASES if EVERY else CASES[:2], ids=lambda one: getattr(one, "name", "")
+    ("case", "gradient"), CASES if EVERY else CASES[:1], ids=lambda one: getattr(one, "name", "")
 )
 def test_gradients_are_right(case, gradient):
     args = case.backward()
