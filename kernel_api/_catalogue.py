@@ -109,19 +109,20 @@ class Catalogue:
         return built
 
     def most_aligned(self, args: Arguments, target: Target | None) -> list[Aligned]:
-        """The kernels whose operands fit, whatever further rules say; of a declared family.
+        """The kernels for a target whose operands fit, whatever further rules say; of a declared
+        family.
 
         Those of the same design that ask for less alignment than one before them are behind it.
         """
         status = self.family.status_of_operands
         fitting = tuple(one for one in self.fitting(args, target) if status(one, args))
-        key = (fitting, self._graph(args))
+        key = (fitting, self._graph(args), target)
         found = self._most_aligned.get(key)
         if found is None:
             if len(self._most_aligned) >= _FUSED_KEPT:
                 self._most_aligned.clear()
             made = [(one, self.kernels(one, args, target)) for one in fitting]
-            found = self._most_aligned[key] = _by_alignment(made)
+            found = self._most_aligned[key] = _by_alignment(made, target)
         return found
 
     def _graph(self, args: Arguments | None) -> Any:
@@ -144,7 +145,7 @@ class Catalogue:
 
 
 def _by_alignment(
-    kernels: Iterable[tuple[OperandsMetadata, tuple[Kernel, ...]]],
+    kernels: Iterable[tuple[OperandsMetadata, tuple[Kernel, ...]]], target: Target | None
 ) -> list[Aligned]:
     first: list[Aligned] = []
     designs: dict[OperandsMetadata, dict[Any, Aligned]] = {}
@@ -153,6 +154,8 @@ def _by_alignment(
         stricter = [of for one, of in designs.items() if _is_less_aligned(operands, one)]
         own = designs.setdefault(operands, {})
         for kernel in group:
+            if target is not None and not kernel.metadata.runs_on(target):
+                continue
             design = kernel.metadata.design
             of_more = next((of[design] for of in reversed(stricter) if design in of), None)
             one = own[design] = Aligned(next(places), kernel, [])

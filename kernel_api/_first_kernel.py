@@ -82,18 +82,18 @@ def _fastest(
     families: Sequence[type[Kernel]], args: Arguments, target: Target | None
 ) -> Kernel | None:
     """The first in the order of ``get_kernels`` that can."""
-    waiting: list[_Expected] = []
-    for number, family in enumerate(families):
-        for variant in _of_operands(family, args, target):
-            waiting += _expected(variant, number, args, target)
+    waiting = [
+        _expected(variant, number, args)
+        for number, family in enumerate(families)
+        for variant in _of_operands(family, args, target)
+    ]
     heapq.heapify(waiting)
     while waiting:
         _, _, number, _, variant = heapq.heappop(waiting)
         if variant.kernel.status_behind_operands(args, target):
             return variant.kernel
         for laxer in variant.laxer:
-            for one in _expected(laxer, number, args, target):
-                heapq.heappush(waiting, one)
+            heapq.heappush(waiting, _expected(laxer, number, args))
     return None
 
 
@@ -106,15 +106,8 @@ def _of_operands(family: type[Kernel], args: Arguments, target: Target | None) -
     return discovery.catalogue_of(family).most_aligned(args, target)
 
 
-def _expected(
-    variant: Aligned, number: int, args: Arguments, target: Target | None
-) -> Iterator[_Expected]:
-    """What orders a kernel, or those of less alignment where it is of another architecture."""
-    if target is None or variant.kernel.metadata.runs_on(target):
-        yield *_seconds(variant.kernel, args), number, variant.place, variant
-        return
-    for laxer in variant.laxer:
-        yield from _expected(laxer, number, args, target)
+def _expected(variant: Aligned, number: int, args: Arguments) -> _Expected:
+    return *_seconds(variant.kernel, args), number, variant.place, variant
 
 
 def _seconds(kernel: Kernel, args: Arguments) -> tuple[bool, float]:
