@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,12 +26,12 @@ Miss = tuple[Status, OperandsMetadata]
 
 #: Combinations of types, and of these and layouts, of which a family remembers its operands.
 _TYPES_KEPT = 512
-#: Combinations of operands and epilogues whose kernels are remembered.
+#: Combinations of operands and epilogues whose kernels are remembered, and those that lead.
 _FUSED_KEPT = 512
 
 
-class Aligned(NamedTuple):
-    """A kernel, and what there is of its design for operands of less alignment.
+class Leading(NamedTuple):
+    """A kernel, and those behind it: of its design, for operands of less alignment.
 
     Attributes:
         place: Among the kernels of its family whose operands fit.
@@ -39,7 +39,7 @@ class Aligned(NamedTuple):
 
     place: int
     kernel: Kernel
-    laxer: list[Aligned]
+    laxer: list[Leading]
 
 
 class Catalogue:
@@ -53,7 +53,7 @@ class Catalogue:
         self._of_types: dict[Any, tuple[list[Variants], list[Miss]]] = {}
         self._fitting: dict[Any, list[OperandsMetadata]] = {}
         self._built: dict[Any, tuple[Kernel, ...]] = {}
-        self._most_aligned: dict[Any, list[Aligned]] = {}
+        self._leading: dict[Any, list[Leading]] = {}
 
     def operands(self, args: Arguments | None, target: Target | None) -> Iterable[Variants]:
         """What the kernels ask of operands; variants of the same element types together."""
@@ -105,24 +105,27 @@ class Catalogue:
         if built is None:
             if graph is not None and len(self._built) > _FUSED_KEPT:
                 self._built.clear()
+                self._leading.clear()
             built = self._built[key] = tuple(self.family.kernels_for(operands, graph))
         return built
 
-    def most_aligned(self, args: Arguments, target: Target | None) -> list[Aligned]:
+    def leading(self, args: Arguments, target: Target | None) -> list[Leading]:
         """The kernels for a target whose operands fit, whatever further rules say; of a declared
-        family.
-
-        Those of the same design that ask for less alignment than one before them are behind it.
-        """
+        family. Where it is ``faster_if_aligned``, those of less alignment are behind others."""
         status = self.family.status_of_operands
         fitting = tuple(one for one in self.fitting(args, target) if status(one, args))
         key = (fitting, self._graph(args), target)
-        found = self._most_aligned.get(key)
+        found = self._leading.get(key)
         if found is None:
-            if len(self._most_aligned) >= _FUSED_KEPT:
-                self._most_aligned.clear()
-            made = [(one, self.kernels(one, args, target)) for one in fitting]
-            found = self._most_aligned[key] = _by_alignment(made, target)
+            made = [
+                (operands, kernel)
+                for operands in fitting
+                for kernel in self.kernels(operands, args, target)
+                if target is None or kernel.metadata.runs_on(target)
+            ]
+            if len(self._leading) >= _FUSED_KEPT:
+                self._leading.clear()
+            found = self._leading[key] = _led(made, self.family.faster_if_aligned)
         return found
 
     def _graph(self, args: Arguments | None) -> Any:
@@ -144,36 +147,35 @@ class Catalogue:
         return self._variants[key]
 
 
-def _by_alignment(
-    kernels: Iterable[tuple[OperandsMetadata, tuple[Kernel, ...]]], target: Target | None
-) -> list[Aligned]:
-    first: list[Aligned] = []
-    designs: dict[OperandsMetadata, dict[Any, Aligned]] = {}
-    places = itertools.count()
-    for operands, group in kernels:
-        stricter = [of for one, of in designs.items() if _is_less_aligned(operands, one)]
-        own = designs.setdefault(operands, {})
-        for kernel in group:
-            if target is not None and not kernel.metadata.runs_on(target):
-                continue
-            design = kernel.metadata.design
-            of_more = next((of[design] for of in reversed(stricter) if design in of), None)
-            one = own[design] = Aligned(next(places), kernel, [])
-            (first if of_more is None else of_more.laxer).append(one)
-    return first
-
-
-def _is_less_aligned(operands: OperandsMetadata, than: OperandsMetadata) -> bool:
-    """The same but for divisibilities, each of which divides the other's."""
-    pairs = list(zip(operands.tensors.values(), than.tensors.values(), strict=False))
-    if any(more.divisibility % less.divisibility for less, more in pairs):
-        return False
-    return _without_alignment(operands) == _without_alignment(than)
+def _led(
+    kernels: Iterable[tuple[OperandsMetadata, Kernel]], faster_if_aligned: bool
+) -> list[Leading]:
+    """Each behind the last one before that asks for as much alignment at least, if there is one."""
+    found: list[Leading] = []
+    alike: dict[Any, list[tuple[OperandsMetadata, Leading]]] = {}
+    without_alignment = functools.lru_cache(_without_alignment)
+    for place, (operands, kernel) in enumerate(kernels):
+        one = Leading(place, kernel, [])
+        before = alike.setdefault((without_alignment(operands), kernel.metadata.design), [])
+        stricter = [
+            leading
+            for other, leading in before
+            if faster_if_aligned and _is_as_strict(other, operands)
+        ]
+        (stricter[-1].laxer if stricter else found).append(one)
+        before.append((operands, one))
+    return found
 
 
 def _without_alignment(operands: OperandsMetadata) -> OperandsMetadata:
     loose = {name: replace(one, divisibility=1) for name, one in operands.tensors.items()}
     return replace(operands, **loose)
+
+
+def _is_as_strict(operands: OperandsMetadata, other: OperandsMetadata) -> bool:
+    """Of two that differ in alignment alone: whether what fits these fits the other."""
+    pairs = zip(operands.tensors.values(), other.tensors.values(), strict=True)
+    return all(one.divisibility % less.divisibility == 0 for one, less in pairs)
 
 
 def _by_types(operands: Iterable[OperandsMetadata]) -> tuple[Variants, ...]:

@@ -4,7 +4,7 @@ Whoever runs one kernel needs no list, and sizes that are new are many: a server
 of tokens in every prompt. So of the kernels whose operands fit, the one that is expected to be
 fastest is asked first, and the next only if it cannot. Providers behind the one that has it are
 not asked at all, and a design for operands of less alignment only behind the same design for those
-of more, as it is not expected to be faster.
+of more, where its family says that it is not faster (``faster_if_aligned``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kernel_api import _log, discovery
-from kernel_api._catalogue import Aligned
+from kernel_api._catalogue import Leading
 from kernel_api._checks import require_arguments
 from kernel_api._offer import Offer
 from kernel_api._sources import is_ours
@@ -31,7 +31,7 @@ logger = _log.logger(__name__)
 
 #: What comes first is asked first: whether there is no model, the seconds, the number of the family
 #: and the place in it.
-_Expected = tuple[bool, float, int, int, Aligned]
+_Expected = tuple[bool, float, int, int, Leading]
 
 _rank = operator.attrgetter("rank")
 
@@ -97,16 +97,16 @@ def _fastest(
     return None
 
 
-def _of_operands(family: type[Kernel], args: Arguments, target: Target | None) -> Sequence[Aligned]:
+def _of_operands(family: type[Kernel], args: Arguments, target: Target | None) -> Sequence[Leading]:
     """Kernels of a family that ask for such operands, whatever their rules say."""
     if family.arguments is not None and not isinstance(args, family.arguments):
         return ()
     if not family.class_status(args, target):
         return ()
-    return discovery.catalogue_of(family).most_aligned(args, target)
+    return discovery.catalogue_of(family).leading(args, target)
 
 
-def _expected(variant: Aligned, number: int, args: Arguments) -> _Expected:
+def _expected(variant: Leading, number: int, args: Arguments) -> _Expected:
     return *_seconds(variant.kernel, args), number, variant.place, variant
 
 

@@ -79,6 +79,8 @@ class Kernel(metaclass=KernelType):
         fuses: Whether the declared kernels exist with any epilogue as well; rules say with which.
         any_epilogue: Whether it computes whatever epilogue the arguments carry; else the one
             that its metadata names, or none.
+        faster_if_aligned: Whether a design is never expected to take longer for operands of more
+            alignment: who wants one kernel alone asks for those of less only behind it.
         compiles_as_it_runs: Whether the first run of a signature compiles, which ``compile`` cannot
             do ahead: the tuner measures it only where ``providers=`` names its provider, or where
             there is no other.
@@ -99,6 +101,7 @@ class Kernel(metaclass=KernelType):
     reorders_accumulation: bool = False
     fuses: ClassVar[bool] = False
     any_epilogue: ClassVar[bool] = False
+    faster_if_aligned: ClassVar[bool] = False
     compiles_as_it_runs: ClassVar[bool] = False
     code_files: ClassVar[CodeFiles | None] = None
 

@@ -305,6 +305,11 @@ def _misalignments(
             yield _Misalignment(f"{name}'s is {stride}", padding, padded)
         else:
             yield _Misalignment(f"{name}'s is {stride}", f"with a pitch of {{}} for {name}", padded)
+    if operand.discrete:
+        if not mended:
+            promised = f"{name}'s addresses are known to be multiples of {operand.alignment} bytes"
+            yield _Misalignment(promised, f"if all in {name} started at multiples of {{}}", needed)
+        return
     offset = operand.address or operand.tensor.storage_offset() * itemsize
     if offset % needed:
         started = f"if {name} started at a multiple of {{}} bytes"

@@ -1,5 +1,5 @@
-"""Providers: sources of kernels. Registration checks everything before it changes anything; of the
-library's own classes its tests do."""
+"""Providers: sources of kernels. Registration checks everything before it changes anything, but for
+the library's own classes, which its tests check."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kernel_api import _locks, _log
 from kernel_api._numbers import are_names, whole_number
-from kernel_api._sources import is_ours
 from kernel_api.errors import ArgumentError, PluginWarning, RegistrationError
 from kernel_api.status import Status
 from kernel_api.targets import is_compute_capability
@@ -38,6 +37,9 @@ raw_setting: Callable[[bytes], bytes | None] = getattr(os.environ, "_data", {}).
 
 #: Of the environment: paths of bundles, separated by colons.
 _BUNDLES = "KERNEL_API_BUNDLE"
+
+#: What the modules of our providers and kernels begin with.
+_OURS = "kernel_api.providers."
 
 _BUILT_IN = {
     "cutedsl": "kernel_api.providers.cutedsl",
@@ -198,8 +200,9 @@ class Provider:
 
 
 def _are_ours(*classes: Any) -> bool:
-    """Which the library's tests check, so that no process waits for it again."""
-    return all(isinstance(one, type) and is_ours(str(one.__module__)) for one in classes)
+    """Whether all stand in our modules: tests check what they declare, so that processes need not
+    wait for it."""
+    return all(isinstance(one, type) and str(one.__module__).startswith(_OURS) for one in classes)
 
 
 def _require_architectures(provider: type[Provider]) -> None:

@@ -126,6 +126,35 @@ def test_kernels_of_one_tensor_refuse_experts_that_lie_anywhere():
     assert "B is given as matrices that lie anywhere" in rejected["torch.grouped_mm"]
 
 
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("alignment", [1, 2, 4, 8])
+def test_addresses_that_are_multiples_of_few_bytes_are_a_reason(alignment):
+    layout = {"shape": (64, 128), "stride": (1, 64), "dtype": torch.bfloat16}
+    pointers = empty(3, dtype=torch.int64)
+    B = ka.ExpertPointers(pointers, **layout, alignment=alignment)
+    offsets = empty(3, dtype=torch.int32)
+    args = ka.GroupedGemmArguments(empty(30, 64), B, empty(30, 128), offsets)
+    offered = ka.get_kernels(args, cc=90, providers=["cutedsl"])
+    assert offered and {one.family for one in offered} == {"sm80.grouped_gemm_pointers"}
+    rejected = {one.family: one for one in ka.explain(args, cc=90).rejected}
+    told = rejected["sm90.grouped_gemm_pointers"]
+    assert f"B's addresses are known to be multiples of {alignment} bytes" in told.reason
+    assert "if all in B started at multiples of 16" in told.nearest
+
+
+def test_one_expert_that_is_misaligned_is_a_reason():
+    B = [empty(64, 64), empty(64 * 64 + 1)[1:].view(64, 64)]
+    offsets = empty(2, dtype=torch.int32)
+    args = ka.GroupedGemmArguments(empty(20, 64), B, empty(20, 64), offsets)
+    assert ka.get_kernels(args, cc=90, providers=["cutedsl"])
+    rejected = {one.family: one.reason for one in ka.explain(args, cc=90).rejected}
+    told = "B's addresses are known to be multiples of 2 bytes"
+    assert told in rejected["sm90.grouped_gemm_pointers"]
+
+
 # Scales ----------------------------------------------------------------------------------
 
 

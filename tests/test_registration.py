@@ -28,6 +28,16 @@ def names(provider):
 # What a kernel class must have -----------------------------------------------------------
 
 
+def test_classes_register_where_the_library_is_no_folder(registry, monkeypatch):
+    """As in an archive."""
+
+    def no_folder(*given):
+        raise NotADirectoryError("kernel_api.zip/kernel_api")
+
+    monkeypatch.setattr("kernel_api._sources._own_modules", no_folder)
+    assert registry.register(LoopGemm).families() == [LoopGemm]
+
+
 def test_ours_lack_nothing_though_they_are_not_asked_when_they_register(monkeypatch):
     ours = [(one, family) for one in providers() for family in one.families()]
     assert len(ours) >= 80

@@ -32,6 +32,7 @@ class CuteDslKernel(Kernel):
     """
 
     code_files = linking.CODE_FILES
+    faster_if_aligned = True
 
     @property
     def _design(self) -> Any:
