@@ -182,7 +182,11 @@ def _by_types(operands: Iterable[OperandsMetadata]) -> tuple[Variants, ...]:
     groups: dict[Any, list[OperandsMetadata]] = {}
     for one in operands:
         groups.setdefault(types_of(one), []).append(one)
-    return tuple(map(Variants, groups.values()))
+    return tuple(Variants(found, _unchanged) for found in groups.values())
+
+
+def _unchanged(operands: OperandsMetadata) -> OperandsMetadata:
+    return operands
 
 
 def _of_types(

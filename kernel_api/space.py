@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -409,7 +409,7 @@ class Operands:
         """Every combination of types; the variants of each are made as they are asked for."""
         majors = self._unit_modes(modes)
         for types in self.combinations():
-            yield Variants(self._variants(types, majors, metadata))
+            yield Variants(*self._variants(types, majors, metadata))
 
     def variants(
         self, metadata: Callable[..., OperandsMetadata], modes: Mapping[str, str]
@@ -422,17 +422,22 @@ class Operands:
         types: Mapping[str, DType | None],
         majors: Mapping[str, tuple[int | None, ...]],
         metadata: Callable[..., OperandsMetadata],
-    ) -> Iterator[OperandsMetadata]:
+    ) -> tuple[Sequence[Any], Callable[[Any], OperandsMetadata]]:
+        """Alignments and majors, and what makes operands of these."""
         extra = {"accumulator_type": _type(self.accumulator)}
         if self.multiplication:
             extra["multiplication_type"] = dtype(self.multiplication)
-        for alignment in self.alignments:
-            for units in itertools.product(*majors.values()):
-                tensors = {
-                    name: _attributes(types[name], unit, alignment.get(name), self.scales.get(name))
-                    for name, unit in zip(majors, units, strict=True)
-                }
-                yield metadata(**tensors, **extra)
+
+        def make(choice: tuple[Mapping[str, int], tuple[int | None, ...]]) -> OperandsMetadata:
+            alignment, units = choice
+            tensors = {
+                name: _attributes(types[name], unit, alignment.get(name), self.scales.get(name))
+                for name, unit in zip(majors, units, strict=True)
+            }
+            return metadata(**tensors, **extra)
+
+        units_of_all = itertools.product(*majors.values())
+        return tuple(itertools.product(self.alignments, units_of_all)), make
 
     def _unit_modes(self, modes: Mapping[str, str]) -> dict[str, tuple[int | None, ...]]:
         if self.majors == "strided":
@@ -448,12 +453,17 @@ class Operands:
 
 
 class Variants:
-    """Operands that differ in majors and alignments only, made as they are asked for."""
+    """Operands that differ in majors and alignments only, made as they are asked for. What could
+    not be made, or was interrupted, is made when it is asked for again.
 
-    def __init__(self, variants: Iterable[OperandsMetadata]) -> None:
+    Args:
+        choices: What each is made of.
+        make: Makes one.
+    """
+
+    def __init__(self, choices: Sequence[Any], make: Callable[[Any], OperandsMetadata]) -> None:
+        self._choices, self._make = choices, make
         self._made: list[OperandsMetadata] = []
-        self._waiting = iter(variants)
-        self._failure: Exception | None = None
 
     @property
     def first(self) -> OperandsMetadata:
@@ -461,25 +471,10 @@ class Variants:
         return next(iter(self))
 
     def __iter__(self) -> Iterator[OperandsMetadata]:
-        place = 0
-        while True:  # another iteration may have made some in between
-            if place == len(self._made):
-                made = self._next()
-                if made is None:
-                    return
-                self._made.append(made)
+        for place, choice in enumerate(self._choices):
+            if place == len(self._made):  # another iteration may have made it
+                self._made.append(self._make(choice))
             yield self._made[place]
-            place += 1
-
-    def _next(self) -> OperandsMetadata | None:
-        """None behind the last; what could not be made fails again, not as if there were none."""
-        if self._failure is not None:
-            raise self._failure
-        try:
-            return next(self._waiting, None)
-        except Exception as error:
-            self._failure = error
-            raise
 
 
 def _is_like(text: Any) -> bool:

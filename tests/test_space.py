@@ -185,6 +185,22 @@ def test_variants_that_cannot_be_made_fail_each_time_in_the_same_way():
             assert group.first
 
 
+def test_what_is_interrupted_is_made_when_it_is_asked_for_again():
+    def interrupted(**tensors):
+        if len(made) == 2 and not made.count(None):
+            made.append(None)
+            raise KeyboardInterrupt
+        made.append(GemmOperandsMetadata(**tensors))
+        return made[-1]
+
+    made = []
+    row = Operands(A="f16", B="f16", out="f16", accumulator="f32")
+    (group,) = row.groups(interrupted, MODES)
+    with pytest.raises(KeyboardInterrupt):
+        list(group)
+    assert list(group) == list(row.variants(GemmOperandsMetadata, MODES))
+
+
 # Rules -----------------------------------------------------------------------------------
 
 
