@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from support.sampling import some
 
 import kernel_api as ka
 from kernel_api.errors import ArgumentError
@@ -222,7 +223,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize(
     ("call", "transform"),
-    [*((name, "grad") for name in IN_GRAPHS), *(("rmsnorm", name) for name in TRANSFORMS)],
+    [*((name, "grad") for name in some(IN_GRAPHS, 6)), *(("rmsnorm", name) for name in TRANSFORMS)],
 )
 def test_a_graph_refuses_transformations_as_eager_mode_does(call, transform):
     function = TRANSFORMS[transform](IN_GRAPHS[call])

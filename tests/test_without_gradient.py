@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from support.programs import TRACERS
+from support.sampling import some
 
 import kernel_api as ka
 from kernel_api import ops
@@ -84,7 +85,7 @@ def test_graphs_raise_when_they_run_backwards(form):
 @pytest.mark.parametrize(
     ("form", "tracer"),
     [
-        *((name, "export") for name in FORMS if name != BREAKS_GRAPHS),
+        *((name, "export") for name in some([n for n in FORMS if n != BREAKS_GRAPHS], 8)),
         *itertools.product(["gemm", "rmsnorm", "gather_rows"], list(TRACERS)[1:]),
     ],
 )

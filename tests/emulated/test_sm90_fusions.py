@@ -101,7 +101,7 @@ def emulated(args, design, fits=lambda design: True):
     return EmulatedKernel.compile(smallest(fitting, design), args)
 
 
-TURNS = some(range(len(CASES)), 3)
+TURNS = some(range(len(CASES)), 2)
 
 
 @pytest.mark.parametrize("turn", TURNS, ids=[CASES[turn].name for turn in TURNS])
