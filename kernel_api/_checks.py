@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kernel_api._numbers import whole_number
 from kernel_api.arguments import Arguments, EpilogueArguments
 from kernel_api.arguments.experts import memory_of
-from kernel_api.errors import ArgumentError, DeviceError
+from kernel_api.errors import ArgumentError, DeviceError, WorkspaceError
 
 if TYPE_CHECKING:
     from kernel_api.epilogue import Graph
@@ -74,3 +75,32 @@ def epilogue_mismatch(own: Graph | str | None, asked: EpilogueArguments | None) 
 def device_of(args: object) -> Any:
     """That of the operands; None for what is no arguments object, which is refused later."""
     return args.device if isinstance(args, Arguments) else None
+
+
+def checked_workspace(name: str, asked: Any, device: Any, given: Any) -> Any:
+    """The workspace that a run was given, or zeros where it was given none and needs one.
+
+    name, asked: Of the kernel class, and what its ``get_workspace_size`` gave.
+    """
+    size = whole_number(asked or 0)
+    if size is None or size < 0:
+        raise WorkspaceError(f"{name}.get_workspace_size gave {asked!r}; expected bytes, or 0")
+    if given is None:
+        if not size:
+            return None
+        import torch
+
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    if not hasattr(given, "numel"):
+        raise WorkspaceError(
+            f"the workspace is a {type(given).__name__}; expected a torch.uint8 tensor"
+        )
+    if str(given.dtype) != "torch.uint8" or given.device != device:
+        raise WorkspaceError(
+            f"the workspace is {given.dtype} on {given.device}; expected torch.uint8 on {device}"
+        )
+    if given.numel() < size:
+        raise WorkspaceError(f"the workspace has {given.numel()} bytes; {size} are needed")
+    if not given.is_contiguous():
+        raise WorkspaceError(f"the workspace has strides {given.stride()}; expected contiguous")
+    return given

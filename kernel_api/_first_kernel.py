@@ -20,10 +20,9 @@ from kernel_api import _log, discovery
 from kernel_api._catalogue import Leading
 from kernel_api._checks import require_arguments
 from kernel_api._offer import Offer
-from kernel_api._sources import is_ours
 from kernel_api.arguments import Arguments
 from kernel_api.kernel import Kernel
-from kernel_api.provider import Provider, generation
+from kernel_api.provider import Provider, are_ours, generation
 from kernel_api.targets import CcLike, Target
 from kernel_api.utils import untraced
 
@@ -72,7 +71,7 @@ def _asked_in_order(args: Arguments, key: tuple[Any, ...], target: Target | None
 def _own_families(provider: type[Provider]) -> Iterator[type[Kernel]]:
     """Raises TypeError where another's are among them, or some whose names are not their own."""
     for family in provider.families():
-        is_own = is_ours(family.__module__) and family._provider is provider
+        is_own = are_ours(provider, family) and family._provider is provider
         if not (is_own and family.is_declared()):
             raise TypeError(f"{family} is not declared by the library")
         yield family

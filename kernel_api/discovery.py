@@ -24,11 +24,7 @@ from kernel_api.arguments import Arguments
 from kernel_api.devices import query_target, target_of
 from kernel_api.errors import PluginWarning
 from kernel_api.kernel import Kernel
-from kernel_api.matching import (
-    BEHIND_OPERANDS,
-    match_layouts,
-    with_mend,
-)
+from kernel_api.matching import BEHIND_OPERANDS, match_layouts, with_mend
 from kernel_api.provider import Provider, generation, providers
 from kernel_api.status import Status, with_true_nearest
 from kernel_api.targets import CcLike, Target

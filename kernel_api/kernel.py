@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kernel_api import _compile_cache, _recording
 from kernel_api._cached_property import cached_property
 from kernel_api._checks import (
+    checked_workspace,
     device_of,
     epilogue_mismatch,
     not_arguments,
@@ -22,7 +23,6 @@ from kernel_api._checks import (
 )
 from kernel_api._kernel_type import KernelType
 from kernel_api._naming import name_of
-from kernel_api._numbers import whole_number
 from kernel_api._offer import Offer
 from kernel_api._overwritten import tell_autograd
 from kernel_api._questions import BEFORE_RULES, Questions
@@ -38,7 +38,6 @@ from kernel_api.errors import (
     EpilogueError,
     KernelApiError,
     UnsupportedError,
-    WorkspaceError,
 )
 from kernel_api.matching import BEHIND_OPERANDS, match_operands
 from kernel_api.metadata import (
@@ -556,32 +555,8 @@ class Kernel(metaclass=KernelType):
         given.check(self, args, target_of(args.device))
 
     def _workspace(self, args: Arguments, given: Any) -> Any:
-        asked = self.get_workspace_size(args) or 0
-        size = whole_number(asked)
-        if size is None or size < 0:
-            raise WorkspaceError(
-                f"{type(self).__name__}.get_workspace_size gave {asked!r}; expected bytes, or 0"
-            )
-        if given is None:
-            if not size:
-                return None
-            import torch
-
-            return torch.zeros(size, dtype=torch.uint8, device=args.device)
-        if not hasattr(given, "numel"):
-            raise WorkspaceError(
-                f"the workspace is a {type(given).__name__}; expected a torch.uint8 tensor"
-            )
-        if str(given.dtype) != "torch.uint8" or given.device != args.device:
-            raise WorkspaceError(
-                f"the workspace is {given.dtype} on {given.device}; "
-                f"expected torch.uint8 on {args.device}"
-            )
-        if given.numel() < size:
-            raise WorkspaceError(f"the workspace has {given.numel()} bytes; {size} are needed")
-        if not given.is_contiguous():
-            raise WorkspaceError(f"the workspace has strides {given.stride()}; expected contiguous")
-        return given
+        size = self.get_workspace_size(args)
+        return checked_workspace(type(self).__name__, size, args.device, given)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy asks its rules itself; predicates cannot be pickled."""

@@ -122,7 +122,7 @@ class Provider:
                 "kernel_api.Provider is the base of providers; register with a class derived from "
                 "it that has a name"
             )
-        missing = [] if _are_ours(cls, kernel_class) else list(cls.missing_from(kernel_class))
+        missing = [] if are_ours(cls, kernel_class) else list(cls.missing_from(kernel_class))
         with _lock:
             missing = missing or list(cls._taken_from(kernel_class))
             if missing:
@@ -199,7 +199,7 @@ class Provider:
             yield "it needs _run"
 
 
-def _are_ours(*classes: Any) -> bool:
+def are_ours(*classes: Any) -> bool:
     """Whether all stand in our modules: tests check what they declare, so that processes need not
     wait for it."""
     return all(isinstance(one, type) and str(one.__module__).startswith(_OURS) for one in classes)

@@ -87,22 +87,19 @@ def test_list_counts_what_it_shows_and_hides(capsys):
 
 @pytest.mark.parametrize(
     ("option", "value", "field"),
-    some(
-        [
-            ("--family", "gemm_tf32", lambda k: "gemm_tf32" in k["family"]),
-            ("--provider", "torch", lambda k: k["provider"] == "torch"),
-            ("--providers", "torch,reference", lambda k: k["provider"] in ("torch", "reference")),
-            ("--filter", "family=torch.mm", lambda k: k["family"] == "torch.mm"),
-            ("--filter", "torch_mm", lambda k: "torch_mm" in k["kernel_name"]),
-            (
-                "--dtype",
-                "int8",
-                lambda k: k["provider"] == "reference" or '"int8"' in json.dumps(k["operands"]),
-            ),
-            ("--target", "sm_80", lambda k: "sm_90a" not in k["targets"]),
-        ],
-        4,
-    ),
+    [
+        ("--family", "gemm_tf32", lambda k: "gemm_tf32" in k["family"]),
+        ("--provider", "torch", lambda k: k["provider"] == "torch"),
+        ("--providers", "torch,reference", lambda k: k["provider"] in ("torch", "reference")),
+        ("--filter", "family=torch.mm", lambda k: k["family"] == "torch.mm"),
+        ("--filter", "torch_mm", lambda k: "torch_mm" in k["kernel_name"]),
+        (
+            "--dtype",
+            "int8",
+            lambda k: k["provider"] == "reference" or '"int8"' in json.dumps(k["operands"]),
+        ),
+        ("--target", "sm_80", lambda k: "sm_90a" not in k["targets"]),
+    ],
 )
 def test_list_filters(capsys, option, value, field):
     code, listed = run_json(capsys, "list", option, value)

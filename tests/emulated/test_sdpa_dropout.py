@@ -154,7 +154,7 @@ def dropping(p: float) -> tuple[Any, Any]:
     ),
 )
 def test_kept_is_what_is_not_below_the_probability(forward, backward):
-    for p in some(PROBABILITIES, 3):
+    for p in PROBABILITIES:
         kept = DRAWN.ge(torch.tensor(p, dtype=torch.float32))
         args, gradient = dropping(p)
         run(args)

@@ -65,7 +65,7 @@ def sample():
         for turn, alignment in enumerate(sorted(set(map(alignment_of, kernels_of_width)))):
             kernels = [k for k in kernels_of_width if alignment_of(k) == alignment]
             designs = list(dict.fromkeys(kernel.metadata.design for kernel in kernels))
-            for i in range(max(len(designs), 4)):
+            for i in range(max(len(designs), 8)):
                 types, design = width[(i + turn) % len(width)], designs[i % len(designs)]
                 found = [k for k in kernels if types_of(k) == types and k.metadata.design == design]
                 found = sorted(found, key=layouts_of)

@@ -88,7 +88,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", some(CASES, 1))
+@pytest.mark.parametrize("name", some(CASES, 2))
 def test_products_of_blocks_are_right(name):
     part, how = CASES[name]
     args = scaled_by_blocks(**how)

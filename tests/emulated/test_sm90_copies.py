@@ -35,7 +35,7 @@ def kernel_of(name):
     return next(one for one in generated_by(found) if wanted.search(one.metadata.kernel_name))
 
 
-@pytest.mark.parametrize("name", some(FAMILIES, 1))
+@pytest.mark.parametrize("name", some(FAMILIES, 3))
 def test_products_of_copies_are_exact_for_integers(name):
     """No byte beside a matrix is read, which is a fault in the emulator: it may be nobody's."""
     kernel = kernel_of(name)

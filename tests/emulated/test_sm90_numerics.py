@@ -96,7 +96,7 @@ def sample():
             chosen += [(k, p, turn) for k in everything for p in PROBLEMS for turn in range(3)]
             continue
         met: Counter[tuple] = Counter()
-        every = 24 if family is FAMILIES[0] else len(by_design)
+        every = 12 if family is FAMILIES[0] else len(by_design)
         if ASKED == "designs":
             every = 1
         for kernels in list(by_design.values())[::every]:
