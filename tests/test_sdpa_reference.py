@@ -498,6 +498,42 @@ def test_probabilities_may_be_rounded_before_they_are_multiplied():
     assert not judge(args)
 
 
+SMALLEST = 2.0**-126
+
+
+def falling(rows: int, keys: int) -> tuple[Draw, dict]:
+    """Far below a sink of 0, so that probabilities are about the smallest normal number."""
+    draw = Draw(1, 1, 1, rows, keys, 32, 32, element="bfloat16")
+    bias = torch.linspace(-75.0, -95.0, max(rows, keys)).view(1, 1, rows, keys)
+    return draw, {"bias": bias, "sink": torch.zeros(1)}
+
+
+@pytest.mark.parametrize(("limit", "passes"), [(SMALLEST, True), (10 * SMALLEST, False)])
+def test_probabilities_that_are_no_normal_numbers_may_be_zero(limit, passes):
+    draw, options = falling(64, 1)
+    args = draw.arguments(**options)
+    run(args)
+    p = torch.exp(
+        args.Q.tensor.double() @ args.K.tensor.double().mT / math.sqrt(32) + args.bias.tensor
+    )
+    args.out.tensor[(p < limit).expand_as(args.out.tensor)] = 0.0
+    assert bool(judge(args)) == passes
+
+    draw, options = falling(1, 64)
+    args = draw.arguments(**options)
+    run(args)
+    backward = backward_of(args, draw.results())
+    run(backward)
+    p = torch.exp(
+        args.Q.tensor.double() @ args.K.tensor.double().mT / math.sqrt(32) + args.bias.tensor
+    )
+    for gradient in (backward.dK.tensor, backward.dV.tensor):
+        right = gradient.clone()
+        gradient[(p.mT < limit).expand_as(gradient)] = 0.0
+        assert bool(judge(backward)) == passes
+        gradient.copy_(right)
+
+
 def test_a_softcap_allows_three_times_the_error_of_the_baseline():
     assert Draw().arguments(softcap=2.0).least_factor == 3.0
     assert Draw().arguments().least_factor == 0.0

@@ -91,6 +91,7 @@ class _Computation:
             self._small = _EIGHT_BITS * max(1.0, args.S_kv / _CUT_OFF)
         if args.accumulator_type.bits == 64:
             self._small = (args.S_kv + args.S_q + args.D) * 2.0**-50
+        self._smallest: float = torch.finfo(args.accumulator_type.torch).tiny
 
     def values(self) -> Values:
         """Every output."""
@@ -104,6 +105,10 @@ class _Computation:
         """Of an output's shape."""
         shape = self.args.outputs[name].shape
         return torch.full(shape, fill, dtype=self._wide, device=self.args.device)
+
+    def _flushed(self, probabilities: Any) -> Any:
+        """What probabilities may be off by as there are no subnormal numbers in kernels."""
+        return probabilities.clamp_max(self._smallest)
 
     def products(self, rows: Rows) -> tuple[Any, Any, Any, Any]:
         """(q, k, v, q·k) of some queries, with the heads of queries."""
@@ -157,7 +162,8 @@ class _Forward(_Computation):
         kept = kept * inverse
         of_scores = self._small * (1 + _largest(scores))
         random = (kept.square() @ v.square()).sqrt()
-        allowed = self._unit * random + of_scores.unsqueeze(-1) * (kept @ v.abs())
+        error = of_scores.unsqueeze(-1) * kept + self._flushed(kept)
+        allowed = self._unit * random + error @ v.abs()
         statistics = {"lse": of_scores, "score_max": of_scores, "score_sum_exp": of_scores * total}
         return {"out": allowed, **statistics}
 
@@ -189,7 +195,7 @@ class _Backward(_Computation):
         if self._bounds:
             largest = dO.norm(dim=-1, keepdim=True) * v.norm(dim=-1).unsqueeze(1)
             error = p * (largest * keep + (out * dO).abs().sum(-1, keepdim=True))
-            error = error * self._relative(scores.values)
+            error = error * self._relative(scores.values) + self._flushed(p) * (dP - delta).abs()
         self._beside(rows, found, dS if error is None else error, lse, delta)
         slope = attention.slope(rows, scores)
         if slope is not None:
@@ -199,7 +205,8 @@ class _Backward(_Computation):
         scale = abs(scale) if self._bounds else scale
         kept = p * keep
         of_keys = self._product(dS.mT, q, None if error is None else error.mT) * scale
-        of_values = self._product(kept.mT, dO, (kept * self._relative(scores.values)).mT)
+        error_of_kept = kept * self._relative(scores.values) + self._flushed(kept)
+        of_values = self._product(kept.mT, dO, error_of_kept.mT)
         own = attention.of_queries(found["dQ"], b)[:, part]
         own += self._product(dS, k, error) * scale
         for name, gradient in (("dK", of_keys), ("dV", of_values)):
