@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from kernel_api.matching import (
     types_of_arguments,
 )
 from kernel_api.metadata import KernelMetadata, OperandsMetadata, encode
-from kernel_api.space import Variants
+from kernel_api.space import Rule, Variants
 from kernel_api.status import Status
 from kernel_api.targets import Target
 
@@ -54,6 +54,8 @@ class Catalogue:
         self._fitting: dict[Any, list[OperandsMetadata]] = {}
         self._built: dict[Any, tuple[Kernel, ...]] = {}
         self._leading: dict[Any, list[Leading]] = {}
+        self._bound: dict[OperandsMetadata, list[tuple[Rule, Callable[[Any], Any]]]] = {}
+        self._rules_by = dict.fromkeys(one.by for _, one in family.design_rules if one.by)
 
     def operands(self, args: Arguments | None, target: Target | None) -> Iterable[Variants]:
         """What the kernels ask of operands; variants of the same element types together."""
@@ -110,11 +112,12 @@ class Catalogue:
         return built
 
     def leading(self, args: Arguments, target: Target | None) -> list[Leading]:
-        """The kernels for a target whose operands fit, whatever further rules say; of a declared
-        family. Where it is ``faster_if_aligned``, those of less alignment are behind others."""
-        status = self.family.status_of_operands
-        fitting = tuple(one for one in self.fitting(args, target) if status(one, args))
-        key = (fitting, self._graph(args), target)
+        """The kernels for a target whose operands fit, but for those that rules refuse whatever the
+        sizes are; of a declared family. Where it is ``faster_if_aligned``, those of less alignment
+        are behind others."""
+        fitting = tuple(one for one in self.fitting(args, target) if self._suit(one, args))
+        rules_by = tuple(of_arguments(args) for of_arguments in self._rules_by)
+        key = (fitting, self._graph(args), target, rules_by)
         found = self._leading.get(key)
         if found is None:
             made = [
@@ -122,11 +125,21 @@ class Catalogue:
                 for operands in fitting
                 for kernel in self.kernels(operands, args, target)
                 if target is None or kernel.metadata.runs_on(target)
+                if kernel.may_suit(args)
             ]
             if len(self._leading) >= _FUSED_KEPT:
                 self._leading.clear()
             found = self._leading[key] = _led(made, self.family.faster_if_aligned)
         return found
+
+    def _suit(self, operands: OperandsMetadata, args: Arguments) -> bool:
+        """Whether the rules agree that are the same for all designs."""
+        bound = self._bound.get(operands)
+        if bound is None:
+            rules = (rule for _, rule in self.family.operand_rules)
+            bound = self._bound[operands] = [(one, one.bound(None, operands)) for one in rules]
+        answers = ((rule, holds(args)) for rule, holds in bound)
+        return all(verdict is True or rule.status_of(verdict) for rule, verdict in answers)
 
     def _graph(self, args: Arguments | None) -> Any:
         if args is None or args.epilogue is None or not self.family.fuses:

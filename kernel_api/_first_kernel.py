@@ -9,11 +9,12 @@ of more, where its family says that it is not faster (``faster_if_aligned``).
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kernel_api import _log, discovery
@@ -55,11 +56,12 @@ def first_kernel(args: Arguments, cc: CcLike = None) -> Kernel | None:
 
 def _asked_in_order(args: Arguments, key: tuple[Any, ...], target: Target | None) -> Kernel | None:
     """None where all have to be asked, or none can."""
-    asked: Sequence[type[Provider]] = key[-1]
+    asked: Sequence[Any] = key[-1]
+    kind: Any = type(args)
     with discovery.current():
         try:
             for _, equals in itertools.groupby(sorted(asked, key=_rank), _rank):
-                families = [family for provider in equals for family in _own_families(provider)]
+                families = [one for each in equals for one in _own_families(each, kind, key[0])]
                 kernel = _fastest(families, args, target)
                 if kernel is not None:
                     return kernel if key[0] == generation() else None
@@ -68,13 +70,20 @@ def _asked_in_order(args: Arguments, key: tuple[Any, ...], target: Target | None
     return None
 
 
-def _own_families(provider: type[Provider]) -> Iterator[type[Kernel]]:
-    """Raises TypeError where another's are among them, or some whose names are not their own."""
-    for family in provider.families():
+@functools.lru_cache(maxsize=256)
+def _own_families(provider: type[Provider], kind: Any, changes: int) -> tuple[type[Kernel], ...]:
+    """Those for such arguments, after so many changes of the registry. Raises TypeError where
+    another's are among all, or some whose names are not their own."""
+    families = provider.families()
+    for family in families:
         is_own = are_ours(provider, family) and family._provider is provider
         if not (is_own and family.is_declared()):
             raise TypeError(f"{family} is not declared by the library")
-        yield family
+    return tuple(
+        family
+        for family in families
+        if family.arguments is None or issubclass(kind, family.arguments)
+    )
 
 
 def _fastest(
@@ -98,8 +107,6 @@ def _fastest(
 
 def _of_operands(family: type[Kernel], args: Arguments, target: Target | None) -> Sequence[Leading]:
     """Kernels of a family that ask for such operands, whatever their rules say."""
-    if family.arguments is not None and not isinstance(args, family.arguments):
-        return ()
     if not family.class_status(args, target):
         return ()
     return discovery.catalogue_of(family).leading(args, target)

@@ -42,6 +42,13 @@ class Questions:
                 self._refusal = status.at(BEFORE_RULES + place)
                 break
 
+    def may_hold(self, args: Any) -> bool:
+        """False where a rule refuses that metadata decide alone, or what rules are ``by``."""
+        if self._refusal is not None:
+            return False
+        decided = ((rule, holds(args)) for _, rule, holds in self._open if rule.by is not None)
+        return all(verdict is True or rule.status_of(verdict) for rule, verdict in decided)
+
     def refusal(self, args: Any) -> Status | None:
         """That of the first rule that does not hold; None if all do."""
         for place, rule, holds in self._open:

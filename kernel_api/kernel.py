@@ -386,6 +386,11 @@ class Kernel(metaclass=KernelType):
             raise TypeError(f"{name}._supports returned {verdict!r}; expected a Status")
         return verdict if verdict else verdict.at(1000)
 
+    def may_suit(self, args: Arguments) -> bool:
+        """Whether the rules of the design agree that look at nothing else of such operands than
+        what they are ``by``."""
+        return self._questions.may_hold(args)
+
     @cached_property
     def _questions(self) -> Questions:
         return Questions(type(self).design_rules, self.metadata, self.any_epilogue)

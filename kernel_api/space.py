@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +60,13 @@ class Rule:
     It returns True to agree; False, or a :class:`Miss` with details, to refuse; anything else is an
     error: a reason is no consent, and None is what comes of a ``return`` that is missing. A rule
     over design and operands alone shapes the family; one with ``graph`` or ``args`` decides a
-    query. What a graph says is asked once per kernel, what arguments say in every query.
+    query. What a graph says is asked once per kernel, what arguments say in every query; but
+    whoever looks for the first kernel alone remembers the answer to what arguments have ``by``.
     """
 
-    def __init__(self, text: str, predicate: Callable[..., Any]) -> None:
+    def __init__(
+        self, text: str, predicate: Callable[..., Any], by: Callable[[Any], Hashable] | None = None
+    ) -> None:
         _check_text(text)
         if not callable(predicate):
             raise RegistrationError(
@@ -84,6 +87,7 @@ class Rule:
                 f"rule {text!r} takes {sorted(unknown)}; rules may take {_RULE_PARAMETERS}"
             )
         self.text = text
+        self.by = by
         self._predicate = predicate
         self._names = tuple(taken)
         self._places = [_RULE_PARAMETERS.index(name) for name in self._names]
@@ -161,13 +165,18 @@ def _check_text(text: object) -> None:
         )
 
 
-def rule(text: str) -> Callable[[Callable[..., Any]], Rule]:
+def rule(
+    text: str, *, by: Callable[[Any], Hashable] | None = None
+) -> Callable[[Callable[..., Any]], Rule]:
     """Make a predicate a named rule; ``text`` is the sentence that ``explain`` prints.
+
+    ``by`` gives of arguments all that the predicate looks at, beside their types, layouts and
+    epilogue, if these are few: kernels that it refuses then take no time in later queries.
 
     Raises RegistrationError without a text, or for what cannot be called.
     """
     _check_text(text)
-    return lambda predicate: Rule(text, predicate)
+    return lambda predicate: Rule(text, predicate, by)
 
 
 class Space:

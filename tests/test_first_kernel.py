@@ -9,7 +9,7 @@ from support.sampling import some
 from support.strategies import gemm_signatures
 
 import kernel_api as ka
-from kernel_api import discovery
+from kernel_api import _first_kernel, discovery, fusions
 from kernel_api._first_kernel import first_kernel
 from kernel_api._offer import Offer
 from kernel_api.errors import PluginWarning
@@ -117,6 +117,51 @@ def test_few_are_asked(monkeypatch, asked):
     assert len(judged) < 20 and not asked
     monkeypatch.undo()
     assert kernel == listed(product(), "sm_90a")
+
+
+def attention(D, D_v=None, S=300):
+    q, v = (torch.empty(1, 4, S, n, dtype=torch.bfloat16, device="meta") for n in (D, D_v or D))
+    return ka.SdpaArguments(q, q, v, torch.empty_like(v))
+
+
+def expected_of(monkeypatch, args):
+    """The kernels whose time is looked up as the first one is looked for."""
+    found, seconds = [], _first_kernel._seconds
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            _first_kernel, "_seconds", lambda k, args: (found.append(k), seconds(k, args))[1]
+        )
+        discovery._surveys.clear()
+        assert first_kernel(args, 90) is not None
+    return found
+
+
+def test_kernels_for_other_heads_take_no_time(monkeypatch, asked):
+    for D, D_v, room in ((64, 64, 64), (128, 128, 128), (40, 24, 64), (200, 8, 256)):
+        args = attention(D, D_v)
+        kernels = expected_of(monkeypatch, args)
+        assert {kernel.metadata.design.head_dim[0] for kernel in kernels} == {room}
+        assert first_kernel(args, 90) == listed(attention(D, D_v), 90)
+    assert not asked
+
+
+def test_designs_for_other_rows_or_other_epilogues_take_no_time(monkeypatch, asked):
+    def norm(N):
+        x = torch.empty(300, N, device="meta")
+        return ka.RmsNormArguments(x, x, x[0])
+
+    def pairs_of(A, B):
+        return fusions.gemm_swiglu(A, B, out=A.new_empty(300, 512))
+
+    for N in (512, 4096, 512):
+        designs = {kernel.metadata.design for kernel in expected_of(monkeypatch, norm(N))}
+        assert all(not one.elements or N <= one.room < 2 * N for one in designs)
+        assert first_kernel(norm(N), 90) == listed(norm(N), 90)
+    plain, B = product(), torch.empty(1024, 768, dtype=torch.bfloat16, device="meta").T
+    paired = pairs_of(plain.A.tensor, B)
+    assert len(expected_of(monkeypatch, paired)) < len(expected_of(monkeypatch, plain)) / 2
+    assert first_kernel(paired, 90) == listed(pairs_of(plain.A.tensor, B), 90)
+    assert not asked
 
 
 def test_those_of_less_alignment_are_asked_where_those_of_more_cannot(monkeypatch, asked):

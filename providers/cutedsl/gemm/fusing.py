@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,13 +92,11 @@ class FusedGemm(SplitGemm):
 
     @classmethod
     def _writes(cls, element: DType) -> bool:
-        types = (row.types["out"].split("|") for row in cls.operands)
-        return any(element is dtype(one.strip()) for row in types for one in row)
+        return element in _types_of(cls, "out")
 
     @classmethod
     def _multiplies(cls, element: DType) -> bool:
-        types = (row.types["A"].split("|") for row in cls.operands)
-        return any(element is dtype(one.strip()) for row in types for one in row)
+        return element in _types_of(cls, "A")
 
     @classmethod
     def kernels_for(cls, operands: OperandsMetadata, epilogue: Graph | None = None) -> list[Kernel]:
@@ -221,6 +220,19 @@ def alignment_of(operands: OperandsMetadata) -> int:
     """In bytes, of what is written; 1 if nothing is asked."""
     out = operands.tensors["out"]
     return out.alignment if out.divisibility > 1 else 1
+
+
+@functools.lru_cache(maxsize=256)
+def _types_of(family: type[FusedGemm], operand: str) -> frozenset[DType]:
+    """That kernels of the family are declared for."""
+    types = (row.types[operand].split("|") for row in family.operands)
+    return frozenset(dtype(one.strip()) for row in types for one in row)
+
+
+def columns_that_matter(args: Any) -> tuple[type, int] | None:
+    """What arguments say of whether tiles hold what an epilogue looks at together: heads of them
+    may be columns of B that are loaded one by one."""
+    return None if args.epilogue is None else (type(args), args.N)
 
 
 def operands_rule(piece: int = 1) -> Rule:

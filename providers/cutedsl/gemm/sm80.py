@@ -15,6 +15,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import Tiling, fits_tile, sp
 from kernel_api.providers.cutedsl.gemm import model
 from kernel_api.providers.cutedsl.gemm.fusing import (
     FusedGemm,
+    columns_that_matter,
     lowered,
     operands_rule,
     types_rule,
@@ -186,7 +187,10 @@ class Sm80GemmFamily(FusedGemm):
     aligned_operands = operands_rule()
     stored_types = types_rule(_STORED)
 
-    @rule("a warp has whole bundles of the columns that the epilogue looks at together")
+    @rule(
+        "a warp has whole bundles of the columns that the epilogue looks at together",
+        by=columns_that_matter,
+    )
     def _(design: Sm80GemmDesign, args: Any) -> bool | Miss:
         return args.epilogue is None or fits_tile(args.epilogue.graph, design.warp_columns)
 

@@ -32,6 +32,7 @@ from kernel_api.providers.cutedsl.epilogue.plan import QUAD, Plan, plan
 from kernel_api.providers.cutedsl.gemm import model, sm90_design
 from kernel_api.providers.cutedsl.gemm.fusing import (
     FusedGemm,
+    columns_that_matter,
     lowered,
     operands_rule,
     types_rule,
@@ -136,7 +137,10 @@ class Sm90GemmFamily(FusedGemm):
     aligned_operands = operands_rule(TMA_PIECE)
     stored_types = types_rule(_STORED)
 
-    @rule("a tile holds whole bundles of the columns that the epilogue looks at together")
+    @rule(
+        "a tile holds whole bundles of the columns that the epilogue looks at together",
+        by=columns_that_matter,
+    )
     def _(design: Sm90GemmDesign, operands: GemmOperandsMetadata, args: Any) -> bool | Miss:
         if args.epilogue is None:
             return True

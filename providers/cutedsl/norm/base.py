@@ -110,6 +110,10 @@ def few_registers(design: RowDesign, operands: OperandsMetadata) -> bool:
     return design.threads < 1024 or design.elements <= vector_of(operands)
 
 
+def elements_of_row(args: Any) -> int:
+    return int(args.N)
+
+
 class RowKernel(BareWhereSizesAreKnown):
     """Of rows that are looked at several times: how they lie on threads."""
 
@@ -127,13 +131,13 @@ class RowKernel(BareWhereSizesAreKnown):
     counts_in_32_bits = counted_in_32_bits
     has_whole_vectors = whole_vectors
 
-    @rule("a row has room in its threads")
+    @rule("a row has room in its threads", by=elements_of_row)
     def _(design: RowDesign, args: Any) -> bool | Miss:
         if not design.elements or design.room >= args.N:
             return True
         return Miss(f"N is {args.N}", f"would match with N of {design.room} or less")
 
-    @rule("a row takes more than half of the room")
+    @rule("a row takes more than half of the room", by=elements_of_row)
     def _(design: RowDesign, args: Any) -> bool | Miss:
         if not design.elements or design.room < 2 * args.N or design.room == SMALLEST_ROOM:
             return True

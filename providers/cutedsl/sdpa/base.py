@@ -71,6 +71,11 @@ def refused_bias(args: Any, refuses: Callable[[DType], bool]) -> bool | Miss:
     return True
 
 
+def head_dims(args: Any) -> tuple[int, int]:
+    """(of Q and K, of V)"""
+    return args.Q.shape[-1], args.V.shape[-1]
+
+
 class AttentionKernel(CuteDslKernel):
     """Attention: its kernels take what `launch_values` has of the arguments between the matrices
     and the stream."""
@@ -118,7 +123,7 @@ class AttentionKernel(CuteDslKernel):
                 return Miss(f"there are {rows} rows, and {args.B} sequences of up to {longest}")
         return True
 
-    @rule("the head dimensions have room")
+    @rule("the head dimensions have room", by=head_dims)
     def _(design: AttentionDesign, args: Any) -> bool | Miss:
         asked, room = head_dims(args), design.head_dim
         fits = asked[0] <= room[0] and asked[1] <= room[1]
@@ -214,7 +219,8 @@ def least_room(rooms: Iterable[tuple[int, int]]) -> Rule:
         least = next((r for r in ordered if asked <= r[0] and asked_v <= r[1]), None)
         return design.head_dim == least or Miss(f"that is {least}")
 
-    return rule("the head dimensions take the least room that they fit in")(is_least)
+    text = "the head dimensions take the least room that they fit in"
+    return rule(text, by=head_dims)(is_least)
 
 
 @rule("no mode is empty: TMA describes none that is")
@@ -223,11 +229,6 @@ def nothing_empty(args: Any) -> bool | Miss:
         if 0 in operand.shape:
             return Miss(f"{name} has shape {operand.shape}")
     return True
-
-
-def head_dims(args: Any) -> tuple[int, int]:
-    """(of Q and K, of V)"""
-    return args.Q.shape[-1], args.V.shape[-1]
 
 
 def full_entry_of(args: Any) -> int | None:
