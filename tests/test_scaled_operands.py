@@ -10,6 +10,7 @@ import kernel_api as ka
 from kernel_api import GemmArguments, ScaledOperand, ScaleMode
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import Operand
+from kernel_api.providers.torch.gemm import _columns_together
 
 M, N, K = 48, 64, 256
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -175,6 +176,55 @@ def test_torch_scaled_mm_writes_an_output_with_a_gradient():
             out.fill_(math.nan)
         kernel.run(args)
         assert out.isfinite().all(), kernel
+
+
+def scaled_in_blocks(M, N, K, device="meta", out="bfloat16"):
+    (a, b), (m, n, k) = (
+        [torch.empty(n, K, dtype=E4M3, device=device) for n in (M, N)],
+        (M, -(-N // 128), -(-K // 128)),
+    )
+    scales = torch.empty(m, k, device=device), torch.empty(k, n, device=device)
+    return GemmArguments(
+        ScaledOperand(a, scales[0], ScaleMode.BLOCK_1x128),
+        ScaledOperand(b.t(), scales[1], ScaleMode.BLOCK_128x128),
+        torch.empty(M, N, dtype=getattr(torch, out), device=device),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "refused"),
+    [
+        ((48, 272, 512), None),
+        ((4, 16, 400), None),
+        ((48, 272, 384), "there are 3 blocks along K and 48 rows"),
+        ((48, 272, 528), "there are 5 blocks along K and 48 rows"),
+        ((46, 272, 512), "there are 4 blocks along K and 46 rows"),
+        ((48, 280, 512), "N and K multiples of 16"),
+        ((0, 272, 512), "at least one row, column and product"),
+    ],
+)
+def test_torch_scales_blocks_on_hopper_where_it_is_right(sizes, refused):
+    args = scaled_in_blocks(*sizes)
+    found = {k.family_name() for k in ka.get_kernels(args, cc=90, providers=["torch"])}
+    assert found == (set() if refused else {"torch.scaled_mm_blocks"})
+    if refused:
+        reasons = {r.family: r.reason for r in ka.explain(args, cc=90).rejected}
+        assert refused in reasons["torch.scaled_mm_blocks"]
+    assert not ka.get_kernels(args, cc=100, providers=["torch"])
+    assert not ka.get_kernels(scaled_in_blocks(*sizes, "cpu"), providers=["torch"])
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4), (3, 8)])
+def test_scales_of_blocks_are_copied_unless_they_lie_as_they_are_read(shape):
+    rows = scale(*shape)
+    columns = scale(*shape[::-1]).t()
+    for given in (rows, columns, scale(2 * shape[0], 2 * shape[1])[::2, ::2]):
+        found = _columns_together(given)
+        assert found.stride() == (1, shape[0])
+        assert torch.equal(found, given)
+    assert _columns_together(columns) is columns
+    misaligned = scale(columns.numel() + 1)[1:].as_strided(columns.shape, columns.stride())
+    assert _columns_together(misaligned).data_ptr() % 16 == 0
 
 
 def test_torch_int_mm_is_offered_and_exact():

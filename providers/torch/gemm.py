@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
 
 from kernel_api import _float32
 from kernel_api.arguments import Arguments, GemmArguments, ScaleMode
+from kernel_api.arguments.scaled import BLOCK, VECTOR_BYTES
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.devices import require_streams
 from kernel_api.dtypes import dtype
@@ -18,7 +19,7 @@ from kernel_api.metadata import DesignMetadata
 from kernel_api.operands import as_torch
 from kernel_api.providers.streams import on_stream
 from kernel_api.providers.torch import TorchProvider
-from kernel_api.space import Operands, Space, rule
+from kernel_api.space import Miss, Operands, Space, rule
 
 #: What is passed on as it is; what else there is becomes torch's, in the same memory.
 _PLAIN = frozenset((torch.Tensor,))
@@ -150,26 +151,24 @@ def _in_rows(matrix: Any) -> Any:
     return matrix.clone(memory_format=torch.contiguous_format) if nearer else matrix
 
 
-@TorchProvider.register
-class TorchScaledGemm(TorchProduct):
-    """out = (A · scale) · (B · scale) of 8-bit floats by torch._scaled_mm."""
-
-    family: ClassVar[str] = "torch.scaled_mm"
-    operands = tuple(
-        Operands(
+def _of_8_bit_floats(out: str, **modes: str) -> Iterator[Operands]:
+    """What torch._scaled_mm takes with such scales: cuBLAS has no product of two e5m2."""
+    for a, b in (("e4m3", "e4m3 | e5m2"), ("e5m2", "e4m3")):
+        yield Operands(
             A=a,
             B=b,
             out=out,
             accumulator="f32",
             majors="A:k B:k out:n",
-            scales={"A": mode, "B": mode},
+            scales=modes,
             alignments=({"A": 16, "B": 16, "out": 16},),
             why_aligned="cuBLAS needs 8-bit floats in multiples of 16 bytes",
         )
-        # cuBLAS has no product of two e5m2, and scales rows for bfloat16 results only.
-        for a, b in (("e4m3", "e4m3 | e5m2"), ("e5m2", "e4m3"))
-        for mode, out in (("per_tensor", "f16 | bf16 | f32"), ("per_row", "bf16"))
-    )
+
+
+class TorchScaledProduct(TorchProduct):
+    """out = (A · scale) · (B · scale) of 8-bit floats by torch._scaled_mm."""
+
     space = Space()
     design = DesignMetadata
 
@@ -181,6 +180,22 @@ class TorchScaledGemm(TorchProduct):
     def _(args: Any) -> bool:
         return bool(args.out.tensor.is_contiguous())
 
+    @rule("cuBLAS multiplies 8-bit floats with N and K multiples of 16")
+    def _(args: GemmArguments) -> bool:
+        return args.device.type == "cpu" or (args.N % 16 == 0 and args.K % 16 == 0)
+
+
+@TorchProvider.register
+class TorchScaledGemm(TorchScaledProduct):
+    """With one scale each, or one per row of A and column of B."""
+
+    family: ClassVar[str] = "torch.scaled_mm"
+    operands = (
+        *_of_8_bit_floats("f16 | bf16 | f32", A="per_tensor", B="per_tensor"),
+        # cuBLAS scales rows for bfloat16 results only.
+        *_of_8_bit_floats("bf16", A="per_row", B="per_row"),
+    )
+
     @rule("torch._scaled_mm takes scales without gaps")
     def _(args: Any) -> bool:
         return all(operand.scale.tensor.is_contiguous() for operand in (args.A, args.B))
@@ -191,10 +206,6 @@ class TorchScaledGemm(TorchProduct):
             operand.mode is not ScaleMode.PER_TENSOR or operand.scale.rank == 0
             for operand in (args.A, args.B)
         )
-
-    @rule("cuBLAS multiplies 8-bit floats with N and K multiples of 16")
-    def _(args: GemmArguments) -> bool:
-        return args.device.type == "cpu" or (args.N % 16 == 0 and args.K % 16 == 0)
 
     @rule("torch before 2.13 scales rows on GPUs alone")
     def _(args: Any) -> bool:
@@ -211,3 +222,58 @@ class TorchScaledGemm(TorchProduct):
                 torch._scaled_mm(A, B, scale_a, scale_b, out_dtype=out.dtype, out=out)
 
         return multiply
+
+
+#: Blocks of K and rows of A whose scales cuBLAS reads at once. It takes others for granted where
+#: blocks of K are fewer, and torch does not look.
+_GROUP = 4
+#: Of CUDA, since which cuBLAS has it.
+_SCALES_BLOCKS = (12, 9)
+
+
+@TorchProvider.register
+class TorchBlockScaledGemm(TorchScaledProduct):
+    """With one scale per 128 elements of a row of A and per 128x128 of B, which are copied first
+    where they do not lie as cuBLAS reads them: along M, and along K."""
+
+    family: ClassVar[str] = "torch.scaled_mm_blocks"
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    targets: ClassVar[tuple[str, ...]] = ("sm_90a",)
+    operands = tuple(_of_8_bit_floats("f16 | bf16 | f32", A="block_1x128", B="block_128x128"))
+
+    @rule("cuBLAS scales blocks since CUDA 12.9")
+    def _(args: Any) -> bool:
+        cuda = torch.version.cuda
+        return cuda is None or tuple(map(int, cuda.split(".")[:2])) >= _SCALES_BLOCKS
+
+    @rule("cuBLAS scales at least one row, column and product in blocks")
+    def _(args: Any) -> bool:
+        return bool(min(args.M, args.N, args.K) > 0)
+
+    @rule("cuBLAS reads scales of 4 blocks along K, and of 4 rows of A")
+    def _(args: Any) -> bool | Miss:
+        blocks = -(-args.K // BLOCK)
+        if blocks % _GROUP == 0 and args.M % _GROUP == 0:
+            return True
+        return Miss(f"there are {blocks} blocks along K and {args.M} rows")
+
+    def product(self, args: Any) -> Callable[..., None]:
+        scales = args.A.scale.tensor, args.B.scale.tensor
+
+        def multiply(A: Any, B: Any, out: Any) -> None:
+            with torch.no_grad():
+                scale_a, scale_b = map(_columns_together, scales)
+                torch._scaled_mm(A, B, scale_a, scale_b, out_dtype=out.dtype, out=out)
+
+        return multiply
+
+
+def _columns_together(scale: Any) -> Any:
+    """The matrix with contiguous columns, one behind the other, at a multiple of 16 bytes; a copy
+    if it is not so."""
+    strides = 1, scale.shape[0]
+    if scale.stride() == strides and scale.data_ptr() % VECTOR_BYTES == 0:
+        return scale
+    return torch.empty_strided(scale.shape, strides, dtype=scale.dtype, device=scale.device).copy_(
+        scale
+    )

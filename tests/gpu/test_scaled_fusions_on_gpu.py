@@ -6,6 +6,7 @@ from support.fusion_cases import CATALOGUE, check_twice, on_gpu
 from support.scaled_fusions import MODES, ScaledCase
 
 import kernel_api as ka
+from kernel_api.verification import factor_of, judge, prepare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compile, pytest.mark.timeout(600)]
 
@@ -67,3 +68,36 @@ def test_a_fusion_of_scaled_operands_is_what_the_reference_computes(case, turn):
     for kernels in families.values():
         for kernel in kernels[turn % len(kernels) :: max(1, len(kernels) // KERNELS)][:KERNELS]:
             check_twice(kernel, args)
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("beside", ["rows", "columns", "gaps"])
+@pytest.mark.parametrize(
+    "sizes", [(4, 16, 400), (132, 272, 512), (1020, 2112, 7168), (64, 48, 944)]
+)
+def test_torch_is_right_where_it_scales_blocks(sizes, beside, out):
+    """With scales that lie in any way, and others the second time."""
+    M, N, K = sizes
+    draw = torch.Generator("cuda").manual_seed(K)
+
+    def stored(rows, element=torch.float8_e4m3fn):
+        return torch.randn(rows, K, generator=draw, device="cuda").to(element)
+
+    def scale(rows, columns):
+        whole = torch.rand(2 * rows, 2 * columns, generator=draw, device="cuda") + 0.25
+        one = whole[::2, ::2]
+        return {"rows": one.contiguous(), "columns": one.t().contiguous().t()}.get(beside, one)
+
+    n, k = -(-N // 128), -(-K // 128)
+    A = ka.ScaledOperand(stored(M), scale(M, k), ka.ScaleMode.BLOCK_1x128)
+    B = ka.ScaledOperand(stored(N, E5M2).t(), scale(k, n), ka.ScaleMode.BLOCK_128x128)
+    args = ka.GemmArguments(A, B, torch.empty(M, N, dtype=out, device="cuda"))
+    offered = ka.get_kernels(args, providers=["torch"])
+    assert bool(offered) == (torch.cuda.get_device_capability() == HOPPER), str(ka.explain(args))
+    for kernel in offered:
+        assert ka.verify(kernel, args)
+        launch = kernel.prepare(args)
+        A.scale.tensor.mul_(1.7)
+        prepare(args)
+        launch(*args.tensors)
+        assert judge(args, factor_of(kernel))
