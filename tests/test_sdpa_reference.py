@@ -508,15 +508,17 @@ def falling(rows: int, keys: int) -> tuple[Draw, dict]:
     return draw, {"bias": bias, "sink": torch.zeros(1)}
 
 
-@pytest.mark.parametrize(("limit", "passes"), [(SMALLEST, True), (10 * SMALLEST, False)])
-def test_probabilities_that_are_no_normal_numbers_may_be_zero(limit, passes):
+def probabilities(args):
+    q, k = (one.tensor.double() for one in (args.Q, args.K))
+    return torch.exp(q @ k.mT / math.sqrt(32) + args.bias.tensor - args.lse.tensor.unsqueeze(-1))
+
+
+@pytest.mark.parametrize(("limit", "passes"), [(SMALLEST, True), (100 * SMALLEST, False)])
+def test_what_is_no_normal_number_may_be_zero(limit, passes):
     draw, options = falling(64, 1)
     args = draw.arguments(**options)
     run(args)
-    p = torch.exp(
-        args.Q.tensor.double() @ args.K.tensor.double().mT / math.sqrt(32) + args.bias.tensor
-    )
-    args.out.tensor[(p < limit).expand_as(args.out.tensor)] = 0.0
+    args.out.tensor[(probabilities(args) < limit).expand_as(args.out.tensor)] = 0.0
     assert bool(judge(args)) == passes
 
     draw, options = falling(1, 64)
@@ -524,12 +526,12 @@ def test_probabilities_that_are_no_normal_numbers_may_be_zero(limit, passes):
     run(args)
     backward = backward_of(args, draw.results())
     run(backward)
-    p = torch.exp(
-        args.Q.tensor.double() @ args.K.tensor.double().mT / math.sqrt(32) + args.bias.tensor
-    )
-    for gradient in (backward.dK.tensor, backward.dV.tensor):
+    p = probabilities(args)
+    dP = backward.dO.tensor.double() @ args.V.tensor.double().mT
+    dS = p * (dP - (backward.dO.tensor.double() * args.out.tensor.double()).sum(-1, keepdim=True))
+    for gradient, factor in ((backward.dK.tensor, dS), (backward.dV.tensor, p)):
         right = gradient.clone()
-        gradient[(p.mT < limit).expand_as(gradient)] = 0.0
+        gradient[(factor.abs().mT < limit).expand_as(gradient)] = 0.0
         assert bool(judge(backward)) == passes
         gradient.copy_(right)
 

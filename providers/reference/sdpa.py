@@ -65,9 +65,13 @@ class ReferenceAttention(Kernel):
     @classmethod
     def allowance(cls, args: Any) -> Values:
         """What one rounding of each factor costs, if they are independent, and some of the
-        arithmetic at the scale of the data."""
-        found = cls.computation(args, torch.float64, bounds=True).values()
-        return {name: torch.nan_to_num(one, posinf=0.0) for name, one in found.items()}
+        arithmetic at the scale of the data; and what a kernel is off by that has no subnormal
+        numbers."""
+        computation = cls.computation(args, torch.float64, bounds=True)
+        return {
+            name: torch.nan_to_num(one, posinf=0.0) + computation.smallest
+            for name, one in computation.values().items()
+        }
 
 
 class _Computation:
@@ -91,7 +95,7 @@ class _Computation:
             self._small = _EIGHT_BITS * max(1.0, args.S_kv / _CUT_OFF)
         if args.accumulator_type.bits == 64:
             self._small = (args.S_kv + args.S_q + args.D) * 2.0**-50
-        self._smallest: float = torch.finfo(args.accumulator_type.torch).tiny
+        self.smallest: float = torch.finfo(args.accumulator_type.torch).tiny
 
     def values(self) -> Values:
         """Every output."""
@@ -106,9 +110,9 @@ class _Computation:
         shape = self.args.outputs[name].shape
         return torch.full(shape, fill, dtype=self._wide, device=self.args.device)
 
-    def _flushed(self, probabilities: Any) -> Any:
-        """What probabilities may be off by as there are no subnormal numbers in kernels."""
-        return probabilities.clamp_max(self._smallest)
+    def flushed(self, values: Any) -> Any:
+        """What they are off by if none that is subnormal is kept."""
+        return values.abs().clamp_max(self.smallest)
 
     def products(self, rows: Rows) -> tuple[Any, Any, Any, Any]:
         """(q, k, v, q·k) of some queries, with the heads of queries."""
@@ -162,7 +166,7 @@ class _Forward(_Computation):
         kept = kept * inverse
         of_scores = self._small * (1 + _largest(scores))
         random = (kept.square() @ v.square()).sqrt()
-        error = of_scores.unsqueeze(-1) * kept + self._flushed(kept)
+        error = of_scores.unsqueeze(-1) * kept + self.flushed(kept)
         allowed = self._unit * random + error @ v.abs()
         statistics = {"lse": of_scores, "score_max": of_scores, "score_sum_exp": of_scores * total}
         return {"out": allowed, **statistics}
@@ -195,7 +199,8 @@ class _Backward(_Computation):
         if self._bounds:
             largest = dO.norm(dim=-1, keepdim=True) * v.norm(dim=-1).unsqueeze(1)
             error = p * (largest * keep + (out * dO).abs().sum(-1, keepdim=True))
-            error = error * self._relative(scores.values) + self._flushed(p) * (dP - delta).abs()
+            error = error * self._relative(scores.values) + self.flushed(p) * (dP - delta).abs()
+            error = error + self.flushed(dS)
         self._beside(rows, found, dS if error is None else error, lse, delta)
         slope = attention.slope(rows, scores)
         if slope is not None:
@@ -205,7 +210,7 @@ class _Backward(_Computation):
         scale = abs(scale) if self._bounds else scale
         kept = p * keep
         of_keys = self._product(dS.mT, q, None if error is None else error.mT) * scale
-        error_of_kept = kept * self._relative(scores.values) + self._flushed(kept)
+        error_of_kept = kept * self._relative(scores.values) + self.flushed(kept)
         of_values = self._product(kept.mT, dO, error_of_kept.mT)
         own = attention.of_queries(found["dQ"], b)[:, part]
         own += self._product(dS, k, error) * scale
