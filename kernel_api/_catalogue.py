@@ -55,7 +55,8 @@ class Catalogue:
         self._built: dict[Any, tuple[Kernel, ...]] = {}
         self._leading: dict[Any, list[Leading]] = {}
         self._bound: dict[OperandsMetadata, list[tuple[Rule, Callable[[Any], Any]]]] = {}
-        self._rules_by = dict.fromkeys(one.by for _, one in family.design_rules if one.by)
+        rules = [rule for _, rule in family.design_rules]
+        self._keys = [rule.by for rule in rules if rule.by is not None]
 
     def operands(self, args: Arguments | None, target: Target | None) -> Iterable[Variants]:
         """What the kernels ask of operands; variants of the same element types together."""
@@ -112,12 +113,12 @@ class Catalogue:
         return built
 
     def leading(self, args: Arguments, target: Target | None) -> list[Leading]:
-        """The kernels for a target whose operands fit, but for those that rules refuse whatever the
-        sizes are; of a declared family. Where it is ``faster_if_aligned``, those of less alignment
-        are behind others."""
+        """The kernels for a target whose operands fit, without those that rules refuse for what
+        these are ``by``; of a declared family. Where it is ``faster_if_aligned``, those of less
+        alignment are behind others."""
         fitting = tuple(one for one in self.fitting(args, target) if self._suit(one, args))
-        rules_by = tuple(of_arguments(args) for of_arguments in self._rules_by)
-        key = (fitting, self._graph(args), target, rules_by)
+        asked = tuple(of_arguments(args) for of_arguments in self._keys)
+        key = (fitting, self._graph(args), target, asked)
         found = self._leading.get(key)
         if found is None:
             made = [

@@ -61,7 +61,7 @@ def _asked_in_order(args: Arguments, key: tuple[Any, ...], target: Target | None
     with discovery.current():
         try:
             for _, equals in itertools.groupby(sorted(asked, key=_rank), _rank):
-                families = [one for each in equals for one in _own_families(each, kind, key[0])]
+                families = [family for one in equals for family in _own(one, kind, key[0])]
                 kernel = _fastest(families, args, target)
                 if kernel is not None:
                     return kernel if key[0] == generation() else None
@@ -70,11 +70,16 @@ def _asked_in_order(args: Arguments, key: tuple[Any, ...], target: Target | None
     return None
 
 
+def _own(provider: Any, kind: Any, changes: int) -> tuple[type[Kernel], ...]:
+    """The families for such arguments, after so many changes of the registry."""
+    return _own_of(provider, tuple(provider.families()), kind, changes)
+
+
 @functools.lru_cache(maxsize=256)
-def _own_families(provider: type[Provider], kind: Any, changes: int) -> tuple[type[Kernel], ...]:
-    """Those for such arguments, after so many changes of the registry. Raises TypeError where
-    another's are among all, or some whose names are not their own."""
-    families = provider.families()
+def _own_of(
+    provider: type[Provider], families: tuple[type[Kernel], ...], kind: Any, changes: int
+) -> tuple[type[Kernel], ...]:
+    """Raises TypeError where another's are among all, or some whose names are not their own."""
     for family in families:
         is_own = are_ours(provider, family) and family._provider is provider
         if not (is_own and family.is_declared()):
@@ -106,7 +111,7 @@ def _fastest(
 
 
 def _of_operands(family: type[Kernel], args: Arguments, target: Target | None) -> Sequence[Leading]:
-    """Kernels of a family that ask for such operands, whatever their rules say."""
+    """Kernels of a family that ask for such operands, see :meth:`Catalogue.leading`."""
     if not family.class_status(args, target):
         return ()
     return discovery.catalogue_of(family).leading(args, target)

@@ -61,7 +61,7 @@ class Rule:
     error: a reason is no consent, and None is what comes of a ``return`` that is missing. A rule
     over design and operands alone shapes the family; one with ``graph`` or ``args`` decides a
     query. What a graph says is asked once per kernel, what arguments say in every query; but
-    whoever looks for the first kernel alone remembers the answer to what arguments have ``by``.
+    whoever looks for the first kernel alone remembers the answer to what ``by`` gives of them.
     """
 
     def __init__(
@@ -85,6 +85,10 @@ class Rule:
         if unknown:
             raise RegistrationError(
                 f"rule {text!r} takes {sorted(unknown)}; rules may take {_RULE_PARAMETERS}"
+            )
+        if by is not None and not callable(by):
+            raise RegistrationError(
+                f"rule {text!r} is by {by!r}; expected a function of the arguments, or None"
             )
         self.text = text
         self.by = by
@@ -170,8 +174,9 @@ def rule(
 ) -> Callable[[Callable[..., Any]], Rule]:
     """Make a predicate a named rule; ``text`` is the sentence that ``explain`` prints.
 
-    ``by`` gives of arguments all that the predicate looks at, beside their types, layouts and
-    epilogue, if these are few: kernels that it refuses then take no time in later queries.
+    ``by`` gives all of the arguments that the predicate looks at beside the metadata and, in a
+    family that fuses, the epilogue's graph: something hashable that few queries differ in. Kernels
+    of the library that the rule refuses then take no time in later queries.
 
     Raises RegistrationError without a text, or for what cannot be called.
     """

@@ -189,6 +189,25 @@ def test_kernels_of_others_are_among_all(registry, asked):
     assert type(kernel) is Fastest and asked == [args]
 
 
+def test_families_that_a_provider_finds_anew_are_asked(registry, asked):
+    found = []
+
+    class Growing(ka.Provider):
+        name, rank = "growing", -1
+
+        @classmethod
+        def families(cls):
+            return list(found)
+
+    class Mine(Fastest):
+        _provider = Growing
+
+    assert first_kernel(product(), 90) == listed(product(), 90)
+    found.append(Mine)
+    assert isinstance(first_kernel(product(301), 90), Mine)
+    assert isinstance(listed(product(301), 90), Mine)
+
+
 def test_one_of_ours_that_raises_is_warned_of(monkeypatch, asked):
     def predict(kernel, args):
         raise ValueError("no such size")

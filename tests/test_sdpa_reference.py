@@ -514,26 +514,43 @@ def probabilities(args):
 
 
 @pytest.mark.parametrize(("limit", "passes"), [(SMALLEST, True), (100 * SMALLEST, False)])
-def test_what_is_no_normal_number_may_be_zero(limit, passes):
+@pytest.mark.parametrize("dropped", [None, 0.5, 0.9])
+def test_what_is_no_normal_number_may_be_zero(limit, passes, dropped):
+    more = {} if dropped is None else {"dropout": Dropout(dropped, 3, 5)}
     draw, options = falling(64, 1)
-    args = draw.arguments(**options)
+    args = draw.arguments(**options, **more)
     run(args)
     args.out.tensor[(probabilities(args) < limit).expand_as(args.out.tensor)] = 0.0
     assert bool(judge(args)) == passes
 
     draw, options = falling(1, 64)
-    args = draw.arguments(**options)
+    args = draw.arguments(**options, **more)
     run(args)
     backward = backward_of(args, draw.results())
     run(backward)
     p = probabilities(args)
     dP = backward.dO.tensor.double() @ args.V.tensor.double().mT
     dS = p * (dP - (backward.dO.tensor.double() * args.out.tensor.double()).sum(-1, keepdim=True))
-    for gradient, factor in ((backward.dK.tensor, dS), (backward.dV.tensor, p)):
+    of_keys = [(backward.dV.tensor, p)]
+    if dropped is None:  # else dP, too, is of what was kept
+        of_keys.append((backward.dK.tensor, dS))
+    for gradient, factor in of_keys:
         right = gradient.clone()
         gradient[(factor.abs().mT < limit).expand_as(gradient)] = 0.0
         assert bool(judge(backward)) == passes
         gradient.copy_(right)
+
+
+@pytest.mark.parametrize(("sink", "passes"), [(-70.0, False), (-93.0, True), (-100.0, True)])
+def test_a_sink_whose_share_is_no_normal_number_may_have_no_gradient(sink, passes):
+    draw = Draw(1, 2, 2, 8, 8, 32, 32, element="bfloat16")
+    args = draw.arguments(sink=torch.full((2,), sink) + 3 * math.log(2))
+    run(args)
+    backward = backward_of(args, draw.results(), dSink=torch.full((2,), NAN))
+    run(backward)
+    assert judge(backward)
+    backward.further["dSink"].tensor.zero_()
+    assert bool(judge(backward)) == passes
 
 
 def test_a_softcap_allows_three_times_the_error_of_the_baseline():

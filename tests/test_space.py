@@ -262,6 +262,12 @@ def test_a_rule_over_what_cannot_be_called_is_refused():
         rule("tiles are even")(3)
 
 
+@pytest.mark.parametrize("by", ["N", ["N"], 3])
+def test_what_a_rule_is_by_is_a_function_of_the_arguments(by):
+    with pytest.raises(RegistrationError, match=r"is by .*; expected a function of the arguments"):
+        rule("rows have room", by=by)(lambda args: True)
+
+
 @pytest.mark.parametrize("verdict", ["the tile is odd", "", 1, 0, (), [1], object, None], ids=str)
 def test_a_verdict_that_is_none_is_refused_by_the_rule(verdict):
     one = rule("tiles are even")(lambda: verdict)

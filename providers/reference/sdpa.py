@@ -163,10 +163,10 @@ class _Forward(_Computation):
             # Relative to a largest score of infinity no score is a number, nor is their sum.
             largest = torch.where(total.isnan(), total, largest)
             return {"out": out, "lse": lse, "score_max": largest, "score_sum_exp": total}
-        kept = kept * inverse
+        kept, flushed = kept * inverse, self.flushed(p * inverse)
         of_scores = self._small * (1 + _largest(scores))
         random = (kept.square() @ v.square()).sqrt()
-        error = of_scores.unsqueeze(-1) * kept + self.flushed(kept)
+        error = of_scores.unsqueeze(-1) * kept + (flushed if keep is None else flushed * keep)
         allowed = self._unit * random + error @ v.abs()
         statistics = {"lse": of_scores, "score_max": of_scores, "score_sum_exp": of_scores * total}
         return {"out": allowed, **statistics}
@@ -205,13 +205,16 @@ class _Backward(_Computation):
         slope = attention.slope(rows, scores)
         if slope is not None:
             dS = torch.where(dS == 0, 0.0, dS * slope)
-            error = None if error is None else error * torch.nan_to_num(slope).abs()
+            if error is not None:
+                error = error * torch.nan_to_num(slope).abs() + self.flushed(dS)
         scale = attention.number(args.scale)
         scale = abs(scale) if self._bounds else scale
         kept = p * keep
+        error_of_kept = None
+        if self._bounds:
+            error_of_kept = (kept * self._relative(scores.values) + self.flushed(p) * keep).mT
         of_keys = self._product(dS.mT, q, None if error is None else error.mT) * scale
-        error_of_kept = kept * self._relative(scores.values) + self.flushed(kept)
-        of_values = self._product(kept.mT, dO, error_of_kept.mT)
+        of_values = self._product(kept.mT, dO, error_of_kept)
         own = attention.of_queries(found["dQ"], b)[:, part]
         own += self._product(dS, k, error) * scale
         for name, gradient in (("dK", of_keys), ("dV", of_values)):
@@ -221,7 +224,7 @@ class _Backward(_Computation):
     def _product(self, left: Any, right: Any, error: Any) -> Any:
         """left · right with left as it is multiplied; or what that may be off by, if left is by
         an error."""
-        if not self._bounds:
+        if error is None:
             return self.factor(left) @ right
         random = (left.square() @ right.square()).sqrt()
         return self._unit * random + error @ right.abs()
@@ -240,8 +243,9 @@ class _Backward(_Computation):
         if "dSink" in found:
             share = torch.exp(attention.per_head("sink") - lse)
             share = torch.where(lse == -_INFINITY, 0.0, share)
-            terms = (share * delta).squeeze(-1)
-            found["dSink"] += self._small * terms.abs().sum(-1) if self._bounds else -terms.sum(-1)
+            if self._bounds:
+                share, delta = self._small * share + self.flushed(share), -delta.abs()
+            found["dSink"] -= (share * delta).squeeze(-1).sum(-1)
 
 
 def _largest(scores: Any) -> Any:

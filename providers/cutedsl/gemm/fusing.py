@@ -92,11 +92,11 @@ class FusedGemm(SplitGemm):
 
     @classmethod
     def _writes(cls, element: DType) -> bool:
-        return element in _types_of(cls, "out")
+        return element in _types_in(tuple(row.types["out"] for row in cls.operands))
 
     @classmethod
     def _multiplies(cls, element: DType) -> bool:
-        return element in _types_of(cls, "A")
+        return element in _types_in(tuple(row.types["A"] for row in cls.operands))
 
     @classmethod
     def kernels_for(cls, operands: OperandsMetadata, epilogue: Graph | None = None) -> list[Kernel]:
@@ -223,16 +223,17 @@ def alignment_of(operands: OperandsMetadata) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _types_of(family: type[FusedGemm], operand: str) -> frozenset[DType]:
-    """That kernels of the family are declared for."""
-    types = (row.types[operand].split("|") for row in family.operands)
-    return frozenset(dtype(one.strip()) for row in types for one in row)
+def _types_in(rows: tuple[str, ...]) -> frozenset[DType]:
+    """That some rows declare."""
+    return frozenset(dtype(one.strip()) for row in rows for one in row.split("|"))
 
 
 def columns_that_matter(args: Any) -> tuple[type, int] | None:
-    """What arguments say of whether tiles hold what an epilogue looks at together: heads of them
-    may be columns of B that are loaded one by one."""
-    return None if args.epilogue is None else (type(args), args.N)
+    """What arguments say of whether tiles hold what an epilogue looks at together: heads may be
+    columns of B that are loaded one by one."""
+    planned = None if args.epilogue is None else plan(args.epilogue.graph)
+    has_heads = isinstance(planned, Plan) and planned.heads is not None
+    return (type(args), args.N) if has_heads else None
 
 
 def operands_rule(piece: int = 1) -> Rule:
