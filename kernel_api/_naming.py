@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from kernel_api.arguments import ScaleMode
@@ -14,6 +15,13 @@ _SAME_FOR_ALL = "offsets"
 
 def name_of(family: str, operands: OperandsMetadata, design: DesignMetadata) -> str:
     """Of one design of a family for one combination of operands."""
+    before, behind = _beside_designs(family, operands)
+    return "_".join(filter(None, (before, in_names(design.label()), behind)))
+
+
+@functools.lru_cache(maxsize=64)
+def _beside_designs(family: str, operands: OperandsMetadata) -> tuple[str, str]:
+    """What is before a design in all names, and behind it."""
     tensors = [one for name, one in operands.tensors.items() if name != _SAME_FOR_ALL]
     types = [_type_label(t) for t in tensors if t.dtype is not None]
     for field in ("accumulator_type", "multiplication_type"):
@@ -23,10 +31,9 @@ def name_of(family: str, operands: OperandsMetadata, design: DesignMetadata) -> 
     ragged = getattr(operands, "ragged", "any")
     form = "" if ragged == "any" else f"ragged_{ragged.lower()}"
     experts = "pointers" if getattr(operands, "experts", "") == "pointers" else ""
-    parts = [family, form, experts, *types, strides_to_layout_string(*strides), design.label()]
-    if strides:
-        parts.append("align" + "x".join(str(t.alignment) for t in tensors))
-    return in_names("_".join(filter(None, parts)))
+    parts = (family, form, experts, *types, strides_to_layout_string(*strides))
+    behind = "align" + "x".join(str(t.alignment) for t in tensors) if strides else ""
+    return in_names("_".join(filter(None, parts))), in_names(behind)
 
 
 def in_names(text: str) -> str:

@@ -30,7 +30,7 @@ class Questions:
         metadata: KernelMetadata,
         any_epilogue: bool = False,
     ) -> None:
-        is_open = any_epilogue or isinstance(metadata.epilogue, str)
+        is_open = _is_open(metadata, any_epilogue)
         self._open: list[tuple[int, Rule, Callable[[Any], Any]]] = []
         self._refusal: Status | None = None
         for place, rule in rules:
@@ -42,13 +42,6 @@ class Questions:
                 self._refusal = status.at(BEFORE_RULES + place)
                 break
 
-    def may_hold(self, args: Any) -> bool:
-        """False where a rule refuses that metadata decide alone, or what rules are ``by``."""
-        if self._refusal is not None:
-            return False
-        decided = ((rule, holds(args)) for _, rule, holds in self._open if rule.by is not None)
-        return all(verdict is True or rule.status_of(verdict) for rule, verdict in decided)
-
     def refusal(self, args: Any) -> Status | None:
         """That of the first rule that does not hold; None if all do."""
         for place, rule, holds in self._open:
@@ -56,6 +49,24 @@ class Questions:
             if verdict is not True and not (status := rule.status_of(verdict)):
                 return status.at(BEFORE_RULES + place)
         return self._refusal
+
+
+def agree_by(
+    rules: Iterable[tuple[int, Rule]], metadata: KernelMetadata, args: Any, any_epilogue: bool
+) -> bool:
+    """Whether those rules do that metadata decide alone, or with what the rules are ``by``."""
+    is_open = _is_open(metadata, any_epilogue)
+    known = metadata.design, metadata.operands, metadata.epilogue, args
+    return all(
+        rule.agrees(*known)
+        for _, rule in rules
+        if not (rule.needs_args and rule.by is None) and not (is_open and rule.needs_graph)
+    )
+
+
+def _is_open(metadata: KernelMetadata, any_epilogue: bool) -> bool:
+    """Whether the graph is that of the arguments."""
+    return any_epilogue or isinstance(metadata.epilogue, str)
 
 
 def _over_arguments(rule: Rule, metadata: KernelMetadata) -> Callable[[Any], Any]:

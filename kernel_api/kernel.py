@@ -25,7 +25,7 @@ from kernel_api._kernel_type import KernelType
 from kernel_api._naming import name_of
 from kernel_api._offer import Offer
 from kernel_api._overwritten import tell_autograd
-from kernel_api._questions import BEFORE_RULES, Questions
+from kernel_api._questions import BEFORE_RULES, Questions, agree_by
 from kernel_api.arguments import Arguments, EpilogueArguments, GemmArguments
 from kernel_api.arguments.experts import tensors_of
 from kernel_api.artifact import CompiledArtifact, Resources
@@ -387,9 +387,9 @@ class Kernel(metaclass=KernelType):
         return verdict if verdict else verdict.at(1000)
 
     def may_suit(self, args: Arguments) -> bool:
-        """Whether the rules of the design agree that look at nothing else of such operands than
-        what they are ``by``."""
-        return self._questions.may_hold(args)
+        """Whether the rules of the design agree that look at nothing of the arguments, or at what
+        they are ``by``."""
+        return agree_by(type(self).design_rules, self.metadata, args, self.any_epilogue)
 
     @cached_property
     def _questions(self) -> Questions:
@@ -430,7 +430,7 @@ class Kernel(metaclass=KernelType):
         return [
             cls(cls.describe(operands, design, epilogue))
             for design in cls.space.designs(cls.design)
-            if all(r.check(design=design, operands=operands) for r in cls.shaping_rules)
+            if all(rule.agrees(design, operands) for rule in cls.shaping_rules)
         ]
 
     @classmethod

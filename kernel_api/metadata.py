@@ -283,7 +283,8 @@ class KernelMetadata:
             )
         targets = [target(one) for one in self.targets]
         object.__setattr__(self, "targets", tuple(map(str, targets)))
-        if targets and not self.min_cc:
+        is_asked = bool(self.min_cc)
+        if targets and not is_asked:
             object.__setattr__(self, "min_cc", min(one.cc for one in targets))
         if not isinstance(self.operands, OperandsMetadata):
             raise ArgumentError(f"operands is {self.operands!r}; expected operands metadata")
@@ -293,9 +294,9 @@ class KernelMetadata:
             raise ArgumentError(f"kernel_name is {self.kernel_name!r}; expected a text")
         if self.design is not None and not isinstance(self.design, DesignMetadata):
             raise ArgumentError(f"design is {self.design!r}; expected design metadata, or None")
-        if self.min_cc != 0 and not is_compute_capability(self.min_cc):
+        if is_asked and not is_compute_capability(self.min_cc):
             raise ArgumentError(f"min_cc is {self.min_cc!r}; expected a number such as 90")
-        if targets and self.min_cc > (newest := max(one.cc for one in targets)):
+        if is_asked and targets and self.min_cc > (newest := max(one.cc for one in targets)):
             raise ArgumentError(
                 f"min_cc is {self.min_cc} and targets are {', '.join(self.targets)}; expected "
                 f"{newest} at most, or targets alone"

@@ -119,6 +119,14 @@ class Rule:
         except Exception:
             return True
 
+    def agrees(
+        self, design: Any = None, operands: Any = None, graph: Any = None, args: Any = None
+    ) -> bool:
+        """Without a reason, where many are asked."""
+        known = (design, operands, graph, args)
+        verdict = self._predicate(*[known[n] for n in self._places])
+        return verdict is True or bool(self.status_of(verdict))
+
     def check(
         self, *, design: Any = None, operands: Any = None, graph: Any = None, args: Any = None
     ) -> Status:
