@@ -228,7 +228,7 @@ def test_what_is_not_for_a_device_is_not_taken_for_it(registry):
 
 def test_the_nearest_problem_is_looked_for_only_if_the_very_one_is_unknown(registry, monkeypatch):
     tune(arguments(), registry.register(hostile.FastGemm), policy=None)
-    monkeypatch.setattr(Store, "nearest", None)
+    monkeypatch.setattr(Store, "near", None)
     assert type(ka.tuned(arguments())) is hostile.FastGemm
 
 

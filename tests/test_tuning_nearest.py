@@ -1,13 +1,16 @@
-"""The problems that the nearest is one of: read once, and again where one has come or gone."""
+"""The problems that the nearest is one of, and its rows: read once, and again where one has come or
+gone."""
 
 import os
 import shutil
 import time
 
 import pytest
-from support.tuning import ENVIRONMENT, measured, problem, some_kernels
+import torch
+from support.tuning import ENVIRONMENT, arguments, measured, nearest, problem, some_kernels
 
-from kernel_api.tuning import Store
+from kernel_api.tuning import KernelIdentity, Store
+from kernel_api.tuning._lookup import nearest_on
 from kernel_api.tuning._row import Row
 from kernel_api.tuning._table import Table, write
 
@@ -57,27 +60,27 @@ def another(store):
 
 def test_a_size_that_was_not_tuned_reads_the_rows_of_the_nearest_alone(store, opened):
     settle(store)
-    assert store.nearest(problem(300)) == problem(320)
+    assert nearest(store, problem(300)) == problem(320)
     assert len(of_other_problems(opened, 320)) == len(SIZES) - 1
     opened.clear()
-    assert another(store).nearest(problem(390)) == problem(400)
+    assert nearest(another(store), problem(390)) == problem(400)
     assert opened
     assert not of_other_problems(opened, 400)
 
 
 def test_a_problem_that_another_process_tunes_is_seen(store, kernel):
     settle(store)
-    assert store.nearest(problem(300)) == problem(320)
+    assert nearest(store, problem(300)) == problem(320)
     another(store).record(measured(kernel, problem(304), 1.0))
-    assert store.nearest(problem(300)) == problem(304)
-    assert store.nearest(problem(300)) == problem(304)
+    assert nearest(store, problem(300)) == problem(304)
+    assert nearest(store, problem(300)) == problem(304)
 
 
 def test_a_problem_that_is_gone_is_not_the_nearest(store):
     settle(store)
-    assert store.nearest(problem(300)) == problem(320)
+    assert nearest(store, problem(300)) == problem(320)
     shutil.rmtree(store.folder / ENVIRONMENT.digest / problem().likeness / problem(320).digest)
-    assert store.nearest(problem(300)) == problem(256)
+    assert nearest(store, problem(300)) == problem(256)
 
 
 def test_a_row_that_is_written_after_its_folder_is_seen(store, kernel):
@@ -85,20 +88,20 @@ def test_a_row_that_is_written_after_its_folder_is_seen(store, kernel):
     folder = (store.folder / row.place).parent
     folder.mkdir()
     settle(store)
-    assert store.nearest(problem(300)) == problem(320)
+    assert nearest(store, problem(300)) == problem(320)
     before = folder.parent.stat().st_mtime_ns
     (store.folder / row.place).write_bytes(row.text.data)
     assert folder.parent.stat().st_mtime_ns == before
-    assert store.nearest(problem(300)) == problem(304)
+    assert nearest(store, problem(300)) == problem(304)
 
 
 def test_nothing_is_kept_of_a_folder_that_changes_at_this_tick(store, kernel):
     folder = store.folder / ENVIRONMENT.digest / problem().likeness
-    assert store.nearest(problem(300)) == problem(320)
+    assert nearest(store, problem(300)) == problem(320)
     now = folder.stat().st_mtime_ns
     store.record(measured(kernel, problem(304), 1.0))
     os.utime(folder, ns=(now, now))  # as a clock that has not ticked would have it
-    assert store.nearest(problem(300)) == problem(304)
+    assert nearest(store, problem(300)) == problem(304)
 
 
 def test_a_table_is_read_once(store, opened, tmp_path, kernel, monkeypatch):
@@ -110,9 +113,35 @@ def test_a_table_is_read_once(store, opened, tmp_path, kernel, monkeypatch):
     monkeypatch.setattr(
         Table, "_content", lambda self, place: texts.append(str(place)) or content(self, place)
     )
-    assert table.nearest(problem(300)) == problem(320)
+    assert nearest(table, problem(300)) == problem(320)
     texts.clear()
     beneath = Store(tmp_path / "empty", ENVIRONMENT, beneath=table)
-    assert beneath.nearest(problem(390)) == problem(400)
+    assert nearest(beneath, problem(390)) == problem(400)
     assert texts
     assert not of_other_problems(texts, 400)
+
+
+def test_rows_of_the_nearest_are_read_once_and_again_where_one_has_come(store, opened):
+    settle(store)
+    folder = store.folder / ENVIRONMENT.digest / problem().likeness / problem(320).digest
+    then = time.time_ns() - 10**9
+    os.utime(folder, ns=(then, then))
+    assert [row.times_us for row in nearest_on(store, problem(300)).rows] == [(1.0,)]
+    opened.clear()
+    found = nearest_on(another(store), problem(310))
+    assert found.problem == problem(320) and not opened
+    faster = some_kernels()[1]
+    another(store).record(measured(faster, problem(320), 0.5))
+    rows = nearest_on(store, problem(300)).rows
+    assert rows[0].kernel.name == faster.metadata.kernel_name
+    assert len(rows) == 2
+
+
+def test_kernels_of_a_row_are_made_once_for_arguments_that_they_take(store, kernel, monkeypatch):
+    found = nearest_on(store, problem(300))
+    (row,) = found.rows
+    made = found.kernel(row, arguments(300))
+    assert made == kernel
+    monkeypatch.setattr(KernelIdentity, "rebuild", None)
+    assert found.kernel(row, arguments(310)) is made
+    assert found.kernel(row, arguments(310, dtype=torch.float64)) is None

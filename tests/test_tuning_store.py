@@ -13,7 +13,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 import torch
-from support.tuning import ENVIRONMENT, OTHER, files, measured, problem, some_kernels
+from support.tuning import ENVIRONMENT, OTHER, files, measured, nearest, problem, some_kernels
 
 from kernel_api.errors import ArgumentError, CacheWarning
 from kernel_api.tuning import (
@@ -108,7 +108,7 @@ def test_a_kernel_whose_sources_changed_is_a_miss_and_does_not_hide_others(store
     changed = KernelIdentity(row.kernel.metadata, {**row.kernel.fingerprint, "sources": "older"})
     store.record(dataclasses.replace(row, kernel=changed))
     assert store.best(problem()) is None
-    assert store.nearest(problem()) is None
+    assert nearest(store, problem()) is None
     assert store.find(problem(), kernels[0]) is None
     store.record(row)
     assert store.measurements(problem()) == [row]
@@ -127,32 +127,32 @@ def test_a_kernel_whose_class_is_not_registered_is_a_miss(store, kernels):
 def test_the_nearest_problem_is_the_one_with_the_smallest_largest_ratio(store, kernels):
     for sizes in ((512, 512, 128), (320, 640, 128), (256, 512, 520), (2048, 512, 128)):
         store.record(measured(kernels[0], problem(*sizes), 1.0))
-    assert store.nearest(problem()).sizes == {"M": 320, "N": 640, "K": 128, "L": 1}
-    assert store.nearest(problem(320, 640, 128)) == problem(320, 640, 128)
-    assert store.nearest(problem(8, 512, 128)) is None
-    assert store.nearest(problem(dtype=torch.float16)) is None
+    assert nearest(store, problem()).sizes == {"M": 320, "N": 640, "K": 128, "L": 1}
+    assert nearest(store, problem(320, 640, 128)) == problem(320, 640, 128)
+    assert nearest(store, problem(8, 512, 128)) is None
+    assert nearest(store, problem(dtype=torch.float16)) is None
 
 
 def test_a_problem_twice_as_large_is_near_and_a_larger_one_is_not(store, kernels):
     store.record(measured(kernels[0], problem(512, 512, 128), 1.0))
-    assert store.nearest(problem(256)) == problem(512)
-    assert store.nearest(problem(1024)) == problem(512)
-    assert store.nearest(problem(255)) is None
-    assert store.nearest(problem(1025)) is None
+    assert nearest(store, problem(256)) == problem(512)
+    assert nearest(store, problem(1024)) == problem(512)
+    assert nearest(store, problem(255)) is None
+    assert nearest(store, problem(1025)) is None
 
 
 def test_ties_of_distance_go_the_same_way_always(store, kernels):
     for sizes in ((512, 512, 128), (128, 512, 128)):
         store.record(measured(kernels[0], problem(*sizes), 1.0))
     expected = min(problem(512), problem(128), key=lambda one: one.text)
-    assert store.nearest(problem(256)) == expected
+    assert nearest(store, problem(256)) == expected
 
 
 def test_the_nearest_problem_has_a_kernel_that_passed(store, kernels):
     store.record(measured(kernels[0], problem(), status=Status.OOM))
-    assert store.nearest(problem()) is None
+    assert nearest(store, problem()) is None
     store.record(measured(kernels[0], problem(200), 1.0))
-    assert store.nearest(problem()) == problem(200)
+    assert nearest(store, problem()) == problem(200)
 
 
 def test_a_store_beneath_another_is_asked_for_what_that_lacks(store, tmp_path, kernels):
@@ -163,7 +163,7 @@ def test_a_store_beneath_another_is_asked_for_what_that_lacks(store, tmp_path, k
     both = Store(store.folder, ENVIRONMENT, beneath=shipped)
     assert both.best(problem()).kernel.name == kernels[0].metadata.kernel_name
     assert both.find(problem(), kernels[1]).median_us == 2.0
-    assert both.nearest(problem(300)) == problem()
+    assert nearest(both, problem(300)) == problem()
     own = measured(kernels[0], problem(), 3.0)
     both.record(own)
     assert both.find(problem(), kernels[0]) == own
@@ -281,7 +281,7 @@ def assert_missed(store, kernel, caplog, reason):
     assert reason in caplog.text
     assert store.best(problem()) is None
     assert store.find(problem(), kernel) is None
-    assert store.nearest(problem()) is None
+    assert nearest(store, problem()) is None
     assert list(store.rows()) == []
     assert len(store.verify()) == 1
 
@@ -344,7 +344,7 @@ def test_a_row_with_a_value_of_another_type_and_a_right_digest_raises_nothing(st
             one_file.write_text(json.dumps({**changed, "digest": text.digest}))
         for found in store.measurements(problem()):
             assert found.problem == problem()
-        assert store.nearest(problem()) in (None, problem())
+        assert nearest(store, problem()) in (None, problem())
         assert len(store.verify()) + len(list(store.rows())) == 1
 
 
@@ -353,7 +353,7 @@ def test_a_row_that_was_laid_out_in_another_way_is_found(store, one_file, kernel
     one_file.write_text(json.dumps(json.loads(one_file.read_bytes()), indent=4))
     assert store.measurements(problem()) == before
     assert store.best(problem()) == store.find(problem(), kernels[0]) == before[0]
-    assert store.nearest(problem()) == problem()
+    assert nearest(store, problem()) == problem()
     assert store.verify() == []
 
 
@@ -394,13 +394,13 @@ def test_a_folder_or_a_link_to_nothing_in_place_of_a_file_is_a_miss(store, one_f
     assert store.measurements(problem()) == []
     stray = one_file.parents[1] / "stray"
     stray.write_text("a file among the problems")
-    assert store.nearest(problem()) is None
+    assert nearest(store, problem()) is None
     assert (stray, "this is not JSON") in [(p, r.partition(":")[0]) for p, r in store.verify()]
 
 
 def test_a_store_without_a_folder_is_empty(store, kernels):
     assert store.measurements(problem()) == []
-    assert store.nearest(problem()) is None
+    assert nearest(store, problem()) is None
     assert (list(store.rows()), store.verify(), store.prune()) == ([], [], 0)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from support.tuning import ENVIRONMENT, OTHER, arguments, measured, problem, some_kernels
+from support.tuning import ENVIRONMENT, OTHER, arguments, measured, nearest, problem, some_kernels
 
 import kernel_api as ka
 from kernel_api import _fingerprint
@@ -41,7 +41,7 @@ def test_a_table_is_looked_up_like_a_store(rows, tmp_path):
     assert table.measurements(problem(256)) == [rows[1].measurement, rows[0].measurement]
     assert table.find(problem(300), third) == rows[3].measurement
     assert table.find(problem(300), first) is None and table.best(problem(999)) is None
-    assert table.nearest(problem(310)) == problem(300)
+    assert nearest(table, problem(310)) == problem(300)
     assert table.verify() == [] and len(list(table.rows())) == 3
     assert Table.of(OTHER, tmp_path) is None
 
@@ -62,7 +62,7 @@ def test_a_table_holds_for_other_drivers_and_versions_of_torch(rows, tmp_path):
     table = Table.of(ELSEWHERE, tmp_path)
     assert table.environment == ENVIRONMENT
     assert table.best(problem(256)) == rows[1].measurement
-    assert table.nearest(problem(310)) == problem(300)
+    assert nearest(table, problem(310)) == problem(300)
     store = Store(tmp_path / "store", ELSEWHERE, beneath=table)
     assert store.best(problem(256)) == rows[1].measurement
 

@@ -77,6 +77,7 @@ def changed() -> None:
     """Rows were added: look everything up again."""
     with _lock:
         _found.clear()
+        _measured.clear()
     provider.registry_changed()
 
 
@@ -88,9 +89,7 @@ def _looked_up(args: Arguments, device: Any, *, nearby: bool) -> Kernel | None:
             return None
         problem = Problem.of(args)
         kernel = _fastest(store, problem, args)
-        if kernel is None and nearby and (nearest := store.nearest(problem)) is not None:
-            kernel = _of_nearby(store, nearest, args, device)
-        return kernel
+        return _of_nearby(store, problem, args, device) if kernel is None and nearby else kernel
     except (KernelApiError, OSError) as error:
         logger.info("nothing that was tuned is used: %s", error)
     return None
@@ -102,13 +101,61 @@ def _fastest(store: Store, problem: Problem, args: Arguments) -> Kernel | None:
     return next(filter(None, kernels), None)
 
 
-def _of_nearby(store: Store, nearest: Problem, args: Arguments, device: Any) -> Kernel | None:
-    """What is expected to be fastest by what was measured on a problem of other sizes."""
-    rows = store.measurements(nearest)
-    kernels = ((_kernel_of(row, args), row) for row in rows)
+def _of_nearby(store: Store, problem: Problem, args: Arguments, device: Any) -> Kernel | None:
+    """What is expected to be fastest by what was measured on the nearest problem of other sizes."""
+    nearest = nearest_on(store, problem)
+    if nearest is None:
+        return None
+    kernels = ((nearest.kernel(row, args), row) for row in nearest.passed)
     found = ((kernel, row) for kernel, row in kernels if kernel is not None)
     taken = dict(islice(found, FASTEST))
-    return expected_fastest(args, rows, taken, _choice(args, device)) if taken else None
+    return expected_fastest(args, nearest.rows, taken, _choice(args, device)) if taken else None
+
+
+def nearest_on(store: Store, problem: Problem) -> _Measured | None:
+    """What is known of the nearest problem with a kernel that passed, of those that are near (see
+    :meth:`Problem.near`)."""
+    near = (_measured_on(store, one) for one in store.near(problem))
+    return next((one for one in near if one.passed), None)
+
+
+class _Measured:
+    """What is known of a problem, which many that are like it ask for.
+
+    Attributes:
+        rows: Fastest first.
+        passed: Those that did.
+    """
+
+    def __init__(self, problem: Problem, rows: list[Measurement]) -> None:
+        self.problem, self.rows = problem, rows
+        self.passed = [row for row in rows if row.passed]
+        self._kernels: dict[str, Kernel | None] = {}
+
+    def kernel(self, row: Measurement, args: Arguments) -> Kernel | None:
+        """Of a row, if it takes the arguments."""
+        if row.kernel.digest not in self._kernels:
+            self._kernels[row.kernel.digest] = _rebuilt(row)
+        kernel = self._kernels[row.kernel.digest]
+        return kernel if kernel is not None and kernel.supports(args) else None
+
+
+#: With the stamps that rows had when they were read.
+_measured: dict[Hashable, tuple[Hashable, _Measured]] = {}
+
+
+def _measured_on(store: Store, problem: Problem) -> _Measured:
+    place = store.folder, store.environment.digest, problem
+    key = provider.generation(), tuple(provider.providers()), *place
+    stamp = store.stamp(problem)
+    known = _measured.get(key)
+    if known is None or known[0] != stamp:
+        known = stamp, _Measured(problem, store.measurements(problem))
+        with _lock:
+            if len(_measured) >= _KEPT:
+                _measured.clear()
+            _measured[key] = known
+    return known[1]
 
 
 def _choice(args: Arguments, device: Any) -> Kernel | None:
@@ -138,12 +185,15 @@ def _store(device: Any) -> Store | None:
 
 
 def _kernel_of(row: Measurement, args: Arguments) -> Kernel | None:
-    if not row.passed:
-        return None
+    kernel = _rebuilt(row) if row.passed else None
+    return kernel if kernel is not None and kernel.supports(args) else None
+
+
+def _rebuilt(row: Measurement) -> Kernel | None:
+    """The kernel of a row; None if it, or its provider, is not here, or not asked for."""
     try:
         kernel = row.kernel.rebuild()
     except KernelApiError as error:
         logger.info("%s is not here any more: %s", row.kernel.name, error)
         return None
-    is_asked = type(kernel)._provider in provider.providers()
-    return kernel if is_asked and kernel.supports(args) else None
+    return kernel if type(kernel)._provider in provider.providers() else None

@@ -108,16 +108,23 @@ class Problem:
         }
         return digest(canonical(alike))
 
-    def distance(self, other: Problem) -> tuple[float, float] | None:
+    def distance(self, other: Problem, most: float = math.inf) -> tuple[float, float] | None:
         """How many times as large sizes are: the largest |log2| of the ratios, then their sum.
 
-        A size of 0 is infinitely far from any other. None for problems that are not alike.
+        A size of 0 is infinitely far from any other. None for problems that are not alike, or where
+        the largest is more than ``most``.
         """
         (names, mine), (its_names, its) = self._logarithms, other._logarithms
         if self.likeness != other.likeness or names != its_names:
             return None
-        steps = [0.0 if a == b else abs(a - b) for a, b in zip(mine, its, strict=True)]
-        return max(steps, default=0.0), sum(steps)
+        largest = together = 0.0
+        for one, its_one in zip(mine, its, strict=True):
+            if one != its_one:
+                step = abs(one - its_one)
+                if step > most:
+                    return None
+                largest, together = max(largest, step), together + step
+        return largest, together
 
     def near(self, others: Iterable[Problem]) -> list[Problem]:
         """Those that are alike in all but the sizes (see :attr:`likeness`), none of which is more
@@ -126,8 +133,8 @@ class Problem:
         """
         found = []
         for one in others:
-            distance = self.distance(one)
-            if distance is not None and distance[0] <= 1:
+            distance = self.distance(one, most=1)
+            if distance is not None:
                 found.append((distance, one.text, one))
         return [one for *_, one in sorted(found)]
 

@@ -115,7 +115,7 @@ class Store(RowFiles):
         problem that is like it comes or goes. So what was looked up holds for as long as the
         stamp from before the lookup is the present one. It costs microseconds.
 
-        What :meth:`nearest` leads to has a stamp of its own.
+        What :meth:`near` leads to has stamps of its own.
         """
         folder = self._folder_of(problem)
         times = [self._changed(folder), self._changed(folder.parent)]
@@ -149,10 +149,9 @@ class Store(RowFiles):
             return None if self.beneath is None else self.beneath._find(problem, kernel)
         return self._measurement(row, problem)
 
-    def nearest(self, problem: Problem) -> Problem | None:
-        """The first of those that are near (see :meth:`Problem.near`) with a kernel that passed."""
-        near = problem.near(self._problems_like(problem.likeness))
-        return next((one for one in near if self.best(one) is not None), None)
+    def near(self, problem: Problem) -> list[Problem]:
+        """Those with rows that are near, nearest first (see :meth:`Problem.near`)."""
+        return problem.near(self._problems_like(problem.likeness))
 
     def _problems_like(self, likeness: str) -> frozenset[Problem]:
         """Those that rows are of; ours are read again where a problem has come or gone."""

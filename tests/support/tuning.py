@@ -6,6 +6,7 @@ import torch
 
 import kernel_api as ka
 from kernel_api.tuning import Environment, KernelIdentity, Measurement, Policy, Problem, Status
+from kernel_api.tuning._lookup import nearest_on
 
 ENVIRONMENT = Environment.of("cpu", Policy())
 OTHER = Environment.of("cpu", Policy(l2="warm"))
@@ -39,6 +40,12 @@ def measured(kernel, what, *times, environment=ENVIRONMENT, **fields):
     return Measurement(
         KernelIdentity.of(kernel), what, environment.digest, times_us=times, **fields
     )
+
+
+def nearest(store, to):
+    """The problem whose rows a lookup goes by where it has none."""
+    found = nearest_on(store, to)
+    return None if found is None else found.problem
 
 
 def files(store):
