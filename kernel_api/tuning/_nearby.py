@@ -48,8 +48,9 @@ def expected_fastest(
     """
     sizes = _Sizes(args, rows[0].problem)
     measured = {kernel: row.median_us for kernel, row in taken.items()}
-    said = {kernel: sizes.said_by(kernel) for kernel in taken}
-    modelled = {kernel: one for kernel, one in said.items() if one is not None}
+    others = [] if choice is None or choice in taken else [choice]
+    said = sizes.said_by([*taken, *others])
+    modelled = {kernel: one for kernel, one in said.items() if kernel in taken}
     if not modelled:
         return next(iter(taken))
     wrong = {kernel: measured[kernel] / there for kernel, (_, there) in modelled.items()}
@@ -57,26 +58,25 @@ def expected_fastest(
     fastest = next(iter(modelled))
     change = expected[fastest] / measured[fastest]
     expected |= {kernel: change * measured[kernel] for kernel in taken if kernel not in modelled}
-    if choice is not None and choice not in taken:
-        usual = statistics.median(wrong.values())
-        seconds = _expected_of_choice(choice, sizes, rows, taken, usual)
-        if seconds is not None:
-            expected[choice] = seconds
+    usual = statistics.median(wrong.values())
+    for other in others:
+        if other in said:
+            seconds = _expected_of_choice(other, said[other], sizes, rows, taken, usual)
+            if seconds is not None:
+                expected[other] = seconds
     return min(expected, key=expected.__getitem__)
 
 
 def _expected_of_choice(
     choice: Kernel,
+    said: tuple[float, float],
     sizes: _Sizes,
     rows: Sequence[Measurement],
     taken: Mapping[Kernel, Measurement],
     usual: float,
 ) -> float | None:
-    """None for one that has no model, or failed. The usual ratio of a time to what a model says is
-    that of one without a row, unless it must have been slower."""
-    said = sizes.said_by(choice)
-    if said is None:
-        return None
+    """None for one that failed. The usual ratio of a time to what a model says is that of one
+    without a row, unless it must have been slower."""
     here, there = said
     row = next((one for one in rows if one.kernel.name == choice.metadata.kernel_name), None)
     if row is not None:
@@ -95,10 +95,17 @@ class _Sizes:
         self._here = rebuilt(description)  # on meta tensors as well, for one and the same GPU
         self._there = rebuilt(_filled(description, nearby.to_dict()["arguments"]))
 
-    def said_by(self, kernel: Kernel) -> tuple[float, float] | None:
-        """Seconds by the kernel's model, of the arguments and of the problem; None without one."""
-        here, there = predicted(kernel, self._here), predicted(kernel, self._there)
-        return (here, there) if here is not None and there else None
+    def said_by(self, kernels: Sequence[Kernel]) -> dict[Kernel, tuple[float, float]]:
+        """Seconds by the models of those that have one, of the arguments and of the problem: of one
+        after the other, as models remember what they were last asked about."""
+        here, there = (
+            [predicted(kernel, sizes) for kernel in kernels] for sizes in (self._here, self._there)
+        )
+        return {
+            kernel: (one, other)
+            for kernel, one, other in zip(kernels, here, there, strict=True)
+            if one is not None and other
+        }
 
     def suit(self, kernel: Kernel) -> bool:
         """Whether a kernel could run on the problem's."""
