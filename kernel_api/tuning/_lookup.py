@@ -24,7 +24,7 @@ from kernel_api.tuning._table import Table
 
 logger = _log.logger(__name__)
 
-_KEPT = 4096
+_KEPT, _PROBLEMS_KEPT = 4096, 512
 
 _found: dict[Hashable, Kernel | None] = {}
 _lock = _locks.lock()
@@ -152,7 +152,7 @@ def _measured_on(store: Store, problem: Problem) -> _Measured:
     if known is None or known[0] != stamp:
         known = stamp, _Measured(problem, store.measurements(problem))
         with _lock:
-            if len(_measured) >= _KEPT:
+            if len(_measured) >= _PROBLEMS_KEPT:
                 _measured.clear()
             _measured[key] = known
     return known[1]
