@@ -123,6 +123,7 @@ class _Measured:
     """What is known of a problem, which many that are like it ask for.
 
     Attributes:
+        problem: That is known.
         rows: Fastest first.
         passed: Those that did.
     """
