@@ -125,6 +125,14 @@ def test_kernels_spill_nothing(sizes):
     assert first.compile(args, cc="90a").resources.spill_bytes == 0
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize(("queries", "D"), some([(torch.float16, 256), (BF16, 256), (BF16, 64)], 1))
+def test_few_queries_of_16_bits_spill_nothing(queries, D):
+    args = on_meta(fp8_arguments((2, 4, 2, 1, 300, D), queries=queries))
+    (kernel, *_) = (k for k in ka.get_kernels(args, cc=90) if k.family == "sm90.sdpa_decode_fp8")
+    assert kernel.compile(args, cc="90a").resources.spill_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("sizes", "first"),
     [

@@ -26,6 +26,8 @@ _EXPONENT_BITS, _MANTISSA, _BIAS = 0x7F800000, 23, 127  # of float32
 _VECTOR = 8  # elements of a row that a thread has side by side
 _ROWS = WARP // QUAD  # that the threads of a warp have at a time
 _OWN_ROWS = 2  # of a tile, that a thread has scores of
+#: Bytes that a swizzle leaves together, and by how many places the bits are behind that it is by.
+_SWIZZLED, _FROM_ROWS = 16, 3
 
 
 class SdpaDecodeMixed(SdpaDecodeFp8):
@@ -70,12 +72,7 @@ class SdpaDecodeMixed(SdpaDecodeFp8):
             for j in cutlass.range_constexpr(vectors):
                 column = cutlass.min(first + j * across, mQ.shape[1] - _VECTOR)
                 load_vector(source, column, loaded[None, j, i])
-        atom = cute.make_copy_atom(
-            cute.nvgpu.CopyUniversalOp(), self.element_type, num_bits_per_copy=8 * _VECTOR
-        )
-        threads = cute.make_ordered_layout((_ROWS, QUAD), order=(1, 0))
-        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, _VECTOR)))
-        copy = copy.get_slice(lane)
+        slots = self._slots(lane, warp, sQ)
         for i in cutlass.range_constexpr(_OWN_ROWS):
             rest = cute.make_rmem_tensor((_VECTOR, vectors), Float32)
             rest.store(loaded[None, None, i].load().to(Float32))
@@ -92,12 +89,32 @@ class SdpaDecodeMixed(SdpaDecodeFp8):
                 # The largest ones last: sums are cut off below 14 bits of what is added.
                 before = (self.terms - 1 - term) * vectors
                 for j in cutlass.range_constexpr(vectors):
-                    block = (warp * _OWN_ROWS + i, before + j, 0)
-                    target = cute.local_tile(sQ, (_ROWS, across, 1), block)[None, None, 0]
-                    cute.copy(atom, rounded[None, j], copy.partition_D(target)[None, 0, 0])
+                    target = self._vector(slots, sQ, i * _ROWS, (before + j) * across)
+                    cute.autovec_copy(cute.recast_tensor(rounded[None, j], Int32), target)
                 rest.store(rest.load() - rounded.load().to(Float32))
         cute.arch.fence_view_async_shared()
         self._meet(thread // GROUP)
+
+    def _slots(self, lane, warp, sQ) -> list:
+        """Addresses of a thread's first vectors in shared memory, as many as differ in what is
+        swizzled: all others are a constant apart, so they need no registers."""
+        columns = sQ.shape[1][0] if isinstance(sQ.shape[1], tuple) else sQ.shape[1]
+        row = warp * (_OWN_ROWS * _ROWS) + lane // QUAD
+        # Elements are bytes.
+        first = sQ.iterator.toint() + cute.crd2idx((row, lane % QUAD * _VECTOR, 0), sQ.layout)
+        bits, slots = columns - _SWIZZLED, []
+        for along in range(0, columns, QUAD * _VECTOR):
+            address = first + along
+            slots.append(address ^ ((address >> _FROM_ROWS) & bits))
+        return slots
+
+    def _vector(self, slots: list, sQ, row: int, column: int) -> cute.Tensor:
+        """Of a thread, so many rows and columns behind its first one."""
+        across = QUAD * _VECTOR
+        phase = column // across % len(slots)
+        address = slots[phase] + cute.crd2idx((row, column - phase * across, 0), sQ.layout)
+        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=_VECTOR)
+        return cute.make_tensor(pointer, cute.make_layout(_VECTOR // 4))
 
     def _score(self, tile: Tile, sequence, values: Values, tiles, hidden: bool | Hidden) -> None:
         rows, columns = tile.extents
