@@ -61,7 +61,7 @@ def _asked_in_order(args: Arguments, key: tuple[Any, ...], target: Target | None
     with discovery.current():
         try:
             for _, equals in itertools.groupby(sorted(asked, key=_rank), _rank):
-                families = [family for one in equals for family in _own(one, kind, key[0])]
+                families = [one for each in equals for one in _families_of(each, kind, key[0])]
                 kernel = _fastest(families, args, target)
                 if kernel is not None:
                     return kernel if key[0] == generation() else None
@@ -70,13 +70,13 @@ def _asked_in_order(args: Arguments, key: tuple[Any, ...], target: Target | None
     return None
 
 
-def _own(provider: Any, kind: Any, changes: int) -> tuple[type[Kernel], ...]:
+def _families_of(provider: Any, kind: Any, changes: int) -> tuple[type[Kernel], ...]:
     """The families for such arguments, after so many changes of the registry."""
-    return _own_of(provider, tuple(provider.families()), kind, changes)
+    return _ours_among(provider, tuple(provider.families()), kind, changes)
 
 
 @functools.lru_cache(maxsize=256)
-def _own_of(
+def _ours_among(
     provider: type[Provider], families: tuple[type[Kernel], ...], kind: Any, changes: int
 ) -> tuple[type[Kernel], ...]:
     """Raises TypeError where another's are among all, or some whose names are not their own."""
