@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from kernel_api.matching import (
     types_of_arguments,
 )
 from kernel_api.metadata import KernelMetadata, OperandsMetadata, encode
-from kernel_api.space import Rule, Variants
+from kernel_api.space import Variants
 from kernel_api.status import Status
 from kernel_api.targets import Target
 
@@ -54,7 +54,6 @@ class Catalogue:
         self._fitting: dict[Any, list[OperandsMetadata]] = {}
         self._built: dict[Any, tuple[Kernel, ...]] = {}
         self._leading: dict[Any, list[Leading]] = {}
-        self._bound: dict[OperandsMetadata, list[tuple[Rule, Callable[[Any], Any]]]] = {}
         rules = [rule for _, rule in family.design_rules]
         self._keys = [rule.by for rule in rules if rule.by is not None]
 
@@ -135,12 +134,9 @@ class Catalogue:
 
     def _suit(self, operands: OperandsMetadata, args: Arguments) -> bool:
         """Whether the rules agree that are the same for all designs."""
-        bound = self._bound.get(operands)
-        if bound is None:
-            rules = (rule for _, rule in self.family.operand_rules)
-            bound = self._bound[operands] = [(one, one.bound(None, operands)) for one in rules]
-        answers = ((rule, holds(args)) for rule, holds in bound)
-        return all(verdict is True or rule.status_of(verdict) for rule, verdict in answers)
+        return all(
+            rule.agrees(operands=operands, args=args) for _, rule in self.family.operand_rules
+        )
 
     def _graph(self, args: Arguments | None) -> Any:
         if args is None or args.epilogue is None or not self.family.fuses:

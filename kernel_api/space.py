@@ -115,7 +115,7 @@ class Rule:
     def allows(self, design: Any) -> bool:
         """Whether a rule of designs alone agrees; one that raises does not say no."""
         try:
-            return bool(self.check(design=design))
+            return self.agrees(design)
         except Exception:
             return True
 

@@ -129,7 +129,7 @@ def test_rows_of_the_nearest_are_read_once_and_again_where_one_has_come(store, o
     assert [row.times_us for row in nearest_on(store, problem(300)).rows] == [(1.0,)]
     opened.clear()
     found = nearest_on(another(store), problem(310))
-    assert found.problem == problem(320) and not opened
+    assert found.rows[0].problem == problem(320) and not opened
     faster = some_kernels()[1]
     another(store).record(measured(faster, problem(320), 0.5))
     rows = nearest_on(store, problem(300)).rows

@@ -123,13 +123,12 @@ class _Measured:
     """What is known of a problem, which many that are like it ask for.
 
     Attributes:
-        problem: That is known.
         rows: Fastest first.
         passed: Those that did.
     """
 
-    def __init__(self, problem: Problem, rows: list[Measurement]) -> None:
-        self.problem, self.rows = problem, rows
+    def __init__(self, rows: list[Measurement]) -> None:
+        self.rows = rows
         self.passed = [row for row in rows if row.passed]
         self._kernels: dict[str, Kernel | None] = {}
 
@@ -151,7 +150,7 @@ def _measured_on(store: Store, problem: Problem) -> _Measured:
     stamp = store.stamp(problem)
     known = _measured.get(key)
     if known is None or known[0] != stamp:
-        known = stamp, _Measured(problem, store.measurements(problem))
+        known = stamp, _Measured(store.measurements(problem))
         with _lock:
             if len(_measured) >= _PROBLEMS_KEPT:
                 _measured.clear()

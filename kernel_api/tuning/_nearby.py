@@ -48,8 +48,8 @@ def expected_fastest(
     """
     sizes = _Sizes(args, rows[0].problem)
     measured = {kernel: row.median_us for kernel, row in taken.items()}
-    others = [] if choice is None or choice in taken else [choice]
-    said = sizes.said_by([*taken, *others])
+    kernels = [*taken] if choice is None or choice in taken else [*taken, choice]
+    said = sizes.said_by(kernels)
     modelled = {kernel: one for kernel, one in said.items() if kernel in taken}
     if not modelled:
         return next(iter(taken))
@@ -58,12 +58,11 @@ def expected_fastest(
     fastest = next(iter(modelled))
     change = expected[fastest] / measured[fastest]
     expected |= {kernel: change * measured[kernel] for kernel in taken if kernel not in modelled}
-    usual = statistics.median(wrong.values())
-    for other in others:
-        if other in said:
-            seconds = _expected_of_choice(other, said[other], sizes, rows, taken, usual)
-            if seconds is not None:
-                expected[other] = seconds
+    if choice is not None and choice not in taken and choice in said:
+        usual = statistics.median(wrong.values())
+        seconds = _expected_of_choice(choice, said[choice], sizes, rows, taken, usual)
+        if seconds is not None:
+            expected[choice] = seconds
     return min(expected, key=expected.__getitem__)
 
 

@@ -45,7 +45,7 @@ def measured(kernel, what, *times, environment=ENVIRONMENT, **fields):
 def nearest(store, to):
     """The problem whose rows a lookup goes by where it has none."""
     found = nearest_on(store, to)
-    return None if found is None else found.problem
+    return None if found is None else found.rows[0].problem
 
 
 def files(store):
