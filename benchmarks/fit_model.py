@@ -86,7 +86,7 @@ class Parameters:
         meets = any(t.candidate.meets for p in problems for t in p.times)
         self._left_out = NOT_FITTED if splits else (*NOT_FITTED, "handover", "seam")
         if not meets:
-            self._left_out = (*self._left_out, "meeting")
+            self._left_out = (*self._left_out, "meeting", "crowd")
         if not any(t.candidate.parallel for p in problems for t in p.times):
             self._left_out = (*self._left_out, "behind", "summed")
         for family in set(table["families"]) - set(self.families):

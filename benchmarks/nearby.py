@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import gemm_extremes
+import gemm_few_columns
 import gemm_fp8_layers
 import gemm_layouts
 import gemm_models
@@ -31,7 +32,7 @@ from kernel_api.tuning._nearby import FASTEST, expected_fastest
 from kernel_api.tuning._problem import Problem
 
 ROWS = Path(__file__).parent / "results" / "h200" / "gemm-candidates-tuned.json"
-SUITES = (gemm_models, gemm_layouts, gemm_extremes, gemm_fp8_layers)
+SUITES = (gemm_models, gemm_layouts, gemm_extremes, gemm_few_columns, gemm_fp8_layers)
 CC = 90
 
 

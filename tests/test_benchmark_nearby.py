@@ -34,4 +34,4 @@ def test_they_are_better_than_what_was_fastest_nearby(found):
 
 def test_the_script_says_how_far_choices_are(capsys):
     assert nearby.main([]) == 0
-    assert "by what is nearby: 159 products, 0 of which without a time" in capsys.readouterr().out
+    assert "by what is nearby: 203 products, 0 of which without a time" in capsys.readouterr().out

@@ -125,6 +125,18 @@ def test_parts_rather_meet_in_a_cluster_where_all_clusters_run_at_once():
     assert over > 1.6 * full
 
 
+def test_parts_of_few_tiles_meet_sooner_than_those_of_as_many_as_run_at_once():
+    one, all_ = problem(128, 128, 16384), problem(30 * 128, 128, 16384)
+    alone = dataclasses.replace(CONSTANTS, crowd=0.0)
+    later = [
+        model.seconds(each, MEETING, CONSTANTS) - model.seconds(each, MEETING, alone)
+        for each in (one, all_)
+    ]
+    assert later[0] == 0 < later[1] <= CONSTANTS.crowd
+    apart = (model.seconds(all_, SPLIT, constants) for constants in (CONSTANTS, alone))
+    assert next(apart) == next(apart)
+
+
 def test_larger_clusters_find_fewer_multiprocessors():
     assert [resident_clusters(132, size) for size in (1, 2, 4, 8)] == [132, 66, 30, 15]
     assert resident_clusters(3, 8) == 1

@@ -10,9 +10,9 @@ which a table has no more: it took at least as long as the third. To a kernel wi
 change of sizes does what it does to the fastest one that has a model; if none has, what was fastest
 there is taken.
 
-Each of 159 products that were tuned on an H200 by the nearest one of the others
-(``benchmarks/nearby.py``): what is taken so needs 1.5 % more than the best of all candidates, as
-the model's choice does, 1.6 %; what was fastest there, where it is a candidate at all, 8 %.
+Each of 203 products that were tuned on an H200 by the nearest one of the others
+(``benchmarks/nearby.py``): what is taken so needs 1.9 % more than the best of all candidates, as
+the model's choice does; what was fastest there, where it is a candidate at all, 8 %.
 """
 
 from __future__ import annotations

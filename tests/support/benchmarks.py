@@ -8,7 +8,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 SUITES = (
     *("gemm_bf16", "gemm_models", "gemm_decode", "gemm_fp8", "gemm_fp8_layers", "fusion_dense"),
     *("gemm_layouts", "gemm_extremes", "gemm_unaligned", "gemm_other", "gemm_grouped"),
-    "gemm_grouped_fused",
+    *("gemm_grouped_fused", "gemm_few_columns"),
 )
 
 

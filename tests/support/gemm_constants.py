@@ -43,6 +43,7 @@ GPU = {
             "seam": 3.0e-6,
             "sharpness": 8,
             "meeting": 8e-7,
+            "crowd": 1e-6,
         },
         "sm80.gemm": {
             "overhead": 2.0e-6,
@@ -62,6 +63,7 @@ GPU = {
             "seam": 3.0e-6,
             "sharpness": 8,
             "meeting": 8e-7,
+            "crowd": 0.0,
         },
     },
 }

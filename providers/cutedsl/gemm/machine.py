@@ -69,6 +69,7 @@ class Constants:
         seam: The same of tiles that are cut anywhere, whose parts are not ready at one time.
         meeting: Seconds that CTAs of a cluster wait for each other, which add up partial sums in
             their shared memory.
+        crowd: Seconds that they wait longer where most multiprocessors have such clusters.
         behind: Seconds that a kernel takes which is launched behind to add up partial sums.
         summed: Bytes of them per second that all multiprocessors together write and read.
         pieces: Bytes per second that all multiprocessors together write in pieces, beyond what
@@ -109,6 +110,7 @@ class Constants:
     handover: float
     seam: float
     meeting: float
+    crowd: float
     behind: float
     summed: float
     pieces: float

@@ -59,6 +59,9 @@ _READ_IN_TIME = 2
 _SPARED = (0.0, 0.0, 1 / 2, 2 / 3, 3 / 4)
 #: Clusters that read an operand until both halves of L2 have it.
 _UNTIL_NEAR = 8
+#: Of the clusters that run at once, the share whose CTAs wait for each other no longer than those
+#: of one alone do, and the share from which on they wait as long as they ever do.
+_SPARSE, _CROWDED = 0.25, 0.65
 
 #: Bytes of a row of a stage, and of a line of L2.
 _LINE_BYTES = 128
@@ -267,7 +270,7 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
         exposed += constants.behind + parts_bytes / constants.summed
     elif sharing > 1:
         # Each CTA of the last cluster adds up a share of what all have left.
-        blocks += constants.meeting + (1 + sharing) / parts * partial
+        blocks += constants.meeting + constants.crowd + (1 + sharing) / parts * partial
         l2 += 2 * sharing * m * n * matrices * _PARTIAL_SUM_BYTES
     elif candidate.stream_k and clusters % slots:
         # Tiles are cut in two where one CTA ends and the next begins; a few tiles in more.
@@ -278,6 +281,9 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
             dram += a_bytes
         if clusters_m > 1 and b_bytes > constants.l2_bytes:
             dram += b_bytes
+    if candidate.meets:
+        crowded = (sharing * clusters / slots - _SPARSE) / (_CROWDED - _SPARSE)
+        blocks += constants.crowd * min(max(crowded, 0.0), 1.0)
     if candidate.in_pieces:
         blocks += problem.out_bytes / constants.pieces
     arrives = dram + constants.crossing * crossing

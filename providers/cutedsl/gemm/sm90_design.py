@@ -321,6 +321,12 @@ _FEW_ROWS = (
     "16x64 1x1 swap deep stream",
     "64x128 1x1 swap stream",
 )
+#: For few columns: the rows are read as fast as they come.
+_FEW_COLUMNS = (
+    "64x16 2x1 deep",
+    "64x32 2x1 deep",
+    "128x16 2x1 deep",
+)
 #: For few tiles of many products: as many parts as find room at once.
 _MEETING = (
     "128x128 1x1x3 split3",
@@ -328,10 +334,18 @@ _MEETING = (
     "128x96 1x1x4 split4",
     "128x64 1x1x2 split2",
     "64x128 1x1x4 split4",
+    "64x64 1x1x2 split2 deep",
     "64x64 1x1x4 split4 deep",
+    "64x64 1x1x8 split8 deep",
+    "64x32 1x1x8 split8 deep",
     "32x64 1x1x4 swap split4 deep",
+    "32x64 1x1x8 swap split8 deep",
+    "64x16 1x1x2 split2 deep",
+    "64x16 1x1x4 split4 deep",
+    "64x16 1x1x8 split8 deep",
     "16x64 1x1x2 swap split2 deep",
     "16x64 1x1x4 swap split4 deep",
+    "16x64 1x1x8 swap split8 deep",
 )
 #: For so few tiles of so many products that a cluster of each leaves most multiprocessors idle.
 _EVEN = (
@@ -348,7 +362,7 @@ _EVEN = (
     "16x64 1x1x8 swap split8 even deep",
 )
 
-ALL = (*_WIDE, *_NARROW, *_SPLIT, *_FEW_ROWS, *_MEETING, *_EVEN)
+ALL = (*_WIDE, *_NARROW, *_SPLIT, *_FEW_ROWS, *_FEW_COLUMNS, *_MEETING, *_EVEN)
 
 
 def _columns(text: str) -> int:
