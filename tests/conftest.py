@@ -82,9 +82,11 @@ def _gpu_is_for_tests_of_it(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compiling makes so many objects that Python looks for garbage often: not among these."""
+    """Compiling makes so many objects that Python looks for garbage often: less often now, and not
+    among these."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 10)
 
 
 @pytest.fixture
