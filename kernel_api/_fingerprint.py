@@ -77,8 +77,17 @@ def _imported_by(kernel_class: type) -> list[str]:
     tops = installed_by(kernel_class) if modules else []
     if not tops:
         return []
-    known = importlib.metadata.packages_distributions()
-    return sorted({one for top in tops for one in known.get(top, ())})
+    installed = importlib.metadata.distributions()
+    return sorted({one.metadata["Name"] for one in installed if not _tops_of(one).isdisjoint(tops)})
+
+
+def _tops_of(distribution: importlib.metadata.Distribution) -> set[str]:
+    """What can be imported of it, as it says itself or, if it does not, by its files;
+    ``packages_distributions`` of Python 3.10 looks at the former alone."""
+    if said := (distribution.read_text("top_level.txt") or "").split():
+        return set(said)
+    modules = (file for file in distribution.files or () if file.suffix == ".py")
+    return {file.parts[0].removesuffix(".py") for file in modules}
 
 
 def versions(kernel_class: type) -> dict[str, str]:

@@ -36,6 +36,7 @@ def _beside_designs(family: str, operands: OperandsMetadata) -> tuple[str, str]:
     return in_names("_".join(filter(None, parts))), in_names(behind)
 
 
+@functools.lru_cache(maxsize=1024)
 def in_names(text: str) -> str:
     """As names have it: words, with one ``_`` for what is between them."""
     return re.sub(r"\W+", "_", text)
