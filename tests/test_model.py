@@ -126,15 +126,15 @@ def test_parts_rather_meet_in_a_cluster_where_all_clusters_run_at_once():
 
 
 def test_parts_of_few_tiles_meet_sooner_than_those_of_as_many_as_run_at_once():
-    one, all_ = problem(128, 128, 16384), problem(30 * 128, 128, 16384)
     alone = dataclasses.replace(CONSTANTS, crowd=0.0)
-    later = [
-        model.seconds(each, MEETING, CONSTANTS) - model.seconds(each, MEETING, alone)
-        for each in (one, all_)
-    ]
-    assert later[0] == 0 < later[1] <= CONSTANTS.crowd
-    apart = (model.seconds(all_, SPLIT, constants) for constants in (CONSTANTS, alone))
-    assert next(apart) == next(apart)
+
+    def later(candidate, tiles):
+        several = problem(128 * tiles, 128, 16384)
+        crowded = model.seconds(several, candidate, CONSTANTS)
+        return crowded - model.seconds(several, candidate, alone)
+
+    assert later(MEETING, 1) == 0 < later(MEETING, 30) <= CONSTANTS.crowd
+    assert later(SPLIT, 30) == 0
 
 
 def test_larger_clusters_find_fewer_multiprocessors():
