@@ -70,7 +70,8 @@ _OTHERS = frozenset((*SCORE_LEAVES, "constant", "operand", "scalar", "lookup", "
 _EXACT = 2**53  # so far float64 has all whole numbers
 _BEYOND = 2**63  # what 64 bits hold
 #: Of whole numbers these give whole numbers.
-_KEEP_WHOLE = ("neg", "abs", "add", "sub", "mul", "minimum", "maximum")
+_KEEP_WHOLE = ("neg", "abs", "floor", "add", "sub", "mul", "minimum", "maximum")
+_CONSTANT_BETWEEN_STEPS = (*WHOLE, "lookup", "floor", "floor_divide")
 
 
 class ScoreFunction(Described):
@@ -488,7 +489,7 @@ def _slope(n: _Nodes, node: Node, y: int, x: list[int], dx: list[int | None]) ->
     """
     if node.op == "score":
         return n.number(1.0)
-    if all(one is None for one in dx) or node.is_boolean or node.op in (*WHOLE, "lookup"):
+    if all(one is None for one in dx) or node.is_boolean or node.op in _CONSTANT_BETWEEN_STEPS:
         return None
     if node.op in ("where", "minimum", "maximum", "add", "sub", "mul", "div"):
         return _slope_of_two(n, node.op, y, x, dx)

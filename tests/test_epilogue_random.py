@@ -6,6 +6,7 @@ With KERNEL_API_EMULATE in the environment all 300 of them are, else a sample.
 
 from __future__ import annotations
 
+import math
 import os
 
 import hypothesis.strategies as st
@@ -165,6 +166,30 @@ def test_a_random_epilogue_is_computed_by_kernels(turn, family):
     compiled.run(args, seed=turn)
     verdict = judge(args, FACTOR_REORDERED)
     assert verdict, f"{kernel.metadata.kernel_name}: {verdict}"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("family", TARGETS)
+def test_whole_quotients_are_exact_in_outputs_of_16_bits(family):
+    """3 // 0.1 is 29, as in Python, though 3 / 0.1 is rounded to 30."""
+    draw = torch.Generator().manual_seed(4)
+    A = torch.randint(-2, 3, (7, 32), generator=draw).to(torch.bfloat16)
+    B = torch.randint(-1, 2, (32, 24), generator=draw).to(torch.bfloat16)
+    by = torch.tensor([0.1, -0.1, 0.3, 0.7, 7.0, 49.0]).repeat(4)
+    out = torch.full((7, 24), math.nan, dtype=torch.bfloat16)
+    rest = torch.full((7, 24), math.nan, dtype=torch.bfloat16)
+
+    def fn(accum, by):
+        whole, rest = divmod(accum, by)
+        return whole, rest
+
+    args = ka.GemmArguments(A, B, out, epilogue=ka.EpilogueArguments(fn, by=by, rest=rest))
+    kernel = smallest(kernels_for(family, args))
+    EmulatedKernel.compile(kernel, args, TARGETS[family]).run(args, seed=1)
+    accumulator = A.float() @ B.float()
+    assert (torch.floor(accumulator / by) != accumulator // by).any()
+    assert torch.equal(out, (accumulator // by).bfloat16())
+    assert judge(args, FACTOR_REORDERED)
 
 
 def smallest(kernels):

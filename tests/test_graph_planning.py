@@ -461,7 +461,7 @@ UNFUSED = {
     "mod": (lambda g, x, y: g.mod(x, y), "mod has no form"),
     **{
         op: (lambda g, x, y, op=op: getattr(g, op)(x), f"{op} has no form")
-        for op in ("sin", "cos", "tan", "ceil", "floor")
+        for op in ("sin", "cos", "tan")
     },
 }
 IN_TORCH = {
@@ -470,7 +470,7 @@ IN_TORCH = {
     "pow by a tensor": torch.pow,
     "pow by 1.5": lambda x, y: x.pow(1.5),
     "mod": torch.fmod,
-    **{op: lambda x, y, op=op: getattr(x, op)() for op in ("sin", "cos", "tan", "ceil", "floor")},
+    **{op: lambda x, y, op=op: getattr(x, op)() for op in ("sin", "cos", "tan")},
 }
 
 
@@ -516,6 +516,17 @@ def test_powers_by_numbers_are_part_of_a_kernel(exponent):
     graph.execute({"x": x, "y": y, "out": out})
     exact, same = (x.to(kind).pow(exponent) * y.to(kind) for kind in (torch.float64, None))
     assert compare(out, exact, same, factor=3.0)
+
+
+@pytest.mark.parametrize("op", ["ceil", "floor"])
+def test_steps_are_part_of_a_kernel(op):
+    graph = with_torch(lambda g, x, y: g.mul(getattr(g, op)(x), y), behind=False)
+    graph.build([cudnn.heur_mode.A])
+    assert len(launches(graph.selected)) == 1
+    x, y = (4 * torch.rand(3, 5, 7) for _ in "xy")
+    out = torch.empty(3, 5, 7)
+    graph.execute({"x": x, "y": y, "out": out})
+    assert torch.equal(out, getattr(x, op)() * y)
 
 
 @pytest.mark.parametrize("tables", [1, 2])

@@ -55,6 +55,12 @@ def test_indices_are_divided_as_in_python():
     assert divided.count("floordiv") == divided.count("remainder") == 1
 
 
+def test_steps_and_powers_are_traced_and_steps_have_no_slope():
+    graph = traced(lambda score, b, h, q, kv: 2 ** -(q / 9) * score + math.floor(score / 0.3))
+    assert [n.op for n in graph.nodes if n.op in ("exp", "floor")] == ["exp", "floor"]
+    assert not [n.op for n in derivative_of(graph).nodes if n.op == "floor"]
+
+
 def test_graphs_are_the_same_where_functions_compute_the_same():
     def one(score, b, h, q, kv, gain):
         return gain * score - q

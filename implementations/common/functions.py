@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cutlass.cute as cute
@@ -25,12 +25,16 @@ _TAIL += (-1.9976379e-5,)
 _LONG_TAIL = (-1.62791693, -0.918323874, -0.148806989, 0.0287307482, -1.02603529e-3)
 _LONG_TAIL += (-1.5760432e-3, 6.06951711e-4, -1.15695395e-4, 1.18785383e-5, -5.21937068e-7)
 
+_STEPS = frozenset(("floor", "floor_divide"))
+
 #: Below it tanh(x) is x, x³ and x⁵ by its series, to 2e-7 of it: a difference of 1 and what is
 #: nearly 1 would keep few digits, and what is written may be a large multiple of them.
 _SMALL = 0.125
 
 
-def functions_for(full: tuple[Any, ...], all_: tuple[Any, ...]) -> tuple[Functions, bool]:
+def functions_for(
+    full: tuple[Any, ...], all_: tuple[Any, ...], ops: Iterable[str] = ()
+) -> tuple[Functions, bool]:
     """By operation, and whether they are approximations; these have also ``one_plus_erf``, which
     keeps the digits that 1 + erf(x) loses.
 
@@ -39,8 +43,10 @@ def functions_for(full: tuple[Any, ...], all_: tuple[Any, ...]) -> tuple[Functio
             than they have, the errors of most approximations average out; those of a polynomial do
             not, which are the same wherever the values are.
         all_: Of all outputs.
+        ops: What is computed. Steps make whole numbers of the last digit, so that nothing is
+            approximated beside them.
     """
-    if any(t.width > 16 for t in full):
+    if any(t.width > 16 for t in full) or not _STEPS.isdisjoint(ops):
         return exact_functions(), False
     shortest = all(t is BFloat16 or t.width <= 8 for t in all_)
     tail = _SHORTEST_TAIL if shortest else _TAIL
@@ -54,6 +60,7 @@ def exact_functions() -> Functions:
     return {
         "neg": lambda x: -x,
         "abs": cute.math.abs,
+        "floor": cute.math.floor,
         "exp": cute.math.exp,
         "expm1": cute.math.expm1,
         "log": cute.math.log,
@@ -67,6 +74,7 @@ def exact_functions() -> Functions:
         "sub": lambda a, b: a - b,
         "mul": lambda a, b: a * b,
         "div": lambda a, b: a / b,
+        "floor_divide": _floor_divide,
         "minimum": lambda a, b: cute.arch.fmin(a, b, nan=True),
         "maximum": lambda a, b: cute.arch.fmax(a, b, nan=True),
         "lt": lambda a, b: a < b,
@@ -80,6 +88,13 @@ def exact_functions() -> Functions:
         "not": lambda a: a == Boolean(False),
         "where": select,
     }
+
+
+def _floor_divide(a: _Value, b: _Value) -> _Value:
+    """The quotient may be rounded up to a whole number that is beyond it: then the rest tells."""
+    whole = cute.math.floor(a / b)
+    rest = cute.math.fma(-whole, b, a) * cute.math.copysign(Float32(1.0), b)
+    return select(rest < 0.0, whole - 1.0, whole)
 
 
 def _approximations(shortest: bool, tail: tuple[float, ...]) -> Functions:

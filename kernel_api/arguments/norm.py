@@ -304,7 +304,8 @@ class LayerNormArguments(_ForwardArguments):
         out: (M, N); written. May not share memory with an operand.
         weight: (N,).
         bias: (N,).
-        eps: What keeps a row of equal values finite; by default torch's.
+        eps: What keeps a row of equal values finite. :func:`~kernel_api.fusions.layernorm`, ops and
+            nn have torch's 1e-5 by default.
         rstd: (M,), written: what a backward pass needs.
         mean: (M,), written: the same.
         epilogue: A function of the result.
@@ -331,7 +332,7 @@ class LayerNormArguments(_ForwardArguments):
         weight: Any = None,
         *,
         bias: Any = None,
-        eps: float = 1e-5,
+        eps: float = 1e-6,
         rstd: Any = None,
         mean: Any = None,
         epilogue: EpilogueArguments | None = None,

@@ -29,9 +29,11 @@ batch mode in the graph and none in memory. The nodes are
 ``operand`` name, type              a tensor, read as ``real``, ``bool`` or ``integer``
 ``scalar`` name, type               a Python number that is passed at run time
 ``table`` name, columns             a tensor that ``rotate`` or ``hadamard`` read, and nothing else
-``neg abs exp expm1 log log1p``     of each element
-``sqrt rsqrt tanh sigmoid erf``     of each element
+``neg abs floor exp expm1 log``     of each element
+``log1p sqrt rsqrt tanh``           of each element
+``sigmoid erf``                     of each element
 ``add sub mul div``                 of two
+``floor_divide``                    of two: the quotient, rounded down
 ``minimum maximum``                 of two; NaN if either is
 ``lt le gt ge eq ne``               truth values of two numbers
 ``and or not``                      truth values of truth values
@@ -62,11 +64,13 @@ if TYPE_CHECKING:
     from kernel_api.epilogue.functions import (
         abs,
         cast,
+        ceil,
         clamp,
         derivative,
         elu,
         erf,
         exp,
+        floor,
         gelu,
         gelu_tanh,
         hardswish,
@@ -111,12 +115,14 @@ __all__ = [
     "abs",
     "amax",
     "cast",
+    "ceil",
     "clamp",
     "derivative",
     "dropout",
     "elu",
     "erf",
     "exp",
+    "floor",
     "gelu",
     "gelu_tanh",
     "glu_pair",

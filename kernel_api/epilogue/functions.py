@@ -59,6 +59,16 @@ def abs(x: Any) -> Value:
     return elementwise("abs", x)
 
 
+def floor(x: Any) -> Value:
+    """The largest whole number that is not above x; as ``math.floor(x)``."""
+    return elementwise("floor", x)
+
+
+def ceil(x: Any) -> Value:
+    """The smallest whole number that is not below x; as ``math.ceil(x)``."""
+    return -floor(-numeric(x))
+
+
 def minimum(a: Any, b: Any) -> Value:
     """The smaller; NaN if either is, as in torch."""
     return elementwise("minimum", a, b)

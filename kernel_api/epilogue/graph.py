@@ -13,8 +13,10 @@ from kernel_api.epilogue.shape import SCALAR, Problem, Shape
 from kernel_api.errors import ArgumentError
 
 LEAVES = ("accumulator", "constant", "operand", "scalar", "table")
-UNARY = ("neg", "abs", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "erf")
-BINARY = ("add", "sub", "mul", "div", "minimum", "maximum")
+UNARY = (
+    "neg", "abs", "floor", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "erf"
+)  # fmt: skip
+BINARY = ("add", "sub", "mul", "div", "floor_divide", "minimum", "maximum")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 LOGICAL = ("and", "or", "not")
 STRUCTURAL = ("split", "interleave", "repeat", "rotate", "hadamard", "reduce")

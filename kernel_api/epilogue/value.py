@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import numbers
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -240,16 +242,16 @@ class Value:
             _refuse_captured(captured[0])
         fail(f"torch's {name} cannot be applied to {traced}; use {_FUNCTIONS}")
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Value:
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         # NumPy asks here for numpy.float32(2) * x too, which is a constant like any other.
-        operator = _UFUNCS.get(ufunc.__name__)
-        if operator is None or method != "__call__" or len(inputs) != 2:
+        applied = _UFUNCS.get(ufunc.__name__)
+        if applied is None or method != "__call__" or len(inputs) != 2:
             fail(f"numpy's {ufunc.__name__} cannot be applied to {self}; use {_FUNCTIONS}")
         if kwargs:
             fail(
                 f"numpy's {ufunc.__name__} is traced without {', '.join(kwargs)}; use {_FUNCTIONS}"
             )
-        return elementwise(operator, *inputs)
+        return applied(*(x if isinstance(x, Value) else _number(x) for x in inputs))
 
     # Operators ---------------------------------------------------------------------------
 
@@ -277,8 +279,29 @@ class Value:
     def __rtruediv__(self, other: Any) -> Value:
         return elementwise("div", other, self)
 
+    def __floordiv__(self, other: Any) -> Value:
+        return elementwise("floor_divide", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Value:
+        return elementwise("floor_divide", other, self)
+
+    def __mod__(self, other: Any) -> Value:
+        return _remainder(self, other)
+
+    def __rmod__(self, other: Any) -> Value:
+        return _remainder(other, self)
+
+    def __divmod__(self, other: Any) -> tuple[Value, Value]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Value, Value]:
+        return other // self, other % self
+
     def __pow__(self, exponent: Any) -> Value:
         return power(self, exponent)
+
+    def __rpow__(self, base: Any) -> Value:
+        return _power_of(base, self)
 
     def __neg__(self) -> Value:
         return elementwise("neg", self)
@@ -288,6 +311,12 @@ class Value:
 
     def __abs__(self) -> Value:
         return elementwise("abs", self)
+
+    def __floor__(self) -> Value:
+        return elementwise("floor", self)
+
+    def __ceil__(self) -> Value:
+        return -elementwise("floor", -self)
 
     def __lt__(self, other: Any) -> Value:
         return elementwise("lt", self, other)
@@ -332,6 +361,12 @@ class Value:
     def __itruediv__(self, other: Any) -> Value:
         return self._replaced_by(self / other)
 
+    def __ifloordiv__(self, other: Any) -> Value:
+        return self._replaced_by(self // other)
+
+    def __imod__(self, other: Any) -> Value:
+        return self._replaced_by(self % other)
+
     def __ipow__(self, other: Any) -> Value:
         return self._replaced_by(self**other)
 
@@ -344,16 +379,20 @@ class Value:
 
 _FUNCTIONS = "the functions of kernel_api.epilogue"
 _UFUNCS = {
-    "add": "add",
-    "subtract": "sub",
-    "multiply": "mul",
-    "divide": "div",
-    "less": "lt",
-    "less_equal": "le",
-    "greater": "gt",
-    "greater_equal": "ge",
-    "equal": "eq",
-    "not_equal": "ne",
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "divide": operator.truediv,
+    "floor_divide": operator.floordiv,
+    "remainder": operator.mod,
+    "divmod": divmod,
+    "power": operator.pow,
+    "less": operator.lt,
+    "less_equal": operator.le,
+    "greater": operator.gt,
+    "greater_equal": operator.ge,
+    "equal": operator.eq,
+    "not_equal": operator.ne,
 }
 
 
@@ -365,14 +404,11 @@ def _refused(symbol: str, instead: str) -> Callable[..., NoReturn]:
 
 
 for _names, _symbol, _instead in (
-    ("mod rmod imod", "%", "arithmetic without remainders"),
-    ("floordiv rfloordiv ifloordiv divmod rdivmod", "//", "x / y"),
     ("matmul rmatmul imatmul", "@", "the product that the arguments describe"),
-    ("rpow", "a number to the power of a value", "exp(y * log(a))"),
     ("rand ror", "& and | with a number", "comparisons on both sides"),
     ("xor rxor ixor", "^", "a != b of comparisons"),
     ("lshift rlshift rshift rrshift", "<< and >>", "multiplication"),
-    ("trunc floor ceil", "rounding", "cast(x, 'int32')"),
+    ("trunc", "trunc", "where(x < 0, ceil(x), floor(x))"),
 ):
     for _name in _names.split():
         setattr(Value, f"__{_name}__", _refused(_symbol, _instead))
@@ -437,10 +473,14 @@ def as_value(x: Any) -> Value:
     if isinstance(x, Value):
         x.check()
         return x
-    tracer, number = running(), _item(x)
+    return running().constant(_number(x))
+
+
+def _number(x: Any) -> numbers.Real:
+    number = _item(x)
     if not isinstance(number, numbers.Real):
         _refuse_captured(x)
-    return tracer.constant(number)
+    return number
 
 
 def _refuse_captured(x: Any) -> NoReturn:
@@ -507,6 +547,19 @@ def power(x: Value, exponent: Any) -> Value:
         f"the exponent is {exponent!r}; expected 0.5, -0.5 or a whole number from 1 to 16, or "
         f"their negatives; write exp(y * log(x)) for others"
     )
+
+
+def _power_of(base: Any, exponent: Value) -> Value:
+    number = float(_number(base))
+    if not 0 < number < math.inf:
+        fail(f"{number} to the power of {exponent}: expected a finite number above 0")
+    return elementwise("exp", elementwise("mul", exponent, math.log(number)))
+
+
+def _remainder(x: Any, y: Any) -> Value:
+    """x − y · ⌊x / y⌋, which has the sign of y."""
+    whole = elementwise("floor_divide", x, y)
+    return elementwise("sub", x, elementwise("mul", y, whole))
 
 
 def _whole_power(x: Value, exponent: int) -> Value:

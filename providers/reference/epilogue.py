@@ -17,6 +17,7 @@ from kernel_api.providers.reference.philox import uniform
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "neg": torch.neg,
     "abs": torch.abs,
+    "floor": torch.floor,
     "exp": torch.exp,
     "expm1": torch.expm1,
     "log": torch.log,
@@ -30,6 +31,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "sub": torch.sub,
     "mul": torch.mul,
     "div": torch.div,
+    "floor_divide": torch.floor_divide,
     "minimum": torch.minimum,
     "maximum": torch.maximum,
     "lt": torch.lt,

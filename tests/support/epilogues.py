@@ -160,6 +160,8 @@ torch_functions = SimpleNamespace(
     reciprocal=lambda x: 1 / x,
     erf=torch.erf,
     abs=abs,
+    floor=torch.floor,
+    ceil=torch.ceil,
     minimum=lambda a, b: torch.minimum(*_tensors(a, b)),
     maximum=lambda a, b: torch.maximum(*_tensors(a, b)),
     clamp=lambda x, low=None, high=None: torch.clamp(x, low, high),

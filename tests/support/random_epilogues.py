@@ -54,6 +54,8 @@ STEPS = {
     "drelu": lambda f, x: f.derivative("relu")(x),
     "cast": lambda f, x: f.cast(x, torch.bfloat16),
     "quantize": lambda f, x: f.quantize(x, torch.int8, 0.125),
+    "floor": lambda f, x: f.floor(x),
+    "ceil": lambda f, x: f.ceil(3.0 * x),
 }
 BINARY = {
     "add": lambda f, a, b: a + b,
@@ -62,6 +64,9 @@ BINARY = {
     "div": lambda f, a, b: a / (f.abs(b) + 1.0),
     "minimum": lambda f, a, b: f.minimum(a, b),
     "maximum": lambda f, a, b: f.maximum(a, b),
+    "whole quotient": lambda f, a, b: a // (f.abs(b) + 1.0),
+    "remainder": lambda f, a, b: a % (f.abs(b) + 1.0),
+    "power": lambda f, a, b: f.minimum(a, b) + 1.5 ** f.minimum(f.abs(b), 3.0),
 }
 TERNARY = {
     "where": lambda f, a, b, c: f.where(a > b, b, c),

@@ -88,7 +88,9 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
         if by_heads:
             self.heads, self.bundle = plan.heads, 2 * HALF
         self.spans_row = plan.spans_row
-        self._functions, self._short = functions_for(output_types[: len(plan.full)], output_types)
+        self._functions, self._short = functions_for(
+            output_types[: len(plan.full)], output_types, (node.op for node in self._nodes)
+        )
         self._exact = exact_functions()
         self._reads: dict[int, list[tuple[Any, ...]]] = {}
         self._pairs_are_rows = False

@@ -43,7 +43,8 @@ class _Function:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._as_integers = among_whole_numbers(graph.nodes)
-        self._functions, _ = functions_for((Float16,), (Float16,))
+        ops = (node.op for node in graph.nodes)
+        self._functions, _ = functions_for((Float16,), (Float16,), ops)
         self._conversions = Conversions(compiler.target_cc() >= _CONVERTS_8_BITS)
 
     def __call__(self, score: _Value, place: Place, operands: dict[str, Any]) -> _Value:
@@ -147,6 +148,7 @@ def _of_integers(node: Node, functions: Functions, inputs: list[_Value]) -> _Val
 
 _INTEGERS: Functions = {
     "abs": lambda a: cutlass.max(a, -a),
+    "floor": lambda a: a,
     "minimum": cutlass.min,
     "maximum": cutlass.max,
 }
