@@ -146,7 +146,7 @@ def block_of_torch(
         [sizes.heads * sizes.head_dim, *[sizes.kv_heads * sizes.head_dim] * 2], dim=-1
     )
     q, k, v = (t.view(1, tokens, -1, sizes.head_dim).transpose(1, 2) for t in (q, k, v))
-    q, k = (_rotated(t, own["cos"], own["sin"]) for t in (q, k))
+    q, k = (rotated(t, own["cos"], own["sin"]) for t in (q, k))
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     out = out.transpose(1, 2).reshape(tokens, -1)
     x = functional.linear(out, own["project"]) + x
@@ -155,7 +155,7 @@ def block_of_torch(
     return functional.linear(functional.silu(gate) * up, own["down"]) + x
 
 
-def _rotated(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = t.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

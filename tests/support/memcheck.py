@@ -249,7 +249,7 @@ def _kind(kernel: Any) -> tuple[Any, ...]:
         "cluster",
     )
     split = getattr(design, "split_k", 1) > 1
-    return kernel.family, split, cluster[2] > 1, *(getattr(design, name, None) for name in named)
+    return kernel.family, split, cluster[2], *(getattr(design, name, None) for name in named)
 
 
 def drawn(args: Any) -> Any:
