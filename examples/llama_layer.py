@@ -106,8 +106,7 @@ def learning(x: torch.Tensor, own: Weights, sizes: Sizes, batch: int) -> torch.T
     x = functional.linear(out.transpose(1, 2).flatten(2).flatten(0, 1), own["project"]) + x
     hidden = ka.nn.rmsnorm(x, own["layer_norm"], eps=EPS)
     pairs = {"order": "gate_up", "granularity": PAIRED}
-    hidden = ka.nn.linear_swiglu(hidden, own["gate_up"], **pairs)
-    return functional.linear(hidden, own["down"]) + x
+    return ka.nn.mlp(hidden, own["gate_up"], own["down"], **pairs) + x
 
 
 # By torch --------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ def experts(x, weight, w_up, w_down):
 LAYERS = {
     "linear": (linear, [drawn(6, 16), drawn(64, 16), drawn(64)], (0, 1, 2)),
     "glu": (ka.nn.linear_swiglu, [drawn(6, 16), drawn(64, 16), drawn(64)], (0, 1, 2)),
+    "mlp": (ka.nn.mlp, [drawn(6, 16), drawn(64, 16), drawn(8, 32), drawn(64)], (0, 1, 2, 3)),
     "moe": (
         experts,
         [drawn(6, 16), drawn(6, 2), drawn(4, 16, 64), drawn(4, 32, 16)],

@@ -27,6 +27,7 @@ FUNCTIONS = {
     "layernorm": (ka.nn.layernorm, [(5, 6), (6,), (6,)]),
     "linear_activation": (ka.nn.linear_activation, [(5, 6), (7, 6), (7,)]),
     "linear_swiglu": (ka.nn.linear_swiglu, [(5, 6), (64, 6)]),
+    "mlp": (ka.nn.mlp, [(5, 6), (64, 6), (7, 32), (64,), (7,)]),
     "moe": (experts, [(5, 6), (5, 2), (E, 6, 64), (E, 32, 6)]),
 }
 #: That the gradient of the first loss depends on the operands through what is saved alone, and

@@ -22,6 +22,7 @@ LAYERS = {
         [(4, 16), (4, 2), (4, 16, 64), (4, 32, 16)],
     ),
     "linear_swiglu": (lambda x, w, b: ka.nn.linear_swiglu(x, w, b), [(4, 16), (64, 16), (64,)]),
+    "mlp": (lambda x, u, d: ka.nn.mlp(x, u, d), [(4, 16), (64, 16), (16, 32)]),
     "attention": (lambda q, k: ka.nn.attention(q, k, k), [(1, 4, 5, 16), (1, 2, 5, 16)]),
 }
 
@@ -53,7 +54,7 @@ def test_programs_train(name, tracer):
         torch.testing.assert_close(gradients(one, given), expected)
 
 
-@pytest.mark.parametrize("name", ["rmsnorm", "layernorm", "linear_swiglu", "moe"])
+@pytest.mark.parametrize("name", ["rmsnorm", "layernorm", "linear_swiglu", "mlp", "moe"])
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_results_of_layers_in_programs_may_be_changed_in_place(name, tracer):
     layer, shapes = LAYERS[name]

@@ -43,6 +43,8 @@ def scores_of(number):
         (lambda: ka.nn.attention(Q, None, Q), "k is None; expected a torch tensor"),
         (lambda: ka.nn.attention(Q.numpy(), Q, Q), "q is a ndarray"),
         (lambda: ka.nn.attention(Q, Q, Q, sink=[0.0, 1.0]), "sink is a list"),
+        (lambda: ka.nn.mlp([1], W, W), "x is a list"),
+        (lambda: ka.nn.mlp(X, W, W, ONES.numpy()), "b_up is a ndarray"),
         (lambda: ka.nn.moe([1], *ROUTED, *EXPERTS), "x is a list"),
         (lambda: ka.nn.moe(X, *ROUTED, *map(list, EXPERTS)), "w_up is a list"),
         (lambda: ka.ops.rmsnorm(torch.nested.nested_tensor([X, X])), "x is a nested tensor"),
@@ -134,6 +136,7 @@ def test_it_is_named(call, words):
         lambda t: ka.nn.layernorm(t[None]),
         lambda t: ka.nn.attention(t[None, None], Q[:, :1], Q[:, :1]),
         lambda t: ka.nn.moe(t, *ROUTED, *EXPERTS),
+        lambda t: ka.nn.mlp(t, W, W.t(), kind="gelu"),
     ],
 )
 def test_gradients_of_several_results_at_once_are_named(call):
@@ -150,6 +153,7 @@ def test_gradients_of_several_results_at_once_are_named(call):
     [
         lambda t: ka.ops.gemm(t, W.t()),
         lambda t: ka.nn.linear_activation(t, W),
+        lambda t: ka.nn.mlp(t, W, W.t(), kind="gelu"),
         lambda t: ka.nn.rmsnorm(t),
         lambda t: ka.nn.attention(t[None, None], Q[:, :1], Q[:, :1]),
     ],
@@ -183,6 +187,8 @@ def test_transformations_of_what_is_beside_the_operands_are_named(name, shape):
         lambda t: ka.nn.moe(t, *ROUTED, LEARNING, EXPERTS[1]),
         lambda t: ka.nn.linear_activation(t, LEARNING[0]),
         lambda t: ka.nn.linear_glu(t, LEARNING[0], granularity="halves"),
+        lambda t: ka.nn.mlp(t, W, W.t(), kind="gelu"),
+        lambda t: ka.nn.mlp(t, W, LEARNING[0].t()[:, :1].expand(-1, 64), kind="gelu"),
         lambda t: ka.nn.rmsnorm(t, ONES.clone().requires_grad_()),
         lambda t: ka.nn.attention(t[None, None], LEARNING[None, :1], LEARNING[None, :1]),
     ],
@@ -210,6 +216,7 @@ IN_GRAPHS = {
     "layernorm": lambda t: ka.nn.layernorm(t, ONES),
     "attention": lambda t: ka.nn.attention(t[None, None], Q[:, :1], Q[:, :1]),
     "moe": lambda t: ka.nn.moe(t, *ROUTED, *EXPERTS),
+    "mlp": lambda t: ka.nn.mlp(t, W, W.t(), kind="gelu"),
 }
 
 TRANSFORMS = {

@@ -14,6 +14,7 @@ def known(x: torch.Tensor, weight: torch.Tensor) -> None:
     assert_type(ka.get_kernels(args)[0].supports(args), ka.Status)
     assert_type(ka.status.Status.fail("no"), ka.Status)
     assert_type(ka.nn.linear_activation(x, weight), torch.Tensor)
+    assert_type(ka.nn.mlp(x, weight, weight, kind="gelu"), torch.Tensor)
     assert_type(ka.fusions.gemm(x, weight, out=x), ka.GemmArguments)
     assert_type(ka.ops.gemm(x, weight), Any)
     assert_type(ka.graph.pygraph(), ka.graph.pygraph)
