@@ -12,9 +12,9 @@ them (:func:`mlp`) and a layer of experts (:func:`moe`) keep their intermediates
 they are what trains fastest; :func:`attention` keeps one number per row.
 
 ``torch.compile`` and ``torch.export`` see the operators ``torch.ops.kernel_api.linear`` and
-``linear_backward``, ``mlp``, ``norm``, ``moe`` and ``sdpa`` with theirs, so what is exported trains as well;
-in eager mode the functions call the same code without them. Gradients of gradients are refused,
-by GradientError in eager mode, by torch's own errors in compiled graphs.
+``linear_backward``, ``mlp``, ``norm``, ``moe`` and ``sdpa`` with theirs, so what is exported trains
+as well; in eager mode the functions call the same code without them. Gradients of gradients are
+refused, by GradientError in eager mode, by torch's own errors in compiled graphs.
 
 Under ``torch.autocast`` the operands of products and of attention (x, weights and bias; q, k, v and
 bias) are cast as those of torch's own are, in every call anew, and "x's element type" is that of
