@@ -35,7 +35,7 @@ from tables import geometric_mean
 from kernel_api.providers.cutedsl.gemm import machine, model
 
 RESULTS = Path(__file__).parent / "results" / "h200"
-ROWS = tuple(RESULTS / f"gemm-candidates{which}.json" for which in ("", "-later", "-tuned"))
+ROWS = tuple(RESULTS / f"gemm-candidates{which}.json" for which in ("", "-later", "-tuned", "-hot"))
 
 #: What the GPU says of itself, where the model jumps, and what rows of plain products leave open.
 NOT_FITTED = ("multiprocessors", "l2_bytes", "arrival", "late", "pieces", "alone")

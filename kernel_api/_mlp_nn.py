@@ -142,7 +142,10 @@ def _backward(
     db_down = upstream.sum(0).to(b_down.dtype) if wants_b_down else None
     if not w_down.shape[1]:  # of nothing: every width of pairs of columns is the same
         return *zeros((x, w_up, w_down, b_up), wanted[:4]), db_down
-    dx = dw_up = dw_down = db_up = None
+    dx: Any = None
+    dw_up: Any = None
+    dw_down: Any = None
+    db_up: Any = None
     if wants_down:
         dw_down = ops.gemm(upstream.t(), hidden, out_dtype=w_down.dtype)
     if wants_x or wants_up or wants_b_up:

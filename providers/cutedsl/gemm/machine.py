@@ -33,7 +33,8 @@ class Constants:
         at_once: Of what L2 could send once to blocks without clusters of one tile, what it does.
         l2_bytes: What L2 keeps from one visit of the tiles around to the next.
         sustained: Operations per second of the whole GPU that its power allows, by kind.
-        spared: That a schedule reaches with the same power.
+        spared: Of that, what a schedule reaches with the same power whose tiles have rows for more
+            than one instruction.
         turns: Of groups' time, what they take if K is short, consumers take turns and no cluster
             waits for a block behind the end of a group, which also hides the search for a group
             and what its last tile writes: where groups are ``large``, ``small``, or small and

@@ -292,7 +292,9 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
         along = sorted(((n, b_size, b_bytes), (m, a_size, a_bytes)), key=_extent)
         arrives += _read_again(side, k, constants.l2_bytes, *along)
 
-    sustained = constants.sustained[problem.kind] * constants.spared.get(candidate.schedule, 1.0)
+    sustained = constants.sustained[problem.kind]
+    if candidate.tile_shape[0] > _INSTRUCTION_ROWS:
+        sustained *= constants.spared.get(candidate.schedule, 1.0)
     slowest: float = (
         blocks**power
         + (arrives * paged / constants.bandwidth) ** power
