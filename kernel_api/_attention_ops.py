@@ -36,7 +36,7 @@ def sdpa(
         K, V: (B, H_kv, S_kv, D), packed (T_kv, H_kv, D), or pages (pages, H_kv, page_size, D).
         out: Allocated if absent, with the modes in memory in the order of those of Q, in the type
             of Q, or bfloat16 where that has 8 bits.
-        lse: Of the log-sum-exp, allocated if absent and asked for.
+        lse: Of the log-sum-exp, allocated if absent and asked for; True is ``return_lse=True``.
         return_lse: Whether to return (out, lse).
         return_statistics: Whether to return (out, lse, score_max, score_sum_exp); those that are
             not given are allocated. A graph of torch is broken there.
@@ -50,6 +50,8 @@ def sdpa(
     """
     OPTIONS.check("sdpa", options)
     found = _implementation or _loaded()
+    if lse is True:
+        lse, return_lse = None, True
     if not type(return_lse) is type(return_statistics) is bool:
         return_lse = whether("return_lse", return_lse)
         return_statistics = whether("return_statistics", return_statistics)

@@ -60,6 +60,8 @@ def check(fn, expected, x=None, **operands):
         (lambda x: np.float32(5) // (x * x + 1), lambda x: 5 // (x * x + 1)),
         (lambda x: 2 ** (x / 9), lambda x: 2 ** (x / 9)),
         (lambda x: np.float32(0.5) ** (x / 9), lambda x: 0.5 ** (x / 9)),
+        (lambda x: x**1.75, lambda x: x**1.75),
+        (lambda x: x**-0.3, lambda x: x**-0.3),
         (lambda x: ep.minimum(x, 1.5), lambda x: x.clamp(max=1.5)),
         (lambda x: ep.maximum(-1, x), lambda x: x.clamp(min=-1)),
         (lambda x: ep.clamp(x, -1, 2), lambda x: x.clamp(-1, 2)),

@@ -13,7 +13,7 @@ from support.epilogues import reference_kernel
 
 import kernel_api as ka
 from kernel_api import _workspaces
-from kernel_api.errors import ArgumentError, EpilogueError
+from kernel_api.errors import ArgumentError, EpilogueError, KernelApiError
 from kernel_api.operands import Operand
 from kernel_api.providers.cutedsl import kernel as cutedsl_kernel
 from kernel_api.providers.cutedsl.gemm import base as cutedsl_gemm
@@ -102,6 +102,36 @@ def test_without_an_epilogue_there_are_no_operands_to_name(kernel_for):
         launch(A, B, out, bias=bias)
     launch(A, B, out)
     close(out, A @ B)
+
+
+@pytest.mark.parametrize("integers", [False, True])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda A, B, out: (A[:5], B, out[:4, :4]), r"out has \(M, N\) = \(4, 4\) but A and B"),
+        (lambda A, B, out: (A[:5], B, out.new_empty(0)), "A has rank 2, B rank 2, out rank 1"),
+        (lambda A, B, out: (A, B[:-1], out), "A has K = 16 but B has K = 15"),
+        (lambda A, B, out: (A, B), "2 tensors are given; expected A, B, out"),
+        (lambda A, B, out: (A, B, out, out), "4 tensors are given; expected A, B, out"),
+        (lambda A, B, out: (A.double(), B, out), "float64"),
+    ],
+)
+def test_torchs_products_check_what_torch_would_take(change, words, integers):
+    """It resizes an out of other sizes, and says of arguments what is its own."""
+    A, B = (torch.ones(shape, dtype=torch.int8) for shape in ((32, 16), (16, 64)))
+    out = torch.zeros(32, 64, dtype=torch.int32)
+    if not integers:
+        A, B, out = (one.float() for one in (A, B, out))
+    args = ka.GemmArguments(A, B, out)
+    launch = ka.get_kernels(args, providers=["torch"])[0].prepare(args)
+    launch(A, B, out)
+    assert (out == 16).all()
+    given = change(A, B, torch.zeros_like(out))
+    with pytest.raises(KernelApiError, match=words):
+        launch(*given)
+    launch(A[:5], B, out[:5])
+    with pytest.raises(ArgumentError, match="there is no epilogue, so it has no foo"):
+        launch(A, B, out, foo=1)
 
 
 @pytest.mark.parametrize("name", ["stream", "workspace"])

@@ -74,6 +74,9 @@ def test_out_is_allocated_and_lse_comes_back_where_it_is_asked_for(provided):
     assert found._fields == ("out", "lse")
     assert_close(found.out, expected)
     assert_close(found.lse, expected_lse)
+    asked = ka.ops.sdpa(Q, K, V, mask=masks.Causal(), lse=True)
+    assert asked._fields == ("out", "lse")
+    assert_close(asked.lse, expected_lse)
     given, lse = torch.full_like(DO, NAN), DRAW.lse()
     assert ka.ops.sdpa(Q, K, V, out=given, lse=lse, mask=masks.Causal()) is given
     assert_close(given, expected)

@@ -535,7 +535,7 @@ def common_shape(op: str, values: list[Value]) -> Shape:
 
 
 def power(x: Value, exponent: Any) -> Value:
-    """x to a small whole power, 0.5 or -0.5."""
+    """x to a small whole power, or to one that is not whole: NaN of what is negative."""
     exponent = _item(exponent)
     if isinstance(exponent, numbers.Real):
         number = float(exponent)
@@ -543,9 +543,11 @@ def power(x: Value, exponent: Any) -> Value:
             return elementwise("sqrt" if number > 0 else "rsqrt", x)
         if number.is_integer() and 1 <= abs(number) <= 16:
             return _whole_power(numeric(x), int(number))
+        if math.isfinite(number) and not number.is_integer():
+            return elementwise("exp", elementwise("mul", number, elementwise("log", x)))
     fail(
-        f"the exponent is {exponent!r}; expected 0.5, -0.5 or a whole number from 1 to 16, or "
-        f"their negatives; write exp(y * log(x)) for others"
+        f"the exponent is {exponent!r}; expected a whole number from 1 to 16, its negative, or a "
+        f"number that is not whole; write exp(y * log(x)) for a value y"
     )
 
 

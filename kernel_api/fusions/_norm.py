@@ -17,7 +17,7 @@ from kernel_api.arguments import (
     RmsNormBackwardArguments,
 )
 from kernel_api.errors import ArgumentError
-from kernel_api.fusions._shared import epilogue_of, one_of, real, required, rows
+from kernel_api.fusions._shared import above_0, epilogue_of, one_of, required, rows
 from kernel_api.fusions._store import MODES, quantized, written_scale
 from kernel_api.operands import Operand
 
@@ -122,7 +122,7 @@ def _quantization(mode: str, x: Operand, out: Operand, scale: Any) -> EpilogueAr
     if mode == "tensor":
         if scale is None:
             raise ArgumentError("scale is None; it is read if mode is 'tensor'")
-        scale = real("scale", scale)
+        scale = above_0("scale", scale)
         if isinstance(scale, Operand):
             scale = _viewed("scale", scale, ())
         return epilogue_of(quantized(mode, out), {"scale": scale}, {})

@@ -7,11 +7,11 @@ from typing import Any
 from kernel_api.arguments import ElementwiseArguments
 from kernel_api.errors import ArgumentError
 from kernel_api.fusions._shared import (
+    above_0,
     batches,
     epilogue_of,
     matrix,
     one_of,
-    real,
     required,
     rows,
     shaped,
@@ -38,7 +38,7 @@ def quantize(
     if mode == "tensor":
         if scale is None:
             raise ArgumentError("scale is None; it is read if mode is 'tensor'")
-        reads["scale"] = real("scale", scale)
+        reads["scale"] = above_0("scale", scale)
     else:
         writes["scale"] = written_scale(mode, scale, rows(x), x.shape[-1], "x")
     epilogue = epilogue_of(quantized(mode, out), reads, writes)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import numbers
 from typing import Any, NamedTuple
 
 from kernel_api import epilogue as ep
+from kernel_api._numbers import size_or_whole_number
 from kernel_api.arguments import GemmArguments
 from kernel_api.arguments.scaled import BLOCK
 from kernel_api.epilogue import Graph
@@ -18,6 +20,7 @@ from kernel_api.errors import ArgumentError
 from kernel_api.fusions._shared import (
     Extents,
     Function,
+    above_0,
     batches,
     fused,
     matrices,
@@ -139,7 +142,7 @@ def gemm_quantize(
     if mode == "tensor":
         if scale is None:
             raise ArgumentError("scale is None; it is read if mode is 'tensor'")
-        reads["scale"] = real("scale", scale)
+        reads["scale"] = above_0("scale", scale)
     else:
         writes["scale"] = written_scale(mode, scale, rows(A), N)
     return fused(quantized(mode, out), A, B, out, reads=reads, writes=writes)
@@ -266,8 +269,18 @@ def gemm_dropout(
     if isinstance(p, float) and not 0 <= p <= 1:
         raise ArgumentError(f"p is {p}; expected a probability from 0 to 1")
     out = shaped("out", out, (*rows(A), B.shape[-1]))
-    reads = {"p": p, "seed": seed, "offset": offset, "alpha": real("alpha", alpha)}
-    return fused(_dropout, A, B, out, reads=reads)
+    state = {"seed": _state("seed", seed), "offset": _state("offset", offset)}
+    return fused(_dropout, A, B, out, reads={"p": p, **state, "alpha": real("alpha", alpha)})
+
+
+def _state(name: str, value: Any) -> Any:
+    """Of random numbers; what a tensor holds is not looked at."""
+    number = size_or_whole_number(value)
+    if number is None and (value is None or isinstance(value, numbers.Real)):
+        raise ArgumentError(f"{name} is {value!r}; expected a whole number, or a tensor () of one")
+    if number is not None and not -(2**63) <= number < 2**64:
+        raise ArgumentError(f"{name} is {value}; expected a whole number that 64 bits hold")
+    return value
 
 
 def _dropout(

@@ -44,11 +44,15 @@ class TorchProduct(Kernel):
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
         multiply, device, names = self.product(args), args.device, args.operand_names
+        types = tuple(one.dtype for one in args.tensors)
+        blueprint, is_dense = args.blueprint(), type(args) is GemmArguments
 
-        def launch(*tensors: Any, stream: Any = None) -> None:
+        def launch(*tensors: Any, stream: Any = None, **others: Any) -> None:
             if not _PLAIN.issuperset(map(type, tensors)):
                 tensors = tuple(map(as_torch, tensors, names))
-            if stream is None:
+            if others or len(tensors) != len(names) or (is_dense and not _fit(types, *tensors)):
+                self.run(blueprint(*tensors, **others), artifact, stream)  # says what is wrong
+            elif stream is None:
                 multiply(*tensors)
             else:
                 require_streams(device, stream)
@@ -56,6 +60,13 @@ class TorchProduct(Kernel):
                     multiply(*tensors)
 
         return launch
+
+
+def _fit(types: tuple[Any, ...], A: Any, B: Any, out: Any) -> bool:
+    """Whether they are the operands of a product of these types: torch would resize out."""
+    inner, columns = B.shape[-2:]
+    sizes = A.shape[-1] == inner and out.shape == (*A.shape[:-1], columns)
+    return sizes and (A.dtype, B.dtype, out.dtype) == types
 
 
 _FLOAT32 = dtype("float32")

@@ -53,7 +53,7 @@ def _why_no_power(node: Node) -> str | None:
     if exponent.value in POWERS:
         return None
     return (
-        f"epilogues have no power {exponent.value}; expected 0.5, a whole number up to 16, or "
+        f"epilogues have no exact power {exponent.value}; expected 0.5, a whole number up to 16, or "
         f"minus one of these"
     )
 
