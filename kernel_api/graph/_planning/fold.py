@@ -53,8 +53,8 @@ def _why_no_power(node: Node) -> str | None:
     if exponent.value in POWERS:
         return None
     return (
-        f"epilogues have no exact power {exponent.value}; expected 0.5, a whole number up to 16, or "
-        f"minus one of these"
+        f"epilogues have no exact power {exponent.value}; expected 0.5, a whole number up to 16, "
+        f"or minus one of these"
     )
 
 
