@@ -279,7 +279,7 @@ def _state(name: str, value: Any) -> Any:
     if number is None and (value is None or isinstance(value, numbers.Real)):
         raise ArgumentError(f"{name} is {value!r}; expected a whole number, or a tensor () of one")
     if number is not None and not -(2**63) <= number < 2**64:
-        raise ArgumentError(f"{name} is {value}; expected a whole number that 64 bits hold")
+        raise ArgumentError(f"{name} is beyond all whole numbers of 64 bits")
     return value
 
 
