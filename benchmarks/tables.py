@@ -87,7 +87,7 @@ ABOUT = {
     "sdpa-packed": "attention of packed queries to keys in pages, decoding and chunks of prompts",
     "sdpa-short": "attention of short prompts, and of few queries to many keys",
     "sdpa-short-backward": "gradients of attention of few or short sequences",
-    "transformer-layer": "whole Llama layers in eager calls: prompts, decoding, training",
+    "transformer-layer": "whole Llama layers: prompts, decoding, training",
     "tuning": "the products of gemm-models, as the tuner chooses",
 }
 #: Ends the name of a suite that was timed while the GPU rests after every call.

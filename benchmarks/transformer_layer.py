@@ -1,10 +1,11 @@
-"""Suite transformer-layer: a whole Llama layer in eager calls, beside torch's, compiled: prompts,
-decoding over a cache, and training.
+"""Suite transformer-layer: a whole Llama layer, beside torch's, compiled: prompts, decoding over a
+cache, and training.
 
     python benchmarks/transformer_layer.py [--only TEXT] [--rounds N] [--seconds S] [--out FOLDER]
 
 Both layers are those of ``examples/llama_layer.py``. Decoding is timed in CUDA graphs, as it runs
-there. In training both are compiled by torch. Results are compared with float32 before.
+there. In training both are compiled by torch. Results are compared with float32 before, gradients
+with each other.
 """
 
 from __future__ import annotations

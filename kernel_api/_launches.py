@@ -138,7 +138,8 @@ class Launch:
         launcher: Of the kernel, on tensors of these sizes, in order.
         absent: Makers of the outputs that the call does not give, with the alignment in bytes that
             the launcher needs.
-        apart: Pairs of tensors that may not share memory: place and size in bytes of each.
+        apart: Pairs of tensors that may not share memory: place and size in bytes of each, and
+            whether they may be one all the same.
         further: Options that are tensors which the launcher takes behind A, B and out.
         values: What it takes as values: the option and what makes it of that; or None and a number.
         overwritten: Outputs that the call gives.
@@ -158,7 +159,7 @@ class Launch:
         self,
         launcher: LauncherInOrder,
         absent: dict[str, tuple[Callable[[], Any], int]],
-        apart: list[tuple[int, int, int, int]],
+        apart: list[tuple[int, int, int, int, bool]],
         further: tuple[str, ...],
         values: list[_Value],
         overwritten: list[str],
@@ -220,9 +221,10 @@ def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict
         launch.launcher((A, B, out), ())
         _tell((out,))
         return out
-    for one, one_size, other, other_size in launch.apart:
+    for one, one_size, other, other_size, may_coincide in launch.apart:
         start, other_start = addresses[one], addresses[other]
-        if start < other_start + other_size and other_start < start + one_size:
+        shared = start < other_start + other_size and other_start < start + one_size
+        if shared and not (may_coincide and start == other_start):
             return NEW
     for name in launch.overwritten:
         given = out if name == "out" else options[name]
@@ -464,7 +466,8 @@ def _remember(
     }
     results = form.results if form.written(complete) else None
     launcher = kernel._launcher_in_order(args, artifact)
-    apart = _apart({name: Operand(passed[name]).span for name in places}, written)
+    spans = {name: Operand(passed[name]).span for name in places}
+    apart = _apart(spans, written, _in_place(form, args))
     values = [made[name] for name in names]
     plain = (args.A.span, args.B.span, args.out.span) if places == ["A", "B", "out"] else None
     given = [name for name in written if name in places]
@@ -483,13 +486,25 @@ def _forget_some() -> None:
         del _launches[key]
 
 
-def _apart(spans: dict[str, int], written: Iterable[str]) -> list[tuple[int, int, int, int]]:
+def _in_place(form: Form, args: Arguments) -> tuple[str, ...]:
+    """Options that may be ``out`` itself."""
+    inputs = {} if args.epilogue is None else args.epilogue.inputs
+    return tuple(form.option_of(name) for name, o in inputs.items() if args.takes_in_place(o))
+
+
+def _apart(
+    spans: dict[str, int], written: Iterable[str], in_place: Iterable[str]
+) -> list[tuple[int, int, int, int, bool]]:
     """Outputs that are made for the call share memory with nothing, and are left out."""
     places = list(spans)
     outputs = [name for name in written if name in spans]
     pairs = {frozenset((one, other)) for one in outputs for other in spans if one != other}
+    coinciding = {frozenset(("out", name)) for name in in_place}
     return [
-        (places.index(one), spans[one], places.index(other), spans[other])
+        (
+            *(places.index(one), spans[one], places.index(other), spans[other]),
+            frozenset((one, other)) in coinciding,
+        )
         for one, other in map(sorted, pairs)
     ]
 

@@ -67,11 +67,7 @@ def linear_glu(
         ArgumentError: operands or options contradict each other.
         NoKernelError: no kernel takes the operands; says why.
     """
-    granularity = checked_pairs(kind, order, granularity)
-    for name, one in (("limit", limit), ("offset", offset)):
-        if isinstance(one, torch.Tensor):
-            raise ArgumentError(f"{name} is a tensor; expected a number: it has no gradient")
-    return _linear(x, weight, bias, Function(kind, order, str(granularity), limit, offset))
+    return _linear(x, weight, bias, Function.of_glu(kind, order, granularity, limit, offset))
 
 
 _SWIGLU_OPTIONS = Options(linear_glu, ["kind"])
@@ -98,6 +94,14 @@ class Function(NamedTuple):
     granularity: str = "32"
     limit: float | None = None
     offset: float | None = None
+
+    @classmethod
+    def of_glu(cls, kind: str, order: str, granularity: Any, limit: Any, offset: Any) -> Function:
+        """Raises ArgumentError for pairs that make no sense, and numbers that would learn."""
+        for name, one in (("limit", limit), ("offset", offset)):
+            if isinstance(one, torch.Tensor):
+                raise ArgumentError(f"{name} is a tensor; expected a number: it has no gradient")
+        return cls(kind, order, str(checked_pairs(kind, order, granularity)), limit, offset)
 
     @property
     def is_glu(self) -> bool:
@@ -214,10 +218,11 @@ class _Linear(torch.autograd.Function):
 
 # Operators of torch ----------------------------------------------------------------------
 
-_FUNCTION = "str name, str order, str granularity, float? limit, float? offset"
-_FORWARD = f"(Tensor x, Tensor weight, Tensor? bias, {_FUNCTION}) -> Tensor"
+#: Of operators: what :class:`Function` has.
+FUNCTION = "str name, str order, str granularity, float? limit, float? offset"
+_FORWARD = f"(Tensor x, Tensor weight, Tensor? bias, {FUNCTION}) -> Tensor"
 _BACKWARD = (
-    f"(Tensor dy, Tensor x, Tensor weight, Tensor? bias, bool[] wanted, {_FUNCTION})"
+    f"(Tensor dy, Tensor x, Tensor weight, Tensor? bias, bool[] wanted, {FUNCTION})"
     f" -> (Tensor, Tensor, Tensor)"
 )
 

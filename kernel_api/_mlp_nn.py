@@ -9,9 +9,9 @@ import torch
 from kernel_api import fusions, ops
 from kernel_api._autocast import cast
 from kernel_api._autograd import changeable, differentiable_once, zeros
-from kernel_api._linear_nn import Function, as_rows
+from kernel_api._linear_nn import FUNCTION, Function, as_rows
 from kernel_api.errors import ArgumentError
-from kernel_api.fusions._glu import check_halves, checked_pairs
+from kernel_api.fusions._glu import check_halves
 from kernel_api.operands import becomes_node, require_one_device, require_tensors
 
 __all__ = ["mlp"]
@@ -32,11 +32,14 @@ def mlp(
     limit: float | None = None,
     offset: float | None = None,
 ) -> torch.Tensor:
-    """kind(x · w_upᵀ + b_up) · w_downᵀ + b_down, of x's element type.
+    """kind(x · w_upᵀ + b_up) · w_downᵀ + b_down, of x's element type; int32 or bfloat16 where that
+    has 8 bits.
 
-    A training step takes three products for each of both matrices, and no pass over memory beside
-    them: what is between them is computed where the products are written. What is kept for the
-    backward pass is the pre-activation and what it became.
+    A training step takes three products for each of both matrices; what is between them is
+    computed where the products are written, and no pass over memory is left but for the gradient of
+    b_down. What is kept for the backward pass is the pre-activation and what it became. A program
+    that is exported where gradients are followed keeps them whenever it runs; one that is exported
+    under ``torch.no_grad()`` computes them again in its backward pass.
 
     Args:
         x: (..., K).
@@ -64,26 +67,20 @@ def mlp(
     elif learns:
         y = _Mlp.apply(*given, function)  # type: ignore[no-untyped-call]
     else:
-        (y,) = _forward(given, function, keeps=False)
+        y = changeable(_forward(given, function, keeps=False)[0])
     return y
 
 
-def _function(
-    kind: str, order: str, granularity: int | str, limit: float | None, offset: float | None
-) -> Function:
-    if kind in fusions.ACTIVATIONS:
-        told = {"limit": limit, "offset": offset}
-        for name, one in told.items():
-            if one is not None:
-                raise ArgumentError(f"{name} is {one!r} and kind is {kind!r}, which has none")
-        return Function(kind)
-    if kind not in fusions.GLU_KINDS:
+def _function(kind: str, order: str, granularity: Any, limit: Any, offset: Any) -> Function:
+    if kind in fusions.GLU_KINDS:
+        return Function.of_glu(kind, order, granularity, limit, offset)
+    if kind not in fusions.ACTIVATIONS:
         names = ", ".join((*fusions.GLU_KINDS, *fusions.ACTIVATIONS))
         raise ArgumentError(f"kind is {kind!r}; expected one of {names}")
     for name, one in (("limit", limit), ("offset", offset)):
-        if isinstance(one, torch.Tensor):
-            raise ArgumentError(f"{name} is a tensor; expected a number: it has no gradient")
-    return Function(kind, order, str(checked_pairs(kind, order, granularity)), limit, offset)
+        if one is not None:
+            raise ArgumentError(f"{name} is {one!r} and kind is {kind!r}, which has none")
+    return Function(kind)
 
 
 def _check(x: Any, w_up: Any, w_down: Any, b_up: Any, b_down: Any, function: Function) -> None:
@@ -105,11 +102,11 @@ def _check(x: Any, w_up: Any, w_down: Any, b_up: Any, b_down: Any, function: Fun
             f"w_down has shape {tuple(w_down.shape)}; expected (N, {inner}), because w_up has "
             f"shape {tuple(w_up.shape)}"
         )
-    for name, of, bias in (("b_up", w_up, b_up), ("b_down", w_down, b_down)):
-        if bias is not None and bias.shape != of.shape[:1]:
+    for which, bias, weight in (("up", b_up, w_up), ("down", b_down, w_down)):
+        if bias is not None and bias.shape != weight.shape[:1]:
             raise ArgumentError(
-                f"{name} has shape {tuple(bias.shape)}; expected ({of.shape[0]},), the rows of "
-                f"w{name[1:]}"
+                f"b_{which} has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), the rows "
+                f"of w_{which}"
             )
 
 
@@ -117,14 +114,13 @@ def _check(x: Any, w_up: Any, w_down: Any, b_up: Any, b_down: Any, function: Fun
 
 
 def _forward(given: Operands, function: Function, keeps: bool) -> list[torch.Tensor]:
-    """The result; and if they are to be kept, what is between both products and the
-    pre-activation."""
+    """The result, what is between both products, and the pre-activation if that is to be kept."""
     x, w_up, w_down, b_up, b_down = given
     fused = ops.gemm_glu if function.is_glu else ops.gemm_bias_activation
     made = fused(as_rows(x), w_up.t(), bias=b_up, preactivation=keeps, **function.options)
     hidden, *kept = made if keeps else (made,)
     y = ops.gemm(hidden, w_down.t(), bias=b_down).view(*x.shape[:-1], w_down.shape[0])
-    return [y, hidden, *kept] if keeps else [y]
+    return [y, hidden, *kept]
 
 
 def _backward(
@@ -134,7 +130,7 @@ def _backward(
     preactivation: Any,
     wanted: tuple[bool, ...],
     function: Function,
-) -> Operands:
+) -> tuple[Any, ...]:
     """Gradients of the operands, those that are wanted."""
     x, w_up, w_down, b_up, b_down = given
     rows, upstream = as_rows(x), as_rows(dy)
@@ -171,9 +167,12 @@ class _Mlp(torch.autograd.Function):
         ctx: Any, x: Any, w_up: Any, w_down: Any, b_up: Any, b_down: Any, function: Function
     ) -> Any:
         given = x, w_up, w_down, b_up, b_down
-        y, hidden, preactivation = _forward(given, function, keeps=True)
-        kept = hidden if ctx.needs_input_grad[2] else None
-        ctx.save_for_backward(*given, kept, preactivation)
+        wants_x, wants_up, wants_down, wants_b_up, _ = ctx.needs_input_grad[:5]
+        keeps = wants_x or wants_up or wants_b_up
+        y, hidden, *preactivation = _forward(given, function, keeps)
+        ctx.save_for_backward(
+            *given, hidden if wants_down else None, preactivation[0] if keeps else None
+        )
         ctx.function = function
         return changeable(y)
 
@@ -189,10 +188,9 @@ class _Mlp(torch.autograd.Function):
 # Operators of torch ----------------------------------------------------------------------
 
 _OPERANDS = "Tensor x, Tensor w_up, Tensor w_down, Tensor? b_up, Tensor? b_down"
-_FUNCTION = "str name, str order, str granularity, float? limit, float? offset"
-_FORWARD = f"({_OPERANDS}, {_FUNCTION}, bool keeps) -> Tensor[]"
+_FORWARD = f"({_OPERANDS}, {FUNCTION}, bool keeps) -> Tensor[]"
 _BACKWARD = (
-    f"(Tensor dy, {_OPERANDS}, Tensor? hidden, Tensor preactivation, bool[] wanted, {_FUNCTION}) "
+    f"(Tensor dy, {_OPERANDS}, Tensor? hidden, Tensor preactivation, bool[] wanted, {FUNCTION}) "
     f"-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -200,9 +198,10 @@ _BACKWARD = (
 def _make(
     x: Any, w_up: Any, w_down: Any, b_up: Any, b_down: Any, *function_and_keeps: Any
 ) -> list[torch.Tensor]:
+    """What a backward pass asks for comes with the result if that is likely."""
     *function, keeps = function_and_keeps
     y, *kept = _forward((x, w_up, w_down, b_up, b_down), Function(*function), keeps)
-    return [changeable(y), *kept]
+    return [changeable(y), *kept] if keeps else [changeable(y)]
 
 
 _operator = torch.library.custom_op("kernel_api::mlp", _make, mutates_args=(), schema=_FORWARD)
@@ -221,7 +220,7 @@ _backward_operator = torch.library.custom_op(
 _backward_operator.register_fake(_make_gradients)
 
 
-def _keep(ctx: Any, inputs: Operands, output: list[torch.Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     operands, function, kept = inputs[:5], inputs[5:-1], list[Any](output[1:])
     ctx.mark_non_differentiable(*kept)
     if kept and not ctx.needs_input_grad[2]:

@@ -71,7 +71,7 @@ _EXACT = 2**53  # so far float64 has all whole numbers
 _BEYOND = 2**63  # what 64 bits hold
 #: Of whole numbers these give whole numbers.
 _KEEP_WHOLE = ("neg", "abs", "floor", "add", "sub", "mul", "minimum", "maximum")
-_CONSTANT_BETWEEN_STEPS = (*WHOLE, "lookup", "floor", "floor_divide")
+_CONSTANT_BETWEEN_STEPS = (*WHOLE, "lookup", "floor")
 
 
 class ScoreFunction(Described):

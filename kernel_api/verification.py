@@ -109,7 +109,7 @@ def conduct(args: Arguments, run: Callable[[], Any]) -> str | None:
     outputs = args.outputs
     inputs: list[tuple[str, Operand]] = []
     for name, operand in args.named_operands.items():
-        if name not in outputs:
+        if name not in outputs and name not in args.in_place:
             inputs.append((f"its input {name}", operand))
         scaled = (one for one in memory_of(operand) if isinstance(one, ScaledOperand))
         inputs += [(f"the scale of {name}", one.scale) for one in scaled]
@@ -134,13 +134,19 @@ def conduct(args: Arguments, run: Callable[[], Any]) -> str | None:
 
 
 def prepare(args: Arguments) -> None:
-    """Poison the outputs; those that are added to get the numbers that they begin with."""
+    """Poison the outputs; those that are read, too, get the numbers that they begin with."""
+    read = _read_outputs(args)
     for name, operand in args.outputs.items():
         for tensor in _written(operand):
-            if name in args.accumulated:
+            if name in read:
                 _begin(tensor)
             else:
                 poison(tensor)
+
+
+def _read_outputs(args: Arguments) -> tuple[str, ...]:
+    """Names of outputs that are added to, or hold an operand."""
+    return (*args.accumulated, "out") if args.in_place else args.accumulated
 
 
 def _written(operand: Operand) -> list[Any]:
@@ -216,8 +222,8 @@ class Expected:
 
 @contextlib.contextmanager
 def _beginnings(args: Arguments) -> Iterator[None]:
-    """Within it, outputs that are added to hold what they begin with."""
-    tensors = [one for name in args.accumulated for one in _written(args.outputs[name])]
+    """Within it, outputs that are read, too, hold what they begin with."""
+    tensors = [one for name in _read_outputs(args) for one in _written(args.outputs[name])]
     kept = [tensor.clone() for tensor in tensors]
     for tensor in tensors:
         _begin(tensor)

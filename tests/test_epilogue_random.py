@@ -81,6 +81,20 @@ def test_verification_passes_a_product_that_is_summed_in_another_order(case):
     assert verdict, verdict
 
 
+def test_verification_passes_rests_that_begin_anew_by_a_rounding_error():
+    draw = torch.Generator().manual_seed(52)
+    A = torch.randn(64, 512, generator=draw).to(torch.bfloat16)
+    B = torch.randn(512, 256, generator=draw).to(torch.bfloat16)
+    pieces = zip(A.float().split(64, 1), B.float().split(64), strict=True)
+    found = sum(a @ b for a, b in pieces) % 1.0
+    assert ((found - (A.double() @ B.double()) % 1.0).abs() > 0.5).any()
+    args = ka.GemmArguments(A, B, found, epilogue=ka.EpilogueArguments(lambda x: x % 1.0))
+    verdict = judge(args, FACTOR_REORDERED)
+    assert verdict, verdict
+    found += 2**-10
+    assert not judge(args, FACTOR_REORDERED)
+
+
 @settings(repeatedly, max_examples=60)
 @given(epilogues(), st.integers(0, 5))
 def test_verification_finds_a_wrong_output_of_a_random_epilogue(case, which):
@@ -190,6 +204,24 @@ def test_whole_quotients_are_exact_in_outputs_of_16_bits(family):
     assert (torch.floor(accumulator / by) != accumulator // by).any()
     assert torch.equal(out, (accumulator // by).bfloat16())
     assert judge(args, FACTOR_REORDERED)
+
+
+@pytest.mark.compile
+def test_quotients_and_rests_are_torchs_whatever_is_divided(family="sm80.elementwise"):
+    """Also where a quotient has more digits than float32."""
+    inf, nan = math.inf, math.nan
+    pairs = [
+        (76478680, 3), (541765760, 3), (15668998, 0.7), (1e30, 7), (5, -1e-30), (5, inf), (-5, inf),
+        (7, -inf), (inf, 1), (3, 0), (0, 0), (nan, 1), (-0.0, 3), (3, 0.1), (-7.5, -2.5), (49, 49),
+    ]  # fmt: skip
+    x, by = torch.tensor(pairs).T.contiguous()
+    out, rest = (torch.full((1, 16), nan) for _ in range(2))
+    epilogue = ka.EpilogueArguments(lambda accum, by: divmod(accum, by), by=by, rest=rest)
+    args = ka.ElementwiseArguments(x.view(1, 16), out, epilogue=epilogue)
+    (kernel, *_) = kernels_for(family, args)
+    EmulatedKernel.compile(kernel, args, "sm_80").run(args)
+    for found, right in ((out, torch.floor_divide(x, by)), (rest, torch.remainder(x, by))):
+        torch.testing.assert_close(found[0], right, rtol=0, atol=0, equal_nan=True)
 
 
 def smallest(kernels):

@@ -107,6 +107,39 @@ def test_results_may_be_changed_in_place():
         close(one, wanted, 1e-11)
 
 
+def test_results_without_gradients_may_take_part_in_others():
+    with torch.no_grad():
+        y = ka.nn.mlp(*leaves(5))
+    learning = torch.ones(9, dtype=y.dtype, requires_grad=True)
+    y += learning
+    y.sum().backward()
+    assert torch.equal(learning.grad, torch.full((9,), 5.0, dtype=y.dtype))
+
+
+@pytest.mark.parametrize(
+    ("learning", "wanted"),
+    [
+        (("x", "w_down"), [(5, INNER), (5, 2 * INNER)]),
+        (("b_up",), [(5, 2 * INNER)]),
+        (("w_down", "b_down"), [(5, INNER)]),
+        (("b_down",), []),
+    ],
+    ids=str,
+)
+def test_nothing_is_kept_that_no_gradient_needs(learning, wanted):
+    operands, kept = [one.detach() for one in leaves(5)], []
+    for name in learning:
+        operands[WHICH.index(name)].requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda o: o):
+        y = ka.nn.mlp(*operands)
+    own = {id(one) for one in operands}
+    assert sorted(tuple(one.shape) for one in kept if id(one) not in own) == wanted
+    given = [one for one in operands if one.requires_grad]
+    exact = of_torch(*operands)
+    for one, other in zip(gradients(y, given), gradients(exact, given), strict=True):
+        close(one, other, 1e-11)
+
+
 def test_a_gradient_of_a_gradient_is_refused():
     operands = leaves(5)
     (dx,) = torch.autograd.grad(ka.nn.mlp(*operands).square().sum(), operands[0], create_graph=True)

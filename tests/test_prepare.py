@@ -114,6 +114,9 @@ def test_without_an_epilogue_there_are_no_operands_to_name(kernel_for):
         (lambda A, B, out: (A, B), "2 tensors are given; expected A, B, out"),
         (lambda A, B, out: (A, B, out, out), "4 tensors are given; expected A, B, out"),
         (lambda A, B, out: (A.double(), B, out), "float64"),
+        (lambda A, B, out: (A, B.to("meta"), out), "B is on meta but A is on cpu"),
+        (lambda A, B, out: (A, B[0], out), "A has rank 2, B rank 1, out rank 2"),
+        (lambda A, B, out: (A[None], B[None], out[None]), r"batches|signature|compiled for"),
     ],
 )
 def test_torchs_products_check_what_torch_would_take(change, words, integers):

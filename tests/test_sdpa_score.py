@@ -55,6 +55,16 @@ def test_indices_are_divided_as_in_python():
     assert divided.count("floordiv") == divided.count("remainder") == 1
 
 
+def test_a_plus_sign_changes_nothing():
+    plain = traced(lambda score, b, h, q, kv, table: score + table[h, q // 2 % 5], table=TABLE)
+    signed = traced(
+        lambda score, b, h, q, kv, table: +score + table[+h, (+q) // 2 % 5], table=TABLE
+    )
+    assert signed == plain
+    with pytest.raises(EpilogueError, match="// is for whole numbers, and the score is none"):
+        traced(lambda score, b, h, q, kv: (+score) // 2)
+
+
 def test_steps_and_powers_are_traced_and_steps_have_no_slope():
     graph = traced(lambda score, b, h, q, kv: 2 ** -(q / 9) * score + math.floor(score / 0.3))
     assert [n.op for n in graph.nodes if n.op in ("exp", "floor")] == ["exp", "floor"]

@@ -25,7 +25,7 @@ _TAIL += (-1.9976379e-5,)
 _LONG_TAIL = (-1.62791693, -0.918323874, -0.148806989, 0.0287307482, -1.02603529e-3)
 _LONG_TAIL += (-1.5760432e-3, 6.06951711e-4, -1.15695395e-4, 1.18785383e-5, -5.21937068e-7)
 
-_STEPS = frozenset(("floor", "floor_divide"))
+_STEPS = frozenset(("floor", "floor_divide", "modulo"))
 
 #: Below it tanh(x) is x, x³ and x⁵ by its series, to 2e-7 of it: a difference of 1 and what is
 #: nearly 1 would keep few digits, and what is written may be a large multiple of them.
@@ -75,6 +75,7 @@ def exact_functions() -> Functions:
         "mul": lambda a, b: a * b,
         "div": lambda a, b: a / b,
         "floor_divide": _floor_divide,
+        "modulo": _modulo,
         "minimum": lambda a, b: cute.arch.fmin(a, b, nan=True),
         "maximum": lambda a, b: cute.arch.fmax(a, b, nan=True),
         "lt": lambda a, b: a < b,
@@ -90,11 +91,22 @@ def exact_functions() -> Functions:
     }
 
 
+def _modulo(a: _Value, b: _Value) -> _Value:
+    """Of the sign of b, as in Python."""
+    rest = cute.math.rem(a, b)  # of that of a
+    return select(_differ_in_sign(rest, b), rest + b, rest)
+
+
 def _floor_divide(a: _Value, b: _Value) -> _Value:
-    """The quotient may be rounded up to a whole number that is beyond it: then the rest tells."""
-    whole = cute.math.floor(a / b)
-    rest = cute.math.fma(-whole, b, a) * cute.math.copysign(Float32(1.0), b)
-    return select(rest < 0.0, whole - 1.0, whole)
+    """By the rest: a quotient may be rounded up to a whole number that is beyond it."""
+    rest = cute.math.rem(a, b)
+    whole = cute.math.roundeven((a - rest) / b)
+    below = select(_differ_in_sign(rest, b), whole - 1.0, whole)
+    return select(b == 0.0, a / b, below)
+
+
+def _differ_in_sign(rest: _Value, b: _Value) -> Boolean:
+    return (rest * cute.math.copysign(Float32(1.0), b)) < 0.0
 
 
 def _approximations(shortest: bool, tail: tuple[float, ...]) -> Functions:

@@ -144,6 +144,11 @@ class Arguments:
         """Names of outputs that are added to: read, and written."""
         return ()
 
+    @property
+    def in_place(self) -> tuple[str, ...]:
+        """Names of operands that are read where ``out`` is written."""
+        return ()
+
     def rebuilt(self, /, *tensors: Any, **others: Any) -> Arguments:
         """The same problem on other tensors; a scaled operand keeps its scale.
 
@@ -277,7 +282,7 @@ class Arguments:
         for other in operands:
             if other is out and not met:
                 met = True
-            elif overlap(out, other):
+            elif overlap(out, other) and not self._is_in_place(out, other):
                 named = {**self.named_operands, **self._scales()}
                 name = next(name for name, one in self.outputs.items() if one is out)
                 shared = next(n for n, one in named.items() if one is other and n != name)
@@ -285,6 +290,14 @@ class Arguments:
                     f"{name} shares memory with {shared}; the kernel would read what it has "
                     f"overwritten"
                 )
+
+    def takes_in_place(self, operand: Operand) -> bool:
+        """Whether an operand that is read may be ``out`` itself."""
+        return False
+
+    def _is_in_place(self, out: Operand, operand: Operand) -> bool:
+        address = out.address if out is getattr(self, "out", None) else 0
+        return address != 0 and operand.address == address and self.takes_in_place(operand)
 
     def _name_of(self, operand: Operand) -> str:
         named = {**self.named_operands, **self._scales()}

@@ -70,9 +70,10 @@ class GemmArguments(ProductArguments):
         A: (M, K), or (L, M, K) batched. Any of the three may be a
             :class:`~kernel_api.arguments.ScaledOperand`.
         B: (K, N), or (L, K, N).
-        out: (M, N), or (L, M, N); written, never read. May not share memory with what is
-            read, scales too. With a scale, real = stored × scale: what is stored is the product
-            over the scale.
+        out: (M, N), or (L, M, N); written. May not share memory with what is read, scales too; but
+            where an epilogue computes each element of those in its place alone, an operand of it
+            may be ``out`` itself, with the same shape, strides and type, and no scale. With a
+            scale, real = stored × scale: what is stored is the product over the scale.
         accumulator_type: float32 by default; int32 for integers, float64 for float64.
         epilogue: A function of the accumulator that replaces the plain store; it decides the
             number of columns of ``out``, and may read and write operands of its own.
@@ -134,6 +135,22 @@ class GemmArguments(ProductArguments):
     @property
     def tensors(self) -> tuple[Any, ...]:
         return self.A.tensor, self.B.tensor, self.out.tensor
+
+    def takes_in_place(self, operand: Operand) -> bool:
+        """Who computes an element of ``out`` reads that element of the operand before, and nobody
+        else does."""
+        out, epilogue = self.out, self.epilogue
+        if epilogue is None or out.mode is not None or not epilogue.graph.is_elementwise:
+            return False
+        alike = (operand.shape, operand.stride, operand.dtype) == (out.shape, out.stride, out.dtype)
+        return alike and any(operand is one for one in epilogue.inputs.values())
+
+    @property
+    def in_place(self) -> tuple[str, ...]:
+        if self.epilogue is None:
+            return ()
+        inputs = self.epilogue.inputs.items()
+        return tuple([name for name, one in inputs if self._is_in_place(self.out, one)])
 
     @property
     def M(self) -> int:

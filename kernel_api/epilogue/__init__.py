@@ -33,7 +33,7 @@ batch mode in the graph and none in memory. The nodes are
 ``log1p sqrt rsqrt tanh``           of each element
 ``sigmoid erf``                     of each element
 ``add sub mul div``                 of two
-``floor_divide``                    of two: the quotient, rounded down
+``floor_divide modulo``             of two: the quotient, rounded down, and the rest
 ``minimum maximum``                 of two; NaN if either is
 ``lt le gt ge eq ne``               truth values of two numbers
 ``and or not``                      truth values of truth values
@@ -51,7 +51,9 @@ width, style
                                     each ``block`` of so many columns
 ==================================  ============================================================
 
-Everything else (activations, derivatives, dropout, mean squares) is composed of these.
+Everything else (activations, derivatives, dropout, mean squares, powers) is composed of these.
+Beside ``floor``, ``floor_divide`` and ``modulo`` kernels approximate nothing; but x ** 0.3 and
+2 ** x are exp(y · log(x)), so that a floor of them may be one less where they should be whole.
 """
 
 from __future__ import annotations

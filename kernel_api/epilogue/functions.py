@@ -66,7 +66,8 @@ def floor(x: Any) -> Value:
 
 def ceil(x: Any) -> Value:
     """The smallest whole number that is not below x; as ``math.ceil(x)``."""
-    return -floor(-numeric(x))
+    found: Value = math.ceil(numeric(x))
+    return found
 
 
 def minimum(a: Any, b: Any) -> Value:

@@ -16,7 +16,7 @@ LEAVES = ("accumulator", "constant", "operand", "scalar", "table")
 UNARY = (
     "neg", "abs", "floor", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "erf"
 )  # fmt: skip
-BINARY = ("add", "sub", "mul", "div", "floor_divide", "minimum", "maximum")
+BINARY = ("add", "sub", "mul", "div", "floor_divide", "modulo", "minimum", "maximum")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 LOGICAL = ("and", "or", "not")
 STRUCTURAL = ("split", "interleave", "repeat", "rotate", "hadamard", "reduce")
@@ -98,6 +98,11 @@ class Graph:
         """The operands, tables and scalars that are read, by name, in the order of the nodes."""
         named = ("operand", "scalar", "table", "lookup")
         return {node["name"]: node for node in self.nodes if node.op in named}
+
+    @cached_property
+    def is_elementwise(self) -> bool:
+        """Whether what is computed in a place depends on what is read there, or at all places."""
+        return not any(node.op in STRUCTURAL for node in self.nodes)
 
     def output_shape(self, name: str) -> Shape:
         return self.nodes[dict(self.outputs)[name]].shape

@@ -286,10 +286,10 @@ class Value:
         return elementwise("floor_divide", other, self)
 
     def __mod__(self, other: Any) -> Value:
-        return _remainder(self, other)
+        return elementwise("modulo", self, other)
 
     def __rmod__(self, other: Any) -> Value:
-        return _remainder(other, self)
+        return elementwise("modulo", other, self)
 
     def __divmod__(self, other: Any) -> tuple[Value, Value]:
         return self // other, self % other
@@ -502,7 +502,7 @@ def numeric(x: Any) -> Value:
     """As a number; a truth value as 1 or 0."""
     value = as_value(x)
     if not value.is_boolean:
-        return Value(value.tracer, value.node)
+        return type(value)(value.tracer, value.node)
     tracer = running()
     one, zero = tracer.constant(1), tracer.constant(0)
     return tracer.node("where", value, one, zero, shape=value.modes)
@@ -543,6 +543,8 @@ def power(x: Value, exponent: Any) -> Value:
             return elementwise("sqrt" if number > 0 else "rsqrt", x)
         if number.is_integer() and 1 <= abs(number) <= 16:
             return _whole_power(numeric(x), int(number))
+        if (2 * number).is_integer() and 1 < abs(number) < 17:
+            return _power_of_halves(numeric(x), number)
         if math.isfinite(number) and not number.is_integer():
             return elementwise("exp", elementwise("mul", number, elementwise("log", x)))
     fail(
@@ -558,10 +560,10 @@ def _power_of(base: Any, exponent: Value) -> Value:
     return elementwise("exp", elementwise("mul", exponent, math.log(number)))
 
 
-def _remainder(x: Any, y: Any) -> Value:
-    """x − y · ⌊x / y⌋, which has the sign of y."""
-    whole = elementwise("floor_divide", x, y)
-    return elementwise("sub", x, elementwise("mul", y, whole))
+def _power_of_halves(x: Value, exponent: float) -> Value:
+    if exponent < 0:
+        return elementwise("div", 1.0, _power_of_halves(x, -exponent))
+    return elementwise("mul", _whole_power(x, int(exponent)), elementwise("sqrt", x))
 
 
 def _whole_power(x: Value, exponent: int) -> Value:

@@ -43,7 +43,7 @@ def gemm(
     """out = activation(alpha · acc + beta · C + bias); without any of them the product alone.
 
     Args:
-        C: (M, N); it is read whatever ``beta`` is.
+        C: (M, N), which may be ``out`` itself; it is read whatever ``beta`` is.
         activation: One of :data:`ACTIVATIONS`.
         epilogue: A function of the accumulator in place of all that.
     """
@@ -92,7 +92,7 @@ def gemm_residual(
     """out = activation(alpha · acc + beta · C + bias).
 
     Args:
-        C: (M, N); it may not share memory with ``out``.
+        C: (M, N); ``out`` itself, or of other memory.
     """
     if C is None:
         raise ArgumentError("C is None; gemm_residual adds it, gemm does without")

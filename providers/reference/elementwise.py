@@ -12,6 +12,7 @@ from kernel_api.epilogue.tracing import RESULT
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata, NormOperandsMetadata
 from kernel_api.providers.reference import ReferenceProvider
+from kernel_api.providers.reference.allowance import changes
 from kernel_api.providers.reference.epilogue import evaluate, held, rounded, saturated
 from kernel_api.providers.streams import on_stream
 from kernel_api.space import Operands, Space
@@ -73,17 +74,14 @@ class ReferenceElementwise(Kernel):
             return {}
         x = _accumulator(args).double()
         error = torch.nan_to_num(x, posinf=0.0, neginf=0.0).abs() * _unit(args)
-        generator = torch.Generator(device=x.device).manual_seed(0)
-        signs = torch.randint(0, 2, x.shape, generator=generator, device=x.device) * 2.0 - 1.0
         exact = ReferenceElementwise.exact(args)
         least = {n: 0.0 if o.dtype.is_float else 0.5 for n, o in args.outputs.items()}
-        allowed = {name: torch.full_like(exact[name], least[name]) for name in exact}
-        for direction in (1.0, -1.0, signs, -signs):
-            for name, values in _evaluated(args, x + direction * error, wide=True).items():
-                off = saturated(values, args.outputs[name].dtype).double() - exact[name]
-                change = torch.nan_to_num(off, posinf=0.0, neginf=0.0).abs()
-                allowed[name] = torch.maximum(allowed[name], least[name] + change)
-        return allowed
+
+        def evaluated(value: Any) -> Values:
+            found = _evaluated(args, value, wide=True)
+            return {n: saturated(one, args.outputs[n].dtype).double() for n, one in found.items()}
+
+        return changes(x, error, exact, least, evaluated)
 
 
 def _is_copy(args: Any) -> bool:

@@ -32,6 +32,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "mul": torch.mul,
     "div": torch.div,
     "floor_divide": torch.floor_divide,
+    "modulo": torch.remainder,
     "minimum": torch.minimum,
     "maximum": torch.maximum,
     "lt": torch.lt,

@@ -23,6 +23,7 @@ from kernel_api.metadata import (
     NormOperandsMetadata,
 )
 from kernel_api.providers.reference import ReferenceProvider
+from kernel_api.providers.reference.allowance import changes
 from kernel_api.providers.reference.epilogue import evaluate, held, put, rounded, saturated
 from kernel_api.providers.streams import on_stream
 from kernel_api.space import Operands, Space
@@ -248,15 +249,10 @@ def _fused(args: Any, result: Any, wide: torch.dtype) -> Values:
 
 def _fused_allowance(args: Any, result: Any, error: Any) -> Values:
     """Change of the epilogue's outputs where the result is off; half a unit of integers."""
-    exact = _fused(args, result, torch.float64)
+
+    def evaluated(value: Any) -> Values:
+        return {name: one.double() for name, one in _fused(args, value, torch.float64).items()}
+
+    exact = evaluated(result)
     least = {n: 0.0 if args.outputs[n].dtype.is_float else 0.5 for n in exact}
-    allowed = {n: torch.full_like(values.double(), least[n]) for n, values in exact.items()}
-    generator = torch.Generator(device=result.device).manual_seed(0)
-    drawn = torch.randint(0, 2, result.shape, generator=generator, device=result.device)
-    signs = 2.0 * drawn - 1.0
-    for direction in (1.0, -1.0, signs, -signs):
-        changed = _fused(args, result + direction * error, torch.float64)
-        for name, values in changed.items():
-            change = torch.nan_to_num(values.double() - exact[name].double()).abs()
-            allowed[name] = torch.maximum(allowed[name], least[name] + change)
-    return allowed
+    return changes(result, error, exact, least, evaluated)

@@ -12,6 +12,7 @@ from kernel_api.epilogue.tracing import RESULT
 from kernel_api.kernel import Kernel
 from kernel_api.metadata import DesignMetadata
 from kernel_api.operands import Operand
+from kernel_api.providers.reference.allowance import changes
 from kernel_api.providers.reference.epilogue import evaluate, put, rounded, saturated
 from kernel_api.providers.streams import on_stream
 from kernel_api.space import Space
@@ -147,15 +148,7 @@ class ProductOracle:
             off = torch.nan_to_num(off, posinf=0.0, neginf=0.0)
             error = error + FACTOR * (off.abs().max() if off.numel() else 0.0)
         exact = self._fused(product, wide=True)
-        generator = torch.Generator(device=product.device).manual_seed(0)
-        drawn = torch.randint(0, 2, product.shape, generator=generator, device=product.device)
-        signs = 2.0 * drawn - 1.0
-        allowed = {name: torch.full_like(exact[name], least) for name, least in outputs.items()}
-        for direction in (1.0, -1.0, signs, -signs):
-            for name, values in self._fused(product + direction * error, wide=True).items():
-                change = torch.nan_to_num(values - exact[name], posinf=0.0, neginf=0.0).abs()
-                allowed[name] = torch.maximum(allowed[name], outputs[name] + change)
-        return allowed
+        return changes(product, error, exact, outputs, lambda value: self._fused(value, wide=True))
 
 
 class ReferenceProduct(Kernel):

@@ -44,13 +44,13 @@ class TorchProduct(Kernel):
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
         multiply, device, names = self.product(args), args.device, args.operand_names
-        types = tuple(one.dtype for one in args.tensors)
+        kinds = tuple((one.dtype, one.device, one.dim()) for one in args.tensors)
         blueprint, is_dense = args.blueprint(), type(args) is GemmArguments
 
         def launch(*tensors: Any, stream: Any = None, **others: Any) -> None:
             if not _PLAIN.issuperset(map(type, tensors)):
                 tensors = tuple(map(as_torch, tensors, names))
-            if others or len(tensors) != len(names) or (is_dense and not _fit(types, *tensors)):
+            if others or len(tensors) != len(names) or (is_dense and not _fit(kinds, *tensors)):
                 self.run(blueprint(*tensors, **others), artifact, stream)  # says what is wrong
             elif stream is None:
                 multiply(*tensors)
@@ -62,11 +62,13 @@ class TorchProduct(Kernel):
         return launch
 
 
-def _fit(types: tuple[Any, ...], A: Any, B: Any, out: Any) -> bool:
-    """Whether they are the operands of a product of these types: torch would resize out."""
-    inner, columns = B.shape[-2:]
-    sizes = A.shape[-1] == inner and out.shape == (*A.shape[:-1], columns)
-    return sizes and (A.dtype, B.dtype, out.dtype) == types
+def _fit(kinds: tuple[Any, ...], *tensors: Any) -> bool:
+    """Whether they are the operands of a product of these types, devices and ranks: torch would
+    resize out, and says of the rest what only it knows."""
+    if tuple([(one.dtype, one.device, one.dim()) for one in tensors]) != kinds:
+        return False
+    A, B, out = (one.shape for one in tensors)
+    return A[:-2] == B[:-2] and A[-1] == B[-2] and out == (*A[:-1], B[-1])
 
 
 _FLOAT32 = dtype("float32")

@@ -159,10 +159,10 @@ class _Tensors:
         self._cuts_pieces = kernel.family.endswith("_repacked")
         self._placed: dict[int, tuple[torch.Tensor, Placed]] = {}  # by pointer
         self._outputs: list[str] = list(args.outputs)
-        self._left = _bytes_left(args)
+        self._left = {} if args.in_place else _bytes_left(args)
         self._addresses: dict[int, int] = {}
         for name, operand in args.named_operands.items():
-            added = name in args.accumulated
+            added = name in args.accumulated or (name == "out" and bool(args.in_place))
             how = {"output": name in self._outputs and not added, "scratch": added}
             if getattr(operand, "discrete", False):
                 self._add_each(name, operand, **how)
