@@ -68,7 +68,7 @@ def _fit(kinds: tuple[Any, ...], *tensors: Any) -> bool:
     if tuple([(one.dtype, one.device, one.dim()) for one in tensors]) != kinds:
         return False
     A, B, out = (one.shape for one in tensors)
-    return A[:-2] == B[:-2] and A[-1] == B[-2] and out == (*A[:-1], B[-1])
+    return bool(A[:-2] == B[:-2] and A[-1] == B[-2] and out == (*A[:-1], B[-1]))
 
 
 _FLOAT32 = dtype("float32")
