@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import driver
+import from_examples
 import harness
 import rows
 import torch
@@ -141,14 +140,8 @@ def softcapped(B: int, H: int, S: int, D: int) -> tuple[Calls, Callable[[], None
 # The block -------------------------------------------------------------------------------
 
 
-@functools.cache
 def example() -> Any:
-    path = Path(__file__).parents[1] / "examples" / "transformer_graph.py"
-    spec = importlib.util.spec_from_file_location("transformer_graph", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return from_examples.load("transformer_graph")
 
 
 def block(tokens: int, mode: Any = A) -> tuple[Calls, Callable[[], None]]:

@@ -11,14 +11,13 @@ gradients with each other.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import driver
+import from_examples
 import harness
 import rows
 import suite
@@ -38,14 +37,8 @@ TOKENS = (16, 256, 4096, 16384)
 TOKENS_OF_TRAINING = (4096, 16384)
 
 
-@functools.cache
 def example() -> Any:
-    path = Path(__file__).parents[1] / "examples" / "mixture_of_experts.py"
-    spec = importlib.util.spec_from_file_location("mixture_of_experts", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return from_examples.load("mixture_of_experts")
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ with each other.
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import driver
+import from_examples
 import harness
 import rows
 import suite
@@ -32,12 +31,8 @@ SIZES = {"Llama-3-8B": (4096, 32, 8, 128, 14336), "Llama-3-70B": (8192, 64, 8, 1
 Calls = dict[str, Callable[[], Any]]
 
 
-@functools.cache
 def example() -> Any:
-    folder = str(Path(__file__).parents[1] / "examples")
-    if folder not in sys.path:  # its examples import each other
-        sys.path.append(folder)
-    return importlib.import_module("llama_layer")
+    return from_examples.load("llama_layer")
 
 
 @dataclass(frozen=True)
