@@ -1,5 +1,5 @@
-"""An operand of an epilogue that is out itself, by every kind of kernel: exact for integers, and the
-same every time."""
+"""An operand of an epilogue that is out itself, by every kind of kernel: exact for integers, and
+the same every time."""
 
 import pytest
 import torch
