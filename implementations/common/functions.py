@@ -93,16 +93,25 @@ def exact_functions() -> Functions:
 
 def _modulo(a: _Value, b: _Value) -> _Value:
     """Of the sign of b, as in Python."""
-    rest = cute.math.rem(a, b)  # of that of a
+    rest = _rest(a, b)
     return select(_differ_in_sign(rest, b), rest + b, rest)
 
 
 def _floor_divide(a: _Value, b: _Value) -> _Value:
-    """By the rest: a quotient may be rounded up to a whole number that is beyond it."""
-    rest = cute.math.rem(a, b)
+    rest = _rest(a, b)
     whole = cute.math.roundeven((a - rest) / b)
     below = select(_differ_in_sign(rest, b), whole - 1.0, whole)
     return select(b == 0.0, a / b, below)
+
+
+def _rest(a: _Value, b: _Value) -> _Value:
+    """What is left of a quotient that is cut off, or that was rounded up to a whole number. Each
+    step is exact and leaves 2⁻²⁴ of what was there: so are quotients up to 2⁴⁷. (fmod, which
+    is at any, loops, and takes registers that some tiles do not have.)"""
+    rest = a
+    for _ in range(2):
+        rest = cute.math.fma(-cute.math.trunc(rest / b), b, rest)
+    return select(cute.math.abs(b) == math.inf, a, rest)
 
 
 def _differ_in_sign(rest: _Value, b: _Value) -> Boolean:

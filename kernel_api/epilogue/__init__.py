@@ -33,7 +33,8 @@ batch mode in the graph and none in memory. The nodes are
 ``log1p sqrt rsqrt tanh``           of each element
 ``sigmoid erf``                     of each element
 ``add sub mul div``                 of two
-``floor_divide modulo``             of two: the quotient, rounded down, and the rest
+``floor_divide modulo``             of two: the quotient, rounded down, and the rest; of quotients
+                                    beyond 2⁴⁷ kernels give no rest
 ``minimum maximum``                 of two; NaN if either is
 ``lt le gt ge eq ne``               truth values of two numbers
 ``and or not``                      truth values of truth values
