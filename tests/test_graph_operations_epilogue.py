@@ -1,4 +1,4 @@
-"""Operations of graphs that epilogues have, too: random numbers, blocks with scales, pairs."""
+"""Operations of graphs that epilogues have, too: steps, random numbers, scales of blocks, pairs."""
 
 import pytest
 import torch
@@ -8,6 +8,37 @@ import kernel_api as ka
 import kernel_api.graph as cudnn
 from kernel_api.errors import GraphError
 from kernel_api.graph._enums import data_type, rng_distribution
+
+FLOAT = data_type.FLOAT
+
+# Steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["ceil", "floor"])
+def test_steps_are_part_of_a_kernel(op):
+    g = cudnn.pygraph("", FLOAT, FLOAT, FLOAT, handle=cudnn.create_handle("cpu"))
+    x, y = (g.tensor((3, 5, 7), name=name) for name in "xy")
+    g.relu(g.mul(getattr(g, op)(g.relu(x)), y)).set_output(True).set_name("out")
+    g.build([cudnn.heur_mode.A])
+    assert [step.kind for step in g.selected.steps] == ["kernel"]
+    x, y = (4 * torch.rand(3, 5, 7) for _ in "xy")
+    out = torch.empty(3, 5, 7)
+    g.execute({"x": x, "y": y, "out": out})
+    assert torch.equal(out, getattr(x, op)() * y)
+
+
+@pytest.mark.parametrize("op", ["ceil", "floor"])
+@pytest.mark.parametrize("kind", [data_type.INT32, data_type.INT64], ids=lambda kind: kind.name)
+def test_steps_leave_integers_as_they_are(op, kind):
+    g = cudnn.pygraph("", kind, FLOAT, FLOAT, handle=cudnn.create_handle("cpu"))
+    x = g.tensor((1, 4), name="x")
+    getattr(g, op)(x).set_output(True).set_name("out").set_data_type(kind)
+    g.build([cudnn.heur_mode.A])
+    given = torch.tensor([[2**24 + 1, -(2**24) - 1, 2**31 - 1, 5]]).to(getattr(torch, kind.value))
+    out = torch.zeros_like(given)
+    g.execute({"x": given, "out": out})
+    assert torch.equal(out, given)
+
 
 # Random numbers --------------------------------------------------------------------------
 

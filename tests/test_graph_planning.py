@@ -518,30 +518,6 @@ def test_powers_by_numbers_are_part_of_a_kernel(exponent):
     assert compare(out, exact, same, factor=3.0)
 
 
-@pytest.mark.parametrize("op", ["ceil", "floor"])
-def test_steps_are_part_of_a_kernel(op):
-    graph = with_torch(lambda g, x, y: g.mul(getattr(g, op)(x), y), behind=False)
-    graph.build([cudnn.heur_mode.A])
-    assert len(launches(graph.selected)) == 1
-    x, y = (4 * torch.rand(3, 5, 7) for _ in "xy")
-    out = torch.empty(3, 5, 7)
-    graph.execute({"x": x, "y": y, "out": out})
-    assert torch.equal(out, getattr(x, op)() * y)
-
-
-@pytest.mark.parametrize("op", ["ceil", "floor"])
-@pytest.mark.parametrize("kind", [INT32, INT64], ids=lambda kind: kind.name)
-def test_steps_leave_integers_as_they_are(op, kind):
-    g = cudnn.pygraph("", kind, FLOAT, FLOAT, handle=cudnn.create_handle("cpu"))
-    x = g.tensor((1, 4), name="x")
-    getattr(g, op)(x).set_output(True).set_name("out").set_data_type(kind)
-    g.build([cudnn.heur_mode.A])
-    given = torch.tensor([[2**24 + 1, -(2**24) - 1, 2**31 - 1, 5]]).to(getattr(torch, kind.value))
-    out = torch.zeros_like(given)
-    g.execute({"x": given, "out": out})
-    assert torch.equal(out, given)
-
-
 @pytest.mark.parametrize("tables", [1, 2])
 def test_pages_are_for_a_kernel_where_keys_and_values_have_one_table(tables):
     graph = hopper()

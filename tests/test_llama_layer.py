@@ -39,7 +39,7 @@ def test_prompts_decoding_and_gradients_are_those_of_torch(example, capsys):
 def test_a_step_goes_on_where_the_prompt_ended(example):
     """Keys and values of the last token come from the cache, or from the prompt."""
     sizes, tokens = example.SMALL, 7
-    given = example.in_float32(example.operands(sizes, tokens, "cpu"))
+    given = {n: one.double() for n, one in example.operands(sizes, tokens, "cpu").items()}
     whole = example.plain_prompt(given["x"], given, sizes, 1)
     rows = example.functional.linear(
         example.functional.rms_norm(given["x"], (sizes.width,), given["attention_norm"], 1e-5),
@@ -49,7 +49,7 @@ def test_a_step_goes_on_where_the_prompt_ended(example):
     cache = example.Cache(torch.stack([example.turned(k, given), v]), tokens - 1)
     own = example.of_steps({**given, "x": given["x"][-1:]}, 1)
     step = example.plain_step(own["x"], own, sizes, cache)
-    torch.testing.assert_close(step, whole[-1:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(step, whole[-1:], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import cutlass.cute as cute
@@ -25,15 +25,13 @@ _TAIL += (-1.9976379e-5,)
 _LONG_TAIL = (-1.62791693, -0.918323874, -0.148806989, 0.0287307482, -1.02603529e-3)
 _LONG_TAIL += (-1.5760432e-3, 6.06951711e-4, -1.15695395e-4, 1.18785383e-5, -5.21937068e-7)
 
-_STEPS = frozenset(("floor", "floor_divide", "modulo"))
-
 #: Below it tanh(x) is x, x³ and x⁵ by its series, to 2e-7 of it: a difference of 1 and what is
 #: nearly 1 would keep few digits, and what is written may be a large multiple of them.
 _SMALL = 0.125
 
 
 def functions_for(
-    full: tuple[Any, ...], all_: tuple[Any, ...], ops: Iterable[str] = ()
+    full: tuple[Any, ...], all_: tuple[Any, ...], has_steps: bool = False
 ) -> tuple[Functions, bool]:
     """By operation, and whether they are approximations; these have also ``one_plus_erf``, which
     keeps the digits that 1 + erf(x) loses.
@@ -43,10 +41,10 @@ def functions_for(
             than they have, the errors of most approximations average out; those of a polynomial do
             not, which are the same wherever the values are.
         all_: Of all outputs.
-        ops: What is computed. Steps make whole numbers of the last digit, so that nothing is
-            approximated beside them.
+        has_steps: Whether something is rounded down, which makes whole numbers of the last digit,
+            so that nothing is approximated beside it.
     """
-    if any(t.width > 16 for t in full) or not _STEPS.isdisjoint(ops):
+    if any(t.width > 16 for t in full) or has_steps:
         return exact_functions(), False
     shortest = all(t is BFloat16 or t.width <= 8 for t in all_)
     tail = _SHORTEST_TAIL if shortest else _TAIL

@@ -17,6 +17,8 @@ UNARY = (
     "neg", "abs", "floor", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "erf"
 )  # fmt: skip
 BINARY = ("add", "sub", "mul", "div", "floor_divide", "modulo", "minimum", "maximum")
+#: Of UNARY and BINARY, those whose results are whole, or begin anew.
+STEPS = ("floor", "floor_divide", "modulo")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 LOGICAL = ("and", "or", "not")
 STRUCTURAL = ("split", "interleave", "repeat", "rotate", "hadamard", "reduce")
@@ -103,6 +105,10 @@ class Graph:
     def is_elementwise(self) -> bool:
         """Whether what is computed in a place depends on what is read there, or at all places."""
         return not any(node.op in STRUCTURAL for node in self.nodes)
+
+    @cached_property
+    def has_steps(self) -> bool:
+        return any(node.op in STEPS for node in self.nodes)
 
     def output_shape(self, name: str) -> Shape:
         return self.nodes[dict(self.outputs)[name]].shape

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from kernel_api.epilogue import Graph
+
 #: A change in one direction of so many times that in another is sudden.
 _SUDDEN = 8.0
 
@@ -16,17 +18,20 @@ def changes(
     error: Any,
     exact: Mapping[str, Any],
     least: Mapping[str, float],
+    graph: Graph,
     evaluated: Callable[[Any], Mapping[str, Any]],
 ) -> dict[str, Any]:
     """By output, what it changes by where elements of the value are off by as much as `error` says:
     all up, all down, and either at random.
 
-    Where a change is sudden, as where the rest of a division begins anew, there comes on top what
-    it is otherwise: what lies behind the step may be anywhere within the error.
+    Of what is rounded down on the way a change may be sudden, as where the rest of a division
+    begins anew. There comes on top what it is otherwise: what lies behind the step may be anywhere
+    within the error.
 
     Args:
         exact: The outputs of the value itself, float64.
         least: What is allowed besides.
+        graph: What computes them.
         evaluated: The outputs of another value.
     """
     generator = torch.Generator(device=value.device).manual_seed(0)
@@ -39,8 +44,7 @@ def changes(
             off = torch.nan_to_num(values.double() - exact[name], posinf=0.0, neginf=0.0).abs()
             most[name] = torch.maximum(most[name], off)
             fewest[name] = torch.minimum(fewest[name], off)
-    sudden = {name: most[name] > _SUDDEN * fewest[name] for name in most}
-    return {
-        name: least[name] + one + torch.where(sudden[name], fewest[name], 0.0)
-        for name, one in most.items()
-    }
+    if graph.has_steps:
+        for name, few in fewest.items():
+            most[name] = most[name] + torch.where(most[name] > _SUDDEN * few, few, 0.0)
+    return {name: least[name] + one for name, one in most.items()}

@@ -81,7 +81,7 @@ class ReferenceElementwise(Kernel):
             found = _evaluated(args, value, wide=True)
             return {n: saturated(one, args.outputs[n].dtype).double() for n, one in found.items()}
 
-        return changes(x, error, exact, least, evaluated)
+        return changes(x, error, exact, least, args.epilogue.graph, evaluated)
 
 
 def _is_copy(args: Any) -> bool:

@@ -255,4 +255,4 @@ def _fused_allowance(args: Any, result: Any, error: Any) -> Values:
 
     exact = evaluated(result)
     least = {n: 0.0 if args.outputs[n].dtype.is_float else 0.5 for n in exact}
-    return changes(result, error, exact, least, evaluated)
+    return changes(result, error, exact, least, args.epilogue.graph, evaluated)

@@ -148,7 +148,11 @@ class ProductOracle:
             off = torch.nan_to_num(off, posinf=0.0, neginf=0.0)
             error = error + FACTOR * (off.abs().max() if off.numel() else 0.0)
         exact = self._fused(product, wide=True)
-        return changes(product, error, exact, outputs, lambda value: self._fused(value, wide=True))
+
+        def evaluated(value: Any) -> dict[str, Any]:
+            return self._fused(value, wide=True)
+
+        return changes(product, error, exact, outputs, args.epilogue.graph, evaluated)
 
 
 class ReferenceProduct(Kernel):

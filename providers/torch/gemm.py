@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from kernel_api.arguments.scaled import BLOCK, VECTOR_BYTES
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.devices import require_streams
 from kernel_api.dtypes import dtype
-from kernel_api.kernel import Kernel
+from kernel_api.kernel import Kernel, LauncherInOrder
 from kernel_api.metadata import DesignMetadata
 from kernel_api.operands import as_torch
 from kernel_api.providers.streams import on_stream
@@ -43,16 +43,35 @@ class TorchProduct(Kernel):
             self.product(args)(*args.tensors)
 
     def _launcher(self, args: Any, artifact: CompiledArtifact) -> Callable[..., None]:
-        multiply, device, names = self.product(args), args.device, args.operand_names
+        launch, names = self._on_tensors(args), args.operand_names
         kinds = tuple((one.dtype, one.device, one.dim()) for one in args.tensors)
         blueprint, is_dense = args.blueprint(), type(args) is GemmArguments
 
-        def launch(*tensors: Any, stream: Any = None, **others: Any) -> None:
+        def checked(*tensors: Any, stream: Any = None, **others: Any) -> None:
             if not _PLAIN.issuperset(map(type, tensors)):
                 tensors = tuple(map(as_torch, tensors, names))
             if others or len(tensors) != len(names) or (is_dense and not _fit(kinds, *tensors)):
                 self.run(blueprint(*tensors, **others), artifact, stream)  # says what is wrong
-            elif stream is None:
+            else:
+                launch(*tensors, stream=stream)
+
+        return checked
+
+    def _launcher_in_order(self, args: Any, artifact: CompiledArtifact) -> LauncherInOrder:
+        launch = self._on_tensors(args)  # which are of just these sizes: nothing is to be checked
+
+        def launch_in_order(tensors: Sequence[Any], values: Sequence[Any]) -> None:
+            launch(*tensors)
+
+        return launch_in_order
+
+    def _on_tensors(self, args: Any) -> Callable[..., None]:
+        multiply, device, names = self.product(args), args.device, args.operand_names
+
+        def launch(*tensors: Any, stream: Any = None) -> None:
+            if not _PLAIN.issuperset(map(type, tensors)):
+                tensors = tuple(map(as_torch, tensors, names))
+            if stream is None:
                 multiply(*tensors)
             else:
                 require_streams(device, stream)

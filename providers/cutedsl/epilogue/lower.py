@@ -89,7 +89,7 @@ class GraphEpilogue(Epilogue):  # type: ignore[misc]
             self.heads, self.bundle = plan.heads, 2 * HALF
         self.spans_row = plan.spans_row
         self._functions, self._short = functions_for(
-            output_types[: len(plan.full)], output_types, (node.op for node in self._nodes)
+            output_types[: len(plan.full)], output_types, graph.has_steps
         )
         self._exact = exact_functions()
         self._reads: dict[int, list[tuple[Any, ...]]] = {}

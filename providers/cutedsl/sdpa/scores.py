@@ -43,8 +43,7 @@ class _Function:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._as_integers = among_whole_numbers(graph.nodes)
-        ops = (node.op for node in graph.nodes)
-        self._functions, _ = functions_for((Float16,), (Float16,), ops)
+        self._functions, _ = functions_for((Float16,), (Float16,), graph.has_steps)
         self._conversions = Conversions(compiler.target_cc() >= _CONVERTS_8_BITS)
 
     def __call__(self, score: _Value, place: Place, operands: dict[str, Any]) -> _Value:
