@@ -258,33 +258,39 @@ def test_some_designs_take_tiles_and_others_have_a_static_share_of_them(problem)
 
 
 @pytest.mark.parametrize(
-    ("rows", "schedule", "scheduler"),
+    ("rows", "tile", "scheduler"),
     [
-        (16, "cooperative", "static"),
-        (64, "cooperative", "dynamic"),
-        (256, "cooperative", "dynamic"),
-        (512, "pingpong", "static"),
-        (2048, "pingpong", "static"),
+        (4, (16, 128), "dynamic"),
+        (64, (128, 256), "dynamic"),
+        (128, (64, 256), "static"),
+        (512, (64, 256), "static"),
+        (2048, (64, 256), "static"),
     ],
 )
-def test_tiles_are_taken_first_where_groups_have_few_and_turns_where_many(
-    rows, schedule, scheduler
+@pytest.mark.parametrize("fused", [False, True])
+def test_few_rows_are_taken_and_tiles_of_many_read_the_same_columns_side_by_side(
+    rows, tile, scheduler, fused
 ):
-    B, offsets = empty(8, 4096, 4096).mT, empty(8, element=torch.int32)
-    args = ka.GroupedGemmArguments(empty(8 * rows, 4096), B, empty(8 * rows, 4096), offsets)
+    A, B, offsets = (
+        empty(8 * rows, 4096),
+        empty(8, 4096, 4096).mT,
+        empty(8, element=torch.int32),
+    )
+    args = ka.GroupedGemmArguments(A, B, empty(8 * rows, 4096), offsets)
+    if fused:
+        args = ka.fusions.grouped_gemm_glu(A, B, offsets, out=empty(8 * rows, 2048))
     design = hopper(args)[0].metadata.design
-    assert (design.schedule, design.scheduler) == (schedule, scheduler)
+    assert (design.tile_shape[:2], design.scheduler) == (tile, scheduler)
 
 
-@pytest.mark.parametrize(
-    ("rows", "scheduler"), [(128, "dynamic"), (256, "static"), (2048, "static")]
-)
-def test_consumers_take_turns_where_an_epilogue_is_fused(rows, scheduler):
-    B, offsets = empty(8, 4096, 4096).mT, empty(8, element=torch.int32)
-    out = empty(8 * rows, 2048)
-    args = ka.fusions.grouped_gemm_glu(empty(8 * rows, 4096), B, offsets, out=out)
-    design = hopper(args)[0].metadata.design
-    assert (design.schedule, design.scheduler) == ("pingpong", scheduler)
+def test_tiles_that_wait_for_what_they_read_are_taken_in_large_groups():
+    B, offsets = empty(8, 4096, 14336), empty(8, element=torch.int32)
+    for rows, scheduler in ((512, "static"), (1024, "dynamic"), (4096, "dynamic")):
+        dy, z = empty(8 * rows, 4096), empty(8 * rows, 28672)
+        args = ka.fusions.grouped_gemm_dglu(
+            dy, B, offsets, out=empty(8 * rows, 28672), preactivation=z, granularity="halves"
+        )
+        assert schedulers(hopper(args))[0] == scheduler
 
 
 @pytest.mark.parametrize(("rows", "scheduler"), [(256, "static"), (2048, "dynamic")])

@@ -5,8 +5,9 @@ numbered group by group; each group begins with a tile of its own. A block visit
 numbers, in ascending order, and looks for the group of each: the 32 lanes of a warp hold a window
 of as many groups, with the row tiles up to the end of each, and vote.
 
-Within a group tiles follow each other in bands along its longer side, every second one backwards,
-as those of a dense product do (`tile_order`).
+Within a group tiles follow each other in bands of rows along N, every second one backwards. Those
+that follow each other run side by side and share columns of B, of which a tile takes more than rows
+of A: what L2 is asked for at one time it sends once.
 """
 
 from dataclasses import dataclass
@@ -56,14 +57,13 @@ class GroupedTiles:
         offsets: (groups,), Int32: where each group ends; the first begins at 0.
         tiles_n: Along N.
         rows_per_tile: Known while tracing.
-        widths: Preferred, of a band that cuts rows, and of one that cuts columns; see
-            `preferred_band_widths`.
+        width: Preferred, of a band of row tiles; see `preferred_band_widths`.
     """
 
     offsets: cute.Tensor
     tiles_n: Int32
     rows_per_tile: int
-    widths: tuple[int, int]
+    width: int
 
     @property
     def groups(self) -> Int32:
@@ -147,20 +147,14 @@ class GroupedTiles:
     @cute.jit
     def _coordinates(self, index: Int32, tiles_m: Int32) -> tuple:
         """(m, n) of the index-th tile of a group."""
-        length, short, preferred = tiles_m, self.tiles_n, Int32(self.widths[1])
-        if tiles_m < self.tiles_n:
-            length, short, preferred = self.tiles_n, tiles_m, Int32(self.widths[0])
-        width = cutlass.max(cutlass.min(preferred, short), 1)
-        band = index // (width * length)
-        in_band = index - band * (width * length)
-        own_width = cutlass.max(cutlass.min(width, short - band * width), 1)
-        along = in_band // own_width
-        across = band * width + in_band - along * own_width
+        width = cutlass.max(cutlass.min(Int32(self.width), tiles_m), 1)
+        band = index // (width * self.tiles_n)
+        in_band = index - band * (width * self.tiles_n)
+        own_width = cutlass.max(cutlass.min(width, tiles_m - band * width), 1)
+        n = in_band // own_width
+        m = band * width + in_band - n * own_width
         if band % 2 == 1:
-            along = length - 1 - along
-        m, n = along, across
-        if tiles_m < self.tiles_n:
-            m, n = across, along
+            n = self.tiles_n - 1 - n
         return m, n
 
 

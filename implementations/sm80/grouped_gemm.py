@@ -141,7 +141,7 @@ class GroupedGemm(Gemm):
         if const_expr(len(reduced) > 0):
             blocks, _, _ = cute.arch.grid_dim()
             self._grouped.write_empty(offsets, reduced, extents[0], block, blocks, thread)
-        groups = GroupedTiles(offsets, extents[1], tile_m, (self.raster, self.raster))
+        groups = GroupedTiles(offsets, extents[1], tile_m, self.raster)
         found, tile, _ = groups.find(groups.start_at(block), block)
         if found:
             self._remember(tile, shared[3], thread)

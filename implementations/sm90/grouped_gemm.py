@@ -22,6 +22,7 @@ from .gathered import ROW_BYTES, STAGES, RowGather, stages_behind, tell
 from .gemm_producer import tma_copy_options
 from .grid import grid_of
 from .grouped_output import ScatteredOutput, written_as
+from .mainloop import apart
 from .mma import WGMMA_M
 from .paired_output import ROWS, MatricesOfPairs
 from .promotion import scale_modes
@@ -91,6 +92,12 @@ class GroupedGemm(ScheduledGemm):
         self.output.ragged = self.ragged
         self.output.scattered = scattered
         self.rows_per_tile = self.tile_shape[self.ragged] * self.cluster_shape[self.ragged]
+        #: Whether a group of threads may have a tile without any rows, and whether it passes over
+        #: blocks of rows behind the end of a group: blocks that have a static share of tiles would
+        #: no longer read the same operands at one time, which costs more.
+        self.may_have_none = self.groups_per_tile > 1 or self.cluster_shape[0] > 1
+        several = self.row_blocks > 1 or self.may_have_none
+        self.passes_over = self.dynamic and not self.swap_ab and several
 
     def _plan_gather(self):
         width = self.operand_types[0].width
@@ -184,10 +191,8 @@ class GroupedGemm(ScheduledGemm):
         return Int32(cute.ceil_div(extents[across], width))
 
     def _grouped_tiles(self, offsets, extents) -> GroupedTiles:
-        widths = self._band_widths()
-        if self.swap_ab:
-            widths = widths[::-1]
-        return GroupedTiles(offsets, self._tiles_across(extents), self.rows_per_tile, widths)
+        width = self._band_widths()[self.ragged]
+        return GroupedTiles(offsets, self._tiles_across(extents), self.rows_per_tile, width)
 
     @cute.jit
     def _produce(
@@ -397,6 +402,8 @@ class GroupedGemm(ScheduledGemm):
         accumulators = cute.make_rmem_tensor(
             tiled_mma.partition_shape_C((tile_m, tile_n)), self.accumulator_type
         )
+        if const_expr(self.passes_over):
+            accumulators.fill(0.0)  # of rows that are never written
         stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         index, position = self._first_to_multiply(queue, consumer)
         turn = None
@@ -415,21 +422,14 @@ class GroupedGemm(ScheduledGemm):
                 m, n = n, m
             row = (m * self.cluster_shape[0] + block_m) * (tile_m // WGMMA_M) + share
             column = n * self.cluster_shape[1] + block_n
-            if const_expr(self.pingpong):
-                turns.wait(turn)
             start = (tile.first_row + row * WGMMA_M, column * tile_n, tile.group)
             if const_expr(self.swap_ab):
                 start = (row * WGMMA_M, tile.first_row + column * tile_n, tile.group)
-            stage, last = self._multiply(
-                *(tiled_mma, fragments, accumulators, scales, start, Int32(0), k_tiles),
-                *(pipeline_ab, stage),
+            left = tile.end_row - start[self.ragged]
+            stage, turn = self._multiply_rows(
+                *(left, tiled_mma, fragments, accumulators, scales, start, k_tiles),
+                *(pipeline_ab, turns, stage, turn),
             )
-            if const_expr(self.pingpong):
-                turn = turns.arrive(turn)
-                stage.advance(k_tiles)
-            if const_expr(not self.promoted):
-                warpgroup.wait_group(0)
-                pipeline_ab.consumer_release(last)
 
             self.output.write(
                 *(consumer, accumulators, tma_d),
@@ -443,6 +443,87 @@ class GroupedGemm(ScheduledGemm):
             index, position = self._next_to_multiply(queue, index, position)
             is_tile, tile, state = tiles.find(state, index)
         self.output.drain()
+
+    @cute.jit
+    def _multiply_rows(
+        self,
+        left,
+        tiled_mma,
+        fragments,
+        accumulators,
+        scales,
+        start,
+        k_tiles,
+        pipeline_ab,
+        turns,
+        stage,
+        turn,
+    ):
+        """A tile's products. (stage behind the tile, the next turn)
+
+        Where blocks of rows are passed over, others have more of the tensor cores, and of the
+        power.
+
+        left: Rows of the group from the first one of the tile that this group of threads has.
+        """
+        work = (tiled_mma, fragments, accumulators, scales, start, k_tiles, pipeline_ab, turns)
+        most = self.row_blocks
+        if const_expr(not self.passes_over):
+            return self._multiply_blocks(most, *work, stage, turn)
+        if left > (most - 1) * self.groups_per_tile * WGMMA_M:
+            stage, turn = self._multiply_blocks(most, *work, stage, turn)
+        else:
+            stage, turn = self._multiply_fewer(most - 1, left, *work, stage, turn)
+        return stage, turn
+
+    @cute.jit
+    def _multiply_fewer(self, blocks: cutlass.Constexpr, left, *work):
+        """Those of a tile that does not have all of its blocks of rows; blocks: 0 or 1."""
+        *work, stage, turn = work
+        if const_expr(blocks == 0 or not self.may_have_none):
+            return self._multiply_blocks(blocks, *work, stage, turn)
+        if left > 0:
+            stage, turn = self._multiply_blocks(blocks, *work, stage, turn)
+        else:
+            stage, turn = self._multiply_blocks(0, *work, stage, turn)
+        return stage, turn
+
+    @cute.jit
+    def _multiply_blocks(
+        self,
+        blocks: cutlass.Constexpr,
+        tiled_mma,
+        fragments,
+        accumulators,
+        scales,
+        start,
+        k_tiles,
+        pipeline_ab,
+        turns,
+        stage,
+        turn,
+    ):
+        """The products of a tile's first blocks of rows; its stages are released."""
+        if const_expr(self.pingpong):
+            turns.wait(turn)
+        last = stage
+        if const_expr(blocks == 0):
+            stage = self.mainloop.pass_over(k_tiles, pipeline_ab, stage)
+        else:
+            if const_expr(blocks < self.row_blocks):
+                fragments = fragments.of_rows(blocks)
+                accumulators = _first_rows(accumulators, blocks)
+            stage, last = self._multiply(
+                *(apart(tiled_mma), fragments, accumulators, scales, start, Int32(0), k_tiles),
+                *(pipeline_ab, stage),
+            )
+        if const_expr(self.pingpong):
+            turn = turns.arrive(turn)
+            stage.advance(k_tiles)
+        if const_expr(blocks > 0 and not self.promoted):
+            warpgroup.wait_group(0)
+            pipeline_ab.consumer_release(last)
+        return stage, turn
 
     def _extents_of(self, tile: GroupTile, extents) -> tuple:
         """(M, N) of a group's accumulators."""
@@ -489,3 +570,8 @@ class GroupedGemm(ScheduledGemm):
                 self._grouped.write_empty(
                     *(offsets, mR, extents[1 - self.ragged], cluster, clusters, thread)
                 )
+
+
+def _first_rows(accumulators: cute.Tensor, blocks: int) -> cute.Tensor:
+    """Those of the first blocks of rows."""
+    return cute.logical_divide(accumulators, (None, blocks, None))[None, (None, 0), None]

@@ -1,6 +1,6 @@
 """How a consumer group multiplies the k tiles of an output tile."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import cutlass
@@ -29,6 +29,11 @@ class Fragments:
     B_small: cute.Tensor | None = None
     tiles: tuple = ()
     barrier_id: Int32 | None = None
+
+    def of_rows(self, blocks: int) -> "Fragments":
+        """The same of A's first blocks of rows."""
+        first = cute.logical_divide(self.A, (None, blocks, None, None))
+        return replace(self, A=first[None, (None, 0), None, None])
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,15 @@ class Mainloop:
             stage.advance()
             last.advance()
         return stage, last
+
+    @cute.jit
+    def pass_over(self, k_tiles, pipeline, stage):
+        """Releases all k tiles, of which nothing is multiplied. Returns the stage after them."""
+        for _ in cutlass.range(k_tiles, unroll=1):
+            pipeline.consumer_wait(stage)
+            pipeline.consumer_release(stage)
+            stage.advance()
+        return stage
 
     @cute.jit
     def multiply_promoted(
@@ -261,7 +275,7 @@ class Mainloop:
         stage,
     ):
         """The products of one part of a k tile with one block of columns, as one wgmma group."""
-        tiled_mma = _apart(tiled_mma)
+        tiled_mma = apart(tiled_mma)
         large_A = _of_part(fragments.A, part, self.parts)
         large_B = _columns(_of_part(fragments.B, part, self.parts), block)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -295,7 +309,7 @@ class Mainloop:
                 tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
 
 
-def _apart(tiled_mma):
+def apart(tiled_mma):
     """The same instruction, whose fields may be set in a loop: what is used behind it stays."""
     return cutlass.new_from_mlir_values(tiled_mma, cutlass.extract_mlir_values(tiled_mma))
 

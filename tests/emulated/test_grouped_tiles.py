@@ -24,7 +24,7 @@ from kernel_api.targets import target
 pytestmark = pytest.mark.compile
 
 ROWS_PER_TILE = 8
-WIDTHS = (2, 3)
+WIDTH = 3
 FIELDS = ("group", "first_row", "end_row", "m", "n", "first_tile", "tiles")
 SIZES = (0, 1, 7, 8, 9, 23, 0, 0, 31, 3)
 
@@ -56,7 +56,7 @@ class Visits:
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         lane, _, _ = cute.arch.thread_idx()
-        tiles = GroupedTiles(offsets, tiles_n, ROWS_PER_TILE, WIDTHS)
+        tiles = GroupedTiles(offsets, tiles_n, ROWS_PER_TILE, WIDTH)
         index = Int32(block)
         state = tiles.start_at(index) if const_expr(self.skips) else tiles.start()
         is_tile, tile, state = tiles.find(state, index)
@@ -151,11 +151,11 @@ def test_a_group_is_visited_in_bands_there_and_back():
     for index, one in enumerate(found[:20]):
         order[one["m"], one["n"]] = index
     assert order.tolist() == [
-        [0, 1, 2, 19],
-        [3, 4, 5, 18],
-        [6, 7, 8, 17],
-        [9, 10, 11, 16],
-        [12, 13, 14, 15],
+        [0, 3, 6, 9],
+        [1, 4, 7, 10],
+        [2, 5, 8, 11],
+        [18, 16, 14, 12],
+        [19, 17, 15, 13],
     ]
 
 

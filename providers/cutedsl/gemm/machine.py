@@ -35,11 +35,8 @@ class Constants:
         sustained: Operations per second of the whole GPU that its power allows, by kind.
         spared: Of that, what a schedule reaches with the same power whose tiles have rows for more
             than one instruction.
-        turns: Of groups' time, what they take if K is short, consumers take turns and no cluster
-            waits for a block behind the end of a group, which also hides the search for a group
-            and what its last tile writes: where groups are ``large``, ``small``, or small and
-            ``fused``.
-        alone: The same of blocks without a cluster where groups are small.
+        alone: Of groups' time, what consumers take that take turns in blocks without a cluster,
+            where blocks side by side read the same columns.
         overhead: Seconds of a launch that does nothing.
         latency: Seconds from the request of a stage to its arrival.
         held: Stages that are not on their way, because the consumers have them.
@@ -87,7 +84,6 @@ class Constants:
     l2_bytes: float
     sustained: dict[str, float]
     spared: dict[str, float]
-    turns: dict[str, float]
     alone: float
     overhead: float
     latency: float

@@ -74,8 +74,9 @@ _TURNED_SIZE = 2
 
 #: Bytes of an element of A and of B; of an element of the product, bytes that its epilogue moves,
 #: bytes of them that it reads, and operations; the kind of arithmetic; whether rows of A straddle
-#: lines, and those of B; whether A is contiguous along M, and B along N.
-Types = tuple[int, int, float, float, int, str, bool, bool, bool, bool]
+#: lines, and those of B; whether A is contiguous along M, and B along N; the share of rows that is
+#: multiplied.
+Types = tuple[int, int, float, float, int, str, bool, bool, bool, bool, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +140,9 @@ class Problem:
         A_straddles, B_straddles: Whether rows begin within a line of L2, so that what is loaded of
             one is in two.
         A_turned, B_turned: Whether what lies side by side is along M, and along N, in 16 bits.
+        filled: Of the rows, those that are multiplied.
+        side_by_side: Row tiles that share columns of B and run at once, one after the other in the
+            order of tiles; 0: as few tiles do.
     """
 
     M: int
@@ -159,6 +163,8 @@ class Problem:
     B_straddles: bool = False
     A_turned: bool = False
     B_turned: bool = False
+    filled: float = 1.0
+    side_by_side: int = 0
 
     @classmethod
     def of(cls, args: GemmArguments) -> Problem:
@@ -186,14 +192,14 @@ class Problem:
         read = self.epilogue_reads / elements
         work = (moved, read, self.epilogue_operations, self.kind)
         lines = (self.A_straddles, self.B_straddles, self.A_turned, self.B_turned)
-        return self.A_size, self.B_size, *work, *lines
+        return self.A_size, self.B_size, *work, *lines, self.filled
 
     @cached_property
-    def facts(self) -> tuple[int, ...]:
+    def facts(self) -> tuple[int, int, int, int, int, int, int, int, int, float]:
         """What an estimate starts from: sizes, bytes of each operand and of all, operations."""
         all_bytes = self.A_bytes + self.B_bytes + self.out_bytes + self.epilogue_bytes
         amounts = (self.A_bytes, self.B_bytes, all_bytes)
-        operations = 2 * self.M * self.N * self.K * self.L
+        operations = 2 * self.M * self.N * self.K * self.L * self.filled
         return self.M, self.N, self.K, self.L, self.A_size, self.B_size, *amounts, operations
 
 
@@ -251,7 +257,13 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
 
     # What all of them move: through L2, and from device memory where L2 has forgotten it.
     of_a, of_b = m * a_size * clusters_n * lines[0], n * b_size * clusters_m * lines[1]
-    if reads_at_once and each == 1:  # later they read at other times
+    if reads_at_once and problem.side_by_side:
+        spared = 1 - constants.at_once * _SPARED[min(problem.side_by_side, len(_SPARED) - 1)]
+        if candidate.swap_ab:
+            of_a *= spared
+        else:
+            of_b *= spared
+    elif reads_at_once and each == 1:  # later they read at other times
         of_a *= 1 - constants.at_once * _SPARED[min(clusters_n, len(_SPARED) - 1)]
         of_b *= 1 - constants.at_once * _SPARED[min(clusters_m, len(_SPARED) - 1)]
     smaller, readers = (of_a, clusters_n) if a_bytes < b_bytes else (of_b, clusters_m)
@@ -370,7 +382,7 @@ class _Plan(NamedTuple):
 @lru_cache(maxsize=4096)
 def _plan(candidate: Candidate, constants: Constants, types: Types) -> _Plan:
     c = constants
-    a_size, b_size, moved, read, operations, kind, *straddle, a_turned, b_turned = types
+    a_size, b_size, moved, read, operations, kind, *straddle, a_turned, b_turned, filled = types
     if candidate.swap_ab:
         a_size, b_size = b_size, a_size
         straddle, a_turned, b_turned = straddle[::-1], b_turned, a_turned
@@ -386,6 +398,7 @@ def _plan(candidate: Candidate, constants: Constants, types: Types) -> _Plan:
     schedule, power = candidate.schedule, c.sharpness
 
     arithmetic = 2 * tile_m * tile_n * tile_k / (c.rate[kind] * c.share.get(schedule, 1.0))
+    arithmetic *= filled
     if schedule == "pingpong" and cluster_n > cluster_m:
         arithmetic *= c.in_turn
     cut = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from kernel_api._cached_property import cached_property
 from kernel_api.arguments import EpilogueArguments, ScaleMode
@@ -200,21 +200,42 @@ class _Dense:
     epilogue: Any
 
 
-def dense_problem(args: GroupedGemmArguments, rows_per_tile: int) -> model.Problem:
-    """As the performance model takes it. Groups that fill a tile leave half of one empty; smaller
-    ones are as many products as they have tiles, each of few rows."""
+class RowTiles(NamedTuple):
+    """What a design makes of groups of rows.
+
+    Attributes:
+        rows: Of what a group is cut into: a cluster's tiles.
+        multiplied: Of these, how many are multiplied together: others, behind the end of a group,
+            are passed over.
+        in_order: Whether tiles run in their order, side by side.
+    """
+
+    rows: int
+    multiplied: int
+    in_order: bool = False
+
+
+def dense_problem(args: GroupedGemmArguments, tiles: RowTiles) -> model.Problem:
+    """As the performance model takes it. Every group ends with a tile that is not full, and those
+    without rows read no matrix: tokens are taken to go anywhere."""
     asked: Any
     operands = args.operands[:3]
     if args.ragged == "K":
         asked = _Dense(args.M, args.N, -(-args.T // args.L), args.L, operands, args.epilogue)
-    else:
-        groups = max(1, min(args.T, args.L))
-        rows, products = args.T + groups * rows_per_tile // 2, 1
-        if groups * rows_per_tile > args.T:
-            products = round(groups * _tiles_of_a_group(args.T / groups, rows_per_tile))
-            rows = -(-args.T // products)
-        asked = _Dense(rows, args.N, args.K, products, operands, args.epilogue)
-    return model.Problem.of(asked)
+        return model.Problem.of(asked)
+    share = 1 - (1 - 1 / args.L) ** max(args.T, 1)
+    groups = args.L * share
+    rows = max(args.T, 1) / groups
+    per_group = _tiles_of_a_group(rows, tiles.rows) * tiles.rows
+    multiplied = _tiles_of_a_group(rows, tiles.multiplied) * tiles.multiplied
+    asked = _Dense(round(groups * per_group), args.N, args.K, 1, operands, args.epilogue)
+    problem = model.Problem.of(asked)
+    return replace(
+        problem,
+        B_bytes=round(share * problem.B_bytes),
+        filled=multiplied / per_group,
+        side_by_side=max(round(rows / tiles.rows), 1) if tiles.in_order else 0,
+    )
 
 
 def _tiles_of_a_group(rows: float, rows_per_tile: int) -> float:
@@ -223,28 +244,23 @@ def _tiles_of_a_group(rows: float, rows_per_tile: int) -> float:
     least, most = rows / 2, 3 * rows / 2
     further = range(1, math.ceil(most / rows_per_tile))
     reached = (most - max(least, tile * rows_per_tile) for tile in further)
-    return 1 + sum(reached) / (most - least) if rows else 1.0
-
-
-def are_small(args: GroupedGemmArguments, rows_per_tile: int) -> bool:
-    """Whether most groups of rows have half a tile at most."""
-    return max(1, min(args.T, args.L)) * rows_per_tile >= 2 * args.T
+    return 1 + sum(reached) / (most - least)
 
 
 @lru_cache(maxsize=1)
-def _problems(key: Any) -> dict[int, model.Problem]:
-    """By rows of a tile, those of the last arguments asked about."""
+def _problems(key: Any) -> dict[RowTiles, model.Problem]:
+    """Those of the last arguments asked about."""
     return {}
 
 
 def predict(
     args: GroupedGemmArguments,
-    rows_per_tile: int,
+    tiles: RowTiles,
     candidate: model.Candidate,
     constants: machine.Constants,
 ) -> float:
-    """Seconds for one design; rows_per_tile: of what a group is cut into."""
+    """Seconds for one design."""
     known = _problems(args.key)
-    if rows_per_tile not in known:
-        known[rows_per_tile] = dense_problem(args, rows_per_tile)
-    return model.seconds(known[rows_per_tile], candidate, constants)
+    if tiles not in known:
+        known[tiles] = dense_problem(args, tiles)
+    return model.seconds(known[tiles], candidate, constants)

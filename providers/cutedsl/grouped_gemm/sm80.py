@@ -21,6 +21,7 @@ from kernel_api.providers.cutedsl.grouped_gemm.base import (
     ExpertPointersGemm,
     RaggedRowsGemm,
     RaggedSumGemm,
+    RowTiles,
     predict,
 )
 from kernel_api.space import Operands, Space, rule
@@ -81,7 +82,8 @@ class Sm80GroupedGemmFamily(Sm80GemmFamily):
 
     def predict(self, args: Any) -> float:
         candidate, constants = self.candidate, machine.constants_on(args.device, self.family)
-        seconds = predict(args, candidate.tile_shape[0], candidate, constants)
+        rows = candidate.tile_shape[0]
+        seconds = predict(args, RowTiles(rows, rows), candidate, constants)
         return _SLOWER * seconds
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from kernel_api._cached_property import cached_property
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments.grouped import GroupedGemmArguments
 from kernel_api.epilogue import Graph
@@ -30,7 +31,7 @@ from kernel_api.providers.cutedsl.grouped_gemm.base import (
     ExpertPointersGemm,
     RaggedRowsGemm,
     RaggedSumGemm,
-    are_small,
+    RowTiles,
     out_in_halves,
     predict,
 )
@@ -40,17 +41,19 @@ from kernel_api.space import Miss, Operands, Space, rule
 _DESCRIPTOR_BYTES = 128
 #: Rows that are gathered are complete two stages after they were begun.
 _GATHER_STAGES = 4
-# Factors on the time that the model of dense products has, measured on an H200.
-#: Where clusters take their tiles; see `_gains_by_taking`.
-_TAKEN = 0.985
-#: Where a cluster's tile is as high as wide, so that it loads the least, and many rows are summed
-#: over in each group.
+#: Of the time that the model of dense products has, what clusters take that take their tiles.
+_TAKEN = 0.9953
+#: What those take that have a share, in large groups: tiles wait for what their epilogues read, and
+#: what blocks side by side read of A and B is no longer read at one time.
+_APART = 1.12
+#: Sums over many rows, where a cluster's tile is as high as wide and loads the least.
 _SQUARE = 0.97
 #: Of tiles of :data:`PROMOTED_COLUMNS`; this one was measured on an H100.
 _PROMOTED_AT_ONCE = 1.04
-_SHORT_K = 4096
+#: Rows that are multiplied together.
+_BLOCK_ROWS = 64
 #: Of a group, on average.
-_FEW_ROWS, _LARGE_ROWS, _MANY_ROWS = 256, 512, 1024
+_LARGE, _MANY = 512, 1024
 
 
 class Sm90GroupedGemmFamily(Sm90GemmFamily):
@@ -114,55 +117,36 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         """Of a cluster's tiles."""
         return self._design.tile_shape[0] * self._design.cluster_shape[0]
 
+    @cached_property
+    def row_tiles(self) -> RowTiles:
+        design, rows = self._design, self._rows_per_tile
+        passes_over = design.takes_tiles and not design.swap_ab
+        return RowTiles(rows, _BLOCK_ROWS if passes_over else rows, not design.takes_tiles)
+
     def predict(self, args: Any) -> float:
-        rows = self._rows_per_tile
         constants = machine.constants_on(args.device, self.modelled_as)
-        seconds = predict(args, rows, self.candidate, constants)
-        if not are_small(args, rows):
-            return seconds * self._factor(args, constants)
-        in_turn = self._design.schedule == "pingpong"
-        return seconds * (_TAKEN if self._design.takes_tiles and not in_turn else 1.0)
+        seconds = predict(args, self.row_tiles, self.candidate, constants)
+        return seconds * self.factor(args, constants)
 
-    def _factor(self, args: Any, constants: machine.Constants) -> float:
-        """On what the model has of dense products, where groups fill tiles."""
+    def factor(self, args: Any, constants: machine.Constants) -> float:
+        """On what the model has of dense products."""
+        if self._design.takes_tiles:
+            return _TAKEN
+        epilogue = args.epilogue
+        if epilogue is not None and reads_matrix(epilogue.graph) and _has_groups_of(_MANY, args):
+            return _APART
+        return constants.alone if self._is_alone(args) else 1.0
+
+    def _is_alone(self, args: Any) -> bool:
+        """Whether blocks wait for no cluster, and read at one time what those beside them do."""
         design = self._design
-        (tile_m, tile_n, _), (cluster_m, cluster_n, *_) = design.tile_shape, design.cluster_shape
-        factor = 1.0
-        if design.schedule == "pingpong" and cluster_m == 1 and args.K <= _SHORT_K:
-            factor *= constants.turns[_kind_of_turns(args)]
-        between = _has_groups_of(_FEW_ROWS, args) and not _has_groups_of(_LARGE_ROWS, args)
-        if cluster_m * cluster_n == 1 and between:
-            factor *= constants.alone
-        if design.takes_tiles and self._gains_by_taking(args):
-            factor *= _TAKEN
-        square = args.ragged == "K" and tile_m * cluster_m == tile_n * cluster_n
-        if square and args.epilogue is None and _has_groups_of(_MANY_ROWS, args):
-            factor *= _SQUARE
-        return factor
-
-    def _gains_by_taking(self, args: Any) -> bool:
-        """Whether clusters that take their tiles are faster than those that have a share: a group
-        of many tiles is about as long as the next one, but not where each tile waits for what its
-        epilogue reads."""
-        if args.ragged == "K":
-            many = _has_groups_of(_LARGE_ROWS, args)
-            return many if args.epilogue is None else not _has_groups_of(_MANY_ROWS, args)
-        if args.epilogue is not None:
-            waits = args.K > _SHORT_K or reads_matrix(args.epilogue.graph)
-            return waits or not _has_groups_of(_FEW_ROWS, args)
-        return self._design.schedule != "pingpong" and not _has_groups_of(_LARGE_ROWS, args)
+        in_turn = design.schedule == "pingpong" and math.prod(design.cluster_shape) == 1
+        return in_turn and _has_groups_of(2 * self._rows_per_tile, args)
 
 
 def _has_groups_of(rows: int, args: Any) -> bool:
     """Whether they have so many rows, on average."""
     return bool(rows * args.L <= args.T)
-
-
-def _kind_of_turns(args: Any) -> str:
-    """Of those that `machine.Constants` tells apart."""
-    if _has_groups_of(_LARGE_ROWS, args):
-        return "large"
-    return "small" if args.epilogue is None else "fused"
 
 
 @CuTeDSLProvider.register
@@ -260,9 +244,9 @@ class Sm90Fp8GroupedGemm(Sm90GroupedGemm):
     scales_of_rows = Sm90Fp8Gemm.scales_of_rows
     columns_of_blocks = Sm90Fp8Gemm.columns_of_blocks
 
-    def _factor(self, args: Any, constants: machine.Constants) -> float:
+    def factor(self, args: Any, constants: machine.Constants) -> float:
         wide = self._design.tile_shape[1] == PROMOTED_COLUMNS
-        return super()._factor(args, constants) * (_PROMOTED_AT_ONCE if wide else 1.0)
+        return super().factor(args, constants) * (_PROMOTED_AT_ONCE if wide else 1.0)
 
 
 @CuTeDSLProvider.register
@@ -286,6 +270,7 @@ class Sm90GroupedSumGemm(RaggedSumGemm, Sm90GroupedGemmFamily):
     """Grouped GEMM of 16-bit floats for Hopper that sums over the groups."""
 
     family: ClassVar[str] = "sm90.grouped_gemm_sum"
+    modelled_as = "sm90.grouped_gemm_sum"
     operands = (
         Operands(
             A="f16 | bf16",
@@ -299,6 +284,25 @@ class Sm90GroupedSumGemm(RaggedSumGemm, Sm90GroupedGemmFamily):
         ),
     )
     space = Space(*sm90_design.points(sm90_design.OF_SUMS, operand_bytes=2))
+
+    def factor(self, args: Any, constants: machine.Constants) -> float:
+        (tile_m, tile_n, _), (cluster_m, cluster_n, *_) = (
+            self._design.tile_shape,
+            self._design.cluster_shape,
+        )
+        factor = 1.0
+        if self._design.takes_tiles and self._gains_by_taking(args):
+            factor *= _TAKEN
+        square = tile_m * cluster_m == tile_n * cluster_n
+        if square and args.epilogue is None and _has_groups_of(_MANY, args):
+            factor *= _SQUARE
+        return factor
+
+    def _gains_by_taking(self, args: Any) -> bool:
+        """Whether clusters that take their tiles are faster than those that have a share."""
+        if args.epilogue is not None:
+            return not _has_groups_of(_MANY, args)
+        return _has_groups_of(_LARGE, args)
 
     def _implementation(
         self,

@@ -1,0 +1,167 @@
+"""Fit the constants of products of groups of rows to measured times of all candidates.
+
+    python benchmarks/grouped_candidates.py        (on the GPU: writes grouped-candidates.json)
+    python benchmarks/fit_grouped.py [--family NAME] [--steps N] [--seed N] [--write]
+
+A random search from what model.json says: constants are moved, a few at a time, and what makes
+first choices faster is kept. Counted are what a choice costs, softened so that nearly equal
+estimates count both; the choice itself; the worst of them; and a little the error of estimates of
+designs that are near the best. Printed is how far first choices are from the best candidates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grouped_candidates
+
+import kernel_api as ka
+from kernel_api.providers.cutedsl.gemm import machine, model
+from kernel_api.providers.cutedsl.grouped_gemm.base import dense_problem
+
+ROWS = Path(__file__).parent / "results" / "h200" / f"{grouped_candidates.SUITE}.json"
+GPU = "NVIDIA H200"
+#: Constants that say something about such products, by how far a step moves them; those by kind
+#: and by schedule with what they are asked by.
+MOVED = {
+    "rate": 0.3, "share": 0.2, "sustained": 0.3, "spared": 0.2, "bandwidth": 1.0,
+    "l2_bandwidth": 1.0, "latency": 1.0, "overhead": 1.0, "step": 1.0, "feed": 1.0, "load": 1.0,
+    "store": 1.0, "sharpness": 1.0, "at_once": 1.0, "in_turn": 0.1, "held": 1.0, "alone": 0.15,
+}  # fmt: skip
+MOST = {"at_once": 1.0, "in_turn": 1.05, "held": 3.0, "alone": 1.0}
+#: Relative difference of estimates below which both are counted.
+SOFTNESS = 0.006
+#: Of the best, what the error of an estimate still counts for.
+NEAR = 1.4
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A problem: of every candidate (kernel, what the model takes, seconds)."""
+
+    label: str
+    args: Any
+    times: tuple[tuple[Any, model.Problem, float], ...]
+
+    @property
+    def best(self) -> float:
+        return min(seconds for *_, seconds in self.times)
+
+
+def load(path: Path, family: str) -> list[Measured]:
+    found = []
+    for row in json.loads(path.read_text())["problems"]:
+        args = grouped_candidates.of_row(row).arguments("meta")
+        offered = {one.metadata.kernel_name: one for one in ka.get_kernels(args, cc=90)}
+        times = tuple(
+            (offered[name], dense_problem(args, offered[name].row_tiles), 1e-6 * microseconds)
+            for name, microseconds in row["times_us"].items()
+            if name in offered and offered[name].modelled_as == family
+        )
+        if times:
+            found.append(Measured(row["problem"], args, times))
+    return found
+
+
+def estimates(problem: Measured, constants: machine.Constants) -> list[float]:
+    return [
+        model.seconds(dense, kernel.candidate, constants) * kernel.factor(problem.args, constants)
+        for kernel, dense, _ in problem.times
+    ]
+
+
+def regret(problem: Measured, constants: machine.Constants) -> float:
+    """Of the first choice over the best."""
+    found = estimates(problem, constants)
+    return problem.times[found.index(min(found))][-1] / problem.best
+
+
+def cost(problems: Sequence[Measured], constants: machine.Constants) -> float:
+    softened, choices, errors = [], [], []
+    for problem in problems:
+        found, seconds = estimates(problem, constants), [one[-1] for one in problem.times]
+        least = min(found)
+        weights = [math.exp((1 - one / least) / SOFTNESS) for one in found]
+        regrets = [math.log(one / problem.best) for one in seconds]
+        softened.append(sum(map(float.__mul__, weights, regrets)) / sum(weights))
+        choices.append(regrets[found.index(least)])
+        near = [(f, s) for f, s in zip(found, seconds, strict=True) if s < NEAR * problem.best]
+        errors.append(statistics.fmean(math.log(f / s) ** 2 for f, s in near))
+    mean = statistics.fmean
+    return mean(softened) + 0.3 * mean(choices) + 0.08 * max(choices) + 0.15 * mean(errors) ** 0.5
+
+
+def moved(constants: machine.Constants, chance: random.Random, far: float) -> machine.Constants:
+    values: dict[str, Any] = {}
+    for name in chance.sample(sorted(MOVED), chance.choice((1, 1, 2, 3))):
+        old, step = getattr(constants, name), MOVED[name] * far
+        if isinstance(old, dict):
+            key = chance.choice(sorted(old))
+            values[name] = {**old, key: old[key] * math.exp(chance.gauss(0, step))}
+        elif name in MOST:
+            new = old + chance.gauss(0, step)
+            values[name] = min(max(new, 0.0), MOST[name])
+        else:
+            values[name] = old * math.exp(chance.gauss(0, step))
+    return dataclasses.replace(constants, **values)
+
+
+def search(
+    problems: Sequence[Measured], constants: machine.Constants, steps: int, seed: int
+) -> machine.Constants:
+    chance, best = random.Random(seed), cost(problems, constants)
+    for step in range(steps):
+        there = moved(constants, chance, 0.02 + 0.15 * (1 - step / steps))
+        found = cost(problems, there)
+        if found < best:
+            constants, best = there, found
+    return constants
+
+
+def report(problems: Sequence[Measured], constants: machine.Constants) -> str:
+    found = sorted((regret(one, constants), one.label) for one in problems)
+    mean = math.exp(statistics.fmean(math.log(one) for one, _ in found))
+    worst, where = found[-1]
+    return f"{len(found)} problems: geometric mean {mean:.4f}, worst {worst:.3f}, {where}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--family", default="sm90.grouped_gemm", help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2000, metavar="N", help="(default: 2000)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
+    parser.add_argument("--write", action="store_true", help="change model.json")
+    options = parser.parse_args(arguments)
+    problems = load(ROWS, options.family)
+    tables = json.loads(machine.CONSTANTS.read_text())
+    constants = machine.Constants.of(machine.table_of(tables, GPU), options.family)
+    print("before:", report(problems, constants))
+    constants = search(problems, constants, options.steps, options.seed)
+    print("after: ", report(problems, constants))
+    if options.write:
+        own = tables[GPU]["families"][options.family]
+        own.update({name: _rounded(getattr(constants, name)) for name in MOVED})
+        machine.CONSTANTS.write_text(json.dumps(tables, indent=2) + "\n")
+    return 0
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return float(f"{value:.4g}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
