@@ -258,19 +258,10 @@ def test_some_designs_take_tiles_and_others_have_a_static_share_of_them(problem)
 
 
 @pytest.mark.parametrize(
-    ("rows", "tile", "scheduler"),
-    [
-        (4, (16, 128), "dynamic"),
-        (64, (128, 256), "dynamic"),
-        (128, (64, 256), "static"),
-        (512, (64, 256), "static"),
-        (2048, (64, 256), "static"),
-    ],
+    ("rows", "tile"), [(4, (16, 128)), (64, (128, 256)), (128, (128, 128)), (512, (128, 128))]
 )
 @pytest.mark.parametrize("fused", [False, True])
-def test_few_rows_are_taken_and_tiles_of_many_read_the_same_columns_side_by_side(
-    rows, tile, scheduler, fused
-):
+def test_clusters_take_tiles_where_groups_do_not_fill_theirs(rows, tile, fused):
     A, B, offsets = (
         empty(8 * rows, 4096),
         empty(8, 4096, 4096).mT,
@@ -280,17 +271,28 @@ def test_few_rows_are_taken_and_tiles_of_many_read_the_same_columns_side_by_side
     if fused:
         args = ka.fusions.grouped_gemm_glu(A, B, offsets, out=empty(8 * rows, 2048))
     design = hopper(args)[0].metadata.design
-    assert (design.tile_shape[:2], design.scheduler) == (tile, scheduler)
+    assert (design.tile_shape[:2], design.scheduler) == (tile, "dynamic")
+
+
+@pytest.mark.parametrize("rows", [128, 1024, 4096])
+def test_blocks_that_count_on_those_beside_them_begin_on_an_empty_gpu_and_are_not_first(rows):
+    B, offsets = empty(8, 4096, 4096).mT, empty(8, element=torch.int32)
+    args = ka.GroupedGemmArguments(empty(8 * rows, 4096), B, empty(8 * rows, 4096), offsets)
+    first, *others = (one.metadata.design for one in hopper(args))
+    assert first.cluster_shape[1] == 2
+    independent = [one for one in others if not one.dependent_launch]
+    assert {one.tile_shape[:2] for one in independent} == {(64, 256), (64, 192)}
+    assert all(one.cluster_shape[:2] == (1, 1) and one.scheduler == "static" for one in independent)
 
 
 def test_tiles_that_wait_for_what_they_read_are_taken_in_large_groups():
     B, offsets = empty(8, 4096, 14336), empty(8, element=torch.int32)
-    for rows, scheduler in ((512, "static"), (1024, "dynamic"), (4096, "dynamic")):
+    for rows in (512, 1024, 4096):
         dy, z = empty(8 * rows, 4096), empty(8 * rows, 28672)
         args = ka.fusions.grouped_gemm_dglu(
             dy, B, offsets, out=empty(8 * rows, 28672), preactivation=z, granularity="halves"
         )
-        assert schedulers(hopper(args))[0] == scheduler
+        assert schedulers(hopper(args))[0] == "dynamic"
 
 
 @pytest.mark.parametrize(("rows", "scheduler"), [(256, "static"), (2048, "dynamic")])

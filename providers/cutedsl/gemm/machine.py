@@ -35,8 +35,9 @@ class Constants:
         sustained: Operations per second of the whole GPU that its power allows, by kind.
         spared: Of that, what a schedule reaches with the same power whose tiles have rows for more
             than one instruction.
-        alone: Of groups' time, what consumers take that take turns in blocks without a cluster,
-            where blocks side by side read the same columns.
+        alone: Of groups' time, what blocks without a cluster take that have a share of tiles, where
+            those beside them load the same: at one time, and so once, if they begin on a GPU that
+            is empty, but not between the kernels of a layer.
         overhead: Seconds of a launch that does nothing.
         latency: Seconds from the request of a stage to its arrival.
         held: Stages that are not on their way, because the consumers have them.

@@ -190,6 +190,8 @@ def _point(text: str, operand_bytes: int) -> dict[str, Any]:
             point["schedule"] = word
         elif word == "dynamic":
             point["scheduler"] = word
+        elif word == "independent":
+            point["dependent_launch"] = False
         elif word in _FLAGS:
             point[_FLAGS[word]] = True
         elif word.startswith("split"):
