@@ -2,10 +2,10 @@
 
     python benchmarks/grouped_candidates.py [--only TEXT] [--rounds N] [--seconds S] [--out FOLDER]
 
-One after the other without a pause, as in a layer, so that the clocks are those of a busy GPU:
-consumers that take turns need less power for the same product. Layers are those of Mixtral-8x7B,
-DeepSeek-V3 and others of many small experts; what is fused is what ``kernel_api.nn.moe`` fuses.
-``fit_grouped.py`` reads what this writes.
+One after the other without a pause, so that the clocks are those of a busy GPU: consumers that take
+turns need less power for the same product. Layers are those of Mixtral-8x7B, DeepSeek-V3 and others
+of many small experts; what is fused is what ``kernel_api.nn.moe`` fuses. ``fit_grouped.py`` reads
+what this writes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ BLOCK = 128
 FAR = 2.2
 #: Operations that no problem has more of.
 MOST = 2.6e13
-FLUSHED_BYTES = 1 << 28
 #: Bytes that TMA copies at least.
 PIECE = 16
 
@@ -46,8 +45,14 @@ UP = ((8, 28672, 4096), (256, 4096, 7168), (128, 1536, 2048), (32, 5760, 2880), 
 UP = (*UP, (64, 2816, 2048))
 DOWN = ((8, 4096, 14336), (256, 7168, 2048), (128, 2048, 768), (32, 2880, 2880), (128, 4096, 1536))
 DOWN = (*DOWN, (64, 2048, 1408))
-OF_8_BITS = ("per_row", "block")
+#: What the first matrices are fused with, and rows of the first three layers.
 OF_TRAINING = ("swiglu of halves, prob", "swiglu of halves, prob, preactivation")
+TOKENS_OF_TRAINING = ((32768, 8192), (131072, 32768), (131072, 32768, 8192))
+#: By scales.
+OF_8_BITS = {
+    "per_row": (*UP[:4], UP[5], *DOWN[:2], DOWN[4]),
+    "block": (*UP[:3], *DOWN[:2]),
+}
 
 
 @dataclass(frozen=True)
@@ -136,23 +141,23 @@ def problems() -> Iterator[Problem]:
         for up, down in zip(UP, DOWN, strict=True):
             yield Problem(up[0], T, *up[1:], fused=fused)
             yield Problem(down[0], T, *down[1:])
-    for T in (131072, 32768, 8192):
-        for up, down in zip(UP[:3], DOWN[:3], strict=True):
-            yield from (Problem(up[0], T, *up[1:], fused=fused) for fused in OF_TRAINING)
-            yield Problem(down[0], T, down[2], down[1], fused="dglu")
-            yield Problem(down[0], T, *down[1:], fused="scattered")
+    for (groups, N, K), down, tokens in zip(UP, DOWN, TOKENS_OF_TRAINING, strict=False):
+        for T in tokens:
+            yield from (Problem(groups, T, N, K, fused=fused) for fused in OF_TRAINING)
+            yield Problem(groups, T, down[2], down[1], fused="dglu")
+            yield Problem(groups, T, K, N)
+    for down, tokens in ((DOWN[0], (32768,)), (DOWN[1], (131072, 32768))):
+        yield from (Problem(down[0], T, *down[1:], fused="scattered") for T in tokens)
     for T in (131072, 32768, 8192, 2048):
-        for scales in OF_8_BITS:
-            for groups, N, K in (*UP[:4], *DOWN[:4]):
-                if scales == "per_row" or not (N % BLOCK or K % BLOCK):
-                    yield Problem(groups, T, N, K, scales=scales)
+        for scales, of_8_bits in OF_8_BITS.items():
+            yield from (Problem(one[0], T, *one[1:], scales=scales) for one in of_8_bits)
 
 
-def candidates(args: ka.GroupedGemmArguments, **where: Any) -> list[Kernel]:
+def candidates(args: ka.GroupedGemmArguments) -> list[Kernel]:
     """Those for operands like these, but for what the model has far behind the first."""
     found = [
         one
-        for one in ka.get_kernels(args, providers=["cutedsl"], **where)
+        for one in ka.get_kernels(args, providers=["cutedsl"])
         if one.family_name().startswith("sm90.") and _takes_whole_pieces(one)
     ]
     expected = {one: one.predict(args) or 0.0 for one in found}
@@ -180,7 +185,7 @@ def measure(problem: Problem, rounds: int) -> rows.Row:
     if not problem.scales:
         A, B, _, offsets = args.tensors
         calls[PEER] = [functools.partial(torch._grouped_mm, A, B, offs=offsets)]
-    found, policy = harness.interleaved(calls, FLUSHED_BYTES, "eager", rounds)
+    found, policy = harness.interleaved(calls, 0, "eager", rounds)
     times = {name: round(timing.median, 2) for name, timing in found.items()}
     peers = {PEER: times.pop(PEER)} if PEER in times else {}
     return {

@@ -261,7 +261,7 @@ def test_some_designs_take_tiles_and_others_have_a_static_share_of_them(problem)
     ("rows", "tile"), [(4, (16, 128)), (64, (128, 256)), (128, (128, 128)), (512, (128, 128))]
 )
 @pytest.mark.parametrize("fused", [False, True])
-def test_clusters_take_tiles_where_groups_do_not_fill_theirs(rows, tile, fused):
+def test_tiles_are_taken_where_a_group_may_end_in_any_of_them(rows, tile, fused):
     A, B, offsets = (
         empty(8 * rows, 4096),
         empty(8, 4096, 4096).mT,

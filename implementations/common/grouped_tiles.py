@@ -6,8 +6,8 @@ numbers, in ascending order, and looks for the group of each: the 32 lanes of a 
 of as many groups, with the row tiles up to the end of each, and vote.
 
 Within a group tiles follow each other in bands of rows along N, every second one backwards. Those
-that follow each other run side by side and share columns of B, of which a tile takes more than rows
-of A: what L2 is asked for at one time it sends once.
+that follow each other run side by side and share columns of B, of which wide tiles take the most:
+what L2 is asked for at one time it sends once.
 """
 
 from dataclasses import dataclass

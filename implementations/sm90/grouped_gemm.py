@@ -97,7 +97,9 @@ class GroupedGemm(ScheduledGemm):
         #: no longer read the same operands at one time, which costs more.
         self.may_have_none = self.groups_per_tile > 1 or self.cluster_shape[0] > 1
         several = self.row_blocks > 1 or self.may_have_none
-        self.passes_over = self.dynamic and not self.swap_ab and several
+        # Those that split float32 together wait for each other.
+        may = not (self.swap_ab or self.split_float32)
+        self.passes_over = self.dynamic and may and several
 
     def _plan_gather(self):
         width = self.operand_types[0].width
@@ -506,7 +508,6 @@ class GroupedGemm(ScheduledGemm):
         """The products of a tile's first blocks of rows; its stages are released."""
         if const_expr(self.pingpong):
             turns.wait(turn)
-        last = stage
         if const_expr(blocks == 0):
             stage = self.mainloop.pass_over(k_tiles, pipeline_ab, stage)
         else:

@@ -1,6 +1,6 @@
 """What the performance model knows of GPUs: constants per GPU and kernel family, in ``model.json``.
 
-``benchmarks/fit_model.py`` finds them.
+``benchmarks/fit_model.py`` finds them, and ``benchmarks/fit_grouped.py`` those of groups of rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Constants:
             than one instruction.
         alone: Of groups' time, what blocks without a cluster take that have a share of tiles, where
             those beside them load the same: at one time, and so once, if they begin on a GPU that
-            is empty, but not between the kernels of a layer.
+            is empty, but not between the kernels of a layer, which say how much longer.
         overhead: Seconds of a launch that does nothing.
         latency: Seconds from the request of a stage to its arrival.
         held: Stages that are not on their way, because the consumers have them.

@@ -178,7 +178,7 @@ def _point(text: str, operand_bytes: int) -> dict[str, Any]:
     """``"128x256 2x1 pingpong swap deep split4 stream"``: tile and cluster, then what else there
     is. A deep tile has twice the K, for tiles so small that waiting for each takes longer. A
     cluster of ``1x1x4`` with ``split4`` has the parts of a tile, and with ``even`` those of one
-    part."""
+    part. ``independent`` is what is launched when the kernel before has ended."""
     tile, cluster, *rest = text.split()
     k = ROW_BYTES // operand_bytes * (2 if "deep" in rest else 1)
     point: dict[str, Any] = {

@@ -226,8 +226,8 @@ def dense_problem(args: GroupedGemmArguments, tiles: RowTiles) -> model.Problem:
     share = 1 - (1 - 1 / args.L) ** max(args.T, 1)
     groups = args.L * share
     rows = max(args.T, 1) / groups
-    per_group = _tiles_of_a_group(rows, tiles.rows) * tiles.rows
-    multiplied = _tiles_of_a_group(rows, tiles.multiplied) * tiles.multiplied
+    per_group = tiles_of_a_group(rows, tiles.rows) * tiles.rows
+    multiplied = tiles_of_a_group(rows, tiles.multiplied) * tiles.multiplied
     asked = _Dense(round(groups * per_group), args.N, args.K, 1, operands, args.epilogue)
     problem = model.Problem.of(asked)
     return replace(
@@ -238,13 +238,15 @@ def dense_problem(args: GroupedGemmArguments, tiles: RowTiles) -> model.Problem:
     )
 
 
-def _tiles_of_a_group(rows: float, rows_per_tile: int) -> float:
+def tiles_of_a_group(rows: float, rows_per_tile: int) -> float:
     """On average, where groups have anything between half of so many rows and half as many more:
     a router does not deal them out evenly."""
     least, most = rows / 2, 3 * rows / 2
-    further = range(1, math.ceil(most / rows_per_tile))
-    reached = (most - max(least, tile * rows_per_tile) for tile in further)
-    return 1 + sum(reached) / (most - least)
+    of_all = int(least // rows_per_tile)  # beside the first one
+    of_some = math.ceil(most / rows_per_tile) - 1
+    between = of_some - of_all
+    beyond = between * most - rows_per_tile * between * (of_all + 1 + of_some) / 2
+    return 1 + of_all + beyond / rows
 
 
 @lru_cache(maxsize=1)

@@ -41,23 +41,23 @@ from kernel_api.space import Miss, Operands, Space, rule
 _DESCRIPTOR_BYTES = 128
 #: Rows that are gathered are complete two stages after they were begun.
 _GATHER_STAGES = 4
-#: Of the time that the model of dense products has, what clusters take that take their tiles.
+# Factors on the time that the model of dense products has, measured on an H200.
+#: Where clusters take their tiles.
 _TAKEN = 0.9956
-#: The same of blocks that take tiles and are in no cluster: nothing is loaded for several of them.
+#: Where blocks in no cluster take tiles: nothing is loaded for several of them.
 _ALONE = 1.03
-#: What consumers take that take turns at tiles of so many columns, which leave one stage less.
-_COLUMNS, _FEWER_STAGES = 160, 1.028
-#: What those take that have a share, in large groups: tiles wait for what their epilogues read, and
-#: what blocks side by side read of A and B is no longer read at one time.
+#: Of tiles of so many columns, where consumers take turns: one stage fewer fits than beside 128.
+_TURN_COLUMNS, _TURNS = 160, 1.028
+#: Of a static share of tiles that wait for what their epilogues read, in groups of many rows.
 _APART = 1.12
-#: Sums over many rows, where a cluster's tile is as high as wide and loads the least.
+#: Of sums over many rows, where a cluster's tile is as high as wide and loads the least.
 _SQUARE = 0.97
 #: Of tiles of :data:`PROMOTED_COLUMNS`; this one was measured on an H100.
 _PROMOTED_AT_ONCE = 1.04
 #: Rows that are multiplied together.
 _BLOCK_ROWS = 64
-#: Of a group, on average.
-_LARGE, _MANY = 512, 1024
+#: Rows of a group, on average.
+_LARGE_ROWS, _MANY_ROWS = 512, 1024
 
 
 class Sm90GroupedGemmFamily(Sm90GemmFamily):
@@ -137,10 +137,14 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         epilogue, factor = args.epilogue, 1.0
         if self._design.takes_tiles:
             factor = _TAKEN
-        elif epilogue is not None and reads_matrix(epilogue.graph) and _has_groups_of(_MANY, args):
+        elif (
+            epilogue is not None
+            and reads_matrix(epilogue.graph)
+            and _has_groups_of(_MANY_ROWS, args)
+        ):
             factor = _APART
-        if self._design.tile_shape[1] == _COLUMNS:
-            factor *= _FEWER_STAGES
+        if self._design.tile_shape[1] == _TURN_COLUMNS:
+            factor *= _TURNS
         if self._is_alone(args):
             factor *= _ALONE if self._design.takes_tiles else constants.alone
         return factor
@@ -150,6 +154,11 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         design = self._design
         alone = math.prod(design.cluster_shape) == 1 and not design.swap_ab
         return alone and _has_groups_of(self._rows_per_tile, args)
+
+
+def _waits(epilogue: Any) -> bool:
+    """Whether each tile waits for what its epilogue reads."""
+    return epilogue is not None and reads_matrix(epilogue.graph)
 
 
 def _has_groups_of(rows: int, args: Any) -> bool:
@@ -302,15 +311,15 @@ class Sm90GroupedSumGemm(RaggedSumGemm, Sm90GroupedGemmFamily):
         if self._design.takes_tiles and self._gains_by_taking(args):
             factor *= _TAKEN
         square = tile_m * cluster_m == tile_n * cluster_n
-        if square and args.epilogue is None and _has_groups_of(_MANY, args):
+        if square and args.epilogue is None and _has_groups_of(_MANY_ROWS, args):
             factor *= _SQUARE
         return factor
 
     def _gains_by_taking(self, args: Any) -> bool:
         """Whether clusters that take their tiles are faster than those that have a share."""
         if args.epilogue is not None:
-            return not _has_groups_of(_MANY, args)
-        return _has_groups_of(_LARGE, args)
+            return not _has_groups_of(_MANY_ROWS, args)
+        return _has_groups_of(_LARGE_ROWS, args)
 
     def _implementation(
         self,

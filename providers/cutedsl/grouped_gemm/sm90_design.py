@@ -43,6 +43,8 @@ class Sm90GroupedGemmDesign(Sm90GemmDesign):
 #: Wide tiles for large groups, few rows for small ones. Clusters along N share rows of one group,
 #: whatever its size; those along M lie idle in part where a group ends. Groups of up to some 130
 #: rows take as long as their matrices are read, which is soonest in steps of 256 bytes along K.
+#: What is independent asks most of L2, which sends it once to blocks that lie side by side: they do
+#: on a GPU that is empty.
 OF_ROWS = (
     "128x128 1x2 pingpong",
     "128x128 1x2 pingpong dynamic",
