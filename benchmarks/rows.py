@@ -126,8 +126,8 @@ class Journal:
 class Candidates:
     """Times of all candidates of a problem, from which the performance model is fitted.
 
-    The file says of every kernel what the model knows of it, and of every problem how long each
-    kernel took. Problems measured again replace what was there.
+    The file says of every problem how long each kernel took, and of kernels of dense products what
+    the model knows of them. Problems measured again replace what was there.
     """
 
     SUITE = "gemm-candidates"
