@@ -134,14 +134,10 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
 
     def factor(self, args: Any, constants: machine.Constants) -> float:
         """On what the model has of dense products."""
-        epilogue, factor = args.epilogue, 1.0
+        factor = 1.0
         if self._design.takes_tiles:
             factor = _TAKEN
-        elif (
-            epilogue is not None
-            and reads_matrix(epilogue.graph)
-            and _has_groups_of(_MANY_ROWS, args)
-        ):
+        elif _waits(args.epilogue) and _has_groups_of(_MANY_ROWS, args):
             factor = _APART
         if self._design.tile_shape[1] == _TURN_COLUMNS:
             factor *= _TURNS
