@@ -56,6 +56,38 @@ def test_large_squares_prefer_wide_tiles(size):
     assert best(ALL, size, size, size) is WIDE
 
 
+def residual(m, n, k, dtype=torch.bfloat16):
+    A, B, out = arguments(m, n, k).tensors
+    return ka.fusions.gemm_residual(A, B, out=out, C=torch.empty_like(out, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("size", "tile"),
+    [((2048, 4096, 4096), (128, 256)), ((512, 28672, 4096), (128, 224))],
+)
+def test_two_groups_read_a_matrix_early(size, tile):
+    """Measured: 7.2 and 3.6 % less than consumers that take turns at tiles of 128x128."""
+    first = ka.get_kernels(residual(*size), cc=90)[0].metadata.design
+    assert (first.schedule, first.tile_shape[:2]) == ("cooperative", tile)
+
+
+def test_what_has_32_bits_is_not_there_early():
+    wide, narrow = (residual(2048, 4096, 4096, one) for one in (torch.float32, torch.bfloat16))
+    reading = next(
+        one
+        for one in ka.get_kernels(narrow, cc=90)
+        if one.candidate.reads_early and one.metadata.design.tile_shape[:2] == (128, 256)
+    )
+    late = dataclasses.replace(reading.candidate, reads_early=False)
+    of_narrow, of_wide = Problem.of(narrow), Problem.of(wide)
+    assert model.seconds(of_narrow, reading.candidate, CONSTANTS) < model.seconds(
+        of_narrow, late, CONSTANTS
+    )
+    assert model.seconds(of_wide, reading.candidate, CONSTANTS) == model.seconds(
+        of_wide, late, CONSTANTS
+    )
+
+
 def test_few_tiles_prefer_small_ones():
     assert best((WIDE, SQUARE, SMALL), 512, 512, 512) is SMALL
 

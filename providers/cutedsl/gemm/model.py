@@ -52,8 +52,9 @@ _COSTS = {"reduce": 2, "rotate": 5, "erf": 2, "sigmoid": 2, "tanh": 2, "exp": 2,
 _CARRIED = ("matrix", "all")
 _NAMING = ("split", "interleave", "repeat", "store")
 
-#: Bytes of an element that a consumer reads in time though it has no registers to read ahead.
-_READ_IN_TIME = 2
+#: Bytes of an element that a consumer reads in time though it has no registers to read ahead, and
+#: more than what only vectors make of it.
+_READ_IN_TIME, _VECTORS = 2, 1
 
 #: Of what so many multiprocessors of a GPC read, what L2 spares if it sends it once to up to four.
 _SPARED = (0.0, 0.0, 1 / 2, 2 / 3, 3 / 4)
@@ -101,6 +102,8 @@ class Candidate:
         column_blocks: Parts of the tile's columns that are multiplied one after the other.
         ahead: Whether products are promoted while the next ones are formed, four steps in a row.
         in_pieces: Whether threads write out, in pieces of rows that begin anywhere.
+        reads_early: Whether a matrix of 16 bits that an epilogue reads is there when the tile has
+            been multiplied.
         load_cost: How much longer a step takes because threads load it in pieces.
     """
 
@@ -117,6 +120,7 @@ class Candidate:
     column_blocks: int = 1
     ahead: bool = False
     in_pieces: bool = False
+    reads_early: bool = False
     load_cost: float = 1.0
 
     @property
@@ -424,6 +428,8 @@ def _plan(candidate: Candidate, constants: Constants, types: Types) -> _Plan:
     alone = max(step, c.latency / on_their_way) + c.step * waits
     step, alone = step * candidate.load_cost, alone * candidate.load_cost
 
+    if candidate.reads_early and _VECTORS < read <= _READ_IN_TIME:
+        moved, operations = moved - read, operations - _WAITS_FOR_MATRIX
     written = tile_m * tile_n * (moved / c.store + operations / _ELEMENTWISE)
     epilogue = c.epilogue + written * (c.narrow if tile_n % SUBTILE[1] else 1.0)
     consumers = 1 if schedule == "pingpong" else 2

@@ -49,6 +49,8 @@ from kernel_api.space import Miss, Operands, Rule, Space, rule
 
 #: That are multiplied at once where products are promoted.
 PROMOTED_COLUMNS = 192
+#: Of a tile that two groups share, each with one block of them.
+_SHARED_ROWS = 128
 #: Registers for accumulators and the products of two steps, where one group of threads multiplies.
 _MOST_AHEAD = 192
 #: Rows of A that have block scales of their own in a tile, as columns of the instruction.
@@ -336,7 +338,17 @@ class Sm90GemmFamily(FusedGemm):
             column_blocks=self._column_blocks(),
             ahead=self._promotes_ahead(),
             in_pieces=self._writes_pieces(),
+            reads_early=self._reads_early(),
         )
+
+    def _reads_early(self) -> bool:
+        """Whether two groups that share a tile have registers for what an epilogue reads; see the
+        implementation. With two blocks of rows each, or of a transposed product, they wait for it
+        as others do."""
+        design = self._design
+        cut = design.split_k > 1 or design.stream_k or design.even_k
+        shared = design.schedule == "cooperative" and design.kernel_tile[0] == _SHARED_ROWS
+        return shared and not (cut or design.swap_ab or self.promoted)
 
     def _writes_pieces(self) -> bool:
         """Whether threads write out along the columns of their tile, 32 of which are there at once;

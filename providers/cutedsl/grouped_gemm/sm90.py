@@ -116,6 +116,9 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
             gemm, more_outputs, others, scheduler=self._design.scheduler, **options
         )
 
+    def _reads_early(self) -> bool:
+        return False
+
     @property
     def _rows_per_tile(self) -> int:
         """Of a cluster's tiles."""
