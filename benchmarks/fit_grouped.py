@@ -113,16 +113,22 @@ def cost(problems: Sequence[Measured], constants: machine.Constants) -> float:
 
 
 def moved(
-    constants: machine.Constants, start: machine.Constants, chance: random.Random, far: float
+    constants: machine.Constants,
+    start: machine.Constants,
+    asked: frozenset[str],
+    chance: random.Random,
+    far: float,
 ) -> machine.Constants:
-    """A few of them, within :data:`FARTHEST` of where the search began."""
+    """A few of them, within :data:`FARTHEST` of where the search began; of those by kind and by
+    schedule what the problems ask for."""
     values: dict[str, Any] = {}
     for name in chance.sample(sorted(MOVED), chance.choice((1, 1, 2, 3))):
         old, step = getattr(constants, name), MOVED[name] * far
         first = getattr(start, name)
         if isinstance(old, dict):
-            key = chance.choice(sorted(old))
-            values[name] = {**old, key: _scaled(old[key], first[key], chance.gauss(0, step))}
+            for key in sorted(asked & old.keys()):
+                moved_to = _scaled(old[key], first[key], chance.gauss(0, step))
+                values[name] = {**values.get(name, old), key: moved_to}
         elif name in MOST:
             values[name] = min(max(old + chance.gauss(0, step), 0.0), MOST[name])
         else:
@@ -137,9 +143,13 @@ def _scaled(value: float, first: float, power: float) -> float:
 def search(
     problems: Sequence[Measured], constants: machine.Constants, steps: int, seed: int
 ) -> machine.Constants:
+    """Constants with which first choices are faster, if any are found."""
     chance, start, best = random.Random(seed), constants, cost(problems, constants)
+    times = [one for problem in problems for one in problem.times]
+    asked = frozenset(dense.kind for _, dense, _ in times)
+    asked |= {kernel.candidate.schedule for kernel, *_ in times}
     for step in range(steps):
-        there = moved(constants, start, chance, 0.02 + 0.15 * (1 - step / steps))
+        there = moved(constants, start, asked, chance, 0.02 + 0.15 * (1 - step / steps))
         found = cost(problems, there)
         if found < best:
             constants, best = there, found

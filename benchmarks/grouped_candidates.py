@@ -11,7 +11,6 @@ what this writes.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import sys
 import time
@@ -51,47 +50,29 @@ TOKENS_OF_TRAINING = ((32768, 8192), (131072, 32768), (131072, 32768, 8192))
 #: By scales.
 OF_8_BITS = {
     "per_row": (*UP[:4], UP[5], *DOWN[:2], DOWN[4]),
-    "block": (*UP[:3], *DOWN[:2]),
+    "blocks": (*UP[:3], *DOWN[:2]),
 }
 
 
 @dataclass(frozen=True)
-class Problem:
-    """T tokens in groups, each with a B (K, N) of its own.
+class Problem(gemm_grouped.Problem):
+    """The same with what it is fused with.
 
     Attributes:
-        sizes: Which of :data:`gemm_grouped.SIZES`.
         fused: ``""``; ``"swiglu"``, with what it names beside; ``"dglu"``; or ``"scattered"`` rows.
-        scales: Of operands of 8 bits: ``"per_row"`` or ``"block"``.
     """
 
-    groups: int
-    T: int
-    N: int
-    K: int
-    sizes: str = "routed"
     fused: str = ""
-    scales: str = ""
 
     @property
     def label(self) -> str:
-        size = f"{self.T}x{self.N}x{self.K} (T x N x K)"
         types = f"e4m3 {self.scales}" if self.scales else "bf16"
-        what = f"{self.groups} groups, {self.sizes}, {size} {types} {self.fused}"
-        return what.rstrip()
-
-    @property
-    def operations(self) -> int:
-        return 2 * self.T * self.N * self.K
+        return f"{super().label} {types} {self.fused}".rstrip()
 
     def arguments(self, device: str) -> ka.GroupedGemmArguments:
         new = functools.partial(torch.empty, device=device)
-        T, N = self.T, self.N
-        A, B = new(T, self.K, dtype=BF16), new(self.groups, N, self.K, dtype=BF16).mT
-        for operand in (A, B):
-            operand.normal_()
-        sizes = gemm_grouped.SIZES[self.sizes](self.groups, T)
-        offsets = sizes.cumsum(0).int().to(device)
+        T, N = self.M, self.N
+        A, B, offsets = self.operands(device)
         a, b = scaled(A, B, self.scales) if self.scales else (A, B)
         if self.fused == "dglu":
             return fusions.grouped_gemm_dglu(
@@ -114,9 +95,13 @@ class Problem:
         return ka.GroupedGemmArguments(a, b, out, offsets, out_row_index=index)
 
 
+#: What a row says of a problem beside its sizes.
+SAID = ("groups", "sizes", "fused", "scales")
+
+
 def of_row(row: rows.Row) -> Problem:
     """What a row was measured of."""
-    return Problem(**{field.name: row[field.name] for field in dataclasses.fields(Problem)})
+    return Problem(row["T"], row["N"], row["K"], **{name: row[name] for name in SAID})
 
 
 def scaled(A: torch.Tensor, B: torch.Tensor, scales: str) -> tuple[Any, Any]:
@@ -124,7 +109,7 @@ def scaled(A: torch.Tensor, B: torch.Tensor, scales: str) -> tuple[Any, Any]:
     new = functools.partial(torch.ones, device=A.device, dtype=F32)
     of_a, of_b = (T,), (E, N)
     modes = ka.ScaleMode.PER_ROW, ka.ScaleMode.PER_ROW
-    if scales == "block":
+    if scales == "blocks":
         of_a, of_b = (T, K // BLOCK), (E, K // BLOCK, N // BLOCK)
         modes = ka.ScaleMode.BLOCK_1x128, ka.ScaleMode.BLOCK_128x128
     return (
@@ -135,22 +120,25 @@ def scaled(A: torch.Tensor, B: torch.Tensor, scales: str) -> tuple[Any, Any]:
 
 def problems() -> Iterator[Problem]:
     for groups, N in ((8, 4096), (64, 2048)):
-        yield from (Problem(groups, 16384, N, N, sizes) for sizes in gemm_grouped.UNEVEN)
+        for sizes in gemm_grouped.UNEVEN:
+            yield Problem(16384, N, N, groups=groups, sizes=sizes)
+    routed = functools.partial(Problem, sizes="routed")
     for T in (32768, 8192, 131072, 512, 65536, 16384, 4096, 2048, 128):
         fused = "swiglu" if T in (32768, 8192, 131072, 512) else ""
         for up, down in zip(UP, DOWN, strict=True):
-            yield Problem(up[0], T, *up[1:], fused=fused)
-            yield Problem(down[0], T, *down[1:])
+            yield routed(T, *up[1:], groups=up[0], fused=fused)
+            yield routed(T, *down[1:], groups=down[0])
     for (groups, N, K), down, tokens in zip(UP, DOWN, TOKENS_OF_TRAINING, strict=False):
         for T in tokens:
-            yield from (Problem(groups, T, N, K, fused=fused) for fused in OF_TRAINING)
-            yield Problem(groups, T, down[2], down[1], fused="dglu")
-            yield Problem(groups, T, K, N)
+            yield from (routed(T, N, K, groups=groups, fused=fused) for fused in OF_TRAINING)
+            yield routed(T, down[2], down[1], groups=groups, fused="dglu")
+            yield routed(T, K, N, groups=groups)
     for down, tokens in ((DOWN[0], (32768,)), (DOWN[1], (131072, 32768))):
-        yield from (Problem(down[0], T, *down[1:], fused="scattered") for T in tokens)
+        for T in tokens:
+            yield routed(T, *down[1:], groups=down[0], fused="scattered")
     for T in (131072, 32768, 8192, 2048):
         for scales, of_8_bits in OF_8_BITS.items():
-            yield from (Problem(one[0], T, *one[1:], scales=scales) for one in of_8_bits)
+            yield from (routed(T, *one[1:], groups=one[0], scales=scales) for one in of_8_bits)
 
 
 def candidates(args: ka.GroupedGemmArguments) -> list[Kernel]:
@@ -191,7 +179,10 @@ def measure(problem: Problem, rounds: int) -> rows.Row:
     return {
         "problem": problem.label,
         "suite": SUITE,
-        **dataclasses.asdict(problem),
+        "T": problem.M,
+        "N": problem.N,
+        "K": problem.K,
+        **{name: getattr(problem, name) for name in SAID},
         "times_us": times,
         "peers_us": peers,
         "policy": policy,

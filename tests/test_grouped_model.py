@@ -6,6 +6,7 @@ sink no further; on an H100 times are of the suite itself, benchmarks/gemm_group
 """
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -16,6 +17,21 @@ import kernel_api as ka
 from kernel_api.providers.cutedsl.gemm import machine
 from kernel_api.providers.cutedsl.grouped_gemm.base import tiles_of_a_group
 
+#: (T, E, K, N, what is fused): those of Mixtral's and DeepSeek-V3's, in training, too.
+LAYERS = (
+    (16384, 8, 4096, 4096, ""),
+    (131072, 256, 2048, 7168, ""),
+    (32768, 256, 2048, 7168, ""),
+    (32768, 8, 14336, 4096, ""),
+    (131072, 256, 7168, 4096, "swiglu"),
+    (32768, 8, 4096, 28672, "swiglu"),
+    (131072, 256, 2048, 7168, "scattered"),
+    (131072, 256, 7168, 4096, "swiglu of halves, prob"),
+    (8192, 8, 4096, 14336, "dglu"),
+    (131072, 256, 7168, 2048, "dglu"),
+    (8192, 8, 4096, 28672, "swiglu of halves, prob, preactivation"),
+    (131072, 256, 7168, 4096, "swiglu of halves, prob, preactivation"),
+)
 #: (T, E, K, N, what is fused): of each design that was timed.
 SUMS = {
     (8192, 8, 28672, 4096, "sum"): {
@@ -275,18 +291,33 @@ def label(kernel, with_k=False):
     return f"{where} {design.schedule}{swap} {design.scheduler}"
 
 
-@pytest.mark.parametrize(
-    ("family", "count", "mean"),
-    [("sm90.grouped_gemm", 144, 1.015), ("sm90.grouped_gemm_fp8", 50, 1.015)],
-)
-def test_first_choices_take_hardly_longer_than_the_fastest(family, count, mean):
+@functools.cache
+def measured(family):
     fit = script("fit_grouped")
-    problems = fit.load(fit.ROWS, family)
-    found = {one.label: fit.regret(one, machine.constants(family)) for one in problems}
+    return fit.load(fit.ROWS, family)
+
+
+@pytest.mark.parametrize(
+    ("family", "count", "worst"),
+    [("sm90.grouped_gemm", 144, 1.11), ("sm90.grouped_gemm_fp8", 50, 1.15)],
+)
+def test_first_choices_take_hardly_longer_than_the_fastest(family, count, worst):
+    fit, constants = script("fit_grouped"), machine.constants(family)
+    found = {one.label: fit.regret(one, constants) for one in measured(family)}
     assert len(found) == count
-    assert math.exp(sum(map(math.log, found.values())) / count) < mean
-    assert sum(one < 1.03 for one in found.values()) > 0.78 * count
-    assert max(found.values()) < 1.16, max(found, key=found.get)
+    assert math.exp(sum(map(math.log, found.values())) / count) < 1.015
+    assert sum(one < 1.03 for one in found.values()) > 0.81 * count
+    assert max(found.values()) < worst, max(found, key=found.get)
+
+
+@pytest.mark.parametrize("problem", LAYERS, ids=str)
+def test_first_choices_of_layers_are_within_3_percent_of_the_fastest(problem):
+    T, groups, K, N, fused = problem
+    sizes = "even" if T == 16384 else "routed"
+    label = f"{groups} groups, {sizes}, {T}x{N}x{K} (T x N x K) bf16 {fused}".rstrip()
+    row = next(one for one in measured("sm90.grouped_gemm") if one.label == label)
+    regret = script("fit_grouped").regret(row, machine.constants("sm90.grouped_gemm"))
+    assert regret <= 1.03
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -310,7 +341,7 @@ def test_groups_have_as_many_tiles_as_their_rows_fill_on_average(rows, height):
 
 def test_a_query_and_the_script_that_fits_estimate_the_same():
     fit = script("fit_grouped")
-    problem = fit.load(fit.ROWS, "sm90.grouped_gemm")[0]
+    problem = measured("sm90.grouped_gemm")[0]
     constants = machine.constants("sm90.grouped_gemm")
     predicted = [kernel.predict(problem.args) for kernel, *_ in problem.times]
     assert fit.estimates(problem, constants) == predicted
@@ -318,7 +349,7 @@ def test_a_query_and_the_script_that_fits_estimate_the_same():
 
 def test_a_search_finds_what_is_faster():
     fit = script("fit_grouped")
-    problems = fit.load(fit.ROWS, "sm90.grouped_gemm")[::12]
+    problems = measured("sm90.grouped_gemm")[::12]
     constants = machine.constants("sm90.grouped_gemm")
     spoilt = dataclasses.replace(constants, latency=5 * constants.latency)
     found = fit.search(problems, spoilt, steps=60, seed=0)

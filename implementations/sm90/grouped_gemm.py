@@ -447,28 +447,16 @@ class GroupedGemm(ScheduledGemm):
         self.output.drain()
 
     @cute.jit
-    def _multiply_rows(
-        self,
-        left,
-        tiled_mma,
-        fragments,
-        accumulators,
-        scales,
-        start,
-        k_tiles,
-        pipeline_ab,
-        turns,
-        stage,
-        turn,
-    ):
+    def _multiply_rows(self, left, *work):
         """A tile's products. (stage behind the tile, the next turn)
 
         Where blocks of rows are passed over, others have more of the tensor cores, and of the
         power.
 
         left: Rows of the group from the first one of the tile that this group of threads has.
+        work: What `_multiply_blocks` takes.
         """
-        work = (tiled_mma, fragments, accumulators, scales, start, k_tiles, pipeline_ab, turns)
+        *work, stage, turn = work
         most = self.row_blocks
         if const_expr(not self.passes_over):
             return self._multiply_blocks(most, *work, stage, turn)

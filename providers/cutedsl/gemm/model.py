@@ -145,8 +145,6 @@ class Problem:
             one is in two.
         A_turned, B_turned: Whether what lies side by side is along M, and along N, in 16 bits.
         filled: Of the rows, those that are multiplied.
-        side_by_side: Row tiles that share columns of B and run at once, one after the other in the
-            order of tiles; 0: as few tiles do.
     """
 
     M: int
@@ -168,7 +166,6 @@ class Problem:
     A_turned: bool = False
     B_turned: bool = False
     filled: float = 1.0
-    side_by_side: int = 0
 
     @classmethod
     def of(cls, args: GemmArguments) -> Problem:
@@ -261,13 +258,7 @@ def seconds(problem: Problem, candidate: Candidate, constants: Constants) -> flo
 
     # What all of them move: through L2, and from device memory where L2 has forgotten it.
     of_a, of_b = m * a_size * clusters_n * lines[0], n * b_size * clusters_m * lines[1]
-    if reads_at_once and problem.side_by_side:
-        spared = 1 - constants.at_once * _SPARED[min(problem.side_by_side, len(_SPARED) - 1)]
-        if candidate.swap_ab:
-            of_a *= spared
-        else:
-            of_b *= spared
-    elif reads_at_once and each == 1:  # later they read at other times
+    if reads_at_once and each == 1:  # later they read at other times
         of_a *= 1 - constants.at_once * _SPARED[min(clusters_n, len(_SPARED) - 1)]
         of_b *= 1 - constants.at_once * _SPARED[min(clusters_m, len(_SPARED) - 1)]
     smaller, readers = (of_a, clusters_n) if a_bytes < b_bytes else (of_b, clusters_m)

@@ -207,12 +207,10 @@ class RowTiles(NamedTuple):
         rows: Of what a group is cut into: a cluster's tiles.
         multiplied: Of these, how many are multiplied together: others, behind the end of a group,
             are passed over.
-        in_order: Whether tiles run in their order, side by side.
     """
 
     rows: int
     multiplied: int
-    in_order: bool = False
 
 
 def dense_problem(args: GroupedGemmArguments, tiles: RowTiles) -> model.Problem:
@@ -230,12 +228,8 @@ def dense_problem(args: GroupedGemmArguments, tiles: RowTiles) -> model.Problem:
     multiplied = tiles_of_a_group(rows, tiles.multiplied) * tiles.multiplied
     asked = _Dense(round(groups * per_group), args.N, args.K, 1, operands, args.epilogue)
     problem = model.Problem.of(asked)
-    return replace(
-        problem,
-        B_bytes=round(share * problem.B_bytes),
-        filled=multiplied / per_group,
-        side_by_side=max(round(rows / tiles.rows), 1) if tiles.in_order else 0,
-    )
+    read = round(share * problem.B_bytes)
+    return replace(problem, B_bytes=read, filled=multiplied / per_group)
 
 
 def tiles_of_a_group(rows: float, rows_per_tile: int) -> float:

@@ -46,7 +46,8 @@ _GATHER_STAGES = 4
 _TAKEN = 0.9956
 #: Where blocks in no cluster take tiles: nothing is loaded for several of them.
 _ALONE = 1.03
-#: Of tiles of so many columns, where consumers take turns: one stage fewer fits than beside 128.
+#: Of tiles of so many columns, where consumers take turns and wait for loads alone: one stage fewer
+#: fits than beside 128.
 _TURN_COLUMNS, _TURNS = 160, 1.028
 #: Of a static share of tiles that wait for what their epilogues read, in groups of many rows.
 _APART = 1.12
@@ -128,7 +129,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
     def row_tiles(self) -> RowTiles:
         design, rows = self._design, self._rows_per_tile
         passes_over = design.takes_tiles and not design.swap_ab
-        return RowTiles(rows, _BLOCK_ROWS if passes_over else rows, not design.takes_tiles)
+        return RowTiles(rows, _BLOCK_ROWS if passes_over else rows)
 
     def predict(self, args: Any) -> float:
         constants = machine.constants_on(args.device, self.modelled_as)
@@ -137,12 +138,12 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
 
     def factor(self, args: Any, constants: machine.Constants) -> float:
         """On what the model has of dense products."""
-        factor = 1.0
+        factor, waits = 1.0, _waits(args.epilogue)
         if self._design.takes_tiles:
             factor = _TAKEN
-        elif _waits(args.epilogue) and _has_groups_of(_MANY_ROWS, args):
+        elif waits and _has_groups_of(_MANY_ROWS, args):
             factor = _APART
-        if self._design.tile_shape[1] == _TURN_COLUMNS:
+        if self._design.tile_shape[1] == _TURN_COLUMNS and not waits:
             factor *= _TURNS
         if self._is_alone(args):
             factor *= _ALONE if self._design.takes_tiles else constants.alone
