@@ -40,17 +40,21 @@ class Problem:
 
     Attributes:
         element: Type of all that is no statistic.
+        residual: Whether a residual is added to x and the sum stored; of a gradient, whether that
+            of the sum is added.
     """
 
     operation: str
     M: int
     N: int
     element: str = "bfloat16"
+    residual: bool = False
 
     @property
     def label(self) -> str:
         """What rows call it."""
-        return f"{self.operation} {self.M}x{self.N} (M x N) {dtype(self.element).short}"
+        residual = ", residual" if self.residual else ""
+        return f"{self.operation} {self.M}x{self.N} (M x N) {dtype(self.element).short}{residual}"
 
     @property
     def origin(self) -> str:
@@ -59,7 +63,8 @@ class Problem:
     @property
     def bytes(self) -> int:
         """What must move at least: each element of a matrix once."""
-        matrices = 3 if "backward" in self.operation else 2
+        is_backward = "backward" in self.operation
+        matrices = 2 + is_backward + self.residual * (1 if is_backward else 2)
         return matrices * self.M * self.N * dtype(self.element).itemsize
 
     def arguments(self, device: str) -> NormArguments:
@@ -83,7 +88,8 @@ class Problem:
             if "layer" in self.operation:
                 sums["dbias"] = written(N, wide=False)
             matrices = {"dy": drawn(M, N), "x": drawn(M, N), "dx": written(M, N, wide=False)}
-            return kind(**matrices, **statistics, weight=drawn(N), **sums)
+            more = {"dresidual": drawn(M, N)} if self.residual else {}
+            return kind(**matrices, **statistics, weight=drawn(N), **sums, **more)
         out = written(M, N, wide=False)
         given: dict[str, Any] = {"weight": drawn(N), "eps": EPS}
         if self.operation == "rmsnorm_rht_amax":
@@ -94,6 +100,8 @@ class Problem:
             )  # fmt: skip
         if self.operation == "layernorm":
             given["bias"] = drawn(N)
+        if self.residual:
+            given |= {"residual": drawn(M, N), "residual_out": written(M, N, wide=False)}
         return kind(drawn(M, N), out, **given, **statistics)
 
 
@@ -108,6 +116,12 @@ PROBLEMS = (
     Problem("rmsnorm", 8192, 8192, "float32"),
     Problem("layernorm", 8192, 8192, "float32"),
     Problem("layernorm_backward", 8192, 8192, "float32"),
+    *(
+        Problem(operation, M, N, residual=True)
+        for M, N in ((8192, 8192), (16384, 4096), (4096, 5120))
+        for operation in ("rmsnorm", "layernorm", "rmsnorm_backward", "layernorm_backward")
+    ),
+    Problem("rmsnorm", 64, 8192, residual=True),
 )
 
 
@@ -119,6 +133,8 @@ def peer_of(problem: Problem, args: Any) -> tuple[str, Callable[[], Any]]:
     functional, aten = torch.nn.functional, torch.ops.aten
     extent, x = [problem.N], args.x.tensor
     weight = args.weight.tensor
+    if problem.residual:
+        return "torch.compile", functools.partial(*_with_residual(problem, args))
     if problem.operation == "rmsnorm":
         return "torch.rms_norm", functools.partial(functional.rms_norm, x, extent, weight, EPS)
     if problem.operation == "layernorm":
@@ -136,6 +152,47 @@ def peer_of(problem: Problem, args: Any) -> tuple[str, Callable[[], Any]]:
         return "torch.rms_norm backward", backward
     backward = functools.partial(aten.native_layer_norm_backward, *given, weight, [True] * 3)
     return "torch.layer_norm backward", backward
+
+
+def _with_residual(problem: Problem, args: Any) -> tuple[Any, ...]:
+    """What torch compiles of the formulas, with its operands."""
+    named = {name: one.tensor for name, one in args.further.items()}
+    beside = [named[name] for name in ("mean", "rstd", "weight", "bias") if name in named]
+    torch.compiler.reset()
+    if "backward" in problem.operation:
+        compiled = torch.compile(_gradients)
+        return compiled, args.dy.tensor, args.x.tensor, named["dresidual"], *beside
+    if problem.operation == "rmsnorm":
+        return torch.compile(_rms_norm_of_sum), args.x.tensor, named["residual"], named["weight"]
+    beside = named["weight"], named["bias"]
+    return torch.compile(_layer_norm_of_sum), args.x.tensor, named["residual"], *beside
+
+
+def _rms_norm_of_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+    summed = x + residual
+    return torch.nn.functional.rms_norm(summed, summed.shape[1:], weight, EPS), summed
+
+
+def _layer_norm_of_sum(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> Any:
+    summed = x + residual
+    return torch.nn.functional.layer_norm(summed, summed.shape[1:], weight, bias, EPS), summed
+
+
+def _gradients(
+    dy: torch.Tensor, x: torch.Tensor, dresidual: torch.Tensor, *beside: torch.Tensor
+) -> Any:
+    """beside: the mean of a layer norm, the reciprocal deviation, and the weight."""
+    *mean, rstd, weight = (one.float() for one in beside)
+    wide = x.float() - mean[0][:, None] if mean else x.float()
+    normal, g = wide * rstd[:, None], dy.float() * weight
+    found = g - normal * (g * normal).mean(1, keepdim=True)
+    if mean:
+        found = found - g.mean(1, keepdim=True)
+    dx = (found * rstd[:, None] + dresidual).to(x.dtype)
+    dweight = (dy.float() * normal).sum(0).to(x.dtype)
+    return (dx, dweight, dy.float().sum(0).to(x.dtype)) if mean else (dx, dweight)
 
 
 def _transformed(x: torch.Tensor, weight: torch.Tensor, rows_per_block: int) -> Any:

@@ -1,13 +1,13 @@
 """Norms of rows with gradients, see :mod:`kernel_api.nn`.
 
-A forward pass keeps x, weight and the statistics of rows; one kernel computes all gradients.
-Graphs of torch.compile and torch.export hold it as ``torch.ops.kernel_api.norm`` and
-``norm_backward``.
+A forward pass keeps what was normalised, weight and the statistics of rows; one kernel computes all
+gradients, with that of a residual's sum added. Graphs of torch.compile and torch.export hold it as
+``torch.ops.kernel_api.norm`` and ``norm_backward``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -21,94 +21,183 @@ from kernel_api.operands import becomes_node, require_tensors
 __all__ = ["layernorm", "rmsnorm"]
 
 
+class Normalised(NamedTuple):
+    """What a norm with a residual returns.
+
+    Attributes:
+        out: The norm of ``residual_out``.
+        residual_out: x + residual, which the next layer adds to.
+    """
+
+    out: torch.Tensor
+    residual_out: torch.Tensor
+
+
+@overload
 def rmsnorm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     *,
+    residual: None = None,
     eps: float = 1e-6,
-) -> torch.Tensor:
+) -> torch.Tensor: ...
+@overload
+def rmsnorm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor,
+    eps: float = 1e-6,
+) -> Normalised: ...
+def rmsnorm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor | Normalised:
     """x / √(mean of x² + eps) · weight + bias over the last mode, of x's element type.
+
+    With a residual, of x + residual, rounded to x's element type: the norm and that sum,
+    :class:`Normalised`. One kernel computes both, and one all gradients.
 
     Args:
         x: (..., N).
         weight, bias: (N,).
+        residual: Of x's shape and element type.
 
     Raises:
         ArgumentError: operands contradict each other.
         NoKernelError: no kernel takes the operands; says why.
     """
-    return _norm(x, weight, bias, eps, False)
+    return _norm(x, weight, bias, residual, eps, False)
 
 
+@overload
 def layernorm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     *,
+    residual: None = None,
     eps: float = 1e-5,
-) -> torch.Tensor:
+) -> torch.Tensor: ...
+@overload
+def layernorm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor,
+    eps: float = 1e-5,
+) -> Normalised: ...
+def layernorm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor | Normalised:
     """(x − mean) / √(variance + eps) · weight + bias over the last mode, of x's element type.
+
+    With a residual, of x + residual, as :func:`rmsnorm` has it.
 
     Args:
         x: (..., N).
         weight, bias: (N,).
+        residual: Of x's shape and element type.
 
     Raises:
         ArgumentError: operands contradict each other.
         NoKernelError: no kernel takes the operands; says why.
     """
-    return _norm(x, weight, bias, eps, True)
+    return _norm(x, weight, bias, residual, eps, True)
 
 
-def _norm(x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> torch.Tensor:
-    columns = {"weight": weight, "bias": bias}
-    given = {name: one for name, one in columns.items() if one is not None}
+def _norm(
+    x: Any, weight: Any, bias: Any, residual: Any, eps: float, centred: bool
+) -> torch.Tensor | Normalised:
+    named = {"weight": weight, "bias": bias, "residual": residual}
+    given = {name: one for name, one in named.items() if one is not None}
     require_tensors(x=x, **given)
     if not x.dim():
         raise ArgumentError("x has no modes; expected (..., N)")
-    found: torch.Tensor
-    learns = any(t is not None and t.requires_grad for t in (x, weight, bias))
+    if residual is not None:
+        _check_residual(x, residual)
+    operands = x, weight, bias, residual
+    learns = any(t is not None and t.requires_grad for t in operands)
     learns = learns and torch.is_grad_enabled()
     if becomes_node(x):
-        found = _operator(x, weight, bias, known_or_wide(eps), centred, learns)[0]
-        return found
+        found = _operator(*operands, known_or_wide(eps), centred, learns)
+        return _returned(*found, is_sum=residual is not None)
     if learns:
-        found = _Norm.apply(x, weight, bias, eps, centred)  # type: ignore[no-untyped-call]
-        return found
+        made = _Norm.apply(*operands, eps, centred)  # type: ignore[no-untyped-call]
+        return _returned(made) if residual is None else _returned(*made, is_sum=True)
+    if residual is not None:
+        return _returned(*_computed(*operands, eps, centred), is_sum=True)
     forward = ops.layernorm if centred else ops.rmsnorm
     rows = x if x.dim() > 1 and x.is_contiguous() else _rows(x)
-    found = forward(rows, eps=eps, **given)
-    return found if rows is x else found.view(x.shape)
+    out: torch.Tensor = forward(rows, eps=eps, **given)
+    return out if rows is x else out.view(x.shape)
+
+
+def _check_residual(x: torch.Tensor, residual: torch.Tensor) -> None:
+    for what, found, expected in (
+        ("shape", tuple(residual.shape), tuple(x.shape)),
+        ("type", residual.dtype, x.dtype),
+    ):
+        if found != expected:
+            raise ArgumentError(f"residual has {what} {found}; expected {expected}, that of x")
+
+
+def _returned(
+    out: torch.Tensor, *others: torch.Tensor, is_sum: bool = False
+) -> torch.Tensor | Normalised:
+    """What a call returns, of what it computed; is_sum: of a residual is what comes next."""
+    return Normalised(out, others[0]) if is_sum else out
 
 
 # Forward and backward --------------------------------------------------------------------
 
 
-def _forward(
-    x: Any, weight: Any, bias: Any, eps: float, centred: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The result, and the statistics of rows: mean, where these are centred, and rstd."""
-    given = {"weight": weight, "bias": bias, "eps": eps}
-    if centred:
-        out, mean, rstd = ops.layernorm(_rows(x), mean=True, rstd=True, **given)
-    else:
-        mean, (out, rstd) = None, ops.rmsnorm(_rows(x), rstd=True, **given)
-    return out.view(x.shape), mean, rstd
+def _computed(
+    x: Any, weight: Any, bias: Any, residual: Any, eps: float, centred: bool, keeps: bool = False
+) -> list[torch.Tensor]:
+    """The result; the sum, of a residual; and the statistics of rows, if they are kept: mean, where
+    these are centred, and rstd."""
+    given: dict[str, Any] = {"weight": weight, "bias": bias, "eps": eps}
+    if keeps:
+        given |= {"mean": True, "rstd": True} if centred else {"rstd": True}
+    if residual is not None:
+        given |= {"residual": _rows(residual), "residual_out": True}
+    found = (ops.layernorm if centred else ops.rmsnorm)(_rows(x), **given)
+    if isinstance(found, torch.Tensor):
+        return [changeable(found.view(x.shape))]
+    out, *statistics = found
+    made = [out] if residual is None else [out, statistics.pop()]
+    return [*(changeable(one.view(x.shape)) for one in made), *statistics]
 
 
-def _backward(
-    dy: Any, x: Any, weight: Any, bias: Any, mean: Any, rstd: Any, wanted: tuple[bool, ...]
-) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of x, weight and bias; of the latter two those that are wanted."""
+def _backward(given: Any, wanted: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of x, weight and bias; of the latter two those that are wanted.
+
+    given: What ``norm_backward`` takes but for what is wanted.
+    """
+    dy, x, weight, bias, mean, rstd, dresidual = given
     _, wants_weight, wants_bias = wanted
     asked = {"dweight": weight.dtype if wants_weight else None}
     asked["dbias"] = bias.dtype if wants_bias else None
-    given = {"rstd": rstd, "weight": weight, **asked}
+    beside = {"rstd": rstd, "weight": weight, **asked}
     backward = ops.rmsnorm_backward if mean is None else ops.layernorm_backward
     if mean is not None:
-        given["mean"] = mean
-    found = backward(_rows(dy), _rows(x), **given)
+        beside["mean"] = mean
+    if dresidual is not None:
+        beside["dresidual"] = _rows(dresidual)
+    found = backward(_rows(dy), _rows(x), **beside)
     if isinstance(found, torch.Tensor):
         return found.view(x.shape), None, None
     dweight, dbias = (getattr(found, name, None) for name in asked)
@@ -125,47 +214,54 @@ class _Norm(torch.autograd.Function):
     """In eager mode."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> Any:
-        y, mean, rstd = _forward(x, weight, bias, eps, centred)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        return changeable(y)
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: Any, residual: Any, eps: float, centred: bool
+    ) -> Any:
+        y, *kept = _computed(x, weight, bias, residual, eps, centred, keeps=True)
+        summed = None if residual is None else kept.pop(0)
+        mean = kept.pop(0) if centred else None
+        normalised = x if summed is None else summed
+        ctx.save_for_backward(normalised, weight, bias, mean, *kept)
+        ctx.set_materialize_grads(False)
+        return y if summed is None else (y, summed)
 
     @staticmethod
     @differentiable_once("a norm")
-    def backward(ctx: Any, saved: Any, dy: Any) -> Any:
-        x, weight, bias, mean, rstd = saved
-        wanted = ctx.needs_input_grad[:3]
-        return *_backward(dy, x, weight, bias, mean, rstd, wanted), None, None
+    def backward(ctx: Any, saved: Any, dy: Any, dresidual: Any = None) -> Any:
+        wants_x, wants_weight, wants_bias, wants_residual = ctx.needs_input_grad[:4]
+        if dy is None:  # of the sum alone
+            dx = dresidual
+            dweight, dbias = (
+                torch.zeros_like(one) if wanted else None
+                for one, wanted in zip(saved[1:3], (wants_weight, wants_bias), strict=True)
+            )
+        else:
+            wanted = wants_x, wants_weight, wants_bias
+            dx, dweight, dbias = _backward((dy, *saved, dresidual), wanted)
+        of_residual = dx if wants_residual else None
+        return dx if wants_x else None, dweight, dbias, of_residual, None, None
 
 
 # Operators of torch ----------------------------------------------------------------------
 
-_NORM = "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool centred, bool keeps) -> Tensor[]"
+_NORM = (
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool centred, "
+    "bool keeps) -> Tensor[]"
+)
 _NORM_BACKWARD = (
-    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, bool[] wanted)"
-    " -> (Tensor, Tensor, Tensor)"
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, "
+    "Tensor? dresidual, bool[] wanted) -> (Tensor, Tensor, Tensor)"
 )
 
 
-def _make(
-    x: Any, weight: Any, bias: Any, eps: float, centred: bool, keeps: bool
-) -> list[torch.Tensor]:
-    """The result, with the statistics of rows if a backward pass is likely."""
-    if keeps:
-        out, *statistics = _forward(x, weight, bias, eps, centred)
-        return [changeable(out), *(one for one in statistics if one is not None)]
-    form = ops.layernorm if centred else ops.rmsnorm
-    return [changeable(form(_rows(x), weight=weight, bias=bias, eps=eps).view(x.shape))]
-
-
-define("norm", _NORM, _make, _make)
+#: The result, and the sum of a residual; with the statistics of rows if a backward pass is likely.
+define("norm", _NORM, _computed, _computed)
 _operator = torch.ops.kernel_api.norm
 
 
-def _make_gradients(
-    dy: Any, x: Any, weight: Any, bias: Any, mean: Any, rstd: Any, wanted: list[bool]
-) -> tuple[torch.Tensor, ...]:
-    found = _backward(dy, x, weight, bias, mean, rstd, tuple(wanted))
+def _make_gradients(*given: Any) -> tuple[torch.Tensor, ...]:
+    _, x, *_, wanted = given
+    found = _backward(given[:-1], tuple(wanted))
     return tuple(x.new_empty(0) if gradient is None else gradient for gradient in found)
 
 
@@ -174,10 +270,11 @@ _backward_operator = torch.ops.kernel_api.norm_backward
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, weight, bias, *numbers = inputs
+    x, weight, bias, residual, *numbers = inputs
     _, *statistics = output
-    ctx.save_for_backward(x, weight, bias, *statistics)
-    ctx.numbers = numbers
+    normalised = x if residual is None else statistics.pop(0)
+    ctx.save_for_backward(normalised, weight, bias, *statistics)
+    ctx.numbers, ctx.adds = numbers, residual is not None
     ctx.mark_non_differentiable(*statistics)
 
 
@@ -185,11 +282,14 @@ def _operator_backward(ctx: Any, upstream: list[Any]) -> Any:
     x, weight, bias, *statistics = ctx.saved_tensors
     eps, centred, keeps = ctx.numbers
     if not keeps:
-        _, *statistics = _operator(x, weight, bias, eps, centred, True)
+        _, *statistics = _operator(x, weight, bias, None, eps, centred, True)
     mean, rstd = statistics if centred else (None, *statistics)
-    wanted = list(ctx.needs_input_grad[:3])
-    found = _backward_operator(upstream[0], x, weight, bias, mean, rstd, wanted)
-    gradients = [one if asked else None for one, asked in zip(found, wanted, strict=True)]
+    wants_x, *asked, wants_residual = ctx.needs_input_grad[:4]
+    dy, dresidual = upstream[0], upstream[1] if ctx.adds else None
+    wanted = [wants_x, *asked]
+    found = _backward_operator(dy, x, weight, bias, mean, rstd, dresidual, wanted)
+    wanted.append(wants_residual)
+    gradients = (one if w else None for one, w in zip((*found, found[0]), wanted, strict=True))
     return *gradients, None, None, None
 
 

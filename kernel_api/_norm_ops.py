@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 _STATISTICS = ("rstd", "mean")
+_OF_ROWS = ("out", "dx", "residual_out")
 
 
 class NormForm:
@@ -118,7 +119,9 @@ class NormForm:
                 found[name] = value
             elif value is True or (value is None and name in self.always):
                 is_asked = name == first and asked is not None
-                found[name] = dtype(asked).torch if is_asked else _usual(name, x.dtype)
+                like = options.get("residual") if name == "residual_out" else None
+                usual = _usual(name, x.dtype if like is None else tensor(like).dtype)
+                found[name] = dtype(asked).torch if is_asked else usual
         return found
 
     def check(self, options: dict[str, Any]) -> None:
@@ -146,16 +149,16 @@ def tensor(x: Any) -> Any:
 
 
 def _usual(name: str, element: Any) -> Any:
-    """Element type of an output of which nothing says it, of that of x."""
+    """Element type of an output of which nothing says it, of that of x, or of the residual."""
     import torch
 
-    if name in ("out", "dx"):
+    if name in _OF_ROWS:
         return element
     return torch.float64 if element is torch.float64 else torch.float32
 
 
 def _allocated(name: str, x: Any, element: Any, options: dict[str, Any]) -> Any:
-    if name in ("out", "dx"):
+    if name in _OF_ROWS:
         return x.new_empty(x.shape, dtype=element)
     if name in _STATISTICS:
         return x.new_empty(x.shape[:-1], dtype=element)
@@ -284,8 +287,8 @@ def _remembered(
 #: Every form, as it is made.
 FORMS: list[NormForm] = []
 
-rmsnorm = _one_call(fusions.rmsnorm, "out", "rstd")
-layernorm = _one_call(fusions.layernorm, "out", "mean", "rstd")
+rmsnorm = _one_call(fusions.rmsnorm, "out", "rstd", "residual_out")
+layernorm = _one_call(fusions.layernorm, "out", "mean", "rstd", "residual_out")
 rmsnorm_backward = _one_call(fusions.rmsnorm_backward, "dx", "dweight", "dbias")
 layernorm_backward = _one_call(fusions.layernorm_backward, "dx", "dweight", "dbias")
 rmsnorm_rht_amax = _one_call(

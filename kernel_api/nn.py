@@ -29,9 +29,10 @@ from kernel_api._attention_nn import attention
 from kernel_api._linear_nn import linear_activation, linear_glu, linear_swiglu
 from kernel_api._mlp_nn import mlp
 from kernel_api._moe_nn import moe
-from kernel_api._norm_nn import layernorm, rmsnorm
+from kernel_api._norm_nn import Normalised, layernorm, rmsnorm
 
 __all__ = [
+    "Normalised",
     "attention",
     "layernorm",
     "linear_activation",

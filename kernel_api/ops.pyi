@@ -410,6 +410,8 @@ def layernorm(
     eps: float = 1e-05,
     mean: Any = None,
     rstd: Any = None,
+    residual: Any = None,
+    residual_out: Any = None,
 ) -> Any: ...
 def layernorm_backward(
     dy: Any,
@@ -422,6 +424,7 @@ def layernorm_backward(
     weight: Any = None,
     dweight: Any = None,
     dbias: Any = None,
+    dresidual: Any = None,
 ) -> Any: ...
 def rmsnorm(
     x: Any,
@@ -432,6 +435,8 @@ def rmsnorm(
     bias: Any = None,
     eps: float = 1e-06,
     rstd: Any = None,
+    residual: Any = None,
+    residual_out: Any = None,
 ) -> Any: ...
 def rmsnorm_backward(
     dy: Any,
@@ -443,6 +448,7 @@ def rmsnorm_backward(
     weight: Any = None,
     dweight: Any = None,
     dbias: Any = None,
+    dresidual: Any = None,
 ) -> Any: ...
 def rmsnorm_rht_amax(
     x: Any,

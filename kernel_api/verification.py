@@ -146,7 +146,7 @@ def prepare(args: Arguments) -> None:
 
 def _read_outputs(args: Arguments) -> tuple[str, ...]:
     """Names of outputs that are added to, or hold an operand."""
-    return (*args.accumulated, "out") if args.in_place else args.accumulated
+    return (*args.accumulated, *args.overwriting)
 
 
 def _written(operand: Operand) -> list[Any]:

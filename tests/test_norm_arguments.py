@@ -17,6 +17,10 @@ def every(kind, draw=None, **changed):
     draw = draw or Draw(M, N, "bfloat16")
     statistic, written = draw.statistic, draw.columns(read=False, element="float32")
     given = {"weight": draw.columns()}
+    if kind in (RMS, LAYER):
+        given |= {"residual": draw.matrix(), "residual_out": draw.matrix(read=False)}
+    else:
+        given |= {"dresidual": draw.matrix()}
     if kind is RMS:
         more = {"signs": draw.statistic((16,)), "hadamard": True, "rows_per_block": 2}
         maxima = {"amax": statistic((3,)), "global_amax": statistic(())}
@@ -157,6 +161,9 @@ def test_sizes_and_numbers_are_no_part_of_the_signature(kind):
         (RMS, {"global_amax": None}),
         (RMS, {"hadamard": False, "signs": None}),
         (LAYER, {"mean": None}),
+        (RMS, {"residual_out": None}),
+        (LAYER, {"residual": x(), "residual_out": x()}),
+        (RMS_BACKWARD, {"dresidual": None}),
         (RMS_BACKWARD, {"dbias": None}),
         (LAYER_BACKWARD, {"dweight": x(N).bfloat16()}),
     ],
@@ -212,4 +219,4 @@ def test_numbers_stay_unless_they_are_given_anew():
 def test_a_description_names_sizes_types_and_what_is_there():
     text = repr(every(RMS))
     assert text.startswith("RmsNormArguments(5x48 (M x N), bf16 -> bf16, weight bf16, bias bf16")
-    assert "global_amax f32, hadamard, on cpu" in text
+    assert "global_amax f32, residual bf16, residual_out bf16, hadamard, on cpu" in text

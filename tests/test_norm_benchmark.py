@@ -40,6 +40,23 @@ def test_peers_compute_the_norm(operation):
         torch.testing.assert_close(found[1].double(), exact["dweight"], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("operation", sorted(set(norm.KINDS) - {"rmsnorm_rht_amax"}))
+def test_peers_add_residuals(operation, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    problem = norm.Problem(operation, 33, 65, "float32", residual=True)
+    args = problem.arguments("cpu")
+    is_backward = "backward" in operation
+    assert problem.bytes == 4 * 33 * 65 * 4
+    _, call = norm.peer_of(problem, args)
+    (kernel,) = ka.get_kernels(args, providers=["reference"])
+    exact = kernel.exact(args)
+    names = ("dx", "dweight", "dbias") if is_backward else ("out", "residual_out")
+    found = dict(zip(names, call(), strict=False))
+    assert found.keys() == exact.keys() - {"mean", "rstd"}
+    for name, one in found.items():
+        torch.testing.assert_close(one.double(), exact[name], rtol=1e-5, atol=1e-4)
+
+
 def test_the_peer_of_the_transform_computes_it():
     problem = norm.Problem("rmsnorm_rht_amax", 20, 64, "float32")
     args = problem.arguments("cpu")

@@ -83,6 +83,20 @@ def test_rows_of_any_length_and_pitch_are_served(kind, N, element, pad):
     assert all(kernel.supports(draw.arguments(kind)) for kernel in kernels[:1])
 
 
+@every_kind
+@pytest.mark.parametrize("N", [1, 7, 64, 1000, 4096, 8192, 16384, 50000])
+@pytest.mark.parametrize("element", ["bfloat16", "float32"])
+@pytest.mark.parametrize("of_residual", ["bfloat16", "float32"])
+def test_rows_of_any_length_are_served_with_a_residual(kind, N, element, of_residual):
+    draw = meta(33, N, element)
+    names = ("residual", "residual_out") if kind in (RMS, LAYER) else ("dresidual",)
+    given = {name: draw.matrix(element=of_residual) for name in names}
+    kernels = offered(draw.arguments(kind, weight=draw.columns(), **given))
+    assert kernels
+    if N % 8 == 0 and N <= 8192 and (kind in (RMS, LAYER) or element == "bfloat16"):
+        assert any(kernel.metadata.design.elements for kernel in kernels)
+
+
 @pytest.mark.parametrize("element", ["float64", "float8_e4m3fn"])
 @every_kind
 def test_other_types_are_for_the_reference(kind, element):

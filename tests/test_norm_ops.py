@@ -298,6 +298,7 @@ def test_operators_pass_the_checks_of_torch(name):
         given = {"dx": torch.empty(15, 48), "rstd": rstd, "weight": WEIGHT.float()}
         given |= {"dweight": torch.empty(48), "dbias": None}
         given |= {"mean": rstd} if "layer" in name else {}
+        given |= {"dresidual": x.clone()}
     else:
         matrices = (x,)
         given |= {"eps": EPS}
@@ -307,9 +308,11 @@ def test_operators_pass_the_checks_of_torch(name):
         else:
             given |= {"bias": None, "rstd": torch.empty(15)}
             given |= {"mean": None} if "layer" in name else {}
+            given |= {"residual": x.clone(), "residual_out": torch.empty(15, 48)}
     tests = {"test_utils": ("test_schema", "test_faketensor")}
     torch.library.opcheck(operator.out, matrices, given, **tests)
     outputs = ("out", "dx", "dweight", "dbias", "rstd", "mean", "amax", "global_amax")
+    outputs += ("residual_out",)
     made = {
         n: one.dtype if n in outputs and n not in read and one is not None else one
         for n, one in given.items()

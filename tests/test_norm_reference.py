@@ -235,6 +235,9 @@ def computed(draw, kind):
     further = {} if kind not in (RMS, LAYER) else {"rstd": draw.statistic()}
     if kind is LAYER:
         further["mean"] = draw.statistic()
+    if kind in (RMS, LAYER):
+        residual = draw.matrix().mul_(0.01)  # no larger than x: the place below is not near zero
+        further |= {"residual": residual, "residual_out": draw.matrix(read=False)}
     if kind is RMS:
         further["amax"], further["global_amax"] = draw.statistic((9,)), draw.statistic(())
     if kind in (RMS_BACKWARD, LAYER_BACKWARD):

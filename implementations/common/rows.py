@@ -228,14 +228,15 @@ class GlobalRow:
     def copy(self, first: Int32, target: "SharedRow") -> None:
         """Starts to copy a vector to the same place of a row in shared memory; zeros behind the
         end."""
-        size = self.vector.bytes
-        cache = "cg" if size == _PIECE_BYTES else "ca"
-        cute.arch.inline_ptx(
-            f"{{ .reg .pred inside; .reg .b32 size; setp.gt.s32 inside, {{$r1}}, {{$r2}}; "
-            f"selp.b32 size, {size}, 0, inside; "
-            f"cp.async.{cache}.shared.global [{{$r3}}], [{{$r0}}], {size}, size; }}",
-            read_only_args=[self._at(first), self.left, Int32(first), target.at(first)],
-        )
+        for offset, count in self.vector.pieces:
+            size = count * _WORD_BYTES
+            cache = "cg" if size == _PIECE_BYTES else "ca"
+            cute.arch.inline_ptx(
+                f"{{ .reg .pred inside; .reg .b32 size; setp.gt.s32 inside, {{$r1}}, {{$r2}}; "
+                f"selp.b32 size, {size}, 0, inside; cp.async.{cache}.shared.global "
+                f"[{{$r3}} + {offset}], [{{$r0}} + {offset}], {size}, size; }}",
+                read_only_args=[self._at(first), self.left, Int32(first), target.at(first)],
+            )
 
     def _at(self, first: Int32) -> Int64:
         return self.address + Int64(first) * self.vector.element_bytes
@@ -250,17 +251,36 @@ class SharedRow:
 
     def load(self, first: Int32) -> list:
         """As Float32."""
-        count = self.vector.words
-        names = [f"{{$w{i}}}" for i in range(count)]
-        loaded = cute.arch.inline_ptx(
-            f"ld.shared{VECTOR[count]}.b32 {braced(names)}, [{{$r0}}];",
-            write_only_types=[Uint32] * count,
-            read_only_args=[self.at(first)],
-        )
-        return self.vector.elements([loaded] if count == 1 else list(loaded))
+        loaded = []
+        for offset, count in self.vector.pieces:
+            names = [f"{{$w{i}}}" for i in range(count)]
+            piece = cute.arch.inline_ptx(
+                f"ld.shared{VECTOR[count]}.b32 {braced(names)}, [{{$r0}} + {offset}];",
+                write_only_types=[Uint32] * count,
+                read_only_args=[self.at(first)],
+            )
+            loaded += [piece] if count == 1 else piece
+        return self.vector.elements(loaded)
 
     def at(self, first: Int32) -> Int32:
         return self.address + first * self.vector.element_bytes
+
+
+@dataclass
+class SummedRow:
+    """The sum of two rows, rounded to the type of the second."""
+
+    row: GlobalRow | SharedRow
+    other: GlobalRow | SharedRow
+
+    def load(self, first: Int32) -> list:
+        """As Float32."""
+        return self.other.vector.elements(self.words(first))
+
+    def words(self, first: Int32) -> list:
+        """As it is stored."""
+        values = zip(self.row.load(first), self.other.load(first), strict=True)
+        return self.other.vector.packed([a + b for a, b in values])
 
 
 def matrix_row(mX: cute.Tensor, row: Int32, column: Int32, end: Int32, count: int) -> GlobalRow:

@@ -1,4 +1,5 @@
-"""Rows of a matrix, each divided by its root mean square or its standard deviation."""
+"""Rows of a matrix, or of the sum of two, each divided by its root mean square or its standard
+deviation."""
 
 import operator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from ..common.rows import (
     GlobalRow,
     RowThreads,
     SharedRow,
+    SummedRow,
     combined,
     single_row,
 )
@@ -60,11 +62,13 @@ class Norm:
              memory, two buffers of it in turns                              the row
     write    weight, bias and the Hadamard transform (a block of 16 is       lanes of a block
              with one thread or a few neighbours); whole vectors
+    keep     the sum with a residual                                         nothing
     largest  the block's largest magnitude, once behind its last row         all warps
 
     Shared memory: `stages` rows of `vectors` vectors per thread, of which every thread reads what
-    it has copied itself; a sum of each warp; a magnitude of each warp. So x is read once. Without
-    stages, a row of any length is read two or three times, mostly from L1 or L2.
+    it has copied itself, and as many of a residual; a sum of each warp; a magnitude of each warp.
+    So x is read once. Without stages, a row of any length is read two to four times, mostly from L1
+    or L2.
 
     x, out (M, N), N side by side, whole vectors; the rest is in a tuple, in the order of
     `operands`, of those that are there:
@@ -74,6 +78,9 @@ class Norm:
     weight, bias               (N,), side by side; any float
     signs                      (16,); what the columns of a block are multiplied with before H16
     rstd, mean                 (M,), written
+    residual                   (M, N), N side by side, whole vectors: x is x + residual, rounded to
+                               its type
+    residual_out               (M, N), the same; that sum, written. May be the residual
     amax                       (ceil(M / rows_per_block),), written
     global_amax                (), written
     eps                        Float32
@@ -157,6 +164,10 @@ class Norm:
         stream: cuda.CUstream,
     ):
         self.x = StagedRows(self.rows, self.vectors, self.stages, mX.element_type)
+        mR = self.operand("residual", operands)
+        self.residual = None
+        if const_expr(mR is not None):
+            self.residual = StagedRows(self.rows, self.vectors, self.stages, mR.element_type)
         size = mX.shape[0]
         blocks = cute.ceil_div(size, self.most_rows)
         maxima = None
@@ -179,7 +190,9 @@ class Norm:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         allocator = SmemAllocator()
-        memory = self.x.allocated(allocator)
+        memory = self.x.allocated(allocator), None
+        if const_expr(self.residual is not None):
+            memory = memory[0], self.residual.allocated(allocator)
         sSums = self.rows.partials(allocator, 1, self.buffers)
         if const_expr(self.dependent_launch):
             cute.arch.griddepcontrol_wait()
@@ -207,17 +220,15 @@ class Norm:
             ]
         turns = Turns(first + rows.slot(thread), Int32(rows.rows), end)
         for early in cutlass.range_constexpr(self.stages - 1):
-            self.x.fetch(mX, turns, Int32(early), memory, thread)
-            self.x.commit()
+            self._fetch(mX, operands, turns, Int32(early), memory, thread)
         largest = Int32(0)
         count = cute.ceil_div(end - first, rows.rows)
         if const_expr(self.turns == 1 and not self.finds_maxima):
             count = 1
         for turn in cutlass.range(count, unroll=1):
-            self.x.fetch(mX, turns, turn + (self.stages - 1), memory, thread)
-            self.x.commit()
+            self._fetch(mX, operands, turns, turn + (self.stages - 1), memory, thread)
             self.x.arrived()
-            source = self.x.row(mX, turns, turn, memory, thread)
+            source = self._source(mX, operands, turns, turn, memory, thread)
             target = self.x.global_row(mOut, turns, turn, thread)
             mean, rstd = self._measured(source, target, mX.shape[1], operands, sSums, turn, thread)
             row = turns.row(turn)
@@ -226,7 +237,33 @@ class Norm:
             place = Place(row, column, mX.shape[1], turn, thread)
             found = self._write(source, target, mean, rstd, operands, factors, place, sSums)
             largest = larger(largest, found)
+            self._keep(source, operands, turns, turn, thread)
         return largest
+
+    def _fetch(self, mX, operands, turns: Turns, turn: Int32, memory: tuple, thread: Int32) -> None:
+        self.x.fetch(mX, turns, turn, memory[0], thread)
+        if self.residual is not None:
+            mR = self.operand("residual", operands)
+            self.residual.fetch(mR, turns, turn, memory[1], thread)
+        self.x.commit()
+
+    def _source(self, mX, operands, turns: Turns, turn: Int32, memory: tuple, thread: Int32):
+        """The thread's part of a row that has arrived."""
+        row = self.x.row(mX, turns, turn, memory[0], thread)
+        if self.residual is None:
+            return row
+        mR = self.operand("residual", operands)
+        return SummedRow(row, self.residual.row(mR, turns, turn, memory[1], thread))
+
+    @cute.jit
+    def _keep(self, source, operands, turns, turn, thread):
+        """Writes the sum with the residual, whose place that may be: behind all that reads it."""
+        mOut = self.operand("residual_out", operands)
+        if const_expr(mOut is not None):
+            target = self.residual.global_row(mOut, turns, turn, thread)
+            for v in cutlass.range(self._vectors(mOut.shape[1]), unroll=self.unroll):
+                first = v * self.rows.step
+                target.store_words(first, source.words(first))
 
     def _signs(self, operands: tuple, column: Int32) -> list | None:
         """Of the thread's columns, which are the same ones of a block in each of its vectors."""

@@ -25,16 +25,17 @@ COUNTERS_BYTES = 65536  # at the start of the workspace, which others need zero
 class NormBackward:
     """With x̂ = (x − mean) · rstd and g = dy · weight::
 
-        dx      = rstd · (g − x̂ · mean of g · x̂ − mean of g)      the latter if `centred`
+        dx      = rstd · (g − x̂ · mean of g · x̂ − mean of g) + dresidual
         dweight = Σ over rows of dy · x̂,  dbias = Σ over rows of dy
 
-    As many blocks as are asked for stay and take every so many-th row. All warps play the same
-    roles, `rows.per_row` threads on a row:
+    with the mean of g if `centred`, and dresidual if it is there. As many blocks as are asked for
+    stay and take every so many-th row. All warps play the same roles, `rows.per_row` threads on a
+    row:
 
     role     does                                                            waits on
     -------  --------------------------------------------------------------  -------------------
-    fetch    cp.async of a row of dy and of x, `stages` - 1 ahead; its       nothing
-             statistics, one ahead
+    fetch    cp.async of a row of dy, of x and of dresidual, `stages` - 1    nothing
+             ahead; its statistics, one ahead
     measure  sums over the row: lanes by shuffles, warps through shared      own copies; warps of
              memory, two buffers of it in turns                              the row
     write    whole vectors of dx; adds to the thread's sums over rows        nothing
@@ -43,10 +44,10 @@ class NormBackward:
     A second kernel adds up the parts, in their order: the sums are the same in every run. Rows that
     are not staged are longer than registers hold sums for: another kernel (`RowSums`) makes parts.
 
-    Shared memory: `stages` rows of dy and of x, `vectors` vectors per thread, of which every thread
-    reads what it has copied itself; two sums of each warp; sums over rows where a block has several
-    rows at once. Registers: sums over rows. Without stages, rows are read twice, mostly from L1 or
-    L2, and their length is any.
+    Shared memory: `stages` rows of dy, x and dresidual, `vectors` vectors per thread, of which
+    every thread reads what it has copied itself; two sums of each warp; sums over rows where a
+    block has several rows at once. Registers: sums over rows. Without stages, rows are read twice,
+    mostly from L1 or L2, and their length is any.
 
     dy, x, dx (M, N) of one type, N side by side, whole vectors; the rest is in a tuple, in the
     order of `operands`, of those that are there:
@@ -56,6 +57,7 @@ class NormBackward:
     rstd, mean       (M,); mean if `centred`
     weight           (N,), side by side; any float
     dweight, dbias   (N,), written
+    dresidual        (M, N), N side by side, whole vectors; any float
 
     The workspace has a part per sum and block, or, without stages, per sum and `RowSums.shares`;
     all are behind its first 65536 bytes.
@@ -110,6 +112,10 @@ class NormBackward:
     ):
         self.dy = StagedRows(self.rows, self.vectors, self.stages, mDy.element_type)
         self.x = StagedRows(self.rows, self.vectors, self.stages, mX.element_type)
+        mR = self.operand("dresidual", operands)
+        self.dresidual = None
+        if const_expr(mR is not None):
+            self.dresidual = StagedRows(self.rows, self.vectors, self.stages, mR.element_type)
         resident = blocks
         blocks = cutlass.min(blocks, cute.ceil_div(mX.shape[0], self.rows.rows))
         mParts = None
@@ -148,7 +154,9 @@ class NormBackward:
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         allocator = SmemAllocator()
-        memories = self.dy.allocated(allocator), self.x.allocated(allocator)
+        memories = self.dy.allocated(allocator), self.x.allocated(allocator), None
+        if const_expr(self.dresidual is not None):
+            memories = *memories[:2], self.dresidual.allocated(allocator)
         sSums = self.rows.partials(allocator, 2 if self.centred else 1)
         first, apart = block * self.rows.rows, blocks * self.rows.rows
         turns = Turns(first + self.rows.slot(thread), apart, mX.shape[0])
@@ -157,22 +165,24 @@ class NormBackward:
             cute.arch.griddepcontrol_launch_dependents()
 
         for early in cutlass.range_constexpr(self.stages - 1):
-            self._fetch(mDy, mX, turns, Int32(early), memories, thread)
+            self._fetch(mDy, mX, operands, turns, Int32(early), memories, thread)
         totals = self._zeros()
         mean, rstd = self.statistics(operands, turns, Int32(0))
         for turn in cutlass.range(cute.ceil_div(mX.shape[0] - first, apart), unroll=1):
-            self._fetch(mDy, mX, turns, turn + max(self.stages - 1, 0), memories, thread)
+            ahead = turn + max(self.stages - 1, 0)
+            self._fetch(mDy, mX, operands, turns, ahead, memories, thread)
             next_mean, next_rstd = self.statistics(operands, turns, turn + 1)
             self.x.arrived()
             dy = self.dy.row(mDy, turns, turn, memories[0], thread)
             x = self.x.row(mX, turns, turn, memories[1], thread)
             target = self.x.global_row(mDx, turns, turn, thread)
+            further = self._further(operands, turns, turn, memories[2], thread)
             means = self._means(dy, x, mX.shape[1], mean, rstd, operands, sSums, turn, thread)
             if const_expr(self.vectors > 0):
-                self._write(dy, x, target, (mean, rstd, means), operands, totals, thread)
+                self._write(dy, x, further, target, (mean, rstd, means), operands, totals, thread)
             else:
-                columns = mX.shape[1]
-                self._write_any(dy, x, target, columns, (mean, rstd, means), operands, thread)
+                rows, terms = (dy, x, further, target), (mean, rstd, means)
+                self._write_any(*rows, mX.shape[1], terms, operands, thread)
             mean, rstd = next_mean, next_rstd
         if const_expr(self.vectors > 0 and len(self.sums) > 0):
             self._part(totals, mParts, allocator, block, thread)
@@ -218,10 +228,22 @@ class NormBackward:
             found.append(GlobalRow(address, mParts.shape[1] - column, vector))
         return found
 
-    def _fetch(self, mDy, mX, turns: Turns, turn: Int32, memories: tuple, thread: Int32) -> None:
+    def _fetch(
+        self, mDy, mX, operands, turns: Turns, turn: Int32, memories: tuple, thread: Int32
+    ) -> None:
         self.dy.fetch(mDy, turns, turn, memories[0], thread)
         self.x.fetch(mX, turns, turn, memories[1], thread)
+        if self.dresidual is not None:
+            mR = self.operand("dresidual", operands)
+            self.dresidual.fetch(mR, turns, turn, memories[2], thread)
         self.x.commit()
+
+    def _further(self, operands, turns: Turns, turn: Int32, memory, thread: Int32):
+        """What is added to a row of dx; None without."""
+        if self.dresidual is None:
+            return None
+        mR = self.operand("dresidual", operands)
+        return self.dresidual.row(mR, turns, turn, memory, thread)
 
     @cute.jit
     def statistics(self, operands, turns, turn):
@@ -263,7 +285,7 @@ class NormBackward:
         return values if const_expr(self.centred) else (*values, Float32(0))
 
     @cute.jit
-    def _write(self, dy, x, target, terms, operands, totals, thread):
+    def _write(self, dy, x, further, target, terms, operands, totals, thread):
         mean, rstd, means = terms
         for v in cutlass.range_constexpr(self.vectors):
             first = v * self.rows.step
@@ -271,21 +293,26 @@ class NormBackward:
             for i, values in enumerate(self.addends(gradient, normal)):
                 for e in cutlass.range_constexpr(self.rows.vector):
                     totals[e, v, i] += values[e]
-            target.store(first, self._gradient(g, normal, rstd, means))
+            target.store(first, self._gradient(g, normal, rstd, means, further, first))
 
     @cute.jit
-    def _write_any(self, dy, x, target, N, terms, operands, thread):
+    def _write_any(self, dy, x, further, target, N, terms, operands, thread):
         """dx of a row of any length."""
         mean, rstd, means = terms
         for v in cutlass.range(cute.ceil_div(N, self.rows.step), unroll=2):
             first = v * self.rows.step
             _, g, normal = self._terms(dy, x, first, mean, rstd, operands, thread)
-            target.store(first, self._gradient(g, normal, rstd, means))
+            target.store(first, self._gradient(g, normal, rstd, means, further, first))
 
-    def _gradient(self, g: list, normal: list, rstd: Float32, means: tuple) -> list:
+    def _gradient(
+        self, g: list, normal: list, rstd: Float32, means: tuple, further, first: Int32
+    ) -> list:
         product, plain = means
         found = [a - b * product for a, b in zip(g, normal, strict=True)]
-        return [(a - plain if self.centred else a) * rstd for a in found]
+        found = [(a - plain if self.centred else a) * rstd for a in found]
+        if further is None:
+            return found
+        return [a + b for a, b in zip(found, further.load(first), strict=True)]
 
     def normal(self, x: list, mean: Float32, rstd: Float32) -> list:
         """x̂"""

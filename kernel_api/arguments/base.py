@@ -146,8 +146,13 @@ class Arguments:
 
     @property
     def in_place(self) -> tuple[str, ...]:
-        """Names of operands that are read where ``out`` is written."""
+        """Names of operands that are read where an output is written."""
         return ()
+
+    @property
+    def overwriting(self) -> tuple[str, ...]:
+        """Names of the outputs that are written there."""
+        return ("out",) if self.in_place else ()
 
     def rebuilt(self, /, *tensors: Any, **others: Any) -> Arguments:
         """The same problem on other tensors; a scaled operand keeps its scale.

@@ -39,6 +39,9 @@ class NormArguments(RowArguments):
         "mean": "M",
         "dweight": "N",
         "dbias": "N",
+        "residual": "MN",
+        "residual_out": "MN",
+        "dresidual": "MN",
     }
     #: Operands that have the type of the arithmetic.
     statistics: ClassVar[tuple[str, ...]] = ("rstd", "mean")
@@ -130,17 +133,20 @@ class NormArguments(RowArguments):
 
 
 class _ForwardArguments(NormArguments):
-    """out = what is computed of the rows of x, or an epilogue of that."""
+    """out = what is computed of the rows of x, or of their sum with a residual's, or an epilogue of
+    that."""
 
     operand_names: ClassVar[tuple[str, ...]] = ("x", "out")
     modes: ClassVar[dict[str, str]] = {"x": "MN", "out": "MN"}
 
-    __slots__ = ("bias", "out", "rstd", "weight", "x")
+    __slots__ = ("bias", "out", "residual", "residual_out", "rstd", "weight", "x")
 
     out: Operand
     weight: Operand | None
     bias: Operand | None
     rstd: Operand | None
+    residual: Operand | None
+    residual_out: Operand | None
 
     def _finish(self, eps: Any, epilogue: Any) -> None:
         """Check everything, and join the epilogue."""
@@ -160,6 +166,40 @@ class _ForwardArguments(NormArguments):
                 self._join_epilogue(epilogue, Problem(None, self.M, self.N), self.out)
         self._check(out_columns=epilogue is None)
 
+    def _check_further(self, extents: Mapping[str, int]) -> None:
+        super()._check_further(extents)
+        residual, written = self.residual, self.residual_out
+        if written is None:
+            return
+        if residual is None:
+            raise ArgumentError("residual_out is given and residual is not; it is x + residual")
+        if written.dtype is not residual.dtype:
+            raise ArgumentError(
+                f"residual_out is {written.dtype}; expected {residual.dtype}, the type of residual"
+            )
+
+    def _own_names(self) -> tuple[str, ...]:
+        # An epilogue may have the names of what is not there.
+        absent = ("residual", "residual_out") if self.residual is None else ()
+        return tuple(name for name in super()._own_names() if name not in absent)
+
+    @property
+    def in_place(self) -> tuple[str, ...]:
+        residual, written = self.residual, self.residual_out
+        if residual is None or written is None:
+            return ()
+        return ("residual",) if self._is_in_place(written, residual) else ()
+
+    @property
+    def overwriting(self) -> tuple[str, ...]:
+        return ("residual_out",) if self.in_place else ()
+
+    def _is_in_place(self, out: Operand, operand: Operand) -> bool:
+        """Who writes an element of the sum has read it before, and nobody else does."""
+        if out is not self.residual_out or operand is not self.residual:
+            return super()._is_in_place(out, operand)
+        return 0 != out.address == operand.address and out.stride == operand.stride
+
 
 class RmsNormArguments(_ForwardArguments):
     """out = x · rstd · weight + bias with rstd = 1 / √(mean of x² + eps), per row.
@@ -172,6 +212,9 @@ class RmsNormArguments(_ForwardArguments):
         eps: What keeps a row of zeros finite.
         rstd: (M,), written: what a backward pass needs.
         mean: No operand of this norm; see :class:`LayerNormArguments`.
+        residual: (M, N) of any floating type: x + residual, rounded to it, is normalised in place
+            of x.
+        residual_out: (M, N), written: that sum. May be residual itself.
         hadamard: Whether every 16 columns of the result are then multiplied with the Sylvester
             matrix H16 / 4, which is orthonormal.
         signs: (16,); the columns of a block are multiplied with them before H16: a randomised
@@ -197,6 +240,8 @@ class RmsNormArguments(_ForwardArguments):
         "signs",
         "amax",
         "global_amax",
+        "residual",
+        "residual_out",
     )
     further_modes: ClassVar[dict[str, str]] = {
         **NormArguments.further_modes,
@@ -205,7 +250,13 @@ class RmsNormArguments(_ForwardArguments):
         "global_amax": "",
     }
     statistics: ClassVar[tuple[str, ...]] = ("rstd", "amax", "global_amax")
-    output_names: ClassVar[tuple[str, ...]] = ("out", "rstd", "amax", "global_amax")
+    output_names: ClassVar[tuple[str, ...]] = (
+        "out",
+        "rstd",
+        "amax",
+        "global_amax",
+        "residual_out",
+    )
 
     __slots__ = ("amax", "global_amax", "hadamard", "rows_per_block", "signs")
 
@@ -230,6 +281,8 @@ class RmsNormArguments(_ForwardArguments):
         amax: Any = None,
         global_amax: Any = None,
         rows_per_block: int | None = None,
+        residual: Any = None,
+        residual_out: Any = None,
         epilogue: EpilogueArguments | None = None,
     ) -> None:
         if mean is not None:
@@ -238,7 +291,8 @@ class RmsNormArguments(_ForwardArguments):
             )
         further = {"weight": weight, "bias": bias, "rstd": rstd}
         maxima = {"amax": amax, "global_amax": global_amax}
-        self._take({"x": x, "out": out}, {**further, "signs": signs, **maxima})
+        sums = {"residual": residual, "residual_out": residual_out}
+        self._take({"x": x, "out": out}, {**further, "signs": signs, **maxima, **sums})
         self.hadamard = whether("hadamard", hadamard)
         self._check_transform(epilogue)
         self.rows_per_block = self._rows_per_block(rows_per_block)
@@ -308,6 +362,9 @@ class LayerNormArguments(_ForwardArguments):
             nn have torch's 1e-5 by default.
         rstd: (M,), written: what a backward pass needs.
         mean: (M,), written: the same.
+        residual: (M, N) of any floating type: x + residual, rounded to it, is normalised in place
+            of x.
+        residual_out: (M, N), written: that sum. May be residual itself.
         epilogue: A function of the result.
 
     Any strides are taken. Kernels may ask for more: ``explain`` tells.
@@ -318,8 +375,15 @@ class LayerNormArguments(_ForwardArguments):
     """
 
     kind = "layernorm"
-    further_names: ClassVar[tuple[str, ...]] = ("weight", "bias", "rstd", "mean")
-    output_names: ClassVar[tuple[str, ...]] = ("out", "rstd", "mean")
+    further_names: ClassVar[tuple[str, ...]] = (
+        "weight",
+        "bias",
+        "rstd",
+        "mean",
+        "residual",
+        "residual_out",
+    )
+    output_names: ClassVar[tuple[str, ...]] = ("out", "rstd", "mean", "residual_out")
 
     __slots__ = ("mean",)
 
@@ -335,10 +399,13 @@ class LayerNormArguments(_ForwardArguments):
         eps: float = 1e-6,
         rstd: Any = None,
         mean: Any = None,
+        residual: Any = None,
+        residual_out: Any = None,
         epilogue: EpilogueArguments | None = None,
     ) -> None:
         further = {"weight": weight, "bias": bias, "rstd": rstd, "mean": mean}
-        self._take({"x": x, "out": out}, further)
+        sums = {"residual": residual, "residual_out": residual_out}
+        self._take({"x": x, "out": out}, {**further, **sums})
         self._finish(eps, epilogue)
 
 
@@ -349,7 +416,7 @@ class _BackwardArguments(NormArguments):
     output_names: ClassVar[tuple[str, ...]] = ("dx", "dweight", "dbias")
     modes: ClassVar[dict[str, str]] = {"dy": "MN", "x": "MN", "dx": "MN"}
 
-    __slots__ = ("dbias", "dweight", "dx", "dy", "rstd", "weight", "x")
+    __slots__ = ("dbias", "dresidual", "dweight", "dx", "dy", "rstd", "weight", "x")
 
     dy: Operand
     dx: Operand
@@ -357,6 +424,7 @@ class _BackwardArguments(NormArguments):
     weight: Operand | None
     dweight: Operand | None
     dbias: Operand | None
+    dresidual: Operand | None
 
     def _require(self, *names: str) -> None:
         for name in names:
@@ -369,7 +437,7 @@ class _BackwardArguments(NormArguments):
 class RmsNormBackwardArguments(_BackwardArguments):
     """With x̂ = x · rstd and g = dy · weight::
 
-        dx      = rstd · (g − x̂ · mean of g · x̂)
+        dx      = rstd · (g − x̂ · mean of g · x̂) + dresidual
         dweight = Σ over rows of dy · x̂
         dbias   = Σ over rows of dy
 
@@ -381,6 +449,8 @@ class RmsNormBackwardArguments(_BackwardArguments):
         weight: (N,).
         dweight: (N,), written.
         dbias: (N,), written.
+        dresidual: (M, N) of any floating type, the gradient that x has from elsewhere: of
+            ``residual_out``, where x is that sum, whose terms both have dx.
 
     Any strides are taken. Kernels may ask for more: ``explain`` tells.
 
@@ -388,7 +458,13 @@ class RmsNormBackwardArguments(_BackwardArguments):
     """
 
     kind = "rmsnorm_backward"
-    further_names: ClassVar[tuple[str, ...]] = ("rstd", "weight", "dweight", "dbias")
+    further_names: ClassVar[tuple[str, ...]] = (
+        "rstd",
+        "weight",
+        "dweight",
+        "dbias",
+        "dresidual",
+    )
 
     __slots__ = ()
 
@@ -402,8 +478,10 @@ class RmsNormBackwardArguments(_BackwardArguments):
         *,
         dweight: Any = None,
         dbias: Any = None,
+        dresidual: Any = None,
     ) -> None:
         further = {"rstd": rstd, "weight": weight, "dweight": dweight, "dbias": dbias}
+        further["dresidual"] = dresidual
         self._take({"dy": dy, "x": x, "dx": dx}, further)
         self._require("rstd")
         self._check()
@@ -412,7 +490,7 @@ class RmsNormBackwardArguments(_BackwardArguments):
 class LayerNormBackwardArguments(_BackwardArguments):
     """With x̂ = (x − mean) · rstd and g = dy · weight::
 
-        dx      = rstd · (g − x̂ · mean of g · x̂ − mean of g)
+        dx      = rstd · (g − x̂ · mean of g · x̂ − mean of g) + dresidual
         dweight = Σ over rows of dy · x̂
         dbias   = Σ over rows of dy
 
@@ -425,6 +503,8 @@ class LayerNormBackwardArguments(_BackwardArguments):
         weight: (N,).
         dweight: (N,), written.
         dbias: (N,), written.
+        dresidual: (M, N) of any floating type, the gradient that x has from elsewhere: of
+            ``residual_out``, where x is that sum, whose terms both have dx.
 
     Any strides are taken. Kernels may ask for more: ``explain`` tells.
 
@@ -432,7 +512,14 @@ class LayerNormBackwardArguments(_BackwardArguments):
     """
 
     kind = "layernorm_backward"
-    further_names: ClassVar[tuple[str, ...]] = ("mean", "rstd", "weight", "dweight", "dbias")
+    further_names: ClassVar[tuple[str, ...]] = (
+        "mean",
+        "rstd",
+        "weight",
+        "dweight",
+        "dbias",
+        "dresidual",
+    )
 
     __slots__ = ("mean",)
 
@@ -449,8 +536,10 @@ class LayerNormBackwardArguments(_BackwardArguments):
         *,
         dweight: Any = None,
         dbias: Any = None,
+        dresidual: Any = None,
     ) -> None:
         further = {"mean": mean, "rstd": rstd, "weight": weight}
-        self._take({"dy": dy, "x": x, "dx": dx}, {**further, "dweight": dweight, "dbias": dbias})
+        further |= {"dweight": dweight, "dbias": dbias, "dresidual": dresidual}
+        self._take({"dy": dy, "x": x, "dx": dx}, further)
         self._require("mean", "rstd")
         self._check()

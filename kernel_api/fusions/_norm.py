@@ -23,7 +23,15 @@ from kernel_api.operands import Operand
 
 
 def rmsnorm(
-    x: Any, *, out: Any, weight: Any = None, bias: Any = None, eps: float = 1e-6, rstd: Any = None
+    x: Any,
+    *,
+    out: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-6,
+    rstd: Any = None,
+    residual: Any = None,
+    residual_out: Any = None,
 ) -> RmsNormArguments:
     """out = x · rstd · weight + bias with rstd = 1 / √(mean of x² + eps), per row.
 
@@ -31,9 +39,17 @@ def rmsnorm(
         x, out: (..., N).
         weight, bias: (N,).
         rstd: (...), written: what :func:`rmsnorm_backward` needs.
+        residual: (..., N): x + residual, rounded to its type, is normalised in place of x.
+        residual_out: (..., N) of residual's type, written: that sum; may be residual itself.
     """
     return RmsNormArguments(
-        as_rows("x", x), as_rows("out", out), weight, bias=bias, eps=eps, rstd=_flat("rstd", rstd)
+        as_rows("x", x),
+        as_rows("out", out),
+        weight,
+        bias=bias,
+        eps=eps,
+        rstd=_flat("rstd", rstd),
+        **_sums(residual, residual_out),
     )
 
 
@@ -46,6 +62,8 @@ def layernorm(
     eps: float = 1e-5,
     mean: Any = None,
     rstd: Any = None,
+    residual: Any = None,
+    residual_out: Any = None,
 ) -> LayerNormArguments:
     """out = (x − mean) · rstd · weight + bias with rstd = 1 / √(variance + eps), per row.
 
@@ -53,6 +71,7 @@ def layernorm(
         x, out: (..., N).
         weight, bias: (N,).
         mean, rstd: (...), written: what :func:`layernorm_backward` needs.
+        residual, residual_out: As :func:`rmsnorm` has them.
     """
     return LayerNormArguments(
         as_rows("x", x),
@@ -62,7 +81,13 @@ def layernorm(
         eps=eps,
         rstd=_flat("rstd", rstd),
         mean=_flat("mean", mean),
+        **_sums(residual, residual_out),
     )
+
+
+def _sums(residual: Any, residual_out: Any) -> dict[str, Any]:
+    given = {"residual": residual, "residual_out": residual_out}
+    return {name: None if one is None else as_rows(name, one) for name, one in given.items()}
 
 
 def rmsnorm_quantize(
@@ -75,6 +100,8 @@ def rmsnorm_quantize(
     bias: Any = None,
     eps: float = 1e-6,
     rstd: Any = None,
+    residual: Any = None,
+    residual_out: Any = None,
 ) -> RmsNormArguments:
     """out = round(y / scale) of what :func:`rmsnorm` makes y of, so that y ≈ out × scale; it
     saturates. What a product of 8 bits takes, without y in memory.
@@ -85,10 +112,11 @@ def rmsnorm_quantize(
         scale, mode: As :func:`gemm_quantize` has them, but that kernels compute ``"row"`` of any
             number of whole vectors of columns (16 bytes): (...) in mode ``"row"``, (..., N / 128)
             in ``"block"``, (..., N / 32) in ``"mx"``; read in ``"tensor"``.
-        weight, bias, eps, rstd: As :func:`rmsnorm` has them.
+        weight, bias, eps, rstd, residual, residual_out: As :func:`rmsnorm` has them.
     """
     given = {"weight": weight, "bias": bias, "eps": eps, "rstd": _flat("rstd", rstd)}
-    return RmsNormArguments(**_quantized_rows(x, out, scale, mode), **given)
+    sums = _sums(residual, residual_out)
+    return RmsNormArguments(**_quantized_rows(x, out, scale, mode), **given, **sums)
 
 
 def layernorm_quantize(
@@ -102,11 +130,13 @@ def layernorm_quantize(
     eps: float = 1e-5,
     mean: Any = None,
     rstd: Any = None,
+    residual: Any = None,
+    residual_out: Any = None,
 ) -> LayerNormArguments:
     """The same of what :func:`layernorm` makes y of; see :func:`rmsnorm_quantize`."""
     given = {"weight": weight, "bias": bias, "eps": eps, "rstd": _flat("rstd", rstd)}
-    mean = _flat("mean", mean)
-    return LayerNormArguments(**_quantized_rows(x, out, scale, mode), **given, mean=mean)
+    given |= {"mean": _flat("mean", mean), **_sums(residual, residual_out)}
+    return LayerNormArguments(**_quantized_rows(x, out, scale, mode), **given)
 
 
 def _quantized_rows(x: Any, out: Any, scale: Any, mode: str) -> dict[str, Any]:
@@ -141,15 +171,18 @@ def rmsnorm_backward(
     weight: Any = None,
     dweight: Any = None,
     dbias: Any = None,
+    dresidual: Any = None,
 ) -> RmsNormBackwardArguments:
-    """With x̂ = x · rstd and g = dy · weight: dx = rstd · (g − x̂ · mean of g · x̂), dweight = Σ
-    over rows of dy · x̂, dbias = Σ over rows of dy.
+    """With x̂ = x · rstd and g = dy · weight: dx = rstd · (g − x̂ · mean of g · x̂) +
+    dresidual, dweight = Σ over rows of dy · x̂, dbias = Σ over rows of dy.
 
     Args:
         dy, x, dx: (..., N).
         rstd: (...), as :func:`rmsnorm` wrote it.
         weight: (N,).
         dweight, dbias: (N,), written.
+        dresidual: (..., N), the gradient that x has from elsewhere: of ``residual_out``, where x is
+            that sum, whose terms both have dx.
     """
     return RmsNormBackwardArguments(
         as_rows("dy", dy),
@@ -159,6 +192,7 @@ def rmsnorm_backward(
         weight,
         dweight=dweight,
         dbias=dbias,
+        dresidual=None if dresidual is None else as_rows("dresidual", dresidual),
     )
 
 
@@ -172,15 +206,18 @@ def layernorm_backward(
     weight: Any = None,
     dweight: Any = None,
     dbias: Any = None,
+    dresidual: Any = None,
 ) -> LayerNormBackwardArguments:
     """With x̂ = (x − mean) · rstd and g = dy · weight: dx = rstd · (g − x̂ · mean of g · x̂ − mean
-    of g), dweight = Σ over rows of dy · x̂, dbias = Σ over rows of dy.
+    of g) + dresidual, dweight = Σ over rows of dy · x̂, dbias = Σ over rows of dy.
 
     Args:
         dy, x, dx: (..., N).
         mean, rstd: (...), as :func:`layernorm` wrote them.
         weight: (N,).
         dweight, dbias: (N,), written.
+        dresidual: (..., N), the gradient that x has from elsewhere: of ``residual_out``, where x is
+            that sum, whose terms both have dx.
     """
     return LayerNormBackwardArguments(
         as_rows("dy", dy),
@@ -191,6 +228,7 @@ def layernorm_backward(
         weight,
         dweight=dweight,
         dbias=dbias,
+        dresidual=None if dresidual is None else as_rows("dresidual", dresidual),
     )
 
 

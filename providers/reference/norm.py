@@ -85,7 +85,7 @@ class _Forward(ReferenceRows):
         Of an epilogue's outputs: what they change by where the result is off by as much.
         """
         unit = _unit(args, args.N)
-        x = _wide(args, "x", torch.float64)
+        x = _summed(args).to(torch.float64)
         found = _normalised(args, torch.float64)
         largest = x.abs().amax(-1) if args.M else x.sum(-1)
         weight = 1.0 if args.weight is None else _wide(args, "weight", torch.float64).abs().max()
@@ -95,6 +95,7 @@ class _Forward(ReferenceRows):
             "out": row.unsqueeze(-1),
             "rstd": unit * found["rstd"],
             "mean": unit * x.abs().mean(-1),
+            "residual_out": torch.zeros((), dtype=torch.float64, device=x.device),  # exact
             **(_maxima(args, row) if isinstance(args, RmsNormArguments) else {}),
         }
         if args.epilogue is not None:
@@ -128,21 +129,28 @@ class _Backward(ReferenceRows):
         found = g - normal * (g * normal).mean(-1, keepdim=True)
         if isinstance(args, LayerNormBackwardArguments):
             found = found - g.mean(-1, keepdim=True)
-        return {"dx": found * rstd, "dweight": (dy * normal).sum(0), "dbias": dy.sum(0)}
+        found = found * rstd
+        if args.dresidual is not None:
+            found = found + _wide(args, "dresidual", wide)
+        return {"dx": found, "dweight": (dy * normal).sum(0), "dbias": dy.sum(0)}
 
     @staticmethod
     def allowance(args: Any) -> Values:
-        """What one rounding costs at the scale of the data: of dx, per row u · rstd times the
-        largest of what is added up; of sums over rows, u times the norms of what is multiplied."""
+        """What one rounding costs at the scale of the data: of dx, per row u times the largest of
+        what is added up; of sums over rows, u times the norms of what is multiplied."""
         dy, g, normal, rstd = _terms(args, torch.float64)
         x = _wide(args, "x", torch.float64) * rstd
         products = (g * normal).abs().mean(-1, keepdim=True)
         largest = (g.abs() + x.abs() * products).amax(-1, keepdim=True) if args.M else products
+        largest = rstd.abs() * largest
+        if args.dresidual is not None and args.M:
+            further = _wide(args, "dresidual", torch.float64).abs().amax(-1, keepdim=True)
+            largest = largest + further
         columns = torch.linalg.vector_norm(dy, dim=0)
         factors = torch.linalg.vector_norm(normal.abs() + x.abs(), dim=0)
         unit, of_sums = _unit(args, args.N), _unit(args, max(args.M, 1))
         allowed = {
-            "dx": unit * rstd.abs() * largest,
+            "dx": unit * largest,
             "dweight": of_sums * columns * factors,
             "dbias": of_sums * columns * max(args.M, 1) ** 0.5,
         }
@@ -178,9 +186,19 @@ def _unit(args: NormArguments, summed: int) -> float:
     return summed * 2.0**-52 if args.accumulator_type.bits == 64 else 2.0**-23
 
 
+def _summed(args: Any) -> Any:
+    """What is normalised, in the type of the arithmetic: x, or its sum with the residual, rounded
+    as it is stored."""
+    x = _wide(args, "x", args.accumulator_type.torch)
+    if args.residual is None:
+        return x
+    summed = x + _wide(args, "residual", args.accumulator_type.torch)
+    return summed.to(args.residual.dtype.torch).to(args.accumulator_type.torch)
+
+
 def _normalised(args: Any, wide: torch.dtype) -> Values:
-    x = _wide(args, "x", wide)
-    found: Values = {}
+    x = _summed(args).to(wide)
+    found: Values = {"residual_out": x}
     if isinstance(args, LayerNormArguments):
         found["mean"] = x.mean(-1)
         x = x - found["mean"].unsqueeze(-1)

@@ -84,6 +84,19 @@ class _Forward(TorchNorm):
     )
     operands_metadata = NormOperandsMetadata
 
+    @rule("torch takes a residual of x's type")
+    def _(args: Any) -> bool | Miss:
+        residual = args.residual
+        if residual is None or residual.dtype is args.x.dtype:
+            return True
+        return Miss(f"residual is {residual.dtype}, x is {args.x.dtype}")
+
+    @staticmethod
+    def _summed(args: Any) -> Any:
+        """What is normalised."""
+        residual = _tensor(args, "residual")
+        return args.x.tensor if residual is None else args.x.tensor + residual
+
 
 class _Backward(TorchNorm):
     operands = tuple(
@@ -91,6 +104,10 @@ class _Backward(TorchNorm):
         for types, accumulator in _FLOATS
     )
     operands_metadata = NormBackwardOperandsMetadata
+
+    @rule("torch rounds a gradient before another one is added")
+    def _(args: Any) -> bool | Miss:
+        return args.dresidual is None or Miss("dresidual is given")
 
 
 @TorchProvider.register
@@ -110,8 +127,9 @@ class TorchRmsNorm(_Forward):
 
     def _computed(self, args: Any) -> dict[str, Any]:
         weight = _tensor(args, "weight")
-        out, rstd = torch._fused_rms_norm(args.x.tensor, [args.N], weight, args.eps)
-        return {"out": out, "rstd": rstd}
+        x = self._summed(args)
+        out, rstd = torch._fused_rms_norm(x, [args.N], weight, args.eps)
+        return {"out": out, "rstd": rstd, "residual_out": x}
 
 
 @TorchProvider.register
@@ -127,8 +145,9 @@ class TorchLayerNorm(_Forward):
 
     def _computed(self, args: Any) -> dict[str, Any]:
         factors = _tensor(args, "weight"), _tensor(args, "bias")
-        found = torch.native_layer_norm(args.x.tensor, [args.N], *factors, args.eps)
-        return dict(zip(("out", "mean", "rstd"), found, strict=True))
+        x = self._summed(args)
+        found = torch.native_layer_norm(x, [args.N], *factors, args.eps)
+        return dict(zip(("out", "mean", "rstd", "residual_out"), (*found, x), strict=True))
 
 
 @TorchProvider.register

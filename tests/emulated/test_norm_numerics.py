@@ -23,6 +23,7 @@ from support.norms import (
     gradients,
     hadamard,
     norm,
+    rows_beside,
     statistics,
 )
 from support.ptx import EmulationError
@@ -87,6 +88,8 @@ def options(draw, kernel, index):
         given["rstd"] = draw.statistic()
     if kernel.arguments is LAYER and index % 3:
         given["mean"] = draw.statistic()
+    if index % 3 == 1:
+        given |= residual(draw, kernel, index)
     if kernel.family == "sm80.rmsnorm_rht_amax":
         rows = 1 + index % 7
         given |= {"rows_per_block": rows, "hadamard": index % 5 > 0}
@@ -99,16 +102,28 @@ def options(draw, kernel, index):
     return given
 
 
+def residual(draw, kernel, index):
+    """And its sum, stored somewhere else, or nowhere."""
+    element = ("bfloat16", "float32", "float16")[index // 3 % 3]
+    found = {"residual": rows_beside(kernel, draw, element)}
+    if index % 2:
+        found["residual_out"] = rows_beside(kernel, draw, element, read=False)
+    return found
+
+
 def computed(args):
     """Every output in float64, from the formulas."""
     tensor = {name: operand.tensor for name, operand in args.named_operands.items()}
     centred = isinstance(args, LAYER)
+    if args.residual is not None:
+        more = tensor["residual"]
+        tensor["x"] = (tensor["x"].float() + more.float()).to(more.dtype)
     mean, rstd = statistics(tensor["x"], centred, EPS)
     weight, bias = tensor.get("weight"), tensor.get("bias")
     y = norm(tensor["x"], weight, bias, centred=centred, eps=EPS)
     if getattr(args, "hadamard", False):
         y = hadamard(y, tensor.get("signs"))
-    found = {"out": y, "mean": mean, "rstd": rstd}
+    found = {"out": y, "mean": mean, "rstd": rstd, "residual_out": tensor["x"].double()}
     if isinstance(args, RMS):
         found |= {"amax": block_maxima(y, args.rows_per_block), "global_amax": y.abs().max()}
     return {name: found[name] for name in args.outputs}
@@ -151,6 +166,26 @@ def test_what_is_behind_short_rows_of_large_numbers_does_not_count():
     assert args.out.tensor[:2].eq(0).all()
 
 
+@pytest.mark.parametrize("elements", [0, 8, 16])
+@pytest.mark.parametrize("element", ["bfloat16", "float32"])
+def test_a_sum_may_be_stored_where_the_residual_is(element, elements):
+    """Without stages rows are read again after none of it is written."""
+    kernel = chosen("sm80.rmsnorm", lambda d: d.elements == elements and d.threads_per_row <= 32)
+    N = columns_for(kernel, 700)
+    draw = Draw(9, N, "bfloat16")
+    shared = rows_beside(kernel, draw, element)
+    args = arguments_for(kernel, 9, N, residual=shared, residual_out=shared, eps=EPS)
+    args.x.tensor.copy_(draw.random((9, N)))
+    before = shared.clone()
+    assert args.in_place == ("residual",)
+    emulated(kernel, args).run(args)
+    expected = (args.x.tensor.float() + before.float()).to(before.dtype)
+    assert torch.equal(shared, expected)
+    y = norm(expected, args.weight.tensor, centred=False, eps=EPS)
+    off = (args.out.tensor.double() - y).abs().max()
+    assert off <= y.abs().max() * (torch.finfo(torch.bfloat16).eps + 2e-6)
+
+
 # Backward --------------------------------------------------------------------------------
 
 
@@ -170,6 +205,9 @@ def test_gradients_are_right(case):
         given["dweight"] = draw.columns(read=False, element="float32")
     if index % 2:
         given["dbias"] = draw.columns(read=False, element=("bfloat16", "float32")[index % 4 // 2])
+    more = gradient_from_elsewhere(kernel, draw, index)
+    if more is not None:
+        given["dresidual"] = more
     args = arguments_for(kernel, M, N, seed=index, **given)
     if not kernel.supports(rebuilt(described(args))):  # registers for one of the sums
         given.pop("dbias" if "dweight" in given else "", None)
@@ -177,11 +215,24 @@ def test_gradients_are_right(case):
     emulated(kernel, args).run(args, multiprocessors=1, seed=index)
     weight = args.weight.tensor if args.weight is not None else None
     exact = gradients(args.dy.tensor, args.x.tensor, weight, centred=centred, eps=1e-5)
+    if more is not None:
+        exact["dx"] = exact["dx"] + more.double()
     verdict = judge(args, FACTOR_REORDERED)
     assert verdict, verdict
     for name, output in args.outputs.items():
         off = (output.tensor.double() - exact[name]).abs().max()
         assert off <= exact[name].abs().max() * (torch.finfo(output.tensor.dtype).eps + 1e-5)
+
+
+def gradient_from_elsewhere(kernel, draw, index):
+    """As wide as leaves room for the stages that the design has, of two in three that do."""
+    asked = (None, "bfloat16", "float32")
+    for element in (asked[index % 3], *asked):
+        more = None if element is None else rows_beside(kernel, draw, element)
+        given = {} if more is None else {"dresidual": more}
+        if kernel.supports(rebuilt(described(arguments_for(kernel, draw.M, draw.N, **given)))):
+            return more
+    raise AssertionError(f"{kernel.metadata.kernel_name} takes nothing")
 
 
 # Order -----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from support.norms import (
     gradients,
     hadamard,
     norm,
+    rows_beside,
 )
 
 import kernel_api as ka
@@ -65,12 +66,19 @@ def options(kernel, place, M, N, seed):
         given["dweight"] = draw.columns(read=False, element=("float32", None)[turn % 2])
         if turn % 3:
             given["dbias"] = draw.columns(read=False)
+        if turn % 2:
+            given["dresidual"] = rows_beside(kernel, draw, ("bfloat16", "float32")[turn % 4 // 2])
         return given
     given |= {"eps": EPS, "rstd": draw.statistic()}
     if turn % 2:
         given["bias"] = draw.columns()
     if kernel.arguments is LAYER:
         given["mean"] = draw.statistic()
+    if turn % 3 == 1:
+        element = ("bfloat16", "float32", "float16")[turn // 3 % 3]
+        given["residual"] = rows_beside(kernel, draw, element)
+        if turn % 2 and given["residual"] is not None:
+            given["residual_out"] = rows_beside(kernel, draw, element, read=False)
     if kernel.family == "sm80.rmsnorm_rht_amax":
         rows = (1, 2, 8, 5, M + 3)[turn % 5]
         signs = draw.statistic((16,)).copy_(draw.random((16,)).sign())
@@ -85,11 +93,25 @@ def options(kernel, place, M, N, seed):
 def made(kernel, place, M, N, seed=0):
     N = columns_for(kernel, N)
     given = options(kernel, place, M, N, seed)
-    args = arguments_for(kernel, M, N, device="cuda", seed=seed, **given)
-    if not kernel.supports(args):  # registers for one of the sums
-        given.pop("dbias", None)
-        args = arguments_for(kernel, M, N, device="cuda", seed=seed, **given)
+    for without in changes(kernel, M, N, seed, given):
+        args = arguments_for(kernel, M, N, device="cuda", seed=seed, **{**given, **without})
+        if kernel.supports(args):
+            break
     return args
+
+
+def changes(kernel, M, N, seed, given):
+    """Of what is given, until a kernel takes it: registers may hold one of the sums, shared memory
+    as many stages beside a residual of another type or none."""
+    yield {}
+    if kernel.arguments in BACKWARD:
+        draw = Draw(M, N, kernel.metadata.operands.x.dtype, device="cuda", seed=seed)
+        for element in ("bfloat16", "float32", None):
+            more = None if element is None else rows_beside(kernel, draw, element)
+            for dbias in (given.get("dbias"), None):
+                yield {"dresidual": more, "dbias": dbias}
+    else:
+        yield {"residual": None, "residual_out": None}
 
 
 @every_kernel
@@ -146,6 +168,30 @@ def test_the_best_kernel_agrees_with_the_formula(kind, M, N):
         close(args.dweight.tensor, exact["dweight"], 1e-5)
     else:
         close(args.out.tensor, norm(x, weight, centred=centred, eps=args.eps), 2.0**-8)
+
+
+@pytest.mark.parametrize("M", [4096, 37])
+def test_a_residual_is_added_in_both_directions(M):
+    """Its sum stored where it is, as servers do; and the gradient of that sum."""
+    draw = Draw(M, 5120, "bfloat16", device="cuda")
+    shared = draw.matrix()
+    before = shared.clone()
+    args = draw.arguments(RMS, weight=draw.columns(), residual=shared, residual_out=shared)
+    kernel = ka.get_kernels(args)[0]
+    assert kernel.metadata.provider == "cutedsl"
+    kernel.run(args)
+    assert torch.equal(shared, before + args.x.tensor)
+    exact = norm(shared, args.weight.tensor, centred=False, eps=args.eps)
+    close(args.out.tensor, exact, 2.0**-8)
+    given = {"dweight": draw.columns(read=False, element="float32"), "dresidual": draw.matrix()}
+    args = draw.arguments(RMS_BACKWARD, weight=draw.columns(), **given)
+    kernel = ka.get_kernels(args)[0]
+    assert kernel.metadata.provider == "cutedsl"
+    kernel.run(args)
+    operands = args.dy.tensor, args.x.tensor, args.weight.tensor
+    exact = gradients(*operands, centred=False, eps=1e-5)
+    close(args.dx.tensor, exact["dx"] + args.dresidual.tensor.double(), 2.0**-8)
+    close(args.dweight.tensor, exact["dweight"], 1e-5)
 
 
 def test_a_large_transform_agrees_with_the_formula_in_every_block():

@@ -135,6 +135,16 @@ def arguments_for(
     return draw.arguments(kind, **{**matrices, **given})
 
 
+def rows_beside(kernel: Any, draw: Draw, element: Any, *, read: bool = True) -> Any:
+    """(M, N) of another type, in the vectors that the kernel reads; None where it copies fewer
+    bytes at once than there are copies of."""
+    design, x = kernel.metadata.design, kernel.metadata.operands.x
+    vector = x.alignment // x.dtype.itemsize
+    if design.elements and vector * dtype(element).itemsize < 4:
+        return None
+    return draw.matrix(read=read, element=element, pad=vector)
+
+
 # Formulas --------------------------------------------------------------------------------
 
 

@@ -46,7 +46,17 @@ def drawn(
         given["bias"] = draw.columns()
     if seed % 2:
         given["rstd"] = draw.statistic()
+    if seed % 3 == 0:
+        given |= _residual(draw, ("bfloat16", "float32")[seed % 2])
     return getattr(ka.fusions, name)(x, out=out, scale=scale, mode=mode, **given)
+
+
+def _residual(draw: Draw, element: Any) -> dict[str, Any]:
+    """And its sum, of which a row is zeros as well."""
+    residual = draw.matrix(element=element)
+    if not residual.is_meta:
+        residual[draw.M // 2] = 0
+    return {"residual": residual, "residual_out": draw.matrix(read=False, element=element)}
 
 
 def _scale(mode: str, M: int, N: int, seed: int, like: torch.Tensor) -> Any:
@@ -89,7 +99,11 @@ def _rows(args: Any) -> torch.Tensor:
     if isinstance(args, ka.ElementwiseArguments):
         return args.x.tensor.double()
     weight, bias = (None if one is None else one.tensor for one in (args.weight, args.bias))
-    return norm(args.x.tensor, weight, bias, centred=isinstance(args, LAYER), eps=EPS)
+    x = args.x.tensor
+    if args.residual is not None:
+        x = (x.float() + args.residual.tensor.float()).to(args.residual.tensor.dtype)
+        assert torch.equal(args.residual_out.tensor, x)
+    return norm(x, weight, bias, centred=isinstance(args, LAYER), eps=EPS)
 
 
 def _found(y: torch.Tensor, mode: str, top: float) -> torch.Tensor:

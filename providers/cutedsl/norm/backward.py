@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from kernel_api._workspaces import ZEROED
 from kernel_api.arguments import LayerNormBackwardArguments, RmsNormBackwardArguments
+from kernel_api.arguments.norm import NormArguments
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import NormBackwardOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
@@ -19,6 +20,7 @@ from kernel_api.providers.cutedsl.norm.base import (
     WHY_ALIGNED,
     NormKernel,
     RowDesign,
+    further_rows,
     staged_bytes,
     vector_of,
 )
@@ -32,6 +34,8 @@ _SUM_BYTES = 4
 _SUMS_HELD, _MOST_HELD = {4: 16 * 1024}, 32 * 1024
 
 _MOST_STAGES = 3
+#: Bytes of an element of a residual, at most.
+_WIDEST = 4
 
 #: Of the kernel that adds up shares of rows that are streamed: threads of a CTA, rows of a share.
 _SHARE_THREADS, _FEWEST_ROWS = 256, 16
@@ -111,13 +115,18 @@ class NormBackward(NormKernel):
         *(NormBackwardDesign(*threads, 0, 0, resident) for threads, resident in _STREAMED),
     )
 
-    @rule("there are as many stages as fit in shared memory, 3 at most")
+    @rule("stages fit in shared memory, 3 at most; fewer beside those of a residual")
     def _(design: NormBackwardDesign, operands: NormBackwardOperandsMetadata) -> bool:
-        if not design.stages:
-            return True
-        room = SHARED_MEMORY_BYTES - design.sum_bytes
-        stage = staged_bytes(design, operands) // design.stages
-        return design.stages == min(room // stage, _MOST_STAGES)
+        least, most = (_most_stages(design, operands, extra) for extra in (_WIDEST, 0))
+        return max(least, min(design.elements, 1)) <= design.stages <= most
+
+    @rule("there are as many stages as fit in shared memory")
+    def _(
+        design: NormBackwardDesign, operands: NormBackwardOperandsMetadata, args: NormArguments
+    ) -> bool | Miss:
+        further = sum(one.dtype.itemsize for one in further_rows(args).values())
+        most = _most_stages(design, operands, further)
+        return design.stages == most or Miss(f"{most} do")
 
     @rule("a thread has 8 vectors of a row at most, each with sums of its own")
     def _(design: NormBackwardDesign, operands: NormBackwardOperandsMetadata) -> bool:
@@ -177,6 +186,18 @@ class NormBackward(NormKernel):
         operands = self.metadata.operands
         parts = self._parts(args.M, args.N, multiprocessors_of(args.device))
         return model.backward(args, design, operands, design.resident, parts)
+
+
+def _most_stages(
+    design: NormBackwardDesign, operands: NormBackwardOperandsMetadata, further: int
+) -> int:
+    """That fit, where an element of a residual has so many bytes."""
+    if not design.stages:
+        return 0
+    room = SHARED_MEMORY_BYTES - design.sum_bytes
+    stage = staged_bytes(design, operands) // design.stages
+    stage += design.threads * design.elements * further
+    return min(room // stage, _MOST_STAGES)
 
 
 def _sums_among(names: Collection[str]) -> int:

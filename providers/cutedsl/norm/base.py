@@ -81,11 +81,18 @@ def row_operands(x: str, out: str, *alignments: tuple[int, int]) -> Operands:
     )
 
 
-def staged_bytes(design: RowDesign, operands: OperandsMetadata) -> int:
-    """Of shared memory, for what is read of each matrix."""
+def staged_bytes(design: RowDesign, operands: OperandsMetadata, args: Any = None) -> int:
+    """Of shared memory, for what is read of each matrix; without arguments, for the least."""
     read = [t for name, t in operands.tensors.items() if name in ("x", "dy")]
-    element_bytes = sum(t.dtype.itemsize for t in read if t.dtype is not None)
+    element_bytes: int = sum(t.dtype.itemsize for t in read if t.dtype is not None)
+    element_bytes += sum(one.dtype.itemsize for one in further_rows(args).values())
     return design.stages * design.threads * design.elements * element_bytes
+
+
+def further_rows(args: Any) -> dict[str, Any]:
+    """The matrices that are read in vectors beside those that a design is for."""
+    further = getattr(args, "further", {})
+    return {name: further[name] for name in ("residual", "dresidual") if name in further}
 
 
 @rule("rows are whole vectors")
@@ -98,6 +105,12 @@ def whole_vectors(operands: OperandsMetadata, args: Any) -> bool | Miss:
 @rule("the rows in flight fit in shared memory")
 def rows_fit(design: RowDesign, operands: OperandsMetadata) -> bool:
     return staged_bytes(design, operands) <= SHARED_MEMORY_BYTES
+
+
+@rule("the rows in flight fit in shared memory, with those of a residual")
+def all_rows_fit(design: RowDesign, operands: OperandsMetadata, args: Any) -> bool | Miss:
+    needed = staged_bytes(design, operands, args)
+    return needed <= SHARED_MEMORY_BYTES or Miss(f"they take {needed} bytes")
 
 
 @rule("a thread has 16 vectors of a row at most")
@@ -169,6 +182,31 @@ class NormKernel(RowKernel):
         for name, operand in args.further.items():
             if operand.dtype.name not in FLOATS:
                 return Miss(f"{name} is {operand.dtype}")
+        return True
+
+    @rule("rows of a residual lie side by side, in the vectors of x")
+    def _(operands: OperandsMetadata, args: NormArguments) -> bool | Miss:
+        written = {n: args.further[n] for n in ("residual_out",) if n in args.further}
+        for name, operand in {**further_rows(args), **written}.items():
+            needed = _vector_alignment(operand.dtype.itemsize, operands)
+            if operand.unit_mode != -1 and args.N > 1:
+                return Miss(
+                    f"{name} has strides {operand.stride}",
+                    f"would match with {name}.contiguous()",
+                )
+            if operand.alignment % needed:
+                return Miss(
+                    f"{name} has rows at multiples of {operand.alignment} bytes",
+                    f"would match if they were at multiples of {needed}",
+                )
+        return True
+
+    @rule("cp.async copies 4 bytes of a residual or more")
+    def _(design: RowDesign, operands: OperandsMetadata, args: NormArguments) -> bool | Miss:
+        for name, operand in further_rows(args).items():
+            copied = vector_of(operands) * operand.dtype.itemsize
+            if design.elements and copied < LEAST_PIECE:
+                return Miss(f"{copied} of {name} are side by side")
         return True
 
     @rule("weight and bias lie side by side")

@@ -16,6 +16,7 @@ from kernel_api.providers.cutedsl.norm import model
 from kernel_api.providers.cutedsl.norm.base import (
     NormKernel,
     RowDesign,
+    all_rows_fit,
     few_registers,
     few_vectors,
     row_operands,
@@ -91,6 +92,7 @@ class NormForward(NormKernel):
     space = SPACE
 
     rows_fit = rows_fit
+    all_rows_fit = all_rows_fit
     has_few_vectors = few_vectors
     has_few_registers = few_registers
 

@@ -54,6 +54,10 @@ _EXCHANGE_LATENCY = 0.2e-6
 #: By bytes of a vector: narrow ones take more instructions.
 _VECTOR_COST = {16: 1.0, 8: 1.15, 4: 1.5, 2: 3.0}
 
+#: Matrices that are written, and those that may be there beside the ones of a design.
+_WRITTEN = ("out", "dx", "residual_out")
+_FURTHER_ROWS = ("residual", "residual_out", "dresidual")
+
 #: Of a multiprocessor.
 _SHARED_MEMORY = 220 * 1024
 #: Of a thread: a number, and one per element that it has of a row.
@@ -73,7 +77,7 @@ def forward(
     multiprocessors = multiprocessors_of(args.device)
     transformed = getattr(args, "hadamard", False)
     registers = _registers(design, turns, isinstance(args, LayerNormArguments), transformed)
-    resident = _resident(design, operands, registers)
+    resident = _resident(design, operands, args, registers)
     waves = -(-args.M // (design.rows * turns * resident * multiprocessors))
     seconds = _seconds(args, design, operands, resident, waves * turns, waves)
     if turns > 1:
@@ -130,12 +134,12 @@ def _factors_kept(design: RowDesign) -> int:
     return design.elements if design.elements <= _MOST_FACTORS else 0
 
 
-def _resident(design: RowDesign, operands: OperandsMetadata, registers: int) -> int:
+def _resident(design: RowDesign, operands: OperandsMetadata, args: Any, registers: int) -> int:
     """CTAs that share a multiprocessor, if threads have so many registers."""
     return min(
         THREADS // design.threads,
         max(1, REGISTERS // (design.threads * registers)),
-        _SHARED_MEMORY // (staged_bytes(design, operands) + 1024),
+        _SHARED_MEMORY // (staged_bytes(design, operands, args) + 1024),
         MOST_CTAS,
     )
 
@@ -148,8 +152,8 @@ def _seconds(
     turns: int,
     waves: int,
 ) -> float:
-    sizes = _sizes(operands)
-    read = sum(size for name, size in sizes.items() if name in ("x", "dy"))
+    sizes = _sizes(operands) | _further_sizes(args)
+    read = sum(size for name, size in sizes.items() if name not in _WRITTEN)
     row = args.N * read
     ahead = max(design.stages - 1, _PART_OF_TIME)
     in_flight = resident * design.rows * row * ahead
@@ -166,6 +170,12 @@ def _seconds(
 def _sizes(operands: OperandsMetadata) -> dict[str, int]:
     """Bytes of an element of each matrix."""
     return {name: t.dtype.itemsize for name, t in operands.tensors.items() if t.dtype is not None}
+
+
+def _further_sizes(args: Any) -> dict[str, int]:
+    """The same of a residual, and of its sum."""
+    further = getattr(args, "further", {})
+    return {n: o.dtype.itemsize for n, o in further.items() if n in _FURTHER_ROWS}
 
 
 def _steps(N: int, design: RowDesign, operands: OperandsMetadata) -> int:

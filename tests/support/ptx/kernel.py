@@ -161,8 +161,10 @@ class _Tensors:
         self._outputs: list[str] = list(args.outputs)
         self._left = {} if args.in_place else _bytes_left(args)
         self._addresses: dict[int, int] = {}
-        for name, operand in args.named_operands.items():
-            added = name in args.accumulated or (name == "out" and bool(args.in_place))
+        # What is written in place of an operand is where that one is, too.
+        operands = sorted(args.named_operands.items(), key=lambda o: o[0] not in args.overwriting)
+        for name, operand in operands:
+            added = name in (*args.accumulated, *args.overwriting)
             how = {"output": name in self._outputs and not added, "scratch": added}
             if getattr(operand, "discrete", False):
                 self._add_each(name, operand, **how)
