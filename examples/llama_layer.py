@@ -103,8 +103,8 @@ def learning(x: torch.Tensor, own: Weights, sizes: Sizes, batch: int) -> torch.T
     q, k, v = heads(functional.linear(hidden, own["qkv"]), sizes, batch)
     q, k = (turned(t, own) for t in (q, k))
     out = ka.nn.attention(q, k, v, mask=ka.masks.Causal())
-    x = functional.linear(out.transpose(1, 2).flatten(2).flatten(0, 1), own["project"]) + x
-    hidden = ka.nn.rmsnorm(x, own["layer_norm"], eps=EPS)
+    out = functional.linear(out.transpose(1, 2).flatten(2).flatten(0, 1), own["project"])
+    hidden, x = ka.nn.rmsnorm(out, own["layer_norm"], residual=x, eps=EPS)
     pairs = {"order": "gate_up", "granularity": PAIRED}
     return ka.nn.mlp(hidden, own["gate_up"], own["down"], **pairs) + x
 

@@ -1,7 +1,8 @@
 """Quantised norms as operators of torch, for the graphs of torch.compile and torch.export:
-``torch.ops.kernel_api.rmsnorm_quantize(x, weight, bias, given, eps, number, element, by)`` and so
-on allocate what they return, ``rmsnorm_quantize.out(x, weight, bias, given, out, scale, eps,
-number, by)`` and so on write outputs that are there. Nobody comes here in eager mode."""
+``torch.ops.kernel_api.rmsnorm_quantize(x, weight, bias, residual, given, eps, number, element,
+by)`` and so on allocate what they return, ``rmsnorm_quantize.out(x, weight, bias, residual,
+residual_out, given, out, scale, eps, number, by)`` and so on write outputs that are there. Nobody
+comes here in eager mode."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from kernel_api import _quantized_norm_ops
 from kernel_api._launches import run_best
 from kernel_api._numbers import known_or_wide
 from kernel_api._quantize_ops import Quantized, scales_of
+from kernel_api._quantized_norm_ops import Beside, arguments_of
 from kernel_api._quantized_norm_ops import __all__ as names
-from kernel_api._quantized_norm_ops import arguments_of
 from kernel_api._row_operators import first_of, outputs_of, quantized_of, scale_read
 from kernel_api._torch_operators import define, define_constant
 from kernel_api._transforms import are_known, check_traced
@@ -23,58 +24,54 @@ from kernel_api.arguments.norm import NormArguments
 
 #: As of ``quantize``.
 _SCHEMA = (
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? given, float eps, float? number, "
-    "ScalarType element, str by) -> Tensor[]"
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? given, float eps, "
+    "float? number, ScalarType element, str by) -> Tensor[]"
 )
 _SCHEMA_OUT = (
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? given, Tensor(a!) out, Tensor(b!)? scale, "
-    "float eps, float? number, str by) -> ()"
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(c!)? residual_out, "
+    "Tensor? given, Tensor(a!) out, Tensor(b!)? scale, float eps, float? number, str by) -> ()"
 )
 
 
 def traced(
-    name: str,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    eps: float,
-    scale: Any,
-    mode: str,
-    element: Any,
+    name: str, x: Any, beside: Beside, eps: float, scale: Any, mode: str, element: Any
 ) -> Quantized:
     """The call in a graph; scale: that is given, or None."""
-    given, number = scale_read(scale)
-    check_traced(x=x, weight=weight, bias=bias, scale=given)
+    (*read, _), (given, number) = beside, scale_read(scale)
+    _check_read(x, beside, given)
     operator = getattr(torch.ops.kernel_api, name).default
-    found = operator(x, weight, bias, given, known_or_wide(eps), number, element, mode)
+    found = operator(x, *read, given, known_or_wide(eps), number, element, mode)
     return quantized_of(found, scale, mode)
 
 
-def traced_into(name: str, x: Any, weight: Any, bias: Any, eps: float, found: Quantized) -> None:
-    """The same into an output that is given."""
+def traced_into(name: str, x: Any, beside: Beside, eps: float, found: Quantized) -> None:
+    """The same into outputs that are given."""
     is_given = found.mode == "tensor"
     given, number = scale_read(found.scale if is_given else None)
-    check_traced(x=x, weight=weight, bias=bias, scale=given)
+    _check_read(x, beside, given)
     written = None if is_given else found.scale
     operator = getattr(torch.ops.kernel_api, name).out
-    operator(x, weight, bias, given, found.out, written, known_or_wide(eps), number, found.mode)
+    operator(x, *beside, given, found.out, written, known_or_wide(eps), number, found.mode)
 
 
-def _make(name: str, x: Any, weight: Any, bias: Any, given: Any, eps: float, *rest: Any) -> Any:
-    number, element, by = rest
+def _check_read(x: Any, beside: Beside, scale: Any) -> None:
+    weight, bias, residual, _ = beside
+    check_traced(x=x, weight=weight, bias=bias, residual=residual, scale=scale)
+
+
+def _make(name: str, x: Any, *others: Any) -> Any:
+    *read, given, eps, number, element, by = others
     scale, form = first_of(given, number), getattr(_quantized_norm_ops, name)
-    beside = {"weight": weight, "bias": bias, "eps": eps}
-    return outputs_of(form(x, by, scale=scale, out_dtype=element, **beside), scale)
+    beside = dict(zip(("weight", "bias", "residual"), read, strict=True))
+    return outputs_of(form(x, by, scale=scale, out_dtype=element, eps=eps, **beside), scale)
 
 
-def _make_fake(
-    name: str, x: Any, weight: Any, bias: Any, given: Any, eps: float, *rest: Any
-) -> Any:
-    number, element, by = rest
+def _make_fake(name: str, x: Any, *others: Any) -> Any:
+    weight, bias, residual, given, eps, number, element, by = others
     scale, out = first_of(given, number), x.new_empty(x.shape, dtype=element)
     found = Quantized(out, scales_of(by, x) if scale is None else scale, by)
-    if are_known((x, weight, bias, eps, *found)):
-        arguments_of(name, x, weight, bias, eps, found)
+    if are_known((x, weight, bias, residual, eps, *found)):
+        arguments_of(name, x, (weight, bias, residual, None), eps, found)
     return outputs_of(found, scale)
 
 
@@ -88,10 +85,10 @@ def _check(name: str, *given: Any) -> None:
         _arguments(name, *given)
 
 
-def _arguments(name: str, x: Any, weight: Any, bias: Any, *others: Any) -> NormArguments:
-    given, out, scale, eps, number, by = others
+def _arguments(name: str, x: Any, *others: Any) -> NormArguments:
+    weight, bias, residual, residual_out, given, out, scale, eps, number, by = others
     found = Quantized(out, first_of(given, scale, number), by)
-    return arguments_of(name, x, weight, bias, eps, found)
+    return arguments_of(name, x, (weight, bias, residual, residual_out), eps, found)
 
 
 for _name in names:

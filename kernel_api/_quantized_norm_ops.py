@@ -33,6 +33,8 @@ def rmsnorm_quantize(
     weight: Any = None,
     bias: Any = None,
     eps: float = 1e-6,
+    residual: Any = None,
+    residual_out: Any = None,
     scale: Any = None,
     out: Any = None,
     out_dtype: Any = None,
@@ -45,10 +47,13 @@ def rmsnorm_quantize(
         x: (..., N).
         mode: Which elements share a scale, as :func:`quantize` has it.
         weight, bias: (N,).
+        residual: (..., N): x + residual, rounded to its type, is normalised in place of x.
+        residual_out: (..., N), written if it is given: that sum; may be residual itself.
         scale: Of mode ``"tensor"``: a number or float32 (), what is known from elsewhere.
         out: (..., N) of ``out_dtype``, float8_e4m3fn by default; also float8_e5m2 or int8.
     """
-    return _called("rmsnorm_quantize", x, mode, weight, bias, eps, scale, out, out_dtype)
+    sums = residual, residual_out
+    return _called("rmsnorm_quantize", x, mode, (weight, bias, *sums), eps, scale, out, out_dtype)
 
 
 def layernorm_quantize(
@@ -58,20 +63,27 @@ def layernorm_quantize(
     weight: Any = None,
     bias: Any = None,
     eps: float = 1e-5,
+    residual: Any = None,
+    residual_out: Any = None,
     scale: Any = None,
     out: Any = None,
     out_dtype: Any = None,
 ) -> Quantized:
     """The same of what :func:`layernorm` makes y of; see :func:`rmsnorm_quantize`."""
-    return _called("layernorm_quantize", x, mode, weight, bias, eps, scale, out, out_dtype)
+    sums = residual, residual_out
+    return _called("layernorm_quantize", x, mode, (weight, bias, *sums), eps, scale, out, out_dtype)
+
+
+#: What a norm has beside x, in the order of operators.
+Beside = tuple[Any, Any, Any, Any]
+_BESIDE = ("weight", "bias", "residual", "residual_out")
 
 
 def _called(
     name: str,
     x: Any,
     mode: str,
-    weight: Any,
-    bias: Any,
+    beside: Beside,
     eps: float,
     scale: Any,
     out: Any,
@@ -87,48 +99,50 @@ def _called(
 
     if not isinstance(x, torch.Tensor) or x.is_nested or not x.dim():  # of which only the first may
         x = as_rows("x", x).tensor
-    is_fresh, is_node = out is None, becomes_node(x)
+    is_fresh, is_node = out is None and beside[-1] is None, becomes_node(x)
     if is_node and is_fresh:
         from kernel_api import _quantized_norm_operators as operators
 
         element = element_of(out_dtype).torch
-        return operators.traced(name, x, weight, bias, eps, scale, mode, element)
+        return operators.traced(name, x, beside, eps, scale, mode, element)
     out = quantized_like(x, out, out_dtype)
     found = Quantized(out, scales_of(mode, x) if scale is None else scale, mode)
     if is_node:
         from kernel_api import _quantized_norm_operators as operators
 
-        operators.traced_into(name, x, weight, bias, eps, found)
+        operators.traced_into(name, x, beside, eps, found)
     elif is_fresh and type(eps) is float:
-        _run_again(name, as_rows("x", x).tensor if x.dim() != 2 else x, weight, bias, eps, found)
+        _run_again(name, as_rows("x", x).tensor if x.dim() != 2 else x, beside, eps, found)
     else:
         from kernel_api._launches import run_best
 
-        run_best(arguments_of(name, x, weight, bias, eps, found))
+        run_best(arguments_of(name, x, beside, eps, found))
     return found
 
 
-def arguments_of(
-    name: str, x: Any, weight: Any, bias: Any, eps: float, found: Quantized
-) -> NormArguments:
+def arguments_of(name: str, x: Any, beside: Beside, eps: float, found: Quantized) -> NormArguments:
     """Of a call, with its outputs."""
-    beside = {"weight": weight, "bias": bias, "eps": eps}
-    return _FUSIONS[name](x, out=found.out, scale=found.scale, mode=found.mode, **beside)
+    given = {**dict(zip(_BESIDE, beside, strict=True)), "eps": eps}
+    return _FUSIONS[name](x, out=found.out, scale=found.scale, mode=found.mode, **given)
 
 
-def _run_again(name: str, rows: Any, weight: Any, bias: Any, eps: float, found: Quantized) -> None:
+def _run_again(name: str, rows: Any, beside: Beside, eps: float, found: Quantized) -> None:
     """Into outputs that were made for the call; rows: x as a matrix."""
     from kernel_api import _again
 
-    columns = {n: one for n, one in (("weight", weight), ("bias", bias)) if one is not None}
+    weight, bias, residual, _ = beside
+    if residual is not None:
+        residual = as_rows("residual", residual).tensor
+    beside = weight, bias, residual, None
+    given = {n: one for n, one in zip(_BESIDE, beside, strict=True) if one is not None}
     found, is_number = _of_rows(found, rows), type(found.scale) is float
-    how, read = (name, found.mode, found.out.dtype, eps, *columns), (rows, *columns.values())
+    how, read = (name, found.mode, found.out.dtype, eps, *given), (rows, *given.values())
     if found.mode == "tensor" and not is_number:
         read += (found.scale,)  # one that is no tensor is not looked at
     key = _again.look(read, *how, is_number)
-    values = {**columns, "eps": eps, "scale": found.scale}
+    values = {**given, "eps": eps, "scale": found.scale}
     if not _again.repeated(key, (rows, found.out), tuple(values.values())):
-        _again.run(key, arguments_of(name, rows, weight, bias, eps, found), tuple(values))
+        _again.run(key, arguments_of(name, rows, beside, eps, found), tuple(values))
 
 
 def _of_rows(found: Quantized, rows: Any) -> Quantized:

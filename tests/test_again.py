@@ -42,6 +42,18 @@ CALLS = {
     "group_rows, weighted": lambda s: ka.ops.group_rows(places(s), 5, weight=weights(s)),
     "rmsnorm": lambda s: ka.ops.rmsnorm(drawn(s, 9, 128), weight=drawn(s + 9, 128), rstd=True),
     "layernorm": lambda s: ka.ops.layernorm(drawn(s, 3, 2, 64), bias=drawn(s + 9, 64), mean=True),
+    "rmsnorm of a sum": lambda s: ka.ops.rmsnorm(
+        drawn(s, 3, 3, 128), residual=drawn(s + 9, 3, 3, 128), residual_out=True
+    ),
+    "rmsnorm_backward, of a sum": lambda s: ka.ops.rmsnorm_backward(
+        drawn(s, 9, 64),
+        drawn(s + 1, 9, 64),
+        rstd=weights(s)[:, :1].abs().new_ones(9),
+        dresidual=drawn(s + 2, 9, 64),
+    ),
+    "rmsnorm_quantize of a sum": lambda s: ka.ops.rmsnorm_quantize(
+        drawn(s, 2, 4, 128), residual=drawn(s + 9, 2, 4, 128)
+    )[:2],
     "rmsnorm_backward": lambda s: ka.ops.rmsnorm_backward(
         drawn(s, 9, 64), drawn(s + 1, 9, 64), rstd=weights(s)[:, :1].abs().new_ones(9), dweight=True
     ),

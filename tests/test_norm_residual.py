@@ -252,6 +252,32 @@ def test_a_quantised_norm_adds_it_too():
     assert first.family == "sm80.rmsnorm_quantize"
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["rmsnorm_quantize", "layernorm_quantize"])
+def test_a_call_quantises_the_norm_of_a_sum(name, compiled):
+    draw = Draw(M, 128, "bfloat16")
+    x, weight = draw.matrix().view(2, 3, 128), draw.columns()
+    residual = draw.matrix().view(2, 3, 128)
+    call = getattr(ka.ops, name)
+
+    def both(x, residual, place):
+        found = call(x, "row", residual=residual, weight=weight)
+        again = call(x, "row", residual=residual, residual_out=place, weight=weight)
+        return *found[:2], *again[:2]
+
+    used = torch.compile(both, backend="aot_eager", fullgraph=True) if compiled else both
+    for place in (torch.full_like(x, torch.nan), residual.clone()):
+        expected = call(summed(x, residual), "row", weight=weight)
+        out, scale, again, scales = used(x, residual, place)
+        assert torch.equal(place, summed(x, residual))
+        for one in (out, again):
+            assert torch.equal(one.view(torch.uint8), expected.out.view(torch.uint8))
+        for one in (scale, scales):
+            assert torch.equal(one, expected.scale)
+    call(x, "row", residual=place, residual_out=place, weight=weight)
+    assert torch.equal(place, summed(x, summed(x, residual)))
+
+
 # Layers with gradients -------------------------------------------------------------------
 
 
