@@ -210,6 +210,25 @@ def test_verify_says_what_is_no_number_of_columns(capsys, beside):
     assert beside.partition("=")[0] in err
 
 
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        ("rmsnorm", "residual"),
+        ("layernorm", "residual=float32"),
+        ("rmsnorm_quantize", "residual"),
+        ("layernorm_backward", "dresidual=bfloat16"),
+        ("rmsnorm_backward", "dresidual"),
+    ],
+)
+def test_norms_are_verified_with_a_residual(capsys, operation, name):
+    words = ("verify", "--operation", operation, "--m", 17, "--n", 128, "--device", "cpu")
+    code, told = run_json(capsys, *words, "--with", name, "--provider", "reference")
+    assert code == 0 and [one["verdict"] for one in told["outcomes"]] == ["passed"]
+    other = "residual" if name.startswith("d") else "dresidual"
+    code, _, err = run(capsys, *words, "--with", other)
+    assert code == 2 and f"--with {other}: {operation} is made with its usual operands" in err
+
+
 def test_a_norm_has_no_k(capsys):
     words = ("verify", "--operation", "rmsnorm", "--m", 17, "--n", 9, "--device", "cpu")
     code, told = run_json(capsys, *words)

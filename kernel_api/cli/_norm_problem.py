@@ -29,7 +29,7 @@ _FLOAT32, _FLOAT64 = dtype("float32"), dtype("float64")
 
 
 def norm_arguments(options: argparse.Namespace, maker: Maker, M: int, N: int) -> Arguments:
-    """Of x (M, N), with every operand that the operation has.
+    """Of x (M, N), with every operand that the operation has, and a residual if that is asked for.
 
     Raises:
         ArgumentError: the options contradict each other.
@@ -37,12 +37,13 @@ def norm_arguments(options: argparse.Namespace, maker: Maker, M: int, N: int) ->
     check_options_of_gemm(options, f"{options.operation} is of row-major matrices and")
     beside = dict(options.beside or ())
     mode = beside.pop("mode", "block") if options.operation in QUANTIZED else "block"
+    residual = beside.pop(_RESIDUALS.get(options.operation, ""), False)
     if beside:
         raise ArgumentError(
             f"--with {next(iter(beside))}: {options.operation} is made with its usual operands; "
             f"leave this out"
         )
-    return NORMS[options.operation](_Operands(options, maker, M, N, mode))
+    return NORMS[options.operation](_Operands(options, maker, M, N, mode, residual))
 
 
 def check_options_of_gemm(
@@ -61,9 +62,17 @@ class _Operands:
     """Random or poisoned ones, in the type of the problem or of the arithmetic."""
 
     def __init__(
-        self, options: argparse.Namespace, maker: Maker, M: int, N: int, mode: str
+        self,
+        options: argparse.Namespace,
+        maker: Maker,
+        M: int,
+        N: int,
+        mode: str,
+        residual: bool | str,
     ) -> None:
+        """residual: Whether there is one, of this type or of another one."""
         self.M, self.N, self.mode, self._maker = M, N, mode, maker
+        self._residual = residual
         self.element = dtype(options.dtype)
         self._out_element = options.out_dtype
         self.wide = _FLOAT64 if self.element is _FLOAT64 else _FLOAT32
@@ -75,6 +84,20 @@ class _Operands:
         """(M, N) of the type that is asked for; by default of this one, or that of the problem."""
         element = dtype(self._out_element or element or self.element)
         return self._maker.tensor((self.M, self.N), element, "t", fill=False)
+
+    def residual(self) -> dict[str, Any]:
+        """One with its sum, if it is asked for."""
+        if self._residual is False:
+            return {}
+        return {"residual": self._further(fill=True), "residual_out": self._further(fill=False)}
+
+    def dresidual(self) -> dict[str, Any]:
+        """The gradient of the sum, if it is asked for."""
+        return {} if self._residual is False else {"dresidual": self._further(fill=True)}
+
+    def _further(self, *, fill: bool) -> Any:
+        element = self.element if self._residual is True else dtype(self._residual)
+        return self._maker.tensor((self.M, self.N), element, "t", fill=fill)
 
     def columns(self, *, fill: bool = True) -> Any:
         """(N,)"""
@@ -107,15 +130,16 @@ def _rmsnorm(made: _Operands) -> NormArguments:
     import kernel_api as ka
 
     x, out = made.read(), made.written()
-    return ka.RmsNormArguments(x, out, made.columns(), rstd=made.statistic())
+    given = {"rstd": made.statistic(), **made.residual()}
+    return ka.RmsNormArguments(x, out, made.columns(), **given)
 
 
 def _layernorm(made: _Operands) -> NormArguments:
     import kernel_api as ka
 
-    statistics = {"rstd": made.statistic(), "mean": made.statistic()}
+    given = {"rstd": made.statistic(), "mean": made.statistic(), **made.residual()}
     x, out = made.read(), made.written()
-    return ka.LayerNormArguments(x, out, made.columns(), bias=made.columns(), **statistics)
+    return ka.LayerNormArguments(x, out, made.columns(), bias=made.columns(), **given)
 
 
 def _rmsnorm_backward(made: _Operands) -> NormArguments:
@@ -123,9 +147,8 @@ def _rmsnorm_backward(made: _Operands) -> NormArguments:
 
     matrices = made.read(), made.read(), made.written()
     rstd = made.statistic(fill=True)
-    return ka.RmsNormBackwardArguments(
-        *matrices, rstd, made.columns(), dweight=made.columns(fill=False)
-    )
+    given = {"dweight": made.columns(fill=False), **made.dresidual()}
+    return ka.RmsNormBackwardArguments(*matrices, rstd, made.columns(), **given)
 
 
 def _layernorm_backward(made: _Operands) -> NormArguments:
@@ -133,8 +156,8 @@ def _layernorm_backward(made: _Operands) -> NormArguments:
 
     matrices = made.read(), made.read(), made.written()
     statistics = made.statistic(fill=True), made.statistic(fill=True)
-    sums = {name: made.columns(fill=False) for name in ("dweight", "dbias")}
-    return ka.LayerNormBackwardArguments(*matrices, *statistics, made.columns(), **sums)
+    given = {name: made.columns(fill=False) for name in ("dweight", "dbias")} | made.dresidual()
+    return ka.LayerNormBackwardArguments(*matrices, *statistics, made.columns(), **given)
 
 
 def _rmsnorm_rht_amax(made: _Operands) -> NormArguments:
@@ -158,6 +181,7 @@ def _quantized(made: _Operands, *, centred: bool) -> NormArguments:
 
     given = {"out": made.written("float8_e4m3fn"), "scale": made.scale(), "mode": made.mode}
     x, weight = made.read(), made.columns()
+    given |= made.residual()
     if centred:
         return fusions.layernorm_quantize(x, **given, weight=weight, bias=made.columns())
     return fusions.rmsnorm_quantize(x, **given, weight=weight)
@@ -172,6 +196,11 @@ def _quantize(made: _Operands) -> Arguments:
 
 #: Operations of which ``--with mode=`` says what shares a scale.
 QUANTIZED = ("quantize", "rmsnorm_quantize", "layernorm_quantize")
+#: What ``--with`` may name of an operation, as it is or with an element type.
+_RESIDUALS = {
+    **dict.fromkeys(("rmsnorm", "layernorm", "rmsnorm_quantize", "layernorm_quantize"), "residual"),
+    **dict.fromkeys(("rmsnorm_backward", "layernorm_backward"), "dresidual"),
+}
 #: By the name of the operation.
 NORMS: dict[str, Callable[[_Operands], Arguments]] = {
     "rmsnorm": _rmsnorm,
