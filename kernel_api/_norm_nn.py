@@ -14,6 +14,7 @@ import torch
 from kernel_api import _norm_ops as ops
 from kernel_api._autograd import changeable, differentiable_once
 from kernel_api._numbers import known_or_wide
+from kernel_api._results import serialize
 from kernel_api._torch_operators import define, register_autograd
 from kernel_api.errors import ArgumentError
 from kernel_api.operands import becomes_node, require_tensors
@@ -61,13 +62,14 @@ def rmsnorm(
 ) -> torch.Tensor | Normalised:
     """x / √(mean of x² + eps) · weight + bias over the last mode, of x's element type.
 
-    With a residual, of x + residual, rounded to x's element type: the norm and that sum,
-    :class:`Normalised`. One kernel computes both, and one all gradients.
+    With a residual, of x + residual, rounded to the residual's element type: the norm and that sum,
+    :class:`Normalised`. One kernel computes both, and one all gradients; but where x has another
+    type, as under autocast beside a stream of float32, gradients are converted before and behind.
 
     Args:
         x: (..., N).
         weight, bias: (N,).
-        residual: Of x's shape and element type.
+        residual: Of x's shape.
 
     Raises:
         ArgumentError: operands contradict each other.
@@ -109,7 +111,7 @@ def layernorm(
     Args:
         x: (..., N).
         weight, bias: (N,).
-        residual: Of x's shape and element type.
+        residual: Of x's shape.
 
     Raises:
         ArgumentError: operands contradict each other.
@@ -126,13 +128,14 @@ def _norm(
     require_tensors(x=x, **given)
     if not x.dim():
         raise ArgumentError("x has no modes; expected (..., N)")
-    if residual is not None:
-        _check_residual(x, residual)
+    if residual is not None and residual.shape != x.shape:
+        found, expected = tuple(residual.shape), tuple(x.shape)
+        raise ArgumentError(f"residual has shape {found}; expected {expected}, that of x")
     operands = x, weight, bias, residual
     learns = any(t is not None and t.requires_grad for t in operands)
     learns = learns and torch.is_grad_enabled()
     if becomes_node(x):
-        found = _operator(*operands, known_or_wide(eps), centred, learns)
+        found = _operator(x, weight, bias, known_or_wide(eps), centred, learns, residual)
         return _returned(*found, is_sum=residual is not None)
     if learns:
         made = _Norm.apply(*operands, eps, centred)  # type: ignore[no-untyped-call]
@@ -143,15 +146,6 @@ def _norm(
     rows = x if x.dim() > 1 and x.is_contiguous() else _rows(x)
     out: torch.Tensor = forward(rows, eps=eps, **given)
     return out if rows is x else out.view(x.shape)
-
-
-def _check_residual(x: torch.Tensor, residual: torch.Tensor) -> None:
-    for what, found, expected in (
-        ("shape", tuple(residual.shape), tuple(x.shape)),
-        ("type", residual.dtype, x.dtype),
-    ):
-        if found != expected:
-            raise ArgumentError(f"residual has {what} {found}; expected {expected}, that of x")
 
 
 def _returned(
@@ -188,6 +182,9 @@ def _backward(given: Any, wanted: tuple[bool, ...]) -> tuple[torch.Tensor | None
     given: What ``norm_backward`` takes but for what is wanted.
     """
     dy, x, weight, bias, mean, rstd, dresidual = given
+    if dy.dtype != x.dtype:  # of a sum in the residual's type
+        wide = torch.promote_types(dy.dtype, x.dtype)
+        dy, x = dy.to(wide), x.to(wide)
     _, wants_weight, wants_bias = wanted
     asked = {"dweight": weight.dtype if wants_weight else None}
     asked["dbias"] = bias.dtype if wants_bias else None
@@ -223,45 +220,69 @@ class _Norm(torch.autograd.Function):
         normalised = x if summed is None else summed
         ctx.save_for_backward(normalised, weight, bias, mean, *kept)
         ctx.set_materialize_grads(False)
+        ctx.elements = x.dtype, None if residual is None else residual.dtype
         return y if summed is None else (y, summed)
 
     @staticmethod
     @differentiable_once("a norm")
     def backward(ctx: Any, saved: Any, dy: Any, dresidual: Any = None) -> Any:
         wants_x, wants_weight, wants_bias, wants_residual = ctx.needs_input_grad[:4]
-        if dy is None:  # of the sum alone
-            dx = dresidual
-            dweight, dbias = (
-                torch.zeros_like(one) if wanted else None
-                for one, wanted in zip(saved[1:3], (wants_weight, wants_bias), strict=True)
-            )
+        if dy is None:
+            dx, dweight, dbias = _of_sum_alone(dresidual, saved[1:3], (wants_weight, wants_bias))
         else:
             wanted = wants_x, wants_weight, wants_bias
             dx, dweight, dbias = _backward((dy, *saved, dresidual), wanted)
-        of_residual = dx if wants_residual else None
-        return dx if wants_x else None, dweight, dbias, of_residual, None, None
+        of_x, of_residual = _of_terms(dx, ctx.elements, (wants_x, wants_residual))
+        return of_x, dweight, dbias, of_residual, None, None
+
+
+def _of_sum_alone(dresidual: Any, sums: Any, wanted: Any) -> list[Any]:
+    """Where nothing depends on the norm: nor does it on weight and bias."""
+    pairs = zip(sums, wanted, strict=True)
+    return [dresidual, *(torch.zeros_like(one) if asked else None for one, asked in pairs)]
+
+
+def _of_terms(dx: Any, elements: tuple[Any, Any], wanted: tuple[bool, bool]) -> list[Any]:
+    """The gradients of x and of a residual: that of their sum, in their types."""
+    pairs = zip(elements, wanted, strict=True)
+    return [dx.to(one) if asked and dx is not None else None for one, asked in pairs]
 
 
 # Operators of torch ----------------------------------------------------------------------
 
 _NORM = (
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool centred, "
-    "bool keeps) -> Tensor[]"
+    "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool centred, bool keeps, "
+    "Tensor? residual=None) -> Tensor[]"
 )
 _NORM_BACKWARD = (
-    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, "
-    "Tensor? dresidual, bool[] wanted) -> (Tensor, Tensor, Tensor)"
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, bool[] wanted, "
+    "Tensor? dresidual=None) -> (Tensor, Tensor, Tensor)"
 )
 
 
-#: The result, and the sum of a residual; with the statistics of rows if a backward pass is likely.
-define("norm", _NORM, _computed, _computed)
+def _make(
+    x: Any, weight: Any, bias: Any, eps: float, centred: bool, keeps: bool, residual: Any = None
+) -> list[torch.Tensor]:
+    """The result, and the sum of a residual; with the statistics of rows if a backward pass is
+    likely."""
+    return _computed(x, weight, bias, residual, eps, centred, keeps)
+
+
+define("norm", _NORM, _make, _make)
 _operator = torch.ops.kernel_api.norm
 
 
-def _make_gradients(*given: Any) -> tuple[torch.Tensor, ...]:
-    _, x, *_, wanted = given
-    found = _backward(given[:-1], tuple(wanted))
+def _make_gradients(
+    dy: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    rstd: Any,
+    wanted: list[bool],
+    dresidual: Any = None,
+) -> tuple[torch.Tensor, ...]:
+    found = _backward((dy, x, weight, bias, mean, rstd, dresidual), tuple(wanted))
     return tuple(x.new_empty(0) if gradient is None else gradient for gradient in found)
 
 
@@ -270,27 +291,33 @@ _backward_operator = torch.ops.kernel_api.norm_backward
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, weight, bias, residual, *numbers = inputs
+    x, weight, bias, *numbers, residual = inputs
     _, *statistics = output
     normalised = x if residual is None else statistics.pop(0)
     ctx.save_for_backward(normalised, weight, bias, *statistics)
-    ctx.numbers, ctx.adds = numbers, residual is not None
+    ctx.numbers = numbers
+    ctx.elements = x.dtype, None if residual is None else residual.dtype
     ctx.mark_non_differentiable(*statistics)
+    ctx.set_materialize_grads(False)
 
 
 def _operator_backward(ctx: Any, upstream: list[Any]) -> Any:
     x, weight, bias, *statistics = ctx.saved_tensors
     eps, centred, keeps = ctx.numbers
     if not keeps:
-        _, *statistics = _operator(x, weight, bias, None, eps, centred, True)
+        _, *statistics = _operator(x, weight, bias, eps, centred, True, None)
     mean, rstd = statistics if centred else (None, *statistics)
-    wants_x, *asked, wants_residual = ctx.needs_input_grad[:4]
-    dy, dresidual = upstream[0], upstream[1] if ctx.adds else None
-    wanted = [wants_x, *asked]
-    found = _backward_operator(dy, x, weight, bias, mean, rstd, dresidual, wanted)
-    wanted.append(wants_residual)
-    gradients = (one if w else None for one, w in zip((*found, found[0]), wanted, strict=True))
-    return *gradients, None, None, None
+    dy, dresidual = upstream[0], None if ctx.elements[1] is None else upstream[1]
+    asked = ctx.needs_input_grad  # of what was given: torch leaves out a residual that is None
+    wanted, wants_residual = list(asked[:3]), any(asked[6:])
+    if dy is None:
+        found = _of_sum_alone(dresidual, (weight, bias), wanted[1:])
+    else:
+        found = _backward_operator(dy, x, weight, bias, mean, rstd, wanted, dresidual)
+    of_x, of_residual = _of_terms(found[0], ctx.elements, (wanted[0], wants_residual))
+    sums = (one if w else None for one, w in zip(found[1:], wanted[1:], strict=True))
+    return (of_x, *sums, None, None, None, of_residual)[: len(asked)]
 
 
 register_autograd("norm", _operator_backward, _keep)
+serialize(Normalised, "kernel_api.Normalised")

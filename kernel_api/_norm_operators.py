@@ -23,6 +23,8 @@ from kernel_api._transforms import are_known, check_traced
 from kernel_api._without_gradient import beside_outputs
 
 _NUMBERS = {"eps": "float", "rows_per_block": "int?"}
+#: Programs that were saved before have none.
+_ABSENT_BEFORE = ("residual", "residual_out", "dresidual")
 
 
 def _register(form: NormForm) -> None:
@@ -41,7 +43,11 @@ def _register(form: NormForm) -> None:
 def _described(form: NormForm, written: dict[str, str]) -> str:
     required = dict.fromkeys(form.matrices, "Tensor")
     known = {**required, **_NUMBERS, **written}
-    return ", ".join(f"{known.get(name, 'Tensor?')} {name}" for name in _names(form))
+    described = []
+    for name in _names(form):
+        absent = "=None" if name in _ABSENT_BEFORE else ""
+        described.append(f"{known.get(name, 'Tensor?')} {name}{absent}")
+    return ", ".join(described)
 
 
 def _names(form: NormForm) -> tuple[str, ...]:
@@ -81,7 +87,7 @@ def _make(form: NormForm, call: Callable[..., Any], *given: Any) -> list[Any]:
 
 def _options(form: NormForm, given: tuple[Any, ...]) -> dict[str, Any]:
     """What an operator gets, by name; outputs that are None are not wanted."""
-    named = zip(_names(form), given, strict=True)
+    named = zip(_names(form), given, strict=False)  # torch leaves out what is absent at the end
     present = {name: one for name, one in named if one is not None}
     return {**dict.fromkeys(form.written, False), **present}
 
@@ -93,11 +99,11 @@ def _make_fake(form: NormForm, *given: Any) -> list[Any]:
 
 
 def _run(form: NormForm, *given: Any) -> None:
-    run(form, dict(zip(_names(form), given, strict=True)))
+    run(form, dict(zip(_names(form), given, strict=False)))
 
 
 def _check(form: NormForm, *given: Any) -> None:
-    _check_call(form, dict(zip(_names(form), given, strict=True)))
+    _check_call(form, dict(zip(_names(form), given, strict=False)))
 
 
 def _check_call(form: NormForm, complete: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Quantised norms as operators of torch, for the graphs of torch.compile and torch.export:
-``torch.ops.kernel_api.rmsnorm_quantize(x, weight, bias, residual, given, eps, number, element,
-by)`` and so on allocate what they return, ``rmsnorm_quantize.out(x, weight, bias, residual,
-residual_out, given, out, scale, eps, number, by)`` and so on write outputs that are there. Nobody
+``torch.ops.kernel_api.rmsnorm_quantize(x, weight, bias, given, eps, number, element, by,
+residual)`` and so on allocate what they return, ``rmsnorm_quantize.out(x, weight, bias, given, out,
+scale, eps, number, by, residual, residual_out)`` and so on write outputs that are there. Nobody
 comes here in eager mode."""
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kernel_api.arguments.norm import NormArguments
 
 #: As of ``quantize``.
 _SCHEMA = (
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? given, float eps, "
-    "float? number, ScalarType element, str by) -> Tensor[]"
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? given, float eps, float? number, "
+    "ScalarType element, str by, Tensor? residual=None) -> Tensor[]"
 )
 _SCHEMA_OUT = (
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(c!)? residual_out, "
-    "Tensor? given, Tensor(a!) out, Tensor(b!)? scale, float eps, float? number, str by) -> ()"
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? given, Tensor(a!) out, Tensor(b!)? scale, "
+    "float eps, float? number, str by, Tensor? residual=None, Tensor(c!)? residual_out=None) -> ()"
 )
 
 
@@ -37,10 +37,11 @@ def traced(
     name: str, x: Any, beside: Beside, eps: float, scale: Any, mode: str, element: Any
 ) -> Quantized:
     """The call in a graph; scale: that is given, or None."""
-    (*read, _), (given, number) = beside, scale_read(scale)
+    (weight, bias, residual, _), (given, number) = beside, scale_read(scale)
     _check_read(x, beside, given)
     operator = getattr(torch.ops.kernel_api, name).default
-    found = operator(x, *read, given, known_or_wide(eps), number, element, mode)
+    factors = weight, bias, given
+    found = operator(x, *factors, known_or_wide(eps), number, element, mode, residual)
     return quantized_of(found, scale, mode)
 
 
@@ -49,9 +50,10 @@ def traced_into(name: str, x: Any, beside: Beside, eps: float, found: Quantized)
     is_given = found.mode == "tensor"
     given, number = scale_read(found.scale if is_given else None)
     _check_read(x, beside, given)
-    written = None if is_given else found.scale
+    (weight, bias, *sums), written = beside, None if is_given else found.scale
     operator = getattr(torch.ops.kernel_api, name).out
-    operator(x, *beside, given, found.out, written, known_or_wide(eps), number, found.mode)
+    tensors = weight, bias, given, found.out, written
+    operator(x, *tensors, known_or_wide(eps), number, found.mode, *sums)
 
 
 def _check_read(x: Any, beside: Beside, scale: Any) -> None:
@@ -60,14 +62,14 @@ def _check_read(x: Any, beside: Beside, scale: Any) -> None:
 
 
 def _make(name: str, x: Any, *others: Any) -> Any:
-    *read, given, eps, number, element, by = others
+    weight, bias, given, eps, number, element, by, residual = _with_sums(others, 8)
     scale, form = first_of(given, number), getattr(_quantized_norm_ops, name)
-    beside = dict(zip(("weight", "bias", "residual"), read, strict=True))
+    beside = {"weight": weight, "bias": bias, "residual": residual}
     return outputs_of(form(x, by, scale=scale, out_dtype=element, eps=eps, **beside), scale)
 
 
 def _make_fake(name: str, x: Any, *others: Any) -> Any:
-    weight, bias, residual, given, eps, number, element, by = others
+    weight, bias, given, eps, number, element, by, residual = _with_sums(others, 8)
     scale, out = first_of(given, number), x.new_empty(x.shape, dtype=element)
     found = Quantized(out, scales_of(by, x) if scale is None else scale, by)
     if are_known((x, weight, bias, residual, eps, *found)):
@@ -86,9 +88,14 @@ def _check(name: str, *given: Any) -> None:
 
 
 def _arguments(name: str, x: Any, *others: Any) -> NormArguments:
-    weight, bias, residual, residual_out, given, out, scale, eps, number, by = others
+    weight, bias, given, out, scale, eps, number, by, *sums = _with_sums(others, 10)
     found = Quantized(out, first_of(given, scale, number), by)
-    return arguments_of(name, x, (weight, bias, residual, residual_out), eps, found)
+    return arguments_of(name, x, (weight, bias, sums[0], sums[1]), eps, found)
+
+
+def _with_sums(given: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """What torch leaves out of a call is None."""
+    return (*given, *[None] * (count - len(given)))
 
 
 for _name in names:

@@ -95,7 +95,14 @@ def _called(
             "scale is None; mode 'tensor' takes one that is known from elsewhere: give it, or "
             "quantize the result of the norm, which finds one"
         )
+    if isinstance(beside[-1], bool):
+        raise ArgumentError(
+            f"residual_out is {beside[-1]}; give a tensor, or residual itself: what is returned "
+            f"has no place for it"
+        )
     import torch
+
+    from kernel_api._autograd import check_outputs
 
     if not isinstance(x, torch.Tensor) or x.is_nested or not x.dim():  # of which only the first may
         x = as_rows("x", x).tensor
@@ -105,6 +112,7 @@ def _called(
 
         element = element_of(out_dtype).torch
         return operators.traced(name, x, beside, eps, scale, mode, element)
+    check_outputs([("residual_out", beside[-1])])
     out = quantized_like(x, out, out_dtype)
     found = Quantized(out, scales_of(mode, x) if scale is None else scale, mode)
     if is_node:

@@ -15,6 +15,10 @@ ROUTING = torch.tensor([[0, 1], [3, 1], [2, 0], [1, -1]])
 #: Layers, and the shapes of what may need a gradient.
 LAYERS = {
     "rmsnorm": (lambda x, w: ka.nn.rmsnorm(x, w), [(2, 3, 16), (16,)]),
+    "rmsnorm of a sum": (
+        lambda x, residual: ka.nn.rmsnorm(x, residual=residual, eps=1e-3).out,
+        [(4, 16), (4, 16)],
+    ),
     "rmsnorm of x alone": (lambda x: ka.nn.rmsnorm(x, eps=1e-3), [(4, 16)]),
     "layernorm": (lambda x, w, b: ka.nn.layernorm(x, w, b), [(4, 16), (16,), (16,)]),
     "moe": (

@@ -361,3 +361,21 @@ def test_verify_runs_every_norm_with_padded_rows(capsys, operation):
 def test_options_of_products_are_refused(capsys, option):
     assert main(["explain", "--operation", "layernorm", *option]) == 2
     assert "it is an option of gemm" in capsys.readouterr().err
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("kind", "N", "threads"), [(LAYER_BACKWARD, 16384, 1024), (RMS, 16384, 512), (LAYER, 8192, 128)]
+)
+def test_rows_beside_a_residual_spill_nothing(kind, N, threads):
+    """Of float32, which takes the most registers."""
+    draw = meta(4096, N)
+    names = ("residual", "residual_out") if kind in (RMS, LAYER) else ("dresidual",)
+    given = {name: draw.matrix(element="float32") for name in names}
+    if kind is LAYER_BACKWARD:
+        given |= {
+            name: draw.columns(read=False, element="float32") for name in ("dweight", "dbias")
+        }
+    args = draw.arguments(kind, weight=draw.columns(element="float32"), **given)
+    (kernel, *_) = (k for k in offered(args) if k.metadata.design.threads == threads)
+    assert kernel.compile(args, cc="sm_90").resources.spill_bytes == 0

@@ -46,8 +46,10 @@ def with_residual(draw, kind, element=None, **given):
 @pytest.mark.parametrize("element", FLOATS)
 @pytest.mark.parametrize("of_residual", FLOATS)
 def test_the_sum_is_rounded_to_the_residuals_type_and_then_normalised(kind, element, of_residual):
-    if "float64" in (element, of_residual) and element != of_residual:
-        of_residual = element
+    if (element == "float64") != (of_residual == "float64"):
+        with pytest.raises(ArgumentError, match="expected both to be float64, or neither"):
+            with_residual(Draw(M, N, element), kind, of_residual)
+        return
     args = with_residual(Draw(M, N, element, pad=3), kind, of_residual, rstd=None)
     for output in args.outputs.values():
         poison(output.tensor)
@@ -72,6 +74,8 @@ def test_a_sum_need_not_be_stored(kind):
 def test_torch_adds_a_residual_of_the_same_type(kind, element):
     args = with_residual(Draw(M, N, element), kind)
     assert ka.verify(only(args, "torch"), args)
+    if element == "float64":
+        return
     other = "float32" if element != "float32" else "bfloat16"
     args = with_residual(Draw(M, N, element), kind, other)
     assert "torch takes a residual of x's type; residual is" in refused(args, "torch")
@@ -278,6 +282,64 @@ def test_a_call_quantises_the_norm_of_a_sum(name, compiled):
     assert torch.equal(place, summed(x, summed(x, residual)))
 
 
+def test_a_call_that_quantises_has_no_place_for_a_sum_of_its_own():
+    x = torch.zeros(2, 128)
+    with pytest.raises(ArgumentError, match="residual_out is True; give a tensor, or residual its"):
+        ka.ops.rmsnorm_quantize(x, residual=x, residual_out=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_call_writes_a_sum_in_place(compiled):
+    draw = Draw(M, 128, "bfloat16", pad=8)
+
+    def both(x, residual):
+        out = ka.ops.rmsnorm(x, residual=residual, residual_out=residual).out
+        return out, ka.ops.rmsnorm_quantize(x, residual=residual, residual_out=residual).out
+
+    used = torch.compile(both, backend="aot_eager", fullgraph=True) if compiled else both
+    x, residual = draw.matrix(), draw.matrix()
+    once = summed(x, residual)
+    twice = summed(x, once)
+    out, quantised = used(x, residual)
+    assert torch.equal(residual, twice)
+    assert torch.equal(out, ka.ops.rmsnorm(once))
+    expected = ka.ops.rmsnorm_quantize(twice).out
+    assert torch.equal(quantised.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_operators_of_saved_programs_take_calls_without_a_residual():
+    """What was added since then stands at the end, and is absent by default."""
+    import kernel_api._norm_operators
+    import kernel_api._quantized_norm_operators  # noqa: F401  (register)
+
+    of_sums = {"residual", "residual_out", "dresidual"}
+    for name in ("norm", "norm_backward", "rmsnorm", "layernorm", "rmsnorm_backward"):
+        packet = getattr(torch.ops.kernel_api, name)
+        for overload in packet.overloads():
+            given = getattr(packet, overload)._schema.arguments
+            later = [one for one in given if one.name in of_sums]
+            assert later and given[-len(later) :] == later
+            assert all(one.has_default_value() for one in later)
+
+
+def test_one_row_lies_where_it_does_whatever_its_stride():
+    row = torch.randn(1, 16)
+    again = row.as_strided((1, 16), (999, 1))
+    args = RMS(torch.randn(1, 16), torch.empty(1, 16), residual=row, residual_out=again)
+    assert args.in_place == ("residual",)
+
+
+def test_the_same_problem_with_a_residual():
+    args = Draw(M, N).arguments(RMS)
+    assert args.rebuilt(*args.tensors, residual=torch.zeros(M, N)).residual is not None
+    with pytest.raises(
+        ArgumentError, match=r"residual has shape \(3, 2, 48\); expected \(2, 3, 48"
+    ):
+        ka.fusions.rmsnorm(
+            torch.zeros(2, 3, N), out=torch.zeros(2, 3, N), residual=torch.zeros(3, 2, N)
+        )
+
+
 # Layers with gradients -------------------------------------------------------------------
 
 
@@ -320,6 +382,56 @@ def test_gradients_are_those_of_the_formula(centred, compiled, loss):
                      if nothing else other)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("loss", "calls"), [("both", 1), ("norm", 1), ("sum", 0)], ids=["both", "norm", "sum"]
+)
+def test_graphs_compute_nothing_of_what_is_not_used(loss, calls):
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+
+    def kept(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g.forward), bw_compiler=kept)
+    x, residual, weight = (torch.randn(s, requires_grad=True) for s in ((3, 16), (3, 16), (16,)))
+    layer = torch.compile(
+        lambda *given: LOSSES[loss](*ka.nn.rmsnorm(given[0], given[2], residual=given[1])),
+        backend=backend,
+        fullgraph=True,
+    )
+    layer(x, residual, weight).backward()
+    ((*nodes,),) = graphs
+    assert sum("norm_backward" in node for node in nodes) == calls
+    assert not any("zeros" in node and loss != "sum" for node in nodes)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("of_residual", ["float32", "float16"])
+def test_a_stream_may_be_of_another_type(of_residual, compiled):
+    """As under autocast: x of 16 bits, what it is added to of 32."""
+    draw = Draw(M, N, "bfloat16")
+    x, residual = draw.random((M, N)), draw.random((M, N), of_residual)
+    weight = draw.random((N,), "float32")
+    leaves = [one.requires_grad_() for one in (x, weight, residual)]
+
+    def layer(x, weight, residual):
+        return ka.nn.rmsnorm(x, weight, residual=residual, eps=EPS)
+
+    used = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    out, s = used(*leaves)
+    assert (out.dtype, s.dtype) == (x.dtype, residual.dtype)
+    found = torch.autograd.grad((out.float() ** 2).sum() + (s.float() ** 3).sum(), leaves)
+    wide = [one.detach().double().requires_grad_() for one in leaves]
+    y, exact = formula(wide[0], wide[1], 0.0, wide[2], False)
+    expected = torch.autograd.grad((y**2).sum() + (exact**3).sum(), wide)
+    for one, other, leaf in zip(found, expected, leaves, strict=True):
+        assert one.dtype is leaf.dtype
+        assert (one.double() - other).norm() < 0.02 * other.norm()
+
+
 @pytest.mark.parametrize("which", range(4))
 def test_gradients_are_for_those_that_ask(which):
     leaves = [torch.randn(s, dtype=torch.float64) for s in ((3, 16), (16,), (16,), (3, 16))]
@@ -344,7 +456,7 @@ def test_the_sum_is_all_that_is_kept_of_the_rows():
     ("residual", "words"),
     [
         (torch.zeros(4, 16), r"residual has shape \(4, 16\); expected \(3, 16\), that of x"),
-        (torch.zeros(3, 16).half(), "residual has type torch.float16; expected torch.float32"),
+        (torch.zeros(3, 16).double(), "residual is float64 and x is float32; expected both to"),
     ],
 )
 def test_layers_take_a_residual_like_x(residual, words):

@@ -32,6 +32,11 @@ GIVEN = {
     ),
     "out of rmsnorm": ((M, N), lambda t: ka.ops.rmsnorm(X, out=t)),
     "rstd": ((M,), lambda t: ka.ops.rmsnorm(X, rstd=t)),
+    "residual_out": ((M, N), lambda t: ka.ops.rmsnorm(X, residual=X, residual_out=t)),
+    "residual_out of a quantised norm": (
+        (M, N),
+        lambda t: ka.ops.rmsnorm_quantize(X, "row", residual=X, residual_out=t),
+    ),
     "mean": ((M,), lambda t: ka.ops.layernorm(X, mean=t, rstd=True)),
     "dx": ((M, N), lambda t: ka.ops.rmsnorm_backward(X, X, rstd=ROW, dx=t)),
 }

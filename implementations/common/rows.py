@@ -120,10 +120,14 @@ def combined(values: list, of_two: Callable = added) -> Numeric:
 
 
 class Vector:
-    """Neighbours in a row, moved at once: `count` elements of a type, in words."""
+    """Neighbours in a row, moved at once: `count` elements of a type, in words.
 
-    def __init__(self, count: int, element_type: type[Numeric]):
+    is_written: Whether the kernel writes where they are read from, too.
+    """
+
+    def __init__(self, count: int, element_type: type[Numeric], is_written: bool = False):
         self.count = count
+        self.is_written = is_written
         self.element_type = element_type
         self.element_bytes = element_type.width // 8
         self.bytes = count * self.element_bytes
@@ -191,14 +195,15 @@ class GlobalRow:
         return self.left > first
 
     def load(self, first: Int32) -> list:
-        """As Float32; zeros behind the end. No kernel writes there meanwhile."""
+        """As Float32; zeros behind the end. No other thread writes there meanwhile."""
         vector, loaded = self.vector, []
+        cache = "" if vector.is_written else ".nc"
         for offset, count in vector.pieces:
             names = [f"{{$w{i}}}" for i in range(count)]
             zeros = " ".join(f"mov.b{vector.word.width} {name}, 0;" for name in names)
             piece = cute.arch.inline_ptx(
                 f"{{ .reg .pred inside; setp.gt.s32 inside, {{$r1}}, {{$r2}}; {zeros} @inside "
-                f"ld.global.nc{VECTOR[count]}.b{vector.word.width} {braced(names)}, "
+                f"ld.global{cache}{VECTOR[count]}.b{vector.word.width} {braced(names)}, "
                 f"[{{$r0}} + {offset}]; }}",
                 write_only_types=[vector.word] * count,
                 read_only_args=[self._at(first), self.left, Int32(first)],
@@ -283,10 +288,12 @@ class SummedRow:
         return self.other.vector.packed([a + b for a, b in values])
 
 
-def matrix_row(mX: cute.Tensor, row: Int32, column: Int32, end: Int32, count: int) -> GlobalRow:
+def matrix_row(
+    mX: cute.Tensor, row: Int32, column: Int32, end: Int32, count: int, is_written: bool = False
+) -> GlobalRow:
     """From a column of a row of (M, N) on, in vectors of `count`; of nothing if the row is not
     before `end`."""
-    vector = Vector(count, mX.element_type)
+    vector = Vector(count, mX.element_type, is_written)
     left = (mX.shape[1] - column) * Int32(row < end)
     offset = Int64(row) * mX.stride[0] + column
     return GlobalRow(mX.iterator.toint() + offset * vector.element_bytes, left, vector)

@@ -33,13 +33,21 @@ class StagedRows:
     Args:
         vectors: Of a thread, of a row.
         stages: 0: rows are not staged but read from global memory whenever they are looked at.
+        is_written: Whether the kernel may write where they are read from.
     """
 
-    def __init__(self, rows: RowThreads, vectors: int, stages: int, element_type: type[Numeric]):
+    def __init__(
+        self,
+        rows: RowThreads,
+        vectors: int,
+        stages: int,
+        element_type: type[Numeric],
+        is_written: bool = False,
+    ):
         self.rows = rows
         self.vectors = vectors
         self.stages = stages
-        self.vector = Vector(rows.vector, element_type)
+        self.vector = Vector(rows.vector, element_type, is_written)
 
     @property
     def stage_bytes(self) -> int:
@@ -79,7 +87,8 @@ class StagedRows:
 
     def global_row(self, mX, turns: Turns, turn: Int32, thread: Int32) -> GlobalRow:
         column = self.rows.column(thread)
-        return matrix_row(mX, turns.row(turn), column, turns.end, self.rows.vector)
+        vector = self.vector
+        return matrix_row(mX, turns.row(turn), column, turns.end, vector.count, vector.is_written)
 
     def staged_row(self, memory: Int32, turn: Int32, thread: Int32) -> SharedRow:
         """Vectors of a thread are as far apart as in the row."""

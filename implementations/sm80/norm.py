@@ -167,7 +167,8 @@ class Norm:
         mR = self.operand("residual", operands)
         self.residual = None
         if const_expr(mR is not None):
-            self.residual = StagedRows(self.rows, self.vectors, self.stages, mR.element_type)
+            how = self.rows, self.vectors, self.stages, mR.element_type
+            self.residual = StagedRows(*how, is_written="residual_out" in self.operands)
         size = mX.shape[0]
         blocks = cute.ceil_div(size, self.most_rows)
         maxima = None

@@ -299,7 +299,9 @@ class NormBackward:
     def _write_any(self, dy, x, further, target, N, terms, operands, thread):
         """dx of a row of any length."""
         mean, rstd, means = terms
-        for v in cutlass.range(cute.ceil_div(N, self.rows.step), unroll=2):
+        # Of three rows, two vectors at a time are more than 1024 threads have registers for.
+        unroll = 2 if const_expr(further is None) else 1
+        for v in cutlass.range(cute.ceil_div(N, self.rows.step), unroll=unroll):
             first = v * self.rows.step
             _, g, normal = self._terms(dy, x, first, mean, rstd, operands, thread)
             target.store(first, self._gradient(g, normal, rstd, means, further, first))

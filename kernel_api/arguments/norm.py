@@ -19,6 +19,7 @@ from kernel_api.errors import ArgumentError, EpilogueError
 from kernel_api.operands import Operand
 
 _MOST_ROWS = 1 << 31  # of a block
+_OF_SUMS = ("residual", "residual_out")
 
 #: Blocks of rows that there should be, if ``rows_per_block`` is not given.
 _MANY_BLOCKS = 148
@@ -156,7 +157,8 @@ class _ForwardArguments(NormArguments):
             raise ArgumentError(f"eps is {eps!r}; expected a number that is not negative")
         if epilogue is not None:
             operands = getattr(epilogue, "operands", {})
-            taken = [name for name in self._own_names() if name in operands]
+            free = _OF_SUMS if self.residual is None else ()
+            taken = [n for n in self._own_names() if n in operands and n not in free]
             if taken:
                 raise EpilogueError(
                     f"an operand of the epilogue is called {taken[0]}, which is taken by the "
@@ -169,6 +171,11 @@ class _ForwardArguments(NormArguments):
     def _check_further(self, extents: Mapping[str, int]) -> None:
         super()._check_further(extents)
         residual, written = self.residual, self.residual_out
+        if residual is not None and (residual.dtype.bits == 64) != (self.x.dtype.bits == 64):
+            raise ArgumentError(
+                f"residual is {residual.dtype} and x is {self.x.dtype}; expected both to be "
+                f"float64, or neither"
+            )
         if written is None:
             return
         if residual is None:
@@ -180,8 +187,9 @@ class _ForwardArguments(NormArguments):
 
     def _own_names(self) -> tuple[str, ...]:
         # An epilogue may have the names of what is not there.
-        absent = ("residual", "residual_out") if self.residual is None else ()
-        return tuple(name for name in super()._own_names() if name not in absent)
+        taken = () if self.epilogue is None else self.epilogue.operands
+        free = [name for name in _OF_SUMS if self.residual is None and name in taken]
+        return tuple(name for name in super()._own_names() if name not in free)
 
     @property
     def in_place(self) -> tuple[str, ...]:
@@ -198,7 +206,13 @@ class _ForwardArguments(NormArguments):
         """Who writes an element of the sum has read it before, and nobody else does."""
         if out is not self.residual_out or operand is not self.residual:
             return super()._is_in_place(out, operand)
-        return 0 != out.address == operand.address and out.stride == operand.stride
+        strides = (_strides(out), _strides(operand))
+        return 0 != out.address == operand.address and strides[0] == strides[1]
+
+
+def _strides(operand: Operand) -> list[int]:
+    """Those that say where elements are."""
+    return [s for s, n in zip(operand.stride, operand.shape, strict=True) if n > 1]
 
 
 class RmsNormArguments(_ForwardArguments):
@@ -212,8 +226,8 @@ class RmsNormArguments(_ForwardArguments):
         eps: What keeps a row of zeros finite.
         rstd: (M,), written: what a backward pass needs.
         mean: No operand of this norm; see :class:`LayerNormArguments`.
-        residual: (M, N) of any floating type: x + residual, rounded to it, is normalised in place
-            of x.
+        residual: (M, N) of any floating type, float64 where x is: x + residual, rounded to it, is
+            normalised in place of x.
         residual_out: (M, N), written: that sum. May be residual itself.
         hadamard: Whether every 16 columns of the result are then multiplied with the Sylvester
             matrix H16 / 4, which is orthonormal.
@@ -362,8 +376,8 @@ class LayerNormArguments(_ForwardArguments):
             nn have torch's 1e-5 by default.
         rstd: (M,), written: what a backward pass needs.
         mean: (M,), written: the same.
-        residual: (M, N) of any floating type: x + residual, rounded to it, is normalised in place
-            of x.
+        residual: (M, N) of any floating type, float64 where x is: x + residual, rounded to it, is
+            normalised in place of x.
         residual_out: (M, N), written: that sum. May be residual itself.
         epilogue: A function of the result.
 

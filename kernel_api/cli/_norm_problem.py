@@ -37,7 +37,10 @@ def norm_arguments(options: argparse.Namespace, maker: Maker, M: int, N: int) ->
     check_options_of_gemm(options, f"{options.operation} is of row-major matrices and")
     beside = dict(options.beside or ())
     mode = beside.pop("mode", "block") if options.operation in QUANTIZED else "block"
-    residual = beside.pop(_RESIDUALS.get(options.operation, ""), False)
+    name = _RESIDUALS.get(options.operation)
+    residual = beside.pop(name, False) if name in beside else False
+    if not isinstance(residual, bool | str):
+        raise ArgumentError(f"--with {name}={residual}; expected it alone, or an element type")
     if beside:
         raise ArgumentError(
             f"--with {next(iter(beside))}: {options.operation} is made with its usual operands; "

@@ -49,7 +49,7 @@ def rmsnorm(
         bias=bias,
         eps=eps,
         rstd=_flat("rstd", rstd),
-        **_sums(residual, residual_out),
+        **_sums(x, residual, residual_out),
     )
 
 
@@ -81,13 +81,19 @@ def layernorm(
         eps=eps,
         rstd=_flat("rstd", rstd),
         mean=_flat("mean", mean),
-        **_sums(residual, residual_out),
+        **_sums(x, residual, residual_out),
     )
 
 
-def _sums(residual: Any, residual_out: Any) -> dict[str, Any]:
+def _sums(x: Any, residual: Any, residual_out: Any) -> dict[str, Any]:
+    """Those that are there, of x's shape, as matrices."""
     given = {"residual": residual, "residual_out": residual_out}
-    return {name: None if one is None else as_rows(name, one) for name, one in given.items()}
+    return {n: _like("x", x, n, one) for n, one in given.items() if one is not None}
+
+
+def _like(of: str, x: Any, name: str, value: Any) -> Operand:
+    expected = (x if isinstance(x, Operand) else Operand(x, of)).shape
+    return as_rows(name, required(name, value, expected))
 
 
 def rmsnorm_quantize(
@@ -115,7 +121,7 @@ def rmsnorm_quantize(
         weight, bias, eps, rstd, residual, residual_out: As :func:`rmsnorm` has them.
     """
     given = {"weight": weight, "bias": bias, "eps": eps, "rstd": _flat("rstd", rstd)}
-    sums = _sums(residual, residual_out)
+    sums = _sums(x, residual, residual_out)
     return RmsNormArguments(**_quantized_rows(x, out, scale, mode), **given, **sums)
 
 
@@ -135,7 +141,7 @@ def layernorm_quantize(
 ) -> LayerNormArguments:
     """The same of what :func:`layernorm` makes y of; see :func:`rmsnorm_quantize`."""
     given = {"weight": weight, "bias": bias, "eps": eps, "rstd": _flat("rstd", rstd)}
-    given |= {"mean": _flat("mean", mean), **_sums(residual, residual_out)}
+    given |= {"mean": _flat("mean", mean), **_sums(x, residual, residual_out)}
     return LayerNormArguments(**_quantized_rows(x, out, scale, mode), **given)
 
 
@@ -192,7 +198,7 @@ def rmsnorm_backward(
         weight,
         dweight=dweight,
         dbias=dbias,
-        dresidual=None if dresidual is None else as_rows("dresidual", dresidual),
+        dresidual=None if dresidual is None else _like("x", x, "dresidual", dresidual),
     )
 
 
@@ -228,7 +234,7 @@ def layernorm_backward(
         weight,
         dweight=dweight,
         dbias=dbias,
-        dresidual=None if dresidual is None else as_rows("dresidual", dresidual),
+        dresidual=None if dresidual is None else _like("x", x, "dresidual", dresidual),
     )
 
 

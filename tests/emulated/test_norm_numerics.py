@@ -20,6 +20,7 @@ from support.norms import (
     arguments_for,
     block_maxima,
     columns_for,
+    dresidual_for,
     gradients,
     hadamard,
     norm,
@@ -205,9 +206,9 @@ def test_gradients_are_right(case):
         given["dweight"] = draw.columns(read=False, element="float32")
     if index % 2:
         given["dbias"] = draw.columns(read=False, element=("bfloat16", "float32")[index % 4 // 2])
-    more = gradient_from_elsewhere(kernel, draw, index)
-    if more is not None:
-        given["dresidual"] = more
+    plain = arguments_for(kernel, M, N, seed=index, dresidual=None)
+    more = dresidual_for(kernel, draw, plain, (None, "bfloat16", "float32")[index % 3])
+    given["dresidual"] = more
     args = arguments_for(kernel, M, N, seed=index, **given)
     if not kernel.supports(rebuilt(described(args))):  # registers for one of the sums
         given.pop("dbias" if "dweight" in given else "", None)
@@ -222,17 +223,6 @@ def test_gradients_are_right(case):
     for name, output in args.outputs.items():
         off = (output.tensor.double() - exact[name]).abs().max()
         assert off <= exact[name].abs().max() * (torch.finfo(output.tensor.dtype).eps + 1e-5)
-
-
-def gradient_from_elsewhere(kernel, draw, index):
-    """As wide as leaves room for the stages that the design has, of two in three that do."""
-    asked = (None, "bfloat16", "float32")
-    for element in (asked[index % 3], *asked):
-        more = None if element is None else rows_beside(kernel, draw, element)
-        given = {} if more is None else {"dresidual": more}
-        if kernel.supports(rebuilt(described(arguments_for(kernel, draw.M, draw.N, **given)))):
-            return more
-    raise AssertionError(f"{kernel.metadata.kernel_name} takes nothing")
 
 
 # Order -----------------------------------------------------------------------------------

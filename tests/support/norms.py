@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import kernel_api as ka
+from kernel_api._description import described, rebuilt
 from kernel_api.arguments.norm import NormArguments
 from kernel_api.dtypes import dtype
 from support.data import strided_empty
@@ -132,7 +133,25 @@ def arguments_for(
     if kernel.family == "sm80.rmsnorm_rht_amax" and not {"amax", "hadamard"} & set(given):
         given = {"hadamard": True, "global_amax": draw.statistic(()), **given}
     given = {"weight": draw.columns(), **given}
-    return draw.arguments(kind, **{**matrices, **given})
+    args = draw.arguments(kind, **{**matrices, **given})
+    if kind in (RMS, LAYER) or "dresidual" in given:
+        return args
+    return args.rebuilt(*args.tensors, dresidual=dresidual_for(kernel, draw, args))
+
+
+def dresidual_for(kernel: Any, draw: Draw, args: Any, first: Any = None) -> Any:
+    """The gradient of a residual's sum, or None: of the first type beside which as many stages fit
+    as the design has."""
+    on_meta = rebuilt(described(args))
+    for element in dict.fromkeys((first, None, "bfloat16", "float32")):
+        found = None if element is None else rows_beside(kernel, draw, element)
+        if element is not None and found is None:
+            continue
+        like = None if found is None else torch.empty_like(found, device="meta")
+        status = kernel.supports(on_meta.rebuilt(*on_meta.tensors, dresidual=like))
+        if status.rule != "there are as many stages as fit in shared memory":
+            return found
+    raise AssertionError(f"{kernel.metadata.kernel_name} takes nothing")
 
 
 def rows_beside(kernel: Any, draw: Draw, element: Any, *, read: bool = True) -> Any:

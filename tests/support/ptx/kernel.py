@@ -159,7 +159,7 @@ class _Tensors:
         self._cuts_pieces = kernel.family.endswith("_repacked")
         self._placed: dict[int, tuple[torch.Tensor, Placed]] = {}  # by pointer
         self._outputs: list[str] = list(args.outputs)
-        self._left = {} if args.in_place else _bytes_left(args)
+        self._left = _bytes_left(args)
         self._addresses: dict[int, int] = {}
         # What is written in place of an operand is where that one is, too.
         operands = sorted(args.named_operands.items(), key=lambda o: o[0] not in args.overwriting)
@@ -263,7 +263,7 @@ def _bytes_left(args: Any) -> dict[str, int]:
     """Of each output that is not added to, those that a kernel must not write."""
     partly, found = args.rows_written(), {}
     for name, operand in args.outputs.items():
-        if name not in args.accumulated:
+        if name not in (*args.accumulated, *args.overwriting):
             tensor, left = operand.tensor, 0
             if name in partly:
                 stays = torch.ones(tensor.shape[0], dtype=torch.bool)
