@@ -18,12 +18,17 @@ def biased_attention(q, k, v, bias, sink):
     return ka.nn.attention(q, k, v, bias=bias, sink=sink)
 
 
+def norm_of_a_sum(x, weight, residual):
+    return ka.nn.rmsnorm(x, weight, residual=residual).out
+
+
 #: Functions, with the shapes of what they are differentiated by.
 FUNCTIONS = {
     "attention": (ka.nn.attention, [(1, 2, 5, 8)] * 3),
     "attention with more": (biased_attention, [*[(1, 2, 5, 8)] * 3, (1, 2, 5, 5), (2,)]),
     "sdpa": (ka.ops.sdpa, [(1, 2, 5, 8)] * 3),
     "rmsnorm": (ka.nn.rmsnorm, [(5, 6), (6,)]),
+    "rmsnorm of a sum": (norm_of_a_sum, [(5, 6), (6,), (5, 6)]),
     "layernorm": (ka.nn.layernorm, [(5, 6), (6,), (6,)]),
     "linear_activation": (ka.nn.linear_activation, [(5, 6), (7, 6), (7,)]),
     "linear_swiglu": (ka.nn.linear_swiglu, [(5, 6), (64, 6)]),
@@ -86,7 +91,8 @@ def test_a_graph_of_the_backward_pass_changes_no_gradient(function, shapes):
     for one, other in zip(plain, recorded, strict=True):
         assert torch.equal(one, other)
         assert not one.requires_grad
-        other.mul_(2)  # they may be changed, as those of torch
+    for other in recorded:  # they may be changed, as those of torch, which terms of a sum share
+        other.mul_(2)
     again = torch.autograd.grad(loss + 2 * loss.detach(), operands)
     for one, other in zip(plain, again, strict=True):
         assert torch.equal(one, other)
