@@ -119,7 +119,8 @@ def refuse(name: str, ctx: Any, *upstream: Any) -> tuple[Any, ...]:
     """The gradients of an operator of a form that has none."""
     given = [one for some in upstream for one in (some if isinstance(some, list) else [some])]
     zero = _zero(name, given)
-    pairs = zip(ctx.kinds, ctx.needs_input_grad, strict=True)
+    # Of what is absent at the end torch asks for nothing.
+    pairs = zip(ctx.kinds, ctx.needs_input_grad, strict=False)
     return tuple([_like(kind, zero, n) for kind, n in pairs])
 
 
