@@ -169,6 +169,7 @@ def test_an_epilogue_may_have_the_names_of_what_is_not_there(name):
     only(found).run(found)
     exact = norm(found.x.tensor, centred=False, eps=1e-6) * args.epilogue.tensors[name].tensor
     assert_close(found.out.tensor.double(), exact, rtol=1e-5, atol=1e-5)
+    assert ka.verify(only(found), found)
 
 
 def on_meta(kind, N, element, **given):

@@ -89,10 +89,16 @@ def staged_bytes(design: RowDesign, operands: OperandsMetadata, args: Any = None
     return design.stages * design.threads * design.elements * element_bytes
 
 
-def further_rows(args: Any) -> dict[str, Any]:
-    """The matrices that are read in vectors beside those that a design is for."""
+#: Matrices that may be there beside those that a design is for: that are read, and written.
+_READ_BESIDE, _WRITTEN_BESIDE = ("residual", "dresidual"), ("residual_out",)
+
+
+def further_rows(args: Any, *, written: bool = False) -> dict[str, Any]:
+    """The matrices that are read in vectors beside those that a design is for; written: and those
+    that are written."""
     further = getattr(args, "further", {})
-    return {name: further[name] for name in ("residual", "dresidual") if name in further}
+    names = (*_READ_BESIDE, *_WRITTEN_BESIDE) if written else _READ_BESIDE
+    return {name: further[name] for name in names if name in further}
 
 
 @rule("rows are whole vectors")
@@ -186,8 +192,7 @@ class NormKernel(RowKernel):
 
     @rule("rows of a residual lie side by side, in the vectors of x")
     def _(operands: OperandsMetadata, args: NormArguments) -> bool | Miss:
-        written = {n: args.further[n] for n in ("residual_out",) if n in args.further}
-        for name, operand in {**further_rows(args), **written}.items():
+        for name, operand in further_rows(args, written=True).items():
             needed = _vector_alignment(operand.dtype.itemsize, operands)
             if operand.unit_mode != -1 and args.N > 1:
                 return Miss(

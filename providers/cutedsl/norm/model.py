@@ -28,7 +28,12 @@ from kernel_api.providers.cutedsl.h200 import (
     REGISTERS,
     THREADS,
 )
-from kernel_api.providers.cutedsl.norm.base import RowDesign, staged_bytes, vector_of
+from kernel_api.providers.cutedsl.norm.base import (
+    RowDesign,
+    further_rows,
+    staged_bytes,
+    vector_of,
+)
 
 #: What L2 keeps until it is read again.
 _L2_BYTES = 30e6
@@ -53,10 +58,6 @@ _MAXIMA_LATENCY = 2.5e-6
 _EXCHANGE_LATENCY = 0.2e-6
 #: By bytes of a vector: narrow ones take more instructions.
 _VECTOR_COST = {16: 1.0, 8: 1.15, 4: 1.5, 2: 3.0}
-
-#: Matrices that are written, and those that may be there beside the ones of a design.
-_WRITTEN = ("out", "dx", "residual_out")
-_FURTHER_ROWS = ("residual", "residual_out", "dresidual")
 
 #: Of a multiprocessor.
 _SHARED_MEMORY = 220 * 1024
@@ -152,14 +153,15 @@ def _seconds(
     turns: int,
     waves: int,
 ) -> float:
-    sizes = _sizes(operands) | _further_sizes(args)
-    read = sum(size for name, size in sizes.items() if name not in _WRITTEN)
+    sizes, beside = _sizes(operands), _itemsizes(further_rows(args))
+    moved = sum(sizes.values()) + _itemsizes(further_rows(args, written=True))
+    read = beside + sum(size for name, size in sizes.items() if name in ("x", "dy"))
     row = args.N * read
     ahead = max(design.stages - 1, _PART_OF_TIME)
     in_flight = resident * design.rows * row * ahead
     share = min(1.0, in_flight / _IN_FLIGHT)
     multiprocessors = multiprocessors_of(args.device)
-    seconds: float = args.M * args.N * sum(sizes.values()) / (BANDWIDTH * share)
+    seconds: float = args.M * args.N * moved / (BANDWIDTH * share)
     if not design.elements:
         seconds += _read_again(args.M * row, resident * design.rows * row * multiprocessors)
     seconds *= _VECTOR_COST[vector_of(operands) * sizes["x"]]
@@ -172,10 +174,9 @@ def _sizes(operands: OperandsMetadata) -> dict[str, int]:
     return {name: t.dtype.itemsize for name, t in operands.tensors.items() if t.dtype is not None}
 
 
-def _further_sizes(args: Any) -> dict[str, int]:
-    """The same of a residual, and of its sum."""
-    further = getattr(args, "further", {})
-    return {n: o.dtype.itemsize for n, o in further.items() if n in _FURTHER_ROWS}
+def _itemsizes(matrices: dict[str, Any]) -> int:
+    """Bytes of an element of all of them."""
+    return sum(one.dtype.itemsize for one in matrices.values())
 
 
 def _steps(N: int, design: RowDesign, operands: OperandsMetadata) -> int:
