@@ -2,9 +2,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
+from .conversion import select
 from .rows import combined
 from .threads import WARP
 
@@ -12,14 +13,15 @@ from .threads import WARP
 class ColumnSums:
     """sums[j] = Σ over i of parts[i, j].
 
-    A block has 32 columns, one per lane. Warp g adds up the parts g, g + warps, ...; the first
-    warp adds up what the warps have, which is in shared memory.
+    A block has 32 columns, one per lane. Warp g adds up the parts g, g + warps, ..., of which it
+    loads several at once; the first warp adds up what the warps have, which is in shared memory.
 
     dependent_launch: as in `Norm`.
     """
 
-    warps = 8
+    warps = 32
     threads = WARP * warps
+    at_once = 8  # parts of a warp on their way together: all of few hundred
 
     def __init__(self, dependent_launch: bool):
         self.dependent_launch = dependent_launch
@@ -49,8 +51,8 @@ class ColumnSums:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         if inside:
-            for part in cutlass.range(warp, mParts.shape[0], self.warps, unroll=8):
-                found += mParts[part, column, index]
+            for first in cutlass.range(warp, mParts.shape[0], self.warps * self.at_once, unroll=1):
+                found += self._loaded(mParts, first, column, index)
         sWarps[warp, lane] = found
         cute.arch.sync_threads()
         if warp == 0 and inside:
@@ -58,3 +60,11 @@ class ColumnSums:
             for i in cutlass.range_constexpr(len(sums)):
                 if index == i:
                     sums[i][column] = found.to(sums[i].element_type)
+
+    def _loaded(self, mParts, first: Int32, column: Int32, index: Int32) -> Float32:
+        """The sum of a warp's next parts."""
+        end = mParts.shape[0]
+        parts = [first + i * self.warps for i in range(self.at_once)]
+        values = [mParts[cutlass.min(part, end - 1), column, index] for part in parts]
+        there = zip(parts, values, strict=True)
+        return combined([select(part < end, value, Float32(0)) for part, value in there])

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Numeric, Uint16, Uint32, const_expr
 
-from .conversion import bfloat16_pair
+from .conversion import bfloat16_pair, select
 from .threads import WARP
 from .vectors import VECTOR, braced
 
@@ -25,7 +25,7 @@ class RowThreads:
 
     Args:
         threads: Of a block, whole warps; several rows at once if they are more than `per_row`.
-        per_row: A power of two.
+        per_row: A power of two, or whole warps.
         vector: Elements side by side in a thread, a power of two. Rows are whole vectors.
     """
 
@@ -34,10 +34,10 @@ class RowThreads:
     vector: int
 
     def __post_init__(self):
-        for name in ("threads", "per_row", "vector"):
-            value = getattr(self, name)
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"{name} is {value}; expected a power of two")
+        if not _is_power(self.vector):
+            raise ValueError(f"vector is {self.vector}; expected a power of two")
+        if self.per_row % WARP and not _is_power(self.per_row):
+            raise ValueError(f"per_row is {self.per_row}; expected a power of two or whole warps")
         if self.threads % WARP or self.threads % self.per_row:
             raise ValueError(f"{self.threads} threads are no warps on rows of {self.per_row}")
 
@@ -58,11 +58,11 @@ class RowThreads:
 
     def slot(self, thread: Int32) -> Int32:
         """Which of the rows at once is the thread's."""
-        return thread // self.per_row
+        return thread // self.per_row if self.rows > 1 else Int32(0)
 
     def column(self, thread: Int32) -> Int32:
         """Of the thread's first element."""
-        return thread % self.per_row * self.vector
+        return (thread % self.per_row if self.rows > 1 else thread) * self.vector
 
     def partials(self, allocator, values: int, buffers: int = 2) -> cute.Tensor | None:
         """Shared memory for `across`, for so many values; (buffers, values, warps)."""
@@ -84,6 +84,7 @@ class RowThreads:
         order; all of them get the same.
 
         buffer: Another one than the last time.
+        of_two: What a value and 0 are is the value.
         """
         values = over_lanes(values, of_two, min(self.per_row, WARP))
         if const_expr(self.warps_per_row > 1):
@@ -92,10 +93,31 @@ class RowThreads:
                 for i in cutlass.range_constexpr(len(values)):
                     sPartials[buffer, i, warp] = values[i]
             cute.arch.sync_threads()
-            mine = warp // self.warps_per_row * self.warps_per_row + thread % self.warps_per_row
-            of_warps = tuple(sPartials[buffer, i, mine] for i in range(len(values)))
-            values = over_lanes(of_warps, of_two, self.warps_per_row)
+            first = warp // self.warps_per_row * self.warps_per_row
+            lanes = _power_from(self.warps_per_row)
+            mine = thread % lanes
+            of_warps = tuple(
+                self._partial(sPartials, buffer, i, first, mine) for i in range(len(values))
+            )
+            values = over_lanes(of_warps, of_two, lanes)
         return values
+
+    def _partial(self, sPartials: cute.Tensor, buffer: Int32, i: int, first: Int32, mine: Int32):
+        """What a warp of the row has found; 0 where there is none."""
+        count = self.warps_per_row
+        if _is_power(count):
+            return sPartials[buffer, i, first + mine]
+        found = sPartials[buffer, i, first + cutlass.min(mine, count - 1)]
+        return select(mine < count, found, Float32(0))
+
+
+def _is_power(value: int) -> bool:
+    return value > 0 and not value & (value - 1)
+
+
+def _power_from(value: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (value - 1).bit_length()
 
 
 def over_lanes(values: tuple, combined: Callable, lanes: int) -> tuple:

@@ -53,12 +53,16 @@ class StagedRows:
     def stage_bytes(self) -> int:
         return self.vectors * self.rows.threads * self.vector.bytes
 
+    @property
+    def bytes(self) -> int:
+        """Of all stages."""
+        return self.stages * self.stage_bytes
+
     def allocated(self, allocator) -> Int32:
         """The address of shared memory for the stages."""
         if self.stages == 0:
             return Int32(0)
-        memory = allocator.allocate(self.stages * self.stage_bytes, byte_alignment=128)
-        return Int32(memory.toint())
+        return Int32(allocator.allocate(self.bytes, byte_alignment=128).toint())
 
     @cute.jit
     def fetch(self, mX: cute.Tensor, turns: Turns, turn: Int32, memory: Int32, thread: Int32):

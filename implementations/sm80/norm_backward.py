@@ -1,5 +1,7 @@
 """Gradients of rows that were divided by their root mean square or their standard deviation."""
 
+import itertools
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -62,6 +64,7 @@ class NormBackward:
     The workspace has a part per sum and block, or, without stages, per sum and `RowSums.shares`;
     all are behind its first 65536 bytes.
 
+    resident: blocks of a multiprocessor that registers are shared out to.
     dependent_launch: as in `Norm`, of both kernels.
     """
 
@@ -72,6 +75,7 @@ class NormBackward:
         vectors: int = 0,
         stages: int = 0,
         centred: bool = False,
+        resident: int = 1,
         operands: tuple[str, ...] = ("rstd",),
         dependent_launch: bool = False,
     ):
@@ -79,6 +83,7 @@ class NormBackward:
         self.vectors = vectors
         self.stages = stages
         self.centred = centred
+        self.resident = resident
         self.operands = operands
         self.dependent_launch = dependent_launch
         if stages < 0 or (stages > 0) != (vectors > 0):
@@ -124,7 +129,8 @@ class NormBackward:
         self.kernel(mDy, mX, mDx, operands, mParts).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=100,  # percent; else the compiler asks a GPU for it
             stream=stream,
             use_pdl=self.dependent_launch,
         )
@@ -154,9 +160,7 @@ class NormBackward:
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         allocator = SmemAllocator()
-        memories = self.dy.allocated(allocator), self.x.allocated(allocator), None
-        if const_expr(self.dresidual is not None):
-            memories = *memories[:2], self.dresidual.allocated(allocator)
+        memories = self._memories(allocator)
         sSums = self.rows.partials(allocator, 2 if self.centred else 1)
         first, apart = block * self.rows.rows, blocks * self.rows.rows
         turns = Turns(first + self.rows.slot(thread), apart, mX.shape[0])
@@ -185,10 +189,19 @@ class NormBackward:
                 self._write_any(*rows, mX.shape[1], terms, operands, thread)
             mean, rstd = next_mean, next_rstd
         if const_expr(self.vectors > 0 and len(self.sums) > 0):
-            self._part(totals, mParts, allocator, block, thread)
+            self._part(totals, mParts, memories[0], block, thread)
+
+    def _memories(self, allocator: SmemAllocator) -> list[Int32]:
+        """Shared memory of the stages of dy, x and dresidual, side by side: those of dy and x are
+        no less than a float32 sum of each of their elements takes at the end."""
+        sizes = [one.bytes for one in (self.dy, self.x, self.dresidual) if one is not None]
+        if not sum(sizes):
+            return [Int32(0)] * 3
+        memory = Int32(allocator.allocate(sum(sizes), byte_alignment=128).toint())
+        return [memory + start for start in itertools.accumulate(sizes[:2], initial=0)]
 
     @cute.jit
-    def _part(self, totals, mParts, allocator, block, thread):
+    def _part(self, totals, mParts, memory, block, thread):
         """What the block has of the sums over rows; of several slots, one after the other."""
         rows = self.rows
         if const_expr(rows.rows == 1):
@@ -198,7 +211,10 @@ class NormBackward:
         else:
             room = self.vectors * rows.step
             layout = cute.make_layout((rows.rows, room), stride=(room, 1))
-            sSlots = allocator.allocate_tensor(Float32, layout, byte_alignment=16)
+            pointer = cute.make_ptr(Float32, memory, AddressSpace.smem, assumed_align=16)
+            sSlots = cute.make_tensor(pointer, layout)
+            cute.arch.cp_async_wait_group(0)  # the last copies, of rows that are not there
+            cute.arch.sync_threads()
             for i in cutlass.range_constexpr(len(self.sums)):
                 for v in cutlass.range_constexpr(self.vectors):
                     for e in cutlass.range_constexpr(rows.vector):

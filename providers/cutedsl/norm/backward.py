@@ -13,6 +13,7 @@ from kernel_api.arguments.norm import NormArguments
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import NormBackwardOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
+from kernel_api.providers.cutedsl.h200 import REGISTERS
 from kernel_api.providers.cutedsl.kernel import WorkspaceFinder, remembered_by_shape
 from kernel_api.providers.cutedsl.norm import model
 from kernel_api.providers.cutedsl.norm.base import (
@@ -20,6 +21,7 @@ from kernel_api.providers.cutedsl.norm.base import (
     WHY_ALIGNED,
     NormKernel,
     RowDesign,
+    columns_of,
     further_rows,
     staged_bytes,
     vector_of,
@@ -33,9 +35,12 @@ _SUM_BYTES = 4
 #: bytes, and at most.
 _SUMS_HELD, _MOST_HELD = {4: 16 * 1024}, 32 * 1024
 
+#: Of a thread that is given as many as it likes: a number, and one per element that it has.
+_REGISTERS_OF_THREAD, _REGISTERS_OF_ELEMENT = 56, 3
+
 _MOST_STAGES = 3
-#: Bytes of an element of a residual, at most.
-_WIDEST = 4
+#: Bytes of an element of a residual, at most; and of what threads that are many may read.
+_WIDEST, _NARROW = 4, 2
 
 #: Of the kernel that adds up shares of rows that are streamed: threads of a CTA, rows of a share.
 _SHARE_THREADS, _FEWEST_ROWS = 256, 16
@@ -52,9 +57,10 @@ class NormBackwardDesign(RowDesign):
     resident: int
 
     @property
-    def sum_bytes(self) -> int:
-        """Of shared memory, where the sums of several rows at once come together."""
-        return _SUM_BYTES * self.threads * self.elements if self.rows > 1 else 0
+    def is_crowded(self) -> bool:
+        """Whether its CTAs have a multiprocessor together only if registers are shared out."""
+        registers = _REGISTERS_OF_THREAD + _REGISTERS_OF_ELEMENT * self.elements
+        return self.resident > 1 and self.resident * self.threads * registers > REGISTERS
 
     def parts(self, M: int, N: int, vector: int, blocks: int) -> int:
         """Of each sum over rows, where so many CTAs run at once: one of each that has rows, or, of
@@ -77,11 +83,28 @@ _STAGED = (
     ((256, 16, 16), 2),
     ((256, 32, 16), 2),
     ((256, 32, 32), 1),
+    ((256, 32, 40), 1),
+    ((256, 64, 16), 2),
+    ((160, 160, 8), 6),
+    ((192, 192, 8), 5),
+    ((224, 224, 8), 4),
     ((256, 256, 8), 3),
+    ((512, 128, 16), 1),
+    ((160, 160, 16), 4),
+    ((192, 192, 16), 4),
+    ((384, 384, 8), 3),
+    ((448, 448, 8), 2),
+    ((512, 512, 8), 2),
     ((256, 256, 16), 2),
+    ((512, 256, 16), 1),
+    ((320, 320, 16), 2),
+    ((384, 384, 16), 2),
+    ((768, 768, 8), 1),
+    ((896, 896, 8), 1),
     ((512, 512, 16), 1),
     ((1024, 1024, 8), 1),
     ((256, 256, 32), 1),
+    ((384, 384, 32), 1),
     ((512, 512, 32), 1),
 )
 _STREAMED = (((512, 512), 2), ((1024, 1024), 1), ((256, 32), 4))
@@ -140,6 +163,23 @@ class NormBackward(NormKernel):
         room = _MOST_HELD if weight is None else _SUMS_HELD.get(weight.dtype.itemsize, _MOST_HELD)
         return held <= room or Miss(f"they are {held}, the registers hold {room}")
 
+    @rule("registers are shared out to many threads where all that is read has 16 bits")
+    def _(
+        design: NormBackwardDesign, operands: NormBackwardOperandsMetadata, args: Any
+    ) -> bool | Miss:
+        if not design.is_crowded:
+            return True
+        read = {"x": args.x, **further_rows(args), **columns_of(args)}
+        for name, operand in read.items():
+            if operand.dtype.itemsize > _NARROW:
+                return Miss(f"{name} is {operand.dtype}")
+        return True
+
+    @rule("a layer norm's gradient with dresidual has registers only of fewer threads")
+    def _(design: NormBackwardDesign, args: Any) -> bool:
+        fuller = isinstance(args, LayerNormBackwardArguments) and "dresidual" in args.further
+        return not (design.is_crowded and fuller)
+
     def implementation(self) -> Callable[..., None]:
         return self._implementation(("rstd",))
 
@@ -151,7 +191,10 @@ class NormBackward(NormKernel):
 
         centred = self.arguments is LayerNormBackwardArguments
         found: Callable[..., None] = NormBackward(
-            **self._launched(), centred=centred, operands=operands
+            **self._launched(),
+            centred=centred,
+            resident=self._design.resident if self._design.is_crowded else 1,
+            operands=operands,
         )
         return found
 
@@ -194,10 +237,9 @@ def _most_stages(
     """That fit, where an element of a residual has so many bytes."""
     if not design.stages:
         return 0
-    room = SHARED_MEMORY_BYTES - design.sum_bytes
     stage = staged_bytes(design, operands) // design.stages
     stage += design.threads * design.elements * further
-    return min(room // stage, _MOST_STAGES)
+    return min(SHARED_MEMORY_BYTES // stage, _MOST_STAGES)
 
 
 def _sums_among(names: Collection[str]) -> int:

@@ -10,6 +10,9 @@
     maxima   an atomic of every CTA, which holds its place until it has returned
     lanes    what they tell each other of every vector
     parts    sums over rows that CTAs leave and another kernel adds up, through L2
+    gradients   of rows that are staged: each turn takes what its bytes and what its instructions
+             take, which overlap in part; CTAs that share a multiprocessor wait for each other's
+             instructions, but not for each other's latencies
 
 The constants are those of an H200.
 """
@@ -18,7 +21,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernel_api.arguments.norm import LayerNormArguments, NormArguments
+from kernel_api.arguments.norm import (
+    LayerNormArguments,
+    LayerNormBackwardArguments,
+    NormArguments,
+)
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import OperandsMetadata
 from kernel_api.providers.cutedsl.h200 import (
@@ -49,7 +56,7 @@ _IN_FLIGHT = 40 * 1024
 #: Rows on their way of each that is in use, where none is fetched ahead.
 _PART_OF_TIME = 0.9
 #: Of the time, where a CTA takes several rows after each other.
-_TURNS_COST = 1.07
+_TURNS_COST = 1.12
 #: Of the time, where what rows are multiplied by is read again for every one of them.
 _FACTORS_COST = 1.1
 #: Seconds from the last row of a CTA until the largest value is with the others'.
@@ -59,6 +66,21 @@ _EXCHANGE_LATENCY = 0.2e-6
 #: By bytes of a vector: narrow ones take more instructions.
 _VECTOR_COST = {16: 1.0, 8: 1.15, 4: 1.5, 2: 3.0}
 
+# Of a turn of a gradient.
+#: Bytes that a multiprocessor has on their way at least, where its share of the memory is busy.
+_GRADIENT_IN_FLIGHT = 25 * 1024
+#: Seconds of instructions: of a warp, and more where rows have means; of a warp's vector, and more
+#: where there are elements in it.
+_WARP_TIME, _WARP_TIME_OF_MEAN = 1.7e-9, 11.7e-9
+_VECTOR_TIME, _ELEMENTS_TIME = 7.5e-9, 0.7e-9
+#: Seconds that a CTA waits: for each vector of a thread, and where rows have means.
+_VECTOR_LATENCY, _MEAN_LATENCY = 54e-9, 82e-9
+#: How bytes and instructions overlap: 1 if not at all, more the better they do.
+_OVERLAP = 1.25
+#: Seconds of the kernel that adds up sums over rows, and how many times each part moves.
+_SUMS_TIME, _PART_MOVES = 4.1e-6, 3.3
+
+_WARP = 32
 #: Of a multiprocessor.
 _SHARED_MEMORY = 220 * 1024
 #: Of a thread: a number, and one per element that it has of a row.
@@ -118,7 +140,11 @@ def backward(
     multiprocessors = multiprocessors_of(args.device)
     blocks = min(resident * multiprocessors, -(-args.M // design.rows))
     turns = -(-args.M // max(design.rows * blocks, 1))
-    seconds = _seconds(args, design, operands, resident, turns, 1)
+    if design.elements:
+        together = max(blocks / multiprocessors, 1.0)
+        seconds = _OVERHEAD + _LATENCY + turns * _turn(args, design, operands, together)
+    else:
+        seconds = _seconds(args, design, operands, resident, turns, 1)
     sums = sum(name in args.further for name in ("dweight", "dbias"))
     if not sums:
         return seconds
@@ -126,8 +152,28 @@ def backward(
         sizes = _sizes(operands)
         read = sizes["x"] + sizes["dy"]
         seconds += _OVERHEAD + args.M * args.N * read / BANDWIDTH
-    seconds += _OVERHEAD + 2 * parts * 4 * args.N * sums / L2_BANDWIDTH
+    seconds += _SUMS_TIME + _PART_MOVES * parts * 4 * args.N * sums / L2_BANDWIDTH
     return seconds
+
+
+def _turn(args: NormArguments, design: RowDesign, operands: OperandsMetadata, ctas: float) -> float:
+    """Seconds that so many CTAs of a multiprocessor take for their next rows together."""
+    sizes, vector = _sizes(operands), vector_of(operands)
+    beside = _itemsizes(further_rows(args))
+    row = ctas * design.rows * args.N
+    ahead = max(design.stages - 1, _PART_OF_TIME)
+    in_flight = row * (sizes["x"] + sizes["dy"] + beside) * ahead
+    share = min(1.0, in_flight / _GRADIENT_IN_FLIGHT) * BANDWIDTH / multiprocessors_of(args.device)
+    bytes_time = row * (sum(sizes.values()) + beside) / share
+    bytes_time *= _VECTOR_COST[vector * sizes["x"]]
+    centred = isinstance(args, LayerNormBackwardArguments)
+    warps, vectors = design.threads / _WARP, design.elements // vector
+    issued = warps * (_WARP_TIME + centred * _WARP_TIME_OF_MEAN + vectors * _VECTOR_TIME)
+    issued += design.rows * args.N / (_WARP * vector) * _ELEMENTS_TIME
+    waited = vectors * _VECTOR_LATENCY + centred * _MEAN_LATENCY
+    instructions_time = max(ctas * issued, issued + waited)
+    both: float = bytes_time**_OVERLAP + instructions_time**_OVERLAP
+    return both ** (1 / _OVERLAP)
 
 
 def _factors_kept(design: RowDesign) -> int:
