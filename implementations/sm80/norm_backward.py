@@ -129,10 +129,9 @@ class NormBackward:
         self.kernel(mDy, mX, mDx, operands, mParts).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
-            min_blocks_per_mp=self.resident,
-            preferred_smem_carveout=100,  # percent; else the compiler asks a GPU for it
             stream=stream,
             use_pdl=self.dependent_launch,
+            **self._residence(),
         )
         if const_expr(len(self.sums) > 0 and self.vectors == 0):
             apart = RowSums(self)
@@ -142,6 +141,13 @@ class NormBackward:
             ColumnSums(self.dependent_launch).launch(
                 mParts, tuple(self.operand(name, operands) for name in self.sums), stream
             )
+
+    def _residence(self) -> dict:
+        """How a launch says which blocks are on multiprocessors together."""
+        if self.resident == 1:
+            return {"min_blocks_per_mp": 1}
+        # Else the compiler asks a GPU, which there need not be.
+        return {"min_blocks_per_mp": self.resident, "preferred_smem_carveout": 100}  # percent
 
     def _parts(self, workspace: Int64, parts: Int32, N: Int32) -> cute.Tensor:
         """(parts, N, sums) of float32; rows start at multiples of 16 bytes."""

@@ -26,6 +26,7 @@ from support.norms import (
     norm,
     rows_beside,
     statistics,
+    weight_type,
 )
 from support.ptx import EmulationError
 from support.ptx.kernel import EmulatedKernel, poison
@@ -82,7 +83,8 @@ def options(draw, kernel, index):
     """What is asked for beside out, another thing in each case."""
     given = {"eps": EPS}
     if index % 4:
-        given["weight"] = draw.columns(element=("float32", None, "float16")[index % 3])
+        element = weight_type(kernel, ("float32", None, "float16")[index % 3])
+        given["weight"] = draw.columns(element=element)
     if index % 3 == 0:
         given["bias"] = draw.columns(element="bfloat16")
     if index % 2:

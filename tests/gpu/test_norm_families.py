@@ -22,6 +22,7 @@ from support.norms import (
     hadamard,
     norm,
     rows_beside,
+    weight_type,
 )
 
 import kernel_api as ka
@@ -59,7 +60,8 @@ def options(kernel, place, M, N, seed):
     """Operands beside the matrices: others in each case."""
     draw = Draw(M, N, kernel.metadata.operands.x.dtype, device="cuda", seed=seed)
     turn = place + seed
-    given = {"weight": draw.columns(element=("float32", None, "float16")[turn % 3])}
+    element = weight_type(kernel, ("float32", None, "float16")[turn % 3])
+    given = {"weight": draw.columns(element=element)}
     if turn % 5 == 0:
         given["weight"] = None
     if kernel.arguments in BACKWARD:

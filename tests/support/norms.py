@@ -139,6 +139,16 @@ def arguments_for(
     return args.rebuilt(*args.tensors, dresidual=dresidual_for(kernel, draw, args))
 
 
+#: How rules begin that one more matrix, or its type, may break.
+_OF_DRESIDUAL = ("there are as many stages as fit", "registers are shared out")
+
+
+def weight_type(kernel: Any, element: Any) -> Any:
+    """Another one than float32 where the kernel's threads have no registers for it."""
+    is_crowded = getattr(kernel.metadata.design, "is_crowded", False)
+    return None if is_crowded and element == "float32" else element
+
+
 def dresidual_for(kernel: Any, draw: Draw, args: Any, first: Any = None) -> Any:
     """The gradient of a residual's sum, or None: of the first type beside which as many stages fit
     as the design has."""
@@ -149,7 +159,7 @@ def dresidual_for(kernel: Any, draw: Draw, args: Any, first: Any = None) -> Any:
             continue
         like = None if found is None else torch.empty_like(found, device="meta")
         status = kernel.supports(on_meta.rebuilt(*on_meta.tensors, dresidual=like))
-        if status.rule != "there are as many stages as fit in shared memory":
+        if not (status.rule or "").startswith(_OF_DRESIDUAL):
             return found
     raise AssertionError(f"{kernel.metadata.kernel_name} takes nothing")
 

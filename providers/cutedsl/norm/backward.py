@@ -140,7 +140,8 @@ class NormBackward(NormKernel):
 
     @rule("stages fit in shared memory, 3 at most; fewer beside those of a residual")
     def _(design: NormBackwardDesign, operands: NormBackwardOperandsMetadata) -> bool:
-        least, most = (_most_stages(design, operands, extra) for extra in (_WIDEST, 0))
+        widest = _NARROW if design.is_crowded else _WIDEST
+        least, most = (_most_stages(design, operands, extra) for extra in (widest, 0))
         return max(least, min(design.elements, 1)) <= design.stages <= most
 
     @rule("there are as many stages as fit in shared memory")
@@ -163,22 +164,19 @@ class NormBackward(NormKernel):
         room = _MOST_HELD if weight is None else _SUMS_HELD.get(weight.dtype.itemsize, _MOST_HELD)
         return held <= room or Miss(f"they are {held}, the registers hold {room}")
 
-    @rule("registers are shared out to many threads where all that is read has 16 bits")
-    def _(
-        design: NormBackwardDesign, operands: NormBackwardOperandsMetadata, args: Any
-    ) -> bool | Miss:
+    @rule("registers are shared out to many threads where matrices have 16 bits")
+    def _(design: NormBackwardDesign, operands: NormBackwardOperandsMetadata) -> bool:
+        x = operands.tensors["x"].dtype
+        return not design.is_crowded or (x is not None and x.itemsize <= _NARROW)
+
+    @rule("registers are shared out to many threads where what is beside has 16 bits")
+    def _(design: NormBackwardDesign, args: Any) -> bool | Miss:
         if not design.is_crowded:
             return True
-        read = {"x": args.x, **further_rows(args), **columns_of(args)}
-        for name, operand in read.items():
+        for name, operand in {**further_rows(args), **columns_of(args)}.items():
             if operand.dtype.itemsize > _NARROW:
                 return Miss(f"{name} is {operand.dtype}")
         return True
-
-    @rule("a layer norm's gradient with dresidual has registers only of fewer threads")
-    def _(design: NormBackwardDesign, args: Any) -> bool:
-        fuller = isinstance(args, LayerNormBackwardArguments) and "dresidual" in args.further
-        return not (design.is_crowded and fuller)
 
     def implementation(self) -> Callable[..., None]:
         return self._implementation(("rstd",))
@@ -260,3 +258,11 @@ class Sm80LayerNormBackward(NormBackward):
 
     family: ClassVar[str] = "sm80.layernorm_backward"
     arguments = LayerNormBackwardArguments
+
+    @rule("registers are shared out to many threads where there is no dresidual")
+    def _(design: NormBackwardDesign, args: Any) -> bool:
+        return not (design.is_crowded and "dresidual" in args.further)
+
+    @rule("many threads have as many stages as fit without dresidual")
+    def _(design: NormBackwardDesign, operands: NormBackwardOperandsMetadata) -> bool:
+        return not design.is_crowded or design.stages == _most_stages(design, operands, 0)

@@ -142,7 +142,7 @@ def backward(
     turns = -(-args.M // max(design.rows * blocks, 1))
     if design.elements:
         together = max(blocks / multiprocessors, 1.0)
-        seconds = _OVERHEAD + _LATENCY + turns * _turn(args, design, operands, together)
+        seconds: float = _OVERHEAD + _LATENCY + turns * _turn(args, design, operands, together)
     else:
         seconds = _seconds(args, design, operands, resident, turns, 1)
     sums = sum(name in args.further for name in ("dweight", "dbias"))
@@ -172,8 +172,9 @@ def _turn(args: NormArguments, design: RowDesign, operands: OperandsMetadata, ct
     issued += design.rows * args.N / (_WARP * vector) * _ELEMENTS_TIME
     waited = vectors * _VECTOR_LATENCY + centred * _MEAN_LATENCY
     instructions_time = max(ctas * issued, issued + waited)
-    both: float = bytes_time**_OVERLAP + instructions_time**_OVERLAP
-    return both ** (1 / _OVERLAP)
+    overlapped = bytes_time**_OVERLAP + instructions_time**_OVERLAP
+    seconds: float = overlapped ** (1 / _OVERLAP)
+    return seconds
 
 
 def _factors_kept(design: RowDesign) -> int:
