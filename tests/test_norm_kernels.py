@@ -10,6 +10,7 @@ from support.norms import KINDS, LAYER, LAYER_BACKWARD, RMS, RMS_BACKWARD, Draw,
 
 import kernel_api as ka
 from kernel_api import _workspaces, provider
+from kernel_api._description import described, rebuilt
 from kernel_api.cli._main import main
 from kernel_api.metadata import KernelMetadata
 
@@ -228,6 +229,50 @@ def test_both_sums_over_long_rows_are_kept_in_registers(cc, N, weight):
 
 def test_weights_of_32_bits_leave_registers_for_fewer_sums():
     assert not offered(with_both_sums(16384, "float32"))[0].metadata.design.elements
+
+
+@pytest.mark.parametrize("kind", [RMS_BACKWARD, LAYER_BACKWARD], ids=lambda kind: kind.__name__)
+def test_every_gradient_that_is_listed_takes_something(kind):
+    for kernel in FAMILIES[FAMILY_OF[kind]].generate_kernels(lambda metadata: True):
+        status = kernel.supports(rebuilt(described(arguments_for(kernel, 5, 100))))
+        assert status, f"{kernel.metadata.kernel_name}: {status}"
+
+
+def crowded(args):
+    return [k for k in offered(args) if k.metadata.design.is_crowded]
+
+
+@pytest.mark.parametrize("kind", [RMS_BACKWARD, LAYER_BACKWARD], ids=lambda kind: kind.__name__)
+def test_threads_that_share_out_registers_read_16_bits(kind):
+    draw = meta(4096, 5120)
+    (kernel, *_) = crowded(draw.arguments(kind, weight=draw.columns()))
+    told = kernel.supports(draw.arguments(kind, weight=draw.columns(element="float32")))
+    assert "where what is beside has 16 bits; weight is float32" in str(told)
+    wide = meta(4096, 5120, "float32")
+    assert not crowded(wide.arguments(kind, weight=wide.columns()))
+
+
+def test_those_of_a_layer_norm_take_no_dresidual():
+    draw = meta(4096, 5120)
+    (kernel, *_) = crowded(draw.arguments(LAYER_BACKWARD))
+    told = kernel.supports(draw.arguments(LAYER_BACKWARD, dresidual=draw.matrix()))
+    assert not told
+    assert not crowded(draw.arguments(LAYER_BACKWARD, dresidual=draw.matrix()))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kind", [RMS_BACKWARD, LAYER_BACKWARD], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("N", [1280, 2560, 3072, 5120])
+def test_threads_that_share_out_registers_spill_nothing(kind, N):
+    draw = meta(4096, N)
+    sums = ("dweight",) if kind is RMS_BACKWARD else ("dweight", "dbias")
+    given = {name: draw.columns(read=False, element="float32") for name in sums}
+    args = draw.arguments(kind, weight=draw.columns(), **given)
+    kernel = crowded(args)[0]
+    resources = kernel.compile(args, cc="sm_90").resources
+    design = kernel.metadata.design
+    assert resources.spill_bytes == 0
+    assert design.threads * design.resident * resources.registers <= 64 * 1024
 
 
 # Metadata --------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ class ColumnSums:
 
     warps = 32
     threads = WARP * warps
-    at_once = 8  # parts of a warp on their way together: all of few hundred
+    at_once = 8  # parts of a warp on their way together: all of 256
 
     def __init__(self, dependent_launch: bool):
         self.dependent_launch = dependent_launch

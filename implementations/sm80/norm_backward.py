@@ -10,6 +10,7 @@ from cutlass.cute import AddressSpace
 from cutlass.memory import SmemAllocator
 
 from ..common.column_sums import ColumnSums
+from ..common.residence import residence
 from ..common.rows import (
     GlobalRow,
     RowThreads,
@@ -47,9 +48,9 @@ class NormBackward:
     are not staged are longer than registers hold sums for: another kernel (`RowSums`) makes parts.
 
     Shared memory: `stages` rows of dy, x and dresidual, `vectors` vectors per thread, of which
-    every thread reads what it has copied itself; two sums of each warp; sums over rows where a
-    block has several rows at once. Registers: sums over rows. Without stages, rows are read twice,
-    mostly from L1 or L2, and their length is any.
+    every thread reads what it has copied itself, and in whose place sums over rows come together
+    where a block has several rows at once; two sums of each warp. Registers: sums over rows.
+    Without stages, rows are read twice, mostly from L1 or L2, and their length is any.
 
     dy, x, dx (M, N) of one type, N side by side, whole vectors; the rest is in a tuple, in the
     order of `operands`, of those that are there:
@@ -131,7 +132,7 @@ class NormBackward:
             block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=self.dependent_launch,
-            **self._residence(),
+            **residence(self.resident),
         )
         if const_expr(len(self.sums) > 0 and self.vectors == 0):
             apart = RowSums(self)
@@ -141,13 +142,6 @@ class NormBackward:
             ColumnSums(self.dependent_launch).launch(
                 mParts, tuple(self.operand(name, operands) for name in self.sums), stream
             )
-
-    def _residence(self) -> dict:
-        """How a launch says which blocks are on multiprocessors together."""
-        if self.resident == 1:
-            return {"min_blocks_per_mp": 1}
-        # Else the compiler asks a GPU, which there need not be.
-        return {"min_blocks_per_mp": self.resident, "preferred_smem_carveout": 100}  # percent
 
     def _parts(self, workspace: Int64, parts: Int32, N: Int32) -> cute.Tensor:
         """(parts, N, sums) of float32; rows start at multiples of 16 bytes."""

@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from ..common.attention.scores import Scores
 from ..common.attention.values import Values
 from ..common.conversion import select
+from ..common.residence import residence
 from ..common.threads import GROUP
 from .mma import WGMMA_M
 from .sdpa_decode import SdpaDecode
@@ -121,11 +122,7 @@ class SdpaDecodeCluster(SdpaDecode):
         return tiles.total
 
     def _residence(self, tiles: ClusterTiles) -> dict:
-        return {
-            "cluster": (tiles.cluster(self.most), 1, 1),
-            "min_blocks_per_mp": 2,
-            "preferred_smem_carveout": 100,  # percent
-        }
+        return {"cluster": (tiles.cluster(self.most), 1, 1), **residence(2)}
 
     def _await_launch(self) -> None:
         """Later, see `_work`."""

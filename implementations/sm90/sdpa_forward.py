@@ -15,6 +15,7 @@ from ..common.attention.entries import are_whole
 from ..common.attention.modes import attention_modes
 from ..common.attention.scores import Place, Scores
 from ..common.attention.values import Values
+from ..common.residence import residence
 from ..common.threads import GROUP
 from .mma import WGMMA_M
 from .plan import SHARED_MEMORY
@@ -261,10 +262,7 @@ class SdpaForward(ForwardConsumer):
 
     def _residence(self, tiles: Tiles) -> dict:
         """How a launch says which blocks are on multiprocessors together."""
-        if self.resident == 1:
-            return {"min_blocks_per_mp": 1}
-        # Else the compiler asks a GPU, which there need not be.
-        return {"min_blocks_per_mp": self.resident, "preferred_smem_carveout": 100}  # percent
+        return residence(self.resident)
 
     @cute.kernel
     def kernel(
