@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from kernel_api import _compile_cache, _locks, provider
+from kernel_api._apart import Pair, are_apart, pairs_apart
 from kernel_api._launches import NEVER_NEGATIVE, TENSORS, run_best
 from kernel_api._overwritten import teller
 from kernel_api._readers import Reader, reader_of
@@ -57,7 +58,7 @@ class _Launch(NamedTuple):
         given: Names of values that are options of the call.
         has_functions: Whether the mask has a table or operands, or there is a function of scores.
         out, lse: Makers of the outputs.
-        spans: Bytes of Q, K, V and what follows them in the call's look.
+        apart: Of the tensors, in the order of the call's look, those that may not share memory.
         written: Which of them are outputs.
     """
 
@@ -68,7 +69,7 @@ class _Launch(NamedTuple):
     has_functions: bool
     out: Callable[[], Any]
     lse: Callable[[], Any]
-    spans: tuple[int, ...]
+    apart: list[Pair]
     written: tuple[int, ...]
 
 
@@ -88,7 +89,7 @@ def forward(
         launch = _launches.get(key)
     except (AttributeError, OverflowError, RuntimeError, TypeError):  # not looked at, or no hash
         key, launch = None, None
-    if launch is not None and (not launch.written or _are_apart(launch, addresses)):
+    if launch is not None and are_apart(addresses, launch.apart):
         values = {name: options[name] for name in launch.given}
         if launch.has_functions:
             values.update(values_of_functions(options.get("mask"), options.get("score_mod")))
@@ -204,17 +205,6 @@ def _option(name: str, value: Any, tensors: list[Any]) -> tuple[Any, ...]:
     return _tensor(value, tensors)
 
 
-def _are_apart(launch: _Launch, addresses: list[int]) -> bool:
-    """Whether what is written lies clear of all else; arguments look closer where it does not."""
-    spans = launch.spans
-    for one in launch.written:
-        start, end = addresses[one], addresses[one] + spans[one]
-        for other, other_start in enumerate(addresses):
-            if other != one and start < other_start + spans[other] and other_start < end:
-                return False
-    return True
-
-
 # Calls that look like none before ----------------------------------------------------------
 
 
@@ -282,10 +272,11 @@ def _remember(
     outputs += [options[name] for name in args.output_names if options.get(name) is not None]
     written = {id(one) for one in outputs}
     places = tuple([place for place, one in enumerate(tensors) if id(one) in written])
-    spans = tuple([Operand(one).span for one in tensors])
+    spans = {str(place): Operand(one).span for place, one in enumerate(tensors)}
+    apart = pairs_apart(spans, map(str, places))
     makers = _out_maker(Q, V), _lse_maker(Q, args)
     constants, given, has_functions = sources
-    launch = _Launch(*launcher, constants, given, has_functions, *makers, spans, places)
+    launch = _Launch(*launcher, constants, given, has_functions, *makers, apart, places)
     with _lock:
         if len(_launches) >= _KEPT:
             _launches.clear()

@@ -18,13 +18,14 @@ import itertools
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from kernel_api import _compile_cache, _float32, _locks, _sequence, provider
+from kernel_api._apart import Pair, are_apart, pairs_apart
 from kernel_api._autograd import check_outputs, without_gradient
 from kernel_api._checks import require_data
 from kernel_api._first_kernel import first_kernel
@@ -138,8 +139,7 @@ class Launch:
         launcher: Of the kernel, on tensors of these sizes, in order.
         absent: Makers of the outputs that the call does not give, with the alignment in bytes that
             the launcher needs.
-        apart: Pairs of tensors that may not share memory: place and size in bytes of each, and
-            whether they may be one all the same.
+        apart: Of the tensors, those that may not share memory.
         further: Options that are tensors which the launcher takes behind A, B and out.
         values: What it takes as values: the option and what makes it of that; or None and a number.
         overwritten: Outputs that the call gives.
@@ -159,7 +159,7 @@ class Launch:
         self,
         launcher: LauncherInOrder,
         absent: dict[str, tuple[Callable[[], Any], int]],
-        apart: list[tuple[int, int, int, int, bool]],
+        apart: list[Pair],
         further: tuple[str, ...],
         values: list[_Value],
         overwritten: list[str],
@@ -221,11 +221,8 @@ def repeated(form: Form, A: Any, B: Any, out: Any, out_dtype: Any, options: dict
         launch.launcher((A, B, out), ())
         _tell((out,))
         return out
-    for one, one_size, other, other_size, may_coincide in launch.apart:
-        start, other_start = addresses[one], addresses[other]
-        shared = start < other_start + other_size and other_start < start + one_size
-        if shared and not (may_coincide and start == other_start):
-            return NEW
+    if not are_apart(addresses, launch.apart):
+        return NEW
     for name in launch.overwritten:
         given = out if name == "out" else options[name]
         if given.requires_grad and torch.is_grad_enabled():
@@ -467,7 +464,8 @@ def _remember(
     results = form.results if form.written(complete) else None
     launcher = kernel._launcher_in_order(args, artifact)
     spans = {name: Operand(passed[name]).span for name in places}
-    apart = _apart(spans, written, _in_place(form, args))
+    in_place = {frozenset(("out", name)) for name in _in_place(form, args)}
+    apart = pairs_apart(spans, written, in_place)
     values = [made[name] for name in names]
     plain = (args.A.span, args.B.span, args.out.span) if places == ["A", "B", "out"] else None
     given = [name for name in written if name in places]
@@ -490,23 +488,6 @@ def _in_place(form: Form, args: Arguments) -> tuple[str, ...]:
     """Options that may be ``out`` itself."""
     inputs = {} if args.epilogue is None else args.epilogue.inputs
     return tuple(form.option_of(name) for name, o in inputs.items() if args.takes_in_place(o))
-
-
-def _apart(
-    spans: dict[str, int], written: Iterable[str], in_place: Iterable[str]
-) -> list[tuple[int, int, int, int, bool]]:
-    """Outputs that are made for the call share memory with nothing, and are left out."""
-    places = list(spans)
-    outputs = [name for name in written if name in spans]
-    pairs = {frozenset((one, other)) for one in outputs for other in spans if one != other}
-    coinciding = {frozenset(("out", name)) for name in in_place}
-    return [
-        (
-            *(places.index(one), spans[one], places.index(other), spans[other]),
-            frozenset((one, other)) in coinciding,
-        )
-        for one, other in map(sorted, pairs)
-    ]
 
 
 def _maker(tensor: Any) -> Callable[[], Any]:

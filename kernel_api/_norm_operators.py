@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kernel_api import _norm_ops
-from kernel_api._norm_ops import FORMS, NormForm, run, tensor
+from kernel_api._norm_ops import FORMS, NormForm, run_into, tensor
 from kernel_api._numbers import known_number, known_or_wide
 from kernel_api._results import serialize_all
 from kernel_api._torch_operators import define, define_without_gradient
@@ -99,7 +99,7 @@ def _make_fake(form: NormForm, *given: Any) -> list[Any]:
 
 
 def _run(form: NormForm, *given: Any) -> None:
-    run(form, dict(zip(_names(form), given, strict=False)))
+    run_into(form, dict(zip(_names(form), given, strict=False)))
 
 
 def _check(form: NormForm, *given: Any) -> None:

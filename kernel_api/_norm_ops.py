@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
@@ -181,8 +182,7 @@ def _one_call(
 
     def run_or_trace(*matrices: Any, **options: Any) -> Any:
         seen = None if is_read() else _seen(form, matrices, options)
-        if seen is not None and (known := seen.known) is not None:
-            found = known(seen.tensors)
+        if seen is not None and (found := seen.repeated()) is not NotImplemented:
             if True in [one.requires_grad for one in seen.tensors]:
                 return _without_gradient(form.name, found, seen.tensors)
             return found
@@ -209,7 +209,15 @@ def _without_gradient(name: str, results: Any, given: list[Any]) -> Any:
     return without_gradient(name, results, given)
 
 
-def run(form: NormForm, complete: dict[str, Any], seen: Any = None) -> None:
+def run_into(form: NormForm, complete: dict[str, Any]) -> None:
+    """The best kernel on options with all outputs, or what is known of such calls."""
+    options = dict(complete)
+    seen = _seen(form, tuple([options.pop(name) for name in form.matrices]), options)
+    if seen is None or seen.repeated() is NotImplemented:
+        run(form, complete, seen)
+
+
+def run(form: NormForm, complete: dict[str, Any], seen: Any) -> None:
     """The best kernel on options with all outputs, remembered for calls like one that is seen."""
     from kernel_api import _again
 
@@ -226,14 +234,12 @@ def run(form: NormForm, complete: dict[str, Any], seen: Any = None) -> None:
 
 
 def _seen(form: NormForm, matrices: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The call, if its outputs are made for it."""
+    """The call, if it may look like another."""
     from kernel_api import _again
 
     if "rows_per_block" in form.defaults:
         return None
-    if any(hasattr(options.get(name), "data_ptr") for name in form.written):
-        return None
-    return _again.seen(form.name, form.matrices, matrices, options)
+    return _again.seen(form.name, form.matrices, matrices, options, form.written)
 
 
 def _remembered(
@@ -241,7 +247,7 @@ def _remembered(
     complete: dict[str, Any],
     args: NormArguments,
     launcher: Any,
-    taken: tuple[str, ...],
+    taken: dict[str, Any],
     tensors: list[str],
 ) -> Any:
     """How calls are made that give tensors of these names; None where it cannot be told.
@@ -253,11 +259,12 @@ def _remembered(
     from kernel_api import _again
 
     outputs = [name for name in form.written if complete.get(name) is not None]
+    given, made = ([n for n in outputs if (n in tensors) is there] for there in (True, False))
     beside: dict[str, Any] = {**form.defaults, **complete}
     numbers = {name: beside[name] for name in taken if name == "eps"}
-    places = {name: n for n, name in enumerate((*tensors, *outputs, *numbers))}
+    places = {name: n for n, name in enumerate((*tensors, *made, *numbers))}
     operands = {**dict(zip(args.operand_names, args.operands, strict=True)), **args.further}
-    made = []
+    launched = []
     for name in (*args.operand_names, *taken):
         if name not in places:
             return None
@@ -270,18 +277,24 @@ def _remembered(
                 shape = tuple(as_taken.shape)
             if one.data_ptr() != as_taken.data_ptr():  # a copy
                 return None
-        made.append((places[name], shape))
+        launched.append((places[name], shape))
     count = len(args.operand_names)
-    several = [complete[name] for name in outputs[1:]]
-    kind = form._results_types.of(tuple(outputs[1:])) if several else None
+    first, *others = [places[name] for name in outputs]
+    kind = form._results_types.of(tuple(outputs[1:])) if others else None
     return _again.Known(
         launcher,
-        [(tuple(complete[n].shape), complete[n].dtype, complete[n].device) for n in outputs],
+        [(tuple(complete[n].shape), complete[n].dtype, complete[n].device) for n in made],
         list(numbers.values()),
-        made[:count],
-        made[count:],
-        (lambda found: found[0]) if kind is None else (lambda found: kind(*found)),
+        launched[:count],
+        launched[count:],
+        _again.Given({name: complete[name] for name in tensors}, given) if given else None,
+        operator.itemgetter(first) if kind is None else _results(kind, (first, *others)),
     )
+
+
+def _results(kind: Callable[..., Any], places: tuple[int, ...]) -> Callable[[list[Any]], Any]:
+    """What a call returns, of all that it holds."""
+    return lambda held: kind(*[held[place] for place in places])
 
 
 #: Every form, as it is made.

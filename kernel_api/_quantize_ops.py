@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from kernel_api import epilogue as ep
@@ -91,24 +93,21 @@ def quantize(
     checked_mode(mode, scale)
     if not isinstance(x, torch.Tensor) or x.is_nested or x.dim() not in (2, 3):
         x = matrix(x, "x").tensor  # or it is refused
-    given, is_node = scale is not None, becomes_node(x)
-    is_fresh = out is None and not given and not is_node
-    if is_fresh and mode == "tensor":
+    is_read, is_made, is_node = scale is not None, out is None, becomes_node(x)
+    if is_made and not is_read and mode == "tensor" and not is_node:
         return _with_scale_of_all(x, out_dtype)
-    if is_node and out is None:
+    if is_node and is_made:
         from kernel_api import _row_operators
 
         return _row_operators.traced_quantize(x, mode, scale, element_of(out_dtype).torch)
     out = quantized_like(x, out, out_dtype)
-    found = Quantized(out, scale if given else scales_of(mode, x), mode)
+    found = Quantized(out, scale if is_read else scales_of(mode, x), mode)
     if is_node:
         from kernel_api import _row_operators
 
-        _row_operators.traced_quantize_into(x, found, given)
-    elif is_fresh:
-        _run_again(x, found)
+        _row_operators.traced_quantize_into(x, found, is_read)
     else:
-        run(x, found, given)
+        run(x, found, is_read, () if is_made else ("out",))
     return found
 
 
@@ -123,21 +122,6 @@ def _with_scale_of_all(x: Any, out_dtype: Any) -> Quantized:
     key = _again.look((x,), "quantize", "tensor", element_of(out_dtype))
     out, scale = _again.as_one(key, (x,), make)
     return Quantized(out, scale, "tensor")
-
-
-def _run_again(x: Any, found: Quantized) -> None:
-    """Into outputs that were made for the call."""
-    from kernel_api import _again
-
-    matrix, written = _as_one_matrix(x, found)
-    key = _again.look((matrix,), "quantize", found.mode, found.out.dtype)
-    if _again.repeated(key, (matrix, written.out), (written.scale,)):
-        return
-    args = arguments_of(matrix, out=written.out, scale=written.scale, mode=found.mode)
-    if _in_one_launch(args, found.mode):
-        _again.run(key, args, ("scale",))
-    else:
-        _run_in_three(x, found)
 
 
 def _as_one_matrix(x: Any, found: Quantized) -> tuple[Any, Quantized]:
@@ -195,17 +179,50 @@ def scales_of(mode: str, x: Any) -> Any:
     return new(of_rows if mode == "row" else (), dtype=element)
 
 
-def run(x: Any, found: Quantized, given: bool) -> None:
-    """By the best kernels; given: the scale is read."""
-    from kernel_api._launches import run_best
+def run(x: Any, found: Quantized, is_read: bool, into: Sequence[str]) -> None:
+    """By the best kernels, or as is known of such calls.
 
-    if given or found.mode != "tensor":
-        matrix, written = _as_one_matrix(x, found)
-        args = arguments_of(matrix, out=written.out, scale=written.scale, mode=found.mode)
-        if _in_one_launch(args, found.mode):
-            run_best(args)
-            return
-    _run_in_three(x, found)
+    Args:
+        is_read: Whether the scale is, in place of being written.
+        into: Names of what is written that was not made for this call.
+    """
+    from kernel_api import _again
+
+    if found.mode == "tensor" and not is_read:
+        _run_in_three(x, found)
+        return
+    matrix, one = _as_one_matrix(x, found)
+    key = look_of_quantized("quantize", one, is_read, into, {"x": matrix})
+    if _again.repeated(key, (matrix, one.out), (one.scale,)):
+        return
+    args = arguments_of(matrix, out=one.out, scale=one.scale, mode=one.mode)
+    if _in_one_launch(args, one.mode):
+        _again.run(key, args, ("scale",), into)
+    else:
+        _run_in_three(x, found)
+
+
+def look_of_quantized(
+    name: str,
+    found: Quantized,
+    is_read: bool,
+    into: Sequence[str],
+    read: dict[str, Any],
+    *how: Hashable,
+) -> Any:
+    """What a call looks like, see :func:`kernel_api._again.look`; read: tensors beside a scale."""
+    from kernel_api import _again
+
+    scale, given = found.scale, dict(read)
+    is_number = isinstance(scale, (int, float))
+    if is_number and not (type(scale) is float and 0 < scale < math.inf):
+        return None  # which is refused, or launched as another number
+    if is_read and not is_number:
+        given["scale"] = scale
+    outputs = {"out": found.out, "scale": scale}
+    given |= {one: outputs[one] for one in into if one in outputs}
+    what = (name, found.mode, found.out.dtype, is_read, is_number, *how, *given)
+    return _again.look([*given.values()], *what, written=[given[one] for one in into])
 
 
 def _run_in_three(x: Any, found: Quantized) -> None:

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 
 from kernel_api import _quantized_norm_ops
-from kernel_api._launches import run_best
 from kernel_api._numbers import known_or_wide
 from kernel_api._quantize_ops import Quantized, scales_of
-from kernel_api._quantized_norm_ops import Beside, arguments_of
+from kernel_api._quantized_norm_ops import Beside, arguments_of, run
 from kernel_api._quantized_norm_ops import __all__ as names
 from kernel_api._row_operators import first_of, outputs_of, quantized_of, scale_read
 from kernel_api._torch_operators import define, define_constant
 from kernel_api._transforms import are_known, check_traced
-from kernel_api.arguments.norm import NormArguments
 
 #: As of ``quantize``.
 _SCHEMA = (
@@ -77,20 +75,21 @@ def _make_fake(name: str, x: Any, *others: Any) -> Any:
     return outputs_of(found, scale)
 
 
-def _run(name: str, *given: Any) -> None:
-    run_best(_arguments(name, *given))
+def _run(name: str, x: Any, *others: Any) -> None:
+    beside, eps, found = _into(*others)
+    run(name, x, beside, eps, found, ("out",) if found.mode == "tensor" else ("out", "scale"))
 
 
-def _check(name: str, *given: Any) -> None:
+def _check(name: str, x: Any, *others: Any) -> None:
     """Raises what the call would, where sizes and numbers are known."""
-    if are_known(given):
-        _arguments(name, *given)
+    if are_known((x, *others)):
+        arguments_of(name, x, *_into(*others))
 
 
-def _arguments(name: str, x: Any, *others: Any) -> NormArguments:
-    weight, bias, given, out, scale, eps, number, by, *sums = _with_sums(others, 10)
-    found = Quantized(out, first_of(given, scale, number), by)
-    return arguments_of(name, x, (weight, bias, sums[0], sums[1]), eps, found)
+def _into(*given: Any) -> tuple[Beside, float, Quantized]:
+    """What an operator is given that writes outputs that are there."""
+    weight, bias, read, out, scale, eps, number, by, *sums = _with_sums(given, 10)
+    return (weight, bias, *sums), eps, Quantized(out, first_of(read, scale, number), by)
 
 
 def _with_sums(given: tuple[Any, ...], count: int) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kernel_api import fusions
@@ -10,6 +10,7 @@ from kernel_api._quantize_ops import (
     Quantized,
     checked_mode,
     element_of,
+    look_of_quantized,
     quantized_like,
     scales_of,
 )
@@ -77,6 +78,7 @@ def layernorm_quantize(
 #: What a norm has beside x, in the order of operators.
 Beside = tuple[Any, Any, Any, Any]
 _BESIDE = ("weight", "bias", "residual", "residual_out")
+_OF_ROWS = ("residual", "residual_out")
 
 
 def _called(
@@ -106,8 +108,8 @@ def _called(
 
     if not isinstance(x, torch.Tensor) or x.is_nested or not x.dim():  # of which only the first may
         x = as_rows("x", x).tensor
-    is_fresh, is_node = out is None and beside[-1] is None, becomes_node(x)
-    if is_node and is_fresh:
+    is_made, is_node = out is None, becomes_node(x)
+    if is_node and is_made and beside[-1] is None:
         from kernel_api import _quantized_norm_operators as operators
 
         element = element_of(out_dtype).torch
@@ -119,12 +121,8 @@ def _called(
         from kernel_api import _quantized_norm_operators as operators
 
         operators.traced_into(name, x, beside, eps, found)
-    elif is_fresh and type(eps) is float:
-        _run_again(name, as_rows("x", x).tensor if x.dim() != 2 else x, beside, eps, found)
     else:
-        from kernel_api._launches import run_best
-
-        run_best(arguments_of(name, x, beside, eps, found))
+        run(name, x, beside, eps, found, () if is_made else ("out",))
     return found
 
 
@@ -134,35 +132,47 @@ def arguments_of(name: str, x: Any, beside: Beside, eps: float, found: Quantized
     return _FUSIONS[name](x, out=found.out, scale=found.scale, mode=found.mode, **given)
 
 
-def _run_again(name: str, rows: Any, beside: Beside, eps: float, found: Quantized) -> None:
-    """Into outputs that were made for the call; rows: x as a matrix."""
+def run(name: str, x: Any, beside: Beside, eps: Any, found: Quantized, into: Sequence[str]) -> None:
+    """The best kernel, or what is known of such calls.
+
+    Args:
+        into: Of ``out`` and ``scale``, what is written that was not made for this call.
+    """
     from kernel_api import _again
 
-    weight, bias, residual, _ = beside
-    if residual is not None:
-        residual = as_rows("residual", residual).tensor
-    beside = weight, bias, residual, None
-    given = {n: one for n, one in zip(_BESIDE, beside, strict=True) if one is not None}
-    found, is_number = _of_rows(found, rows), type(found.scale) is float
-    how, read = (name, found.mode, found.out.dtype, eps, *given), (rows, *given.values())
-    if found.mode == "tensor" and not is_number:
-        read += (found.scale,)  # one that is no tensor is not looked at
-    key = _again.look(read, *how, is_number)
-    values = {**given, "eps": eps, "scale": found.scale}
-    if not _again.repeated(key, (rows, found.out), tuple(values.values())):
-        _again.run(key, arguments_of(name, rows, beside, eps, found), tuple(values))
+    key, (rows, given, one) = None, _as_launched(x, beside, found)
+    into = (*into, "residual_out") if "residual_out" in given else into
+    if type(eps) is float and rows is not None:  # launchers take no other numbers
+        is_read = found.mode == "tensor"
+        key = look_of_quantized(name, one, is_read, into, {"x": rows, **given}, eps)
+    values = {**given, "eps": eps, "scale": one.scale}
+    if not _again.repeated(key, (rows, one.out), tuple(values.values())):
+        _again.run(key, arguments_of(name, x, beside, eps, found), tuple(values), into)
 
 
-def _of_rows(found: Quantized, rows: Any) -> Quantized:
-    """The same as a matrix, as launches take it: one scale is ()."""
+def _as_launched(x: Any, beside: Beside, found: Quantized) -> tuple[Any, dict[str, Any], Quantized]:
+    """x as a matrix, what is given beside, and the outputs, as launches take them; no x where that
+    cannot be told, as of what arguments refuse."""
     import torch
 
+    given = {name: one for name, one in zip(_BESIDE, beside, strict=True) if one is not None}
     out, scale, mode = found
-    if mode == "tensor":
-        is_one = isinstance(scale, torch.Tensor) and scale.numel() == 1
-        return Quantized(out.view(rows.shape), scale.view(()) if is_one else scale, mode)
-    if out.dim() == 2:
-        return found
-    return Quantized(
-        out.view(rows.shape), scale.view(rows.shape[0], *scale.shape[out.dim() - 1 :]), mode
-    )
+    try:
+        if mode == "tensor" and isinstance(scale, torch.Tensor):
+            scale = scale.view(())
+        if x.dim() == 2:
+            return x, given, Quantized(out, scale, mode)
+        leading = x.shape[:-1]
+        given |= {name: _matrix(given[name], leading) for name in _OF_ROWS if name in given}
+        if mode != "tensor":
+            scale = _matrix(scale, leading)
+        return _matrix(x, leading), given, Quantized(_matrix(out, leading), scale, mode)
+    except (AttributeError, RuntimeError, ValueError):
+        return None, given, found
+
+
+def _matrix(one: Any, leading: Any) -> Any:
+    """With the leading modes as one; raises ValueError for others."""
+    if one.shape[: len(leading)] != leading:
+        raise ValueError
+    return one.view(-1, *one.shape[len(leading) :])

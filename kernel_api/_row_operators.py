@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from kernel_api._launches import run_best
 from kernel_api._numbers import known_or_wide
 from kernel_api._quantize_ops import Quantized, quantize, scales_of
 from kernel_api._quantize_ops import run as run_quantize
@@ -26,6 +25,7 @@ from kernel_api._row_ops import (
     room_for_groups,
     scatter_rows,
 )
+from kernel_api._row_ops import run as run_rows
 from kernel_api._torch_operators import define, define_constant, define_without_gradient
 from kernel_api._transforms import are_known, check_traced
 from kernel_api.arguments import GatherRowsArguments, ScatterRowsArguments
@@ -127,8 +127,8 @@ def _make_fake_quantized(x: Any, given: Any, number: Any, element: Any, by: str)
 
 
 def _quantize_into(x: Any, given: Any, out: Any, scale: Any, number: Any, by: str) -> None:
-    found = Quantized(out, first_of(given, scale, number), by)
-    run_quantize(x, found, scale is None)
+    found, is_read = Quantized(out, first_of(given, scale, number), by), scale is None
+    run_quantize(x, found, is_read, ("out",) if is_read else ("out", "scale"))
 
 
 def _check_into(x: Any, given: Any, out: Any, scale: Any, number: Any, by: str) -> None:
@@ -173,10 +173,6 @@ def _present(found: GroupedRows) -> list[Any]:
     return [one for one in found if one is not None]
 
 
-def _run(arguments: Callable[..., Arguments], *given: Any) -> None:
-    run_best(arguments(*given))
-
-
 def _check(arguments: Callable[..., Arguments], *given: Any) -> None:
     """Raises what the call would, where sizes and numbers are known."""
     if are_known(given):
@@ -190,8 +186,8 @@ _ROWS: tuple[tuple[type[IndexedRowsArguments], str, Callable[..., Any]], ...] = 
 for _kind, _schema, _form in _ROWS:
     _make, _fake = functools.partial(_make_rows, _form), functools.partial(_make_fake_rows, _kind)
     define_without_gradient(_kind.kind, _schema, _make, _fake)
-    _into = functools.partial(_indexed, _kind)
-    _write, _fake = functools.partial(_run, _into), functools.partial(_check, _into)
+    _write = functools.partial(run_rows, _kind, is_fresh=False)
+    _fake = functools.partial(_check, functools.partial(_indexed, _kind))
     define(f"{_kind.kind}.out", _OUT, _write, _fake)
 serialize(GroupedRows, "kernel_api.GroupedRows")
 define_without_gradient("group_rows", _GROUP_ROWS, _make_groups, _make_fake_groups)

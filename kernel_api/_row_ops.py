@@ -182,10 +182,8 @@ def _run(
         from kernel_api import _row_operators
 
         _row_operators.traced_into(kind, x, row_index, weight, out)
-    elif is_fresh:
-        _run_again(kind, x, row_index, weight, out)
     else:
-        run(kind, x, row_index, weight, out)
+        run(kind, x, row_index, weight, out, is_fresh)
     return without_gradient(kind.kind, out, (x, weight)) if is_fresh else out
 
 
@@ -203,24 +201,20 @@ def _traced(
     return _row_operators.traced(kind, x, row_index, weight, *made)
 
 
-def _run_again(
-    kind: type[IndexedRowsArguments], x: Any, row_index: Any, weight: Any, out: Any
+def run(
+    kind: type[IndexedRowsArguments], x: Any, row_index: Any, weight: Any, out: Any, is_fresh: bool
 ) -> None:
-    """Into an output that was made for the call."""
+    """The best kernel, or what is known of such calls; is_fresh: out was made for this one."""
     from kernel_api import _again
 
-    key = _again.look((x, row_index, weight), kind.kind, out.dtype, out.shape)
-    values = (row_index,) if weight is None else (row_index, weight)
+    given, values = (x, row_index, weight), (row_index,) if weight is None else (row_index, weight)
+    if is_fresh:
+        key = _again.look(given, kind.kind, out.dtype, out.shape)
+    else:
+        key = _again.look((*given, out), kind.kind, written=(out,))
     if not _again.repeated(key, (x, out), values):
-        args = kind(x, out, row_index, weight)
-        _again.run(key, args, ("row_index", "weight")[: len(values)])
-
-
-def run(kind: type[IndexedRowsArguments], x: Any, row_index: Any, weight: Any, out: Any) -> None:
-    """By the best kernel."""
-    from kernel_api._launches import run_best
-
-    run_best(kind(x, out, row_index, weight))
+        names, written = ("row_index", "weight")[: len(values)], () if is_fresh else ("out",)
+        _again.run(key, kind(x, out, row_index, weight), names, written)
 
 
 def _allocated(x: Any, shape: tuple[Any, ...], out_dtype: Any, name: str = "x") -> Any:

@@ -12,7 +12,7 @@ from kernel_api import _again, _compile_cache, _launches
 from kernel_api.arguments import GroupRowsArguments
 from kernel_api.kernel import Kernel
 
-BF16 = torch.bfloat16
+BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 
 def drawn(seed, *shape, element=BF16):
@@ -27,7 +27,19 @@ def places(seed, M=7, k=2):
 
 
 def weights(seed):
-    return drawn(seed + 50, 7, 2, element=torch.float32)
+    return drawn(seed + 50, 7, 2, element=F32)
+
+
+def room(*shape, element=BF16):
+    """For what is written: what is not is NaN."""
+    return torch.full(shape, torch.nan).to(element)
+
+
+def into_residual(call, seed, *shape):
+    """What a call returns, and the residual that it adds to."""
+    residual = drawn(seed + 9, *shape)
+    found = call(residual)
+    return (*(found if isinstance(found, tuple) else (found,)), residual)
 
 
 CALLS = {
@@ -76,6 +88,63 @@ CALLS = {
     ),
     "rmsnorm_quantize by a number": lambda s: (
         ka.ops.rmsnorm_quantize(drawn(s, 9, 64), "tensor", scale=0.01 + s).out
+    ),
+    "rmsnorm into": lambda s: ka.ops.rmsnorm(
+        drawn(s, 9, 128), weight=drawn(s + 9, 128), out=room(9, 128), rstd=room(9, element=F32)
+    ),
+    "layernorm into": lambda s: ka.ops.layernorm(
+        drawn(s, 3, 2, 64), bias=drawn(s + 9, 64), mean=True, out=room(3, 2, 64)
+    ),
+    "rmsnorm of a sum in place": lambda s: into_residual(
+        lambda r: ka.ops.rmsnorm(drawn(s, 3, 3, 128), residual=r, residual_out=r), s, 3, 3, 128
+    ),
+    "layernorm of a sum into": lambda s: ka.ops.layernorm(
+        drawn(s, 9, 128), residual=drawn(s + 9, 9, 128), residual_out=room(9, 128)
+    ),
+    "rmsnorm_backward into": lambda s: ka.ops.rmsnorm_backward(
+        drawn(s, 9, 64),
+        drawn(s + 1, 9, 64),
+        rstd=weights(s)[:, :1].abs().new_ones(9),
+        dx=room(9, 64),
+        dweight=room(64, element=F32),
+    ),
+    "rmsnorm_quantize into": lambda s: ka.ops.rmsnorm_quantize(
+        drawn(s, 2, 4, 128), weight=drawn(s + 9, 128), out=room(2, 4, 128, element=E4M3)
+    )[:2],
+    "rmsnorm_quantize of a sum in place": lambda s: into_residual(
+        lambda r: ka.ops.rmsnorm_quantize(drawn(s, 2, 4, 128), residual=r, residual_out=r)[:2],
+        s,
+        2,
+        4,
+        128,
+    ),
+    "layernorm_quantize by a number, into": lambda s: (
+        ka.ops.layernorm_quantize(
+            drawn(s, 9, 64), "tensor", scale=0.01 + s, out=room(9, 64, element=E4M3)
+        ).out
+    ),
+    "gather_rows into": lambda s: ka.ops.gather_rows(
+        drawn(s, 14, 24), places(s), weight=weights(s), out=room(7, 24)
+    ),
+    "scatter_rows into": lambda s: ka.ops.scatter_rows(
+        drawn(s, 7, 24), places(s), out=torch.zeros(20, 24, dtype=BF16)
+    ),
+    "quantize into": lambda s: ka.ops.quantize(drawn(s, 9, 256), out=room(9, 256, element=E4M3))[
+        :2
+    ],
+    "quantize, rows, into": lambda s: ka.ops.quantize(
+        drawn(s, 2, 9, 256), "row", out=room(2, 9, 256, element=E4M3)
+    )[:2],
+    "quantize by a scale": lambda s: (
+        ka.ops.quantize(drawn(s, 9, 256), "tensor", scale=torch.tensor([0.01 + s])).out
+    ),
+    "quantize by a number": lambda s: (
+        ka.ops.quantize(drawn(s, 9, 256), "tensor", scale=0.01 + s, out_dtype="int8").out
+    ),
+    "quantize by a number, into": lambda s: (
+        ka.ops.quantize(
+            drawn(s, 9, 256), "tensor", scale=0.01 + s, out=room(9, 256, element=E4M3)
+        ).out
     ),
     "quantize, rows": lambda s: ka.ops.quantize(drawn(s, 2, 9, 256), "row")[:2],
     "quantize": lambda s: ka.ops.quantize(drawn(s, 9, 256))[:2],
@@ -132,11 +201,24 @@ def test_a_call_like_an_earlier_one_makes_no_arguments(name, nothing_remembered,
     CALLS[name](1)
 
 
+def in_place_of_a_copy(x):
+    residual = x.clone()
+    return ka.ops.rmsnorm_quantize(x, "row", residual=residual, residual_out=residual)[:2]
+
+
 IN_GRAPHS = {
     "rmsnorm": lambda x, index: ka.ops.rmsnorm(x, weight=x[0]),
     "nn.layernorm": lambda x, index: ka.nn.layernorm(x, x[0], x[1]),
     "quantize": lambda x, index: ka.ops.quantize(x, "row")[:2],
     "layernorm_quantize": lambda x, index: ka.ops.layernorm_quantize(x, "row")[:2],
+    "rmsnorm into": lambda x, index: ka.ops.rmsnorm(x, out=torch.empty_like(x), rstd=True),
+    "quantize into": lambda x, index: ka.ops.quantize(
+        x, "row", out=torch.empty_like(x, dtype=E4M3)
+    )[:2],
+    "rmsnorm_quantize of a sum in place": lambda x, index: in_place_of_a_copy(x),
+    "scatter_rows into": lambda x, index: ka.ops.scatter_rows(
+        x, index[0, 0] + torch.arange(14, dtype=torch.int32)[:, None], out=x.new_zeros(40, 64)
+    ),
     "gather_rows": lambda x, index: ka.ops.gather_rows(x, index),
 }
 
@@ -230,14 +312,13 @@ def test_norms_that_differ_are_not_taken_for_each_other(nothing_remembered):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x: ka.ops.rmsnorm(x, out=torch.empty_like(x)),
         lambda x: ka.ops.rmsnorm(x, eps=0),
         lambda x: ka.ops.rmsnorm_rht_amax(x, weight=x[0]),
         lambda x: ka.ops.rmsnorm_quantize(x, eps=0),
         lambda x: ka.ops.rmsnorm_quantize(x, "tensor", scale=2),
     ],
 )
-def test_norms_with_outputs_and_numbers_of_other_types_are_not_remembered(call, nothing_remembered):
+def test_norms_with_maxima_or_numbers_of_other_types_are_not_remembered(call, nothing_remembered):
     call(drawn(1, 4, 128))
     assert not remembered()
 
@@ -298,10 +379,102 @@ def test_what_was_known_first_is_forgotten_first(nothing_remembered, monkeypatch
 
 
 def test_calls_that_are_not_remembered_make_no_launcher(nothing_remembered, monkeypatch):
-    """Of outputs that are given."""
+    """Of a whole matrix whose scale is to be found, in three launches."""
     made = []
     monkeypatch.setattr(Kernel, "_launcher_in_order", lambda *of: made.append(of))
     x = drawn(0, 9, 128)
-    ka.ops.rmsnorm(x, out=torch.empty_like(x))
-    ka.ops.quantize(x, out=torch.empty_like(x, dtype=torch.float8_e4m3fn))
+    ka.ops.quantize(x, "tensor", out=torch.empty_like(x, dtype=E4M3))
+    ka.ops.rmsnorm_rht_amax(x, weight=x[0])
     assert not made and not remembered()
+
+
+# Outputs that are given --------------------------------------------------------------------
+
+
+def test_what_is_given_is_what_is_returned_and_torch_is_told(nothing_remembered, monkeypatch):
+    told = []
+    monkeypatch.setattr(_again, "_tell", told.extend)
+    out, residual, matrix = room(9, 128), drawn(1, 9, 128), room(7, 24)
+    for _ in range(2):
+        told.clear()
+        found = ka.ops.rmsnorm(drawn(0, 9, 128), residual=residual, residual_out=residual, out=out)
+        assert found.out is out and found.residual_out is residual
+        assert ka.ops.gather_rows(drawn(0, 14, 24), places(0), out=matrix) is matrix
+    assert {id(one) for one in told} == {id(one) for one in (out, residual, matrix)}
+
+
+def test_a_sum_in_place_and_one_apart_are_told_apart(nothing_remembered):
+    x = drawn(0, 9, 128)
+    for seed in range(1, 5):
+        residual = drawn(seed, 9, 128)
+        before = residual.clone()
+        written = residual if seed % 2 else room(9, 128)
+        found = ka.ops.rmsnorm(x, residual=residual, residual_out=written)
+        assert torch.equal(written, x + before)
+        assert torch.equal(found.out, ka.ops.rmsnorm(x + before))
+        assert torch.equal(residual, x + before if seed % 2 else before)
+    assert len(remembered()) == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "rows"),
+    [
+        (lambda x, out: ka.ops.rmsnorm(x, out=out), 9),
+        (lambda x, out: ka.ops.rmsnorm(x.clone(), residual=x, residual_out=out), 9),
+        (lambda x, out: ka.ops.rmsnorm_quantize(x, residual=x.clone(), residual_out=out), 9),
+        (lambda x, out: ka.ops.rmsnorm_backward(x, x.clone(), rstd=x[:, 0].float(), dx=out), 9),
+        (lambda x, out: ka.ops.gather_rows(x, torch.arange(9).int()[:, None], out=out), 9),
+        (lambda x, out: ka.ops.scatter_rows(x, torch.arange(9).int()[:, None], out=out), 9),
+        (lambda x, out: ka.ops.quantize(x, out=out.view(torch.int8)[:, ::2][:, :128]), 9),
+    ],
+    ids=["out", "residual_out", "quantised", "dx", "gathered", "scattered", "quantize"],
+)
+def test_memory_that_is_shared_is_refused_after_calls_that_look_the_same(
+    call, rows, nothing_remembered
+):
+    buffer = drawn(0, 3 * rows, 128)
+    call(buffer[:rows], buffer[rows : 2 * rows])
+    assert remembered()
+    with pytest.raises(ka.errors.ArgumentError, match="shares memory"):
+        call(buffer[:rows], buffer[1 : rows + 1])
+    call(buffer[rows : 2 * rows], buffer[2 * rows :])
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("out", lambda x, out: ka.ops.rmsnorm(x, out=out)),
+        ("residual_out", lambda x, out: ka.ops.rmsnorm_quantize(x, residual=x, residual_out=out)),
+        ("out", lambda x, out: ka.ops.gather_rows(x, places(0, 9) % 9, out=out)),
+    ],
+)
+def test_outputs_that_need_gradients_are_refused_after_calls_that_look_the_same(
+    name, call, nothing_remembered
+):
+    x = drawn(0, 9, 128)
+    call(x, room(9, 128))
+    with pytest.raises(ka.errors.ArgumentError, match=f"{name} is given and needs a gradient"):
+        call(x, room(9, 128).requires_grad_())
+    with torch.no_grad():
+        call(x, room(9, 128).requires_grad_())
+
+
+def test_outputs_of_as_many_elements_in_other_modes_are_refused_every_time(nothing_remembered):
+    x = drawn(0, 2, 4, 128)
+    ka.ops.rmsnorm_quantize(x, out=room(2, 4, 128, element=E4M3))
+    ka.ops.rmsnorm_quantize(x, residual=x, residual_out=room(2, 4, 128))
+    for _ in range(2):
+        with pytest.raises(ka.errors.ArgumentError, match=r"out has shape \(4, 2, 128\)"):
+            ka.ops.rmsnorm_quantize(x, out=room(4, 2, 128, element=E4M3))
+        with pytest.raises(ka.errors.ArgumentError, match=r"residual_out has shape \(4, 2, 128\)"):
+            ka.ops.rmsnorm_quantize(x, residual=x, residual_out=room(4, 2, 128))
+
+
+@pytest.mark.parametrize("name", ["quantize", "rmsnorm_quantize", "layernorm_quantize"])
+@pytest.mark.parametrize("scale", [-0.5, 0.0, float("nan"), float("inf")])
+def test_scales_that_are_refused_are_so_after_one_that_is_not(name, scale, nothing_remembered):
+    form, x = getattr(ka.ops, name), drawn(0, 4, 128)
+    form(x, "tensor", scale=0.5)
+    assert remembered()
+    with pytest.raises(ka.errors.ArgumentError, match=f"scale is {scale}; expected a finite"):
+        form(x, "tensor", scale=scale)

@@ -15,16 +15,26 @@ class ColumnSums:
 
     A block has 32 columns, one per lane. Warp g adds up the parts g, g + warps, ..., of which it
     loads several at once; the first warp adds up what the warps have, which is in shared memory.
+    Many warps wait for few loads each. But where there are many columns, so few that all blocks
+    run at once: they take about as long as a block alone does.
 
+    columns: that there are of all sums together, about; 0: very many.
     dependent_launch: as in `Norm`.
     """
 
-    warps = 32
-    threads = WARP * warps
-    at_once = 8  # parts of a warp on their way together: all of 256
+    fewest, most = 8, 32  # warps
+    at_once = 8  # parts of a warp on their way together
+    resident = 64 * 128  # warps that a GPU has at once
 
-    def __init__(self, dependent_launch: bool):
+    def __init__(self, columns: int, dependent_launch: bool):
+        blocks = -(-columns // WARP)
+        fitting = self.resident // blocks if blocks else 0
+        self.warps = min(max(fitting // self.fewest * self.fewest, self.fewest), self.most)
         self.dependent_launch = dependent_launch
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
 
     def launch(self, mParts: cute.Tensor, sums: tuple, stream) -> None:
         """mParts (parts, N, sums), N side by side; sums: as many of (N,), of any float."""

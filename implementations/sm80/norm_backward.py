@@ -139,7 +139,8 @@ class NormBackward:
             mParts = self._parts(workspace, apart.shares(mX, resident), mX.shape[1])
             apart.launch(mDy, mX, operands, mParts, resident, stream)
         if const_expr(self.sums):
-            ColumnSums(self.dependent_launch).launch(
+            columns = self.vectors * self.rows.step * len(self.sums)
+            ColumnSums(columns, self.dependent_launch).launch(
                 mParts, tuple(self.operand(name, operands) for name in self.sums), stream
             )
 
