@@ -146,17 +146,28 @@ def calls_of_8_bits() -> Calls:
 
 def calls_of_rows() -> Calls:
     """Of norms and of rows that are moved, beside torch's own."""
-    (x,), (weight,) = matrices(64, 64, count=1), matrices(64, count=1)
+    (x, out, residual), (weight,) = matrices(64, 64), matrices(64, count=1)
+    scale, of_8_bits = torch.ones((), device="cuda"), torch.empty_like(x, dtype=torch.float8_e4m3fn)
     index = torch.randperm(64, device="cuda").int().unsqueeze(1)
     norm = torch.nn.functional.rms_norm
     return {
         "torch.nn.functional.rms_norm(x, ...)": lambda: norm(x, (64,), weight),
         "ops.rmsnorm(x, weight=weight)": lambda: ka.ops.rmsnorm(x, weight=weight),
+        "ops.rmsnorm(x, weight=weight, out=out)": lambda: ka.ops.rmsnorm(
+            x, weight=weight, out=out
+        ),
+        "ops.rmsnorm(x, weight=weight, residual=r, residual_out=r, out=out)": lambda: (
+            ka.ops.rmsnorm(x, weight=weight, residual=residual, residual_out=residual, out=out)
+        ),
         "nn.rmsnorm(x, weight)": lambda: ka.nn.rmsnorm(x, weight),
         "ops.rmsnorm_quantize(x, weight=weight)": lambda: ka.ops.rmsnorm_quantize(
             x, "row", weight=weight
         ),
+        'ops.quantize(x, "tensor", scale=scale, out=out)': lambda: ka.ops.quantize(
+            x, "tensor", scale=scale, out=of_8_bits
+        ),
         "ops.gather_rows(x, row_index)": lambda: ka.ops.gather_rows(x, index),
+        "ops.scatter_rows(x, row_index, out=out)": lambda: ka.ops.scatter_rows(x, index, out=out),
     }
 
 

@@ -140,12 +140,12 @@ def _norm(
     if learns:
         made = _Norm.apply(*operands, eps, centred)  # type: ignore[no-untyped-call]
         return _returned(made) if residual is None else _returned(*made, is_sum=True)
-    if residual is not None:
-        return _returned(*_computed(*operands, eps, centred), is_sum=True)
+    if x.dim() < 2 or not (x.is_contiguous() and (residual is None or residual.is_contiguous())):
+        return _returned(*_computed(*operands, eps, centred), is_sum=residual is not None)
     forward = ops.layernorm if centred else ops.rmsnorm
-    rows = x if x.dim() > 1 and x.is_contiguous() else _rows(x)
-    out: torch.Tensor = forward(rows, eps=eps, **given)
-    return out if rows is x else out.view(x.shape)
+    if residual is None:
+        return forward(x, eps=eps, **given)  # type: ignore[no-any-return]
+    return _returned(*forward(x, eps=eps, residual_out=True, **given), is_sum=True)
 
 
 def _returned(

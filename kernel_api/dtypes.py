@@ -50,7 +50,7 @@ class DType:
         """The torch dtype; what float32 may be multiplied as is stored as float32."""
         import torch
 
-        return getattr(torch, "float32" if self in (TF32, TF32X3) else self.name)
+        return getattr(torch, _STORED_AS.get(self.name, self.name))
 
     @property
     def cutlass(self) -> Any:
@@ -62,7 +62,9 @@ class DType:
         return getattr(cutlass, self._cutlass)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or _find(other) is self
+        if isinstance(other, DType):  # most are, and each is there once
+            return self is other
+        return _find(other) is self
 
     def __hash__(self) -> int:
         return self._hash
@@ -106,6 +108,8 @@ for _name, _short, _kind, _bits, _cutlass, _aliases in _TABLE:
     for _exact in (_name, *((_cutlass.lower(),) if _cutlass else ())):
         _BY_EXACT_NAME[_exact] = _entry
 
+#: What has no type of its own in memory.
+_STORED_AS = {"tfloat32": "float32", "tfloat32x3": "float32"}
 TF32 = _BY_NAME["tfloat32"]
 #: float32 as a sum of two tfloat32: three products, of which 21 bits are right.
 TF32X3 = _BY_NAME["tfloat32x3"]
