@@ -153,9 +153,7 @@ def calls_of_rows() -> Calls:
     return {
         "torch.nn.functional.rms_norm(x, ...)": lambda: norm(x, (64,), weight),
         "ops.rmsnorm(x, weight=weight)": lambda: ka.ops.rmsnorm(x, weight=weight),
-        "ops.rmsnorm(x, weight=weight, out=out)": lambda: ka.ops.rmsnorm(
-            x, weight=weight, out=out
-        ),
+        "ops.rmsnorm(x, weight=weight, out=out)": lambda: ka.ops.rmsnorm(x, weight=weight, out=out),
         "ops.rmsnorm(x, weight=weight, residual=r, residual_out=r, out=out)": lambda: (
             ka.ops.rmsnorm(x, weight=weight, residual=residual, residual_out=residual, out=out)
         ),

@@ -8,7 +8,7 @@ bounds of masks, and what functions compute, are part of how it looks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,14 @@ from kernel_api._launches import NEVER_NEGATIVE, TENSORS, run_best
 from kernel_api._overwritten import teller
 from kernel_api._readers import Reader, reader_of
 from kernel_api._score import ScoreFunction
-from kernel_api.arguments import SdpaArguments
+from kernel_api.arguments import SdpaArguments, SdpaBackwardArguments
 from kernel_api.arguments._attention_checks import LARGEST, LEAST
-from kernel_api.arguments.attention import like_scores, score_of, values_of_functions
+from kernel_api.arguments.attention import (
+    AttentionArguments,
+    like_scores,
+    score_of,
+    values_of_functions,
+)
 from kernel_api.arguments.dropout import Dropout
 from kernel_api.errors import ArgumentError
 from kernel_api.kernel import LauncherInOrder
@@ -38,6 +43,10 @@ _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NUMBERS = ("scale", "softcap")
 _COUNTS = ("max_seqlen_q", "max_seqlen_kv")
 
+#: What a backward pass reads, and what it writes: the last two where they are asked for.
+READ = ("Q", "K", "V", "out", "dO", "lse")
+GRADIENTS = ("dQ", "dK", "dV", "dBias", "dSink")
+
 #: What makes of an option the value that a launcher takes, where it is not the option itself.
 _MADE: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(_NUMBERS, float),
@@ -48,27 +57,48 @@ _MADE: dict[str, Callable[[Any], Any]] = {
 _Key = tuple[Any, ...]
 
 
+class _Sources(NamedTuple):
+    """Where values that a launcher takes come from.
+
+    Attributes:
+        constants: Those that are the same in all such calls.
+        given: Names of those that are options of the call.
+        has_functions: Whether the mask has a table or operands, or there is a function of scores.
+    """
+
+    constants: dict[str, Any]
+    given: tuple[str, ...]
+    has_functions: bool
+
+    def values(self, options: dict[str, Any]) -> dict[str, Any]:
+        """They, for a call with such options, without outputs."""
+        values = {name: options[name] for name in self.given}
+        if self.has_functions:
+            values.update(values_of_functions(options.get("mask"), options.get("score_mod")))
+        for name in values.keys() & _MADE.keys():
+            values[name] = _MADE[name](values[name])
+        values.update(self.constants)
+        if options.get("dropout") is not None:
+            values.update(options["dropout"].values)
+        return values
+
+
 class _Launch(NamedTuple):
     """What is done for a call.
 
     Attributes:
         launcher: Of the kernel, on tensors of these sizes, in order.
         in_order: What reads its values by their names.
-        constants: Values that are the same in all such calls.
-        given: Names of values that are options of the call.
-        has_functions: Whether the mask has a table or operands, or there is a function of scores.
-        out, lse: Makers of the outputs.
+        sources: Where these come from.
+        makers: Of outputs that the call does not give.
         apart: Of the tensors, in the order of the call's look, those that may not share memory.
         written: Which of them are outputs.
     """
 
     launcher: LauncherInOrder
     in_order: Reader
-    constants: dict[str, Any]
-    given: tuple[str, ...]
-    has_functions: bool
-    out: Callable[[], Any]
-    lse: Callable[[], Any]
+    sources: _Sources
+    makers: dict[str, Callable[[], Any]]
     apart: list[Pair]
     written: tuple[int, ...]
 
@@ -81,26 +111,17 @@ def forward(
     Q: Any, K: Any, V: Any, out: Any, lse: Any, with_lse: bool, options: dict[str, Any]
 ) -> tuple[Any, Any]:
     """(out, lse), written; lse is None where it is neither given nor wanted."""
-    if options.get("score_mod") is not None:
-        function = score_of(options["score_mod"], options.get("score_operands"))
-        options = {**options, "score_mod": function, "score_operands": None}
+    options = _with_function(options)
     try:
         key, tensors, addresses = _look(Q, K, V, out, lse, with_lse, options)
         launch = _launches.get(key)
     except (AttributeError, OverflowError, RuntimeError, TypeError):  # not looked at, or no hash
         key, launch = None, None
     if launch is not None and are_apart(addresses, launch.apart):
-        values = {name: options[name] for name in launch.given}
-        if launch.has_functions:
-            values.update(values_of_functions(options.get("mask"), options.get("score_mod")))
-        for name in values.keys() & _MADE.keys():
-            values[name] = _MADE[name](values[name])
-        values.update(launch.constants)
-        if options.get("dropout") is not None:
-            values.update(options["dropout"].values)
-        out = launch.out() if out is None else out
+        values = launch.sources.values(options)
+        out = launch.makers["out"]() if out is None else out
         if with_lse or lse is not None:
-            values["lse"] = lse = launch.lse() if lse is None else lse
+            values["lse"] = lse = launch.makers["lse"]() if lse is None else lse
         launch.launcher((Q, K, V, out), launch.in_order(values))
         if launch.written:
             _tell([tensors[place] for place in launch.written])
@@ -134,6 +155,12 @@ def _look(
             key += (None,)
     for name, value in options.items():
         key += (name, *_option(name, value, tensors))
+    return _placed(key, tensors)
+
+
+def _placed(key: _Key, tensors: list[Any]) -> tuple[_Key, list[Any], list[int]]:
+    """What a call looks like, its tensors, of which the second and third are K and V, and their
+    addresses."""
     addresses, joined = [], 0
     for tensor in tensors:
         address = tensor.data_ptr()
@@ -146,6 +173,14 @@ def _look(
     if joined & _LOW_BITS:  # else all are as aligned as any kernel asks
         key += (tuple([each & -each & _LOW_BITS for each in addresses]),)
     return key, tensors, addresses
+
+
+def _with_function(options: dict[str, Any]) -> dict[str, Any]:
+    """The function of scores traced, with its operands."""
+    if options.get("score_mod") is None:
+        return options
+    function = score_of(options["score_mod"], options.get("score_operands"))
+    return {**options, "score_mod": function, "score_operands": None}
 
 
 def _tensor(value: Any, tensors: list[Any]) -> tuple[Any, ...]:
@@ -202,6 +237,8 @@ def _option(name: str, value: Any, tensors: list[Any]) -> tuple[Any, ...]:
         return found
     if name in _COUNTS:
         return type(value), value
+    if name == "deterministic" and type(value) is bool:
+        return (value,)
     return _tensor(value, tensors)
 
 
@@ -226,18 +263,26 @@ def _first(
     kernel, artifact = run_best(args)
     if look is not None and args.writes_anything:
         taken = kernel._launch_operands(args)
-        found = _sources(args, taken, options)
-        if found is not None:
+        sources = _sources(args, taken, options)
+        if sources is not None:
             launcher = kernel._launcher_in_order(args, artifact), reader_of(tuple(taken))
-            _remember(look, args, launcher, found, (Q, V, out, lse), options)
+            makers = {"out": _out_maker(Q, V), "lse": _lse_maker(Q, args)}
+            outputs = [options[n] for n in args.output_names if options.get(n) is not None]
+            _remember(look, (*launcher, sources, makers), (out, lse, *outputs))
     return made_out, made_lse
 
 
 def _sources(
-    args: SdpaArguments, taken: dict[str, Any], options: dict[str, Any]
-) -> tuple[dict[str, Any], tuple[str, ...], bool] | None:
-    """Of what the launcher takes by name: what is constant, what is an option, and whether some is
-    of the mask or the function of scores; None where it cannot be told."""
+    args: AttentionArguments,
+    taken: dict[str, Any],
+    options: dict[str, Any],
+    outputs: Sequence[str] = ("lse",),
+) -> _Sources | None:
+    """Of what the launcher takes by name; None where it cannot be told.
+
+    Args:
+        outputs: What it may take by name and write.
+    """
     functions = values_of_functions(args.mask, args.score)
     state = {} if args.dropout is None else args.dropout.values
     constants: dict[str, Any] = {}
@@ -248,46 +293,35 @@ def _sources(
             return None
         if options.get(name) is not None:
             given.append(name)
-        elif name != "lse" and name not in state and name not in functions:
+        elif name not in outputs and name not in state and name not in functions:
             if not isinstance(value, (int, float)):
                 return None
             constants[name] = value
-    needed = (*state, *(["lse"] if "lse" in known else []))
+    needed = (*state, *[name for name in outputs if name in known])
     if any(name not in taken for name in needed):
         return None
-    return constants, tuple(given), bool(functions)
+    return _Sources(constants, tuple(given), bool(functions))
 
 
 def _remember(
     look: tuple[_Key, list[Any]],
-    args: SdpaArguments,
-    launcher: tuple[LauncherInOrder, Reader],
-    sources: tuple[dict[str, Any], tuple[str, ...], bool],
-    call: tuple[Any, Any, Any, Any],
-    options: dict[str, Any],
+    launch: tuple[LauncherInOrder, Reader, _Sources, dict[str, Callable[[], Any]]],
+    outputs: Sequence[Any],
 ) -> None:
-    """call: Q, V, out and lse as they were given."""
+    """outputs: As they were given."""
     key, tensors = look
-    Q, V, *outputs = call
-    outputs += [options[name] for name in args.output_names if options.get(name) is not None]
     written = {id(one) for one in outputs}
     places = tuple([place for place, one in enumerate(tensors) if id(one) in written])
     spans = {str(place): Operand(one).span for place, one in enumerate(tensors)}
-    apart = pairs_apart(spans, map(str, places))
-    makers = _out_maker(Q, V), _lse_maker(Q, args)
-    constants, given, has_functions = sources
-    launch = _Launch(*launcher, constants, given, has_functions, *makers, apart, places)
+    found = _Launch(*launch, pairs_apart(spans, map(str, places)), places)
     with _lock:
         if len(_launches) >= _KEPT:
             _launches.clear()
-        _launches[key] = launch
+        _launches[key] = found
 
 
 def _out_maker(Q: Any, V: Any) -> Callable[[], Any]:
-    like = empty_out(Q, V)
-    # torch reads plain tuples faster than its own Size.
-    shape, stride, element, device = tuple(like.shape), like.stride(), like.dtype, like.device
-    return lambda: torch.empty_strided(shape, stride, dtype=element, device=device)
+    return _maker(empty_out(Q, V))
 
 
 def _lse_maker(Q: Any, args: SdpaArguments) -> Callable[[], Any]:
@@ -295,6 +329,135 @@ def _lse_maker(Q: Any, args: SdpaArguments) -> Callable[[], Any]:
     like = empty_lse(Q, packed)
     shape, element, device = tuple(like.shape), like.dtype, like.device
     return lambda: torch.empty(shape, dtype=element, device=device)
+
+
+# Gradients -------------------------------------------------------------------------------
+
+
+def backward(
+    operands: tuple[Any, ...], written: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Every gradient by name, written; None where it is not wanted.
+
+    Args:
+        operands: Q, K, V, out, dO and lse.
+        written: Where each gradient goes: True, or of the first three None, has it allocated; None
+            or False of the others is not wanted.
+    """
+    options = _with_function(options)
+    try:
+        key, tensors, addresses = _look_backward(operands, written, options)
+        launch = _launches.get(key)
+    except (AttributeError, OverflowError, RuntimeError, TypeError):  # not looked at, or no hash
+        key, launch = None, None
+    if launch is None or not are_apart(addresses, launch.apart):
+        look = None if key is None else (key, tensors)
+        return _first_backward(operands, written, options, look)
+    found = {name: None if one is False else one for name, one in written.items()}
+    found.update((name, make()) for name, make in launch.makers.items())
+    values = launch.sources.values(options) | _beside(found)
+    launch.launcher((*operands, *_of_operands(found)), launch.in_order(values))
+    if launch.written:
+        _tell([tensors[place] for place in launch.written])
+    return found
+
+
+def _look_backward(
+    operands: tuple[Any, ...], written: dict[str, Any], options: dict[str, Any]
+) -> tuple[_Key, list[Any], list[int]]:
+    """As :func:`_look`."""
+    if forward_ad._current_level >= 0:
+        raise TypeError
+    tensors: list[Any] = []
+    key: _Key = (provider._generation, raw_setting(PROVIDERS), _compile_cache._era, "backward")
+    for one in operands:
+        key += _tensor(one, tensors)
+    for name in GRADIENTS:
+        one = written[name]
+        key += (one,) if one is None or type(one) is bool else _tensor(one, tensors)
+    for name, value in options.items():
+        key += (name, *_option(name, value, tensors))
+    return _placed(key, tensors)
+
+
+def _first_backward(
+    operands: tuple[Any, ...],
+    written: dict[str, Any],
+    options: dict[str, Any],
+    look: tuple[_Key, list[Any]] | None,
+) -> dict[str, Any]:
+    args, found = arguments_of_gradients(operands, written, options)
+    kernel, artifact = run_best(args)
+    if look is None or not args.writes_anything:
+        return found
+    taken = kernel._launch_operands(args)
+    sources = _sources(args, taken, options, GRADIENTS[3:])
+    if sources is None or not _are_same(sources.values(options) | _beside(found), taken):
+        return found
+    launcher = kernel._launcher_in_order(args, artifact), reader_of(tuple(taken))
+    given = {name: one for name, one in written.items() if isinstance(one, torch.Tensor)}
+    makers = {
+        name: _maker(one) for name, one in found.items() if one is not None and name not in given
+    }
+    _remember(look, (*launcher, sources, makers), (*given.values(),))
+    return found
+
+
+def arguments_of_gradients(
+    operands: tuple[Any, ...], written: dict[str, Any], options: dict[str, Any]
+) -> tuple[SdpaBackwardArguments, dict[str, Any]]:
+    """Of a backward pass, with its gradients by name."""
+    given = zip(operands, READ, strict=True)
+    tensors: dict[str, Any] = {
+        n: None if one is None else Operand(one, n).tensor for one, n in given
+    }
+    sources = {**tensors, "Bias": options.get("bias"), "Sink": options.get("sink")}
+    found: dict[str, Any] = {n: _target(n, written, sources[n[1:]]) for n in GRADIENTS}
+    return SdpaBackwardArguments(**tensors, **found, **options), found
+
+
+def _target(name: str, written: Mapping[str, Any], source: Any) -> Any:
+    """What a gradient is written to."""
+    given = written[name]
+    if isinstance(given, bool) or given is None:
+        if given is False or (given is None and name in GRADIENTS[3:]):
+            return None
+        if source is None:
+            raise ArgumentError(f"{name} is asked for and {name[1:].lower()} is None")
+        if name in GRADIENTS[3:]:
+            return torch.empty(source.shape, dtype=source.dtype, device=source.device)
+        return empty_like(source, source.shape)
+    return given
+
+
+def _of_operands(found: Mapping[str, Any]) -> list[Any]:
+    """Gradients that a launch takes by place."""
+    return [found[name] for name in GRADIENTS[:3]]
+
+
+def _beside(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that it takes by name."""
+    values = {name: found[name] for name in GRADIENTS[3:] if found[name] is not None}
+    if "dBias" in values:
+        values["dBias"] = like_scores(values["dBias"])
+    return values
+
+
+def _are_same(values: dict[str, Any], taken: dict[str, Any]) -> bool:
+    """Whether values are what a launch took: the same numbers, and the same memory."""
+
+    def look(one: Any) -> Any:
+        if isinstance(one, torch.Tensor):
+            return one.data_ptr(), one.dtype, one.shape, one.stride()
+        return type(one), one
+
+    return all(name in values and look(values[name]) == look(one) for name, one in taken.items())
+
+
+def _maker(like: Any) -> Callable[[], Any]:
+    # torch reads plain tuples faster than its own Size.
+    shape, stride, element, device = tuple(like.shape), like.stride(), like.dtype, like.device
+    return lambda: torch.empty_strided(shape, stride, dtype=element, device=device)
 
 
 # Outputs ---------------------------------------------------------------------------------

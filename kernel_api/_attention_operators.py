@@ -15,18 +15,26 @@ from typing import Any
 import torch
 
 from kernel_api import masks
-from kernel_api._attention_launches import empty_like, empty_lse, empty_out, forward
+from kernel_api._attention_launches import (
+    GRADIENTS,
+    READ,
+    arguments_of_gradients,
+    backward,
+    empty_like,
+    empty_lse,
+    empty_out,
+    forward,
+)
 from kernel_api._autograd import (
     changeable,
     check_outputs,
     differentiable_once,
     without_gradient,
 )
-from kernel_api._launches import run_best
 from kernel_api._numbers import known_or_wide, python_number, whether
 from kernel_api._results import results_type, serialize_all
 from kernel_api._transforms import are_known, check_traced
-from kernel_api.arguments import SdpaArguments, SdpaBackwardArguments
+from kernel_api.arguments import SdpaArguments
 from kernel_api.arguments._attention_checks import instance_of
 from kernel_api.arguments.attention import operands_of_score, score_of, values_of_functions
 from kernel_api.arguments.dropout import Dropout
@@ -41,11 +49,9 @@ _WITHIN = "values_in_keys"
 _Sdpa: Any = results_type("sdpa", ("out", "lse"))
 _SdpaStatistics: Any = results_type("sdpa", ("out", "lse", *_BESIDE_LSE))
 _WITHOUT_GRADIENT = ("alibi", "page_table", "descale_q", "descale_k", "descale_v")
-_GRADIENTS = ("dQ", "dK", "dV", "dBias", "dSink")
-_READ = ("Q", "K", "V", "out", "dO", "lse")
 _RESULTS: dict[tuple[str, ...], Any] = {
     names: results_type("sdpa_backward", names)
-    for names in (_GRADIENTS[:3], _GRADIENTS[:4], (*_GRADIENTS[:3], "dSink"), _GRADIENTS)
+    for names in (GRADIENTS[:3], GRADIENTS[:4], (*GRADIENTS[:3], "dSink"), GRADIENTS)
 }
 
 
@@ -221,7 +227,7 @@ def _gradients(
     dO = dO if dO.stride(-1) == 1 and 0 not in dO.stride() else dO.contiguous()
     written = {"dQ": None, "dK": None, "dV": None, **wanted}
     found = _computed((Q, K, V, out, dO, lse), written, options)
-    return tuple(found[name] for name in _GRADIENTS)
+    return tuple(found[name] for name in GRADIENTS)
 
 
 # Backward --------------------------------------------------------------------------------
@@ -229,7 +235,7 @@ def _gradients(
 
 def sdpa_backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> Any:
     """See :func:`kernel_api.ops.sdpa_backward`."""
-    for name in _GRADIENTS[:3]:
+    for name in GRADIENTS[:3]:
         if written[name] is False:
             raise ArgumentError(
                 f"{name} is False; dQ, dK and dV are always computed: pass a tensor, or None to "
@@ -237,7 +243,7 @@ def sdpa_backward(operands: tuple[Any, ...], written: _Options, options: _Option
             )
     check_outputs(written.items())
     found = _computed(operands, written, options)
-    names = tuple(name for name in _GRADIENTS if found[name] is not None)
+    names = tuple(name for name in GRADIENTS if found[name] is not None)
     results = _RESULTS[names](*[found[name] for name in names])
     of_functions = (options.get("score_operands") or {}).values()
     given = (*operands, *written.values(), *options.values(), *of_functions)
@@ -246,40 +252,8 @@ def sdpa_backward(operands: tuple[Any, ...], written: _Options, options: _Option
 
 def _computed(operands: tuple[Any, ...], written: _Options, options: _Options) -> _Options:
     """Every gradient by name, None where it is not wanted."""
-    backward = _traced_backward if becomes_node(operands[0]) else _backward
-    return backward(operands, written, options)
-
-
-def _backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> _Options:
-    """In eager mode."""
-    args, found = _arguments(operands, written, options)
-    run_best(args)
-    return found
-
-
-def _arguments(
-    operands: tuple[Any, ...], written: _Options, options: _Options
-) -> tuple[SdpaBackwardArguments, _Options]:
-    """Of a backward pass, with its gradients by name."""
-    given = zip(operands, _READ, strict=True)
-    tensors: _Options = {n: None if one is None else Operand(one, n).tensor for one, n in given}
-    sources = {**tensors, "Bias": options.get("bias"), "Sink": options.get("sink")}
-    found: _Options = {n: _target(n, written, sources[n[1:]]) for n in _GRADIENTS}
-    return SdpaBackwardArguments(**tensors, **found, **options), found
-
-
-def _target(name: str, written: Mapping[str, Any], source: Any) -> Any:
-    """What a gradient is written to."""
-    given = written[name]
-    if isinstance(given, bool) or given is None:
-        if given is False or (given is None and name in ("dBias", "dSink")):
-            return None
-        if source is None:
-            raise ArgumentError(f"{name} is asked for and {name[1:].lower()} is None")
-        if name in ("dBias", "dSink"):
-            return torch.empty(source.shape, dtype=source.dtype, device=source.device)
-        return empty_like(source, source.shape)
-    return given
+    compute = _traced_backward if becomes_node(operands[0]) else backward
+    return compute(operands, written, options)
 
 
 # Operators of torch ----------------------------------------------------------------------
@@ -330,19 +304,19 @@ def _traced(Q: Any, K: Any, V: Any, options: _Options, learns: bool = False) -> 
 
 
 def _traced_backward(operands: tuple[Any, ...], written: _Options, options: _Options) -> _Options:
-    check_traced(**dict(zip(_READ, operands, strict=True)))
+    check_traced(**dict(zip(READ, operands, strict=True)))
     _check_objects(options)
     if _is_outside(options) and torch.compiler.is_dynamo_compiling():
         return _outside_backward(operands, written, options)  # type: ignore[no-any-return]
     packed = _packed({name: one for name, one in options.items() if name != "deterministic"})
     if not torch.compiler.is_dynamo_compiling() and are_known((*operands, *packed)):
-        _arguments(operands, written, options)  # raises what the call would
+        arguments_of_gradients(operands, written, options)  # raises what the call would
     deterministic = whether("deterministic", options.get("deterministic", False))
-    left_out = [n for n in _GRADIENTS[3:] if written[n] is None or written[n] is False]
-    wanted = [name not in left_out for name in _GRADIENTS[3:]]
+    left_out = [n for n in GRADIENTS[3:] if written[n] is None or written[n] is False]
+    wanted = [name not in left_out for name in GRADIENTS[3:]]
     given = _backward_operator(*operands, deterministic, *wanted, *packed)
-    values = {n: one for n, one in zip(_GRADIENTS, given, strict=True) if n not in left_out}
-    named = dict(zip(_READ, operands, strict=True))
+    values = {n: one for n, one in zip(GRADIENTS, given, strict=True) if n not in left_out}
+    named = dict(zip(READ, operands, strict=True))
     return {**dict.fromkeys(left_out), **_written(values, written, named)}
 
 
@@ -400,7 +374,7 @@ def _untraced(Q: Any, K: Any, V: Any, options: _Options) -> tuple[Any, Any]:
 
 
 _outside: Callable[..., Any] = torch.compiler.disable(_untraced, reason=_WHY)  # type: ignore[no-untyped-call]
-_outside_backward: Callable[..., Any] = torch.compiler.disable(_backward, reason=_WHY)  # type: ignore[no-untyped-call]
+_outside_backward: Callable[..., Any] = torch.compiler.disable(backward, reason=_WHY)  # type: ignore[no-untyped-call]
 
 
 def _packed(options: _Options) -> list[Any]:

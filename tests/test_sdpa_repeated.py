@@ -148,3 +148,183 @@ def test_what_is_overwritten_before_backward_is_refused(name, make):
     written.zero_()
     with pytest.raises(RuntimeError, match=f"{name} is needed .* modified by an inplace operation"):
         out.sum().backward()
+
+
+F64 = torch.float64
+
+
+def drawn(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def passes(seed, H=4, H_kv=2, S_q=5, S_kv=6, D=8, packed=False, **options):
+    """(Q, K, V, out, dO, lse) of a forward pass."""
+    shape = (lambda H, S: (S, H, D)) if packed else (lambda H, S: (2, H, S, D))
+    q, k, v = drawn(seed, *shape(H, S_q)), *(drawn(seed + n, *shape(H_kv, S_kv)) for n in (1, 2))
+    out, lse = ka.ops.sdpa(q, k, v, return_lse=True, **options)
+    return q, k, v, out, drawn(seed + 3, *out.shape), lse
+
+
+def added(score, b, h, q, kv, slope):
+    return score + slope[h] * (q - kv)
+
+
+def ends(*lengths):
+    return torch.tensor(lengths, dtype=torch.int32)
+
+
+#: From a seed to options of both passes, and what is asked for of the gradients.
+BACKWARD = {
+    "plain": lambda s: ({}, {}),
+    "causal": lambda s: ({"mask": masks.Causal(), "scale": 0.3 + s}, {}),
+    "window": lambda s: ({"mask": masks.SlidingWindow(2, 1), "softcap": 3.0 + s}, {}),
+    "bias": lambda s: ({"bias": drawn(s, 4, 5, 6)}, {"dBias": True}),
+    "bias alone": lambda s: ({"bias": drawn(s, 2, 1, 5, 6)}, {"dBias": False}),
+    "sink": lambda s: ({"sink": drawn(s, 4)}, {"dSink": True}),
+    "alibi": lambda s: ({"alibi": drawn(s, 4)}, {}),
+    "function": lambda s: ({"score_mod": added, "score_operands": {"slope": drawn(s, 4)}}, {}),
+    "mask of a table": lambda s: (
+        {"mask": masks.MaskMod(lambda b, h, q, kv, ends: kv < ends[b], ends=ends(6, 1 + s))}, {},
+    ),
+    "blocks": lambda s: (
+        {"mask": masks.BlockSparse(drawn(s, 1, 1, 3, 3) > -0.5, (2, 2)) & masks.Causal()}, {},
+    ),
+    "dropout": lambda s: ({"dropout": Dropout(0.3, 7 + s, 9)}, {}),
+    "dropout of tensors": lambda s: (
+        {"dropout": Dropout(0.3, torch.tensor(7 + s), torch.tensor(9))}, {},
+    ),
+    "lengths": lambda s: ({"seq_lens_q": ends(5, 2 + s), "seq_lens_kv": ends(1 + s, 6)}, {}),
+    "packed": lambda s: (
+        {"packed": True, "S_q": 9, "S_kv": 9, "cu_seqlens_q": ends(0, 4 + s, 9),
+         "cu_seqlens_kv": ends(0, 4, 9), "max_seqlen_q": 9, "max_seqlen_kv": 9},
+        {},
+    ),
+    "into what is given": lambda s: (
+        {"bias": drawn(s, 4, 5, 6)},
+        {"dQ": drawn(0, 2, 4, 5, 8) * torch.nan, "dV": drawn(0, 2, 2, 6, 8) * torch.nan,
+         "dBias": drawn(0, 4, 5, 6) * torch.nan},
+    ),
+}  # fmt: skip
+SIZES = ("packed", "S_q", "S_kv")
+
+
+def gradients(name, seed, **more):
+    options, written = BACKWARD[name](seed)
+    operands = passes(seed, **options)
+    options = {key: one for key, one in options.items() if key not in SIZES}
+    found = ka.ops.sdpa_backward(*operands, **written, **options, **more)
+    for key, one in written.items():
+        assert not isinstance(one, torch.Tensor) or getattr(found, key) is one
+    return found
+
+
+@pytest.fixture
+def longest_way(monkeypatch):
+    """Counts the backward passes that make arguments; tensors of the CPU lie at any multiple."""
+    monkeypatch.setattr(_attention_launches, "_LOW_BITS", 7)
+    first, found = _attention_launches._first_backward, []
+
+    def counted(*given):
+        found.append(given)
+        return first(*given)
+
+    monkeypatch.setattr(_attention_launches, "_first_backward", counted)
+    return found
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward_passes_that_look_alike_compute_what_they_are_given(name, longest_way):
+    alone = []
+    for seed in range(3):
+        alone.append(gradients(name, seed, deterministic=True))
+        _attention_launches._launches.clear()
+    longest_way.clear()
+    for seed in range(3):
+        found = gradients(name, seed, deterministic=True)
+        assert found._fields == alone[seed]._fields
+        for one, other in zip(found, alone[seed], strict=True):
+            assert_close(one, other, rtol=0, atol=0)
+    assert len(longest_way) == 1
+
+
+def test_backward_passes_that_differ_are_told_apart(longest_way):
+    operands = passes(0, mask=masks.Causal())
+    calls = (
+        {"mask": masks.Causal()},
+        {"mask": masks.SlidingWindow(3, 0)},
+        {"mask": masks.Causal(), "deterministic": True},
+        {"mask": masks.Causal(), "softcap": 30.0},
+        {"mask": masks.Causal(), "dQ": torch.empty_like(operands[0])},
+        {"mask": masks.Causal(), "sink": drawn(1, 4)},
+        {"mask": masks.Causal(), "sink": drawn(1, 4), "dSink": True},
+    )
+    for count, call in enumerate(calls, 1):
+        twice(lambda: ka.ops.sdpa_backward(*operands, **call))  # noqa: B023
+        assert len(longest_way) == count
+
+
+def test_gradients_share_no_memory_with_what_is_read_every_time(unchecked, longest_way):
+    operands = list(passes(0))
+    apart = torch.empty_like(operands[0])
+    twice(lambda: ka.ops.sdpa_backward(*operands, dQ=apart))
+    assert len(longest_way) == 1
+    with pytest.raises(ArgumentError, match="dQ shares memory with Q"):
+        ka.ops.sdpa_backward(*operands, dQ=operands[0])
+    operands[-1] = None
+    with pytest.raises(ArgumentError, match="lse is None"):
+        ka.ops.sdpa_backward(*operands, dQ=apart)
+
+
+def test_torch_is_told_of_gradients_that_are_given(monkeypatch):
+    told = []
+    monkeypatch.setattr(_attention_launches, "_tell", told.extend)
+    operands = passes(0)
+    dK = torch.empty_like(operands[1])
+    for _ in range(3):
+        told.clear()
+        ka.ops.sdpa_backward(*operands, dK=dK)
+    assert [id(one) for one in told] == [id(dK)]
+
+
+def test_a_step_of_training_like_an_earlier_one_makes_no_arguments(longest_way):
+    def step(seed):
+        q, k, v = (drawn(seed + n, 2, 4, 5, 8).requires_grad_() for n in range(3))
+        bias = drawn(seed, 5, 5).requires_grad_()
+        y = ka.ops.sdpa(q, k, v, bias=bias, mask=masks.Causal())
+        return torch.autograd.grad(y, (q, k, v, bias), drawn(seed + 9, *y.shape))
+
+    expected = step(1)
+    _attention_launches._launches.clear()
+    step(0)
+    longest_way.clear()
+    for one, other in zip(step(1), expected, strict=True):
+        assert torch.equal(one, other)
+    assert not longest_way
+
+
+def test_a_step_in_a_graph_makes_no_arguments_either(longest_way):
+    torch._dynamo.reset()
+
+    def loss(q, k, v):
+        return ka.ops.sdpa(q, k, v, mask=masks.Causal()).sum()
+
+    graph = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        q, k, v = (drawn(seed + n, 2, 4, 5, 8).requires_grad_() for n in range(3))
+        expected = torch.autograd.grad(loss(q, k, v), (q, k, v))
+        longest_way.clear()
+        found = torch.autograd.grad(graph(q, k, v), (q, k, v))
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other)
+    assert not longest_way
+
+
+def test_backward_keeps_no_tensor():
+    operands = passes(0)
+    for _ in range(2):
+        ka.ops.sdpa_backward(*operands)
+    assert _attention_launches._launches
+    alive = [weakref.ref(one) for one in operands]
+    del operands
+    gc.collect()
+    assert not any(one() is not None for one in alive)
