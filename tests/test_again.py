@@ -6,164 +6,21 @@ import weakref
 
 import pytest
 import torch
+from support.repeated import (
+    CALLS,
+    E4M3,
+    bits,
+    drawn,
+    forget,
+    places,
+    remembered,
+    room,
+)
 
 import kernel_api as ka
 from kernel_api import _again, _compile_cache, _launches
 from kernel_api.arguments import GroupRowsArguments
 from kernel_api.kernel import Kernel
-
-BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
-
-
-def drawn(seed, *shape, element=BF16):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(element)
-
-
-def places(seed, M=7, k=2):
-    """No row twice; one is none."""
-    found = torch.randperm(M * k, generator=torch.Generator().manual_seed(seed)).int()
-    found[seed % (M * k)] = -1
-    return found.view(M, k)
-
-
-def weights(seed):
-    return drawn(seed + 50, 7, 2, element=F32)
-
-
-def room(*shape, element=BF16):
-    """For what is written: what is not is NaN."""
-    return torch.full(shape, torch.nan).to(element)
-
-
-def into_residual(call, seed, *shape):
-    """What a call returns, and the residual that it adds to."""
-    residual = drawn(seed + 9, *shape)
-    found = call(residual)
-    return (*(found if isinstance(found, tuple) else (found,)), residual)
-
-
-CALLS = {
-    "gather_rows": lambda s: ka.ops.gather_rows(drawn(s, 14, 24), places(s)),
-    "gather_rows, weighted": lambda s: ka.ops.gather_rows(
-        drawn(s, 14, 24), places(s), weight=weights(s)
-    ),
-    "scatter_rows": lambda s: ka.ops.scatter_rows(drawn(s, 7, 24), places(s))[
-        places(s).flatten().long().clamp(min=0).sort().values[2:]
-    ],
-    "group_rows": lambda s: ka.ops.group_rows(places(s), 5)[:3],
-    "group_rows, weighted": lambda s: ka.ops.group_rows(places(s), 5, weight=weights(s)),
-    "rmsnorm": lambda s: ka.ops.rmsnorm(drawn(s, 9, 128), weight=drawn(s + 9, 128), rstd=True),
-    "layernorm": lambda s: ka.ops.layernorm(drawn(s, 3, 2, 64), bias=drawn(s + 9, 64), mean=True),
-    "rmsnorm of a sum": lambda s: ka.ops.rmsnorm(
-        drawn(s, 3, 3, 128), residual=drawn(s + 9, 3, 3, 128), residual_out=True
-    ),
-    "rmsnorm_backward, of a sum": lambda s: ka.ops.rmsnorm_backward(
-        drawn(s, 9, 64),
-        drawn(s + 1, 9, 64),
-        rstd=weights(s)[:, :1].abs().new_ones(9),
-        dresidual=drawn(s + 2, 9, 64),
-    ),
-    "rmsnorm_quantize of a sum": lambda s: ka.ops.rmsnorm_quantize(
-        drawn(s, 2, 4, 128), residual=drawn(s + 9, 2, 4, 128)
-    )[:2],
-    "rmsnorm_backward": lambda s: ka.ops.rmsnorm_backward(
-        drawn(s, 9, 64), drawn(s + 1, 9, 64), rstd=weights(s)[:, :1].abs().new_ones(9), dweight=True
-    ),
-    "layernorm_backward": lambda s: ka.ops.layernorm_backward(
-        drawn(s, 7, 64),
-        drawn(s + 1, 7, 64),
-        mean=weights(s)[:, 0].clone(),
-        rstd=weights(s)[:, 1].abs(),
-        weight=drawn(s + 2, 64),
-        dbias=True,
-    ),
-    "rmsnorm_quantize": lambda s: ka.ops.rmsnorm_quantize(
-        drawn(s, 2, 4, 128), weight=drawn(s + 9, 128)
-    )[:2],
-    "layernorm_quantize": lambda s: ka.ops.layernorm_quantize(
-        drawn(s, 9, 64), "row", bias=drawn(s + 9, 64)
-    )[:2],
-    "rmsnorm_quantize by a scale": lambda s: (
-        ka.ops.rmsnorm_quantize(drawn(s, 9, 64), "tensor", scale=torch.tensor(0.01 + s)).out
-    ),
-    "rmsnorm_quantize by a number": lambda s: (
-        ka.ops.rmsnorm_quantize(drawn(s, 9, 64), "tensor", scale=0.01 + s).out
-    ),
-    "rmsnorm into": lambda s: ka.ops.rmsnorm(
-        drawn(s, 9, 128), weight=drawn(s + 9, 128), out=room(9, 128), rstd=room(9, element=F32)
-    ),
-    "layernorm into": lambda s: ka.ops.layernorm(
-        drawn(s, 3, 2, 64), bias=drawn(s + 9, 64), mean=True, out=room(3, 2, 64)
-    ),
-    "rmsnorm of a sum in place": lambda s: into_residual(
-        lambda r: ka.ops.rmsnorm(drawn(s, 3, 3, 128), residual=r, residual_out=r), s, 3, 3, 128
-    ),
-    "layernorm of a sum into": lambda s: ka.ops.layernorm(
-        drawn(s, 9, 128), residual=drawn(s + 9, 9, 128), residual_out=room(9, 128)
-    ),
-    "rmsnorm_backward into": lambda s: ka.ops.rmsnorm_backward(
-        drawn(s, 9, 64),
-        drawn(s + 1, 9, 64),
-        rstd=weights(s)[:, :1].abs().new_ones(9),
-        dx=room(9, 64),
-        dweight=room(64, element=F32),
-    ),
-    "rmsnorm_quantize into": lambda s: ka.ops.rmsnorm_quantize(
-        drawn(s, 2, 4, 128), weight=drawn(s + 9, 128), out=room(2, 4, 128, element=E4M3)
-    )[:2],
-    "rmsnorm_quantize of a sum in place": lambda s: into_residual(
-        lambda r: ka.ops.rmsnorm_quantize(drawn(s, 2, 4, 128), residual=r, residual_out=r)[:2],
-        s,
-        2,
-        4,
-        128,
-    ),
-    "layernorm_quantize by a number, into": lambda s: (
-        ka.ops.layernorm_quantize(
-            drawn(s, 9, 64), "tensor", scale=0.01 + s, out=room(9, 64, element=E4M3)
-        ).out
-    ),
-    "gather_rows into": lambda s: ka.ops.gather_rows(
-        drawn(s, 14, 24), places(s), weight=weights(s), out=room(7, 24)
-    ),
-    "scatter_rows into": lambda s: ka.ops.scatter_rows(
-        drawn(s, 7, 24), places(s), out=torch.zeros(20, 24, dtype=BF16)
-    ),
-    "quantize into": lambda s: ka.ops.quantize(drawn(s, 9, 256), out=room(9, 256, element=E4M3))[
-        :2
-    ],
-    "quantize, rows, into": lambda s: ka.ops.quantize(
-        drawn(s, 2, 9, 256), "row", out=room(2, 9, 256, element=E4M3)
-    )[:2],
-    "quantize by a scale": lambda s: (
-        ka.ops.quantize(drawn(s, 9, 256), "tensor", scale=torch.tensor([0.01 + s])).out
-    ),
-    "quantize by a number": lambda s: (
-        ka.ops.quantize(drawn(s, 9, 256), "tensor", scale=0.01 + s, out_dtype="int8").out
-    ),
-    "quantize by a number, into": lambda s: (
-        ka.ops.quantize(
-            drawn(s, 9, 256), "tensor", scale=0.01 + s, out=room(9, 256, element=E4M3)
-        ).out
-    ),
-    "quantize, rows": lambda s: ka.ops.quantize(drawn(s, 2, 9, 256), "row")[:2],
-    "quantize": lambda s: ka.ops.quantize(drawn(s, 9, 256))[:2],
-    "quantize, mx": lambda s: ka.ops.quantize(drawn(s, 9, 256), "mx", out_dtype="int8")[:2],
-}
-
-
-def bits(found):
-    tensors = found if isinstance(found, tuple) else (found,)
-    return [one.float() for one in tensors if one is not None]
-
-
-def forget():
-    _again._launchers.clear()
-    _again._calls.clear()
-
-
-def remembered():
-    return [*_again._launchers, *_again._calls]
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import weakref
 
 import pytest
 import torch
+from support.repeated import BACKWARD, gradients, passes
+from support.repeated import scores as drawn
 from support.sdpa import Draw
 from torch.testing import assert_close
 
@@ -148,74 +150,6 @@ def test_what_is_overwritten_before_backward_is_refused(name, make):
     written.zero_()
     with pytest.raises(RuntimeError, match=f"{name} is needed .* modified by an inplace operation"):
         out.sum().backward()
-
-
-F64 = torch.float64
-
-
-def drawn(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
-
-
-def passes(seed, H=4, H_kv=2, S_q=5, S_kv=6, D=8, packed=False, **options):
-    """(Q, K, V, out, dO, lse) of a forward pass."""
-    shape = (lambda H, S: (S, H, D)) if packed else (lambda H, S: (2, H, S, D))
-    q, k, v = drawn(seed, *shape(H, S_q)), *(drawn(seed + n, *shape(H_kv, S_kv)) for n in (1, 2))
-    out, lse = ka.ops.sdpa(q, k, v, return_lse=True, **options)
-    return q, k, v, out, drawn(seed + 3, *out.shape), lse
-
-
-def added(score, b, h, q, kv, slope):
-    return score + slope[h] * (q - kv)
-
-
-def ends(*lengths):
-    return torch.tensor(lengths, dtype=torch.int32)
-
-
-#: From a seed to options of both passes, and what is asked for of the gradients.
-BACKWARD = {
-    "plain": lambda s: ({}, {}),
-    "causal": lambda s: ({"mask": masks.Causal(), "scale": 0.3 + s}, {}),
-    "window": lambda s: ({"mask": masks.SlidingWindow(2, 1), "softcap": 3.0 + s}, {}),
-    "bias": lambda s: ({"bias": drawn(s, 4, 5, 6)}, {"dBias": True}),
-    "bias alone": lambda s: ({"bias": drawn(s, 2, 1, 5, 6)}, {"dBias": False}),
-    "sink": lambda s: ({"sink": drawn(s, 4)}, {"dSink": True}),
-    "alibi": lambda s: ({"alibi": drawn(s, 4)}, {}),
-    "function": lambda s: ({"score_mod": added, "score_operands": {"slope": drawn(s, 4)}}, {}),
-    "mask of a table": lambda s: (
-        {"mask": masks.MaskMod(lambda b, h, q, kv, ends: kv < ends[b], ends=ends(6, 1 + s))}, {},
-    ),
-    "blocks": lambda s: (
-        {"mask": masks.BlockSparse(drawn(s, 1, 1, 3, 3) > -0.5, (2, 2)) & masks.Causal()}, {},
-    ),
-    "dropout": lambda s: ({"dropout": Dropout(0.3, 7 + s, 9)}, {}),
-    "dropout of tensors": lambda s: (
-        {"dropout": Dropout(0.3, torch.tensor(7 + s), torch.tensor(9))}, {},
-    ),
-    "lengths": lambda s: ({"seq_lens_q": ends(5, 2 + s), "seq_lens_kv": ends(1 + s, 6)}, {}),
-    "packed": lambda s: (
-        {"packed": True, "S_q": 9, "S_kv": 9, "cu_seqlens_q": ends(0, 4 + s, 9),
-         "cu_seqlens_kv": ends(0, 4, 9), "max_seqlen_q": 9, "max_seqlen_kv": 9},
-        {},
-    ),
-    "into what is given": lambda s: (
-        {"bias": drawn(s, 4, 5, 6)},
-        {"dQ": drawn(0, 2, 4, 5, 8) * torch.nan, "dV": drawn(0, 2, 2, 6, 8) * torch.nan,
-         "dBias": drawn(0, 4, 5, 6) * torch.nan},
-    ),
-}  # fmt: skip
-SIZES = ("packed", "S_q", "S_kv")
-
-
-def gradients(name, seed, **more):
-    options, written = BACKWARD[name](seed)
-    operands = passes(seed, **options)
-    options = {key: one for key, one in options.items() if key not in SIZES}
-    found = ka.ops.sdpa_backward(*operands, **written, **options, **more)
-    for key, one in written.items():
-        assert not isinstance(one, torch.Tensor) or getattr(found, key) is one
-    return found
 
 
 @pytest.fixture
