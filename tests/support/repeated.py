@@ -193,6 +193,11 @@ def scores(seed, *shape):
     return drawn(seed, *shape, element=OF_ATTENTION)
 
 
+def wide(seed, *shape):
+    """In the type of the arithmetic."""
+    return drawn(seed, *shape, element=F64 if OF_ATTENTION is F64 else F32)
+
+
 #: From a seed to options of both passes, and what is asked for of the gradients.
 BACKWARD = {
     "plain": lambda s: ({}, {}),
@@ -200,8 +205,8 @@ BACKWARD = {
     "window": lambda s: ({"mask": masks.SlidingWindow(2, 1), "softcap": 3.0 + s}, {}),
     "bias": lambda s: ({"bias": scores(s, 4, 5, 6)}, {"dBias": True}),
     "bias alone": lambda s: ({"bias": scores(s, 2, 1, 5, 6)}, {"dBias": False}),
-    "sink": lambda s: ({"sink": scores(s, 4)}, {"dSink": True}),
-    "alibi": lambda s: ({"alibi": scores(s, 4)}, {}),
+    "sink": lambda s: ({"sink": wide(s, 4)}, {"dSink": True}),
+    "alibi": lambda s: ({"alibi": wide(s, 4)}, {}),
     "function": lambda s: ({"score_mod": added, "score_operands": {"slope": scores(s, 4)}}, {}),
     "mask of a table": lambda s: (
         {"mask": masks.MaskMod(lambda b, h, q, kv, ends: kv < ends[b], ends=ends(6, 1 + s))}, {},
