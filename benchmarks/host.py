@@ -208,6 +208,25 @@ def of_new_sizes(ask: Callable[[ka.GemmArguments], Any], smallest: int) -> harne
     return harness.Timing(samples)
 
 
+def calls_of_new_tokens() -> dict[str, harness.Timing]:
+    """One-call forms of as many tokens as no call had before, of layers that were called."""
+    (B, gate), (weight,) = matrices(64, 64, count=2), matrices(64, count=1)
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "ops.gemm(A, B), new sizes": lambda x: ka.ops.gemm(x, B),
+        "ops.gemm_swiglu(A, B), new sizes": lambda x: ka.ops.gemm_swiglu(x, gate),
+        "ops.rmsnorm(x, weight=weight), new sizes": lambda x: ka.ops.rmsnorm(x, weight=weight),
+    }
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for tokens in range(2049, 2049 + 60):
+        (x,) = matrices(tokens, 64, count=1)
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            call(x)
+            samples[name].append((time.perf_counter() - started) * 1e6)
+    return {name: harness.Timing(found) for name, found in samples.items()}
+
+
 # Processes --------------------------------------------------------------------------------
 
 _PROCESS = """
@@ -347,6 +366,7 @@ def main() -> None:
     of_rows = {**calls_of_8_bits(), **calls_of_rows()}
     times = microseconds({**plain_calls(kernel, args), **fused_calls(), **of_rows})
     times |= microseconds(calls_of_layers(), PAUSE_AFTER_LAYERS)
+    times |= calls_of_new_tokens()
     times["get_kernels(args), new sizes"] = of_new_sizes(ka.get_kernels, 96)
     times["the first of them alone, new sizes"] = of_new_sizes(first_kernel, 104)
     peer = (RAW, times[RAW])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from kernel_api.matching import (
     types_of_arguments,
 )
 from kernel_api.metadata import KernelMetadata, OperandsMetadata, encode
-from kernel_api.space import Variants
+from kernel_api.space import Rule, Variants
 from kernel_api.status import Status
 from kernel_api.targets import Target
 
@@ -54,6 +54,7 @@ class Catalogue:
         self._fitting: dict[Any, list[OperandsMetadata]] = {}
         self._built: dict[Any, tuple[Kernel, ...]] = {}
         self._leading: dict[Any, list[Leading]] = {}
+        self._asked: dict[OperandsMetadata, list[tuple[Rule, Callable[[Any], Any]]]] = {}
         rules = [rule for _, rule in family.design_rules]
         self._keys = [rule.by for rule in rules if rule.by is not None]
 
@@ -134,9 +135,15 @@ class Catalogue:
 
     def _suit(self, operands: OperandsMetadata, args: Arguments) -> bool:
         """Whether the rules agree that are the same for all designs."""
-        return all(
-            rule.agrees(operands=operands, args=args) for _, rule in self.family.operand_rules
-        )
+        asked = self._asked.get(operands)
+        if asked is None:
+            rules = (rule for _, rule in self.family.operand_rules)
+            asked = self._asked[operands] = [(rule, rule.bound(None, operands)) for rule in rules]
+        for rule, ask in asked:
+            verdict = ask(args)
+            if verdict is not True and not rule.status_of(verdict):
+                return False
+        return True
 
     def _graph(self, args: Arguments | None) -> Any:
         if args is None or args.epilogue is None or not self.family.fuses:

@@ -14,8 +14,8 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 from kernel_api import _log, discovery
 from kernel_api._catalogue import Leading
@@ -95,19 +95,66 @@ def _fastest(
     families: Sequence[type[Kernel]], args: Arguments, target: Target | None
 ) -> Kernel | None:
     """The first in the order of ``get_kernels`` that can."""
+    offered = [_of_operands(family, args, target) for family in families]
+    alike = _alike(families, offered, args)
+    known = None if alike is None else _orders.get(alike)
+    if known is not None and all(map(operator.is_, known.offered, offered)):
+        for variant in known.asked:
+            if variant.kernel.status_behind_operands(args, target):
+                return variant.kernel
     waiting = [
         _expected(variant, number, args)
-        for number, family in enumerate(families)
-        for variant in _of_operands(family, args, target)
+        for number, variants in enumerate(offered)
+        for variant in variants
     ]
     heapq.heapify(waiting)
+    asked = []
     while waiting:
         _, _, number, _, variant = heapq.heappop(waiting)
+        asked.append(variant)
         if variant.kernel.status_behind_operands(args, target):
+            if alike is not None:
+                _remember(alike, _Order(offered, asked))
             return variant.kernel
         for laxer in variant.laxer:
             heapq.heappush(waiting, _expected(laxer, number, args))
     return None
+
+
+class _Order(NamedTuple):
+    """In which kernels were asked.
+
+    Attributes:
+        offered: What led then, by families.
+        asked: As far as to the first that could; who is asked next depends on those before, which
+            could not.
+    """
+
+    offered: list[Sequence[Leading]]
+    asked: list[Leading]
+
+
+_KEPT = 4096
+_orders: dict[Hashable, _Order] = {}
+
+
+def _alike(
+    families: Sequence[type[Kernel]], offered: Sequence[Sequence[Leading]], args: Arguments
+) -> Hashable | None:
+    """Of arguments of which each estimate is the same, the same; None: that is not known."""
+    found = {}
+    for family, variants in zip(families, offered, strict=True):
+        if variants:
+            by = found[family] = family.estimated_by(args)
+            if by is None:
+                return None
+    return args.device, *found.items()
+
+
+def _remember(alike: Hashable, order: _Order) -> None:
+    if len(_orders) >= _KEPT:
+        _orders.clear()
+    _orders[alike] = order
 
 
 def _of_operands(family: type[Kernel], args: Arguments, target: Target | None) -> Sequence[Leading]:

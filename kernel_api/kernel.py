@@ -8,7 +8,7 @@ declare ``operands``, ``space`` and rules, and get ``generate_kernels`` for it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernel_api import _compile_cache, _recording
@@ -151,6 +151,13 @@ class Kernel(metaclass=KernelType):
 
     def predict(self, args: Any) -> float | None:
         """Seconds that the kernel is expected to take; None without a performance model."""
+        return None
+
+    @classmethod
+    def estimated_by(cls, args: Any) -> Hashable | None:
+        """What of the arguments :meth:`predict` depends on, beside the device, what kernels ask of
+        operands, and the epilogue's graph: where it is the same, so is every estimate, and the
+        order that they give is looked up. None: that is not known."""
         return None
 
     def read_resources(self, artifact: CompiledArtifact) -> Resources | None:

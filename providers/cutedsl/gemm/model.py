@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from kernel_api._cached_property import cached_property
 from kernel_api.arguments import GemmArguments
 from kernel_api.epilogue.graph import Graph, Node
+from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 from kernel_api.providers.cutedsl.gemm import machine
 from kernel_api.providers.cutedsl.gemm.machine import Constants
 from kernel_api.providers.cutedsl.gemm.sm90_design import SUBTILE, resident_clusters
@@ -131,7 +132,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Problem:
-    """What of the arguments decides how long they take; sizes in elements, L matrices.
+    """What of the arguments decides how long they take; sizes in elements, L matrices. Those that
+    are nearly the same are one, see :func:`told_apart`.
 
     Attributes:
         A_size, B_size, out_size: Bytes of an element.
@@ -172,7 +174,7 @@ class Problem:
         A, B, out = args.operands
         fused = args.epilogue
         return cls(
-            *(args.M, args.N, args.K, args.L),
+            *(told_apart(args.M), told_apart(args.N), told_apart(args.K), args.L),
             *(A.dtype.itemsize, B.dtype.itemsize, out.dtype.itemsize),
             *(_bytes(A), _bytes(B), _bytes(out)),
             kind=f"{'int' if A.dtype.is_integer else 'float'}{A.dtype.bits}",
@@ -209,13 +211,20 @@ class Problem:
 _last: tuple[Any, Problem | None, dict[str, Constants]] = (None, None, {})
 
 
+def problem_of(args: GemmArguments) -> Problem:
+    """Of arguments that were the last asked about, what was found then."""
+    global _last
+    key, problem, _ = _last
+    if problem is None or key is not args.key:
+        problem = Problem.of(args)
+        _last = (args.key, problem, {})
+    return problem
+
+
 def predict(args: GemmArguments, candidate: Candidate, family: str) -> float:
     """Seconds for one design of a family."""
-    global _last
-    key, problem, constants = _last
-    if problem is None or key is not args.key:
-        problem, constants = Problem.of(args), {}
-        _last = (args.key, problem, constants)
+    problem = problem_of(args)
+    constants = _last[2]
     of_family = constants.get(family)
     if of_family is None:
         of_family = constants[family] = machine.constants_on(args.device, family)
@@ -485,9 +494,8 @@ def _straddles(operand: Any) -> bool:
 
 def _bytes(operand: Any) -> int:
     """What must move at least once: a broadcast matrix is one matrix."""
-    if 0 in operand.stride:
-        return int(operand.span)
-    count = operand.dtype.itemsize
-    for extent in operand.shape:
-        count *= extent
+    count, matrices = operand.dtype.itemsize, len(operand.shape) - 2
+    for mode, (extent, stride) in enumerate(zip(operand.shape, operand.stride, strict=True)):
+        if stride or not extent:
+            count *= extent if mode < matrices else told_apart(extent)
     return int(count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -264,6 +264,10 @@ class Sm80GemmFamily(FusedGemm):
 
     def predict(self, args: GemmArguments) -> float:
         return model.predict(args, self.candidate, self.family)
+
+    @classmethod
+    def estimated_by(cls, args: Any) -> Hashable | None:
+        return model.problem_of(args)
 
 
 @CuTeDSLProvider.register

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from math import gcd
 from typing import Any, ClassVar
 
@@ -378,6 +378,10 @@ class Sm90GemmFamily(FusedGemm):
 
     def predict(self, args: GemmArguments) -> float:
         return model.predict(args, self.candidate, self.family)
+
+    @classmethod
+    def estimated_by(cls, args: Any) -> Hashable | None:
+        return model.problem_of(args)
 
 
 def _fits_blocks(columns: int) -> bool:

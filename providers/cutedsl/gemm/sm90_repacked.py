@@ -81,9 +81,10 @@ class RepackedGemmFamily(Sm90GemmFamily):
     def predict(self, args: Any) -> float:
         """The copies are read and written, by launches of their own."""
         constants = machine.constants_on(args.device, self.family)
-        moved = 2 * self._copies(args.M, args.N, args.K, args.L)
+        sizes = model.problem_of(args)
+        moved = 2 * self._copies(sizes.M, sizes.N, sizes.K, sizes.L)
         copies = len(self._copied) * constants.overhead + moved / constants.bandwidth
-        problem = _copied_problem(model.Problem.of(args), *self.repacked)
+        problem = _copied_problem(sizes, *self.repacked)
         return model.seconds(problem, self.candidate, constants) + copies
 
 

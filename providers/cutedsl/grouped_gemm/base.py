@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -21,6 +21,7 @@ from kernel_api.providers.cutedsl.epilogue.operands import (
     reduction_sizes,
 )
 from kernel_api.providers.cutedsl.epilogue.plan import Plan, plan
+from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 from kernel_api.providers.cutedsl.gemm import machine, model
 from kernel_api.providers.cutedsl.gemm.fusing import FusedGemm
 from kernel_api.providers.cutedsl.kernel import CuteDslKernel
@@ -59,6 +60,10 @@ class CuteDslGroupedGemm(FusedGemm):
         if self.ragged == "K":
             return self._with_reductions(0, A[0], B[-1], offsets[0])
         return self._with_reductions(0, out[0], self._columns(out[-1]), offsets[0])
+
+    @classmethod
+    def estimated_by(cls, args: Any) -> Hashable | None:
+        return dense_problem(args, RowTiles(1, 1)), told_apart(args.T), args.L
 
     def _columns(self, of_out: int) -> int:
         """Of the product, which an epilogue may make more or less of."""
@@ -219,11 +224,13 @@ def dense_problem(args: GroupedGemmArguments, tiles: RowTiles) -> model.Problem:
     asked: Any
     operands = args.operands[:3]
     if args.ragged == "K":
-        asked = _Dense(args.M, args.N, -(-args.T // args.L), args.L, operands, args.epilogue)
+        of_group = -(-told_apart(args.T) // args.L)
+        asked = _Dense(args.M, args.N, of_group, args.L, operands, args.epilogue)
         return model.Problem.of(asked)
-    share = 1 - (1 - 1 / args.L) ** max(args.T, 1)
+    T = max(told_apart(args.T), 1)
+    share = 1 - (1 - 1 / args.L) ** T
     groups = args.L * share
-    rows = max(args.T, 1) / groups
+    rows = T / groups
     per_group = tiles_of_a_group(rows, tiles.rows) * tiles.rows
     multiplied = tiles_of_a_group(rows, tiles.multiplied) * tiles.multiplied
     asked = _Dense(round(groups * per_group), args.N, args.K, 1, operands, args.epilogue)

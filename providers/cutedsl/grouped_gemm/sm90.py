@@ -13,6 +13,7 @@ from kernel_api.epilogue import Graph
 from kernel_api.metadata import GroupedGemmOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
 from kernel_api.providers.cutedsl.epilogue.operands import TMA_PIECE, sums_both_ways
+from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 from kernel_api.providers.cutedsl.gemm import machine
 from kernel_api.providers.cutedsl.gemm.fusing import output_types
 from kernel_api.providers.cutedsl.gemm.scaling import OF_SUMS, scaled_by_blocks
@@ -141,7 +142,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         factor, waits = 1.0, _waits(args.epilogue)
         if self._design.takes_tiles:
             factor = _TAKEN
-        elif waits and _has_groups_of(_MANY_ROWS, args):
+        elif waits and told_apart(args.T) >= _MANY_ROWS * args.L:
             factor = _APART
         if self._design.tile_shape[1] == _TURN_COLUMNS and not waits:
             factor *= _TURNS
@@ -153,7 +154,7 @@ class Sm90GroupedGemmFamily(Sm90GemmFamily):
         """Whether blocks wait for no cluster, and load what those beside them load, too."""
         design = self._design
         alone = math.prod(design.cluster_shape) == 1 and not design.swap_ab
-        return alone and _has_groups_of(self._rows_per_tile, args)
+        return alone and self._rows_per_tile * args.L <= told_apart(args.T)
 
 
 def _waits(epilogue: Any) -> bool:

@@ -13,6 +13,7 @@ from kernel_api.arguments.norm import NormArguments
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import NormBackwardOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider
+from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 from kernel_api.providers.cutedsl.h200 import REGISTERS
 from kernel_api.providers.cutedsl.kernel import WorkspaceFinder, remembered_by_shape
 from kernel_api.providers.cutedsl.norm import model
@@ -225,7 +226,8 @@ class NormBackward(NormKernel):
     def predict(self, args: Any) -> float:
         design = self._design
         operands = self.metadata.operands
-        parts = self._parts(args.M, args.N, multiprocessors_of(args.device))
+        M = told_apart(args.M)
+        parts = self._parts(M, args.N, multiprocessors_of(args.device))
         return model.backward(args, design, operands, design.resident, parts)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ from kernel_api.arguments.norm import NormArguments
 from kernel_api.artifact import CompiledArtifact
 from kernel_api.metadata import DesignMetadata, OperandsMetadata
 from kernel_api.providers.cutedsl import compiler
+from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 from kernel_api.providers.cutedsl.extents import counted_in_32_bits
 from kernel_api.providers.cutedsl.kernel import BareWhereSizesAreKnown, by_place
 from kernel_api.providers.streams import on_stream
@@ -161,6 +162,10 @@ class RowKernel(BareWhereSizesAreKnown):
         if not design.elements or design.room < 2 * args.N or design.room == SMALLEST_ROOM:
             return True
         return Miss(f"N is {args.N}", f"would match with N of {design.room // 2 + 1} or more")
+
+    @classmethod
+    def estimated_by(cls, args: Any) -> Hashable | None:
+        return told_apart(args.M), args.N, args.signature
 
     def _launched(self) -> dict[str, Any]:
         """How the implementation's rows lie on threads and how it is launched, as its constructor

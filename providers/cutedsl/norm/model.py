@@ -14,7 +14,8 @@
              take, which overlap in part; CTAs that share a multiprocessor wait for each other's
              instructions, but not for each other's latencies
 
-The constants are those of an H200.
+Numbers of rows that are nearly the same are one, see :func:`told_apart`. The constants are those of
+an H200.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kernel_api.arguments.norm import (
 )
 from kernel_api.devices import multiprocessors_of
 from kernel_api.metadata import OperandsMetadata
+from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 from kernel_api.providers.cutedsl.h200 import (
     BANDWIDTH,
     L2_BANDWIDTH,
@@ -101,7 +103,7 @@ def forward(
     transformed = getattr(args, "hadamard", False)
     registers = _registers(design, turns, isinstance(args, LayerNormArguments), transformed)
     resident = _resident(design, operands, args, registers)
-    waves = -(-args.M // (design.rows * turns * resident * multiprocessors))
+    waves = -(-told_apart(args.M) // (design.rows * turns * resident * multiprocessors))
     seconds = _seconds(args, design, operands, resident, waves * turns, waves)
     if turns > 1:
         seconds *= _TURNS_COST
@@ -138,8 +140,9 @@ def backward(
         parts: Of each sum over rows.
     """
     multiprocessors = multiprocessors_of(args.device)
-    blocks = min(resident * multiprocessors, -(-args.M // design.rows))
-    turns = -(-args.M // max(design.rows * blocks, 1))
+    rows = told_apart(args.M)
+    blocks = min(resident * multiprocessors, -(-rows // design.rows))
+    turns = -(-rows // max(design.rows * blocks, 1))
     if design.elements:
         together = max(blocks / multiprocessors, 1.0)
         seconds: float = _OVERHEAD + _LATENCY + turns * _turn(args, design, operands, together)
@@ -151,7 +154,7 @@ def backward(
     if not design.elements:  # they are made of what is read again
         sizes = _sizes(operands)
         read = sizes["x"] + sizes["dy"]
-        seconds += _OVERHEAD + args.M * args.N * read / BANDWIDTH
+        seconds += _OVERHEAD + rows * args.N * read / BANDWIDTH
     seconds += _SUMS_TIME + _PART_MOVES * parts * 4 * args.N * sums / L2_BANDWIDTH
     return seconds
 
@@ -201,6 +204,7 @@ def _seconds(
     waves: int,
 ) -> float:
     sizes, beside = _sizes(operands), _itemsizes(further_rows(args))
+    rows = told_apart(args.M)
     moved = sum(sizes.values()) + _itemsizes(further_rows(args, written=True))
     read = beside + sum(size for name, size in sizes.items() if name in ("x", "dy"))
     row = args.N * read
@@ -208,9 +212,9 @@ def _seconds(
     in_flight = resident * design.rows * row * ahead
     share = min(1.0, in_flight / _IN_FLIGHT)
     multiprocessors = multiprocessors_of(args.device)
-    seconds: float = args.M * args.N * moved / (BANDWIDTH * share)
+    seconds: float = rows * args.N * moved / (BANDWIDTH * share)
     if not design.elements:
-        seconds += _read_again(args.M * row, resident * design.rows * row * multiprocessors)
+        seconds += _read_again(rows * row, resident * design.rows * row * multiprocessors)
     seconds *= _VECTOR_COST[vector_of(operands) * sizes["x"]]
     of_row = _LATENCY + _STEP * _steps(args.N, design, operands)
     return _OVERHEAD + max(seconds, turns * of_row) + waves * _LATENCY / 4

@@ -13,6 +13,7 @@ from kernel_api.metadata import NormOperandsMetadata
 from kernel_api.providers.cutedsl import CuTeDSLProvider, compiler
 from kernel_api.providers.cutedsl.elementwise.sm80 import CONVERTS_8_BITS
 from kernel_api.providers.cutedsl.epilogue.operands import epilogue_values
+from kernel_api.providers.cutedsl.estimated_sizes import told_apart
 from kernel_api.providers.cutedsl.h200 import L2_BANDWIDTH
 from kernel_api.providers.cutedsl.kernel import unless_empty
 from kernel_api.providers.cutedsl.norm import model
@@ -117,7 +118,8 @@ class QuantizedRows(RowKernel):
         if design.turns > 1:
             seconds *= _QUANTIZED_TURNS_COST
         if not design.elements and mode == "row" and self.arguments is not ElementwiseArguments:
-            seconds += args.M * args.N * args.x.dtype.itemsize / L2_BANDWIDTH  # looked at once more
+            read = told_apart(args.M) * args.N * args.x.dtype.itemsize
+            seconds += read / L2_BANDWIDTH  # looked at once more
         return seconds
 
 
